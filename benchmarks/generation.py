@@ -4,6 +4,7 @@
     OMP_NUM_THREADS=2 python benchmarks/generation.py                    # all, five rounds: 15 minutes on two idle cores
     OMP_NUM_THREADS=1 python benchmarks/generation.py --cpu-time         # on a busy machine: one thread, its CPU time
     OMP_NUM_THREADS=2 python benchmarks/generation.py --busy-stages      # how long each of two stages computes
+    OMP_NUM_THREADS=2 python benchmarks/generation.py --attention        # new tokens of all texts, in a call and in calls
 
 In each round the contenders take turns at each task, and a ratio is the median of its rounds' ratios. Tasks: `prefill`, a
 prompt of 512 tokens; `decode 1` and `decode 16`, new tokens of 1 and 16 texts after prompts of 64 tokens. transformers
@@ -26,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron.fused_kernels import decode_attention
 from megatron.inference.engine import Engine
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
@@ -49,6 +51,13 @@ SHAPE = Model(
 )
 FORMATS = dict(fp32=torch.float32, bf16=torch.bfloat16)
 PREFILL, PROMPT, NEW = 512, 64, 24
+ATTENTION = (  # texts, tokens of each, groups, queries of a group, channels
+    (1, 88, 12, 1, 64),
+    (16, 88, 12, 1, 64),
+    (16, 400, 12, 1, 64),
+    (16, 200, 4, 4, 64),
+    (16, 200, 4, 8, 128),
+)
 
 
 def prompts(batch: int, length: int) -> list[list[int]]:
@@ -300,6 +309,29 @@ def busy_stages(name: str, texts: int = 8, new: int = 40) -> None:
     print(f"{name}, {texts} texts: the stages compute {first / seconds:.0%} and {second / seconds:.0%} of the time")
 
 
+def attention(clock: Callable[[], float], rounds: int) -> None:
+    """Attention of new tokens: one call for all texts, and one for each text, in turns. Each of 12 layers has its own
+    cache, so that keys come from memory.
+    """
+    print("texts  tokens  groups x queries  channels   by text us  one call us   ratio")
+    for texts, tokens, g, q, d in ATTENTION:
+        draw = torch.Generator().manual_seed(1)
+        caches = [torch.randn(2, texts * tokens, g, d, generator=draw) for _ in range(SHAPE.num_layers)]
+        query = torch.randn(texts, g, q, d, generator=draw)
+        of_texts = [(slice(tokens * text, tokens * (text + 1)),) for text in range(texts)]
+        took: dict[Callable, list[float]] = {decode_attention.by_text: [], decode_attention.by_pairs: []}
+        with torch.inference_mode():
+            for number in range(rounds + 1):
+                for run, found in took.items():
+                    places, start = decode_attention.Places(of_texts, 16, query.device), clock()
+                    for keys, values in caches:
+                        run(query, keys, values, places, d**-0.5)
+                    found += [(clock() - start) / len(caches)] * (number > 0)
+        one, all_of_them = (1e6 * statistics.median(found) for found in took.values())
+        ratio = statistics.median(a / b for a, b in zip(*took.values(), strict=True))
+        print(f"{texts:5}{tokens:8}{f'{g} x {q}':>18}{d:10}{one:13.0f}{all_of_them:13.0f}{ratio:8.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -308,7 +340,11 @@ def main() -> None:
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--no-llama", dest="llama", action="store_false")
     parser.add_argument("--busy-stages", action="store_true", help="how long each of two pipeline stages computes")
+    parser.add_argument("--attention", action="store_true", help="attention of new tokens alone")
     asked = parser.parse_args()
+    if asked.attention:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+        return attention(time.process_time if asked.cpu_time else time.perf_counter, asked.rounds)
     if asked.busy_stages:
         for name in asked.formats:
             busy_stages(name)

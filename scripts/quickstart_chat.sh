@@ -6,14 +6,14 @@
 #
 #   bash scripts/quickstart_chat.sh                    continue where the last call stopped
 #   bash scripts/quickstart_chat.sh --fresh            start over, from the quickstart's model
-#   bash scripts/quickstart_chat.sh --train-iters 300  another number of steps; other flags go to finetune.py --task chat
+#   bash scripts/quickstart_chat.sh --train-iters 400  another number of steps; other flags go to finetune.py --task chat
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 source scripts/_steps.sh
 
 RUN=runs/quickstart_chat
 MODEL=runs/quickstart/checkpoints
-ITERATIONS=160
+ITERATIONS=240
 check_flags() { # finetune.py itself refuses wrong ones, before it trains
     [ -z "$TEXT" ] || stop "--text: conversations are about facts of this script" "-> docs/chat.md has the command for your own"
 }

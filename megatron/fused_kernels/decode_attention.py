@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-FEW = 8  # queries that share a key, up to which it is best to read the key for each of them
+FEW = 4  # queries that share a key, up to which it is best to read the key for each of them
 
 
 class Places:

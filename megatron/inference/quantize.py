@@ -34,6 +34,7 @@ from megatron.settings.schema import Model
 
 LARGEST = 127  # of int8, symmetric
 NIBBLE = 15  # of 4 bits, from 0
+MIDDLE = 8  # of them: the zero of symmetric groups
 
 
 class Codes(NamedTuple):
@@ -151,11 +152,18 @@ class Int8Static(Int8):
 
 
 class Int4(Rounded):
-    """Weights as 4 bits, two in a byte, by the least and the largest of each group of inputs. One of the values is 0."""
+    """Weights as 4 bits, two in a byte, by the least and the largest of each group of inputs. One of the values is 0.
+
+    symmetric: by the abs-max, with 8 as the zero of all groups
+    """
 
     bits, stored_bits, least, largest, group_size = 4, 4, 0, NIBBLE, 128
+    symmetric = False
 
     def grid(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.symmetric:
+            scale = in_format(rows.abs().amax(1, keepdim=True).float() * 2 / NIBBLE, rows)
+            return scale, torch.full_like(scale, MIDDLE, dtype=torch.float32)
         least, largest = rows.amin(1, keepdim=True).clamp_max(0), rows.amax(1, keepdim=True).clamp_min(0)
         scale = in_format((largest.float() - least.float()) / NIBBLE, rows)
         return scale, (-least.float() / scale.float()).round_().clamp_(0, NIBBLE)
@@ -291,7 +299,7 @@ def product_of(layer: nn.Module, name: str, settings: Model, how: QuantizeOption
                 "a group is an even number of inputs of one rank",
                 "choose another; 32, 64 and 128 are usual",
             )
-        product.group_size = size
+        product.group_size, product.symmetric = size, how.quantize_symmetric
     return product
 
 

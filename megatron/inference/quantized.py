@@ -29,6 +29,8 @@ from megatron.mpu.placement import Buffer, Constant, Placement, placed_buffers, 
 from megatron.optimizer.buffers import buffer_pieces
 
 PARTS = ("values", "scale", "zero")
+# Names, after a layer's, of what a checkpoint has of a quantized layer: also the buffers of quantization aware training.
+STORED_OF_LAYER = (*(f"weight.{part}" for part in PARTS), "input_absmax", "input_average", "pact_alpha")
 
 
 def save(loaded, out: Path, how: QuantizeOptions) -> Path:
@@ -49,6 +51,7 @@ def save(loaded, out: Path, how: QuantizeOptions) -> Path:
     own = dict(
         quantize=how.quantize,
         quantize_group_size=how.quantize_group_size,
+        quantize_symmetric=how.quantize_symmetric,
         quantize_skip=",".join(skipped_layers(how.quantize_skip, "--quantize-skip")) or None,
         quantize_method=how.quantize_method,
         scale=scale,
@@ -65,7 +68,8 @@ def quantized_pieces(
 
     pieces: of that model. record: the entry of state.json. The layers' weights have to be freed.
     """
-    how = QuantizeOptions(**{name: record[name] for name in ("quantize", "quantize_group_size", "quantize_skip")})
+    names = ("quantize", "quantize_group_size", "quantize_symmetric", "quantize_skip")
+    how = QuantizeOptions(**{name: record[name] for name in names})
     chosen = attach(chunks, facts, how)
     weights = {f"{name}.weight" for name in chosen}
     kept = [piece for piece in pieces if piece.name not in weights]

@@ -41,6 +41,7 @@ class QuantizeOptions:
     quantize_skip: Optional[str] = setting(
         "--quantize: patterns of layers that keep their format, or the file of tools.sensitivity --output", None
     )
+    quantize_symmetric: bool = setting("--quantize int4: groups have no zero, and values around 0", False)
     quantize_method: Literal["round", "gptq"] = setting(
         "--quantize: round each weight to the nearest value; gptq: correct later weights for the errors of earlier ones, "
         "on the inputs of --calibration-data",
@@ -77,6 +78,7 @@ EFFECTS = dict(
 )
 IDLE = {
     "quantize_group_size": Needs("--quantize int4", lambda s: s.quantize == "int4"),
+    "quantize_symmetric": Needs("--quantize int4", lambda s: s.quantize == "int4"),
     "quantize_skip": Needs("--quantize", lambda s: s.quantize),
     "quantize_method": Needs("--quantize", lambda s: s.quantize),
     "calibration_data": Needs("--quantize-method gptq", lambda s: s.quantize and s.quantize_method == "gptq"),

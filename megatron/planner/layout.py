@@ -78,7 +78,7 @@ class Job:
     compared: tuple[tuple[int, int], ...] = ()  # (layer, layer of the teacher) of --kd-hidden-layers
 
     @classmethod
-    def of(cls, config: Config, facts: Facts, *, dp: int, device: str) -> "Job":
+    def of(cls, config: Config, facts: Facts, *, dp: int, device: str, alone: bool = False) -> "Job":
         """The job of the settings. Raises SettingsError if they freeze missing weights, or all weights."""
         selection = Selection.of(config.optimizer)
         if selection:
@@ -102,7 +102,7 @@ class Job:
             selection=selection,
             ns_steps=config.optimizer.muon_num_ns_steps if knows_matrices(config.optimizer) else 0,
             **dict(zip(("frozen", "pairs"), facts.learned(selection))),
-            **teaching(config, facts, dp, device),
+            **({} if alone else teaching(config, facts, dp, device)),
         )
 
     def shard_gradients(self, zero: int) -> int:
@@ -133,17 +133,19 @@ class Job:
 
 
 def teaching(config: Config, facts: Facts, dp: int, device: str) -> dict[str, object]:
-    """The fields of a job about its teacher; none without one. facts: of the student. Raises errors about the teacher."""
+    """The fields of a job about its teacher, or the model of `Recipe.frozen`; none without one.
+
+    facts: of the student. Raises errors about the teacher.
+    """
     folder = config.distillation.teacher_load
-    if folder is None:
+    asked = recipe_of(config).frozen(config) if folder is None else ("--teacher-load", folder)
+    if asked is None:
         return {}
-    settings = frozen_settings(
-        "--teacher-load", folder, frozen_record("--teacher-load", folder), config, facts.vocab_size
-    )
+    settings = frozen_settings(*asked, frozen_record(*asked), config, facts.vocab_size)
     no_dropout = replace(settings.model, hidden_dropout=0.0, attention_dropout=0.0, lora_dropout=0.0)
     settings = replace(settings, model=no_dropout, batch=config.batch, data=config.data)
     own = recipe_of(settings).facts(settings, facts.vocab_size)
-    job = replace(Job.of(settings, own, dp=dp, device=device), selection=ALL, frozen=frozenset(), pairs=())
+    job = replace(Job.of(settings, own, dp=dp, device=device, alone=True), selection=ALL, frozen=frozenset(), pairs=())
     return dict(teacher=job, compared=tuple(layer_pairs(config, settings).items()))
 
 

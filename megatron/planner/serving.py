@@ -21,6 +21,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import rank_units
 from megatron.planner.search import divisors
 from megatron.planner.speed import Cluster, arithmetic_seconds
+from megatron.settings.schema import Model
 
 BLOCK = 16  # tokens of a block of the cache
 PROMPT, OUTPUT = 512, 128  # tokens of a text whose lengths are not given
@@ -118,16 +119,13 @@ def plans(job: Job, cluster: Cluster, requests: Requests, *, latency: bool = Fal
     return alike + fit[len(alike) :] + others
 
 
-def requests_for(facts: Facts, prompt: int | None, output: int | None, texts: int | None) -> Requests:
+def requests_for(m: Model, prompt: int | None, output: int | None, texts: int | None) -> Requests:
     """The requests of these lengths; those that are not given are 512 and 128, or 4/5 and 1/5 of a short context.
 
-    >>> from megatron.model.gpt.facts import GPTFacts
-    >>> from megatron.settings.schema import Model
-    >>> short = GPTFacts(Model(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=100), 9)
+    >>> short = Model(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=100)
     >>> requests_for(short, None, None, None), requests_for(short, 40, None, 8)
     (Requests(prompt=80, output=20, texts=None), Requests(prompt=40, output=20, texts=8))
     """
-    m = facts.settings
     room = m.position_table if m.position_embedding_type == "learned_absolute" else PROMPT + OUTPUT
     if output is None:
         output = min(OUTPUT, max(1, room // 5))

@@ -331,7 +331,7 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
 def arithmetic_seconds(job: Job, op: LayerOp, d: Device) -> float:
     """Seconds of a product, or of attention."""
     if isinstance(op, Product):
-        return op.flops / d.reached(job.precision, min(op.rows, op.inputs, op.outputs))
+        return op.flops / d.reached(job.precision, max(1, min(op.rows, op.inputs, op.outputs)))
     return _core(job, op, d) if isinstance(op, CoreAttention) else 0.0
 
 

@@ -12,11 +12,15 @@ onnxruntime, torch) and this suite compute the same tokens: the largest differen
 too much is not written (exit code 5). On CPU.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, run_main
+from megatron.model import quantization
+from megatron.model.quantization import QuantizeOptions
+from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import TokenizerSettings, setting
 from megatron.settings.statements import failing_in_users_words, given_values, in_users_words, words_of
@@ -32,8 +36,11 @@ class ExportOptions:
     format: Literal["hf", "gguf", "onnx", "torch-export"] = setting(
         "hf: safetensors for transformers, vLLM and others; gguf: for llama.cpp; onnx, torch-export: a program", "hf"
     )
-    dtype: Optional[Literal["fp32", "bf16", "fp16", "q8_0"]] = setting(
-        "format of the weights (default: as trained); q8_0: 8-bit blocks of gguf", None, "--bf16=bf16", "--fp16=fp16"
+    dtype: Optional[Literal["fp32", "bf16", "fp16", "q8_0", "q4_0", "q4_1"]] = setting(
+        "format of the weights (default: as trained); q8_0, q4_0, q4_1: blocks of 8 or 4 bits of gguf",
+        None,
+        "--bf16=bf16",
+        "--fp16=fp16",
     )
     kind: Literal["lm", "generation"] = setting(
         "of a program: lm gives scores at every position, generation those of the next token, with a cache", "lm"
@@ -49,12 +56,14 @@ def main(argv: list[str]) -> None:
     """Export, and print what was written and how well both sides agree."""
     groups, given = parse_with_record(
         argv,
-        dict(export=ExportOptions, tokenizer=TokenizerSettings),
+        dict(export=ExportOptions, quantize=QuantizeOptions, tokenizer=TokenizerSettings),
         prog="python -m megatron.tools.export",
         description="Export a trained model for other programs.",
         common=tuple(ExportOptions.__dataclass_fields__),
     )
     settings = groups["export"]
+    for sentence in idle_flags(groups["quantize"], given, quantization.IDLE):
+        print(f"note: {sentence}", file=sys.stderr)
     with failing_in_users_words(given):
         if settings.tensor_model_parallel_size < 1:
             size = words_of(given, "tensor_model_parallel_size", settings.tensor_model_parallel_size)
@@ -68,7 +77,12 @@ def main(argv: list[str]) -> None:
         out = Path(settings.output)
         check_free(out)
         wanted = Wanted(
-            settings.format, settings.dtype, settings.kind, settings.tensor_model_parallel_size, settings.check
+            settings.format,
+            settings.dtype,
+            settings.kind,
+            settings.tensor_model_parallel_size,
+            settings.check,
+            groups["quantize"],
         )
         tokenizer = given_values(TokenizerSettings, given)
         notes = export(settings.load, out, wanted, step=settings.ckpt_step, given=tokenizer)

@@ -245,7 +245,7 @@ def _serve(config: schema.Config, asked: PlanOptions) -> None:
     cluster, source = target.cluster_of(config, ask=True)
     cluster = with_margin(config, cluster)
     job, remark = target.job_of(config, cluster)
-    requests = serving.requests_for(job.facts, asked.prompt_length, asked.output_length, asked.max_batch_size)
+    requests = serving.requests_for(job.facts.settings, asked.prompt_length, asked.output_length, asked.max_batch_size)
     found = serving.plans(job, cluster, requests, latency=asked.prefer == "latency")
     axes = dict(tensor_model_parallel_size="tp", pipeline_model_parallel_size="pp")
     given = {axis: getattr(config.parallel, name) for name, axis in axes.items() if name in config.statements}

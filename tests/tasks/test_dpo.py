@@ -7,7 +7,11 @@ import torch.nn.functional as F
 
 import finetune
 import pretrain_gpt
+from megatron.model.arguments import parse_any
+from megatron.model.recipe import facts_of
+from megatron.planner.layout import Job
 from megatron.settings.schema import TokenizerSettings
+from megatron.tasks.chat import recipe
 from megatron.tasks.chat_samples import TextEncoder, pair_samples
 from megatron.tokenizer import build_tokenizer
 from tests.tasks.chats import (
@@ -160,3 +164,9 @@ def test_pairs_of_texts_need_no_template(tmp_path):
         f"1 of 2 pairs have two equal answers, and are left out ({file}, line 2)",
         f"1 of 2 pairs are longer than --seq-length 24, and lose the end of an answer ({file}, line 1)",
     ]
+
+
+def test_plans_count_the_reference(base, tmp_path):
+    config = parse_any(line_of(tmp_path, base, "--train-iters 1").split(), recipe=recipe())
+    job = Job.of(config, facts_of(config, EOD + 1), dp=1, device="cpu")
+    assert job.teacher.facts.parameters == job.facts.parameters and job.teacher.teacher is None

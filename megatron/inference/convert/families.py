@@ -39,7 +39,8 @@ class Family:
     matches:  pairs of tensors
     theirs:   (end-of-document id or None, dtype of the weights) -> content of config.json
     ours:     (loaded model, prompts [s, b]) -> outputs to compare
-    run:      (transformers, folder, prompts) -> the same outputs of their model; None: transformers does not have it
+    run:      (transformers, folder, prompts, keywords of from_pretrained) -> the same outputs of their model; None: it has
+              no such model
     extra:    the model's own groups of settings
     beside:   additional tensors that files may contain: copies of others
     notices:  notices for the user of an export
@@ -51,7 +52,7 @@ class Family:
     matches: list[Match]
     theirs: Callable[[Optional[int], str], dict[str, Any]]
     ours: Callable[[Any, torch.Tensor], torch.Tensor]
-    run: Optional[Callable[[Any, Any, torch.Tensor], torch.Tensor]]
+    run: Optional[Callable[..., torch.Tensor]]
     extra: Mapping[str, Any] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
@@ -113,9 +114,9 @@ def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
     kind = kind or gpt_settings.kind_of(model)
     tied = () if model.untie_embeddings_and_output_weights else ("lm_head.weight",)
 
-    def run(transformers, folder, prompts):
+    def run(transformers, folder, prompts, **more):
         plain = dict(dtype=torch.float32, attn_implementation="eager")  # the only attention there with soft caps
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **plain).eval()
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **plain, **more).eval()
         return theirs(prompts.t()).logits.transpose(0, 1)
 
     return Family(
@@ -133,8 +134,8 @@ def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
 
 
 def _t5(facts: T5Facts) -> Family:
-    def run(transformers, folder, prompts):
-        theirs = transformers.T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    def run(transformers, folder, prompts, **more):
+        theirs = transformers.T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, **more).eval()
         source, target = _halves(prompts)
         return theirs(input_ids=source.t(), decoder_input_ids=target.t()).logits.transpose(0, 1)
 
@@ -168,9 +169,9 @@ def _halves(prompts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _bert(facts: BertFacts) -> Family:
     second = facts.own.bert_binary_head
 
-    def run(transformers, folder, prompts):
+    def run(transformers, folder, prompts, **more):
         kind = transformers.BertForPreTraining if second else transformers.BertForMaskedLM
-        theirs = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        theirs = kind.from_pretrained(folder, dtype=torch.float32, **more).eval()
         found = theirs(input_ids=prompts.t(), token_type_ids=_types(prompts).t())
         if not second:
             return found.logits.transpose(0, 1)

@@ -40,16 +40,20 @@ _UNITS = dict(KB=10**3, MB=10**6, GB=10**9, TB=10**12, KiB=2**10, MiB=2**20, GiB
 
 
 class TensorGroup(NamedTuple):
-    """Tensors to write, in order, and the function that creates them on demand. dtype: their format, if not that of all."""
+    """Tensors to write, in order, and the function that creates them on demand. dtypes: if they are not the file's."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     make: Callable[[], Iterable[torch.Tensor]]
-    dtype: Optional[torch.dtype] = None
+    dtypes: tuple[torch.dtype, ...] = ()
 
-    def nbytes(self, dtype: torch.dtype) -> int:
-        """The bytes of all of them in a file of this format."""
-        return sum(map(prod, self.shapes)) * (self.dtype or dtype).itemsize
+    def sizes(self, dtype: torch.dtype) -> list[int]:
+        """Bytes of each tensor in a file of `dtype`."""
+        return [prod(shape) * one.itemsize for shape, one in zip(self.shapes, self.formats(dtype))]
+
+    def formats(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """The format of each tensor."""
+        return self.dtypes or (dtype,) * len(self.names)
 
 
 def bytes_of(size: str) -> int:
@@ -76,7 +80,7 @@ def write_tensors(
     files: list[list[TensorGroup]] = [[]]
     room = file_bytes
     for plan in planned:
-        size = plan.nbytes(dtype)
+        size = sum(plan.sizes(dtype))
         if size > room and files[-1]:
             files.append([])
             room = file_bytes
@@ -89,7 +93,7 @@ def write_tensors(
         _write_file(folder / name, plans, dtype)
     if count > 1:
         where = {tensor: name for name, plans in zip(names, files) for plan in plans for tensor in plan.names}
-        size = sum(plan.nbytes(dtype) for plan in planned)
+        size = sum(sum(plan.sizes(dtype)) for plan in planned)
         index = dict(metadata=dict(total_size=size), weight_map=where)
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     return names
@@ -99,19 +103,18 @@ def _write_file(path: Path, plans: list[TensorGroup], dtype: torch.dtype) -> Non
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for plan in plans:
-        own = plan.dtype or dtype
-        for name, shape in zip(plan.names, plan.shapes):
-            end = at + prod(shape) * own.itemsize
-            header[name] = dict(dtype=CODES[own], shape=list(shape), data_offsets=[at, end])
+        for name, shape, size, one in zip(plan.names, plan.shapes, plan.sizes(dtype), plan.formats(dtype)):
+            end = at + size
+            header[name] = dict(dtype=CODES[one], shape=list(shape), data_offsets=[at, end])
             at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with storage_errors(path, at), open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for plan in plans:
-            for tensor, shape in zip(plan.make(), plan.shapes):
+            for tensor, shape, one in zip(plan.make(), plan.shapes, plan.formats(dtype)):
                 assert tuple(tensor.shape) == shape, (plan.names, tensor.shape, shape)
-                file.write(memoryview(as_bytes(tensor.to(plan.dtype or dtype).contiguous()).numpy()))
+                file.write(memoryview(as_bytes(tensor.to(one).contiguous()).numpy()))
         file.flush()
         os.fsync(file.fileno())
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Optional
 
 import torch
@@ -21,13 +22,15 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import OPTIMIZER
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert import hf_files
+from megatron.inference.convert import compressed_tensors, hf_files
 from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.families import Family, exported, imported, prompts_for
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.convert.merged import merged_first
 from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head, tokenizer_settings
-from megatron.inference.quantized import refuse_quantized
+from megatron.inference.quantize import Rounded
+from megatron.inference.quantized import STORED_OF_LAYER, refuse_quantized
+from megatron.model.gpt.hf_names import Match
 from megatron.model.recipe import config_of
 from megatron.mpu.placement import Placement
 from megatron.settings.from_checkpoint import FILES, located
@@ -51,38 +54,39 @@ def to_hf(
     given: Mapping[str, Any],
     check: bool = True,
     file_bytes: int = hf_files.FILE_BYTES,
+    products: Mapping[str, Rounded] = MappingProxyType({}),
 ) -> list[str]:
     """Export a checkpoint directory to a folder that `transformers` can load; returns notices for the user.
     Adapters are merged.
 
     given: tokenizer flags, if the files of the training run have moved. file_bytes: the most bytes of a file of tensors.
+    products: layer -> its quantized weight, which takes the place of the checkpoint's.
     Raises SettingsError for an unsupported model, CheckpointError if the exported model gives other results.
     """
     trained = path
     with merged_first(path, out) as path, Reader(path) as reader, arriving(out) as folder:
         needed(reader, "config")
-        refuse_quantized(reader, "to-hf")
+        if not products:
+            refuse_quantized(reader, "to-hf")
         config, vocab_size = config_of(located(reader.state)), needed(reader, "vocab_size")
         refuse_head(config, vocab_size, path)
-        if config.model.linear is not None:
+        if config.model.linear is not None and not products:
             raise SettingsError(
                 f"{path} was trained with --linear {config.model.linear}, which Hugging Face does not have",
                 "its layers would multiply with other weights there",
                 "python -m megatron.tools.export --format torch-export writes a program of it",
             )
-        family, plan = exported(config, vocab_size), []
-        refuse_unknown(reader, family)
-        for match in family.matches:
-            stored = reader.tensors.get(match.ours)
-            if stored is None:
-                raise CheckpointError(f"{path} has no tensor {match.ours}")
-            shapes = tuple(tuple(x.shape) for x in match.to_theirs(torch.empty(stored.shape, device="meta")))
-            make = lambda match=match: match.to_theirs(reader.read(match.ours))
-            plan.append(hf_files.TensorGroup(match.theirs, shapes, make, torch.float32 if match.exact else None))
+        family = exported(config, vocab_size)
+        if products:
+            compressed_tensors.refuse_other(family.kind, products)
+        refuse_unknown(reader, family, products)
+        plan = [_tensors(reader, match, products) for match in family.matches]
         files = hf_files.write_tensors(folder, plan, dtype, file_bytes)
         without_model = Loaded(None, config, reader.state, vocab_size, 0, path, ())
         end, end_of_turn, notices = _export_vocabulary(without_model, folder, given, check, trained)
         settings = family.theirs(end, str(dtype).removeprefix("torch."))
+        if products:
+            settings["quantization_config"] = compressed_tensors.quantization_config(family, products)
         (folder / "config.json").write_text(json.dumps(settings, indent=2))
         if family.kind != "bert":  # which generates nothing
             hf_files.write_generation_config(folder, settings, end_of_turn)
@@ -95,11 +99,24 @@ def to_hf(
         return [f"{out}: {family.kind} in {', '.join(files)}", *family.notices, *notices]
 
 
-def refuse_unknown(reader: Reader, family: Family) -> None:
+def _tensors(reader: Reader, match: Match, products: Mapping[str, Rounded]) -> hf_files.TensorGroup:
+    """Their tensors in the place of one of ours."""
+    if product := products.get(match.ours.removesuffix(".weight")):
+        return compressed_tensors.tensors_of(match, product)
+    stored = reader.tensors.get(match.ours)
+    if stored is None:
+        raise CheckpointError(f"{reader.folder} has no tensor {match.ours}")
+    shapes = tuple(tuple(x.shape) for x in match.to_theirs(torch.empty(stored.shape, device="meta")))
+    dtypes = (torch.float32,) * len(shapes) if match.exact else ()
+    return hf_files.TensorGroup(match.theirs, shapes, lambda: match.to_theirs(reader.read(match.ours)), dtypes)
+
+
+def refuse_unknown(reader: Reader, family: Family, products: Mapping[str, Rounded] = MappingProxyType({})) -> None:
     """Raise SettingsError for weights that a family does not have: the export would lose them, even if the comparison did
     not show it.
     """
     known = {match.ours for match in family.matches}
+    known |= {f"{layer}.{part}" for layer in products for part in STORED_OF_LAYER}
     unknown = sorted(name for name in reader.tensors if name not in known and not name.startswith(OPTIMIZER))
     if unknown:
         named = ", ".join(unknown[:6]) + f" and {len(unknown) - 6} more" * (len(unknown) > 6)

@@ -31,6 +31,7 @@ from megatron.inference.convert.megatron_lm import open_classic
 from megatron.inference.convert.merged import merged_first
 from megatron.inference.quantized import refuse_quantized
 from megatron.model.gpt.facts import GPTFacts
+from megatron.model.recipe import SCRIPTS
 from megatron.model.weights import Unit, add_prefix
 from megatron.mpu.placement import Placement
 from megatron.settings import schema
@@ -168,7 +169,7 @@ def check_expressible(export: Export) -> None:
     model = export.model
     known = {*_SAME, *_SIZES, *_OF_TRAINING, *megatron_experts.SAME, *megatron_experts.OTHER}
     other = [f.name for f in fields(model) if f.name not in known and getattr(model, f.name) != f.default]
-    if model.model_type != "GPT":
+    if model.model_type not in ("GPT", *SCRIPTS):
         other.append(f"model_type {model.model_type}")
     if export.implementation == "legacy" and model.qk_layernorm:
         other.append("qk_layernorm (with --use-legacy-models)")

@@ -5,8 +5,9 @@ The names and shapes of Hugging Face are the start (`convert.families`), because
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
@@ -15,10 +16,12 @@ import torch
 from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError
 from megatron.inference.convert.families import Family
+from megatron.inference.quantize import Int4, Rounded
 from megatron.model.bert.facts import BertFacts
 from megatron.model.facts import Facts
 from megatron.model.positions import scaled_frequencies
 from megatron.model.t5.facts import T5Facts
+from megatron.mpu.placement import Placement
 
 Fix = Callable[[str, torch.Tensor, dict[str, Any]], torch.Tensor]
 # Byte-level vocabularies that llama.cpp can cut texts for, by the pattern of their words.
@@ -30,6 +33,17 @@ PATTERNS = {
         "qwen2"
     ),
 }
+# --dtype -> (format of matrices, llama.cpp's word for the file)
+TYPES = dict(
+    fp32=("F32", "ALL_F32"),
+    fp16=("F16", "MOSTLY_F16"),
+    bf16=("BF16", "MOSTLY_BF16"),
+    q8_0=("Q8_0", "MOSTLY_Q8_0"),
+    q4_0=("Q4_0", "MOSTLY_Q4_0"),
+    q4_1=("Q4_1", "MOSTLY_Q4_1"),
+)
+BLOCK = 32  # inputs with one scale in the formats of `BLOCKS`
+BLOCKS = ("Q8_0", "Q4_0", "Q4_1")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # llama.cpp's types of tokens
 
 
@@ -108,48 +122,47 @@ def refuse_other(family: Family) -> Architecture:
 
 
 def write(
-    path: Path, reader: Reader, family: Family, dtype: str, tokenizer: Path, end: Optional[int], name: str
+    path: Path,
+    reader: Reader,
+    family: Family,
+    dtype: str,
+    tokenizer: Path,
+    end: Optional[int],
+    name: str,
+    products: Mapping[str, Rounded] = MappingProxyType({}),
 ) -> None:
-    """Write a GGUF file. dtype: fp32, fp16, bf16, q8_0. tokenizer: folder with its files.
+    """Write a GGUF file. dtype: a row of `TYPES`. tokenizer: folder with its files. products: layer -> quantized weight.
 
-    Matrices have this dtype; vectors and positions stay in fp32, as llama.cpp expects.
+    Matrices have this dtype; vectors and positions stay in fp32, as llama.cpp expects. With 4 bits, embeddings and output
+    layer have 8.
     """
     gguf = library()
     architecture = refuse_other(family)
     kind, config = getattr(gguf.MODEL_ARCH, architecture.name), family.theirs(end, "float32")
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind])
     _describe(writer, config, name)
-    writer.add_file_type(
-        dict(
-            fp32=gguf.LlamaFileType.ALL_F32,
-            fp16=gguf.LlamaFileType.MOSTLY_F16,
-            bf16=gguf.LlamaFileType.MOSTLY_BF16,
-            q8_0=gguf.LlamaFileType.MOSTLY_Q8_0,
-        )[dtype]
-    )
+    wanted, file_type = TYPES[dtype]
+    writer.add_file_type(gguf.LlamaFileType[file_type])
     _add_vocabulary(writer, tokenizer, config["vocab_size"], end)
-    wanted, kinds = dict(fp32="F32", fp16="F16", bf16="BF16", q8_0="Q8_0")[dtype], gguf.GGMLQuantizationType
-    names = gguf.get_tensor_name_map(kind, family.facts.num_layers)
+    kinds, names = gguf.GGMLQuantizationType, gguf.get_tensor_name_map(kind, family.facts.num_layers)
 
-    def tensors(meta: bool) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """(their name, format, values) of every tensor; of shapes alone if `meta`."""
+    def tensors(meta: bool) -> Iterator[tuple[str, str, Sequence[torch.Tensor]]]:
+        """(their name, format, values) of every tensor; of shapes alone if `meta`.
+
+        The values of a quantized layer in blocks are its whole numbers, scales and zeros, each at all inputs.
+        """
         for match in family.matches:
-            stored = reader.tensors[match.ours]
-            ours = torch.empty(stored.shape, device="meta") if meta else reader.read(match.ours, dtype=torch.float32)
-            for theirs, x in zip(match.theirs, match.to_theirs(ours)):
+            parts = _parts(match, reader, products.get(match.ours.removesuffix(".weight")), wanted, meta)
+            for theirs, *xs in zip(match.theirs, *(match.to_theirs(part) for part in parts)):
                 called = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
                 if called is None:
                     raise SettingsError(f"--format gguf: {architecture.name} of llama.cpp has no {theirs}")
-                x = architecture.fix(theirs, x, config)
-                vector = x.dim() < 2 or called.startswith("position_embd")
-                made = "F32" if vector else wanted
-                if made == "Q8_0" and x.shape[-1] % gguf.GGML_QUANT_SIZES[kinds.Q8_0][0]:
-                    made = "F16"  # rows of other sizes have no blocks of 32
-                yield called, made, x
+                xs = [architecture.fix(theirs, x, config) for x in xs]
+                yield called, _format_of(called, family.facts.weights[match.ours], xs[0].shape, wanted), xs
         for called, x in _extra_tensors(family):
-            yield called, "F32", x
+            yield called, "F32", [x]
 
-    for called, made, x in tensors(meta=True):
+    for called, made, [x, *_] in tensors(meta=True):
         shape = gguf.quant_shape_to_byte_shape(x.shape, kinds[made])
         plain = made in ("F32", "F16")
         size = int(np.prod(shape)) if not plain else x.numel() * (4 if made == "F32" else 2)
@@ -158,9 +171,73 @@ def write(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, made, x in tensors(meta=False):
-        writer.write_tensor_data(gguf.quantize(x.float().contiguous().numpy(), kinds[made]))
+    for _, made, [x, *beside] in tensors(meta=False):
+        if beside:
+            writer.write_tensor_data(_blocks(made, x, *beside))
+        else:
+            writer.write_tensor_data(gguf.quantize(x.float().contiguous().numpy(), kinds[made]))
     writer.close()
+
+
+def _parts(match, reader: Reader, product: Optional[Rounded], wanted: str, meta: bool) -> list[torch.Tensor]:
+    """The values of one of our tensors; of a quantized layer in blocks its whole numbers, scales and zeros."""
+    if product is None:
+        stored = reader.tensors[match.ours]
+        return [torch.empty(stored.shape, device="meta") if meta else reader.read(match.ours, dtype=torch.float32)]
+    codes, shape = product.codes(), product.layer.placements["weight"].shape
+    if wanted not in BLOCKS:
+        return [codes.weight().view(shape)]
+    return [x.float().repeat_interleave(shape[-1] // x.shape[1], 1).view(shape) for x in codes]
+
+
+def _format_of(called: str, ours: Placement, shape: Sequence[int], wanted: str) -> str:
+    """The format of a tensor in a file of `wanted`."""
+    if len(shape) < 2 or called.startswith("position_embd"):
+        return "F32"
+    made = "Q8_0" if wanted in ("Q4_0", "Q4_1") and ours.embedding_or_output else wanted
+    return "F16" if made in BLOCKS and shape[-1] % BLOCK else made  # rows of other sizes have no blocks
+
+
+def _blocks(made: str, values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> np.ndarray:
+    """Whole numbers as blocks of 32 with a scale in fp16, [o, bytes]. Inputs of a block have the same scale and zero.
+
+    Q8_0: d, 32 x int8. Q4_0: d, numbers - 8 of w = d q. Q4_1: d, m of w = d q + m. Number n of 16 is in the lower half of
+    byte n, and number n + 16 in the upper.
+    """
+    blocks = [x.contiguous().unflatten(1, (-1, BLOCK)) for x in (values, scale, zero)]  # [o, g, 32]
+    values, scale, zero = blocks[0], *(x[:, :, :1] for x in blocks[1:])
+    as_bytes = lambda x: x.contiguous().view(torch.uint8)
+    parts = [as_bytes(scale.half())]
+    if made == "Q4_1":
+        parts.append(as_bytes((-zero * scale).half()))
+    if made == "Q8_0":
+        parts.append(as_bytes(values.to(torch.int8)))
+    else:
+        whole = values.to(torch.uint8)
+        parts.append(whole[:, :, : BLOCK // 2] | whole[:, :, BLOCK // 2 :] << 4)
+    return torch.cat(parts, 2).flatten(1).numpy()
+
+
+def rounded(weight: torch.Tensor, dtype: str) -> torch.Tensor:
+    """A matrix [..., i] with the values that it has in a file of `dtype`, in fp32."""
+    gguf, made = library(), TYPES[dtype][0]
+    if made not in BLOCKS or weight.shape[-1] % BLOCK:
+        return weight
+    kind = gguf.GGMLQuantizationType[made]
+    values = gguf.dequantize(gguf.quantize(weight.float().flatten(0, -2).numpy(), kind), kind)
+    return torch.from_numpy(values).view(weight.shape)
+
+
+def format_for(product: Rounded) -> str:
+    """The format of blocks that holds the whole numbers of a layer. Raises SettingsError if there is none."""
+    if not isinstance(product, Int4):
+        return "q8_0"
+    if product.group_size % BLOCK:
+        raise SettingsError(
+            f"--format gguf: groups of {product.group_size} inputs are no blocks of llama.cpp's",
+            do=f"--quantize-group-size {BLOCK}, or a multiple of it",
+        )
+    return "q4_0" if product.symmetric else "q4_1"
 
 
 def _describe(writer, config: dict[str, Any], name: str) -> None:

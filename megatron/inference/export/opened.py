@@ -16,14 +16,16 @@ from torch import nn
 
 from megatron.checkpoint.folder import checkpoints
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert import hf_files
+from megatron.inference.convert import compressed_tensors, hf_files
 from megatron.inference.convert.families import imported
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.export import programs
 from megatron.inference.export.write import RECORD, empty_past
 from megatron.inference.load import Loaded, build_model
+from megatron.inference.quantize import attach, free_weights, linear_layers
 from megatron.inference.stages import Halves
 from megatron.model.facts import Facts
+from megatron.model.quantization import QuantizeOptions
 from megatron.model.recipe import config_of, facts_of
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.mesh import Mesh
@@ -82,6 +84,7 @@ def _check(path: Path, record: dict[str, Any]) -> None:
 
 def _load_hf(place: Path, record: dict[str, Any], device, precision, mesh: Mesh, halves: Halves) -> Loaded:
     settings = hf_files.read_json(place / "config.json")
+    quantization = settings.pop("quantization_config", None) or {}
     family, files = imported(settings), hf_files.TensorFiles(place)
     origin, own = f"Hugging Face {family.kind} in {place.resolve()}", _tokenizer(place)
     content = imported_state(family.facts.settings, family.facts.vocab_size, {}, origin, own, family.extra)
@@ -95,7 +98,8 @@ def _load_hf(place: Path, record: dict[str, Any], device, precision, mesh: Mesh,
     matches = {match.ours: match for match in family.matches}
     names = [name for match in family.matches for name in match.theirs]
     known = {name: name if name in files.shapes else name.removeprefix("transformer.") for name in names}
-    missing = [name for name, found in known.items() if found not in files.shapes]
+    rounded = {name for name in names if compressed_tensors.is_quantized(known[name], files.shapes)}
+    missing = [name for name, found in known.items() if found not in files.shapes and name not in rounded]
     if missing:
         raise CheckpointError(f"{place} lacks {len(missing)} tensors", ", ".join(missing[:8]))
 
@@ -107,8 +111,24 @@ def _load_hf(place: Path, record: dict[str, Any], device, precision, mesh: Mesh,
     notices = tuple(family.unread_notices(place / "config.json"))
     with torch.no_grad():
         for piece in built.pieces:
-            piece.tensor.copy_(whole(piece.name)[piece.box.slices()])
+            if not rounded.intersection(matches[piece.name].theirs):
+                piece.tensor.copy_(whole(piece.name)[piece.box.slices()])
+        if rounded:
+            how = compressed_tensors.options_of(quantization, place)
+            _hold_rounded(built.model, family.facts, how, rounded, matches, files, mesh)
     return Loaded(built.model.eval(), config, content, vocab_size, int(record.get("iteration", 0)), place, notices)
+
+
+def _hold_rounded(model: nn.Module, facts: Facts, how: QuantizeOptions, rounded, matches, files, mesh: Mesh) -> None:
+    """Give layers the whole numbers of a folder, and free their weights."""
+    chunks = getattr(model, "chunks", [model])
+    plain = [name.removesuffix(".weight") for name, match in matches.items() if not rounded.intersection(match.theirs)]
+    layers = [name for name, _ in linear_layers(chunks)]
+    skip = ",".join(name for name in layers if name in plain)
+    chosen = attach(chunks, facts, replace(how, quantize_skip=skip or None))
+    for name, layer in chosen.items():
+        compressed_tensors.hold(layer.product, matches[f"{name}.weight"], files.get, mesh.coordinates)
+    free_weights(chunks, chosen)
 
 
 def _precision(settings: dict[str, Any]) -> str:

@@ -3,6 +3,10 @@
 card, and `export.json` with what it is. The folder appears when it is complete and its client agrees with this suite.
 """
 
+import contextlib
+import copy
+import importlib.util
+import io
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,23 +18,29 @@ from typing import Any, Literal, Optional
 import torch
 
 from megatron.checkpoint.folder import choose
-from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert import hf_files, huggingface
+from megatron.inference.convert import compressed_tensors, hf_files, huggingface
 from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.families import Family, exported, prompts_for
 from megatron.inference.convert.imported import check_free
 from megatron.inference.convert.merged import merged_first
-from megatron.inference.export import gguf_file, llama_cpp, programs
+from megatron.inference.export import gguf_file, llama_cpp, onnx_quantized, programs
 from megatron.inference.export.card import model_card
 from megatron.inference.export.gate import Agreement, agreement
 from megatron.inference.export.tracing import program_of
-from megatron.inference.load import Loaded, build_model, open_tokenizer, refuse_head, tokenizer_settings
+from megatron.inference.load import Loaded, build_model, load_model, open_tokenizer, refuse_head, tokenizer_settings
+from megatron.inference.quantize import Rounded
+from megatron.inference.quantized import refuse_twice
 from megatron.model.bert.facts import BertFacts
 from megatron.model.facts import Facts
+from megatron.model.linear_kinds import choices
+from megatron.model.quantization import KIND as FAKE_QUANTIZE
+from megatron.model.quantization import PLAIN, QuantizeOptions
 from megatron.model.recipe import config_of, facts_of
 from megatron.model.t5.facts import T5Facts
 from megatron.mpu.initialize import DTYPES
+from megatron.mpu.layers import linear_products
 from megatron.mpu.mesh import Mesh
 from megatron.settings.from_checkpoint import located
 from megatron.settings.schema import Config
@@ -41,10 +51,11 @@ RECORD = "export.json"
 # Formats of weights that a file format has; the first one replaces what a run was trained in and the format lacks.
 WEIGHTS = {
     "hf": ("fp32", "bf16", "fp16"),
-    "gguf": ("fp32", "bf16", "fp16", "q8_0"),
+    "gguf": ("fp32", "bf16", "fp16", "q8_0", "q4_0", "q4_1"),
     "onnx": ("fp32", "fp16"),
     "torch-export": ("fp32", "bf16", "fp16"),
 }
+DEQUANTIZE = "CompressedTensorsConfig(dequantize=True)"
 CLIENTS = {"hf": "transformers", "gguf": "llama.cpp", "onnx": "onnxruntime", "torch-export": "torch"}
 
 
@@ -52,7 +63,7 @@ CLIENTS = {"hf": "transformers", "gguf": "llama.cpp", "onnx": "onnxruntime", "to
 class Wanted:
     """An export as requested.
 
-    dtype: of the weights; None: as trained. kind: of a program. tp: ranks that share the model
+    dtype: of the weights; None: as trained. kind: of a program. tp: ranks that share the model. quantize: of linear layers
     """
 
     form: Form
@@ -60,6 +71,7 @@ class Wanted:
     kind: Literal["lm", "generation"] = "lm"
     tp: int = 1
     check: bool = True
+    quantize: QuantizeOptions = PLAIN
 
 
 class ExportSource:
@@ -68,6 +80,7 @@ class ExportSource:
     def __init__(self, path: Path | UrlPath, trained: Path | UrlPath, given: Mapping[str, Any]):
         """path: the checkpoint; trained: the one that the run wrote, if adapters were merged for `path`"""
         self.path, self.trained, self.given = path, trained, given
+        self._quantized: dict[str, Loaded] = {}  # by the format of other weights
         with Reader(self.path) as reader:
             needed(reader, "config")
             self.record, self.vocab_size = dict(reader.state), needed(reader, "vocab_size")
@@ -118,6 +131,57 @@ class ExportSource:
             model.dtype = DTYPES[computes_in]
         return model
 
+    @property
+    def trained_to_round(self) -> bool:
+        """Whether linear layers are those of quantization aware training."""
+        return any(choice.kind == FAKE_QUANTIZE for choice in choices(self.config.model.linear or ""))
+
+    @cached_property
+    def is_quantized(self) -> bool:
+        """Whether the checkpoint is a quantized one."""
+        return QUANTIZED in self.record
+
+    def quantized(self, dtype: str, how: QuantizeOptions) -> Loaded:
+        """The model with quantized linear layers and other weights that were rounded to `dtype`, which computes in fp32.
+
+        how: without a format, that of the checkpoint, or int8 for a model of quantization aware training
+        """
+        dtype = dtype if dtype in DTYPES else "fp32"
+        if dtype in self._quantized:
+            return self._quantized[dtype]
+        if not how.quantize and not self.is_quantized:
+            how = replace(how, quantize="int8")
+        loaded = load_model(str(self.path), precision="bf16" if dtype == "bf16" else "fp32", quantize=how)
+        for parameter in loaded.model.parameters():
+            parameter.data = parameter.data.to(DTYPES[dtype]).float()
+        loaded.model.dtype = torch.float32
+        self._quantized[dtype] = loaded
+        return loaded
+
+    def rounds(self, wanted: Wanted) -> bool:
+        """Whether an export has quantized linear layers. torch-export records what quantization aware training computes."""
+        trained = self.trained_to_round and wanted.form != "torch-export"
+        return bool(wanted.quantize.quantize) or self.is_quantized or trained
+
+    def products(self, wanted: Wanted) -> dict[str, Rounded]:
+        """Layer -> its product, of an export with quantized layers."""
+        if not self.rounds(wanted):
+            return {}
+        found = linear_products([self.quantized(wanted.dtype, wanted.quantize).model])
+        return {product.name: product for product in found}
+
+    def compared_as(self, wanted: Wanted) -> str:
+        """The row of `gate.LIMITS` for an export."""
+        trained = self.trained_to_round and self.config.model.activation_quantize_type != "none"
+        dynamic = "int8-dynamic" in (wanted.quantize.quantize, self.record.get(QUANTIZED, {}).get("quantize"))
+        return f"{wanted.form} with rounded inputs" if trained or dynamic else wanted.form
+
+    def model_of(self, wanted: Wanted) -> torch.nn.Module:
+        """The model that an export has to agree with, in fp32."""
+        if self.rounds(wanted):
+            return self.quantized(wanted.dtype, wanted.quantize).model
+        return self.model(wanted.dtype)
+
     def prompts(self) -> torch.Tensor:
         """Fixed token ids [s, b]."""
         return prompts_for(self.facts)
@@ -139,6 +203,7 @@ def export(load: str, out: Path, wanted: Wanted, *, step: Optional[int] = None, 
 
 
 def _export(source: "ExportSource", out: Path, wanted: Wanted) -> list[str]:
+    refuse_twice(source.path, source.record, wanted.quantize)
     wanted, notices = _complete(source, wanted)
     with arriving(out) as folder:
         write = {"hf": _write_hf, "gguf": _write_gguf}.get(wanted.form, _write_programs)
@@ -174,6 +239,13 @@ def _complete(source: ExportSource, wanted: Wanted) -> tuple[Wanted, list[str]]:
     """The request with its dtype. Raises SettingsError for what the format does not have. Returns notices, too."""
     form, notices, known = wanted.form, [], WEIGHTS[wanted.form]
     dtype = wanted.dtype or source.config.precision.precision
+    if form == "gguf" and (products := source.products(replace(wanted, dtype="fp32"))):
+        blocks = gguf_file.format_for(next(iter(products.values())))
+        if wanted.dtype not in (None, blocks, *DTYPES):
+            raise SettingsError(
+                f"--dtype {wanted.dtype}: the whole numbers of this model are {blocks}", do="leave it out"
+            )
+        dtype = wanted.dtype or blocks
     if dtype not in known:
         if wanted.dtype is not None:
             raise SettingsError(f"--format {form} has no --dtype {dtype}", do=f"--dtype {', '.join(known)}")
@@ -215,16 +287,25 @@ Written = tuple[list[str], Optional[Agreement], list[str]]
 
 def _write_hf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -> Written:
     transformers = huggingface._transformers() if wanted.check else None
-    _, *more = huggingface.to_hf(source.path, folder, DTYPES[wanted.dtype], source.given, check=False)
+    products = source.products(wanted)
+    if products and wanted.check:
+        _require_compressed_tensors()
+    _, *more = huggingface.to_hf(
+        source.path, folder, DTYPES[wanted.dtype], source.given, check=False, products=products
+    )
     more += _fast_tokenizer(source, folder)
     agreed = None
     if wanted.check:
-        ours = source.family.ours(source.model(wanted.dtype), source.prompts())
-        theirs = source.family.run(transformers, folder, source.prompts()).float()
-        agreed = agreement("hf", wanted.dtype, CLIENTS["hf"], ours, theirs)
+        ours = source.family.ours(source.model_of(wanted), source.prompts())
+        theirs = _of_transformers(source, transformers, folder, products)
+        agreed = agreement(source.compared_as(wanted), wanted.dtype, CLIENTS["hf"], ours, theirs)
         if (folder / "tokenizer_config.json").exists():
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
             _same_ids(source, CLIENTS["hf"], lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
+    if any(map(compressed_tensors.has_zeros, products.values())):
+        more.append(
+            f"transformers loads it with quantization_config={DEQUANTIZE} (--quantize-symmetric needs no such word)"
+        )
     generation = folder / "generation_config.json"
     if not generation.exists() and source.end is not None and not isinstance(source.facts, BertFacts):
         first = dict(decoder_start_token_id=0) if isinstance(source.facts, T5Facts) else dict(bos_token_id=source.end)
@@ -232,10 +313,29 @@ def _write_hf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -> 
     return sorted(path.name for path in folder.glob("*.safetensors")), agreed, more
 
 
+def _of_transformers(source: ExportSource, transformers, folder: Path, products) -> torch.Tensor:
+    """What transformers computes with the folder."""
+    if not products:
+        return source.family.run(transformers, folder, source.prompts()).float()
+    zeros = any(map(compressed_tensors.has_zeros, products.values()))
+    more = dict(quantization_config=transformers.CompressedTensorsConfig(dequantize=True)) if zeros else {}
+    with contextlib.redirect_stderr(io.StringIO()):  # bars of progress
+        return source.family.run(transformers, folder, source.prompts(), **more).float()
+
+
+def _require_compressed_tensors() -> None:
+    """Raise SettingsError where the package is not installed."""
+    if importlib.util.find_spec("compressed_tensors") is None:
+        raise SettingsError(
+            "transformers needs the package compressed-tensors for quantized weights",
+            do="pip install compressed-tensors, or --no-check to export without the comparison",
+        )
+
+
 def _write_gguf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -> Written:
     gguf_file.library()
     gguf_file.refuse_kind(source.facts)
-    if source.config.model.linear is not None:
+    if source.config.model.linear is not None and not source.trained_to_round:
         raise SettingsError(
             f"{source.path} was trained with --linear {source.config.model.linear}, which llama.cpp does not have",
             "its layers would multiply with other weights there",
@@ -249,16 +349,39 @@ def _write_gguf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -
         raise SettingsError(
             "--format gguf: llama.cpp's programs need a vocabulary that it knows", more[-1], "--format hf needs none"
         )
+    products = source.products(wanted)
+    if any(map(compressed_tensors.rounds_inputs, products.values())):
+        more.append("llama.cpp rounds the inputs of layers in its own way: the file has the weights alone")
     with Reader(source.path) as reader:
-        huggingface.refuse_unknown(reader, source.family)
-        gguf_file.write(path, reader, source.family, wanted.dtype, folder, source.end, out.resolve().name)
+        huggingface.refuse_unknown(reader, source.family, products)
+        name = out.resolve().name
+        gguf_file.write(path, reader, source.family, wanted.dtype, folder, source.end, name, products)
     return [path.name], _ask_llama_cpp(source, path, wanted) if wanted.check else None, more
+
+
+def _model_of_gguf(source: ExportSource, wanted: Wanted) -> torch.nn.Module:
+    """The model with the weights of the file. It rounds no inputs."""
+    products, settings = source.products(wanted), replace(source.config.model, linear=None, quantization=False)
+    config = replace(source.config, model=settings)
+    built = build_model(config, source.vocab_size, device="cpu", precision="fp32", mesh=Mesh())
+    with Reader(source.path) as reader:
+        reader.load([piece for piece in built.pieces if piece.name.removesuffix(".weight") not in products], cast=True)
+    for name, parameter in built.model.named_parameters():
+        if product := products.get(name.removesuffix(".weight")):
+            parameter.data = product.codes().weight().view_as(parameter)
+        elif wanted.dtype in DTYPES:
+            parameter.data = parameter.data.to(DTYPES[wanted.dtype]).float()
+        elif parameter.dim() > 1 and "position" not in name:
+            parameter.data = gguf_file.rounded(
+                parameter.data, "q8_0" if source.facts.weights[name].embedding_or_output else wanted.dtype
+            )
+    return built.model.eval()
 
 
 @torch.no_grad()
 def _ask_llama_cpp(source: ExportSource, path: Path, wanted: Wanted) -> Agreement:
     """Compare log-probabilities of the likeliest tokens after prompts of several lengths, and ids of texts."""
-    prompts, model = source.prompts(), source.model("fp32" if wanted.dtype == "q8_0" else wanted.dtype)
+    prompts, model = source.prompts(), _model_of_gguf(source, wanted)
     lengths = sorted({1, 2, 5, len(prompts) // 2, len(prompts) - 1} - {0})
     places = [(length, row) for row in range(prompts.shape[1]) for length in lengths if length < len(prompts)]
     found, ids = llama_cpp.asked(
@@ -297,7 +420,7 @@ def _write_programs(source: ExportSource, folder: Path, out: Path, wanted: Wante
             programs.onnxruntime()
     names = []
     for rank, mesh in _ranks(wanted.tp):
-        model = source.model(wanted.dtype, mesh, computes_in=wanted.dtype)
+        model = _model_of_program(source, wanted, mesh)
         if not hasattr(model, "logits"):
             raise SettingsError(
                 f"{source.path} holds a model of type {source.config.model.model_type}, which has no method logits",
@@ -309,6 +432,22 @@ def _write_programs(source: ExportSource, folder: Path, out: Path, wanted: Wante
     return names, _ask_program(source, folder, wanted) if wanted.check else None, more
 
 
+def _model_of_program(source: ExportSource, wanted: Wanted, mesh: Mesh) -> torch.nn.Module:
+    """The model of one rank, in the format that the program computes in."""
+    if not source.rounds(wanted):
+        return source.model(wanted.dtype, mesh, computes_in=wanted.dtype)
+    if wanted.tp > 1:
+        raise SettingsError(
+            f"--tensor-model-parallel-size {wanted.tp}: a program of a quantized model is for one rank",
+            do="leave it out",
+        )
+    model = copy.deepcopy(source.quantized(wanted.dtype, wanted.quantize).model).to(DTYPES[wanted.dtype])
+    model.dtype = DTYPES[wanted.dtype]
+    if wanted.form == "onnx":
+        onnx_quantized.attach(model)
+    return model
+
+
 def _ranks(tp: int) -> Iterator[tuple[int, Mesh]]:
     """The ranks that share a model, none of which is started."""
     return ((rank, Mesh(rank, tp=tp, create_groups=False)) for rank in range(tp))
@@ -317,14 +456,14 @@ def _ranks(tp: int) -> Iterator[tuple[int, Mesh]]:
 @torch.no_grad()
 def _ask_program(source: ExportSource, folder: Path, wanted: Wanted) -> Agreement:
     """Compare logits of the program with the model's; with several ranks, on so many processes."""
-    prompts, model = source.prompts(), source.model(wanted.dtype)
+    prompts, model = source.prompts(), source.model_of(wanted)
     ours = _own_answer(model, source.facts, prompts)
     if wanted.kind == "generation":
         ours = ours[[cut.stop - 1 for cut in _cuts(len(prompts))]]
-    form, name = wanted.form, CLIENTS[wanted.form]
+    form, row, name = wanted.form, source.compared_as(wanted), CLIENTS[wanted.form]
     if wanted.tp == 1:
         run = programs.opened(form, folder / programs.file_name(form))
-        return agreement(form, wanted.dtype, name, ours, answer_of(run, source, wanted, prompts))
+        return agreement(row, wanted.dtype, name, ours, answer_of(run, source, wanted, prompts))
 
     from megatron.mpu.forked import run_ranks
 
@@ -334,7 +473,7 @@ def _ask_program(source: ExportSource, folder: Path, wanted: Wanted) -> Agreemen
         return answer_of(run, source, wanted, prompts).numpy()
 
     theirs = [torch.from_numpy(x) for x in run_ranks(wanted.tp, of_rank, timeout=600)]
-    found = [agreement(form, wanted.dtype, f"{name} on {wanted.tp} ranks", ours, x) for x in theirs]
+    found = [agreement(row, wanted.dtype, f"{name} on {wanted.tp} ranks", ours, x) for x in theirs]
     return max(found, key=lambda one: one.difference)
 
 
