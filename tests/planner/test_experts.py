@@ -4,6 +4,7 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -21,6 +22,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import state
 from megatron.planner.parity import parse_layout
 from megatron.planner.preflight.ranks import Design, check_ranks
+from megatron.planner.search import Space, _expert_sizes
 from megatron.planner.shrink import asked_ranks, shrunk_job_of
 from megatron.planner.traffic import totals, transfers
 from megatron.tools import plan, verify_layout
@@ -222,11 +224,15 @@ def test_a_search_keeps_ranks_for_experts(words):
 
 def test_a_search_tries_all_ranks_for_experts():
     """With neither flag: every ep that divides the ranks of a stage and the 8 experts, and whole experts beside tp."""
-    line = f"--model-type tests.models.own_experts {OPEN} --world-size 8 --pipeline-model-parallel-size 2"
-    found = search_layouts(parse_any(line.split(), recipe=own_experts.recipe())).searched.plans
-    grids = {(one.layout.tp, one.layout.ep, one.layout.cuts.etp) for one in found}
-    assert {(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 1, 2), (2, 1, 1), (2, 2, 1), (2, 4, 1)} <= grids
-    assert all(4 % (ep * etp) == 0 for _, ep, etp in grids)
+    experts = facts_of(settings_of((1, "")), VOCABULARY).experts
+    tried = lambda tp, dp, **given: {
+        (one.cuts.ep, one.cuts.etp)
+        for grid in _expert_sizes(experts, base := Layout(tp=tp, dp=dp), Space(**given))
+        for one in [replace(base, **grid)]
+    }
+    assert tried(1, 4) == {(1, 1), (2, 1), (4, 1)} and tried(2, 2) == {(1, 2), (1, 1), (2, 1), (4, 1)}
+    assert tried(1, 12) == {(1, 1), (2, 1), (4, 1)} and tried(2, 2, etp=2) == {(1, 2), (2, 2)}
+    assert tried(1, 4, ep=2) == {(2, 1)} and not tried(1, 4, ep=3)
 
 
 def test_a_search_of_a_plain_model_refuses_them():
