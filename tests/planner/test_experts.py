@@ -227,7 +227,8 @@ def test_a_search_tries_all_ranks_for_experts():
     experts = facts_of(settings_of((1, "")), VOCABULARY).experts
     tried = lambda tp, dp, **given: {
         (one.cuts.ep, one.cuts.etp)
-        for grid in _expert_sizes(experts, base := Layout(tp=tp, dp=dp), Space(**given))
+        for base in [Layout(tp=tp, dp=dp)]
+        for grid in _expert_sizes(experts, base, Space(**given))
         for one in [replace(base, **grid)]
     }
     assert tried(1, 4) == {(1, 1), (2, 1), (4, 1)} and tried(2, 2) == {(1, 2), (1, 1), (2, 1), (4, 1)}
