@@ -14,7 +14,8 @@ from torch import nn
 from megatron.errors import SettingsError
 from megatron.inference.load import Loaded
 from megatron.inference.prune import Importance, Network, most_important
-from megatron.inference.quantize import chosen_layers, linear_layers, quantized_alone
+from megatron.inference.quantize import linear_layers, quantized_alone
+from megatron.model.linear_kinds import chosen_layers
 from megatron.model.pruning import KINDS
 from megatron.model.quantization import PLAIN, QuantizeOptions
 from megatron.model.recipe import recipe_of

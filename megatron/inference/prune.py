@@ -30,7 +30,7 @@ from megatron.inference.convert.imported import check_free
 from megatron.inference.load import Loaded
 from megatron.model.facts import Facts
 from megatron.model.language_model import LOSS
-from megatron.model.pruning import FFN, HEADS, HIDDEN, KINDS, Cut, ModelSizes, cuts, layers_in_order, owner
+from megatron.model.pruning import FFN, HEADS, HIDDEN, KINDS, Cut, ModelSizes, cuts, owner
 from megatron.model.recipe import config_of, recipe_of
 from megatron.model.weights import add_prefix
 from megatron.mpu.placement import Table
@@ -249,8 +249,16 @@ def plan(
         layers = most_important(importance.layers, sizes.layers).tolist()
     else:
         layers = [layer for layer in range(before.layers) if layer not in set(layers_to_go)]
-    model = sizes.settings(network.model)
-    order = layers_in_order(layers, network.model)
+    model, order = sizes.settings(network.model), dict(enumerate(layers))
+    facts = network.with_model(model)
+    for new, old in order.items():
+        was, now = network.facts.layer_kind(old), facts.layer_kind(new)
+        if was != now:
+            raise SettingsError(
+                f"layer {old} would become layer {new}, and that is another kind of layer: {now}, not {was}",
+                "which layers have a window, or experts, follows from their numbers",
+                "choose layers with --prune-layers so that the pattern stays",
+            )
     return SmallerModel(model, {kind: network.cuts[kind] for kind in kinds}, kept, order)
 
 

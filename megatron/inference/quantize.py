@@ -24,9 +24,8 @@ from torch import nn
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts
 from megatron.model.fake_quantize import SMALLEST, FakeQuantizeProduct, has_part, rows_absmax
-from megatron.model.linear_kinds import LinearChoice
-from megatron.model.linear_kinds import linear_layers as linear_names
-from megatron.model.quantization import QuantizeOptions, skipped_layers
+from megatron.model.linear_kinds import chosen_layers
+from megatron.model.quantization import QuantizeOptions
 from megatron.mpu import collectives
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, linear_products
 from megatron.mpu.linear_product import LinearProduct, Multiply, Operand
@@ -230,23 +229,6 @@ def free_weights(chunks: Iterable[nn.Module], quantized: Mapping[str, nn.Module]
             parameter.data = parameter.data.new_empty(0, *parameter.shape[1:])
         else:
             parameter.data = moved.setdefault(at, parameter.data.clone())
-
-
-def chosen_layers(facts: Facts, how: QuantizeOptions) -> list[str]:
-    """The names of the linear layers of a model, on all ranks, without those to skip.
-
-    Raises SettingsError for a pattern that is no layer.
-    """
-    tables = {layer: facts.layer_weights(facts.layer_kind(layer), False) for layer in range(facts.num_layers)}
-    names = {f"blocks.{layer}.{name}": name for layer, table in tables.items() for name in linear_names(table)}
-    skip = [LinearChoice(pattern, "") for pattern in skipped_layers(how.quantize_skip, "--quantize-skip")]
-    for choice in skip:
-        if not any(map(choice.matches, names)):
-            raise SettingsError(
-                f"--quantize-skip: '{choice.pattern}' is no linear layer of this model",
-                do=f"each block has {', '.join(dict.fromkeys(names.values()))}",
-            )
-    return [name for name in names if not any(one.matches(name) for one in skip)]
 
 
 def weight_bytes(model: nn.Module) -> int:

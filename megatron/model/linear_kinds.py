@@ -11,6 +11,7 @@ the last one applies. A kind is a row of `KINDS` or `Recipe.linears`, or `plain`
     ()
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from fnmatch import fnmatchcase
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 from megatron.errors import SettingsError, did_you_mean
 from megatron.model import lora, quantization, sparsity
 from megatron.model.weights import Table, add_prefix
+from megatron.mpu.placement import Placement
 from megatron.settings.effects import Needs
 from megatron.settings.schema import Model
 
@@ -81,6 +83,38 @@ def _chosen(text: str, layer: int, names: tuple[str, ...]) -> Chosen:
 def linear_layers(table: Table) -> list[str]:
     """The linear layers in a block's table of weights."""
     return [name.removesuffix(WEIGHT) for name, placed in table.items() if name.endswith(WEIGHT) and placed.matrices]
+
+
+def chosen_layers(facts: Any, how: quantization.QuantizeOptions) -> list[str]:
+    """The names of the linear layers of a model (`model.facts.Facts`), on all ranks, without those to skip.
+
+    Raises SettingsError for a pattern that is no layer.
+    """
+    tables = {layer: facts.layer_weights(facts.layer_kind(layer), False) for layer in range(facts.num_layers)}
+    names = {f"blocks.{layer}.{name}": name for layer, table in tables.items() for name in linear_layers(table)}
+    skip = [LinearChoice(pattern, "") for pattern in quantization.skipped_layers(how.quantize_skip, "--quantize-skip")]
+    for choice in skip:
+        if not any(map(choice.matches, names)):
+            raise SettingsError(
+                f"--quantize-skip: '{choice.pattern}' is no linear layer of this model",
+                do=f"each block has {', '.join(dict.fromkeys(names.values()))}",
+            )
+    return [name for name in names if not any(one.matches(name) for one in skip)]
+
+
+def quantized_bytes(how: quantization.QuantizeOptions, weight: Placement, tp: int, element: int) -> int:
+    """Bytes of a quantized weight on each of `tp` ranks. element: bytes of its scales.
+
+    >>> weight = Placement((64, 32), Normal(0.02), cut={"tp": 0})
+    >>> int4 = quantization.QuantizeOptions("int4", quantize_group_size=16)
+    >>> quantized_bytes(quantization.QuantizeOptions("int8"), weight, 2, 2), quantized_bytes(int4, weight, 1, 4)
+    (1088, 1664)
+    """
+    *rows, inputs = weight.local_shape({"tp": tp})
+    outputs = math.prod(rows)
+    if how.quantize != "int4":
+        return outputs * (inputs + element)
+    return outputs * (inputs // 2 + inputs // how.quantize_group_size * (element + 1))
 
 
 def chosen_of(settings: Model, layer: int, table: Table) -> Chosen:

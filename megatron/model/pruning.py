@@ -16,7 +16,7 @@ A *unit* is what goes or stays as a whole: a key-value group with all of its que
 channel of an MLP, a channel of the hidden states, a layer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Optional
 
@@ -221,16 +221,3 @@ def skipped_kinds(text: Optional[str]) -> list[str]:
                 do="give those, or the file of python -m megatron.tools.sensitivity --prune-ratio --output",
             )
     return words
-
-
-def layers_in_order(kept: list[int], model: Model) -> Mapping[int, int]:
-    """New number of a layer -> its old one. Raises SettingsError if layers would change between window and no window."""
-    pairs = dict(enumerate(kept))
-    for new, old in pairs.items():
-        if model.window_of(new) != model.window_of(old):
-            raise SettingsError(
-                f"layer {old} would become layer {new}, and --window-attn-skip-freq {model.window_attn_skip_freq} gives "
-                "the two different windows",
-                do=f"choose layers with --prune-layers so that every {model.window_attn_skip_freq}th stays",
-            )
-    return pairs

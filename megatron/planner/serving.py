@@ -9,6 +9,7 @@ the tensors of an engine); workspaces are an estimate, and times are predictions
 Legend: n texts that a replica continues at the same time, h hidden, v vocabulary, e bytes per element.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,9 @@ from megatron.errors import SettingsError
 from megatron.inference.stage_layers import decoder_layers
 from megatron.model.facts import Facts
 from megatron.model.layer_ops import Collective, CoreAttention, Kernel, LayerOp, Product, RankSetup
+from megatron.model.linear_kinds import chosen_layers, quantized_bytes
+from megatron.model.quantization import PLAIN, QuantizeOptions
+from megatron.mpu.placement import Placement
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import rank_units
 from megatron.planner.search import divisors
@@ -100,16 +104,20 @@ class ServingPlan:
         return f"{name} x {self.replicas}" if self.replicas > 1 else name
 
 
-def plans(job: Job, cluster: Cluster, requests: Requests, *, latency: bool = False) -> list[ServingPlan]:
+def plans(
+    job: Job, cluster: Cluster, requests: Requests, *, latency: bool = False, quantize: QuantizeOptions = PLAIN
+) -> list[ServingPlan]:
     """All layouts of the cluster's ranks: first those that fit, the best one first. latency: by the time per token instead
-    of by tokens per second. Raises SettingsError for a model that continues no texts.
+    of by tokens per second. quantize: format of linear layers, whose times are those of plain ones.
+
+    Raises SettingsError for a model that continues no texts.
     """
     check(job.facts, requests)
     found = [
-        plan_of(job, cluster, requests, tp, pp)
+        plan_of(job, cluster, requests, tp, pp, quantize)
         for tp in divisors(min(cluster.world_size, cluster.local_size))
         for pp in divisors(cluster.world_size // tp if cluster.world_size % tp == 0 else 1)
-        if possible(job.facts, tp, pp) and cluster.world_size % (tp * pp) == 0
+        if possible(job.facts, tp, pp) and groups_fit(job.facts, tp, quantize) and cluster.world_size % (tp * pp) == 0
     ]
     cost = (lambda plan: plan.token) if latency else (lambda plan: 1 / plan.tokens_per_second)
     fit = sorted((plan for plan in found if plan.fits), key=cost)
@@ -157,10 +165,29 @@ def possible(facts: Facts, tp: int, pp: int) -> bool:
     return pp <= facts.num_layers and all(number % tp == 0 for number in facts.divisible_by_tp().values())
 
 
-def plan_of(job: Job, cluster: Cluster, requests: Requests, tp: int, pp: int) -> ServingPlan:
+def groups_fit(facts: Facts, tp: int, how: QuantizeOptions) -> bool:
+    """Whether groups of inputs divide those of a rank."""
+    size = how.quantize_group_size
+    return how.quantize != "int4" or all(
+        placed.local_shape({"tp": tp})[-1] % size == 0 for _, placed in quantized_weights(facts, how)
+    )
+
+
+def quantized_weights(facts: Facts, how: QuantizeOptions) -> list[tuple[int, Placement]]:
+    """(layer, placement) of the weights that a format rounds."""
+    named = [name.split(".", 2)[1:] for name in chosen_layers(facts, how)] if how.quantize else []
+    return [
+        (int(layer), facts.layer_weights(facts.layer_kind(int(layer)), False)[f"{name}.weight"])
+        for layer, name in named
+    ]
+
+
+def plan_of(
+    job: Job, cluster: Cluster, requests: Requests, tp: int, pp: int, quantize: QuantizeOptions = PLAIN
+) -> ServingPlan:
     """Memory and times of one layout."""
     replicas, device, ranks = cluster.world_size // (tp * pp), cluster.device, range(pp)
-    share = ServingShare(job, cluster, tp, pp)
+    share = ServingShare(job, cluster, tp, pp, quantize)
     weights, cache = [share.weight_bytes(rank) for rank in ranks], [share.cache_bytes(rank) for rank in ranks]
     blocks = -(-requests.length // BLOCK) * BLOCK
     asked = -(-requests.texts // replicas) if requests.texts else None
@@ -184,6 +211,7 @@ class ServingShare:
     cluster: Cluster
     tp: int
     pp: int
+    quantize: QuantizeOptions = PLAIN
 
     @cached_property
     def layout(self) -> Layout:
@@ -194,8 +222,14 @@ class ServingShare:
     def weight_bytes(self, rank: int) -> int:
         """Bytes of the weights of a pipeline rank, as `inference.load` allocates them, and of constants beside them."""
         units = rank_units(self.job, self.layout, rank)
-        sizes = self.layout.data_sizes
-        return (units.padded(sizes) + units.padded_frozen(sizes)) * self.job.element + units.buffers // 2
+        sizes, element, layers = self.layout.data_sizes, self.job.element, self._layers(rank)
+        plain = (units.padded(sizes) + units.padded_frozen(sizes)) * element + units.buffers // 2
+        if not self.quantize.quantize:
+            return plain
+        plain = units.total(lambda unit: unit.exact) * element + units.buffers // 2  # each weight has its own memory
+        weights = [placed for layer, placed in quantized_weights(self.job.facts, self.quantize) if layer in layers]
+        saved = sum(math.prod(placed.local_shape({"tp": self.tp})) * element for placed in weights)
+        return plain - saved + sum(quantized_bytes(self.quantize, placed, self.tp, element) for placed in weights)
 
     def cache_bytes(self, rank: int) -> int:
         """Bytes of a token's keys and values on a pipeline rank; in fp32 on a CPU (`model.cache.stored_dtype`)."""

@@ -15,7 +15,7 @@ from megatron.inference import generation_config
 from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.inference.which import load_one_model
 from megatron.serving.openai_requests import DEFAULTS
-from megatron.serving.settings import ServeSettings, log_to_stderr, parsed, read_keys
+from megatron.serving.settings import ServeOptions, ServeSettings, log_to_stderr, parsed, read_keys
 from megatron.serving.weights import Weights, follow, names_of
 from megatron.settings.schema import Kernels, Parallel, TokenizerSettings
 from megatron.settings.statements import given_values
@@ -67,12 +67,12 @@ def weights_of(settings: ServeSettings, folder: str, context) -> Weights:
             f"{folder} holds a model of type {loaded.config.model.model_type}, which generates nothing",
             do="models of texts and encoder-decoders are served",
         )
-    size = None if memory is None else int(memory * 1e9)
+    size, longest = None if memory is None else int(memory * 1e9), longest_of(loaded, options)
 
     def engine_of(loaded):
         if hasattr(loaded.model, "decode"):
             return SequenceEngine(loaded.model, max_batch=limits.max_batch, memory=size)
-        return SearchingEngine(loaded.model, longest=loaded.longest, max_batch=limits.max_batch, memory=size)
+        return SearchingEngine(loaded.model, longest=longest, max_batch=limits.max_batch, memory=size)
 
     return Weights(partial(load_model, **how), engine_of, loaded, mesh.world if mesh.world_size > 1 else None)
 
@@ -96,11 +96,24 @@ def service_of(settings: ServeSettings, whole: list[Weights]):
         thread = EngineThread(weights.engine(), room=limits.room, version=weights.version, meter=meter)
         template = find_template(folders_of(folder, weights.loaded, tokenizer), opened, options.chat_template)
         more = dict(template=template, defaults=recommended(folder), targets=targets_of(weights.loaded, opened))
-        longest = weights.loaded.model.facts.source if more["targets"] else weights.loaded.longest
+        longest = longest_of(weights.loaded, options)
         models[name] = ServedModel(name, opened, longest, thread, **more)
         if folder == options.follow:
             background.append(follow(folder, models[name], weights))
     return Service(models, metrics, limits, read_keys(options.api_key_file), background)
+
+
+def longest_of(loaded, options: ServeOptions) -> int:
+    """Tokens of a text, or of an encoder-decoder's source. Raises SettingsError for another --max-model-len."""
+    asked, longest = options.max_model_len, loaded.longest
+    if hasattr(loaded.model, "decode"):
+        longest = loaded.model.facts.source
+        if asked not in (None, longest):
+            what = f"--max-model-len {asked}: an encoder-decoder has {longest} tokens of a prompt"
+            raise SettingsError(what, do="leave it out")
+    if asked is not None and asked > longest:
+        raise SettingsError(f"--max-model-len {asked}: the context of {loaded.path} has {longest} tokens")
+    return longest if asked is None else asked
 
 
 def targets_of(loaded, tokenizer):

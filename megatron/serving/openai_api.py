@@ -19,7 +19,6 @@ from megatron.serving.openai_requests import Chat, Completion, TextBody, parse
 from megatron.serving.served_model import ServedModel, named
 from megatron.serving.settings import ServeLimits
 from megatron.serving.texts import RunningText, TextPart, TokenTexts, parts_of
-from megatron.tokenizer.chat_template import RefusedMessages
 
 SHORT_ANSWER = 16  # tokens of a completion for which no length is given, as OpenAI's
 LEAST = -9999.0  # stands for a log-probability of -inf, which JSON does not have
@@ -69,18 +68,8 @@ class OpenAI:
     async def chat(self, request):
         body = parse(Chat, await read_json(request, self.limits))
         model = named(self._models, body.model)
-        if model.template is None:
-            what = (
-                f"{model.name} has no chat template; use /v1/completions, or start the server with --chat-template FILE"
-            )
-            raise ApiError(400, what, param="messages", code="no_chat_template")
         messages = [message.plain() for message in body.messages]
-        size = sum(len(message["content"]) for message in messages)
-        more = body.chat_template_kwargs or {}
-        try:
-            prompt = tuple(await model.in_turn(model.template.encode, messages, more, size=size))
-        except RefusedMessages as error:
-            raise ApiError(400, str(error), param=error.param) from None
+        prompt = await model.conversation(messages, body.chat_template_kwargs or {})
         scores = (body.top_logprobs or 0) if body.logprobs else None
         work = self._work(model, body, [prompt], model.longest_answer, body.n, model.end_of_turn, dict(logprobs=scores))
         return await self._answer(request, work, Chats(work))

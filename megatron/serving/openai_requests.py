@@ -49,6 +49,28 @@ WITHOUT_EFFECT: Mapping[str, tuple] = {
     "verbosity": (None,),
     "web_search_options": (None,),
     "prompt_cache_key": (None,),
+    # of other servers
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "early_stopping": (None, False),
+    "include_stop_str_in_output": (None, False),
+    "return_tokens_as_token_ids": (None, False),
+    "prompt_logprobs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "structured_outputs": (None,),
+    "priority": (None, 0),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+}
+# What to use in place of some of them.
+INSTEAD = {
+    "use_beam_search": "PUT /api has beam_width",
+    "length_penalty": "PUT /api has it, with beam_width",
+    "prompt_logprobs": "echo with logprobs, and max_tokens 0, scores a prompt",
 }
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Prompt = Union[str, list[Token]]
@@ -99,9 +121,9 @@ class TextBody(Strict):
         for name, neutral in WITHOUT_EFFECT.items():
             if name in body and name not in cls.model_fields:
                 if not any(type(body[name]) is type(value) and body[name] == value for value in neutral):
-                    raise ApiError(
-                        400, f"{name}: not supported by this server", param=name, code="unsupported_parameter"
-                    )
+                    other = f"; {INSTEAD[name]}" if name in INSTEAD else ""
+                    what = f"{name}: not supported by this server{other}"
+                    raise ApiError(400, what, param=name, code="unsupported_parameter")
                 body = {key: value for key, value in body.items() if key != name}
         return body
 

@@ -3,7 +3,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Optional, Union
@@ -14,6 +14,7 @@ from megatron.serving.engine_thread import EngineThread
 from megatron.serving.errors import ApiError, in_one_line
 from megatron.serving.openai_requests import length_of, target_length_of
 from megatron.serving.texts import TokenTexts
+from megatron.settings.statements import NONE
 from megatron.tokenizer.chat_template import ChatTemplate
 
 SHORT = 10_000  # characters that are encoded at once; longer texts must not keep other clients waiting
@@ -93,6 +94,18 @@ class ServedModel:
             )
             raise ApiError(400, what, param=param, code="invalid_value")
         return tuple(prompt)
+
+    async def conversation(
+        self, messages: Sequence[Mapping[str, str]], more: Mapping[str, Any] = NONE
+    ) -> tuple[int, ...]:
+        """The token ids of a conversation. more: further names for the template. Raises ApiError without a template."""
+        if self.template is None:
+            what = (
+                f"{self.name} has no chat template; use /v1/completions, or start the server with --chat-template FILE"
+            )
+            raise ApiError(400, what, param="messages", code="no_chat_template")
+        size = sum(len(message["content"]) for message in messages)
+        return tuple(await self.in_turn(self.template.encode, messages, dict(more), size=size))
 
     def _ids(self, prompt: str) -> list[int]:
         return source_of(self.tokenizer, prompt) if self.targets else self.tokenizer.encode(prompt)

@@ -17,15 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
+from megatron import __version__
 from megatron.serving.errors import ApiError, ClientLeft
 from megatron.serving.metrics import ServeMetrics
 from megatron.serving.served_model import ServedModel
 from megatron.serving.settings import ServeLimits
-from megatron.telemetry.web import Headers, local_names
+from megatron.telemetry.web import COMMON, Headers, PageHead, local_names
 
 PAGE = Path(__file__).parent / "page"
-FILES = {"/": "index.html", "/serve.css": "serve.css", "/serve.js": "serve.js", "/icon.svg": "icon.svg"}
-OPEN = {*FILES, "/health"}  # for everybody, also without a key
+HEAD = PageHead("Model server", "Model server", ("serve.css", "serve.js"), theme_key="Alt+D", help_key="Alt+K")
+FILES = {f"/{file.name}": file for file in (PAGE / "serve.css", PAGE / "serve.js")}
+FILES |= {f"/{name}": COMMON / name for name in ("page.css", "icon.svg")}
+OPEN = {"/", *FILES, "/health", "/ping"}  # for everybody, also without a key
 IDLE = 20.0  # seconds until a connection without a whole request is closed
 CLIENT_LEFT = 499  # for the log and the metrics; no client sees it
 log = logging.getLogger("megatron.serving")
@@ -55,23 +58,29 @@ def app(service: Service, local: bool = True):
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
-    from starlette.responses import FileResponse, PlainTextResponse
+    from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
     from starlette.routing import Route
 
     from megatron.serving.megatron_api import MegatronApi
     from megatron.serving.openai_api import OpenAI
+    from megatron.serving.tokens_api import TokensApi
 
     openai = OpenAI(service.models, service.limits)
-    megatron = MegatronApi(service.models, service.limits)
+    megatron, tokens = MegatronApi(service.models, service.limits), TokensApi(service.models, service.limits)
 
     async def health(request):
         return _health(service)
 
+    async def version(request):
+        return JSONResponse(dict(version=__version__))
+
     async def metrics(request):
         return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
+    whole = HEAD.page(PAGE / "body.html")
+
     async def page(request):
-        return FileResponse(PAGE / FILES[request.url.path])
+        return FileResponse(FILES[request.url.path]) if request.url.path in FILES else HTMLResponse(whole)
 
     routes = [
         Route("/v1/completions", openai.completions, methods=["POST"]),
@@ -80,9 +89,13 @@ def app(service: Service, local: bool = True):
         Route("/v1/models", openai.models),
         Route("/v1/models/{name:path}", openai.model),
         Route("/api", megatron.generate, methods=["PUT"]),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/version", version),
         Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
         Route("/metrics", metrics),
-        *(Route(path, page) for path in FILES),
+        *(Route(path, page) for path in ("/", *FILES)),
     ]
     known = [route.path for route in routes]
     handlers = {ApiError: refused, HTTPException: no_route, ClientLeft: left, Exception: failed}
@@ -137,7 +150,8 @@ async def refused(request, error: ApiError):
 
 async def no_route(request, error):
     path = request.url.path[:200]
-    words = {404: f"there is nothing at {path}", 405: f"{request.method[:20]} is not possible at {path}"}
+    instead = f"; it takes {error.headers['Allow']}" if error.headers and "Allow" in error.headers else ""
+    words = {404: f"there is nothing at {path}", 405: f"{request.method[:20]} is not possible at {path}{instead}"}
     codes = {404: "unknown_url", 405: "method_not_allowed"}
     message = words.get(error.status_code, str(error.detail))
     more = dict(code=codes.get(error.status_code), headers=error.headers)

@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple, Optional
 
@@ -20,7 +21,7 @@ from megatron.settings.statements import Statement, words_of
 class ServeOptions:
     """The models, and where the server listens."""
 
-    load: Optional[list[str]] = setting("folders of checkpoints, or checkpoints: each is a model", None)
+    load: Optional[list[str]] = setting("folders of checkpoints, or checkpoints: each is a model", None, "--model")
     load_exported: Optional[list[str]] = setting(
         "folders that tools.export wrote, or models' folders of Hugging Face: each is a model", None
     )
@@ -46,19 +47,29 @@ class ServeOptions:
     ray: bool = setting("--replicas on a cluster of Ray: that of RAY_ADDRESS, or one that is started here", False)
     replica_of: Optional[int] = setting("process with which this replica ends (set by --replicas)", None)
     access_log: bool = setting("a line for each request on standard error, but healthy answers of /health", True)
+    max_model_len: Optional[int] = setting(
+        "longest text, in tokens of prompt and answer (default: the model's context); a shorter one needs less cache",
+        None,
+        "--inference-max-seq-length",
+    )
     cache_gigabytes: Optional[float] = setting(
         "memory for keys and values, on each rank (default: enough for --max-batch texts of the greatest length)", None
     )
     ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
     device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
     precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting(
-        "default: as trained", None, "--bf16=bf16", "--fp16=fp16"
+        "default: as trained",
+        None,
+        "--bf16=bf16",
+        "--fp16=fp16",
+        "--dtype",
+        also=dict(bfloat16="bf16", float16="fp16", half="fp16", float32="fp32", float="fp32"),
     )
-    tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp")
+    tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp", "--tensor-parallel-size")
     expert_model_parallel_size: int = setting(
         "of these, ranks that hold different experts; the others divide each expert", 1, "--ep"
     )
-    pipeline_model_parallel_size: int = setting("ranks that share the layers", 1, "--pp")
+    pipeline_model_parallel_size: int = setting("ranks that share the layers", 1, "--pp", "--pipeline-parallel-size")
     distributed_timeout_minutes: float = setting("a silent rank is given up after this long", 10.0)
 
     @property
@@ -71,7 +82,7 @@ class ServeOptions:
 class ServeLimits:
     """What a server takes at most."""
 
-    max_batch: int = setting("texts that are generated at a time", 16)
+    max_batch: int = setting("texts that are generated at a time", 16, "--max-num-seqs", "--inference-max-requests")
     max_queue: int = setting("texts that wait; further requests get status 429", 64)
     max_answer_tokens: int = setting("longest answer, in tokens, that a request may ask for", 4096)
     max_body_bytes: int = setting("longest body of a request", 1 << 20)
@@ -112,6 +123,7 @@ def check(settings: ServeOptions, limits: ServeLimits, given: Mapping[str, State
         ("stop_timeout", limits.stop_timeout, 0),
         ("tensor_model_parallel_size", settings.tensor_model_parallel_size, 1),
         ("pipeline_model_parallel_size", settings.pipeline_model_parallel_size, 1),
+        ("max_model_len", 2 if settings.max_model_len is None else settings.max_model_len, 2),
         ("cache_gigabytes", 1.0 if settings.cache_gigabytes is None else settings.cache_gigabytes, 1e-6),
         # without work the first rank tells the others every minute to go on waiting
         ("distributed_timeout_minutes", settings.distributed_timeout_minutes, 2 if world > 1 else 1e-6),
@@ -193,7 +205,11 @@ class ServeSettings(NamedTuple):
 
 
 def parsed(argv: list[str]) -> ServeSettings:
-    """The settings of a command line."""
+    """The settings of a command line. Folders before its first flag are those of --load."""
+    folders = list(takewhile(lambda word: not word.startswith("-"), argv))
+    if folders and any(word.partition("=")[0] in ("--load", "--model") for word in argv):
+        raise UsageError(f"{folders[0]} and --load: both name models", do="give all of them to --load")
+    argv = [*(["--load", *folders] if folders else []), *argv[len(folders) :]]
     groups, given = parse_with_record(
         argv,
         dict(serve=ServeOptions, limits=ServeLimits, quantize=QuantizeOptions, tokenizer=TokenizerSettings),

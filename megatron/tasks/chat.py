@@ -43,6 +43,7 @@ DEFAULTS = dict(
 )
 DPO_DEFAULTS = dict(lr=1e-6, lr_warmup_fraction=0.1)
 EPOCHS = dict(chat=3, dpo=1)
+DROPOUTS = ("hidden_dropout", "attention_dropout")
 
 
 def recipe() -> Recipe:
@@ -176,6 +177,8 @@ def defaults(statements: Mapping[str, Statement]) -> dict[str, Any]:
                 do="give the checkpoint of a GPT",
             )
         chosen |= shape_of(record, settings_of_shape(GROUPS), set(values))
+        if task == "dpo":  # the reference has no dropout, and differences would be noise
+            chosen |= {name: 0.0 for name in DROPOUTS if name not in values}
         if task == "dpo" and "reference_load" not in values:
             chosen["reference_load"] = _reference(record, values, str(more.get("load", values.get("load"))))
     if not set(LENGTHS) & set(values):

@@ -1,13 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the web servers of this suite share: a socket that listens, and headers of every response."""
+"""What the web servers of this suite share: a socket that listens, headers of every response, and the head of a page."""
 
 import errno
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.errors import SettingsError, UsageError
 
 # Everything comes from the server itself; a page adds what else it needs.
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+COMMON = Path(__file__).parent / "web_page"  # head.html, page.css, icon.svg
+
+
+@dataclass(frozen=True)
+class PageHead:
+    """The words of a page's head. files: its own style sheets and scripts; theme_key, help_key: keys of its buttons."""
+
+    title: str
+    heading: str
+    files: Sequence[str]
+    theme_key: str
+    help_key: str
+
+    def page(self, body: Path) -> str:
+        """The page: the common head with these words, and the rest of the page."""
+        tags = [
+            f'<script src="{name}" defer></script>'
+            if name.endswith(".js")
+            else f'<link rel="stylesheet" href="{name}">'
+            for name in self.files
+        ]
+        head = (COMMON / "head.html").read_text(encoding="utf-8")
+        return head.format(**vars(self) | dict(files="\n".join(tags))) + body.read_text(encoding="utf-8")
 
 
 def listen(host: str, port: int) -> socket.socket:

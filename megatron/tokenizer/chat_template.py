@@ -157,7 +157,8 @@ class ChatTemplate:
         all messages up to the answer is compared with that of the messages before it. An answer ends with its last
         special token, if only white space follows.
 
-        Raises RefusedMessages if the template cannot write the messages, or an answer begins or ends within a token.
+        Raises RefusedMessages if the template cannot write the messages, or the text up to an edge of an answer has other
+        tokens by itself: a prompt ends there.
         """
         if tools and "tools" not in self._compiled[1]:
             raise RefusedMessages("tools: the chat template has no place for them", "tools")
@@ -265,8 +266,8 @@ class ChatTemplate:
                 side, place = ("begins", span.start) if start is None else ("ends", span.stop)
                 around = text[max(0, place - 12) : place + 12].replace(mark, "")
                 raise RefusedMessages(
-                    f"messages[{span.message}]: the answer {side} within a token, at {around!r}; a prompt ends between "
-                    "tokens: leave out white space there, in the message or in the template",
+                    f"messages[{span.message}]: the text up to where the answer {side} has other tokens by itself, at "
+                    f"{around!r}; a prompt ends there: leave out white space, in the message or in the template",
                     f"messages[{span.message}]",
                 )
             if stop > start:

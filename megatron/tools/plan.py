@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, StorageError, UsageError, run_main
+from megatron.model import quantization
 from megatron.model.arguments import parse_with_options
+from megatron.model.quantization import QuantizeOptions
 from megatron.settings import schema
 from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse, said
@@ -53,11 +55,17 @@ class PlanOptions:
         "inference: texts at a time, of all replicas (default: as many as fit, at most 256 a replica)", None
     )
     prefer: Literal["throughput", "latency"] = setting("inference: tokens per second, or time per token", "throughput")
+    quantize: Optional[Literal["int8", "int8-dynamic", "int4"]] = setting(
+        "inference: format of the linear layers' weights, in memory; times are those of plain weights", None
+    )
+    quantize_group_size: int = setting("inference: --quantize int4: inputs that share a scale", 128)
+    quantize_skip: Optional[str] = setting("inference: --quantize: patterns of layers that keep their format", None)
     task_type: Optional[str] = setting("accepted for other advisors' command lines; GPT is what there is", None)
 
 
-SERVING = ("prompt_length", "output_length", "max_batch_size", "prefer")
+SERVING = ("prompt_length", "output_length", "max_batch_size", "prefer", "quantize")
 IDLE = {name: Needs("--mode inference", lambda s: s.mode == "inference") for name in SERVING}
+IDLE |= {name: quantization.IDLE[name] for name in ("quantize_group_size", "quantize_skip")}
 IDLE |= {
     name: Needs("--mode training", lambda s: s.mode == "training") for name in ("rejected", "tokens", "emit", "picture")
 }
@@ -246,7 +254,10 @@ def _serve(config: schema.Config, asked: PlanOptions) -> None:
     cluster = with_margin(config, cluster)
     job, remark = target.job_of(config, cluster)
     requests = serving.requests_for(job.facts.settings, asked.prompt_length, asked.output_length, asked.max_batch_size)
-    found = serving.plans(job, cluster, requests, latency=asked.prefer == "latency")
+    how = QuantizeOptions(
+        asked.quantize, quantize_group_size=asked.quantize_group_size, quantize_skip=asked.quantize_skip
+    )
+    found = serving.plans(job, cluster, requests, latency=asked.prefer == "latency", quantize=how)
     axes = dict(tensor_model_parallel_size="tp", pipeline_model_parallel_size="pp")
     given = {axis: getattr(config.parallel, name) for name, axis in axes.items() if name in config.statements}
     found = [plan for plan in found if all(getattr(plan, axis) == size for axis, size in given.items())]
@@ -260,7 +271,7 @@ def _serve(config: schema.Config, asked: PlanOptions) -> None:
         print(f"\n{serving_text.plans(fit[: asked.top], width)}")
         if others := serving_text.rejected(found[len(fit) :], cluster, width):
             print(f"\nout of the question, the closest first:\n{others}")
-        print(f"\n{serving_text.parts(fit[0], cluster, width)}\n\n{serving_text.command(fit[0])}")
+        print(f"\n{serving_text.parts(fit[0], cluster, width)}\n\n{serving_text.command(fit[0])}{_quantized(asked)}")
     if not fit:
         least = found[0] if found else None
         raise SettingsError(
@@ -268,6 +279,13 @@ def _serve(config: schema.Config, asked: PlanOptions) -> None:
             serving_text.rejected(found[:1], cluster) if least else "no size divides the model and the ranks",
             "more ranks, fewer or shorter texts (--max-batch-size, --prompt-length), or a smaller model",
         )
+
+
+def _quantized(asked: PlanOptions) -> str:
+    """The flags of --quantize, for a command."""
+    words = f" --quantize {asked.quantize}" if asked.quantize else ""
+    words += f" --quantize-group-size {asked.quantize_group_size}" if asked.quantize == "int4" else ""
+    return words + (f" --quantize-skip {asked.quantize_skip}" if asked.quantize and asked.quantize_skip else "")
 
 
 def _show(outcome, asked: PlanOptions, wide: bool) -> None:

@@ -83,5 +83,9 @@ def test_a_checkpoint_is_planned_by_its_shape(checkpoint, capsys):
     )
     record = json.loads(capsys.readouterr().out)
     assert (record["prompt_length"], record["output_length"]) == (26, 6)  # 4/5 and 1/5 of 32
+    plan.main(
+        ["--mode", "inference", "--world-size", "1", "--load", str(checkpoint), "--prompt-length", "29", "--json"]
+    )
+    assert json.loads(capsys.readouterr().out)["output_length"] == 3
     with pytest.raises(SettingsError, match=r"(?s)than the 32 positions of the model.*shorter ones"):
         plan.main(["--mode", "inference", "--load", str(checkpoint), "--prompt-length", "30", "--output-length", "3"])

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import pretrain_gpt
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
 from megatron.settings.schema import Model
 from megatron.tools import checkpoint as tool
+from megatron.tools import export
 from tests.inference.test_convert import S, V, assert_same, loaded, save
 from tests.inference.test_hf_settings import BASES
 
@@ -74,13 +75,12 @@ def test_deepseek_moe_is_that_of_its_paper(tmp_path, capsys):
 
 def test_expert_bias_is_fp32_in_bf16_files(tmp_path):
     """Rounded to bf16 it would choose other experts."""
-    pytest.importorskip("transformers")
     save(tmp_path / "ours", BASES["dots1"])
-    files, ours = to_hf(tmp_path), loaded(tmp_path / "ours")
+    files, ours = to_hf(tmp_path, "--unchecked"), loaded(tmp_path / "ours")
     bias = files["model.layers.2.mlp.gate.e_score_correction_bias"]
     assert files["model.layers.2.mlp.gate.weight"].dtype == torch.bfloat16
     assert torch.equal(bias, ours["blocks.2.mlp.router.expert_bias"])
-    tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back")])
+    tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back"), "--unchecked"])
     assert torch.equal(loaded(tmp_path / "back")["blocks.2.mlp.router.expert_bias"], bias)
 
 
@@ -102,6 +102,7 @@ def test_a_file_that_lacks_an_expert_is_named(tmp_path):
         tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back")])
 
 
+@pytest.mark.full
 def test_square_output_matrices_are_not_transposed(tmp_path):
     """An expert as wide as the model: a transposed matrix has the same shape."""
     pytest.importorskip("transformers")
@@ -111,6 +112,15 @@ def test_square_output_matrices_are_not_transposed(tmp_path):
     to_hf(tmp_path, "--dtype", "fp32")
     tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back")])
     assert_same(loaded(tmp_path / "back"), loaded(tmp_path / "ours"))
+
+
+@pytest.mark.parametrize("form", ["onnx", "torch-export"])
+def test_experts_are_not_recorded_as_programs(form, tmp_path):
+    save(tmp_path / "ours", BASES["mixtral"])
+    words = ["--load", str(tmp_path / "ours"), "--output", str(tmp_path / "out"), "--format", form]
+    with pytest.raises(SettingsError, match=f"--format {form}: a model with experts is not recorded as a program"):
+        export.main(words)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.full

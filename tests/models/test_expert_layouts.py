@@ -28,7 +28,7 @@ from tests.models import plain_experts as plain
 from tests.models.plain_state import LAYERS, LINE, compare
 from tests.training.test_plain_loop import records
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 GATED = "--swiglu --disable-bias-linear --moe-ffn-hidden-size 16"
 BOTH = plain.both(plain.sequence_balance(0.5, 2), plain.z_loss(0.05))
@@ -125,7 +125,7 @@ def check(folder, family: str):
     return compare(folder, steps, wanted)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_is_the_plain_loop(layout, tmp_path):
     world, family, words = LAYOUTS[layout]
@@ -172,7 +172,7 @@ def ranks_of(name: str) -> Ranks:
     return Ranks(optimizers)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_any_division_of_experts_reads_any_other_to_the_bit(tmp_path):
     """Weights, moments, loads and biases; each element is written once, by one rank."""
     names = ["one process", "ep4, zero3, recomputed", "tp2 dp2, ep2 etp2", "pp2 ep2 in a V, zero3"]

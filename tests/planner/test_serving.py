@@ -11,10 +11,13 @@ import torch
 
 from megatron.errors import SettingsError
 from megatron.inference.engine import BLOCK_SIZE, Engine
+from megatron.inference.load import build_model
+from megatron.inference.quantize import linear_layers, quantize_layers, weight_bytes
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
 from megatron.inference.stages import stages_of
 from megatron.model.gpt.facts import GPTFacts
+from megatron.model.quantization import QuantizeOptions
 from megatron.model.recipe import facts_of, recipe_of
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.units import flat_units_of
@@ -64,6 +67,22 @@ def test_weights_are_those_that_are_loaded(flags, precision):
             found, layers = held(flags, precision, tp, pp, rank, vocab)
             assert share.weight_bytes(rank) == found
             assert len(share._layers(rank)) == layers
+
+
+@pytest.mark.parametrize("how", ["int8", "int4"])
+def test_quantized_weights_are_those_that_are_held(how):
+    """Of whole models, and of tensor parallel ranks; the model's own layers are rounded."""
+    quantize = QuantizeOptions(how, quantize_group_size=8, quantize_skip="blocks.0.mlp.*")
+    for flags, precision, tp in ((GPT, "bf16", 1), (LLAMA, "fp32", 1), (LLAMA, "bf16", 2)):
+        job, config = job_of(flags, precision), config_of(flags, precision)
+        mesh = Mesh(0, tp=tp, create_groups=False)
+        built = build_model(config, 100, device="cpu", precision=precision, mesh=mesh)
+        built.weights.normal_()
+        for _, layer in linear_layers([built.model]):
+            layer.tp = Mesh().tp if tp > 1 else layer.tp  # no messages: the sizes do not depend on them
+        quantize_layers([built.model], job.facts, quantize)
+        share = ServingShare(job, Cluster(devices.cpu(), tp), tp, 1, quantize)
+        assert share.weight_bytes(0) == weight_bytes(built.model)
 
 
 @pytest.mark.parametrize("flags, precision", [(GPT, "fp32"), (LLAMA, "bf16")], ids=["gpt2", "llama"])

@@ -6,9 +6,12 @@ import json
 import math
 import random
 import time
+import urllib.error
+import urllib.request
 
 import pytest
 
+from megatron import __version__
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
 from megatron.serving.models import recommended
@@ -233,6 +236,7 @@ def test_models(client, toy):
         (dict(top_p=0), 400, "top_p", "invalid_value"),
         (dict(logit_bias={"257": 1}), 400, "logit_bias", "invalid_value"),
         (dict(suffix="end"), 400, "suffix", "unsupported_parameter"),
+        (dict(extra_body=dict(use_beam_search=True)), 400, "use_beam_search", "unsupported_parameter"),
         (dict(extra_body=dict(temprature=1)), 400, "temprature", "unknown_parameter"),
         (dict(stop=["a", ""]), 400, "stop", "invalid_value"),
         (dict(stream_options=dict(include_usage=True)), 400, "stream_options", None),
@@ -293,3 +297,27 @@ def test_greedy(client):
         found = client.completions.create(model="toy", prompt="most likely", temperature=temperature, max_tokens=20)
         assert found.choices[0].text == expected("most likely", length=20, greedy=True)
     assert math.isfinite(found.created)
+
+
+def test_tokens_of_texts(toy):
+    """As vLLM's server has them; a foreign name of a host gets an error of the usual form."""
+
+    def ask(path, body=None, host="localhost"):
+        headers = {"content-type": "application/json", "host": host}
+        raw = None if body is None else json.dumps(body).encode()
+        try:
+            with urllib.request.urlopen(urllib.request.Request(toy.url + path, raw, headers), timeout=20) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return json.loads(error.read())["error"]
+
+    assert ask("/tokenize", dict(prompt="ab")) == dict(count=2, max_model_len=512, tokens=[97, 98])
+    assert ask("/tokenize", dict(model="toy", prompt=""))["tokens"] == []
+    assert ask("/detokenize", dict(tokens=[97, 98]))["prompt"] == "ab"
+    assert ask("/version") == dict(version=__version__) and ask("/ping")["status"] == "ok"
+    assert ask("/api", dict(prompts=["ab"]))["message"] == "POST is not possible at /api; it takes PUT"
+    assert ask("/tokenize", dict())["message"] == "prompt and messages: give one of them"
+    assert ask("/tokenize", dict(messages=[dict(role="user", content="x")]))["code"] == "no_chat_template"
+    assert ask("/detokenize", dict(tokens=[300]))["message"].startswith("tokens: there is no token 300")
+    refused = ask("/v1/models", host="evil.example")
+    assert refused["code"] == "invalid_host" and "'evil.example'" in refused["message"]

@@ -126,7 +126,8 @@ def test_exports_and_quantized_models_answer_as_generate(checkpoint, kind, how, 
         capsys.readouterr()
         generate_tool.main([*words, "--device", "cpu", "--prompt", text, *drawn])
         wanted.append(json.loads(capsys.readouterr().out)["text"])
-    with serving(*words) as (url, _):
+    with serving(*words, "--max-model-len", "20", "--max-num-seqs", "2", "--dtype", "float32") as (url, _):
+        assert ask(url, "/v1/models", method="GET")["data"][0]["max_model_len"] == 20
         name = ask(url, "/v1/models", method="GET")["data"][0]["id"]
         found = [ask(url, "/v1/completions", model=name, prompt=text, max_tokens=9, seed=5) for text in texts]
     assert [answer["choices"][0]["text"] for answer in found] == wanted
@@ -191,12 +192,17 @@ def test_what_is_no_model_to_serve(checkpoint, tmp_path):
         (["--load-exported", "x", "--follow", "x"], UsageError, "an export has no newer checkpoints"),
         (["--load", str(checkpoint), "--quantize", "int4"], SettingsError, "--quantize-group-size"),
         (["--load-exported", str(tmp_path)], CheckpointError, "holds no export"),
+        (
+            [str(checkpoint), "--max-model-len", "33"],
+            SettingsError,
+            "--max-model-len 33: the context of .* has 32 tokens",
+        ),
     ):
         with pytest.raises(error, match=why):
             serve.main([*words, "--port", "0", "--device", "cpu"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2), (2, 2)])
 def test_ranks_serve_together(new_checkpoint, tp, pp, tmp_path):
     """They take a newer checkpoint together, and end together."""
@@ -256,6 +262,8 @@ def test_a_newer_checkpoint_is_taken(new_checkpoint, expected, tmp_path):
     [
         ("", UsageError, "which model"),
         ("--load a b --served-model-name x", UsageError, "1 names for 2 models"),
+        ("a --load b", UsageError, "a and --load: both name models"),
+        ("a --max-model-len 1", SettingsError, "--max-model-len 1: has to be at least 2"),
         ("--load a --max-batch 0", SettingsError, "--max-batch 0: has to be at least 1"),
         ("--load a --request-timeout 0", SettingsError, "request-timeout 0"),
         (

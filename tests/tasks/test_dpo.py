@@ -169,4 +169,5 @@ def test_pairs_of_texts_need_no_template(tmp_path):
 def test_plans_count_the_reference(base, tmp_path):
     config = parse_any(line_of(tmp_path, base, "--train-iters 1").split(), recipe=recipe())
     job = Job.of(config, facts_of(config, EOD + 1), dp=1, device="cpu")
+    assert config.model.hidden_dropout == config.model.attention_dropout == 0.0
     assert job.teacher.facts.parameters == job.facts.parameters and job.teacher.teacher is None

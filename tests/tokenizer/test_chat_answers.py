@@ -98,7 +98,10 @@ def test_later_answers_alone(template):
 def test_an_answer_that_begins_within_a_token_is_refused(template, tokenizer, source):
     """Two ends of line are one token, and a prompt ends with the first."""
     assert len(tokenizer.encode("\n\n")) == 1
-    with pytest.raises(RefusedMessages, match=r"messages\[2\]: the answer begins within a token, at '.*nHi"):
+    with pytest.raises(
+        RefusedMessages,
+        match=r"messages\[2\]: the text up to where the answer begins has other tokens by itself, at '.*nHi",
+    ):
         template(source).encode_answers([*TALK[:2], dict(role="assistant", content="\n\nHi")])
 
 

@@ -48,7 +48,18 @@ WAYS = {
     "reverse": ("--kd-loss reverse_kl --kd-temperature 1.5", ("reverse_kl", 1.5, 0.5)),
     "js alone": ("--kd-loss js --kd-alpha 1", ("js", 1.0, 1.0)),
 }
-CASES = [("forward", layout) for layout in LAYOUTS] + [(way, next(iter(LAYOUTS))) for way in ("reverse", "js alone")]
+FEW = "one process", "pp2 zb-h1, zero3"
+FULL = pytest.mark.full
+
+
+def cases(way: str, quick) -> list:
+    """All layouts, of which those that are not quick run with --full alone."""
+    return [pytest.param(way, layout, marks=() if layout in quick else FULL) for layout in LAYOUTS]
+
+
+CASES = cases("forward", LAYOUTS.keys() - {"tp3 pp2, zero2", "cp2"}) + [
+    (way, FEW[0]) for way in ("reverse", "js alone")
+]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +95,7 @@ def plain(teacher: str, way: str):
     return train(Job(**PLAIN, teacher=of_teacher, alpha=alpha))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way, layout", CASES)
 def test_any_layout_is_the_plain_loop(way, layout, teacher, run_ranks, tmp_path):
     """Both losses, norms, the student's weights; and nothing of the teacher is saved."""
@@ -127,8 +138,8 @@ def plain_hidden(teacher: str, way: str):
     return train(Job(**PLAIN, teacher=of_logits, alpha=0.5, hidden_teacher=of_states))
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("way, layout", [("mse", layout) for layout in LAYOUTS] + [("cosine", "one process")])
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("way, layout", cases("mse", FEW) + [("cosine", FEW[0])])
 def test_hidden_states_are_those_of_the_plain_loop(way, layout, wide_teacher, run_ranks, tmp_path):
     """Layers of every stage are compared; other stages have the teacher's first layers alone."""
     world, words = LAYOUTS[layout]
@@ -159,17 +170,16 @@ def test_even_pairs(wide_teacher):
     assert sums_of(recipe_of(config), config) == {"lm loss": 0.5, "kd loss": 0.5, "kd hidden loss": 0.5}
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("layout", ["pp2-zbv", "pp2vp2", "tp2sp-cp2a2a-zero1", "cp2-pp2-zbh1"])
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    "layout",
+    ["pp2-zbv", *(pytest.param(each, marks=FULL) for each in ("pp2vp2", "tp2sp-cp2a2a-zero1", "cp2-pp2-zbh1"))],
+)
 def test_more_layouts(layout, teacher_of_pairs):
-    """Against one process. Stages of four layers, documents that stay apart, dropout in the student alone."""
-    flags = (
-        "--num-layers 4 --hidden-size 24 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-3"
-    )
-    flags += (
-        " --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --eval-iters 0 --precision fp32 --kd-temperature 3"
-    )
-    flags += " --reset-attention-mask --reset-position-ids --eod-mask-loss"
+    """Against one process: stages of four layers, documents, hidden states, dropout in the student alone."""
+    flags = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100"
+    flags += " --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --eval-iters 0 --precision fp32 --lr 1e-3"
+    flags += " --kd-temperature 3 --kd-hidden-layers even --reset-attention-mask --reset-position-ids --eod-mask-loss"
     check_layout(layout, f"{flags} --teacher-load {teacher_of_pairs}")
 
 
@@ -192,8 +202,10 @@ MODELS = {
 }
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("layout", ["", f"--tensor-model-parallel-size 2 --sequence-parallel {PP2}"])
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    "layout", ["", pytest.param(f"--tensor-model-parallel-size 2 --sequence-parallel {PP2}", marks=FULL)]
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_student_that_is_its_teacher_learns_nothing_from_it(model, layout, run_ranks, tmp_path):
     """Its kd loss is 0, and so is the gradient. Logits shifted by a token would differ."""

@@ -238,6 +238,12 @@ def _export(source: "ExportSource", out: Path, wanted: Wanted) -> list[str]:
 def _complete(source: ExportSource, wanted: Wanted) -> tuple[Wanted, list[str]]:
     """The request with its dtype. Raises SettingsError for what the format does not have. Returns notices, too."""
     form, notices, known = wanted.form, [], WEIGHTS[wanted.form]
+    if form not in ("hf", "gguf") and getattr(source.config.model, "mixture", False):
+        raise SettingsError(
+            f"--format {form}: a model with experts is not recorded as a program",
+            "the sizes of its products depend on the tokens",
+            "--format hf",
+        )
     dtype = wanted.dtype or source.config.precision.precision
     if form == "gguf" and (products := source.products(replace(wanted, dtype="fp32"))):
         blocks = gguf_file.format_for(next(iter(products.values())))

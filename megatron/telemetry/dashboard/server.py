@@ -17,9 +17,11 @@ import orjson
 
 from megatron.telemetry.dashboard.runs import Runs, View
 from megatron.telemetry.dashboard.series import AXES
-from megatron.telemetry.web import Headers, local_names
+from megatron.telemetry.web import COMMON, Headers, PageHead, local_names
 
 PAGE = Path(__file__).parent / "page"
+FILES = ("uPlot.min.css", "dashboard.css", "uPlot.iife.min.js", "dashboard.js")
+HEAD = PageHead("Runs", "Training runs", FILES, theme_key="d", help_key="?")
 EVERY = 1.0  # seconds between checks of the files
 LOOK = 0.25  # seconds between checks of an open stream for changes
 PING = 15.0  # seconds after which a stream without changes sends a comment: proxies close silent streams
@@ -48,6 +50,7 @@ def app(board: "Board", local: bool = True):
     from starlette.middleware import Middleware
     from starlette.middleware.gzip import GZipMiddleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.responses import FileResponse, HTMLResponse
     from starlette.routing import Mount, Route
     from starlette.staticfiles import StaticFiles
 
@@ -55,7 +58,17 @@ def app(board: "Board", local: bool = True):
         runs=board.runs, charts=board.charts, events=board.events, ranks=board.ranks, pictures=board.pictures
     )
     routes = [Route(f"/api/{name}", board.answer(ask)) for name, ask in answers.items()]
-    routes += [Route("/api/live", board.live), Mount("/", StaticFiles(directory=PAGE, html=True))]
+    page = HEAD.page(PAGE / "body.html")
+
+    async def whole(request):
+        return HTMLResponse(page)  # a new one each time: middleware changes its headers
+
+    async def common(request):
+        return FileResponse(COMMON / request.url.path.lstrip("/"))
+
+    routes += [Route("/api/live", board.live), Route("/", whole)]
+    routes += [Route(f"/{name}", common) for name in ("page.css", "icon.svg")]
+    routes += [Mount("/", StaticFiles(directory=PAGE))]
     middleware = [
         Middleware(TrustedHostMiddleware, allowed_hosts=local_names(local)),
         Middleware(Headers, policy=POLICY),

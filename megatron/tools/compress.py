@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prune a trained model, distil it from the larger one, train it for 8 bits, and report what each step has cost and won.
+
+    python -m megatron.tools.compress --load checkpoints --save compressed --data-path held_out_text_document \\
+        --prune-ratio 0.4 --prune-criterion taylor --calib-data-path train_text_document --qat-iters 50 \\
+        -- python pretrain_gpt.py --micro-batch-size 4 --global-batch-size 8 --train-iters 200 --lr 6e-4 \\
+        --train-data-path train_text_document --eval-iters 0
+
+What follows -- trains: any launcher, and the settings of the distillation. Stages are folders of --save: pruned, distilled,
+quantized. A second call continues with what is missing: a training that was interrupted goes on from its last checkpoint.
+report.md, report.svg and report.json have parameters, size, loss, perplexity, accuracy on LAMBADA and speed of each stage.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from megatron.errors import Failure, SettingsError, UsageError, run_main
+from megatron.model.pruning import PruningOptions, TargetSizes
+from megatron.model.recipe import config_of, facts_of
+from megatron.settings.from_checkpoint import saved_record
+from megatron.settings.parse import parse_with_record
+from megatron.settings.schema import setting
+from megatron.settings.statements import Statement
+from megatron.storage.durable import write_synced
+from megatron.telemetry.drawing import BLUE, INK, ORANGE, new_figure, plain, svg_of
+
+PROG = "python -m megatron.tools.compress"
+OURS = "load save finetune use-checkpoint-args teacher-load kd-alpha kd-temperature quantization".split()
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@dataclass(frozen=True)
+class CompressOptions:
+    """The model, the texts, and the stages."""
+
+    load: str = setting("folder of checkpoints, or one checkpoint: the model, and the teacher")
+    save: str = setting("folder for the stages and the report")
+    data_path: list[str] = setting("prefixes of token files that were held out, for loss and perplexity")
+    valid_data: Optional[str] = setting("lambada_test.jsonl, for the accuracy on LAMBADA", None)
+    calib_data_path: Optional[list[str]] = setting("prefixes of token files for --prune-criterion taylor", None)
+    calib_size: int = setting("samples of --calib-data-path", 64, "--calibration-samples")
+    kd_alpha: float = setting("share of the loss on the teacher's logits", 0.5)
+    kd_temperature: float = setting("divides the logits of both models", 1.0)
+    qat_iters: Optional[int] = setting("steps of quantization aware training (default: no such stage)", None)
+    qat_lr: Optional[float] = setting("learning rate of these steps (default: that of the training command)", None)
+    prompt_length: int = setting("tokens of the prompt whose continuation is timed", 64)
+    output_length: int = setting("new tokens that are timed", 32)
+    max_tokens: Optional[int] = setting("look at no more than this many tokens of each --data-path", None)
+
+
+@dataclass(frozen=True)
+class CompressionStage:
+    """A folder that a command makes. resumed: the command for a folder that has a checkpoint; how: flags of evaluation."""
+
+    name: str
+    folder: str
+    command: Sequence[str] = ()
+    resumed: Sequence[str] = ()
+    how: Sequence[str] = ()
+
+
+def main(argv: list[str]) -> None:
+    """Run the stages that are missing, measure, and write the report."""
+    split = argv.index("--") if "--" in argv else len(argv)
+    groups, given = parse_with_record(
+        argv[:split],
+        dict(compress=CompressOptions, pruning=PruningOptions, targets=TargetSizes),
+        prog=PROG,
+        description="Prune, distil and quantize a trained model. The command that trains comes after --.",
+        common=tuple(CompressOptions.__dataclass_fields__),
+    )
+    training = argv[split + 1 :]
+    check(training)
+    options = groups["compress"]
+    Path(options.save).mkdir(parents=True, exist_ok=True)
+    record = Record(Path(options.save) / "report.json")
+    for stage in stages(options, training, pruning_words(given)):
+        record.make(stage)
+        record.measure(stage, options)
+    write_report(Path(options.save), record.measured)
+
+
+def check(training: Sequence[str]) -> None:
+    """Raise UsageError for a training command that is missing, or that says what this tool says."""
+    if not training:
+        raise UsageError("the command that trains is missing", do=f"{PROG} ... -- python pretrain_gpt.py ...")
+    for word in training:
+        if word.startswith("--") and word[2:].partition("=")[0].replace("_", "-") in OURS:
+            raise UsageError(f"{word} after --: this tool says it itself", do="leave it out")
+
+
+def pruning_words(given: Mapping[str, Statement]) -> list[str]:
+    """The flags of pruning that the user has given."""
+    words = []
+    for name in (*PruningOptions.__dataclass_fields__, *TargetSizes.__dataclass_fields__):
+        if name in given:
+            value = given[name].value
+            words += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
+def stages(options: CompressOptions, training: Sequence[str], pruning: Sequence[str]) -> list[CompressionStage]:
+    """The model itself, and the stages in their order."""
+    python, out = sys.executable, Path(options.save)
+    pruned, distilled, quantized = (str(out / name) for name in ("pruned", "distilled", "quantized"))
+    calibration = ["--calib-size", str(options.calib_size)]
+    calibration = ["--data-path", *options.calib_data_path, *calibration] if options.calib_data_path else []
+    prune = [python, "-m", "megatron.tools.prune", "--load", options.load, "--save", pruned, *pruning, *calibration]
+    teacher = ["--teacher-load", options.load, "--kd-alpha", str(options.kd_alpha)]
+    teacher += ["--kd-temperature", str(options.kd_temperature), "--use-checkpoint-args"]
+
+    def trained(name: str, start: str, folder: str, more: Sequence[str], how: Sequence[str] = ()) -> CompressionStage:
+        of = lambda load: [*training, "--then", *teacher, *more, "--save", folder, "--load", *load]
+        return CompressionStage(name, folder, of([start, "--finetune"]), of([folder]), how)
+
+    found = [
+        CompressionStage("trained", options.load),
+        CompressionStage("pruned", pruned, prune),
+        trained("distilled", pruned, distilled, ()),
+    ]
+    if options.qat_iters:
+        rate = ["--lr", f"{options.qat_lr:g}"] if options.qat_lr else []
+        own = ["--quantization", "--train-iters", str(options.qat_iters), *rate]
+        found.append(trained("quantized", distilled, quantized, own, ["--quantize", "int8"]))
+    return found
+
+
+class Record:
+    """report.json: the commands of finished stages, and their figures."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        self.done: dict[str, list[str]] = found.get("done", {})
+        self.measured: dict[str, dict[str, Any]] = found.get("measured", {})
+
+    def make(self, stage: CompressionStage) -> None:
+        """Run a stage's command, unless it is done. Raises SettingsError if another command has made the folder."""
+        if not stage.command:
+            return
+        if stage.name in self.done:
+            if self.done[stage.name] != list(stage.command):
+                raise SettingsError(
+                    f"{stage.folder} was made by another command",
+                    f"then: {shlex.join(self.done[stage.name])}\n  now:  {shlex.join(stage.command)}",
+                    "give a new --save, or the same settings",
+                )
+            print(f"{stage.name}: done already, {stage.folder}", flush=True)
+            return
+        begun = (Path(stage.folder) / TRACKER).exists()
+        if stage.resumed or not begun:  # a model that was pruned is complete
+            run(stage.name, stage.resumed if begun else stage.command)
+        self.done[stage.name] = list(stage.command)
+        self._write()
+
+    def measure(self, stage: CompressionStage, options: CompressOptions) -> None:
+        """Evaluate and time a stage, unless that is done."""
+        on = dict(data=list(options.data_path), max_tokens=options.max_tokens, lambada=options.valid_data)
+        if self.measured.get(stage.name, {}).get("on") != on:
+            print(f"{stage.name}: measuring", flush=True)
+            self.measured[stage.name] = figures(stage, options) | dict(on=on)
+            self._write()
+
+    def _write(self) -> None:
+        content = json.dumps(dict(done=self.done, measured=self.measured), indent=1)
+        write_synced(self.path, content.encode())
+
+
+def run(name: str, command: Sequence[str]) -> None:
+    """Run the command of a stage, with its output here. Raises Failure with its exit code if it fails."""
+    print(f"{name}: {shlex.join(command)}", flush=True)
+    code = subprocess.run(command).returncode
+    if code:
+        failure = Failure(f"the stage '{name}' ended with code {code}", do="the same command continues from there")
+        failure.code = code
+        raise failure
+
+
+def output_of(command: Sequence[str]) -> str:
+    """The output of a command. Raises Failure if it fails."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    if done.returncode:
+        raise Failure(f"{shlex.join(command)} ended with code {done.returncode}", done.stderr.strip())
+    return done.stdout
+
+
+def figures(stage: CompressionStage, options: CompressOptions) -> dict[str, Any]:
+    """Parameters, megabytes, loss, perplexity, accuracy on LAMBADA, and tokens per second of a stage."""
+    result = Path(options.save) / f"{stage.name}.jsonl"
+    evaluate = ["-m", "megatron.tools.evaluate", "--load", stage.folder, *stage.how, "--output", str(result)]
+    bound = [] if options.max_tokens is None else ["--max-tokens", str(options.max_tokens)]
+    output_of([*evaluate, "--data-path", *options.data_path, *bound])
+    lines = [json.loads(line) for line in result.read_text(encoding="utf-8").splitlines()]
+    tokens = sum(line["tokens"] for line in lines)
+    found = dict(loss=sum(line["loss"] * line["tokens"] for line in lines) / tokens, tokens=tokens)
+    if options.valid_data:
+        output_of([*evaluate, "--task", "LAMBADA", "--valid-data", options.valid_data, "--strict-lambada"])
+        found["lambada"] = json.loads(result.read_text(encoding="utf-8").splitlines()[0])["accuracy"]
+    lengths = ["--prompt-length", str(options.prompt_length), "--output-length", str(options.output_length)]
+    timed = [
+        "-m",
+        "megatron.tools.benchmark_inference",
+        "--load",
+        stage.folder,
+        *stage.how,
+        *lengths,
+        "--batch-size",
+        "1",
+    ]
+    speed = json.loads(output_of([*timed, "--json"]).strip().splitlines()[-1])
+    _, state = saved_record(stage.folder)
+    parameters = facts_of(config_of(state["config"]), state["vocab_size"]).parameters
+    return found | dict(parameters=parameters, megabytes=speed["weights"], tokens_per_second=speed["tokens_per_second"])
+
+
+def table(measured: Mapping[str, Mapping[str, Any]]) -> str:
+    """The figures as Markdown."""
+    from math import exp
+
+    lambada = any("lambada" in one for one in measured.values())
+    titles = ["", "parameters", "weights, MB", "loss", "perplexity", *["LAMBADA"] * lambada, "tokens/s"]
+    rows = [titles, ["---"] * len(titles)]
+    for name, one in measured.items():
+        accuracy = [f"{one['lambada']:.4f}" if "lambada" in one else ""] * lambada
+        rows.append(
+            [name, f"{one['parameters']:,}", f"{one['megabytes']:.1f}", f"{one['loss']:.4f}"]
+            + [f"{exp(min(20.0, one['loss'])):.2f}", *accuracy, f"{one['tokens_per_second']:.0f}"]
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def write_report(folder: Path, measured: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write and print the table, and draw size and loss of each stage."""
+    text = table(measured)
+    (folder / "report.md").write_text(text, encoding="utf-8")
+    print(text, end="")
+    figure = new_figure(7.0, 0.9 + 0.35 * len(measured), "report.svg")
+    names = list(measured)
+    for axes, (key, title, colour) in zip(
+        figure.subplots(1, 2, sharey=True), (("megabytes", "weights, MB", BLUE), ("loss", "loss", ORANGE))
+    ):
+        values = [measured[name][key] for name in names]
+        axes.barh(range(len(names)), values, 0.6, color=colour)
+        for row, value in enumerate(values):
+            axes.text(value, row, f" {value:.4g}", va="center", color=INK)
+        axes.set_yticks(range(len(names)), names)
+        axes.set_xlim(0, 1.2 * max(values))
+        axes.set_xlabel(title, color=INK)
+        plain(axes)
+    figure.axes[0].invert_yaxis()
+    (folder / "report.svg").write_text(svg_of(figure), encoding="utf-8")
+    print(f"{folder}: report.md, report.svg, report.json")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pruning, distillation and quantization as one command: its stages, what a second call does, and its report."""
+
+import importlib
+import json
+import shutil
+
+import pytest
+
+import pretrain_gpt
+from megatron.errors import Failure, SettingsError, UsageError
+from megatron.inference.load import load_model
+from megatron.tools import compress
+from tests.inference.test_prune import TEXT, token_file
+from tests.training.test_plain_loop import FLAGS, SIX
+
+DATA = "--mock-data --vocab-size 100 --micro-batch-size 2 --device cpu --num-workers 0 --peak-tflops 1"
+TRAIN = f"{FLAGS} {SIX} --lr 1e-3 --lr-decay-style constant"
+
+
+def in_this_process(command) -> None:
+    words = [str(word) for word in command[1:]]
+    if words[0] == "-m":
+        importlib.import_module(words[1]).main(words[2:])
+    else:
+        pretrain_gpt.main(words[1:])
+
+
+@pytest.fixture
+def ran(monkeypatch, capsys) -> list[list[str]]:
+    """The commands of stages, which run in this process, as those that measure do."""
+    commands = []
+
+    def run(name, command):
+        commands.append([name, *command])
+        in_this_process(command)
+
+    def output(command):
+        capsys.readouterr()
+        in_this_process(["python", *command])
+        return capsys.readouterr().out
+
+    monkeypatch.setattr(compress, "run", run)
+    monkeypatch.setattr(compress, "output_of", output)
+    return commands
+
+
+@pytest.mark.full
+def test_stages_follow_each_other_and_a_second_call_goes_on(tmp_path, ran, capsys, monkeypatch):
+    base, out, text = tmp_path / "base", tmp_path / "out", token_file(tmp_path, TEXT)
+    pretrain_gpt.main(f"{TRAIN} --save {base}".split())
+    line = f"--load {base} --save {out} --data-path {text} --prune-ratio 0.4 --qat-iters 2"
+    line += " --prompt-length 4 --output-length 2"
+    words = f"{line} -- python pretrain_gpt.py {DATA} {SIX} --lr 1e-3 --train-iters 4".split()
+    real = compress.figures
+    monkeypatch.setattr(
+        compress, "figures", lambda stage, options: 1 / 0 if stage.name == "distilled" else real(stage, options)
+    )
+    with pytest.raises(ZeroDivisionError):  # killed after the distillation
+        compress.main(words)
+    monkeypatch.setattr(compress, "figures", real)
+    compress.main(words)
+    assert [name for name, *_ in ran] == ["pruned", "distilled", "quantized"]
+    assert f"--load {out / 'pruned'} --finetune" in " ".join(ran[1])
+    assert f"--teacher-load {base}" in " ".join(ran[2])
+    found = json.loads((out / "report.json").read_text())["measured"]
+    assert list(found) == ["trained", "pruned", "distilled", "quantized"]
+    for name in ("pruned", "distilled", "quantized"):
+        model = load_model(str(out / name)).config.model
+        assert (model.num_attention_heads, model.ffn_size) == (2, 58)
+        assert found[name]["parameters"] < found["trained"]["parameters"]
+    assert found["quantized"]["megabytes"] < found["distilled"]["megabytes"]
+    assert found["distilled"]["loss"] != found["pruned"]["loss"]
+    rows = (out / "report.md").read_text().splitlines()
+    assert len(rows) == 6 and rows[-1].startswith(f"| quantized | {found['quantized']['parameters']:,} |")
+    assert ">quantized<" in (out / "report.svg").read_text()
+    with pytest.raises(SettingsError, match="pruned was made by another command"):
+        compress.main([word.replace("0.4", "0.6") for word in words])
+    shutil.rmtree(out / "distilled")  # and a training that was interrupted goes on by itself
+    record = json.loads((out / "report.json").read_text())
+    del record["done"]["quantized"]
+    (out / "report.json").write_text(json.dumps(record))
+    ran.clear()
+    compress.main(words)
+    assert [name for name, *_ in ran] == ["quantized"] and "--finetune" not in ran[0]
+
+
+def test_what_cannot_be_is_said(tmp_path):
+    line = f"--load x --save {tmp_path} --data-path y --prune-ratio 0.4"
+    with pytest.raises(UsageError, match="the command that trains is missing"):
+        compress.main(line.split())
+    with pytest.raises(UsageError, match="--finetune after --: this tool says it itself"):
+        compress.main(f"{line} -- python pretrain_gpt.py --finetune".split())
+    with pytest.raises(Failure, match="the stage 'pruned' ended with code 3") as error:
+        compress.run("pruned", ["sh", "-c", "exit 3"])
+    assert error.value.code == 3
