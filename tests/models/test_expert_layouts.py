@@ -218,7 +218,7 @@ def test_ranks_without_tokens(layout, tmp_path, monkeypatch):
     assert [words.split(" got ")[0] for words in notes] == [f"blocks.{n}: 6 of 8 experts" for n in range(LAYERS)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_generation_divides_experts_over_tensor_parallel_ranks(tmp_path):
     """Scores of a checkpoint in one process, and of ranks that hold different experts, also for fewer tokens than ranks."""
     pretrain(0, f"{FAMILIES['gated'].flags} --save {tmp_path} --exit-interval 1")
