@@ -1148,7 +1148,6 @@ class Distillation:
         "loss on the teacher's logits: KL(teacher || student), KL(student || teacher), or Jensen-Shannon divergence",
         "forward_kl",
     )
-
     kd_hidden_layers: Optional[str] = setting(
         "with --teacher-load, layers of the student whose output also learns that of a layer of the teacher, numbered from "
         "0: 0:1,1:3 (student:teacher); even: all of them, spread over the teacher's",
