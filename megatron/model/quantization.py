@@ -47,8 +47,8 @@ class QuantizeOptions:
         "on the inputs of --calibration-data",
         "round",
     )
-    calibration_data: Optional[list[str]] = setting("--quantize-method gptq: prefixes of token files, or folders", None)
-    calibration_samples: int = setting("--quantize-method gptq: windows of --calibration-data", 128)
+    calibration_data: Optional[list[str]] = setting("prefixes of token files, or folders: the text of gptq", None)
+    calibration_samples: int = setting("windows of the calibration text, evenly spaced", 128, "--calib-size")
 
     def __post_init__(self):
         if self.quantize and self.quantize_method == "gptq" and not self.calibration_data:

@@ -2,7 +2,7 @@
 """Prune a trained model, distil it from the larger one, train it for 8 bits, and report what each step has cost and won.
 
     python -m megatron.tools.compress --load checkpoints --save compressed --data-path held_out_text_document \\
-        --prune-ratio 0.4 --prune-criterion taylor --calib-data-path train_text_document --qat-iters 50 \\
+        --prune-ratio 0.4 --prune-criterion taylor --calibration-data train_text_document --qat-iters 50 \\
         -- python pretrain_gpt.py --micro-batch-size 4 --global-batch-size 8 --train-iters 200 --lr 6e-4 \\
         --train-data-path train_text_document --eval-iters 0
 
@@ -43,8 +43,10 @@ class CompressOptions:
     save: str = setting("folder for the stages and the report")
     data_path: list[str] = setting("prefixes of token files that were held out, for loss and perplexity")
     valid_data: Optional[str] = setting("lambada_test.jsonl, for the accuracy on LAMBADA", None)
-    calib_data_path: Optional[list[str]] = setting("prefixes of token files for --prune-criterion taylor", None)
-    calib_size: int = setting("samples of --calib-data-path", 64, "--calibration-samples")
+    calibration_data: Optional[list[str]] = setting(
+        "prefixes of token files for --prune-criterion taylor", None, "--calib-data-path"
+    )
+    calibration_samples: int = setting("samples of --calibration-data, evenly spaced", 64, "--calib-size")
     kd_alpha: float = setting("share of the loss on the teacher's logits", 0.5)
     kd_temperature: float = setting("divides the logits of both models", 1.0)
     qat_iters: Optional[int] = setting("steps of quantization aware training (default: no such stage)", None)
@@ -109,8 +111,8 @@ def stages(options: CompressOptions, training: Sequence[str], pruning: Sequence[
     """The model itself, and the stages in their order."""
     python, out = sys.executable, Path(options.save)
     pruned, distilled, quantized = (str(out / name) for name in ("pruned", "distilled", "quantized"))
-    calibration = ["--calib-size", str(options.calib_size)]
-    calibration = ["--data-path", *options.calib_data_path, *calibration] if options.calib_data_path else []
+    calibration = ["--calibration-samples", str(options.calibration_samples)]
+    calibration = ["--calibration-data", *options.calibration_data, *calibration] if options.calibration_data else []
     prune = [python, "-m", "megatron.tools.prune", "--load", options.load, "--save", pruned, *pruning, *calibration]
     teacher = ["--teacher-load", options.load, "--kd-alpha", str(options.kd_alpha)]
     teacher += ["--kd-temperature", str(options.kd_temperature), "--use-checkpoint-args"]
