@@ -122,10 +122,11 @@ class Network:
                 raise SettingsError(
                     f"no weight of --model-type {self.model.model_type} depends on the number of {kind}"
                 )
-        ranks, facts = (
-            tp or self.config.parallel.tensor_model_parallel_size,
-            self.with_model(sizes.settings(self.model)),
-        )
+        self._check_ranks(sizes, tp)
+
+    def _check_ranks(self, sizes: ModelSizes, tp: Optional[int]) -> None:
+        facts = self.with_model(sizes.settings(self.model))
+        ranks = tp or self.config.parallel.tensor_model_parallel_size
         for name, size in facts.divisible_by_tp().items() if ranks > 1 else ():
             if size % ranks:
                 where = "" if tp else ", the size of its training,"
