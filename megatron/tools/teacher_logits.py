@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
-from megatron.errors import DataError, Failure, SettingsError, run_main
+from megatron.errors import DataError, SettingsError, run_main
 from megatron.guard.job import on_ranks
 from megatron.settings import rank_env
 from megatron.settings.parse import parse_with_record
@@ -138,15 +138,7 @@ def create_store(folder: str, settings, context):
     """Begin or continue the store on rank 0; open it on all ranks."""
     from megatron.data.teacher_logits import Store
 
-    problem = None
-    if context.is_rank_zero:
-        try:
-            Store.create(folder, settings)
-        except Failure as error:
-            problem = error
-    if problem := context.all_gather_object(problem)[0]:
-        raise problem
-    return Store(folder)
+    return Store(context.from_rank_zero(lambda: str(Store.create(folder, settings).folder)))
 
 
 def samples_of(options: TeacherLogitsOptions, data: Data, tokenizer: dict, loaded, length: int, say):
