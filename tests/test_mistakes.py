@@ -508,7 +508,7 @@ def test_a_number_of_ranks_that_is_none(root, messy):
     assert "WORLD_SIZE=two in the environment is not a number" in done.stderr
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_ranks_say_it_once_and_keep_their_exit_code(root, messy):
     """All ranks meet the same mistake after they have joined. torchrun's own report repeats it, with the exit codes."""
     command = "-m torch.distributed.run --standalone --nproc-per-node 2".split()

@@ -12,6 +12,7 @@ import torch
 from megatron.checkpoint.folder import choose, restore
 from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.errors import CheckpointError, SettingsError, numbered
+from megatron.inference.expert_ranks import refuse_experts
 from megatron.inference.gptq import quantize_model
 from megatron.inference.quantize import free_weights, quantize_layers
 from megatron.inference.quantized import quantized_pieces, refuse_twice
@@ -165,6 +166,7 @@ def build_model(
     refuse_sizes(plain, mesh, recipe.rules)
     build = partial(recipe.build_model, plain, mesh, vocab_size, dtype=dtype, device="meta")
     facts = recipe.facts(plain, vocab_size)
+    refuse_experts(facts.experts, mesh)
     if mesh.pp.size > 1 or halves != (None, None):
         pipeline = stages_of(facts, mesh.pp.size, halves)
         kind = T5Stages if hasattr(facts, "encoder_layers") else DecoderStages
