@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.errors import SettingsError
 from megatron.model.attention import Attention, ForwardContext
-from megatron.model.experts.layer import Mixture
+from megatron.model.experts.layer import MoELayer
 from megatron.model.mlp import MLP
 from megatron.model.norms import NORMS
 from megatron.model.recompute import recompute, recompute_output
@@ -86,7 +86,7 @@ class Block(nn.Module):
         self.mlp_norm = norm("mlp_norm")
         if model.has_experts(layer):
             self._check_variant()
-            self.mlp = Mixture(
+            self.mlp = MoELayer(
                 model,
                 layer,
                 mesh,
@@ -125,7 +125,7 @@ class Block(nn.Module):
             )
 
     def _recompute_activation(self) -> None:
-        parts = (self.mlp.experts, self.mlp.shared) if isinstance(self.mlp, Mixture) else (self.mlp,)
+        parts = (self.mlp.experts, self.mlp.shared) if isinstance(self.mlp, MoELayer) else (self.mlp,)
         for part in filter(None, parts):
             if isinstance(part, MLP) and type(part).forward is not MLP.forward:
                 raise SettingsError(
@@ -161,7 +161,7 @@ class Block(nn.Module):
 
     def _mlp(self, x: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """MLP or experts, and the norm after them; and their sums."""
-        args, sums = (x, context) if isinstance(self.mlp, Mixture) else (x,), {}
+        args, sums = (x, context) if isinstance(self.mlp, MoELayer) else (x,), {}
         if self.recompute_mlp:
             x = recompute(self.mlp, *args, inside=context.region, of=(self.mlp,))
         else:
