@@ -84,19 +84,13 @@ class Block(nn.Module):
         self.post_attention_norm = norm("post_attention_norm")
         self.attention_dropout = Dropout(model.hidden_dropout, "after attention", layer, seed, axis=axis, cp=cp)
         self.mlp_norm = norm("mlp_norm")
+        second = take_prefix(weights, "mlp")
         if model.has_experts(layer):
             self._check_variant()
-            self.mlp = Mixture(
-                model,
-                layer,
-                mesh,
-                take_prefix(weights, "mlp"),
-                seed=seed,
-                compiled=bool(kernels.torch_compile),
-                **common,
-            )
+            own = dict(seed=seed, compiled=bool(kernels.torch_compile))
+            self.mlp = Mixture(model, layer, mesh, second, **own, **common)
         else:
-            self.mlp = self.mlp_class(model, tp, take_prefix(weights, "mlp"), **common)
+            self.mlp = self.mlp_class(model, tp, second, **common)
         if "mlp_act" in recompute and not self.recompute_mlp:
             self._recompute_activation()
         self.post_mlp_norm = norm("post_mlp_norm")
