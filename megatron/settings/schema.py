@@ -497,6 +497,10 @@ class Model:
         return self.position_table if self.position_embedding_type == "learned_absolute" else self.seq_length
 
 
+# The settings of layers with experts.
+EXPERT_SETTINGS = tuple(f.name for f in fields(Model) if f.name == "num_experts" or f.name.startswith("moe_"))
+
+
 @dataclass(frozen=True)
 class Parallel:
     """Parallelism. The order of the grid of ranks is tp (fastest), cp, dp, pp."""

@@ -136,9 +136,10 @@ def settings_of(options: TeacherLogitsOptions, data: Data, loaded):
 
 def create_store(folder: str, settings, context):
     """Begin or continue the store on rank 0; open it on all ranks."""
-    from megatron.data.teacher_logits import Store
+    from megatron.data.teacher_logits import LogitsStore
 
-    return Store(context.from_rank_zero(lambda: str(Store.create(folder, settings).folder)))
+    context.from_rank_zero(lambda: LogitsStore.create(folder, settings).settings)
+    return LogitsStore(folder)
 
 
 def samples_of(options: TeacherLogitsOptions, data: Data, tokenizer: dict, loaded, length: int, say):

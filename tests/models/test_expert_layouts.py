@@ -260,11 +260,12 @@ def test_dispatch_is_a_sum_over_the_experts_of_each_token(padded):
     x, weights = torch.randn(n, h, dtype=torch.float64, requires_grad=True), torch.rand(n, k, dtype=torch.float64)
     weights.requires_grad_()
     scale = torch.arange(1.0, number + 1, dtype=torch.float64)  # what an expert multiplies its rows with
-    way = (
-        dispatch.Padded(experts, number, Mesh().ep, n) if padded else dispatch.Uneven(experts, number, Mesh().ep, True)
-    )
-    y = way.to_experts(x)
-    result = way.combine(way.back(y * way.rows.each(scale.unsqueeze(1))), weights)
+    if padded:
+        dispatcher = dispatch.PaddedDispatcher(experts, number, Mesh().ep, n)
+    else:
+        dispatcher = dispatch.Dispatcher(experts, number, Mesh().ep, True)
+    y = dispatcher.dispatch(x)
+    result = dispatcher.combine(dispatcher.back(y * dispatcher.rows.each(scale.unsqueeze(1))), weights)
     factors = torch.cat((scale, scale.new_zeros(1)))[experts] * weights
     expected = factors.sum(1, keepdim=True) * x
     torch.testing.assert_close(result, expected)
