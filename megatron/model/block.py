@@ -84,19 +84,13 @@ class Block(nn.Module):
         self.post_attention_norm = norm("post_attention_norm")
         self.attention_dropout = Dropout(model.hidden_dropout, "after attention", layer, seed, axis=axis, cp=cp)
         self.mlp_norm = norm("mlp_norm")
+        mlp_weights = take_prefix(weights, "mlp")
         if model.has_experts(layer):
             self._check_variant()
-            self.mlp = MoELayer(
-                model,
-                layer,
-                mesh,
-                take_prefix(weights, "mlp"),
-                seed=seed,
-                compiled=bool(kernels.torch_compile),
-                **common,
-            )
+            moe = dict(seed=seed, compiled=bool(kernels.torch_compile))
+            self.mlp = MoELayer(model, layer, mesh, mlp_weights, **moe, **common)
         else:
-            self.mlp = self.mlp_class(model, tp, take_prefix(weights, "mlp"), **common)
+            self.mlp = self.mlp_class(model, tp, mlp_weights, **common)
         if "mlp_act" in recompute and not self.recompute_mlp:
             self._recompute_activation()
         self.post_mlp_norm = norm("post_mlp_norm")

@@ -491,6 +491,11 @@ class Model:
         """Rows of the learned position embedding."""
         return self.max_position_embeddings or self.seq_length
 
+    @property
+    def context_length(self) -> int:
+        """Tokens of a text: rows of the learned position embedding, or the sequence length of training."""
+        return self.position_table if self.position_embedding_type == "learned_absolute" else self.seq_length
+
 
 # The settings of layers with experts.
 EXPERT_SETTINGS = tuple(f.name for f in fields(Model) if f.name == "num_experts" or f.name.startswith("moe_"))
