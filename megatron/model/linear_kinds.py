@@ -105,7 +105,7 @@ def chosen_layers(facts: Any, how: quantization.QuantizeOptions) -> list[str]:
 def quantized_bytes(how: quantization.QuantizeOptions, weight: Placement, tp: int, element: int) -> int:
     """Bytes of a quantized weight on each of `tp` ranks. element: bytes of its scales.
 
-    >>> weight = Placement((64, 32), Normal(0.02), cut={"tp": 0})
+    >>> weight = Placement((64, 32), None, cut={"tp": 0})
     >>> int4 = quantization.QuantizeOptions("int4", quantize_group_size=16)
     >>> quantized_bytes(quantization.QuantizeOptions("int8"), weight, 2, 2), quantized_bytes(int4, weight, 1, 4)
     (1088, 1664)

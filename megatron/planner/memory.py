@@ -7,6 +7,7 @@ Workspaces, buffers and the allowance for fragmentation are conservative estimat
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Optional
 
@@ -252,9 +253,8 @@ def _kept(job: Job, layout: Layout, rank: int) -> Counter:
         activations.stage_saved_bytes(job, layout, pipeline.layers[stage], stage == 0, stage == last)
         for stage in stages
     ]
-    states = job.facts.settings.hidden_size * job.facts.loss_tokens(layout.rank_setup(job)) * (job.element + 4)
-    for stage, kinds in zip(stages, each) if job.compared else ():  # the teacher's, and differences in fp32
-        kinds["teacher's states"] += states * sum(n in pipeline.layers[stage] for n, _ in job.compared)
+    for stage, kinds in zip(stages, each) if job.compared else ():
+        kinds["teacher's states"] += _compared_bytes(job, layout, pipeline.layers[stage])
     late = [activations.deferred(job, layout, pipeline.layers[stage]) for stage in stages]
     if last in stages:
         late[stages.index(last)] += job.facts.loss_deferred(layout.rank_setup(job))
@@ -268,6 +268,13 @@ def _kept(job: Job, layout: Layout, rank: int) -> Counter:
     if is_split(layout.schedule):
         total["products that wait"] = sum(map(_product, waiting, late))
     return total
+
+
+def _compared_bytes(job: Job, layout: Layout, layers: Sequence[int]) -> int:
+    """Bytes of the teacher's hidden states that these layers are compared with, and of the differences in fp32."""
+    tokens = job.facts.loss_tokens(layout.rank_setup(job))
+    states = job.facts.settings.hidden_size * tokens * (job.element + 4)
+    return states * sum(student in layers for student, _ in job.compared)
 
 
 def _product(a: int, b: int) -> int:

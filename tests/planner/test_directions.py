@@ -50,7 +50,7 @@ def test_of_both_ends_of_a_pipeline_the_one_that_sends_longer_counts(last, monke
 def test_memory_is_that_of_the_fullest_moment(monkeypatch):
     """Of three moments the second keeps most; with products that wait, the third."""
     pipeline = SimpleNamespace(stages=[0], stages_of=lambda rank: [0], layers={0: ()})
-    job = SimpleNamespace(facts=SimpleNamespace(num_layers=1, loss_deferred=lambda share: 0))
+    job = SimpleNamespace(facts=SimpleNamespace(num_layers=1, loss_deferred=lambda share: 0), compared=())
     monkeypatch.setattr(memory.activations, "stage_saved_bytes", lambda *_: Counter(norms=10, mlp=30))
     monkeypatch.setattr(memory.activations, "deferred", lambda *_: 50)
     moments = lambda waiting: lambda *_: [((1,), (0,)), ((3,), (0,)), ((2,), (waiting,))]

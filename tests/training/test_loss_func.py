@@ -8,7 +8,7 @@ import torch
 
 from megatron.errors import SettingsError
 from megatron.model.recipe import Recipe, sums_of
-from megatron.settings.schema import Optimizer
+from megatron.settings.schema import Distillation, Optimizer
 from megatron.training.loss import make_loss_func
 
 CONFIG = SimpleNamespace(model=SimpleNamespace(seq_length=64), optimizer=Optimizer())
@@ -27,7 +27,8 @@ def test_only_sums_of_weight_are_minimised():
 
 
 def sums(own, z_loss=0.0):
-    config = SimpleNamespace(model=SimpleNamespace(z_loss_coeff=z_loss), extra={"mine": SimpleNamespace(coeff=0.25)})
+    own_settings = dict(extra={"mine": SimpleNamespace(coeff=0.25)}, distillation=Distillation())
+    config = SimpleNamespace(model=SimpleNamespace(z_loss_coeff=z_loss), **own_settings)
     return sums_of(Recipe("mine", None, None, None, sums=own), config)
 
 
