@@ -89,9 +89,9 @@ def test_what_cannot_be_is_said(tmp_path):
     line = f"--load x --save {tmp_path} --data-path y --prune-ratio 0.4"
     with pytest.raises(UsageError, match="the command that trains is missing"):
         compress.main(line.split())
-    with pytest.raises(UsageError, match="--finetune after --: this tool says it itself"):
+    with pytest.raises(UsageError, match="--finetune after --: this tool sets it itself"):
         compress.main(f"{line} -- python pretrain_gpt.py --finetune".split())
-    with pytest.raises(UsageError, match="taylor needs --calib-data-path"):
+    with pytest.raises(UsageError, match="taylor needs --calibration-data"):
         compress.main(f"{line} --prune-criterion taylor -- python pretrain_gpt.py".split())
     with pytest.raises(Failure, match="ended with code 4") as error:
         compress.output_of(["-c", "raise SystemExit(4)"])

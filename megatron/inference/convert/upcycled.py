@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a mixture of experts from the checkpoint of a dense model, as `model.experts.upcycling` says."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
 from megatron.checkpoint import reshard
-from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.index import Tensor
-from megatron.checkpoint.reader import PART, Reader
+from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert.families import prompts_for
 from megatron.inference.convert.imported import check_free
@@ -43,8 +42,8 @@ def upcycle(
     return [*notices, f"train on with --load {out} --finetune"]
 
 
-class UpcycledReader:
-    """A reader of the mixture, with the part of `Reader`'s methods that rewriting needs."""
+class UpcycledReader(reshard.Computed):
+    """The weights of the mixture."""
 
     def __init__(self, reader: Reader, given: Mapping[str, Any], seed: int):
         saved = config_of(located(reader.state))
@@ -55,15 +54,11 @@ class UpcycledReader:
                 f"{reader.folder} has {saved.model.num_experts} experts already", do="give a dense model"
             )
         if saved.model.model_type != "GPT" or saved.model.linear or saved.model.sparsity is not None:
-            kind = saved.model.model_type + " with special linear layers" * bool(
-                saved.model.linear or saved.model.sparsity
-            )
+            special = bool(saved.model.linear or saved.model.sparsity)
             raise SettingsError(
-                f"{reader.folder} is a {kind}",
+                f"{reader.folder} is a {saved.model.model_type}{' with special linear layers' * special}",
                 "experts are upcycled from the MLPs of a GPT",
-                "merge adapters first (merge-lora), or apply masks (apply-masks)"
-                if kind != saved.model.model_type
-                else None,
+                "merge adapters first (merge-lora), or apply masks (apply-masks)" if special else None,
             )
         self.config = replace(saved, model=replace(saved.model, **given))
         upcycling.refuse_unequal(self.config.model)
@@ -81,12 +76,6 @@ class UpcycledReader:
             whole = upcycling.router_of(name, self.placements[name], self.config.model, self.seed)
             return whole.to(self.tensors[name].dtype)
         return self.reader.read(name)
-
-    def parts(self, name: str, box: Optional[Box] = None, size: int = PART) -> Iterator[torch.Tensor]:
-        """As `Reader.parts`; all experts of a layer are in memory."""
-        whole = self.read(name)
-        flat = (whole if box is None else whole[box.slices()]).reshape(-1)
-        yield from flat.split(max(1, size // whole.element_size()))
 
     def _entry(self, name: str) -> Tensor:
         """Format and shape of a tensor: those of the dense model, and of its embedding for new ones."""
