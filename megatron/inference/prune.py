@@ -22,7 +22,7 @@ import torch
 from megatron.checkpoint import reshard
 from megatron.checkpoint.base import BASE, open_checkpoint
 from megatron.checkpoint.index import Tensor
-from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.data.loader import MicroBatch
 from megatron.errors import SettingsError
 from megatron.inference.convert.imported import check_free
@@ -306,6 +306,11 @@ def prune(path: Path, out: Path, choose: Callable[[Network, Reader], SmallerMode
     """
     check_free(out)
     with open_checkpoint(path) as reader:
+        if reader.state.get(QUANTIZED):
+            raise SettingsError(
+                f"{path} is quantized, and pruning needs the weights themselves",
+                do="prune the checkpoint that it was made from, then quantize",
+            )
         network = Network(config_of(reader.state["config"]), reader.state["vocab_size"])
         chosen = choose(network, reader)
         source = PrunedReader(reader, network, chosen)

@@ -163,7 +163,23 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]], tp: int
         for name, kind in chosen_of(settings, layer, table)
         if kind == sparsity.KIND and kind not in settings.own_linears
     ]
-    return found + sparsity.problems(settings, sparse, tp)
+    return (found or _unused(settings, blocks)) + sparsity.problems(settings, sparse, tp)
+
+
+def _unused(settings: Model, blocks: Mapping[int, Table]) -> list[str]:
+    """The problem of a flag whose kind no layer has: a layer has one kind, the last one that is given for it."""
+    used = {kind for layer, table in blocks.items() for _, kind in chosen_of(settings, layer, table)}
+    flags = {
+        quantization.KIND: ("--quantization", settings.quantization),
+        sparsity.KIND: (f"--sparsity {settings.sparsity}", settings.sparsity),
+        lora.KIND: (f"--lora-rank {settings.lora_rank}", settings.lora_rank),
+    }
+    return [
+        f"{flag} has no layer left: a layer has one kind, the last of --linear {settings.linear}; choose the layers of "
+        "each kind with --quantization-layers, --sparsity-layers and --lora-target"
+        for kind, (flag, given) in flags.items()
+        if given and kind not in used
+    ]
 
 
 def idle_of(settings: Model) -> dict[str, Needs]:

@@ -126,12 +126,10 @@ def target_sizes(model: Model, options: PruningOptions, targets: TargetSizes) ->
             f"--prune-ratio {ratio:g} has to be above 0 and below 1",
             "it is the fraction of heads and MLP channels that goes",
         )
-    skip = skipped_kinds(options.prune_skip)
     new = sizes
-    for kind in KINDS if ratio is not None else ():
-        if kind not in skip:
-            size = getattr(sizes, kind)
-            new = new._replace(**{kind: size - round(size * ratio)})
+    for kind in _kinds_of_ratio(options):
+        size = getattr(sizes, kind)
+        new = new._replace(**{kind: size - round(size * ratio)})
     new = new._replace(
         heads=_groups(model, own, new.heads),
         ffn=own.target_ffn_hidden_size if own.target_ffn_hidden_size is not None else new.ffn,
@@ -140,6 +138,30 @@ def target_sizes(model: Model, options: PruningOptions, targets: TargetSizes) ->
     )
     _refuse_nothing(model, sizes, new, options, targets)
     return new
+
+
+def untouched(model: Model, options: PruningOptions, targets: TargetSizes) -> list[str]:
+    """Sentences about what --prune-ratio leaves whole, because a ratio of it is less than one half.
+
+    >>> untouched(Model(1, 8, 4), PruningOptions(prune_ratio=0.1), TargetSizes())
+    ['--prune-ratio 0.1 takes nothing from 4 heads: all of them stay']
+    """
+    sizes, new, words = ModelSizes.of(model), target_sizes(model, options, targets), unit_words(model)
+    own = dict(
+        heads=(targets.target_num_attention_heads, targets.target_num_query_groups),
+        ffn=(targets.target_ffn_hidden_size,),
+    )
+    return [
+        f"--prune-ratio {options.prune_ratio:g} takes nothing from {getattr(sizes, kind)} {words[kind]}: all of them stay"
+        for kind in _kinds_of_ratio(options)
+        if getattr(new, kind) == getattr(sizes, kind) and not any(own[kind])
+    ]
+
+
+def _kinds_of_ratio(options: PruningOptions) -> list[str]:
+    """The kinds that --prune-ratio is about, without those of --prune-skip."""
+    skip = skipped_kinds(options.prune_skip)
+    return [kind for kind in KINDS if options.prune_ratio is not None and kind not in skip]
 
 
 def _refuse_nothing(model: Model, old: ModelSizes, new: ModelSizes, options: PruningOptions, own: TargetSizes) -> None:

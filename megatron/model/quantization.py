@@ -128,12 +128,21 @@ def skipped_layers(text: Optional[str], flag: str = "--quantization-skip") -> li
     if text is None or not text.endswith(".json"):
         return _words(text or "")
     try:
-        return list(json.loads(Path(text).read_text(encoding="utf-8"))["skip"])
+        record = json.loads(Path(text).read_text(encoding="utf-8"))
+        skip, harm = list(record["skip"]), str(record.get("format", ""))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{flag} {text}: cannot be read: {getattr(error, 'strerror', None) or error}",
             do="give patterns of layers, such as blocks.0.*, or the file of python -m megatron.tools.sensitivity --output",
         ) from error
+    fits = harm.startswith("--prune-ratio") == (flag == "--prune-skip") and not harm.startswith("--drop-layers")
+    if harm and not fits:
+        raise DataError(
+            f"{flag} {text}: tools.sensitivity has measured other parts of the model, with "
+            + (harm if harm.startswith("--") else f"--quantize {harm}"),
+            do=f"measure with {'--prune-ratio' if flag == '--prune-skip' else '--quantize or --sparsity'}",
+        )
+    return skip
 
 
 def _words(text: str) -> list[str]:

@@ -102,6 +102,9 @@ def problems(settings: Model, chosen: Iterable[tuple[str, Placement]], tp: int) 
     """The problems of the flags of sparsity, as messages. chosen: (name, weight) of the sparse layers; tp: ranks."""
     if settings.sparsity is None:
         return [f"--linear PATTERN={KIND} needs --sparsity: 2:4, or a share of zeros"] if list(chosen) else []
+    begin, end = settings.sparsity_begin_step, settings.sparsity_end_step
+    if 0 < end < begin:
+        return [f"--sparsity-end-step {end} is before --sparsity-begin-step {begin}"]
     pattern = pattern_of(settings)
     if pattern is None:
         try:

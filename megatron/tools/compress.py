@@ -83,8 +83,8 @@ def main(argv: list[str]) -> None:
         common=tuple(CompressOptions.__dataclass_fields__),
     )
     training = argv[split + 1 :]
-    check(training)
     options = groups["compress"]
+    check(training, groups["pruning"], options)
     Path(options.save).mkdir(parents=True, exist_ok=True)
     record = Record(Path(options.save) / "report.json")
     for stage in stages(options, training, pruning_words(given)):
@@ -93,8 +93,10 @@ def main(argv: list[str]) -> None:
     write_report(Path(options.save), record.measured)
 
 
-def check(training: Sequence[str]) -> None:
-    """Raise UsageError if the training command is missing, or has a flag that this tool sets."""
+def check(training: Sequence[str], pruning: PruningOptions, options: CompressOptions) -> None:
+    """Raise UsageError for a training command that is missing or has this tool's flags, and for a missing text."""
+    if pruning.prune_criterion == "taylor" and not options.calibration_data:
+        raise UsageError("--prune-criterion taylor needs --calibration-data: the text whose loss is compared")
     if not training:
         raise UsageError("the command that trains is missing", do=f"{PROG} ... -- python pretrain_gpt.py ...")
     for word in training:
@@ -184,17 +186,27 @@ def run(name: str, command: Sequence[str]) -> None:
     print(f"{name}: {shlex.join(command)}", flush=True)
     code = subprocess.run(command).returncode
     if code:
-        failure = Failure(f"the stage '{name}' ended with code {code}", do="the same command continues from there")
-        failure.code = code
-        raise failure
+        raise failed(
+            f"the stage '{name}' ended with code {code}",
+            do="after the cause is removed, this tool continues with this stage",
+            code=code,
+        )
 
 
 def output_of(command: Sequence[str]) -> str:
-    """The output of a command. Raises Failure if it fails."""
+    """The output of a command. Raises Failure with its exit code if it fails."""
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
     if done.returncode:
-        raise Failure(f"{shlex.join(command)} ended with code {done.returncode}", done.stderr.strip())
+        said = f"{shlex.join(command)} ended with code {done.returncode}"
+        raise failed(said, done.stderr.strip(), code=done.returncode)
     return done.stdout
+
+
+def failed(*said: str, code: int, do: str = "") -> Failure:
+    """A failure with the exit code of a command."""
+    failure = Failure(*said, do=do)
+    failure.code = code
+    return failure
 
 
 def figures(stage: CompressionStage, options: CompressOptions) -> dict[str, Any]:

@@ -15,11 +15,11 @@ smaller, and it computes what the larger model computes without these heads, cha
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Any, Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, run_main
-from megatron.model.pruning import ModelSizes, PruningOptions, TargetSizes, target_sizes, unit_words
+from megatron.model.pruning import ModelSizes, PruningOptions, TargetSizes, target_sizes, unit_words, untouched
 from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import setting
@@ -32,7 +32,7 @@ class ToolOptions:
     """The model, the folder of the smaller one, and the text for --prune-criterion taylor."""
 
     load: str = setting("folder of checkpoints, or one checkpoint")
-    save: str = setting("new folder for the checkpoint of the smaller model", "--output")
+    save: str = setting("new folder for the checkpoint of the smaller model", MISSING, "--output")
     calibration_data: Optional[list[str]] = setting("taylor: prefixes of token files, or folders", None, "--data-path")
     calibration_samples: int = setting("taylor: samples of --calibration-data, evenly spaced", 64, "--calib-size")
     seq_length: Optional[int] = setting("taylor: tokens of a sample (default: what the model can look at)", None)
@@ -84,6 +84,8 @@ def pruned(
     def plan(network: prune.Network, reader) -> prune.SmallerModel:
         sizes = target_sizes(network.model, how, targets)
         network.check(sizes, options.tensor_model_parallel_size)
+        for sentence in untouched(network.model, how, targets):
+            print(f"note: {sentence}", file=sys.stderr)
         if how.prune_criterion == "taylor":
             found = by_gradients(network, options)
         else:

@@ -18,7 +18,7 @@ from megatron.inference.quantize import KINDS, linear_layers
 from megatron.inference.scoring import score
 from megatron.model.quantization import QuantizeOptions
 from megatron.mpu.mesh import Mesh
-from megatron.tools import benchmark_inference, checkpoint, sensitivity
+from megatron.tools import benchmark_inference, checkpoint, prune, sensitivity
 from tests.models.test_quantization import LINE
 from tests.training.plain_loop import EOD, LENGTH
 
@@ -168,6 +168,8 @@ def test_commands_that_need_plain_weights_name_what_a_quantized_checkpoint_is(st
             checkpoint.main([command, path, str(tmp_path / "out")])
     with pytest.raises(UsageError, match="missing: --quantize"):
         checkpoint.main(["quantize", path, str(tmp_path / "out")])
+    with pytest.raises(SettingsError, match="is quantized, and pruning needs the weights themselves"):
+        prune.main(["--load", path, "--save", str(tmp_path / "out"), "--target-num-layers", "1"])
 
 
 @pytest.mark.parametrize(

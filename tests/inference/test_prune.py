@@ -5,6 +5,7 @@ for what was pruned, and the gradients of the gates for its importance.
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,10 +17,11 @@ from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece
 from megatron.data.indexed import write_index
-from megatron.errors import SettingsError, UsageError
+from megatron.errors import DataError, SettingsError, UsageError
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.load import load_model
 from megatron.model.gpt.facts import GPTFacts
+from megatron.model.quantization import skipped_layers
 from megatron.settings.schema import Model
 from megatron.tools import prune, sensitivity
 
@@ -349,6 +351,32 @@ def test_sensitivity_is_the_loss_of_gates_closed_in_one_place(flags, kinds, tmp_
         assert found["increase"][name] == pytest.approx(wanted[name] - loss(plain), abs=2e-5), name
     if "--prune-ratio" in flags:
         assert set(found["increase"]) == {*names} and set(found["skip"]) <= {"heads", "ffn"}
+
+
+def test_what_is_too_little_for_the_ratio_is_named(tmp_path, capsys):
+    folder = write(tmp_path / "large", LLAMA, weights_of(LLAMA))
+    words = f"--load {folder} --save {tmp_path / 'small'} --prune-ratio 0.1".split()
+    prune.main(words)
+    assert "takes nothing from 3 key-value groups of 2 heads: all of them stay" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="missing: --save"):
+        prune.main([*words[:2], *words[4:]])
+
+
+def test_a_file_of_the_sensitivity_tool_is_about_the_right_parts(tmp_path):
+    files = {}
+    for number, harm in enumerate(("int4", "--sparsity 2:4", "--prune-ratio 0.25", "--drop-layers")):
+        files[harm] = str(tmp_path / f"{number}.json")
+        Path(files[harm]).write_text(json.dumps(dict(skip=[], format=harm)))
+    for flag, fitting in {
+        "--prune-skip": ["--prune-ratio 0.25"],
+        "--sparsity-skip": ["int4", "--sparsity 2:4"],
+    }.items():
+        for harm, file in files.items():
+            if harm in fitting:
+                assert skipped_layers(file, flag) == []
+                continue
+            with pytest.raises(DataError, match=f"{flag} .*json: tools.sensitivity has measured other parts"):
+                skipped_layers(file, flag)
 
 
 def test_kinds_that_the_sensitivity_tool_recommends_to_leave_alone(tmp_path):

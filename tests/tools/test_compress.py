@@ -91,6 +91,11 @@ def test_what_cannot_be_is_said(tmp_path):
         compress.main(line.split())
     with pytest.raises(UsageError, match="--finetune after --: this tool sets it itself"):
         compress.main(f"{line} -- python pretrain_gpt.py --finetune".split())
+    with pytest.raises(UsageError, match="taylor needs --calibration-data"):
+        compress.main(f"{line} --prune-criterion taylor -- python pretrain_gpt.py".split())
+    with pytest.raises(Failure, match="ended with code 4") as error:
+        compress.output_of(["-c", "raise SystemExit(4)"])
+    assert error.value.code == 4
     with pytest.raises(Failure, match="the stage 'pruned' ended with code 3") as error:
         compress.run("pruned", ["sh", "-c", "exit 3"])
     assert error.value.code == 3
