@@ -15,9 +15,9 @@ from megatron.checkpoint.reader import PART, Reader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert.families import prompts_for
 from megatron.inference.convert.imported import removed_after_error
-from megatron.inference.load import load_model
+from megatron.inference.load import load_model, refuse_head
 from megatron.model.experts import rules, upcycling
-from megatron.model.recipe import config_of, facts_of
+from megatron.model.recipe import config_of, facts_of, kind_of
 from megatron.settings.from_checkpoint import located
 from megatron.settings.rules import out_of_range, record
 from megatron.settings.schema import Config
@@ -56,16 +56,14 @@ class UpcycledReader:
             raise SettingsError(
                 f"{reader.folder} has {saved.model.num_experts} experts already", do="give a dense model"
             )
-        if saved.model.model_type != "GPT" or saved.model.linear or saved.model.sparsity is not None:
-            kind = saved.model.model_type + " with special linear layers" * bool(
-                saved.model.linear or saved.model.sparsity
-            )
+        refuse_head(saved, reader.state["vocab_size"], reader.folder)
+        kind = kind_of(facts_of(saved, reader.state["vocab_size"]))
+        special = saved.model.linear or saved.model.sparsity is not None
+        if kind != "GPT" or special:
             raise SettingsError(
-                f"{reader.folder} is a {kind}",
+                f"{reader.folder} is a {kind}{' with special linear layers' * bool(special)}",
                 "experts are upcycled from the MLPs of a GPT",
-                "merge adapters first (merge-lora), or apply masks (apply-masks)"
-                if kind != saved.model.model_type
-                else None,
+                "merge adapters first (merge-lora), or apply masks (apply-masks)" if special else None,
             )
         self.config = replace(saved, model=replace(saved.model, **given))
         refuse_broken(self.config)
