@@ -4,7 +4,8 @@
     python -m benchmarks.quantization --run runs/quickstart --steps 100
 
 Both sides are the same checkpoint, in fp32: this suite's model, and transformers' GPT-2 with nn.Linear layers for torchao.
-Both are trained by the same loop, on the same windows. torchao is optional (pip install torchao).
+Both are trained by the same loop, on the same windows. In training torchao has a scale and a zero for the inputs of each
+token; here a layer has one scale for all, as in PaddleSlim. torchao is optional (pip install torchao).
 """
 
 import argparse
@@ -157,7 +158,7 @@ def peers() -> dict:
         return {}
     four = lambda group, kind: IntxWeightOnlyConfig(torch.int4, PerGroup(group), kind)
     aware = lambda weight, inputs: QATConfig(
-        activation_config=IntxFakeQuantizeConfig(inputs, "per_token", is_symmetric=True),
+        activation_config=IntxFakeQuantizeConfig(inputs, "per_token", is_symmetric=False),
         weight_config=IntxFakeQuantizeConfig(weight, "per_channel", is_symmetric=True),
     )
     return {

@@ -36,7 +36,7 @@ def test_the_first_failing_rank_is_the_one_reported(run_ranks):
     assert time.monotonic() - start < 200  # long before anybody runs out of patience
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_a_stopped_rank_is_noticed_and_killed(run_ranks, tmp_path):
     def body(rank, folder):
         (folder / str(rank)).write_text(str(os.getpid()))

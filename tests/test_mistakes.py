@@ -492,7 +492,7 @@ def test_a_process_ends_with_the_code_and_says_nothing_else(flags, code, root, m
 def test_a_python_without_the_packages(root, messy):
     done = shell(root, messy, "-S", root / "pretrain_gpt.py", *MOCK.split())
     assert done.returncode == 1
-    assert "the package torch is missing in" in done.stderr and ".venv/bin/activate" in done.stderr
+    assert re.search("the package (torch|xxhash) is missing in", done.stderr) and ".venv/bin/activate" in done.stderr
     assert is_one_message(done.stderr)
 
 
@@ -508,7 +508,7 @@ def test_a_number_of_ranks_that_is_none(root, messy):
     assert "WORLD_SIZE=two in the environment is not a number" in done.stderr
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_ranks_say_it_once_and_keep_their_exit_code(root, messy):
     """All ranks meet the same mistake after they have joined. torchrun's own report repeats it, with the exit codes."""
     command = "-m torch.distributed.run --standalone --nproc-per-node 2".split()

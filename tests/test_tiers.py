@@ -14,7 +14,7 @@ import pytest
 from tests import conftest
 
 
-@pytest.mark.parametrize("each", [2, 3])
+@pytest.mark.parametrize("each", [2, 5])
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 20])
 def test_each_case_runs_once_in_the_parts_that_follow_each_other(each, count):
     marks = dict(sampled=SimpleNamespace(args=(each,)))
@@ -30,7 +30,7 @@ def test_each_case_runs_once_in_the_parts_that_follow_each_other(each, count):
 
 
 FILES = {
-    "test_a.py": "import pytest\n@pytest.mark.sampled(3)\n@pytest.mark.parametrize('n', range(3))\ndef test(n): pass\n",
+    "test_a.py": "import pytest\n@pytest.mark.sampled(5)\n@pytest.mark.parametrize('n', range(5))\ndef test(n): pass\n",
     "test_b.py": "def test(): pass\n",
     "test_long.py": "def test(): pass\n",
 }
@@ -89,8 +89,8 @@ def test_a_commit_and_a_merge_count_once_and_without_git_the_day_counts(tmp_path
 
 
 def test_a_variable_chooses_the_cases(run):
-    assert run(TEST_PART="4") == ["test_long.py::test", "test_b.py::test", "test_a.py::test[0]"]
-    assert len(run("--full", TEST_PART="4")) == 5
+    assert run(TEST_PART="4") == ["test_long.py::test", "test_b.py::test", "test_a.py::test[1]"]
+    assert len(run("--full", TEST_PART="4")) == 7
 
 
 def test_long_files_start_first_and_unit_leaves_them_out(run):

@@ -15,9 +15,11 @@ from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.reader import PART, Reader
 from megatron.checkpoint.store import Piece, share
+from megatron.storage.durable import replace_file
+from megatron.tokenizer.chat_template import CONFIG, FILE
 
 OPTIMIZER = "optimizer."  # prefix of the names of optimizer state: optimizer.exp_avg.blocks.0...
-COMPANIONS = ("chat_template.jinja", "tokenizer_config.json", "generation_config.json")  # in a folder of checkpoints
+COMPANIONS = (FILE, CONFIG, "generation_config.json")  # in a folder of checkpoints
 
 
 def reshard(source: "Reader | Computed", out: Path, shards: Iterable[list[Piece]], state: dict[str, Any]) -> Path:
@@ -38,7 +40,7 @@ def reshard(source: "Reader | Computed", out: Path, shards: Iterable[list[Piece]
     for name in COMPANIONS:
         place, copy = source.folder.parent / name, out / name
         if isinstance(place, Path) and place.is_file() and not copy.exists():
-            copy.write_bytes(place.read_bytes())
+            replace_file(copy, place.read_bytes())
     return written
 
 

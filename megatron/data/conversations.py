@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, Optional, Union
 
 from megatron.data.tables import read_table, refuse_half_letters
 from megatron.errors import DataError, did_you_mean
+from megatron.tokenizer.chat_template import ASSISTANT
 
 Message = Mapping[str, Any]
 SHAREGPT = dict(system="system", human="user", user="user", gpt="assistant", assistant="assistant")
 SHAREGPT |= dict(chatgpt="assistant", bing="assistant", bard="assistant", tool="tool", observation="tool")
 KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight")
-ANSWERS = "assistant"
 
 
 class Conversation(NamedTuple):
@@ -124,7 +124,7 @@ def _message(given: Any, where: str) -> Message:
         raise DataError(f"{where}: no content", f"it has {', '.join(map(str, given))}", "give it a text")
     message["content"] = _text(message.get("content", ""), f"{where}, content")
     weight = message.get("weight", 1)
-    if isinstance(weight, bool) or weight not in (0, 1) or "weight" in message and message["role"] != ANSWERS:
+    if isinstance(weight, bool) or weight not in (0, 1) or "weight" in message and message["role"] != ASSISTANT:
         raise DataError(f"{where}: weight {weight!r}", do="0 or 1, of a message of the assistant: 0 is not learned")
     return message
 
@@ -157,7 +157,7 @@ def _text(given: Any, where: str) -> str:
             raise DataError(f"{where}: a part that is no text", do='give {"type": "text", "text": ...}')
         given = "".join(parts)
     if not isinstance(given, str):
-        raise DataError(f"{where}: {type(given).__name__} stands where a text is wanted", do="give a string")
+        raise DataError(f"{where}: {type(given).__name__}, no text", do="give a string")
     refuse_half_letters(given, where)
     return given
 
@@ -212,7 +212,7 @@ def _pair(where: str, row: Mapping[str, Any]) -> Pair:
             raise DataError(f"{where}: {name} is empty", why, "give prompt, chosen and rejected, or leave the line out")
     if not texts["chosen"]:
         for name, part in (("chosen", chosen), ("rejected", rejected)):
-            if not any(message["role"] == ANSWERS for message in part):
+            if not any(message["role"] == ASSISTANT for message in part):
                 raise DataError(f"{where}: {name} has no message of the assistant", do="give it an answer")
     return Pair(where, prompt, chosen, rejected, _tools(row, where))
 
@@ -220,7 +220,7 @@ def _pair(where: str, row: Mapping[str, Any]) -> Pair:
 def _without_prompt(chosen, rejected):
     """(prompt, chosen, rejected) of two whole conversations or texts: the prompt is what both begin with.
 
-    A text is not divided after a space, which belongs to the word behind it.
+    A text is not divided after a space, which belongs to the next word.
     """
     same = next((n for n, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
     if isinstance(chosen, str) and same and chosen[same - 1] == " ":

@@ -2,11 +2,11 @@
 """A teacher's largest logits for the samples of a training, in files (`tools.teacher_logits` writes them).
 
     FOLDER/index.json              the settings on which samples and logits depend; sealed
-    FOLDER/samples_0000000.logits  those of samples 0 to --samples-per-file - 1 (storage/array_file.py)
+    FOLDER/samples_0000000.logits  those of samples 0 to samples_per_file - 1 (storage/array_file.py)
 
-A file appears when it is complete, so an interrupted tool goes on with the next one. A sample is found by its number in the
-dataset, which is built with the seed and the length of the index, whatever the student's. A digest of its tokens is
-compared when it is read.
+A file appears when it is complete, so an interrupted tool continues with the next one. Samples have their numbers in the
+dataset, which is built with the seed and the length of the index, whatever the student's. A digest of a sample's tokens
+is compared when it is read.
 
 Legend: s tokens of a sample, k logits of a token.
 """
@@ -83,7 +83,7 @@ def digest_of(tokens: np.ndarray) -> int:
     return xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens, np.int64).tobytes())
 
 
-class Store:
+class LogitsStore:
     """A folder of a teacher's logits.
 
     Raises DataError for a folder without them.
@@ -103,8 +103,8 @@ class Store:
             ) from None
 
     @classmethod
-    def create(cls, folder: str, settings: StoredSettings) -> "Store":
-        """Begin a store, or go on with one. Raises SettingsError for a store of other settings."""
+    def create(cls, folder: str, settings: StoredSettings) -> "LogitsStore":
+        """Begin a store, or continue one. Raises SettingsError for a store of other settings."""
         path = Path(folder)
         if (path / INDEX).exists():
             store = cls(folder)
@@ -113,7 +113,7 @@ class Store:
             if changed:
                 raise SettingsError(
                     f"--output {folder} holds logits of other settings: {', '.join(changed)}",
-                    do="give the same settings to go on, or another --output",
+                    do="give the same settings to continue, or another --output",
                 )
         else:
             with storage_errors(path):
@@ -129,7 +129,7 @@ class Store:
 
     @property
     def missing(self) -> list[int]:
-        """The first samples of the files that are not there."""
+        """The first samples of the files that do not exist yet."""
         return [start for start in self.settings.starts if not self.path(start).exists()]
 
     def write(self, start: int, digests: Iterable[int], predictions: Predictions) -> None:
@@ -153,14 +153,14 @@ class Store:
         s = self.settings
         if number >= s.samples:
             raise DataError(
-                f"{self.folder} holds {s.samples:,} samples, and sample {number:,} is asked for",
+                f"{self.folder} holds {s.samples:,} samples, and the run needs sample {number:,}",
                 do="store more (--train-samples), or train less",
             )
         place, start = number % s.samples_per_file, number - number % s.samples_per_file
         if not self.path(start).exists():
             raise DataError(
                 f"{self.path(start)} is missing: {len(self.missing)} of {len(s.starts)} files are",
-                do="run megatron.tools.teacher_logits again: it goes on",
+                do="run megatron.tools.teacher_logits again: it continues",
             )
         arrays = self.open(start)
         if int(arrays["digests"][place]) != digest_of(tokens):

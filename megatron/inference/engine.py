@@ -33,6 +33,7 @@ from megatron.inference.passes import PassPlan, PassRow
 from megatron.inference.requests import Output, Request, TokenScore
 from megatron.inference.scheduler import PlannedRow, Scheduler, Text
 from megatron.inference.scoring import ALONE
+from megatron.inference.stages import chunks_of
 from megatron.model.cache import PagedCache, stored_dtype
 from megatron.mpu.layers import pack_weights
 from megatron.telemetry.host_memory import available_memory
@@ -95,7 +96,7 @@ class Engine:
                 f"the cache has room for {blocks * block_size} tokens, and a text may have {longest}",
                 do="give it more memory",
             )
-        stage = model.chunks[0] if hasattr(model, "chunks") else model
+        stage = chunks_of(model)[0]
         device = next(model.parameters()).device
         self.link = Link(getattr(stage, "tp", ALONE), getattr(model, "pp", ALONE), device)
         self.stage = Stage(stage, PagedCache(blocks, block_size), self.link, device, packed)

@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Optional
 
-import numpy as np
 import torch
 from torch import nn
 
-from megatron.data.blend import parse_blend
-from megatron.data.formats import datasets_of, open_tokens
-from megatron.errors import DataError, SettingsError
+from megatron.errors import SettingsError
+from megatron.inference.calibration import calibration_windows
 from megatron.inference.quantize import Codes, Rounded, attach, free_weights
 from megatron.model.facts import Facts
 from megatron.model.fake_quantize import has_part
@@ -99,31 +97,13 @@ def quantize_model(model: nn.Module, facts: Facts, how: QuantizeOptions, longest
             do="leave --quantize-method out",
         )
     device = next(model.parameters()).device
-    windows, notice = calibration_windows(how, min(longest, LONGEST), facts.vocab_size)
+    length, asked = min(longest, LONGEST), how.calibration_samples
+    windows = calibration_windows(how.calibration_data or [], length, asked, facts.vocab_size)
     with torch.no_grad():
-        _calibrate(model, chosen, [batch.to(device) for batch in windows.split(BATCH, 1)])
+        _calibrate(model, chosen, [batch.to(device) for batch in torch.from_numpy(windows.T).split(BATCH, 1)])
     free_weights([model], chosen)
-    return notice
-
-
-def calibration_windows(how: QuantizeOptions, length: int, vocab_size: int) -> tuple[torch.Tensor, str]:
-    """(token ids [s, b] of windows at equal distances in the texts, a notice)."""
-    named = how.calibration_data or []
-    prefixes = [prefix for word in parse_blend(named, "--calibration-data").prefixes for prefix in datasets_of(word)]
-    whole = np.concatenate([np.asarray(open_tokens(prefix).tokens) for prefix in prefixes])
-    found = len(whole) // length
-    if not found:
-        raise DataError(f"--calibration-data {' '.join(named)}: {len(whole)} tokens are less than a window of {length}")
-    count = min(how.calibration_samples, found)
-    starts = np.arange(count) * ((len(whole) - length) // max(1, count - 1) if count > 1 else 0)
-    windows = np.stack([whole[start : start + length] for start in starts], 1).astype(np.int64)
-    if int(windows.max()) >= vocab_size:
-        raise DataError(
-            f"--calibration-data {' '.join(named)} has token {int(windows.max())}, the model has ids below {vocab_size}",
-            do="preprocess the text with the tokenizer that the model was trained with",
-        )
-    fewer = f" (--calibration-samples {how.calibration_samples}: there are no more)" * (count < how.calibration_samples)
-    return torch.from_numpy(windows), f"calibrated on {count} windows of {length} tokens{fewer}"
+    fewer = f" (--calibration-samples {asked}: there are no more)" * (len(windows) < asked)
+    return f"calibrated on {len(windows)} windows of {length} tokens{fewer}"
 
 
 def _calibrate(model: nn.Module, chosen: Mapping[str, nn.Module], batches: Sequence[torch.Tensor]) -> None:

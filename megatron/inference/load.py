@@ -12,12 +12,14 @@ import torch
 from megatron.checkpoint.folder import choose, restore
 from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.errors import CheckpointError, SettingsError, numbered
+from megatron.inference.expert_ranks import refuse_experts
 from megatron.inference.gptq import quantize_model
 from megatron.inference.quantize import free_weights, quantize_layers
 from megatron.inference.quantized import quantized_pieces, refuse_twice
-from megatron.inference.stages import DecoderStages, Halves, T5Stages, stages_of
+from megatron.inference.stages import DecoderStages, Halves, T5Stages, chunks_of, stages_of
+from megatron.model.facts import Facts
 from megatron.model.quantization import PLAIN, QuantizeOptions
-from megatron.model.recipe import config_of, recipe_of
+from megatron.model.recipe import config_of, facts_of, recipe_of
 from megatron.mpu import collectives
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.layers import place_buffers
@@ -57,6 +59,11 @@ class Loaded:
         return hasattr(self.model, "logits") and not any(hasattr(self.model, name) for name in others)
 
     @cached_property
+    def facts(self) -> Facts:
+        """The facts of the model, as it was trained."""
+        return facts_of(self.config, self.vocab_size)
+
+    @cached_property
     def tokenizer(self):
         """The tokenizer of the training run."""
         return open_tokenizer(self)
@@ -80,7 +87,7 @@ class Loaded:
 
 def refuse_head(config: schema.Config, vocab_size: int, path: Path) -> None:
     """Raise SettingsError if the model of the checkpoint `path` has a task head in place of its output layer."""
-    if not getattr(recipe_of(config).facts(config, vocab_size), "word_head", True):
+    if not getattr(facts_of(config, vocab_size), "word_head", True):
         raise SettingsError(
             f"{path} was fine-tuned with a head for a task, in the place of the output layer: it has no words",
             do="take the model that it was fine-tuned from, or one that was fine-tuned with --pet-pattern; "
@@ -118,9 +125,9 @@ def load_model(
         precision = "fp32"
     plan = build_model(config, record["vocab_size"], device=device, precision=precision, mesh=mesh, halves=halves)
     everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all load the same one
-    pieces, chunks, stored = plan.pieces, getattr(plan.model, "chunks", [plan.model]), record.get(QUANTIZED)
+    pieces, chunks, stored = plan.pieces, chunks_of(plan.model), record.get(QUANTIZED)
     if stored:
-        facts = recipe_of(config).facts(config, record["vocab_size"])
+        facts = facts_of(config, record["vocab_size"])
         pieces, layers = quantized_pieces(chunks, pieces, facts, stored, mesh.coordinates)
     restored = restore(location(folder), pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
     if stored:
@@ -133,10 +140,10 @@ def quantized(loaded: Loaded, how: QuantizeOptions) -> Loaded:
     """The model with its linear layers quantized, if a format is given."""
     if not how.quantize:
         return loaded
-    facts = recipe_of(loaded.config).facts(loaded.config, loaded.vocab_size)
     if how.quantize_method == "gptq":
-        return replace(loaded, notices=(*loaded.notices, quantize_model(loaded.model, facts, how, loaded.longest)))
-    quantize_layers(getattr(loaded.model, "chunks", [loaded.model]), facts, how)
+        notice = quantize_model(loaded.model, loaded.facts, how, loaded.longest)
+        return replace(loaded, notices=(*loaded.notices, notice))
+    quantize_layers(chunks_of(loaded.model), loaded.facts, how)
     return loaded
 
 
@@ -159,6 +166,7 @@ def build_model(
     refuse_sizes(plain, mesh, recipe.rules)
     build = partial(recipe.build_model, plain, mesh, vocab_size, dtype=dtype, device="meta")
     facts = recipe.facts(plain, vocab_size)
+    refuse_experts(facts.experts, mesh)
     if mesh.pp.size > 1 or halves != (None, None):
         pipeline = stages_of(facts, mesh.pp.size, halves)
         kind = T5Stages if hasattr(facts, "encoder_layers") else DecoderStages

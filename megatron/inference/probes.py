@@ -4,6 +4,7 @@
 Each function yields (name of the place, context in which the model is harmed there), equally on all ranks.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Optional
@@ -15,11 +16,11 @@ from megatron.errors import SettingsError
 from megatron.inference.load import Loaded
 from megatron.inference.prune import Importance, Network, most_important
 from megatron.inference.quantize import linear_layers, quantized_alone
+from megatron.inference.stages import chunks_of
 from megatron.model.linear_kinds import chosen_layers
 from megatron.model.pruning import KINDS
 from megatron.model.quantization import PLAIN, QuantizeOptions
-from megatron.model.recipe import recipe_of
-from megatron.model.sparse_product import largest_of_all, largest_of_groups
+from megatron.model.sparse_product import mask_of
 from megatron.model.sparsity import pattern_of
 from megatron.settings.schema import Model
 
@@ -29,14 +30,14 @@ Probe = tuple[str, AbstractContextManager]
 def quantized(loaded: Loaded, how: QuantizeOptions) -> Iterator[Probe]:
     """Each linear layer, quantized."""
     own = _linear_layers(loaded)
-    for name in chosen_layers(_facts(loaded), how):
+    for name in chosen_layers(loaded.facts, how):
         yield name, quantized_alone(own.get(name), name, loaded.config.model, how)
 
 
 def masked(loaded: Loaded, sparsity: Model) -> Iterator[Probe]:
     """Each linear layer, with zeros in place of its smallest weights. sparsity: settings with --sparsity."""
     own, pattern = _linear_layers(loaded), pattern_of(sparsity)
-    for name in chosen_layers(_facts(loaded), PLAIN):
+    for name in chosen_layers(loaded.facts, PLAIN):
         if name not in own:
             yield name, nullcontext()
             continue
@@ -46,20 +47,15 @@ def masked(loaded: Loaded, sparsity: Model) -> Iterator[Probe]:
                 f"--sparsity {sparsity.sparsity}: {name} has {layer.weight.shape[-1]} inputs on a rank",
                 do=f"groups of {pattern.group} have to divide them",
             )
-        if pattern:
-            mask = largest_of_groups(layer.weight, *pattern)
-        else:
-            total = layer.placements["weight"].shape
-            count = torch.Size(total).numel()
-            mask = largest_of_all(layer.weight, count - round(count * float(sparsity.sparsity)), layer.tp)
-        yield name, _zeros(layer.weight, mask)
+        total = math.prod(layer.placements["weight"].shape)
+        yield name, _zeros(layer.weight, mask_of(layer.weight, pattern or float(sparsity.sparsity), total, layer.tp))
 
 
 def pruned(
     loaded: Loaded, network: Network, importance: Importance, ratio: float, place: Mapping[str, int]
 ) -> Iterator[Probe]:
     """The heads, and the MLP channels, of each layer: the least important ones go. place: this rank's coordinates."""
-    weights = {name: one for chunk in _chunks(loaded) for name, one in chunk.named_parameters()}
+    weights = {name: one for chunk in chunks_of(loaded.model) for name, one in chunk.named_parameters()}
     for kind in KINDS:
         for own, (name, cut) in network.readers(kind).items():
             values = importance.units[kind, own]
@@ -76,27 +72,19 @@ def pruned(
 
 def without_layers(loaded: Loaded) -> Iterator[Probe]:
     """Each layer, left out."""
-    blocks = {name: block for chunk in _chunks(loaded) for name, block in chunk.blocks.items()}
-    for layer in range(_facts(loaded).num_layers):
+    blocks = {name: block for chunk in chunks_of(loaded.model) for name, block in chunk.blocks.items()}
+    for layer in range(loaded.facts.num_layers):
         block = blocks.get(str(layer))
         yield f"blocks.{layer}.layer", nullcontext() if block is None else _left_out(block)
 
 
-def _chunks(loaded: Loaded) -> list[Any]:
-    return list(getattr(loaded.model, "chunks", [loaded.model]))
-
-
 def _linear_layers(loaded: Loaded) -> dict[str, Any]:
-    return dict(linear_layers(_chunks(loaded)))
-
-
-def _facts(loaded: Loaded):
-    return recipe_of(loaded.config).facts(loaded.config, loaded.vocab_size)
+    return dict(linear_layers(chunks_of(loaded.model)))
 
 
 @contextmanager
 def _zeros(weight: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
-    """A context in which a weight is 0 where a mask is."""
+    """A context in which a weight is multiplied by a mask."""
     kept = weight.detach().clone()
     weight.data.mul_(mask)
     try:

@@ -23,9 +23,8 @@ from megatron.checkpoint import reshard
 from megatron.checkpoint.base import BASE, open_checkpoint
 from megatron.checkpoint.index import Tensor
 from megatron.checkpoint.reader import Reader
-from megatron.data.formats import datasets_of, open_tokens
 from megatron.data.loader import MicroBatch
-from megatron.errors import DataError, SettingsError
+from megatron.errors import SettingsError
 from megatron.inference.convert.imported import check_free
 from megatron.inference.load import Loaded
 from megatron.model.facts import Facts
@@ -123,10 +122,11 @@ class Network:
                 raise SettingsError(
                     f"no weight of --model-type {self.model.model_type} depends on the number of {kind}"
                 )
-        ranks, facts = (
-            tp or self.config.parallel.tensor_model_parallel_size,
-            self.with_model(sizes.settings(self.model)),
-        )
+        self._check_ranks(sizes, tp)
+
+    def _check_ranks(self, sizes: ModelSizes, tp: Optional[int]) -> None:
+        facts = self.with_model(sizes.settings(self.model))
+        ranks = tp or self.config.parallel.tensor_model_parallel_size
         for name, size in facts.divisible_by_tp().items() if ranks > 1 else ():
             if size % ranks:
                 where = "" if tp else ", the size of its training,"
@@ -208,27 +208,6 @@ def _of_layers(network: Network, sums: Mapping[tuple[str, str], torch.Tensor]) -
         if kind != HIDDEN and (layer := network.layer_of_owner[own]) is not None:
             layers[layer] += value
     return layers
-
-
-def calibration_samples(prefixes: Sequence[str], length: int, count: int, vocab_size: int) -> np.ndarray:
-    """Samples of `length` tokens and the next one, evenly spaced in token files: [count or fewer, length + 1].
-
-    Raises DataError if there are none, or if the model does not know their tokens.
-    """
-    files = [open_tokens(prefix) for word in prefixes for prefix in datasets_of(word)]
-    ends = np.cumsum([max(0, len(one.tokens) - 1) // length for one in files])
-    numbers = np.linspace(0, ends[-1] - 1, min(count, ends[-1])).astype(np.int64)
-    samples = []
-    for number, file in zip(numbers, np.searchsorted(ends, numbers, "right")):
-        start = (number - (ends[file - 1] if file else 0)) * length
-        samples.append(np.asarray(files[file].tokens[start : start + length + 1], np.int64))
-    if not samples or max(sample.max() for sample in samples) >= vocab_size:
-        raise DataError(
-            f"--data-path {' '.join(prefixes)} "
-            + ("has tokens that the model does not know" if samples else f"has no sample of {length} tokens"),
-            do="give a text for the tokenizer that the model was trained with, longer than --seq-length",
-        )
-    return np.stack(samples)
 
 
 # The smaller model ----------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from megatron.inference.links import Link
 from megatron.inference.requests import FoundText, Output, Request, TokenScore
 from megatron.inference.scoring import ALONE
 from megatron.inference.sequences import Decoding, padded, target_search
+from megatron.inference.stages import chunks_of
 
 BEGIN, STEP, END = 5, 6, 7  # what the first rank tells the others, beside CLOSE and WAIT
 
@@ -47,7 +48,7 @@ class SequenceEngine:
                 mib = bytes_of_a_target(model) / (1 << 20)
                 raise SettingsError(f"a source and its target need {mib:.1f} MiB of cache", do="give it more memory")
         self.max_batch = max_batch
-        stage = model.chunks[0] if hasattr(model, "chunks") else model
+        stage = chunks_of(model)[0]
         device = next(model.parameters()).device
         self.link = Link(getattr(stage, "tp", ALONE), getattr(model, "pp", ALONE), device)
         self._waiting: deque[tuple[int, Request]] = deque()
@@ -250,7 +251,7 @@ def bytes_of_a_target(model: torch.nn.Module) -> int:
     """The memory of the keys and values of the longest source and target, in this rank's part of the layers."""
     facts, settings = model.facts, model.facts.settings
     layers = facts.num_layers - facts.encoder_layers
-    tp = (model.chunks[0] if hasattr(model, "chunks") else model).tp
+    tp = chunks_of(model)[0].tp
     pp = getattr(model, "pp", ALONE)
     each = 2 * (settings.query_groups // tp.size) * settings.head_dim * next(model.parameters()).element_size()
     return -(-layers // pp.size) * (facts.source + facts.target) * each

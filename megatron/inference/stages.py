@@ -41,6 +41,11 @@ Halves = tuple[Optional[int], Optional[int]]  # ranks with layers of the encoder
 ENCODER, DECODER = "--encoder-pipeline-stages", "--decoder-pipeline-stages"
 
 
+def chunks_of(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model on this rank: its stages in a pipeline, or the whole model."""
+    return list(getattr(model, "chunks", [model]))
+
+
 def stages_of(facts: Facts, pp: int, halves: Halves = (None, None)) -> Pipeline:
     """Assign layers to the ranks of `pp`. Raises SettingsError for fewer layers than ranks."""
     encoder, given = getattr(facts, "encoder_layers", None), any(half is not None for half in halves)

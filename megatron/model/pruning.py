@@ -35,7 +35,7 @@ class PruningOptions:
 
     prune_criterion: Criterion = setting(
         "importance: the sum of absolute weights, the root of the sum of their squares, or how much the loss of "
-        "--data-path would change (taylor)",
+        "a calibration text would change (taylor)",
         "l1_norm",
     )
     prune_ratio: Optional[float] = setting(

@@ -16,7 +16,7 @@ With PACT (arXiv:1805.06085) inputs are first clipped to a trained bound, `pact_
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
@@ -47,8 +47,8 @@ class QuantizeOptions:
         "on the inputs of --calibration-data",
         "round",
     )
-    calibration_data: Optional[list[str]] = setting("--quantize-method gptq: prefixes of token files, or folders", None)
-    calibration_samples: int = setting("--quantize-method gptq: windows of --calibration-data", 128)
+    calibration_data: Optional[list[str]] = setting("prefixes of token files, or folders: the text of gptq", None)
+    calibration_samples: int = setting("windows of the calibration text, evenly spaced", 128, "--calib-size")
 
     def __post_init__(self):
         if self.quantize and self.quantize_method == "gptq" and not self.calibration_data:
@@ -108,11 +108,19 @@ def with_quantization(config: Config) -> Config:
     if not model.quantization:
         return config
     skip = skipped_layers(model.quantization_skip)
-    own = [f"{pattern}={KIND}" for pattern in _words(model.quantization_layers or "*")]
-    own += [f"{pattern}=plain" for pattern in skip]
-    implied, given = ",".join(own), model.linear or ""
-    linear = given if given.startswith(implied) else ",".join(filter(None, [implied, given]))  # a checkpoint has both
+    linear = implied_linear(model.linear, KIND, model.quantization_layers, skip)
     return config.derive("--quantization", linear=linear, quantization_skip=",".join(skip) or None)
+
+
+def implied_linear(given: Optional[str], kind: str, layers: Optional[str], skip: Sequence[str]) -> str:
+    """The value of --linear with layers of a kind, before the patterns of `given`, which may have them already.
+
+    >>> implied_linear("*.up=lora", "sparse", "*.mlp.*", ["blocks.0.*"])
+    '*.mlp.*=sparse,blocks.0.*=plain,*.up=lora'
+    """
+    implied = ",".join([*(f"{pattern}={kind}" for pattern in _words(layers or "*")), *(f"{one}=plain" for one in skip)])
+    there = f",{implied}," in f",{given},"  # in the settings of a checkpoint
+    return given if there else ",".join(filter(None, [implied, given]))
 
 
 def skipped_layers(text: Optional[str], flag: str = "--quantization-skip") -> list[str]:

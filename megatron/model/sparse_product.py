@@ -17,7 +17,7 @@ from typing import Optional
 
 import torch
 
-from megatron.model.sparsity import MASK, STEP, is_due, pattern_of, share
+from megatron.model.sparsity import MASK, STEP, GroupPattern, is_due, pattern_of, share
 from megatron.mpu import collectives
 from megatron.mpu.linear_product import LinearProduct
 
@@ -41,15 +41,13 @@ class SparseProduct(LinearProduct):
             return weight * torch.empty_like(weight)
         if self._new is None and self.layer.training and self._is_due():
             with torch.no_grad():
-                self._new = self.mask_of(weight, self._step)
+                self._new = self.mask_at(weight, self._step)
         return weight * (getattr(self.layer, MASK) if self._new is None else self._new)
 
-    def mask_of(self, weight: torch.Tensor, step: int) -> torch.Tensor:
+    def mask_at(self, weight: torch.Tensor, step: int) -> torch.Tensor:
         """The mask of this rank's piece of a weight at a step, [rows..., i] bool."""
-        if self.pattern:
-            return largest_of_groups(weight, *self.pattern)
-        total = math.prod(self.whole_shape)
-        return largest_of_all(weight, total - round(total * share(self.settings, step)), self.layer.tp)
+        zeros = self.pattern or share(self.settings, step)
+        return mask_of(weight, zeros, math.prod(self.whole_shape), self.layer.tp)
 
     def _is_due(self) -> bool:
         if self._step is None or is_due(self.settings, self._step):
@@ -70,6 +68,13 @@ class SparseProduct(LinearProduct):
 
     def after_load(self) -> None:
         self._step = None
+
+
+def mask_of(weight: torch.Tensor, zeros: GroupPattern | float, total: int, tp) -> torch.Tensor:
+    """Which weights of this rank's piece stay. zeros: a pattern, or a share of the `total` weights of all ranks of `tp`."""
+    if isinstance(zeros, GroupPattern):
+        return largest_of_groups(weight, *zeros)
+    return largest_of_all(weight, total - round(total * zeros), tp)
 
 
 def largest_of_groups(weight: torch.Tensor, kept: int, group: int) -> torch.Tensor:

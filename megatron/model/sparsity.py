@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Optional
 
-from megatron.model.quantization import skipped_layers
+from megatron.model.quantization import implied_linear, skipped_layers
 from megatron.mpu.placement import Buffer, Constant, Placement
 from megatron.settings.effects import Needs
 from megatron.settings.schema import Config, Model
@@ -94,9 +94,7 @@ def with_sparsity(config: Config) -> Config:
     if not model.sparsity:
         return config
     skip = skipped_layers(model.sparsity_skip, "--sparsity-skip")
-    own = [f"{pattern}={KIND}" for pattern in (model.sparsity_layers or "*").replace(",", " ").split()]
-    implied, given = ",".join([*own, *(f"{pattern}=plain" for pattern in skip)]), model.linear or ""
-    linear = given if given.startswith(implied) else ",".join(filter(None, [implied, given]))  # a checkpoint has both
+    linear = implied_linear(model.linear, KIND, model.sparsity_layers, skip)
     return config.derive("--sparsity", linear=linear, sparsity_skip=",".join(skip) or None)
 
 

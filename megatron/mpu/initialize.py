@@ -9,19 +9,21 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megatron.errors import PeerLost, SettingsError
+from megatron.errors import Failure, PeerLost, SettingsError
 from megatron.mpu import collectives, parallel_state
 from megatron.mpu.cpu_threads import choose_threads, waiting
 from megatron.mpu.mesh import Mesh, mesh_of
 from megatron.settings import rank_env, schema
 
+T = TypeVar("T")
 PATIENCE = 10.0  # seconds to wait for other ranks before the first rank of each machine prints a message
 
 
@@ -42,6 +44,19 @@ class RankContext:
     def all_gather_object(self, value: Any) -> list[Any]:
         """The value of every rank of the job, on every rank."""
         return collectives.all_gather_object(value, self.mesh.world)
+
+    def from_rank_zero(self, call: Callable[[], T]) -> T:
+        """Run a function on rank 0; its result, or the `Failure` that it raises, is that of all ranks."""
+        answer: Any = None
+        if self.is_rank_zero:
+            try:
+                answer = call()
+            except Failure as error:
+                answer = error
+        answer = self.all_gather_object(answer)[0]
+        if isinstance(answer, Failure):
+            raise answer
+        return answer
 
 
 def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:

@@ -71,6 +71,7 @@ class Device:
     context_gb: float = 1.2  # driver, libraries and their workspaces
     communication_gb: float = 0.4  # buffers of a communication library, for each axis of more than one rank
     assumed: bool = True  # False if the speeds were measured
+    compared: bool = True  # False for models of a kind that no published run was compared with: those with experts
     margin: float = 0.03  # share of the memory that stays free: drivers reserve some of the data sheet's
 
     @property
@@ -84,7 +85,7 @@ class Device:
 
     def accuracy(self, model_parallel: bool) -> Optional[Accuracy]:
         """The errors of predictions in published runs of such a device; None for measured speeds, or without such runs."""
-        return accuracy(self.name, model_parallel) if self.assumed and self.kind == "cuda" else None
+        return accuracy(self.name, model_parallel) if self.assumed and self.kind == "cuda" and self.compared else None
 
     @property
     def context_bytes(self) -> int:

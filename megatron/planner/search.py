@@ -29,7 +29,7 @@ SIMPLE = 20  # number of fastest plans to keep for each number of features
 
 @dataclass(frozen=True)
 class Space:
-    """The search space. A value fixes an axis; None leaves it free, except ep and etp, which are not searched.
+    """The search space. A value fixes an axis; None leaves it free.
 
     cp_comm, cp_levels: --cp-comm-type of all layers, and the sizes of the levels of a2a+p2p
     replicas: copies of each shard, as in --dp-degree; chunk_layers: layers of a model chunk
@@ -58,7 +58,7 @@ class Space:
     recompute: Optional[Recompute] = None
     offload: Optional[tuple[float, float, bool]] = None
     overlap: Optional[bool] = None
-    ep: int = 1
+    ep: Optional[int] = None
     etp: Optional[int] = None
     only: tuple[Layout, ...] = ()  # these layouts, instead of the grid
     host_bytes: Optional[int] = None  # host memory per rank
@@ -250,14 +250,14 @@ class _Fastest:
 def _bases(job: Job, cluster: Cluster, space: Space, result: SearchedPlans) -> Iterator[tuple[Layout, Job]]:
     """Layouts without sharding, each with the job at its global batch."""
     world, experts = cluster.world_size, job.facts.experts
-    own = dict(ep=space.ep, etp=space.etp) if experts else {}
     for tp in _tensor_sizes(job, cluster, space, result):
         for cp, cp_heads, gathers in _context_sizes(job, tp, world // tp, space):
             for pp in _pipeline_sizes(job, world // (tp * cp), space, result):
                 dp = world // (tp * cp * pp)
                 if space.dp not in (None, dp):
                     continue
-                if experts and not _divides(experts, Layout(tp, pp, dp, cp=cp, **own)):
+                grids = _expert_sizes(experts, Layout(tp, pp, dp, cp=cp), space)
+                if not grids:
                     result.impossible.append(f"tp {tp} cp {cp} pp {pp}: ep x etp does not divide its experts or ranks")
                     continue
                 for micro, batch in _batches(job, dp, space, result):
@@ -267,9 +267,25 @@ def _bases(job: Job, cluster: Cluster, space: Space, result: SearchedPlans) -> I
                             if tp > 1 and space.sp not in (None, sp):
                                 continue
                             base = Layout(tp, pp, dp, micro, chunks, schedule, sp=sp, stage_layers=layers)
-                            base = replace(base, cp=cp, cp_heads=cp_heads, gathers=gathers, **own)
-                            for recompute in _recomputations(base.rank_setup(job), job, space):
-                                yield replace(base, recompute=recompute), sized
+                            for own in grids:
+                                base = replace(base, cp=cp, cp_heads=cp_heads, gathers=gathers, **own)
+                                for recompute in _recomputations(base.rank_setup(job), job, space):
+                                    yield replace(base, recompute=recompute), sized
+
+
+def _expert_sizes(experts: Table, layout: Layout, space: Space) -> list[dict[str, Optional[int]]]:
+    """The sizes of ep and etp for a layout of dense weights: ep that divides ranks and experts, with whole experts; without
+    ep also as many parts of each as of dense weights.
+    """
+    if not experts:
+        return [{}]
+    number = math.gcd(*(one.shape[one.cut["ep"]] for one in experts.values() if "ep" in one.cut))
+    ranks = layout.dp * layout.cp * layout.tp
+    several = [space.ep] if space.ep else divisors(math.gcd(number, ranks))
+    whole = 1 if layout.tp > 1 else None  # None: as many parts as of dense weights
+    parts = lambda ep: [space.etp] if space.etp else list(dict.fromkeys([None, whole] if ep == 1 else [whole]))
+    grids = [dict(ep=ep, etp=etp) for ep in several for etp in parts(ep)]
+    return [grid for grid in grids if _divides(experts, replace(layout, **grid))]
 
 
 def _divides(experts: Table, layout: Layout) -> bool:

@@ -331,7 +331,7 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
 def arithmetic_seconds(job: Job, op: LayerOp, d: Device) -> float:
     """Seconds of a product, or of attention."""
     if isinstance(op, Product):
-        return op.flops / d.reached(job.precision, min(op.rows, op.inputs, op.outputs))
+        return op.flops / d.reached(job.precision, max(1, min(op.rows, op.inputs, op.outputs)))
     return _core(job, op, d) if isinstance(op, CoreAttention) else 0.0
 
 
@@ -342,7 +342,9 @@ def _pair(job: Job, op: Product, d: Device) -> tuple[float, float]:
     gradient of the input, and read the input twice and the gradient of the output three times.
     """
     inputs, outputs = op.inputs, op.outputs * op.times
-    arithmetic = 2.0 * op.pair * (inputs + outputs) / d.reached(job.precision, min(op.rows, op.inputs, op.outputs))
+    arithmetic = (
+        2.0 * op.pair * (inputs + outputs) / d.reached(job.precision, max(1, min(op.rows, op.inputs, op.outputs)))
+    )
     moved = job.element / d.bandwidth * (op.pair > 0)
     return op.rows * (arithmetic + (inputs + 2 * outputs) * moved), op.rows * (
         3 * arithmetic + (4 * inputs + 3 * outputs) * moved

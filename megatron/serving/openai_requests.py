@@ -301,22 +301,16 @@ def length_of(asked: Optional[int], default: int, prompt: int, longest: int, mos
     prompt: tokens of the prompt; longest: of prompt and answer, as the model allows; most: of answers, as the server does
     """
     if prompt >= longest:
-        raise ApiError(
-            400,
+        raise _too_long(
             f"the prompt has {prompt} tokens; the model's context has {longest}, of which the answer needs at least one",
-            param="prompt",
-            code="context_length_exceeded",
+            "prompt",
         )
     if asked is None:
         return min(default, longest - prompt, most)
-    if asked > most:
-        raise ApiError(400, f"max_tokens: {asked} is more than the server's limit of {most}", param="max_tokens")
+    _check_limit(asked, most)
     if prompt + asked > longest:
-        raise ApiError(
-            400,
-            f"max_tokens: {prompt} tokens of the prompt and {asked} more are {prompt + asked}; the context has {longest}",
-            param="max_tokens",
-            code="context_length_exceeded",
+        raise _too_long(
+            f"max_tokens: {prompt} tokens of the prompt and {asked} more are {prompt + asked}; the context has {longest}"
         )
     return asked
 
@@ -324,13 +318,19 @@ def length_of(asked: Optional[int], default: int, prompt: int, longest: int, mos
 def target_length_of(asked: Optional[int], default: int, source: int, longest: int, target: int, most: int) -> int:
     """As `length_of`, for an encoder-decoder, whose source and target have limits of their own."""
     if source > longest:
-        what = f"the prompt has {source} tokens; the encoder can look at {longest}"
-        raise ApiError(400, what, param="prompt", code="context_length_exceeded")
+        raise _too_long(f"the prompt has {source} tokens; the encoder can look at {longest}", "prompt")
     if asked is None:
         return min(default, target, most)
+    _check_limit(asked, most)
+    if asked > target:
+        raise _too_long(f"max_tokens: {asked} is more than the model's targets may have, {target}")
+    return asked
+
+
+def _check_limit(asked: int, most: int) -> None:
     if asked > most:
         raise ApiError(400, f"max_tokens: {asked} is more than the server's limit of {most}", param="max_tokens")
-    if asked > target:
-        what = f"max_tokens: {asked} is more than the model's targets may have, {target}"
-        raise ApiError(400, what, param="max_tokens", code="context_length_exceeded")
-    return asked
+
+
+def _too_long(message: str, param: str = "max_tokens") -> ApiError:
+    return ApiError(400, message, param=param, code="context_length_exceeded")

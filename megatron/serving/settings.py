@@ -66,6 +66,9 @@ class ServeOptions:
         also=dict(bfloat16="bf16", float16="fp16", half="fp16", float32="fp32", float="fp32"),
     )
     tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp", "--tensor-parallel-size")
+    expert_model_parallel_size: int = setting(
+        "of these, ranks that hold different experts; the others divide each expert", 1, "--ep"
+    )
     pipeline_model_parallel_size: int = setting("ranks that share the layers", 1, "--pp", "--pipeline-parallel-size")
     distributed_timeout_minutes: float = setting("a silent rank is given up after this long", 10.0)
 

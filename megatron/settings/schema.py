@@ -492,6 +492,10 @@ class Model:
         return self.max_position_embeddings or self.seq_length
 
 
+# The settings of layers with experts.
+EXPERT_SETTINGS = tuple(f.name for f in fields(Model) if f.name == "num_experts" or f.name.startswith("moe_"))
+
+
 @dataclass(frozen=True)
 class Parallel:
     """Parallelism. The order of the grid of ranks is tp (fastest), cp, dp, pp."""

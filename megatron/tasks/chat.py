@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
+from megatron.checkpoint.backends import backend_of
 from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.model.recipe import LM_LOSS, Recipe, named_recipe
 from megatron.model.t5.rules import refused
@@ -20,6 +21,7 @@ from megatron.settings.from_checkpoint import saved_record, settings_of_shape, s
 from megatron.settings.rules import NEVER, Rule
 from megatron.settings.schema import GROUPS, Config
 from megatron.settings.statements import Statement
+from megatron.storage.urls import location
 from megatron.tasks.chat_samples import TextEncoder, conversation_samples, end_of_turn, pair_samples
 from megatron.tasks.chat_settings import DPO_LOSS, GROUP, REWARDS, ChatSettings, chat_settings
 from megatron.tasks.finetune import LENGTHS, SAID_OTHERWISE, beginning, from_pretrained
@@ -319,7 +321,7 @@ def template_of(config: Config, tokenizer) -> Optional[ChatTemplate]:
     settings, own = chat_settings(config), config.tokenizer
     given = [Path(name) for name in (own.tokenizer_model, own.vocab_file) if name]
     places = [place if place.is_dir() else place.parent for place in given]
-    folders = [Path(config.checkpoint.load)] if config.checkpoint.load else []
+    folders = [location(config.checkpoint.load)] if config.checkpoint.load else []
     found = find_template([*folders, *places], tokenizer, settings.chat_template)
     if found is None and settings.task == "chat":
         raise SettingsError(
@@ -347,7 +349,6 @@ class SavesTemplate(Hook):
         if template is None:
             return
         end = end_of_turn(encoded_texts(self.config, tokenizer, "train", _silent))
-        from megatron.storage.urls import location
-
+        folder = location(save)
         for name, content in template.files(end).items():
-            (location(save) / name).write_bytes(content.encode())
+            backend_of(folder).replace(folder / name, content.encode())

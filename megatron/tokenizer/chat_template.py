@@ -26,34 +26,45 @@ from megatron.tokenizer.base import SPECIAL, Tokenizer
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 OWN = ("messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token", "tools", "documents")
 REPEATED = ("system", "developer", "user")  # roles whose messages a template has to write as they are
-ANSWERS = "assistant"
+ASSISTANT = "assistant"  # the role whose messages are answers
 MARKS = range(0xE000, 0xF900)  # Unicode's private characters: they mark names of special tokens, and answers
 EDGES = "answer_edges"  # the template's variable with the marks around answers
 
-# Templates by name, for models that have none. `needs`: the tokens that the vocabulary must have.
 EACH = """{% for message in messages %}
 {% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}
 {{ raise_exception('the role ' + message['role'] + ' is none of system, user, assistant and tool') }}{% endif %}
 """
-CHATML = EACH + """{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}
+CHATML = (
+    EACH
+    + """{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}
 {% generation %}{{ message['content'] | trim + '<|im_end|>' }}{% endgeneration %}{% else %}
 {{ message['content'] | trim + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-PLAIN = EACH + """{{ '### ' + message['role'] | capitalize + '\\n' }}{% if message['role'] == 'assistant' %}
+)
+PLAIN = (
+    EACH
+    + """{{ '### ' + message['role'] | capitalize + '\\n' }}{% if message['role'] == 'assistant' %}
 {% generation %}{{ message['content'] | trim + eos_token }}{% endgeneration %}{% else %}
 {{ message['content'] | trim }}{% endif %}{{ '\\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ '### Assistant\\n' }}{% endif %}"""
+)
 
 
-class Named(NamedTuple):
-    """A template that comes with the suite. end: its token that ends an answer; None: the end of document."""
+class NamedTemplate(NamedTuple):
+    """A template of the suite, for models that have none.
+
+    needs: tokens that the vocabulary must have; end: the token that ends an answer; None: the end of document
+    """
 
     source: str
     needs: tuple[str, ...] = ()
     end: Optional[str] = None
 
 
-NAMED = {"chatml": Named(CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"), "plain": Named(PLAIN)}
+TEMPLATES = {
+    "chatml": NamedTemplate(CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "plain": NamedTemplate(PLAIN),
+}
 
 
 class RefusedMessages(ValueError):
@@ -205,7 +216,7 @@ class ChatTemplate:
         """(text, answers) by the template's {% generation %} blocks."""
         begin, end = edges = marks[1:]
         parts = re.split(f"([{edges}])", self._text(messages, more, prompt=False, edges=edges))
-        answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
+        answers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         if parts.count(begin) not in (0, len(answers)):
             raise RefusedMessages(
                 f"the chat template marks {parts.count(begin)} answers with {{% generation %}}, and the assistant has "
@@ -225,7 +236,7 @@ class ChatTemplate:
         """(text, answers) by comparison with the prompts."""
         text, spans = self._text(messages, more, prompt=False), []
         for number, message in enumerate(messages):
-            if message["role"] != ANSWERS:
+            if message["role"] != ASSISTANT:
                 continue
             last = number == len(messages) - 1
             before = self._text(messages[:number], more)
@@ -329,8 +340,8 @@ def _marked(value: Any, names: str, mark: str) -> Any:
 
 
 def find_template(folders: Sequence[Path], tokenizer: Tokenizer, file: Optional[str] = None) -> Optional[ChatTemplate]:
-    """The template of `file`, a path or a name of NAMED, else of the first folder that has one; None if there is none."""
-    if file in NAMED and not Path(file).exists():
+    """The template of `file`, a path or a name of TEMPLATES, else of the first folder with one; None if there is none."""
+    if file in TEMPLATES and not Path(file).exists():
         return _named(file, folders, tokenizer)
     places = [Path(file)] if file else [folder / name for folder in folders for name in (FILE, CONFIG)]
     for place in places:
@@ -344,8 +355,8 @@ def find_template(folders: Sequence[Path], tokenizer: Tokenizer, file: Optional[
 
 
 def _named(name: str, folders: Sequence[Path], tokenizer: Tokenizer) -> ChatTemplate:
-    """A template of NAMED. Raises SettingsError if the vocabulary lacks its tokens."""
-    named = NAMED[name]
+    """A template of TEMPLATES. Raises SettingsError if the vocabulary lacks its tokens."""
+    named = TEMPLATES[name]
     tokens, special = _tokens_of(folders, tokenizer, _first_config(folders))
     special |= {token: tokenizer.pieces[token] for token in named.needs if token in tokenizer.pieces}
     tokens |= {"eos_token": named.end} if named.end else {}
@@ -365,7 +376,7 @@ def _first_config(folders: Sequence[Path]) -> dict:
 
 
 def _source(place: Path, needed: bool) -> Optional[str]:
-    if place.suffix == ".json":
+    if place.name.endswith(".json"):
         found = (_json(place) or {}).get("chat_template")
         if isinstance(found, list):  # several, with names
             found = next((one["template"] for one in found if one.get("name") == "default"), None)
@@ -373,17 +384,17 @@ def _source(place: Path, needed: bool) -> Optional[str]:
             raise DataError(f"--chat-template {place}: no JSON file with a chat_template")
         return found
     try:
-        return place.read_text(encoding="utf-8")
+        return place.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         if needed:
             why = getattr(error, "strerror", None) or "not UTF-8"
-            raise DataError(f"--chat-template {place}: {why}", do=f"give a file, or {' or '.join(NAMED)}") from None
+            raise DataError(f"--chat-template {place}: {why}", do=f"give a file, or {' or '.join(TEMPLATES)}") from None
         return None
 
 
 def _json(place: Path) -> Optional[dict]:
     try:
-        found = json.loads(place.read_text(encoding="utf-8"))
+        found = json.loads(place.read_bytes())
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

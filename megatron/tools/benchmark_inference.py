@@ -25,7 +25,7 @@ from megatron.guard.job import on_ranks
 from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
-from megatron.model.recipe import recipe_of
+from megatron.model.recipe import facts_of
 from megatron.settings import rank_env
 from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record
@@ -197,6 +197,7 @@ def _model(
 ) -> Target:
     from megatron.inference.load import build_model, load_model
     from megatron.inference.quantize import quantize_layers
+    from megatron.inference.stages import chunks_of
 
     if config is None:
         common = dict(device=context.device, mesh=context.mesh, quantize=quantize)
@@ -211,8 +212,7 @@ def _model(
         if quantize.quantize and quantize.quantize_method == "gptq":
             raise SettingsError("--quantize-method gptq: random weights are not calibrated", do="give --load")
         if quantize.quantize:
-            chunks = getattr(built.model, "chunks", [built.model])
-            quantize_layers(chunks, recipe_of(config).facts(config, vocabulary), quantize)
+            quantize_layers(chunks_of(built.model), facts_of(config, vocabulary), quantize)
         model = built.model.eval()
         longest = m.position_table if m.position_embedding_type == "learned_absolute" else m.seq_length
     if hasattr(model, "decode") or not hasattr(model, "logits"):

@@ -46,6 +46,7 @@ from megatron.training.exchange import (
     ToPeftOptions,
     UpcycleOptions,
     apply_masks,
+    check_writers,
     from_hf,
     from_megatron,
     from_peft,
@@ -233,8 +234,7 @@ def reshard(path: Path, out: Path, which: WhichCheckpoint, how: ReshardOptions) 
         )
     tp, pp = 1 if tp is None else tp, 1 if pp is None else pp
     count = tp * pp if how.writers is None else how.writers
-    if not 1 <= count <= 99999 or min(tp, pp) < 1:
-        raise UsageError(f"{count} files cannot be written", do="give a number from 1 to 99999")
+    check_writers(count if min(tp, pp) > 0 else min(tp, pp))
 
     import torch
 

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prune a trained model, distil it from the larger one, train it for 8 bits, and report what each step has cost and won.
+"""Prune a trained model, distil it from the larger one, train it for 8 bits, and compare all of them.
 
     python -m megatron.tools.compress --load checkpoints --save compressed --data-path held_out_text_document \\
-        --prune-ratio 0.4 --prune-criterion taylor --calib-data-path train_text_document --qat-iters 50 \\
+        --prune-ratio 0.4 --prune-criterion taylor --calibration-data train_text_document --qat-iters 50 \\
         -- python pretrain_gpt.py --micro-batch-size 4 --global-batch-size 8 --train-iters 200 --lr 6e-4 \\
         --train-data-path train_text_document --eval-iters 0
 
-What follows -- trains: any launcher, and the settings of the distillation. Stages are folders of --save: pruned, distilled,
-quantized. A second call continues with what is missing: a training that was interrupted goes on from its last checkpoint.
+After -- comes the command that trains, with any launcher. Each stage has a folder in --save: pruned, distilled, quantized.
+The same command again runs the stages that are missing; an interrupted training resumes from its last checkpoint.
 report.md, report.svg and report.json have parameters, size, loss, perplexity, accuracy on LAMBADA and speed of each stage.
 """
 
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from megatron.storage.durable import write_synced
 from megatron.telemetry.drawing import BLUE, INK, ORANGE, new_figure, plain, svg_of
 
 PROG = "python -m megatron.tools.compress"
-OURS = "load save finetune use-checkpoint-args teacher-load kd-alpha kd-temperature quantization".split()
+SET_HERE = "load save finetune use-checkpoint-args teacher-load kd-alpha kd-temperature quantization".split()
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -43,8 +44,10 @@ class CompressOptions:
     save: str = setting("folder for the stages and the report")
     data_path: list[str] = setting("prefixes of token files that were held out, for loss and perplexity")
     valid_data: Optional[str] = setting("lambada_test.jsonl, for the accuracy on LAMBADA", None)
-    calib_data_path: Optional[list[str]] = setting("prefixes of token files for --prune-criterion taylor", None)
-    calib_size: int = setting("samples of --calib-data-path", 64, "--calibration-samples")
+    calibration_data: Optional[list[str]] = setting(
+        "prefixes of token files for --prune-criterion taylor", None, "--calib-data-path"
+    )
+    calibration_samples: int = setting("samples of --calibration-data, evenly spaced", 64, "--calib-size")
     kd_alpha: float = setting("share of the loss on the teacher's logits", 0.5)
     kd_temperature: float = setting("divides the logits of both models", 1.0)
     qat_iters: Optional[int] = setting("steps of quantization aware training (default: no such stage)", None)
@@ -56,13 +59,17 @@ class CompressOptions:
 
 @dataclass(frozen=True)
 class CompressionStage:
-    """A folder that a command makes. resumed: the command for a folder that has a checkpoint; how: flags of evaluation."""
+    """A folder with checkpoints, and the command that writes it.
+
+    resume:   the command if the folder has a checkpoint already
+    quantize: the flag with which the stage is evaluated
+    """
 
     name: str
     folder: str
     command: Sequence[str] = ()
-    resumed: Sequence[str] = ()
-    how: Sequence[str] = ()
+    resume: Sequence[str] = ()
+    quantize: Sequence[str] = ()
 
 
 def main(argv: list[str]) -> None:
@@ -87,12 +94,12 @@ def main(argv: list[str]) -> None:
 
 
 def check(training: Sequence[str]) -> None:
-    """Raise UsageError for a training command that is missing, or that says what this tool says."""
+    """Raise UsageError if the training command is missing, or has a flag that this tool sets."""
     if not training:
         raise UsageError("the command that trains is missing", do=f"{PROG} ... -- python pretrain_gpt.py ...")
     for word in training:
-        if word.startswith("--") and word[2:].partition("=")[0].replace("_", "-") in OURS:
-            raise UsageError(f"{word} after --: this tool says it itself", do="leave it out")
+        if word.startswith("--") and word[2:].partition("=")[0].replace("_", "-") in SET_HERE:
+            raise UsageError(f"{word} after --: this tool sets it itself", do="leave it out")
 
 
 def pruning_words(given: Mapping[str, Statement]) -> list[str]:
@@ -109,15 +116,15 @@ def stages(options: CompressOptions, training: Sequence[str], pruning: Sequence[
     """The model itself, and the stages in their order."""
     python, out = sys.executable, Path(options.save)
     pruned, distilled, quantized = (str(out / name) for name in ("pruned", "distilled", "quantized"))
-    calibration = ["--calib-size", str(options.calib_size)]
-    calibration = ["--data-path", *options.calib_data_path, *calibration] if options.calib_data_path else []
+    calibration = ["--calibration-samples", str(options.calibration_samples)]
+    calibration = ["--calibration-data", *options.calibration_data, *calibration] if options.calibration_data else []
     prune = [python, "-m", "megatron.tools.prune", "--load", options.load, "--save", pruned, *pruning, *calibration]
     teacher = ["--teacher-load", options.load, "--kd-alpha", str(options.kd_alpha)]
     teacher += ["--kd-temperature", str(options.kd_temperature), "--use-checkpoint-args"]
 
-    def trained(name: str, start: str, folder: str, more: Sequence[str], how: Sequence[str] = ()) -> CompressionStage:
-        of = lambda load: [*training, "--then", *teacher, *more, "--save", folder, "--load", *load]
-        return CompressionStage(name, folder, of([start, "--finetune"]), of([folder]), how)
+    def trained(name: str, start: str, folder: str, more: Sequence[str], quantize=()) -> CompressionStage:
+        command = [*training, "--then", *teacher, *more, "--save", folder, "--load"]
+        return CompressionStage(name, folder, [*command, start, "--finetune"], [*command, folder], quantize)
 
     found = [
         CompressionStage("trained", options.load),
@@ -151,11 +158,11 @@ class Record:
                     f"then: {shlex.join(self.done[stage.name])}\n  now:  {shlex.join(stage.command)}",
                     "give a new --save, or the same settings",
                 )
-            print(f"{stage.name}: done already, {stage.folder}", flush=True)
+            print(f"{stage.name}: {stage.folder} is there already", flush=True)
             return
         begun = (Path(stage.folder) / TRACKER).exists()
-        if stage.resumed or not begun:  # a model that was pruned is complete
-            run(stage.name, stage.resumed if begun else stage.command)
+        if stage.resume or not begun:  # a model that was pruned is complete
+            run(stage.name, stage.resume if begun else stage.command)
         self.done[stage.name] = list(stage.command)
         self._write()
 
@@ -193,7 +200,7 @@ def output_of(command: Sequence[str]) -> str:
 def figures(stage: CompressionStage, options: CompressOptions) -> dict[str, Any]:
     """Parameters, megabytes, loss, perplexity, accuracy on LAMBADA, and tokens per second of a stage."""
     result = Path(options.save) / f"{stage.name}.jsonl"
-    evaluate = ["-m", "megatron.tools.evaluate", "--load", stage.folder, *stage.how, "--output", str(result)]
+    evaluate = ["-m", "megatron.tools.evaluate", "--load", stage.folder, *stage.quantize, "--output", str(result)]
     bound = [] if options.max_tokens is None else ["--max-tokens", str(options.max_tokens)]
     output_of([*evaluate, "--data-path", *options.data_path, *bound])
     lines = [json.loads(line) for line in result.read_text(encoding="utf-8").splitlines()]
@@ -203,17 +210,8 @@ def figures(stage: CompressionStage, options: CompressOptions) -> dict[str, Any]
         output_of([*evaluate, "--task", "LAMBADA", "--valid-data", options.valid_data, "--strict-lambada"])
         found["lambada"] = json.loads(result.read_text(encoding="utf-8").splitlines()[0])["accuracy"]
     lengths = ["--prompt-length", str(options.prompt_length), "--output-length", str(options.output_length)]
-    timed = [
-        "-m",
-        "megatron.tools.benchmark_inference",
-        "--load",
-        stage.folder,
-        *stage.how,
-        *lengths,
-        "--batch-size",
-        "1",
-    ]
-    speed = json.loads(output_of([*timed, "--json"]).strip().splitlines()[-1])
+    timed = ["-m", "megatron.tools.benchmark_inference", "--load", stage.folder, *stage.quantize, *lengths]
+    speed = json.loads(output_of([*timed, "--batch-size", "1", "--json"]).strip().splitlines()[-1])
     _, state = saved_record(stage.folder)
     parameters = facts_of(config_of(state["config"]), state["vocab_size"]).parameters
     return found | dict(parameters=parameters, megabytes=speed["weights"], tokens_per_second=speed["tokens_per_second"])
@@ -221,8 +219,6 @@ def figures(stage: CompressionStage, options: CompressOptions) -> dict[str, Any]
 
 def table(measured: Mapping[str, Mapping[str, Any]]) -> str:
     """The figures as Markdown."""
-    from math import exp
-
     lambada = any("lambada" in one for one in measured.values())
     titles = ["", "parameters", "weights, MB", "loss", "perplexity", *["LAMBADA"] * lambada, "tokens/s"]
     rows = [titles, ["---"] * len(titles)]
@@ -230,7 +226,7 @@ def table(measured: Mapping[str, Mapping[str, Any]]) -> str:
         accuracy = [f"{one['lambada']:.4f}" if "lambada" in one else ""] * lambada
         rows.append(
             [name, f"{one['parameters']:,}", f"{one['megabytes']:.1f}", f"{one['loss']:.4f}"]
-            + [f"{exp(min(20.0, one['loss'])):.2f}", *accuracy, f"{one['tokens_per_second']:.0f}"]
+            + [f"{math.exp(min(20.0, one['loss'])):.2f}", *accuracy, f"{one['tokens_per_second']:.0f}"]
         )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 

@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple, Optional
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.guard.job import on_ranks
 from megatron.inference import generation_config
+from megatron.inference.expert_ranks import expert_parallel
 from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.inference.sampling import IDLE, Sampling, Search, cut_off
 from megatron.inference.which import EXPORTED, check_one_model, load_one_model
@@ -70,6 +71,9 @@ class GenerateOptions:
     prompt_logprobs: bool = setting("also print those of the prompts' tokens", False)
     json: bool = setting("one JSON object a line: prompt, text, tokens, finish", False)
     tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp")
+    expert_model_parallel_size: int = setting(
+        "of these, ranks that hold different experts; the others divide each expert", 1, "--ep"
+    )
     pipeline_model_parallel_size: Optional[int] = setting("ranks that share the layers (default: 1)", None, "--pp")
     encoder_pipeline_stages: Optional[int] = setting(
         "encoder-decoders: the first so many pipeline ranks have layers of the encoder (default: all)", None
@@ -157,6 +161,7 @@ def main(argv: list[str]) -> None:
         parallel = Parallel(
             tensor_model_parallel_size=settings.tensor_model_parallel_size,
             pipeline_model_parallel_size=settings.pp,
+            **expert_parallel(settings.tensor_model_parallel_size, settings.expert_model_parallel_size),
             distributed_timeout_minutes=settings.distributed_timeout_minutes,
         )
 

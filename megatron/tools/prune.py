@@ -3,7 +3,7 @@
 
     python -m megatron.tools.prune --load checkpoints --save pruned --prune-ratio 0.25
     python -m megatron.tools.prune --load checkpoints --save pruned --prune-ratio 0.25 --prune-criterion taylor \\
-        --data-path train_text_document
+        --calibration-data train_text_document
     python -m megatron.tools.prune --load checkpoints --save pruned --target-ffn-hidden-size 768 --target-num-layers 3
 
 The result is an ordinary checkpoint without optimizer state: every command reads it, in every layout. Its matrices are
@@ -23,7 +23,7 @@ from megatron.model.pruning import ModelSizes, PruningOptions, TargetSizes, targ
 from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import setting
-from megatron.settings.statements import Statement, failing_in_users_words, words_of
+from megatron.settings.statements import Statement, failing_in_users_words
 from megatron.storage.urls import UrlPath, location
 
 
@@ -33,8 +33,8 @@ class ToolOptions:
 
     load: str = setting("folder of checkpoints, or one checkpoint")
     save: str = setting("new folder for the checkpoint of the smaller model", "--output")
-    data_path: Optional[list[str]] = setting("taylor: prefixes of token files, or folders", None)
-    calib_size: int = setting("taylor: samples of --data-path, evenly spaced", 64, "--calibration-samples")
+    calibration_data: Optional[list[str]] = setting("taylor: prefixes of token files, or folders", None, "--data-path")
+    calibration_samples: int = setting("taylor: samples of --calibration-data, evenly spaced", 64, "--calib-size")
     seq_length: Optional[int] = setting("taylor: tokens of a sample (default: what the model can look at)", None)
     tensor_model_parallel_size: Optional[int] = setting(
         "tensor parallel size that the smaller model is checked for (default: that of its training)", None, "--tp"
@@ -51,7 +51,7 @@ class ToolOptions:
 # Settings of the smaller model that may differ from those of the larger one
 SHAPE = "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size".split()
 TAYLOR = Needs("--prune-criterion taylor", lambda s: s.prune_criterion == "taylor")
-IDLE = dict.fromkeys(("data_path", "calib_size", "seq_length", "device", "precision"), TAYLOR)
+IDLE = dict.fromkeys(("calibration_data", "calibration_samples", "seq_length", "device", "precision"), TAYLOR)
 IDLE |= {"prune_skip": Needs("--prune-ratio", lambda s: s.prune_ratio is not None)}
 
 
@@ -95,9 +95,10 @@ def pruned(
 
 
 def by_gradients(network, options: ToolOptions) -> Any:
-    """The importance of the units of a `prune.Network` by the gradient of the loss of --data-path."""
+    """The importance of the units of a `prune.Network` by the gradient of the loss of --calibration-data."""
+    from megatron.inference.calibration import calibration_windows
     from megatron.inference.load import load_model
-    from megatron.inference.prune import calibration_samples, taylor
+    from megatron.inference.prune import taylor
     from megatron.mpu.initialize import pick_device
 
     device = pick_device(options.device, 0)
@@ -110,8 +111,8 @@ def by_gradients(network, options: ToolOptions) -> Any:
     length = options.seq_length or loaded.longest
     if not 1 < length <= loaded.longest:
         raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
-    samples = calibration_samples(options.data_path or [], length, options.calib_size, loaded.vocab_size)
-    return taylor(network, loaded, samples)
+    text, count = options.calibration_data or [], options.calibration_samples
+    return taylor(network, loaded, calibration_windows(text, length, count, loaded.vocab_size, labels=1))
 
 
 def check(options: ToolOptions, how: PruningOptions, given: Mapping[str, Statement]) -> None:
@@ -120,10 +121,10 @@ def check(options: ToolOptions, how: PruningOptions, given: Mapping[str, Stateme
         raise UsageError(
             f"--save {options.save} is a URL", do="prune to a folder, and copy that (tools.checkpoint reshard)"
         )
-    if how.prune_criterion == "taylor" and not options.data_path:
-        raise UsageError("--prune-criterion taylor needs --data-path: the text whose loss is compared")
-    if options.calib_size < 1:
-        raise SettingsError(f"{words_of(given, 'calib_size', options.calib_size)}: has to be at least 1")
+    if how.prune_criterion == "taylor" and not options.calibration_data:
+        raise UsageError("--prune-criterion taylor needs --calibration-data: the text whose loss is compared")
+    if options.calibration_samples < 1:
+        raise SettingsError(f"--calibration-samples {options.calibration_samples}: has to be at least 1")
     for group in (options, how):
         for sentence in idle_flags(group, given, IDLE, **(vars(how) if group is options else {})):
             print(f"note: {sentence}", file=sys.stderr)

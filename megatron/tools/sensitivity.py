@@ -67,8 +67,10 @@ class HarmOptions:
     prune_ratio: Optional[float] = setting(
         "fraction of heads, or of MLP channels, that goes from one layer at a time", None
     )
-    prune_criterion: Criterion = setting("--prune-ratio: what is least important, as in tools.prune", "l1_norm")
-    calib_size: int = setting("--prune-criterion taylor: samples of --data-path, evenly spaced", 64)
+    prune_criterion: Criterion = setting(
+        "--prune-ratio: what is least important, as in tools.prune; taylor reads --calibration-data, else --data-path",
+        "l1_norm",
+    )
     drop_layers: bool = setting("leave out one layer at a time", False)
 
     def words(self, quantize: QuantizeOptions) -> list[str]:
@@ -83,7 +85,8 @@ class HarmOptions:
 
 
 RATIO = Needs("--prune-ratio", lambda s: s.prune_ratio)
-IDLE = dict(prune_criterion=RATIO, calib_size=Needs("taylor", lambda s: s.prune_criterion == "taylor"))
+TAYLOR = Needs("--prune-criterion taylor", lambda s: s.prune_ratio and s.prune_criterion == "taylor")
+IDLE = quantization.IDLE | dict(prune_criterion=RATIO, calibration_data=TAYLOR, calibration_samples=TAYLOR)
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ def main(argv: list[str]) -> None:
     options, harm, quantize = groups["sensitivity"], groups["harm"], groups["quantize"]
     with failing_in_users_words(given):
         check(options, harm, quantize)
-        idle = [*idle_flags(quantize, given, quantization.IDLE), *idle_flags(harm, given, IDLE)]
+        idle = [*idle_flags(quantize, given, IDLE, **vars(harm)), *idle_flags(harm, given, IDLE)]
         for sentence in idle if rank_env.ranks().rank == 0 else ():
             print(f"note: {sentence}", file=sys.stderr)
         tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
@@ -251,6 +254,7 @@ def probes_of(options: SensitivityOptions, harm: HarmOptions, quantize: Quantize
     """(name, context in which the model is harmed there): see `inference.probes`."""
     from megatron.checkpoint.base import open_checkpoint
     from megatron.inference import probes, prune
+    from megatron.inference.calibration import calibration_windows
 
     if quantize.quantize:
         return probes.quantized(loaded, quantize)
@@ -262,8 +266,9 @@ def probes_of(options: SensitivityOptions, harm: HarmOptions, quantize: Quantize
     network.check(ModelSizes.of(network.model))
     if harm.prune_criterion == "taylor":
         length = options.seq_length or loaded.longest
-        samples = prune.calibration_samples(options.data_path, length, harm.calib_size, loaded.vocab_size)
-        importance = prune.taylor(network, loaded, samples)
+        text, count = quantize.calibration_data or options.data_path, quantize.calibration_samples
+        windows = calibration_windows(text, length, count, loaded.vocab_size, labels=1)
+        importance = prune.taylor(network, loaded, windows)
     else:
         with open_checkpoint(loaded.path) as reader:
             importance = prune.norms(network, reader.read, harm.prune_criterion)

@@ -21,6 +21,7 @@ from pathlib import Path
 from megatron.errors import Failure, run_main
 from megatron.guard.job import on_ranks
 from megatron.guard.processes import die_with_parent
+from megatron.inference.expert_ranks import expert_parallel
 from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.model import quantization
 from megatron.serving.settings import (
@@ -67,6 +68,7 @@ def main(argv: list[str]) -> None:
             parallel = Parallel(
                 tensor_model_parallel_size=settings.tensor_model_parallel_size,
                 pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
+                **expert_parallel(settings.tensor_model_parallel_size, settings.expert_model_parallel_size),
                 distributed_timeout_minutes=settings.distributed_timeout_minutes,
             )
             bound_kernel_caches()

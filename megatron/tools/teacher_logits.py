@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
-from megatron.errors import DataError, Failure, SettingsError, run_main
+from megatron.errors import DataError, SettingsError, run_main
 from megatron.guard.job import on_ranks
 from megatron.settings import rank_env
 from megatron.settings.parse import parse_with_record
@@ -136,17 +136,10 @@ def settings_of(options: TeacherLogitsOptions, data: Data, loaded):
 
 def create_store(folder: str, settings, context):
     """Begin or continue the store on rank 0; open it on all ranks."""
-    from megatron.data.teacher_logits import Store
+    from megatron.data.teacher_logits import LogitsStore
 
-    problem = None
-    if context.is_rank_zero:
-        try:
-            Store.create(folder, settings)
-        except Failure as error:
-            problem = error
-    if problem := context.all_gather_object(problem)[0]:
-        raise problem
-    return Store(folder)
+    context.from_rank_zero(lambda: LogitsStore.create(folder, settings).settings)
+    return LogitsStore(folder)
 
 
 def samples_of(options: TeacherLogitsOptions, data: Data, tokenizer: dict, loaded, length: int, say):

@@ -11,7 +11,7 @@ from megatron.data.indexed import bare_prefix
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.remote import nearby
 from megatron.data.requests import open_requests
-from megatron.data.teacher_logits import Store
+from megatron.data.teacher_logits import LogitsStore
 from megatron.errors import DataError, SettingsError
 from megatron.model.recipe import Recipe
 from megatron.mpu.initialize import RankContext
@@ -87,7 +87,7 @@ def build_datasets(
     """
     sizes = dataset_sizes(config.batch, context.mesh.dp.size, config.data.full_validation, state)
     if folder := config.distillation.teacher_logits:
-        order = Store(folder).settings  # students of one folder have its samples, in its order
+        order = LogitsStore(folder).settings  # students of one folder have its samples, in its order
         config, sizes = config.derive("--teacher-logits", seed=order.seed), (order.samples, *sizes[1:])
         check_stored(config, context.mesh.dp.size, order.samples)
     sizes = gpt_dataset.SampleCounts(sizes, valid_order=state.valid_order)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron.data.loader import MicroBatch, MicroBatchLoader
-from megatron.data.teacher_logits import Store
+from megatron.data.teacher_logits import LogitsStore
 from megatron.errors import SettingsError
 from megatron.model.language_model import HiddenLosses, LanguageModel
 from megatron.model.recipe import recipe_of
@@ -84,10 +84,10 @@ def attach_model(
     return notices
 
 
-def open_store(config: schema.Config, vocab_size: int, vocabulary: Optional[str]) -> Store:
+def open_store(config: schema.Config, vocab_size: int, vocabulary: Optional[str]) -> LogitsStore:
     """The logits of --teacher-logits. Raises SettingsError if they are not for this run's samples and tokens."""
     settings, data = config.distillation, config.data
-    store = Store(settings.teacher_logits)
+    store = LogitsStore(settings.teacher_logits)
     now = dict(
         seq_length=config.model.seq_length,
         vocab_size=vocab_size,
@@ -150,7 +150,7 @@ COMPARISONS = dict(mse=mean_square, cosine=cosine)
 
 
 def stored_loss(
-    store: Store, settings: schema.Distillation, context: RankContext, train: MicroBatchLoader, batch: MicroBatch
+    store: LogitsStore, settings: schema.Distillation, context: RankContext, train: MicroBatchLoader, batch: MicroBatch
 ) -> DistillationLoss:
     """The loss on the stored logits for a micro-batch of the training data."""
     places, cp = batch.samples.tolist(), context.mesh.cp

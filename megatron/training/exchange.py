@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional, get_type_hints
 
+from megatron.errors import UsageError
 from megatron.model.quantization import QuantizeOptions
-from megatron.settings.schema import Model, setting
+from megatron.settings.schema import EXPERT_SETTINGS, Model, setting
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class UpcycleOptions:
 def _of_experts() -> type:
     """The settings of `Model` for experts, as options of a command."""
     hints = get_type_hints(Model)
-    own = [f for f in fields(Model) if f.name == "num_experts" or f.name.startswith("moe_")]
+    own = [f for f in fields(Model) if f.name in EXPERT_SETTINGS]
     options = [(f.name, hints[f.name], field(default=f.default, metadata=f.metadata)) for f in own]
     return make_dataclass("ExpertOptions", options, frozen=True)
 
@@ -114,8 +115,6 @@ def to_hf(path: Path, out: Path, which, how: ToHFOptions, given: Mapping[str, An
 
 def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
     """Export a GPT as Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt; nothing is written if it reads back changed."""
-    from megatron.errors import UsageError
-
     tp, pp = how.target_tensor_parallel_size, how.target_pipeline_parallel_size
     ep = how.target_expert_model_parallel_size
     if min(tp, pp, ep) < 1 or tp > 100 or max(pp, ep) > 1000:
@@ -178,12 +177,16 @@ def apply_masks(path: Path, out: Path, which, how: MergeOptions) -> None:
     _merge(apply_masks, path, out, which, how)
 
 
+def check_writers(count: int) -> None:
+    """Raise UsageError for a number of files that no checkpoint has."""
+    if not 1 <= count <= 99999:
+        raise UsageError(f"{count} files cannot be written", do="give a number from 1 to 99999")
+
+
 def _merge(merge: Callable[[Path, Path, int], Path], path: Path, out: Path, which, how: MergeOptions) -> None:
     from megatron.checkpoint.folder import choose
-    from megatron.errors import UsageError
 
-    if not 1 <= how.writers <= 99999:
-        raise UsageError(f"{how.writers} files cannot be written", do="give a number from 1 to 99999")
+    check_writers(how.writers)
     choice = choose(path, step=which.ckpt_step)
     made = merge(choice.paths[0], out, how.writers)
     print("\n  ".join([f"{made}: merged, to be loaded with --load {out}", *choice.notices]))
@@ -192,11 +195,9 @@ def _merge(merge: Callable[[Path, Path, int], Path], path: Path, out: Path, whic
 def upcycle(path: Path, out: Path, which, how: UpcycleOptions, given: Mapping[str, Any]) -> None:
     """Make a mixture of experts from a dense GPT that computes the same function: --num-experts, and --moe- flags."""
     from megatron.checkpoint.folder import choose
-    from megatron.errors import UsageError
     from megatron.inference.convert.upcycled import upcycle as write
 
-    if not 1 <= how.writers <= 99999:
-        raise UsageError(f"{how.writers} files cannot be written", do="give a number from 1 to 99999")
+    check_writers(how.writers)
     choice = choose(path, step=which.ckpt_step)
     more = dict(seed=how.seed, writers=how.writers, check=not how.unchecked)
     print("\n  ".join([*write(choice.paths[0], out, given, **more), *choice.notices]))
@@ -205,7 +206,6 @@ def upcycle(path: Path, out: Path, which, how: UpcycleOptions, given: Mapping[st
 def quantize(path: Path, out: Path, which, how: QuantizeOptions) -> None:
     """Quantize a model: a checkpoint for generation, evaluation, the server and exports, without optimizer state."""
     from megatron.checkpoint.folder import choose
-    from megatron.errors import UsageError
     from megatron.inference.convert.imported import check_free
     from megatron.inference.convert.merged import merged_first
     from megatron.inference.load import load_model
@@ -234,7 +234,6 @@ def to_peft(path: Path, out: Path, which, how: ToPeftOptions) -> None:
 def from_peft(path: Path, out: Path, which, how: FromPeftOptions) -> None:
     """Import LoRA adapters of PEFT as a checkpoint of adapters on --base, a checkpoint of the model they belong to."""
     from megatron.checkpoint.folder import choose
-    from megatron.errors import UsageError
     from megatron.inference.convert import peft
     from megatron.inference.convert.imported import check_free
     from megatron.storage.urls import location

@@ -17,13 +17,12 @@ Legend: s sequence, b micro-batch, v vocabulary, tp ranks that divide each matri
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 
 from megatron.checkpoint.folder import restore
 from megatron.data.loader import MicroBatch
-from megatron.errors import Failure
 from megatron.inference.load import Built, allocated, refuse_sizes
 from megatron.model.recipe import recipe_of
 from megatron.mpu.initialize import RankContext, weight_format
@@ -108,7 +107,7 @@ def load_frozen(
     first_layers: settings of the frozen model -> how many of its first layers this rank needs, without the last stage
     Raises CheckpointError if there is no such model, SettingsError if it cannot see the tokens of this run.
     """
-    record = _record_on_all_ranks(flag, folder, context)
+    record = context.from_rank_zero(lambda: frozen_record(flag, folder))
     settings = frozen_settings(flag, folder, record, config, vocab_size, vocabulary)
     whole, part = any(getattr(stage, "last", False) for stage in stages), first_layers(settings)
     built = build_frozen(settings, vocab_size, context, None if whole else part) if whole or part else None
@@ -124,20 +123,6 @@ def load_frozen(
         return None, notices
     model = built.model.eval().requires_grad_(False)
     return FrozenModel(model, settings, built.weights), notices
-
-
-def _record_on_all_ranks(flag: str, folder: str, context: RankContext) -> dict[str, Any]:
-    """The record of the checkpoint, which rank 0 reads."""
-    answer: Any = None
-    if context.is_rank_zero:
-        try:
-            answer = frozen_record(flag, folder)
-        except Failure as error:
-            answer = error
-    answer = context.all_gather_object(answer)[0]
-    if isinstance(answer, Failure):
-        raise answer
-    return answer
 
 
 def build_frozen(settings: schema.Config, vocab_size: int, context: RankContext, part: Optional[int] = None) -> Built:

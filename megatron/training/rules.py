@@ -94,14 +94,17 @@ def expert_problems(s: SimpleNamespace) -> list[str]:
     except SettingsError as error:
         return [f"{error.what} ({error.why}); {error.do}"]
     words = {axis: given.get(axis, f"--{name.replace('_', '-')} {sizes[axis]}") for axis, name in flags.items()}
-    return [
-        f"{' x '.join(words[axis] for axis in axes)} does not divide dim {dim} of {name}, which is "
-        f"{' x '.join(map(str, placed.shape))}; nearest: "
-        f"{either(divisors(placed.shape[dim], math.prod(sizes[axis] for axis in axes)))}"
-        for name, placed in experts.items()
-        for dim, axes in placed.cut_dims
-        if placed.shape[dim] % math.prod(sizes[axis] for axis in axes)
-    ]
+    first = {}  # of the weights that have the same problem
+    for name, placed in experts.items():
+        for dim, axes in placed.cut_dims:
+            size, ranks = placed.shape[dim], math.prod(sizes[axis] for axis in axes)
+            if size % ranks:
+                first.setdefault(
+                    (axes, size),
+                    f"{' x '.join(words[axis] for axis in axes)} does not divide dim {dim} of {name}, which is "
+                    f"{' x '.join(map(str, placed.shape))}; nearest: {either(divisors(size, ranks))}",
+                )
+    return list(first.values())
 
 
 def recompute_problems(settings: schema.Config) -> list[str]:

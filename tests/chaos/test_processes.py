@@ -12,7 +12,7 @@ from tests.chaos.case import Case, Got, all_cases, chosen
 from tests.chaos.conduct import campaign, conduct
 from tests.chaos.report import read_lines, summary, table
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 CASES = {case.id: case for module in (processes, numbers, supervised, resuming) for case in module.cases()}
 
@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("chaos")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.short])
 def test_short_tier(name, folder):
     line = conduct(CASES[name], 0, folder / name.replace("/", "-"))
@@ -34,7 +34,7 @@ def test_short_tier(name, folder):
 # ---- planted bugs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_a_ledger_that_is_off_by_one_turns_it_red(monkeypatch, tmp_path):
     restored = State.restored
 

@@ -33,7 +33,7 @@ from megatron.storage.lease import Lease
 from megatron.storage.urls import Draft, UrlPath, local_folder, location, without_secrets
 from megatron.tools import checkpoint as tool
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 
 def pieces_of(value, names=("weight", "moment"), shape=(3, 4)):
@@ -109,7 +109,7 @@ def _same(a, b):
         return len(one.tensors) > 20 and not list(differences(one, two))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("bucket, more", [("memory", ""), ("s3", "--async-save --zero-stage 1")], indirect=["bucket"])
 def test_a_run_that_saves_loads_and_goes_on_is_the_local_one_to_the_bit(more, bucket, run_ranks, tmp_path, monkeypatch):
     here = tmp_path / "here"
@@ -271,7 +271,7 @@ def test_a_kill_at_any_write_of_a_save_leaves_what_was_there(kind, after, bucket
     assert seen == allowed and at > 8
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "bucket, kind", [*(("memory", kind) for kind in SAVES), ("s3", "with retention")], indirect=["bucket"]
 )
@@ -617,7 +617,7 @@ def run_tool(command, capsys):
     return capsys.readouterr().out
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("bucket", ["s3"], indirect=True)
 def test_the_tools_take_urls(bucket, tmp_path, capsys):
     for iteration in (1, 2, 3):
@@ -660,7 +660,7 @@ def wait_until(condition, timeout: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "bucket, source, target",
     [("memory", "here", "there"), ("memory", "there", "here"), ("s3", "there", "there")],

@@ -16,7 +16,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, StorageError
 from megatron.tools import checkpoint as tool
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-2 "

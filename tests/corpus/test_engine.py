@@ -93,7 +93,7 @@ def kill(step: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_a_driver_killed_at_every_step_of_a_commit_goes_on(tmp_path):
     corpus = SmallCorpus(tmp_path, 100)
     corpus.run(tmp_path / "calm")

@@ -65,7 +65,7 @@ def test_an_array_of_conversations(tmp_path):
         (dict(messages=["Hello"]), r"messages\[0\]: str, no message"),
         (dict(messages=[dict(content="Hello")]), r"messages\[0\]: no role"),
         (dict(messages=[USER, dict(role="assistant")]), r"messages\[1\]: no content"),
-        (dict(messages=[dict(role="user", content=3)]), r"messages\[0\], content: int stands where a text is wanted"),
+        (dict(messages=[dict(role="user", content=3)]), r"messages\[0\], content: int, no text"),
         (dict(messages=[dict(role="user", content=[dict(type="image_url")])]), r"content: a part that is no text"),
         (dict(messages=[dict(role="user", content="\ud83d")]), "half of a surrogate pair"),
         (dict(messages=[{"from": "human", "value": "Hi"}]), "ShareGPT's shape in messages"),
@@ -74,7 +74,7 @@ def test_an_array_of_conversations(tmp_path):
         (dict(messages=TALK, tools="sum"), "tools is no list of objects"),
         (dict(conversations=TALK), r"conversations\[0\]: no from.*\n.*\n.*call the list messages"),
         (dict(conversations=[{"from": "humn", "value": "Hi"}]), r"from 'humn'; did you mean human"),
-        (dict(conversations=[{"from": "human", "value": None}]), "NoneType stands where a text is wanted"),
+        (dict(conversations=[{"from": "human", "value": None}]), "NoneType, no text"),
         (dict(conversations=[{"from": "human", "value": "Hi", "weight": 0}]), "weight beside from and value"),
     ],
 )

@@ -16,7 +16,7 @@ from megatron.data.workspace import Workspace
 from megatron.errors import DataError, Locked
 from megatron.tools import verify_data
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 TEXTS = ["1 2 3", "", "4", "5 6 7 8 9", "", "10 11", "12", "13 14 15", ""]
 

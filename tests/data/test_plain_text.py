@@ -33,7 +33,7 @@ from megatron.errors import DataError
 from megatron.tools import train_tokenizer
 from tests.data.test_archives import archive
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 PACK = dict(gz=gzip.compress, bz2=bz2.compress, xz=lzma.compress, zst=zstandard.ZstdCompressor().compress)
 NUMBERS = "--tokenizer-type NullTokenizer --vocab-size 1000 --append-eod --workers".split()

@@ -26,7 +26,7 @@ from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import Tokenizer
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 EDGE = [
     dict(text="", title="empty text"),

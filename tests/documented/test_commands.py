@@ -26,7 +26,7 @@ from megatron.settings.parse import parse_pretrain
 from megatron.tools import evaluate, translate
 from megatron.tools import pretrain as searched_pretrain
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -212,7 +212,7 @@ def test_b_is_read_by_the_entry_as_it_is(calls, desk, capsys):
         pretrain_gpt.main(own)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_b_ranks_by_hand_are_one_job(desk):
     """Colossal-AI's words in two shells: both have the losses of one training."""
     with socket.socket() as free:

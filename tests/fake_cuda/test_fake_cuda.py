@@ -163,7 +163,7 @@ def found(tmp_path_factory, request) -> dict:
     return dict(zip(cases, answers, strict=True))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_runs_and_the_host_waits_for_nothing(found, name):
     """Not even for what the guards judge: that is read in the next step."""
@@ -189,7 +189,7 @@ def test_a_ring_runs_in_torchs_kernel_and_waits_for_nothing(found, name):
     assert found[name].get("waits") == [] and found[name]["calls"] == (calls or found[name]["calls"]) > 0, found[name]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found_with_its_place(found, name):
     said = found[name]

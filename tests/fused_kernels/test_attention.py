@@ -148,7 +148,7 @@ def check(device, dtype, order, masked, dropped, shape, softcap=None, window=Non
     return fitting_equal(case, how, inputs, wanted)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("masked", MASKS)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
@@ -157,7 +157,7 @@ def test_fp32(device, order, masked, dropped):
         assert "reference" in check(device, torch.float32, order, masked, dropped, shape)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("masked", MASKS)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])

@@ -27,7 +27,7 @@ from megatron.training import loop
 from megatron.training.hooks import Hook
 from tests.guard.test_guarded_runs import NAN, SPIKY, _poisoned, _pretrain, _spike, _with_event
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 USUAL = ("start", "save", "end")
 
@@ -58,7 +58,7 @@ def rules(folder, text):
     return f"--event-rules {folder / 'rules.yaml'}"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_a_quiet_run_of_500_steps(tmp_path):
     _pretrain(
         0,
@@ -172,7 +172,7 @@ def test_a_validation_that_gets_worse(tmp_path):
     assert found[0]["values"][0] < found[0]["values"][1] and found[0]["figure"] == "lm loss"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_slow_steps(tmp_path, monkeypatch):
     """The clock of the metrics goes by what the hook says; from step 81 on steps are five times as long."""
     clock = SimpleNamespace(now=0.0)

@@ -55,7 +55,7 @@ def _tensors(path):
 # ---- the ledger ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_the_ledger_does_not_depend_on_the_layout_nor_on_resuming(run_ranks, tmp_path):
     flags = "--train-iters 6 --num-layers 2 --save-interval 3"
     for name, world, more in (
@@ -385,7 +385,7 @@ def _spike():
     return _poisoned("final_norm", [8 * 39 + 3], forward=3000.0)  # in step 40
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_a_spike_is_told_or_skipped(tmp_path, capsys):
     _pretrain(0, f"{SPIKY} --save {tmp_path / 'told'}", recipe=_spike())
     assert "warning: iteration 40: loss" in capsys.readouterr().out
@@ -394,7 +394,7 @@ def test_a_spike_is_told_or_skipped(tmp_path, capsys):
     assert [step["iteration"] for step in _records(tmp_path / "skipped") if step["skipped"]] == [40]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_a_spike_rolls_back_and_leaves_out_what_led_to_it(run_ranks, tmp_path):
     """The end is that of a run which was told from the start to leave those steps out."""
     flags = f"{SPIKY} --on-spike rollback --spike-skip-steps 4"

@@ -135,7 +135,7 @@ def full(*case):
     return pytest.param(*case, marks=pytest.mark.full)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "shape, form",
     [
@@ -208,7 +208,7 @@ FAMILIES = {  # of llama.cpp; the windows are shorter than the compared prompts
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_families_of_hugging_face_in_llama_cpp(tmp_path, vocabulary, case, capsys):
     for form in ("hf", "gguf"):
@@ -248,7 +248,7 @@ def test_what_llama_cpp_cannot_use_is_not_written(tmp_path, models, monkeypatch)
     assert nothing_in(tmp_path)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_adapters_are_merged(tmp_path):
     """Of LoRA, into a program of the whole model."""
     import pretrain_gpt
@@ -299,7 +299,7 @@ def test_a_program_moves_to_another_device(exported_to):
     assert [(x.device.type, list(x.shape)) for x in found][1:] == [("meta", [2, 1, 3, 2, 16])] * 2
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "form, dtype", [key if key[0] == "gguf" else full(*key) for key in LIMITS if key[1] not in ("any", "fp32")]
 )
@@ -311,7 +311,7 @@ def test_narrow_weights_stay_within_their_limits(tmp_path, models, form, dtype, 
     assert f"of {record['client']} differ by at most {record['difference']:.2e}" in capsys.readouterr().out
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind, form", [full("T5", "onnx"), ("T5", "torch-export"), ("BERT", "onnx"), ("T5", "hf")])
 def test_encoder_decoders_and_encoders(tmp_path, trained, kind, form, capsys):
     need(form)
@@ -439,7 +439,7 @@ def texts(loaded, sampling=DRAWN, search=GREEDY) -> list[list[int]]:
     return [answer.tokens for answer in found.answers]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "shape, words",
     [
@@ -460,7 +460,7 @@ def test_an_export_writes_the_checkpoints_texts(models, exported_to, shape, word
     assert (loaded.iteration, loaded.longest) == (7, S)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["generation", full("lm")])
 def test_a_program_for_each_of_two_ranks(tmp_path, models, kind, run_ranks):
     words = f"--format torch-export --tensor-model-parallel-size 2 --kind {kind}".split()
@@ -563,7 +563,7 @@ def test_a_gguf_file_is_run_by_llama_cpp(tmp_path):
         load_exported(str(tmp_path))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_paddlenlps_export_and_end(tmp_path, models, monkeypatch, capsys):
     """Its flag exports, and its command for the result generates."""
     monkeypatch.chdir(tmp_path)

@@ -58,7 +58,7 @@ def aware(tmp_path_factory):
     return path
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_loads_whole_numbers(kind, models, tmp_path):  # noqa: F811
     """With its own quantizer of compressed-tensors; and this suite reads the folder back, on several ranks, too."""

@@ -34,7 +34,7 @@ from megatron.training.entry import start
 from tests.inference import test_sequence_engine as pairs
 from tests.inference.engine_mixes import LONGEST, alone, check_mix, requests_of, sizes_of
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 COMMON = """--hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 64 --lr 1e-2
     --init-method-std 0.6 --global-batch-size 4 --micro-batch-size 2 --train-iters 1 --eval-iters 0 --precision fp32
@@ -105,7 +105,7 @@ FULL = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("tp, pp, halves", [*LAYOUTS, *(pytest.param(*one, marks=pytest.mark.full) for one in FULL)])
 def test_ranks_write_the_targets_of_one_process(tp, pp, halves, encoder_decoder, run_ranks):
     wanted = targets(encoder_decoder)
@@ -164,7 +164,7 @@ def test_ranks_serve_mixes_as_each_text_is_alone(tp, pp, decoder, run_ranks):
     assert min(sums.values()) > 0, sums
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("tp, pp", [(2, 2), pytest.param(1, 3, marks=pytest.mark.full)])
 def test_ranks_serve_targets_as_each_is_alone(tp, pp, encoder_decoder, run_ranks):
     """Sources that come and go, searches among them, with the layers of encoder and decoder on all ranks."""

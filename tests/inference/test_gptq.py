@@ -143,7 +143,7 @@ def stored_on(rank: int, path: str, sizes: dict):
     return score(loaded.model, TOKENS.t().flatten().numpy(), length=LENGTH, stride=LENGTH, batch_size=4).loss
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", list(KINDS))
 def test_a_quantized_checkpoint_is_loaded_by_any_layout(how, trained, stored, run_ranks):
     own = QuantizeOptions(how, GROUP, "blocks.0.mlp.up")

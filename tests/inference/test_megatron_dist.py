@@ -113,7 +113,7 @@ def convert(folder, out, *words):
     tool.main(["from-megatron", str(folder), str(out), "--vocab-size", str(V), *words])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "model, style, dim",
     [

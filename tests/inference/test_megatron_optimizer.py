@@ -26,7 +26,7 @@ from megatron.training.loop import pretrain
 from megatron.training.rules import resolve
 from tests.inference.test_convert import assert_same, loaded
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 FORMS = [
     ("dp2", "dp_reshardable"),
@@ -60,7 +60,7 @@ def record_of(out: Path) -> dict:
         return reader.state
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout, form", FORMS)
 def test_each_form_is_the_same_state_to_the_bit(theirs, tmp_path, layout, form):
     state = convert(theirs / layout / form, tmp_path / "ours")

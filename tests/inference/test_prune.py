@@ -193,7 +193,7 @@ def test_the_smaller_model_is_the_larger_one_with_closed_gates(kind, criterion, 
     plain, folder, more = Plain(model, weights), write(tmp_path / "large", model, weights), []
     if criterion == "taylor":
         heads, channels, _ = taylor_by_hand(plain, SAMPLES)
-        more = ["--data-path", token_file(tmp_path, TEXT), "--seq-length", LENGTH, "--calib-size", 2]
+        more = ["--calibration-data", token_file(tmp_path, TEXT), "--seq-length", LENGTH, "--calib-size", 2]
     else:
         heads, channels = importance(model, weights, 1 if criterion == "l1_norm" else 2)
     said = run(
@@ -300,7 +300,7 @@ def test_what_cannot_be_is_said_before_anything_is_written(tmp_path):
         assert said in str(error.value)
     with pytest.raises(UsageError, match="nothing is to go"):
         prune.main(f"--load {folder} --save {out}".split())
-    with pytest.raises(UsageError, match="needs --data-path"):
+    with pytest.raises(UsageError, match="needs --calibration-data"):
         prune.main(f"--load {folder} --save {out} --prune-ratio 0.3 --prune-criterion taylor".split())
     with pytest.raises(SettingsError, match="large is there already"):
         prune.main(f"--load {folder} --save {folder} --prune-ratio 0.3".split())
@@ -317,7 +317,7 @@ def test_what_cannot_be_is_said_before_anything_is_written(tmp_path):
     "flags, kinds",
     [
         ("--prune-ratio 0.3", ["heads", "ffn"]),
-        ("--prune-ratio 0.3 --prune-criterion taylor --calib-size 2", ["heads", "ffn"]),
+        ("--prune-ratio 0.3 --prune-criterion taylor --calibration-samples 2", ["heads", "ffn"]),
         ("--drop-layers", ["layer"]),
         ("--sparsity 0.5", ["attention.output"]),
     ],

@@ -101,7 +101,7 @@ def logits_on(rank: int, path: str, how: str):
     return load_model(path, mesh=mesh, quantize=quantize).model.logits(TOKENS)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how, name", [*((how, "plain") for how in FORMATS), ("int8", "qat"), ("none", "qat")])
 def test_tensor_parallel_ranks_round_as_one_does(how, name, folder, run_ranks):
     path = folder / name

@@ -15,7 +15,7 @@ from megatron.pipeline.schedule import parse_op
 from megatron.pipeline.sharding import ChunkPieces, Sharding, group_of, list_messages
 from megatron.training import loop
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 LAYERS = 4
 TINY = (
@@ -133,7 +133,7 @@ def _expected(optimizer, plans):
     return events
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_does_what_was_proved(stage, schedule, run_ranks):

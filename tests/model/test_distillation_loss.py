@@ -41,19 +41,21 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients(run_ranks, case, kind, temperature, alpha):
     """On one rank, and on two that each hold a part of the vocabulary, padding at the end of the second."""
-    told = dict(CASES[case])
+    options = dict(CASES[case])
     hidden, weight, labels, mask = problem()
-    told["mask"] = mask if told.get("mask") else None
+    options["mask"] = mask if options.get("mask") else None
     logits = 2 * torch.randn(len(labels), PADDED, generator=torch.Generator().manual_seed(5))
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     z = exact[0] @ exact[1][:V].t()
-    if cap := told.get("softcap"):
+    if cap := options.get("softcap"):
         z = cap * torch.tanh(z / cap)
-    counted = 1.0 if told["mask"] is None else mask.double()
-    lm = (F.cross_entropy(z, labels, reduction="none", label_smoothing=told.get("label_smoothing", 0)) * counted).sum()
+    counted = 1.0 if options["mask"] is None else mask.double()
+    lm = (
+        F.cross_entropy(z, labels, reduction="none", label_smoothing=options.get("label_smoothing", 0)) * counted
+    ).sum()
     kd = (divergence(kind, logits[:, :V].double(), z, temperature) * counted).sum()
     z_loss = (z.exp().sum(1).log() ** 2 * counted).sum()
-    wanted = torch.autograd.grad((1 - alpha) * lm + alpha * kd + told.get("z_loss", 0) * z_loss, exact)
+    wanted = torch.autograd.grad((1 - alpha) * lm + alpha * kd + options.get("z_loss", 0) * z_loss, exact)
 
     def body(rank, tp):
         rows = slice(rank * PADDED // tp, (rank + 1) * PADDED // tp)
@@ -62,7 +64,7 @@ def test_loss_and_gradients(run_ranks, case, kind, temperature, alpha):
         teacher = TeacherLoss(
             lambda tokens: logits[tokens, rows], axis, kind=kind, temperature=temperature, alpha=alpha
         )
-        found = linear_cross_entropy(mine, own, labels, vocab_size=V, tp=axis, teacher=teacher, **told)
+        found = linear_cross_entropy(mine, own, labels, vocab_size=V, tp=axis, teacher=teacher, **options)
         assert [each.requires_grad for each in found] == [False, False, True]
         (alpha * found[2] * 0.25).backward()
         return [each.item() for each in found], mine.grad.numpy() * 4, own.grad.numpy() * 4

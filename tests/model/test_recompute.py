@@ -158,7 +158,7 @@ def test_saved_bytes(tiny, batch, shape):
     assert full < one_more == three_of_four < everything
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shape", [{}, MODERN, dict(squared_relu=True)], ids=["gpt2", "modern", "relu"])
 def test_modules_save_what_their_shapes_say(tiny, batch, most_allocated, shape):
     """To the byte, at the end of a forward pass."""

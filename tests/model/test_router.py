@@ -13,9 +13,10 @@ import torch.nn.functional as F
 
 from megatron.fused_kernels.autocast import Autocast
 from megatron.model.experts import balancing
+from megatron.model.experts.capacity import capacity
 from megatron.model.experts.replay import RoutingRecord, attach
 from megatron.model.experts.router import Router
-from megatron.model.experts.routing import ExpertChoice, capacity, choose, normalized_scores, places_of, weights_of
+from megatron.model.experts.routing import ExpertChoice, choose, normalized_scores, places_of, weights_of
 from megatron.model.experts.sums import expert_sums
 from megatron.model.experts.weights import router as table
 from megatron.mpu.context_parallel import own_rows

@@ -21,7 +21,7 @@ from tests.models import balanced_experts
 from tests.models.plain_state import LAYERS, LINE, compare, read_all, train
 from tests.models.test_own_experts import CHOSEN, EP2, ETP1, EXPERTS, PP2, TP2, initial_weights, logits
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 RATE, COEFF = 0.004, 0.5
 BALANCED = f"--bias-rate {RATE} --balance-coeff {COEFF}"
@@ -76,7 +76,7 @@ def plain():
     return train(initial_weights(EXPERTS), lambda name: True, plain_buffers(), range(4), network, update_buffers)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_is_the_plain_loop(layout, tmp_path):
     world, words = LAYOUTS[layout]
@@ -210,7 +210,7 @@ MISTAKES = {  # who makes it, in which layout, and what the run says (None: noth
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_that_others_made_are_seen(mistake, tmp_path, monkeypatch):
     """Each is made here; then the run fails, or differs from the plain loop."""

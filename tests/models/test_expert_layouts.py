@@ -13,9 +13,11 @@ import torch
 
 import pretrain_gpt
 from megatron.checkpoint.folder import Saver, restore
+from megatron.inference.load import load_model
 from megatron.model.arguments import parse_any
+from megatron.model.experts import dispatch, grouped, router
 from megatron.mpu.forked import run_ranks
-from megatron.mpu.mesh import mesh_of
+from megatron.mpu.mesh import Mesh, mesh_of
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.pipeline.build import build_stages
 from megatron.pipeline.stages import Pipeline
@@ -26,7 +28,7 @@ from tests.models import plain_experts as plain
 from tests.models.plain_state import LAYERS, LINE, compare
 from tests.training.test_plain_loop import records
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 GATED = "--swiglu --disable-bias-linear --moe-ffn-hidden-size 16"
 BOTH = plain.both(plain.sequence_balance(0.5, 2), plain.z_loss(0.05))
@@ -123,7 +125,7 @@ def check(folder, family: str):
     return compare(folder, steps, wanted)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_is_the_plain_loop(layout, tmp_path):
     world, family, words = LAYOUTS[layout]
@@ -170,7 +172,7 @@ def ranks_of(name: str) -> Ranks:
     return Ranks(optimizers)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_any_division_of_experts_reads_any_other_to_the_bit(tmp_path):
     """Weights, moments, loads and biases; each element is written once, by one rank."""
     names = ["one process", "ep4, zero3, recomputed", "tp2 dp2, ep2 etp2", "pp2 ep2 in a V, zero3"]
@@ -194,3 +196,79 @@ def test_any_division_of_experts_reads_any_other_to_the_bit(tmp_path):
             for piece in pieces:
                 wanted = truth(piece.name, piece.shape)[piece.box.slices()].to(piece.tensor.dtype)
                 assert torch.equal(piece.tensor, wanted), (names[number], piece.name, piece.box)
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["ep2, zero3", "pp2 ep2, zb-h1"])
+def test_ranks_without_tokens(layout, tmp_path, monkeypatch):
+    """All tokens go to the first experts: other ranks have none, forward and backward, and all of them go on together."""
+    first = lambda logits, rule, bias=None: torch.arange(rule.topk).expand(len(logits), -1)
+    monkeypatch.setattr(router, "choose", first)
+    world, _, words = LAYOUTS[layout]
+    run_ranks(world, pretrain, f"{GATED} {words} --save {tmp_path}", timeout=100)
+    chosen = lambda logits, bias: logits.masked_fill(torch.arange(8) >= 2, -torch.inf).softmax(-1)
+    steps, wanted, loads = plain.Family(GATED, chosen).train()
+    assert [step["loads"] for step in records(tmp_path, "experts")] == loads
+    tensors = compare(tmp_path, steps, wanted)
+    moments = tensors["optimizer.exp_avg.blocks.0.mlp.experts.up.weight"]
+    assert moments[:2].any() and not moments[2:].any()  # no gradient; weight decay all the same
+    notes = [note["words"] for note in records(tmp_path, "note") if "idle experts" in note["what"]]
+    assert [words.split(" got ")[0] for words in notes] == [f"blocks.{n}: 6 of 8 experts" for n in range(LAYERS)]
+
+
+@pytest.mark.sampled(5)
+def test_generation_divides_experts_over_tensor_parallel_ranks(tmp_path):
+    """Scores of a checkpoint in one process, and of ranks that hold different experts, also for fewer tokens than ranks."""
+    pretrain(0, f"{FAMILIES['gated'].flags} --save {tmp_path} --exit-interval 1")
+    tokens = torch.arange(7).view(7, 1) * 5
+
+    def scores(rank, **sizes):
+        model = load_model(str(tmp_path), precision="fp32", mesh=Mesh(rank, **sizes)).model
+        with torch.inference_mode():
+            return [model.logits(tokens[:n]) for n in (7, 1)]
+
+    alone = scores(0)
+    for sizes in (dict(tp=2, ep=2, etp=1), dict(tp=2), dict(tp=4, ep=2, etp=2)):
+        for found in run_ranks(sizes["tp"], partial(scores, **sizes)):
+            torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_products_of_groups_are_one_product_for_each():
+    """Also where an expert has no rows, and where rows do not begin at multiples of 16 bytes."""
+    for (m, a, b), dtype in product([(9, 8, 4), (9, 6, 3), (0, 8, 4)], [torch.float32, torch.bfloat16, torch.float64]):
+        lengths = [0, m // 3, 0, m - m // 3]
+        x, w, g = (torch.randn(shape).to(dtype) for shape in ((m, a), (4, b, a), (m, b)))
+        weight, x_ = w.clone().requires_grad_(), x.clone().requires_grad_()
+        rows = grouped.Rows(torch.tensor(lengths), m)
+        y = grouped._GroupedProduct.apply(x_, weight, rows, None)
+        y.backward(g)
+        parts = list(zip(x.split(lengths), g.split(lengths), w, strict=True))
+        assert torch.equal(y, torch.cat([rows @ own.t() for rows, _, own in parts]))
+        assert torch.equal(x_.grad, torch.cat([gradient @ own for _, gradient, own in parts]))
+        torch.testing.assert_close(weight.grad, torch.stack([gradient.t() @ rows for rows, gradient, _ in parts]))
+        assert not weight.grad[0].any() and not weight.grad[2].any()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_dispatch_is_a_sum_over_the_experts_of_each_token(padded):
+    """Dropped pairs add nothing and get no gradient."""
+    n, h, k, number = 6, 4, 2, 3
+    experts = torch.stack([torch.randperm(number)[:k] for _ in range(n)])
+    experts[1, 0] = experts[4, 1] = number  # dropped
+    x, weights = torch.randn(n, h, dtype=torch.float64, requires_grad=True), torch.rand(n, k, dtype=torch.float64)
+    weights.requires_grad_()
+    scale = torch.arange(1.0, number + 1, dtype=torch.float64)  # what an expert multiplies its rows with
+    if padded:
+        dispatcher = dispatch.PaddedDispatcher(experts, number, Mesh().ep, n)
+    else:
+        dispatcher = dispatch.Dispatcher(experts, number, Mesh().ep, True)
+    y = dispatcher.dispatch(x)
+    result = dispatcher.combine(dispatcher.back(y * dispatcher.rows.each(scale.unsqueeze(1))), weights)
+    factors = torch.cat((scale, scale.new_zeros(1)))[experts] * weights
+    expected = factors.sum(1, keepdim=True) * x
+    torch.testing.assert_close(result, expected)
+    gradient = torch.randn(n, h, dtype=torch.float64)
+    found, wanted = (torch.autograd.grad(out, (x, weights), gradient) for out in (result, expected))
+    torch.testing.assert_close(found, wanted)

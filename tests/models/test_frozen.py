@@ -25,7 +25,7 @@ from tests.models import adapters
 from tests.models.plain_state import LINE, WIDTH, compare, freezing, initial_weights, read_all, scores, train
 from tests.training.test_plain_loop import records
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 LAYOUTS = {
@@ -79,7 +79,7 @@ def check(folder, part: str) -> None:
     assert moments == set(weights) - still
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("part", PARTS)
 def test_any_layout_is_the_plain_loop(part, layout, tmp_path):
@@ -88,7 +88,7 @@ def test_any_layout_is_the_plain_loop(part, layout, tmp_path):
     check(tmp_path, part)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapters_are_trained_alone(layout, tmp_path):
     world, words = LAYOUTS[layout]
@@ -165,7 +165,7 @@ def test_patterns_that_choose_nothing(words, said, more):
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_fine_tuning_begins_with_any_checkpoint(tmp_path):
     """With --freeze from a run that trained everything, in another layout and format; then all of it from there, and a
     model that generates. What is frozen stays as the checkpoint had it, rounded to the format of the run.

@@ -36,7 +36,7 @@ from tests.tasks.classification import SIZE, Toy
 from tests.training.plain_loop import HEADS, HIDDEN, LAYERS, Job, plain_linear, train
 from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, records
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 LINE = f"{FLAGS} {SIX} {ADAM}"
 TP3, PP2 = "--tensor-model-parallel-size 3", "--pipeline-model-parallel-size 2"
@@ -104,7 +104,7 @@ def pretrain(rank: int, flags: str) -> None:
     pretrain_gpt.main(f"{LINE} {flags}".split())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_is_the_plain_loop(layout, run_ranks, tmp_path):
     world, words = LAYOUTS[layout]
@@ -126,7 +126,7 @@ DROPPED = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-lengt
     --swiglu --group-query-attention --num-query-groups 2 --lora-rank 4 --lora-dropout 0.3 --lora-split-fused"""
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", ["tp2", "tp2sp", "cp2", "dp2-zero3", "pp2-zbh1", "tp2sp-pp2"])
 @pytest.mark.parametrize("again", ["", "--recompute-granularity selective --recompute-modules mlp layernorm"])
 def test_dropout_is_the_same_in_each_layout(layout, again):

@@ -42,7 +42,7 @@ from tests.models import mlp_language_model as mlp
 from tests.planner.test_activations import bytes_kept
 from tests.planner.test_truth import counted_step
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 TYPE = "tests.models.mlp_language_model"
 LAYERS, HIDDEN, LENGTH, WINDOW, STEPS = 4, 24, 16, 3, 4
@@ -184,7 +184,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("averaging", ["token", "micro-batch"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_layout_is_the_plain_loop_with_both_sums_minimised(tmp_path, name, averaging):
@@ -348,7 +348,7 @@ def said_by(function, words: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_dry_run_preflight_verify_layout_and_the_search():
     said = said_by(mlp.main, f"{FLAGS} --dry-run --world-size 4 {TP} {PP}")
     assert "no problems found" in said and f"mlp: mlp_window={WINDOW}" in said

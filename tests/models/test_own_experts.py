@@ -41,7 +41,7 @@ from tests.checkpoint.test_elastic import Ranks, truth
 from tests.models import mlp_language_model, own_experts
 from tests.models.plain_state import HIDDEN, LAYERS, LENGTH, LINE, VOCABULARY, compare, freezing, train
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 EXPERTS, CHOSEN, FFN = 8, 2, 4 * HIDDEN
 EP2, ETP2 = "--expert-model-parallel-size 2", "--expert-tensor-parallel-size 2"
@@ -156,7 +156,7 @@ def check(folder, words: str) -> None:
     compare(folder, *plain(number, chosen))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_is_the_plain_loop(layout, tmp_path):
     world, words = LAYOUTS[layout]
@@ -221,7 +221,7 @@ def ranks_of(name: str) -> Ranks:
     return Ranks(optimizers)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_any_division_of_experts_reads_any_other_to_the_bit(tmp_path):
     """Weights and moments; each element is written once, by one rank."""
     names = ["one process", "ep4, zero3, recomputation", "tp2 dp2, ep2 etp2", "pp2 ep2 in a V, zero3"]
@@ -246,7 +246,7 @@ def test_any_division_of_experts_reads_any_other_to_the_bit(tmp_path):
                 assert torch.equal(piece.tensor, wanted), (names[number], piece.name, piece.box)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_tools_know_experts(tmp_path, capsys):
     """A model for use out of a checkpoint; files for tensor parallel ranks, each with its part of every expert."""
     run_ranks(4, pretrain, f"{LAYOUTS['tp2 dp2, ep2 etp2'][1]} --save {tmp_path} --train-iters 4")
@@ -276,7 +276,7 @@ def test_what_is_frozen_beside_experts(frozen, layout, tmp_path):
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_ranks_hold_their_part_of_the_experts():
     """--expert-model-parallel-size and --expert-tensor-parallel-size; without the latter experts are divided as tp is."""
 
@@ -401,7 +401,7 @@ MISTAKES = {  # who makes it, in which layout, and what the run says (None: noth
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_that_others_made_are_seen(mistake, tmp_path, monkeypatch):
     """Each is made here; then the run says so, or differs from the plain loop."""

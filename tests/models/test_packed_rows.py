@@ -19,7 +19,7 @@ from megatron.mpu.mesh import Mesh
 from megatron.planner.parity import compare, laid_out, parse_layout, trace
 from megatron.training.rules import resolve
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 V, S, T, LENGTHS = 50, 200, 20, (200, 70, 64, 1)
 B = len(LENGTHS)
@@ -105,7 +105,7 @@ def test_a_padded_batch_is_its_samples(case, kernel, monkeypatch):
         assert (found[name] - want).norm() <= 2e-5 * want.norm(), name
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_layers_leave_padding_out(case, backend, monkeypatch):

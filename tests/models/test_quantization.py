@@ -125,7 +125,7 @@ def pretrain(rank: int, way: str, flags: str) -> None:
     pretrain_gpt.main(f"{LINE} --quantization {WAYS[way][0]} {flags}".split())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way, layout", CASES)
 def test_any_layout_is_the_plain_loop(way, layout, run_ranks, tmp_path, monkeypatch):
     """Losses, norms, weights, scales of inputs, bounds."""
@@ -168,7 +168,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
         pretrain(0, "5 bits", f"--load {tmp_path / 'part'} --weight-bits 6")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_a_run_goes_on_in_another_layout(run_ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(quantization, "ALPHA", ALPHA)
     way, line = "pact, 4 bits", f"--save {tmp_path}"

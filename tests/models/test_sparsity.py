@@ -15,8 +15,10 @@ from megatron.errors import SettingsError
 from megatron.inference.load import load_model
 from megatron.model import sparsity
 from megatron.model.arguments import parse_any
+from megatron.model.quantization import with_quantization
 from megatron.model.recipe import facts_of
 from megatron.model.sparse_product import SparseProduct, largest_of_all, largest_of_groups
+from megatron.model.sparsity import with_sparsity
 from megatron.model.weights import column
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.mesh import Mesh
@@ -93,7 +95,7 @@ def pretrain(rank: int, way: str, flags: str) -> None:
     pretrain_gpt.main(f"{LINE} {WAYS[way][0]} {flags}".split())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way, layout", CASES)
 def test_any_layout_is_the_plain_loop(way, layout, run_ranks, tmp_path):
     """Losses, norms, weights, masks."""
@@ -125,7 +127,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(stop, tmp_path):
         pretrain(0, "a growing share", f"--load {tmp_path / 'part'} --sparsity 0.6")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_a_run_goes_on_in_another_layout(run_ranks, tmp_path):
     line = f"--save {tmp_path}"
     run_ranks(2, pretrain, "a growing share", f"{PP2} --sharding-stage 3 {line} --exit-interval 3")
@@ -234,6 +236,13 @@ def test_a_skipped_step_keeps_the_mask_and_does_not_count(late):
     layer.eval()
     layer(x)
     assert (zeros(), layer.sparsity_step.item()) == (24, 5)
+
+
+def test_kinds_that_a_checkpoint_names_already_are_not_implied_twice():
+    flags = f"{FLAGS} {SIX} --quantization --quantization-layers *.mlp.* --sparsity 2:4 --sparsity-layers *.attention.*"
+    once = parse_any(flags.split())
+    assert once.model.linear == "*.attention.*=sparse,*.mlp.*=fake_quantize"
+    assert with_sparsity(with_quantization(once)).model.linear == once.model.linear
 
 
 def test_which_weights_stay():

@@ -17,7 +17,7 @@ from tests.models import mlp_language_model as mlp
 from tests.models import plain_module
 from tests.models.test_mlp_language_model import AGAIN, FLAGS, PP, TP, ZERO3, tensors_of
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 
 def noisy(drawn=None):
@@ -67,7 +67,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "make, flags, world",
     [

@@ -187,7 +187,7 @@ print(spinning, sleeping, before == after, torch.get_num_threads())
 """
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_waiting_threads_can_be_told_to_sleep_while_they_run():
     """By the time that they use the cores for: a thread that spins uses one while the other waits."""
     if not (Path(find_spec("torch").submodule_search_locations[0]) / "lib" / "libgomp.so.1").exists():

@@ -254,7 +254,7 @@ def _train(rank, flags):
     pretrain_gpt.main(f"{TINY} {flags}".split())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "world, flags",
     [

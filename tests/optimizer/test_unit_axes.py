@@ -124,7 +124,7 @@ def _reference(start, ranks):
     return norms, {name: parameter.detach() for name, parameter in named.items()}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     "sizes, stage",

@@ -170,7 +170,7 @@ def _reference():
     return _train(0, {}, again=True)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", STAGES)
 def test_every_stage_trains_the_same_model(name, run_ranks):
     sizes, settings = STAGES[name]

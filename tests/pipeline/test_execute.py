@@ -88,7 +88,7 @@ def _compare(results, name, pp, num_microbatches, chunks):
             torch.testing.assert_close(tensors, gradients[number])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("pp, num_microbatches", [(1, 3), (2, 1), (2, 4), (3, 5), (4, 6)])
 @pytest.mark.parametrize("name", TRAINING)
 def test_equals_one_process(name, pp, num_microbatches, run_ranks):

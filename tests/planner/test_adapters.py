@@ -39,7 +39,7 @@ def planned(words: str, dp: int = 1):
     return config, Job.of(config, facts, dp=dp, device="cpu")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("again", ["", "core_attn", "mlp", "full"])
 @pytest.mark.parametrize("name", WORDS)
 def test_saved_activations_are_those_of_autograd(name, again):

@@ -4,6 +4,7 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -21,6 +22,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import state
 from megatron.planner.parity import parse_layout
 from megatron.planner.preflight.ranks import Design, check_ranks
+from megatron.planner.search import Space, _expert_sizes
 from megatron.planner.shrink import asked_ranks, shrunk_job_of
 from megatron.planner.traffic import totals, transfers
 from megatron.tools import plan, verify_layout
@@ -70,7 +72,7 @@ def found_on(request):
     return cache(found)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1]}".strip())
 def test_figures_are_those_of_a_run(case, found_on):
     """Memory of each rank by kind, and its messages. Exchanges between ranks of ep are as uneven as the experts' loads: of
@@ -190,7 +192,7 @@ def verify(words):
     verify_layout.main(f"--model-type tests.models.own_experts {LINE} {words} --steps 2".split())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_layouts_with_experts_are_verified(capsys, monkeypatch):
     verify("--layouts ep2,tp2sp-ep2etp1,pp2ep2-zero3")
     assert len(re.findall("PASS", capsys.readouterr().out)) == 3
@@ -216,8 +218,22 @@ def test_a_search_keeps_ranks_for_experts(words):
         assert Layout.of(resolve(again, 8), 8).expert_sizes == layout.expert_sizes
     ep, etp = int(words[5]), re.search(r"--etp (\d)", words)
     sizes = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) if tp * pp <= 8 and 12 % tp == 0]
-    possible = {(tp, pp) for tp, pp in sizes if 8 // pp % (ep * (int(etp[1]) if etp else tp)) == 0}
+    possible = {(tp, pp) for tp, pp in sizes if 8 // pp % (ep * (int(etp[1]) if etp else 1)) == 0}
     assert {(layout.tp, layout.pp) for layout in layouts} == possible
+
+
+def test_a_search_tries_all_ranks_for_experts():
+    """With neither flag: every ep that divides the ranks of a stage and the 8 experts, and whole experts beside tp."""
+    experts = facts_of(settings_of((1, "")), VOCABULARY).experts
+    tried = lambda tp, dp, **given: {
+        (one.cuts.ep, one.cuts.etp)
+        for base in [Layout(tp=tp, dp=dp)]
+        for grid in _expert_sizes(experts, base, Space(**given))
+        for one in [replace(base, **grid)]
+    }
+    assert tried(1, 4) == {(1, 1), (2, 1), (4, 1)} and tried(2, 2) == {(1, 2), (1, 1), (2, 1), (4, 1)}
+    assert tried(1, 12) == {(1, 1), (2, 1), (4, 1)} and tried(2, 2, etp=2) == {(1, 2), (2, 2)}
+    assert tried(1, 4, ep=2) == {(2, 1)} and not tried(1, 4, ep=3)
 
 
 def test_a_search_of_a_plain_model_refuses_them():

@@ -17,7 +17,7 @@ from megatron.tools import plan as plan_tool
 from megatron.tools import pretrain as searched_pretrain
 from megatron.training.rules import filled
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 MODEL = """--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 512 --mock-data --bf16
     --train-iters 2 --lr 1e-4 --hidden-dropout 0 --attention-dropout 0""".split()
@@ -79,7 +79,7 @@ def searched_once(monkeypatch):
     monkeypatch.setattr(choose, "search", search)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("words", WORDS)
 def test_a_search_keeps_what_is_given(words, searched_once):
     config = parse_any([*MODEL, *EIGHT, "--auto-parallel", *words.split()])
@@ -113,7 +113,7 @@ def test_nothing_given_is_free():
     assert len(layouts) > 20
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("words", WORDS)
 def test_the_command_of_llmacc_keeps_it(words, capsys):
     """`-m megatron.pretrain --task-type` outside of a job prints the layouts, as the planner's command does."""

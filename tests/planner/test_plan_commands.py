@@ -29,7 +29,7 @@ TINY = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 1
     --train-iters 3 --eval-iters 1 --device cpu""".split()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_the_advisors_command_line(capsys, tmp_path):
     script = tmp_path / "best.sh"
     plan.main(
@@ -388,7 +388,7 @@ def test_auto_parallel_trains(capfd, run_ranks):
         assert words in told
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_the_commands_of_the_guide_run(root, tmp_path, monkeypatch, capsys):
     text = (root / "docs" / "planning.md").read_text(encoding="utf-8")
     lines = "".join(re.findall(r"```bash\n(.*?)```", text, re.S)).replace("\\\n", " ").splitlines()

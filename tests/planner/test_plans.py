@@ -26,7 +26,7 @@ from megatron.planner.traffic import once_a_step
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model, Recompute
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 A100, LONG = find("A100-80GB"), dict(seq_length=2048, max_position_embeddings=2048)
 
@@ -201,7 +201,7 @@ def best_layout(shape, ranks: int, batch: int, **space) -> Layout:
     return search(job, Cluster(A100, ranks), Space(global_batch=batch, offload=NOT_OFFLOADED, **space)).plans[0].layout
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "shape, ranks, batch", [((24, 1024, 16), 8, 64), ((24, 2048, 16), 8, 64), ((32, 4096, 32), 16, 128)]
 )
@@ -240,7 +240,7 @@ def test_alternatives_of_a_model_on_64_small_cards():
     assert {32, 64} <= ways
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_nothing_fits():
     space = Space(global_batch=64, offload=NOT_OFFLOADED)
     found = search(Job(GPTFacts(Model(96, 12288, 96, **LONG), 51200), 64), Cluster(A100, 8), space)

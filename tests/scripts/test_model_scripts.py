@@ -34,7 +34,7 @@ PROMISED = """prune_gpt_345M_single_card qat_gpt_345M_single_card qat_gpt_345M_m
     pretrain_gpt_1.3B_dp8 pretrain_gpt_2.7B pretrain_gpt_6.7B_sharding16 pretrain_gpt_13B pretrain_gpt_22B_auto
     pretrain_gpt_39B pretrain_gpt_76B pretrain_gpt_175B_tp8_pp16 pretrain_gpt_530B pretrain_gpt_1T auto_gpt_345M_single
     auto_gpt_1.3B_single auto_gpt_1.3B_dp8 auto_gpt_6.7B_sharding16 pretrain_llama_1B pretrain_llama_8B
-    pretrain_llama_70B""".split()
+    pretrain_llama_70B pretrain_mixtral_8x7B pretrain_qwen3_30B_a3B""".split()
 LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NNODES NODE_RANK NPROC SUPERVISE
     LOG_DIR PRINT OMP_NUM_THREADS""".split()
 README = (FOLDER.parent / "README.md").read_text()
@@ -78,7 +78,7 @@ def test_all_tasks_of_clue_that_are_there(tmp_path):
 # ---- each script -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_head_is_what_the_planner_says(name):
     text = SCRIPTS[name].read_text()
@@ -108,7 +108,7 @@ def test_the_head_that_the_guide_shows():
 SEARCHED = ("auto_gpt_1.3B_dp8", "pretrain_gpt_22B_auto")  # another search is long enough to see that it needs no torch
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "name",
     [
@@ -163,10 +163,11 @@ def first_with():
 
 
 # The larger ones' shrunk jobs take longest: with `--full` alone. That of 175B is run as the guide has it.
-LARGE = ("pretrain_gpt_39B", "pretrain_gpt_76B", "pretrain_gpt_530B", "pretrain_gpt_1T", "pretrain_llama_70B")
+LARGE = """pretrain_gpt_39B pretrain_gpt_76B pretrain_gpt_530B pretrain_gpt_1T pretrain_llama_70B pretrain_mixtral_8x7B
+    pretrain_qwen3_30B_a3B""".split()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full) if name in LARGE else name for name in SCRIPTS]
 )
@@ -191,7 +192,7 @@ def test_preflight(name, first_with, monkeypatch):
     assert "checks passed" in told[-1] and any(line.split()[:2] == ["PASS", "shrunk"] for line in told), told
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full) if name in LARGE else name for name in SCRIPTS]
 )
@@ -207,7 +208,7 @@ def test_the_shrunk_job_trains(name, first_with, capfd):
     assert "iteration        2/       2" in out and "nan" not in out.replace("number of nan iterations:   0", "")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "line",
     [  # tests/scripts/test_readme.py runs those of the README and looks for the same words
@@ -240,7 +241,7 @@ TRAINED = """export_gpt_345M export_gpt_345M_tp2 export_gpt_345M_mp2 export_gpt_
     inference_gpt_175B_mp8 inference_gpt_multigpu auto_inference_gpt_345M_single_card""".split()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "name", ["evaluate_gpt_345M", *(name for name in TRAINED if "175B" not in name and "multi" not in name)]
 )
@@ -274,7 +275,7 @@ def test_words_after_a_script_of_a_tool_win(name, words, wanted):
     assert {name: values[name] for name in wanted} == wanted
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", TRAINED)
 def test_scripts_of_trained_models_predict(name):
     """--dry-run: memory of the ranks that they are made for, and time per token; nothing is read or written."""
@@ -284,7 +285,7 @@ def test_scripts_of_trained_models_predict(name):
     assert done.stdout.startswith(f"the best layout: {layout}\n") and "(assumed)" in done.stdout, done.stderr
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "name, words, said",
     [
@@ -565,7 +566,7 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_a_cluster_that_numbers_nodes_trains(tiny, tmp_path):
     """Two nodes of one process, as a cluster that sets WORLD_SIZE and RANK for each node starts them."""
     port = str(free_port())

@@ -26,7 +26,7 @@ def run(folder, *words):
     return subprocess.run([sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True, timeout=200)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_models_in_the_root(root, tree):
     """Files of the page as files of one's own, without a licence line or a docstring."""
     for name in ("own_dataset", "gpt_variant", "own_update"):

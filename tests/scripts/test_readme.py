@@ -28,7 +28,7 @@ BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.S)
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_the_two_commands(bash):
     assert BLOCKS[:2] == ["bash scripts/quickstart.sh\n", "bash scripts/test.sh\n"]  # the first is run by `quickstart`
     one = "-n", "0", "--unit", "tests/settings/test_batch.py"  # in one process: CI runs the command as it stands
@@ -44,7 +44,7 @@ SAID = [  # by each further block, in their order
 SERVER = "python -m megatron.tools.dashboard"  # the only command of the blocks that does not end by itself
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("block, said", list(zip(BLOCKS[2:], SAID, strict=True)), ids=["own text", "look", "layouts"])
 def test_commands_run_as_written(bash, quickstart, block, said):
     commands = "".join(line for line in block.splitlines(keepends=True) if not line.startswith(SERVER))
@@ -52,7 +52,7 @@ def test_commands_run_as_written(bash, quickstart, block, said):
     assert [words for words in said if words not in out] == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_the_server_runs_as_written(copy, quickstart):
     """It shows the run of the quickstart until Ctrl-C. Its port is a free one: another server may have the usual one."""
     [line] = [line for block in BLOCKS for line in block.splitlines() if line.startswith(SERVER)]
@@ -95,7 +95,7 @@ def test_the_training_command_goes_on_as_if_it_had_never_stopped(bash, quickstar
     assert "resuming at iteration 20" in out and "tensors are equal to the bit" in out
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_commands_for_gpus_are_possible_runs(bash, quickstart):
     """The README's commands that need GPUs: their settings can work on the ranks that they start."""
     block = re.search(r"```sh\n(.*?)```", README, re.S)[1].replace("\\\n", " ")
@@ -143,7 +143,7 @@ def test_commands_of_the_guides_are_possible_runs(page, tmp_path, monkeypatch):
             flags_exist(words[2], words[3:])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_the_loop_of_ones_own_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     commands_of(ROOT / "docs" / "parallelism.md", tmp_path)

@@ -202,7 +202,7 @@ def test_what_is_no_model_to_serve(checkpoint, tmp_path):
             serve.main([*words, "--port", "0", "--device", "cpu"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2), (2, 2)])
 def test_ranks_serve_together(new_checkpoint, tp, pp, tmp_path):
     """They take a newer checkpoint together, and end together."""

@@ -309,7 +309,7 @@ def test_preflight_checks_and_trains_nothing(command, capsys, tmp_path):
         pretrain_gpt.main(command("--preflight --num-attention-heads 5"))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_tune_steps_times_as_many_steps_of_the_best_three(command, monkeypatch, capsys):
     steps, train_step = [], tuning.train_step
     monkeypatch.setattr(

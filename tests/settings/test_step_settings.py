@@ -8,7 +8,7 @@ import torch
 
 from megatron.training import step as training_step
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 SMALL = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 4"
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+import finetune
+import pretrain_gpt
 from megatron.inference.load import load_model
 from tests.tasks.classification import double, hidden
 
@@ -40,6 +42,18 @@ def write_vocabulary(folder: Path) -> str:
     (folder / "vocab.json").write_text(json.dumps(alphabet()))
     (folder / "merges.txt").write_text("#version: 0.2\nt h\n")
     return f"--vocab-file {folder / 'vocab.json'} --merge-file {folder / 'merges.txt'}"
+
+
+def write_base(folder: Path) -> Path:
+    """A folder with a pretrained checkpoint and its vocabulary."""
+    words = write_vocabulary(folder / "vocabulary")
+    line = f"{SHAPE} {words} {RUN} --mock-data --train-iters 1 --lr 1e-3 --eval-iters 0 --save {folder}"
+    pretrain_gpt.main(line.split())
+    return folder
+
+
+def tune(rank: int, line: str) -> None:
+    finetune.main(line.split())
 
 
 def ids_of(text: str) -> list[int]:

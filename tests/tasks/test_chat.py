@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import finetune
-import pretrain_gpt
 from megatron.inference.convert.huggingface import to_hf
 from megatron.inference.convert.merged import merge
 from megatron.inference.convert.upcycled import upcycle
@@ -18,17 +17,16 @@ from megatron.serving.models import folders_of
 from megatron.tokenizer.chat_template import find_template
 from tests.tasks.chats import (
     EOD,
-    RUN,
-    SHAPE,
     TUNE,
     answer_losses,
     ids_of,
     plain_tokens,
     talks,
     train,
+    tune,
     weights_of,
+    write_base,
     write_lines,
-    write_vocabulary,
 )
 from tests.training.test_plain_loop import records
 
@@ -54,19 +52,10 @@ FULL = ("tp3 with sequence parallelism", "pp3 zb-h1", "zero2", "cp2", "zero3 rec
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A folder with a pretrained checkpoint and its vocabulary."""
-    folder = tmp_path_factory.mktemp("base")
-    words = write_vocabulary(folder / "vocabulary")
-    line = f"{SHAPE} {words} {RUN} --mock-data --train-iters 1 --lr 1e-3 --eval-iters 0 --save {folder}"
-    pretrain_gpt.main(line.split())
-    return folder
+    return write_base(tmp_path_factory.mktemp("base"))
 
 
-def tune(rank: int, line: str) -> None:
-    finetune.main(line.split())
-
-
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
 )
@@ -110,7 +99,7 @@ def test_a_run_that_goes_on_finds_the_template(tuned, tmp_path):
     assert (tmp_path / "chat_template.jinja").read_text() == (tuned / "chat_template.jinja").read_text()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_an_export_has_the_template(tuned, tmp_path):
     transformers = pytest.importorskip("transformers")
     to_hf(Path(tuned) / "iter_0000001", tmp_path / "hf", torch.float32, {}, check=False)

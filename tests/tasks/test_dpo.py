@@ -5,8 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import finetune
-import pretrain_gpt
 from megatron.model.arguments import parse_any
 from megatron.model.recipe import facts_of
 from megatron.planner.layout import Job
@@ -16,8 +14,6 @@ from megatron.tasks.chat_samples import TextEncoder, pair_samples
 from megatron.tokenizer import build_tokenizer
 from tests.tasks.chats import (
     EOD,
-    RUN,
-    SHAPE,
     TUNE,
     double,
     ids_of,
@@ -25,7 +21,9 @@ from tests.tasks.chats import (
     plain_tokens,
     talks,
     train,
+    tune,
     weights_of,
+    write_base,
     write_lines,
     write_vocabulary,
 )
@@ -81,16 +79,7 @@ def loss_of(weights, reference: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A folder with a pretrained checkpoint, and its vocabulary."""
-    folder = tmp_path_factory.mktemp("base")
-    words = write_vocabulary(folder / "vocabulary")
-    line = f"{SHAPE} {words} {RUN} --mock-data --train-iters 1 --lr 1e-3 --eval-iters 0 --save {folder}"
-    pretrain_gpt.main(line.split())
-    return folder
-
-
-def tune(rank: int, line: str) -> None:
-    finetune.main(line.split())
+    return write_base(tmp_path_factory.mktemp("base"))
 
 
 def line_of(folder, base, more: str) -> str:

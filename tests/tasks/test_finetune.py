@@ -16,7 +16,7 @@ from megatron.tools import report
 from tests.tasks.classification import LABELS, SIZE, Toy, losses, outputs, train
 from tests.training.test_plain_loop import records
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 TUNE = (
     "--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-decay-style constant --lr-warmup-fraction 0 --adam-eps 1e-4 "
@@ -57,7 +57,7 @@ def weights_of(folder) -> dict[str, torch.Tensor]:
 SLOW = [pytest.param(name, marks=pytest.mark.full) if name in ("tp3", "zero3") else name for name in LAYOUTS]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", SLOW)
 def test_any_layout_is_the_plain_loop(layout, trunk, run_ranks, tmp_path):
     world, words = LAYOUTS[layout]

@@ -19,7 +19,7 @@ from tests.tasks.test_finetune import STEPS, TUNE, tune, weights_of
 from tests.training.plain_loop import EOD, LENGTH
 from tests.training.test_plain_loop import records
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 SENTINEL = EOS + 1
 SPOKEN = {"red": [11, 17], "green": [12, 13], "blue": [14, 15, 16]}
@@ -120,7 +120,7 @@ def run(rank: int, line: list[str]) -> None:
     finetune.main(line)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind, learned, layout", CASES)
 def test_words_in_a_gap_are_hugging_faces(kind, learned, layout, given, tmp_path, run_ranks):  # noqa: F811
     (world, words), trunk = LAYOUTS[layout], given(kind)

@@ -4,18 +4,13 @@
 import pytest
 
 import finetune
-import pretrain_gpt
 from megatron.errors import Failure
-from tests.tasks.chats import RUN, SHAPE, TUNE, talks, write_lines, write_vocabulary
+from tests.tasks.chats import TUNE, talks, write_base, write_lines
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    words = write_vocabulary(folder / "vocabulary")
-    line = f"{SHAPE} {words} {RUN} --mock-data --train-iters 1 --lr 1e-3 --eval-iters 0 --save {folder}"
-    pretrain_gpt.main(line.split())
-    return folder
+    return write_base(tmp_path_factory.mktemp("base"))
 
 
 def write(folder, *rows):

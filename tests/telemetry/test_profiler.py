@@ -22,7 +22,7 @@ def _names(trace):
     return [event["name"] for event in events if event.get("ph") == "X"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_chosen_steps_of_chosen_ranks(run_ranks, tmp_path):
     flags = f"{TINY} --tensor-model-parallel-size 2 --profile-step-start 2 --profile-step-end 4 --profile-ranks 1 "
     run_ranks(2, lambda rank: pretrain_gpt.main([*flags.split(), "--profile-dir", str(tmp_path)]))

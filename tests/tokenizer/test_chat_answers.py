@@ -7,8 +7,9 @@ import pytest
 
 from megatron.errors import SettingsError
 from megatron.settings.schema import TokenizerSettings
+from megatron.storage.urls import location
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.chat_template import NAMED, RefusedMessages, find_template
+from megatron.tokenizer.chat_template import TEMPLATES, RefusedMessages, find_template
 
 BLOCKS = """{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}
 {% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}
@@ -50,6 +51,15 @@ def tokenizer(folder):
     return build_tokenizer(TokenizerSettings("HuggingFaceTokenizer", tokenizer_model=str(folder)), lambda text: None)
 
 
+def test_a_template_in_an_object_store(tokenizer):
+    pytest.importorskip("fsspec")
+    folder = location("memory://chat-answers/run")
+    (folder / "chat_template.jinja").write_bytes(TURNS.encode())
+    (folder / "tokenizer_config.json").write_bytes(b'{"eos_token": "<|im_end|>"}')
+    found = find_template([folder], tokenizer)
+    assert (found.source, found.tokens["eos_token"]) == (TURNS, "<|im_end|>")
+
+
 @pytest.fixture
 def template(folder, tokenizer, tmp_path):
     def of(source):
@@ -63,10 +73,10 @@ def theirs_of(folder):
     return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(str(folder))
 
 
-@pytest.mark.parametrize("name", ["blocks", *NAMED])
+@pytest.mark.parametrize("name", ["blocks", *TEMPLATES])
 def test_the_mask_of_transformers(folder, tokenizer, template, name):
-    source = NAMED[name].source if name in NAMED else BLOCKS
-    ours = find_template([folder], tokenizer, name) if name in NAMED else template(source)
+    source = TEMPLATES[name].source if name in TEMPLATES else BLOCKS
+    ours = find_template([folder], tokenizer, name) if name in TEMPLATES else template(source)
     more = dict(return_dict=True, return_assistant_tokens_mask=True, chat_template=source)
     for talk in (TALK, TALK[1:3], TALK[:2]):
         theirs = theirs_of(folder).apply_chat_template(talk, **more)
@@ -121,7 +131,7 @@ def test_what_a_template_has_no_place_for_is_refused(template):
         template("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}").encode_answers(TALK)
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_a_role_that_no_server_sends_is_refused(folder, tokenizer, name):
     """`human` would be a turn of its own, which no prompt of a server has."""
     with pytest.raises(RefusedMessages, match="the role human is none of system, user, assistant and tool"):

@@ -89,7 +89,7 @@ def test_what_cannot_be_is_said(tmp_path):
     line = f"--load x --save {tmp_path} --data-path y --prune-ratio 0.4"
     with pytest.raises(UsageError, match="the command that trains is missing"):
         compress.main(line.split())
-    with pytest.raises(UsageError, match="--finetune after --: this tool says it itself"):
+    with pytest.raises(UsageError, match="--finetune after --: this tool sets it itself"):
         compress.main(f"{line} -- python pretrain_gpt.py --finetune".split())
     with pytest.raises(Failure, match="the stage 'pruned' ended with code 3") as error:
         compress.run("pruned", ["sh", "-c", "exit 3"])

@@ -11,7 +11,7 @@ from megatron.errors import DataError, SettingsError
 from megatron.planner.device import cpu
 from megatron.tools import doctor, plan, status
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 TINY = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 96 --lr 1e-3
     --train-iters 3 --device-name A100-40GB --bf16"""
@@ -57,7 +57,7 @@ def without_their_basis(lines: list[str], basis: str) -> list[str]:
     return [line for line in lines if FIGURE.search(line) and not OWN.search(line) and basis not in line]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("line", PLANS)
 def test_plan(line, capsys):
     lines = told_by(plan.main, line, capsys)

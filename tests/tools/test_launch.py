@@ -365,7 +365,7 @@ def test_ranks_that_cannot_be_started(start, tmp_path):
     assert len(said) <= 4 and not list(tmp_path.glob("launch-*"))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_ctrl_c_while_training_saves_and_says_how_to_go_on(root, start, tmp_path):
     flags = (
         "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --mock-data --vocab-size 50 --lr 1e-3 "
@@ -388,7 +388,7 @@ def test_ctrl_c_while_training_saves_and_says_how_to_go_on(root, start, tmp_path
     assert (shown.state, shown.iteration, shown.checkpoint) == ("interrupted", iteration, iteration)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_a_layout_without_a_launcher_is_told_the_command(root, tmp_path):
     """Which trains as it stands, also where words have blanks in them."""
     flags = (

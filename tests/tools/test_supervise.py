@@ -27,7 +27,7 @@ from megatron.tools import supervise
 from megatron.tools.status import look
 from megatron.tools.supervise import heartbeat_folder
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(5)
 
 # A job like torchrun's: ranks in sessions of their own, SIGTERM to the others when one fails, its exit code in the
 # log. Faults come from the environment, as "what:rank:step", each happening once unless its name ends with "!".
@@ -183,7 +183,7 @@ class Supervised:
         return self.process.returncode, said, json.loads(account.read_text()) if account.exists() else None
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_killed_stopped_and_stuck_ranks_are_told_and_the_job_goes_on(root, memory_folder):
     """In memory: a rank that waits for a busy disk is silent too."""
     job = Supervised(root, memory_folder, "SIGKILL:1:8 SIGSTOP:0:13 sleep:1:18 SIGSEGV:0:23", hang=4)
@@ -502,7 +502,7 @@ def test_a_real_job_with_a_stopped_rank_ends_with_the_bits_of_a_clean_run(root, 
     assert [name for name in tensors[1] if not torch.equal(tensors[0][name], tensors[1][name])] == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_a_launcher_that_does_not_notice_a_dead_rank_is_ended(root, tmp_path):
     """Its own end is no sign of success: the rank's death is what counts."""
     script = tmp_path / "pretrain_deaf.py"

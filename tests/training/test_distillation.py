@@ -95,7 +95,7 @@ def plain(teacher: str, way: str):
     return train(Job(**PLAIN, teacher=of_teacher, alpha=alpha))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way, layout", CASES)
 def test_any_layout_is_the_plain_loop(way, layout, teacher, run_ranks, tmp_path):
     """Both losses, norms, the student's weights; and nothing of the teacher is saved."""
@@ -138,7 +138,7 @@ def plain_hidden(teacher: str, way: str):
     return train(Job(**PLAIN, teacher=of_logits, alpha=0.5, hidden_teacher=of_states))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way, layout", cases("mse", FEW) + [("cosine", FEW[0])])
 def test_hidden_states_are_those_of_the_plain_loop(way, layout, wide_teacher, run_ranks, tmp_path):
     """Layers of every stage are compared; other stages have the teacher's first layers alone."""
@@ -170,7 +170,7 @@ def test_even_pairs(wide_teacher):
     assert sums_of(recipe_of(config), config) == {"lm loss": 0.5, "kd loss": 0.5, "kd hidden loss": 0.5}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "layout",
     ["pp2-zbv", *(pytest.param(each, marks=FULL) for each in ("pp2vp2", "tp2sp-cp2a2a-zero1", "cp2-pp2-zbh1"))],
@@ -202,7 +202,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "layout", ["", pytest.param(f"--tensor-model-parallel-size 2 --sequence-parallel {PP2}", marks=FULL)]
 )

@@ -206,7 +206,7 @@ def expected(case: str) -> Outcome:
     return train(Job(**CASES[case][1]))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("world, stops", [(1, []), (2, []), (1, [3, 4])], ids=["one rank", "two ranks", "two resumes"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_equals_the_plain_loop(case, world, stops, run_ranks, tmp_path):
@@ -217,7 +217,7 @@ def test_a_run_equals_the_plain_loop(case, world, stops, run_ranks, tmp_path):
     compare(tmp_path, expected(case), **LOOSE.get(case[:4], {}))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way, ranks", [("p2p", 3), ("allgather", 2), ("a2a", 3)])
 @pytest.mark.parametrize("case", ["everything but the defaults", "tokens that do not count", "documents apart"])
 def test_ranks_that_share_sequences_equal_the_plain_loop(case, way, ranks, run_ranks, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.data.teacher_logits import Predictions, Store, StoredSettings
+from megatron.data.teacher_logits import LogitsStore, Predictions, StoredSettings
 from megatron.errors import DataError, SettingsError
 from megatron.mpu.cross_entropy import linear_cross_entropy
 from megatron.mpu.distillation_loss import TopKLoss
@@ -47,7 +47,7 @@ def test_all_logits_equal_the_teacher(teacher, all_logits, tmp_path):  # noqa: F
     pretrain(0, f"{line} --teacher-logits {all_logits} --seed 5 --micro-batch-size 4 --train-iters 1")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "world, flags",
     [
@@ -63,14 +63,14 @@ def test_layouts_read_the_same(world, flags, all_logits, run_ranks, tmp_path):
     assert difference(tmp_path / "many", tmp_path / "one") < 2e-5
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_ranks_store_the_same(teacher_of_pairs, run_ranks, tmp_path, monkeypatch):  # noqa: F811
     """Two models of two tensor parallel ranks, and one process; files of 7 samples."""
     monkeypatch.setattr("megatron.data.teacher_logits.FILE_BYTES", 7 * 16 * (9 * 6 + 4))
     common = f"--load {teacher_of_pairs} --top-k 9 --tokenizer-type NullTokenizer"
     store(0, f"{common} --output {tmp_path / 'one'}")
     run_ranks(4, store, f"{common} --tensor-model-parallel-size 2 --output {tmp_path / 'many'}")
-    one, many = (Store(tmp_path / name) for name in ("one", "many"))
+    one, many = (LogitsStore(tmp_path / name) for name in ("one", "many"))
     assert len(one.settings.starts) == 7 and one.settings == many.settings
     for start in one.settings.starts:
         a, b = one.open(start), many.open(start)
@@ -130,7 +130,7 @@ def test_mistakes_get_one_message(flags, kind, said, all_logits, tmp_path):
 
 def test_other_tokens_are_refused(tmp_path):
     settings = StoredSettings(2, 1.0, 3, 2, 4, 1, 100, None, False, False, "t", 1)
-    made = Store.create(tmp_path, settings)
+    made = LogitsStore.create(tmp_path, settings)
     tokens = np.arange(12).reshape(3, 4)
     for start, count in ((0, 2), (2, 1)):
         values = np.full((count, 4, 2), start, np.float32)
@@ -141,7 +141,7 @@ def test_other_tokens_are_refused(tmp_path):
     assert made.read(2, tokens[2]).logits.tolist() == [[2.0, 2.0]] * 4
     with pytest.raises(DataError, match="sample 1 has other tokens"):
         made.read(1, tokens[2])
-    with pytest.raises(DataError, match="holds 3 samples, and sample 3 is asked for"):
+    with pytest.raises(DataError, match="holds 3 samples, and the run needs sample 3"):
         made.read(3, tokens[2])
 
 

@@ -183,13 +183,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
     placements = family.facts.weights
     shapes = {name: placed.shape for name, placed in placements.items()}
     assert set(shapes) == set(wanted), set(shapes) ^ set(wanted)
-    for name, match in wanted.items():
-        for theirs, expected in zip(match.theirs, match.to_theirs(torch.empty(shapes[name], device="meta"))):
-            if files.shapes[names[theirs]] != tuple(expected.shape):
-                raise CheckpointError(
-                    f"{names[theirs]} in {source} is {files.shapes[names[theirs]]}, config.json says "
-                    f"{tuple(expected.shape)}"
-                )
+    _check_shapes(source, files, names, wanted, shapes)
 
     def parts(piece: Piece) -> Iterator[torch.Tensor]:
         match = wanted[piece.name]
@@ -199,10 +193,8 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
         tokenizer = hf_files.import_tokenizer(source, folder / "tokenizer", kind == "gpt2")
         same_ids = [_same_ids(source, build_tokenizer(tokenizer, lambda text: None))] if tokenizer and check else []
         if tokenizer:
-            files_of = {name: getattr(tokenizer, name) for name in FILES}
-            moved = {
-                name: str(out.resolve() / "tokenizer" / Path(path).name) for name, path in files_of.items() if path
-            }
+            paths = {name: getattr(tokenizer, name) for name in FILES}
+            moved = {name: str(out.resolve() / "tokenizer" / Path(path).name) for name, path in paths.items() if path}
             tokenizer = replace(tokenizer, **moved)
         empty = lambda placed: torch.empty(placed.shape, dtype=_dtype_of(placed), device="meta")
         pieces = [
@@ -222,6 +214,23 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
             loaded = load_model(folder, precision="fp32")
             notices.append(_compared(family, loaded, source))
         return notices
+
+
+def _check_shapes(
+    source: Path,
+    files: hf_files.TensorFiles,
+    names: Mapping[str, str],
+    wanted: Mapping[str, Match],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Raise CheckpointError for a tensor whose shape is not that of config.json. names: theirs -> that in the files."""
+    for ours, match in wanted.items():
+        for theirs, expected in zip(match.theirs, match.to_theirs(torch.empty(shapes[ours], device="meta"))):
+            found = files.shapes[names[theirs]]
+            if found != tuple(expected.shape):
+                raise CheckpointError(
+                    f"{names[theirs]} in {source} is {found}, config.json says {tuple(expected.shape)}"
+                )
 
 
 def _dtype_of(placed: Placement) -> torch.dtype:

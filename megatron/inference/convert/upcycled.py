@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a mixture of experts from the checkpoint of a dense model, as `model.experts.upcycling` says."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
 from megatron.checkpoint import reshard
-from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.index import Tensor
-from megatron.checkpoint.reader import PART, Reader
+from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert.families import prompts_for
 from megatron.inference.convert.imported import removed_after_error
@@ -45,8 +44,8 @@ def upcycle(
     return [*notices, f"train on with --load {out} --finetune"]
 
 
-class UpcycledReader:
-    """A reader of the mixture, with the part of `Reader`'s methods that rewriting needs."""
+class UpcycledReader(reshard.Computed):
+    """The weights of the mixture."""
 
     def __init__(self, reader: Reader, given: Mapping[str, Any], seed: int):
         saved = config_of(located(reader.state))
@@ -82,12 +81,6 @@ class UpcycledReader:
             whole = upcycling.router_of(name, self.placements[name], self.config.model, self.seed)
             return whole.to(self.tensors[name].dtype)
         return self.reader.read(name)
-
-    def parts(self, name: str, box: Optional[Box] = None, size: int = PART) -> Iterator[torch.Tensor]:
-        """As `Reader.parts`; all experts of a layer are in memory."""
-        whole = self.read(name)
-        flat = (whole if box is None else whole[box.slices()]).reshape(-1)
-        yield from flat.split(max(1, size // whole.element_size()))
 
     def _entry(self, name: str) -> Tensor:
         """Format and shape of a tensor: those of the dense model, and of its embedding for new ones."""

@@ -23,7 +23,7 @@ from megatron.inference.export import programs
 from megatron.inference.export.write import RECORD, empty_past
 from megatron.inference.load import Loaded, build_model
 from megatron.inference.quantize import attach, free_weights, linear_layers
-from megatron.inference.stages import Halves
+from megatron.inference.stages import Halves, chunks_of
 from megatron.model.facts import Facts
 from megatron.model.quantization import QuantizeOptions
 from megatron.model.recipe import config_of, facts_of
@@ -121,7 +121,7 @@ def _load_hf(place: Path, record: dict[str, Any], device, precision, mesh: Mesh,
 
 def _hold_rounded(model: nn.Module, facts: Facts, how: QuantizeOptions, rounded, matches, files, mesh: Mesh) -> None:
     """Give layers the whole numbers of a folder, and free their weights."""
-    chunks = getattr(model, "chunks", [model])
+    chunks = chunks_of(model)
     plain = [name.removesuffix(".weight") for name, match in matches.items() if not rounded.intersection(match.theirs)]
     layers = [name for name, _ in linear_layers(chunks)]
     skip = ",".join(name for name in layers if name in plain)

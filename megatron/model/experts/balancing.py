@@ -21,13 +21,6 @@ import torch
 MOST_PASSES = 200  # of Sinkhorn's iteration, whose tolerance fp32 may not reach
 
 
-def loads_of_sequences(experts: torch.Tensor, number: int, counted: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """Tokens of each expert in each sequence, [b, E] int64, from experts [s, b, k]. counted: [s, b] bool; None: all."""
-    ones = torch.ones_like(experts) if counted is None else counted.to(experts.dtype).unsqueeze(-1).expand_as(experts)
-    by_sequence = lambda x: x.transpose(0, 1).flatten(1)  # [b, s k]
-    return experts.new_zeros((experts.shape[1], number)).scatter_add(1, by_sequence(experts), by_sequence(ones))
-
-
 def balance_loss(scores: torch.Tensor, loads: torch.Tensor) -> torch.Tensor:
     """b_t of each token, [s, b], for scores [s, b, E] and loads [b, E] or [E]."""
     shares = loads.to(scores.dtype) / loads.sum(-1, keepdim=True).clamp_min(1)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens on their way to experts and back.
+"""Dispatch: tokens are sent to their experts, and the results back.
 
 A *pair* is a token and one of its k experts; pair number t k + j is token t and its j-th expert. Rows are pairs in the
 order of their experts, and within an expert in the order of tokens, so equal routing gives equal sums in every run.
 
     x [n, h] -> rows of all experts -> all-to-all over ep -> rows of this rank's experts -> experts -> back -> [n, h]
 
-Without a capacity, sizes depend on the data (`Uneven`): ranks tell each other how many rows they send, which the host
-reads once for each layer; with ep 1 it reads nothing. With padding to a capacity (`Padded`) all sizes are fixed, and the
-host reads nothing.
+Without padding, sizes depend on the data (`Dispatcher`): ranks exchange how many rows they send, which the host reads
+once for each layer; with ep 1 and no drops it reads nothing. With padding to a capacity (`PaddedDispatcher`) all sizes
+are fixed, and the host reads nothing.
 
 Legend: n tokens of this rank, h hidden, k experts of a token, E experts, C capacity, m rows.
 """
@@ -20,8 +20,8 @@ from megatron.mpu import collectives, mappings
 from megatron.mpu.mesh import Axis
 
 
-class Uneven:
-    """The way of tokens to experts, as many rows for each as there are pairs.
+class Dispatcher:
+    """Sends each expert as many rows as it has pairs.
 
     experts: [n, k], the expert of each pair; E marks pairs without one. number: E. drops: whether there may be such pairs
     """
@@ -31,7 +31,7 @@ class Uneven:
         self.ep, self.k = ep, experts.shape[1]
         order = flat.argsort(stable=True)  # pairs without an expert are last
         leaving, arriving = collectives.count_rows(flat, number, ep)
-        leaving_, arriving_ = None, None  # on the host
+        leaving_, arriving_ = None, None  # the same on the host
         if flat.is_meta or drops or ep.size > 1:
             leaving_, arriving_ = torch.stack((leaving, arriving)).tolist()  # it waits for the device, once
         kept = len(flat) if leaving_ is None else sum(map(sum, leaving_))
@@ -46,7 +46,7 @@ class Uneven:
             self.by_expert = kinds.argsort(stable=True)  # of arrived rows
             self.by_rank = _inverse(self.by_expert)
 
-    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
+    def dispatch(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, h] -> the rows of this rank's experts, [m, h]."""
         rows = _permuted(x, self.order, self.place, self.k, self.whole)
         if self.ep.size == 1:
@@ -55,19 +55,19 @@ class Uneven:
         return _permuted(arrived, self.by_expert, self.by_rank)
 
     def back(self, y: torch.Tensor) -> torch.Tensor:
-        """What experts made of their rows, [m, h] -> that of this rank's pairs, in the order that `combine` expects."""
+        """The outputs of this rank's experts, [m, h] -> those for this rank's pairs, in the order of `combine`."""
         if self.ep.size == 1:
             return y
         y = _permuted(y, self.by_rank, self.by_expert)
         return mappings.all_to_all(y, self.ep, self.received, self.sent)
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The sums of what the experts of each token made of it, [n, h]. weights: [n, k], of each pair."""
+        """The weighted sums of the outputs for each token, [n, h]. weights: [n, k], of each pair."""
         return _Combine.apply(y, weights, self.order, self.place, self.whole)
 
 
-class Padded(Uneven):
-    """The same, with `capacity` rows for each expert from each rank. Rows without a pair are 0.
+class PaddedDispatcher(Dispatcher):
+    """Sends each expert `capacity` rows from each rank. Rows without a pair are 0.
 
     experts: [n, k], no more than `capacity` pairs of each expert
     """
@@ -85,7 +85,7 @@ class Padded(Uneven):
         self.order = torch.full((slots + 1,), len(flat), device=flat.device).scatter_(0, slot, order)[:-1]
         self.rows = Rows(torch.full((own,), even, device=flat.device), own * even, [even] * own, even)
 
-    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
+    def dispatch(self, x: torch.Tensor) -> torch.Tensor:
         rows = _permuted(x, self.order, self.place, self.k, self.whole)
         return self._turned(mappings.all_to_all(rows, self.ep), self.ep.size, -1)
 

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.model.attention import ForwardContext
-from megatron.model.experts.dispatch import Padded, Uneven
+from megatron.model.experts.capacity import capacity
+from megatron.model.experts.dispatch import Dispatcher, PaddedDispatcher
 from megatron.model.experts.grouped import GroupedLinear
 from megatron.model.experts.router import Router, Routing
-from megatron.model.experts.routing import capacity
 from megatron.model.mlp import MLP, Activation
 from megatron.model.recompute import recompute_output
 from megatron.model.weights import Table, take_prefix
@@ -61,8 +61,8 @@ class Mixture(nn.Module):
             self.forward = torch.compiler.disable(self.forward)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        rows, first = self._own_rows(x), context.routings.get(self.layer)
-        routing = self.router(rows, self._own_mask(x, context.loss_mask), context.samples, memo=first)
+        rows, memo = self._own_rows(x), context.routings.get(self.layer)
+        routing = self.router(rows, self._own_mask(x, context.loss_mask), context.samples, memo=memo)
         context.routings[self.layer] = routing.memo
         y = self.experts(rows.flatten(0, 1), routing).view_as(rows)
         if self.cut:
@@ -102,21 +102,21 @@ class Experts(Activation):
         self.down = GroupedLinear(take_prefix(weights, "down"), axes, with_bias=mesh.etp.rank == 0, **factory_kwargs)
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        way = self._way(routing.experts)
-        rows = way.to_experts(mappings.gather_from_sequence_parallel_region(x, self.etp))  # [m, h]
-        y = way.back(self._mlp(rows, way.rows))
+        dispatcher = self._dispatcher(routing.experts)
+        rows = dispatcher.dispatch(mappings.gather_from_sequence_parallel_region(x, self.etp))  # [m, h]
+        y = dispatcher.back(self._mlp(rows, dispatcher.rows))
         # Each rank of etp has a part of each expert's output, of all their tokens.
         weights = mappings.gather_from_sequence_parallel_region(routing.weights, self.etp)
-        return mappings.reduce_scatter_to_sequence_parallel_region(way.combine(y, weights), self.etp)
+        return mappings.reduce_scatter_to_sequence_parallel_region(dispatcher.combine(y, weights), self.etp)
 
-    def _way(self, experts: torch.Tensor) -> Uneven:
-        """The way of this rank's tokens, and those of other etp ranks."""
+    def _dispatcher(self, experts: torch.Tensor) -> Dispatcher:
+        """The dispatcher of this rank's tokens, and those of other etp ranks."""
         n, k = experts.shape
         experts = collectives.all_gather(experts, self.etp)
         if self.padded:
             most = self.etp.size * capacity(n, k, self.number, self.capacity_factor)
-            return Padded(experts, self.number, self.ep, most)
-        return Uneven(experts, self.number, self.ep, drops=self.capacity_factor is not None)
+            return PaddedDispatcher(experts, self.number, self.ep, most)
+        return Dispatcher(experts, self.number, self.ep, drops=self.capacity_factor is not None)
 
     def _mlp(self, x: torch.Tensor, rows) -> torch.Tensor:
         x = self.up(x, rows)  # [m, f/etp], twice as wide with a gate

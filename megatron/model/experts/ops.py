@@ -4,8 +4,7 @@
 All experts are assumed to get equally many tokens.
 """
 
-import math
-
+from megatron.model.experts.capacity import capacity
 from megatron.model.experts.sums import expert_sums
 from megatron.model.layer_ops import ACTIVATION, MLP, Collective, Kernel, LayerOp, Product, Residual
 
@@ -21,15 +20,14 @@ def expert_ops(x: Residual, activation: Kernel, shared: tuple[LayerOp, ...]) -> 
     pairs = gathered * k  # sent by a rank, and on average as many arrive
     rows = pairs
     if m.moe_pad_expert_input_to_capacity:
-        rows = experts * share.etp * min(math.ceil(n * k / experts * m.moe_expert_capacity_factor), n)
+        rows = experts * share.etp * capacity(n, k, experts, m.moe_expert_capacity_factor)
     own, f, mats = experts // share.ep, m.expert_ffn_size // share.etp, 2 if m.gated else 1
     each = pairs * share.ep / experts  # rows of an expert
     halves = ("all_gather",), ("reduce_scatter",)
     over = lambda axis, size, *calls: Collective("experts", axis, getattr(share, axis), size, *calls, again=again)
     exchange = over("ep", rows * h * e, ("all_to_all",), ("all_to_all",))
-    ours = (
-        x.tokens * h * e if share.tp > 1 and not share.sp else 0
-    )  # rows of this rank, of all that ranks of tp compute
+    cuts = share.tp > 1 and not share.sp  # each rank of tp takes its part of the rows
+    ours = x.tokens * h * e * cuts
     cut, join = (
         Collective("experts", "tp", share.tp, ours, *calls, again=again) for calls in (((), halves[0]), halves[:1])
     )

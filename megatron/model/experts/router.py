@@ -14,15 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.model.experts import balancing
-from megatron.model.experts.routing import (
-    capacity,
-    choice_of,
-    choose,
-    count_experts,
-    normalized_scores,
-    places_of,
-    weights_of,
-)
+from megatron.model.experts.capacity import capacity
+from megatron.model.experts.routing import choice_of, choose, count_experts, normalized_scores, places_of, weights_of
 from megatron.model.experts.sums import BALANCING, DROPPED, ENTROPY, ROUTER_Z_LOSS
 from megatron.model.weights import Table
 from megatron.mpu import collectives, mappings
@@ -174,7 +167,8 @@ class Router(nn.Module):
 
     def _loads(self, experts: torch.Tensor, counted: Optional[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The loads that each balancing loss counts, from experts [s', b, k]."""
-        own = balancing.loads_of_sequences(experts, self.choice.num_experts, counted)  # [b, E]
+        by_sequence = None if counted is None else counted.t()
+        own = count_experts(experts.transpose(0, 1), self.choice.num_experts, by_sequence)  # [b, E]
         sequences = self._total(own.clone()) if {"aux_loss", "seq_aux_loss"}.intersection(self.kinds) else None
         loads = {}
         for kind in self.kinds:

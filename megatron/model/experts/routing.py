@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of experts: scores of a router's logits, the top k, their weights, and the places that a capacity leaves.
+"""The choice of experts: scores of a router's logits, the top k, their weights, and the places of tokens in their experts.
 
 All are pure functions, with the definitions of Megatron-Core:
 
@@ -98,21 +98,12 @@ def normalized_scores(logits: torch.Tensor, score_function: str) -> torch.Tensor
 
 
 def count_experts(experts: torch.Tensor, number: int, counted: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """Tokens of each expert, [number] int64; counted: [n] bool, False for padding; None: all count."""
-    ones = torch.ones_like(experts) if counted is None else counted.to(experts.dtype).unsqueeze(-1).expand_as(experts)
-    return experts.new_zeros(number).scatter_add(0, experts.flatten(), ones.flatten())
+    """Tokens of each expert, [..., number] int64, from experts [..., n, k].
 
-
-# ---- capacity --------------------------------------------------------------------------------------------------------
-
-
-def capacity(n: int, k: int, experts: int, factor: float) -> int:
-    """The most tokens that an expert takes from a rank with n tokens: its equal share, times a factor.
-
-    >>> capacity(64, 2, 8, 1.25), capacity(4, 2, 2, 9.0)
-    (20, 4)
+    counted: [..., n] bool, False for padding; None: all count
     """
-    return min(math.ceil(n * k / experts * factor), n)
+    ones = torch.ones_like(experts) if counted is None else counted.to(experts.dtype).unsqueeze(-1).expand_as(experts)
+    return experts.new_zeros((*experts.shape[:-2], number)).scatter_add(-1, experts.flatten(-2), ones.flatten(-2))
 
 
 def places_of(

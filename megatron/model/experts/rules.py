@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for combinations of the settings of experts (`settings.rules`)."""
 
-from dataclasses import fields
 from types import SimpleNamespace
 
 from megatron.settings.effects import Needs
 from megatron.settings.rules import Rule, divisors, either
-from megatron.settings.schema import Model
-
-NAMES = [field.name for field in fields(Model) if field.name.startswith("moe_")]
+from megatron.settings.schema import EXPERT_SETTINGS
 
 
 def _mixture(s: SimpleNamespace) -> bool:
@@ -36,9 +33,24 @@ def _losses(s: SimpleNamespace) -> bool:
     return any("aux_loss" in kind for kind in _kinds(s))
 
 
+def _bad_groups(s: SimpleNamespace) -> str:
+    """What is wrong with the choice of groups; "" if nothing is."""
+    groups, chosen, k = s.moe_router_num_groups, s.moe_router_group_topk, s.moe_router_topk
+    if not (_mixture(s) and groups and chosen):
+        return ""
+    if chosen > groups:
+        return f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}"
+    if k % chosen or k // chosen > s.num_experts // groups:
+        return (
+            f"--moe-router-topk {k} from --moe-router-group-topk {chosen} groups of {s.num_experts // groups} experts: it "
+            "must be a multiple, and each group must have as many"
+        )
+    return ""
+
+
 RULES = (
     Rule(
-        lambda s: _pattern_error(s),
+        _pattern_error,
         lambda s: (
             f"--moe-layer-freq {s.moe_layer_freq} for --num-layers {s.num_layers}: {_pattern_error(s)}; give N for every "
             "N-th layer, or a 0 or 1 for each layer, as [0]*1+[1]*27"
@@ -100,7 +112,7 @@ RULES = (
             f"{either(divisors(s.num_experts or 1, s.moe_router_num_groups or 1))}"
         ),
     ),
-    Rule(lambda s: _bad_groups(s), lambda s: _bad_groups(s)),
+    Rule(_bad_groups, _bad_groups),
     Rule(
         lambda s: s.moe_pad_expert_input_to_capacity and s.moe_expert_capacity_factor is None,
         lambda s: "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor, such as 1.25",
@@ -115,25 +127,10 @@ RULES = (
 NO_EXPERTS = Rule(_mixture, lambda s: f"--num-experts {s.num_experts}: --model-type {s.model_type} has no experts")
 
 
-def _bad_groups(s: SimpleNamespace) -> str:
-    """What is wrong with the choice of groups; "" if nothing is."""
-    groups, chosen, k = s.moe_router_num_groups, s.moe_router_group_topk, s.moe_router_topk
-    if not (_mixture(s) and groups and chosen):
-        return ""
-    if chosen > groups:
-        return f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}"
-    if k % chosen or k // chosen > s.num_experts // groups:
-        return (
-            f"--moe-router-topk {k} from --moe-router-group-topk {chosen} groups of {s.num_experts // groups} experts: it "
-            "must be a multiple, and each group must have as many"
-        )
-    return ""
-
-
 _EXPERTS = Needs("--num-experts above 1", _mixture)
 _CAPACITY = Needs("--moe-expert-capacity-factor", lambda s: _mixture(s) and s.moe_expert_capacity_factor is not None)
 IDLE = {
-    **dict.fromkeys(NAMES, _EXPERTS),
+    **{name: _EXPERTS for name in EXPERT_SETTINGS if name != "num_experts"},
     "moe_router_bias_update_rate": Needs(
         "--moe-router-enable-expert-bias", lambda s: _mixture(s) and s.moe_router_enable_expert_bias
     ),

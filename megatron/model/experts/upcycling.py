@@ -20,7 +20,7 @@ import torch
 from megatron.errors import SettingsError
 from megatron.mpu.placement import Placement
 from megatron.mpu.random import init_parameter
-from megatron.settings.schema import Model
+from megatron.settings.schema import EXPERT_SETTINGS, Model
 
 EXPERTS, ROUTER = ".mlp.experts.", ".mlp.router."
 
@@ -28,8 +28,7 @@ EXPERTS, ROUTER = ".mlp.experts.", ".mlp.router."
 def dense(model: Model) -> Model:
     """The dense model that a mixture starts from: the same shape without experts."""
     plain = Model(num_layers=1, hidden_size=1, num_attention_heads=1)
-    own = {name: getattr(plain, name) for name in model.__dataclass_fields__ if name.startswith("moe_")}
-    return replace(model, num_experts=None, **own)
+    return replace(model, **{name: getattr(plain, name) for name in EXPERT_SETTINGS})
 
 
 def granularity(model: Model) -> int:
@@ -93,8 +92,4 @@ def router_of(name: str, placed: Placement, model: Model, seed: int) -> torch.Te
 
 def upcycled_settings(saved: dict[str, Any], model: Model) -> dict[str, Any]:
     """The saved settings of the dense model with the experts of the mixture."""
-    return saved | {
-        name: getattr(model, name)
-        for name in model.__dataclass_fields__
-        if name == "num_experts" or name.startswith("moe_")
-    }
+    return saved | {name: getattr(model, name) for name in EXPERT_SETTINGS}

@@ -93,7 +93,8 @@ LOST = {
     "attention is dense, and all layers are there in every step": """sparse_attention.*
         progressive_layer_drop.* sparse_gradients""",
     "data come in the order of the index: no curriculum": "curriculum_learning.* data_efficiency.*",
-    "compression is not part of pretraining": "compression_training.* quantize_training.* eigenvalue.*",
+    "compression is --quantization, --sparsity and --teacher-load (docs/compression.md)": """compression_training.*
+        quantize_training.* eigenvalue.*""",
     "the batch does not change with the number of ranks": "elasticity.*",
     "weight decay is decoupled, as AdamW has it": "optimizer.params.adam_w_mode",
     "gradients are summed in fp32, or in bf16": "data_types.*",

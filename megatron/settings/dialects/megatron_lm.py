@@ -350,7 +350,7 @@ distillation is --teacher-load DIR, with the settings of the teacher's checkpoin
     --kd* --*-teacher --export-kd-cfg --load-teacher
 teachers' logits are stored by python -m megatron.tools.teacher_logits, and read with --teacher-logits
     --logits-* --output-logit-dtype
-pruning is not part of this suite yet
+a trained model is pruned by megatron.tools.prune, and quantized by megatron.tools.checkpoint quantize, without ModelOpt
     --export-* --modelopt-*
 
 # Text generation.
