@@ -48,9 +48,8 @@ class Loaded:
 
     @property
     def longest(self) -> int:
-        """The context length: rows of the position table, or the sequence length of training."""
-        model = self.config.model
-        return model.position_table if model.position_embedding_type == "learned_absolute" else model.seq_length
+        """Tokens of a text that the model can look at."""
+        return self.config.model.context_length
 
     @property
     def continues_texts(self) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.errors import SettingsError
 from megatron.model.attention import Attention, ForwardContext
-from megatron.model.experts.layer import Mixture
+from megatron.model.experts.layer import MoELayer
 from megatron.model.mlp import MLP
 from megatron.model.norms import NORMS
 from megatron.model.recompute import recompute, recompute_output
@@ -84,19 +84,13 @@ class Block(nn.Module):
         self.post_attention_norm = norm("post_attention_norm")
         self.attention_dropout = Dropout(model.hidden_dropout, "after attention", layer, seed, axis=axis, cp=cp)
         self.mlp_norm = norm("mlp_norm")
+        mlp_weights = take_prefix(weights, "mlp")
         if model.has_experts(layer):
             self._check_variant()
-            self.mlp = Mixture(
-                model,
-                layer,
-                mesh,
-                take_prefix(weights, "mlp"),
-                seed=seed,
-                compiled=bool(kernels.torch_compile),
-                **common,
-            )
+            moe = dict(seed=seed, compiled=bool(kernels.torch_compile))
+            self.mlp = MoELayer(model, layer, mesh, mlp_weights, **moe, **common)
         else:
-            self.mlp = self.mlp_class(model, tp, take_prefix(weights, "mlp"), **common)
+            self.mlp = self.mlp_class(model, tp, mlp_weights, **common)
         if "mlp_act" in recompute and not self.recompute_mlp:
             self._recompute_activation()
         self.post_mlp_norm = norm("post_mlp_norm")
@@ -125,7 +119,7 @@ class Block(nn.Module):
             )
 
     def _recompute_activation(self) -> None:
-        parts = (self.mlp.experts, self.mlp.shared) if isinstance(self.mlp, Mixture) else (self.mlp,)
+        parts = (self.mlp.experts, self.mlp.shared) if isinstance(self.mlp, MoELayer) else (self.mlp,)
         for part in filter(None, parts):
             if isinstance(part, MLP) and type(part).forward is not MLP.forward:
                 raise SettingsError(
@@ -161,7 +155,7 @@ class Block(nn.Module):
 
     def _mlp(self, x: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """MLP or experts, and the norm after them; and their sums."""
-        args, sums = (x, context) if isinstance(self.mlp, Mixture) else (x,), {}
+        args, sums = (x, context) if isinstance(self.mlp, MoELayer) else (x,), {}
         if self.recompute_mlp:
             x = recompute(self.mlp, *args, inside=context.region, of=(self.mlp,))
         else:

@@ -4,7 +4,6 @@
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -84,7 +83,7 @@ def service_of(settings: ServeSettings, whole: list[Weights]):
     from megatron.serving.metrics import ServeMetrics
     from megatron.serving.served_model import ServedModel
     from megatron.serving.server import Service
-    from megatron.tokenizer.chat_template import find_template
+    from megatron.tokenizer.chat_template import find_template, template_folders
 
     metrics, models, background = ServeMetrics(), {}, []
     options, limits, _, given = settings
@@ -94,7 +93,9 @@ def service_of(settings: ServeSettings, whole: list[Weights]):
         meter, opened = metrics.of(name), open_tokenizer(weights.loaded, tokenizer)
         meter.iteration(weights.loaded.iteration)
         thread = EngineThread(weights.engine(), room=limits.room, version=weights.version, meter=meter)
-        template = find_template(folders_of(folder, weights.loaded, tokenizer), opened, options.chat_template)
+        words = replace(weights.loaded.config.tokenizer, **tokenizer)
+        places = template_folders([folder, str(weights.loaded.path)], words)
+        template = find_template(places, opened, options.chat_template)
         more = dict(template=template, defaults=recommended(folder), targets=targets_of(weights.loaded, opened))
         longest = longest_of(weights.loaded, options)
         models[name] = ServedModel(name, opened, longest, thread, **more)
@@ -148,11 +149,3 @@ def application_of(argv: list[str]):
     service = service_of(settings, load_all(settings, join_job(Parallel(), Kernels(device=settings.serve.device))))
     service.stop = partial(os._exit, 1)  # its engine has failed: another replica is started
     return app(service, local=False)
-
-
-def folders_of(folder: str, loaded, tokenizer: Mapping[str, Any]) -> list[Path]:
-    """Where a chat template may be: in the model's folder, or beside the tokenizer."""
-    own = replace(loaded.config.tokenizer, **tokenizer)
-    files = [Path(name) for name in (own.tokenizer_model, own.vocab_file) if name]
-    places = [place if place.is_dir() else place.parent for place in files]
-    return [Path(folder), Path(str(loaded.path)), *places]

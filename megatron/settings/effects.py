@@ -75,7 +75,6 @@ OPEN_LAYOUT = Needs("--auto-parallel or --micro-batch-size auto", layout_was_ope
 PLANNED = Needs("--dry-run, --preflight or --auto-parallel", planned)
 PROFILE = Needs("--profile", lambda s: s.profile)
 TEACHER = Needs("--teacher-load or --teacher-logits", lambda s: s.settings.distillation.distils)
-
 HIDDEN = Needs("--teacher-load and --kd-hidden-layers", lambda s: s.teacher_load and s.kd_hidden_layers)
 
 CUDA = Needs("a CUDA device", lambda s: s.device != "cpu")

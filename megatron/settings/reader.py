@@ -38,8 +38,8 @@ IMPLIED = {
     "--activations-checkpoint-method": dict(recompute_granularity="full"),
 }
 
-# (a flag that others override, setting) -> what it means without them
 FOR_USE = ("generate", "evaluate", "export", "prune")  # groups of the commands that use a trained model
+# (a flag that others override, setting) -> what it means without them
 GIVES_WAY = {("--use-amp", "precision"): "is fp16"}
 GIVES_WAY |= {("--check-accuracy", f"{kind}_dropout"): "is no dropout" for kind in ("hidden", "attention")}
 

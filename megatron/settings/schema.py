@@ -491,6 +491,11 @@ class Model:
         """Rows of the learned position embedding."""
         return self.max_position_embeddings or self.seq_length
 
+    @property
+    def context_length(self) -> int:
+        """Tokens of a text: rows of the learned position embedding, or the sequence length of training."""
+        return self.position_table if self.position_embedding_type == "learned_absolute" else self.seq_length
+
 
 # The settings of layers with experts.
 EXPERT_SETTINGS = tuple(f.name for f in fields(Model) if f.name == "num_experts" or f.name.startswith("moe_"))
@@ -1148,7 +1153,6 @@ class Distillation:
         "loss on the teacher's logits: KL(teacher || student), KL(student || teacher), or Jensen-Shannon divergence",
         "forward_kl",
     )
-
     kd_hidden_layers: Optional[str] = setting(
         "with --teacher-load, layers of the student whose output also learns that of a layer of the teacher, numbered from "
         "0: 0:1,1:3 (student:teacher); even: all of them, spread over the teacher's",

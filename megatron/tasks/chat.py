@@ -26,7 +26,7 @@ from megatron.tasks.chat_samples import TextEncoder, conversation_samples, end_o
 from megatron.tasks.chat_settings import DPO_LOSS, GROUP, REWARDS, ChatSettings, chat_settings
 from megatron.tasks.finetune import LENGTHS, SAID_OTHERWISE, beginning, from_pretrained
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.chat_template import ChatTemplate, find_template
+from megatron.tokenizer.chat_template import ChatTemplate, find_template, template_folders
 from megatron.training.hooks import Hook
 
 MODEL_TYPE = "megatron.tasks.chat"
@@ -318,15 +318,13 @@ def encoded_texts(config: Config, tokenizer, split: str, log):
 
 def template_of(config: Config, tokenizer) -> Optional[ChatTemplate]:
     """The chat template of a run. Raises SettingsError if conversations have none; pairs of texts need none."""
-    settings, own = chat_settings(config), config.tokenizer
-    given = [Path(name) for name in (own.tokenizer_model, own.vocab_file) if name]
-    places = [place if place.is_dir() else place.parent for place in given]
-    folders = [location(config.checkpoint.load)] if config.checkpoint.load else []
-    found = find_template([*folders, *places], tokenizer, settings.chat_template)
+    settings, load = chat_settings(config), config.checkpoint.load
+    folders = template_folders([load] if load else [], config.tokenizer)
+    found = find_template(folders, tokenizer, settings.chat_template)
     if found is None and settings.task == "chat":
         raise SettingsError(
             "there is no chat template",
-            f"none of {', '.join(map(str, [*folders, *places])) or 'no folder'} has chat_template.jinja, or a "
+            f"none of {', '.join(map(str, folders)) or 'no folder'} has chat_template.jinja, or a "
             "chat_template in tokenizer_config.json",
             "--chat-template plain for a model that knows no turns yet; or chatml, or a Jinja file",
         )

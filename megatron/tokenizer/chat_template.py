@@ -17,14 +17,25 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 from megatron.errors import DataError, SettingsError
+from megatron.settings.schema import TokenizerSettings
 from megatron.settings.statements import NONE
+from megatron.storage.urls import UrlPath, location
 from megatron.tokenizer.base import SPECIAL, Tokenizer
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
-OWN = ("messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token", "tools", "documents")
+RESERVED = (
+    "messages",
+    "add_generation_prompt",
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "unk_token",
+    "tools",
+    "documents",
+)
 REPEATED = ("system", "developer", "user")  # roles whose messages a template has to write as they are
 ASSISTANT = "assistant"  # the role whose messages are answers
 MARKS = range(0xE000, 0xF900)  # Unicode's private characters: they mark names of special tokens, and answers
@@ -149,7 +160,7 @@ class ChatTemplate:
         Raises RefusedMessages if the template cannot write the messages.
         """
         for name in more:
-            if name in (*OWN, EDGES) or name not in self._compiled[1]:
+            if name in (*RESERVED, EDGES) or name not in self._compiled[1]:
                 name = f"chat_template_kwargs.{name}"
                 raise RefusedMessages(f"{name}: the model's chat template has no such variable", name)
         marks = _unused_marks(messages)
@@ -337,6 +348,12 @@ def _marked(value: Any, names: str, mark: str) -> Any:
 
 
 # ---- finding a template ----------------------------------------------------------------------------------------------
+
+
+def template_folders(models: Sequence[Union[str, Path, UrlPath]], settings: TokenizerSettings) -> list[Path | UrlPath]:
+    """Where a template may be: in the folders of a model, or beside the tokenizer's files."""
+    files = [Path(name) for name in (settings.tokenizer_model, settings.vocab_file) if name]
+    return [*map(location, models), *(file if file.is_dir() else file.parent for file in files)]
 
 
 def find_template(folders: Sequence[Path], tokenizer: Tokenizer, file: Optional[str] = None) -> Optional[ChatTemplate]:

@@ -214,7 +214,7 @@ def _model(
         if quantize.quantize:
             quantize_layers(chunks_of(built.model), facts_of(config, vocabulary), quantize)
         model = built.model.eval()
-        longest = m.position_table if m.position_embedding_type == "learned_absolute" else m.seq_length
+        longest = m.context_length
     if hasattr(model, "decode") or not hasattr(model, "logits"):
         raise SettingsError("only models that continue texts are measured")
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")

@@ -266,8 +266,9 @@ def probes_of(options: SensitivityOptions, harm: HarmOptions, quantize: Quantize
     network.check(ModelSizes.of(network.model))
     if harm.prune_criterion == "taylor":
         length = options.seq_length or loaded.longest
-        text, count = quantize.calibration_data or options.data_path, quantize.calibration_samples
-        windows = calibration_windows(text, length, count, loaded.vocab_size, labels=1)
+        own, count = quantize.calibration_data, quantize.calibration_samples
+        flag = dict(flag="--calibration-data" if own else "--data-path")
+        windows = calibration_windows(own or options.data_path, length, count, loaded.vocab_size, labels=1, **flag)
         importance = prune.taylor(network, loaded, windows)
     else:
         with open_checkpoint(loaded.path) as reader:

@@ -3,8 +3,6 @@
 process, in fp64 (`plain_experts.py`): losses, gradient norms and weights, and loads and biases exactly.
 """
 
-import math
-from collections import Counter
 from functools import cache, partial
 from itertools import product
 
@@ -12,19 +10,15 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.checkpoint.folder import Saver, restore
 from megatron.inference.load import load_model
 from megatron.model.arguments import parse_any
 from megatron.model.experts import dispatch, grouped, router
 from megatron.mpu.forked import run_ranks
-from megatron.mpu.mesh import Mesh, mesh_of
-from megatron.optimizer.zero import DistributedOptimizer
-from megatron.pipeline.build import build_stages
-from megatron.pipeline.stages import Pipeline
+from megatron.mpu.mesh import Mesh
 from megatron.training.entry import start
 from megatron.training.rules import resolve
-from tests.checkpoint.test_elastic import Ranks, truth
 from tests.models import plain_experts as plain
+from tests.models.divisions import check_divisions, ranks_of
 from tests.models.plain_state import LAYERS, LINE, compare
 from tests.training.test_plain_loop import records
 
@@ -158,44 +152,16 @@ def test_a_run_goes_on_with_experts_divided_in_another_way(names, tmp_path):
     check(tmp_path, "plain")
 
 
-def ranks_of(name: str) -> Ranks:
-    """The optimizers of all ranks of a layout, one after the other, without process groups."""
-    world, _, words = LAYOUTS[name]
-    line = f"{LINE} --num-experts 8 {FAMILIES['plain'].flags} {words}"
-    config = resolve(parse_any(line.split(), recipe=pretrain_gpt.recipe()), world)
-    kind, optimizers = dict(dtype=torch.float32, device="cpu", seed=1), []
-    for rank in range(world):
-        mesh = mesh_of(config.parallel, rank, world, create_groups=False)
-        build = partial(pretrain_gpt.build_model, config, mesh, 101, dtype=torch.float32, device="meta")
-        stages = build_stages(build, Pipeline.of(config.parallel, LAYERS, 2), mesh)
-        optimizers.append(DistributedOptimizer(stages, mesh, config.optimizer, config.parallel, **kind))
-    return Ranks(optimizers)
-
-
 @pytest.mark.sampled(5)
 def test_any_division_of_experts_reads_any_other_to_the_bit(tmp_path):
-    """Weights, moments, loads and biases; each element is written once, by one rank."""
-    names = ["one process", "ep4, zero3, recomputed", "tp2 dp2, ep2 etp2", "pp2 ep2 in a V, zero3"]
-    layouts = {name: ranks_of(name) for name in names}
-    for number, (name, ranks) in enumerate(layouts.items()):
-        ranks.fill(truth)
-        files = [optimizer.pieces(unique=True, shared=True) for optimizer in ranks.optimizers]
-        written = Counter()
-        for piece in (piece for pieces in files for piece in pieces):
-            written[piece.name, tuple(piece.shape)] += piece.tensor.numel()
-        assert all(count == math.prod(shape) for (_, shape), count in written.items()), name
-        assert {of for of, _ in written} == ranks.names
-        assert sum("expert_bias" in one for one in ranks.names) == 2
-        with Saver(tmp_path / str(number)) as saver:
-            saver.write(7, files, {})
-    for (place, after), step in product(enumerate(layouts.values()), (1, 2)):
-        number = (place + step) % len(names)
-        after.fill(lambda name, shape: torch.full(shape, -1.0))
-        for optimizer in after.optimizers:
-            restore(tmp_path / str(number), pieces := optimizer.pieces(), names=after.names)
-            for piece in pieces:
-                wanted = truth(piece.name, piece.shape)[piece.box.slices()].to(piece.tensor.dtype)
-                assert torch.equal(piece.tensor, wanted), (names[number], piece.name, piece.box)
+    names, layouts = ["one process", "ep4, zero3, recomputed", "tp2 dp2, ep2 etp2", "pp2 ep2 in a V, zero3"], {}
+    for name in names:
+        world, _, words = LAYOUTS[name]
+        line = f"{LINE} --num-experts 8 {FAMILIES['plain'].flags} {words}"
+        config = resolve(parse_any(line.split(), recipe=pretrain_gpt.recipe()), world)
+        layouts[name] = ranks_of(config, world, pretrain_gpt.build_model)
+    check_divisions(layouts, tmp_path)
+    assert sum("expert_bias" in one for one in layouts["one process"].names) == 2
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------

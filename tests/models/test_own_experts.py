@@ -6,10 +6,8 @@ in all kinds of layouts against the same network in plain torch, in one process,
 import contextlib
 import math
 import re
-from collections import Counter
 from dataclasses import replace
-from functools import cache, partial
-from itertools import product
+from functools import cache
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ import torch.nn.functional as F
 import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
-from megatron.checkpoint.folder import Saver, restore
 from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError
 from megatron.inference.load import load_model
@@ -31,14 +28,12 @@ from megatron.mpu.random import seed_of
 from megatron.optimizer import zero
 from megatron.optimizer.units import FlatUnit
 from megatron.optimizer.zero import DistributedOptimizer
-from megatron.pipeline.build import build_stages
-from megatron.pipeline.stages import Pipeline
 from megatron.tools import checkpoint as tool
 from megatron.training.build import build_run
 from megatron.training.entry import start
 from megatron.training.rules import resolve
-from tests.checkpoint.test_elastic import Ranks, truth
 from tests.models import mlp_language_model, own_experts
+from tests.models.divisions import check_divisions, ranks_of
 from tests.models.plain_state import HIDDEN, LAYERS, LENGTH, LINE, VOCABULARY, compare, freezing, train
 
 pytestmark = pytest.mark.sampled(5)
@@ -208,42 +203,14 @@ def test_a_run_goes_on_with_experts_divided_in_another_way(names, tmp_path):
     check(tmp_path, "")
 
 
-def ranks_of(name: str) -> Ranks:
-    """The optimizers of all ranks of a layout, one after the other, without process groups."""
-    world, words = LAYOUTS[name]
-    config = resolve(parse_any(f"{LINE} {words}".split(), recipe=own_experts.recipe()), world)
-    kind, optimizers = dict(dtype=torch.float32, device="cpu", seed=1), []
-    for rank in range(world):
-        mesh = mesh_of(config.parallel, rank, world, create_groups=False)
-        build = partial(own_experts.build_model, config, mesh, 101, dtype=torch.float32, device="meta")
-        stages = build_stages(build, Pipeline.of(config.parallel, LAYERS, 2), mesh)
-        optimizers.append(DistributedOptimizer(stages, mesh, config.optimizer, config.parallel, **kind))
-    return Ranks(optimizers)
-
-
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_any_division_of_experts_reads_any_other_to_the_bit(tmp_path):
-    """Weights and moments; each element is written once, by one rank."""
-    names = ["one process", "ep4, zero3, recomputation", "tp2 dp2, ep2 etp2", "pp2 ep2 in a V, zero3"]
-    layouts = {name: ranks_of(name) for name in names}
-    for number, (name, ranks) in enumerate(layouts.items()):
-        ranks.fill(truth)
-        files = [optimizer.pieces(unique=True, shared=True) for optimizer in ranks.optimizers]
-        written = Counter()
-        for piece in (piece for pieces in files for piece in pieces):
-            written[piece.name, tuple(piece.shape)] += piece.tensor.numel()
-        assert all(count == math.prod(shape) for (_, shape), count in written.items()), name
-        assert {of for of, _ in written} == ranks.names
-        with Saver(tmp_path / str(number)) as saver:
-            saver.write(7, files, {})
-    for (place, after), step in product(enumerate(layouts.values()), (1, 2)):
-        number = (place + step) % len(names)
-        after.fill(lambda name, shape: torch.full(shape, float("nan")))
-        for optimizer in after.optimizers:
-            restore(tmp_path / str(number), pieces := optimizer.pieces(), names=after.names)
-            for piece in pieces:
-                wanted = truth(piece.name, piece.shape)[piece.box.slices()]
-                assert torch.equal(piece.tensor, wanted), (names[number], piece.name, piece.box)
+    names, layouts = ["one process", "ep4, zero3, recomputation", "tp2 dp2, ep2 etp2", "pp2 ep2 in a V, zero3"], {}
+    for name in names:
+        world, words = LAYOUTS[name]
+        config = resolve(parse_any(f"{LINE} {words}".split(), recipe=own_experts.recipe()), world)
+        layouts[name] = ranks_of(config, world, own_experts.build_model)
+    check_divisions(layouts, tmp_path)
 
 
 @pytest.mark.sampled(5)

@@ -13,8 +13,7 @@ from megatron.inference.convert.merged import merge
 from megatron.inference.convert.upcycled import upcycle
 from megatron.inference.load import load_model, open_tokenizer
 from megatron.model.recipe import facts_of, kind_of
-from megatron.serving.models import folders_of
-from megatron.tokenizer.chat_template import find_template
+from megatron.tokenizer.chat_template import find_template, template_folders
 from tests.tasks.chats import (
     EOD,
     TUNE,
@@ -87,7 +86,7 @@ def tuned(base, tmp_path_factory):
 
 def test_the_server_finds_the_template(tuned):
     loaded = load_model(str(tuned))
-    template = find_template(folders_of(str(tuned), loaded, {}), open_tokenizer(loaded))
+    template = find_template(template_folders([tuned], loaded.config.tokenizer), open_tokenizer(loaded))
     assert template.encode(talks()[1][:1]) == [*plain_tokens(talks()[1][:1])[0], *HEAD]
     assert template.special[template.tokens["eos_token"]] == EOD and loaded.continues_texts
 

@@ -100,8 +100,7 @@ def _imported(settings: dict[str, Any]) -> Family:
 
 def prompts_for(facts: Facts) -> torch.Tensor:
     """Fixed token ids [s, b] for comparisons."""
-    m = facts.settings
-    longest = m.position_table if m.position_embedding_type == "learned_absolute" else m.seq_length
+    longest = facts.settings.context_length
     generator = torch.Generator().manual_seed(20240229)
     return torch.randint(facts.vocab_size, (min(longest, PROMPT), 3), generator=generator)
 

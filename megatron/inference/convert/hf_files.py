@@ -215,7 +215,7 @@ def export_chat_template(checkpoint: Path, tokenizer: Tokenizer, folder: Path) -
 
     Returns the token that ends an answer; None without such a template.
     """
-    template = find_template([checkpoint, checkpoint.parent], tokenizer) if isinstance(checkpoint, Path) else None
+    template = find_template([checkpoint, checkpoint.parent], tokenizer)
     if template is None:
         return None
     files = template.files()

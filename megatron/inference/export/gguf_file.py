@@ -5,6 +5,7 @@ The names and shapes of Hugging Face are the start (`convert.families`), because
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -164,11 +165,7 @@ def write(
             yield called, "F32", [x]
 
     for called, made, [x, *_] in tensors(meta=True):
-        shape = gguf.quant_shape_to_byte_shape(x.shape, kinds[made])
-        plain = made in ("F32", "F16")
-        size = int(np.prod(shape)) if not plain else x.numel() * (4 if made == "F32" else 2)
-        kept = np.dtype(np.uint8) if not plain else np.dtype(np.float32 if made == "F32" else np.float16)
-        writer.add_tensor_info(called, shape if not plain else tuple(x.shape), kept, size, kinds[made])
+        _add_info(writer, called, tuple(x.shape), kinds[made])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -178,6 +175,15 @@ def write(
         else:
             writer.write_tensor_data(gguf.quantize(x.float().contiguous().numpy(), kinds[made]))
     writer.close()
+
+
+def _add_info(writer, called: str, shape: tuple[int, ...], kind) -> None:
+    """Announce a tensor of a format (`gguf.GGMLQuantizationType`), before its values are written."""
+    if plain := {"F32": np.float32, "F16": np.float16}.get(kind.name):
+        writer.add_tensor_info(called, shape, np.dtype(plain), math.prod(shape) * np.dtype(plain).itemsize, kind)
+        return
+    shape = library().quant_shape_to_byte_shape(shape, kind)
+    writer.add_tensor_info(called, shape, np.dtype(np.uint8), math.prod(shape), kind)
 
 
 def _parts(match, reader: Reader, product: Optional[Rounded], wanted: str, meta: bool) -> list[torch.Tensor]:

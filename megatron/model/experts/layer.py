@@ -28,7 +28,7 @@ from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Model
 
 
-class Mixture(nn.Module):
+class MoELayer(nn.Module):
     """[s, b, h] (or [s/tp, b, h] under sequence parallelism) -> the same, and the sums of the router.
 
     weights: `experts.weights.experts(...)`. compiled: whether the layers are (--torch-compile): experts stay out of graphs

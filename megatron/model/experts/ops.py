@@ -21,8 +21,6 @@ def expert_ops(x: Residual, activation: Kernel, shared: tuple[LayerOp, ...]) -> 
     rows = pairs
     if m.moe_pad_expert_input_to_capacity:
         rows = experts * share.etp * capacity(n, k, experts, m.moe_expert_capacity_factor)
-    own, f, mats = experts // share.ep, m.expert_ffn_size // share.etp, 2 if m.gated else 1
-    each = pairs * share.ep / experts  # rows of an expert
     halves = ("all_gather",), ("reduce_scatter",)
     over = lambda axis, size, *calls: Collective("experts", axis, getattr(share, axis), size, *calls, again=again)
     exchange = over("ep", rows * h * e, ("all_to_all",), ("all_to_all",))
@@ -47,7 +45,21 @@ def expert_ops(x: Residual, activation: Kernel, shared: tuple[LayerOp, ...]) -> 
         over("ep", 8 * experts, ("all_to_all",)) if not m.moe_pad_expert_input_to_capacity else over("ep", 0),
         Kernel("routing", kept=orders, moved=2 * rows * h, again=again),
         exchange,
-        Product("experts", each, h, f, own * mats, kept=rows * h * e, given=rows * h * e, again=again),
+        *_mlp_ops(x, activation, rows, pairs * share.ep / experts),
+        exchange,
+        Kernel("experts", kept=rows * h * e + 4 * pairs, moved=2 * rows * h, again=again),
+        over("etp", gathered * h * e, *reversed(halves)),
+        join,
+        *shared,
+    )
+
+
+def _mlp_ops(x: Residual, activation: Kernel, rows: int, each: float) -> tuple[LayerOp, ...]:
+    """The MLPs of a rank's experts. rows: of all of them; each: rows of one expert, without padding."""
+    m, share, h, e = x.model, x.share, x.h, x.share.element
+    own, f, matrices = m.num_experts // share.ep, m.expert_ffn_size // share.etp, 2 if m.gated else 1
+    return (
+        Product("experts", each, h, f, own * matrices, kept=rows * h * e, given=rows * h * e, again=(MLP,)),
         Kernel(
             "experts",
             kept=rows * activation.kept,
@@ -56,10 +68,5 @@ def expert_ops(x: Residual, activation: Kernel, shared: tuple[LayerOp, ...]) -> 
             workspace=rows * activation.workspace,
             again=(ACTIVATION, MLP),
         ),
-        Product("experts", each, f, h, own, kept=rows * f * e, given=rows * f * e, again=again),
-        exchange,
-        Kernel("experts", kept=rows * h * e + 4 * pairs, moved=2 * rows * h, again=again),
-        over("etp", gathered * h * e, *reversed(halves)),
-        join,
-        *shared,
+        Product("experts", each, f, h, own, kept=rows * f * e, given=rows * f * e, again=(MLP,)),
     )

@@ -556,7 +556,7 @@ def _compression(out: Translated) -> None:
             )
         elif key.endswith(".enable"):
             if out.is_on(key):
-                out.refuse(key, "is not supported: compression is not part of pretraining")
+                out.refuse(key, "is not supported here: see docs/compression.md and docs/distillation.md")
             out.take(key)
         else:
             switch = ".".join(key.split(".")[: 2 if key.startswith("Compress.") else 1]) + ".enable"
