@@ -145,6 +145,14 @@ def config_of(record: Mapping) -> Config:
     return from_record(record, named_recipe(model_type).setting_groups)
 
 
+def kind_of(facts: Facts) -> str:
+    """The kind of a model in messages: GPT, T5 or BERT; for other recipes the name of the network, as GPT after
+    instruction tuning.
+    """
+    model_type = facts.settings.model_type
+    return model_type if model_type in MODEL_TYPES else facts.name
+
+
 def command_of(model_type: str) -> str:
     """The arguments after `python` or `torchrun ...` that train a model type: `pretrain_gpt.py`, or `-m a.module`."""
     own = f"{MODEL_TYPES[model_type]}.py" if model_type in MODEL_TYPES else f"-m {model_type}"

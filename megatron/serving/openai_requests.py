@@ -291,7 +291,8 @@ def _words(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "too_long":
         return f"has to have at most {problem['ctx']['max_length']}, not {problem['ctx']['actual_length']}"
     text = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    return text.replace("Input should", "has to").replace("has to be a valid", "has to be a") or "invalid"
+    text = text.replace("Input should", "has to").replace("has to be a valid", "has to be a")
+    return text.replace("be a integer", "be an integer") or "invalid"
 
 
 def length_of(asked: Optional[int], default: int, prompt: int, longest: int, most: int) -> int:

@@ -113,8 +113,8 @@ def check(settings: ServeOptions, limits: ServeLimits, given: Mapping[str, State
     names = settings.served_model_name or []
     if names and len(names) != len(folders):
         raise UsageError(f"--served-model-name has {len(names)} names for {len(folders)} models")
-    if len(set(names)) != len(names) or len(set(folders)) != len(folders):
-        raise UsageError("two models have the same name or folder")
+    if twice := {str(one) for given_ones in (names, folders) for one in given_ones if list(given_ones).count(one) > 1}:
+        raise UsageError(f"two models have the same name or folder: {', '.join(sorted(twice))}", do="give each once")
     world = rank_env.ranks().world_size
     positive = ("max_batch", "max_answer_tokens", "max_body_bytes", "body_timeout", "request_timeout")
     for name, value, least in [

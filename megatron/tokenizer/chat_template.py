@@ -41,16 +41,24 @@ ASSISTANT = "assistant"  # the role whose messages are answers
 MARKS = range(0xE000, 0xF900)  # Unicode's private characters: they mark names of special tokens, and answers
 EDGES = "answer_edges"  # the template's variable with the marks around answers
 
-CHATML = """{% for message in messages %}
-{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}
+EACH = """{% for message in messages %}
+{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}
+{{ raise_exception('the role ' + message['role'] + ' is none of system, user, assistant and tool') }}{% endif %}
+"""
+CHATML = (
+    EACH
+    + """{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}
 {% generation %}{{ message['content'] | trim + '<|im_end|>' }}{% endgeneration %}{% else %}
 {{ message['content'] | trim + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-PLAIN = """{% for message in messages %}
-{{ '### ' + message['role'] | capitalize + '\\n' }}{% if message['role'] == 'assistant' %}
+)
+PLAIN = (
+    EACH
+    + """{{ '### ' + message['role'] | capitalize + '\\n' }}{% if message['role'] == 'assistant' %}
 {% generation %}{{ message['content'] | trim + eos_token }}{% endgeneration %}{% else %}
 {{ message['content'] | trim }}{% endif %}{{ '\\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ '### Assistant\\n' }}{% endif %}"""
+)
 
 
 class NamedTemplate(NamedTuple):

@@ -59,6 +59,9 @@ def test_the_mixture_computes_what_the_dense_model_does(flags, shape, tmp_path, 
         ),
         ("--num-experts 9 --moe-ffn-hidden-size 24", "--num-experts 9: it must be a multiple of 2"),
         ("--moe-router-topk 2", "number of experts is missing"),
+        ("--num-experts 2 --moe-router-topk 4", "--moe-router-topk 4 is more than --num-experts 2"),
+        ("--num-experts 2 --moe-router-topk 0", "--moe-router-topk 0 must be"),
+        ("--num-experts 4 --moe-layer-freq [1]*9", "it is for 9 layers"),
     ],
 )
 def test_settings_that_change_the_function_are_named(flags, text, tmp_path):
@@ -83,6 +86,7 @@ def test_a_wrong_mixture_is_found(tmp_path, monkeypatch):
     flags = "--num-experts 8 --moe-ffn-hidden-size 24 --moe-router-topk 4".split()
     with pytest.raises(CheckpointError, match="computes something else"):
         tool.main(["upcycle", str(tmp_path / "dense"), str(tmp_path / "mixture"), *flags])
+    assert not (tmp_path / "mixture").exists()
 
 
 def test_an_expert_is_a_segment_of_the_mlp():

@@ -10,7 +10,9 @@ import torch
 import finetune
 from megatron.inference.convert.huggingface import to_hf
 from megatron.inference.convert.merged import merge
+from megatron.inference.convert.upcycled import upcycle
 from megatron.inference.load import load_model, open_tokenizer
+from megatron.model.recipe import facts_of, kind_of
 from megatron.tokenizer.chat_template import find_template, template_folders
 from tests.tasks.chats import (
     EOD,
@@ -104,6 +106,13 @@ def test_an_export_has_the_template(tuned, tmp_path):
     ids = theirs.apply_chat_template(talks()[0], return_dict=False)
     assert ids == plain_tokens(talks()[0])[0] and theirs.eos_token == "<|endoftext|>"
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == EOD
+
+
+def test_a_tuned_model_is_a_gpt(tuned, tmp_path):
+    """For `upcycle`, and in the words of exports."""
+    _, compared, _ = upcycle(Path(tuned) / "iter_0000001", tmp_path / "mixture", dict(num_experts=4))
+    loaded = load_model(str(tuned))
+    assert compared.startswith("the same function") and kind_of(facts_of(loaded.config, loaded.vocab_size)) == "GPT"
 
 
 def test_a_merged_checkpoint_has_the_template(base, tmp_path):

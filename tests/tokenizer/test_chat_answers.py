@@ -131,6 +131,13 @@ def test_what_a_template_has_no_place_for_is_refused(template):
         template("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}").encode_answers(TALK)
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_role_that_no_server_sends_is_refused(folder, tokenizer, name):
+    """`human` would be a turn of its own, which no prompt of a server has."""
+    with pytest.raises(RefusedMessages, match="the role human is none of system, user, assistant and tool"):
+        find_template([folder], tokenizer, name).encode_answers([dict(TALK[1], role="human"), TALK[2]])
+
+
 def test_calls_of_tools(template):
     source = BLOCKS.replace("m.content + '<", "m.content + (m.tool_calls | tojson if m.tool_calls else '') + '<", 1)
     source = "{% if tools %}{{ tools | tojson }}{% endif %}" + source

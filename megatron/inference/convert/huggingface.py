@@ -32,6 +32,7 @@ from megatron.inference.quantize import Rounded
 from megatron.inference.quantized import STORED_OF_LAYER, refuse_quantized
 from megatron.model.gpt.hf_names import Match
 from megatron.model.recipe import config_of
+from megatron.mpu.initialize import DTYPES
 from megatron.mpu.placement import Placement
 from megatron.settings.from_checkpoint import FILES, located
 from megatron.tokenizer import build_tokenizer
@@ -96,7 +97,8 @@ def to_hf(
             loaded = load_model(path, precision="fp32")
             _round(loaded.model, family, dtype)
             notices.append(_compared(family, loaded, folder))
-        return [f"{out}: {family.kind} in {', '.join(files)}", *family.notices, *notices]
+        words = next(name for name, one in DTYPES.items() if one == dtype)
+        return [f"{out}: {family.kind} in {', '.join(files)} ({words})", *family.notices, *notices]
 
 
 def _tensors(reader: Reader, match: Match, products: Mapping[str, Rounded]) -> hf_files.TensorGroup:

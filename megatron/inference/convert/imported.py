@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a checkpoint with weights from another library."""
 
+import contextlib
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -36,6 +37,19 @@ def check_free(out: Path) -> None:
         raise SettingsError(f"{out} is there already", do="give a new folder")
 
 
+@contextlib.contextmanager
+def removed_after_error(out: Path) -> Iterator[None]:
+    """Write to a new folder `out`, which is removed after an error. Raises SettingsError if it is not free."""
+    check_free(out)
+    new = not out.exists()
+    try:
+        yield
+    except BaseException:
+        if new:
+            shutil.rmtree(out, ignore_errors=True)
+        raise
+
+
 def check_complete(source: Path, wanted: Collection[str], shards: Iterable[list[Piece]]) -> Iterator[list[Piece]]:
     """The shards unchanged; after the last one, raise CheckpointError if tensors of the model are missing."""
     missing = set(wanted)
@@ -52,20 +66,15 @@ def write_import(open_model: Callable[[], ModelImport], out: Path, state: dict[s
     state: the position of a run that has not begun, as saved. Raises SettingsError if `out` is not free, before it opens
     the model. Removes its output after an error.
     """
-    check_free(out)
-    found = open_model()
-    model, new = found.model, not out.exists()
-    content = imported_state(model, found.vocab_size, state, found.origin)
-    notices = list(found.notices)
-    try:
+    with removed_after_error(out):
+        found = open_model()
+        model = found.model
+        content = imported_state(model, found.vocab_size, state, found.origin)
+        notices = list(found.notices)
         if found.facts is not None:
             notices.append(_continue_run(content, found.facts, state))
         with Saver(out) as saver:
             saver.write(content["state"]["iteration"], found.shards(), content)
-    except BaseException:
-        if new:
-            shutil.rmtree(out, ignore_errors=True)
-        raise
     size = f"{model.num_layers} layers, hidden {model.hidden_size}, vocabulary {found.vocab_size}"
     how_on = "train on with --finetune" if found.facts is None else "resume the run with"
     return [f"{out}: {size}", *notices, f"{how_on} --load {out}"]

@@ -13,11 +13,12 @@ from megatron.checkpoint.index import Tensor
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert.families import prompts_for
-from megatron.inference.convert.imported import check_free
-from megatron.inference.load import load_model
-from megatron.model.experts import upcycling
-from megatron.model.recipe import config_of, facts_of
+from megatron.inference.convert.imported import removed_after_error
+from megatron.inference.load import load_model, refuse_head
+from megatron.model.experts import rules, upcycling
+from megatron.model.recipe import config_of, facts_of, kind_of
 from megatron.settings.from_checkpoint import located
+from megatron.settings.rules import out_of_range, record
 from megatron.settings.schema import Config
 
 BOUND = 1e-6  # of the largest logit
@@ -30,15 +31,16 @@ def upcycle(
 
     given: settings of experts. check: compare the logits of both models. Optimizer state is left out.
     Raises SettingsError for other settings, or a mixture that computes something else; CheckpointError if it does.
+    Removes its output after an error.
     """
-    check_free(out)
-    with Reader(path) as reader:
-        source = UpcycledReader(reader, given, seed)
-        pieces = reshard.whole_pieces(source)
-        new = reshard.reshard(source, out, reshard.evenly(pieces, writers), source.state)
-    m = source.config.model
-    notices = [f"{new}: {m.num_experts} experts in {len(m.expert_layers)} of {m.num_layers} layers"]
-    notices += [_compared(path, new, source.config, source.state["vocab_size"])] if check else []
+    with removed_after_error(out):
+        with Reader(path) as reader:
+            source = UpcycledReader(reader, given, seed)
+            pieces = reshard.whole_pieces(source)
+            new = reshard.reshard(source, out, reshard.evenly(pieces, writers), source.state)
+        m = source.config.model
+        notices = [f"{new}: {m.num_experts} experts in {len(m.expert_layers)} of {m.num_layers} layers"]
+        notices += [_compared(path, new, source.config, source.state["vocab_size"])] if check else []
     return [*notices, f"train on with --load {out} --finetune"]
 
 
@@ -53,14 +55,17 @@ class UpcycledReader(reshard.Computed):
             raise SettingsError(
                 f"{reader.folder} has {saved.model.num_experts} experts already", do="give a dense model"
             )
-        if saved.model.model_type != "GPT" or saved.model.linear or saved.model.sparsity is not None:
-            special = bool(saved.model.linear or saved.model.sparsity)
+        refuse_head(saved, reader.state["vocab_size"], reader.folder)
+        kind = kind_of(facts_of(saved, reader.state["vocab_size"]))
+        special = saved.model.linear or saved.model.sparsity is not None
+        if kind != "GPT" or special:
             raise SettingsError(
-                f"{reader.folder} is a {saved.model.model_type}{' with special linear layers' * special}",
+                f"{reader.folder} is a {kind}{' with special linear layers' * bool(special)}",
                 "experts are upcycled from the MLPs of a GPT",
                 "merge adapters first (merge-lora), or apply masks (apply-masks)" if special else None,
             )
         self.config = replace(saved, model=replace(saved.model, **given))
+        refuse_broken(self.config)
         upcycling.refuse_unequal(self.config.model)
         self.reader, self.folder, self.seed = reader, reader.folder, seed
         self.placements = facts_of(self.config, reader.state["vocab_size"]).weights
@@ -92,6 +97,14 @@ class UpcycledReader(reshard.Computed):
         buffers = {name: placed.buffer.combine for name, placed in self.placements.items() if placed.buffer}
         untrained = {**(state.get("untrained") or {}), "buffers": buffers}
         return {**state, "config": state["config"] | dict(model=model), "untrained": untrained, "optimizer_steps": None}
+
+
+def refuse_broken(config: Config) -> None:
+    """Raise SettingsError if the settings of experts cannot work, as a training run does."""
+    s = record(config, 1)
+    broken = out_of_range(config.model).values() or [rule.message(s) for rule in rules.RULES if rule.broken(s)]
+    if broken:
+        raise SettingsError("these settings cannot work", "\n  ".join(broken))
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.model.facts import Facts
+from megatron.model.recipe import kind_of
 from megatron.storage.urls import UrlPath
 from megatron.telemetry.run_folder import find_metrics
 from megatron.telemetry.run_record import OF_EVERY_EVALUATION, History, read_history
@@ -54,7 +55,7 @@ def _model(record: Mapping[str, Any], facts: Facts) -> Rows:
     count = sum(math.prod(placed.shape) for placed in facts.weights.values())
     groups = f", {model.query_groups} key-value heads" if model.query_groups != model.num_attention_heads else ""
     return [
-        ("type", model.model_type),
+        ("type", kind_of(facts)),
         ("parameters", f"{count:,}"),
         ("layers", f"{model.num_layers} of width {model.hidden_size}"),
         ("attention heads", f"{model.num_attention_heads} of width {model.head_dim}{groups}"),

@@ -37,7 +37,7 @@ from megatron.model.facts import Facts
 from megatron.model.linear_kinds import choices
 from megatron.model.quantization import KIND as FAKE_QUANTIZE
 from megatron.model.quantization import PLAIN, QuantizeOptions
-from megatron.model.recipe import config_of, facts_of
+from megatron.model.recipe import config_of, facts_of, kind_of
 from megatron.model.t5.facts import T5Facts
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.layers import linear_products
@@ -227,7 +227,7 @@ def _export(source: "ExportSource", out: Path, wanted: Wanted) -> list[str]:
     compared = [] if agreed is None else [f"checked: {agreed.sentence}"]
     unchecked = [] if wanted.check else [f"{CLIENTS[wanted.form]} was not asked (--no-check)"]
     return [
-        f"{out}: {source.config.model.model_type} of iteration {source.iteration} in {', '.join(files)} ({wanted.dtype})",
+        f"{out}: {kind_of(source.facts)} of iteration {source.iteration} in {', '.join(files)} ({wanted.dtype})",
         *compared,
         *unchecked,
         *more,
