@@ -51,7 +51,7 @@ def test_limits_are_those_of_the_code():
 
 def test_flags_on_the_page_are_there():
     known = {one.name for group in (ServeOptions, ServeLimits, QuantizeOptions) for one in fields(group)}
-    known |= {"tensor_model_parallel_size", "pipeline_model_parallel_size", "nproc_per_node", "kill_every"}
+    known |= {"tensor_model_parallel_size", "pipeline_model_parallel_size", "nproc_per_node", "kill_every", "seconds"}
     known |= {"num_beams", "format", "tokens_to_generate"}
     known |= {"model", "tensor_parallel_size", "pipeline_parallel_size", "dtype", "max_num_seqs"}  # vLLM's names
     named = {flag.replace("-", "_").removeprefix("no_") for flag in re.findall(r"--([a-z][a-z-]+)", PAGE)}
