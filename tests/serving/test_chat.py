@@ -11,6 +11,7 @@ from megatron.inference.sampling import Sampling
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer.chat_template import RefusedMessages, find_template
 from tests.serving.toy import EOD, ByteTokenizer, alone, served
+from tests.tokenizer.turns import save_tokenizer
 
 openai = pytest.importorskip("openai", reason="openai is not installed: pip install openai")
 CHATML = """{%- for message in messages %}
@@ -35,19 +36,7 @@ TALK = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A Hugging Face tokenizer with special tokens for turns."""
-    import tokenizers
-
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-        special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
-    )  # fmt: skip
-    made.train_from_iterator(["hello there what is the user system assistant brief"] * 9, trainer)
-    folder = tmp_path_factory.mktemp("tokenizer")
-    made.save(str(folder / "tokenizer.json"))
-    return folder
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def configured(folder, template, **more):

@@ -10,6 +10,7 @@ from megatron.settings.schema import TokenizerSettings
 from megatron.storage.urls import location
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.chat_template import TEMPLATES, RefusedMessages, find_template
+from tests.tokenizer.turns import WORDS, save_tokenizer
 
 BLOCKS = """{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}
 {% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}
@@ -29,18 +30,7 @@ TALK = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A Hugging Face tokenizer with special tokens for turns."""
-    import tokenizers
-
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-        special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
-    )  # fmt: skip
-    made.train_from_iterator(["hello there what is the user system assistant brief\n\n\n"] * 9, trainer)
-    folder = tmp_path_factory.mktemp("tokenizer")
-    made.save(str(folder / "tokenizer.json"))
+    folder = save_tokenizer(tmp_path_factory.mktemp("tokenizer"), WORDS + "\n\n\n")
     config = dict(bos_token="<s>", eos_token="</s>", tokenizer_class="PreTrainedTokenizerFast")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
