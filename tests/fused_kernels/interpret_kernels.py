@@ -169,7 +169,7 @@ def unequal_bits(h: int, dtype: torch.dtype, rows: int = 0, dropped: int = 0) ->
 
 
 def after_the_rows() -> list[float]:
-    """The share of values after the last row that change when pairs without a row are permuted, and in the backward pass."""
+    """The share of values after the last row that pairs without a row change, and that their gradients change."""
     from megatron.fused_kernels.gpu import expert_rows
 
     (n, k, h), (_, place) = (7, 3, 100), probe.experts_order(7, 3, 15, 3, "cpu")
