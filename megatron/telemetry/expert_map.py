@@ -59,8 +59,8 @@ def shown_layers(layers: dict[str, np.ndarray]) -> list[str]:
 
 
 def columns(iterations: Sequence[int], loads: np.ndarray) -> np.ndarray:
-    """Relative loads at equal distances over the iterations, [experts, columns]: of the records in a column, their sum; in a
-    column without one, the next record.
+    """Relative loads at equal distances over the iterations, [experts, columns]: of the records in a column, their sum; of
+    a column without one, the next record.
     """
     count = min(COLUMNS, len(iterations))
     edges = np.linspace(iterations[0], iterations[-1], count + 1) if len(iterations) > 1 else np.array([0.0, 1.0])
@@ -88,7 +88,7 @@ def expert_map(iterations: Sequence[int], loads: np.ndarray) -> str:
 
 
 def coloured(values: np.ndarray) -> np.ndarray:
-    """Relative loads -> RGBA from 0 to 255, [..., 4]. The page shows through where loads are equal, in light and in dark."""
+    """Relative loads -> RGBA from 0 to 255, [..., 4]. The page shows through where loads are equal, light or dark."""
     more, fewer = ([int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in (RED, BLUE))
     strength = np.where(values > 1, (values - 1) / (MOST - 1), 1 - values).clip(0, 1)
     colours = np.where((values > 1)[..., None], more, fewer)

@@ -262,7 +262,9 @@ class Metrics:
     def record_experts(self, iteration: int, consumed_samples: int, loads: dict[str, list[int]]) -> None:
         """Record the tokens of each expert in a step, by layer. Trackers get each layer's largest and smallest load."""
         self._write(dict(kind="experts", iteration=iteration, time=now(), loads=loads))
-        tags = {f"{of} expert load/{layer}": load for layer, own in loads.items() for of, load in load_ends(own).items()}
+        tags = {
+            f"{of} expert load/{layer}": load for layer, own in loads.items() for of, load in load_ends(own).items()
+        }
         self._track(tags, iteration, consumed_samples)
 
     def count_event(self, event: dict) -> None:

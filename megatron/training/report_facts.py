@@ -218,7 +218,10 @@ def experts(history: History) -> tuple[list[tuple[str, str]], Rows]:
     found = [expert_map.unbalance(layer, loads) for layer, loads in layers.items()]
     worst = max(found, key=lambda one: one.largest)
     rows = [
-        ("colours", f"red: more than the mean, the strongest {expert_map.MOST:g} times; blue: fewer, the strongest none"),
+        (
+            "colours",
+            f"red: more than the mean, the strongest {expert_map.MOST:g} times; blue: fewer, the strongest none",
+        ),
         ("largest load at the end", f"{worst.largest:.2f} times the mean, in {worst.layer}"),
         ("smallest load at the end", f"{min(one.smallest for one in found):.2f} times the mean"),
         *((f"without tokens in {one.layer}", _experts_named(one.idle)) for one in found if one.idle),

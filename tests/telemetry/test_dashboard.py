@@ -335,7 +335,14 @@ def test_loads_of_experts_over_time(tmp_path):
     def loads(iteration, *layers):
         return dict(kind="experts", iteration=iteration, loads={f"blocks.{n}": own for n, own in enumerate(layers)})
 
-    records = [launch(), step(5), loads(5, [6, 2], [4, 4]), loads(10, [8, 0], [4, 4]), launch(5), loads(10, [0, 0], [1, 3])]
+    records = [
+        launch(),
+        step(5),
+        loads(5, [6, 2], [4, 4]),
+        loads(10, [8, 0], [4, 4]),
+        launch(5),
+        loads(10, [0, 0], [1, 3]),
+    ]
     runs = watched(write(tmp_path / "a", *records))
     found = runs.experts("0")
     assert (found["names"], found["name"], found["x"].tolist()) == (["blocks.0", "blocks.1"], "blocks.0", [5, 10])
