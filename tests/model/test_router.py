@@ -241,7 +241,8 @@ def test_weights_exclude_the_bias_and_evaluation_counts_nothing():
     found = made(x)
     assert set(found.experts.flatten().tolist()) == {0, 1}
     scores = F.linear(x.flatten(0, 1), made.weight).sigmoid().gather(1, found.experts)
-    assert torch.equal(found.weights, scores / scores.sum(1, keepdim=True))  # to the bit: recovered from a sum it is not
+    # To the bit, which biased scores less the bias are not.
+    assert torch.equal(found.weights, scores / scores.sum(1, keepdim=True))
     assert made.load.sum() == 0
 
 
