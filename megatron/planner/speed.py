@@ -229,7 +229,9 @@ def _stages(facts: Facts, pipeline: Pipeline, settings: Recompute) -> frozenset[
 
 
 @lru_cache(maxsize=65536)
-def _layers(facts: Facts, settings: Recompute, layers: range) -> tuple[tuple[tuple[LayerDesign, tuple[str, ...]], int], ...]:
+def _layers(
+    facts: Facts, settings: Recompute, layers: range
+) -> tuple[tuple[tuple[LayerDesign, tuple[str, ...]], int], ...]:
     return tuple(sorted(activations.repeated(facts, settings, layers).items()))
 
 

@@ -52,7 +52,7 @@ def plain_grid(rows: torch.Tensor, how: str):
 
 
 def plain_gptq(weight: torch.Tensor, hessian: torch.Tensor, how: str) -> torch.Tensor:
-    """Optimal brain quantization in order (arXiv:2210.17323, equations 2 and 3): the rounded weight, in fp64. Zeros stay."""
+    """Optimal brain quantization in order (arXiv:2210.17323, equations 2 and 3): the rounded weight. Zeros stay."""
     mask = (weight != 0).double()
     weight, result = weight.double().clone(), torch.empty_like(weight, dtype=torch.float64)
     hessian = hessian.double() + 0.01 * hessian.double().diagonal().mean() * torch.eye(len(hessian))

@@ -171,7 +171,7 @@ def test_a_plain_run_goes_on_with_masks_which_are_applied_at_the_end(tmp_path, c
 
 @pytest.mark.sampled(5)
 def test_a_masked_model_is_trained_for_few_bits(tmp_path, capsys):
-    """--finetune of a run with masks, with --quantization: it keeps them. Their zeros applied, the model computes the same."""
+    """--finetune of a run with masks, with --quantization, keeps them. With zeros applied the model computes the same."""
     base, own, zeros = (tmp_path / name for name in ("base", "own", "zeros"))
     pretrain(0, "2:4", f"--save {base}")
     before = tensors(base)
@@ -265,8 +265,7 @@ def product_of(flags: str, kind=SparseProduct) -> tuple[ColumnParallelLinear, Bu
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
-    "more, kind",
-    [("", SparseProduct), ("--quantization --activation-quantize-type none", SparseFakeQuantizeProduct)],
+    "more, kind", [("", SparseProduct), ("--quantization --activation-quantize-type none", SparseFakeQuantizeProduct)]
 )
 def test_a_skipped_step_keeps_the_mask_and_does_not_count(more, kind, late):
     """The host decides before the update, or the device in it: then the host learns it later."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner says of frozen weights, LoRA pairs and quantization aware training: saved activations against those
-that autograd saves, model FLOPs against products counted by hand, and times that are less than those of training everything.
+"""What the planner says of frozen weights, LoRA pairs and rounded layers: saved activations against those that autograd
+saves, model FLOPs against products counted by hand, and times that are less than those of training everything.
 """
 
 from dataclasses import replace
@@ -49,7 +49,7 @@ def planned(words: str, dp: int = 1):
 def test_saved_activations_are_those_of_autograd(name, again):
     granularity = f"selective --recompute-modules {again}" if again in ("mlp", "layernorm mlp_act") else again
     config, job = planned(f"{WORDS[name]} {f'--recompute-granularity {granularity}' if again else ''}")
-    stage = built(config)
+    stage = built(config, Mesh())
     for full, parameter in stage.named_parameters():
         parameter.requires_grad_(not job.selection.freezes(full))
     layout = Layout(micro_batch_size=2, recompute=config.recompute)
@@ -74,7 +74,7 @@ def test_rounded_inputs_of_tensor_parallel_ranks(sp, run_ranks):
     assert found == pytest.approx([sum(kept.values())] * 2, rel=1e-3)
 
 
-def built(config, mesh=Mesh()):
+def built(config, mesh):
     stage = pretrain_gpt.build_model(config, mesh, 97, dtype=torch.float32, device="cpu")
     for buffer in stage.buffers():
         buffer.zero_()
