@@ -20,6 +20,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Optional
 
 from megatron.model.quantization import KIND as QUANTIZED
+from megatron.model.quantization import OF_TOKENS
 from megatron.model.sparsity import KIND as SPARSE
 from megatron.settings.schema import Model
 
@@ -280,8 +281,10 @@ class Residual:
         return *self._rounding(name, elements, given, again, layer), product, self.summed
 
     def _rounding(self, name: str, elements: int, given: int, again: tuple[str, ...], layer: str) -> tuple[Kernel, ...]:
-        """Rounds the input of a product in quantization aware training: none, or an op that keeps a byte for each element;
-        PACT's clipping keeps the input. The product then keeps the rounded input. given: bytes that only they would keep
+        """Rounds the input of a product in quantization aware training: none, or an op that keeps a byte for each element,
+        unless nothing is clipped; PACT's clipping keeps the input. The product then keeps the rounded input.
+
+        given: bytes that only they would keep
         """
         m = self.model
         if m.activation_quantize_type == "none" or QUANTIZED not in self.share.kinds_of(layer):
@@ -289,7 +292,8 @@ class Residual:
         clips = m.activation_preprocess_type == "PACT"
         # Forward and backward, 14 elements are read or written, by 13 kernels: a third of them.
         sizes = dict(given=given, workspace=elements * self.share.element, moved=5 * elements, starts=4)
-        return (Kernel(name, kept=elements + given * clips, reads=clips, again=again, **sizes),)
+        kept = elements * (m.activation_quantize_type != OF_TOKENS) + given * clips
+        return (Kernel(name, kept=kept, reads=clips, again=again, **sizes),)
 
     def _weight_workspace(self, layer: str, elements: int) -> int:
         """Bytes of the masked, and of the rounded weight in the backward pass, and of torch's mask of what it clips."""

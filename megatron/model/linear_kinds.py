@@ -178,7 +178,7 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]], tp: int
     names = {f"blocks.{layer}.{name}": name for layer, table in blocks.items() for name in linear_layers(table)}
     adapted = [choice.pattern for choice in parts if lora.KIND in choice.names]
     found = lora.problems(settings, adapted) + [
-        f"--linear {settings.linear}: '{choice.pattern}' is no linear layer of this model; each block has "
+        f"{_flag_of(settings, choice.pattern)}: '{choice.pattern}' is no linear layer of this model; each block has "
         f"{', '.join(dict.fromkeys(names.values()))}"
         for choice in parts
         if not any(map(choice.matches, names))
@@ -205,6 +205,16 @@ def _apart(settings: Model, kinds: Mapping[str, tuple[list[str], Placement]]) ->
         f"--linear {settings.linear}: {name} cannot be {' and '.join(own)} at once; {' and '.join(sorted(TOGETHER))} can"
         for name, own in wrong[:1]
     ]
+
+
+def _flag_of(settings: Model, pattern: str) -> str:
+    """The flag that a pattern of --linear comes from, and its value."""
+    names = ("quantization_layers", "quantization_skip", "sparsity_layers", "sparsity_skip", "lora_target", "linear")
+    values = {name: getattr(settings, name) or "" for name in names}
+    name = next(
+        name for name, value in values.items() if pattern in value.replace(",", " ").split() or name == "linear"
+    )
+    return f"--{name.replace('_', '-')} {values[name]}"
 
 
 def _unused(settings: Model, layers: Iterable[list[str]]) -> list[str]:

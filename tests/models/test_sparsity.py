@@ -228,7 +228,8 @@ def test_a_masked_model_is_quantized_with_its_zeros(tmp_path):
             "blocks.0.mlp.up cannot be lora and sparse at once; fake_quantize and sparse can",
         ),
         ("--sparsity 2:4 --linear mlp.*=+gate", "'gate' is no kind of linear layer"),
-        ("--sparsity 0.3 --sparsity-layers gate", "'gate' is no linear layer of this model; each block has attention"),
+        ("--sparsity 0.3 --sparsity-skip gate", "--sparsity-skip gate: 'gate' is no linear layer of this model"),
+        ("--sparsity 0.3 --sparsity-layers gate", "--sparsity-layers gate: 'gate' is no linear layer of this"),
         ("--linear mlp.*=sparse", "--linear PATTERN=sparse needs --sparsity"),
     ],
 )

@@ -31,6 +31,7 @@ WORDS = {
     "pairs with dropout": "--lora-rank 4 --lora-dropout 0.1 --lora-target mlp.* --train-only embedding.word.*",
     "pairs, Llama": "--swiglu --disable-bias-linear --lora-rank 4 --lora-split-fused --train-only embedding.word.*",
     "rounded": "--quantization",
+    "rounded tokens": "--quantization --activation-quantize-type token_wise_min_max",
     "rounded weights": "--quantization --activation-quantize-type none",
     "clipped": "--quantization --activation-preprocess-type PACT --attention-backend sdpa",
     "clipped, some": "--swiglu --quantization --quantization-skip blocks.0.*,mlp.down --activation-preprocess-type PACT",
