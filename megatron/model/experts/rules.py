@@ -123,8 +123,10 @@ RULES = (
     ),
 )
 
-# A model without experts.
-NO_EXPERTS = Rule(_mixture, lambda s: f"--num-experts {s.num_experts}: --model-type {s.model_type} has no experts")
+# Models without experts.
+NO_EXPERTS = Rule(
+    _mixture, lambda s: f"--num-experts {s.num_experts}: BERT and T5 have no experts, only a GPT has; leave it out"
+)
 
 
 _EXPERTS = Needs("--num-experts above 1", _mixture)
