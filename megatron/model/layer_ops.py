@@ -89,6 +89,7 @@ CORE, NORM, ACTIVATION, MLP = MODULES = ("core_attn", "layernorm", "mlp_act", "m
 ATTENTION, LAYER = "full_attn", "full"
 DISCARDING = {NORM, ACTIVATION}  # the op that reads such a module's output does not save it either
 ALWAYS = "backward pass"  # not a module: the backward pass always repeats the op
+ONCE = "first pass"  # not a module: recomputation has the op's result
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ class LayerOp:
 
     def runs_again(self, modules: Sequence[str]) -> bool:
         """Whether recomputation of these modules repeats the op."""
+        if ONCE in self.again:
+            return False
         return LAYER in modules or ALWAYS in self.again or not set(self.again).isdisjoint(modules)
 
     def is_discarded(self, modules: Sequence[str]) -> bool:
