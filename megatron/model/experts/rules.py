@@ -124,9 +124,7 @@ RULES = (
 )
 
 # Models without experts.
-NO_EXPERTS = Rule(
-    _mixture, lambda s: f"--num-experts {s.num_experts}: BERT and T5 have no experts, only a GPT has; leave it out"
-)
+NO_EXPERTS = Rule(_mixture, lambda s: f"--num-experts {s.num_experts}: this kind of model has no experts; leave it out")
 
 
 _EXPERTS = Needs("--num-experts above 1", _mixture)
