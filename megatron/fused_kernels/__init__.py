@@ -427,7 +427,7 @@ TABLE: dict[str, list[Implementation]] = {
         Implementation("torch", expert_rows.permute, "gathers, in the backward pass, too: no atomic additions"),
     ],
     "unpermute": [
-        _in_triton("unpermute", "no rows in fp32, and the backward pass writes gradients of rows and weights in one pass"),
+        _in_triton("unpermute", "no rows in fp32; one backward pass for gradients of rows and weights"),
         Implementation("torch", expert_rows.unpermute, "a gather and an addition for each expert of a token"),
     ],
     "cross_entropy": [
