@@ -423,11 +423,11 @@ TABLE: dict[str, list[Implementation]] = {
         Implementation("torch", reference.rotate, "halves, products and a sum, one after the other"),
     ],
     "permute": [
-        _in_triton("permute", "a token is read once for all of its experts; gradients are added in fp32, unrounded"),
+        _in_triton("permute", "a token is read once for all of its experts, and its gradient is written once"),
         Implementation("torch", expert_rows.permute, "gathers, in the backward pass, too: no atomic additions"),
     ],
     "unpermute": [
-        _in_triton("unpermute", "one pass, and two in the backward pass, none of them in fp32"),
+        _in_triton("unpermute", "no rows in fp32; one backward pass for gradients of rows and weights"),
         Implementation("torch", expert_rows.unpermute, "a gather and an addition for each expert of a token"),
     ],
     "cross_entropy": [
