@@ -281,9 +281,7 @@ TABLE: dict[str, list[Implementation]] = {
             lambda case: case.sinks and _HALF_ON_CUDA(case) and case.head_dim <= 256,
             NO_CUDA,
             "sdpa",
-            frozenset(
-                {"causal", "cached", "documents", "grouped", "scaled_softmax", "window", "unfused", "sinks"}
-            ),
+            frozenset({"causal", "cached", "documents", "grouped", "scaled_softmax", "window", "unfused", "sinks"}),
         ),
         Implementation(
             "block-causal",

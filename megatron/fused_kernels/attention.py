@@ -91,9 +91,7 @@ class _BlockAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, query, key, value, visible, starts, blocks, dropout, scale, softcap, window, bias, padding, sinks
-    ):
+    def forward(ctx, query, key, value, visible, starts, blocks, dropout, scale, softcap, window, bias, padding, sinks):
         (s, b, g, q, d), t = query.shape, key.shape[0]
         past = t - s  # keys before the first query
         rows = query.permute(1, 2, 0, 3, 4).reshape(b * g, s * q, d)

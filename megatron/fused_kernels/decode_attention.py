@@ -157,9 +157,7 @@ def by_pairs(
     return attended.view(n, -1)
 
 
-def by_text(
-    query, keys, values, places: Places, scale: float, sinks: Optional[torch.Tensor] = None
-) -> torch.Tensor:
+def by_text(query, keys, values, places: Places, scale: float, sinks: Optional[torch.Tensor] = None) -> torch.Tensor:
     """Text by text, with the queries of a group as rows of one product, which reads a key once for all of them.
 
     If a text's places are several slices, the results of each are merged by the log-sum-exp of scores, which costs less

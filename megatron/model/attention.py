@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal self-attention with grouped queries, rotary positions, query-key norm, separate documents, sliding windows, soft
-caps, sinks and a key-value cache. Ranks of context parallelism share sequences by a ring of keys and values, by gathering them,
-or by exchanging rows for heads.
+caps, sinks and a key-value cache. Ranks of context parallelism share sequences by a ring of keys and values, by gathering
+them, or by exchanging rows for heads.
 
 Legend: s new tokens, t all tokens (t = s without a cache), b micro-batch, h hidden, g key-value groups, q queries
 per group, d channels per head, tp ranks that divide the groups, cp ranks that divide the tokens: s is one rank's part

@@ -159,7 +159,8 @@ def check(device, dtype, order, masked, dropped, shape, softcap=None, window=Non
         softcap=softcap,
         window=window,
     )
-    case = Case(device, dtype, s, t, causal, masked != "none", dropped, q > 1, softcap=bool(softcap), window=window, sinks=sunk)
+    more = dict(softcap=bool(softcap), window=window, sinks=sunk)
+    case = Case(device, dtype, s, t, causal, masked != "none", dropped, q > 1, **more)
     return fitting_equal(case, how, inputs, wanted)
 
 
@@ -233,7 +234,9 @@ def test_sinks_over_long_keys_are_not_stored_scores():
     assert choose_kernel("attention", Case(**long)).name == "flash with sinks (CPU)"
     assert choose_kernel("attention", Case(**long, window=127)).name == "block-causal"
     half = Case(**long | dict(device="cuda", dtype=torch.bfloat16))
-    assert next(e.name for e in TABLE["attention"] if e.suits(half) and half.features <= e.covers).startswith("flash with")
+    assert next(e.name for e in TABLE["attention"] if e.suits(half) and half.features <= e.covers).startswith(
+        "flash with"
+    )
 
 
 def test_long_sequences_keep_block_causal_where_a_window_keeps_it_small():

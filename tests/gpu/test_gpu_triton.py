@@ -97,7 +97,8 @@ def test_decode_attention(g, q, d, more, dtype):
     places = Places(of_texts, 16, torch.device("cuda"))
     shapes = (len(lengths), g, q, d), (4800, g, d), (4800, g, d)
     inputs = [drawn(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes)]
-    more = more | {name: torch.linspace(-1, top, g * q, device="cuda").view(g, q) for name, top in more.items() if name == "sinks"}
+    if "sinks" in more:
+        more = dict(sinks=torch.linspace(-1, more["sinks"], g * q, device="cuda").view(g, q))
     found = probe.kernel("decode_attention")(*inputs, places, scale=d**-0.5, **more)
     wanted = reference.decode_attention(*(x.double() for x in inputs), places, scale=d**-0.5, **more)
     assert ((found.double() - wanted).norm() / wanted.norm()).item() < TOLERANCE[dtype]

@@ -139,7 +139,8 @@ def test_every_kernel_is_a_softmax_over_all_pairs(case, size, device, monkeypatc
     exact = [x.double().requires_grad_() for x in (*inputs, *([] if sinks is None else [sinks]))]
     value = _dense(*exact[:3], exact[3] if len(exact) > 3 else None, _seen(starts, window), scores, kept)
     wanted = [value, *torch.autograd.grad(value, exact, upstream.double())]
-    marks = dict(sinks=sinks is not None, dropout=p > 0, grouped=groups < heads, softcap=softcap is not None, documents=starts is not None)
+    marks = dict(dropout=p > 0, grouped=groups < heads, softcap=softcap is not None, documents=starts is not None)
+    marks |= dict(sinks=sinks is not None)
     asked = Case(device, dtype, T // size, T // size, True, window=window, head_dim=d, **marks)
     fitting = [entry for entry in TABLE["partial_attention"] if entry.fits(asked)]
     assert len(fitting) == (1 if p else 2)  # flash attention has no caps and no masks of dropout

@@ -363,7 +363,9 @@ def test_the_log_says_each_once(run_ranks, command, capfd):
     ]
 
 
-SAME = "rotary_base bias_gelu_fusion activation_func_clamp_value glu_linear_offset reset_position_ids weight_decay".split()
+SAME = (
+    "rotary_base bias_gelu_fusion activation_func_clamp_value glu_linear_offset reset_position_ids weight_decay".split()
+)
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -52,8 +52,6 @@ def shapes(
         found["output.weight"] = (rows, h)
     for n in range(layers):
         block = f"blocks.{n}"
-        if sink == "learnable":
-            found[f"{block}.attention.softmax_offset"] = (groups, heads // groups)
         if before:
             norms |= {f"{block}.attention_norm": h, f"{block}.mlp_norm": h}
         if after:
@@ -77,7 +75,8 @@ def shapes(
         found[f"{name}.weight"] = (width,)
         if norm == "LayerNorm":
             found[f"{name}.bias"] = (width,)
-    return found
+    offsets = {f"blocks.{n}.attention.softmax_offset": (groups, heads // groups) for n in range(layers)}
+    return found | (offsets if sink == "learnable" else {})
 
 
 def normed(w, name, x, norm, epsilon):

@@ -29,8 +29,8 @@ def experts(model: Model, sequence_parallel: bool) -> Table:
 
 
 def router(model: Model) -> Table:
-    """The router's weight [E, h], its bias if other linear layers have one (as in Megatron-Core), the bias of each expert's score, and the number of tokens that chose each expert in
-    this step, also by scores without this bias.
+    """The router's weight [E, h], its bias [E] if other linear layers have one (as in Megatron-Core), the bias of each
+    expert's score for the choice, and the number of tokens that chose each expert in this step, also by scores without it.
     """
     each = (model.num_experts,)
     table = {

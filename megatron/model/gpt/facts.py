@@ -365,7 +365,9 @@ def _core(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> CoreAtten
         workspace = _ring_workspace(facts, share, kernel, calls, window)
     elif kernel == "flash":
         masked = [
-            call for call in calls if _masked(share, window, sinks) or call.queries < call.keys and share.device == "cpu"
+            call
+            for call in calls
+            if _masked(share, window, sinks) or call.queries < call.keys and share.device == "cpu"
         ]
         workspace = max((call.queries * call.keys * e for call in masked), default=0)
         if share.documents and share.device == "cpu":  # gradients of queries, keys and values, concatenated twice

@@ -115,7 +115,8 @@ RULES = (
         Rule(
             lambda s, one=one, other=other: getattr(s, one) and getattr(s, other),
             lambda s, one=one, other=other: (
-                f"--{one.replace('_', '-')} and --{other.replace('_', '-')} are two activations of the MLP; give one of them"
+                f"--{one.replace('_', '-')} and --{other.replace('_', '-')} are two activations of the MLP; give one of "
+                "them"
             ),
         )
         for one, other in combinations(("squared_relu", "swiglu", "geglu", "quick_geglu"), 2)
