@@ -12,7 +12,9 @@ input_absmax:  the abs-max of the inputs of this step, over all of its tokens on
 input_average: [2], a and n of the moving average: after each step a = 0.9 a + input_absmax and n = 0.9 n + 1; the scale of
                the next step's inputs is a / n. Inputs of the first step are not rounded: there is no scale yet
 
-With PACT (arXiv:1805.06085) inputs are first clipped to a trained bound, `pact_alpha`.
+With `--activation-quantize-type token_wise_min_max` there are no such buffers: each token has a step and a zero, from the
+least and the largest of its channels. With PACT (arXiv:1805.06085) inputs are first clipped to a trained bound,
+`pact_alpha`.
 """
 
 import json
@@ -28,6 +30,7 @@ from megatron.settings.schema import Config, Model, setting
 
 KIND = "fake_quantize"
 ALPHA = 20.0  # initial bound of PACT
+OF_TOKENS = "token_wise_min_max"
 
 
 @dataclass(frozen=True)
@@ -92,11 +95,12 @@ def own_weights(settings: Model, weight: Placement) -> Mapping[str, Placement]:
     """
     if settings.activation_quantize_type == "none":
         return {}
-    parts = tuple(weight.model_axes)
-    own = dict(
-        input_absmax=Placement((), Constant(0.0), partial=parts, decay=False, buffer=Buffer("max")),
-        input_average=Placement((2,), Constant(0.0), decay=False, buffer=Buffer("same")),
-    )
+    parts, own = tuple(weight.model_axes), {}
+    if settings.activation_quantize_type != OF_TOKENS:
+        own = dict(
+            input_absmax=Placement((), Constant(0.0), partial=parts, decay=False, buffer=Buffer("max")),
+            input_average=Placement((2,), Constant(0.0), decay=False, buffer=Buffer("same")),
+        )
     if settings.activation_preprocess_type == "PACT":
         own["pact_alpha"] = Placement((1,), Constant(ALPHA), partial=parts, decay=False)
     return own

@@ -300,8 +300,9 @@ class Model:
         "channel_wise_abs_max",
         on_resume="refused",
     )
-    activation_quantize_type: Literal["moving_average_abs_max", "none"] = setting(
-        "--quantization: scale of a layer's inputs; none: they are not rounded",
+    activation_quantize_type: Literal["moving_average_abs_max", "token_wise_min_max", "none"] = setting(
+        "--quantization: scale of a layer's inputs: one for all, by the moving average of steps, or a scale and a zero for "
+        "each token; none: they are not rounded",
         "moving_average_abs_max",
         on_resume="refused",
     )

@@ -57,6 +57,7 @@ def published(tmp_path):
     return tmp_path / "theirs", wanted
 
 
+@pytest.mark.sampled(2)
 def test_published_weights_are_dequantized(published, tmp_path, capsys):
     folder, wanted = published
     tool.main(["from-hf", str(folder), str(tmp_path / "ours")])
@@ -71,6 +72,7 @@ def test_published_weights_are_dequantized(published, tmp_path, capsys):
         assert torch.equal(ours[f"{own}down.weight"], wanted[f"{experts}down_proj"].transpose(1, 2))
 
 
+@pytest.mark.sampled(5)
 def test_blocks_that_do_not_fit_are_named(published, tmp_path):
     folder, _ = published
     files = load_file(folder / "model.safetensors")

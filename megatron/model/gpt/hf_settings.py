@@ -506,6 +506,7 @@ def _refuse_other(kind: str, c: dict[str, Any], gated_gelu: bool) -> None:
     refuse(c, use_bidirectional_attention=off)
     if kind == "gpt_oss":
         refuse(c, attention_bias=(True,), swiglu_alpha=(QUICK,))
+        refuse(c.get("quantization_config") or {}, quant_method=("mxfp4",))
     elif kind != "llama" or bool(c.get("attention_bias")) != bool(c.get("mlp_bias")):
         refuse(c, attention_bias=off, mlp_bias=off)
     if kind == "gemma3_text":
