@@ -27,6 +27,8 @@ from megatron.model.facts import Facts
 from megatron.model.fake_quantize import SMALLEST, FakeQuantizeProduct, has_part, rows_absmax, token_codes, token_grid
 from megatron.model.linear_kinds import chosen_layers
 from megatron.model.quantization import QuantizeOptions
+from megatron.model.sparse_product import SparseProduct
+from megatron.model.sparsity import MASK
 from megatron.mpu import collectives
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, linear_products
 from megatron.mpu.linear_product import LinearProduct, Multiply, Operand
@@ -274,6 +276,9 @@ def linear_layers(chunks: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Module]
 def product_of(layer: nn.Module, name: str, settings: Model, how: QuantizeOptions) -> LinearProduct:
     """The product of a layer in this format."""
     present = layer.product
+    if isinstance(present, SparseProduct):
+        layer.weight.data.mul_(getattr(layer, MASK))
+        present = present if isinstance(present, FakeQuantizeProduct) else None
     if isinstance(present, FakeQuantizeProduct):
         if how.quantize != "int8":
             raise SettingsError(

@@ -107,7 +107,9 @@ def own_weights(settings: Model, weight: Placement) -> Mapping[str, Placement]:
 
 
 def with_quantization(config: Config) -> Config:
-    """The settings with the kinds of layers that --quantization implies. Patterns of --linear come after it."""
+    """The settings with the kinds of layers that --quantization implies. Patterns of --linear come after it, and those of
+    --sparsity, which are added.
+    """
     model = config.model
     if not model.quantization:
         return config
@@ -116,15 +118,27 @@ def with_quantization(config: Config) -> Config:
     return config.derive("--quantization", linear=linear, quantization_skip=",".join(skip) or None)
 
 
-def implied_linear(given: Optional[str], kind: str, layers: Optional[str], skip: Sequence[str]) -> str:
+def implied_linear(
+    given: Optional[str], kind: str, layers: Optional[str], skip: Sequence[str], added: bool = False
+) -> str:
     """The value of --linear with layers of a kind, before the patterns of `given`, which may have them already.
+
+    added: to the kinds of patterns before them
 
     >>> implied_linear("*.up=lora", "sparse", "*.mlp.*", ["blocks.0.*"])
     '*.mlp.*=sparse,blocks.0.*=plain,*.up=lora'
+    >>> implied_linear("*.mlp.*=sparse,blocks.0.*=plain", "sparse", "*.mlp.*", ["blocks.0.*"], added=True)
+    '*.mlp.*=+sparse,blocks.0.*=-sparse'
     """
-    implied = ",".join([*(f"{pattern}={kind}" for pattern in _words(layers or "*")), *(f"{one}=plain" for one in skip)])
-    there = f",{implied}," in f",{given},"  # in the settings of a checkpoint
-    return given if there else ",".join(filter(None, [implied, given]))
+    forms = [
+        ",".join([*(f"{one}={word}" for one in _words(layers or "*")), *(f"{one}={without}" for one in skip)])
+        for word, without in ((kind, "plain"), (f"+{kind}", f"-{kind}"))
+    ]
+    if f",{forms[added]}," in f",{given},":  # in the settings of a checkpoint
+        return given
+    other = f",{forms[not added]},"  # in those of a checkpoint that is trained further, with another kind
+    rest = f",{given or ''},".replace(other, ",").strip(",")
+    return ",".join(filter(None, [forms[added], rest]))
 
 
 def skipped_layers(text: Optional[str], flag: str = "--quantization-skip") -> list[str]:

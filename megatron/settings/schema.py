@@ -286,7 +286,7 @@ class Model:
     )
     linear: Optional[str] = setting(
         "PATTERN=KIND, ...: the kind of the linear layers that match, such as mlp.*=mask; kinds are plain, lora, "
-        "fake_quantize (--quantization), sparse (--sparsity) and those that the recipe defines",
+        "fake_quantize (--quantization), sparse (--sparsity) and those that the recipe defines; +KIND adds one",
         None,
         on_resume="refused",
     )

@@ -142,10 +142,14 @@ CASES = [(way, layout) for way in WAYS for layout in (LAYOUTS if "PACT" in WAYS[
 def plain(way: str):
     own = Quantized(**WAYS[way][1])
     outcome = train(Job(**PLAIN, linear=own, more=lambda seed: ALPHAS if own.pact else {}))
-    for name, average in own.average.items():
-        outcome.tensors[f"{name}.input_average"] = torch.tensor(average)
-        outcome.tensors[f"{name}.input_absmax"] = torch.tensor(0.0)
+    outcome.tensors |= scales_of(own)
     return outcome
+
+
+def scales_of(quantized: Quantized) -> dict[str, torch.Tensor]:
+    """Its buffers in a checkpoint."""
+    averages = {f"{name}.input_average": torch.tensor(average) for name, average in quantized.average.items()}
+    return averages | {f"{name}.input_absmax": torch.tensor(0.0) for name in quantized.average}
 
 
 def pretrain(rank: int, way: str, flags: str) -> None:
