@@ -79,11 +79,15 @@ def test_a_job_of_16384_ranks_with_experts():
 def test_experts_over_64_ranks_are_planned(capsys):
     """ep takes ranks of tp, cp and dp."""
     layout = "--tp 2 --cp 2 --pp 16 --sequence-parallel --ep 64 --etp 1 --use-distributed-optimizer"
-    flags = "--model-name-or-path qwen3-30b-a3b --bf16 --vocab-size 151936 --micro-batch-size 1 --global-batch-size 4096"
+    flags = (
+        "--model-name-or-path qwen3-30b-a3b --bf16 --vocab-size 151936 --micro-batch-size 1 --global-batch-size 4096"
+    )
     words = f"{flags} {layout} --seq-length 4096 --mock-data --lr 1e-4 --train-iters 10 --device-name H100 --dry-run"
     pretrain_gpt.main([*words.split(), "--world-size", "16384"])
     told = " ".join(capsys.readouterr().out.split())
-    assert "ep: 256 groups of 64, the first: 0, 1, 2, ..., 63 expert_dp: 1024 groups of 16, the first: 0, 64, 128" in told
+    assert (
+        "ep: 256 groups of 64, the first: 0, 1, 2, ..., 63 expert_dp: 1024 groups of 16, the first: 0, 64, 128" in told
+    )
     assert "groups: 11 per rank in addition to that of all ranks, 50,528 in the job" in told
     assert "groups are ready after about 73 s" in told
 
