@@ -528,6 +528,11 @@ class Parallel:
     expert_tensor_parallel_size: Optional[int] = setting(
         "degree of tensor parallelism of experts (default: --tensor-model-parallel-size)", None, "--etp"
     )
+    overlap_moe_expert_parallel_comm: bool = setting(
+        "the forward and the backward pass of two micro-batches take turns: while experts' tokens of one are exchanged, the "
+        "other computes",
+        False,
+    )
     data_parallel_size: Optional[int] = setting("only checked: must be world size / (tp x pp x cp)", None)
     dp_degree: Optional[int] = setting(
         "only checked: PaddlePaddle's data parallel size, must be world size / (mp x pp x --sharding-degree)", None
