@@ -7,8 +7,8 @@
 `forward` runs until it has started a message and calls `pass_turn`. Then `backward` runs until it does the same, and so on.
 If one of them ends, the other one runs alone. Outside of `run`, `pass_turn` does nothing.
 
-Each pass has a thread, because a backward pass calls `pass_turn` from the depths of autograd, where it has to continue later.
-Only one of the two runs at any time. The thread of the caller runs the first function.
+Each pass has a thread, because a backward pass calls `pass_turn` inside of autograd, where it has to continue later. Only one
+of the two runs at any time. The thread of the caller runs the first function.
 
 Which turn computes what depends on the model and on nothing else: not on data, and not on time. So ranks with equal layers
 start their collectives in the same order, as without turns, and none waits for a collective that another one starts later.
@@ -39,7 +39,10 @@ class Turns:
         for lock in self._mine:
             lock.acquire()
         self._work: Optional[Callable[[], Any]] = None  # of the second thread; None: it ends
-        self._swaps: tuple[list[Callable[[], None]], ...] = [], []  # of each pass: they exchange its state and the common one
+        self._swaps: tuple[list[Callable[[], None]], ...] = (
+            [],
+            [],
+        )  # of each pass: they exchange its state and the common one
         self._over, self._errors = [True, True], [None, None]
         self._now = FIRST
         self._state = _ThreadState()

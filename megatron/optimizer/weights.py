@@ -19,7 +19,6 @@ import torch
 from megatron.mpu import collectives
 from megatron.optimizer.units import AxisOf, FlatUnit, materialise
 
-
 User = tuple[int, int, bool]  # a pass: micro-batch, chunk, whether it is a backward one
 
 

@@ -37,7 +37,11 @@ class Op(NamedTuple):
     piece: str = ""
 
     def __str__(self) -> str:
-        return self.kind if self == BESIDE else f"{self.kind}{self.micro}" + f".{self.chunk}" * (self.chunk > 0) + f":{self.piece}" * bool(self.piece)
+        return (
+            self.kind
+            if self == BESIDE
+            else f"{self.kind}{self.micro}" + f".{self.chunk}" * (self.chunk > 0) + f":{self.piece}" * bool(self.piece)
+        )
 
     @property
     def whole(self) -> "Op":
@@ -177,8 +181,8 @@ def one_f_one_b(rank: int, pp: int, num_microbatches: int, chunks: int = 1, besi
 
     One chunk: PipeDream-flush (arXiv:2104.04473, section 2.2.1), at most pp - rank micro-batches alive. Several:
     interleaved (section 2.2.2), the bubble shrinks to (pp - 1) / (chunks x num_microbatches + pp - 1).
-    beside: the forward and the backward pass take turns. A stage then works on both at a time, so a micro-batch that left
-    for the stage after it comes back two pairs later: the warm-up of one chunk is as long as that of several, and one longer.
+    beside: the forward and the backward pass take turns. A rank then works on both at a time, so a micro-batch comes back
+    from the next stage two pairs later: one chunk needs as long a warm-up as several, and both need one pass more.
     """
     warmup = pp - rank - 1
     if chunks > 1:

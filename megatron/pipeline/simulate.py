@@ -48,9 +48,9 @@ def simulate(
 
     stages: map of stages (default `looped`). cost: time of an op, also of a piece and of a message of data parallelism
     (`sharding.py`), of which a rank sends one at a time. message_time: time of a message between stages. update: time of
-    the optimizer's update, U. A pass in pieces is one op, from the start of its first piece to the end of its last. Two passes
-    that take turns wait for the messages of both, and have the same start and end. hidden: time that they save, the messages
-    of one that run while the other computes (`hidden_by_turns`). Sending never waits. Raises BrokenSchedule in a deadlock, with the op of each rank and the ops it waits for.
+    the optimizer's update, U. hidden: time that two passes save by turns (`hidden_by_turns`). They wait for the messages of
+    both, and have the same start and end. A pass in pieces is one op, from the start of its first piece to the end of its
+    last. Sending never waits. Raises BrokenSchedule in a deadlock, with the op of each rank and the ops it waits for.
     """
     stages, cost = stages or _looped_for(plan), cost or COST
     time_of = cost if callable(cost) else lambda rank, op: cost[op.kind]
@@ -181,7 +181,9 @@ def _verify_pairs(plan: RankSchedules, stages: StageMap) -> None:
             raise BrokenSchedule(f"rank {rank}: & stands between two passes, a forward and a backward one", rank)
         for one, other in pairs_of(ops).items():
             if one.kind != "F" or other.kind not in "BI":
-                raise BrokenSchedule(f"rank {rank}: {one} & {other}: a forward and a backward pass take turns, in this order", rank)
+                raise BrokenSchedule(
+                    f"rank {rank}: {one} & {other}: a forward and a backward pass take turns, in this order", rank
+                )
             if (rank, one) in dependencies(other, rank, stages):
                 raise BrokenSchedule(f"rank {rank}: {one} & {other}: the second waits for the first", rank)
 

@@ -47,7 +47,7 @@ class Pipeline:
             custom = read_schedule(name)
             _check_custom(custom, parallel, num_layers, num_microbatches)
         chunks = custom.chunks if custom else chunks_of(parallel, num_layers)
-        turns = parallel.overlap_moe_expert_parallel_comm and parallel.expert_model_parallel_size > 1 and not custom
+        turns = takes_turns(parallel)
         stages = custom.stages if custom else schedule.stage_map(name, pp, chunks)
         return cls(name, pp, chunks, stages, _cut(num_layers, _counts(parallel, num_layers, stages)), custom, turns)
 
@@ -98,11 +98,21 @@ class Pipeline:
         """How many passes take turns, in words."""
         count = sum(map(len, map(pairs_of, plan)))
         of = sum(op.kind == "F" for ops in plan for op in passes_of(ops))
-        return f"; {100 * count / of:.0f} % of forward passes take turns with a backward pass" if count or self.turns else ""
+        return (
+            f"; {100 * count / of:.0f} % of forward passes take turns with a backward pass"
+            if count or self.turns
+            else ""
+        )
 
     def layers_of(self, rank: int) -> list[range]:
         """Layers of each chunk of a rank."""
         return [self.layers[stage] for stage in self.stages_of(rank)]
+
+
+def takes_turns(parallel: Parallel) -> bool:
+    """Whether the forward and backward passes of a named schedule take turns. A file says it by itself."""
+    exchanges = parallel.overlap_moe_expert_parallel_comm and parallel.expert_model_parallel_size > 1
+    return exchanges and not is_file(parallel.pipeline_schedule)
 
 
 def _check_custom(own: CustomSchedule, parallel: Parallel, num_layers: int, num_microbatches: Optional[int]) -> None:

@@ -529,8 +529,8 @@ class Parallel:
         "degree of tensor parallelism of experts (default: --tensor-model-parallel-size)", None, "--etp"
     )
     overlap_moe_expert_parallel_comm: bool = setting(
-        "the forward and the backward pass of two micro-batches take turns: while experts' tokens of one are exchanged, the "
-        "other computes",
+        "the forward pass of a micro-batch and the backward pass of another one take turns: while experts' tokens of one "
+        "are exchanged, the other computes",
         False,
     )
     data_parallel_size: Optional[int] = setting("only checked: must be world size / (tp x pp x cp)", None)
