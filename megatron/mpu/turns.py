@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two passes of a rank that take turns: one computes while a message of the other is under way.
 
-    with Turns() as turns:
-        turns.run(forward, backward)  # two functions
+    with TwoPasses() as passes:
+        passes.run(forward, backward)  # two functions
 
 `forward` runs until it has started a message and calls `pass_turn`. Then `backward` runs until it does the same, and so on.
 If one of them ends, the other one runs alone. Outside of `run`, `pass_turn` does nothing.
 
-Each pass has a thread, because a backward pass calls `pass_turn` inside of autograd, where it has to continue later. Only one
-of the two runs at any time. The thread of the caller runs the first function.
+Each pass has a thread, because a backward pass calls `pass_turn` inside of autograd, where it has to continue later. Only
+one of the two runs at any time. The thread of the caller runs the first function.
 
 Which turn computes what depends on the model and on nothing else: not on data, and not on time. So ranks with equal layers
 start their collectives in the same order, as without turns, and none waits for a collective that another one starts later.
@@ -29,10 +29,10 @@ from megatron.telemetry import rank_times
 FIRST, SECOND = 0, 1
 
 
-class Turns:
+class TwoPasses:
     """A context with the thread of the second functions; see the module."""
 
-    active: Optional["Turns"] = None  # of this process, while two functions run
+    active: Optional["TwoPasses"] = None  # of this process, while two functions run
 
     def __init__(self):
         self._mine = threading.Lock(), threading.Lock()  # a thread may run when it gets its lock
@@ -47,7 +47,7 @@ class Turns:
         self._now = FIRST
         self._state = _ThreadState()
 
-    def __enter__(self) -> "Turns":
+    def __enter__(self) -> "TwoPasses":
         self._thread = threading.Thread(target=self._serve, name="second pass", daemon=True)
         self._thread.start()
         return self
@@ -61,14 +61,14 @@ class Turns:
         """Run both functions to their end. If one raises an error, the other one is stopped, and the error raised."""
         self._work, self._now = second, FIRST
         self._over, self._errors = [False, False], [None, None]
-        Turns.active = self
+        TwoPasses.active = self
         try:
             self._do(FIRST, first)
             if not self._over[SECOND]:
                 self._hand_to(SECOND)
                 self._wait(FIRST)
         finally:
-            Turns.active = None
+            TwoPasses.active = None
         error = next((error for error in self._errors if error and not isinstance(error, _OtherFailed)), None)
         if error is not None:
             raise error
@@ -127,8 +127,8 @@ class _OtherFailed(Exception):
 
 def pass_turn() -> None:
     """A message has been started: let the other pass compute, if there is one."""
-    if Turns.active is not None:
-        Turns.active.pass_turn()
+    if TwoPasses.active is not None:
+        TwoPasses.active.pass_turn()
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def swap(exchange: Callable[[], None]) -> Iterator[None]:
 
     It is also called when the turn is passed inside the context, so the other pass never sees these values.
     """
-    turns = Turns.active
+    turns = TwoPasses.active
     swaps = [] if turns is None else turns._swaps[turns._now]
     exchange()
     swaps.append(exchange)

@@ -21,8 +21,8 @@ def diagram(times: Times, *, width: int = 120, colour: bool = False, whole: bool
     """A diagram with one line per rank, time to the right, each op a block with its micro-batch (F3.1: of chunk 1).
 
     A rank with gathers and reductions has a second line for its communication lane. Without colour a block reads F3----
-    (forward of micro-batch 3), and F3&B1== if two passes take turns. Lines are cut at `width`; with `whole` they are not, but
-    labels may be.
+    (forward of micro-batch 3), and F3&B1== if two passes take turns. Lines are cut at `width`; with `whole` they are not,
+    but labels may be.
     """
     if not times:
         return ""

@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.mpu.deferred_wgrad import attach_weight_grad_store, run_deferred_wgrads
 from megatron.mpu.random import seed_torch
-from megatron.mpu.turns import Turns
+from megatron.mpu.turns import TwoPasses
 from megatron.pipeline.schedule import BESIDE, Op, StageMap, looped
 from megatron.pipeline.sharding import MESSAGES, Step, passes_of, steps_of
 from megatron.pipeline.stage_outputs import StageOutputs
@@ -84,7 +84,7 @@ def execute(
         needs_gradient=needs_gradient,
     )
     prefetcher = RecvPrefetcher(passes, runner.post_receive)
-    with Turns() if BESIDE in ops else nullcontext() as turns:
+    with TwoPasses() if BESIDE in ops else nullcontext() as turns:
         for step in steps_of(ops):
             if step[0][0].kind in MESSAGES:
                 messages.run(step[0][0])

@@ -39,7 +39,8 @@ class Message:
 @dataclass
 class Device:
     """The streams of one rank's device. Inside `with device.watched():` what the rank does is played on it. Products are
-    those of linear layers, experts and the output layer, and the pieces of attention in a ring; other attention is not counted.
+    those of linear layers, experts and the output layer, and the pieces of attention in a ring; other attention is not
+    counted.
     """
 
     message: float

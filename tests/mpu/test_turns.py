@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two passes that take turns: their order, their state, errors, and messages that are under way while the other computes."""
+"""Two passes that take turns: their order, their state, errors, and messages under way while the other one computes."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ import torch
 
 from megatron.mpu import collectives, mappings
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.turns import Turns, pass_turn, swap_attribute
+from megatron.mpu.turns import TwoPasses, pass_turn, swap_attribute
 from megatron.telemetry import rank_times
 
 
@@ -28,13 +28,13 @@ def passes(events, name, turns, after=lambda place: None):
 
 def test_the_order_is_that_of_the_turns():
     events = []
-    with Turns() as turns:
+    with TwoPasses() as turns:
         turns.run(passes(events, "f", 3), passes(events, "b", 1))
         turns.run(passes(events, "F", 0), passes(events, "B", 2))
         turns.run(passes(events, "x", 1), passes(events, "y", 3))
     assert " ".join(events) == ("f0 b0 f1 b ends f2 f ends F ends B0 B1 B ends x0 y0 x ends y1 y2 y ends")
     pass_turn()  # without turns it does nothing
-    assert Turns.active is None and "second pass" not in {thread.name for thread in threading.enumerate()}
+    assert TwoPasses.active is None and "second pass" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -48,7 +48,7 @@ def test_an_error_of_one_pass_stops_the_other(first, place):
             raise KeyError("lost")
 
     failing, other = passes(events, "x", 3, fail), passes(events, "y", 3)
-    with Turns() as turns:
+    with TwoPasses() as turns:
         with pytest.raises(KeyError, match="lost"):
             turns.run(*(failing, other) if first else (other, failing))
         assert "x ends" not in events and "y ends" not in events
@@ -66,7 +66,7 @@ def test_an_interrupt_during_the_turn_of_the_other():
         while not turns._errors[0]:  # the main thread has noticed
             pass
 
-    with Turns() as turns:
+    with TwoPasses() as turns:
         with pytest.raises(KeyboardInterrupt):
             turns.run(passes(events, "f", 2), passes(events, "b", 2, interrupt))
     assert events == ["f0", "b0"]
@@ -89,7 +89,7 @@ def test_values_of_a_pass_are_for_this_pass_only():
                     seen[name].append(holder.value)
         seen[name].append(holder.value)
 
-    with Turns() as turns:
+    with TwoPasses() as turns:
         turns.run(lambda: work("f", 10), lambda: work("b", 50))
     assert seen["f"] == [10, -10, 11, -10, 12, -10, 0] and seen["b"] == [50, -50, 51, -50, 52, -50, 0]
 
@@ -109,7 +109,7 @@ def test_random_numbers_and_grad_mode_of_a_pass():
 
     alone = work(1, torch.no_grad), work(2, torch.enable_grad)
     found = {}
-    with Turns() as turns:
+    with TwoPasses() as turns:
         turns.run(lambda: found.update(f=work(1, torch.no_grad)), lambda: found.update(b=work(2, torch.enable_grad)))
     for own, wanted in zip(found.values(), alone, strict=True):
         assert own[-1] == wanted[-1] and all(map(torch.equal, own[:-1], wanted[:-1]))
@@ -126,7 +126,7 @@ def test_the_second_thread_counts_as_the_main_one(monkeypatch):
 
     monkeypatch.setattr(rank_times.ThreadUsage, "read", usage)
     times = rank_times.HostTimes(waits=False)
-    with rank_times.RankTimes.measuring(times), Turns() as turns:
+    with rank_times.RankTimes.measuring(times), TwoPasses() as turns:
         before = times.take()
         turns.run(lambda: pass_turn(), lambda: pass_turn())
         taken = times.take()
@@ -192,7 +192,7 @@ def trained(rank, in_turns):
     backward = lambda n: (ys[n] * ys[n].detach()).sum().backward()
     forward(0)
     if in_turns:
-        with Turns() as turns:
+        with TwoPasses() as turns:
             turns.run(lambda: forward(1), lambda: backward(0))
     else:
         forward(1)
@@ -202,8 +202,8 @@ def trained(rank, in_turns):
 
 
 def test_messages_are_under_way_while_the_other_pass_computes(run_ranks):
-    """Gradients to the bit. Each product of a pair runs while a message of the other pass is under way, but for the first of
-    the forward pass and the last of the backward pass.
+    """Gradients to the bit. Each product of a pair runs while a message of the other pass is under way, but for the first
+    of the forward pass and the last of the backward pass.
     """
     wanted, found = (run_ranks(2, trained, in_turns) for in_turns in (False, True))
     for (gradients, apart, launches), (own, noted, others) in zip(wanted, found, strict=True):

@@ -52,8 +52,9 @@ def test_bubble_of_1f1b_is_the_formulas_for_every_shape():
                 for name in ["1f1b", "1f1b &"] if num_microbatches % 6 == 0 else ["1f1b"]:  # turns cost nothing
                     found = report(make_rank_schedules(name, *shape))
                     assert found.bubble == pytest.approx((pp - 1) / (chunks * num_microbatches + pp - 1)), shape
-                longest = lambda rank: pp - rank if name == "1f1b" else 2 * (pp - rank)
-                assert chunks > 1 or found.live == tuple(min(longest(rank), num_microbatches) for rank in range(pp))
+                    each = 1 if name == "1f1b" else 2
+                    held = tuple(min(each * (pp - rank), num_microbatches) for rank in range(pp))
+                    assert chunks > 1 or found.live == held
 
 
 @pytest.mark.parametrize(
