@@ -67,6 +67,7 @@ class ForwardContext:
     bias      [heads/tp, s, t], added to scores: relative positions; or None
     padding   [b, t] bool: True for keys that are tokens, at least one per sample; None: all
     routings  layer -> how its first run routed tokens to experts, which recomputation repeats
+    weights   [s, b]: of tokens in the sums that layers return; None: the loss mask. For losses that are no sums over tokens
     drawn     (queries, keys) of a sample that dropout is drawn for, if padding rows follow them; None: all
     """
 
@@ -83,11 +84,14 @@ class ForwardContext:
     bias: Optional[torch.Tensor] = None
     padding: Optional[torch.Tensor] = None
     drawn: Optional[tuple[int, int]] = None
+    weights: Optional[torch.Tensor] = None
     routings: dict[int, Any] = field(default_factory=dict)
 
     @property
     def loss_mask(self) -> Optional[torch.Tensor]:
-        """[s, b] float32; None if every position counts, and in inference."""
+        """[s, b] float32: what each token counts in the sums of layers; None if all count 1, and in inference."""
+        if self.weights is not None:
+            return self.weights
         return None if self.batch is None else self.batch.loss_mask
 
     @cached_property

@@ -58,7 +58,11 @@ def summary(
             f" > global batch {size} = micro batch {batch.micro_batch_size} x data parallel {mesh.dp.size} x "
             f"{num_microbatches} micro-batches; iterations {state.iteration} to {state.train_iters(batch, mesh.dp.size)}",
             *([loaded_line(config, mesh, state)] if loaded else []),
-            *([f" > {pipeline.describe(full_batch)}"] if (len(pipeline.stages) > 1 or pipeline.turns) and context.is_rank_zero else []),
+            *(
+                [f" > {pipeline.describe(full_batch)}"]
+                if (len(pipeline.stages) > 1 or pipeline.turns) and context.is_rank_zero
+                else []
+            ),
         ]
     )
 

@@ -197,6 +197,7 @@ COMMON = """--hidden-size 32 --num-attention-heads 4 --mock-data --vocab-size 90
     --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.2"""
 MODELS = {
     "GPT": (pretrain_gpt, "--num-layers 2 --seq-length 16"),
+    "GPT with experts": (pretrain_gpt, "--num-layers 2 --seq-length 16 --num-experts 4 --moe-ffn-hidden-size 16"),
     "T5": (pretrain_t5, "--encoder-num-layers 2 --decoder-num-layers 2 --seq-length 24 --decoder-seq-length 8"),
     "BERT": (pretrain_bert, "--num-layers 2 --seq-length 24"),
 }
@@ -213,6 +214,7 @@ def test_a_student_that_is_its_teacher_learns_nothing_from_it(model, layout, run
     line = f"{COMMON} {shape}".split()
     script.main([*line, "--save", str(tmp_path / "teacher")])
     words = f"--finetune --load {tmp_path}/teacher --teacher-load {tmp_path}/teacher --kd-alpha 1 --kd-temperature 2"
+    layout += " --ep 2 --etp 1" * ("experts" in model and bool(layout))
     words = [*line, *words.split(), *layout.split(), "--save", str(tmp_path / "student")]
     run_ranks(4 if layout else 1, lambda rank: script.main(words))
     first, *_ = records(tmp_path / "student", "step")
