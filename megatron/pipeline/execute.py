@@ -83,6 +83,11 @@ def execute(
         seed=seed,
         needs_gradient=needs_gradient,
     )
+
+    def run(op: Op, inside: Sequence[Op], arrived: Optional[torch.Tensor]) -> None:
+        with messages.passing(op, inside) if messages else nullcontext():
+            runner.do(op, arrived)
+
     prefetcher = RecvPrefetcher(passes, runner.post_receive)
     with TwoPasses() if BESIDE in ops else nullcontext() as turns:
         for step in steps_of(ops):
@@ -97,7 +102,7 @@ def execute(
                 arrived.append(message and runner.receive(op, message))
             start = runner.now() if timeline is not None else 0.0
             with _phase(step):
-                work = [partial(runner.do, op, inside, x, messages) for (op, inside), x in zip(step, arrived)]
+                work = [partial(run, op, inside, x) for (op, inside), x in zip(step, arrived)]
                 turns.run(*work) if len(work) > 1 else work[0]()
             if timeline is not None:
                 timeline += [(op, start, runner.now()) for op, _ in step]
@@ -182,15 +187,13 @@ class _OpRunner:
         with phase(f"receive {op.kind}"):
             return message.wait()
 
-    def do(self, op: Op, inside: Sequence[Op], arrived: Optional[torch.Tensor], messages: Optional[Any]) -> None:
-        """Run a pass, with the messages of data parallelism inside."""
-        with messages.passing(op, inside) if messages else nullcontext():
-            if op.kind == "F":
-                self.forward(op, arrived)
-            elif op.kind == "W":
-                run_deferred_wgrads(self.products.pop((op.micro, op.chunk)))
-            else:
-                self.backward(op, arrived)
+    def do(self, op: Op, arrived: Optional[torch.Tensor]) -> None:
+        if op.kind == "F":
+            self.forward(op, arrived)
+        elif op.kind == "W":
+            run_deferred_wgrads(self.products.pop((op.micro, op.chunk)))
+        else:
+            self.backward(op, arrived)
 
     def forward(self, op: Op, x: Optional[torch.Tensor]) -> None:
         place, training = self.places[op.chunk], self.loss_func is not None
