@@ -61,6 +61,17 @@ def test_a_file_that_is_not_there():
         read_schedule("nowhere.txt")
 
 
+def test_a_file_says_which_passes_take_turns(tmp_path):
+    path = _file(tmp_path, "F0 F1 & B0 B1")
+    pipeline = Pipeline.of(Parallel(pipeline_schedule=path, overlap_moe_expert_parallel_comm=True), 4, 2)
+    assert pipeline.turns and pipeline.ops(0, 2) == make_rank_schedules("1f1b &", 1, 2)[0]
+    assert pipeline.describe(2).endswith("50 % of forward passes take turns with a backward pass")
+    path = _file(tmp_path, "F0 F1 B0 B1")
+    assert not Pipeline.of(Parallel(pipeline_schedule=path), 4, 2).turns
+    with pytest.raises(SettingsError, match="by & between the two, as in F0 F1 & B0 B1, and it has no &"):
+        Pipeline.of(Parallel(pipeline_schedule=path, overlap_moe_expert_parallel_comm=True), 4, 2)
+
+
 def test_a_file_has_to_fit_the_run(tmp_path):
     path = _file(tmp_path, "F0 F1 B0 B1\nF0 B0 F1 B1")
     fits = Parallel(pipeline_model_parallel_size=2, pipeline_schedule=path)
