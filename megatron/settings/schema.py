@@ -276,6 +276,12 @@ class Model:
         None,
         on_resume="refused",
     )
+    kd_hidden_projections: Optional[str] = setting(
+        "LAYER:SIZE, ...: layers whose output a learned matrix projects to the teacher's hidden size; it follows from "
+        "--kd-hidden-layers and the teacher",
+        None,
+        on_resume="refused",
+    )
     quantization: bool = setting(
         "quantization aware training: linear layers round their weights and inputs (docs/compression.md)",
         False,

@@ -99,6 +99,7 @@ CHECKS = dict(
         disable_bias_linear=PLAIN,
         add_qkv_bias=PLAIN,
         linear="test_linear_kinds::test_any_layout_is_the_plain_loop",
+        kd_hidden_projections="test_distillation::test_narrow_states_are_projected_to_those_of_the_teacher",
         quantization=QUANTIZED,
         weight_quantize_type=QUANTIZED,
         activation_quantize_type="test_quantization::test_weights_alone",

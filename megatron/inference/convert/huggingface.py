@@ -30,6 +30,7 @@ from megatron.inference.convert.merged import merged_first
 from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head, tokenizer_settings
 from megatron.inference.quantize import Rounded
 from megatron.inference.quantized import STORED_OF_LAYER, refuse_quantized
+from megatron.model.facts import PROJECTIONS
 from megatron.model.gpt.hf_names import Match
 from megatron.model.recipe import config_of
 from megatron.mpu.initialize import DTYPES
@@ -119,7 +120,9 @@ def refuse_unknown(reader: Reader, family: Family, products: Mapping[str, Rounde
     """
     known = {match.ours for match in family.matches}
     known |= {f"{layer}.{part}" for layer in products for part in STORED_OF_LAYER}
-    unknown = sorted(name for name in reader.tensors if name not in known and not name.startswith(OPTIMIZER))
+    unknown = sorted(
+        name for name in reader.tensors if name not in known and not name.startswith((OPTIMIZER, f"{PROJECTIONS}."))
+    )
     if unknown:
         named = ", ".join(unknown[:6]) + f" and {len(unknown) - 6} more" * (len(unknown) > 6)
         raise SettingsError(
