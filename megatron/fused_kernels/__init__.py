@@ -17,7 +17,16 @@ from typing import Optional
 
 import torch
 
-from megatron.fused_kernels import attention, cpu_ops, decode_attention, noncausal, norms, partial_attention, reference
+from megatron.fused_kernels import (
+    attention,
+    cpu_ops,
+    decode_attention,
+    expert_rows,
+    noncausal,
+    norms,
+    partial_attention,
+    reference,
+)
 from megatron.fused_kernels.gpu.probe import kernel, probe
 
 
@@ -412,6 +421,14 @@ TABLE: dict[str, list[Implementation]] = {
     "rotate": [
         _in_triton("rotate", "one pass, from where the product left queries and keys"),
         Implementation("torch", reference.rotate, "halves, products and a sum, one after the other"),
+    ],
+    "permute": [
+        _in_triton("permute", "a token is read once for all of its experts; gradients are added in fp32, unrounded"),
+        Implementation("torch", expert_rows.permute, "gathers, in the backward pass, too: no atomic additions"),
+    ],
+    "unpermute": [
+        _in_triton("unpermute", "one pass, and two in the backward pass, none of them in fp32"),
+        Implementation("torch", expert_rows.unpermute, "a gather and an addition for each expert of a token"),
     ],
     "cross_entropy": [
         _in_triton("cross_entropy", "logits are read twice and gradients written once, none of them in fp32"),

@@ -204,6 +204,32 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return turned if rest.shape[-1] == 0 else torch.cat((turned, rest), -1)
 
 
+def permute(x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int, whole: bool) -> torch.Tensor:
+    """The rows of experts, [m, h], from tokens x [n, h]: row i belongs to pair order[i]. Pair number t k + j is token t and
+    its j-th expert.
+
+    place: [n k], the row of each pair: the inverse of `order` [m]
+    whole: each pair has a row, and each row a pair. Otherwise the place of a pair without a row is m; the order of a row
+           without a pair is n k, and the row is 0
+    """
+    return _with_zeros(x, whole)[order // k]
+
+
+def unpermute(
+    y: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, place: torch.Tensor, whole: bool
+) -> torch.Tensor:
+    """The sums of each token's rows, [n, h], from rows of experts y [m, h], times weights [n, k] of any format; in fp32
+    inside. See `permute`.
+    """
+    wide = torch.promote_types(y.dtype, torch.float32)
+    rows = _with_zeros(y, whole)[place.view(weights.shape)].to(wide)  # [n, k, h]
+    return (rows * weights.to(wide).unsqueeze(2)).sum(1).to(y.dtype)
+
+
+def _with_zeros(x: torch.Tensor, whole: bool) -> torch.Tensor:
+    return x if whole else torch.cat((x, x.new_zeros(1, x.shape[1])))
+
+
 class VocabularyPart(NamedTuple):
     """The rows of the vocabulary that logits belong to, and the terms of a token's loss.
 

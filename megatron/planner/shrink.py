@@ -71,41 +71,19 @@ class Sizes:
 
 def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = RANKS) -> ShrunkJob:
     """The shrunk job of a valid job (`rules.check`) of `world_size` ranks, with resolved or unresolved settings."""
-    p, lost = config.parallel, []
+    p = config.parallel
     pipeline = Pipeline.of(p, config.model.num_layers)
-    tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
-    dp = max(1, world_size // (tp * pp * cp))
-    shard = (p.sharding_degree or dp) if p.sharding_stage else 1
-    replicate, num_microbatches = dp // shard, full_size(config.batch, dp) // (config.batch.micro_batch_size * dp)
-    levels = p.cp_levels and [min(size, 2) for size in p.cp_levels]
-    few = dict(tp=min(tp, 2), cp=min(cp, 2), pp=min(pp, 2), shard=min(shard, 2), replicate=min(replicate, 2))
-    few["cp"] = math.prod(levels) if levels else few["cp"]
-    schedule = p.pipeline_schedule
-    if pipeline.custom and pp <= limit:
-        few["pp"] = pp
+    pp, schedule, lost = min(p.pipeline_model_parallel_size, 2), p.pipeline_schedule, []
+    if pipeline.custom and p.pipeline_model_parallel_size <= limit:
+        pp = p.pipeline_model_parallel_size
     elif pipeline.custom:
         schedule = "interleaved" if pipeline.chunks > 1 else "1f1b"
-        lost.append(f"--pipeline-schedule {p.pipeline_schedule} is for {pp} ranks; the shrunk job runs {schedule}")
-    ep, etp = p.expert_model_parallel_size, p.expert_tensor_parallel_size
-    ep, etp = min(ep, 2), etp and min(etp, 2)
-    lacking = lambda: lacking_ranks(math.prod(few.values()) // few["pp"], ep, few["tp"] if etp is None else etp)
-    few["shard" if shard > 1 else "replicate"] *= lacking()
-    for axis, words in (
-        (
-            "replicate",
-            "copies of sets of shards (--sharding-degree below the data parallel size)"
-            if shard > 1
-            else "data parallelism",
-        ),
-        ("shard", "data parallelism"),
-        ("tp", "tensor parallelism"),
-    ):
-        if math.prod(few.values()) > limit and few[axis] > 1:
-            few[axis] = 1
-            lost.append(f"{words}: the shrunk job would need more than {limit} ranks")
-    if lacking() > 1:
-        ep = etp = 1
-        lost.append(f"ranks for experts: the shrunk job would need more than {limit}")
+        ranks = p.pipeline_model_parallel_size
+        lost.append(f"--pipeline-schedule {p.pipeline_schedule} is for {ranks} ranks; the shrunk job runs {schedule}")
+    dp = max(1, world_size // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size))
+    num_microbatches = full_size(config.batch, dp) // (config.batch.micro_batch_size * dp)
+    few, (ep, etp), more = _few_ranks(p, dp, pp, limit)
+    lost += more
     chunks = pipeline.chunks if pipeline.custom else min(pipeline.chunks, 2)
     sizes = Sizes(
         few["tp"],
@@ -121,7 +99,7 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
         tensor_model_parallel_size=sizes.tp,
         context_parallel_size=sizes.cp,
         cp_comm_type=_of_layers(p.cp_comm_type, num_layers),
-        hierarchical_context_parallel_sizes=levels,
+        hierarchical_context_parallel_sizes=_few_levels(p),
         pipeline_model_parallel_size=sizes.pp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
@@ -141,6 +119,47 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
     return ShrunkJob(
         replace(small, model=model, parallel=parallel, recompute=recompute), math.prod(few.values()), tuple(lost)
     )
+
+
+def _few_ranks(
+    p: Parallel, dp: int, pp: int, limit: int
+) -> tuple[dict[str, int], tuple[int, Optional[int]], list[str]]:
+    """Ranks of each axis of a shrunk job, of ep and etp, and the features that would need more than `limit` ranks.
+
+    dp: data parallel size of the job. pp: pipeline stages of the shrunk one
+    """
+    shard, lost = (p.sharding_degree or dp) if p.sharding_stage else 1, []
+    few = dict(
+        tp=min(p.tensor_model_parallel_size, 2),
+        cp=math.prod(_few_levels(p) or [min(p.context_parallel_size, 2)]),
+        pp=pp,
+        shard=min(shard, 2),
+        replicate=min(dp // shard, 2),
+    )
+    ep, etp = (
+        min(p.expert_model_parallel_size, 2),
+        p.expert_tensor_parallel_size and min(p.expert_tensor_parallel_size, 2),
+    )
+    lacking = lambda: lacking_ranks(math.prod(few.values()) // few["pp"], ep, few["tp"] if etp is None else etp)
+    few["shard" if shard > 1 else "replicate"] *= lacking()
+    copies = "copies of sets of shards (--sharding-degree below the data parallel size)"
+    for axis, words in (
+        ("replicate", copies if shard > 1 else "data parallelism"),
+        ("shard", "data parallelism"),
+        ("tp", "tensor parallelism"),
+    ):
+        if math.prod(few.values()) > limit and few[axis] > 1:
+            few[axis] = 1
+            lost.append(f"{words}: the shrunk job would need more than {limit} ranks")
+    if lacking() > 1:
+        ep = etp = 1
+        lost.append(f"ranks for experts: the shrunk job would need more than {limit}")
+    return few, (ep, etp), lost
+
+
+def _few_levels(p: Parallel) -> Optional[list[int]]:
+    """The sizes of the levels of context parallelism (--hierarchical-context-parallel-sizes) of a shrunk job."""
+    return p.cp_levels and [min(size, 2) for size in p.cp_levels]
 
 
 def shrunk_jobs_of(config: Config, world_size: int, steps: int = 3) -> list[ShrunkJob]:

@@ -265,16 +265,7 @@ def write(
     )
     loaded.check_words()
     pairs = hasattr(loaded.model, "decode")  # an encoder-decoder: prompts are sources
-    if not (pairs or loaded.continues_texts):
-        raise SettingsError(
-            f"{loaded.path} holds a model of type {loaded.config.model.model_type}, which generates nothing",
-            "its module has no method logits for the next token, as a GPT has",
-        )
-    for flag, value in (("start", search.decoder_start_id), ("end", search.decoder_end_id)):
-        if value is not None and not pairs:
-            raise SettingsError(
-                f"--decoder-{flag}-id {value} is of encoder-decoders, and {loaded.path} holds none", do="leave it out"
-            )
+    _refuse_other_models(loaded, search, pairs)
     tokenizer = open_tokenizer(loaded, given_values(TokenizerSettings, given))
     notes = list(loaded.notices)
     if sampling.top_k > tokenizer.vocab_size:
@@ -306,6 +297,20 @@ def write(
         print(printed.all(found.answers), end="")
     count = sum(map(len, tokens))
     print(f"{loaded.path}: {count} tokens in {seconds:.2f} s = {count / seconds:.0f} tokens/s", file=sys.stderr)
+
+
+def _refuse_other_models(loaded, search: Search, pairs: bool) -> None:
+    """Raise SettingsError if the model generates nothing, or flags are for encoder-decoders. pairs: whether it is one"""
+    if not (pairs or loaded.continues_texts):
+        raise SettingsError(
+            f"{loaded.path} holds a model of type {loaded.config.model.model_type}, which generates nothing",
+            "its module has no method logits for the next token, as a GPT has",
+        )
+    for flag, value in (("start", search.decoder_start_id), ("end", search.decoder_end_id)):
+        if value is not None and not pairs:
+            raise SettingsError(
+                f"--decoder-{flag}-id {value} is of encoder-decoders, and {loaded.path} holds none", do="leave it out"
+            )
 
 
 def read_prompts(settings: GenerateOptions) -> list[str]:

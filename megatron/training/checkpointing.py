@@ -82,25 +82,8 @@ def load(
     settings = config.checkpoint
     if settings.load is None:
         return fresh, None, []
-    all_gather_object = context.all_gather_object
-    weights_only = (
-        settings.finetune or settings.no_load_optim or config.batch.skip_train
-    )  # an evaluation updates nothing
+    all_gather_object, weights_only = context.all_gather_object, _loads_weights_only(config)
     pieces = optimizer.pieces(moments=not weights_only)
-
-    def fits(record: dict[str, Any]) -> None:
-        kinds = (config.model.model_type, *recipe_of(config).starts_from)
-        if vocab_size is not None and record["config"].get("model", {}).get("model_type") in kinds:
-            changes.refuse_other_rows(config, record.get("vocab_size"), vocab_size)
-        if settings.finetune:
-            _refuse_another_trunk(config, _with_experts(config, record["config"]))
-            _refuse_lost_adapters(config, record["config"])
-        else:
-            changes.refuse_another_run(config, record["config"], changes.same_vocabulary(record, vocabulary))
-        if not weights_only and record["optimizer_steps"] is None:
-            raise CheckpointError(f"{settings.load} holds no optimizer state", do="add --no-load-optim or --finetune")
-        if not weights_only:
-            changes.refuse_another_optimizer(config, record["config"])
 
     names = (
         None
@@ -114,7 +97,7 @@ def load(
         cast=optimizer.of_any_format(),
         step=settings.ckpt_step,
         allow_empty=partial(may_begin, settings, metrics_path(config.logging, settings.save)),
-        check=fits,
+        check=partial(_refuse_unfit, config, vocabulary, vocab_size),
         rank=context.mesh.rank,
         all_gather_object=all_gather_object,
         strictness=settings.load_strictness,
@@ -127,12 +110,7 @@ def load(
     optimizer.copy_main_params_to_model_params()
     if events is not None:
         record_damage(events, restored, record["state"]["iteration"])
-    told = {notice for _, notice in restored.damaged}
-    notices = [*(notice for notice in restored.notices if notice not in told), f"loaded checkpoint {restored}"]
-    if vocabulary and record.get("vocabulary") and not changes.same_vocabulary(record, vocabulary):
-        notices.append(
-            "the checkpoint was trained with another vocabulary than this run's: the same ids stand for other tokens"
-        )
+    notices = _notices(restored, record, vocabulary)
     record |= _base(config, context, restored.path, record)
     if settings.finetune:
         notices += _other_kinds(config, record)
@@ -140,6 +118,42 @@ def load(
     if not weights_only:
         optimizer.step_count = record["optimizer_steps"]
     return fresh.restored(record["state"]), record, notices
+
+
+def _loads_weights_only(config: schema.Config) -> bool:
+    """Whether the run leaves out the checkpoint's optimizer state; an evaluation updates nothing."""
+    return config.checkpoint.finetune or config.checkpoint.no_load_optim or config.batch.skip_train
+
+
+def _refuse_unfit(
+    config: schema.Config, vocabulary: Optional[str], vocab_size: Optional[int], record: dict[str, Any]
+) -> None:
+    """Raise SettingsError or CheckpointError if this run cannot go on from the checkpoint. Arguments: those of `load`."""
+    settings, weights_only = config.checkpoint, _loads_weights_only(config)
+    kinds = (config.model.model_type, *recipe_of(config).starts_from)
+    if vocab_size is not None and record["config"].get("model", {}).get("model_type") in kinds:
+        changes.refuse_other_rows(config, record.get("vocab_size"), vocab_size)
+    if settings.finetune:
+        _refuse_another_trunk(config, _with_experts(config, record["config"]))
+        _refuse_lost_adapters(config, record["config"])
+    else:
+        changes.refuse_another_run(config, record["config"], changes.same_vocabulary(record, vocabulary))
+    if not weights_only and record["optimizer_steps"] is None:
+        raise CheckpointError(f"{settings.load} holds no optimizer state", do="add --no-load-optim or --finetune")
+    if not weights_only:
+        changes.refuse_another_optimizer(config, record["config"])
+
+
+def _notices(restored: Restored, record: dict[str, Any], vocabulary: Optional[str]) -> list[str]:
+    """What the user should know about the checkpoint; events tell about damaged ones."""
+    in_events = {notice for _, notice in restored.damaged}
+    notices = [notice for notice in restored.notices if notice not in in_events]
+    notices.append(f"loaded checkpoint {restored}")
+    if vocabulary and record.get("vocabulary") and not changes.same_vocabulary(record, vocabulary):
+        notices.append(
+            "the checkpoint was trained with another vocabulary than this run's: the same ids stand for other tokens"
+        )
+    return notices
 
 
 def _base(config: schema.Config, context: RankContext, path: Path | UrlPath, record: dict[str, Any]) -> dict[str, Any]:

@@ -137,6 +137,49 @@ def cross_entropy(rows: int, v: int, shards: int, real: int, in_place: bool = Fa
     return errors([*found, gradient], [*want, want_gradient])
 
 
+def permute(n: int, k: int, h: int, rows: int = 0, dropped: int = 0) -> list[float]:
+    """rows: 0: as many as pairs."""
+    order, place = probe.experts_order(n, k, rows or n * k, dropped, "cpu")
+    return compared("permute", [drawn(n, h)], lambda run, x: run(x, order, place, k, not (rows or dropped)))
+
+
+def unpermute(n: int, k: int, h: int, rows: int = 0, dropped: int = 0) -> list[float]:
+    order, place = probe.experts_order(n, k, rows or n * k, dropped, "cpu")
+    call = lambda run, y, weights: run(y, weights, order, place, not (rows or dropped))
+    return compared("unpermute", [drawn(rows or n * k, h), drawn(n, k, seed=1)], call)
+
+
+def unequal_bits(h: int, dtype: torch.dtype, rows: int = 0, dropped: int = 0) -> list[float]:
+    """Which results differ from those of torch's gathers in fp32: rows of experts, those in another order, sums of two
+    experts, and gradients. The interpreter may cut off what bf16 has no bits for, instead of rounding.
+    """
+    n, k, found = 7, 2, []
+    order, place = probe.experts_order(n, k, rows or n * k, dropped, "cpu")
+    back, whole = torch.arange(len(order)).flip(0), not (rows or dropped)
+    weights, *values = drawn(n, k, seed=2).double(), drawn(n, h).to(dtype), drawn(len(order), h, seed=1).to(dtype)
+    for of, into in ((probe.kernel, dtype), (lambda op: TABLE[op][-1].run, torch.float32)):
+        x, y = (value.to(into).requires_grad_() for value in values)
+        there = of("permute")(x, order, place, k, whole)
+        turned, sums = of("permute")(there, back, back, 1, True), of("unpermute")(y, weights, order, place, whole)
+        upstream = drawn(len(order), h, seed=3).to(dtype).to(into), drawn(n, h, seed=4).to(dtype).to(into)
+        found.append([there, turned, sums, *torch.autograd.grad((turned, sums), (x, y), upstream)])
+    cut_off = lambda x: (x.detach().contiguous().view(torch.int32) >> 16 << 16).view(torch.float32).to(dtype)
+    alike = lambda x, exact: x.equal(exact.to(dtype)) or dtype == torch.bfloat16 and x.equal(cut_off(exact))
+    return [float(not alike(x, exact)) for x, exact in zip(*found, strict=True)]
+
+
+def after_the_rows() -> list[float]:
+    """The share of values after the last row that pairs without a row change, and that their gradients change."""
+    from megatron.fused_kernels.gpu import expert_rows
+
+    (n, k, h), (_, place) = (7, 3, 100), probe.experts_order(7, 3, 15, 3, "cpu")
+    rows, d_rows = torch.full((2, 16, h), 5.0)
+    expert_rows.permute_kernel[n, 1](drawn(n, h), place, rows, 15, h, K=k, BLOCK=128)
+    more = drawn(16, h), drawn(n, k), place, d_rows, torch.empty(n, k)
+    expert_rows.unpermute_backward_kernel[n * k,](drawn(n, h), *more, 15, h, K=k, BLOCK=128)
+    return [(written[15] != 5.0).float().mean().item() for written in (rows, d_rows)]
+
+
 def _exactly(logits, labels, part: VocabularyPart, scale, out) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and log sum exp in fp64 from the formula, and by autograd the gradient of loss and z-loss."""
     logits = logits.double().requires_grad_()
@@ -239,6 +282,7 @@ def noted(op: str) -> Callable:
 LLAMA = dict(
     hidden_dropout=0.0, swiglu=True, normalization="RMSNorm", position_embedding_type="rope", disable_bias_linear=True
 )
+EXPERTS = dict(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16)
 CASES = {
     **{f"{op} {h}": lambda op=op, h=h: norm(op, 5, 3, h) for op in ("layer_norm", "rms_norm") for h in (64, 100)},
     **{f"{op} of wide rows": lambda op=op: norm(op, 7, 1, 8200) for op in ("add_layer_norm", "add_rms_norm")},
@@ -264,6 +308,19 @@ CASES = {
         5, 64, 4, 45, label=0.9, everywhere=0.1 / 45, softcap=4.0, z_loss=0.1
     ),
     "cross_entropy of far rows": far_rows,
+    "permute": lambda: permute(9, 3, 100),
+    "permute, dropped pairs and empty rows": lambda: permute(9, 3, 33, rows=40, dropped=5),
+    "permute of wide rows, of one expert": lambda: permute(5, 1, 2100),
+    "permute of nothing": lambda: permute(0, 1, 16),
+    "permute, no row": lambda: permute(3, 2, 16, rows=0, dropped=6),
+    "permute of pairs without a row": after_the_rows,
+    "unpermute": lambda: unpermute(9, 3, 100),
+    "unpermute, dropped pairs and empty rows": lambda: unpermute(9, 3, 33, rows=40, dropped=5),
+    "unpermute of wide rows, of one expert": lambda: unpermute(5, 1, 2100),
+    "unpermute of nothing": lambda: unpermute(0, 2, 16),
+    "permute and unpermute, to the bit": lambda: unequal_bits(100, torch.float32),
+    "permute and unpermute, with drops, to the bit": lambda: unequal_bits(70, torch.float32, 20, 3),
+    "permute and unpermute in bf16, to the bit": lambda: unequal_bits(100, torch.bfloat16, 20, 3),
     "decode_attention": lambda: decode(3, 2, 1, 64, 16, 150),
     "decode_attention in parts": lambda: decode(4, 2, 3, 20, 16, 600),
     "decode_attention in a window": lambda: decode(3, 1, 2, 16, 8, 700, window=300),
@@ -272,6 +329,10 @@ CASES = {
     "GPT": lambda: network(),
     "GPT without dropout": lambda: network(hidden_dropout=0.0),
     "Llama": lambda: network(**LLAMA),
+    "mixture": lambda: network(**EXPERTS),
+    "mixture with padded experts": lambda: network(
+        **EXPERTS, moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True
+    ),
 }
 
 

@@ -38,6 +38,10 @@ def decode(n: int, g: int, q: int, d: int, tokens: int = 1024) -> dict:
     return dict(op="decode_attention", shapes=[[n, g, q, d], [n * tokens, g, d], [n * tokens, g, d]])
 
 
+def experts(op: str, k: int, width: int) -> dict:
+    return dict(op=op, shapes=[[TOKENS * k, width], [TOKENS, k]])
+
+
 FEW = [
     norm("add_layer_norm", 12288),  # blocks of rows
     dict(op="swiglu", shapes=[[TOKENS, 2, 28672 // 8 * 2]]),
@@ -45,9 +49,15 @@ FEW = [
     dict(op="dropout_add", shapes=[[TOKENS, 2, 4096]] * 2),
     dict(op="cross_entropy", shapes=[[2668, 50304]]),
     decode(16, 8, 4, 128),
+    *[experts(op, 8, 2048) for op in ("permute", "unpermute")],
 ]
 MORE = [
     *[decode(n, g, q, d) for n, g, q, d in ((1, 12, 1, 64), (16, 32, 1, 128), (4, 2, 8, 96), (64, 8, 8, 256))],
+    *[
+        experts(op, k, width)
+        for op in ("permute", "unpermute")
+        for k, width in ((1, 4096), (2, 6144), (6, 5120), (32, 1024))
+    ],
     *[norm(op, width) for op in NORMS for width in (768, 4096, 12288, 25600)],
     *[dict(op="rms_norm", shapes=[[TOKENS, 2, 8, 4, head], [head]]) for head in (64, 128)],  # of queries
     *[dict(op="bias_gelu", shapes=[[TOKENS, 2, width], [width]]) for width in (3072, 16384, 49152 // 8)],

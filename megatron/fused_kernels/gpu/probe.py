@@ -30,6 +30,8 @@ MODULES = dict(
     swiglu="activations",
     rotate="rotary",
     dropout_add="dropout",
+    permute="expert_rows",
+    unpermute="expert_rows",
     cross_entropy="cross_entropy",
     decode_attention="decode_attention",
 )
@@ -141,6 +143,27 @@ def _decode_case(device, dtype):
     return [_drawn(shape, device, dtype, n) for n, shape in enumerate(shapes)], _tuple(call)
 
 
+def experts_order(n: int, k: int, rows: int, dropped: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(order, place) of `reference.permute` for the pairs of n tokens, some of them dropped, in any of `rows` rows."""
+    draw = torch.Generator().manual_seed(n)
+    place = torch.randperm(rows, generator=draw)[: n * k]
+    place = torch.nn.functional.pad(place, (0, n * k - len(place)), value=rows)  # more pairs than rows
+    place[torch.randperm(n * k, generator=draw)[:dropped]] = rows
+    order = torch.full((rows + 1,), n * k).scatter_(0, place, torch.arange(n * k))[:-1]
+    return order.to(device), place.to(device)
+
+
+def _permute_case(device, dtype):
+    order, place = experts_order(9, 3, 30, 4, device)
+    return [_drawn((9, 100), device, dtype, 0)], _tuple(lambda run, x: run(x, order, place, 3, False))
+
+
+def _unpermute_case(device, dtype):
+    order, place = experts_order(9, 3, 30, 4, device)
+    inputs = [_drawn((30, 100), device, dtype, 0), _drawn((9, 3), device, dtype, 1)]
+    return inputs, _tuple(lambda run, y, weights: run(y, weights, order, place, False))
+
+
 def _cross_entropy_case(device, dtype):
     part, labels = reference.VocabularyPart(100, 290, 0.9, 1e-3, 30.0, 1e-3), torch.arange(95, 400, 61, device=device)
 
@@ -164,6 +187,8 @@ CASES = dict(
     swiglu=lambda device, dtype: ([_drawn((7, 3, 200), device, dtype, 0)], _tuple(lambda run, x: run(x))),
     rotate=_rotate_case,
     dropout_add=_dropout_case,
+    permute=_permute_case,
+    unpermute=_unpermute_case,
     cross_entropy=_cross_entropy_case,
     attention=_documents_case,
     decode_attention=_decode_case,

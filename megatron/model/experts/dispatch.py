@@ -15,6 +15,7 @@ Legend: n tokens of this rank, h hidden, k experts of a token, E experts, C capa
 
 import torch
 
+from megatron.fused_kernels import Case, choose_kernel
 from megatron.model.experts.grouped import Rows
 from megatron.mpu import collectives, mappings
 from megatron.mpu.mesh import Axis
@@ -63,7 +64,8 @@ class Dispatcher:
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sums of the outputs for each token, [n, h]. weights: [n, k], of each pair."""
-        return _Combine.apply(y, weights, self.order, self.place, self.whole)
+        unpermute = choose_kernel("unpermute", Case(y.device.type, y.dtype)).run
+        return unpermute(y, weights, self.order, self.place, self.whole)
 
 
 class PaddedDispatcher(Dispatcher):
@@ -97,59 +99,11 @@ class PaddedDispatcher(Dispatcher):
         return rows.view(first, second, self.capacity, rows.shape[-1]).transpose(0, 1).flatten(0, 2)
 
 
-# ---- gathers whose backward pass is a gather ---------------------------------------------------------------------------
-
-
-class _Permute(torch.autograd.Function):
-    """Row i of the result is row order[i] // k of x [n, h].
-
-    place: the inverse: the row of each pair. If not `whole`, there are pairs without a row, whose place is the number of
-    rows, and rows without a pair, which are 0, whose order is k n.
-    """
-
-    @staticmethod
-    def forward(ctx, x, order, place, k, whole):
-        ctx.save_for_backward(place)
-        ctx.k, ctx.whole = k, whole
-        return _rows_of(x, order // k if k > 1 else order, whole)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (place,) = ctx.saved_tensors
-        pairs = _rows_of(gradient, place, ctx.whole)
-        return pairs.view(-1, ctx.k, pairs.shape[1]).sum(1) if ctx.k > 1 else pairs, *(None,) * 4
-
-
 def _permuted(
     x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int = 1, whole: bool = True
 ) -> torch.Tensor:
-    return _Permute.apply(x, order, place, k, whole)
-
-
-class _Combine(torch.autograd.Function):
-    """y [m, h], weights [n, k] -> [n, h], the weighted sums of each token's rows, in fp32 before they are rounded."""
-
-    @staticmethod
-    def forward(ctx, y, weights, order, place, whole):
-        ctx.save_for_backward(y, weights, order, place)
-        ctx.whole, ctx.wide = whole, torch.promote_types(y.dtype, torch.float32)
-        total = 0
-        for factors, rows in zip(weights.to(ctx.wide).unbind(1), place.view(weights.shape).unbind(1)):
-            total = total + _rows_of(y, rows, whole).to(ctx.wide) * factors.unsqueeze(1)
-        return total.to(y.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        y, weights, order, place = ctx.saved_tensors
-        of_rows = _rows_of(gradient.to(ctx.wide), order // weights.shape[1], ctx.whole)  # [m, h]
-        factors = _rows_of(weights.to(ctx.wide).reshape(-1, 1), order, ctx.whole)
-        d_weights = _rows_of((of_rows * y.to(ctx.wide)).sum(1, keepdim=True), place, ctx.whole)
-        return (of_rows * factors).to(y.dtype), d_weights.view(weights.shape).to(weights.dtype), None, None, None
-
-
-def _rows_of(x: torch.Tensor, index: torch.Tensor, whole: bool) -> torch.Tensor:
-    """Rows of x by index. If not `whole`, those of index len(x) are 0."""
-    return (x if whole else torch.cat((x, x.new_zeros(1, x.shape[1]))))[index]
+    """See `fused_kernels.reference.permute`."""
+    return choose_kernel("permute", Case(x.device.type, x.dtype)).run(x, order, place, k, whole)
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
