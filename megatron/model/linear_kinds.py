@@ -152,7 +152,7 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]], tp: int
     names = {f"blocks.{layer}.{name}": name for layer, table in blocks.items() for name in linear_layers(table)}
     adapted = [choice.pattern for choice in parts if choice.kind == lora.KIND]
     found = lora.problems(settings, adapted) + [
-        f"--linear {settings.linear}: '{choice.pattern}' is no linear layer of this model; each block has "
+        f"{_flag_of(settings, choice.pattern)}: '{choice.pattern}' is no linear layer of this model; each block has "
         f"{', '.join(dict.fromkeys(names.values()))}"
         for choice in parts
         if not any(map(choice.matches, names))
@@ -164,6 +164,16 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]], tp: int
         if kind == sparsity.KIND and kind not in settings.own_linears
     ]
     return (found or _unused(settings, blocks)) + sparsity.problems(settings, sparse, tp)
+
+
+def _flag_of(settings: Model, pattern: str) -> str:
+    """The flag that a pattern of --linear comes from, and its value."""
+    names = ("quantization_layers", "quantization_skip", "sparsity_layers", "sparsity_skip", "lora_target", "linear")
+    values = {name: getattr(settings, name) or "" for name in names}
+    name = next(
+        name for name, value in values.items() if pattern in value.replace(",", " ").split() or name == "linear"
+    )
+    return f"--{name.replace('_', '-')} {values[name]}"
 
 
 def _unused(settings: Model, blocks: Mapping[int, Table]) -> list[str]:

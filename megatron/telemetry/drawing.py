@@ -61,7 +61,7 @@ def themed(svg: str) -> str:
         svg = svg.replace(f": {colour}", f": var(--c{number})")
     style = (
         f"<style>svg {{ {light}}} @media (prefers-color-scheme: dark) {{ svg {{ {dark}}} }} "
-        "text { font-family: system-ui, sans-serif !important }</style>"
+        "text { font-family: system-ui, sans-serif !important } image { image-rendering: pixelated }</style>"
     )
     at = svg.index(">", svg.index("<svg")) + 1
     return f"{svg[:at]}\n {style}{svg[at:]}"

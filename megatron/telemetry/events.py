@@ -220,6 +220,12 @@ KINDS = {
         "the validation got worse several times in a row",
         {"figure": "name of the loss or metric", "values": "the last ones, oldest first", "times": "in a row"},
     ),
+    "idle_experts": EventKind(
+        "warning",
+        "experts of a layer got no token in a step",
+        {"layer": "its name", "experts": "their numbers", "mean": "tokens of an expert of the layer in this step"},
+        logged=False,
+    ),
     "messages_lost": EventKind(
         "warning",
         "events could not be sent to --webhook or --on-event",

@@ -36,7 +36,7 @@ from megatron.telemetry.progress_log import ProgressLog
 from megatron.telemetry.prometheus import Prometheus
 from megatron.telemetry.run_folder import METRICS, last_saved, point_to
 from megatron.telemetry.run_record import JsonLines, launches_in, now
-from megatron.telemetry.step_metrics import Interval, RunSizes, StepMetrics, step_record, step_tags
+from megatron.telemetry.step_metrics import Interval, RunSizes, StepMetrics, load_ends, step_record, step_tags
 from megatron.telemetry.timers import Timers, spans, table
 from megatron.telemetry.trackers import TensorBoard, VisualDL, WeightsAndBiases
 
@@ -258,6 +258,14 @@ class Metrics:
     def note(self, kind: str, iteration: int, **facts) -> None:
         """Write a record of an event after an iteration, for the report only."""
         self._write(dict(kind=kind, iteration=iteration, time=now()) | facts)
+
+    def record_experts(self, iteration: int, consumed_samples: int, loads: dict[str, list[int]]) -> None:
+        """Record the tokens of each expert in a step, by layer. Trackers get each layer's largest and smallest load."""
+        self._write(dict(kind="experts", iteration=iteration, time=now(), loads=loads))
+        tags = {
+            f"{of} expert load/{layer}": load for layer, own in loads.items() for of, load in load_ends(own).items()
+        }
+        self._track(tags, iteration, consumed_samples)
 
     def count_event(self, event: dict) -> None:
         """Count an event of events.jsonl for Prometheus."""

@@ -22,7 +22,7 @@ from megatron.settings.schema import Logging
 from megatron.telemetry.events import KINDS
 from megatron.telemetry.run_folder import Saved
 from megatron.telemetry.run_record import LOSS, own_sums
-from megatron.telemetry.step_metrics import RunSizes
+from megatron.telemetry.step_metrics import RunSizes, load_ends
 from megatron.telemetry.trackers import missing_package
 
 PREFIX = "megatron_"
@@ -36,6 +36,7 @@ GAUGES = {  # name without prefix -> help
     "learning_rate": "Learning rate of the last step",
     "grad_norm": "Norm of the gradient before clipping",
     "params_norm": "Norm of the parameters (--log-params-norm)",
+    "expert_load": "Largest and smallest load of a layer's experts in the last step, in means over them",
     "loss_scale": "Loss scale",
     "batch_size": "Samples of the last step",
     "step_seconds": "Time of the last step",
@@ -168,6 +169,11 @@ class Prometheus:
         for name, value in record.items():
             if name not in NO_VALUES and isinstance(value, (int, float)):
                 self._set("evaluation", value, split=str(record["split"]), name=name)
+
+    def _take_experts(self, record: dict) -> None:
+        for layer, loads in record["loads"].items():
+            for of, load in load_ends(loads).items():
+                self._set("expert_load", load, layer=layer, of=of)
 
     def _take_memory(self, record: dict) -> None:
         if record.get("bytes") is not None:

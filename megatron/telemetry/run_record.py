@@ -3,11 +3,12 @@
 
 Kinds: `run` (first: resolved settings, versions, host, mesh), `start` (times before the first step), `step` (one per
 iteration), `eval` (`final`: at the end of training), `timers` (one per log interval, if they are on), `memory` (of the
-first rank, one per log interval), `ranks` (seconds of a step by part and rank), `save` (a checkpoint was written, or
+first rank, one per log interval), `ranks` (seconds of a step by part and rank), `experts` (tokens of a step by layer and
+expert), `save` (a checkpoint was written, or
 started), `spike` (that caused a rollback), `rewind` (to this iteration) and `end` (exit code and reason, unless the process
 was killed). The file only grows. A resumed run appends a `run` record with the iteration it starts from: it invalidates the
-`step`, `eval` and `ranks` records of a killed run after that iteration, and `read_history` leaves them out. A line torn by
-the kill is skipped.
+`step`, `eval`, `ranks` and `experts` records of a killed run after that iteration, and `read_history` leaves them out. A
+line torn by the kill is skipped.
 """
 
 import functools
@@ -128,6 +129,7 @@ class History:
     events: list[dict] = field(default_factory=list)  # records of the kinds of EVENTS, in order of time
     memory: list[dict] = field(default_factory=list)
     ranks: list[dict] = field(default_factory=list)  # times of all ranks in the parts of a step
+    experts: list[dict] = field(default_factory=list)  # tokens of all experts in a step
     damaged_lines: int = 0
     interleaved: int = 0  # steps that do not follow the one before: several runs wrote to this file at the same time
 
@@ -186,10 +188,11 @@ def read_history(path: Path) -> History:
             history.memory.append(record)
         elif kind == "ranks":
             history.ranks.append(record)
+        elif kind == "experts":
+            history.experts.append(record)
         if kind in ("run", "rewind"):
-            _drop_after(history.steps, iteration)
-            _drop_after(history.evals, iteration)
-            _drop_after(history.ranks, iteration)
+            for undone in (history.steps, history.evals, history.ranks, history.experts):
+                _drop_after(undone, iteration)
         if kind == "run":
             history.run = record
             history.starts.append(iteration)

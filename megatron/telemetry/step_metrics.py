@@ -98,3 +98,13 @@ def step_tags(step: StepMetrics, losses: dict[str, float]) -> dict[str, float]:
         tags["grad-norm"] = float(step.grad_norm)
     tags |= {name.replace("_", "-"): value for name, value in step.optional_values.items()}
     return tags | losses | {name: float(value) for name, value in step.extra.items()}
+
+
+def load_ends(loads: list[int]) -> dict[str, float]:
+    """The largest and the smallest load of a layer's experts, in means over them.
+
+    >>> load_ends([6, 2, 4, 0])
+    {'largest': 2.0, 'smallest': 0.0}
+    """
+    mean = sum(loads) / len(loads) or 1
+    return dict(largest=max(loads) / mean, smallest=min(loads) / mean)

@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
-from megatron.errors import DataError, SettingsError
+from megatron.errors import DataError, SettingsError, did_you_mean
 from megatron.settings.schema import TokenizerSettings
 from megatron.settings.statements import NONE
 from megatron.storage.urls import UrlPath, location
@@ -360,6 +360,11 @@ def find_template(folders: Sequence[Path], tokenizer: Tokenizer, file: Optional[
     """The template of `file`, a path or a name of TEMPLATES, else of the first folder with one; None if there is none."""
     if file in TEMPLATES and not Path(file).exists():
         return _named(file, folders, tokenizer)
+    if file and not Path(file).suffix and len(Path(file).parts) == 1 and not Path(file).exists():
+        raise SettingsError(
+            f"--chat-template {file}: there is no file or template of this name{did_you_mean(file, TEMPLATES)}",
+            do=f"give a file, or {' or '.join(TEMPLATES)}",
+        )
     places = [Path(file)] if file else [folder / name for folder in folders for name in (FILE, CONFIG)]
     for place in places:
         source = _source(place, needed=bool(file))

@@ -62,6 +62,7 @@ def build(folder: Path, metrics_file: Optional[Path] = None, title: Optional[str
         Section("Data", tables=[("", report_facts.data(history))]),
         Section("Memory", memory_plot(history), [("", report_facts.memory(history))]),
         ranks_section(history),
+        experts_section(history),
         Section("Events", tables=[("", report_facts.events(history, events))]),
         Section("Supervised", tables=[("", report_facts.supervision(events))]),
         Section("Totals", tables=[("", totals(history))]),
@@ -75,6 +76,12 @@ def ranks_section(history: History) -> Section:
     """The section about slow ranks."""
     pictures, rows = report_facts.ranks(history)
     return Section("Ranks", pictures, [("", rows)])
+
+
+def experts_section(history: History) -> Section:
+    """The section about the loads of experts."""
+    pictures, rows = report_facts.experts(history)
+    return Section("Experts", pictures, [("", rows)])
 
 
 def metrics_of(place: Path) -> Path:

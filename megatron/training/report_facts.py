@@ -12,7 +12,7 @@ from megatron.errors import Failure
 from megatron.pipeline.draw import svg
 from megatron.pipeline.schedule import default_chunks, stage_map
 from megatron.pipeline.simulate import bubble_of, make_rank_schedules, simulate
-from megatron.telemetry import heat_map
+from megatron.telemetry import expert_map, heat_map
 from megatron.telemetry.curves import data_url, validation_points
 from megatron.telemetry.figures import count, seconds, several, size
 from megatron.telemetry.run_record import History
@@ -199,6 +199,40 @@ def ranks(history: History) -> tuple[list[tuple[str, str]], Rows]:
     if len(shown) < count:
         rows.append(("ranks", f"{len(shown)} of {count:,} are drawn: those that differ most from their peers"))
     return pictures, rows
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+def experts(history: History) -> tuple[list[tuple[str, str]], Rows]:
+    """Pictures and rows about the loads of experts; empty for a model without."""
+    records = expert_map.usable(history.experts)
+    if not records:
+        return [], []
+    layers, iterations = expert_map.layers_of(records), [record["iteration"] for record in records]
+    shown = expert_map.shown_layers(layers)
+    pictures = [
+        (f"{layer}: tokens of each expert", data_url(expert_map.expert_map(iterations, layers[layer])))
+        for layer in shown
+    ]
+    found = [expert_map.unbalance(layer, loads) for layer, loads in layers.items()]
+    worst = max(found, key=lambda one: one.largest)
+    rows = [
+        (
+            "colours",
+            f"red: more than the mean, the strongest {expert_map.MOST:g} times; blue: fewer, the strongest none",
+        ),
+        ("largest load at the end", f"{worst.largest:.2f} times the mean, in {worst.layer}"),
+        ("smallest load at the end", f"{min(one.smallest for one in found):.2f} times the mean"),
+        *((f"without tokens in {one.layer}", _experts_named(one.idle)) for one in found if one.idle),
+    ]
+    if len(shown) < len(layers):
+        rows.append(("layers", f"{len(shown)} of {len(layers)} are drawn: those with the largest loads"))
+    return pictures, rows
+
+
+def _experts_named(numbers: list[int]) -> str:
+    return f"expert{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:16]))}{', ...' * (len(numbers) > 16)}"
 
 
 # -- events ------------------------------------------------------------------------------------------------------------

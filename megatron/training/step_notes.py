@@ -23,11 +23,17 @@ class StepNotes:
         self._log_once(run, step.iteration, "no learning rate", no_rate(run, step))
         interval = run.config.logging.log_interval
         if interval and step.iteration % interval == 0 and (loads := expert_loads(run)):
-            run.metrics.note("experts", step.iteration, loads=loads)
+            run.metrics.record_experts(step.iteration, step.consumed_samples, loads)
             for layer, own in loads.items():
-                self._log_once(
-                    run, step.iteration, f"idle experts of {layer}", idle_experts(layer, own, step.iteration)
-                )
+                self._note_idle(run, step.iteration, layer, own)
+
+    def _note_idle(self, run, iteration: int, layer: str, loads: list[int]) -> None:
+        what, words = f"idle experts of {layer}", idle_experts(layer, loads, iteration)
+        if words and what not in self._logged:
+            idle = [number for number, load in enumerate(loads) if load == 0]
+            facts = dict(layer=layer, experts=idle, mean=sum(loads) / len(loads))
+            run.events.record("idle_experts", words, iteration=iteration, **facts)
+        self._log_once(run, iteration, what, words)
 
     @contextlib.contextmanager
     def timed(self, run):

@@ -395,6 +395,10 @@ def test_a_generation_config_is_written(tmp_path):
     save(tmp_path / "ours", OURS)
     tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--unchecked"])
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "theirs").eos_token_id is None
+    (tmp_path / "ours" / "generation_config.json").write_text(json.dumps(dict(temperature=0.7, top_k=9)))
+    tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "again"), "--unchecked"])
+    found = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    assert (found["temperature"], found["top_k"]) == (0.7, 9)
 
 
 @pytest.mark.parametrize("kind", BASES)

@@ -15,6 +15,7 @@ from megatron.model.arguments import parse_any
 from megatron.model.experts import dispatch, grouped, router
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
+from megatron.telemetry.events import read_events
 from megatron.training.entry import start
 from megatron.training.rules import resolve
 from tests.models import plain_experts as plain
@@ -182,6 +183,10 @@ def test_ranks_without_tokens(layout, tmp_path, monkeypatch):
     assert moments[:2].any() and not moments[2:].any()  # no gradient; weight decay all the same
     notes = [note["words"] for note in records(tmp_path, "note") if "idle experts" in note["what"]]
     assert [words.split(" got ")[0] for words in notes] == [f"blocks.{n}: 6 of 8 experts" for n in range(LAYERS)]
+    events = [event for event in read_events(tmp_path) if event["event"] == "idle_experts"]
+    assert [(event["layer"], event["experts"]) for event in events] == [
+        (f"blocks.{n}", list(range(2, 8))) for n in range(LAYERS)
+    ]
 
 
 @pytest.mark.sampled(5)

@@ -382,7 +382,7 @@ def test_a_task_trains_pairs_and_its_new_head(tmp_path, run_ranks):
         ("--lora-rank 0", "--lora-rank 0 must be at least 1"),
         ("--lora-rank 2 --lora-dropout 1", "--lora-dropout 1.0 must be at least 0 and below 1"),
         ("--lora-rank 2 --lora-alpha 0", "--lora-alpha 0.0 must be above 0"),
-        ("--lora-rank 2 --lora-target gate", "'gate' is no linear layer of this model; each block has attention.qkv, "),
+        ("--lora-rank 2 --lora-target gate", "--lora-target gate: 'gate' is no linear layer of this model; each"),
         ("--lora-rank 2 --linear mlp.*=loar", "'loar' is no kind of linear layer"),
     ],
 )

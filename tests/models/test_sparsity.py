@@ -175,7 +175,8 @@ def test_a_plain_run_goes_on_with_masks_which_are_applied_at_the_end(tmp_path, c
         ("--sparsity 2:4 --quantization", "--sparsity 2:4 has no layer left: a layer has one kind"),
         ("--sparsity 2:4 --lora-rank 2", "--sparsity 2:4 has no layer left: a layer has one kind"),
         ("--quantization --lora-rank 2", "--quantization has no layer left: a layer has one kind"),
-        ("--sparsity 0.3 --sparsity-layers gate", "'gate' is no linear layer of this model; each block has attention"),
+        ("--sparsity 0.3 --sparsity-skip gate", "--sparsity-skip gate: 'gate' is no linear layer of this model"),
+        ("--sparsity 0.3 --sparsity-layers gate", "--sparsity-layers gate: 'gate' is no linear layer of this"),
         ("--linear mlp.*=sparse", "--linear PATTERN=sparse needs --sparsity"),
     ],
 )

@@ -25,6 +25,7 @@ TRAIN = "--task chat --train-data {file} --load {base} --global-batch-size 2 --t
     "flags, rows, code, said",
     [
         ("--task chat --load {base}", [TALK], 3, "there are no conversations to learn"),
+        (TRAIN.replace("plain", "chatm"), [TALK], 3, "no file or template of this name; did you mean chatml"),
         (TRAIN.replace("plain", "none.jinja"), [TALK], 4, "--chat-template none.jinja: No such file"),
         (TRAIN.replace("--chat-template plain", ""), [TALK], 3, "there is no chat template"),
         (TRAIN.replace("plain", "chatml"), [TALK], 3, "needs the tokens <.im_start.> and <.im_end.>"),

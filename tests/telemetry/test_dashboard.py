@@ -297,7 +297,7 @@ def test_ranks_over_time(tmp_path):
     found = runs.ranks("0")
     assert found["names"] == ["forward"] and found["x"].tolist() == list(range(2, 2 * PARTS + 1, 2))
     means = (times[::2] + times[1::2]) / 2
-    np.testing.assert_allclose(found["seconds"], means.T, rtol=1e-6)
+    np.testing.assert_allclose(found["values"], means.T, rtol=1e-6)
     others = [np.delete(means, rank, axis=1).mean(1) for rank in range(3)]  # of two, the mean is the median
     np.testing.assert_allclose(found["excess"], means.T / others - 1, rtol=1e-4, atol=1e-6)
     assert watched(write(tmp_path / "b", launch(), step(1))).ranks("0")["names"] == []
@@ -312,8 +312,8 @@ def test_of_many_ranks_those_that_differ_most_are_shown(tmp_path):
         dict(kind="ranks", iteration=5, steps=5, seconds=dict(forward=forward, waiting=[0.0] * 100)),
     )
     found = watched(tmp_path).ranks("0")
-    assert len(found["ranks"]) == 32 and 77 in found["ranks"] and found["all_ranks"] == 100
-    assert found["seconds"][found["ranks"].index(77)].tolist() == [1.5]
+    assert len(found["rows"]) == 32 and 77 in found["rows"] and found["all_rows"] == 100
+    assert found["values"][found["rows"].index(77)].tolist() == [1.5]
 
 
 def test_ranks_of_a_run_that_is_resumed_on_others(tmp_path):
@@ -324,11 +324,31 @@ def test_ranks_of_a_run_that_is_resumed_on_others(tmp_path):
     runs = watched(write(tmp_path / "a", *records))
     found = runs.ranks("0")
     assert (found["names"], found["name"]) == (["own time", "forward", "waiting"], "own time")
-    assert (found["x"].tolist(), found["seconds"].tolist()) == ([5, 10], [[1, 5], [2, 6]])
-    assert runs.ranks("0", "waiting")["seconds"].tolist() == [[1, 3], [0, 1]]
+    assert (found["x"].tolist(), found["values"].tolist()) == ([5, 10], [[1, 5], [2, 6]])
+    assert runs.ranks("0", "waiting")["values"].tolist() == [[1, 3], [0, 1]]
     write(tmp_path / "a", launch(10), ranks(15, [7, 7, 9], [0, 0, 0]))
     runs.refresh()
-    assert runs.ranks("0")["seconds"].tolist() == [[7], [7], [9]] and runs.ranks("0")["x"].tolist() == [15]
+    assert runs.ranks("0")["values"].tolist() == [[7], [7], [9]] and runs.ranks("0")["x"].tolist() == [15]
+
+
+def test_loads_of_experts_over_time(tmp_path):
+    def loads(iteration, *layers):
+        return dict(kind="experts", iteration=iteration, loads={f"blocks.{n}": own for n, own in enumerate(layers)})
+
+    records = [
+        launch(),
+        step(5),
+        loads(5, [6, 2], [4, 4]),
+        loads(10, [8, 0], [4, 4]),
+        launch(5),
+        loads(10, [0, 0], [1, 3]),
+    ]
+    runs = watched(write(tmp_path / "a", *records))
+    found = runs.experts("0")
+    assert (found["names"], found["name"], found["x"].tolist()) == (["blocks.0", "blocks.1"], "blocks.0", [5, 10])
+    assert found["values"].tolist() == [[6, 0], [2, 0]] and found["excess"].tolist() == [[0.5, 0], [-0.5, 0]]
+    assert runs.experts("0", "blocks.1")["excess"].tolist() == [[0, -0.5], [0, 0.5]]
+    assert runs.summaries()[0]["has_experts"] and not runs.summaries()[0]["has_ranks"]
 
 
 def test_runs_of_an_object_store(tmp_path):

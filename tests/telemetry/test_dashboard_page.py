@@ -47,7 +47,9 @@ def folder(tmp_path_factory) -> Path:
         *(timers | dict(iteration=n) for n in (100, 200, 300)),
     )
     pipeline = launch(mesh=dict(pp=2))
-    write(folder / "wide", pipeline, *(step(n, 3 - n / 100) for n in range(1, 201)))
+    loads = {"blocks.0": [30, 10, 0, 40], "blocks.1": [20, 20, 20, 20]}
+    experts = (dict(kind="experts", iteration=n, loads=loads) for n in range(20, 201, 20))
+    write(folder / "wide", pipeline, *(step(n, 3 - n / 100) for n in range(1, 201)), *experts)
     event = dict(
         time=1.0, event="spike", level="warning", iteration=50, rank=None, message="<b>loss</b> far above its median"
     )
@@ -100,6 +102,9 @@ def test_curves_of_two_runs_that_go_on(visit, folder):
     assert "slow" in text and "wide" in text
     assert "<b>loss</b> far above its median" in page.locator("#events").inner_text()
     assert page.locator("#ranks canvas").is_visible() and "forward-backward" in page.locator("#ranks").inner_text()
+    assert page.locator("#experts canvas").is_visible() and "blocks.0" in page.locator("#experts-note").inner_text()
+    page.locator("#experts-name").select_option("blocks.1")
+    wait_for(page, "document.querySelector('#experts-note').innerText.includes('of blocks.1')")
     assert page.locator("#pictures img").is_visible()  # the schedule of the run with a pipeline
     write(folder / "slow", *(step(n, 1.25) for n in range(301, 401)))
     wait_for(page, "document.querySelector('#runs').innerText.includes('400')")

@@ -200,6 +200,7 @@ def test_tensorboard_has_megatrons_tags_over_iterations_and_samples(tmp_path, cl
     ) as metrics:
         take(metrics, clock, 0.5, step(1, 3.0), step(2, 2.0))
         metrics.record_eval(2, 16, {"lm loss": 1.0})
+        metrics.record_experts(2, 16, {"blocks.1": [6, 2, 4]})
     (path,) = tmp_path.iterdir()
     points = {}
     for event in reader.EventFileLoader(str(path)).Load():
@@ -215,7 +216,10 @@ def test_tensorboard_has_megatrons_tags_over_iterations_and_samples(tmp_path, cl
         "iteration-time",
         "lm loss validation",
         "lm loss validation ppl",
+        "largest expert load/blocks.1",
+        "smallest expert load/blocks.1",
     ]
+    assert points["largest expert load/blocks.1"] == [(2, 1.5)]
     assert set(points) == {*tags, *(f"{tag} vs samples" for tag in tags)}
     assert points["lm loss"] == [(1, 3.0), (2, 2.0)]
     assert points["lm loss vs samples"] == [(8, 3.0), (16, 2.0)]

@@ -109,6 +109,15 @@ def test_losses_that_are_not_finite_and_steps_without_an_update(tmp_path):
     assert values["megatron_events_total", "event=spike", "level=warning"] == 1
 
 
+def test_the_most_unequal_loads_of_experts(tmp_path):
+    with Metrics(Logging(metrics_port=0), RunSizes(9, 16)) as metrics:
+        for loads in ([9, 0, 0], [6, 2, 4]):
+            metrics.record_experts(2, 16, {"blocks.1": loads})
+        values = scrape(metrics.prometheus.url)
+    found = {key[1:]: value for key, value in values.items() if key[0] == "megatron_expert_load"}
+    assert found == {("layer=blocks.1", "of=largest"): 1.5, ("layer=blocks.1", "of=smallest"): 0.5}
+
+
 def test_a_reader_that_hangs_holds_nothing_up():
     with Metrics(Logging(metrics_port=0), RunSizes(9, 16)) as metrics:
         host, port = re.search(r"//(.*):(\d+)/", metrics.prometheus.url).groups()

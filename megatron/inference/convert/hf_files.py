@@ -253,8 +253,11 @@ def _copy_others(source: Path, folder: Path) -> None:
             shutil.copytree(source / name, folder / name, dirs_exist_ok=True)
 
 
-def write_generation_config(folder: Path, config: dict[str, Any], end_of_turn: Optional[int] = None) -> None:
-    """Write generation_config.json for the content of config.json, unless the tokenizer has brought one.
+def write_generation_config(
+    folder: Path, config: dict[str, Any], checkpoint: Path, end_of_turn: Optional[int] = None
+) -> None:
+    """Write generation_config.json: the one beside the checkpoint, else the one that the tokenizer has brought, with the
+    ids of config.json that it lacks.
 
     end_of_turn: a further token that ends a text: that of an answer in a conversation
     """
@@ -263,6 +266,10 @@ def write_generation_config(folder: Path, config: dict[str, Any], end_of_turn: O
     }
     if end_of_turn not in (None, ids["eos_token_id"]):
         ids["eos_token_id"] = [end_of_turn] if ids["eos_token_id"] is None else [end_of_turn, ids["eos_token_id"]]
-    if not (folder / GENERATION).exists():
-        content = dict(_from_model_config=True, **{name: id for name, id in ids.items() if id is not None})
-        (folder / GENERATION).write_text(json.dumps(content, indent=2))
+    places = (place / GENERATION for place in (checkpoint, checkpoint.parent))
+    own = next((place for place in places if place.is_file()), None)
+    ids = {name: id for name, id in ids.items() if id is not None}
+    if own:
+        (folder / GENERATION).write_text(json.dumps(ids | read_json(own), indent=2))
+    elif not (folder / GENERATION).exists():
+        (folder / GENERATION).write_text(json.dumps(dict(_from_model_config=True, **ids), indent=2))

@@ -90,7 +90,7 @@ def to_hf(
             settings["quantization_config"] = compressed_tensors.quantization_config(family, products)
         (folder / "config.json").write_text(json.dumps(settings, indent=2))
         if family.kind != "bert":  # which generates nothing
-            hf_files.write_generation_config(folder, settings, end_of_turn)
+            hf_files.write_generation_config(folder, settings, Path(trained), end_of_turn)
         if check and family.run is None:
             notices.append(f"{ALONE.format(family.kind)}: the models were not compared")
         elif check:

@@ -22,8 +22,8 @@ import numpy as np
 
 from megatron.errors import DataError, Failure
 from megatron.storage.urls import UrlPath, location
-from megatron.telemetry import heat_map
-from megatron.telemetry.dashboard.series import OWN_TIME, Curve, Series
+from megatron.telemetry import expert_map, heat_map
+from megatron.telemetry.dashboard.series import OWN_TIME, Curve, HeatTable, Series
 from megatron.telemetry.dashboard.tail import Tail
 from megatron.telemetry.events import events_path, parse_events
 from megatron.telemetry.figures import count
@@ -33,7 +33,7 @@ from megatron.telemetry.run_record import LOSS, OF_EVERY_STEP, History
 Place = Union[Path, UrlPath]
 LOOK, SEARCH, REMOTE = 5.0, 5.0, 10.0  # seconds between checks of a run's state, for new runs, of an object store
 MOST_EVENTS = 500  # maximal number of a run's events on the page
-PARTS = 200  # columns of the heat map of ranks
+PARTS = 200  # columns of a heat map
 
 
 class Chart(NamedTuple):
@@ -173,6 +173,7 @@ class WatchedRun:
             seconds_left=self.state.get("seconds_left"),
             checkpoint_age=self.state.get("checkpoint_age"),
             has_ranks=any(table.rows for table in series.ranks.values()),
+            has_experts=any(table.rows for table in series.experts.values()),
         )
 
     def all_events(self) -> list[dict]:
@@ -307,31 +308,20 @@ class Runs:
     def ranks(self, id: str, what: str = "", axis: str = "iteration") -> dict[str, Any]:
         """The time of each rank in a part of the steps, for a heat map: [ranks][parts of the axis].
 
-        ranks: the ranks of the rows, of many only those that differ most; seconds: time of a step; excess: time above that
-               of the peers, as a share of the peers' time
+        rows: the ranks, of many only those that differ most; values: seconds of a step; excess: time above that of the
+              peers, as a share of the peers' time
         """
         [run] = self.chosen([id]) or [None]
+        stages = lambda number: heat_map.stages_of(run.series.run, number)
+        peers = lambda values: heat_map.against_peers(values, stages(len(values)))
         tables = run.series.ranks if run else {}
-        if not tables:
-            return dict(names=[], name="", x=[], ranks=[], all_ranks=0, seconds=[], excess=[])
-        name = what if what in tables else OWN_TIME if OWN_TIME in tables else next(iter(tables))
-        x, table = run.series.place(tables[name].iterations, axis), tables[name].seconds
-        if len(x) > PARTS:
-            first = np.unique(np.linspace(0, len(x), PARTS, endpoint=False).astype(int))
-            lengths = np.diff(np.append(first, len(x)))
-            x, table = x[np.append(first[1:], len(x)) - 1], np.add.reduceat(table, first, axis=0) / lengths[:, None]
-        seconds, number = table.T, tables[name].ranks
-        excess = heat_map.against_peers(seconds, heat_map.stages_of(run.series.run, number))
-        shown = heat_map.shown_ranks(excess)
-        return dict(
-            names=list(tables),
-            name=name,
-            x=_places(x),
-            ranks=shown,
-            all_ranks=number,
-            seconds=seconds[shown].astype(np.float32, order="C"),
-            excess=excess[shown].astype(np.float32, order="C"),
-        )
+        return _heat(run, tables, what if what in tables else OWN_TIME, axis, peers, heat_map.shown_ranks)
+
+    def experts(self, id: str, layer: str = "", axis: str = "iteration") -> dict[str, Any]:
+        """The tokens of each expert of a layer, as `ranks` has seconds; excess: above the mean over the experts."""
+        [run] = self.chosen([id]) or [None]
+        tables = run.series.experts if run else {}
+        return _heat(run, tables, layer, axis, lambda values: expert_map.relative(values) - 1)
 
     def pictures_of(self, id: str) -> list[dict[str, str]]:
         """The pictures of a run's pipeline."""
@@ -341,6 +331,37 @@ class Runs:
         [run] = found
         local = run.place if isinstance(run.place, Path) else Path()
         return [dict(caption=caption, url=url) for caption, url in self.pictures(run.series.history, local)]
+
+
+def _heat(
+    run: Optional[WatchedRun],
+    tables: dict[str, HeatTable],
+    name: str,
+    axis: str,
+    excess_of: Callable[[np.ndarray], np.ndarray],
+    shown_of: Callable[[np.ndarray], list[int]] = lambda excess: list(range(len(excess))),
+) -> dict[str, Any]:
+    """The heat map of a table, by default of the first one: means over parts of the axis."""
+    if not tables:
+        return dict(names=[], name="", x=[], rows=[], all_rows=0, values=[], excess=[])
+    name = name if name in tables else next(iter(tables))
+    x, table = run.series.place(tables[name].iterations, axis), tables[name].values
+    if len(x) > PARTS:
+        first = np.unique(np.linspace(0, len(x), PARTS, endpoint=False).astype(int))
+        lengths = np.diff(np.append(first, len(x)))
+        x, table = x[np.append(first[1:], len(x)) - 1], np.add.reduceat(table, first, axis=0) / lengths[:, None]
+    values = table.T
+    excess = excess_of(values)
+    shown = shown_of(excess)
+    return dict(
+        names=list(tables),
+        name=name,
+        x=_places(x),
+        rows=shown,
+        all_rows=len(values),
+        values=values[shown].astype(np.float32, order="C"),
+        excess=excess[shown].astype(np.float32, order="C"),
+    )
 
 
 def _charts_of(runs: list[WatchedRun]) -> list[Chart]:

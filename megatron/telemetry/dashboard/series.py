@@ -78,30 +78,30 @@ class Columns:
         return name in self.names and bool(np.isfinite(self[name]).any())
 
 
-class RankTable:
-    """Seconds of each rank in a part of the steps, a row for each record."""
+class HeatTable:
+    """A number of each rank, or of each expert, a row for each record: seconds in a part of the steps, or tokens."""
 
-    def __init__(self, ranks: int):
+    def __init__(self, width: int):
         self.rows = 0
-        self._iterations, self._seconds = np.empty(START), np.empty((START, ranks), np.float32)
+        self._iterations, self._values = np.empty(START), np.empty((START, width), np.float32)
 
     @property
-    def ranks(self) -> int:
-        return self._seconds.shape[1]
+    def width(self) -> int:
+        return self._values.shape[1]
 
     @property
     def iterations(self) -> np.ndarray:
         return self._iterations[: self.rows]
 
     @property
-    def seconds(self) -> np.ndarray:
-        return self._seconds[: self.rows]
+    def values(self) -> np.ndarray:
+        return self._values[: self.rows]
 
-    def append(self, iteration: int, seconds: list[float]) -> None:
+    def append(self, iteration: int, values: list[float]) -> None:
         if self.rows == len(self._iterations):
             self._iterations = np.concatenate([self._iterations, np.empty_like(self._iterations)])
-            self._seconds = np.concatenate([self._seconds, np.empty_like(self._seconds)])
-        self._iterations[self.rows], self._seconds[self.rows] = iteration, seconds
+            self._values = np.concatenate([self._values, np.empty_like(self._values)])
+        self._iterations[self.rows], self._values[self.rows] = iteration, values
         self.rows += 1
 
     def drop_after(self, iteration: int) -> None:
@@ -115,7 +115,8 @@ class Series:
     def __init__(self):
         self.run: dict[str, Any] = {}  # the newest run record
         self.steps, self.evals, self.memory = Columns(), [], Columns()
-        self.ranks: dict[str, RankTable] = {}  # by the part of a step
+        self.ranks: dict[str, HeatTable] = {}  # by the part of a step
+        self.experts: dict[str, HeatTable] = {}  # by layer
         self.events: list[dict] = []  # records of the kinds of EVENTS
         self.starts: list[int] = []  # the iteration that each launch started from
         self.damaged_lines = 0
@@ -151,7 +152,7 @@ class Series:
             self.steps.drop_after(iteration)
             self.memory.drop_after(iteration)
             self._axes.clear()
-            for table in self.ranks.values():
+            for table in (*self.ranks.values(), *self.experts.values()):
                 table.drop_after(iteration)
             while self.evals and self.evals[-1]["iteration"] > iteration:
                 self.evals.pop()
@@ -163,14 +164,9 @@ class Series:
         elif kind == "memory":
             self.memory.extend([record])
         elif kind in ("ranks", "timers"):
-            self._take_ranks(iteration, rank_seconds(record))
-
-    def _take_ranks(self, iteration: int, parts: dict[str, list[float]]) -> None:
-        for part, seconds in parts.items():
-            table = self.ranks.get(part)
-            if table is None or table.ranks != len(seconds):  # a resumed run may have another number of ranks
-                table = self.ranks[part] = RankTable(len(seconds))
-            table.append(iteration, seconds)
+            _add_rows(self.ranks, iteration, rank_seconds(record))
+        elif kind == "experts":
+            _add_rows(self.experts, iteration, record.get("loads") or {})
 
     @property
     def history(self) -> History:
@@ -261,6 +257,14 @@ class Series:
             high = int(np.searchsorted(x, between[1], side="right")) + 1
             x, y, smooth = x[low:high], y[low:high], None if smooth is None else smooth[low:high]
         return thinned(Curve(x, y, smooth), width)
+
+
+def _add_rows(tables: dict[str, HeatTable], iteration: int, rows: dict[str, list[float]]) -> None:
+    for name, values in rows.items():
+        table = tables.get(name)
+        if table is None or table.width != len(values):  # a resumed run may have another number of ranks
+            table = tables[name] = HeatTable(len(values))
+        table.append(iteration, values)
 
 
 def rank_seconds(record: dict) -> dict[str, list[float]]:

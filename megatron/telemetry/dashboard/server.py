@@ -55,7 +55,12 @@ def app(board: "Board", local: bool = True):
     from starlette.staticfiles import StaticFiles
 
     answers = dict(
-        runs=board.runs, charts=board.charts, events=board.events, ranks=board.ranks, pictures=board.pictures
+        runs=board.runs,
+        charts=board.charts,
+        events=board.events,
+        ranks=board.ranks,
+        experts=board.experts,
+        pictures=board.pictures,
     )
     routes = [Route(f"/api/{name}", board.answer(ask)) for name, ask in answers.items()]
     page = HEAD.page(PAGE / "body.html")
@@ -150,6 +155,9 @@ class Board:
 
     def ranks(self, query) -> dict[str, Any]:
         return self.watched.ranks(query.get("run", ""), query.get("name", ""), _axis(query))
+
+    def experts(self, query) -> dict[str, Any]:
+        return self.watched.experts(query.get("run", ""), query.get("name", ""), _axis(query))
 
     def pictures(self, query) -> list[dict[str, str]]:
         return self.watched.pictures_of(query.get("run", ""))

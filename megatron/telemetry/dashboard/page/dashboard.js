@@ -363,14 +363,14 @@ async function load() {
     const [answer, news] = await Promise.all([
       ask("charts", [...ids, ...zoomed, ["axis", view.axis], ["width", width], ["window", windowSteps()]]),
       ask("events", [...ids, ["axis", view.axis]]),
-      loadRanks().catch(complain), loadPictures().catch(complain)]);
+      loadHeats().catch(complain), loadPictures().catch(complain)]);
     charts = answer.charts;
     for (const chart of charts) chart.log = chart.id === "grad_norm" && spread(chart) > 10;
     if (!view.between) full = ends();
     events = news;
     draw();
     listEvents();
-    drawRanks();
+    drawHeats();
   } catch (error) {
     complain(error);
   } finally {
@@ -392,18 +392,35 @@ function ends() {
   return low < high ? [low, high] : [low - 1, high + 1];
 }
 
-// -- ranks: a heat map, as a series of uPlot that draws cells --------------------------------------------------------------
+// -- heat maps of ranks and of experts, as a series of uPlot that draws cells ---------------------------------------------
 
-let heat = null, heatData = null, ranksAsked = "";
+// key: of the elements in the page. able: whether a run has data. word: of a row. unit: of its values. stops: colours of
+// ratios to the others. note: what the map shows. of: what a value is compared with.
+const KINDS = [{
+  key: "ranks", able: (run) => run.has_ranks, word: "rank", unit: "s", of: "times its peers",
+  // Blue for shorter times than those of the peers, grey for equal ones, orange and red for longer ones.
+  stops: [[0.6, [191, 219, 254], [37, 78, 133]], [1, [241, 243, 245], [31, 41, 55]], [1.3, [245, 158, 11], [217, 119, 6]], [1.8, [220, 38, 38], [239, 68, 68]]],
+  note: (name, some) => `${name} of each rank in a step, compared with the other ranks of its pipeline stage${some}`,
+}, {
+  key: "experts", able: (run) => run.has_experts, word: "expert", unit: "", of: "times the mean",
+  // Blue for fewer tokens than the mean: the strongest for none.
+  stops: [[0, [37, 99, 235], [96, 165, 250]], [1, [241, 243, 245], [31, 41, 55]], [2, [245, 158, 11], [217, 119, 6]], [3, [220, 38, 38], [239, 68, 68]]],
+  note: (name) => `tokens of each expert of ${name} in a step, compared with the mean (blue: fewer, the strongest blue: none)`,
+}];
+const heats = KINDS.map((kind) => ({ kind, plot: null, data: null }));
 
-async function loadRanks() {
-  const able = chosen().filter((run) => run.has_ranks).sort((a, b) => b.written - a.written);
-  $("ranks").hidden = !able.length;
-  if (!able.length) return;
-  choices($("ranks-run"), able.map((run) => [run.id, run.name]));
-  heatData = await ask("ranks", [["run", $("ranks-run").value], ["name", $("ranks-name").value], ["axis", view.axis]]);
-  choices($("ranks-name"), heatData.names.map((name) => [name, name]));
-  $("ranks-name").value = heatData.name;
+async function loadHeats() {
+  await Promise.all(heats.map(loadHeat));
+}
+
+async function loadHeat(heat) {
+  const { key, able } = heat.kind, runs = chosen().filter(able).sort((a, b) => b.written - a.written);
+  $(key).hidden = !runs.length;
+  if (!runs.length) return;
+  choices($(`${key}-run`), runs.map((run) => [run.id, run.name]));
+  heat.data = await ask(key, [["run", $(`${key}-run`).value], ["name", $(`${key}-name`).value], ["axis", view.axis]]);
+  choices($(`${key}-name`), heat.data.names.map((name) => [name, name]));
+  $(`${key}-name`).value = heat.data.name;
 }
 
 function choices(select, pairs) {
@@ -412,61 +429,67 @@ function choices(select, pairs) {
   if (pairs.some(([value]) => value === before)) select.value = before;
 }
 
-function heatColour(ratio) {
-  // Blue for shorter times than those of the peers, grey for equal ones, orange and red for longer ones.
-  const stops = dark() ? [[0.6, [37, 78, 133]], [1, [31, 41, 55]], [1.3, [217, 119, 6]], [1.8, [239, 68, 68]]]
-    : [[0.6, [191, 219, 254]], [1, [241, 243, 245]], [1.3, [245, 158, 11]], [1.8, [220, 38, 38]]];
+function heatColour(ratio, stops) {
   const at = Math.min(stops.length - 2, Math.max(0, stops.findLastIndex(([value]) => value <= ratio)));
-  const [low, from] = stops[at], [high, to] = stops[at + 1], share = Math.min(1, Math.max(0, (ratio - low) / (high - low)));
+  const colour = ([, light, night]) => (dark() ? night : light), from = colour(stops[at]), to = colour(stops[at + 1]);
+  const share = Math.min(1, Math.max(0, (ratio - stops[at][0]) / (stops[at + 1][0] - stops[at][0])));
   return `rgb(${from.map((value, n) => Math.round(value + share * (to[n] - value))).join()})`;
 }
 
-function drawRanks() {
-  if (!heatData?.seconds.length || $("ranks").hidden) return;
-  const { x, excess } = heatData, number = excess.length;
-  heat?.destroy();
-  const box = $("heat"), first = x[0] - (x[1] - x[0] || x[0]);
+function drawHeats() {
+  heats.forEach(drawHeat);
+}
+
+function drawHeat(heat) {
+  const { key, word, stops } = heat.kind;
+  if (!heat.data?.values.length || $(key).hidden) return;
+  const { x, excess, rows } = heat.data, number = excess.length;
+  heat.plot?.destroy();
+  const box = $(`${key}-heat`), first = x[0] - (x[1] - x[0] || x[0]);
   const cells = (u) => {
     const { ctx } = u, bottom = u.bbox.top + u.bbox.height, tall = u.bbox.height / number;
     ctx.save();
     ctx.beginPath(); ctx.rect(u.bbox.left, u.bbox.top, u.bbox.width, u.bbox.height); ctx.clip();
     for (let t = 0; t < x.length; t++) {
       const left = Math.round(u.valToPos(t ? x[t - 1] : Math.max(0, first), "x", true)), right = Math.round(u.valToPos(x[t], "x", true));
-      for (let rank = 0; rank < number; rank++) {
-        ctx.fillStyle = heatColour(1 + excess[rank][t]);
-        const top = Math.round(bottom - (rank + 1) * tall), gap = tall > 6 ? 1 : 0;
-        ctx.fillRect(left, top, right - left, Math.round(bottom - rank * tall) - top - gap);
+      for (let row = 0; row < number; row++) {
+        ctx.fillStyle = heatColour(1 + excess[row][t], stops);
+        const top = Math.round(bottom - (row + 1) * tall), gap = tall > 6 ? 1 : 0;
+        ctx.fillRect(left, top, right - left, Math.round(bottom - row * tall) - top - gap);
       }
     }
     ctx.restore();
     return null;
   };
   const every = Math.ceil(number / 8);
-  heat = new uPlot({
+  heat.plot = new uPlot({
     width: box.clientWidth, height: HEAT_HEIGHT, legend: { show: false }, padding: [6, 22, 0, 0],
     scales: { x: { time: false, range: () => view.between ?? full ?? [Math.max(0, first), x.at(-1)] }, y: { range: () => [0, number] } },
-    axes: [xAxis(), { stroke: themed(THEME.soft), font: "12px system-ui, sans-serif", size: 62, gap: 6, grid: { show: false }, ticks: { show: false },
-      splits: () => Array.from({ length: Math.ceil(number / every) }, (_, n) => n * every + 0.5), values: (u, splits) => splits.map((value) => `rank ${heatData.ranks[Math.floor(value)]}`) }],
+    axes: [xAxis(), { stroke: themed(THEME.soft), font: "12px system-ui, sans-serif", size: 68, gap: 6, grid: { show: false }, ticks: { show: false },
+      splits: () => Array.from({ length: Math.ceil(number / every) }, (_, n) => n * every + 0.5), values: (u, splits) => splits.map((value) => `${word} ${rows[Math.floor(value)]}`) }],
     series: [{}, { paths: cells, points: { show: false } }],
     cursor: { y: false, points: { show: false }, drag: { x: false, y: false }, sync: { key: "runs", setSeries: false, scales: ["x", null] } },
-    hooks: { setCursor: [(u) => noteRank(u)] },
+    hooks: { setCursor: [(u) => noteHeat(heat, u)] },
   }, [x, x.map(() => 0)], box);
-  noteRank(null);
+  noteHeat(heat, null);
 }
 
-function noteRank(u) {
-  const { x, seconds, excess, name, ranks, all_ranks: all } = heatData;
-  const some = ranks.length < all ? ` (${ranks.length} of ${all} ranks: those that differ most)` : "";
-  const plain = `${name} of each rank in a step, compared with the other ranks of its pipeline stage${some}`;
-  if (!x.length || u == null || u.cursor.idx == null || u.cursor.left < 0) { $("heat-note").textContent = plain; return; }
+function noteHeat(heat, u) {
+  const { x, values, excess, name, rows, all_rows: all } = heat.data, { key, word, unit, of, note } = heat.kind;
+  const some = rows.length < all ? ` (${rows.length} of ${all} ${word}s: those that differ most)` : "", say = $(`${key}-note`);
+  if (!x.length || u == null || u.cursor.idx == null || u.cursor.left < 0) { say.textContent = note(name, some); return; }
   const at = x.findIndex((value) => value >= u.posToVal(u.cursor.left, "x")), t = at < 0 ? x.length - 1 : at;
   const over = Math.floor(u.posToVal(u.cursor.top, "y")); // no number where the cursor is over another chart
-  const slowest = excess.reduce((most, row, n) => (row[t] > excess[most][t] ? n : most), 0);
-  const rank = Number.isFinite(over) ? Math.min(excess.length - 1, Math.max(0, over)) : slowest;
-  $("heat-note").textContent = `rank ${ranks[rank]}, ${AXIS_NAMES[view.axis]} ${onAxis(x[t])}: ${name} ${written(seconds[rank][t], "s")}, ${(1 + excess[rank][t]).toFixed(2)} times its peers`;
+  const most = excess.reduce((most, row, n) => (row[t] > excess[most][t] ? n : most), 0);
+  const row = Number.isFinite(over) ? Math.min(excess.length - 1, Math.max(0, over)) : most;
+  const what = unit ? `${name} ${written(values[row][t], unit)}` : `${written(values[row][t], unit)} tokens of ${name}`;
+  say.textContent = `${word} ${rows[row]}, ${AXIS_NAMES[view.axis]} ${onAxis(x[t])}: ${what}, ${(1 + excess[row][t]).toFixed(2)} ${of}`;
 }
 
-new ResizeObserver(() => heat && $("heat").clientWidth && heat.setSize({ width: $("heat").clientWidth, height: HEAT_HEIGHT })).observe($("heat"));
+for (const heat of heats) {
+  const box = $(`${heat.kind.key}-heat`);
+  new ResizeObserver(() => heat.plot && box.clientWidth && heat.plot.setSize({ width: box.clientWidth, height: HEAT_HEIGHT })).observe(box);
+}
 
 // -- pipeline ------------------------------------------------------------------------------------------------------------
 
@@ -626,7 +649,7 @@ function recolour() {
   listRuns();
   draw();
   listEvents();
-  drawRanks();
+  drawHeats();
 }
 
 $("tools").addEventListener("change", (event) => {
@@ -643,7 +666,7 @@ $("find").addEventListener("input", listRuns);
 $("urgent").addEventListener("change", listEvents);
 $("theme").addEventListener("click", () => setTheme(dark() ? "light" : "dark"));
 $("help").addEventListener("click", () => $("keys").showModal());
-for (const id of ["ranks-run", "ranks-name", "pictures-run"]) $(id).addEventListener("change", () => refresh(true));
+for (const id of ["ranks-run", "ranks-name", "experts-run", "experts-name", "pictures-run"]) $(id).addEventListener("change", () => refresh(true));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
 document.addEventListener("visibilitychange", () => refresh());
 window.addEventListener("hashchange", () => { restore(); listRuns(); refresh(true); });
