@@ -5,7 +5,9 @@
 
 Both sides are the same checkpoint, in fp32: this suite's model, and transformers' GPT-2 with nn.Linear layers for torchao.
 Both are trained by the same loop, on the same windows. In training torchao has a scale and a zero for the inputs of each
-token; here a layer has one scale for all, as in PaddleSlim. torchao is optional (pip install torchao).
+token. Here a layer has one scale for all, as in PaddleSlim, which 8 steps with a tiny learning rate find before the losses
+after training are measured; or tokens have theirs (`--activation-quantize-type token_wise_min_max`). torchao is optional
+(pip install torchao).
 """
 
 import argparse
@@ -25,8 +27,10 @@ from megatron.inference.convert import huggingface
 from megatron.inference.load import load_model
 from megatron.inference.quantize import linear_layers, quantize_layers
 from megatron.model.fake_quantize import FakeQuantizeProduct
-from megatron.model.quantization import QuantizeOptions
+from megatron.model.quantization import OF_TOKENS, QuantizeOptions
 from megatron.model.recipe import facts_of
+
+MOVING = "moving_average_abs_max"
 
 
 def windows(prefix: str, length: int) -> torch.Tensor:
@@ -51,12 +55,13 @@ class Ours:
         quantize_layers([other.model], facts_of(other.loaded.config, other.loaded.vocab_size), how)
         return other
 
-    def aware(self, bits: tuple[int, int]) -> "Ours":
-        """A copy whose layers round weights and inputs to these bits."""
+    def aware(self, bits: tuple[int, int], inputs: str) -> "Ours":
+        """A copy whose layers round weights and inputs to these bits. inputs: --activation-quantize-type"""
         other, settings = copy.deepcopy(self), self.loaded.config.model
         settings = copy.copy(settings)
         object.__setattr__(settings, "weight_bits", bits[0])
         object.__setattr__(settings, "activation_bits", bits[1])
+        object.__setattr__(settings, "activation_quantize_type", inputs)
         for name, layer in linear_layers([other.model]):
             layer.register_buffer("input_absmax", torch.zeros(()))
             layer.register_buffer("input_average", torch.zeros(2))
@@ -105,14 +110,12 @@ class Theirs:
         quantize_(other.model.transformer, config, filter_fn=lambda module, name: isinstance(module, nn.Linear))
         return other
 
+    def aware(self, bits: tuple[int, int], config) -> "Theirs":
+        return self.quantized(config)
+
     def after_step(self) -> None: ...
 
     def freeze(self) -> None: ...
-
-
-def aware(model, bits: tuple[int, int], configs: dict):
-    """A copy of a model that rounds as in training."""
-    return model.aware(bits) if isinstance(model, Ours) else model.quantized(configs[bits])
 
 
 def loss(model, ids: torch.Tensor) -> torch.Tensor:
@@ -168,6 +171,7 @@ def peers() -> dict:
         "int4, groups of 32": four(32, MappingType.ASYMMETRIC),
         "int4, groups of 128, symmetric": four(128, MappingType.SYMMETRIC),
         (8, 8): aware(torch.int8, torch.int8),
+        (6, 6): aware(torch.int6, torch.int6),
         (4, 8): aware(torch.int4, torch.int8),
         (4, 4): aware(torch.int4, torch.int4),
     }
@@ -187,37 +191,43 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--run", default="runs/quickstart", help="of scripts/quickstart.sh")
     parser.add_argument("--steps", type=int, default=100, help="of quantization aware training; 0: none")
     parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--bits", nargs="*", default=["8,8", "4,8", "4,4"], help="of weights and inputs")
+    parser.add_argument("--bits", nargs="*", default=["8,8", "6,6", "4,8", "4,4"], help="of weights and inputs")
+    parser.add_argument("--after", action=argparse.BooleanOptionalAction, default=True, help="formats after training")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     ours = Ours(f"{args.run}/checkpoints")
     length, configs = ours.loaded.longest, peers()
     test, text = (windows(f"{args.run}/{part}_text_document", length) for part in ("held_out", "train"))
     theirs = Theirs(f"{args.run}/checkpoints") if configs else None
-    rows = [("fp32", held_out(ours, test), held_out(theirs, test) if theirs else None)]
-    for name, how in AFTER.items():
-        peer = held_out(theirs.quantized(configs[name]), test) if theirs else None
-        rows.append((name, held_out(ours.quantized(how), test), peer))
-    if args.steps:
-        sides = [side for side in (ours, theirs) if side]
-        plain = [trained(copy.deepcopy(side), text, args.steps, args.lr) for side in sides]
-        rows.append(("trained without rounding", *(held_out(side, test) for side in plain)))
-        for bits in (tuple(map(int, word.split(","))) for word in args.bits):
-            found = {}
-            for n, side in enumerate(sides):
-                calibrated = trained(aware(plain[n], bits, configs), text, 8, 1e-12)
-                after = trained(aware(side, bits, configs), text, args.steps, args.lr)
-                found[n] = held_out(calibrated, test), held_out(after, test)
-            for n, what in enumerate(("rounded after training", "quantization aware")):
-                rows.append(
-                    (f"{bits[0]}-bit weights, {bits[1]}-bit inputs, {what}", *(one[n] for one in found.values()))
-                )
-    if args.json:
-        print(json.dumps(rows))
+
+    def show(name: str, *losses: float) -> None:
+        if args.json:
+            print(json.dumps([name, *losses]), flush=True)
+        else:
+            print(f"{name:50} " + " ".join(f"{one:12.4f}" for one in losses), flush=True)
+
+    if not args.json:
+        print(f"{'':50} {'here':>12} {'torchao':>12}")
+    show("fp32", *(held_out(side, test) for side in (ours, theirs) if side))
+    for name, how in AFTER.items() if args.after else ():
+        both = [(ours, how), (theirs, configs.get(name))]
+        show(name, *(held_out(side.quantized(how), test) for side, how in both if side))
+    if not args.steps:
         return
-    print(f"{'':58} {'here':>8} {'torchao':>8}")
-    for name, *losses in rows:
-        print(f"{name:58} " + " ".join("       -" if one is None else f"{one:8.4f}" for one in losses), flush=True)
+    plain = {side: trained(copy.deepcopy(side), text, args.steps, args.lr) for side in (ours, theirs) if side}
+    show("trained without rounding", *(held_out(side, test) for side in plain.values()))
+    if not args.json:
+        print(f"{'':50} {'here':>12} {'here, tokens':>12} {'torchao':>12}")
+    for bits in (tuple(map(int, word.split(","))) for word in args.bits):
+        named = f"{bits[0]}-bit weights, {bits[1]}-bit inputs"
+        kinds = [(ours, MOVING), (ours, OF_TOKENS)] + [(theirs, configs.get(bits))] * bool(theirs)
+        found = []
+        for side, how in kinds:
+            calibrated = trained(plain[side].aware(bits, how), text, 8 if how == MOVING else 0, 1e-12)
+            found.append(held_out(calibrated, test))
+        show(f"{named}, after training", *found)
+        learned = [held_out(trained(side.aware(bits, how), text, args.steps, args.lr), test) for side, how in kinds]
+        show(f"{named}, trained", *learned)
 
 
 if __name__ == "__main__":

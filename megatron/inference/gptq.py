@@ -40,9 +40,10 @@ def gptq(
 ) -> Codes:
     """Round a weight [o, i] to whole numbers from `least` to `largest`. hessian: X^T X of its inputs, [i, i].
 
+    Zeros, such as those of a mask, stay zeros, and other weights correct the outputs for it (arXiv:2301.00774).
     group_size: inputs that share a scale, which follows from their weights as corrected so far; None: one for all
     """
-    left, columns = weight.float().clone(), weight.shape[1]
+    left, columns, stays = weight.float().clone(), weight.shape[1], weight != 0
     corrections = _corrections(hessian).float()
     size = group_size or columns
     step = size * max(1, COLUMNS // size) if group_size else COLUMNS
@@ -52,11 +53,12 @@ def gptq(
         errors = left.new_empty(len(left), stop - start)
         for column in range(start, stop):
             if column % size == 0:
-                scale, zero = grid(left[:, column : column + size].to(weight.dtype))
+                own = slice(column, column + size)
+                scale, zero = grid((left[:, own] * stays[:, own]).to(weight.dtype))
                 scales.append(scale)
                 zeros.append(zero)
             now = left[:, column : column + 1]
-            code = (now / scale.float() + zero).round_().clamp_(least, largest)
+            code = (now * stays[:, column : column + 1] / scale.float() + zero).round_().clamp_(least, largest)
             error = (now - (code - zero) * scale.float()) / corrections[column, column]
             values[:, column : column + 1] = code
             errors[:, column - start : column - start + 1] = error

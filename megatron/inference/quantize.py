@@ -7,9 +7,10 @@
 
 Each weight becomes the nearest value, or those of `inference/gptq.py`.
 
-A model of quantization aware training takes int8 alone: its layers then multiply integers by the scales of inputs that
-training has found. Embeddings, norms, biases and the output layer keep the model's format, and so do layers that are
-skipped. Results do not depend on the number of tensor parallel ranks: scales are those of whole channels and tokens.
+A model of quantization aware training takes int8 alone: its layers then multiply integers, by the scales of inputs that
+training has found, or those of each token. Embeddings, norms, biases and the output layer keep the model's format, and so
+do layers that are skipped. Results do not depend on the number of tensor parallel ranks: scales are those of whole
+channels and tokens.
 
 Legend: n tokens, i inputs, o outputs of this rank, g groups of i.
 """
@@ -23,9 +24,11 @@ from torch import nn
 
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts
-from megatron.model.fake_quantize import SMALLEST, FakeQuantizeProduct, has_part, rows_absmax
+from megatron.model.fake_quantize import SMALLEST, FakeQuantizeProduct, has_part, rows_absmax, token_codes, token_grid
 from megatron.model.linear_kinds import chosen_layers
 from megatron.model.quantization import QuantizeOptions
+from megatron.model.sparse_product import SparseProduct
+from megatron.model.sparsity import MASK
 from megatron.mpu import collectives
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, linear_products
 from megatron.mpu.linear_product import LinearProduct, Multiply, Operand
@@ -150,6 +153,19 @@ class Int8Static(Int8):
         return _with_bias(products * (of_input * scale.float()), bias, x)
 
 
+class Int8OfTokens(Int8Static):
+    """Weights and inputs as int8, inputs by the least and the largest value of each token."""
+
+    def forward(self, multiply: Multiply, x: Operand, weight: Operand, bias: Optional[torch.Tensor]) -> torch.Tensor:
+        [x], (whole, scale), levels = x, weight, self.trained.token_levels
+        step, zero = token_grid(self.layer, x, levels)  # [n, 1]
+        middle = (levels + 1) // 2  # so that codes are signed
+        codes = (token_codes(x, step, zero, levels) - middle).to(torch.int8)
+        products = multiply_int8(torch.cat([codes, torch.ones_like(codes[:1])]), whole)
+        sums = products[-1]  # of each output's weights
+        return _with_bias((products[:-1] - (zero - middle) * sums) * step * scale.float(), bias, x)
+
+
 class Int4(Rounded):
     """Weights as 4 bits, two in a byte, by the least and the largest of each group of inputs. One of the values is 0.
 
@@ -260,13 +276,16 @@ def linear_layers(chunks: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Module]
 def product_of(layer: nn.Module, name: str, settings: Model, how: QuantizeOptions) -> LinearProduct:
     """The product of a layer in this format."""
     present = layer.product
+    if isinstance(present, SparseProduct):
+        layer.weight.data.mul_(getattr(layer, MASK))
+        present = present if isinstance(present, FakeQuantizeProduct) else None
     if isinstance(present, FakeQuantizeProduct):
         if how.quantize != "int8":
             raise SettingsError(
                 f"--quantize {how.quantize}: {name} was trained with --quantization, which has found its own scales",
                 do="say --quantize int8, or leave it out: the same values, in the format of training",
             )
-        return Int8Static(layer, name, settings)
+        return (Int8OfTokens if present.of_tokens else Int8Static)(layer, name, settings)
     if present is not None:
         raise SettingsError(
             f"--quantize {how.quantize}: {name} multiplies in its own way (--linear {settings.linear})",

@@ -34,7 +34,7 @@ def parse_any(
 
     defaults = with_type if callable(own) else of_model | dict(own)
     config = parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults)
-    return recipe.normalize_config(with_adapters(with_sparsity(with_quantization(config))))
+    return recipe.normalize_config(with_adapters(with_quantization(with_sparsity(config))))
 
 
 def parse_with_options(argv: list[str], options: type, description: str) -> tuple[Config, Any]:

@@ -41,6 +41,10 @@ class LayerDesign(NamedTuple):
     kind: str
     products: Chosen = ()
 
+    def share(self, share: RankSetup) -> RankSetup:
+        """`share`, for ops of such a layer."""
+        return replace(share, kinds=self.products) if self.products else share
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -273,7 +277,10 @@ class Facts:
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def layer_saved_bytes(self, share: RankSetup, kind: str, modules: Sequence[str] = ()) -> Bytes:
-        """Bytes that a layer's forward pass saves for the backward pass, with recomputation of these modules."""
+        """Bytes that a layer's forward pass saves for the backward pass, with recomputation of these modules.
+
+        share: of the layer's design (`LayerDesign.share`), as in the methods below
+        """
         kept, inside, discarded = Bytes(), False, False
         whole = LAYER in modules or ATTENTION in modules
         for op in self.layer_ops(share, kind):
@@ -281,7 +288,7 @@ class Facts:
                 continue
             again, given = op.runs_again(modules), op.given
             if not again:
-                kept[op.name] += op.kept - given * discarded
+                kept[op.name] += op.kept - given * (discarded and op.reads)
             elif not inside:  # the input of a run of recomputed ops
                 kept["inputs of recomputed layers" if whole else op.name] += given
             inside, discarded = again, op.is_discarded(modules)

@@ -10,6 +10,7 @@ Legend: n tokens, i inputs, o outputs of this rank.
 
 import torch
 
+from megatron.model.quantization import OF_TOKENS
 from megatron.mpu import collectives
 from megatron.mpu.layers import RowParallelLinear
 from megatron.mpu.linear_product import LinearProduct, Operand
@@ -23,10 +24,13 @@ class FakeQuantizeProduct(LinearProduct):
 
     def __init__(self, layer, name, settings):
         super().__init__(layer, name, settings)
-        self.observes = settings.activation_quantize_type != "none"
+        self.rounds_inputs = settings.activation_quantize_type != "none"
+        self.of_tokens = settings.activation_quantize_type == OF_TOKENS
+        self.observes = self.rounds_inputs and not self.of_tokens
         # A column-parallel layer without sequence parallelism has the whole input on each rank.
         self.copies = 1 if has_part(layer) or layer.gather is not None else layer.tp.size
         self.weight_levels, self.input_levels = levels(settings.weight_bits), levels(settings.activation_bits)
+        self.token_levels = 2**settings.activation_bits - 1
         self._largest: torch.Tensor | None = None
         if self.observes:
             layer.update_buffers = self.update_buffers
@@ -45,10 +49,12 @@ class FakeQuantizeProduct(LinearProduct):
     # ---- inputs -------------------------------------------------------------------------------------------------------
 
     def transform_input(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.observes:
+        if not self.rounds_inputs:
             return x
         if "pact_alpha" in self.layer.placements:
             x = self.clip(x)
+        if self.of_tokens:
+            return _RoundTokens.apply(x, *token_grid(self.layer, x, self.token_levels), self.token_levels)
         if self.layer.training:
             with torch.no_grad():
                 now = self.layer.input_absmax
@@ -89,6 +95,29 @@ def rows_absmax(layer, weight: torch.Tensor, whole: bool = False) -> torch.Tenso
     return largest
 
 
+def token_grid(layer, x: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(step, zero) of each token of a layer's input x [..., i], both [..., 1] in fp32.
+
+    The whole numbers 0 to `levels` stand for the values from its least to its largest channel on all ranks, `zero` for 0.
+    """
+    with torch.no_grad():
+        ends = torch.stack([-x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)]).float().clamp_min(0)
+        if has_part(layer) and not x.is_meta:
+            collectives.all_reduce(ends, layer.tp, "max")
+        step = ends.sum(0).clamp_min(SMALLEST) / levels
+        return step, (ends[0] / step).round()
+
+
+def rounded_tokens(x: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, levels: int) -> torch.Tensor:
+    """x [..., i] with the values of the grid of each token."""
+    return ((token_codes(x, step, zero, levels) - zero) * step).to(x.dtype)
+
+
+def token_codes(x: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, levels: int) -> torch.Tensor:
+    """x [..., i] as whole numbers from 0 to `levels`, in fp32."""
+    return ((x.float() / step).round() + zero).clamp(0, levels)
+
+
 def levels(bits: int) -> int:
     """The largest whole number of a symmetric format: 127 for 8 bits, 7 for 4."""
     return 2 ** (bits - 1) - 1
@@ -127,3 +156,15 @@ class _RoundInput(torch.autograd.Function):
     def backward(ctx, gradient):
         (inside,) = ctx.saved_tensors
         return gradient * inside, None, None, None
+
+
+class _RoundTokens(torch.autograd.Function):
+    """x rounded by the grid of each token, which reaches from its least to its largest value: nothing is clipped."""
+
+    @staticmethod
+    def forward(ctx, x, step, zero, levels):
+        return rounded_tokens(x, step, zero, levels)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None, None, None

@@ -29,6 +29,7 @@ from megatron.model.quantization import KIND as FAKE_QUANTIZE
 from megatron.model.recipe import KD_HIDDEN_LOSS, KD_LOSS, LM_LOSS, Z_LOSS
 from megatron.model.recompute import recompute as recomputed
 from megatron.model.recompute_plan import recompute_groups
+from megatron.model.sparse_fake_quantize import SparseFakeQuantizeProduct
 from megatron.model.sparse_product import SparseProduct
 from megatron.model.sparsity import KIND as SPARSE
 from megatron.model.weights import Table, take_prefix
@@ -153,6 +154,7 @@ class LanguageModel(nn.Module):
         choose_fusions(self, self.kernels)
         draws = partial(Draws, seed, mesh.cp)
         kinds = {LORA: LoRAProduct, FAKE_QUANTIZE: FakeQuantizeProduct, SPARSE: SparseProduct, **model.own_linears}
+        kinds[f"{FAKE_QUANTIZE}+{SPARSE}"] = SparseFakeQuantizeProduct
         attach_products(self.blocks, model, kinds, facts.products, draws, bool(self.kernels.torch_compile))
 
     @classmethod

@@ -19,6 +19,9 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Optional
 
+from megatron.model.quantization import KIND as QUANTIZED
+from megatron.model.quantization import OF_TOKENS
+from megatron.model.sparsity import KIND as SPARSE
 from megatron.settings.schema import Model
 
 
@@ -35,6 +38,7 @@ class RankSetup:
     a ring. documents: they are packed into samples (--reset-attention-mask). ep, etp: ranks that hold different experts of
     a layer, and parts of each. frozen: linear layers of blocks ("attention.qkv") whose weight has no gradient in any block,
     and "output" for the output layer's. pairs: (linear layer, rows of A) of LoRA's; pairs_drop: with --lora-dropout.
+    kinds: (linear layer, kind) of the present layer (`Facts.products`).
     """
 
     tp: int = 1
@@ -57,10 +61,15 @@ class RankSetup:
     frozen: frozenset[str] = frozenset()
     pairs: tuple[tuple[str, int], ...] = ()
     pairs_drop: bool = False
+    kinds: tuple[tuple[str, str], ...] = ()
 
     def keeps_input(self, layer: str) -> bool:
         """Whether the product of a linear layer saves its input."""
         return layer not in self.frozen or layer in dict(self.pairs)
+
+    def kinds_of(self, layer: str) -> list[str]:
+        """The kinds of a linear layer of the present layer."""
+        return dict(self.kinds).get(layer, "").split("+")
 
     def mask_bytes(self, layer: str, elements: int) -> int:
         """Bytes of the dropout mask of a pair's input."""
@@ -89,6 +98,7 @@ CORE, NORM, ACTIVATION, MLP = MODULES = ("core_attn", "layernorm", "mlp_act", "m
 ATTENTION, LAYER = "full_attn", "full"
 DISCARDING = {NORM, ACTIVATION}  # the op that reads such a module's output does not save it either
 ALWAYS = "backward pass"  # not a module: the backward pass always repeats the op
+ONCE = "first pass"  # not a module: recomputation has the op's result
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,7 @@ class LayerOp:
     name:      of its saved tensors, in memory reports
     kept:      bytes saved for the backward pass
     given:     bytes of its input, saved instead if recomputation begins here
+    reads:     whether `kept` has the input, if it is not 0
     workspace: bytes that its backward pass needs in addition to saved ones
     again:     the modules with the op, in addition to the whole layer: their recomputation repeats it
     """
@@ -106,6 +117,7 @@ class LayerOp:
     _: KW_ONLY
     kept: int = 0
     given: int = 0
+    reads: bool = True
     workspace: int = 0
     again: tuple[str, ...] = ()
 
@@ -113,6 +125,8 @@ class LayerOp:
 
     def runs_again(self, modules: Sequence[str]) -> bool:
         """Whether recomputation of these modules repeats the op."""
+        if ONCE in self.again:
+            return False
         return LAYER in modules or ALWAYS in self.again or not set(self.again).isdisjoint(modules)
 
     def is_discarded(self, modules: Sequence[str]) -> bool:
@@ -229,31 +243,65 @@ class Residual:
     ):
         """A column-parallel product. keeps: whether it saves its input (no other op does); layer: its name in the block."""
         given, learns = self.nbytes if keeps else 0, self.share.keeps_input(layer)
+        rounding = self._rounding(name, self.elements, given, again, layer)
         product = Product(
             name,
             self.tokens,
             self.h,
             outputs,
             times,
-            kept=given * learns + self.share.mask_bytes(layer, self.elements),
+            kept=(self.nbytes if rounding else given) * learns + self.share.mask_bytes(layer, self.elements),
             given=given,
+            reads=learns,
+            workspace=self._weight_workspace(layer, self.h * outputs * times),
             again=again,
             **self._learned(layer),
         )
         copied = self.copied if learns else replace(self.copied, overlapped=())  # the input is not gathered again
-        ops = replace(copied, again=again), product
+        ops = *rounding, replace(copied, again=again), product
         masks = self.share.mask_bytes(layer, self.tokens * self.h) if self.share.sp else 0
         if not masks:
             return ops
         gather = ("all_gather",)  # of a pair's mask, with the input, and for the gradient of the input
         return Collective("activations", "tp", self.share.tp, masks, gather, 2 * gather, again=again), *ops
 
-    def row(self, name: str, inputs: int, again: tuple[str, ...] = (), layer: str = "") -> tuple[Product, Collective]:
+    def row(self, name: str, inputs: int, again: tuple[str, ...] = (), layer: str = "") -> tuple[LayerOp, ...]:
         """A row-parallel product."""
-        given = self.tokens * inputs * self.share.element
-        kept = given * self.share.keeps_input(layer) + self.share.mask_bytes(layer, self.tokens * inputs)
-        own = self._learned(layer)
-        return Product(name, self.tokens, inputs, self.h, kept=kept, given=given, again=again, **own), self.summed
+        elements, learns = self.tokens * inputs, self.share.keeps_input(layer)
+        given = elements * self.share.element
+        product = Product(
+            name,
+            self.tokens,
+            inputs,
+            self.h,
+            kept=given * learns + self.share.mask_bytes(layer, elements),
+            given=given,
+            reads=learns,
+            workspace=self._weight_workspace(layer, inputs * self.h),
+            again=again,
+            **self._learned(layer),
+        )
+        return *self._rounding(name, elements, given, again, layer), product, self.summed
+
+    def _rounding(self, name: str, elements: int, given: int, again: tuple[str, ...], layer: str) -> tuple[Kernel, ...]:
+        """Rounds the input of a product in quantization aware training: none, or an op that keeps a byte for each element,
+        unless nothing is clipped; PACT's clipping keeps the input. The product then keeps the rounded input.
+
+        given: bytes that only they would keep
+        """
+        m = self.model
+        if m.activation_quantize_type == "none" or QUANTIZED not in self.share.kinds_of(layer):
+            return ()
+        clips = m.activation_preprocess_type == "PACT"
+        # Forward and backward, 14 elements are read or written, by 13 kernels: a third of them.
+        sizes = dict(given=given, workspace=elements * self.share.element, moved=5 * elements, starts=4)
+        kept = elements * (m.activation_quantize_type != OF_TOKENS) + given * clips
+        return (Kernel(name, kept=kept, reads=clips, again=again, **sizes),)
+
+    def _weight_workspace(self, layer: str, elements: int) -> int:
+        """Bytes of the masked, and of the rounded weight in the backward pass, and of torch's mask of what it clips."""
+        kinds, e = self.share.kinds_of(layer), self.share.element
+        return elements * (e * (SPARSE in kinds) + (e + 1) * (QUANTIZED in kinds))
 
     def _learned(self, layer: str) -> dict:
         return dict(frozen=layer in self.share.frozen, pair=dict(self.share.pairs).get(layer, 0))

@@ -3,12 +3,15 @@
 
 A shell pattern is compared with the layer's full name, `blocks.3.mlp.up`, and with every suffix after a dot: `mlp.*`
 matches `mlp.up` and `mlp.down` of all blocks, `blocks.[01].*` all layers of two blocks. If several match,
-the last one applies. A kind is a row of `KINDS` or `Recipe.linears`, or `plain`.
+the last one applies. A kind is a row of `KINDS` or `Recipe.linears`, or `plain`. `+KIND` is added to the kind of the
+patterns before, and `-KIND` is taken away: a layer can be of the kinds in `TOGETHER` at once.
 
     >>> chosen("mlp.*=mask, blocks.0.*=plain", 1, ["attention.qkv", "mlp.up", "mlp.down"])
     (('mlp.up', 'mask'), ('mlp.down', 'mask'))
     >>> chosen("mlp.*=mask, blocks.0.*=plain", 0, ["attention.qkv", "mlp.up", "mlp.down"])
     ()
+    >>> chosen("*=fake_quantize, mlp.*=+sparse", 0, ["attention.qkv", "mlp.up"])
+    (('attention.qkv', 'fake_quantize'), ('mlp.up', 'fake_quantize+sparse'))
 """
 
 import math
@@ -33,6 +36,8 @@ KINDS: Mapping[str, Any] = {
     sparsity.KIND: sparsity,
 }  # of every model: name -> module with `own_weights`
 
+TOGETHER = frozenset({quantization.KIND, sparsity.KIND})
+
 Chosen = tuple[tuple[str, str], ...]  # (linear layer of a block, kind)
 
 
@@ -41,6 +46,24 @@ class LinearChoice(NamedTuple):
 
     pattern: str
     kind: str
+
+    @property
+    def names(self) -> list[str]:
+        """The kinds that it names."""
+        return self.kind.lstrip("+-").split("+")
+
+    def without(self, name: str) -> str:
+        """The kind without one of its names; "": nothing is left to choose."""
+        sign = self.kind[0] if self.kind[0] in "+-" else ""
+        rest = [one for one in self.names if one != name]
+        return sign + "+".join(rest) if rest else "" if sign else PLAIN
+
+    def after(self, present: str) -> str:
+        """The kind of a layer that it matches; present: by the choices before."""
+        names, before = set(self.names), set(present.split("+")) - {PLAIN}
+        if self.kind[0] in "+-":
+            names = before | names if self.kind[0] == "+" else before - names
+        return "+".join(sorted(names)) or PLAIN
 
     def matches(self, name: str) -> bool:
         """Whether the pattern matches a layer's full name, such as `blocks.3.mlp.up`."""
@@ -74,9 +97,11 @@ def chosen(text: str | None, layer: int, names: Iterable[str]) -> Chosen:
 def _chosen(text: str, layer: int, names: tuple[str, ...]) -> Chosen:
     pairs = []
     for name in names:
-        kinds = [PLAIN, *(choice.kind for choice in choices(text) if choice.matches(f"blocks.{layer}.{name}"))]
-        if kinds[-1] != PLAIN:
-            pairs.append((name, kinds[-1]))
+        kind = PLAIN
+        for choice in choices(text):
+            kind = choice.after(kind) if choice.matches(f"blocks.{layer}.{name}") else kind
+        if kind != PLAIN:
+            pairs.append((name, kind))
     return tuple(pairs)
 
 
@@ -124,9 +149,10 @@ def chosen_of(settings: Model, layer: int, table: Table) -> Chosen:
 
 def with_own_weights(settings: Model, table: Table, picked: Chosen) -> Table:
     """A block's table with the weights that kinds of linear layers add, each next to its layer's."""
-    for name, kind in picked:
-        own = kinds_of(settings)[kind].own_weights(settings, table[name + WEIGHT])
-        table = {**table, **add_prefix(name, own)}
+    for name, kinds in picked:
+        for kind in kinds.split("+"):
+            own = kinds_of(settings)[kind].own_weights(settings, table[name + WEIGHT])
+            table = {**table, **add_prefix(name, own)}
     return table
 
 
@@ -141,7 +167,7 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]], tp: int
     except SettingsError as error:
         return [error.what]
     kinds = list(dict.fromkeys([PLAIN, *kinds_of(settings)]))
-    unknown = dict.fromkeys(choice.kind for choice in parts if choice.kind not in kinds)
+    unknown = dict.fromkeys(name for choice in parts for name in choice.names if name not in kinds)
     if unknown or not parts:
         return [
             f"--linear {settings.linear}: '{name}' is no kind of linear layer{did_you_mean(name, kinds)}; "
@@ -150,20 +176,35 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]], tp: int
         ]
     blocks = tables()
     names = {f"blocks.{layer}.{name}": name for layer, table in blocks.items() for name in linear_layers(table)}
-    adapted = [choice.pattern for choice in parts if choice.kind == lora.KIND]
+    adapted = [choice.pattern for choice in parts if lora.KIND in choice.names]
     found = lora.problems(settings, adapted) + [
         f"{_flag_of(settings, choice.pattern)}: '{choice.pattern}' is no linear layer of this model; each block has "
         f"{', '.join(dict.fromkeys(names.values()))}"
         for choice in parts
         if not any(map(choice.matches, names))
     ]
-    sparse = [
-        (f"blocks.{layer}.{name}", table[name + WEIGHT])
+    kinds = {
+        f"blocks.{layer}.{name}": (kind.split("+"), table[name + WEIGHT])
         for layer, table in blocks.items()
         for name, kind in chosen_of(settings, layer, table)
-        if kind == sparsity.KIND and kind not in settings.own_linears
+    }
+    sparse = [
+        (name, weight)
+        for name, (own, weight) in kinds.items()
+        if sparsity.KIND in own and sparsity.KIND not in settings.own_linears
     ]
-    return (found or _unused(settings, blocks)) + sparsity.problems(settings, sparse, tp)
+    used = [own for own, _ in kinds.values()]
+    return (found or _apart(settings, kinds) or _unused(settings, used)) + sparsity.problems(settings, sparse, tp)
+
+
+def _apart(settings: Model, kinds: Mapping[str, tuple[list[str], Placement]]) -> list[str]:
+    """The problem of a layer with kinds that do not go together."""
+    allowed = TOGETHER - settings.own_linears.keys()
+    wrong = [(name, own) for name, (own, _) in kinds.items() if len(own) > 1 and not allowed.issuperset(own)]
+    return [
+        f"--linear {settings.linear}: {name} cannot be {' and '.join(own)} at once; {' and '.join(sorted(TOGETHER))} can"
+        for name, own in wrong[:1]
+    ]
 
 
 def _flag_of(settings: Model, pattern: str) -> str:
@@ -176,17 +217,17 @@ def _flag_of(settings: Model, pattern: str) -> str:
     return f"--{name.replace('_', '-')} {values[name]}"
 
 
-def _unused(settings: Model, blocks: Mapping[int, Table]) -> list[str]:
-    """The problem of a flag whose kind no layer has: a layer has one kind, the last one that is given for it."""
-    used = {kind for layer, table in blocks.items() for _, kind in chosen_of(settings, layer, table)}
+def _unused(settings: Model, layers: Iterable[list[str]]) -> list[str]:
+    """The problem of a flag whose kind no layer has. layers: the kinds of each"""
+    used = {kind for own in layers for kind in own}
     flags = {
         quantization.KIND: ("--quantization", settings.quantization),
         sparsity.KIND: (f"--sparsity {settings.sparsity}", settings.sparsity),
         lora.KIND: (f"--lora-rank {settings.lora_rank}", settings.lora_rank),
     }
     return [
-        f"{flag} has no layer left: a layer has one kind, the last of --linear {settings.linear}; choose the layers of "
-        "each kind with --quantization-layers, --sparsity-layers and --lora-target"
+        f"{flag} has no layer left: the last kind of --linear {settings.linear} applies, and LoRA's goes with no other; "
+        "choose the layers of each kind with --quantization-layers, --sparsity-layers and --lora-target"
         for kind, (flag, given) in flags.items()
         if given and kind not in used
     ]
@@ -198,7 +239,7 @@ def idle_of(settings: Model) -> dict[str, Needs]:
     for kind, product in settings.own_linears.items():
         for one in fields(product.group) if product.group else ():
             users.setdefault(one.name, []).append(kind)
-    named = {choice.kind for choice in choices(settings.linear or "")}
+    named = {name for choice in choices(settings.linear or "") for name in choice.names}
     return (
         quantization.EFFECTS
         | sparsity.EFFECTS

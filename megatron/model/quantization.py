@@ -12,7 +12,9 @@ input_absmax:  the abs-max of the inputs of this step, over all of its tokens on
 input_average: [2], a and n of the moving average: after each step a = 0.9 a + input_absmax and n = 0.9 n + 1; the scale of
                the next step's inputs is a / n. Inputs of the first step are not rounded: there is no scale yet
 
-With PACT (arXiv:1805.06085) inputs are first clipped to a trained bound, `pact_alpha`.
+With `--activation-quantize-type token_wise_min_max` there are no such buffers: each token has a step and a zero, from the
+least and the largest of its channels. With PACT (arXiv:1805.06085) inputs are first clipped to a trained bound,
+`pact_alpha`.
 """
 
 import json
@@ -28,6 +30,7 @@ from megatron.settings.schema import Config, Model, setting
 
 KIND = "fake_quantize"
 ALPHA = 20.0  # initial bound of PACT
+OF_TOKENS = "token_wise_min_max"
 
 
 @dataclass(frozen=True)
@@ -92,18 +95,21 @@ def own_weights(settings: Model, weight: Placement) -> Mapping[str, Placement]:
     """
     if settings.activation_quantize_type == "none":
         return {}
-    parts = tuple(weight.model_axes)
-    own = dict(
-        input_absmax=Placement((), Constant(0.0), partial=parts, decay=False, buffer=Buffer("max")),
-        input_average=Placement((2,), Constant(0.0), decay=False, buffer=Buffer("same")),
-    )
+    parts, own = tuple(weight.model_axes), {}
+    if settings.activation_quantize_type != OF_TOKENS:
+        own = dict(
+            input_absmax=Placement((), Constant(0.0), partial=parts, decay=False, buffer=Buffer("max")),
+            input_average=Placement((2,), Constant(0.0), decay=False, buffer=Buffer("same")),
+        )
     if settings.activation_preprocess_type == "PACT":
         own["pact_alpha"] = Placement((1,), Constant(ALPHA), partial=parts, decay=False)
     return own
 
 
 def with_quantization(config: Config) -> Config:
-    """The settings with the kinds of layers that --quantization implies. Patterns of --linear come after it."""
+    """The settings with the kinds of layers that --quantization implies. Patterns of --linear come after it, and those of
+    --sparsity, which are added.
+    """
     model = config.model
     if not model.quantization:
         return config
@@ -112,15 +118,27 @@ def with_quantization(config: Config) -> Config:
     return config.derive("--quantization", linear=linear, quantization_skip=",".join(skip) or None)
 
 
-def implied_linear(given: Optional[str], kind: str, layers: Optional[str], skip: Sequence[str]) -> str:
+def implied_linear(
+    given: Optional[str], kind: str, layers: Optional[str], skip: Sequence[str], added: bool = False
+) -> str:
     """The value of --linear with layers of a kind, before the patterns of `given`, which may have them already.
+
+    added: to the kinds of patterns before them
 
     >>> implied_linear("*.up=lora", "sparse", "*.mlp.*", ["blocks.0.*"])
     '*.mlp.*=sparse,blocks.0.*=plain,*.up=lora'
+    >>> implied_linear("*.mlp.*=sparse,blocks.0.*=plain", "sparse", "*.mlp.*", ["blocks.0.*"], added=True)
+    '*.mlp.*=+sparse,blocks.0.*=-sparse'
     """
-    implied = ",".join([*(f"{pattern}={kind}" for pattern in _words(layers or "*")), *(f"{one}=plain" for one in skip)])
-    there = f",{implied}," in f",{given},"  # in the settings of a checkpoint
-    return given if there else ",".join(filter(None, [implied, given]))
+    forms = [
+        ",".join([*(f"{one}={word}" for one in _words(layers or "*")), *(f"{one}={without}" for one in skip)])
+        for word, without in ((kind, "plain"), (f"+{kind}", f"-{kind}"))
+    ]
+    if f",{forms[added]}," in f",{given},":  # in the settings of a checkpoint
+        return given
+    other = f",{forms[not added]},"  # in those of a checkpoint that is trained further, with another kind
+    rest = f",{given or ''},".replace(other, ",").strip(",")
+    return ",".join(filter(None, [forms[added], rest]))
 
 
 def skipped_layers(text: Optional[str], flag: str = "--quantization-skip") -> list[str]:

@@ -89,12 +89,14 @@ def own_weights(settings: Model, weight: Placement) -> Mapping[str, Placement]:
 
 
 def with_sparsity(config: Config) -> Config:
-    """The settings with the kinds of layers that --sparsity implies. Patterns of --linear come after it."""
+    """The settings with the kinds of layers that --sparsity implies, in addition to --quantization. Patterns of --linear
+    come after it.
+    """
     model = config.model
     if not model.sparsity:
         return config
     skip = skipped_layers(model.sparsity_skip, "--sparsity-skip")
-    linear = implied_linear(model.linear, KIND, model.sparsity_layers, skip)
+    linear = implied_linear(model.linear, KIND, model.sparsity_layers, skip, added=model.quantization)
     return config.derive("--sparsity", linear=linear, sparsity_skip=",".join(skip) or None)
 
 

@@ -16,32 +16,33 @@ from megatron.settings.schema import Recompute
 def stage_saved_bytes(job: Job, layout: Layout, layers: Sequence[int], first: bool, last: bool) -> Bytes:
     """Bytes saved in one pass of a micro-batch through the layers of a stage (by their index in the whole network)."""
     facts, share, kept = job.facts, layout.rank_setup(job), Bytes()
-    for (kind, modules), count in repeated(facts, layout.recompute, layers, together=True).items():
-        for name, size in facts.layer_saved_bytes(share, kind, modules).items():
+    for (design, modules), count in repeated(facts, layout.recompute, layers, together=True).items():
+        for name, size in facts.layer_saved_bytes(design.share(share), design.kind, modules).items():
             kept[name] += count * size
     kept.update(facts.ends_saved_bytes(share, first, last))
     return kept
 
 
 def repeated(facts: Facts, settings: Recompute, layers: Sequence[int], together: bool = False) -> Counter:
-    """Count layers by (kind, recomputed modules). together: count a group that is recomputed together once."""
+    """Count layers by (design, recomputed modules). together: count a group that is recomputed together once."""
     counts = Counter()
     for group in recompute_groups(layers, settings):
         members = group.layers[:1] if together and "full" in group.modules else group.layers
-        counts.update((facts.layer_kind(layer), group.modules) for layer in members)
+        counts.update((facts.design_of(layer), group.modules) for layer in members)
     return counts
 
 
 def deferred(job: Job, layout: Layout, layers: Sequence[int]) -> int:
     """Bytes of the inputs and output gradients of these layers' deferred products (zero-bubble W)."""
     share = layout.rank_setup(job)
-    kinds = Counter(map(job.facts.layer_kind, layers))
-    return sum(count * job.facts.deferred_saved_bytes(share, kind) for kind, count in kinds.items())
+    designs = Counter(map(job.facts.design_of, layers))
+    return sum(count * job.facts.deferred_saved_bytes(one.share(share), one.kind) for one, count in designs.items())
 
 
 def workspace(job: Job, layout: Layout, layers: Sequence[int]) -> int:
     """Peak bytes that the backward pass of one of these layers needs in addition to saved ones."""
     r, share = layout.recompute, layout.rank_setup(job)
     together = (r.recompute_num_layers or 1) if r.recompute_method != "block" else 1
-    kinds = set(map(job.facts.layer_kind, layers))
-    return max((job.facts.layer_workspace(share, kind, r.modules, together) for kind in kinds), default=0)
+    designs = set(map(job.facts.design_of, layers))
+    each = (job.facts.layer_workspace(one.share(share), one.kind, r.modules, together) for one in designs)
+    return max(each, default=0)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from megatron.model.facts import OUTPUT, Facts
+from megatron.model.facts import OUTPUT, Facts, LayerDesign
 from megatron.model.layer_ops import LAYER, Collective, CoreAttention, Kernel, LayerOp, Product, RankSetup
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.pipeline.stages import Pipeline
@@ -167,7 +167,7 @@ def useful_flops(job: Job) -> float:
 def layer_costs(job: Job, layout: Layout, cluster: Cluster) -> list[float]:
     """Seconds of a micro-batch through each layer, forward and backward."""
     facts, modules, share = job.facts, layout.recompute.modules, layout.rank_setup(job)
-    one = lambda layer: _stage(job, share, (((facts.layer_kind(layer), modules), 1),), False, False, cluster).both
+    one = lambda layer: _stage(job, share, (((facts.design_of(layer), modules), 1),), False, False, cluster).both
     return [one(layer) for layer in range(facts.num_layers)]
 
 
@@ -179,7 +179,7 @@ def end_costs(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, float]
 
 def stage_seconds(job: Job, layout: Layout, cluster: Cluster, first: bool, last: bool) -> float:
     """Seconds of a micro-batch through one layer, forward and backward, with the ends of the first or last stage."""
-    layer = ((job.facts.layer_kind(0), layout.recompute.modules), 1)
+    layer = ((job.facts.design_of(0), layout.recompute.modules), 1)
     return _stage(job, layout.rank_setup(job), (layer,), first, last, cluster).both
 
 
@@ -229,16 +229,18 @@ def _stages(facts: Facts, pipeline: Pipeline, settings: Recompute) -> frozenset[
 
 
 @lru_cache(maxsize=65536)
-def _layers(facts: Facts, settings: Recompute, layers: range) -> tuple[tuple[tuple[str, tuple[str, ...]], int], ...]:
+def _layers(
+    facts: Facts, settings: Recompute, layers: range
+) -> tuple[tuple[tuple[LayerDesign, tuple[str, ...]], int], ...]:
     return tuple(sorted(activations.repeated(facts, settings, layers).items()))
 
 
 @lru_cache(maxsize=65536)
 def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster: Cluster) -> Pass:
-    """layers: ((kind, recomputed modules), count), ..."""
+    """layers: ((design, recomputed modules), count), ..."""
     total, sp = Pass(), share.sp
-    for (kind, modules), count in layers:
-        total += _layer(job, share, kind, modules, cluster).times(count)
+    for (design, modules), count in layers:
+        total += _layer(job, design.share(share), design.kind, modules, cluster).times(count)
     facts, h, e, d = job.facts, job.facts.settings.hidden_size, job.element, cluster.device
     if first:
         n = facts.embedded_tokens(share)

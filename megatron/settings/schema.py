@@ -272,7 +272,7 @@ class Model:
     )
     linear: Optional[str] = setting(
         "PATTERN=KIND, ...: the kind of the linear layers that match, such as mlp.*=mask; kinds are plain, lora, "
-        "fake_quantize (--quantization), sparse (--sparsity) and those that the recipe defines",
+        "fake_quantize (--quantization), sparse (--sparsity) and those that the recipe defines; +KIND adds one",
         None,
         on_resume="refused",
     )
@@ -286,8 +286,9 @@ class Model:
         "channel_wise_abs_max",
         on_resume="refused",
     )
-    activation_quantize_type: Literal["moving_average_abs_max", "none"] = setting(
-        "--quantization: scale of a layer's inputs; none: they are not rounded",
+    activation_quantize_type: Literal["moving_average_abs_max", "token_wise_min_max", "none"] = setting(
+        "--quantization: scale of a layer's inputs: one for all, by the moving average of steps, or a scale and a zero for "
+        "each token; none: they are not rounded",
         "moving_average_abs_max",
         on_resume="refused",
     )

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.fused_kernels import TABLE
 from megatron.guard.stopping import StopRequests
 from megatron.model.arguments import parse_any
+from megatron.model.experts import grouped, router
 from megatron.model.recipe import recipe_of
 from megatron.mpu import collectives, random
 from megatron.training import build, step
@@ -53,7 +54,9 @@ def host_reads():
 
     with ExitStack() as stack:
         for name in READS:
-            stack.enter_context(mock.patch.object(torch.Tensor, name, reading(name)))
+            read = reading(name)
+            for kind in {torch.Tensor, FakeTensor if name in vars(FakeTensor) else torch.Tensor}:
+                stack.enter_context(mock.patch.object(kind, name, read))
         yield found
 
 
@@ -136,7 +139,9 @@ def a_device():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", pinned))
         stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", lambda self: getattr(self, "pinned", False)))
-        stack.enter_context(mock.patch.object(random, "random_words", words_of_no_generator))
+        for module in (random, router):
+            stack.enter_context(mock.patch.object(module, "random_words", words_of_no_generator))
+        stack.enter_context(mock.patch.object(grouped, "lacking_grouped", lambda device, dtype: ""))  # no trial run
         stack.enter_context(mock.patch.object(StopRequests, "agreed", lambda requests, sums: None))  # sums are made up
         yield
 

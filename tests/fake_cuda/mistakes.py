@@ -7,6 +7,7 @@ import torch
 
 from megatron.data import loader
 from megatron.model import block, positions
+from megatron.model.experts import layer
 from megatron.optimizer import state, zero
 from megatron.pipeline import wire
 from megatron.telemetry import rank_times
@@ -91,6 +92,13 @@ def samples_sent_to_the_device() -> None:
 
 def a_sum_of_two_devices() -> None:
     instead(step, "zero_unless_first_tp_rank", lambda real: lambda run, sums: real(run, sums) + torch.zeros(len(sums)))
+
+
+def a_weight_of_an_expert_read() -> None:
+    def made(real):
+        return lambda experts, x, routing: real(experts, x, routing) if routing.weights.sum().item() else x
+
+    instead(layer.Experts, "forward", made)
 
 
 def times_that_are_read_too_early():

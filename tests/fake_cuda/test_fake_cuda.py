@@ -115,6 +115,38 @@ IN_RING = {  # name: flags, rank, ranks, calls of its forward pass in two steps
         None,
     ),
 }
+COUNTS = "tolist in megatron/model/experts/dispatch.py: _counted"  # how many rows go to each rank
+EXPERTS = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+EP, CAPACITY = "--expert-model-parallel-size 2", "--moe-expert-capacity-factor 1.0"
+FULL = "--recompute-granularity full"
+WITH_EXPERTS = {  # name: flags, rank, ranks, reads of counts: layers of the stage x micro-batches
+    "one process": (f"{EXPERTS} --global-batch-size 4", 0, 1, 0),
+    "drops": (f"{EXPERTS} {CAPACITY} --moe-router-num-groups 2 --moe-router-group-topk 1", 0, 1, 2),
+    "ep2, accumulation": (f"{EXPERTS} {EP} --global-batch-size 8", 1, 2, 2 * 2),
+    "ep2, recomputed": (f"{EXPERTS} {EP} {FULL}", 0, 2, 2),
+    "ep2, recomputed MLP": (f"{EXPERTS} {EP} --recompute-granularity selective --recompute-modules mlp", 1, 2, 2),
+    "ep2, balanced, jitter, shared": (
+        f"{EXPERTS} {EP} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-z-loss-coeff 1e-3 "
+        "--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 1e-2 1e-2 "
+        "--moe-input-jitter-eps 1e-2 --moe-shared-expert-intermediate-size 32 --sharding-stage 2",
+        0,
+        2,
+        2,
+    ),
+    "ep2 of 8, zero3": (f"{EXPERTS} {TP} {EP} --expert-tensor-parallel-size 1 --sharding-stage 3", 5, 8, 2),
+    "pp2 ep2 zb-h1": (
+        f"{EXPERTS} {EP} {PP} --pipeline-schedule zb-h1 --global-batch-size 16 --gradient-accumulation-fusion",
+        3,
+        4,
+        2 * 4,
+    ),
+    "padded, ep2 etp2, recomputed": (
+        f"{EXPERTS} {TP} {EP} {CAPACITY} {FULL} --expert-tensor-parallel-size 2 --moe-pad-expert-input-to-capacity",
+        2,
+        4,
+        0,
+    ),
+}
 MEASURED = "18 steps, dp2 tp2"  # in which times of ranks are gathered twice, and read
 OFFLOAD_WAITS = {  # the host has to have the gradients before it updates, and sends what it has updated
     "wait for an event of this step in megatron/mpu/transfer.py: read",
@@ -133,6 +165,7 @@ MISTAKES = {  # name in mistakes.py: (more flags, what is said of it)
     "documents_read_from_the_device": ("--reset-attention-mask", "cpu in megatron/fused_kernels/documents.py"),
     "samples_sent_to_the_device": (DROPOUT, "item in megatron/mpu/random.py"),
     "a_sum_of_two_devices": ("", "megatron/training/step.py"),
+    "a_weight_of_an_expert_read": (EXPERTS, "item in megatron/model/experts/layer.py"),
     "times_that_are_read_too_early": ("", "wait for an event of this step in megatron/telemetry/rank_times.py"),
 }
 
@@ -151,6 +184,8 @@ def found(tmp_path_factory, request) -> dict:
         cases[name] = dict(flags=flags, rank=rank, world=world, kernel=VARLEN)
     for name, (flags, rank, world, _) in IN_RING.items():
         cases[name] = dict(flags=flags, rank=rank, world=world, kernel=FLASH)
+    for name, (flags, rank, world, _) in WITH_EXPERTS.items():
+        cases[name] = dict(flags=flags, rank=rank, world=world)
     cases[MEASURED] = dict(flags=f"{TP} --train-iters 100", rank=0, world=4, steps=18)
     cases |= {name: dict(flags=flags, mistake=name, world=1 + (flags == PP)) for name, (flags, _) in MISTAKES.items()}
     run = [item for item in request.session.items if item.path == Path(__file__) and "found" in item.fixturenames]
@@ -170,6 +205,13 @@ def test_a_step_runs_and_the_host_waits_for_nothing(found, name):
     assert "waits" in found[name], found[name]
     late = name != "offload"
     assert set(found[name]["waits"]) == (set() if late else OFFLOAD_WAITS) and found[name]["late"] == late
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_the_host_waits_for_counts_of_rows_once_a_layer(found, name):
+    """Not with one rank and no drops, nor with padding, nor again in recomputation."""
+    assert found[name].get("waits") == [COUNTS] * WITH_EXPERTS[name][3], found[name]
 
 
 @pytest.mark.parametrize("name", [MEASURED])

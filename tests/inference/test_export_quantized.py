@@ -2,6 +2,7 @@
 """Exports of quantized models: transformers, llama.cpp and onnxruntime compute what `--quantize` computes here."""
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -50,12 +51,17 @@ def close(found, wanted, share: float) -> None:
 
 @pytest.fixture(scope="module")
 def aware(tmp_path_factory):
-    """A Llama of quantization aware training."""
+    """A Llama of quantization aware training: type of its inputs -> folder."""
     import pretrain_gpt
 
-    path = tmp_path_factory.mktemp("aware")
-    pretrain_gpt.main(f"{LINE} {LLAMA} --lr 3e-2 --quantization --save {path}".split())
-    return path
+    @cache
+    def of(inputs: str):
+        path = tmp_path_factory.mktemp("aware")
+        flags = f"--quantization --activation-quantize-type {inputs}"
+        pretrain_gpt.main(f"{LINE} {LLAMA} --lr 3e-2 {flags} --save {path}".split())
+        return path
+
+    return of
 
 
 @pytest.mark.sampled(5)
@@ -92,9 +98,25 @@ def test_ranks_share_whole_numbers_of_a_folder(models, tmp_path, run_ranks):  # 
         assert len(rounded) == 8
 
 
-@pytest.mark.parametrize("form", ["hf", pytest.param("onnx", marks=pytest.mark.full)])
-def test_other_programs_round_inputs_as_training_did(form, aware, tmp_path):
+@pytest.mark.parametrize(
+    "form, inputs",
+    [
+        ("hf", "moving_average_abs_max"),
+        pytest.param("hf", "token_wise_min_max", marks=pytest.mark.sampled(5)),
+        pytest.param("onnx", "moving_average_abs_max", marks=pytest.mark.full),
+        pytest.param("onnx", "token_wise_min_max", marks=pytest.mark.full),
+        pytest.param("torch-export", "token_wise_min_max", marks=pytest.mark.full),
+    ],
+)
+def test_other_programs_round_inputs_as_training_did(form, inputs, aware, tmp_path):
     """Of a model of quantization aware training."""
+    aware = aware(inputs)
+    if form == "torch-export":
+        for flags in ((), ("--quantize", "int8")):  # the export compares logits
+            out = export_to(tmp_path / f"out{len(flags)}", aware, "--format", "torch-export", *flags)
+            agreed = json.loads((out / "export.json").read_text())["agreement"]
+            assert agreed["difference"] < agreed["allowed"]
+        return
     if form == "hf":
         pytest.importorskip("compressed_tensors")
         import transformers

@@ -83,13 +83,16 @@ def test_inputs_are_rounded_by_token(folder):
     assert layer.weight.numel() == 0
 
 
-@pytest.mark.parametrize("scales", ["channel_wise_abs_max", "abs_max"])
+TOKEN_WISE = "--activation-quantize-type token_wise_min_max --activation-bits 5"
+
+
+@pytest.mark.parametrize("scales", ["", "--weight-quantize-type abs_max", TOKEN_WISE])
 def test_integers_give_what_training_has_rounded(scales, folder, tmp_path):
     """int8 of a model of --quantization: the logits of its training, by products of integers."""
     path = folder / "qat"
-    if scales == "abs_max":
+    if scales:
         path = tmp_path
-        pretrain_gpt.main(f"{LINE} --lr 3e-2 --quantization --weight-quantize-type abs_max --save {path}".split())
+        pretrain_gpt.main(f"{LINE} --lr 3e-2 --quantization {scales} --save {path}".split())
     torch.testing.assert_close(logits(path, "int8"), logits(path), atol=1e-4, rtol=1e-4)
     with pytest.raises(SettingsError, match="--quantize int4: blocks.0.attention.qkv was trained with --quantization"):
         logits(path, "int4")
@@ -102,9 +105,14 @@ def logits_on(rank: int, path: str, how: str):
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("how, name", [*((how, "plain") for how in FORMATS), ("int8", "qat"), ("none", "qat")])
+@pytest.mark.parametrize(
+    "how, name",
+    [*((how, "plain") for how in FORMATS), *((how, name) for name in ("qat", "tokens") for how in ("int8", "none"))],
+)
 def test_tensor_parallel_ranks_round_as_one_does(how, name, folder, run_ranks):
     path = folder / name
+    if name == "tokens" and not path.exists():
+        pretrain_gpt.main(f"{LINE} --lr 3e-2 --quantization {TOKEN_WISE} --save {path}".split())
     found = run_ranks(3, logits_on, str(path), how)
     wanted = logits(path, how if how != "none" else None)
     for one in found:

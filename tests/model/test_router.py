@@ -241,7 +241,8 @@ def test_weights_exclude_the_bias_and_evaluation_counts_nothing():
     found = made(x)
     assert set(found.experts.flatten().tolist()) == {0, 1}
     scores = F.linear(x.flatten(0, 1), made.weight).sigmoid().gather(1, found.experts)
-    torch.testing.assert_close(found.weights, scores / scores.sum(1, keepdim=True))
+    # To the bit, which biased scores less the bias are not.
+    assert torch.equal(found.weights, scores / scores.sum(1, keepdim=True))
     assert made.load.sum() == 0
 
 
@@ -301,6 +302,18 @@ def test_capacity_marks_dropped_tokens(policy):
     assert torch.equal(kept, wanted.clamp(max=most))
     assert torch.equal(made.load, wanted)  # what tokens chose, not what fits
     torch.testing.assert_close(found.sums["dropped tokens"] * 2, dropped.sum() / 2)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_losses_count_what_is_dropped(padded):
+    """With padding to a capacity all experts compute equally many rows; losses count what tokens chose."""
+    losses = dict(
+        moe_router_load_balancing_type=["aux_loss", "seq_aux_loss", "global_aux_loss"], moe_aux_loss_coeff=[1.0]
+    )
+    expected = router(**losses)(inputs()).sums
+    found = router(**losses, moe_expert_capacity_factor=0.5, moe_pad_expert_input_to_capacity=padded)(inputs()).sums
+    assert found.pop("dropped tokens") > 0
+    assert {name: value.item() for name, value in found.items()} == {name: one.item() for name, one in expected.items()}
 
 
 def test_second_run_takes_the_choices_of_the_first():

@@ -20,7 +20,7 @@ from megatron.training.entry import start
 from megatron.training.rules import resolve
 from tests.models import plain_experts as plain
 from tests.models.divisions import check_divisions, ranks_of
-from tests.models.plain_state import LAYERS, LINE, compare
+from tests.models.plain_state import LAYERS, LINE, compare, read_all
 from tests.training.test_plain_loop import records
 
 pytestmark = pytest.mark.sampled(5)
@@ -75,11 +75,13 @@ LAYOUTS = {
     "recomputed MLP": (1, "gated", f"{MODULES} mlp layernorm"),
     "recomputed activations": (1, "plain", f"{MODULES} mlp_act core_attn"),
     "recomputed layers": (1, "plain", f"{FULL} --recompute-num-layers 2"),
+    "recomputed layers, losses": (1, "gated", FULL),
     "ep2": (2, "gated", EP2),
     "ep4, one sample at a time": (4, "plain", EP4),
     "ep2, capacity": (2, "capacity", EP2),
     "ep2, capacity, padded": (2, "first come", f"{EP2} {PAD}"),
     "etp2": (2, "gated", ETP2),
+    "etp2, biases": (2, "plain", ETP2),
     "etp2, capacity, padded": (2, "capacity", f"{ETP2} {PAD}"),
     "tp2": (2, "gated", TP),
     "tp2, whole experts": (2, "plain", f"{TP} {ETP1}"),
@@ -99,6 +101,8 @@ LAYOUTS = {
     "pp2 ep2, zb-h1, zero2": (4, "gated", f"{PP2} {EP2} {ZB} --sharding-stage 2"),
     "pp2 etp2, interleaved": (4, "gated", f"{PP2} {ETP2} {INTERLEAVED}"),
     "pp2 ep2, interleaved, zero3": (4, "plain", f"{PP2} {EP2} {INTERLEAVED} --sharding-stage 3"),
+    "pp2 ep2, zb-h1, capacity, padded": (4, "capacity", f"{PP2} {EP2} --pipeline-schedule zb-h1 {PAD}"),
+    "ep2, zero3, capacity, recomputed": (2, "first come", f"{EP2} --sharding-stage 3 {FULL}"),
     "pp2 ep2 in a V, zero3": (4, "gated", f"{PP2} {EP2} {V} --sharding-stage 3"),
     "pp2 ep2 in a V, one expert": (4, "one expert", f"{PP2} {EP2} {V}"),
 }
@@ -114,10 +118,12 @@ def trained(family: str):
 
 
 def check(folder, family: str):
-    """A run against the plain loop. Returns the tensors of its checkpoint."""
+    """A run against the plain loop, which is in fp64. Returns the tensors of its checkpoint."""
     steps, wanted, loads = trained(family)
     assert [step["loads"] for step in records(folder, "experts")] == loads
-    return compare(folder, steps, wanted)
+    tensors = compare(folder, steps, wanted)
+    assert max((tensors[name].double() - values).abs().max().item() for name, values in wanted.items()) < 1e-6
+    return tensors
 
 
 @pytest.mark.sampled(5)
@@ -131,6 +137,20 @@ def test_any_layout_is_the_plain_loop(layout, tmp_path):
         if "expert_bias" in name:  # multiples of the rate
             steps = lambda bias: (bias.double() / plain.RATE).round()
             assert values.any() and torch.equal(steps(tensors[name]), steps(values)), name
+
+
+@pytest.mark.sampled(5)
+def test_half_precision_leaves_biases_exact(tmp_path):
+    """Loads are whole numbers, and biases what the rule makes of them, in fp32."""
+    pretrain(0, f"{FAMILIES['plain'].flags} --bf16 --save {tmp_path}")
+    tensors, steps = read_all(tmp_path), [step["loads"] for step in records(tmp_path, "experts")]
+    for n in FAMILIES["plain"].layers:
+        bias = torch.zeros(8)
+        for loads in (torch.tensor(step[f"blocks.{n}"]) for step in steps):
+            assert loads.sum() == 8 * 12 * 3
+            bias += plain.RATE * (36 - loads).sign()
+        assert bias.any()
+        torch.testing.assert_close(tensors[f"blocks.{n}.mlp.router.expert_bias"], bias, rtol=0, atol=0)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -156,8 +176,8 @@ def test_a_run_goes_on_with_experts_divided_in_another_way(names, tmp_path):
 @pytest.mark.sampled(5)
 def test_any_division_of_experts_reads_any_other_to_the_bit(tmp_path):
     names, layouts = ["one process", "ep4, zero3, recomputed", "tp2 dp2, ep2 etp2", "pp2 ep2 in a V, zero3"], {}
-    for name in names:
-        world, _, words = LAYOUTS[name]
+    eight = 8, "plain", "--expert-model-parallel-size 8 --micro-batch-size 1 --sharding-stage 1"
+    for name, (world, _, words) in {**{name: LAYOUTS[name] for name in names}, "ep8": eight}.items():
         line = f"{LINE} --num-experts 8 {FAMILIES['plain'].flags} {words}"
         config = resolve(parse_any(line.split(), recipe=pretrain_gpt.recipe()), world)
         layouts[name] = ranks_of(config, world, pretrain_gpt.build_model)

@@ -68,11 +68,29 @@ class Round(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0], None, None
 
 
-class Quantized:
-    """A linear layer in plain torch: its weight by the abs-max of channels, its input by the moving average of steps."""
+class RoundTokens(torch.autograd.Function):
+    """Straight-through: from the least to the largest channel of each token, 0 included, in 2^bits values."""
 
-    def __init__(self, bits: int, per_tensor: bool = False, pact: bool = False, picks=lambda name: True):
+    @staticmethod
+    def forward(ctx, x, bits):
+        least, largest = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+        step = (largest - least) / (2**bits - 1)
+        zero = torch.round(-least / step)
+        return (torch.clamp(torch.round(x / step) + zero, 0, 2**bits - 1) - zero) * step
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Quantized:
+    """A linear layer in plain torch: its weight by the abs-max of channels, its input by the moving average of steps, or by
+    the ends of each token.
+    """
+
+    def __init__(self, bits: int, per_tensor=False, pact=False, tokens=False, picks=lambda name: True):
         self.levels, self.per_tensor, self.pact, self.picks = 2 ** (bits - 1) - 1, per_tensor, pact, picks
+        self.token_bits = bits if tokens else None
         self.average, self.now, self.calls = {}, {}, {}
 
     def __call__(self, weights, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -81,6 +99,8 @@ class Quantized:
         if self.pact:
             alpha = weights[f"{name}.pact_alpha"]
             x = x - torch.relu(x - alpha) + torch.relu(-alpha - x)
+        if self.token_bits:
+            return self._product(weights, name, RoundTokens.apply(x, self.token_bits))
         self.now[name] = max(self.now.get(name, 0.0), x.detach().abs().max().item())
         total, count = self.average.get(name, (0.0, 0.0))
         self.calls[name] = self.calls.get(name, 0) + 1
@@ -88,6 +108,9 @@ class Quantized:
             self.average[name] = 0.9 * total + self.now.pop(name), 0.9 * count + 1
         if count:
             x = Round.apply(x, total / count, self.levels)
+        return self._product(weights, name, x)
+
+    def _product(self, weights, name: str, x: torch.Tensor) -> torch.Tensor:
         weight = weights[f"{name}.weight"]
         largest = weight.detach().abs()
         largest = largest.max() if self.per_tensor else largest.amax(-1, keepdim=True)
@@ -100,6 +123,10 @@ ALPHAS = {f"blocks.{n}.{name}.pact_alpha": torch.full((1,), ALPHA).double() for 
 WAYS = {
     "5 bits": ("--weight-bits 5 --activation-bits 5", dict(bits=5)),
     "pact, 4 bits": ("--activation-preprocess-type PACT --weight-bits 4 --activation-bits 4", dict(bits=4, pact=True)),
+    "4 bits, tokens": (
+        "--weight-bits 4 --activation-bits 4 --activation-quantize-type token_wise_min_max",
+        dict(bits=4, tokens=True),
+    ),
     "8 bits, a scale for a whole weight": (
         "--weight-quantize-type abs_max --quantization-skip blocks.0.*,attention.output",
         dict(bits=8, per_tensor=True, picks=lambda name: "blocks.0" not in name and "attention.output" not in name),
@@ -115,10 +142,14 @@ CASES = [(way, layout) for way in WAYS for layout in (LAYOUTS if "PACT" in WAYS[
 def plain(way: str):
     own = Quantized(**WAYS[way][1])
     outcome = train(Job(**PLAIN, linear=own, more=lambda seed: ALPHAS if own.pact else {}))
-    for name, average in own.average.items():
-        outcome.tensors[f"{name}.input_average"] = torch.tensor(average)
-        outcome.tensors[f"{name}.input_absmax"] = torch.tensor(0.0)
+    outcome.tensors |= scales_of(own)
     return outcome
+
+
+def scales_of(quantized: Quantized) -> dict[str, torch.Tensor]:
+    """Its buffers in a checkpoint."""
+    averages = {f"{name}.input_average": torch.tensor(average) for name, average in quantized.average.items()}
+    return averages | {f"{name}.input_absmax": torch.tensor(0.0) for name in quantized.average}
 
 
 def pretrain(rank: int, way: str, flags: str) -> None:

@@ -3,6 +3,7 @@
 torch.nn.utils.prune, or found by looking at each group of inputs.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,20 +14,21 @@ import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError
 from megatron.inference.load import load_model
-from megatron.model import sparsity
 from megatron.model.arguments import parse_any
-from megatron.model.quantization import with_quantization
+from megatron.model.linear_kinds import chosen, with_own_weights
+from megatron.model.quantization import QuantizeOptions, with_quantization
 from megatron.model.recipe import facts_of
+from megatron.model.sparse_fake_quantize import SparseFakeQuantizeProduct
 from megatron.model.sparse_product import SparseProduct, largest_of_all, largest_of_groups
 from megatron.model.sparsity import with_sparsity
-from megatron.model.weights import column
+from megatron.model.weights import add_prefix, column, take_prefix
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.buffers import BufferStore
 from megatron.planner.preflight.ranks import Design, check_ranks
 from megatron.tools import checkpoint
 from megatron.training.rules import check, resolve
-from tests.models.test_quantization import LAYOUTS, LINEAR, MICRO_BATCHES, PP2, TP3
+from tests.models.test_quantization import LAYOUTS, LINEAR, MICRO_BATCHES, PP2, TP3, Quantized, Round, scales_of
 from tests.training.plain_loop import EOD, LAYERS, LENGTH, Job, decay_of, plain_linear, rate_of, train
 from tests.training.test_plain_loop import FLAGS, SIX, compare, records
 
@@ -47,8 +49,11 @@ WAYS = {
         lambda name: "blocks.0" not in name and "attention.output" not in name,
     ),
 }
+ROUNDED = "--quantization --weight-bits 5 --activation-bits 5 --quantization-skip blocks.1.*"
+WAYS["a growing share, rounded"] = (f"{WAYS['a growing share'][0]} {ROUNDED}", *WAYS["a growing share"][1:])
 SOME = ["one process", "dp2", "zero3, recomputation", "pp2 dp2 zb-h1, zero2, fusion"]
 CASES = [("a growing share", layout) for layout in LAYOUTS] + [("2:4", layout) for layout in SOME]
+CASES += [("a growing share, rounded", layout) for layout in LAYOUTS]
 
 
 def mask_of(weight: torch.Tensor, how) -> torch.Tensor:
@@ -65,26 +70,30 @@ def mask_of(weight: torch.Tensor, how) -> torch.Tensor:
 
 
 class Masked:
-    """A linear layer in plain torch. steps: the steps that have a new mask, and how it is found."""
+    """A linear layer in plain torch. steps: the steps that have a new mask, and how it is found; linear: the layer of the
+    masked weight.
+    """
 
-    def __init__(self, steps: dict, picks):
-        self.steps, self.picks, self.masks, self.calls = steps, picks, {}, {}
+    def __init__(self, steps: dict, picks, linear=plain_linear):
+        self.steps, self.picks, self.linear, self.masks, self.calls = steps, picks, linear, {}, {}
 
     def __call__(self, weights, name: str, x: torch.Tensor) -> torch.Tensor:
         if not self.picks(name):
-            return plain_linear(weights, name, x)
+            return self.linear(weights, name, x)
         weight = weights[f"{name}.weight"]
         step, self.calls[name] = self.calls.get(name, 0) / MICRO_BATCHES, self.calls.get(name, 0) + 1
         if step in self.steps:
             self.masks[name] = mask_of(weight.detach(), self.steps[step])
         mask = self.masks.get(name, torch.ones_like(weight))
-        return plain_linear({**weights, f"{name}.weight": weight * mask}, name, x)
+        return self.linear({**weights, f"{name}.weight": weight * mask}, name, x)
 
 
 @cache
 def plain(way: str):
-    own = Masked(*WAYS[way][1:])
+    rounded = Quantized(5, picks=lambda name: "blocks.1" not in name)
+    own = Masked(*WAYS[way][1:], *([rounded] if "rounded" in way else []))
     outcome = train(Job(**PLAIN, linear=own))
+    outcome.tensors |= scales_of(rounded)
     for name, mask in own.masks.items():
         outcome.tensors[f"{name}.sparsity_mask"] = mask.double()
         outcome.tensors[f"{name}.sparsity_step"] = torch.tensor(6.0)
@@ -110,29 +119,31 @@ def tensors(folder) -> dict[str, torch.Tensor]:
         return {name: reader.read(name) for name in reader.tensors}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("way", ["a growing share", "a growing share, rounded"])
 @pytest.mark.parametrize("stop", [2, 3])
-def test_a_resumed_run_is_the_same_to_the_bit(stop, tmp_path):
+def test_a_resumed_run_is_the_same_to_the_bit(stop, way, tmp_path):
     """Between two masks, and just before a new one."""
-    pretrain(0, "a growing share", f"--save {tmp_path / 'whole'}")
+    pretrain(0, way, f"--save {tmp_path / 'whole'}")
     part = f"--save {tmp_path / 'part'}"
-    pretrain(0, "a growing share", f"{part} --exit-interval {stop}")
-    pretrain(0, "a growing share", f"{part} --load {tmp_path / 'part'}")
+    pretrain(0, way, f"{part} --exit-interval {stop}")
+    pretrain(0, way, f"{part} --load {tmp_path / 'part'}")
     whole, resumed = (tensors(tmp_path / name) for name in ("whole", "part"))
     assert whole.keys() == resumed.keys()
     assert [name for name, values in whole.items() if not torch.equal(values, resumed[name])] == []
     zeros = {name: 1 - mask.double().mean().item() for name, mask in whole.items() if name.endswith("sparsity_mask")}
     assert len(zeros) == len(LINEAR) * LAYERS and all(abs(share - 0.7) < 1e-3 for share in zeros.values())
     with pytest.raises(SettingsError, match="--sparsity: 0.7 in the checkpoint, 0.6 now"):
-        pretrain(0, "a growing share", f"--load {tmp_path / 'part'} --sparsity 0.6")
+        pretrain(0, way, f"--load {tmp_path / 'part'} --sparsity 0.6")
 
 
 @pytest.mark.sampled(5)
-def test_a_run_goes_on_in_another_layout(run_ranks, tmp_path):
+@pytest.mark.parametrize("way", ["a growing share", "a growing share, rounded"])
+def test_a_run_goes_on_in_another_layout(way, run_ranks, tmp_path):
     line = f"--save {tmp_path}"
-    run_ranks(2, pretrain, "a growing share", f"{PP2} --sharding-stage 3 {line} --exit-interval 3")
-    run_ranks(3, pretrain, "a growing share", f"{TP3} --sequence-parallel {line} --load {tmp_path}")
-    compare(tmp_path, plain("a growing share"), rel=1e-6)
+    run_ranks(2, pretrain, way, f"{PP2} --sharding-stage 3 {line} --exit-interval 3")
+    run_ranks(3, pretrain, way, f"{TP3} --sequence-parallel {line} --load {tmp_path}")
+    compare(tmp_path, plain(way), rel=1e-6)
 
 
 def test_a_plain_run_goes_on_with_masks_which_are_applied_at_the_end(tmp_path, capsys):
@@ -158,6 +169,44 @@ def test_a_plain_run_goes_on_with_masks_which_are_applied_at_the_end(tmp_path, c
         checkpoint.main(["apply-masks", str(base), str(tmp_path / "none")])
 
 
+@pytest.mark.sampled(5)
+def test_a_masked_model_is_trained_for_few_bits(tmp_path, capsys):
+    """--finetune of a run with masks, with --quantization, keeps them. With zeros applied the model computes the same."""
+    base, own, zeros = (tmp_path / name for name in ("base", "own", "zeros"))
+    pretrain(0, "2:4", f"--save {base}")
+    before = tensors(base)
+    more = f"{LINE} --finetune --load {base} --save {own} --use-checkpoint-args --quantization --lr 1e-3"
+    pretrain_gpt.main(more.split())
+    said = capsys.readouterr().out
+    assert "new, and not out of the checkpoint: blocks.0.attention.output.input_absmax" in said
+    after = tensors(own)
+    masks = {name for name in after if name.endswith("sparsity_mask")}
+    assert len(masks) == 3 and all(torch.equal(after[name], before[name]) for name in masks)
+    own_masks = Masked({}, lambda name: f"{name}.sparsity_mask" in masks, Quantized(8))
+    own_masks.masks = {name.removesuffix(".sparsity_mask"): before[name].double() for name in masks}
+    start = {name: value.double() for name, value in before.items() if "sparsity" not in name}
+    outcome = train(Job(**{**PLAIN, "rate": rate_of("constant", 1e-3, end=1)}, linear=own_masks, start=start))
+    for n, (found, wanted) in enumerate(zip(records(own, "step"), outcome.steps, strict=True)):
+        assert found["lm loss"] == pytest.approx(wanted["lm loss"], rel=1e-4 if n else 1e-5)
+    checkpoint.main(["apply-masks", str(own), str(zeros)])
+    masked, ordinary = load_model(str(own)), load_model(str(zeros))
+    assert ordinary.config.model.linear == "*=fake_quantize" and ordinary.config.model.sparsity is None
+    tokens = torch.randint(EOD, (LENGTH, 2), generator=torch.Generator().manual_seed(1))
+    wanted = masked.model.logits(tokens)
+    assert torch.equal(ordinary.model.logits(tokens), wanted)
+    for folder in (own, zeros):
+        integers = load_model(str(folder), quantize=QuantizeOptions("int8")).model.logits(tokens)
+        torch.testing.assert_close(integers, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.sampled(5)
+def test_a_masked_model_is_quantized_with_its_zeros(tmp_path):
+    pretrain(0, "2:4", f"--save {tmp_path} --train-iters 2")
+    model = load_model(str(tmp_path), quantize=QuantizeOptions("int8")).model
+    values = model.blocks["1"].mlp.up.product.codes().values
+    assert ((values.unflatten(-1, (-1, 4)) != 0).sum(-1) <= 2).all()
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [
@@ -172,9 +221,13 @@ def test_a_plain_run_goes_on_with_masks_which_are_applied_at_the_end(tmp_path, c
         ),
         ("--sparsity 0.3 --sparsity-frequency 0", "--sparsity-frequency 0 must be at least 1"),
         ("--sparsity 0.3 --sparsity-begin-step 3 --sparsity-end-step 2", "2 is before --sparsity-begin-step 3"),
-        ("--sparsity 2:4 --quantization", "--sparsity 2:4 has no layer left: a layer has one kind"),
-        ("--sparsity 2:4 --lora-rank 2", "--sparsity 2:4 has no layer left: a layer has one kind"),
-        ("--quantization --lora-rank 2", "--quantization has no layer left: a layer has one kind"),
+        ("--sparsity 2:4 --lora-rank 2", "--sparsity 2:4 has no layer left: the last kind of --linear"),
+        ("--quantization --lora-rank 2", "--quantization has no layer left: the last kind of --linear"),
+        (
+            "--sparsity 2:4 --lora-rank 2 --linear mlp.*=lora,mlp.up=+sparse",
+            "blocks.0.mlp.up cannot be lora and sparse at once; fake_quantize and sparse can",
+        ),
+        ("--sparsity 2:4 --linear mlp.*=+gate", "'gate' is no kind of linear layer"),
         ("--sparsity 0.3 --sparsity-skip gate", "--sparsity-skip gate: 'gate' is no linear layer of this model"),
         ("--sparsity 0.3 --sparsity-layers gate", "--sparsity-layers gate: 'gate' is no linear layer of this"),
         ("--linear mlp.*=sparse", "--linear PATTERN=sparse needs --sparsity"),
@@ -195,26 +248,30 @@ def test_shapes_are_checked_and_memory_is_counted(tp):
     assert facts.parameters == 17208  # buffers are none
 
 
-def product_of(flags: str) -> tuple[ColumnParallelLinear, BufferStore]:
+def product_of(flags: str, kind=SparseProduct) -> tuple[ColumnParallelLinear, BufferStore]:
     settings = parse_any(f"{LINE} {flags}".split()).model
-    table = column(8, (6,), 1.0)
-    layer = ColumnParallelLinear({**table, **sparsity.own_weights(settings, table["weight"])}, Mesh().tp)
+    own = with_own_weights(settings, add_prefix("up", column(8, (6,), 1.0)), chosen(settings.linear, 0, ["up"]))
+    layer = ColumnParallelLinear(take_prefix(own, "up"), Mesh().tp)
     with torch.no_grad():
+        for buffer in layer.buffers():
+            buffer.zero_()
         layer.weight.copy_(torch.randn(6, 8, generator=torch.Generator().manual_seed(5)))
         layer.bias.zero_()
         layer.sparsity_mask.fill_(True)
-        layer.sparsity_step.zero_()
-    layer.product = SparseProduct(layer, "blocks.0.mlp.up", settings)
+    layer.product = kind(layer, "blocks.0.mlp.up", settings)
     store = BufferStore([layer], Mesh(), torch.device("cpu"))
     store.commit()
     return layer, store
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_skipped_step_keeps_the_mask_and_does_not_count(late):
+@pytest.mark.parametrize(
+    "more, kind", [("", SparseProduct), ("--quantization --activation-quantize-type none", SparseFakeQuantizeProduct)]
+)
+def test_a_skipped_step_keeps_the_mask_and_does_not_count(more, kind, late):
     """The host decides before the update, or the device in it: then the host learns it later."""
-    steps = "--sparsity-begin-step 1 --sparsity-end-step 3 --sparsity-frequency 2"
-    layer, store = product_of(f"--sparsity 0.5 --initial-sparsity 0.25 {steps}")
+    steps = f"--sparsity-begin-step 1 --sparsity-end-step 3 --sparsity-frequency 2 {more}"
+    layer, store = product_of(f"--sparsity 0.5 --initial-sparsity 0.25 {steps}", kind)
     x = torch.randn(3, 1, 8, generator=torch.Generator().manual_seed(6))
     zeros = lambda: (~layer.sparsity_mask).sum().item()
 
@@ -244,10 +301,31 @@ def test_a_skipped_step_keeps_the_mask_and_does_not_count(late):
 
 
 def test_kinds_that_a_checkpoint_names_already_are_not_implied_twice():
-    flags = f"{FLAGS} {SIX} --quantization --quantization-layers *.mlp.* --sparsity 2:4 --sparsity-layers *.attention.*"
+    flags = f"{FLAGS} {SIX} --quantization --quantization-layers *.mlp.* --sparsity 2:4 --sparsity-skip blocks.0.*"
     once = parse_any(flags.split())
-    assert once.model.linear == "*.attention.*=sparse,*.mlp.*=fake_quantize"
-    assert with_sparsity(with_quantization(once)).model.linear == once.model.linear
+    assert once.model.linear == "*.mlp.*=fake_quantize,*=+sparse,blocks.0.*=-sparse"
+    assert with_quantization(with_sparsity(once)).model.linear == once.model.linear
+    before = parse_any(f"{FLAGS} {SIX} --sparsity 2:4 --sparsity-skip blocks.0.*".split())
+    assert before.model.linear == "*=sparse,blocks.0.*=plain"
+    later = replace(once, model=replace(once.model, linear=before.model.linear))
+    assert with_quantization(with_sparsity(later)).model.linear == once.model.linear
+
+
+def test_scales_are_those_of_the_weights_that_a_new_mask_keeps():
+    """An evaluation before has found those of the mask before."""
+    steps = "--sparsity-begin-step 1 --sparsity-end-step 3 --sparsity-frequency 2 --quantization --weight-bits 4"
+    layer, _ = product_of(f"--sparsity 0.5 --initial-sparsity 0.25 {steps}", SparseFakeQuantizeProduct)
+    x = torch.randn(3, 1, 8, generator=torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        layer.sparsity_mask.copy_(layer.weight.abs() < 0.5)  # all large ones are gone, and come back
+        layer.sparsity_step.fill_(1)
+        layer.eval()
+        layer(x)
+        layer.train()
+        found = layer(x)
+        weight = layer.weight * mask_of(layer.weight, 0.25)
+        wanted = Round.apply(weight, weight.abs().amax(-1, keepdim=True), 7)
+    torch.testing.assert_close(found, torch.nn.functional.linear(x, wanted))
 
 
 def test_which_weights_stay():

@@ -89,6 +89,7 @@ PLAINLY = "--no-masked-softmax-fusion"
         f"{SELECTIVE} core_attn",
         f"{SELECTIVE} layernorm mlp_act",
         f"{T5} {SELECTIVE} core_attn layernorm mlp",
+        f"{T5} --quantization --activation-preprocess-type PACT",
     ],
 )
 def test_kept_activations_are_within_ten_percent(more):

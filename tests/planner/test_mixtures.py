@@ -54,7 +54,8 @@ def test_activations_are_predicted_within_3_percent(more, precision, modules):
 
 @pytest.mark.parametrize(
     "name",
-    ["ep2", "etp2, capacity, padded", "tp2", "tp2 dp2, ep4", "cp2, ep over its ranks", "ep2, zero2", "pp2 ep2, zb-h1"],
+    ["ep2", "etp2, capacity, padded", "tp2", "tp2 dp2, ep4", "cp2, ep over its ranks", "ep2, zero2", "pp2 ep2, zb-h1"]
+    + ["cp2 tp2, ep4, recomputed"],
 )
 def test_state_and_messages_are_those_of_a_run(name):
     """Exchanges between ranks of ep are as uneven as the experts' loads: of these, those of all ranks together. The sums of

@@ -18,7 +18,7 @@ from megatron.checkpoint.boxes import Box
 from megatron.errors import SettingsError
 from megatron.inference.convert.families import Family
 from megatron.inference.convert.hf_files import TensorGroup
-from megatron.inference.quantize import MIDDLE, Codes, Int4, Int8Dynamic, Int8Static, Rounded
+from megatron.inference.quantize import MIDDLE, Codes, Int4, Int8Dynamic, Int8OfTokens, Int8Static, Rounded
 from megatron.model.gpt.hf_names import Match
 from megatron.model.quantization import QuantizeOptions
 
@@ -40,7 +40,7 @@ def refuse_other(kind: str, products: Mapping[str, Rounded]) -> None:
             continue
         settings = product.settings
         clipped, bits = settings.activation_preprocess_type == "PACT", settings.activation_bits
-        if product.trained.observes and (clipped or bits != 8):
+        if product.trained.rounds_inputs and (clipped or bits != 8):
             named = "--activation-preprocess-type PACT" if clipped else f"--activation-bits {bits}"
             raise SettingsError(
                 f"--format hf: compressed-tensors has no inputs of {named}",
@@ -88,8 +88,8 @@ def quantization_config(family: Family, products: Mapping[str, Rounded]) -> dict
     )
     weights |= dict(strategy="group", group_size=product.group_size) if grouped else dict(strategy="channel")
     inputs = dict(num_bits=8, type="int", symmetric=True)
-    if isinstance(product, Int8Dynamic):
-        inputs |= dict(strategy="token", dynamic=True)
+    if isinstance(product, (Int8Dynamic, Int8OfTokens)):
+        inputs |= dict(strategy="token", dynamic=True, symmetric=isinstance(product, Int8Dynamic))
     elif isinstance(product, Int8Static) and product.trained.observes:
         inputs |= dict(strategy="tensor", dynamic=False)
     else:
@@ -122,7 +122,7 @@ def bits_of(product: Rounded) -> int:
 
 def rounds_inputs(product: Rounded) -> bool:
     """Whether inputs are whole numbers, too."""
-    return isinstance(product, Int8Dynamic) or isinstance(product, Int8Static) and product.trained.observes
+    return isinstance(product, Int8Dynamic) or isinstance(product, Int8Static) and product.trained.rounds_inputs
 
 
 def format_of(product: Rounded) -> str:
@@ -147,7 +147,8 @@ def options_of(config: Mapping[str, Any], place) -> QuantizeOptions:
     if known and bits == 8 and strategy == "channel" and symmetric:
         if not inputs:
             return QuantizeOptions("int8")
-        if inputs.get("dynamic") and inputs.get("strategy") == "token" and inputs.get("num_bits") == 8:
+        of_tokens = inputs.get("dynamic") and inputs.get("strategy") == "token" and inputs.get("symmetric", True)
+        if of_tokens and inputs.get("num_bits") == 8:
             return QuantizeOptions("int8-dynamic")
     if known and bits == 4 and strategy == "group" and not inputs:
         return QuantizeOptions("int4", weights["group_size"], quantize_symmetric=symmetric)

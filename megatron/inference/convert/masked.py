@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apply the masks of a training with --sparsity: W * mask, a checkpoint of an ordinary model with zeros."""
+"""Apply the masks of a training with --sparsity: W * mask, a checkpoint of an ordinary model with zeros, or of one of
+quantization aware training.
+"""
 
 from pathlib import Path
+from typing import Optional
 
 import torch
 
@@ -10,10 +13,10 @@ from megatron.checkpoint.base import open_checkpoint
 from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError
 from megatron.inference.convert.imported import check_free, without_kinds
-from megatron.model.linear_kinds import PLAIN, choices
+from megatron.model.linear_kinds import PLAIN, TOGETHER, choices
 from megatron.model.sparsity import KIND, MASK, STEP
 
-OWN = "linear sparsity initial_sparsity sparsity_begin_step sparsity_end_step sparsity_frequency".split()
+OWN = "sparsity initial_sparsity sparsity_begin_step sparsity_end_step sparsity_frequency".split()
 OWN += ["sparsity_layers", "sparsity_skip"]
 
 
@@ -25,15 +28,29 @@ def apply_masks(path: Path, out: Path, writers: int = 1) -> Path:
     check_free(out)
     with open_checkpoint(path) as reader:
         source = MaskedReader(reader)
-        state = {**reader.state, "config": without_kinds(reader.state["config"], OWN), "optimizer_steps": None}
+        config = without_kinds(reader.state["config"], OWN)
+        config["model"]["linear"] = without_masks(config["model"]["linear"])
+        state = {**reader.state, "config": config, "optimizer_steps": None}
         return reshard.reshard(source, out, reshard.evenly(reshard.whole_pieces(source), writers), state)
 
 
 def has_masks(reader: Reader) -> bool:
-    """Whether all special linear layers of a checkpoint's model have masks, and there are some."""
+    """Whether linear layers of a checkpoint's model have masks, and none are special in another way than by rounding."""
     model = reader.state.get("config", {}).get("model", {})
-    kinds = {choice.kind for choice in choices(model.get("linear") or "")} - {PLAIN}
-    return bool(model.get("sparsity")) and kinds == {KIND}
+    kinds = {name for choice in choices(model.get("linear") or "") for name in choice.names} - {PLAIN}
+    return bool(model.get("sparsity")) and KIND in kinds and kinds <= TOGETHER
+
+
+def without_masks(linear: str) -> Optional[str]:
+    """The value of --linear for the layers' other kinds; None if they have none.
+
+    >>> without_masks("*=fake_quantize,mlp.*=+sparse,blocks.0.*=-sparse,blocks.1.*=sparse")
+    '*=fake_quantize,blocks.1.*=plain'
+    >>> without_masks("*=sparse,blocks.0.*=plain")
+    """
+    kept = [(choice.pattern, choice.without(KIND)) for choice in choices(linear)]
+    kept = [(pattern, kind) for pattern, kind in kept if kind]
+    return ",".join(f"{pattern}={kind}" for pattern, kind in kept) if {kind for _, kind in kept} - {PLAIN} else None
 
 
 class MaskedReader(reshard.Computed):
@@ -43,7 +60,7 @@ class MaskedReader(reshard.Computed):
         if not has_masks(reader):
             raise SettingsError(
                 f"{reader.folder} has no masks of --sparsity, or other special linear layers",
-                do="give a checkpoint of a run with --sparsity alone",
+                do="give a checkpoint of a run with --sparsity, alone or with --quantization",
             )
         self.reader, self.folder = reader, reader.folder
         own = lambda name: name.startswith(reshard.OPTIMIZER) or name.endswith((f".{MASK}", f".{STEP}"))

@@ -3,7 +3,8 @@
 
     int8           weight -> DequantizeLinear -> product
     int8-dynamic   inputs, divided by the abs-max of each token, and weight -> MatMulInteger
-    trained int8   inputs -> QuantizeLinear -> DequantizeLinear, and weight -> DequantizeLinear -> product
+    trained int8   inputs -> QuantizeLinear -> DequantizeLinear, and weight -> DequantizeLinear -> product; if tokens have
+                   their own scales, inputs are rounded by ordinary ops
     int4           MatMulNBits of onnxruntime, whose groups have 16, 32, 64, 128 or 256 inputs
 
 Legend: n tokens, i inputs, o outputs, g groups of i.
@@ -15,8 +16,8 @@ import torch
 from torch import nn
 
 from megatron.errors import SettingsError
-from megatron.inference.quantize import LARGEST, Int4, Int8Dynamic, Int8Static, Rounded
-from megatron.model.fake_quantize import SMALLEST
+from megatron.inference.quantize import LARGEST, Int4, Int8Dynamic, Int8OfTokens, Int8Static, Rounded
+from megatron.model.fake_quantize import SMALLEST, rounded_tokens, token_grid
 from megatron.mpu.layers import linear_products
 from megatron.mpu.linear_product import LinearProduct, Multiply, Operand
 
@@ -59,6 +60,9 @@ class OnnxProduct(LinearProduct):
 
     def _input(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, i] with the values that training has rounded it to."""
+        if isinstance(self.product, Int8OfTokens):
+            levels = self.product.trained.token_levels
+            return rounded_tokens(x, *token_grid(self.layer, x, levels), levels)
         scale = self.product.input_scale if isinstance(self.product, Int8Static) else None
         if scale is None:
             return x

@@ -13,6 +13,8 @@ are fixed, and the host reads nothing.
 Legend: n tokens of this rank, h hidden, k experts of a token, E experts, C capacity, m rows.
 """
 
+from typing import NamedTuple, Optional
+
 import torch
 import torch.nn.functional as F
 
@@ -22,26 +24,37 @@ from megatron.mpu import collectives, mappings
 from megatron.mpu.mesh import Axis
 
 
+class Counts(NamedTuple):
+    """The numbers of rows. The host waits for them once; recomputation takes those of the first pass.
+
+    kept: pairs of this rank that have an expert. sent, received: rows to and from each rank of ep. arriving: [ep, E/ep],
+    rows from each rank for each expert of this one. rows: of the experts of this rank
+    """
+
+    kept: int
+    sent: list[int]
+    received: list[int]
+    arriving: torch.Tensor
+    rows: Rows
+
+
 class Dispatcher:
     """Sends each expert as many rows as it has pairs.
 
-    experts: [n, k], the expert of each pair; E marks pairs without one. number: E. drops: whether there may be such pairs
+    experts: [n, k], the expert of each pair; E marks pairs without one. number: E. drops: whether there may be such pairs.
+    counts: those of the first pass, in recomputation
     """
 
-    def __init__(self, experts: torch.Tensor, number: int, ep: Axis, drops: bool):
+    counts: Optional[Counts] = None
+
+    def __init__(self, experts: torch.Tensor, number: int, ep: Axis, drops: bool, counts: Optional[Counts] = None):
         flat = experts.flatten()
         self.ep, self.k = ep, experts.shape[1]
         order = flat.argsort(stable=True)  # pairs without an expert are last
-        leaving, arriving = collectives.count_rows(flat, number, ep)
-        leaving_, arriving_ = None, None  # the same on the host
-        if flat.is_meta or drops or ep.size > 1:
-            leaving_, arriving_ = torch.stack((leaving, arriving)).tolist()  # it waits for the device, once
-        kept = len(flat) if leaving_ is None else sum(map(sum, leaving_))
+        self.counts = counts or _counted(flat, number, ep, drops)
+        kept, self.sent, self.received, arriving, self.rows = self.counts
         self.whole = kept == len(flat)
         self.order, self.place = order[:kept], _inverse(order).clamp_max(kept)
-        self.sent, self.received = ([sum(row) for row in rows or [[kept]]] for rows in (leaving_, arriving_))
-        lengths = arriving_ and [sum(of_expert) for of_expert in zip(*arriving_)]
-        self.rows = Rows(arriving.sum(0), sum(self.received), lengths)
         if ep.size > 1:
             kinds = torch.arange(arriving.shape[1], device=arriving.device).repeat(ep.size)
             kinds = kinds.repeat_interleave(arriving.flatten(), output_size=self.rows.total)
@@ -105,6 +118,17 @@ class PaddedDispatcher(Dispatcher):
     def _turned(self, rows: torch.Tensor, first: int, second: int) -> torch.Tensor:
         """Rows [first, second, C] -> [second, first, C]."""
         return rows.view(first, second, self.capacity, rows.shape[-1]).transpose(0, 1).flatten(0, 2)
+
+
+def _counted(flat: torch.Tensor, number: int, ep: Axis, drops: bool) -> Counts:
+    leaving, arriving = collectives.count_rows(flat, number, ep)
+    leaving_, arriving_ = None, None  # the same on the host
+    if flat.is_meta or drops or ep.size > 1:
+        leaving_, arriving_ = torch.stack((leaving, arriving)).tolist()  # it waits for the device, once
+    kept = len(flat) if leaving_ is None else sum(map(sum, leaving_))
+    sent, received = ([sum(row) for row in rows or [[kept]]] for rows in (leaving_, arriving_))
+    lengths = arriving_ and [sum(of_expert) for of_expert in zip(*arriving_)]
+    return Counts(kept, sent, received, arriving, Rows(arriving.sum(0), sum(received), lengths))
 
 
 def _permuted(

@@ -8,7 +8,8 @@ Legend: m rows, E experts of this rank.
 """
 
 import math
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import NamedTuple, Optional
 
 import torch
@@ -21,7 +22,8 @@ from megatron.mpu.layers import Given, LinearOptions, create_parameters
 from megatron.mpu.mesh import Axis
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True)
+class Rows:
     """How many rows each expert of this rank has, as [E] on the device.
 
     host: the same on the host, if it knows them. even: the number of rows of each, if all have equally many
@@ -32,12 +34,12 @@ class Rows(NamedTuple):
     host: Optional[list[int]] = None
     even: Optional[int] = None
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """The counts on the host, which waits for the device unless it knows them."""
         return self.counts.tolist() if self.host is None else self.host
 
-    @property
+    @cached_property
     def ends(self) -> torch.Tensor:
         """The row after each expert's last, [E] int32."""
         return self.counts.cumsum(0).to(torch.int32)

@@ -18,7 +18,7 @@ from megatron.model.attention import ForwardContext
 from megatron.model.experts.capacity import capacity
 from megatron.model.experts.dispatch import Dispatcher, PaddedDispatcher
 from megatron.model.experts.grouped import GroupedLinear
-from megatron.model.experts.router import Router, Routing
+from megatron.model.experts.router import Memo, Router, Routing
 from megatron.model.mlp import MLP, Activation
 from megatron.model.recompute import recompute_output
 from megatron.model.weights import Table, take_prefix
@@ -102,21 +102,22 @@ class Experts(Activation):
         self.down = GroupedLinear(take_prefix(weights, "down"), axes, with_bias=mesh.etp.rank == 0, **factory_kwargs)
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        dispatcher = self._dispatcher(routing.experts)
+        dispatcher = self._dispatcher(routing.experts, routing.memo)
+        routing.memo.counts = dispatcher.counts
         rows = dispatcher.dispatch(mappings.gather_from_sequence_parallel_region(x, self.etp))  # [m, h]
         y = dispatcher.back(self._mlp(rows, dispatcher.rows))
         # Each rank of etp has a part of each expert's output, of all their tokens.
         weights = mappings.gather_from_sequence_parallel_region(routing.weights, self.etp)
         return mappings.reduce_scatter_to_sequence_parallel_region(dispatcher.combine(y, weights), self.etp)
 
-    def _dispatcher(self, experts: torch.Tensor) -> Dispatcher:
+    def _dispatcher(self, experts: torch.Tensor, memo: Memo) -> Dispatcher:
         """The dispatcher of this rank's tokens, and those of other etp ranks."""
         n, k = experts.shape
         experts = collectives.all_gather(experts, self.etp)
         if self.padded:
             most = self.etp.size * capacity(n, k, self.number, self.capacity_factor)
             return PaddedDispatcher(experts, self.number, self.ep, most)
-        return Dispatcher(experts, self.number, self.ep, drops=self.capacity_factor is not None)
+        return Dispatcher(experts, self.number, self.ep, self.capacity_factor is not None, memo.counts)
 
     def _mlp(self, x: torch.Tensor, rows) -> torch.Tensor:
         x = self.up(x, rows)  # [m, f/etp], twice as wide with a gate

@@ -6,7 +6,7 @@ All experts are assumed to get equally many tokens.
 
 from megatron.model.experts.capacity import capacity
 from megatron.model.experts.sums import expert_sums
-from megatron.model.layer_ops import ACTIVATION, MLP, Collective, Kernel, LayerOp, Product, Residual
+from megatron.model.layer_ops import ACTIVATION, MLP, ONCE, Collective, Kernel, LayerOp, Product, Residual
 
 
 def expert_ops(x: Residual, activation: Kernel, shared: tuple[LayerOp, ...]) -> tuple[LayerOp, ...]:
@@ -22,14 +22,16 @@ def expert_ops(x: Residual, activation: Kernel, shared: tuple[LayerOp, ...]) -> 
     if m.moe_pad_expert_input_to_capacity:
         rows = experts * share.etp * capacity(n, k, experts, m.moe_expert_capacity_factor)
     halves = ("all_gather",), ("reduce_scatter",)
-    over = lambda axis, size, *calls: Collective("experts", axis, getattr(share, axis), size, *calls, again=again)
+    over = lambda axis, size, *calls, again=again: Collective(
+        "experts", axis, getattr(share, axis), size, *calls, again=again
+    )
     exchange = over("ep", rows * h * e, ("all_to_all",), ("all_to_all",))
     cuts = share.tp > 1 and not share.sp  # each rank of tp takes its part of the rows
     ours = x.tokens * h * e * cuts
     cut, join = (
         Collective("experts", "tp", share.tp, ours, *calls, again=again) for calls in (((), halves[0]), halves[:1])
     )
-    counts = [over(axis, 8 * experts * share.micro_batch_size, ("all_reduce",)) for axis in ("cp", "tp")]
+    loads = [over(axis, 8 * experts * share.micro_batch_size, ("all_reduce",), again=(ONCE,)) for axis in ("cp", "tp")]
     sums = over("tp", 4 * len(expert_sums(m)), ("all_reduce",))
     orders = 8 * (rows + pairs) + (16 * rows if share.ep > 1 else 0)
     of_tokens = 4 * n * h if e < 4 else n * h * e  # the router's input in fp32
@@ -37,12 +39,12 @@ def expert_ops(x: Residual, activation: Kernel, shared: tuple[LayerOp, ...]) -> 
         cut,
         Product("router", n, h, experts, kept=of_tokens, given=n * h * e, again=again),
         Kernel("routing", kept=4 * n * experts * 2 + 16 * n * k, moved=4 * n * experts, again=again),
-        *counts * any("aux_loss" in kind for kind, _ in m.balancing),
+        *loads * any("aux_loss" in kind for kind, _ in m.balancing),
         sums,
         over("etp", gathered * h * e, *halves),
         over("etp", 8 * pairs, ("all_gather",)),  # the experts of each token
         over("etp", 4 * pairs, *halves),  # and their weights
-        over("ep", 8 * experts, ("all_to_all",)) if not m.moe_pad_expert_input_to_capacity else over("ep", 0),
+        over("ep", 8 * experts, *[("all_to_all",)] * (not m.moe_pad_expert_input_to_capacity), again=(ONCE,)),  # counts
         Kernel("routing", kept=orders, moved=2 * rows * h, again=again),
         exchange,
         *_mlp_ops(x, activation, rows, pairs * share.ep / experts),

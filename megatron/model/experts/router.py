@@ -7,6 +7,7 @@ k experts of a token.
 """
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from megatron.model.experts import balancing
 from megatron.model.experts.capacity import capacity
+from megatron.model.experts.dispatch import Counts
 from megatron.model.experts.routing import choice_of, choose, count_experts, normalized_scores, places_of, weights_of
 from megatron.model.experts.sums import BALANCING, DROPPED, ENTROPY, ROUTER_Z_LOSS
 from megatron.model.weights import Table
@@ -28,15 +30,18 @@ DTYPES = dict(fp32=torch.float32, fp64=torch.float64)
 SINKHORN = "sinkhorn"
 
 
-class Memo(NamedTuple):
-    """What a second run of a router takes from the first: it chooses and counts nothing again.
+@dataclass
+class Memo:
+    """What a second run of a layer takes from the first: it chooses and counts nothing again.
 
     experts: [n, k] before drops. kept: [n, k] bool; None: all. loads: name of a balancing loss -> [E] or [b, E]
+    counts: of the rows that the layer dispatches, which sets them; None: not yet, or padded
     """
 
     experts: torch.Tensor
     kept: Optional[torch.Tensor]
     loads: dict[str, torch.Tensor]
+    counts: Optional[Counts] = None
 
 
 class Routing(NamedTuple):
