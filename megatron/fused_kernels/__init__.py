@@ -425,12 +425,14 @@ TABLE: dict[str, list[Implementation]] = {
     "permute": [
         _in_triton("permute", "a token is read once for all of its experts; gradients are added in fp32, unrounded"),
         Implementation("bags", cpu_ops.permute, "the gradient is one op", _on("cpu")),
-        Implementation("torch", expert_rows.permute, "gathers, in the backward pass, too: no atomic additions"),
+        Implementation("gathers", expert_rows.permute, "a gather in the backward pass, too: no atomic additions"),
+        Implementation("torch", reference.permute, "a gather, and atomic additions in the backward pass"),
     ],
     "unpermute": [
         _in_triton("unpermute", "one pass, and two in the backward pass, none of them in fp32"),
         Implementation("bags", cpu_ops.unpermute, "one op; gradients in parts that stay in the cache", _on("cpu")),
-        Implementation("torch", expert_rows.unpermute, "a gather and an addition for each expert of a token"),
+        Implementation("gathers", expert_rows.unpermute, "a gather and an addition for each expert of a token"),
+        Implementation("torch", reference.unpermute, "all rows in fp32, and atomic additions in the backward pass"),
     ],
     "cross_entropy": [
         _in_triton("cross_entropy", "logits are read twice and gradients written once, none of them in fp32"),

@@ -142,26 +142,28 @@ class _Unpermute(torch.autograd.Function):
         places, weights = place.view(weights.shape), weights.to(ctx.wide)
         if y.dtype == ctx.wide:
             return _sums_of(y, places, weights)
-        result, step = y.new_empty(len(weights), y.shape[1]), -(-BLOCK // weights.shape[1])
-        own = torch.arange(step * weights.shape[1]).view(step, -1)
-        for first in range(0, len(weights), step):
+        y, (n, k) = _with_zeros(y, place), weights.shape
+        result, step = y.new_empty(n, y.shape[1]), -(-BLOCK // k)
+        bags = torch.arange(step * k).view(step, k)
+        for first in range(0, n, step):
             part = slice(first, first + step)
-            rows = _rows_of(y, places[part].flatten()).to(ctx.wide)
-            result[part] = _sums_of(rows, own[: len(weights[part])], weights[part])
+            rows = y.index_select(0, places[part].flatten()).to(ctx.wide)
+            result[part] = _sums_of(rows, bags[: len(places[part])], weights[part])
         return result
 
     @staticmethod
     def backward(ctx, gradient):
         y, weights, order, place = ctx.saved_tensors
-        tokens = order // weights.shape[1]
-        factors = _rows_of(weights.to(ctx.wide).reshape(-1, 1), order)  # [m, 1]
+        n, k = weights.shape
+        factors = _rows_of(weights.to(ctx.wide).reshape(-1, 1), order)  # [m, 1]; 0 for a row without a pair
+        tokens = (order // k).clamp_max(n - 1)
         d_y, d_factors = torch.empty_like(y), torch.empty_like(factors)
         for first in range(0, len(y), BLOCK):
             part = slice(first, first + BLOCK)
-            rows = _rows_of(gradient, tokens[part]).to(ctx.wide)
+            rows = gradient.index_select(0, tokens[part]).to(ctx.wide)
             torch.sum(rows * y[part], 1, keepdim=True, out=d_factors[part])
             d_y[part] = rows.mul_(factors[part])
-        return d_y, _rows_of(d_factors, place).view(weights.shape).to(weights.dtype), None, None
+        return d_y, _rows_of(d_factors, place).view(n, k).to(weights.dtype), None, None
 
 
 def _rows_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -176,8 +178,9 @@ def _rows_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def _sums_of(y: torch.Tensor, index: torch.Tensor, weights: Optional[torch.Tensor] = None) -> torch.Tensor:
     """The sums of the rows y[index] over dim 1 of index [n, k], times weights [n, k]; rows of index len(y) are 0."""
-    if not index.numel():
-        return y.new_zeros(len(index), y.shape[1])
-    if index.max() >= len(y):
-        y = torch.cat((y, y.new_zeros(1, y.shape[1])))
-    return F.embedding_bag(index, y, mode="sum", per_sample_weights=weights)
+    return F.embedding_bag(index, _with_zeros(y, index), mode="sum", per_sample_weights=weights)
+
+
+def _with_zeros(y: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """y, with a row of zeros if `index` names the row after its last."""
+    return torch.cat((y, y.new_zeros(1, y.shape[1]))) if not len(y) or index.max() >= len(y) else y

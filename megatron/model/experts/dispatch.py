@@ -46,6 +46,7 @@ class Dispatcher:
     """
 
     counts: Optional[Counts] = None
+    filled = True  # each row of this rank's experts is one that arrived
 
     def __init__(self, experts: torch.Tensor, number: int, ep: Axis, drops: bool, counts: Optional[Counts] = None):
         flat = experts.flatten()
@@ -59,14 +60,14 @@ class Dispatcher:
             kinds = torch.arange(arriving.shape[1], device=arriving.device).repeat(ep.size)
             kinds = kinds.repeat_interleave(arriving.flatten(), output_size=self.rows.total)
             self.by_expert = kinds.argsort(stable=True)  # of arrived rows
-            self.by_rank, self.all_arrived = _inverse(self.by_expert), True
+            self.by_rank = _inverse(self.by_expert)
         unit = row_unit(self.rows, flat.device.type)
-        if unit > 1 and ep.size == 1:
+        if unit > 1 and ep.size > 1:
+            self.by_expert, self.by_rank, self.rows = _aligned(self.by_rank, kinds, self.rows, unit)
+            self.filled = False
+        elif unit > 1:
             self.order, self.place, self.rows = _aligned(self.place, flat, self.rows, unit)
             self.whole = False
-        elif unit > 1:
-            self.by_expert, self.by_rank, self.rows = _aligned(self.by_rank, kinds, self.rows, unit)
-            self.all_arrived = False
 
     def dispatch(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, h] -> the rows of this rank's experts, [m, h]."""
@@ -74,13 +75,13 @@ class Dispatcher:
         if self.ep.size == 1:
             return rows
         arrived = mappings.all_to_all(rows, self.ep, self.sent, self.received)
-        return _permuted(arrived, self.by_expert, self.by_rank, whole=self.all_arrived)
+        return _permuted(arrived, self.by_expert, self.by_rank, whole=self.filled)
 
     def back(self, y: torch.Tensor) -> torch.Tensor:
         """The outputs of this rank's experts, [m, h] -> those for this rank's pairs, in the order of `combine`."""
         if self.ep.size == 1:
             return y
-        y = _permuted(y, self.by_rank, self.by_expert, whole=self.all_arrived)
+        y = _permuted(y, self.by_rank, self.by_expert, whole=self.filled)
         return mappings.all_to_all(y, self.ep, self.received, self.sent)
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

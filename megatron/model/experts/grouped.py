@@ -52,11 +52,11 @@ class Rows:
 
 
 def row_unit(rows: Rows, device: str) -> int:
-    """The number of which the rows of each expert should be a multiple, for rows of zeros are added.
+    """The number of which the rows of each expert should be a multiple, for which rows of zeros are added.
 
-    On CPUs, oneDNN compiles each product for its number of rows, in half a millisecond to one, and keeps the last 1024. Loads
-    differ from step to step, so it would compile most products again. With a sixteenth of the mean load, up to 64, few
-    numbers occur. For means below 32 they are few anyway.
+    On CPUs, oneDNN compiles a kernel for each number of rows, in half a millisecond to one, and keeps the last 1024. Loads
+    differ from step to step, so most products would wait for a new kernel. With multiples of a sixteenth of the mean load,
+    up to 64, few numbers occur. For means below 32 they are few anyway.
     """
     if device != "cpu" or rows.even is not None:
         return 1
