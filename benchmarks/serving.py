@@ -3,6 +3,7 @@
 
     python benchmarks/serving.py --seconds 300 --clients 64
     python benchmarks/serving.py --seconds 60 --replicas 2 --kill-every 10      # kill -9 of a replica again and again
+    python benchmarks/serving.py --seconds 60 --experts 8 --tp 4 --ep 2         # ranks that share a mixture of experts
 
 Of each text the whole is known: the model made it alone, before. So a text that is wrong, that is mixed with another, or
 that is lost is counted. Without --load the model is a small GPT with random weights, whose texts depend on every token.
@@ -59,16 +60,21 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=128, help="different requests")
     parser.add_argument("--max-batch", type=int, default=16)
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--experts", type=int, default=0, help="experts of the small model; 0: an MLP")
+    for name, what in (("tp", "divide each matrix"), ("pp", "share the layers"), ("ep", "have different experts")):
+        parser.add_argument(f"--{name}", type=int, default=1, help=f"ranks that {what}")
     parser.add_argument("--ray", action="store_true", help="replicas on Ray")
     parser.add_argument("--kill-every", type=float, default=0, help="seconds between two kill -9 of a replica; 0: none")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        load = asked.load or small_model(Path(folder))
+        load = asked.load or small_model(Path(folder), asked.experts)
         cases = cases_of(load, asked.cases)
         words = ["--max-batch", str(asked.max_batch), "--max-queue", str(max(64, 2 * asked.clients)), "--no-access-log"]
         words += ["--replicas", str(asked.replicas)] if asked.replicas > 1 else []
         words += ["--ray"] if asked.ray else []
-        server, port = start(load, words)
+        sizes = {"tensor-model": asked.tp, "pipeline-model": asked.pp, "expert-model": asked.ep}
+        words += [word for name, size in sizes.items() if size > 1 for word in (f"--{name}-parallel-size", str(size))]
+        server, port = start(load, words, asked.tp * asked.pp)
         try:
             seen, memory, queue = asyncio.run(measure(port, server.pid, cases, asked))
         finally:
@@ -77,10 +83,11 @@ def main() -> None:
     report(asked, seen, memory, queue, code)
 
 
-def small_model(folder: Path) -> str:
+def small_model(folder: Path, experts: int = 0) -> str:
     """Train a model for one step, on made-up data."""
     sizes = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --init-method-std 0.15"
     run = "--mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --micro-batch-size 1 --train-iters 1 --lr 1e-9"
+    run += f" --num-experts {experts} --moe-ffn-hidden-size 128" * (experts > 1)
     command = [
         sys.executable,
         "pretrain_gpt.py",
@@ -123,8 +130,9 @@ def cases_of(load: str, count: int) -> list[Case]:
     return cases
 
 
-def start(load: str, words: list[str]) -> tuple[subprocess.Popen, int]:
-    command = [sys.executable, "-m", "megatron.tools.serve", "--load", load, "--port", "0", *words]
+def start(load: str, words: list[str], ranks: int = 1) -> tuple[subprocess.Popen, int]:
+    launch = ["-m", "megatron.tools.launch", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launch, "-m", "megatron.tools.serve", "--load", load, "--port", "0", *words]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     line = server.stdout.readline()
     found = re.search(r"http://127.0.0.1:(\d+)/v1", line)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Optional
 
+from megatron.model.frozen_settings import with_projections
 from megatron.model.lora import with_adapters
 from megatron.model.quantization import with_quantization
 from megatron.model.recipe import Recipe, named_recipe
@@ -34,7 +35,8 @@ def parse_any(
 
     defaults = with_type if callable(own) else of_model | dict(own)
     config = parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults)
-    return recipe.normalize_config(with_adapters(with_quantization(with_sparsity(config))))
+    config = recipe.normalize_config(with_adapters(with_quantization(with_sparsity(config))))
+    return with_projections(config)
 
 
 def parse_with_options(argv: list[str], options: type, description: str) -> tuple[Config, Any]:

@@ -26,12 +26,13 @@ from megatron.model.layer_ops import ATTENTION, LAYER, Collective, CoreAttention
 from megatron.model.linear_kinds import WEIGHT, Chosen, chosen_of, linear_layers, with_own_weights
 from megatron.model.lora import PAIR
 from megatron.model.weights import Table, Unit, add_prefix, logical, norm, positions, vocab_embedding
-from megatron.mpu.placement import EXPERT_AXES, Placement, elements
+from megatron.mpu.placement import EXPERT_AXES, Normal, Placement, elements
 from megatron.mpu.selection import Selection
 from megatron.settings.kernel_sizes import LossChunks
 from megatron.settings.schema import Model, Parallel
 
 Bytes = Counter  # kind -> bytes
+PROJECTIONS = "hidden_projections"
 OUTPUT = "output"  # the output layer, in `RankSetup.frozen`
 
 
@@ -177,11 +178,12 @@ class Facts:
 
     @property
     def brought(self) -> set[str]:
-        """The full names of the weights that kinds of linear layers add."""
+        """The full names of the weights that kinds of linear layers and distillation add."""
+        own = {f"{unit.name}.weight" for unit in self.projections(range(self.num_layers), False)}
         if self.settings.linear is None:
-            return set()
+            return own
         tables = {n: self.layer_weights(self.layer_kind(n), False) for n in range(self.num_layers)}
-        return {
+        return own | {
             f"blocks.{n}.{name}" for n, table in tables.items() for name in self.layer_table(n, False).keys() - table
         }
 
@@ -215,7 +217,15 @@ class Facts:
             back.append(Unit("output", table, ends=("last",)))
         middle = [Unit(f"blocks.{n}", self.layer_table(n, sp), layer=n) for n in layers]
         held = lambda units: [unit for unit in units if unit.held_by(first, last)]
-        return held(front) + middle + held(back)
+        return held(front) + middle + held(back) + self.projections(layers, sequence_parallel)
+
+    def projections(self, layers: Sequence[int], sequence_parallel: bool) -> list[Unit]:
+        """The matrices from these layers' outputs to a teacher's hidden size, [its h, h] (--kd-hidden-projections)."""
+        pairs = (pair.split(":") for pair in (self.settings.kd_hidden_projections or "").split(",") if pair)
+        sizes, partial = {int(layer): int(size) for layer, size in pairs}, ("tp",) if sequence_parallel else ()
+        init = Normal(1 / math.sqrt(self.settings.hidden_size))
+        placed = lambda n: Placement((sizes[n], self.settings.hidden_size), init, partial=partial)
+        return [Unit(f"{PROJECTIONS}.{n}", {"weight": placed(n)}) for n in layers if n in sizes]
 
     @property
     def whole(self) -> list[Unit]:

@@ -12,13 +12,14 @@ from functools import partial
 from typing import Any, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megatron.errors import SettingsError
 from megatron.fused_kernels import run_probes
 from megatron.fused_kernels.autocast import Autocast, autocast_of
 from megatron.fused_kernels.gpu.flash_version import use_flash_attention
-from megatron.model.facts import Facts
+from megatron.model.facts import PROJECTIONS, Facts
 from megatron.model.fake_quantize import FakeQuantizeProduct
 from megatron.model.graph_dump import dumping_backend
 from megatron.model.lora import KIND as LORA
@@ -38,7 +39,7 @@ from megatron.mpu.context_parallel import AttentionSharing, attention_sharing, o
 from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
 from megatron.mpu.deferred_wgrad import WeightGradStore
 from megatron.mpu.distillation_loss import DistillationLoss
-from megatron.mpu.layers import VocabParallelEmbedding, linear
+from megatron.mpu.layers import VocabParallelEmbedding, create_parameters, linear
 from megatron.mpu.linear_product import attach_products
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import Draws, Dropout
@@ -151,6 +152,10 @@ class LanguageModel(nn.Module):
                 if self.sequence_parallel
                 else mappings.copy_to_tensor_model_parallel_region
             )
+        projected = {str(n): tables[name] for n in layers if (name := f"{PROJECTIONS}.{n}") in tables}
+        self.hidden_projections = nn.ModuleDict(
+            {n: Projection(table, **self.factory_kwargs) for n, table in projected.items()}
+        )
         choose_fusions(self, self.kernels)
         draws = partial(Draws, seed, mesh.cp)
         kinds = {LORA: LoRAProduct, FAKE_QUANTIZE: FakeQuantizeProduct, SPARSE: SparseProduct, **model.own_linears}
@@ -380,7 +385,8 @@ class LanguageModel(nn.Module):
             if getattr(x, "shape", None) != shape:
                 raise _shape_error(n, x, shape)
             if n in compared:
-                sums = _added(sums, {KD_HIDDEN_LOSS: sum_over_tokens(compared[n](x), mask, self)})
+                states = self.hidden_projections[str(n)](x) if str(n) in self.hidden_projections else x
+                sums = _added(sums, {KD_HIDDEN_LOSS: sum_over_tokens(compared[n](states), mask, self)})
         return x, sums
 
     @property
@@ -411,6 +417,17 @@ def _shape_error(layer: int, returned: Any, shape: torch.Size) -> SettingsError:
         "a layer must keep the shape of x: each token has its place in it, and so has its label",
         "return x with the shape of the input, or (x, {name: sum}): docs/extending.md#a-model",
     )
+
+
+class Projection(nn.Module):
+    """[s, b, h] -> [s, b, the teacher's h]. weights: of `Facts.projections`; each tensor parallel rank has all of it."""
+
+    def __init__(self, weights: Table, *, dtype=None, device=None):
+        super().__init__()
+        create_parameters(self, weights, None, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
 
 
 class Embedding(nn.Module):

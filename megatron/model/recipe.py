@@ -9,7 +9,7 @@ checkpoint stores its model type, from which tools look up the recipe: a name of
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 from megatron.errors import SettingsError, did_you_mean
@@ -140,9 +140,15 @@ def module_of(model_type: str) -> str:
 
 
 def config_of(record: Mapping) -> Config:
-    """The settings in the record of a checkpoint or a run's log, with its recipe's own groups."""
+    """The settings in the record of a checkpoint or a run's log, with its recipe's own groups.
+
+    The model has no projections to a teacher's hidden size: these are for training alone.
+    """
     model_type = record.get("model", {}).get("model_type", "GPT")
-    return from_record(record, named_recipe(model_type).setting_groups)
+    config = from_record(record, named_recipe(model_type).setting_groups)
+    if config.model.kd_hidden_projections is None:
+        return config
+    return replace(config, model=replace(config.model, kd_hidden_projections=None))
 
 
 def kind_of(facts: Facts) -> str:

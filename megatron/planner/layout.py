@@ -16,6 +16,7 @@ from typing import NamedTuple, Optional
 
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts, RankSetup
+from megatron.model.frozen_settings import frozen_record, frozen_settings, layer_pairs
 from megatron.model.recipe import recipe_of
 from megatron.mpu.axis_sizes import expert_sizes
 from megatron.mpu.selection import ALL, Selection
@@ -25,7 +26,6 @@ from megatron.pipeline.stages import Pipeline
 from megatron.settings import batch
 from megatron.settings.schema import GROUPS, Config, Parallel, Recompute
 from megatron.settings.spelling import settings_of
-from megatron.training.frozen_settings import frozen_record, frozen_settings, layer_pairs
 
 
 class Cuts(NamedTuple):

@@ -273,7 +273,7 @@ def _kept(job: Job, layout: Layout, rank: int) -> Counter:
 def _compared_bytes(job: Job, layout: Layout, layers: Sequence[int]) -> int:
     """Bytes of the teacher's hidden states that these layers are compared with, and of the differences in fp32."""
     tokens = job.facts.loss_tokens(layout.rank_setup(job))
-    states = job.facts.settings.hidden_size * tokens * (job.element + 4)
+    states = job.teacher.facts.settings.hidden_size * tokens * (job.element + 4)
     return states * sum(student in layers for student, _ in job.compared)
 
 

@@ -184,7 +184,8 @@ def rank_units(job: Job, layout: Layout, rank: int) -> Units:
     last = len(pipeline.stages) - 1
     stages = tuple((pipeline.layers[stage], stage == 0, stage == last) for stage in pipeline.stages_of(rank))
     own = tuple((layers_of(job.facts, job.selection, layers), *ends) for layers, *ends in stages)
-    return _units(job.facts, job.selection, layout.cuts, layout.sp, own)
+    held = sorted(n for layers, *_ in stages for n in layers) if job.facts.settings.kd_hidden_projections else ()
+    return _units(job.facts, job.selection, layout.cuts, layout.sp, own, tuple(held))
 
 
 def first_units(job: Job, layout: Layout, layers: int, last: bool) -> Units:
@@ -214,11 +215,16 @@ def layer_sizes(facts: Facts, layer: LayerOf, cuts: Cuts, sp: bool) -> tuple[Uni
 
 @lru_cache(maxsize=4096)
 def _units(
-    facts: Facts, selection: Selection, cuts: Cuts, sp: bool, stages: tuple[tuple[tuple[LayerOf, ...], bool, bool], ...]
+    facts: Facts,
+    selection: Selection,
+    cuts: Cuts,
+    sp: bool,
+    stages: tuple[tuple[tuple[LayerOf, ...], bool, bool], ...],
+    projected: tuple[int, ...] = (),
 ) -> Units:
-    """stages: per chunk its layers, whether it is the first, the last."""
+    """stages: per chunk its layers, whether it is the first, the last; projected: layers that may have projections."""
     first, last = any(stage[1] for stage in stages), any(stage[2] for stage in stages)
-    held = facts.units((), first, last, sp)
+    held = facts.units((), first, last, sp) + facts.projections(projected, sp)
     layers = [unit for own, _, _ in stages for layer in own for unit in layer_sizes(facts, layer, cuts, sp)]
     front, back = [], []
     for unit in held:

@@ -179,7 +179,7 @@ def narrowed(config: Config, sizes: Sizes, num_microbatches: Optional[int] = Non
     model = facts.shrunk(sizes.stages * sizes.layers, sizes.tp * sizes.cp)
     return replace(
         config,
-        model=model,
+        model=replace(model, kd_hidden_projections=None),
         extra=facts.shrunk_groups(config.extra, model),
         batch=batch,
         parallel=replace(

@@ -109,13 +109,6 @@ CHAT_RULES = (
         for name in ("label_smoothing", "z_loss_coeff")
     ),
     Rule(
-        lambda s: is_dpo(s) and s.num_experts,
-        lambda s: (
-            f"--num-experts {s.num_experts}: losses that balance experts are means over tokens, and that of --task dpo is "
-            "one over pairs; give a model without experts"
-        ),
-    ),
-    Rule(
         lambda s: is_dpo(s) and s.loss_averaging != "token",
         lambda s: f"--loss-averaging {s.loss_averaging}: the loss of --task dpo is the mean over pairs; leave it out",
     ),

@@ -6,6 +6,7 @@ Legend: s sequence, b micro-batch, h hidden, c classes or outputs of the head, o
 vocabulary, tp tensor parallel ranks.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -72,6 +73,20 @@ def text_mask(batch) -> torch.Tensor:
     return (places < batch.arrays[LENGTHS]).float()
 
 
+def token_weights(batch) -> torch.Tensor:
+    """What each token counts in the sums of layers, [s, b]: with the tokens of a sample together as much as its label.
+
+    So a loss that balances experts is a mean over samples of means over their tokens. Padding and missing options count 0.
+    """
+    mask = text_mask(batch)
+    options = mask.shape[1] // len(batch.loss_mask)
+    present = batch.loss_mask.unsqueeze(-1).expand(-1, options)  # [b, o]
+    if options > 1:
+        present = present * (torch.arange(options, device=mask.device) < batch.arrays[OPTIONS].unsqueeze(-1))
+        present = present / batch.arrays[OPTIONS].unsqueeze(-1)
+    return mask / mask.sum(0) * present.flatten()
+
+
 def _last_rows(batch) -> torch.Tensor:
     """The row of each text's last token [b]."""
     return text_mask(batch).sum(0).long() - 1
@@ -130,6 +145,10 @@ def scoring(trunk: type) -> type:
         def read(self, batch):
             """The input of the trunk for a micro-batch."""
             return batch
+
+        def context(self, batch):
+            context = super().context(batch)
+            return replace(context, weights=token_weights(batch)) if self.facts.settings.mixture else context
 
         def scores(self, x: torch.Tensor, batch) -> torch.Tensor:
             """Scores [b, c] fp32 from the last stage's states [s, b, h] or [s/tp, b, h]. batch: the trunk's input."""

@@ -10,11 +10,13 @@ on every rank, whatever divides model or sequence. Legend: s sequence, b micro-b
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
 
+from megatron.model.attention import ForwardContext
 from megatron.model.gpt.module import GPT
 from megatron.model.language_model import TOKENS, Sums
 from megatron.mpu import collectives
@@ -35,6 +37,14 @@ class PairComparison(GPT):
         made, settings = super().of(config, mesh, facts, **stage), chat_settings(config)
         made.beta, made.smoothing = settings.dpo_beta, settings.dpo_label_smoothing
         return made
+
+    def context(self, batch) -> ForwardContext:
+        """With experts, the tokens of both answers together count as much as the pair in the losses that balance them."""
+        context = super().context(batch)
+        if not self.facts.settings.mixture:
+            return context
+        counted = self._sides(batch)[0].abs()
+        return replace(context, weights=counted / self._summed(counted).clamp_min(1))
 
     def losses(self, x: torch.Tensor, batch) -> Sums:
         """The loss and the rewards, summed over pairs.

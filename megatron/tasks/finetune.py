@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.errors import CheckpointError, DataError, SettingsError, StorageError, UsageError, did_you_mean
-from megatron.model.experts.rules import NO_EXPERTS
+from megatron.model.experts.sums import expert_sums
 from megatron.model.recipe import SCRIPTS, Recipe
 from megatron.model.t5.rules import refused
 from megatron.settings.effects import CUDA, Needs
@@ -68,7 +68,7 @@ def recipe() -> Recipe:
         own_data=True,
         groups=groups(),
         defaults=defaults,
-        rules=(*trunk_rules(backbone_of), *TASK_RULES, NO_EXPERTS),
+        rules=(*trunk_rules(backbone_of), *TASK_RULES),
         idle={**trunk_idle(backbone_of, pooling_of), **TASK_IDLE},
         sums=sums,
         perplexities=(LM_LOSS,),
@@ -308,7 +308,7 @@ def build_model(config, mesh, vocab_size, **stage):
 
 
 def sums(config) -> dict[str, float]:
-    return {LM_LOSS if finds_words(task_settings(config)) else LOSS: 1.0}
+    return {LM_LOSS if finds_words(task_settings(config)) else LOSS: 1.0, **expert_sums(config.model)}
 
 
 def epoch_samples(config) -> int:

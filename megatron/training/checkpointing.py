@@ -194,7 +194,7 @@ def _other_kinds(config: schema.Config, record: dict[str, Any]) -> list[str]:
 def _reinitialize(config: schema.Config) -> Callable[[str, bool], bool]:
     """`Recipe.reinitialize`, extended by weights of linear kinds that the checkpoint does not have."""
     recipe = recipe_of(config)
-    brought = recipe.facts(config, 1).brought if config.model.linear else ()
+    brought = recipe.facts(config, 1).brought if config.model.linear or config.model.kd_hidden_projections else ()
     made = lambda name: config.checkpoint.moe_use_upcycling and (EXPERTS in name or ROUTER in name)
     return lambda name, stored: recipe.reinitialize(name, stored) or not stored and (name in brought or made(name))
 

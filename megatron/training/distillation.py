@@ -14,6 +14,7 @@ import torch
 from megatron.data.loader import MicroBatch, MicroBatchLoader
 from megatron.data.teacher_logits import LogitsStore
 from megatron.errors import SettingsError
+from megatron.model.frozen_settings import layer_pairs
 from megatron.model.language_model import HiddenLosses, LanguageModel
 from megatron.model.recipe import recipe_of
 from megatron.mpu.chunks import row_numbers
@@ -21,7 +22,6 @@ from megatron.mpu.distillation_loss import DistillationLoss, TeacherLoss, TopKLo
 from megatron.mpu.initialize import RankContext
 from megatron.settings import schema
 from megatron.training.frozen import FrozenModel, load_frozen
-from megatron.training.frozen_settings import layer_pairs
 
 
 def attach_teacher(

@@ -24,11 +24,11 @@ import torch
 from megatron.checkpoint.folder import restore
 from megatron.data.loader import MicroBatch
 from megatron.inference.load import Built, allocated, refuse_sizes
+from megatron.model.frozen_settings import frozen_record, frozen_settings
 from megatron.model.recipe import recipe_of
 from megatron.mpu.initialize import RankContext, weight_format
 from megatron.settings import schema
 from megatron.storage.urls import location
-from megatron.training.frozen_settings import frozen_record, frozen_settings
 
 
 @dataclass(frozen=True)

@@ -174,9 +174,9 @@ def after_the_rows() -> list[float]:
 
     (n, k, h), (_, place) = (7, 3, 100), probe.experts_order(7, 3, 15, 3, "cpu")
     rows, d_rows = torch.full((2, 16, h), 5.0)
-    expert_rows.permute_kernel[n, 1](drawn(n, h), place, rows, 15, h, K=k, BLOCK=128)
+    expert_rows.permute_kernel[n, 1](drawn(n, h), place, rows, 15, H=h, K=k, BLOCK=128)
     more = drawn(16, h), drawn(n, k), place, d_rows, torch.empty(n, k)
-    expert_rows.unpermute_backward_kernel[n * k,](drawn(n, h), *more, 15, h, K=k, BLOCK=128)
+    expert_rows.unpermute_backward_kernel[n * k,](drawn(n, h), *more, 15, H=h, K=k, BLOCK=128)
     return [(written[15] != 5.0).float().mean().item() for written in (rows, d_rows)]
 
 
@@ -324,6 +324,10 @@ CASES = {
     "decode_attention": lambda: decode(3, 2, 1, 64, 16, 150),
     "decode_attention in parts": lambda: decode(4, 2, 3, 20, 16, 600),
     "decode_attention in a window": lambda: decode(3, 1, 2, 16, 8, 700, window=300),
+    "decode_attention with sinks": lambda: decode(3, 2, 3, 20, 16, 600, sinks=drawn(2, 3, seed=2)),
+    "decode_attention with sinks, in a window": lambda: decode(
+        3, 1, 2, 16, 8, 700, window=100, sinks=3 * drawn(1, 2, seed=2)
+    ),
     "decode_attention, capped, many queries": lambda: decode(3, 2, 17, 24, 4, 90, softcap=0.5, window=6),
     "generation": lambda: generation(num_query_groups=1, group_query_attention=True),
     "GPT": lambda: network(),

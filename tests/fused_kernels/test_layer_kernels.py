@@ -262,6 +262,28 @@ def test_geglu(device, dtype, approximate):
             assert_equal_results(run, formula, [given], TOLERANCE[device, dtype], entry.name)
 
 
+@DTYPES
+@pytest.mark.parametrize("limit, offset", [(None, 0.0), (0.7, 1.0)])
+def test_sigmoid_glu(device, dtype, limit, offset):
+    """Gates are clamped from above alone, values on both sides, before the sigmoid and the offset."""
+
+    def formula(x):
+        gate, value = x.chunk(2, -1)
+        if limit is not None:
+            gate = torch.where(gate > limit, limit, gate)
+            value = torch.where(value.abs() > limit, limit * value.sign(), value)
+        return gate / (1 + torch.exp(-1.702 * gate)) * (value + offset)
+
+    entries = [entry for entry in TABLE["sigmoid_glu"] if entry.fits(Case(device, dtype))]
+    assert [entry.name for entry in entries] == ["one buffer", "torch"] and entries[-1].run is reference.sigmoid_glu
+    for entry in entries:
+        x = drawn(20, 3, 96, device=device, dtype=dtype)
+        assert limit is None or (x > limit).any() and (x < -limit).any()
+        for given in (x, x.transpose(0, 1)):
+            run = lambda x, run=entry.run: run(x, 1.702, limit, offset)
+            assert_equal_results(run, formula, [given], TOLERANCE[device, dtype], entry.name)
+
+
 # ---- rotary positions ------------------------------------------------------------------------------------------------
 
 

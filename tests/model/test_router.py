@@ -44,7 +44,7 @@ def tensor(values, **more) -> torch.Tensor:
 
 def model(**more) -> Model:
     shape = dict(num_layers=2, hidden_size=H, num_attention_heads=2, seq_length=S, num_experts=E)
-    return Model(**shape | more)
+    return Model(**shape | dict(disable_bias_linear=True) | more)
 
 
 def router(mesh: Mesh = None, dtype=torch.float32, **more) -> Router:

@@ -29,6 +29,7 @@ class Toy:
     regression: bool = False
     pooling: str = "last"
     word_dropout: float = 0.0  # the end of a document stands where a word is hidden in training
+    balance: float = 0.0  # weight of the loss that balances experts, for each layer
     soft: bool = False  # two files say how likely each label of a training text is, and their mean is learned
     sizes: dict = field(default_factory=lambda: dict(train=21, valid=11, test=5))
 
@@ -88,9 +89,11 @@ def _shares(draw: random.Random) -> list[float]:
     return [first / 1000, second / 1000, (1000 - first - second) / 1000]
 
 
-def outputs(weights, tokens: list[list[int]], pooling: str = "last") -> torch.Tensor:
-    """Of each text, by itself and without padding, the head's outputs: [n, c]."""
-    states = [hidden(weights, text) for text in tokens]
+def outputs(weights, tokens: list[list[int]], pooling: str = "last", routed: Optional[list] = None) -> torch.Tensor:
+    """Of each text, by itself and without padding, the head's outputs: [n, c]. routed: takes the routers' logits"""
+    routed = [] if routed is None else routed
+    routed += [[] for _ in tokens]
+    states = [hidden(weights, text, routed=own) for text, own in zip(tokens, routed, strict=True)]
     seen = torch.stack([state.mean(0) if pooling == "mean" else state[-1] for state in states])
     return seen @ weights["head.weight"].T
 
@@ -101,8 +104,8 @@ def token_scores(weights, text: list[int]) -> torch.Tensor:
     return scores.log_softmax(-1).gather(1, torch.tensor(text[1:])[:, None])[:, 0]
 
 
-def hidden(weights, text: list[int], layers: int = LAYERS) -> torch.Tensor:
-    """The states behind the final norm, [n, h]."""
+def hidden(weights, text: list[int], layers: int = LAYERS, routed: Optional[list] = None) -> torch.Tensor:
+    """The states behind the final norm, [n, h]. routed: takes the router's logits [n, E] of each layer with experts."""
 
     def linear(name, x):
         weight = weights[f"{name}.weight"]
@@ -119,9 +122,37 @@ def hidden(weights, text: list[int], layers: int = LAYERS) -> torch.Tensor:
         q, k, v = qkv.view(len(ids), HEADS, 3, -1).permute(2, 1, 0, 3)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + linear(block + "attention.output", mixed.transpose(0, 1).reshape(x.shape))
-        wide = linear(block + "mlp.up", norm(block + "mlp_norm", x))
-        x = x + linear(block + "mlp.down", F.gelu(wide, approximate="tanh"))
+        normal = norm(block + "mlp_norm", x)
+        if f"{block}mlp.router.weight" in weights:
+            x = x + mixture(weights, f"{block}mlp.", normal, [] if routed is None else routed)
+        else:
+            x = x + linear(block + "mlp.down", F.gelu(linear(block + "mlp.up", normal), approximate="tanh"))
     return norm("final_norm", x)
+
+
+CHOSEN = 2  # experts of a token
+
+
+def mixture(weights, own: str, x: torch.Tensor, routed: list) -> torch.Tensor:
+    """Every expert computes every token, [n, h]; two of them count. routed: takes the router's logits."""
+    logits = x @ weights[f"{own}router.weight"].T
+    routed.append(logits)
+    best = logits.topk(CHOSEN, -1).indices
+    parts = torch.zeros_like(logits).scatter(-1, best, logits.gather(-1, best).softmax(-1))
+    up, down = (weights[f"{own}experts.{name}.weight"] for name in ("up", "down"))
+    wide = torch.einsum("nh,efh->nef", x, up) + weights[f"{own}experts.up.bias"]
+    out = torch.einsum("nef,ehf->neh", F.gelu(wide, approximate="tanh"), down) + weights[f"{own}experts.down.bias"]
+    return (parts.unsqueeze(-1) * out).sum(1)
+
+
+def balance(routed: list[torch.Tensor], counted: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """The balance loss of a text (arXiv:2405.04434), mean over layers. counted: [n] bool: tokens of the loss; None: all"""
+    losses = []
+    for logits in routed:
+        logits = logits if counted is None else logits[counted]
+        shares = F.one_hot(logits.topk(CHOSEN, -1).indices, logits.shape[-1]).sum(1).double().mean(0) / CHOSEN
+        losses.append(logits.shape[-1] * (shares * logits.softmax(-1).mean(0)).sum())
+    return torch.stack(losses).mean()
 
 
 def double(weights) -> dict[str, torch.Tensor]:
@@ -129,14 +160,19 @@ def double(weights) -> dict[str, torch.Tensor]:
 
 
 def losses(
-    weights, toy: Toy, split: str, places: Optional[list[int]] = None, samples: Optional[range] = None
+    weights,
+    toy: Toy,
+    split: str,
+    places: Optional[list[int]] = None,
+    samples: Optional[range] = None,
+    routed: Optional[list] = None,
 ) -> torch.Tensor:
-    """Of each text. samples: their numbers in training."""
+    """Of each text. samples: their numbers in training. routed: as in `outputs`"""
     places = range(len(toy.rows[split])) if places is None else places
     texts = [toy.tokens(split)[place] for place in places]
     if samples is not None:
         texts = [with_hidden_words(text, toy.word_dropout, sample) for text, sample in zip(texts, samples, strict=True)]
-    scores = outputs(weights, texts, toy.pooling)
+    scores = outputs(weights, texts, toy.pooling, routed)
     labels = [toy.rows[split][place][2] for place in places]
     if toy.regression:
         return (scores[:, 0] - torch.tensor(labels, dtype=torch.float64)).square()
@@ -170,10 +206,16 @@ def train(trunk: dict[str, torch.Tensor], toy: Toy, steps: int, batch: int, rate
     orders = [torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(9)]
     for step in range(steps):
         places = [orders[place // size][place % size] for place in range(step * batch, (step + 1) * batch)]
-        loss = losses(weights, toy, "train", places, range(step * batch, (step + 1) * batch)).mean()
+        routed: list[list[torch.Tensor]] = []
+        loss = losses(weights, toy, "train", places, range(step * batch, (step + 1) * batch), routed).mean()
+        records.append(dict(loss=loss.item()))
+        if toy.balance:
+            even = torch.stack([balance(of_text) for of_text in routed]).mean()
+            loss = loss + LAYERS * toy.balance * even
+            records[-1]["seq load balancing loss"] = even.item()
         adam.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(weights.values(), 1.0).item()
         adam.step()
-        records.append({"loss": loss.item(), "grad_norm": norm})
+        records[-1]["grad_norm"] = norm
     return records, {name: values.detach() for name, values in weights.items()}

@@ -73,7 +73,12 @@ def rewards(weights, reference: torch.Tensor) -> torch.Tensor:
 
 
 def loss_of(weights, reference: torch.Tensor) -> torch.Tensor:
-    margin = rewards(weights, reference).diff(dim=1)[:, 0] * -1
+    return loss_of_rewards(rewards(weights, reference))
+
+
+def loss_of_rewards(given: torch.Tensor) -> torch.Tensor:
+    """given: rewards [pairs, 2]"""
+    margin = given.diff(dim=1)[:, 0] * -1
     return -((1 - SMOOTHING) * F.logsigmoid(margin) + SMOOTHING * F.logsigmoid(-margin)).mean()
 
 

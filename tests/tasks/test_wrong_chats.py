@@ -46,7 +46,6 @@ TRAIN = "--task chat --train-data {file} --load {base} --global-batch-size 2 --t
         (TRAIN.replace("chat --", "dpo --") + " --train-on-prompt", [TALK], 3, "--train-on-prompt is of --task chat"),
         (TRAIN.replace("chat --", "dpo --") + " --dpo-beta 0", [TALK], 3, "--dpo-beta 0 must be above 0"),
         (TRAIN.replace("chat --", "dpo --") + " --dpo-label-smoothing 0.5", [TALK], 3, "at least 0 and below 0.5"),
-        (TRAIN.replace("chat --", "dpo --") + " --num-experts 2", [TALK], 3, "losses that balance experts"),
         (TRAIN + " --chat-templat plain", [TALK], 2, "--chat-templat"),
         (TRAIN + " --save {base}", [TALK], 3, "holds the model that the run begins with"),
         (TRAIN.replace("--load {base}", "--load {file}.d"), [TALK], 5, "holds no checkpoint"),

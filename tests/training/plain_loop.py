@@ -94,7 +94,7 @@ class Job:
     teacher: Optional[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = None
     alpha: float = 0.0
     # (outputs of layers, [b, s, h] each, tokens) -> a loss of each token, which is added
-    hidden_teacher: Optional[Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]] = None
+    hidden_teacher: Optional[Callable[[list[torch.Tensor], torch.Tensor, dict], torch.Tensor]] = None
 
 
 @dataclass
@@ -296,7 +296,7 @@ def backward(
             on_logits += distilled[counts].sum().item()
             losses = (1 - job.alpha) * losses + job.alpha * distilled
         if job.hidden_teacher:
-            added = job.hidden_teacher(outputs, micro[:, :-1])
+            added = job.hidden_teacher(outputs, micro[:, :-1], rounded)
             on_states += added[counts].sum().item()
             losses = losses + added
         minimised = losses[counts].mean() / len(micros) if job.mean_of_means else losses[counts].sum()

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import pretrain_bert
 import pretrain_gpt
@@ -15,15 +16,18 @@ from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
 from megatron.model.arguments import parse_any
+from megatron.model.frozen_settings import frozen_record, frozen_settings, layer_pairs
 from megatron.model.recipe import facts_of, recipe_of, sums_of
 from megatron.mpu import forked
+from megatron.mpu.random import seed_of
 from megatron.planner import layout as plans
 from megatron.planner.device import cpu
 from megatron.planner.memory import NO_DEVICE, state, step_memory
+from megatron.planner.parameters import rank_units
 from megatron.planner.parity import laid_out, parse_layout
 from megatron.planner.speed import Cluster, end_costs
+from megatron.tools import checkpoint
 from megatron.training import build
-from megatron.training.frozen_settings import frozen_record, frozen_settings, layer_pairs
 from megatron.training.rules import resolve
 from megatron.training.step import train_step
 from tests.model.test_distillation_loss import divergence
@@ -128,7 +132,7 @@ def plain_hidden(teacher: str, way: str):
     def of_logits(scores, tokens):
         return divergence("forward_kl", logits(weights, tokens, job), scores, 1.0)
 
-    def of_states(outputs, tokens):
+    def of_states(outputs, tokens, _):
         logits(weights, tokens, job, wanted := [])
         pairs = [(outputs[a], wanted[b]) for a, b in PAIRS[way].items()]
         if way == "mse":
@@ -154,7 +158,10 @@ def test_hidden_states_are_those_of_the_plain_loop(way, layout, wide_teacher, ru
         ("--kd-hidden-layers 0:4", "the teacher has layers 0 to 3, and no layer 4"),
         ("--kd-hidden-layers 2:1", "the student has layers 0 to 1, and no layer 2"),
         ("--kd-hidden-layers last", "give pairs of layers, student:teacher, as in 0:1,1:3, or even"),
-        ("--kd-hidden-layers even --hidden-size 36", "36 numbers in the student, and 24 in the teacher"),
+        (
+            "--kd-hidden-layers 0:1 --hidden-size 36 --kd-hidden-projections 0:12",
+            "--kd-hidden-projections 0:12: the teacher needs 0:24",
+        ),
     ],
 )
 def test_mistakes_in_layers(flags, said, wide_teacher):
@@ -163,11 +170,72 @@ def test_mistakes_in_layers(flags, said, wide_teacher):
     assert said in str(error.value)
 
 
+PROJECTED = "--kd-hidden-layers 0:0,1:2"
+NAMES = [f"hidden_projections.{n}.weight" for n in range(2)]
+
+
+def drawn(seed: int) -> dict[str, torch.Tensor]:
+    """The projections' initial values, which belong to a seed and a name."""
+    generators = {name: torch.Generator().manual_seed(seed_of(seed, name, 0)) for name in NAMES}
+    return {
+        name: torch.empty(36, 24).normal_(0.0, 24**-0.5, generator=one).double() for name, one in generators.items()
+    }
+
+
+@cache
+def plain_projected(teacher: str):
+    with Reader(f"{teacher}/iter_0000001") as reader:
+        weights = {name: reader.read(name).double() for name in reader.tensors if not name.startswith("optimizer")}
+    job = Job(**PLAIN)
+
+    def of_logits(scores, tokens):
+        return divergence("forward_kl", logits(weights, tokens, job), scores, 1.0)
+
+    def of_states(outputs, tokens, student):
+        logits(weights, tokens, job, wanted := [])
+        ours = [outputs[n] @ student[name].T for n, name in enumerate(NAMES)]
+        return sum((a - wanted[b]).square().mean(-1) for a, b in zip(ours, (0, 2), strict=True))
+
+    return train(Job(**PLAIN, teacher=of_logits, alpha=0.5, hidden_teacher=of_states, more=drawn))
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_narrow_states_are_projected_to_those_of_the_teacher(layout, teacher, run_ranks, tmp_path):
+    """By matrices that are trained, reduced, sharded and saved as other weights."""
+    world, words = LAYOUTS[layout]
+    line = f"{LINE} --teacher-load {teacher} {PROJECTED} {words} --save {tmp_path}"
+    pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
+    compare(tmp_path, plain_projected(teacher))
+
+
+@pytest.mark.sampled(5)
+def test_projections_are_resumed_in_another_layout_and_left_out_later(teacher, run_ranks, tmp_path, capsys):
+    line = f"{LINE} --teacher-load {teacher} {PROJECTED} --save {tmp_path}"
+    run_ranks(2, pretrain, f"{line} {PP2} --sharding-stage 3 --exit-interval 3")
+    run_ranks(3, pretrain, f"{line} {TP3} --sequence-parallel --load {tmp_path}")
+    compare(tmp_path, plain_projected(teacher))
+    with pytest.raises(SettingsError, match="--kd-hidden-projections: 0:36,1:36 in the checkpoint"):
+        pretrain(0, f"{LINE} --load {tmp_path}")
+    model = load_model(str(tmp_path)).model
+    assert not [name for name, _ in model.named_parameters() if "projection" in name]
+    pretrain(
+        0, f"{LINE} --finetune --load {tmp_path} --use-checkpoint-args --save {tmp_path / 'later'} --train-iters 1"
+    )
+    assert not set(NAMES) & tensors(tmp_path / "later", 1).keys()
+    checkpoint.main(["to-hf", str(tmp_path), str(tmp_path / "hf")])
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
+        assert not [name for name in file.keys() if "projection" in name]
+
+
 def test_even_pairs(wide_teacher):
     config = parse_any(f"{LINE} --teacher-load {wide_teacher} --kd-hidden-layers even --kd-hidden-coeff 0.5".split())
     teacher = frozen_settings("--teacher-load", wide_teacher, frozen_record("--teacher-load", wide_teacher), config)
     assert layer_pairs(config, teacher) == {0: 1, 1: 3}
     assert sums_of(recipe_of(config), config) == {"lm loss": 0.5, "kd loss": 0.5, "kd hidden loss": 0.5}
+    narrow = f"{LINE} --hidden-size 12 --teacher-load {wide_teacher} --kd-hidden-layers 1:3 --lora-rank 2".split()
+    assert parse_any(narrow).model.kd_hidden_projections == "1:24"
+    assert parse_any(narrow).optimizer.train_only == ["*.lora_a", "*.lora_b", "hidden_projections.*"]
 
 
 @pytest.mark.sampled(5)
@@ -197,6 +265,7 @@ COMMON = """--hidden-size 32 --num-attention-heads 4 --mock-data --vocab-size 90
     --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.2"""
 MODELS = {
     "GPT": (pretrain_gpt, "--num-layers 2 --seq-length 16"),
+    "GPT with experts": (pretrain_gpt, "--num-layers 2 --seq-length 16 --num-experts 4 --moe-ffn-hidden-size 16"),
     "T5": (pretrain_t5, "--encoder-num-layers 2 --decoder-num-layers 2 --seq-length 24 --decoder-seq-length 8"),
     "BERT": (pretrain_bert, "--num-layers 2 --seq-length 24"),
 }
@@ -213,6 +282,7 @@ def test_a_student_that_is_its_teacher_learns_nothing_from_it(model, layout, run
     line = f"{COMMON} {shape}".split()
     script.main([*line, "--save", str(tmp_path / "teacher")])
     words = f"--finetune --load {tmp_path}/teacher --teacher-load {tmp_path}/teacher --kd-alpha 1 --kd-temperature 2"
+    layout += " --ep 2 --etp 1" * ("experts" in model and bool(layout))
     words = [*line, *words.split(), *layout.split(), "--save", str(tmp_path / "student")]
     run_ranks(4 if layout else 1, lambda rank: script.main(words))
     first, *_ = records(tmp_path / "student", "step")
@@ -254,7 +324,9 @@ def test_its_logits_and_losses_are_those_of_the_loaded_model(teacher):
     torch.testing.assert_close(frozen.token_losses(batch).flatten(), losses, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("hidden", ["", "--hidden-size 32 --kd-hidden-layers 0:0"])
+@pytest.mark.parametrize(
+    "hidden", ["", "--hidden-size 32 --kd-hidden-layers 0:0", "--hidden-size 16 --kd-hidden-layers even"]
+)
 @pytest.mark.parametrize("layout", ["", "tp2sp-pp2", "cp2-pp2-zero3"])
 def test_planned_weights_are_those_of_a_run(layout, hidden, teacher_of_pairs):
     """To the byte, on each pipeline rank; with hidden states also of the first layers on other stages."""
@@ -264,13 +336,15 @@ def test_planned_weights_are_those_of_a_run(layout, hidden, teacher_of_pairs):
     def held(rank):
         run = build.build_run(config, recipe_of(config))
         found = [each.__self__ for stage in run.stages for each in (stage.teacher, stage.hidden_teacher) if each]
-        return run.context.mesh.pp.rank, found[0].frozen.weights.nbytes if found else 0
+        own = sum(unit.size for unit in run.optimizer.units)
+        return run.context.mesh.pp.rank, found[0].frozen.weights.nbytes if found else 0, own
 
     plan = plans.Layout.of(config, layout.world_size)
     job = plans.Job.of(config, facts_of(config, 101), dp=1, device="cpu")
     wanted = [state(job, plan, rank)[0].get("teacher", 0) for rank in range(plan.pp)]
     assert wanted[-1] > 0 and (wanted[0] > 0 or not hidden)
-    assert all(found == wanted[rank] for rank, found in forked.run_ranks(layout.world_size, held))
+    for rank, found, own in forked.run_ranks(layout.world_size, held):
+        assert found == wanted[rank] and own == rank_units(job, plan, rank).padded(plan.data_sizes)
 
 
 def test_planned_passes_are_at_least_those_of_a_run(teacher, most_allocated):

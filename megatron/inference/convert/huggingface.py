@@ -27,9 +27,11 @@ from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.families import Family, exported, imported, prompts_for
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.convert.merged import merged_first
+from megatron.inference.convert.mxfp4 import MXFP4Files, is_mxfp4
 from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head, tokenizer_settings
 from megatron.inference.quantize import Rounded
 from megatron.inference.quantized import STORED_OF_LAYER, refuse_quantized
+from megatron.model.facts import PROJECTIONS
 from megatron.model.gpt.hf_names import Match
 from megatron.model.recipe import config_of
 from megatron.mpu.initialize import DTYPES
@@ -119,7 +121,9 @@ def refuse_unknown(reader: Reader, family: Family, products: Mapping[str, Rounde
     """
     known = {match.ours for match in family.matches}
     known |= {f"{layer}.{part}" for layer in products for part in STORED_OF_LAYER}
-    unknown = sorted(name for name in reader.tensors if name not in known and not name.startswith(OPTIMIZER))
+    unknown = sorted(
+        name for name in reader.tensors if name not in known and not name.startswith((OPTIMIZER, f"{PROJECTIONS}."))
+    )
     if unknown:
         named = ", ".join(unknown[:6]) + f" and {len(unknown) - 6} more" * (len(unknown) > 6)
         raise SettingsError(
@@ -171,9 +175,12 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
     state: a run's position as saved (`run.State.record`). Raises CheckpointError for an unsupported model, missing or
     unknown tensors, or if our model gives other results.
     """
-    family = imported(hf_files.read_json(source / "config.json"))
+    settings = hf_files.read_json(source / "config.json")
+    family = imported(settings)
     kind, model, vocab_size = family.kind, family.facts.settings, family.facts.vocab_size
     files = hf_files.TensorFiles(source)
+    if is_mxfp4(settings):
+        files = MXFP4Files(files)
     if model.num_layers > len(files.shapes):  # before allocating anything per layer
         raise CheckpointError(
             f"{source} holds {len(files.shapes)} tensors, config.json says {model.num_layers:,} layers"

@@ -123,8 +123,8 @@ RULES = (
     ),
 )
 
-# A model without experts.
-NO_EXPERTS = Rule(_mixture, lambda s: f"--num-experts {s.num_experts}: --model-type {s.model_type} has no experts")
+# Models without experts.
+NO_EXPERTS = Rule(_mixture, lambda s: f"--num-experts {s.num_experts}: this kind of model has no experts; leave it out")
 
 
 _EXPERTS = Needs("--num-experts above 1", _mixture)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a frozen second model in a run (`frozen.py`), from its checkpoint. Needs no torch: plans read them."""
+"""The settings of a frozen second model in a run (`training/frozen.py`), from its checkpoint. Needs no torch: plans read
+them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,6 +12,8 @@ from megatron.model.recipe import config_of, recipe_of
 from megatron.settings import schema
 from megatron.settings.from_checkpoint import located, saved_record
 from megatron.storage.durable import Damaged
+
+PROJECTIONS = "hidden_projections.*"  # a pattern of --train-only
 
 
 def frozen_record(flag: str, folder: str) -> dict[str, Any]:
@@ -66,12 +70,6 @@ def layer_pairs(run: schema.Config, teacher: schema.Config) -> dict[int, int]:
     flag = f"--kd-hidden-layers {text}"
     if recipe_of(run).arrays is not None:
         raise SettingsError(f"{flag}: --model-type {run.model.model_type} has no such loss", do="leave it out")
-    if run.model.hidden_size != teacher.model.hidden_size:
-        raise SettingsError(
-            f"{flag}: hidden states have {run.model.hidden_size} numbers in the student, and "
-            f"{teacher.model.hidden_size} in the teacher",
-            do="leave it out, or give the student the teacher's --hidden-size",
-        )
     if text == "even":
         return {
             n: (n + 1) * layers // student - 1 if layers >= student else n * layers // student for n in range(student)
@@ -86,6 +84,29 @@ def layer_pairs(run: schema.Config, teacher: schema.Config) -> dict[int, int]:
         if not 0 <= number < count:
             raise SettingsError(f"{flag}: the {name} has layers 0 to {count - 1}, and no layer {number}")
     return pairs
+
+
+def with_projections(run: schema.Config) -> schema.Config:
+    """The settings with --kd-hidden-projections: of layers that are compared with wider or narrower ones of the teacher.
+
+    With --train-only, as of adapters, projections are trained, too. Raises errors about the teacher.
+    """
+    settings, given = run.distillation, run.model.kd_hidden_projections
+    found, flag = None, "--kd-hidden-layers"
+    if settings.teacher_load and settings.kd_hidden_layers:
+        where = "--teacher-load", settings.teacher_load
+        teacher = frozen_settings(*where, frozen_record(*where), run)
+        size = teacher.model.hidden_size
+        pairs = layer_pairs(run, teacher) if size != run.model.hidden_size else ()
+        found = ",".join(f"{layer}:{size}" for layer in sorted(pairs)) or None
+    if found == given:
+        return run
+    if run.given("kd_hidden_projections") and given is not None:
+        raise SettingsError(f"--kd-hidden-projections {given}: the teacher needs {found or 'none'}", do="leave it out")
+    more, only = {}, run.optimizer.train_only
+    if found and only and PROJECTIONS not in only:
+        more = dict(train_only=[*only, PROJECTIONS])
+    return run.derive(flag, kd_hidden_projections=found, **more)
 
 
 def _check(
