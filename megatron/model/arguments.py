@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Optional
 
-from megatron.model.frozen_settings import with_projections
 from megatron.model.lora import with_adapters
 from megatron.model.quantization import with_quantization
 from megatron.model.recipe import Recipe, named_recipe
@@ -36,6 +35,8 @@ def parse_any(
     defaults = with_type if callable(own) else of_model | dict(own)
     config = parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults)
     config = recipe.normalize_config(with_adapters(with_quantization(with_sparsity(config))))
+    from megatron.model.frozen_settings import with_projections  # it reads checkpoints, with a package that may be missing
+
     return with_projections(config)
 
 
