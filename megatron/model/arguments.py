@@ -23,6 +23,10 @@ def parse_any(
     """The settings of a training run. recipe: default: that of --model-type. groups: additional groups of settings, for
     `Config.extra`.
     """
+    from megatron.model.frozen_settings import (
+        with_projections,  # it reads checkpoints, with a package that may be missing
+    )
+
     if recipe is None:
         statement = said(argv).get("model_type")
         recipe = named_recipe("GPT" if statement is None else str(statement.value))
@@ -35,8 +39,6 @@ def parse_any(
     defaults = with_type if callable(own) else of_model | dict(own)
     config = parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults)
     config = recipe.normalize_config(with_adapters(with_quantization(with_sparsity(config))))
-    from megatron.model.frozen_settings import with_projections  # it reads checkpoints, with a package that may be missing
-
     return with_projections(config)
 
 
