@@ -101,7 +101,7 @@ RANGES = {  # what a value must be -> test, fields
         lambda v: v > 0,
         """
         norm_epsilon init_method_std rotary_base rope_local_base_freq query_pre_attn_scalar
-        adam_eps lr exit_duration_in_mins distributed_timeout_minutes peak_tflops
+        activation_func_clamp_value adam_eps lr exit_duration_in_mins distributed_timeout_minutes peak_tflops
         loss_scale
         mean_time_to_interruption attn_logit_softcapping final_logit_softcapping rope_scaling_low_freq_factor
         rope_scaling_high_freq_factor yarn_beta_fast yarn_beta_slow decoupled_lr

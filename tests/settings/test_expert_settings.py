@@ -99,7 +99,11 @@ WRONG = [  # ranks, flags, words of the message
     ),
     (1, f"{MIXED} --mtp-num-layers 1", "--mtp-num-layers is not supported"),
     (2, "--ep 2", "--model-type GPT has no experts here; leave the flags out"),
-    (1, f"{MIXED} --overlap-moe-expert-parallel-comm", "experts' messages do not overlap with other micro-batches yet"),
+    (
+        4,
+        f"{MIXED} --ep 2 --pp 2 --pipeline-schedule gpipe --overlap-moe-expert-parallel-comm",
+        "all backward passes come after all forward passes; 1f1b would work",
+    ),
     (1, f"{MIXED} --moe-latent-size 8", "--moe-latent-size is not supported"),
     (1, f"{MIXED} --recompute-granularity selective --recompute-modules shared_experts", "say mlp, which recomputes"),
 ]
