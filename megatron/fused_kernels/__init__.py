@@ -455,12 +455,16 @@ TABLE: dict[str, list[Implementation]] = {
         Implementation("torch", reference.rotate, "halves, products and a sum, one after the other"),
     ],
     "permute": [
-        _in_triton("permute", "a token is read once for all of its experts; gradients are added in fp32, unrounded"),
-        Implementation("torch", expert_rows.permute, "gathers, in the backward pass, too: no atomic additions"),
+        _in_triton("permute", "a token is read once for all of its experts, and its gradient is written once"),
+        Implementation("bags", cpu_ops.permute, "the gradient is one op", _on("cpu")),
+        Implementation("gathers", expert_rows.permute, "gathers in the backward pass, too: no atomic additions"),
+        Implementation("torch", reference.permute, "indexing, whose backward pass adds row by row"),
     ],
     "unpermute": [
-        _in_triton("unpermute", "one pass, and two in the backward pass, none of them in fp32"),
-        Implementation("torch", expert_rows.unpermute, "a gather and an addition for each expert of a token"),
+        _in_triton("unpermute", "no rows in fp32; one backward pass for gradients of rows and weights"),
+        Implementation("bags", cpu_ops.unpermute, "one op; gradients in parts that stay in the cache", _on("cpu")),
+        Implementation("gathers", expert_rows.unpermute, "a gather and an addition for each expert of a token"),
+        Implementation("torch", reference.unpermute, "all rows of a token at once, then their sum"),
     ],
     "cross_entropy": [
         _in_triton("cross_entropy", "logits are read twice and gradients written once, none of them in fp32"),
