@@ -23,9 +23,8 @@ def parse_any(
     """The settings of a training run. recipe: default: that of --model-type. groups: additional groups of settings, for
     `Config.extra`.
     """
-    from megatron.model.frozen_settings import (
-        with_projections,  # it reads checkpoints, with a package that may be missing
-    )
+    # It reads checkpoints, with a package that may be missing.
+    from megatron.model.frozen_settings import with_projections
 
     if recipe is None:
         statement = said(argv).get("model_type")
