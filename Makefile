@@ -27,7 +27,7 @@ test-unit:       ## the tests without the files that take long, for daily work (
 test-full:       ## set-up and all tests, the slow ones too
 	bash scripts/test.sh --full
 
-gpu:             ## on a machine with a GPU: its tests, then speed and memory beside torch's own best, into runs/gpu (12 minutes)
+gpu:             ## on a machine with a GPU: its tests, then speed and memory beside torch's own best, into runs/gpu (15 minutes or more)
 	$(PYTHON) -m pytest -n 8 -m gpu tests
 	$(PYTHON) benchmarks/gpu_train.py --output runs/gpu
 

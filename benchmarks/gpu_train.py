@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """bf16 training on one GPU beside torch's own best: tokens/s, MFU and peak memory, and what the planner said of both.
 
-    python benchmarks/gpu_train.py                                   # 124M, 1.3B and 6.7B, about ten minutes
+    python benchmarks/gpu_train.py                                   # 124M, 1.3B, 6.7B and experts, about fifteen minutes
     python benchmarks/gpu_train.py --models 345M:16 --contenders suite-compiled torch-compiled --output runs/gpu-345M
     python benchmarks/gpu_train.py --device cpu --models 124M:1 --layers 1 --steps 2    # to see that it runs
 
 MODEL:N is a shape of `megatron/settings/presets.py` and its micro-batch. A model too large for the device is trained with
 as many of its layers as the planner says fit, whoever trains it. Contenders, each in a process of its own: the suite as
 it trains (synthetic samples, data loading, clipping, AdamW with fp32 main weights), and `gpu_peer.py` (FSDP2, SDPA,
-fused AdamW), eager and compiled. Steps are timed five at a time, with a wait for the device before and behind the five
-alone, as a run would do them, and the median of these means is taken. The machine is calibrated first, so that
-predictions are those of `plan --calibration`.
+fused AdamW), eager and compiled; a mixture of experts has no peer. Steps are timed five at a time, with a wait for the
+device before and behind the five alone, as a run would do them, and the median of these means is taken. The machine is
+calibrated first, so that predictions are those of `plan --calibration`.
 
 The folder of --output gets results.json, results.md, calibration.json, and a profile of two steps of each contender.
 """
@@ -27,6 +27,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 VOCABULARY = 50256  # tokens; with the end of a document 50257, padded to 50304
+MODELS = ["124M:32", "1.3B:8", "6.7B:4", "olmoe-1b-7b:4"]
 CONTENDERS = ["suite", "suite-compiled", "torch", "torch-compiled"]
 SHAPES = {"124M": "gpt2-small"}  # names that presets.py does not have
 WINDOW = 5  # steps that are timed together
@@ -75,7 +76,7 @@ def main() -> None:
     for model in asked.models:
         name, _, micro = model.partition(":")
         layers = asked.layers or layers_that_fit(name, int(micro or 8), asked.device, calibration)
-        for contender in asked.contenders:
+        for contender in contenders_of(name, asked.contenders):
             row = in_a_process(asked, name, int(micro or 8), layers, contender, folder)
             if row is None:
                 failed.append(f"{name} {contender}")
@@ -93,7 +94,7 @@ def main() -> None:
 
 def read_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["124M:32", "1.3B:8", "6.7B:4"], metavar="MODEL:MICRO_BATCH")
+    parser.add_argument("--models", nargs="+", default=MODELS, metavar="MODEL:MICRO_BATCH")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
@@ -105,6 +106,12 @@ def read_flags() -> argparse.Namespace:
     )
     parser.add_argument("--one", help=argparse.SUPPRESS)  # the file of a contender's result: what a process does
     return parser.parse_args()
+
+
+def contenders_of(name: str, asked: list[str]) -> list[str]:
+    """Those of `asked` that can train a model: `gpu_peer.py` has no experts."""
+    mixture = settings(name, 1, None, "cpu").model.mixture
+    return [contender for contender in asked if contender.startswith("suite") or not mixture]
 
 
 def in_a_process(asked, name: str, micro: int, layers: int, contender: str, folder: Path) -> Measured | None:

@@ -93,6 +93,11 @@ def test_promises(benchmark):
     assert text.count("**no**") == 4 and "did not run: 6.7B torch" in text
 
 
+def test_a_mixture_has_no_peer(benchmark):
+    contenders, of = benchmark("gpu_train").CONTENDERS, benchmark("gpu_train").contenders_of
+    assert of("124M", contenders) == contenders and of("olmoe-1b-7b", contenders) == ["suite", "suite-compiled"]
+
+
 def test_as_many_layers_as_fit(benchmark, tmp_path):
     """On a table's device instead of a measured one: 6.7 B in bf16 with fp32 state are 18 bytes a parameter."""
     import json
@@ -104,6 +109,7 @@ def test_as_many_layers_as_fit(benchmark, tmp_path):
     calibration.write_text(json.dumps(dict(device=asdict(find("H100-80GB")))))
     fitting = benchmark("gpu_train").layers_that_fit
     assert fitting("124M", 32, "cuda", calibration) == 12 and fitting("1.3B", 8, "cuda", calibration) == 24
+    assert fitting("olmoe-1b-7b", 4, "cuda", calibration) == 7  # of 16, of 0.42 B each
     layers = fitting("6.7B", 4, "cuda", calibration)
     layer, words = 12 * 4096**2, 50304 * 4096
     assert 0.6 * 80e9 < 18 * (layers * layer + words) < 80e9

@@ -174,9 +174,9 @@ def after_the_rows() -> list[float]:
 
     (n, k, h), (_, place) = (7, 3, 100), probe.experts_order(7, 3, 15, 3, "cpu")
     rows, d_rows = torch.full((2, 16, h), 5.0)
-    expert_rows.permute_kernel[n, 1](drawn(n, h), place, rows, 15, h, K=k, BLOCK=128)
+    expert_rows.permute_kernel[n, 1](drawn(n, h), place, rows, 15, H=h, K=k, BLOCK=128)
     more = drawn(16, h), drawn(n, k), place, d_rows, torch.empty(n, k)
-    expert_rows.unpermute_backward_kernel[n * k,](drawn(n, h), *more, 15, h, K=k, BLOCK=128)
+    expert_rows.unpermute_backward_kernel[n * k,](drawn(n, h), *more, 15, H=h, K=k, BLOCK=128)
     return [(written[15] != 5.0).float().mean().item() for written in (rows, d_rows)]
 
 

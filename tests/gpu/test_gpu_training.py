@@ -22,6 +22,8 @@ BASE = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 6
 PLAIN = "--hidden-dropout 0 --attention-dropout 0"
 LLAMA = f"""{PLAIN} --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm
     --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"""
+EXPERTS = f"""{PLAIN} --swiglu --disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 64
+    --moe-shared-expert-intermediate-size 64 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"""
 T5, BERT = "--model-type T5 --decoder-seq-length 32", "--model-type BERT"
 
 CASES = {
@@ -43,6 +45,10 @@ CASES = {
     "state in files": f"{PLAIN} --nvme-offload-fraction 0.5 --nvme-offload-dir {{folder}}",
     "muon": f"{LLAMA} --optimizer muon",
     "sgd": f"{PLAIN} --optimizer sgd",
+    "experts": EXPERTS,
+    "experts, padded, recomputed": f"{EXPERTS} --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity "
+    "--recompute-granularity full",
+    "experts, zero 2": f"{EXPERTS} --sharding-stage 2 --optimizer muon",
     "t5": f"{T5} {PLAIN}",
     "t5, published": f"{T5} {PLAIN} --position-embedding-type relative --unscaled-attention --normalization RMSNorm",
     "t5, dropout": f"{T5} --hidden-dropout 0.1 --attention-dropout 0.1",
@@ -93,7 +99,7 @@ def test_as_on_the_cpu_in_fp32(name, device, words_of_the_cpu, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "dropout", "llama", "documents", "recompute full", "zero 3", "offload", "t5", "bert"]
+    "name", ["plain", "dropout", "llama", "documents", "recompute full", "zero 3", "offload", "experts", "t5", "bert"]
 )
 @pytest.mark.parametrize(
     "precision", ["bf16", "fp16 --initial-loss-scale 4096", "bf16 --amp-level O1", "bf16 --torch-compile"]
@@ -107,7 +113,7 @@ def test_as_on_the_cpu_in_half(name, precision, device, tmp_path):
 
 
 @pytest.mark.parametrize("save", ["", "--async-save"])
-@pytest.mark.parametrize("name", ["dropout", "zero 3", "offload", "state in files"])
+@pytest.mark.parametrize("name", ["dropout", "zero 3", "offload", "state in files", "experts"])
 def test_going_on_is_the_same_training(name, save, device, tmp_path):
     """Stopped behind step 3 and gone on with: the same bits as without the stop."""
     whole, part = folders(tmp_path, "whole", "part")
@@ -132,7 +138,7 @@ def test_a_run_on_the_gpu_goes_on_on_the_cpu(device, words_of_the_cpu, tmp_path)
         assert mine["lm loss"] == pytest.approx(theirs[2], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["plain", "llama", "recompute full", "zero 2", "muon"])
+@pytest.mark.parametrize("name", ["plain", "llama", "recompute full", "zero 2", "muon", "experts"])
 def test_memory_is_what_the_planner_says(name, device, tmp_path):
     """Of tensors, at a size where they are most of it: within 5 %, for each entry of the ledger has its share. ZeRO 2 is
     over-estimated: its buffers are not full at the moment of the loss.

@@ -18,7 +18,7 @@ WIDEST = 1024  # columns of a program
 
 
 @triton.jit(do_not_specialize=["m"])
-def permute_kernel(x, place, rows, m, H, K: tl.constexpr, BLOCK: tl.constexpr):
+def permute_kernel(x, place, rows, m, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     v = tl.load(x + token * H + column, column < H, 0.0)
     for j in tl.static_range(K):
@@ -27,7 +27,9 @@ def permute_kernel(x, place, rows, m, H, K: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["m"])
-def unpermute_kernel(rows, weights, place, y, m, H, K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr):
+def unpermute_kernel(
+    rows, weights, place, y, m, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr
+):
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
@@ -41,7 +43,7 @@ def unpermute_kernel(rows, weights, place, y, m, H, K: tl.constexpr, BLOCK: tl.c
 
 @triton.jit(do_not_specialize=["m"])
 def unpermute_backward_kernel(
-    gradient, rows, weights, place, d_rows, d_weights, m, H, K: tl.constexpr, BLOCK: tl.constexpr
+    gradient, rows, weights, place, d_rows, d_weights, m, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Programs of a token's pairs follow each other, so all but the first find its gradient in the cache."""
     pair = tl.program_id(0).to(tl.int64)
@@ -60,7 +62,7 @@ def _rows_of(x: torch.Tensor, place: torch.Tensor, m: int, k: int, whole: bool) 
     """Tokens [n, h] -> the rows of their experts, [m, h]."""
     x, h = x.contiguous(), x.shape[1]
     rows = (x.new_empty if whole else x.new_zeros)((m, h))
-    permute_kernel[_grid(len(x), h)](x, place, rows, m, h, K=k, **_sizes(h))
+    permute_kernel[_grid(len(x), h)](x, place, rows, m, H=h, K=k, **_sizes(h))
     return rows
 
 
@@ -68,7 +70,7 @@ def _sums(rows: torch.Tensor, place: torch.Tensor, k: int, weights: torch.Tensor
     """Rows [m, h] -> the sum of those of each token, [n, h]."""
     rows, (m, h) = rows.contiguous(), rows.shape
     y, weighted = rows.new_empty((len(place) // k, h)), weights is not None
-    unpermute_kernel[_grid(len(y), h)](rows, weights, place, y, m, h, K=k, WEIGHTED=weighted, **_sizes(h))
+    unpermute_kernel[_grid(len(y), h)](rows, weights, place, y, m, H=h, K=k, WEIGHTED=weighted, **_sizes(h))
     return y
 
 
@@ -106,7 +108,7 @@ class _Unpermute(torch.autograd.Function):
         y, weights, place = ctx.saved_tensors
         d_y, d_weights = (torch.empty_like if ctx.whole else torch.zeros_like)(y), torch.empty_like(weights)
         (m, h), k, gradient = y.shape, weights.shape[1], gradient.contiguous()
-        unpermute_backward_kernel[len(place),](gradient, y, weights, place, d_y, d_weights, m, h, K=k, **_sizes(h))
+        unpermute_backward_kernel[len(place),](gradient, y, weights, place, d_y, d_weights, m, H=h, K=k, **_sizes(h))
         return d_y, d_weights, None, None
 
 
