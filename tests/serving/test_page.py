@@ -157,7 +157,7 @@ def test_stop_dark_and_help_by_keyboard(visit, two):
 
 @pytest.mark.sampled(2)
 def test_a_conversation(visit, two):
-    """Each model has the messages before, with its own answers; a stopped one stays in it, and a refused message does not."""
+    """Each model has the messages before, with its own answers; a stopped one stays, and a refused message does not."""
     page = visit(two.url, allowed=["400 (Bad Request)"])
     wait_for(page, "document.querySelector('#model-0').value === 'base'")
     assert not page.locator("#new").is_visible()

@@ -119,7 +119,9 @@ def test_a_tuned_model_is_a_gpt(tuned, tmp_path):
 
 def test_pretraining_goes_on_from_a_tuned_model(tuned, tmp_path):
     """With its weights, which a learning rate of next to nothing leaves as they are."""
-    line = f"--finetune --load {tuned} --use-checkpoint-args --save {tmp_path} --mock-data --eval-iters 0 --train-iters 1"
+    line = (
+        f"--finetune --load {tuned} --use-checkpoint-args --save {tmp_path} --mock-data --eval-iters 0 --train-iters 1"
+    )
     pretrain_gpt.main(f"{line} {RUN} --lr 1e-30 --weight-decay 0".split())
     now, before = weights_of(tmp_path), weights_of(tuned)
     assert now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in now)
