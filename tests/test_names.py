@@ -17,6 +17,7 @@ KNOW_GPT = {  # file pattern -> why it may name GPT
     "megatron/model/recipe.py": "the table of model types",
     "megatron/settings/dialects/*": "other suites' words",
     "megatron/settings/presets.py": "published shapes",
+    "megatron/settings/decoder_shapes.py": "published shapes",
     "megatron/settings/schema.py": "the default of --model-type; names of tokenizers and published shapes",
     "megatron/settings/parse.py": "names of published shapes in messages",
     "megatron/settings/reader.py": "names of published shapes",

@@ -18,6 +18,7 @@ from typing import Optional
 import torch
 
 from megatron.fused_kernels import (
+    activations,
     attention,
     cpu_ops,
     decode_attention,
@@ -26,6 +27,7 @@ from megatron.fused_kernels import (
     norms,
     partial_attention,
     reference,
+    sinks,
 )
 from megatron.fused_kernels.gpu.probe import kernel, probe
 
@@ -47,6 +49,7 @@ class Case:
     padded:  some keys are padding, the same ones for all queries of a sample
     packed:  in a non-causal case: samples of several lengths follow each other in one row; queries and keys are
              those of the longest
+    sinks:   each head has a logit without a value in its softmax (--softmax-type)
     """
 
     device: str
@@ -66,6 +69,7 @@ class Case:
     biased: bool = False
     padded: bool = False
     packed: bool = False
+    sinks: bool = False
 
     @property
     def reach(self) -> int:
@@ -86,7 +90,7 @@ class Case:
 # Which queries see which keys: "causal": causal order over whole sequences; "cached": of the last tokens over all of them
 # (new tokens over a cache, a chunk of a sequence under context parallelism); "bidirectional" and "cross": non-causal, with
 # equal or different numbers of queries and keys. EXTRAS can be added to each.
-EXTRAS = tuple("masked documents dropout grouped scaled_softmax softcap unfused biased padded packed".split())
+EXTRAS = tuple("masked documents dropout grouped scaled_softmax softcap unfused biased padded packed sinks".split())
 EVERYTHING = frozenset({*"causal cached bidirectional cross window".split(), *EXTRAS})
 FUSED = EVERYTHING - {"unfused"}
 
@@ -269,7 +273,16 @@ TABLE: dict[str, list[Implementation]] = {
             _on("cuda"),
             NO_CUDA,
             "sdpa",
-            EVERYTHING - {"dropout", "softcap", "packed"},
+            EVERYTHING - {"dropout", "softcap", "packed", "sinks"},
+        ),
+        Implementation(
+            "flash with sinks (CUDA)",
+            sinks.flash,
+            "torch's flash attention, whose results are scaled by the share of the keys in the softmax",
+            lambda case: case.sinks and _HALF_ON_CUDA(case) and case.head_dim <= 256,
+            NO_CUDA,
+            "sdpa",
+            frozenset({"causal", "cached", "documents", "grouped", "scaled_softmax", "window", "unfused", "sinks"}),
         ),
         Implementation(
             "block-causal",
@@ -293,7 +306,7 @@ TABLE: dict[str, list[Implementation]] = {
             ),
             "",
             "explicit",
-            EVERYTHING - {"causal", "cached", "documents", "window", "scaled_softmax", "unfused"},
+            EVERYTHING - {"causal", "cached", "documents", "window", "scaled_softmax", "unfused", "sinks"},
         ),
         Implementation(
             "sdpa (CPU)",
@@ -302,7 +315,16 @@ TABLE: dict[str, list[Implementation]] = {
             lambda case: _on("cpu")(case) and _many(case),
             "",
             "sdpa",
-            EVERYTHING - {"dropout", "scaled_softmax", "softcap", "packed"},
+            EVERYTHING - {"dropout", "scaled_softmax", "softcap", "packed", "sinks"},
+        ),
+        Implementation(
+            "flash with sinks (CPU)",
+            sinks.flash,
+            "the same on CPUs; windows and documents are masks",
+            lambda case: case.sinks and _on("cpu")(case) and _many(case),
+            "",
+            "sdpa",
+            frozenset({"causal", "cached", "documents", "grouped", "window", "unfused", "sinks"}),
         ),
         Implementation(
             "reference",
@@ -318,7 +340,7 @@ TABLE: dict[str, list[Implementation]] = {
             decode_attention.on_cpu,
             "the newest tokens of all texts in one call, on CPUs: up to 1.4 x as fast as text by text",
             lambda case: _on("cpu", torch.float32)(case) and _eager(case, "cpu"),
-            covers=frozenset({"cached", "grouped", "softcap", "window"}),
+            covers=frozenset({"cached", "grouped", "softcap", "window", "sinks"}),
         ),
         Implementation("reference", reference.decode_attention, "text by text, as prompts", backend="explicit"),
     ],
@@ -330,7 +352,7 @@ TABLE: dict[str, list[Implementation]] = {
             lambda case: _HALF_ON_CUDA(case) and case.head_dim <= 256,
             NO_CUDA,
             "sdpa",
-            frozenset({"causal", "documents", "grouped", "scaled_softmax", "window", "unfused"}),
+            frozenset({"causal", "documents", "grouped", "scaled_softmax", "window", "unfused", "sinks"}),
         ),
         Implementation(
             "flash (CPU)",
@@ -339,7 +361,7 @@ TABLE: dict[str, list[Implementation]] = {
             _on("cpu"),
             "",
             "sdpa",
-            frozenset({"causal", "documents", "grouped", "window", "unfused"}),
+            frozenset({"causal", "documents", "grouped", "window", "unfused", "sinks"}),
         ),
         Implementation(
             "explicit",
@@ -418,17 +440,31 @@ TABLE: dict[str, list[Implementation]] = {
         ),
         Implementation("torch", reference.geglu, "torch's GELU, then the product with the values"),
     ],
+    "sigmoid_glu": [
+        Implementation(
+            "one buffer",
+            activations.sigmoid_glu,
+            "keeps its input alone for the backward pass",
+            lambda case: not torch.compiler.is_compiling(),
+            covers=FUSED,
+        ),
+        Implementation("torch", reference.sigmoid_glu, "sigmoid, clamps and products, one after the other"),
+    ],
     "rotate": [
         _in_triton("rotate", "one pass, from where the product left queries and keys"),
         Implementation("torch", reference.rotate, "halves, products and a sum, one after the other"),
     ],
     "permute": [
-        _in_triton("permute", "a token is read once for all of its experts; gradients are added in fp32, unrounded"),
-        Implementation("torch", expert_rows.permute, "gathers, in the backward pass, too: no atomic additions"),
+        _in_triton("permute", "a token is read once for all of its experts, and its gradient is written once"),
+        Implementation("bags", cpu_ops.permute, "the gradient is one op", _on("cpu")),
+        Implementation("gathers", expert_rows.permute, "gathers in the backward pass, too: no atomic additions"),
+        Implementation("torch", reference.permute, "indexing, whose backward pass adds row by row"),
     ],
     "unpermute": [
-        _in_triton("unpermute", "one pass, and two in the backward pass, none of them in fp32"),
-        Implementation("torch", expert_rows.unpermute, "a gather and an addition for each expert of a token"),
+        _in_triton("unpermute", "no rows in fp32; one backward pass for gradients of rows and weights"),
+        Implementation("bags", cpu_ops.unpermute, "one op; gradients in parts that stay in the cache", _on("cpu")),
+        Implementation("gathers", expert_rows.unpermute, "a gather and an addition for each expert of a token"),
+        Implementation("torch", reference.unpermute, "all rows of a token at once, then their sum"),
     ],
     "cross_entropy": [
         _in_triton("cross_entropy", "logits are read twice and gradients written once, none of them in fp32"),

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask, numbers
 from megatron.fused_kernels.reference import in_window, visible_keys
+from megatron.fused_kernels.sinks import scale_weights
 from megatron.settings.kernel_sizes import causal_blocks, first_key
 
 ALIGNED = 64  # a block's first key is a multiple of this, in tokens: fewer shapes of products to prepare
@@ -34,6 +35,7 @@ def block_causal(
     window=None,
     bias=None,
     padding=None,
+    sinks=None,
     **_,
 ) -> torch.Tensor:
     """Explicit causal attention in blocks of queries, each against the keys that any of them can see: half of the scores or
@@ -42,7 +44,7 @@ def block_causal(
     assert causal and query.shape[0] <= key.shape[0], "block_causal skips keys after a block of queries"
     blocks = _blocks(query, key, window, documents)
     starts = None if documents is None else documents.starts
-    more = (bias, padding)
+    more = (bias, padding, sinks)
     if allowed is None:
         return _BlockAttention.apply(query, key, value, None, starts, blocks, dropout, scale, softcap, window, *more)
     visible, blind = visible_keys(allowed, causal, window)
@@ -89,9 +91,7 @@ class _BlockAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, query, key, value, visible, starts, blocks, dropout, scale, softcap, window, bias=None, padding=None
-    ):
+    def forward(ctx, query, key, value, visible, starts, blocks, dropout, scale, softcap, window, bias, padding, sinks):
         (s, b, g, q, d), t = query.shape, key.shape[0]
         past = t - s  # keys before the first query
         rows = query.permute(1, 2, 0, 3, 4).reshape(b * g, s * q, d)
@@ -116,6 +116,9 @@ class _BlockAttention(torch.autograd.Function):
             if padding is not None:
                 mask_padding(block, padding[:, first:end])
             weights.append(torch.softmax(block, -1))
+            if sinks is not None:
+                shape = (b, g, stop - start, q, end - first)
+                scale_weights(weights[-1].view(shape), block.view(shape), sinks.unsqueeze(1))
             if dropout is not None:
                 masks.append(kept_weights(dropout, query.shape, slice(start, stop), slice(first, end)))
             dropped = weights[-1] if dropout is None else weights[-1] * numbers(masks[-1], rows.dtype)
@@ -123,6 +126,7 @@ class _BlockAttention(torch.autograd.Function):
         ctx.save_for_backward(rows, keys, values, *weights, *masks)
         ctx.shape, ctx.scale, ctx.factor = query.shape, scale, None if dropout is None else dropout.factor
         ctx.softcap, ctx.blocks, ctx.bias_shape = softcap, blocks, None if bias is None else bias.shape
+        ctx.sinks_dtype = None if sinks is None else sinks.dtype
         if dropout is not None:  # the factor of the weights, applied to their sum
             attended.mul_(ctx.factor)
         return _to_sequence_first(attended, query.shape).reshape(s, b, g * q * d)
@@ -138,6 +142,7 @@ class _BlockAttention(torch.autograd.Function):
         empty = torch.empty_like if blocks[-1].first == 0 else torch.zeros_like
         d_rows, d_keys, d_values = torch.empty_like(rows), empty(keys), empty(values)
         d_bias = rows.new_zeros(ctx.bias_shape, dtype=torch.float32) if ctx.needs_input_grad[10] else None
+        d_sinks = rows.new_zeros(g, q, dtype=torch.float32) if ctx.needs_input_grad[12] else None
         for block, weight, mask in zip(reversed(blocks), reversed(weights), reversed(masks), strict=True):
             mine, dropped, seen = slice(block.start * q, block.stop * q), weight, slice(block.first, block.end)
             d_scores = torch.bmm(gradient[:, mine], values[:, seen].transpose(1, 2))
@@ -148,6 +153,8 @@ class _BlockAttention(torch.autograd.Function):
             if d_bias is not None:
                 own = by_position(d_bias[:, block.start : block.stop, seen], q)
                 add_samples(own, d_scores.view(b, g, -1, q, block.end - block.first))
+            if d_sinks is not None:  # gradients of a softmax add up to 0: that of the sink is minus the others' sum
+                d_sinks -= d_scores.sum(-1, dtype=torch.float32).view(b, g, -1, q).sum((0, 2))
             if ctx.softcap is not None:  # scores are recomputed: saved, they would be as large as the weights
                 tanh = scaled_scores(rows[:, mine], keys[:, seen], ctx.scale).div_(ctx.softcap).tanh_()
                 d_scores = d_scores.addcmul_(d_scores, tanh.square_(), value=-1)
@@ -159,7 +166,8 @@ class _BlockAttention(torch.autograd.Function):
         d_keys.mul_(ctx.scale)
         d_key, d_value = (x.view(b, g, t, d).permute(2, 0, 1, 3) for x in (d_keys, d_values))
         d_bias = None if d_bias is None else d_bias.to(rows.dtype)
-        return d_query, d_key, d_value, *[None] * 7, d_bias, None
+        d_sinks = None if d_sinks is None else d_sinks.to(ctx.sinks_dtype)
+        return d_query, d_key, d_value, *[None] * 7, d_bias, None, d_sinks
 
 
 def scaled_scores(rows: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:

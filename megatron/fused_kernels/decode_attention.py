@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from megatron.fused_kernels.sinks import scale_weights
+
 FEW = 4  # queries that share a key, up to which it is best to read the key for each of them
 
 
@@ -109,16 +111,32 @@ def _pairs(of_texts: Sequence[tuple[slice, ...]], g: int, q: int, rows: int) -> 
 
 
 def on_cpu(
-    query, keys, values, places: Places, *, scale: float, softcap: Optional[float] = None, window: Optional[int] = None
+    query,
+    keys,
+    values,
+    places: Places,
+    *,
+    scale: float,
+    softcap: Optional[float] = None,
+    window: Optional[int] = None,
+    sinks: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """`reference.decode_attention` on a CPU, in fp32."""
     places = places.last(None if window is None else window + 1)
     if query.shape[2] > FEW and softcap is None:
-        return by_text(query, keys, values, places, scale)
-    return by_pairs(query, keys, values, places, scale, softcap)
+        return by_text(query, keys, values, places, scale, sinks)
+    return by_pairs(query, keys, values, places, scale, softcap, sinks)
 
 
-def by_pairs(query, keys, values, places: Places, scale: float, softcap: Optional[float] = None) -> torch.Tensor:
+def by_pairs(
+    query,
+    keys,
+    values,
+    places: Places,
+    scale: float,
+    softcap: Optional[float] = None,
+    sinks: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
     """One product of all queries with their keys (torch's sampled product of dense matrices), and one sum of values. Both
     read a row of the cache where it lies, so blocks need no order, and threads share all texts.
     """
@@ -130,6 +148,8 @@ def by_pairs(query, keys, values, places: Places, scale: float, softcap: Optiona
         pairs.scores.values().div_(softcap).tanh_().mul_(softcap)
     for scores, weights in pairs.softmax:
         torch.softmax(scores, -1, out=weights)
+        if sinks is not None:
+            scale_weights(weights, scores, sinks.flatten())
     stored = values.view(-1, values.shape[-1])
     attended, *_ = torch.embedding_bag(
         stored, pairs.columns, pairs.starts, False, 0, False, pairs.weights, False
@@ -137,7 +157,7 @@ def by_pairs(query, keys, values, places: Places, scale: float, softcap: Optiona
     return attended.view(n, -1)
 
 
-def by_text(query, keys, values, places: Places, scale: float) -> torch.Tensor:
+def by_text(query, keys, values, places: Places, scale: float, sinks: Optional[torch.Tensor] = None) -> torch.Tensor:
     """Text by text, with the queries of a group as rows of one product, which reads a key once for all of them.
 
     If a text's places are several slices, the results of each are merged by the log-sum-exp of scores, which costs less
@@ -147,18 +167,19 @@ def by_text(query, keys, values, places: Places, scale: float) -> torch.Tensor:
     attended = []
     for row, own in zip(query.split(1), places.of_texts, strict=True):
         parts = [[x.narrow(2, one.start, one.stop - one.start) for x in (keys, values)] for one in own]
-        if len(parts) == 1:
+        if len(parts) == 1 and sinks is None:
             attended.append(F.scaled_dot_product_attention(row, *parts[0], scale=scale))
         else:
-            attended.append(_merged(row, parts, scale))
+            attended.append(_merged(row, parts, scale, sinks))
     return torch.cat(attended).flatten(1)
 
 
-def _merged(query, parts, scale: float) -> torch.Tensor:
-    """[1, g, q, d] over all parts, [1, g, any, d] each."""
+def _merged(query, parts, scale: float, sinks: Optional[torch.Tensor]) -> torch.Tensor:
+    """[1, g, q, d] over all parts, [1, g, any, d] each; sinks are a part without values."""
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     attended, lse = (torch.stack(each) for each in zip(*(run(query, *part, scale=scale) for part in parts)))
-    return (attended * lse.softmax(0).unsqueeze(-1)).sum(0)
+    more = lse if sinks is None else torch.cat((lse, sinks.float().expand_as(lse[:1])))
+    return (attended * more.softmax(0)[: len(lse)].unsqueeze(-1)).sum(0)
 
 
 def last_places(slices: tuple[slice, ...], count: int) -> tuple[slice, ...]:

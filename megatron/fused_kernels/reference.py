@@ -32,6 +32,7 @@ def attention(
     window: int | None = None,
     bias: torch.Tensor | None = None,
     padding: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention of query [s, b, g, q, d] over key, value [t, b, g, d] -> [s, b, g q d].
 
@@ -47,6 +48,7 @@ def attention(
     window:    in a causal case: a query sees its own key and at most this many before it
     bias:      [g q, s, t], added to scaled scores, after a cap
     padding:   [b, t] bool, True at tokens; at least one per sample, and in a causal case up to each of its queries
+    sinks:     [g, q], a logit of each head that takes part in the softmax, and has no value
     """
     s, b, g, q, d = query.shape
     t = key.shape[0]
@@ -75,10 +77,13 @@ def attention(
         scores = scores.masked_fill(~in_window(s, t, window, scores.device), float("-inf"))
     elif causal and s > 1:
         scores = scores + torch.full((s, t), float("-inf"), dtype=scores.dtype, device=scores.device).triu(t - s + 1)
-    weights = scores.softmax(-1).to(value.dtype)
+    if sinks is not None:
+        of_sinks = sinks.to(scores.dtype).view(1, g * q, 1, 1).expand(b, -1, s, -1)
+        scores = torch.cat((scores, of_sinks), -1)
+    weights = scores.softmax(-1)[..., :t].to(value.dtype)
     if dropout is not None:
         weights = weights * dropout.mask() * dropout.factor
-    attended = torch.bmm(weights.view(b * g, q * s, t), values)  # [b g, q s, d]
+    attended = torch.bmm(weights.reshape(b * g, q * s, t), values)  # [b g, q s, d]
     attended = attended.view(b, g, q, s, d).permute(3, 0, 1, 2, 4).reshape(s, b, g * q * d)
     return attended if blind is None else attended.masked_fill(blind, 0.0)
 
@@ -92,6 +97,7 @@ def decode_attention(
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`attention` of the newest token of each of n texts over all of its tokens: query [n, g, q, d], keys and values
     [places, g, d], of which each text has some -> [n, g q d].
@@ -99,7 +105,7 @@ def decode_attention(
     attended = []
     for row, own in zip(query, places.of_texts, strict=True):
         key, value = (torch.cat([stored[one] for one in own]).unsqueeze(1) for stored in (keys, values))
-        more = dict(scale=scale, causal=True, softcap=softcap, window=window)
+        more = dict(scale=scale, causal=True, softcap=softcap, window=window, sinks=sinks)
         attended.append(attention(row[None, None], key, value, **more)[0])
     return torch.cat(attended)
 
@@ -192,6 +198,17 @@ def geglu(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """gelu(gate) x value of x [..., 2 f] = (gate, value) -> [..., f]. approximate: none, or tanh."""
     gate, value = x.chunk(2, -1)
     return gelu(gate, approximate) * value
+
+
+def sigmoid_glu(x: torch.Tensor, alpha: float, limit: Optional[float] = None, offset: float = 0.0) -> torch.Tensor:
+    """gate sigmoid(alpha gate) x (value + offset) of x [..., 2 f] = (gate, value) -> [..., f].
+
+    limit: gates become at most this, and values from -limit to limit, before anything else
+    """
+    gate, value = x.chunk(2, -1)
+    if limit is not None:
+        gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (value + offset)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal self-attention with grouped queries, rotary positions, query-key norm, separate documents, sliding windows, soft
-caps and a key-value cache. Ranks of context parallelism share sequences by a ring of keys and values, by gathering them,
-or by exchanging rows for heads.
+caps, sinks and a key-value cache. Ranks of context parallelism share sequences by a ring of keys and values, by gathering
+them, or by exchanging rows for heads.
 
 Legend: s new tokens, t all tokens (t = s without a cache), b micro-batch, h hidden, g key-value groups, q queries
 per group, d channels per head, tp ranks that divide the groups, cp ranks that divide the tokens: s is one rank's part
@@ -42,7 +42,7 @@ from megatron.mpu.context_parallel import (
     own_rows,
     rows_to_heads,
 )
-from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, create_parameters
 from megatron.mpu.mesh import Axis
 from megatron.mpu.random import Dropout
 from megatron.settings.schema import Config, Kernels, Model
@@ -165,6 +165,10 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (
                 norm(take_prefix(weights, name), model.norm_epsilon, **factory_kwargs) for name in ("q_norm", "k_norm")
             )
+        self.has_sinks = model.softmax_type != "vanilla"
+        self.register_parameter("softmax_offset", None)
+        if learned := {name: placed for name, placed in weights.items() if name == "softmax_offset"}:
+            create_parameters(self, learned, tp, dtype=common["dtype"], device=common["device"])
         self.sharing, self.gather_again = sharing, gather_again
         heads = tp if sharing.heads.size == 1 else _divided_by_both(tp, sharing.heads)
         self.dropout = Dropout(model.attention_dropout, "attention", layer, seed, batch_dim=0, cut=0, axis=heads)
@@ -210,11 +214,22 @@ class Attention(nn.Module):
             window=self.window,
             unfused=self.plain_softmax,
             head_dim=self.head_dim,
+            sinks=self.has_sinks,
         )
         run = choose_kernel("decode_attention", case, self.backend).run
         if run is reference.decode_attention:
             return None
-        return partial(run, scale=self.scale, softcap=self.softcap, window=self.window)
+        sinks = self.sinks(self.groups) if self.has_sinks else None
+        return partial(run, scale=self.scale, softcap=self.softcap, window=self.window, sinks=sinks)
+
+    def sinks(self, groups: int) -> torch.Tensor:
+        """The logits [groups, q] that take part in the softmax of heads and have no value.
+
+        groups: those of this rank, which are fewer if ranks exchange rows for heads
+        """
+        if self.softmax_offset is None:  # --softmax-type off-by-one
+            return torch.zeros(groups, self.queries, device=self.qkv.weight.device)
+        return self.softmax_offset.narrow(0, self.sharing.heads.rank * groups, groups)
 
     def project(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Project the attention output [s, b, g/tp q d] to [s, b, h]. x: the layer's input, for variants."""
@@ -251,6 +266,7 @@ def describe_kernel(config: Config, facts: Facts, device: str) -> list[str]:
         unfused=not config.kernels.masked_softmax_fusion,
         documents=True,
         head_dim=model.head_dim,
+        sinks=model.softmax_type != "vanilla",
     )
     backend, parallel, lines = config.kernels.attention_backend, config.parallel, []
     kinds = set(parallel.cp_comm_types) if parallel.context_parallel_size > 1 else set()
@@ -368,9 +384,11 @@ def scaled_dot_product_attention(
         biased=context.bias is not None,
         padded=context.padding is not None,
         packed=packed,
+        sinks=layer.has_sinks,
     )
     if dropout is None:
         dropout = weights_kept(layer, query, query.shape[0], key.shape[0], context)
+    sinks = dict(sinks=layer.sinks(query.shape[2])) if layer.has_sinks else {}
     return choose_kernel("attention", case, layer.backend).run(
         query,
         key,
@@ -386,4 +404,5 @@ def scaled_dot_product_attention(
         window=window,
         bias=context.bias,
         padding=context.padding,
+        **sinks,
     )

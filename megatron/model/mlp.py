@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MLP of a block: GeLU, squared ReLU (arXiv:2109.08668), gated SiLU or gated GeLU (SwiGLU, GeGLU, arXiv:2002.05202)."""
+"""The MLP of a block: GeLU, squared ReLU (arXiv:2109.08668), or a gate with SiLU or GeLU (SwiGLU, GeGLU, arXiv:2002.05202),
+whose parts may be clamped.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -32,15 +34,23 @@ class Activation(nn.Module):
         super().__init__()
         self.swiglu, self.geglu, self.squared = model.swiglu, model.geglu, model.squared_relu
         self.approximate = "tanh" if model.bias_gelu_fusion else "none"
+        self.sigmoid_gate = model.sigmoid_gate
+
+    @property
+    def gated(self) -> bool:
+        return self.swiglu or self.geglu or self.sigmoid_gate is not None
 
     @property
     def is_gelu(self) -> bool:
         """Whether the activation is GeLU, without a gate."""
         own = type(self)._activation is not Activation._activation  # a variant's
-        return not (self.swiglu or self.geglu or self.squared or own)
+        return not (self.gated or self.squared or own)
 
     def _activation(self, x: torch.Tensor) -> torch.Tensor:
         """The activation of the output of `up`, [s, b, ffn/tp]."""
+        if self.sigmoid_gate:
+            run = choose_kernel("sigmoid_glu", Case(x.device.type, x.dtype, unfused=self.unfused)).run
+            return run(x, *self.sigmoid_gate)
         if self.swiglu:
             return choose_kernel("swiglu", Case(x.device.type, x.dtype, unfused=self.unfused)).run(x)
         if self.geglu:
@@ -75,7 +85,7 @@ class MLP(Activation):
 
     def _bias_gelu(self, x: torch.Tensor) -> Optional[Callable]:
         """A kernel that adds the bias of `up` before GeLU; None: the product adds it, at no cost."""
-        if self.swiglu or self.geglu or self.squared or self.approximate != "tanh" or self.up.bias is None:
+        if self.gated or self.squared or self.approximate != "tanh" or self.up.bias is None:
             return None
         kernel = choose_kernel("bias_gelu", Case(x.device.type, x.dtype)).run
         return None if kernel is reference.bias_gelu else kernel

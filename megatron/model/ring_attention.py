@@ -31,6 +31,7 @@ from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
 from megatron.fused_kernels.partial_attention import Rectangle, Scores, merge
+from megatron.fused_kernels.sinks import gradient_of_sinks
 from megatron.mpu import collectives
 from megatron.mpu.chunks import chunk_pairs, own_chunks, part_of_chunks, parts_between, ring_distances
 from megatron.mpu.mesh import Axis
@@ -127,20 +128,24 @@ def scaled_dot_product_attention(
         unfused=layer.plain_softmax,
         documents=any(rectangle.documents for step in steps for rectangle in step.rectangles),
         head_dim=d,
+        sinks=layer.has_sinks,
     )
     kernel = choose_kernel("partial_attention", case, layer.backend).run
     scores = Scores(layer.scale, layer.score_divisor, layer.softcap, 1.0 if dropout is None else dropout.factor)
     kept = None if dropout is None else dropout.mask()
     query = query.reshape(s, b, g * q, d)
-    attended = _RingAttention.apply(query, key, value, kept, layer.sharing.rows, steps, kernel, scores)
+    sinks = layer.sinks(g) if layer.has_sinks else None
+    attended = _RingAttention.apply(query, key, value, sinks, kept, layer.sharing.rows, steps, kernel, scores)
     return attended.view(s, b, g * q * d)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, kept, ring, steps, kernel, scores):
+    def forward(ctx, query, key, value, sinks, kept, ring, steps, kernel, scores):
         total = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         lse = total.new_full(query.shape[:3], float("-inf"))
+        if sinks is not None:  # as a part of the keys, without values
+            lse.copy_(sinks.detach().flatten().expand_as(lse))
         arriving, message = torch.stack((key, value), 2), collectives.Done()
         for step, places in zip(steps, _moves(steps, ring)):
             message.wait()
@@ -153,13 +158,13 @@ class _RingAttention(torch.autograd.Function):
                 at = rectangle.rows, rectangle.samples
                 merge(total[at], lse[at], *result)
         attended = total.to(query.dtype)
-        ctx.save_for_backward(query, key, value, attended, lse, kept)
+        ctx.save_for_backward(query, key, value, attended, lse, sinks, kept)
         ctx.of = ring, steps, kernel, scores
         return attended
 
     @staticmethod
     def backward(ctx, gradient):
-        (query, key, value, attended, lse, kept), (ring, steps, kernel, scores) = ctx.saved_tensors, ctx.of
+        (query, key, value, attended, lse, sinks, kept), (ring, steps, kernel, scores) = ctx.saved_tensors, ctx.of
         gradient = gradient.contiguous()
         d_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         arriving, message = torch.stack((key, value), 2), collectives.Done()
@@ -183,7 +188,8 @@ class _RingAttention(torch.autograd.Function):
             sums, sums_message = collectives.start_shift(own, ring, places)
         sums_message.wait()
         d_key, d_value = sums.unbind(2)
-        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), *[None] * 5
+        d_sinks = None if sinks is None else gradient_of_sinks(gradient, attended, lse, sinks)
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), d_sinks, *[None] * 5
 
 
 def _moves(steps: Steps, ring: Axis) -> list[int]:

@@ -163,6 +163,9 @@ def attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
             table[f"{name}.weight"] = Placement(shape, Constant(1.0), cut={"tp": 0}, decay=False)
         else:  # one weight for all heads, of which a rank sees some
             table |= add_prefix(name, norm(m, m.head_dim, partial=True))
+    if m.softmax_type == "learnable":
+        shape = (m.query_groups, queries)
+        table["softmax_offset"] = Placement(shape, Normal(m.init_method_std), cut={"tp": 0}, decay=False)
     return table
 
 

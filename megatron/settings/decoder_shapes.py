@@ -2,7 +2,7 @@
 """Published shapes of decoders with rotary positions, for `--model-name-or-path`: all settings but the vocabulary.
 
 From the config.json of each model: Llama 3.1, Qwen2.5, Qwen3, Phi-3, OLMo 2, Gemma 2 and 3; with experts Mixtral, Qwen3,
-Qwen1.5, OLMoE and DeepSeek-MoE.
+Qwen1.5, OLMoE, gpt-oss and DeepSeek-MoE.
 
     >>> DECODERS["gemma-2-2b"]["window_attn_skip_freq"], DECODERS["qwen3-0.6b"]["kv_channels"]
     (2, 128)
@@ -60,6 +60,25 @@ _DEEPSEEK = dict(
     moe_shared_expert_intermediate_size=2816,
 )
 
+_GPT_OSS = dict(
+    _LLAMA | _UNTIED,
+    norm_epsilon=1e-5,
+    swiglu=False,
+    quick_geglu=True,
+    activation_func_clamp_value=7.0,
+    glu_linear_offset=1.0,
+    disable_bias_linear=False,
+    softmax_type="learnable",
+    window_size="127,0",
+    window_attn_skip_freq=2,
+    rotary_base=150000.0,
+    rope_type="yarn",
+    rotary_scaling_factor=32.0,
+    yarn_original_max_position_embeddings=4096,
+    yarn_correction_range_round_to_int=False,
+    moe_router_topk=4,
+)
+
 
 def _shape(
     of: dict[str, Any], layers: int, hidden: int, heads: int, groups: int, head: int, ffn: int, length: int, **more
@@ -100,5 +119,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "qwen3-235b-a22b": _shape(_QWEN_MOE, 94, 4096, 64, 4, 128, 12288, 40960, moe_ffn_hidden_size=1536),
     "qwen1.5-moe-a2.7b": _shape(_QWEN_SHARED, 24, 2048, 16, 16, 128, 5632, 8192),
     "olmoe-1b-7b": _shape(_OLMOE, 16, 2048, 16, 16, 128, 1024, 4096),
+    "gpt-oss-20b": _shape(_GPT_OSS, 24, 2880, 64, 8, 64, 2880, 131072, num_experts=32),
+    "gpt-oss-120b": _shape(_GPT_OSS, 36, 2880, 64, 8, 64, 2880, 131072, num_experts=128),
     "deepseek-moe-16b": _shape(_DEEPSEEK, 28, 2048, 16, 16, 128, 10944, 4096),
 }

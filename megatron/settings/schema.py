@@ -73,6 +73,9 @@ def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     return tuple(result)
 
 
+QUICK = 1.702  # x sigmoid(1.702 x) is close to GeLU (arXiv:1606.08415, section 2)
+
+
 @dataclass(frozen=True)
 class Model:
     """The shape and the arithmetic of the network."""
@@ -179,6 +182,17 @@ class Model:
     swiglu: bool = setting("gated SiLU in the MLP instead of GeLU", False, on_resume="another model")
     geglu: bool = setting("gated GeLU in the MLP instead of GeLU", False, on_resume="another model")
     squared_relu: bool = setting("relu(x)^2 in the MLP instead of GeLU", False, on_resume="another model")
+    quick_geglu: bool = setting(
+        "gated x sigmoid(1.702 x) in the MLP instead of GeLU, as in gpt-oss", False, on_resume="another model"
+    )
+    activation_func_clamp_value: Optional[float] = setting(
+        "with --swiglu or --quick-geglu: gates are at most this, and values between minus this and this",
+        None,
+        on_resume="refused",
+    )
+    glu_linear_offset: float = setting(
+        "with --swiglu or --quick-geglu: any number, added to the values after the clamp", 0.0, on_resume="refused"
+    )
     num_experts: Optional[int] = setting(
         "experts of a layer that has them instead of an MLP; 0 or 1: none (docs/experts.md)",
         None,
@@ -398,6 +412,12 @@ class Model:
         "--attention-logit-softcapping",
         on_resume="refused",
     )
+    softmax_type: Literal["vanilla", "learnable", "off-by-one"] = setting(
+        "softmax of attention over the keys alone, or with a sink: a logit of each head without a value, learned as in "
+        "gpt-oss, or 0",
+        "vanilla",
+        on_resume="another model",
+    )
     final_logit_softcapping: Optional[float] = setting(
         "logits become cap x tanh(logit / cap), as in Gemma 2", None, "--output-logit-softcapping", on_resume="refused"
     )
@@ -462,12 +482,21 @@ class Model:
         """Width inside the MLP; a gate keeps the parameter count of 4h with 8/3 h, rounded down to 64 (Megatron)."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        return max(64, self.hidden_size * 8 // 3 // 64 * 64) if self.gated else 4 * self.hidden_size
+        narrow = self.swiglu or self.geglu
+        return max(64, self.hidden_size * 8 // 3 // 64 * 64) if narrow else 4 * self.hidden_size
 
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate."""
-        return self.swiglu or self.geglu
+        return self.swiglu or self.geglu or self.quick_geglu
+
+    @property
+    def sigmoid_gate(self) -> Optional[tuple[float, Optional[float], float]]:
+        """(alpha, limit, offset) of a gate with x sigmoid(alpha x), unless it is that of plain SwiGLU, or another one."""
+        changed = self.activation_func_clamp_value is not None or self.glu_linear_offset != 0
+        if not (self.quick_geglu or self.swiglu and changed):
+            return None
+        return QUICK if self.quick_geglu else 1.0, self.activation_func_clamp_value, self.glu_linear_offset
 
     @property
     def qkv_bias(self) -> bool:
@@ -540,6 +569,11 @@ class Parallel:
     )
     expert_tensor_parallel_size: Optional[int] = setting(
         "degree of tensor parallelism of experts (default: --tensor-model-parallel-size)", None, "--etp"
+    )
+    overlap_moe_expert_parallel_comm: bool = setting(
+        "the forward pass of a micro-batch and the backward pass of another one take turns: while experts' tokens of one "
+        "are exchanged, the other computes",
+        False,
     )
     data_parallel_size: Optional[int] = setting("only checked: must be world size / (tp x pp x cp)", None)
     dp_degree: Optional[int] = setting(

@@ -102,7 +102,8 @@ def launch(op: str, dtype: torch.dtype, shapes: list[list[int]], part: dict | No
     if op == "decode_attention":  # texts of as many tokens as the cache has for each
         n, places = shapes[0][0], shapes[1][0]
         places = Places([(slice(k * places // n, (k + 1) * places // n),) for k in range(n)], 16, torch.device("meta"))
-        run(*(x.detach() for x in inputs), places, scale=0.1)
+        sinks = torch.empty(shapes[0][1:3], dtype=dtype, device="meta") if part else None
+        run(*(x.detach() for x in inputs), places, scale=0.1, sinks=sinks)
         return
     if op == "rotate":  # queries as a part of the fused product, as attention has them
         s, b, g, q, d = shapes[0]

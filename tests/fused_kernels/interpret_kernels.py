@@ -324,6 +324,10 @@ CASES = {
     "decode_attention": lambda: decode(3, 2, 1, 64, 16, 150),
     "decode_attention in parts": lambda: decode(4, 2, 3, 20, 16, 600),
     "decode_attention in a window": lambda: decode(3, 1, 2, 16, 8, 700, window=300),
+    "decode_attention with sinks": lambda: decode(3, 2, 3, 20, 16, 600, sinks=drawn(2, 3, seed=2)),
+    "decode_attention with sinks, in a window": lambda: decode(
+        3, 1, 2, 16, 8, 700, window=100, sinks=3 * drawn(1, 2, seed=2)
+    ),
     "decode_attention, capped, many queries": lambda: decode(3, 2, 17, 24, 4, 90, softcap=0.5, window=6),
     "generation": lambda: generation(num_query_groups=1, group_query_attention=True),
     "GPT": lambda: network(),

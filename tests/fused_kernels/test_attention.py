@@ -62,7 +62,7 @@ def mask(name: str, positions: torch.Tensor, t: int) -> torch.Tensor | None:
     return (torch.rand(B, s, t, generator=generator) > 0.5) & (positions % 3 != 1).unsqueeze(1)
 
 
-def formula(query, key, value, pairs, kept, softcap=None) -> torch.Tensor:
+def formula(query, key, value, pairs, kept, softcap=None, sinks=None) -> torch.Tensor:
     """[s, b, g q d], one head of one sample at a time, from pairs [b, s, t] and kept [b, g q, s, t] or None."""
     s, b, g, q, d = query.shape
     heads = []
@@ -73,8 +73,12 @@ def formula(query, key, value, pairs, kept, softcap=None) -> torch.Tensor:
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
             scores = torch.where(pairs[sample], scores, -1e30)
-            powers = (scores - scores.detach().amax(1, keepdim=True)).exp() * pairs[sample]
-            weights = powers / powers.sum(1, keepdim=True).clamp(min=1e-30)  # none for a query that sees no key
+            largest = scores.detach().amax(1, keepdim=True)
+            powers = (scores - largest).exp() * pairs[sample]
+            total = powers.sum(1, keepdim=True)
+            if sinks is not None:
+                total = total + (sinks[group, head % q] - largest).exp()
+            weights = powers / total.clamp(min=1e-30)  # none for a query that sees no key
             if kept is not None:
                 weights = weights * kept[sample, head] * FACTOR
             heads.append(weights @ value[:, sample, group])
@@ -97,13 +101,14 @@ def results(function, inputs) -> list[torch.Tensor]:
     return [x.detach().cpu().double() for x in (value, *torch.autograd.grad(value, inputs, upstream))]
 
 
-def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, device: str, what: str):
-    """Each element, and over all elements what rounding may add up to."""
+def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, device: str, what: str, share=1.0):
+    """Each element, and over all elements what rounding may add up to; share: of these bounds."""
     of_each = {torch.float32: 1e-5, torch.bfloat16: 0.15}[dtype]
     of_all = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}[dtype]
     least = 0.0
     if device == "cuda":  # products in fp32 may be made in TF32; a sum that is 0 may be rounding
         of_each, of_all, least = {torch.float32: (1e-2, 1e-3, 1e-6), torch.bfloat16: (0.3, 1.5e-2, 1e-3)}[dtype]
+    of_each, of_all = of_each * share, of_all * share
     size = want.square().mean().sqrt().item()
     message = lambda text: f"{what}\n{text}"
     torch.testing.assert_close(got, want, rtol=of_each, atol=of_each * size + least, msg=message)
@@ -114,14 +119,20 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, devic
 def fitting_equal(case: Case, how: dict, inputs, wanted) -> set[str]:
     """Compare values and gradients of all implementations that may be chosen for a case; returns their names."""
     fitting = [entry for entry in TABLE["attention"] if entry.fits(case)]
+    names = ("value", "d query", "d key", "d value", "d sinks")[: len(wanted)]
     for entry in fitting:
-        got = results(lambda *x, run=entry.run: run(*x, **how), inputs)
-        for name, mine, theirs in zip(("value", "d query", "d key", "d value"), got, wanted, strict=True):
-            assert_near(mine, theirs, case.dtype, case.device, f"{entry.name}, {case}: {name}")
+        got = results(lambda *x, run=entry.run: run(*x[:3], **how, **with_sinks(*x[3:])), inputs)
+        for name, mine, theirs in zip(names, got, wanted, strict=True):
+            share = 5.0 if name == "d sinks" else 1.0  # a sum of all rows, in which most cancel
+            assert_near(mine, theirs, case.dtype, case.device, f"{entry.name}, {case}: {name}", share)
     return {entry.name for entry in fitting}
 
 
-def check(device, dtype, order, masked, dropped, shape, softcap=None, window=None) -> set[str]:
+def with_sinks(*sinks) -> dict:
+    return dict(sinks=sinks[0]) if sinks else {}
+
+
+def check(device, dtype, order, masked, dropped, shape, softcap=None, window=None, sunk=False) -> set[str]:
     """All implementations that may be chosen for a case against the formula; returns their names."""
     (length, g, q), (causal, sizes), d = shape, ORDERS[order], 16
     s, t = sizes(length)
@@ -134,8 +145,12 @@ def check(device, dtype, order, masked, dropped, shape, softcap=None, window=Non
         pairs = pairs & (torch.arange(t) >= positions.unsqueeze(1) - window)
     words = torch.randint(-32768, 32768, (B, g * q, s, t), generator=torch.Generator().manual_seed(3)).short()
     inputs = operands(s, t, g, q, d, dtype, device)
+    if sunk:  # of every size: one hardly matters, one takes most of the weight
+        sinks = torch.linspace(-3, 4, g * q, device=device).view(g, q)
+        inputs.append(sinks.to(dtype).requires_grad_())
     exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
-    wanted = results(lambda *x: formula(*x, pairs, (words >= THRESHOLD) if dropped else None, softcap), exact)
+    kept = (words >= THRESHOLD) if dropped else None
+    wanted = results(lambda *x: formula(*x[:3], pairs, kept, softcap, **with_sinks(*x[3:])), exact)
     how = dict(
         scale=SCALE,
         causal=causal,
@@ -144,7 +159,8 @@ def check(device, dtype, order, masked, dropped, shape, softcap=None, window=Non
         softcap=softcap,
         window=window,
     )
-    case = Case(device, dtype, s, t, causal, masked != "none", dropped, q > 1, softcap=bool(softcap), window=window)
+    more = dict(softcap=bool(softcap), window=window, sinks=sunk)
+    case = Case(device, dtype, s, t, causal, masked != "none", dropped, q > 1, **more)
     return fitting_equal(case, how, inputs, wanted)
 
 
@@ -194,6 +210,33 @@ def test_capped_scores(device, dtype, masked, window):
         found = check(device, dtype, "causal", masked, dropped, shape, 0.7, window)
         assert {"reference", "block-causal"} <= found <= {"reference", "block-causal", "flash-attn"}
     assert "reference" in check(device, dtype, "bidirectional", masked, False, (37, 3, 1), 0.7)
+
+
+@pytest.mark.parametrize("order", ["causal", "cached", "one cached"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 0, 40])
+def test_sinks(device, dtype, window, order):
+    """Values and gradients, that of the sink, too; kernels without sinks are not chosen."""
+    flash = f"flash with sinks ({'CUDA' if device == 'cuda' else 'CPU'})"
+    some = {"reference"} | ({"block-causal", flash} if order != "one cached" else set())
+    some -= {flash} if device == "cuda" and dtype == torch.float32 else set()
+    for masked, dropped, softcap, shape in (
+        ("none", False, None, (150, 2, 3)),
+        ("documents", False, None, (140, 4, 1)),
+        ("none", True, 0.7, (60, 1, 4)),
+    ):
+        found = check(device, dtype, order, masked, dropped, shape, softcap, window, sunk=True)
+        assert found - {flash} == some - {flash} and (flash in found) == (flash in some and shape[0] == 150)
+
+
+def test_sinks_over_long_keys_are_not_stored_scores():
+    long = dict(device="cpu", dtype=torch.float32, queries=10000, keys=10000, causal=True, sinks=True)
+    assert choose_kernel("attention", Case(**long)).name == "flash with sinks (CPU)"
+    assert choose_kernel("attention", Case(**long, window=127)).name == "block-causal"
+    half = Case(**long | dict(device="cuda", dtype=torch.bfloat16))
+    assert next(e.name for e in TABLE["attention"] if e.suits(half) and half.features <= e.covers).startswith(
+        "flash with"
+    )
 
 
 def test_long_sequences_keep_block_causal_where_a_window_keeps_it_small():

@@ -81,6 +81,8 @@ def cannot(name: str, case: Case) -> bool:
     """What would be wrong, from how each kernel works: blocks end at the last key that one of
     their queries sees; the packages take no mask of ours."""
     ordered = case.causal and case.queries == case.keys
+    if case.sinks and not name.startswith("flash with sinks") and name not in ("block-causal", "reference"):
+        return True
     return {
         "flash-attn": case.masked
         or case.documents
@@ -94,6 +96,8 @@ def cannot(name: str, case: Case) -> bool:
         "block-causal": not case.causal or case.scaled_softmax,
         "block-full": case.causal or case.documents or case.scaled_softmax,
         "sdpa (CPU)": case.dropout or case.scaled_softmax,
+        "flash with sinks (CPU)": not case.sinks or case.masked or case.dropout or case.scaled_softmax,
+        "flash with sinks (CUDA)": not case.sinks or case.masked or case.dropout or case.dtype == torch.float32,
         "one query": case.queries > 1
         or not case.causal
         or case.masked
@@ -117,10 +121,10 @@ def test_nothing_is_chosen_that_cannot(monkeypatch):
         (torch.float32, torch.bfloat16, torch.float16),
         ((1, 1), (256, 256), (9000, 9000), (1, 256), (128, 256), (300, 40)),
     ):
-        for causal, masked, dropout, grouped, scaled, packed in itertools.product(*[flags] * 6):
-            if causal and sizes[0] > sizes[1] or packed and (masked or not causal):
+        for causal, masked, dropout, grouped, scaled, packed, sinks in itertools.product(*[flags] * 7):
+            if causal and sizes[0] > sizes[1] or (packed or sinks) and (masked or not causal):
                 continue
-            case = Case(device, dtype, *sizes, causal, masked, dropout, grouped, scaled, documents=packed)
+            case = Case(device, dtype, *sizes, causal, masked, dropout, grouped, scaled, documents=packed, sinks=sinks)
             for backend in ("auto", "explicit", "sdpa", "flash"):
                 name = choose_kernel("attention", case, backend).name
                 assert not cannot(name, case), (name, case, backend)

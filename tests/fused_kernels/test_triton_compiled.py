@@ -34,8 +34,9 @@ def norm(op: str, width: int) -> dict:
     return dict(op=op, shapes=[[TOKENS, 2, width]] * rows + [[width]] * weights)
 
 
-def decode(n: int, g: int, q: int, d: int, tokens: int = 1024) -> dict:
-    return dict(op="decode_attention", shapes=[[n, g, q, d], [n * tokens, g, d], [n * tokens, g, d]])
+def decode(n: int, g: int, q: int, d: int, tokens: int = 1024, **part) -> dict:
+    shapes = [[n, g, q, d], [n * tokens, g, d], [n * tokens, g, d]]
+    return dict(op="decode_attention", shapes=shapes, **(dict(part=part) if part else {}))
 
 
 def experts(op: str, k: int, width: int) -> dict:
@@ -53,6 +54,7 @@ FEW = [
 ]
 MORE = [
     *[decode(n, g, q, d) for n, g, q, d in ((1, 12, 1, 64), (16, 32, 1, 128), (4, 2, 8, 96), (64, 8, 8, 256))],
+    decode(16, 8, 8, 64, sinks=True),
     *[
         experts(op, k, width)
         for op in ("permute", "unpermute")

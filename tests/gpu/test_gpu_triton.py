@@ -84,7 +84,8 @@ def test_rotate(d, width, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
-    "g, q, d, more", [(8, 4, 128, {}), (12, 1, 64, dict(window=300)), (2, 8, 256, dict(softcap=5.0))]
+    "g, q, d, more",
+    [(8, 4, 128, {}), (12, 1, 64, dict(window=300)), (2, 8, 256, dict(softcap=5.0)), (8, 8, 64, dict(sinks=1.5))],
 )
 def test_decode_attention(g, q, d, more, dtype):
     """Texts of 1 to 3000 tokens, in blocks of a cache in random order."""
@@ -96,6 +97,8 @@ def test_decode_attention(g, q, d, more, dtype):
     places = Places(of_texts, 16, torch.device("cuda"))
     shapes = (len(lengths), g, q, d), (4800, g, d), (4800, g, d)
     inputs = [drawn(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes)]
+    if "sinks" in more:
+        more = dict(sinks=torch.linspace(-1, more["sinks"], g * q, device="cuda").view(g, q))
     found = probe.kernel("decode_attention")(*inputs, places, scale=d**-0.5, **more)
     wanted = reference.decode_attention(*(x.double() for x in inputs), places, scale=d**-0.5, **more)
     assert ((found.double() - wanted).norm() / wanted.norm()).item() < TOLERANCE[dtype]

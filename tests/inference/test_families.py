@@ -5,6 +5,7 @@ tensors come back as they were.
 
 import copy
 import json
+import math
 import warnings
 
 import pytest
@@ -45,6 +46,10 @@ GEMMA_3_ROPE = dict(
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 DOTS = dict(n_shared_experts=2, first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5)
 DOTS |= dict(n_group=4, topk_group=2, head_dim=16, sliding_window=None)
+GPT_OSS_ROPE = dict(rope_type="yarn", rope_theta=150.0, factor=4.0, truncate=False, original_max_position_embeddings=16)
+GPT_OSS_ROPE |= dict(beta_fast=32.0, beta_slow=1.0, attention_factor=0.1 * math.log(4) + 1)
+GPT_OSS = dict(swiglu_limit=0.5, sliding_window=6, rope_parameters=GPT_OSS_ROPE, head_dim=16)
+GPT_OSS |= dict(intermediate_size=32)  # square matrices: a wrong transpose has the same shape
 CASES = {  # family -> settings of its configuration class
     "llama": dict(attention_bias=True, mlp_bias=True, head_dim=16),
     "qwen2": dict(tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
@@ -61,9 +66,10 @@ CASES = {  # family -> settings of its configuration class
     "olmoe": dict(num_experts=8, num_experts_per_tok=3),
     "qwen2_moe": dict(EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[0, 2]),
     "qwen3_moe": dict(EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1]),
+    "gpt_oss": dict(GPT_OSS, num_local_experts=8, num_experts_per_tok=4),
     "dots1": dict(DOTS, num_experts_per_tok=4, n_routed_experts=8, moe_intermediate_size=24),
 }
-MIXTURES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "dots1")
+MIXTURES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss")
 RARE = ("olmoe", "qwen2_moe", "qwen3_moe")  # whose parts others have, too
 MODELS = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.full) if case in RARE else case for case in CASES]
@@ -166,8 +172,9 @@ def test_greedy_texts(case, family, run_ranks):
 
     want = theirs.generate(prompts, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(prompts))
     texts = continued()
-    if case in ("olmo2", "gemma3_text"):
-        assert run_ranks(4, lambda rank: continued(Mesh(rank, tp=2, pp=2))) == [texts] * 4
+    if case in ("olmo2", "gemma3_text", "gpt_oss"):
+        sizes = dict(tp=2, pp=2, **(dict(ep=2, etp=1) if case in MIXTURES else {}))
+        assert run_ranks(4, lambda rank: continued(Mesh(rank, **sizes))) == [texts] * 4
     assert texts == want[:, 9:].tolist() and len({tuple(text) for text in texts}) == 2
 
 

@@ -17,6 +17,7 @@ from megatron.inference.convert.families import imported
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_settings import FAMILIES, LLAMA, effective, kind_of, our_settings, their_settings
 from megatron.settings import schema
+from megatron.settings.decoder_shapes import DECODERS
 from megatron.settings.presets import preset
 from megatron.settings.schema import Model
 from megatron.tools import checkpoint as tool
@@ -48,6 +49,20 @@ BASES = {
     "dots1": dict(SHARED, **SIGMOID, qk_layernorm=True),
     "deepseek": dict(SHARED, moe_layer_freq="[0]*1+[1]*3", moe_router_pre_softmax=True),
 }
+BASES["gpt_oss"] = dict(
+    OURS,
+    swiglu=False,
+    quick_geglu=True,
+    activation_func_clamp_value=0.3,
+    glu_linear_offset=1.0,
+    disable_bias_linear=False,
+    softmax_type="learnable",
+    window_size="4,0",
+    window_attn_skip_freq=2,
+    num_experts=4,
+    ffn_hidden_size=32,
+    moe_ffn_hidden_size=32,
+)
 OTHER = dict(  # another value of a setting that changes what a model computes, with what gives it an effect
     rotary_percent=dict(rotary_percent=0.5),
     rotary_seq_len_interpolation_factor=dict(rotary_seq_len_interpolation_factor=3.0),
@@ -61,6 +76,8 @@ OTHER = dict(  # another value of a setting that changes what a model computes, 
     window_attn_skip_freq=dict(window_size="5,0", window_attn_skip_freq=2),
     attn_logit_softcapping=dict(attn_logit_softcapping=2.0),
     final_logit_softcapping=dict(final_logit_softcapping=3.0),
+    activation_func_clamp_value=dict(activation_func_clamp_value=0.2),
+    glu_linear_offset=dict(glu_linear_offset=0.5),
     add_qkv_bias=dict(add_qkv_bias=True, disable_bias_linear=True),
     num_experts=dict(num_experts=4),
     moe_layer_freq=dict(num_experts=4, moe_layer_freq="2"),
@@ -114,7 +131,10 @@ def another(name: str, base: dict) -> dict:
 def test_each_setting_leaves_or_is_named(name, kind, tmp_path):
     """At another value than each family has: the exported model agrees, which `to-hf` checks, or the error names it."""
     settings = another(name, BASES[kind])
-    if len({"swiglu", "geglu", "squared_relu"} & {flag for flag, on in settings.items() if on is True}) > 1:
+    if (
+        len({"swiglu", "geglu", "squared_relu", "quick_geglu"} & {flag for flag, on in settings.items() if on is True})
+        > 1
+    ):
         return  # two activations, which training refuses
     if settings.get("qk_layernorm_across_heads") and settings.get("normalization") != "RMSNorm":
         return
@@ -214,6 +234,44 @@ GEMMA_2_2B = dict(
 )
 
 
+GPT_OSS_20B = dict(
+    model_type="gpt_oss",
+    attention_bias=True,
+    attention_dropout=0.0,
+    experts_per_token=4,
+    head_dim=64,
+    hidden_act="silu",
+    hidden_size=2880,
+    initial_context_length=4096,
+    initializer_range=0.02,
+    intermediate_size=2880,
+    layer_types=["sliding_attention", "full_attention"] * 12,
+    max_position_embeddings=131072,
+    num_attention_heads=64,
+    num_experts_per_tok=4,
+    num_hidden_layers=24,
+    num_key_value_heads=8,
+    num_local_experts=32,
+    output_router_logits=False,
+    quantization_config=dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"]),
+    rms_norm_eps=1e-5,
+    rope_scaling=dict(
+        beta_fast=32.0,
+        beta_slow=1.0,
+        factor=32.0,
+        original_max_position_embeddings=4096,
+        rope_type="yarn",
+        truncate=False,
+    ),
+    rope_theta=150000,
+    router_aux_loss_coef=0.9,
+    sliding_window=128,
+    swiglu_limit=7.0,
+    tie_word_embeddings=False,
+    vocab_size=201088,
+)
+
+
 SHARED_WORDS = dict(shared_expert_intermediate_size=5632)
 DEEPSEEK_WORDS = dict(n_routed_experts=64, num_experts_per_tok=6)
 GROUPS = dict(n_group=3, topk_group=2, norm_topk_prob=True)
@@ -222,6 +280,11 @@ GROUPS = dict(n_group=3, topk_group=2, norm_topk_prob=True)
 @pytest.mark.parametrize(
     "published, parameters, want",
     [
+        (
+            GPT_OSS_20B,
+            20_914_757_184,  # as its model card says
+            {name: DECODERS["gpt-oss-20b"][name] for name in DECODERS["gpt-oss-20b"]},
+        ),
         (QWEN_2_05B, 494_032_768, dict(add_qkv_bias=True, window_size=None, rotary_base=1e6, norm_position="pre")),
         (
             GEMMA_2_2B,
@@ -298,7 +361,8 @@ def test_named_shapes(name, vocabulary, parameters):
         (GEMMA_3_1B, dict(rope_scaling=dict(rope_type="yarn", factor=8.0)), "rope_type 'yarn'"),
         (GEMMA_3_1B, dict(model_type="gemma3"), "has a vision tower"),
         (QWEN_2_05B, dict(model_type="phi"), "attention and MLP in parallel"),
-        (QWEN_2_05B, dict(model_type="gpt_oss"), "attention has sinks"),
+        (GPT_OSS_20B, dict(swiglu_alpha=2.0), "swiglu_alpha 2.0"),
+        (GPT_OSS_20B, dict(attention_bias=False), "attention_bias False"),
         (QWEN_2_05B, dict(model_type="deepseek_v3"), "MLA"),
         (QWEN_2_05B, dict(model_type="qwen3_moe", num_experts_per_tok=129), "128 of width 768, 129 for each token"),
         (QWEN_2_05B, dict(model_type="olmoe", clip_qkv=8.0), "clip_qkv 8.0"),

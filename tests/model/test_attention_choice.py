@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer asks for a kernel that can do what it needs, and a model's facts name the same one."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,8 @@ from megatron.training.rules import check
 from tests.settings.test_rules import BASE, config
 
 NAMES = {"sdpa (CPU)": "flash", "block-causal": "block-causal", "reference": "reference"}
+NAMES |= {"flash with sinks (CPU)": "flash", "flash with sinks (CUDA)": "flash"}
+SINKS = dict(softmax_type="learnable")
 SHAPE = dict(num_layers=2, hidden_size=16, num_attention_heads=2, hidden_dropout=0.0, seq_length=64)
 
 
@@ -33,6 +36,7 @@ SHAPE = dict(num_layers=2, hidden_size=16, num_attention_heads=2, hidden_dropout
         (dict(attn_logit_softcapping=5.0), False),
         (dict(attn_logit_softcapping=5.0, window_size="9,0"), True),
         (dict(attn_logit_softcapping=5.0, attention_dropout=0.1, window_size="9,0"), False),
+        (dict(SINKS, window_size="9,0", window_attn_skip_freq=2), True),
     ],
 )
 def test_layers_ask_for_what_they_need(monkeypatch, backend, settings, packed):
@@ -49,6 +53,7 @@ def test_layers_ask_for_what_they_need(monkeypatch, backend, settings, packed):
         block.attention(x, context)
         case, chosen = asked[-1]
         assert case.window == (None if layer == 1 and "window_attn_skip_freq" in settings else model.window)
+        assert case.sinks == (model.softmax_type == "learnable")
         assert (case.softcap, case.documents) == (model.attn_logit_softcapping is not None, packed) and not case.masked
         share = RankSetup(device="cpu", precision="fp32", element=4, backend=backend)
         assert GPTFacts(model, 50).attention_kernel(share, case.window) == NAMES[chosen.name]
@@ -59,12 +64,44 @@ def test_layers_ask_for_what_they_need(monkeypatch, backend, settings, packed):
 def test_facts_of_long_sequences_name_the_kernel_that_the_table_gives(window):
     size = None if window is None else f"{window},0"
     long = dict(SHAPE, seq_length=9000, window_size=size, attention_dropout=0.0)
-    for capped in (None, 5.0):
-        case = Case("cpu", torch.float32, 9000, 9000, causal=True, softcap=capped is not None, window=window)
-        facts = GPTFacts(Model(**long, attn_logit_softcapping=capped), 50)
+    for capped, sinks in ((None, {}), (5.0, {}), (None, SINKS), (5.0, SINKS)):
+        marks = dict(softcap=capped is not None, sinks=bool(sinks))
+        case = Case("cpu", torch.float32, 9000, 9000, causal=True, window=window, **marks)
+        facts = GPTFacts(Model(**long, attn_logit_softcapping=capped, **sinks), 50)
         for backend in ("auto", "explicit", "sdpa"):
             chosen = choose_kernel("attention", case, backend).name
             assert facts.attention_kernel(RankSetup(device="cpu", backend=backend), window) == NAMES[chosen]
+
+
+@pytest.mark.parametrize(
+    "dtype, precision", [(torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.float16, "fp16")]
+)
+def test_facts_name_the_kernel_of_sinks_on_a_gpu(dtype, precision, monkeypatch):
+    torch_alone = lambda entry: "flash-attn" not in entry.name
+    monkeypatch.setitem(
+        TABLE, "attention", [replace(e, lacking="", probe=lambda: "") for e in TABLE["attention"] if torch_alone(e)]
+    )
+    more = dict(), dict(attention_dropout=0.1), dict(attn_logit_softcapping=5.0), dict(window_size="9,0")
+    for settings in (*more, dict(apply_query_key_layer_scaling=True), dict(kv_channels=512)):
+        model = Model(**{**SHAPE, "attention_dropout": 0.0, **SINKS, **settings})
+        for backend, unfused in itertools.product(("auto", "explicit", "sdpa", "flash"), (False, True)):
+            case = Case(
+                "cuda",
+                dtype,
+                64,
+                64,
+                causal=True,
+                dropout=model.attention_dropout > 0,
+                softcap=model.attn_logit_softcapping is not None,
+                window=model.window,
+                scaled_softmax=model.apply_query_key_layer_scaling and dtype == torch.float16,
+                head_dim=model.head_dim,
+                sinks=True,
+                unfused=unfused,
+            )
+            share = RankSetup(device="cuda", precision=precision, backend=backend, plain_softmax=unfused)
+            chosen = choose_kernel("attention", case, backend).name
+            assert GPTFacts(model, 50).attention_kernel(share, model.window) == NAMES[chosen], (settings, case, backend)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +113,7 @@ def test_facts_name_the_kernel_of_a_ring(device, dtype, precision, monkeypatch):
     monkeypatch.setitem(TABLE, "partial_attention", rows)
     names = {"flash (CUDA)": "flash", "flash (CPU)": "flash", "explicit": "block-causal"}
     models = [dict(), dict(attention_dropout=0.1), dict(attn_logit_softcapping=5.0), dict(window_size="9,0")]
-    models += [dict(apply_query_key_layer_scaling=True), dict(kv_channels=512)]
+    models += [dict(apply_query_key_layer_scaling=True), dict(kv_channels=512), SINKS]
     for settings in models:
         model = Model(**{**SHAPE, "attention_dropout": 0.0, **settings})
         for backend in ("auto", "explicit", "sdpa", "flash"):
@@ -91,6 +128,7 @@ def test_facts_name_the_kernel_of_a_ring(device, dtype, precision, monkeypatch):
                 window=model.window,
                 scaled_softmax=model.apply_query_key_layer_scaling and dtype == torch.float16,
                 head_dim=model.head_dim,
+                sinks=settings == SINKS,
             )
             share = RankSetup(device=device, precision=precision, backend=backend, cp=2)
             chosen = choose_kernel("partial_attention", case, backend).name

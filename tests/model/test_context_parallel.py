@@ -41,6 +41,7 @@ SETTINGS = [  # further settings of the model, and whether there are documents
     (dict(window_size="9,0"), False),
     (dict(window_size="13,0", attn_logit_softcapping=2.0), True),
     (dict(attention_dropout=0.3), True),
+    (dict(softmax_type="learnable", window_size="13,0"), True),
 ]
 
 
@@ -55,7 +56,10 @@ def layer_of(mesh, way, settings, backend):
         **dict(dict(attention_dropout=0.0), **settings),
     )
     network = GPT(model, mesh, 50, cp_comm_type=[way], kernels=Kernels(attention_backend=backend), device="cpu")
-    return network, network.blocks["0"].attention
+    layer = network.blocks["0"].attention
+    if layer.softmax_offset is not None:
+        layer.softmax_offset.data.copy_(torch.linspace(-1, 2, 8).view(4, 2))
+    return network, layer
 
 
 def dense(query, key, value, layer, documents):
@@ -69,7 +73,11 @@ def dense(query, key, value, layer, documents):
     scores = torch.einsum("sbgqd,tbgd->bgqst", query, key) * d**-0.5
     if layer.softcap is not None:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
-    weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    if layer.has_sinks:
+        sinks = layer.softmax_offset.double().view(1, g, q, 1, 1).expand(b, g, q, s, 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = scores.softmax(-1)[..., :s]
     if layer.dropout.p:
         kept = layer.dropout.keep((b, g * q, s, s), torch.arange(b), torch.device("cpu"))
         weights = weights * kept.mask().view(b, g, q, s, s) * kept.factor
@@ -93,7 +101,8 @@ def test_attention_is_that_of_the_whole_sequence(cp, run_ranks):
             batch = MicroBatch(tokens, tokens, torch.arange(B), document_ids=DOCUMENTS if documents else None)
             context = network.context(batch)
             value = attention_core(*own, layer, context)
-            found.append((value.detach(), *torch.autograd.grad(value, own, upstream[rows])))
+            of = [*own, layer.softmax_offset] if layer.has_sinks else own
+            found.append((value.detach(), *torch.autograd.grad(value, of, upstream[rows])))
         return found
 
     found = run_ranks(cp, body)
@@ -101,9 +110,12 @@ def test_attention_is_that_of_the_whole_sequence(cp, run_ranks):
         _, layer = layer_of(Mesh(), "p2p", settings, backend)
         exact = [x.double().requires_grad_() for x in inputs]
         value = dense(*exact, layer, DOCUMENTS if documents else None)
-        wanted = (value, *torch.autograd.grad(value, exact, upstream.double()))
+        of = [*exact, layer.softmax_offset] if layer.has_sinks else exact
+        wanted = (value, *torch.autograd.grad(value, of, upstream.double()))
+        if layer.has_sinks:  # each rank has a part of a sum: of its rows, or of its heads
+            assert (sum(of_rank[number][4] for of_rank in found) - wanted[4]).abs().max() < 5e-5, (way, backend)
         for rank, of_rank in enumerate(found):
-            for mine, want in zip(of_rank[number], wanted, strict=True):
+            for mine, want in zip(of_rank[number][:4], wanted[:4], strict=True):
                 error = (mine - want[rows_of(rank, cp)]).abs().max()
                 assert error < 2e-5, (settings, documents, way, backend, rank, error)
 

@@ -38,10 +38,22 @@ GEMMA = dict(
     scale_embedding=True,
     query_pre_attn_scalar=3.0,
 )
+GPT_OSS = dict(
+    position_embedding_type="rope",
+    num_query_groups=2,
+    normalization="RMSNorm",
+    softmax_type="learnable",
+    window_size="3,0",
+    window_attn_skip_freq=2,
+    quick_geglu=True,
+    activation_func_clamp_value=0.5,
+    glu_linear_offset=1.0,
+    untie_embeddings_and_output_weights=True,
+)
 VARIANTS = pytest.mark.parametrize(
     "settings",
-    [{}, MODERN, WINDOWED, SOME_WINDOWED, OLMO, GEMMA],
-    ids=["gpt2", "modern", "windowed", "some windowed", "olmo", "gemma"],
+    [{}, MODERN, WINDOWED, SOME_WINDOWED, OLMO, GEMMA, GPT_OSS],
+    ids=["gpt2", "modern", "windowed", "some windowed", "olmo", "gemma", "gpt-oss"],
 )
 
 

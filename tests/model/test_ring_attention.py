@@ -33,13 +33,16 @@ def _seen(starts, window):
     return seen if starts is None else seen & (order >= torch.from_numpy(starts)[:, :, None])
 
 
-def _dense(query, key, value, seen, scores, kept):
+def _dense(query, key, value, sinks, seen, scores, kept):
     """[t, b, h, d] of fp64."""
     key, value = (x.repeat_interleave(query.shape[2] // key.shape[2], 2) for x in (key, value))
     logits = torch.einsum("sbhd,tbhd->bhst", query, key) * scores.scale
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
-    weights = logits.masked_fill(~seen[:, None].to(logits.device), float("-inf")).softmax(-1)
+    logits = logits.masked_fill(~seen[:, None].to(logits.device), float("-inf"))
+    if sinks is not None:
+        logits = torch.cat((logits, sinks.flatten()[None, :, None, None].expand(*logits.shape[:3], 1)), -1)
+    weights = logits.softmax(-1)[..., : len(key)]
     weights = weights if kept is None else weights * kept * scores.factor
     return torch.einsum("bhst,tbhd->sbhd", weights, value)
 
@@ -101,7 +104,7 @@ STARTS[0, 70:], STARTS[0, 150:], STARTS[1, 5:], STARTS[1, 96:] = 70, 150, 5, 96
 SHORT = np.repeat(np.arange(0, T, 24, dtype=np.int32), 24)[None].repeat(B, 0)  # in chunks of two and of four ranks
 PAIR = SHORT.copy()
 PAIR[1, 48:72] = 24  # one document of two chunks of four ranks
-CASES = {  # window, documents, softcap, dropout, heads, groups, channels
+CASES = {  # window, documents, softcap, dropout, heads, groups, channels; names with "sinks" have them
     "plain": (None, None, None, 0.0, 4, 4, 16),
     "grouped": (None, None, None, 0.0, 4, 2, 16),
     "narrow window": (7, None, None, 0.0, 4, 4, 16),
@@ -112,6 +115,9 @@ CASES = {  # window, documents, softcap, dropout, heads, groups, channels
     "documents": (None, STARTS, None, 0.0, 4, 2, 16),
     "documents and window": (60, STARTS, None, 0.0, 4, 4, 16),
     "cap and dropout": (None, STARTS, 1.5, 0.3, 4, 2, 16),
+    "sinks": (None, None, None, 0.0, 4, 2, 16),
+    "sinks, documents and window": (60, STARTS, None, 0.0, 4, 4, 16),
+    "sinks, cap and dropout": (7, None, 1.5, 0.3, 4, 2, 16),
 }
 
 
@@ -129,10 +135,12 @@ def test_every_kernel_is_a_softmax_over_all_pairs(case, size, device, monkeypatc
     upstream = drawn(T, B, heads, d)
     kept = (torch.rand(B, heads, T, T, generator=generator) > p).to(device) if p else None
     scores = Scores(d**-0.5, 1.0, softcap, 1 / (1 - p))
-    exact = [x.double().requires_grad_() for x in inputs]
-    value = _dense(*exact, _seen(starts, window), scores, kept)
+    sinks = torch.linspace(-2, 3, heads).view(groups, -1).to(dtype).to(device) if "sinks" in case else None
+    exact = [x.double().requires_grad_() for x in (*inputs, *([] if sinks is None else [sinks]))]
+    value = _dense(*exact[:3], exact[3] if len(exact) > 3 else None, _seen(starts, window), scores, kept)
     wanted = [value, *torch.autograd.grad(value, exact, upstream.double())]
     marks = dict(dropout=p > 0, grouped=groups < heads, softcap=softcap is not None, documents=starts is not None)
+    marks |= dict(sinks=sinks is not None)
     asked = Case(device, dtype, T // size, T // size, True, window=window, head_dim=d, **marks)
     fitting = [entry for entry in TABLE["partial_attention"] if entry.fits(asked)]
     assert len(fitting) == (1 if p else 2)  # flash attention has no caps and no masks of dropout
@@ -146,12 +154,16 @@ def test_every_kernel_is_a_softmax_over_all_pairs(case, size, device, monkeypatc
                 steps = ring_attention.ring_steps(T, axis.rank, size, window)
             own, saved = [x[rows] for x in inputs], _Saved()
             mask = None if kept is None else kept[:, :, rows]
-            attended = ring_attention._RingAttention.forward(saved, *own, mask, axis, steps, kernel, scores)
+            attended = ring_attention._RingAttention.forward(saved, *own, sinks, mask, axis, steps, kernel, scores)
             gradients = ring_attention._RingAttention.backward(saved, upstream[rows])
-            return rows, (attended, *gradients[:3])
+            return rows, (attended, *gradients[:3]), gradients[3]
 
-        for rows, found in _in_ring(monkeypatch, size, body):
-            for mine, want in zip(found, wanted, strict=True):
+        of_ranks = _in_ring(monkeypatch, size, body)
+        if sinks is not None:  # each rank has the part of its rows
+            total, want = sum(gradient.double() for *_, gradient in of_ranks), wanted[4]
+            assert (total - want).abs().max() < (2e-2 if device == "cuda" else 2e-5) * want.abs().max(), entry.name
+        for rows, found, _ in of_ranks:
+            for mine, want in zip(found, wanted[:4], strict=True):
                 want = want[rows]
                 assert mine.dtype == dtype
                 tolerance = (2e-2 if device == "cuda" else 1e-5) * want.abs().max()
@@ -183,7 +195,7 @@ def test_no_tensor_grows_with_the_sequence(kernel, monkeypatch):
         saved = _Saved()
         own, ring = [torch.randn(s, b, h, d) for _ in range(4)], Axis("cp", tuple(range(size)), size // 2)
         with _Largest() as seen:
-            ring_attention._RingAttention.forward(saved, *own[:3], None, ring, steps, kernel, Scores(0.25))
+            ring_attention._RingAttention.forward(saved, *own[:3], None, None, ring, steps, kernel, Scores(0.25))
             ring_attention._RingAttention.backward(saved, own[3])
         found.append(seen.largest)
     assert found[0] == found[1] <= 4 * b * h * max(2 * s * d, s * s)

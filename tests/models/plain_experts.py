@@ -63,7 +63,7 @@ class Family:
                 width = 64 if self.gated else 4 * HIDDEN
                 own |= {"mlp.up": up(width), "mlp.down": ((HIDDEN, width), small)}
             drawn |= {f"blocks.{n}.{name}.weight": how for name, how in own.items()}
-            biased = {} if self.gated else own.items() - {("mlp.router", own.get("mlp.router"))}
+            biased = {} if self.gated else own.items()
             weights |= {f"blocks.{n}.{name}.bias": torch.zeros(how[0][:-1]) for name, how in biased}
         norms = ["final_norm", *(f"blocks.{n}.{half}_norm" for n in range(LAYERS) for half in ("attention", "mlp"))]
         for norm in norms:
@@ -104,7 +104,7 @@ class Family:
             return F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1] if self.gated else F.gelu(x, approximate="tanh")
 
         def experts(own, x):
-            logits = x @ weights[f"{own}.router.weight"].T  # [b, s, E]
+            logits = linear(f"{own}.router", x)  # [b, s, E]
             bias = buffers.get(f"{own}.router.expert_bias", torch.zeros(self.experts))
             parts = self.router(logits, bias)
             chosen = (parts != 0).double().detach()

@@ -40,6 +40,17 @@ GEMMA = dict(
     window_attn_skip_freq=2,
     rope_local_base_freq=100.0,
 )
+GPT_OSS = dict(
+    LLAMA,
+    swiglu=False,
+    quick_geglu=True,
+    activation_func_clamp_value=7.0,
+    glu_linear_offset=1.0,
+    softmax_type="learnable",
+    num_query_groups=2,
+    window_size="40,0",
+    window_attn_skip_freq=2,
+)
 VOCABULARY = 96
 
 
@@ -157,6 +168,8 @@ def test_samples_packed_of_documents(shape, backend, again):
         (dict(LLAMA, attn_logit_softcapping=2.0, attention_dropout=0.1, num_query_groups=2), "auto"),
         (OLMO, "auto"),
         (dict(GEMMA, attn_logit_softcapping=2.0), "auto"),
+        (GPT_OSS, "auto"),
+        (dict(GPT_OSS, activation_func_clamp_value=None), "sdpa"),
     ],
 )
 def test_one_rank(shape, backend, precision, again):
@@ -241,6 +254,7 @@ def test_tensor_parallel(run_ranks, shape, sp):
         (dict(LLAMA, num_query_groups=2, qk_layernorm=True, attention_dropout=0.1), "auto"),
         pytest.param(dict(PLAIN, num_query_groups=2, seq_length=600), "auto", marks=pytest.mark.full),
         (dict(LLAMA, seq_length=600, window_size="100,0", attn_logit_softcapping=2.0), "auto"),
+        pytest.param(GPT_OSS, "sdpa", marks=pytest.mark.full),
     ],
 )
 def test_context_parallel(run_ranks, shape, backend, way):

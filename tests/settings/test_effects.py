@@ -20,7 +20,7 @@ from megatron.training.rules import idle, resolve
 ALWAYS = """
     num_layers num_experts hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
     group_query_attention num_query_groups position_embedding_type normalization norm_epsilon norm_position qk_layernorm
-    swiglu geglu scale_embedding query_pre_attn_scalar squared_relu attn_logit_softcapping
+    swiglu geglu quick_geglu scale_embedding query_pre_attn_scalar squared_relu attn_logit_softcapping softmax_type
     final_logit_softcapping z_loss_coeff disable_bias_linear linear quantization sparsity kd_hidden_projections
     lora_rank lora_alpha lora_dropout lora_target lora_split_fused use_rslora use_dora
     untie_embeddings_and_output_weights apply_query_key_layer_scaling hidden_dropout attention_dropout
@@ -152,6 +152,8 @@ CASES = {
     "lion_beta1": ("--lion-beta1 0.8", "--optimizer sgd", "--optimizer lion"),
     "lion_beta2": ("--lion-beta2 0.8", "", "--optimizer lion"),
     "bias_gelu_fusion": ("--no-bias-gelu-fusion", "--swiglu", ""),
+    "activation_func_clamp_value": ("--activation-func-clamp-value 0.3", "--geglu", "--swiglu"),
+    "glu_linear_offset": ("--glu-linear-offset 0.5", "", "--quick-geglu"),
     "bias_dropout_fusion": ("--no-bias-dropout-fusion", "--device cpu", "--device cuda"),
     "bias_swiglu_fusion": ("--no-bias-swiglu-fusion", "--device cuda", "--device cuda --swiglu"),
     "rope_fusion": ("--no-rope-fusion", f"--device cpu {ROPE}", f"--device cuda {ROPE}"),
@@ -162,6 +164,7 @@ CASES = {
     "attention_softmax_in_fp32": ("--attention-softmax-in-fp32", "", "--bf16"),
     "reset_position_ids": ("--reset-position-ids", "--position-embedding-type none", ROPE),
     "sequence_parallel": ("--sequence-parallel", "2:", "2: --tp 2"),
+    "overlap_moe_expert_parallel_comm": ("--overlap-moe-expert-parallel-comm", f"2: {MIXED}", f"2: {MIXED} --ep 2"),
     "account_for_embedding_in_pipeline_split": ("--account-for-embedding-in-pipeline-split", "2:", "2: --pp 2"),
     "account_for_loss_in_pipeline_split": ("--account-for-loss-in-pipeline-split", "2:", "2: --pp 2"),
     "num_layers_per_virtual_pipeline_stage": (
@@ -361,7 +364,9 @@ def test_the_log_says_each_once(run_ranks, command, capfd):
     ]
 
 
-SAME = "rotary_base bias_gelu_fusion reset_position_ids weight_decay".split()
+SAME = (
+    "rotary_base bias_gelu_fusion activation_func_clamp_value glu_linear_offset reset_position_ids weight_decay".split()
+)
 
 
 @pytest.mark.parametrize("name", SAME)

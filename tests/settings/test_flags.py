@@ -326,7 +326,7 @@ def test_the_tables_say_one_thing_about_each_flag():
         ("--tokenizer-type Llama2Tokenizer", "; say SentencePieceTokenizer"),
         ("--tokenizer-type Llama3Tokenizer", "; say TikTokenizer for its tokenizer.model, HuggingFaceTokenizer"),
         ("--hybrid-override-pattern M*M*", "Mamba layers, and hybrids of them"),
-        ("--softmax-type off-by-one", "attention sinks"),
+        ("--enable-gpt-oss", "say --model-name-or-path gpt-oss-20b"),
         ("--spec a b", "--model-type MODULE, docs/extending.md"),
         ("--adlr-autoresume", "supervise --on-preempt requeue"),
         ("--use-fsdp2", "use --sharding-stage 3"),

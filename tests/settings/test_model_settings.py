@@ -40,6 +40,7 @@ def shapes(
     qkv_bias=False,
     before=True,
     after=False,
+    sink="",
 ):
     """Name -> shape of every weight that a GPT of these sizes has."""
     groups, d, ffn = groups or heads, d or h // heads, ffn or 4 * h
@@ -74,7 +75,8 @@ def shapes(
         found[f"{name}.weight"] = (width,)
         if norm == "LayerNorm":
             found[f"{name}.bias"] = (width,)
-    return found
+    offsets = {f"blocks.{n}.attention.softmax_offset": (groups, heads // groups) for n in range(layers)}
+    return found | (offsets if sink == "learnable" else {})
 
 
 def normed(w, name, x, norm, epsilon):
@@ -121,8 +123,11 @@ def attention(
     window=None,
     across=False,
     over=None,
+    sink="",
 ):
-    """Head by head, each query head with the key-value head of its group. over: scores are divided by its root."""
+    """Head by head, each query head with the key-value head of its group. over: scores are divided by its root. sink: a
+    further score without a value, "learnable" or 0.
+    """
     d = w[f"{name}.qkv.weight"].shape[2]
     qkv = linear(w, f"{name}.qkv", x).view(*x.shape[:2], groups, heads // groups + 2, d)
     if across:  # all heads of a token have one root of the mean square
@@ -143,7 +148,12 @@ def attention(
         if position == "rope":
             q, k = rotated(q, base, share), rotated(k, base, share)
         scores = capped(torch.einsum("ibd,jbd->bij", q, k) / math.sqrt(over or d), cap) + mask
-        outputs.append(torch.einsum("bij,jbd->ibd", scores.softmax(-1), v))
+        further = torch.zeros(scores.shape[:2] + (0,))
+        if sink:
+            own = w[f"{name}.softmax_offset"][group, place] if sink == "learnable" else torch.zeros(())
+            further = own.expand(*scores.shape[:2], 1)
+        weights = torch.cat((scores, further), -1).softmax(-1)[:, :, : len(x)]
+        outputs.append(torch.einsum("bij,jbd->ibd", weights, v))
     return linear(w, f"{name}.output", torch.cat(outputs, -1))
 
 
@@ -173,6 +183,10 @@ def plain(
     scaled=False,
     over=None,
     local=None,
+    sink="",
+    alpha=None,
+    limit=math.inf,
+    offset=0.0,
     **_,
 ):
     """Logits [s, b, V] of a GPT with weights `w` (our names and shapes)."""
@@ -202,12 +216,14 @@ def plain(
             windows[n],
             across,
             over,
+            sink,
         )
         x = x + of(after, f"{block}.post_attention_norm", attended)
         up = linear(w, f"{block}.mlp.up", of(before, f"{block}.mlp_norm", x))
         if gated:
             gate, value = up.chunk(2, -1)
-            up = (gelu(gate) if gelu_gate else gate * torch.sigmoid(gate)) * value
+            gate, value = gate.clamp(max=limit), value.clamp(-limit, limit) + offset
+            up = (gelu(gate) if gelu_gate else gate * torch.sigmoid((alpha or 1.0) * gate)) * value
         elif squared:
             up = up * up * (up > 0)
         elif erf:
@@ -233,6 +249,9 @@ NO_SHAPE = (
     "scaled",
     "over",
     "local",
+    "alpha",
+    "limit",
+    "offset",
 )  # of what is told, that changes no weight's shape
 ROPE = "--position-embedding-type rope"
 CASES = [  # flags, what the plain transformer is then told, and what would give other logits with the same weights
@@ -283,6 +302,20 @@ CASES = [  # flags, what the plain transformer is then told, and what would give
         dict(across=False),
     ),
     ("--geglu", dict(gated=True, gelu_gate=True, ffn=64), dict(gelu_gate=False)),
+    ("--quick-geglu", dict(gated=True, alpha=1.702), dict(alpha=1.0)),  # width 4 x hidden size, as in Megatron-LM
+    (
+        "--quick-geglu --activation-func-clamp-value 0.4 --glu-linear-offset 1",
+        dict(gated=True, alpha=1.702, limit=0.4, offset=1.0),
+        dict(limit=0.5),
+    ),
+    ("--swiglu --activation-func-clamp-value 0.4", dict(gated=True, ffn=64, limit=0.4), dict(limit=math.inf)),
+    ("--swiglu --glu-linear-offset 0.3", dict(gated=True, ffn=64, offset=0.3), dict(offset=0.0)),
+    ("--softmax-type off-by-one", dict(sink="zero"), dict(sink="")),
+    (
+        "--softmax-type learnable --num-query-groups 2 --window-size 4,0",
+        dict(sink="learnable", groups=2, windows=(4, 4)),
+        dict(sink="zero"),
+    ),
     ("--scale-embedding", dict(scaled=True), dict(scaled=False)),
     ("--query-pre-attn-scalar 3", dict(over=3), dict(over=8)),
     (

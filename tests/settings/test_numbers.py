@@ -15,7 +15,7 @@ from megatron.training.rules import check, resolve
 
 BASE = dict(num_layers=4, hidden_size=64, num_attention_heads=8, seq_length=32, vocab_size=100, train_iters=10, lr=1e-3)
 MODELS = dict(gpt=pretrain_gpt, t5=pretrain_t5, bert=pretrain_bert)
-ANY = {"stop_at_loss"}  # its help says that it may be any number
+ANY = {"stop_at_loss", "glu_linear_offset"}  # their help says that they may be any number
 
 
 def found(model, flag, value):

@@ -20,7 +20,8 @@ ALIKE = "parallel tokenizer optimizer recompute precision checkpoint guard loggi
 USED = """
     num_layers num_experts hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
     group_query_attention num_query_groups position_embedding_type normalization norm_epsilon norm_position qk_layernorm
-    swiglu geglu scale_embedding query_pre_attn_scalar squared_relu attn_logit_softcapping disable_bias_linear
+    swiglu geglu quick_geglu scale_embedding query_pre_attn_scalar squared_relu attn_logit_softcapping disable_bias_linear
+    softmax_type
     linear quantization sparsity lora_rank lora_alpha lora_dropout lora_target lora_split_fused use_rslora
     apply_query_key_layer_scaling hidden_dropout
     attention_dropout init_method_std make_vocab_size_divisible_by model_type model_name_or_path

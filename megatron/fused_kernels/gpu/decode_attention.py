@@ -25,6 +25,7 @@ def part_kernel(
     values,
     blocks,
     lengths,
+    sinks,
     attended,
     log_sums,
     scale,
@@ -41,6 +42,7 @@ def part_kernel(
     TOKENS: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     text, group, part = (tl.program_id(0) // G).to(tl.int64), tl.program_id(0) % G, tl.program_id(1)
     length = tl.load(lengths + text)
@@ -53,6 +55,10 @@ def part_kernel(
     q = tl.load(query + (first + row)[:, None] * D + channel[None, :], own, 0.0)
     best = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if SINKS:  # of a key without a value, in the first part
+        if part == 0:
+            best = tl.load(sinks + group * Q + row, row < Q, 0.0).to(tl.float32)
+            total += 1.0
     summed = tl.zeros([ROWS, WIDTH], tl.float32)
     for at in range(start, stop, STEP):
         token = at + tl.arange(0, STEP)
@@ -104,6 +110,7 @@ def decode_attention(
     scale: float,
     softcap: Optional[float] = None,
     window: Optional[int] = None,
+    sinks: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """See `reference.decode_attention`."""
     query = query.contiguous()
@@ -118,6 +125,7 @@ def decode_attention(
         values,
         places.blocks,
         places.lengths,
+        log_sums if sinks is None else sinks.contiguous(),
         parts,
         log_sums,
         scale,
@@ -134,6 +142,7 @@ def decode_attention(
         TOKENS=PART,
         CAPPED=softcap is not None,
         WINDOWED=window is not None,
+        SINKS=sinks is not None,
         num_warps=4 if width < 256 else 8,
     )
     if count > 1:

@@ -27,6 +27,7 @@ from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.families import Family, exported, imported, prompts_for
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.convert.merged import merged_first
+from megatron.inference.convert.mxfp4 import MXFP4Files, is_mxfp4
 from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head, tokenizer_settings
 from megatron.inference.quantize import Rounded
 from megatron.inference.quantized import STORED_OF_LAYER, refuse_quantized
@@ -174,9 +175,12 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
     state: a run's position as saved (`run.State.record`). Raises CheckpointError for an unsupported model, missing or
     unknown tensors, or if our model gives other results.
     """
-    family = imported(hf_files.read_json(source / "config.json"))
+    settings = hf_files.read_json(source / "config.json")
+    family = imported(settings)
     kind, model, vocab_size = family.kind, family.facts.settings, family.facts.vocab_size
     files = hf_files.TensorFiles(source)
+    if is_mxfp4(settings):
+        files = MXFP4Files(files)
     if model.num_layers > len(files.shapes):  # before allocating anything per layer
         raise CheckpointError(
             f"{source} holds {len(files.shapes)} tensors, config.json says {model.num_layers:,} layers"

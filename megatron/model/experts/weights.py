@@ -29,14 +29,16 @@ def experts(model: Model, sequence_parallel: bool) -> Table:
 
 
 def router(model: Model) -> Table:
-    """The router's weight [E, h], the bias of each expert's score, and the number of tokens that chose each expert in
-    this step, also by scores without this bias.
+    """The router's weight [E, h], its bias [E] if other linear layers have one (as in Megatron-Core), the bias of each
+    expert's score for the choice, and the number of tokens that chose each expert in this step, also by scores without it.
     """
     each = (model.num_experts,)
     table = {
         "weight": Placement((*each, model.hidden_size), Normal(model.init_method_std), partial=("tp",)),
         "load": Placement(each, Constant(0), partial=("tp",), buffer=Buffer("sum", "int64")),
     }
+    if not model.disable_bias_linear:
+        table["bias"] = Placement(each, Constant(0.0), partial=("tp",), decay=False)
     if model.moe_router_enable_expert_bias:
         table["expert_bias"] = Placement(each, Constant(0), buffer=Buffer("same", "float32"))
     if "global_aux_loss" in dict(model.balancing):

@@ -156,12 +156,17 @@ class GPTFacts(Facts):
         capped = m.attn_logit_softcapping is not None
         if scaled and (drops or capped or share.device == "cpu"):
             return "reference"
-        if capped and share.device == "cuda" and share.backend == "flash":
+        sinks = m.softmax_type != "vanilla"
+        if capped and not sinks and share.device == "cuda" and share.backend == "flash":
             return "flash"  # of the package flash-attn; torch has no soft caps
         if drops or capped:
             return "reference" if share.plain_softmax else "block-causal"
+        if sinks and share.device == "cuda" and (share.precision == "fp32" or m.head_dim > 256):
+            return "reference" if share.plain_softmax or scaled else "block-causal"
+        if share.device == "cuda" and share.backend == "explicit":
+            return "reference" if scaled else "block-causal"
         if share.device == "cuda":
-            return "block-causal" if share.backend == "explicit" and not scaled else "flash"
+            return "flash"
         reach = m.seq_length if window is None else min(m.seq_length, window + 1)
         if share.plain_softmax or reach > 4096:
             return "reference" if share.backend == "explicit" else "flash"
@@ -227,7 +232,7 @@ def _layer_ops(facts: GPTFacts, share: RankSetup, window: Optional[int], with_ex
     attended = self_attention(x, *_norms_across_heads(x), *core)
     before, after = m.norm_position != "post", m.norm_position != "pre"
     ops: list[LayerOp] = []
-    second = mixture_ops(x) if with_experts else mlp_ops(x, m.gated, m.squared_relu, m.geglu)
+    second = mixture_ops(x) if with_experts else mlp_ops(x, *kinds_of(m))
     for branch, again in ((attended, (ATTENTION,)), (second, ())):
         ops += [x.norm(NORM, *again)] * before + [*branch] + [x.norm(*again)] * after + [x.add()]
     return tuple(ops)
@@ -248,41 +253,58 @@ def self_attention(x: Residual, *core: LayerOp) -> tuple[LayerOp, ...]:
 
 
 def mlp_ops(
-    x: Residual, gated: bool, squared: bool = False, gelu: bool = False, width: Optional[int] = None, keeps: bool = True
+    x: Residual,
+    gated: bool,
+    squared: bool = False,
+    gelu: bool = False,
+    sigmoid: Optional[tuple] = None,
+    *,
+    width: Optional[int] = None,
+    keeps: bool = True,
 ) -> tuple[LayerOp, ...]:
-    """The products of an MLP and its activation. gelu: that of the gate, which has no fused kernel; width: its hidden size
-    (default: `ffn_size`); keeps: whether it saves its input, which no other op does
+    """The products of an MLP and its activation. gelu: that of the gate, which has no fused kernel; sigmoid: its
+    `sigmoid_gate`; width: its hidden size (default: `ffn_size`); keeps: whether it saves its input, which no other op does
     """
     n, e, ffn = x.tokens, x.share.element, (width or x.model.ffn_size) // x.share.tp
     up = 2 if gated else 1
-    one = activation_of(x.share, ffn, gated, squared, gelu)
+    one = activation_of(x.share, ffn, gated, squared, gelu, sigmoid)
     input_ = n * x.h * (2 if x.share.sp else 1) * e  # sp: with the input, gathered
     sizes = dict(kept=n * one.kept, given=n * one.given, moved=n * one.moved, workspace=n * one.workspace + input_)
     before = x.column("mlp", ffn, up, keeps=keeps, again=(MLP,), layer="mlp.up")
     return *before, replace(one, **sizes), *x.row("mlp", ffn, again=(MLP,), layer="mlp.down")
 
 
-def activation_of(share: RankSetup, ffn: int, gated: bool, squared: bool, gelu: bool) -> Kernel:
+def kinds_of(m: Model) -> tuple:
+    """What `mlp_ops` needs to know of a model's activation."""
+    return m.gated, m.squared_relu, m.geglu, m.sigmoid_gate
+
+
+def activation_of(
+    share: RankSetup, ffn: int, gated: bool, squared: bool, gelu: bool, sigmoid: Optional[tuple] = None
+) -> Kernel:
     """The activation of an MLP for one token."""
     e, up = share.element, 2 if gated else 1
     fused = share.device == "cuda" and not share.plain_activation and not gelu
     kept = (2 if fused else 3) if gated else 1  # the input of GeLU; relu(x) before its square; gate, value, silu(gate)
+    work = 1 + up
+    if sigmoid:  # its input alone; in torch's ops also sigmoid, gate, value and clamped gate
+        kept, work = (5 + (sigmoid[1] is not None), 4) if share.plain_activation else (2, 8)
     return Kernel(
         "mlp",
         kept=ffn * kept * e,
         given=ffn * up * e,
         moved=ffn * (5 if gated else 4 if squared else 2),
-        workspace=(ffn + up * ffn) * e,
+        workspace=work * ffn * e,
         again=(ACTIVATION, MLP),
     )
 
 
 def mixture_ops(x: Residual) -> tuple[LayerOp, ...]:
     """The ops of router, experts and shared expert."""
-    m, kinds = x.model, (x.model.gated, x.model.squared_relu, x.model.geglu)
+    m, kinds = x.model, kinds_of(x.model)
     width = m.moe_shared_expert_intermediate_size
     kept = x.share.element == 4 and x.share.tp == 1  # by the router
-    shared = mlp_ops(x, *kinds, width, keeps=not kept) if width else ()
+    shared = mlp_ops(x, *kinds, width=width, keeps=not kept) if width else ()
     return expert_ops(x, activation_of(x.share, m.expert_ffn_size // x.share.etp, *kinds), shared)
 
 
@@ -319,30 +341,33 @@ def _exchanged(facts: GPTFacts, share: RankSetup, core: CoreAttention, window: O
     return ops
 
 
-def _masked(share: RankSetup, window: Optional[int]) -> bool:
+def _masked(share: RankSetup, window: Optional[int], sinks: bool) -> bool:
     """Whether a flash kernel takes a window as a mask, shared by all layers, and computes every pair.
 
-    torch's kernels do, except the one for documents, on CUDA in half precision.
+    torch's kernels do, except those for documents and for sinks, on CUDA in half precision.
     """
-    varlen = share.documents and share.device == "cuda" and share.precision != "fp32"
+    varlen = (share.documents or sinks) and share.device == "cuda" and share.precision != "fp32"
     return window is not None and share.backend != "flash" and not varlen
 
 
 def _core(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> CoreAttention:
     m, s, b, e = facts.settings, facts.settings.seq_length, share.micro_batch_size, share.element
     n, heads, d = s // share.cp * b, m.num_attention_heads // share.tp, m.head_dim
+    sinks = m.softmax_type != "vanilla"
     kernel, calls = facts.attention_kernel(share, window), _calls(facts, share, window)
     keys = s  # twice the mean number of keys per query
     if window is not None and kernel != "reference":
         reach = min(window + 1, s)
-        whole = kernel == "flash" and _masked(share, window) and not share.ring
+        whole = kernel == "flash" and _masked(share, window, sinks) and not share.ring
         seen = 2 * sum(call.keys for call in calls) // len(calls)
         keys = seen if whole else min(s, 2 * reach - reach * (reach - 1) / s)
     if share.ring:
         workspace = _ring_workspace(facts, share, kernel, calls, window)
     elif kernel == "flash":
         masked = [
-            call for call in calls if _masked(share, window) or call.queries < call.keys and share.device == "cpu"
+            call
+            for call in calls
+            if _masked(share, window, sinks) or call.queries < call.keys and share.device == "cpu"
         ]
         workspace = max((call.queries * call.keys * e for call in masked), default=0)
         if share.documents and share.device == "cpu":  # gradients of queries, keys and values, concatenated twice

@@ -2,7 +2,7 @@
 """Mapping between the experts of Hugging Face's decoders and ours: entries of config.json, and tensors.
 
 Our weights of a layer's experts are two tensors, [E, 2, f, h] and [E, h, f]. Their files have three matrices for each
-expert.
+expert, or in gpt-oss two tensors of all experts: [E, h, 2 f], with gate and values in turns, and [E, f, h].
 
 Legend: E experts, f width of an expert, h hidden.
 """
@@ -60,6 +60,7 @@ WORDS = {
     "qwen2_moe": ExpertWords("num_experts", shared="shared_expert"),
     "qwen3_moe": ExpertWords("num_experts"),
     "dots1": ExpertWords("n_routed_experts", shared="shared_experts", first_dense=True),
+    "gpt_oss": ExpertWords("num_local_experts", "intermediate_size"),  # its tensors: `_fused_matches`
     "deepseek": ExpertWords("n_routed_experts", shared="shared_experts", first_dense=True),
 }
 
@@ -98,6 +99,7 @@ def against_experts(kind: str) -> Callable[[Model], dict[str, bool]]:
             f"--moe-shared-expert-intermediate-size {shared}": words.first_dense and (shared or 0) % width != 0,
             f"--moe-router-topk {k} from --moe-router-group-topk {groups} groups": bool(groups) and k // groups != 2,
             f"--kv-channels {m.head_dim}": kind == "olmoe" and m.head_dim * m.num_attention_heads != m.hidden_size,
+            "no --activation-func-clamp-value": kind == "gpt_oss" and m.activation_func_clamp_value is None,
             "no --moe-shared-expert-intermediate-size": kind in ("dots1", "qwen2_moe") and not shared,
         }
 
@@ -210,13 +212,15 @@ def pattern_of(layers: Sequence[bool]) -> str:
 
 def expert_matches(kind: str, m: Model, ours: str, theirs: str) -> list[Match]:
     """The matches of a layer's router and experts. ours: `blocks.7.mlp.`; theirs: `model.layers.7.`"""
+    if kind == "gpt_oss":
+        return _fused_matches(m, ours, f"{theirs}mlp.")
     words, e, shared = WORDS[kind], m.num_experts, bool(m.moe_shared_expert_intermediate_size)
     part = f"{theirs}{words.part}."
     names = lambda *which: tuple(f"{part}experts.{n}.{matrix}.weight" for n in range(e) for matrix in which)
     gate, values, output = words.matrices
     result = [
         Match(f"{ours}router.weight", (f"{part}gate.weight",)),
-        Match(f"{ours}router.load", (), lambda t: torch.zeros(e, dtype=torch.int64), lambda x: []),  # of one step
+        *_counts(m, ours),
         Match(
             f"{ours}experts.up.weight",
             names(gate, values),
@@ -225,8 +229,6 @@ def expert_matches(kind: str, m: Model, ours: str, theirs: str) -> list[Match]:
         ),
         Match(f"{ours}experts.down.weight", names(output), torch.stack, list),
     ]
-    if "global_aux_loss" in dict(m.balancing):
-        result.append(result[1]._replace(ours=f"{ours}router.scored_load"))
     if m.moe_router_enable_expert_bias:
         result.append(Match(f"{ours}router.expert_bias", (f"{part}gate.e_score_correction_bias",), exact=True))
     if shared:
@@ -236,3 +238,38 @@ def expert_matches(kind: str, m: Model, ours: str, theirs: str) -> list[Match]:
     if m.moe_shared_expert_gate:
         result.append(Match(f"{ours}shared_gate.weight", (f"{part}shared_expert_gate.weight",)))
     return result
+
+
+def _counts(m: Model, ours: str) -> list[Match]:
+    """The loads of experts, which are counts of one step."""
+    names = ["load"] + ["scored_load"] * ("global_aux_loss" in dict(m.balancing))
+    zeros = lambda t: torch.zeros(m.num_experts, dtype=torch.int64)
+    return [Match(f"{ours}router.{name}", (), zeros, lambda x: []) for name in names]
+
+
+def _fused_matches(m: Model, ours: str, theirs: str) -> list[Match]:
+    """The matches of gpt-oss, whose matrices are transposed: rows are inputs."""
+    f = m.expert_ffn_size
+    apart = lambda x: x.unflatten(1, (f, 2)).transpose(1, 2)  # [E, 2 f, ...] -> [E, 2, f, ...]
+    in_turns = lambda x: x.transpose(1, 2).flatten(1, 2)
+    experts = f"{theirs}experts."
+    return [
+        *(Match(f"{ours}router.{kind}", (f"{theirs}router.{kind}",)) for kind in ("weight", "bias")),
+        *_counts(m, ours),
+        Match(
+            f"{ours}experts.up.weight",
+            (f"{experts}gate_up_proj",),
+            lambda t: apart(t[0].transpose(1, 2)),
+            lambda x: [in_turns(x).transpose(1, 2)],
+        ),
+        Match(
+            f"{ours}experts.up.bias", (f"{experts}gate_up_proj_bias",), lambda t: apart(t[0]), lambda x: [in_turns(x)]
+        ),
+        Match(
+            f"{ours}experts.down.weight",
+            (f"{experts}down_proj",),
+            lambda t: t[0].transpose(1, 2),
+            lambda x: [x.transpose(1, 2)],
+        ),
+        Match(f"{ours}experts.down.bias", (f"{experts}down_proj_bias",)),
+    ]

@@ -130,6 +130,9 @@ def _attention(kind: str, model: Model, ours: str, theirs: str, norm: Callable[[
         for what, rest in kinds.items()
     ]
     result += _linear(model, f"{ours}output", f"{theirs}o_proj")
+    if model.softmax_type == "learnable":
+        of_heads = lambda t: t[0].view(g, q)
+        result.append(Match(f"{ours}softmax_offset", (f"{theirs}sinks",), of_heads, lambda x: [x.flatten()]))
     if model.qk_layernorm and model.qk_layernorm_across_heads:
         for name, heads in (("q_norm", q), ("k_norm", 1)):
             split = lambda t, heads=heads: t[0].view(g, heads, d)

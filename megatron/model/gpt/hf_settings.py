@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megatron.errors import CheckpointError, SettingsError
 from megatron.model.gpt.hf_experts import DENSE, against_experts, effective_experts, our_experts, their_experts
 from megatron.model.gpt.hf_rope import our_rope, refuse, their_rope
-from megatron.settings.schema import Model
+from megatron.settings.schema import QUICK, Model
 
 # The settings that change what a model computes -> their values in a Llama; other settings only change training.
 LLAMA: dict[str, Any] = dict(
@@ -28,6 +28,9 @@ LLAMA: dict[str, Any] = dict(
     swiglu=True,
     geglu=False,
     squared_relu=False,
+    quick_geglu=False,
+    activation_func_clamp_value=None,
+    glu_linear_offset=0.0,
     bias_gelu_fusion=True,
     disable_bias_linear=True,
     add_qkv_bias=False,
@@ -36,6 +39,7 @@ LLAMA: dict[str, Any] = dict(
     window_size=None,
     window_attn_skip_freq=None,
     attn_logit_softcapping=None,
+    softmax_type="vanilla",
     final_logit_softcapping=None,
     **DENSE,
 )
@@ -47,6 +51,17 @@ SHARED = dict(LAYERS_DENSE, moe_shared_expert_intermediate_size=ANY)
 GROUPED = dict(moe_router_num_groups=ANY, moe_router_group_topk=ANY, moe_router_topk_scaling_factor=ANY)
 SIGMOID = dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
 WINDOWS = dict.fromkeys(("window_size", "window_attn_skip_freq"), ANY)
+GPT_OSS = dict(
+    SCALED,
+    **EXPERTS,
+    **WINDOWS,
+    softmax_type="learnable",
+    swiglu=False,
+    quick_geglu=True,
+    activation_func_clamp_value=ANY,
+    glu_linear_offset=1.0,
+    disable_bias_linear=False,
+)
 GEMMA = dict(swiglu=False, geglu=True, scale_embedding=True)
 GEMMA_2 = dict(GEMMA, **WINDOWS, norm_position="sandwich", query_pre_attn_scalar=ANY, final_logit_softcapping=ANY)
 
@@ -92,6 +107,20 @@ class DecoderFamily(NamedTuple):
 
 _EPSILON_5 = dict(rms_norm_eps=1e-5)
 _GEMMA = dict(head_dim=256, tie_word_embeddings=True, query_pre_attn_scalar=256, sliding_window=4096)
+_YARN = dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False)
+_GPT_OSS = dict(
+    _EPSILON_5,
+    num_key_value_heads=8,
+    head_dim=64,
+    attention_bias=True,
+    sliding_window=128,
+    rope_theta=150000.0,
+    rope_parameters=dict(_YARN, original_max_position_embeddings=4096),
+    num_local_experts=128,
+    num_experts_per_tok=4,
+    swiglu_limit=7.0,
+    swiglu_alpha=QUICK,
+)
 _QWEN = dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=28, use_sliding_window=False)
 FAMILIES: dict[str, DecoderFamily] = {  # model_type -> family
     "gpt2": DecoderFamily(
@@ -184,13 +213,13 @@ FAMILIES: dict[str, DecoderFamily] = {  # model_type -> family
         dict(moe_intermediate_size=1407),
         against=against_experts("deepseek"),
     ),
+    "gpt_oss": DecoderFamily("gpt-oss", "GptOssForCausalLM", GPT_OSS, _GPT_OSS, against=against_experts("gpt_oss")),
 }
 # Known families that are refused -> the reason.
 REFUSED = dict(
     gemma3="it has a vision tower; save its language model alone, as a Gemma3ForCausalLM",
     phi="its layers run attention and MLP in parallel, and its output layer has a bias",
     phimoe="its router is trained by SparseMixer, and its layers have biases",
-    gpt_oss="its attention has sinks, and its experts clamp their activations",
     deepseek_v2="its attention compresses keys and values (MLA)",
     deepseek_v3="its attention compresses keys and values (MLA)",
 )
@@ -206,7 +235,9 @@ def effective(m: Model) -> dict[str, Any]:
         rope_type=not rope or m.rotary_scaling_factor <= 1,
         rope_local_base_freq=not rope or not windowed,
         qk_layernorm_across_heads=not m.qk_layernorm,
-        bias_gelu_fusion=m.swiglu or m.squared_relu,
+        bias_gelu_fusion=m.swiglu or m.squared_relu or m.quick_geglu,
+        activation_func_clamp_value=m.sigmoid_gate is None,
+        glu_linear_offset=m.sigmoid_gate is None,
         add_qkv_bias=not m.disable_bias_linear,
         query_pre_attn_scalar=m.query_pre_attn_scalar == m.head_dim,
         window_size=not windowed,
@@ -312,6 +343,10 @@ def _to_decoder(kind: str, m: Model) -> dict[str, Any]:
         return common | windows | drops | own
     if kind == "gemma":
         return common | dict(hidden_act="gelu_pytorch_tanh")
+    if kind == "gpt_oss":
+        gate = dict(swiglu_alpha=QUICK, swiglu_limit=m.activation_func_clamp_value)
+        windows = dict(sliding_window=_their_window(m) or m.position_table, layer_types=_layer_types(m))
+        return common | windows | gate | dict(attention_bias=True)
     if kind in ("gemma2", "gemma3_text"):
         common |= windows | dict(
             hidden_activation="gelu_pytorch_tanh",
@@ -419,7 +454,12 @@ def _from_decoder(kind: str, c: dict[str, Any]) -> tuple[Model, int]:
     groups = int(c.get("num_key_value_heads") or heads)
     caps = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
     own = {name: c[name] and float(c[name]) for name in caps if differs.get(name) is ANY and name in c}
-    fixed = ("norm_position", "qk_layernorm", "qk_layernorm_across_heads", "add_qkv_bias", "scale_embedding")
+    fixed = (
+        *("norm_position", "qk_layernorm", "qk_layernorm_across_heads", "add_qkv_bias", "scale_embedding"),
+        *("softmax_type", "quick_geglu", "glu_linear_offset"),
+    )
+    if differs.get("activation_func_clamp_value") is ANY:
+        own |= dict(activation_func_clamp_value=float(c["swiglu_limit"]))
     windows = _our_windows(kind, c) if "window_size" in differs else {}
     model = Model(
         num_layers=int(c["num_hidden_layers"]),
@@ -436,7 +476,7 @@ def _from_decoder(kind: str, c: dict[str, Any]) -> tuple[Model, int]:
         rotary_percent=float(part),
         normalization="RMSNorm",
         norm_epsilon=float(c.get("rms_norm_eps", 1e-6)),
-        swiglu=not gated_gelu,
+        swiglu=differs.get("swiglu", True),
         geglu=gated_gelu,
         disable_bias_linear=c.get("attention_bias") in off,
         hidden_dropout=float(c.get("resid_pdrop") or 0.0),
@@ -464,7 +504,10 @@ def _refuse_other(kind: str, c: dict[str, Any], gated_gelu: bool) -> None:
     else:
         refuse(c, hidden_act=("silu",))
     refuse(c, use_bidirectional_attention=off)
-    if kind != "llama" or bool(c.get("attention_bias")) != bool(c.get("mlp_bias")):
+    if kind == "gpt_oss":
+        refuse(c, attention_bias=(True,), swiglu_alpha=(QUICK,))
+        refuse(c.get("quantization_config") or {}, quant_method=("mxfp4",))
+    elif kind != "llama" or bool(c.get("attention_bias")) != bool(c.get("mlp_bias")):
         refuse(c, attention_bias=off, mlp_bias=off)
     if kind == "gemma3_text":
         refuse(c, attn_logit_softcapping=(None,))  # transformers does not use it
@@ -495,7 +538,7 @@ def _our_windows(kind: str, c: dict[str, Any]) -> dict[str, Any]:
     size = dict(window_size=f"{int(window) - 1},0")
     types = None if kind in ("mistral", "mixtral", "phi3", "qwen3_moe") else c.get("layer_types")
     if types is None:
-        every = {"gemma2": 2, "gemma3_text": c.get("sliding_window_pattern") or 6}.get(kind)
+        every = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": c.get("sliding_window_pattern") or 6}.get(kind)
         if every:
             if int(every) < 2:
                 _refuse_windows(f"by sliding_window_pattern {every}")

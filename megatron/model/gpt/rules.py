@@ -2,6 +2,7 @@
 """Rules for combinations of GPT's settings (`settings.rules`)."""
 
 from dataclasses import fields
+from itertools import combinations
 from types import SimpleNamespace
 
 from megatron.model.experts.rules import IDLE as OF_EXPERTS
@@ -114,10 +115,11 @@ RULES = (
         Rule(
             lambda s, one=one, other=other: getattr(s, one) and getattr(s, other),
             lambda s, one=one, other=other: (
-                f"--{one.replace('_', '-')} and --{other} are two activations of the MLP; give one of them"
+                f"--{one.replace('_', '-')} and --{other.replace('_', '-')} are two activations of the MLP; give one of "
+                "them"
             ),
         )
-        for one, other in (("squared_relu", "swiglu"), ("squared_relu", "geglu"), ("swiglu", "geglu"))
+        for one, other in combinations(("squared_relu", "swiglu", "geglu", "quick_geglu"), 2)
     ),
     Rule(
         lambda s: s.qk_layernorm and s.qk_layernorm_across_heads and s.normalization != "RMSNorm",
@@ -169,6 +171,7 @@ RULES = (
     ),
 )
 
+_SIGMOID_GATE = Needs("--swiglu or --quick-geglu", lambda s: s.swiglu or s.quick_geglu)
 _ROPE = Needs("--position-embedding-type rope", lambda s: s.position_embedding_type == "rope")
 IDLE = {
     **OF_EXPERTS,
@@ -193,7 +196,12 @@ IDLE = {
     ),
     **dict.fromkeys(_LLAMA3, Needs("--use-rope-scaling", lambda s: s.use_rope_scaling)),
     **dict.fromkeys(_YARN, Needs("--rope-type yarn", lambda s: s.rope_type == "yarn")),
-    "bias_gelu_fusion": Needs("GeLU (no --swiglu, no --squared-relu)", lambda s: not s.swiglu and not s.squared_relu),
+    "bias_gelu_fusion": Needs(
+        "GeLU (no --swiglu, --squared-relu or --quick-geglu)",
+        lambda s: not (s.swiglu or s.squared_relu or s.quick_geglu),
+    ),
+    "activation_func_clamp_value": _SIGMOID_GATE,
+    "glu_linear_offset": _SIGMOID_GATE,
     "attention_softmax_in_fp32": HALF,
     "reset_position_ids": Needs(
         "--position-embedding-type learned_absolute or rope", lambda s: s.position_embedding_type != "none"

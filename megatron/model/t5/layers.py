@@ -135,9 +135,9 @@ class CrossAttention(nn.Module):
         self.kv = ColumnParallelLinear(take_prefix(weights, "kv"), tp, **common)
         self.output = RowParallelLinear(take_prefix(weights, "output"), tp, **common)
         self.dropout = Dropout(model.attention_dropout, "cross attention", layer, seed, batch_dim=0, cut=0, axis=tp)
-        # Attributes of `Attention` for the core: scores may be capped; there is no divisor and no window.
+        # Attributes of `Attention` for the core: scores may be capped; there is no divisor, no window and no sink.
         self.score_divisor, self.softmax_in_fp32 = 1.0, model.attention_softmax_in_fp32
-        self.softcap, self.window = model.attn_logit_softcapping, None
+        self.softcap, self.window, self.has_sinks = model.attn_logit_softcapping, None, False
         self.sharing = UNSHARED
         self.backend, self.plain_softmax = kernels.attention_backend, not kernels.masked_softmax_fusion
         self.recompute_core, self.core = False, core_of(self.causal, kernels)

@@ -89,8 +89,14 @@ RULES = (
         "window_size qk_layernorm apply_query_key_layer_scaling add_qkv_bias query_pre_attn_scalar",
         "this model's attention does not have it",
     ),
+    Rule(
+        lambda s: s.softmax_type != "vanilla",
+        lambda s: f"--softmax-type {s.softmax_type}: this model's attention does not have it; leave it out",
+    ),
     *refused("geglu", "say --feed-forward-proj gated-gelu"),
-    *refused("scale_embedding", "this model does not have it"),
+    *refused(
+        "scale_embedding quick_geglu activation_func_clamp_value glu_linear_offset", "this model does not have it"
+    ),
     Rule(
         lambda s: s.norm_position != "pre", lambda s: f"--norm-position {s.norm_position}: this model's layers are pre"
     ),

@@ -285,8 +285,8 @@ evaluation uses the training batch, --eval-iters of it each --eval-interval
     --validation-set-names --start-eval-at-iter
 
 # Model.
-experts' messages do not overlap with other micro-batches yet
-    --overlap-moe-expert-parallel-comm --overlap-dispatch-* --ep-overlap-*
+--overlap-moe-expert-parallel-comm overlaps the exchanges of a forward pass with a backward pass, and the other way round
+    --overlap-dispatch-* --ep-overlap-*
 experts have the hidden size of their input, and router and dispatch are those of docs/experts.md
     --moe-* --expert-tensor-parallel-num-weight-shards --mlp-type --topk
 the load of each expert is in metrics.jsonl
@@ -295,9 +295,8 @@ attention is multi-head or grouped-query (--group-query-attention)
     --multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
     --mla-down-proj-fusion --cache-mla-latents --experimental-attention-variant --linear-* --dsa-* --no-dsa-*
     --disable-dsa-* --gdp-* --attention-output-gate --qk-clip* --qk-l2-norm
+say --model-name-or-path gpt-oss-20b, which sets the whole shape
     --enable-gpt-oss
-attention sinks are not part of this suite: the softmax is over the keys alone
-    --softmax-type
 Mamba layers, and hybrids of them and attention, are not part of this suite
     --hybrid-* --mamba-* --is-hybrid-model --disable-mamba-mem-eff-path
 8- and 4-bit training is not part of this suite; use --bf16
@@ -309,8 +308,8 @@ norms multiply by their weight, not by 1 + weight, whatever --normalization says
     --apply-layernorm-1p
 leave out --no-bias-gelu-fusion: the tanh form is this suite's default
     --openai-gelu
-the MLP has GeLU (tanh, or erf with --no-bias-gelu-fusion), --squared-relu, --swiglu or --geglu
-    --quick-geglu --onnx-safe --glu-linear-offset --activation-func-clamp-value
+the MLP has GeLU (tanh, or erf with --no-bias-gelu-fusion), --squared-relu, --swiglu, --geglu or --quick-geglu
+    --onnx-safe
 rotary positions rotate halves (as Llama does), in all layers
     --rotary-interleaved --no-rope-freq --mrope-section --relative-attention-*
 weights start from N(0, --init-method-std), output layers scaled by depth
@@ -400,7 +399,6 @@ NEUTRAL = """
 --main-params-dtype=fp32
 --num-distributed-optimizer-instances=1
 --shard-strategy=tensor --shard-strategy=bucket --fp8-recipe=delayed
---softmax-type=vanilla
 --pp-recompute-interval=1 --error-injection-rate=0 --nnodes=1 --inference-max-requests=8
 """
 

@@ -109,7 +109,7 @@ LOST = {
     "residuals and the loss have the format of --precision, the loss fp32": """model.fp32_residual_connection
         model.fp16_lm_cross_entropy""",
     "layers have the norms of --norm-position": "model.transformer_block_type",
-    "the MLP has GeLU, --squared-relu, --swiglu or --geglu": "model.activation",
+    "the MLP has GeLU, --squared-relu, --swiglu, --geglu or --quick-geglu": "model.activation",
     "there is --normalization LayerNorm and RMSNorm": "model.normalization",
     "there is --lr-decay-style constant, linear, cosine, inverse-square-root and WSD": "model.optim.sched.*",
     "gradients are summed in fp32, or in bf16": "model.optim.grad_sync_dtype",
