@@ -23,6 +23,7 @@ USED = """
     swiglu geglu quick_geglu scale_embedding query_pre_attn_scalar squared_relu attn_logit_softcapping disable_bias_linear
     softmax_type
     linear quantization sparsity lora_rank lora_alpha lora_dropout lora_target lora_split_fused use_rslora
+    use_dora
     apply_query_key_layer_scaling hidden_dropout
     attention_dropout init_method_std make_vocab_size_divisible_by model_type model_name_or_path
     data_path mock_data full_validation dataloader_type collate_fn num_workers
