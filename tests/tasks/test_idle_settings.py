@@ -31,7 +31,8 @@ USED = """
     device torch_compile attention_backend flash_attention_version masked_softmax_fusion fuse_attn_qkv
     deterministic_mode manual_gc_interval
 """.split()
-LATER = ["eval_requests"]  # refused when the data are opened: test_requests.py
+# Refused when the data are opened (test_requests.py), or by themselves without a teacher when the command line is read
+LATER = ["eval_requests", "kd_hidden_projections"]
 REFUSED = {
     "label_smoothing": "--label-smoothing 0.2",
     "z_loss_coeff": "--z-loss-coeff 0.1",
