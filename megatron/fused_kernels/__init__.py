@@ -456,11 +456,13 @@ TABLE: dict[str, list[Implementation]] = {
     ],
     "permute": [
         _in_triton("permute", "a token is read once for all of its experts, and its gradient is written once"),
+        Implementation("bags", cpu_ops.permute, "the gradient is one op", _on("cpu")),
         Implementation("gathers", expert_rows.permute, "gathers in the backward pass, too: no atomic additions"),
         Implementation("torch", reference.permute, "indexing, whose backward pass adds row by row"),
     ],
     "unpermute": [
         _in_triton("unpermute", "no rows in fp32; one backward pass for gradients of rows and weights"),
+        Implementation("bags", cpu_ops.unpermute, "one op; gradients in parts that stay in the cache", _on("cpu")),
         Implementation("gathers", expert_rows.unpermute, "a gather and an addition for each expert of a token"),
         Implementation("torch", reference.unpermute, "all rows of a token at once, then their sum"),
     ],

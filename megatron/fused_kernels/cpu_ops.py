@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 PART = 1 << 18  # elements of a GELU that are computed at a time
+BLOCK = 512  # rows of experts whose gradients are computed at a time
 ROWS = 16  # of products that the order of packed weights suits best: a few texts with one new token each
 
 
@@ -15,6 +16,8 @@ def onednn(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] =
 
     MKL keeps AMD CPUs on AVX2: measured on one Zen 5 core, 1024 x 768 x 3072: MKL 108 GFLOP/s, oneDNN 240.
     """
+    if not x.numel():  # as of an expert without tokens
+        return F.linear(x, weight, bias)
     # The op copies a transposed first operand (as for a weight gradient), but not a transposed second one. If that
     # copy is the larger part, compute the transposed product instead.
     if bias is None and not x.is_contiguous() and x.numel() > weight.numel() + x.shape[0] * weight.shape[0]:
@@ -99,3 +102,85 @@ class _GeGLU(torch.autograd.Function):
         torch.mul(gradient, value, out=d_gate)
         torch.ops.aten.gelu_backward.grad_input(d_gate, gate, approximate=ctx.approximate, grad_input=d_gate)
         return d_x, None
+
+
+# ---- rows of experts ---------------------------------------------------------------------------------------------------
+
+
+def permute(x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int, whole: bool) -> torch.Tensor:
+    """`reference.permute`, whose gradient is one sum of bags of k rows."""
+    return _Permute.apply(x, order, place, k)
+
+
+def unpermute(
+    y: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, place: torch.Tensor, whole: bool
+) -> torch.Tensor:
+    """`reference.unpermute`, as one weighted sum of bags of k rows."""
+    return _Unpermute.apply(y, weights, order, place)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, order, place, k):
+        ctx.save_for_backward(place)
+        ctx.k = k
+        return _rows_of(x, order // k if k > 1 else order)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (place,) = ctx.saved_tensors
+        if ctx.k == 1:
+            return _rows_of(gradient, place), None, None, None
+        return _sums_of(gradient, place.view(-1, ctx.k)), None, None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, weights, order, place):
+        ctx.save_for_backward(y, weights, order, place)
+        ctx.wide = torch.promote_types(y.dtype, torch.float32)
+        places, weights = place.view(weights.shape), weights.to(ctx.wide)
+        if y.dtype == ctx.wide:
+            return _sums_of(y, places, weights)
+        y, (n, k) = _with_zeros(y, place), weights.shape
+        result, step = y.new_empty(n, y.shape[1]), -(-BLOCK // k)
+        bags = torch.arange(step * k).view(step, k)
+        for first in range(0, n, step):
+            part = slice(first, first + step)
+            rows = y.index_select(0, places[part].flatten()).to(ctx.wide)
+            result[part] = _sums_of(rows, bags[: len(places[part])], weights[part])
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        y, weights, order, place = ctx.saved_tensors
+        n, k = weights.shape
+        factors = _rows_of(weights.to(ctx.wide).reshape(-1, 1), order)  # [m, 1]; 0 for a row without a pair
+        tokens = (order // k).clamp_max(n - 1)
+        d_y, d_factors = torch.empty_like(y), torch.empty_like(factors)
+        for first in range(0, len(y), BLOCK):
+            part = slice(first, first + BLOCK)
+            rows = gradient.index_select(0, tokens[part]).to(ctx.wide)
+            torch.sum(rows * y[part], 1, keepdim=True, out=d_factors[part])
+            d_y[part] = rows.mul_(factors[part])
+        return d_y, _rows_of(d_factors, place).view(n, k).to(weights.dtype), None, None
+
+
+def _rows_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x[index], in a seventh of the time; rows of index len(x) are 0."""
+    lacking = (index >= len(x)).nonzero().flatten()
+    if not len(lacking):
+        return x.index_select(0, index)
+    if not len(x):
+        return x.new_zeros(len(index), x.shape[1])
+    return x.index_select(0, index.clamp_max(len(x) - 1)).index_fill_(0, lacking, 0)
+
+
+def _sums_of(y: torch.Tensor, index: torch.Tensor, weights: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """The sums of the rows y[index] over dim 1 of index [n, k], times weights [n, k]; rows of index len(y) are 0."""
+    return F.embedding_bag(index, _with_zeros(y, index), mode="sum", per_sample_weights=weights)
+
+
+def _with_zeros(y: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """y, with a row of zeros if `index` names the row after its last."""
+    return torch.cat((y, y.new_zeros(1, y.shape[1]))) if not len(y) or index.max() >= len(y) else y

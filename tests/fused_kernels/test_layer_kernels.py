@@ -8,6 +8,7 @@ import torch
 
 from megatron.fused_kernels import TABLE, Case, cpu_ops, norms, reference
 from megatron.fused_kernels.dropout import DropoutMask, drop
+from megatron.fused_kernels.gpu.probe import experts_order
 from megatron.model.positions import Rotary, rotate
 from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
 from megatron.mpu.layers import linear
@@ -89,6 +90,59 @@ def test_norms_numerically():
         drawn(*shape, device="cpu", dtype=torch.double).requires_grad_() for shape in ((3, 5), (5,), (5,))
     )
     assert torch.autograd.gradcheck(lambda *y: norms.exact_layer_norm(*y, 1e-3), (x, weight, bias))
+
+
+# ---- rows of experts -------------------------------------------------------------------------------------------------
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "n, k, rows, dropped",
+    [(40, 2, 80, 0), (150, 8, 1300, 0), (40, 3, 130, 9), (40, 2, 60, 30), (9, 1, 9, 0), (3, 2, 0, 6), (0, 2, 0, 0)],
+    ids=[
+        "whole",
+        "rows of zeros",
+        "dropped pairs and rows of zeros",
+        "dropped pairs",
+        "one expert",
+        "all dropped",
+        "none",
+    ],
+)
+def test_rows_of_experts(device, dtype, n, k, rows, dropped):
+    """In more and less rows than are computed at a time."""
+    (order, place), whole = experts_order(n, k, rows, dropped, device), rows == n * k and not dropped
+    for op, shapes in (("permute", [(n, 24)]), ("unpermute", [(rows, 24), (n, k)])):
+        values = [drawn(*shape, device=device, seed=number) for number, shape in enumerate(shapes)]
+        inputs = [values[0].to(dtype), *values[1:]]  # weights are fp32
+        on_cpu = [*inputs, order.cpu(), place.cpu()]
+        arguments = ((k,) if op == "permute" else ()) + (whole,)
+        formula = lambda *x, op=op, last=on_cpu[-2:], more=arguments: getattr(reference, op)(*x, *last, *more)
+        for entry in (entry for entry in TABLE[op] if entry.fits(Case(device, dtype))):
+            run = lambda *x, run=entry.run, more=arguments: run(*x, order, place, *more)
+            if rows:
+                assert_equal_results(run, formula, inputs, TOLERANCE[device, dtype] / 3, f"{op}, {entry.name}")
+            else:
+                mine = [x.detach().requires_grad_() for x in inputs]
+                found = run(*mine)
+                assert not torch.cat(
+                    [x.flatten().double() for x in (found, *torch.autograd.grad(found.sum(), mine))]
+                ).any()
+
+
+@pytest.mark.parametrize("op", ["permute", "unpermute"])
+def test_sums_of_rows_are_rounded_once(op):
+    """In bf16, those of many rows, which bf16 additions would round again and again."""
+    (n, k), kernel = (4, 64), next(entry.run for entry in TABLE[op] if entry.fits(Case("cpu", torch.bfloat16)))
+    order, place = experts_order(n, k, n * k, 0, "cpu")
+    rows, weights = drawn(n * k, 24, device="cpu", dtype=torch.bfloat16).abs(), torch.ones(n, k)
+    exact = rows[place].double().view(n, k, -1).sum(1).bfloat16()
+    if op == "unpermute":
+        assert torch.equal(kernel(rows, weights, order, place, True), exact)
+        return
+    x = torch.zeros(n, 24, dtype=torch.bfloat16, requires_grad=True)
+    kernel(x, order, place, k, True).backward(rows)
+    assert torch.equal(x.grad, exact)
 
 
 # ---- products --------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from megatron.model.experts.sums import expert_sums
 from megatron.model.experts.weights import router as table
 from megatron.mpu.context_parallel import own_rows
 from megatron.mpu.forked import run_ranks
+from megatron.mpu.layers import linear
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Model
 
@@ -240,7 +241,7 @@ def test_weights_exclude_the_bias_and_evaluation_counts_nothing():
     made.expert_bias.copy_(tensor([9.0, 9.0, 0.0, 0.0]))
     found = made(x)
     assert set(found.experts.flatten().tolist()) == {0, 1}
-    scores = F.linear(x.flatten(0, 1), made.weight).sigmoid().gather(1, found.experts)
+    scores = linear(x.flatten(0, 1), made.weight).sigmoid().gather(1, found.experts)
     # To the bit, which biased scores less the bias are not.
     assert torch.equal(found.weights, scores / scores.sum(1, keepdim=True))
     assert made.load.sum() == 0

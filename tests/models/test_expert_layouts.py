@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron.fused_kernels import TABLE
 from megatron.inference.load import load_model
 from megatron.model.arguments import parse_any
 from megatron.model.experts import dispatch, grouped, router
@@ -53,6 +54,17 @@ FAMILIES = {
         plain.softmax_of_all(2),
         capacity=6,
         by_position=True,
+    ),
+    "aux loss": plain.Family(
+        f"{GATED} --moe-aux-loss-coeff 0.5",
+        plain.softmax_of_chosen(2),
+        plain.batch_balance("load balancing loss", 0.5, rows=2),
+    ),
+    # The loss depends on the sequences of a micro-batch over all ranks: here two.
+    "global loss": plain.Family(
+        f"{GATED} --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.5",
+        plain.softmax_of_chosen(2),
+        plain.batch_balance("global load balancing loss", 0.5, rows=2),
     ),
     "one expert": plain.Family(f"{GATED} --moe-router-pre-softmax --moe-router-topk 1", plain.softmax_of_all(1)),
 }
@@ -104,7 +116,19 @@ LAYOUTS = {
     "pp2 ep2, zb-h1, capacity, padded": (4, "capacity", f"{PP2} {EP2} --pipeline-schedule zb-h1 {PAD}"),
     "ep2, zero3, capacity, recomputed": (2, "first come", f"{EP2} --sharding-stage 3 {FULL}"),
     "pp2 ep2 in a V, zero3": (4, "gated", f"{PP2} {EP2} {V} --sharding-stage 3"),
+    "aux loss": (1, "aux loss", ""),
+    "cp2 ep2, aux loss, recomputed": (2, "aux loss", f"{CP2} {EP2} {FULL}"),
+    "pp2 ep2, aux loss, interleaved": (4, "aux loss", f"{PP2} {EP2} {INTERLEAVED}"),
+    "tp2, global loss": (2, "global loss", TP),
+    "ep2, global loss, zero3": (2, "global loss", f"{EP2} --micro-batch-size 1 --sharding-stage 3"),
+    "pp2 ep2 in a V, global loss, recomputed": (4, "global loss", f"{PP2} {EP2} {V} {FULL}"),
     "pp2 ep2 in a V, one expert": (4, "one expert", f"{PP2} {EP2} {V}"),
+}
+LONG = {  # of four ranks, or alike others: with --full
+    "pp2 ep2, zb-h1, capacity, padded",
+    "cp2 ep2, aux loss, recomputed",
+    "pp2 ep2, aux loss, interleaved",
+    "pp2 ep2 in a V, global loss, recomputed",
 }
 
 
@@ -127,7 +151,7 @@ def check(folder, family: str):
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.full] * (name in LONG)) for name in LAYOUTS])
 def test_any_layout_is_the_plain_loop(layout, tmp_path):
     world, family, words = LAYOUTS[layout]
     run_ranks(world, pretrain, f"{FAMILIES[family].flags} {words} --save {tmp_path} --check-replicas-interval 2")
@@ -151,6 +175,19 @@ def test_half_precision_leaves_biases_exact(tmp_path):
             bias += plain.RATE * (36 - loads).sign()
         assert bias.any()
         torch.testing.assert_close(tensors[f"blocks.{n}.mlp.router.expert_bias"], bias, rtol=0, atol=0)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    "layout, kernel", [("one process, biases", 0), ("capacity", 0), ("ep2", -1), ("ep2, capacity", 0), ("etp2", -1)]
+)
+def test_rows_of_zeros_change_nothing(layout, kernel, tmp_path, monkeypatch):
+    """With rows of zeros after those of each expert, which a run of few tokens has not; with the kernels of CPUs, and
+    with those that define them."""
+    monkeypatch.setattr(dispatch, "row_unit", lambda rows, device: 4)
+    fitting = lambda op, case: [entry for entry in TABLE[op] if entry.fits(case)][kernel]
+    monkeypatch.setattr(dispatch, "choose_kernel", fitting)
+    test_any_layout_is_the_plain_loop(layout, tmp_path)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -227,8 +264,9 @@ def test_generation_divides_experts_over_tensor_parallel_ranks(tmp_path):
 
 
 def test_products_of_groups_are_one_product_for_each():
-    """Also where an expert has no rows, and where rows do not begin at multiples of 16 bytes."""
-    for (m, a, b), dtype in product([(9, 8, 4), (9, 6, 3), (0, 8, 4)], [torch.float32, torch.bfloat16, torch.float64]):
+    """Also where an expert has no rows, where rows do not begin at multiples of 16 bytes, and where there are many."""
+    sizes = [(9, 8, 4), (9, 6, 3), (0, 8, 4), (300, 8, 4)]
+    for (m, a, b), dtype in product(sizes, [torch.float32, torch.bfloat16, torch.float64]):
         lengths = [0, m // 3, 0, m - m // 3]
         x, w, g = (torch.randn(shape).to(dtype) for shape in ((m, a), (4, b, a), (m, b)))
         weight, x_ = w.clone().requires_grad_(), x.clone().requires_grad_()
@@ -236,10 +274,36 @@ def test_products_of_groups_are_one_product_for_each():
         y = grouped._GroupedProduct.apply(x_, weight, rows, None)
         y.backward(g)
         parts = list(zip(x.split(lengths), g.split(lengths), w, strict=True))
-        assert torch.equal(y, torch.cat([rows @ own.t() for rows, _, own in parts]))
-        assert torch.equal(x_.grad, torch.cat([gradient @ own for _, gradient, own in parts]))
+        torch.testing.assert_close(y, torch.cat([rows @ own.t() for rows, _, own in parts]))
+        torch.testing.assert_close(x_.grad, torch.cat([gradient @ own for _, gradient, own in parts]))
         torch.testing.assert_close(weight.grad, torch.stack([gradient.t() @ rows for rows, gradient, _ in parts]))
         assert not weight.grad[0].any() and not weight.grad[2].any()
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("unit", [1, 4])
+def test_rows_of_experts_are_those_of_their_tokens(unit, drops, monkeypatch):
+    """Each expert's in the order of tokens, then rows of zeros up to a multiple of the unit."""
+    monkeypatch.setattr(dispatch, "row_unit", lambda rows, device: unit)
+    n, number = 10, 5
+    experts = torch.tensor([[t % 4, (t % 4 + 1) % 4] for t in range(n)])  # expert 4 has none
+    if drops:
+        experts[2, 0] = experts[7, 1] = number
+    x = torch.arange(1.0, n + 1).unsqueeze(1)
+    dispatcher = dispatch.Dispatcher(experts, number, Mesh().ep, drops)
+    rows, lengths = dispatcher.dispatch(x), dispatcher.rows.lengths
+    assert len(rows) == dispatcher.rows.total == sum(lengths)
+    for expert, own in enumerate(rows.split(lengths)):
+        tokens = [token + 1.0 for token in range(n) if expert in experts[token]]
+        assert own.flatten().tolist() == tokens + [0.0] * (-len(tokens) % unit)
+
+
+def test_few_numbers_of_rows_occur():
+    """A sixteenth of an expert's mean load, as a power of two up to 64."""
+    units = {8: 1, 31: 1, 32: 2, 256: 16, 1000: 32, 1024: 64, 10**6: 64}
+    for mean, unit in units.items():
+        rows = grouped.Rows(torch.full((8,), mean), 8 * mean)
+        assert (grouped.row_unit(rows, "cpu"), grouped.row_unit(rows, "cuda")) == (unit, 1)
 
 
 @pytest.mark.parametrize("padded", [False, True])

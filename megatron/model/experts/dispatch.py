@@ -16,9 +16,10 @@ Legend: n tokens of this rank, h hidden, k experts of a token, E experts, C capa
 from typing import NamedTuple, Optional
 
 import torch
+import torch.nn.functional as F
 
 from megatron.fused_kernels import Case, choose_kernel
-from megatron.model.experts.grouped import Rows
+from megatron.model.experts.grouped import Rows, row_unit
 from megatron.mpu import collectives, mappings
 from megatron.mpu.mesh import Axis
 
@@ -45,6 +46,7 @@ class Dispatcher:
     """
 
     counts: Optional[Counts] = None
+    filled = True  # each row of this rank's experts is one that arrived
 
     def __init__(self, experts: torch.Tensor, number: int, ep: Axis, drops: bool, counts: Optional[Counts] = None):
         flat = experts.flatten()
@@ -59,6 +61,13 @@ class Dispatcher:
             kinds = kinds.repeat_interleave(arriving.flatten(), output_size=self.rows.total)
             self.by_expert = kinds.argsort(stable=True)  # of arrived rows
             self.by_rank = _inverse(self.by_expert)
+        unit = row_unit(self.rows, flat.device.type)
+        if unit > 1 and ep.size > 1:
+            self.by_expert, self.by_rank, self.rows = _aligned(self.by_rank, kinds, self.rows, unit)
+            self.filled = False
+        elif unit > 1:
+            self.order, self.place, self.rows = _aligned(self.place, flat, self.rows, unit)
+            self.whole = False
 
     def dispatch(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, h] -> the rows of this rank's experts, [m, h]."""
@@ -66,13 +75,13 @@ class Dispatcher:
         if self.ep.size == 1:
             return rows
         arrived = mappings.all_to_all(rows, self.ep, self.sent, self.received)
-        return _permuted(arrived, self.by_expert, self.by_rank)
+        return _permuted(arrived, self.by_expert, self.by_rank, whole=self.filled)
 
     def back(self, y: torch.Tensor) -> torch.Tensor:
         """The outputs of this rank's experts, [m, h] -> those for this rank's pairs, in the order of `combine`."""
         if self.ep.size == 1:
             return y
-        y = _permuted(y, self.by_rank, self.by_expert)
+        y = _permuted(y, self.by_rank, self.by_expert, whole=self.filled)
         return mappings.all_to_all(y, self.ep, self.received, self.sent)
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -128,6 +137,22 @@ def _permuted(
 ) -> torch.Tensor:
     """See `fused_kernels.reference.permute`."""
     return choose_kernel("permute", Case(x.device.type, x.dtype)).run(x, order, place, k, whole)
+
+
+def _aligned(
+    place: torch.Tensor, experts: torch.Tensor, rows: Rows, unit: int
+) -> tuple[torch.Tensor, torch.Tensor, Rows]:
+    """(order, place, rows) with rows of zeros after those of each expert, up to a multiple of `unit`.
+
+    place: the row of each pair so far. experts: the expert of each pair
+    """
+    counts = (rows.counts + unit - 1) // unit * unit
+    lengths = counts.tolist()
+    total = sum(lengths)
+    added = F.pad((counts - rows.counts).cumsum(0), (1, 0))  # before the rows of each expert
+    place = place + added.index_select(0, experts)
+    order = torch.full((total + 1,), len(place)).scatter_(0, place, torch.arange(len(place)))[:-1]
+    return order, place, Rows(counts, total, lengths)
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megatron.model.experts import balancing
@@ -22,7 +21,7 @@ from megatron.model.experts.sums import BALANCING, DROPPED, ENTROPY, ROUTER_Z_LO
 from megatron.model.weights import Table
 from megatron.mpu import collectives, mappings
 from megatron.mpu.context_parallel import own_rows
-from megatron.mpu.layers import create_parameters
+from megatron.mpu.layers import create_parameters, linear
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import random_words, seed_of
 from megatron.settings.schema import Model
@@ -121,7 +120,7 @@ class Router(nn.Module):
         with torch._C.DisableTorchFunction() if torch._C._is_torch_function_mode_enabled() else nullcontext():
             # Without `Autocast`, which computes products in half precision.
             bias = None if self.bias is None else self.bias.to(self.dtype)
-            logits = F.linear(x, self.weight.to(self.dtype), bias)
+            logits = linear(x, self.weight.to(self.dtype), bias)
         if not self.model.moe_router_force_load_balancing or x.is_meta:
             return logits
         # Uniform numbers choose experts like any other; the gradient is that of the logits.
