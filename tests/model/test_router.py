@@ -120,6 +120,11 @@ def test_sinkhorn_is_that_of_megatron_core_and_skips_padding():
     (case,) = of("sinkhorn")
     logits = tensor(case["logits"])
     torch.testing.assert_close(balancing.sinkhorn(logits), tensor(case["scores"]), rtol=1e-4, atol=1e-7)
+    made = router(**SINKHORN, hidden_size=4)
+    made.weight.data.copy_(torch.eye(4))  # its inputs are its logits
+    chosen, plain = tensor(case["scores"]).topk(1).indices, logits.topk(1).indices
+    assert torch.equal(made(logits.unsqueeze(1)).experts, chosen) and not torch.equal(chosen, plain)
+    assert torch.equal(made.eval()(logits.unsqueeze(1)).experts, plain)
     counted = torch.arange(10) < 7
     torch.testing.assert_close(balancing.sinkhorn(logits, counted)[:7], balancing.sinkhorn(logits[:7]))
 
@@ -276,6 +281,10 @@ def test_jitter_is_drawn_by_sample_and_only_in_training():
     assert abs(noise.var().item() - 1 / 3) < 0.02
     plain = router()
     assert torch.equal(made.eval()(x).weights, plain(x).weights)
+    even = router(moe_input_jitter_eps=0.1, hidden_size=4, seq_length=256)
+    even.weight.data.copy_(torch.eye(4))  # logits are inputs
+    factors = even._logits(torch.ones(256, 3, 4), torch.tensor([1, 2, 3]))
+    assert 0.9 < factors.min() < 0.91 and 1.09 < factors.max() < 1.1 and abs(factors.mean() - 1) < 0.005
 
 
 def test_forced_balance_chooses_by_numbers_and_keeps_the_gradient():
