@@ -211,6 +211,12 @@ def test_padding_is_not_counted():
         torch.testing.assert_close(found.sums[name], value)
     assert torch.equal(alone.load, padded.load)
     assert alone.load.sum() == S * B * 2
+    limited = router(moe_expert_capacity_factor=0.5, moe_token_drop_policy="position")
+    mask = torch.ones(S + 3, B)
+    mask[:3] = 0
+    first, other = (limited(torch.cat((rows, x)), mask).experts[3 * B :] for rows in (inputs(2)[:3], -inputs(2)[:3]))
+    assert torch.equal(first, other) and (first == E).any()  # it displaces no token
+    mask = mask.flip(0)
     alone, padded = router(**SINKHORN), router(**SINKHORN)
     experts = padded(torch.cat((x, 7 * inputs(2)[:3])), mask).experts
     assert torch.equal(experts[: S * B], alone(x).experts)
