@@ -360,7 +360,9 @@ FORCED = dict(moe_router_force_load_balancing=True)
 
 
 def routed(mesh: Mesh, settings: dict, steps: int = 2):
-    """Of this rank's rows: its sums and the gradient of its share of the loss, summed over ranks; and the loads."""
+    """Of this rank's rows: its sums in training and in an evaluation, and the gradient of its share of the loss, summed over
+    ranks; and the loads.
+    """
     made, weights = router(mesh, **settings), expert_sums(model(**settings))
     recording, sums = RoutingRecord(), dict.fromkeys(weights, 0.0)
     attach([made], recording)
@@ -374,6 +376,9 @@ def routed(mesh: Mesh, settings: dict, steps: int = 2):
         total = total + (found.weights * torch.arange(1.0, found.weights.shape[1] + 1)).sum() / 100
         total.backward()
         sums = {name: sums[name] + found.sums[name].item() for name in sums}
+    with torch.no_grad():
+        evaluated = made.eval()(rows(inputs(9)), rows(mask), samples + 100).sums
+    sums |= {f"{name} of an evaluation": value.item() for name, value in evaluated.items()}
     return sums, made.weight.grad, made.load, recording.choices, mesh.coordinates
 
 
