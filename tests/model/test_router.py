@@ -360,7 +360,7 @@ FORCED = dict(moe_router_force_load_balancing=True)
 
 
 def routed(mesh: Mesh, settings: dict, steps: int = 2):
-    """Of this rank's rows: its sums in training and in an evaluation, and the gradient of its share of the loss, summed over
+    """Of this rank's rows: its sums in training and in an evaluation; the gradient of its share of the loss, summed over
     ranks; and the loads.
     """
     made, weights = router(mesh, **settings), expert_sums(model(**settings))
