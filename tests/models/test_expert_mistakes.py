@@ -231,6 +231,17 @@ def loads_of_one_rank(patch):
     patch.setattr(Router, "_loads", loads)
 
 
+def loads_of_steps_before(patch):
+    real = Router.update_buffers
+
+    def update_buffers(self):
+        kept = self.scored_load.clone()
+        real(self)
+        self.scored_load.copy_(kept)
+
+    patch.setattr(Router, "update_buffers", update_buffers)
+
+
 def biased_choices_in_losses(patch):
     """Losses count what tokens chose with the bias, not the best scores."""
     real = Router._loads
@@ -502,6 +513,7 @@ MISTAKES = {
     "the global loss has the loads of one rank": Mistake(
         loads_of_one_rank, part(test_router.test_global_loss_counts_all_ranks_and_micro_batches)
     ),
+    "the global loss has the loads of steps before": Mistake(loads_of_steps_before, layout("tp2, global loss")),
     "the loss counts twice where layers are recomputed": Mistake(
         twice_when_recomputed, layout("recomputed layers, losses")
     ),
