@@ -4,8 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/turns.py
     OMP_NUM_THREADS=1 python benchmarks/turns.py --link 10       # each exchange takes at least 10 ms from its launch
 
-Prints the median seconds of a step and of CPU time of a rank, and their ratios over the rounds. On a CPU an exchange uses
-the cores that compute. --link adds what a network would take: a rank that waits for it sleeps.
+Prints the median seconds of a step, of CPU time and of waits for exchanges of a rank, and their ratios over the rounds. On a
+CPU an exchange uses the cores that compute. --link adds what a network would take: a rank that waits for it sleeps.
 """
 
 import argparse
@@ -44,40 +44,46 @@ def main() -> None:
     for _ in range(asked.rounds):
         for name, flag in FLAGS.items():
             found[name].append(run_ranks(2, measure, f"{words} {flag}", asked.link / 1000, timeout=600)[0])
-    for place, what in enumerate(("seconds", "CPU seconds")):
+    for place, what in enumerate(("seconds", "CPU seconds", "seconds in waits for exchanges")):
         columns = {name: [one[place] for one in rounds] for name, rounds in found.items()}
         ratios = [turns / apart for apart, turns in zip(columns["apart"], columns["turns"], strict=True)]
         medians = ", ".join(f"{name} {statistics.median(values):.3f}" for name, values in columns.items())
-        print(f"{what} of a step: {medians}; ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        print(
+            f"{what} of a step: {medians}; ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        )
 
 
-def measure(rank: int, words: str, link: float) -> tuple[float, float]:
-    """The median seconds, and CPU seconds, of this rank's steps."""
+def measure(rank: int, words: str, link: float) -> tuple[float, ...]:
+    """The medians of this rank's steps."""
     torch.set_num_threads(1)
     times, step, start = [], loop.train_step, collectives.start_all_to_all
+    now = lambda: (time.perf_counter(), time.process_time(), Exchange.waited)
 
     def train_step(run):
-        began = time.perf_counter(), time.process_time()
+        began = now()
         result = step(run)
-        times.append((time.perf_counter() - began[0], time.process_time() - began[1]))
+        times.append([end - start for start, end in zip(began, now(), strict=True)])
         return result
 
     loop.train_step = train_step
-    if link:
-        collectives.start_all_to_all = lambda *args: SlowWork(start(*args), time.perf_counter() + link)
+    collectives.start_all_to_all = lambda *args: Exchange(start(*args), time.perf_counter() + link)
     pretrain_gpt.main(words.split())
     return tuple(map(statistics.median, zip(*times[WARM:], strict=True)))
 
 
-class SlowWork:
+class Exchange:
     """A message that does not arrive before a moment."""
+
+    waited = 0.0  # seconds of this process
 
     def __init__(self, work, moment: float):
         self.work, self.moment = work, moment
 
     def wait(self) -> None:
+        began = time.perf_counter()
         self.work.wait()
         time.sleep(max(0.0, self.moment - time.perf_counter()))
+        Exchange.waited += time.perf_counter() - began
 
 
 if __name__ == "__main__":

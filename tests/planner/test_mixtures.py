@@ -124,8 +124,8 @@ def test_exchanges_beside_other_passes_are_free():
     """All, but for those of one micro-batch; two are alive then."""
     line = (
         "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --mock-data --vocab-size 50304 "
-        "--swiglu --disable-bias-linear --num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 1024 --bf16 --micro-batch-size 1 "
-        "--global-batch-size 128 --train-iters 2 --lr 1e-4 --use-distributed-optimizer --ep 8"
+        "--swiglu --disable-bias-linear --num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 1024 --bf16 "
+        "--micro-batch-size 1 --global-batch-size 128 --train-iters 2 --lr 1e-4 --use-distributed-optimizer --ep 8"
     )
     cluster, found = Cluster(find("H100"), 16), []
     for flag in ("", "--overlap-moe-expert-parallel-comm"):
