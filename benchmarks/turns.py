@@ -4,8 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/turns.py
     OMP_NUM_THREADS=1 python benchmarks/turns.py --link 10       # each exchange takes at least 10 ms from its launch
 
-Prints the median seconds of a step, of CPU time and of waits for exchanges of a rank, and their ratios over the rounds. On a
-CPU an exchange uses the cores that compute. --link adds what a network would take: a rank that waits for it sleeps.
+Prints the median seconds of a step, of CPU time and of waits for exchanges of a rank, and their ratios over the rounds.
+On a CPU an exchange uses the cores that compute. --link adds what a network would take: a rank that waits for it sleeps.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from megatron.mpu.forked import run_ranks
 from megatron.training import loop
 
 MODEL = (
-    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --swiglu --disable-bias-linear --num-experts 8 "
-    "--moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-aux-loss-coeff 1e-2 --mock-data --vocab-size 4096 "
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --swiglu --disable-bias-linear "
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-aux-loss-coeff 1e-2 --mock-data --vocab-size 4096 "
     "--micro-batch-size 2 --lr 1e-3 --eval-iters 0 --device cpu --num-workers 0 --expert-model-parallel-size 2"
 )
 FLAGS = {"apart": "", "turns": "--overlap-moe-expert-parallel-comm"}
