@@ -17,7 +17,7 @@ from tests.training.test_plain_loop import records
 
 pytestmark = pytest.mark.sampled(5)
 
-EXPERTS = "--num-experts 6 --moe-router-topk 2 --moe-ffn-hidden-size 20"
+EXPERTS = "--num-experts 6 --moe-router-topk 2 --moe-ffn-hidden-size 18"
 COEFFICIENT = 0.05
 BALANCE = f"--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff {COEFFICIENT}"
 SUM = "seq load balancing loss"
