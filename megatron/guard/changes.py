@@ -94,7 +94,10 @@ def refuse_another_model(config: Config, saved: dict[str, dict]) -> None:
     """Raise SettingsError if a checkpoint's weights belong to another model than the settings describe."""
     allowed = overridden(config)
     other = [change for change in changes(config, saved) if change.what == MODEL and change.name not in allowed]
-    _refuse(config, other, *ANOTHER_MODEL)
+    what, do = ANOTHER_MODEL
+    if any(change.name == "num_experts" and (change.was or 1) < 2 <= (change.now or 1) for change in other):
+        do += "; to make experts of a dense model, add --moe-use-upcycling --finetune"
+    _refuse(config, other, what, do)
 
 
 def refuse_another_run(config: Config, saved: dict[str, dict], same_words: bool = False) -> None:

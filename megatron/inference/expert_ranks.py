@@ -19,6 +19,7 @@ def expert_parallel(tp: int, ep: int) -> dict[str, int]:
         raise SettingsError(
             f"--expert-model-parallel-size {ep} does not divide the {tp} ranks of --tensor-model-parallel-size",
             "in generation experts are divided over tensor parallel ranks",
+            "leave it out, or give --tensor-model-parallel-size as a multiple of it",
         )
     return dict(expert_model_parallel_size=ep, expert_tensor_parallel_size=tp // ep)
 

@@ -4,9 +4,11 @@
     l1_norm, l2_norm   sum of |w|, or root of the sum of w^2, over all weights of a unit (`model.pruning`)
     taylor             with a gate m = 1 on what a unit adds to the model: the mean over samples of (dL/dm)^2, the change of
                        the loss when the unit goes (arXiv:1906.10771, section 3.1; gates of heads as in arXiv:1905.10650)
+    load               of experts alone: the tokens of a text that choose each
 
-The smaller model is the larger one with zeros in place of what goes, to the bit up to the order of sums. Only the hidden
-size differs: norms are then over the channels that are left, so a fine-tuning has to follow.
+The smaller model is the larger one with zeros in place of what goes, to the bit up to the order of sums. Only experts and
+the hidden size differ: tokens choose among the experts that are left, and norms are over the channels that are left, so a
+fine-tuning has to follow.
 
 For weights, dL/dm of a unit is the sum of w dL/dw over its columns in the product that reads it, so no gates are built.
 """
@@ -27,15 +29,19 @@ from megatron.data.loader import MicroBatch
 from megatron.errors import SettingsError
 from megatron.inference.convert.imported import check_free
 from megatron.inference.load import Loaded
+from megatron.model.experts.router import Router
+from megatron.model.experts.routing import count_experts
 from megatron.model.facts import Facts
 from megatron.model.language_model import LOSS
-from megatron.model.pruning import FFN, HEADS, HIDDEN, KINDS, Cut, ModelSizes, cuts, owner
+from megatron.model.pruning import EXPERTS, FFN, HEADS, HIDDEN, KINDS, Cut, ModelSizes, cuts, owner
 from megatron.model.recipe import config_of, recipe_of
 from megatron.model.weights import add_prefix
 from megatron.mpu.placement import Table
 from megatron.settings.schema import Config, Model
 
 NORMS = dict(l1_norm=1, l2_norm=2)
+UNITS = (HEADS, FFN, EXPERTS, HIDDEN)
+OUTPUTS = ".experts.down."  # the part of an expert that a gate on what it adds multiplies
 
 
 class SmallerModel(NamedTuple):
@@ -70,8 +76,12 @@ class Network:
         self.model = config.model
         self.table = self.facts.weights
         self.layer_of = {name: unit.layer for unit in self.facts.whole for name in add_prefix(unit.name, unit.weights)}
-        self.cuts = {kind: cuts(self.tables, self.model, kind) for kind in (HEADS, FFN, HIDDEN)}
-        self.layer_of_owner = {owner(name, kind): self.layer_of[name] for kind in KINDS for name in self.cuts[kind]}
+        self.cuts = {
+            kind: cuts(self.tables, self.model, kind) for kind in UNITS if kind != EXPERTS or self.model.mixture
+        }
+        self.layer_of_owner = {
+            owner(name, kind): self.layer_of[name] for kind in self.cuts if kind != HIDDEN for name in self.cuts[kind]
+        }
 
     def tables(self, model: Model) -> Table:
         """The weights of a model of this type with other settings."""
@@ -99,7 +109,7 @@ class Network:
         tp: the ranks that divide them (default: those of its training)
         """
         before = ModelSizes.of(self.model)
-        kinds = [kind for kind in (HEADS, FFN, HIDDEN) if getattr(sizes, kind) != getattr(before, kind)]
+        kinds = [kind for kind in UNITS if getattr(sizes, kind) != getattr(before, kind)]
         if self.model.linear is not None:
             raise SettingsError(
                 f"the model has special linear layers, --linear {self.model.linear}",
@@ -120,7 +130,8 @@ class Network:
         for kind in kinds:
             if not self.cuts[kind]:
                 raise SettingsError(
-                    f"no weight of --model-type {self.model.model_type} depends on the number of {kind}"
+                    f"no weight of --model-type {self.model.model_type} depends on the number of {kind}",
+                    do="give --prune-skip ffn: all MLPs are experts of another width" if self.model.mixture else "",
                 )
         self._check_ranks(sizes, tp)
 
@@ -145,7 +156,8 @@ def norms(network: Network, read: Callable[[str], torch.Tensor], criterion: str)
     power = NORMS[criterion]
     sums: dict[tuple[str, str], torch.Tensor] = {}
     for name in network.table:
-        kinds = [kind for kind in (HEADS, FFN, HIDDEN) if name in network.cuts[kind]]
+        trained = network.table[name].buffer is None
+        kinds = [kind for kind in network.cuts if trained and name in network.cuts[kind]]
         values = read(name).double().abs().pow(power) if kinds else None
         for kind in kinds:
             own = _by_unit(values, network.cuts[kind][name])
@@ -179,6 +191,25 @@ def taylor(network: Network, loaded: Loaded, samples: np.ndarray) -> Importance:
     return Importance(units | {(HIDDEN, ""): torch.stack(hidden).sum(0)}, layers)
 
 
+def loads(network: Network, loaded: Loaded, samples: np.ndarray) -> Importance:
+    """Importance of experts by the tokens that choose them. samples: token ids, [n, length + 1]."""
+    model, device = loaded.model, next(loaded.model.parameters()).device
+    counts: dict[tuple[str, str], torch.Tensor] = {}
+
+    def count(router, inputs, routing) -> None:
+        own = count_experts(routing.memo.experts, network.model.num_experts).cpu().double()
+        key = EXPERTS, f"blocks.{router.layer}"
+        counts[key] = counts.get(key, 0) + own
+
+    hooks = [module.register_forward_hook(count) for module in model.modules() if isinstance(module, Router)]
+    with torch.no_grad():
+        for sample in torch.from_numpy(samples):
+            model.logits(sample[:-1].unsqueeze(1).to(device), last_only=True)
+    for hook in hooks:
+        hook.remove()
+    return Importance(counts, torch.zeros(network.facts.num_layers, dtype=torch.float64))
+
+
 def _gates(network: Network, products: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
     """(kind, owner) -> dL/dm of each unit, from w dL/dw of each weight. Channels of the hidden states have a gate for each
     norm that they go through, with the norm's name as owner.
@@ -188,6 +219,10 @@ def _gates(network: Network, products: Mapping[str, torch.Tensor]) -> dict[tuple
         for kind in KINDS
         for own, (name, cut) in network.readers(kind).items()
     }
+    for name, cut in network.cuts.get(EXPERTS, {}).items():
+        if OUTPUTS in name and name in products:
+            key, gates = (EXPERTS, owner(name, EXPERTS)), _by_unit(products[name], cut)
+            found[key] = found[key] + gates if key in found else gates
     for name, cut in network.cuts[HIDDEN].items():
         of = name.rpartition(".")[0]
         if len(network.table[f"{of}.weight"].shape) == 1 and name in products:
@@ -202,10 +237,11 @@ def _by_unit(values: torch.Tensor, cut: Cut) -> torch.Tensor:
 
 
 def _of_layers(network: Network, sums: Mapping[tuple[str, str], torch.Tensor]) -> torch.Tensor:
-    """The sum over the heads and MLP channels of each layer."""
+    """The sum over the heads and MLP channels, or experts, of each layer."""
     layers = torch.zeros(network.facts.num_layers, dtype=torch.float64)
     for (kind, own), value in sums.items():
-        if kind != HIDDEN and (layer := network.layer_of_owner[own]) is not None:
+        twice = kind == FFN and own.endswith(".experts")  # their channels are parts of experts
+        if kind != HIDDEN and not twice and (layer := network.layer_of_owner[own]) is not None:
             layers[layer] += value
     return layers
 
@@ -218,7 +254,7 @@ def plan(
 ) -> SmallerModel:
     """The smaller model of these sizes. layers_to_go: instead of the least important ones."""
     before = ModelSizes.of(network.model)
-    kinds = [kind for kind in (HEADS, FFN, HIDDEN) if getattr(sizes, kind) != getattr(before, kind)]
+    kinds = [kind for kind in UNITS if getattr(sizes, kind) != getattr(before, kind)]
     kept = {
         (kind, own): most_important(values, getattr(sizes, kind))
         for (kind, own), values in importance.units.items()

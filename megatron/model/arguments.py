@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Optional
 
-from megatron.model.frozen_settings import with_projections
 from megatron.model.lora import with_adapters
 from megatron.model.quantization import with_quantization
 from megatron.model.recipe import Recipe, named_recipe
@@ -24,6 +23,9 @@ def parse_any(
     """The settings of a training run. recipe: default: that of --model-type. groups: additional groups of settings, for
     `Config.extra`.
     """
+    # It reads checkpoints, with a package that may be missing.
+    from megatron.model.frozen_settings import with_projections
+
     if recipe is None:
         statement = said(argv).get("model_type")
         recipe = named_recipe("GPT" if statement is None else str(statement.value))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Smaller models: which dims of which weights belong to heads, to channels of MLPs, or to the hidden size. Needs no torch.
+"""Smaller models: which dims of which weights belong to heads, channels of MLPs, experts, or the hidden size. No torch.
 
 A smaller model is the same network with smaller settings, and nothing else: `smaller` computes them. Where its weights are
 smaller follows from the tables of weights (`Facts.weights`), so this module names no weight:
@@ -13,7 +13,7 @@ smaller follows from the tables of weights (`Facts.weights`), so this module nam
     output.weight Cut(dim=1, block=4)
 
 A *unit* is what goes or stays as a whole: a key-value group with all of its queries (a head, without grouped queries), a
-channel of an MLP, a channel of the hidden states, a layer.
+channel of an MLP, an expert with its row of the router, a channel of the hidden states, a layer.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from megatron.errors import SettingsError, UsageError, did_you_mean
 from megatron.model.weights import Table
 from megatron.settings.schema import Model, setting
 
-HEADS, FFN, HIDDEN = "heads", "ffn", "hidden"
+HEADS, FFN, HIDDEN, EXPERTS = "heads", "ffn", "hidden", "experts"
 KINDS = (HEADS, FFN)  # that --prune-ratio is about
 Criterion = Literal["l1_norm", "l2_norm", "taylor"]
 
@@ -33,9 +33,9 @@ Criterion = Literal["l1_norm", "l2_norm", "taylor"]
 class PruningOptions:
     """What goes, and how its importance is measured."""
 
-    prune_criterion: Criterion = setting(
-        "importance: the sum of absolute weights, the root of the sum of their squares, or how much the loss of "
-        "a calibration text would change (taylor)",
+    prune_criterion: Literal["l1_norm", "l2_norm", "taylor", "load"] = setting(
+        "importance: the sum of absolute weights, the root of the sum of their squares, how much the loss of a calibration "
+        "text would change (taylor), or, of experts, how many of its tokens they get (load)",
         "l1_norm",
     )
     prune_ratio: Optional[float] = setting(
@@ -53,6 +53,7 @@ class TargetSizes:
     target_num_attention_heads: Optional[int] = setting("heads of the smaller model", None)
     target_num_query_groups: Optional[int] = setting("key-value groups of the smaller model", None)
     target_ffn_hidden_size: Optional[int] = setting("width of the smaller model's MLPs", None)
+    target_num_experts: Optional[int] = setting("experts of the smaller model's layers", None)
     target_hidden_size: Optional[int] = setting("hidden size of the smaller model", None)
     target_num_layers: Optional[int] = setting("layers of the smaller model: the least important ones go", None)
     prune_layers: Optional[list[int]] = setting("layers that go, counted from 0 as in blocks.0", None)
@@ -72,10 +73,12 @@ class ModelSizes(NamedTuple):
     ffn: int
     hidden: int
     layers: int
+    experts: int = 0  # of a layer; 0: the model has none
 
     @classmethod
     def of(cls, model: Model) -> "ModelSizes":
-        return cls(model.query_groups, model.ffn_size, model.hidden_size, model.num_layers)
+        experts = model.num_experts if model.mixture else 0
+        return cls(model.query_groups, model.ffn_size, model.hidden_size, model.num_layers, experts)
 
     def settings(self, model: Model) -> Model:
         """The settings of the same network with these sizes; sizes that follow from others are written out."""
@@ -89,6 +92,7 @@ class ModelSizes(NamedTuple):
             ffn_hidden_size=self.ffn,
             max_position_embeddings=model.position_table,
             model_name_or_path=None,
+            num_experts=self.experts or model.num_experts,
         )
 
 
@@ -110,11 +114,14 @@ def cuts(tables: Callable[[Model], Table], model: Model, kind: str) -> dict[str,
 
 
 def owner(name: str, kind: str) -> str:
-    """What chooses the units of a weight: its attention or MLP, or the whole model for channels of the hidden states.
+    """What chooses the units of a weight: its attention or MLP, its layer for experts, or the whole model for channels of
+    the hidden states.
 
-    >>> owner("blocks.3.mlp.up.weight", FFN)
-    'blocks.3.mlp'
+    >>> owner("blocks.3.mlp.up.weight", FFN), owner("blocks.3.mlp.router.weight", EXPERTS)
+    ('blocks.3.mlp', 'blocks.3')
     """
+    if kind == EXPERTS:
+        return ".".join(name.split(".")[:2])
     return "" if kind == HIDDEN else name.rsplit(".", 2)[0]
 
 
@@ -135,6 +142,7 @@ def target_sizes(model: Model, options: PruningOptions, targets: TargetSizes) ->
         ffn=own.target_ffn_hidden_size if own.target_ffn_hidden_size is not None else new.ffn,
         hidden=own.target_hidden_size if own.target_hidden_size is not None else new.hidden,
         layers=_layers(model, own),
+        experts=_experts(model, own),
     )
     _refuse_nothing(model, sizes, new, options, targets)
     return new
@@ -169,6 +177,7 @@ def _refuse_nothing(model: Model, old: ModelSizes, new: ModelSizes, options: Pru
     ratio, words = options.prune_ratio, unit_words(model)
     flags = dict(heads="--target-num-attention-heads", ffn="--target-ffn-hidden-size", hidden="--target-hidden-size")
     flags |= dict(layers="--target-num-layers" if own.prune_layers is None else "--prune-layers")
+    flags |= dict(experts="--target-num-experts") if model.mixture else {}
     for kind, flag in flags.items():
         before, after = getattr(old, kind), getattr(new, kind)
         if not 0 < after <= before:
@@ -190,7 +199,8 @@ def unit_words(model: Model) -> dict[str, str]:
     """Field of `ModelSizes` -> what it counts, in words."""
     queries = model.num_attention_heads // model.query_groups
     heads = "heads" if queries == 1 else f"key-value groups of {queries} heads"
-    return dict(heads=heads, ffn="MLP channels", hidden="hidden channels", layers="layers")
+    more = dict(experts="experts") if model.mixture else {}
+    return dict(heads=heads, ffn="MLP channels", hidden="hidden channels", layers="layers", **more)
 
 
 def _groups(model: Model, own: TargetSizes, present: int) -> int:
@@ -211,6 +221,26 @@ def _groups(model: Model, own: TargetSizes, present: int) -> int:
     if heads is not None:
         return heads // queries
     return present if groups is None else groups
+
+
+def _experts(model: Model, own: TargetSizes) -> int:
+    """The experts of a layer of the smaller model; 0: it has none."""
+    wanted, least = own.target_num_experts, max(2, model.moe_router_topk)
+    if wanted is None:
+        return model.num_experts if model.mixture else 0
+    if not model.mixture:
+        raise SettingsError(f"--target-num-experts {wanted}: the model has no experts", do="leave it out")
+    if wanted < least:
+        raise SettingsError(
+            f"--target-num-experts {wanted}: each token goes to {model.moe_router_topk} experts",
+            do=f"leave at least {least}",
+        )
+    if model.moe_router_num_groups and wanted < model.num_experts:
+        raise SettingsError(
+            f"--target-num-experts {wanted}: the router has {model.moe_router_num_groups} groups of experts",
+            "those that are left would belong to other groups",
+        )
+    return wanted
 
 
 def _layers(model: Model, own: TargetSizes) -> int:

@@ -21,7 +21,7 @@ Which layers are recomputed: `recompute_plan.recompute_groups`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.mpu.discarded import Discarded
 from megatron.mpu.placement import PlacedBuffer, placed_buffers
 from megatron.mpu.random import Draws
+from megatron.mpu.turns import swap, swap_attribute
 
 
 def recompute(function: Callable, *args, inside: Callable = nullcontext, of: Sequence[nn.Module] = (), draws=True):
@@ -109,27 +110,23 @@ def _is_another(held: PlacedBuffer, tensor: torch.Tensor, version: int) -> bool:
 @contextmanager
 def _with_buffers(before: Sequence[tuple[PlacedBuffer, torch.Tensor]]) -> Iterator[None]:
     """Set buffers to the given values inside; changes to these are discarded."""
-    now = [held.tensor for held, _ in before]
-    for held, was in before:
-        held.module._buffers[held.attribute] = was
-    try:
+    inside = [was for _, was in before]
+
+    def exchange() -> None:
+        for place, (held, _) in enumerate(before):
+            held.module._buffers[held.attribute], inside[place] = inside[place], held.tensor
+
+    with swap(exchange):
         yield
-    finally:
-        for (held, _), tensor in zip(before, now):
-            held.module._buffers[held.attribute] = tensor
 
 
 @contextmanager
 def _with_samples(before: Sequence[tuple[Draws, torch.Tensor]]) -> Iterator[None]:
     """Set the samples that products draw for to the given ones inside."""
-    now = [draws.samples for draws, _ in before]
-    for draws, samples in before:
-        draws.samples = samples
-    try:
+    with ExitStack() as stack:
+        for draws, samples in before:
+            stack.enter_context(swap_attribute(draws, "samples", samples))
         yield
-    finally:
-        for (draws, _), samples in zip(before, now):
-            draws.samples = samples
 
 
 def _then(inside: Callable, more: Callable) -> Callable:

@@ -23,6 +23,7 @@ import torch
 
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Axis
+from megatron.mpu.turns import pass_turn
 
 
 def _same(x, axis):
@@ -78,9 +79,14 @@ def all_to_all(
 ) -> torch.Tensor:
     """Send rows of `x` to the ranks of the axis (`collectives.all_to_all`); the backward pass sends gradients back.
 
-    All ranks have to run the backward pass, even those that have received no rows.
+    All ranks have to run the backward pass, even those that have received no rows. While rows are under way, the other one
+    of two passes that take turns computes (`mpu/turns.py`).
     """
-    return start_all_to_all(x, axis, sent, received).wait()
+    if axis.size == 1:
+        return x
+    pending = start_all_to_all(x, axis, sent, received)
+    pass_turn()
+    return pending.wait()
 
 
 def start_all_to_all(
@@ -151,4 +157,5 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         ctx.exchange.start(gradient, ctx.exchange.received, ctx.exchange.sent)
+        pass_turn()
         return gradient, None  # only for its shape; `_Start` returns the rows of this rank

@@ -20,9 +20,10 @@ from typing import Optional
 
 import torch
 
+from megatron.mpu.turns import swap_attribute
 from megatron.optimizer.gradients import GradientBuffers, UnitGradients
 from megatron.optimizer.units import FlatUnit
-from megatron.optimizer.weights import ParameterBuffers
+from megatron.optimizer.weights import ParameterBuffers, UnitParameters, User
 from megatron.pipeline.schedule import Op
 from megatron.pipeline.sharding import (
     ALL,
@@ -63,12 +64,8 @@ class Messages:
         before = list_messages([], self.chunks, how).before
         self.unlisted = Listed(before, [], [Op("R", 0, 0, ALL)])  # the messages around passes that run without a list
         self.listed = self.unlisted  # the list of the present step
-        self.running: Optional[Op] = None  # the present pass
-        self.inside: Sequence[Op] = ()  # the pieces of this pass, and the messages between them
-        self.at, self.places = 0, {}  # index of the next op of `inside`; indices of the pieces
-        self.on_the_spot: set[str] = set()  # units that a layer has gathered out of order
+        self.now: Optional[_Passing] = None  # the present pass
         self.alone = None  # in a custom training loop: the messages after the pass, and its context
-        self.late: list[UnitGradients] = []  # gradients that were not complete when the list reduced them
         gradients.arrived = self._arrived
         self.gathers = how.zero == 3 or how.gather_ahead  # inside passes
         for number, chunk in enumerate(chunks) if self.gathers or how.zero == 2 else ():
@@ -140,52 +137,70 @@ class Messages:
             tallies = [self.gradients.tallies[unit.name] for unit in self.units[group_of(op)] if not unit.frozen]
             self._reduce(tallies) if op.kind == "R" else self.gradients.wait_for(tallies)
         else:
-            memory = [self.weights.memory[unit.name] for unit in self.units[group_of(op)]]
-            act = {"G": self.weights.start, "g": self.weights.finish, "D": self.weights.free}[
-                FORWARD.get(op.kind, op.kind)
-            ]
-            for one in memory:
-                act(one)
+            act = {"G": self._gather, "g": self._finish, "D": self._release}[FORWARD.get(op.kind, op.kind)]
+            user = None if op.piece in (IN, OUT, TIED) else (op.micro, op.chunk, op.kind in FORWARD)
+            for unit in self.units[group_of(op)]:
+                act(self.weights.memory[unit.name], user)
+
+    def _gather(self, memory: UnitParameters, user: Optional[User]) -> None:
+        self.weights.start(memory)
+        if user and self.how.zero == 3:
+            memory.users.add(user)
+
+    def _finish(self, memory: UnitParameters, user: Optional[User]) -> None:
+        self.weights.finish(memory)
+
+    def _release(self, memory: UnitParameters, user: Optional[User]) -> None:
+        """Free weights, unless the other one of two passes that take turns uses them, too."""
+        memory.users.discard(user)
+        if not memory.users:
+            self.weights.free(memory)
 
     def _reduce(self, tallies: Sequence[UnitGradients]) -> None:
         for tally in tallies:
-            if self.running and not self.gradients.complete(tally):
-                self.late.append(tally)
+            if self.now and not self.gradients.complete(tally):
+                self.now.late.append(tally)
             else:
                 self.gradients.start(tally)
 
+    @property
+    def running(self) -> str:
+        """The kind of the present pass; "": there is none."""
+        return self.now.op.kind if self.now else ""
+
     @contextmanager
     def passing(self, op: Op, inside: Sequence[Op]) -> Iterator[None]:
-        """A context around a pass that runs the messages inside it."""
-        self.running, self.inside, self.at = op, inside, 0
-        self.places = {group_of(one): place for place, one in enumerate(inside) if one.kind not in MESSAGES}
-        yield
-        self._run_until(len(inside))
-        self.running = None
-        for tally in self.late:
+        """A context around a pass that runs the messages inside it. Of two passes that take turns each has its own."""
+        now = _Passing(op, inside)
+        with swap_attribute(self, "now", now):
+            yield
+            self._run_until(len(inside))
+        for name in now.on_the_spot:  # a layer that was not run to its end: the list frees it
+            self.weights.memory[name].users.discard(now.user)
+        for tally in now.late:
             self.gradients.start(tally)
             self.gradients.wait_for([tally])
-        self.late.clear()
 
     def _run_until(self, end: int) -> None:
-        while self.at < end:
-            op = self.inside[self.at]
-            self.at += 1
+        while self.now.at < end:
+            op = self.now.inside[self.now.at]
+            self.now.at += 1
             if op.kind in MESSAGES:
                 self.run(op)
 
     def _reach(self, group: Group) -> None:
         """Run the messages before a piece of the present pass. Does nothing for a piece that is done or not listed."""
-        self._run_until(self.places.get(group, -1) + 1)
+        self._run_until(self.now.places.get(group, -1) + 1)
 
     def _arrived(self, tally: UnitGradients) -> None:
         """Called when a parameter has got a gradient: its piece has begun, and may now be reduced."""
         group = self.groups[tally.own.unit.name]
-        if self.running is None or self.running.kind not in "BW" or group[1] in (IN, TIED):
+        if self.running not in ("B", "W") or group[1] in (IN, TIED):
             return
         self._reach(group)
-        while self.at < len(self.inside) and self._may_run(self.inside[self.at]):
-            self._run_until(self.at + 1)
+        now = self.now
+        while now.at < len(now.inside) and self._may_run(now.inside[now.at]):
+            self._run_until(now.at + 1)
 
     def _may_run(self, op: Op) -> bool:
         """Whether everything that a message sends has been computed."""
@@ -198,7 +213,7 @@ class Messages:
 
     def _register_hooks(self, number: int, chunk: torch.nn.Module) -> None:
         def pre_forward(module, args):
-            if self.running is None or self.alone:
+            if not self.running or self.alone:
                 self._begin_alone(Op("F", 0, number))
 
         def post_forward(module, args, output):
@@ -208,7 +223,7 @@ class Messages:
                     tensor.register_hook(begin_backward)
 
         def begin_backward(gradient):
-            if self.running is None:
+            if not self.running:
                 self._begin_alone(Op("B", 0, number))
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_alone)
 
@@ -248,26 +263,44 @@ class Messages:
         memory = [self.weights.memory[unit.name] for unit in self.units[group]]
 
         def begin(kinds: str) -> None:
-            if self.running and self.running.kind in kinds:
+            if self.running and self.running in kinds:
                 self._reach(group)
-            self.on_the_spot.update(one.unit.name for one in memory if not (one.ready or one.under_way))
+            for one in memory if self.now else ():
+                of_others = one.users and self.now.user not in one.users
+                if of_others or not (one.ready or one.under_way):
+                    self.now.on_the_spot.add(one.unit.name)
+                    one.users.add(self.now.user)
             self.weights.need(*memory)
 
         def pre_forward(module, args):
             begin("F")
 
         def post_forward(module, args, output):
-            if following and self.running and self.running.kind == "F":
+            if following and self.running == "F":
                 self._reach(following)
-            for one in (one for one in memory if one.unit.name in self.on_the_spot):
-                self.on_the_spot.remove(one.unit.name)
-                self.weights.free(one)
+            for one in (one for one in memory if self.now and one.unit.name in self.now.on_the_spot):
+                self.now.on_the_spot.remove(one.unit.name)
+                self._release(one, self.now.user)
             for tensor in _backward_roots(output):
                 tensor.register_hook(lambda gradient: begin("BI"))
 
         module.register_forward_pre_hook(pre_forward)
         if self.how.zero == 3:
             module.register_forward_hook(post_forward)
+
+
+class _Passing:
+    """A pass that runs, and its messages.
+
+    inside: the pieces of the pass, and the messages between them
+    """
+
+    def __init__(self, op: Op, inside: Sequence[Op]):
+        self.op, self.inside, self.at = op, inside, 0  # index of the next op of `inside`
+        self.places = {group_of(one): place for place, one in enumerate(inside) if one.kind not in MESSAGES}
+        self.late: list[UnitGradients] = []  # gradients that were not complete when the list reduced them
+        self.user = op.micro, op.chunk, op.kind != "F"
+        self.on_the_spot: set[str] = set()  # units that a layer has gathered out of order
 
 
 def _backward_roots(output) -> list[torch.Tensor]:

@@ -11,13 +11,15 @@ operations of a group in order, so waiting for one waits for all earlier ones. G
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron.mpu import collectives
 from megatron.optimizer.units import AxisOf, FlatUnit, materialise
+
+User = tuple[int, int, bool]  # a pass: micro-batch, chunk, whether it is a backward one
 
 
 @dataclass
@@ -28,6 +30,7 @@ class UnitParameters:
     flat: torch.Tensor  # [unit.size]
     ready: bool = False  # it holds the parameters
     under_way: Any = None  # (work, piece) of a running gather
+    users: set[User] = field(default_factory=set)  # passes that have gathered a layer, and not freed it
 
 
 class ParameterBuffers:
@@ -128,5 +131,6 @@ class ParameterBuffers:
         """Free a unit's parameters, or mark them to be gathered again if they are kept."""
         self.finish(memory)
         memory.ready = False
+        memory.users.clear()
         if not self.keep:
             memory.flat.untyped_storage().resize_(0)

@@ -4,6 +4,7 @@
 python -m megatron.pipeline.check --pp 4 --micro 8
 python -m megatron.pipeline.check --pp 4 --micro 8 --schedule zb-v --svg zb-v.svg
 python -m megatron.pipeline.check --pp 4 --micro 8 --schedule 1f1b --zero 3 --gather 0.3 --reduce 0.3 --overlap
+python -m megatron.pipeline.check --pp 4 --micro 8 --overlap-moe-expert-parallel-comm --exchange 0.3
 python -m megatron.pipeline.check --schedule my_own.txt
 python -m megatron.pipeline.check --timeline step.json --svg step.svg
 """
@@ -19,14 +20,24 @@ from typing import Literal, Optional
 from megatron.errors import SettingsError, StorageError, run_main
 from megatron.pipeline.custom_schedule import is_file, read_schedule
 from megatron.pipeline.draw import diagram, svg
-from megatron.pipeline.schedule import TRAINING, BrokenSchedule, Op, StageMap, default_chunks, problems, stage_map
-from megatron.pipeline.sharding import ALL, IN, OUT, ChunkPieces, Sharding, list_messages, passes_of
+from megatron.pipeline.schedule import (
+    TRAINING,
+    BrokenSchedule,
+    Op,
+    StageMap,
+    default_chunks,
+    in_turns,
+    problems,
+    stage_map,
+)
+from megatron.pipeline.sharding import ALL, IN, OUT, ChunkPieces, Sharding, list_messages, without_messages
 from megatron.pipeline.simulate import (
     COST,
     Cost,
     RankSchedules,
     Times,
     bubble_of,
+    hidden_by_turns,
     make_rank_schedules,
     report,
     simulate,
@@ -59,6 +70,10 @@ class CheckOptions:
     reduce: float = setting("time of reducing a chunk's gradients", 0.5)
     update: float = setting("time of the optimizer's update", 0.0)
     overlap: bool = setting("gather and reduce layers while others are computed", False)
+    overlap_moe_expert_parallel_comm: bool = setting("forward and backward passes take turns (experts)", False)
+    exchange: float = setting(
+        "time of experts' exchanges in a pass of a chunk, forward or backward; passes that take turns hide them", 0.0
+    )
     list_ops: bool = setting("with --zero, print the ops of each rank, as a schedule file has them", False)
     timeline: Optional[str] = setting("file of a run's --pipeline-timeline, to compare with its simulation", None)
     svg: Optional[str] = setting("file for a picture", None)
@@ -89,6 +104,11 @@ def _compared(asked: CheckOptions) -> tuple[dict[str, Times], str]:
         raise SettingsError(f"--wire {asked.wire:g} must be at least 0: the time of a message")
     plans = _plans(asked)
     passes, panels = _cost(asked.cost), {}
+    if not 0 <= asked.exchange <= min(passes["F"], passes["B"], passes["I"]):
+        raise SettingsError(
+            f"--exchange {asked.exchange:g} must be a part of the time of each pass F, B and I (--cost)"
+        )
+    hidden = lambda rank, one, other: hidden_by_turns(*((passes[op.kind], asked.exchange) for op in (one, other)))
     ranks, num_microbatches = _size(next(iter(plans.values()))[0])
     print(f"{ranks} ranks, {num_microbatches} micro-batches; time unit: {UNIT}")
     print(f"{'schedule':>14}{'chunks':>8}{'span':>9}{'bubble':>9}   live activations of each rank, in micro-batches")
@@ -96,14 +116,14 @@ def _compared(asked: CheckOptions) -> tuple[dict[str, Times], str]:
         verify(plan, num_microbatches, stages)
         chunks = len(stages) // len(plan)
         if asked.zero is None:
-            plan, cost = list(map(passes_of, plan)), passes
+            plan, cost = list(map(without_messages, plan)), passes
         else:
             plan, cost = _with_messages(asked, plan, stages, passes)
-        result = report(plan, stages, cost, asked.wire, asked.update)
+        result = report(plan, stages, cost, asked.wire, asked.update, hidden)
         live = " ".join(f"{held / chunks:g}" for held in result.live)
         span = result.span / chunks / passes["F"]
         print(f"{name:>14}{chunks:8d}{span:9.1f}{result.bubble:9.1%}   {live}")
-        times = simulate(plan, stages, cost, asked.wire, asked.update)
+        times = simulate(plan, stages, cost, asked.wire, asked.update, hidden)
         # Divided by the number of chunks, so that schedules of different chunks have one scale.
         short = {key: tuple(moment / chunks / passes["F"] for moment in moments) for key, moments in times.items()}
         panels[f"{name}{f', {chunks} chunks a rank' * (chunks > 1)}: {span:.1f} passes"] = short
@@ -162,6 +182,13 @@ def _plans(asked: CheckOptions) -> dict[str, tuple[RankSchedules, StageMap]]:
         raise SettingsError("; ".join(dict.fromkeys(line for lines in wrong.values() for line in lines)))
     if "1f1b" in good and chunks["1f1b"] > 1 and "interleaved" in good:
         good.remove("1f1b")  # the same schedule
+    if asked.overlap_moe_expert_parallel_comm:
+        if good == ["gpipe"]:
+            raise SettingsError(
+                "gpipe has no passes that could take turns: all backward passes come after all forward passes"
+            )
+        good = [in_turns(name) for name in good if name != "gpipe"]
+        chunks = {in_turns(name): number for name, number in chunks.items()}
     return {
         name: (make_rank_schedules(name, pp, num_microbatches, chunks[name]), stage_map(name, pp, chunks[name]))
         for name in good
@@ -185,7 +212,10 @@ def _cost(text: str) -> dict[str, float]:
 def _measured(path: str) -> tuple[dict[str, Times], str]:
     """Compare a run's step with the simulation of the same plan from the run's times of each op."""
     timeline = read_timeline(path)
-    simulated, measured = simulate(timeline.plan, timeline.stages, timeline.cost), timeline.times
+    simulated, measured = (
+        simulate(timeline.plan, timeline.stages, timeline.cost, hidden=timeline.hidden),
+        timeline.times,
+    )
     spans = {
         name: max(end for _, end in times.values())
         for name, times in (("measured", measured), ("simulated", simulated))
@@ -198,6 +228,11 @@ def _measured(path: str) -> tuple[dict[str, Times], str]:
         costs = {
             f"{kind}{f'.{chunk}' * (chunk > 0)}": timeline.costs[where, kind, chunk]
             for where, kind, chunk in sorted(timeline.costs)
+            if where == rank
+        }
+        costs |= {
+            f"F{f'.{one}' * (one > 0)} & B{f'.{other}' * (other > 0)}": seconds
+            for (where, one, other), seconds in sorted(timeline.together.items())
             if where == rank
         }
         print(f"{'rank':>10} {rank}: " + ", ".join(f"{name} {1000 * cost:.2f} ms" for name, cost in costs.items()))

@@ -5,6 +5,8 @@
     F0 F1 B0 F2 B1 B2
     F0 B0 F1 B1 F2 B2
 
+F2 & B0 are two passes that take turns: each computes while a message of experts of the other is under way.
+
 A line may also list the gathers and reductions of data parallelism (`sharding.py`): all of them, or none.
 `python -m megatron.pipeline.check --zero 3 --list-ops` prints such lines. Empty lines and comments after # are ignored.
 With a line `stages: v` the two chunks of a rank lie in a V (first and last stage on rank 0); without it the stages go round
@@ -76,7 +78,7 @@ def read_schedule(path: str) -> CustomSchedule:
         raise SettingsError(f"{path}: stages in a V need two model chunks a rank, and the ops have {chunks}", do=DO)
     schedule = CustomSchedule(path, plan, shape(len(plan), chunks))
     try:
-        verify(schedule.plan, schedule.num_microbatches, schedule.stages)
+        verify(schedule.lists, schedule.num_microbatches, schedule.stages)
     except BrokenSchedule as error:
         where = "" if error.rank is None else f", line {lines[error.rank]}"
         raise SettingsError(f"{path}{where}: this schedule cannot run", str(error), DO) from error

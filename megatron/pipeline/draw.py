@@ -21,7 +21,8 @@ def diagram(times: Times, *, width: int = 120, colour: bool = False, whole: bool
     """A diagram with one line per rank, time to the right, each op a block with its micro-batch (F3.1: of chunk 1).
 
     A rank with gathers and reductions has a second line for its communication lane. Without colour a block reads F3----
-    (forward of micro-batch 3). Lines are cut at `width`; with `whole` they are not, but labels may be.
+    (forward of micro-batch 3), and F3&B1== if two passes take turns. Lines are cut at `width`; with `whole` they are not,
+    but labels may be.
     """
     if not times:
         return ""
@@ -34,34 +35,52 @@ def diagram(times: Times, *, width: int = 120, colour: bool = False, whole: bool
     lines = []
     for rank, name, row in _rows(times):
         line, column = "", 0
-        for op, start, end in row:
+        for ops, start, end in row:
             start, end = round(start * columns), round(end * columns)
-            if end > width - (9 if op is row[-1][0] else 12):  # the dots need three columns
+            if end > width - (9 if ops is row[-1][0] else 12):  # the dots need three columns
                 line += " " * (min(start, width - 12) - column) + "..."
                 break
-            line += " " * (start - column) + _block(op, end - start, colour)
+            line += " " * (start - column) + _block(ops, end - start, colour)
             column = end
         lines.append(f"{name} |{line}" if name else f"rank {rank:2d} |{line}")
     return "\n".join(lines)
 
 
-def _rows(times: Times) -> Iterator[tuple[int, str, list[tuple[Op, float, float]]]]:
+Row = list[tuple[tuple[Op, ...], float, float]]  # one op, or two that take turns; start; end
+
+
+def _rows(times: Times) -> Iterator[tuple[int, str, Row]]:
     """(rank, name of the lane, ops of the lane): the compute lane has no name; the other one only exists with ops."""
     for rank in sorted({rank for rank, _ in times}):
         own = [(op, start, end) for (where, op), (start, end) in times.items() if where == rank]
         own.sort(key=lambda entry: entry[1:])
-        yield rank, "", [entry for entry in own if entry[0].kind not in MESSAGES]
-        sent = [entry for entry in own if entry[0].kind in MESSAGES and entry[2] > entry[1]]
+        yield rank, "", _blocks([entry for entry in own if entry[0].kind not in MESSAGES])
+        sent = [((op,), start, end) for op, start, end in own if op.kind in MESSAGES and end > start]
         if sent:
             yield rank, "   comm", sent
 
 
-def _block(op: Op, length: int, colour: bool) -> str:
+def _blocks(passes: list[tuple[Op, float, float]]) -> Row:
+    """The passes of a rank, sorted by time. Those that take turns have the same times, and are one block."""
+    blocks = Row()
+    for op, *span in passes:
+        if blocks and op.kind in "BI" and blocks[-1][0][-1].kind == "F" and list(blocks[-1][1:]) == span:
+            blocks[-1] = ((*blocks[-1][0], op), *span)
+        else:
+            blocks.append(((op,), *span))
+    return blocks
+
+
+def _block(ops: tuple[Op, ...], length: int, colour: bool) -> str:
     if not colour:
-        return str(op).ljust(length, PADDING[op.kind])[:length]
-    label = f"{op.micro}" + f".{op.chunk}" * (op.chunk > 0)
-    shade = "1;" if op.chunk % 2 else ""
-    return f"\033[{shade}{ANSI[op.kind]}m{label.ljust(length)[:length]}\033[0m"
+        return "&".join(map(str, ops)).ljust(length, PADDING[ops[-1].kind])[:length]
+    ends = [length * (place + 1) // len(ops) for place in range(len(ops))]
+    parts = []
+    for op, start, end in zip(ops, [0, *ends], ends):
+        label = f"{op.micro}" + f".{op.chunk}" * (op.chunk > 0)
+        shade = "1;" if op.chunk % 2 else ""
+        parts.append(f"\033[{shade}{ANSI[op.kind]}m{label.ljust(end - start)[: end - start]}\033[0m")
+    return "".join(parts)
 
 
 WIDTH, LEFT, RIGHT = 1000, 84, 16  # units: of the picture, of the names of ranks, of the margin
@@ -92,7 +111,7 @@ def svg(panels: dict[str, Times], unit: str = "time") -> str:
             parts.append(f'<text x="{LEFT - 8}" y="{y + 15}" text-anchor="end">{name.strip() or f"rank {rank}"}</text>')
             if not name:
                 parts.append(f'<rect x="{LEFT}" y="{y}" width="{own:.2f}" height="{BAR}" class="idle"/>')
-            parts += [_rectangle(op, LEFT + start * scale, y, (end - start) * scale) for op, start, end in row]
+            parts += [_rectangles(ops, LEFT + start * scale, y, (end - start) * scale) for ops, start, end in row]
             y += ROW
         y += GAP
     axis, bottom = _axis(span, scale, y, unit)
@@ -150,8 +169,13 @@ def _legend(used: set[tuple[str, int]], y: float) -> tuple[list[str], float]:
     return parts, y + 30 * -(-len(entries) // 2)
 
 
-def _rectangle(op: Op, x: float, y: float, width: float) -> str:
-    fill = FILL[op.kind][op.chunk % 2]
-    box = f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{BAR}" fill="{fill}" stroke="#fff" stroke-width=".5">'
-    label = f'<text class="op" x="{x + 2:.2f}" y="{y + 14}">{op.micro}</text>' if width > 7 * len(str(op.micro)) else ""
-    return f"{box}<title>{op}</title></rect>{label}"
+def _rectangles(ops: tuple[Op, ...], x: float, y: float, width: float) -> str:
+    """A block: one rectangle, or two above each other for passes that take turns."""
+    height, words = BAR / len(ops), "&amp;".join(str(op.micro) for op in ops)
+    boxes = [
+        f'<rect x="{x:.2f}" y="{y + place * height:g}" width="{width:.2f}" height="{height:g}" '
+        f'fill="{FILL[op.kind][op.chunk % 2]}" stroke="#fff" stroke-width=".5"><title>{op}</title></rect>'
+        for place, op in enumerate(ops)
+    ]
+    fits = width > 7 * len("&".join(str(op.micro) for op in ops))
+    return "".join(boxes) + (f'<text class="op" x="{x + 2:.2f}" y="{y + 14}">{words}</text>' if fits else "")

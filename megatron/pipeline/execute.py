@@ -10,7 +10,8 @@ output. The output itself belongs to the message that carries it, and is freed w
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -18,8 +19,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.mpu.deferred_wgrad import attach_weight_grad_store, run_deferred_wgrads
 from megatron.mpu.random import seed_torch
-from megatron.pipeline.schedule import Op, StageMap, looped
-from megatron.pipeline.sharding import MESSAGES, passes_of, steps_of
+from megatron.mpu.turns import TwoPasses
+from megatron.pipeline.schedule import BESIDE, Op, StageMap, looped
+from megatron.pipeline.sharding import MESSAGES, Step, passes_of, steps_of
 from megatron.pipeline.stage_outputs import StageOutputs
 from megatron.pipeline.wire import P2PCommunicator, PendingReceive
 from megatron.telemetry.phases import phase
@@ -59,7 +61,8 @@ def execute(
     batches:    micro-batches by number; every stage has them (positions, masks, sample numbers)
     loss_func:  ({name: sum} of a stage, its micro-batch) -> the scalar to differentiate, or None if the sums have none;
                 without a loss_func no gradients at all
-    timeline:   gets (op, start, end) of each op in seconds of `time.perf_counter`, without waits for messages
+    timeline:   gets (op, start, end) of each op in seconds of `time.perf_counter`, without waits for messages. Two passes
+                that take turns (`mpu/turns.py`) have the same times
     on_op:      called with each op before the wait for its message
     needs_gradient: for each chunk, whether anything before it is trained: else the gradient of its input is not needed, and
                 zeros are sent; default: all
@@ -80,21 +83,35 @@ def execute(
         seed=seed,
         needs_gradient=needs_gradient,
     )
-    prefetcher = RecvPrefetcher(passes, runner.post_receive)
-    for op, inside in steps_of(ops):
-        if op.kind in MESSAGES:
-            messages.run(op)
-            continue
-        if on_op is not None:
-            on_op(op)
-        message = prefetcher.message_of(op)
-        arrived = message and runner.receive(op, message)
-        start = runner.now() if timeline is not None else 0.0
-        with phase(op.kind, op), messages.passing(op, inside) if messages else nullcontext():
+
+    def run(op: Op, inside: Sequence[Op], arrived: Optional[torch.Tensor]) -> None:
+        with messages.passing(op, inside) if messages else nullcontext():
             runner.do(op, arrived)
-        if timeline is not None:
-            timeline.append((op, start, runner.now()))
+
+    prefetcher = RecvPrefetcher(passes, runner.post_receive)
+    with TwoPasses() if BESIDE in ops else nullcontext() as turns:
+        for step in steps_of(ops):
+            if step[0][0].kind in MESSAGES:
+                messages.run(step[0][0])
+                continue
+            arrived = []
+            for op, _ in step:
+                if on_op is not None:
+                    on_op(op)
+                message = prefetcher.message_of(op)
+                arrived.append(message and runner.receive(op, message))
+            start = runner.now() if timeline is not None else 0.0
+            with _phase(step):
+                work = [partial(run, op, inside, x) for (op, inside), x in zip(step, arrived)]
+                turns.run(*work) if len(work) > 1 else work[0]()
+            if timeline is not None:
+                timeline += [(op, start, runner.now()) for op, _ in step]
     return runner.finish()
+
+
+def _phase(step: Step) -> AbstractContextManager:
+    (op, _), *others = step
+    return phase("FB", " & ".join(str(op) for op, _ in step)) if others else phase(op.kind, op)
 
 
 class RecvPrefetcher:

@@ -13,6 +13,13 @@ RULES = (
             "--rampup-batch-size changes it; drop one of them"
         ),
     ),
+    Rule(
+        lambda s: s.overlap_moe_expert_parallel_comm and s.pipeline_schedule == "gpipe",
+        lambda s: (
+            "--overlap-moe-expert-parallel-comm lets a forward and a backward pass take turns, and with "
+            "--pipeline-schedule gpipe all backward passes come after all forward passes; 1f1b would work"
+        ),
+    ),
 )
 
 REMARKS = (

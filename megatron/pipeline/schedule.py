@@ -16,7 +16,7 @@ the stages go round the ranks, chunk by chunk. `v_shaped` goes there and back. `
 
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, Optional
 
 from megatron.errors import did_you_mean
@@ -25,8 +25,9 @@ from megatron.errors import did_you_mean
 class Op(NamedTuple):
     """One piece of work of a rank: a pass of one micro-batch through one of the rank's model chunks.
 
-    kind: F forward, B backward, or B in two halves: I gradient of the input, W gradient of the weights. Other kinds are
-        messages of data parallelism (`sharding.py`).
+    kind: F forward, B backward, or B in two halves: I gradient of the input, W gradient of the weights. & between F and B
+        (or I) of different micro-batches: the two passes take turns, and each computes while a message of experts of the
+        other is under way. Other kinds are messages of data parallelism (`sharding.py`).
     piece: the part of the pass, or of the chunk's weights; "": the whole pass
     """
 
@@ -36,13 +37,19 @@ class Op(NamedTuple):
     piece: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.micro}" + f".{self.chunk}" * (self.chunk > 0) + f":{self.piece}" * bool(self.piece)
+        return (
+            self.kind
+            if self == BESIDE
+            else f"{self.kind}{self.micro}" + f".{self.chunk}" * (self.chunk > 0) + f":{self.piece}" * bool(self.piece)
+        )
 
     @property
     def whole(self) -> "Op":
         """The pass of which this is a piece."""
         return Op(self.kind, self.micro, self.chunk) if self.piece else self
 
+
+BESIDE = Op("&", 0)
 
 _OP = re.compile(r"([FBIW]|[GgDHhERr](?=.*:))([0-9]+)(?:\.([0-9]+))?(?::(in|out|tied|all|[0-9]+))?")
 
@@ -53,10 +60,12 @@ def parse_op(word: str) -> Op:
     >>> print(parse_op("I7.1"), parse_op("R0.1:in").piece)
     I7.1 in
     """
+    if word == BESIDE.kind:
+        return BESIDE
     match = _OP.fullmatch(word)
     if match is None:
         raise ValueError(
-            f"{word!r} is no op: F0, B12, I3 and W3, with .1 for chunk 1, are; messages are such as G0:1, R0:out "
+            f"{word!r} is no op: F0, B12, I3 and W3, with .1 for chunk 1, and & are; messages are such as G0:1, R0:out "
             "(megatron/pipeline/sharding.py)"
         )
     return Op(word[0], int(match[2]), int(match[3] or 0), match[4] or "")
@@ -167,31 +176,36 @@ def gpipe(rank: int, pp: int, num_microbatches: int, chunks: int = 1) -> list[Op
     return _visits("F", pp, num_microbatches, range(chunks)) + _visits("B", pp, num_microbatches, range(chunks)[::-1])
 
 
-def one_f_one_b(rank: int, pp: int, num_microbatches: int, chunks: int = 1) -> list[Op]:
+def one_f_one_b(rank: int, pp: int, num_microbatches: int, chunks: int = 1, beside: bool = False) -> list[Op]:
     """Warm up, then one backward after each forward, then drain; Megatron-LM's order.
 
     One chunk: PipeDream-flush (arXiv:2104.04473, section 2.2.1), at most pp - rank micro-batches alive. Several:
     interleaved (section 2.2.2), the bubble shrinks to (pp - 1) / (chunks x num_microbatches + pp - 1).
+    beside: the forward and the backward pass take turns. A rank then works on both at a time, so a micro-batch comes back
+    from the next stage two pairs later: one chunk needs as long a warm-up as several, and both need one pass more.
     """
     warmup = pp - rank - 1
     if chunks > 1:
-        warmup = 2 * warmup + (chunks - 1) * len(_groups(pp, num_microbatches)[0])
+        warmup = 2 * warmup + (chunks - 1) * len(_groups(pp, num_microbatches)[0]) + beside
+    elif beside:
+        warmup = 2 * warmup + 1
     forward = _visits("F", pp, num_microbatches, range(chunks))
     backward = _visits("B", pp, num_microbatches, range(chunks)[::-1])
     warmup = min(warmup, len(forward))
-    steady = [op for pair in zip(forward[warmup:], backward) for op in pair]
+    between = [BESIDE] * beside
+    steady = [op for one, back in zip(forward[warmup:], backward) for op in (one, *between, back)]
     return forward[:warmup] + steady + backward[len(forward) - warmup :]
 
 
-def zb_h1(rank: int, pp: int, num_microbatches: int, chunks: int = 1) -> list[Op]:
+def zb_h1(rank: int, pp: int, num_microbatches: int, chunks: int = 1, beside: bool = False) -> list[Op]:
     """1F1B with a split backward pass, W delayed by `rank` (arXiv:2401.10241, section 2).
 
     The input's gradient is sent immediately, the weights' gradient fills the bubble, of which a third remains. No rank
     holds more than pp activations, as 1F1B's first rank.
     """
     order, waiting = [], []
-    for op in one_f_one_b(rank, pp, num_microbatches, chunks):
-        if op.kind == "F":
+    for op in one_f_one_b(rank, pp, num_microbatches, chunks, beside):
+        if op.kind != "B":
             order.append(op)
             continue
         order.append(op._replace(kind="I"))
@@ -201,17 +215,20 @@ def zb_h1(rank: int, pp: int, num_microbatches: int, chunks: int = 1) -> list[Op
     return order + waiting
 
 
-def zb_v(rank: int, pp: int, num_microbatches: int, chunks: int = 2) -> list[Op]:
+def zb_v(rank: int, pp: int, num_microbatches: int, chunks: int = 2, beside: bool = False) -> list[Op]:
     """Two chunks per rank in a V, with a split backward pass: almost no bubble (after ZB-V of arXiv:2405.15362).
 
-    Every rank holds pp micro-batches, as 1F1B's first rank.
+    Every rank holds pp micro-batches, as 1F1B's first rank; half as many more if passes take turns.
     """
-    return list(_packed(pp, num_microbatches, 2 * pp)[rank])
+    return list(_packed(pp, num_microbatches, 3 * pp + 2 if beside else 2 * pp, beside)[rank])
 
 
-def v_half(rank: int, pp: int, num_microbatches: int, chunks: int = 2) -> list[Op]:
-    """The same V in half the memory: pp / 2 + 1 micro-batches on every rank (after V-Half of arXiv:2405.15362)."""
-    return list(_packed(pp, num_microbatches, pp + 2)[rank])
+def v_half(rank: int, pp: int, num_microbatches: int, chunks: int = 2, beside: bool = False) -> list[Op]:
+    """The same V in half the memory: pp / 2 + 1 micro-batches on every rank (after V-Half of arXiv:2405.15362).
+
+    With passes that take turns these are pp + 1.
+    """
+    return list(_packed(pp, num_microbatches, (2 if beside else 1) * pp + 2, beside)[rank])
 
 
 def forward_only(rank: int, pp: int, num_microbatches: int, chunks: int = 1) -> list[Op]:
@@ -241,6 +258,18 @@ SCHEDULES = {
 TRAINING = tuple(name for name in SCHEDULES if name != "forward-only")
 
 
+def in_turns(name: str) -> str:
+    """The name of the schedule whose forward and backward passes take turns (`Op`); not all have one."""
+    return f"{name} &"
+
+
+SCHEDULES |= {
+    in_turns(name): own._replace(make=partial(own.make, beside=True))
+    for name, own in SCHEDULES.items()
+    if name not in ("gpipe", "forward-only")  # a backward pass comes after all forward passes, or there is none
+}
+
+
 def _visits(kind: str, pp: int, num_microbatches: int, chunks) -> list[Op]:
     """Every (micro, chunk) once: a group of micro-batches goes through all chunks before the next group."""
     return [Op(kind, micro, chunk) for group in _groups(pp, num_microbatches) for chunk in chunks for micro in group]
@@ -258,18 +287,19 @@ def _groups(pp: int, num_microbatches: int) -> list[range]:
 
 
 @lru_cache(maxsize=8)  # every rank takes its row of the same plan, at every step
-def _packed(pp: int, num_microbatches: int, limit: int) -> tuple[tuple[Op, ...], ...]:
+def _packed(pp: int, num_microbatches: int, limit: int, beside: bool = False) -> tuple[tuple[Op, ...], ...]:
     """A V-shaped schedule by simulation: at each tick every idle rank runs its first op with available inputs.
 
     All ops take one tick. A rank prefers, in this order, ops that feed its neighbours (F of the way back, I, F of the way
     out), and fills gaps with W. It holds at most `limit` (micro, chunk) activations: a micro-batch only enters if there is
-    also room for its way back, so that no rank can get stuck.
+    also room for its way back, so that no rank can get stuck. beside: if F and I are both available, they take turns for
+    two ticks; if one of them is, W comes first, and then the other one may be available, too.
     """
     stages = v_shaped(pp)
     plan: list[list[Op]] = [[] for _ in range(pp)]
     done = [{(kind, chunk): 0 for kind in "FIW" for chunk in (0, 1)} for _ in range(pp)]  # ops come in order of micro
     finished: dict[tuple[int, Op], int] = {}
-    tick = 0
+    tick, free = 0, [0] * pp
 
     def can(rank: int, op: Op) -> bool:
         if op.micro == num_microbatches:
@@ -281,17 +311,26 @@ def _packed(pp: int, num_microbatches: int, limit: int) -> tuple[tuple[Op, ...],
                 return False
         return all(finished.get(need, tick + 1) <= tick for need in dependencies(op, rank, stages))
 
+    def chosen(rank: int) -> list[Op]:
+        count = done[rank]
+        ready = [op for kind, chunk in _EAGER if can(rank, op := Op(kind, count[kind, chunk], chunk))]
+        if not beside:
+            return ready[:1]
+        first = {op.kind: op for op in reversed(ready)}
+        if {"F", "I"} <= first.keys():
+            return [first["F"], first["I"]]
+        mixed = count["I", 1] > 0 and count["F", 1] < num_microbatches  # both kinds are to come
+        return [first["W"]] if mixed and "W" in first else ready[:1]
+
     while any(count["W", chunk] < num_microbatches for count in done for chunk in (0, 1)):
-        ready = [
-            [op for kind, chunk in _EAGER if can(rank, op := Op(kind, done[rank][kind, chunk], chunk))][:1]
-            for rank in range(pp)
-        ]
-        tick += 1
-        for rank, ops in enumerate(ready):
+        begun = {rank: chosen(rank) for rank in range(pp) if free[rank] <= tick}
+        for rank, ops in begun.items():
+            free[rank] = tick + max(1, len(ops))
+            plan[rank] += [ops[0], BESIDE, ops[1]] if len(ops) == 2 else ops
             for op in ops:
-                plan[rank].append(op)
                 done[rank][op.kind, op.chunk] += 1
-                finished[rank, op] = tick
+                finished[rank, op] = free[rank]
+        tick += 1
     return tuple(map(tuple, plan))
 
 

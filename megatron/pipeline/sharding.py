@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from megatron.pipeline.schedule import BrokenSchedule, Op
+from megatron.pipeline.schedule import BESIDE, BrokenSchedule, Op
 
 GATHERS = {"F": "GgD", "B": "HhE", "I": "HhE"}  # pass -> its gather starts, has arrived, is freed
 FORWARD = dict(H="G", h="g", E="D")  # a message for a backward pass -> the same for a forward pass
@@ -97,22 +97,55 @@ class Listed(NamedTuple):
     after: list[Op]
 
 
-def steps_of(ops: Iterable[Op]) -> Iterator[tuple[Op, list[Op]]]:
-    """The ops between which a rank is free: messages, each with [], and whole passes, each with what is inside."""
+Step = list[tuple[Op, list[Op]]]
+
+
+def steps_of(ops: Iterable[Op]) -> Iterator[Step]:
+    """The parts of a list that a rank runs one after the other: a message, with []; or a pass, with what is inside; or two
+    passes that take turns.
+    """
     ops = list(ops)
-    last = {op.whole: place for place, op in enumerate(ops) if op.kind not in MESSAGES}
-    place = 0
+    last = {op.whole: place for place, op in enumerate(ops) if _is_pass(op)}
+    place, step = 0, Step()
     while place < len(ops):
         op = ops[place]
-        end = place if op.kind in MESSAGES else last[op.whole]
-        yield (op, []) if op.kind in MESSAGES else (op.whole, ops[place : end + 1])
+        end = last[op.whole] if _is_pass(op) else place
+        step.append((op.whole, ops[place : end + 1]) if _is_pass(op) else (op, []))
         place = end + 1
+        if ops[place : place + 1] == [BESIDE]:
+            place += 1
+        else:
+            yield step
+            step = []
+    if step:
+        yield step
 
 
 def passes_of(ops: Iterable[Op]) -> list[Op]:
-    """The passes of a list, without messages and pieces."""
-    ops, cut = [op for op in ops if op.kind not in MESSAGES], set()
+    """The passes of a list, one after the other, without messages and pieces."""
+    ops, cut = list(filter(_is_pass, ops)), set()
     return [op.whole for op in ops if not op.piece or not (op.whole in cut or cut.add(op.whole))]
+
+
+def pairs_of(ops: Iterable[Op]) -> dict[Op, Op]:
+    """The passes that take turns: F -> B or I."""
+    return {step[0][0]: step[1][0] for step in steps_of(ops) if len(step) > 1}
+
+
+def without_messages(ops: Iterable[Op]) -> list[Op]:
+    """The passes of a list, with & between those that take turns."""
+    ops = list(ops)
+    pairs = pairs_of(ops)
+    return [one for op in passes_of(ops) for one in ((op, BESIDE) if op in pairs else (op,))]
+
+
+def apart(ops: Iterable[Op]) -> list[Op]:
+    """The same list with all passes one after the other."""
+    return [op for op in ops if op != BESIDE]
+
+
+def _is_pass(op: Op) -> bool:
+    return op.kind not in MESSAGES and op != BESIDE
 
 
 # ---- from passes to a list ---------------------------------------------------------------------------------------------
@@ -124,24 +157,23 @@ def list_messages(ops: Sequence[Op], chunks: Sequence[ChunkPieces], how: Shardin
     ops: the passes; or a list that has its messages, but for those after the update and R0:all. chunks: of the rank, by
     number. Raises BrokenSchedule with the first error.
     """
-    listed = _Lister(passes_of(ops), chunks, how).listed()
+    listed = _Lister(ops, chunks, how).listed()
     if any(op.kind in MESSAGES for op in ops):
-        end = 1 + max(place for place, op in enumerate(ops) if op.kind not in MESSAGES)
+        end = 1 + max(place for place, op in enumerate(ops) if _is_pass(op))
         listed = Listed(listed.before, list(ops[:end]), [*ops[end:], *listed.after[-1:]])
     verify_messages(listed, chunks, how)
     return listed
 
 
 class _Lister:
-    def __init__(self, passes: Sequence[Op], chunks: Sequence[ChunkPieces], how: Sharding):
-        self.passes, self.chunks, self.how = passes, chunks, how
-        kinds = {op.kind for op in passes}
+    def __init__(self, ops: Sequence[Op], chunks: Sequence[ChunkPieces], how: Sharding):
+        self.passes, self.pairs, self.chunks, self.how = passes_of(ops), pairs_of(ops), chunks, how
+        kinds = {op.kind for op in self.passes}
         self.trains, self.last_kind = bool(kinds - {"F"}), "W" if "W" in kinds else "B"
-        self.first = {op.chunk: op for op in reversed(passes) if op.kind == "F"}
-        self.last = {op.chunk: op for op in passes if op.kind == self.last_kind}
+        self.first = {op.chunk: op for op in reversed(self.passes) if op.kind == "F"}
+        self.last = {op.chunk: op for op in self.passes if op.kind == self.last_kind}
         self.alive = Counter[Group]()  # weights used throughout passes -> passes F whose backward pass has not come
         self.under_way: list[Op] = []  # reductions
-        self.ops: list[Op] = []
 
     def listed(self) -> Listed:
         groups = groups_of(self.chunks)
@@ -151,46 +183,89 @@ class _Lister:
         gathers = [Op("G", 0, *group) for group in use] if self.how.zero < 3 else []
         if not self.how.gather_ahead:
             gathers += list(map(_end, gathers))
+        ops: list[Op] = []
+        second = set(self.pairs.values())
         for op in self.passes:
-            self.add(op)
+            if op not in second:
+                ops += self.together(op, self.pairs[op]) if op in self.pairs else self.alone(op)
         after = []
         if self.how.zero < 2 and self.how.sharded and not self.how.reduce_beside:
             after = self.under_way = [Op("R", 0, *group) for group, trained in groups.items() if trained]
         after = [*after, *map(_end, self.under_way), Op("R", 0, 0, ALL)]
-        return Listed(gathers, self.ops, after if self.trains else [])
+        return Listed(gathers, ops, after if self.trains else [])
 
-    def add(self, op: Op) -> None:
-        """Add a pass: in pieces, if there are messages between them."""
-        chunk, ahead = self.chunks[op.chunk], self.how.gather_ahead
-        start, arrived, freed = GATHERS.get(op.kind, "   ")
-        names = chunk.pieces if op.kind == "F" else chunk.backward()
-        gathers = self.how.zero == 3 and op.kind != "W"
-        first = (
-            self.how.zero < 3 and ahead and op == self.first.get(op.chunk)
-        )  # it waits for the gathers after the update
-        layers = [name for name in names if name in chunk.held and name not in (IN, OUT)] if gathers or first else []
-        roots = [group for group in chunk.roots(op.chunk) if not self.alive[group]] if gathers or first else []
-        message = lambda kind, names: [Op(kind, 0 if first else op.micro, op.chunk, name) for name in names]
-        if op.kind == "F" and (gathers or first):
-            self.ops += [] if first else message(start, [name for _, name in roots])
-        self.ops += message(start, layers[:1]) if gathers and ahead else []
+    def alone(self, op: Op) -> list[Op]:
+        """A pass with its messages."""
+        return [*self.before(op), *self.inside(op), *self.behind(op)]
+
+    def together(self, op: Op, other: Op) -> list[Op]:
+        """Two passes that take turns. What comes before or after them is no part of a turn."""
+        before = [*self.before(op), *self.before(other)]
+        return [*before, *self.inside(op), BESIDE, *self.inside(other), *self.behind(op), *self.behind(other)]
+
+    def message(self, op: Op, kind: str, names: Iterable[str]) -> list[Op]:
+        return [Op(kind, 0 if self.is_first(op) else op.micro, op.chunk, name) for name in names]
+
+    def is_first(self, op: Op) -> bool:
+        """Whether a pass waits for the gathers after the update."""
+        return self.how.zero < 3 and self.how.gather_ahead and op == self.first.get(op.chunk)
+
+    def gathers(self, op: Op) -> bool:
+        """Whether a pass has gathers of its own."""
+        return self.how.zero == 3 and op.kind != "W"
+
+    def names(self, op: Op) -> list[str]:
+        chunk = self.chunks[op.chunk]
+        return chunk.pieces if op.kind == "F" else chunk.backward()
+
+    def layers(self, op: Op) -> list[str]:
+        """The layers that a pass waits for."""
+        if not (self.gathers(op) or self.is_first(op)):
+            return []
+        return [name for name in self.names(op) if name in self.chunks[op.chunk].held and name not in (IN, OUT)]
+
+    def before(self, op: Op) -> list[Op]:
+        """The messages before a pass: the weights that it uses throughout, and its first layer."""
+        chunk, first = self.chunks[op.chunk], self.is_first(op)
+        start, arrived, _ = GATHERS.get(op.kind, "   ")
+        roots = [group for group in chunk.roots(op.chunk) if not self.alive[group]]
+        roots = roots if self.gathers(op) or first else []
+        ops: list[Op] = []
+        if op.kind == "F" and not first:
+            ops += self.message(op, start, [name for _, name in roots])
+        if self.gathers(op) and self.how.gather_ahead:
+            ops += self.message(op, start, self.layers(op)[:1])
         if op.kind == "F":
-            self.ops += [
-                one._replace(chunk=group[0]) if first else one for group in roots for one in message(arrived, group[1:])
+            ops += [
+                one._replace(chunk=group[0]) if first else one
+                for group in roots
+                for one in self.message(op, arrived, group[1:])
             ]
             self.alive.update(chunk.roots(op.chunk))
-        inside: list[Op] = []
+        return ops
+
+    def inside(self, op: Op) -> list[Op]:
+        """The pass itself: in pieces, if there are messages between them."""
+        start, arrived, freed = GATHERS.get(op.kind, "   ")
+        names, layers, own, ahead = self.names(op), self.layers(op), self.gathers(op), self.how.gather_ahead
+        ops: list[Op] = []
         for name in names:
             if name in layers:
                 following = layers[layers.index(name) + 1 :][:1] if ahead else []
-                inside += message(start, [name]) if gathers and not ahead else []
-                inside += message(arrived, [name]) + (message(start, following) if gathers else [])
-            inside.append(op._replace(piece=name))
-            inside += self.reductions(op, name) + message(freed, [name] if gathers and name in layers else [])
-        self.ops += inside if len(inside) > len(names) else [op]
-        for group in chunk.roots(op.chunk) if op.kind in "BI" or not self.trains else ():
+                ops += self.message(op, start, [name]) if own and not ahead else []
+                ops += self.message(op, arrived, [name]) + (self.message(op, start, following) if own else [])
+            ops.append(op._replace(piece=name))
+            ops += self.reductions(op, name) + self.message(op, freed, [name] if own and name in layers else [])
+        return ops if len(ops) > len(names) else [op]
+
+    def behind(self, op: Op) -> list[Op]:
+        """The messages after a pass: weights are freed that nothing uses any more."""
+        ops: list[Op] = []
+        for group in self.chunks[op.chunk].roots(op.chunk) if op.kind in "BI" or not self.trains else ():
             self.alive[group] -= 1
-            self.ops += message(freed, group[1:]) if gathers and not self.alive[group] else []
+            freed = self.gathers(op) and not self.alive[group]
+            ops += self.message(op, GATHERS[op.kind][2], group[1:]) if freed else []
+        return ops
 
     def reductions(self, op: Op, piece: str) -> list[Op]:
         """Reductions of gradients that a piece completes; with ZeRO 2 and 3 at most one other is under way."""
@@ -233,14 +308,14 @@ def verify_messages(listed: Listed, chunks: Sequence[ChunkPieces], how: Sharding
     after it (ZeRO 3). Each gradient is reduced once, after it is complete. Every message is waited for.
     """
     _verify_pieces(listed, chunks)
-    proof = _Proof(chunks, how, passes_of(listed.ops))
+    proof = _Proof(chunks, how, listed.ops)
     for op in (op for part in listed for op in part):
         proof.add(op)
     proof.end()
 
 
 def _verify_pieces(listed: Listed, chunks: Sequence[ChunkPieces]) -> None:
-    for op, inside in steps_of(listed.ops):
+    for op, inside in (one for step in steps_of(listed.ops) for one in step):
         pieces = [one for one in inside if one.kind not in MESSAGES]
         strange = [one for one in pieces if one.whole != op]
         if strange:
@@ -252,11 +327,17 @@ def _verify_pieces(listed: Listed, chunks: Sequence[ChunkPieces]) -> None:
 
 
 class _Proof:
-    """A rank's gathered units and unreduced gradients after each op of its list."""
+    """A rank's gathered units and unreduced gradients after each op of its list.
 
-    def __init__(self, chunks: Sequence[ChunkPieces], how: Sharding, passes: Sequence[Op]):
+    Layers have a state for gathers of forward passes, and one for those of backward passes. Two passes that take turns may
+    use a layer at the same time: it is freed when both have freed it.
+    """
+
+    def __init__(self, chunks: Sequence[ChunkPieces], how: Sharding, ops: Sequence[Op]):
         self.chunks, self.how, self.seen = chunks, how, set[Op]()
-        self.weights = dict.fromkeys(groups_of(chunks), "not there")
+        passes, pairs = passes_of(ops), pairs_of(ops)
+        self.in_turns = {(op.micro, op.chunk, op.kind != "F") for op in (*pairs, *pairs.values())}
+        self.weights = dict.fromkeys((*groups_of(chunks), *map(_again, groups_of(chunks))), "not there")
         self.kind = "W" if any(op.kind == "W" for op in passes) else "B"  # of passes that complete gradients
         self.owed = {
             group: Counter() for group, trained in groups_of(chunks).items() if trained
@@ -270,6 +351,8 @@ class _Proof:
         self.under_way: list[Op] = []  # reductions
 
     def add(self, op: Op) -> None:
+        if op == BESIDE:
+            return
         if op in self.seen:
             raise BrokenSchedule(f"{op} is there twice")
         self.seen.add(op)
@@ -291,8 +374,9 @@ class _Proof:
         chunk, own = self.chunks[op.chunk], (op.chunk, piece)
         used = chunk.roots(op.chunk) + [own] * (own in self.weights and piece not in (IN, OUT))
         for group in used if op.kind != "W" else ():
-            if self.weights[group] != "there":
-                raise BrokenSchedule(f"{op} uses the weights of {_name(group)}, which are {self.weights[group]}")
+            state = self.weights[_of_pass(group, op.kind != "F" and self.how.zero == 3)]
+            if state != "there":
+                raise BrokenSchedule(f"{op} uses the weights of {_name(group)}, which are {state}")
         for group in chunk.gradients(op.chunk, piece) if op.kind == self.kind else ():
             self.owed[group][op.micro, op.chunk] += 1
 
@@ -303,11 +387,14 @@ class _Proof:
             "g": ("on their way", "there"),
             "D": ("there", "not there"),
         }[FORWARD.get(op.kind, op.kind)]
-        group = group_of(op)
-        if self.weights[group] != before:
-            raise BrokenSchedule(
-                f"{op} needs weights of {_name(group)} that are {before}; they are {self.weights[group]}"
-            )
+        backward = op.kind in FORWARD
+        group, other = (_of_pass(group_of(op), of) for of in (backward, not backward))
+        states = [self.weights[group]]
+        if before == "not there" and (op.micro, op.chunk, backward) not in self.in_turns:
+            states.append(self.weights[other])
+        for state in states:
+            if state != before:
+                raise BrokenSchedule(f"{op} needs weights of {_name(group_of(op))} that are {before}; they are {state}")
         self.weights[group] = after
 
     def reduce(self, op: Op) -> None:
@@ -343,7 +430,17 @@ class _Proof:
             raise BrokenSchedule("R0:all is missing: the sum over ranks that hold the same shard")
         for group, state in self.weights.items() if self.how.zero == 3 else ():
             if state != "not there":
-                raise BrokenSchedule(f"the weights of {_name(group)} are never freed")
+                raise BrokenSchedule(f"the weights of {_name(group[:2])} are never freed")
+
+
+def _again(group: Group) -> tuple:
+    """The key of weights that are gathered for a backward pass."""
+    return *group, "again"
+
+
+def _of_pass(group: Group, backward: bool) -> tuple:
+    """The key of a layer in the gathers of a pass. Other weights are gathered for both passes of a micro-batch."""
+    return _again(group) if backward and group[1] not in (IN, OUT, TIED) else group
 
 
 def _name(group: Group) -> str:

@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Optional, Union
 
-from megatron.pipeline.schedule import BrokenSchedule, Op, StageMap, dependencies, looped, make_schedule
-from megatron.pipeline.sharding import MESSAGES, STARTED, passes_of
+from megatron.pipeline.schedule import BESIDE, BrokenSchedule, Op, StageMap, dependencies, looped, make_schedule
+from megatron.pipeline.sharding import MESSAGES, STARTED, apart, pairs_of, passes_of, without_messages
 
 COST = dict(F=1.0, B=2.0, I=1.0, W=1.0)  # a backward pass takes twice as long as a forward pass
 KINDS = ({"F"}, {"F", "B"}, {"F", "I", "W"})
 
+Hidden = Callable[[int, Op, Op], float]  # (rank, F, B or I) -> time that they save by turns
 Cost = Union[Mapping[str, float], Callable[[int, Op], float]]  # time by kind of op, or of any (rank, op)
 
 RankSchedules = list[list[Op]]
@@ -41,17 +42,19 @@ def simulate(
     cost: Optional[Cost] = None,
     message_time: float = 0.0,
     update: float = 0.0,
+    hidden: Optional[Hidden] = None,
 ) -> Times:
     """Simulate a plan: (rank, op) -> (start, end).
 
     stages: map of stages (default `looped`). cost: time of an op, also of a piece and of a message of data parallelism
     (`sharding.py`), of which a rank sends one at a time. message_time: time of a message between stages. update: time of
-    the optimizer's update, U. A pass in pieces is one op, from the start of its first piece to the end of its last. Sending
-    never waits. Raises BrokenSchedule in a deadlock, with the op of each rank and the ops it waits for.
+    the optimizer's update, U. hidden: time that two passes save by turns (`hidden_by_turns`). They wait for the messages of
+    both, and have the same start and end. A pass in pieces is one op, from the start of its first piece to the end of its
+    last. Sending never waits. Raises BrokenSchedule in a deadlock, with the op of each rank and the ops it waits for.
     """
     stages, cost = stages or _looped_for(plan), cost or COST
     time_of = cost if callable(cost) else lambda rank, op: cost[op.kind]
-    ranks = [_SimulatedRank(rank, ops, stages, time_of) for rank, ops in enumerate(plan)]
+    ranks = [_SimulatedRank(rank, ops, stages, time_of, hidden) for rank, ops in enumerate(plan)]
     times: Times = {}
     while any([rank.run(times, message_time) for rank in ranks]):
         pass
@@ -64,16 +67,34 @@ def simulate(
     return times
 
 
+def hidden_by_turns(first: tuple[float, float], second: tuple[float, float]) -> float:
+    """The time that two passes save if they take turns. Of each: its time, and how much of it is messages of experts.
+
+    Messages of one run while the other computes, as far as that lasts.
+
+    >>> hidden_by_turns((3.0, 1.0), (5.0, 1.5))
+    2.5
+    """
+    (one, its), (other, others) = first, second
+    return min(its, other - others) + min(others, one - its)
+
+
 class _SimulatedRank:
     """A rank with two lanes: one computes its passes, the other sends its messages of data parallelism."""
 
-    def __init__(self, rank: int, ops: list[Op], stages: StageMap, time_of: Callable[[int, Op], float]):
-        self.rank, self.ops, self.time_of = rank, ops, time_of
+    def __init__(self, rank: int, ops: list[Op], stages: StageMap, time_of: Callable[[int, Op], float], hidden=None):
+        self.rank, self.time_of, self.hidden = rank, time_of, hidden or (lambda *_: 0.0)
+        self.ops, self.pairs = apart(ops), {back: one for one, back in pairs_of(ops).items()}  # second -> first
         self.at, self.clock, self.sent = 0, 0.0, 0.0  # place in the list; when the lanes are free
-        last = {op.whole: place for place, op in enumerate(ops)}
+        last = {op.whole: place for place, op in enumerate(self.ops)}
         self.ends = {place for op, place in last.items() if op.kind not in MESSAGES}
         self.begun: dict[Op, float] = {}  # pass -> start of its first piece
-        self.waits = [[] if op.kind in MESSAGES else dependencies(op.whole, rank, stages) for op in ops]
+        second = {one: back for back, one in self.pairs.items()}
+        self.waits = [[] if op.kind in MESSAGES else self.needs(op.whole, second, stages) for op in self.ops]
+
+    def needs(self, op: Op, second: Mapping[Op, Op], stages: StageMap) -> list[tuple[int, Op]]:
+        """What a pass waits for, and what the pass waits for that takes turns with it."""
+        return [need for one in (op, second.get(op)) if one for need in dependencies(one, self.rank, stages)]
 
     def run(self, times: Times, message_time: float) -> bool:
         """Run as many ops as possible. Returns whether there was one."""
@@ -88,9 +109,18 @@ class _SimulatedRank:
                 self.clock = start + self.time_of(self.rank, op)
                 self.begun.setdefault(op.whole, start)
                 if self.at in self.ends:
-                    times[self.rank, op.whole] = self.begun[op.whole], self.clock
+                    self.end(op.whole, times)
             self.at += 1
         return self.at > before
+
+    def end(self, op: Op, times: Times) -> None:
+        """End a pass, and the one that took turns with it."""
+        one = self.pairs.get(op)
+        if one is not None:
+            self.clock -= self.hidden(self.rank, one, op)
+            self.begun[op] = self.begun[one]
+            times[self.rank, one] = self.begun[one], self.clock
+        times[self.rank, op] = self.begun[op], self.clock
 
     def message(self, op: Op, times: Times) -> None:
         """A message starts when the lane is free, or has to be over here; freeing takes no time."""
@@ -121,10 +151,11 @@ def verify(plan: RankSchedules, num_microbatches: int, stages: Optional[StageMap
     ranks delivers in the order in which it is read, so that messages need no tags. Messages of data parallelism have a
     proof of their own, which knows the model (`sharding.verify_messages`).
     """
-    stages, plan = stages or _looped_for(plan), list(map(passes_of, plan))
-    _verify_complete(plan, num_microbatches, stages)
-    simulate(plan, stages)
-    _verify_channels(plan, stages)
+    stages, passes = stages or _looped_for(plan), list(map(passes_of, plan))
+    _verify_complete(passes, num_microbatches, stages)
+    _verify_pairs(plan, stages)
+    simulate(list(map(without_messages, plan)), stages)
+    _verify_channels(passes, stages)
 
 
 def _verify_complete(plan: RankSchedules, num_microbatches: int, stages: StageMap) -> None:
@@ -142,6 +173,19 @@ def _verify_complete(plan: RankSchedules, num_microbatches: int, stages: StageMa
         for what, which in wrong.items():
             if which:
                 raise BrokenSchedule(f"rank {rank} {what} {' '.join(map(str, sorted(which)[:8]))}", rank)
+
+
+def _verify_pairs(plan: RankSchedules, stages: StageMap) -> None:
+    for rank, ops in enumerate(plan):
+        if ops.count(BESIDE) != len(pairs_of(ops)):
+            raise BrokenSchedule(f"rank {rank}: & stands between two passes, a forward and a backward one", rank)
+        for one, other in pairs_of(ops).items():
+            if one.kind != "F" or other.kind not in "BI":
+                raise BrokenSchedule(
+                    f"rank {rank}: {one} & {other}: a forward and a backward pass take turns, in this order", rank
+                )
+            if (rank, one) in dependencies(other, rank, stages):
+                raise BrokenSchedule(f"rank {rank}: {one} & {other}: the second waits for the first", rank)
 
 
 def _verify_channels(plan: RankSchedules, stages: StageMap) -> None:
@@ -187,10 +231,11 @@ def report(
     cost: Optional[Cost] = None,
     message_time: float = 0.0,
     update: float = 0.0,
+    hidden: Optional[Hidden] = None,
 ) -> ScheduleReport:
     """Simulate and measure a plan."""
     stages = stages or _looped_for(plan)
-    times = simulate(plan, stages, cost, message_time, update)
+    times = simulate(plan, stages, cost, message_time, update, hidden)
     passes = list(map(passes_of, plan))
     span = max((end for _, end in times.values()), default=0.0)
     live = tuple(map(live_activations, passes))
@@ -200,7 +245,9 @@ def report(
 def bubble_of(times: Times, ranks: int) -> float:
     """Share of the time from the first op to the last in which ranks compute nothing, over all ranks."""
     span = max((end for _, end in times.values()), default=0.0)
-    busy = sum(end - start for (_, op), (start, end) in times.items() if op.kind not in MESSAGES)
+    # Passes that take turns have equal times, which count once.
+    spans = {(rank, start, end) for (rank, op), (start, end) in times.items() if op.kind not in MESSAGES}
+    busy = sum(end - start for _, start, end in spans)
     return 1 - busy / (span * ranks) if span else 0.0
 
 

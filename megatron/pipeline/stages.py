@@ -16,7 +16,7 @@ from megatron.errors import SettingsError
 from megatron.pipeline import schedule
 from megatron.pipeline.custom_schedule import CustomSchedule, is_file, read_schedule
 from megatron.pipeline.schedule import Op, StageMap
-from megatron.pipeline.sharding import passes_of
+from megatron.pipeline.sharding import pairs_of, passes_of, without_messages
 from megatron.pipeline.simulate import report
 from megatron.settings.schema import Parallel
 
@@ -33,6 +33,7 @@ class Pipeline:
     stages: StageMap  # stage -> (rank, chunk)
     layers: tuple[range, ...]  # stage -> global numbers of its layers
     custom: Optional[CustomSchedule] = None
+    turns: bool = False  # forward and backward passes take turns (--overlap-moe-expert-parallel-comm)
 
     @classmethod
     def of(cls, parallel: Parallel, num_layers: int, num_microbatches: Optional[int] = None) -> "Pipeline":
@@ -46,8 +47,9 @@ class Pipeline:
             custom = read_schedule(name)
             _check_custom(custom, parallel, num_layers, num_microbatches)
         chunks = custom.chunks if custom else chunks_of(parallel, num_layers)
+        turns = takes_turns(parallel)
         stages = custom.stages if custom else schedule.stage_map(name, pp, chunks)
-        return cls(name, pp, chunks, stages, _cut(num_layers, _counts(parallel, num_layers, stages)), custom)
+        return cls(name, pp, chunks, stages, _cut(num_layers, _counts(parallel, num_layers, stages)), custom, turns)
 
     @property
     def split(self) -> bool:
@@ -66,7 +68,12 @@ class Pipeline:
                 f"a plan of {self.custom.num_microbatches} micro-batches for {num_microbatches}"
             )
             return self.custom.lists[rank]
-        return schedule.make_schedule(self.name, rank, self.pp, num_microbatches, self.chunks)
+        return schedule.make_schedule(self.order, rank, self.pp, num_microbatches, self.chunks)
+
+    @property
+    def order(self) -> str:
+        """The name of the schedule in `schedule.SCHEDULES`."""
+        return schedule.in_turns(self.name) if self.turns else self.name
 
     def stages_of(self, rank: int) -> list[int]:
         """Stages of a rank, by chunk."""
@@ -78,18 +85,34 @@ class Pipeline:
         >>> Pipeline.of(Parallel(pipeline_model_parallel_size=2), num_layers=4).describe(num_microbatches=8)
         'pipeline 1f1b: layers 0-1 | 2-3; bubble of equal stages 11.1 %, activations of at most 2 of 8 micro-batches'
         """
-        plan = [passes_of(self.ops(rank, num_microbatches)) for rank in range(self.pp)]
-        result = report(plan, self.stages)
+        plan = [self.ops(rank, num_microbatches) for rank in range(self.pp)]
+        result = report(list(map(without_messages, plan)), self.stages)
         layers = " | ".join(" and ".join(_span(held) for held in self.layers_of(rank)) for rank in range(self.pp))
         name = "interleaved" if self.name == "1f1b" and self.chunks > 1 else self.name
         return (
             f"pipeline {name}: layers {layers}; bubble of equal stages {100 * result.bubble:.1f} %, activations "
-            f"of at most {max(result.live) / self.chunks:g} of {num_microbatches} micro-batches"
+            f"of at most {max(result.live) / self.chunks:g} of {num_microbatches} micro-batches{self._turns(plan)}"
+        )
+
+    def _turns(self, plan: list[list[Op]]) -> str:
+        """How many passes take turns, in words."""
+        count = sum(map(len, map(pairs_of, plan)))
+        of = sum(op.kind == "F" for ops in plan for op in passes_of(ops))
+        return (
+            f"; {100 * count / of:.0f} % of forward passes take turns with a backward pass"
+            if count or self.turns
+            else ""
         )
 
     def layers_of(self, rank: int) -> list[range]:
         """Layers of each chunk of a rank."""
         return [self.layers[stage] for stage in self.stages_of(rank)]
+
+
+def takes_turns(parallel: Parallel) -> bool:
+    """Whether the forward and backward passes of a named schedule take turns. A file says it by itself."""
+    exchanges = parallel.overlap_moe_expert_parallel_comm and parallel.expert_model_parallel_size > 1
+    return exchanges and not is_file(parallel.pipeline_schedule)
 
 
 def _check_custom(own: CustomSchedule, parallel: Parallel, num_layers: int, num_microbatches: Optional[int]) -> None:
@@ -100,6 +123,11 @@ def _check_custom(own: CustomSchedule, parallel: Parallel, num_layers: int, num_
         wrong.append(
             f"it is for {own.num_microbatches} micro-batches, and a step has {num_microbatches} (--global-batch-size / "
             "--micro-batch-size / data parallel size)"
+        )
+    if parallel.overlap_moe_expert_parallel_comm and not any(map(pairs_of, own.lists)):
+        wrong.append(
+            "with --overlap-moe-expert-parallel-comm the file says which passes take turns, by & between the two, as in "
+            "F0 F1 & B0 B1, and it has no &"
         )
     wrong += _uneven(parallel, num_layers, own.chunks)
     if wrong:

@@ -7,6 +7,7 @@ from megatron.errors import Failure
 from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import EXPERT_DP, JOINED, ranks_along
 from megatron.pipeline.draw import diagram
+from megatron.pipeline.sharding import without_messages
 from megatron.pipeline.simulate import make_rank_schedules, simulate
 from megatron.planner import goodput, target, text
 from megatron.planner.choose import resolve_open_settings
@@ -165,13 +166,14 @@ def _schedule(job: Job, layout: Layout, width: int) -> str:
     """A diagram of a short step, in place of the real one."""
     pipeline, num_microbatches = layout.pipeline(job.facts.num_layers), layout.num_microbatches(job)
     short = pipeline.custom.num_microbatches if pipeline.custom else min(num_microbatches, 2 * layout.pp)
-    head = f"schedule {layout.schedule}, {num_microbatches} micro-batches a step"
+    turns = ", forward and backward passes in turns" * layout.turns
+    head = f"schedule {layout.schedule}{turns}, {num_microbatches} micro-batches a step"
     if layout.pp > 16:
         return sentence(head, width)
     plan = (
-        pipeline.custom.plan
+        list(map(without_messages, pipeline.custom.lists))
         if pipeline.custom
-        else make_rank_schedules(layout.schedule, layout.pp, short, layout.chunks)
+        else make_rank_schedules(layout.order, layout.pp, short, layout.chunks)
     )
     picture = diagram(simulate(plan, pipeline.stages), width=min(width, 160))
     if "..." in picture:  # cut: backward passes may be missing
@@ -180,7 +182,7 @@ def _schedule(job: Job, layout: Layout, width: int) -> str:
         else:
             if not pipeline.custom:
                 short = min(short, FEW)
-                plan = make_rank_schedules(layout.schedule, layout.pp, short, layout.chunks)
+                plan = make_rank_schedules(layout.order, layout.pp, short, layout.chunks)
             picture = diagram(simulate(plan, pipeline.stages), width=width, whole=True)
     return f"{sentence(f'{head}, of which {short} are drawn' if short < num_microbatches else head, width)}\n{picture}"
 

@@ -21,8 +21,8 @@ from megatron.model.recipe import recipe_of
 from megatron.mpu.axis_sizes import expert_sizes
 from megatron.mpu.selection import ALL, Selection
 from megatron.optimizer.kinds import gradient_bytes, knows_matrices, state_bytes
-from megatron.pipeline.schedule import default_chunks
-from megatron.pipeline.stages import Pipeline
+from megatron.pipeline.schedule import default_chunks, in_turns
+from megatron.pipeline.stages import Pipeline, takes_turns
 from megatron.settings import batch
 from megatron.settings.schema import GROUPS, Config, Parallel, Recompute
 from megatron.settings.spelling import settings_of
@@ -221,6 +221,16 @@ class Layout:
                 p, **{name: value and tuple(value) for name, value in _context_words(p).items()}
             ),  # a list has no hash
         )
+
+    @property
+    def order(self) -> str:
+        """The schedule's name in `pipeline.schedule.SCHEDULES`, or a file: it says whether passes take turns."""
+        return in_turns(self.schedule) if self.turns else self.schedule
+
+    @property
+    def turns(self) -> bool:
+        """Whether forward and backward passes take turns."""
+        return bool(self.parallel) and takes_turns(self.parallel)
 
     @property
     def world_size(self) -> int:

@@ -259,7 +259,7 @@ def _kept(job: Job, layout: Layout, rank: int) -> Counter:
     if last in stages:
         late[stages.index(last)] += job.facts.loss_deferred(layout.rank_setup(job))
     sums = [sum(kinds.values()) for kinds in each]
-    moments = most_held(layout.schedule, layout.pp, layout.num_microbatches(job), len(each), rank)
+    moments = most_held(layout.order, layout.pp, layout.num_microbatches(job), len(each), rank)
     alive, waiting = max(moments, key=lambda m: sum(map(_product, m[0], sums)) + sum(map(_product, m[1], late)))
     total = Counter()
     for count, kinds in zip(alive, each):
@@ -304,6 +304,6 @@ def _messages(job: Job, layout: Layout, rank: int) -> int:
         return 0
     waiting = 3 + layout.chunks
     if job.device == "cpu":
-        alive = most_held(layout.schedule, layout.pp, layout.num_microbatches(job), layout.chunks, rank)
+        alive = most_held(layout.order, layout.pp, layout.num_microbatches(job), layout.chunks, rank)
         waiting += max(sum(counts) for counts, _ in alive)
     return waiting * job.facts.message_bytes(layout.rank_setup(job))

@@ -15,7 +15,7 @@ from typing import Optional
 
 from megatron.model.layer_ops import ACTIVATION, ATTENTION, CORE, LAYER, NORM, CoreAttention, RankSetup
 from megatron.mpu.placement import Table
-from megatron.pipeline.schedule import SCHEDULES
+from megatron.pipeline.schedule import SCHEDULES, TRAINING
 from megatron.planner import memory, speed
 from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster, StepTime, split_even
@@ -391,7 +391,7 @@ def _arrangements(job: Job, pp: int, num_microbatches: int, space: Space) -> Ite
     if space.stage_layers:
         yield from _with_stages(space.stage_layers, pp, space)
         return
-    for name in [space.schedule] if space.schedule else [n for n in SCHEDULES if n != "forward-only"]:
+    for name in [space.schedule] if space.schedule else TRAINING:
         low, high = SCHEDULES[name].chunks
         if name in ("1f1b", "gpipe"):
             high = 1

@@ -7,7 +7,7 @@ The schedule is simulated with the data parallel all-gathers and reductions as o
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -84,12 +84,17 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one micro-batch: forward, backward, and communication over tp (`waiting`) and other axes (`sharing`)."""
+    """Seconds of one micro-batch: forward, backward, and communication over tp (`waiting`) and other axes (`sharing`).
+
+    ahead, back: the parts of forward and backward that are exchanges of experts' tokens
+    """
 
     forward: float = 0.0
     backward: float = 0.0
     waiting: float = 0.0
     sharing: float = 0.0
+    ahead: float = 0.0
+    back: float = 0.0
 
     def __add__(self, other: "Pass") -> "Pass":
         return Pass(
@@ -97,11 +102,13 @@ class Pass:
             self.backward + other.backward,
             self.waiting + other.waiting,
             self.sharing + other.sharing,
+            self.ahead + other.ahead,
+            self.back + other.back,
         )
 
     def times(self, count: float) -> "Pass":
         """The sum of `count` equal passes."""
-        return Pass(count * self.forward, count * self.backward, count * self.waiting, count * self.sharing)
+        return Pass(*(count * getattr(self, one.name) for one in fields(self)))
 
     @property
     def both(self) -> float:
@@ -124,18 +131,20 @@ def step(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
     stages, message = _stage_passes(job, layout, cluster), _message(job, layout, cluster)
     num_microbatches, own = layout.num_microbatches(job), step_communication(job, layout, cluster)
     times = [(one.forward + message, one.backward + message) for one in stages]
-    clock = lambda sharding: unequal_span(
-        layout.schedule, layout.pp, num_microbatches, layout.chunks, times, sharding=sharding
+    exchanges = [(one.ahead, one.back) for one in stages] if layout.turns else []
+    clock = lambda sharding, exchanges=exchanges: unequal_span(
+        layout.order, layout.pp, num_microbatches, layout.chunks, times, sharding, exchanges
     )
     length = clock(ShardingTimes(0))
+    hidden = clock(ShardingTimes(0), ()) - length if exchanges else 0.0
     total = max(length, clock(own.sharding)) + own.after_reductions
     each = sum(stages, Pass()).times(num_microbatches / layout.pp)  # mean over ranks
     messages = 2 * num_microbatches * layout.chunks * message
-    waiting = length - each.both - messages
+    waiting = length + hidden - each.both - messages
     parts = {
         "compute": each.both - each.waiting - each.sharing,
         "tensor parallel": each.waiting,
-        "context parallel" if layout.cp > 1 else "expert parallel": each.sharing,
+        "context parallel" if layout.cp > 1 else "expert parallel": each.sharing - hidden,
         "pipeline messages": messages,
         "bubble": waiting,
         "data parallel": total - length - own.sharding.update,
@@ -316,7 +325,11 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
     ahead = exposed(sum(sent(op, op.ahead) for op in rings), core)
     back = exposed(sum(sent(op, op.back) for op in rings), d.attention_backward * core)
     back += ahead * any(op.runs_again(modules) for op in rings)
+    moved, moved_back = 0.0, 0.0  # by exchanges whose gradients are exchanged, too
     for op in others:
+        if op.axis == "ep" and op.back:
+            repeats = sent(op, op.ahead) * op.runs_again(modules)
+            moved, moved_back = moved + sent(op, op.ahead), moved_back + sent(op, op.back) + repeats
         if not op.in_ring:
             ahead += sent(op, op.ahead)
             back += sent(op, op.back) + sent(op, op.ahead) * op.runs_again(modules)
@@ -327,6 +340,8 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
         2 * work + pairs[1] - still + longer + sums * each + repeated + messages * each + back,
         (2 * sums + messages) * each,
         ahead + back,
+        moved,
+        moved_back,
     )
 
 

@@ -164,7 +164,7 @@ def _gathered(units: Units, job: Job, layout: Layout, rank: int) -> tuple[int, i
                     calls += num_microbatches * count * (bool(unit.slots) + bool(unit.frozen))
     for unit in units.others:
         among = tuple(chunk for chunk, stage in enumerate(stages) if _used(unit.ends, stage, len(pipeline.stages)))
-        begun = starts(layout.schedule, layout.pp, num_microbatches, layout.chunks, rank, among)
+        begun = starts(layout.order, layout.pp, num_microbatches, layout.chunks, rank, among)
         elements += begun * whole(unit)
         calls += begun * (bool(unit.slots) + bool(unit.frozen))
     return elements + num_microbatches * layers, calls

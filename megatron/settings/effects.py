@@ -91,6 +91,9 @@ EFFECTS: dict[str, Needs] = {
             < s.num_layers + s.account_for_embedding_in_pipeline_split + s.account_for_loss_in_pipeline_split
         ),
     ),
+    "overlap_moe_expert_parallel_comm": Needs(
+        "--expert-model-parallel-size above 1: nothing is exchanged", lambda s: s.expert_model_parallel_size > 1
+    ),
     "pipeline_stage_layers": STAGES,
     "decoder_first_pipeline_num_layers": STAGES,
     "decoder_last_pipeline_num_layers": STAGES,

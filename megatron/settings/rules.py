@@ -297,9 +297,10 @@ RULES = (
     ),
     Rule(
         lambda s: s.world % s.model_ranks and not s.parallel_plan and alone(s),
-        lambda s: (
-            f"{' x '.join(said(s, name) for name in (*LAYOUT, *REPLICAS) if (getattr(s, name) or 1) > 1) or '--tp 1'}: "
-            f"{ranks_needed(s)} ranks are needed, and this process is alone{start_them(s, ranks_needed(s))}"
+        lambda s: too_few(
+            s,
+            " x ".join(said(s, name) for name in (*LAYOUT, *REPLICAS) if (getattr(s, name) or 1) > 1) or "--tp 1",
+            ranks_needed(s),
         ),
     ),
     Rule(
@@ -681,6 +682,11 @@ def alone(s: SimpleNamespace) -> bool:
 def ranks_needed(s: SimpleNamespace) -> int:
     """The smallest number of ranks of the given layout."""
     return s.model_ranks * math.prod(getattr(s, name) or 1 for name in REPLICAS)
+
+
+def too_few(s: SimpleNamespace, sizes: str, ranks: int) -> str:
+    """The message for a process that is alone, and needs `ranks` ranks for these sizes."""
+    return f"{sizes}: {ranks} ranks are needed, and this process is alone{start_them(s, ranks)}"
 
 
 def start_them(s: SimpleNamespace, ranks: int) -> str:

@@ -564,6 +564,11 @@ class Parallel:
     expert_tensor_parallel_size: Optional[int] = setting(
         "degree of tensor parallelism of experts (default: --tensor-model-parallel-size)", None, "--etp"
     )
+    overlap_moe_expert_parallel_comm: bool = setting(
+        "the forward pass of a micro-batch and the backward pass of another one take turns: while experts' tokens of one "
+        "are exchanged, the other computes",
+        False,
+    )
     data_parallel_size: Optional[int] = setting("only checked: must be world size / (tp x pp x cp)", None)
     dp_degree: Optional[int] = setting(
         "only checked: PaddlePaddle's data parallel size, must be world size / (mp x pp x --sharding-degree)", None

@@ -38,6 +38,7 @@ PHASES = {
     # Level 2: of the passes, then of the optimizer.
     "F": Phase("forward", Timed("forward-compute", 2)),
     "B": Phase("backward", Timed("backward-compute", 2)),
+    "FB": Phase("forward and backward in turns", Timed("forward-backward-in-turns", 2)),
     "I": Phase("gradients of activations", Timed("backward-input-compute", 2)),
     "W": Phase("gradients of weights", Timed("backward-weight-compute", 2)),
     "receive F": Phase("receive activations", Timed("forward-recv", 2)),
@@ -69,7 +70,7 @@ class ActiveTimers:
             cls.timers = before
 
 
-DRAWN = ("data", "F", "B", "I", "W", "reduce", "update")  # bars of the compute lane, one after the other
+DRAWN = ("data", "F", "B", "FB", "I", "W", "reduce", "update")  # bars of the compute lane, one after the other
 
 
 def phase(name: str, which: object = "") -> AbstractContextManager:

@@ -42,6 +42,7 @@ PART_OF = {  # phase -> part; the other phases are inside one of these
     "data": DATA,
     "F": FORWARD,
     "B": BACKWARD,
+    "FB": BACKWARD,  # and a forward pass, in turns
     "I": BACKWARD,
     "W": BACKWARD,
     "reduce": UPDATE,
@@ -119,6 +120,9 @@ class RankTimes:
     def exclude_host_time(self, begins: bool) -> None:
         """Begin or end a part whose CPU time does not count."""
 
+    def add_host_times(self, times: tuple[float, float]) -> None:
+        """Add seconds (on a core, in the queue) of another thread."""
+
 
 class HostTimes(RankTimes):
     """The times of a rank on a CPU, with the CPU time of the main thread, which computes.
@@ -162,6 +166,9 @@ class HostTimes(RankTimes):
         elif self.depth == 0:
             now = self.usage.read()
             self.counted = tuple(mark + end - start for mark, end, start in zip(self.counted, now, self.left))
+
+    def add_host_times(self, times: tuple[float, float]) -> None:
+        self.counted = tuple(mark - more for mark, more in zip(self.counted, times))
 
 
 class DeviceTimes(RankTimes):
@@ -325,3 +332,22 @@ def span_of(phase: str) -> Optional[_Span]:
     """The context of a phase that begins now; None if nothing is measured."""
     times = RankTimes.active
     return None if times is None else times.spans.get(phase)
+
+
+def counted_as_main_thread(work: Callable[[], Any]) -> Callable[[], None]:
+    """`work` for another thread, which computes while the main thread waits for it: its CPU time counts as that one's."""
+
+    def counted() -> None:
+        times = RankTimes.active
+        if times is None:
+            work()
+            return
+        usage = ThreadUsage()
+        before = usage.read()
+        try:
+            work()
+        finally:
+            times.add_host_times(tuple(after - start for after, start in zip(usage.read(), before)))
+            usage.close()
+
+    return counted

@@ -95,8 +95,9 @@ def main(argv: list[str]) -> None:
 
 def check(training: Sequence[str], pruning: PruningOptions, options: CompressOptions) -> None:
     """Raise UsageError for a training command that is missing or has this tool's flags, and for a missing text."""
-    if pruning.prune_criterion == "taylor" and not options.calibration_data:
-        raise UsageError("--prune-criterion taylor needs --calibration-data: the text whose loss is compared")
+    criterion = pruning.prune_criterion
+    if criterion in ("taylor", "load") and not options.calibration_data:
+        raise UsageError(f"--prune-criterion {criterion} needs --calibration-data: the text that is read")
     if not training:
         raise UsageError("the command that trains is missing", do=f"{PROG} ... -- python pretrain_gpt.py ...")
     for word in training:

@@ -49,8 +49,9 @@ class ToolOptions:
 
 
 # Settings of the smaller model that may differ from those of the larger one
-SHAPE = "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size".split()
-TAYLOR = Needs("--prune-criterion taylor", lambda s: s.prune_criterion == "taylor")
+SHAPE = "num_layers num_experts hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size".split()
+ON_TEXT = ("taylor", "load")
+TAYLOR = Needs("--prune-criterion taylor or load", lambda s: s.prune_criterion in ON_TEXT)
 IDLE = dict.fromkeys(("calibration_data", "calibration_samples", "seq_length", "device", "precision"), TAYLOR)
 IDLE |= {"prune_skip": Needs("--prune-ratio", lambda s: s.prune_ratio is not None)}
 
@@ -86,8 +87,8 @@ def pruned(
         network.check(sizes, options.tensor_model_parallel_size)
         for sentence in untouched(network.model, how, targets):
             print(f"note: {sentence}", file=sys.stderr)
-        if how.prune_criterion == "taylor":
-            found = by_gradients(network, options)
+        if how.prune_criterion in ON_TEXT:
+            found = by_text(network, options, how.prune_criterion, sizes)
         else:
             found = prune.norms(network, reader.read, how.prune_criterion)
         return prune.plan(network, sizes, found, targets.prune_layers)
@@ -96,17 +97,24 @@ def pruned(
     return lines_of(*prune.prune(source, location(options.save), plan), how.prune_criterion)
 
 
-def by_gradients(network, options: ToolOptions) -> Any:
-    """The importance of the units of a `prune.Network` by the gradient of the loss of --calibration-data."""
+def by_text(network, options: ToolOptions, criterion: str, sizes: ModelSizes) -> Any:
+    """The importance of the units of a `prune.Network` on --calibration-data: by the gradient of the loss, or by the loads
+    of experts.
+    """
     from megatron.inference.calibration import calibration_windows
     from megatron.inference.load import load_model
-    from megatron.inference.prune import taylor
+    from megatron.inference.prune import loads, taylor
     from megatron.mpu.initialize import pick_device
 
     device = pick_device(options.device, 0)
+    if criterion == "load" and sizes != ModelSizes.of(network.model)._replace(experts=sizes.experts):
+        raise SettingsError(
+            "--prune-criterion load is of experts alone, and other parts are to go",
+            do="give --target-num-experts alone, then prune again by another criterion",
+        )
     if network.recipe.arrays is not None:
         raise SettingsError(
-            f"--prune-criterion taylor: {options.load} is no model that predicts the next token of a text",
+            f"--prune-criterion {criterion}: {options.load} is no model that predicts the next token of a text",
             do="choose l1_norm or l2_norm",
         )
     loaded = load_model(options.load, device=device, precision=options.precision, step=options.ckpt_step)
@@ -114,7 +122,8 @@ def by_gradients(network, options: ToolOptions) -> Any:
     if not 1 < length <= loaded.longest:
         raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
     text, count = options.calibration_data or [], options.calibration_samples
-    return taylor(network, loaded, calibration_windows(text, length, count, loaded.vocab_size, labels=1))
+    measure = taylor if criterion == "taylor" else loads
+    return measure(network, loaded, calibration_windows(text, length, count, loaded.vocab_size, labels=1))
 
 
 def check(options: ToolOptions, how: PruningOptions, given: Mapping[str, Statement]) -> None:
@@ -123,8 +132,8 @@ def check(options: ToolOptions, how: PruningOptions, given: Mapping[str, Stateme
         raise UsageError(
             f"--save {options.save} is a URL", do="prune to a folder, and copy that (tools.checkpoint reshard)"
         )
-    if how.prune_criterion == "taylor" and not options.calibration_data:
-        raise UsageError("--prune-criterion taylor needs --calibration-data: the text whose loss is compared")
+    if how.prune_criterion in ON_TEXT and not options.calibration_data:
+        raise UsageError(f"--prune-criterion {how.prune_criterion} needs --calibration-data: the text that is read")
     if options.calibration_samples < 1:
         raise SettingsError(f"--calibration-samples {options.calibration_samples}: has to be at least 1")
     for group in (options, how):
@@ -137,7 +146,7 @@ def lines_of(path, before, found, criterion: str) -> list[str]:
     after = before.with_model(found.model)
     old, new = ModelSizes.of(before.model), ModelSizes.of(found.model)
     names = unit_words(before.model)
-    pairs = {names[kind]: (getattr(old, kind), getattr(new, kind)) for kind in ModelSizes._fields}
+    pairs = {name: (getattr(old, kind), getattr(new, kind)) for kind, name in names.items()}
     parts = [
         f"{name} {count}" if count == left else f"{name} {count} -> {left}" for name, (count, left) in pairs.items()
     ]
@@ -153,7 +162,9 @@ def lines_of(path, before, found, criterion: str) -> list[str]:
         *lines,
         "optimizer state is left out: its moments belong to the larger model",
         f"fine-tune it with --load {path.parent} --finetune --use-checkpoint-args, or --finetune and its sizes: "
-        + " ".join(f"--{name.replace('_', '-')} {getattr(found.model, name)}" for name in SHAPE),
+        + " ".join(
+            f"--{name.replace('_', '-')} {value}" for name in SHAPE if (value := getattr(found.model, name)) is not None
+        ),
     ]
 
 

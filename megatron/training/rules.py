@@ -18,7 +18,7 @@ from megatron.model import linear_kinds
 from megatron.model.layer_ops import ATTENTION, LAYER, MODULES
 from megatron.model.recipe import recipe_of
 from megatron.model.weights import Table
-from megatron.mpu.axis_sizes import expert_sizes, sizes_of
+from megatron.mpu.axis_sizes import expert_sizes, lacking_ranks, sizes_of
 from megatron.mpu.placement import Placement
 from megatron.optimizer import lr_schedule
 from megatron.pipeline import stages
@@ -92,6 +92,9 @@ def expert_problems(s: SimpleNamespace) -> list[str]:
     try:
         sizes = expert_sizes(sizes_of(s.settings.parallel, s.world), ep, etp, shard_over_cp=s.sharding_stage > 0)
     except SettingsError as error:
+        needed = s.world * lacking_ranks(s.world // s.pp, ep, s.tp if etp is None else etp)
+        if rules.alone(s):
+            return [rules.too_few(s, " x ".join(given.values()), needed)]
         return [f"{error.what} ({error.why}); {error.do}"]
     words = {axis: given.get(axis, f"--{name.replace('_', '-')} {sizes[axis]}") for axis, name in flags.items()}
     first = {}  # of the weights that have the same problem

@@ -41,6 +41,7 @@ def summary(
     mesh, batch = context.mesh, config.batch
     size, num_microbatches = batch_size(batch, mesh.dp.size, state.consumed_samples)
     full_batch = batch.global_batch_size // batch.micro_batch_size // mesh.dp.size
+    described = len(pipeline.stages) > 1 or pipeline.turns
     return "\n".join(
         [
             f"using world size: {mesh.world_size}, data-parallel size: {mesh.dp.size}, "
@@ -58,7 +59,7 @@ def summary(
             f" > global batch {size} = micro batch {batch.micro_batch_size} x data parallel {mesh.dp.size} x "
             f"{num_microbatches} micro-batches; iterations {state.iteration} to {state.train_iters(batch, mesh.dp.size)}",
             *([loaded_line(config, mesh, state)] if loaded else []),
-            *([f" > {pipeline.describe(full_batch)}"] if len(pipeline.stages) > 1 and context.is_rank_zero else []),
+            *([f" > {pipeline.describe(full_batch)}"] if described and context.is_rank_zero else []),
         ]
     )
 

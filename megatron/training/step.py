@@ -13,6 +13,7 @@ from megatron.model.recipe import logged_means
 from megatron.optimizer.lr_schedule import decoupled_learning_rate, learning_rate, weight_decay
 from megatron.optimizer.update import choose
 from megatron.pipeline.execute import execute
+from megatron.pipeline.sharding import apart
 from megatron.pipeline.stage_outputs import StageOutputs
 from megatron.settings.batch import batch_size
 from megatron.telemetry.memory import peak_bytes
@@ -175,11 +176,20 @@ def record_step(run: Run, step: Optional[StepMetrics]) -> None:
 
 
 def forward_backward(
-    run: Run, batches: Sequence[MicroBatch], loss_func, on_op, returned: Optional[StageOutputs] = None
+    run: Run,
+    batches: Sequence[MicroBatch],
+    loss_func,
+    on_op,
+    returned: Optional[StageOutputs] = None,
+    turns: bool = True,
 ) -> torch.Tensor:
-    """Run the forward and backward passes of a step in the order of the schedule. Returns this rank's sums."""
+    """Run the forward and backward passes of a step in the order of the schedule. Returns this rank's sums.
+
+    turns: False: all passes one after the other, also those of the schedule that take turns
+    """
     passes = run.passes
-    ops = run.optimizer.messages.plan(passes.pipeline.ops(passes.wire.axis.rank, len(batches)), passes.needs_gradient)
+    ops = passes.pipeline.ops(passes.wire.axis.rank, len(batches))
+    ops = run.optimizer.messages.plan(ops if turns else apart(ops), passes.needs_gradient)
     record = passes.recorder.record() if passes.recorder else None
     more = dict(timeline=record, on_op=on_op, returned=returned, seed=run.config.logging.seed)
     more |= dict(needs_gradient=passes.needs_gradient, messages=run.optimizer.messages)
@@ -192,8 +202,9 @@ def forward_backward(
 def find_cause(run: Run, outcome: Outcome) -> str:
     """Find where the first non-finite value of a step was computed, in words. All ranks call it."""
 
-    def replay(on_op):
-        return run.optimizer.finalize_grads(forward_backward(run, outcome.batches, outcome.loss_func, on_op))
+    def replay(on_op):  # hooks have to know which pass they are in
+        sums = forward_backward(run, outcome.batches, outcome.loss_func, on_op, turns=False)
+        return run.optimizer.finalize_grads(sums)
 
     outcome.repeated = True
     with run.optimizer.gathered_parameters():

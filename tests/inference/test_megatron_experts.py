@@ -174,11 +174,16 @@ def test_what_is_not_read_is_named(tmp_path):
         tool.main(["from-megatron", str(tmp_path / "part"), str(tmp_path / "b")])
     del ranks["mp_rank_00_001"][f"{EXPERTS}local_experts.1.linear_fc2.weight"]
     write(tmp_path / "lacking", ranks, expert_model_parallel_size=2)
-    with pytest.raises(CheckpointError, match="experts.down.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks 1 tensors, or parts of them\n  blocks.1.mlp.experts.down.weight: expert 3"
+    ):
         tool.main(["from-megatron", str(tmp_path / "lacking"), str(tmp_path / "c")])
     write(tmp_path / "latent", {"mp_rank_00": weights()}, moe_latent_size=8)
     with pytest.raises(CheckpointError, match="uses moe_latent_size"):
         tool.main(["from-megatron", str(tmp_path / "latent"), str(tmp_path / "d")])
+    save(tmp_path / "dense", LLAMA)
+    with pytest.raises(SettingsError, match="--target-expert-model-parallel-size 2: the model has no experts"):
+        tool.main(["to-megatron", str(tmp_path / "dense"), str(tmp_path / "e"), "--ep", "2"])
     save(tmp_path / "ours", MIXTURES["gated"])
     with pytest.raises(SettingsError, match="4 experts cannot be divided by --target-expert-model-parallel-size 3"):
         tool.main(["to-megatron", str(tmp_path / "ours"), str(tmp_path / "e"), "--ep", "3"])

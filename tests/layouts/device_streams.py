@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from megatron.fused_kernels import partial_attention, reference
+from megatron.model.experts import grouped
 from megatron.mpu import collectives, cross_entropy, layers
 
 
@@ -38,7 +39,8 @@ class Message:
 @dataclass
 class Device:
     """The streams of one rank's device. Inside `with device.watched():` what the rank does is played on it. Products are
-    those of linear layers and of the output layer, and the pieces of attention in a ring; other attention is not counted.
+    those of linear layers, experts and the output layer, and the pieces of attention in a ring; other attention is not
+    counted.
     """
 
     message: float
@@ -77,10 +79,14 @@ class Device:
                 for name in (f"start_{kind}", kind):
                     wrap = self._started if name.startswith("start") else self._done
                     stack.enter_context(mock.patch.object(collectives, name, wrap(kind, getattr(collectives, name))))
+            exchange = self._exchanged(collectives.start_all_to_all)
+            stack.enter_context(mock.patch.object(collectives, "start_all_to_all", exchange))
             stack.enter_context(mock.patch.object(collectives, "start_shift", self._shifted(collectives.start_shift)))
             for name in ("forward", "backward"):
                 piece = staticmethod(self.counted(getattr(partial_attention.FlashOnCPU, name)))
                 stack.enter_context(mock.patch.object(partial_attention.FlashOnCPU, name, piece))
+            for name in ("times", "outer"):  # of experts
+                stack.enter_context(mock.patch.object(grouped, name, self.counted(getattr(grouped, name))))
             product = self.counted(reference.matmul)
             for module in (layers, cross_entropy):
                 stack.enter_context(mock.patch.object(module, "matmul", lambda x: product))
@@ -91,6 +97,13 @@ class Device:
         def started(*args):
             work, axis = start(*args), args[-1]
             return work if axis.size == 1 else _Work(self, self.launch(kind, axis), work)
+
+        return started
+
+    def _exchanged(self, start):
+        def started(arrived, x, axis, *parts):
+            work = start(arrived, x, axis, *parts)
+            return _Work(self, self.launch("all_to_all", axis), work)
 
         return started
 

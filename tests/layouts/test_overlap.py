@@ -136,6 +136,29 @@ def test_messages_of_a_ring_are_hidden(cp, flags, run_ranks):
         assert [message.exposed for message in last] == pytest.approx([0.45] * L)
 
 
+# ---- experts -------------------------------------------------------------------------------------------------------------
+
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 1e-2 --global-batch-size 8 "
+    "--expert-model-parallel-size 2"
+)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("flags", ["", "--sharding-stage 3 --overlap-param-gather"], ids=["", "zero3"])
+def test_turns_hide_the_exchanges_of_experts(flags, run_ranks):
+    """All, but for those of the first forward pass and of the last backward pass, which run alone."""
+    m, exchanges = 4, 4 * L  # of a micro-batch: two of a layer in each pass
+    hidden = exchanges * (m - 1)
+    wanted = {
+        "": {("all_to_all", True): exchanges * m},
+        "--overlap-moe-expert-parallel-comm": {("all_to_all", True): exchanges, ("all_to_all", False): hidden},
+    }
+    for turns, counts in wanted.items():
+        for messages in run_ranks(2, _played, f"{EXPERTS} {flags} {turns}"):
+            assert _counted(messages, "ep") == counts
+
+
 # ---- pipelines -----------------------------------------------------------------------------------------------------------
 
 

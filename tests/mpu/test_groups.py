@@ -186,9 +186,22 @@ def test_no_rank_of_512_waits_for_ever(pp, cp):
         assert stuck(all_lists(lay, stages)) == []
 
 
-def test_ranks_of_a_large_job_agree_with_their_partners():
-    lay = dict(tp=8, cp=2, pp=16, replicate=4, shard=16, ep=32, etp=2, shard_over_cp=True)
-    for rank in random.Random(3).sample(range(16384), 12):
+@pytest.mark.full
+def test_no_rank_of_2048_waits_for_ever():
+    """Two pipeline stages of 1,024 ranks, over which 64 hold different experts: ranks of tp, cp and dp."""
+    lay = dict(tp=2, cp=2, pp=2, replicate=1, shard=256, ep=64, etp=1, shard_over_cp=True)
+    assert stuck(all_lists(lay, looped(2))) == []
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [
+        dict(tp=8, cp=2, pp=16, replicate=4, shard=16, ep=32, etp=2, shard_over_cp=True),
+        dict(tp=2, cp=2, pp=16, replicate=1, shard=256, ep=64, etp=1, shard_over_cp=True),
+    ],
+)
+def test_ranks_of_a_large_job_agree_with_their_partners(lay):
+    for rank in random.Random(3).sample(range(16384), 6):
         mine = creations(Mesh(rank, create_groups=False, **lay), v_shaped(16))
         for ranks, purpose in mine:
             for other in {ranks[0], ranks[-1], ranks[len(ranks) // 2]}:

@@ -157,6 +157,7 @@ LARGE = [
     (dict(tp=4, cp=1, pp=8, replicate=1, shard=512), 64, 2),
     (dict(tp=1, cp=4, pp=16, replicate=16, shard=16), 64, 1),
     (dict(tp=2, cp=8, pp=1, replicate=32, shard=32), 8, 4),
+    (dict(tp=2, cp=2, pp=16, replicate=1, shard=256), 64, 1),  # ranks of tp, cp and dp
     (dict(tp=2, cp=1, pp=64, replicate=16, shard=8), 128, 1),  # more ranks than divide dense weights
 ]
 

@@ -6,10 +6,19 @@ simulator's times are those that one can count.
 import pytest
 
 from megatron.pipeline.schedule import BrokenSchedule, Op, parse_op, problems, stage_map
-from megatron.pipeline.sharding import ChunkPieces, Listed, Sharding, list_messages, passes_of, verify_messages
+from megatron.pipeline.sharding import (
+    ChunkPieces,
+    Listed,
+    Sharding,
+    list_messages,
+    pairs_of,
+    passes_of,
+    verify_messages,
+)
 from megatron.pipeline.simulate import make_rank_schedules, simulate
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2)]
+SCHEDULES += [("1f1b &", 1), ("interleaved &", 2), ("zb-v &", 2)]
 LAYERS = ("0", "1")
 FROZEN = {  # of a chunk: pieces with weights, those that are trained, whether something before it is
     "all": (("in", *LAYERS, "out"), ("in", *LAYERS, "out"), True),
@@ -37,10 +46,29 @@ def test_every_list_is_proved_and_keeps_its_passes(zero, ahead, beside):
                     for passes in make_rank_schedules(name, pp, 4, chunks):
                         pieces = [ChunkPieces(2, *frozen, tied)] * chunks
                         listed = list_messages(passes, pieces, how)
-                        assert passes_of(listed.ops) == passes
+                        assert passes_of(listed.ops) == passes_of(passes) and pairs_of(listed.ops) == pairs_of(passes)
                         assert sum(op.kind == "R" for part in listed for op in part) >= 1
                         proved += 1
     assert proved > 100
+
+
+def test_passes_in_turns_gather_for_themselves():
+    """What comes before or after one of them is in no turn; a layer of both is freed by both."""
+    chunk, how = ChunkPieces(1, ("in", "0"), ("in", "0")), Sharding(3, gather_ahead=True)
+    listed = list_messages(ops("F0 F1 & B0 B1"), [chunk], how)
+    assert " ".join(map(str, listed.ops)) == (
+        "G0:in G0:0 g0:in F0:in g0:0 F0:0 D0:0 F0:out "
+        "G1:0 H0:0 F1:in g1:0 F1:0 D1:0 F1:out & B0:out h0:0 B0:0 R0:0 r0:0 E0:0 B0:in R0:in r0:in "
+        "H1:0 B1:out h1:0 B1:0 R1:0 r1:0 E1:0 B1:in R1:in r1:in E1:in"
+    )
+    text = " ".join(map(str, listed.ops)).replace("& ", "")  # without turns the layer is there when H0:0 comes
+    with pytest.raises(BrokenSchedule, match="H0:0 needs weights of chunk 0, layer 0 that are not there; they are on"):
+        verify_messages(Listed([], ops(text), listed.after), [chunk], how)
+    text = " ".join(map(str, listed.ops)).replace(" E0:0", "")
+    with pytest.raises(
+        BrokenSchedule, match="H1:0 needs weights of chunk 0, layer 0 that are not there; they are there"
+    ):
+        verify_messages(Listed([], ops(text), listed.after), [chunk], how)
 
 
 def test_an_evaluation_gathers_and_frees():

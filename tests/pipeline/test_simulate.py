@@ -4,8 +4,9 @@
 import pytest
 
 from megatron.pipeline.draw import diagram, svg
-from megatron.pipeline.schedule import SCHEDULES, Op, one_f_one_b, problems, stage_map
-from megatron.pipeline.simulate import BrokenSchedule, make_rank_schedules, report, simulate, verify
+from megatron.pipeline.schedule import SCHEDULES, Op, one_f_one_b, parse_op, problems, stage_map
+from megatron.pipeline.sharding import pairs_of
+from megatron.pipeline.simulate import BrokenSchedule, hidden_by_turns, make_rank_schedules, report, simulate, verify
 
 RANKS, MICROS, CHUNKS = range(1, 9), range(1, 33), range(1, 4)
 # What takes longest is told of these alone; `--full` takes all.
@@ -14,6 +15,10 @@ SOME = pytest.mark.parametrize(
     [pytest.param([1, 2, 3, 5, 8, 13, 16, 17, 32], id="some"), pytest.param(MICROS, id="all", marks=pytest.mark.full)],
 )
 UNIT = dict(F=1, I=1, W=1)
+
+
+def parsed(line: str) -> list[Op]:
+    return list(map(parse_op, line.split()))
 
 
 @SOME
@@ -43,13 +48,68 @@ def test_bubble_of_1f1b_is_the_formulas_for_every_shape():
             for chunks in CHUNKS:
                 if problems("1f1b", pp, num_microbatches, chunks) or chunks > 1 and num_microbatches % pp:
                     continue
-                found = report(make_rank_schedules("1f1b", pp, num_microbatches, chunks))
-                assert found.bubble == pytest.approx((pp - 1) / (chunks * num_microbatches + pp - 1)), (
-                    pp,
-                    num_microbatches,
-                    chunks,
-                )
-                assert chunks > 1 or found.live == tuple(min(pp - rank, num_microbatches) for rank in range(pp))
+                shape = pp, num_microbatches, chunks
+                for name in ["1f1b", "1f1b &"] if num_microbatches % 6 == 0 else ["1f1b"]:  # turns cost nothing
+                    found = report(make_rank_schedules(name, *shape))
+                    assert found.bubble == pytest.approx((pp - 1) / (chunks * num_microbatches + pp - 1)), shape
+                    each = 1 if name == "1f1b" else 2
+                    held = tuple(min(each * (pp - rank), num_microbatches) for rank in range(pp))
+                    assert chunks > 1 or found.live == held
+
+
+@pytest.mark.parametrize(
+    "name, chunks, live", [("1f1b", 1, 8), ("interleaved", 2, 12), ("zb-h1", 1, 8), ("zb-v", 2, 14)]
+)
+def test_turns_hide_exchanges(name, chunks, live):
+    """Of a pass F of 1 and B of 2, 0.3 are exchanges: most passes are pairs, and each saves 0.6 on the slowest rank."""
+    pp, m = 4, 32
+    plan, stages = make_rank_schedules(f"{name} &", pp, m, chunks), stage_map(name, pp, chunks)
+    hidden = lambda rank, one, other: hidden_by_turns((1.0, 0.3), (2.0 if other.kind == "B" else 1.0, 0.3))
+    found, plain = report(plan, stages, hidden=hidden), report(make_rank_schedules(name, pp, m, chunks), stages)
+    pairs = [len(pairs_of(ops)) for ops in plan]
+    assert min(pairs) >= 0.75 * m * chunks and max(found.live) == live
+    assert plain.span - 0.65 * max(pairs) <= found.span <= plain.span - 0.5 * min(pairs)
+
+
+def test_what_turns_hide():
+    assert hidden_by_turns((3.0, 1.0), (5.0, 1.5)) == 2.5
+    assert hidden_by_turns((3.0, 2.5), (5.0, 1.0)) == 2.5 + 0.5  # the other's exchange finds only 0.5 of products
+    assert hidden_by_turns((3.0, 3.0), (5.0, 5.0)) == 0.0
+
+
+def test_times_of_a_pair_by_hand():
+    """Both wait for the messages of both, end together, and what depends on one of them waits for both."""
+    plan = [parsed("F0 F1 F2 & B0 B1 B2"), parsed("F0 F1 & B0 F2 & B1 B2")]
+    times = simulate(plan, hidden=lambda rank, one, other: 0.5)
+    assert times[1, Op("F", 1)] == times[1, Op("B", 0)] == (2, 4.5)
+    assert times[0, Op("F", 2)] == times[0, Op("B", 0)] == (4.5, 7)
+    assert times[1, Op("F", 2)] == times[1, Op("B", 1)] == (7, 9.5)
+    assert times[0, Op("B", 1)] == (9.5, 11.5) and times[1, Op("B", 2)] == (9.5, 11.5)
+    assert report(plan, hidden=lambda *_: 0.5).bubble == pytest.approx(
+        1 - (1 + 1 + 2.5 + 2 + 2 + 1 + 2.5 + 2.5 + 2) / 27
+    )
+
+
+@pytest.mark.parametrize(
+    "lines, words",
+    [
+        (["F0 & B0 F1 B1"], "the second waits for the first"),
+        (["F0 B0 & F1 B1"], "a forward and a backward pass take turns, in this order"),
+        (["F0 F1 & B0 B1 &"], "& stands between two passes"),
+        (["F0 & F1 & B0 B1"], "& stands between two passes"),
+        (["F0 F1 B0 B1", "F0 F1 & B0 B1"], None),
+        (
+            ["F0 F1 & B0 B1", "F0 F1 & B0 B1"],
+            "deadlock",
+        ),  # F1 of rank 1 comes after F1 of rank 0, B0 the other way round
+    ],
+)
+def test_pairs_that_cannot_run(lines, words):
+    plan = list(map(parsed, lines))
+    if words is None:
+        return verify(plan, 2)
+    with pytest.raises(BrokenSchedule, match=words):
+        verify(plan, 2)
 
 
 def test_bubble_of_gpipe_and_zb_h1_is_the_formulas():

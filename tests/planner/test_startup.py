@@ -64,6 +64,34 @@ def test_a_job_of_16384_ranks():
     assert sorted(found.communicators(7)) == [2, 2, 2, 2, 8, 128, 16384]
 
 
+def test_a_job_of_16384_ranks_with_experts():
+    """ep 64 adds 256 groups of it and 1,024 of the 16 ranks that shard an expert's state: two for a rank."""
+    dense = groups_of(Layout(tp=8, pp=16, dp=128, zero=1, shard=128), 96, nccl=True)
+    found = groups_of(Layout(tp=8, pp=16, dp=128, zero=1, shard=128, ep=64, etp=1), 96, nccl=True)
+    assert found.axes == dense.axes | dict(ep=(256, 64), expert_shard=(1024, 16))
+    assert found.in_job == dense.in_job + 256 + 1024 and found.most == dense.most + 2 == 9
+    assert sorted(found.communicators(7)) == sorted([*dense.communicators(7), 16, 64])
+    start, with_experts = start_up(dense, "cuda").total, start_up(found, "cuda").total
+    assert start < with_experts < 1.15 * start
+
+
+@pytest.mark.sampled(5)
+def test_experts_over_64_ranks_are_planned(capsys):
+    """ep takes ranks of tp, cp and dp."""
+    layout = "--tp 2 --cp 2 --pp 16 --sequence-parallel --ep 64 --etp 1 --use-distributed-optimizer"
+    flags = (
+        "--model-name-or-path qwen3-30b-a3b --bf16 --vocab-size 151936 --micro-batch-size 1 --global-batch-size 4096"
+    )
+    words = f"{flags} {layout} --seq-length 4096 --mock-data --lr 1e-4 --train-iters 10 --device-name H100 --dry-run"
+    pretrain_gpt.main([*words.split(), "--world-size", "16384"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert (
+        "ep: 256 groups of 64, the first: 0, 1, 2, ..., 63 expert_dp: 1024 groups of 16, the first: 0, 64, 128" in told
+    )
+    assert "groups: 11 per rank in addition to that of all ranks, 50,528 in the job" in told
+    assert "groups are ready after about 73 s" in told
+
+
 def test_channels_of_a_rank():
     """Four where a rank has two neighbours, eight where activations pass each of them twice."""
     layout = Layout(tp=8, pp=4, dp=2)

@@ -164,6 +164,7 @@ CASES = {
     "attention_softmax_in_fp32": ("--attention-softmax-in-fp32", "", "--bf16"),
     "reset_position_ids": ("--reset-position-ids", "--position-embedding-type none", ROPE),
     "sequence_parallel": ("--sequence-parallel", "2:", "2: --tp 2"),
+    "overlap_moe_expert_parallel_comm": ("--overlap-moe-expert-parallel-comm", f"2: {MIXED}", f"2: {MIXED} --ep 2"),
     "account_for_embedding_in_pipeline_split": ("--account-for-embedding-in-pipeline-split", "2:", "2: --pp 2"),
     "account_for_loss_in_pipeline_split": ("--account-for-loss-in-pipeline-split", "2:", "2: --pp 2"),
     "num_layers_per_virtual_pipeline_stage": (

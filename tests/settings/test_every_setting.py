@@ -151,6 +151,7 @@ CHECKS = dict(
         hierarchical_context_parallel_sizes=f"{LAYOUT}::test_hierarchical_context_parallel_sizes_are_those_of_two_levels",
         expert_model_parallel_size="test_own_experts::test_ranks_hold_their_part_of_the_experts",
         expert_tensor_parallel_size="test_own_experts::test_ranks_hold_their_part_of_the_experts",
+        overlap_moe_expert_parallel_comm="test_overlap::test_turns_hide_the_exchanges_of_experts",
         data_parallel_size=f"{LAYOUT}::test_data_parallel_size_is_asserted",
         dp_degree="test_dp_degree::test_world_is_the_product_of_paddles_degrees",
         sequence_parallel=f"{LAYOUT}::test_sequence_parallel_ranks_hold_a_half_of_the_sequence",

@@ -18,6 +18,7 @@ LINE = (
     "--micro-batch-size 1 --global-batch-size 8 --train-iters 2 --lr 1e-3"
 )
 MIXED = "--num-experts 8"
+SINKHORN = f"{MIXED} --moe-router-load-balancing-type sinkhorn"
 WRONG = [  # ranks, flags, words of the message
     (1, "--num-experts -1", "--num-experts -1 must be at least 0"),
     (1, f"{MIXED} --moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8"),
@@ -57,11 +58,50 @@ WRONG = [  # ranks, flags, words of the message
     (1, f"{MIXED} --moe-input-jitter-eps 1", "--moe-input-jitter-eps 1.0 must be at least 0 and below 1"),
     (1, f"{MIXED} --moe-expert-capacity-factor 0", "--moe-expert-capacity-factor 0.0 must be above 0"),
     (1, f"{MIXED} --moe-pad-expert-input-to-capacity", "needs --moe-expert-capacity-factor, such as 1.25"),
-    (3, f"{MIXED} --ep 3 --global-batch-size 9", "--ep 3 does not divide dim 0 of mlp.experts.up.weight"),
+    (3, f"{MIXED} --ep 3 --global-batch-size 9", "--num-experts 8 cannot be divided by --ep 3; nearest: 2 or 4 ranks"),
+    (16, f"{MIXED} --ep 16 --global-batch-size 16", "--num-experts 8 cannot be divided by --ep 16; nearest: 4 or 8"),
+    (1, f"{MIXED} --ep 2", "--ep 2: 2 ranks are needed, and this process is alone; start them: "),
+    (1, f"{MIXED} --etp 2", "--etp 2: 2 ranks are needed, and this process is alone"),
+    (1, f"{MIXED} --ep 0", "--ep 0 must be at least 1"),
+    (2, f"{MIXED} --etp 0", "--etp 0 must be at least 1"),
     (2, f"{MIXED} --ep 4", "--ep 4 x --expert-tensor-parallel-size 1 does not divide the 2 ranks"),
-    (3, f"{MIXED} --etp 3 --global-batch-size 9", "--etp 3 does not divide dim 1 of mlp.experts.up.weight"),
+    (
+        3,
+        f"{MIXED} --etp 3 --global-batch-size 9",
+        "--ffn-hidden-size 128 cannot be divided by --etp 3; nearest: 2 or 4",
+    ),
+    (
+        2,
+        f"{MIXED} --tp 2 --moe-ffn-hidden-size 33",
+        "--moe-ffn-hidden-size 33 cannot be divided by --tp 2; nearest: 1 or 3 ranks",
+    ),
+    (
+        2,
+        f"{MIXED} --tp 2 --moe-shared-expert-intermediate-size 33",
+        "--moe-shared-expert-intermediate-size 33 cannot be divided by --tp 2",
+    ),
+    (1, f"{MIXED} --moe-router-topk -1", "--moe-router-topk -1 must be at least 1"),
+    (1, f"{MIXED} --moe-expert-capacity-factor -1", "--moe-expert-capacity-factor -1.0 must be above 0"),
+    (1, f"{MIXED} --moe-token-drop-policy best", "--moe-token-drop-policy 'best' is none of probs, position"),
+    (1, f"{MIXED} --moe-router-score-function tanh", "--moe-router-score-function 'tanh' is none of softmax, sigmoid"),
+    (1, f"{MIXED} --moe-router-topk-scaling-factor 0", "--moe-router-topk-scaling-factor 0.0 must be above 0"),
+    (
+        1,
+        f"{MIXED} --moe-router-load-balancing-type sinkhorn --moe-router-num-groups 2 --moe-router-group-topk 1",
+        "sinkhorn chooses experts by itself, without --moe-router-num-groups",
+    ),
+    (
+        1,
+        f"{MIXED} --moe-use-upcycling",
+        "--moe-use-upcycling makes experts from a dense model's weights: add --finetune",
+    ),
+    (1, f"{MIXED} --mtp-num-layers 1", "--mtp-num-layers is not supported"),
     (2, "--ep 2", "--model-type GPT has no experts here; leave the flags out"),
-    (1, f"{MIXED} --overlap-moe-expert-parallel-comm", "experts' messages do not overlap with other micro-batches yet"),
+    (
+        4,
+        f"{MIXED} --ep 2 --pp 2 --pipeline-schedule gpipe --overlap-moe-expert-parallel-comm",
+        "all backward passes come after all forward passes; 1f1b would work",
+    ),
     (1, f"{MIXED} --moe-latent-size 8", "--moe-latent-size is not supported"),
     (1, f"{MIXED} --recompute-granularity selective --recompute-modules shared_experts", "say mlp, which recomputes"),
 ]
@@ -80,6 +120,24 @@ def test_other_models_have_no_experts(recipe):
     more = "--decoder-seq-length 8 --position-embedding-type learned_absolute" if recipe is pretrain_t5 else ""
     with pytest.raises(Failure, match="--num-experts 8: this kind of model has no experts"):
         resolve(parse_any(f"{LINE} {more} {MIXED}".split(), recipe=recipe.recipe()), 1)
+
+
+@pytest.mark.parametrize(
+    "flags, name",
+    [
+        ("--moe-router-topk 2", "moe_router_topk"),
+        (f"{MIXED} --moe-token-drop-policy position", "moe_token_drop_policy"),
+        (f"{MIXED} --moe-router-bias-update-rate 0.1", "moe_router_bias_update_rate"),
+        (f"{MIXED} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", "moe_aux_loss_coeff"),
+        (f"{SINKHORN} --moe-router-topk-scaling-factor 2", "moe_router_topk_scaling_factor"),
+        (f"{SINKHORN} --moe-router-score-function sigmoid", "moe_router_score_function"),
+        (f"{SINKHORN} --moe-router-pre-softmax", "moe_router_pre_softmax"),
+        (f"{MIXED} --moe-router-score-function sigmoid --moe-router-pre-softmax", "moe_router_pre_softmax"),
+    ],
+)
+def test_flags_without_effect_are_named(flags, name):
+    config = resolve(parse_any(f"{LINE} {flags}".split(), recipe=pretrain_gpt.recipe()), 1)
+    assert list(idle(config, 1)) == [name]
 
 
 def test_flags_without_an_effect_of_their_own_are_taken(capsys):

@@ -2,7 +2,9 @@
 """Write a checkpoint with weights from another library."""
 
 import contextlib
+import math
 import shutil
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -51,13 +53,25 @@ def removed_after_error(out: Path) -> Iterator[None]:
 
 
 def check_complete(source: Path, wanted: Collection[str], shards: Iterable[list[Piece]]) -> Iterator[list[Piece]]:
-    """The shards unchanged; after the last one, raise CheckpointError if tensors of the model are missing."""
-    missing = set(wanted)
+    """The shards unchanged. Then raise CheckpointError if tensors of the model, or parts of them, are missing."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    elements, experts = Counter(), defaultdict(set)
     for pieces in shards:
-        missing.difference_update(piece.name for piece in pieces)
+        for piece in pieces:
+            sizes[piece.name] = piece.shape
+            elements[piece.name] += piece.tensor.numel()
+            experts[piece.name].add(piece.box.offset[0] if piece.shape else 0)
         yield pieces
-    if missing:
-        raise CheckpointError(f"{source} lacks {len(missing)} tensors", ", ".join(sorted(missing)[:8]))
+    lines = sorted(set(wanted) - sizes.keys())
+    for name, shape in sorted(sizes.items()):
+        if elements[name] < math.prod(shape):
+            numbers = sorted(set(range(shape[0])) - experts[name]) if ".experts." in name else []
+            which = f"expert {', '.join(map(str, numbers[:8]))}" if numbers else ""
+            lines.append(
+                f"{name}: {which or f'{math.prod(shape) - elements[name]:,} of {math.prod(shape):,} elements'}"
+            )
+    if lines:
+        raise CheckpointError(f"{source} lacks {len(lines)} tensors, or parts of them", "\n  ".join(lines[:8]))
 
 
 def write_import(open_model: Callable[[], ModelImport], out: Path, state: dict[str, Any]) -> list[str]:

@@ -177,9 +177,13 @@ def check_expressible(export: Export) -> None:
         other.append("num_experts (with --use-legacy-models)")
     if other:
         raise SettingsError(f"a model with {', '.join(other)} is not exported to Megatron-LM")
-    if export.ep > 1 and (not model.mixture or model.num_experts % export.ep):
+    if export.ep > 1 and not model.mixture:
         raise SettingsError(
-            f"{model.num_experts or 0} experts cannot be divided by --target-expert-model-parallel-size {export.ep}"
+            f"--target-expert-model-parallel-size {export.ep}: the model has no experts", do="leave it out"
+        )
+    if export.ep > 1 and model.num_experts % export.ep:
+        raise SettingsError(
+            f"{model.num_experts} experts cannot be divided by --target-expert-model-parallel-size {export.ep}"
         )
     for what, size in export.facts.divisible_by_tp().items():
         if size % export.tp:

@@ -19,7 +19,7 @@ from megatron.model.experts import rules, upcycling
 from megatron.model.recipe import config_of, facts_of, kind_of
 from megatron.settings.from_checkpoint import located
 from megatron.settings.rules import out_of_range, record
-from megatron.settings.schema import Config
+from megatron.settings.schema import Config, Parallel
 
 BOUND = 1e-6  # of the largest logit
 
@@ -101,7 +101,7 @@ class UpcycledReader(reshard.Computed):
 
 def refuse_broken(config: Config) -> None:
     """Raise SettingsError if the settings of experts cannot work, as a training run does."""
-    s = record(config, 1)
+    s = record(replace(config, parallel=Parallel()), 1)  # the layout of the dense run has no say
     broken = out_of_range(config.model).values() or [rule.message(s) for rule in rules.RULES if rule.broken(s)]
     if broken:
         raise SettingsError("these settings cannot work", "\n  ".join(broken))

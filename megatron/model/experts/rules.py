@@ -4,7 +4,7 @@
 from types import SimpleNamespace
 
 from megatron.settings.effects import Needs
-from megatron.settings.rules import Rule, divisors, either
+from megatron.settings.rules import Rule, divisors, either, said
 from megatron.settings.schema import EXPERT_SETTINGS
 
 
@@ -48,7 +48,40 @@ def _bad_groups(s: SimpleNamespace) -> str:
     return ""
 
 
+def _etp(s: SimpleNamespace) -> int:
+    """Ranks that divide each expert."""
+    return max(1, s.expert_tensor_parallel_size or s.tp)
+
+
+def _cannot_be_divided(flag: str, size: int, words: str, ranks: int) -> str:
+    return f"{flag} {size} cannot be divided by {words}; nearest: {either(divisors(size, ranks))} ranks"
+
+
 RULES = (
+    Rule(
+        lambda s: _mixture(s) and s.num_experts % max(1, s.expert_model_parallel_size),
+        lambda s: _cannot_be_divided(
+            "--num-experts", s.num_experts, said(s, "expert_model_parallel_size"), s.expert_model_parallel_size
+        ),
+    ),
+    Rule(
+        lambda s: _mixture(s) and s.settings.model.expert_ffn_size % _etp(s),
+        lambda s: _cannot_be_divided(
+            "--moe-ffn-hidden-size" if s.moe_ffn_hidden_size else "--ffn-hidden-size",
+            s.settings.model.expert_ffn_size,
+            said(s, "expert_tensor_parallel_size" if s.expert_tensor_parallel_size else "tensor_model_parallel_size"),
+            _etp(s),
+        ),
+    ),
+    Rule(
+        lambda s: _mixture(s) and (s.moe_shared_expert_intermediate_size or 0) % s.tp,
+        lambda s: _cannot_be_divided(
+            "--moe-shared-expert-intermediate-size",
+            s.moe_shared_expert_intermediate_size,
+            said(s, "tensor_model_parallel_size"),
+            s.tp,
+        ),
+    ),
     Rule(
         _pattern_error,
         lambda s: (
@@ -128,6 +161,10 @@ NO_EXPERTS = Rule(_mixture, lambda s: f"--num-experts {s.num_experts}: this kind
 
 
 _EXPERTS = Needs("--num-experts above 1", _mixture)
+_SCORES = Needs(
+    "--num-experts above 1, and with --moe-router-load-balancing-type sinkhorn",
+    lambda s: _mixture(s) and "sinkhorn" not in _kinds(s),
+)
 _CAPACITY = Needs("--moe-expert-capacity-factor", lambda s: _mixture(s) and s.moe_expert_capacity_factor is not None)
 IDLE = {
     **{name: _EXPERTS for name in EXPERT_SETTINGS if name != "num_experts"},
@@ -135,9 +172,12 @@ IDLE = {
         "--moe-router-enable-expert-bias", lambda s: _mixture(s) and s.moe_router_enable_expert_bias
     ),
     "moe_token_drop_policy": _CAPACITY,
+    "moe_router_score_function": _SCORES,
+    "moe_router_topk_scaling_factor": _SCORES,
     "moe_router_pre_softmax": Needs(
-        "--num-experts above 1 and --moe-router-score-function softmax",
-        lambda s: _mixture(s) and s.moe_router_score_function == "softmax",
+        "--num-experts above 1 and --moe-router-score-function softmax, "
+        "and with --moe-router-load-balancing-type sinkhorn",
+        lambda s: _SCORES.met(s) and s.moe_router_score_function == "softmax",
     ),
     "moe_aux_loss_coeff": Needs(
         "--num-experts above 1 and a --moe-router-load-balancing-type with a loss",

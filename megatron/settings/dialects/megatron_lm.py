@@ -285,8 +285,8 @@ evaluation uses the training batch, --eval-iters of it each --eval-interval
     --validation-set-names --start-eval-at-iter
 
 # Model.
-experts' messages do not overlap with other micro-batches yet
-    --overlap-moe-expert-parallel-comm --overlap-dispatch-* --ep-overlap-*
+--overlap-moe-expert-parallel-comm overlaps the exchanges of a forward pass with a backward pass, and the other way round
+    --overlap-dispatch-* --ep-overlap-*
 experts have the hidden size of their input, and router and dispatch are those of docs/experts.md
     --moe-* --expert-tensor-parallel-num-weight-shards --mlp-type --topk
 the load of each expert is in metrics.jsonl
