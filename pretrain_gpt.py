@@ -36,6 +36,7 @@ def recipe() -> Recipe:
         idle=IDLE,
         sums=lambda config: {"lm loss": 1.0, **expert_sums(config.model)},
         shares_sequences=True,
+        starts_from=("megatron.tasks.chat",),  # a GPT after instruction tuning
     )
 
 
@@ -49,7 +50,8 @@ def variant(model_type: str, module: type, *, facts: type[GPTFacts] = GPTFacts, 
     def build_model(config, mesh, vocab_size, **stage):
         return module.of(config, mesh, facts.of(config, vocab_size), **stage)
 
-    return replace(recipe(), model_type=model_type, facts=facts.of, build_model=build_model, **more)
+    own = dict(model_type=model_type, facts=facts.of, build_model=build_model, starts_from=())
+    return replace(recipe(), **own | more)
 
 
 def facts(config, vocab_size) -> GPTFacts:

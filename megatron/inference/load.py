@@ -159,7 +159,12 @@ def build_model(
 ) -> Built:
     """The model of some settings, for generation: see `load_model`."""
     dtype = DTYPES[precision]
-    parallel = schema.Parallel(tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=mesh.pp.size)
+    parallel = schema.Parallel(
+        tensor_model_parallel_size=mesh.tp.size,
+        pipeline_model_parallel_size=mesh.pp.size,
+        expert_model_parallel_size=mesh.ep.size,
+        expert_tensor_parallel_size=mesh.etp.size,
+    )
     plain = replace(config, parallel=parallel, recompute=schema.Recompute(), precision=schema.Precision(precision))
     recipe = recipe_of(config)
     refuse_sizes(plain, mesh, recipe.rules)

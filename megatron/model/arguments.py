@@ -36,7 +36,7 @@ def parse_any(
         return of_model | dict(own(statements))
 
     defaults = with_type if callable(own) else of_model | dict(own)
-    config = parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults)
+    config = parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults, recipe.starts_from)
     config = recipe.normalize_config(with_adapters(with_quantization(with_sparsity(config))))
     return with_projections(config)
 

@@ -408,7 +408,10 @@ def _learned(facts: Facts, selection: Selection) -> tuple[frozenset[str], tuple[
         for layer in linear_layers(table):
             linear.add(layer)
             trained |= {layer} - {name.removesuffix(WEIGHT) for name in frozen}
-            if pair := table.get(f"{layer}.{PAIR[0]}"):
+            pair = table.get(f"{layer}.{PAIR[0]}")
+            if pair and facts.settings.use_dora:  # a third product of the weight's size, and its input
+                trained.add(layer)
+            elif pair:
                 pairs[layer] = max(pairs.get(layer, 0), pair.shape[0])
     still = linear - trained
     if facts.score_sums(RankSetup()) is None and facts.output_name in selection.frozen(facts.weights):

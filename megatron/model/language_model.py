@@ -19,6 +19,7 @@ from megatron.errors import SettingsError
 from megatron.fused_kernels import run_probes
 from megatron.fused_kernels.autocast import Autocast, autocast_of
 from megatron.fused_kernels.gpu.flash_version import use_flash_attention
+from megatron.model.dora_product import DoRAProduct
 from megatron.model.facts import PROJECTIONS, Facts
 from megatron.model.fake_quantize import FakeQuantizeProduct
 from megatron.model.graph_dump import dumping_backend
@@ -158,7 +159,8 @@ class LanguageModel(nn.Module):
         )
         choose_fusions(self, self.kernels)
         draws = partial(Draws, seed, mesh.cp)
-        kinds = {LORA: LoRAProduct, FAKE_QUANTIZE: FakeQuantizeProduct, SPARSE: SparseProduct, **model.own_linears}
+        adapters = DoRAProduct if model.use_dora else LoRAProduct
+        kinds = {LORA: adapters, FAKE_QUANTIZE: FakeQuantizeProduct, SPARSE: SparseProduct, **model.own_linears}
         kinds[f"{FAKE_QUANTIZE}+{SPARSE}"] = SparseFakeQuantizeProduct
         attach_products(self.blocks, model, kinds, facts.products, draws, bool(self.kernels.torch_compile))
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Optional
 
+from megatron.model.lora import KIND as LORA
 from megatron.model.quantization import KIND as QUANTIZED
 from megatron.model.quantization import OF_TOKENS
 from megatron.model.sparsity import KIND as SPARSE
@@ -299,8 +300,12 @@ class Residual:
         return (Kernel(name, kept=kept, reads=clips, again=again, **sizes),)
 
     def _weight_workspace(self, layer: str, elements: int) -> int:
-        """Bytes of the masked, and of the rounded weight in the backward pass, and of torch's mask of what it clips."""
+        """Bytes of the masked, and of the rounded weight in the backward pass, and of torch's mask of what it clips; of two
+        weights in fp32 whose rows have norms (DoRA).
+        """
         kinds, e = self.share.kinds_of(layer), self.share.element
+        if LORA in kinds and self.model.use_dora:
+            return 8 * elements
         return elements * (e * (SPARSE in kinds) + (e + 1) * (QUANTIZED in kinds))
 
     def _learned(self, layer: str) -> dict:

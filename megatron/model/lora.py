@@ -8,6 +8,13 @@ the base is frozen by `--train-only`. B starts at 0, so the first loss is the ba
 
 With `--lora-split-fused` the parts of a fused matrix (queries, keys and values; the two of a gated MLP) have pairs of
 their own, as separate layers would: A [parts x rank, i], and a row of B multiplies with the part of A that is its own.
+
+With `--use-dora` (arXiv:2402.09353) a pair gives the directions of the weight's rows alone, and M [rows..., 1] their norms:
+
+    y = c (x W^T + alpha / rank x dropout(x) A^T B^T)     c = (|W| + M) / |W + alpha / rank x B A|, a number for each row
+
+M starts at 0: PEFT's magnitude is |W| + M. As there, c's denominator has no gradient. The products:
+`model/dora_product.py`.
 """
 
 import math
@@ -18,17 +25,22 @@ from megatron.settings.schema import Config, Model
 
 KIND = "lora"
 PAIR = ("lora_a", "lora_b")
-TRAINED = tuple(f"*.{name}" for name in PAIR)  # patterns of --train-only
+MAGNITUDE = "lora_magnitude"
+OWN = (*PAIR, MAGNITUDE)
 
 
 def own_weights(settings: Model, weight: Placement) -> Mapping[str, Placement]:
-    """A and B of a layer with this weight. A has the variance of the original code and of PEFT, 1 / (3 inputs)."""
+    """A and B of a layer with this weight, and M. A has the variance of the original code and of PEFT, 1 / (3 inputs)."""
     rank = settings.lora_rank or 1  # without --lora-rank the settings are refused
     std = 1 / math.sqrt(3 * weight.shape[-1])
     parts = len(parts_of(settings, weight)[1])
-    return dict(
-        lora_a=beside_inputs(weight, parts * rank, Normal(std)), lora_b=beside_rows(weight, rank, Constant(0.0))
-    )
+    own = dict(lora_a=beside_inputs(weight, parts * rank, Normal(std)), lora_b=beside_rows(weight, rank, Constant(0.0)))
+    return own | ({MAGNITUDE: beside_rows(weight, 1, Constant(0.0), decay=False)} if settings.use_dora else {})
+
+
+def trained(settings: Model) -> list[str]:
+    """The patterns of --train-only that adapters imply."""
+    return [f"*.{name}" for name in (OWN if settings.use_dora else PAIR)]
 
 
 def parts_of(settings: Model, weight: Placement) -> tuple[int, tuple[int, ...]]:
@@ -63,7 +75,7 @@ def with_adapters(config: Config) -> Config:
     added = [f"{target}={KIND}" for target in targets if f"{target}={KIND}" not in named]
     linear = ",".join([*filter(None, [model.linear]), *added])
     kept = config.optimizer.train_only or []
-    train_only = [*kept, *(pattern for pattern in TRAINED if pattern not in kept)]
+    train_only = [*kept, *(pattern for pattern in trained(model) if pattern not in kept)]
     return config.derive("--lora-rank", linear=linear, train_only=train_only)
 
 
@@ -72,6 +84,7 @@ def problems(settings: Model, patterns: Sequence[str]) -> list[str]:
     if settings.lora_rank is not None:
         return []
     own = dict(lora_alpha=None, lora_target=None, lora_dropout=0.0, lora_split_fused=False, use_rslora=False)
+    own["use_dora"] = False
     given = [f"--{name.replace('_', '-')}" for name, value in own.items() if getattr(settings, name) != value]
     if KIND not in settings.own_linears:
         given += [f"--linear {pattern}={KIND}" for pattern in patterns]

@@ -301,6 +301,11 @@ class Layout:
         names = "tp micro_batch_size sp cp cp_heads gathers".split()
         return Layout(**{name: getattr(self, name) for name in names})
 
+    @property
+    def teacher_shard(self) -> int:
+        """Ranks that share a teacher's layers."""
+        return self.shard if self.zero == 3 else 1
+
     def pipeline(self, num_layers: int) -> Pipeline:
         """The pipeline: the layers of each stage and rank."""
         if self.parallel:

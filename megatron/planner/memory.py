@@ -60,12 +60,20 @@ def has_teacher(job: Job, layout: Layout, rank: int) -> bool:
 
 
 def teacher_weights(job: Job, layout: Layout, rank: int) -> int:
-    """Bytes of the teacher's weights and buffers on a pipeline rank: all, or of the layers up to those that it compares."""
+    """Bytes of the teacher's weights and buffers on a pipeline rank. With ZeRO 3 ranks share its layers."""
+    units = teacher_units(job, layout, rank)
+    if not units:
+        return 0
+    layers = units.layers.total(lambda unit: unit.shared(layout.teacher_shard))
+    return (layers + units.others.total(lambda unit: unit.shared(1))) * job.teacher.element + units.buffers
+
+
+def teacher_units(job: Job, layout: Layout, rank: int) -> Units:
+    """The units of the teacher on a pipeline rank: all, or of the layers up to those that it compares."""
     own = {layer for held in layout.pipeline(job.facts.num_layers).layers_of(rank) for layer in held}
     whole, teacher = has_teacher(job, layout, rank), layout.of_teacher
     part = job.teacher.facts.num_layers if whole else 1 + max((of for n, of in job.compared if n in own), default=-1)
-    units, sizes = first_units(job.teacher, teacher, part, whole), teacher.data_sizes
-    return (units.padded(sizes) + units.padded_frozen(sizes)) * job.teacher.element + units.buffers if part else 0
+    return first_units(job.teacher, teacher, part, whole) if part else Units()
 
 
 def teacher_pass(teacher: Job, layout: Layout) -> tuple[int, int]:
@@ -175,6 +183,9 @@ def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[di
     layers = [layer for held in layout.pipeline(job.facts.num_layers).layers_of(rank) for layer in held]
     layer = activations.workspace(job, layout, layers) + units.largest * job.element
     passing, comparing = teacher_pass(job.teacher, layout.of_teacher) if has_teacher(job, layout, rank) else (0, 0)
+    if layout.teacher_shard > 1 and job.teacher:  # a layer is gathered
+        whole = lambda unit: unit.shared(layout.teacher_shard) * layout.teacher_shard
+        passing += teacher_units(job, layout, rank).largest_layer(whole) * job.teacher.element
     entries = {
         "activations": sum(kept.values()),
         "logits": loss + most,

@@ -61,6 +61,10 @@ class UnitSizes(NamedTuple):
         """The same for frozen parameters."""
         return _padded(self.frozen, sizes[self.sharded])
 
+    def shared(self, pieces: int) -> int:
+        """Elements of a piece of a model that is frozen as a whole."""
+        return (_padded(self.slots, pieces) + (_padded(self.frozen, pieces) if self.frozen else 0)) // pieces
+
     def owned(self, sizes: Sizes) -> int:
         """Trained elements in a rank's shard."""
         pieces = sizes[self.axes[1]]

@@ -41,10 +41,11 @@ def parse_pretrain(
     extra_groups: Mapping[str, type] = NONE,
     description: str = "Pretrain a language model.",
     defaults: Defaults = NONE,
+    starts_from: tuple[str, ...] = (),
 ) -> schema.Config:
     """Parse the settings of a pretraining recipe; its own groups are in `Config.extra`. Rules are not checked yet."""
     groups, said = parse_with_record(
-        argv, schema.GROUPS | dict(extra_groups), description=description, defaults=defaults
+        argv, schema.GROUPS | dict(extra_groups), description=description, defaults=defaults, starts_from=starts_from
     )
     return schema.Config(**{name: groups.pop(name) for name in schema.GROUPS}, extra=groups, statements=said)
 
@@ -63,10 +64,12 @@ def parse_with_record(
     common: tuple[str, ...] = COMMON,
     defaults: Defaults = NONE,
     serves_training: bool = False,
+    starts_from: tuple[str, ...] = (),
 ) -> tuple[dict[str, object], dict[str, Statement]]:
     """Parse a command line into (one frozen dataclass per group, setting -> the statement that set its value).
 
-    `common` names the fields that `--help` shows; serves_training: see `SettingsReader`. `--help`, `--help-all` and
+    `common` names the fields that `--help` shows; serves_training: see `SettingsReader`; starts_from: other model types
+    whose shape --finetune takes. `--help`, `--help-all` and
     `--print-config` print and exit with 0; the last one then raises UsageError if a value is out of range. Raises
     UsageError with all problems together.
     """
@@ -82,7 +85,7 @@ def parse_with_record(
         sys.exit(0)
     reader.say_defaults(defaults(reader.chosen()) if callable(defaults) else defaults, "the recipe")
     if not callable(defaults):  # a function reads the checkpoint itself
-        reader.read_checkpoint(groups)
+        reader.read_checkpoint(groups, starts_from)
     plan = reader.read_plan()
     chosen = reader.resolve()
     said = " ".join(reader.problems)  # a bad value or a misspelled flag is not reported as missing too

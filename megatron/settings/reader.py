@@ -464,8 +464,11 @@ class SettingsReader:
                 )
         return plan
 
-    def read_checkpoint(self, groups: Mapping[str, type]) -> None:
-        """Read the checkpoint for `--use-checkpoint-args`, or `--finetune` without a shape: it fills what is not given."""
+    def read_checkpoint(self, groups: Mapping[str, type], starts_from: tuple[str, ...] = ()) -> None:
+        """Read the checkpoint for `--use-checkpoint-args`, or `--finetune` without a shape: it fills what is not given.
+
+        starts_from: other model types that --finetune begins with
+        """
         chosen = self.chosen()
         values = {name: one.value for name, one in chosen.items()}
         lacks_shape = not {"num_layers", "hidden_size", "num_attention_heads"} <= set(chosen)
@@ -486,7 +489,7 @@ class SettingsReader:
                 self.problems.append(f"{origin}: no shape of a model can be taken from --load: {error}")
             return
         mine, theirs = (record.get("model_type", "GPT") for record in (values, record["config"]["model"]))
-        if mine != theirs:
+        if theirs not in (mine, *(starts_from if values.get("finetune") else ())):
             self.problems.append(f"{origin}: {where} holds a model of type {theirs}, and this command trains {mine}")
             return
         said = {name for name, one in chosen.items() if one.source > SaidBy.RECIPE}

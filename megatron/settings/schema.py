@@ -376,6 +376,12 @@ class Model:
         on_resume="refused",
     )
     use_rslora: bool = setting("divide --lora-alpha by the square root of the rank", False, on_resume="refused")
+    use_dora: bool = setting(
+        "DoRA: pairs change the directions of a weight's rows, and a number for each row its norm",
+        False,
+        "--lora-use-dora",
+        on_resume="refused",
+    )
     scale_embedding: bool = setting(
         "multiply the embeddings of tokens by the root of --hidden-size, as in Gemma", False, on_resume="refused"
     )

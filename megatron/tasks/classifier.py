@@ -65,12 +65,14 @@ def averaged(x: torch.Tensor, mask: torch.Tensor, tp: Axis, cut: bool) -> torch.
 
 
 def text_mask(batch) -> torch.Tensor:
-    """[s, b] fp32: 1 at the tokens of each text, special ones included, and 0 at padding."""
+    """[s, b] fp32: 1 at the tokens of each text, special ones included, and 0 at padding. Of a pattern whose label comes
+    after all texts, up to the token that predicts it.
+    """
     for name in MASKS:
         if name in batch.arrays:
             return batch.arrays[name].float()
     places = torch.arange(len(batch.tokens), device=batch.tokens.device).unsqueeze(1)
-    return (places < batch.arrays[LENGTHS]).float()
+    return (places < batch.arrays[LENGTHS] if LENGTHS in batch.arrays else places <= batch.arrays[GAP]).float()
 
 
 def token_weights(batch) -> torch.Tensor:

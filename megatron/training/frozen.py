@@ -12,6 +12,9 @@ The ranks of the last pipeline stage have all of its layers, which ranks of tp a
 model. So no schedule, message or stage knows of it. Other ranks have nothing. No optimizer owns its weights, it is in
 evaluation mode, and it records no gradients.
 
+With ZeRO 3 a rank keeps a shard of each of its layers, as of the trained model's, and gathers a layer around each pass
+through it. The embedding, the final norm and the output layer are whole: logits are computed in parts, during the loss.
+
 Legend: s sequence, b micro-batch, v vocabulary, tp ranks that divide each matrix.
 """
 
@@ -27,6 +30,12 @@ from megatron.inference.load import Built, allocated, refuse_sizes
 from megatron.model.frozen_settings import frozen_record, frozen_settings
 from megatron.model.recipe import recipe_of
 from megatron.mpu.initialize import RankContext, weight_format
+from megatron.mpu.layers import place_buffers
+from megatron.mpu.mesh import Axis, Mesh
+from megatron.mpu.placement import placed_buffers
+from megatron.optimizer.buffers import buffer_pieces, fill_buffers
+from megatron.optimizer.units import OwnedRange, flat_units_of, materialise, pieces_of
+from megatron.optimizer.weights import ParameterBuffers
 from megatron.settings import schema
 from megatron.storage.urls import location
 
@@ -35,7 +44,7 @@ from megatron.storage.urls import location
 class FrozenModel:
     """A model in evaluation mode, on a rank of the last stage. Its methods are called with the micro-batches of training.
 
-    config: of its run, with the layout and the number formats of this one; weights: all of them, in one tensor
+    config: of its run, with the layout and the number formats of this one; weights: this rank's, in one tensor
     """
 
     model: torch.nn.Module
@@ -110,7 +119,10 @@ def load_frozen(
     record = context.from_rank_zero(lambda: frozen_record(flag, folder))
     settings = frozen_settings(flag, folder, record, config, vocab_size, vocabulary)
     whole, part = any(getattr(stage, "last", False) for stage in stages), first_layers(settings)
-    built = build_frozen(settings, vocab_size, context, None if whole else part) if whole or part else None
+    built = None
+    if whole or part:
+        sharding = config.parallel.sharding_stage
+        built = build_frozen(settings, vocab_size, context, None if whole else part, sharding)
     restored = restore(
         location(folder),
         built.pieces if built else [],
@@ -125,11 +137,60 @@ def load_frozen(
     return FrozenModel(model, settings, built.weights), notices
 
 
-def build_frozen(settings: schema.Config, vocab_size: int, context: RankContext, part: Optional[int] = None) -> Built:
-    """The model of `frozen_settings` on this rank, with memory for its weights. part: only so many first layers."""
-    recipe, mesh = recipe_of(settings), context.mesh.of_whole_model()
+def build_frozen(
+    settings: schema.Config, vocab_size: int, context: RankContext, part: Optional[int], sharding: int
+) -> Built:
+    """The model of `frozen_settings` on this rank, with memory for its weights.
+
+    part: only so many first layers; sharding: the ZeRO stage of the run
+    """
+    recipe, mesh, shard = recipe_of(settings), context.mesh.of_whole_model(), context.mesh.shard
     refuse_sizes(settings, mesh, recipe.rules)
     dtype = weight_format(settings.precision)
     layers = dict(layers=range(part), last=False) if part else {}
     model = recipe.build_model(settings, mesh, vocab_size, **layers, dtype=dtype, device="meta")
+    if sharding == 3 and shard.size > 1:
+        return with_sharded_layers(model, mesh, shard, dtype=dtype, device=context.device)
     return allocated(model, [model], mesh, dtype=dtype, device=context.device)
+
+
+def with_sharded_layers(model: torch.nn.Module, mesh: Mesh, shard: Axis, *, dtype, device) -> Built:
+    """Allocate this rank's shards of a model's layers, and its other weights whole. The layers' own memory is filled before
+    each of their passes, and freed after it.
+    """
+    fill_buffers([model], mesh.coordinates)
+    place_buffers(model, device)
+    own, pieces, at = {}, [], 0
+    for unit in flat_units_of(model, lambda name: shard):
+        low, high = unit.shard(shard.rank, shard.size) if unit.layer else (0, unit.size)
+        own[unit.name] = OwnedRange(unit, low, high, at)
+        at += high - low
+    weights = torch.zeros(at, dtype=dtype, device=device)
+    for one in own.values():
+        if not one.unit.layer:
+            materialise(one.unit, weights[one.shard_slice])
+    layers = [one.unit for one in own.values() if one.unit.layer]
+    piece_of = lambda unit: weights[own[unit.name].shard_slice]
+    gathered = ParameterBuffers(layers, lambda name: shard, piece_of, dtype=dtype, device=device, keep=False)
+    for number, block in model.blocks.items():
+        gather_around(block, gathered, [unit.name for unit in layers if unit.part == f"blocks.{number}"])
+    for one in own.values():
+        pieces += pieces_of(one, weights.__getitem__, mesh.coordinates)
+    for name, buffer in placed_buffers([model]).items():
+        pieces += buffer_pieces(name, buffer, mesh.coordinates)
+    return Built(model, weights, pieces)
+
+
+def gather_around(block: torch.nn.Module, gathered: ParameterBuffers, names: Sequence[str]) -> None:
+    """Gather these units before each pass through a block, and free them after it."""
+    held = [gathered.memory[name] for name in names]
+
+    def gather(module, inputs) -> None:
+        gathered.need(*held)
+
+    def free(module, inputs, output) -> None:
+        for memory in held:
+            gathered.free(memory)
+
+    block.register_forward_pre_hook(gather)
+    block.register_forward_hook(free)

@@ -63,8 +63,8 @@ def importance(weights, criterion: str) -> dict[int, torch.Tensor]:
         power = 1 if criterion == "l1_norm" else 2
         for n in found:
             names = [f"mlp.experts.{matrix}.{part}" for matrix in ("up", "down") for part in ("weight", "bias")]
-            for name in ["mlp.router.weight", *names]:
-                found[n] += weights[f"blocks.{n}.{name}"].double().abs().pow(power).flatten(1).sum(1)
+            for name in ["mlp.router.weight", "mlp.router.bias", *names]:
+                found[n] += weights[f"blocks.{n}.{name}"].double().abs().pow(power).view(EXPERTS, -1).sum(1)
         return found
     for sample in SAMPLES.tolist():
         gates = {n: torch.ones(EXPERTS, dtype=torch.float64, requires_grad=True) for n in found}

@@ -77,6 +77,8 @@ class Family:
         found = {}
         for n in self.layers:
             found[f"blocks.{n}.mlp.router.load"] = torch.zeros(self.experts, dtype=torch.int64)
+            if "global_aux_loss" in self.flags:
+                found[f"blocks.{n}.mlp.router.scored_load"] = torch.zeros(self.experts, dtype=torch.int64)  # of a step
             if self.bias:
                 found[f"blocks.{n}.mlp.router.expert_bias"] = torch.zeros(self.experts).double()
         return found
@@ -210,6 +212,21 @@ def sequence_balance(weight: float, k: int):
         return {
             "seq load balancing loss": ((shares * logits.softmax(-1).mean(1)).sum(-1).mean() * chosen.shape[-1], weight)
         }
+
+    return losses
+
+
+def batch_balance(name: str, weight: float, rows: int):
+    """The balance loss of each `rows` sequences (arXiv:2101.03961, eq. 4), by their loads: "load balancing loss". Or by the
+    loads of these and all before in the step (arXiv:2501.11873): "global load balancing loss".
+    """
+
+    def losses(logits, chosen):
+        of_parts = lambda x: x.unflatten(0, (-1, rows)).sum((1, 2))  # [parts, E]
+        loads = of_parts(chosen).cumsum(0) if name.startswith("global") else of_parts(chosen)
+        means = of_parts(logits.softmax(-1)) / (rows * chosen.shape[1])
+        value = (loads / loads.sum(-1, keepdim=True) * means).sum(-1).mean() * chosen.shape[-1]
+        return {name: (value, weight)}
 
     return losses
 

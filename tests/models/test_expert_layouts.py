@@ -55,6 +55,17 @@ FAMILIES = {
         capacity=6,
         by_position=True,
     ),
+    "aux loss": plain.Family(
+        f"{GATED} --moe-aux-loss-coeff 0.5",
+        plain.softmax_of_chosen(2),
+        plain.batch_balance("load balancing loss", 0.5, rows=2),
+    ),
+    # The loss depends on the sequences of a micro-batch over all ranks: here two.
+    "global loss": plain.Family(
+        f"{GATED} --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.5",
+        plain.softmax_of_chosen(2),
+        plain.batch_balance("global load balancing loss", 0.5, rows=2),
+    ),
     "one expert": plain.Family(f"{GATED} --moe-router-pre-softmax --moe-router-topk 1", plain.softmax_of_all(1)),
 }
 PAD = "--moe-pad-expert-input-to-capacity"
@@ -105,7 +116,20 @@ LAYOUTS = {
     "pp2 ep2, zb-h1, capacity, padded": (4, "capacity", f"{PP2} {EP2} --pipeline-schedule zb-h1 {PAD}"),
     "ep2, zero3, capacity, recomputed": (2, "first come", f"{EP2} --sharding-stage 3 {FULL}"),
     "pp2 ep2 in a V, zero3": (4, "gated", f"{PP2} {EP2} {V} --sharding-stage 3"),
+    "aux loss": (1, "aux loss", ""),
+    "cp2 ep2, aux loss, recomputed": (2, "aux loss", f"{CP2} {EP2} {FULL}"),
+    "pp2 ep2, aux loss, interleaved": (4, "aux loss", f"{PP2} {EP2} {INTERLEAVED}"),
+    "tp2, global loss": (2, "global loss", TP),
+    "ep2, global loss, zero3": (2, "global loss", f"{EP2} --micro-batch-size 1 --sharding-stage 3"),
+    "pp2 ep2 in a V, global loss, recomputed": (4, "global loss", f"{PP2} {EP2} {V} {FULL}"),
     "pp2 ep2 in a V, one expert": (4, "one expert", f"{PP2} {EP2} {V}"),
+}
+LONG = {  # with --full: of four ranks, or like others
+    "ep2, zero3, capacity, recomputed",
+    "pp2 ep2, zb-h1, capacity, padded",
+    "cp2 ep2, aux loss, recomputed",
+    "pp2 ep2, aux loss, interleaved",
+    "pp2 ep2 in a V, global loss, recomputed",
 }
 
 
@@ -128,7 +152,7 @@ def check(folder, family: str):
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.full] * (name in LONG)) for name in LAYOUTS])
 def test_any_layout_is_the_plain_loop(layout, tmp_path):
     world, family, words = LAYOUTS[layout]
     run_ranks(world, pretrain, f"{FAMILIES[family].flags} {words} --save {tmp_path} --check-replicas-interval 2")

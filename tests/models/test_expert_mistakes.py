@@ -231,6 +231,17 @@ def loads_of_one_rank(patch):
     patch.setattr(Router, "_loads", loads)
 
 
+def loads_of_steps_before(patch):
+    real = Router.update_buffers
+
+    def update_buffers(self):
+        kept = self.scored_load.clone()
+        real(self)
+        self.scored_load.copy_(kept)
+
+    patch.setattr(Router, "update_buffers", update_buffers)
+
+
 def biased_choices_in_losses(patch):
     """Losses count what tokens chose with the bias, not the best scores."""
     real = Router._loads
@@ -429,9 +440,11 @@ def with_matches(change: Callable[[Match], Match]) -> Plant:
 
 
 def transposed(match: Match) -> Match:
-    if "experts.down" not in match.ours:
+    if "experts.down.weight" not in match.ours:
         return match
-    return match._replace(to_ours=lambda theirs: torch.stack(theirs).mT, to_theirs=lambda ours: list(ours.mT))
+    return match._replace(
+        to_ours=lambda theirs: match.to_ours(theirs).mT, to_theirs=lambda ours: match.to_theirs(ours.mT)
+    )
 
 
 def experts_of_the_first_rank(patch):
@@ -502,6 +515,7 @@ MISTAKES = {
     "the global loss has the loads of one rank": Mistake(
         loads_of_one_rank, part(test_router.test_global_loss_counts_all_ranks_and_micro_batches)
     ),
+    "the global loss has the loads of steps before": Mistake(loads_of_steps_before, layout("tp2, global loss")),
     "the loss counts twice where layers are recomputed": Mistake(
         twice_when_recomputed, layout("recomputed layers, losses")
     ),
@@ -561,8 +575,11 @@ MISTAKES = {
     # exchange with other programs
     "experts of a file are ignored": Mistake(unknown_tensors_are_ignored, LACKING),
     "experts that a file lacks are zero": Mistake(missing_tensors_are_zero, LACKING),
-    "square matrices are transposed": Mistake(
-        with_matches(transposed), files(test_hf_experts.test_square_output_matrices_are_not_transposed)
+    "Mixtral's square matrices are transposed": Mistake(
+        with_matches(transposed), files(test_hf_experts.test_square_output_matrices_are_not_transposed, "mixtral")
+    ),
+    "gpt-oss's square matrices are transposed": Mistake(
+        with_matches(transposed), files(test_hf_experts.test_square_output_matrices_are_not_transposed, "gpt_oss")
     ),
     "an export has the experts of one rank": Mistake(
         experts_of_the_first_rank,

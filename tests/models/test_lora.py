@@ -22,6 +22,7 @@ from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
 from megatron.model import weights
 from megatron.model.arguments import parse_any
+from megatron.model.dora_product import DoRAProduct
 from megatron.model.lora import own_weights
 from megatron.model.lora_product import LoRAProduct
 from megatron.mpu.deferred_wgrad import WeightGradStore, run_deferred_wgrads
@@ -100,6 +101,29 @@ def plain(parts: int = 1):
     return train(Job(**PLAIN, linear=with_pairs, more=lambda seed: first_pairs(seed, parts), **only))
 
 
+def with_directions(weights, name: str, x: torch.Tensor) -> torch.Tensor:
+    """DoRA: the rows of W + 6 / 4 B A with norms |W| + M; PEFT differentiates the present norms neither."""
+    if f"{name}.lora_a" not in weights:
+        return plain_linear(weights, name, x)
+    weight = weights[f"{name}.weight"]
+    moved = weight + 1.5 * weights[f"{name}.lora_b"] @ weights[f"{name}.lora_a"]
+    norms = weight.norm(dim=-1, keepdim=True) + weights[f"{name}.lora_magnitude"]
+    rows = norms * moved / moved.detach().norm(dim=-1, keepdim=True)
+    return plain_linear({**weights, f"{name}.weight": rows}, name, x)
+
+
+def first_magnitudes(seed: int) -> dict[str, torch.Tensor]:
+    pairs = first_pairs(seed)
+    zeros = {name: torch.zeros_like(b[..., :1]) for name, b in pairs.items() if name.endswith("lora_b")}
+    return pairs | {name.replace("lora_b", "lora_magnitude"): b for name, b in zeros.items()}
+
+
+@cache
+def plain_directions():
+    only = dict(trains=lambda name: ".lora_" in name)
+    return train(Job(**PLAIN, linear=with_directions, more=first_magnitudes, **only))
+
+
 def pretrain(rank: int, flags: str) -> None:
     pretrain_gpt.main(f"{LINE} {flags}".split())
 
@@ -111,6 +135,15 @@ def test_any_layout_is_the_plain_loop(layout, run_ranks, tmp_path):
     line = f"{PAIRS} {words} --save {tmp_path}"
     pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
     compare(tmp_path, plain())
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_directions_and_norms_are_those_of_the_plain_loop(layout, run_ranks, tmp_path):
+    world, words = LAYOUTS[layout]
+    line = f"{PAIRS} --use-dora {words} --save {tmp_path}"
+    pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
+    compare(tmp_path, plain_directions())
 
 
 @pytest.mark.parametrize("layout", ["one process", pytest.param("tp3", marks=pytest.mark.full)])
@@ -148,12 +181,12 @@ ROWS, INPUTS, S, B = (3, 4, 2), 10, 6, 2  # of queries, keys and values: 2 + 1 +
 SETTINGS = Model(num_layers=1, hidden_size=INPUTS, num_attention_heads=2, lora_rank=3, lora_alpha=5.0)
 
 
-def made(split: bool, dropout: float = 0.0):
-    settings = Model(**{**vars(SETTINGS), "lora_split_fused": split, "lora_dropout": dropout})
+def made(split: bool, dropout: float = 0.0, dora: bool = False):
+    settings = Model(**{**vars(SETTINGS), "lora_split_fused": split, "lora_dropout": dropout, "use_dora": dora})
     table = weights.column(INPUTS, ROWS, 1.0, matrices=(1, (2, 1, 1)))
     table |= own_weights(settings, table["weight"])
     layer = ColumnParallelLinear(table, Mesh().tp, dtype=torch.float64)
-    layer.product = LoRAProduct(layer, "blocks.7.mlp.up", settings)
+    layer.product = (DoRAProduct if dora else LoRAProduct)(layer, "blocks.7.mlp.up", settings)
     for seed, parameter in enumerate(layer.parameters()):
         parameter.data.normal_(generator=torch.Generator().manual_seed(seed))
     layer.weight.requires_grad_(False)
@@ -165,17 +198,28 @@ def made(split: bool, dropout: float = 0.0):
 
 
 def expected(layer, x: torch.Tensor, split: bool, keep: torch.Tensor | float = 1.0) -> torch.Tensor:
+    bias = layer.bias.flatten()
+    if "lora_magnitude" not in layer.placements:
+        return without_bias(layer, x, split, keep) + bias
+    moved = without_bias(layer, torch.eye(INPUTS, dtype=torch.float64).unsqueeze(1), split).squeeze(1).detach()
+    norms = layer.weight.flatten(0, -2).norm(dim=1) + layer.lora_magnitude.flatten()
+    return norms / moved.norm(dim=0) * without_bias(layer, x, split, keep) + bias
+
+
+def without_bias(layer, x: torch.Tensor, split: bool, keep: torch.Tensor | float = 1.0) -> torch.Tensor:
     a, b = layer.lora_a, layer.lora_b
     parts = [x * keep @ own.T for own in a.chunk(3)] if split else [x * keep @ a.T] * 3
     each = [torch.einsum("sbr,gqdr->sbgqd", xa, part) for xa, part in zip(parts, b.split((2, 1, 1), 1), strict=True)]
-    return F.linear(x, layer.weight.flatten(0, -2), layer.bias.flatten()) + 5 / 3 * torch.cat(each, 3).flatten(2)
+    return F.linear(x, layer.weight.flatten(0, -2)) + 5 / 3 * torch.cat(each, 3).flatten(2)
 
 
 @pytest.mark.parametrize("way", ["autograd", "deferred"])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_products_against_autograd(way, split, dropout):
-    layer = made(split, dropout)
+@pytest.mark.parametrize("dora", [False, True])
+def test_products_against_autograd(way, split, dropout, dora):
+    layer = made(split, dropout, dora)
+    pairs = [one for one in ("lora_a", "lora_b", "lora_magnitude") if one in layer.placements]
     x = torch.randn(S, B, INPUTS, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).requires_grad_()
     keep = 1.0
     if dropout:  # by sample, layer and position alone
@@ -183,7 +227,7 @@ def test_products_against_autograd(way, split, dropout):
             (S, INPUTS), [seed_of(11, -1, "lora blocks.7.mlp.up", n) for n in (4, 9)], torch.device("cpu")
         )
         keep = 2.0 * (words.movedim(0, 1) >= 0)
-    wanted = torch.autograd.grad(expected(layer, x, split, keep).sin().sum(), [x, layer.lora_a, layer.lora_b])
+    wanted = torch.autograd.grad(expected(layer, x, split, keep).sin().sum(), [x, *map(layer.get_parameter, pairs)])
     layer.weight_grad_store = store = WeightGradStore() if way == "deferred" else None
     y = layer(x)
     torch.testing.assert_close(y, expected(layer, x, split, keep))
@@ -191,16 +235,16 @@ def test_products_against_autograd(way, split, dropout):
         with store.collect() as products:
             y.sin().sum().backward()
         assert layer.lora_a.grad is None and len(products) == 1
-        own = {name: getattr(layer, name).data.clone() for name in ("lora_a", "lora_b")}
+        own = {name: getattr(layer, name).data.clone() for name in (*pairs, "weight") if dora or name != "weight"}
         for name in own:
             getattr(layer, name).data.fill_(math.nan)  # gone with ZeRO 3
         run_deferred_wgrads(products)
     else:
         y.sin().sum().backward()
-    for found, one in zip((x.grad, layer.lora_a.grad, layer.lora_b.grad), wanted, strict=True):
+    for found, one in zip((x.grad, *(layer.get_parameter(name).grad for name in pairs)), wanted, strict=True):
         torch.testing.assert_close(found, one)
     layer.eval()
-    own = made(split, dropout)
+    own = made(split, dropout, dora)
     torch.testing.assert_close(
         layer.requires_grad_(False)(x) if way == "autograd" else own.eval()(x), expected(own, x, split)
     )
@@ -332,12 +376,13 @@ def logits_of(rank: int, folder: Path, tp: int, out: Path) -> None:
         torch.save(found, out)
 
 
-def test_merged_weights_give_the_same_logits(run_ranks, tmp_path):
+@pytest.mark.parametrize("more", ["", "--use-dora"])
+def test_merged_weights_give_the_same_logits(more, run_ranks, tmp_path):
     """At tp 1, 2 and 4, of adapters whose products count."""
     shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100"
     shape += " --device cpu --micro-batch-size 4 --eval-iters 0 --swiglu --lr 3e-2"
     pretrain_gpt.main(f"{shape} --train-iters 2 --save {tmp_path / 'base'}".split())
-    more = "--lora-rank 4 --lora-alpha 16 --use-rslora --lora-split-fused --lora-dropout 0.1"
+    more += " --lora-rank 4 --lora-alpha 16 --use-rslora --lora-split-fused --lora-dropout 0.1"
     pretrain_gpt.main(
         f"{shape} {more} --finetune --load {tmp_path / 'base'} --save {tmp_path / 'a'} --train-iters 6".split()
     )
@@ -379,6 +424,7 @@ def test_a_task_trains_pairs_and_its_new_head(tmp_path, run_ranks):
     [
         ("--lora-alpha 3", "--lora-alpha: there are no adapters without --lora-rank"),
         ("--linear mlp.*=lora", "--linear mlp.*=lora: there are no adapters without --lora-rank"),
+        ("--use-dora", "--use-dora: there are no adapters without --lora-rank"),
         ("--lora-rank 0", "--lora-rank 0 must be at least 1"),
         ("--lora-rank 2 --lora-dropout 1", "--lora-dropout 1.0 must be at least 0 and below 1"),
         ("--lora-rank 2 --lora-alpha 0", "--lora-alpha 0.0 must be above 0"),
@@ -389,6 +435,11 @@ def test_a_task_trains_pairs_and_its_new_head(tmp_path, run_ranks):
 def test_what_cannot_be_is_said(flags, said):
     found = check(parse_any(f"{LINE} {flags}".split()), 1)
     assert len(found) == 1 and said in found[0], found
+
+
+def test_a_trained_weight_has_no_direction_of_its_own():
+    with pytest.raises(SettingsError, match="--use-dora: the weight of blocks.1.mlp.down is trained, too"):
+        pretrain(0, "--lora-rank 2 --use-dora --train-only *mlp.down.weight")
 
 
 def test_what_the_flags_stand_for():

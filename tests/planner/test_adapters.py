@@ -28,6 +28,7 @@ WORDS = {
     "norms and biases alone": "--train-only *norm* *.bias embedding.word.*",
     "pairs": "--lora-rank 4 --train-only embedding.word.*",
     "pairs in attention": "--lora-rank 4 --lora-target attention.* --train-only embedding.word.*",
+    "directions": "--lora-rank 4 --use-dora --lora-target mlp.* --train-only embedding.word.*",
     "pairs with dropout": "--lora-rank 4 --lora-dropout 0.1 --lora-target mlp.* --train-only embedding.word.*",
     "pairs, Llama": "--swiglu --disable-bias-linear --lora-rank 4 --lora-split-fused --train-only embedding.word.*",
     "rounded": "--quantization",

@@ -155,6 +155,65 @@ def test_stop_dark_and_help_by_keyboard(visit, two):
     assert not page.locator("#keys").is_visible()
 
 
+@pytest.mark.sampled(2)
+def test_a_conversation(visit, two):
+    """Each model has the messages before, with its own answers; a stopped one stays, and a refused message does not."""
+    page = visit(two.url, allowed=["400 (Bad Request)"])
+    wait_for(page, "document.querySelector('#model-0').value === 'base'")
+    assert not page.locator("#new").is_visible()
+    page.select_option("#mode", "chat")
+    page.fill("#seed", "3")
+    page.fill("#max_tokens", "20")
+    shown = lambda at: page.locator("[data-model=base] .answer").nth(at).text_content()
+
+    def say(text: str, answers: int, key: str = "Control+Enter") -> None:
+        page.fill("#prompt", text)
+        page.keyboard.press(key)
+        wait_for(
+            page,
+            f"document.querySelectorAll('.answer').length === {answers} && document.querySelector('#cancel').disabled",
+        )
+
+    say("one", 1)
+    first = ByteTokenizer().decode(answer("<one>", 20, 3))
+    assert shown(0) == first and page.input_value("#prompt") == ""
+    page.keyboard.press("Control+Enter")  # nothing to say
+    say("two", 2)
+    assert shown(1) == ByteTokenizer().decode(answer(f"<one><{first}><two>", 20, 3))
+    page.fill("#max_tokens", "100000")
+    say("three", 3)
+    wait_for(page, "document.querySelector('.trouble')?.innerText.includes('max_tokens')")
+    assert page.input_value("#prompt") == "three" and page.locator(".said").all_inner_texts() == ["one", "two", "three"]
+    page.fill("#max_tokens", "20")
+    second = shown(1)
+    say("four", 4)
+    assert shown(3) == ByteTokenizer().decode(answer(f"<one><{first}><two><{second}><four>", 20, 3))
+    page.click("#new")
+    assert page.locator(".answer").count() == 0
+    say("one", 1)
+    assert shown(0) == first
+    page.keyboard.press("Alt+n")
+    seed = next(seed for seed in range(9) if len(answer("<endless>", 400, seed)) > 100)
+    page.fill("#seed", str(seed))
+    page.fill("#max_tokens", "400")
+    page.fill("#prompt", "endless")
+    page.keyboard.press("Control+Enter")
+    wait_for(page, "document.querySelectorAll('.token').length > 3")
+    page.keyboard.press("Escape")
+    wait_for(page, "document.querySelector('#cancel').disabled")
+    page.fill("#max_tokens", "20")
+    stopped = shown(0)
+    say("more", 2)
+    assert shown(1) == ByteTokenizer().decode(answer(f"<endless><{stopped}><more>", 20, seed))
+    page.fill("#seed", "3")
+    page.select_option("#mode", "text")
+    assert not page.locator("#new").is_visible()
+    page.fill("#prompt", "one")
+    page.click("#go")
+    wait_for(page, "document.querySelectorAll('.answer').length === 0 && document.querySelector('#cancel').disabled")
+    assert page.locator(".text").text_content() == "one" + ByteTokenizer().decode(answer("one", 20, 3))
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_telephone(visit, two, scheme):
     page = visit(two.url, width=400, scheme=scheme)
@@ -170,7 +229,7 @@ def test_a_telephone(visit, two, scheme):
     )
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     whole = ByteTokenizer().decode(answer("<" + "hello" * 30 + ">", 64, 3))
-    assert page.locator("[data-model=base] .text").text_content() == whole
+    assert page.locator("[data-model=base] .answer").text_content() == whole
     assert (
         page.evaluate("getComputedStyle(document.body).backgroundColor")
         == dict(light="rgb(243, 244, 246)", dark="rgb(3, 7, 18)")[scheme]

@@ -22,7 +22,7 @@ ALWAYS = """
     group_query_attention num_query_groups position_embedding_type normalization norm_epsilon norm_position qk_layernorm
     swiglu geglu quick_geglu scale_embedding query_pre_attn_scalar squared_relu attn_logit_softcapping softmax_type
     final_logit_softcapping z_loss_coeff disable_bias_linear linear quantization sparsity kd_hidden_projections
-    lora_rank lora_alpha lora_dropout lora_target lora_split_fused use_rslora
+    lora_rank lora_alpha lora_dropout lora_target lora_split_fused use_rslora use_dora
     untie_embeddings_and_output_weights apply_query_key_layer_scaling hidden_dropout attention_dropout
     label_smoothing init_method_std make_vocab_size_divisible_by model_type model_name_or_path
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size data_parallel_size dp_degree

@@ -124,6 +124,7 @@ CHECKS = dict(
         lora_dropout="test_lora::test_products_against_autograd",
         lora_split_fused="test_lora::test_pairs_of_queries_keys_and_values_apart",
         use_rslora="test_peft::test_our_adapters_in_peft",
+        use_dora="test_peft::test_our_adapters_in_peft",
         scale_embedding=PLAIN,
         query_pre_attn_scalar=PLAIN,
         untie_embeddings_and_output_weights=PLAIN,

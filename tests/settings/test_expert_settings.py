@@ -9,7 +9,9 @@ import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
 from megatron.errors import Failure
+from megatron.inference.load import build_model
 from megatron.model.arguments import parse_any
+from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import layer_pattern
 from megatron.training.rules import idle, resolve
 
@@ -113,6 +115,25 @@ def test_a_wrong_use_has_one_message(world, flags, said):
         resolve(parse_any(f"{LINE} --then {flags}".split(), recipe=pretrain_gpt.recipe()), world)
     assert "settings cannot work" not in str(caught.value) and "problems" not in str(caught.value)
     assert caught.value.code in (2, 3)
+
+
+def test_generation_checks_the_ranks_that_hold_experts():
+    """Experts of a width that tp does not divide are whole on each rank."""
+    config = parse_any(f"{LINE} --num-experts 6 --moe-ffn-hidden-size 33".split(), recipe=pretrain_gpt.recipe())
+
+    def build(**sizes):
+        return build_model(config, 101, device="meta", precision="fp32", mesh=Mesh(create_groups=False, **sizes))
+
+    assert build(tp=2, ep=2, etp=1).weights.numel() > 0
+    for sizes, said in (
+        (dict(tp=2), "--moe-ffn-hidden-size 33 cannot be divided by --expert-tensor-parallel-size 2; nearest: 1 or 3"),
+        (
+            dict(tp=4, ep=4, etp=1),
+            "--num-experts 6 cannot be divided by --expert-model-parallel-size 4; nearest: 2 or 3",
+        ),
+    ):
+        with pytest.raises(Failure, match=re.escape(said)):
+            build(**sizes)
 
 
 @pytest.mark.parametrize("recipe", [pretrain_bert, pretrain_t5])

@@ -135,7 +135,7 @@ CHOSEN = 2  # experts of a token
 
 def mixture(weights, own: str, x: torch.Tensor, routed: list) -> torch.Tensor:
     """Every expert computes every token, [n, h]; two of them count. routed: takes the router's logits."""
-    logits = x @ weights[f"{own}router.weight"].T
+    logits = x @ weights[f"{own}router.weight"].T + weights[f"{own}router.bias"]
     routed.append(logits)
     best = logits.topk(CHOSEN, -1).indices
     parts = torch.zeros_like(logits).scatter(-1, best, logits.gather(-1, best).softmax(-1))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import finetune
+import pretrain_gpt
 from megatron.inference.convert.huggingface import to_hf
 from megatron.inference.convert.merged import merge
 from megatron.inference.convert.upcycled import upcycle
@@ -16,6 +17,7 @@ from megatron.model.recipe import facts_of, kind_of
 from megatron.tokenizer.chat_template import find_template, template_folders
 from tests.tasks.chats import (
     EOD,
+    RUN,
     TUNE,
     answer_losses,
     ids_of,
@@ -113,6 +115,17 @@ def test_a_tuned_model_is_a_gpt(tuned, tmp_path):
     _, compared, _ = upcycle(Path(tuned) / "iter_0000001", tmp_path / "mixture", dict(num_experts=4))
     loaded = load_model(str(tuned))
     assert compared.startswith("the same function") and kind_of(facts_of(loaded.config, loaded.vocab_size)) == "GPT"
+
+
+def test_pretraining_goes_on_from_a_tuned_model(tuned, tmp_path):
+    """With its weights, which a learning rate of next to nothing leaves as they are."""
+    line = (
+        f"--finetune --load {tuned} --use-checkpoint-args --save {tmp_path} --mock-data --eval-iters 0 --train-iters 1"
+    )
+    pretrain_gpt.main(f"{line} {RUN} --lr 1e-30 --weight-decay 0".split())
+    now, before = weights_of(tmp_path), weights_of(tuned)
+    assert now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in now)
+    assert load_model(str(tmp_path)).config.model.model_type == "GPT"
 
 
 def test_a_merged_checkpoint_has_the_template(base, tmp_path):

@@ -6,6 +6,7 @@ that balances experts.
 import pytest
 import torch
 
+import finetune
 import pretrain_gpt
 from megatron.data.loader import named_batch
 from megatron.tasks.classifier import token_weights
@@ -17,7 +18,7 @@ from tests.training.test_plain_loop import records
 
 pytestmark = pytest.mark.sampled(5)
 
-EXPERTS = "--num-experts 6 --moe-router-topk 2 --moe-ffn-hidden-size 20"
+EXPERTS = "--num-experts 6 --moe-router-topk 2 --moe-ffn-hidden-size 18"
 COEFFICIENT = 0.05
 BALANCE = f"--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff {COEFFICIENT}"
 SUM = "seq load balancing loss"
@@ -175,3 +176,24 @@ def test_each_sample_counts_once():
             n = int(lengths[sample, option])
             wanted = [1 / (present * n)] * n if option < present else [0.0] * n
             assert found[:, sample, option].tolist() == pytest.approx([*wanted, *[0.0] * (4 - n)])
+
+
+def test_a_pattern_counts_up_to_its_label():
+    arrays = dict(
+        tokens=torch.zeros(5, 2, dtype=torch.int64),
+        gap=torch.tensor([1, 3]),
+        labels=torch.zeros(2, dtype=torch.int64),
+        loss_mask=torch.ones(2),
+    )
+    found = token_weights(named_batch(arrays, torch.arange(2)))
+    assert found.t().tolist() == [[0.5, 0.5, 0, 0, 0], [0.25] * 4 + [0]]
+
+
+def test_a_pattern_is_learned(trunk, tmp_path):
+    toy = Toy(tmp_path / "toy")
+    (tmp_path / "words.json").write_text('{"red": "7", "green": "8", "blue": "9"}')
+    line = (
+        f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE} {BALANCE}".split()
+    )
+    finetune.main([*line, "--pet-pattern", "{text} 5 {label}", "--pet-verbalizer", str(tmp_path / "words.json")])
+    assert all(1 <= step[SUM] < 3 and step["loss"] > 0 for step in records(tmp_path / "run", "step"))

@@ -259,7 +259,7 @@ def new_adam(weights: dict[str, torch.Tensor], job: Job) -> torch.optim.Optimize
     """AdamW, or the job's own, with three groups: matrices, which decay; biases and norms; the table of words."""
     words = "embedding.word.weight"
     decayed = {name for name in weights if name.endswith("weight") and "norm" not in name}
-    decayed |= {name for name in job.more(job.seed) if not name.endswith("_alpha")}
+    decayed |= {name for name in job.more(job.seed) if not name.endswith(("_alpha", "_magnitude"))}
     matrices = [v for name, v in weights.items() if name in decayed and name != words]
     others = [v for name, v in weights.items() if name not in decayed]
     groups = [dict(params=matrices), dict(params=others), dict(params=[weights[words]])]

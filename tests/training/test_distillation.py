@@ -3,6 +3,7 @@
 loaded and saved; mistakes.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -273,7 +274,12 @@ MODELS = {
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(
-    "layout", ["", pytest.param(f"--tensor-model-parallel-size 2 --sequence-parallel {PP2}", marks=FULL)]
+    "layout",
+    [
+        "",
+        pytest.param(f"--tensor-model-parallel-size 2 --sequence-parallel {PP2}", marks=FULL),
+        pytest.param("--tensor-model-parallel-size 2 --sharding-stage 3", marks=FULL),
+    ],
 )
 @pytest.mark.parametrize("model", MODELS)
 def test_a_student_that_is_its_teacher_learns_nothing_from_it(model, layout, run_ranks, tmp_path):
@@ -343,6 +349,8 @@ def test_planned_weights_are_those_of_a_run(layout, hidden, teacher_of_pairs):
     job = plans.Job.of(config, facts_of(config, 101), dp=1, device="cpu")
     wanted = [state(job, plan, rank)[0].get("teacher", 0) for rank in range(plan.pp)]
     assert wanted[-1] > 0 and (wanted[0] > 0 or not hidden)
+    whole = state(job, replace(plan, zero=min(plan.zero, 2)), plan.pp - 1)[0]["teacher"]
+    assert wanted[-1] < 0.8 * whole if plan.zero == 3 else wanted[-1] == whole
     for rank, found, own in forked.run_ranks(layout.world_size, held):
         assert found == wanted[rank] and own == rank_units(job, plan, rank).padded(plan.data_sizes)
 

@@ -20,7 +20,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate, chain
+from itertools import accumulate, chain, product
 from math import prod
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -33,8 +33,9 @@ from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError
 from megatron.inference.convert import megatron_experts
 from megatron.inference.convert.imported import ModelImport, check_complete
-from megatron.inference.convert.megatron_lm import our_name, settings_of
+from megatron.inference.convert.megatron_lm import SINKS, our_name, settings_of
 from megatron.inference.convert.megatron_metadata import (
+    EXPERTS,
     METADATA,
     Chunk,
     Metadata,
@@ -57,6 +58,7 @@ from megatron.mpu.placement import Placement
 from megatron.settings import schema
 
 COMMON = "common.pt"
+EXPERTS_HERE = "mlp.experts"
 _STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")  # of all layers: no number after `layers`
 _HALVES = {"weight_w": 0, "weight_v": 1, "bias_w": 0, "bias_v": 1}  # a gated layer's two matrices as separate tensors
 
@@ -105,8 +107,6 @@ def open_distributed(
     model, vocab_size, notices = settings_of(facts, shapes, (1, 1), vocab_size, heads)
     weights = GPTFacts(model, vocab_size).weights
     has_state = optimizer and bool(content.state or content.buffers)
-    if has_state and model.mixture:
-        raise CheckpointError("the optimizer state of a model with experts is not read", do=LEAVE_OUT)
     if optimizer and content.unknown and not has_state:
         why = f"it holds {content.unknown}"
         raise CheckpointError(f"the optimizer state of {folder} has a form that is not read", why, LEAVE_OUT)
@@ -144,8 +144,8 @@ def _by_file(chunks: Iterable[Chunk]) -> dict[str, list[Chunk]]:
 
 def _without_main(content: Metadata) -> list[Chunk]:
     """The chunks of weights and of state without the weights that the state has as main weights in fp32."""
-    if content.buffers:
-        return content.state
+    if content.buffers:  # which have no biases of experts
+        return [chunk for chunk in content.weights if chunk.name.endswith(megatron_experts.BIAS)] + content.state
     main = {chunk.name for chunk in content.state if not PREFIX[chunk.kind]}
     return [chunk for chunk in content.weights if chunk.name not in main] + content.state
 
@@ -163,57 +163,75 @@ def _buffer_shards(
         return
     tp, pp, vp = (args.get(f"{name}_model_parallel_size") or 1 for name in ("tensor", "pipeline", "virtual_pipeline"))
     layers, ranks = model.num_layers, {chunk.name.split("/")[0] for chunk in content.buffers}
-    if ranks != {str(number) for number in range(tp * pp)} or layers % (pp * vp):
+    ep = (args.get("expert_model_parallel_size") or 1) if model.mixture else 1
+    numbers = {str(number) for number in range(tp * pp)} | {f"{n}{EXPERTS}" for n in range(tp * ep * pp) if ep > 1}
+    if ranks != numbers or layers % (pp * vp):
         raise CheckpointError(
-            f"{folder} has buffers of {len(ranks)} ranks for {layers} layers on {tp} x {pp} x {vp} parallel parts",
+            f"{folder} has buffers of {len(ranks)} ranks for {layers} layers on {tp} x {pp} x {vp} parallel parts"
+            + f" and {ep} parts of experts" * (ep > 1),
             do=LEAVE_OUT,
         )
     rows = next(chunk.shape[0] for chunk in content.weights if chunk.name == "embedding.word_embeddings.weight")
-    for number in range(tp * pp):
-        log(f"reading the optimizer state of rank {number} of {tp * pp} in {folder}")
-        pieces: list[Piece] = []
+    for name in sorted(ranks):
+        log(f"reading the optimizer state of rank {name} of {len(ranks)} in {folder}")
+        number, pieces = int(name.removesuffix(EXPERTS)), []
+        (pipeline, within) = divmod(number, tp * ep if name.endswith(EXPERTS) else tp)
         for part in range(vp):
-            stage = RankStage(number % tp, tp, part * pp + number // tp, pp * vp, rows // tp)
-            parts = _read_buffers(folder, [c for c in content.buffers if c.name.startswith(f"{number}/{part}/")])
+            place = within % tp, tp, part * pp + pipeline, pp * vp, rows // tp
+            experts = None if ep == 1 else name.endswith(EXPERTS)
+            stage = RankStage(*place, experts, within // tp, ep)
+            parts = _read_buffers(folder, [c for c in content.buffers if c.name.startswith(f"{name}/{part}/")])
             orders = _orders(folder, content.weights, stage, model, weights)
-            pieces += from_buffer(f"{folder} (rank {number}, part {part})", orders, parts)
+            if parts or any(orders):
+                pieces += from_buffer(f"{folder} (rank {name}, part {part})", orders, parts)
         yield pieces
 
 
 class RankStage(NamedTuple):
-    """The part of the model in one of their buffers. rows: of the embedding on this rank, padding included"""
+    """The part of the model in one of their buffers.
+
+    rows: of the embedding on this rank, padding included. experts: whether it has only experts, or none; None: all
+    """
 
     tp_rank: int
     tp: int
     stage: int
     stages: int
     rows: int
+    experts: Optional[bool] = None
+    ep_rank: int = 0
+    ep: int = 1
 
 
 def _orders(
     folder: Path, chunks: list[Chunk], stage: RankStage, model: schema.Model, weights: dict[str, Placement]
 ) -> list[list[LocalParameter]]:
     """The parameters of a stage in the orders of Megatron-Core's modules, without and with Transformer Engine."""
-    names = [_module_order(model, stage, apart, weights) for apart in (True, False)]
+    kinds = product((True, False), range(3) if model.mixture else (0,))
+    names = [_module_order(model, stage, *kind, weights) for kind in kinds]
     boxes = {}
-    for name in set(names[0]):
+    for name in {name.partition("@")[0] for name in names[0]}:
         placed = weights[_tied(name, model)]
-        local = [size // stage.tp if dim == placed.cut.get("tp") else size for dim, size in enumerate(placed.shape)]
+        sizes = {"tp": stage.tp, "etp": stage.tp, "ep": stage.ep}
+        local = list(placed.local_shape(sizes))
         if name in ("embedding.word.weight", "output.weight"):
             local[0] = stage.rows
-        boxes[name] = tuple(local), Box(*placed.box(tuple(local), {"tp": stage.tp_rank}))
+        ranks = {"tp": stage.tp_rank, "etp": stage.tp_rank, "ep": stage.ep_rank}
+        boxes[name] = tuple(local), Box(*placed.box(tuple(local), ranks))
     values = _read_boxes(folder, chunks, {_tied(name, model): box for name, (_, box) in boxes.items()}, model, weights)
 
     def parameter(name: str) -> LocalParameter:
-        (local, box), source = boxes[name], _tied(name, model)
+        whole, _, number = name.partition("@")
+        (local, box), source = boxes[whole], _tied(whole, model)
         own, placed = values[source], weights[source]
+        if number:  # of an expert
+            box = Box((box.offset[0] + int(number), *box.offset[1:]), (1, *box.extent[1:]))
+            local, own = (1, *local[1:]), own[int(number)].unsqueeze(0)
         real = Box.whole(box.extent).slices()
-        copy = source != name or ("tp" not in placed.cut and stage.tp_rank > 0)
+        copy = source != whole or not {"tp", "etp"} & set(placed.cut) and stage.tp_rank > 0
+        make = lambda prefix, x: [Piece(prefix + whole, placed.shape, box, x[real].contiguous())]
         return LocalParameter(
-            name,
-            local,
-            lambda x: torch.equal(x[real].to(own.dtype), own),
-            no_pieces if copy else lambda prefix, x: [Piece(prefix + name, placed.shape, box, x[real].contiguous())],
+            name, local, lambda x: torch.equal(x[real].to(own.dtype), own), no_pieces if copy else make
         )
 
     return [[parameter(name) for name in order] for order in names]
@@ -225,23 +243,52 @@ def _tied(name: str, model: schema.Model) -> str:
     return "embedding.word.weight" if tied else name
 
 
-def _module_order(model: schema.Model, stage: RankStage, norms_apart: bool, weights: dict[str, Placement]) -> list[str]:
+def _module_order(
+    model: schema.Model, stage: RankStage, norms_apart: bool, experts: int, weights: dict[str, Placement]
+) -> list[str]:
     """Our names of a stage's parameters in the order of Megatron-Core's modules.
 
     norms_apart: norms are modules before the linear layers, otherwise parts of them (Transformer Engine)
+    experts: how they are ordered (`_expert_order`)
     """
     modules = ["attention.output", "attention_norm", "attention.qkv", "attention.q_norm", "attention.k_norm"]
+    modules.insert(0, SINKS)
     if norms_apart:
         modules = ["attention_norm", *(module for module in modules if module != "attention_norm")]
-    modules += ["mlp_norm", "mlp.up", "mlp.down"]
+    dense = ["mlp.up", "mlp.down"]
+    mixed = ["mlp.router", EXPERTS_HERE, "mlp.shared_gate", "mlp.shared.up", "mlp.shared.down"]
     each = model.num_layers // stage.stages
     first, last = stage.stage == 0, stage.stage == stage.stages - 1
     names = ["embedding.word", "embedding.position"] if first else []
-    names += [f"blocks.{n}.{module}" for n in range(each * stage.stage, each * (stage.stage + 1)) for module in modules]
+    for n in range(each * stage.stage, each * (stage.stage + 1)):
+        own = [*modules, "mlp_norm", *(mixed if model.has_experts(n) else dense)]
+        names += [f"blocks.{n}.{module}" for module in own]
     names += ["final_norm"] if last else []
-    found = [full for name in names for kind in ("weight", "bias") if (full := f"{name}.{kind}") in weights]
+    found = []
+    for name in names:
+        if name.endswith(EXPERTS_HERE):
+            found += _expert_order(name, experts, model.num_experts // stage.ep, weights)
+        else:
+            found += [name] * (name in weights)
+            found += [full for kind in ("weight", "bias") if (full := f"{name}.{kind}") in weights]
     own_output = "output.weight" in weights or stage.stages > 1
-    return found + ["output.weight"] * (last and own_output)
+    found += ["output.weight"] * (last and own_output)
+    return found if stage.experts is None else [name for name in found if ("@" in name) == stage.experts]
+
+
+def _expert_order(name: str, kind: int, count: int, weights: dict[str, Placement]) -> list[str]:
+    """The names of a layer's experts, as `blocks.1.mlp.experts.up.weight@3`.
+
+    kind: 0: one expert after the other (SequentialMLP); one matrix after the other (TEGroupedMLP), 1: each with its bias,
+    2: all weights, then all biases
+    """
+    of = lambda parts, numbers: [f"{name}.{part}@{n}" for n in numbers for part in parts if f"{name}.{part}" in weights]
+    kinds, numbers = ("weight", "bias"), range(count)
+    if kind == 0:
+        return of([f"{matrix}.{one}" for matrix in ("up", "down") for one in kinds], numbers)
+    if kind == 1:
+        return [full for matrix in ("up", "down") for full in of([f"{matrix}.{one}" for one in kinds], numbers)]
+    return [full for matrix in ("up", "down") for one in kinds for full in of([f"{matrix}.{one}"], numbers)]
 
 
 def _read_boxes(

@@ -49,6 +49,7 @@ _CORE = {
     "mlp.up": "mlp.linear_fc1.",
     "mlp.down": "mlp.linear_fc2.",
     "mlp.router": "mlp.router.",
+    "attention": "self_attention.core_attention.",  # softmax_offset
     "mlp.shared.up": "mlp.shared_experts.linear_fc1.",
     "mlp.shared.down": "mlp.shared_experts.linear_fc2.",
     "mlp.shared_gate": "mlp.shared_experts.gate_",
@@ -77,8 +78,10 @@ _SAME = (  # settings with the same name and meaning in Megatron-LM
     "position_embedding_type rotary_percent normalization norm_epsilon qk_layernorm swiglu disable_bias_linear "
     "add_qkv_bias untie_embeddings_and_output_weights apply_query_key_layer_scaling hidden_dropout attention_dropout "
     "init_method_std make_vocab_size_divisible_by rotary_base bias_gelu_fusion squared_relu "
-    "rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor window window_attn_skip_freq"
+    "rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor window window_attn_skip_freq softmax_type "
+    "quick_geglu activation_func_clamp_value glu_linear_offset"
 ).split()
+_OF_CORE = ("softmax_type", "quick_geglu", "activation_func_clamp_value", "glu_linear_offset")  # not of legacy models
 _SIZES = (
     "ffn_hidden_size",
     "kv_channels",
@@ -173,6 +176,9 @@ def check_expressible(export: Export) -> None:
         other.append(f"model_type {model.model_type}")
     if export.implementation == "legacy" and model.qk_layernorm:
         other.append("qk_layernorm (with --use-legacy-models)")
+    if export.implementation == "legacy":
+        of_core = [f for f in fields(model) if f.name in _OF_CORE and getattr(model, f.name) != f.default]
+        other += [f"{f.name} (with --use-legacy-models)" for f in of_core]
     if export.implementation == "legacy" and model.mixture:
         other.append("num_experts (with --use-legacy-models)")
     if other:
@@ -347,6 +353,10 @@ def arguments(export: Export, tokenizer: schema.TokenizerSettings, iteration: in
         qk_layernorm=m.qk_layernorm,
         swiglu=m.swiglu,
         squared_relu=m.squared_relu,
+        quick_geglu=m.quick_geglu,
+        activation_func_clamp_value=m.activation_func_clamp_value,
+        glu_linear_offset=m.glu_linear_offset,
+        softmax_type=m.softmax_type,
         bias_gelu_fusion=m.bias_gelu_fusion and not tanh_without_bias,
         openai_gelu=tanh_without_bias,
         add_bias_linear=not m.disable_bias_linear,

@@ -37,7 +37,7 @@ from megatron.inference.convert.megatron_optimizer import (
     state_notices,
     with_moments,
 )
-from megatron.inference.convert.megatron_pickle import extract, extract_buffers
+from megatron.inference.convert.megatron_pickle import EXPERTS, extract, extract_buffers
 from megatron.model.gpt.facts import GPTFacts
 from megatron.mpu.placement import Placement
 from megatron.settings import schema
@@ -47,6 +47,7 @@ _FILES = ("model_optim_rng.pt", "model_rng.pt")
 BUFFERS = "distrib_optim.pt"  # of --use-distributed-optimizer, beside them
 _LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
 
+SINKS = "attention.softmax_offset"
 IN_LAYER = {  # of legacy models, then of Megatron-Core
     "input_layernorm": "attention_norm",
     "input_norm": "attention_norm",
@@ -68,6 +69,10 @@ IN_LAYER = {  # of legacy models, then of Megatron-Core
     "mlp.dense_4h_to_h": "mlp.down",
     "mlp.linear_fc2": "mlp.down",
     **megatron_experts.IN_LAYER,
+}
+SAME = {  # tensors that are neither a weight nor a bias
+    megatron_experts.BIAS: megatron_experts.BIAS,
+    "self_attention.core_attention.softmax_offset": SINKS,
 }
 OUTSIDE = {
     "embedding.word_embeddings": "embedding.word",
@@ -95,6 +100,10 @@ _SAME_NAME = (
     "rope_scaling_factor",
     "rotary_seq_len_interpolation_factor",
     "window_attn_skip_freq",
+    "softmax_type",
+    "quick_geglu",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
 )  # settings with the same name and meaning in Megatron-LM
 _REFUSED = (
     "multi_latent_attention",
@@ -136,8 +145,6 @@ def open_classic(
         sizes = max(part.tp for part in parts) + 1, max(part.pp for part in parts) + 1
         model, vocab_size, notices = settings_of(first.facts, first.shapes, sizes, vocab_size, heads)
         facts = first.facts if first.has_state else None
-        if facts and model.mixture:
-            raise CheckpointError("the optimizer state of a model with experts is not read", do=LEAVE_OUT)
     notices += state_notices(first.facts, optimizer, has_state=facts is not None)
     weights = GPTFacts(model, vocab_size).weights
     wanted = with_moments(weights) if facts else weights
@@ -151,7 +158,12 @@ def open_classic(
             log(f"reading {part.path}")
             with _opened(part, facts is not None) as file:
                 parameters = list(_parameters(file, model, weights, sizes, experts))
-                yield list(_state_pieces(file, parameters) if facts else _weight_pieces(file, parameters))
+                if facts:
+                    buffers = [one for one in parameters if one.key.endswith(megatron_experts.BIAS)]
+                    trained = [one for one in parameters if one not in buffers]
+                    yield [*_weight_pieces(file, buffers), *_state_pieces(file, trained)]
+                else:
+                    yield list(_weight_pieces(file, parameters))
 
     origin = f"Megatron-LM in {parts[0].path.parent.parent.resolve()}"
     return ModelImport(model, vocab_size, origin, notices, lambda: check_complete(source, wanted, shards()), facts)
@@ -244,8 +256,8 @@ def our_name(theirs: str) -> Optional[tuple[Optional[int], str]]:
     table, rest = (IN_LAYER, match[2]) if match else (OUTSIDE, name)
     if match and (expert := megatron_experts.our_expert(rest)):
         return int(match[1]), "@".join(map(str, expert))
-    if match and rest == megatron_experts.BIAS:
-        return int(match[1]), rest
+    if match and rest in SAME:
+        return int(match[1]), SAME[rest]
     for kind in ("weight", "bias"):
         for end in (f".{kind}", f"_{kind}"):  # linear_qkv.layer_norm_weight
             if rest.endswith(end) and rest.removesuffix(end) in table:
@@ -320,21 +332,41 @@ def _state_pieces(file: OpenFile, parameters: list[LocalParameter]) -> Iterator[
         raise CheckpointError(f"{file.part.path} has no optimizer state, unlike the first file", do=LEAVE_OUT)
     if file.buffers is None:
         numbered = {key: file.get(key) for key in file.numbered}
-        own = {
-            piece.name: piece for piece in from_groups(str(file.part.path), parameters, file.facts["groups"], numbered)
-        }
-        yield from own.values()
-        yield from (piece for piece in _weight_pieces(file, parameters) if piece.name not in own)  # of fp32 training
+        own, names = [], dict(zip(("", EXPERTS), ("groups", "groups_of_experts")))
+        for prefix, some in _by_optimizer(parameters, bool(file.facts["groups_of_experts"])).items():
+            state = {
+                key.removeprefix(prefix): x for key, x in numbered.items() if key.startswith(EXPERTS) == bool(prefix)
+            }
+            own += from_groups(str(file.part.path), some, file.facts[names[prefix]], state)
+        names = {piece.name for piece in own}
+        yield from own
+        yield from (piece for piece in _weight_pieces(file, parameters) if piece.name not in names)  # of fp32 training
         return
     with tempfile.TemporaryDirectory(prefix="megatron-") as name:
         extract_buffers(file.buffers, Path(name))
         buffers = load_file(Path(name) / "tensors.safetensors")
-        coalesced = json.loads((Path(name) / "facts.json").read_text())["coalesced"]
+        facts = json.loads((Path(name) / "facts.json").read_text())
+        coalesced, apart = facts["coalesced"], facts["apart"]
     slack = ALIGNMENT if coalesced else 128 * max(1, file.facts["args"].get("data_parallel_size") or 1)
-    for chunk in range(file.facts["chunks"]):
-        own = [parameter for parameter in parameters if parameter.key.startswith(f"{chunk}/")]
-        buffer = {key.partition("/")[2]: flat for key, flat in buffers.items() if key.startswith(f"{chunk}/")}
-        yield from from_buffer(f"{file.buffers} ({chunk})", [own], buffer, slack)
+    for chunk, (prefix, own) in product(range(file.facts["chunks"]), _by_optimizer(parameters, apart).items()):
+        own = [parameter for parameter in own if parameter.key.startswith(f"{chunk}/")]
+        start = f"{prefix}{chunk}/"
+        buffer = {key.removeprefix(start): flat for key, flat in buffers.items() if key.startswith(start)}
+        if own and (buffer or not _elsewhere(file, prefix)):
+            yield from from_buffer(f"{file.buffers} ({start[:-1]})", [own], buffer, slack)
+
+
+def _by_optimizer(parameters: list[LocalParameter], apart: bool) -> dict[str, list[LocalParameter]]:
+    """The parameters of each of their optimizers: with ep, experts have a second one. apart: they have"""
+    if not apart:
+        return {"": parameters}
+    of_experts = [one for one in parameters if ".mlp.experts." in one.key]
+    return {"": [one for one in parameters if one not in of_experts], EXPERTS: of_experts}
+
+
+def _elsewhere(file: OpenFile, prefix: str) -> bool:
+    """Whether another rank's file has an optimizer's buffers: data parallel ranks share those of dense weights."""
+    return not prefix and file.part.ep > 0
 
 
 def _reshaped(
@@ -353,7 +385,9 @@ def _reshaped(
                 else x.view(heads, d, 3, *tail).transpose(1, 2)
             )
             return order.contiguous()
-        if (".mlp.up." in name or ".mlp.shared.up." in name) and model.swiglu:
+        if name.endswith(SINKS):
+            return x.view(-1, placed.shape[1])
+        if (".mlp.up." in name or ".mlp.shared.up." in name) and model.gated:
             return x.view(2, -1, *x.shape[1:])
         return x.view(-1, *placed.shape[1:]) if x.dim() == len(placed.shape) and placed.cut.get("tp") == 0 else x
     except RuntimeError:

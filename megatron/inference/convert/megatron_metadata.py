@@ -23,10 +23,13 @@ from megatron.errors import CheckpointError
 from megatron.inference.convert.megatron_pickle import Shell, facts_of, load, refused_in_child
 
 METADATA = ".metadata"
+EXPERTS = "e"  # after the rank of a buffer that has experts
 _FILE = re.compile(r"__\d+_\d+\.distcp")
-_STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
-_BUFFER = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.+\.bucket_idx_(\d+)\.(\w+)")
-_OBJECT = re.compile(r"optimizer\.distributed\.dp_group_idx_0\.(?:optimizer|grad_scaler)/.*")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")  # chained: of experts by themselves
+_BUFFER = re.compile(
+    r"(?:chained_(\d)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.+\.bucket_idx_(\d+)\.(\w+)"
+)
+_OBJECT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.(?:optimizer|grad_scaler)/.*")
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\b.*")
 _NOT_WEIGHTS = re.compile(r"(opt_param_scheduler|rng_state|rerun_state_machine_state)\b.*|.*_extra_state.*")
 _GROUP = 1 << 30  # bytes of chunks that a child process passes at a time
@@ -94,7 +97,8 @@ class Content(Shell):
 class Metadata(NamedTuple):
     """The content of `.metadata`.
 
-    state: chunks of the optimizer's state that have the names of weights. buffers: of its buffers, named RANK/BUFFER/BUCKET
+    state: chunks of the optimizer's state that have the names of weights. buffers: of its buffers, named
+    RANK/BUFFER/BUCKET, or RANKe/BUFFER/BUCKET for those of experts, which have an optimizer of their own if ep is above 1
     objects: (file, offset, length) of pickles that have the number of updates. unknown: another name of the optimizer's
     """
 
@@ -189,7 +193,8 @@ def _named(name: str) -> Optional[tuple[str, str]]:
     ('decoder.final_layernorm.weight', 'exp_avg')
     """
     if match := _BUFFER.fullmatch(name):
-        return "/".join(match.groups()[:3]), match[4]
+        rank, *rest = match.groups()[1:4]
+        return "/".join((rank + EXPERTS * (match[1] == "1"), *rest)), match[5]
     if match := _STATE.fullmatch(name):
         return match[2].removeprefix("model."), match[1]
     if _OPTIMIZER.fullmatch(name) or _NOT_WEIGHTS.fullmatch(name):

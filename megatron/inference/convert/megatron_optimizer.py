@@ -23,6 +23,7 @@ import torch
 from megatron.checkpoint.reshard import OPTIMIZER
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError
+from megatron.mpu.placement import Placement
 from megatron.optimizer.resumed_schedule import is_value
 from megatron.settings import schema
 from megatron.settings.spelling import settings_of
@@ -70,9 +71,10 @@ def no_pieces(prefix: str, values: torch.Tensor) -> Iterable[Piece]:
     return ()
 
 
-def with_moments(weights: Iterable[str]) -> list[str]:
-    """The names of all tensors of a checkpoint with the state of Adam."""
-    return [PREFIX[kind] + name for kind in ("param", *MOMENTS) for name in weights]
+def with_moments(weights: Mapping[str, Placement]) -> list[str]:
+    """The names of all tensors of a checkpoint with the state of Adam. Buffers, such as the bias of experts, have none."""
+    trained = [name for name, placed in weights.items() if not placed.buffer]
+    return [*weights, *(PREFIX[kind] + name for kind in MOMENTS for name in trained)]
 
 
 # ---- buffers ---------------------------------------------------------------------------------------------------------

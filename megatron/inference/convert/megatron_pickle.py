@@ -9,7 +9,7 @@ process writes tensors.safetensors and facts.json, and ends, so that a malicious
                           BUFFER/KIND of a distributed optimizer's file
     facts.json            args, iteration, version, chunks, keys (of the weights, in the order of the module), schedule,
                           scale (of the loss), updates (different counts of the optimizer's updates), groups (numbers of
-                          the optimizer's parameters)
+                          the optimizer's parameters), groups_of_experts
 """
 
 import argparse
@@ -28,6 +28,7 @@ from megatron.errors import CheckpointError
 
 _SHELLS = ("megatron.", "apex.", "transformer_engine.", "numpy.", "_codecs.encode", "signal.Signals")
 _DEPTH = 8  # of nested dictionaries
+EXPERTS = "experts/"  # before BUFFER/KIND of the optimizer that experts have by themselves
 
 
 class Shell:
@@ -100,7 +101,7 @@ def _write(content: dict[str, Any], folder: Path, optimizer: bool) -> None:
             keys.append(f"{number}/{name}")
     facts = facts_of(content) | dict(chunks=len(chunks), keys=keys, groups=[])
     if optimizer:
-        facts["groups"], state = _numbered(content.get("optimizer"))
+        state = _numbered_state(content.get("optimizer"), facts)
         tensors |= state
     save_file(tensors, folder / "tensors.safetensors")
     (folder / "facts.json").write_text(json.dumps(facts))
@@ -122,18 +123,33 @@ def facts_of(content: dict[str, Any]) -> dict[str, Any]:
 
 def _write_buffers(content: Any, folder: Path) -> None:
     tensors = {}
-    content = content[0] if isinstance(content, list) and len(content) == 1 else content
-    for number, formats in content.items():
-        if not isinstance(number, int):
-            continue
-        if len(formats) != 1:
-            raise ValueError("it holds parameters of several number formats, or none")
-        for kind, values in next(iter(formats.values())).items():
-            parts = values if isinstance(values, list) else [values]  # before February 2024, a list of buckets
-            if all(isinstance(part, torch.Tensor) for part in parts):
-                tensors[f"{number}/{kind}"] = torch.cat([part.detach().flatten() for part in parts])
+    optimizers = (
+        content if isinstance(content, list) else [content]
+    )  # of dense weights, and of experts if ep is above 1
+    if len(optimizers) > 2:
+        raise ValueError(f"it holds the state of {len(optimizers)} optimizers")
+    for prefix, own in zip(("", EXPERTS), optimizers):
+        for number, formats in own.items() if own else ():  # None: another rank has it
+            if not isinstance(number, int):
+                continue
+            if len(formats) != 1:
+                raise ValueError("it holds parameters of several number formats, or none")
+            for kind, values in next(iter(formats.values())).items():
+                parts = values if isinstance(values, list) else [values]  # before February 2024, a list of buckets
+                if all(isinstance(part, torch.Tensor) for part in parts):
+                    tensors[f"{prefix}{number}/{kind}"] = torch.cat([part.detach().flatten() for part in parts])
     save_file(tensors, folder / "tensors.safetensors")
-    (folder / "facts.json").write_text(json.dumps(dict(coalesced=bool(content.get("buckets_coalesced")))))
+    facts = dict(coalesced=any(own.get("buckets_coalesced") for own in optimizers if own), apart=len(optimizers) > 1)
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def _numbered_state(optimizer: Any, facts: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The state of an optimizer, KIND/NUMBER -> tensor, or of two, of which experts have the second one: then with
+    `EXPERTS` in front. Adds the numbers in their groups to the facts.
+    """
+    both = [*optimizer, None][:2] if isinstance(optimizer, list) else [optimizer, None]
+    (facts["groups"], state), (facts["groups_of_experts"], of_experts) = map(_numbered, both)
+    return state | {f"{EXPERTS}{name}": tensor for name, tensor in of_experts.items()}
 
 
 def _numbered(optimizer: Any) -> tuple[list[list[int]], dict[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ from megatron.errors import SettingsError
 from megatron.inference.convert.imported import check_free, without_kinds
 from megatron.inference.convert.masked import apply_masks, has_masks
 from megatron.model.linear_kinds import choices
-from megatron.model.lora import KIND, PAIR, TRAINED, parts_of, scale_of
+from megatron.model.lora import KIND, MAGNITUDE, OWN, PAIR, parts_of, scale_of
 from megatron.model.lora_product import widened
 from megatron.model.recipe import config_of, facts_of
 from megatron.settings.schema import Model
@@ -72,7 +72,7 @@ class MergedReader(reshard.Computed):
         config = config_of(reader.state["config"])
         self.model, self.placements = config.model, facts_of(config, reader.state["vocab_size"]).weights
         self.tensors = {name: one for name, one in reader.tensors.items() if not name.startswith(reshard.OPTIMIZER)}
-        self.tensors = {name: one for name, one in self.tensors.items() if not name.endswith(PAIR)}
+        self.tensors = {name: one for name, one in self.tensors.items() if not name.endswith(OWN)}
         self.state = merged_state(reader.state)
 
     def read(self, name: str) -> torch.Tensor:
@@ -81,7 +81,11 @@ class MergedReader(reshard.Computed):
         if not name.endswith(".weight") or pair[0] not in self.reader.tensors:
             return weight
         a, b = (self.reader.read(one, dtype=torch.float32) for one in pair)
-        return (weight.float() + delta(self.model, self.placements[name], a, b)).to(weight.dtype)
+        moved = weight.float() + delta(self.model, self.placements[name], a, b)
+        if self.model.use_dora:
+            m = self.reader.read(f"{name.removesuffix('weight')}{MAGNITUDE}", dtype=torch.float32)
+            moved *= magnitude(weight, m) / moved.norm(dim=-1, keepdim=True)
+        return moved.to(weight.dtype)
 
 
 def delta(model: Model, weight, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -89,12 +93,18 @@ def delta(model: Model, weight, a: torch.Tensor, b: torch.Tensor) -> torch.Tenso
     return (scale_of(model) * (widened(b, *parts_of(model, weight)) @ a)).view(weight.shape)
 
 
+def magnitude(weight: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    """The norms of rows that DoRA gives to a weight [rows..., i], [rows..., 1] in fp32."""
+    return weight.float().norm(dim=-1, keepdim=True) + m
+
+
 def merged_state(state: dict[str, Any]) -> dict[str, Any]:
     """The content of state.json without adapters, base and frozen weights."""
     own = ("linear", "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "lora_split_fused", "use_rslora")
+    own += ("use_dora",)
     config = without_kinds(state["config"], own)
     optimizer = config.get("optimizer", {})
-    kept = [pattern for pattern in optimizer.get("train_only") or () if pattern not in TRAINED]
+    kept = [pattern for pattern in optimizer.get("train_only") or () if pattern not in {f"*.{name}" for name in OWN}]
     config["optimizer"] = {**optimizer, "train_only": kept or None}
     untrained = {**(state.get("untrained") or {}), "frozen": []}
     rest = {name: value for name, value in state.items() if name != BASE}

@@ -6,6 +6,7 @@
 | lora_a [r, i], lora_b [rows..., r]  | lora_A [r, i], lora_B [o, r] of the module with this weight              |
 | of a fused matrix                   | the same lora_A for q_proj, k_proj, v_proj (or gate_proj, up_proj)       |
 | with --lora-split-fused, [parts r, i] | a lora_A for each of them                                              |
+| |W| + lora_magnitude [rows..., 1]   | lora_magnitude_vector [o] (DoRA)                                         |
 
 Rows are in another order there, as those of the weights are (`model/gpt/hf_names.py`). A pair that PEFT does not have
 (adapters of q_proj and v_proj alone) is 0 in A and in B here: it adds nothing, and has no gradient.
@@ -28,11 +29,11 @@ from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert import hf_files
 from megatron.inference.convert.arriving import arriving
 from megatron.inference.convert.families import exported
-from megatron.inference.convert.merged import delta, has_adapters
+from megatron.inference.convert.merged import delta, has_adapters, magnitude
 from megatron.inference.load import refuse_head
 from megatron.model.gpt.hf_match import Match
 from megatron.model.linear_kinds import WEIGHT, linear_layers
-from megatron.model.lora import KIND, PAIR, TRAINED, parts_of
+from megatron.model.lora import KIND, MAGNITUDE, OWN, PAIR, parts_of, trained
 from megatron.model.recipe import config_of, facts_of
 from megatron.mpu.placement import Placement
 from megatron.settings.schema import Model
@@ -40,7 +41,8 @@ from megatron.settings.schema import Model
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # Entries of adapter_config.json that are read, or that change nothing.
-READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights"}
+READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights"}
+VECTOR = "lora_magnitude_vector"
 IRRELEVANT = """task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules
     exclude_modules fan_in_fan_out layers_to_transform layers_pattern megatron_core qalora_group_size runtime_config
     ensure_weight_tying eva_config""".split()
@@ -48,10 +50,10 @@ PLAIN_START = (True, False, None, "gaussian", "eva", "orthogonal")  # others cha
 
 
 class PeftPair:
-    """A pair of PEFT's, of one of their modules."""
+    """A pair of PEFT's, of one of their modules. norms: of DoRA; moved: whether training has changed anything."""
 
-    def __init__(self, a: torch.Tensor, b: torch.Tensor):
-        self.a, self.b = a, b
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, norms: Optional[torch.Tensor] = None, moved: bool = False):
+        self.a, self.b, self.norms, self.moved = a, b, norms, moved or bool(a.any() or b.any())
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -75,21 +77,22 @@ def to_peft(path: Path, out: Path, base_model: Optional[str] = None) -> list[str
             layer = match.ours.removesuffix(WEIGHT)
             if f"{layer}.{PAIR[0]}" in reader.tensors:
                 a, b = (reader.read(f"{layer}.{one}", dtype=torch.float32) for one in PAIR)
-                pairs |= _to_theirs(match, weights[match.ours], config.model, a, b, family.kind == "gpt2")
-        trained = {name: pair for name, pair in pairs.items() if pair.a.any() or pair.b.any()} or pairs
-        _write_tensors(folder, trained)
-        theirs = _their_config(config.model, trained, family.kind, base_model)
+                own = _to_theirs(match, weights[match.ours], config.model, a, b, family.kind == "gpt2")
+                if config.model.use_dora:
+                    own = _with_norms(reader, match, own, family.kind == "gpt2")
+                pairs |= own
+        moved = {name: pair for name, pair in pairs.items() if pair.moved} or pairs
+        _write_tensors(folder, moved)
+        theirs = _their_config(config.model, moved, family.kind, base_model)
         (folder / CONFIG).write_text(json.dumps(theirs, indent=2, sort_keys=True))
-        return [
-            f"{out}: {len(trained)} pairs of rank {config.model.lora_rank} for {', '.join(theirs['target_modules'])}"
-        ]
+        return [f"{out}: {len(moved)} pairs of rank {config.model.lora_rank} for {', '.join(theirs['target_modules'])}"]
 
 
 def _refuse_other_weights(path: Path, reader: Reader) -> None:
     """Raise SettingsError if other weights than pairs were trained."""
     frozen = set((reader.state.get("untrained") or {}).get("frozen") or ())
     names = [name for name in reader.tensors if not name.startswith("optimizer.")]
-    if others := sorted(name for name in names if name not in frozen and not name.endswith(PAIR)):
+    if others := sorted(name for name in names if name not in frozen and not name.endswith(OWN)):
         named = ", ".join(others[:4]) + f" and {len(others) - 4} more" * (len(others) > 4)
         raise SettingsError(
             f"{path} has trained other weights beside its adapters: {named}",
@@ -124,6 +127,19 @@ def _to_theirs(
     return pairs
 
 
+def _with_norms(reader: Reader, match: Match, pairs: Mapping[str, PeftPair], transposed: bool) -> dict[str, PeftPair]:
+    """Pairs of their modules with the norms of rows, which are those of our weight and what training has added."""
+    weight, m = (
+        reader.read(f"{match.ours.removesuffix(WEIGHT)}{name}", dtype=torch.float32)
+        for name in (WEIGHT, f".{MAGNITUDE}")
+    )
+    whole, added = (_in_columns(x, weight.shape[-1], match, transposed) for x in (magnitude(weight, m), m))
+    return {
+        name: PeftPair(pair.a, pair.b, norms[:, 0], bool(more.any()))
+        for (name, pair), norms, more in zip(pairs.items(), whole, added)
+    }
+
+
 def _in_columns(b: torch.Tensor, inputs: int, match: Match, transposed: bool) -> list[torch.Tensor]:
     """B with its rows in their order, for each of their modules: as the first columns of a weight."""
     wide = torch.nn.functional.pad(b, (0, inputs - b.shape[-1]))
@@ -135,6 +151,7 @@ def _write_tensors(folder: Path, pairs: Mapping[str, PeftPair]) -> None:
 
     tensors = {f"{PREFIX}{name}.lora_A.weight": pair.a for name, pair in pairs.items()}
     tensors |= {f"{PREFIX}{name}.lora_B.weight": pair.b for name, pair in pairs.items()}
+    tensors |= {f"{PREFIX}{name}.{VECTOR}": pair.norms for name, pair in pairs.items() if pair.norms is not None}
     save_file({name: x.clone().contiguous() for name, x in tensors.items()}, folder / TENSORS, {"format": "pt"})
 
 
@@ -148,6 +165,7 @@ def _their_config(model: Model, names: Mapping[str, PeftPair], kind: str, base_m
         lora_alpha=model.lora_rank if model.lora_alpha is None else model.lora_alpha,
         lora_dropout=model.lora_dropout,
         use_rslora=model.use_rslora,
+        use_dora=model.use_dora,
         fan_in_fan_out=kind == "gpt2",
         bias="none",
         target_modules=_shortened(list(names)),
@@ -181,7 +199,7 @@ def from_peft(source: Path, out: Path, base: Path, state: dict[str, Any]) -> lis
     """
     theirs = hf_files.read_json(source / CONFIG)
     refuse_others(theirs)
-    pairs = _read_pairs(source, int(theirs["r"]))
+    pairs = _read_pairs(source, int(theirs["r"]), bool(theirs.get("use_dora")))
     with Reader(base) as reader:
         saved = reader.state
         if saved.get(BASE) or saved["config"]["model"].get("linear"):
@@ -198,6 +216,7 @@ def from_peft(source: Path, out: Path, base: Path, state: dict[str, Any]) -> lis
         lora_alpha=float(theirs["lora_alpha"]),
         lora_dropout=float(theirs.get("lora_dropout") or 0.0),
         use_rslora=bool(theirs.get("use_rslora")),
+        use_dora=bool(theirs.get("use_dora")),
         lora_split_fused=split,
         lora_target=_targets(list(found)),
     )
@@ -207,7 +226,15 @@ def from_peft(source: Path, out: Path, base: Path, state: dict[str, Any]) -> lis
     for layer, (match, own) in found.items():
         a, b = _to_ours(source, match, weights[match.ours], shaped, own, family.kind == "gpt2")
         tensors |= {f"{layer}.{PAIR[0]}": a, f"{layer}.{PAIR[1]}": b}
-    record = {**saved, "config": _adapted(saved["config"], model), "state": state, "optimizer_steps": None}
+        if shaped.use_dora:
+            with Reader(base) as reader:
+                tensors[f"{layer}.{MAGNITUDE}"] = _magnitudes(reader, match, own, family.kind == "gpt2")
+    record = {
+        **saved,
+        "config": _adapted(saved["config"], model, trained(shaped)),
+        "state": state,
+        "optimizer_steps": None,
+    }
     frozen = sorted(name for name in known if not name.startswith("optimizer."))
     record |= dict(untrained={**(saved.get("untrained") or {}), "frozen": frozen}, mesh={})
     record |= {BASE: base_record(base, str(out)), "origin": f"PEFT in {source.resolve()}"}
@@ -236,8 +263,8 @@ def refuse_others(theirs: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{CONFIG} has no valid {' and '.join(wrong) or 'r'}")
 
 
-def _read_pairs(source: Path, rank: int) -> dict[str, PeftPair]:
-    """Their module -> its pair."""
+def _read_pairs(source: Path, rank: int, dora: bool) -> dict[str, PeftPair]:
+    """Their module -> its pair, with norms if `dora`."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -248,15 +275,16 @@ def _read_pairs(source: Path, rank: int) -> dict[str, PeftPair]:
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for name, x in tensors.items():
         module, _, kind = name.removeprefix(PREFIX).replace(".default.", ".").removesuffix(WEIGHT).rpartition(".")
-        if kind not in ("lora_A", "lora_B") or x.dim() != 2 or x.shape[kind == "lora_B"] != rank:
+        norms = dora and kind == VECTOR and x.dim() == 1
+        if not norms and (kind not in ("lora_A", "lora_B") or x.dim() != 2 or x.shape[kind == "lora_B"] != rank):
             raise CheckpointError(
                 f"{source / TENSORS}: {name} {list(x.shape)} is no half of a pair of rank {rank}",
                 do="merge the adapters into the model with PEFT (merge_and_unload), and import that: from-hf",
             )
         halves.setdefault(module, {})[kind] = x.float()
-    if alone := sorted(name for name, pair in halves.items() if len(pair) == 1):
-        raise CheckpointError(f"{source / TENSORS} has half of a pair: {', '.join(alone[:6])}")
-    return {name: PeftPair(pair["lora_A"], pair["lora_B"]) for name, pair in halves.items()}
+    if alone := sorted(name for name, pair in halves.items() if len(pair) < 2 + dora):
+        raise CheckpointError(f"{source / TENSORS} has half of a pair{' or no norms' * dora}: {', '.join(alone[:6])}")
+    return {name: PeftPair(pair["lora_A"], pair["lora_B"], pair.get(VECTOR)) for name, pair in halves.items()}
 
 
 Found = tuple[Match, list[Optional[PeftPair]]]  # a weight, and the pair of each of their modules
@@ -314,15 +342,29 @@ def _to_ours(
     return (torch.cat(each) if parts > 1 else each[0]), b.view(*weight.shape[:-1], r)
 
 
+def _magnitudes(reader: Reader, match: Match, own: list[Optional[PeftPair]], transposed: bool) -> torch.Tensor:
+    """What their norms add to those of our weight's rows, [rows..., 1]; 0 for modules without a pair."""
+    weight = reader.read(match.ours, dtype=torch.float32)
+    present = _in_columns(magnitude(weight, torch.zeros(1)), weight.shape[-1], match, transposed)
+    norms = [old if pair is None else _filled(old, pair.norms) for pair, old in zip(own, present)]
+    ours = match.to_ours([x.t() if transposed else x for x in norms]).view(weight.shape)[..., :1]
+    return (ours - magnitude(weight, torch.zeros(1))).contiguous()
+
+
+def _filled(wide: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+    """The matrix with these numbers as its first column."""
+    return torch.cat([norms.unsqueeze(1), torch.zeros_like(wide[:, 1:])], 1)
+
+
 def _targets(layers: list[str]) -> str:
     """--lora-target for these layers of ours."""
     return ",".join(_shortened(layers))
 
 
-def _adapted(config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in the base's record, with those of the adapters."""
+def _adapted(config: Mapping[str, Any], model: Mapping[str, Any], patterns: list[str]) -> dict[str, Any]:
+    """The settings in the base's record, with those of the adapters. patterns: of what is trained"""
     return {
         **config,
         "model": {**config["model"], **model},
-        "optimizer": {**config.get("optimizer", {}), "train_only": list(TRAINED), "freeze": None},
+        "optimizer": {**config.get("optimizer", {}), "train_only": patterns, "freeze": None},
     }

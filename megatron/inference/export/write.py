@@ -80,7 +80,7 @@ class ExportSource:
     def __init__(self, path: Path | UrlPath, trained: Path | UrlPath, given: Mapping[str, Any]):
         """path: the checkpoint; trained: the one that the run wrote, if adapters were merged for `path`"""
         self.path, self.trained, self.given = path, trained, given
-        self._quantized: dict[str, Loaded] = {}  # by the format of other weights
+        self._quantized: dict[tuple[str, str], Loaded] = {}  # by the format of other weights, and how it is quantized
         with Reader(self.path) as reader:
             needed(reader, "config")
             self.record, self.vocab_size = dict(reader.state), needed(reader, "vocab_size")
@@ -147,15 +147,16 @@ class ExportSource:
         how: without a format, that of the checkpoint, or int8 for a model of quantization aware training
         """
         dtype = dtype if dtype in DTYPES else "fp32"
-        if dtype in self._quantized:
-            return self._quantized[dtype]
+        key = dtype, repr(how)
+        if key in self._quantized:
+            return self._quantized[key]
         if not how.quantize and not self.is_quantized:
             how = replace(how, quantize="int8")
         loaded = load_model(str(self.path), precision="bf16" if dtype == "bf16" else "fp32", quantize=how)
         for parameter in loaded.model.parameters():
             parameter.data = parameter.data.to(DTYPES[dtype]).float()
         loaded.model.dtype = torch.float32
-        self._quantized[dtype] = loaded
+        self._quantized[key] = loaded
         return loaded
 
     def rounds(self, wanted: Wanted) -> bool:

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The page of the server. It asks the server's own OpenAI interface for a stream of text with log-probabilities, and shows
-// each token with its probability; of one model, or of two side by side.
+// each token with its probability; of one model, or of two side by side. In a chat, each model has the messages before
+// with its own answers.
 "use strict";
 
 const LIKELY = 5; // tokens that are shown in the place of one
 const $ = (id) => document.getElementById(id);
-let models = [], running = null; // running: AbortController of the texts that are generated
+let models = [], panes = [], running = null; // running: AbortController of the texts that are generated
+let over = Promise.resolve(); // when they have ended
 
 function element(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
@@ -45,6 +47,7 @@ async function look() {
     }
     $("beside").hidden = models.length < 2;
     $("modes").hidden = !models.some((model) => model.chat);
+    choose();
     live("on", models.map((model) => `${model.id}: ${model.root}`).join(", "));
   } catch (error) {
     live("off", error instanceof Refused ? error.message : "the server does not answer");
@@ -59,9 +62,11 @@ function live(state, text) {
 // -- texts -------------------------------------------------------------------------------------------------------------
 
 class Pane {
-  // The text of one model.
+  // The text of one model, or its conversation.
   constructor(model) {
     this.model = model;
+    this.messages = []; // of a conversation
+    this.answer = null; // the element that tokens are added to
     this.about = element("span", { className: "soft" });
     this.text = element("div", { className: "text", tabIndex: 0 });
     this.text.setAttribute("aria-label", `Text of ${model}`);
@@ -73,9 +78,13 @@ class Pane {
   }
 
   async generate(asked, signal) {
-    const chat = asked.mode === "chat";
-    if (!chat) this.text.append(element("span", { className: "given", textContent: asked.prompt }));
-    const words = chat ? { messages: [{ role: "user", content: asked.prompt }], logprobs: true, top_logprobs: LIKELY }
+    const chat = asked.mode === "chat", message = { role: "user", content: asked.prompt };
+    this.answer = chat ? element("div", { className: "answer" }) : this.text;
+    this.text.append(...(chat ? [element("p", { className: "said", textContent: asked.prompt }), this.answer]
+      : [element("span", { className: "given", textContent: asked.prompt })]));
+    this.answer.scrollIntoView({ block: "nearest" });
+    this.tokens = 0;
+    const words = chat ? { messages: [...this.messages, message], logprobs: true, top_logprobs: LIKELY }
       : { prompt: asked.prompt, logprobs: LIKELY };
     const body = JSON.stringify({ model: this.model, stream: true, ...words, ...asked.settings });
     const began = performance.now();
@@ -97,6 +106,9 @@ class Pane {
       if (error.name === "AbortError") this.count(began, first, "stopped");
       else this.text.append(element("p", { className: "trouble", textContent: error instanceof Refused ? error.message : "the server has gone" }));
     }
+    const said = this.answer.textContent; // also of an answer that was stopped
+    if (chat && said) this.messages.push(message, { role: "assistant", content: said });
+    return said !== "";
   }
 
   count(began, first, why) {
@@ -119,7 +131,7 @@ class Pane {
       token.setAttribute("aria-description", own.length ? `probability ${chance(logprob)}` : "");
       for (const kind of ["mouseenter", "focus"]) token.addEventListener(kind, () => explain(token));
       for (const kind of ["mouseleave", "blur"]) token.addEventListener(kind, () => ($("tip").hidden = true));
-      this.text.append(token);
+      this.answer.append(token);
     }
   }
 
@@ -177,19 +189,40 @@ function asked() {
   const settings = { max_tokens: number("max_tokens"), temperature: number("temperature"), top_p: number("top_p"), top_k: number("top_k") };
   settings.seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 31) : number("seed"); // the same for both models
   if ($("stop").value) settings.stop = [$("stop").value.replaceAll("\\n", "\n").replaceAll("\\t", "\t")];
-  return { prompt: $("prompt").value || $("prompt").placeholder, mode: $("modes").hidden ? "text" : $("mode").value, settings };
+  return { prompt: $("prompt").value || (mode() === "chat" ? "" : $("prompt").placeholder), mode: mode(), settings };
+}
+
+const mode = () => ($("modes").hidden ? "text" : $("mode").value);
+
+function choose() {
+  $("new").hidden = mode() !== "chat";
+  $("prompt").placeholder = mode() === "chat" ? "A message" : "Once upon a time";
+}
+
+function begin(made) {
+  panes = made;
+  $("panes").replaceChildren(...panes.map((pane) => pane.pane));
+}
+
+function restart() {
+  running?.abort();
+  begin([]);
+  $("prompt").focus();
 }
 
 async function generate() {
-  if (!$("form").reportValidity()) return;
+  const words = asked();
+  if (!$("form").reportValidity() || !words.prompt) return;
   running?.abort();
   const own = (running = new AbortController());
+  await over; // what has been stopped belongs to the conversation
   const names = [$("model-0").value, $("model-1").value].filter((name, at) => name && (at === 0 || !$("beside").hidden));
-  const panes = names.map((name) => new Pane(name));
-  $("panes").replaceChildren(...panes.map((pane) => pane.pane));
+  const same = panes.length === names.length && panes.every((pane, at) => pane.model === names[at] && pane.messages.length);
+  if (words.mode !== "chat" || !same) begin(names.map((name) => new Pane(name)));
+  if (words.mode === "chat") $("prompt").value = "";
   $("cancel").disabled = false;
-  const words = asked();
-  await Promise.all(panes.map((pane) => pane.generate(words, own.signal)));
+  const answered = await (over = Promise.all(panes.map((pane) => pane.generate(words, own.signal))));
+  if (words.mode === "chat" && !answered.some(Boolean)) $("prompt").value ||= words.prompt; // to be sent again
   if (running === own) {
     running = null;
     $("cancel").disabled = true;
@@ -206,6 +239,8 @@ function theme() {
 const keys = () => ($("keys").open ? $("keys").close() : $("keys").showModal());
 $("form").addEventListener("submit", (event) => { event.preventDefault(); generate(); });
 $("cancel").addEventListener("click", () => running?.abort());
+$("new").addEventListener("click", restart);
+$("mode").addEventListener("change", choose);
 $("theme").addEventListener("click", theme);
 $("help").addEventListener("click", keys);
 $("key").addEventListener("change", look);
@@ -213,6 +248,7 @@ $("tint").addEventListener("change", () => $("panes").classList.toggle("tinted",
 document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); generate(); }
   else if (event.key === "Escape" && !$("keys").open) running?.abort();
+  else if (event.altKey && event.code === "KeyN" && !$("new").hidden) { event.preventDefault(); restart(); }
   else if (event.altKey && event.code === "KeyD") { event.preventDefault(); theme(); }
   else if (event.altKey && event.code === "KeyK") { event.preventDefault(); keys(); }
 });
