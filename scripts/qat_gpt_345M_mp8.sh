@@ -6,8 +6,8 @@
 #   PRETRAINED=runs/345M CHECKPOINTS=runs/qat_345M DATA_PATH=... bash scripts/qat_gpt_345M_mp8.sh
 #
 # needs      8 x A100-40GB: one node
-# predicted  5.0 of 42.9 GB on the fullest rank
-# predicted  58.17 ms a step of 8,192 tokens, 140,835 tokens/s, 43 TFLOP/s a GPU (speeds assumed)
+# predicted  6.7 of 42.9 GB on the fullest rank
+# predicted  82.15 ms a step of 8,192 tokens, 99,723 tokens/s, 30 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 4%, worst 14% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 8 A100-40GB \

@@ -6,8 +6,8 @@
 #   PRETRAINED=runs/345M CHECKPOINTS=runs/qat_345M DATA_PATH=... bash scripts/qat_gpt_345M_single_card.sh
 #
 # needs      1 x A100-40GB: one GPU
-# predicted  15.1 of 42.9 GB on the fullest rank
-# predicted  151.04 ms a step of 8,192 tokens, 54,238 tokens/s, 131 TFLOP/s a GPU (speeds assumed)
+# predicted  19.6 of 42.9 GB on the fullest rank
+# predicted  207.31 ms a step of 8,192 tokens, 39,517 tokens/s, 96 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 1 A100-40GB \

@@ -6,8 +6,8 @@
 #   PRETRAINED=runs/6.7B CHECKPOINTS=runs/qat_6.7B DATA_PATH=... bash scripts/qat_gpt_6.7B_sharding16.sh
 #
 # needs      16 x A100-80GB: 2 nodes of 8
-# predicted  28.8 of 85.9 GB on the fullest rank
-# predicted  2.15 s a step of 131,072 tokens, 61,034 tokens/s, 158 TFLOP/s a GPU (speeds assumed)
+# predicted  29.6 of 85.9 GB on the fullest rank
+# predicted  2.44 s a step of 131,072 tokens, 53,809 tokens/s, 140 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 16 A100-80GB \

@@ -119,10 +119,13 @@ def owner(name: str, kind: str) -> str:
 
     >>> owner("blocks.3.mlp.up.weight", FFN), owner("blocks.3.mlp.router.weight", EXPERTS)
     ('blocks.3.mlp', 'blocks.3')
+    >>> owner("blocks.3.attention.softmax_offset", HEADS)
+    'blocks.3.attention'
     """
     if kind == EXPERTS:
         return ".".join(name.split(".")[:2])
-    return "" if kind == HIDDEN else name.rsplit(".", 2)[0]
+    of_linear_layer = name.endswith((".weight", ".bias"))
+    return "" if kind == HIDDEN else name.rsplit(".", 2 if of_linear_layer else 1)[0]
 
 
 def target_sizes(model: Model, options: PruningOptions, targets: TargetSizes) -> ModelSizes:

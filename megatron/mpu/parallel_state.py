@@ -6,7 +6,7 @@
 
 They use the mesh of the job that this process has joined last, and raise RuntimeError without one. The suite itself passes
 `Mesh` and `Axis` as arguments, and calls none of these. Not supported: virtual stages, of which a rank has several at a
-time, and groups that the suite does not create (tensor and pipeline ranks together).
+time, and groups that the suite does not create (ranks of several axes together, such as tensor and pipeline ranks).
 """
 
 from typing import Any, Optional
@@ -136,6 +136,52 @@ def get_context_parallel_rank() -> int:
 
 def get_context_parallel_global_ranks() -> list[int]:
     return list(_axis("cp").ranks)
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def get_expert_model_parallel_group() -> Any:
+    """The group of ranks that have different experts (ep)."""
+    return _group(_axis("ep"))
+
+
+def get_expert_model_parallel_world_size() -> int:
+    return _axis("ep").size
+
+
+def get_expert_model_parallel_rank() -> int:
+    return _axis("ep").rank
+
+
+def get_expert_model_parallel_src_rank() -> int:
+    return _axis("ep").ranks[0]
+
+
+def get_expert_tensor_parallel_group() -> Any:
+    """The group of ranks that have parts of the same experts (etp)."""
+    return _group(_axis("etp"))
+
+
+def get_expert_tensor_parallel_world_size() -> int:
+    return _axis("etp").size
+
+
+def get_expert_tensor_parallel_rank() -> int:
+    return _axis("etp").rank
+
+
+def get_expert_data_parallel_group() -> Any:
+    """The group of ranks that have the same parts of the same experts."""
+    return _group(_axis("expert_dp"))
+
+
+def get_expert_data_parallel_world_size() -> int:
+    return _axis("expert_dp").size
+
+
+def get_expert_data_parallel_rank() -> int:
+    return _axis("expert_dp").rank
 
 
 # ---- the mesh --------------------------------------------------------------------------------------------------------

@@ -328,9 +328,8 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
     moved, moved_back = 0.0, 0.0  # by exchanges whose gradients are exchanged, too
     for op in others:
         if op.axis == "ep" and op.back:
-            again = op.runs_again(
-                modules
-            )  # then half of the backward pass comes after the last turn of the forward pass
+            # If it runs again, half of a backward pass comes after the last turn of the forward pass beside it.
+            again = op.runs_again(modules)
             moved += sent(op, op.ahead)
             moved_back += (sent(op, op.back) + sent(op, op.ahead) * again) / (1 + again)
         if not op.in_ring:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows, caps, squared ReLU, scaled positions and z-losses train the same in every layout; and what a run hears that
-goes on with other values of them.
+"""Windows, caps, sinks, squared ReLU, scaled positions and z-losses train the same in every layout; and what a run hears
+that goes on with other values of them.
 """
 
 from dataclasses import asdict, replace
@@ -16,7 +16,8 @@ from megatron.settings.parse import parse_pretrain
 
 FLAGS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --seq-length 16 --mock-data
     --vocab-size 90 --lr 1e-3 --global-batch-size 4 --micro-batch-size 1 --train-iters 10 --eval-iters 1 --precision fp32
-    --squared-relu --window-size 5,0 --window-attn-skip-freq 2 --attn-logit-softcapping 1 --final-logit-softcapping 5
+    --squared-relu --softmax-type learnable
+    --window-size 5,0 --window-attn-skip-freq 2 --attn-logit-softcapping 1 --final-logit-softcapping 5
     --z-loss-coeff 0.02 --position-embedding-type rope --rope-type yarn --rotary-scaling-factor 4 --rotary-base 100
     --yarn-original-max-position-embeddings 16 --yarn-beta-fast 2 --yarn-beta-slow 0.1 --untie-embeddings-and-output-weights
     """
@@ -47,6 +48,7 @@ def one_process():
 
 CHANGED = dict(
     squared_relu=False,
+    softmax_type="off-by-one",
     window_size="6,0",
     window_attn_skip_freq=3,
     attn_logit_softcapping=None,

@@ -124,7 +124,8 @@ LAYOUTS = {
     "pp2 ep2 in a V, global loss, recomputed": (4, "global loss", f"{PP2} {EP2} {V} {FULL}"),
     "pp2 ep2 in a V, one expert": (4, "one expert", f"{PP2} {EP2} {V}"),
 }
-LONG = {  # of four ranks, or alike others: with --full
+LONG = {  # with --full: of four ranks, or like others
+    "ep2, zero3, capacity, recomputed",
     "pp2 ep2, zb-h1, capacity, padded",
     "cp2 ep2, aux loss, recomputed",
     "pp2 ep2, aux loss, interleaved",

@@ -64,11 +64,35 @@ def test_of_eight_ranks(run_ranks):
     assert not mpu.model_parallel_is_initialized()
 
 
+def test_of_experts(run_ranks):
+    """Eight ranks with tp 2, ep 2 and etp 1: experts are divided over tensor parallel neighbours, four copies of each."""
+
+    def body(rank):
+        parallel = Parallel(tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+        context = initialize.join_job(parallel, Kernels(device="cpu"))
+        found = {}
+        for kind in ("model", "tensor", "data"):
+            one = lambda what, kind=kind: getattr(mpu, f"get_expert_{kind}_parallel_{what}")()
+            total = torch.tensor([float(10**rank)])
+            dist.all_reduce(total, group=one("group"))
+            found[kind] = one("rank"), one("world_size"), f"{int(total.item()):08d}"[::-1]
+        found["src"] = mpu.get_expert_model_parallel_src_rank()
+        initialize.leave_job(context)
+        return found
+
+    marks = lambda ranks: "".join(str(int(r in ranks)) for r in range(8))
+    for rank, found in enumerate(run_ranks(8, body)):
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert found["model"] == (rank % 2, 2, marks(pair)) and found["src"] == pair[0]
+        assert found["tensor"] == (0, 1, marks([rank]))
+        assert found["data"] == (rank // 2, 4, marks(range(rank % 2, 8, 2)))
+
+
 def test_outside_of_a_job():
     with pytest.raises(RuntimeError, match="has not joined a job yet"):
         mpu.get_tensor_model_parallel_rank()
-    with pytest.raises(AttributeError, match="has no attribute 'get_expert_model_parallel_rank'"):
-        mpu.get_expert_model_parallel_rank()
+    with pytest.raises(AttributeError, match="has no attribute 'get_virtual_pipeline_model_parallel_rank'"):
+        mpu.get_virtual_pipeline_model_parallel_rank()
 
 
 def test_with_context_parallelism(run_ranks):

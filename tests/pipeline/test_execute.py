@@ -11,7 +11,7 @@ from megatron.model.weights import column
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.pipeline.execute import P2PCommunicator, execute
-from megatron.pipeline.schedule import BESIDE, TRAINING, default_chunks, looped, make_schedule, stage_map
+from megatron.pipeline.schedule import TRAINING, default_chunks, looped, make_schedule, stage_map
 from megatron.pipeline.timeline import Timeline
 from megatron.pipeline.wire import open_channels
 
@@ -172,15 +172,22 @@ def test_put_off_gradients_come_through_the_same_hooks():
     assert set(calls.values()) == {4} and len(calls) == 6
 
 
-@pytest.mark.parametrize("name", ["zb-v", "zb-v &"])
-def test_ops_are_timed_in_order(name):
-    """Two passes that take turns have the same times, by which a timeline knows them."""
-    record, ops = [], make_schedule(name, 0, 1, 4)
-    _alone(name, 4, 2, timeline=record)
-    assert Timeline(name, looped(1, 2), [record]).plan == [ops]
-    spans = list(dict.fromkeys((start, end) for _, start, end in record))
-    moments = [moment for span in spans for moment in span]
-    assert moments == sorted(moments) and len(spans) == len(record) - ops.count(BESIDE)
+def test_ops_are_timed_in_order():
+    record = []
+    _alone("zb-v", 2, 2, timeline=record)
+    assert [op for op, _, _ in record] == make_schedule("zb-v", 0, 1, 2)
+    moments = [moment for _, start, end in record for moment in (start, end)]
+    assert moments == sorted(moments)
+
+
+def test_passes_in_turns_are_timed_as_one():
+    """And learn what passes one after the other do."""
+    record = []
+    stages, others = _alone("1f1b &", 3, 1, timeline=record), _alone("1f1b", 3, 1)
+    timeline = Timeline("1f1b &", looped(1), [record])
+    assert timeline.plan == [make_schedule("1f1b &", 0, 1, 3)]
+    for one, other in zip(stages[0].parameters(), others[0].parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
 
 
 def test_an_output_is_freed_once_it_is_sent(run_ranks):

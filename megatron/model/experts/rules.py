@@ -54,7 +54,7 @@ def _etp(s: SimpleNamespace) -> int:
 
 
 def _cannot_be_divided(flag: str, size: int, words: str, ranks: int) -> str:
-    return f"{flag} {size} cannot be divided by {words}; nearest: {either(divisors(size, ranks))} ranks"
+    return f"{flag} {size} cannot be divided by {words}; nearest: {either(divisors(size or 1, ranks))} ranks"
 
 
 RULES = (
