@@ -41,10 +41,8 @@ class TwoPasses:
         for lock in self._mine:
             lock.acquire()
         self._work: Optional[Callable[[], Any]] = None  # of the second thread; None: it ends
-        self._swaps: tuple[list[Callable[[], None]], ...] = (
-            [],
-            [],
-        )  # of each pass: they exchange its state and the common one
+        # Of each pass: they exchange its state and the common one.
+        self._swaps: tuple[list[Callable[[], None]], ...] = ([], [])
         self._over, self._errors = [True, True], [None, None]
         self._now = FIRST
         self._state = _ThreadState()
