@@ -108,10 +108,10 @@ class TwoPasses:
         self._state.take_over()
         while True:
             self._mine[SECOND].acquire()
-            work, self._work = self._work, None
-            if work is None:
+            if self._work is None:
                 return
-            self._do(SECOND, rank_times.counted_as_main_thread(work))
+            self._do(SECOND, rank_times.counted_as_main_thread(self._work))
+            self._work = None  # its tensors are free before the next one
             self._hand_to(FIRST)
 
     def _do(self, me: int, function: Callable[[], Any]) -> None:

@@ -68,7 +68,8 @@ def test_a_file_that_is_not_there():
 def test_a_file_says_which_passes_take_turns(tmp_path):
     own, apart = _file(tmp_path, "F0 F1 & B0 F2 & B1 B2"), tmp_path / "apart.txt"
     asked = Parallel(pipeline_schedule=own, overlap_moe_expert_parallel_comm=True, expert_model_parallel_size=2)
-    assert Pipeline.of(asked, 4, 3).ops(0, 3) == make_rank_schedules("1f1b &", 1, 3)[0]
+    pipeline = Pipeline.of(asked, 4, 3)
+    assert pipeline.turns and pipeline.ops(0, 3) == make_rank_schedules("1f1b &", 1, 3)[0]
     apart.write_text("F0 B0 F1 B1")
     with pytest.raises(SettingsError, match="says which passes take turns, by & between the two"):
         Pipeline.of(replace(asked, pipeline_schedule=str(apart)), 4, 2)

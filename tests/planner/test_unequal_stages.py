@@ -70,6 +70,23 @@ def test_spans_of_passes_in_turns_are_the_simulators(schedule, chunks, pp, num_m
     assert found < unequal_span(schedule, pp, num_microbatches, chunks, passes, ShardingTimes(0))
 
 
+def test_turns_hide_no_more_exchanges_of_recomputed_experts():
+    """A backward pass then has four exchanges of a layer to the two of a forward pass, after whose last turn half of them
+    run alone.
+    """
+    flags = (
+        "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 512 --vocab-size 1000 --num-experts 8 "
+    )
+    flags += "--moe-router-topk 2 --ep 2 --micro-batch-size 2 --global-batch-size 16 --num-gpus 2 --device-name h100 "
+    saved = []
+    for more in ("", "--recompute-granularity full"):
+        apart, together = (
+            step(*looked_at(f"{flags} {more} {turns}")) for turns in ("", "--overlap-moe-expert-parallel-comm")
+        )
+        saved.append(apart.seconds - together.seconds)
+    assert saved[0] == pytest.approx(saved[1], rel=1e-6) and saved[0] > 0.4 * apart.parts["expert parallel"]
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 def test_spans_with_sharding_are_the_simulators(zero):
     passes, sharding = [(1.0, 2.0), (1.5, 3.0), (0.5, 1.0), (1.0, 2.5)], ShardingTimes(zero, gather=3.0, reduce=0.4)
