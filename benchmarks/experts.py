@@ -211,8 +211,8 @@ def compare(name: str, precision: str, threads: int, asked: argparse.Namespace) 
     tokens = shape.length * shape.batch / median[OURS]
     cells = [f"{name}, {precision}, {threads}", f"{median[OURS] * 1e3:.0f} ms, {tokens:,.0f} tokens/s"]
     for other, label in ((DENSE, ""), (best, f" ({best})")):
-        told = found[other]
-        cells.append(f"{told['ms']:.0f} ms{label} | {told['wall']:.2f} ({told['cpu']:.2f})")
+        values = found[other]
+        cells.append(f"{values['ms']:.0f} ms{label} | {values['wall']:.2f} ({values['cpu']:.2f})")
     return f"| {' | '.join(cells)} |"
 
 
