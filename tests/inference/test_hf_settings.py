@@ -475,3 +475,6 @@ def test_keys_that_are_not_known_are_named(kind):
     assert found.unread_notices("x/config.json") == [
         "x/config.json: gating, heads_of_another_model are not known here and have no effect"
     ]
+    assert imported(theirs | dict(router_aux_loss_coef=0.02)).unread_notices("x") == [
+        "x: router_aux_loss_coef is a setting of training, and is not converted: to train on, give --moe-aux-loss-coeff"
+    ]
