@@ -19,6 +19,7 @@ import finetune
 import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
+from megatron.inference.convert.merged import magnitude, with_norms
 from megatron.inference.load import load_model
 from megatron.model import weights
 from megatron.model.arguments import parse_any
@@ -248,6 +249,16 @@ def test_products_against_autograd(way, split, dropout, dora):
     torch.testing.assert_close(
         layer.requires_grad_(False)(x) if way == "autograd" else own.eval()(x), expected(own, x, split)
     )
+
+
+def test_a_row_of_zeros_merges_as_it_computes():
+    layer = made(split=False, dora=True).requires_grad_(False).eval()
+    for one in (layer.weight, layer.lora_b):
+        one.flatten(0, -2)[2] = 0
+    eye, row = torch.eye(INPUTS, dtype=torch.float64).unsqueeze(1), layer.weight.flatten(0, -2)
+    moved = without_bias(layer, eye, split=False).squeeze(1).T
+    found = with_norms(moved, magnitude(row, layer.lora_magnitude.flatten(0, -2)))
+    torch.testing.assert_close(found, (layer(eye) - layer.bias.flatten()).squeeze(1).T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("target, pairs", [("*", 4), ("attention.qkv", 1)])

@@ -158,6 +158,7 @@ def test_hidden_states_are_those_of_the_plain_loop(way, layout, wide_teacher, ru
     [
         ("--kd-hidden-layers 0:4", "the teacher has layers 0 to 3, and no layer 4"),
         ("--kd-hidden-layers 2:1", "the student has layers 0 to 1, and no layer 2"),
+        ("--kd-hidden-layers 0:1,0:2", "a layer of the student learns from one layer of the teacher"),
         ("--kd-hidden-layers last", "give pairs of layers, student:teacher, as in 0:1,1:3, or even"),
         (
             "--kd-hidden-layers 0:1 --hidden-size 36 --kd-hidden-projections 0:12",
