@@ -363,12 +363,16 @@ def test_the_base_may_move_and_be_resharded_and_no_other_is_taken(base, tmp_path
         pretrain(0, f"{PAIRS} --load {tmp_path / 'new'} --train-iters 3 --override train_iters")
 
 
-def test_adapters_begin_with_adapters_and_are_not_dropped(base, tmp_path):
+def test_adapters_begin_with_adapters_and_are_not_dropped(base, tmp_path, capsys):
     ours = adapted(base, tmp_path / "ours")
     with pytest.raises(SettingsError, match=r"has adapters \(--lora-rank 4\), which this run would drop"):
         pretrain(0, f"--finetune --load {ours} --save {tmp_path / 'no'}")
     with pytest.raises(SettingsError, match="--lora-alpha: 6.0 in the checkpoint, 7.0 now"):
         pretrain(0, f"{PAIRS.replace('6', '7')} --load {ours} --save {tmp_path / 'no'}")
+    with pytest.raises(SettingsError, match="were trained without --use-dora, this run is with it"):
+        pretrain(0, f"{PAIRS} --use-dora --finetune --load {ours} --save {tmp_path / 'no'}")
+    pretrain(0, f"{PAIRS.replace('6', '3')} --finetune --load {ours} --save {tmp_path / 'half'} --train-iters 1")
+    assert "products of adapters are multiplied by 0.75 (--lora-alpha), in the checkpoint by 1.5" in capsys.readouterr().out
     pretrain(0, f"{PAIRS} --finetune --load {ours} --save {tmp_path / 'more'} --train-iters 1")
     with Reader(tmp_path / "more/iter_0000001") as reader:
         assert reader.state["base"]["path"] == str(base / "iter_0000002")
@@ -449,7 +453,7 @@ def test_what_cannot_be_is_said(flags, said):
 
 
 def test_a_trained_weight_has_no_direction_of_its_own():
-    with pytest.raises(SettingsError, match="--use-dora: the weight of blocks.1.mlp.down is trained, too"):
+    with pytest.raises(SettingsError, match="--use-dora: the weight of blocks.0.mlp.down is trained, too"):
         pretrain(0, "--lora-rank 2 --use-dora --train-only *mlp.down.weight")
 
 
