@@ -3,7 +3,8 @@
 
 if [ -t 1 ]; then BOLD=$'\033[1m' PLAIN=$'\033[0m'; else BOLD='' PLAIN=''; fi
 flags=() TEXT='' SEPARATOR=''
-read_flags() { # the words given to a script that has set RUN, its folder, TRAINS and ITERATIONS; other flags stay in `flags`
+read_flags() { # the words given to a script that has set RUN, its folder, TRAINS and ITERATIONS; other flags stay in `flags`;
+    # AGAIN: the command that calls it again on the same text
     local fresh=
     while [ $# -gt 0 ]; do
         case $1 in
@@ -28,6 +29,7 @@ read_flags() { # the words given to a script that has set RUN, its folder, TRAIN
         shift
     done
     check_flags
+    AGAIN="bash scripts/$(basename "$0")${TEXT:+ --text $(printf %q "$TEXT")}${SEPARATOR:+ $(printf %q "$SEPARATOR")}"
     [ -z "$fresh" ] || rm -rf "$RUN"
     mkdir -p "$RUN"
 }
@@ -74,6 +76,57 @@ for_size() { # seconds for a file: so many, and so many for each of its megabyte
 make_vocabulary() { # of so many tokens
     is_made "$RUN/vocab.json" ||
         told "$(for_size "$RUN/train.jsonl" 0.5 0.12)" python -m megatron.tools.train_tokenizer --input "$RUN/train.jsonl" --vocab-size "${1:-8192}" --output "$RUN"
+}
+make_tokens() { # of the corpus and of the part that is held out
+    local part
+    VOCABULARY=(--tokenizer-type GPT2BPETokenizer --vocab-file "$RUN/vocab.json" --merge-file "$RUN/merges.txt")
+    for part in train held_out; do
+        is_made "$RUN/${part}_text_document.idx" || told "$(for_size "$RUN/$part.jsonl" 0.5 0.08)" preprocess "$part"
+    done
+}
+preprocess() {
+    python preprocess_data.py --input "$RUN/$1.jsonl" --output-prefix "$RUN/$1" "${VOCABULARY[@]}" --append-eod --workers 2 |
+        grep -E 'documents num|tokens num| MB in '
+}
+train_gpt() { # seconds of a step, flags of the model: two processes train it for ITERATIONS steps, or go on with it
+    local reached own=("${@:2}")
+    reached=$(cat "$RUN/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
+    if [ "$reached" -ge "$ITERATIONS" ] && [ ${#flags[@]} -eq 0 ]; then
+        echo "  already trained to step $reached; --train-iters N goes on to step N, --fresh starts over"
+        return
+    fi
+    takes "$(awk "BEGIN { print 5 + ($ITERATIONS > $reached ? $ITERATIONS - $reached : 0) * $1 }")"
+    others
+    RESUME_COMMAND="$AGAIN $(printf '%q ' --train-iters "$ITERATIONS" ${flags[@]+"${flags[@]}"})"
+    export RESUME_COMMAND
+    if [ "$reached" -gt 0 ] && [ "$(made_for)" -ne "$ITERATIONS" ]; then
+        echo "  from step $reached on: the text in a new order, and the learning rate of a training of $ITERATIONS steps"
+        own+=(--override data-order --resume-schedule command)
+    fi
+    OMP_NUM_THREADS=$(python -m megatron.mpu.cpu_threads 2) python -m megatron.tools.launch --nproc-per-node 2 pretrain_gpt.py \
+        --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 \
+        --hidden-dropout 0 --attention-dropout 0 \
+        --micro-batch-size 4 --global-batch-size 8 --train-iters "$ITERATIONS" \
+        --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine --lr-warmup-fraction 0.03 --weight-decay 0.1 --adam-beta2 0.95 \
+        --precision auto "${VOCABULARY[@]}" \
+        --train-data-path "$RUN/train_text_document" --valid-data-path "$RUN/held_out_text_document" \
+        --eval-interval 250 --eval-iters 8 --log-interval 10 \
+        --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 200 --keep-last 2 \
+        --metrics-file "$RUN/metrics.jsonl" --log-file "$RUN/train.log" ${own[@]+"${own[@]}"} ${flags[@]+"${flags[@]}"}
+    rm -f "$RUN/evaluation.jsonl" "$RUN/samples.txt" "$RUN/report.html" # they belong to an earlier state
+}
+made_for() { # steps of the training that the last checkpoint is of
+    python -m megatron.tools.checkpoint inspect "$RUN/checkpoints" --json |
+        python -c 'import json, sys; print(json.load(sys.stdin)["config"]["batch"]["train_iters"])'
+}
+evaluate_held_out() {
+    is_made "$RUN/evaluation.jsonl" ||
+        told 3 python -m megatron.tools.evaluate --load "$RUN/checkpoints" --data-path "$RUN/held_out_text_document" \
+            --output "$RUN/evaluation.jsonl"
+}
+write_report() {
+    is_made "$RUN/report.html" ||
+        told 2.5 python -m megatron.tools.report --run "$RUN/metrics.jsonl" --output "$RUN/report.html" --title "$(basename "$RUN")"
 }
 is_made() { [ -e "$1" ] && echo "  already there: $1"; }
 others() { # what other programs take from it, in words; nothing on a quiet machine

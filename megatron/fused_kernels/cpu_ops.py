@@ -148,7 +148,8 @@ class _Unpermute(torch.autograd.Function):
         for first in range(0, n, step):
             part = slice(first, first + step)
             rows = y.index_select(0, places[part].flatten()).to(ctx.wide)
-            result[part] = _sums_of(rows, bags[: len(places[part])], weights[part])
+            own = weights[part]
+            result[part] = F.embedding_bag(bags[: len(own)], rows, mode="sum", per_sample_weights=own)
         return result
 
     @staticmethod

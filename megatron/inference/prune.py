@@ -109,7 +109,7 @@ class Network:
         tp: the ranks that divide them (default: those of its training)
         """
         before = ModelSizes.of(self.model)
-        kinds = [kind for kind in UNITS if getattr(sizes, kind) != getattr(before, kind)]
+        kinds = changed_units(before, sizes)
         if self.model.linear is not None:
             raise SettingsError(
                 f"the model has special linear layers, --linear {self.model.linear}",
@@ -149,6 +149,11 @@ class Network:
 
 
 # What is important ----------------------------------------------------------------------------------------------------
+
+
+def changed_units(before: ModelSizes, after: ModelSizes) -> list[str]:
+    """The kinds of units within layers whose numbers differ."""
+    return [kind for kind in UNITS if getattr(after, kind) != getattr(before, kind)]
 
 
 def norms(network: Network, read: Callable[[str], torch.Tensor], criterion: str) -> Importance:
@@ -254,7 +259,7 @@ def plan(
 ) -> SmallerModel:
     """The smaller model of these sizes. layers_to_go: instead of the least important ones."""
     before = ModelSizes.of(network.model)
-    kinds = [kind for kind in UNITS if getattr(sizes, kind) != getattr(before, kind)]
+    kinds = changed_units(before, sizes)
     kept = {
         (kind, own): most_important(values, getattr(sizes, kind))
         for (kind, own), values in importance.units.items()

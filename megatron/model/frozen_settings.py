@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any, Optional
 
 from megatron.errors import CheckpointError, SettingsError
+from megatron.model.facts import PROJECTIONS
 from megatron.model.recipe import config_of, recipe_of
 from megatron.settings import schema
 from megatron.settings.from_checkpoint import located, saved_record
 from megatron.storage.durable import Damaged
 
-PROJECTIONS = "hidden_projections.*"  # a pattern of --train-only
+TRAINED = f"{PROJECTIONS}.*"  # a pattern of --train-only
 
 
 def frozen_record(flag: str, folder: str) -> dict[str, Any]:
@@ -107,8 +108,8 @@ def with_projections(run: schema.Config) -> schema.Config:
     if run.given("kd_hidden_projections") and given is not None:
         raise SettingsError(f"--kd-hidden-projections {given}: the teacher needs {found or 'none'}", do="leave it out")
     more, only = {}, run.optimizer.train_only
-    if found and only and PROJECTIONS not in only:
-        more = dict(train_only=[*only, PROJECTIONS])
+    if found and only and TRAINED not in only:
+        more = dict(train_only=[*only, TRAINED])
     return run.derive(flag, kd_hidden_projections=found, **more)
 
 

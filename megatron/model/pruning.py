@@ -27,6 +27,7 @@ from megatron.settings.schema import Model, setting
 HEADS, FFN, HIDDEN, EXPERTS = "heads", "ffn", "hidden", "experts"
 KINDS = (HEADS, FFN)  # that --prune-ratio is about
 Criterion = Literal["l1_norm", "l2_norm", "taylor"]
+ON_TEXT = ("taylor", "load")  # criteria that read a calibration text
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,12 @@ class TargetSizes:
     target_hidden_size: Optional[int] = setting("hidden size of the smaller model", None)
     target_num_layers: Optional[int] = setting("layers of the smaller model: the least important ones go", None)
     prune_layers: Optional[list[int]] = setting("layers that go, counted from 0 as in blocks.0", None)
+
+
+def check_text(criterion: str, calibration_data: Optional[list[str]]) -> None:
+    """Raise UsageError if a criterion reads a text, and none is given."""
+    if criterion in ON_TEXT and not calibration_data:
+        raise UsageError(f"--prune-criterion {criterion} needs --calibration-data: the text that is read")
 
 
 class Cut(NamedTuple):

@@ -24,8 +24,6 @@ from typing import Optional
 
 import torch
 
-from megatron.mpu.turns import swap_attribute
-
 # A weight and a function that returns its gradient; or several weights, and a function that returns one for each.
 Product = tuple[torch.Tensor | Sequence[torch.Tensor], Callable[[], torch.Tensor | Sequence[torch.Tensor]]]
 
@@ -44,9 +42,11 @@ class WeightGradStore:
     @contextmanager
     def collect(self) -> Iterator[list[Product]]:
         """A context that yields a list, to which backward passes inside add their products."""
-        products: list[Product] = []
-        with swap_attribute(self, "_products", products):
+        self._products = products = []
+        try:
             yield products
+        finally:
+            self._products = None
 
     def defer(self, weight: torch.Tensor | Sequence[torch.Tensor], product: Callable) -> None:
         """Store the product for a weight's gradient, or run it if not collecting. Layers call it in their backward pass."""

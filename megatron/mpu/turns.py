@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
+from torch import overrides
+from torch.utils import _python_dispatch
 
 from megatron.telemetry import rank_times
 
@@ -39,10 +41,8 @@ class TwoPasses:
         for lock in self._mine:
             lock.acquire()
         self._work: Optional[Callable[[], Any]] = None  # of the second thread; None: it ends
-        self._swaps: tuple[list[Callable[[], None]], ...] = (
-            [],
-            [],
-        )  # of each pass: they exchange its state and the common one
+        # Of each pass: they exchange its state and the common one.
+        self._swaps: tuple[list[Callable[[], None]], ...] = ([], [])
         self._over, self._errors = [True, True], [None, None]
         self._now = FIRST
         self._state = _ThreadState()
@@ -106,10 +106,10 @@ class TwoPasses:
         self._state.take_over()
         while True:
             self._mine[SECOND].acquire()
-            work, self._work = self._work, None
-            if work is None:
+            if self._work is None:
                 return
-            self._do(SECOND, rank_times.counted_as_main_thread(work))
+            self._do(SECOND, rank_times.counted_as_main_thread(self._work))
+            self._work = None  # its tensors are free before the next one
             self._hand_to(FIRST)
 
     def _do(self, me: int, function: Callable[[], Any]) -> None:
@@ -174,14 +174,20 @@ def _restore(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
 
 
 class _ThreadState:
-    """What the second thread takes from the first: the number of its own threads, the device, and the stream."""
+    """What the second thread takes from the first: the number of its own threads, modes, the device, and the stream."""
 
     def __init__(self):
         self.threads = torch.get_num_threads()
+        self.function_modes = overrides._get_current_function_mode_stack()
+        self.dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
         self.stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def take_over(self) -> None:
         torch.set_num_threads(self.threads)
+        for mode in self.function_modes:
+            overrides._push_mode(mode)
+        for mode in self.dispatch_modes:
+            _python_dispatch._push_mode(mode)
         if self.stream is not None:
             torch.cuda.set_device(self.stream.device)
             torch.cuda.set_stream(self.stream)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron.errors import SettingsError
 from megatron.pipeline.schedule import Op, StageMap, looped, parse_op, v_shaped
-from megatron.pipeline.sharding import passes_of
+from megatron.pipeline.sharding import pairs_of, passes_of
 from megatron.pipeline.simulate import BrokenSchedule, RankSchedules, verify
 
 DO = "docs/design.md explains schedules; python -m megatron.pipeline.check draws them"
@@ -50,6 +50,11 @@ class CustomSchedule:
     @property
     def split(self) -> bool:
         return any(op.kind == "W" for ops in self.plan for op in ops)
+
+    @property
+    def turns(self) -> bool:
+        """Whether passes take turns."""
+        return any(map(pairs_of, self.lists))
 
 
 def is_file(name: str) -> bool:

@@ -105,7 +105,8 @@ def execute(
                 work = [partial(run, op, inside, x) for (op, inside), x in zip(step, arrived)]
                 turns.run(*work) if len(work) > 1 else work[0]()
             if timeline is not None:
-                timeline += [(op, start, runner.now()) for op, _ in step]
+                end = runner.now()
+                timeline += [(op, start, end) for op, _ in step]
     return runner.finish()
 
 

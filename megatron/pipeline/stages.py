@@ -33,7 +33,7 @@ class Pipeline:
     stages: StageMap  # stage -> (rank, chunk)
     layers: tuple[range, ...]  # stage -> global numbers of its layers
     custom: Optional[CustomSchedule] = None
-    turns: bool = False  # forward and backward passes take turns (--overlap-moe-expert-parallel-comm)
+    turns: bool = False  # forward and backward passes take turns (--overlap-moe-expert-parallel-comm, or & in a file)
 
     @classmethod
     def of(cls, parallel: Parallel, num_layers: int, num_microbatches: Optional[int] = None) -> "Pipeline":
@@ -47,7 +47,7 @@ class Pipeline:
             custom = read_schedule(name)
             _check_custom(custom, parallel, num_layers, num_microbatches)
         chunks = custom.chunks if custom else chunks_of(parallel, num_layers)
-        turns = takes_turns(parallel)
+        turns = custom.turns if custom else takes_turns(parallel)
         stages = custom.stages if custom else schedule.stage_map(name, pp, chunks)
         return cls(name, pp, chunks, stages, _cut(num_layers, _counts(parallel, num_layers, stages)), custom, turns)
 
@@ -110,9 +110,10 @@ class Pipeline:
 
 
 def takes_turns(parallel: Parallel) -> bool:
-    """Whether the forward and backward passes of a named schedule take turns. A file says it by itself."""
-    exchanges = parallel.overlap_moe_expert_parallel_comm and parallel.expert_model_parallel_size > 1
-    return exchanges and not is_file(parallel.pipeline_schedule)
+    """Whether forward and backward passes take turns. A file says it by itself."""
+    if is_file(parallel.pipeline_schedule):
+        return read_schedule(parallel.pipeline_schedule).turns
+    return parallel.overlap_moe_expert_parallel_comm and parallel.expert_model_parallel_size > 1
 
 
 def _check_custom(own: CustomSchedule, parallel: Parallel, num_layers: int, num_microbatches: Optional[int]) -> None:
@@ -124,7 +125,7 @@ def _check_custom(own: CustomSchedule, parallel: Parallel, num_layers: int, num_
             f"it is for {own.num_microbatches} micro-batches, and a step has {num_microbatches} (--global-batch-size / "
             "--micro-batch-size / data parallel size)"
         )
-    if parallel.overlap_moe_expert_parallel_comm and not any(map(pairs_of, own.lists)):
+    if parallel.overlap_moe_expert_parallel_comm and not own.turns:
         wrong.append(
             "with --overlap-moe-expert-parallel-comm the file says which passes take turns, by & between the two, as in "
             "F0 F1 & B0 B1, and it has no &"

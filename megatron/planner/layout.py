@@ -21,6 +21,7 @@ from megatron.model.recipe import recipe_of
 from megatron.mpu.axis_sizes import expert_sizes
 from megatron.mpu.selection import ALL, Selection
 from megatron.optimizer.kinds import gradient_bytes, knows_matrices, state_bytes
+from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import default_chunks, in_turns
 from megatron.pipeline.stages import Pipeline, takes_turns
 from megatron.settings import batch
@@ -225,9 +226,9 @@ class Layout:
     @property
     def order(self) -> str:
         """The schedule's name in `pipeline.schedule.SCHEDULES`, or a file: it says whether passes take turns."""
-        return in_turns(self.schedule) if self.turns else self.schedule
+        return in_turns(self.schedule) if self.turns and not is_file(self.schedule) else self.schedule
 
-    @property
+    @cached_property
     def turns(self) -> bool:
         """Whether forward and backward passes take turns."""
         return bool(self.parallel) and takes_turns(self.parallel)

@@ -293,11 +293,14 @@ def _product(a: int, b: int) -> int:
 
 
 def _gathered(units: Units, job: Job, layout: Layout) -> int:
-    """ZeRO 3: the units that are used throughout a chunk, and one layer, or two while the next one is gathered."""
+    """ZeRO 3: the units that are used throughout a chunk, and one layer, or two while the next one is gathered; twice as
+    many if two passes take turns.
+    """
     if layout.zero < 3:
         return 0
     size_of = lambda unit: unit.padded(layout.data_sizes) + unit.padded_frozen(layout.data_sizes)
-    return (units.others.total(size_of) + (1 + layout.overlap) * units.largest_layer(size_of)) * job.element
+    layers = (1 + layout.overlap) * (1 + layout.turns)
+    return (units.others.total(size_of) + layers * units.largest_layer(size_of)) * job.element
 
 
 def _buffers(units: Units, job: Job, layout: Layout) -> int:

@@ -86,7 +86,7 @@ class StepTime:
 class Pass:
     """Seconds of one micro-batch: forward, backward, and communication over tp (`waiting`) and other axes (`sharing`).
 
-    ahead, back: the parts of forward and backward that are exchanges of experts' tokens
+    ahead, back: the parts of forward and backward that are exchanges of experts' tokens, and that turns can hide
     """
 
     forward: float = 0.0
@@ -328,8 +328,10 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
     moved, moved_back = 0.0, 0.0  # by exchanges whose gradients are exchanged, too
     for op in others:
         if op.axis == "ep" and op.back:
-            repeats = sent(op, op.ahead) * op.runs_again(modules)
-            moved, moved_back = moved + sent(op, op.ahead), moved_back + sent(op, op.back) + repeats
+            # If it runs again, half of a backward pass comes after the last turn of the forward pass beside it.
+            again = op.runs_again(modules)
+            moved += sent(op, op.ahead)
+            moved_back += (sent(op, op.back) + sent(op, op.ahead) * again) / (1 + again)
         if not op.in_ring:
             ahead += sent(op, op.ahead)
             back += sent(op, op.back) + sent(op, op.ahead) * op.runs_again(modules)

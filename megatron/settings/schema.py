@@ -15,8 +15,8 @@ Then run `python -m megatron.tools.flag_docs --output docs/flags.md`.
 This module does not import torch or read the command line or the environment: `parse.py` does.
 """
 
+import ast
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import lru_cache
@@ -54,23 +54,42 @@ def window_numbers(text: str) -> tuple[int, int]:
 
 @lru_cache
 def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have experts, from --moe-layer-freq: every N-th, or a sum of lists of 0 and 1. Raises ValueError.
+    """Which layers have experts, from --moe-layer-freq: every N-th, or sums and multiples of lists of 0 and 1.
 
-    >>> layer_pattern("[0]*1+[1]*2", 3), layer_pattern("2", 3)
-    ((False, True, True), (True, False, True))
+    Raises ValueError.
+
+    >>> layer_pattern("[0]*1+[1]*2", 3), layer_pattern("2", 3), layer_pattern("([1]+[0])*2", 4)
+    ((False, True, True), (True, False, True), (True, False, True, False))
     """
-    words = text.replace(" ", "").strip("'\"")
+    words = text.strip(" '\"")
     if words.isdecimal() and int(words):
         return tuple(n % int(words) == 0 for n in range(num_layers))
-    result: list[bool] = []
-    for term in words.strip("()").split("+"):
-        found = re.fullmatch(r"\(*\[([01](?:,[01])*),?\]\)*(?:\*(\d+))?\)*", term)
-        if not found:
-            raise ValueError(f"{term!r} is no list of 0 and 1 such as [0]*1 or [0,1]")
-        result += [digit == "1" for digit in found[1].split(",")] * int(found[2] or 1)
+    try:
+        result = _listed(ast.parse(words, mode="eval").body, num_layers)
+    except (SyntaxError, RecursionError, MemoryError):
+        result = None
+    if result is None:
+        raise ValueError("no list of 0 and 1")
     if len(result) != num_layers:
         raise ValueError(f"it is for {len(result)} layers")
-    return tuple(result)
+    return result
+
+
+def _listed(node: ast.expr, most: int) -> Optional[tuple[bool, ...]]:
+    """The value of an expression of lists of 0 and 1, + and *; None: it is another one. Raises ValueError above `most`."""
+    match node:
+        case ast.List(elements):
+            values = [element.value if isinstance(element, ast.Constant) else None for element in elements]
+            return tuple(map(bool, values)) if all(value in (0, 1) for value in values) else None
+        case ast.BinOp(left, ast.Add(), right):
+            parts = _listed(left, most), _listed(right, most)
+            return None if None in parts else parts[0] + parts[1]
+        case ast.BinOp(left, ast.Mult(), ast.Constant(int(times))):
+            once = _listed(left, most)
+            if once and len(once) * times > most:
+                raise ValueError(f"it is for {len(once) * times} layers")
+            return None if once is None else once * times
+    return None
 
 
 QUICK = 1.702  # x sigmoid(1.702 x) is close to GeLU (arXiv:1606.08415, section 2)
@@ -200,7 +219,7 @@ class Model:
         on_resume="another model",
     )
     moe_layer_freq: str = setting(
-        "layers with experts: every N-th, the first included, or a pattern such as [0]*1+[1]*27",
+        "layers with experts: every N-th, the first included, or a pattern such as [0]*1+[1]*27 or ([1]*3+[0])*2",
         "1",
         on_resume="another model",
     )

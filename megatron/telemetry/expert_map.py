@@ -17,7 +17,7 @@ MOST, ALPHA = 3.0, 0.9  # the load of the strongest red, in means; opacity of th
 HEIGHT, EACH, ROOM = 0.9, 0.2, 2.4  # inches: height without experts, of one of few experts, of many experts together
 
 
-class Unbalance(NamedTuple):
+class Imbalance(NamedTuple):
     """The loads of a layer's experts in its last records, in means. idle: experts without tokens in all of them"""
 
     layer: str
@@ -44,16 +44,16 @@ def relative(loads: np.ndarray) -> np.ndarray:
     return np.where(mean > 0, loads / np.maximum(mean, 1e-9), 1.0)
 
 
-def unbalance(layer: str, loads: np.ndarray) -> Unbalance:
+def imbalance(layer: str, loads: np.ndarray) -> Imbalance:
     """How unequal the loads of a layer are in the last tenth of its records."""
     last = loads[:, -max(1, loads.shape[1] // 10) :]
     means = relative(last.sum(1, keepdims=True))[:, 0]
-    return Unbalance(layer, float(means.max()), float(means.min()), np.flatnonzero(last.sum(1) == 0).tolist())
+    return Imbalance(layer, float(means.max()), float(means.min()), np.flatnonzero(last.sum(1) == 0).tolist())
 
 
 def shown_layers(layers: dict[str, np.ndarray]) -> list[str]:
     """The layers to draw, in order: all, or of many those whose loads are the most unequal at the end."""
-    found = [unbalance(layer, loads) for layer, loads in layers.items()]
+    found = [imbalance(layer, loads) for layer, loads in layers.items()]
     worst = sorted(found, key=lambda one: -one.largest)[:LAYERS]
     return [one.layer for one in found if one in worst]
 

@@ -80,8 +80,9 @@ def phase(name: str, which: object = "") -> AbstractContextManager:
     """
     timer = ActiveTimers.timers and ActiveTimers.timers.timer_of(name)
     part = rank_times.span_of(name)
-    profiled = torch.autograd._profiler_enabled()
-    if not profiled and lanes.Recording.active is None and not (timer and part):
+    # A profile of all threads is not one of this thread.
+    profiled = torch.autograd._profiler_enabled() or lanes.Recording.active is not None
+    if not profiled and not (timer and part):
         return timer or part or nullcontext()
     bar = lanes.span(lanes.COMPUTE, str(which) or name) if name in DRAWN else None
     span = torch.profiler.record_function(PHASES[name].words) if profiled else None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Optional
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile
@@ -34,6 +35,7 @@ class Profiler:
     """Profiles the iterations from --profile-step-start to --profile-step-end on this rank, if it is a chosen one.
 
     log: prints a line of the log, once for all ranks.
+    all_threads: whether passes also run outside of the main thread (`mpu/turns.py`).
     barrier: waits for all ranks. Starting a profile takes seconds, which must not appear as waits in the timeline.
     """
 
@@ -44,8 +46,9 @@ class Profiler:
         device: torch.device,
         log: Callable[[str], None],
         barrier: Callable[[], None] = lambda: None,
+        all_threads: bool = False,
     ):
-        self.barrier = barrier
+        self.barrier, self.all_threads = barrier, all_threads
         self.settings, self.rank, self.device, self.log = config.profiling, rank, device, log
         self.folder = Path(self.settings.profile_dir or local_folder(config.checkpoint.save or ".") / "profile")
         self.ranks = self.settings.profile_ranks or [0]
@@ -59,7 +62,10 @@ class Profiler:
             # No call stacks: with them torch 2.13 returns names that are not text (in half of the runs on this code).
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
             self.running = profile(
-                activities=activities, record_shapes=self.settings.profile_detailed, profile_memory=True
+                activities=activities,
+                record_shapes=self.settings.profile_detailed,
+                profile_memory=True,
+                experimental_config=_ExperimentalConfig(profile_all_threads=self.all_threads),
             )
             self.running.start()
             self.first = iteration

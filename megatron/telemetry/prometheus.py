@@ -36,7 +36,7 @@ GAUGES = {  # name without prefix -> help
     "learning_rate": "Learning rate of the last step",
     "grad_norm": "Norm of the gradient before clipping",
     "params_norm": "Norm of the parameters (--log-params-norm)",
-    "expert_load": "Largest and smallest load of a layer's experts in the last step, in means over them",
+    "expert_load": "Largest and smallest load of a layer's experts in the last logged step, in means over them",
     "loss_scale": "Loss scale",
     "batch_size": "Samples of the last step",
     "step_seconds": "Time of the last step",

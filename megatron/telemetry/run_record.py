@@ -4,11 +4,10 @@
 Kinds: `run` (first: resolved settings, versions, host, mesh), `start` (times before the first step), `step` (one per
 iteration), `eval` (`final`: at the end of training), `timers` (one per log interval, if they are on), `memory` (of the
 first rank, one per log interval), `ranks` (seconds of a step by part and rank), `experts` (tokens of a step by layer and
-expert), `save` (a checkpoint was written, or
-started), `spike` (that caused a rollback), `rewind` (to this iteration) and `end` (exit code and reason, unless the process
-was killed). The file only grows. A resumed run appends a `run` record with the iteration it starts from: it invalidates the
-`step`, `eval`, `ranks` and `experts` records of a killed run after that iteration, and `read_history` leaves them out. A
-line torn by the kill is skipped.
+expert), `save` (a checkpoint was written, or started), `spike` (that caused a rollback), `rewind` (to this iteration) and
+`end` (exit code and reason, unless the process was killed). The file only grows. A resumed run appends a `run` record with
+the iteration it starts from: it invalidates the `step`, `eval`, `ranks` and `experts` records of a killed run after that
+iteration, and `read_history` leaves them out. A line torn by the kill is skipped.
 """
 
 import functools

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.errors import Failure, SettingsError, UsageError, run_main
-from megatron.model.pruning import PruningOptions, TargetSizes
+from megatron.model.pruning import PruningOptions, TargetSizes, check_text
 from megatron.model.recipe import config_of, facts_of
 from megatron.settings.from_checkpoint import saved_record
 from megatron.settings.parse import parse_with_record
@@ -46,7 +46,7 @@ class CompressOptions:
     data_path: list[str] = setting("prefixes of token files that were held out, for loss and perplexity")
     valid_data: Optional[str] = setting("lambada_test.jsonl, for the accuracy on LAMBADA", None)
     calibration_data: Optional[list[str]] = setting(
-        "prefixes of token files for --prune-criterion taylor", None, "--calib-data-path"
+        "prefixes of token files for --prune-criterion taylor or load", None, "--calib-data-path"
     )
     calibration_samples: int = setting("samples of --calibration-data, evenly spaced", 64, "--calib-size")
     kd_alpha: float = setting("share of the loss on the teacher's logits", 0.5)
@@ -98,9 +98,7 @@ def check(training: Sequence[str], pruning: PruningOptions, options: CompressOpt
     """Raise UsageError for a training command that is missing or has this tool's flags, and for flags that miss another;
     SettingsError for values out of range.
     """
-    criterion = pruning.prune_criterion
-    if criterion in ("taylor", "load") and not options.calibration_data:
-        raise UsageError(f"--prune-criterion {criterion} needs --calibration-data: the text that is read")
+    check_text(pruning.prune_criterion, options.calibration_data)
     if wrong := out_of_range(options):
         raise SettingsError("; ".join(wrong.values()))
     if options.qat_lr and not options.qat_iters:

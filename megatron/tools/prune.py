@@ -19,7 +19,16 @@ from dataclasses import MISSING, dataclass
 from typing import Any, Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, run_main
-from megatron.model.pruning import ModelSizes, PruningOptions, TargetSizes, target_sizes, unit_words, untouched
+from megatron.model.pruning import (
+    ON_TEXT,
+    ModelSizes,
+    PruningOptions,
+    TargetSizes,
+    check_text,
+    target_sizes,
+    unit_words,
+    untouched,
+)
 from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import setting
@@ -29,30 +38,31 @@ from megatron.storage.urls import UrlPath, location
 
 @dataclass(frozen=True)
 class ToolOptions:
-    """The model, the folder of the smaller one, and the text for --prune-criterion taylor."""
+    """The model, the folder of the smaller one, and the text for --prune-criterion taylor or load."""
 
     load: str = setting("folder of checkpoints, or one checkpoint")
     save: str = setting("new folder for the checkpoint of the smaller model", MISSING, "--output")
-    calibration_data: Optional[list[str]] = setting("taylor: prefixes of token files, or folders", None, "--data-path")
-    calibration_samples: int = setting("taylor: samples of --calibration-data, evenly spaced", 64, "--calib-size")
-    seq_length: Optional[int] = setting("taylor: tokens of a sample (default: what the model can look at)", None)
+    calibration_data: Optional[list[str]] = setting(
+        "taylor, load: prefixes of token files, or folders", None, "--data-path"
+    )
+    calibration_samples: int = setting("taylor, load: samples of --calibration-data, evenly spaced", 64, "--calib-size")
+    seq_length: Optional[int] = setting("taylor, load: tokens of a sample (default: what the model can look at)", None)
     tensor_model_parallel_size: Optional[int] = setting(
         "tensor parallel size that the smaller model is checked for (default: that of its training)", None, "--tp"
     )
     ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
     device: Literal["auto", "cpu", "cuda"] = setting(
-        "taylor: auto: CUDA where there is one", "auto", also=dict(gpu="cuda")
+        "taylor, load: auto: CUDA where there is one", "auto", also=dict(gpu="cuda")
     )
     precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting(
-        "taylor: format of the passes (default: as trained)", None, "--bf16=bf16", "--fp16=fp16"
+        "taylor, load: format of the passes (default: as trained)", None, "--bf16=bf16", "--fp16=fp16"
     )
 
 
 # Settings of the smaller model that may differ from those of the larger one
 SHAPE = "num_layers num_experts hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size".split()
-ON_TEXT = ("taylor", "load")
-TAYLOR = Needs("--prune-criterion taylor or load", lambda s: s.prune_criterion in ON_TEXT)
-IDLE = dict.fromkeys(("calibration_data", "calibration_samples", "seq_length", "device", "precision"), TAYLOR)
+TEXT = Needs("--prune-criterion taylor or load", lambda s: s.prune_criterion in ON_TEXT)
+IDLE = dict.fromkeys(("calibration_data", "calibration_samples", "seq_length", "device", "precision"), TEXT)
 IDLE |= {"prune_skip": Needs("--prune-ratio", lambda s: s.prune_ratio is not None)}
 
 
@@ -132,8 +142,7 @@ def check(options: ToolOptions, how: PruningOptions, given: Mapping[str, Stateme
         raise UsageError(
             f"--save {options.save} is a URL", do="prune to a folder, and copy that (tools.checkpoint reshard)"
         )
-    if how.prune_criterion in ON_TEXT and not options.calibration_data:
-        raise UsageError(f"--prune-criterion {how.prune_criterion} needs --calibration-data: the text that is read")
+    check_text(how.prune_criterion, options.calibration_data)
     if options.calibration_samples < 1:
         raise SettingsError(f"--calibration-samples {options.calibration_samples}: has to be at least 1")
     for group in (options, how):

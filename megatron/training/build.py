@@ -163,7 +163,7 @@ def build_run(
         watch=watch,
         ranks=RankWatch(context, config.logging, events.rules if events else {}),
         state=start.state,
-        profiler=build_profiler(config, context, log),
+        profiler=build_profiler(config, context, model.pipeline, log),
         origin=origin_of(start, tokenizer, untrained(model.selection, model.facts, model.stages)),
         in_base=frozenset((start.record or {}).get(IN_BASE, ())),
         pending=Pending(defers_host_sync(config, context, model.optimizer)),
@@ -488,10 +488,10 @@ def record_rules(
     )
 
 
-def build_profiler(config: schema.Config, context: RankContext, log) -> Profiler:
+def build_profiler(config: schema.Config, context: RankContext, pipeline: Pipeline, log) -> Profiler:
     """Build the profiler of `--profile`."""
     barrier = partial(collectives.barrier, context.mesh.world)
-    return Profiler(config, context.mesh.rank, context.device, log, barrier)
+    return Profiler(config, context.mesh.rank, context.device, log, barrier, all_threads=pipeline.turns)
 
 
 def build_timers(settings: schema.Logging, context: RankContext) -> Optional[Timers]:

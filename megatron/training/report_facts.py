@@ -215,7 +215,7 @@ def experts(history: History) -> tuple[list[tuple[str, str]], Rows]:
         (f"{layer}: tokens of each expert", data_url(expert_map.expert_map(iterations, layers[layer])))
         for layer in shown
     ]
-    found = [expert_map.unbalance(layer, loads) for layer, loads in layers.items()]
+    found = [expert_map.imbalance(layer, loads) for layer, loads in layers.items()]
     worst = max(found, key=lambda one: one.largest)
     rows = [
         (

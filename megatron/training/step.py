@@ -13,7 +13,7 @@ from megatron.model.recipe import logged_means
 from megatron.optimizer.lr_schedule import decoupled_learning_rate, learning_rate, weight_decay
 from megatron.optimizer.update import choose
 from megatron.pipeline.execute import execute
-from megatron.pipeline.sharding import apart
+from megatron.pipeline.sharding import passes_of
 from megatron.pipeline.stage_outputs import StageOutputs
 from megatron.settings.batch import batch_size
 from megatron.telemetry.memory import peak_bytes
@@ -189,7 +189,7 @@ def forward_backward(
     """
     passes = run.passes
     ops = passes.pipeline.ops(passes.wire.axis.rank, len(batches))
-    ops = run.optimizer.messages.plan(ops if turns else apart(ops), passes.needs_gradient)
+    ops = run.optimizer.messages.plan(ops if turns else passes_of(ops), passes.needs_gradient)
     record = passes.recorder.record() if passes.recorder else None
     more = dict(timeline=record, on_op=on_op, returned=returned, seed=run.config.logging.seed)
     more |= dict(needs_gradient=passes.needs_gradient, messages=run.optimizer.messages)

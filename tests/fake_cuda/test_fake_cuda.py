@@ -118,7 +118,7 @@ IN_RING = {  # name: flags, rank, ranks, calls of its forward pass in two steps
 COUNTS = "tolist in megatron/model/experts/dispatch.py: _counted"  # how many rows go to each rank
 EXPERTS = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 EP, CAPACITY = "--expert-model-parallel-size 2", "--moe-expert-capacity-factor 1.0"
-FULL = "--recompute-granularity full"
+FULL, TURNS = "--recompute-granularity full", "--overlap-moe-expert-parallel-comm"
 WITH_EXPERTS = {  # name: flags, rank, ranks, reads of counts: layers of the stage x micro-batches
     "one process": (f"{EXPERTS} --global-batch-size 4", 0, 1, 0),
     "drops": (f"{EXPERTS} {CAPACITY} --moe-router-num-groups 2 --moe-router-group-topk 1", 0, 1, 2),
@@ -137,6 +137,13 @@ WITH_EXPERTS = {  # name: flags, rank, ranks, reads of counts: layers of the sta
     "pp2 ep2 zb-h1": (
         f"{EXPERTS} {EP} {PP} --pipeline-schedule zb-h1 --global-batch-size 16 --gradient-accumulation-fusion",
         3,
+        4,
+        2 * 4,
+    ),
+    "ep2, passes in turns, zero3": (f"{EXPERTS} {EP} {TURNS} --global-batch-size 8 --sharding-stage 3", 1, 2, 2 * 2),
+    "pp2 ep2 zb-v, passes in turns": (
+        f"{EXPERTS} {EP} {PP} {TURNS} --pipeline-schedule zb-v --global-batch-size 16",
+        2,
         4,
         2 * 4,
     ),

@@ -103,10 +103,11 @@ def test_a_file_that_lacks_an_expert_is_named(tmp_path):
 
 
 @pytest.mark.full
-def test_square_output_matrices_are_not_transposed(tmp_path):
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_square_output_matrices_are_not_transposed(kind, tmp_path):
     """An expert as wide as the model: a transposed matrix has the same shape."""
     pytest.importorskip("transformers")
-    model = BASES["mixtral"] | dict(moe_ffn_hidden_size=32)
+    model = BASES[kind] | dict(moe_ffn_hidden_size=32)
     assert Model(**model).expert_ffn_size == model["hidden_size"]
     save(tmp_path / "ours", model)
     to_hf(tmp_path, "--dtype", "fp32")

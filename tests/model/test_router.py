@@ -120,6 +120,11 @@ def test_sinkhorn_is_that_of_megatron_core_and_skips_padding():
     (case,) = of("sinkhorn")
     logits = tensor(case["logits"])
     torch.testing.assert_close(balancing.sinkhorn(logits), tensor(case["scores"]), rtol=1e-4, atol=1e-7)
+    made = router(**SINKHORN, hidden_size=4)
+    made.weight.data.copy_(torch.eye(4))  # its inputs are its logits
+    chosen, plain = tensor(case["scores"]).topk(1).indices, logits.topk(1).indices
+    assert torch.equal(made(logits.unsqueeze(1)).experts, chosen) and not torch.equal(chosen, plain)
+    assert torch.equal(made.eval()(logits.unsqueeze(1)).experts, plain)
     counted = torch.arange(10) < 7
     torch.testing.assert_close(balancing.sinkhorn(logits, counted)[:7], balancing.sinkhorn(logits[:7]))
 
@@ -206,6 +211,12 @@ def test_padding_is_not_counted():
         torch.testing.assert_close(found.sums[name], value)
     assert torch.equal(alone.load, padded.load)
     assert alone.load.sum() == S * B * 2
+    limited = router(moe_expert_capacity_factor=0.5, moe_token_drop_policy="position")
+    mask = torch.ones(S + 3, B)
+    mask[:3] = 0
+    first, other = (limited(torch.cat((rows, x)), mask).experts[3 * B :] for rows in (inputs(2)[:3], -inputs(2)[:3]))
+    assert torch.equal(first, other) and (first == E).any()  # it displaces no token
+    mask = mask.flip(0)
     alone, padded = router(**SINKHORN), router(**SINKHORN)
     experts = padded(torch.cat((x, 7 * inputs(2)[:3])), mask).experts
     assert torch.equal(experts[: S * B], alone(x).experts)
@@ -276,6 +287,10 @@ def test_jitter_is_drawn_by_sample_and_only_in_training():
     assert abs(noise.var().item() - 1 / 3) < 0.02
     plain = router()
     assert torch.equal(made.eval()(x).weights, plain(x).weights)
+    even = router(moe_input_jitter_eps=0.1, hidden_size=4, seq_length=256)
+    even.weight.data.copy_(torch.eye(4))  # logits are inputs
+    factors = even._logits(torch.ones(256, 3, 4), torch.tensor([1, 2, 3]))
+    assert 0.9 < factors.min() < 0.91 and 1.09 < factors.max() < 1.1 and abs(factors.mean() - 1) < 0.005
 
 
 def test_forced_balance_chooses_by_numbers_and_keeps_the_gradient():
@@ -345,7 +360,9 @@ FORCED = dict(moe_router_force_load_balancing=True)
 
 
 def routed(mesh: Mesh, settings: dict, steps: int = 2):
-    """Of this rank's rows: its sums and the gradient of its share of the loss, summed over ranks; and the loads."""
+    """Of this rank's rows: its sums in training and in an evaluation; the gradient of its share of the loss, summed over
+    ranks; and the loads.
+    """
     made, weights = router(mesh, **settings), expert_sums(model(**settings))
     recording, sums = RoutingRecord(), dict.fromkeys(weights, 0.0)
     attach([made], recording)
@@ -359,6 +376,9 @@ def routed(mesh: Mesh, settings: dict, steps: int = 2):
         total = total + (found.weights * torch.arange(1.0, found.weights.shape[1] + 1)).sum() / 100
         total.backward()
         sums = {name: sums[name] + found.sums[name].item() for name in sums}
+    with torch.no_grad():
+        evaluated = made.eval()(rows(inputs(9)), rows(mask), samples + 100).sums
+    sums |= {f"{name} of an evaluation": value.item() for name, value in evaluated.items()}
     return sums, made.weight.grad, made.load, recording.choices, mesh.coordinates
 
 

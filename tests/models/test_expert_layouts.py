@@ -22,6 +22,8 @@ from megatron.training.rules import resolve
 from tests.models import plain_experts as plain
 from tests.models.divisions import check_divisions, ranks_of
 from tests.models.plain_state import LAYERS, LINE, compare, read_all
+from tests.models.test_own_experts import EP2, EP4, ETP1, ETP2, PP2
+from tests.models.test_own_experts import TP2 as SP
 from tests.training.test_plain_loop import records
 
 pytestmark = pytest.mark.sampled(5)
@@ -69,11 +71,9 @@ FAMILIES = {
     "one expert": plain.Family(f"{GATED} --moe-router-pre-softmax --moe-router-topk 1", plain.softmax_of_all(1)),
 }
 PAD = "--moe-pad-expert-input-to-capacity"
-TP, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
-EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4 --micro-batch-size 1"
-ETP1, ETP2 = "--expert-tensor-parallel-size 1", "--expert-tensor-parallel-size 2"
+TP = "--tensor-model-parallel-size 2"
 CP2 = "--context-parallel-size 2"
-PP2, ZB = "--pipeline-model-parallel-size 2", "--pipeline-schedule zb-h1 --micro-batch-size 1"
+ZB = "--pipeline-schedule zb-h1 --micro-batch-size 1"
 INTERLEAVED = "--num-layers-per-virtual-pipeline-stage 1"
 V = "--pipeline-schedule zb-v --micro-batch-size 1"
 FULL = "--recompute-granularity full"
@@ -124,7 +124,8 @@ LAYOUTS = {
     "pp2 ep2 in a V, global loss, recomputed": (4, "global loss", f"{PP2} {EP2} {V} {FULL}"),
     "pp2 ep2 in a V, one expert": (4, "one expert", f"{PP2} {EP2} {V}"),
 }
-LONG = {  # of four ranks, or alike others: with --full
+LONG = {  # with --full: of four ranks, or like others
+    "ep2, zero3, capacity, recomputed",
     "pp2 ep2, zb-h1, capacity, padded",
     "cp2 ep2, aux loss, recomputed",
     "pp2 ep2, aux loss, interleaved",

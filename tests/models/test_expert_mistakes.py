@@ -440,9 +440,11 @@ def with_matches(change: Callable[[Match], Match]) -> Plant:
 
 
 def transposed(match: Match) -> Match:
-    if "experts.down" not in match.ours:
+    if "experts.down.weight" not in match.ours:
         return match
-    return match._replace(to_ours=lambda theirs: torch.stack(theirs).mT, to_theirs=lambda ours: list(ours.mT))
+    return match._replace(
+        to_ours=lambda theirs: match.to_ours(theirs).mT, to_theirs=lambda ours: match.to_theirs(ours.mT)
+    )
 
 
 def experts_of_the_first_rank(patch):
@@ -573,8 +575,11 @@ MISTAKES = {
     # exchange with other programs
     "experts of a file are ignored": Mistake(unknown_tensors_are_ignored, LACKING),
     "experts that a file lacks are zero": Mistake(missing_tensors_are_zero, LACKING),
-    "square matrices are transposed": Mistake(
-        with_matches(transposed), files(test_hf_experts.test_square_output_matrices_are_not_transposed)
+    "Mixtral's square matrices are transposed": Mistake(
+        with_matches(transposed), files(test_hf_experts.test_square_output_matrices_are_not_transposed, "mixtral")
+    ),
+    "gpt-oss's square matrices are transposed": Mistake(
+        with_matches(transposed), files(test_hf_experts.test_square_output_matrices_are_not_transposed, "gpt_oss")
     ),
     "an export has the experts of one rank": Mistake(
         experts_of_the_first_rank,

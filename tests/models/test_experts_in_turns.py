@@ -30,11 +30,18 @@ pytestmark = pytest.mark.sampled(5)
 TURNS = "--overlap-moe-expert-parallel-comm"
 ONE = f"{EP2} --micro-batch-size 1"
 LAYOUTS = {  # stages with and without experts, and of different numbers of them
-    "ep2, zero3": (2, "gated", f"{ONE} --sharding-stage 3 --overlap-param-gather --overlap-grad-reduce"),
+    # No auxiliary loss, whose gradient would gather a layer again.
+    "ep2, zero3": (2, "plain", f"{ONE} --sharding-stage 3 --overlap-param-gather --overlap-grad-reduce"),
     "ep2, zero3, groups of recomputed layers": (
         4,
         "plain",
         f"{ONE} --sharding-stage 3 {FULL} --recompute-num-layers 2",
+    ),
+    # Both passes run the same layer, whose shared expert comes after the last exchange.
+    "ep2, zero3, all layers recomputed together": (
+        2,
+        "gated",
+        f"{ONE} --sharding-stage 3 {FULL} --recompute-num-layers 4",
     ),
     "ep2, capacity, padded": (2, "capacity", f"{EP2} {PAD}"),
     "ep2, fused accumulation, recomputed MLP": (2, "gated", f"{ONE} --gradient-accumulation-fusion {MODULES} mlp"),

@@ -22,14 +22,12 @@ from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.mesh import Mesh
 from megatron.planner.preflight.ranks import Design, check_ranks
 from megatron.training.rules import check, resolve
-from tests.training.plain_loop import EOD, LAYERS, LENGTH, Job, decay_of, logits, plain_linear, rate_of, train
-from tests.training.test_plain_loop import FLAGS, SIX, compare, records
+from tests.training.plain_loop import EOD, LAYERS, LENGTH, Job, logits, plain_linear, train
+from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, records
 
 # Rounding makes steps of small differences, and Adam large ones of small gradients: a large epsilon keeps them apart.
-LINE = f"{FLAGS} {SIX} --lr 1e-2 --lr-decay-style constant --adam-eps 1e-1"
-PLAIN = dict(
-    batches=[8] * 6, rate=rate_of("constant", 1e-2, end=1), decay=decay_of("constant", 0, 0.01, total=1), eps=1e-1
-)
+LINE = f"{FLAGS} {SIX} {ADAM}".replace("--adam-eps 1e-4", "--adam-eps 1e-1")
+PLAIN_ROUNDED = PLAIN | dict(eps=1e-1)
 TP3, PP2 = "--tensor-model-parallel-size 3", "--pipeline-model-parallel-size 2"
 LAYOUTS = {
     "one process": (1, ""),
@@ -141,7 +139,7 @@ CASES = [(way, layout) for way in WAYS for layout in (LAYOUTS if "PACT" in WAYS[
 @cache
 def plain(way: str):
     own = Quantized(**WAYS[way][1])
-    outcome = train(Job(**PLAIN, linear=own, more=lambda seed: ALPHAS if own.pact else {}))
+    outcome = train(Job(**PLAIN_ROUNDED, linear=own, more=lambda seed: ALPHAS if own.pact else {}))
     outcome.tensors |= scales_of(own)
     return outcome
 
@@ -179,7 +177,7 @@ def test_weights_alone(tmp_path):
             weights = {**weights, f"{name}.weight": Round.apply(weight, largest, 7)}
         return plain_linear(weights, name, x)
 
-    compare(tmp_path, train(Job(**PLAIN, linear=linear)), rel=1e-6)
+    compare(tmp_path, train(Job(**PLAIN_ROUNDED, linear=linear)), rel=1e-6)
 
 
 def tensors(folder) -> dict[str, torch.Tensor]:
@@ -217,11 +215,11 @@ def test_a_plain_run_goes_on_with_it_and_is_evaluated(tmp_path, capsys):
     with Reader(base / "iter_0000002") as reader:
         start = {name: reader.read(name).double() for name in reader.tensors}
     own = Quantized(5)
-    outcome = train(Job(**PLAIN, linear=own, start=start))
+    outcome = train(Job(**PLAIN_ROUNDED, linear=own, start=start))
     [first, *_] = records(tmp_path / "own", "step")
     assert first["lm loss"] == pytest.approx(outcome.steps[0]["lm loss"], rel=1e-6)
     tokens = torch.randint(EOD, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    wanted = logits(outcome.tensors, tokens, Job(**PLAIN, linear=own))
+    wanted = logits(outcome.tensors, tokens, Job(**PLAIN_ROUNDED, linear=own))
     pretrain_gpt.main(f"{LINE} --train-iters 1 --finetune --load {tmp_path / 'own'}".split())
     assert "was trained with --linear *=fake_quantize; this run has plain layers" in capsys.readouterr().out
     model = load_model(str(tmp_path / "own")).model

@@ -29,13 +29,10 @@ from megatron.planner.preflight.ranks import Design, check_ranks
 from megatron.tools import checkpoint
 from megatron.training.rules import check, resolve
 from tests.models.test_quantization import LAYOUTS, LINEAR, MICRO_BATCHES, PP2, TP3, Quantized, Round, scales_of
-from tests.training.plain_loop import EOD, LAYERS, LENGTH, Job, decay_of, plain_linear, rate_of, train
-from tests.training.test_plain_loop import FLAGS, SIX, compare, records
+from tests.training.plain_loop import EOD, LAYERS, LENGTH, Job, plain_linear, rate_of, train
+from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, records
 
-LINE = f"{FLAGS} {SIX} --lr 1e-2 --lr-decay-style constant --adam-eps 1e-4"
-PLAIN = dict(
-    batches=[8] * 6, rate=rate_of("constant", 1e-2, end=1), decay=decay_of("constant", 0, 0.01, total=1), eps=1e-4
-)
+LINE = f"{FLAGS} {SIX} {ADAM}"
 SHARES = {1: 0.2, 3: 0.2 + 0.5 * (1 - 0.5**3), 5: 0.7}  # at steps, by the cubic formula
 WAYS = {
     "a growing share": (

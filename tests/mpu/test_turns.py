@@ -6,6 +6,8 @@ import threading
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.mpu import collectives, mappings
 from megatron.mpu.mesh import Mesh
@@ -113,6 +115,27 @@ def test_random_numbers_and_grad_mode_of_a_pass():
         turns.run(lambda: found.update(f=work(1, torch.no_grad)), lambda: found.update(b=work(2, torch.enable_grad)))
     for own, wanted in zip(found.values(), alone, strict=True):
         assert own[-1] == wanted[-1] and all(map(torch.equal, own[:-1], wanted[:-1]))
+
+
+class Counting(TorchFunctionMode):
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **kwargs or {})
+
+
+def test_modes_around_a_step_hold_in_both_passes():
+    x = torch.ones(2)
+
+    def work():
+        torch.add(x, 1)
+        pass_turn()
+
+    with Counting() as functions, FlopCounterMode(display=False) as products, TwoPasses() as turns:
+        before = functions.count
+        turns.run(work, lambda: (work(), torch.mm(torch.ones(2, 3), torch.ones(3, 4))))
+        assert functions.count - before >= 5 and products.get_total_flops() == 2 * 2 * 3 * 4
 
 
 def test_the_second_thread_counts_as_the_main_one(monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 from megatron.errors import DataError, SettingsError, StorageError
 from megatron.pipeline.check import main
 from megatron.pipeline.schedule import stage_map
+from megatron.pipeline.sharding import passes_of
 from megatron.pipeline.simulate import make_rank_schedules, simulate
 from megatron.pipeline.timeline import Timeline, read_timeline
 
@@ -80,14 +81,14 @@ def test_command_takes_costs():
             main(flags.split())
 
 
-def _timeline(late=0.0):
-    plan, stages = make_rank_schedules("zb-h1", 2, 3), stage_map("zb-h1", 2)
-    times = simulate(plan, stages)
+def _timeline(late=0.0, name="zb-h1", num_microbatches=3, hidden=None):
+    plan, stages = make_rank_schedules(name, 2, num_microbatches), stage_map(name, 2)
+    times = simulate(plan, stages, hidden=hidden)
     ranks = [
-        [(op, 5 + times[rank, op][0] + late * rank, 5 + times[rank, op][1] + late * rank) for op in ops]
+        [(op, 5 + times[rank, op][0] + late * rank, 5 + times[rank, op][1] + late * rank) for op in passes_of(ops)]
         for rank, ops in enumerate(plan)
     ]
-    return Timeline("zb-h1", stages, ranks)
+    return Timeline(name, stages, ranks)
 
 
 def test_a_timeline_survives_its_file_and_is_laid_over_the_simulation(tmp_path, capsys):
@@ -101,6 +102,32 @@ def test_a_timeline_survives_its_file_and_is_laid_over_the_simulation(tmp_path, 
     _timeline(late=1.0).write(str(path))
     main(["--timeline", str(path)])
     assert "ratio:     1.100" in capsys.readouterr().out
+
+
+def test_passes_in_turns_are_simulated_drawn_and_compared(tmp_path, capsys):
+    flags = "--pp 2 --micro 6 --schedule 1f1b --overlap-moe-expert-parallel-comm --exchange 0.3"
+    main([*flags.split(), "--svg", str(tmp_path / "one.svg")])
+    out = capsys.readouterr().out
+    # Each of (m + pp - 1) passes F and B, without the 0.6 that each of 5 pairs of the last rank saves.
+    assert re.search(rf"1f1b & +1 +{(6 + 2 - 1) * 3 - 5 * 0.6:.1f} ", out)
+    assert re.search(r"rank  1 \|  +F0-+F1&B0=+F2&B1=+F3&B2=+F4&B3=+F5&B4=+B5=+$", out, re.MULTILINE)
+    picture = (tmp_path / "one.svg").read_text()
+    assert (
+        picture.count("<title>") == 2 * 2 * 6 and picture.count('height="10"') == 2 * (3 + 5) and "5&amp;4<" in picture
+    )
+    path = tmp_path / "step.json"
+    own = dict(name="1f1b &", num_microbatches=6, hidden=lambda *_: 0.5)
+    _timeline(**own).write(str(path))
+    assert read_timeline(str(path)).plan == make_rank_schedules("1f1b &", 2, 6)
+    main(["--timeline", str(path)])
+    out = capsys.readouterr().out
+    assert "ratio:     1.000" in out and "F & B 2500.00 ms" in out and "F 1000.00 ms" in out
+    for more, words in (
+        ("--exchange 1.5", "must be a part of the time"),
+        ("--schedule gpipe", "no passes that could take"),
+    ):
+        with pytest.raises(SettingsError, match=words):
+            main([*flags.split(), *more.split()])
 
 
 HEAD = '{"schedule": "1f1b", "stages": [[0, 0]], "ranks": '

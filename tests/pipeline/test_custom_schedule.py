@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from dataclasses import replace
+
 import pytest
 
 from megatron.errors import SettingsError
@@ -48,6 +50,8 @@ def test_a_file_may_say_v(tmp_path):
         ("stages: zigzag\nF0 B0", "line 1: 'stages: zigzag' is not known"),
         ("stages: v\nF0 B0", "V need two model chunks"),
         ("F0 F0.2 B0.2 B0", "rank 0 never does B0.1"),
+        ("F0 & B0 F1 B1", "line 1: .*\n.*F0 & B0: the second waits for the first"),
+        ("F0 F1 & B0 B1\nF0 F1 & B0 B1", "deadlock"),
     ],
 )
 def test_a_broken_file_is_named_with_line_and_op(text, words, tmp_path):
@@ -59,6 +63,16 @@ def test_a_file_that_is_not_there():
     assert is_file("plans/mine") and is_file("mine.txt") and not is_file("zb-v")
     with pytest.raises(SettingsError, match="cannot be read"):
         read_schedule("nowhere.txt")
+
+
+def test_a_file_says_which_passes_take_turns(tmp_path):
+    own, apart = _file(tmp_path, "F0 F1 & B0 F2 & B1 B2"), tmp_path / "apart.txt"
+    asked = Parallel(pipeline_schedule=own, overlap_moe_expert_parallel_comm=True, expert_model_parallel_size=2)
+    pipeline = Pipeline.of(asked, 4, 3)
+    assert pipeline.turns and pipeline.ops(0, 3) == make_rank_schedules("1f1b &", 1, 3)[0]
+    apart.write_text("F0 B0 F1 B1")
+    with pytest.raises(SettingsError, match="says which passes take turns, by & between the two"):
+        Pipeline.of(replace(asked, pipeline_schedule=str(apart)), 4, 2)
 
 
 def test_a_file_has_to_fit_the_run(tmp_path):

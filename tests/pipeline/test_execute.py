@@ -12,6 +12,7 @@ from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.pipeline.execute import P2PCommunicator, execute
 from megatron.pipeline.schedule import TRAINING, default_chunks, looped, make_schedule, stage_map
+from megatron.pipeline.timeline import Timeline
 from megatron.pipeline.wire import open_channels
 
 WIDTH, ROWS = 8, 3
@@ -177,6 +178,16 @@ def test_ops_are_timed_in_order():
     assert [op for op, _, _ in record] == make_schedule("zb-v", 0, 1, 2)
     moments = [moment for _, start, end in record for moment in (start, end)]
     assert moments == sorted(moments)
+
+
+def test_passes_in_turns_are_timed_as_one():
+    """And learn what passes one after the other do."""
+    record = []
+    stages, others = _alone("1f1b &", 3, 1, timeline=record), _alone("1f1b", 3, 1)
+    timeline = Timeline("1f1b &", looped(1), [record])
+    assert timeline.plan == [make_schedule("1f1b &", 0, 1, 3)]
+    for one, other in zip(stages[0].parameters(), others[0].parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
 
 
 def test_an_output_is_freed_once_it_is_sent(run_ranks):

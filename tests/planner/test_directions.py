@@ -54,7 +54,7 @@ def test_memory_is_that_of_the_fullest_moment(monkeypatch):
     monkeypatch.setattr(memory.activations, "stage_saved_bytes", lambda *_: Counter(norms=10, mlp=30))
     monkeypatch.setattr(memory.activations, "deferred", lambda *_: 50)
     moments = lambda waiting: lambda *_: [((1,), (0,)), ((3,), (0,)), ((2,), (waiting,))]
-    layout = anything(schedule="zb-h1", pipeline=lambda layers: pipeline)
+    layout = anything(schedule="zb-h1", order="zb-h1", pipeline=lambda layers: pipeline)
     monkeypatch.setattr(memory, "most_held", moments(0))
     assert memory._kept(job, layout, 0) == {"norms": 30, "mlp": 90, "products that wait": 0}
     monkeypatch.setattr(memory, "most_held", moments(1))

@@ -8,8 +8,8 @@ import pytest
 
 from megatron.model.arguments import parse_any
 from megatron.pipeline.schedule import stage_map
-from megatron.pipeline.simulate import make_rank_schedules, simulate
-from megatron.planner.live import ShardingTimes
+from megatron.pipeline.simulate import hidden_by_turns, make_rank_schedules, simulate
+from megatron.planner.live import ShardingTimes, is_split
 from megatron.planner.problems import inspect
 from megatron.planner.speed import end_costs, layer_costs, step
 from megatron.planner.target import cluster_of
@@ -47,6 +47,44 @@ def test_spans_of_unequal_stages_are_the_simulators(schedule, chunks, pp, num_mi
         exact = ends(simulated(schedule, pp, num_microbatches, chunks, passes))
         found = unequal_span(schedule, pp, num_microbatches, chunks, passes, ShardingTimes(0))
         assert found == pytest.approx(exact, rel=1e-9 if num_microbatches <= 5 * pp else 0.01)
+
+
+@pytest.mark.parametrize("schedule, chunks", [("1f1b &", 1), ("interleaved &", 2), ("zb-h1 &", 1), ("zb-v &", 2)])
+@pytest.mark.parametrize("pp, num_microbatches", [(1, 40), (2, 3), (4, 16), (3, 32)])
+def test_spans_of_passes_in_turns_are_the_simulators(schedule, chunks, pp, num_microbatches):
+    if pp == 1 and schedule == "interleaved &":
+        return
+    draw = random.Random(pp)
+    passes = [(1 + draw.random(), 2 + draw.random()) for _ in range(pp * chunks)]
+    exchanges = [(0.6 * draw.random(), 0.9 * draw.random()) for _ in passes]
+    plan, stages = make_rank_schedules(schedule, pp, num_microbatches, chunks), stage_map(schedule, pp, chunks)
+    halves = 2 if is_split(schedule) else 1
+    of = lambda rank, op: stages.index((rank, op.chunk))
+    cost = lambda rank, op: passes[of(rank, op)][0] if op.kind == "F" else passes[of(rank, op)][1] / halves
+    hidden = lambda rank, one, other: hidden_by_turns(
+        (cost(rank, one), exchanges[of(rank, one)][0]), (cost(rank, other), exchanges[of(rank, other)][1])
+    )
+    exact = max(end for _, end in simulate(plan, stages, cost, hidden=hidden).values())
+    found = unequal_span(schedule, pp, num_microbatches, chunks, passes, ShardingTimes(0), exchanges)
+    assert found == pytest.approx(exact, rel=1e-9 if num_microbatches <= 5 * pp else 0.01)
+    assert found < unequal_span(schedule, pp, num_microbatches, chunks, passes, ShardingTimes(0))
+
+
+def test_turns_hide_no_more_exchanges_of_recomputed_experts():
+    """A backward pass then has four exchanges of a layer to the two of a forward pass, after whose last turn half of them
+    run alone.
+    """
+    flags = (
+        "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 512 --vocab-size 1000 --num-experts 8 "
+    )
+    flags += "--moe-router-topk 2 --ep 2 --micro-batch-size 2 --global-batch-size 16 --num-gpus 2 --device-name h100 "
+    saved = []
+    for more in ("", "--recompute-granularity full"):
+        apart, together = (
+            step(*looked_at(f"{flags} {more} {turns}")) for turns in ("", "--overlap-moe-expert-parallel-comm")
+        )
+        saved.append(apart.seconds - together.seconds)
+    assert saved[0] == pytest.approx(saved[1], rel=1e-6) and saved[0] > 0.4 * apart.parts["expert parallel"]
 
 
 @pytest.mark.parametrize("zero", [1, 3])

@@ -57,7 +57,7 @@ def test_the_log_of_training_is_kept_as_it_was_said(copy, quickstart):
 
 def test_the_quickstart_edits_no_lines_of_training(root):
     """What people read comes from the suite itself: no `sed` or `grep` stands behind the training."""
-    script = (root / "scripts/quickstart.sh").read_text(encoding="utf-8")
+    script = (root / "scripts/_steps.sh").read_text(encoding="utf-8")
     training = script[(start := script.index("megatron.tools.launch")) : script.index("rm -f", start)]
     assert "|" not in training and "--log-file" in training
 

@@ -44,6 +44,19 @@ def test_chosen_steps_of_chosen_ranks(run_ranks, tmp_path):
     assert "aten::" in tables.partition("\nMemory")[2]
 
 
+@pytest.mark.sampled(5)
+def test_passes_that_take_turns(run_ranks, tmp_path):
+    """Backward passes run in a thread of their own, and are in the trace, too. F0 F1 & B0 F2 & B1 B2."""
+    flags = (
+        f"{TINY} --global-batch-size 12 --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 "
+        f"--overlap-moe-expert-parallel-comm --profile-step-start 2 --profile-step-end 3 --profile-dir {tmp_path}"
+    )
+    run_ranks(2, lambda rank: pretrain_gpt.main(flags.split()))
+    names, layers, micro_batches = _names(tmp_path / "rank_0.trace.json.gz"), 2, 3
+    assert names.count("forward and backward in turns") == 2 and names.count("forward") == names.count("backward") == 1
+    assert names.count("aten::gelu_backward") == layers * micro_batches
+
+
 def test_its_table_of_memory_says_how_much(tmp_path):
     """What GELU's backward pass makes: 16 tokens x 2 sequences x 4 x 32 channels in fp32, 2 layers, 2 x 2 micro-batches."""
     flags = f"{TINY} --precision fp32 --profile-step-start 2 --profile-step-end 4 --profile-dir {tmp_path}"

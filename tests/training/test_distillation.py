@@ -86,18 +86,22 @@ def tensors(folder, step: int) -> dict[str, torch.Tensor]:
         return {name: reader.read(name) for name in reader.tensors}
 
 
+def weights_of(teacher: str) -> dict[str, torch.Tensor]:
+    with Reader(f"{teacher}/iter_0000001") as reader:
+        return {name: reader.read(name).double() for name in reader.tensors if not name.startswith("optimizer")}
+
+
+def of_logits(weights: dict[str, torch.Tensor], kind: str = "forward_kl", temperature: float = 1.0):
+    """The loss on the logits of a teacher with these weights."""
+    job = Job(**PLAIN)
+    return lambda scores, tokens: divergence(kind, logits(weights, tokens, job), scores, temperature)
+
+
 @cache
 def plain(teacher: str, way: str):
     """The student's training in plain PyTorch."""
     kind, temperature, alpha = WAYS[way][1]
-    with Reader(f"{teacher}/iter_0000001") as reader:
-        weights = {name: reader.read(name).double() for name in reader.tensors if not name.startswith("optimizer")}
-    job = Job(**PLAIN)
-
-    def of_teacher(scores, tokens):
-        return divergence(kind, logits(weights, tokens, job), scores, temperature)
-
-    return train(Job(**PLAIN, teacher=of_teacher, alpha=alpha))
+    return train(Job(**PLAIN, teacher=of_logits(weights_of(teacher), kind, temperature), alpha=alpha))
 
 
 @pytest.mark.sampled(5)
@@ -126,12 +130,7 @@ PAIRS = {"mse": {0: 1, 1: 3}, "cosine": {1: 2}}
 
 @cache
 def plain_hidden(teacher: str, way: str):
-    with Reader(f"{teacher}/iter_0000001") as reader:
-        weights = {name: reader.read(name).double() for name in reader.tensors if not name.startswith("optimizer")}
-    job = Job(**PLAIN)
-
-    def of_logits(scores, tokens):
-        return divergence("forward_kl", logits(weights, tokens, job), scores, 1.0)
+    weights, job = weights_of(teacher), Job(**PLAIN)
 
     def of_states(outputs, tokens, _):
         logits(weights, tokens, job, wanted := [])
@@ -140,7 +139,7 @@ def plain_hidden(teacher: str, way: str):
             return sum((a - b).square().mean(-1) for a, b in pairs)
         return sum(1 - torch.cosine_similarity(a, b, dim=-1) for a, b in pairs)
 
-    return train(Job(**PLAIN, teacher=of_logits, alpha=0.5, hidden_teacher=of_states))
+    return train(Job(**PLAIN, teacher=of_logits(weights), alpha=0.5, hidden_teacher=of_states))
 
 
 @pytest.mark.sampled(5)
@@ -186,19 +185,14 @@ def drawn(seed: int) -> dict[str, torch.Tensor]:
 
 @cache
 def plain_projected(teacher: str):
-    with Reader(f"{teacher}/iter_0000001") as reader:
-        weights = {name: reader.read(name).double() for name in reader.tensors if not name.startswith("optimizer")}
-    job = Job(**PLAIN)
-
-    def of_logits(scores, tokens):
-        return divergence("forward_kl", logits(weights, tokens, job), scores, 1.0)
+    weights, job = weights_of(teacher), Job(**PLAIN)
 
     def of_states(outputs, tokens, student):
         logits(weights, tokens, job, wanted := [])
         ours = [outputs[n] @ student[name].T for n, name in enumerate(NAMES)]
         return sum((a - wanted[b]).square().mean(-1) for a, b in zip(ours, (0, 2), strict=True))
 
-    return train(Job(**PLAIN, teacher=of_logits, alpha=0.5, hidden_teacher=of_states, more=drawn))
+    return train(Job(**PLAIN, teacher=of_logits(weights), alpha=0.5, hidden_teacher=of_states, more=drawn))
 
 
 @pytest.mark.sampled(5)
@@ -217,8 +211,9 @@ def test_projections_are_resumed_in_another_layout_and_left_out_later(teacher, r
     run_ranks(2, pretrain, f"{line} {PP2} --sharding-stage 3 --exit-interval 3")
     run_ranks(3, pretrain, f"{line} {TP3} --sequence-parallel --load {tmp_path}")
     compare(tmp_path, plain_projected(teacher))
-    with pytest.raises(SettingsError, match="--kd-hidden-projections: 0:36,1:36 in the checkpoint"):
+    with pytest.raises(SettingsError, match="--kd-hidden-projections: 0:36,1:36 in the checkpoint") as error:
         pretrain(0, f"{LINE} --load {tmp_path}")
+    assert "--kd-hidden-layers as before; or --finetune" in error.value.do
     model = load_model(str(tmp_path)).model
     assert not [name for name, _ in model.named_parameters() if "projection" in name]
     pretrain(

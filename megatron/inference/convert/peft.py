@@ -223,11 +223,11 @@ def from_peft(source: Path, out: Path, base: Path, state: dict[str, Any]) -> lis
     model["linear"] = ",".join(f"{target}={KIND}" for target in model["lora_target"].split(","))
     shaped = replace(config.model, **model)
     tensors = {}
-    for layer, (match, own) in found.items():
-        a, b = _to_ours(source, match, weights[match.ours], shaped, own, family.kind == "gpt2")
-        tensors |= {f"{layer}.{PAIR[0]}": a, f"{layer}.{PAIR[1]}": b}
-        if shaped.use_dora:
-            with Reader(base) as reader:
+    with Reader(base) as reader:
+        for layer, (match, own) in found.items():
+            a, b = _to_ours(source, match, weights[match.ours], shaped, own, family.kind == "gpt2")
+            tensors |= {f"{layer}.{PAIR[0]}": a, f"{layer}.{PAIR[1]}": b}
+            if shaped.use_dora:
                 tensors[f"{layer}.{MAGNITUDE}"] = _magnitudes(reader, match, own, family.kind == "gpt2")
     record = {
         **saved,

@@ -5,7 +5,7 @@ from megatron.model.bert.settings import own_settings
 from megatron.model.experts.rules import NO_EXPERTS
 from megatron.model.gpt.rules import IDLE, NO_RELATIVE
 from megatron.model.gpt.rules import RULES as GPT_RULES
-from megatron.model.t5.rules import refused
+from megatron.model.t5.rules import NO_SINKS, refused
 from megatron.settings.rules import Rule
 
 RULES = (
@@ -34,10 +34,7 @@ RULES = (
         "window_size qk_layernorm apply_query_key_layer_scaling add_qkv_bias query_pre_attn_scalar",
         "this model's attention does not have it",
     ),
-    Rule(
-        lambda s: s.softmax_type != "vanilla",
-        lambda s: f"--softmax-type {s.softmax_type}: this model's attention does not have it; leave it out",
-    ),
+    NO_SINKS,
     *refused(
         "geglu scale_embedding quick_geglu activation_func_clamp_value glu_linear_offset", "this model does not have it"
     ),

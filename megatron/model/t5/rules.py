@@ -30,6 +30,10 @@ def refused(names: str, why: str) -> tuple[Rule, ...]:
     )
 
 
+NO_SINKS = Rule(
+    lambda s: s.softmax_type != "vanilla",
+    lambda s: f"--softmax-type {s.softmax_type}: this model's attention does not have it; leave it out",
+)
 DIVISIBLE_TARGET = Rule(
     lambda s: s.sequence_parallel and _target(s) % s.tp,
     lambda s: (
@@ -89,10 +93,7 @@ RULES = (
         "window_size qk_layernorm apply_query_key_layer_scaling add_qkv_bias query_pre_attn_scalar",
         "this model's attention does not have it",
     ),
-    Rule(
-        lambda s: s.softmax_type != "vanilla",
-        lambda s: f"--softmax-type {s.softmax_type}: this model's attention does not have it; leave it out",
-    ),
+    NO_SINKS,
     *refused("geglu", "say --feed-forward-proj gated-gelu"),
     *refused(
         "scale_embedding quick_geglu activation_func_clamp_value glu_linear_offset", "this model does not have it"

@@ -185,9 +185,9 @@ def check_schedule(design: Design) -> Check:
         else min(num_microbatches, max(8, 3 * pipeline.pp) + num_microbatches % pipeline.pp)
     )
     ops = (
-        pipeline.custom.plan
+        pipeline.custom.lists
         if pipeline.custom
-        else make_rank_schedules(pipeline.name, pipeline.pp, short, pipeline.chunks)
+        else make_rank_schedules(pipeline.order, pipeline.pp, short, pipeline.chunks)
     )
     fault = ""
     try:
