@@ -372,7 +372,10 @@ def test_adapters_begin_with_adapters_and_are_not_dropped(base, tmp_path, capsys
     with pytest.raises(SettingsError, match="were trained without --use-dora, this run is with it"):
         pretrain(0, f"{PAIRS} --use-dora --finetune --load {ours} --save {tmp_path / 'no'}")
     pretrain(0, f"{PAIRS.replace('6', '3')} --finetune --load {ours} --save {tmp_path / 'half'} --train-iters 1")
-    assert "products of adapters are multiplied by 0.75 (--lora-alpha), in the checkpoint by 1.5" in capsys.readouterr().out
+    assert (
+        "products of adapters are multiplied by 0.75 (--lora-alpha), in the checkpoint by 1.5"
+        in capsys.readouterr().out
+    )
     pretrain(0, f"{PAIRS} --finetune --load {ours} --save {tmp_path / 'more'} --train-iters 1")
     with Reader(tmp_path / "more/iter_0000001") as reader:
         assert reader.state["base"]["path"] == str(base / "iter_0000002")
