@@ -19,7 +19,6 @@ rounds of --warmup.
 
 import argparse
 import json
-import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from peer_steps import Times, adamw_step, cpu_seconds
 
 from megatron.data.loader import named_batch
 from megatron.fused_kernels.cpu import keep_memory
@@ -121,27 +121,8 @@ def hugging_face_model(model: str, size: Size, attention: str) -> torch.nn.Modul
 def hugging_face(attention: str, half: bool, compiled: bool, model: str, size: Size) -> Callable[[Arrays], float]:
     """A step of transformers' model with fused AdamW. half: weights are bf16, and the optimizer has fp32 ones."""
     module = hugging_face_model(model, size, attention)
-    weights = list((module.bfloat16() if half else module).parameters())
-    main = [weight.detach().float().requires_grad_() for weight in weights] if half else weights
-    optimizer = torch.optim.AdamW(main, lr=3e-4, weight_decay=0.1, fused=True)
     run = torch.compile(module) if compiled else module
-
-    def step(arrays: Arrays) -> float:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not half):
-            loss = run(**hugging_face_inputs(model, arrays)).loss
-        loss.backward()
-        if half:
-            for weight, own in zip(weights, main):
-                own.grad, weight.grad = weight.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(main, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if half:
-            with torch.no_grad():
-                torch._foreach_copy_(weights, main)
-        return loss.item()
-
-    return step
+    return adamw_step(module, half, not half, lambda arrays: run(**hugging_face_inputs(model, arrays)).loss)
 
 
 def hugging_face_inputs(model: str, arrays: Arrays) -> Arrays:
@@ -163,18 +144,6 @@ CONTENDERS = {"ours": partial(ours, ""), "ours-compiled": partial(ours, "--torch
     for attention in ("sdpa", "eager")
     for weights in ("bf16", "autocast")
 }
-
-
-class Times(NamedTuple):
-    """Of the steps of a contender, in rounds: seconds by the clock, and CPU seconds of all threads."""
-
-    wall: list[float]
-    cpu: list[float]
-
-
-def cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def measured(model: str, size: Size, full: bool, names: list[str], warmup: int, rounds: int) -> dict[str, Times]:

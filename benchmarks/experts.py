@@ -27,7 +27,6 @@ import io
 import itertools
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -39,6 +38,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from peer_steps import Times, adamw_step, cpu_seconds
 
 import pretrain_gpt
 from megatron.fused_kernels.cpu import keep_memory
@@ -118,29 +118,14 @@ def hugging_face(
 ) -> Callable[[], None]:
     """A step of transformers' Mixtral. main: weights are bf16, and the optimizer has fp32 ones; otherwise autocast."""
     module, half = mixtral(shape, attention, experts), precision == "bf16"
-    weights = list((module.bfloat16() if main else module).parameters())
-    masters = [weight.detach().float().requires_grad_() for weight in weights] if main else weights
-    optimizer = torch.optim.AdamW(masters, lr=3e-4, weight_decay=0.1, fused=True)
     run = torch.compile(module) if compiled else module
 
-    def step() -> None:
+    def loss() -> torch.Tensor:
         tokens = torch.randint(VOCABULARY, (shape.batch, shape.length + 1))
         inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half and not main):
-            loss = run(inputs, labels=labels, shift_labels=labels).loss
-        loss.backward()
-        if main:
-            for weight, master in zip(weights, masters):
-                master.grad, weight.grad = weight.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if main:
-            with torch.no_grad():
-                torch._foreach_copy_(weights, masters)
-        loss.item()
+        return run(inputs, labels=labels, shift_labels=labels).loss
 
-    return step
+    return adamw_step(module, main, half and not main, loss)
 
 
 def peers(precision: str, which: str) -> dict[str, Callable]:
@@ -159,13 +144,6 @@ BEST = {
 }
 
 
-class Times(NamedTuple):
-    """Of the steps of a contender, in rounds: seconds by the clock, and CPU seconds of all threads."""
-
-    wall: list[float]
-    cpu: list[float]
-
-
 def measure(contenders: dict[str, Callable[[], None]], rounds: int, warmup: int) -> dict[str, Times]:
     """The times of steps that take turns."""
     times = {name: Times([], []) for name in contenders}
@@ -177,11 +155,6 @@ def measure(contenders: dict[str, Callable[[], None]], rounds: int, warmup: int)
                 times[name].wall.append(time.perf_counter() - start[0])
                 times[name].cpu.append(cpu_seconds() - start[1])
     return times
-
-
-def cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def ratio(other: list[float], own: list[float]) -> float:
