@@ -114,12 +114,10 @@ def refuse_another_run(config: Config, saved: dict[str, dict], same_words: bool 
     allowed = overridden(config) | (VOCABULARY if same_words else set())
     refused = [change for change in dangerous if change.name not in allowed]
     names = ",".join([*(change.name.replace("_", "-") for change in refused), *_with_other_samples(config, refused)])
-    _refuse(
-        config,
-        refused,
-        "the checkpoint is of a run with other settings, on which the results depend",
-        f"give the checkpoint's settings, or --override {names} to continue with these",
-    )
+    do = f"give the checkpoint's settings, or --override {names} to continue with these"
+    if any(change.name == "kd_hidden_projections" for change in refused):  # other weights: --override is not enough
+        do = "give --teacher-load and --kd-hidden-layers as before; or --finetune, which begins a new run with the weights"
+    _refuse(config, refused, "the checkpoint is of a run with other settings, on which the results depend", do)
 
 
 def _reshapes(config: Config, change: Change) -> bool:

@@ -16,7 +16,6 @@ from typing import Optional
 
 import torch
 
-from megatron.errors import SettingsError
 from megatron.model.fake_quantize import has_part
 from megatron.model.lora_product import LoRAProduct
 from megatron.mpu import collectives
@@ -46,12 +45,7 @@ class DoRAProduct(LoRAProduct):
         return super().grad_input(multiply, (self.scaled(gradient[0], weight[3]), *gradient[1:]), weight[:3])
 
     def for_backward(self, parameters: Operand, trained: tuple[bool, ...], later: bool):
-        if trained[0]:
-            raise SettingsError(
-                f"--use-dora: the weight of {self.name} is trained, too",
-                "magnitudes are those of a frozen weight's rows",
-                "leave it out of --train-only, or its layer out of --lora-target",
-            )
+        assert not trained[0], "model/facts.py refuses it"
         weight, *own = (one.clone() for one in parameters) if later else parameters
         return self.weight_operand(*parameters), partial(self._grads_beside, trained, weight.shape, (*own, weight))
 

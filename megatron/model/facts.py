@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Optional
 
+from megatron.errors import SettingsError
 from megatron.model.layer_ops import ATTENTION, LAYER, Collective, CoreAttention, LayerOp, Product, RankSetup, Residual
 from megatron.model.linear_kinds import WEIGHT, Chosen, chosen_of, linear_layers, with_own_weights
 from megatron.model.lora import PAIR
@@ -410,6 +411,12 @@ def _learned(facts: Facts, selection: Selection) -> tuple[frozenset[str], tuple[
             trained |= {layer} - {name.removesuffix(WEIGHT) for name in frozen}
             pair = table.get(f"{layer}.{PAIR[0]}")
             if pair and facts.settings.use_dora:  # a third product of the weight's size, and its input
+                if layer + WEIGHT not in frozen:
+                    raise SettingsError(
+                        f"--use-dora: the weight of blocks.{n}.{layer} is trained, too",
+                        "magnitudes are those of a frozen weight's rows",
+                        "leave it out of --train-only, or its layer out of --lora-target",
+                    )
                 trained.add(layer)
             elif pair:
                 pairs[layer] = max(pairs.get(layer, 0), pair.shape[0])

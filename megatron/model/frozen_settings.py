@@ -76,9 +76,12 @@ def layer_pairs(run: schema.Config, teacher: schema.Config) -> dict[int, int]:
             n: (n + 1) * layers // student - 1 if layers >= student else n * layers // student for n in range(student)
         }
     try:
-        pairs = {int(a): int(b) for a, b in (pair.split(":") for pair in text.replace(",", " ").split())}
+        given = [(int(a), int(b)) for a, b in (pair.split(":") for pair in text.replace(",", " ").split())]
     except ValueError:
         raise SettingsError(f"{flag}: give pairs of layers, student:teacher, as in 0:1,1:3, or even") from None
+    pairs = dict(given)
+    if len(pairs) < len(given):
+        raise SettingsError(f"{flag}: a layer of the student learns from one layer of the teacher", do="name it once")
     for name, number, count in [("student", a, student) for a in pairs] + [
         ("teacher", b, layers) for b in pairs.values()
     ]:

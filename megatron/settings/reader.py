@@ -491,7 +491,10 @@ class SettingsReader:
             return
         mine, theirs = (record.get("model_type", "GPT") for record in (values, record["config"]["model"]))
         if theirs not in (mine, *(starts_from if values.get("finetune") else ())):
-            self.problems.append(f"{origin}: {where} holds a model of type {theirs}, and this command trains {mine}")
+            begin = "; --finetune begins a new run with its weights" if theirs in starts_from else ""
+            self.problems.append(
+                f"{origin}: {where} holds a model of type {theirs}, and this command trains {mine}{begin}"
+            )
             return
         said = {name for name, one in chosen.items() if one.source > SaidBy.RECIPE}
         self.say(shape_of(record, settings_of_shape(groups), said), SaidBy.PRESET, f"{origin} {where}")

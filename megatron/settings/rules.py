@@ -85,7 +85,7 @@ RANGES = {  # what a value must be -> test, fields
         spike_skip_steps recompute_num_layers muon_num_ns_steps max_global_batch_size world_size local_world_size top
         straggler_minmax_count lora_rank sparsity_frequency prompt_length output_length max_batch_size
         moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups
-        moe_router_group_topk""",
+        moe_router_group_topk qat_iters""",
     ),
     "at least 2 and at most 8": (lambda v: 2 <= v <= 8, "weight_bits activation_bits"),
     "at least 32": (lambda v: v >= 32, "spike_window"),  # spikes.ENOUGH: fewer steps are not judged
@@ -107,7 +107,7 @@ RANGES = {  # what a value must be -> test, fields
         rope_scaling_high_freq_factor yarn_beta_fast yarn_beta_slow decoupled_lr
         muon_extra_scale_factor lora_alpha kd_temperature kd_hidden_coeff moe_router_topk_scaling_factor
         moe_expert_capacity_factor
-        initial_loss_scale min_loss_scale spike_threshold device_memory_gb mtbf params tokens""",
+        initial_loss_scale min_loss_scale spike_threshold device_memory_gb mtbf params tokens qat_lr""",
     ),
     "at least 0 and below 1": (
         lambda v: 0 <= v < 1,

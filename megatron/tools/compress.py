@@ -26,6 +26,7 @@ from megatron.model.pruning import PruningOptions, TargetSizes, check_text
 from megatron.model.recipe import config_of, facts_of
 from megatron.settings.from_checkpoint import saved_record
 from megatron.settings.parse import parse_with_record
+from megatron.settings.rules import out_of_range
 from megatron.settings.schema import setting
 from megatron.settings.statements import Statement
 from megatron.storage.durable import write_synced
@@ -94,8 +95,14 @@ def main(argv: list[str]) -> None:
 
 
 def check(training: Sequence[str], pruning: PruningOptions, options: CompressOptions) -> None:
-    """Raise UsageError for a training command that is missing or has this tool's flags, and for a missing text."""
+    """Raise UsageError for a training command that is missing or has this tool's flags, and for flags that miss another;
+    SettingsError for values out of range.
+    """
     check_text(pruning.prune_criterion, options.calibration_data)
+    if wrong := out_of_range(options):
+        raise SettingsError("; ".join(wrong.values()))
+    if options.qat_lr and not options.qat_iters:
+        raise UsageError("--qat-lr: there is no quantization aware training", do="give its steps, --qat-iters N")
     if not training:
         raise UsageError("the command that trains is missing", do=f"{PROG} ... -- python pretrain_gpt.py ...")
     for word in training:
@@ -196,7 +203,7 @@ def output_of(command: Sequence[str]) -> str:
     """The output of a command. Raises Failure with its exit code if it fails."""
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
     if done.returncode:
-        said = f"{shlex.join(command)} ended with code {done.returncode}"
+        said = f"python {shlex.join(command)} ended with code {done.returncode}"
         raise failed(said, done.stderr.strip(), code=done.returncode)
     return done.stdout
 

@@ -27,6 +27,7 @@ from megatron.model.experts.upcycling import (
     source_of,
     upcycled_settings,
 )
+from megatron.model.lora import scale_of
 from megatron.model.recipe import config_of, recipe_of
 from megatron.mpu.initialize import RankContext
 from megatron.optimizer.zero import DistributedOptimizer
@@ -113,10 +114,9 @@ def load(
     notices = _notices(restored, record, vocabulary)
     record |= _base(config, context, restored.path, record)
     if settings.finetune:
-        notices += _other_kinds(config, record)
-        notices += changes.other_arithmetic(
-            config, recipe_of(config).part(config, _with_experts(config, record["config"]))
-        )
+        notices += [*_other_kinds(config, record), *_other_scale(config, record)]
+        saved = recipe_of(config).part(config, _with_experts(config, record["config"]))
+        notices += changes.other_arithmetic(config, saved)
         return fresh, record, notices + upcycled + new_weights(() if upcycled else restored.reinitialized)
     if not weights_only:
         optimizer.step_count = record["optimizer_steps"]
@@ -194,6 +194,15 @@ def _other_kinds(config: schema.Config, record: dict[str, Any]) -> list[str]:
     return [f"the checkpoint was trained with --linear {before}; this run has {now or 'plain layers'}"]
 
 
+def _other_scale(config: schema.Config, record: dict[str, Any]) -> list[str]:
+    """A notice if the checkpoint's adapters counted more, or less, than they do in this run."""
+    if None in (record["config"]["model"].get("lora_rank"), config.model.lora_rank):
+        return []
+    before, now = scale_of(config_of(record["config"]).model), scale_of(config.model)
+    said = f"products of adapters are multiplied by {now:g} (--lora-alpha), in the checkpoint by {before:g}"
+    return [said] * (before != now)
+
+
 def _reinitialize(config: schema.Config) -> Callable[[str, bool], bool]:
     """`Recipe.reinitialize`, extended by weights of linear kinds that the checkpoint does not have."""
     recipe = recipe_of(config)
@@ -237,13 +246,20 @@ def _refuse_another_trunk(config: schema.Config, saved: dict[str, Any]) -> None:
 
 
 def _refuse_lost_adapters(config: schema.Config, saved: dict[str, Any]) -> None:
-    """Raise SettingsError if the checkpoint has adapters and this run does not."""
-    rank = saved.get("model", {}).get("lora_rank")
-    if rank is not None and config.model.lora_rank is None:
+    """Raise SettingsError if the checkpoint has adapters and this run does not, or computes with them otherwise."""
+    before, now = saved.get("model", {}), config.model
+    rank, merge = before.get("lora_rank"), "merge them first: python -m megatron.tools.checkpoint merge-lora"
+    if rank is not None and now.lora_rank is None:
         raise SettingsError(
             f"{config.checkpoint.load} has adapters (--lora-rank {rank}), which this run would drop",
-            do="add --lora-rank and the other flags of its adapters to train them; or merge them first: "
-            "python -m megatron.tools.checkpoint merge-lora",
+            do=f"add --lora-rank and the other flags of its adapters to train them; or {merge}",
+        )
+    if rank is not None and (dora := bool(before.get("use_dora"))) != now.use_dora:
+        raise SettingsError(
+            f"the adapters of {config.checkpoint.load} were trained with{'out' * now.use_dora} --use-dora, this run is "
+            f"with{'out' * dora} it",
+            "the same pairs would give other outputs",
+            f"{'give' if dora else 'leave out'} --use-dora; or {merge}",
         )
 
 

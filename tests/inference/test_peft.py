@@ -167,6 +167,7 @@ def test_wrong_files_are_refused(tmp_path):
 
     for tensors, said in (
         ({**pair, "base_model.model.lm_head.weight": torch.ones(50, 32)}, "lm_head.weight .* is no half of a pair"),
+        ({**pair, f"{own}.lora_magnitude_vector": torch.ones(96)}, "has norms of DoRA .*, and .* has no use_dora"),
         ({name: x for name, x in pair.items() if "lora_A" in name}, "has half of a pair: transformer.h.0.attn.c_attn"),
         ({name.replace("h.0", "h.7"): x for name, x in pair.items()}, r"that this model does not have: .*h\.7\.attn"),
         ({name.replace("attn.c_attn", "wte"): x for name, x in pair.items()}, "not have: transformer.h.0.wte"),

@@ -19,6 +19,7 @@ import finetune
 import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
+from megatron.inference.convert.merged import magnitude, with_norms
 from megatron.inference.load import load_model
 from megatron.model import weights
 from megatron.model.arguments import parse_any
@@ -250,6 +251,16 @@ def test_products_against_autograd(way, split, dropout, dora):
     )
 
 
+def test_a_row_of_zeros_merges_as_it_computes():
+    layer = made(split=False, dora=True).requires_grad_(False).eval()
+    for one in (layer.weight, layer.lora_b):
+        one.flatten(0, -2)[2] = 0
+    eye, row = torch.eye(INPUTS, dtype=torch.float64).unsqueeze(1), layer.weight.flatten(0, -2)
+    moved = without_bias(layer, eye, split=False).squeeze(1).T
+    found = with_norms(moved, magnitude(row, layer.lora_magnitude.flatten(0, -2)))
+    torch.testing.assert_close(found, (layer(eye) - layer.bias.flatten()).squeeze(1).T, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("target, pairs", [("*", 4), ("attention.qkv", 1)])
 def test_the_gradient_of_a_frozen_weight_is_never_computed(target, pairs):
     """Products of a step: one each in the two passes for a frozen weight, and those of a pair beside them."""
@@ -352,12 +363,19 @@ def test_the_base_may_move_and_be_resharded_and_no_other_is_taken(base, tmp_path
         pretrain(0, f"{PAIRS} --load {tmp_path / 'new'} --train-iters 3 --override train_iters")
 
 
-def test_adapters_begin_with_adapters_and_are_not_dropped(base, tmp_path):
+def test_adapters_begin_with_adapters_and_are_not_dropped(base, tmp_path, capsys):
     ours = adapted(base, tmp_path / "ours")
     with pytest.raises(SettingsError, match=r"has adapters \(--lora-rank 4\), which this run would drop"):
         pretrain(0, f"--finetune --load {ours} --save {tmp_path / 'no'}")
     with pytest.raises(SettingsError, match="--lora-alpha: 6.0 in the checkpoint, 7.0 now"):
         pretrain(0, f"{PAIRS.replace('6', '7')} --load {ours} --save {tmp_path / 'no'}")
+    with pytest.raises(SettingsError, match="were trained without --use-dora, this run is with it"):
+        pretrain(0, f"{PAIRS} --use-dora --finetune --load {ours} --save {tmp_path / 'no'}")
+    pretrain(0, f"{PAIRS.replace('6', '3')} --finetune --load {ours} --save {tmp_path / 'half'} --train-iters 1")
+    assert (
+        "products of adapters are multiplied by 0.75 (--lora-alpha), in the checkpoint by 1.5"
+        in capsys.readouterr().out
+    )
     pretrain(0, f"{PAIRS} --finetune --load {ours} --save {tmp_path / 'more'} --train-iters 1")
     with Reader(tmp_path / "more/iter_0000001") as reader:
         assert reader.state["base"]["path"] == str(base / "iter_0000002")
@@ -438,7 +456,7 @@ def test_what_cannot_be_is_said(flags, said):
 
 
 def test_a_trained_weight_has_no_direction_of_its_own():
-    with pytest.raises(SettingsError, match="--use-dora: the weight of blocks.1.mlp.down is trained, too"):
+    with pytest.raises(SettingsError, match="--use-dora: the weight of blocks.0.mlp.down is trained, too"):
         pretrain(0, "--lora-rank 2 --use-dora --train-only *mlp.down.weight")
 
 

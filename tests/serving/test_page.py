@@ -214,6 +214,31 @@ def test_a_conversation(visit, two):
     assert page.locator(".text").text_content() == "one" + ByteTokenizer().decode(answer("one", 20, 3))
 
 
+def test_a_conversation_beside_a_model_that_refuses(visit, two):
+    """A model without a template does not end the other's conversation."""
+    tuned = two.service.models["tuned"]
+    template, tuned.template = tuned.template, None
+    try:
+        page = visit(two.url, allowed=["400 (Bad Request)"])
+        wait_for(page, "document.querySelector('#model-0').value === 'base'")
+        page.select_option("#mode", "chat")
+        page.select_option("#model-1", "tuned")
+        page.fill("#seed", "3")
+        page.fill("#max_tokens", "20")
+        for text, count in (("one", 1), ("two", 2)):
+            page.fill("#prompt", text)
+            page.keyboard.press("Control+Enter")
+            wait_for(
+                page,
+                f"document.querySelectorAll('.trouble').length === {count} && document.querySelector('#cancel').disabled",
+            )
+    finally:
+        tuned.template = template
+    first = ByteTokenizer().decode(answer("<one>", 20, 3))
+    shown = page.locator("[data-model=base] .answer").all_text_contents()
+    assert shown == [first, ByteTokenizer().decode(answer(f"<one><{first}><two>", 20, 3))]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_telephone(visit, two, scheme):
     page = visit(two.url, width=400, scheme=scheme)

@@ -9,6 +9,7 @@ import torch
 
 import finetune
 import pretrain_gpt
+from megatron.errors import UsageError
 from megatron.inference.convert.huggingface import to_hf
 from megatron.inference.convert.merged import merge
 from megatron.inference.convert.upcycled import upcycle
@@ -126,6 +127,8 @@ def test_pretraining_goes_on_from_a_tuned_model(tuned, tmp_path):
     now, before = weights_of(tmp_path), weights_of(tuned)
     assert now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in now)
     assert load_model(str(tmp_path)).config.model.model_type == "GPT"
+    with pytest.raises(UsageError, match="this command trains GPT; --finetune begins a new run with its weights"):
+        pretrain_gpt.main(f"{line} {RUN}".removeprefix("--finetune ").split())
 
 
 def test_a_merged_checkpoint_has_the_template(base, tmp_path):

@@ -93,6 +93,11 @@ def test_what_cannot_be_is_said(tmp_path):
         compress.main(f"{line} -- python pretrain_gpt.py --finetune".split())
     with pytest.raises(UsageError, match="taylor needs --calibration-data"):
         compress.main(f"{line} --prune-criterion taylor -- python pretrain_gpt.py".split())
+    with pytest.raises(UsageError, match="--qat-lr: there is no quantization aware training"):
+        compress.main(f"{line} --qat-lr 1e-4 -- python pretrain_gpt.py".split())
+    for words, said in (("--qat-iters 0", "at least 1"), ("--qat-lr -1", "above 0"), ("--kd-alpha 2", "at most 1")):
+        with pytest.raises(SettingsError, match=f"{words}.* must be .*{said}"):
+            compress.main(f"{line} {words} -- python pretrain_gpt.py".split())
     with pytest.raises(Failure, match="ended with code 4") as error:
         compress.output_of(["-c", "raise SystemExit(4)"])
     assert error.value.code == 4

@@ -157,6 +157,7 @@ def test_hidden_states_are_those_of_the_plain_loop(way, layout, wide_teacher, ru
     [
         ("--kd-hidden-layers 0:4", "the teacher has layers 0 to 3, and no layer 4"),
         ("--kd-hidden-layers 2:1", "the student has layers 0 to 1, and no layer 2"),
+        ("--kd-hidden-layers 0:1,0:2", "a layer of the student learns from one layer of the teacher"),
         ("--kd-hidden-layers last", "give pairs of layers, student:teacher, as in 0:1,1:3, or even"),
         (
             "--kd-hidden-layers 0:1 --hidden-size 36 --kd-hidden-projections 0:12",
@@ -210,8 +211,9 @@ def test_projections_are_resumed_in_another_layout_and_left_out_later(teacher, r
     run_ranks(2, pretrain, f"{line} {PP2} --sharding-stage 3 --exit-interval 3")
     run_ranks(3, pretrain, f"{line} {TP3} --sequence-parallel --load {tmp_path}")
     compare(tmp_path, plain_projected(teacher))
-    with pytest.raises(SettingsError, match="--kd-hidden-projections: 0:36,1:36 in the checkpoint"):
+    with pytest.raises(SettingsError, match="--kd-hidden-projections: 0:36,1:36 in the checkpoint") as error:
         pretrain(0, f"{LINE} --load {tmp_path}")
+    assert "--kd-hidden-layers as before; or --finetune" in error.value.do
     model = load_model(str(tmp_path)).model
     assert not [name for name, _ in model.named_parameters() if "projection" in name]
     pretrain(

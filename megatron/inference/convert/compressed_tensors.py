@@ -155,7 +155,9 @@ def options_of(config: Mapping[str, Any], place) -> QuantizeOptions:
     raise SettingsError(
         f"{place} has weights of another format: {config.get('quant_method')}, {config.get('format')}, "
         f"{bits} bits, {strategy}{', rounded inputs' if inputs else ''}",
-        "read here are int8 with a scale for each channel, and int4 in groups, of compressed-tensors",
+        "read here are int8 with a scale for each channel, and int4 in groups, of compressed-tensors; inputs are as they "
+        "are, or have a symmetric scale for each token, so an export after quantization aware training is not read",
+        "load the checkpoint that was exported",
     )
 
 

@@ -15,6 +15,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError
 from megatron.inference.convert.imported import check_free, without_kinds
 from megatron.inference.convert.masked import apply_masks, has_masks
+from megatron.model.dora_product import SMALLEST
 from megatron.model.linear_kinds import choices
 from megatron.model.lora import KIND, MAGNITUDE, OWN, PAIR, parts_of, scale_of
 from megatron.model.lora_product import widened
@@ -84,7 +85,7 @@ class MergedReader(reshard.Computed):
         moved = weight.float() + delta(self.model, self.placements[name], a, b)
         if self.model.use_dora:
             m = self.reader.read(f"{name.removesuffix('weight')}{MAGNITUDE}", dtype=torch.float32)
-            moved *= magnitude(weight, m) / moved.norm(dim=-1, keepdim=True)
+            moved = with_norms(moved, magnitude(weight, m))
         return moved.to(weight.dtype)
 
 
@@ -96,6 +97,11 @@ def delta(model: Model, weight, a: torch.Tensor, b: torch.Tensor) -> torch.Tenso
 def magnitude(weight: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
     """The norms of rows that DoRA gives to a weight [rows..., i], [rows..., 1] in fp32."""
     return weight.float().norm(dim=-1, keepdim=True) + m
+
+
+def with_norms(weight: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+    """A weight [rows..., i] whose rows have these norms [rows..., 1]; rows of zeros stay."""
+    return weight * (norms / weight.norm(dim=-1, keepdim=True).clamp_min(SMALLEST))
 
 
 def merged_state(state: dict[str, Any]) -> dict[str, Any]:

@@ -275,7 +275,13 @@ def _read_pairs(source: Path, rank: int, dora: bool) -> dict[str, PeftPair]:
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for name, x in tensors.items():
         module, _, kind = name.removeprefix(PREFIX).replace(".default.", ".").removesuffix(WEIGHT).rpartition(".")
-        norms = dora and kind == VECTOR and x.dim() == 1
+        if kind == VECTOR and not dora:
+            raise CheckpointError(
+                f"{source / TENSORS} has norms of DoRA ({name}), and {CONFIG} has no use_dora",
+                "the same pairs would give other outputs",
+                "give the two files of one adapter",
+            )
+        norms = kind == VECTOR and x.dim() == 1
         if not norms and (kind not in ("lora_A", "lora_B") or x.dim() != 2 or x.shape[kind == "lora_B"] != rank):
             raise CheckpointError(
                 f"{source / TENSORS}: {name} {list(x.shape)} is no half of a pair of rank {rank}",

@@ -217,7 +217,8 @@ async function generate() {
   const own = (running = new AbortController());
   await over; // what has been stopped belongs to the conversation
   const names = [$("model-0").value, $("model-1").value].filter((name, at) => name && (at === 0 || !$("beside").hidden));
-  const same = panes.length === names.length && panes.every((pane, at) => pane.model === names[at] && pane.messages.length);
+  const same = panes.length === names.length && panes.every((pane, at) => pane.model === names[at])
+    && panes.some((pane) => pane.messages.length); // the other model may have refused every message
   if (words.mode !== "chat" || !same) begin(names.map((name) => new Pane(name)));
   if (words.mode === "chat") $("prompt").value = "";
   $("cancel").disabled = false;
