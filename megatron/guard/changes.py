@@ -6,6 +6,7 @@ refused unless `--override` names them. Others (the layout, the learning rate, t
 intended, and are logged.
 """
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple, Optional
@@ -24,6 +25,8 @@ ANOTHER_MODEL = (
     "the checkpoint is of another model than the settings",
     "give the checkpoint's settings, or another --load",
 )
+# Settings that --finetune changes on purpose: lengths, and linear layers of other kinds, which have notes of their own.
+INTENDED = re.compile("seq_length|max_position|linear|kd_|.*([ld]ora|quantiz|_bits|preprocess|sparsity)")
 ORDER = "data-order"  # the name in `--override` for samples other than those of the earlier run
 
 
@@ -182,6 +185,15 @@ def change_messages(config: Config, saved: dict[str, dict], same_words: bool = F
     """
     logged = [change for change in changes(config, saved) if config.given(change.name) or change.name not in FOLLOWING]
     return [f"{change}{_because(config, change, same_words)}" for change in logged]
+
+
+def other_arithmetic(config: Config, saved: dict[str, dict]) -> list[str]:
+    """A sentence for each setting with which a run that takes only a checkpoint's weights computes something else.
+
+    Such a run (--finetune) may change them, as it does for longer sequences; or its command left one out by mistake.
+    """
+    computed = [one for one in changes(config, saved) if one.what == REFUSED and hasattr(config.model, one.name)]
+    return [f"{one}: loaded weights compute something else" for one in computed if not INTENDED.match(one.name)]
 
 
 def _because(config: Config, change: Change, same_words: bool) -> str:

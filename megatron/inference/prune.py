@@ -33,7 +33,7 @@ from megatron.model.experts.router import Router
 from megatron.model.experts.routing import count_experts
 from megatron.model.facts import Facts
 from megatron.model.language_model import LOSS
-from megatron.model.pruning import EXPERTS, FFN, HEADS, HIDDEN, KINDS, Cut, ModelSizes, cuts, owner
+from megatron.model.pruning import EXPERTS, FFN, HEADS, HIDDEN, KINDS, Cut, ModelSizes, cuts, owner, unit_words
 from megatron.model.recipe import config_of, recipe_of
 from megatron.model.weights import add_prefix
 from megatron.mpu.placement import Table
@@ -127,10 +127,11 @@ class Network:
                 "--target-hidden-size does not work with --scale-embedding",
                 "embeddings are multiplied by the root of the hidden size, so all of them would change",
             )
+        words = unit_words(self.model)
         for kind in kinds:
             if not self.cuts[kind]:
                 raise SettingsError(
-                    f"no weight of --model-type {self.model.model_type} depends on the number of {kind}",
+                    f"no weight of --model-type {self.model.model_type} depends on the number of {words[kind]}",
                     do="give --prune-skip ffn: all MLPs are experts of another width" if self.model.mixture else "",
                 )
         self._check_ranks(sizes, tp)

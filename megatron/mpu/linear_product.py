@@ -256,7 +256,8 @@ def attach_products(
             if not hasattr(layer, "product"):
                 raise SettingsError(
                     f"--linear {settings.linear}: {full} is a {type(layer).__name__}, whose product is its own",
-                    do="pick layers that are ColumnParallelLinear or RowParallelLinear (megatron/mpu/layers.py)",
+                    do="pick layers that are ColumnParallelLinear or RowParallelLinear (megatron/mpu/layers.py), "
+                    "such as attention.*",
                 )
             layer.product = kinds[kind](layer, full, settings)
             products.append(layer.product)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError
+from megatron.inference.expert_ranks import expert_parallel
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
 from megatron.settings.parse import parse_with_record
@@ -131,6 +132,7 @@ def check(settings: ServeOptions, limits: ServeLimits, given: Mapping[str, State
         if not least <= value < float("inf"):
             raise SettingsError(f"{words_of(given, name, value)}: has to be at least {least:g}")
     tp, pp = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
+    expert_parallel(tp, settings.expert_model_parallel_size)
     if tp * pp != world:
         raise SettingsError(
             f"the model is shared by tensor {tp} x pipeline {pp} = {tp * pp} ranks, and this job has {world}",

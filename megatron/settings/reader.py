@@ -201,7 +201,8 @@ class SettingsReader:
         if known is None or known.refused and not self.trains:
             return False
         if known.refused:
-            self.problems.append(f"{word} is not supported: {known.sentence}")
+            near = did_you_mean(word.flag, spellings_of(schema.GROUPS), cutoff=0.9)  # patterns match misspellings, too
+            self.problems.append(f"{word} is not supported: {known.sentence}{near}")
         elif known.sentence:
             self.notices.setdefault(known.sentence, []).append(str(word))
         return True

@@ -229,6 +229,7 @@ def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
     if not settings.distributed_timeout_minutes > 0:
         minutes = words_of(given, "distributed_timeout_minutes", settings.distributed_timeout_minutes)
         raise SettingsError(f"{minutes}: has to be above 0")
+    expert_parallel(tp, settings.expert_model_parallel_size)
     if tp * pp != world:
         raise SettingsError(
             f"the model is shared by tensor {tp} x pipeline {pp} = {tp * pp} ranks, and this job has {world}",

@@ -155,7 +155,11 @@ def lines_of(path, before, found, criterion: str) -> list[str]:
     after = before.with_model(found.model)
     old, new = ModelSizes.of(before.model), ModelSizes.of(found.model)
     names = unit_words(before.model)
-    pairs = {name: (getattr(old, kind), getattr(new, kind)) for kind, name in names.items()}
+    pairs = {
+        name: (getattr(old, kind), getattr(new, kind))
+        for kind, name in names.items()
+        if before.cuts.get(kind, True)  # no weight has MLP channels if all MLPs are experts of another width
+    }
     parts = [
         f"{name} {count}" if count == left else f"{name} {count} -> {left}" for name, (count, left) in pairs.items()
     ]

@@ -115,6 +115,8 @@ def load(
     record |= _base(config, context, restored.path, record)
     if settings.finetune:
         notices += [*_other_kinds(config, record), *_other_scale(config, record)]
+        saved = recipe_of(config).part(config, _with_experts(config, record["config"]))
+        notices += changes.other_arithmetic(config, saved)
         return fresh, record, notices + upcycled + new_weights(() if upcycled else restored.reinitialized)
     if not weights_only:
         optimizer.step_count = record["optimizer_steps"]

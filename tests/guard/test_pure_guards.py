@@ -172,6 +172,19 @@ def test_dangerous_changes_are_refused_unless_overridden(group, name, value):
     assert any(flag in text and "(--override)" in text for text in changes.change_messages(allowed, saved))
 
 
+def test_settings_with_which_loaded_weights_compute_something_else_are_named():
+    """By a run with --finetune: not lengths, kinds of linear layers and settings of training."""
+    saved = _record(_config(model=dict(moe_router_topk=4, norm_epsilon=1e-6, linear=None, hidden_dropout=0.1)))
+    named = [
+        text.split()[0] for text in changes.other_arithmetic(_config(model=dict(activation_func_clamp_value=7)), saved)
+    ]
+    assert named == ["--norm-epsilon", "--activation-func-clamp-value", "--moe-router-topk"]
+    same = _config(
+        model=dict(seq_length=64, linear="*=lora", lora_rank=4, sparsity="2:4", weight_bits=4, use_dora=True)
+    )
+    assert changes.other_arithmetic(same, _record(_config())) == []
+
+
 def test_no_override_is_advised_where_weights_have_another_shape():
     """Learned positions are rows of a table; rotary ones are none."""
     for name, value in (("max_position_embeddings", 1024), ("max_position_embeddings", None)):

@@ -98,7 +98,8 @@ TRAINING = """hidden_dropout attention_dropout label_smoothing z_loss_coeff init
     model_type model_name_or_path apply_query_key_layer_scaling attention_softmax_in_fp32 linear
     moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate moe_input_jitter_eps moe_router_dtype
     moe_pad_expert_input_to_capacity moe_token_drop_policy
-    lora_rank lora_alpha lora_dropout lora_target lora_split_fused use_rslora""".split()
+    lora_rank lora_alpha lora_dropout lora_target lora_split_fused use_rslora use_dora
+    kd_hidden_projections""".split()
 # Rounding of weights and inputs, and masks: a model with `linear` kinds is refused as a whole.
 ROUNDING = """quantization weight_quantize_type activation_quantize_type activation_preprocess_type weight_bits
     activation_bits quantization_layers quantization_skip sparsity initial_sparsity sparsity_begin_step
@@ -474,4 +475,7 @@ def test_keys_that_are_not_known_are_named(kind):
     assert found.unread == ("gating", "heads_of_another_model")
     assert found.unread_notices("x/config.json") == [
         "x/config.json: gating, heads_of_another_model are not known here and have no effect"
+    ]
+    assert imported(theirs | dict(router_aux_loss_coef=0.02)).unread_notices("x") == [
+        "x: router_aux_loss_coef is a setting of training, and is not converted: to train on, give --moe-aux-loss-coeff"
     ]

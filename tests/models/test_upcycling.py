@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.errors import CheckpointError, SettingsError
+from megatron.errors import CheckpointError, SettingsError, UsageError
 from megatron.inference.convert import upcycled
 from megatron.inference.load import load_model
 from megatron.model.experts.upcycling import experts_of
@@ -59,6 +59,7 @@ def test_the_mixture_computes_what_the_dense_model_does(flags, shape, tmp_path, 
         ),
         ("--num-experts 9 --moe-ffn-hidden-size 24", "--num-experts 9: it must be a multiple of 2"),
         ("--moe-router-topk 2", "number of experts is missing"),
+        ("--num-experts 1", "--num-experts 1: a mixture has at least 2 experts"),
         ("--num-experts 2 --moe-router-topk 4", "--moe-router-topk 4 is more than --num-experts 2"),
         ("--num-experts 2 --moe-router-topk 0", "--moe-router-topk 0 must be"),
         ("--num-experts 4 --moe-layer-freq [1]*9", "it is for 9 layers"),
@@ -66,7 +67,7 @@ def test_the_mixture_computes_what_the_dense_model_does(flags, shape, tmp_path, 
 )
 def test_settings_that_change_the_function_are_named(flags, text, tmp_path):
     save(tmp_path / "dense", dict(LLAMA, ffn_hidden_size=48))
-    with pytest.raises(SettingsError) as error:
+    with pytest.raises((SettingsError, UsageError)) as error:
         tool.main(["upcycle", str(tmp_path / "dense"), str(tmp_path / "mixture"), *flags.split()])
     assert text in f"{error.value}"
     assert not (tmp_path / "mixture").exists()

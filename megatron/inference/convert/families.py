@@ -24,6 +24,9 @@ from megatron.model.t5.facts import T5Facts
 from megatron.model.t5.settings import GROUP as ENCODER_DECODER
 from megatron.settings.schema import Config
 
+OF_TRAINING = dict(  # keys of config.json that are not converted -> the flag of pretraining
+    router_aux_loss_coef="--moe-aux-loss-coeff"
+)
 PROMPT = 48  # most tokens of a comparison
 COPIED = (
     "lm_head.weight is a copy of the embedding: theirs divides by the root of the width before a tied output layer, and "
@@ -59,9 +62,15 @@ class Family:
     unread: tuple[str, ...] = ()
 
     def unread_notices(self, path: Any) -> list[str]:
-        """A notice on the keys of config.json that were not read."""
-        known = "is not known here and has" if len(self.unread) == 1 else "are not known here and have"
-        return [f"{path}: {', '.join(self.unread)} {known} no effect"] if self.unread else []
+        """Notices on the keys of config.json that were not read."""
+        notices = [
+            f"{path}: {key} is a setting of training, and is not converted: to train on, give {OF_TRAINING[key]}"
+            for key in self.unread
+            if key in OF_TRAINING
+        ]
+        others = [key for key in self.unread if key not in OF_TRAINING]
+        known = "is not known here and has" if len(others) == 1 else "are not known here and have"
+        return notices + [f"{path}: {', '.join(others)} {known} no effect"] * bool(others)
 
 
 def exported(config: Config, vocab_size: int) -> Family:

@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint import reshard
 from megatron.checkpoint.index import Tensor
 from megatron.checkpoint.reader import Reader
-from megatron.errors import CheckpointError, SettingsError
+from megatron.errors import CheckpointError, SettingsError, UsageError
 from megatron.inference.convert.families import prompts_for
 from megatron.inference.convert.imported import removed_after_error
 from megatron.inference.load import load_model, refuse_head
@@ -49,8 +49,10 @@ class UpcycledReader(reshard.Computed):
 
     def __init__(self, reader: Reader, given: Mapping[str, Any], seed: int):
         saved = config_of(located(reader.state))
-        if (given.get("num_experts") or 0) < 2:
-            raise SettingsError("the number of experts is missing", do="give --num-experts N, at least 2")
+        if (number := given.get("num_experts")) is None:
+            raise UsageError("the number of experts is missing", do="give --num-experts N, at least 2")
+        if number < 2:
+            raise SettingsError(f"--num-experts {number}: a mixture has at least 2 experts")
         if saved.model.mixture:
             raise SettingsError(
                 f"{reader.folder} has {saved.model.num_experts} experts already", do="give a dense model"
