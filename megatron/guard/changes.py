@@ -25,8 +25,12 @@ ANOTHER_MODEL = (
     "the checkpoint is of another model than the settings",
     "give the checkpoint's settings, or another --load",
 )
-# Settings that --finetune changes on purpose: lengths, and linear layers of other kinds, which have notes of their own.
-INTENDED = re.compile("seq_length|max_position|linear|kd_|.*([ld]ora|quantiz|_bits|preprocess|sparsity)")
+# Settings that --finetune changes on purpose: lengths, linear layers of other kinds (which have notes of their own), and
+# those that matter in training alone.
+INTENDED = re.compile(
+    "seq_length|max_position|linear|kd_|model_name|init_method|moe_(aux|z_loss|input_jitter|router_(load|bias|force))|"
+    ".*([ld]ora|quantiz|_bits|preprocess|sparsity|dropout|smoothing|_loss)"
+)
 ORDER = "data-order"  # the name in `--override` for samples other than those of the earlier run
 
 

@@ -180,7 +180,15 @@ def test_settings_with_which_loaded_weights_compute_something_else_are_named():
     ]
     assert named == ["--norm-epsilon", "--activation-func-clamp-value", "--moe-router-topk"]
     same = _config(
-        model=dict(seq_length=64, linear="*=lora", lora_rank=4, sparsity="2:4", weight_bits=4, use_dora=True)
+        model=dict(
+            seq_length=64,
+            linear="*=lora",
+            lora_rank=4,
+            sparsity="2:4",
+            weight_bits=4,
+            use_dora=True,
+            hidden_dropout=0.2,
+        )
     )
     assert changes.other_arithmetic(same, _record(_config())) == []
 
