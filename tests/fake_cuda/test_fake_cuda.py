@@ -170,7 +170,7 @@ MISTAKES = {  # name in mistakes.py: (more flags, what is said of it)
     "a_branch_on_a_value": ("", "__bool__ in megatron/optimizer/zero.py"),
     "a_norm_of_numpy": ("", "cpu in megatron/model/block.py"),
     "documents_read_from_the_device": ("--reset-attention-mask", "cpu in megatron/fused_kernels/documents.py"),
-    "samples_sent_to_the_device": (DROPOUT, "item in megatron/mpu/random.py"),
+    "samples_sent_to_the_device": (DROPOUT, "tolist in megatron/mpu/random.py"),
     "a_sum_of_two_devices": ("", "megatron/training/step.py"),
     "a_weight_of_an_expert_read": (EXPERTS, "item in megatron/model/experts/layer.py"),
     "times_that_are_read_too_early": ("", "wait for an event of this step in megatron/telemetry/rank_times.py"),

@@ -30,6 +30,8 @@ from megatron.settings import schema
 from megatron.tools import evaluate, export
 from megatron.tools import generate as tool
 
+pytestmark = pytest.mark.sampled(2)
+
 S = 32
 GPT2 = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=S, max_position_embeddings=S)
 LLAMA = dict(

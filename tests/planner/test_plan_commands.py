@@ -22,6 +22,8 @@ from megatron.settings.schema import Model
 from megatron.tools import plan
 from megatron.training.rules import resolve
 
+pytestmark = pytest.mark.sampled(2)
+
 GPT_22B = """--num-layers 48 --num-attention-heads 64 --hidden-size 6144 --seq-length 2048 --max-position-embeddings 2048
     --train-iters 100 --lr 2.0e-4 --min-lr 2.0e-4 --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --bf16
     --data-path /mnt/data/enwiki_text_document --log-interval 10""".split()

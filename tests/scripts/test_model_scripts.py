@@ -28,6 +28,8 @@ from megatron.settings.spelling import spellings_of
 from megatron.tools import evaluate, generate
 from megatron.tools.script_heads import FOLDER, OWN_VARIABLES, command, head, model_scripts, with_head
 
+pytestmark = pytest.mark.sampled(2)
+
 SCRIPTS = {path.stem: path for path in model_scripts()}
 PROMISED = """prune_gpt_345M_single_card qat_gpt_345M_single_card qat_gpt_345M_mp8 qat_gpt_6.7B_sharding16
     pretrain_gpt2_small_zero3 pretrain_gpt_125M_single pretrain_gpt_345M_single pretrain_gpt_1.3B_single

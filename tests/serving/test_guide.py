@@ -46,7 +46,7 @@ def test_limits_are_those_of_the_code():
         name.replace("-", "_"): float(value) * units.get(name.replace("-", "_"), 1) for name, value in rows.items()
     }
     assert len(found) >= 6 and found == {name: getattr(ServeLimits(), name) for name in found}
-    assert f"`--stop-timeout` ({ServeLimits().stop_timeout:g} s)" in PAGE
+    assert f"`--stop-timeout` ({ServeLimits().stop_timeout:g} s)" in " ".join(PAGE.split())
 
 
 def test_flags_on_the_page_are_there():

@@ -27,6 +27,8 @@ from megatron.tools import serve
 from tests.serving.test_limits import LONG, open_stream, post, text_of, wait_for
 from tests.serving.toy import ToyEngine, served
 
+pytestmark = pytest.mark.sampled(2)
+
 pytest.importorskip("aiohttp")
 
 

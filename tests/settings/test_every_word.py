@@ -119,6 +119,7 @@ def start_of(field):
     return None if field.default is MISSING else field.default
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("group, field", SETTINGS, ids=NAMES)
 def test_each_spelling_arrives_from_each_source(group, field, tmp_path):
     shape = [part for name, value in SHAPE.items() for part in (f"--{name}", value)]
@@ -165,6 +166,7 @@ def meant(first: Word, second: Word, same_source: bool, default):  # noqa: C901
     return []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("group, field", SETTINGS, ids=NAMES)
 def test_the_last_word_counts(group, field, tmp_path, capsys):
     """Two words of each spelling with each other, on the line, and over a file. A note names the one that is replaced."""
