@@ -34,11 +34,7 @@ class Activation(nn.Module):
         super().__init__()
         self.swiglu, self.geglu, self.squared = model.swiglu, model.geglu, model.squared_relu
         self.approximate = "tanh" if model.bias_gelu_fusion else "none"
-        self.sigmoid_gate = model.sigmoid_gate
-
-    @property
-    def gated(self) -> bool:
-        return self.swiglu or self.geglu or self.sigmoid_gate is not None
+        self.sigmoid_gate, self.gated = model.sigmoid_gate, model.gated
 
     @property
     def is_gelu(self) -> bool:

@@ -26,6 +26,23 @@ SINKS = dict(softmax_type="learnable")
 SHAPE = dict(num_layers=2, hidden_size=16, num_attention_heads=2, hidden_dropout=0.0, seq_length=64)
 
 
+def causal_case(model: Model, device: str, dtype: torch.dtype, tokens: int, **more) -> Case:
+    """The case of a layer of `model` over whole sequences of `tokens`."""
+    return Case(
+        device,
+        dtype,
+        tokens,
+        tokens,
+        causal=True,
+        dropout=model.attention_dropout > 0,
+        softcap=model.attn_logit_softcapping is not None,
+        window=model.window,
+        scaled_softmax=model.apply_query_key_layer_scaling and dtype == torch.float16,
+        head_dim=model.head_dim,
+        **more,
+    )
+
+
 @pytest.mark.parametrize("backend", ["auto", "explicit", "sdpa"])
 @pytest.mark.parametrize(
     "settings, packed",
@@ -85,20 +102,7 @@ def test_facts_name_the_kernel_of_sinks_on_a_gpu(dtype, precision, monkeypatch):
     for settings in (*more, dict(apply_query_key_layer_scaling=True), dict(kv_channels=512)):
         model = Model(**{**SHAPE, "attention_dropout": 0.0, **SINKS, **settings})
         for backend, unfused in itertools.product(("auto", "explicit", "sdpa", "flash"), (False, True)):
-            case = Case(
-                "cuda",
-                dtype,
-                64,
-                64,
-                causal=True,
-                dropout=model.attention_dropout > 0,
-                softcap=model.attn_logit_softcapping is not None,
-                window=model.window,
-                scaled_softmax=model.apply_query_key_layer_scaling and dtype == torch.float16,
-                head_dim=model.head_dim,
-                sinks=True,
-                unfused=unfused,
-            )
+            case = causal_case(model, "cuda", dtype, 64, sinks=True, unfused=unfused)
             share = RankSetup(device="cuda", precision=precision, backend=backend, plain_softmax=unfused)
             chosen = choose_kernel("attention", case, backend).name
             assert GPTFacts(model, 50).attention_kernel(share, model.window) == NAMES[chosen], (settings, case, backend)
@@ -117,19 +121,7 @@ def test_facts_name_the_kernel_of_a_ring(device, dtype, precision, monkeypatch):
     for settings in models:
         model = Model(**{**SHAPE, "attention_dropout": 0.0, **settings})
         for backend in ("auto", "explicit", "sdpa", "flash"):
-            case = Case(
-                device,
-                dtype,
-                32,
-                32,
-                causal=True,
-                dropout=model.attention_dropout > 0,
-                softcap=model.attn_logit_softcapping is not None,
-                window=model.window,
-                scaled_softmax=model.apply_query_key_layer_scaling and dtype == torch.float16,
-                head_dim=model.head_dim,
-                sinks=settings == SINKS,
-            )
+            case = causal_case(model, device, dtype, 32, sinks=settings == SINKS)
             share = RankSetup(device=device, precision=precision, backend=backend, cp=2)
             chosen = choose_kernel("partial_attention", case, backend).name
             assert GPTFacts(model, 50).attention_kernel(share) == names[chosen], (settings, backend)
