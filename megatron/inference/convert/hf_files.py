@@ -257,7 +257,7 @@ def import_tokenizer(source: Path, folder: Path, of_gpt2: bool) -> Optional[sche
 def tokenizer_of(folder: Path, of_gpt2: bool) -> Optional[schema.TokenizerSettings]:
     """The settings of the tokenizer in a folder of transformers; None without one.
 
-    of_gpt2: vocab.json and merges.txt are GPT-2's. Others have files of these names, and split texts as tokenizer.json says.
+    of_gpt2: vocab.json and merges.txt are GPT-2's. Other models have such files, and split texts as tokenizer.json says.
     """
     there = lambda kind: all((folder / name).is_file() for name in TOKENIZER_FILES[kind].values())
     as_settings = lambda kind: schema.TokenizerSettings(
