@@ -63,8 +63,9 @@ def prepare(options, loaded: Loaded, given: Mapping[str, Any], axis: Axis, progr
         raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
     overlapping = options.overlapping_eval or 0
     clamped = [f"--overlapping-eval {overlapping} is longer than a window: {length} is taken"] * (overlapping > length)
-    tokenizer, lost = tokenizer_for(loaded, given, prefixes_of(options))
+    tokenizer, lost, notes = tokenizer_for(loaded, given, prefixes_of(options))
     contained, notices = training_contents(loaded.config.data, options.train_data)
+    notices = [*notes, *notices]
     if contained and tokenizer is None:  # the words of items are needed
         contained, notices = None, [f"scores are of all items together: {lost}"]
     if _blend(options).weights:
@@ -88,8 +89,10 @@ def evaluate(work: Evaluation) -> list[dict]:
     return (lambada if work.options.task == "LAMBADA" else wikitext)(work)
 
 
-def tokenizer_for(loaded: Loaded, given: Mapping[str, Any], prefixes: Sequence[str]) -> tuple[Optional[Tokenizer], str]:
-    """(the tokenizer of a run or None, why there is none): token files can be scored without it.
+def tokenizer_for(
+    loaded: Loaded, given: Mapping[str, Any], prefixes: Sequence[str]
+) -> tuple[Optional[Tokenizer], str, list]:
+    """(the tokenizer of a run or None, why there is none, notes): token files can be scored without it.
 
     Raises DataError for token files with another vocabulary than the model's.
     """
@@ -100,9 +103,14 @@ def tokenizer_for(loaded: Loaded, given: Mapping[str, Any], prefixes: Sequence[s
             raise
         if (learned := loaded.record.get("vocabulary")) and (kind := loaded.config.tokenizer.tokenizer_type):
             refuse_another_identity(prefixes, dict(type=kind, fingerprint=learned))
-        return None, error.what
-    refuse_other_vocabulary(prefixes, tokenizer)
-    return tokenizer, ""
+        return None, error.what, []
+    notes = refuse_other_vocabulary(prefixes, tokenizer)
+    if prefixes and tokenizer.prefix:
+        first = tokenizer.decode(tokenizer.prefix)
+        notes.append(
+            f"texts of token files are scored as they are: without {first}, which the tokenizer puts before prompts"
+        )
+    return tokenizer, "", notes
 
 
 def held_out(work: Evaluation, prefix: str) -> dict:
