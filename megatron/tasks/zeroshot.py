@@ -181,7 +181,7 @@ def wikitext(work: Evaluation) -> list[dict]:
         raise DataError(f"{options.valid_data} holds fewer than two words: nothing to predict")
     ratio = token_ratio(len(tokens), words)
     judged, clean = judged_tokens(work, original, tokens, tokenizer) if work.contained else (None, None)
-    result = run_score(work, tokens, options.overlapping_eval or 32, clean)
+    result = run_score(work, tokens, options.overlapping_eval or 32, clean, tokenizer.prefix)
 
     def in_words(score) -> tuple[str, dict]:
         line = (
@@ -240,7 +240,7 @@ def told_of_answers(right) -> tuple[str, dict]:
     return line, dict(correct=correct, examples=examples, accuracy=accuracy)
 
 
-def run_score(work: Evaluation, tokens, stride: int, part=None):
+def run_score(work: Evaluation, tokens, stride: int, part=None, prefix=()):
     return score(
         work.loaded.model,
         tokens,
@@ -250,4 +250,5 @@ def run_score(work: Evaluation, tokens, stride: int, part=None):
         axis=work.axis,
         progress=work.progress("tokens"),
         part=part,
+        prefix=prefix,
     )
