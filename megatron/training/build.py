@@ -5,7 +5,7 @@ import math
 import os
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -17,7 +17,7 @@ from megatron import __version__, fused_kernels
 from megatron.checkpoint.base import BASE
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.remote import all_paths
-from megatron.data.vocabulary import refuse_other_vocabulary
+from megatron.data.vocabulary import learned_vocabulary, refuse_other_vocabulary
 from megatron.errors import SettingsError, StorageError
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.guard.alarm import Alarm
@@ -54,6 +54,7 @@ from megatron.telemetry.profiler import Profiler
 from megatron.telemetry.run_record import library_versions, now, run_record, source_commit
 from megatron.telemetry.step_metrics import RunSizes
 from megatron.telemetry.timers import Timers
+from megatron.tokenizer import resolved
 from megatron.training.checkpointing import (
     IN_BASE,
     check_later_checkpoints,
@@ -127,7 +128,7 @@ def build_run(
     events.log = log = console.log
     watch = build_watch(config, context, heartbeat, events)
     heartbeat.beat("model")
-    config = pick_precision(config, context)
+    config = pick_vocabulary(pick_precision(config, context))
     tokenizer, vocab_size = build_vocabulary(config, log)
     # Open it first: a locked or read-only folder is reported before the slow work.
     checkpoint_manager = open_checkpoint_manager(config.checkpoint, context, log, events)
@@ -189,6 +190,14 @@ def pick_precision(config: schema.Config, context: RankContext) -> schema.Config
     if context.device.type == "cpu":
         keep_memory()
     return config
+
+
+def pick_vocabulary(config: schema.Config) -> schema.Config:
+    """The settings with the type and files of the vocabulary, which a folder or a name implies.
+
+    Checkpoints record these, so that what reads them opens the same.
+    """
+    return config.derive("the vocabulary's files", **asdict(resolved(config.tokenizer)))
 
 
 def build_model(config: schema.Config, recipe: Recipe, context: RankContext, tokenizer, vocab_size: int) -> BuiltModel:
@@ -300,7 +309,7 @@ def origin_of(start: Start, tokenizer, untrained: dict[str, Any]) -> dict[str, A
         commit=source_commit(),
         code=start.code,
         libraries=library_versions(),
-        vocabulary=tokenizer and tokenizer.fingerprint,
+        **learned_vocabulary(tokenizer),
         untrained=untrained,
         folder=os.getcwd(),
     )
