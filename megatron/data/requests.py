@@ -69,16 +69,15 @@ def _request(where: str, line: str) -> ScoringRequest:
 
 
 def encode_pair(tokenizer, context: str, continuation: str) -> Scored:
-    """Encode both texts together; tokens of the continuation are scored.
+    """Encode both texts together, as a prompt and its continuation; tokens of the continuation are scored.
 
-    Spaces at the end of the context move to the continuation, as in tokens. Without a context, the continuation follows the
-    end-of-document token.
+    Spaces at the end of the context move to the continuation, as in tokens. Without a context, the continuation follows
+    what the tokenizer puts before a prompt, or the end-of-document token.
     """
     stripped = context.rstrip(" ")
     continuation, context = context[len(stripped) :] + continuation, stripped
-    before = tokenizer.encode(context) if context else []
-    whole = tokenizer.encode(context + continuation)
-    start = min(len(before), len(whole) - 1)
+    whole, start = tokenizer.encode_pair(context, continuation)
+    start = min(start, len(whole) - 1)
     if start:
         return Scored(whole, start)
     if tokenizer.eod is None:
