@@ -11,7 +11,6 @@ character that the charsmap replaces, `tokenizers` drops a combining mark.
 """
 
 import base64
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -30,40 +29,89 @@ def read_model(data: bytes):
 
 def tokenizer_json(proto) -> dict[str, Any]:
     """The content of tokenizer.json. Raises ValueError for a model that `tokenizers` does not express."""
-    kind, normalizer = proto.trainer_spec.model_type, dict(type="Sequence", normalizers=list(_normalizers(proto)))
+    kind, spec = proto.trainer_spec.model_type, proto.normalizer_spec
     if kind not in (UNIGRAM, BPE):
         raise ValueError("it is a model of words or of characters")
     if proto.trainer_spec.treat_whitespace_as_suffix:
         raise ValueError("it has the spaces after the words")
     if any(piece.type == UNUSED for piece in proto.pieces):
         raise ValueError("it has unused pieces")
-    if lost := _lost_symbols(proto, normalizer):
-        raise ValueError(f"`tokenizers` would not find its user-defined symbol {lost[0]!r}")
-    found = _found_first(proto)
+    for name in _symbols(proto):
+        if _mapped(spec, name) != name.replace(SPACE, _mapped(spec, SPACE)):
+            raise ValueError(f"its charsmap changes its user-defined symbol {name!r}")
+        if kind == UNIGRAM and not name.strip(SPACE) and not spec.remove_extra_whitespaces:
+            raise ValueError(f"its user-defined symbol {name!r} may stand at several places of a run of spaces")
     return dict(
         version="1.0",
         truncation=None,
         padding=None,
         added_tokens=[
-            added_token(id, piece.piece, special=piece.type != USER_DEFINED)
+            added_token(id, piece.piece, rstrip=_keeps_first(spec))
             for id, piece in enumerate(proto.pieces)
-            if piece.type in (UNKNOWN, CONTROL) or piece.piece in found
+            if piece.type in (UNKNOWN, CONTROL)
         ],
-        normalizer=normalizer,
-        pre_tokenizer=None,
+        normalizer=dict(type="Sequence", normalizers=list(_normalizers(spec))),
+        pre_tokenizer=dict(type="Sequence", pretokenizers=list(_pre_tokenizers(proto))),
         post_processor=None,
-        decoder=dict(type="Sequence", decoders=list(_decoders(proto.normalizer_spec))),
+        decoder=dict(type="Sequence", decoders=list(_decoders(spec))),
         model=_unigram(proto) if kind == UNIGRAM else _bpe(proto),
     )
 
 
-def added_token(id: int, content: str, special: bool) -> dict[str, Any]:
-    """An entry of `added_tokens`: special ones are found before a text is normalized, others after it."""
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-    return dict(id=id, content=content, **plain, normalized=not special, special=special)
+def added_token(id: int, content: str, rstrip: bool = False) -> dict[str, Any]:
+    """An entry of `added_tokens`: a special token. rstrip: whether spaces after it are dropped."""
+    plain = dict.fromkeys(("single_word", "lstrip", "normalized"), False)
+    return dict(id=id, content=content, **plain, rstrip=rstrip, special=True)
 
 
-# ---- symbols ---------------------------------------------------------------------------------------------------------
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+
+def _normalizers(spec) -> Iterator[dict[str, Any]]:
+    """Steps for each piece of a text between special tokens."""
+
+    def replace(pattern: str, content: str) -> dict[str, Any]:
+        return dict(type="Replace", pattern=dict(Regex=pattern), content=content)
+
+    if spec.precompiled_charsmap:
+        if _mapped(spec, "\n") == " ":
+            yield replace("\r\n", "  ")  # which `tokenizers` takes for one character
+        yield dict(type="Precompiled", precompiled_charsmap=base64.b64encode(spec.precompiled_charsmap).decode())
+    if spec.remove_extra_whitespaces:
+        yield replace(f"[ {SPACE}]+\\z", "")
+        yield replace(" {2,}", " ")
+    if spec.remove_extra_whitespaces and not _keeps_first(spec):
+        yield replace(r"\A ", "")
+    if not _keeps_first(spec):
+        yield dict(type="Replace", pattern=dict(String=" "), content=SPACE)
+
+
+def _keeps_first(spec) -> bool:
+    """Whether the space that begins a text is that of add_dummy_prefix. Where the first character is removed, `Metaspace`
+    would not see the beginning of the text.
+    """
+    return spec.remove_extra_whitespaces and spec.add_dummy_prefix
+
+
+def _mapped(spec, text: str) -> str:
+    """The text after the charsmap."""
+    from tokenizers import normalizers
+
+    charsmap = spec.precompiled_charsmap
+    return normalizers.Precompiled(charsmap).normalize_str(text) if charsmap else text
+
+
+def _pre_tokenizers(proto) -> Iterator[dict[str, Any]]:
+    """A space before the text, but not after a special token; and cuts around symbols."""
+    if proto.normalizer_spec.add_dummy_prefix:
+        for character, where in (
+            (" ", "first"),
+            (SPACE, "never"),
+        ):  # adds one where the text has none; then replaces all
+            yield dict(type="Metaspace", replacement=character, prepend_scheme=where, split=False)
+    if names := _cut_out(proto):
+        pattern = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+        yield dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
 
 
 def _symbols(proto) -> list[str]:
@@ -71,46 +119,9 @@ def _symbols(proto) -> list[str]:
     return [piece.piece for piece in proto.pieces if piece.type == USER_DEFINED and " " not in piece.piece]
 
 
-def _found_first(proto) -> list[str]:
-    """The symbols that are found before a text is cut into other pieces. Unigram chooses them by their scores."""
+def _cut_out(proto) -> list[str]:
+    """The symbols that are cut out before a text is divided. Unigram chooses them by their scores."""
     return _symbols(proto) if proto.trainer_spec.model_type == BPE else []
-
-
-def _lost_symbols(proto, normalizer: dict[str, Any]) -> list[str]:
-    """The symbols that `tokenizers` would not find. It normalizes a symbol like a text, and SentencePiece does not; and of
-    several places in a run of spaces, Unigram would choose another one there.
-    """
-    from tokenizers import Tokenizer
-
-    plain = dict(type="BPE", vocab={}, merges=[])
-    normal = Tokenizer.from_str(json.dumps(dict(added_tokens=[], normalizer=normalizer, model=plain))).normalizer
-    prefixed = SPACE if proto.normalizer_spec.add_dummy_prefix and not _found_first(proto) else ""
-    lost = [name for name in _symbols(proto) if normal.normalize_str(name) != prefixed + name]
-    return lost or [name for name in _symbols(proto) if not _found_first(proto) and not name.strip(SPACE)]
-
-
-# ---- texts -----------------------------------------------------------------------------------------------------------
-
-
-def _normalizers(proto) -> Iterator[dict[str, Any]]:
-    def replace(pattern: str, content: str) -> dict[str, Any]:
-        return dict(type="Replace", pattern=dict(Regex=pattern), content=content)
-
-    from tokenizers import normalizers
-
-    spec = proto.normalizer_spec
-    if spec.precompiled_charsmap:
-        if normalizers.Precompiled(spec.precompiled_charsmap).normalize_str("\n") == " ":
-            yield replace("\r\n", "  ")  # which `tokenizers` takes for one character
-        yield dict(type="Precompiled", precompiled_charsmap=base64.b64encode(spec.precompiled_charsmap).decode())
-    if spec.remove_extra_whitespaces:
-        yield replace(r"\A +", "")
-        yield replace(f"[ {SPACE}]+\\z", "")
-        yield replace(" {2,}", " ")
-    if spec.add_dummy_prefix:
-        names = "|".join([r"\z", *(rf"{re.escape(name)}\z" for name in _found_first(proto))])  # see `_lost_symbols`
-        yield replace(rf"\A(?!{names})", " ")
-    yield dict(type="Replace", pattern=dict(String=" "), content=SPACE)
 
 
 def _decoders(spec) -> Iterator[dict[str, Any]]:
@@ -153,7 +164,7 @@ def _bpe(proto) -> dict[str, Any]:
         end_of_word_suffix=None,
         fuse_unk=True,
         byte_fallback=proto.trainer_spec.byte_fallback,
-        ignore_merges=False,
+        ignore_merges=bool(_cut_out(proto)),  # a symbol is whole
         vocab=ids,
         merges=[[left, right] for _, _, left, right in sorted(merges)],
     )
