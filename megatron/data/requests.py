@@ -80,9 +80,9 @@ def encode_pair(tokenizer, context: str, continuation: str) -> Scored:
     start = min(start, len(whole) - 1)
     if start:
         return Scored(whole, start)
-    if tokenizer.eod is None:
+    if tokenizer.begin is None:
         raise SettingsError("a request without context needs a tokenizer with an end-of-document token")
-    return Scored([tokenizer.eod, *whole], 1)
+    return Scored([tokenizer.begin, *whole], 1)
 
 
 def sample_of(scored: Scored, seq_length: int, fill: int = 0) -> tuple[np.ndarray, np.ndarray]:

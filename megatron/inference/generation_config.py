@@ -83,6 +83,15 @@ def read(folder: Union[str, Path, UrlPath], given: frozenset[str] = frozenset())
     return defaults_of(content, given)
 
 
+def with_end(folder: Union[Path, UrlPath], end: int) -> dict[str, str]:
+    """Name -> content of the file in a folder, with a further token that ends a text; nothing if it needs no change."""
+    ends = read(folder).ends
+    if ends is None or end in ends:
+        return {}
+    content = json.loads((folder / NAME).read_bytes())
+    return {NAME: json.dumps(content | dict(eos_token_id=[end, *ends]), indent=2) + "\n"}
+
+
 def ends_beside(path: Union[Path, UrlPath]) -> Optional[tuple[int, ...]]:
     """The tokens that end a text, by the file in the folder of a model, or in the folder of its checkpoints."""
     folders = (location(path), location(path).parent)

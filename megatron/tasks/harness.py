@@ -42,7 +42,7 @@ class HarnessModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token before a text without context."""
-        return self.words.prefix[-1] if self.words.prefix else self.eot_token_id
+        return self.words.begin
 
     def tok_encode(self, string: str, add_special_tokens: Optional[bool] = None, **kwargs) -> list[int]:
         """The ids of a text, with what the tokenizer puts before a prompt, unless add_special_tokens is False."""

@@ -112,6 +112,11 @@ class Tokenizer:
         return next((self.pieces[token] for token in SPECIAL[name] if token in self.pieces), None)
 
     @property
+    def begin(self) -> Optional[int]:
+        """The token before a text without context: the last one of `prefix`, or the end of document."""
+        return self.prefix[-1] if self.prefix else self.eod
+
+    @property
     def sentinels(self) -> list[int]:
         """Ids of the sentinels <extra_id_0>, <extra_id_1> ..."""
         ids = []
