@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -18,7 +18,7 @@ from megatron import __version__, fused_kernels
 from megatron.checkpoint.base import BASE
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.remote import all_paths
-from megatron.data.vocabulary import other_ids, refuse_other_vocabulary
+from megatron.data.vocabulary import learned_vocabulary, other_ids, refuse_other_vocabulary
 from megatron.errors import SettingsError, StorageError
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.guard.alarm import Alarm
@@ -56,6 +56,7 @@ from megatron.telemetry.run_record import library_versions, now, run_record, sou
 from megatron.telemetry.step_metrics import RunSizes
 from megatron.telemetry.timers import Timers
 from megatron.telemetry.trackers import WANDB_RUN
+from megatron.tokenizer import resolved
 from megatron.training.checkpointing import (
     IN_BASE,
     check_later_checkpoints,
@@ -135,7 +136,7 @@ def build_run(
     events.log = log = console.log
     watch = build_watch(config, context, heartbeat, events)
     heartbeat.beat("model")
-    config = pick_precision(config, context)
+    config = pick_vocabulary(pick_precision(config, context))
     tokenizer, vocab_size = build_vocabulary(config, log)
     # Open it first: a locked or read-only folder is reported before the slow work.
     checkpoint_manager = open_checkpoint_manager(config.checkpoint, context, log, events)
@@ -199,6 +200,14 @@ def pick_precision(config: schema.Config, context: RankContext) -> schema.Config
     if context.device.type == "cpu":
         keep_memory()
     return config
+
+
+def pick_vocabulary(config: schema.Config) -> schema.Config:
+    """The settings with the type and files of the vocabulary, which a folder or a name implies.
+
+    Checkpoints record these, so that what reads them opens the same.
+    """
+    return config.derive("the vocabulary's files", **asdict(resolved(config.tokenizer)))
 
 
 def build_model(config: schema.Config, recipe: Recipe, context: RankContext, tokenizer, vocab_size: int) -> BuiltModel:
@@ -313,7 +322,7 @@ def origin_of(start: Start, tokenizer, untrained: dict[str, Any], wandb_run: Opt
         commit=source_commit(),
         code=start.code,
         libraries=library_versions(),
-        vocabulary=tokenizer and tokenizer.fingerprint,
+        **learned_vocabulary(tokenizer),
         untrained=untrained,
         folder=os.getcwd(),
     )
