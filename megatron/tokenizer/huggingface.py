@@ -17,7 +17,7 @@ from megatron.errors import DataError
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import engines
 from megatron.tokenizer.base import SPECIAL, Encode, Part, PartIds, Tokenizer, fingerprint
-from megatron.tokenizer.transformers_files import TokenizerFiles, read_files
+from megatron.tokenizer.transformers_files import NAMED, TokenizerFiles, read_files
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|endofdoc|>", "[SEP]")
 MARKS = range(0xE000, 0xF900)  # Unicode's private characters
@@ -56,6 +56,7 @@ class HuggingFaceTokenizer(Tokenizer):
             special_tokens={name: vocab[name] for name in self._special_names if name in vocab},
         )
         self.superseded = earlier
+        self.token_names = {token: name for token in NAMED if (name := files.name(token))}
         self.prefix, self.suffix = self._around()
         self.probes = tuple(text for token in self._plain_added for text in _probes_of(token["content"]))
 
