@@ -101,7 +101,11 @@ class HuggingFaceTokenizer(Tokenizer):
         names, slow = [token["content"] for token in self._plain_added], functools.cache(exact)
         if not names:
             return fast
-        return lambda text: slow()(text) if any(name in text for name in names) else fast(text)
+        shared = next(
+            iter(sorted(set.intersection(*map(set, names)))), ""
+        )  # such as "<": one search is faster than several
+        has_name = lambda text: shared in text and any(name in text for name in names)
+        return lambda text: slow()(text) if has_name(text) else fast(text)
 
 
 class MarkedNames:
