@@ -9,6 +9,7 @@ recognised everywhere.
 import functools
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Optional
@@ -101,10 +102,7 @@ class HuggingFaceTokenizer(Tokenizer):
         names, slow = [token["content"] for token in self._plain_added], functools.cache(exact)
         if not names:
             return fast
-        shared = next(
-            iter(sorted(set.intersection(*map(set, names)))), ""
-        )  # such as "<": one search is faster than several
-        has_name = lambda text: shared in text and any(name in text for name in names)
+        has_name = re.compile("|".join(map(re.escape, names))).search
         return lambda text: slow()(text) if has_name(text) else fast(text)
 
 
