@@ -500,14 +500,14 @@ def record_rules(
     config: schema.Config, recipe: Recipe, events: EventLog, losses: Losses, start: Start, vocab_size: int
 ) -> RecordRules:
     """The rules that judge the records of a run."""
-    loss, criterion = next(iter(losses.sums)), losses.measures.criterion if losses.measures else {}
+    loss, measures = next(iter(losses.sums)), losses.measures
     return RecordRules(
         events.rules,
         events.record,
         loss=loss,
         guess=math.log(vocab_size) if loss in recipe.perplexities else math.inf,
         warmup=start.lengths.warmup,
-        figure=(criterion["figure"], criterion["smaller_is_better"]) if criterion.get("figure") else None,
+        figure=(measures.best_by, measures.direction) if measures and measures.best_by else None,
     )
 
 
