@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron import __version__, fused_kernels
 from megatron.checkpoint.base import BASE
+from megatron.checkpoint.lineage import lineage
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.remote import all_paths
 from megatron.data.vocabulary import learned_vocabulary, other_ids, refuse_other_vocabulary
@@ -172,7 +173,7 @@ def build_run(
         ranks=RankWatch(context, config.logging, events.rules if events else {}),
         state=start.state,
         profiler=build_profiler(config, context, model.pipeline, log),
-        origin=origin_of(start, tokenizer, untrained(model.selection, model.facts, model.stages)),
+        origin=origin_of(start, tokenizer, untrained(model.selection, model.facts, model.stages), config.checkpoint),
         in_base=frozenset((start.record or {}).get(IN_BASE, ())),
         pending=Pending(defers_host_sync(config, context, model.optimizer)),
         compiling=CompileTrial(active=config.kernels.torch_compile == "auto"),
@@ -310,8 +311,8 @@ def raise_on_all_ranks(refusal: Optional[SettingsError], context: RankContext) -
             raise error
 
 
-def origin_of(start: Start, tokenizer, untrained: dict[str, Any]) -> dict[str, Any]:
-    """Code, libraries, vocabulary, folder, untrained tensors and base of a run, for its checkpoints."""
+def origin_of(start: Start, tokenizer, untrained: dict[str, Any], settings: schema.Checkpoint) -> dict[str, Any]:
+    """Code, libraries, vocabulary, folder, untrained tensors, base and lineage of a run, for its checkpoints."""
     base = {BASE: start.record[BASE]} if start.record and IN_BASE in start.record else {}
     return base | dict(
         version=__version__,
@@ -321,6 +322,7 @@ def origin_of(start: Start, tokenizer, untrained: dict[str, Any]) -> dict[str, A
         **learned_vocabulary(tokenizer),
         untrained=untrained,
         folder=os.getcwd(),
+        **lineage(start.record, settings.load if settings.finetune else None),
     )
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -24,6 +24,7 @@ from megatron.tokenizer.transformers_files import NAMED, content_of, read_files,
 FILE_BYTES = 5 * 10**9  # of one safetensors file, as transformers cuts them
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 _JSON_LIMIT = 1 << 28
+_HEAD = 1 << 16  # characters of a README.md in which its license is looked for
 
 # Files of a tokenizer, by kind of tokenizer: setting -> name in the folder.
 TOKENIZER_FILES = dict(
@@ -180,6 +181,19 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return content
+
+
+def about(folder: Path, config: Mapping[str, Any]) -> dict[str, Optional[str]]:
+    """{name, license} of the model in a folder: by the cache of a hub, config.json and the head of README.md."""
+    cached = (re.fullmatch(r"models--(.+?)--(.+)", part) for part in folder.resolve().parts)
+    named = str(config.get("_name_or_path") or "")
+    name = next((f"{found[1]}/{found[2]}" for found in cached if found), None)
+    if name is None and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", named):
+        name = named
+    card = folder / "README.md"
+    head = card.read_text(encoding="utf-8", errors="replace")[:_HEAD] if card.is_file() else ""
+    stated = re.search(r"\A---\n(?:.*\n)*?license: *[\"']?([\w.-]+)", head)
+    return dict(name=name or folder.resolve().name, license=stated and stated[1])
 
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------

@@ -216,6 +216,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
         ]
         origin = f"Hugging Face {kind} in {source.resolve()}"
         content = imported_state(model, vocab_size, state, origin, tokenizer, family.extra)
+        content["source"] = hf_files.about(source, settings)
         with Saver(folder) as saver:
             saver.write(0, [pieces], content, parts=parts)
         (folder / ".lock").unlink(missing_ok=True)

@@ -222,7 +222,7 @@ def _export(source: "ExportSource", out: Path, wanted: Wanted) -> list[str]:
             config=_settings_of_model(source, tokenizer),
         )
         (folder / RECORD).write_text(json.dumps(record, indent=1))
-        (folder / "README.md").write_text(_card(source, out, wanted, files, agreed), encoding="utf-8")
+        (folder / "README.md").write_text(_card(source, out, wanted, files, tokenizer, agreed), encoding="utf-8")
     compared = [] if agreed is None else [f"checked: {agreed.sentence}"]
     unchecked = [] if wanted.check else [f"{CLIENTS[wanted.form]} was not asked (--no-check)"]
     return [
@@ -586,7 +586,14 @@ def _settings_of_model(source: ExportSource, tokenizer: ExportedTokenizer) -> di
     return dict(model=config["model"], tokenizer=words, precision=dict(precision="fp32"), **own)
 
 
-def _card(source: ExportSource, out: Path, wanted: Wanted, files: list[str], agreed: Optional[Agreement]) -> str:
+def _card(
+    source: ExportSource,
+    out: Path,
+    wanted: Wanted,
+    files: list[str],
+    tokenizer: ExportedTokenizer,
+    agreed: Optional[Agreement],
+) -> str:
     task = "translation" if isinstance(source.facts, T5Facts) else "text-generation"
     task = "fill-mask" if isinstance(source.facts, BertFacts) else task
     how = [
@@ -597,10 +604,9 @@ def _card(source: ExportSource, out: Path, wanted: Wanted, files: list[str], agr
         ("checked", agreed.sentence if agreed else "no (--no-check)"),
         ("Python, torch", f"{sys.version.split()[0]}, {torch.__version__}"),
     ]
-    name = out.resolve().name
-    return model_card(
-        name, source.record, source.facts, source.trained, how, _use(source, wanted, name), [task, "megatron"]
-    )
+    name, words = out.resolve().name, tokenizer.own and tokenizer.own.name
+    use, tags = _use(source, wanted, name), [task, "megatron"]
+    return model_card(name, source.record, source.facts, source.trained, how, use, tags, words)
 
 
 def _use(source: ExportSource, wanted: Wanted, name: str) -> str:
