@@ -56,11 +56,13 @@ from megatron.telemetry.profiler import Profiler
 from megatron.telemetry.run_record import library_versions, now, run_record, source_commit
 from megatron.telemetry.step_metrics import RunSizes
 from megatron.telemetry.timers import Timers
+from megatron.telemetry.trackers import WANDB_RUN
 from megatron.tokenizer import resolved
 from megatron.training.checkpointing import (
     IN_BASE,
     check_later_checkpoints,
     check_samples,
+    earlier_wandb_run,
     load,
     open_checkpoint_manager,
 )
@@ -154,6 +156,7 @@ def build_run(
     losses = Losses(sums_of(recipe, config), recipe.counts(config), measures_of(recipe, config))
     alarm = Alarm(events, heartbeat, os.environ.get(SUPERVISOR)) if context.is_rank_zero else None
     passes = build_passes(config, context, model, losses, start.state, log)
+    metrics = build_metrics(config, recipe, context, model, start, console, events, losses, alarm)
     requests = build_requests(config, recipe, context, tokenizer, vocab_size, log)
     return Run(
         config=config,
@@ -166,14 +169,20 @@ def build_run(
         lengths=start.lengths,
         loaders=Loaders(*batches, requests),
         checkpoints=Checkpoints(checkpoint_manager, best_manager(config, losses.measures, context, log)),
-        metrics=build_metrics(config, recipe, context, model, start, console, events, losses, alarm),
+        metrics=metrics,
         events=events,
         alarm=alarm,
         watch=watch,
         ranks=RankWatch(context, config.logging, events.rules if events else {}),
         state=start.state,
         profiler=build_profiler(config, context, model.pipeline, log),
-        origin=origin_of(start, tokenizer, untrained(model.selection, model.facts, model.stages), config.checkpoint),
+        origin=origin_of(
+            start,
+            tokenizer,
+            untrained(model.selection, model.facts, model.stages),
+            config.checkpoint,
+            metrics.wandb_run,
+        ),
         in_base=frozenset((start.record or {}).get(IN_BASE, ())),
         pending=Pending(defers_host_sync(config, context, model.optimizer)),
         compiling=CompileTrial(active=config.kernels.torch_compile == "auto"),
@@ -311,10 +320,13 @@ def raise_on_all_ranks(refusal: Optional[SettingsError], context: RankContext) -
             raise error
 
 
-def origin_of(start: Start, tokenizer, untrained: dict[str, Any], settings: schema.Checkpoint) -> dict[str, Any]:
-    """Code, libraries, vocabulary, folder, untrained tensors, base and lineage of a run, for its checkpoints."""
-    base = {BASE: start.record[BASE]} if start.record and IN_BASE in start.record else {}
-    return base | dict(
+def origin_of(
+    start: Start, tokenizer, untrained: dict[str, Any], settings: schema.Checkpoint, wandb_run: Optional[str]
+) -> dict[str, Any]:
+    """Code, libraries, vocabulary, folder, untrained tensors, base, lineage and W&B's id of a run, for its checkpoints."""
+    more = {BASE: start.record[BASE]} if start.record and IN_BASE in start.record else {}
+    more |= {WANDB_RUN: wandb_run} if wandb_run else {}
+    return more | dict(
         version=__version__,
         commit=source_commit(),
         code=start.code,
@@ -483,6 +495,7 @@ def build_metrics(
         iteration=state.iteration,
         consumed_samples=state.consumed_samples,
         save=config.checkpoint.save,
+        wandb_run=earlier_wandb_run(config.checkpoint, start.record or {}),
         active=console.active,
         files=context.is_rank_zero,
         timers=build_timers(config.logging, context),
