@@ -103,15 +103,16 @@ class Tokenizer:
         if self._special_tokens is not None:
             return self._special_tokens
         found = {name: self.pieces[name] for names in SPECIAL.values() for name in names if name in self.pieces}
+        found |= {SENTINEL.format(number): id for number, id in enumerate(self.sentinels)}
         if self.eod is not None and len(name := self.decode([self.eod]).strip()) > 1:
             found.setdefault(name, self.eod)
         return found
 
     def special(self, name: str) -> int | None:
-        """The id of a special token by its name in SPECIAL; None if the vocabulary has none."""
+        """The id of a special token by its name in SPECIAL, or unk; None if the vocabulary has none."""
         if name in self._special:
             return self._special[name]
-        return next((self.pieces[token] for token in SPECIAL[name] if token in self.pieces), None)
+        return next((self.pieces[token] for token in SPECIAL.get(name, ()) if token in self.pieces), None)
 
     @property
     def begin(self) -> Optional[int]:

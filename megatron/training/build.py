@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron import __version__, fused_kernels
 from megatron.checkpoint.base import BASE
+from megatron.checkpoint.lineage import lineage
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.remote import all_paths
 from megatron.data.vocabulary import learned_vocabulary, other_ids, refuse_other_vocabulary
@@ -175,7 +176,13 @@ def build_run(
         ranks=RankWatch(context, config.logging, events.rules if events else {}),
         state=start.state,
         profiler=build_profiler(config, context, model.pipeline, log),
-        origin=origin_of(start, tokenizer, untrained(model.selection, model.facts, model.stages), metrics.wandb_run),
+        origin=origin_of(
+            start,
+            tokenizer,
+            untrained(model.selection, model.facts, model.stages),
+            config.checkpoint,
+            metrics.wandb_run,
+        ),
         in_base=frozenset((start.record or {}).get(IN_BASE, ())),
         pending=Pending(defers_host_sync(config, context, model.optimizer)),
         compiling=CompileTrial(active=config.kernels.torch_compile == "auto"),
@@ -313,8 +320,10 @@ def raise_on_all_ranks(refusal: Optional[SettingsError], context: RankContext) -
             raise error
 
 
-def origin_of(start: Start, tokenizer, untrained: dict[str, Any], wandb_run: Optional[str]) -> dict[str, Any]:
-    """Code, libraries, vocabulary, folder, untrained tensors, base and W&B's id of a run, for its checkpoints."""
+def origin_of(
+    start: Start, tokenizer, untrained: dict[str, Any], settings: schema.Checkpoint, wandb_run: Optional[str]
+) -> dict[str, Any]:
+    """Code, libraries, vocabulary, folder, untrained tensors, base, lineage and W&B's id of a run, for its checkpoints."""
     more = {BASE: start.record[BASE]} if start.record and IN_BASE in start.record else {}
     more |= {WANDB_RUN: wandb_run} if wandb_run else {}
     return more | dict(
@@ -325,6 +334,7 @@ def origin_of(start: Start, tokenizer, untrained: dict[str, Any], wandb_run: Opt
         **learned_vocabulary(tokenizer),
         untrained=untrained,
         folder=os.getcwd(),
+        **lineage(start.record, settings.load if settings.finetune else None),
     )
 
 

@@ -10,9 +10,10 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Optional
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,11 +26,12 @@ from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.inference.convert import compressed_tensors, hf_files
 from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.families import Family, exported, imported, prompts_for
+from megatron.inference.convert.hf_tokenizer import ExportedTokenizer, write_tokenizer
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.convert.merged import merged_first
 from megatron.inference.convert.mxfp4 import MXFP4Files, is_mxfp4
 from megatron.inference.convert.same_ids import same_ids
-from megatron.inference.load import Loaded, load_model, refuse_head, text_tokenizer, tokenizer_settings, without_model
+from megatron.inference.load import Loaded, load_model, refuse_head, without_model
 from megatron.inference.quantize import Rounded
 from megatron.inference.quantized import STORED_OF_LAYER, refuse_quantized
 from megatron.model.facts import PROJECTIONS
@@ -60,42 +62,19 @@ def to_hf(
     given: Mapping[str, Any],
     check: bool = True,
     file_bytes: int = hf_files.FILE_BYTES,
-    products: Mapping[str, Rounded] = MappingProxyType({}),
 ) -> list[str]:
     """Export a checkpoint directory to a folder that `transformers` can load; returns notices for the user.
     Adapters are merged.
 
     given: tokenizer flags, if the files of the training run have moved. file_bytes: the most bytes of a file of tensors.
-    products: layer -> its quantized weight, which takes the place of the checkpoint's.
     Raises SettingsError for an unsupported model, CheckpointError if the exported model gives other results.
     """
     trained = path
     with merged_first(path, out) as path, Reader(path) as reader, arriving(out) as folder:
-        needed(reader, "config")
-        if not products:
-            refuse_quantized(reader, "to-hf")
-        config, vocab_size = config_of(located(reader.state)), needed(reader, "vocab_size")
-        refuse_head(config, vocab_size, path)
-        if config.model.linear is not None and not products:
-            raise SettingsError(
-                f"{path} was trained with --linear {config.model.linear}, which Hugging Face does not have",
-                "its layers would multiply with other weights there",
-                "python -m megatron.tools.export --format torch-export writes a program of it",
-            )
-        family = exported(config, vocab_size)
-        if products:
-            compressed_tensors.refuse_other(family.kind, products)
-        refuse_unknown(reader, family, products)
-        plan = [_tensors(reader, match, products) for match in family.matches]
-        files = hf_files.write_tensors(folder, plan, dtype, file_bytes)
-        run = without_model(config, reader.state, path)
-        end, end_of_turn, notices = _export_vocabulary(run, folder, given, check, trained)
-        settings = family.theirs(end, str(dtype).removeprefix("torch."))
-        if products:
-            settings["quantization_config"] = compressed_tensors.quantization_config(family, products)
-        (folder / "config.json").write_text(json.dumps(settings, indent=2))
-        if family.kind != "bert":  # which generates nothing
-            hf_files.write_generation_config(folder, settings, Path(trained), end_of_turn)
+        family, files, tokenizer = write_hf(reader, folder, dtype, given, trained, file_bytes)
+        notices = list(tokenizer.notices)
+        if check and tokenizer.by_transformers:
+            notices.append(compare_ids(folder, tokenizer.own))
         if check and family.run is None:
             notices.append(f"{ALONE.format(family.kind)}: the models were not compared")
         elif check:
@@ -104,6 +83,55 @@ def to_hf(
             notices.append(_compared(family, loaded, folder))
         words = next(name for name, one in DTYPES.items() if one == dtype)
         return [f"{out}: {family.kind} in {', '.join(files)} ({words})", *family.notices, *notices]
+
+
+class Written(NamedTuple):
+    """What is in a folder of Hugging Face. files: of tensors"""
+
+    family: Family
+    files: list[str]
+    tokenizer: ExportedTokenizer
+
+
+def write_hf(
+    reader: Reader,
+    folder: Path,
+    dtype: torch.dtype,
+    given: Mapping[str, Any],
+    trained: Path,
+    file_bytes: int = hf_files.FILE_BYTES,
+    products: Mapping[str, Rounded] = MappingProxyType({}),
+) -> Written:
+    """Write the checkpoint of `reader` into a folder, without a comparison. Its adapters are merged.
+
+    given: tokenizer flags. trained: the checkpoint that the run wrote. products: layer -> its quantized weight, which takes
+    the place of the checkpoint's. Raises SettingsError for an unsupported model.
+    """
+    path = reader.folder
+    needed(reader, "config")
+    if not products:
+        refuse_quantized(reader, "to-hf")
+    config, vocab_size = config_of(located(reader.state)), needed(reader, "vocab_size")
+    refuse_head(config, vocab_size, path)
+    if config.model.linear is not None and not products:
+        raise SettingsError(
+            f"{path} was trained with --linear {config.model.linear}, which Hugging Face does not have",
+            "its layers would multiply with other weights there",
+            "python -m megatron.tools.export --format torch-export writes a program of it",
+        )
+    family = exported(config, vocab_size)
+    if products:
+        compressed_tensors.refuse_other(family.kind, products)
+    refuse_unknown(reader, family, products)
+    plan = [_tensors(reader, match, products) for match in family.matches]
+    files = hf_files.write_tensors(folder, plan, dtype, file_bytes)
+    theirs = partial(family.theirs, dtype=str(dtype).removeprefix("torch."))
+    tokenizer = write_tokenizer(folder, without_model(config, reader.state, path), given, trained, theirs)
+    settings = tokenizer.with_beginning(theirs(tokenizer.end))
+    if products:
+        settings["quantization_config"] = compressed_tensors.quantization_config(family, products)
+    (folder / "config.json").write_text(json.dumps(settings, indent=2))
+    return Written(family, files, tokenizer)
 
 
 def _tensors(reader: Reader, match: Match, products: Mapping[str, Rounded]) -> hf_files.TensorGroup:
@@ -134,26 +162,7 @@ def refuse_unknown(reader: Reader, family: Family, products: Mapping[str, Rounde
         )
 
 
-def _export_vocabulary(
-    loaded: Loaded, folder: Path, given: Mapping[str, Any], check: bool, trained: Path
-) -> tuple[Optional[int], Optional[int], list[str]]:
-    """Copy the tokenizer, and the chat template beside the checkpoint `trained`.
-
-    Returns (end-of-document id, id of the end of an answer, notices).
-    """
-    tokenizer = text_tokenizer(loaded, given)
-    if tokenizer is None:
-        return None, None, ["the run had no tokenizer, so the export has none"]
-    settings, longest = tokenizer_settings(loaded, given), loaded.config.model.position_table
-    end = None if tokenizer.eod is None else tokenizer.decode([tokenizer.eod])
-    if not hf_files.export_tokenizer(settings, folder, end, longest):
-        why = f"transformers has no tokenizer like {settings.tokenizer_type}: none was exported"
-        return tokenizer.eod, None, [why]
-    end_of_turn = hf_files.export_chat_template(trained, tokenizer, folder)
-    return tokenizer.eod, end_of_turn, [_same_ids(folder, tokenizer)] if check else []
-
-
-def _same_ids(folder: Path, tokenizer) -> str:
+def compare_ids(folder: Path, tokenizer) -> str:
     """Compare the tokenizer in a folder of transformers with ours. Raises CheckpointError if their ids differ."""
     _transformers()
     try:
@@ -196,7 +205,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
     with arriving(out) as folder:
         tokenizer = hf_files.import_tokenizer(source, folder / "tokenizer", kind == "gpt2")
         hf_files.import_generation_config(source, folder, settings)
-        same_ids = [_same_ids(source, build_tokenizer(tokenizer, lambda text: None))] if tokenizer and check else []
+        same_ids = [compare_ids(source, build_tokenizer(tokenizer, lambda text: None))] if tokenizer and check else []
         if tokenizer:
             paths = {name: getattr(tokenizer, name) for name in FILES}
             moved = {name: str(out.resolve() / "tokenizer" / Path(path).name) for name, path in paths.items() if path}
@@ -207,6 +216,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
         ]
         origin = f"Hugging Face {kind} in {source.resolve()}"
         content = imported_state(model, vocab_size, state, origin, tokenizer, family.extra)
+        content["source"] = hf_files.about(source, settings)
         with Saver(folder) as saver:
             saver.write(0, [pieces], content, parts=parts)
         (folder / ".lock").unlink(missing_ok=True)
