@@ -14,14 +14,14 @@ FEW = 4  # rows that torch multiplies by itself as fast in any format
 
 
 def formats() -> frozenset[torch.dtype]:
-    """The formats in which oneDNN multiplies, in this build of torch and on this CPU. torch asks the same before its ops:
-    those of packed weights raise in other formats, and the others run in loops of its own, 4 to 70 times as long as in fp32.
+    """The formats in which oneDNN multiplies on this CPU; none in a build of torch without it. Its ops raise in others,
+    torch's own take 4 to 70 times as long as in fp32, and 8-bit ones may overflow.
     """
     ops = torch.ops.mkldnn
     if not torch.backends.mkldnn.is_available() or not hasattr(ops, "_linear_pointwise"):
         return frozenset()
     bf16 = ops._is_mkldnn_bf16_supported()
-    # bf16: with ONEDNN_MAX_CPU_ISA, oneDNN may lack instructions that the CPU has, and then sums of int8 overflow.
+    # CPUs with VNNI have what bf16 needs. Without bf16, ONEDNN_MAX_CPU_ISA forbids both, and sums of int8 overflow.
     int8 = bf16 and torch.cpu._is_vnni_supported()
     found = {torch.bfloat16: bf16, torch.float16: ops._is_mkldnn_fp16_supported(), torch.int8: int8}
     return frozenset({torch.float32, *(dtype for dtype, supported in found.items() if supported)})
@@ -31,7 +31,7 @@ FORMATS = formats()
 
 
 def widens(device: str, dtype: torch.dtype) -> bool:
-    """Whether products in this half format are computed in fp32, because this CPU has none."""
+    """Whether products in this half format are computed in fp32, because this CPU has no instructions for them."""
     return device == "cpu" and dtype in (torch.bfloat16, torch.float16) and dtype not in FORMATS
 
 
@@ -57,7 +57,7 @@ def widened(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] 
     """`reference.matmul` in fp32, rounded once, for a format that `widens`."""
     if len(x) <= FEW and x.is_contiguous() and weight.is_contiguous():
         return F.linear(x, weight, bias)
-    # A part of the weight at a time stays in the cache. Compiled code converts it within its product's loop.
+    # A part of the weight at a time stays in the cache. A compiler would unroll the loop.
     rows = len(weight) if torch.compiler.is_compiling() else max(1, WIDENED // max(1, weight.shape[1]))
     wide, y = x.float(), x.new_empty(len(x), len(weight))
     for first in range(0, len(weight), rows):

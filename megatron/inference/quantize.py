@@ -314,7 +314,7 @@ def multiply_int8(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [n, i] times weight [o, i], both int8 -> [n, o] in fp32, from sums in int32.
 
     cuBLAS takes more than 16 rows, and multiples of 8. CPUs without instructions for int8 sum in fp32, which has all
-    integers up to 2^24: torch's own loops take 3 to 20 times as long.
+    integers up to 2^24: torch's own loops take up to 20 times as long.
     """
     if x.device.type == "cpu" and torch.int8 not in cpu_ops.FORMATS:
         wide = x.float()

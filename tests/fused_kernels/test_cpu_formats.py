@@ -125,7 +125,10 @@ RUNS = {
     "grouped queries": (pretrain_gpt, "--bf16 --group-query-attention --num-query-groups 2 --swiglu"),
     "muon": (pretrain_gpt, "--bf16 --optimizer muon"),
     "experts": (pretrain_gpt, f"--bf16 {EXPERTS}"),
-    "even experts": (pretrain_gpt, f"--bf16 {EXPERTS} --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"),
+    "even experts": (
+        pretrain_gpt,
+        f"--bf16 {EXPERTS} --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
+    ),
     "t5": (pretrain_t5, "--bf16 --decoder-seq-length 16 --vocab-extra-ids 20"),
     "bert": (pretrain_bert, "--bf16"),
 }

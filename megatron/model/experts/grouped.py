@@ -182,7 +182,7 @@ def _grouped(*operands: torch.Tensor) -> bool:
 def lacking_grouped(device: str, dtype: torch.dtype) -> str:
     """Why grouped_mm does not compute products of this format on this device; "": it does. From a trial run."""
     if choose_kernel("matmul", Case(device, dtype)).run is not reference.matmul:
-        return "one product for each expert by oneDNN is faster"
+        return "one product for each expert is faster"
     if device not in ("cpu", "cuda") or device == "cuda" and dtype != torch.bfloat16:
         return f"one product for each expert in {dtype} on {device}"
     if not hasattr(F, "grouped_mm"):
