@@ -56,6 +56,8 @@ def with_files(settings: TokenizerSettings, kind: str) -> TokenizerSettings:
     if not path.is_dir() and (os.sep in given or given.endswith(_FILES)):
         return settings  # a missing file: opening it reports the error
     folder = path if path.is_dir() else _cached(given, wanted)
+    if kind == "HuggingFaceTokenizer" and (folder / "tokenizer_config.json").is_file():
+        return replace(settings, tokenizer_model=str(folder))
     files = {name: _find(folder, names) for name, names in wanted.items()}
     lost = [" or ".join(names) for name, names in wanted.items() if files[name] is None]
     if lost:

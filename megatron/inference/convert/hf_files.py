@@ -33,6 +33,7 @@ TOKENIZER_FILES = dict(
     SentencePieceTokenizer=dict(tokenizer_model="tokenizer.model"),
     GPTSentencePieceTokenizer=dict(tokenizer_model="tokenizer.model"),
 )
+VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # that transformers reads
 _CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 _COMPANIONS = (
     *(_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE, "chat_template.json"),
@@ -267,7 +268,7 @@ def tokenizer_of(folder: Path, of_gpt2: bool) -> Optional[schema.TokenizerSettin
         return as_settings("GPT2BPETokenizer")
     if there("HuggingFaceTokenizer"):
         return as_settings("HuggingFaceTokenizer")
-    if (folder / _CONFIG).is_file() and any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json")):
+    if (folder / _CONFIG).is_file() and any((folder / name).is_file() for name in VOCABULARIES):
         return schema.TokenizerSettings("HuggingFaceTokenizer", tokenizer_model=str(folder))
     if there("GPTSentencePieceTokenizer"):
         return as_settings("GPTSentencePieceTokenizer")
