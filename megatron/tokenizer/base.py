@@ -62,12 +62,14 @@ class Tokenizer:
     `fingerprint` identifies the vocabulary: equal fingerprints give equal ids. `engine` names the library in use.
     `pieces`: token -> id, at least of special tokens, and of all tokens if some continue words (INNER).
     `special_tokens`: name -> id of the special tokens that a prompt or a chat template may contain.
+    `token_names`: bos_token, eos_token ... -> name of that special token, for chat templates.
     `prefix`, `suffix`: the ids that the tokenizer puts before and after a prompt.
     `parse_special`: whether names of special tokens are recognised in all texts, not in prompts alone.
     `superseded`: fingerprint of this tokenizer in an earlier version of the suite -> which of its ids were wrong.
     `probes`: further texts on which engines are compared.
     """
 
+    token_names: Mapping[str, str] = MappingProxyType({})
     prefix: Sequence[int] = ()
     suffix: Sequence[int] = ()
     parse_special: bool = False

@@ -19,6 +19,7 @@ from megatron.tokenizer.byte_level import read_text
 
 TOKENIZER, CONFIG, MODEL_CONFIG = "tokenizer.json", "tokenizer_config.json", "config.json"
 MAP, ADDED = "special_tokens_map.json", "added_tokens.json"  # of early versions of transformers
+VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # that transformers reads without TOKENIZER
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SPLIT = "split_special_tokens"  # names of special tokens are text in prompts, too
 FURTHER = ("additional_special_tokens", "extra_special_tokens")

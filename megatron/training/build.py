@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -18,7 +18,7 @@ from megatron import __version__, fused_kernels
 from megatron.checkpoint.base import BASE
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.remote import all_paths
-from megatron.data.vocabulary import other_ids, refuse_other_vocabulary
+from megatron.data.vocabulary import learned_vocabulary, other_ids, refuse_other_vocabulary
 from megatron.errors import SettingsError, StorageError
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.guard.alarm import Alarm
@@ -55,10 +55,13 @@ from megatron.telemetry.profiler import Profiler
 from megatron.telemetry.run_record import library_versions, now, run_record, source_commit
 from megatron.telemetry.step_metrics import RunSizes
 from megatron.telemetry.timers import Timers
+from megatron.telemetry.trackers import WANDB_RUN
+from megatron.tokenizer import resolved
 from megatron.training.checkpointing import (
     IN_BASE,
     check_later_checkpoints,
     check_samples,
+    earlier_wandb_run,
     load,
     open_checkpoint_manager,
 )
@@ -133,7 +136,7 @@ def build_run(
     events.log = log = console.log
     watch = build_watch(config, context, heartbeat, events)
     heartbeat.beat("model")
-    config = pick_precision(config, context)
+    config = pick_vocabulary(pick_precision(config, context))
     tokenizer, vocab_size = build_vocabulary(config, log)
     # Open it first: a locked or read-only folder is reported before the slow work.
     checkpoint_manager = open_checkpoint_manager(config.checkpoint, context, log, events)
@@ -152,6 +155,7 @@ def build_run(
     losses = Losses(sums_of(recipe, config), recipe.counts(config), measures_of(recipe, config))
     alarm = Alarm(events, heartbeat, os.environ.get(SUPERVISOR)) if context.is_rank_zero else None
     passes = build_passes(config, context, model, losses, start.state, log)
+    metrics = build_metrics(config, recipe, context, model, start, console, events, losses, alarm)
     requests = build_requests(config, recipe, context, tokenizer, vocab_size, log)
     return Run(
         config=config,
@@ -164,14 +168,14 @@ def build_run(
         lengths=start.lengths,
         loaders=Loaders(*batches, requests),
         checkpoints=Checkpoints(checkpoint_manager, best_manager(config, losses.measures, context, log)),
-        metrics=build_metrics(config, recipe, context, model, start, console, events, losses, alarm),
+        metrics=metrics,
         events=events,
         alarm=alarm,
         watch=watch,
         ranks=RankWatch(context, config.logging, events.rules if events else {}),
         state=start.state,
         profiler=build_profiler(config, context, model.pipeline, log),
-        origin=origin_of(start, tokenizer, untrained(model.selection, model.facts, model.stages)),
+        origin=origin_of(start, tokenizer, untrained(model.selection, model.facts, model.stages), metrics.wandb_run),
         in_base=frozenset((start.record or {}).get(IN_BASE, ())),
         pending=Pending(defers_host_sync(config, context, model.optimizer)),
         compiling=CompileTrial(active=config.kernels.torch_compile == "auto"),
@@ -196,6 +200,14 @@ def pick_precision(config: schema.Config, context: RankContext) -> schema.Config
     if context.device.type == "cpu":
         keep_memory()
     return config
+
+
+def pick_vocabulary(config: schema.Config) -> schema.Config:
+    """The settings with the type and files of the vocabulary, which a folder or a name implies.
+
+    Checkpoints record these, so that what reads them opens the same.
+    """
+    return config.derive("the vocabulary's files", **asdict(resolved(config.tokenizer)))
 
 
 def build_model(config: schema.Config, recipe: Recipe, context: RankContext, tokenizer, vocab_size: int) -> BuiltModel:
@@ -301,15 +313,16 @@ def raise_on_all_ranks(refusal: Optional[SettingsError], context: RankContext) -
             raise error
 
 
-def origin_of(start: Start, tokenizer, untrained: dict[str, Any]) -> dict[str, Any]:
-    """Code, libraries, vocabulary, folder, untrained tensors and base of a run, for its checkpoints."""
-    base = {BASE: start.record[BASE]} if start.record and IN_BASE in start.record else {}
-    return base | dict(
+def origin_of(start: Start, tokenizer, untrained: dict[str, Any], wandb_run: Optional[str]) -> dict[str, Any]:
+    """Code, libraries, vocabulary, folder, untrained tensors, base and W&B's id of a run, for its checkpoints."""
+    more = {BASE: start.record[BASE]} if start.record and IN_BASE in start.record else {}
+    more |= {WANDB_RUN: wandb_run} if wandb_run else {}
+    return more | dict(
         version=__version__,
         commit=source_commit(),
         code=start.code,
         libraries=library_versions(),
-        vocabulary=tokenizer and tokenizer.fingerprint,
+        **learned_vocabulary(tokenizer),
         untrained=untrained,
         folder=os.getcwd(),
     )
@@ -472,6 +485,7 @@ def build_metrics(
         iteration=state.iteration,
         consumed_samples=state.consumed_samples,
         save=config.checkpoint.save,
+        wandb_run=earlier_wandb_run(config.checkpoint, start.record or {}),
         active=console.active,
         files=context.is_rank_zero,
         timers=build_timers(config.logging, context),

@@ -20,7 +20,7 @@ from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.byte_level import END_OF_TEXT
 from megatron.tokenizer.chat_template import FILE as TEMPLATE
 from megatron.tokenizer.chat_template import find_template
-from megatron.tokenizer.transformers_files import NAMED, content_of, read_files, write_files
+from megatron.tokenizer.transformers_files import NAMED, VOCABULARIES, content_of, read_files, write_files
 
 FILE_BYTES = 5 * 10**9  # of one safetensors file, as transformers cuts them
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
@@ -33,7 +33,6 @@ TOKENIZER_FILES = dict(
     SentencePieceTokenizer=dict(tokenizer_model="tokenizer.model"),
     GPTSentencePieceTokenizer=dict(tokenizer_model="tokenizer.model"),
 )
-VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # that transformers reads
 _CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 _COMPANIONS = (
     *(_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE, "chat_template.json"),

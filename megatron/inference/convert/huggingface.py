@@ -29,7 +29,7 @@ from megatron.inference.convert.imported import imported_state
 from megatron.inference.convert.merged import merged_first
 from megatron.inference.convert.mxfp4 import MXFP4Files, is_mxfp4
 from megatron.inference.convert.same_ids import same_ids
-from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head, tokenizer_settings
+from megatron.inference.load import Loaded, load_model, refuse_head, text_tokenizer, tokenizer_settings, without_model
 from megatron.inference.quantize import Rounded
 from megatron.inference.quantized import STORED_OF_LAYER, refuse_quantized
 from megatron.model.facts import PROJECTIONS
@@ -88,8 +88,8 @@ def to_hf(
         refuse_unknown(reader, family, products)
         plan = [_tensors(reader, match, products) for match in family.matches]
         files = hf_files.write_tensors(folder, plan, dtype, file_bytes)
-        without_model = Loaded(None, config, reader.state, vocab_size, 0, path, ())
-        end, end_of_turn, notices = _export_vocabulary(without_model, folder, given, check, trained)
+        run = without_model(config, reader.state, path)
+        end, end_of_turn, notices = _export_vocabulary(run, folder, given, check, trained)
         settings = family.theirs(end, str(dtype).removeprefix("torch."))
         if products:
             settings["quantization_config"] = compressed_tensors.quantization_config(family, products)
@@ -141,9 +141,9 @@ def _export_vocabulary(
 
     Returns (end-of-document id, id of the end of an answer, notices).
     """
-    if given.get("tokenizer_type", loaded.config.tokenizer.tokenizer_type) in (None, "NullTokenizer"):
+    tokenizer = text_tokenizer(loaded, given)
+    if tokenizer is None:
         return None, None, ["the run had no tokenizer, so the export has none"]
-    tokenizer = open_tokenizer(loaded, given)
     settings, longest = tokenizer_settings(loaded, given), loaded.config.model.position_table
     end = None if tokenizer.eod is None else tokenizer.decode([tokenizer.eod])
     if not hf_files.export_tokenizer(settings, folder, end, longest):

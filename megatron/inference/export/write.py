@@ -29,7 +29,15 @@ from megatron.inference.export import gguf_file, llama_cpp, onnx_quantized, prog
 from megatron.inference.export.card import model_card
 from megatron.inference.export.gate import Agreement, agreement
 from megatron.inference.export.tracing import program_of
-from megatron.inference.load import Loaded, build_model, load_model, open_tokenizer, refuse_head, tokenizer_settings
+from megatron.inference.load import (
+    Loaded,
+    build_model,
+    load_model,
+    refuse_head,
+    text_tokenizer,
+    tokenizer_settings,
+    without_model,
+)
 from megatron.inference.quantize import Rounded
 from megatron.inference.quantized import refuse_twice
 from megatron.model.bert.facts import BertFacts
@@ -102,9 +110,7 @@ class ExportSource:
     @cached_property
     def tokenizer(self):
         """The tokenizer, or None for a run without one."""
-        if self.given.get("tokenizer_type", self.config.tokenizer.tokenizer_type) in (None, "NullTokenizer"):
-            return None
-        return open_tokenizer(self._without_model, self.given)
+        return text_tokenizer(self._without_model, self.given)
 
     @property
     def tokenizer_settings(self):
@@ -116,7 +122,7 @@ class ExportSource:
 
     @property
     def _without_model(self) -> Loaded:
-        return Loaded(None, self.config, self.record, self.vocab_size, self.iteration, self.path, ())
+        return without_model(self.config, self.record, self.path)
 
     def model(self, dtype: str, mesh: Optional[Mesh] = None, computes_in: str = "fp32") -> torch.nn.Module:
         """The model of one rank, with weights that were rounded to `dtype`."""
