@@ -61,7 +61,9 @@ def answer_of(folder, talk, count: int, bias: float) -> tuple[list[int], str]:
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+    ids = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+        "input_ids"
+    ]
     ends = ends_of(folder)
     more = dict(max_new_tokens=count, do_sample=False, pad_token_id=0)
     more |= dict(sequence_bias={(end,): bias for end in ends}) if bias else {}
