@@ -371,6 +371,13 @@ def in_core_names(flat):
     return {**renamed, "decoder.layers.0.self_attention._extra_state": None}
 
 
+@pytest.mark.parametrize("core", [False, True])
+def test_an_output_layer_that_the_arguments_do_not_know_is_named(tmp_path, core):
+    megatron_files(tmp_path / "theirs", LLAMA, tp=1, pp=1, core=core, untie_embeddings_and_output_weights=False)
+    with pytest.raises(CheckpointError, match="output_layer.weight differs from the embedding"):
+        tool.main(["from-megatron", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--vocab-size", str(V)])
+
+
 @pytest.mark.parametrize(
     "model, layout",
     [

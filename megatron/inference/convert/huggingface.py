@@ -7,6 +7,7 @@ one whole model (and can be skipped for models larger than memory).
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -24,10 +25,10 @@ from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert import compressed_tensors, hf_files
 from megatron.inference.convert.arriving import arriving, needed
-from megatron.inference.convert.families import Family, exported, imported, prompts_for
+from megatron.inference.convert.families import Family, exported, prompts_for
+from megatron.inference.convert.fitted import fit
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.convert.merged import merged_first
-from megatron.inference.convert.mxfp4 import MXFP4Files, is_mxfp4
 from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head, tokenizer_settings
 from megatron.inference.quantize import Rounded
 from megatron.inference.quantized import STORED_OF_LAYER, refuse_quantized
@@ -175,26 +176,18 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
     state: a run's position as saved (`run.State.record`). Raises CheckpointError for an unsupported model, missing or
     unknown tensors, or if our model gives other results.
     """
-    settings = hf_files.read_json(source / "config.json")
-    family = imported(settings)
-    kind, model, vocab_size = family.kind, family.facts.settings, family.facts.vocab_size
-    files = hf_files.TensorFiles(source)
-    if is_mxfp4(settings):
-        files = MXFP4Files(files)
-    if model.num_layers > len(files.shapes):  # before allocating anything per layer
+    fitted = fit(source, hf_files.read_json(source / "config.json"))
+    family = fitted.family
+    if fitted.rounded:
         raise CheckpointError(
-            f"{source} holds {len(files.shapes)} tensors, config.json says {model.num_layers:,} layers"
+            f"{source} holds weights in whole numbers ({sorted(fitted.rounded)[0]}), which are not imported",
+            do=f"use them as they are: --load-exported {source}; or import the model that they were made from",
         )
-    wanted = {match.ours: match for match in family.matches}
-    names = _fitting_names(source, files, family)
-    placements = family.facts.weights
-    shapes = {name: placed.shape for name, placed in placements.items()}
-    assert set(shapes) == set(wanted), set(shapes) ^ set(wanted)
-    _check_shapes(source, files, names, wanted, shapes)
+    kind, model, vocab_size = family.kind, family.facts.settings, family.facts.vocab_size
+    wanted, placements = {match.ours: match for match in family.matches}, family.facts.weights
 
     def parts(piece: Piece) -> Iterator[torch.Tensor]:
-        match = wanted[piece.name]
-        yield match.to_ours([files.get(names[theirs]).float() for theirs in match.theirs])
+        yield fitted.read(wanted[piece.name])
 
     with arriving(out) as folder:
         tokenizer = hf_files.import_tokenizer(source, folder / "tokenizer", kind == "gpt2")
@@ -212,9 +205,9 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
         with Saver(folder) as saver:
             saver.write(0, [pieces], content, parts=parts)
         (folder / ".lock").unlink(missing_ok=True)
-        notices = [f"{out}: {kind} of {sum(map(torch.Size.numel, map(torch.Size, shapes.values()))):,} parameters"]
+        notices = [f"{out}: {kind} of {sum(math.prod(placed.shape) for placed in placements.values()):,} parameters"]
         notices.append(f"its tokenizer is in {out / 'tokenizer'}" if tokenizer else f"{source} holds no tokenizer")
-        notices += [*family.unread_notices(source / "config.json"), *same_ids]
+        notices += [*fitted.notices, *same_ids]
         if check and family.run is None:
             notices.append(f"{ALONE.format(kind)}: the models were not compared")
         elif check:
@@ -223,44 +216,9 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
         return notices
 
 
-def _check_shapes(
-    source: Path,
-    files: hf_files.TensorFiles,
-    names: Mapping[str, str],
-    wanted: Mapping[str, Match],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> None:
-    """Raise CheckpointError for a tensor whose shape is not that of config.json. names: theirs -> that in the files."""
-    for ours, match in wanted.items():
-        for theirs, expected in zip(match.theirs, match.to_theirs(torch.empty(shapes[ours], device="meta"))):
-            found = files.shapes[names[theirs]]
-            if found != tuple(expected.shape):
-                raise CheckpointError(
-                    f"{names[theirs]} in {source} is {found}, config.json says {tuple(expected.shape)}"
-                )
-
-
 def _dtype_of(placed: Placement) -> torch.dtype:
     """The format of a tensor in our checkpoint: fp32 for weights."""
     return torch.float32 if placed.buffer is None else getattr(torch, placed.buffer.dtype)
-
-
-def _fitting_names(source: Path, files: hf_files.TensorFiles, family: Family) -> dict[str, str]:
-    """Their name -> name in the files, which may lack the prefix. Raises CheckpointError for missing or unknown ones."""
-    wanted = [name for match in family.matches for name in match.theirs]
-    names = {name: name if name in files.shapes else name.removeprefix("transformer.") for name in wanted}
-    missing = [name for name, found in names.items() if found not in files.shapes]
-    ignored = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # constants that old versions saved
-    unknown = set(files.shapes) - set(names.values()) - set(family.beside)
-    extra = [name for name in unknown if not name.endswith(ignored)]
-    if missing or extra:
-        lines = [*(f"{name}: missing" for name in missing[:6]), *(f"{name}: unknown" for name in sorted(extra)[:6])]
-        raise CheckpointError(
-            f"{source} does not hold the {family.kind} of its config.json: {len(missing)} tensors are missing, "
-            f"{len(extra)} are unknown",
-            "\n  ".join(lines),
-        )
-    return names
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------
