@@ -39,6 +39,11 @@ class Fitted(NamedTuple):
         """A tensor of ours, in fp32."""
         return match.to_ours([self.files.get(self.names[name]).float() for name in match.theirs])
 
+    def is_exact(self, match: Match, ours: torch.Tensor) -> bool:
+        """Whether `ours`, which was read, has their numbers to the bit."""
+        pairs = zip(match.theirs, match.to_theirs(ours))
+        return all(torch.equal(self.files.get(self.names[name]).double(), x.double()) for name, x in pairs)
+
 
 def fit(folder: Path, settings: dict[str, Any]) -> Fitted:
     """Match the tensors of a folder to the model of its config.json. settings: its content.
