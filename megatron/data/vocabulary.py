@@ -38,10 +38,31 @@ def tokenizer_identity(tokenizer: Tokenizer) -> dict:
     )
 
 
-def refuse_other_vocabulary(paths: Iterable[str], tokenizer: Tokenizer | None) -> None:
-    """Raise DataError for a dataset that is known to have another vocabulary than the tokenizer."""
-    if tokenizer is not None:
-        refuse_another_identity(paths, tokenizer_identity(tokenizer))
+def other_ids(tokenizer: Tokenizer, what: str, fingerprint: str | None) -> list[str]:
+    """A note if an earlier version of this suite gave the tokenizer other ids, and `what` was made with those."""
+    if fingerprint not in tokenizer.superseded:
+        return []
+    return [
+        f"{what} was made with this tokenizer by an earlier version, which gave wrong ids: "
+        f"{tokenizer.superseded[fingerprint]}; preprocess texts again, and train models of them again, if they have these"
+    ]
+
+
+def refuse_other_vocabulary(paths: Iterable[str], tokenizer: Tokenizer | None) -> list[str]:
+    """Raise DataError for a dataset that is known to have another vocabulary than the tokenizer.
+
+    Returns notes on datasets that were made by an earlier version, with other ids.
+    """
+    if tokenizer is None:
+        return []
+    own, notes = tokenizer_identity(tokenizer), []
+    for path in paths:
+        made = identity_of(bare_prefix(path)) or {}
+        if found := other_ids(tokenizer, path, made.get("fingerprint")):
+            notes += found
+        else:
+            refuse_another_identity([path], own)
+    return notes
 
 
 def refuse_another_identity(paths: Iterable[str], own: dict) -> None:

@@ -13,6 +13,7 @@ from megatron.checkpoint.folder import choose, restore
 from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.errors import CheckpointError, SettingsError, numbered
 from megatron.inference.expert_ranks import refuse_experts
+from megatron.inference.generation_config import ends_beside
 from megatron.inference.gptq import quantize_model
 from megatron.inference.quantize import free_weights, quantize_layers
 from megatron.inference.quantized import quantized_pieces, refuse_twice
@@ -66,6 +67,11 @@ class Loaded:
     def tokenizer(self):
         """The tokenizer of the training run."""
         return open_tokenizer(self)
+
+    @cached_property
+    def ends(self) -> Optional[tuple[int, ...]]:
+        """The tokens that end a text, by the generation_config.json beside the model; None: the end of document."""
+        return ends_beside(self.path)
 
     def generate(self, texts: str | Sequence[str], **settings) -> list[str]:
         """The continuation of each text, or the answer of an encoder-decoder to it.

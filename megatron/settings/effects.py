@@ -122,6 +122,7 @@ EFFECTS: dict[str, Needs] = {
         "--tokenizer-type TikTokenizer",
         lambda s: s.tokenizer == "TikTokenizer" or not s.tokenizer and str(s.tokenizer_model).endswith(".tiktoken"),
     ),
+    "parse_special": Needs("a tokenizer of texts", lambda s: s.tokenizer != "NullTokenizer"),
     "valid_data_path": VALIDATION,
     "test_data_path": TEST,
     "split": Needs("--data-path", lambda s: s.data_path),

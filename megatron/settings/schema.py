@@ -709,6 +709,12 @@ class TokenizerSettings:
     tiktoken_pattern: Optional[str] = setting(
         "gpt2, cl100k, o200k, v1, v2 or a pattern (default: by the ranks)", None, on_resume="refused"
     )
+    parse_special: bool = setting(
+        "names of special tokens in documents and messages become these tokens (default: in prompts alone; elsewhere they "
+        "are ordinary text)",
+        False,
+        on_resume="refused",
+    )
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,9 @@ def prepare(options, loaded: Loaded, given: Mapping[str, Any], axis: Axis, progr
         raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
     overlapping = options.overlapping_eval or 0
     clamped = [f"--overlapping-eval {overlapping} is longer than a window: {length} is taken"] * (overlapping > length)
-    tokenizer, lost = tokenizer_for(loaded, given, prefixes_of(options))
+    tokenizer, lost, notes = tokenizer_for(loaded, given, prefixes_of(options))
     contained, notices = training_contents(loaded.config.data, options.train_data)
+    notices = [*notes, *notices]
     if contained and tokenizer is None:  # the words of items are needed
         contained, notices = None, [f"scores are of all items together: {lost}"]
     if _blend(options).weights:
@@ -88,8 +89,10 @@ def evaluate(work: Evaluation) -> list[dict]:
     return (lambada if work.options.task == "LAMBADA" else wikitext)(work)
 
 
-def tokenizer_for(loaded: Loaded, given: Mapping[str, Any], prefixes: Sequence[str]) -> tuple[Optional[Tokenizer], str]:
-    """(the tokenizer of a run or None, why there is none): token files can be scored without it.
+def tokenizer_for(
+    loaded: Loaded, given: Mapping[str, Any], prefixes: Sequence[str]
+) -> tuple[Optional[Tokenizer], str, list]:
+    """(the tokenizer of a run or None, why there is none, notes): token files can be scored without it.
 
     Raises DataError for token files with another vocabulary than the model's.
     """
@@ -100,9 +103,14 @@ def tokenizer_for(loaded: Loaded, given: Mapping[str, Any], prefixes: Sequence[s
             raise
         if (learned := loaded.record.get("vocabulary")) and (kind := loaded.config.tokenizer.tokenizer_type):
             refuse_another_identity(prefixes, dict(type=kind, fingerprint=learned))
-        return None, error.what
-    refuse_other_vocabulary(prefixes, tokenizer)
-    return tokenizer, ""
+        return None, error.what, []
+    notes = refuse_other_vocabulary(prefixes, tokenizer)
+    if prefixes and tokenizer.prefix:
+        first = tokenizer.decode(tokenizer.prefix)
+        notes.append(
+            f"texts of token files are scored as they are: without {first}, which the tokenizer puts before prompts"
+        )
+    return tokenizer, "", notes
 
 
 def held_out(work: Evaluation, prefix: str) -> dict:
@@ -173,7 +181,7 @@ def wikitext(work: Evaluation) -> list[dict]:
         raise DataError(f"{options.valid_data} holds fewer than two words: nothing to predict")
     ratio = token_ratio(len(tokens), words)
     judged, clean = judged_tokens(work, original, tokens, tokenizer) if work.contained else (None, None)
-    result = run_score(work, tokens, options.overlapping_eval or 32, clean)
+    result = run_score(work, tokens, options.overlapping_eval or 32, clean, tokenizer.prefix)
 
     def in_words(score) -> tuple[str, dict]:
         line = (
@@ -232,7 +240,7 @@ def told_of_answers(right) -> tuple[str, dict]:
     return line, dict(correct=correct, examples=examples, accuracy=accuracy)
 
 
-def run_score(work: Evaluation, tokens, stride: int, part=None):
+def run_score(work: Evaluation, tokens, stride: int, part=None, prefix=()):
     return score(
         work.loaded.model,
         tokens,
@@ -242,4 +250,5 @@ def run_score(work: Evaluation, tokens, stride: int, part=None):
         axis=work.axis,
         progress=work.progress("tokens"),
         part=part,
+        prefix=prefix,
     )

@@ -58,6 +58,7 @@ def build_tokenizer(settings: TokenizerSettings, notify=lambda message: None):
             raise
         do = f"{kind} reads {READS[module]}; vocab.json and merges.txt are --vocab-file and --merge-file (GPT2BPETokenizer)"
         raise DataError(error.what, error.why, do) from error
+    tokenizer.parse_special = settings.parse_special
     return with_extra_ids(tokenizer, settings.vocab_extra_ids) if settings.vocab_extra_ids else tokenizer
 
 

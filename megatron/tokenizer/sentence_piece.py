@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """SentencePiece models (`.model`). The end-of-document token is `<EOD>` or `<eod>` if the model has it, else `</s>`.
 
+Most models put a space before a text. Text after a special token gets none, as in transformers (`legacy: false`).
+
 GPTChineseTokenizer is PaddleNLP's tokenizer of the CPM models: jieba segments the text into words, spaces and newlines
 become marks, and the model encodes the words joined by spaces.
 """
 
+import functools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Optional
 
 from megatron.errors import DataError
 from megatron.settings.schema import TokenizerSettings
@@ -14,21 +19,20 @@ from megatron.tokenizer.segmenters import Segment, make_segmenter
 
 MARKED = str.maketrans(" \n", "\u2582\u2583")
 UNMARKED = str.maketrans("\u2582\u2583", " \n")
+# Appended to a model, whose fields it replaces, as protocol buffers are merged: normalizer_spec.add_dummy_prefix = false
+NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
 
 
 def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
     path = Path(settings.tokenizer_model)
     if not path.is_file():
         raise DataError(f"--tokenizer-model {path}: no such file", do="give the .model file of SentencePiece")
+    data = path.read_bytes()
     try:
-        from sentencepiece import SentencePieceProcessor
+        model = _processor(data)
+        size = model.GetPieceSize()
     except ImportError:
         raise DataError("SentencePiece models need the package sentencepiece", do="pip install sentencepiece") from None
-    data = path.read_bytes()
-    model = SentencePieceProcessor()
-    try:
-        model.LoadFromSerializedProto(data)
-        size = model.GetPieceSize()
     except Exception as error:
         raise DataError(f"--tokenizer-model {path}: not a SentencePiece model", str(error)) from None
     if size == 0:
@@ -42,7 +46,7 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
     else:
         engines = {"gigatoken": lambda: _gigatoken(data), "sentencepiece": lambda: model.EncodeAsIds}
         decode = model.DecodeIds
-    return Tokenizer(
+    tokenizer = SentencePieceTokenizer(
         name=settings.tokenizer_type or "GPTSentencePieceTokenizer",
         vocab_size=size,
         eod=end if end >= 0 else None,
@@ -52,6 +56,27 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
         pieces=_special_pieces(model),
         special={name: id for name in ("pad", "bos", "eos") if (id := getattr(model, f"{name}_id")()) >= 0},
     )
+    if settings.tokenizer_type != "GPTChineseTokenizer":
+        after = functools.cache(lambda: _processor(data + NO_SPACE_BEFORE))
+        tokenizer.encode_after = lambda text: after().EncodeAsIds(text)
+    return tokenizer
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model. encode_after: encodes a text that follows a special token."""
+
+    encode_after: Optional[Encode] = None
+
+    def _encode_after(self, text: str) -> Sequence[int]:
+        return (self.encode_after or self.plain_encoder)(text)
+
+
+def _processor(data: bytes):
+    from sentencepiece import SentencePieceProcessor
+
+    model = SentencePieceProcessor()
+    model.LoadFromSerializedProto(data)
+    return model
 
 
 def _special_pieces(model) -> dict[str, int]:

@@ -5,6 +5,7 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from megatron import __version__, fused_kernels
 from megatron.checkpoint.base import BASE
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.remote import all_paths
-from megatron.data.vocabulary import refuse_other_vocabulary
+from megatron.data.vocabulary import other_ids, refuse_other_vocabulary
 from megatron.errors import SettingsError, StorageError
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.guard.alarm import Alarm
@@ -97,6 +98,11 @@ class BuiltModel:
     def vocabulary(self) -> Optional[str]:
         return self.tokenizer and self.tokenizer.fingerprint
 
+    @property
+    def fingerprints(self) -> Sequence[str]:
+        """The fingerprint of the vocabulary, and those that earlier versions of the suite gave it."""
+        return (self.tokenizer.fingerprint, *self.tokenizer.superseded) if self.tokenizer else ()
+
 
 @dataclass(frozen=True)
 class Start:
@@ -131,7 +137,8 @@ def build_run(
     tokenizer, vocab_size = build_vocabulary(config, log)
     # Open it first: a locked or read-only folder is reported before the slow work.
     checkpoint_manager = open_checkpoint_manager(config.checkpoint, context, log, events)
-    refuse_other_vocabulary(all_paths(config.data, log), tokenizer)
+    for note in refuse_other_vocabulary(all_paths(config.data, log), tokenizer):
+        log(f"note: {note}")
     model = build_model(config, recipe, context, tokenizer, vocab_size)
     heartbeat.beat("load")
     start = load_start(config, recipe, context, model, events)
@@ -210,7 +217,9 @@ def load_start(
 ) -> Start:
     """Load the checkpoint of `--load`, if there is one, into the optimizer. All ranks call it."""
     fresh = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
-    state, record, notices = load(config, context, model.optimizer, fresh, model.vocabulary, model.vocab_size, events)
+    state, record, notices = load(config, context, model.optimizer, fresh, model.fingerprints, model.vocab_size, events)
+    if record and model.tokenizer:
+        notices += other_ids(model.tokenizer, str(config.checkpoint.load), record.get("vocabulary"))
     if not state.valid_order:
         needed = dataset_sizes(config.batch, context.mesh.dp.size, config.data.full_validation)[1]
         state = replace(state, valid_order=needed)
@@ -234,7 +243,7 @@ def follow_checkpoint(
     """The settings and the start of a run that resumes: the schedule may be the checkpoint's (--resume-schedule)."""
     if not start.record or config.checkpoint.finetune:
         return config, start
-    config, lengths, changed = resume(config, start.record, context.mesh.dp.size, model.vocabulary)
+    config, lengths, changed = resume(config, start.record, context.mesh.dp.size, model.fingerprints)
     notices, warnings = start.notices + changed.notes, changed.warnings + start.warnings
     return config, replace(start, lengths=lengths, changed=changed, notices=notices, warnings=warnings)
 

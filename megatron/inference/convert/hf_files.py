@@ -17,8 +17,10 @@ from megatron.errors import CheckpointError, UsageError
 from megatron.settings import schema
 from megatron.storage.durable import storage_errors
 from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.byte_level import END_OF_TEXT
 from megatron.tokenizer.chat_template import FILE as TEMPLATE
 from megatron.tokenizer.chat_template import find_template
+from megatron.tokenizer.transformers_files import NAMED, content_of, read_files, write_files
 
 FILE_BYTES = 5 * 10**9  # of one safetensors file, as transformers cuts them
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
@@ -227,20 +229,71 @@ def export_chat_template(checkpoint: Path, tokenizer: Tokenizer, folder: Path) -
 
 
 def import_tokenizer(source: Path, folder: Path, of_gpt2: bool) -> Optional[schema.TokenizerSettings]:
-    """Copy a model's tokenizer into `folder`; returns its settings, None without tokenizer.
+    """Write a model's tokenizer into `folder`; returns its settings, None without tokenizer.
 
-    of_gpt2: vocab.json and merges.txt are GPT-2's; others have the same files, but split texts as tokenizer.json says.
+    A tokenizer.json is written as AutoTokenizer reads the source (`tokenizer.transformers_files`). of_gpt2: see
+    `tokenizer_of`.
     """
-    first = ("GPT2BPETokenizer", "HuggingFaceTokenizer")
-    for kind in (*(first if of_gpt2 else reversed(first)), "GPTSentencePieceTokenizer"):
-        files = TOKENIZER_FILES[kind]
-        if all((source / name).is_file() for name in files.values()):
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in files.values():
+    there = tokenizer_of(source, of_gpt2)
+    if there is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    if there.tokenizer_type == "HuggingFaceTokenizer":
+        write_files(read_files(source), folder)
+        names = ("tokenizer.model", TEMPLATE, "chat_template.json")
+        for name in names:
+            if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
-            _copy_others(source, folder)
-            return schema.TokenizerSettings(kind, **{setting: str(folder / name) for setting, name in files.items()})
-    return None
+        return schema.TokenizerSettings(there.tokenizer_type, tokenizer_model=str(folder / "tokenizer.json"))
+    files = TOKENIZER_FILES[there.tokenizer_type]
+    for name in files.values():
+        shutil.copyfile(source / name, folder / name)
+    _copy_others(source, folder)
+    return schema.TokenizerSettings(
+        there.tokenizer_type, **{setting: str(folder / name) for setting, name in files.items()}
+    )
+
+
+def tokenizer_of(folder: Path, of_gpt2: bool) -> Optional[schema.TokenizerSettings]:
+    """The settings of the tokenizer in a folder of transformers; None without one.
+
+    of_gpt2: vocab.json and merges.txt are GPT-2's. Other models have such files, and split texts as tokenizer.json says.
+    """
+    there = lambda kind: all((folder / name).is_file() for name in TOKENIZER_FILES[kind].values())
+    as_settings = lambda kind: schema.TokenizerSettings(
+        kind, **{setting: str(folder / name) for setting, name in TOKENIZER_FILES[kind].items()}
+    )
+    if of_gpt2 and there("GPT2BPETokenizer") and _says_no_more(folder):
+        return as_settings("GPT2BPETokenizer")
+    if there("HuggingFaceTokenizer"):
+        return as_settings("HuggingFaceTokenizer")
+    if (folder / _CONFIG).is_file() and any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json")):
+        return schema.TokenizerSettings("HuggingFaceTokenizer", tokenizer_model=str(folder))
+    if there("GPTSentencePieceTokenizer"):
+        return as_settings("GPTSentencePieceTokenizer")
+    return as_settings("GPT2BPETokenizer") if there("GPT2BPETokenizer") else None
+
+
+def _says_no_more(folder: Path) -> bool:
+    """Whether GPT-2's vocab.json and merges.txt are the whole tokenizer: nothing adds tokens, or a token to prompts."""
+    config, whole = ({}, {})
+    if (folder / _CONFIG).is_file():
+        config = read_json(folder / _CONFIG)
+    if (folder / "tokenizer.json").is_file():
+        whole = read_json(folder / "tokenizer.json")
+    added = {token.get("content") for token in whole.get("added_tokens") or ()}
+    added |= {token.get("content") for token in (config.get("added_tokens_decoder") or {}).values()}
+    added |= {content_of(config.get(name)) for name in NAMED}
+    changes = any(config.get(name) for name in ("add_bos_token", "add_eos_token", "add_prefix_space"))
+    return added <= {END_OF_TEXT, None} and not changes and not (folder / "added_tokens.json").is_file()
+
+
+def import_generation_config(source: Path, folder: Path, config: dict[str, Any]) -> None:
+    """Write a model's generation_config.json beside its checkpoint. Without one, transformers reads config.json."""
+    if (source / GENERATION).is_file():
+        shutil.copyfile(source / GENERATION, folder / GENERATION)
+    else:
+        write_generation_config(folder, config, folder)
 
 
 def _copy_others(source: Path, folder: Path) -> None:

@@ -22,7 +22,7 @@ from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import OPTIMIZER
 from megatron.checkpoint.store import Piece
-from megatron.errors import CheckpointError, SettingsError
+from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.inference.agreement import agreement
 from megatron.inference.convert import compressed_tensors, hf_files
 from megatron.inference.convert.arriving import arriving, needed
@@ -30,6 +30,7 @@ from megatron.inference.convert.families import Family, exported, prompts_for
 from megatron.inference.convert.fitted import fit
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.convert.merged import merged_first
+from megatron.inference.convert.same_ids import same_ids
 from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head, tokenizer_settings
 from megatron.inference.quantize import Rounded
 from megatron.inference.quantized import STORED_OF_LAYER, refuse_quantized
@@ -40,6 +41,8 @@ from megatron.mpu.initialize import DTYPES
 from megatron.mpu.placement import Placement
 from megatron.settings.from_checkpoint import FILES, located
 from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.chat_template import find_template
+from megatron.tokenizer.transformers_files import auto_tokenizer
 
 CLIENT = "transformers"
 ALONE = "transformers has no {} without code from the hub"
@@ -152,18 +155,12 @@ def _export_vocabulary(
 
 def _same_ids(folder: Path, tokenizer) -> str:
     """Compare the tokenizer in a folder of transformers with ours. Raises CheckpointError if their ids differ."""
-    transformers = _transformers()
+    _transformers()
     try:
-        theirs = transformers.AutoTokenizer.from_pretrained(folder)
-        ids = [theirs(text, add_special_tokens=False)["input_ids"] for text in PROBES]
-    except Exception as error:  # from any library that it uses
-        return f"the tokenizer could not be tried in transformers: {str(error).splitlines()[0]}"
-    for text, found in zip(PROBES, ids):
-        if found != tokenizer.encode(text):
-            raise CheckpointError(
-                f"the tokenizer gives other ids for {text!r} in transformers", do="nothing was written"
-            )
-    return "the tokenizer gives the same ids in transformers"
+        theirs = auto_tokenizer(folder)
+    except DataError as error:
+        return f"the tokenizer could not be tried in transformers: {error.why}"
+    return same_ids(theirs, tokenizer, find_template([folder], tokenizer))
 
 
 # ---- import ----------------------------------------------------------------------------------------------------------
@@ -175,7 +172,8 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
     state: a run's position as saved (`run.State.record`). Raises CheckpointError for an unsupported model, missing or
     unknown tensors, or if our model gives other results.
     """
-    fitted = fit(source, hf_files.read_json(source / "config.json"))
+    settings = hf_files.read_json(source / "config.json")
+    fitted = fit(source, settings)
     family = fitted.family
     if fitted.rounded:
         raise CheckpointError(
@@ -195,6 +193,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
 
     with arriving(out) as folder:
         tokenizer = hf_files.import_tokenizer(source, folder / "tokenizer", kind == "gpt2")
+        hf_files.import_generation_config(source, folder, settings)
         same_ids = [_same_ids(source, build_tokenizer(tokenizer, lambda text: None))] if tokenizer and check else []
         if tokenizer:
             paths = {name: getattr(tokenizer, name) for name in FILES}

@@ -89,7 +89,7 @@ def _load_hf(place: Path, record: dict[str, Any], device, precision, mesh: Mesh,
         settings = {name: value for name, value in settings.items() if name != "quantization_config"}
     fitted = fit(place, settings)
     family, rounded = fitted.family, fitted.rounded
-    origin, own = f"Hugging Face {family.kind} in {place.resolve()}", _tokenizer(place)
+    origin, own = f"Hugging Face {family.kind} in {place.resolve()}", _tokenizer(place, record, family.kind)
     content = imported_state(family.facts.settings, family.facts.vocab_size, {}, origin, own, family.extra)
     if record.get("vocabulary"):
         content["vocabulary"] = record["vocabulary"]
@@ -133,13 +133,10 @@ def _precision(settings: dict[str, Any]) -> str:
     return words.get(str(settings.get("dtype") or settings.get("torch_dtype") or "float32"), "fp32")
 
 
-def _tokenizer(place: Path) -> Optional[TokenizerSettings]:
-    """The settings of the tokenizer in a folder; None without one."""
-    for kind in ("GPT2BPETokenizer", "HuggingFaceTokenizer", "GPTSentencePieceTokenizer"):
-        files = hf_files.TOKENIZER_FILES[kind]
-        if all((place / name).is_file() for name in files.values()):
-            return TokenizerSettings(kind, **{setting: str(place / name) for setting, name in files.items()})
-    return None
+def _tokenizer(place: Path, record: dict[str, Any], kind: Optional[str] = None) -> Optional[TokenizerSettings]:
+    """The settings of the tokenizer in a folder; None without one. kind: of the model, if there is no record of the run."""
+    ours = (record.get("config") or {}).get("tokenizer", {}).get("tokenizer_type")
+    return hf_files.tokenizer_of(place, of_gpt2=ours == "GPT2BPETokenizer" or ours is None and kind == "gpt2")
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
@@ -156,7 +153,7 @@ def _load_program(place: Path, record: dict[str, Any], device, precision, mesh: 
     if precision not in (None, record["dtype"]):
         raise SettingsError(f"{what} that computes in {record['dtype']}", f"--precision {precision}", "leave it out")
     config = config_of(record["config"])
-    if own := _tokenizer(place):
+    if own := _tokenizer(place, record):
         files = {name: getattr(own, name) for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")}
         config = replace(config, tokenizer=replace(config.tokenizer, **files))
     facts = facts_of(config, record["vocab_size"])
