@@ -40,8 +40,11 @@ from megatron.model.recipe import config_of
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.placement import Placement
 from megatron.settings.from_checkpoint import FILES, located
+from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.chat_template import find_template
+from megatron.tokenizer.rows import RowsTokenizer, within
 from megatron.tokenizer.transformers_files import auto_tokenizer
 
 CLIENT = "transformers"
@@ -150,7 +153,7 @@ def _export_vocabulary(
         why = f"transformers has no tokenizer like {settings.tokenizer_type}: none was exported"
         return tokenizer.eod, None, [why]
     end_of_turn = hf_files.export_chat_template(trained, tokenizer, folder)
-    return tokenizer.eod, end_of_turn, [_same_ids(folder, tokenizer)] if check else []
+    return tokenizer.eod, end_of_turn, [_same_ids(folder, tokenizer.whole)] if check else []
 
 
 def _same_ids(folder: Path, tokenizer) -> str:
@@ -194,7 +197,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
     with arriving(out) as folder:
         tokenizer = hf_files.import_tokenizer(source, folder / "tokenizer", kind == "gpt2")
         hf_files.import_generation_config(source, folder, settings)
-        same_ids = [_same_ids(source, build_tokenizer(tokenizer, lambda text: None))] if tokenizer and check else []
+        words, of_words = _imported_vocabulary(source, tokenizer, vocab_size, check)
         if tokenizer:
             paths = {name: getattr(tokenizer, name) for name in FILES}
             moved = {name: str(out.resolve() / "tokenizer" / Path(path).name) for name, path in paths.items() if path}
@@ -204,14 +207,15 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
             Piece(name, placed.shape, Box.whole(placed.shape), empty(placed)) for name, placed in placements.items()
         ]
         origin = f"Hugging Face {kind} in {source.resolve()}"
-        content = imported_state(model, vocab_size, state, origin, tokenizer, family.extra)
+        vocabulary = words and words.fingerprint
+        content = imported_state(model, vocab_size, state, origin, tokenizer, family.extra, vocabulary)
         with Saver(folder) as saver:
             saver.write(0, [pieces], content, parts=parts)
         (folder / ".lock").unlink(missing_ok=True)
         notices = [f"{out}: {kind} of {sum(math.prod(placed.shape) for placed in placements.values()):,} parameters"]
         notices.append(f"its tokenizer is in {out / 'tokenizer'}" if tokenizer else f"{source} holds no tokenizer")
         notices.append(_said_of_numbers(len(wanted), inexact))
-        notices += [*fitted.notices, *same_ids]
+        notices += [*fitted.notices, *of_words]
         if check and family.run is None:
             notices.append(f"{ALONE.format(kind)}: the models were not compared")
         elif check:
@@ -219,6 +223,23 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
             agreed = agreement("hf", "fp32", CLIENT, ours, _outputs_of_transformers(family, source))
             notices.append(f"both models agree: {agreed.sentence}")
         return notices
+
+
+def _imported_vocabulary(
+    source: Path, settings: Optional[TokenizerSettings], rows: int, check: bool
+) -> tuple[Optional[Tokenizer], list[str]]:
+    """(the tokenizer of an import, notices for the user); none without files, or if nobody checks and it cannot be read."""
+    if settings is None:
+        return None, []
+    try:
+        tokenizer = build_tokenizer(settings, lambda text: None)
+    except (DataError, SettingsError) as error:
+        if check:
+            raise
+        return None, [f"its tokenizer cannot be read here: {error.what}"]
+    notices = [_same_ids(source, tokenizer)] if check else []
+    narrow = within(tokenizer, rows)
+    return tokenizer, notices + ([narrow.note] if isinstance(narrow, RowsTokenizer) else [])
 
 
 def _said_of_numbers(count: int, inexact: list[str]) -> str:

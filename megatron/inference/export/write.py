@@ -45,6 +45,7 @@ from megatron.mpu.mesh import Mesh
 from megatron.settings.from_checkpoint import located
 from megatron.settings.schema import Config
 from megatron.storage.urls import UrlPath, location
+from megatron.tokenizer.rows import RowsTokenizer
 
 Form = Literal["hf", "gguf", "onnx", "torch-export"]
 RECORD = "export.json"
@@ -379,6 +380,8 @@ def _write_gguf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -
         huggingface.refuse_unknown(reader, source.family, products)
         name = out.resolve().name
         gguf_file.write(path, reader, source.family, wanted.dtype, folder, source.end, name, products)
+    if isinstance(source.tokenizer, RowsTokenizer):
+        more.append(f"{source.tokenizer.named}: tokens without a row in the embedding, which {path.name} does not have")
     return [path.name], _ask_llama_cpp(source, path, wanted) if wanted.check else None, more
 
 
