@@ -59,6 +59,8 @@ def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
     for group, name, what in meanings(config):
         if what != "irrelevant" and group not in idle and name in before.get(group, {}):
             was, value = before[group][name], here[group][name]
+            if name == "tokenizer_type" and was is None:  # earlier versions did not record what the files imply
+                continue
             if what == REFUSED_IN_TRAINING:
                 what = LOGGED if config.batch.skip_train else REFUSED
             if _plain(was) != _plain(value):

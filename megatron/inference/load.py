@@ -11,6 +11,9 @@ import torch
 
 from megatron.checkpoint.folder import choose, restore
 from megatron.checkpoint.reader import QUANTIZED, Reader
+from megatron.data.blend import parse_blend
+from megatron.data.formats import datasets_of
+from megatron.data.vocabulary import identity_learned, other_ids, refuse_another_identity
 from megatron.errors import CheckpointError, SettingsError, numbered
 from megatron.inference.expert_ranks import refuse_experts
 from megatron.inference.generation_config import ends_beside
@@ -91,6 +94,11 @@ class Loaded:
         refuse_head(self.config, self.vocab_size, self.path)
 
 
+def without_model(config: schema.Config, record: dict[str, Any], path: Path) -> Loaded:
+    """A checkpoint whose model is not built: for its tokenizer."""
+    return Loaded(None, config, record, record["vocab_size"], int(record.get("iteration") or 0), path, ())
+
+
 def refuse_head(config: schema.Config, vocab_size: int, path: Path) -> None:
     """Raise SettingsError if the model of the checkpoint `path` has a task head in place of its output layer."""
     if not getattr(facts_of(config, vocab_size), "word_head", True):
@@ -147,6 +155,7 @@ def quantized(loaded: Loaded, how: QuantizeOptions) -> Loaded:
     if not how.quantize:
         return loaded
     if how.quantize_method == "gptq":
+        refuse_other_tokens(loaded, how.calibration_data or (), "--calibration-data")
         notice = quantize_model(loaded.model, loaded.facts, how, loaded.longest)
         return replace(loaded, notices=(*loaded.notices, notice))
     quantize_layers(chunks_of(loaded.model), loaded.facts, how)
@@ -230,17 +239,38 @@ def tokenizer_settings(loaded: Loaded, given: Mapping[str, Any] = NONE) -> schem
 
     Raises DataError if its files are gone, SettingsError if it had no tokenizer (mock data).
     """
-    from megatron.tokenizer import tokenizer_type
-    from megatron.tokenizer.named import with_files
+    from megatron.tokenizer import resolved
 
-    if given.get("tokenizer_model"):  # a folder or file that replaces the others
-        given = dict(vocab_file=None, merge_file=None) | dict(given)
-    settings = replace(loaded.config.tokenizer, **given)
+    settings = _chosen(loaded, given)
     if not (settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model):
         raise SettingsError(f"{loaded.path} was trained without a tokenizer", do="give one: --vocab-file, --merge-file")
     refuse_lost(loaded.record, "tokenizer", set(given))
-    kind = tokenizer_type(settings)
-    return with_files(replace(settings, tokenizer_type=kind), kind)
+    return resolved(settings)
+
+
+def _chosen(loaded: Loaded, given: Mapping[str, Any]) -> schema.TokenizerSettings:
+    """The settings of the training run, overridden by `given`. Its files may be those of a folder or name."""
+    if given.get("tokenizer_model"):  # a folder or file that replaces the others
+        given = dict(vocab_file=None, merge_file=None) | dict(given)
+    own = loaded.config.tokenizer
+    if own.tokenizer_type == "NullTokenizer" and any(given.get(name) for name in FILES):  # words for a run of numbers
+        own = replace(own, tokenizer_type=None)
+    return replace(own, **given)
+
+
+def text_tokenizer(loaded: Loaded, given: Mapping[str, Any] = NONE):
+    """The tokenizer of `open_tokenizer`; None for a run whose tokens are numbers, if `given` names no vocabulary."""
+    return open_tokenizer(loaded, given) if _chosen(loaded, given).of_texts else None
+
+
+def refuse_other_tokens(loaded: Loaded, words: Sequence[str], flag: str) -> None:
+    """Raise DataError for token files with another vocabulary than the model has learned. Needs no files of it.
+
+    words: prefixes or folders, and weights between them, of `flag`
+    """
+    if words and (learned := identity_learned(loaded.record)):
+        prefixes = [prefix for word in parse_blend(words, flag).prefixes for prefix in datasets_of(word)]
+        refuse_another_identity(prefixes, learned)
 
 
 def open_tokenizer(loaded: Loaded, given: Mapping[str, Any] = NONE, log=lambda text: None):
@@ -262,7 +292,6 @@ def check_vocabulary(
 
     Raises SettingsError for another vocabulary than the model's, because all scores would be wrong.
     """
-    from megatron.data.vocabulary import other_ids
     from megatron.tokenizer.rows import has_learned, is_own, within
 
     learned = loaded.record.get("vocabulary")

@@ -115,8 +115,9 @@ EFFECTS: dict[str, Needs] = {
         lambda s: _reads_files(s, "GPT2BPETokenizer", *WORD_PIECE),
     ),
     "merge_file": BYTE_LEVEL,
-    "tokenizer_model": Needs(
-        "a --tokenizer-type that reads it", lambda s: s.tokenizer != "NullTokenizer" and not _by_files(s)
+    "tokenizer_model": Needs(  # a run replaces a folder or name by its files
+        "a --tokenizer-type that reads it",
+        lambda s: s.tokenizer != "NullTokenizer" and not (s.tokenizer_model and _by_files(s)),
     ),
     "tiktoken_pattern": Needs(
         "--tokenizer-type TikTokenizer",

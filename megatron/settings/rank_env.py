@@ -9,8 +9,9 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Optional
 
 from megatron.errors import SettingsError, UsageError
@@ -128,9 +129,39 @@ def _adopt_slurm(env: MutableMapping[str, str]) -> None:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a SLURM node list: `gpu-[07,12-14],cpu3` -> `gpu-07`."""
-    match = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\]([^\[,]*))?", nodes)
-    return "".join(part or "" for part in match.groups())
+    """The first host of a SLURM host list: `gpu-[07,12-14],cpu3` -> `gpu-07`. Raises SettingsError if it has none."""
+    try:
+        return next(hosts(nodes))
+    except (StopIteration, ValueError):
+        raise SettingsError(
+            f"SLURM_STEP_NODELIST={nodes} is not a list of hosts",
+            "the ranks meet at the first host",
+            "export MASTER_ADDR with the host of rank 0",
+        ) from None
+
+
+def hosts(nodes: str) -> Iterator[str]:
+    """The hosts of a SLURM host list in its order. A name may have several brackets; numbers keep their zeros.
+
+    Raises ValueError for an open bracket or a range without numbers.
+
+    >>> list(hosts("rack[1-2]n[08-10],cpu3"))
+    ['rack1n08', 'rack1n09', 'rack1n10', 'rack2n08', 'rack2n09', 'rack2n10', 'cpu3']
+    """
+    for name in re.findall(r"(?:\[[^]]*\]|[^,])+", nodes):  # commas in brackets separate ranges, others names
+        parts = re.split(r"\[([^]]*)\]", name)  # text, ranges, text, ...
+        if set("".join(parts[::2])) & set("[]"):
+            raise ValueError(f"{name}: a bracket is open")
+        yield from map("".join, product(*(_numbers(part) if i % 2 else [part] for i, part in enumerate(parts))))
+
+
+def _numbers(ranges: str) -> list[str]:
+    """Expand the inside of a bracket: `08-10,3` -> 08, 09, 10, 3."""
+    numbers = []
+    for part in ranges.split(","):
+        low, _, high = part.partition("-")
+        numbers += [f"{n:0{len(low)}}" for n in range(int(low), int(high) + 1)] if high else [low]
+    return numbers
 
 
 def ranks(env: Mapping[str, str] = os.environ) -> Ranks:

@@ -716,6 +716,12 @@ class TokenizerSettings:
         on_resume="refused",
     )
 
+    @property
+    def of_texts(self) -> bool:
+        """Whether they name a vocabulary of texts: not NullTokenizer's numbers, nor none at all."""
+        files = self.vocab_file or self.merge_file or self.tokenizer_model
+        return self.tokenizer_type != "NullTokenizer" and bool(self.tokenizer_type or files)
+
 
 @dataclass(frozen=True)
 class Data:

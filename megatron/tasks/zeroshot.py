@@ -14,9 +14,9 @@ import numpy as np
 from megatron.data.blend import Blend, parse_blend
 from megatron.data.contamination import Contained
 from megatron.data.formats import datasets_of, open_tokens
-from megatron.data.vocabulary import refuse_another_identity, refuse_other_vocabulary
+from megatron.data.vocabulary import refuse_other_vocabulary
 from megatron.errors import DataError, SettingsError
-from megatron.inference.load import Loaded, open_tokenizer
+from megatron.inference.load import Loaded, open_tokenizer, refuse_other_tokens
 from megatron.inference.scoring import score
 from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import Axis
@@ -101,8 +101,7 @@ def tokenizer_for(
     except (DataError, SettingsError) as error:
         if not prefixes or given:
             raise
-        if (learned := loaded.record.get("vocabulary")) and (kind := loaded.config.tokenizer.tokenizer_type):
-            refuse_another_identity(prefixes, dict(type=kind, fingerprint=learned))
+        refuse_other_tokens(loaded, prefixes, "--data-path")
         return None, error.what, []
     notes = refuse_other_vocabulary(prefixes, tokenizer)
     if prefixes and tokenizer.prefix:

@@ -5,6 +5,7 @@ tokenizer = build_tokenizer(settings)
 tokenizer.encode("Hello world"), tokenizer.eod, tokenizer.vocab_size  # ([15496, 995], 50256, 50257) for GPT-2's files
 """
 
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -41,11 +42,11 @@ def build_tokenizer(settings: TokenizerSettings, notify=lambda message: None):
     `notify` receives one-line notes. Raises SettingsError for missing flags, DataError for missing or invalid vocabulary
     files.
     """
-    kind = tokenizer_type(settings)
+    settings = resolved(settings)
+    kind = settings.tokenizer_type
     if kind not in TYPES:
         near = did_you_mean(kind, TYPES)
         raise SettingsError(f"--tokenizer-type {kind} is unknown{near}", do=f"known: {', '.join(TYPES)}")
-    settings = with_files(settings, kind)
     module, flags = TYPES[kind]
     missing = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(settings, flag) is None]
     if missing:
@@ -60,6 +61,15 @@ def build_tokenizer(settings: TokenizerSettings, notify=lambda message: None):
         raise DataError(error.what, error.why, do) from error
     tokenizer.parse_special = settings.parse_special
     return with_extra_ids(tokenizer, settings.vocab_extra_ids) if settings.vocab_extra_ids else tokenizer
+
+
+def resolved(settings: TokenizerSettings) -> TokenizerSettings:
+    """The settings with the type of tokenizer, and the files of a folder or name: what `build_tokenizer` opens.
+
+    Raises SettingsError if no tokenizer is given, DataError for a name that is not in the cache.
+    """
+    kind = tokenizer_type(settings)
+    return with_files(replace(settings, tokenizer_type=kind), kind)
 
 
 def with_extra_ids(tokenizer: Tokenizer, count: int) -> Tokenizer:

@@ -62,12 +62,14 @@ class Tokenizer:
     `fingerprint` identifies the vocabulary: equal fingerprints give equal ids. `engine` names the library in use.
     `pieces`: token -> id, at least of special tokens, and of all tokens if some continue words (INNER).
     `special_tokens`: name -> id of the special tokens that a prompt or a chat template may contain.
+    `token_names`: bos_token, eos_token ... -> name of that special token, for chat templates.
     `prefix`, `suffix`: the ids that the tokenizer puts before and after a prompt.
     `parse_special`: whether names of special tokens are recognised in all texts, not in prompts alone.
     `superseded`: fingerprint of this tokenizer in an earlier version of the suite -> which of its ids were wrong.
     `probes`: further texts on which engines are compared.
     """
 
+    token_names: Mapping[str, str] = MappingProxyType({})
     prefix: Sequence[int] = ()
     suffix: Sequence[int] = ()
     parse_special: bool = False
@@ -101,15 +103,16 @@ class Tokenizer:
         if self._special_tokens is not None:
             return self._special_tokens
         found = {name: self.pieces[name] for names in SPECIAL.values() for name in names if name in self.pieces}
+        found |= {SENTINEL.format(number): id for number, id in enumerate(self.sentinels)}
         if self.eod is not None and len(name := self.decode([self.eod]).strip()) > 1:
             found.setdefault(name, self.eod)
         return found
 
     def special(self, name: str) -> int | None:
-        """The id of a special token by its name in SPECIAL; None if the vocabulary has none."""
+        """The id of a special token by its name in SPECIAL, or unk; None if the vocabulary has none."""
         if name in self._special:
             return self._special[name]
-        return next((self.pieces[token] for token in SPECIAL[name] if token in self.pieces), None)
+        return next((self.pieces[token] for token in SPECIAL.get(name, ()) if token in self.pieces), None)
 
     @property
     def whole(self) -> "Tokenizer":

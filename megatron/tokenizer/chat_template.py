@@ -432,7 +432,8 @@ def _json(place: Path) -> Optional[dict]:
 def _tokens_of(tokenizer: Tokenizer, config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, int]]:
     """(names of special tokens for the template, name -> id of the special tokens that it may write)."""
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    tokens = {name: text for name in names if (text := content_of(config.get(name)))}
+    own = {name: text for name in names if (text := tokenizer.token_names.get(name))}
+    tokens = own | {name: text for name in names if (text := content_of(config.get(name)))}
     special = dict(tokenizer.special_tokens)
     special |= {name: tokenizer.pieces[name] for name in tokens.values() if name in tokenizer.pieces}
     special = {name: id for name, id in special.items() if len(name) > 1 and id < tokenizer.whole.vocab_size}

@@ -9,6 +9,7 @@ recognised everywhere.
 import functools
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Optional
@@ -17,7 +18,7 @@ from megatron.errors import DataError
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import engines
 from megatron.tokenizer.base import SPECIAL, Encode, Part, PartIds, Tokenizer, fingerprint
-from megatron.tokenizer.transformers_files import TokenizerFiles, read_files
+from megatron.tokenizer.transformers_files import NAMED, TokenizerFiles, read_files
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|endofdoc|>", "[SEP]")
 MARKS = range(0xE000, 0xF900)  # Unicode's private characters
@@ -56,6 +57,7 @@ class HuggingFaceTokenizer(Tokenizer):
             special_tokens={name: vocab[name] for name in self._special_names if name in vocab},
         )
         self.superseded = earlier
+        self.token_names = {token: name for token in NAMED if (name := files.name(token))}
         self.prefix, self.suffix = self._around()
         self.probes = tuple(text for token in self._plain_added for text in _probes_of(token["content"]))
 
@@ -100,7 +102,8 @@ class HuggingFaceTokenizer(Tokenizer):
         names, slow = [token["content"] for token in self._plain_added], functools.cache(exact)
         if not names:
             return fast
-        return lambda text: slow()(text) if any(name in text for name in names) else fast(text)
+        has_name = re.compile("|".join(map(re.escape, names))).search
+        return lambda text: slow()(text) if has_name(text) else fast(text)
 
 
 class MarkedNames:

@@ -56,6 +56,8 @@ def with_files(settings: TokenizerSettings, kind: str) -> TokenizerSettings:
     if not path.is_dir() and (os.sep in given or given.endswith(_FILES)):
         return settings  # a missing file: opening it reports the error
     folder = path if path.is_dir() else _cached(given, wanted)
+    if kind == "HuggingFaceTokenizer" and not (folder / "tokenizer.json").exists() and _is_of_transformers(folder):
+        return replace(settings, tokenizer_model=str(folder))  # transformers makes a tokenizer.json of it
     files = {name: _find(folder, names) for name, names in wanted.items()}
     lost = [" or ".join(names) for name, names in wanted.items() if files[name] is None]
     if lost:
@@ -68,9 +70,17 @@ def kind_of(given: str) -> str | None:
     """The type of tokenizer whose files a folder has, here or in the cache; else that of the model with this name."""
     of_model = {"gpt2": "GPT2BPETokenizer", "gpt-cpm": "GPTChineseTokenizer"}.get(shared(given))
     folder = Path(given) if Path(given).is_dir() else cached(given)
+    if folder and _is_of_transformers(folder):
+        return "HuggingFaceTokenizer"
     kinds = [of_model, *KINDS] if of_model else KINDS
     there = (kind for kind in kinds if folder and all(_find(folder, names) for names in WANTED[kind].values()))
     return next(there, of_model)
+
+
+def _is_of_transformers(folder: Path) -> bool:
+    """Whether a folder has a tokenizer of transformers with a SentencePiece model, whose settings are in another file."""
+    files = [(folder / name).exists() for name in ("tokenizer_config.json", "tokenizer.model")]
+    return all(files) and not (folder / "tokenizer.json").exists()
 
 
 def _cached(name: str, wanted: Wanted) -> Path:

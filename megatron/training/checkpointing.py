@@ -34,9 +34,10 @@ from megatron.mpu.initialize import RankContext
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings import schema
 from megatron.settings.batch import total_samples
-from megatron.storage.urls import UrlPath, location
+from megatron.storage.urls import UrlPath, local_folder, location
 from megatron.telemetry.events import EventLog
 from megatron.telemetry.metrics import metrics_path
+from megatron.telemetry.trackers import WANDB_RUN, kept_wandb_run
 from megatron.training.state import State
 
 LISTED = 8  # new weights in a notice
@@ -294,6 +295,20 @@ def check_later_checkpoints(config: schema.Config, iteration: int, all_gather_ob
                 f"--load {folder} resumes that run; otherwise give another {flag}, or move them away",
             )
     return []
+
+
+def earlier_wandb_run(settings: schema.Checkpoint, record: dict[str, Any]) -> Optional[str]:
+    """The id that an earlier launch of this training has at Weights & Biases, of --save or the loaded checkpoint.
+
+    Another training starts in a new --save folder, by --finetune, and from a model that a tool made, which has no
+    optimizer state. record: of the loaded checkpoint
+    """
+    own = any(same_place(settings.load, place) for place in (settings.save, settings.save_mirror, settings.save_copy))
+    if own and settings.finetune:
+        return None
+    kept = kept_wandb_run(local_folder(settings.save)) if settings.save else None
+    resumes = own and record.get("optimizer_steps") is not None
+    return kept or (record.get(WANDB_RUN) if resumes else None)
 
 
 def check_samples(

@@ -223,13 +223,13 @@ def quantize(path: Path, out: Path, which, how: QuantizeOptions) -> None:
     print("\n  ".join(said))
 
 
-def to_peft(path: Path, out: Path, which, how: ToPeftOptions) -> None:
+def to_peft(path: Path, out: Path, which, how: ToPeftOptions, given: Mapping[str, Any]) -> None:
     """Export LoRA adapters as a folder of PEFT, Hugging Face's library: adapter_config.json, adapter_model.safetensors."""
     from megatron.checkpoint.folder import choose
     from megatron.inference.convert import peft
 
     choice = choose(path, step=which.ckpt_step)
-    print("\n  ".join([*peft.to_peft(choice.paths[0], out, how.base_model), *choice.notices]))
+    print("\n  ".join([*peft.to_peft(choice.paths[0], out, how.base_model, given), *choice.notices]))
 
 
 def from_peft(path: Path, out: Path, which, how: FromPeftOptions) -> None:

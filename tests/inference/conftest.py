@@ -65,7 +65,7 @@ def vocabulary(tmp_path_factory):
 def new_checkpoint(tmp_path_factory, vocabulary, small_gpt):
     """`new_checkpoint(**tokenizer)`: a folder with one checkpoint as training writes it (300 ids at most, 32 positions).
 
-    folder, iteration: to add another one to a folder; by: a factor of its weights
+    folder, iteration: to add another one to a folder; by: a factor of its weights; record: more entries of state.json
     """
     from megatron.checkpoint.boxes import Box
     from megatron.checkpoint.folder import Saver
@@ -82,13 +82,13 @@ def new_checkpoint(tmp_path_factory, vocabulary, small_gpt):
     groups = {name: group() for name, group in schema.GROUPS.items() if name not in ("model", "tokenizer")}
     files = dict(vocab_file=str(vocabulary / "vocab.json"), merge_file=str(vocabulary / "merges.txt"))
 
-    def new(folder=None, iteration=7, by=1.0, **tokenizer):
-        own = schema.TokenizerSettings("GPT2BPETokenizer", **files | tokenizer)
+    def new(folder=None, iteration=7, by=1.0, record=None, **tokenizer):
+        own = schema.TokenizerSettings(**dict(tokenizer_type="GPT2BPETokenizer") | files | tokenizer)
         config = schema.Config(model=schema.Model(**settings), tokenizer=own, **groups)
         pieces = [Piece(name, shape, Box.whole(shape), by * tensor) for name, (shape, tensor) in tensors.items()]
         folder = folder or tmp_path_factory.mktemp("checkpoints")
         with Saver(folder) as saver:
-            saver.save(iteration, pieces, dict(config=asdict(config), vocab_size=vocab_size))
+            saver.save(iteration, pieces, dict(config=asdict(config), vocab_size=vocab_size, **(record or {})))
         return folder
 
     return new

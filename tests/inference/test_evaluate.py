@@ -63,7 +63,7 @@ def test_each_window_begins_with_the_tokenizers_prefix(small_gpt, prefix):
         losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none").double()
         new = slice(window.length - window.counted, None)
         expected += losses[new].sum().item()
-        part += (losses * chosen[window.start + 1 :][: window.length])[new].sum().item()
+        part += (losses * torch.from_numpy(chosen)[window.start + 1 :][: window.length])[new].sum().item()
     assert found.loss_sum == pytest.approx(expected, rel=1e-5) and found.tokens == 39
     assert found.part.loss_sum == pytest.approx(part, rel=1e-5)
 

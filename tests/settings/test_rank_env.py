@@ -2,9 +2,11 @@
 """Where a process learns its rank: torchrun's words, or those of srun."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron.errors import SettingsError, UsageError
-from megatron.settings.rank_env import Ranks, adopt, adopt_launcher, first_host, ranks
+from megatron.settings.rank_env import Ranks, adopt, adopt_launcher, first_host, hosts, ranks
 
 STEP = dict(
     SLURM_STEP_ID="3",
@@ -88,10 +90,53 @@ def test_ranks_that_have_no_place_to_meet(monkeypatch):
 
 @pytest.mark.parametrize(
     "nodes, first",
-    [("n[1-4]", "n1"), ("a,b", "a"), ("node3", "node3"), ("x[2,5]y", "x2y"), ("c1-[001-004],d", "c1-001")],
+    [
+        ("n[1-4]", "n1"),
+        ("a,b", "a"),
+        ("node3", "node3"),
+        ("x[2,5]y", "x2y"),
+        ("c1-[001-004],d", "c1-001"),
+        ("nodeA,nodeB[001,003]", "nodeA"),
+        ("gpu-dy-g4-[1-4]", "gpu-dy-g4-1"),
+        ("tux[0-3].example.org,b", "tux0.example.org"),
+        ("rack[1-2]n[01-02]", "rack1n01"),
+        ("r[1,3]i[0-3]n[05-09]-ib", "r1i0n05-ib"),
+    ],
 )
 def test_the_first_host_of_a_list(nodes, first):
     assert first_host(nodes) == first
+
+
+@st.composite
+def host_lists(draw):
+    """A SLURM host list, and its hosts from plain loops."""
+    text, expanded = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        name, names = "n", ["n"]
+        for _ in range(draw(st.integers(0, 3))):
+            ranges, numbers, digits = [], [], draw(st.integers(1, 3))
+            for low, more in draw(st.lists(st.tuples(st.integers(0, 120), st.integers(0, 3)), min_size=1, max_size=3)):
+                written = [str(low + step).rjust(digits, "0") for step in range(more + 1)]
+                ranges.append(written[0] if more == 0 else f"{written[0]}-{written[-1]}")
+                numbers += written
+            after = draw(st.sampled_from(["", "-ib", ".example.org", "i"]))
+            name += "[" + ",".join(ranges) + "]" + after
+            names = [before + number + after for before in names for number in numbers]
+        text.append(name)
+        expanded += names
+    return ",".join(text), expanded
+
+
+@given(host_lists())
+def test_the_hosts_of_a_list(case):
+    nodes, expanded = case
+    assert list(hosts(nodes)) == expanded and first_host(nodes) == expanded[0]
+
+
+@pytest.mark.parametrize("nodes", ["", "n[1-4", "n1]", "n[4-2]", "n[a-c]"])
+def test_what_is_no_list_of_hosts(nodes):
+    with pytest.raises(SettingsError, match="SLURM_STEP_NODELIST=.* is not a list of hosts(.|\n)*MASTER_ADDR"):
+        first_host(nodes)
 
 
 BY_HAND = "--rank 1 --lr 1e-4 --world_size=2 --host 10.0.0.1 --port 29511 --local_rank 0"

@@ -11,9 +11,10 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -22,16 +23,18 @@ from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import OPTIMIZER
 from megatron.checkpoint.store import Piece
+from megatron.data.vocabulary import learned_vocabulary
 from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.inference.agreement import agreement
 from megatron.inference.convert import compressed_tensors, hf_files
 from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.families import Family, exported, prompts_for
 from megatron.inference.convert.fitted import fit
+from megatron.inference.convert.hf_tokenizer import ExportedTokenizer, write_tokenizer
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.convert.merged import merged_first
 from megatron.inference.convert.same_ids import same_ids
-from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head, tokenizer_settings
+from megatron.inference.load import Loaded, load_model, refuse_head, without_model
 from megatron.inference.quantize import Rounded
 from megatron.inference.quantized import STORED_OF_LAYER, refuse_quantized
 from megatron.model.facts import PROJECTIONS
@@ -65,48 +68,74 @@ def to_hf(
     given: Mapping[str, Any],
     check: bool = True,
     file_bytes: int = hf_files.FILE_BYTES,
-    products: Mapping[str, Rounded] = MappingProxyType({}),
 ) -> list[str]:
     """Export a checkpoint directory to a folder that `transformers` can load; returns notices for the user.
     Adapters are merged.
 
     given: tokenizer flags, if the files of the training run have moved. file_bytes: the most bytes of a file of tensors.
-    products: layer -> its quantized weight, which takes the place of the checkpoint's.
     Raises SettingsError for an unsupported model, CheckpointError if the exported model gives other results.
     """
     trained = path
     with merged_first(path, out) as path, Reader(path) as reader, arriving(out) as folder:
-        needed(reader, "config")
-        if not products:
-            refuse_quantized(reader, "to-hf")
-        config, vocab_size = config_of(located(reader.state)), needed(reader, "vocab_size")
-        refuse_head(config, vocab_size, path)
-        if config.model.linear is not None and not products:
-            raise SettingsError(
-                f"{path} was trained with --linear {config.model.linear}, which Hugging Face does not have",
-                "its layers would multiply with other weights there",
-                "python -m megatron.tools.export --format torch-export writes a program of it",
-            )
-        family = exported(config, vocab_size)
-        if products:
-            compressed_tensors.refuse_other(family.kind, products)
-        refuse_unknown(reader, family, products)
-        plan = [_tensors(reader, match, products) for match in family.matches]
-        files = hf_files.write_tensors(folder, plan, dtype, file_bytes)
-        without_model = Loaded(None, config, reader.state, vocab_size, 0, path, ())
-        end, end_of_turn, notices = _export_vocabulary(without_model, folder, given, check, trained)
-        settings = family.theirs(end, str(dtype).removeprefix("torch."))
-        if products:
-            settings["quantization_config"] = compressed_tensors.quantization_config(family, products)
-        (folder / "config.json").write_text(json.dumps(settings, indent=2))
-        if family.kind != "bert":  # which generates nothing
-            hf_files.write_generation_config(folder, settings, Path(trained), end_of_turn)
+        family, files, tokenizer = write_hf(reader, folder, dtype, given, trained, file_bytes)
+        notices = list(tokenizer.notices)
+        if check and tokenizer.by_transformers:
+            notices.append(compare_ids(folder, tokenizer.own.whole))
         words = next(name for name, one in DTYPES.items() if one == dtype)
         if check and family.run is None:
             notices.append(f"{ALONE.format(family.kind)}: the models were not compared")
         elif check:
             notices.append(_compare_export(family, trained, path, folder, words))
         return [f"{out}: {family.kind} in {', '.join(files)} ({words})", *family.notices, *notices]
+
+
+class Written(NamedTuple):
+    """What is in a folder of Hugging Face. files: of tensors"""
+
+    family: Family
+    files: list[str]
+    tokenizer: ExportedTokenizer
+
+
+def write_hf(
+    reader: Reader,
+    folder: Path,
+    dtype: torch.dtype,
+    given: Mapping[str, Any],
+    trained: Path,
+    file_bytes: int = hf_files.FILE_BYTES,
+    products: Mapping[str, Rounded] = MappingProxyType({}),
+) -> Written:
+    """Write the checkpoint of `reader` into a folder, without a comparison. Its adapters are merged.
+
+    given: tokenizer flags. trained: the checkpoint that the run wrote. products: layer -> its quantized weight, which takes
+    the place of the checkpoint's. Raises SettingsError for an unsupported model.
+    """
+    path = reader.folder
+    needed(reader, "config")
+    if not products:
+        refuse_quantized(reader, "to-hf")
+    config, vocab_size = config_of(located(reader.state)), needed(reader, "vocab_size")
+    refuse_head(config, vocab_size, path)
+    if config.model.linear is not None and not products:
+        raise SettingsError(
+            f"{path} was trained with --linear {config.model.linear}, which Hugging Face does not have",
+            "its layers would multiply with other weights there",
+            "python -m megatron.tools.export --format torch-export writes a program of it",
+        )
+    family = exported(config, vocab_size)
+    if products:
+        compressed_tensors.refuse_other(family.kind, products)
+    refuse_unknown(reader, family, products)
+    plan = [_tensors(reader, match, products) for match in family.matches]
+    files = hf_files.write_tensors(folder, plan, dtype, file_bytes)
+    theirs = partial(family.theirs, dtype=str(dtype).removeprefix("torch."))
+    tokenizer = write_tokenizer(folder, without_model(config, reader.state, path), given, trained, theirs)
+    settings = tokenizer.with_beginning(theirs(tokenizer.end))
+    if products:
+        settings["quantization_config"] = compressed_tensors.quantization_config(family, products)
+    (folder / "config.json").write_text(json.dumps(settings, indent=2))
+    return Written(family, files, tokenizer)
 
 
 def _tensors(reader: Reader, match: Match, products: Mapping[str, Rounded]) -> hf_files.TensorGroup:
@@ -137,26 +166,7 @@ def refuse_unknown(reader: Reader, family: Family, products: Mapping[str, Rounde
         )
 
 
-def _export_vocabulary(
-    loaded: Loaded, folder: Path, given: Mapping[str, Any], check: bool, trained: Path
-) -> tuple[Optional[int], Optional[int], list[str]]:
-    """Copy the tokenizer, and the chat template beside the checkpoint `trained`.
-
-    Returns (end-of-document id, id of the end of an answer, notices).
-    """
-    if given.get("tokenizer_type", loaded.config.tokenizer.tokenizer_type) in (None, "NullTokenizer"):
-        return None, None, ["the run had no tokenizer, so the export has none"]
-    tokenizer = open_tokenizer(loaded, given)
-    settings, longest = tokenizer_settings(loaded, given), loaded.config.model.position_table
-    end = None if tokenizer.eod is None else tokenizer.decode([tokenizer.eod])
-    if not hf_files.export_tokenizer(settings, folder, end, longest):
-        why = f"transformers has no tokenizer like {settings.tokenizer_type}: none was exported"
-        return tokenizer.eod, None, [why]
-    end_of_turn = hf_files.export_chat_template(trained, tokenizer, folder)
-    return tokenizer.eod, end_of_turn, [_same_ids(folder, tokenizer.whole)] if check else []
-
-
-def _same_ids(folder: Path, tokenizer) -> str:
+def compare_ids(folder: Path, tokenizer) -> str:
     """Compare the tokenizer in a folder of transformers with ours. Raises CheckpointError if their ids differ."""
     _transformers()
     try:
@@ -207,8 +217,8 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
             Piece(name, placed.shape, Box.whole(placed.shape), empty(placed)) for name, placed in placements.items()
         ]
         origin = f"Hugging Face {kind} in {source.resolve()}"
-        vocabulary = words and words.fingerprint
-        content = imported_state(model, vocab_size, state, origin, tokenizer, family.extra, vocabulary)
+        content = imported_state(model, vocab_size, state, origin, tokenizer, family.extra)
+        content |= dict(learned_vocabulary(words), source=hf_files.about(source, settings))
         with Saver(folder) as saver:
             saver.write(0, [pieces], content, parts=parts)
         (folder / ".lock").unlink(missing_ok=True)
@@ -237,7 +247,7 @@ def _imported_vocabulary(
         if check:
             raise
         return None, [f"its tokenizer cannot be read here: {error.what}"]
-    notices = [_same_ids(source, tokenizer)] if check else []
+    notices = [compare_ids(source, tokenizer)] if check else []
     narrow = within(tokenizer, rows)
     return tokenizer, notices + ([narrow.note] if isinstance(narrow, RowsTokenizer) else [])
 

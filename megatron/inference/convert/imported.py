@@ -112,12 +112,10 @@ def imported_state(
     origin: str,
     tokenizer: Optional[schema.TokenizerSettings] = None,
     extra: Mapping[str, Any] = MappingProxyType({}),
-    vocabulary: Optional[str] = None,
 ) -> dict[str, Any]:
     """The content of state.json.
 
     position: of a run that has not begun (`run.State.record`); extra: the model's own groups of settings
-    vocabulary: the fingerprint of its tokenizer
     Derived sizes are written explicitly, as a training run does, because a resumed run compares them with its settings.
     """
     model = replace(
@@ -133,7 +131,6 @@ def imported_state(
         optimizer_steps=None,
         config=asdict(replace(schema.from_record(record), extra=dict(extra))),
         vocab_size=vocab_size,
-        vocabulary=vocabulary,
         mesh={},
         origin=origin,
     )

@@ -18,6 +18,7 @@ from megatron.checkpoint.folder import checkpoints
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert import compressed_tensors, hf_files
 from megatron.inference.convert.fitted import fit
+from megatron.inference.convert.hf_tokenizer import tokenizer_in
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.export import programs
 from megatron.inference.export.write import RECORD, empty_past
@@ -91,8 +92,7 @@ def _load_hf(place: Path, record: dict[str, Any], device, precision, mesh: Mesh,
     family, rounded = fitted.family, fitted.rounded
     origin, own = f"Hugging Face {family.kind} in {place.resolve()}", _tokenizer(place, record, family.kind)
     content = imported_state(family.facts.settings, family.facts.vocab_size, {}, origin, own, family.extra)
-    if record.get("vocabulary"):
-        content["vocabulary"] = record["vocabulary"]
+    content |= {name: record[name] for name in ("vocabulary", "tokenizer") if record.get(name)}
     config, vocab_size = config_of(content["config"]), content["vocab_size"]
     precision = precision or _precision(settings)
     if precision == "fp16" and torch.device(device).type == "cpu":
@@ -135,8 +135,8 @@ def _precision(settings: dict[str, Any]) -> str:
 
 def _tokenizer(place: Path, record: dict[str, Any], kind: Optional[str] = None) -> Optional[TokenizerSettings]:
     """The settings of the tokenizer in a folder; None without one. kind: of the model, if there is no record of the run."""
-    ours = (record.get("config") or {}).get("tokenizer", {}).get("tokenizer_type")
-    return hf_files.tokenizer_of(place, of_gpt2=ours == "GPT2BPETokenizer" or ours is None and kind == "gpt2")
+    own = (record.get("config") or {}).get("tokenizer") or {}
+    return tokenizer_in(place, own, of_gpt2=kind == "gpt2")
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
@@ -154,8 +154,7 @@ def _load_program(place: Path, record: dict[str, Any], device, precision, mesh: 
         raise SettingsError(f"{what} that computes in {record['dtype']}", f"--precision {precision}", "leave it out")
     config = config_of(record["config"])
     if own := _tokenizer(place, record):
-        files = {name: getattr(own, name) for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")}
-        config = replace(config, tokenizer=replace(config.tokenizer, **files))
+        config = replace(config, tokenizer=own)
     facts = facts_of(config, record["vocab_size"])
     if config.model.model_type in ("T5", "BERT"):
         raise SettingsError(
