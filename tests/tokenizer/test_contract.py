@@ -12,10 +12,12 @@ from megatron.checkpoint.reshard import copy_companions
 from megatron.data.vocabulary import refuse_other_vocabulary
 from megatron.errors import DataError
 from megatron.inference import generation_config
+from megatron.inference.prompts import source_of
 from megatron.settings.schema import TokenizerSettings
 from megatron.tasks.chat import ends_note
 from megatron.tasks.texts import CausalReader
 from megatron.tokenizer import build_tokenizer
+from tests.tokenizer.matrix.layouts import files_of, write
 from tests.tokenizer.plain import PlainTokenizer, letters
 from tests.tokenizer.turns import save_tokenizer
 
@@ -114,3 +116,14 @@ def test_answers_without_an_end_are_noted(stops, words):
     template = SimpleNamespace(special={"<|end|>": 2}, tokenizer=PlainTokenizer(letters))
     note = ends_note(SimpleNamespace(stops=np.array(stops)), template)
     assert note is None if words is None else words in note
+
+
+def test_sources_of_an_imported_t5_are_prompts(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    write(files_of("t5"), tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = opened(tmp_path)
+    for text in ("summarize: the cat", "one <extra_id_0> two<extra_id_1>", " <extra_id_1> a "):
+        assert source_of(ours, text) == theirs(text)["input_ids"]
+    with pytest.raises(DataError, match="the prompt has <extra_id_200>"):
+        source_of(ours, "one <extra_id_200>")
