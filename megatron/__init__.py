@@ -22,12 +22,18 @@ ALIASES = {"megatron.pretrain": "tools/pretrain.py", "megatron.tasks.main": "too
 
 
 class _Aliases:
-    """Finds the modules of ALIASES for `import` and `python -m`."""
+    """Finds the modules of ALIASES for `import` and `python -m`, and names the command that was meant by a mistyped one."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
         if name in ALIASES:
             return spec_from_file_location(name, Path(__file__).parent / ALIASES[name])
+        package, _, command = name.rpartition(".")
+        if package == "megatron.tools" and sys.argv[:1] == ["-m"]:  # `python -m NAME`, and no module has this name
+            from megatron.errors import run_main
+            from megatron.tools.__main__ import main
+
+            run_main(lambda _: main([command]))
 
 
 sys.meta_path.append(_Aliases)
