@@ -64,4 +64,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    mistyped = __spec__.name.rpartition(".")[2]  # of a command that does not exist: see megatron/__init__.py
+    run_main(main, sys.argv[1:] if mistyped == "__main__" else [mistyped])
