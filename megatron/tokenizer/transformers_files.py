@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Optional
 
 from megatron.errors import DataError
@@ -23,6 +24,7 @@ VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  #
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SPLIT = "split_special_tokens"  # names of special tokens are text in prompts, too
 FURTHER = ("additional_special_tokens", "extra_special_tokens")
+OF_CLASS = ("model_input_names", "padding_side", "clean_up_tokenization_spaces")  # have values of their own in classes
 PLAIN_CLASSES = (None, "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
 # Keys of tokenizer_config.json that do not change which tokens a text has.
 WITHOUT_EFFECT = {
@@ -138,10 +140,11 @@ def _asked(folder: Path, config: dict, own: Optional[str]) -> TokenizerFiles:
         )
     backend.no_truncation()
     backend.no_padding()
-    special = [str(token) for token in theirs.added_tokens_decoder.values() if token.special]
-    named = {key: str(value) for key in NAMED if (value := getattr(theirs, key, None)) is not None}
-    config = {key: value for key, value in config.items() if key not in (*NAMED, *FURTHER)} | named
-    if more := [name for name in special if name not in named.values()]:
+    special = {str(token) for token in theirs.added_tokens_decoder.values() if token.special}
+    config = {key: value for key, value in config.items() if key not in FURTHER}
+    config |= {key: None if (name := getattr(theirs, key, None)) is None else str(name) for key in NAMED}
+    config |= {key: value for key in OF_CLASS if (value := getattr(theirs, key, None)) is not None}
+    if more := [name for name in map(str, getattr(theirs, "extra_special_tokens", None) or ()) if name in special]:
         config["additional_special_tokens"] = more
     template = getattr(theirs, "chat_template", None)
     if template and "chat_template" not in config:
@@ -177,10 +180,15 @@ def auto_tokenizer(folder: Path):
         raise DataError(f"{folder}: transformers cannot read its tokenizer", reason) from None
 
 
-def write_files(files: TokenizerFiles, folder: Path) -> None:
-    """Write a tokenizer that any version of transformers reads alike: its tokenizer.json says everything."""
-    kept = {key: value for key, value in files.config.items() if key in WITHOUT_EFFECT - {"added_tokens_decoder"}}
-    kept = {key: value for key, value in kept.items() if value is not None}
+def write_files(files: TokenizerFiles, folder: Path, defaults: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Write a tokenizer that any version of transformers reads alike: its tokenizer.json says everything.
+
+    defaults: tokenizer_config.json of a tokenizer without one. transformers has classes for some types of models, whatever
+    tokenizer_config.json says (Qwen 2): add_prefix_space is for these, and names that are null.
+    """
+    kept = {*WITHOUT_EFFECT, "add_prefix_space"} - {"added_tokens_decoder"}
+    config = files.config or defaults
+    content = {key: value for key, value in config.items() if key in kept and (value is not None or key in NAMED)}
+    content["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / TOKENIZER).write_text(files.text, encoding="utf-8")
-    content = kept | dict(tokenizer_class="PreTrainedTokenizerFast")
     (folder / CONFIG).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

@@ -34,10 +34,8 @@ TOKENIZER_FILES = dict(
     GPTSentencePieceTokenizer=dict(tokenizer_model="tokenizer.model"),
 )
 _CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
-_COMPANIONS = (
-    *(_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE, "chat_template.json"),
-    *("additional_chat_templates", GENERATION),
-)
+_BESIDE = ("tokenizer.model", TEMPLATE, "chat_template.json", "additional_chat_templates")  # tokenizer.json
+_COMPANIONS = (_CONFIG, "special_tokens_map.json", "added_tokens.json", *_BESIDE, GENERATION)
 _UNITS = dict(KB=10**3, MB=10**6, GB=10**9, TB=10**12, KiB=2**10, MiB=2**20, GiB=2**30, TiB=2**40)
 
 
@@ -187,29 +185,47 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def export_tokenizer(settings: schema.TokenizerSettings, folder: Path, end: Optional[str], longest: int) -> bool:
-    """Copy a run's tokenizer into a folder in the format of transformers; False if transformers does not support it.
+    """Write a run's tokenizer into a folder in the format of transformers; False if transformers does not support it.
 
-    Its other files are copied, too, if they lie in a folder of transformers, such as those of an import: the chat template,
-    the generation config. end: the text of the end-of-document token.
+    A tokenizer.json is written as AutoTokenizer reads the run's files. Its other files are copied, too, if they lie in a
+    folder of transformers, such as those of an import: the chat template, the generation config. end: the text of the
+    end-of-document token.
     """
     files = TOKENIZER_FILES.get(settings.tokenizer_type or "")
     if files is None:
         return False
+    content: dict[str, Any] = dict(model_max_length=longest)
+    content |= dict(bos_token=end, eos_token=end) if end is not None else {}
+    if settings.tokenizer_type == "HuggingFaceTokenizer":
+        path = Path(settings.tokenizer_model)
+        of_transformers = ((path if path.is_dir() else path.parent) / _CONFIG).is_file()
+        _write_as_read(path, folder, content, (*_BESIDE, GENERATION) if of_transformers else ())
+        return True
     for setting, name in files.items():
         source = Path(getattr(settings, setting))
-        source = source / name if source.is_dir() else source
         shutil.copyfile(source, folder / name)
     if source.with_name(_CONFIG).exists():
         _copy_others(source.parent, folder)
-    kinds = dict(GPT2BPETokenizer="GPT2Tokenizer", HuggingFaceTokenizer="PreTrainedTokenizerFast")
     if not (folder / _CONFIG).exists():
-        content: dict[str, Any] = dict(model_max_length=longest)
-        content["tokenizer_class"] = kinds.get(settings.tokenizer_type, "LlamaTokenizer")
-        if end is not None:
-            content |= dict(bos_token=end, eos_token=end)
-            content |= dict(unk_token=end) if settings.tokenizer_type == "GPT2BPETokenizer" else {}
+        bytes_of_gpt2 = settings.tokenizer_type == "GPT2BPETokenizer"
+        content["tokenizer_class"] = "GPT2Tokenizer" if bytes_of_gpt2 else "LlamaTokenizer"
+        content |= dict(unk_token=end) if bytes_of_gpt2 and end is not None else {}
         (folder / _CONFIG).write_text(json.dumps(content, indent=2))
     return True
+
+
+def _write_as_read(path: Path, folder: Path, defaults: dict[str, Any], beside: Iterable[str]) -> None:
+    """Write a Hugging Face tokenizer as AutoTokenizer reads it (`tokenizer.transformers_files`), and copy files beside it.
+
+    defaults: tokenizer_config.json of a tokenizer without one
+    """
+    source = path if path.is_dir() else path.parent
+    write_files(read_files(path), folder, defaults)
+    for name in beside:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+        elif (source / name).is_dir():
+            shutil.copytree(source / name, folder / name, dirs_exist_ok=True)
 
 
 def export_chat_template(checkpoint: Path, tokenizer: Tokenizer, folder: Path) -> Optional[int]:
@@ -239,11 +255,7 @@ def import_tokenizer(source: Path, folder: Path, of_gpt2: bool) -> Optional[sche
         return None
     folder.mkdir(parents=True, exist_ok=True)
     if there.tokenizer_type == "HuggingFaceTokenizer":
-        write_files(read_files(source), folder)
-        names = ("tokenizer.model", TEMPLATE, "chat_template.json")
-        for name in names:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+        _write_as_read(source, folder, {}, _BESIDE)
         return schema.TokenizerSettings(there.tokenizer_type, tokenizer_model=str(folder / "tokenizer.json"))
     files = TOKENIZER_FILES[there.tokenizer_type]
     for name in files.values():
