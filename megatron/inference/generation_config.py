@@ -65,13 +65,15 @@ def defaults_of(content: Mapping[str, Any], given: frozenset[str] = frozenset())
     return Recommended({name: value for name, value in settings.items() if name not in given}, unknown, ends)
 
 
+def file_in(folder: Union[str, Path, UrlPath]) -> Optional[Union[Path, UrlPath]]:
+    """The file in a folder, or, as in imports of earlier versions, beside its tokenizer; None if there is none."""
+    places = (location(folder) / NAME, location(folder) / "tokenizer" / NAME)
+    return next((place for place in places if place.is_file()), None)
+
+
 def read(folder: Union[str, Path, UrlPath], given: frozenset[str] = frozenset()) -> Recommended:
     """`defaults_of` the file in a folder, or beside its tokenizer; nothing if there is none. Raises DataError."""
-    places = (
-        location(folder) / NAME,
-        location(folder) / "tokenizer" / NAME,
-    )  # the second in imports of earlier versions
-    path = next((place for place in places if place.is_file()), None)
+    path = file_in(folder)
     if path is None:
         return Recommended({}, [])
     try:

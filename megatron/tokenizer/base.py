@@ -10,7 +10,7 @@ faster one is used only if it gives the same ids on probes and on documents of t
 import copy
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple, Optional, Union
@@ -103,15 +103,24 @@ class Tokenizer:
         if self._special_tokens is not None:
             return self._special_tokens
         found = {name: self.pieces[name] for names in SPECIAL.values() for name in names if name in self.pieces}
+        found |= {SENTINEL.format(number): id for number, id in enumerate(self.sentinels)}
         if self.eod is not None and len(name := self.decode([self.eod]).strip()) > 1:
             found.setdefault(name, self.eod)
         return found
 
     def special(self, name: str) -> int | None:
-        """The id of a special token by its name in SPECIAL; None if the vocabulary has none."""
+        """The id of a special token by its name in SPECIAL, or unk; None if the vocabulary has none."""
         if name in self._special:
             return self._special[name]
-        return next((self.pieces[token] for token in SPECIAL[name] if token in self.pieces), None)
+        return next((self.pieces[token] for token in SPECIAL.get(name, ()) if token in self.pieces), None)
+
+    @property
+    def whole(self) -> "Tokenizer":
+        """The tokenizer with all of its tokens, whatever a model has (`rows.RowsTokenizer`)."""
+        return self
+
+    def refuse(self, ids: Iterable[int], where: str = "the text") -> None:
+        """Raise DataError for an id that the model has no row for (`rows.RowsTokenizer`): here there is none."""
 
     @property
     def begin(self) -> Optional[int]:

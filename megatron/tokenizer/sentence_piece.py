@@ -8,8 +8,10 @@ become marks, and the model encodes the words joined by spaces.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Optional
 
 from megatron.errors import DataError
@@ -54,8 +56,9 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
         engines=engines,
         decode=decode,
         pieces=_special_pieces(model),
-        special={name: id for name in ("pad", "bos", "eos") if (id := getattr(model, f"{name}_id")()) >= 0},
+        special={name: id for name in ("pad", "bos", "eos", "unk") if (id := getattr(model, f"{name}_id")()) >= 0},
     )
+    tokenizer.control = {model.IdToPiece(id): id for id in range(size) if model.IsControl(id) or model.IsUnknown(id)}
     if settings.tokenizer_type != "GPTChineseTokenizer":
         after = functools.cache(lambda: _processor(data + NO_SPACE_BEFORE))
         tokenizer.encode_after = lambda text: after().EncodeAsIds(text)
@@ -63,9 +66,17 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. encode_after: encodes a text that follows a special token."""
+    """A SentencePiece model. control: name -> id of its control tokens and the unknown one.
+
+    encode_after: encodes a text that follows a special token
+    """
 
     encode_after: Optional[Encode] = None
+    control: Mapping[str, int] = MappingProxyType({})
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        return {**self.control, **Tokenizer.special_tokens.func(self)}
 
     def _encode_after(self, text: str) -> Sequence[int]:
         return (self.encode_after or self.plain_encoder)(text)

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Optional
 
 from megatron.errors import DataError
@@ -20,7 +19,7 @@ from megatron.tokenizer.byte_level import read_text
 
 TOKENIZER, CONFIG, MODEL_CONFIG = "tokenizer.json", "tokenizer_config.json", "config.json"
 MAP, ADDED = "special_tokens_map.json", "added_tokens.json"  # of early versions of transformers
-VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # that transformers reads without TOKENIZER
+VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # that transformers reads by themselves
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SPLIT = "split_special_tokens"  # names of special tokens are text in prompts, too
 FURTHER = ("additional_special_tokens", "extra_special_tokens")
@@ -33,7 +32,8 @@ WITHOUT_EFFECT = {
     *("chat_template", "model_max_length", "max_length", "padding_side", "truncation_side", "stride"),
     *("model_input_names", "clean_up_tokenization_spaces", "truncation_strategy", "processor_class", "errors"),
     *("name_or_path", "backend", "is_local", "local_files_only", "response_schema", "unk_id", "device_map"),
-    *(SPLIT, "pad_to_multiple_of", "pad_token_type_id", "tokenizer_file", "special_tokens_map_file", "add_bos", "add_eos"),
+    *(SPLIT, "pad_to_multiple_of", "pad_token_type_id", "tokenizer_file", "special_tokens_map_file"),
+    *("add_bos", "add_eos"),
 }
 
 
@@ -180,15 +180,14 @@ def auto_tokenizer(folder: Path):
         raise DataError(f"{folder}: transformers cannot read its tokenizer", reason) from None
 
 
-def write_files(files: TokenizerFiles, folder: Path, defaults: Mapping[str, Any] = MappingProxyType({})) -> None:
+def write_files(files: TokenizerFiles, folder: Path) -> None:
     """Write a tokenizer that any version of transformers reads alike: its tokenizer.json says everything.
 
-    defaults: tokenizer_config.json of a tokenizer without one. transformers has classes for some types of models, whatever
-    tokenizer_config.json says (Qwen 2): add_prefix_space is for these, and names that are null.
+    transformers takes its own class for some types of models, whatever tokenizer_config.json says (Qwen 2): names that are
+    null and add_prefix_space are for these.
     """
     kept = {*WITHOUT_EFFECT, "add_prefix_space"} - {"added_tokens_decoder"}
-    config = files.config or defaults
-    content = {key: value for key, value in config.items() if key in kept and (value is not None or key in NAMED)}
+    content = {key: one for key, one in files.config.items() if key in kept and (one is not None or key in NAMED)}
     content["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / TOKENIZER).write_text(files.text, encoding="utf-8")
     (folder / CONFIG).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -14,17 +14,17 @@ import torch
 
 from megatron.checkpoint.store import CODES, as_bytes
 from megatron.errors import CheckpointError, UsageError
+from megatron.inference import generation_config
 from megatron.settings import schema
 from megatron.storage.durable import storage_errors
-from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.byte_level import END_OF_TEXT
 from megatron.tokenizer.chat_template import FILE as TEMPLATE
-from megatron.tokenizer.chat_template import find_template
 from megatron.tokenizer.transformers_files import NAMED, VOCABULARIES, content_of, read_files, write_files
 
 FILE_BYTES = 5 * 10**9  # of one safetensors file, as transformers cuts them
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 _JSON_LIMIT = 1 << 28
+_HEAD = 1 << 16  # characters of a README.md in which its license is looked for
 
 # Files of a tokenizer, by kind of tokenizer: setting -> name in the folder.
 TOKENIZER_FILES = dict(
@@ -34,8 +34,10 @@ TOKENIZER_FILES = dict(
     GPTSentencePieceTokenizer=dict(tokenizer_model="tokenizer.model"),
 )
 _CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
-_BESIDE = ("tokenizer.model", TEMPLATE, "chat_template.json", "additional_chat_templates")  # tokenizer.json
-_COMPANIONS = (_CONFIG, "special_tokens_map.json", "added_tokens.json", *_BESIDE, GENERATION)
+_COMPANIONS = (
+    *(_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE, "chat_template.json"),
+    *("additional_chat_templates", GENERATION),
+)
 _UNITS = dict(KB=10**3, MB=10**6, GB=10**9, TB=10**12, KiB=2**10, MiB=2**20, GiB=2**30, TiB=2**40)
 
 
@@ -181,67 +183,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def about(folder: Path, config: Mapping[str, Any]) -> dict[str, Optional[str]]:
+    """{name, license} of the model in a folder: by the cache of a hub, config.json and the head of README.md."""
+    cached = (re.fullmatch(r"models--(.+?)--(.+)", part) for part in folder.resolve().parts)
+    named = str(config.get("_name_or_path") or "")
+    name = next((f"{found[1]}/{found[2]}" for found in cached if found), None)
+    if name is None and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", named):
+        name = named
+    card = folder / "README.md"
+    head = card.read_text(encoding="utf-8", errors="replace")[:_HEAD] if card.is_file() else ""
+    stated = re.search(r"\A---\n(?:.*\n)*?license: *[\"']?([\w.-]+)", head)
+    return dict(name=name or folder.resolve().name, license=stated and stated[1])
+
+
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
-
-
-def export_tokenizer(settings: schema.TokenizerSettings, folder: Path, end: Optional[str], longest: int) -> bool:
-    """Write a run's tokenizer into a folder in the format of transformers; False if transformers does not support it.
-
-    A tokenizer.json is written as AutoTokenizer reads the run's files. Its other files are copied, too, if they lie in a
-    folder of transformers, such as those of an import: the chat template, the generation config. end: the text of the
-    end-of-document token.
-    """
-    files = TOKENIZER_FILES.get(settings.tokenizer_type or "")
-    if files is None:
-        return False
-    content: dict[str, Any] = dict(model_max_length=longest)
-    content |= dict(bos_token=end, eos_token=end) if end is not None else {}
-    if settings.tokenizer_type == "HuggingFaceTokenizer":
-        path = Path(settings.tokenizer_model)
-        of_transformers = ((path if path.is_dir() else path.parent) / _CONFIG).is_file()
-        _write_as_read(path, folder, content, (*_BESIDE, GENERATION) if of_transformers else ())
-        return True
-    for setting, name in files.items():
-        source = Path(getattr(settings, setting))
-        shutil.copyfile(source, folder / name)
-    if source.with_name(_CONFIG).exists():
-        _copy_others(source.parent, folder)
-    if not (folder / _CONFIG).exists():
-        bytes_of_gpt2 = settings.tokenizer_type == "GPT2BPETokenizer"
-        content["tokenizer_class"] = "GPT2Tokenizer" if bytes_of_gpt2 else "LlamaTokenizer"
-        content |= dict(unk_token=end) if bytes_of_gpt2 and end is not None else {}
-        (folder / _CONFIG).write_text(json.dumps(content, indent=2))
-    return True
-
-
-def _write_as_read(path: Path, folder: Path, defaults: dict[str, Any], beside: Iterable[str]) -> None:
-    """Write a Hugging Face tokenizer as AutoTokenizer reads it (`tokenizer.transformers_files`), and copy files beside it.
-
-    defaults: tokenizer_config.json of a tokenizer without one
-    """
-    source = path if path.is_dir() else path.parent
-    write_files(read_files(path), folder, defaults)
-    for name in beside:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-        elif (source / name).is_dir():
-            shutil.copytree(source / name, folder / name, dirs_exist_ok=True)
-
-
-def export_chat_template(checkpoint: Path, tokenizer: Tokenizer, folder: Path) -> Optional[int]:
-    """Write the chat template beside a checkpoint into a folder of transformers, in place of the tokenizer's own.
-
-    Returns the token that ends an answer; None without such a template.
-    """
-    template = find_template([checkpoint, checkpoint.parent], tokenizer)
-    if template is None:
-        return None
-    files = template.files()
-    config = read_json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
-    config.pop("chat_template", None)
-    (folder / TEMPLATE).write_text(files[TEMPLATE], encoding="utf-8")
-    (folder / _CONFIG).write_text(json.dumps(config | json.loads(files[_CONFIG]), indent=2), encoding="utf-8")
-    return template.special.get(template.tokens.get("eos_token"))
 
 
 def import_tokenizer(source: Path, folder: Path, of_gpt2: bool) -> Optional[schema.TokenizerSettings]:
@@ -255,7 +210,11 @@ def import_tokenizer(source: Path, folder: Path, of_gpt2: bool) -> Optional[sche
         return None
     folder.mkdir(parents=True, exist_ok=True)
     if there.tokenizer_type == "HuggingFaceTokenizer":
-        _write_as_read(source, folder, {}, _BESIDE)
+        write_files(read_files(source), folder)
+        names = ("tokenizer.model", TEMPLATE, "chat_template.json")
+        for name in names:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
         return schema.TokenizerSettings(there.tokenizer_type, tokenizer_model=str(folder / "tokenizer.json"))
     files = TOKENIZER_FILES[there.tokenizer_type]
     for name in files.values():
@@ -321,8 +280,8 @@ def _copy_others(source: Path, folder: Path) -> None:
 def write_generation_config(
     folder: Path, config: dict[str, Any], checkpoint: Path, end_of_turn: Optional[int] = None
 ) -> None:
-    """Write generation_config.json: the one beside the checkpoint, else the one that the tokenizer has brought, with the
-    ids of config.json that it lacks.
+    """Write generation_config.json: the one of the checkpoint, as `generate` finds it, with the ids of config.json that it
+    lacks.
 
     end_of_turn: a further token that ends a text: that of an answer in a conversation
     """
@@ -331,10 +290,7 @@ def write_generation_config(
     }
     if end_of_turn not in (None, ids["eos_token_id"]):
         ids["eos_token_id"] = [end_of_turn] if ids["eos_token_id"] is None else [end_of_turn, ids["eos_token_id"]]
-    places = (place / GENERATION for place in (checkpoint, checkpoint.parent))
-    own = next((place for place in places if place.is_file()), None)
+    own = next(filter(None, (generation_config.file_in(place) for place in (checkpoint, checkpoint.parent))), None)
     ids = {name: id for name, id in ids.items() if id is not None}
-    if own:
-        (folder / GENERATION).write_text(json.dumps(ids | read_json(own), indent=2))
-    elif not (folder / GENERATION).exists():
-        (folder / GENERATION).write_text(json.dumps(dict(_from_model_config=True, **ids), indent=2))
+    content = read_json(own) if own else dict(_from_model_config=True)
+    (folder / GENERATION).write_text(json.dumps(ids | content, indent=2))

@@ -12,7 +12,7 @@ character that the charsmap replaces, `tokenizers` drops a combining mark.
 
 import base64
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 SPACE = "\u2581"  # stands for a space in pieces
@@ -27,8 +27,11 @@ def read_model(data: bytes):
     return sentencepiece_model_pb2.ModelProto.FromString(data)
 
 
-def tokenizer_json(proto) -> dict[str, Any]:
-    """The content of tokenizer.json. Raises ValueError for a model that `tokenizers` does not express."""
+def tokenizer_json(proto, special: Mapping[str, int]) -> dict[str, Any]:
+    """The content of tokenizer.json. special: name -> id of special tokens, which may come after those of the model.
+
+    Raises ValueError for a model that `tokenizers` does not express.
+    """
     kind, spec = proto.trainer_spec.model_type, proto.normalizer_spec
     if kind not in (UNIGRAM, BPE):
         raise ValueError("it is a model of words or of characters")
@@ -45,11 +48,7 @@ def tokenizer_json(proto) -> dict[str, Any]:
         version="1.0",
         truncation=None,
         padding=None,
-        added_tokens=[
-            added_token(id, piece.piece, rstrip=_keeps_first(spec))
-            for id, piece in enumerate(proto.pieces)
-            if piece.type in (UNKNOWN, CONTROL)
-        ],
+        added_tokens=added_tokens(special, rstrip=_keeps_first(spec)),
         normalizer=dict(type="Sequence", normalizers=list(_normalizers(spec))),
         pre_tokenizer=dict(type="Sequence", pretokenizers=list(_pre_tokenizers(proto))),
         post_processor=None,
@@ -58,10 +57,10 @@ def tokenizer_json(proto) -> dict[str, Any]:
     )
 
 
-def added_token(id: int, content: str, rstrip: bool = False) -> dict[str, Any]:
-    """An entry of `added_tokens`: a special token. rstrip: whether spaces after it are dropped."""
-    plain = dict.fromkeys(("single_word", "lstrip", "normalized"), False)
-    return dict(id=id, content=content, **plain, rstrip=rstrip, special=True)
+def added_tokens(special: Mapping[str, int], rstrip: bool = False) -> list[dict[str, Any]]:
+    """`added_tokens` of a tokenizer.json, from name -> id. rstrip: whether spaces after special tokens are dropped"""
+    rule = dict(single_word=False, lstrip=False, rstrip=rstrip, normalized=False, special=True)
+    return [dict(id=id, content=name, **rule) for name, id in sorted(special.items(), key=lambda one: one[1])]
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,12 @@ class Matrix:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         cached = functools.cache
-        self.root, self.folder, self.theirs, self.ours = root, cached(self._folder), cached(self._theirs), cached(self._ours)
+        self.root, self.folder, self.theirs, self.ours = (
+            root,
+            cached(self._folder),
+            cached(self._theirs),
+            cached(self._ours),
+        )
         self.ids, self.end, self.names = cached(self._ids), cached(self._end), cached(self._names)
 
     def _folder(self, variant: str) -> Path:

@@ -124,15 +124,25 @@ LLAMA |= dict(add_eos_token=False, clean_up_tokenization_spaces=False, model_max
 FAST = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=True)
 _PREPENDED = sequence("normalizers", dict(type="Prepend", prepend=SPACE), replace_space())
 _METASPACE = dict(type="Metaspace", replacement=SPACE, prepend_scheme="first", split=False)
-MISTRAL = tuple("[INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]".split())
+MISTRAL = tuple(
+    "[INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]".split()
+)
 QWEN = special("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|vision_pad|>")
 QWEN += plain("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|file_sep|>")
 BAR, LINE = "\uff5c", "\u2581"
-DEEP = [f"<{BAR}begin{LINE}of{LINE}sentence{BAR}>", f"<{BAR}end{LINE}of{LINE}sentence{BAR}>", f"<{BAR}{LINE}pad{LINE}{BAR}>"]
+DEEP = [
+    f"<{BAR}begin{LINE}of{LINE}sentence{BAR}>",
+    f"<{BAR}end{LINE}of{LINE}sentence{BAR}>",
+    f"<{BAR}{LINE}pad{LINE}{BAR}>",
+]
 GEMMA = special("<pad>", "<eos>", "<bos>", "<unk>", "<mask>") + plain("<2mass>", "[@BOS@]", "<unused0>", "<unused1>")
 GEMMA_RUNS = plain("\n", "\n\n", "\n\n\n", SPACE * 2, SPACE * 3, "<table>", "</b>", "<b>")
-STAR = special("<|endoftext|>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<repo_name>", "<file_sep>")
-HARMONY = special("<|startoftext|>", "<|endoftext|>", "<|reserved_200000|>", "<|return|>", "<|constrain|>", "<|channel|>")
+STAR = special(
+    "<|endoftext|>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<repo_name>", "<file_sep>"
+)
+HARMONY = special(
+    "<|startoftext|>", "<|endoftext|>", "<|reserved_200000|>", "<|return|>", "<|constrain|>", "<|channel|>"
+)
 HARMONY += special("<|start|>", "<|end|>", "<|message|>", "<|call|>", "<|endofprompt|>")
 
 FAMILIES = dict(
@@ -218,7 +228,7 @@ FAMILIES = dict(
         "bytes", cut_by(*DEEPSEEK), sequence("normalizers"), byte_level(True), (DEEP[0],), (),
         special(*DEEP),
         special(f"<{BAR}fim{LINE}hole{BAR}>", f"<{BAR}place{LINE}holder{LINE}no{LINE}0{BAR}>")
-        + plain(f"<{BAR}User{BAR}>", f"<{BAR}Assistant{BAR}>", f"<|EOT|>", f"<{BAR}tool{LINE}calls{LINE}begin{BAR}>", "<think>"),
+        + plain(f"<{BAR}User{BAR}>", f"<{BAR}Assistant{BAR}>", "<|EOT|>", f"<{BAR}tool{LINE}calls{LINE}begin{BAR}>", "<think>"),
         dict(tokenizer_class="LlamaTokenizerFast", add_bos_token=True, add_eos_token=False, bos_token=DEEP[0], eos_token=DEEP[1],
              pad_token=DEEP[1], unk_token=None, legacy=True, sp_model_kwargs={}, use_default_system_prompt=False),
         "deepseek3", (DEEP[1],), {}, "deepseek_v3",
@@ -508,12 +518,19 @@ def usual_files(name: str) -> Files:
         normalizer=normalizer, pre_tokenizer=family.pre_tokenizer, post_processor=post_processor(family, ids),
         decoder=family.decoder, model=model,
     )  # fmt: skip
-    files = {JSON: whole, CONFIG: json.loads(json.dumps(dict(family.config))), **slow_files, "model_type": family.model_type}
+    files = {
+        JSON: whole,
+        CONFIG: json.loads(json.dumps(dict(family.config))),
+        **slow_files,
+        "model_type": family.model_type,
+    }
     if family.template:
         files[CONFIG]["chat_template"] = TEMPLATES[family.template]
     ends = [ids[name] for name in family.ends]
     if ends:
-        files["generation_config.json"] = dict(eos_token_id=ends if len(ends) > 1 else ends[0], do_sample=True, temperature=0.6)
+        files["generation_config.json"] = dict(
+            eos_token_id=ends if len(ends) > 1 else ends[0], do_sample=True, temperature=0.6
+        )
     return json.loads(json.dumps({n: one for n, one in files.items() if not isinstance(one, bytes)})) | {
         n: one for n, one in files.items() if isinstance(one, bytes)
     }
@@ -558,7 +575,9 @@ def byte_vocabulary(name: str) -> tuple[dict, Files]:
         special_tokens=[token.content for token in family.inside],
     )  # fmt: skip
     made.train_from_iterator([TRAINED_ON, *LINES], trainer)
-    model = json.loads(made.to_str())["model"] | dict(continuing_subword_prefix="", end_of_word_suffix="") | family.model
+    model = (
+        json.loads(made.to_str())["model"] | dict(continuing_subword_prefix="", end_of_word_suffix="") | family.model
+    )
     if name == "gpt2":  # at the end of its vocabulary
         model["vocab"]["<|endoftext|>"] = len(model["vocab"])
     merges = "#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in model["merges"])
@@ -575,7 +594,11 @@ def piece_vocabulary(name: str) -> tuple[dict, Files]:
     names = {token.content: token.special for token in family.inside}
     ends = dict(unk_id=3, bos_id=2, eos_id=1, pad_id=0) if gemma else dict(unk_id=0, bos_id=1, eos_id=2)
     ends |= dict(bos_piece="<bos>", eos_piece="<eos>") if gemma else {}
-    others = {one: is_special for one, is_special in names.items() if one not in ("<unk>", "<s>", "</s>", "<pad>", "<eos>", "<bos>")}
+    others = {
+        one: is_special
+        for one, is_special in names.items()
+        if one not in ("<unk>", "<s>", "</s>", "<pad>", "<eos>", "<bos>")
+    }
     data = trained_pieces(
         "bpe", vocab_size=900, byte_fallback=True, add_dummy_prefix=not gemma, normalization_rule_name="identity",
         remove_extra_whitespaces=False, split_digits=True, allow_whitespace_only_pieces=True, **ends,
@@ -616,7 +639,9 @@ def word_vocabulary(name: str) -> tuple[dict, Files]:
     made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     names = [token.content for token in FAMILIES[name].inside]
-    made.train_from_iterator(LINES, trainers.WordPieceTrainer(vocab_size=700, special_tokens=names, show_progress=False))
+    made.train_from_iterator(
+        LINES, trainers.WordPieceTrainer(vocab_size=700, special_tokens=names, show_progress=False)
+    )
     model = json.loads(made.to_str())["model"]
     words = sorted(model["vocab"], key=model["vocab"].__getitem__)
     return model, {"vocab.txt": "".join(f"{word}\n" for word in words)}

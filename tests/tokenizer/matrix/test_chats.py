@@ -175,7 +175,9 @@ def test_training_with_blocks(matrix, variant, tmp_path):
         expected = theirs.apply_chat_template(messages, **more)
         count += 1
         if (found.ids, list(map(int, found.counted))) != (expected["input_ids"], expected["assistant_masks"]):
-            wrong.append(f"{title}: {list(map(int, found.counted))} and not {expected['assistant_masks']} of {found.ids}")
+            wrong.append(
+                f"{title}: {list(map(int, found.counted))} and not {expected['assistant_masks']} of {found.ids}"
+            )
     assert not wrong and count, "\n".join([f"{variant}, blocks: {len(wrong)} of {count}", *wrong[:3]])
 
 

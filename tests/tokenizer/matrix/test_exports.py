@@ -52,7 +52,9 @@ def same_everywhere(matrix, variant: str, folder, where: str) -> None:
             except Exception:  # the template refuses the messages
                 continue
             found = copied.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
-            assert found == expected == find_template([folder], again).encode(messages[:-1]), f"{variant}, {where}, {title}"
+            assert found == expected == find_template([folder], again).encode(messages[:-1]), (
+                f"{variant}, {where}, {title}"
+            )
 
 
 def with_model(matrix, variant: str, folder) -> None:

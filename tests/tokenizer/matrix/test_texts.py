@@ -24,7 +24,12 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 def cuts(text: str) -> list[tuple[str, str]]:
     """A text in two, at several places: before it, in it, and after the first and before the last white space or name."""
-    places = {0, len(text) // 2, text.find(" ") + 1, max(text.rfind(" "), text.rfind("\n"), text.rfind("<")) % (len(text) + 1)}
+    places = {
+        0,
+        len(text) // 2,
+        text.find(" ") + 1,
+        max(text.rfind(" "), text.rfind("\n"), text.rfind("<")) % (len(text) + 1),
+    }
     return [(text[:at], text[at:]) for at in sorted(places) if at < max(1, len(text))]
 
 
@@ -40,7 +45,10 @@ def test_documents(matrix, variant):
 
     def rows():
         for title, text in matrix.texts(variant).items():
-            expected, found = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"], ours.encode(text)
+            expected, found = (
+                theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"],
+                ours.encode(text),
+            )
             if special & set(expected):  # transformers makes a special token of pieces of text: the suite never does
                 assert not special & set(found), f"{variant}, {title}: {text!r} has special tokens"
                 if pieces and not any(name in text for name in other):
@@ -70,7 +78,9 @@ def test_documents_with_special_tokens(matrix, variant):
     ours.parse_special = True
     texts = matrix.texts(variant)
     ids = {title: matrix.ids(variant, text, False) for title, text in texts.items()}
-    assert_equal(f"{variant}, parsed", theirs, ((title, text, ids[title], ours.encode(text)) for title, text in texts.items()))
+    assert_equal(
+        f"{variant}, parsed", theirs, ((title, text, ids[title], ours.encode(text)) for title, text in texts.items())
+    )
     for title, one in ids.items():
         expected = theirs.decode(list(one), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert ours.decode(one) == expected, f"{variant}, {title}"
@@ -87,7 +97,9 @@ def test_fast_libraries(matrix, variant):
         pytest.skip("there is none")
     theirs = matrix.theirs(variant)
     assert_equal(
-        f"{variant}, {ours.engine}", theirs, ((title, text, expected[title], ours.encode(text)) for title, text in texts.items())
+        f"{variant}, {ours.engine}",
+        theirs,
+        ((title, text, expected[title], ours.encode(text)) for title, text in texts.items()),
     )
 
 
@@ -113,7 +125,9 @@ def test_continuations(matrix, variant):
                 ids, begins = ours.encode_pair(context, continuation)
                 yield title, f"{context} | {continuation}", expected, ids
                 if begins != start:
-                    wrong.append(f"{variant}, {title}, {context!r} | {continuation!r}: begins at {begins}, not at {start}")
+                    wrong.append(
+                        f"{variant}, {title}, {context!r} | {continuation!r}: begins at {begins}, not at {start}"
+                    )
 
     assert_equal(f"{variant}, continuations", theirs, rows())
     assert not wrong, "\n".join(wrong[:5])

@@ -43,7 +43,9 @@ HARD = {
     "address": "https://example.org/a?b=c&d=%20#x user@host.org C:\\dir\\file",
 }
 
-NAMES = "<s> </s> <unk> <pad> <eos> <bos> [CLS] [SEP] [MASK] [INST] [/INST] <|endoftext|> <|im_start|> <|im_end|> <mask>"
+NAMES = (
+    "<s> </s> <unk> <pad> <eos> <bos> [CLS] [SEP] [MASK] [INST] [/INST] <|endoftext|> <|im_start|> <|im_end|> <mask>"
+)
 
 
 def texts_of(names: Sequence[str]) -> dict[str, str]:
@@ -70,7 +72,10 @@ def conversations_of(names: Sequence[str]) -> dict[str, list[dict]]:
     talks = {f"one turn, {number}": turns[number : number + 1] for number in range(len(turns))}
     talks |= {"two turns": turns[:2], "three turns": turns[1:4]}
     for name in names:
-        talks[f"with {name}"] = [(f"say {name} now", f"{name} and a{name}b"), (f"{name[:-1]} {name}{name}", f"ok {name} .")]
+        talks[f"with {name}"] = [
+            (f"say {name} now", f"{name} and a{name}b"),
+            (f"{name[:-1]} {name}{name}", f"ok {name} ."),
+        ]
     made = {title: _messages(talk) for title, talk in talks.items()}
     return made | {"with a system": [dict(role="system", content="Be brief. "), *made["two turns"]]}
 
@@ -92,4 +97,6 @@ def function(value):\n    return value + 1\n\n\nif name == main:\n    print(func
 caf\u00e9 na\u00efve \u00c5ngstr\u00f6m \u00e9l\u00e8ve stra\u00dfe \u00fcber \u00f1and\u00fa \u4f60\u597d\u4e16\u754c\u4e2d\u6587 \u65e5\u672c\u8a9e
 \u041f\u0440\u0438\u0432\u0435\u0442 \u043c\u0438\u0440 \u0634\u0643\u0631\u0627 \u05e9\u05dc\u05d5\u05dd 1 12 123 1234 12345 123456 1,234.56 3.14 100 200 2000
 one two three four five six seven eight nine ten eleven twelve; system user assistant model tool message content
-""" + "\n".join(f"{word} {word}s {word}ing un{word}ed  the{word} {word}," for word in "play work read write talk learn".split())
+""" + "\n".join(
+    f"{word} {word}s {word}ing un{word}ed  the{word} {word}," for word in "play work read write talk learn".split()
+)
