@@ -77,9 +77,8 @@ def encode_pair(tokenizer, context: str, continuation: str) -> Scored:
     stripped = context.rstrip()
     continuation, context = context[len(stripped) :] + continuation, stripped
     whole, start = tokenizer.encode_pair(context, continuation)
-    start = (
-        min(start, len(whole) - 1) if len(whole) > len(tokenizer.prefix) else start
-    )  # a token is scored, if there is one
+    if len(whole) > len(tokenizer.prefix):  # a token is scored, if there is one
+        start = min(start, len(whole) - 1)
     if start:
         return Scored(whole, start)
     if tokenizer.begin is None:

@@ -19,15 +19,11 @@ from megatron.tokenizer.byte_level import read_text
 
 TOKENIZER, CONFIG, MODEL_CONFIG = "tokenizer.json", "tokenizer_config.json", "config.json"
 MAP, ADDED = "special_tokens_map.json", "added_tokens.json"  # of early versions of transformers
-VOCABULARIES = (
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-)  # that transformers reads without TOKENIZER
+VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # that transformers reads by themselves
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SPLIT = "split_special_tokens"  # names of special tokens are text in prompts, too
 FURTHER = ("additional_special_tokens", "extra_special_tokens")
+OF_CLASS = ("model_input_names", "padding_side", "clean_up_tokenization_spaces")  # have values of their own in classes
 PLAIN_CLASSES = (None, "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
 # Keys of tokenizer_config.json that do not change which tokens a text has.
 WITHOUT_EFFECT = {
@@ -36,15 +32,8 @@ WITHOUT_EFFECT = {
     *("chat_template", "model_max_length", "max_length", "padding_side", "truncation_side", "stride"),
     *("model_input_names", "clean_up_tokenization_spaces", "truncation_strategy", "processor_class", "errors"),
     *("name_or_path", "backend", "is_local", "local_files_only", "response_schema", "unk_id", "device_map"),
-    *(
-        SPLIT,
-        "pad_to_multiple_of",
-        "pad_token_type_id",
-        "tokenizer_file",
-        "special_tokens_map_file",
-        "add_bos",
-        "add_eos",
-    ),
+    *(SPLIT, "pad_to_multiple_of", "pad_token_type_id", "tokenizer_file", "special_tokens_map_file"),
+    *("add_bos", "add_eos"),
 }
 
 
@@ -151,10 +140,11 @@ def _asked(folder: Path, config: dict, own: Optional[str]) -> TokenizerFiles:
         )
     backend.no_truncation()
     backend.no_padding()
-    special = [str(token) for token in theirs.added_tokens_decoder.values() if token.special]
-    named = {key: str(value) for key in NAMED if (value := getattr(theirs, key, None)) is not None}
-    config = {key: value for key, value in config.items() if key not in (*NAMED, *FURTHER)} | named
-    if more := [name for name in special if name not in named.values()]:
+    special = {str(token) for token in theirs.added_tokens_decoder.values() if token.special}
+    config = {key: value for key, value in config.items() if key not in FURTHER}
+    config |= {key: None if (name := getattr(theirs, key, None)) is None else str(name) for key in NAMED}
+    config |= {key: value for key in OF_CLASS if (value := getattr(theirs, key, None)) is not None}
+    if more := [name for name in map(str, getattr(theirs, "extra_special_tokens", None) or ()) if name in special]:
         config["additional_special_tokens"] = more
     template = getattr(theirs, "chat_template", None)
     if template and "chat_template" not in config:
@@ -191,9 +181,13 @@ def auto_tokenizer(folder: Path):
 
 
 def write_files(files: TokenizerFiles, folder: Path) -> None:
-    """Write a tokenizer that any version of transformers reads alike: its tokenizer.json says everything."""
-    kept = {key: value for key, value in files.config.items() if key in WITHOUT_EFFECT - {"added_tokens_decoder"}}
-    kept = {key: value for key, value in kept.items() if value is not None}
+    """Write a tokenizer that any version of transformers reads alike: its tokenizer.json says everything.
+
+    transformers takes its own class for some types of models, whatever tokenizer_config.json says (Qwen 2): names that are
+    null and add_prefix_space are for these.
+    """
+    kept = {*WITHOUT_EFFECT, "add_prefix_space"} - {"added_tokens_decoder"}
+    content = {key: one for key, one in files.config.items() if key in kept and (one is not None or key in NAMED)}
+    content["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / TOKENIZER).write_text(files.text, encoding="utf-8")
-    content = kept | dict(tokenizer_class="PreTrainedTokenizerFast")
     (folder / CONFIG).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

@@ -2,6 +2,7 @@
 """Folders of small tokenizers, each as transformers and this suite read it."""
 
 import functools
+import json
 import os
 from pathlib import Path
 
@@ -47,6 +48,11 @@ class Matrix:
         from megatron.tokenizer import build_tokenizer
 
         return build_tokenizer(self.settings(variant), lambda text: None)
+
+    def prepends_always(self, variant: str) -> bool:
+        """Whether each piece of a text between special tokens is encoded like a text of its own."""
+        steps = json.dumps(json.loads(self.theirs(variant).backend_tokenizer.to_str())["pre_tokenizer"])
+        return '"prepend_scheme": "first"' not in steps
 
     def family(self, variant: str):
         return FAMILIES[VARIANTS[variant][0]]

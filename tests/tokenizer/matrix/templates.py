@@ -69,8 +69,7 @@ _SOURCES = dict(
         {{- '[INST]' + ((system + '\\n\\n') if loop.first and system != false else '') + message['content'] + '[/INST]' }}
     {%- else %}@<{{- message['content'] + eos_token }}@>{%- endif %}
 {%- endfor %}""",
-    phi3="""{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<|assistant|>\\n' }}
-{%- raw %}{% endraw %}@<{{ message['content'] + '<|end|>\\n' }}@>
+    phi3="""{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<|assistant|>\\n' }}@<{{ message['content'] + '<|end|>\\n' }}@>
 {%- else %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}""",
     phi4="""{% for message in messages %}{{ '<|im_start|>' + message['role'] + '<|im_sep|>' }}
@@ -104,8 +103,8 @@ _SOURCES = dict(
 {%- if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}""",
     chatml="""{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}
 {{- '<|im_start|>system\\nYou are a model<|im_end|>\\n' }}{% endif %}
-{%- if message['role'] == 'assistant' %}{{ '<|im_start|>assistant\\n' }}
-{%- raw %}{% endraw %}@<{{ message['content'] + '<|im_end|>' }}@>{{ '\\n' }}
+{%- if message['role'] == 'assistant' %}{{ '<|im_start|>assistant\\n' }}@<
+{{- message['content'] + '<|im_end|>' }}@>{{ '\\n' }}
 {%- else %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
     falcon="""{% for message in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}
