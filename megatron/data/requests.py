@@ -71,13 +71,14 @@ def _request(where: str, line: str) -> ScoringRequest:
 def encode_pair(tokenizer, context: str, continuation: str) -> Scored:
     """Encode both texts together, as a prompt and its continuation; tokens of the continuation are scored.
 
-    Spaces at the end of the context move to the continuation, as in tokens. Without a context, the continuation follows
-    what the tokenizer puts before a prompt, or the end-of-document token.
+    White space at the end of the context moves to the continuation, as in lm-evaluation-harness. Without a context, the
+    continuation follows what the tokenizer puts before a prompt, or the end-of-document token.
     """
-    stripped = context.rstrip(" ")
+    stripped = context.rstrip()
     continuation, context = context[len(stripped) :] + continuation, stripped
     whole, start = tokenizer.encode_pair(context, continuation)
-    start = min(start, len(whole) - 1)
+    if len(whole) > len(tokenizer.prefix):  # a token is scored, if there is one
+        start = min(start, len(whole) - 1)
     if start:
         return Scored(whole, start)
     if tokenizer.begin is None:

@@ -34,6 +34,7 @@ def name_of(identity: dict) -> str:
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> dict:
+    tokenizer = tokenizer.whole
     return dict(
         type=tokenizer.name, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, fingerprint=tokenizer.fingerprint
     )

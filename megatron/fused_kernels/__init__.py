@@ -205,11 +205,6 @@ def _in_triton(op: str, worth: str) -> Implementation:
     return Implementation(TRITON, kernel(op), worth, suits, lacking, covers=FUSED, probe=partial(probe, op))
 
 
-def _onednn() -> str:
-    has = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return "" if has else "this build of torch has no oneDNN linear op"
-
-
 def _on(device: str, *dtypes: torch.dtype) -> Callable[[Case], bool]:
     return lambda case: case.device == device and (not dtypes or case.dtype in dtypes)
 
@@ -376,7 +371,13 @@ TABLE: dict[str, list[Implementation]] = {
             cpu_ops.onednn,
             "about 2 x as fast as MKL on AMD CPUs",
             lambda case: _on("cpu", torch.float32)(case) and not torch.compiler.is_compiling(),  # its own products
-            _onednn(),
+            "" if torch.float32 in cpu_ops.FORMATS else "this build of torch has no oneDNN linear op",
+        ),
+        Implementation(
+            "widened to fp32",
+            cpu_ops.widened,
+            "for formats without instructions of this CPU, 4 to 70 x as fast as torch's loops",
+            lambda case: cpu_ops.widens(case.device, case.dtype),
         ),
         Implementation("torch", reference.matmul, "cuBLAS on GPUs; on CPUs oneDNN in bf16, MKL in fp32"),
     ],

@@ -9,6 +9,30 @@ import torch.nn.functional as F
 PART = 1 << 18  # elements of a GELU that are computed at a time
 BLOCK = 512  # rows of experts whose gradients are computed at a time
 ROWS = 16  # of products that the order of packed weights suits best: a few texts with one new token each
+WIDENED = 1 << 20  # elements of a weight that are in fp32 at a time
+FEW = 4  # rows that torch multiplies by itself as fast in any format
+
+
+def formats() -> frozenset[torch.dtype]:
+    """The formats in which oneDNN multiplies on this CPU; none in a build of torch without it. Its ops raise in others,
+    torch's own take 4 to 70 times as long as in fp32, and 8-bit ones may overflow.
+    """
+    ops = torch.ops.mkldnn
+    if not torch.backends.mkldnn.is_available() or not hasattr(ops, "_linear_pointwise"):
+        return frozenset()
+    bf16 = ops._is_mkldnn_bf16_supported()
+    # CPUs with VNNI have what bf16 needs. Without bf16, ONEDNN_MAX_CPU_ISA forbids both, and sums of int8 overflow.
+    int8 = bf16 and torch.cpu._is_vnni_supported()
+    found = {torch.bfloat16: bf16, torch.float16: ops._is_mkldnn_fp16_supported(), torch.int8: int8}
+    return frozenset({torch.float32, *(dtype for dtype, supported in found.items() if supported)})
+
+
+FORMATS = formats()
+
+
+def widens(device: str, dtype: torch.dtype) -> bool:
+    """Whether products in this half format are computed in fp32, because this CPU has no instructions for them."""
+    return device == "cpu" and dtype in (torch.bfloat16, torch.float16) and dtype not in FORMATS
 
 
 def onednn(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
@@ -29,10 +53,22 @@ def _linear(x, weight, bias) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
+def widened(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """`reference.matmul` in fp32, rounded once, for a format that `widens`."""
+    if len(x) <= FEW and x.is_contiguous() and weight.is_contiguous():
+        return F.linear(x, weight, bias)
+    # A part of the weight at a time stays in the cache. A compiler would unroll the loop.
+    rows = len(weight) if torch.compiler.is_compiling() else max(1, WIDENED // max(1, weight.shape[1]))
+    wide, y = x.float(), x.new_empty(len(x), len(weight))
+    for first in range(0, len(weight), rows):
+        part = slice(first, first + rows)
+        y[:, part] = F.linear(wide, weight[part].float(), None if bias is None else bias[part].float())
+    return y
+
+
 def packs(weight: torch.Tensor) -> bool:
     """Whether `packed` supports a weight."""
-    known = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    return known and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    return weight.device.type == "cpu" and weight.dtype in FORMATS
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:

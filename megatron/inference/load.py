@@ -13,7 +13,7 @@ from megatron.checkpoint.folder import choose, restore
 from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.data.blend import parse_blend
 from megatron.data.formats import datasets_of
-from megatron.data.vocabulary import identity_learned, refuse_another_identity
+from megatron.data.vocabulary import identity_learned, other_ids, refuse_another_identity
 from megatron.errors import CheckpointError, SettingsError, numbered
 from megatron.inference.expert_ranks import refuse_experts
 from megatron.inference.generation_config import ends_beside
@@ -74,7 +74,8 @@ class Loaded:
     @cached_property
     def ends(self) -> Optional[tuple[int, ...]]:
         """The tokens that end a text, by the generation_config.json beside the model; None: the end of document."""
-        return ends_beside(self.path)
+        ends = ends_beside(self.path)
+        return ends and tuple(end for end in ends if end < self.vocab_size)  # no model writes others
 
     def generate(self, texts: str | Sequence[str], **settings) -> list[str]:
         """The continuation of each text, or the answer of an encoder-decoder to it.
@@ -273,13 +274,35 @@ def refuse_other_tokens(loaded: Loaded, words: Sequence[str], flag: str) -> None
 
 
 def open_tokenizer(loaded: Loaded, given: Mapping[str, Any] = NONE, log=lambda text: None):
-    """Build the tokenizer of `tokenizer_settings`. Raises SettingsError for another vocabulary than the model's, because
-    all scores would be wrong.
-    """
+    """Build the tokenizer of `tokenizer_settings`, for the model: see `check_vocabulary`."""
     from megatron.tokenizer import build_tokenizer
 
-    tokenizer = build_tokenizer(tokenizer_settings(loaded, given), log)
-    if tokenizer.vocab_size > loaded.vocab_size:
+    settings = tokenizer_settings(loaded, given)
+    return check_vocabulary(build_tokenizer(settings, log), loaded, settings, given, log)
+
+
+def check_vocabulary(
+    tokenizer,
+    loaded: Loaded,
+    settings: schema.TokenizerSettings,
+    given: Mapping[str, Any] = NONE,
+    log=lambda text: None,
+):
+    """The tokenizer for a model: `tokenizer.rows.within` its rows. given: the user's of its settings
+
+    Raises SettingsError for another vocabulary than the model's, because all scores would be wrong.
+    """
+    from megatron.tokenizer.rows import has_learned, is_own, within
+
+    learned = loaded.record.get("vocabulary")
+    if has_learned(loaded.record, tokenizer) is False:
+        raise SettingsError(
+            f"this is not the vocabulary that {loaded.path} has learned: the same numbers mean other words",
+            f"its files: {learned[:8]}; {tokenizer.name} now: {tokenizer.fingerprint[:8]} (fingerprints)",
+            "give the files of the training run: --vocab-file, --merge-file, or --tokenizer-model",
+        )
+    own = is_own(loaded.record, tokenizer, settings.vocab_extra_ids, any(map(given.get, ("tokenizer_type", *FILES))))
+    if tokenizer.vocab_size > loaded.vocab_size and not own:
         raise SettingsError(
             f"the tokenizer has {tokenizer.vocab_size} ids, the model {loaded.vocab_size}",
             do="give the tokenizer that the model was trained with",
@@ -290,11 +313,6 @@ def open_tokenizer(loaded: Loaded, given: Mapping[str, Any] = NONE, log=lambda t
             f"--vocab-size {asked}: the vocabulary has {tokenizer.vocab_size} tokens, the model {loaded.vocab_size}",
             do="leave it out",
         )
-    learned = loaded.record.get("vocabulary")  # unknown for imported models and checkpoints of earlier versions
-    if learned not in (None, tokenizer.fingerprint):
-        raise SettingsError(
-            f"this is not the vocabulary that {loaded.path} has learned: the same numbers mean other words",
-            f"its files: {learned[:8]}; {tokenizer.name} now: {tokenizer.fingerprint[:8]} (fingerprints)",
-            "give the files of the training run: --vocab-file, --merge-file, or --tokenizer-model",
-        )
-    return tokenizer
+    for note in other_ids(tokenizer, str(loaded.path), learned):
+        log(note)
+    return within(tokenizer, loaded.vocab_size)

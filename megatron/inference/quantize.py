@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from megatron.errors import SettingsError
+from megatron.fused_kernels import cpu_ops
 from megatron.model.facts import Facts
 from megatron.model.fake_quantize import SMALLEST, FakeQuantizeProduct, has_part, rows_absmax, token_codes, token_grid
 from megatron.model.linear_kinds import chosen_layers
@@ -30,7 +31,7 @@ from megatron.model.quantization import QuantizeOptions
 from megatron.model.sparse_product import SparseProduct
 from megatron.model.sparsity import MASK
 from megatron.mpu import collectives
-from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, linear_products
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, linear_products, matmul
 from megatron.mpu.linear_product import LinearProduct, Multiply, Operand
 from megatron.settings.schema import Model
 
@@ -312,8 +313,12 @@ def rounded(x: torch.Tensor, scale: torch.Tensor, largest: int = LARGEST) -> tor
 def multiply_int8(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [n, i] times weight [o, i], both int8 -> [n, o] in fp32, from sums in int32.
 
-    cuBLAS takes more than 16 rows, and multiples of 8.
+    cuBLAS takes more than 16 rows, and multiples of 8. CPUs without instructions for int8 sum in fp32, which has all
+    integers up to 2^24: torch's own loops take up to 20 times as long.
     """
+    if x.device.type == "cpu" and torch.int8 not in cpu_ops.FORMATS:
+        wide = x.float()
+        return matmul(wide)(wide, weight.float())
     if x.device.type == "cpu":
         return torch._int_mm(x, weight.t()).float()
     rows, (outputs, inputs) = len(x), weight.shape

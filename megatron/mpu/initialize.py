@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import Failure, PeerLost, SettingsError
+from megatron.fused_kernels import cpu_ops
 from megatron.mpu import collectives, parallel_state
 from megatron.mpu.cpu_threads import choose_threads, waiting
 from megatron.mpu.mesh import Mesh, mesh_of
@@ -188,6 +189,8 @@ def pick_precision(wanted: str, context: RankContext) -> str:
 
 def measured_precision(device: torch.device) -> str:
     """bf16 if its matrix products run at more than 1.25 times the speed of fp32, else fp32."""
+    if cpu_ops.widens(device.type, torch.bfloat16):  # would be measured in torch's loops, for seconds
+        return "fp32"
     return "bf16" if measured_flops(device, torch.bfloat16) > 1.25 * measured_flops(device, torch.float32) else "fp32"
 
 

@@ -22,6 +22,7 @@ import torch
 
 from megatron.checkpoint.boxes import Box
 from megatron.errors import SettingsError
+from megatron.fused_kernels import cpu_ops
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.placement import Placement
@@ -136,7 +137,7 @@ class Directions:
     def direction(self, matrix: torch.Tensor) -> torch.Tensor:
         """The scaled update direction of a matrix, fp32 [rows, columns]."""
         s = self.settings
-        with products_in(s.muon_fp32_matmul_prec) as dtype:
+        with products_in(s.muon_fp32_matmul_prec, matrix.device.type) as dtype:
             result = orthogonal(matrix, self.coefficients, dtype)
         return result.mul_(s.muon_extra_scale_factor * SCALES[s.muon_scale_mode](*matrix.shape))
 
@@ -163,9 +164,9 @@ def orthogonal(matrix: torch.Tensor, coefficients: Coefficients, dtype=torch.flo
 
 
 @contextlib.contextmanager
-def products_in(precision: str) -> Iterator[torch.dtype]:
+def products_in(precision: str, device: str) -> Iterator[torch.dtype]:
     """Set the precision of products as in `--muon-fp32-matmul-prec`. Yields the number format of their operands."""
-    if precision == "medium":
+    if precision == "medium" and not cpu_ops.widens(device, torch.bfloat16):
         yield torch.bfloat16
         return
     before = torch.get_float32_matmul_precision()

@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from megatron.fused_kernels import Case, choose_kernel
+from megatron.fused_kernels import Case, choose_kernel, cpu_ops
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.model.attention import ForwardContext
 from megatron.model.block import Block
@@ -48,6 +48,8 @@ def measure(log, ranks: int = 1) -> Device:
         figures |= dict(update_bandwidth=_update_bandwidth(kind, 1 << 28))
     log(f"memory: {figures['bandwidth'] / 1e9:.1f} GB/s")
     for precision in ("fp32", "bf16"):
+        if cpu_ops.widens(kind, DTYPES[precision]):
+            continue
         best, rows = _products(kind, DTYPES[precision])
         figures["flops"][precision], figures["rows"] = best, rows
         figures["attention"][precision] = _attention(kind, DTYPES[precision])
@@ -55,8 +57,9 @@ def measure(log, ranks: int = 1) -> Device:
             f"{precision}: products {best / 1e9:,.0f} GFLOP/s (half of it at {rows:.0f} rows), attention "
             f"{figures['attention'][precision] / 1e9:,.0f} GFLOP/s"
         )
-    figures["flops"]["fp16"] = figures["flops"]["bf16"] if kind == "cuda" else figures["flops"]["fp32"] / 90
-    figures["attention"]["fp16"] = figures["attention"]["bf16"]
+    for speeds in (figures["flops"], figures["attention"]):
+        speeds.setdefault("bf16", speeds["fp32"])
+        speeds["fp16"] = speeds["bf16" if kind == "cuda" else "fp32"]
     figures |= _ops(kind, figures)
     log(
         f"ops: {1e6 * figures['launch']:.1f} us each, elementwise work {figures['unfused']:.2f} x that of fused kernels"

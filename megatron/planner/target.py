@@ -17,6 +17,7 @@ from megatron.planner.device import Device
 from megatron.planner.layout import Job
 from megatron.planner.speed import Cluster
 from megatron.settings import rank_env
+from megatron.settings.from_checkpoint import found_record
 from megatron.settings.presets import cached
 from megatron.settings.schema import Config, Planner
 from megatron.telemetry.host_memory import available_memory
@@ -133,7 +134,8 @@ def installed_gpu() -> Optional[Device]:
 
 
 def vocabulary_of(config: Config) -> tuple[int, str]:
-    """The vocabulary size before padding, and a remark or "": from the tokenizer if its files are here, else from flags.
+    """The vocabulary size before padding, and a remark or "": from the checkpoint to load if this is its tokenizer, from
+    the tokenizer if its files are here, else from flags.
 
     Raises SettingsError if the flags have fewer tokens than the tokenizer.
     """
@@ -146,14 +148,16 @@ def vocabulary_of(config: Config) -> tuple[int, str]:
     files = [path for path in (t.vocab_file, t.merge_file, t.tokenizer_model) if path]
     if numbers and t.vocab_size or files and all(Path(path).exists() or cached(path) for path in files):
         from megatron.settings.rules import tokenizer_type
-        from megatron.tokenizer import build_tokenizer, rows_of
+        from megatron.tokenizer import build_tokenizer
+        from megatron.tokenizer.rows import rows_of, rows_of_model
 
         kind = t.tokenizer_type or tokenizer_type(t, config.data)
         try:
             built = build_tokenizer(replace(t, tokenizer_type=kind), lambda text: None)
         except (Failure, ImportError) as error:
             return t.vocab_size or GPT2_VOCABULARY, f"the tokenizer cannot be used: {str(error).splitlines()[0]}"
-        return rows_of(replace(t, tokenizer_type=kind), built.vocab_size)
+        record = found_record(config.checkpoint.load, config.checkpoint.ckpt_step)
+        return rows_of(replace(t, tokenizer_type=kind), built.vocab_size, rows_of_model(config, built, record))
     if t.vocab_size:
         return t.vocab_size, ""
     missing = next((path for path in files if not Path(path).exists()), None)

@@ -57,6 +57,14 @@ def saved_record(folder: str, step: Optional[int] = None) -> tuple[str, dict[str
     return str(place), record
 
 
+def found_record(folder: Optional[str], step: Optional[int] = None) -> Optional[dict[str, Any]]:
+    """The record of the checkpoint that --load would load; None if there is none, or none that can be read."""
+    try:
+        return saved_record(folder, step)[1] if folder else None
+    except (Damaged, OSError):
+        return None
+
+
 def megatron_format_problem(folder: Path | UrlPath) -> Optional[str]:
     """How to convert a checkpoint in Megatron-LM's format: the folder's `release`, or the folder itself; else None."""
     return next(filter(None, map(foreign_format, (folder / RELEASE, folder))), None)

@@ -582,10 +582,6 @@ REMARKS = (
             "without --group-query-attention"
         ),
     ),
-    Rule(
-        lambda s: s.precision == "fp16" and s.device == "cpu",
-        lambda s: "--fp16 on a CPU is about 90 times as slow as fp32; --bf16 is made for it",
-    ),
     Rule(lambda s: not s.save, lambda s: "--save is not given: nothing of this training will be kept"),
     Rule(
         lambda s: s.save and s.save_interval is None and not s.skip_train and steps(s) > LONG,

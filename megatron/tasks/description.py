@@ -25,8 +25,9 @@ from megatron.data.labelled import LabelledTask
 from megatron.data.published import PUBLISHED, plain_name
 from megatron.data.tables import refuse_half_letters, refuse_many_lines
 from megatron.errors import DataError, SettingsError, UsageError, did_you_mean
-from megatron.tasks.metrics import METRICS, SMALLER_IS_BETTER, combined
+from megatron.tasks.metrics import METRICS, combined
 from megatron.tasks.questions import c3, chid, race
+from megatron.telemetry.directions import direction_of
 
 Split = Callable[[Mapping[Any, Any], Path, bool], Iterable[Mapping[str, Any]]]
 
@@ -68,10 +69,6 @@ class Task(LabelledTask):
     def judged_by(self) -> str:
         """The name of the figure that selects the best checkpoint."""
         return combined(self.metrics)
-
-    @property
-    def smaller_is_better(self) -> bool:
-        return self.metrics[0] in SMALLER_IS_BETTER
 
 
 IN_FILES = (".yaml", ".yml")  # endings of task descriptions
@@ -341,7 +338,7 @@ def refuse_metrics(task: Task, where: str) -> None:
             raise DataError(
                 f"{where}: the metric {name} is for two classes, and there are {len(task.labels)}", do="use macro_f1"
             )
-    if len({name in SMALLER_IS_BETTER for name in task.metrics}) > 1:
+    if len({direction_of(name) for name in task.metrics}) > 1:
         raise DataError(
             f"{where}: of {', '.join(task.metrics)} some are better the smaller, others the larger they are"
         )

@@ -125,6 +125,8 @@ def held_out(work: Evaluation, prefix: str) -> dict:
     if len(tokens) < 2:
         raise DataError(f"{prefix} holds {len(tokens)} tokens: nothing to predict")
     if int(tokens.max()) >= loaded.vocab_size:
+        if work.tokenizer:
+            work.tokenizer.refuse(tokens, prefix)
         raise DataError(
             f"{prefix} holds token {int(tokens.max())}, the model knows ids below {loaded.vocab_size}",
             do="preprocess the text with the tokenizer that the model was trained with",

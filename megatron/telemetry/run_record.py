@@ -26,6 +26,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Optional
 
+from megatron.telemetry.directions import LARGER, SMALLER, direction_of
+
 LIBRARIES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "triton", "flash-attn", "apex")
 
 
@@ -139,17 +141,21 @@ class History:
 
     @property
     def figures(self) -> list[str]:
-        """Names of an evaluation's values other than losses, such as a task's metrics; first the selection criterion."""
+        """Names of a validation's values other than losses and their perplexities, such as a task's metrics; first the
+        selection criterion.
+        """
         logged = dict.fromkeys(name for e in self.evals if e.get("split") == "validation" for name in e)
-        sums = dict.fromkeys(name for step in self.steps for name in step)
-        names = [name for name in logged if name not in (*OF_EVERY_EVALUATION, *sums)]
+        sums = {name for step in self.steps for name in step} | {f"{name} ppl" for name in logged}
+        names = [name for name in logged if name not in OF_EVERY_EVALUATION | sums]
         first = (self.run.get("criterion") or {}).get("figure")
         return sorted(names, key=lambda name: name != first)
 
-    @property
-    def smaller_is_better(self) -> bool:
-        """Whether a smaller value of the first figure is better."""
-        return bool((self.run.get("criterion") or {}).get("smaller_is_better"))
+    def direction(self, figure: str) -> Optional[str]:
+        """Whether a smaller or a larger value of a figure is better; None: not known. The run says it of its criterion."""
+        criterion = self.run.get("criterion") or {}
+        if criterion.get("figure") == figure and criterion.get("smaller_is_better") is not None:
+            return SMALLER if criterion["smaller_is_better"] else LARGER
+        return direction_of(figure)
 
 
 EVENTS = ("run", "save", "spike", "rewind", "end")

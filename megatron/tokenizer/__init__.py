@@ -89,29 +89,6 @@ def with_extra_ids(tokenizer: Tokenizer, count: int) -> Tokenizer:
     return more
 
 
-def rows_of(settings: TokenizerSettings, vocab_size: int) -> tuple[int, str]:
-    """(rows of the embedding before padding, a note on rows of no token or ""), for a tokenizer of this size.
-
-    Raises SettingsError if --vocab-size has no room for all tokens.
-
-    >>> rows_of(TokenizerSettings(vocab_size=50257), 8192)[1]
-    '--vocab-size 50257 is larger than the vocabulary: 42065 rows of the embedding belong to none of its 8192 tokens'
-    >>> rows_of(TokenizerSettings(vocab_size=51200), 50257)  # the difference may be padding
-    (51200, '')
-    """
-    asked = settings.vocab_size
-    if asked and asked < vocab_size and settings.tokenizer_type != "NullTokenizer":
-        raise SettingsError(
-            f"--vocab-size {asked} is smaller than the tokenizer's {vocab_size}",
-            do="leave --vocab-size out, or give at least the tokenizer's size",
-        )
-    unused, note = (asked or 0) - vocab_size, ""
-    if unused >= max(128, vocab_size // 16):
-        rows = f"{unused} rows of the embedding belong to none of its {vocab_size} tokens"
-        note = f"--vocab-size {asked} is larger than the vocabulary: {rows}"
-    return max(asked or 0, vocab_size), note
-
-
 def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tp: int = 1) -> int:
     """Number of rows of the embedding: the vocabulary rounded up to a multiple of `divisible_by` x `tp`.
 

@@ -10,7 +10,7 @@ faster one is used only if it gives the same ids on probes and on documents of t
 import copy
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple, Optional, Union
@@ -113,6 +113,14 @@ class Tokenizer:
         if name in self._special:
             return self._special[name]
         return next((self.pieces[token] for token in SPECIAL.get(name, ()) if token in self.pieces), None)
+
+    @property
+    def whole(self) -> "Tokenizer":
+        """The tokenizer with all of its tokens, whatever a model has (`rows.RowsTokenizer`)."""
+        return self
+
+    def refuse(self, ids: Iterable[int], where: str = "the text") -> None:
+        """Raise DataError for an id that the model has no row for (`rows.RowsTokenizer`): here there is none."""
 
     @property
     def begin(self) -> Optional[int]:

@@ -436,7 +436,7 @@ def _tokens_of(tokenizer: Tokenizer, config: Mapping[str, Any]) -> tuple[dict[st
     tokens = own | {name: text for name in names if (text := content_of(config.get(name)))}
     special = dict(tokenizer.special_tokens)
     special |= {name: tokenizer.pieces[name] for name in tokens.values() if name in tokenizer.pieces}
-    special = {name: id for name, id in special.items() if len(name) > 1 and id < tokenizer.vocab_size}
+    special = {name: id for name, id in special.items() if len(name) > 1 and id < tokenizer.whole.vocab_size}
     if tokenizer.eod is not None:
         ends = [name for name, id in special.items() if id == tokenizer.eod]
         tokens |= {"eos_token": ends[0]} if ends and "eos_token" not in tokens else {}

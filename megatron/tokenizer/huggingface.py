@@ -12,15 +12,16 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Optional
+from typing import Optional, Union
 
 from megatron.errors import DataError
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import engines
 from megatron.tokenizer.base import SPECIAL, Encode, Part, PartIds, Tokenizer, fingerprint
-from megatron.tokenizer.transformers_files import NAMED, TokenizerFiles, read_files
+from megatron.tokenizer.transformers_files import NAMED, SPLIT, TokenizerFiles, read_files
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|endofdoc|>", "[SEP]")
+PROBED = 20  # special tokens whose names are in probes
 MARKS = range(0xE000, 0xF900)  # Unicode's private characters
 
 
@@ -38,6 +39,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, files: TokenizerFiles, path: Path):
         description = json.loads(files.text)
         self._text, self._whole = files.text, _load(files.text, path)
+        self._whole.encode_special_tokens = bool(files.config.get(SPLIT))
         vocab = self._whole.get_vocab(with_added_tokens=True)
         added = description.get("added_tokens") or []
         self._special_names = {token["content"] for token in added if token.get("special")} | set(files.named)
@@ -59,7 +61,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.superseded = earlier
         self.token_names = {token: name for token in NAMED if (name := files.name(token))}
         self.prefix, self.suffix = self._around()
-        self.probes = tuple(text for token in self._plain_added for text in _probes_of(token["content"]))
+        named = [*(token["content"] for token in self._plain_added), *sorted(self._special_names)[:PROBED]]
+        self.probes = tuple(text for name in named for text in _probes_of(name))
 
     # ---- encoding ----------------------------------------------------------------------------------------------------
 
@@ -68,6 +71,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_parts(self, parts: Sequence[Part]) -> PartIds:
         names = {id: name for name, id in self.special_tokens.items()}
+        if self._whole.encode_special_tokens:  # the tokenizer itself takes all names as text
+            return PartIds(list(self.plain_encoder("".join(_written(parts, names, "")))), [])
         texts = [part for part in parts if isinstance(part, str)]
         special = [part for part in parts if not isinstance(part, str)]
         if self.split_special("".join(_written(parts, names, ""))) == list(parts):  # no text contains a name
@@ -82,10 +87,12 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _around(self) -> tuple[list[int], list[int]]:
         """The ids that the tokenizer puts before and after a prompt."""
-        whole, inner = self._whole.encode("a", add_special_tokens=True).ids, self.encode_special("a")
-        places = (place for place in range(len(whole)) if whole[place : place + len(inner)] == inner)
-        start = next(places, 0)
-        return whole[:start], whole[start + len(inner) :]
+        for text in ("a", "0", *self._whole.get_vocab(with_added_tokens=True)):  # some tokenizers have no letters
+            whole, inner = self._whole.encode(text, add_special_tokens=True).ids, self.encode_special(text)
+            places = [place for place in range(len(whole)) if whole[place : place + len(inner)] == inner]
+            if inner and len(places) == 1:
+                return whole[: places[0]], whole[places[0] + len(inner) :]
+        return [], []
 
     # ---- libraries ---------------------------------------------------------------------------------------------------
 
@@ -98,6 +105,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if any(token.get("normalized") for token in self._plain_added) and description.get("normalizer"):
             raise ValueError("added tokens are searched for in normalized text")
         more = dict(added_tokens=[], post_processor=None, truncation=None, padding=None)
+        more["model"] = _without_pieces(description["model"], self._special_names)
         fast = engines.gigatoken_engine(json.dumps({**description, **more}, ensure_ascii=False), exact)
         names, slow = [token["content"] for token in self._plain_added], functools.cache(exact)
         if not names:
@@ -142,14 +150,35 @@ def _written(parts: Sequence[Part], names: Mapping[int, str], mark: str) -> list
 
 
 def _without_pieces(model: dict, special: set[str]) -> dict:
-    """A Unigram model whose pieces with these names are renamed to what no text contains; other models as they are."""
-    if model["type"] != "Unigram":
+    """The model without the pieces of these names: they are renamed to what no text contains, and no merge makes them.
+
+    The unknown token stays, which stands for what is not in the vocabulary.
+    """
+    vocab = model.get("vocab") or {}
+    if model["type"] == "Unigram":
+        pieces, unknown = enumerate(vocab), model.get("unk_id")
+        hidden = lambda n, piece: f"\x00{n}\x00" if piece in special and n != unknown else piece
+        return {**model, "vocab": [[hidden(n, piece), score] for n, (piece, score) in pieces]}
+    names = {piece for piece in special if piece in vocab and piece != model.get("unk_token")}
+    if not names:
         return model
-    unknown, pieces = model.get("unk_id"), enumerate(model["vocab"])
-    vocab = [
-        [f"\x00{n}\x00", score] if piece in special and n != unknown else [piece, score] for n, (piece, score) in pieces
-    ]
-    return {**model, "vocab": vocab}
+    model = {**model, "vocab": {f"\x00{id}\x00" if piece in names else piece: id for piece, id in vocab.items()}}
+    if model["type"] == "BPE":
+        model["merges"] = [pair for pair in model["merges"] if names.isdisjoint(_tokens_of(pair, model))]
+    return model
+
+
+def _made_of_text(model: dict, special: set[str]) -> list[str]:
+    """Special tokens that a BPE model would make of text."""
+    names = special.intersection(model["vocab"]) if model["type"] == "BPE" else ()
+    made = {_tokens_of(pair, model)[-1] for pair in model["merges"]} if names else set()
+    return sorted(made.intersection(names) - {model.get("unk_token")})
+
+
+def _tokens_of(pair: Union[str, Sequence[str]], model: dict) -> tuple[str, str, str]:
+    """The tokens of a merge of a BPE model: those that it joins, and the one that it makes."""
+    left, right = pair.split(" ") if isinstance(pair, str) else pair
+    return left, right, left + right.removeprefix(model.get("continuing_subword_prefix") or "")
 
 
 def _load(text: str, path: Path):
@@ -179,8 +208,8 @@ def _probes_of(name: str) -> tuple[str, ...]:
 def _fingerprints(files: TokenizerFiles, description: dict, special: set[str]) -> tuple[str, dict[str, str]]:
     """(the fingerprint, those of earlier versions of this suite that gave other ids -> what is different).
 
-    Earlier versions removed special tokens from the file, so that added tokens after them got lower ids, and read
-    tokenizer.json alone.
+    Earlier versions removed special tokens from the file, so that added tokens after them got lower ids, left merges that
+    make special tokens of text, and read tokenizer.json alone.
     """
     of = lambda text, version="": fingerprint(f"tokenizer.json{version}", json.dumps(json.loads(text), sort_keys=True))
     pieces = description["model"].get("vocab") or ()
@@ -188,12 +217,12 @@ def _fingerprints(files: TokenizerFiles, description: dict, special: set[str]) -
     outside = [token["content"] for token in description.get("added_tokens") or [] if token["content"] not in pieces]
     first = next((place for place, name in enumerate(outside) if name in special), len(outside))
     moved = [name for name in outside[first:] if name not in special]
+    moved += _made_of_text(description["model"], special)
     own = of(files.text, " 2" if moved else "")
     earlier = {}
     if moved:
-        earlier[of(files.text)] = (
-            f"the ids of {', '.join(moved[:4])}{' ...' * (len(moved) > 4)} were those of other tokens"
-        )
+        named = f"{', '.join(moved[:4])}{' ...' * (len(moved) > 4)}"
+        earlier[of(files.text)] = f"the ids of {named} were those of other tokens"
     if files.replaced and set(files.changed) - {"post_processor", "decoder"}:
         what = f"{' and '.join(files.changed)} of tokenizer.json were not what transformers makes of them"
         earlier[of(files.replaced)] = what

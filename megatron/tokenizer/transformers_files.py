@@ -18,16 +18,22 @@ from megatron.errors import DataError
 from megatron.tokenizer.byte_level import read_text
 
 TOKENIZER, CONFIG, MODEL_CONFIG = "tokenizer.json", "tokenizer_config.json", "config.json"
+MAP, ADDED = "special_tokens_map.json", "added_tokens.json"  # of early versions of transformers
+VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # that transformers reads by themselves
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SPLIT = "split_special_tokens"  # names of special tokens are text in prompts, too
+FURTHER = ("additional_special_tokens", "extra_special_tokens")
+OF_CLASS = ("model_input_names", "padding_side", "clean_up_tokenization_spaces")  # have values of their own in classes
 PLAIN_CLASSES = (None, "PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
 # Keys of tokenizer_config.json that do not change which tokens a text has.
 WITHOUT_EFFECT = {
     *NAMED,
-    *("tokenizer_class", "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"),
+    *("tokenizer_class", "added_tokens_decoder", *FURTHER),
     *("chat_template", "model_max_length", "max_length", "padding_side", "truncation_side", "stride"),
     *("model_input_names", "clean_up_tokenization_spaces", "truncation_strategy", "processor_class", "errors"),
     *("name_or_path", "backend", "is_local", "local_files_only", "response_schema", "unk_id", "device_map"),
-    *("pad_to_multiple_of", "pad_token_type_id", "tokenizer_file", "special_tokens_map_file", "add_bos", "add_eos"),
+    *(SPLIT, "pad_to_multiple_of", "pad_token_type_id", "tokenizer_file", "special_tokens_map_file"),
+    *("add_bos", "add_eos"),
 }
 
 
@@ -50,7 +56,7 @@ class TokenizerFiles:
     @property
     def named(self) -> list[str]:
         """All names of special tokens."""
-        more = self.config.get("additional_special_tokens") or self.config.get("extra_special_tokens") or ()
+        more = next(filter(None, map(self.config.get, FURTHER)), ())
         more = more.values() if isinstance(more, Mapping) else more
         return [name for one in (*(self.config.get(key) for key in NAMED), *more) if (name := content_of(one))]
 
@@ -64,7 +70,7 @@ def read_files(path: Path, notify: Callable[[str], None] = lambda message: None)
     """The tokenizer of a folder, or of a tokenizer.json. Raises DataError."""
     folder = path if path.is_dir() else path.parent
     file = path / TOKENIZER if path.is_dir() else path
-    config = _config(folder / CONFIG)
+    config = tokenizer_config(folder)
     if path.is_dir() and not file.exists():
         return _asked(folder, config, None)
     text = read_text(str(file), "--tokenizer-model")
@@ -74,7 +80,7 @@ def read_files(path: Path, notify: Callable[[str], None] = lambda message: None)
     except (json.JSONDecodeError, KeyError, TypeError):
         raise DataError(f"--tokenizer-model {file}: not a tokenizer.json") from None
     files = TokenizerFiles(text, config)
-    reason = file.name == TOKENIZER and _more_than_the_file(description, files, _config(folder / MODEL_CONFIG))
+    reason = file.name == TOKENIZER and _more_than_the_file(description, files, folder)
     if not reason:
         return files
     try:
@@ -83,6 +89,12 @@ def read_files(path: Path, notify: Callable[[str], None] = lambda message: None)
         why = "transformers is not installed" if isinstance(error, ImportError) else error.why
         notify(f"{folder}: tokenizer.json is read alone, though {reason} may change what it does: {why}")
         return files
+
+
+def tokenizer_config(folder: Path) -> dict:
+    """tokenizer_config.json, and the names of special_tokens_map.json, which count if it does not list added tokens."""
+    config = _config(folder / CONFIG)
+    return config if "added_tokens_decoder" in config else config | _config(folder / MAP)
 
 
 def _config(path: Path) -> dict:
@@ -96,17 +108,19 @@ def _config(path: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
-def _more_than_the_file(description: dict, files: TokenizerFiles, model: Mapping[str, Any]) -> Optional[str]:
+def _more_than_the_file(description: dict, files: TokenizerFiles, folder: Path) -> Optional[str]:
     """What may make transformers read a tokenizer.json otherwise than `tokenizers` does; None if nothing can."""
     config, added = files.config, {token["content"]: token for token in description.get("added_tokens") or ()}
-    if model.get("model_type"):
-        return f"model_type {model['model_type']}"
+    if kind := _config(folder / MODEL_CONFIG).get("model_type"):
+        return f"model_type {kind}"
     if config.get("tokenizer_class") not in PLAIN_CLASSES:
         return f"tokenizer_class {config['tokenizer_class']}"
     if unknown := sorted(key for key, value in config.items() if key not in WITHOUT_EFFECT and value is not None):
         return ", ".join(unknown)
     if further := [name for name in files.named if not added.get(name, {}).get("special")]:
         return f"the special token {further[0]}"
+    if "added_tokens_decoder" not in config and (late := _config(folder / ADDED).keys() - added.keys()):
+        return f"{min(late)} of {ADDED}"
     listed = (config.get("added_tokens_decoder") or {}).values()
     keys = ("single_word", "lstrip", "rstrip", "normalized", "special")
     for token in listed:
@@ -126,9 +140,11 @@ def _asked(folder: Path, config: dict, own: Optional[str]) -> TokenizerFiles:
         )
     backend.no_truncation()
     backend.no_padding()
-    config = {key: value for key, value in config.items() if key not in (*NAMED, "extra_special_tokens")}
-    config |= {key: str(value) for key in NAMED if (value := getattr(theirs, key, None)) is not None}
-    if more := [str(token) for token in getattr(theirs, "extra_special_tokens", None) or ()]:
+    special = {str(token) for token in theirs.added_tokens_decoder.values() if token.special}
+    config = {key: value for key, value in config.items() if key not in FURTHER}
+    config |= {key: None if (name := getattr(theirs, key, None)) is None else str(name) for key in NAMED}
+    config |= {key: value for key in OF_CLASS if (value := getattr(theirs, key, None)) is not None}
+    if more := [name for name in map(str, getattr(theirs, "extra_special_tokens", None) or ()) if name in special]:
         config["additional_special_tokens"] = more
     template = getattr(theirs, "chat_template", None)
     if template and "chat_template" not in config:
@@ -165,9 +181,13 @@ def auto_tokenizer(folder: Path):
 
 
 def write_files(files: TokenizerFiles, folder: Path) -> None:
-    """Write a tokenizer that any version of transformers reads alike: its tokenizer.json says everything."""
-    kept = {key: value for key, value in files.config.items() if key in WITHOUT_EFFECT - {"added_tokens_decoder"}}
-    kept = {key: value for key, value in kept.items() if value is not None}
+    """Write a tokenizer that any version of transformers reads alike: its tokenizer.json says everything.
+
+    transformers takes its own class for some types of models, whatever tokenizer_config.json says (Qwen 2): names that are
+    null and add_prefix_space are for these.
+    """
+    kept = {*WITHOUT_EFFECT, "add_prefix_space"} - {"added_tokens_decoder"}
+    content = {key: one for key, one in files.config.items() if key in kept and (one is not None or key in NAMED)}
+    content["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / TOKENIZER).write_text(files.text, encoding="utf-8")
-    content = kept | dict(tokenizer_class="PreTrainedTokenizerFast")
     (folder / CONFIG).write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

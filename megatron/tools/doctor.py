@@ -96,6 +96,9 @@ def _software() -> dict[str, str]:
 def _processor() -> dict:
     import torch
 
+    from megatron.fused_kernels import cpu_ops
+
+    known = [str(dtype).removeprefix("torch.") for dtype in cpu_ops.FORMATS]
     flags = _cpu_field("flags", "Features").split()
     bf16 = [name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in flags]
     return {
@@ -103,7 +106,8 @@ def _processor() -> dict:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads of torch": torch.get_num_threads(),
         "vector instructions": torch.backends.cpu.get_cpu_capability(),
-        "bf16 instructions": ", ".join(bf16) or "none: --precision bf16 would be slow here, use fp32",
+        "bf16 instructions": ", ".join(bf16) or "none: --precision bf16 is no faster than fp32 here",
+        "products by oneDNN": f"{', '.join(sorted(known)) or 'none'}; bf16 and fp16 without it are computed in fp32",
     }
 
 

@@ -166,6 +166,7 @@ def samples_of(options: TeacherLogitsOptions, data: Data, tokenizer: dict, loade
         eod=eod,
         seq_length=length,
         vocab_size=loaded.vocab_size,
+        refuse=words.refuse if words else lambda ids, where: None,
     )
 
 

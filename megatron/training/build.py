@@ -5,7 +5,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline_recorder import STEP, Recorder
 from megatron.pipeline.wire import P2PCommunicator, open_channels
 from megatron.settings import schema
+from megatron.settings.from_checkpoint import found_record
 from megatron.telemetry.console import Console
 from megatron.telemetry.event_rules import RecordRules
 from megatron.telemetry.events import EventLog
@@ -64,6 +65,7 @@ from megatron.training.checkpointing import (
     check_samples,
     earlier_wandb_run,
     load,
+    load_folder,
     open_checkpoint_manager,
 )
 from megatron.training.compile_trial import CompileTrial
@@ -138,7 +140,9 @@ def build_run(
     watch = build_watch(config, context, heartbeat, events)
     heartbeat.beat("model")
     config = pick_vocabulary(pick_precision(config, context))
-    tokenizer, vocab_size = build_vocabulary(config, log)
+    tokenizer, vocab_size = build_vocabulary(config, log, record_to_load(config, context))
+    if config.tokenizer.vocab_size is None and vocab_size != tokenizer.whole.vocab_size:
+        config = config.derive("--load", vocab_size=vocab_size)  # written, so that later runs have the same rows
     # Open it first: a locked or read-only folder is reported before the slow work.
     checkpoint_manager = open_checkpoint_manager(config.checkpoint, context, log, events)
     for note in refuse_other_vocabulary(all_paths(config.data, log), tokenizer):
@@ -198,6 +202,14 @@ def join(config: schema.Config, heartbeat: Heartbeat, refusal: Optional[Settings
     console = build_console(config.logging, context)
     console.keep_only(f"[{now()}] {shlex.join(sys.argv)}")
     return context, console
+
+
+def record_to_load(config: schema.Config, context: RankContext) -> Optional[Mapping[str, Any]]:
+    """state.json of the checkpoint that the run begins with or goes on from; None without one. All ranks call it."""
+    if config.checkpoint.load is None:
+        return None
+    folder = load_folder(config.checkpoint, context.all_gather_object)
+    return context.from_rank_zero(lambda: found_record(str(folder), config.checkpoint.ckpt_step))
 
 
 def pick_precision(config: schema.Config, context: RankContext) -> schema.Config:
@@ -510,14 +522,14 @@ def record_rules(
     config: schema.Config, recipe: Recipe, events: EventLog, losses: Losses, start: Start, vocab_size: int
 ) -> RecordRules:
     """The rules that judge the records of a run."""
-    loss, criterion = next(iter(losses.sums)), losses.measures.criterion if losses.measures else {}
+    loss, measures = next(iter(losses.sums)), losses.measures
     return RecordRules(
         events.rules,
         events.record,
         loss=loss,
         guess=math.log(vocab_size) if loss in recipe.perplexities else math.inf,
         warmup=start.lengths.warmup,
-        figure=(criterion["figure"], criterion["smaller_is_better"]) if criterion.get("figure") else None,
+        figure=(measures.best_by, measures.direction) if measures and measures.best_by else None,
     )
 
 

@@ -19,6 +19,7 @@ def rows(capsys, *flags: str) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.plain_cpu
 def test_every_combination_is_a_row(capsys):
     start = time.perf_counter()
     flags = "--seq_len 8 40 --output-length 1 4 --batch-size 1 3 --iter 2 --precisions fp32 bf16".split()

@@ -58,13 +58,15 @@ def run(engine: Engine, requests) -> dict[int, list]:
     return found
 
 
-@pytest.mark.skipif(
-    not cpu_ops.packs(torch.empty(1)) or torch.backends.cpu.get_cpu_capability() != "AVX512",
-    reason="products whose rows do not depend on their number are known of oneDNN with AVX-512",
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@pytest.mark.plain_cpu
+@DTYPES
 def test_log_probabilities_are_equal_to_the_bit(small_gpt, dtype):
     """As long as nothing is shared or computed again: prompts have no common beginning, and the cache has room."""
+    if dtype not in cpu_ops.FORMATS or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("products whose rows do not depend on their number are known of oneDNN with AVX2 and AVX-512")
     model = small_gpt().to(dtype)
     model.dtype, draw = dtype, random.Random(1)
     sizes = dict(longest=32, max_batch=8, block_size=4, chunk=8, packed=True)
@@ -97,10 +99,15 @@ def test_texts_share_the_blocks_of_their_beginning(small_gpt):
     assert engine.pool.free == engine.pool.blocks
 
 
-def test_new_weights_are_used(small_gpt):
-    model, other = small_gpt(), small_gpt(scale=7.0)
+@pytest.mark.plain_cpu
+@DTYPES
+def test_new_weights_are_used(small_gpt, dtype):
+    model, other = (small_gpt(scale=scale).to(dtype) for scale in (8.0, 7.0))
+    model.dtype = other.dtype = dtype
     request = Request((3, 1, 4, 1, 5), Sampling(8, greedy=True))
     engine = Engine(model, longest=32, packed=True)
+    packed = [layer.packed is not None for layer in model.modules() if hasattr(layer, "packed")]
+    assert packed and all(packed) == any(packed) == (dtype in cpu_ops.FORMATS)
     run(engine, [request])
     model.load_state_dict(other.state_dict())
     engine.weights_changed()

@@ -16,11 +16,12 @@ from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.lineage import lineage
 from megatron.checkpoint.store import Piece, share
 from megatron.errors import CheckpointError, SettingsError, UsageError
+from megatron.inference.agreement import LIMITS, agreement
 from megatron.inference.answers import Asked, answered
+from megatron.inference.convert.families import prompts_for
 from megatron.inference.convert.hf_files import about
 from megatron.inference.export import gguf_file, programs, tracing
 from megatron.inference.export.card import data_sets
-from megatron.inference.export.gate import LIMITS, agreement
 from megatron.inference.export.llama_cpp import LlamaCpp
 from megatron.inference.export.opened import load_exported
 from megatron.inference.generation import generate
@@ -312,10 +313,31 @@ def test_a_program_moves_to_another_device(exported_to):
 )
 def test_narrow_weights_stay_within_their_limits(tmp_path, models, form, dtype, capsys):
     need(form)
-    export_to(tmp_path / "out", models["llama"], "--format", form, "--dtype", dtype)
-    record = json.loads((tmp_path / "out" / "export.json").read_text())["agreement"]
-    assert 0 < record["difference"] < record["allowed"] / 2
-    assert f"of {record['client']} differ by at most {record['difference']:.2e}" in capsys.readouterr().out
+    folder = export_to(tmp_path / "out", models["llama"], "--format", form, "--dtype", dtype)
+    record = json.loads((folder / "export.json").read_text())["agreement"]
+    if form != "gguf":
+        said_as_it_is(folder, models["llama"], form)
+    assert 0 < record["difference"] < record["allowed"] / 2 and record["rounding"] > 2e-5 * record["largest"]
+    assert f"of {record['client']} differ by at most {record['total']:.2e}" in capsys.readouterr().out
+
+
+def said_as_it_is(folder: Path, load: Path, form: str) -> dict:
+    """What an export says of its difference, which is that of its file from the checkpoint's model."""
+    loaded, said = load_model(load, precision="fp32"), json.loads((folder / "export.json").read_text())["agreement"]
+    ids = prompts_for(loaded.facts)
+    with torch.no_grad():
+        ours = loaded.model.logits(ids).transpose(0, 1)
+    total = (by_client(form, folder, ids.t()).float() - ours).abs().max().item()
+    assert said["total"] == pytest.approx(total, rel=1e-3)
+    return said
+
+
+@pytest.mark.sampled(2)
+def test_the_difference_said_is_that_of_the_file(tmp_path, models, capsys):
+    """And not that of a model with rounded weights, which is left after the share of rounding."""
+    said = said_as_it_is(export_to(tmp_path / "out", models["llama"], "--dtype", "bf16"), models["llama"], "hf")
+    assert said["difference"] < 1e-3 * said["rounding"]
+    assert f"from the checkpoint's: rounding to bf16 explains {said['rounding']:.2e}, " in capsys.readouterr().out
 
 
 @pytest.mark.sampled(5)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.errors import SettingsError
+from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert.compressed_tensors import pack, unpack
+from megatron.inference.convert.huggingface import from_hf
 from megatron.inference.export.opened import load_exported
 from megatron.inference.load import load_model
 from megatron.inference.quantize import linear_layers
@@ -81,6 +82,8 @@ def test_transformers_loads_whole_numbers(kind, models, tmp_path):  # noqa: F811
     with torch.no_grad():
         close(theirs(IDS).logits, wanted, 5e-2 if kind == "int8-dynamic" else 2e-5)
     close(load_exported(str(out)).model.logits(IDS.t()).transpose(0, 1).detach(), wanted, 1e-6)
+    with pytest.raises(CheckpointError, match="holds weights in whole numbers .model.layers.0.mlp.down_proj.weight"):
+        from_hf(out, tmp_path / "imported", {})
 
 
 def read_on(rank: int, path: str):

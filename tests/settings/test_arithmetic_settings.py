@@ -6,6 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.errors import SettingsError
+from megatron.fused_kernels import cpu_ops
 from megatron.model import attention, recompute
 from megatron.model.gpt.module import GPT
 from megatron.mpu import initialize
@@ -68,8 +69,13 @@ def test_formats(flags, weights, norms, products, build):
     assert {piece.tensor.dtype for piece in run.optimizer.pieces()} == {FP32}
 
 
-@pytest.mark.parametrize("faster, chosen", [(BF16, "bf16"), (FP32, "fp32")])
-def test_auto_precision_is_bf16_where_that_is_fast(faster, chosen, build, monkeypatch):
+@pytest.mark.parametrize(
+    "formats, faster, chosen",
+    [((FP32, BF16), BF16, "bf16"), ((FP32, BF16), FP32, "fp32"), ((FP32,), BF16, "fp32")],
+    ids=["faster", "slower", "no instructions"],
+)
+def test_auto_precision_is_bf16_where_that_is_fast(formats, faster, chosen, build, monkeypatch):
+    monkeypatch.setattr(cpu_ops, "FORMATS", frozenset(formats))
     monkeypatch.setattr(initialize, "measured_flops", lambda device, dtype: 2.0 if dtype == faster else 1.0)
     assert build("--precision auto").config.precision.precision == chosen
 

@@ -415,5 +415,4 @@ def test_remarks():
     for plain in (f"--pipeline-schedule 1f1b {layers} 2", f"{layers} 1", f"--pipeline-schedule interleaved {layers} 1"):
         assert schedule(plain, 2) == []
     assert schedule("--pipeline-schedule 1f1b", 1) == [] == schedule("--pipeline-schedule own.txt", 1)
-    found = "\n".join(remarks(config("--fp16 --device cpu"), 1))
-    assert "90 times as slow" in found and "nothing of this training will be kept" in found
+    assert "nothing of this training will be kept" in "\n".join(remarks(config("--device cpu"), 1))

@@ -3,7 +3,9 @@
 
 import json
 
-from megatron.fused_kernels import TABLE
+import torch
+
+from megatron.fused_kernels import TABLE, cpu_ops
 from megatron.tools import doctor
 
 
@@ -15,6 +17,7 @@ def test_text_names_every_kernel(capsys):
             assert entry.name in text
             assert entry.lacking in text
     assert "bf16 instructions" in text and "GPUs" in text
+    assert ("bfloat16" in text) == (torch.bfloat16 in cpu_ops.FORMATS)
 
 
 def test_json(capsys):

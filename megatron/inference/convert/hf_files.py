@@ -19,7 +19,7 @@ from megatron.settings import schema
 from megatron.storage.durable import storage_errors
 from megatron.tokenizer.byte_level import END_OF_TEXT
 from megatron.tokenizer.chat_template import FILE as TEMPLATE
-from megatron.tokenizer.transformers_files import NAMED, content_of, read_files, write_files
+from megatron.tokenizer.transformers_files import NAMED, VOCABULARIES, content_of, read_files, write_files
 
 FILE_BYTES = 5 * 10**9  # of one safetensors file, as transformers cuts them
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
@@ -238,7 +238,7 @@ def tokenizer_of(folder: Path, of_gpt2: bool) -> Optional[schema.TokenizerSettin
         return as_settings("GPT2BPETokenizer")
     if there("HuggingFaceTokenizer"):
         return as_settings("HuggingFaceTokenizer")
-    if (folder / _CONFIG).is_file() and any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json")):
+    if (folder / _CONFIG).is_file() and any((folder / name).is_file() for name in VOCABULARIES):
         return schema.TokenizerSettings("HuggingFaceTokenizer", tokenizer_model=str(folder))
     if there("GPTSentencePieceTokenizer"):
         return as_settings("GPTSentencePieceTokenizer")

@@ -17,7 +17,7 @@ from torch import nn
 from megatron.checkpoint.folder import checkpoints
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert import compressed_tensors, hf_files
-from megatron.inference.convert.families import imported
+from megatron.inference.convert.fitted import fit
 from megatron.inference.convert.hf_tokenizer import tokenizer_in
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.export import programs
@@ -85,8 +85,11 @@ def _check(path: Path, record: dict[str, Any]) -> None:
 
 def _load_hf(place: Path, record: dict[str, Any], device, precision, mesh: Mesh, halves: Halves) -> Loaded:
     settings = hf_files.read_json(place / "config.json")
-    quantization = settings.pop("quantization_config", None) or {}
-    family, files = imported(settings), hf_files.TensorFiles(place)
+    quantization = settings.get("quantization_config") or {}
+    if quantization.get("quant_method") == compressed_tensors.METHOD:
+        settings = {name: value for name, value in settings.items() if name != "quantization_config"}
+    fitted = fit(place, settings)
+    family, rounded = fitted.family, fitted.rounded
     origin, own = f"Hugging Face {family.kind} in {place.resolve()}", _tokenizer(place, record, family.kind)
     content = imported_state(family.facts.settings, family.facts.vocab_size, {}, origin, own, family.extra)
     content |= {name: record[name] for name in ("vocabulary", "tokenizer") if record.get(name)}
@@ -96,27 +99,20 @@ def _load_hf(place: Path, record: dict[str, Any], device, precision, mesh: Mesh,
         precision = "fp32"
     built = build_model(config, vocab_size, device=device, precision=precision, mesh=mesh, halves=halves)
     matches = {match.ours: match for match in family.matches}
-    names = [name for match in family.matches for name in match.theirs]
-    known = {name: name if name in files.shapes else name.removeprefix("transformer.") for name in names}
-    rounded = {name for name in names if compressed_tensors.is_quantized(known[name], files.shapes)}
-    missing = [name for name, found in known.items() if found not in files.shapes and name not in rounded]
-    if missing:
-        raise CheckpointError(f"{place} lacks {len(missing)} tensors", ", ".join(missing[:8]))
 
     @lru_cache(maxsize=1)  # pieces of a tensor follow each other
     def whole(name: str) -> torch.Tensor:
-        match = matches[name]
-        return match.to_ours([files.get(known[theirs]).float() for theirs in match.theirs])
+        return fitted.read(matches[name])
 
-    notices = tuple(family.unread_notices(place / "config.json"))
     with torch.no_grad():
         for piece in built.pieces:
             if not rounded.intersection(matches[piece.name].theirs):
                 piece.tensor.copy_(whole(piece.name)[piece.box.slices()])
         if rounded:
             how = compressed_tensors.options_of(quantization, place)
-            _hold_rounded(built.model, family.facts, how, rounded, matches, files, mesh)
-    return Loaded(built.model.eval(), config, content, vocab_size, int(record.get("iteration", 0)), place, notices)
+            _hold_rounded(built.model, family.facts, how, rounded, matches, fitted.files, mesh)
+    iteration, notices = int(record.get("iteration", 0)), tuple(fitted.notices)
+    return Loaded(built.model.eval(), config, content, vocab_size, iteration, place, notices)
 
 
 def _hold_rounded(model: nn.Module, facts: Facts, how: QuantizeOptions, rounded, matches, files, mesh: Mesh) -> None:

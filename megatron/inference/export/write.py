@@ -21,6 +21,7 @@ from megatron.checkpoint.folder import choose
 from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.data.vocabulary import learned_vocabulary
 from megatron.errors import CheckpointError, SettingsError
+from megatron.inference.agreement import Agreement, agreement
 from megatron.inference.convert import compressed_tensors, huggingface
 from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.families import Family, exported, prompts_for
@@ -29,7 +30,6 @@ from megatron.inference.convert.imported import check_free
 from megatron.inference.convert.merged import merged_first
 from megatron.inference.export import gguf_file, gguf_vocabulary, llama_cpp, onnx_quantized, programs
 from megatron.inference.export.card import model_card
-from megatron.inference.export.gate import Agreement, agreement
 from megatron.inference.export.tracing import program_of
 from megatron.inference.load import Loaded, build_model, load_model, refuse_head, without_model
 from megatron.inference.quantize import Rounded
@@ -49,6 +49,7 @@ from megatron.settings.schema import Config
 from megatron.storage.urls import UrlPath, location
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import PROBES, Tokenizer
+from megatron.tokenizer.rows import RowsTokenizer
 
 Form = Literal["hf", "gguf", "onnx", "torch-export"]
 RECORD = "export.json"
@@ -170,16 +171,32 @@ class ExportSource:
         return {product.name: product for product in found}
 
     def compared_as(self, wanted: Wanted) -> str:
-        """The row of `gate.LIMITS` for an export."""
+        """The row of `agreement.LIMITS` for an export."""
         trained = self.trained_to_round and self.config.model.activation_quantize_type != "none"
         dynamic = "int8-dynamic" in (wanted.quantize.quantize, self.record.get(QUANTIZED, {}).get("quantize"))
         return f"{wanted.form} with rounded inputs" if trained or dynamic else wanted.form
 
     def model_of(self, wanted: Wanted) -> torch.nn.Module:
         """The model that an export has to agree with, in fp32."""
+        if wanted.form == "gguf":
+            return _model_of_gguf(self, wanted)
         if self.rounds(wanted):
             return self.quantized(wanted.dtype, wanted.quantize).model
         return self.model(wanted.dtype)
+
+    @torch.no_grad()
+    def compared(self, form: str, wanted: Wanted, theirs: torch.Tensor, outputs, **more) -> Agreement:
+        """Compare what the client of an export computes with the model of the file, and with that of the checkpoint.
+
+        form: the row of `agreement.LIMITS`; outputs: (a model) -> what `theirs` is to equal; more: client, what ...
+        """
+        ours = outputs(self.model_of(wanted))
+        same = wanted.dtype == "fp32" and not self.rounds(wanted) and self.trained == self.path
+        checkpoint = ours if same else outputs(load_model(str(self.trained), precision="fp32").model)
+        stored = self.record.get(QUANTIZED, {}).get("quantize")
+        whole = (wanted.quantize.quantize or stored or "int8") if self.rounds(wanted) else None
+        to = " and ".join(dict.fromkeys(word for word in (whole, str(wanted.dtype)) if word))
+        return agreement(form, wanted.dtype, theirs=theirs, ours=ours, checkpoint=checkpoint, to=to, **more)
 
     def prompts(self) -> torch.Tensor:
         """Fixed token ids [s, b]."""
@@ -302,11 +319,11 @@ def _write_hf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -> 
     more = [*source.family.notices, *tokenizer.notices]
     agreed = None
     if wanted.check:
-        ours = source.family.ours(source.model_of(wanted), source.prompts())
+        outputs = lambda model: source.family.ours(model, source.prompts())
         theirs = _of_transformers(source, transformers, folder, products)
-        agreed = agreement(source.compared_as(wanted), wanted.dtype, CLIENTS["hf"], ours, theirs)
+        agreed = source.compared(source.compared_as(wanted), wanted, theirs, outputs, client=CLIENTS["hf"])
         if tokenizer.by_transformers:
-            more.append(huggingface.compare_ids(folder, tokenizer.own))
+            more.append(huggingface.compare_ids(folder, tokenizer.own.whole))
     if any(map(compressed_tensors.has_zeros, products.values())):
         more.append(
             f"transformers loads it with quantization_config={DEQUANTIZE} (--quantize-symmetric needs no such word)"
@@ -358,6 +375,8 @@ def _write_gguf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -
         huggingface.refuse_unknown(reader, source.family, products)
         name = out.resolve().name
         gguf_file.write(path, reader, source.family, wanted.dtype, tokenizer, name, products)
+    if isinstance(tokenizer.own, RowsTokenizer):
+        more.append(f"{tokenizer.own.named}: tokens without a row in the embedding, which {path.name} does not have")
     agreed = _ask_llama_cpp(source, path, wanted, tokenizer.own) if wanted.check else None
     return [path.name], tokenizer, agreed, more
 
@@ -384,7 +403,7 @@ def _model_of_gguf(source: ExportSource, wanted: Wanted) -> torch.nn.Module:
 @torch.no_grad()
 def _ask_llama_cpp(source: ExportSource, path: Path, wanted: Wanted, tokenizer: Tokenizer) -> Agreement:
     """Compare log-probabilities of the likeliest tokens after prompts of several lengths, and ids of texts."""
-    prompts, model = source.prompts(), _model_of_gguf(source, wanted)
+    prompts = source.prompts()
     lengths = sorted({1, 2, 5, len(prompts) // 2, len(prompts) - 1} - {0})
     places = [(length, row) for row in range(prompts.shape[1]) for length in lengths if length < len(prompts)]
     texts = _texts_for_llama_cpp(tokenizer, path.parent)
@@ -398,15 +417,11 @@ def _ask_llama_cpp(source: ExportSource, path: Path, wanted: Wanted, tokenizer: 
         texts=texts,
     )
     _refuse_other_ids(texts, ids, tokenizer, path.parent)
-    ours = model.logits(prompts).log_softmax(-1)  # [s, b, v]
-    pairs = [
-        (ours[length - 1, row, token].item(), value)
-        for (length, row), likeliest in zip(places, found)
-        for token, value in likeliest
-    ]
-    own, theirs = (torch.tensor(values) for values in zip(*pairs))
+    at = [(length - 1, row, token) for (length, row), likeliest in zip(places, found) for token, _ in likeliest]
+    theirs = torch.tensor([value for likeliest in found for _, value in likeliest])
+    outputs = lambda model: model.logits(prompts).log_softmax(-1)[tuple(map(list, zip(*at)))]  # of [s, b, v]
     form = "gguf" if source.facts.settings.swiglu else "gguf with GeLU"
-    return agreement(form, wanted.dtype, CLIENTS["gguf"], own, theirs, what="log-probabilities")
+    return source.compared(form, wanted, theirs, outputs, client=CLIENTS["gguf"], what="log-probabilities")
 
 
 def _plain_token(tokenizer: Tokenizer) -> int:
@@ -460,14 +475,13 @@ def _ranks(tp: int) -> Iterator[tuple[int, Mesh]]:
 @torch.no_grad()
 def _ask_program(source: ExportSource, folder: Path, wanted: Wanted) -> Agreement:
     """Compare logits of the program with the model's; with several ranks, on so many processes."""
-    prompts, model = source.prompts(), source.model_of(wanted)
-    ours = _own_answer(model, source.facts, prompts)
-    if wanted.kind == "generation":
-        ours = ours[[cut.stop - 1 for cut in _cuts(len(prompts))]]
+    prompts = source.prompts()
+    ends = [cut.stop - 1 for cut in _cuts(len(prompts))] if wanted.kind == "generation" else slice(None)
+    outputs = lambda model: _own_answer(model, source.facts, prompts)[ends]
     form, row, name = wanted.form, source.compared_as(wanted), CLIENTS[wanted.form]
     if wanted.tp == 1:
         run = programs.opened(form, folder / programs.file_name(form))
-        return agreement(row, wanted.dtype, name, ours, answer_of(run, source, wanted, prompts))
+        return source.compared(row, wanted, answer_of(run, source, wanted, prompts), outputs, client=name)
 
     from megatron.mpu.forked import run_ranks
 
@@ -476,9 +490,9 @@ def _ask_program(source: ExportSource, folder: Path, wanted: Wanted) -> Agreemen
         run = programs.opened(form, folder / programs.file_name(form, rank, wanted.tp), tp=mesh.tp)
         return answer_of(run, source, wanted, prompts).numpy()
 
-    theirs = [torch.from_numpy(x) for x in run_ranks(wanted.tp, of_rank, timeout=600)]
-    found = [agreement(row, wanted.dtype, f"{name} on {wanted.tp} ranks", ours, x) for x in theirs]
-    return max(found, key=lambda one: one.difference)
+    theirs = torch.stack([torch.from_numpy(x) for x in run_ranks(wanted.tp, of_rank, timeout=600)])
+    of_ranks = lambda model: outputs(model).expand_as(theirs)
+    return source.compared(row, wanted, theirs, of_ranks, client=f"{name} on {wanted.tp} ranks")
 
 
 def _own_answer(model: torch.nn.Module, facts: Facts, prompts: torch.Tensor) -> torch.Tensor:
@@ -537,7 +551,8 @@ def _texts_for_llama_cpp(tokenizer: Tokenizer, folder: Path) -> list[tuple[str, 
     """(text, whether as a prompt) to compare ids of. llama.cpp's SentencePiece has a space after special tokens, which no
     comparison shows.
     """
-    names = [] if gguf_vocabulary.is_of_pieces(folder) else list(tokenizer.special_tokens)[:MOST]
+    known = [name for name, id in tokenizer.special_tokens.items() if id < tokenizer.vocab_size]
+    names = [] if gguf_vocabulary.is_of_pieces(folder) else known[:MOST]
     plain = [
         text for text in (*huggingface.PROBES, *PROBES) if not any(name in text for name in tokenizer.special_tokens)
     ]

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.fused_kernels import Case, choose_kernel, reference
+from megatron.fused_kernels import Case, choose_kernel, cpu_ops, reference
 from megatron.model.weights import Table
 from megatron.mpu.layers import Given, LinearOptions, create_parameters
 from megatron.mpu.mesh import Axis
@@ -137,7 +137,7 @@ class GroupedWgrad(NamedTuple):
 
 def times(x: torch.Tensor, matrices: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Rows [m, a] times the matrix of their expert, [E, a, b] -> [m, b]."""
-    if rows.even is not None:
+    if rows.even is not None and not cpu_ops.widens(x.device.type, x.dtype):
         return torch.bmm(x.view(len(matrices), rows.even, x.shape[1]), matrices).flatten(0, 1)
     if _grouped(x, matrices):
         return F.grouped_mm(x, matrices, offs=rows.ends)
@@ -146,7 +146,7 @@ def times(x: torch.Tensor, matrices: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 def outer(a: torch.Tensor, b: torch.Tensor, rows: Rows) -> torch.Tensor:
     """For each expert the product of its rows, [m, a] and [m, b] -> [E, a, b]."""
-    if rows.even is not None:
+    if rows.even is not None and not cpu_ops.widens(a.device.type, a.dtype):
         shape = len(rows.counts), rows.even
         return torch.bmm(a.view(*shape, a.shape[1]).transpose(1, 2), b.view(*shape, b.shape[1]))
     if _grouped(a, b):
@@ -182,7 +182,7 @@ def _grouped(*operands: torch.Tensor) -> bool:
 def lacking_grouped(device: str, dtype: torch.dtype) -> str:
     """Why grouped_mm does not compute products of this format on this device; "": it does. From a trial run."""
     if choose_kernel("matmul", Case(device, dtype)).run is not reference.matmul:
-        return "one product for each expert by oneDNN is faster"
+        return "one product for each expert is faster"
     if device not in ("cpu", "cuda") or device == "cuda" and dtype != torch.bfloat16:
         return f"one product for each expert in {dtype} on {device}"
     if not hasattr(F, "grouped_mm"):

@@ -370,7 +370,7 @@ def _charts_of(runs: list[WatchedRun]) -> list[Chart]:
     charts = [Chart("Loss" if name == LOSS else name, name, "nats a token" * (name == LOSS)) for name in losses]
     charts += CHARTS
     charts.append(Chart("Peak memory of rank 0", MEMORY, "bytes"))
-    figures = dict.fromkeys(name for run in runs for name in run.series.history.figures if not name.endswith(" ppl"))
+    figures = dict.fromkeys(name for run in runs for name in run.series.history.figures)
     sums = dict.fromkeys(name for run in runs for name in run.series.steps.names if name not in OF_EVERY_STEP)
     charts += [Chart(name, name) for name in {**figures, **sums} if name not in losses]
     scales = [run.series.steps["loss_scale"] for run in runs if run.series.steps.has("loss_scale")]
