@@ -206,6 +206,18 @@ def test_gguf_of_sentencepiece(new_checkpoint, tmp_path):
         export.main(["--load", str(load), "--output", str(tmp_path / "no"), *words])
 
 
+@pytest.mark.parametrize("rule", ["nmt_nfkc", "identity"])
+def test_gguf_of_unigram(new_checkpoint, tmp_path, rule, capsys):
+    """llama.cpp's Unigram has the charsmap, and removes spaces. It compares the ids before the file appears."""
+    pytest.importorskip("xllamacpp")
+    how = dict(normalization_rule_name=rule, remove_extra_whitespaces=rule == "nmt_nfkc")
+    (tmp_path / "t.model").write_bytes(trained_model("unigram", **how))
+    load = new_checkpoint(**NONE, tokenizer_model=str(tmp_path / "t.model"), rows=400)
+    export.main(["--load", str(load), "--output", str(tmp_path / "out"), "--format", "gguf", "--dtype", "fp32"])
+    assert "other ids" not in capsys.readouterr().out
+    assert fields_of(tmp_path / "out/model.gguf")["ggml.model"] == "t5"
+
+
 # ---- all formats -----------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron.errors import SettingsError
 from megatron.inference.convert.hf_tokenizer import SENTENCE_PIECE_MODEL, ExportedTokenizer
-from megatron.inference.convert.sentence_piece import BPE, read_model
+from megatron.inference.convert.sentence_piece import BPE, UNIGRAM, read_model
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.transformers_files import TOKENIZER
 
@@ -63,10 +63,12 @@ def unexpressed(folder: Path) -> list[str]:
     if not is_of_pieces(folder):
         return []
     proto = read_model((folder / SENTENCE_PIECE_MODEL).read_bytes())
-    spec, symbols = proto.normalizer_spec, any(piece.type == USER_DEFINED for piece in proto.pieces)
+    spec, of_bpe = proto.normalizer_spec, proto.trainer_spec.model_type == BPE
+    symbols = any(piece.type == USER_DEFINED for piece in proto.pieces)
     steps = {
-        f"it normalizes no texts ({spec.name})": spec.precompiled_charsmap,
-        "it removes no spaces (remove_extra_whitespaces)": spec.remove_extra_whitespaces,
+        f"of BPE it normalizes no texts ({spec.name})": of_bpe and spec.precompiled_charsmap,
+        "of BPE it removes no spaces (remove_extra_whitespaces)": of_bpe and spec.remove_extra_whitespaces,
+        "of Unigram it has no bytes (byte_fallback)": not of_bpe and proto.trainer_spec.byte_fallback,
         "it puts a space after user-defined symbols (add_dummy_prefix)": spec.add_dummy_prefix and symbols,
     }
     found = ", and ".join(words for words, so in steps.items() if so)
@@ -136,9 +138,14 @@ def _pattern_of(content: dict[str, Any]) -> str:
 def _sentence_piece(writer, folder: Path) -> dict[int, Entry]:
     """The pieces of tokenizer.model."""
     proto = read_model((folder / SENTENCE_PIECE_MODEL).read_bytes())
-    if proto.trainer_spec.model_type != BPE:
-        raise SettingsError("--format gguf: SentencePiece's BPE is exported, not its other models", do="--format hf")
-    writer.add_tokenizer_model("llama")
+    kind, spec = proto.trainer_spec.model_type, proto.normalizer_spec
+    if kind not in (BPE, UNIGRAM):
+        raise SettingsError("--format gguf: llama.cpp has SentencePiece's BPE and Unigram alone", do="--format hf")
+    writer.add_tokenizer_model("llama" if kind == BPE else "t5")
     writer.add_tokenizer_pre("default")
-    writer.add_add_space_prefix(proto.normalizer_spec.add_dummy_prefix)
+    writer.add_add_space_prefix(spec.add_dummy_prefix)
+    if kind == UNIGRAM:
+        writer.add_remove_extra_whitespaces(spec.remove_extra_whitespaces)
+        if spec.precompiled_charsmap:
+            writer.add_precompiled_charsmap(spec.precompiled_charsmap)
     return {number: Entry(one.piece, one.type, one.score) for number, one in enumerate(proto.pieces)}
