@@ -6,7 +6,7 @@ merges, the chat template and further special tokens are read by the package ggu
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,9 +59,11 @@ def is_of_pieces(folder: Path) -> bool:
 
 
 def unexpressed(folder: Path) -> list[str]:
-    """A notice on what SentencePiece does with texts, and llama.cpp does not."""
+    """A notice on what the tokenizer does with texts, and llama.cpp does not."""
     if not is_of_pieces(folder):
-        return []
+        steps = _content(folder).get("normalizer")
+        kinds = ", ".join(one["type"] for one in (steps.get("normalizers") or [steps])) if steps else ""
+        return [f"llama.cpp gives other ids for some texts: it normalizes none ({kinds})"] * bool(kinds)
     proto = read_model((folder / SENTENCE_PIECE_MODEL).read_bytes())
     spec, of_bpe = proto.normalizer_spec, proto.trainer_spec.model_type == BPE
     symbols = any(piece.type == USER_DEFINED for piece in proto.pieces)
@@ -73,6 +75,20 @@ def unexpressed(folder: Path) -> list[str]:
     }
     found = ", and ".join(words for words, so in steps.items() if so)
     return [f"llama.cpp gives other ids for some texts: {found}"] if found else []
+
+
+def normalization(folder: Path) -> Callable[[str], str]:
+    """What the tokenizer makes of a text before it cuts it, where llama.cpp's byte-level BPE changes nothing."""
+    if is_of_pieces(folder) or not _content(folder).get("normalizer"):
+        return lambda text: text
+    from tokenizers import Tokenizer as Library
+
+    return Library.from_file(str(folder / TOKENIZER)).normalizer.normalize_str
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    """The content of tokenizer.json; empty without one."""
+    return json.loads((folder / TOKENIZER).read_text(encoding="utf-8")) if (folder / TOKENIZER).is_file() else {}
 
 
 def _add_special(writer, folder: Path, exported: ExportedTokenizer, vocab_size: int, merges: bool) -> None:
@@ -103,7 +119,7 @@ def _one(ids: Sequence[int], where: str) -> int | None:
 
 def _added_tokens(folder: Path, own: Tokenizer) -> dict[int, Entry]:
     """Id -> the tokens that are found in a text before others: special ones, and those of tokenizer.json."""
-    content = json.loads((folder / TOKENIZER).read_text(encoding="utf-8")) if (folder / TOKENIZER).is_file() else {}
+    content = _content(folder)
     names = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
     plain = {id: Entry(name, USER_DEFINED) for name, id in names.items()}
     return plain | {id: Entry(name, CONTROL) for name, id in own.special_tokens.items()}
@@ -111,7 +127,7 @@ def _added_tokens(folder: Path, own: Tokenizer) -> dict[int, Entry]:
 
 def _byte_level(writer, folder: Path) -> dict[int, Entry]:
     """The tokens of tokenizer.json."""
-    content = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
+    content = _content(folder)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_pattern_of(content))
     return {number: Entry(text) for text, number in content["model"]["vocab"].items()}
