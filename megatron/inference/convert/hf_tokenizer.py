@@ -85,11 +85,12 @@ def _write_files(folder: Path, run: Loaded, given: Mapping[str, Any], trained: P
     if files is None:
         return ExportedTokenizer(tokenizer, None, (f"other programs have no tokenizer like {kind}: none was exported",))
     notices: list[str] = []
+    source = Path(getattr(settings, next(iter(files))))
+    place = source if source.is_dir() else source.parent
     if kind == "HuggingFaceTokenizer":
-        source = Path(settings.tokenizer_model)
         write_files(_with_more_tokens(read_files(source, notices.append), tokenizer), folder)
         _name(folder, dict(model_max_length=longest) | _beginning_and_end(tokenizer), over=False)
-        if (model := source.with_name(SENTENCE_PIECE_MODEL)).is_file():  # for programs that read no tokenizer.json
+        if (model := place / SENTENCE_PIECE_MODEL).is_file():  # for programs that read no tokenizer.json
             shutil.copyfile(model, folder / model.name)
     else:
         for setting, name in files.items():
@@ -105,7 +106,7 @@ def _write_files(folder: Path, run: Loaded, given: Mapping[str, Any], trained: P
         names = _beginning_and_end(tokenizer) if kind == "GPT2BPETokenizer" else _names(tokenizer)
         names |= dict(model_max_length=longest, tokenizer_class=kinds.get(kind, "PreTrainedTokenizerFast"))
         _name(folder, names)
-    _copy_templates(Path(getattr(settings, next(iter(files)))).parent, folder)
+    _copy_templates(place, folder)
     end_of_turn = export_chat_template(trained, tokenizer, folder)
     return ExportedTokenizer(
         tokenizer, _settings_in(folder, settings), tuple(notices), end_of_turn, by_transformers=True
