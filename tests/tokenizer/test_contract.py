@@ -135,6 +135,9 @@ def test_what_llama_cpp_does_not_normalize_is_said(tmp_path):
     write(files_of("qwen3"), tmp_path / "qwen3")
     write(files_of("llama3"), tmp_path / "llama3")
     [notice] = gguf_vocabulary.unexpressed(tmp_path / "qwen3")
-    assert notice.endswith("it normalizes none (NFC)") and gguf_vocabulary.unexpressed(tmp_path / "llama3") == []
-    assert gguf_vocabulary.normalization(tmp_path / "qwen3")("cafe\u0301") == "caf\u00e9"
-    assert gguf_vocabulary.normalization(tmp_path / "llama3")("cafe\u0301") == "cafe\u0301"
+    assert notice.endswith("it normalizes no texts (NFC)") and gguf_vocabulary.unexpressed(tmp_path / "llama3") == []
+    assert [gguf_vocabulary.is_expressed(tmp_path / "qwen3", text) for text in ("cafe\u0301", "caf\u00e9")] == [
+        False,
+        True,
+    ]
+    assert gguf_vocabulary.is_expressed(tmp_path / "llama3", "cafe\u0301")
