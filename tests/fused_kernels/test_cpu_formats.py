@@ -123,7 +123,7 @@ SIZES = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
 RUNS = {
     "gpt": (pretrain_gpt, "--bf16 --attention-dropout 0.1"),
-    "fp16": (pretrain_gpt, "--fp16 --apply-query-key-layer-scaling --initial-loss-scale 64"),
+    "fp16": (pretrain_gpt, "--fp16 --initial-loss-scale 64"),
     "O1": (pretrain_gpt, "--bf16 --amp-level O1"),
     "grouped queries": (pretrain_gpt, "--bf16 --group-query-attention --num-query-groups 2 --swiglu"),
     "muon": (pretrain_gpt, "--bf16 --optimizer muon"),
