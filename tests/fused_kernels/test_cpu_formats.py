@@ -133,7 +133,7 @@ RUNS = {
         pretrain_gpt,
         f"--bf16 {EXPERTS} --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
     ),
-    "t5": (pretrain_t5, "--bf16 --decoder-seq-length 16 --vocab-extra-ids 20"),
+    "t5": (pretrain_t5, "--bf16 --decoder-seq-length 16 --vocab-extra-ids 20 --position-embedding-type relative"),
     "bert": (pretrain_bert, "--bf16"),
 }
 
