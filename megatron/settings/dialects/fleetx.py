@@ -21,6 +21,7 @@ from megatron.settings.spelling import NO, YES, dashed
 SECTIONS = """Global Engine Model Data Distributed Optimizer Profiler Fused FusedPasses Inference Offline_Eval Generation
     Compress Quantization Prune Distillation Tuning""".split()
 BASE, INHERITED, NAME = "_base_", "_inherited_", "Data.Train.dataset.name"
+TEST_FILES = "Data.Test.dataset.input_dir"
 EMPTY = ("", "~", "null", "Null", "NULL", "None")
 COMMAND = "-o "  # the place of an override: this and its key
 Entries = dict[str, TheirSetting]  # a key without a value has None for its words; `where` ends in the key
@@ -587,6 +588,7 @@ def _lengths(out: Translated) -> None:
         out.say("--eval-interval", ["1000000000"], often, mode)
     elif often in out.given and auto:
         out.say("--eval-interval", [_times(out.word(often), out.word(steps))], often, steps)
+    _tests(out, by_epochs)
     if by_epochs:
         out.say("--full-validation", ["true"], mode)
         out.note("a validation goes over the whole set", batches)
@@ -601,6 +603,23 @@ def _lengths(out: Translated) -> None:
         out.note("training is counted in steps, not in epochs", *[save_epoch] * (save_epoch not in unlimited))
         out.note(f"{epochs} says how long training is, where it is given", *[steps] * (steps in unlimited))
     out.take(mode, epochs, *unlimited)
+
+
+def _tests(out: Translated, by_epochs: bool) -> None:
+    """Batches of the test: a negative number of an epoch's is the whole set, and of steps none. Where nothing is said,
+    their engine takes ten times those of a validation.
+    """
+    validated, tests = "Engine.eval_iters", "Engine.test_iters"
+    if out.word(tests).startswith("-"):
+        if by_epochs:
+            return out.note("a test goes over the whole set", tests)
+        return out.say("--test-iters", ["0"], tests)
+    if tests in out.given or validated in out.taken or out.purpose != "train" or not out.word(validated).isdecimal():
+        return
+    emptied = out.emptied.get(tests)
+    if out.given[validated].where.startswith(COMMAND) or not (emptied and emptied.where):
+        emptied = out.given[validated]
+    out.flags.append(("--test-iters", [_times(out.word(validated), "10")], emptied))
 
 
 def _times(one: str, other: str) -> str:
@@ -715,10 +734,12 @@ def _data(out: Translated) -> None:
     train, own, split = (
         f"Data.{name}" for name in "Train.dataset.input_dir Eval.dataset.input_dir Train.dataset.split".split()
     )
-    if own in out.given and out.word(own) != out.word(train) and out.purpose == "train":
+    if _has_own_files(out) and out.purpose == "train":
         out.say("--valid-data-path", None, own)
         if train in out.given:
             out.say("--train-data-path", None, train)
+        if _has_test_files(out):
+            out.say("--test-data-path", None, TEST_FILES)
         out.note("training and validation have files of their own, and all of them", split, "Data.Eval.dataset.split")
     if out.purpose == "task":
         if out.word(NAME) == "gptdataset":
@@ -741,20 +762,33 @@ def _data(out: Translated) -> None:
     _validation(out)
 
 
+def _has_own_files(out: Translated) -> bool:
+    """Whether validation has other files than training."""
+    own, train = (out.word(f"Data.{name}.dataset.input_dir") for name in ("Eval", "Train"))
+    return own not in ("", train)
+
+
+def _has_test_files(out: Translated) -> bool:
+    """Whether the test has other files than training, where validation has files of its own, too."""
+    return _has_own_files(out) and out.word(TEST_FILES) not in ("", out.word("Data.Train.dataset.input_dir"))
+
+
 def _validation(out: Translated) -> None:
-    """Note keys of Data.Eval that differ from Data.Train and from what validation does."""
-    task = out.purpose == "task"
+    """Note keys of Data.Eval and Data.Test that differ from Data.Train and from what validation and test do."""
+    task, own = out.purpose == "task", _has_own_files(out)
     done = {"sampler.shuffle": NO, "sampler.drop_last": NO if task else YES}
     done |= {"dataset.split": ("dev",)} if task else {}
     for key in out.left("Data.Eval."):
         name, same = key.removeprefix("Data.Eval."), out.word(key) == out.word(key.replace(".Eval.", ".Train."))
         if out.word(key) in done[name] if name in done else same:
             out.take(key)
-    files = "the task's files, whole" if task else "Data.Train's files by its split, in order, in full batches"
+    files = "its own files, all of them" if own else "Data.Train's files by its split"
+    files = "the task's files, whole" if task else f"{files}, in order, in full batches"
     out.note(f"validation is of {files}, of the same samples", *out.left("Data.Eval."))
-    out.note(
-        "training and validation take their parts of the files of Data.Train, by its split", *out.left("Data.Test.")
-    )
+    part = "is of Data.Train's files by its split: files of its own need those of Data.Eval, too"
+    if own:
+        part = "is of its own files, all of them" if _has_test_files(out) else "needs Data.Test.dataset.input_dir"
+    out.note(f"a test {'is of the task' if task else part}, in full batches, in order", *out.left("Data.Test."))
 
 
 def _weights(out: Translated) -> None:
