@@ -154,7 +154,8 @@ DEFAULTS = (
 RECOMPUTED = "Model.recompute_granularity Model.no_recompute_layers Model.use_recompute Engine.use_recompute".split()
 _COMPRESSION = """Quantization.enable Quantization.pretrained Quantization.weight_quantize_type Quantization.weight_bits
     Quantization.weight_preprocess_type Quantization.activation_quantize_type Quantization.activation_bits
-    Quantization.activation_preprocess_type Quantization.quantizable_layer_type Quantization.onnx_format Prune.enable
+    Quantization.activation_preprocess_type Quantization.quantizable_layer_type Quantization.onnx_format
+    Quantization.channel_wise_abs_max Quantization.freeze_embedding Quantization.skip_tensor_map.* Prune.enable
     Prune.cal_sens Prune.criterion Prune.ratio Distillation.enable Distillation.distill_loss_ratio Distillation.T
     Distillation.distillation_loss_type""".split()
 COMPRESSION = " ".join(["Compress.pretrained", *_COMPRESSION, *(f"Compress.{key}" for key in _COMPRESSION)])
@@ -192,10 +193,10 @@ def _table(*purposes: str) -> Dialect:
 
 TABLES = {purpose: _table(*of) for purpose, of in dict(train=["train"], task=["train", "task"]).items()}
 TABLES |= {purpose: _table(purpose) for purpose in ("generate", "evaluate", "export")}
-KNOWN = {row.partition("=")[0] for table in TABLES.values() for row in table.table} | set(
-    f"{JOINT} {COMPRESSION}".split()
-)
-PATTERNS = " ".join([*IDLE.values(), *REFUSED.values(), TEACHER]).split()
+KNOWN = {row.partition("=")[0] for table in TABLES.values() for row in table.table} | {
+    key for key in f"{JOINT} {COMPRESSION}".split() if "*" not in key
+}
+PATTERNS = " ".join([*IDLE.values(), *REFUSED.values(), COMPRESSION, TEACHER]).split()
 PARTS = {key[: dot.start()] for key in (*KNOWN, *PATTERNS) for dot in re.finditer(r"\.", key)} | {*SECTIONS}
 
 
@@ -291,6 +292,8 @@ def _flat(mapping, origin, prefix: str = "") -> Entries:
     entries: Entries = {}
     for key_node, node in merged(mapping):
         key = f"{prefix}{key_node.value}"
+        if key in entries and not isinstance(node.value, list) and entries[key].words == _words(node):
+            continue  # given twice, with one value
         if first := next((one for name, one in entries.items() if f"{name}.".startswith(f"{key}.")), None):
             raise UsageError(f"{origin(key_node)}{key} is given twice (also in {first.where})")
         if key_node.value == INHERITED:
@@ -484,13 +487,27 @@ def _quantization(out: Translated) -> None:
                     out.refuse(key, f"'{out.word(key)}' is not supported; there is: {', '.join(values)}")
         if (key := f"{section}.weight_preprocess_type") in out.given:
             out.refuse(key, "is not supported: weights are rounded as they are; leave it out")
-        if (key := f"{section}.quantizable_layer_type") in out.given:
-            _layer_types(out, key)
+        _quantized_layers(out, section)
         out.note("files have one format, with the scales of layers as tensors", f"{section}.onnx_format")
         for key in (f"{section}.pretrained", "Compress.pretrained"):
             if key in out.given and key not in out.taken:
                 out.say("--load", None, key)
                 out.say("--finetune", ["true"], key)
+
+
+def _quantized_layers(out: Translated, section: str) -> None:
+    """Which layers are quantized, and with which scales; whether the embedding is trained."""
+    if (key := f"{section}.quantizable_layer_type") in out.given:
+        _layer_types(out, key)
+    if (each := out.is_on(key := f"{section}.channel_wise_abs_max")) is not None:
+        if f"{section}.weight_quantize_type" in out.given:
+            out.note(f"{section}.weight_quantize_type says it", key)
+        else:
+            out.say("--weight-quantize-type", ["channel_wise_abs_max" if each else "abs_max"], key)
+    _skipped(out, f"{section}.skip_tensor_map.")
+    if out.is_on(key := f"{section}.freeze_embedding"):
+        out.say("--freeze", ["embedding.*"], key)
+    out.take(key)
 
 
 PRUNED_FIRST = (
@@ -507,6 +524,26 @@ def _layer_types(out: Translated, key: str) -> None:
         )
     layers = dict.fromkeys(layer for word in types for layer in LAYER_TYPES[word])
     out.say("--quantization-layers", [",".join(layers)], key)
+
+
+SKIPPED = dict(linear1="mlp.up", linear2="mlp.down")  # their names of layers that keep their format
+
+
+def _skipped(out: Translated, section: str) -> None:
+    """`skip_tensor_map: {block_3: ['linear2']}`: layers of single blocks, counted from 0, that are not quantized."""
+    layers, keys = [], []
+    for key in out.left(section):
+        block = re.fullmatch(r"block_(\d+)", key.removeprefix(section))
+        unknown = [word for word in out.given[key].words if word.lower() not in SKIPPED]
+        if not block or unknown:
+            what = f"'{unknown[0]}' is not supported; there is: {', '.join(SKIPPED)}" if block else "blocks are block_N"
+            out.refuse(key, what)
+        else:
+            layers += [f"blocks.{block[1]}.{SKIPPED[word.lower()]}" for word in out.given[key].words]
+            keys.append(key)
+    if layers:
+        out.say("--quantization-skip", [",".join(layers)], *keys)
+        out.take(*keys)
 
 
 # Key of Distillation -> its flag
