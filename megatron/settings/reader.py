@@ -316,7 +316,8 @@ class SettingsReader:
             self.read(
                 Word(line.flag, line.words, SaidBy.FILE, line.source.where if line.source else COLOSSALAI.unasked)
             )
-        for source, sentence in translation.idle:
+        started = "ranks are numbered by torchrun or srun, or by --rank and --world-size of the command line"
+        for source, sentence in [*translation.idle, *((one.source, started) for one in translation.kept)]:
             self.notices.setdefault(sentence, []).append(f"{source.where}: {source.key}")
         self.problems += [f"{source.where}: {source.text}: {sentence}" for source, sentence in translation.lost]
         return True
