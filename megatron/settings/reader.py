@@ -227,6 +227,7 @@ class SettingsReader:
         placed: dict[str, list[Word]] = {word: [] for word, _ in overrides}
         turns: dict[str, int] = {}  # the key of a file of PaddleFleetX -> its turn
         for path, self.turn in paths:
+            path = os.path.expanduser(path)
             if not (path.endswith(".py") and Path(path).is_file() and self._read_colossalai(path)):
                 root = files.compose(path)
                 if root is None:
