@@ -8,8 +8,10 @@ tokenizer.encode("Hello world"), tokenizer.eod, tokenizer.vocab_size  # ([15496,
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Optional
 
 from megatron.errors import DataError, SettingsError, did_you_mean
+from megatron.settings.presets import published_rows
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer.base import SENTINEL, SPECIAL, Tokenizer
 from megatron.tokenizer.named import kind_of, with_files
@@ -89,27 +91,46 @@ def with_extra_ids(tokenizer: Tokenizer, count: int) -> Tokenizer:
     return more
 
 
-def rows_of(settings: TokenizerSettings, vocab_size: int) -> tuple[int, str]:
+def rows_of(settings: TokenizerSettings, vocab_size: int, shape: Optional[str] = None) -> tuple[int, str]:
     """(rows of the embedding before padding, a note on rows of no token or ""), for a tokenizer of this size.
 
+    shape: the name of a published model. Its embedding has as many rows as published, if the difference may be padding;
+    else it has the tokenizer's. The note says if they differ.
     Raises SettingsError if --vocab-size has no room for all tokens.
 
     >>> rows_of(TokenizerSettings(vocab_size=50257), 8192)[1]
     '--vocab-size 50257 is larger than the vocabulary: 42065 rows of the embedding belong to none of its 8192 tokens'
     >>> rows_of(TokenizerSettings(vocab_size=51200), 50257)  # the difference may be padding
     (51200, '')
+    >>> rows_of(TokenizerSettings(), 151665, "qwen2.5-7b")
+    (152064, 'the tokenizer has 151665 tokens, and the embedding has the 152064 rows of qwen2.5-7b')
     """
     asked = settings.vocab_size
+    published = published_rows(shape)
+    if published and not asked and published != vocab_size:
+        return _rows_beside(published, vocab_size, shape)
     if asked and asked < vocab_size and settings.tokenizer_type != "NullTokenizer":
         raise SettingsError(
             f"--vocab-size {asked} is smaller than the tokenizer's {vocab_size}",
             do="leave --vocab-size out, or give at least the tokenizer's size",
         )
-    unused, note = (asked or 0) - vocab_size, ""
-    if unused >= max(128, vocab_size // 16):
-        rows = f"{unused} rows of the embedding belong to none of its {vocab_size} tokens"
+    note = ""
+    if asked and not _may_be_padded(vocab_size, asked):
+        rows = f"{asked - vocab_size} rows of the embedding belong to none of its {vocab_size} tokens"
         note = f"--vocab-size {asked} is larger than the vocabulary: {rows}"
     return max(asked or 0, vocab_size), note
+
+
+def _may_be_padded(vocab_size: int, rows: int) -> bool:
+    return rows - vocab_size < max(128, vocab_size // 16)
+
+
+def _rows_beside(published: int, vocab_size: int, shape: Optional[str]) -> tuple[int, str]:
+    """`rows_of` a tokenizer that has not as many tokens as the published model has rows."""
+    tokens = f"the tokenizer has {vocab_size} tokens"
+    if vocab_size < published and _may_be_padded(vocab_size, published):
+        return published, f"{tokens}, and the embedding has the {published} rows of {shape}"
+    return vocab_size, f"{tokens}, and so has the embedding; that of {shape} has {published} rows (--vocab-size)"
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tp: int = 1) -> int:

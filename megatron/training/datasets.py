@@ -25,7 +25,7 @@ from megatron.training.state import State
 def build_vocabulary(config: schema.Config, log) -> tuple[Optional[Any], int]:
     """Build the tokenizer: (tokenizer or None, vocabulary size without padding)."""
     tokenizer = build_tokenizer(config.tokenizer, log)
-    rows, remark = rows_of(config.tokenizer, tokenizer.vocab_size)
+    rows, remark = rows_of(config.tokenizer, tokenizer.vocab_size, config.model.published_shape)
     if remark:
         log(f"note: {in_users_words(remark, config.statements)}")
     return tokenizer, rows
