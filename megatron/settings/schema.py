@@ -469,6 +469,11 @@ class Model:
         return hash((self.num_layers, self.hidden_size, self.seq_length, self.ffn_hidden_size, self.num_experts))
 
     @property
+    def published_shape(self) -> Optional[str]:
+        """The name that may have the rows of a published embedding (`presets.published_rows`); None for other models."""
+        return self.model_name_or_path if self.model_type == "GPT" else None
+
+    @property
     def mixture(self) -> bool:
         """Whether layers have experts."""
         return (self.num_experts or 0) > 1
