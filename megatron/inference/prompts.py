@@ -13,13 +13,13 @@ from megatron.tokenizer.base import SENTINEL
 def source_of(tokenizer, prompt: str, number: Optional[int] = None) -> list[int]:
     """Encode a text for the encoder; <extra_id_0> ... in it are sentinels for the spans to generate. number: for errors
 
-    A tokenizer that recognises its sentinels by itself, as Hugging Face's of T5, encodes the text as any other prompt, with
-    </s> at its end. For others there is no white space before a sentinel.
+    A tokenizer that puts a token after prompts, as Hugging Face's of T5 does, encodes the text as any other prompt. For
+    others there is no white space before a sentinel.
 
     Raises DataError for a sentinel that is not in the vocabulary.
     """
     first, *rest = re.split(f"{SENTINEL.format('([0-9]+)')}", prompt)
-    if SENTINEL.format(0) in tokenizer.special_tokens and all(int(n) < len(tokenizer.sentinels) for n in rest[::2]):
+    if tokenizer.suffix and all(int(n) < len(tokenizer.sentinels) for n in rest[::2]):
         return tokenizer.encode_prompt(prompt)
     if not rest:
         return tokenizer.encode(first)

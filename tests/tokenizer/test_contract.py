@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/tokenizers.md where transformers says nothing: ids of earlier versions, beginnings of tasks, ends that are carried."""
+"""docs/tokenizers.md where transformers says nothing: ids of earlier versions, beginnings of tasks, ends carried along."""
 
 import hashlib
 import json

@@ -84,33 +84,28 @@ def _write_files(folder: Path, run: Loaded, given: Mapping[str, Any], trained: P
     files = hf_files.TOKENIZER_FILES.get(kind)
     if files is None:
         return ExportedTokenizer(tokenizer, None, (f"other programs have no tokenizer like {kind}: none was exported",))
-    notices: list[str] = []
-    source = Path(getattr(settings, next(iter(files))))
-    place = source if source.is_dir() else source.parent
+    there, notices = _settings_in(folder, settings), []
+    place = Path(getattr(settings, next(iter(files))))
     if kind == "HuggingFaceTokenizer":
-        write_files(_with_more_tokens(read_files(source, notices.append), tokenizer), folder)
-        _name(folder, dict(model_max_length=longest) | _beginning_and_end(tokenizer), over=False)
-        if (model := place / SENTENCE_PIECE_MODEL).is_file():  # for programs that read no tokenizer.json
-            shutil.copyfile(model, folder / model.name)
+        made = _with_more_tokens(read_files(place, notices.append), tokenizer)
+        write_files(made, folder)
+        _name(folder, dict(model_max_length=longest, **_around(tokenizer)) | hf_files.read_json(folder / CONFIG))
+        place = place if place.is_dir() else place.parent
+        if (place / SENTENCE_PIECE_MODEL).is_file():  # for programs that read no tokenizer.json
+            shutil.copyfile(place / SENTENCE_PIECE_MODEL, folder / SENTENCE_PIECE_MODEL)
     else:
+        place = place.parent
         for setting, name in files.items():
             shutil.copyfile(getattr(settings, setting), folder / name)
         try:
             _write_json(folder / TOKENIZER, _described(settings, tokenizer))
         except ValueError as error:
             why = f"transformers has no tokenizer like this model of SentencePiece: {error}"
-            return ExportedTokenizer(
-                tokenizer, _settings_in(folder, settings), (f"{why}; tokenizer.model is there alone",)
-            )
-        kinds = dict(GPT2BPETokenizer="GPT2Tokenizer")
-        names = _beginning_and_end(tokenizer) if kind == "GPT2BPETokenizer" else _names(tokenizer)
-        names |= dict(model_max_length=longest, tokenizer_class=kinds.get(kind, "PreTrainedTokenizerFast"))
-        _name(folder, names)
+            return ExportedTokenizer(tokenizer, there, (f"{why}; {SENTENCE_PIECE_MODEL} is there alone",))
+        _name(folder, dict(model_max_length=longest, **_names(tokenizer, kind)))
     _copy_templates(place, folder)
     end_of_turn = export_chat_template(trained, tokenizer, folder)
-    return ExportedTokenizer(
-        tokenizer, _settings_in(folder, settings), tuple(notices), end_of_turn, by_transformers=True
-    )
+    return ExportedTokenizer(tokenizer, there, tuple(notices), end_of_turn, by_transformers=True)
 
 
 def _settings_in(folder: Path, own: TokenizerSettings) -> TokenizerSettings:
@@ -157,26 +152,29 @@ def _described(settings: TokenizerSettings, tokenizer: Tokenizer) -> dict[str, A
     return description | dict(added_tokens=sentence_piece.added_tokens(tokenizer.special_tokens))
 
 
-def _beginning_and_end(tokenizer: Tokenizer) -> dict[str, str]:
-    """Entries of tokenizer_config.json for a tokenizer without names of its own, as GPT-2 has them: all are the end."""
+def _around(tokenizer: Tokenizer) -> dict[str, str]:
+    """Entries of tokenizer_config.json for a tokenizer without names: what ends texts, and what begins prompts."""
     texts = {id: name for name, id in tokenizer.special_tokens.items()}
-    end = texts.get(tokenizer.eod)
-    first = texts.get(tokenizer.prefix[0]) if tokenizer.prefix else end
-    return {name: text for name, text in dict(bos_token=first, eos_token=end, unk_token=end).items() if text}
+    first = tokenizer.prefix[0] if tokenizer.prefix else None
+    return {name: texts[id] for name, id in dict(bos_token=first, eos_token=tokenizer.eod).items() if id in texts}
 
 
-def _names(tokenizer: Tokenizer) -> dict[str, str]:
-    """Entries of tokenizer_config.json from the names in the vocabulary. The end of document is what ends a text."""
+def _names(tokenizer: Tokenizer, kind: str) -> dict[str, str]:
+    """Entries of tokenizer_config.json by the names in the vocabulary. The end of document is what ends a text."""
     texts = {id: name for name, id in tokenizer.special_tokens.items()}
     ids = {name: tokenizer.special(name) for name in (*SPECIAL, "unk")}
     ids["eos"] = ids["eos"] if tokenizer.eod is None else tokenizer.eod
-    return {f"{name}_token": texts[id] for name, id in ids.items() if id in texts}
+    own = dict(tokenizer_class="PreTrainedTokenizerFast")
+    if kind == "GPT2BPETokenizer":  # whose only special token is all of these, as in transformers
+        own = dict(tokenizer_class="GPT2Tokenizer")
+        ids |= dict.fromkeys(("bos", "unk"), ids["eos"])
+    return own | {f"{name}_token": texts[id] for name, id in ids.items() if id in texts}
 
 
-def _name(folder: Path, content: dict[str, Any], over: bool = True) -> None:
-    """Write entries of tokenizer_config.json. over: also in place of those that are there"""
+def _name(folder: Path, content: dict[str, Any]) -> None:
+    """Write entries of tokenizer_config.json."""
     own = hf_files.read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
-    _write_json(folder / CONFIG, own | content if over else content | own)
+    _write_json(folder / CONFIG, own | content)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

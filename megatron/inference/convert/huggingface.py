@@ -89,7 +89,7 @@ def to_hf(
         return [f"{out}: {family.kind} in {', '.join(files)} ({words})", *family.notices, *notices]
 
 
-class Written(NamedTuple):
+class WrittenFolder(NamedTuple):
     """What is in a folder of Hugging Face. files: of tensors"""
 
     family: Family
@@ -105,7 +105,7 @@ def write_hf(
     trained: Path,
     file_bytes: int = hf_files.FILE_BYTES,
     products: Mapping[str, Rounded] = MappingProxyType({}),
-) -> Written:
+) -> WrittenFolder:
     """Write the checkpoint of `reader` into a folder, without a comparison. Its adapters are merged.
 
     given: tokenizer flags. trained: the checkpoint that the run wrote. products: layer -> its quantized weight, which takes
@@ -135,7 +135,7 @@ def write_hf(
     if products:
         settings["quantization_config"] = compressed_tensors.quantization_config(family, products)
     (folder / "config.json").write_text(json.dumps(settings, indent=2))
-    return Written(family, files, tokenizer)
+    return WrittenFolder(family, files, tokenizer)
 
 
 def _tensors(reader: Reader, match: Match, products: Mapping[str, Rounded]) -> hf_files.TensorGroup:

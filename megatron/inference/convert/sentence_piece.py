@@ -73,8 +73,8 @@ def _normalizers(spec) -> Iterator[dict[str, Any]]:
         return dict(type="Replace", pattern=dict(Regex=pattern), content=content)
 
     if spec.precompiled_charsmap:
-        if _mapped(spec, "\n") == " ":
-            yield replace("\r\n", "  ")  # which `tokenizers` takes for one character
+        if _mapped(spec, "\r") == " ":  # `tokenizers` takes \r\n for one character
+            yield replace("\r", " ")
         yield dict(type="Precompiled", precompiled_charsmap=base64.b64encode(spec.precompiled_charsmap).decode())
     if spec.remove_extra_whitespaces:
         yield replace(f"[ {SPACE}]+\\z", "")
@@ -103,10 +103,7 @@ def _mapped(spec, text: str) -> str:
 def _pre_tokenizers(proto) -> Iterator[dict[str, Any]]:
     """A space before the text, but not after a special token; and cuts around symbols."""
     if proto.normalizer_spec.add_dummy_prefix:
-        for character, where in (
-            (" ", "first"),
-            (SPACE, "never"),
-        ):  # adds one where the text has none; then replaces all
+        for character, where in ((" ", "first"), (SPACE, "never")):  # adds one where there is none; replaces all
             yield dict(type="Metaspace", replacement=character, prepend_scheme=where, split=False)
     if names := _cut_out(proto):
         pattern = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
