@@ -46,6 +46,16 @@ def numbered(lines: Iterable[str]) -> str:
     return "".join(f"\n  {number}. {line}" for number, line in enumerate(lines, 1))
 
 
+def in_a_line(text: str, most: int = 200) -> str:
+    """The first line of a message, with the next one if it is only a heading.
+
+    >>> in_a_line(f"settings that cannot work:{numbered(['--tp 3 does not divide 4 heads', 'more'])}")
+    'settings that cannot work: 1. --tp 3 does not divide 4 heads'
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])[:most]
+
+
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """A suggestion for an unknown word, as the end of a sentence; "" if no known word is similar (difflib's ratio).
 

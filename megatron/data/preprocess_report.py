@@ -52,6 +52,8 @@ def print_totals(totals, seconds: float) -> None:
             f"WARNING: {totals.rejected} of {totals.lines} lines are no documents: see {totals.rejected_path}"
             f"{totals.first_reason}"
         )
+    for words in totals.notes:
+        print(f"note: {words}")
     if totals.contamination:
         print(totals.contamination)
     print(f"{totals.text_bytes / 1e6:.1f} MB in {seconds:.2f} s ({totals.text_bytes / 1e6 / seconds:.1f} MB/s)")

@@ -227,6 +227,7 @@ class SettingsReader:
         placed: dict[str, list[Word]] = {word: [] for word, _ in overrides}
         turns: dict[str, int] = {}  # the key of a file of PaddleFleetX -> its turn
         for path, self.turn in paths:
+            path = os.path.expanduser(path)
             if not (path.endswith(".py") and Path(path).is_file() and self._read_colossalai(path)):
                 root = files.compose(path)
                 if root is None:
@@ -316,7 +317,8 @@ class SettingsReader:
             self.read(
                 Word(line.flag, line.words, SaidBy.FILE, line.source.where if line.source else COLOSSALAI.unasked)
             )
-        for source, sentence in translation.idle:
+        started = "ranks are numbered by torchrun or srun, or by --rank and --world-size of the command line"
+        for source, sentence in [*translation.idle, *((one.source, started) for one in translation.kept)]:
             self.notices.setdefault(sentence, []).append(f"{source.where}: {source.key}")
         self.problems += [f"{source.where}: {source.text}: {sentence}" for source, sentence in translation.lost]
         return True

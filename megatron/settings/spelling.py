@@ -8,6 +8,8 @@
 """
 
 import math
+import os
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -79,7 +81,7 @@ class Setting:
                 words = " ".join(words).split()  # quoted "16 16 1000" is three numbers too
             if not words:
                 raise BadValue("needs at least one value")
-            return [one_value(self.kind, word, self.also) for word in words]
+            return [self._one(word) for word in words]
         if not words and self.kind is bool:
             return True
         if len(words) != 1:
@@ -88,7 +90,17 @@ class Setting:
             if not words and self.kind is str:
                 got += f" (of one that begins with a dash, both are one word: {self.flag}=VALUE)"
             raise BadValue(f"takes one value ({takes}), {got}")
-        return one_value(self.kind, words[0], self.also)
+        return self._one(words[0])
+
+    def _one(self, word: str):
+        """One value. A path may begin with ~: shells leave it in --flag=~/x, and so do config files."""
+        value = one_value(self.kind, word, self.also)
+        path = self.kind is str and self.name not in TEXTS and HOME.match(value)
+        return os.path.expanduser(value) if path else value
+
+
+HOME = re.compile(r"~[\w.-]*(/|$)")
+TEXTS = ("prompt", "document_separator", "stop")  # settings whose values are no paths
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from megatron.telemetry.figures import count, duration, seconds, several
 from megatron.telemetry.report_compare import figures, page_of
 from megatron.telemetry.report_page import Section, page
 from megatron.telemetry.run_folder import METRICS, find_metrics, unique_names
-from megatron.telemetry.run_record import LOSS, History, read_history
+from megatron.telemetry.run_record import EXPERT_AXES, LOSS, History, read_history
 from megatron.training import report_facts
 
 PROG = "python -m megatron.tools.report"
@@ -207,7 +207,9 @@ def subtitle(history: History) -> str:
     mesh = dict(run.get("mesh") or {})
     if mesh:
         mesh["dp"] = mesh.pop("replicate", 1) * mesh.pop("shard", 1) * mesh.get("dp", 1)
-        words.append(" x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one process")
+        sizes = {axis: f"{axis} {size}" for axis, size in mesh.items() if size > 1}
+        words.append(" x ".join(sizes[axis] for axis in sizes if axis not in EXPERT_AXES) or "one process")
+        words += [sizes[axis] for axis in EXPERT_AXES if axis in sizes]  # they divide the same ranks once more
     if history.interleaved:
         words.append("records of several runs, interleaved")
     return " \u00b7 ".join(word for word in [*words, str(run.get("time") or "")[:16].replace("T", " ")] if word)

@@ -19,6 +19,7 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -169,14 +170,19 @@ def look(folder: Path | UrlPath, now: Optional[float] = None) -> Line:
     iteration = int(([launch] + [record for record in records if "iteration" in record])[-1].get("iteration", 0))
     total = config and _total(config, launch.get("mesh") or {}, (steps or [{}])[-1])
     state, why, age = alive(metrics, launch, records, statistics.median(seconds or [0.0]), now)
-    if state == "ended":
-        code, why = int(records[-1].get("code", 1)), str(records[-1].get("why", ""))
+    newest, lost = _end_or_restart(events, launch), _lost_supervisor(launch)
+    failed = newest is not None and newest["event"] == "end" and newest["level"] == "error"
+    if newest and newest["event"] == "restart" and state in ("ended", "failed") and not lost:
+        state, why = "starting", str(newest["message"])
+    elif failed or state == "ended":
+        said = newest if failed else records[-1]
+        code, why = int(said.get("code", 1)), str(said.get("why", ""))
         finished = total is not None and iteration >= total
         if code == Interrupted.code:
             state = "interrupted"
         else:
             state = "failed" if code not in (0, Preempted.code) else "done" if finished else "stopped"
-    if state != "done" and (lost := _lost_supervisor(launch)):
+    if state != "done" and lost:
         why = ", ".join(filter(None, [why, f"its supervisor ({lost}) was killed: nobody restarts it"]))
     if _interleaved(records):
         why = ", ".join(filter(None, [why, "several runs write to this metrics file: their records are interleaved"]))
@@ -213,6 +219,16 @@ def _newest(events: list[dict]) -> list[dict]:
     """The events since the newest launch began."""
     starts = [place for place, event in enumerate(events) if event["event"] == "start"]
     return events[starts[-1] :] if starts else events
+
+
+def _end_or_restart(events: list[dict], launch: dict) -> Optional[dict]:
+    """The last word about the end of the newest launch, or of one after it that failed before it had metrics."""
+    found = [event for event in _newest(events) if event["event"] in ("end", "restart")]
+    try:
+        began = datetime.fromisoformat(launch["time"]).timestamp()
+    except (KeyError, TypeError, ValueError):
+        began = 0.0
+    return found[-1] if found and found[-1]["time"] >= began else None
 
 
 def _interleaved(records: list[dict]) -> bool:

@@ -152,6 +152,20 @@ def test_all_problems_come_at_once():
         assert words in text
 
 
+def test_a_tilde_is_the_home_folder_in_flags_and_files(tmp_path, monkeypatch):
+    """Shells leave it alone in --flag=~/x, and config files know no shell."""
+    monkeypatch.setenv("HOME", "/users/me")
+    config = read("--load=~/runs/a --data-path 0.5 ~/data/x 0.5 b~/y --save ~")
+    assert config.checkpoint.load == "/users/me/runs/a" and config.checkpoint.save == "/users/me"
+    assert config.data.data_path == ["0.5", "/users/me/data/x", "0.5", "b~/y"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.yaml").write_text("save: ~/runs/b\ntensorboard_dir: runs/~c\n")
+    (tmp_path / "b.yaml").write_text("Engine: {save_load: {output_dir: ~/runs/c}}\n")
+    config = read("--config=~/a.yaml")
+    assert config.checkpoint.save == f"{tmp_path}/runs/b" and config.logging.tensorboard_dir == "runs/~c"
+    assert read("-c ~/b.yaml").checkpoint.save == f"{tmp_path}/runs/c"
+
+
 def test_what_is_misspelled_is_not_missing_as_well():
     text = refused("", shape=["--num-layer", "2", "--hidden-size", "x", "--num-attention-heads", "2"])
     assert "missing" not in text and "did you mean --num-layers" in text and "--hidden-size 'x'" in text

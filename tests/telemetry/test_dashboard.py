@@ -25,6 +25,7 @@ from megatron.telemetry.dashboard.series import Curve, Series, thinned
 from megatron.telemetry.dashboard.tail import PART, Tail
 from megatron.telemetry.run_record import read_history
 from megatron.tools import dashboard
+from megatron.tools.report import subtitle
 from megatron.tools.status import look_at
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -232,6 +233,14 @@ def test_curves_of_several_runs(tmp_path):
     assert [(curve["x"].tolist(), curve["y"].tolist()) for curve in memory if len(curve["x"])] == [([128], [5e9])]
     assert [chart["title"] for chart in runs.charts(["1"], View())] == list(charts)[:5]
     assert runs.charts(["2"], View()) == runs.charts(["9"], View()) == []
+
+
+def test_expert_parallel_ranks_are_counted_once(tmp_path):
+    mesh = dict(pp=1, replicate=1, shard=4, cp=1, tp=1, ep=2, etp=1)  # torchrun --nproc-per-node 4, ep 2
+    folder = write(tmp_path / "a", launch(mesh=mesh), step(1))
+    (run,) = watched(tmp_path).summaries()
+    assert "4 ranks" in str(run) and "8 ranks" not in str(run)
+    assert "dp 4 \u00b7 ep 2" in subtitle(read_history(folder / "metrics.jsonl"))
 
 
 def test_files_of_metrics_beside_each_other(tmp_path):

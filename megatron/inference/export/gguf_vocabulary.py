@@ -6,13 +6,14 @@ merges, the chat template and further special tokens are read by the package ggu
 """
 
 import json
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.errors import SettingsError
 from megatron.inference.convert.hf_tokenizer import SENTENCE_PIECE_MODEL, ExportedTokenizer
-from megatron.inference.convert.sentence_piece import BPE, UNIGRAM, read_model
+from megatron.inference.convert.sentence_piece import BPE, SPACE, UNIGRAM, read_model
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.transformers_files import TOKENIZER
 
@@ -41,7 +42,7 @@ def add(writer, folder: Path, tokenizer: ExportedTokenizer, vocab_size: int) -> 
     """Add the tokenizer whose files are in the folder. Raises SettingsError for one that llama.cpp does not have."""
     of_pieces = is_of_pieces(folder)
     added = _added_tokens(folder, tokenizer.own)
-    entries = _sentence_piece(writer, folder) if of_pieces else _byte_level(writer, folder)
+    entries = _sentence_piece(writer, folder, tokenizer.own) if of_pieces else _byte_level(writer, folder)
     for number, entry in added.items():
         known = entries.get(number, entry)
         entries[number] = known if known.type == UNKNOWN else known._replace(type=entry.type)
@@ -59,20 +60,50 @@ def is_of_pieces(folder: Path) -> bool:
 
 
 def unexpressed(folder: Path) -> list[str]:
-    """A notice on what SentencePiece does with texts, and llama.cpp does not."""
-    if not is_of_pieces(folder):
-        return []
-    proto = read_model((folder / SENTENCE_PIECE_MODEL).read_bytes())
-    spec, of_bpe = proto.normalizer_spec, proto.trainer_spec.model_type == BPE
-    symbols = any(piece.type == USER_DEFINED for piece in proto.pieces)
+    """A notice on what the tokenizer does with texts, and llama.cpp does not."""
     steps = {
-        f"of BPE it normalizes no texts ({spec.name})": of_bpe and spec.precompiled_charsmap,
-        "of BPE it removes no spaces (remove_extra_whitespaces)": of_bpe and spec.remove_extra_whitespaces,
-        "of Unigram it has no bytes (byte_fallback)": not of_bpe and proto.trainer_spec.byte_fallback,
-        "it puts a space after user-defined symbols (add_dummy_prefix)": spec.add_dummy_prefix and symbols,
+        f"it normalizes no texts ({_form(folder)})": _form(folder),
+        "a text that begins with a space has another one before it": _keeps_a_space(folder),
     }
+    if is_of_pieces(folder):
+        proto = read_model((folder / SENTENCE_PIECE_MODEL).read_bytes())
+        spec, of_bpe = proto.normalizer_spec, proto.trainer_spec.model_type == BPE
+        symbols = any(piece.type == USER_DEFINED for piece in proto.pieces)
+        steps |= {
+            f"of BPE it normalizes no texts ({spec.name})": of_bpe and spec.precompiled_charsmap,
+            "of BPE it removes no spaces (remove_extra_whitespaces)": of_bpe and spec.remove_extra_whitespaces,
+            "of Unigram it has no bytes (byte_fallback)": not of_bpe and proto.trainer_spec.byte_fallback,
+            "it puts a space after user-defined symbols (add_dummy_prefix)": spec.add_dummy_prefix and symbols,
+        }
     found = ", and ".join(words for words, so in steps.items() if so)
     return [f"llama.cpp gives other ids for some texts: {found}"] if found else []
+
+
+def is_expressed(folder: Path, text: str) -> bool:
+    """Whether `unexpressed` does not concern a text."""
+    form = _form(folder)
+    normal = form is None or unicodedata.is_normalized(form, text)
+    return normal and not (text.startswith((" ", SPACE)) and _keeps_a_space(folder))
+
+
+def _form(folder: Path) -> str | None:
+    """The normal form of Unicode that a tokenizer.json makes of texts, as NFC; None if it makes none."""
+    kind = (_content(folder).get("normalizer") or {}).get("type")
+    return kind if kind in ("NFC", "NFD", "NFKC", "NFKD") else None
+
+
+def _keeps_a_space(folder: Path) -> bool:
+    """Whether tokenizer.json puts no space before a text that begins with one, and llama.cpp does: its Unigram does not."""
+    if is_of_pieces(folder) and read_model((folder / SENTENCE_PIECE_MODEL).read_bytes()).trainer_spec.model_type != BPE:
+        return False
+    steps = _content(folder).get("pre_tokenizer") or {}
+    steps = steps.get("pretokenizers", [steps])
+    return any(step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never" for step in steps)
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    """The content of tokenizer.json; empty without one."""
+    return json.loads((folder / TOKENIZER).read_text(encoding="utf-8")) if (folder / TOKENIZER).is_file() else {}
 
 
 def _add_special(writer, folder: Path, exported: ExportedTokenizer, vocab_size: int, merges: bool) -> None:
@@ -103,7 +134,7 @@ def _one(ids: Sequence[int], where: str) -> int | None:
 
 def _added_tokens(folder: Path, own: Tokenizer) -> dict[int, Entry]:
     """Id -> the tokens that are found in a text before others: special ones, and those of tokenizer.json."""
-    content = json.loads((folder / TOKENIZER).read_text(encoding="utf-8")) if (folder / TOKENIZER).is_file() else {}
+    content = _content(folder)
     names = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
     plain = {id: Entry(name, USER_DEFINED) for name, id in names.items()}
     return plain | {id: Entry(name, CONTROL) for name, id in own.special_tokens.items()}
@@ -111,7 +142,7 @@ def _added_tokens(folder: Path, own: Tokenizer) -> dict[int, Entry]:
 
 def _byte_level(writer, folder: Path) -> dict[int, Entry]:
     """The tokens of tokenizer.json."""
-    content = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
+    content = _content(folder)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_pattern_of(content))
     return {number: Entry(text) for text, number in content["model"]["vocab"].items()}
@@ -135,7 +166,7 @@ def _pattern_of(content: dict[str, Any]) -> str:
     )
 
 
-def _sentence_piece(writer, folder: Path) -> dict[int, Entry]:
+def _sentence_piece(writer, folder: Path, own: Tokenizer) -> dict[int, Entry]:
     """The pieces of tokenizer.model."""
     proto = read_model((folder / SENTENCE_PIECE_MODEL).read_bytes())
     kind, spec = proto.trainer_spec.model_type, proto.normalizer_spec
@@ -143,9 +174,11 @@ def _sentence_piece(writer, folder: Path) -> dict[int, Entry]:
         raise SettingsError("--format gguf: llama.cpp has SentencePiece's BPE and Unigram alone", do="--format hf")
     writer.add_tokenizer_model("llama" if kind == BPE else "t5")
     writer.add_tokenizer_pre("default")
-    writer.add_add_space_prefix(spec.add_dummy_prefix)
+    entries = {number: Entry(one.piece, one.type, one.score) for number, one in enumerate(proto.pieces)}
+    first, *_ = own.encode("a")
+    writer.add_add_space_prefix(entries[first].text.startswith(SPACE))
     if kind == UNIGRAM:
         writer.add_remove_extra_whitespaces(spec.remove_extra_whitespaces)
         if spec.precompiled_charsmap:
             writer.add_precompiled_charsmap(spec.precompiled_charsmap)
-    return {number: Entry(one.piece, one.type, one.score) for number, one in enumerate(proto.pieces)}
+    return entries

@@ -569,7 +569,7 @@ def _texts_for_llama_cpp(tokenizer: Tokenizer, folder: Path) -> list[tuple[str, 
     plain = [
         text for text in (*huggingface.PROBES, *PROBES) if not any(name in text for name in tokenizer.special_tokens)
     ]
-    plain = [text for text in plain if "\0" not in text]
+    plain = [text for text in plain if "\0" not in text and gguf_vocabulary.is_expressed(folder, text)]
     named = [text for name in names for text in (f"a{name}b", f"{name} a {name}{name}")]
     return [*((text, False) for text in plain), *((text, True) for text in (*plain, *named))]
 

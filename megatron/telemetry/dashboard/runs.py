@@ -28,7 +28,7 @@ from megatron.telemetry.dashboard.tail import Tail
 from megatron.telemetry.events import events_path, parse_events
 from megatron.telemetry.figures import count
 from megatron.telemetry.run_folder import METRICS, find_metrics, unique_names
-from megatron.telemetry.run_record import LOSS, OF_EVERY_STEP, History
+from megatron.telemetry.run_record import LOSS, OF_EVERY_STEP, History, ranks_of
 
 Place = Union[Path, UrlPath]
 LOOK, SEARCH, REMOTE = 5.0, 5.0, 10.0  # seconds between checks of a run's state, for new runs, of an object store
@@ -143,8 +143,8 @@ class WatchedRun:
             words.append(f"{count(run['parameters'])} parameters")
         if model.get("num_layers"):
             words.append(f"{model['num_layers']} layers of width {model.get('hidden_size')}")
-        ranks = math.prod(size for size in mesh.values() if isinstance(size, int))
         if mesh:
+            ranks = ranks_of(mesh)
             words.append(f"{ranks} rank{'s' * (ranks > 1)}")
         last = series.last_step.get(series.loss)
         state = self.state.get("state")

@@ -136,7 +136,7 @@ DEEP = [
     f"<{BAR}{LINE}pad{LINE}{BAR}>",
 ]
 GEMMA = special("<pad>", "<eos>", "<bos>", "<unk>", "<mask>") + plain("<2mass>", "[@BOS@]", "<unused0>", "<unused1>")
-GEMMA_RUNS = plain("\n", "\n\n", "\n\n\n", SPACE * 2, SPACE * 3, "<table>", "</b>", "<b>")
+GEMMA_RUNS = plain("\n", "\n\n", "\n\n\n", *(SPACE * n for n in range(2, 9)), "<table>", "</b>", "<b>")
 STAR = special(
     "<|endoftext|>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<repo_name>", "<file_sep>"
 )
