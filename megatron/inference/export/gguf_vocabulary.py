@@ -98,7 +98,8 @@ def _keeps_a_space(folder: Path) -> bool:
         return False
     steps = _content(folder).get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", [steps])
-    return any(step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never" for step in steps)
+    spaced = (step for step in steps if step.get("type") == "Metaspace" and step.get("replacement") == SPACE)
+    return any(step.get("prepend_scheme") != "never" for step in spaced)
 
 
 def _content(folder: Path) -> dict[str, Any]:
