@@ -89,7 +89,8 @@ def _write_files(folder: Path, run: Loaded, given: Mapping[str, Any], trained: P
     if kind == "HuggingFaceTokenizer":
         made = _with_more_tokens(read_files(place, notices.append), tokenizer)
         write_files(made, folder)
-        _name(folder, dict(model_max_length=longest) | hf_files.read_json(folder / CONFIG))
+        more = {} if made.config else _around(tokenizer)  # a template may name tokens: a given config says which there are
+        _name(folder, dict(model_max_length=longest, **more) | hf_files.read_json(folder / CONFIG))
         place = place if place.is_dir() else place.parent
         if (place / SENTENCE_PIECE_MODEL).is_file():  # for programs that read no tokenizer.json
             shutil.copyfile(place / SENTENCE_PIECE_MODEL, folder / SENTENCE_PIECE_MODEL)
@@ -150,6 +151,13 @@ def _described(settings: TokenizerSettings, tokenizer: Tokenizer) -> dict[str, A
     merges = parse_merges(read_text(settings.merge_file, "--merge-file"), settings.merge_file)
     description = json.loads(describe(read_text(settings.vocab_file, "--vocab-file"), merges))
     return description | dict(added_tokens=sentence_piece.added_tokens(tokenizer.special_tokens))
+
+
+def _around(tokenizer: Tokenizer) -> dict[str, str]:
+    """Entries of tokenizer_config.json for a tokenizer without names: what ends texts, and what begins prompts."""
+    texts = {id: name for name, id in tokenizer.special_tokens.items()}
+    first = tokenizer.prefix[0] if tokenizer.prefix else None
+    return {name: texts[id] for name, id in dict(bos_token=first, eos_token=tokenizer.eod).items() if id in texts}
 
 
 def _names(tokenizer: Tokenizer, kind: str) -> dict[str, str]:

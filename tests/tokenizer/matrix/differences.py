@@ -11,7 +11,8 @@ def first_difference(expected: Sequence, found: Sequence) -> int:
     >>> first_difference([1, 2, 3], [1, 2])
     2
     """
-    return next((n for n, (a, b) in enumerate(zip(expected, found)) if a != b), min(len(expected), len(found)))
+    shorter = min(len(expected), len(found))
+    return next((n for n in range(shorter) if expected[n] != found[n]), shorter)
 
 
 def assert_equal(where: str, theirs: Any, rows: Iterable[tuple[str, str, Sequence[int], Sequence[int]]]) -> int:

@@ -15,7 +15,8 @@ _SOURCES = dict(
 {%- else %}{% set content = message['content'] %}{% endif %}
 {%- if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
 {%- elif message['role'] == 'assistant' %}@<{{ ' ' + content.strip() + ' ' + eos_token }}@>{% endif %}{% endfor %}""",
-    llama3="""{% for message in messages %}{% set head = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' %}
+    llama3="""{% for message in messages %}
+{%- set head = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' %}
 {%- if loop.index0 == 0 %}{{ bos_token }}{% endif %}{{ head }}
 {%- if message['role'] == 'assistant' %}@<{{ message['content'] | trim + '<|eot_id|>' }}@>
 {%- else %}{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}
@@ -60,7 +61,8 @@ _SOURCES = dict(
     mistral3=_SYSTEM
     + """{{- bos_token }}{%- for message in rest %}
     {%- if message['role'] == 'user' %}
-        {{- '[INST] ' }}{%- if loop.last and system != false %}{{- system + '\\n\\n' }}{%- endif %}{{- message['content'] + '[/INST]' }}
+        {{- '[INST] ' }}{%- if loop.last and system != false %}{{- system + '\\n\\n' }}{%- endif %}
+        {{- message['content'] + '[/INST]' }}
     {%- else %}@<{{- ' ' + message['content'] + eos_token }}@>{%- endif %}
 {%- endfor %}""",
     tekken=_SYSTEM
@@ -69,7 +71,8 @@ _SOURCES = dict(
         {{- '[INST]' + ((system + '\\n\\n') if loop.first and system != false else '') + message['content'] + '[/INST]' }}
     {%- else %}@<{{- message['content'] + eos_token }}@>{%- endif %}
 {%- endfor %}""",
-    phi3="""{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<|assistant|>\\n' }}@<{{ message['content'] + '<|end|>\\n' }}@>
+    phi3="""{% for message in messages %}
+{%- if message['role'] == 'assistant' %}{{ '<|assistant|>\\n' }}@<{{ message['content'] + '<|end|>\\n' }}@>
 {%- else %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}""",
     phi4="""{% for message in messages %}{{ '<|im_start|>' + message['role'] + '<|im_sep|>' }}
@@ -77,14 +80,15 @@ _SOURCES = dict(
 {%- else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}""",
     deepseek3="""{% set ns = namespace(system='') %}
-{%- for message in messages %}{%- if message['role'] == 'system' %}{% set ns.system = message['content'] %}{%- endif %}{%- endfor %}
+{%- for message in messages %}
+{%- if message['role'] == 'system' %}{% set ns.system = message['content'] %}{%- endif %}{%- endfor %}
 {{- bos_token }}{{ ns.system }}
 {%- for message in messages %}
     {%- if message['role'] == 'user' %}{{ '<|User|>' + message['content'] }}{%- endif %}
     {%- if message['role'] == 'assistant' %}{{ '<|Assistant|>' }}@<{{ message['content'] + eos_token }}@>{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|Assistant|>' }}{% endif %}""".replace("<|", "<\uff5c").replace("|>", "\uff5c>"),
-    harmony="""{{- '<|start|>system<|message|>You are a model.\\n\\n# Valid channels: analysis, commentary, final.<|end|>' }}
+    harmony="""{{- '<|start|>system<|message|>You are a model.\\n\\n# Valid channels: analysis, final.<|end|>' }}
 {%- for message in messages %}
     {%- if message.role == 'assistant' %}
         {{- '<|start|>assistant' }}@<{{- '<|channel|>final<|message|>' + message.content }}
@@ -99,7 +103,8 @@ _SOURCES = dict(
     olmo2="""{{ bos_token }}{% for message in messages %}
 {%- if message['role'] == 'system' %}{{ '<|system|>\\n' + message['content'] + '\\n' }}
 {%- elif message['role'] == 'user' %}{{ '<|user|>\\n' + message['content'] + '\\n' }}
-{%- else %}{{ '<|assistant|>\\n' }}@<{{ message['content'] + eos_token }}@>{% if not loop.last %}{{ '\\n' }}{% endif %}{% endif %}
+{%- else %}{{ '<|assistant|>\\n' }}@<{{ message['content'] + eos_token }}@>
+{%- if not loop.last %}{{ '\\n' }}{% endif %}{% endif %}
 {%- if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}""",
     chatml="""{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}
 {{- '<|im_start|>system\\nYou are a model<|im_end|>\\n' }}{% endif %}
@@ -112,7 +117,7 @@ _SOURCES = dict(
 {%- elif message['role'] == 'user' %}{{ 'User: ' + message['content'].replace('\\r\\n', '\\n') }}
 {%- else %}{{ 'Falcon:' }}@<{{ ' ' + message['content'] + eos_token }}@>{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '\\n' + 'Falcon:' }}{% endif %}""",
-)  # fmt: skip
+)
 
 
 def blocks(name: str) -> str:

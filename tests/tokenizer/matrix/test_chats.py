@@ -56,7 +56,7 @@ class Chats:
             return self._plain(text.replace(MARK, ""))
         ids, pieces = [], re.split(f"({self.any})", text)
         flags = [self.names.get(piece) for piece in pieces]
-        for before, piece, after in zip([None, *flags], pieces, [*flags[1:], None]):
+        for before, piece, after in zip([None, *flags[:-1]], pieces, [*flags[1:], None], strict=True):
             if piece in self.names:
                 ids.append(self.theirs.convert_tokens_to_ids(piece))
                 continue

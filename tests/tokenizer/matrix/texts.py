@@ -16,7 +16,8 @@ HARD = {
     "tabs": "\tif a:\n\t\treturn\tb",
     "carriage returns": "one\r\ntwo\r\n\r\nthree\rfour",
     "emoji": "ok \U0001f600\U0001f44d done",
-    "joined emoji": "\U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466 \U0001f44d\U0001f3fd \U0001f1e9\U0001f1ea \u2764\ufe0f",
+    "joined emoji": "\U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466 \U0001f44d\U0001f3fd \u2764\ufe0f",
+    "flags": "\U0001f1e9\U0001f1ea\U0001f1eb\U0001f1f7 \U0001f1fa",
     "combining marks": "cafe\u0301 a\u0308o\u0302 A\u030a \u0928\u093f\u0301",
     "composed and decomposed": "\u00e9 e\u0301 \u212b \u00c5 \ud55c \u1112\u1161\u11ab",
     "compatibility forms": "\ufb01ne \u2460 x\u00b2 \u00bd \u2167 \uff76\uff9e \u3392",
@@ -34,7 +35,7 @@ HARD = {
     "characters beyond": "\U0001d4d0\U00020000 \U0010fffd \u0c5c\ua7ce\U000323b0",
     "a long word": "Donaudampfschifffahrtsgesellschaft" * 8,
     "a letter often": "a" * 300,
-    "code": 'def f(x: int) -> str:\n    """Doc."""\n    return f"{x!r}"  # <b>no</b>\n\n\nif __name__ == "__main__":\n    f(1)',
+    "code": 'def f(x: int) -> str:\n    """Doc."""\n    return f"{x!r}"  # <b>no</b>\n\n\nif x != "y":\n    f(1)',
     "markup": "<p class='a'>x &lt; y</p><!-- c -->\n```json\n{\"k\": [1, 2.5e-3, null]}\n```",
     "punctuation": "-- --- ... !!! ?? \u2026 \u201cq\u201d 'tis \u2019s ___ ~~~ | || |> <|",
     "contractions": "I'M we'LL THEY'D 'S 's 'T x's'",
@@ -94,8 +95,10 @@ User asks the assistant: what is 2+2, naive friend? It is 4. The system is brief
 def function(value):\n    return value + 1\n\n\nif name == main:\n    print(function(12345), 2024)
 <p>some <s>old</s> price</p> <b>bold</b> <i>text</i> <a href="x">link</a> </s> <s> </p> | || |> <| -- ...
 <class> <items> <words> <cells> <rows> <ps> <ds> <ks> <ns> <tools> <files> <lines> </i> </p> </td> </li>
-caf\u00e9 na\u00efve \u00c5ngstr\u00f6m \u00e9l\u00e8ve stra\u00dfe \u00fcber \u00f1and\u00fa \u4f60\u597d\u4e16\u754c\u4e2d\u6587 \u65e5\u672c\u8a9e
-\u041f\u0440\u0438\u0432\u0435\u0442 \u043c\u0438\u0440 \u0634\u0643\u0631\u0627 \u05e9\u05dc\u05d5\u05dd 1 12 123 1234 12345 123456 1,234.56 3.14 100 200 2000
+caf\u00e9 na\u00efve \u00c5ngstr\u00f6m \u00e9l\u00e8ve stra\u00dfe \u00fcber \u00f1and\u00fa
+\u4f60\u597d\u4e16\u754c\u4e2d\u6587 \u65e5\u672c\u8a9e
+\u041f\u0440\u0438\u0432\u0435\u0442 \u043c\u0438\u0440 \u0634\u0643\u0631\u0627 \u05e9\u05dc\u05d5\u05dd
+1 12 123 1234 12345 123456 1,234.56 3.14 100 200 2000
 one two three four five six seven eight nine ten eleven twelve; system user assistant model tool message content
 """ + "\n".join(
     f"{word} {word}s {word}ing un{word}ed  the{word} {word}," for word in "play work read write talk learn".split()
