@@ -80,8 +80,8 @@ def refuse_another_format(path: str, head: bytes, says: tuple[str, ...], inside:
     """
     kind = detected(head)
     if kind in OTHERS.values() or inside and kind in COMPRESSIONS.values():
-        do = "unpack or convert it: Parquet and Arrow files are read; JSON lines and .txt also in tar, or packed by gzip, zstd, "
-        do += "bzip2 or xz"
+        do = "unpack or convert it: Parquet and Arrow files are read; JSON lines and .txt also in tar, or packed by gzip, "
+        do += "zstd, bzip2 or xz"
         raise DataError(f"{path} holds {_words(kind)}{' inside ' + inside if inside else ''}, not JSON lines", do=do)
     if says and kind != says[0] and (kind, says[0]) != (LINES, TEXT):
         why = f"its name says {_words(says[0])}{' inside ' + inside if inside else ''}, its bytes are {_words(kind)}"

@@ -355,6 +355,12 @@ def failure_of(error: BaseException) -> BaseException:
     if explain(error):
         return explain(error)
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if "EADDRINUSE" in text:
+        port = re.search(r"port: (\d+)", text)
+        words = f"--master-port {port[1]}" if port else "--master-port"
+        return PeerLost(  # a supervisor tries again: a job that ends may still hold it
+            f"{words}: another process uses this port", None, "give a free one; a job on one machine needs none"
+        )
     if "Rendezvous" in type(error).__name__ or "Dist" in type(error).__name__:
         return PeerLost(
             "the machines of the job did not find each other", text, "check --rdzv-endpoint or --master-addr"
