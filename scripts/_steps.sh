@@ -123,9 +123,15 @@ PYTHON
 steps_in() { # seconds of a step: how many are two minutes, with start, validations and checkpoints; nearly all are all
     awk "BEGIN { n = int(110 / (1.05 * $1) / 10) * 10; print (n > $MOST / 1.2 ? $MOST : n < 50 ? 50 : n) }"
 }
+with_script() { # a command that gets SIGTERM when this script ends: bash dies of SIGTERM at once, and tells nobody
+    python -c 'import os, sys
+from megatron.guard.processes import die_with_parent
+die_with_parent()
+os.execvp(sys.argv[1], sys.argv[1:])' "$@"
+}
 gpt() { # the width of the model, and more flags: two processes train it
-    OMP_NUM_THREADS=$(python -m megatron.mpu.cpu_threads 2) python -m megatron.tools.launch --nproc-per-node 2 pretrain_gpt.py \
-        --num-layers 4 --hidden-size "$1" --num-attention-heads 4 --seq-length 256 \
+    OMP_NUM_THREADS=$(python -m megatron.mpu.cpu_threads 2) with_script \
+        python -m megatron.tools.launch --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-size "$1" --num-attention-heads 4 --seq-length 256 \
         --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 4 --global-batch-size 8 \
         --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine --lr-warmup-fraction 0.03 --weight-decay 0.1 --adam-beta2 0.95 \
         --precision auto "${VOCABULARY[@]}" --train-data-path "$RUN/train_text_document" "${@:2}" ${flags[@]+"${flags[@]}"}

@@ -6,8 +6,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -93,6 +95,25 @@ def test_training_takes_two_minutes_of_the_machine(copy, bash, tmp_path, seconds
     assert [int(call.split()[0]) for call in calls] == [*seconds] and all(call.endswith("--more") for call in calls)
     within = int(steps) * seconds[int(width)]
     assert within <= 130 or int(steps) == 50
+
+
+def test_sigterm_to_a_quickstart_reaches_what_it_has_started(copy, tmp_path):
+    """The launcher passes it on to the ranks, which save (tests/tools/test_launch.py)."""
+    (tmp_path / "term.sh").write_text(
+        f"cd {shlex.quote(str(copy))}; source scripts/_steps.sh\n"
+        f"with_script python -c 'import pathlib, signal, time; signal.signal(signal.SIGTERM, lambda *_: "
+        f'pathlib.Path("{tmp_path}/told").touch() or exit(9)); pathlib.Path("{tmp_path}/alive").touch(); time.sleep(60)\'\n'
+        "echo not reached\n"
+    )
+    script = subprocess.Popen(["bash", str(tmp_path / "term.sh")], stdout=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "alive").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    script.terminate()
+    assert script.communicate(timeout=30)[0] == b"" and script.returncode == -signal.SIGTERM
+    while not (tmp_path / "told").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert (tmp_path / "told").exists()
 
 
 def test_a_wait_is_not_silent(copy, bash, tmp_path):
