@@ -38,7 +38,7 @@ from megatron.data.file_formats import (
     refuse_another_format,
 )
 from megatron.data.plain_text import PlainText, note
-from megatron.errors import DataError
+from megatron.errors import DataError, no_such_file
 
 OUR_SUFFIXES = (".rejected.jsonl", ".contaminated.jsonl", ".stats.json", ".sums.json")
 STDIN = "-"
@@ -101,7 +101,9 @@ def expand(given: str) -> list[str]:
     if not paths:
         why = None if glob.has_magic(given) else f"the working directory is {os.getcwd()}"
         raise DataError(
-            f"--input {given}: no such file", why, "give JSON lines or .txt: a file, a glob in quotes, a folder, or -"
+            f"--input {given}: {no_such_file(given)}",
+            why,
+            "give JSON lines or .txt: a file, a quoted glob, a folder, or -",
         )
     return paths
 

@@ -4,6 +4,7 @@
 import sys
 
 from megatron.data.formats import endings_of
+from megatron.telemetry.figures import size
 
 
 class Reporter:
@@ -56,4 +57,4 @@ def print_totals(totals, seconds: float) -> None:
         print(f"note: {words}")
     if totals.contamination:
         print(totals.contamination)
-    print(f"{totals.text_bytes / 1e6:.1f} MB in {seconds:.2f} s ({totals.text_bytes / 1e6 / seconds:.1f} MB/s)")
+    print(f"{size(totals.text_bytes)} in {seconds:.2f} s ({totals.text_bytes / 1e6 / seconds:.1f} MB/s)")

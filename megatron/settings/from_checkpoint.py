@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.errors import DataError, SettingsError
+from megatron.errors import DataError, SettingsError, no_such_file
 from megatron.settings.presets import published_rows
 from megatron.settings.schema import GROUPS, ON_RESUME, from_record
 from megatron.settings.statements import Statement
@@ -129,7 +129,7 @@ def refuse_lost(record: Mapping[str, Any], group: str, given: set[str]) -> None:
             # Other words are weights of a blend, names of vocabularies, or URLs.
             if os.sep in word and "://" not in word and not _exists(word):
                 raise DataError(
-                    f"{word}: no such file",
+                    f"{word}: {no_such_file(word)}",
                     f"the path comes from the checkpoint{_from(record, word)}",
                     f"give its new path: --{name.replace('_', '-')}",
                 )

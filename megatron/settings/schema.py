@@ -387,6 +387,7 @@ class Model:
     lora_target: Optional[str] = setting(
         "patterns of the linear layers that get a pair: 'attention.qkv, mlp.*, blocks.[01].*' (default: all in blocks)",
         None,
+        joined=True,
         on_resume="refused",
     )
     lora_split_fused: bool = setting(

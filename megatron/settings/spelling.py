@@ -43,6 +43,7 @@ class Setting:
     help: str
     alias: tuple[str, ...]
     also: dict  # other words for a value: {"gpu": "cuda"}
+    joined: bool = False  # several words are a list with commas
 
     @property
     def required(self) -> bool:
@@ -84,6 +85,8 @@ class Setting:
             return [self._one(word) for word in words]
         if not words and self.kind is bool:
             return True
+        if self.joined and len(words) > 1:
+            words = [",".join(word.strip(" ,") for word in words)]
         if len(words) != 1:
             takes = " or ".join(map(str, self.kind)) if isinstance(self.kind, tuple) else _A[self.kind]
             got = f"got {len(words)}: {' '.join(words)}" if words else "got none"
@@ -245,7 +248,9 @@ def _setting(group: str, field, hint) -> Setting:
         hint = typing.get_args(hint)[0]
     kind = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else hint
     default = field.default_factory() if field.default_factory is not MISSING else field.default
-    metadata = [field.metadata.get(name, default) for name, default in dict(help="", alias=(), also={}).items()]
+    metadata = [
+        field.metadata.get(name, default) for name, default in dict(help="", alias=(), also={}, joined=False).items()
+    ]
     return Setting(group, field.name, kind, many, optional, default, *metadata)
 
 

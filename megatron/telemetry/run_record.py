@@ -248,6 +248,15 @@ def count_launches(text: bytes | mmap.mmap) -> int:
     return count
 
 
+def is_metrics(path: Path) -> bool:
+    """Whether a file of JSON lines begins as the metrics of a run do."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(LAUNCH)) == LAUNCH
+    except OSError:
+        return False
+
+
 def launches_in(path: Path) -> int:
     """The number of launches that wrote to a metrics file of any length; 0 without the file."""
     try:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import DataError, UsageError, run_main
+from megatron.errors import DataError, UsageError, no_such_file, run_main
 from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import setting
 from megatron.tasks.settings import confusion_pictures
@@ -93,7 +93,7 @@ def read(path: Path) -> History:
     """Read a metrics file. Raises DataError if there is nothing to report on."""
     if not path.is_file():
         raise DataError(
-            f"{path}: no such file", why="a run writes it next to its checkpoints (--save) or to --metrics-file"
+            f"{path}: {no_such_file(path)}", why="a run writes it next to its checkpoints (--save) or to --metrics-file"
         )
     history = read_history(path)
     if not history.steps:

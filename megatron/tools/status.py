@@ -35,7 +35,7 @@ from megatron.storage.urls import UrlPath, local_folder, location
 from megatron.telemetry import figures
 from megatron.telemetry.events import count_restarts, read_events, slow_now
 from megatron.telemetry.figures import WIDE, WIDTH, count, duration, sentence, several, shortened, since
-from megatron.telemetry.run_folder import METRICS, POINTER, find_metrics, last_state
+from megatron.telemetry.run_folder import METRICS, POINTER, find_metrics, found_below, last_state
 from megatron.telemetry.run_record import LAUNCH, count_launches
 
 TAIL = 1 << 16  # bytes at the end of a metrics file that are read
@@ -77,7 +77,7 @@ class Line:
 def main(argv: list[str]) -> None:
     """Print the state once, or repeatedly with --watch."""
     names, flags = divide(argv, StatusOptions)
-    about = "Show the state of runs, a line each: FOLDER... are their --save folders, or folders of these."
+    about = "Show the state of runs, a line each: FOLDER... are their --save folders, or any folders above them."
     asked = parse_one(flags, StatusOptions, f"{PROG} FOLDER ...", about)
     if not names:
         raise UsageError("which runs?", do=f"{PROG} FOLDER...")
@@ -123,18 +123,19 @@ def _unreadable(name: str, why: str) -> Line:
 
 
 def folders(names: list[str]) -> list[Path | UrlPath]:
-    """The folders of runs. Raises DataError if there are none."""
+    """The folders of runs, at any depth below the names. Raises DataError if there are none."""
     runs = []
     for name in names:
         place = location(name)
-        inside = (
-            [place]
-            if _metrics(place) or newest_checkpoint(name) is not None
-            else sorted(path for path in place.glob("*" if isinstance(place, UrlPath) else "*/") if _is_run(path))
-        )
+        if _metrics(place) or newest_checkpoint(name) is not None:
+            inside = [place]
+        elif isinstance(place, UrlPath):  # a listing of a whole bucket would take too long
+            inside = sorted(path for path in place.glob("*") if _is_run(path))
+        else:
+            inside = [*found_below(place, lambda path: path if path.is_dir() and _is_run(path) else None)]
         if not inside:
             raise DataError(
-                f"{name}: no metrics.jsonl in it, nor in a folder in it",
+                f"{name}: no metrics.jsonl in it, nor in a folder below it",
                 "a run writes it next to its checkpoints (--save), or to --metrics-file",
             )
         runs += inside

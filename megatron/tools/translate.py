@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.errors import SettingsError, UsageError, did_you_mean, run_main
+from megatron.errors import SettingsError, UsageError, did_you_mean, no_such_file, run_main
 from megatron.settings.dialects import fleetx
 from megatron.settings.dialects.launchers import LAUNCHERS, UNREAD, meeting
 from megatron.settings.dialects.programs import ALONE, INSTEAD, OURS
@@ -256,7 +256,7 @@ def commands_of(dialect: Dialect, words: list[str]) -> list[Command]:
     elif " " in name:
         commands = read_commands(name, "command", dialect.programs) or read_commands(name, "command")
     else:
-        raise UsageError(f"{name}: no such file", do="give a file, or a command in quotes or as words")
+        raise UsageError(f"{name}: {no_such_file(name)}", do="give a file, or a command in quotes or as words")
     if not commands:
         raise UsageError(
             f"{name}: no command of {dialect.title} in it", f"it would start {' or '.join(dialect.programs)}"

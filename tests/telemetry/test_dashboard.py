@@ -253,6 +253,26 @@ def test_files_of_metrics_beside_each_other(tmp_path):
     assert told == [("a.jsonl", 3.0, 20), ("b.jsonl", 4.0, 20), ("c", 5.0, 20)]
 
 
+def test_runs_are_found_at_any_depth_and_data_is_none(tmp_path, capsys):
+    """As in runs/ after README: a run, a folder of runs, and texts and samples beside them. Status finds the same."""
+    write(tmp_path / "runs" / "b" / "deep" / "run10", launch(), step(1))
+    write(tmp_path / "runs" / "b" / "deep" / "run2", launch(), step(1))
+    write(tmp_path / "runs" / "a", launch(), step(1))
+    write(tmp_path / "runs" / "a" / "inside", launch(), step(1))  # of the same run, such as a copy
+    write(tmp_path / "runs" / ".hidden", launch(), step(1))
+    (tmp_path / "runs" / "own").mkdir()
+    (tmp_path / "runs" / "own" / "train.jsonl").write_text('{"text": "a"}\n' * 470)
+    (tmp_path / "runs" / "events.jsonl").write_text('{"time": 1, "event": "x", "level": "info", "message": "m"}\n')
+    (tmp_path / "runs" / "c.jsonl").write_bytes(b"".join(lines(launch(), step(1))))  # --metrics-file runs/c.jsonl
+    (tmp_path / "runs" / "b" / "circle").symlink_to(tmp_path / "runs")
+    names = [run["name"] for run in watched(tmp_path / "runs").summaries()]
+    assert names == ["a", "run2", "run10", "c.jsonl"]
+    found = [Path(line.run).relative_to(tmp_path / "runs") for line in look_at(str(tmp_path / "runs"))]
+    assert found == [Path("a"), Path("b/deep/run2"), Path("b/deep/run10")]
+    with pytest.raises(DataError, match="no metrics.jsonl in it, nor in a folder below it"):
+        watched(tmp_path / "runs" / "own")
+
+
 def test_a_run_is_followed_through_a_restart_and_new_runs_appear(tmp_path):
     write(tmp_path / "a", launch(), *(step(n, 1.0) for n in range(1, 11)))
     runs = watched(tmp_path)

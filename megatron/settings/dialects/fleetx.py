@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import UsageError, did_you_mean
+from megatron.errors import UsageError, did_you_mean, no_such_file
 from megatron.settings.dialects.table import VARIABLE, Default, Dialect, TheirSetting, sentence, unread
 from megatron.settings.files import compose, merged
 from megatron.settings.spelling import NO, YES, dashed
@@ -223,7 +223,7 @@ def read(path: str, above: tuple[Path, ...] = ()) -> Entries:
             raise UsageError(f"{where} names one file, and there are {len(node.value)}: {names}")
         below = file.parent / node.value
         if not below.is_file():
-            raise UsageError(f"{where}: {below}: no such file")
+            raise UsageError(f"{where}: {below}: {no_such_file(below)}")
         base = read(str(below), (*above, file.resolve()))
     origin = lambda key: f"{path}:{key.start_mark.line + 1}: "
     alone = any(key.value == INHERITED and not _inherits(node, origin(key)) for key, node in _pairs(root))
