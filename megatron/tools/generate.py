@@ -42,7 +42,9 @@ from megatron.storage.durable import check_output
 class GenerateOptions:
     """The model, the prompts and the output."""
 
-    load: Optional[str] = setting("folder of checkpoints, or one checkpoint", None, "--model-dir")
+    load: Optional[str] = setting(
+        "folder of checkpoints, or one checkpoint", None, "--model-dir", "--model-name-or-path"
+    )
     load_exported: Optional[str] = setting(EXPORTED, None)
     prompt: Optional[list[str]] = setting("texts to continue", None, "--prompts")
     prompt_file: Optional[str] = setting("file with one text a line; - is standard input", None, "--sample-input-file")

@@ -349,8 +349,13 @@ def test_the_tables_say_one_thing_about_each_flag():
         ("--main-grads-dtype fp16", "'fp16' is none of fp32, bf16; fp16 would need a scale for each tensor: say bf16"),
         ("--exp-avg-dtype fp16", "'fp16' is none of fp32, bf16; fp16 would need a scale for each tensor: say bf16"),
         ("--exp-avg-sq-dtype fp8", "'fp8' is none of fp32, bf16; 8-bit numbers are not part of this suite: say bf16"),
-        ("--apply-layernorm-1p", "norms multiply by their weight, not by 1 + weight, whatever --normalization says"),
-        ("--apply-layernorm-1p --normalization RMSNorm", "whatever --normalization says; leave it out"),
+        (
+            "--per-device-train-batch-size 8",
+            "is Hugging Face Trainer's word: say --micro-batch-size (megatron.tools.tr",
+        ),
+        ("--max-grad-norm 1", "say --clip-grad (megatron.tools.translate --from hf-trainer reads a whole run)"),
+        ("--block-size 64", "--block-size is nanoGPT's word: say --seq-length"),
+        ("--dropout 0.1", "--dropout is nanoGPT's word: say --hidden-dropout and --attention-dropout"),
     ],
 )
 def test_what_is_not_supported_says_what_to_do(line, words):

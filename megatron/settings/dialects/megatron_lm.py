@@ -94,6 +94,8 @@ state is cut into equal ranges of one buffer, whatever its tensors are
     --shard-strategy
 every step has a full batch: samples are counted across epochs
     --drop-last
+norms hold their weight, not what it exceeds 1 by: training is the same, because norms have no weight decay
+    --apply-layernorm-1p
 there is one implementation of the model
     --transformer-impl --use-mcore-models --use-legacy-models
 kernels are chosen by what is installed; fused or not, the result is the same
@@ -306,8 +308,6 @@ Mamba layers, and hybrids of them and attention, are not part of this suite
     --te-precision-config-file --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag
 residuals and embeddings have the format of --precision
     --fp32-residual-connection --embedding-weights-in-fp32
-norms multiply by their weight, not by 1 + weight, whatever --normalization says; leave it out
-    --apply-layernorm-1p
 leave out --no-bias-gelu-fusion: the tanh form is this suite's default
     --openai-gelu
 the MLP has GeLU (tanh, or erf with --no-bias-gelu-fusion), --squared-relu, --swiglu, --geglu or --quick-geglu

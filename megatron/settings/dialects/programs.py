@@ -4,6 +4,7 @@
 _PROMPT = "-m megatron.tools.generate --prompt 'Hi, GPT2. Tell me where is Beijing?'"  # the one that they have inside
 # script or module -> the command here
 OURS = {
+    "gpt/preprocess_data.py": "-m megatron.tools.create_pretraining_data",  # PaddleFleetX's
     "preprocess_data.py": "preprocess_data.py",
     "merge_datasets.py": "merge_datasets.py",
     "create_pretraining_data.py": "-m megatron.tools.create_pretraining_data",
