@@ -112,6 +112,33 @@ def test_ranks_of_a_launcher_stay_as_they_are(capsys):
     assert capsys.readouterr().err == ""
 
 
+def joins(*words, **more):
+    raise AssertionError("ranks are joined")
+
+
+def test_planning_joins_no_ranks(capsys, monkeypatch):
+    """In the environment of PAI's DLC each of these commands is alone."""
+    from megatron.planner.preflight import run
+    from megatron.settings.parse import parse_pretrain
+    from megatron.tools import plan, pretrain
+
+    monkeypatch.setattr("torch.distributed.init_process_group", joins)
+    for name, value in DLC.items():
+        monkeypatch.setenv(name, value)
+    model = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 1024".split()
+    cluster = "--world-size 16 --local-world-size 8 --device-name A100-80GB".split()
+    searched = [*model, *cluster, "--max-global-batch-size", "16"]
+    pretrain.main(["--task-type", "llmacc.megatron.GPT", *searched], env=DLC)
+    plan.main(searched)
+    assert capsys.readouterr().out.count("torchrun --") >= 2
+    pretrain.main([*searched, "--dry-run", "--train-iters", "2", "--mock-data", "--lr", "1e-4"], env=DLC)
+    monkeypatch.setattr(run, "check_design", lambda *words: None)
+    monkeypatch.setattr(run, "together", joins)
+    flags = [*model, *cluster, *"--micro-batch-size 1 --global-batch-size 16 --lr 1e-4 --train-iters 2".split()]
+    run.preflight(parse_pretrain([*flags, "--mock-data", "--preflight"]), None, env=DLC)
+    assert "the machines of the 16 ranks" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("rank, world, others", [(0, 2, "rank 1"), (1, 2, "rank 0"), (0, 3, "some of ranks 1 to 2")])
 def test_a_rank_says_whom_it_waited_for(rank, world, others, monkeypatch):
     from megatron.mpu.initialize import dist, join_job
