@@ -4,8 +4,8 @@
     python -m megatron.tools.dashboard runs
     python -m megatron.tools.dashboard runs/345M runs/1.3B s3://bucket/team/7B --port 8050
 
-FOLDER... are the --save folders of runs, any folders above them, or prefixes of an object store. New runs appear by
-themselves. The page is for this machine alone, unless --host says otherwise. docs/watching.md explains it.
+FOLDER... are the --save folders of runs, any folders above them, or prefixes of an object store. New runs in a folder
+appear by themselves. The page is for this machine alone, unless --host says otherwise. docs/watching.md explains it.
 """
 
 import importlib.util
