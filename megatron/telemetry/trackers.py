@@ -15,7 +15,6 @@ from typing import Optional
 
 from megatron.errors import SettingsError
 from megatron.settings.schema import Logging
-from megatron.storage.durable import replace_file
 
 WANDB_RUN = "wandb_run"  # entry of state.json: id of the training's run at Weights & Biases; NAME.txt in --save
 
@@ -136,6 +135,8 @@ def keep_wandb_run(folder: Path, run_id: str) -> None:
     """Write the id into the folder of a run. Raises OSError."""
     if kept_wandb_run(folder) != run_id:
         folder.mkdir(parents=True, exist_ok=True)
+        from megatron.storage.durable import replace_file  # which needs a package
+
         replace_file(folder / f"{WANDB_RUN}.txt", f"{run_id}\n".encode())
 
 
