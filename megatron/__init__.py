@@ -18,16 +18,22 @@ if sys.version_info < (3, 10):  # noqa: UP036 (told before anything is imported 
 
 
 # Commands that users type by another module's name: `python -m NAME` -> file of the module that answers.
-ALIASES = {"megatron.pretrain": "tools/pretrain.py", "megatron.tasks.main": "tools/tasks.py"}
+COMMANDS = "tools/__main__.py"
+ALIASES = {
+    "megatron.__main__": COMMANDS,
+    "megatron.pretrain": "tools/pretrain.py",
+    "megatron.tasks.main": "tools/tasks.py",
+}
 
 
 class _Aliases:
-    """Finds the modules of ALIASES for `import` and `python -m`."""
+    """Finds the modules of ALIASES for `import` and `python -m`; a mistyped command is answered by COMMANDS."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name in ALIASES:
-            return spec_from_file_location(name, Path(__file__).parent / ALIASES[name])
+        mistyped = name.rpartition(".")[0] == "megatron.tools" and sys.argv[:1] == ["-m"]  # `python -m NAME`
+        if file := ALIASES.get(name, COMMANDS if mistyped else None):
+            return spec_from_file_location(name, Path(__file__).parent / file)
 
 
 sys.meta_path.append(_Aliases)

@@ -11,11 +11,12 @@ from typing import Any, Optional
 
 import torch
 
+from megatron.checkpoint.backends import backend_of
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.reader import PART, Reader
 from megatron.checkpoint.store import Piece, share
-from megatron.storage.durable import replace_file
+from megatron.storage.urls import UrlPath
 from megatron.tokenizer.chat_template import CONFIG, FILE
 
 OPTIMIZER = "optimizer."  # prefix of the names of optimizer state: optimizer.exp_avg.blocks.0...
@@ -37,11 +38,16 @@ def reshard(source: "Reader | Computed", out: Path, shards: Iterable[list[Piece]
 
     with Saver(out) as saver:
         written = saver.write(state["iteration"], shards, state, parts=parts)
-    for name in COMPANIONS:
-        place, copy = source.folder.parent / name, out / name
-        if isinstance(place, Path) and place.is_file() and not copy.exists():
-            replace_file(copy, place.read_bytes())
+    copy_companions(source.folder.parent, out)
     return written
+
+
+def copy_companions(source: "Path | UrlPath", out: "Path | UrlPath") -> None:
+    """Copy the files beside the checkpoints of a folder (COMPANIONS) to another one that does not have them."""
+    for name in COMPANIONS:
+        place, copy = source / name, out / name
+        if place.is_file() and not copy.exists():
+            backend_of(out).replace(copy, place.read_bytes())
 
 
 class Computed:

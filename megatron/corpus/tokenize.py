@@ -34,6 +34,7 @@ class TokenizeOptions:
     tokenizer_model: Optional[str] = None
     vocab_size: Optional[int] = None
     tiktoken_pattern: Optional[str] = None
+    parse_special: bool = False
     append_eod: bool = False
     split_sentences: bool = False
     sentence_splitter: Literal["auto", "nltk", "sentencex"] = "auto"
@@ -45,7 +46,17 @@ class TokenizeOptions:
 
 
 OPTIONS = TokenizeOptions
-_OF_TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size", "tiktoken_pattern")
+_OF_TOKENIZER = (
+    *(
+        "tokenizer_type",
+        "vocab_file",
+        "merge_file",
+        "tokenizer_model",
+        "vocab_size",
+        "tiktoken_pattern",
+        "parse_special",
+    ),
+)
 
 
 def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:

@@ -9,9 +9,10 @@ The dump is cut at `</page>`, which does not occur elsewhere: texts contain `&lt
 stream, or many (multistream). Declarations of entities are refused: a few can expand to gigabytes.
 """
 
+import html
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from xml.parsers import expat
 
@@ -35,17 +36,26 @@ class WikiPage:
     text: str
 
 
+@dataclass(frozen=True)
+class DumpSite:
+    """What the head of a dump tells of its wiki."""
+
+    base: str = ""  # address to which ids are appended
+    language: str = ""  # code, such as "en"
+    namespaces: dict[str, str] = field(default_factory=dict)  # number -> name in the wiki's language
+
+
 class WikiDump:
-    """A dump, read once from its start. `base`: the address of its wiki, known after the first piece"""
+    """A dump, read once from its start. `site`: known after the first piece"""
 
     def __init__(self, path: str | Path):
-        self.path, self.base, self.language = str(path), "", ""
+        self.path, self.site = str(path), DumpSite()
 
     def pieces(self) -> Iterator[bytes]:
         """Whole pages in pieces. Raises DataError for a file that is no dump, damaged, or truncated."""
         stream = blocks(self.path)
         head, rest = self._until_first_page(stream)
-        self.base, self.language = _site(head, self.path)
+        self.site = _site(head, self.path)
         pages, size = [rest], len(rest)
         for block in stream:
             pages.append(block)
@@ -84,14 +94,16 @@ class WikiDump:
         return f"in the page {titles[-1].decode(errors='replace')!r}" if titles else "after its last page"
 
 
-def _site(head: bytes, path: str) -> tuple[str, str]:
-    """(address to which ids are appended, language) from the head before the first page."""
+def _site(head: bytes, path: str) -> DumpSite:
+    """The wiki, from the head before the first page."""
     if b"<!DOCTYPE" in head or b"<!ENTITY" in head:
         raise DataError(f"{path}: declares entities, as no dump of a wiki does", do="it is refused: they can be bombs")
     match = re.search(rb"<base>([^<]*)</base>", head)
     base = match[1].decode("utf-8", errors="replace").strip() if match else ""
     language = re.search(rb"<mediawiki[^>]*xml:lang=\"([\w-]*)\"", head)
-    return base.rpartition("/")[0], language[1].decode() if language else ""
+    named = re.findall(rb'<namespace key="(-?\d+)"[^>]*>([^<]*)</namespace>', head)
+    namespaces = {key.decode(): html.unescape(name.decode("utf-8", errors="replace")) for key, name in named}
+    return DumpSite(base.rpartition("/")[0], language[1].decode() if language else "", namespaces)
 
 
 class BadPages(ValueError):

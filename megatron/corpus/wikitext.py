@@ -5,32 +5,22 @@
     'Anarchism is a philosophy.'
 
 mwparserfromhell builds the tree. Templates are removed with their contents, except those that replace words of a sentence
-(`{{lang|fr|mot}}`, `{{convert|5|km}}`). Formulas stay, between dollars. Paragraphs are separated by blank lines; a heading
-is a line of its own; list items begin with "- ". Empty sections, and those of sources and links, are removed.
+(`{{lang|fr|mot}}`, `{{convert|5|km}}`, `{{formatnum:3}}`; see wikitext_templates.py). Formulas stay, between dollars.
+Paragraphs are separated by blank lines; a heading is a line of its own; list items begin with "- ". Empty sections, and
+those of sources and links, are removed.
 """
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+
+from megatron.corpus.wikitext_templates import MAGIC_WORDS, TEMPLATES, TITLES, WORDS, Arguments, magic_word
 
 # Marks in intermediate text: characters that XML forbids, so that no page contains them.
 HEADING, ITEM, BREAK, TERM = "\x01", "\x02", "\x03", "\x04"  # kinds of lines; separator of a term and its meaning
+FIRST = "\x05"  # the first argument of a magic word follows
 LITERAL = str.maketrans("{}[]|' ", "\x0e\x0f\x10\x11\x12\x13\x14")  # escapes markup characters in formulas and code
 AS_WRITTEN = str.maketrans("\x0e\x0f\x10\x11\x12\x13\x14", "{}[]|' ")
-
-
-def _words() -> dict[str, tuple[str, ...]]:
-    sections: dict[str, list[str]] = {}
-    for line in Path(__file__).with_name("wikitext_words.txt").read_text(encoding="utf-8").splitlines():
-        if line.startswith("["):
-            sections[line.strip("[]")] = []
-        elif line and line[0] != "#":
-            sections[list(sections)[-1]].append(line)
-    return {name: tuple(words) for name, words in sections.items()}
-
-
-WORDS = _words()
 
 
 @dataclass(frozen=True)
@@ -41,18 +31,24 @@ class WikiSite:
     categories: frozenset[str] = frozenset(WORDS["categories"])
     sections_of_links: frozenset[str] = frozenset(WORDS["sections of links"])
     lists: bool = True  # keep items of lists
+    language: str = "en"  # decides how numbers are written
+    title: str = ""  # of the present page
 
 
-def plain_text(source: str, site: WikiSite = WikiSite()) -> str:  # noqa: B008  # it cannot be changed
+def plain_text(source: str, site: WikiSite = WikiSite(), title: str = "") -> str:  # noqa: B008  # it cannot be changed
     """The text of a page; may be empty."""
     import mwparserfromhell
 
+    site = replace(site, title=title)
     source = choose_variant(without_notes(source.translate(_NOT_OURS)))
+    source = _LINK_IN_MAGIC_WORD.sub(rf"\1{FIRST}|", source)
     tree = mwparserfromhell.parse(source, skip_style_tags=True)
-    return _laid_out(_render(tree, site), site).translate(AS_WRITTEN)
+    return _laid_out(_render(tree, site), site).translate(AS_WRITTEN).replace(f"{FIRST}|", "")
 
 
-_NOT_OURS = dict.fromkeys([*AS_WRITTEN, *map(ord, (HEADING, ITEM, BREAK, TERM))])
+_NOT_OURS = dict.fromkeys([*AS_WRITTEN, *map(ord, (HEADING, ITEM, BREAK, TERM, FIRST))])
+# The parser takes `{{lc:[[A]]}}` for text: names of templates have no links. With `|` it is an argument.
+_LINK_IN_MAGIC_WORD = re.compile(rf"(\{{\{{\s*(?:{'|'.join(MAGIC_WORDS)})\s*:)(?=[^|{{}}]*\[\[)", re.IGNORECASE)
 _NOTE = re.compile(r"(<!--)|(-->)|(<ref\b[^<>]*/\s*>)|(<ref\b[^<>]*>)|(</ref\s*>)", re.IGNORECASE)
 
 
@@ -159,8 +155,7 @@ def _tag(node, site: WikiSite) -> str:
     if node.wiki_markup is not None and name in ("li", "dt", "dd"):
         return ITEM if name == "li" else TERM
     if name in ("math", "chem", "ce"):
-        formula = " ".join(str(node.contents or "").split())
-        return f"${formula}$".translate(LITERAL) if formula else ""
+        return _formula(str(node.contents or ""))
     text = _render(node.contents, site)
     if name in ("nowiki", "pre", "source", "syntaxhighlight"):
         text = text.translate(LITERAL)
@@ -169,14 +164,39 @@ def _tag(node, site: WikiSite) -> str:
     return f"\n{ITEM}{text}" if name == "li" else text
 
 
+def _formula(source: str) -> str:
+    formula = " ".join(source.split())
+    return f"${formula}$".translate(LITERAL) if formula else ""
+
+
+_PREFIX = re.compile(r"^\s*(?:(?:safe)?subst|template)\s*:\s*", re.IGNORECASE)
+
+
 def _template(node, site: WikiSite) -> str:
-    name = " ".join(str(node.name).replace("_", " ").split()).lower()
-    words = [_render(parameter.value, site).strip() for parameter in node.params if not parameter.showkey]
-    if name in TEMPLATES:
-        return TEMPLATES[name](words)
+    whole = _PREFIX.sub("", _render(node.name, site), count=1)
+    name = " ".join(whole.replace("_", " ").split()).lower()
+    if ":" in name:
+        first = whole.partition(":")[2].strip()
+        words = [] if first == FIRST else [first]
+        words += [f"{one.name}=" * one.showkey + _render(one.value, site) for one in node.params]
+        return magic_word(name.partition(":")[0].strip(), words, site.language)
+    if name in TITLES:
+        return site.title
+    if name == "tmath":
+        return _formula(str(node.params[0].value)) if node.params else ""
     if re.fullmatch(r"lang-[a-z-]{2,12}", name):
-        return _word(words, 0)
-    return ""
+        return _arguments(node, site)["1"]
+    if name not in TEMPLATES:
+        return ""
+    text = TEMPLATES[name](_arguments(node, site), site.language)
+    return f"\n{BREAK}\n{text}\n{BREAK}\n" if name in PARAGRAPHS else text
+
+
+def _arguments(node, site: WikiSite) -> Arguments:
+    return Arguments((str(one.name).strip(), _render(one.value, site).strip()) for one in node.params)
+
+
+PARAGRAPHS = frozenset((*WORDS["quotations"], *WORDS["blocks"]))
 
 
 _RENDER: dict[str, Callable] = dict(
@@ -190,65 +210,6 @@ _RENDER: dict[str, Callable] = dict(
     Comment=lambda node, site: "",
     Argument=lambda node, site: "" if node.default is None else _render(node.default, site),
 )
-
-
-# ---- templates that replace words of a sentence ------------------------------------------------------------------------
-
-
-def _word(words: list[str], number: int) -> str:
-    return words[number] if len(words) > number else ""
-
-
-def _measure(words: list[str]) -> str:
-    """`{{convert|5|to|10|km|mi}}` -> "5 to 10 km"."""
-    if len(words) >= 4 and words[1].lower() in ("to", "and", "or", "by", "x", "-", "\u2013", "and(-)"):
-        joint = dict(x="\u00d7", by="by").get(words[1].lower(), words[1])
-        between = "" if joint in "-\u2013" else " "
-        return f"{words[0]}{between}{joint}{between}{words[2]} {words[3]}"
-    return " ".join(words[:2])
-
-
-def _translated(words: list[str]) -> str:
-    """`{{nihongo|English|kanji|romaji}}` -> "English (kanji, romaji)"."""
-    others = ", ".join(word for word in words[1:3] if word)
-    return f"{_word(words, 0)} ({others})" if others and _word(words, 0) else _word(words, 0) or others
-
-
-def _fraction(words: list[str]) -> str:
-    """`{{frac|1|2}}` -> "1/2", `{{frac|3|1|2}}` -> "3 1/2"."""
-    *whole, top, bottom = words if len(words) > 1 else ["", *words] if words else ["", ""]
-    return " ".join([*whole, f"{top}/{bottom}".strip("/")])
-
-
-def _quotation(words: list[str]) -> str:
-    return f"\n{BREAK}\n{_word(words, 0)}\n{BREAK}\n"
-
-
-def _as_of(words: list[str]) -> str:
-    return "As of " + " ".join(reversed(words[:3])) if words else ""
-
-
-TEMPLATES: dict[str, Callable[[list[str]], str]] = {
-    **dict.fromkeys(WORDS["first word"], lambda words: _word(words, 0)),
-    **dict.fromkeys(("transl", "translit", "transliteration"), lambda words: words[-1] if words else ""),
-    **dict.fromkeys(("convert", "cvt"), _measure),
-    **dict.fromkeys(("nihongo", "nihongo2"), _translated),
-    **dict.fromkeys(("frac", "fraction", "sfrac"), _fraction),
-    **dict.fromkeys(("quote", "quotation", "cquote", "blockquote", "bquote", "quote box"), _quotation),
-    **dict.fromkeys(("chem", "chem2"), "".join),
-    **dict.fromkeys(("circa", "c."), lambda words: f"c. {_word(words, 0)}".strip()),
-    **dict.fromkeys(("snd", "spnd", "spaced ndash"), lambda words: " \u2013 "),
-    **dict.fromkeys(("nbsp", "spaces"), lambda words: " "),
-    **dict.fromkeys(("mdash", "mdashb"), lambda words: "\u2014"),
-    "lang": lambda words: _word(words, 1),
-    "tsl": lambda words: _word(words, 3) or _word(words, 2),
-    "as of": _as_of,
-    "'": lambda words: "'",
-    "'s": lambda words: "'s",
-    "ndash": lambda words: "\u2013",
-    "=": lambda words: "=",
-    "!": lambda words: "|",
-}
 
 
 # ---- lines -------------------------------------------------------------------------------------------------------------

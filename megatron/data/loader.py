@@ -18,6 +18,7 @@ import torch
 from megatron.data import masks, named_arrays
 from megatron.data.ledger import batch_hash, sample_hash
 from megatron.data.sampler import cyclic_position, micro_batch_samples
+from megatron.data.token_samples import UnknownToken
 from megatron.errors import DataError, SettingsError
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.mpu.chunks import row_numbers
@@ -125,6 +126,7 @@ class MicroBatchLoader:
         whole: bool = False,
         collate: Optional[Callable[[list], Sequence]] = None,
         arrays: Optional[Mapping[str, SampleArray]] = None,
+        refuse: named_arrays.Refuse = lambda ids, where: None,
     ):
         """seq_length, vocab_size: every sample is checked against these. cp_rank, cp_size: select the rank's rows of its
         samples.
@@ -134,6 +136,7 @@ class MicroBatchLoader:
         collate: items of the dataset -> as many samples, as `sample` returns them (`Recipe.collate`); --collate-fn
         overrides it
         arrays: the arrays of samples that are dicts (`Recipe.arrays`)
+        refuse: (ids, their sample) -> raises DataError, in the words of the tokenizer, if one is out of the vocabulary
         """
         wanting = [
             name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)
@@ -150,7 +153,7 @@ class MicroBatchLoader:
             self.collate = import_callable(
                 "--collate-fn", data.collate_fn, "a function that makes samples of what it is given"
             )
-        self.arrays = arrays
+        self.arrays, self.refuse = arrays, refuse
         self.pool = ThreadPoolExecutor(data.num_workers, "batches") if data.num_workers > 0 else None
         self.ahead: dict[tuple[int, int], Future] = {}  # (consumed, micro) -> prefetched micro-batch
 
@@ -273,6 +276,8 @@ class MicroBatchLoader:
         try:
             return self.dataset[number]
         except Exception as error:
+            if isinstance(error, UnknownToken):
+                self.refuse([error.token], error.where)
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"in sample {number} of {type(self.dataset).__name__}")
             raise
@@ -280,7 +285,7 @@ class MicroBatchLoader:
     def _checked(self, given, place: int):
         where = f"{type(self.dataset).__name__}[{self.number(place)}]"
         if self.arrays is not None:
-            return named_arrays.checked(given, self.arrays, where)
+            return named_arrays.checked(given, self.arrays, where, self.refuse)
         ids, mask, documents = parts_of(given, where)
         length = self.seq_length + 1 if self.seq_length else ids.size
         if ids.shape != (length,) or ids.dtype.kind not in "iu":
@@ -290,6 +295,7 @@ class MicroBatchLoader:
                 "mend the dataset (docs/extending.md#a-dataset)",
             )
         if self.vocab_size is not None and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            self.refuse(ids, where)
             at = int(np.argmax((ids < 0) | (ids >= self.vocab_size)))
             raise DataError(
                 f"{where} holds token {ids[at]} at position {at}, outside of the vocabulary of {self.vocab_size}",

@@ -6,18 +6,24 @@
 array([0., 1., 1.], dtype=float32)
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
 from megatron.errors import DataError
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 
+Refuse = Callable[[Iterable[int], str], None]
 DOCUMENTED = "docs/encoder_decoder.md#samples"
 
 
-def checked(sample, arrays: Mapping[str, SampleArray], where: str) -> dict[str, np.ndarray]:
-    """The sample with each array as int64, or float32 for masks. Raises DataError for an invalid sample."""
+def checked(
+    sample, arrays: Mapping[str, SampleArray], where: str, refuse: Refuse = lambda ids, where: None
+) -> dict[str, np.ndarray]:
+    """The sample with each array as int64, or float32 for masks. Raises DataError for an invalid sample.
+
+    refuse: for ids that are too large, in better words: see `MicroBatchLoader`
+    """
     if not isinstance(sample, Mapping):
         raise DataError(
             f"{where} is no sample: {type(sample).__name__}",
@@ -30,10 +36,11 @@ def checked(sample, arrays: Mapping[str, SampleArray], where: str) -> dict[str, 
             f"a sample has {', '.join(arrays)}; here are {', '.join(map(str, sample)) or 'none'}",
             f"mend the dataset ({DOCUMENTED})",
         )
-    return {name: _checked(np.asarray(sample[name]), array, f"{where}, {name}") for name, array in arrays.items()}
+    named = {name: f"{where}, {name}" for name in arrays}
+    return {name: _checked(np.asarray(sample[name]), array, named[name], refuse) for name, array in arrays.items()}
 
 
-def _checked(given: np.ndarray, array: SampleArray, where: str) -> np.ndarray:
+def _checked(given: np.ndarray, array: SampleArray, where: str, refuse: Refuse) -> np.ndarray:
     kinds = "biuf" if array.mask else "biu"
     if given.shape != array.shape or given.dtype.kind not in kinds:
         raise DataError(
@@ -47,6 +54,7 @@ def _checked(given: np.ndarray, array: SampleArray, where: str) -> np.ndarray:
         return given.astype(np.float32, copy=False)
     flat = given.reshape(-1)
     if not 0 <= flat.min() <= flat.max() < array.below:
+        refuse(flat, where)
         at = int(np.argmax((flat < 0) | (flat >= array.below)))
         raise DataError(
             f"{where} holds {flat[at]} at position {at}",

@@ -69,21 +69,21 @@ def _request(where: str, line: str) -> ScoringRequest:
 
 
 def encode_pair(tokenizer, context: str, continuation: str) -> Scored:
-    """Encode both texts together; tokens of the continuation are scored.
+    """Encode both texts together, as a prompt and its continuation; tokens of the continuation are scored.
 
-    Spaces at the end of the context move to the continuation, as in tokens. Without a context, the continuation follows the
-    end-of-document token.
+    White space at the end of the context moves to the continuation, as in lm-evaluation-harness. Without a context, the
+    continuation follows what the tokenizer puts before a prompt, or the end-of-document token.
     """
-    stripped = context.rstrip(" ")
+    stripped = context.rstrip()
     continuation, context = context[len(stripped) :] + continuation, stripped
-    before = tokenizer.encode(context) if context else []
-    whole = tokenizer.encode(context + continuation)
-    start = min(len(before), len(whole) - 1)
+    whole, start = tokenizer.encode_pair(context, continuation)
+    if len(whole) > len(tokenizer.prefix):  # a token is scored, if there is one
+        start = min(start, len(whole) - 1)
     if start:
         return Scored(whole, start)
-    if tokenizer.eod is None:
+    if tokenizer.begin is None:
         raise SettingsError("a request without context needs a tokenizer with an end-of-document token")
-    return Scored([tokenizer.eod, *whole], 1)
+    return Scored([tokenizer.begin, *whole], 1)
 
 
 def sample_of(scored: Scored, seq_length: int, fill: int = 0) -> tuple[np.ndarray, np.ndarray]:

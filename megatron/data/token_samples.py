@@ -24,13 +24,20 @@ class Origin(NamedTuple):
     parts: list[SamplePart]
 
 
+class UnknownToken(DataError):
+    """A sample has a token outside of the vocabulary. token: its id; where: its file and sample"""
+
+    def __init__(self, token: int, size: int, file: str, sample: str):
+        self.token, self.where = token, f"{file}, {sample},"
+        do = "train with the tokenizer that the data was preprocessed with"
+        super().__init__(f"{file} holds token {token}, outside of the vocabulary of {size}", f"in {sample}", do)
+
+
 def refuse_unknown_tokens(ids: np.ndarray, index: int, dataset) -> None:
-    """Raise DataError if sample `index` of a dataset has an id outside of its `vocab_size` (None: unknown)."""
+    """Raise UnknownToken if sample `index` of a dataset has an id outside of its `vocab_size` (None: unknown)."""
     size = dataset.vocab_size
     if size is not None and (ids.max() >= size or ids.min() < 0):
-        raise DataError(
-            f"{dataset.tokens.tokens_path} holds token {ids[(ids >= size) | (ids < 0)][0]}, outside of the vocabulary of "
-            f"{size}",
-            f"in sample {index}, which starts in document {dataset.origin(index).parts[0].document}",
-            "train with the tokenizer that the data was preprocessed with",
-        )
+        wrong = int(ids[(ids >= size) | (ids < 0)][0])
+        document = dataset.origin(index).parts[0].document
+        sample = f"sample {index}, which starts in document {document}"
+        raise UnknownToken(wrong, size, str(dataset.tokens.tokens_path), sample)

@@ -7,7 +7,7 @@ intended, and are logged.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple, Optional
 
@@ -59,6 +59,8 @@ def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
     for group, name, what in meanings(config):
         if what != "irrelevant" and group not in idle and name in before.get(group, {}):
             was, value = before[group][name], here[group][name]
+            if name == "tokenizer_type" and was is None:  # earlier versions did not record what the files imply
+                continue
             if what == REFUSED_IN_TRAINING:
                 what = LOGGED if config.batch.skip_train else REFUSED
             if _plain(was) != _plain(value):
@@ -92,9 +94,9 @@ def overridden(config: Config) -> set[str]:
     return names
 
 
-def same_vocabulary(record: Mapping[str, Any], vocabulary: Optional[str]) -> bool:
-    """Whether a checkpoint has the vocabulary of this fingerprint. None: this run's tokens are plain numbers."""
-    return vocabulary is not None and record.get("vocabulary") == vocabulary
+def same_vocabulary(record: Mapping[str, Any], vocabulary: Sequence[str]) -> bool:
+    """Whether a checkpoint has the vocabulary of one of these fingerprints. None of them: tokens are plain numbers."""
+    return record.get("vocabulary") in vocabulary
 
 
 def refuse_another_model(config: Config, saved: dict[str, dict]) -> None:

@@ -114,15 +114,16 @@ def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText 
             rooms,
             no_sentinels(tokenizer, sources),
         )
-    prompts = [tokenizer.encode(prompt) for prompt in asked.prompts]
+    end = tokenizer.eod if loaded.ends is None else loaded.ends
+    prompts = [tokenizer.encode_prompt(prompt) for prompt in asked.prompts]
     check_prompts(prompts, loaded.longest)
     rooms = [loaded.longest - len(prompt) for prompt in prompts for _ in range(asked.samples)]
     if search.num_beams > 1 or not asked.use_cache:
-        more |= dict(longest=loaded.longest, end=tokenizer.eod, use_cache=asked.use_cache)
+        more |= dict(longest=loaded.longest, end=end, use_cache=asked.use_cache)
         found = generate(loaded.model, prompts, sampling, search, **more)
         befores = [prompt for prompt in prompts for _ in range(asked.samples)]
         return GeneratedTexts(_whole(found, rooms, tokenizer, sampling, on_text, befores), rooms, [])
-    scores = dict(end=tokenizer.eod, logprobs=asked.logprobs, prompt_logprobs=asked.prompt_logprobs)
+    scores = dict(end=end, logprobs=asked.logprobs, prompt_logprobs=asked.prompt_logprobs)
     repeated = (tuple(prompt) for prompt in prompts for _ in range(asked.samples))
     requests = [Request(prompt, *draw, **scores) for prompt, draw in zip(repeated, asked.draws, strict=True)]
     engine = Engine(loaded.model, longest=loaded.longest, max_batch=max(1, min(len(requests), BATCH)))

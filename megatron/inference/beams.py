@@ -15,7 +15,7 @@ from typing import Optional, Protocol
 import torch
 
 from megatron.inference.choices import RowState, adjusted
-from megatron.inference.sampling import Sampling, Search
+from megatron.inference.sampling import Ends, Sampling, Search
 from megatron.inference.stages import of_last_stage
 from megatron.mpu.mesh import Axis
 
@@ -40,7 +40,7 @@ def beam_steps(
     *,
     vocab_size: int,
     cache: Optional[Reordered],
-    end: Optional[int],
+    end: Ends,
     counted: int = 0,
     pp: Axis,
 ) -> Generator[None, None, list[Finished]]:

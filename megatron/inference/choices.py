@@ -25,7 +25,7 @@ from typing import Optional
 
 import torch
 
-from megatron.inference.sampling import Sampling
+from megatron.inference.sampling import Ends, Sampling
 
 CANDIDATES = (
     256  # likeliest tokens among which a nucleus is looked for, before more of them: a tenth of the time of a sort
@@ -37,7 +37,7 @@ class RowState:
 
     prompt  token ids that the repetition penalty counts beside the new ones
     limit   new tokens after which the text is cut, at most --tokens-to-generate: the model's context may end earlier
-    end     the end of document, if there is one
+    end     the token that ends it, or several; None: only its length does
     index   the number of this text among those with the same seed
     """
 
@@ -47,7 +47,7 @@ class RowState:
         prompt: Sequence[int] = (),
         *,
         limit: Optional[int] = None,
-        end: Optional[int] = None,
+        end: Ends = None,
         index: int = 0,
         new: Iterable[int] = (),
     ):

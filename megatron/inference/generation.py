@@ -16,7 +16,7 @@ from megatron.inference.blocks import BlockPool, Table
 from megatron.inference.choices import RowState, choose
 from megatron.inference.engine import BLOCK_SIZE, Engine
 from megatron.inference.requests import Request
-from megatron.inference.sampling import GREEDY, Sampling, Search
+from megatron.inference.sampling import GREEDY, Ends, Sampling, Search
 from megatron.inference.scoring import ALONE
 from megatron.inference.stages import of_last_stage
 from megatron.model.cache import PagedCache
@@ -33,7 +33,7 @@ def generate(
     beams: Search = GREEDY,
     *,
     longest: int,
-    end: Optional[int] = None,
+    end: Ends = None,
     use_cache: bool = True,
     best: int = 1,
     draws: Optional[Sequence[tuple[Sampling, int]]] = None,
@@ -99,7 +99,7 @@ def _recomputed(
     *,
     place: int,
     longest: int,
-    end: Optional[int],
+    end: Ends,
     on_token,
     count: int,
     pp: Axis,
@@ -120,7 +120,7 @@ def _recomputed(
 
 
 def _best_of_beams(
-    model, prompt, sampling: Sampling, beams: Search, longest: int, end: Optional[int], use_cache: bool, pp: Axis
+    model, prompt, sampling: Sampling, beams: Search, longest: int, end: Ends, use_cache: bool, pp: Axis
 ) -> list[list[int]]:
     """Beam search for one prompt, best first; the prompt is computed once."""
     steps = min(sampling.tokens_to_generate, longest - len(prompt))

@@ -2,18 +2,17 @@
 """Hugging Face's generation_config.json beside a model: the settings that its authors recommend. Needs no torch.
 
 >>> found = defaults_of(dict(do_sample=True, top_p=0.9, max_new_tokens=256, eos_token_id=[2, 7], guidance_scale=1.5))
->>> found.settings
-{'top_p': 0.9, 'tokens_to_generate': 256, 'stop_token_ids': [2, 7]}
->>> found.unknown
-['guidance_scale']
+>>> found.settings, found.ends, found.unknown
+({'top_p': 0.9, 'tokens_to_generate': 256}, (2, 7), ['guidance_scale'])
 """
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional, Union
 
 from megatron.errors import DataError
+from megatron.storage.urls import UrlPath, location
 
 NAME = "generation_config.json"
 SAME = """temperature top_k top_p min_p repetition_penalty num_beams length_penalty num_beam_groups diversity_penalty
@@ -31,10 +30,11 @@ ELSEWHERE = """bos_token_id pad_token_id decoder_start_token_id transformers_ver
 
 
 class Recommended(NamedTuple):
-    """Settings by name, and the keys that have no equivalent here."""
+    """Settings by name, keys that have no equivalent here, and the tokens that end a text; None: the end of document."""
 
     settings: dict[str, Any]
     unknown: list[str]
+    ends: Optional[tuple[int, ...]] = None
 
 
 def defaults_of(content: Mapping[str, Any], given: frozenset[str] = frozenset()) -> Recommended:
@@ -47,8 +47,7 @@ def defaults_of(content: Mapping[str, Any], given: frozenset[str] = frozenset())
     if isinstance(settings.get("stop"), str):
         settings["stop"] = [settings["stop"]]
     ends = content.get("eos_token_id")
-    if ends is not None:
-        settings["stop_token_ids"] = list(ends) if isinstance(ends, list) else [ends]
+    ends = ends if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
     if content.get("bad_words_ids"):
         settings["bad_words_ids"] = [",".join(map(str, word)) for word in content["bad_words_ids"]]
     if content.get("suppress_tokens"):
@@ -61,22 +60,41 @@ def defaults_of(content: Mapping[str, Any], given: frozenset[str] = frozenset())
     if "num_beams" in given:
         for name in ("length_penalty", "num_beam_groups", "diversity_penalty"):
             settings.pop(name, None)
-    if "ignore_eos" in given:
-        settings.pop("stop_token_ids", None)
     known = {*SAME, *RENAMED, *ELSEWHERE, "eos_token_id", "suppress_tokens", "bad_words_ids", "do_sample"}
     unknown = sorted(key for key, value in content.items() if key not in known and value not in (False, [], {}))
-    return Recommended({name: value for name, value in settings.items() if name not in given}, unknown)
+    return Recommended({name: value for name, value in settings.items() if name not in given}, unknown, ends)
 
 
-def read(folder: str, given: frozenset[str] = frozenset()) -> Recommended:
-    """`defaults_of` the file in a folder; nothing if there is none. Raises DataError."""
-    path = Path(folder) / NAME
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+def file_in(folder: Union[str, Path, UrlPath]) -> Optional[Union[Path, UrlPath]]:
+    """The file in a folder, or, as in imports of earlier versions, beside its tokenizer; None if there is none."""
+    places = (location(folder) / NAME, location(folder) / "tokenizer" / NAME)
+    return next((place for place in places if place.is_file()), None)
+
+
+def read(folder: Union[str, Path, UrlPath], given: frozenset[str] = frozenset()) -> Recommended:
+    """`defaults_of` the file in a folder, or beside its tokenizer; nothing if there is none. Raises DataError."""
+    path = file_in(folder)
+    if path is None:
         return Recommended({}, [])
+    try:
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a generation config", str(error), "repair or remove it") from None
     if not isinstance(content, dict):
         raise DataError(f"{path}: not a generation config", "it is no object", "repair or remove it")
     return defaults_of(content, given)
+
+
+def with_end(folder: Union[Path, UrlPath], end: int) -> dict[str, str]:
+    """Name -> content of the file in a folder, with a further token that ends a text; nothing if it needs no change."""
+    ends = read(folder).ends
+    if ends is None or end in ends:
+        return {}
+    content = json.loads((folder / NAME).read_bytes())
+    return {NAME: json.dumps(content | dict(eos_token_id=[end, *ends]), indent=2) + "\n"}
+
+
+def ends_beside(path: Union[Path, UrlPath]) -> Optional[tuple[int, ...]]:
+    """The tokens that end a text, by the file in the folder of a model, or in the folder of its checkpoints."""
+    folders = (location(path), location(path).parent)
+    return next((ends for folder in folders if (ends := read(folder).ends) is not None), None)

@@ -11,8 +11,12 @@ import torch
 
 from megatron.checkpoint.folder import choose, restore
 from megatron.checkpoint.reader import QUANTIZED, Reader
+from megatron.data.blend import parse_blend
+from megatron.data.formats import datasets_of
+from megatron.data.vocabulary import identity_learned, other_ids, refuse_another_identity
 from megatron.errors import CheckpointError, SettingsError, numbered
 from megatron.inference.expert_ranks import refuse_experts
+from megatron.inference.generation_config import ends_beside
 from megatron.inference.gptq import quantize_model
 from megatron.inference.quantize import free_weights, quantize_layers
 from megatron.inference.quantized import quantized_pieces, refuse_twice
@@ -28,7 +32,7 @@ from megatron.mpu.placement import placed_buffers
 from megatron.optimizer.buffers import buffer_pieces, fill_buffers
 from megatron.optimizer.units import flat_units_of, materialise, owned_ranges, pieces_of
 from megatron.settings import schema
-from megatron.settings.from_checkpoint import located, refuse_lost
+from megatron.settings.from_checkpoint import FILES, located, refuse_lost
 from megatron.settings.rules import violations
 from megatron.settings.statements import NONE
 from megatron.storage.urls import UrlPath, location
@@ -67,6 +71,12 @@ class Loaded:
         """The tokenizer of the training run."""
         return open_tokenizer(self)
 
+    @cached_property
+    def ends(self) -> Optional[tuple[int, ...]]:
+        """The tokens that end a text, by the generation_config.json beside the model; None: the end of document."""
+        ends = ends_beside(self.path)
+        return ends and tuple(end for end in ends if end < self.vocab_size)  # no model writes others
+
     def generate(self, texts: str | Sequence[str], **settings) -> list[str]:
         """The continuation of each text, or the answer of an encoder-decoder to it.
 
@@ -82,6 +92,11 @@ class Loaded:
     def check_words(self) -> None:
         """See `refuse_head`."""
         refuse_head(self.config, self.vocab_size, self.path)
+
+
+def without_model(config: schema.Config, record: dict[str, Any], path: Path) -> Loaded:
+    """A checkpoint whose model is not built: for its tokenizer."""
+    return Loaded(None, config, record, record["vocab_size"], int(record.get("iteration") or 0), path, ())
 
 
 def refuse_head(config: schema.Config, vocab_size: int, path: Path) -> None:
@@ -140,6 +155,7 @@ def quantized(loaded: Loaded, how: QuantizeOptions) -> Loaded:
     if not how.quantize:
         return loaded
     if how.quantize_method == "gptq":
+        refuse_other_tokens(loaded, how.calibration_data or (), "--calibration-data")
         notice = quantize_model(loaded.model, loaded.facts, how, loaded.longest)
         return replace(loaded, notices=(*loaded.notices, notice))
     quantize_layers(chunks_of(loaded.model), loaded.facts, how)
@@ -223,27 +239,70 @@ def tokenizer_settings(loaded: Loaded, given: Mapping[str, Any] = NONE) -> schem
 
     Raises DataError if its files are gone, SettingsError if it had no tokenizer (mock data).
     """
-    from megatron.tokenizer import tokenizer_type
-    from megatron.tokenizer.named import with_files
+    from megatron.tokenizer import resolved
 
-    if given.get("tokenizer_model"):  # a folder or file that replaces the others
-        given = dict(vocab_file=None, merge_file=None) | dict(given)
-    settings = replace(loaded.config.tokenizer, **given)
+    settings = _chosen(loaded, given)
     if not (settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model):
         raise SettingsError(f"{loaded.path} was trained without a tokenizer", do="give one: --vocab-file, --merge-file")
     refuse_lost(loaded.record, "tokenizer", set(given))
-    kind = tokenizer_type(settings)
-    return with_files(replace(settings, tokenizer_type=kind), kind)
+    return resolved(settings)
+
+
+def _chosen(loaded: Loaded, given: Mapping[str, Any]) -> schema.TokenizerSettings:
+    """The settings of the training run, overridden by `given`. Its files may be those of a folder or name."""
+    if given.get("tokenizer_model"):  # a folder or file that replaces the others
+        given = dict(vocab_file=None, merge_file=None) | dict(given)
+    own = loaded.config.tokenizer
+    if own.tokenizer_type == "NullTokenizer" and any(given.get(name) for name in FILES):  # words for a run of numbers
+        own = replace(own, tokenizer_type=None)
+    return replace(own, **given)
+
+
+def text_tokenizer(loaded: Loaded, given: Mapping[str, Any] = NONE):
+    """The tokenizer of `open_tokenizer`; None for a run whose tokens are numbers, if `given` names no vocabulary."""
+    return open_tokenizer(loaded, given) if _chosen(loaded, given).of_texts else None
+
+
+def refuse_other_tokens(loaded: Loaded, words: Sequence[str], flag: str) -> None:
+    """Raise DataError for token files with another vocabulary than the model has learned. Needs no files of it.
+
+    words: prefixes or folders, and weights between them, of `flag`
+    """
+    if words and (learned := identity_learned(loaded.record)):
+        prefixes = [prefix for word in parse_blend(words, flag).prefixes for prefix in datasets_of(word)]
+        refuse_another_identity(prefixes, learned)
 
 
 def open_tokenizer(loaded: Loaded, given: Mapping[str, Any] = NONE, log=lambda text: None):
-    """Build the tokenizer of `tokenizer_settings`. Raises SettingsError for another vocabulary than the model's, because
-    all scores would be wrong.
-    """
+    """Build the tokenizer of `tokenizer_settings`, for the model: see `check_vocabulary`."""
     from megatron.tokenizer import build_tokenizer
 
-    tokenizer = build_tokenizer(tokenizer_settings(loaded, given), log)
-    if tokenizer.vocab_size > loaded.vocab_size:
+    settings = tokenizer_settings(loaded, given)
+    return check_vocabulary(build_tokenizer(settings, log), loaded, settings, given, log)
+
+
+def check_vocabulary(
+    tokenizer,
+    loaded: Loaded,
+    settings: schema.TokenizerSettings,
+    given: Mapping[str, Any] = NONE,
+    log=lambda text: None,
+):
+    """The tokenizer for a model: `tokenizer.rows.within` its rows. given: the user's of its settings
+
+    Raises SettingsError for another vocabulary than the model's, because all scores would be wrong.
+    """
+    from megatron.tokenizer.rows import has_learned, is_own, within
+
+    learned = loaded.record.get("vocabulary")
+    if has_learned(loaded.record, tokenizer) is False:
+        raise SettingsError(
+            f"this is not the vocabulary that {loaded.path} has learned: the same numbers mean other words",
+            f"its files: {learned[:8]}; {tokenizer.name} now: {tokenizer.fingerprint[:8]} (fingerprints)",
+            "give the files of the training run: --vocab-file, --merge-file, or --tokenizer-model",
+        )
+    own = is_own(loaded.record, tokenizer, settings.vocab_extra_ids, any(map(given.get, ("tokenizer_type", *FILES))))
+    if tokenizer.vocab_size > loaded.vocab_size and not own:
         raise SettingsError(
             f"the tokenizer has {tokenizer.vocab_size} ids, the model {loaded.vocab_size}",
             do="give the tokenizer that the model was trained with",
@@ -254,11 +313,6 @@ def open_tokenizer(loaded: Loaded, given: Mapping[str, Any] = NONE, log=lambda t
             f"--vocab-size {asked}: the vocabulary has {tokenizer.vocab_size} tokens, the model {loaded.vocab_size}",
             do="leave it out",
         )
-    learned = loaded.record.get("vocabulary")  # unknown for imported models and checkpoints of earlier versions
-    if learned not in (None, tokenizer.fingerprint):
-        raise SettingsError(
-            f"this is not the vocabulary that {loaded.path} has learned: the same numbers mean other words",
-            f"its files: {learned[:8]}; {tokenizer.name} now: {tokenizer.fingerprint[:8]} (fingerprints)",
-            "give the files of the training run: --vocab-file, --merge-file, or --tokenizer-model",
-        )
-    return tokenizer
+    for note in other_ids(tokenizer, str(loaded.path), learned):
+        log(note)
+    return within(tokenizer, loaded.vocab_size)

@@ -13,9 +13,14 @@ from megatron.tokenizer.base import SENTINEL
 def source_of(tokenizer, prompt: str, number: Optional[int] = None) -> list[int]:
     """Encode a text for the encoder; <extra_id_0> ... in it are sentinels for the spans to generate. number: for errors
 
+    A tokenizer that puts a token after prompts, as Hugging Face's of T5 does, encodes the text as any other prompt. For
+    others there is no white space before a sentinel.
+
     Raises DataError for a sentinel that is not in the vocabulary.
     """
     first, *rest = re.split(f"{SENTINEL.format('([0-9]+)')}", prompt)
+    if tokenizer.suffix and all(int(n) < len(tokenizer.sentinels) for n in rest[::2]):
+        return tokenizer.encode_prompt(prompt)
     if not rest:
         return tokenizer.encode(first)
     ids, sentinels = tokenizer.encode(first.rstrip()) if first.strip() else [], tokenizer.sentinels

@@ -8,7 +8,7 @@ of them: the engine knows token ids only.
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Optional
 
-from megatron.inference.sampling import Sampling, Search
+from megatron.inference.sampling import Ends, Sampling, Search
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -20,7 +20,7 @@ class Request:
     prompt           token ids, at least one
     sampling         how tokens are chosen; its seed, too
     index            the number of this text among those with the same seed: texts of different numbers draw differently
-    end              the token that ends the text; None: only its length does. It is not part of the answer
+    end              the token that ends the text, or several; None: only its length does. It is not part of the answer
     logprobs         at each new token, report the log-probabilities of this many likeliest tokens; 0: of the new token
                      only; None: none
     prompt_logprobs  report those of the prompt's tokens as well
@@ -32,7 +32,7 @@ class Request:
     prompt: tuple[int, ...]
     sampling: Sampling
     index: int = 0
-    end: Optional[int] = None
+    end: Ends = None
     logprobs: Optional[int] = None
     prompt_logprobs: bool = False
     adjusted: bool = False

@@ -4,12 +4,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Optional
+from typing import Literal, Optional, Union
 
 from megatron.errors import SettingsError
 from megatron.settings.effects import Needs
 from megatron.settings.schema import setting
 from megatron.settings.statements import NONE, Statement, words_of
+
+Ends = Union[int, Sequence[int], None]  # the tokens that end a text; None: only its length does
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ class Sampling:
     min_tokens_to_generate: int = setting(
         "no text ends before it has this many new tokens", 0, "--min-new-tokens", "--min-tokens", "--min-dec-len"
     )
-    greedy: bool = setting("always the most likely token", False)
+    greedy: bool = setting(
+        "always the most likely token", False, "--decode-strategy", also=dict(greedy_search=True, sampling=False)
+    )
     temperature: float = setting("below 1: closer to greedy; above 1: more surprising; 0: greedy", 1.0)
     top_k: int = setting("choose among this many most likely tokens; 0: all; 1: greedy", 0, "--topk")
     top_p: float = setting(
@@ -63,8 +67,8 @@ class Sampling:
     stop: Optional[list[str]] = setting(
         "a text ends before any of these strings", None, "--stop-strings", "--stop-words", "--stop-sequences"
     )
-    stop_token_ids: Optional[list[int]] = setting("tokens that end a text, beside the end of document", None)
-    ignore_eos: bool = setting("the end of document does not end a text", False)
+    stop_token_ids: Optional[list[int]] = setting("tokens that end a text, beside those of the model", None)
+    ignore_eos: bool = setting("the tokens with which the model ends texts do not end this one", False)
     sampling_seed: int = setting("seed of the choices; the same seed gives the same text", 1234, "--seed")
 
     @property
@@ -93,9 +97,9 @@ class Sampling:
         words = (word.split(",") if isinstance(word, str) else word for word in self.bad_words_ids or ())
         return tuple(tuple(map(int, word)) for word in words)
 
-    def ends(self, end: Optional[int]) -> frozenset[int]:
-        """The tokens that end a text. end: the end of document, if there is one."""
-        own = () if end is None or self.ignore_eos else (end,)
+    def ends(self, end: Ends) -> frozenset[int]:
+        """The tokens that end a text. end: those of the model."""
+        own = () if end is None or self.ignore_eos else (end,) if isinstance(end, int) else end
         return frozenset((*own, *(self.stop_token_ids or ())))
 
     def top_p_at(self, new: int) -> float:

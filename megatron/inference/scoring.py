@@ -79,26 +79,27 @@ def score(
     axis: Axis = ALONE,
     progress: Callable[[int, int], None] = lambda done, total: None,
     part: Optional[np.ndarray] = None,
+    prefix: Sequence[int] = (),
 ) -> Score:
     """Score a text of token ids [n].
 
     Every rank of `axis` has the whole text and the model, or its part of the model, and returns the same score. `progress`
     receives (predicted so far, total) after every batch of this rank. part: bool [n], tokens that are also scored
-    separately, with all tokens as context.
+    separately, with all tokens as context. prefix: what the tokenizer puts before a prompt: each window begins with it.
     """
-    device = next(model.parameters()).device
-    todo = list(windows(len(tokens), length, stride))
+    device, room = next(model.parameters()).device, length - len(prefix)
+    todo = list(windows(len(tokens), room, min(stride, room)))
     predicted = list(accumulate((window.counted for window in todo), initial=0))  # before each window
     sums = torch.zeros(2, -(-len(todo) // batch_size), dtype=torch.float64)  # for each batch: all tokens, and the part
     for at in range(axis.rank * batch_size, len(todo), axis.size * batch_size):
         some = todo[at : at + batch_size]
-        inputs, labels, counted = window_batch(tokens, some)
+        inputs, labels, counted = window_batch(tokens, some, prefix)
         batch = MicroBatch(inputs.to(device), labels.to(device), torch.arange(len(some)))
         losses = model.token_losses(None, batch)  # [s, b]; None except on the last pipeline stage
         if losses is not None:
             sums[0, at // batch_size] = (losses.double() * counted.to(device)).sum().item()
         if losses is not None and part is not None:
-            own = counted * torch.from_numpy(of_windows(part, some, len(counted)))
+            own = counted * torch.from_numpy(of_windows(part, some, len(counted), len(prefix)))
             sums[1, at // batch_size] = (losses.double() * own.to(device)).sum().item()
         reached = min(
             len(todo), at + (axis.size - axis.rank) * batch_size
@@ -111,24 +112,27 @@ def score(
     )
 
 
-def of_windows(values: np.ndarray, part: Sequence[Window], s: int) -> np.ndarray:
-    """The values [n] of the tokens that windows predict: float64 [s, b], 0 after their ends."""
+def of_windows(values: np.ndarray, part: Sequence[Window], s: int, before: int = 0) -> np.ndarray:
+    """The values [n] of the tokens that windows predict: float64 [s, b], 0 after their ends and in `before` rows."""
     found = np.zeros((s, len(part)), np.float64)
     for column, (start, length, _) in enumerate(part):
-        found[:length, column] = values[start + 1 : start + length + 1]
+        found[before : before + length, column] = values[start + 1 : start + length + 1]
     return found
 
 
-def window_batch(tokens: np.ndarray, part: Sequence[Window]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(inputs, labels, weights of predictions) of windows, each [s, b].
+def window_batch(
+    tokens: np.ndarray, part: Sequence[Window], prefix: Sequence[int] = ()
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(inputs, labels, weights of predictions) of windows, each [s, b]. prefix: tokens before each of them.
 
     Shorter windows are padded at the end, which does not affect other tokens under causal attention.
     """
-    s = max(window.length for window in part)
+    before = len(prefix)
+    s = before + max(window.length for window in part)
     inputs, labels = np.zeros((s, len(part)), np.int64), np.zeros((s, len(part)), np.int64)
     counted = np.zeros((s, len(part)), np.float64)
     for column, (start, length, new) in enumerate(part):
-        piece = tokens[start : start + length + 1]
-        inputs[:length, column], labels[:length, column] = piece[:-1], piece[1:]
-        counted[length - new : length, column] = 1
+        piece, end = np.concatenate([prefix, tokens[start : start + length + 1]]).astype(np.int64), before + length
+        inputs[:end, column], labels[:end, column] = piece[:-1], piece[1:]
+        counted[end - new : end, column] = 1
     return torch.from_numpy(inputs), torch.from_numpy(labels), torch.from_numpy(counted)

@@ -15,7 +15,7 @@ from megatron.errors import DataError
 from megatron.inference.beams import Finished, beam_steps, first_of, texts_of
 from megatron.inference.choices import RowState, choose
 from megatron.inference.engine import logprobs_of
-from megatron.inference.sampling import GREEDY, Sampling, Search
+from megatron.inference.sampling import GREEDY, Ends, Sampling, Search
 from megatron.inference.scoring import ALONE
 from megatron.inference.stages import of_last_stage
 from megatron.model.t5.layers import DecoderCache
@@ -32,7 +32,7 @@ def generate_targets(
     *,
     longest: tuple[int, int],
     start: int = 0,
-    end: Optional[int] = None,
+    end: Ends = None,
     best: int = 1,
     draws: Optional[Sequence[tuple[Sampling, int]]] = None,
     on_token: Callable[[list[int]], None] = lambda tokens: None,
@@ -138,14 +138,7 @@ def _row(encoded: EncodedSource, row: int) -> EncodedSource:
 
 
 def target_search(
-    model,
-    encoded: EncodedSource,
-    beams: Search,
-    sampling: Sampling,
-    steps: int,
-    start: int,
-    end: Optional[int],
-    pp: Axis,
+    model, encoded: EncodedSource, beams: Search, sampling: Sampling, steps: int, start: int, end: Ends, pp: Axis
 ) -> Generator[None, None, list[Finished]]:
     """Beam search for the targets of one source: see `beams.beam_steps`."""
     k, device = beams.num_beams, encoded.memory.device

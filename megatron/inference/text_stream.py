@@ -48,6 +48,7 @@ class TextStream:
         pieces = getattr(tokenizer, "pieces", {})
         self.bytes = {pieces[name] for name in BYTES if name in pieces}
         self.fed = 0
+        self._passed_on = 0  # characters
         self.window: list[int] = []  # the last tokens
         self.given = ""  # their text as far as it was passed on
         self.held = ""  # text that may begin a stop string
@@ -60,7 +61,15 @@ class TextStream:
         self.fed += 1
         self.window.append(token)
         new = "" if token in self.bytes else self._decoded(whole=False)
+        self._passed_on += len(new)
         return self._passed(new)
+
+    @property
+    def position(self) -> int:
+        """Characters of the text of all tokens so far, without an unfinished one at its end: where the next one begins."""
+        text = self.decode(self.window)
+        finished = len(text) if not text.endswith("\ufffd") else len(text.rstrip("\ufffd"))
+        return self._passed_on + max(0, finished - len(self.given))
 
     def finish(self) -> TextPiece:
         """The rest of a text that has ended by itself."""

@@ -132,11 +132,10 @@ def named_files(config: schema.Config) -> Iterator[tuple[str, str]]:
 
 def _named(t: schema.TokenizerSettings) -> schema.TokenizerSettings:
     """The tokenizer with the files of its folder or name. `_vocabulary` reports missing ones."""
-    from megatron.tokenizer import tokenizer_type as type_of
-    from megatron.tokenizer.named import with_files
+    from megatron.tokenizer import resolved
 
     try:
-        return with_files(t, type_of(t)) if t.tokenizer_model else t
+        return resolved(t) if t.tokenizer_model else t
     except DataError:
         return replace(t, tokenizer_model=None)
 

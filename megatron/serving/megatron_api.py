@@ -124,7 +124,7 @@ class MegatronApi:
         if body.prevent_newline_after_colon:
             words["bad_words_ids"] = _newlines_after_colons(model.tokenizer)
         end, search = model.end if body.stop_token is None else body.stop_token, None
-        if end is not None and end >= model.tokenizer.vocab_size:
+        if body.stop_token is not None and end >= model.tokenizer.vocab_size:
             raise ApiError(400, f"stop_token: there is no token {end}", param="stop_token")
         if body.beam_width is not None:
             search = Search(body.beam_width, body.length_penalty)
@@ -149,7 +149,8 @@ async def _encoded(model: ServedModel, text: str, bos: bool) -> tuple[int, ...]:
     first = model.tokenizer.eod if first is None else first
     if first is None:
         raise ApiError(400, "add_BOS: the tokenizer has neither a bos nor an end of document", param="add_BOS")
-    return (first, *(await model.encode(text, "prompts") if text else ()))
+    ids = await model.encode(text, "prompts") if text else ()
+    return ids if ids[:1] == (first,) else (first, *ids)
 
 
 def _newlines_after_colons(tokenizer) -> list[str]:

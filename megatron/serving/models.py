@@ -97,6 +97,7 @@ def service_of(settings: ServeSettings, whole: list[Weights]):
         places = template_folders([folder, str(weights.loaded.path)], words)
         template = find_template(places, opened, options.chat_template)
         more = dict(template=template, defaults=recommended(folder), targets=targets_of(weights.loaded, opened))
+        more |= dict(ends=weights.loaded.ends)
         longest = longest_of(weights.loaded, options)
         models[name] = ServedModel(name, opened, longest, thread, **more)
         if folder == options.follow:

@@ -192,7 +192,7 @@ class Completions(Form):
     def __init__(self, work: TextRequest, texts: Sequence[str]):
         super().__init__(work)
         self.texts, self.echo, self.prompts = texts, bool(work.body.echo), work.prompts
-        self.offsets: dict[int, int] = {}
+        self.streams: dict[int, TextStream] = {}
         self.repeated: set[int] = set()
 
     def choice(self, place: int, part: TextPart, prompt: int, whole: bool = False) -> dict[str, Any]:
@@ -200,23 +200,33 @@ class Completions(Form):
         if self.echo and place not in self.repeated:
             self.repeated.add(place)
             text, scores = self.texts[prompt] + text, [*part.prompt, *scores]
-        logprobs = self._logprobs(place, scores) if self.scored else None
+        logprobs = self._logprobs(place, prompt, scores) if self.scored else None
         return dict(index=place, text=text, logprobs=logprobs, finish_reason=part.finish)
 
-    def _logprobs(self, place: int, scores: Sequence[TokenScore]) -> dict[str, list]:
+    def _logprobs(self, place: int, prompt: int, scores: Sequence[TokenScore]) -> dict[str, list]:
         names = self.model.token_texts.of
         tokens = [names(score.token) for score in scores]
-        offsets, at = [], self.offsets.get(place, 0)
-        for token in tokens:
-            offsets.append(at)
-            at += len(token)
-        self.offsets[place] = at
+        offsets = self._offsets(place, prompt, [score.token for score in scores])
         top = []
         for score in scores:
             likely = {names(token): _finite(value) for token, value in score.top}
             top.append(None if score.logprob is None else likely | {names(score.token): _finite(score.logprob)})
         values = [None if score.logprob is None else _finite(score.logprob) for score in scores]
         return dict(tokens=tokens, token_logprobs=values, top_logprobs=top, text_offset=offsets)
+
+    def _offsets(self, place: int, prompt: int, tokens: Sequence[int]) -> list[int]:
+        """Where each token begins in the text, in characters. What the tokenizer puts before a prompt is not in it."""
+        tokenizer, ids, offsets = self.model.tokenizer, self.prompts[prompt], []
+        if place not in self.streams:
+            self.streams[place] = TextStream(tokenizer, after=() if self.echo else ids)
+            hidden = (
+                len(tokenizer.prefix) if self.echo and ids[: len(tokenizer.prefix)] == tuple(tokenizer.prefix) else 0
+            )
+            tokens, offsets = tokens[hidden:], [0] * hidden
+        for token in tokens:
+            offsets.append(self.streams[place].position)
+            self.streams[place].feed(token)
+        return offsets
 
 
 class Chats(Form):

@@ -29,7 +29,7 @@ MOST_TEXTS, MOST_STOPS, MOST_TOP = (
     20,
 )  # of a request: continuations of a prompt, stop strings, likeliest tokens
 # Settings for which a model may have defaults of its own.
-DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_token_ids")
+DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Parameters of OpenAI that this server has no use for -> values that ask for nothing.
 WITHOUT_EFFECT: Mapping[str, tuple] = {
     "suffix": (None, ""),
@@ -159,7 +159,6 @@ class TextBody(Strict):
         """The settings of the engine for answers of at most `length` tokens. defaults: those of the model."""
         value = {name: getattr(self, name) for name in DEFAULTS}
         value = {name: defaults.get(name) if given is None else given for name, given in value.items()}
-        ends = [*(self.stop_token_ids or ()), *(() if self.ignore_eos else defaults.get("stop_token_ids") or ())]
         greedy = value["temperature"] == 0
         words = dict(
             tokens_to_generate=max(1, length),
@@ -172,7 +171,7 @@ class TextBody(Strict):
             presence_penalty=float(self.presence_penalty or 0),
             frequency_penalty=float(self.frequency_penalty or 0),
             logit_bias=[f"{token}:{bias}" for token, bias in (self.logit_bias or {}).items()] or None,
-            stop_token_ids=ends or None,
+            stop_token_ids=self.stop_token_ids or None,
             ignore_eos=self.ignore_eos,
             sampling_seed=(secrets.randbits(43) if self.seed is None else self.seed) % SEEDS,
         )

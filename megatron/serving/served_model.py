@@ -10,6 +10,7 @@ from typing import Any, Optional, Union
 
 from megatron.errors import Failure
 from megatron.inference.prompts import source_of
+from megatron.inference.sampling import Ends
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.errors import ApiError, in_one_line
 from megatron.serving.openai_requests import length_of, target_length_of
@@ -35,6 +36,7 @@ class ServedModel:
 
     defaults: settings of requests that do not have them, by the names of `Sampling`
     targets:  of an encoder-decoder, whose prompts are sources; None: answers continue their prompts
+    ends:     the tokens that end a text, if generation_config.json beside the model names them
     """
 
     name: str
@@ -44,6 +46,7 @@ class ServedModel:
     template: Optional[ChatTemplate] = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     targets: Optional[Targets] = None
+    ends: Optional[tuple[int, ...]] = None
     created: int = field(default_factory=lambda: int(time.time()))
     _encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -52,9 +55,11 @@ class ServedModel:
         return TokenTexts(self.tokenizer)
 
     @property
-    def end(self) -> Optional[int]:
-        """The token that ends a text."""
-        return self.targets.end if self.targets else self.tokenizer.eod
+    def end(self) -> Ends:
+        """The tokens that end a text."""
+        if self.targets:
+            return self.targets.end
+        return self.tokenizer.eod if self.ends is None else self.ends
 
     @property
     def start(self) -> int:
@@ -76,8 +81,10 @@ class ServedModel:
         return length_of(asked, default, prompt, self.longest, limit)
 
     @property
-    def end_of_turn(self) -> Optional[int]:
-        """The token that ends an answer in a conversation: the template's eos_token."""
+    def end_of_turn(self) -> Ends:
+        """The tokens that end an answer in a conversation: those of generation_config.json, or the template's eos_token."""
+        if self.ends is not None:
+            return self.ends
         eos = self.template and self.template.special.get(self.template.tokens.get("eos_token"))
         return self.end if eos is None else eos
 
@@ -108,7 +115,7 @@ class ServedModel:
         return tuple(await self.in_turn(self.template.encode, messages, dict(more), size=size))
 
     def _ids(self, prompt: str) -> list[int]:
-        return source_of(self.tokenizer, prompt) if self.targets else self.tokenizer.encode(prompt)
+        return source_of(self.tokenizer, prompt) if self.targets else self.tokenizer.encode_prompt(prompt)
 
     async def in_turn(self, function, *args, size: int):
         """Call a function of the tokenizer, one at a time: in a thread if there is much to do."""

@@ -115,13 +115,15 @@ EFFECTS: dict[str, Needs] = {
         lambda s: _reads_files(s, "GPT2BPETokenizer", *WORD_PIECE),
     ),
     "merge_file": BYTE_LEVEL,
-    "tokenizer_model": Needs(
-        "a --tokenizer-type that reads it", lambda s: s.tokenizer != "NullTokenizer" and not _by_files(s)
+    "tokenizer_model": Needs(  # a run replaces a folder or name by its files
+        "a --tokenizer-type that reads it",
+        lambda s: s.tokenizer != "NullTokenizer" and not (s.tokenizer_model and _by_files(s)),
     ),
     "tiktoken_pattern": Needs(
         "--tokenizer-type TikTokenizer",
         lambda s: s.tokenizer == "TikTokenizer" or not s.tokenizer and str(s.tokenizer_model).endswith(".tiktoken"),
     ),
+    "parse_special": Needs("a tokenizer of texts", lambda s: s.tokenizer != "NullTokenizer"),
     "valid_data_path": VALIDATION,
     "test_data_path": TEST,
     "split": Needs("--data-path", lambda s: s.data_path),

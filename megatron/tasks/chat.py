@@ -14,6 +14,7 @@ from typing import Any, Optional
 
 from megatron.checkpoint.backends import backend_of
 from megatron.errors import CheckpointError, DataError, SettingsError
+from megatron.inference import generation_config
 from megatron.model.recipe import LM_LOSS, Recipe, named_recipe
 from megatron.model.t5.rules import refused
 from megatron.settings.effects import Needs
@@ -22,7 +23,7 @@ from megatron.settings.rules import NEVER, Rule
 from megatron.settings.schema import GROUPS, Config
 from megatron.settings.statements import Statement
 from megatron.storage.urls import location
-from megatron.tasks.chat_samples import TextEncoder, conversation_samples, end_of_turn, pair_samples
+from megatron.tasks.chat_samples import EncodedTexts, TextEncoder, conversation_samples, end_of_turn, pair_samples
 from megatron.tasks.chat_settings import DPO_LOSS, GROUP, REWARDS, ChatSettings, chat_settings
 from megatron.tasks.finetune import LENGTHS, SAID_OTHERWISE, beginning, from_pretrained
 from megatron.tokenizer import build_tokenizer
@@ -285,7 +286,21 @@ def build_datasets(config: Config, tokenizer, vocab_size: int, sizes, log):
             log(f" > {split}: {texts:,} {what} ({', '.join(samples.files)})")
         for note in notes:
             log(f"note: {note}")
+    if template is not None and made[0] is not None and (note := ends_note(made[0].texts, template)):
+        log(f"note: {note}")
     return tuple(made)
+
+
+def ends_note(texts: EncodedTexts, template: ChatTemplate) -> Optional[str]:
+    """A note that answers do not end with a special token, so that the model does not learn where they end."""
+    end = end_of_turn(texts)
+    if end in template.special.values():
+        return None
+    last = "no token in common" if end is None else f"{template.tokenizer.decode([end])!r}, which is text"
+    return (
+        f"answers end with {last}: the model learns no token that ends an answer, and a server will not know when one "
+        "ends; let the template write eos_token after each of the assistant's messages"
+    )
 
 
 def samples_of(config: Config, tokenizer, split: str, log):
@@ -341,5 +356,8 @@ class SavesTemplate(Hook):
             return
         end = end_of_turn(encoded_texts(self.config, tokenizer, "train", _silent))
         folder = location(save)
-        for name, content in template.files(end).items():
+        files = template.files(end)
+        if end in template.special.values():
+            files |= generation_config.with_end(folder, end)
+        for name, content in files.items():
             backend_of(folder).replace(folder / name, content.encode())

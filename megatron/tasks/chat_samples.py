@@ -25,7 +25,7 @@ from megatron.errors import DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.chat_template import ChatTemplate, RefusedMessages
 
-VERSION = 1  # of what the cache holds
+VERSION = 2  # of what the cache holds
 NAMED = 3  # lines that a note names
 NAMES = ("tokens", "answers", "ends", "stops", "places", "lines", "notes")
 
@@ -100,6 +100,7 @@ class TextEncoder:
             vocabulary=self.tokenizer.fingerprint,
             template=self.template and [self.template.source, sorted(self.template.tokens.items())],
             special=self.template and sorted(self.template.special.items()),
+            parse_special=self.tokenizer.parse_special,
             on_prompt=self.on_prompt,
             version=VERSION,
         )
@@ -135,10 +136,9 @@ class TextEncoder:
         """The chosen text and the rejected one; the loss is on what follows the prompt."""
         for answer in (pair.chosen, pair.rejected):
             if isinstance(answer, str):
-                prompt, ids = (list(self.tokenizer.encode(text)) for text in (pair.prompt, answer))
-                end = [] if self.tokenizer.eod is None else [self.tokenizer.eod]
-                ids = [*ids, *end]
-                yield [*prompt, *ids], [0] * len(prompt) + [1] * len(ids), ids[-1]
+                ids, start = self.tokenizer.encode_pair(pair.prompt, answer)
+                ids += [] if self.tokenizer.eod in (None, *ids[-1:]) else [self.tokenizer.eod]
+                yield ids, [0] * start + [1] * (len(ids) - start), ids[-1]
             else:
                 yield self._encoded(pair.where, (*pair.prompt, *answer), pair.tools, len(pair.prompt))
 

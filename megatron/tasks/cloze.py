@@ -71,7 +71,7 @@ class Cloze(SampleReader):
 
 @dataclass(frozen=True)
 class CausalCloze(Cloze):
-    """Samples for causal models. end: end-of-document token before the sentence."""
+    """Samples for causal models. end: the token before the sentence: the tokenizer's beginning, or the end of document."""
 
     end: Optional[int] = None
 
@@ -79,7 +79,7 @@ class CausalCloze(Cloze):
 
     @classmethod
     def of(cls, config: Config, tokenizer: Any, vocab_size: int) -> "CausalCloze":
-        return cls(config.model.seq_length, None if tokenizer is None else tokenizer.eod)
+        return cls(config.model.seq_length, None if tokenizer is None else tokenizer.begin)
 
     @classmethod
     def arrays(cls, config: Config, vocab_size: int) -> dict[str, SampleArray]:

@@ -25,8 +25,9 @@ from megatron.data.labelled import LabelledTask
 from megatron.data.published import PUBLISHED, plain_name
 from megatron.data.tables import refuse_half_letters, refuse_many_lines
 from megatron.errors import DataError, SettingsError, UsageError, did_you_mean
-from megatron.tasks.metrics import METRICS, SMALLER_IS_BETTER, combined
+from megatron.tasks.metrics import METRICS, combined
 from megatron.tasks.questions import c3, chid, race
+from megatron.telemetry.directions import direction_of
 
 Split = Callable[[Mapping[Any, Any], Path, bool], Iterable[Mapping[str, Any]]]
 
@@ -69,10 +70,6 @@ class Task(LabelledTask):
         """The name of the figure that selects the best checkpoint."""
         return combined(self.metrics)
 
-    @property
-    def smaller_is_better(self) -> bool:
-        return self.metrics[0] in SMALLER_IS_BETTER
-
 
 IN_FILES = (".yaml", ".yml")  # endings of task descriptions
 
@@ -105,8 +102,27 @@ def _glue(name: str, folder: str = "", metrics: str = "accuracy", **more) -> Tas
     return Task(**vars(PUBLISHED[name]), **{**sets, **common, **more})
 
 
+def _published(first: str, folder: str, name: str) -> tuple[str, ...]:
+    """GLUE's name of a file, and the one that the data set itself publishes, in its folder or in the parent."""
+    return first, name, f"{folder}/{name}"
+
+
+def _mnli(name: str) -> tuple[str, ...]:
+    return _published(f"{name}.tsv", "multinli_1.0", f"multinli_1.0_{name}.txt")
+
+
+def _cola(name: str, theirs: str) -> tuple[str, ...]:
+    return _published(f"{name}.tsv", "cola_public", f"raw/{theirs}.tsv")
+
+
 GLUE = (
-    _glue("CoLA", metrics="matthews"),
+    _glue(
+        "CoLA",
+        metrics="matthews",
+        train=one(*_cola("train", "in_domain_train")),
+        valid=one(*_cola("dev", "in_domain_dev")),
+        test=one(*_cola("test", "out_of_domain_dev")),
+    ),
     _glue("SST2", "SST-2"),
     _glue(
         "MRPC",
@@ -119,7 +135,8 @@ GLUE = (
     _glue("STSB", "STS-B", "pearson spearman"),
     _glue(
         "MNLI",
-        valid={"matched": ("dev_matched.tsv",), "mismatched": ("dev_mismatched.tsv",)},
+        train=one(*_mnli("train")),
+        valid={"matched": _mnli("dev_matched"), "mismatched": _mnli("dev_mismatched")},
         test={"matched": ("test_matched.tsv",), "mismatched": ("test_mismatched.tsv",)},
         answers={"matched": "MNLI-m.tsv", "mismatched": "MNLI-mm.tsv"},
     ),
@@ -341,7 +358,7 @@ def refuse_metrics(task: Task, where: str) -> None:
             raise DataError(
                 f"{where}: the metric {name} is for two classes, and there are {len(task.labels)}", do="use macro_f1"
             )
-    if len({name in SMALLER_IS_BETTER for name in task.metrics}) > 1:
+    if len({direction_of(name) for name in task.metrics}) > 1:
         raise DataError(
             f"{where}: of {', '.join(task.metrics)} some are better the smaller, others the larger they are"
         )

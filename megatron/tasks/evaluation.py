@@ -28,7 +28,6 @@ class TaskMeasures(Measures):
         settings = task_settings(config)
         self.task = open_task(settings).task
         self.patience = settings.patience
-        self.smaller_is_better = self.task.smaller_is_better
         sets = open_task(settings).files["valid"]
         self.keeps_best = settings.best_checkpoint
         if sets and not config.data.mock_data:

@@ -11,12 +11,11 @@ from megatron.model.experts.sums import expert_sums
 from megatron.model.recipe import SCRIPTS, Recipe
 from megatron.model.t5.rules import refused
 from megatron.settings.effects import CUDA, Needs
-from megatron.settings.from_checkpoint import saved_record, shape_of
+from megatron.settings.from_checkpoint import found_record, shape_of
 from megatron.settings.rules import NEVER, Rule, evaluates_early
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import BadValue, settings_of
 from megatron.settings.statements import Statement
-from megatron.storage.durable import Damaged
 from megatron.storage.urls import location
 from megatron.tasks.backbones import (
     BACKBONES,
@@ -518,18 +517,14 @@ def _refuse_same(start: Optional[str], save: Optional[str]) -> None:
 
 def _record(folder: Optional[str], step: Optional[int]) -> Optional[dict[str, Any]]:
     """The record of a folder's checkpoint; None if there is no valid one, which loading reports."""
-    if folder is None:
-        return None
-    try:
-        return saved_record(str(folder), step)[1]
-    except (Damaged, OSError):
-        place = location(str(folder))
-        if (place / "config.json").exists() and not (place / "index.json").exists():
-            raise CheckpointError(
-                f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
-                do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT",
-            ) from None
-        return None
+    record = found_record(folder, step)
+    place = None if record or folder is None else location(str(folder))
+    if place and (place / "config.json").exists() and not (place / "index.json").exists():
+        raise CheckpointError(
+            f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
+            do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT",
+        )
+    return record
 
 
 def _type(record: dict[str, Any]) -> str:

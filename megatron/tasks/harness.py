@@ -39,8 +39,15 @@ class HarnessModel(TemplateLM):
     def eot_token_id(self) -> int:
         return self.words.eod
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without context."""
+        return self.words.begin
+
     def tok_encode(self, string: str, add_special_tokens: Optional[bool] = None, **kwargs) -> list[int]:
-        return list(self.words.encode(string))
+        """The ids of a text, with what the tokenizer puts before a prompt, unless add_special_tokens is False."""
+        prefix = () if add_special_tokens is False else self.words.prefix
+        return [*prefix, *self.words.encode_special(string)]
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
         """(sum of the continuation's log-probabilities, whether greedy decoding gives it) for each request.
@@ -51,13 +58,13 @@ class HarnessModel(TemplateLM):
         return self.shared(pairs, lambda pair: len(pair[0]) + len(pair[1]), self.score)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        """Sum of the log-probabilities of all tokens of each text, after an end of document, in disjoint windows."""
+        """Sum of the log-probabilities of all tokens of each text, after `prefix_token_id`, in disjoint windows."""
         windows = [
             [
                 (None, *make_disjoint_window(window))
                 for window in get_rolling_token_windows(
-                    token_list=self.tok_encode(request.args[0]),
-                    prefix_token=self.eot_token_id,
+                    token_list=self.tok_encode(request.args[0], add_special_tokens=False),
+                    prefix_token=self.prefix_token_id,
                     max_seq_len=self.max_length,
                     context_len=1,
                 )
@@ -73,7 +80,7 @@ class HarnessModel(TemplateLM):
         Raises DataError for a context without room for a continuation.
         """
         asked = [
-            (self.tok_encode(text) or [self.eot_token_id], dict(options))
+            (self.tok_encode(text) or [self.prefix_token_id], dict(options))
             for text, options in (one.args for one in requests)
         ]
         for context, options in asked:

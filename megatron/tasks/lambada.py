@@ -42,10 +42,10 @@ def read_examples(path, tokenizer, *, strict: bool) -> list[Example]:
             raise DataError(f"{path}, line {number}: no passage", 'expected {"text": "at least two words"}') from None
         refuse_half_letters(text, f"{path}, line {number}")
         if strict:
-            answer = tokenizer.encode(" " + word)
-            examples.append(Example(tokenizer.encode(head) + answer, len(answer)))
+            tokens, start = tokenizer.encode_pair(head, f" {word}")
+            examples.append(Example(tokens, len(tokens) - start))
         else:
-            examples.append(Example(tokenizer.encode(text), 1))
+            examples.append(Example([*tokenizer.prefix, *tokenizer.encode_special(text)], 1))
     if not examples:
         raise DataError(f"{path} holds no passages")
     return examples

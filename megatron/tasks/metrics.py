@@ -14,7 +14,10 @@ import numpy as np
 
 
 class Metric(NamedTuple):
-    """A metric. of: (predictions, gold, classes) -> value; needs: classes, two classes, or numbers."""
+    """A metric. of: (predictions, gold, classes) -> value; needs: classes, two classes, or numbers.
+
+    `telemetry.directions` says whether a smaller or a larger value is better.
+    """
 
     of: Callable[[np.ndarray, np.ndarray, int], float]
     needs: str = "classes"
@@ -97,7 +100,6 @@ METRICS = {
     "spearman": Metric(spearman, "numbers"),
     "mse": Metric(mse, "numbers"),
 }
-SMALLER_IS_BETTER = ("mse",)
 
 
 def figures(names: Sequence[str], predicted, gold, classes: int = 0) -> dict[str, float]:

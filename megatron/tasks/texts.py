@@ -83,14 +83,18 @@ class TextReader(SampleReader):
 
 @dataclass(frozen=True)
 class CausalReader(TextReader):
-    """Samples for causal models: the text, or the text, an end of document and the second text. At least one token."""
+    """Samples for causal models: the text, or the text, an end of document and the second text. At least one token.
+
+    prefix: what the tokenizer puts before a prompt
+    """
 
     end: int = 0
+    prefix: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config: Config, tokenizer: Any, vocab_size: int) -> "CausalReader":
         end = 0 if tokenizer is None or tokenizer.eod is None else tokenizer.eod
-        return cls(config.model.seq_length, end)
+        return cls(config.model.seq_length, end, () if tokenizer is None else tuple(tokenizer.prefix))
 
     @classmethod
     def arrays(cls, config: Config, vocab_size: int) -> dict[str, SampleArray]:
@@ -98,10 +102,10 @@ class CausalReader(TextReader):
         return {TOKENS: SampleArray(length, below=vocab_size), LENGTHS: SampleArray(0, below=length + 1)}
 
     def room(self, pair: bool) -> int:
-        return self.length - pair
+        return self.length - len(self.prefix) - pair
 
     def read(self, text: Ids, pair: Optional[Ids]) -> Arrays:
-        ids = [*text] if pair is None else [*text, self.end, *pair]
+        ids = [*self.prefix, *text] if pair is None else [*self.prefix, *text, self.end, *pair]
         ids = ids or [self.end]
         return {TOKENS: _filled(ids, self.length), LENGTHS: len(ids)}
 

@@ -14,9 +14,9 @@ import numpy as np
 from megatron.data.blend import Blend, parse_blend
 from megatron.data.contamination import Contained
 from megatron.data.formats import datasets_of, open_tokens
-from megatron.data.vocabulary import refuse_another_identity, refuse_other_vocabulary
+from megatron.data.vocabulary import refuse_other_vocabulary
 from megatron.errors import DataError, SettingsError
-from megatron.inference.load import Loaded, open_tokenizer
+from megatron.inference.load import Loaded, open_tokenizer, refuse_other_tokens
 from megatron.inference.scoring import score
 from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import Axis
@@ -63,8 +63,9 @@ def prepare(options, loaded: Loaded, given: Mapping[str, Any], axis: Axis, progr
         raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
     overlapping = options.overlapping_eval or 0
     clamped = [f"--overlapping-eval {overlapping} is longer than a window: {length} is taken"] * (overlapping > length)
-    tokenizer, lost = tokenizer_for(loaded, given, prefixes_of(options))
+    tokenizer, lost, notes = tokenizer_for(loaded, given, prefixes_of(options))
     contained, notices = training_contents(loaded.config.data, options.train_data)
+    notices = [*notes, *notices]
     if contained and tokenizer is None:  # the words of items are needed
         contained, notices = None, [f"scores are of all items together: {lost}"]
     if _blend(options).weights:
@@ -88,8 +89,10 @@ def evaluate(work: Evaluation) -> list[dict]:
     return (lambada if work.options.task == "LAMBADA" else wikitext)(work)
 
 
-def tokenizer_for(loaded: Loaded, given: Mapping[str, Any], prefixes: Sequence[str]) -> tuple[Optional[Tokenizer], str]:
-    """(the tokenizer of a run or None, why there is none): token files can be scored without it.
+def tokenizer_for(
+    loaded: Loaded, given: Mapping[str, Any], prefixes: Sequence[str]
+) -> tuple[Optional[Tokenizer], str, list]:
+    """(the tokenizer of a run or None, why there is none, notes): token files can be scored without it.
 
     Raises DataError for token files with another vocabulary than the model's.
     """
@@ -98,11 +101,15 @@ def tokenizer_for(loaded: Loaded, given: Mapping[str, Any], prefixes: Sequence[s
     except (DataError, SettingsError) as error:
         if not prefixes or given:
             raise
-        if (learned := loaded.record.get("vocabulary")) and (kind := loaded.config.tokenizer.tokenizer_type):
-            refuse_another_identity(prefixes, dict(type=kind, fingerprint=learned))
-        return None, error.what
-    refuse_other_vocabulary(prefixes, tokenizer)
-    return tokenizer, ""
+        refuse_other_tokens(loaded, prefixes, "--data-path")
+        return None, error.what, []
+    notes = refuse_other_vocabulary(prefixes, tokenizer)
+    if prefixes and tokenizer.prefix:
+        first = tokenizer.decode(tokenizer.prefix)
+        notes.append(
+            f"texts of token files are scored as they are: without {first}, which the tokenizer puts before prompts"
+        )
+    return tokenizer, "", notes
 
 
 def held_out(work: Evaluation, prefix: str) -> dict:
@@ -118,6 +125,8 @@ def held_out(work: Evaluation, prefix: str) -> dict:
     if len(tokens) < 2:
         raise DataError(f"{prefix} holds {len(tokens)} tokens: nothing to predict")
     if int(tokens.max()) >= loaded.vocab_size:
+        if work.tokenizer:
+            work.tokenizer.refuse(tokens, prefix)
         raise DataError(
             f"{prefix} holds token {int(tokens.max())}, the model knows ids below {loaded.vocab_size}",
             do="preprocess the text with the tokenizer that the model was trained with",
@@ -173,7 +182,7 @@ def wikitext(work: Evaluation) -> list[dict]:
         raise DataError(f"{options.valid_data} holds fewer than two words: nothing to predict")
     ratio = token_ratio(len(tokens), words)
     judged, clean = judged_tokens(work, original, tokens, tokenizer) if work.contained else (None, None)
-    result = run_score(work, tokens, options.overlapping_eval or 32, clean)
+    result = run_score(work, tokens, options.overlapping_eval or 32, clean, tokenizer.prefix)
 
     def in_words(score) -> tuple[str, dict]:
         line = (
@@ -232,7 +241,7 @@ def told_of_answers(right) -> tuple[str, dict]:
     return line, dict(correct=correct, examples=examples, accuracy=accuracy)
 
 
-def run_score(work: Evaluation, tokens, stride: int, part=None):
+def run_score(work: Evaluation, tokens, stride: int, part=None, prefix=()):
     return score(
         work.loaded.model,
         tokens,
@@ -242,4 +251,5 @@ def run_score(work: Evaluation, tokens, stride: int, part=None):
         axis=work.axis,
         progress=work.progress("tokens"),
         part=part,
+        prefix=prefix,
     )

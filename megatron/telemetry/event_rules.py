@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any, Optional
 
 from megatron.errors import SettingsError, did_you_mean
+from megatron.telemetry.directions import SMALLER, is_better
 from megatron.telemetry.events import KINDS, LEVELS
 
 
@@ -109,7 +110,7 @@ class RecordRules:
     loss:    name of the loss of a language model; None: there is none
     guess:   loss of a uniform guess, ln(vocabulary)
     warmup:  samples of the warm-up
-    figure:  (name, whether smaller is better) of the validation's value; the loss if there is no other
+    figure:  (name, direction) of the validation's value; the loss if there is no other
     """
 
     def __init__(
@@ -120,11 +121,11 @@ class RecordRules:
         loss: Optional[str] = "lm loss",
         guess: float = math.inf,
         warmup: int = 0,
-        figure: Optional[tuple[str, bool]] = None,
+        figure: Optional[tuple[str, str]] = None,
     ):
         self.rules = {kind: rule for kind in DEFAULTS if not (rule := rule_of(rules, kind)).off}
         self.record, self.loss, self.guess, self.warmup = record, loss, guess, warmup
-        self.figure, self.smaller_is_better = figure or (loss, True)
+        self.figure, self.direction = figure or (loss, SMALLER)
         self.on: set[str] = set()  # kinds whose condition holds
         self.norms: deque[float] = deque(maxlen=WINDOW)
         self.above = 0  # consecutive steps with a loss above a guess
@@ -207,7 +208,7 @@ class RecordRules:
         rule, value = self.rules.get("validation_worse"), evaluation.get(self.figure)
         if rule is None or value is None or not math.isfinite(value) or value in self.validations[-1:]:
             return
-        if self.validations and (value > self.validations[-1]) != self.smaller_is_better:
+        if self.validations and is_better(value, self.validations[-1], self.direction):
             self.validations = []
         self.validations.append(value)
         worse = len(self.validations) - 1

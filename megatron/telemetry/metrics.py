@@ -22,6 +22,7 @@ from typing import Optional
 from megatron.errors import Failure
 from megatron.settings.schema import Logging
 from megatron.storage.urls import local_folder
+from megatron.telemetry import trackers
 from megatron.telemetry.console import Console
 from megatron.telemetry.log_lines import (
     console_line,
@@ -45,9 +46,9 @@ class Metrics:
     """Writes the log, the metrics and the curves of a run. Does nothing on ranks without `active`.
 
     header: the run record, written first. iteration: where this launch starts. save: folder of checkpoints, the default
-    place of metrics.jsonl and train.log. timers: collected with every line of the log; given on all ranks, or on none.
-    console: the console used so far. files: False: only log to the console, and open no file. listeners: called with each
-    record of metrics.jsonl.
+    place of metrics.jsonl and train.log. wandb_run: id that an earlier launch has at Weights & Biases. timers: collected
+    with every line of the log; given on all ranks, or on none. console: the console used so far. files: False: only log to
+    the console, and open no file. listeners: called with each record of metrics.jsonl.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Metrics:
         iteration: int = 0,
         consumed_samples: int = 0,
         save: Optional[str] = None,
+        wandb_run: Optional[str] = None,
         active: bool = True,
         timers: Optional[Timers] = None,
         console: Optional[Console] = None,
@@ -73,6 +75,7 @@ class Metrics:
         self._mark, self._carried = time.perf_counter(), 0.0
         self._startup: Optional[dict[str, float]] = None  # times before the first step, until that step is done
         self.json, self.prometheus, self.trackers, self.progress = None, None, [], None
+        self.wandb_run = wandb_run
         self.console = console or Console(logging.console, bar=logging.progress_bar, active=active)
         if not files:
             self.console.forget()
@@ -99,11 +102,7 @@ class Metrics:
         if logging.visualdl_dir:
             self.trackers.append(VisualDL(logging.visualdl_dir))
         if logging.wandb_project:
-            self.trackers.append(
-                WeightsAndBiases(
-                    logging.wandb_project, logging.wandb_exp_name, save and str(local_folder(save)), header
-                )
-            )
+            self.trackers.append(self._weights_and_biases(header, save and local_folder(save)))
         self.iteration = iteration
         if logging.log_progress and save:
             self.progress = ProgressLog(local_folder(save), run.ranks, self._operations(consumed_samples))
@@ -117,6 +116,17 @@ class Metrics:
         self.prometheus = Prometheus(self.settings, self.run, header, name=name, restarts=restarts, saved=saved)
         self.listeners.append(self.prometheus.write)
         self.log(f" > metrics for Prometheus: {self.prometheus.url}")
+
+    def _weights_and_biases(self, header: dict, folder: Optional[Path]) -> WeightsAndBiases:
+        """Open this training's run at Weights & Biases, and keep its id, also for a launch that is killed."""
+        self.wandb_run = trackers.wandb_run(self.wandb_run)
+        try:
+            if folder:
+                trackers.keep_wandb_run(folder, self.wandb_run)
+        except OSError as error:
+            self.log(f"warning: the id of the run at Weights & Biases cannot be written to {folder}: {error}")
+        project, name = self.settings.wandb_project, self.settings.wandb_exp_name
+        return WeightsAndBiases(project, name, folder, header, self.wandb_run)
 
     def _point_to(self, path: Path, save: Optional[str]) -> None:
         """Write the path of the metrics into the run's folder, for tools that only know the folder."""

@@ -26,6 +26,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Optional
 
+from megatron.telemetry.directions import LARGER, SMALLER, direction_of
+
 LIBRARIES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "triton", "flash-attn", "apex")
 
 
@@ -106,6 +108,18 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
+def ranks_of(mesh: dict) -> int:
+    """The number of ranks of a run record's mesh. Expert axes divide the same ranks once more.
+
+    >>> ranks_of(dict(pp=1, replicate=1, shard=2, cp=1, tp=2, ep=2, etp=1))
+    4
+    """
+    return math.prod(size for axis, size in mesh.items() if isinstance(size, int) and axis not in EXPERT_AXES)
+
+
+EXPERT_AXES = ("ep", "etp")
+
+
 def as_json(value):
     """A value for JSON, which has no NaN: numbers that are not finite become null."""
     if isinstance(value, float):
@@ -139,17 +153,21 @@ class History:
 
     @property
     def figures(self) -> list[str]:
-        """Names of an evaluation's values other than losses, such as a task's metrics; first the selection criterion."""
+        """Names of a validation's values other than losses and their perplexities, such as a task's metrics; first the
+        selection criterion.
+        """
         logged = dict.fromkeys(name for e in self.evals if e.get("split") == "validation" for name in e)
-        sums = dict.fromkeys(name for step in self.steps for name in step)
-        names = [name for name in logged if name not in (*OF_EVERY_EVALUATION, *sums)]
+        sums = {name for step in self.steps for name in step} | {f"{name} ppl" for name in logged}
+        names = [name for name in logged if name not in OF_EVERY_EVALUATION | sums]
         first = (self.run.get("criterion") or {}).get("figure")
         return sorted(names, key=lambda name: name != first)
 
-    @property
-    def smaller_is_better(self) -> bool:
-        """Whether a smaller value of the first figure is better."""
-        return bool((self.run.get("criterion") or {}).get("smaller_is_better"))
+    def direction(self, figure: str) -> Optional[str]:
+        """Whether a smaller or a larger value of a figure is better; None: not known. The run says it of its criterion."""
+        criterion = self.run.get("criterion") or {}
+        if criterion.get("figure") == figure and criterion.get("smaller_is_better") is not None:
+            return SMALLER if criterion["smaller_is_better"] else LARGER
+        return direction_of(figure)
 
 
 EVENTS = ("run", "save", "spike", "rewind", "end")
@@ -228,6 +246,15 @@ def count_launches(text: bytes | mmap.mmap) -> int:
     while place >= 0:
         count, place = count + 1, text.find(LAUNCH, place + 1)
     return count
+
+
+def is_metrics(path: Path) -> bool:
+    """Whether a file of JSON lines begins as the metrics of a run do."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(LAUNCH)) == LAUNCH
+    except OSError:
+        return False
 
 
 def launches_in(path: Path) -> int:

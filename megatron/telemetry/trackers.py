@@ -5,12 +5,19 @@ A tracker has `scalars(values, iteration, consumed_samples)` and `close()`. The 
 """
 
 import importlib.util
+import os
+import secrets
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Optional
 
 from megatron.errors import SettingsError
 from megatron.settings.schema import Logging
+from megatron.storage.durable import replace_file
+
+WANDB_RUN = "wandb_run"  # entry of state.json: id of the training's run at Weights & Biases; NAME.txt in --save
 
 
 def missing_tracker(logging: Logging) -> Optional[SettingsError]:
@@ -70,20 +77,66 @@ class VisualDL:
 
 
 class WeightsAndBiases:
-    """A run at wandb.ai, or offline below `folder` with WANDB_MODE=offline."""
+    """The run of a training at wandb.ai, or offline below `folder` with WANDB_MODE=offline. Has a row for each iteration.
 
-    def __init__(self, project: str, name: str | None, folder: str | None, settings: dict):
+    run_id: all launches of a training have the same, so that their curves are one
+    """
+
+    def __init__(self, project: str, name: str | None, folder: Path | None, settings: dict, run_id: str):
         try:
             import wandb
         except ImportError as error:
             raise missing_package("--wandb-project", "wandb", error) from None
-        self.run = wandb.init(project=project, name=name or None, dir=folder, config=settings)
+        where = dict(project=project, name=name or None, dir=folder and str(folder))
+        self.run = wandb.init(**where, **_continued(run_id, os.environ), config=settings)
+        # W&B's own steps only grow: it drops what a launch from an earlier checkpoint logs again at `step=iteration`.
+        if define := getattr(self.run, "define_metric", None):  # stand-ins of wandb have none
+            define("iteration")
+            define("*", step_metric="iteration")
+        self._row: dict[str, float] = {}
 
     def scalars(self, values: dict[str, float], iteration: int, consumed_samples: int) -> None:
-        self.run.log(values | {"consumed-samples": consumed_samples}, step=iteration)
+        if self._row.get("iteration") != iteration:
+            self._send()
+        self._row |= values | {"iteration": iteration, "consumed-samples": consumed_samples}
+
+    def _send(self) -> None:
+        if self._row:
+            self.run.log(self._row)
+        self._row = {}
 
     def close(self) -> None:
+        self._send()
         self.run.finish()
+
+
+def _continued(run_id: str, env: Mapping[str, str]) -> dict[str, str]:
+    """The arguments of `wandb.init` about the run that it continues. Variables of the user come first.
+
+    >>> _continued("a1", {}), _continued("a1", {"WANDB_RESUME": "must"}), _continued("a1", {"WANDB_RESUME": "never"})
+    ({'id': 'a1', 'resume': 'allow'}, {'id': 'a1'}, {})
+    """
+    if env.get("WANDB_RESUME") == "never" or env.get("WANDB_RESUME_FROM") or env.get("WANDB_FORK_FROM"):
+        return {}  # wandb chooses the id
+    return dict(id=run_id) if env.get("WANDB_RESUME") else dict(id=run_id, resume="allow")
+
+
+def wandb_run(known: Optional[str], env: Mapping[str, str] = os.environ) -> str:
+    """The id of a training's run at Weights & Biases: the user's (WANDB_RUN_ID), that of earlier launches, or a new one."""
+    return env.get("WANDB_RUN_ID") or known or secrets.token_hex(4)
+
+
+def kept_wandb_run(folder: Path) -> Optional[str]:
+    """The id that a launch has written into its folder, also before its first checkpoint; None without one."""
+    path = folder / f"{WANDB_RUN}.txt"
+    return path.read_text(encoding="utf-8", errors="replace").strip() or None if path.is_file() else None
+
+
+def keep_wandb_run(folder: Path, run_id: str) -> None:
+    """Write the id into the folder of a run. Raises OSError."""
+    if kept_wandb_run(folder) != run_id:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / f"{WANDB_RUN}.txt", f"{run_id}\n".encode())
 
 
 def missing_package(flag: str, package: str, error: ImportError) -> SettingsError:

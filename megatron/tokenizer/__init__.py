@@ -5,6 +5,7 @@ tokenizer = build_tokenizer(settings)
 tokenizer.encode("Hello world"), tokenizer.eod, tokenizer.vocab_size  # ([15496, 995], 50256, 50257) for GPT-2's files
 """
 
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -41,11 +42,11 @@ def build_tokenizer(settings: TokenizerSettings, notify=lambda message: None):
     `notify` receives one-line notes. Raises SettingsError for missing flags, DataError for missing or invalid vocabulary
     files.
     """
-    kind = tokenizer_type(settings)
+    settings = resolved(settings)
+    kind = settings.tokenizer_type
     if kind not in TYPES:
         near = did_you_mean(kind, TYPES)
         raise SettingsError(f"--tokenizer-type {kind} is unknown{near}", do=f"known: {', '.join(TYPES)}")
-    settings = with_files(settings, kind)
     module, flags = TYPES[kind]
     missing = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(settings, flag) is None]
     if missing:
@@ -58,7 +59,17 @@ def build_tokenizer(settings: TokenizerSettings, notify=lambda message: None):
             raise
         do = f"{kind} reads {READS[module]}; vocab.json and merges.txt are --vocab-file and --merge-file (GPT2BPETokenizer)"
         raise DataError(error.what, error.why, do) from error
+    tokenizer.parse_special = settings.parse_special
     return with_extra_ids(tokenizer, settings.vocab_extra_ids) if settings.vocab_extra_ids else tokenizer
+
+
+def resolved(settings: TokenizerSettings) -> TokenizerSettings:
+    """The settings with the type of tokenizer, and the files of a folder or name: what `build_tokenizer` opens.
+
+    Raises SettingsError if no tokenizer is given, DataError for a name that is not in the cache.
+    """
+    kind = tokenizer_type(settings)
+    return with_files(replace(settings, tokenizer_type=kind), kind)
 
 
 def with_extra_ids(tokenizer: Tokenizer, count: int) -> Tokenizer:
@@ -76,29 +87,6 @@ def with_extra_ids(tokenizer: Tokenizer, count: int) -> Tokenizer:
     if more.eod is None:
         more.eod = more.pieces["<EOD>"]
     return more
-
-
-def rows_of(settings: TokenizerSettings, vocab_size: int) -> tuple[int, str]:
-    """(rows of the embedding before padding, a note on rows of no token or ""), for a tokenizer of this size.
-
-    Raises SettingsError if --vocab-size has no room for all tokens.
-
-    >>> rows_of(TokenizerSettings(vocab_size=50257), 8192)[1]
-    '--vocab-size 50257 is larger than the vocabulary: 42065 rows of the embedding belong to none of its 8192 tokens'
-    >>> rows_of(TokenizerSettings(vocab_size=51200), 50257)  # the difference may be padding
-    (51200, '')
-    """
-    asked = settings.vocab_size
-    if asked and asked < vocab_size and settings.tokenizer_type != "NullTokenizer":
-        raise SettingsError(
-            f"--vocab-size {asked} is smaller than the tokenizer's {vocab_size}",
-            do="leave --vocab-size out, or give at least the tokenizer's size",
-        )
-    unused, note = (asked or 0) - vocab_size, ""
-    if unused >= max(128, vocab_size // 16):
-        rows = f"{unused} rows of the embedding belong to none of its {vocab_size} tokens"
-        note = f"--vocab-size {asked} is larger than the vocabulary: {rows}"
-    return max(asked or 0, vocab_size), note
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tp: int = 1) -> int:

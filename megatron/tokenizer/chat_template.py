@@ -12,6 +12,7 @@ can end itself and begin another one.
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -23,9 +24,10 @@ from megatron.errors import DataError, SettingsError, did_you_mean
 from megatron.settings.schema import TokenizerSettings
 from megatron.settings.statements import NONE
 from megatron.storage.urls import UrlPath, location
-from megatron.tokenizer.base import SPECIAL, Tokenizer
+from megatron.tokenizer.base import Part, Tokenizer
+from megatron.tokenizer.transformers_files import CONFIG, content_of
 
-FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+FILE = "chat_template.jinja"
 RESERVED = (
     "messages",
     "add_generation_prompt",
@@ -266,26 +268,15 @@ class ChatTemplate:
     # ---- tokens ------------------------------------------------------------------------------------------------------
 
     def _tokens(self, text: str, mark: str, spans: Sequence[_Span]) -> AnsweredTokens:
-        """The tokens of a text, and those of its answers."""
-        edges = {edge: None for span in spans for edge in (span.start, span.stop)}  # place in the text -> in the tokens
-        ids: list[int] = []
-        at = 0
-        for part in re.split(f"({self._names})", text):
-            inside = [edge for edge in edges if at <= edge < at + len(part)]
-            if part in self.special:
-                edges |= dict.fromkeys((edge for edge in inside if edge == at), len(ids))
-                ids.append(self.special[part])
-            elif part:
-                plain = self.tokenizer.encode(part.replace(mark, ""))
-                for edge in inside:
-                    head = self.tokenizer.encode(part[: edge - at].replace(mark, "")) if edge > at else []
-                    edges[edge] = len(ids) + len(head) if list(plain[: len(head)]) == list(head) else None
-                ids += plain
-            at += len(part)
-        edges |= dict.fromkeys((edge for edge in edges if edge == len(text)), len(ids))
+        """The tokens of a text, and those of its answers. mark: is in names of special tokens that are ordinary text."""
+        ids, places = self.tokenizer.encode_parts(self._parts(text, mark))
+        special = [found.start() for found in re.finditer(self._names, text)]
+        anchors = (
+            [(0, 0), *zip(special, places)] if len(special) == len(places) else [(0, 0)]
+        )  # in the text, in the ids
         counted, ends = [False] * len(ids), []
         for span in spans:
-            start, stop = edges[span.start], edges[span.stop]
+            start, stop = (self._place(text, mark, edge, ids, anchors) for edge in (span.start, span.stop))
             if start is None or stop is None:
                 side, place = ("begins", span.start) if start is None else ("ends", span.stop)
                 around = text[max(0, place - 12) : place + 12].replace(mark, "")
@@ -298,6 +289,22 @@ class ChatTemplate:
                 counted[start:stop] = [True] * (stop - start)
                 ends.append(ids[stop - 1])
         return AnsweredTokens(ids, counted, ends)
+
+    def _parts(self, text: str, mark: str) -> list[Part]:
+        """A text cut at the special tokens that the template has written."""
+        pieces = re.split(f"({self._names})", text)
+        return [self.special.get(piece, piece.replace(mark, "")) for piece in pieces if piece]
+
+    def _place(self, text: str, mark: str, edge: int, ids: list[int], anchors: list[tuple[int, int]]) -> Optional[int]:
+        """The number of tokens up to a place in the text; None if the text up to there has other tokens by itself.
+
+        anchors: places of special tokens in the text and in the ids: what precedes the last one before the edge is the same
+        """
+        start, first = anchors[bisect_right(anchors, edge, key=lambda anchor: anchor[0]) - 1]
+        if start == edge:
+            return first
+        head = self.tokenizer.encode_parts(self._parts(text[start:edge], mark)).ids
+        return first + len(head) if ids[first : first + len(head)] == head else None
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
@@ -370,7 +377,7 @@ def find_template(folders: Sequence[Path], tokenizer: Tokenizer, file: Optional[
         source = _source(place, needed=bool(file))
         if source:
             config = _json(place.parent / CONFIG) or _first_config(folders)
-            template = ChatTemplate(source, str(place), tokenizer, *_tokens_of(folders, tokenizer, config))
+            template = ChatTemplate(source, str(place), tokenizer, *_tokens_of(tokenizer, config))
             template.check()
             return template
     return None
@@ -379,7 +386,7 @@ def find_template(folders: Sequence[Path], tokenizer: Tokenizer, file: Optional[
 def _named(name: str, folders: Sequence[Path], tokenizer: Tokenizer) -> ChatTemplate:
     """A template of TEMPLATES. Raises SettingsError if the vocabulary lacks its tokens."""
     named = TEMPLATES[name]
-    tokens, special = _tokens_of(folders, tokenizer, _first_config(folders))
+    tokens, special = _tokens_of(tokenizer, _first_config(folders))
     special |= {token: tokenizer.pieces[token] for token in named.needs if token in tokenizer.pieces}
     tokens |= {"eos_token": named.end} if named.end else {}
     if lacking := [token for token in named.needs if token not in special]:
@@ -422,32 +429,15 @@ def _json(place: Path) -> Optional[dict]:
     return found if isinstance(found, dict) else None
 
 
-def _name(token: Any) -> Optional[str]:
-    """The name of a token of tokenizer_config.json, which is a text or an object."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _tokens_of(
-    folders: Sequence[Path], tokenizer: Tokenizer, config: Mapping[str, Any]
-) -> tuple[dict[str, str], dict[str, int]]:
+def _tokens_of(tokenizer: Tokenizer, config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, int]]:
     """(names of special tokens for the template, name -> id of the special tokens that it may write)."""
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    tokens = {name: text for name in names if (text := _name(config.get(name)))}
-    special = _special(folders, tokenizer, tokens.values())
+    own = {name: text for name in names if (text := tokenizer.token_names.get(name))}
+    tokens = own | {name: text for name in names if (text := content_of(config.get(name)))}
+    special = dict(tokenizer.special_tokens)
+    special |= {name: tokenizer.pieces[name] for name in tokens.values() if name in tokenizer.pieces}
+    special = {name: id for name, id in special.items() if len(name) > 1 and id < tokenizer.whole.vocab_size}
     if tokenizer.eod is not None:
         ends = [name for name, id in special.items() if id == tokenizer.eod]
         tokens |= {"eos_token": ends[0]} if ends and "eos_token" not in tokens else {}
     return tokens, special
-
-
-def _special(folders: Sequence[Path], tokenizer: Tokenizer, configured: Sequence[str]) -> dict[str, int]:
-    """Name -> id of the special tokens that a template may write."""
-    added = [
-        token for folder in folders for token in (_json(folder / "tokenizer.json") or {}).get("added_tokens") or ()
-    ]
-    found = {token["content"]: token["id"] for token in added if token.get("special")}
-    names = [*configured, *(name for names in SPECIAL.values() for name in names)]
-    found |= {name: tokenizer.pieces[name] for name in names if name in tokenizer.pieces}
-    if tokenizer.eod is not None and (name := tokenizer.decode([tokenizer.eod])).strip():
-        found.setdefault(name, tokenizer.eod)
-    return {name: id for name, id in found.items() if len(name) > 1 and id < tokenizer.vocab_size}

@@ -394,7 +394,7 @@ COMMANDS = dict(
         "upcycle": (UpcycleOptions, ("PATH", "OUT"), upcycle, ExpertOptions),
         "merge-lora": (MergeOptions, ("PATH", "OUT"), merge_lora),
         "apply-masks": (MergeOptions, ("PATH", "OUT"), apply_masks),
-        "to-peft": (ToPeftOptions, ("PATH", "OUT"), to_peft),
+        "to-peft": (ToPeftOptions, ("PATH", "OUT"), to_peft, TokenizerSettings),
         "from-peft": (FromPeftOptions, ("PATH", "OUT"), from_peft),
     },
 )

@@ -148,12 +148,11 @@ def check(settings: CreateOptions) -> CreateOptions:
 
 def make_tokenizer(settings: CreateOptions, vocabulary: TokenizerSettings):
     """Build the tokenizer of the flags; with --cn-whole-word-segment it marks whole words."""
-    from megatron.tokenizer import build_tokenizer, tokenizer_type
-    from megatron.tokenizer.named import with_files
+    from megatron.tokenizer import build_tokenizer, resolved
     from megatron.tokenizer.segmenters import make_segmenter, split_words
 
-    kind = tokenizer_type(vocabulary)
-    tokenizer = build_tokenizer(vocabulary, print)
+    vocabulary = resolved(vocabulary)
+    kind, tokenizer = vocabulary.tokenizer_type, build_tokenizer(vocabulary, print)
     if not settings.cn_whole_word_segment:
         return tokenizer
     if kind not in WORD_PIECE:
@@ -165,7 +164,7 @@ def make_tokenizer(settings: CreateOptions, vocabulary: TokenizerSettings):
 
     mark = settings.cn_split_dimer
     segment = (lambda text: split_words(text, mark)) if settings.cn_splited else make_segmenter(settings.cn_seg_func)
-    return build_whole_words(with_files(vocabulary, kind), segment)
+    return build_whole_words(vocabulary, segment)
 
 
 def make_split(settings: CreateOptions) -> Callable[[str], list[str]]:

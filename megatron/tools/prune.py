@@ -112,7 +112,7 @@ def by_text(network, options: ToolOptions, criterion: str, sizes: ModelSizes) ->
     of experts.
     """
     from megatron.inference.calibration import calibration_windows
-    from megatron.inference.load import load_model
+    from megatron.inference.load import load_model, refuse_other_tokens
     from megatron.inference.prune import loads, taylor
     from megatron.mpu.initialize import pick_device
 
@@ -132,6 +132,7 @@ def by_text(network, options: ToolOptions, criterion: str, sizes: ModelSizes) ->
     if not 1 < length <= loaded.longest:
         raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
     text, count = options.calibration_data or [], options.calibration_samples
+    refuse_other_tokens(loaded, text, "--calibration-data")
     measure = taylor if criterion == "taylor" else loads
     return measure(network, loaded, calibration_windows(text, length, count, loaded.vocab_size, labels=1))
 

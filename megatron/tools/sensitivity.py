@@ -255,6 +255,7 @@ def probes_of(options: SensitivityOptions, harm: HarmOptions, quantize: Quantize
     from megatron.checkpoint.base import open_checkpoint
     from megatron.inference import probes, prune
     from megatron.inference.calibration import calibration_windows
+    from megatron.inference.load import refuse_other_tokens
 
     if quantize.quantize:
         return probes.quantized(loaded, quantize)
@@ -267,8 +268,9 @@ def probes_of(options: SensitivityOptions, harm: HarmOptions, quantize: Quantize
     if harm.prune_criterion == "taylor":
         length = options.seq_length or loaded.longest
         own, count = quantize.calibration_data, quantize.calibration_samples
-        flag = dict(flag="--calibration-data" if own else "--data-path")
-        windows = calibration_windows(own or options.data_path, length, count, loaded.vocab_size, labels=1, **flag)
+        text, flag = own or options.data_path, "--calibration-data" if own else "--data-path"
+        refuse_other_tokens(loaded, text, flag)
+        windows = calibration_windows(text, length, count, loaded.vocab_size, labels=1, flag=flag)
         importance = prune.taylor(network, loaded, windows)
     else:
         with open_checkpoint(loaded.path) as reader:

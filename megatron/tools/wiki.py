@@ -24,14 +24,14 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Optional
 
 from megatron.corpus.processes import end, process_pool
-from megatron.corpus.wikidump import END, BadPages, WikiDump, WikiPage, pages_of
+from megatron.corpus.wikidump import END, BadPages, DumpSite, WikiDump, WikiPage, pages_of
 from megatron.corpus.wikitext import WikiSite, plain_text
-from megatron.errors import DataError, Locked, SettingsError, run_main
+from megatron.errors import DataError, Locked, SettingsError, no_such_file, run_main
 from megatron.settings.positional import divide, expect, parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import WriterLock, storage_errors, sync_folder
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
     if options.workers is not None and options.workers < 1 or not re.fullmatch(r"\d+(,\d+)*", options.namespaces):
         raise SettingsError("--workers starts at 1; --namespaces are numbers with commas between them")
     if not os.path.exists(dump):
-        raise DataError(f"{dump}: no such file", do=f"{PROG} enwiki-latest-pages-articles.xml.bz2")
+        raise DataError(f"{dump}: {no_such_file(dump)}", do=f"{PROG} enwiki-latest-pages-articles.xml.bz2")
     try:
         import mwparserfromhell  # noqa: F401  # checked before anything is written
     except ImportError as error:
@@ -193,7 +193,7 @@ def _all_pieces(dump: str, options: WikiOptions) -> Iterator[Extracted]:
 
     def submit(task: _Task) -> None:
         pools[task.worker] = pools[task.worker] or process_pool(1)
-        task.future = pools[task.worker].submit(extract_piece, task.piece, options, source.base)
+        task.future = pools[task.worker].submit(extract_piece, task.piece, options, source.site)
 
     def first() -> Extracted:
         task = given.popleft()
@@ -201,7 +201,7 @@ def _all_pieces(dump: str, options: WikiOptions) -> Iterator[Extracted]:
             return task.future.result()
         except BrokenProcessPool:
             pools[task.worker] = None
-            result = _one_by_one(task.piece, options, source.base)
+            result = _one_by_one(task.piece, options, source.site)
             for other in given:
                 if other.worker == task.worker:
                     submit(other)
@@ -221,13 +221,13 @@ def _all_pieces(dump: str, options: WikiOptions) -> Iterator[Extracted]:
                 end(pool)
 
 
-def _one_by_one(piece: bytes, options: WikiOptions, base: str) -> Extracted:
+def _one_by_one(piece: bytes, options: WikiOptions, dump: DumpSite) -> Extracted:
     """Extract page by page a piece that killed its worker, so that its other pages are kept."""
     texts, counts, titles, pool = [], Counter(), [], None
     for page in _single(piece):
         pool = pool or process_pool(1)
         try:
-            more = pool.submit(extract_piece, page, options, base).result()
+            more = pool.submit(extract_piece, page, options, dump).result()
         except BrokenProcessPool:
             pool, more = None, ([], Counter(unparsed=1, bytes=len(page)), [f"{_title(page)}: it took too long"])
         texts += more[0]
@@ -251,17 +251,17 @@ def _title(page: bytes) -> str:
     return html.unescape(match[1].decode(errors="replace")) if match else "?"
 
 
-def extract_piece(piece: bytes, options: WikiOptions, base: str) -> Extracted:
+def extract_piece(piece: bytes, options: WikiOptions, dump: DumpSite) -> Extracted:
     """Extract some pages. The process ends if one of them takes more than SECONDS."""
     texts, counts, titles = [], Counter(bytes=len(piece)), []
-    site, taken = WikiSite(lists=options.lists), options.namespaces.split(",")
+    site, taken = _site(dump, options), options.namespaces.split(",")
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for page in _read_pages(piece, counts, titles):
         reason, text = "redirects" if page.redirect else "namespace" if page.namespace not in taken else "", ""
         if not reason:
             signal.setitimer(signal.ITIMER_REAL, SECONDS)
             try:
-                text = plain_text(page.text, site)
+                text = plain_text(page.text, site, page.title)
                 reason = "" if len(text) >= max(1, options.min_text_length) else "empty"
             except Exception as error:  # the parser fails at some markup
                 reason = "unparsed"
@@ -270,8 +270,20 @@ def extract_piece(piece: bytes, options: WikiOptions, base: str) -> Extracted:
                 signal.setitimer(signal.ITIMER_REAL, 0)
         counts[reason or "articles"] += 1
         if not reason:
-            texts.append(written(page, text, base, options.json))
+            texts.append(written(page, text, dump.base, options.json))
     return texts, counts, titles
+
+
+def _site(dump: DumpSite, options: WikiOptions) -> WikiSite:
+    """Options of the conversion. The wiki's own names of files and categories count beside the English ones."""
+    site, own = WikiSite(), {key: {name.lower()} - {""} for key, name in dump.namespaces.items()}
+    return replace(
+        site,
+        files=site.files | own.get("6", set()) | own.get("-2", set()),
+        categories=site.categories | own.get("14", set()),
+        lists=options.lists,
+        language=dump.language.partition("-")[0].lower() or site.language,
+    )
 
 
 def _read_pages(piece: bytes, counts: Counter, titles: list[str]) -> Iterator[WikiPage]:

@@ -5,7 +5,8 @@ import math
 import os
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -15,9 +16,10 @@ import torch.distributed as dist
 
 from megatron import __version__, fused_kernels
 from megatron.checkpoint.base import BASE
+from megatron.checkpoint.lineage import lineage
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.remote import all_paths
-from megatron.data.vocabulary import refuse_other_vocabulary
+from megatron.data.vocabulary import learned_vocabulary, other_ids, refuse_other_vocabulary
 from megatron.errors import SettingsError, StorageError
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.guard.alarm import Alarm
@@ -43,6 +45,7 @@ from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline_recorder import STEP, Recorder
 from megatron.pipeline.wire import P2PCommunicator, open_channels
 from megatron.settings import schema
+from megatron.settings.from_checkpoint import found_record
 from megatron.telemetry.console import Console
 from megatron.telemetry.event_rules import RecordRules
 from megatron.telemetry.events import EventLog
@@ -54,11 +57,15 @@ from megatron.telemetry.profiler import Profiler
 from megatron.telemetry.run_record import library_versions, now, run_record, source_commit
 from megatron.telemetry.step_metrics import RunSizes
 from megatron.telemetry.timers import Timers
+from megatron.telemetry.trackers import WANDB_RUN
+from megatron.tokenizer import resolved
 from megatron.training.checkpointing import (
     IN_BASE,
     check_later_checkpoints,
     check_samples,
+    earlier_wandb_run,
     load,
+    load_folder,
     open_checkpoint_manager,
 )
 from megatron.training.compile_trial import CompileTrial
@@ -97,6 +104,11 @@ class BuiltModel:
     def vocabulary(self) -> Optional[str]:
         return self.tokenizer and self.tokenizer.fingerprint
 
+    @property
+    def fingerprints(self) -> Sequence[str]:
+        """The fingerprint of the vocabulary, and those that earlier versions of the suite gave it."""
+        return (self.tokenizer.fingerprint, *self.tokenizer.superseded) if self.tokenizer else ()
+
 
 @dataclass(frozen=True)
 class Start:
@@ -127,11 +139,14 @@ def build_run(
     events.log = log = console.log
     watch = build_watch(config, context, heartbeat, events)
     heartbeat.beat("model")
-    config = pick_precision(config, context)
-    tokenizer, vocab_size = build_vocabulary(config, log)
+    config = pick_vocabulary(pick_precision(config, context))
+    tokenizer, vocab_size = build_vocabulary(config, log, record_to_load(config, context))
+    if config.tokenizer.vocab_size is None and vocab_size != tokenizer.whole.vocab_size:
+        config = config.derive("--load", vocab_size=vocab_size)  # written, so that later runs have the same rows
     # Open it first: a locked or read-only folder is reported before the slow work.
     checkpoint_manager = open_checkpoint_manager(config.checkpoint, context, log, events)
-    refuse_other_vocabulary(all_paths(config.data, log), tokenizer)
+    for note in refuse_other_vocabulary(all_paths(config.data, log), tokenizer):
+        log(f"note: {note}")
     model = build_model(config, recipe, context, tokenizer, vocab_size)
     heartbeat.beat("load")
     start = load_start(config, recipe, context, model, events)
@@ -145,6 +160,7 @@ def build_run(
     losses = Losses(sums_of(recipe, config), recipe.counts(config), measures_of(recipe, config))
     alarm = Alarm(events, heartbeat, os.environ.get(SUPERVISOR)) if context.is_rank_zero else None
     passes = build_passes(config, context, model, losses, start.state, log)
+    metrics = build_metrics(config, recipe, context, model, start, console, events, losses, alarm)
     requests = build_requests(config, recipe, context, tokenizer, vocab_size, log)
     return Run(
         config=config,
@@ -157,14 +173,20 @@ def build_run(
         lengths=start.lengths,
         loaders=Loaders(*batches, requests),
         checkpoints=Checkpoints(checkpoint_manager, best_manager(config, losses.measures, context, log)),
-        metrics=build_metrics(config, recipe, context, model, start, console, events, losses, alarm),
+        metrics=metrics,
         events=events,
         alarm=alarm,
         watch=watch,
         ranks=RankWatch(context, config.logging, events.rules if events else {}),
         state=start.state,
         profiler=build_profiler(config, context, model.pipeline, log),
-        origin=origin_of(start, tokenizer, untrained(model.selection, model.facts, model.stages)),
+        origin=origin_of(
+            start,
+            tokenizer,
+            untrained(model.selection, model.facts, model.stages),
+            config.checkpoint,
+            metrics.wandb_run,
+        ),
         in_base=frozenset((start.record or {}).get(IN_BASE, ())),
         pending=Pending(defers_host_sync(config, context, model.optimizer)),
         compiling=CompileTrial(active=config.kernels.torch_compile == "auto"),
@@ -182,6 +204,14 @@ def join(config: schema.Config, heartbeat: Heartbeat, refusal: Optional[Settings
     return context, console
 
 
+def record_to_load(config: schema.Config, context: RankContext) -> Optional[Mapping[str, Any]]:
+    """state.json of the checkpoint that the run begins with or goes on from; None without one. All ranks call it."""
+    if config.checkpoint.load is None:
+        return None
+    folder = load_folder(config.checkpoint, context.all_gather_object)
+    return context.from_rank_zero(lambda: found_record(str(folder), config.checkpoint.ckpt_step))
+
+
 def pick_precision(config: schema.Config, context: RankContext) -> schema.Config:
     """The settings with the number format that `--precision auto` stands for on this device."""
     precision = initialize.pick_precision(config.precision.precision, context)
@@ -189,6 +219,14 @@ def pick_precision(config: schema.Config, context: RankContext) -> schema.Config
     if context.device.type == "cpu":
         keep_memory()
     return config
+
+
+def pick_vocabulary(config: schema.Config) -> schema.Config:
+    """The settings with the type and files of the vocabulary, which a folder or a name implies.
+
+    Checkpoints record these, so that what reads them opens the same.
+    """
+    return config.derive("the vocabulary's files", **asdict(resolved(config.tokenizer)))
 
 
 def build_model(config: schema.Config, recipe: Recipe, context: RankContext, tokenizer, vocab_size: int) -> BuiltModel:
@@ -210,7 +248,9 @@ def load_start(
 ) -> Start:
     """Load the checkpoint of `--load`, if there is one, into the optimizer. All ranks call it."""
     fresh = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
-    state, record, notices = load(config, context, model.optimizer, fresh, model.vocabulary, model.vocab_size, events)
+    state, record, notices = load(config, context, model.optimizer, fresh, model.fingerprints, model.vocab_size, events)
+    if record and model.tokenizer:
+        notices += other_ids(model.tokenizer, str(config.checkpoint.load), record.get("vocabulary"))
     if not state.valid_order:
         needed = dataset_sizes(config.batch, context.mesh.dp.size, config.data.full_validation)[1]
         state = replace(state, valid_order=needed)
@@ -234,7 +274,7 @@ def follow_checkpoint(
     """The settings and the start of a run that resumes: the schedule may be the checkpoint's (--resume-schedule)."""
     if not start.record or config.checkpoint.finetune:
         return config, start
-    config, lengths, changed = resume(config, start.record, context.mesh.dp.size, model.vocabulary)
+    config, lengths, changed = resume(config, start.record, context.mesh.dp.size, model.fingerprints)
     notices, warnings = start.notices + changed.notes, changed.warnings + start.warnings
     return config, replace(start, lengths=lengths, changed=changed, notices=notices, warnings=warnings)
 
@@ -292,17 +332,21 @@ def raise_on_all_ranks(refusal: Optional[SettingsError], context: RankContext) -
             raise error
 
 
-def origin_of(start: Start, tokenizer, untrained: dict[str, Any]) -> dict[str, Any]:
-    """Code, libraries, vocabulary, folder, untrained tensors and base of a run, for its checkpoints."""
-    base = {BASE: start.record[BASE]} if start.record and IN_BASE in start.record else {}
-    return base | dict(
+def origin_of(
+    start: Start, tokenizer, untrained: dict[str, Any], settings: schema.Checkpoint, wandb_run: Optional[str]
+) -> dict[str, Any]:
+    """Code, libraries, vocabulary, folder, untrained tensors, base, lineage and W&B's id of a run, for its checkpoints."""
+    more = {BASE: start.record[BASE]} if start.record and IN_BASE in start.record else {}
+    more |= {WANDB_RUN: wandb_run} if wandb_run else {}
+    return more | dict(
         version=__version__,
         commit=source_commit(),
         code=start.code,
         libraries=library_versions(),
-        vocabulary=tokenizer and tokenizer.fingerprint,
+        **learned_vocabulary(tokenizer),
         untrained=untrained,
         folder=os.getcwd(),
+        **lineage(start.record, settings.load if settings.finetune else None),
     )
 
 
@@ -463,6 +507,7 @@ def build_metrics(
         iteration=state.iteration,
         consumed_samples=state.consumed_samples,
         save=config.checkpoint.save,
+        wandb_run=earlier_wandb_run(config.checkpoint, start.record or {}),
         active=console.active,
         files=context.is_rank_zero,
         timers=build_timers(config.logging, context),
@@ -477,14 +522,14 @@ def record_rules(
     config: schema.Config, recipe: Recipe, events: EventLog, losses: Losses, start: Start, vocab_size: int
 ) -> RecordRules:
     """The rules that judge the records of a run."""
-    loss, criterion = next(iter(losses.sums)), losses.measures.criterion if losses.measures else {}
+    loss, measures = next(iter(losses.sums)), losses.measures
     return RecordRules(
         events.rules,
         events.record,
         loss=loss,
         guess=math.log(vocab_size) if loss in recipe.perplexities else math.inf,
         warmup=start.lengths.warmup,
-        figure=(criterion["figure"], criterion["smaller_is_better"]) if criterion.get("figure") else None,
+        figure=(measures.best_by, measures.direction) if measures and measures.best_by else None,
     )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the checkpoint from which a run resumes, and opens the folder for its checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.checkpoint.base import BASE, base_names, base_record, open_checkpoint
 from megatron.checkpoint.folder import Restored, checkpoints, restore
 from megatron.checkpoint.manager import CheckpointManager, store_all_gather_object
+from megatron.checkpoint.reshard import copy_companions
 from megatron.checkpoint.store import Piece
 from megatron.checkpoint.traces import may_begin, same_place
 from megatron.data.loader import MicroBatchLoader
@@ -33,9 +34,10 @@ from megatron.mpu.initialize import RankContext
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings import schema
 from megatron.settings.batch import total_samples
-from megatron.storage.urls import UrlPath, location
+from megatron.storage.urls import UrlPath, local_folder, location
 from megatron.telemetry.events import EventLog
 from megatron.telemetry.metrics import metrics_path
+from megatron.telemetry.trackers import WANDB_RUN, kept_wandb_run
 from megatron.training.state import State
 
 LISTED = 8  # new weights in a notice
@@ -70,13 +72,13 @@ def load(
     context: RankContext,
     optimizer: DistributedOptimizer,
     fresh: State,
-    vocabulary: Optional[str] = None,
+    vocabulary: Sequence[str] = (),
     vocab_size: Optional[int] = None,
     events: Optional[EventLog] = None,
 ) -> tuple[State, Optional[dict[str, Any]], list[str]]:
     """Fill the optimizer's state from `--load`. Records an event for each damaged checkpoint that is passed over.
 
-    vocabulary: fingerprint of this run's vocabulary; None: its tokens are plain numbers
+    vocabulary: fingerprints of this run's vocabulary, in this version and in earlier ones; none: tokens are plain numbers
     vocab_size: tokens of this run, without padding; None: not checked, for a checkpoint that this run wrote
     Returns the state from which to resume, the checkpoint's record (None without a checkpoint), and notices for the user.
     """
@@ -114,6 +116,8 @@ def load(
     notices = _notices(restored, record, vocabulary)
     record |= _base(config, context, restored.path, record)
     if settings.finetune:
+        if settings.save and context.is_rank_zero and record.get("vocabulary") in (None, *vocabulary):
+            copy_companions(restored.path.parent, location(settings.save))
         notices += [*_other_kinds(config, record), *_other_scale(config, record)]
         saved = recipe_of(config).part(config, _with_experts(config, record["config"]))
         notices += changes.other_arithmetic(config, saved)
@@ -129,7 +133,7 @@ def _loads_weights_only(config: schema.Config) -> bool:
 
 
 def _refuse_unfit(
-    config: schema.Config, vocabulary: Optional[str], vocab_size: Optional[int], record: dict[str, Any]
+    config: schema.Config, vocabulary: Sequence[str], vocab_size: Optional[int], record: dict[str, Any]
 ) -> None:
     """Raise SettingsError or CheckpointError if this run cannot go on from the checkpoint. Arguments: those of `load`."""
     settings, weights_only = config.checkpoint, _loads_weights_only(config)
@@ -147,7 +151,7 @@ def _refuse_unfit(
         changes.refuse_another_optimizer(config, record["config"])
 
 
-def _notices(restored: Restored, record: dict[str, Any], vocabulary: Optional[str]) -> list[str]:
+def _notices(restored: Restored, record: dict[str, Any], vocabulary: Sequence[str]) -> list[str]:
     """What the user should know about the checkpoint; events tell about damaged ones."""
     in_events = {notice for _, notice in restored.damaged}
     notices = [notice for notice in restored.notices if notice not in in_events]
@@ -291,6 +295,20 @@ def check_later_checkpoints(config: schema.Config, iteration: int, all_gather_ob
                 f"--load {folder} resumes that run; otherwise give another {flag}, or move them away",
             )
     return []
+
+
+def earlier_wandb_run(settings: schema.Checkpoint, record: dict[str, Any]) -> Optional[str]:
+    """The id that an earlier launch of this training has at Weights & Biases, of --save or the loaded checkpoint.
+
+    Another training starts in a new --save folder, by --finetune, and from a model that a tool made, which has no
+    optimizer state. record: of the loaded checkpoint
+    """
+    own = any(same_place(settings.load, place) for place in (settings.save, settings.save_mirror, settings.save_copy))
+    if own and settings.finetune:
+        return None
+    kept = kept_wandb_run(local_folder(settings.save)) if settings.save else None
+    resumes = own and record.get("optimizer_steps") is not None
+    return kept or (record.get(WANDB_RUN) if resumes else None)
 
 
 def check_samples(

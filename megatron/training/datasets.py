@@ -2,6 +2,7 @@
 """Builds the vocabulary, datasets and data loaders of a run."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Optional
 
@@ -18,16 +19,25 @@ from megatron.mpu.initialize import RankContext
 from megatron.settings import schema
 from megatron.settings.batch import batch_size, total_iterations, total_samples
 from megatron.settings.statements import in_users_words
-from megatron.tokenizer import build_tokenizer, rows_of
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.rows import RowsTokenizer, rows_of, rows_of_model, within
 from megatron.training.state import State
 
 
-def build_vocabulary(config: schema.Config, log) -> tuple[Optional[Any], int]:
-    """Build the tokenizer: (tokenizer or None, vocabulary size without padding)."""
+def build_vocabulary(
+    config: schema.Config, log, record: Optional[Mapping[str, Any]] = None
+) -> tuple[Optional[Any], int]:
+    """Build the tokenizer: (tokenizer or None, vocabulary size without padding).
+
+    record: state.json of the checkpoint that the run begins with: its model's rows are the run's if this is its tokenizer
+    """
     tokenizer = build_tokenizer(config.tokenizer, log)
-    rows, remark = rows_of(config.tokenizer, tokenizer.vocab_size)
-    if remark:
-        log(f"note: {in_users_words(remark, config.statements)}")
+    of_model = rows_of_model(config, tokenizer, record)
+    rows, remark = rows_of(config.tokenizer, tokenizer.vocab_size, of_model, config.model.published_shape)
+    tokenizer = within(tokenizer, rows)
+    for note in (remark, tokenizer.note if isinstance(tokenizer, RowsTokenizer) else ""):
+        if note:
+            log(f"note: {in_users_words(note, config.statements)}")
     return tokenizer, rows
 
 
@@ -188,6 +198,7 @@ def build_batches(
             whole=whole,
             collate=recipe.collate,
             arrays=recipe.arrays and recipe.arrays(config, vocab_size),
+            refuse=tokenizer.refuse if tokenizer else lambda ids, where: None,
         )
         for dataset, sizes, whole in zip(
             datasets,

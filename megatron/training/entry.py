@@ -12,6 +12,7 @@ from megatron.telemetry.notify import event_problem
 from megatron.telemetry.own_code import refuse_another_module
 from megatron.telemetry.prometheus import refused_port
 from megatron.telemetry.trackers import missing_tracker
+from megatron.training.events import recorded_refusal
 from megatron.training.rules import layout_is_open, resolve
 
 
@@ -56,7 +57,8 @@ def _start(config: Config, recipe: Recipe) -> None:
 
 def train(config: Config, recipe: Recipe) -> None:
     """Train with these settings on the ranks of this job."""
-    config = resolve(config, world_size=world_size(config))
+    with recorded_refusal(config):
+        config = resolve(config, world_size=world_size(config))
     if config.parallel.print_topology:
         return print_topology(config)
     from megatron.planner.room import check_room

@@ -167,7 +167,8 @@ def merge_lora(path: Path, out: Path, which, how: MergeOptions) -> None:
     """Merge LoRA adapters into the weights of their base: a checkpoint of an ordinary model, without optimizer state."""
     from megatron.inference.convert.merged import merge
 
-    _merge(merge, path, out, which, how)
+    notices: list[str] = []
+    _merge(partial(merge, log=notices.append), path, out, which, how, notices)
 
 
 def apply_masks(path: Path, out: Path, which, how: MergeOptions) -> None:
@@ -183,13 +184,13 @@ def check_writers(count: int) -> None:
         raise UsageError(f"{count} files cannot be written", do="give a number from 1 to 99999")
 
 
-def _merge(merge: Callable[[Path, Path, int], Path], path: Path, out: Path, which, how: MergeOptions) -> None:
+def _merge(merge: Callable[..., Path], path: Path, out: Path, which, how: MergeOptions, notices=()) -> None:
     from megatron.checkpoint.folder import choose
 
     check_writers(how.writers)
     choice = choose(path, step=which.ckpt_step)
     made = merge(choice.paths[0], out, how.writers)
-    print("\n  ".join([f"{made}: merged, to be loaded with --load {out}", *choice.notices]))
+    print("\n  ".join([f"{made}: merged, to be loaded with --load {out}", *notices, *choice.notices]))
 
 
 def upcycle(path: Path, out: Path, which, how: UpcycleOptions, given: Mapping[str, Any]) -> None:
@@ -222,13 +223,13 @@ def quantize(path: Path, out: Path, which, how: QuantizeOptions) -> None:
     print("\n  ".join(said))
 
 
-def to_peft(path: Path, out: Path, which, how: ToPeftOptions) -> None:
+def to_peft(path: Path, out: Path, which, how: ToPeftOptions, given: Mapping[str, Any]) -> None:
     """Export LoRA adapters as a folder of PEFT, Hugging Face's library: adapter_config.json, adapter_model.safetensors."""
     from megatron.checkpoint.folder import choose
     from megatron.inference.convert import peft
 
     choice = choose(path, step=which.ckpt_step)
-    print("\n  ".join([*peft.to_peft(choice.paths[0], out, how.base_model), *choice.notices]))
+    print("\n  ".join([*peft.to_peft(choice.paths[0], out, how.base_model, given), *choice.notices]))
 
 
 def from_peft(path: Path, out: Path, which, how: FromPeftOptions) -> None:

@@ -6,7 +6,6 @@ pass on values of each sample. All ranks gather these in the order of the split 
 in the log, metrics.jsonl, trackers and hooks next to the losses.
 """
 
-import math
 from dataclasses import replace
 from typing import Any, Optional
 
@@ -17,10 +16,11 @@ from megatron.checkpoint.backends import INDEX
 from megatron.checkpoint.folder import checkpoints
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.data.requests import request_figures
-from megatron.errors import Failure
+from megatron.errors import Failure, SettingsError
 from megatron.mpu.initialize import RankContext
 from megatron.settings import schema
 from megatron.storage.urls import location
+from megatron.telemetry.directions import SMALLER, direction_of, is_better
 from megatron.training.checkpointing import load
 
 BEST = "best"  # the folder of the best checkpoint, in --save
@@ -60,17 +60,17 @@ class Collected:
 class Measures:
     """The figures that a recipe computes in evaluations. Subclasses implement `values` and `figures`.
 
-    best_by:           name of the figure by which evaluations are compared; None: they are not compared
-    keeps_best:        whether to save the weights of the best evaluation
-    of_choices:        whether samples are possible continuations, for which a mean loss is meaningless
-    smaller_is_better: whether the best figure is the smallest
-    patience:          end training after so many consecutive evaluations without a better one
+    best_by:    name of the figure by which evaluations are compared; None: they are not compared
+    better:     SMALLER or LARGER, for a figure that is not in telemetry/directions.py
+    keeps_best: whether to save the weights of the best evaluation
+    of_choices: whether samples are possible continuations, for which a mean loss is meaningless
+    patience:   end training after so many consecutive evaluations without a better one
     """
 
     best_by: Optional[str] = None
+    better: Optional[str] = None
     keeps_best = True
     of_choices = False
-    smaller_is_better = False
     patience: Optional[int] = None
 
     def __init__(self, config: schema.Config):
@@ -79,7 +79,12 @@ class Measures:
     @property
     def criterion(self) -> dict[str, Any]:
         """The figure by which evaluations are compared, as it is written to the record of a run."""
-        return dict(figure=self.best_by, smaller_is_better=self.smaller_is_better)
+        return dict(figure=self.best_by, smaller_is_better=self.direction and self.direction == SMALLER)
+
+    @property
+    def direction(self) -> Optional[str]:
+        """Whether a smaller or a larger value of that figure is better; None: not known."""
+        return self.better or (direction_of(self.best_by) if self.best_by else None)
 
     def values(self, batch, output: torch.Tensor) -> torch.Tensor:
         """Values [b, k] of a batch, from the output of the last stage (`LanguageModel.collect`)."""
@@ -148,8 +153,7 @@ def judge(run, means: dict[str, float]) -> None:
     if measures is None or measures.best_by is None:
         return
     value = means[measures.best_by]
-    better = state.best is None or (value < state.best if measures.smaller_is_better else value > state.best)
-    if not (better and math.isfinite(value)):
+    if not is_better(value, state.best, measures.direction):
         run.state = replace(state, evaluations_since_best=state.evaluations_since_best + 1)
         return
     run.state = replace(state, best=value, best_iteration=state.iteration, evaluations_since_best=0)
@@ -229,5 +233,11 @@ def folder_with_best(run) -> Optional[str]:
 
 
 def measures_of(recipe, config: schema.Config) -> Optional[Measures]:
-    """The measures of a run's recipe, or None."""
-    return None if recipe.measures is None else recipe.measures(config)
+    """The measures of a run's recipe, or None. Raises SettingsError if they compare by a figure of no known direction."""
+    measures = None if recipe.measures is None else recipe.measures(config)
+    if measures and measures.best_by and measures.direction is None:
+        raise SettingsError(
+            f"{measures.best_by} chooses the best weights, and nothing says whether a smaller or a larger value is better",
+            do=f"{type(measures).__name__}.better = SMALLER or LARGER, of megatron.telemetry.directions",
+        )
+    return measures

@@ -14,6 +14,7 @@ from megatron.pipeline.schedule import default_chunks, stage_map
 from megatron.pipeline.simulate import bubble_of, make_rank_schedules, simulate
 from megatron.telemetry import expert_map, heat_map
 from megatron.telemetry.curves import data_url, validation_points
+from megatron.telemetry.directions import best_of
 from megatron.telemetry.figures import count, seconds, several, size
 from megatron.telemetry.run_record import History
 
@@ -32,11 +33,14 @@ def group(history: History, name: str) -> dict:
 
 
 def judged(history: History) -> tuple[str, str, str]:
-    """The best value of the selection figure of a task, the name of the figure, and a remark."""
+    """The best value of the selection figure of a task, the name of the figure, and a remark; or its last value."""
     name = history.figures[0]
-    points = validation_points(history.evals, name)
-    at, best = (min if history.smaller_is_better else max)(points, key=lambda point: point[1])
-    return f"{best:.4f}", name, f"best of {several(len(points), 'validation')}, at iteration {at:,}"
+    points, direction = validation_points(history.evals, name), history.direction(name)
+    if not points:
+        return "-", name, "of no validation"
+    at, value = best_of(points, direction) if direction else points[-1]
+    which = "best" if direction else "last"
+    return f"{value:.4f}", name, f"{which} of {several(len(points), 'validation')}, at iteration {at:,}"
 
 
 def task(history: History) -> Rows:

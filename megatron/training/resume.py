@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings that change when a run resumes from a checkpoint, for the log and the run's record."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 from megatron.guard import changes
 from megatron.optimizer.lr_schedule import Lengths
@@ -40,11 +40,11 @@ class ResumeChanges:
 
 
 def resume(
-    config: Config, record: Mapping[str, Any], dp: int, vocabulary: Optional[str]
+    config: Config, record: Mapping[str, Any], dp: int, vocabulary: Sequence[str]
 ) -> tuple[Config, Lengths, ResumeChanges]:
     """The settings with the schedule of the resumed run, its lengths, and the changes.
 
-    record: a checkpoint's state. vocabulary: fingerprint of this run's vocabulary.
+    record: a checkpoint's state. vocabulary: fingerprints of this run's vocabulary.
     """
     same = changes.same_vocabulary(record, vocabulary)
     settings, chosen = changes.change_messages(config, record["config"], same), config.checkpoint.resume_schedule

@@ -6,6 +6,7 @@ import sys
 import types
 from dataclasses import asdict
 from enum import Enum
+from functools import cache
 
 import pytest
 
@@ -65,30 +66,36 @@ def vocabulary(tmp_path_factory):
 def new_checkpoint(tmp_path_factory, vocabulary, small_gpt):
     """`new_checkpoint(**tokenizer)`: a folder with one checkpoint as training writes it (300 ids at most, 32 positions).
 
-    folder, iteration: to add another one to a folder; by: a factor of its weights
+    folder, iteration: to add another one to a folder; by: a factor of its weights; record: more entries of state.json
+    rows: of another vocabulary
     """
     from megatron.checkpoint.boxes import Box
     from megatron.checkpoint.folder import Saver
     from megatron.checkpoint.store import Piece
     from megatron.mpu.placement import placements
 
-    vocab_size = len(json.loads((vocabulary / "vocab.json").read_text(encoding="utf-8")))
+    usual = len(json.loads((vocabulary / "vocab.json").read_text(encoding="utf-8")))
     settings = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=32)
-    model = small_gpt(vocab_size, **settings)
-    tensors = {
-        name: (placement.shape, parameter.detach()[: placement.shape[0]])
-        for name, (parameter, placement) in placements(model).items()
-    }
+
+    @cache
+    def tensors_of(vocab_size: int) -> dict:
+        model = small_gpt(vocab_size, **settings)
+        return {
+            name: (placement.shape, parameter.detach()[: placement.shape[0]])
+            for name, (parameter, placement) in placements(model).items()
+        }
+
     groups = {name: group() for name, group in schema.GROUPS.items() if name not in ("model", "tokenizer")}
     files = dict(vocab_file=str(vocabulary / "vocab.json"), merge_file=str(vocabulary / "merges.txt"))
 
-    def new(folder=None, iteration=7, by=1.0, **tokenizer):
-        own = schema.TokenizerSettings("GPT2BPETokenizer", **files | tokenizer)
+    def new(folder=None, iteration=7, by=1.0, record=None, rows=usual, **tokenizer):
+        own = schema.TokenizerSettings(**dict(tokenizer_type="GPT2BPETokenizer") | files | tokenizer)
         config = schema.Config(model=schema.Model(**settings), tokenizer=own, **groups)
-        pieces = [Piece(name, shape, Box.whole(shape), by * tensor) for name, (shape, tensor) in tensors.items()]
+        tensors = tensors_of(rows).items()
+        pieces = [Piece(name, shape, Box.whole(shape), by * tensor) for name, (shape, tensor) in tensors]
         folder = folder or tmp_path_factory.mktemp("checkpoints")
         with Saver(folder) as saver:
-            saver.save(iteration, pieces, dict(config=asdict(config), vocab_size=vocab_size))
+            saver.save(iteration, pieces, dict(config=asdict(config), vocab_size=rows, **(record or {})))
         return folder
 
     return new

@@ -138,7 +138,7 @@ def test_nothing_is_written_when_the_models_differ(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "megatron.model.gpt.hf_settings.their_settings", lambda *args: right(*args) | dict(activation_function="gelu")
     )
-    with pytest.raises(CheckpointError, match="computes something else: logits differ by"):
+    with pytest.raises(CheckpointError, match="computes something else: logits of transformers differ by"):
         tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs")])
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
     monkeypatch.undo()
@@ -369,6 +369,13 @@ def in_core_names(flat):
             name, x = "output_layer.weight", x["weight"]
         renamed[name] = x
     return {**renamed, "decoder.layers.0.self_attention._extra_state": None}
+
+
+@pytest.mark.parametrize("core", [False, True])
+def test_an_output_layer_that_the_arguments_do_not_know_is_named(tmp_path, core):
+    megatron_files(tmp_path / "theirs", LLAMA, tp=1, pp=1, core=core, untie_embeddings_and_output_weights=False)
+    with pytest.raises(CheckpointError, match="output_layer.weight differs from the embedding"):
+        tool.main(["from-megatron", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--vocab-size", str(V)])
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,24 @@ def test_score_is_the_sum_over_tokens_each_seen_alone(small_gpt):
     assert score(model, tokens, length=16, stride=5, batch_size=1).loss_sum == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("prefix", [[7], [7, 9]])
+def test_each_window_begins_with_the_tokenizers_prefix(small_gpt, prefix):
+    model, tokens = small_gpt(), np.random.RandomState(1).randint(0, 500, 40)
+    chosen = np.arange(40) % 3 == 0
+    found = score(model, tokens, length=16, stride=16, batch_size=3, part=chosen, prefix=prefix)
+    expected, part = 0.0, 0.0
+    for window in windows(len(tokens), 16 - len(prefix), 16 - len(prefix)):
+        labels = torch.from_numpy(tokens[window.start + 1 :][: window.length])
+        inputs = torch.tensor([*prefix, *tokens[window.start :][: window.length]])
+        logits = model.logits(inputs.unsqueeze(1))[len(prefix) :, 0]
+        losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none").double()
+        new = slice(window.length - window.counted, None)
+        expected += losses[new].sum().item()
+        part += (losses * torch.from_numpy(chosen)[window.start + 1 :][: window.length])[new].sum().item()
+    assert found.loss_sum == pytest.approx(expected, rel=1e-5) and found.tokens == 39
+    assert found.part.loss_sum == pytest.approx(part, rel=1e-5)
+
+
 def test_megatrons_command_line_as_it_is_written(checkpoint, tmp_path, capsys):
     """Flags of the shape are compared with the checkpoint's, and those of training named once."""
     (tmp_path / "wiki").write_text("a plain text of some words and more of them\n")

@@ -13,11 +13,15 @@ import torch
 
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver
+from megatron.checkpoint.lineage import lineage
 from megatron.checkpoint.store import Piece, share
 from megatron.errors import CheckpointError, SettingsError, UsageError
+from megatron.inference.agreement import LIMITS, agreement
 from megatron.inference.answers import Asked, answered
+from megatron.inference.convert.families import prompts_for
+from megatron.inference.convert.hf_files import about
 from megatron.inference.export import gguf_file, programs, tracing
-from megatron.inference.export.gate import LIMITS, agreement
+from megatron.inference.export.card import data_sets
 from megatron.inference.export.llama_cpp import LlamaCpp
 from megatron.inference.export.opened import load_exported
 from megatron.inference.generation import generate
@@ -269,6 +273,8 @@ def test_adapters_are_merged(tmp_path):
         )
     assert (adapted - base).abs().max() > 0.01
     np.testing.assert_allclose(found, adapted, atol=1e-5, rtol=0)
+    card = (folder / "README.md").read_text()
+    assert "| started from | `base` |" in card and 'base_model: "base"\n' in card
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapted", "base", "out"]
 
 
@@ -307,10 +313,31 @@ def test_a_program_moves_to_another_device(exported_to):
 )
 def test_narrow_weights_stay_within_their_limits(tmp_path, models, form, dtype, capsys):
     need(form)
-    export_to(tmp_path / "out", models["llama"], "--format", form, "--dtype", dtype)
-    record = json.loads((tmp_path / "out" / "export.json").read_text())["agreement"]
-    assert 0 < record["difference"] < record["allowed"] / 2
-    assert f"of {record['client']} differ by at most {record['difference']:.2e}" in capsys.readouterr().out
+    folder = export_to(tmp_path / "out", models["llama"], "--format", form, "--dtype", dtype)
+    record = json.loads((folder / "export.json").read_text())["agreement"]
+    if form != "gguf":
+        said_as_it_is(folder, models["llama"], form)
+    assert 0 < record["difference"] < record["allowed"] / 2 and record["rounding"] > 2e-5 * record["largest"]
+    assert f"of {record['client']} differ by at most {record['total']:.2e}" in capsys.readouterr().out
+
+
+def said_as_it_is(folder: Path, load: Path, form: str) -> dict:
+    """What an export says of its difference, which is that of its file from the checkpoint's model."""
+    loaded, said = load_model(load, precision="fp32"), json.loads((folder / "export.json").read_text())["agreement"]
+    ids = prompts_for(loaded.facts)
+    with torch.no_grad():
+        ours = loaded.model.logits(ids).transpose(0, 1)
+    total = (by_client(form, folder, ids.t()).float() - ours).abs().max().item()
+    assert said["total"] == pytest.approx(total, rel=1e-3)
+    return said
+
+
+@pytest.mark.sampled(2)
+def test_the_difference_said_is_that_of_the_file(tmp_path, models, capsys):
+    """And not that of a model with rounded weights, which is left after the share of rounding."""
+    said = said_as_it_is(export_to(tmp_path / "out", models["llama"], "--dtype", "bf16"), models["llama"], "hf")
+    assert said["difference"] < 1e-3 * said["rounding"]
+    assert f"from the checkpoint's: rounding to bf16 explains {said['rounding']:.2e}, " in capsys.readouterr().out
 
 
 @pytest.mark.sampled(5)
@@ -576,6 +603,24 @@ def test_paddlenlps_export_and_end(tmp_path, models, monkeypatch, capsys):
     exported = capsys.readouterr().out
     tool.main(["--load", str(models["gpt2"]), "--prompt", "the dog", "--greedy", "--max_dec_len", "5"])
     assert exported == capsys.readouterr().out
+    Path("inference_model_pp1mp1/mine.txt").write_text("kept")
+    again = ["--load", str(models["llama"]), "--save_inference_model_then_exist", "true"]
+    tool.main(again)  # a second time, and of another model
+    assert "replaces an earlier export (--output names another folder); mine.txt are in" in capsys.readouterr().err
+    assert json.loads(Path("inference_model_pp1mp1/export.json").read_text())["config"]["model"]["swiglu"]
+    assert Path("inference_model_pp1mp1.old/mine.txt").read_text() == "kept"
+    tool.main([*again, "--output", "named"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("inference_model_pp1mp1", "inference_model_pp1mp1.old", "named")
+    ]
+
+
+def test_an_earlier_export_comes_back_after_an_error(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "export.json").touch()
+    with pytest.raises(ValueError), tool.earlier_export_aside(tmp_path / "out"):
+        raise ValueError
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "export.json"]
 
 
 # ---- what else is in the folder --------------------------------------------------------------------------------------
@@ -602,6 +647,7 @@ def test_the_model_card(tmp_path, trained, vocabulary):
     for words in (
         "# mine",
         "| data | `own_text_document` |",
+        'datasets:\n- "own_text_document"\n',
         "| split | 90,10,0 |",
         "| steps | 7 |",
         "| samples | 28, 896 tokens |",
@@ -612,6 +658,31 @@ def test_the_model_card(tmp_path, trained, vocabulary):
     ):
         assert words in card, words
     assert "data/own" not in card + (tmp_path / "mine" / "export.json").read_text()  # paths of this machine
+
+
+def test_the_card_of_a_tuned_import_names_its_model_and_its_data(tmp_path, trained):
+    """The imported model by its name on the hub, as the cache there has it; the run between; files of conversations."""
+    hub = tmp_path / "models--org--Llama-9" / "snapshots" / "abc"
+    hub.mkdir(parents=True)
+    (hub / "README.md").write_text("---\nlanguage: en\nlicense: llama9\n---\n# Llama 9\n")
+    imported = dict(origin=f"Hugging Face llama in {hub}", source=about(hub, {}), state=dict(iteration=0))
+    between = dict(lineage(imported, str(tmp_path / "imported")), state=dict(iteration=5))
+    state = dict(lineage(between, str(tmp_path / "more" / "checkpoints")), state=dict(iteration=7))
+    state = dict(lineage(state, None), state=dict(iteration=7))  # resumed
+    load = trained(GPT2, state=state, data=dict(train_data_path=["0.3", "a/talks", "0.7", "b/web"]))
+    card = (export_to(tmp_path / "out", load, "--format", "torch-export", "--no-check") / "README.md").read_text()
+    head = 'license: llama9\nbase_model: "org/Llama-9"\ndatasets:\n- "talks"\n- "web"\n'
+    assert card.startswith(f"---\n{head}") and "| started from | `more` < `org/Llama-9` |" in card
+    assert "| data | `0.3 talks 0.7 web` |" in card and "states llama9" in card and str(tmp_path) not in card
+
+
+def test_the_data_of_tasks_has_names():
+    task = dict(task="glue/SST2.yaml", task_data="/data/sst", train_data=["/data/more.tsv"])
+    assert data_sets(dict(extra=dict(task=task))) == ["SST2", "more.tsv"]
+    mixed = dict(task_mixture=["mlm=2:/data/wiki_text_sentence", "sst=1:/data/train.tsv", "own=1"])
+    assert data_sets(dict(data=dict(data_path=["x/own"]), extra=dict(masked=mixed))) == [
+        *("own", "wiki_text_sentence", "train.tsv")
+    ]
 
 
 def test_files_of_the_tokenizer(models, exported_to):

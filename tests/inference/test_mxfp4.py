@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.errors import CheckpointError
 from megatron.inference.convert.mxfp4 import dequantized
+from megatron.inference.export.opened import load_exported
 from megatron.tools import checkpoint as tool
 from tests.inference.test_convert import loaded
 from tests.inference.test_families import COMMON, GPT_OSS
@@ -70,6 +71,8 @@ def test_published_weights_are_dequantized(published, tmp_path, capsys):
         for half in (0, 1):  # gates and values in turns
             assert torch.equal(ours[f"{own}up.weight"][:, half], up[:, :, half::2].transpose(1, 2))
         assert torch.equal(ours[f"{own}down.weight"], wanted[f"{experts}down_proj"].transpose(1, 2))
+    opened = dict(load_exported(str(folder)).model.named_parameters())
+    assert all(torch.equal(x[: len(ours[name])], ours[name]) for name, x in opened.items())
 
 
 @pytest.mark.sampled(5)

@@ -17,7 +17,7 @@ import torch
 import pretrain_gpt
 from megatron.checkpoint import folder as checkpoint_folder
 from megatron.errors import Failure
-from megatron.inference.convert import huggingface, megatron_export
+from megatron.inference.convert import fitted, megatron_export
 from megatron.model import language_model
 from megatron.model.experts import balancing, grouped, router, routing
 from megatron.model.gpt import facts, hf_names
@@ -409,29 +409,26 @@ def numbered_by_stage(patch):
 # ---- exchange with other programs --------------------------------------------------------------------------------------
 
 
-def unknown_tensors_are_ignored(patch):
-    real = huggingface._fitting_names
+def with_files(change: Callable) -> Plant:
+    """A change of the files before their tensors are accounted for; it gets the names of the model's, too."""
+    real = fitted._with_head_of
 
-    def names(source, files, family):
-        wanted = {name for match in family.matches for name in match.theirs}
-        files.shapes = {name: shape for name, shape in files.shapes.items() if name in wanted}
-        return real(source, files, family)
+    def with_head_of(files, folder, settings, family):
+        change(files, {name for match in family.matches for name in match.theirs})
+        return real(files, folder, settings, family)
 
-    patch.setattr(huggingface, "_fitting_names", names)
+    return lambda patch: patch.setattr(fitted, "_with_head_of", with_head_of)
 
 
-def missing_tensors_are_zero(patch):
-    real = huggingface._fitting_names
+def ignore_unknown(files, wanted):
+    files.shapes = {name: shape for name, shape in files.shapes.items() if name in wanted}
 
-    def names(source, files, family):
-        known, get = dict(files.shapes), files.get
-        lacking = {name for match in family.matches for name in match.theirs} - known.keys()
-        like = {name: known[name.replace("experts.3.", "experts.0.")] for name in lacking}
-        files.shapes = known | like
-        files.get = lambda name: torch.zeros(like[name]) if name in like else get(name)
-        return real(source, files, family)
 
-    patch.setattr(huggingface, "_fitting_names", names)
+def zeros_for_missing(files, wanted):
+    known, get = dict(files.shapes), files.get
+    like = {name: known[name.replace("experts.3.", "experts.0.")] for name in wanted - known.keys()}
+    files.shapes = known | like
+    files.get = lambda name: torch.zeros(like[name]) if name in like else get(name)
 
 
 def with_matches(change: Callable[[Match], Match]) -> Plant:
@@ -573,8 +570,8 @@ MISTAKES = {
     "moments stay where another ep takes over": Mistake(moments_stay, DIVISIONS),
     "stages number experts in another order": Mistake(numbered_by_stage, layout("pp2 ep2")),
     # exchange with other programs
-    "experts of a file are ignored": Mistake(unknown_tensors_are_ignored, LACKING),
-    "experts that a file lacks are zero": Mistake(missing_tensors_are_zero, LACKING),
+    "experts of a file are ignored": Mistake(with_files(ignore_unknown), LACKING),
+    "experts that a file lacks are zero": Mistake(with_files(zeros_for_missing), LACKING),
     "Mixtral's square matrices are transposed": Mistake(
         with_matches(transposed), files(test_hf_experts.test_square_output_matrices_are_not_transposed, "mixtral")
     ),

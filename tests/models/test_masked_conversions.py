@@ -25,6 +25,10 @@ MODELS = {
     "T5 1.0": ("T5", f"{T5} --feed-forward-proj relu --scale-tied-output"),
     "T5 1.1": ("T5", f"{T5} --feed-forward-proj gated-gelu --untie-embeddings-and-output-weights"),
     "BERT": ("BERT", "--num-layers 2 --post-norm --norm-epsilon 1e-12"),
+    "BERT with an output layer of its own": (
+        "BERT",
+        "--num-layers 2 --post-norm --untie-embeddings-and-output-weights",
+    ),
     "BERT without a second head": ("BERT", "--num-layers 2 --post-norm --bert-no-binary-head --no-bias-gelu-fusion"),
 }
 

@@ -113,6 +113,28 @@ def test_nothing_given_is_free():
     assert len(layouts) > 20
 
 
+def no_ranks(*words, **more):
+    raise AssertionError("ranks are joined")
+
+
+DLC = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # of a node: no LOCAL_RANK
+
+
+def test_planning_joins_no_ranks(capsys, monkeypatch):
+    """In the environment of PAI's DLC, whose RANK and WORLD_SIZE number nodes, each of these commands is alone."""
+    monkeypatch.setattr("torch.distributed.init_process_group", no_ranks)
+    for name, value in DLC.items():
+        monkeypatch.setenv(name, value)
+    cluster = "--world-size 64 --local-world-size 8 --device-name A100-80GB".split()
+    searched = [*MODEL, *cluster, "--max-global-batch-size", "64"]
+    searched_pretrain.main(["--task-type", "llmacc.megatron.GPT", *searched], env=DLC)
+    assert "torchrun" in capsys.readouterr().out
+    plan_tool.main(searched)
+    assert "torchrun" in capsys.readouterr().out
+    searched_pretrain.main([*searched, "--dry-run"], env=DLC)
+    assert "64" in capsys.readouterr().out
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("words", WORDS)
 def test_the_command_of_llmacc_keeps_it(words, capsys):

@@ -12,6 +12,7 @@ import urllib.request
 import pytest
 
 from megatron import __version__
+from megatron.inference.generation_config import ends_beside
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
 from megatron.serving.models import recommended
@@ -110,15 +111,18 @@ def test_a_model_has_defaults_of_its_own(tmp_path):
     """Those of its generation_config.json; a request may change them."""
     own = dict(temperature=0.25, top_p=0.5, eos_token_id=[65, 66], do_sample=True, guidance_scale=2)
     (tmp_path / "generation_config.json").write_text(json.dumps(own))
-    with served(defaults=recommended(str(tmp_path))) as toy:
+    with served(defaults=recommended(str(tmp_path)), ends=ends_beside(tmp_path)) as toy:
         client = openai.OpenAI(base_url=f"{toy.url}/v1", api_key="none", max_retries=0)
         client.completions.create(model="toy", prompt="x")
         client.completions.create(model="toy", prompt="x", temperature=2, extra_body=dict(stop_token_ids=[7]))
         client.completions.create(model="toy", prompt="x", top_p=1, extra_body=dict(ignore_eos=True))
-        first, second, third = [request.sampling for request in toy.engines[0].added]
-        assert (first.temperature, first.top_p, first.stop_token_ids) == (0.25, 0.5, [65, 66])
-        assert (second.temperature, second.top_p, second.stop_token_ids) == (2, 0.5, [7, 65, 66])
-        assert (third.temperature, third.top_p, third.stop_token_ids) == (0.25, 0, None)
+        added = toy.engines[0].added
+        first, second, third = [request.sampling for request in added]
+        assert (first.temperature, first.top_p) == (0.25, 0.5)
+        assert (second.temperature, second.top_p) == (2, 0.5)
+        assert (third.temperature, third.top_p) == (0.25, 0)
+        ends = [request.sampling.ends(request.end) for request in added]
+        assert ends == [{65, 66}, {7, 65, 66}, set()]  # the end of document is none of them, as in transformers
     (tmp_path / "generation_config.json").write_text(json.dumps(dict(do_sample=False)))
     assert recommended(str(tmp_path)) == dict(temperature=0.0)
 
@@ -129,7 +133,8 @@ def test_logprobs_are_those_of_the_distribution(client):
     ids = [*b"then a", *alone(Request(tuple(b"then a"), Sampling(tokens_to_generate=30, sampling_seed=1), end=EOD))]
     names = [chr(id) if id < 128 else f"token_id:{id}" for id in ids]
     assert choice.logprobs.tokens == names and choice.text == decode(ids)
-    assert choice.logprobs.text_offset == [len("".join(names[:at])) for at in range(len(names))]
+    finished = [decode(ids[:at]).rstrip("\ufffd") for at in range(len(ids))]  # without half a character
+    assert choice.logprobs.text_offset == list(map(len, finished))
     assert choice.logprobs.token_logprobs[0] is None and choice.logprobs.top_logprobs[0] is None
     for at in range(1, len(ids)):
         scores = distribution(tuple(ids[:at]))

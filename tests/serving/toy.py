@@ -17,26 +17,22 @@ from megatron.serving.served_model import ServedModel
 from megatron.serving.server import Service, app
 from megatron.serving.settings import ServeLimits
 from megatron.telemetry.web import listen
+from megatron.tokenizer.base import Tokenizer
 
 EOD, LONGEST = 256, 512
 LETTERS = [*b"etaoin shrdlu\n.", 0xC3, 0xA9, 0xA4, 0xF0, 0x9F, 0x98, 0x80]  # with bytes of longer characters
 
 
-class ByteTokenizer:
+def decoded(ids) -> str:
+    return b"".join(b"<end>" if id == EOD else bytes([id]) for id in ids).decode("utf-8", "replace")
+
+
+class ByteTokenizer(Tokenizer):
     """A token for each byte."""
 
-    name, vocab_size, eod, fingerprint = "bytes", 257, EOD, "bytes"
-    pieces: dict = {}
-
-    def special(self, name):
-        return None
-
-    def encode(self, text):
-        return list(text.encode())
-
-    def decode(self, ids):
-        whole = b"".join(b"<end>" if id == EOD else bytes([id]) for id in ids)
-        return whole.decode("utf-8", "replace")
+    def __init__(self):
+        engines = dict(bytes=lambda: lambda text: list(text.encode()))
+        super().__init__("bytes", 257, EOD, "bytes", engines, decoded, special_tokens={})
 
 
 def number(*words) -> float:

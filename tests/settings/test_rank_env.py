@@ -2,9 +2,11 @@
 """Where a process learns its rank: torchrun's words, or those of srun."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron.errors import SettingsError, UsageError
-from megatron.settings.rank_env import Ranks, adopt, adopt_launcher, first_host, ranks
+from megatron.errors import PeerLost, SettingsError, UsageError
+from megatron.settings.rank_env import Ranks, adopt, adopt_launcher, first_host, hosts, is_started, ranks
 
 STEP = dict(
     SLURM_STEP_ID="3",
@@ -38,7 +40,7 @@ def test_a_task_of_srun_for_each_rank():
     "env",
     [
         {},
-        STEP | dict(RANK="2", WORLD_SIZE="4"),  # torchrun under srun
+        STEP | dict(RANK="2", WORLD_SIZE="4", LOCAL_RANK="0"),  # torchrun under srun
         STEP | dict(SLURM_STEP_NUM_TASKS="1"),
         {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"},  # the batch script itself
     ],
@@ -86,12 +88,98 @@ def test_ranks_that_have_no_place_to_meet(monkeypatch):
         join_job(Parallel(), Kernels(device="cpu"))
 
 
+DLC = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # of a node, as PAI's DLC numbers them
+
+
+@pytest.mark.parametrize("node", ["0", "1"])
+def test_numbers_of_nodes_make_no_ranks_of_a_tool(node, capsys):
+    env = adopted(**DLC | dict(RANK=node))
+    assert ranks(env) == Ranks() and not is_started(env)
+    told = f"note: RANK={node} and WORLD_SIZE=2 without LOCAL_RANK: no launcher has set them; this process is alone"
+    assert told in capsys.readouterr().err
+
+
+def test_ranks_of_a_launcher_stay_as_they_are(capsys):
+    for more in (dict(LOCAL_RANK="0"), dict(LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")):
+        env = DLC | more
+        assert adopted(**env) == env and is_started(env)
+    assert adopted(RANK="0", WORLD_SIZE="1") == dict(RANK="0", WORLD_SIZE="1")
+    env = adopted(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="1")
+    assert is_started(env) and ranks(env).rank == 1
+    env = {}
+    adopt("--rank 1 --world-size 2 --host node0".split(), env)
+    assert is_started(env) and adopted(**env) == env
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("rank, world, others", [(0, 2, "rank 1"), (1, 2, "rank 0"), (0, 3, "some of ranks 1 to 2")])
+def test_a_rank_says_whom_it_waited_for(rank, world, others, monkeypatch):
+    from megatron.mpu.initialize import dist, join_job
+    from megatron.settings.schema import Kernels, Parallel
+
+    def late(*words, timeout, **more):
+        raise dist.DistStoreError(
+            f"Timed out after {timeout.total_seconds():g} seconds waiting for clients. 1/2 joined."
+        )
+
+    monkeypatch.setattr(dist, "init_process_group", late)
+    for name, value in (DLC | dict(RANK=str(rank), WORLD_SIZE=str(world))).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        PeerLost, match=f"could not join the job at 127.0.0.1:1(.|\n)*it waited 6 s for {others}: Timed"
+    ):
+        join_job(Parallel(distributed_timeout_minutes=0.1), Kernels(device="cpu"))
+
+
 @pytest.mark.parametrize(
     "nodes, first",
-    [("n[1-4]", "n1"), ("a,b", "a"), ("node3", "node3"), ("x[2,5]y", "x2y"), ("c1-[001-004],d", "c1-001")],
+    [
+        ("n[1-4]", "n1"),
+        ("a,b", "a"),
+        ("node3", "node3"),
+        ("x[2,5]y", "x2y"),
+        ("c1-[001-004],d", "c1-001"),
+        ("nodeA,nodeB[001,003]", "nodeA"),
+        ("gpu-dy-g4-[1-4]", "gpu-dy-g4-1"),
+        ("tux[0-3].example.org,b", "tux0.example.org"),
+        ("rack[1-2]n[01-02]", "rack1n01"),
+        ("r[1,3]i[0-3]n[05-09]-ib", "r1i0n05-ib"),
+    ],
 )
 def test_the_first_host_of_a_list(nodes, first):
     assert first_host(nodes) == first
+
+
+@st.composite
+def host_lists(draw):
+    """A SLURM host list, and its hosts from plain loops."""
+    text, expanded = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        name, names = "n", ["n"]
+        for _ in range(draw(st.integers(0, 3))):
+            ranges, numbers, digits = [], [], draw(st.integers(1, 3))
+            for low, more in draw(st.lists(st.tuples(st.integers(0, 120), st.integers(0, 3)), min_size=1, max_size=3)):
+                written = [str(low + step).rjust(digits, "0") for step in range(more + 1)]
+                ranges.append(written[0] if more == 0 else f"{written[0]}-{written[-1]}")
+                numbers += written
+            after = draw(st.sampled_from(["", "-ib", ".example.org", "i"]))
+            name += "[" + ",".join(ranges) + "]" + after
+            names = [before + number + after for before in names for number in numbers]
+        text.append(name)
+        expanded += names
+    return ",".join(text), expanded
+
+
+@given(host_lists())
+def test_the_hosts_of_a_list(case):
+    nodes, expanded = case
+    assert list(hosts(nodes)) == expanded and first_host(nodes) == expanded[0]
+
+
+@pytest.mark.parametrize("nodes", ["", "n[1-4", "n1]", "n[4-2]", "n[a-c]"])
+def test_what_is_no_list_of_hosts(nodes):
+    with pytest.raises(SettingsError, match="SLURM_STEP_NODELIST=.* is not a list of hosts(.|\n)*MASTER_ADDR"):
+        first_host(nodes)
 
 
 BY_HAND = "--rank 1 --lr 1e-4 --world_size=2 --host 10.0.0.1 --port 29511 --local_rank 0"

@@ -10,7 +10,7 @@ import pretrain_gpt
 from megatron.errors import SettingsError
 from megatron.settings.from_checkpoint import saved_record
 from megatron.telemetry.metrics import Metrics
-from megatron.training.measures import early_end_reason, judge
+from megatron.training.measures import Measures, early_end_reason, judge
 from tests.tasks.classification import SIZE, Toy
 from tests.tasks.test_finetune import TUNE, trunk, tune  # noqa: F401
 from tests.training.test_plain_loop import records
@@ -175,7 +175,7 @@ def test_what_patience_has_nothing_to_judge_by_is_told(line, capsys):
 
 
 def test_a_figure_that_is_no_number_is_never_the_best(tmp_path):
-    measures = SimpleNamespace(best_by="mse", smaller_is_better=True, patience=2)
+    measures = type("Own", (Measures,), dict(best_by="mse", patience=2))(None)
     config = SimpleNamespace(batch=SimpleNamespace(stop_at_loss=None))
     from megatron.optimizer.scaler import LossScaler
     from megatron.training.state import State

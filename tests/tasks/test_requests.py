@@ -17,6 +17,7 @@ from megatron.tasks.pet import Pattern, read_verbalizer
 from megatron.tokenizer import build_tokenizer
 from tests.tasks.classification import LABELS, SIZE, Toy, double, token_scores
 from tests.tasks.test_finetune import TUNE, trunk, weights_of  # noqa: F401
+from tests.tokenizer.plain import PlainTokenizer, letters
 from tests.training.plain_loop import EOD, LENGTH
 from tests.training.test_plain_loop import records
 
@@ -122,14 +123,12 @@ def test_scores_themselves(tmp_path):
 
 
 def test_spaces_at_the_end_of_a_context_belong_to_the_continuation():
-    class Letters:
-        eod = 7
-
-        def encode(self, text):
-            return [ord(letter) for letter in text]
-
-    assert encode_pair(Letters(), "ab ", "c") == encode_pair(Letters(), "ab", " c") == ([97, 98, 32, 99], 2)
-    assert encode_pair(Letters(), "", "c") == ([7, 99], 1)
+    tokenizer = PlainTokenizer(letters, eod=7)
+    assert encode_pair(tokenizer, "ab ", "c") == encode_pair(tokenizer, "ab", " c") == ([97, 98, 32, 99], 2)
+    assert encode_pair(tokenizer, "", "c") == ([7, 99], 1)
+    tokenizer.prefix = [3]
+    assert encode_pair(tokenizer, "ab ", "c") == ([3, 97, 98, 32, 99], 3)
+    assert encode_pair(tokenizer, "", "c") == ([3, 99], 1)
 
 
 WRONG = {
@@ -157,10 +156,6 @@ def test_wrong_requests(what, tmp_path):
 
 
 # ---- patterns --------------------------------------------------------------------------------------------------------
-
-
-def letters(text):
-    return [ord(letter) for letter in text]
 
 
 def filled(pattern, label="good", length=50, eod=None, reserve=0, text="a film", pair=None):

@@ -2,7 +2,6 @@
 """What the tasks do to text."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from megatron.tasks.description import Task, one
 from megatron.tasks.evaluation import write_probabilities
 from megatron.tasks.examples import Examples, TaskExample
 from megatron.tasks.soft_labels import with_soft_labels
+from tests.tokenizer.plain import PlainTokenizer
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_last_word():
 
 
 WORDS = "<pad> the cat sat on mat dog , hat".split()
-tokenizer = SimpleNamespace(encode=lambda text: [WORDS.index(word) for word in text.replace("cats", "cat ,").split()])
+tokenizer = PlainTokenizer(lambda text: [WORDS.index(word) for word in text.replace("cats", "cat ,").split()])
 
 
 class Successor:
@@ -85,15 +85,19 @@ def test_bad_files(tmp_path):
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(DataError, match=words):
-            lambada.read_examples(tmp_path / name, SimpleNamespace(encode=str.split), strict=True)
+            lambada.read_examples(
+                tmp_path / name, PlainTokenizer(lambda text: list(map(len, text.split()))), strict=True
+            )
     with pytest.raises(DataError, match="Is a directory"):
-        lambada.read_examples(tmp_path, SimpleNamespace(encode=str.split), strict=True)
+        lambada.read_examples(tmp_path, PlainTokenizer(lambda text: list(map(len, text.split()))), strict=True)
 
 
 def test_lines_of_json_end_with_line_feeds_alone(tmp_path):
     (tmp_path / "lines").write_text('{"text": "one\u2028two three"}\n\n{"text": "four five"}\n', encoding="utf-8")
-    found = lambada.read_examples(tmp_path / "lines", SimpleNamespace(encode=str.split), strict=True)
-    assert [example.tokens for example in found] == [["one", "two", "three"], ["four", "five"]]
+    found = lambada.read_examples(
+        tmp_path / "lines", PlainTokenizer(lambda text: list(map(len, text.split()))), strict=True
+    )
+    assert [example.tokens for example in found] == [[3, 3, 5], [4, 4]]
 
 
 @pytest.mark.parametrize("likeliest", [0.0, 14.7, 30.0])

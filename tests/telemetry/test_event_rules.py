@@ -7,6 +7,7 @@ import random
 import pytest
 
 from megatron.errors import SettingsError
+from megatron.telemetry.directions import direction_of
 from megatron.telemetry.event_rules import DEFAULTS, EventRule, RecordRules, read_rules
 from megatron.telemetry.events import KINDS, EventLog, read_events
 
@@ -94,9 +95,10 @@ def test_validations_that_get_worse():
         ("validation_worse", 10),
     ]
     assert judged(validations(3, 3.1), {"validation_worse": EventRule(1)}) == [("validation_worse", 2)]
-    accuracy = dict(figure=("accuracy", False))
-    assert judged(validations(0.9, 0.8, 0.7, 0.6, name="accuracy"), **accuracy) == [("validation_worse", 4)]
-    assert judged(validations(0.6, 0.7, 0.8, 0.9, name="accuracy"), **accuracy) == []
+    for name, worse in (("accuracy", (0.9, 0.8, 0.7, 0.6)), ("mse", (0.6, 0.7, 0.8, 0.9))):
+        figure = dict(figure=(name, direction_of(name)))
+        assert judged(validations(*worse, name=name), **figure) == [("validation_worse", 4)]
+        assert judged(validations(*reversed(worse), name=name), **figure) == []
 
 
 def test_the_message_has_the_figures(tmp_path):

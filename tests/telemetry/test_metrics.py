@@ -275,19 +275,19 @@ def test_weights_and_biases_gets_the_settings_and_the_curves(monkeypatch, clock)
             calls.append(given)
             return self
 
-        def log(self, values, step):
-            calls.append((step, values))
+        def log(self, values):
+            calls.append(values)
 
         def finish(self):
             calls.append("finish")
 
     monkeypatch.setitem(sys.modules, "wandb", Fake())
-    with Metrics(
-        Logging(wandb_project="p", wandb_exp_name="n"), RunSizes(4, 16), header=dict(kind="run", a=1)
-    ) as metrics:
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    logging, header = Logging(wandb_project="p", wandb_exp_name="n"), dict(kind="run", a=1)
+    with Metrics(logging, RunSizes(4, 16), header=header, wandb_run="a1") as metrics:
         take(metrics, clock, 0.5, step(1, 3.0))
-    assert calls[0] == dict(project="p", name="n", dir=None, config=dict(kind="run", a=1))
-    assert calls[1][0] == 1 and calls[1][1]["lm loss"] == 3.0 and calls[1][1]["consumed-samples"] == 8
+    assert calls[0] == dict(project="p", name="n", dir=None, id="a1", resume="allow", config=dict(kind="run", a=1))
+    assert calls[1]["lm loss"] == 3.0 and calls[1]["consumed-samples"] == 8 and calls[1]["iteration"] == 1
     assert calls[2] == "finish"
 
 

@@ -14,8 +14,9 @@ pytest.importorskip("matplotlib")
 from megatron.errors import DataError
 from megatron.telemetry.curves import smooth
 from megatron.telemetry.events import EventLog
+from megatron.telemetry.report_compare import tiles as compared
 from megatron.telemetry.run_record import History, JsonLines, read_history
-from megatron.tools.report import build, main, perplexity, read_evaluation
+from megatron.tools.report import build, main, perplexity, read_evaluation, tiles
 from megatron.training import report_facts
 
 CONFIG = dict(model=dict(num_layers=2, hidden_size=64, seq_length=16), optimizer=dict(lr=0.0006, lr_decay_iters=None))
@@ -54,7 +55,8 @@ def write_run(folder, steps=60, resumed_at=None, valid=True):
             }
         )
         if valid and n % 20 == 0:
-            lines.write({"kind": "eval", "split": "validation", "iteration": n, "lm loss": math.log(1000 / n)})
+            loss = {"lm loss": math.log(1000 / n), "lm loss ppl": 1000 / n}
+            lines.write({"kind": "eval", "split": "validation", "iteration": n} | loss)
     lines.close()
     return folder
 
@@ -107,6 +109,30 @@ def test_numbers_of_the_run_are_there(tmp_path):
     ):
         assert shown in text, shown
     assert "--lr-decay-iters" not in text
+
+
+def test_a_language_model_has_no_task(tmp_path):
+    """Its page begins with the training loss, and its comparison with the validation's; perplexities are no figures."""
+    write_run(tmp_path)
+    history, page = read_history(tmp_path / "metrics.jsonl"), build(tmp_path)
+    assert history.figures == [] and "The task" not in page
+    value, name, _ = tiles(history)[0]
+    assert name == "training loss" and float(value) == pytest.approx(
+        2 + sum(5 / n for n in range(41, 61)) / 20, abs=6e-4
+    )
+    assert tiles(history)[1][:2] == ("16.7", "perplexity")
+    assert [name for _, _, name in compared(dict(a=history, b=history))] == ["lm loss, validation at step 60"] * 2
+
+
+@pytest.mark.parametrize("figure, best", [("accuracy dev", "0.9000"), ("mse dev", "0.2000")])
+def test_the_first_number_of_a_task_is_its_best(figure, best, tmp_path):
+    write_run(tmp_path, valid=False)
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    for n, value in ((20, 0.5), (40, 0.2), (60, 0.9)):
+        lines.write({"kind": "eval", "split": "validation", "iteration": n, figure: value})
+    lines.close()
+    history = read_history(tmp_path / "metrics.jsonl")
+    assert tiles(history)[0][:2] == (best, figure) and "The task" in build(tmp_path)
 
 
 def test_samples_and_evaluation_are_shown_when_there(tmp_path):

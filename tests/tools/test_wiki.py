@@ -87,10 +87,10 @@ def test_a_dump_however_it_is_packed(tmp_path, capsys):
     def articles(name):
         source = WikiDump(dump(tmp_path / name))
         pages = [page for piece in source.pieces() for page in pages_of(piece)]
-        return pages, source.base, source.language
+        return pages, source.site
 
     assert [articles(name) for name in names[1:]] == [articles(names[0])] * 3
-    assert articles(names[0])[2] == "en" and len(articles(names[0])[0]) == 5
+    assert articles(names[0])[1].language == "en" and len(articles(names[0])[0]) == 5
 
 
 def test_wiki_extractors_words_and_files(tmp_path, monkeypatch):
@@ -119,6 +119,16 @@ def test_a_chinese_dump(tmp_path):
     assert found["text"] == (
         "\u8ba1\u7b97\u673a\uff08computer\uff09\u4fd7\u79f0\u7535\u8111\u3002\n\n\u5386\u53f2\n\n\u89c1\u7b97\u76d8\u3002"
     )
+
+
+def test_a_german_dump(tmp_path):
+    """Its own name for files, and its own way to write numbers."""
+    text = "Der Berg ist {{formatnum:3003}}&nbsp;m hoch.[[Datei:x.jpg|mini|Bild]][[Kategorie:Berg]] {{PAGENAME}}."
+    source = dump(tmp_path / "de.xml", [page(7, "Tahat", text)], lang="de")
+    own = '<namespace key="6" case="first-letter">Datei</namespace><namespace key="14">Kategorie</namespace>'
+    source.write_text(source.read_text().replace('<namespace key="6" case="first-letter">File</namespace>', own))
+    [found] = run(source, tmp_path / "out")
+    assert found["text"] == "Der Berg ist 3.003 m hoch. Tahat."
 
 
 BILLION = '<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;">]>'

@@ -166,6 +166,12 @@ def is_quantized(name: str, names: Container[str]) -> bool:
     return f"{name}_scale" in names
 
 
+def names_of(name: str) -> tuple[str, ...]:
+    """The tensors that a folder can have in the place of the weight `name`."""
+    parts = (f"{name}{part}" for part in ("", "_packed", "_shape", "_scale", "_zero_point"))
+    return *parts, f"{name.removesuffix(WEIGHT)}.input_scale"
+
+
 def hold(product: Rounded, match: Match, get: Callable[[str], torch.Tensor], place: Mapping[str, int]) -> None:
     """Give a product its part of a folder's weight. get: name -> tensor. place: this rank's coordinates."""
     placement, layer = product.layer.placements["weight"], product.layer

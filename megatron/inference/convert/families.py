@@ -3,6 +3,7 @@
 both models on the same tokens for comparison.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
@@ -27,6 +28,7 @@ from megatron.settings.schema import Config
 OF_TRAINING = dict(  # keys of config.json that are not converted -> the flag of pretraining
     router_aux_loss_coef="--moe-aux-loss-coeff"
 )
+NOTHING = re.compile(r"(?!)")  # no name
 PROMPT = 48  # most tokens of a comparison
 COPIED = (
     "lm_head.weight is a copy of the embedding: theirs divides by the root of the width before a tied output layer, and "
@@ -45,7 +47,10 @@ class Family:
     run:      (transformers, folder, prompts, keywords of from_pretrained) -> the same outputs of their model; None: it has
               no such model
     extra:    the model's own groups of settings
-    beside:   additional tensors that files may contain: copies of others
+    table:    their embedding; head: their output layer, which is a copy of it, or one of `matches`
+    copies:   their tensors that files may have beside another with the same values -> the other
+    constants: names of tensors of old files that transformers computes
+    unused:   names of tensors that transformers leaves out of this model
     notices:  notices for the user of an export
     unread:   keys of an imported config.json that have no counterpart here
     """
@@ -57,9 +62,18 @@ class Family:
     ours: Callable[[Any, torch.Tensor], torch.Tensor]
     run: Optional[Callable[..., torch.Tensor]]
     extra: Mapping[str, Any] = field(default_factory=dict)
-    beside: tuple[str, ...] = ()
+    table: str = "model.embed_tokens.weight"
+    head: str = "lm_head.weight"
+    copies: Mapping[str, str] = field(default_factory=dict)
+    constants: re.Pattern[str] = NOTHING
+    unused: re.Pattern[str] = NOTHING
     notices: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return self.head in self.copies
 
     def unread_notices(self, path: Any) -> list[str]:
         """Notices on the keys of config.json that were not read."""
@@ -89,17 +103,22 @@ def exported(config: Config, vocab_size: int) -> Family:
     return _gpt(GPTFacts.of(config, vocab_size))
 
 
-def imported(settings: dict[str, Any]) -> Family:
-    """The family of a Hugging Face folder, from its config.json. Raises CheckpointError for unsupported models."""
+def imported(settings: dict[str, Any], tied: Optional[bool] = None) -> Family:
+    """The family of a Hugging Face folder, from its config.json. Raises CheckpointError for unsupported models.
+
+    tied: whether the output layer is the embedding; None: as config.json says
+    """
     watched = WatchedConfig(settings)
-    return replace(_imported(watched), unread=tuple(watched.unread()))
+    return replace(_imported(watched, tied), unread=tuple(watched.unread()))
 
 
-def _imported(settings: dict[str, Any]) -> Family:
+def _imported(settings: dict[str, Any], tied: Optional[bool]) -> Family:
     kind = settings.get("model_type")
     if kind == "t5":
-        model, own, vocab_size = t5_names.our_settings(settings)
-        return _t5(T5Facts(model, vocab_size, own))
+        model, own, vocab_size, scaled = t5_names.our_settings(settings, tied)
+        family = _t5(T5Facts(model, vocab_size, own))
+        return replace(family, matches=t5_names.with_scaled_head(family.matches, model)) if scaled else family
+    settings = settings if tied is None else settings | dict(tie_word_embeddings=tied)
     if kind == "bert":
         model, own, vocab_size = bert_names.our_settings(settings)
         return _bert(BertFacts(model, vocab_size, own))
@@ -120,7 +139,9 @@ def prompts_for(facts: Facts) -> torch.Tensor:
 def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
     model = facts.settings
     kind = kind or gpt_settings.kind_of(model)
-    tied = () if model.untie_embeddings_and_output_weights else ("lm_head.weight",)
+    table = "transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"
+    tied = not model.untie_embeddings_and_output_weights
+    constants = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias" if kind == "gpt2" else r".*\.rotary_emb\.inv_freq"
 
     def run(transformers, folder, prompts, **more):
         plain = dict(dtype=torch.float32, attn_implementation="eager")  # the only attention there with soft caps
@@ -134,7 +155,9 @@ def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
         lambda end, dtype: gpt_settings.their_settings(model, facts.vocab_size, end, dtype),
         lambda ours, prompts: ours.logits(prompts),
         None if kind == "deepseek" else run,
-        beside=tied,
+        table=table,
+        copies={"lm_head.weight": table} if tied else {},
+        constants=re.compile(constants),
     )
 
 
@@ -152,7 +175,7 @@ def _t5(facts: T5Facts) -> Family:
         return t5_names.their_settings(facts, ids, dtype)
 
     copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", *(("lm_head.weight",) * facts.tied))
-    cross = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"  # in old files, unused
+    cross = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"  # in old files
     return Family(
         "t5",
         facts,
@@ -161,7 +184,9 @@ def _t5(facts: T5Facts) -> Family:
         lambda ours, prompts: ours.logits(*_halves(prompts)),
         run,
         extra={ENCODER_DECODER: facts.own},
-        beside=(*copies, cross),
+        table="shared.weight",
+        copies=dict.fromkeys(copies, "shared.weight"),
+        unused=re.compile(cross),
     )
 
 
@@ -192,9 +217,10 @@ def _bert(facts: BertFacts) -> Family:
         follows = model.follows(prompts, types=_types(prompts))
         return torch.cat((words.transpose(0, 1).flatten(), follows.flatten()))
 
-    heads = () if second else ("bert.pooler.dense", "cls.seq_relationship")
-    others = [f"{name}.{kind}" for name in heads for kind in ("weight", "bias")]
-    tied = ["cls.predictions.decoder.weight"] * facts.tied
+    table, head = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"
+    of_words = {"cls.predictions.bias", "cls.predictions.decoder.bias"} - {bert_names.bias_of_words(facts)}
+    copies = {**({head: table} if facts.tied else {}), **dict.fromkeys(of_words, bert_names.bias_of_words(facts))}
+    second_head = r"(bert\.pooler\.dense|cls\.seq_relationship)\.(weight|bias)"
     return Family(
         "bert",
         facts,
@@ -203,7 +229,11 @@ def _bert(facts: BertFacts) -> Family:
         ours,
         run,
         extra={BERT: facts.own},
-        beside=("bert.embeddings.position_ids", "cls.predictions.decoder.bias", *tied, *others),
+        table=table,
+        head=head,
+        copies=copies,
+        constants=re.compile(r"bert\.embeddings\.position_ids"),
+        unused=NOTHING if second else re.compile(second_head),
     )
 
 

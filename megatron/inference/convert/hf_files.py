@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -14,15 +14,17 @@ import torch
 
 from megatron.checkpoint.store import CODES, as_bytes
 from megatron.errors import CheckpointError, UsageError
+from megatron.inference import generation_config
 from megatron.settings import schema
 from megatron.storage.durable import storage_errors
-from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.byte_level import END_OF_TEXT
 from megatron.tokenizer.chat_template import FILE as TEMPLATE
-from megatron.tokenizer.chat_template import find_template
+from megatron.tokenizer.transformers_files import NAMED, VOCABULARIES, content_of, read_files, write_files
 
 FILE_BYTES = 5 * 10**9  # of one safetensors file, as transformers cuts them
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 _JSON_LIMIT = 1 << 28
+_HEAD = 1 << 16  # characters of a README.md in which its license is looked for
 
 # Files of a tokenizer, by kind of tokenizer: setting -> name in the folder.
 TOKENIZER_FILES = dict(
@@ -181,66 +183,88 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def about(folder: Path, config: Mapping[str, Any]) -> dict[str, Optional[str]]:
+    """{name, license} of the model in a folder: by the cache of a hub, config.json and the head of README.md."""
+    cached = (re.fullmatch(r"models--(.+?)--(.+)", part) for part in folder.resolve().parts)
+    named = str(config.get("_name_or_path") or "")
+    name = next((f"{found[1]}/{found[2]}" for found in cached if found), None)
+    if name is None and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", named):
+        name = named
+    card = folder / "README.md"
+    head = card.read_text(encoding="utf-8", errors="replace")[:_HEAD] if card.is_file() else ""
+    stated = re.search(r"\A---\n(?:.*\n)*?license: *[\"']?([\w.-]+)", head)
+    return dict(name=name or folder.resolve().name, license=stated and stated[1])
+
+
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 
 
-def export_tokenizer(settings: schema.TokenizerSettings, folder: Path, end: Optional[str], longest: int) -> bool:
-    """Copy a run's tokenizer into a folder in the format of transformers; False if transformers does not support it.
-
-    Its other files are copied, too, if they lie in a folder of transformers, such as those of an import: the chat template,
-    the generation config. end: the text of the end-of-document token.
-    """
-    files = TOKENIZER_FILES.get(settings.tokenizer_type or "")
-    if files is None:
-        return False
-    for setting, name in files.items():
-        source = Path(getattr(settings, setting))
-        source = source / name if source.is_dir() else source
-        shutil.copyfile(source, folder / name)
-    if source.with_name(_CONFIG).exists():
-        _copy_others(source.parent, folder)
-    kinds = dict(GPT2BPETokenizer="GPT2Tokenizer", HuggingFaceTokenizer="PreTrainedTokenizerFast")
-    if not (folder / _CONFIG).exists():
-        content: dict[str, Any] = dict(model_max_length=longest)
-        content["tokenizer_class"] = kinds.get(settings.tokenizer_type, "LlamaTokenizer")
-        if end is not None:
-            content |= dict(bos_token=end, eos_token=end)
-            content |= dict(unk_token=end) if settings.tokenizer_type == "GPT2BPETokenizer" else {}
-        (folder / _CONFIG).write_text(json.dumps(content, indent=2))
-    return True
-
-
-def export_chat_template(checkpoint: Path, tokenizer: Tokenizer, folder: Path) -> Optional[int]:
-    """Write the chat template beside a checkpoint into a folder of transformers, in place of the tokenizer's own.
-
-    Returns the token that ends an answer; None without such a template.
-    """
-    template = find_template([checkpoint, checkpoint.parent], tokenizer)
-    if template is None:
-        return None
-    files = template.files()
-    config = read_json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
-    config.pop("chat_template", None)
-    (folder / TEMPLATE).write_text(files[TEMPLATE], encoding="utf-8")
-    (folder / _CONFIG).write_text(json.dumps(config | json.loads(files[_CONFIG]), indent=2), encoding="utf-8")
-    return template.special.get(template.tokens.get("eos_token"))
-
-
 def import_tokenizer(source: Path, folder: Path, of_gpt2: bool) -> Optional[schema.TokenizerSettings]:
-    """Copy a model's tokenizer into `folder`; returns its settings, None without tokenizer.
+    """Write a model's tokenizer into `folder`; returns its settings, None without tokenizer.
 
-    of_gpt2: vocab.json and merges.txt are GPT-2's; others have the same files, but split texts as tokenizer.json says.
+    A tokenizer.json is written as AutoTokenizer reads the source (`tokenizer.transformers_files`). of_gpt2: see
+    `tokenizer_of`.
     """
-    first = ("GPT2BPETokenizer", "HuggingFaceTokenizer")
-    for kind in (*(first if of_gpt2 else reversed(first)), "GPTSentencePieceTokenizer"):
-        files = TOKENIZER_FILES[kind]
-        if all((source / name).is_file() for name in files.values()):
-            folder.mkdir(parents=True, exist_ok=True)
-            for name in files.values():
+    there = tokenizer_of(source, of_gpt2)
+    if there is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    if there.tokenizer_type == "HuggingFaceTokenizer":
+        write_files(read_files(source), folder)
+        names = ("tokenizer.model", TEMPLATE, "chat_template.json")
+        for name in names:
+            if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
-            _copy_others(source, folder)
-            return schema.TokenizerSettings(kind, **{setting: str(folder / name) for setting, name in files.items()})
-    return None
+        return schema.TokenizerSettings(there.tokenizer_type, tokenizer_model=str(folder / "tokenizer.json"))
+    files = TOKENIZER_FILES[there.tokenizer_type]
+    for name in files.values():
+        shutil.copyfile(source / name, folder / name)
+    _copy_others(source, folder)
+    return schema.TokenizerSettings(
+        there.tokenizer_type, **{setting: str(folder / name) for setting, name in files.items()}
+    )
+
+
+def tokenizer_of(folder: Path, of_gpt2: bool) -> Optional[schema.TokenizerSettings]:
+    """The settings of the tokenizer in a folder of transformers; None without one.
+
+    of_gpt2: vocab.json and merges.txt are GPT-2's. Other models have such files, and split texts as tokenizer.json says.
+    """
+    there = lambda kind: all((folder / name).is_file() for name in TOKENIZER_FILES[kind].values())
+    as_settings = lambda kind: schema.TokenizerSettings(
+        kind, **{setting: str(folder / name) for setting, name in TOKENIZER_FILES[kind].items()}
+    )
+    if of_gpt2 and there("GPT2BPETokenizer") and _says_no_more(folder):
+        return as_settings("GPT2BPETokenizer")
+    if there("HuggingFaceTokenizer"):
+        return as_settings("HuggingFaceTokenizer")
+    if (folder / _CONFIG).is_file() and any((folder / name).is_file() for name in VOCABULARIES):
+        return schema.TokenizerSettings("HuggingFaceTokenizer", tokenizer_model=str(folder))
+    if there("GPTSentencePieceTokenizer"):
+        return as_settings("GPTSentencePieceTokenizer")
+    return as_settings("GPT2BPETokenizer") if there("GPT2BPETokenizer") else None
+
+
+def _says_no_more(folder: Path) -> bool:
+    """Whether GPT-2's vocab.json and merges.txt are the whole tokenizer: nothing adds tokens, or a token to prompts."""
+    config, whole = ({}, {})
+    if (folder / _CONFIG).is_file():
+        config = read_json(folder / _CONFIG)
+    if (folder / "tokenizer.json").is_file():
+        whole = read_json(folder / "tokenizer.json")
+    added = {token.get("content") for token in whole.get("added_tokens") or ()}
+    added |= {token.get("content") for token in (config.get("added_tokens_decoder") or {}).values()}
+    added |= {content_of(config.get(name)) for name in NAMED}
+    changes = any(config.get(name) for name in ("add_bos_token", "add_eos_token", "add_prefix_space"))
+    return added <= {END_OF_TEXT, None} and not changes and not (folder / "added_tokens.json").is_file()
+
+
+def import_generation_config(source: Path, folder: Path, config: dict[str, Any]) -> None:
+    """Write a model's generation_config.json beside its checkpoint. Without one, transformers reads config.json."""
+    if (source / GENERATION).is_file():
+        shutil.copyfile(source / GENERATION, folder / GENERATION)
+    else:
+        write_generation_config(folder, config, folder)
 
 
 def _copy_others(source: Path, folder: Path) -> None:
@@ -256,8 +280,8 @@ def _copy_others(source: Path, folder: Path) -> None:
 def write_generation_config(
     folder: Path, config: dict[str, Any], checkpoint: Path, end_of_turn: Optional[int] = None
 ) -> None:
-    """Write generation_config.json: the one beside the checkpoint, else the one that the tokenizer has brought, with the
-    ids of config.json that it lacks.
+    """Write generation_config.json: the one of the checkpoint, as `generate` finds it, with the ids of config.json that it
+    lacks.
 
     end_of_turn: a further token that ends a text: that of an answer in a conversation
     """
@@ -266,10 +290,7 @@ def write_generation_config(
     }
     if end_of_turn not in (None, ids["eos_token_id"]):
         ids["eos_token_id"] = [end_of_turn] if ids["eos_token_id"] is None else [end_of_turn, ids["eos_token_id"]]
-    places = (place / GENERATION for place in (checkpoint, checkpoint.parent))
-    own = next((place for place in places if place.is_file()), None)
+    own = next(filter(None, (generation_config.file_in(place) for place in (checkpoint, checkpoint.parent))), None)
     ids = {name: id for name, id in ids.items() if id is not None}
-    if own:
-        (folder / GENERATION).write_text(json.dumps(ids | read_json(own), indent=2))
-    elif not (folder / GENERATION).exists():
-        (folder / GENERATION).write_text(json.dumps(dict(_from_model_config=True, **ids), indent=2))
+    content = read_json(own) if own else dict(_from_model_config=True)
+    (folder / GENERATION).write_text(json.dumps(ids | content, indent=2))

@@ -377,7 +377,10 @@ def _in_tensor(
     layer, name = found
     name = name if layer is None else f"blocks.{layer}.{name}"
     if name == "output.weight" and not model.untie_embeddings_and_output_weights:
-        return  # the last stage's copy of the embedding
+        raise CheckpointError(  # a tied one is stored once, by the name of the embedding
+            f"{theirs}: the saved arguments say that the output layer is the embedding, and here is one of its own",
+            "they lack --untie-embeddings-and-output-weights",
+        )
     if name not in wanted:
         raise CheckpointError(f"{theirs} would be {name}, which this model does not have")
     ours = wanted[name].shape

@@ -24,17 +24,22 @@ import torch
 from megatron.checkpoint.boxes import Box, find_flaw
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.reader import Reader
-from megatron.errors import CheckpointError, SettingsError
+from megatron.errors import CheckpointError, DataError, SettingsError
+from megatron.inference.agreement import agreement
 from megatron.inference.convert import megatron_experts
 from megatron.inference.convert.arriving import arriving, needed
+from megatron.inference.convert.families import prompts_for
 from megatron.inference.convert.megatron_lm import open_classic
 from megatron.inference.convert.merged import merged_first
+from megatron.inference.load import Loaded, load_model, tokenizer_settings, without_model
 from megatron.inference.quantized import refuse_quantized
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.recipe import SCRIPTS
 from megatron.model.weights import Unit, add_prefix
+from megatron.mpu.initialize import DTYPES
 from megatron.mpu.placement import Placement
 from megatron.settings import schema
+from megatron.settings.from_checkpoint import located
 from megatron.storage.durable import storage_errors
 
 Implementation = Literal["transformer_engine", "local", "legacy"]  # decides the names of tensors
@@ -143,14 +148,17 @@ def to_megatron(
     check: read the output back, as `from-megatron` does, and compare all settings and tensors before `out` appears.
     Raises SettingsError for an unsupported model or layout, CheckpointError if the comparison fails.
     """
+    trained = path
     with merged_first(path, out) as path, Reader(path) as reader:
         refuse_quantized(reader, "to-megatron")
-        config = schema.from_record(needed(reader, "config"))
+        needed(reader, "config")
+        config = schema.from_record(located(reader.state))
         export = Export(config.model, needed(reader, "vocab_size"), tp, pp, implementation, dtype, ep)
         check_expressible(export)
         padding = _padding_rows(reader)
         with arriving(out) as folder:
-            args = arguments(export, config.tokenizer, reader.state.get("iteration", 0))
+            vocabulary, lost = _vocabulary(without_model(config, reader.state, path))
+            args = arguments(export, vocabulary, reader.state.get("iteration", 0))
             for pipeline, tensor, expert in product(range(pp), range(tp), range(ep)):
                 name = f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if pp > 1 else "")
                 name += f"_{expert:03d}" if ep > 1 else ""
@@ -159,7 +167,8 @@ def to_megatron(
                 content = dict(args=args, checkpoint_version=3.0, iteration=args.iteration)
                 _write(folder / "release" / name / "model_optim_rng.pt", content | dict(model=model))
             (folder / TRACKER).write_text("release")
-            notices = [compare(export, reader, folder)] if check else []
+            read = [compare(export, reader, folder) + rounding(export, trained, path)] if check else []
+            notices = [*lost, *read]
     if added := export.padded_vocab - export.vocab_size:
         notices.append(f"{added} rows of padding hold the mean of all rows: Megatron-LM's softmax counts them")
     layout = f"tensor parallel {tp} x pipeline parallel {pp}" + (f", expert parallel {ep}" if ep > 1 else "")
@@ -312,6 +321,15 @@ def _write(path: Path, content: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
+def _vocabulary(loaded: Loaded) -> tuple[schema.TokenizerSettings, list[str]]:
+    """The type and the files of the run's tokenizer, and a notice if they are not here: then they are as recorded."""
+    own = loaded.config.tokenizer
+    try:
+        return (tokenizer_settings(loaded) if own.of_texts else own), []
+    except DataError as error:
+        return own, [f"the tokenizer's files are named as the run named them: {error.what}"]
+
+
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -422,6 +440,22 @@ def compare(export: Export, reader: Reader, folder: Path) -> str:
             "nothing was written",
         )
     return f"read back: the same settings, and {len(boxes)} tensors equal to the bit"
+
+
+@torch.no_grad()
+def rounding(export: Export, trained: Path, path: Path) -> str:
+    """How far the files are from the checkpoint `trained`, in words; empty if they are not. path: with adapters merged"""
+    if path == trained and export.dtype == torch.float32:
+        return ""
+    prompts, dtype = prompts_for(export.facts), next(name for name, one in DTYPES.items() if one == export.dtype)
+    loaded = load_model(str(trained), precision="fp32")
+    checkpoint = loaded.model.logits(prompts)
+    loaded = loaded if path == trained else load_model(str(path), precision="fp32")
+    for parameter in loaded.model.parameters():
+        parameter.copy_(parameter.to(export.dtype).float())
+    ours = loaded.model.logits(prompts)
+    found = agreement("hf", dtype, "the files", ours, ours, checkpoint=checkpoint)
+    return f"; {found.sentence}" if found.rounded else ""
 
 
 def _pieces(shards) -> Iterator:

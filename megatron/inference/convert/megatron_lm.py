@@ -284,6 +284,7 @@ def _parameters(
             stage = int(key.partition("/")[0]) * pp + part.pp
             name = f"blocks.{stage * a_stage + layer}.{name}"
         elif name == "output.weight" and not model.untie_embeddings_and_output_weights:
+            _refuse_own_head(file, key)
             yield LocalParameter(key, shape, matches, no_pieces)  # the last stage's copy of the embedding
             continue
         name, _, expert = name.partition("@")
@@ -298,6 +299,16 @@ def _parameters(
                 raise CheckpointError(f"{part.path}: {key} would be expert {number} of {model.num_experts}")
             pieces = _expert_pieces(file, name, wanted[name], number)
         yield LocalParameter(key, shape, matches, no_pieces if copy else pieces)
+
+
+def _refuse_own_head(file: OpenFile, head: str) -> None:
+    """Raise CheckpointError if the copy of the embedding `head` differs from it. Both are there with one pipeline stage."""
+    tables = (key for key in file.shapes if our_name(key.partition("/")[2]) == (None, "embedding.word.weight"))
+    if any(not torch.equal(file.get(table), file.get(head)) for table in tables):
+        raise CheckpointError(
+            f"{file.part.path}: {head} differs from the embedding, and the saved arguments say that both are one",
+            "they lack --untie-embeddings-and-output-weights",
+        )
 
 
 def _pieces_of(

@@ -23,7 +23,7 @@ from megatron.model.recipe import config_of, facts_of
 from megatron.settings.schema import Model
 
 
-def merge(path: Path, out: Path, writers: int = 1) -> Path:
+def merge(path: Path, out: Path, writers: int = 1, log=lambda text: None) -> Path:
     """Write the checkpoint at `path` to the folder `out` with its adapters merged; returns the new checkpoint.
 
     Weights keep their format; the sum is computed in fp32, one weight at a time. Optimizer state is left out.
@@ -33,7 +33,10 @@ def merge(path: Path, out: Path, writers: int = 1) -> Path:
     with open_checkpoint(path) as reader:
         source = MergedReader(reader)
         pieces = reshard.whole_pieces(source)
-        return reshard.reshard(source, out, reshard.evenly(pieces, writers), source.state)
+        merged = reshard.reshard(source, out, reshard.evenly(pieces, writers), source.state)
+        for dtype, lost in source.lost.items():
+            log(f"weights keep their format, {dtype}: rounding to it has moved merged ones by at most {lost:.2e}")
+        return merged
 
 
 @contextmanager
@@ -75,6 +78,7 @@ class MergedReader(reshard.Computed):
         self.tensors = {name: one for name, one in reader.tensors.items() if not name.startswith(reshard.OPTIMIZER)}
         self.tensors = {name: one for name, one in self.tensors.items() if not name.endswith(OWN)}
         self.state = merged_state(reader.state)
+        self.lost: dict[str, float] = {}  # format of merged weights -> how far rounding to it has moved one
 
     def read(self, name: str) -> torch.Tensor:
         """A merged weight, or any other."""
@@ -86,7 +90,11 @@ class MergedReader(reshard.Computed):
         if self.model.use_dora:
             m = self.reader.read(f"{name.removesuffix('weight')}{MAGNITUDE}", dtype=torch.float32)
             moved = with_norms(moved, magnitude(weight, m))
-        return moved.to(weight.dtype)
+        rounded = moved.to(weight.dtype)
+        if lost := (rounded.float() - moved).abs().max().item():
+            kind = str(weight.dtype).removeprefix("torch.")
+            self.lost[kind] = max(lost, self.lost.get(kind, 0.0))
+        return rounded
 
 
 def delta(model: Model, weight, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

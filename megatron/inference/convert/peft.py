@@ -15,7 +15,9 @@ Rows are in another order there, as those of the weights are (`model/gpt/hf_name
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Optional
 
 import torch
@@ -23,19 +25,22 @@ import torch
 from megatron.checkpoint.base import BASE, base_record, open_checkpoint
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver
+from megatron.checkpoint.lineage import ENTRIES, lineage
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert import hf_files
 from megatron.inference.convert.arriving import arriving
 from megatron.inference.convert.families import exported
+from megatron.inference.convert.hf_tokenizer import write_tokenizer
 from megatron.inference.convert.merged import delta, has_adapters, magnitude
-from megatron.inference.load import refuse_head
+from megatron.inference.load import refuse_head, without_model
 from megatron.model.gpt.hf_match import Match
 from megatron.model.linear_kinds import WEIGHT, linear_layers
 from megatron.model.lora import KIND, MAGNITUDE, OWN, PAIR, parts_of, trained
 from megatron.model.recipe import config_of, facts_of
 from megatron.mpu.placement import Placement
+from megatron.settings.from_checkpoint import located
 from megatron.settings.schema import Model
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -59,16 +64,20 @@ class PeftPair:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def to_peft(path: Path, out: Path, base_model: Optional[str] = None) -> list[str]:
+def to_peft(
+    path: Path, out: Path, base_model: Optional[str] = None, given: Mapping[str, Any] = MappingProxyType({})
+) -> list[str]:
     """Write the adapters of a checkpoint as a folder that `peft.PeftModel.from_pretrained` loads; returns notices.
+    The tokenizer's files are beside them.
 
     base_model: name or path of the Hugging Face model that they belong to, for adapter_config.json
+    given: tokenizer flags, if the files of the training run have moved
     Raises SettingsError if the model, or what was trained, has no counterpart there.
     """
     with open_checkpoint(path) as reader, arriving(out) as folder:
         if not has_adapters(reader):
             raise SettingsError(f"{path} has no LoRA adapters", do="to-hf exports a model without adapters")
-        config, vocab_size = config_of(reader.state["config"]), reader.state["vocab_size"]
+        config, vocab_size = config_of(located(reader.state)), reader.state["vocab_size"]
         refuse_head(config, vocab_size, path)
         _refuse_other_weights(path, reader)
         family, weights = exported(config, vocab_size), facts_of(config, vocab_size).weights
@@ -85,7 +94,10 @@ def to_peft(path: Path, out: Path, base_model: Optional[str] = None) -> list[str
         _write_tensors(folder, moved)
         theirs = _their_config(config.model, moved, family.kind, base_model)
         (folder / CONFIG).write_text(json.dumps(theirs, indent=2, sort_keys=True))
-        return [f"{out}: {len(moved)} pairs of rank {config.model.lora_rank} for {', '.join(theirs['target_modules'])}"]
+        run = without_model(config, reader.state, path)
+        tokenizer = write_tokenizer(folder, run, given, path, partial(family.theirs, dtype="float32"))
+        pairs_of = f"{len(moved)} pairs of rank {config.model.lora_rank}"
+        return [f"{out}: {pairs_of} for {', '.join(theirs['target_modules'])}", *tokenizer.notices]
 
 
 def _refuse_other_weights(path: Path, reader: Reader) -> None:
@@ -237,7 +249,9 @@ def from_peft(source: Path, out: Path, base: Path, state: dict[str, Any]) -> lis
     }
     frozen = sorted(name for name in known if not name.startswith("optimizer."))
     record |= dict(untrained={**(saved.get("untrained") or {}), "frozen": frozen}, mesh={})
-    record |= {BASE: base_record(base, str(out)), "origin": f"PEFT in {source.resolve()}"}
+    origin = dict(origin=f"PEFT in {source.resolve()}", source=hf_files.about(source, theirs))
+    record = {name: value for name, value in record.items() if name not in ENTRIES} | lineage(saved, str(base)) | origin
+    record[BASE] = base_record(base, str(out))
     with Saver(out) as saver:
         pieces = [Piece(name, tuple(x.shape), Box.whole(x.shape), x) for name, x in tensors.items()]
         saver.write(0, [pieces], record)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
+from megatron.checkpoint.lineage import Ancestor, ancestors
+from megatron.data.blend import parse_blend
 from megatron.model.facts import Facts
 from megatron.model.recipe import kind_of
 from megatron.storage.urls import UrlPath
@@ -18,23 +20,60 @@ UNITS = {"lm loss": "nats per token"}
 
 
 def model_card(
-    name: str, record: Mapping[str, Any], facts: Facts, checkpoint: Path | UrlPath, how: Rows, use: str, tags: list[str]
+    name: str,
+    record: Mapping[str, Any],
+    facts: Facts,
+    checkpoint: Path | UrlPath,
+    how: Rows,
+    use: str,
+    tags: list[str],
+    tokenizer: Optional[str],
 ) -> str:
     """README.md with YAML front matter, as model hubs read it.
 
     record: state.json of the checkpoint; how: rows about the export; use: a command or a few lines that run the model
+    tokenizer: its type, None without one
     """
-    history = _history(checkpoint)
+    history, base = _history(checkpoint), base_of(record)
     sections = [
-        ("The model", _table(_model(record, facts))),
+        ("The model", _table(_model(record, facts, tokenizer))),
         ("Use", f"```\n{use}\n```"),
-        ("Training", _table([*_data(record["config"]), *_training(record, history)])),
+        ("Training", _table([*_beginning(record), *_data(record["config"]), *_training(record, history)])),
         ("Evaluation", _evaluation(record, history, checkpoint)),
         ("This export", _table(how)),
-        ("License", "The run does not state one: add it here and as `license:` above before you publish the model."),
+        ("License", _license(base)),
     ]
-    head = "\n".join(["---", "tags:", *(f"- {tag}" for tag in tags), "---"])
+    sets = data_sets(record["config"])
+    head = [
+        "---",
+        *([f"license: {base.license}"] if base and base.license else []),
+        *([f"base_model: {json.dumps(base.name)}"] if base else []),
+        *(["datasets:", *(f"- {json.dumps(one)}" for one in sets)] if sets else []),
+        *("tags:", *(f"- {tag}" for tag in tags)),
+        "---",
+    ]
+    head = "\n".join(head)
     return "\n\n".join([head, f"# {name}", *(f"## {title}\n\n{text}" for title, text in sections)]) + "\n"
+
+
+def base_of(record: Mapping[str, Any]) -> Optional[Ancestor]:
+    """The model that a run or an import began with: the first one that another library has named, else the nearest."""
+    found = list(ancestors(record))
+    return next((one for one in found if one.imported), found[0] if found else None)
+
+
+def _beginning(record: Mapping[str, Any]) -> Rows:
+    names = " < ".join(f"`{one.name}`" for one in ancestors(record))
+    imported = record.get("source") or record.get("origin")
+    return [("imported" if imported else "started from", names)] if names else []
+
+
+def _license(base: Optional[Ancestor]) -> str:
+    if base and base.license:
+        return (
+            f"`{base.name}`, which this model comes from, states {base.license}. Check that it holds for this one, too."
+        )
+    return "The run does not state one: add it here and as `license:` above before you publish the model."
 
 
 def _history(checkpoint: Path | UrlPath) -> Optional[History]:
@@ -50,7 +89,7 @@ def _table(rows: Rows) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in clean)])
 
 
-def _model(record: Mapping[str, Any], facts: Facts) -> Rows:
+def _model(record: Mapping[str, Any], facts: Facts, tokenizer: Optional[str]) -> Rows:
     model = facts.settings
     count = sum(math.prod(placed.shape) for placed in facts.weights.values())
     groups = f", {model.query_groups} key-value heads" if model.query_groups != model.num_attention_heads else ""
@@ -60,24 +99,42 @@ def _model(record: Mapping[str, Any], facts: Facts) -> Rows:
         ("layers", f"{model.num_layers} of width {model.hidden_size}"),
         ("attention heads", f"{model.num_attention_heads} of width {model.head_dim}{groups}"),
         ("positions", f"{model.position_embedding_type}, context of {model.seq_length} tokens"),
-        ("vocabulary", f"{record['vocab_size']:,} tokens, {_tokenizer(record['config'])}"),
+        ("vocabulary", f"{record['vocab_size']:,} tokens, {tokenizer or 'without a tokenizer'}"),
     ]
 
 
-def _tokenizer(config: Mapping[str, Any]) -> str:
-    kind = (config.get("tokenizer") or {}).get("tokenizer_type")
-    return kind if kind not in (None, "NullTokenizer") else "without a tokenizer"
-
-
 def _data(config: Mapping[str, Any]) -> Rows:
-    data = config.get("data") or {}
-    words = data.get("train_data_path") or data.get("data_path") or data.get("input_dir") or []
-    words = [words] if isinstance(words, str) else list(words)
-    if data.get("mock_data"):
+    data, words = config.get("data") or {}, _blend_words(config)
+    if not data_sets(config) and data.get("mock_data"):
         return [("data", "synthetic samples (`--mock-data`)")]
-    names = " ".join(Path(str(word)).name if "/" in str(word) else str(word) for word in words)
+    named = [" ".join(Path(word).name if "/" in word else word for word in words)] if words else []
+    named += [name for name in _task_files(config) if name not in named]
     split = [("split", str(data["split"]))] if words and data.get("split") else []
-    return [("data", f"`{names}`" if names else "not recorded"), *split]
+    return [("data", ", ".join(f"`{name}`" for name in named) or "not recorded"), *split]
+
+
+def data_sets(config: Mapping[str, Any]) -> list[str]:
+    """The names of the training data: prefixes of a blend, a task, and files of tasks and conversations."""
+    words = _blend_words(config)
+    prefixes = parse_blend(words, "--data-path", open_folders=False).prefixes if words else []
+    return list(dict.fromkeys([*(Path(prefix).name for prefix in prefixes), *_task_files(config)]))
+
+
+def _blend_words(config: Mapping[str, Any]) -> list[str]:
+    data = config.get("data") or {}
+    words = data.get("train_data_path") or data.get("data_path") or []
+    return words.split() if isinstance(words, str) else list(map(str, words))
+
+
+def _task_files(config: Mapping[str, Any]) -> list[str]:
+    """Names from the recipe's own settings: of a task for a classifier, of files, and of a mixture NAME=WEIGHT:PATH."""
+    names: list[str] = []
+    for own in (config.get("extra") or {}).values():
+        if "task_data" in own:
+            names.append(Path(own["task"]).stem)
+        mixed = [word.partition(":")[2] for word in own.get("task_mixture") or ()]
+        names += [Path(path).name for path in (*(own.get("train_data") or ()), *mixed) if path]
+    return names
 
 
 def _training(record: Mapping[str, Any], history: Optional[History]) -> Rows:
@@ -87,8 +144,6 @@ def _training(record: Mapping[str, Any], history: Optional[History]) -> Rows:
     samples = position.get("consumed_samples")
     length = (config.get("model") or {}).get("seq_length")
     rows = [("steps", f"{step:,}")] if isinstance(step, int) else []
-    if record.get("origin"):
-        rows.append(("imported from", str(record["origin"])))
     if samples:
         rows.append(("samples", f"{samples:,}" + (f", {samples * length:,} tokens" if length else "")))
     if samples and batch.get("global_batch_size"):

@@ -4,7 +4,6 @@
 The names and shapes of Hugging Face are the start (`convert.families`), because gguf maps those names to llama.cpp's.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,8 @@ import torch
 from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError
 from megatron.inference.convert.families import Family
+from megatron.inference.convert.hf_tokenizer import ExportedTokenizer
+from megatron.inference.export import gguf_vocabulary
 from megatron.inference.quantize import Int4, Rounded
 from megatron.model.bert.facts import BertFacts
 from megatron.model.facts import Facts
@@ -25,15 +26,6 @@ from megatron.model.t5.facts import T5Facts
 from megatron.mpu.placement import Placement
 
 Fix = Callable[[str, torch.Tensor, dict[str, Any]], torch.Tensor]
-# Byte-level vocabularies that llama.cpp can cut texts for, by the pattern of their words.
-PATTERNS = {
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt-2",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+": "llama-bpe",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": (
-        "qwen2"
-    ),
-}
 # --dtype -> (format of matrices, llama.cpp's word for the file)
 TYPES = dict(
     fp32=("F32", "ALL_F32"),
@@ -45,7 +37,6 @@ TYPES = dict(
 )
 BLOCK = 32  # inputs with one scale in the formats of `BLOCKS`
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1")
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # llama.cpp's types of tokens
 
 
 class Architecture(NamedTuple):
@@ -128,24 +119,24 @@ def write(
     reader: Reader,
     family: Family,
     dtype: str,
-    tokenizer: Path,
-    end: Optional[int],
+    tokenizer: ExportedTokenizer,
     name: str,
     products: Mapping[str, Rounded] = MappingProxyType({}),
 ) -> None:
-    """Write a GGUF file. dtype: a row of `TYPES`. tokenizer: folder with its files. products: layer -> quantized weight.
+    """Write a GGUF file. dtype: a row of `TYPES`. tokenizer: its files are beside `path`. products: layer -> quantized
+    weight.
 
     Matrices have this dtype; vectors and positions stay in fp32, as llama.cpp expects. With 4 bits, embeddings and output
     layer have 8.
     """
     gguf = library()
     architecture = refuse_other(family)
-    kind, config = getattr(gguf.MODEL_ARCH, architecture.name), family.theirs(end, "float32")
+    kind, config = getattr(gguf.MODEL_ARCH, architecture.name), family.theirs(tokenizer.end, "float32")
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind])
     _describe(writer, config, name)
     wanted, file_type = TYPES[dtype]
     writer.add_file_type(gguf.LlamaFileType[file_type])
-    _add_vocabulary(writer, tokenizer, config["vocab_size"], end)
+    gguf_vocabulary.add(writer, path.parent, tokenizer, config["vocab_size"])
     kinds, names = gguf.GGMLQuantizationType, gguf.get_tensor_name_map(kind, family.facts.num_layers)
 
     def tensors(meta: bool) -> Iterator[tuple[str, str, Sequence[torch.Tensor]]]:
@@ -307,82 +298,6 @@ def _extra_tensors(family: Family) -> Iterator[tuple[str, torch.Tensor]]:
     if getattr(model, "use_rope_scaling", False):
         plain = model.rotary_base ** -(torch.arange(0, model.head_dim, 2).float() / model.head_dim)
         yield "rope_freqs.weight", plain / scaled_frequencies(plain, model)
-
-
-# ---- vocabularies ----------------------------------------------------------------------------------------------------
-
-
-def _add_vocabulary(writer, folder: Path, vocab_size: int, end: Optional[int]) -> None:
-    """Add the tokenizer from files as transformers has them."""
-    if (folder / "tokenizer.model").is_file():
-        _add_sentencepiece(writer, folder, vocab_size)
-    else:
-        _add_bytes(writer, folder, vocab_size)
-    if end is not None:
-        writer.add_bos_token_id(end)
-        writer.add_eos_token_id(end)
-    writer.add_add_bos_token(False)
-    config = folder / "tokenizer_config.json"
-    template = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
-    if template is None and (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    if template:
-        writer.add_chat_template(template)
-
-
-def _add_bytes(writer, folder: Path, vocab_size: int) -> None:
-    """A byte-level vocabulary, from tokenizer.json."""
-    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    model, special = content["model"], {}
-    for token in content.get("added_tokens", ()):
-        special[token["id"]] = token
-    kind = _pattern_of(content)
-    texts = {number: text for text, number in model["vocab"].items()}
-    texts |= {number: token["content"] for number, token in special.items()}
-    types = {number: CONTROL if token.get("special") else USER_DEFINED for number, token in special.items()}
-    ids = range(vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(kind)
-    writer.add_token_list([texts.get(number, f"[PAD{number}]") for number in ids])
-    writer.add_token_types([types.get(number, NORMAL if number in texts else UNUSED) for number in ids])
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    writer.add_token_merges(merges)
-
-
-def _pattern_of(content: dict[str, Any]) -> str:
-    """llama.cpp's name of the rule that cuts words. Raises SettingsError for a tokenizer that it does not have."""
-    steps = content.get("pre_tokenizer") or {}
-    steps = steps.get("pretokenizers", [steps])
-    byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
-    if content["model"].get("type") == "BPE" and byte_level and not byte_level[0].get("add_prefix_space"):
-        if byte_level[0].get("use_regex", True) and len(steps) == 1:
-            return "gpt-2"
-        patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
-        if len(patterns) == 1 and patterns[0] in PATTERNS:
-            return PATTERNS[patterns[0]]
-    raise SettingsError(
-        "--format gguf: llama.cpp has no tokenizer like that of tokenizer.json",
-        f"byte-level BPE with the words of {', '.join(PATTERNS.values())} is exported, and SentencePiece's BPE",
-        "--format hf keeps it",
-    )
-
-
-def _add_sentencepiece(writer, folder: Path, vocab_size: int) -> None:
-    from gguf.vocab import SentencePieceVocab
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto = sentencepiece_model_pb2.ModelProto.FromString((folder / "tokenizer.model").read_bytes())
-    if proto.trainer_spec.model_type != sentencepiece_model_pb2.TrainerSpec.BPE:
-        raise SettingsError("--format gguf: SentencePiece's BPE is exported, not its other models", do="--format hf")
-    entries = list(SentencePieceVocab(folder).all_tokens())[:vocab_size]
-    entries += [(f"[PAD{n}]".encode(), -1000.0, UNUSED) for n in range(len(entries), vocab_size)]
-    texts, scores, types = zip(*entries)
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(list(texts))
-    writer.add_token_scores(list(scores))
-    writer.add_token_types([int(kind) for kind in types])
-    writer.add_add_space_prefix(proto.normalizer_spec.add_dummy_prefix)
 
 
 def library():

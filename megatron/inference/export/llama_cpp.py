@@ -47,9 +47,9 @@ class LlamaCpp:
         except (KeyError, ValueError, TypeError, IndexError):
             raise CheckpointError(f"llama.cpp does not answer: {json.dumps(answer)[:300]}") from None
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without a token at its start."""
-        body = json.dumps(dict(content=text, add_special=False, parse_special=False)).encode()
+    def encode(self, text: str, prompt: bool = False) -> list[int]:
+        """The ids of a text, without tokens around it. prompt: with those, and with special tokens where they are named"""
+        body = json.dumps(dict(content=text, add_special=prompt, parse_special=prompt)).encode()
         address, kind = f"{self.server.listening_address}/tokenize", {"Content-Type": "application/json"}
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(urllib.request.Request(address, body, kind), timeout=60) as answer:
@@ -64,9 +64,9 @@ def asked(
     threads: int,
     prompts: Sequence[list[int]],
     count: int,
-    texts: Sequence[str],
+    texts: Sequence[tuple[str, bool]],
 ) -> tuple[list[list[tuple[int, float]]], list[list[int]]]:
-    """(the likeliest tokens after each prompt, the ids of each text), by a process of its own.
+    """(the likeliest tokens after each prompt, the ids of each text), by a process of its own. texts: see `encode`
 
     Raises CheckpointError, with llama.cpp's last words, if it cannot use the file.
     """
@@ -113,7 +113,9 @@ def main() -> None:
     work: dict[str, Any] = json.load(sys.stdin)
     client = LlamaCpp(Path(work["path"]), work["context"], work["plain"], work["threads"])
     likeliest = [client.likeliest(prompt, work["count"]) for prompt in work["prompts"]]
-    print("\n" + json.dumps(dict(likeliest=likeliest, ids=[client.encode(text) for text in work["texts"]])), flush=True)
+    print(
+        "\n" + json.dumps(dict(likeliest=likeliest, ids=[client.encode(*text) for text in work["texts"]])), flush=True
+    )
     os._exit(0)  # its threads wait for more
 
 

@@ -17,7 +17,8 @@ from torch import nn
 from megatron.checkpoint.folder import checkpoints
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert import compressed_tensors, hf_files
-from megatron.inference.convert.families import imported
+from megatron.inference.convert.fitted import fit
+from megatron.inference.convert.hf_tokenizer import tokenizer_in
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.export import programs
 from megatron.inference.export.write import RECORD, empty_past
@@ -84,39 +85,34 @@ def _check(path: Path, record: dict[str, Any]) -> None:
 
 def _load_hf(place: Path, record: dict[str, Any], device, precision, mesh: Mesh, halves: Halves) -> Loaded:
     settings = hf_files.read_json(place / "config.json")
-    quantization = settings.pop("quantization_config", None) or {}
-    family, files = imported(settings), hf_files.TensorFiles(place)
-    origin, own = f"Hugging Face {family.kind} in {place.resolve()}", _tokenizer(place)
+    quantization = settings.get("quantization_config") or {}
+    if quantization.get("quant_method") == compressed_tensors.METHOD:
+        settings = {name: value for name, value in settings.items() if name != "quantization_config"}
+    fitted = fit(place, settings)
+    family, rounded = fitted.family, fitted.rounded
+    origin, own = f"Hugging Face {family.kind} in {place.resolve()}", _tokenizer(place, record, family.kind)
     content = imported_state(family.facts.settings, family.facts.vocab_size, {}, origin, own, family.extra)
-    if record.get("vocabulary"):
-        content["vocabulary"] = record["vocabulary"]
+    content |= {name: record[name] for name in ("vocabulary", "tokenizer") if record.get(name)}
     config, vocab_size = config_of(content["config"]), content["vocab_size"]
     precision = precision or _precision(settings)
     if precision == "fp16" and torch.device(device).type == "cpu":
         precision = "fp32"
     built = build_model(config, vocab_size, device=device, precision=precision, mesh=mesh, halves=halves)
     matches = {match.ours: match for match in family.matches}
-    names = [name for match in family.matches for name in match.theirs]
-    known = {name: name if name in files.shapes else name.removeprefix("transformer.") for name in names}
-    rounded = {name for name in names if compressed_tensors.is_quantized(known[name], files.shapes)}
-    missing = [name for name, found in known.items() if found not in files.shapes and name not in rounded]
-    if missing:
-        raise CheckpointError(f"{place} lacks {len(missing)} tensors", ", ".join(missing[:8]))
 
     @lru_cache(maxsize=1)  # pieces of a tensor follow each other
     def whole(name: str) -> torch.Tensor:
-        match = matches[name]
-        return match.to_ours([files.get(known[theirs]).float() for theirs in match.theirs])
+        return fitted.read(matches[name])
 
-    notices = tuple(family.unread_notices(place / "config.json"))
     with torch.no_grad():
         for piece in built.pieces:
             if not rounded.intersection(matches[piece.name].theirs):
                 piece.tensor.copy_(whole(piece.name)[piece.box.slices()])
         if rounded:
             how = compressed_tensors.options_of(quantization, place)
-            _hold_rounded(built.model, family.facts, how, rounded, matches, files, mesh)
-    return Loaded(built.model.eval(), config, content, vocab_size, int(record.get("iteration", 0)), place, notices)
+            _hold_rounded(built.model, family.facts, how, rounded, matches, fitted.files, mesh)
+    iteration, notices = int(record.get("iteration", 0)), tuple(fitted.notices)
+    return Loaded(built.model.eval(), config, content, vocab_size, iteration, place, notices)
 
 
 def _hold_rounded(model: nn.Module, facts: Facts, how: QuantizeOptions, rounded, matches, files, mesh: Mesh) -> None:
@@ -137,13 +133,10 @@ def _precision(settings: dict[str, Any]) -> str:
     return words.get(str(settings.get("dtype") or settings.get("torch_dtype") or "float32"), "fp32")
 
 
-def _tokenizer(place: Path) -> Optional[TokenizerSettings]:
-    """The settings of the tokenizer in a folder; None without one."""
-    for kind in ("GPT2BPETokenizer", "HuggingFaceTokenizer", "GPTSentencePieceTokenizer"):
-        files = hf_files.TOKENIZER_FILES[kind]
-        if all((place / name).is_file() for name in files.values()):
-            return TokenizerSettings(kind, **{setting: str(place / name) for setting, name in files.items()})
-    return None
+def _tokenizer(place: Path, record: dict[str, Any], kind: Optional[str] = None) -> Optional[TokenizerSettings]:
+    """The settings of the tokenizer in a folder; None without one. kind: of the model, if there is no record of the run."""
+    own = (record.get("config") or {}).get("tokenizer") or {}
+    return tokenizer_in(place, own, of_gpt2=kind == "gpt2")
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
@@ -160,9 +153,8 @@ def _load_program(place: Path, record: dict[str, Any], device, precision, mesh: 
     if precision not in (None, record["dtype"]):
         raise SettingsError(f"{what} that computes in {record['dtype']}", f"--precision {precision}", "leave it out")
     config = config_of(record["config"])
-    if own := _tokenizer(place):
-        files = {name: getattr(own, name) for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")}
-        config = replace(config, tokenizer=replace(config.tokenizer, **files))
+    if own := _tokenizer(place, record):
+        config = replace(config, tokenizer=own)
     facts = facts_of(config, record["vocab_size"])
     if config.model.model_type in ("T5", "BERT"):
         raise SettingsError(

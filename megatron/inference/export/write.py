@@ -19,17 +19,19 @@ import torch
 
 from megatron.checkpoint.folder import choose
 from megatron.checkpoint.reader import QUANTIZED, Reader
+from megatron.data.vocabulary import learned_vocabulary
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert import compressed_tensors, hf_files, huggingface
+from megatron.inference.agreement import Agreement, agreement
+from megatron.inference.convert import compressed_tensors, huggingface
 from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.families import Family, exported, prompts_for
+from megatron.inference.convert.hf_tokenizer import ExportedTokenizer, write_tokenizer
 from megatron.inference.convert.imported import check_free
 from megatron.inference.convert.merged import merged_first
-from megatron.inference.export import gguf_file, llama_cpp, onnx_quantized, programs
+from megatron.inference.export import gguf_file, gguf_vocabulary, llama_cpp, onnx_quantized, programs
 from megatron.inference.export.card import model_card
-from megatron.inference.export.gate import Agreement, agreement
 from megatron.inference.export.tracing import program_of
-from megatron.inference.load import Loaded, build_model, load_model, open_tokenizer, refuse_head, tokenizer_settings
+from megatron.inference.load import Loaded, build_model, load_model, refuse_head, without_model
 from megatron.inference.quantize import Rounded
 from megatron.inference.quantized import refuse_twice
 from megatron.model.bert.facts import BertFacts
@@ -42,9 +44,12 @@ from megatron.model.t5.facts import T5Facts
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.layers import linear_products
 from megatron.mpu.mesh import Mesh
-from megatron.settings.from_checkpoint import located
+from megatron.settings.from_checkpoint import FILES, located
 from megatron.settings.schema import Config
 from megatron.storage.urls import UrlPath, location
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.base import PROBES, Tokenizer
+from megatron.tokenizer.rows import RowsTokenizer
 
 Form = Literal["hf", "gguf", "onnx", "torch-export"]
 RECORD = "export.json"
@@ -55,6 +60,9 @@ WEIGHTS = {
     "onnx": ("fp32", "fp16"),
     "torch-export": ("fp32", "bf16", "fp16"),
 }
+ROUNDED_INPUTS = " with rounded inputs"  # of rows of `agreement.LIMITS`
+MOST = 20  # special tokens whose ids are compared
+OPTIMIZED = "onnxruntime's graph optimizations change logits on this machine (ORT_DISABLE_ALL leaves them)"
 DEQUANTIZE = "CompressedTensorsConfig(dequantize=True)"
 CLIENTS = {"hf": "transformers", "gguf": "llama.cpp", "onnx": "onnxruntime", "torch-export": "torch"}
 
@@ -92,31 +100,24 @@ class ExportSource:
     @property
     def longest(self) -> int:
         """The context length."""
-        return self._without_model.longest
+        return self.config.model.context_length
 
     @cached_property
     def family(self) -> Family:
         """The model of other libraries. Raises SettingsError if they have none."""
         return exported(self.config, self.vocab_size)
 
-    @cached_property
-    def tokenizer(self):
-        """The tokenizer, or None for a run without one."""
-        if self.given.get("tokenizer_type", self.config.tokenizer.tokenizer_type) in (None, "NullTokenizer"):
-            return None
-        return open_tokenizer(self._without_model, self.given)
+    def write_tokenizer(self, folder: Path) -> ExportedTokenizer:
+        """Write the tokenizer's files, the chat template and generation_config.json, as transformers has them."""
+        run = without_model(self.config, self.record, self.path)
+        return write_tokenizer(folder, run, self.given, self.trained, self._their_ids)
 
-    @property
-    def tokenizer_settings(self):
-        return tokenizer_settings(self._without_model, self.given)
-
-    @property
-    def end(self) -> Optional[int]:
-        return None if self.tokenizer is None else self.tokenizer.eod
-
-    @property
-    def _without_model(self) -> Loaded:
-        return Loaded(None, self.config, self.record, self.vocab_size, self.iteration, self.path, ())
+    def _their_ids(self, end: Optional[int]) -> dict[str, Any]:
+        """The special ids of their config.json."""
+        try:
+            return self.family.theirs(end, "float32")
+        except SettingsError:  # a model that they do not have
+            return dict(bos_token_id=end, eos_token_id=end)
 
     def model(self, dtype: str, mesh: Optional[Mesh] = None, computes_in: str = "fp32") -> torch.nn.Module:
         """The model of one rank, with weights that were rounded to `dtype`."""
@@ -172,16 +173,35 @@ class ExportSource:
         return {product.name: product for product in found}
 
     def compared_as(self, wanted: Wanted) -> str:
-        """The row of `gate.LIMITS` for an export."""
+        """The row of `agreement.LIMITS` for an export."""
         trained = self.trained_to_round and self.config.model.activation_quantize_type != "none"
         dynamic = "int8-dynamic" in (wanted.quantize.quantize, self.record.get(QUANTIZED, {}).get("quantize"))
-        return f"{wanted.form} with rounded inputs" if trained or dynamic else wanted.form
+        return f"{wanted.form}{ROUNDED_INPUTS}" if trained or dynamic else wanted.form
 
     def model_of(self, wanted: Wanted) -> torch.nn.Module:
         """The model that an export has to agree with, in fp32."""
+        if wanted.form == "gguf":
+            return _model_of_weights(self, wanted)
         if self.rounds(wanted):
             return self.quantized(wanted.dtype, wanted.quantize).model
         return self.model(wanted.dtype)
+
+    @torch.no_grad()
+    def compared(self, form: str, wanted: Wanted, theirs: torch.Tensor, outputs, **more) -> Agreement:
+        """Compare what the client of an export computes with the model of the file, and with that of the checkpoint.
+
+        form: the row of `agreement.LIMITS`; outputs: (a model) -> what `theirs` is to equal; more: client, what ...
+        """
+        ours = outputs(self.model_of(wanted))
+        same = wanted.dtype == "fp32" and not self.rounds(wanted) and self.trained == self.path
+        checkpoint = ours if same else outputs(load_model(str(self.trained), precision="fp32").model)
+        stored = self.record.get(QUANTIZED, {}).get("quantize")
+        whole = (wanted.quantize.quantize or stored or "int8") if self.rounds(wanted) else None
+        to = " and ".join(dict.fromkeys(word for word in (whole, str(wanted.dtype)) if word))
+        if form.endswith(ROUNDED_INPUTS) and wanted.form != "hf":
+            of_weights = replace(wanted, form="onnx")  # a program of torch records what training computes
+            more["plain"] = outputs(_model_of_weights(self, of_weights))
+        return agreement(form, wanted.dtype, theirs=theirs, ours=ours, checkpoint=checkpoint, to=to, **more)
 
     def prompts(self) -> torch.Tensor:
         """Fixed token ids [s, b]."""
@@ -208,7 +228,7 @@ def _export(source: "ExportSource", out: Path, wanted: Wanted) -> list[str]:
     wanted, notices = _complete(source, wanted)
     with arriving(out) as folder:
         write = {"hf": _write_hf, "gguf": _write_gguf}.get(wanted.form, _write_programs)
-        files, agreed, more = write(source, folder, out, wanted)
+        files, tokenizer, agreed, more = write(source, folder, out, wanted)
         record = dict(
             format=wanted.form,
             kind=wanted.kind,
@@ -218,13 +238,13 @@ def _export(source: "ExportSource", out: Path, wanted: Wanted) -> list[str]:
             iteration=source.iteration,
             vocab_size=source.vocab_size,
             longest=source.longest,
-            vocabulary=source.record.get("vocabulary"),
-            end=source.end,
+            end=tokenizer.end,
+            **_vocabulary(source, tokenizer),
             agreement=None if agreed is None else dict(agreed._asdict(), allowed=agreed.allowed),
-            config=_settings_of_model(source),
+            config=_settings_of_model(source, tokenizer),
         )
         (folder / RECORD).write_text(json.dumps(record, indent=1))
-        (folder / "README.md").write_text(_card(source, out, wanted, files, agreed), encoding="utf-8")
+        (folder / "README.md").write_text(_card(source, out, wanted, files, tokenizer, agreed), encoding="utf-8")
     compared = [] if agreed is None else [f"checked: {agreed.sentence}"]
     unchecked = [] if wanted.check else [f"{CLIENTS[wanted.form]} was not asked (--no-check)"]
     return [
@@ -287,9 +307,9 @@ def _refuse_ranks(source: ExportSource, wanted: Wanted) -> list[str]:
     return []
 
 
-# ---- each format: (files, agreement or None, notices) ----------------------------------------------------------------
+# ---- each format: (files, tokenizer, agreement or None, notices) ------------------------------------------------------
 
-Written = tuple[list[str], Optional[Agreement], list[str]]
+Written = tuple[list[str], ExportedTokenizer, Optional[Agreement], list[str]]
 
 
 def _write_hf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -> Written:
@@ -297,27 +317,23 @@ def _write_hf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -> 
     products = source.products(wanted)
     if products and wanted.check:
         _require_compressed_tensors()
-    _, *more = huggingface.to_hf(
-        source.path, folder, DTYPES[wanted.dtype], source.given, check=False, products=products
-    )
-    more += _fast_tokenizer(source, folder)
+    with Reader(source.path) as reader:
+        _, files, tokenizer = huggingface.write_hf(
+            reader, folder, DTYPES[wanted.dtype], source.given, source.trained, products=products
+        )
+    more = [*source.family.notices, *tokenizer.notices]
     agreed = None
     if wanted.check:
-        ours = source.family.ours(source.model_of(wanted), source.prompts())
+        outputs = lambda model: source.family.ours(model, source.prompts())
         theirs = _of_transformers(source, transformers, folder, products)
-        agreed = agreement(source.compared_as(wanted), wanted.dtype, CLIENTS["hf"], ours, theirs)
-        if (folder / "tokenizer_config.json").exists():
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-            _same_ids(source, CLIENTS["hf"], lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
+        agreed = source.compared(source.compared_as(wanted), wanted, theirs, outputs, client=CLIENTS["hf"])
+        if tokenizer.by_transformers:
+            more.append(huggingface.compare_ids(folder, tokenizer.own.whole))
     if any(map(compressed_tensors.has_zeros, products.values())):
         more.append(
             f"transformers loads it with quantization_config={DEQUANTIZE} (--quantize-symmetric needs no such word)"
         )
-    generation = folder / "generation_config.json"
-    if not generation.exists() and source.end is not None and not isinstance(source.facts, BertFacts):
-        first = dict(decoder_start_token_id=0) if isinstance(source.facts, T5Facts) else dict(bos_token_id=source.end)
-        generation.write_text(json.dumps(dict(first, eos_token_id=source.end, pad_token_id=source.end), indent=2))
-    return sorted(path.name for path in folder.glob("*.safetensors")), agreed, more
+    return files, tokenizer, agreed, more
 
 
 def _of_transformers(source: ExportSource, transformers, folder: Path, products) -> torch.Tensor:
@@ -351,8 +367,9 @@ def _write_gguf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -
     gguf_file.refuse_other(source.family)
     if wanted.check:
         llama_cpp.require()
-    more, path = _write_tokenizer(source, folder), folder / "model.gguf"
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+    tokenizer, path = source.write_tokenizer(folder), folder / "model.gguf"
+    more = [*tokenizer.notices, *gguf_vocabulary.unexpressed(folder)]
+    if tokenizer.there is None:
         raise SettingsError(
             "--format gguf: llama.cpp's programs need a vocabulary that it knows", more[-1], "--format hf needs none"
         )
@@ -362,12 +379,15 @@ def _write_gguf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -
     with Reader(source.path) as reader:
         huggingface.refuse_unknown(reader, source.family, products)
         name = out.resolve().name
-        gguf_file.write(path, reader, source.family, wanted.dtype, folder, source.end, name, products)
-    return [path.name], _ask_llama_cpp(source, path, wanted) if wanted.check else None, more
+        gguf_file.write(path, reader, source.family, wanted.dtype, tokenizer, name, products)
+    if isinstance(tokenizer.own, RowsTokenizer):
+        more.append(f"{tokenizer.own.named}: tokens without a row in the embedding, which {path.name} does not have")
+    agreed = _ask_llama_cpp(source, path, wanted, tokenizer.own) if wanted.check else None
+    return [path.name], tokenizer, agreed, more
 
 
-def _model_of_gguf(source: ExportSource, wanted: Wanted) -> torch.nn.Module:
-    """The model with the weights of the file. It rounds no inputs."""
+def _model_of_weights(source: ExportSource, wanted: Wanted) -> torch.nn.Module:
+    """The model with the weights of the files. It rounds no inputs."""
     products, settings = source.products(wanted), replace(source.config.model, linear=None, quantization=False)
     config = replace(source.config, model=settings)
     built = build_model(config, source.vocab_size, device="cpu", precision="fp32", mesh=Mesh())
@@ -386,36 +406,32 @@ def _model_of_gguf(source: ExportSource, wanted: Wanted) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def _ask_llama_cpp(source: ExportSource, path: Path, wanted: Wanted) -> Agreement:
+def _ask_llama_cpp(source: ExportSource, path: Path, wanted: Wanted, tokenizer: Tokenizer) -> Agreement:
     """Compare log-probabilities of the likeliest tokens after prompts of several lengths, and ids of texts."""
-    prompts, model = source.prompts(), _model_of_gguf(source, wanted)
+    prompts = source.prompts()
     lengths = sorted({1, 2, 5, len(prompts) // 2, len(prompts) - 1} - {0})
     places = [(length, row) for row in range(prompts.shape[1]) for length in lengths if length < len(prompts)]
+    texts = _texts_for_llama_cpp(tokenizer, path.parent)
     found, ids = llama_cpp.asked(
         path,
         context=min(source.longest, 256),
-        plain=_plain_token(source),
+        plain=_plain_token(tokenizer),
         threads=torch.get_num_threads(),
         prompts=[prompts[:length, row].tolist() for length, row in places],
         count=min(20, source.vocab_size),
-        texts=huggingface.PROBES,
+        texts=texts,
     )
-    of_text = dict(zip(huggingface.PROBES, ids))
-    _same_ids(source, CLIENTS["gguf"], of_text.__getitem__)
-    ours = model.logits(prompts).log_softmax(-1)  # [s, b, v]
-    pairs = [
-        (ours[length - 1, row, token].item(), value)
-        for (length, row), likeliest in zip(places, found)
-        for token, value in likeliest
-    ]
-    own, theirs = (torch.tensor(values) for values in zip(*pairs))
+    _refuse_other_ids(texts, ids, tokenizer, path.parent)
+    at = [(length - 1, row, token) for (length, row), likeliest in zip(places, found) for token, _ in likeliest]
+    theirs = torch.tensor([value for likeliest in found for _, value in likeliest])
+    outputs = lambda model: model.logits(prompts).log_softmax(-1)[tuple(map(list, zip(*at)))]  # of [s, b, v]
     form = "gguf" if source.facts.settings.swiglu else "gguf with GeLU"
-    return agreement(form, wanted.dtype, CLIENTS["gguf"], own, theirs, what="log-probabilities")
+    return source.compared(form, wanted, theirs, outputs, client=CLIENTS["gguf"], what="log-probabilities")
 
 
-def _plain_token(source: ExportSource) -> int:
+def _plain_token(tokenizer: Tokenizer) -> int:
     """A token whose text is ASCII."""
-    texts = ((n, source.tokenizer.decode([n])) for n in range(source.tokenizer.vocab_size))
+    texts = ((n, tokenizer.decode([n])) for n in range(tokenizer.vocab_size))
     return next((n for n, text in texts if text.isascii() and text.isalnum()), 0)
 
 
@@ -435,8 +451,9 @@ def _write_programs(source: ExportSource, folder: Path, out: Path, wanted: Wante
             )
         names.append(programs.file_name(form, rank, wanted.tp))
         programs.write(form, program_of(model, source.facts, wanted.kind, source.longest), folder / names[-1])
-    more = _write_tokenizer(source, folder)
-    return names, _ask_program(source, folder, wanted) if wanted.check else None, more
+    tokenizer = source.write_tokenizer(folder)
+    agreed, optimized = _ask_program(source, folder, wanted) if wanted.check else (None, [])
+    return names, tokenizer, agreed, [*tokenizer.notices, *optimized]
 
 
 def _model_of_program(source: ExportSource, wanted: Wanted, mesh: Mesh) -> torch.nn.Module:
@@ -461,16 +478,23 @@ def _ranks(tp: int) -> Iterator[tuple[int, Mesh]]:
 
 
 @torch.no_grad()
-def _ask_program(source: ExportSource, folder: Path, wanted: Wanted) -> Agreement:
-    """Compare logits of the program with the model's; with several ranks, on so many processes."""
-    prompts, model = source.prompts(), source.model_of(wanted)
-    ours = _own_answer(model, source.facts, prompts)
-    if wanted.kind == "generation":
-        ours = ours[[cut.stop - 1 for cut in _cuts(len(prompts))]]
+def _ask_program(source: ExportSource, folder: Path, wanted: Wanted) -> tuple[Agreement, list[str]]:
+    """Compare logits of the program with the model's; with several ranks, on so many processes. Returns notices, too.
+
+    Where onnxruntime rounds inputs, it runs the program as it is: its optimizations have kernels that compute in fewer bits
+    on some CPUs.
+    """
+    prompts = source.prompts()
+    ends = [cut.stop - 1 for cut in _cuts(len(prompts))] if wanted.kind == "generation" else slice(None)
+    outputs = lambda model: _own_answer(model, source.facts, prompts)[ends]
     form, row, name = wanted.form, source.compared_as(wanted), CLIENTS[wanted.form]
     if wanted.tp == 1:
-        run = programs.opened(form, folder / programs.file_name(form))
-        return agreement(row, wanted.dtype, name, ours, answer_of(run, source, wanted, prompts))
+        path, exact = folder / programs.file_name(form), form == "onnx" and row.endswith(ROUNDED_INPUTS)
+        answer = lambda **how: answer_of(programs.opened(form, path, **how), source, wanted, prompts)
+        theirs = answer(optimize=not exact)
+        agreed = source.compared(row, wanted, theirs, outputs, client=name)
+        more = (answer() - theirs).abs().max().item() if exact else 0.0
+        return agreed, [f"{OPTIMIZED}: {more:.2e} of {agreed.largest:.3g}"] if more > agreed.allowed else []
 
     from megatron.mpu.forked import run_ranks
 
@@ -479,9 +503,9 @@ def _ask_program(source: ExportSource, folder: Path, wanted: Wanted) -> Agreemen
         run = programs.opened(form, folder / programs.file_name(form, rank, wanted.tp), tp=mesh.tp)
         return answer_of(run, source, wanted, prompts).numpy()
 
-    theirs = [torch.from_numpy(x) for x in run_ranks(wanted.tp, of_rank, timeout=600)]
-    found = [agreement(row, wanted.dtype, f"{name} on {wanted.tp} ranks", ours, x) for x in theirs]
-    return max(found, key=lambda one: one.difference)
+    theirs = torch.stack([torch.from_numpy(x) for x in run_ranks(wanted.tp, of_rank, timeout=600)])
+    of_ranks = lambda model: outputs(model).expand_as(theirs)
+    return source.compared(row, wanted, theirs, of_ranks, client=f"{name} on {wanted.tp} ranks"), []
 
 
 def _own_answer(model: torch.nn.Module, facts: Facts, prompts: torch.Tensor) -> torch.Tensor:
@@ -536,65 +560,68 @@ def empty_past(facts: Facts, batch: int, dtype: str, tp: int) -> list[torch.Tens
     return [torch.zeros(shape, dtype=DTYPES[dtype]), torch.zeros(shape, dtype=DTYPES[dtype])]
 
 
-def _same_ids(source: ExportSource, client: str, encode) -> None:
-    """Raise CheckpointError if the exported tokenizer gives other ids than the run's."""
-    for text in huggingface.PROBES:
-        theirs, ours = list(encode(text)), list(source.tokenizer.encode(text))
+def _texts_for_llama_cpp(tokenizer: Tokenizer, folder: Path) -> list[tuple[str, bool]]:
+    """(text, whether as a prompt) to compare ids of. llama.cpp's SentencePiece has a space after special tokens, which no
+    comparison shows.
+    """
+    known = [name for name, id in tokenizer.special_tokens.items() if id < tokenizer.vocab_size]
+    names = [] if gguf_vocabulary.is_of_pieces(folder) else known[:MOST]
+    plain = [
+        text for text in (*huggingface.PROBES, *PROBES) if not any(name in text for name in tokenizer.special_tokens)
+    ]
+    plain = [text for text in plain if "\0" not in text and gguf_vocabulary.is_expressed(folder, text)]
+    named = [text for name in names for text in (f"a{name}b", f"{name} a {name}{name}")]
+    return [*((text, False) for text in plain), *((text, True) for text in (*plain, *named))]
+
+
+def _refuse_other_ids(texts: list[tuple[str, bool]], found: list[list[int]], own: Tokenizer, folder: Path) -> None:
+    """Raise CheckpointError if llama.cpp gives other ids than the run's tokenizer."""
+    for (text, prompt), theirs in zip(texts, found, strict=True):
+        ours = (own.encode_prompt if prompt else own.encode)(text)
         if theirs != ours:
+            place = next(
+                (n for n, pair in enumerate(zip(theirs, ours)) if pair[0] != pair[1]), min(len(theirs), len(ours))
+            )
             raise CheckpointError(
-                f"the exported tokenizer gives other ids for {text!r}",
-                f"{client}: {theirs[:12]} ..., here: {ours[:12]} ...",
-                "nothing was written",
+                f"the exported tokenizer gives other ids for the {'prompt' if prompt else 'text'} {text!r}",
+                "\n  ".join(
+                    [
+                        f"id {place}: llama.cpp has {theirs[place : place + 4]}, here are {ours[place : place + 4]}",
+                        *gguf_vocabulary.unexpressed(folder),
+                    ]
+                ),
+                "nothing was written; --no-check writes the file, and --format hf keeps the tokenizer",
             )
 
 
 # ---- what all formats have -------------------------------------------------------------------------------------------
 
 
-def _write_tokenizer(source: ExportSource, folder: Path) -> list[str]:
-    """The tokenizer's files, as transformers has them; returns notices."""
-    if source.tokenizer is None:
-        return ["the run had no tokenizer, so the export has none"]
-    end = None if source.end is None else source.tokenizer.decode([source.end])
-    settings = source.tokenizer_settings
-    if not hf_files.export_tokenizer(settings, folder, end, source.longest):
-        return [f"other programs have no tokenizer like {settings.tokenizer_type}: none was exported"]
-    hf_files.export_chat_template(source.trained, source.tokenizer, folder)
-    return _fast_tokenizer(source, folder)
+def _vocabulary(source: ExportSource, tokenizer: ExportedTokenizer) -> dict[str, Any]:
+    """The entries of the record on the vocabulary: of the files in the folder, else those of the run."""
+    if tokenizer.there is None:
+        return {name: source.record.get(name) for name in ("vocabulary", "tokenizer")}
+    return learned_vocabulary(build_tokenizer(tokenizer.there))
 
 
-def _fast_tokenizer(source: ExportSource, folder: Path) -> list[str]:
-    """tokenizer.json for vocab.json and merges.txt, if it gives the same ids; returns notices."""
-    path = folder / "tokenizer.json"
-    if path.exists() or not (folder / "vocab.json").exists():
-        return []
-    from tokenizers import AddedToken, ByteLevelBPETokenizer, Tokenizer
-
-    made = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    if source.end is not None:
-        made.add_special_tokens([AddedToken(source.tokenizer.decode([source.end]), special=True, normalized=False)])
-    made.save(str(path))
-    read = Tokenizer.from_file(str(path))
-    different = [text for text in huggingface.PROBES if read.encode(text).ids != list(source.tokenizer.encode(text))]
-    if different:
-        path.unlink()
-        return [f"there is no tokenizer.json: it would give other ids for {different[0]!r}"]
-    return []
-
-
-def _settings_of_model(source: ExportSource) -> dict[str, Any]:
+def _settings_of_model(source: ExportSource, tokenizer: ExportedTokenizer) -> dict[str, Any]:
     """The settings that describe the model, without those of its training and paths of this machine."""
     config, recorded = asdict(source.config), source.record["config"]
-    tokenizer = {name: value for name, value in config["tokenizer"].items() if not _is_path(value)}
+    words = {
+        name: value for name, value in asdict(tokenizer.there or source.config.tokenizer).items() if name not in FILES
+    }
     own = {name: recorded[name] for name in ("extra",) if name in recorded}
-    return dict(model=config["model"], tokenizer=tokenizer, precision=dict(precision="fp32"), **own)
+    return dict(model=config["model"], tokenizer=words, precision=dict(precision="fp32"), **own)
 
 
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and ("/" in value or Path(value).exists())
-
-
-def _card(source: ExportSource, out: Path, wanted: Wanted, files: list[str], agreed: Optional[Agreement]) -> str:
+def _card(
+    source: ExportSource,
+    out: Path,
+    wanted: Wanted,
+    files: list[str],
+    tokenizer: ExportedTokenizer,
+    agreed: Optional[Agreement],
+) -> str:
     task = "translation" if isinstance(source.facts, T5Facts) else "text-generation"
     task = "fill-mask" if isinstance(source.facts, BertFacts) else task
     how = [
@@ -605,10 +632,9 @@ def _card(source: ExportSource, out: Path, wanted: Wanted, files: list[str], agr
         ("checked", agreed.sentence if agreed else "no (--no-check)"),
         ("Python, torch", f"{sys.version.split()[0]}, {torch.__version__}"),
     ]
-    name = out.resolve().name
-    return model_card(
-        name, source.record, source.facts, source.trained, how, _use(source, wanted, name), [task, "megatron"]
-    )
+    name, words = out.resolve().name, tokenizer.own and tokenizer.own.name
+    use, tags = _use(source, wanted, name), [task, "megatron"]
+    return model_card(name, source.record, source.facts, source.trained, how, use, tags, words)
 
 
 def _use(source: ExportSource, wanted: Wanted, name: str) -> str:

@@ -28,7 +28,7 @@ def matches(facts: BertFacts) -> list[Match]:
         "embedding.word.weight": "bert.embeddings.word_embeddings.weight",
         "embedding.position.weight": "bert.embeddings.position_embeddings.weight",
         "embedding.tokentype.weight": "bert.embeddings.token_type_embeddings.weight",
-        "head.output.bias": "cls.predictions.bias",
+        "head.output.bias": bias_of_words(facts),
     }
     both = {
         "embedding.norm": "bert.embeddings.LayerNorm",
@@ -59,6 +59,11 @@ def matches(facts: BertFacts) -> list[Match]:
     pairs |= {f"{mine}.{kind}": f"{name}.{kind}" for mine, name in both.items() for kind in ("weight", "bias")}
     result += [Match(mine, (name,)) for mine, name in pairs.items()]
     return result + ([] if facts.tied else [Match("output.weight", ("cls.predictions.decoder.weight",))])
+
+
+def bias_of_words(facts: BertFacts) -> str:
+    """The bias of their output layer. Files of a tied one may have a copy; transformers computes with the other's name."""
+    return "cls.predictions.bias" if facts.tied else "cls.predictions.decoder.bias"
 
 
 def refuse_other(facts: BertFacts) -> None:

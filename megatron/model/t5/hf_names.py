@@ -185,22 +185,32 @@ def their_settings(facts: T5Facts, ids: dict[str, int], dtype: str) -> dict[str,
     )
 
 
-def our_settings(theirs: dict[str, Any]) -> tuple[Model, T5Settings, int]:
-    """(model, its own settings, vocabulary) from the content of config.json. Raises CheckpointError if unsupported."""
+def with_scaled_head(matches: list[Match], model: Model) -> list[Match]:
+    """The matches of a model whose output layer is its own, and divides by the root of the width in transformers."""
+    scaled = lambda theirs: theirs[0] * model.hidden_size**-0.5
+    return [match._replace(to_ours=scaled) if match.ours == "output.weight" else match for match in matches]
+
+
+def our_settings(theirs: dict[str, Any], tied: bool | None = None) -> tuple[Model, T5Settings, int, bool]:
+    """(model, its own settings, vocabulary, whether an output layer of its own divides by the root of the width) from the
+    content of config.json. tied: in the place of its own word. Raises CheckpointError if unsupported.
+    """
     try:
-        return _from_t5(theirs)
+        return _from_t5(theirs, tied)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"config.json is not complete: {error!r}") from None
 
 
-def _from_t5(c: dict[str, Any]) -> tuple[Model, T5Settings, int]:
+def _from_t5(c: dict[str, Any], tied: bool | None) -> tuple[Model, T5Settings, int, bool]:
     proj = c.get("feed_forward_proj", "relu")
     known = {"relu": "relu", "gated-gelu": "gated-gelu", "gelu_new": "gelu", "gelu": "gelu"}
     if proj not in known:
         raise CheckpointError(
             f"feed_forward_proj {proj!r} in config.json cannot be expressed here", f"known: {', '.join(known)}"
         )
-    encoder, tied = int(c["num_layers"]), bool(c.get("tie_word_embeddings", True))
+    encoder, said = int(c["num_layers"]), bool(c.get("tie_word_embeddings", True))
+    scaled = bool(c.get("scale_decoder_outputs", said))  # the first in files of transformers 5, which all say tied
+    tied = said if tied is None else tied
     decoder = int(c.get("num_decoder_layers") or encoder)
     length = int(c.get("n_positions") or 512)
     model = Model(
@@ -228,7 +238,7 @@ def _from_t5(c: dict[str, Any]) -> tuple[Model, T5Settings, int]:
         relative_attention_num_buckets=int(c.get("relative_attention_num_buckets", 32)),
         relative_attention_max_distance=int(c.get("relative_attention_max_distance", 128)),
         unscaled_attention=True,
-        scale_tied_output=tied and bool(c.get("scale_decoder_outputs", True)),  # in the files of transformers 5
+        scale_tied_output=tied and scaled,
     )
     sizes = (
         encoder,
@@ -240,4 +250,4 @@ def _from_t5(c: dict[str, Any]) -> tuple[Model, T5Settings, int]:
     )
     if not all(0 < size < 1 << 31 for size in sizes):
         raise CheckpointError(f"config.json describes no model: sizes {', '.join(map(str, sizes))}")
-    return model, own, int(c["vocab_size"])
+    return model, own, int(c["vocab_size"]), scaled and not tied

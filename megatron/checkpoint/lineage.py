@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models that a checkpoint comes from, as entries of state.json:
+
+origin         of an import: the other library, and the folder
+source         of an import: {name, license} of the model, as its hub has them
+started_from   of a run that began with the weights of a checkpoint: its path and iteration, and these entries of it
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple, Optional
+
+from megatron.checkpoint.base import BASE
+from megatron.storage.urls import UrlPath, location
+
+ENTRIES = ("origin", "source", "started_from")
+
+
+class Ancestor(NamedTuple):
+    """A model whose weights a run began with. name: of the model, or of the folder of its run; license: None if unknown"""
+
+    name: str
+    license: Optional[str]
+    imported: bool
+
+
+def lineage(record: Optional[Mapping[str, Any]], begins_with: Optional[str]) -> dict[str, Any]:
+    """The entries for the checkpoints of a run.
+
+    record: state.json of the checkpoint that it loads. begins_with: the folder, of a run that takes the weights alone and
+    does not resume
+    """
+    if record is None:
+        return {}
+    own = {name: record[name] for name in ENTRIES if record.get(name)}
+    if begins_with is None:
+        return own
+    place = location(begins_with)
+    path = str(place) if isinstance(place, UrlPath) else os.path.abspath(place)
+    return dict(started_from=dict(path=path, iteration=(record.get("state") or {}).get("iteration"), **own))
+
+
+def ancestors(record: Mapping[str, Any]) -> Iterator[Ancestor]:
+    """The models that a checkpoint comes from, the nearest first: of an import that is the imported model itself."""
+    start, source = record.get("started_from") or _of_earlier_versions(record), record.get("source") or {}
+    if source or record.get("origin"):
+        named = source.get("name") or PurePosixPath(str(record.get("origin")).partition(" in ")[2]).name
+        yield Ancestor(named, source.get("license"), imported=True)
+    if start and not (start.get("source") or start.get("origin")):
+        yield Ancestor(_run_of(start["path"]), None, imported=False)
+    if start:
+        yield from ancestors(start)
+
+
+def _of_earlier_versions(record: Mapping[str, Any]) -> Optional[dict[str, Any]]:
+    """The beginning of a run that did not record it: the base of adapters, or --load with --finetune."""
+    settings = (record.get("config") or {}).get("checkpoint") or {}
+    path = (record.get(BASE) or {}).get("path") or (settings.get("load") if settings.get("finetune") else None)
+    return dict(path=path) if path else None
+
+
+def _run_of(path: str) -> str:
+    """The name of a run by the path of its checkpoints.
+
+    >>> _run_of("runs/mine/checkpoints/iter_0000007")
+    'mine'
+    """
+    parts = [part for part in PurePosixPath(path).parts if not re.fullmatch(r"checkpoints?|iter_\d+|release", part)]
+    return parts[-1] if parts else path

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of a Hugging Face folder, each accounted for: it is in the model, a copy, a constant, or named in an error.
+
+An output layer is tied or not as the tensors say: transformers 5 ties only an `lm_head.weight` that equals the embedding or
+that the files lack, whatever config.json says.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.errors import CheckpointError
+from megatron.inference.convert import compressed_tensors
+from megatron.inference.convert.families import Family, imported
+from megatron.inference.convert.hf_files import TensorFiles
+from megatron.inference.convert.mxfp4 import MXFP4Files, is_mxfp4
+from megatron.model.gpt.hf_match import Match
+
+TIED = "tie_word_embeddings"
+
+
+class Fitted(NamedTuple):
+    """A model and the tensors of its files.
+
+    names:   their name -> that in the files
+    rounded: their names of the weights that are whole numbers there (compressed-tensors), and no tensors to `read`
+    notices: for the user: what differs from config.json, or is not part of the model
+    """
+
+    family: Family
+    files: TensorFiles | MXFP4Files
+    names: Mapping[str, str]
+    rounded: frozenset[str]
+    notices: list[str]
+
+    def read(self, match: Match) -> torch.Tensor:
+        """A tensor of ours, in fp32."""
+        return match.to_ours([self.files.get(self.names[name]).float() for name in match.theirs])
+
+    def is_exact(self, match: Match, ours: torch.Tensor) -> bool:
+        """Whether `ours`, which was read, has their numbers to the bit."""
+        pairs = zip(match.theirs, match.to_theirs(ours))
+        return all(torch.equal(self.files.get(self.names[name]).double(), x.double()) for name, x in pairs)
+
+
+def fit(folder: Path, settings: dict[str, Any]) -> Fitted:
+    """Match the tensors of a folder to the model of its config.json. settings: its content.
+
+    Raises CheckpointError, with names, for tensors that are missing or unknown, or have another shape.
+    """
+    family = imported(settings)  # whose errors say more than those of files
+    files = TensorFiles(folder)
+    if family.facts.num_layers > len(files.shapes):
+        raise CheckpointError(
+            f"{folder} holds {len(files.shapes)} tensors, config.json says {family.facts.num_layers:,} layers"
+        )
+    files = MXFP4Files(files) if is_mxfp4(settings) else files
+    family, notices = _with_head_of(files, folder, settings, family)
+    wanted = [name for match in family.matches for name in match.theirs]
+    names = {name: _name_in(files, family, name) for name in wanted}
+    rounded = frozenset(name for name, own in names.items() if compressed_tensors.is_quantized(own, files.shapes))
+    _check_copies(folder, files, family, names)
+    notices += _check_complete(folder, files, family, names, rounded)
+    _check_shapes(folder, files, family, names, rounded)
+    return Fitted(family, files, names, rounded, [*family.unread_notices(folder / "config.json"), *notices])
+
+
+def _with_head_of(files, folder: Path, settings: dict[str, Any], family: Family) -> tuple[Family, list[str]]:
+    """The family of config.json, with an output layer that is tied or not as the files have it; and notices."""
+    head, table = family.head, family.table
+    there = head in files.shapes and _name_in(files, family, table) in files.shapes
+    own = there and not _same(files, head, _name_in(files, family, table))
+    if family.tied and own:
+        why = f"{TIED} is true in {folder / 'config.json'}, and {head} differs from {table}"
+        return imported(settings, tied=False), [f"{why}: the model has its own output layer, as in transformers 5"]
+    if family.kind == "t5" and not family.tied and not own:  # which transformers 5 ties, whatever config.json says
+        return imported(settings, tied=True), []
+    if not family.tied and head not in files.shapes:
+        raise CheckpointError(
+            f"{folder} has no {head}",
+            f"{TIED} is not true in config.json, so the output layer is a tensor of its own",
+            f"if the model shares its embedding, write {TIED}: true there",
+        )
+    return family, []
+
+
+def _name_in(files, family: Family, name: str) -> str:
+    """The name of a tensor in the files, which may lack a prefix, or have it under the name of a copy."""
+    short = name.removeprefix("transformer.")
+    copies = (copy for copy, original in family.copies.items() if original == name)
+    return next((one for one in (name, short, *copies) if one in files.shapes), name)
+
+
+def _check_copies(folder: Path, files, family: Family, names: Mapping[str, str]) -> None:
+    """Raise CheckpointError if what should be a copy of a tensor differs from it: transformers computes with both."""
+    for copy, original in family.copies.items():
+        if copy in files.shapes and names[original] != copy and not _same(files, copy, names[original]):
+            raise CheckpointError(
+                f"{copy} in {folder} differs from {names[original]}, of which it is a copy in the models that are read here"
+            )
+
+
+def _same(files, a: str, b: str) -> bool:
+    x, y = files.get(a), files.get(b)
+    wide = torch.promote_types(x.dtype, y.dtype)
+    return x.shape == y.shape and torch.equal(x.to(wide), y.to(wide))
+
+
+def _check_complete(folder: Path, files, family: Family, names: Mapping[str, str], rounded: frozenset) -> list[str]:
+    """Raise CheckpointError for missing or unknown tensors. Returns a notice on those that transformers leaves out, too."""
+    missing = [name for name, own in names.items() if own not in files.shapes and name not in rounded]
+    parts = {part for name in rounded for part in compressed_tensors.names_of(names[name])}
+    left = sorted(set(files.shapes) - set(names.values()) - set(family.copies) - parts)
+    left = [name for name in left if not family.constants.fullmatch(name)]
+    unknown = [name for name in left if not family.unused.fullmatch(name)]
+    if missing or unknown:
+        lines = [*(f"{name}: missing" for name in missing[:6]), *(f"{name}: unknown" for name in unknown[:6])]
+        raise CheckpointError(
+            f"{folder} does not hold the {family.kind} of its config.json: {len(missing)} tensors are missing, "
+            f"{len(unknown)} are unknown",
+            "\n  ".join(lines),
+        )
+    return [f"no part of this model, and left out as in transformers: {', '.join(left)}"] if left else []
+
+
+def _check_shapes(folder: Path, files, family: Family, names: Mapping[str, str], rounded: frozenset) -> None:
+    """Raise CheckpointError for a tensor whose shape is not that of config.json."""
+    placements = family.facts.weights
+    ours = {match.ours for match in family.matches}
+    assert set(placements) == ours, set(placements) ^ ours
+    for match in family.matches:
+        shapes = match.to_theirs(torch.empty(placements[match.ours].shape, device="meta"))
+        for name, expected in zip(match.theirs, shapes):
+            if name not in rounded and files.shapes[names[name]] != tuple(expected.shape):
+                raise CheckpointError(
+                    f"{names[name]} in {folder} is {files.shapes[names[name]]}, config.json says {tuple(expected.shape)}"
+                )

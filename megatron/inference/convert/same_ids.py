@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare a tokenizer with transformers' one: documents, prompts and conversations have to get the same ids."""
+
+import random
+from collections.abc import Iterator
+from typing import Any, Optional
+
+from megatron.errors import CheckpointError
+from megatron.tokenizer.base import PROBES, Tokenizer
+from megatron.tokenizer.chat_template import ChatTemplate, RefusedMessages
+
+MOST = 40  # added tokens that are tried
+TALK = [
+    dict(role="user", content="What is 2+2, na\u00efve friend?"),
+    dict(role="assistant", content="It is  4.\n\tSure."),
+    dict(role="user", content="And 3+3? "),
+]
+PARSED = "names of special tokens are recognised in prompts; in documents and messages they are text (--parse-special)"
+
+
+def same_ids(theirs: Any, ours: Tokenizer, template: Optional[ChatTemplate]) -> str:
+    """A notice that both give the same ids. theirs: AutoTokenizer's. Raises CheckpointError if their ids differ."""
+    count = 0
+    for what, text, expected, found in _compared(theirs, ours):
+        count += 1
+        if list(expected) != list(found):
+            raise CheckpointError(
+                f"the tokenizer gives other ids for the {what} {text!r} in transformers",
+                f"{_first_difference(theirs, expected, found)}",
+                "nothing was written",
+            )
+    talks = _compare_talks(theirs, template) if template is not None and theirs.chat_template else 0
+    more = f" and {talks} conversations" if talks else ""
+    return f"the tokenizer gives the same ids in transformers, for {count} documents and prompts{more}; {PARSED}"
+
+
+def _compared(theirs: Any, ours: Tokenizer) -> Iterator[tuple[str, str, list[int], list[int]]]:
+    """(kind of text, the text, their ids, our ids)."""
+    plain = dict(add_special_tokens=False, split_special_tokens=True)
+    special, names = list(ours.special_tokens), [str(token) for token in theirs.added_tokens_decoder.values()]
+    some = random.Random(0).sample(names, min(MOST, len(names)))
+    added = [text for name in some for text in (f"a{name}b", f"a  {name} \n{name}{name}b", name)]
+    documents = [text for text in (*PROBES, *added) if not any(name in text for name in special)]
+    for text in documents:
+        yield "document", text, theirs(text, **plain)["input_ids"], ours.encode(text)
+    for text in (*PROBES, *added, "The king", " two  spaces "):
+        yield "prompt", text, theirs(text)["input_ids"], ours.encode_prompt(text)
+
+
+def _compare_talks(theirs: Any, template: ChatTemplate) -> int:
+    """The number of conversations that get the same ids. Raises CheckpointError for one that does not."""
+    count = 0
+    for stop in range(1, len(TALK) + 1, 2):
+        try:
+            found = template.encode(TALK[:stop])
+            expected = theirs.apply_chat_template(TALK[:stop], add_generation_prompt=True, tokenize=True)
+        except (RefusedMessages, Exception):  # noqa: BLE001  templates are programs: this one takes other messages
+            continue
+        expected = list(expected if isinstance(expected, list) else expected["input_ids"])
+        if expected != found:
+            raise CheckpointError(
+                f"a conversation of {stop} messages has other ids in transformers",
+                _first_difference(theirs, expected, found),
+                "nothing was written",
+            )
+        count += 1
+    return count
+
+
+def _first_difference(theirs: Any, expected: list[int], found: list[int]) -> str:
+    """Words for the first ids that differ."""
+    places = (place for place, pair in enumerate(zip(expected, found)) if pair[0] != pair[1])
+    place = next(places, min(len(expected), len(found)))
+    there, here = (theirs.convert_ids_to_tokens(ids[place : place + 4]) for ids in (expected, found))
+    return f"token {place}: transformers has {there}, here are {here}"

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m megatron` lists the commands; `python -m megatron NAME ...` is `python -m megatron.tools.NAME ...`."""
+
+import ast
+import runpy
+import sys
+from pathlib import Path
+
+from megatron.errors import UsageError, did_you_mean, run_main
+
+TOOLS = Path(__file__).parent
+SCRIPTS = {  # entry scripts at the root of a checkout
+    "pretrain_gpt.py": "Train GPT, Llama, Qwen, Mixtral and other decoders.",
+    "pretrain_t5.py, pretrain_bert.py": "Train an encoder-decoder, or a masked encoder.",
+    "finetune.py": "Fine-tune on tasks, conversations or preferences; LoRA.",
+    "preprocess_data.py": "Tokenize text into token files.",
+    "merge_datasets.py": "Join token files.",
+}
+HIDDEN = (
+    "__init__",
+    "__main__",
+    "flag_docs",
+    "script_heads",
+    "pretrain",
+    "tasks",
+)  # for developers, or named otherwise
+
+
+def commands() -> dict[str, str]:
+    """Name -> first sentence of the documentation of each command. Reads the files, and imports none."""
+    found = {}
+    for path in sorted(TOOLS.glob("*.py")):
+        if path.stem not in HIDDEN:
+            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            found[path.stem] = " ".join(text.split("\n\n")[0].split())
+    return found
+
+
+def listing() -> str:
+    """The list of commands."""
+    known, scripts = commands(), max(map(len, SCRIPTS)) + 2
+    width = max(map(len, known)) + 2
+    cut = lambda text: text if len(text) <= 100 else f"{text[:97].rsplit(' ', 1)[0]} ..."
+    lines = ["Training, with the scripts of the checkout (each has --help):"]
+    lines += [f"  {name:{scripts}}{text}" for name, text in SCRIPTS.items()]
+    lines += ["", "Commands: python -m megatron.tools.NAME (each has --help)"]
+    lines += [f"  {name:{width}}{cut(text)}" for name, text in known.items()]
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> None:
+    """List the commands, or run one."""
+    if not argv or argv[0] in ("--help", "-h"):
+        print(listing())
+        return
+    name = argv[0].removesuffix(".py").replace("-", "_")
+    known = [*commands(), *HIDDEN[2:]]
+    if name not in known:
+        raise UsageError(
+            f"there is no command {argv[0]}{did_you_mean(name, known)}", do="python -m megatron lists them"
+        )
+    sys.argv = [f"python -m megatron.tools.{name}", *argv[1:]]
+    runpy.run_module(f"megatron.tools.{name}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    mistyped = __spec__.name.rpartition(".")[2]  # of a command that does not exist: see megatron/__init__.py
+    run_main(main, sys.argv[1:] if mistyped == "__main__" else [mistyped])

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m megatron` lists the commands, and a mistyped one gets the nearest."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import UsageError
+from megatron.tools.__main__ import commands, main
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_every_command_is_listed_with_what_it_does(capsys):
+    main([])
+    lines = capsys.readouterr().out.splitlines()
+    for path in (ROOT / "megatron" / "tools").glob("*.py"):
+        if "main(argv" in path.read_text() and path.stem in commands():
+            [line] = [line for line in lines if line.split()[:1] == [path.stem]]
+            assert len(line.split()) > 4 and len(line) < 130
+    assert {"generate", "serve", "plan", "report", "checkpoint"} <= commands().keys()
+    assert any(line.split()[0] == "pretrain_gpt.py" for line in lines if line)
+
+
+def test_a_mistyped_command_gets_the_nearest():
+    with pytest.raises(UsageError, match="there is no command evalute; did you mean evaluate"):
+        main(["evalute"])
+    command = [sys.executable, "-m", "megatron.tools.generat", "--load", "x"]
+    found = subprocess.run(
+        command, env=os.environ | dict(PYTHONPATH=str(ROOT)), capture_output=True, text=True, cwd=ROOT
+    )
+    assert found.returncode == 2
+    assert found.stderr == (
+        "error: there is no command generat; did you mean generate?\n  -> python -m megatron lists them\n"
+    )
+    with pytest.raises(ModuleNotFoundError):
+        __import__("megatron.tools.generat")
