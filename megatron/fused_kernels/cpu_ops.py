@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fast matrix products and gated activations on CPUs. Legend: f width of a gate."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Optional
 
 import torch
@@ -66,18 +68,15 @@ def widened(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] 
     return y
 
 
-def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """torch.bmm(a, b), in fp32 and rounded once for a format that `widens`."""
-    if widens(a.device.type, a.dtype):
-        return torch.bmm(a.float(), b.float()).to(a.dtype)
-    return torch.bmm(a, b)
+def _multiply(product: Callable, *operands: torch.Tensor, **factors: float) -> torch.Tensor:
+    """product(*operands, **factors), a function of torch; in fp32 and rounded once for a format that `widens`."""
+    like = operands[-1]
+    if widens(like.device.type, like.dtype):
+        return product(*(x.float() for x in operands), **factors).to(like.dtype)
+    return product(*operands, **factors)
 
 
-def baddbmm(added: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **factors: float) -> torch.Tensor:
-    """torch.baddbmm(added, a, b, beta=, alpha=), as `bmm`."""
-    if widens(a.device.type, a.dtype):
-        return torch.baddbmm(added.float(), a.float(), b.float(), **factors).to(a.dtype)
-    return torch.baddbmm(added, a, b, **factors)
+mm, addmm, bmm, baddbmm = (partial(_multiply, name) for name in (torch.mm, torch.addmm, torch.bmm, torch.baddbmm))
 
 
 def packs(weight: torch.Tensor) -> bool:

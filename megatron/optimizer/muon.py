@@ -22,7 +22,7 @@ import torch
 
 from megatron.checkpoint.boxes import Box
 from megatron.errors import SettingsError
-from megatron.fused_kernels import cpu_ops
+from megatron.fused_kernels.cpu_ops import addmm, mm
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.placement import Placement
@@ -137,7 +137,7 @@ class Directions:
     def direction(self, matrix: torch.Tensor) -> torch.Tensor:
         """The scaled update direction of a matrix, fp32 [rows, columns]."""
         s = self.settings
-        with products_in(s.muon_fp32_matmul_prec, matrix.device.type) as dtype:
+        with products_in(s.muon_fp32_matmul_prec) as dtype:
             result = orthogonal(matrix, self.coefficients, dtype)
         return result.mul_(s.muon_extra_scale_factor * SCALES[s.muon_scale_mode](*matrix.shape))
 
@@ -158,15 +158,15 @@ def orthogonal(matrix: torch.Tensor, coefficients: Coefficients, dtype=torch.flo
     x = (matrix.T if tall else matrix).to(dtype)
     x = x / x.norm().clamp(min=EPSILON)
     for a, b, c in coefficients:
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = mm(x, x.T)
+        x = addmm(x, addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.T if tall else x).float()
 
 
 @contextlib.contextmanager
-def products_in(precision: str, device: str) -> Iterator[torch.dtype]:
+def products_in(precision: str) -> Iterator[torch.dtype]:
     """Set the precision of products as in `--muon-fp32-matmul-prec`. Yields the number format of their operands."""
-    if precision == "medium" and not cpu_ops.widens(device, torch.bfloat16):
+    if precision == "medium":
         yield torch.bfloat16
         return
     before = torch.get_float32_matmul_precision()

@@ -21,7 +21,6 @@ from megatron.inference.quantize import multiply_int8
 from megatron.model.experts import grouped
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.layers import pack_weights
-from megatron.optimizer.muon import products_in
 from tests.inference.conftest import make_small_gpt
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -194,9 +193,3 @@ def test_packed_weights(fp32_alone):
     for layer in model.modules():
         layer.packed = None
     assert not pack_weights(model.bfloat16())
-
-
-def test_muon_multiplies_in_fp32(fp32_alone):
-    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
-        with products_in("medium", device) as found:
-            assert found == dtype
