@@ -46,6 +46,16 @@ def numbered(lines: Iterable[str]) -> str:
     return "".join(f"\n  {number}. {line}" for number, line in enumerate(lines, 1))
 
 
+def in_a_line(text: str, most: int = 200) -> str:
+    """The first line of a message, with the next one if it is only a heading.
+
+    >>> in_a_line(f"settings that cannot work:{numbered(['--tp 3 does not divide 4 heads', 'more'])}")
+    'settings that cannot work: 1. --tp 3 does not divide 4 heads'
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])[:most]
+
+
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """A suggestion for an unknown word, as the end of a sentence; "" if no known word is similar (difflib's ratio).
 
@@ -55,6 +65,18 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     names = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=cutoff)
     return f"; did you mean {names[near[0]]}?" if near else ""
+
+
+def no_such_file(path: str | os.PathLike) -> str:
+    """The words for a missing file, with the similar name of one beside it."""
+    path = Path(path)
+    try:
+        beside = [other.name for other in path.parent.iterdir()]
+    except OSError:
+        return "no such file"
+    near = did_you_mean(path.name, beside, 0.75)
+    name = near.removeprefix("; did you mean ").removesuffix("?")
+    return "no such file" + (f"; did you mean {path.with_name(name)}?" if near else "")
 
 
 class UsageError(Failure):
@@ -128,7 +150,10 @@ def explain(error: BaseException) -> Failure | None:
     if isinstance(error, OSError) and (error.filename is not None or error.errno in _REMEDIES):
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, (str, bytes, os.PathLike)) else ""
         do = _REMEDIES.get(error.errno, "check the path; --debug shows what it is for")
-        return StorageError(f"{where}{error.strerror or error}", do=do)
+        said = error.strerror or error
+        if error.errno == errno.ENOENT and isinstance(error.filename, (str, os.PathLike)):
+            said = f"{said}{no_such_file(error.filename).removeprefix('no such file')}"
+        return StorageError(f"{where}{said}", do=do)
     if _is_out_of_memory(error):
         return Failure(
             "out of memory",

@@ -2,10 +2,11 @@
 # Sourced by the quickstarts, behind _env.sh: their flags, and numbered steps that say how long they take.
 
 if [ -t 1 ]; then BOLD=$'\033[1m' PLAIN=$'\033[0m'; else BOLD='' PLAIN=''; fi
-flags=() TEXT='' SEPARATOR=''
+flags=() TEXT='' SEPARATOR='' GIVEN=
 read_flags() { # the words given to a script that has set RUN, its folder, TRAINS and ITERATIONS; other flags stay in `flags`;
-    # AGAIN: the command that calls it again on the same text
+    # MOST: the script's own ITERATIONS; AGAIN: the command that calls it again on the same text
     local fresh=
+    MOST=$ITERATIONS # of a machine that is fast enough
     while [ $# -gt 0 ]; do
         case $1 in
             --fresh) fresh=yes ;;
@@ -20,7 +21,7 @@ read_flags() { # the words given to a script that has set RUN, its folder, TRAIN
             --document-separator=*) SEPARATOR=$1 ;;
             --train-iters)
                 [[ ${2:-} =~ ^[0-9]+$ ]] || stop "--train-iters '${2:-}' is not a number of steps"
-                ITERATIONS=$2
+                ITERATIONS=$2 GIVEN=yes
                 shift
                 ;;
             -h | --help) sed -n '3,/^set /s/^# \{0,1\}//p' "scripts/$(basename "$0")"; exit ;;
@@ -44,8 +45,9 @@ step() { printf '\n%s[%s] %s%s\n' "$BOLD" "$1" "$2" "$PLAIN"; }
 # Says how long a step takes when nothing else runs: seconds on the machine that was measured, times how much slower a loop of
 # Python is here than there: the best of several, so that a busy machine makes little difference to it.
 LOOP=$(python -c 'import time, timeit; print(min(timeit.repeat("sum(i * i for i in range(300_000))", number=1, repeat=12, timer=time.process_time)))')
-takes() {
-    EXPECTED=$(awk "BEGIN { s = $1 * $LOOP / 0.0096; if (s < 100) printf \"%d s\", s + 0.99; else printf \"%.1f min\", s / 60 }")
+takes() { expect "$(awk "BEGIN { print $1 * $LOOP / 0.0096 }")"; }
+expect() { # seconds on this machine
+    EXPECTED=$(awk "BEGIN { if ($1 < 100) printf \"%d s\", $1 + 0.99; else printf \"%.1f min\", $1 / 60 }")
     echo "  about $EXPECTED"
 }
 told() { # seconds, a command; what it says comes at its end, and until then how long it has been at work
@@ -88,14 +90,63 @@ preprocess() {
     python preprocess_data.py --input "$RUN/$1.jsonl" --output-prefix "$RUN/$1" "${VOCABULARY[@]}" --append-eod --workers 2 |
         grep -E 'documents num|tokens num| MB in '
 }
-train_gpt() { # seconds of a step, flags of the model: two processes train it for ITERATIONS steps, or go on with it
-    local reached own=("${@:2}")
+ENOUGH=300 # steps for which no smaller model is tried
+choose_size() { # widths of the model, the largest first; then its flags: sets WIDTH, and ITERATIONS unless they were given,
+    # so that training takes two minutes here, by steps that are measured; SECONDS_A_STEP: empty if none were
+    local width
+    if [ -s "$RUN/size.txt" ]; then
+        read -r WIDTH CHOSEN SECONDS_A_STEP <"$RUN/size.txt"
+    elif [ -n "$GIVEN" ] || [ -e "$RUN/checkpoints" ]; then # of a run without a choice
+        WIDTH=${1%% *} CHOSEN=$MOST SECONDS_A_STEP=
+    else
+        echo "  measuring a step ..."
+        for width in $1; do
+            gpt "$width" --train-iters 6 --eval-iters 0 --metrics-file "$RUN/measured.jsonl" "${@:2}" >"$RUN/said.txt" 2>&1 ||
+                { cat "$RUN/said.txt" >&2; exit 1; }
+            WIDTH=$width SECONDS_A_STEP=$(median_step) CHOSEN=
+            CHOSEN=$(steps_in "$SECONDS_A_STEP")
+            rm -f "$RUN/measured.jsonl" "$RUN/said.txt"
+            echo "  $width wide: a step takes $SECONDS_A_STEP s here, so two minutes are $CHOSEN steps"
+            [ "$CHOSEN" -lt "$ENOUGH" ] || break
+        done
+    fi
+    printf '%s\n' "$WIDTH $CHOSEN $SECONDS_A_STEP" >"$RUN/size.txt"
+    [ -n "$GIVEN" ] || ITERATIONS=$CHOSEN
+}
+median_step() { # of the last four that were measured: the first ones take longer
+    python - "$RUN/measured.jsonl" <<'PYTHON'
+import json, statistics, sys
+records = [json.loads(line) for line in open(sys.argv[1], encoding="utf-8")]
+print(f"{statistics.median([record['seconds'] for record in records if record['kind'] == 'step'][-4:]):.3g}")
+PYTHON
+}
+steps_in() { # seconds of a step: how many are two minutes, with start, validations and checkpoints; nearly all are all
+    awk "BEGIN { n = int(110 / (1.05 * $1) / 10) * 10; print (n > $MOST / 1.2 ? $MOST : n < 50 ? 50 : n) }"
+}
+with_script() { # a command that gets SIGTERM when this script ends: bash dies of SIGTERM at once, and tells nobody
+    python -c 'import os, sys
+from megatron.guard.processes import die_with_parent
+die_with_parent()
+os.execvp(sys.argv[1], sys.argv[1:])' "$@"
+}
+gpt() { # the width of the model, and more flags: two processes train it
+    OMP_NUM_THREADS=$(python -m megatron.mpu.cpu_threads 2) with_script \
+        python -m megatron.tools.launch --nproc-per-node 2 pretrain_gpt.py --num-layers 4 --hidden-size "$1" --num-attention-heads 4 --seq-length 256 \
+        --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 4 --global-batch-size 8 \
+        --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine --lr-warmup-fraction 0.03 --weight-decay 0.1 --adam-beta2 0.95 \
+        --precision auto "${VOCABULARY[@]}" --train-data-path "$RUN/train_text_document" "${@:2}" ${flags[@]+"${flags[@]}"}
+}
+train_gpt() { # seconds of a step, widths, flags of the model: trains it for ITERATIONS steps, or goes on with it
+    local reached own=("${@:3}")
     reached=$(cat "$RUN/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
+    choose_size "$2" "${own[@]}"
     if [ "$reached" -ge "$ITERATIONS" ] && [ ${#flags[@]} -eq 0 ]; then
         echo "  already trained to step $reached; --train-iters N goes on to step N, --fresh starts over"
         return
     fi
-    takes "$(awk "BEGIN { print 5 + ($ITERATIONS > $reached ? $ITERATIONS - $reached : 0) * $1 }")"
+    echo "  $WIDTH wide, ${ITERATIONS} steps of 2048 tokens"
+    local left=$((ITERATIONS > reached ? ITERATIONS - reached : 0))
+    if [ -n "$SECONDS_A_STEP" ]; then expect "$(awk "BEGIN { print 8 + 1.05 * $left * $SECONDS_A_STEP }")"; else takes "$(awk "BEGIN { print 5 + $left * $1 }")"; fi
     others
     RESUME_COMMAND="$AGAIN $(printf '%q ' --train-iters "$ITERATIONS" ${flags[@]+"${flags[@]}"})"
     export RESUME_COMMAND
@@ -103,16 +154,10 @@ train_gpt() { # seconds of a step, flags of the model: two processes train it fo
         echo "  from step $reached on: the text in a new order, and the learning rate of a training of $ITERATIONS steps"
         own+=(--override data-order --resume-schedule command)
     fi
-    OMP_NUM_THREADS=$(python -m megatron.mpu.cpu_threads 2) python -m megatron.tools.launch --nproc-per-node 2 pretrain_gpt.py \
-        --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 \
-        --hidden-dropout 0 --attention-dropout 0 \
-        --micro-batch-size 4 --global-batch-size 8 --train-iters "$ITERATIONS" \
-        --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine --lr-warmup-fraction 0.03 --weight-decay 0.1 --adam-beta2 0.95 \
-        --precision auto "${VOCABULARY[@]}" \
-        --train-data-path "$RUN/train_text_document" --valid-data-path "$RUN/held_out_text_document" \
+    gpt "$WIDTH" --train-iters "$ITERATIONS" --valid-data-path "$RUN/held_out_text_document" \
         --eval-interval 250 --eval-iters 8 --log-interval 10 \
         --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 200 --keep-last 2 \
-        --metrics-file "$RUN/metrics.jsonl" --log-file "$RUN/train.log" ${own[@]+"${own[@]}"} ${flags[@]+"${flags[@]}"}
+        --metrics-file "$RUN/metrics.jsonl" --log-file "$RUN/train.log" ${own[@]+"${own[@]}"}
     rm -f "$RUN/evaluation.jsonl" "$RUN/samples.txt" "$RUN/report.html" # they belong to an earlier state
 }
 made_for() { # steps of the training that the last checkpoint is of

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # The main job from end to end on real text: corpus -> vocabulary -> tokens -> training by two processes -> held-out
-# perplexity -> samples -> report. Needs no GPU and no download beyond the packages; about 3 minutes on 2 cores.
+# perplexity -> samples -> report. Needs no GPU and no download beyond the packages; about 3 minutes: it
+# measures a step, and chooses a size of the model and a number of steps (at most 600) that take two minutes here.
 #
 #   bash scripts/quickstart.sh                     continue where the last call stopped
 #   bash scripts/quickstart.sh --fresh             start over
@@ -30,8 +31,8 @@ make_vocabulary
 step 3/7 "Text to tokens"
 make_tokens
 
-step 4/7 "Training a GPT of 5 million parameters for $ITERATIONS steps with two processes"
-train_gpt 0.17
+step 4/7 "Training a GPT with two processes: of 5 million parameters (256 wide), or 2 million (128) on a slower machine"
+train_gpt 0.17 "256 128"
 
 step 5/7 "Perplexity of text that was held out"
 evaluate_held_out

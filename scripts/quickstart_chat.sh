@@ -28,7 +28,7 @@ is_made "$RUN/train.jsonl" || python scripts/quickstart_chat.py talks "$RUN" | s
 step 3/4 "Training on the answers for $ITERATIONS steps with two processes"
 takes "$(awk "BEGIN { print 8 + $ITERATIONS * 0.2 }")"
 others
-OMP_NUM_THREADS=$(python -m megatron.mpu.cpu_threads 2) python -m megatron.tools.launch --nproc-per-node 2 finetune.py \
+OMP_NUM_THREADS=$(python -m megatron.mpu.cpu_threads 2) with_script python -m megatron.tools.launch --nproc-per-node 2 finetune.py \
     --task chat --train-data "$RUN/train.jsonl" --valid-data "$RUN/valid.jsonl" --chat-template plain --packing \
     --pretrained-checkpoint "$MODEL" --load "$RUN/checkpoints" --save "$RUN/checkpoints" \
     --micro-batch-size 4 --global-batch-size 8 --train-iters "$ITERATIONS" --lr 1e-3 --precision auto --log-interval 20 \

@@ -43,7 +43,7 @@ done
 step 4/8 "Training an encoder-decoder of 2 million parameters for $ITERATIONS steps, half of it in each of two processes"
 takes "$(awk "BEGIN { print 6 + $ITERATIONS * 0.16 }")"
 others
-python -m megatron.tools.launch --nproc-per-node 2 pretrain_t5.py \
+with_script python -m megatron.tools.launch --nproc-per-node 2 pretrain_t5.py \
     --encoder-num-layers 2 --decoder-num-layers 2 --hidden-size 192 --num-attention-heads 4 "${SAMPLES[@]}" \
     --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 \
     --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 \
@@ -87,7 +87,7 @@ text: text
 label: label
 metrics: [accuracy, macro_f1]
 YAML
-python -m megatron.tools.launch --nproc-per-node 2 finetune.py --task "$RUN/task.yaml" --data-path "$RUN" \
+with_script python -m megatron.tools.launch --nproc-per-node 2 finetune.py --task "$RUN/task.yaml" --data-path "$RUN" \
     --pretrained-checkpoint "$RUN/checkpoints" --load "$RUN/tuned" --save "$RUN/tuned" \
     --pooling mean --seq-length 96 --micro-batch-size 8 --global-batch-size 16 --train-epochs 6 --lr 2e-3 \
     --lr-decay-style linear --lr-warmup-fraction 0.1 --precision auto --log-interval 100

@@ -48,6 +48,7 @@ FORMATS = {
         B("04224d18"): "lz4",
         B("1f9d"): "compress (.Z)",
         B("4152524f5731"): "Arrow",
+        B("ffffffff"): "an Arrow stream",
         B("89484446"): "HDF5",
         B("934e554d5059"): "a numpy array",
         B("53514c69746520666f726d61742033"): "SQLite",

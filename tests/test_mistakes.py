@@ -21,7 +21,8 @@ import preprocess_data
 import pretrain_gpt
 from megatron import errors
 from megatron.data.indexed import write_index
-from megatron.errors import run_main
+from megatron.data.json_input import find_sources
+from megatron.errors import DataError, SettingsError, explain, no_such_file, run_main
 from megatron.settings.parse import parse_pretrain
 from megatron.tools import (
     checkpoint,
@@ -523,3 +524,25 @@ def test_ranks_say_it_once_and_keep_their_exit_code(root, messy):
 def test_every_exit_code_is_documented(root):
     listed = re.findall(r"^\| (\d+) \|", (root / "docs" / "troubleshooting.md").read_text(), re.M)
     assert {str(kind.code) for kind in errors.Failure.__subclasses__()} <= set(listed)
+
+
+def test_a_missing_file_gets_the_name_of_the_one_beside_it(tmp_path):
+    (tmp_path / "corpus.jsonl").touch()
+    (tmp_path / "vocab.json").touch()
+    with pytest.raises(DataError, match=f"no such file; did you mean {tmp_path}/corpus.jsonl[?]"):
+        find_sources([str(tmp_path / "corpus.json")])
+    missing = explain(FileNotFoundError(2, "No such file or directory", str(tmp_path / "vocabs.json")))
+    assert missing.what.endswith(f"vocabs.json: No such file or directory; did you mean {tmp_path}/vocab.json?")
+    assert no_such_file(tmp_path / "other") == no_such_file(tmp_path / "gone" / "x") == "no such file"
+
+
+def test_names_of_layers_in_other_libraries(tmp_path):
+    """PEFT's target_modules, as words or with commas."""
+    shape = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --mock-data --vocab-size 9 --lr 1 "
+    flags = shape + "--micro-batch-size 1 --train-iters 1 --dry-run --lora-rank 2 --lora-target"
+    with pytest.raises(SettingsError) as error:
+        pretrain_gpt.main([*flags.split(), "q_proj", "down_proj"])
+    said = str(error.value)
+    assert "'q_proj' is no linear layer of this model; here it is attention.qkv" in said
+    assert "'down_proj' is no linear layer of this model; here it is mlp.down" in said
+    pretrain_gpt.main([*flags.split(), "attention.qkv", "mlp.down"])

@@ -15,6 +15,7 @@ from megatron.corpus.filtering import KEPT, SAMPLES
 from megatron.corpus.plan import TASKS, CorpusPlan
 from megatron.telemetry.curves import data_url
 from megatron.telemetry.drawing import BLUE, GREEN, INK, LINE, ORANGE, RED, new_figure, plain, svg_of
+from megatron.telemetry.figures import size
 from megatron.telemetry.report_page import Grid, Section, page
 
 SHOWN = 400  # characters of a sample
@@ -120,8 +121,8 @@ def _tiles(funnel: list[dict], tokens: Optional[int], counts: dict) -> list[tupl
     cut = f"; {more:,} of them made by cutting others" if more else ""
     seconds = sum(totals["seconds"] for totals in counts.values())
     tiles = [
-        (f"{first['documents']:,}", "documents read", f"{first['bytes'] / 1e6:,.1f} MB of text"),
-        (f"{last['documents']:,}", "documents in the corpus", f"{last['bytes'] / 1e6:,.1f} MB of text{cut}"),
+        (f"{first['documents']:,}", "documents read", f"{size(first['bytes'])} of text"),
+        (f"{last['documents']:,}", "documents in the corpus", f"{size(last['bytes'])} of text{cut}"),
         (f"{last['share']:.1%}", "of the documents kept", f"{last['bytes'] / max(1, first['bytes']):.1%} of the text"),
     ]
     if tokens is not None:

@@ -4,6 +4,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.telemetry.figures import size
+
 MOST_RULES, MOST_FILES = 8, 20  # shown one by one; the others as a sum
 
 
@@ -18,7 +20,7 @@ def removed_lines(counts: Mapping[str, dict[str, Any]]) -> list[str]:
     """Lines with the documents read, set aside, dropped and cut."""
     phase = next(iter(counts))
     first = counts[phase]
-    lines = [f"read: {first.get('documents', 0):,} documents, {first.get('bytes', 0) / 1e6:,.1f} MB of text"]
+    lines = [f"read: {first.get('documents', 0):,} documents, {size(first.get('bytes', 0))} of text"]
     if rejected := first.get("rejected"):
         reasons = ", ".join(f"{reason} {number:,}" for reason, number in largest(rejected))
         lines.append(f"lines set aside: {sum(rejected.values()):,} ({reasons}); see rejected.jsonl in tasks/{phase}")

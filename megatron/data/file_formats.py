@@ -24,6 +24,7 @@ OTHERS = {  # common formats that are not supported; none of these begins a line
     b"\x04\x22\x4d\x18": "lz4",
     b"\x1f\x9d": "compress (.Z)",
     b"ARROW1": "Arrow",
+    b"\xff\xff\xff\xff": "an Arrow stream",
     b"\x89HDF": "HDF5",
     b"\x93NUMPY": "a numpy array",
     b"SQLite format 3": "SQLite",
@@ -34,7 +35,9 @@ SUFFIXES = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
 TAR_SUFFIXES = {".tgz": ".tar.gz", ".tzst": ".tar.zst", ".tbz2": ".tar.bz2", ".txz": ".tar.xz"}
 LINE_SUFFIXES = (".json", ".jsonl", ".ndjson")
 TEXT_SUFFIX = ".txt"
-INSIDE = {".tar": TAR} | dict.fromkeys(LINE_SUFFIXES, LINES) | {TEXT_SUFFIX: TEXT}  # by the suffix after decompression
+INSIDE = (
+    {".tar": TAR, ".parquet": "Parquet"} | dict.fromkeys(LINE_SUFFIXES, LINES) | {TEXT_SUFFIX: TEXT}
+)  # by the suffix after decompression
 NAMES = f"*{' *'.join(LINE_SUFFIXES)} or without suffix, else *{TEXT_SUFFIX}; each also with {' '.join(SUFFIXES)}"
 WORDS = {TAR: "a tar archive", LINES: "lines of text", TEXT: "plain text"}
 
@@ -77,7 +80,8 @@ def refuse_another_format(path: str, head: bytes, says: tuple[str, ...], inside:
     """
     kind = detected(head)
     if kind in OTHERS.values() or inside and kind in COMPRESSIONS.values():
-        do = "unpack or convert it: JSON lines and .txt are read, as they are, in tar, or packed by gzip, zstd, bzip2 or xz"
+        do = "unpack or convert it: Parquet and Arrow files are read; JSON lines and .txt also in tar, or packed by gzip, "
+        do += "zstd, bzip2 or xz"
         raise DataError(f"{path} holds {_words(kind)}{' inside ' + inside if inside else ''}, not JSON lines", do=do)
     if says and kind != says[0] and (kind, says[0]) != (LINES, TEXT):
         why = f"its name says {_words(says[0])}{' inside ' + inside if inside else ''}, its bytes are {_words(kind)}"

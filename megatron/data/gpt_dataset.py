@@ -39,6 +39,9 @@ from megatron.settings.schema import Data
 
 SPLITS = ("train", "valid", "test")
 TRAIN, VALID, TEST = range(3)
+MANY_EPOCHS = (
+    4  # passes up to which repeated text teaches nearly as much as new one (Muennighoff et al. 2023, figure 5)
+)
 VERSION = 2  # of the index maps; caches of other versions are ignored
 MORE = "take more documents (a .txt is one; preprocess_data.py --document-separator parts it into several)"
 
@@ -154,6 +157,8 @@ class GPTDataset:
             config.log(
                 f"note: a sample of {plan.seq_length:,} tokens is longer than all of {name}, {plan.tokens:,} tokens"
             )
+
+        note_repeats(name, split, plan.epochs, config.log)
 
         def build():
             config.log(f"building index maps of {name}: {len(own):,} sequences x {plan.epochs:,} epochs")
@@ -275,11 +280,21 @@ def _build_file(prefix: str, num_samples: Optional[int], split: int, config: GPT
     return GPTDataset(tokens, plan, SPLITS[split], config)
 
 
+def note_repeats(name: str, split: str, epochs: int, log: Callable[[str], None]) -> None:
+    """Log that training reads a dataset many times. epochs: the passes that it begins"""
+    if split == SPLITS[TRAIN] and epochs > MANY_EPOCHS:
+        log(
+            f"note: training reads {name} more than {epochs - 1} times: beyond {MANY_EPOCHS} passes repeated text teaches "
+            "less and less (arXiv:2305.16264); use more text, or fewer steps"
+        )
+
+
 def _build_documents(
     tokens: TokenFiles, documents: range, lengths: np.ndarray, num_samples: Optional[int], split: int, config
 ):
     """`_build_file` with one document per sample. lengths: of all documents."""
     name, own = f"{Path(tokens.prefix).name}-{SPLITS[split]}", lengths[documents.start : documents.stop]
+    note_repeats(name, SPLITS[split], -(-(num_samples or 1) // np.count_nonzero(own)), config.log)
     config.log(f" > {describe_documents(tokens.prefix, SPLITS[split], own, config.seq_length)}")
     dataset = DocumentDataset(
         tokens,

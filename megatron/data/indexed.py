@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.errors import DataError
+from megatron.errors import DataError, no_such_file
 
 DTYPES = {
     1: np.dtype("<u1"),
@@ -230,7 +230,7 @@ def map_file(path: str, prefix: str) -> mmap.mmap | bytes:
             size = os.fstat(file.fileno()).st_size
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file", *why_missing(prefix)) from None
+        raise DataError(f"{path}: {no_such_file(path)}", *why_missing(prefix)) from None
     except IsADirectoryError:
         raise DataError(f"{path}: is a directory, not a token file") from None
 

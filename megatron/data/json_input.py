@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read JSON lines from files, globs, folders and stdin, plain, compressed or in tar archives, in blocks of whole lines.
 
-Plain text (.txt) is converted to JSON lines (`plain_text.py`). A file whose content does not match its name is an error.
+Plain text (.txt) is converted to JSON lines (`plain_text.py`), and so are the rows of Parquet and Arrow files
+(`columnar.py`). A file whose content does not match its name is an error.
 Members of an archive are selected by name, like files of a folder.
 Only a newline byte ends a line: U+2028 and U+0085 inside a JSON string do not.
 """
@@ -17,11 +18,12 @@ import os
 import sys
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron.data import columnar
 from megatron.data.file_formats import (
     COMPRESSIONS,
     HEAD,
@@ -31,11 +33,12 @@ from megatron.data.file_formats import (
     TAR,
     TEXT,
     claimed,
+    detected,
     members,
     refuse_another_format,
 )
 from megatron.data.plain_text import PlainText, note
-from megatron.errors import DataError
+from megatron.errors import DataError, no_such_file
 
 OUR_SUFFIXES = (".rejected.jsonl", ".contaminated.jsonl", ".stats.json", ".sums.json")
 STDIN = "-"
@@ -46,6 +49,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class Source:
     """One input file. `size`: bytes on disk (0 for stdin); `compression`: None for uncompressed files.
 
+    table: the kind of a file with rows (`columnar.KINDS`); columns: those to read, None: all
     text: the file is plain text; separator: separates documents of plain text, in an archive too
     """
 
@@ -55,23 +59,27 @@ class Source:
     archive: bool = False  # an uncompressed tar archive
     text: bool = False
     separator: str | None = None
+    table: str | None = None
+    columns: tuple[str, ...] | None = None
 
     @property
     def whole(self) -> bool:
         """Whether the file has to be read from its start; other files can be read in parts."""
-        return bool(self.compression or self.archive or self.text or self.path == STDIN)
+        return bool(self.compression or self.archive or self.text or self.table or self.path == STDIN)
 
 
-def find_sources(inputs: list[str], separator: str | None = None) -> list[Source]:
+def find_sources(inputs: list[str], separator: str | None = None, columns: Sequence[str] | None = None) -> list[Source]:
     """The files of `--input`: each input is a file, a glob, a folder (searched recursively) or `-` for stdin.
 
     Files of a glob or folder are sorted by path, so that the order of documents does not depend on the file system.
+    columns: of files with rows
     Raises DataError for inputs that do not exist or are empty.
     """
     paths = [path for given in inputs for path in expand(given)]
     if paths.count(STDIN) > 1:
         raise DataError("--input - is given twice: stdin can be read once")
-    return with_separator([_source(path) for path in paths], separator)
+    sources = with_separator([_source(path) for path in paths], separator)
+    return [replace(source, columns=columns and tuple(columns)) if source.table else source for source in sources]
 
 
 def with_separator(sources: list[Source], separator: str | None) -> list[Source]:
@@ -93,7 +101,9 @@ def expand(given: str) -> list[str]:
     if not paths:
         why = None if glob.has_magic(given) else f"the working directory is {os.getcwd()}"
         raise DataError(
-            f"--input {given}: no such file", why, "give JSON lines or .txt: a file, a glob in quotes, a folder, or -"
+            f"--input {given}: {no_such_file(given)}",
+            why,
+            "give JSON lines or .txt: a file, a quoted glob, a folder, or -",
         )
     return paths
 
@@ -105,6 +115,17 @@ def _in_folder(folder: str) -> list[str]:
         str(path) for path in paths if _is_lines(path.name) or not _is_ours(path.name) and _is_tar(path.name)
     )
     texts = sorted(str(path) for path in paths if _is_text(path.name))
+    tables, left_out = columnar.dataset_files(folder)
+    if tables:
+        lines = [path for path in lines if Path(path).name not in columnar.DESCRIPTIONS and _claims_lines(path)]
+        texts = []
+        if not lines:
+            if left_out:
+                note(f"--input {folder}: {left_out}")
+            return tables
+        note(
+            f"--input {folder}: {len(tables)} Parquet or Arrow files next to the JSON lines are left out: {tables[0]} ..."
+        )
     if lines and texts:
         words = f"{len(texts)} files of plain text next to the JSON lines are left out: {texts[0]} ..."
         note(f"--input {folder}: {words} (a glob takes them: '{folder}/**/*.txt')")
@@ -112,6 +133,11 @@ def _in_folder(folder: str) -> list[str]:
         do = f"files of a folder are taken by their names: {NAMES}, or *.tar"
         raise DataError(f"--input {folder}: the folder holds no JSON lines", do=do)
     return lines or texts
+
+
+def _claims_lines(path: str) -> bool:
+    """Whether a name has a suffix of lines or of an archive. Without one it may be a README or LICENSE beside rows."""
+    return "." in Path(path).name
 
 
 def _is_tar(name: str) -> bool:
@@ -149,6 +175,8 @@ def _source(path: str) -> Source:
         raise DataError(f"--input {path}: not readable", do="check its permissions") from None
     if text and not head:
         raise DataError(f"{path}: the file is empty", do="leave it out, or copy it again")
+    if (kind := detected(head)) in columnar.KINDS and claimed(path) in ((), (kind,)):
+        return Source(path, status.st_size, None, table=kind)
     kind = refuse_another_format(path, head, claimed(path))
     return Source(path, status.st_size, compression_of(head), archive=kind == TAR, text=text)
 
@@ -243,6 +271,10 @@ def read_streams(source: Source) -> Iterator[tuple["Ahead", Callable[[], int]]]:
 
     Each comes with a function that returns the bytes read from disk so far. Read them inside `damage_as_data_error`.
     """
+    if source.table:
+        rows = columnar.Rows(source.path, source.table, source.columns)
+        yield Ahead(rows), lambda: int(source.size * rows.share)
+        return
     with _open(source) as raw, damage_as_data_error(source.path):
         says, compression = claimed(source.path), _compression(raw, source)
         stream = Ahead(decompressed(raw, source))

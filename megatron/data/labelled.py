@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from megatron.data.tables import ENDINGS, Row, label_in, read_table, refuse_half_letters, text_in
-from megatron.errors import DataError, did_you_mean
+from megatron.errors import DataError, did_you_mean, no_such_file
 
 # Names of columns in GLUE's and CLUE's files and others: the first text, the second text, the label.
 FIRST = ("text", "sentence", "sentence1", "text_a", "premise", "question1", "question")
@@ -129,7 +129,7 @@ def read_labelled(path: str, task: Optional[LabelledTask] = None) -> LabelledFil
     Raises DataError for an invalid row, and names its line, or for a file with fewer than two labels.
     """
     if not Path(path).is_file():
-        raise DataError(f"{path}: no such file", do=f"labelled texts are in files {', '.join(ENDINGS)}")
+        raise DataError(f"{path}: {no_such_file(path)}", do=f"labelled texts are in files {', '.join(ENDINGS)}")
     rows, notes = _as_named(Path(path)) if task is None else _as_published(Path(path), task)
     if not rows:
         raise DataError(f"{path} has no rows", do="give labelled texts, or leave the task out")

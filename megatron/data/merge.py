@@ -17,6 +17,7 @@ from megatron.data.preprocess_output import COMPANIONS, publish_companions, repl
 from megatron.data.vocabulary import identity_of, name_of
 from megatron.data.workspace import Workspace, append_file, publish, storage_error, write_at
 from megatron.errors import DataError, SettingsError
+from megatron.telemetry.figures import size
 
 PIECE = 1 << 20  # numbers of an index that are in memory at a time
 
@@ -215,7 +216,7 @@ def _join_tokens(prefixes: list[str], path: str, head: bytes, log: Callable[[str
     try:
         write_at(target, head, 0)
         for prefix in prefixes:
-            log(f"{prefix}: {_append_tokens(target, open_tokens(prefix)) / 1e6:.1f} MB")
+            log(f"{prefix}: {size(_append_tokens(target, open_tokens(prefix)))}")
         os.fsync(target)
     finally:
         os.close(target)

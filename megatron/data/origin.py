@@ -59,7 +59,7 @@ class DocumentOrigin(NamedTuple):
     """The source of a document.
 
     piece: from 1 if the document is a part of its text, else 0; hash: 16 hexadecimal digits; separator: between documents
-    of plain text
+    of plain text; columns: that were read, of a file with rows
     """
 
     file: str
@@ -67,6 +67,7 @@ class DocumentOrigin(NamedTuple):
     piece: int
     hash: str
     separator: Optional[str] = None
+    columns: Optional[list[str]] = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,9 @@ class Origins:
             raise DataError(f"{self.path}: document {document} comes from file {file} of {len(self.files)}")
         offset = place & ((1 << PIECE_SHIFT) - 1)
         source = self.files[file]
-        return DocumentOrigin(source["path"], offset, place >> PIECE_SHIFT, f"{digest:016x}", source.get("separator"))
+        return DocumentOrigin(
+            source["path"], offset, place >> PIECE_SHIFT, f"{digest:016x}", *map(source.get, ("separator", "columns"))
+        )
 
 
 def write_origins(path, files: Sequence[dict], count: int, pieces: Iterable[np.ndarray], tokens: int) -> None:
@@ -140,7 +143,7 @@ def joined_files(all_origins: Sequence[Origins]) -> tuple[list[dict], list[np.nd
     """(merged table of source files, for each origin the indices of its files in that table)."""
     table, numbers = {}, []
     for origins in all_origins:
-        keys = [(one["path"], one.get("bytes"), one.get("separator")) for one in origins.files]
+        keys = [(one["path"], one.get("bytes"), one.get("separator"), str(one.get("columns"))) for one in origins.files]
         for key, one in zip(keys, origins.files, strict=True):
             table.setdefault(key, one)
         order = {key: number for number, key in enumerate(table)}
@@ -167,14 +170,16 @@ def find_file(path: str, folders: Sequence[str] = ()) -> Optional[str]:
     return path if os.path.isfile(path) else None
 
 
-def lines_at(path: str, offsets: Sequence[int], separator: Optional[str] = None) -> dict[int, bytes]:
+def lines_at(
+    path: str, offsets: Sequence[int], separator: Optional[str] = None, columns: Optional[Sequence[str]] = None
+) -> dict[int, bytes]:
     """Read the lines of a source that start at these offsets. Compressed files are read from their start.
 
-    separator: between documents of plain text. Raises DataError for a file that is too short.
+    separator: between documents of plain text; columns: of a file with rows. Raises DataError for a file that is too short.
     """
     from megatron.data.json_input import find_sources, read_blocks
 
-    source = find_sources([path], separator)[0]
+    source = find_sources([path], separator, columns)[0]
     wanted, lines = sorted(set(offsets)), {}
     if not source.whole:
         with open(path, "rb") as file:

@@ -62,7 +62,7 @@ def preprocess(
     if settings.append_eod and tokenizer.eod is None:
         raise DataError("--append-eod: this vocabulary has no token for the end of a document", do="drop --append-eod")
     started = time.perf_counter()
-    sources = find_sources(settings.input, getattr(settings, "document_separator", None))
+    sources = find_sources(settings.input, getattr(settings, "document_separator", None), settings.json_keys)
     form = FORMATS[settings.output_format]
     if settings.split_sentences and split is None:
         split = make_splitter(settings.sentence_splitter, settings.lang, settings.keep_newlines, log)
@@ -239,7 +239,7 @@ class Team:
 
     def progress(self) -> Progress:
         sums = self.shared.progress.sum(axis=0).tolist()
-        return Progress(time.perf_counter() - self._started, *sums, self.total_input)
+        return Progress(time.perf_counter() - self._started, *sums[:5], self.total_input)
 
 
 def _frame(block: TextBlock) -> bytes:

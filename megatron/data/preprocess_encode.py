@@ -43,6 +43,9 @@ class EncodedDocuments:
         return len(self.tokens), len(self.lengths), len(self.counts)
 
 
+CRLF = b"\\r\\n"  # in a string of JSON
+
+
 @dataclass
 class Encoded:
     """An encoded block. `targets[key * partitions + residue]` holds the lines with number % partitions == residue,
@@ -54,6 +57,7 @@ class Encoded:
     text_bytes: int
     rejected: list[tuple[int, str]]
     screening: Screening | None = None
+    crlf: int = 0  # line ends of Windows inside texts
 
 
 @dataclass
@@ -124,7 +128,7 @@ class BlockEncoder:
         self._bound_memory()
         starts = np.cumsum([0] + [len(line) for line in lines]) if self.origins else None
         targets = [bin.documents(self._dtype, starts) for row in bins for bin in row]
-        return Encoded(targets, len(lines), len(block), rejected, screening)
+        return Encoded(targets, len(lines), len(block), rejected, screening, block.count(CRLF))
 
     def _readable(self, lines: list[bytes]) -> Iterator[tuple[int, list]]:
         """(number, texts) of each line with texts."""

@@ -35,6 +35,7 @@ class Totals:
     lines: int
     text_bytes: int
     seconds: float
+    notes: tuple[str, ...] = ()
     contamination: str = ""  # summary of the search for evaluation sets; "" without one
 
 
@@ -86,7 +87,22 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
     contaminated = _publish_list(settings.output_prefix, written, "contaminated")
     summary = describe_contamination(written.screen, shared, contaminated) if written.screen else ""
     text_bytes = int(shared.progress[:, 1].sum())
-    return Totals(outputs, rejected, rejected_path, reason, lines, text_bytes, seconds, summary)
+    notes = tuple(notes_of(settings, tokenizer, int(shared.progress[:, 5].sum())))
+    return Totals(outputs, rejected, rejected_path, reason, lines, text_bytes, seconds, notes, summary)
+
+
+def notes_of(settings, tokenizer: Tokenizer, crlf: int) -> Iterator[str]:
+    """What a user may not have meant in texts that became tokens as they are. crlf: line ends of Windows inside texts"""
+    if crlf:
+        yield (
+            rf"{crlf:,} line ends inside texts are those of Windows (\r\n), which become other tokens than \n: dos2unix "
+            "changes a .txt; in JSON, replace them before it is written"
+        )
+    if not settings.append_eod and not settings.split_sentences and tokenizer.eod is not None:
+        yield (
+            "without --append-eod nothing marks where a document ends: a model trained on them reads the next one as its "
+            "continuation, and does not learn to stop"
+        )
 
 
 def describe_contamination(screen: Screen, shared: Shared, path: str | None) -> str:
@@ -111,6 +127,7 @@ def _write_companions(written: Written, index: int, parts: list[tuple[int, int]]
         files = [
             dict(path=os.path.abspath(one.path) if one.path != STDIN else "stdin", bytes=one.size)
             | (dict(separator=one.separator) if one.separator else {})
+            | (dict(columns=list(one.columns)) if one.columns else {})
             for one in written.sources
         ]
         rows = (piece for path in paths for piece in read_numbers(path, origin.ROW))

@@ -4,6 +4,7 @@
 import sys
 
 from megatron.data.formats import endings_of
+from megatron.telemetry.figures import size
 
 
 class Reporter:
@@ -52,6 +53,8 @@ def print_totals(totals, seconds: float) -> None:
             f"WARNING: {totals.rejected} of {totals.lines} lines are no documents: see {totals.rejected_path}"
             f"{totals.first_reason}"
         )
+    for words in totals.notes:
+        print(f"note: {words}")
     if totals.contamination:
         print(totals.contamination)
-    print(f"{totals.text_bytes / 1e6:.1f} MB in {seconds:.2f} s ({totals.text_bytes / 1e6 / seconds:.1f} MB/s)")
+    print(f"{size(totals.text_bytes)} in {seconds:.2f} s ({totals.text_bytes / 1e6 / seconds:.1f} MB/s)")

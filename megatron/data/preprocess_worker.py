@@ -40,17 +40,17 @@ class Shared:
     """Counters in shared memory.
 
     totals int64 [lanes, targets, 3]: tokens, sequences, documents reserved so far. lines int64 [lanes].
-    progress int64 [workers, 5]: documents, bytes of text, tokens, bytes of input, rejected lines.
+    progress int64 [workers, 6]: documents, bytes of text, tokens, bytes of input, rejected lines, line ends of Windows.
     ngrams int64 [keys, n-grams]: occurrences of each n-gram of an index. screened int64 [keys, 2]: texts with n-grams,
     documents that remain of them.
     """
 
     def __init__(self, context, lanes: int, targets: int, workers: int, keys: int = 1, ngrams: int = 0):
-        sizes = [4, lanes, lanes * targets * 3, workers * 5]
+        sizes = [4, lanes, lanes * targets * 3, workers * 6]
         memory = np.frombuffer(mmap.mmap(-1, 8 * sum(sizes)), np.int64)
         head, self.lines, totals, progress = np.split(memory, np.cumsum(sizes)[:-1])
         self.totals = totals.reshape(lanes, targets, 3)
-        self.progress = progress.reshape(workers, 5)
+        self.progress = progress.reshape(workers, 6)
         counts = np.frombuffer(mmap.mmap(-1, 8 * keys * (ngrams + 2)), np.int64).reshape(keys, ngrams + 2)
         self.screened, self.ngrams = counts[:, :2], counts[:, 2:]
         self._task, self.turn, self.source, self.source_lines = (head[i : i + 1] for i in range(4))
@@ -231,7 +231,8 @@ class Worker:
                 documents.origins["place"] += np.uint64(block.start)
                 write_at(origins[0], documents.origins.view(np.uint8), document * documents.origins.itemsize)
         documents = int(sizes[: self.partitions, 2].sum())
-        self.progress += [documents, encoded.text_bytes, sizes[:, 0].sum(), block.input_bytes, len(encoded.rejected)]
+        tokens, rejected = int(sizes[:, 0].sum()), len(encoded.rejected)
+        self.progress += [documents, encoded.text_bytes, tokens, block.input_bytes, rejected, encoded.crlf]
 
     def _target(self, index: int, shift: int) -> int:
         """The target of lines with local residue `index % partitions` in a block whose first line has residue `shift`."""

@@ -40,6 +40,7 @@ from megatron.storage.durable import (
     sync_folder,
 )
 from megatron.storage.urls import Stat, UrlPath, location
+from megatron.telemetry.figures import size as in_units
 
 OPTIONAL = (".sums.json", ".stats.json")
 RECEIPT = "fetched.json"
@@ -115,7 +116,7 @@ def _fetch(copy: Path, source: UrlPath, there: dict[str, Stat], log: Say) -> Non
     aside = copy.with_name(".fetching")
     shutil.rmtree(aside, ignore_errors=True)  # from a process that died: this one has the lock
     require_space(copy.parent, size)
-    log(f"fetching {source}: {size / 1e6:,.1f} MB to {copy.parent}")
+    log(f"fetching {source}: {in_units(size)} to {copy.parent}")
     with storage_errors(copy, size):
         aside.mkdir()
         for number in range(1, _TRIES + 1):

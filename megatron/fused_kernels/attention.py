@@ -12,6 +12,7 @@ from typing import NamedTuple, Optional
 import torch
 import torch.nn.functional as F
 
+from megatron.fused_kernels.cpu_ops import baddbmm, bmm
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask, numbers
 from megatron.fused_kernels.reference import in_window, visible_keys
@@ -122,7 +123,7 @@ class _BlockAttention(torch.autograd.Function):
             if dropout is not None:
                 masks.append(kept_weights(dropout, query.shape, slice(start, stop), slice(first, end)))
             dropped = weights[-1] if dropout is None else weights[-1] * numbers(masks[-1], rows.dtype)
-            attended[:, start * q : stop * q] = torch.bmm(dropped, values[:, first:end])
+            attended[:, start * q : stop * q] = bmm(dropped, values[:, first:end])
         ctx.save_for_backward(rows, keys, values, *weights, *masks)
         ctx.shape, ctx.scale, ctx.factor = query.shape, scale, None if dropout is None else dropout.factor
         ctx.softcap, ctx.blocks, ctx.bias_shape = softcap, blocks, None if bias is None else bias.shape
@@ -145,7 +146,7 @@ class _BlockAttention(torch.autograd.Function):
         d_sinks = rows.new_zeros(g, q, dtype=torch.float32) if ctx.needs_input_grad[12] else None
         for block, weight, mask in zip(reversed(blocks), reversed(weights), reversed(masks), strict=True):
             mine, dropped, seen = slice(block.start * q, block.stop * q), weight, slice(block.first, block.end)
-            d_scores = torch.bmm(gradient[:, mine], values[:, seen].transpose(1, 2))
+            d_scores = bmm(gradient[:, mine], values[:, seen].transpose(1, 2))
             if mask is not None:
                 kept = numbers(mask, weight.dtype)
                 d_scores, dropped = d_scores.mul_(kept), kept.mul_(weight)
@@ -158,9 +159,9 @@ class _BlockAttention(torch.autograd.Function):
             if ctx.softcap is not None:  # scores are recomputed: saved, they would be as large as the weights
                 tanh = scaled_scores(rows[:, mine], keys[:, seen], ctx.scale).div_(ctx.softcap).tanh_()
                 d_scores = d_scores.addcmul_(d_scores, tanh.square_(), value=-1)
-            d_rows[:, mine] = torch.bmm(d_scores, keys[:, seen])
+            d_rows[:, mine] = bmm(d_scores, keys[:, seen])
             for total, left, right in ((d_keys, d_scores, rows), (d_values, dropped, gradient)):
-                part = torch.bmm(left.transpose(1, 2), right[:, mine])
+                part = bmm(left.transpose(1, 2), right[:, mine])
                 total[:, seen] = part if block.stop == s else part.add_(total[:, seen])
         d_query = _to_sequence_first(d_rows.mul_(ctx.scale), ctx.shape)
         d_keys.mul_(ctx.scale)
@@ -172,7 +173,7 @@ class _BlockAttention(torch.autograd.Function):
 
 def scaled_scores(rows: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
     """rows [b g, n, d] and keys [b g, t, d] -> scale x their products [b g, n, t]."""
-    return torch.baddbmm(rows.new_empty(1), rows, keys.transpose(1, 2), beta=0, alpha=scale)
+    return baddbmm(rows.new_empty(1), rows, keys.transpose(1, 2), beta=0, alpha=scale)
 
 
 def _causal_bias(size: int, q: int, like: torch.Tensor) -> torch.Tensor:

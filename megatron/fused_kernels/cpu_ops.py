@@ -66,6 +66,20 @@ def widened(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] 
     return y
 
 
+def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """torch.bmm(a, b), in fp32 and rounded once for a format that `widens`."""
+    if widens(a.device.type, a.dtype):
+        return torch.bmm(a.float(), b.float()).to(a.dtype)
+    return torch.bmm(a, b)
+
+
+def baddbmm(added: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **factors: float) -> torch.Tensor:
+    """torch.baddbmm(added, a, b, beta=, alpha=), as `bmm`."""
+    if widens(a.device.type, a.dtype):
+        return torch.baddbmm(added.float(), a.float(), b.float(), **factors).to(a.dtype)
+    return torch.baddbmm(added, a, b, **factors)
+
+
 def packs(weight: torch.Tensor) -> bool:
     """Whether `packed` supports a weight."""
     return weight.device.type == "cpu" and weight.dtype in FORMATS

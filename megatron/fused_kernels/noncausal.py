@@ -18,6 +18,7 @@ from megatron.fused_kernels.attention import (
     mask_padding,
     scaled_scores,
 )
+from megatron.fused_kernels.cpu_ops import baddbmm, bmm
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import numbers
 from megatron.fused_kernels.reference import visible_keys
@@ -100,7 +101,7 @@ class _NonCausalAttention(torch.autograd.Function):
                 own = None if bias is None else by_position(_of_part(bias, mine, t, first), q)  # [g, n, q, t]
                 if own is not None and softcap is None:  # the product adds to it, in fp32
                     block = own.expand(c, *own.shape).reshape(-1, rows.shape[1], t).to(rows.dtype)
-                    block = torch.baddbmm(block, rows, keys.transpose(1, 2), alpha=scale)
+                    block = baddbmm(block, rows, keys.transpose(1, 2), alpha=scale)
                 else:
                     block = scaled_scores(rows, keys, scale)
                 if softcap is not None:
@@ -116,7 +117,7 @@ class _NonCausalAttention(torch.autograd.Function):
                     kept = dropout._replace(words=dropout.words[samples])
                     saved.append(kept_weights(kept, (s, c, g, q, d), mine, seen))
                     weights = weights * numbers(saved[-1], rows.dtype)
-                result = torch.bmm(weights, values)
+                result = bmm(weights, values)
                 if dropout is not None:
                     result.mul_(dropout.factor)  # of the weights, applied to their sum
                 _put(attended[mine, samples], result)
@@ -140,7 +141,7 @@ class _NonCausalAttention(torch.autograd.Function):
                 rows, weights = next(saved), next(saved)
                 above, dropped = _heads_first(gradient[mine, samples]), weights
                 above = above if ctx.factor is None else above * ctx.factor
-                d_scores = torch.bmm(above, values.transpose(1, 2))
+                d_scores = bmm(above, values.transpose(1, 2))
                 if ctx.factor is not None:
                     kept = numbers(next(saved), weights.dtype)
                     d_scores, dropped = d_scores.mul_(kept), kept.mul_(weights)
@@ -151,9 +152,9 @@ class _NonCausalAttention(torch.autograd.Function):
                 if ctx.softcap is not None:  # scores are recomputed: saved, they would be as large as the weights
                     tanh = scaled_scores(rows, keys, ctx.scale).div_(ctx.softcap).tanh_()
                     d_scores = d_scores.addcmul_(d_scores, tanh.square_(), value=-1)
-                _put(d_query[mine, samples], torch.bmm(d_scores, keys), ctx.scale)
-                d_keys = _plus(d_keys, torch.bmm(d_scores.transpose(1, 2), rows))
-                d_values = _plus(d_values, torch.bmm(dropped.transpose(1, 2), above))
+                _put(d_query[mine, samples], bmm(d_scores, keys), ctx.scale)
+                d_keys = _plus(d_keys, bmm(d_scores.transpose(1, 2), rows))
+                d_values = _plus(d_values, bmm(dropped.transpose(1, 2), above))
             _put(d_key[seen, samples].unsqueeze(3), d_keys, ctx.scale)
             _put(d_value[seen, samples].unsqueeze(3), d_values)
         d_bias = None if d_bias is None else d_bias.to(gradient.dtype)

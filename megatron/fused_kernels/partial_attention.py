@@ -14,6 +14,7 @@ from typing import NamedTuple, Optional
 import torch
 import torch.nn.functional as F
 
+from megatron.fused_kernels.cpu_ops import bmm, widens
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import numbers
 from megatron.settings.kernel_sizes import RING_ROWS
@@ -97,7 +98,7 @@ class Explicit:
             weights = logits.sub_(of_block).exp_().to(query.dtype)
             if kept is not None:
                 weights *= block.kept(kept, query.dtype)
-            part = torch.bmm(weights, block.values)
+            part = bmm(weights, block.values)
             out[block.rows] = block.to_rows(part if kept is None else part.mul_(scores.factor))
             lse[block.rows] = block.to_rows(of_block).squeeze(-1)
         return out, lse
@@ -114,7 +115,7 @@ class Explicit:
             weights = logits.sub_(block.of_queries(lse.unsqueeze(-1))).exp_()
             own = block.of_queries(gradient)
             dropped = weights.to(query.dtype)
-            d_weights = torch.bmm(own, block.values.transpose(1, 2)).float()
+            d_weights = bmm(own, block.values.transpose(1, 2)).float()
             if kept is not None:
                 mask = block.kept(kept, query.dtype)
                 d_weights.mul_(mask).mul_(scores.factor)
@@ -123,9 +124,9 @@ class Explicit:
             if tanh is not None:
                 d_scores.addcmul_(d_scores, tanh.square_(), value=-1)
             d_scores = d_scores.mul_(scores.scale).to(query.dtype)
-            d_query[block.rows] = block.to_rows(torch.bmm(d_scores, block.keys))
-            d_key[:, block.seen] += torch.bmm(d_scores.transpose(1, 2), block.queries)
-            d_value[:, block.seen] += torch.bmm(dropped.transpose(1, 2), own)
+            d_query[block.rows] = block.to_rows(bmm(d_scores, block.keys))
+            d_key[:, block.seen] += bmm(d_scores.transpose(1, 2), block.queries)
+            d_value[:, block.seen] += bmm(dropped.transpose(1, 2), own)
         return d_query, *(x.view(b, g, m, d).permute(2, 0, 1, 3) for x in (d_key, d_value))
 
 
@@ -159,7 +160,7 @@ class _Block(NamedTuple):
     def logits(self) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
         """(scores [b g, q rows, seen] in fp32, -inf for pairs that do not see each other; the cap's tanh)"""
         (b, g, q), scores, tanh = self.shape, self.scores, None
-        products = torch.bmm(self.queries * (scores.scale / scores.divisor), self.keys.transpose(1, 2)).float()
+        products = bmm(self.queries * (scores.scale / scores.divisor), self.keys.transpose(1, 2)).float()
         products = products.mul_(scores.divisor) if scores.divisor != 1.0 else products
         if scores.softcap is not None:
             tanh = products.div_(scores.softcap).tanh_()
@@ -200,12 +201,15 @@ class FlashOnCPU:
     @staticmethod
     def backward(gradient, query, key, value, out, lse, rectangle: Rectangle, scores: Scores, kept=None) -> Gradients:
         """See `Explicit`."""
+        dtype = query.dtype
+        if widens(query.device.type, dtype):
+            gradient, query, key, value, out = (x.float() for x in (gradient, query, key, value, out))
         operands, order = FlashOnCPU._prepared(query, key, value, rectangle)
         gradient, out = (x.permute(1, 2, 0, 3) for x in (gradient, out))
         run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         more = (out, lse.permute(1, 2, 0), 0.0, order.pop("is_causal"))
         gradients = run(gradient, *operands, *more, scale=scores.scale, **order)
-        return tuple(x.permute(2, 0, 1, 3) for x in gradients)
+        return tuple(x.permute(2, 0, 1, 3).to(dtype) for x in gradients)
 
     @staticmethod
     def _prepared(query, key, value, rectangle: Rectangle):

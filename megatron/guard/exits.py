@@ -11,6 +11,8 @@ import signal
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from megatron.errors import in_a_line
+
 
 class Action(enum.Enum):
     """The next action of a supervisor."""
@@ -46,6 +48,7 @@ MEANINGS = {
 # The rank that fails first brings down others: the most specific code is the cause.
 PRIORITY = (2, 3, 4, 5, 10, 8, 6, "killed", 130, 9, 1, 7, "ended", 0)
 FOR_ANOTHER = "for another rank"  # in the message of the rank that gave up first; others only see broken connections
+CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # that a program causes itself
 ENDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # the signals by which launchers end the other ranks
 
 
@@ -80,6 +83,35 @@ def from_shell(code: int) -> int:
     (-9, 5, 130)
     """
     return 128 - code if 128 < code < 192 and code not in MEANINGS else code
+
+
+# In the output of a job, behind "[rank0]: " if torchrun wrote it: our own message; Python's; that of a C++ exception.
+MESSAGES = tuple(
+    re.compile(rf"^(?:\[[^\]]*\]:?[ \t]*)*(?:{what})", re.MULTILINE)
+    for what in (
+        r"error: (?!rank \d+ (?:raised an exception|was ended|ended))(?P<why>.+(?:(?<=:)\n.+)?)",
+        r"(?P<why>(?!\S*ChildFailedError)(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt)\b: .+)",
+        r"[ \t]*what\(\): +(?P<why>.+)|(?P<why2>.*CUDA error: .+)",
+    )
+)
+
+
+def reason_in_log(text: str, code: int) -> str:
+    """The reason of a job's end in a line, from its output; "" if there is none. code: the exit code of the cause
+
+    A rank that ends before its heartbeat, or in compiled code, leaves its reason only there.
+
+    >>> reason_in_log("loading\\nerror: --tp 3: 4 heads\\n  -> --tp 2\\nChildFailedError: failed", 3)
+    '--tp 3: 4 heads'
+    >>> reason_in_log("[rank1]: what():  CUDA error: an illegal memory access\\n", -6)
+    'CUDA error: an illegal memory access'
+    """
+    if code < 0 and -code not in CRASHES:  # what the other ranks say is its effect
+        return ""
+    for pattern in MESSAGES if code >= 0 else MESSAGES[-1:]:
+        if found := pattern.search(text):
+            return in_a_line(next(filter(None, found.groups())))
+    return ""
 
 
 def codes_in_log(text: str) -> list[int]:

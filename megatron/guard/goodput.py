@@ -21,6 +21,7 @@ class Attempt:
     ended: float = 0.0
     cause: str = ""
     code: int = 0
+    why: str = ""  # the message of the rank that caused its end
     first_step: int = 0  # the step that it began with; 0: it did not reach one
     last_step: int = 0  # the last step that it completed
     phases: dict = field(default_factory=dict)  # phase -> seconds, on rank 0
@@ -32,6 +33,10 @@ class Attempt:
     @property
     def wall(self) -> float:
         return self.ended - self.launched
+
+    @property
+    def ending_in_words(self) -> str:
+        return in_words(self.cause, self.why)
 
     @property
     def setup(self) -> float:
@@ -90,7 +95,7 @@ class GoodputReport:
             span = f"steps {first} to {last}" if 0 < first <= last else "no step"
             lines.append(
                 f"  attempt {attempt['number']} on {attempt['ranks']} ranks: {_time(attempt['wall'])}, {span}, "
-                f"{attempt['cause']}"
+                f"{in_words(attempt['cause'], attempt['why'])}"
             )
         return "\n".join(lines)
 
@@ -151,6 +156,10 @@ def account(attempts: list[Attempt], outcome: str, code: int, wall: float, check
         checkpoints,
         records,
     )
+
+
+def in_words(cause: str, why: str) -> str:
+    return f"{cause}: {why}" if why else cause
 
 
 def _again(attempt: Attempt, later: Optional[Attempt], made: int) -> int:

@@ -27,6 +27,8 @@ from functools import cache
 from pathlib import Path
 from typing import Optional
 
+from megatron.errors import in_a_line
+
 SIZE = 2048  # bytes of a heartbeat file
 GROUP = 64  # bytes at its end, for the name of a group
 LOOK = 2.0  # seconds between two checks for requests of a supervisor on another machine
@@ -152,8 +154,8 @@ class Heartbeat:
             return
         self._account(time.monotonic() - self.at)
         self._sum_up()
-        why = (str(error).splitlines() or [type(error).__name__])[0] if error is not None else ""
-        why = why[:200].encode("ascii", "replace").decode()
+        why = "" if error is None else in_a_line(str(error)) or type(error).__name__
+        why = why.encode("ascii", "replace").decode()
         self._write("", f', "ended": {code}, "why": {json.dumps(why)}')
         os.close(self.file)
         self.file = None

@@ -35,7 +35,9 @@ class Sampling:
     min_tokens_to_generate: int = setting(
         "no text ends before it has this many new tokens", 0, "--min-new-tokens", "--min-tokens", "--min-dec-len"
     )
-    greedy: bool = setting("always the most likely token", False)
+    greedy: bool = setting(
+        "always the most likely token", False, "--decode-strategy", also=dict(greedy_search=True, sampling=False)
+    )
     temperature: float = setting("below 1: closer to greedy; above 1: more surprising; 0: greedy", 1.0)
     top_k: int = setting("choose among this many most likely tokens; 0: all; 1: greedy", 0, "--topk")
     top_p: float = setting(

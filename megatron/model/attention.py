@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.errors import SettingsError
-from megatron.fused_kernels import Case, choose_kernel, cpu_ops, describe_document_kernel, reference
+from megatron.fused_kernels import Case, choose_kernel, describe_document_kernel, reference
 from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
@@ -363,9 +363,7 @@ def scaled_dot_product_attention(
     """softmax(q k) v by the best kernel for the case: [s, b, g/tp, q, d] over [t, b, g/tp, d] -> [s, b, g/tp q d]. The
     queries are the last s of the t tokens. dropout: the weights to keep; default: drawn here.
     """
-    allowed, window, dtype = context.allowed, layer.window, query.dtype
-    if cpu_ops.widens(query.device.type, dtype):
-        query, key, value = (x.float() for x in (query, key, value))
+    allowed, window = context.allowed, layer.window
     packed = context.documents is not None and not layer.causal
     queries, keys = context.documents.longest if packed else (query.shape[0], key.shape[0])
     case = Case(
@@ -391,7 +389,7 @@ def scaled_dot_product_attention(
     if dropout is None:
         dropout = weights_kept(layer, query, query.shape[0], key.shape[0], context)
     sinks = dict(sinks=layer.sinks(query.shape[2])) if layer.has_sinks else {}
-    attended = choose_kernel("attention", case, layer.backend).run(
+    return choose_kernel("attention", case, layer.backend).run(
         query,
         key,
         value,
@@ -408,4 +406,3 @@ def scaled_dot_product_attention(
         padding=context.padding,
         **sinks,
     )
-    return attended.to(dtype)

@@ -105,6 +105,26 @@ def _chosen(text: str, layer: int, names: tuple[str, ...]) -> Chosen:
     return tuple(pairs)
 
 
+# Names of linear layers in transformers and PEFT, without the layers around them -> ours.
+THEIR_NAMES = (
+    dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value", "W_pack"), "attention.qkv")
+    | dict.fromkeys(("o_proj", "out_proj"), "attention.output")
+    | dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj", "c_fc", "fc1", "dense_h_to_4h"), "mlp.up")
+    | dict.fromkeys(("down_proj", "fc2", "dense_4h_to_h"), "mlp.down")
+    | {"all-linear": "*"}
+)
+
+
+def here_it_is(pattern: str) -> str:
+    """The name here of a layer that a pattern calls by the name of another library, as the end of a sentence.
+
+    >>> here_it_is("*.q_proj"), here_it_is("mlp.up")
+    ('; here it is attention.qkv', '')
+    """
+    ours = THEIR_NAMES.get(pattern.rpartition(".")[2])
+    return f"; here it is {ours}" if ours else ""
+
+
 def linear_layers(table: Table) -> list[str]:
     """The linear layers in a block's table of weights."""
     return [name.removesuffix(WEIGHT) for name, placed in table.items() if name.endswith(WEIGHT) and placed.matrices]
@@ -178,7 +198,8 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]], tp: int
     names = {f"blocks.{layer}.{name}": name for layer, table in blocks.items() for name in linear_layers(table)}
     adapted = [choice.pattern for choice in parts if lora.KIND in choice.names]
     found = lora.problems(settings, adapted) + [
-        f"{_flag_of(settings, choice.pattern)}: '{choice.pattern}' is no linear layer of this model; each block has "
+        f"{_flag_of(settings, choice.pattern)}: '{choice.pattern}' is no linear layer of this model"
+        f"{here_it_is(choice.pattern)}; each block has "
         f"{', '.join(dict.fromkeys(names.values()))}"
         for choice in parts
         if not any(map(choice.matches, names))

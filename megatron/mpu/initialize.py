@@ -90,7 +90,8 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
         if backend == "nccl":
             prefer_messages()
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        still = f"rank {rank} is still waiting for the others of {world} ranks at {where}"
+        others = "rank 0" if rank else "rank 1" if world == 2 else f"some of ranks 1 to {world - 1}"
+        still = f"rank {rank} is still waiting for {others} at {where}"
         late = threading.Timer(PATIENCE, print, [still], dict(file=sys.stderr, flush=True))
         late.daemon = True
         if here.local_rank == 0:
@@ -107,7 +108,7 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
                 ) from error
             raise PeerLost(
                 f"rank {rank} of {world} could not join the job at {where}",
-                str(error).splitlines()[0],
+                f"it waited {timeout.total_seconds():g} s for {others}: {str(error).splitlines()[0]}",
                 "start all ranks with torchrun; is the port free and reachable?",
             ) from error
         finally:

@@ -15,14 +15,18 @@ from megatron.telemetry.figures import WIDTH, seconds, size
 
 
 def training_flags(config: schema.Config, always: tuple[str, ...] = ()) -> list[str]:
-    """The flags of all settings that were given, differ from their defaults, or are in `always`, without the planner's."""
-    words, own = [], config.groups
+    """The flags of all settings that were given, differ from their defaults, or are in `always`, without the planner's.
+
+    A named shape stands for its own settings, and for its vocabulary.
+    """
+    words, own, shape = [], config.groups, preset(str(config.model.model_name_or_path)) or {}
     groups = schema.GROUPS | recipe_of(config).setting_groups
     for setting in settings_of({name: group for name, group in groups.items() if name != "planner"}):
         value, said = getattr(own[setting.group], setting.name), config.said(setting.name)
-        default = said.value if said and said.source == SaidBy.RECIPE else setting.default
-        if setting.name == "model_name_or_path" and preset(str(value)):
-            continue  # its settings are flags of their own
+        if said and said.source == SaidBy.PRESET and shape and setting.name in {*shape, "vocab_size"}:
+            default = said.value
+        else:
+            default = said.value if said and said.source == SaidBy.RECIPE else setting.default
         if setting.name != "model_type" and (value != default or setting.name in always or config.given(setting.name)):
             words += setting.words(value)
     return words

@@ -18,11 +18,9 @@ from megatron.planner.layout import Job
 from megatron.planner.speed import Cluster
 from megatron.settings import rank_env
 from megatron.settings.from_checkpoint import found_record
-from megatron.settings.presets import cached
+from megatron.settings.presets import GPT2_ROWS, cached, published_rows
 from megatron.settings.schema import Config, Planner
 from megatron.telemetry.host_memory import available_memory
-
-GPT2_VOCABULARY = 50257
 
 
 def cluster_of(config: Config, env: Mapping[str, str] = os.environ, ask: bool = False) -> tuple[Cluster, str]:
@@ -135,17 +133,18 @@ def installed_gpu() -> Optional[Device]:
 
 def vocabulary_of(config: Config) -> tuple[int, str]:
     """The vocabulary size before padding, and a remark or "": from the checkpoint to load if this is its tokenizer, from
-    the tokenizer if its files are here, else from flags.
+    the tokenizer if its files are here, else from flags or a named shape.
 
     Raises SettingsError if the flags have fewer tokens than the tokenizer.
     """
-    t = config.tokenizer
+    t, shape = config.tokenizer, config.model.published_shape
     numbers = t.tokenizer_type == "NullTokenizer" or (
-        t.tokenizer_type is None and not (t.vocab_file or t.tokenizer_model)
+        t.tokenizer_type is None and not (t.vocab_file or t.tokenizer_model or _texts(config))
     )
     if numbers and t.vocab_size and not (t.vocab_extra_ids and t.tokenizer_type):
         return t.vocab_size + 1, ""
     files = [path for path in (t.vocab_file, t.merge_file, t.tokenizer_model) if path]
+    known = t.vocab_size or published_rows(shape)
     if numbers and t.vocab_size or files and all(Path(path).exists() or cached(path) for path in files):
         from megatron.settings.rules import tokenizer_type
         from megatron.tokenizer import build_tokenizer
@@ -155,14 +154,20 @@ def vocabulary_of(config: Config) -> tuple[int, str]:
         try:
             built = build_tokenizer(replace(t, tokenizer_type=kind), lambda text: None)
         except (Failure, ImportError) as error:
-            return t.vocab_size or GPT2_VOCABULARY, f"the tokenizer cannot be used: {str(error).splitlines()[0]}"
+            return known or GPT2_ROWS, f"the tokenizer cannot be used: {str(error).splitlines()[0]}"
         record = found_record(config.checkpoint.load, config.checkpoint.ckpt_step)
-        return rows_of(replace(t, tokenizer_type=kind), built.vocab_size, rows_of_model(config, built, record))
-    if t.vocab_size:
-        return t.vocab_size, ""
+        return rows_of(replace(t, tokenizer_type=kind), built.vocab_size, rows_of_model(config, built, record), shape)
     missing = next((path for path in files if not Path(path).exists()), None)
     why = f"{missing} is not here" if missing else "no vocabulary is given"
-    return GPT2_VOCABULARY, f"{why}: GPT-2's {GPT2_VOCABULARY} tokens are assumed"
+    if t.vocab_size or known and not missing:
+        return known, ""
+    of = f"{shape}'s {known}" if known else f"GPT-2's {GPT2_ROWS}"
+    return known or GPT2_ROWS, f"{why}: {of} tokens are assumed"
+
+
+def _texts(config: Config) -> bool:
+    """Whether a tokenizer's data are given: then --vocab-size has the rows of its embedding."""
+    return bool(config.data.files) and not config.data.mock_data
 
 
 def job_of(config: Config, cluster: Cluster, dp: int = 1) -> tuple[Job, str]:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published shapes of decoders with rotary positions, for `--model-name-or-path`: all settings but the vocabulary.
+"""Published shapes of decoders with rotary positions, for `--model-name-or-path`, and the rows of their embeddings.
 
-From the config.json of each model: Llama 3.1, Qwen2.5, Qwen3, Phi-3, OLMo 2, Gemma 2 and 3; with experts Mixtral, Qwen3,
-Qwen1.5, OLMoE, gpt-oss and DeepSeek-MoE.
+From the config.json of each model: Llama 2 and 3, Mistral, Qwen2.5, Qwen3, Phi-3, OLMo 2, Gemma 2 and 3; with experts
+Mixtral, Qwen3, Qwen1.5, OLMoE, gpt-oss and DeepSeek-MoE.
 
-    >>> DECODERS["gemma-2-2b"]["window_attn_skip_freq"], DECODERS["qwen3-0.6b"]["kv_channels"]
-    (2, 128)
+    >>> DECODERS["gemma-2-2b"]["window_attn_skip_freq"], DECODERS["qwen3-0.6b"]["kv_channels"], ROWS["qwen2.5-7b"]
+    (2, 128, 152064)
 """
 
 from typing import Any
@@ -20,6 +20,10 @@ _LLAMA = dict(
     attention_dropout=0.0,
 )
 _UNTIED = dict(untie_embeddings_and_output_weights=True)
+_LLAMA_2 = dict(_LLAMA | _UNTIED, norm_epsilon=1e-5)
+_LLAMA_3 = dict(_LLAMA_2, rotary_base=5e5)
+_LLAMA_3_1 = dict(_LLAMA_3, use_rope_scaling=True)
+_LLAMA_3_2 = dict(_LLAMA, norm_epsilon=1e-5, rotary_base=5e5, use_rope_scaling=True, rope_scaling_factor=32.0)
 _GEMMA = dict(
     _LLAMA, swiglu=False, geglu=True, scale_embedding=True, norm_position="sandwich", query_pre_attn_scalar=256.0
 )
@@ -27,7 +31,9 @@ _GEMMA_2 = dict(
     _GEMMA, window_size="4095,0", window_attn_skip_freq=2, attn_logit_softcapping=50.0, final_logit_softcapping=30.0
 )
 _QWEN = dict(_LLAMA, rotary_base=1e6)
-
+_QWEN_2 = dict(_QWEN, add_qkv_bias=True)
+_QWEN_2_LARGE = dict(_QWEN_2 | _UNTIED, norm_epsilon=1e-5)
+_QWEN_3 = dict(_QWEN, qk_layernorm=True)
 
 _MIXTRAL = dict(_LLAMA | _UNTIED, norm_epsilon=1e-5, rotary_base=1e6, num_experts=8, moe_router_topk=2)
 _QWEN_MOE = dict(_QWEN | _UNTIED, num_experts=128, moe_router_topk=8, qk_layernorm=True)
@@ -90,36 +96,65 @@ def _shape(
     return of | sizes | more
 
 
-DECODERS: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": _shape(
-        *(_LLAMA | _UNTIED, 32, 4096, 32, 8, 128, 14336, 131072),
-        **dict(norm_epsilon=1e-5, rotary_base=5e5, use_rope_scaling=True),
+# Name -> (rows of the embedding, settings)
+_PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "llama-2-7b": (32000, _shape(_LLAMA_2, 32, 4096, 32, 32, 128, 11008, 4096)),
+    "llama-2-13b": (32000, _shape(_LLAMA_2, 40, 5120, 40, 40, 128, 13824, 4096)),
+    "llama-2-70b": (32000, _shape(_LLAMA_2, 80, 8192, 64, 8, 128, 28672, 4096)),
+    "llama-3-8b": (128256, _shape(_LLAMA_3, 32, 4096, 32, 8, 128, 14336, 8192)),
+    "llama-3-70b": (128256, _shape(_LLAMA_3, 80, 8192, 64, 8, 128, 28672, 8192)),
+    "llama-3.1-8b": (128256, _shape(_LLAMA_3_1, 32, 4096, 32, 8, 128, 14336, 131072)),
+    "llama-3.1-70b": (128256, _shape(_LLAMA_3_1, 80, 8192, 64, 8, 128, 28672, 131072)),
+    "llama-3.1-405b": (128256, _shape(_LLAMA_3_1, 126, 16384, 128, 8, 128, 53248, 131072)),
+    "llama-3.2-1b": (128256, _shape(_LLAMA_3_2, 16, 2048, 32, 8, 64, 8192, 131072)),
+    "llama-3.2-3b": (128256, _shape(_LLAMA_3_2, 28, 3072, 24, 8, 128, 8192, 131072)),
+    "llama-3.3-70b": (128256, _shape(_LLAMA_3_1, 80, 8192, 64, 8, 128, 28672, 131072)),
+    "mistral-7b-v0.1": (32000, _shape(_LLAMA_2, 32, 4096, 32, 8, 128, 14336, 32768, window_size="4095,0")),
+    "mistral-7b-v0.3": (32768, _shape(_LLAMA_2, 32, 4096, 32, 8, 128, 14336, 32768, rotary_base=1e6)),
+    "qwen2.5-0.5b": (151936, _shape(_QWEN_2, 24, 896, 14, 2, 64, 4864, 32768)),
+    "qwen2.5-1.5b": (151936, _shape(_QWEN_2, 28, 1536, 12, 2, 128, 8960, 131072)),
+    "qwen2.5-3b": (151936, _shape(_QWEN_2, 36, 2048, 16, 2, 128, 11008, 32768)),
+    "qwen2.5-7b": (152064, _shape(_QWEN_2 | _UNTIED, 28, 3584, 28, 4, 128, 18944, 131072)),
+    "qwen2.5-14b": (152064, _shape(_QWEN_2_LARGE, 48, 5120, 40, 8, 128, 13824, 131072)),
+    "qwen2.5-32b": (152064, _shape(_QWEN_2_LARGE, 64, 5120, 40, 8, 128, 27648, 131072)),
+    "qwen2.5-72b": (152064, _shape(_QWEN_2_LARGE, 80, 8192, 64, 8, 128, 29568, 131072)),
+    "qwen3-0.6b": (151936, _shape(_QWEN_3, 28, 1024, 16, 8, 128, 3072, 40960)),
+    "qwen3-1.7b": (151936, _shape(_QWEN_3, 28, 2048, 16, 8, 128, 6144, 40960)),
+    "qwen3-4b": (151936, _shape(_QWEN_3, 36, 2560, 32, 8, 128, 9728, 40960)),
+    "qwen3-8b": (151936, _shape(_QWEN_3 | _UNTIED, 36, 4096, 32, 8, 128, 12288, 40960)),
+    "qwen3-14b": (151936, _shape(_QWEN_3 | _UNTIED, 40, 5120, 40, 8, 128, 17408, 40960)),
+    "qwen3-32b": (151936, _shape(_QWEN_3 | _UNTIED, 64, 5120, 64, 8, 128, 25600, 40960)),
+    "phi-3-mini-4k": (
+        32064,
+        _shape(_LLAMA | _UNTIED, 32, 3072, 32, 32, 96, 8192, 4096, norm_epsilon=1e-5, window_size="2046,0"),
     ),
-    "qwen2.5-0.5b": _shape(_QWEN, 24, 896, 14, 2, 64, 4864, 32768, add_qkv_bias=True),
-    "qwen2.5-7b": _shape(_QWEN | _UNTIED, 28, 3584, 28, 4, 128, 18944, 131072, add_qkv_bias=True),
-    "qwen3-0.6b": _shape(_QWEN, 28, 1024, 16, 8, 128, 3072, 40960, qk_layernorm=True),
-    "qwen3-8b": _shape(_QWEN | _UNTIED, 36, 4096, 32, 8, 128, 12288, 40960, qk_layernorm=True),
-    "phi-3-mini-4k": _shape(
-        _LLAMA | _UNTIED, 32, 3072, 32, 32, 96, 8192, 4096, norm_epsilon=1e-5, window_size="2046,0"
+    "olmo-2-7b": (
+        100352,
+        _shape(
+            *(_LLAMA | _UNTIED, 32, 4096, 32, 32, 128, 11008, 4096),
+            **dict(rotary_base=5e5, norm_position="post", qk_layernorm=True, qk_layernorm_across_heads=True),
+        ),
     ),
-    "olmo-2-7b": _shape(
-        *(_LLAMA | _UNTIED, 32, 4096, 32, 32, 128, 11008, 4096),
-        **dict(rotary_base=5e5, norm_position="post", qk_layernorm=True, qk_layernorm_across_heads=True),
+    "gemma-2-2b": (256000, _shape(_GEMMA_2, 26, 2304, 8, 4, 256, 9216, 8192)),
+    "gemma-2-9b": (256000, _shape(_GEMMA_2, 42, 3584, 16, 8, 256, 14336, 8192)),
+    "gemma-2-27b": (256000, _shape(_GEMMA_2, 46, 4608, 32, 16, 128, 36864, 8192, query_pre_attn_scalar=144.0)),
+    "gemma-3-1b": (
+        262144,
+        _shape(
+            *(_GEMMA, 26, 1152, 4, 1, 256, 6912, 32768),
+            **dict(qk_layernorm=True, window_size="511,0", window_attn_skip_freq=6, rotary_base=1e6),
+            rope_local_base_freq=1e4,
+        ),
     ),
-    "gemma-2-2b": _shape(_GEMMA_2, 26, 2304, 8, 4, 256, 9216, 8192),
-    "gemma-2-9b": _shape(_GEMMA_2, 42, 3584, 16, 8, 256, 14336, 8192),
-    "gemma-3-1b": _shape(
-        *(_GEMMA, 26, 1152, 4, 1, 256, 6912, 32768),
-        **dict(qk_layernorm=True, window_size="511,0", window_attn_skip_freq=6, rotary_base=1e6),
-        rope_local_base_freq=1e4,
-    ),
-    "mixtral-8x7b": _shape(_MIXTRAL, 32, 4096, 32, 8, 128, 14336, 32768),
-    "mixtral-8x22b": _shape(_MIXTRAL, 56, 6144, 48, 8, 128, 16384, 65536),
-    "qwen3-30b-a3b": _shape(_QWEN_MOE, 48, 2048, 32, 4, 128, 6144, 40960, moe_ffn_hidden_size=768),
-    "qwen3-235b-a22b": _shape(_QWEN_MOE, 94, 4096, 64, 4, 128, 12288, 40960, moe_ffn_hidden_size=1536),
-    "qwen1.5-moe-a2.7b": _shape(_QWEN_SHARED, 24, 2048, 16, 16, 128, 5632, 8192),
-    "olmoe-1b-7b": _shape(_OLMOE, 16, 2048, 16, 16, 128, 1024, 4096),
-    "gpt-oss-20b": _shape(_GPT_OSS, 24, 2880, 64, 8, 64, 2880, 131072, num_experts=32),
-    "gpt-oss-120b": _shape(_GPT_OSS, 36, 2880, 64, 8, 64, 2880, 131072, num_experts=128),
-    "deepseek-moe-16b": _shape(_DEEPSEEK, 28, 2048, 16, 16, 128, 10944, 4096),
+    "mixtral-8x7b": (32000, _shape(_MIXTRAL, 32, 4096, 32, 8, 128, 14336, 32768)),
+    "mixtral-8x22b": (32768, _shape(_MIXTRAL, 56, 6144, 48, 8, 128, 16384, 65536)),
+    "qwen3-30b-a3b": (151936, _shape(_QWEN_MOE, 48, 2048, 32, 4, 128, 6144, 40960, moe_ffn_hidden_size=768)),
+    "qwen3-235b-a22b": (151936, _shape(_QWEN_MOE, 94, 4096, 64, 4, 128, 12288, 40960, moe_ffn_hidden_size=1536)),
+    "qwen1.5-moe-a2.7b": (151936, _shape(_QWEN_SHARED, 24, 2048, 16, 16, 128, 5632, 8192)),
+    "olmoe-1b-7b": (50304, _shape(_OLMOE, 16, 2048, 16, 16, 128, 1024, 4096)),
+    "gpt-oss-20b": (201088, _shape(_GPT_OSS, 24, 2880, 64, 8, 64, 2880, 131072, num_experts=32)),
+    "gpt-oss-120b": (201088, _shape(_GPT_OSS, 36, 2880, 64, 8, 64, 2880, 131072, num_experts=128)),
+    "deepseek-moe-16b": (102400, _shape(_DEEPSEEK, 28, 2048, 16, 16, 128, 10944, 4096)),
 }
+DECODERS = {name: shape for name, (_, shape) in _PUBLISHED.items()}
+ROWS = {name: rows for name, (rows, _) in _PUBLISHED.items()}

@@ -12,7 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.errors import DataError, SettingsError
+from megatron.errors import DataError, SettingsError, no_such_file
+from megatron.settings.presets import published_rows
 from megatron.settings.schema import GROUPS, ON_RESUME, from_record
 from megatron.settings.statements import Statement
 from megatron.storage.durable import Damaged, read_sealed
@@ -128,7 +129,7 @@ def refuse_lost(record: Mapping[str, Any], group: str, given: set[str]) -> None:
             # Other words are weights of a blend, names of vocabularies, or URLs.
             if os.sep in word and "://" not in word and not _exists(word):
                 raise DataError(
-                    f"{word}: no such file",
+                    f"{word}: {no_such_file(word)}",
                     f"the path comes from the checkpoint{_from(record, word)}",
                     f"give its new path: --{name.replace('_', '-')}",
                 )
@@ -191,6 +192,8 @@ def shape_of(record: Mapping[str, Any], own: Mapping[str, str], given: set[str])
     """
     config = located(record)
     shape = {name: value for name, value in config["model"].items() if name not in OF_TRAINING}
+    if published_rows(named := config["model"].get("model_name_or_path")):
+        shape["model_name_or_path"] = named  # beside its tokenizer, the embedding has the rows of this model
     extra = config.get("extra", {})
     shape |= {name: extra[group][name] for name, group in own.items() if name in extra.get(group, {})}
     if shape.get("encoder_num_layers"):

@@ -5,10 +5,14 @@ import difflib
 import textwrap
 from collections.abc import Collection
 from functools import partial
+from typing import Optional
 
 from megatron.errors import UsageError, numbered
-from megatron.settings.dialects.commands import ELSEWHERE
+from megatron.settings.dialects.commands import CREATE, ELSEWHERE
+from megatron.settings.dialects.hf_trainer import HF_TRAINER
 from megatron.settings.dialects.megatron_lm import known_flags
+from megatron.settings.dialects.nanogpt import NANOGPT
+from megatron.settings.dialects.table import sentence
 from megatron.settings.presets import preset
 from megatron.settings.spelling import Setting
 from megatron.settings.statements import SaidBy
@@ -23,6 +27,13 @@ def unknown(word, flags: Collection[str]) -> str:
     near = _near(word.flag, flags)
     hint = f"; did you mean {' or '.join(map(spell, near))}?" if near else ""
     where = f"{word.where}: " if word.where else ""
+    if "--dataset-impl" in flags and on_command and sentence({"-": CREATE}, word.flag):
+        return (
+            f"{word.flag} is a flag of python -m megatron.tools.create_pretraining_data, which takes PaddleNLP's words"
+        )
+    if theirs := of_trainers(word.flag, flags):
+        suite, meant, translated = theirs
+        return f"{where}{spell(word.flag)} is {suite}'s word: say {' and '.join(map(spell, meant))}{translated}"
     if near == [word.flag]:  # a flag of Megatron-LM, in a command that trains nothing
         return f"{where}{spell(word.flag)} is for training; this command has no use for it"
     return f"{where}unknown {'flag' if on_command else 'key'} {spell(word.flag)}{hint}"
@@ -38,6 +49,27 @@ def _near(flag: str, flags: Collection[str]) -> list[str]:
     near = near or difflib.get_close_matches(flag, known_flags(), n=1, cutoff=0.85)
     # Part of a name: --vocab, --keys.
     return near or [known for known in flags if known.startswith(f"{flag}-") or known.endswith(flag[1:])][:2]
+
+
+def of_trainers(flag: str, flags: Collection[str]) -> Optional[tuple[str, list[str], str]]:
+    """(suite, the flags here, which command translates all of them) of a word of Hugging Face's Trainer, or of nanoGPT.
+
+    >>> of_trainers("--block-size", {"--seq-length"})
+    ('nanoGPT', ['--seq-length'], '')
+    """
+    key = flag[2:].replace("-", "_")
+    for suite, meant, translated in (
+        (
+            HF_TRAINER.title,
+            HF_TRAINER.flags_of_key(key),
+            " (megatron.tools.translate --from hf-trainer reads a whole run)",
+        ),
+        ("nanoGPT", NANOGPT.get(key, "").replace(" and ", " ").split(), ""),
+    ):
+        meant = list(dict.fromkeys(meant))
+        if meant and set(meant) <= set(flags) and (suite == "nanoGPT" or key not in NANOGPT):
+            return suite, meant, translated
+    return None
 
 
 def missing(settings: list[Setting], loading: bool) -> str:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named model shapes, for `--model-name-or-path`.
+"""Named model shapes, for `--model-name-or-path`, and the rows of their embeddings.
 
-    >>> preset("gpt2-medium")["num_layers"], preset("gpt3-6.7B")["hidden_size"]
-    (24, 4096)
+    >>> preset("gpt2-medium")["num_layers"], preset("gpt3-6.7B")["hidden_size"], preset("7B") == preset("6.7B")
+    (24, 4096, True)
+    >>> published_rows("gpt2-medium"), published_rows("Qwen2.5-7B"), published_rows("gpt5")
+    (50257, 152064, None)
 
 GPT-2: Radford et al. 2019; GPT-3: Brown et al. 2020 (arXiv:2005.14165), table 2.1; 22B: Korthikanti et al. 2022
 (arXiv:2205.05198), table 3; 39B to 1T: Narayanan et al. 2021 (arXiv:2104.04473), table 1; CPM: Zhang et al. 2020
@@ -15,7 +17,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron.settings.decoder_shapes import DECODERS
+from megatron.errors import did_you_mean
+from megatron.settings.decoder_shapes import DECODERS, ROWS
 
 SHAPES = {  # layers, hidden size, heads, sequence length
     "gpt2-small": (12, 768, 12, 1024),
@@ -42,6 +45,12 @@ SHAPES = {  # layers, hidden size, heads, sequence length
     "cpm-large-cn": (32, 2560, 32, 1024),
     "cpm-small-cn-distill": (12, 768, 12, 1024),
 }
+
+# Rows of the embedding where they are not those of GPT-2: of CPM, and of the papers of Megatron-LM, which pad them.
+GPT2_ROWS = 50257
+OTHER_ROWS = dict.fromkeys(("cpm-large-cn", "cpm-small-cn-distill"), 30000)
+OTHER_ROWS |= dict.fromkeys(("22B", "39B", "76B", "145B", "310B", "530B", "1T"), 51200)
+ALIASES = {"gpt2": "gpt2-small", "7b": "6.7B", "mistral-7b": "mistral-7b-v0.1"}
 
 # Models that share one vocabulary folder, if a name has no folder of its own; and the files of these folders.
 SHARED = {"gpt2-": "gpt2", "gpt3-": "gpt2", "gpt-cpm-": "gpt-cpm"}
@@ -75,19 +84,34 @@ def where_to_put(name: str | None) -> str:
 NAMES = (*SHAPES, *DECODERS)
 
 
-def preset(name: str) -> dict[str, Any] | None:
-    """The settings of a named shape; None for an unknown name. `gpt3-`, `gpt-` and a trailing `-en` are optional."""
-    if name.lower() in DECODERS:
-        return DECODERS[name.lower()]
+def known(name: str) -> str | None:
+    """The name in `NAMES`; None for an unknown one. `gpt3-`, `gpt-` and a trailing `-en` are optional."""
     short = name.lower().removesuffix("-en").removeprefix("gpt3-").removeprefix("gpt-")
-    short = "gpt2-small" if short == "gpt2" else short
-    for known, (layers, hidden, heads, length) in SHAPES.items():
-        if known.lower() == short:
-            return dict(
-                num_layers=layers,
-                hidden_size=hidden,
-                num_attention_heads=heads,
-                seq_length=length,
-                max_position_embeddings=length,
-            )
-    return None
+    tried = [ALIASES.get(one, one).lower() for one in (name.lower(), short)]
+    return next((one for one in NAMES if one.lower() in tried), None)
+
+
+def preset(name: str) -> dict[str, Any] | None:
+    """The settings of a named shape; None for an unknown name."""
+    name = known(name)
+    if name is None or name in DECODERS:
+        return DECODERS.get(name)
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    return dict(zip(sizes, SHAPES[name]), max_position_embeddings=SHAPES[name][-1])
+
+
+def published_rows(name: str | None) -> int | None:
+    """The rows of the embedding of a named shape, as published; None for an unknown name."""
+    name = known(name) if name else None
+    return None if name is None else ROWS.get(name) or OTHER_ROWS.get(name, GPT2_ROWS)
+
+
+def nearest(name: str) -> str:
+    """A suggestion for an unknown name: those that end with the same size, else one that is spelled alike.
+
+    >>> nearest("70B"), nearest("qwen2-7b"), nearest("gpt2-medum")
+    ('; did you mean llama-2-70b, llama-3-70b, llama-3.1-70b, llama-3.3-70b?', '; did you mean qwen2.5-7b?', \
+'; did you mean gpt2-medium?')
+    """
+    same = [one for one in NAMES if one.lower().endswith(f"-{name.lower()}")]
+    return f"; did you mean {', '.join(same)}?" if same else did_you_mean(name, NAMES)

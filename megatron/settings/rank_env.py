@@ -60,7 +60,7 @@ def adopt(argv: list[str], env: MutableMapping[str, str] = os.environ) -> list[s
         else:
             found[name] = value if equals else next(words, "")
     if "RANK" in env or "RANK" not in found:
-        adopt_launcher(env)
+        _adopt_ranks(env)
         return argv
     for flag, name in BY_HAND.items():
         if name != "MASTER_ADDR" and not found.get(name, "0").isdecimal():
@@ -76,18 +76,44 @@ def adopt(argv: list[str], env: MutableMapping[str, str] = os.environ) -> list[s
     if host in ("localhost", "127.0.0.1", "::1"):
         found.setdefault("LOCAL_RANK", found["RANK"])
         found["LOCAL_WORLD_SIZE"] = found["WORLD_SIZE"]
+    found.setdefault("LOCAL_RANK", "0")
     env.update(found)
     return rest
 
 
+def is_started(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher has started this process as a rank of a job. Without LOCAL_RANK, RANK and WORLD_SIZE may be
+    numbers of nodes (PAI's DLC), and this process the only one.
+    """
+    return all(name in env for name in TORCHRUN[:3])
+
+
 def adopt_launcher(env: MutableMapping[str, str] = os.environ) -> None:
+    """Set torchrun's variables for a tool: those of mpirun or srun, or this process is alone if no launcher started it.
+
+    >>> env = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="node0")
+    >>> adopt_launcher(env)
+    >>> env
+    {'MASTER_ADDR': 'node0'}
+    """
+    _adopt_ranks(env)
+    if not is_started(env) and env.get("WORLD_SIZE", "1") != "1":
+        found = " and ".join(f"{name}={env.pop(name)}" for name in ("RANK", "WORLD_SIZE") if name in env)
+        several = "several ranks are started by python -m megatron.tools.launch or torchrun"
+        print(
+            f"note: {found} without LOCAL_RANK: no launcher has set them; this process is alone ({several})",
+            file=sys.stderr,
+        )
+
+
+def _adopt_ranks(env: MutableMapping[str, str]) -> None:
     """Set torchrun's variables from those of mpirun or srun, if it has started the ranks and RANK is not set.
 
     mpirun does not set the host of rank 0 for several machines: add -x MASTER_ADDR=HOST.
 
     >>> env = dict(OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_LOCAL_RANK="3",
     ...            OMPI_COMM_WORLD_LOCAL_SIZE="4")
-    >>> adopt_launcher(env)
+    >>> _adopt_ranks(env)
     >>> ranks(env), env["MASTER_ADDR"]
     (Ranks(rank=3, world_size=4, local_rank=3, local_world_size=4), 'localhost')
     """
@@ -99,6 +125,7 @@ def adopt_launcher(env: MutableMapping[str, str] = os.environ) -> None:
         if all(name in env for name in needed) and int(env[names[0]]) > 1:
             env.update({ours: env[theirs] for ours, theirs in zip(TORCHRUN, names) if theirs in env})
             env.setdefault("MASTER_PORT", "29500")
+            env.setdefault("LOCAL_RANK", "0")
             if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
                 env.setdefault("MASTER_ADDR", "localhost")
             return

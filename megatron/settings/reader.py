@@ -25,7 +25,7 @@ from megatron.settings.dialects.commands import (
 )
 from megatron.settings.dialects.megatron_lm import DATA_FILES, answer, data_in_file
 from megatron.settings.plan_file import GivenPlan, read_plan
-from megatron.settings.presets import NAMES, VOCABULARY, cached, preset
+from megatron.settings.presets import NAMES, VOCABULARY, cached, nearest, preset, published_rows
 from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
 from megatron.settings.statements import SaidBy, Statement, overruled, resolve
 from megatron.settings.words import OWN, THEN, CommandLine, split, with_dashes
@@ -227,6 +227,7 @@ class SettingsReader:
         placed: dict[str, list[Word]] = {word: [] for word, _ in overrides}
         turns: dict[str, int] = {}  # the key of a file of PaddleFleetX -> its turn
         for path, self.turn in paths:
+            path = os.path.expanduser(path)
             if not (path.endswith(".py") and Path(path).is_file() and self._read_colossalai(path)):
                 root = files.compose(path)
                 if root is None:
@@ -316,7 +317,8 @@ class SettingsReader:
             self.read(
                 Word(line.flag, line.words, SaidBy.FILE, line.source.where if line.source else COLOSSALAI.unasked)
             )
-        for source, sentence in translation.idle:
+        started = "ranks are numbered by torchrun or srun, or by --rank and --world-size of the command line"
+        for source, sentence in [*translation.idle, *((one.source, started) for one in translation.kept)]:
             self.notices.setdefault(sentence, []).append(f"{source.where}: {source.key}")
         self.problems += [f"{source.where}: {source.text}: {sentence}" for source, sentence in translation.lost]
         return True
@@ -336,12 +338,25 @@ class SettingsReader:
         name = str(chosen.value)
         values = preset(name) or (dict(load=name, use_checkpoint_args=True) if Path(name).is_dir() else None)
         if values is None:
-            known = f"{', '.join(NAMES)}){did_you_mean(name, NAMES)}"
+            known = f"{', '.join(NAMES)}){nearest(name)}"
             self.problems.append(f"{chosen.words}: neither a folder nor a known shape ({known}")
         else:
-            if preset(name) and cached(name) and not any(said[other].value for other in VOCABULARY if other in said):
-                values = {**values, "tokenizer_model": name}
+            values = values | (self._vocabulary_of_preset(name, said) if preset(name) else {})
             self.say(values, SaidBy.PRESET, f"preset {name}", chosen.turn)
+
+    def _vocabulary_of_preset(self, name: str, said: Mapping[str, Statement]) -> dict[str, Any]:
+        """The vocabulary of a named shape, if none is given: the cache's, else as many numbers as it was published with.
+
+        In training, one of the numbers ends documents. Beside a tokenizer, `tokenizer.rows_of` counts them.
+        """
+        given = {other: one.value for other, one in said.items() if one.value}
+        if cached(name) and not given.keys() & set(VOCABULARY):
+            return dict(tokenizer_model=name)
+        kind = given.get("tokenizer_type", "NullTokenizer")
+        if kind != "NullTokenizer" or given.keys() & (set(VOCABULARY) - {"mock_data"}):
+            return {}
+        texts = "tokenizer_type" not in given and given.keys() & set(INSTEAD_OF_FILES["mock_data"])
+        return dict(vocab_size=published_rows(name) - (self.trains and not texts))
 
     def _read_vocabulary_of_fleetx(self) -> None:
         """Take GPT-2's vocabulary from the cache for a file of PaddleFleetX, which has no other, if none is given."""

@@ -157,6 +157,13 @@ def _out_of_range(settings: schema.Config) -> tuple[dict[str, str], schema.Confi
     return violations, settings
 
 
+def range_problem(name: str, value: object) -> str:
+    """What a value must be, if it is out of the setting's range; "" if it is not, or is no number."""
+    ranges = ((words, works) for words, (works, names) in RANGES.items() if name in names.split())
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return next((f"must be {words}" for words, works in ranges if is_number and not works(value)), "")
+
+
 def out_of_range(group, given: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """field -> problem, for values of a group of settings that are invalid regardless of the others.
 

@@ -387,6 +387,7 @@ class Model:
     lora_target: Optional[str] = setting(
         "patterns of the linear layers that get a pair: 'attention.qkv, mlp.*, blocks.[01].*' (default: all in blocks)",
         None,
+        joined=True,
         on_resume="refused",
     )
     lora_split_fused: bool = setting(
@@ -467,6 +468,11 @@ class Model:
 
     def __hash__(self):  # lists have none; equal settings have equal sizes
         return hash((self.num_layers, self.hidden_size, self.seq_length, self.ffn_hidden_size, self.num_experts))
+
+    @property
+    def published_shape(self) -> Optional[str]:
+        """The name that may have the rows of a published embedding (`presets.published_rows`); None for other models."""
+        return self.model_name_or_path if self.model_type == "GPT" else None
 
     @property
     def mixture(self) -> bool:

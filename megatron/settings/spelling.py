@@ -8,6 +8,8 @@
 """
 
 import math
+import os
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -41,6 +43,7 @@ class Setting:
     help: str
     alias: tuple[str, ...]
     also: dict  # other words for a value: {"gpu": "cuda"}
+    joined: bool = False  # several words are a list with commas
 
     @property
     def required(self) -> bool:
@@ -79,16 +82,28 @@ class Setting:
                 words = " ".join(words).split()  # quoted "16 16 1000" is three numbers too
             if not words:
                 raise BadValue("needs at least one value")
-            return [one_value(self.kind, word, self.also) for word in words]
+            return [self._one(word) for word in words]
         if not words and self.kind is bool:
             return True
+        if self.joined and len(words) > 1:
+            words = [",".join(word.strip(" ,") for word in words)]
         if len(words) != 1:
             takes = " or ".join(map(str, self.kind)) if isinstance(self.kind, tuple) else _A[self.kind]
             got = f"got {len(words)}: {' '.join(words)}" if words else "got none"
             if not words and self.kind is str:
                 got += f" (of one that begins with a dash, both are one word: {self.flag}=VALUE)"
             raise BadValue(f"takes one value ({takes}), {got}")
-        return one_value(self.kind, words[0], self.also)
+        return self._one(words[0])
+
+    def _one(self, word: str):
+        """One value. A path may begin with ~: shells leave it in --flag=~/x, and so do config files."""
+        value = one_value(self.kind, word, self.also)
+        path = self.kind is str and self.name not in TEXTS and HOME.match(value)
+        return os.path.expanduser(value) if path else value
+
+
+HOME = re.compile(r"~[\w.-]*(/|$)")
+TEXTS = ("prompt", "document_separator", "stop")  # settings whose values are no paths
 
 
 @dataclass(frozen=True)
@@ -233,7 +248,9 @@ def _setting(group: str, field, hint) -> Setting:
         hint = typing.get_args(hint)[0]
     kind = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else hint
     default = field.default_factory() if field.default_factory is not MISSING else field.default
-    metadata = [field.metadata.get(name, default) for name, default in dict(help="", alias=(), also={}).items()]
+    metadata = [
+        field.metadata.get(name, default) for name, default in dict(help="", alias=(), also={}, joined=False).items()
+    ]
     return Setting(group, field.name, kind, many, optional, default, *metadata)
 
 

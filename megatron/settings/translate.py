@@ -32,6 +32,7 @@ from megatron.settings.dialects.table import (
     sentence,
     unread,
 )
+from megatron.settings.rules import range_problem
 from megatron.settings.sources import CODE
 from megatron.settings.spelling import NO, BadValue, Spelling, dashed, spellings_of
 from megatron.settings.statements import SaidBy, Statement, resolve
@@ -173,6 +174,9 @@ def _add(source: TheirSetting, flags, dialect: Dialect, known: Mapping[str, Spel
                 out.lines.append(FlagLine(flag, words, source, changed, statement))
             else:
                 out.lost.append((source, f"{flag} {bad}"))
+            continue
+        if wrong := range_problem(statement.name, statement.value):
+            out.lost.append((source, f"{' '.join([flag, *words])} {wrong}"))
             continue
         out.lines.append(FlagLine(*_canonical(spelling, flag, statement.value, words), source, changed, statement))
 

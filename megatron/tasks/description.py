@@ -102,8 +102,27 @@ def _glue(name: str, folder: str = "", metrics: str = "accuracy", **more) -> Tas
     return Task(**vars(PUBLISHED[name]), **{**sets, **common, **more})
 
 
+def _published(first: str, folder: str, name: str) -> tuple[str, ...]:
+    """GLUE's name of a file, and the one that the data set itself publishes, in its folder or in the parent."""
+    return first, name, f"{folder}/{name}"
+
+
+def _mnli(name: str) -> tuple[str, ...]:
+    return _published(f"{name}.tsv", "multinli_1.0", f"multinli_1.0_{name}.txt")
+
+
+def _cola(name: str, theirs: str) -> tuple[str, ...]:
+    return _published(f"{name}.tsv", "cola_public", f"raw/{theirs}.tsv")
+
+
 GLUE = (
-    _glue("CoLA", metrics="matthews"),
+    _glue(
+        "CoLA",
+        metrics="matthews",
+        train=one(*_cola("train", "in_domain_train")),
+        valid=one(*_cola("dev", "in_domain_dev")),
+        test=one(*_cola("test", "out_of_domain_dev")),
+    ),
     _glue("SST2", "SST-2"),
     _glue(
         "MRPC",
@@ -116,7 +135,8 @@ GLUE = (
     _glue("STSB", "STS-B", "pearson spearman"),
     _glue(
         "MNLI",
-        valid={"matched": ("dev_matched.tsv",), "mismatched": ("dev_mismatched.tsv",)},
+        train=one(*_mnli("train")),
+        valid={"matched": _mnli("dev_matched"), "mismatched": _mnli("dev_mismatched")},
         test={"matched": ("test_matched.tsv",), "mismatched": ("test_mismatched.tsv",)},
         answers={"matched": "MNLI-m.tsv", "mismatched": "MNLI-mm.tsv"},
     ),

@@ -41,13 +41,15 @@ class Examples:
 
 
 def file_of(task: Task, folder: Optional[str], names: Sequence[str], given: Optional[str] = None) -> Optional[Path]:
-    """Find the file of a set: `given` (a path, or a name in the folder), or the first of `names` in the folder or in the
-    task's folder below it. Without a folder, files of a YAML task are searched for here, then next to the YAML file.
+    """Find the file of a set: `given` (a path, or a name in the folder, of which the task may know others), or the first of
+    `names` in the folder or in the task's folder below it. Without a folder, files of a YAML task are searched for here,
+    then next to the YAML file.
     """
     if given is not None:
         if Path(given).exists():
             return Path(given)
-        path = file_of(task, folder, (given,))
+        known = [names for sets in (task.train, task.valid, task.test) for names in sets.values() if given in names]
+        path = file_of(task, folder, known[0] if known else (given,))
         if path is None:
             raise DataError(f"{given}: no such file{f', nor one in {folder}' if folder else ''}")
         return path

@@ -81,7 +81,8 @@ KINDS = {
         "warning",
         "the supervisor starts the job again",
         {
-            "cause": "why the last attempt ended",
+            "cause": "how the last attempt ended",
+            "why": "the message of the rank that caused it",
             "code": "its exit code",
             "restarts": "number of restarts, with this one",
             "after": "seconds until it starts",
@@ -348,13 +349,17 @@ def find_events(place: Path) -> Path:
     return events_path(metrics) if metrics else place / EVENTS
 
 
-def read_events(place: Path) -> list[dict]:
-    """The events of a run in order of time; none if it has no events file. place: its folder, metrics or events file."""
+def read_events(place: Path, after: int = 0) -> list[dict]:
+    """The events of a run in the order of writing; none if it has no events file.
+
+    Not in order of time: clocks of machines differ, and may be set back.
+    place: its folder, metrics or events file; after: bytes of the file to leave out
+    """
     try:
         text = find_events(Path(place)).read_bytes()
     except FileNotFoundError:
         return []
-    return sorted(parse_events(text), key=lambda event: event["time"])
+    return list(parse_events(text[after:]))
 
 
 def parse_events(text: bytes) -> Iterator[dict]:

@@ -8,14 +8,16 @@ the folder: one line, relative to the folder, so that both may be moved together
 import json
 import os
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, TypeVar
 
 from megatron.storage.urls import location
 from megatron.telemetry.run_record import records
 
 METRICS = "metrics.jsonl"
 POINTER = "metrics_file.txt"
+Found = TypeVar("Found")
 
 
 def point_to(metrics: Path, folder: Path) -> None:
@@ -44,6 +46,27 @@ def find_metrics(folder: Path) -> Optional[Path]:
     config = (last_state(str(folder)) or {}).get("config") or {}
     path = Path((config.get("logging") or {}).get("metrics_file") or "")
     return path if path.is_file() and _saves_into(path, folder) else None
+
+
+def found_below(folder: Path, find: Callable[[Path], Optional[Found]]) -> Iterator[Found]:
+    """What `find` returns for the files and folders at any depth below a folder, run 2 before run 10.
+
+    Where it finds something, it looks no deeper: a run's folder holds many files. Hidden folders and links are left out.
+    """
+    try:
+        inside = sorted((path for path in folder.iterdir() if path.name[0] != "."), key=numbers_by_size)
+    except OSError:  # gone meanwhile, or not ours
+        return
+    for path in inside:
+        if (found := find(path)) is not None:
+            yield found
+        elif path.is_dir() and not path.is_symlink() and not NAME.fullmatch(path.name):
+            yield from found_below(path, find)
+
+
+def numbers_by_size(path: Path) -> list:
+    """A key for sorting: run 2 before run 10."""
+    return [(word.isdigit(), int(word) if word.isdigit() else word) for word in re.split(r"(\d+)", path.name) if word]
 
 
 def _saves_into(metrics: Path, folder: Path) -> bool:

@@ -108,6 +108,18 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
+def ranks_of(mesh: dict) -> int:
+    """The number of ranks of a run record's mesh. Expert axes divide the same ranks once more.
+
+    >>> ranks_of(dict(pp=1, replicate=1, shard=2, cp=1, tp=2, ep=2, etp=1))
+    4
+    """
+    return math.prod(size for axis, size in mesh.items() if isinstance(size, int) and axis not in EXPERT_AXES)
+
+
+EXPERT_AXES = ("ep", "etp")
+
+
 def as_json(value):
     """A value for JSON, which has no NaN: numbers that are not finite become null."""
     if isinstance(value, float):
@@ -234,6 +246,15 @@ def count_launches(text: bytes | mmap.mmap) -> int:
     while place >= 0:
         count, place = count + 1, text.find(LAUNCH, place + 1)
     return count
+
+
+def is_metrics(path: Path) -> bool:
+    """Whether a file of JSON lines begins as the metrics of a run do."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(LAUNCH)) == LAUNCH
+    except OSError:
+        return False
 
 
 def launches_in(path: Path) -> int:

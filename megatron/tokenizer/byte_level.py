@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.errors import DataError
+from megatron.errors import DataError, no_such_file
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import engines
 from megatron.tokenizer.base import Tokenizer, fingerprint
@@ -60,7 +60,7 @@ def read_text(path: str, flag: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise DataError(f"{flag} {path}: no such file", f"the working directory is {os.getcwd()}") from None
+        raise DataError(f"{flag} {path}: {no_such_file(path)}", f"the working directory is {os.getcwd()}") from None
     except (IsADirectoryError, UnicodeDecodeError) as error:
         raise DataError(f"{flag} {path}: not a UTF-8 text file", str(error)) from None
 

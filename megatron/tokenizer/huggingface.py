@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Optional, Union
 
-from megatron.errors import DataError
+from megatron.errors import DataError, no_such_file
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import engines
 from megatron.tokenizer.base import SPECIAL, Encode, Part, PartIds, Tokenizer, fingerprint
@@ -29,7 +29,7 @@ def build(settings: TokenizerSettings, notify=lambda message: None) -> Tokenizer
     path = Path(settings.tokenizer_model)
     if not path.exists():
         do = "give a tokenizer.json or a folder with one (hub names are not looked up: download the tokenizer first)"
-        raise DataError(f"--tokenizer-model {path}: no such file", do=do)
+        raise DataError(f"--tokenizer-model {path}: {no_such_file(path)}", do=do)
     return HuggingFaceTokenizer(read_files(path, notify), path)
 
 

@@ -11,7 +11,7 @@ import functools
 import json
 from pathlib import Path
 
-from megatron.errors import DataError, SettingsError
+from megatron.errors import DataError, SettingsError, no_such_file
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import engines
 from megatron.tokenizer.base import Tokenizer, fingerprint
@@ -25,7 +25,7 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
     path = Path(settings.tokenizer_model)
     if not path.is_file():
         raise DataError(
-            f"--tokenizer-model {path}: no such file", do="give a .tiktoken file or Megatron-LM's JSON ranks"
+            f"--tokenizer-model {path}: {no_such_file(path)}", do="give a .tiktoken file or Megatron-LM's JSON ranks"
         )
     data = path.read_bytes()
     if path.suffix == ".json":

@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron.errors import DataError, SettingsError
 from megatron.settings.from_checkpoint import FILES
+from megatron.settings.presets import published_rows
 from megatron.settings.schema import Config, TokenizerSettings
 from megatron.tokenizer.base import Tokenizer
 
@@ -42,10 +43,14 @@ def rows_of_model(config: Config, tokenizer: Tokenizer, record: Optional[Mapping
     return record.get("vocab_size") if is_own(record, tokenizer, config.tokenizer.vocab_extra_ids, given) else None
 
 
-def rows_of(settings: TokenizerSettings, vocab_size: int, of_model: Optional[int] = None) -> tuple[int, str]:
+def rows_of(
+    settings: TokenizerSettings, vocab_size: int, of_model: Optional[int] = None, shape: Optional[str] = None
+) -> tuple[int, str]:
     """(rows of the embedding before padding, a note on rows of no token or ""), for a tokenizer of this size.
 
     of_model: rows of the model that a run begins with, if this is its tokenizer: they are the run's
+    shape: the name of a published model. Its embedding has as many rows as published, if the difference may be padding;
+    else it has the tokenizer's. The note says if they differ.
     Raises SettingsError if --vocab-size has no room for all tokens, and such a model neither.
 
     >>> rows_of(TokenizerSettings(vocab_size=50257), 8192)[1]
@@ -54,18 +59,34 @@ def rows_of(settings: TokenizerSettings, vocab_size: int, of_model: Optional[int
     (51200, '')
     >>> rows_of(TokenizerSettings(), 151669, of_model=151936)[0], rows_of(TokenizerSettings(), 32001, of_model=32000)[0]
     (151936, 32000)
+    >>> rows_of(TokenizerSettings(), 151665, shape="qwen2.5-7b")
+    (152064, 'the tokenizer has 151665 tokens, and the embedding has the 152064 rows of qwen2.5-7b')
     """
-    asked = settings.vocab_size or of_model
+    asked, published = settings.vocab_size or of_model, published_rows(shape)
+    if published and not asked and published != vocab_size:
+        return _rows_beside(published, vocab_size, shape)
     if asked and asked < vocab_size and asked != of_model and settings.tokenizer_type != "NullTokenizer":
         raise SettingsError(
             f"--vocab-size {asked} is smaller than the tokenizer's {vocab_size}",
             do="leave --vocab-size out, or give at least the tokenizer's size",
         )
-    unused, note = (settings.vocab_size or 0) - vocab_size, ""
-    if unused >= max(128, vocab_size // 16):
-        rows = f"{unused} rows of the embedding belong to none of its {vocab_size} tokens"
+    note = ""
+    if settings.vocab_size and not _may_be_padded(vocab_size, settings.vocab_size):
+        rows = f"{settings.vocab_size - vocab_size} rows of the embedding belong to none of its {vocab_size} tokens"
         note = f"--vocab-size {asked} is larger than the vocabulary: {rows}"
     return of_model if asked == of_model and of_model else max(asked or 0, vocab_size), note
+
+
+def _may_be_padded(vocab_size: int, rows: int) -> bool:
+    return rows - vocab_size < max(128, vocab_size // 16)
+
+
+def _rows_beside(published: int, vocab_size: int, shape: Optional[str]) -> tuple[int, str]:
+    """`rows_of` a tokenizer that has not as many tokens as the published model has rows."""
+    tokens = f"the tokenizer has {vocab_size} tokens"
+    if vocab_size < published and _may_be_padded(vocab_size, published):
+        return published, f"{tokens}, and the embedding has the {published} rows of {shape}"
+    return vocab_size, f"{tokens}, and so has the embedding; that of {shape} has {published} rows (--vocab-size)"
 
 
 def within(tokenizer: Tokenizer, rows: int) -> "Tokenizer | RowsTokenizer":

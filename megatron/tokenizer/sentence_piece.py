@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Optional
 
-from megatron.errors import DataError
+from megatron.errors import DataError, no_such_file
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer.base import SENTINEL, SPECIAL, Encode, Tokenizer, fingerprint
 from megatron.tokenizer.segmenters import Segment, make_segmenter
@@ -28,7 +28,7 @@ NO_SPACE_BEFORE = b"\x1a\x02\x18\x00"
 def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
     path = Path(settings.tokenizer_model)
     if not path.is_file():
-        raise DataError(f"--tokenizer-model {path}: no such file", do="give the .model file of SentencePiece")
+        raise DataError(f"--tokenizer-model {path}: {no_such_file(path)}", do="give the .model file of SentencePiece")
     data = path.read_bytes()
     try:
         model = _processor(data)

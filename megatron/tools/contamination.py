@@ -23,6 +23,7 @@ from typing import Optional
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
+from megatron.telemetry.figures import size as in_units
 
 COMMANDS = ("register", "show", "scan", "ignore")
 SCANNED_TOGETHER = 1 << 20  # bytes of lines
@@ -165,7 +166,7 @@ def scan(words: list[str], options: ContaminationOptions) -> None:
         print(f"{one.name}: {items.get(one.name, 0):,} of {one.items:,} items share an n-gram with {len(words)} files")
     more = f", {bad:,} lines that are none" if bad else ""
     seconds = time.perf_counter() - started
-    print(f"{found:,} of {documents:,} texts hold any{more}; {size / 1e6:.1f} MB in {seconds:.1f} s")
+    print(f"{found:,} of {documents:,} texts hold any{more}; {in_units(size)} in {seconds:.1f} s")
 
 
 def ignore(words: list[str], options: ContaminationOptions) -> None:

@@ -26,6 +26,7 @@ from typing import Literal, Optional
 from megatron.errors import DataError, SettingsError, UsageError, did_you_mean, run_main
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
+from megatron.telemetry.figures import size as in_units
 
 PROG = "python -m megatron.tools.corpus"
 
@@ -319,7 +320,7 @@ def clean(words: list[str], asked: CorpusOptions) -> None:
     from megatron.corpus.driver import clean as remove
 
     folders, size = remove(_last_plan(asked), Path(asked.output))
-    print(f"{folders} folders of other recipes and dead attempts removed, {size / 1e6:.1f} MB")
+    print(f"{folders} folders of other recipes and dead attempts removed, {in_units(size)}")
 
 
 COMMANDS = dict(run=run, resume=run, plan=plan, estimate=estimate, check=check, status=status)

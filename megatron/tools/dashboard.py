@@ -4,8 +4,8 @@
     python -m megatron.tools.dashboard runs
     python -m megatron.tools.dashboard runs/345M runs/1.3B s3://bucket/team/7B --port 8050
 
-FOLDER... are the --save folders of runs, folders of these, or prefixes of an object store. New runs in a folder appear by
-themselves. The page is for this machine alone, unless --host says otherwise. docs/watching.md explains it.
+FOLDER... are the --save folders of runs, any folders above them, or prefixes of an object store. New runs in a folder
+appear by themselves. The page is for this machine alone, unless --host says otherwise. docs/watching.md explains it.
 """
 
 import importlib.util
@@ -37,7 +37,7 @@ class DashboardOptions:
 def main(argv: list[str]) -> None:
     """Serve the page until Ctrl-C."""
     names, flags = divide(argv, DashboardOptions)
-    about = "Show the curves of runs on a live web page: FOLDER... are their --save folders, or folders of these."
+    about = "Show the curves of runs on a live web page: FOLDER... are their --save folders, or any folders above them."
     asked = parse_one(flags, DashboardOptions, f"{PROG} FOLDER ...", about)
     if not names:
         raise UsageError("which runs?", do=f"{PROG} FOLDER...")

@@ -8,11 +8,10 @@ from typing import Optional
 from megatron.errors import run_main
 from megatron.model.recipe import MODEL_TYPES, named_recipe
 from megatron.settings import schema
-from megatron.settings.decoder_shapes import DECODERS
 from megatron.settings.dialects import megatron_lm
 from megatron.settings.help import placeholder, setting_help, value_text
 from megatron.settings.positional import parse_one
-from megatron.settings.presets import SHAPES
+from megatron.settings.presets import NAMES, preset, published_rows
 from megatron.settings.schema import setting
 from megatron.settings.spelling import Setting, settings_of
 
@@ -102,14 +101,17 @@ def _row(s: Setting) -> str:
 
 
 def _shapes() -> str:
-    rows = "\n".join(f"| {name} | {' | '.join(map(str, shape))} |" for name, shape in SHAPES.items())
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-    rows += "".join(
-        f"\n| {name} | {' | '.join(str(shape[size]) for size in sizes)} |" for name, shape in DECODERS.items()
+    rows = "".join(
+        f"| {name} | {' | '.join(str(preset(name)[size]) for size in sizes)} | {published_rows(name)} |\n"
+        for name in NAMES
     )
     return (
-        "## Named shapes\n\n`--model-name-or-path NAME`; `gpt3-` in front and `-en` at the end are optional.\n\n"
-        f"| name | layers | hidden size | heads | sequence length |\n|---|---|---|---|---|\n{rows}\n"
+        "## Named shapes\n\n`--model-name-or-path NAME`; `gpt3-` in front and `-en` at the end are optional, 7B is the "
+        "6.7B, mistral-7b is v0.1.\n\nThe vocabulary is that of the published embedding, in rows. A plan, and a run "
+        "without a tokenizer, have as many. Beside a\ntokenizer, the embedding has them if the difference may be padding, "
+        "else as many as the tokenizer has tokens; a note says so.\n\n"
+        f"| name | layers | hidden size | heads | sequence length | vocabulary |\n|---|---|---|---|---|---|\n{rows}"
     )
 
 

@@ -12,14 +12,16 @@ explains the settings.
 
 import json
 import re
+import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, Optional
 
-from megatron.errors import DataError, SettingsError, UsageError, run_main
+from megatron.errors import DataError, SettingsError, UsageError, no_such_file, run_main
 from megatron.guard.job import on_ranks
 from megatron.inference import generation_config
 from megatron.inference.expert_ranks import expert_parallel
@@ -40,7 +42,9 @@ from megatron.storage.durable import check_output
 class GenerateOptions:
     """The model, the prompts and the output."""
 
-    load: Optional[str] = setting("folder of checkpoints, or one checkpoint", None)
+    load: Optional[str] = setting(
+        "folder of checkpoints, or one checkpoint", None, "--model-dir", "--model-name-or-path"
+    )
     load_exported: Optional[str] = setting(EXPORTED, None)
     prompt: Optional[list[str]] = setting("texts to continue", None, "--prompts")
     prompt_file: Optional[str] = setting("file with one text a line; - is standard input", None, "--sample-input-file")
@@ -83,7 +87,9 @@ class GenerateOptions:
     )
     distributed_timeout_minutes: float = setting("a silent rank is given up after this long", 10.0)
     save_inference_model_then_exist: bool = setting(
-        "PaddleNLP's: export the program of the next token to inference_model_pp1mpN, and end", False
+        "PaddleNLP's: export the program of the next token to --output, or to inference_model_pp1mpN, and end; in place of "
+        "an earlier export there",
+        False,
     )
 
     @property
@@ -200,11 +206,37 @@ def export_program(settings: GenerateOptions, given: Mapping[str, Statement]) ->
     from megatron.tools import export
 
     tp, step = settings.tensor_model_parallel_size, settings.ckpt_step
-    flags = {"--load": settings.load or settings.load_exported, "--output": f"inference_model_pp1mp{tp}"}
+    out = Path(settings.output or f"inference_model_pp1mp{tp}")
+    flags = {"--load": settings.load or settings.load_exported, "--output": out}
     flags |= {"--format": "torch-export", "--kind": "generation", "--tensor-model-parallel-size": tp}
     flags |= {"--ckpt-step": step} if step is not None else {}
     flags |= {"--dtype": settings.precision} if settings.precision else {}
-    export.main([str(word) for pair in flags.items() for word in pair])
+    with earlier_export_aside(out):
+        export.main([str(word) for pair in flags.items() for word in pair])
+
+
+@contextmanager
+def earlier_export_aside(out: Path) -> Iterator[None]:
+    """Write an export in the place of an earlier one, which comes back after an error."""
+    if not (out / "export.json").is_file():
+        yield
+        return
+    old = out.with_name(f"{out.name}.old")
+    if old.exists():
+        raise SettingsError(
+            f"{old} is there already, and {out} would be moved to it", do="remove it, or --output FOLDER"
+        )
+    out.rename(old)
+    try:
+        yield
+    except BaseException:
+        old.rename(out)
+        raise
+    others = {path.name for path in old.iterdir()} - {path.name for path in out.iterdir()}
+    if not others:
+        shutil.rmtree(old)
+    kept = f"; {', '.join(sorted(others)[:4])} are in {old}" if others else ""
+    print(f"note: {out} replaces an earlier export (--output names another folder){kept}", file=sys.stderr)
 
 
 def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
@@ -325,7 +357,7 @@ def read_prompts(settings: GenerateOptions) -> list[str]:
         try:
             prompts = Path(settings.prompt_file).read_text(encoding="utf-8").split("\n")
         except FileNotFoundError:
-            raise DataError(f"--prompt-file {settings.prompt_file}: no such file") from None
+            raise DataError(f"--prompt-file {settings.prompt_file}: {no_such_file(settings.prompt_file)}") from None
         except (IsADirectoryError, UnicodeDecodeError) as error:
             raise DataError(f"--prompt-file {settings.prompt_file}: not a UTF-8 text file", str(error)) from None
     prompts = [prompt for prompt in prompts if prompt]

@@ -40,6 +40,7 @@ from megatron.errors import DataError, SettingsError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 from megatron.storage.durable import replace_file
+from megatron.telemetry.figures import size as in_units
 
 KINDS = ("topics", "docs", "sources")
 # Tests, generated tables, and packages that differ between distributions.
@@ -98,7 +99,7 @@ def main(argv: list[str]) -> None:
 def print_counts(counts: dict[str, tuple[int, int]]) -> None:
     """Print the counts of each file that was written."""
     for path, (documents, size) in counts.items():
-        print(f"{path}: {documents} documents, {size / 1e6:.1f} MB of text")
+        print(f"{path}: {documents} documents, {in_units(size)} of text")
 
 
 def make_ready(folder: Path, settings: SampleDataOptions) -> None:

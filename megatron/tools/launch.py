@@ -73,6 +73,7 @@ def main(argv: list[str]) -> None:
         quiet()
     args = parse(torchrun.get_args_parser(), argv)
     os.environ.setdefault(COMMAND, module_command(argv, MODULE))  # a supervisor's comes first
+    args.training_script_args = saving_at_sigterm(args.training_script, args.training_script_args)
     with files_of(args) as kept:
         job = Launch(args)
         try:
@@ -174,6 +175,21 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
     if args.no_python and shutil.which(script) is None:
         raise UsageError(f"{script}: no such program")
     return args
+
+
+def saving_at_sigterm(script: str, words: list[str]) -> list[str]:
+    """The flags of a training of this suite with --exit-signal-handler, unless they say something about it.
+
+    So SIGTERM to the launcher saves, as Ctrl-C does: it comes from `kill`, systemd, docker stop and schedulers.
+
+    >>> saving_at_sigterm("pretrain_gpt.py", ["--save", "a"]), saving_at_sigterm("my_script.py", ["a"])
+    (['--save', 'a', '--exit-signal-handler'], ['a'])
+    """
+    said = any("exit-signal-handler" in word.replace("_", "-") for word in words)
+    return words if said or Path(script).name not in TRAININGS else [*words, "--exit-signal-handler"]
+
+
+TRAININGS = ("pretrain_gpt.py", "pretrain_t5.py", "pretrain_bert.py", "finetune.py")
 
 
 def instead_of(flag: str, argv: list[str]) -> str:
@@ -355,6 +371,12 @@ def failure_of(error: BaseException) -> BaseException:
     if explain(error):
         return explain(error)
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if "EADDRINUSE" in text:
+        port = re.search(r"port: (\d+)", text)
+        words = f"--master-port {port[1]}" if port else "--master-port"
+        return PeerLost(  # a supervisor tries again: a job that ends may still hold it
+            f"{words}: another process uses this port", None, "give a free one; a job on one machine needs none"
+        )
     if "Rendezvous" in type(error).__name__ or "Dist" in type(error).__name__:
         return PeerLost(
             "the machines of the job did not find each other", text, "check --rdzv-endpoint or --master-addr"

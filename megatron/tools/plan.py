@@ -5,7 +5,7 @@
         --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --bf16
     python -m megatron.tools.plan --params 100e9 --device-memory-gb 31
     python -m megatron.tools.plan --calibrate this_machine.json
-    python -m megatron.tools.plan --mode inference --world-size 8 --device-name H100 --model-name-or-path llama-70b --bf16
+    python -m megatron.tools.plan --mode inference --world-size 8 --device-name H100 --model-name-or-path llama-3-70b --bf16
 
 Takes the flags of a training. Parallel sizes, micro-batch, ZeRO stage and schedule that are given narrow the search.
 """

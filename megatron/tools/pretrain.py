@@ -26,8 +26,7 @@ def main(argv: list[str], env: Mapping[str, str] = os.environ) -> None:
     if task.rpartition(".")[2].upper() not in TASKS:
         raise UsageError(f"--task-type {task}: there is {', '.join(TASKS)}", do="leave it out, or say --task-type GPT")
     asked = said(flags)
-    in_job = "RANK" in env and "WORLD_SIZE" in env
-    if "world_size" in asked and not in_job and not {"dry_run", "preflight"} & set(asked):
+    if "world_size" in asked and not rank_env.is_started(env) and not {"dry_run", "preflight"} & set(asked):
         from megatron.tools import plan
 
         return plan.main(flags)

@@ -28,6 +28,7 @@ from megatron.errors import DataError, Failure, SettingsError, run_main
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import storage_errors, sync_folder, whole_file
+from megatron.telemetry.figures import size
 
 PROG = "python -m megatron.tools.raw_trans_to_json"
 
@@ -87,7 +88,7 @@ def convert(options: RawTextOptions) -> Counter:
             totals.update(counts)
             if done % options.log_interval == 0:
                 seconds = time.perf_counter() - start
-                print(f"{done} files, {totals['bytes'] / 1e6:,.1f} MB, {totals['bytes'] / 1e6 / seconds:,.1f} MB/s")
+                print(f"{done} files, {size(totals['bytes'])}, {totals['bytes'] / 1e6 / seconds:,.1f} MB/s")
         with storage_errors(target):
             if options.no_merge:
                 _keep_apart(source, files, parts, target)

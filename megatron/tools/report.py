@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import DataError, UsageError, run_main
+from megatron.errors import DataError, UsageError, no_such_file, run_main
 from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import setting
 from megatron.tasks.settings import confusion_pictures
@@ -28,7 +28,7 @@ from megatron.telemetry.figures import count, duration, seconds, several
 from megatron.telemetry.report_compare import figures, page_of
 from megatron.telemetry.report_page import Section, page
 from megatron.telemetry.run_folder import METRICS, find_metrics, unique_names
-from megatron.telemetry.run_record import LOSS, History, read_history
+from megatron.telemetry.run_record import EXPERT_AXES, LOSS, History, read_history
 from megatron.training import report_facts
 
 PROG = "python -m megatron.tools.report"
@@ -93,7 +93,7 @@ def read(path: Path) -> History:
     """Read a metrics file. Raises DataError if there is nothing to report on."""
     if not path.is_file():
         raise DataError(
-            f"{path}: no such file", why="a run writes it next to its checkpoints (--save) or to --metrics-file"
+            f"{path}: {no_such_file(path)}", why="a run writes it next to its checkpoints (--save) or to --metrics-file"
         )
     history = read_history(path)
     if not history.steps:
@@ -207,7 +207,9 @@ def subtitle(history: History) -> str:
     mesh = dict(run.get("mesh") or {})
     if mesh:
         mesh["dp"] = mesh.pop("replicate", 1) * mesh.pop("shard", 1) * mesh.get("dp", 1)
-        words.append(" x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one process")
+        sizes = {axis: f"{axis} {size}" for axis, size in mesh.items() if size > 1}
+        words.append(" x ".join(sizes[axis] for axis in sizes if axis not in EXPERT_AXES) or "one process")
+        words += [sizes[axis] for axis in EXPERT_AXES if axis in sizes]  # they divide the same ranks once more
     if history.interleaved:
         words.append("records of several runs, interleaved")
     return " \u00b7 ".join(word for word in [*words, str(run.get("time") or "")[:16].replace("T", " ")] if word)

@@ -19,7 +19,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import DataError, Locked, SettingsError, run_main
+from megatron.errors import DataError, Locked, SettingsError, no_such_file, run_main
 from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import WriterLock, storage_errors, whole_file
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     files = files or ["-"]
     for file in files:
         if file != "-" and (not os.path.exists(file) or os.path.isdir(file)):
-            raise DataError(f"{file}: no such file", do=f"{PROG} IN ... -o OUT")
+            raise DataError(f"{file}: {no_such_file(file)}", do=f"{PROG} IN ... -o OUT")
     memory = int(options.memory_gb * 1e9)
     shuffle_files(files, options.output and Path(options.output), options.seed, memory, options.head_count)
 

@@ -19,6 +19,7 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -34,7 +35,7 @@ from megatron.storage.urls import UrlPath, local_folder, location
 from megatron.telemetry import figures
 from megatron.telemetry.events import count_restarts, read_events, slow_now
 from megatron.telemetry.figures import WIDE, WIDTH, count, duration, sentence, several, shortened, since
-from megatron.telemetry.run_folder import METRICS, POINTER, find_metrics, last_state
+from megatron.telemetry.run_folder import METRICS, POINTER, find_metrics, found_below, last_state
 from megatron.telemetry.run_record import LAUNCH, count_launches
 
 TAIL = 1 << 16  # bytes at the end of a metrics file that are read
@@ -76,7 +77,7 @@ class Line:
 def main(argv: list[str]) -> None:
     """Print the state once, or repeatedly with --watch."""
     names, flags = divide(argv, StatusOptions)
-    about = "Show the state of runs, a line each: FOLDER... are their --save folders, or folders of these."
+    about = "Show the state of runs, a line each: FOLDER... are their --save folders, or any folders above them."
     asked = parse_one(flags, StatusOptions, f"{PROG} FOLDER ...", about)
     if not names:
         raise UsageError("which runs?", do=f"{PROG} FOLDER...")
@@ -122,18 +123,19 @@ def _unreadable(name: str, why: str) -> Line:
 
 
 def folders(names: list[str]) -> list[Path | UrlPath]:
-    """The folders of runs. Raises DataError if there are none."""
+    """The folders of runs, at any depth below the names. Raises DataError if there are none."""
     runs = []
     for name in names:
         place = location(name)
-        inside = (
-            [place]
-            if _metrics(place) or newest_checkpoint(name) is not None
-            else sorted(path for path in place.glob("*" if isinstance(place, UrlPath) else "*/") if _is_run(path))
-        )
+        if _metrics(place) or newest_checkpoint(name) is not None:
+            inside = [place]
+        elif isinstance(place, UrlPath):  # a listing of a whole bucket would take too long
+            inside = sorted(path for path in place.glob("*") if _is_run(path))
+        else:
+            inside = [*found_below(place, lambda path: path if path.is_dir() and _is_run(path) else None)]
         if not inside:
             raise DataError(
-                f"{name}: no metrics.jsonl in it, nor in a folder in it",
+                f"{name}: no metrics.jsonl in it, nor in a folder below it",
                 "a run writes it next to its checkpoints (--save), or to --metrics-file",
             )
         runs += inside
@@ -169,14 +171,19 @@ def look(folder: Path | UrlPath, now: Optional[float] = None) -> Line:
     iteration = int(([launch] + [record for record in records if "iteration" in record])[-1].get("iteration", 0))
     total = config and _total(config, launch.get("mesh") or {}, (steps or [{}])[-1])
     state, why, age = alive(metrics, launch, records, statistics.median(seconds or [0.0]), now)
-    if state == "ended":
-        code, why = int(records[-1].get("code", 1)), str(records[-1].get("why", ""))
+    newest, lost = _end_or_restart(events, launch), _lost_supervisor(launch)
+    failed = newest is not None and newest["event"] == "end" and newest["level"] == "error"
+    if newest and newest["event"] == "restart" and state in ("ended", "failed") and not lost:
+        state, why = "starting", str(newest["message"])
+    elif failed or state == "ended":
+        said = newest if failed else records[-1]
+        code, why = int(said.get("code", 1)), str(said.get("why", ""))
         finished = total is not None and iteration >= total
         if code == Interrupted.code:
             state = "interrupted"
         else:
             state = "failed" if code not in (0, Preempted.code) else "done" if finished else "stopped"
-    if state != "done" and (lost := _lost_supervisor(launch)):
+    if state != "done" and lost:
         why = ", ".join(filter(None, [why, f"its supervisor ({lost}) was killed: nobody restarts it"]))
     if _interleaved(records):
         why = ", ".join(filter(None, [why, "several runs write to this metrics file: their records are interleaved"]))
@@ -213,6 +220,16 @@ def _newest(events: list[dict]) -> list[dict]:
     """The events since the newest launch began."""
     starts = [place for place, event in enumerate(events) if event["event"] == "start"]
     return events[starts[-1] :] if starts else events
+
+
+def _end_or_restart(events: list[dict], launch: dict) -> Optional[dict]:
+    """The last word about the end of the newest launch, or of one after it that failed before it had metrics."""
+    found = [event for event in _newest(events) if event["event"] in ("end", "restart")]
+    try:
+        began = datetime.fromisoformat(launch["time"]).timestamp()
+    except (KeyError, TypeError, ValueError):
+        began = 0.0
+    return found[-1] if found and found[-1]["time"] >= began else None
 
 
 def _interleaved(records: list[dict]) -> bool:

@@ -32,7 +32,7 @@ from megatron.errors import Failure, Interrupted, PeerLost, Preempted, SettingsE
 from megatron.guard import command as commands
 from megatron.guard import processes, slurm
 from megatron.guard.evidence import standstills
-from megatron.guard.exits import Action, JobVerdict, codes_in_log, from_shell, judge
+from megatron.guard.exits import Action, JobVerdict, codes_in_log, from_shell, judge, reason_in_log
 from megatron.guard.goodput import Attempt, account
 from megatron.guard.heartbeat import STOP, Beat, ask, clear, machine, process_start_ticks, read_beats
 from megatron.guard.resume_command import COMMAND, module_command, newest_checkpoint, resumed
@@ -131,6 +131,7 @@ class Supervisor:
         self.delay, self.log_at = settings.backoff, 0
         self.killed: dict[int, int] = {}  # ranks of this attempt that were killed -> the signal; 0: unknown
         self.mark, self.mark_path, self.refreshed = Mark.own(), self.logs / NAME, time.monotonic()
+        self.old_events = size_of(self.events.path)
         self.ending_since: Optional[float] = None  # the first sign of the end of this attempt
         if settings.min_world_size and settings.min_world_size > self.ranks:
             raise SettingsError(f"--min-world-size {settings.min_world_size} is more than the job's {self.ranks} ranks")
@@ -245,9 +246,10 @@ class Supervisor:
         number, code = len(self.attempts), attempt.code
         self.events.record(
             "restart",
-            f"restart {number} of {self.settings.max_restarts} after step {attempt.last_step}: {attempt.cause}",
+            f"restart {number} of {self.settings.max_restarts} after step {attempt.last_step}: {attempt.ending_in_words}",
             iteration=attempt.last_step or None,
             cause=attempt.cause,
+            why=attempt.why,
             code=code,
             restarts=number,
             after=self.delay,
@@ -257,7 +259,7 @@ class Supervisor:
         if len(recent) == int(rule.threshold) + 1 and not rule.off:  # once: the next ones say nothing new
             self.events.record(
                 "restart_storm",
-                f"{len(recent)} restarts within an hour; the last one: {attempt.cause}",
+                f"{len(recent)} restarts within an hour; the last one: {attempt.ending_in_words}",
                 iteration=attempt.last_step or None,
                 restarts=len(recent),
                 limit=rule.threshold,
@@ -265,7 +267,7 @@ class Supervisor:
 
     def saved(self) -> int:
         """The number of checkpoints that the job has written under this supervisor."""
-        kinds = [event["event"] for event in self.past_events(self.mark.began)]
+        kinds = [event["event"] for event in read_events(self.events.path, self.old_events)] if self.events.path else []
         if not self.save or "save" in kinds or "start" in kinds and not rule_of(self.events.rules, "save").off:
             return kinds.count("save")
         with contextlib.suppress(StorageError):  # an unreachable store: still report the time
@@ -285,14 +287,18 @@ class Supervisor:
             where = f"the account could not be written: {error}"
         log(f"{summary.text()}\n  {where}")
         self.leave_mark(outcome)
+        why = outcome
+        if verdict.action in (Action.STOP, Action.RETRY) and self.attempts:
+            last = self.attempts[-1]
+            why += f": {last.why}" * bool(last.why) if last.cause in outcome else f": {last.ending_in_words}"
         self.events.record(
             "end",
-            f"the supervised job {outcome} after {duration(summary.wall)}: {summary.steps} steps, {summary.restarts} "
+            f"the supervised job {why}, after {duration(summary.wall)}: {summary.steps} steps, {summary.restarts} "
             f"restarts, goodput {summary.goodput:.0%}",
             level="info" if code in (0, Preempted.code, Interrupted.code) else "error",
             iteration=max((attempt.last_step for attempt in self.attempts), default=0) or None,
             code=code,
-            why=outcome,
+            why=why,
             account=summary.brief(),
         )
         return code
@@ -499,7 +505,8 @@ class Supervisor:
             attempt.phases, attempt.first_step_seconds = dict(beats[0].seconds), beats[0].first_step
         self.count_steps(attempt, launches)
         why = next((beat.why for beat in beats if beat.ended == verdict.code and beat.why), "")
-        log(f"attempt {attempt.number} ended: {verdict.cause}" + (f": {why}" if why else ""))
+        attempt.why = why or ("" if hung or verdict.code == 0 else reason_in_log(output, verdict.code))
+        log(f"attempt {attempt.number} ended: {attempt.ending_in_words}")
         return verdict
 
     def count_steps(self, attempt: Attempt, launches: int) -> None:
@@ -548,6 +555,11 @@ def check(settings: SuperviseOptions, command: list[str]) -> None:
         raise UsageError(
             f"{command[0]}: there is no such command", do="supervise ... -- torchrun ... pretrain_gpt.py ..."
         )
+
+
+def size_of(path: Optional[Path]) -> int:
+    """Bytes of a file; 0 without it."""
+    return path.stat().st_size if path and path.exists() else 0
 
 
 class Clock:

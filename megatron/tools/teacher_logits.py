@@ -20,6 +20,7 @@ from megatron.settings import rank_env
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Data, Parallel, TokenizerSettings, setting
 from megatron.settings.statements import failing_in_users_words, given_values
+from megatron.telemetry.figures import size as in_units
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def store_logits(options: TeacherLogitsOptions, data: Data, tokenizer: dict, con
         say(f" > the stored logits have {whole[1] / whole[0]:.2%} of the teacher's probability")
     if context.is_rank_zero:
         size = sum(store.path(start).stat().st_size for start in settings.starts)
-        say(f" > {options.output}: {settings.samples:,} samples of {settings.seq_length} tokens, {size / 1e6:,.1f} MB")
+        say(f" > {options.output}: {settings.samples:,} samples of {settings.seq_length} tokens, {in_units(size)}")
 
 
 def settings_of(options: TeacherLogitsOptions, data: Data, loaded):

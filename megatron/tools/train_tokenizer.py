@@ -219,7 +219,8 @@ def _stands_in_words(character: str) -> bool:
 def texts_of(settings: TrainTokenizerOptions) -> Iterator[str]:
     """The texts of the input, up to --max-megabytes. Raises DataError naming file and line."""
     room = int(settings.max_megabytes * 1e6)
-    for text in read_texts(find_sources(settings.input, settings.document_separator), settings.json_keys):
+    sources = find_sources(settings.input, settings.document_separator, settings.json_keys)
+    for text in read_texts(sources, settings.json_keys):
         yield text
         room -= len(text.encode())
         if room <= 0:

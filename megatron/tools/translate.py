@@ -18,10 +18,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.errors import SettingsError, UsageError, did_you_mean, run_main
+from megatron.errors import SettingsError, UsageError, did_you_mean, no_such_file, run_main
 from megatron.settings.dialects import fleetx
 from megatron.settings.dialects.launchers import LAUNCHERS, UNREAD, meeting
-from megatron.settings.dialects.programs import INSTEAD, OURS
+from megatron.settings.dialects.programs import ALONE, INSTEAD, OURS
 from megatron.settings.dialects.table import VARIABLE, Dialect, FlagLine, TheirSetting, sentence, unread
 from megatron.settings.files import read_text
 from megatron.settings.parse import parse
@@ -198,7 +198,8 @@ def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun |
     variables: list[TheirSetting] = []  # of the environment, which the suite reads
     empty = False  # whether a loop or a condition contains only comments, which a shell refuses
     script = Script([Path("."), *[path.parent] * (path.is_file() and path.parent != Path("."))])
-    for command in commands_of(dialect, words):
+    commands = commands_of(dialect, words)
+    for command in commands:
         script.pass_by(command)
         instead = INSTEAD.get(name_among(command.program, INSTEAD))
         if command.kind == "other" or instead or command.in_condition:
@@ -220,8 +221,22 @@ def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun |
             yield from (one.text for one in command.sources if one not in known)
         elif name_among(command.program, OURS):
             yield from of_tool(command)
+        elif is_another(dialect, command):
+            what = f"{command.program} is no program of {dialect.title} that is known ({', '.join(dialect.programs)})"
+            if len(commands) == 1:
+                raise UsageError(
+                    f"{command.where}: {what}", do="for the settings of a pretraining give its flags alone"
+                )
+            yield Untranslated(f"# {command.where}: not translated: {command.text}: {what}")
         else:
             yield of_command(dialect, command, variables, script)
+
+
+def is_another(dialect: Dialect, command: Command) -> bool:
+    """Whether a command starts a program whose job is not known, and would become a pretraining."""
+    is_module = any(one.key in ("-m", "--module") for one in command.sources)
+    is_program = is_module or command.program.endswith(".py")
+    return is_program and bool(dialect.programs) and not name_among(command.program, dialect.programs)
 
 
 def commands_of(dialect: Dialect, words: list[str]) -> list[Command]:
@@ -241,7 +256,7 @@ def commands_of(dialect: Dialect, words: list[str]) -> list[Command]:
     elif " " in name:
         commands = read_commands(name, "command", dialect.programs) or read_commands(name, "command")
     else:
-        raise UsageError(f"{name}: no such file", do="give a file, or a command in quotes or as words")
+        raise UsageError(f"{name}: {no_such_file(name)}", do="give a file, or a command in quotes or as words")
     if not commands:
         raise UsageError(
             f"{name}: no command of {dialect.title} in it", f"it would start {' or '.join(dialect.programs)}"
@@ -261,7 +276,11 @@ def of_tool(command: Command) -> Iterator[str]:
     start, notes = started(command, found)
     yield from (f"# {note}" for note in notes)
     yield from (Untranslated(f"# {_place(source)}: not translated: {text}") for source, text in found.lost)
-    words = [*start, OURS[name_among(command.program, OURS)], *command.words, *map(as_is, command.behind)]
+    ours = OURS[name_among(command.program, OURS)]
+    if ours in ALONE and "torchrun" in start:
+        yield f"# {command.where}: one process writes what each rank needs"
+        start = [word for word in start[: start.index("torchrun")] if "=" in word] + ["python"]
+    words = [*start, ours, *command.words, *map(as_is, command.behind)]
     yield f"{place}its flags are taken as they are{many}\n" + " ".join(words)
 
 

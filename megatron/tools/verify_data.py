@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from megatron.errors import DataError, UsageError, run_main
 from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import setting
+from megatron.telemetry.figures import size as in_units
 
 PIECE = 1 << 20  # sequences checked at a time
 
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> None:
         problems, size = examine(prefix, settings.write)
         seconds = time.perf_counter() - start
         print(
-            f"{prefix}: {size / 1e6:,.1f} MB in {seconds:.2f} s: "
+            f"{prefix}: {in_units(size)} in {seconds:.2f} s: "
             + (f"{len(problems)} PROBLEM{'S' * (len(problems) > 1)}" if problems else "good")
         )
         for problem in problems:

@@ -31,7 +31,7 @@ from typing import Optional
 from megatron.corpus.processes import end, process_pool
 from megatron.corpus.wikidump import END, BadPages, DumpSite, WikiDump, WikiPage, pages_of
 from megatron.corpus.wikitext import WikiSite, plain_text
-from megatron.errors import DataError, Locked, SettingsError, run_main
+from megatron.errors import DataError, Locked, SettingsError, no_such_file, run_main
 from megatron.settings.positional import divide, expect, parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import WriterLock, storage_errors, sync_folder
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
     if options.workers is not None and options.workers < 1 or not re.fullmatch(r"\d+(,\d+)*", options.namespaces):
         raise SettingsError("--workers starts at 1; --namespaces are numbers with commas between them")
     if not os.path.exists(dump):
-        raise DataError(f"{dump}: no such file", do=f"{PROG} enwiki-latest-pages-articles.xml.bz2")
+        raise DataError(f"{dump}: {no_such_file(dump)}", do=f"{PROG} enwiki-latest-pages-articles.xml.bz2")
     try:
         import mwparserfromhell  # noqa: F401  # checked before anything is written
     except ImportError as error:

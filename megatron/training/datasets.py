@@ -32,7 +32,8 @@ def build_vocabulary(
     record: state.json of the checkpoint that the run begins with: its model's rows are the run's if this is its tokenizer
     """
     tokenizer = build_tokenizer(config.tokenizer, log)
-    rows, remark = rows_of(config.tokenizer, tokenizer.vocab_size, rows_of_model(config, tokenizer, record))
+    of_model = rows_of_model(config, tokenizer, record)
+    rows, remark = rows_of(config.tokenizer, tokenizer.vocab_size, of_model, config.model.published_shape)
     tokenizer = within(tokenizer, rows)
     for note in (remark, tokenizer.note if isinstance(tokenizer, RowsTokenizer) else ""):
         if note:

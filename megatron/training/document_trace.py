@@ -209,7 +209,7 @@ class DocumentTrace:
         if not path or origin["piece"]:
             return None
         try:
-            line = lines_at(path, [origin["offset"]], origin["separator"])[origin["offset"]]
+            line = lines_at(path, [origin["offset"]], origin["separator"], origin.get("columns"))[origin["offset"]]
             record = json.loads(line)
             for key in record if isinstance(record, dict) else ():
                 value = parse_line(line, [key])[0] if isinstance(record[key], (str, list)) else ""

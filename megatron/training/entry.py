@@ -56,7 +56,10 @@ def _start(config: Config, recipe: Recipe) -> None:
 
 def train(config: Config, recipe: Recipe) -> None:
     """Train with these settings on the ranks of this job."""
-    config = resolve(config, world_size=world_size(config))
+    from megatron.training.events import recorded_refusal  # needs packages that a wrong Python lacks
+
+    with recorded_refusal(config):
+        config = resolve(config, world_size=world_size(config))
     if config.parallel.print_topology:
         return print_topology(config)
     from megatron.planner.room import check_room

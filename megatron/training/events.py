@@ -5,11 +5,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Optional
 
-from megatron.errors import Interrupted, Locked, NumericsError, Preempted, exit_code, explain
+from megatron.errors import Failure, Interrupted, Locked, NumericsError, Preempted, exit_code, explain, in_a_line
 from megatron.guard.disk import shortage
-from megatron.settings import schema
+from megatron.settings import rank_env, schema
 from megatron.telemetry.event_rules import rule_of
 from megatron.telemetry.events import EventLog
+from megatron.telemetry.notify import open_events
 
 QUIET = (0, Preempted.code, Interrupted.code)  # exit codes of runs that ended as requested
 
@@ -56,6 +57,19 @@ def recorded_drift(events: EventLog, iteration: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def recorded_refusal(config: schema.Config) -> Iterator[None]:
+    """A context that records the end of a launch whose settings are refused before anything is started."""
+    try:
+        yield
+    except Failure:
+        if not config.parallel.print_topology:
+            events = open_events(config.logging, config.checkpoint.save, active=rank_env.ranks().rank == 0)
+            with contextlib.suppress(Failure), recorded_end(events):
+                raise
+        raise
+
+
+@contextlib.contextmanager
 def recorded_end(events: EventLog) -> Iterator[None]:
     """A context that records the end of a launch that failed before its run was built, and sends the last events."""
     try:
@@ -81,9 +95,9 @@ def record_end(
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its name.
+    """An error's message in a line, or its name.
 
     >>> first_line(MemoryError("cannot allocate 9 GB"))
     'out of memory'
     """
-    return (str(explain(error) or error).splitlines() or [type(error).__name__])[0]
+    return in_a_line(str(explain(error) or error)) or type(error).__name__

@@ -136,7 +136,7 @@ WRONG = {
     "g.jsonl.gz": (PACK["gz"](archive({"a.jsonl": b""})), "lines of text inside gzip, its bytes are a tar archive"),
     "h.json": (archive({"a.jsonl": lines(0, 3)}), "its name says lines of text, its bytes are a tar archive"),
     "i.jsonl": (b"PK\x03\x04" + bytes(600), "holds a zip archive, not JSON lines"),
-    "wiki": (b"PAR1" + bytes(600), "holds Parquet, not JSON lines"),
+    "wiki.jsonl": (b"PAR1" + bytes(600), "holds Parquet, not JSON lines"),
     "j.gz": (PACK["gz"](PACK["gz"](lines(0, 3))), "holds gzip inside gzip"),
     "k.tar": (archive({"notes.md": b"x\n"}), "the archive holds no JSON lines"),
     "l.tar": (bytes(10240), "the archive holds no JSON lines"),

@@ -158,6 +158,18 @@ def test_a_sample_longer_than_the_text_is_told(length, told, tmp_path):
     assert sum("is longer than all of a-train, 54 tokens" in line for line in heard) == told
 
 
+@pytest.mark.parametrize(
+    "kind, samples, told", [("gpt", 40, False), ("gpt", 41, True), ("webtext", 36, False), ("webtext", 37, True)]
+)
+def test_more_than_four_passes_are_told(kind, samples, told, tmp_path):
+    """41 tokens are 10 samples of 4 and a last token, 4 times 41 are 40 and three more; 9 documents are 9 samples."""
+    heard, prefix = [], write_tokens(tmp_path / "a", [5] * 7 + [3, 3])
+    data = Data(data_path=[prefix], split="1,0,0", dataset_type=kind)
+    build_datasets(data, 4, (samples, 0, 0), 1, eod=0, log=heard.append)
+    notes = [line for line in heard if "2305.16264" in line]
+    assert len(notes) == told and all("a-train more than 4 times" in line for line in notes)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_longer_run_keeps_the_order_of_its_validation(weighted, tmp_path):
     """The first 30 samples are those of the first launch, in three epochs; then they repeat."""

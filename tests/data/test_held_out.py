@@ -35,7 +35,7 @@ def test_one_book(tmp_path, capsys):
     [train], [held_out] = divide(tmp_path, "--input", str(tmp_path / "book.txt"))
     assert train + held_out == book and train.endswith("\n") and held_out.startswith("This is line 19")
     assert 0.05 <= len(held_out) / len(book) < 0.051
-    assert "1 documents, 0.0 MB of text" in capsys.readouterr().out
+    assert f"1 documents, {len(held_out) / 1e3:.1f} kB of text" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["a" * 1000, "\n" + "a" * 999, "word " * 200, "\u4f60" * 1000, "\u4f60\n" * 500])

@@ -416,3 +416,22 @@ def test_vocabulary_flags_without_effect_are_told(corpus, tmp_path, capsys):
     preprocess_data.main(["--input", str(corpus), "--output-prefix", str(tmp_path / "out"), *words.split()])
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert told == ["warning: --merge-file m.txt has no effect without --tokenizer-type GPT2BPETokenizer"]
+
+
+@pytest.mark.parametrize(
+    "text, flags, notes",
+    [
+        ("1 2\r\n3\r\n", [], ["2 line ends", "--append-eod"]),
+        ("1 2\n3\r4", ["--append-eod"], []),
+        ("1\r\n", ["--append-eod"], ["1 line ends"]),
+    ],
+)
+def test_windows_line_ends_and_documents_without_an_end_are_noted(tmp_path, capsys, text, flags, notes):
+    """Line ends of the JSON lines themselves do not count."""
+    (tmp_path / "a.jsonl").write_bytes(json.dumps(dict(text=text)).encode() + b"\r\n" + b'{"text": "5"}\r\n')
+    vocabulary = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]
+    preprocess_data.main(
+        ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "a"), *vocabulary, *flags]
+    )
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert len(said) == len(notes) and all(map(str.__contains__, said, notes))

@@ -115,6 +115,9 @@ Profiler.profiler_log profile_dir here there
 Profiler.detailed profile_detailed switch
 Compress.Quantization.enable quantization True=True
 Quantization.enable quantization True=True
+Quantization.channel_wise_abs_max weight_quantize_type switch:channel_wise_abs_max/abs_max
+Quantization.freeze_embedding freeze True=['embedding.*']
+Quantization.skip_tensor_map.block_3 quantization_skip [linear1]=blocks.3.mlp.up [linear2]=blocks.3.mlp.down
 """
 ARRIVES = dict(
     train=TRAINING,
@@ -173,6 +176,7 @@ Distributed.mp_degree tensor_model_parallel_size 2 4
 Inference.mp_degree tensor_model_parallel_size 2 4
 """,
 )
+QAT = ("channel_wise_abs_max", "freeze_embedding", "skip_tensor_map.block_3")
 # What a key needs for an effect. Without it the key is named.
 BEAMS, HALF = {"Generation.decode_strategy": "beam_search"}, {"Engine.mix_precision.enable": "True"}
 NEEDS = {
@@ -189,6 +193,7 @@ NEEDS = {
     "Profiler.profiler_log": {"Profiler.enable": "on"},
     "Profiler.detailed": {"Profiler.enable": "1"},
     "Generation.num_beams": BEAMS,
+    **{f"Quantization.{key}": {"Quantization.enable": "True"} for key in QAT},
     **{f"Generation.{key}": BEAMS | {"Generation.num_beams": "4"} for key in ("length_penalty", "num_beam_groups")},
     "Generation.diversity_rate": BEAMS | {"Generation.num_beams": "4", "Generation.num_beam_groups": "2"},
 }
@@ -270,6 +275,13 @@ train Quantization.quantizable_layer_type 8
 train Compress.Quantization.quantizable_layer_type 8
 train Quantization.onnx_format 8
 train Compress.Quantization.onnx_format 8
+train Quantization.channel_wise_abs_max True
+train Compress.Quantization.channel_wise_abs_max False
+train Quantization.freeze_embedding True
+train Compress.Quantization.freeze_embedding True
+train Quantization.skip_tensor_map.block_3 linear2
+train Compress.Quantization.skip_tensor_map.block_3 [linear1]
+generate Quantization.channel_wise_abs_max False
 train Prune.cal_sens 8
 train Compress.Prune.cal_sens 8
 train Prune.criterion 8

@@ -149,10 +149,9 @@ def test_what_translate_makes_of_devices_switches_and_other_commands(words, star
     "flag, instead",
     [
         ("init_checkpoint_path", "load"),
-        ("decode_strategy", "greedy, --num-beams, or for sampling --top-p and --top-k"),
         ("max_length", "tokens-to-generate"),
         ("early_stopping", "num-beams"),
-        ("model_name", "load .the checkpoint has its model"),
+        ("model_name", "model-name-or-path"),
     ],
 )
 def test_words_of_the_other_commands_have_a_hint(flag, instead):
@@ -251,3 +250,23 @@ def test_an_empty_file_is_named(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("\n")
     parse_pretrain([*TINY, "-c", str(tmp_path / "run.yaml")])
     assert f"note: {tmp_path}/run.yaml is empty: it sets nothing" in capsys.readouterr().err
+
+
+def generated(words: str):
+    from tests.documented.test_fleetx_words import Read
+
+    return Read("generate", words.split())
+
+
+@pytest.mark.parametrize("strategy, greedy", [("greedy_search", True), ("sampling", False)])
+def test_generation_takes_paddlenlps_words(strategy, greedy):
+    """Those of its run_generation.py."""
+    fused = "--fuse_transformer --fuse_mt true --fuse_qkv --fuse_attention_qkv true"
+    found = generated(f"--model_name_or_path DIR --decode_strategy {strategy} {fused}")
+    assert found.problems == [] and (found.values["load"], found.values["greedy"]) == ("DIR", greedy)
+    assert [word for word in found.told if "fuse" in word] == fused.replace("_", "-").replace(" true", "").split()
+
+
+def test_a_search_by_beams_is_said_by_their_number():
+    assert "none of true, false, greedy_search, sampling" in generated("--decode_strategy beam_search").problems[0]
+    assert generated("--model_dir DIR --mp_degree 2").values["tensor_model_parallel_size"] == 2

@@ -14,6 +14,7 @@ from megatron.errors import SettingsError, UsageError, run_main
 from megatron.settings.dialects import fleetx
 from megatron.settings.dialects.table import TheirSetting, flags_of, sentence
 from megatron.settings.parse import parse_pretrain
+from megatron.settings.rules import range_problem
 from megatron.settings.sources import read_python, read_tree
 from megatron.settings.spelling import spellings_of
 from megatron.settings.translate import DIALECTS, back, spellings, translate
@@ -727,6 +728,8 @@ def sample(meaning: str, known) -> list[str]:
     if not all(word.startswith("--") for word in words):
         return []
     kinds = [known[flag].setting.kind for flag in words]
+    if any(range_problem(known[flag].setting.name, 0.25) for flag in words):
+        return ["3"] * len(words)
     return [{bool: "true", int: "3", float: "0.25", str: "word"}.get(kind) or str(kind[-1]) for kind in kinds]
 
 

@@ -16,6 +16,7 @@ import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
 from megatron.fused_kernels import Case, choose_kernel, cpu_ops
+from megatron.fused_kernels.partial_attention import Explicit, FlashOnCPU, Rectangle, Scores
 from megatron.inference.quantize import multiply_int8
 from megatron.model.experts import grouped
 from megatron.mpu.initialize import DTYPES
@@ -103,7 +104,7 @@ def test_products_are_rounded_once(dtype, fp32_alone, monkeypatch):
 class HalfProducts(TorchDispatchMode):
     """Collects the products of half formats, but those with few rows and the sums of norms' gradients."""
 
-    OPS = "mm addmm bmm baddbmm _grouped_mm _scaled_dot_product_flash_attention_for_cpu".split()
+    OPS = "mm addmm bmm baddbmm _grouped_mm _scaled_dot_product_flash_attention_for_cpu_backward".split()
 
     def __init__(self):
         super().__init__()
@@ -123,7 +124,7 @@ SIZES = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
 RUNS = {
     "gpt": (pretrain_gpt, "--bf16 --attention-dropout 0.1"),
-    "fp16": (pretrain_gpt, "--fp16 --apply-query-key-layer-scaling --initial-loss-scale 64"),
+    "fp16": (pretrain_gpt, "--fp16 --initial-loss-scale 64"),
     "O1": (pretrain_gpt, "--bf16 --amp-level O1"),
     "grouped queries": (pretrain_gpt, "--bf16 --group-query-attention --num-query-groups 2 --swiglu"),
     "muon": (pretrain_gpt, "--bf16 --optimizer muon"),
@@ -132,7 +133,7 @@ RUNS = {
         pretrain_gpt,
         f"--bf16 {EXPERTS} --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
     ),
-    "t5": (pretrain_t5, "--bf16 --decoder-seq-length 16 --vocab-extra-ids 20"),
+    "t5": (pretrain_t5, "--bf16 --decoder-seq-length 16 --vocab-extra-ids 20 --position-embedding-type relative"),
     "bert": (pretrain_bert, "--bf16"),
 }
 
@@ -151,6 +152,27 @@ def test_products_of_training_are_in_bf16_where_there_are_instructions():
     with HalfProducts() as products:
         recipe.main(f"{SIZES} --seq-length 32 {words}".split())
     assert {name for name, _ in products.found} >= {"mm", "bmm"}
+
+
+@pytest.mark.parametrize("kernel", [Explicit, FlashOnCPU])
+def test_no_product_of_a_ring(kernel, fp32_alone):
+    """Of a rank's queries over another one's keys in a window, against a softmax in fp64."""
+    n, b, h, d, window = 24, 2, 3, 16, 9
+    draw = torch.Generator().manual_seed(2)
+    query, key, value, above = (torch.randn(n, b, h, d, generator=draw).bfloat16() for _ in range(4))
+    whole, scores = Rectangle(slice(0, n), slice(0, n), True, window, None), Scores(0.25)
+    with HalfProducts() as products:
+        out, lse = kernel.forward(query, key, value, whole, scores)
+        gradients = kernel.backward(above, query, key, value, out, lse, whole, scores)
+    assert not products.found
+    exact = [x.double().requires_grad_() for x in (query, key, value)]
+    pairs = 0.25 * torch.einsum("nbhd,mbhd->bhnm", *exact[:2])
+    hidden = ~torch.ones(n, n, dtype=torch.bool).tril().triu(-window)
+    wanted = torch.einsum("bhnm,mbhd->nbhd", pairs.masked_fill(hidden, float("-inf")).softmax(-1), exact[2])
+    for mine, theirs in zip(
+        (out, *gradients), (wanted, *torch.autograd.grad(wanted, exact, above.double())), strict=True
+    ):
+        assert (mine.double() - theirs).norm() < 1e-2 * theirs.norm()
 
 
 def test_logits_are_as_near_to_those_of_fp64(monkeypatch):

@@ -603,6 +603,24 @@ def test_paddlenlps_export_and_end(tmp_path, models, monkeypatch, capsys):
     exported = capsys.readouterr().out
     tool.main(["--load", str(models["gpt2"]), "--prompt", "the dog", "--greedy", "--max_dec_len", "5"])
     assert exported == capsys.readouterr().out
+    Path("inference_model_pp1mp1/mine.txt").write_text("kept")
+    again = ["--load", str(models["llama"]), "--save_inference_model_then_exist", "true"]
+    tool.main(again)  # a second time, and of another model
+    assert "replaces an earlier export (--output names another folder); mine.txt are in" in capsys.readouterr().err
+    assert json.loads(Path("inference_model_pp1mp1/export.json").read_text())["config"]["model"]["swiglu"]
+    assert Path("inference_model_pp1mp1.old/mine.txt").read_text() == "kept"
+    tool.main([*again, "--output", "named"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("inference_model_pp1mp1", "inference_model_pp1mp1.old", "named")
+    ]
+
+
+def test_an_earlier_export_comes_back_after_an_error(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "export.json").touch()
+    with pytest.raises(ValueError), tool.earlier_export_aside(tmp_path / "out"):
+        raise ValueError
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "export.json"]
 
 
 # ---- what else is in the folder --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert.compressed_tensors import pack, unpack
 from megatron.inference.convert.huggingface import from_hf
+from megatron.inference.export.onnx_quantized import OnnxProduct
 from megatron.inference.export.opened import load_exported
 from megatron.inference.load import load_model
 from megatron.inference.quantize import linear_layers
@@ -132,6 +133,22 @@ def test_other_programs_round_inputs_as_training_did(form, inputs, aware, tmp_pa
     need("onnx")
     out = export_to(tmp_path / "out", aware, "--format", "onnx", "--dtype", "fp32")
     close(by_onnxruntime(out), ours(aware), 1e-2)  # an input at a tie may fall to either side
+
+
+def test_a_program_that_forgets_to_round_its_inputs_is_refused(models, tmp_path, monkeypatch):  # noqa: F811
+    """Rounding them changes a two-hundredth of the logits, or less: the limit is a part of that."""
+    need("onnx")
+    line = ["--format", "onnx", "--dtype", "fp32", "--quantize", "int8-dynamic"]
+    agreed = json.loads((export_to(tmp_path / "right", models["llama"], *line) / "export.json").read_text())[
+        "agreement"
+    ]
+    plain, rounded = (ours(models["llama"], KINDS[kind]) for kind in ("int8", "int8-dynamic"))
+    effect = (plain - rounded).abs().max().item()
+    assert agreed["difference"] < agreed["allowed"] < effect / 2
+    forgets = lambda self, x, whole, scale: torch.nn.functional.linear(x, whole.float() * scale.float().view(-1, 1))
+    monkeypatch.setattr(OnnxProduct, "_of_whole_numbers", forgets)
+    with pytest.raises(CheckpointError, match="(?s)computes something else.*0.25 of what rounding inputs changes"):
+        export_to(tmp_path / "wrong", models["llama"], *line)
 
 
 def by_onnxruntime(out) -> torch.Tensor:

@@ -186,7 +186,7 @@ def test_gguf_says_what_the_tokenizer_says(new_checkpoint, vocabulary, tmp_path,
     assert generation["bos_token_id"] == ids["<|begin_of_text|>" if bos else "<|end_of_text|>"]
 
 
-def test_gguf_of_sentencepiece(new_checkpoint, tmp_path):
+def test_gguf_of_sentencepiece(new_checkpoint, tmp_path, capsys):
     """Scores, types and ids of a model that leaves texts as they are; one that normalizes them is refused by its ids."""
     pytest.importorskip("xllamacpp")
     plain = dict(normalization_rule_name="identity", remove_extra_whitespaces=False)
@@ -195,6 +195,8 @@ def test_gguf_of_sentencepiece(new_checkpoint, tmp_path):
     words = ["--format", "gguf", "--dtype", "fp32"]
     load = new_checkpoint(**NONE, tokenizer_model=str(tmp_path / "plain.model"), rows=400)
     export.main(["--load", str(load), "--output", str(tmp_path / "out"), *words])
+    [note] = [line for line in capsys.readouterr().out.splitlines() if "other ids" in line]
+    assert note.endswith("for some texts: it puts a space after user-defined symbols (add_dummy_prefix)")
     found, proto = fields_of(tmp_path / "out/model.gguf"), read_model((tmp_path / "plain.model").read_bytes())
     scores = [piece.score for piece in proto.pieces]
     assert found["ggml.scores"][: len(scores)] == pytest.approx(scores) and len(found["ggml.tokens"]) == 400
@@ -204,6 +206,18 @@ def test_gguf_of_sentencepiece(new_checkpoint, tmp_path):
     load = new_checkpoint(**NONE, tokenizer_model=str(tmp_path / "normal.model"), rows=400)
     with pytest.raises(CheckpointError, match=r"(?s)other ids for the text.*normalizes no texts \(nmt_nfkc\)"):
         export.main(["--load", str(load), "--output", str(tmp_path / "no"), *words])
+
+
+@pytest.mark.parametrize("rule", ["nmt_nfkc", "identity"])
+def test_gguf_of_unigram(new_checkpoint, tmp_path, rule, capsys):
+    """llama.cpp's Unigram has the charsmap, and removes spaces. It compares the ids before the file appears."""
+    pytest.importorskip("xllamacpp")
+    how = dict(normalization_rule_name=rule, remove_extra_whitespaces=rule == "nmt_nfkc")
+    (tmp_path / "t.model").write_bytes(trained_model("unigram", **how))
+    load = new_checkpoint(**NONE, tokenizer_model=str(tmp_path / "t.model"), rows=400)
+    export.main(["--load", str(load), "--output", str(tmp_path / "out"), "--format", "gguf", "--dtype", "fp32"])
+    assert "other ids" not in capsys.readouterr().out
+    assert fields_of(tmp_path / "out/model.gguf")["ggml.model"] == "t5"
 
 
 # ---- all formats -----------------------------------------------------------------------------------------------------

@@ -166,7 +166,8 @@ def test_a_right_command_is_not_refused(folder, monkeypatch, capsys):
     monkeypatch.setattr(run, "check_design", lambda *args: None)
     pretrain_gpt.main([*GPT_175B.split(), "--data-path", "tokens", "--preflight"])
     with pytest.raises(SettingsError, match="--world-size 128 is not this job: it has 64 ranks"):
-        run.preflight(parse_pretrain([*GPT_175B.split(), "--mock-data"]), None, env=dict(WORLD_SIZE="64"))
+        of_a_job = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="64")
+        run.preflight(parse_pretrain([*GPT_175B.split(), "--mock-data"]), None, env=of_a_job)
 
 
 # ---- every rank ------------------------------------------------------------------------------------------------------

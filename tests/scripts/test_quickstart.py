@@ -6,8 +6,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -58,8 +60,60 @@ def test_the_log_of_training_is_kept_as_it_was_said(copy, quickstart):
 def test_the_quickstart_edits_no_lines_of_training(root):
     """What people read comes from the suite itself: no `sed` or `grep` stands behind the training."""
     script = (root / "scripts/_steps.sh").read_text(encoding="utf-8")
-    training = script[(start := script.index("megatron.tools.launch")) : script.index("rm -f", start)]
-    assert "|" not in training and "--log-file" in training
+    launched = script[(start := script.index("megatron.tools.launch")) : script.index("}\n", start)]
+    training = script[(start := script.index('gpt "$WIDTH"')) : script.index("rm -f", start)]
+    assert "|" not in launched + training and "--log-file" in training
+
+
+@pytest.mark.parametrize(
+    "seconds, widths, size",
+    [
+        ({256: 0.17}, "256 128", "256 600"),  # the machine of README's figures
+        ({256: 0.2}, "256 128", "256 600"),  # nearly
+        ({256: 0.3}, "256 128", "256 340"),
+        ({256: 1.64, 128: 0.6}, "256 128", "128 170"),  # two cores that are shared, without bf16
+        ({256: 9.0, 128: 5.0}, "256 128", "128 50"),
+        ({256: 0.9}, "256", "256 110"),  # of one size
+    ],
+)
+def test_training_takes_two_minutes_of_the_machine(copy, bash, tmp_path, seconds, widths, size):
+    """Steps are measured, and the choice stays: a second call goes on with it."""
+    times = " ".join(f"[{width}]={time}" for width, time in seconds.items())
+    (tmp_path / "choose.sh").write_text(
+        f"source {shlex.quote(str(copy / 'scripts/_steps.sh'))}\nflags=() ITERATIONS=600\n"
+        f"MOST=600 RUN={shlex.quote(str(tmp_path))}\ndeclare -A times=({times})\n"
+        'gpt() { echo "$@" >>"$RUN/calls"; for n in 9 1 1 1 1 1; do\n'
+        'echo "{\\"kind\\": \\"step\\", \\"seconds\\": $(awk "BEGIN { print $n * ${times[$1]} }")}"; '
+        'done >"$RUN/measured.jsonl"; }\n'
+        f'choose_size "{widths}" --more; echo "$WIDTH $ITERATIONS $SECONDS_A_STEP"\n'
+        f'ITERATIONS=600 WIDTH=; choose_size "{widths}" --more; echo "$WIDTH $ITERATIONS $SECONDS_A_STEP"\n'
+    )
+    width, steps = size.split()
+    said = bash(str(tmp_path / "choose.sh")).stdout.splitlines()
+    assert [said[-2], said[-1]] == [f"{size} {seconds[int(width)]:g}"] * 2
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [int(call.split()[0]) for call in calls] == [*seconds] and all(call.endswith("--more") for call in calls)
+    within = int(steps) * seconds[int(width)]
+    assert within <= 130 or int(steps) == 50
+
+
+def test_sigterm_to_a_quickstart_reaches_what_it_has_started(copy, tmp_path):
+    """The launcher passes it on to the ranks, which save (tests/tools/test_launch.py)."""
+    (tmp_path / "term.sh").write_text(
+        f"cd {shlex.quote(str(copy))}; source scripts/_steps.sh\n"
+        f"with_script python -c 'import pathlib, signal, time; signal.signal(signal.SIGTERM, lambda *_: "
+        f'pathlib.Path("{tmp_path}/told").touch() or exit(9)); pathlib.Path("{tmp_path}/alive").touch(); time.sleep(60)\'\n'
+        "echo not reached\n"
+    )
+    script = subprocess.Popen(["bash", str(tmp_path / "term.sh")], stdout=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "alive").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    script.terminate()
+    assert script.communicate(timeout=30)[0] == b"" and script.returncode == -signal.SIGTERM
+    while not (tmp_path / "told").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert (tmp_path / "told").exists()
 
 
 def test_a_wait_is_not_silent(copy, bash, tmp_path):

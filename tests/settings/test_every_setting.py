@@ -181,6 +181,7 @@ CHECKS = dict(
         vocab_size=f"{DATA}::test_vocabulary_is_as_large_as_said",
         vocab_extra_ids="test_special_tokens::test_sentinels_stand_behind_the_vocabulary",
         tiktoken_pattern=f"{DATA}::test_tiktoken_splits_by_its_pattern",
+        parse_special="test_contract::test_names_in_documents_are_text_unless_they_are_parsed",
     ),
     data=dict(
         data_path=f"{DATA}::test_data_path_mixes_by_weight",

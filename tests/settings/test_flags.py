@@ -152,6 +152,20 @@ def test_all_problems_come_at_once():
         assert words in text
 
 
+def test_a_tilde_is_the_home_folder_in_flags_and_files(tmp_path, monkeypatch):
+    """Shells leave it alone in --flag=~/x, and config files know no shell."""
+    monkeypatch.setenv("HOME", "/users/me")
+    config = read("--load=~/runs/a --data-path 0.5 ~/data/x 0.5 b~/y --save ~")
+    assert config.checkpoint.load == "/users/me/runs/a" and config.checkpoint.save == "/users/me"
+    assert config.data.data_path == ["0.5", "/users/me/data/x", "0.5", "b~/y"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.yaml").write_text("save: ~/runs/b\ntensorboard_dir: runs/~c\n")
+    (tmp_path / "b.yaml").write_text("Engine: {save_load: {output_dir: ~/runs/c}}\n")
+    config = read("--config=~/a.yaml")
+    assert config.checkpoint.save == f"{tmp_path}/runs/b" and config.logging.tensorboard_dir == "runs/~c"
+    assert read("-c ~/b.yaml").checkpoint.save == f"{tmp_path}/runs/c"
+
+
 def test_what_is_misspelled_is_not_missing_as_well():
     text = refused("", shape=["--num-layer", "2", "--hidden-size", "x", "--num-attention-heads", "2"])
     assert "missing" not in text and "did you mean --num-layers" in text and "--hidden-size 'x'" in text
@@ -335,8 +349,13 @@ def test_the_tables_say_one_thing_about_each_flag():
         ("--main-grads-dtype fp16", "'fp16' is none of fp32, bf16; fp16 would need a scale for each tensor: say bf16"),
         ("--exp-avg-dtype fp16", "'fp16' is none of fp32, bf16; fp16 would need a scale for each tensor: say bf16"),
         ("--exp-avg-sq-dtype fp8", "'fp8' is none of fp32, bf16; 8-bit numbers are not part of this suite: say bf16"),
-        ("--apply-layernorm-1p", "norms multiply by their weight, not by 1 + weight, whatever --normalization says"),
-        ("--apply-layernorm-1p --normalization RMSNorm", "whatever --normalization says; leave it out"),
+        (
+            "--per-device-train-batch-size 8",
+            "is Hugging Face Trainer's word: say --micro-batch-size (megatron.tools.tr",
+        ),
+        ("--max-grad-norm 1", "say --clip-grad (megatron.tools.translate --from hf-trainer reads a whole run)"),
+        ("--block-size 64", "--block-size is nanoGPT's word: say --seq-length"),
+        ("--dropout 0.1", "--dropout is nanoGPT's word: say --hidden-dropout and --attention-dropout"),
     ],
 )
 def test_what_is_not_supported_says_what_to_do(line, words):

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.errors import SettingsError, UsageError
-from megatron.settings.rank_env import Ranks, adopt, adopt_launcher, first_host, hosts, ranks
+from megatron.errors import PeerLost, SettingsError, UsageError
+from megatron.settings.rank_env import Ranks, adopt, adopt_launcher, first_host, hosts, is_started, ranks
 
 STEP = dict(
     SLURM_STEP_ID="3",
@@ -40,7 +40,7 @@ def test_a_task_of_srun_for_each_rank():
     "env",
     [
         {},
-        STEP | dict(RANK="2", WORLD_SIZE="4"),  # torchrun under srun
+        STEP | dict(RANK="2", WORLD_SIZE="4", LOCAL_RANK="0"),  # torchrun under srun
         STEP | dict(SLURM_STEP_NUM_TASKS="1"),
         {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"},  # the batch script itself
     ],
@@ -86,6 +86,76 @@ def test_ranks_that_have_no_place_to_meet(monkeypatch):
         SettingsError, match="MASTER_ADDR and MASTER_PORT not set(.|\n)*torchrun(.|\n)*unset WORLD_SIZE"
     ):
         join_job(Parallel(), Kernels(device="cpu"))
+
+
+DLC = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # of a node, as PAI's DLC numbers them
+
+
+@pytest.mark.parametrize("node", ["0", "1"])
+def test_numbers_of_nodes_make_no_ranks_of_a_tool(node, capsys):
+    env = adopted(**DLC | dict(RANK=node))
+    assert ranks(env) == Ranks() and not is_started(env)
+    told = f"note: RANK={node} and WORLD_SIZE=2 without LOCAL_RANK: no launcher has set them; this process is alone"
+    assert told in capsys.readouterr().err
+
+
+def test_ranks_of_a_launcher_stay_as_they_are(capsys):
+    for more in (dict(LOCAL_RANK="0"), dict(LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")):
+        env = DLC | more
+        assert adopted(**env) == env and is_started(env)
+    assert adopted(RANK="0", WORLD_SIZE="1") == dict(RANK="0", WORLD_SIZE="1")
+    env = adopted(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="1")
+    assert is_started(env) and ranks(env).rank == 1
+    env = {}
+    adopt("--rank 1 --world-size 2 --host node0".split(), env)
+    assert is_started(env) and adopted(**env) == env
+    assert capsys.readouterr().err == ""
+
+
+def joins(*words, **more):
+    raise AssertionError("ranks are joined")
+
+
+def test_planning_joins_no_ranks(capsys, monkeypatch):
+    """In the environment of PAI's DLC each of these commands is alone."""
+    from megatron.planner.preflight import run
+    from megatron.settings.parse import parse_pretrain
+    from megatron.tools import plan, pretrain
+
+    monkeypatch.setattr("torch.distributed.init_process_group", joins)
+    for name, value in DLC.items():
+        monkeypatch.setenv(name, value)
+    model = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 1024".split()
+    cluster = "--world-size 16 --local-world-size 8 --device-name A100-80GB".split()
+    searched = [*model, *cluster, "--max-global-batch-size", "16"]
+    pretrain.main(["--task-type", "llmacc.megatron.GPT", *searched], env=DLC)
+    plan.main(searched)
+    assert capsys.readouterr().out.count("torchrun --") >= 2
+    pretrain.main([*searched, "--dry-run", "--train-iters", "2", "--mock-data", "--lr", "1e-4"], env=DLC)
+    monkeypatch.setattr(run, "check_design", lambda *words: None)
+    monkeypatch.setattr(run, "together", joins)
+    flags = [*model, *cluster, *"--micro-batch-size 1 --global-batch-size 16 --lr 1e-4 --train-iters 2".split()]
+    run.preflight(parse_pretrain([*flags, "--mock-data", "--preflight"]), None, env=DLC)
+    assert "the machines of the 16 ranks" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("rank, world, others", [(0, 2, "rank 1"), (1, 2, "rank 0"), (0, 3, "some of ranks 1 to 2")])
+def test_a_rank_says_whom_it_waited_for(rank, world, others, monkeypatch):
+    from megatron.mpu.initialize import dist, join_job
+    from megatron.settings.schema import Kernels, Parallel
+
+    def late(*words, timeout, **more):
+        raise dist.DistStoreError(
+            f"Timed out after {timeout.total_seconds():g} seconds waiting for clients. 1/2 joined."
+        )
+
+    monkeypatch.setattr(dist, "init_process_group", late)
+    for name, value in (DLC | dict(RANK=str(rank), WORLD_SIZE=str(world))).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        PeerLost, match=f"could not join the job at 127.0.0.1:1(.|\n)*it waited 6 s for {others}: Timed"
+    ):
+        join_job(Parallel(distributed_timeout_minutes=0.1), Kernels(device="cpu"))
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,49 @@ def test_files_of_glue_are_read_as_they_are(name, tmp_path):
         assert "1 lines with another number of columns" in examples_of(own, "train").notes[0]
 
 
+# As cola_public_1.1.zip and multinli_1.0.zip have them, and where PaddleFleetX's commands look.
+PUBLISHED_COLA = {
+    "raw/in_domain_train.tsv": ["gj04\t1\t\tOurs won.", "gj04\t0\t*\tOurs win the."],
+    "raw/in_domain_dev.tsv": ["gj04\t1\t\tHe sang."],
+    "raw/out_of_domain_dev.tsv": ["clc95\t1\t\tShe sang."],
+}
+COLUMNS = (
+    "gold_label sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse sentence1 sentence2 promptID "
+    "pairID genre label1 label2 label3 label4 label5"
+).split()
+PUBLISHED_MNLI = {
+    f"multinli_1.0_{name}.txt": [
+        "\t".join(COLUMNS),
+        *(
+            "\t".join([label, *"pppp", f"It {name}s.", "It is.", "1", "1n", "fiction", label, *[""] * 4])
+            for label in labels
+        ),
+    ]
+    for name, *labels in (
+        ["train", "neutral", "-", "entailment"],
+        ["dev_matched", "neutral"],
+        ["dev_mismatched", "neutral"],
+    )
+}
+
+
+@pytest.mark.parametrize("below", ["", "dataset"])
+def test_files_of_the_data_sets_themselves(below, tmp_path):
+    for folder, files in dict(cola_public=PUBLISHED_COLA, **{"multinli_1.0": PUBLISHED_MNLI}).items():
+        for name, lines in files.items():
+            (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / name).write_text("\n".join(lines) + "\n")
+    cola, mnli = (settings(task, tmp_path if below else tmp_path / own) for task, own in
+                  (("CoLA", "cola_public"), ("MNLI", "multinli_1.0")))  # fmt: skip
+    assert triples(examples_of(cola, "train")) == [("Ours won.", None, 1), ("Ours win the.", None, 0)]
+    assert triples(examples_of(cola, "valid")) == [("He sang.", None, 1)]
+    assert [row.text for row in examples_of(cola, "test").rows] == ["She sang."]
+    assert triples(examples_of(mnli, "train")) == [("It trains.", "It is.", label) for label in (2, 1)]
+    assert examples_of(mnli, "valid").sets == {"matched": range(0, 1), "mismatched": range(1, 2)}
+    one = settings("MNLI", mnli.task_data, valid_data=["dev_mismatched.tsv"])  # of Data.Eval.dataset.split
+    assert [row.text for row in examples_of(one, "valid").rows] == ["It dev_mismatcheds."]
+
+
 @pytest.mark.parametrize("name", CLUE_ROWS)
 def test_files_of_clue_are_read_as_they_are(name, tmp_path):
     rows, wanted = CLUE_ROWS[name]

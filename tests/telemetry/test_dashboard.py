@@ -25,6 +25,7 @@ from megatron.telemetry.dashboard.series import Curve, Series, thinned
 from megatron.telemetry.dashboard.tail import PART, Tail
 from megatron.telemetry.run_record import read_history
 from megatron.tools import dashboard
+from megatron.tools.report import subtitle
 from megatron.tools.status import look_at
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -234,6 +235,14 @@ def test_curves_of_several_runs(tmp_path):
     assert runs.charts(["2"], View()) == runs.charts(["9"], View()) == []
 
 
+def test_expert_parallel_ranks_are_counted_once(tmp_path):
+    mesh = dict(pp=1, replicate=1, shard=4, cp=1, tp=1, ep=2, etp=1)  # torchrun --nproc-per-node 4, ep 2
+    folder = write(tmp_path / "a", launch(mesh=mesh), step(1))
+    (run,) = watched(tmp_path).summaries()
+    assert "4 ranks" in str(run) and "8 ranks" not in str(run)
+    assert "dp 4 \u00b7 ep 2" in subtitle(read_history(folder / "metrics.jsonl"))
+
+
 def test_files_of_metrics_beside_each_other(tmp_path):
     for name, loss in (("a", 3.0), ("b", 4.0)):
         (tmp_path / f"{name}.jsonl").write_bytes(b"".join(lines(launch(), step(1, loss))))
@@ -242,6 +251,26 @@ def test_files_of_metrics_beside_each_other(tmp_path):
     runs = watched(*named, look=lambda place: look_at(str(place))[0])
     told = [(run["name"], run["loss"], run["iterations"]) for run in runs.summaries()]
     assert told == [("a.jsonl", 3.0, 20), ("b.jsonl", 4.0, 20), ("c", 5.0, 20)]
+
+
+def test_runs_are_found_at_any_depth_and_data_is_none(tmp_path, capsys):
+    """As in runs/ after README: a run, a folder of runs, and texts and samples beside them. Status finds the same."""
+    write(tmp_path / "runs" / "b" / "deep" / "run10", launch(), step(1))
+    write(tmp_path / "runs" / "b" / "deep" / "run2", launch(), step(1))
+    write(tmp_path / "runs" / "a", launch(), step(1))
+    write(tmp_path / "runs" / "a" / "inside", launch(), step(1))  # of the same run, such as a copy
+    write(tmp_path / "runs" / ".hidden", launch(), step(1))
+    (tmp_path / "runs" / "own").mkdir()
+    (tmp_path / "runs" / "own" / "train.jsonl").write_text('{"text": "a"}\n' * 470)
+    (tmp_path / "runs" / "events.jsonl").write_text('{"time": 1, "event": "x", "level": "info", "message": "m"}\n')
+    (tmp_path / "runs" / "c.jsonl").write_bytes(b"".join(lines(launch(), step(1))))  # --metrics-file runs/c.jsonl
+    (tmp_path / "runs" / "b" / "circle").symlink_to(tmp_path / "runs")
+    names = [run["name"] for run in watched(tmp_path / "runs").summaries()]
+    assert names == ["a", "run2", "run10", "c.jsonl"]
+    found = [Path(line.run).relative_to(tmp_path / "runs") for line in look_at(str(tmp_path / "runs"))]
+    assert found == [Path("a"), Path("b/deep/run2"), Path("b/deep/run10")]
+    with pytest.raises(DataError, match="no metrics.jsonl in it, nor in a folder below it"):
+        watched(tmp_path / "runs" / "own")
 
 
 def test_a_run_is_followed_through_a_restart_and_new_runs_appear(tmp_path):

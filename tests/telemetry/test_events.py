@@ -4,7 +4,10 @@ import re
 
 import pytest
 
+import pretrain_gpt
+from megatron.errors import SettingsError
 from megatron.telemetry.events import COMMON, KINDS, LEVELS, EventLog, find_events, read_events
+from megatron.tools.status import look
 
 
 def test_an_event_has_the_common_fields_then_its_own(tmp_path):
@@ -37,9 +40,9 @@ def test_torn_and_foreign_lines_are_skipped(tmp_path):
         file.write(
             '[1]\nnull\n{"time": 1, "event": "newer kind", "level": "info", "message": "kept"}\n{"time": 17, "ev'
         )
-    assert [event["message"] for event in read_events(tmp_path)] == ["kept", "one"]
+    assert [event["message"] for event in read_events(tmp_path)] == ["one", "kept"]  # in the order of writing
     log.record("end", "two")  # not on the torn line
-    assert [event["message"] for event in read_events(path)] == ["kept", "one", "two"]
+    assert [event["message"] for event in read_events(path)] == ["one", "kept", "two"]
     assert read_events(tmp_path / "elsewhere") == []
 
 
@@ -78,3 +81,23 @@ def test_the_page_has_every_kind_and_field(root):
     told = {kind: {*re.findall(r"`(\w+)`", fields)} for kind, _, fields in rows if kind in KINDS}
     assert told == {kind: {*known.fields} for kind, known in KINDS.items()}
     assert all(KINDS[kind].level in level for kind, level, _ in rows if kind in KINDS)
+
+
+def test_settings_that_are_refused_are_the_newest_end_of_the_run(tmp_path, monkeypatch):
+    """After an earlier launch: status has the reason of the launch that was refused, not the one before."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    EventLog(tmp_path / "events.jsonl").record("end", "ended", level="error", code=1, why="of the launch before")
+    record = dict(kind="end", iteration=2, code=1, why="of the launch before")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (dict(kind="run"), record)))
+    flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --mock-data --vocab-size 9 --lr 1 "
+    flags += f"--micro-batch-size 1 --train-iters 2 --tensor-model-parallel-size 2 --save {tmp_path}"
+    with pytest.raises(SettingsError) as refused:
+        pretrain_gpt.main(flags.split())
+    event = read_events(tmp_path)[-1]
+    assert (event["event"], event["code"], event["level"]) == ("end", 3, "error")
+    assert (
+        refused.value.what.startswith(event["why"])
+        and event["why"].startswith("--tensor-mod")
+        and look(tmp_path).why == event["why"]
+    )

@@ -12,6 +12,7 @@ from megatron.checkpoint.reshard import copy_companions
 from megatron.data.vocabulary import refuse_other_vocabulary
 from megatron.errors import DataError
 from megatron.inference import generation_config
+from megatron.inference.export import gguf_vocabulary
 from megatron.inference.prompts import source_of
 from megatron.settings.schema import TokenizerSettings
 from megatron.tasks.chat import ends_note
@@ -127,3 +128,16 @@ def test_sources_of_an_imported_t5_are_prompts(tmp_path):
         assert source_of(ours, text) == theirs(text)["input_ids"]
     with pytest.raises(DataError, match="the prompt has <extra_id_200>"):
         source_of(ours, "one <extra_id_200>")
+
+
+def test_what_llama_cpp_does_not_normalize_is_said(tmp_path):
+    """Qwen's tokenizer composes characters (NFC) before it cuts a text, and llama.cpp's byte-level BPE does not."""
+    write(files_of("qwen3"), tmp_path / "qwen3")
+    write(files_of("llama3"), tmp_path / "llama3")
+    [notice] = gguf_vocabulary.unexpressed(tmp_path / "qwen3")
+    assert notice.endswith("it normalizes no texts (NFC)") and gguf_vocabulary.unexpressed(tmp_path / "llama3") == []
+    assert [gguf_vocabulary.is_expressed(tmp_path / "qwen3", text) for text in ("cafe\u0301", "caf\u00e9")] == [
+        False,
+        True,
+    ]
+    assert gguf_vocabulary.is_expressed(tmp_path / "llama3", "cafe\u0301")

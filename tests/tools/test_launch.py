@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import time
 import traceback
 
 import pytest
+from torch.distributed import TCPStore
 
 from megatron import errors
 from megatron.guard.processes import descendants
@@ -409,3 +411,13 @@ def test_a_layout_without_a_launcher_is_told_the_command(root, tmp_path):
 def test_no_ranks_are_refused(number):
     with pytest.raises(errors.UsageError, match=f"--nproc-per-node {number}: give the number of ranks on this machine"):
         launch.main(["--nproc-per-node", number, "pretrain_gpt.py"])
+
+
+def test_a_port_in_use_names_its_flag():
+    """torch's store says EADDRINUSE; the exit code stays that of a lost peer, which a supervisor tries again."""
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Exception, match="EADDRINUSE") as error:
+            TCPStore("localhost", port, 1, True)
+    said = launch.failure_of(error.value)
+    assert said.what == f"--master-port {port}: another process uses this port" and said.code == 7

@@ -152,7 +152,7 @@ def test_a_bad_folder_hides_no_other(run, tmp_path, capsys, monkeypatch):
     assert "good" not in str(caught.value)
     told = capsys.readouterr().out
     assert told.startswith("3 runs: 2 unreadable, 1 running\n") and "30/100" in told
-    assert "no metrics.jsonl in it, nor in a folder in it" in told
+    assert "no metrics.jsonl in it, nor in a folder below it" in told
     with pytest.raises(DataError):
         main(["--json", *names])
     assert [line["state"] for line in json.loads(capsys.readouterr().out)] == ["unreadable", "unreadable", "running"]

@@ -224,7 +224,64 @@ def test_what_would_come_again_is_not_tried_again(code, cause, root, tmp_path):
     assert returned == code and account["restarts"] == 0 and cause in account["outcome"], said
     (event,) = read_events(tmp_path / "save")
     assert (event["event"], event["level"], event["code"]) == ("end", "error", code) and cause in event["why"]
-    assert "as the test wants it" in said
+    assert "as the test wants it" in said and "as the test wants it" in event["why"]
+    assert "as the test wants it" in event["message"] and account["attempts"][0]["why"] == "as the test wants it"
+
+
+CUDA = "CUDA error: an illegal memory access was encountered"
+
+
+@pytest.mark.parametrize(
+    "code, output, why",
+    [
+        (
+            3,
+            "error: 4 heads:\n  1. --tp 3 does not divide them\n  -> --tp 2\n",
+            "4 heads: 1. --tp 3 does not divide them",
+        ),
+        (2, "[rank0]: error: --tpp: unknown flag\n", "--tpp: unknown flag"),
+        (1, f"error: rank 1 raised an exception; the last 2 of its 9 calls:\n  a.py:1\nRuntimeError: {CUDA}\n", "Run"),
+        (1, f"[rank1]: torch.AcceleratorError: {CUDA}\n\ntorch.x.ChildFailedError: pretrain_gpt.py\n", "torch.Acc"),
+        (-6, f"error: another rank is gone\n  what():  {CUDA}\n", CUDA),
+        (-9, f"error: another rank is gone\n  what():  {CUDA}\n", ""),  # the kill is the cause
+        (1, "that was all\n", ""),
+    ],
+)
+def test_what_a_rank_said_before_its_heartbeat_is_the_reason_everywhere(code, output, why, supervisor):
+    """Status, events and the account give the reason of the last attempt, not that of the one before it."""
+    supervisor.events.path = supervisor.logs / "events.jsonl"
+    supervisor.events.record("start", "begins", iteration=0, ranks=2, resumed=False)
+    supervisor.events.record("end", "ended", level="error", code=1, why="of the attempt before")
+    record = dict(kind="end", iteration=2, code=1, why="of the attempt before")
+    (supervisor.logs / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in (dict(kind="run"), record))
+    )
+    supervisor.log.write_text(output)
+    supervisor.attempts = [Attempt(0, 2)]
+    verdict = supervisor.close(supervisor.attempts[0], 128 - code if code < 0 else code, [], hung=False)
+    said = supervisor.attempts[0].why
+    assert verdict.code == code and said.startswith(why) and bool(said) == bool(why)
+    assert (CUDA in said) == (code in (1, -6) and bool(why))
+    supervisor.record_restart(supervisor.attempts[0])
+    assert look(supervisor.logs).state == "starting" and said in look(supervisor.logs).why
+    supervisor.report(f"stopped: {verdict.cause}", verdict)
+    restart, end = read_events(supervisor.logs)[-2:]
+    assert restart["why"] == said and said in restart["message"] and said in end["message"] and said in end["why"]
+    line = look(supervisor.logs)
+    assert line.state == "failed" and line.why == end["why"] and "before" not in line.why
+    assert said in (supervisor.logs / "goodput.json").read_text()
+
+
+def test_checkpoints_are_counted_though_the_clock_goes_back(supervisor, monkeypatch):
+    supervisor.save, supervisor.events.path = "save", supervisor.logs / "events.jsonl"
+    supervisor.events.record("save", "of an earlier supervisor", iteration=1)
+    supervisor.old_events = supervise.size_of(supervisor.events.path)
+    now = time.time()
+    for iteration, clock in ((2, now), (3, now - 7200), (4, now - 3600)):
+        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
+        supervisor.events.record("save", "checkpoint", iteration=iteration)
+    assert supervisor.saved() == 3
+    assert [event["iteration"] for event in read_events(supervisor.events.path)] == [1, 2, 3, 4]
 
 
 def test_the_same_crash_three_times_stops(root, tmp_path):

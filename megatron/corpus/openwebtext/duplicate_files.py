@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.corpus.duplicates.shards import blocks_of_lines
-from megatron.errors import DataError
+from megatron.errors import DataError, no_such_file
 
 
 class LeftOut:
@@ -41,7 +41,7 @@ def documents(path: str | Path, left_out: LeftOut) -> Iterator[tuple[int, bytes,
     Raises DataError if the file is not there.
     """
     if not Path(path).exists():
-        raise DataError(f"{path}: no such file", f"the working directory is {os.getcwd()}", "check the path")
+        raise DataError(f"{path}: {no_such_file(path)}", f"the working directory is {os.getcwd()}", "check the path")
     number = 0
     for lines in blocks_of_lines(Path(path)):
         for line in lines:

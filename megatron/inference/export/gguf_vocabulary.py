@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron.errors import SettingsError
 from megatron.inference.convert.hf_tokenizer import SENTENCE_PIECE_MODEL, ExportedTokenizer
-from megatron.inference.convert.sentence_piece import BPE, SPACE, read_model
+from megatron.inference.convert.sentence_piece import BPE, SPACE, UNIGRAM, read_model
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.transformers_files import TOKENIZER
 
@@ -67,10 +67,12 @@ def unexpressed(folder: Path) -> list[str]:
     }
     if is_of_pieces(folder):
         proto = read_model((folder / SENTENCE_PIECE_MODEL).read_bytes())
-        spec, symbols = proto.normalizer_spec, any(piece.type == USER_DEFINED for piece in proto.pieces)
+        spec, of_bpe = proto.normalizer_spec, proto.trainer_spec.model_type == BPE
+        symbols = any(piece.type == USER_DEFINED for piece in proto.pieces)
         steps |= {
-            f"it normalizes no texts ({spec.name})": spec.precompiled_charsmap,
-            "it removes no spaces (remove_extra_whitespaces)": spec.remove_extra_whitespaces,
+            f"of BPE it normalizes no texts ({spec.name})": of_bpe and spec.precompiled_charsmap,
+            "of BPE it removes no spaces (remove_extra_whitespaces)": of_bpe and spec.remove_extra_whitespaces,
+            "of Unigram it has no bytes (byte_fallback)": not of_bpe and proto.trainer_spec.byte_fallback,
             "it puts a space after user-defined symbols (add_dummy_prefix)": spec.add_dummy_prefix and symbols,
         }
     found = ", and ".join(words for words, so in steps.items() if so)
@@ -91,10 +93,13 @@ def _form(folder: Path) -> str | None:
 
 
 def _keeps_a_space(folder: Path) -> bool:
-    """Whether tokenizer.json puts no space before a text that begins with one."""
+    """Whether tokenizer.json puts no space before a text that begins with one, and llama.cpp does: its Unigram does not."""
+    if is_of_pieces(folder) and read_model((folder / SENTENCE_PIECE_MODEL).read_bytes()).trainer_spec.model_type != BPE:
+        return False
     steps = _content(folder).get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", [steps])
-    return any(step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never" for step in steps)
+    spaced = (step for step in steps if step.get("type") == "Metaspace" and step.get("replacement") == SPACE)
+    return any(step.get("prepend_scheme") != "never" for step in spaced)
 
 
 def _content(folder: Path) -> dict[str, Any]:
@@ -165,11 +170,16 @@ def _pattern_of(content: dict[str, Any]) -> str:
 def _sentence_piece(writer, folder: Path, own: Tokenizer) -> dict[int, Entry]:
     """The pieces of tokenizer.model."""
     proto = read_model((folder / SENTENCE_PIECE_MODEL).read_bytes())
-    if proto.trainer_spec.model_type != BPE:
-        raise SettingsError("--format gguf: SentencePiece's BPE is exported, not its other models", do="--format hf")
-    writer.add_tokenizer_model("llama")
+    kind, spec = proto.trainer_spec.model_type, proto.normalizer_spec
+    if kind not in (BPE, UNIGRAM):
+        raise SettingsError("--format gguf: llama.cpp has SentencePiece's BPE and Unigram alone", do="--format hf")
+    writer.add_tokenizer_model("llama" if kind == BPE else "t5")
     writer.add_tokenizer_pre("default")
     entries = {number: Entry(one.piece, one.type, one.score) for number, one in enumerate(proto.pieces)}
     first, *_ = own.encode("a")
     writer.add_add_space_prefix(entries[first].text.startswith(SPACE))
+    if kind == UNIGRAM:
+        writer.add_remove_extra_whitespaces(spec.remove_extra_whitespaces)
+        if spec.precompiled_charsmap:
+            writer.add_precompiled_charsmap(spec.precompiled_charsmap)
     return entries

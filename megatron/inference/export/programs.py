@@ -49,9 +49,9 @@ def write(form: str, program: Program, path: Path) -> None:
         onnx.save(str(path), external_data=size > 1 << 30)  # one file of protobuf ends at 2 GiB
 
 
-def opened(form: str, path: Path, device="cpu", tp: Axis = ALONE) -> Run:
-    """The program of a file, as a function. tp: the ranks that share it."""
-    return _with_onnxruntime(path, device) if form == "onnx" else _with_torch(path, device, tp)
+def opened(form: str, path: Path, device="cpu", tp: Axis = ALONE, optimize: bool = True) -> Run:
+    """The program of a file, as a function. tp: the ranks that share it. optimize: whether onnxruntime may rewrite it"""
+    return _with_onnxruntime(path, device, optimize) if form == "onnx" else _with_torch(path, device, tp)
 
 
 def _with_torch(path: Path, device, tp: Axis) -> Run:
@@ -82,10 +82,12 @@ def _connect(graph: nn.Module, tp: Axis) -> None:
     graph.recompile()
 
 
-def _with_onnxruntime(path: Path, device) -> Run:
+def _with_onnxruntime(path: Path, device, optimize: bool) -> Run:
     runtime = onnxruntime()
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
+    if not optimize:
+        options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
     wanted = ["CUDAExecutionProvider"] * (torch.device(device).type == "cuda") + ["CPUExecutionProvider"]
     providers = [name for name in wanted if name in runtime.get_available_providers()]
     try:

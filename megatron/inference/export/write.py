@@ -60,7 +60,9 @@ WEIGHTS = {
     "onnx": ("fp32", "fp16"),
     "torch-export": ("fp32", "bf16", "fp16"),
 }
+ROUNDED_INPUTS = " with rounded inputs"  # of rows of `agreement.LIMITS`
 MOST = 20  # special tokens whose ids are compared
+OPTIMIZED = "onnxruntime's graph optimizations change logits on this machine (ORT_DISABLE_ALL leaves them)"
 DEQUANTIZE = "CompressedTensorsConfig(dequantize=True)"
 CLIENTS = {"hf": "transformers", "gguf": "llama.cpp", "onnx": "onnxruntime", "torch-export": "torch"}
 
@@ -174,12 +176,12 @@ class ExportSource:
         """The row of `agreement.LIMITS` for an export."""
         trained = self.trained_to_round and self.config.model.activation_quantize_type != "none"
         dynamic = "int8-dynamic" in (wanted.quantize.quantize, self.record.get(QUANTIZED, {}).get("quantize"))
-        return f"{wanted.form} with rounded inputs" if trained or dynamic else wanted.form
+        return f"{wanted.form}{ROUNDED_INPUTS}" if trained or dynamic else wanted.form
 
     def model_of(self, wanted: Wanted) -> torch.nn.Module:
         """The model that an export has to agree with, in fp32."""
         if wanted.form == "gguf":
-            return _model_of_gguf(self, wanted)
+            return _model_of_weights(self, wanted)
         if self.rounds(wanted):
             return self.quantized(wanted.dtype, wanted.quantize).model
         return self.model(wanted.dtype)
@@ -196,6 +198,9 @@ class ExportSource:
         stored = self.record.get(QUANTIZED, {}).get("quantize")
         whole = (wanted.quantize.quantize or stored or "int8") if self.rounds(wanted) else None
         to = " and ".join(dict.fromkeys(word for word in (whole, str(wanted.dtype)) if word))
+        if form.endswith(ROUNDED_INPUTS) and wanted.form != "hf":
+            of_weights = replace(wanted, form="onnx")  # a program of torch records what training computes
+            more["plain"] = outputs(_model_of_weights(self, of_weights))
         return agreement(form, wanted.dtype, theirs=theirs, ours=ours, checkpoint=checkpoint, to=to, **more)
 
     def prompts(self) -> torch.Tensor:
@@ -381,8 +386,8 @@ def _write_gguf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -
     return [path.name], tokenizer, agreed, more
 
 
-def _model_of_gguf(source: ExportSource, wanted: Wanted) -> torch.nn.Module:
-    """The model with the weights of the file. It rounds no inputs."""
+def _model_of_weights(source: ExportSource, wanted: Wanted) -> torch.nn.Module:
+    """The model with the weights of the files. It rounds no inputs."""
     products, settings = source.products(wanted), replace(source.config.model, linear=None, quantization=False)
     config = replace(source.config, model=settings)
     built = build_model(config, source.vocab_size, device="cpu", precision="fp32", mesh=Mesh())
@@ -447,8 +452,8 @@ def _write_programs(source: ExportSource, folder: Path, out: Path, wanted: Wante
         names.append(programs.file_name(form, rank, wanted.tp))
         programs.write(form, program_of(model, source.facts, wanted.kind, source.longest), folder / names[-1])
     tokenizer = source.write_tokenizer(folder)
-    agreed = _ask_program(source, folder, wanted) if wanted.check else None
-    return names, tokenizer, agreed, list(tokenizer.notices)
+    agreed, optimized = _ask_program(source, folder, wanted) if wanted.check else (None, [])
+    return names, tokenizer, agreed, [*tokenizer.notices, *optimized]
 
 
 def _model_of_program(source: ExportSource, wanted: Wanted, mesh: Mesh) -> torch.nn.Module:
@@ -473,15 +478,23 @@ def _ranks(tp: int) -> Iterator[tuple[int, Mesh]]:
 
 
 @torch.no_grad()
-def _ask_program(source: ExportSource, folder: Path, wanted: Wanted) -> Agreement:
-    """Compare logits of the program with the model's; with several ranks, on so many processes."""
+def _ask_program(source: ExportSource, folder: Path, wanted: Wanted) -> tuple[Agreement, list[str]]:
+    """Compare logits of the program with the model's; with several ranks, on so many processes. Returns notices, too.
+
+    Where onnxruntime rounds inputs, it runs the program as it is: its optimizations have kernels that compute in fewer bits
+    on some CPUs.
+    """
     prompts = source.prompts()
     ends = [cut.stop - 1 for cut in _cuts(len(prompts))] if wanted.kind == "generation" else slice(None)
     outputs = lambda model: _own_answer(model, source.facts, prompts)[ends]
     form, row, name = wanted.form, source.compared_as(wanted), CLIENTS[wanted.form]
     if wanted.tp == 1:
-        run = programs.opened(form, folder / programs.file_name(form))
-        return source.compared(row, wanted, answer_of(run, source, wanted, prompts), outputs, client=name)
+        path, exact = folder / programs.file_name(form), form == "onnx" and row.endswith(ROUNDED_INPUTS)
+        answer = lambda **how: answer_of(programs.opened(form, path, **how), source, wanted, prompts)
+        theirs = answer(optimize=not exact)
+        agreed = source.compared(row, wanted, theirs, outputs, client=name)
+        more = (answer() - theirs).abs().max().item() if exact else 0.0
+        return agreed, [f"{OPTIMIZED}: {more:.2e} of {agreed.largest:.3g}"] if more > agreed.allowed else []
 
     from megatron.mpu.forked import run_ranks
 
@@ -492,7 +505,7 @@ def _ask_program(source: ExportSource, folder: Path, wanted: Wanted) -> Agreemen
 
     theirs = torch.stack([torch.from_numpy(x) for x in run_ranks(wanted.tp, of_rank, timeout=600)])
     of_ranks = lambda model: outputs(model).expand_as(theirs)
-    return source.compared(row, wanted, theirs, of_ranks, client=f"{name} on {wanted.tp} ranks")
+    return source.compared(row, wanted, theirs, of_ranks, client=f"{name} on {wanted.tp} ranks"), []
 
 
 def _own_answer(model: torch.nn.Module, facts: Facts, prompts: torch.Tensor) -> torch.Tensor:

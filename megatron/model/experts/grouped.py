@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.fused_kernels import Case, choose_kernel, cpu_ops, reference
+from megatron.fused_kernels import Case, choose_kernel, reference
+from megatron.fused_kernels.cpu_ops import bmm
 from megatron.model.weights import Table
 from megatron.mpu.layers import Given, LinearOptions, create_parameters
 from megatron.mpu.mesh import Axis
@@ -137,8 +138,8 @@ class GroupedWgrad(NamedTuple):
 
 def times(x: torch.Tensor, matrices: torch.Tensor, rows: Rows) -> torch.Tensor:
     """Rows [m, a] times the matrix of their expert, [E, a, b] -> [m, b]."""
-    if rows.even is not None and not cpu_ops.widens(x.device.type, x.dtype):
-        return torch.bmm(x.view(len(matrices), rows.even, x.shape[1]), matrices).flatten(0, 1)
+    if rows.even is not None:
+        return bmm(x.view(len(matrices), rows.even, x.shape[1]), matrices).flatten(0, 1)
     if _grouped(x, matrices):
         return F.grouped_mm(x, matrices, offs=rows.ends)
     return times_in_a_loop(x, matrices, rows.lengths)
@@ -146,9 +147,9 @@ def times(x: torch.Tensor, matrices: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 def outer(a: torch.Tensor, b: torch.Tensor, rows: Rows) -> torch.Tensor:
     """For each expert the product of its rows, [m, a] and [m, b] -> [E, a, b]."""
-    if rows.even is not None and not cpu_ops.widens(a.device.type, a.dtype):
+    if rows.even is not None:
         shape = len(rows.counts), rows.even
-        return torch.bmm(a.view(*shape, a.shape[1]).transpose(1, 2), b.view(*shape, b.shape[1]))
+        return bmm(a.view(*shape, a.shape[1]).transpose(1, 2), b.view(*shape, b.shape[1]))
     if _grouped(a, b):
         return F.grouped_mm(a.t(), b, offs=rows.ends)
     return outer_in_a_loop(a, b, rows.lengths)

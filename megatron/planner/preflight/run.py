@@ -28,7 +28,7 @@ def preflight(config: schema.Config, recipe: Recipe, log=print, env: Mapping[str
 
     recipe: of the model; env: has this rank and the number of ranks, as torchrun sets them
     """
-    here = rank_env.ranks(env)
+    here = rank_env.ranks(env if rank_env.is_started(env) else {})  # of one process, it joins no others
     report = PreflightReport(log if here.rank == 0 else lambda text: None)
     config, unresolved = resolve_open_settings(config, report.log)
     cluster, source = target.cluster_of(config)

@@ -105,7 +105,8 @@ PADDLENLP = Dialect(
     idle={
         "gradients are added in place anyway": "--enable_addto",
         "kernels are chosen by what is installed; fused or not, the result is the same": """--fuse_transformer --fuse
-            --fuse_mt""",
+            --fuse_mt --fuse_qkv --fuse_attention_qkv --fuse_attention_ffn --fuse_sequence_parallel_allreduce
+            --use_fused_rms_norm --use_fused_rope --use_fused_linear --use_fused_dropout_add""",
         "each machine makes the index maps that it does not find (--data-cache-path)": "--share_folder",
     },
     lost={
@@ -148,11 +149,12 @@ PADDLENLP = Dialect(
 ELSEWHERE = {
     "--init-checkpoint-path": "--load",
     "--model-name": "--load (the checkpoint has its model and its vocabulary)",
-    "--decode-strategy": "--greedy, --num-beams, or for sampling --top-p and --top-k",
     "--early-stopping": "--num-beams (its search ends by itself)",
     "--max-length": "--tokens-to-generate",
     "--min-length": "--min-tokens-to-generate",
 }
+# Words of PaddleNLP's and PaddleFleetX's command for token files
+CREATE = "--input-path --model-name --tokenizer-name --data-format --data-impl --append-eos --json-key --chinese --cn-*"
 _ROWS = [(key.replace("_", "-"), meaning) for key, meaning in PADDLENLP.table.items()]
 THEIRS = {key for key, meaning in _ROWS if "=" not in key and key != meaning}  # flags that only PaddleNLP has
 FALSE_ALONE = {key[:-1] for key, _ in _ROWS if key.endswith("=")}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import UsageError, did_you_mean
+from megatron.errors import UsageError, did_you_mean, no_such_file
 from megatron.settings.dialects.table import VARIABLE, Default, Dialect, TheirSetting, sentence, unread
 from megatron.settings.files import compose, merged
 from megatron.settings.spelling import NO, YES, dashed
@@ -21,6 +21,7 @@ from megatron.settings.spelling import NO, YES, dashed
 SECTIONS = """Global Engine Model Data Distributed Optimizer Profiler Fused FusedPasses Inference Offline_Eval Generation
     Compress Quantization Prune Distillation Tuning""".split()
 BASE, INHERITED, NAME = "_base_", "_inherited_", "Data.Train.dataset.name"
+TEST_FILES = "Data.Test.dataset.input_dir"
 EMPTY = ("", "~", "null", "Null", "NULL", "None")
 COMMAND = "-o "  # the place of an override: this and its key
 Entries = dict[str, TheirSetting]  # a key without a value has None for its words; `where` ends in the key
@@ -153,7 +154,8 @@ DEFAULTS = (
 RECOMPUTED = "Model.recompute_granularity Model.no_recompute_layers Model.use_recompute Engine.use_recompute".split()
 _COMPRESSION = """Quantization.enable Quantization.pretrained Quantization.weight_quantize_type Quantization.weight_bits
     Quantization.weight_preprocess_type Quantization.activation_quantize_type Quantization.activation_bits
-    Quantization.activation_preprocess_type Quantization.quantizable_layer_type Quantization.onnx_format Prune.enable
+    Quantization.activation_preprocess_type Quantization.quantizable_layer_type Quantization.onnx_format
+    Quantization.channel_wise_abs_max Quantization.freeze_embedding Quantization.skip_tensor_map.* Prune.enable
     Prune.cal_sens Prune.criterion Prune.ratio Distillation.enable Distillation.distill_loss_ratio Distillation.T
     Distillation.distillation_loss_type""".split()
 COMPRESSION = " ".join(["Compress.pretrained", *_COMPRESSION, *(f"Compress.{key}" for key in _COMPRESSION)])
@@ -191,10 +193,10 @@ def _table(*purposes: str) -> Dialect:
 
 TABLES = {purpose: _table(*of) for purpose, of in dict(train=["train"], task=["train", "task"]).items()}
 TABLES |= {purpose: _table(purpose) for purpose in ("generate", "evaluate", "export")}
-KNOWN = {row.partition("=")[0] for table in TABLES.values() for row in table.table} | set(
-    f"{JOINT} {COMPRESSION}".split()
-)
-PATTERNS = " ".join([*IDLE.values(), *REFUSED.values(), TEACHER]).split()
+KNOWN = {row.partition("=")[0] for table in TABLES.values() for row in table.table} | {
+    key for key in f"{JOINT} {COMPRESSION}".split() if "*" not in key
+}
+PATTERNS = " ".join([*IDLE.values(), *REFUSED.values(), COMPRESSION, TEACHER]).split()
 PARTS = {key[: dot.start()] for key in (*KNOWN, *PATTERNS) for dot in re.finditer(r"\.", key)} | {*SECTIONS}
 
 
@@ -221,7 +223,7 @@ def read(path: str, above: tuple[Path, ...] = ()) -> Entries:
             raise UsageError(f"{where} names one file, and there are {len(node.value)}: {names}")
         below = file.parent / node.value
         if not below.is_file():
-            raise UsageError(f"{where}: {below}: no such file")
+            raise UsageError(f"{where}: {below}: {no_such_file(below)}")
         base = read(str(below), (*above, file.resolve()))
     origin = lambda key: f"{path}:{key.start_mark.line + 1}: "
     alone = any(key.value == INHERITED and not _inherits(node, origin(key)) for key, node in _pairs(root))
@@ -290,6 +292,8 @@ def _flat(mapping, origin, prefix: str = "") -> Entries:
     entries: Entries = {}
     for key_node, node in merged(mapping):
         key = f"{prefix}{key_node.value}"
+        if key in entries and not isinstance(node.value, list) and entries[key].words == _words(node):
+            continue  # given twice, with one value
         if first := next((one for name, one in entries.items() if f"{name}.".startswith(f"{key}.")), None):
             raise UsageError(f"{origin(key_node)}{key} is given twice (also in {first.where})")
         if key_node.value == INHERITED:
@@ -483,13 +487,27 @@ def _quantization(out: Translated) -> None:
                     out.refuse(key, f"'{out.word(key)}' is not supported; there is: {', '.join(values)}")
         if (key := f"{section}.weight_preprocess_type") in out.given:
             out.refuse(key, "is not supported: weights are rounded as they are; leave it out")
-        if (key := f"{section}.quantizable_layer_type") in out.given:
-            _layer_types(out, key)
+        _quantized_layers(out, section)
         out.note("files have one format, with the scales of layers as tensors", f"{section}.onnx_format")
         for key in (f"{section}.pretrained", "Compress.pretrained"):
             if key in out.given and key not in out.taken:
                 out.say("--load", None, key)
                 out.say("--finetune", ["true"], key)
+
+
+def _quantized_layers(out: Translated, section: str) -> None:
+    """Which layers are quantized, and with which scales; whether the embedding is trained."""
+    if (key := f"{section}.quantizable_layer_type") in out.given:
+        _layer_types(out, key)
+    if (each := out.is_on(key := f"{section}.channel_wise_abs_max")) is not None:
+        if f"{section}.weight_quantize_type" in out.given:
+            out.note(f"{section}.weight_quantize_type says it", key)
+        else:
+            out.say("--weight-quantize-type", ["channel_wise_abs_max" if each else "abs_max"], key)
+    _skipped(out, f"{section}.skip_tensor_map.")
+    if out.is_on(key := f"{section}.freeze_embedding"):
+        out.say("--freeze", ["embedding.*"], key)
+    out.take(key)
 
 
 PRUNED_FIRST = (
@@ -506,6 +524,26 @@ def _layer_types(out: Translated, key: str) -> None:
         )
     layers = dict.fromkeys(layer for word in types for layer in LAYER_TYPES[word])
     out.say("--quantization-layers", [",".join(layers)], key)
+
+
+SKIPPED = dict(linear1="mlp.up", linear2="mlp.down")  # their names of layers that keep their format
+
+
+def _skipped(out: Translated, section: str) -> None:
+    """`skip_tensor_map: {block_3: ['linear2']}`: layers of single blocks, counted from 0, that are not quantized."""
+    layers, keys = [], []
+    for key in out.left(section):
+        block = re.fullmatch(r"block_(\d+)", key.removeprefix(section))
+        unknown = [word for word in out.given[key].words if word.lower() not in SKIPPED]
+        if not block or unknown:
+            what = f"'{unknown[0]}' is not supported; there is: {', '.join(SKIPPED)}" if block else "blocks are block_N"
+            out.refuse(key, what)
+        else:
+            layers += [f"blocks.{block[1]}.{SKIPPED[word.lower()]}" for word in out.given[key].words]
+            keys.append(key)
+    if layers:
+        out.say("--quantization-skip", [",".join(layers)], *keys)
+        out.take(*keys)
 
 
 # Key of Distillation -> its flag
@@ -587,6 +625,7 @@ def _lengths(out: Translated) -> None:
         out.say("--eval-interval", ["1000000000"], often, mode)
     elif often in out.given and auto:
         out.say("--eval-interval", [_times(out.word(often), out.word(steps))], often, steps)
+    _tests(out, by_epochs)
     if by_epochs:
         out.say("--full-validation", ["true"], mode)
         out.note("a validation goes over the whole set", batches)
@@ -601,6 +640,23 @@ def _lengths(out: Translated) -> None:
         out.note("training is counted in steps, not in epochs", *[save_epoch] * (save_epoch not in unlimited))
         out.note(f"{epochs} says how long training is, where it is given", *[steps] * (steps in unlimited))
     out.take(mode, epochs, *unlimited)
+
+
+def _tests(out: Translated, by_epochs: bool) -> None:
+    """Batches of the test: a negative number of an epoch's is the whole set, and of steps none. Where nothing is said,
+    their engine takes ten times those of a validation.
+    """
+    validated, tests = "Engine.eval_iters", "Engine.test_iters"
+    if out.word(tests).startswith("-"):
+        if by_epochs:
+            return out.note("a test goes over the whole set", tests)
+        return out.say("--test-iters", ["0"], tests)
+    if tests in out.given or validated in out.taken or out.purpose != "train" or not out.word(validated).isdecimal():
+        return
+    emptied = out.emptied.get(tests)
+    if out.given[validated].where.startswith(COMMAND) or not (emptied and emptied.where):
+        emptied = out.given[validated]
+    out.flags.append(("--test-iters", [_times(out.word(validated), "10")], emptied))
 
 
 def _times(one: str, other: str) -> str:
@@ -715,10 +771,12 @@ def _data(out: Translated) -> None:
     train, own, split = (
         f"Data.{name}" for name in "Train.dataset.input_dir Eval.dataset.input_dir Train.dataset.split".split()
     )
-    if own in out.given and out.word(own) != out.word(train) and out.purpose == "train":
+    if _has_own_files(out) and out.purpose == "train":
         out.say("--valid-data-path", None, own)
         if train in out.given:
             out.say("--train-data-path", None, train)
+        if _has_test_files(out):
+            out.say("--test-data-path", None, TEST_FILES)
         out.note("training and validation have files of their own, and all of them", split, "Data.Eval.dataset.split")
     if out.purpose == "task":
         if out.word(NAME) == "gptdataset":
@@ -741,20 +799,33 @@ def _data(out: Translated) -> None:
     _validation(out)
 
 
+def _has_own_files(out: Translated) -> bool:
+    """Whether validation has other files than training."""
+    own, train = (out.word(f"Data.{name}.dataset.input_dir") for name in ("Eval", "Train"))
+    return own not in ("", train)
+
+
+def _has_test_files(out: Translated) -> bool:
+    """Whether the test has other files than training, where validation has files of its own, too."""
+    return _has_own_files(out) and out.word(TEST_FILES) not in ("", out.word("Data.Train.dataset.input_dir"))
+
+
 def _validation(out: Translated) -> None:
-    """Note keys of Data.Eval that differ from Data.Train and from what validation does."""
-    task = out.purpose == "task"
+    """Note keys of Data.Eval and Data.Test that differ from Data.Train and from what validation and test do."""
+    task, own = out.purpose == "task", _has_own_files(out)
     done = {"sampler.shuffle": NO, "sampler.drop_last": NO if task else YES}
     done |= {"dataset.split": ("dev",)} if task else {}
     for key in out.left("Data.Eval."):
         name, same = key.removeprefix("Data.Eval."), out.word(key) == out.word(key.replace(".Eval.", ".Train."))
         if out.word(key) in done[name] if name in done else same:
             out.take(key)
-    files = "the task's files, whole" if task else "Data.Train's files by its split, in order, in full batches"
+    files = "its own files, all of them" if own else "Data.Train's files by its split"
+    files = "the task's files, whole" if task else f"{files}, in order, in full batches"
     out.note(f"validation is of {files}, of the same samples", *out.left("Data.Eval."))
-    out.note(
-        "training and validation take their parts of the files of Data.Train, by its split", *out.left("Data.Test.")
-    )
+    part = "is of Data.Train's files by its split: files of its own need those of Data.Eval, too"
+    if own:
+        part = "is of its own files, all of them" if _has_test_files(out) else "needs Data.Test.dataset.input_dir"
+    out.note(f"a test {'is of the task' if task else part}, in full batches, in order", *out.left("Data.Test."))
 
 
 def _weights(out: Translated) -> None:

@@ -80,6 +80,8 @@ def _judge(refused: bool, sentence: str, name: str, words) -> Answer:
     word = " ".join(words)
     if word.lower() == "false" or (refused and word in ("none", *_NEUTRAL.get(name, ()))):
         return Answer(False, "")
+    if name in VALUES and word not in VALUES[name]:
+        return Answer(True, f"there is {' and '.join(VALUES[name])}")
     return Answer(refused, sentence)
 
 
@@ -88,8 +90,12 @@ IGNORED = """
 # Speed: other arrangements of the same arithmetic.
 gradients are added in place anyway
     --enable-addto
+state is cut into equal ranges of one buffer, whatever its tensors are
+    --shard-strategy
 every step has a full batch: samples are counted across epochs
     --drop-last
+norms hold their weight, not what it exceeds 1 by: training is the same, because norms have no weight decay
+    --apply-layernorm-1p
 there is one implementation of the model
     --transformer-impl --use-mcore-models --use-legacy-models
 kernels are chosen by what is installed; fused or not, the result is the same
@@ -248,8 +254,6 @@ long sequences are split by --context-parallel-size, and --cp-comm-type p2p, all
     --sequence-parallel-size
 this is a flag of torchrun: put it before the name of the script; bash scripts take NPROC=N, NNODES=N and the like in front
     --nnodes --nproc-per-node --node-rank --master-addr --master-port --rdzv-* --standalone --max-restarts
-there is tensor and bucket; state is cut into equal ranges of one buffer by both
-    --shard-strategy
 weight sharding across recomputation groups is not part of this suite
     --gtp-* --*-num-weight-shards
 
@@ -304,8 +308,6 @@ Mamba layers, and hybrids of them and attention, are not part of this suite
     --te-precision-config-file --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag
 residuals and embeddings have the format of --precision
     --fp32-residual-connection --embedding-weights-in-fp32
-norms multiply by their weight, not by 1 + weight, whatever --normalization says; leave it out
-    --apply-layernorm-1p
 leave out --no-bias-gelu-fusion: the tanh form is this suite's default
     --openai-gelu
 the MLP has GeLU (tanh, or erf with --no-bias-gelu-fusion), --squared-relu, --swiglu, --geglu or --quick-geglu
@@ -394,18 +396,21 @@ see --distributed-timeout-minutes
     --fake-process-group --throughput-check-only
 """
 
+# The values of flags that have no effect, whatever they say.
+VALUES = {"--shard-strategy": ("tensor", "bucket")}
+
 # Values that ask for nothing.
 NEUTRAL = """
 --main-params-dtype=fp32
 --num-distributed-optimizer-instances=1
---shard-strategy=tensor --shard-strategy=bucket --fp8-recipe=delayed
+--fp8-recipe=delayed
 --pp-recompute-interval=1 --error-injection-rate=0 --nnodes=1 --inference-max-requests=8
 """
 
 
 # Megatron-LM's values that have another name here, and that name.
 INSTEAD = {
-    "Llama2Tokenizer": "say SentencePieceTokenizer",
+    "Llama2Tokenizer": "say SentencePieceTokenizer for its tokenizer.model; documents begin without <s> then",
     "fp8": "8-bit numbers are not part of this suite: say bf16",
     "fp16": "fp16 would need a scale for each tensor: say bf16, which has the range of fp32",
     "O3": "half precision for weights and optimizer alone loses small updates: say O2, which keeps fp32 ones beside them",

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs in the scripts of other suites, and the commands here that take their flags unchanged."""
 
+_PROMPT = "-m megatron.tools.generate --prompt 'Hi, GPT2. Tell me where is Beijing?'"  # the one that they have inside
 # script or module -> the command here
 OURS = {
+    "gpt/preprocess_data.py": "-m megatron.tools.create_pretraining_data",  # PaddleFleetX's
     "preprocess_data.py": "preprocess_data.py",
     "merge_datasets.py": "merge_datasets.py",
     "create_pretraining_data.py": "-m megatron.tools.create_pretraining_data",
@@ -11,7 +13,11 @@ OURS = {
     "wikiextractor.WikiExtractor": "-m megatron.tools.wiki",
     "tools/eval.py": "-m megatron.tools.evaluate",
     "tools/export.py": "-m megatron.tools.export",
+    "tools/auto_export.py": "-m megatron.tools.export",
     "tools/inference.py": "-m megatron.tools.generate",
+    "tasks/gpt/generation.py": _PROMPT,
+    "tasks/gpt/inference.py": _PROMPT,
+    "projects/gpt/inference.py": _PROMPT,
     "gpt/benchmark.py": "-m megatron.tools.benchmark_inference",
     **{
         f"{name}.py": f"-m megatron.tools.openwebtext.{name}"
@@ -24,6 +30,6 @@ _TEXT, _FIGURES = (f"python -m megatron.tools.{name} --load DIR" for name in ("g
 INSTEAD = {
     "run_eval.py": f"{_FIGURES} takes --eval_path and --overlapping_eval",
     "run_generation.py": f"{_TEXT} has --prompt, --top_k, --top_p and --temperature",
-    "tasks/gpt/generation.py": f"{_TEXT} takes its -c FILE",
-    "tasks/gpt/inference.py": f"{_TEXT} takes its -c FILE",
 }
+# commands of one process, which writes what each rank needs
+ALONE = ("-m megatron.tools.export",)

@@ -9,7 +9,6 @@ while True:
 
 import dataclasses
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -27,8 +26,8 @@ from megatron.telemetry.dashboard.series import OWN_TIME, Curve, HeatTable, Seri
 from megatron.telemetry.dashboard.tail import Tail
 from megatron.telemetry.events import events_path, parse_events
 from megatron.telemetry.figures import count
-from megatron.telemetry.run_folder import METRICS, find_metrics, unique_names
-from megatron.telemetry.run_record import LOSS, OF_EVERY_STEP, History
+from megatron.telemetry.run_folder import METRICS, find_metrics, found_below, numbers_by_size, unique_names
+from megatron.telemetry.run_record import LOSS, OF_EVERY_STEP, History, is_metrics, ranks_of
 
 Place = Union[Path, UrlPath]
 LOOK, SEARCH, REMOTE = 5.0, 5.0, 10.0  # seconds between checks of a run's state, for new runs, of an object store
@@ -143,8 +142,8 @@ class WatchedRun:
             words.append(f"{count(run['parameters'])} parameters")
         if model.get("num_layers"):
             words.append(f"{model['num_layers']} layers of width {model.get('hidden_size')}")
-        ranks = math.prod(size for size in mesh.values() if isinstance(size, int))
         if mesh:
+            ranks = ranks_of(mesh)
             words.append(f"{ranks} rank{'s' * (ranks > 1)}")
         last = series.last_step.get(series.loss)
         state = self.state.get("state")
@@ -213,7 +212,7 @@ def _as_event(record: dict) -> Optional[dict]:
 
 @dataclass
 class Runs:
-    """The runs in some folders or in their direct subfolders. New runs are added while the dashboard is open.
+    """The runs in some folders or at any depth below them. New runs are added while the dashboard is open.
 
     look: folder -> state of its run, a dataclass (`tools.status.look_at`). pictures: (caption, data URL) of a run's
           pipeline. lock: hold it while reading values if another thread calls `refresh`.
@@ -237,7 +236,7 @@ class Runs:
                 )
             if not runs_at(place):
                 raise DataError(
-                    f"{name}: no metrics.jsonl in it, nor in a folder in it",
+                    f"{name}: no metrics.jsonl in it, nor in a folder below it",
                     "a run writes it next to its checkpoints (--save), or to --metrics-file",
                 )
         self._search()
@@ -415,19 +414,24 @@ def _number(value: Any) -> float:
 
 
 def runs_at(place: Place) -> list[tuple[Place, Place]]:
-    """Find (folder, metrics file) of the run of a folder, or of the runs in its direct subfolders.
+    """Find (folder, metrics file) of the run of a folder, or of the runs at any depth below it (in a store: directly).
 
     If `place` is a metrics file, it also stands for the folder: files of other runs may be next to it (--metrics-file).
     """
     if metrics := metrics_at(place):
         return [(metrics.parent if metrics == place and metrics.name == METRICS else place, metrics)]
-    inside = sorted(place.iterdir(), key=_numbers_by_size) if place.is_dir() else []
+    if isinstance(place, Path):
+        return [*found_below(place, _run_at)] if place.is_dir() else []
+    inside = sorted(place.iterdir(), key=numbers_by_size) if place.is_dir() else []
     return [(folder, metrics) for folder in inside if (metrics := metrics_at(folder))]
 
 
-def _numbers_by_size(path: Place) -> list:
-    """A key for sorting: run 2 before run 10."""
-    return [(word.isdigit(), int(word) if word.isdigit() else word) for word in re.split(r"(\d+)", path.name) if word]
+def _run_at(place: Path) -> Optional[tuple[Place, Place]]:
+    """The run of a folder or of a file inside a folder that was named; other files of JSON lines hold texts or samples."""
+    metrics = metrics_at(place)
+    if metrics is None or metrics == place and not is_metrics(place):
+        return None
+    return place, metrics
 
 
 def metrics_at(place: Place) -> Optional[Place]:

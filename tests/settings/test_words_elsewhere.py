@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Words of other suites where they are no flags: the message names the flag that is meant, or the command that takes it."""
+
+import pytest
+import torch
+
+from megatron.errors import UsageError
+from megatron.settings.dialects.hf_trainer import HF_TRAINER
+from megatron.settings.dialects.megatron_lm import answer
+from megatron.settings.dialects.nanogpt import NANOGPT
+from megatron.settings.parse import parse_pretrain
+from megatron.settings.schema import GROUPS
+from megatron.settings.spelling import spellings_of
+
+SHAPE = "--num-layers 2 --hidden-size 8 --num-attention-heads 2".split()
+KNOWN = spellings_of(GROUPS)
+UNKNOWN = [
+    key
+    for key in dict.fromkeys(HF_TRAINER.keys())
+    if "." not in key and key.islower() and "--" + key.replace("_", "-") not in KNOWN
+    and HF_TRAINER.flags_of_key(key) and answer("--" + key) is None
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", [*UNKNOWN, *NANOGPT])
+def test_the_flag_that_is_meant_is_named(key):
+    flag = "--" + key.replace("_", "-")
+    if flag in KNOWN:
+        pytest.skip("a flag here, too")
+    with pytest.raises(UsageError) as refused:
+        parse_pretrain([*SHAPE, flag, "1"])
+    meant = NANOGPT[key].split(" and ") if key in NANOGPT else HF_TRAINER.flags_of_key(key)
+    assert all(one in str(refused.value) for one in meant)
+
+
+def test_words_of_paddle_in_the_other_command_for_data(capsys):
+    import preprocess_data
+
+    line = "--model_name gpt2 --tokenizer_name GPTTokenizer --data_format JSON --input_path x --append_eos"
+    with pytest.raises(UsageError) as refused:
+        preprocess_data.main([*line.split(), "--output_prefix", "y", "--workers", "2"])
+    for flag in ("--model-name", "--data-format", "--input-path", "--append-eos"):
+        assert f"{flag} is a flag of python -m megatron.tools.create_pretraining_data" in str(refused.value)
+
+
+def test_translate_starts_the_command_that_takes_the_words(capsys):
+    from megatron.tools import translate
+
+    script = "python ppfleetx/data/data_tools/gpt/preprocess_data.py"
+    translate.main(["--from", "fleetx", f"{script} --model_name gpt2 --input_path x --append_eos"])
+    assert "python -m megatron.tools.create_pretraining_data --model_name gpt2 --input" in capsys.readouterr().out
+
+
+def test_weights_of_norms_less_one_train_the_same(capsys):
+    """Adam without decay: steps do not depend on the value itself, so w and 1 + v stay equal."""
+    own, less = torch.ones(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    weights = [one.requires_grad_() for one in (own, less)]
+    optimizers = [torch.optim.AdamW([one], lr=0.1, weight_decay=0.0) for one in weights]
+    for step in range(5):
+        for weight, optimizer, offset in zip(weights, optimizers, (0, 1), strict=True):
+            optimizer.zero_grad()
+            (((weight + offset) * torch.arange(4) - step) ** 2).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(own, 1 + less)
+    parse_pretrain([*SHAPE, "--apply-layernorm-1p", "--normalization", "RMSNorm"])
+    assert "--apply-layernorm-1p has no effect: norms hold their weight" in capsys.readouterr().err
