@@ -47,15 +47,14 @@ def same_everywhere(matrix, variant: str, folder, where: str) -> None:
     assert (again.eod, again.vocab_size) == (ours.eod, ours.vocab_size), variant
     assert first.eos_token_id in (None, copied.eos_token_id) and copied.chat_template == first.chat_template, variant
     if first.chat_template:
+        template = find_template([folder], again)
         for title, messages in matrix.talks(variant, named=False).items():
             try:
                 expected = first.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
             except Exception:  # the template refuses the messages
                 continue
             found = copied.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
-            assert found == expected == find_template([folder], again).encode(messages[:-1]), (
-                f"{variant}, {where}, {title}"
-            )
+            assert found == expected == template.encode(messages[:-1]), f"{variant}, {where}, {title}"
 
 
 def with_model(matrix, variant: str, folder) -> None:
