@@ -36,6 +36,6 @@ def calibration_windows(
     if largest >= vocab_size:
         raise DataError(
             f"{flag} {' '.join(words)} has token {largest}, the model has ids below {vocab_size}",
-            do="preprocess the text with the tokenizer that the model was trained with",
+            do="preprocess the text with the tokenizer that the model was trained with, and leave out tokens without a row",
         )
     return np.stack(windows)

@@ -17,7 +17,6 @@ from megatron.planner.device import Device
 from megatron.planner.layout import Job
 from megatron.planner.speed import Cluster
 from megatron.settings import rank_env
-from megatron.settings.from_checkpoint import found_record
 from megatron.settings.presets import GPT2_ROWS, cached, published_rows
 from megatron.settings.schema import Config, Planner
 from megatron.telemetry.host_memory import available_memory
@@ -146,6 +145,7 @@ def vocabulary_of(config: Config) -> tuple[int, str]:
     files = [path for path in (t.vocab_file, t.merge_file, t.tokenizer_model) if path]
     known = t.vocab_size or published_rows(shape)
     if numbers and t.vocab_size or files and all(Path(path).exists() or cached(path) for path in files):
+        from megatron.settings.from_checkpoint import found_record
         from megatron.settings.rules import tokenizer_type
         from megatron.tokenizer import build_tokenizer
         from megatron.tokenizer.rows import rows_of, rows_of_model
