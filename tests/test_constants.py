@@ -116,7 +116,7 @@ TOKENS = {
     "tokenizer.ranks:MEGATRON_SPECIAL_TOKENS": 1000,
     "tokenizer.ranks:MEGATRON_END": 2,
     "tokenizer.ranks:MEGATRON_VOCAB": 131_072,
-    "planner.target:GPT2_VOCABULARY": 50257,
+    "settings.presets:GPT2_ROWS": 50257,
     "data.masked_dataset:SENTINELS": 100,
 }
 ARITHMETIC = {

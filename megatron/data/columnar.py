@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the rows of Parquet and Arrow files as JSON lines, a batch at a time. Needs pyarrow.
 
-    Rows("train-00000-of-00002.parquet", "Parquet", ("text",)).read(1) -> b'{"text": "Once upon a time"}\\n...'
+    TableRows("train-00000-of-00002.parquet", "Parquet", ("text",)).read(1) -> b'{"text": "Once upon a time"}\\n...'
     dataset_files("wikitext")      files of a folder that `datasets.save_to_disk` wrote, or that the Hugging Face Hub has
 
 A datasets folder is taken by its own list of files (state.json); of several splits, only train is.
@@ -22,7 +22,7 @@ BATCH = 1024  # rows
 SPLIT_OF_NAME = re.compile(r"(train|test|validation|valid|dev)(?:[-_.]|$)")
 
 
-class Rows:
+class TableRows:
     """A stream of JSON lines, one for each row. Memory does not depend on the number of rows.
 
     columns: those that lines have; None: all but binary ones

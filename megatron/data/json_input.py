@@ -272,7 +272,7 @@ def read_streams(source: Source) -> Iterator[tuple["Ahead", Callable[[], int]]]:
     Each comes with a function that returns the bytes read from disk so far. Read them inside `damage_as_data_error`.
     """
     if source.table:
-        rows = columnar.Rows(source.path, source.table, source.columns)
+        rows = columnar.TableRows(source.path, source.table, source.columns)
         yield Ahead(rows), lambda: int(source.size * rows.share)
         return
     with _open(source) as raw, damage_as_data_error(source.path):

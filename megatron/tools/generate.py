@@ -193,7 +193,8 @@ def recommended_for(given: Mapping[str, Statement]) -> RecommendedSettings:
     if not folders:
         return RecommendedSettings({}, [])
     found, name = generation_config.read(folders[0], frozenset(given)), f"{folders[0]}/{generation_config.NAME}"
-    notices = [f"{name} sets {', '.join(found.settings)}"] * bool(found.settings)
+    sets = [*found.settings, *["eos_token_id"] * (found.ends is not None)]
+    notices = [f"{name} sets {', '.join(sets)}"] * bool(sets)
     notices += [f"{name}: {', '.join(found.unknown)}: there is no such setting here"] * bool(found.unknown)
     return RecommendedSettings(found.settings, notices)
 

@@ -15,6 +15,7 @@ from megatron.inference.load import load_model
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling, Search
 from megatron.tools import generate as tool
+from tests.tokenizer.plain import PlainTokenizer
 
 PROMPTS = ["the cat", "a dog"]
 
@@ -68,17 +69,16 @@ def test_a_text_ends_before_its_stop_string(loaded, way):
 def test_a_prompt_and_its_continuation_are_one_text(loaded, way):
     """Where a tokenizer writes spaces between words: the first new word has one before it."""
 
-    class Numbers:
-        vocab_size, eod = loaded.tokenizer.vocab_size, loaded.tokenizer.eod
-        encode = staticmethod(lambda text: [int(word) for word in text.split()])
-        decode = staticmethod(lambda ids: " ".join(map(str, ids)))
-
+    sizes = dict(vocab_size=loaded.tokenizer.vocab_size, eod=loaded.tokenizer.eod)
+    numbers = PlainTokenizer(
+        lambda text: [int(word) for word in text.split()], lambda ids: " ".join(map(str, ids)), **sizes
+    )
     how = dict(WAYS[way])
     search, use_cache = Search(num_beams=how.pop("num_beams", 1)), how.pop("use_cache", True)
     asked = Asked(["3 1 4", "15"], Sampling(5, **how), search, use_cache=use_cache)
-    found = answered(loaded, Numbers, asked).answers
+    found = answered(loaded, numbers, asked).answers
     for prompt, answer in zip(asked.prompts, found, strict=True):
-        assert answer.tokens and prompt + answer.text == Numbers.decode([*Numbers.encode(prompt), *answer.tokens])
+        assert answer.tokens and prompt + answer.text == numbers.decode([*numbers.encode(prompt), *answer.tokens])
 
 
 def test_a_text_that_has_ended_is_not_continued(loaded):
@@ -248,9 +248,8 @@ def test_the_models_folder_may_recommend_settings(checkpoint, run):
         path.write_text(json.dumps(content | dict(watermarking_config=dict(bias=2.0), transformers_version="5")))
         out, err = run("--json")
         assert records(out) == wanted[5]
-        assert (
-            f"{path} sets temperature, tokens_to_generate, repetition_penalty, stop_token_ids, greedy"
-            in err.replace("max_new_tokens", "")
+        assert f"{path} sets temperature, tokens_to_generate, repetition_penalty, greedy, eos_token_id" in err.replace(
+            "max_new_tokens", ""
         )
         assert f"{path}: watermarking_config: there is no such setting here" in err
         assert records(run("--json --max-new-tokens 7")[0]) == wanted[7]

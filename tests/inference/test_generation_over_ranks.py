@@ -330,7 +330,8 @@ def test_a_rank_that_dies_leaves_nobody_waiting(encoder_decoder, run_ranks, tmp_
 
 def wrong(monkeypatch, ranks, *words):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setenv("RANK", "0")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
     return ["--load", "x", "--prompt", "5", *words]
 
 

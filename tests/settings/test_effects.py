@@ -190,6 +190,7 @@ CASES = {
     "vocab_file": ("--vocab-file v", "", "--merge-file m --tokenizer-type GPT2BPETokenizer"),
     "merge_file": ("--merge-file m", "", "--vocab-file v"),
     "tokenizer_model": ("--tokenizer-model t", "--tokenizer-type NullTokenizer", ""),
+    "parse_special": ("--parse-special", "--tokenizer-type NullTokenizer --vocab-size 99", "--tokenizer-model t.json"),
     "tiktoken_pattern": ("--tiktoken-pattern v1", "--tokenizer-model t.json", "--tokenizer-model t.tiktoken"),
     "valid_data_path": ("--valid-data-path d", "--eval-iters 0", ""),
     "test_data_path": ("--test-data-path d", "--eval-iters 0", "--eval-iters 0 --test-iters 2"),
