@@ -273,6 +273,9 @@ def test_adapters(model, tmp_path, capsys):
     tool.main(["merge-lora", str(tmp_path / "run"), str(tmp_path / "merged")])
     tool.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "hf"), "--dtype", "fp32"])
     assert rows_in(tmp_path / "merged") == model.rows
+    tool.main(["to-peft", str(tmp_path / "run"), str(tmp_path / "peft")])
+    tool.main(["from-peft", str(tmp_path / "peft"), str(tmp_path / "again"), "--base", str(model.ours)])
+    assert open_tokenizer(load_model(str(tmp_path / "again"))).vocab_size == min(model.rows, model.tokens)
     capsys.readouterr()
     want = greedy(tmp_path / "hf")
     assert written(tmp_path / "merged", capsys, "--load") == written(tmp_path / "run", capsys, "--load") == want

@@ -19,6 +19,7 @@ from megatron.inference.convert.mxfp4 import MXFP4Files, is_mxfp4
 from megatron.model.gpt.hf_match import Match
 
 TIED = "tie_word_embeddings"
+ROWS = 4096  # of two tensors that are compared at a time
 
 
 class Fitted(NamedTuple):
@@ -41,8 +42,9 @@ class Fitted(NamedTuple):
 
     def is_exact(self, match: Match, ours: torch.Tensor) -> bool:
         """Whether `ours`, which was read, has their numbers to the bit."""
-        pairs = zip(match.theirs, match.to_theirs(ours))
-        return all(torch.equal(self.files.get(self.names[name]).double(), x.double()) for name, x in pairs)
+        pairs = ((self.files.get(self.names[name]), x) for name, x in zip(match.theirs, match.to_theirs(ours)))
+        parts = (part for own, x in pairs for part in zip(own.split(ROWS), x.split(ROWS)))  # one in memory at a time
+        return all(torch.equal(*_in_one_format(own, x)) for own, x in parts)
 
 
 def fit(folder: Path, settings: dict[str, Any]) -> Fitted:
@@ -104,8 +106,14 @@ def _check_copies(folder: Path, files, family: Family, names: Mapping[str, str])
 
 def _same(files, a: str, b: str) -> bool:
     x, y = files.get(a), files.get(b)
-    wide = torch.promote_types(x.dtype, y.dtype)
-    return x.shape == y.shape and torch.equal(x.to(wide), y.to(wide))
+    parts = zip(x.split(ROWS), y.split(ROWS))
+    return x.shape == y.shape and all(torch.equal(*_in_one_format(*part)) for part in parts)
+
+
+def _in_one_format(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in fp32, which has all numbers of narrower formats, or in fp64."""
+    wide = torch.float64 if torch.float64 in (x.dtype, y.dtype) else torch.float32
+    return x.to(wide), y.to(wide)
 
 
 def _check_complete(folder: Path, files, family: Family, names: Mapping[str, str], rounded: frozenset) -> list[str]:
