@@ -19,7 +19,7 @@ from megatron.planner.problems import inspect, memory_problems, refusal
 from megatron.planner.reached import FEW
 from megatron.planner.search import NOT_OFFLOADED, Plan, SearchedPlans, Space, divisors, search
 from megatron.planner.speed import Cluster
-from megatron.planner.text import choice, parts, plans, sizes, speeds_note, trust
+from megatron.planner.text import choice, far, parts, plans, sizes, speeds_note, trust
 from megatron.settings import batch, schema
 from megatron.settings.plan_file import LAYOUT
 from megatron.settings.rules import out_of_range
@@ -115,6 +115,7 @@ def _searched(
         remarks.append("speeds are assumed; --calibrate on the machine itself measures them")
     if searched.plans:
         remarks += [words for words in (choice(searched, space.tolerance), trust(searched.plans[0], cluster)) if words]
+        remarks += far(searched.plans[0].layout, cluster)
     return SearchResult(
         config, searched, job, cluster, count, source, remarks, time.perf_counter() - started, list(held)
     )

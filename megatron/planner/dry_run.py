@@ -45,7 +45,7 @@ def dry_run(config: schema.Config, log=print) -> None:
         for section in _sections(inspection.resolved, plan, needed, cluster, source, width):
             log(section + "\n")
         slow = slow_start(inspection.resolved, inspection.layout, cluster.device.kind)
-        for remark in [*remarks, *_far(inspection.layout, cluster), *[slow] * bool(slow)]:
+        for remark in [*remarks, *text.far(inspection.layout, cluster), *[slow] * bool(slow)]:
             log(sentence(f"note: {remark}", width))
         for warning in rules.idle(config, cluster.world_size).values():
             log(sentence(f"warning: {warning}", width))
@@ -86,16 +86,6 @@ def _sections(
     if layout.disk:
         yield sentence(_files(config, job, layout, cluster), width)
     yield "\n".join(_time(config, plan, cluster, width))
-
-
-def _far(layout: Layout, cluster: Cluster) -> list[str]:
-    """Notes on a layout that works, but is slow because of the distance between ranks."""
-    if layout.tp <= cluster.local_size:
-        return []
-    return [
-        f"--tensor-model-parallel-size {layout.tp} spans machines of {cluster.local_size} ranks: four messages of "
-        f"each layer and micro-batch cross the network; up to {cluster.local_size} they stay inside a machine"
-    ]
 
 
 def _changed(config: schema.Config) -> list[str]:

@@ -93,6 +93,23 @@ def devices(cluster: Cluster, source: str) -> str:
     return f"{cluster.world_size} x {device.name} of {device.memory_gb:.1f} GB, {cluster.local_size} a node ({source})"
 
 
+def far(layout: Layout, cluster: Cluster) -> list[str]:
+    """Notes on a layout that works, but is slow because of the distance between ranks."""
+    near, notes = cluster.local_size, []
+    if layout.tp > near:
+        notes.append(
+            f"--tensor-model-parallel-size {layout.tp} spans machines of {near} ranks: four messages of "
+            f"each layer and micro-batch cross the network; up to {near} they stay inside a machine"
+        )
+    if layout.ep > 1 and layout.ep * layout.cuts.etp > near:
+        parts = f" x --expert-tensor-parallel-size {layout.cuts.etp}" * (layout.cuts.etp > 1)
+        notes.append(
+            f"--expert-model-parallel-size {layout.ep}{parts} spans machines of {near} ranks: four exchanges of tokens of "
+            f"each layer with experts and micro-batch cross the network; up to {near} they stay inside a machine"
+        )
+    return notes
+
+
 def plans(searched: SearchedPlans, cluster: Cluster, most: int, width: int = WIDTH) -> str:
     """The table of ranked plans. Leaves out columns without effect in any row, and in a narrow terminal also minor ones."""
     rows = []
