@@ -66,8 +66,7 @@ def tolerance(cluster: Cluster) -> float:
     """The relative difference below which two times count as equal: the error of predictions in published runs."""
     if not cluster.device.assumed:
         return 0.05  # of calibrated CPUs: docs/benchmarks.md#the-planner-against-measured-steps
-    known = [one for parallel in (False, True) if (one := cluster.device.accuracy(parallel)) and one.runs >= FEW]
-    return max((one.median for one in known), default=0.1)
+    return max((one.median for one in cluster.device.accuracies.values() if one.runs >= FEW), default=0.1)
 
 
 def search_micro_batch(config: schema.Config) -> SearchResult:

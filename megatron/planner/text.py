@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import MemoryReport
-from megatron.planner.reached import KIND
+from megatron.planner.reached import KIND, Accuracy, accuracies
 from megatron.planner.search import Plan, SearchedPlans
 from megatron.planner.speed import Cluster, StepTime
 from megatron.planner.traffic import Transfer
@@ -30,8 +30,14 @@ def speeds_note(cluster: Cluster, layout: Layout | None = None) -> str:
 
 
 def error_of(cluster: Cluster, layout: Layout) -> str:
-    """The error of predicted times, as published runs show it for this device and kind of layout."""
-    return str(cluster.device.accuracy(layout.model_parallel) or "error unknown")
+    """The error of predicted times, as published runs with the same features show it for this device."""
+    return str(accuracy_of(cluster, layout) or "error unknown")
+
+
+def accuracy_of(cluster: Cluster, layout: Layout) -> Accuracy | None:
+    """The errors of published runs on this device whose layouts have the same features; None if there are none."""
+    device = cluster.device
+    return device.accuracies.get(layout.features(cluster.local_size, device.mixture))
 
 
 def rate(plan: Plan, cluster: Cluster) -> str:
@@ -66,9 +72,14 @@ def trust(plan: Plan, cluster: Cluster) -> str:
         return "times rest on speeds that were measured with --calibrate"
     if device.kind != "cuda":
         return "times rest on assumed speeds of a CPU; --calibrate measures them"
-    known = device.accuracy(plan.layout.model_parallel)
-    runs = f"{known.runs} published runs of such layouts on this GPU" if known else ""
-    errors = f"errors are those of {runs}" if runs else "no published run of this GPU was found to compare them with"
+    known, features = accuracy_of(cluster, plan.layout), plan.layout.features(cluster.local_size, device.mixture)
+    if known:
+        count = "one published run" if known.runs == 1 else f"{known.runs} published runs"
+        errors = f"errors are those of {count} on this GPU with the same features ({features})"
+    elif accuracies(device.name):
+        errors = f"their error is unknown: no published run on this GPU has the same features ({features})"
+    else:
+        errors = "no published run of this GPU was found to compare them with"
     return f"times assume the speeds of {KIND}; {errors}; this suite was measured on one H200 alone (docs/planning.md)"
 
 
@@ -140,7 +151,7 @@ def plans(searched: SearchedPlans, cluster: Cluster, most: int, width: int = WID
 
 
 def _short_error(cluster: Cluster, layout: Layout) -> str:
-    known = cluster.device.accuracy(layout.model_parallel)
+    known = accuracy_of(cluster, layout)
     return f"{known.median:.0%}-{known.worst:.0%}" if known else "-"
 
 

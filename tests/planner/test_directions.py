@@ -24,7 +24,7 @@ from megatron.settings.schema import Recompute
 
 def anything(**more) -> SimpleNamespace:
     """What is handed on and not looked at."""
-    own = dict(pp=3, dp=1, chunks=1, micro_batch_size=1, recompute=None, schedule="1f1b")
+    own = dict(pp=3, dp=1, lags=False, chunks=1, micro_batch_size=1, recompute=None, schedule="1f1b")
     own |= dict(num_microbatches=lambda job: 4, rank_setup=lambda job: None, pipeline=lambda layers: None)
     return SimpleNamespace(**own | more)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prices of collectives against the bytes that must cross each link, which are counted here from the ranks of each group."""
+"""Prices of collectives against the bytes that must cross each link, counted here from the ranks of each group."""
 
 import random
 from collections import Counter
@@ -40,7 +40,9 @@ def least(op: str, size: float, group: Counter, device) -> float:
         inside = max(size * (own - 1) / ranks for own in group.values()) / device.inner
         outside = max(size * (ranks - own) / ranks for own in group.values()) / device.outer
         return max(inside, outside)
-    if op == "all_reduce":  # partial sums of every node but one are sent once, and the sum is sent to every node but one
+    if (
+        op == "all_reduce"
+    ):  # partial sums of every node but one are sent once, and the sum is sent to every node but one
         if nodes == 1:
             return 2 * size * (ranks - 1) / ranks / device.inner
         return 2 * size * (nodes - 1) / (ranks * device.outer)
@@ -53,7 +55,11 @@ def shapes(number: int) -> list[tuple[int, int, int, int]]:
     """(ranks, stride, ranks of a node, ranks of the job), made up; also ones that do not divide each other."""
     draw, found = random.Random(7), []
     while len(found) < number:
-        ranks, stride, local = draw.choice((2, 3, 4, 6, 8, 16, 32, 64)), draw.choice((1, 2, 3, 4, 8, 12)), draw.randint(1, 9)
+        ranks, stride, local = (
+            draw.choice((2, 3, 4, 6, 8, 16, 32, 64)),
+            draw.choice((1, 2, 3, 4, 8, 12)),
+            draw.randint(1, 9),
+        )
         found.append((ranks, stride, local, ranks * stride * draw.randint(1, 3)))
     return found
 
@@ -77,7 +83,9 @@ def test_groups_lie_on_nodes_as_their_ranks_do():
 def test_more_nodes_are_never_cheaper(op):
     for ranks in (2, 4, 8, 16, 64):
         for stride in (1, 2, 8):
-            times = [Cluster(H100, 1024, local).seconds(op, 1 << 24, 3, ranks, stride) for local in (64, 16, 8, 4, 2, 1)]
+            times = [
+                Cluster(H100, 1024, local).seconds(op, 1 << 24, 3, ranks, stride) for local in (64, 16, 8, 4, 2, 1)
+            ]
             assert times == sorted(times), (ranks, stride)
 
 
@@ -140,8 +148,8 @@ def a_step(more: str, cluster: Cluster):
 @pytest.mark.parametrize("more, exchanges", [("", 4), ("--recompute-granularity full --recompute-method uniform", 6)])
 @pytest.mark.parametrize("ep, local", [(8, 8), (8, 4), (32, 8)])
 def test_a_step_has_all_exchanges_of_its_layers(ep, local, more, exchanges):
-    """Tokens to experts and back, their gradients; and again the way there and back if a layer is recomputed. The numbers of
-    rows are exchanged first, once.
+    """Tokens to experts and back, their gradients; and again the way there and back if a layer is recomputed. The numbers
+    of rows are exchanged first, once.
     """
     cluster = Cluster(replace(H100, latency=0.0), 32, local)
     took, _ = a_step(f"--ep {ep} {more}", cluster)
@@ -171,4 +179,4 @@ def test_experts_inside_a_node_are_faster_than_over_several():
 def test_experts_beyond_a_node_are_warned_of(more, said):
     cluster = Cluster(H100, 64)
     told = far(a_step(more, cluster)[1], cluster)
-    assert len(told) == len(said) and all(words in line for words, line in zip(said, told))
+    assert len(told) == len(said) and all(words in line for words, line in zip(said, told, strict=True))
