@@ -55,6 +55,8 @@ def _plan(config: Config, plan: Plan, outcome: SearchResult) -> dict:
         error=None if (known := accuracy_of(outcome.cluster, layout)) is None else known._asdict(),
         mfu=share_of_peak(plan, outcome.cluster),
         tflops_per_rank=plan.step.tflops_per_rank(outcome.cluster.world_size),
+        mfu_causal=share_of_peak(plan, outcome.cluster, seen=True),
+        tflops_per_rank_causal=plan.step.tflops_per_rank(outcome.cluster.world_size, seen=True),
         bytes=plan.bytes,
         memory=[
             asdict(memory_report(job, layout, device, rank))

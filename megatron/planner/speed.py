@@ -120,13 +120,14 @@ class StepTime:
     seconds: float
     parts: dict[str, float]
     bubble: float  # fraction of the pipeline's time in which ranks wait, for the schedule and for slower stages
-    flops: float  # model FLOPs of all ranks
+    flops: float  # model FLOPs of all ranks, attention over whole sequences
+    seen_flops: float = 0.0  # with only the seen pairs of causal attention (`Facts.flops`)
 
     def tokens_per_second(self, job: Job) -> float:
         return job.global_batch * job.facts.sample_tokens / self.seconds
 
-    def tflops_per_rank(self, world_size: int) -> float:
-        return self.flops / self.seconds / world_size / 1e12
+    def tflops_per_rank(self, world_size: int, seen: bool = False) -> float:
+        return (self.seen_flops if seen else self.flops) / self.seconds / world_size / 1e12
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def step(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
         "update": own.sharding.update,
     }
     parts = {name: value for name, value in parts.items() if value > 1e-9}
-    return StepTime(total, parts, max(0.0, waiting / length), useful_flops(job))
+    return StepTime(total, parts, max(0.0, waiting / length), useful_flops(job), useful_flops(job, seen=True))
 
 
 def seconds(work: Work, layout: Layout, num_microbatches: int, own: "StepCommunication") -> float:
@@ -215,9 +216,9 @@ def seconds(work: Work, layout: Layout, num_microbatches: int, own: "StepCommuni
     return max(work.length, span) + own.after_reductions
 
 
-def useful_flops(job: Job) -> float:
-    """Model FLOPs of an iteration, of all ranks."""
-    return job.facts.trained_flops(job.selection) * job.global_batch * job.facts.sample_tokens
+def useful_flops(job: Job, seen: bool = False) -> float:
+    """Model FLOPs of an iteration, of all ranks. seen: as in `Facts.flops`."""
+    return job.facts.trained_flops(job.selection, seen) * job.global_batch * job.facts.sample_tokens
 
 
 def layer_costs(job: Job, layout: Layout, cluster: Cluster) -> list[float]:

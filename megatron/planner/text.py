@@ -40,17 +40,17 @@ def accuracy_of(cluster: Cluster, layout: Layout) -> Accuracy | None:
     return device.accuracies.get(layout.features(cluster.local_size, device.mixture))
 
 
-def rate(plan: Plan, cluster: Cluster) -> str:
-    """TFLOP/s of a rank, and their share of the peak (MFU)."""
-    tflops, share = plan.step.tflops_per_rank(cluster.world_size), share_of_peak(plan, cluster)
+def rate(plan: Plan, cluster: Cluster, seen: bool = False) -> str:
+    """TFLOP/s of a rank, and their share of the peak (MFU). seen: as in `Facts.flops`."""
+    tflops, share = plan.step.tflops_per_rank(cluster.world_size, seen), share_of_peak(plan, cluster, seen)
     used = "" if share is None else f", MFU {share:.0%}"
     return f"{tflops:.4g} TFLOP/s a {'GPU' if cluster.device.kind == 'cuda' else 'rank'}{used} ({basis(cluster)})"
 
 
-def share_of_peak(plan: Plan, cluster: Cluster) -> float | None:
-    """MFU of a plan; None for a device whose peak is not known."""
+def share_of_peak(plan: Plan, cluster: Cluster, seen: bool = False) -> float | None:
+    """MFU of a plan; None for a device whose peak is not known. seen: as in `Facts.flops`."""
     peak = peak_flops(cluster.device.name, plan.job.precision)
-    return plan.step.tflops_per_rank(cluster.world_size) * 1e12 / peak if peak else None
+    return plan.step.tflops_per_rank(cluster.world_size, seen) * 1e12 / peak if peak else None
 
 
 def choice(searched: SearchedPlans, tolerance: float) -> str:
@@ -91,11 +91,14 @@ def recomputed(plan: Plan) -> str:
 
 
 def verdict(plan: Plan, cluster: Cluster) -> str:
-    """Whether a plan fits, and its speed, in two lines."""
+    """Whether a plan fits, and its speed, in a few lines."""
     room = part_of(plan.bytes, cluster.device.memory_bytes)
     pace = f"{seconds(plan.step.seconds)} a step, {count(plan.step.tokens_per_second(plan.job))} tokens/s"
     note = speeds_note(cluster, plan.layout)
-    return f"  memory: {room} on the fullest rank, predicted\n  time: {pace} {note}"
+    lines = [f"  memory: {room} on the fullest rank, predicted", f"  time: {pace} {note}"]
+    if 0 < plan.step.seen_flops < plan.step.flops:
+        lines.append(f"  with half of causal attention: {rate(plan, cluster, seen=True)}")
+    return "\n".join(lines)
 
 
 def devices(cluster: Cluster, source: str) -> str:
