@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.reader import Reader
+from megatron.convert import megatron_arguments, megatron_export
 from megatron.errors import CheckpointError, SettingsError, UsageError
-from megatron.inference.convert import megatron_arguments, megatron_export
 from megatron.settings import schema
 from megatron.tools import checkpoint as tool
 from tests.inference import test_convert

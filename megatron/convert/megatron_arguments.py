@@ -7,9 +7,9 @@ Those of experts are in `megatron_experts`.
 from dataclasses import fields
 from typing import Any, Optional
 
+from megatron.convert import megatron_experts
+from megatron.convert.megatron_names import our_name
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert import megatron_experts
-from megatron.inference.convert.megatron_names import our_name
 from megatron.settings import schema
 
 SAME = (

@@ -30,11 +30,10 @@ import torch
 from megatron.checkpoint.boxes import Box, flat_to_boxes
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.store import Piece
-from megatron.errors import CheckpointError
-from megatron.inference.convert import megatron_experts
-from megatron.inference.convert.imported import ModelImport, check_complete
-from megatron.inference.convert.megatron_arguments import settings_of
-from megatron.inference.convert.megatron_metadata import (
+from megatron.convert import megatron_experts
+from megatron.convert.imported import ModelImport, check_complete
+from megatron.convert.megatron_arguments import settings_of
+from megatron.convert.megatron_metadata import (
     EXPERTS,
     METADATA,
     Chunk,
@@ -43,9 +42,9 @@ from megatron.inference.convert.megatron_metadata import (
     read_metadata,
     read_objects,
 )
-from megatron.inference.convert.megatron_names import EXPERTS as EXPERTS_HERE
-from megatron.inference.convert.megatron_names import IN_LAYER, SINKS, our_name
-from megatron.inference.convert.megatron_optimizer import (
+from megatron.convert.megatron_names import EXPERTS as EXPERTS_HERE
+from megatron.convert.megatron_names import IN_LAYER, SINKS, our_name
+from megatron.convert.megatron_optimizer import (
     LEAVE_OUT,
     PREFIX,
     LocalParameter,
@@ -54,7 +53,8 @@ from megatron.inference.convert.megatron_optimizer import (
     state_notices,
     with_moments,
 )
-from megatron.inference.convert.megatron_pickle import extract
+from megatron.convert.megatron_pickle import extract
+from megatron.errors import CheckpointError
 from megatron.model.gpt.facts import GPTFacts
 from megatron.mpu.placement import Placement
 from megatron.settings import schema

@@ -24,15 +24,14 @@ import torch
 from megatron.checkpoint.boxes import Box, find_flaw
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.reader import Reader
+from megatron.convert import megatron_experts
+from megatron.convert.families import prompts_for
+from megatron.convert.megatron_arguments import COMPARED, their_arguments, unknown_settings
+from megatron.convert.megatron_lm import open_classic
+from megatron.convert.megatron_names import Implementation, their_name
+from megatron.convert.merged import merged_first
 from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.inference.agreement import agreement
-from megatron.inference.convert import megatron_experts
-from megatron.inference.convert.arriving import arriving, needed
-from megatron.inference.convert.families import prompts_for
-from megatron.inference.convert.megatron_arguments import COMPARED, their_arguments, unknown_settings
-from megatron.inference.convert.megatron_lm import open_classic
-from megatron.inference.convert.megatron_names import Implementation, their_name
-from megatron.inference.convert.merged import merged_first
 from megatron.inference.load import Loaded, load_model, tokenizer_settings, without_model
 from megatron.inference.quantized import refuse_quantized
 from megatron.model.gpt.facts import GPTFacts
@@ -43,6 +42,7 @@ from megatron.mpu.placement import Placement
 from megatron.settings import schema
 from megatron.settings.from_checkpoint import located
 from megatron.storage.durable import storage_errors
+from megatron.storage.new_folder import new_folder
 
 COPY_OF_TABLE = (
     "output_layer.weight",
@@ -97,12 +97,12 @@ def to_megatron(
     trained = path
     with merged_first(path, out) as path, Reader(path) as reader:
         refuse_quantized(reader, "to-megatron")
-        needed(reader, "config")
+        reader.needed("config")
         config = schema.from_record(located(reader.state))
-        export = Export(config.model, needed(reader, "vocab_size"), tp, pp, implementation, dtype, ep)
+        export = Export(config.model, reader.needed("vocab_size"), tp, pp, implementation, dtype, ep)
         check_expressible(export)
         padding = _padding_rows(reader)
-        with arriving(out) as folder:
+        with new_folder(out) as folder:
             vocabulary, lost = _vocabulary(without_model(config, reader.state, path))
             args = arguments(export, vocabulary, reader.state.get("iteration", 0))
             for pipeline, tensor, expert in product(range(pp), range(tp), range(ep)):

@@ -7,8 +7,8 @@ Those of experts in classic checkpoints, `mlp.experts.linear_fc1.weight3`, are i
 import re
 from typing import Literal, NamedTuple, Optional
 
+from megatron.convert import megatron_experts
 from megatron.errors import CheckpointError
-from megatron.inference.convert import megatron_experts
 
 Implementation = Literal["transformer_engine", "local", "legacy"]  # of Megatron-LM: decides the names of tensors
 

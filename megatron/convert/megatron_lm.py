@@ -24,12 +24,11 @@ from safetensors.torch import load_file
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.store import Piece
-from megatron.errors import CheckpointError
-from megatron.inference.convert import megatron_experts
-from megatron.inference.convert.imported import ModelImport, check_complete
-from megatron.inference.convert.megatron_arguments import settings_of
-from megatron.inference.convert.megatron_names import SINKS, our_name
-from megatron.inference.convert.megatron_optimizer import (
+from megatron.convert import megatron_experts
+from megatron.convert.imported import ModelImport, check_complete
+from megatron.convert.megatron_arguments import settings_of
+from megatron.convert.megatron_names import SINKS, our_name
+from megatron.convert.megatron_optimizer import (
     ALIGNMENT,
     LEAVE_OUT,
     LocalParameter,
@@ -39,7 +38,8 @@ from megatron.inference.convert.megatron_optimizer import (
     state_notices,
     with_moments,
 )
-from megatron.inference.convert.megatron_pickle import EXPERTS, extract, extract_buffers
+from megatron.convert.megatron_pickle import EXPERTS, extract, extract_buffers
+from megatron.errors import CheckpointError
 from megatron.model.gpt.facts import GPTFacts
 from megatron.mpu.placement import Placement
 from megatron.settings import schema
