@@ -57,7 +57,7 @@ def test_the_advisors_command_line(capsys, tmp_path):
     for words in (
         "GPT of 22.1 B parameters",
         "tokens/s",
-        "(assumed; error 4%, worst 14%)",
+        "(assumed; error 11% in 6 runs)",
         "out of memory by",
         "300.0 B tokens: ",
         "optimizer moments",
