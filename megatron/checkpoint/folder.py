@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 from megatron.checkpoint.backends import TRACKER, CheckpointPath, backend_of
-from megatron.checkpoint.base import open_checkpoint
+from megatron.checkpoint.base_checkpoint import open_checkpoint
 from megatron.checkpoint.reader import Reader, Strictness
 from megatron.checkpoint.store import Parts, Piece, commit, single_part, write_shard
 from megatron.errors import CheckpointError, Failure, StorageError

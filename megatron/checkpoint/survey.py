@@ -5,7 +5,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.checkpoint.base import BASE
+from megatron.checkpoint.base_checkpoint import BASE
 from megatron.checkpoint.folder import TRACKER, checkpoints, read_tracker
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import OPTIMIZER

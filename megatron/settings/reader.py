@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.errors import did_you_mean
 from megatron.settings import files, messages, schema
+from megatron.settings.argv import OWN, THEN, CommandLine, split, with_dashes
 from megatron.settings.dialects.commands import (
     CHINESE,
     PROFILER,
@@ -28,7 +29,6 @@ from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import NAMES, VOCABULARY, cached, nearest, preset, published_rows
 from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
 from megatron.settings.statements import SaidBy, Statement, overruled, resolve
-from megatron.settings.words import OWN, THEN, CommandLine, split, with_dashes
 
 # A flag of another suite -> settings that it implies, as a preset does: PaddleNLP's mixed precision is O1, its scale 2^15,
 # and its --check_accuracy trains without dropout; Megatron-LM's old name of --recompute-method recomputes whole layers.

@@ -35,7 +35,7 @@ from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import TokenizerSettings, setting
 from megatron.settings.statements import given_values
 from megatron.storage.urls import UrlPath, location
-from megatron.training.exchange import (
+from megatron.training.conversion_commands import (
     ExpertOptions,
     FromHFOptions,
     FromMegatronOptions,
@@ -319,7 +319,7 @@ def open_reader(path: Path, which: WhichCheckpoint):
 
 def base_for(reader, out: Path, given: Optional[str]) -> dict:
     """The entry about the base of adapters in a copy at `out`; empty for other checkpoints. given: --base."""
-    from megatron.checkpoint.base import BASE, base_record, find_base, open_checkpoint
+    from megatron.checkpoint.base_checkpoint import BASE, base_record, find_base, open_checkpoint
     from megatron.checkpoint.folder import choose
 
     if not reader.state.get(BASE):
