@@ -25,6 +25,7 @@ from megatron.checkpoint.reader import Reader, Strictness
 from megatron.checkpoint.store import Parts, Piece, commit, single_part, write_shard
 from megatron.errors import CheckpointError, Failure, StorageError
 from megatron.settings.from_checkpoint import foreign_format, megatron_format_problem
+from megatron.storage import hub
 from megatron.storage.durable import Damaged, storage_errors
 from megatron.storage.urls import UrlPath, location
 
@@ -100,8 +101,10 @@ def choose(
                 do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT",
             )
         why = None if folder.is_dir() else "there is no such folder"
-        do = "check the path" if allow_empty is None else NEW_RUN
-        raise CheckpointError(f"{folder} holds no checkpoint", why, do)
+        do = why and hub.hint(folder, "python -m megatron.tools.checkpoint from-hf hf://{} OUT")
+        raise CheckpointError(
+            f"{folder} holds no checkpoint", why, do or ("check the path" if allow_empty is None else NEW_RUN)
+        )
     named, notices, damaged = read_tracker(folder), [], []
     order = sorted(paths, reverse=True)
     if named in paths:

@@ -16,6 +16,7 @@ from megatron.checkpoint.store import CODES, as_bytes
 from megatron.errors import CheckpointError, UsageError
 from megatron.inference import generation_config
 from megatron.settings import schema
+from megatron.storage import hub
 from megatron.storage.durable import storage_errors
 from megatron.tokenizer.byte_level import END_OF_TEXT
 from megatron.tokenizer.chat_template import FILE as TEMPLATE
@@ -174,6 +175,12 @@ def read_json(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _JSON_LIMIT:
             raise CheckpointError(f"{path} is too large for what it should be")
         content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise CheckpointError(
+                f"{path.parent}: no such folder", do=hub.hint(path.parent) or "check the path"
+            ) from None
+        raise CheckpointError(f"{path} cannot be read: No such file or directory") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -44,6 +44,7 @@ from megatron.mpu.initialize import DTYPES
 from megatron.mpu.placement import Placement
 from megatron.settings.from_checkpoint import FILES, located
 from megatron.settings.schema import TokenizerSettings
+from megatron.storage import hub
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.chat_template import find_template
@@ -303,7 +304,7 @@ def _outputs_of_transformers(family: Family, folder: Path) -> torch.Tensor:
 
 
 def _transformers():
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # use local files only
+    hub.stay_offline()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         import transformers
