@@ -155,7 +155,7 @@ train_gpt() { # seconds of a step, widths, flags of the model: trains it for ITE
         own+=(--override data-order --resume-schedule command)
     fi
     gpt "$WIDTH" --train-iters "$ITERATIONS" --valid-data-path "$RUN/held_out_text_document" \
-        --eval-interval 250 --eval-iters 8 --log-interval 10 \
+        --eval-interval 250 --eval-iters 8 --eval-same-samples --log-interval 10 \
         --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 200 --keep-last 2 \
         --metrics-file "$RUN/metrics.jsonl" --log-file "$RUN/train.log" ${own[@]+"${own[@]}"}
     rm -f "$RUN/evaluation.jsonl" "$RUN/samples.txt" "$RUN/report.html" # they belong to an earlier state

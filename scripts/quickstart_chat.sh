@@ -48,5 +48,5 @@ cat <<END
 
 ${BOLD}Done.${PLAIN} It has learned to answer, not to know: with 5 million parameters it repeats what it was told. Now try:
   .venv/bin/python -m megatron.tools.serve --load $RUN/checkpoints
-and open http://127.0.0.1:8000/ in a browser: choose "message in a chat" there. docs/chat.md is about conversations of your own.
+and open http://127.0.0.1:8000/ in a browser. docs/chat.md is about conversations of your own.
 END

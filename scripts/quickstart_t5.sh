@@ -51,7 +51,7 @@ with_script python -m megatron.tools.launch --nproc-per-node 2 pretrain_t5.py \
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.98 \
     --precision auto "${VOCABULARY[@]}" \
     --train-data-path "$RUN/train_text_sentence" --valid-data-path "$RUN/held_out_text_sentence" \
-    --eval-interval 400 --eval-iters 8 --log-interval 50 \
+    --eval-interval 400 --eval-iters 8 --eval-same-samples --log-interval 50 \
     --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 400 --keep-last 2 ${flags[@]+"${flags[@]}"}
 samples() { # of text, as the model sees them
     python -m megatron.tools.dump_samples --model-type T5 --data-path "$RUN/$1_text_sentence" --split 1,0,0 "${SAMPLES[@]}" \
