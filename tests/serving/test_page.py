@@ -135,7 +135,9 @@ def test_stop_dark_and_help_by_keyboard(visit, two):
     page.select_option("#mode", "text")
     page.fill("#prompt", "x" * 600)
     page.keyboard.press("Control+Enter")
-    wait_for(page, "document.querySelector('.trouble')?.innerText.includes('context has 512')")  # the server's own words
+    wait_for(
+        page, "document.querySelector('.trouble')?.innerText.includes('context has 512')"
+    )  # the server's own words
     page.fill("#max_tokens", "400")
     page.fill("#prompt", "endless")
     for seed in range(9):  # one whose text is long
@@ -204,7 +206,8 @@ CUT = """[...document.querySelectorAll("#form :is(input, select)")].filter((fiel
   pen.font = style.font;
   const text = field.tagName === "SELECT" ? field.selectedOptions[0].text : field.value || field.placeholder;
   const arrow = field.tagName === "SELECT" ? 16 : 0;
-  return pen.measureText(text).width + parseFloat(style.paddingLeft) + parseFloat(style.paddingRight) + arrow > field.clientWidth;
+  const needed = pen.measureText(text).width + parseFloat(style.paddingLeft) + parseFloat(style.paddingRight) + arrow;
+  return needed > field.clientWidth;
 }).map((field) => field.id)"""  # fields with more text than room
 
 
