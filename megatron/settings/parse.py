@@ -81,14 +81,8 @@ def parse_with_record(
     reader.read_command(argv)
     asked = {flag for flag, _ in reader.line.words}
     if asked & {"-h", "--help", "--help-all"}:
-        from megatron.settings.help import group_help, help_text
-
-        for name in [word for flag, words in reader.line.words if flag in ("-h", "--help") for word in words[:1]]:
-            if name.isidentifier() or name in (s.group for s in settings):  # and not a path that belongs to no flag
-                _print(group_help(settings, name))
-                sys.exit(0)
         own = tuple(set(groups) - set(schema.GROUPS)) if set(schema.GROUPS) <= set(groups) else ()
-        _print(help_text(settings, prog, description, None if "--help-all" in asked else common, own))
+        _help(reader, settings, prog, description, common, own)
         sys.exit(0)
     reader.say_defaults(defaults(reader.chosen()) if callable(defaults) else defaults, "the recipe")
     if not callable(defaults):  # a function reads the checkpoint itself
@@ -141,6 +135,17 @@ def said(argv: list[str], groups: Mapping[str, type] = MappingProxyType(schema.G
     reader = SettingsReader(groups)
     reader.read_command(argv)
     return reader.chosen()
+
+
+def _help(reader: SettingsReader, settings, prog: str, description: str, common: tuple[str, ...], own) -> None:
+    """Print `--help`, `--help-all`, or `--help GROUP`. Another word behind it is no path of a command, such as OUT."""
+    from megatron.settings.help import group_help, help_text
+
+    names = [word for flag, words in reader.line.words if flag in ("-h", "--help") for word in words[:1]]
+    if names and (names[0].isidentifier() or names[0] in {s.group for s in settings}):
+        return _print(group_help(settings, names[0]))
+    everything = any(flag == "--help-all" for flag, _ in reader.line.words)
+    _print(help_text(settings, prog, description, None if everything else common, own))
 
 
 def _print(text: str) -> None:

@@ -20,7 +20,9 @@ def start(argv: list[str], recipe: Recipe) -> None:
     argv = rank_env.adopt(argv)
     rank_env.ranks()  # wrong numbers of ranks are reported first
     refuse_another_module(recipe.model_type, module_of(recipe.model_type))
-    config = parse_any(argv, description=recipe.about or f"Pretrain a model of type {recipe.model_type}.", recipe=recipe)
+    config = parse_any(
+        argv, description=recipe.about or f"Pretrain a model of type {recipe.model_type}.", recipe=recipe
+    )
     if config.model.model_type != recipe.model_type:
         raise UsageError(
             f"--model-type {config.model.model_type}: this command trains {recipe.model_type}",

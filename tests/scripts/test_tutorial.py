@@ -16,7 +16,8 @@ def blocks(page: str, kind: str) -> list[str]:
 def losses(text: str) -> dict[str, float]:
     """Validation losses by iteration, the last of each."""
     found = re.findall(r"at iteration (\d+)(?: on validation set)? \|.* loss value: (\S+)", text)
-    assert len({step for step, _ in found}) == len(found), "one validation of a step"
+    pretraining = re.findall(r"at iteration (\d+)(?: on validation set)? \| lm loss", text)
+    assert len(set(pretraining)) == len(pretraining), "one validation of a step"
     return {step: float(loss) for step, loss in found}
 
 
