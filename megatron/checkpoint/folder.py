@@ -28,6 +28,7 @@ from megatron.settings.from_checkpoint import foreign_format, megatron_format_pr
 from megatron.storage import hub
 from megatron.storage.durable import Damaged, storage_errors
 from megatron.storage.urls import UrlPath, location
+from megatron.telemetry.progress import Progress
 
 AllGatherObject = Callable[[Any], list]
 OTHER = "give another folder of checkpoints, or copy this one again"
@@ -259,6 +260,12 @@ def _on_all_ranks(action: Callable[[], Any], all_gather_object: AllGatherObject)
 # ---------------------------------------------------------------------------------------------------- saving
 
 
+def _counted(parts: Iterable, done: Progress) -> Iterable:
+    for part in parts:
+        yield part
+        done(part.nbytes)
+
+
 class Saver:
     """Writes checkpoints into a folder, which one job locks while this object is open.
 
@@ -340,8 +347,11 @@ class Saver:
         final, temporary = self.folder / f"iter_{iteration:07d}", None
         try:
             temporary, count = self._begin(final), 0
-            for count, pieces in enumerate(shards, 1):
-                write_shard(temporary, count - 1, pieces, parts=parts)
+            known = isinstance(shards, list) and all(isinstance(pieces, list) for pieces in shards)
+            total = sum(piece.tensor.nbytes for pieces in shards for piece in pieces) if known else None
+            with Progress("writing", total) as done:
+                for count, pieces in enumerate(shards, 1):
+                    write_shard(temporary, count - 1, pieces, parts=lambda piece: _counted(parts(piece), done))
             self._finish(temporary, final, count, iteration, state)
         except BaseException:
             self._storage.discard(self.folder, temporary)

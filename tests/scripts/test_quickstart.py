@@ -85,8 +85,8 @@ def test_training_takes_two_minutes_of_the_machine(copy, bash, tmp_path, seconds
         'gpt() { echo "$@" >>"$RUN/calls"; for n in 9 1 1 1 1 1; do\n'
         'echo "{\\"kind\\": \\"step\\", \\"seconds\\": $(awk "BEGIN { print $n * ${times[$1]} }")}"; '
         'done >"$RUN/measured.jsonl"; }\n'
-        f'choose_size "{widths}" --more; echo "$WIDTH $ITERATIONS $SECONDS_A_STEP"\n'
-        f'ITERATIONS=600 WIDTH=; choose_size "{widths}" --more; echo "$WIDTH $ITERATIONS $SECONDS_A_STEP"\n'
+        f'choose_size gpt "{widths}" --more; echo "$WIDTH $ITERATIONS $SECONDS_A_STEP"\n'
+        f'ITERATIONS=600 WIDTH=; choose_size gpt "{widths}" --more; echo "$WIDTH $ITERATIONS $SECONDS_A_STEP"\n'
     )
     width, steps = size.split()
     said = bash(str(tmp_path / "choose.sh")).stdout.splitlines()

@@ -18,6 +18,7 @@ from megatron.inference import generation_config
 from megatron.settings import schema
 from megatron.storage import hub
 from megatron.storage.durable import storage_errors
+from megatron.telemetry.progress import Progress
 from megatron.tokenizer.byte_level import END_OF_TEXT
 from megatron.tokenizer.chat_template import FILE as TEMPLATE
 from megatron.tokenizer.transformers_files import NAMED, VOCABULARIES, content_of, read_files, write_files
@@ -92,8 +93,9 @@ def write_tensors(
     count = len(files)
     names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     names = ["model.safetensors"] if count == 1 else names
-    for name, plans in zip(names, files):
-        _write_file(folder / name, plans, dtype)
+    with Progress("writing", sum(sum(plan.sizes(dtype)) for plan in planned)) as done:
+        for name, plans in zip(names, files):
+            _write_file(folder / name, plans, dtype, done)
     if count > 1:
         where = {tensor: name for name, plans in zip(names, files) for plan in plans for tensor in plan.names}
         size = sum(sum(plan.sizes(dtype)) for plan in planned)
@@ -102,7 +104,7 @@ def write_tensors(
     return names
 
 
-def _write_file(path: Path, plans: list[TensorGroup], dtype: torch.dtype) -> None:
+def _write_file(path: Path, plans: list[TensorGroup], dtype: torch.dtype, done: Progress) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for plan in plans:
@@ -117,7 +119,7 @@ def _write_file(path: Path, plans: list[TensorGroup], dtype: torch.dtype) -> Non
         for plan in plans:
             for tensor, shape, one in zip(plan.make(), plan.shapes, plan.formats(dtype)):
                 assert tuple(tensor.shape) == shape, (plan.names, tensor.shape, shape)
-                file.write(memoryview(as_bytes(tensor.to(one).contiguous()).numpy()))
+                done(file.write(memoryview(as_bytes(tensor.to(one).contiguous()).numpy())))
         file.flush()
         os.fsync(file.fileno())
 
