@@ -109,8 +109,8 @@ choose_size() { # a function that trains; widths of the model, the largest first
             WIDTH=$width SECONDS_A_STEP=$(median_step) CHOSEN=
             CHOSEN=$(steps_in "$SECONDS_A_STEP")
             rm -f "$RUN/measured.jsonl" "$RUN/said.txt"
-            [[ $width == *[!0-9]* ]] || printf '  %s wide:' "$width"
-            echo "  a step takes $SECONDS_A_STEP s here, so $CHOSEN steps take $(in_words "$(awk "BEGIN { print 8 + 1.05 * $CHOSEN * $SECONDS_A_STEP }")")"
+            if [[ $width == *[!0-9]* ]]; then printf ' '; else printf '  %s wide:' "$width"; fi
+            echo " a step takes $SECONDS_A_STEP s here, so $CHOSEN steps take $(in_words "$(awk "BEGIN { print 8 + 1.05 * $CHOSEN * $SECONDS_A_STEP }")")"
             [ "$CHOSEN" -lt "$ENOUGH" ] || break
         done
     fi

@@ -19,7 +19,7 @@ check_flags() { # finetune.py itself refuses wrong ones, before it trains
 }
 read_flags "$@"
 
-step 1/4 "The quickstart's model of 5 million parameters"
+step 1/4 "The quickstart's model"
 is_made "$MODEL/latest_checkpointed_iteration.txt" || bash scripts/quickstart.sh
 
 step 2/4 "Conversations about a hundred facts"
@@ -51,7 +51,7 @@ wait "$server" || true
 
 cat <<END
 
-${BOLD}Done.${PLAIN} It has learned to answer, not to know: with 5 million parameters it repeats what it was told. Now try:
+${BOLD}Done.${PLAIN} It has learned to answer, not to know: so small a model repeats what it was told. Now try:
   .venv/bin/python -m megatron.tools.serve --load $RUN/checkpoints
 and open http://127.0.0.1:8000/ in a browser. docs/chat.md is about conversations of your own.
 END
