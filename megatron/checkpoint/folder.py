@@ -28,6 +28,7 @@ from megatron.settings.from_checkpoint import foreign_format, megatron_format_pr
 from megatron.storage import hub
 from megatron.storage.durable import Damaged, storage_errors
 from megatron.storage.urls import UrlPath, location
+from megatron.telemetry.figures import size as sized
 from megatron.telemetry.progress import Progress
 
 AllGatherObject = Callable[[Any], list]
@@ -172,9 +173,9 @@ class Restored:
     damaged: tuple[tuple[CheckpointPath, str], ...] = ()
 
     def __str__(self) -> str:
-        least, most = min(self.bytes_read) / 1e6, max(self.bytes_read) / 1e6
-        each = f"{most:,.1f}" if f"{least:,.1f}" == f"{most:,.1f}" else f"{least:,.1f} to {most:,.1f}"
-        return f"{self.path} (a rank read {each} of {self.size / 1e6:,.1f} MB)"
+        least, most = sized(min(self.bytes_read)), sized(max(self.bytes_read))
+        each = most if least == most else f"{least} to {most}"
+        return f"{self.path} (a rank read {each} of {sized(self.size)})"
 
 
 def restore(
