@@ -149,7 +149,9 @@ def test_many_passes_over_the_text_are_told(folder, kind):
         datasets(config, kind, sizes=(count, 500, 0), log=lines.append)
         notes = [line for line in lines if "times: beyond 4 passes" in line]
         assert len(notes) == len(told)
-        assert all(f"reads corpus-train more than {passes} times" in note for passes, note in zip(told, notes))
+        assert all(
+            f"reads corpus-train more than {passes} times" in note for passes, note in zip(told, notes, strict=True)
+        )
 
 
 def text_of(dataset, place: int) -> list[int]:
