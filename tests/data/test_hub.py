@@ -10,9 +10,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from megatron.convert.hf_files import read_json
 from megatron.data.json_input import find_sources, read_blocks
 from megatron.errors import CheckpointError, DataError, StorageError, UsageError
-from megatron.inference.convert.hf_files import read_json
 from megatron.storage import hub
 
 huggingface_hub = pytest.importorskip("huggingface_hub")

@@ -11,7 +11,7 @@ from megatron.checkpoint import survey
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.store import Piece
-from megatron.inference.convert.hf_files import TensorGroup, write_tensors
+from megatron.convert.hf_files import TensorGroup, write_tensors
 from megatron.telemetry import progress
 
 
