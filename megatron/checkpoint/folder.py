@@ -29,7 +29,7 @@ from megatron.storage import hub
 from megatron.storage.durable import Damaged, storage_errors
 from megatron.storage.urls import UrlPath, location
 from megatron.telemetry.figures import size as sized
-from megatron.telemetry.progress import Progress
+from megatron.telemetry.progress import ProgressBar
 
 AllGatherObject = Callable[[Any], list]
 OTHER = "give another folder of checkpoints, or copy this one again"
@@ -261,7 +261,7 @@ def _on_all_ranks(action: Callable[[], Any], all_gather_object: AllGatherObject)
 # ---------------------------------------------------------------------------------------------------- saving
 
 
-def _counted(parts: Iterable, done: Progress) -> Iterable:
+def _counted(parts: Iterable, done: ProgressBar) -> Iterable:
     for part in parts:
         yield part
         done(part.nbytes)
@@ -350,7 +350,7 @@ class Saver:
             temporary, count = self._begin(final), 0
             known = isinstance(shards, list) and all(isinstance(pieces, list) for pieces in shards)
             total = sum(piece.tensor.nbytes for pieces in shards for piece in pieces) if known else None
-            with Progress("writing", total) as done:
+            with ProgressBar("writing", total) as done:
                 for count, pieces in enumerate(shards, 1):
                     write_shard(temporary, count - 1, pieces, parts=lambda piece: _counted(parts(piece), done))
             self._finish(temporary, final, count, iteration, state)

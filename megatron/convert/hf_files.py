@@ -18,7 +18,7 @@ from megatron.inference import generation_config
 from megatron.settings import schema
 from megatron.storage import hub
 from megatron.storage.durable import storage_errors
-from megatron.telemetry.progress import Progress
+from megatron.telemetry.progress import ProgressBar
 from megatron.tokenizer.byte_level import END_OF_TEXT
 from megatron.tokenizer.chat_template import FILE as TEMPLATE
 from megatron.tokenizer.transformers_files import NAMED, VOCABULARIES, content_of, read_files, write_files
@@ -93,7 +93,7 @@ def write_tensors(
     count = len(files)
     names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     names = ["model.safetensors"] if count == 1 else names
-    with Progress("writing", sum(sum(plan.sizes(dtype)) for plan in planned)) as done:
+    with ProgressBar("writing", sum(sum(plan.sizes(dtype)) for plan in planned)) as done:
         for name, plans in zip(names, files):
             _write_file(folder / name, plans, dtype, done)
     if count > 1:
@@ -104,7 +104,7 @@ def write_tensors(
     return names
 
 
-def _write_file(path: Path, plans: list[TensorGroup], dtype: torch.dtype, done: Progress) -> None:
+def _write_file(path: Path, plans: list[TensorGroup], dtype: torch.dtype, done: ProgressBar) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for plan in plans:

@@ -31,7 +31,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _GLOB = re.compile(r"[*?\[]")
 
 
-class Named(NamedTuple):
+class HubName(NamedTuple):
     """What an `hf://` name means. revision: None for the newest. path: of a file, folder or glob inside; "" for all"""
 
     kind: str  # model or dataset
@@ -50,11 +50,11 @@ def is_hub(text: str | os.PathLike) -> bool:
     return os.fspath(text).lower().startswith(SCHEME)
 
 
-def parse(text: str) -> Named:
+def parse(text: str) -> HubName:
     """The parts of a name. Raises UsageError for another form.
 
     >>> parse("hf://datasets/allenai/c4@main/en/*.json.gz")
-    Named(kind='dataset', name='allenai/c4', revision='main', path='en/*.json.gz')
+    HubName(kind='dataset', name='allenai/c4', revision='main', path='en/*.json.gz')
     >>> parse("hf://Qwen/Qwen3-0.6B@refs/pr/1").revision
     'refs/pr/1'
     """
@@ -67,7 +67,7 @@ def parse(text: str) -> Named:
             f"{text}: no name of the Hugging Face hub",
             do="hf://ORG/NAME, hf://ORG/NAME@REVISION, hf://datasets/ORG/NAME or hf://datasets/ORG/NAME/PATH",
         )
-    return Named(kind, found[1], found[2], found[3] or "")
+    return HubName(kind, found[1], found[2], found[3] or "")
 
 
 def fetched(text: str, patterns: Sequence[str]) -> Path:
@@ -90,7 +90,7 @@ def fetched(text: str, patterns: Sequence[str]) -> Path:
     return place
 
 
-def _download(named: Named, patterns: list[str]) -> Path:
+def _download(named: HubName, patterns: list[str]) -> Path:
     text = f"{SCHEME}{'datasets/' if named.kind == 'dataset' else ''}{named.name}"
     try:
         import huggingface_hub
@@ -161,10 +161,10 @@ def hint(text: str | os.PathLike, download: str = DOWNLOAD) -> str | None:
 
     >>> hint("meta-llama/Llama-3.2-1B", "from-hf hf://{} OUT")
     'a name on the Hugging Face hub? from-hf hf://meta-llama/Llama-3.2-1B OUT'
-    >>> hint("runs/gpt/checkpoints") is None
+    >>> hint("runs/large/checkpoints") is None
     True
     """
     text = os.fspath(text)
-    if not _NAME.fullmatch(text) or os.path.isdir(text.partition("/")[0]):  # runs/gpt: a folder that was mistyped
+    if not _NAME.fullmatch(text) or os.path.isdir(text.partition("/")[0]):  # runs/large: a folder that was mistyped
         return None
     return f"a name on the Hugging Face hub? {download.format(text)}"

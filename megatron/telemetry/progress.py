@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Progress of commands that take long: a bar on a terminal, and nothing elsewhere.
 
-    with Progress("writing", total=sum(sizes)) as done:
+    with ProgressBar("writing", total=sum(sizes)) as done:
         for size in sizes:
             ...
             done(size)
@@ -16,7 +16,7 @@ from typing import Optional
 DELAY = 1.0  # seconds
 
 
-class Progress:
+class ProgressBar:
     """A context; called with what was done since the last call. total: None if it is not known; unit: B for bytes."""
 
     def __init__(self, doing: str, total: Optional[float] = None, unit: str = "B"):
@@ -36,7 +36,7 @@ class Progress:
                 dynamic_ncols=True,
             )
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressBar":
         return self
 
     def __call__(self, count: float = 1) -> None:
@@ -51,7 +51,7 @@ class Progress:
 
 def followed(things: Iterable, doing: str, total: float, unit: str) -> Iterator:
     """The things one by one, as a bar counts them."""
-    with Progress(doing, total, unit) as done:
+    with ProgressBar(doing, total, unit) as done:
         for thing in things:
             yield thing
             done()

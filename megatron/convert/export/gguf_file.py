@@ -24,7 +24,7 @@ from megatron.model.facts import Facts
 from megatron.model.positions import scaled_frequencies
 from megatron.model.t5.facts import T5Facts
 from megatron.mpu.placement import Placement
-from megatron.telemetry.progress import Progress
+from megatron.telemetry.progress import ProgressBar
 
 Fix = Callable[[str, torch.Tensor, dict[str, Any]], torch.Tensor]
 # --dtype -> (format of matrices, llama.cpp's word for the file)
@@ -162,7 +162,7 @@ def write(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    with Progress("writing", len(shapes), "tensors") as done:
+    with ProgressBar("writing", len(shapes), "tensors") as done:
         for _, made, [x, *beside] in tensors(meta=False):
             if beside:
                 writer.write_tensor_data(_blocks(made, x, *beside))
