@@ -29,6 +29,7 @@ from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import NAMES, VOCABULARY, cached, nearest, preset, published_rows
 from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
 from megatron.settings.statements import SaidBy, Statement, overruled, resolve
+from megatron.storage import hub
 
 # A flag of another suite -> settings that it implies, as a preset does: PaddleNLP's mixed precision is O1, its scale 2^15,
 # and its --check_accuracy trains without dropout; Megatron-LM's old name of --recompute-method recomputes whole layers.
@@ -38,6 +39,7 @@ IMPLIED = {
     "--activations-checkpoint-method": dict(recompute_granularity="full"),
 }
 
+IMPORT = "python -m megatron.tools.checkpoint from-hf hf://{} DIR, then --load DIR --finetune"  # a model of the hub
 FOR_USE = ("generate", "evaluate", "export", "prune")  # groups of the commands that use a trained model
 # (a flag that others override, setting) -> what it means without them
 GIVES_WAY = {("--use-amp", "precision"): "is fp16"}
@@ -338,8 +340,10 @@ class SettingsReader:
         name = str(chosen.value)
         values = preset(name) or (dict(load=name, use_checkpoint_args=True) if Path(name).is_dir() else None)
         if values is None:
-            known = f"{', '.join(NAMES)}){nearest(name)}"
-            self.problems.append(f"{chosen.words}: neither a folder nor a known shape ({known}")
+            what = f"neither a folder nor a known shape ({', '.join(NAMES)}){nearest(name)}"
+            if named := hub.hint(name.removeprefix(hub.SCHEME), IMPORT):
+                what = f"no such folder{nearest(name)}{' (the shape alone)' * bool(nearest(name))}; {named}"
+            self.problems.append(f"{chosen.words}: {what}")
         else:
             values = values | (self._vocabulary_of_preset(name, said) if preset(name) else {})
             self.say(values, SaidBy.PRESET, f"preset {name}", chosen.turn)

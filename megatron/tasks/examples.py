@@ -11,7 +11,7 @@ from typing import NamedTuple, Optional
 from megatron.data.labelled import column, skipped, task_row, task_table
 from megatron.data.published import plain_name
 from megatron.data.tables import Row, label_in, refuse_half_letters, refuse_many_lines
-from megatron.errors import DataError, SettingsError, did_you_mean
+from megatron.errors import DataError, SettingsError, did_you_mean, no_such_file
 from megatron.tasks.description import TASKS, Task, with_labels
 from megatron.tasks.options import options_in, place_of, questions_in
 
@@ -51,10 +51,12 @@ def file_of(task: Task, folder: Optional[str], names: Sequence[str], given: Opti
         known = [names for sets in (task.train, task.valid, task.test) for names in sets.values() if given in names]
         path = file_of(task, folder, known[0] if known else (given,))
         if path is None:
-            raise DataError(f"{given}: no such file{f', nor one in {folder}' if folder else ''}")
+            raise DataError(f"{given}: {no_such_file(given)}{f' (nor one in {folder})' if folder else ''}")
         return path
     if folder is not None and not Path(folder).is_dir():
-        raise DataError(f"--data-path {folder}: no such folder", do=f"give the folder with {names[0]}")
+        raise DataError(
+            f"--data-path {folder}: {no_such_file(folder, 'folder')}", do=f"give the folder with {names[0]}"
+        )
     folders = [Path(folder)] if folder is not None else [Path(), task.home] if task.home is not None else []
     places = [place for folder in folders for place in (folder, *_own_folders(task, folder))]
     return next((place / name for place in places for name in names if (place / name).exists()), None)

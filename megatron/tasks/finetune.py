@@ -64,6 +64,7 @@ def recipe() -> Recipe:
         facts,
         build_model,
         build_datasets,
+        about="Fine-tune a model on a task.",
         own_data=True,
         groups=groups(),
         defaults=defaults,

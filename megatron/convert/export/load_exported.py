@@ -31,6 +31,7 @@ from megatron.model.recipe import config_of, facts_of
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import TokenizerSettings
+from megatron.storage import hub
 
 
 def is_export(place: Path) -> bool:
@@ -52,7 +53,7 @@ def load_exported(
 
     Raises CheckpointError for a folder that holds no export, SettingsError for one that cannot be used here.
     """
-    place, mesh = Path(folder), mesh or Mesh()
+    place, mesh = hub.fetched(folder, hub.MODEL_FILES) if hub.is_hub(folder) else Path(folder), mesh or Mesh()
     record = hf_files.read_json(place / RECORD) if (place / RECORD).is_file() else {}
     form = record.get("format", "hf" if (place / "config.json").is_file() else None)
     if form is None and any(place.glob("*.gguf")) or form == "gguf":
@@ -62,7 +63,8 @@ def load_exported(
         )
     if form is None:
         there = "there is no such folder" if not place.is_dir() else f"it has neither {RECORD} nor config.json"
-        raise CheckpointError(f"--load-exported {folder} holds no export", there, "python -m megatron.tools.export")
+        do = hub.hint(folder) or "python -m megatron.tools.export"
+        raise CheckpointError(f"--load-exported {folder} holds no export", there, do)
     if form == "hf":
         return _load_hf(place, record, device, precision, mesh, halves)
     _check(place / RECORD, record)
