@@ -19,7 +19,7 @@ import pretrain_gpt
 from megatron.checkpoint.folder import checkpoints
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError
-from megatron.inference.convert.megatron_optimizer import LocalParameter, from_buffer, locate
+from megatron.inference.convert.megatron_optimizer import LocalParameter, from_buffer, locate, position_of
 from megatron.settings.parse import parse_pretrain
 from megatron.tools import checkpoint as tool
 from megatron.training.loop import pretrain
@@ -211,3 +211,23 @@ def test_no_state_in_one_file_of_several_is_refused(theirs, tmp_path):
     path.unlink()
     with pytest.raises(CheckpointError, match="has no optimizer state, unlike the first file"):
         convert(folder, tmp_path / "ours")
+
+
+def test_each_number_of_the_position_is_its_own():
+    """No two are equal, so none can stand for another: samples after skipped steps, for example, are two numbers."""
+    facts = dict(
+        args=dict(consumed_train_samples=120, consumed_valid_samples=31, hysteresis=5),
+        schedule=dict(num_steps=112),
+        scale=dict(scale=4096.0, growth_tracker=17, hysteresis_tracker=3),
+        iteration=15,
+        updates=[14],
+    )
+    position, updates = position_of(facts, dict(valid_order=9))
+    assert updates == 14 and position == dict(
+        scaler=dict(scale=4096.0, good_steps=17, overflows=2),
+        iteration=15,
+        consumed_samples=120,
+        scheduled_samples=112,
+        consumed_valid_samples=31,
+        valid_order=9,
+    )
