@@ -886,7 +886,7 @@ def test_wrong_uses_have_one_message_and_their_code(line, code, told, tmp_path, 
 @pytest.mark.parametrize("depth", range(4))
 @pytest.mark.parametrize("kind", ["yaml", "json"])
 def test_references_of_omegaconf_are_to_the_neighbour_or_from_the_root(kind, depth, tmp_path):
-    """`x` has another value on each level, so each level's `${.x}` is its own, `${..x}` the one above; `${x}` is the root's."""
+    """`x` differs on each level: each level's `${.x}` is its own, `${..x}` the one above; `${x}` is the root's."""
     tree: dict = {}
     for level in range(4, -1, -1):
         tree = dict(x=level, near="${.x}", far="${x}", nearer="${.near}", up="${..x}") | (
