@@ -10,13 +10,17 @@ import torch
 
 import pretrain_gpt
 from megatron.model.arguments import parse_any
+from megatron.model.attention import ForwardContext
 from megatron.model.experts import balancing
 from megatron.model.experts.capacity import capacity
+from megatron.model.experts.layer import MoELayer
 from megatron.model.experts.routing import ExpertChoice, best, places_of
 from megatron.model.experts.rules import RULES
+from megatron.model.experts.weights import experts
+from megatron.mpu.mesh import Mesh
 from megatron.settings.rules import record
 from megatron.training.expert_loads import ENOUGH, idle_experts
-from tests.model.test_router import B, E, S, inputs, router, tensor
+from tests.model.test_router import B, E, H, S, inputs, model, router, tensor
 from tests.settings.test_expert_settings import LINE, MIXED
 
 LOSSES = dict(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss", "global_aux_loss"])
@@ -42,10 +46,46 @@ def test_columns_and_rows_of_sinkhorn_are_even_whatever_the_logits(counted):
     torch.testing.assert_close(own.sum(1), torch.full((len(own),), 1 / len(own)), rtol=1e-3, atol=0)
 
 
+def test_sinkhorn_goes_on_until_columns_stay_as_they_are():
+    """Here for more than a hundred passes; a plain loop without an end to them is the reference."""
+    logits = tensor([[12.0, 0, 0], [0, 12, 6], [0, 6, 12], [11, 0, 1], [6, 12, 0], [0, 12, 12]]) / 2
+    cost, columns = logits.double().exp(), torch.ones(3, dtype=torch.float64)
+    for passes in range(10_000):  # noqa: B007
+        rows = 1 / (6 * (columns * cost).sum(1))
+        before, columns = columns, 1 / (3 * (rows[:, None] * cost).sum(0))
+        if (columns - before).abs().mean() < 1e-6:
+            break
+    assert 40 < passes < balancing.MOST_PASSES
+    found = balancing.sinkhorn(logits, tolerance=1e-6)
+    torch.testing.assert_close(found.double(), columns * cost * rows[:, None], rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_ranks_that_share_rows_unevenly_give_all_of_them_back(rows, run_ranks):
+    """Without sequence parallelism each rank of tp takes its part of the rows, and the last one of fewer."""
+
+    def layer(mesh: Mesh) -> torch.Tensor:
+        m = model(moe_ffn_hidden_size=8, num_layers=1)
+        made = MoELayer(
+            m, 0, mesh, experts(m, False), seed=5, sequence_parallel=False, dtype=torch.float32, device="cpu"
+        )
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+                parameter.copy_(whole)
+        x = torch.randn(rows, B, H, generator=torch.Generator().manual_seed(1))
+        context = ForwardContext(samples=torch.arange(B))
+        return made(x, context)[0].detach()
+
+    alone = layer(Mesh(0))
+    for found in run_ranks(2, lambda rank: layer(Mesh(rank, tp=2, etp=1))):
+        torch.testing.assert_close(found, alone)
+
+
 def test_no_expert_takes_more_than_all_tokens_nor_less_than_its_share():
-    for n, k, experts in itertools.product((1, 5, 8), (1, 2), (2, 3)):
-        assert capacity(n, k, experts, 100.0) == n
-        assert n * k <= experts * capacity(n, k, experts, 1.0) < n * k + experts
+    for n, k, number in itertools.product((1, 5, 8), (1, 2), (2, 3)):
+        assert capacity(n, k, number, 100.0) == n
+        assert n * k <= number * capacity(n, k, number, 1.0) < n * k + number
 
 
 @pytest.mark.parametrize("weight", [1e-3, 0.25, 1.0])
