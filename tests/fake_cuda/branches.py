@@ -22,6 +22,66 @@ OFF_DEVICE = (
 OFF_DEVICE += ("megatron/model/t5/facts", "megatron/model/layer_ops", "megatron/fused_kernels/gpu")  # pure, or Triton's
 
 
+# file: function -> where its branch for a device is asked: "runs", by the training runs of test_fake_cuda.py (checked with
+# --full), or another test. Those that no run takes are called in fake_calls.py, and are not listed.
+REACHED = {
+    **dict.fromkeys(
+        (
+            "data/loader.py: pinned",
+            "data/loader.py: to",
+            "fused_kernels/__init__.py: describe_document_kernel",
+            "fused_kernels/__init__.py: describe_kernels",
+            "fused_kernels/attention.py: mask_padding",
+            "fused_kernels/documents.py: of",
+            "fused_kernels/dropout.py: _masked",
+            "model/experts/grouped.py: row_unit",
+            "model/t5/module.py: attended",
+            "mpu/collectives.py: _begin_gather",
+            "mpu/collectives.py: _begin_scatter",
+            "mpu/cross_entropy.py: _chunks",
+            "mpu/cross_entropy.py: _scaled",
+            "mpu/initialize.py: join_job",
+            "mpu/initialize.py: pick_device",
+            "mpu/transfer.py: __init__",
+            "mpu/transfer.py: to_device",
+            "mpu/turns.py: __init__",
+            "optimizer/rounding.py: norms",
+            "optimizer/rounding.py: parts_of",
+            "pipeline/wire.py: finish",
+            "training/build.py: build_metrics",
+            "training/build.py: peak_of",
+            "training/build.py: peak_source",
+            "training/build.py: pick_precision",
+            "training/rank_watch.py: _receive",
+            "training/start_log.py: crowded",
+            "training/start_log.py: kernel_instead",
+        ),
+        "runs",
+    ),
+    "fused_kernels/sinks.py: forward": "tests/gpu/test_gpu_triton.py",
+    "inference/export/opened.py: _load_hf": "tests/inference/test_export.py",  # an error on a CPU alone
+    "inference/export/programs.py: _with_torch": "tests/inference/test_export.py",
+    "inference/load.py: load_model": "tests/inference/test_generation.py",  # an error on a CPU alone
+    "model/attention.py: describe_kernel": "tests/model/test_attention_choice.py",
+    "model/experts/grouped.py: lacking_grouped": "tests/gpu/test_gpu_experts.py",  # a trial run
+    "model/experts/grouped.py: _refusing_waits": "tests/gpu/test_gpu_experts.py",
+    "mpu/initialize.py: join_job": "tests/gpu/test_gpu_training.py",
+    "mpu/random.py: random_words": "tests/gpu/test_gpu_triton.py",  # Triton's
+    "mpu/turns.py: _random_states": "tests/gpu/test_gpu_training.py",
+    "telemetry/log_lines.py: console_line": "tests/telemetry/test_console.py",
+    "telemetry/profiler.py: _busy": "tests/gpu/test_gpu_training.py",
+    "telemetry/profiler.py: end": "tests/gpu/test_gpu_training.py",
+    "telemetry/profiler.py: _sort": "tests/gpu/test_gpu_training.py",
+    "telemetry/profiler.py: _tables": "tests/gpu/test_gpu_training.py",
+    "telemetry/stragglers.py: _cause": "tests/telemetry/test_stragglers.py",
+}
+
+
+def place_of(branch: str) -> str:
+    """file: function of a branch, as in `REACHED`."""
+    return ": ".join(branch.split(": ")[:2]).removeprefix("megatron/")
+
+
 def branches() -> dict[str, tuple[str, int]]:
     """file: function: test -> (file, line that only a device reaches)."""
     found = {}
@@ -38,7 +98,8 @@ def _conditions(tree: ast.Module) -> Iterator[tuple[str, ast.If | ast.IfExp]]:
     for function in ast.walk(tree):
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
             for node in ast.walk(function):
-                if isinstance(node, (ast.If, ast.IfExp)) and any(word in ast.unparse(node.test) for word in ASKED):
+                test = ast.unparse(node.test) if isinstance(node, (ast.If, ast.IfExp)) else ""
+                if any(word in test for word in ASKED) and "controllers" not in test:  # those of Linux's cgroups
                     yield function.name, node
 
 
