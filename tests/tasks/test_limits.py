@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations and tasks exactly at a limit, against plain loops over small numbers, so that borders are frequent."""
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.data.loader import DOCUMENTS, IDS, MASK
 from megatron.errors import DataError
+from megatron.tasks import metrics
 from megatron.tasks.chat_samples import EncodedTexts, TextEncoder, conversation_samples, end_of_turn, pack, pair_samples
+from megatron.tasks.chat_settings import DPO_LOSS
+from megatron.tasks.cloze import T5Cloze
+from megatron.tasks.dpo import PairComparison
+from megatron.tasks.examples import Examples, TaskExample
+from megatron.tasks.pet import Pattern, refuse_unequal
+from megatron.tasks.soft_labels import with_soft_labels
 from tests.data.test_stale_caches import Bytes, template_of
 
 TEXT = st.lists(st.booleans(), min_size=1, max_size=7)  # which of its tokens are answers
@@ -137,3 +146,125 @@ def test_an_answer_ends_once(answer, ends):
     pair = SimpleNamespace(where="a", prompt="q", chosen=answer, rejected="c", tools=None)
     (ids, counted, stop), _ = TextEncoder(tokenizer, None, pairs=True)._pair(pair)
     assert (ids.count(eod), ids[-1], stop) == (ends, eod, eod) and counted[0] == 0 and all(counted[1:])
+
+
+# ---- preferences --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("margin", [-1.0, 0.0, 2.0])
+def test_a_preference_counts_as_learned_if_the_chosen_answer_has_more(margin, smoothing):
+    """Not if both have as much. The loss is that of conservative DPO (arXiv:2305.18290, with label smoothing)."""
+    sides = torch.tensor([[1.0], [-1.0]])
+    model = SimpleNamespace(overlap=False, tp=None, cp=SimpleNamespace(size=1), beta=1.0, smoothing=smoothing)
+    model._sides = lambda batch: (sides, torch.ones(1))
+    model._token_losses = lambda x, batch: torch.tensor(
+        [[-margin], [0.0]]
+    )  # log p of the chosen answer is larger by it
+    model._reference = lambda batch, sides: torch.zeros(2, 1)
+    model._summed = lambda values: values.sum(0)
+    model.counted = lambda x, batch: (None, None, None)
+    slopes = []
+    model.cross_entropy = lambda rows, labels, weights: slopes.append(weights) or (torch.zeros(()),)
+    found = PairComparison.losses(model, None, None)
+    p = 1 / (1 + math.exp(-margin))
+    wanted = -(1 - smoothing) * math.log(p) - smoothing * math.log(1 - p)
+    assert found[DPO_LOSS].item() == pytest.approx(wanted)
+    assert found["rewards/accuracies"].item() == float(margin > 0)
+    assert found["rewards/margins"].item() == pytest.approx(margin)
+    slope = (1 - smoothing) * (1 - p) - smoothing * p  # of the loss, downwards
+    assert slopes[0].tolist() == pytest.approx([slope, -slope])
+
+
+# ---- metrics, labels, patterns ------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=9))
+@example([(0, 1)])
+@example([(2, 0), (0, 0)])  # a class that is predicted alone
+def test_metrics_of_classes_are_those_of_counting(rows):
+    predicted, gold = zip(*rows, strict=True)
+    each = []
+    for one in set(predicted) | set(gold):
+        hits = sum(p == g == one for p, g in rows)
+        each.append(2 * hits / (predicted.count(one) + gold.count(one)))
+    assert metrics.macro_f1(predicted, gold, 4) == pytest.approx(sum(each) / len(each))
+    assert metrics.accuracy(predicted, gold, 4) == pytest.approx(sum(p == g for p, g in rows) / len(rows))
+
+
+@given(st.lists(st.tuples(st.integers(-2, 2), st.integers(-2, 2)), min_size=1, max_size=6))
+@example([(1, 2)])
+@example([(1, 2), (2, 1)])
+@example([(1, 1), (1, 2), (2, 2), (2, 2)])  # equal values share a rank
+def test_correlations_are_those_of_pairs_of_values(rows):
+    """By definition: of deviations from the mean, and of ranks, which count smaller and equal values."""
+
+    def plain(x, y):
+        x, y = ([one - sum(values) / len(values) for one in values] for values in (x, y))
+        spread = math.sqrt(sum(one * one for one in x) * sum(one * one for one in y))
+        return sum(a * b for a, b in zip(x, y, strict=True)) / spread if spread > 1e-12 else 0.0
+
+    def ranks(values):
+        return [sum(b < a for b in values) + (sum(b == a for b in values) + 1) / 2 for a in values]
+
+    x, y = zip(*rows, strict=True)
+    assert metrics.pearson(x, y) == pytest.approx(plain(x, y), abs=1e-9)
+    assert metrics.spearman(x, y) == pytest.approx(plain(ranks(x), ranks(y)), abs=1e-9)
+
+
+def soft(tmp_path, name: str, labels: str, *rows) -> str:
+    lines = ["\t".join(("index", *labels)), *("\t".join(map(str, (number, *row))) for number, row in enumerate(rows))]
+    (tmp_path / name).write_text("\n".join(lines) + "\n")
+    return str(tmp_path / name)
+
+
+def test_soft_labels_are_the_mean_of_files_in_the_order_of_the_tasks_labels(tmp_path):
+    """Probabilities may be 0 and 1."""
+    task = SimpleNamespace(regression=False, name="t", labels=("a", "b", "c"))
+    rows = tuple(TaskExample("x", None, 0, str(number)) for number in range(2))
+    one = soft(tmp_path, "one.tsv", "cab", (0.5, 0.25, 0.25), (0, 1, 0))
+    other = soft(tmp_path, "other.tsv", "bca", (0.5, 0.25, 0.25), (0.5, 0.5, 0))
+    found = with_soft_labels(Examples(rows, {"": range(2)}), [one, other], task)
+    assert [row.shares for row in found.rows] == [(0.25, 0.375, 0.375), (0.5, 0.25, 0.25)]
+    for wrong in ((1.001, -0.001, 0), (0.5, 0.4, 0.0001)):
+        with pytest.raises(DataError, match="probabilities"):
+            with_soft_labels(Examples(rows[:1], {"": range(1)}), [soft(tmp_path, "wrong.tsv", "abc", wrong)], task)
+
+
+@pytest.mark.parametrize("words, good", [(3, True), (4, True), (5, False)])
+def test_words_of_a_label_that_just_fit_a_decoder(words, good):
+    cloze = T5Cloze(9, bos=0, sentinel=1, target=5)
+    if good:
+        cloze.check(words)
+    else:
+        with pytest.raises(DataError, match="--decoder-seq-length 6"):
+            cloze.check(words)
+
+
+@pytest.mark.parametrize("length", range(6, 12))
+def test_a_pattern_keeps_the_words_around_and_a_token_of_each_text_at_least(length):
+    """Each letter is a token. The words are two, and two are reserved for the label."""
+    pattern = Pattern.of("{text},{pair}:{label}", True)
+    example, encode = TaskExample("abcdefgh", "klmnopqr", None, ""), lambda text: [*map(ord, text)]
+    if length < 2 + 2 + 2:
+        with pytest.raises(DataError):
+            pattern.parts(example, "Z", encode, length, 2)
+        return
+    pieces = dict(pattern.parts(example, "Z", encode, length, 2))
+    room = length - 2 - 2  # the label counts as two tokens, though it has one
+    assert (len(pieces["text"]), len(pieces["pair"])) == (room - room // 2, room // 2) and pieces["label"] == [ord("Z")]
+    with pytest.raises(DataError, match="a sample has room for 5"):
+        pattern.parts(example, "Z", encode, 5, 2)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_labels_of_as_many_tokens_as_a_model_predicts(most):
+    pattern, labels = Pattern.of("{text}{label}", False), dict(yes=[1, 2], no=[3, 4])
+    cloze = SimpleNamespace(gap=True, label_tokens=most)
+    if most >= 2:
+        refuse_unequal(pattern, labels, cloze)
+    else:
+        with pytest.raises(DataError, match="predicts at most 1"):
+            refuse_unequal(pattern, labels, cloze)
+    with pytest.raises(DataError, match="2 and 1 tokens"):
+        refuse_unequal(pattern, dict(yes=[1, 2], no=[3]), SimpleNamespace(gap=True, label_tokens=9))
