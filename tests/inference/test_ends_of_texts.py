@@ -75,3 +75,34 @@ def test_a_stop_string_ends_a_text_at_any_token(pieces, stop):
     before, found, _ = Tokens().decode(tokens).partition(stop)
     for way in (by_steps, all_at_once, served):
         assert way(tokens, stop) == (before, "stop" if found else "length"), way.__name__
+
+
+@given(
+    st.lists(st.integers(256, 255 + len(WORDS)), min_size=1, max_size=8),
+    st.integers(0, 9),
+    st.sampled_from(["\n", "stop", "a"]),
+)
+@example([257, 257], 1, "stop")  # in the last of the least tokens, and in the first after them
+@example([257, 256], 1, "stop")
+def test_the_least_tokens_are_not_searched_and_the_first_after_them_is(tokens, least, stop):
+    stream, text = TextStream(Tokens(), [stop], least=least), ""
+    for token in tokens:
+        text += stream.feed(token).text
+        if stream.stopped:
+            break
+    text += "" if stream.stopped else stream.finish().text
+    before, after = (Tokens().decode(some) for some in (tokens[:least], tokens[least:]))
+    assert (text, stream.stopped) == (before + after.partition(stop)[0], stop in after)
+
+
+@given(WHOLE, st.sampled_from(["\n", "stop", "a", "zz"]))
+@example([261], "\n")  # a token with text before the stop string that it ends
+def test_scores_are_sent_of_each_token_that_has_some_of_the_text(tokens, stop):
+    running, engine, parts = RunningText(TextStream(Tokens(), [stop])), Engine(tokens), []
+    while not running.ended:
+        parts += [running.take(output) for output in engine.step()]
+    text, scored = "".join(part.text for part in parts), [score.token for part in parts for score in part.scores]
+    ends = [len(Tokens().decode(tokens[: n + 1])) for n in range(len(tokens))]
+    starts = [0, *ends]
+    wanted = [token for token, start in zip(tokens, starts, strict=False) if start < len(text)]
+    assert scored[: len(wanted)] == wanted and scored == tokens[: len(scored)]
