@@ -59,8 +59,8 @@ REACHED = {
         "runs",
     ),
     "fused_kernels/sinks.py: forward": "tests/gpu/test_gpu_triton.py",
-    "inference/export/opened.py: _load_hf": "tests/inference/test_export.py",  # an error on a CPU alone
-    "inference/export/programs.py: _with_torch": "tests/inference/test_export.py",
+    "convert/export/load_exported.py: _load_hf": "tests/inference/test_export.py",  # an error on a CPU alone
+    "convert/export/programs.py: _with_torch": "tests/inference/test_export.py",
     "inference/load.py: load_model": "tests/inference/test_generation.py",  # an error on a CPU alone
     "model/attention.py: describe_kernel": "tests/model/test_attention_choice.py",
     "model/experts/grouped.py: lacking_grouped": "tests/gpu/test_gpu_experts.py",  # a trial run

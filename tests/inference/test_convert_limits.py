@@ -11,10 +11,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megatron.convert import families, fitted, megatron_arguments, megatron_experts, megatron_lm, peft
+from megatron.convert.compressed_tensors import pack, unpack
+from megatron.convert.mxfp4 import dequantized
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert import families, fitted, megatron_experts, megatron_lm, peft
-from megatron.inference.convert.compressed_tensors import pack, unpack
-from megatron.inference.convert.mxfp4 import dequantized
 from megatron.model.gpt.hf_experts import our_experts, pattern_of
 from megatron.model.gpt.hf_match import Match
 from megatron.model.gpt.hf_rope import our_rope
@@ -118,14 +118,14 @@ def test_rows_of_queries_keys_and_values_of_each_version(version):
 @pytest.mark.parametrize("size, good", [(None, 1), (0, 0), (1, 1), (64, 1), (65, 0)])
 def test_a_vocabulary_of_at_most_all_rows(size, good):
     if good:
-        assert megatron_lm._vocabulary_of({}, 64, size)[0] == (size or 64)
+        assert megatron_arguments._vocabulary_of({}, 64, size)[0] == (size or 64)
     else:
         with pytest.raises(SettingsError, match="does not fit the 64 rows"):
-            megatron_lm._vocabulary_of({}, 64, size)
+            megatron_arguments._vocabulary_of({}, 64, size)
 
 
 def test_arguments_that_were_not_saved_have_megatrons_defaults():
-    made = megatron_lm._model_of({}, num_layers=1, hidden=8, heads=2, positions=(16, 8))
+    made = megatron_arguments._model_of({}, num_layers=1, hidden=8, heads=2, positions=(16, 8))
     assert (made.rotary_base, made.norm_epsilon, made.ffn_hidden_size) == (10000.0, 1e-5, 32)
     assert (made.seq_length, made.max_position_embeddings, made.position_embedding_type) == (16, 16, "learned_absolute")
 

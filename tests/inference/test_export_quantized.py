@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.convert.compressed_tensors import pack, unpack
+from megatron.convert.export.load_exported import load_exported
+from megatron.convert.export.onnx_quantized import OnnxProduct
+from megatron.convert.huggingface import from_hf
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert.compressed_tensors import pack, unpack
-from megatron.inference.convert.huggingface import from_hf
-from megatron.inference.export.onnx_quantized import OnnxProduct
-from megatron.inference.export.opened import load_exported
 from megatron.inference.load import load_model
 from megatron.inference.quantize import linear_layers
 from megatron.model.quantization import QuantizeOptions

@@ -12,12 +12,12 @@ from megatron.model.arguments import parse_any
 from megatron.model.dora_product import DoRAProduct
 from megatron.model.fake_quantize import FakeQuantizeProduct
 from megatron.model.linear_kinds import chosen, with_own_weights
+from megatron.model.linear_products import products_of
 from megatron.model.lora_product import LoRAProduct
-from megatron.model.sparse_fake_quantize import SparseFakeQuantizeProduct
 from megatron.model.sparse_product import SparseProduct
 from megatron.model.weights import add_prefix, column, take_prefix
 from megatron.mpu.layers import ColumnParallelLinear
-from megatron.mpu.linear_product import LinearProduct
+from megatron.mpu.linear_product import composed
 from megatron.mpu.mesh import Mesh
 from tests.training.test_plain_loop import FLAGS, SIX
 
@@ -30,7 +30,7 @@ KINDS = {
     "fake_quantize with PACT": (f"{ROUNDED} --activation-preprocess-type PACT", FakeQuantizeProduct),
     "sparse": (MASKED, SparseProduct),
     "2:4": ("--sparsity 2:4", SparseProduct),
-    "both": (f"{ROUNDED} {MASKED}", SparseFakeQuantizeProduct),
+    "both": (f"{ROUNDED} {MASKED}", composed(FakeQuantizeProduct, SparseProduct)),
     "lora": ("--lora-rank 2", LoRAProduct),
     "dora": ("--lora-rank 2 --use-dora", DoRAProduct),
 }
@@ -65,11 +65,10 @@ def trained(layer: ColumnParallelLinear, steps: int, x: torch.Tensor = X) -> Col
 
 
 def test_every_kind_of_the_suite_is_asked():
-    found, left = set(), [LinearProduct]
-    while left:
-        left += (own := left.pop()).__subclasses__()
-        found |= {own} if own.__module__.startswith("megatron.model") else set()
-    assert found == {product for _, product in KINDS.values()}
+    found = set()
+    for flags in ("", "--use-dora"):
+        found |= set(products_of(parse_any(f"{FLAGS} {SIX} --lora-rank 2 {flags}".split()).model).values())
+    assert found == {product for name, (_, product) in KINDS.items() if name != "both"}
 
 
 @pytest.mark.parametrize("training", [True, False])
