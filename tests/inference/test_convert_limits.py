@@ -41,7 +41,7 @@ def test_each_second_layer_sees_all_if_there_is_one(layers, every):
     assert our_settings(GEMMA_2_2B | dict(num_hidden_layers=layers))[1].window_attn_skip_freq == every
 
 
-@pytest.mark.parametrize("step, first, k, number", itertools.product((1, 2, 3), (0, 1, 2), (1, 4), (2, 4)))
+@pytest.mark.parametrize("step, first, k, number", list(itertools.product((1, 2, 3), (0, 1, 2), (1, 4), (2, 4))))
 def test_which_layers_have_experts_and_how_many_a_token_may_have(step, first, k, number):
     """As the modelling code of transformers and of DeepSeek says it."""
     common = dict(num_hidden_layers=5, num_experts_per_tok=k, moe_intermediate_size=8, num_experts=number)
@@ -211,7 +211,7 @@ def test_pairs_up_to_the_rank_of_their_inputs_go_and_come_back(rank, transposed)
     assert torch.equal(found[0], a) and torch.equal(found[1], b)
 
 
-@pytest.mark.parametrize("a, b, norms, moved", itertools.product((0, 1), (0, 1), (False,), (False, True)))
+@pytest.mark.parametrize("a, b, norms, moved", list(itertools.product((0, 1), (0, 1), (False,), (False, True))))
 def test_a_pair_that_has_anything_is_written(a, b, norms, moved):
     assert peft.PeftPair(torch.full((1,), a), torch.full((1,), b), norms or None, moved).moved == bool(a or b or moved)
 
