@@ -128,7 +128,7 @@ def plain_gptq(weight, hessian, size):
 
 
 @pytest.mark.parametrize("size", [None, 2, 12, 24])
-@pytest.mark.parametrize("kind", ["all inputs", "an input of zeros", "zeros in the weight"])
+@pytest.mark.parametrize("kind", ["all inputs", "an input of zeros", "zeros in the weight", "no token"])
 def test_gptq_is_that_of_a_plain_loop(kind, size, monkeypatch):
     """Whatever the number of columns that are corrected together, also if groups do not divide it."""
     monkeypatch.setattr(gptq_module, "COLUMNS", 16)
@@ -139,6 +139,8 @@ def test_gptq_is_that_of_a_plain_loop(kind, size, monkeypatch):
         x[:, [5, 17]] = 0.0
     if kind == "zeros in the weight":
         weight[:, ::3] = 0.0
+    if kind == "no token":  # an expert that none was sent to
+        x.zero_()
     found = gptq(weight, x.t() @ x, grid, -7, 7, size)
     wanted = plain_gptq(weight, x.t() @ x, size)
     assert found.values.isfinite().all() and (found.values != wanted).float().mean() < 0.03  # ties round either way
