@@ -28,8 +28,10 @@ def unknown(word, flags: Collection[str]) -> str:
     hint = f"; did you mean {' or '.join(map(spell, near))}?" if near else ""
     where = f"{word.where}: " if word.where else ""
     if "--dataset-impl" in flags and on_command and sentence({"-": CREATE}, word.flag):
+        here = f"; here it is {' or '.join(near)}" if near else ""
         return (
-            f"{word.flag} is a flag of python -m megatron.tools.create_pretraining_data, which takes PaddleNLP's words"
+            f"{word.flag} is a flag of python -m megatron.tools.create_pretraining_data, which takes PaddleNLP's "
+            f"words{here}"
         )
     if theirs := of_trainers(word.flag, flags):
         suite, meant, translated = theirs

@@ -36,11 +36,13 @@ def test_the_flag_that_is_meant_is_named(key):
 def test_words_of_paddle_in_the_other_command_for_data(capsys):
     import preprocess_data
 
-    line = "--model_name gpt2 --tokenizer_name GPTTokenizer --data_format JSON --input_path x --append_eos"
+    line = "--model_name gpt2 --tokenizer_name GPTTokenizer --data_format JSON --input_path x --append_eos --json_key t"
     with pytest.raises(UsageError) as refused:
         preprocess_data.main([*line.split(), "--output_prefix", "y", "--workers", "2"])
     for flag in ("--model-name", "--data-format", "--input-path", "--append-eos"):
         assert f"{flag} is a flag of python -m megatron.tools.create_pretraining_data" in str(refused.value)
+    [line] = [line for line in str(refused.value).splitlines() if "--json-key " in line]
+    assert "create_pretraining_data" in line and line.endswith("here it is --json-keys")
 
 
 def test_translate_starts_the_command_that_takes_the_words(capsys):
