@@ -24,6 +24,7 @@ from megatron.settings.dialects.commands import (
     profiler_options,
 )
 from megatron.settings.dialects.megatron_lm import DATA_FILES, answer, data_in_file
+from megatron.settings.dialects.programs import PROMPT
 from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import NAMES, VOCABULARY, cached, nearest, preset, published_rows
 from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
@@ -107,7 +108,7 @@ class SettingsReader:
             elif flag not in OWN:
                 self.read(Word(flag, words, SaidBy.COMMAND))
         self._read_preset()
-        self._read_vocabulary_of_fleetx()
+        self._read_what_fleetx_has()
 
     def read(self, word: Word) -> None:
         """Read one word. A word that no reader takes is unknown."""
@@ -358,13 +359,20 @@ class SettingsReader:
         texts = "tokenizer_type" not in given and given.keys() & set(INSTEAD_OF_FILES["mock_data"])
         return dict(vocab_size=published_rows(name) - (self.trains and not texts))
 
-    def _read_vocabulary_of_fleetx(self) -> None:
-        """Take GPT-2's vocabulary from the cache for a file of PaddleFleetX, which has no other, if none is given."""
+    def _read_what_fleetx_has(self) -> None:
+        """Take what PaddleFleetX's programs have of their own, if none is given: GPT-2's vocabulary, of the cache, and a
+        prompt.
+        """
         said = {name for name, one in self.chosen().items() if one.value}
         others = {*VOCABULARY, "tokenizer_type"} - {"vocab_size"}
         if self.purpose == "train" and self.of_fleetx and not said & others and (folder := cached("gpt2")):
             self.notes.append(f"the vocabulary is GPT-2's of {folder}, which PaddleFleetX trains with")
             self.say(dict(tokenizer_model="gpt2"), SaidBy.PRESET, "PaddleFleetX's vocabulary")
+        if self.purpose == "generate" and self.of_fleetx and not said & {"prompt", "prompt_file"}:
+            self.notes.append(
+                f"the prompt is {PROMPT!r}, which PaddleFleetX has in its program: --prompt TEXT is another"
+            )
+            self.say(dict(prompt=[PROMPT]), SaidBy.PRESET, "PaddleFleetX's prompt")
 
     def say(self, values: Mapping[str, Any], source: SaidBy, where: str, turn: Optional[int] = None) -> None:
         """Add statements for values of a preset, a recipe, a checkpoint or a plan. Unknown names are skipped.
