@@ -7,7 +7,7 @@ import torch
 from megatron.errors import UsageError
 from megatron.settings.dialects.hf_trainer import HF_TRAINER
 from megatron.settings.dialects.megatron_lm import answer
-from megatron.settings.dialects.nanogpt import NANOGPT
+from megatron.settings.dialects.nanogpt import MEANT
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import spellings_of
@@ -22,14 +22,14 @@ UNKNOWN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("key", [*UNKNOWN, *NANOGPT])
+@pytest.mark.parametrize("key", [*UNKNOWN, *MEANT])
 def test_the_flag_that_is_meant_is_named(key):
     flag = "--" + key.replace("_", "-")
     if flag in KNOWN:
         pytest.skip("a flag here, too")
     with pytest.raises(UsageError) as refused:
         parse_pretrain([*SHAPE, flag, "1"])
-    meant = NANOGPT[key].split(" and ") if key in NANOGPT else HF_TRAINER.flags_of_key(key)
+    meant = MEANT[key].split(" and ") if key in MEANT else HF_TRAINER.flags_of_key(key)
     assert all(one in str(refused.value) for one in meant)
 
 
