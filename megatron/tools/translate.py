@@ -378,7 +378,8 @@ def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting]
         sources = [one._replace(key=_bare(one.key), words=one.words or ["true"]) for one in sources]
     if dialect.name == "nemo":
         sources = with_hydras_file(sources, script, missing, command.notes)
-    for one in list(sources := [part for one in sources for part in configs_apart(one, dialect)]):
+    sources = [part for one in sources for part in configs_apart(one, dialect)]
+    for one in list(sources):
         reader, name = CONFIGS.get((dialect.name, _bare(one.key))), one.value
         if reader is None and one.key.endswith((".json", ".py")):
             reader, name = CONFIGS.get((dialect.name, "")), one.key
