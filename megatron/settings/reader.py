@@ -85,6 +85,7 @@ class SettingsReader:
         self.turn = 0
         self.line = CommandLine()
         self.of_fleetx: Mapping[str, Any] = {}  # the keys of PaddleFleetX's files
+        self.of_colossalai = False  # whether a file is Colossal-AI's
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.emptied: list[str] = []  # sections that a file of PaddleFleetX leaves empty
@@ -108,7 +109,7 @@ class SettingsReader:
             elif flag not in OWN:
                 self.read(Word(flag, words, SaidBy.COMMAND))
         self._read_preset()
-        self._read_what_fleetx_has()
+        self._read_what_others_have()
 
     def read(self, word: Word) -> None:
         """Read one word. A word that no reader takes is unknown."""
@@ -313,6 +314,12 @@ class SettingsReader:
             COLOSSALAI.knows(one.key) and dashed(one.key.split(".")[-1]) not in self.spellings for one in sources
         ):
             return False
+        self.of_colossalai = True
+        names = {flag: one.setting.name for flag, one in self.spellings.items()}
+        data = [flag for flag, _ in self.line.words if names.get(flag) in INSTEAD_OF_FILES]
+        if data and (named := [one for one in sources if one.key == "DATA"]):
+            self.notices.setdefault(f"{data[0]} says the data", []).extend(f"{one.where}: DATA" for one in named)
+            sources = [one for one in sources if one.key != "DATA"]
         translation = translate(COLOSSALAI, sources)
         for line in translation.lines:
             self.read(
@@ -359,9 +366,9 @@ class SettingsReader:
         texts = "tokenizer_type" not in given and given.keys() & set(INSTEAD_OF_FILES["mock_data"])
         return dict(vocab_size=published_rows(name) - (self.trains and not texts))
 
-    def _read_what_fleetx_has(self) -> None:
-        """Take what PaddleFleetX's programs have of their own, if none is given: GPT-2's vocabulary, of the cache, and a
-        prompt.
+    def _read_what_others_have(self) -> None:
+        """Take what programs of other suites have of their own, if none is given: PaddleFleetX's, GPT-2's vocabulary and a
+        prompt; Colossal-AI's, data of the environment, which are named.
         """
         said = {name for name, one in self.chosen().items() if one.value}
         others = {*VOCABULARY, "tokenizer_type"} - {"vocab_size"}
@@ -373,6 +380,8 @@ class SettingsReader:
                 f"the prompt is {PROMPT!r}, which PaddleFleetX has in its program: --prompt TEXT is another"
             )
             self.say(dict(prompt=[PROMPT]), SaidBy.PRESET, "PaddleFleetX's prompt")
+        if self.of_colossalai and (data := os.environ.get("DATA")) and not said & set(INSTEAD_OF_FILES):
+            self.notes.append(f"DATA={data} of the environment is not read: {_data_by_flags(data)}")
 
     def say(self, values: Mapping[str, Any], source: SaidBy, where: str, turn: Optional[int] = None) -> None:
         """Add statements for values of a preset, a recipe, a checkpoint or a plan. Unknown names are skipped.
@@ -531,3 +540,14 @@ class SettingsReader:
             for sentence, flags in self.notices.items():
                 flags = list(dict.fromkeys(flags))
                 print(f"note: {messages.without_effect(flags, sentence)}", file=sys.stderr, flush=True)
+
+
+def _data_by_flags(data: str) -> str:
+    """What to do with data that Colossal-AI's GPT reads: lines of text, or token files of this suite."""
+    if Path(f"{data}.idx").is_file():
+        return f"say --data-path {data}"
+    stem = Path(data).name.partition(".")[0]
+    return (
+        f"python preprocess_data.py --input {data} --output-prefix {stem} --append-eod and the tokenizer's flags make "
+        f"tokens of its texts; then add --data-path {stem}_text_document --dataset-type webtext here"
+    )
