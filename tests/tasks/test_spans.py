@@ -291,7 +291,7 @@ def test_a_sample_has_the_answer_or_the_first_row(tmp_path):
     [
         (
             "--backbone T5 --encoder-num-layers 2 --decoder-num-layers 2",
-            "its answers are pieces of a text, which BERT and GPT",
+            "its answers are pieces of a text, which GPT and BERT",
         ),
         ("--backbone BERT --num-layers 2 --word-dropout 0.1", "--word-dropout: the answers of CMRC2018 are pieces"),
         ("--backbone BERT --num-layers 2 --examples-per-class 3", "--examples-per-class: the answers of CMRC2018"),
