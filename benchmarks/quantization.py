@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.convert import huggingface
 from megatron.data.formats import open_tokens
-from megatron.inference.convert import huggingface
 from megatron.inference.load import load_model
 from megatron.inference.quantize import linear_layers, quantize_layers
 from megatron.model.fake_quantize import FakeQuantizeProduct

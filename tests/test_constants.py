@@ -68,7 +68,7 @@ FORMATS = {
     "checkpoint.backends:INDEX": "index.json",
     "checkpoint.backends:TRACKER": "latest_checkpointed_iteration.txt",  # Megatron-LM's name
     "settings.from_checkpoint:RELEASE": "release",
-    "inference.convert.hf_files:FILE_BYTES": 5_000_000_000,
+    "convert.hf_files:FILE_BYTES": 5_000_000_000,
     # safetensors' names of types
     "checkpoint.store:DTYPES": {
         "F64": torch.float64,

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, NamedTuple, Optional
+from typing import Any, Literal, NamedTuple, Optional
 
 import torch
 
@@ -82,6 +82,12 @@ class Reader:
 
     def __exit__(self, *_) -> None:
         self._files.clear()
+
+    def needed(self, key: str) -> Any:
+        """The value of `key` in state.json. Raises CheckpointError if there is none."""
+        if key not in self.state:
+            raise CheckpointError(f"{self.folder} does not say what model it is", f"state.json has no {key}")
+        return self.state[key]
 
     def read(self, name: str, box: Optional[Box] = None, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
         """Read a box of a tensor (default: all of it) as a new CPU tensor, converted to `dtype` if given."""

@@ -27,7 +27,6 @@ from megatron.checkpoint.index import Tensor
 from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.data.loader import MicroBatch
 from megatron.errors import SettingsError
-from megatron.inference.convert.imported import check_free
 from megatron.inference.load import Loaded
 from megatron.model.experts.router import Router
 from megatron.model.experts.routing import count_experts
@@ -38,6 +37,7 @@ from megatron.model.recipe import config_of, recipe_of
 from megatron.model.weights import add_prefix
 from megatron.mpu.placement import Table
 from megatron.settings.schema import Config, Model
+from megatron.storage.new_folder import check_free
 
 NORMS = dict(l1_norm=1, l2_norm=2)
 UNITS = (HEADS, FFN, EXPERTS, HIDDEN)

@@ -22,6 +22,8 @@ SMALLEST = 1e-12  # abs-max of a channel of zeros
 class FakeQuantizeProduct(LinearProduct):
     """Rounded weights, and rounded inputs once their scale is known."""
 
+    together = True
+
     def __init__(self, layer, name, settings):
         super().__init__(layer, name, settings)
         self.rounds_inputs = settings.activation_quantize_type != "none"
@@ -32,8 +34,6 @@ class FakeQuantizeProduct(LinearProduct):
         self.weight_levels, self.input_levels = levels(settings.weight_bits), levels(settings.activation_bits)
         self.token_levels = 2**settings.activation_bits - 1
         self._largest: torch.Tensor | None = None
-        if self.observes:
-            layer.update_buffers = self.update_buffers
 
     # ---- weights ------------------------------------------------------------------------------------------------------
 
@@ -44,11 +44,17 @@ class FakeQuantizeProduct(LinearProduct):
         return (rounded_rows(weight, self._largest, self.weight_levels),)
 
     def after_update(self) -> None:
+        super().after_update()
+        self._largest = None
+
+    def after_transform_changed(self) -> None:
+        super().after_transform_changed()
         self._largest = None
 
     # ---- inputs -------------------------------------------------------------------------------------------------------
 
     def transform_input(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().transform_input(x)
         if not self.rounds_inputs:
             return x
         if "pact_alpha" in self.layer.placements:
@@ -71,6 +77,9 @@ class FakeQuantizeProduct(LinearProduct):
 
     def update_buffers(self) -> None:
         """Once a step, when `input_absmax` is that of all ranks."""
+        super().update_buffers()
+        if not self.observes:
+            return
         largest, average = self.layer.input_absmax, self.layer.input_average
         new = DECAY * average + torch.stack([largest, torch.ones_like(largest)])
         average.copy_(torch.where(largest > 0, new, average))  # a layer that no token has reached keeps its scale

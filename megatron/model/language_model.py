@@ -19,21 +19,14 @@ from megatron.errors import SettingsError
 from megatron.fused_kernels import run_probes
 from megatron.fused_kernels.autocast import Autocast, autocast_of
 from megatron.fused_kernels.gpu.flash_version import use_flash_attention
-from megatron.model.dora_product import DoRAProduct
 from megatron.model.facts import PROJECTIONS, Facts
-from megatron.model.fake_quantize import FakeQuantizeProduct
 from megatron.model.graph_dump import dumping_backend
-from megatron.model.lora import KIND as LORA
-from megatron.model.lora_product import LoRAProduct
+from megatron.model.linear_products import products_of
 from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions
-from megatron.model.quantization import KIND as FAKE_QUANTIZE
 from megatron.model.recipe import KD_HIDDEN_LOSS, KD_LOSS, LM_LOSS, Z_LOSS
 from megatron.model.recompute import recompute as recomputed
 from megatron.model.recompute_plan import recompute_groups
-from megatron.model.sparse_fake_quantize import SparseFakeQuantizeProduct
-from megatron.model.sparse_product import SparseProduct
-from megatron.model.sparsity import KIND as SPARSE
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu import mappings
 from megatron.mpu.context_parallel import AttentionSharing, attention_sharing, own_rows
@@ -159,10 +152,8 @@ class LanguageModel(nn.Module):
         )
         choose_fusions(self, self.kernels)
         draws = partial(Draws, seed, mesh.cp)
-        adapters = DoRAProduct if model.use_dora else LoRAProduct
-        kinds = {LORA: adapters, FAKE_QUANTIZE: FakeQuantizeProduct, SPARSE: SparseProduct, **model.own_linears}
-        kinds[f"{FAKE_QUANTIZE}+{SPARSE}"] = SparseFakeQuantizeProduct
-        attach_products(self.blocks, model, kinds, facts.products, draws, bool(self.kernels.torch_compile))
+        compiled = bool(self.kernels.torch_compile)
+        attach_products(self.blocks, model, products_of(model), facts.products, draws, compiled)
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, facts: Facts, **stage) -> "LanguageModel":

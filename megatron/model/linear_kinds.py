@@ -4,7 +4,8 @@
 A shell pattern is compared with the layer's full name, `blocks.3.mlp.up`, and with every suffix after a dot: `mlp.*`
 matches `mlp.up` and `mlp.down` of all blocks, `blocks.[01].*` all layers of two blocks. If several match,
 the last one applies. A kind is a row of `KINDS` or `Recipe.linears`, or `plain`. `+KIND` is added to the kind of the
-patterns before, and `-KIND` is taken away: a layer can be of the kinds in `TOGETHER` at once.
+patterns before, and `-KIND` is taken away: a layer can be of the kinds in `TOGETHER` at once, and of own kinds that are
+`together`.
 
     >>> chosen("mlp.*=mask, blocks.0.*=plain", 1, ["attention.qkv", "mlp.up", "mlp.down"])
     (('mlp.up', 'mask'), ('mlp.down', 'mask'))
@@ -220,10 +221,11 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]], tp: int
 
 def _apart(settings: Model, kinds: Mapping[str, tuple[list[str], Placement]]) -> list[str]:
     """The problem of a layer with kinds that do not go together."""
-    allowed = TOGETHER - settings.own_linears.keys()
+    own_kinds = settings.own_linears
+    allowed = TOGETHER - own_kinds.keys() | {name for name, kind in own_kinds.items() if kind.together}
     wrong = [(name, own) for name, (own, _) in kinds.items() if len(own) > 1 and not allowed.issuperset(own)]
     return [
-        f"--linear {settings.linear}: {name} cannot be {' and '.join(own)} at once; {' and '.join(sorted(TOGETHER))} can"
+        f"--linear {settings.linear}: {name} cannot be {' and '.join(own)} at once; {' and '.join(sorted(allowed))} can"
         for name, own in wrong[:1]
     ]
 

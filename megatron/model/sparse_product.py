@@ -27,6 +27,8 @@ LARGEST = 0x7F800000  # the bits of infinity in fp32: those of finite |w| are sm
 class SparseProduct(LinearProduct):
     """The weight, with zeros where the mask is 0: there it has no gradient."""
 
+    together = True
+
     def __init__(self, layer, name, settings):
         super().__init__(layer, name, settings)
         self.pattern = pattern_of(settings)
@@ -34,14 +36,15 @@ class SparseProduct(LinearProduct):
         # The step of the layer, at least; None: unknown. Steps that were skipped do not count, and the device alone knows
         # them, so its number is read when this one is due, and after a new mask.
         self._step: Optional[int] = None
-        layer.update_buffers = self.update_buffers
 
-    def transform(self, weight: torch.Tensor) -> torch.Tensor:
+    def transform(self, weight: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:
+        weight = super().transform(weight, *own)
         if weight.is_meta:
             return weight * torch.empty_like(weight)
         if self._new is None and self.layer.training and self._is_due():
             with torch.no_grad():
                 self._new = self.mask_at(weight, self._step)
+            self.after_transform_changed()
         return weight * (getattr(self.layer, MASK) if self._new is None else self._new)
 
     def mask_at(self, weight: torch.Tensor, step: int) -> torch.Tensor:
@@ -55,7 +58,7 @@ class SparseProduct(LinearProduct):
         return is_due(self.settings, self._step)
 
     def update_buffers(self) -> None:
-        """Once a step that counts."""
+        super().update_buffers()
         getattr(self.layer, STEP).add_(1)
         if self._new is not None:
             getattr(self.layer, MASK).copy_(self._new)
@@ -64,9 +67,11 @@ class SparseProduct(LinearProduct):
             self._step += 1
 
     def after_update(self) -> None:
+        super().after_update()
         self._new = None
 
     def after_load(self) -> None:
+        super().after_load()
         self._step = None
 
 

@@ -48,6 +48,7 @@ class LinearProduct:
     group: ClassVar[Optional[type]] = None  # a frozen dataclass of this kind's own settings
     once_a_step: ClassVar[bool] = False  # cache the result of `prepare_weight` until the weights change
     draws_samples = False  # `prepare_input` reads `draws.samples`, for random numbers that no layout changes
+    together: ClassVar[bool] = False  # a layer may be of this kind and of others (`composed`)
     input_in_grad = False  # `grad_input` gets all tensors of `prepare_input` but the first, after those of the gradient
     draws: Optional[Draws] = None  # of its block, if `draws_samples`
 
@@ -57,6 +58,8 @@ class LinearProduct:
         own = self.own_weights(settings, layer.placements["weight"])
         self.own_names = tuple(name for name, placed in own.items() if not placed.buffer)
         self._kept: Optional[Operand] = None
+        if type(self).update_buffers is not LinearProduct.update_buffers:
+            layer.update_buffers = self.update_buffers
 
     # ---- what a kind may override ----------------------------------------------------------------------------------------
 
@@ -126,6 +129,12 @@ class LinearProduct:
 
     def after_load(self) -> None:
         """Called when a checkpoint has filled the layer's weights and buffers, before `after_update`."""
+
+    def after_transform_changed(self) -> None:
+        """Called by a kind whose `transform` gives other weights from now on, although the layer's are the same."""
+
+    def update_buffers(self) -> None:
+        """Called once a step that counts, to compute new values of the layer's buffers (`optimizer/buffers.py`)."""
 
     # ---- for kinds --------------------------------------------------------------------------------------------------
 
@@ -235,19 +244,34 @@ def _pull_back(
     return tuple(torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, gradients))
 
 
+def composed(*kinds: type[LinearProduct]) -> type[LinearProduct]:
+    """The class of a layer that is of several kinds at once: `transform`s and `transform_input`s run in the order of
+    `kinds`. Their methods call those of `super()`, so that each is called.
+    """
+    if len(kinds) == 1:
+        return kinds[0]
+    for kind in kinds:
+        if any("own_weights" in vars(one) for one in kind.__mro__ if one is not LinearProduct):
+            raise SettingsError(
+                f"{kind.__name__} has weights of its own, and no layer can be of this kind and of others",
+                do="choose layers for each kind with --linear",
+            )
+    return type("And".join(kind.__name__ for kind in reversed(kinds)), tuple(reversed(kinds)), {})
+
+
 def attach_products(
     blocks: Mapping[str, nn.Module],
     settings: Model,
-    kinds: Mapping[str, Callable],
+    kinds: Mapping[str, type[LinearProduct]],
     picked_of: Callable[[int], Iterable[tuple[str, str]]],
     draws: Callable[[], Draws],
     compiled: bool = False,
 ) -> None:
     """Attach a `LinearProduct` to linear layers of a stage's blocks (number -> module).
 
-    kinds: name -> class. picked_of: number of a block -> (linear layer, kind) pairs that --linear selects. draws: makes the
-    `Draws` of a block. compiled: the blocks are compiled; these layers are then excluded, because torch cannot trace the
-    code of a kind.
+    kinds: name -> class. picked_of: number of a block -> (linear layer, kind) pairs that --linear selects; a kind may be
+    several names with + between them. draws: makes the `Draws` of a block. compiled: the blocks are compiled; these layers
+    are then excluded, because torch cannot trace the code of a kind.
     """
     for number, block in blocks.items() if settings.linear else ():
         products = []
@@ -259,7 +283,7 @@ def attach_products(
                     do="pick layers that are ColumnParallelLinear or RowParallelLinear (megatron/mpu/layers.py), "
                     "such as attention.*",
                 )
-            layer.product = kinds[kind](layer, full, settings)
+            layer.product = composed(*(kinds[one] for one in kind.split("+")))(layer, full, settings)
             products.append(layer.product)
             if compiled:
                 layer.forward = torch.compiler.disable(layer.forward)

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron.convert.given_model import load_one_model
 from megatron.errors import SettingsError
 from megatron.inference import generation_config
 from megatron.inference.kernel_caches import bound_kernel_caches
-from megatron.inference.which import load_one_model
 from megatron.serving.openai_requests import DEFAULTS
 from megatron.serving.settings import ServeOptions, ServeSettings, log_to_stderr, parsed, read_keys
 from megatron.serving.weights import Weights, follow, names_of
@@ -40,7 +40,7 @@ def weights_of(settings: ServeSettings, folder: str, context) -> Weights:
 
     Raises SettingsError if it does not continue texts.
     """
-    from megatron.inference.export.opened import is_export
+    from megatron.convert.export.load_exported import is_export
     from megatron.inference.load import load_model
     from megatron.inference.searches import SearchingEngine
     from megatron.inference.sequence_engine import SequenceEngine

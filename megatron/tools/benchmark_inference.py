@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Literal, Optional
 
+from megatron.convert.given_model import load_one_model
 from megatron.errors import SettingsError, UsageError, run_main
 from megatron.guard.job import on_ranks
 from megatron.inference.kernel_caches import bound_kernel_caches
-from megatron.inference.which import load_one_model
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
 from megatron.model.recipe import facts_of

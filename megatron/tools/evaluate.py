@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
+from megatron.convert.given_model import EXPORTED, check_one_model, load_one_model
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.guard.job import check_shares, on_ranks
-from megatron.inference.which import EXPORTED, check_one_model, load_one_model
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env

@@ -71,8 +71,8 @@ def main(argv: list[str]) -> None:
         if isinstance(location(settings.output), UrlPath):
             raise UsageError(f"--output {settings.output} is a URL", do="export to a folder, and copy that")
 
-        from megatron.inference.convert.imported import check_free
-        from megatron.inference.export.write import Wanted, export
+        from megatron.convert.export.write import Wanted, export
+        from megatron.storage.new_folder import check_free
 
         out = Path(settings.output)
         check_free(out)

@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, Optional
 
+from megatron.convert.given_model import EXPORTED, check_one_model, load_one_model
 from megatron.errors import DataError, SettingsError, UsageError, no_such_file, run_main
 from megatron.guard.job import on_ranks
 from megatron.inference import generation_config
 from megatron.inference.expert_ranks import expert_parallel
 from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.inference.sampling import IDLE, Sampling, Search, asks_for_beams, cut_off
-from megatron.inference.which import EXPORTED, check_one_model, load_one_model
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env

@@ -104,7 +104,7 @@ class FromPeftOptions:
 def to_hf(path: Path, out: Path, which, how: ToHFOptions, given: Mapping[str, Any]) -> None:
     """Export a decoder, T5 or BERT for Hugging Face transformers; nothing is written if both models do not agree."""
     from megatron.checkpoint.folder import choose
-    from megatron.inference.convert import hf_files, huggingface
+    from megatron.convert import hf_files, huggingface
     from megatron.mpu.initialize import DTYPES
 
     file_bytes, choice = hf_files.bytes_of(how.max_shard_size), choose(path, step=which.ckpt_step)
@@ -124,7 +124,7 @@ def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
         )
 
     from megatron.checkpoint.folder import choose
-    from megatron.inference.convert import megatron_export
+    from megatron.convert import megatron_export
     from megatron.mpu.initialize import DTYPES
 
     choice = choose(path, step=which.ckpt_step)
@@ -144,7 +144,7 @@ def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
 
 def from_hf(path: Path, out: Path, which, how: FromHFOptions) -> None:
     """Import a decoder, T5 or BERT of Hugging Face transformers; nothing is written if both models do not agree."""
-    from megatron.inference.convert import huggingface
+    from megatron.convert import huggingface
 
     notes = huggingface.from_hf(path, out, fresh_state(), check=not how.unchecked)
     print("\n  ".join([*notes, f"train on with --load {out} --finetune"]))
@@ -152,8 +152,8 @@ def from_hf(path: Path, out: Path, which, how: FromHFOptions) -> None:
 
 def from_megatron(path: Path, out: Path, which, how: FromMegatronOptions) -> None:
     """Import a GPT of Megatron-LM, with its optimizer state: classic or distributed checkpoints. Runs no pickled code."""
-    from megatron.inference.convert import megatron_dist, megatron_lm
-    from megatron.inference.convert.imported import write_import
+    from megatron.convert import megatron_dist, megatron_lm
+    from megatron.convert.imported import write_import
 
     distributed = megatron_dist.is_distributed(path, which.ckpt_step)
     open_model = megatron_dist.open_distributed if distributed else megatron_lm.open_classic
@@ -165,7 +165,7 @@ def from_megatron(path: Path, out: Path, which, how: FromMegatronOptions) -> Non
 
 def merge_lora(path: Path, out: Path, which, how: MergeOptions) -> None:
     """Merge LoRA adapters into the weights of their base: a checkpoint of an ordinary model, without optimizer state."""
-    from megatron.inference.convert.merged import merge
+    from megatron.convert.merged import merge
 
     notices: list[str] = []
     _merge(partial(merge, log=notices.append), path, out, which, how, notices)
@@ -173,7 +173,7 @@ def merge_lora(path: Path, out: Path, which, how: MergeOptions) -> None:
 
 def apply_masks(path: Path, out: Path, which, how: MergeOptions) -> None:
     """Apply the masks of --sparsity: a checkpoint of an ordinary model with zeros, without optimizer state."""
-    from megatron.inference.convert.masked import apply_masks
+    from megatron.convert.masked import apply_masks
 
     _merge(apply_masks, path, out, which, how)
 
@@ -196,7 +196,7 @@ def _merge(merge: Callable[..., Path], path: Path, out: Path, which, how: MergeO
 def upcycle(path: Path, out: Path, which, how: UpcycleOptions, given: Mapping[str, Any]) -> None:
     """Make a mixture of experts from a dense GPT that computes the same function: --num-experts, and --moe- flags."""
     from megatron.checkpoint.folder import choose
-    from megatron.inference.convert.upcycled import upcycle as write
+    from megatron.convert.upcycled import upcycle as write
 
     check_writers(how.writers)
     choice = choose(path, step=which.ckpt_step)
@@ -207,10 +207,10 @@ def upcycle(path: Path, out: Path, which, how: UpcycleOptions, given: Mapping[st
 def quantize(path: Path, out: Path, which, how: QuantizeOptions) -> None:
     """Quantize a model: a checkpoint for generation, evaluation, the server and exports, without optimizer state."""
     from megatron.checkpoint.folder import choose
-    from megatron.inference.convert.imported import check_free
-    from megatron.inference.convert.merged import merged_first
+    from megatron.convert.merged import merged_first
     from megatron.inference.load import load_model
     from megatron.inference.quantized import save
+    from megatron.storage.new_folder import check_free
 
     if how.quantize is None:
         raise UsageError("missing: --quantize", do="--quantize int8, int8-dynamic or int4")
@@ -226,7 +226,7 @@ def quantize(path: Path, out: Path, which, how: QuantizeOptions) -> None:
 def to_peft(path: Path, out: Path, which, how: ToPeftOptions, given: Mapping[str, Any]) -> None:
     """Export LoRA adapters as a folder of PEFT, Hugging Face's library: adapter_config.json, adapter_model.safetensors."""
     from megatron.checkpoint.folder import choose
-    from megatron.inference.convert import peft
+    from megatron.convert import peft
 
     choice = choose(path, step=which.ckpt_step)
     print("\n  ".join([*peft.to_peft(choice.paths[0], out, how.base_model, given), *choice.notices]))
@@ -235,8 +235,8 @@ def to_peft(path: Path, out: Path, which, how: ToPeftOptions, given: Mapping[str
 def from_peft(path: Path, out: Path, which, how: FromPeftOptions) -> None:
     """Import LoRA adapters of PEFT as a checkpoint of adapters on --base, a checkpoint of the model they belong to."""
     from megatron.checkpoint.folder import choose
-    from megatron.inference.convert import peft
-    from megatron.inference.convert.imported import check_free
+    from megatron.convert import peft
+    from megatron.storage.new_folder import check_free
     from megatron.storage.urls import location
 
     if how.base is None:

@@ -25,12 +25,12 @@ import numpy as np
 from megatron.checkpoint import survey
 from megatron.checkpoint.folder import TRACKER, restore
 from megatron.checkpoint.reader import Reader
+from megatron.convert import huggingface
 from megatron.data import manifest
 from megatron.data.indexed import IndexedDataset
 from megatron.data.merge import common_identity
 from megatron.errors import Failure
 from megatron.guard import changes
-from megatron.inference.convert import huggingface
 from megatron.optimizer import resumed_schedule
 from megatron.optimizer.scaler import LossScaler
 from megatron.settings import schema

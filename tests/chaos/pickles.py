@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from megatron.checkpoint.folder import TRACKER
+from megatron.convert import huggingface, megatron_lm
+from megatron.convert.imported import write_import
 from megatron.data.json_input import find_sources, read_blocks
 from megatron.data.vocabulary import identity_of
-from megatron.inference.convert import huggingface, megatron_lm
-from megatron.inference.convert.imported import write_import
 from megatron.settings.parse import parse
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import build_tokenizer

@@ -17,8 +17,8 @@ import torch
 from megatron.checkpoint import backends, index, reader, store
 from megatron.checkpoint import folder as state
 from megatron.checkpoint.folder import TRACKER, Saver
+from megatron.convert import megatron_pickle
 from megatron.data import index_cache, manifest, preprocess_output
-from megatron.inference.convert import megatron_pickle
 from megatron.storage import durable
 from tests.chaos import crashes, damage, forgeries, pickles, rivals, shortages
 from tests.chaos.conduct import conduct

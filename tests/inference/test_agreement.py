@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import pretrain_gpt
-from megatron.inference.convert.families import prompts_for
+from megatron.convert.families import prompts_for
 from megatron.inference.load import load_model
 from megatron.tools import checkpoint as tool
 from tests.inference.test_convert import LLAMA, save

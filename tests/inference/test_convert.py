@@ -108,7 +108,7 @@ def test_there_and_back_keeps_every_bit(tmp_path, model, capsys):
 
 def test_the_export_carries_the_tokenizer(tmp_path, capsys, monkeypatch):
     pytest.importorskip("transformers")
-    monkeypatch.setattr("megatron.inference.convert.huggingface.PROBES", ("abc cab", "bb aab"))
+    monkeypatch.setattr("megatron.convert.huggingface.PROBES", ("abc cab", "bb aab"))
     characters = ["a", "b", "c", "\u0120", "ab", "<|endoftext|>"]
     (tmp_path / "v.json").write_text(json.dumps({token: n for n, token in enumerate(characters)}))
     (tmp_path / "m.txt").write_text("#version: 0.2\na b\n")

@@ -15,15 +15,15 @@ from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.lineage import lineage
 from megatron.checkpoint.store import Piece, share
+from megatron.convert.export import gguf_file, programs, tracing
+from megatron.convert.export.card import data_sets
+from megatron.convert.export.llama_cpp import LlamaCpp
+from megatron.convert.export.load_exported import load_exported
+from megatron.convert.families import prompts_for
+from megatron.convert.hf_files import about
 from megatron.errors import CheckpointError, SettingsError, UsageError
 from megatron.inference.agreement import LIMITS, agreement
 from megatron.inference.answers import Asked, answered
-from megatron.inference.convert.families import prompts_for
-from megatron.inference.convert.hf_files import about
-from megatron.inference.export import gguf_file, programs, tracing
-from megatron.inference.export.card import data_sets
-from megatron.inference.export.llama_cpp import LlamaCpp
-from megatron.inference.export.opened import load_exported
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model, open_tokenizer
 from megatron.inference.sampling import GREEDY, Sampling, Search

@@ -10,13 +10,13 @@ import torch
 
 from megatron.checkpoint.folder import choose
 from megatron.checkpoint.reader import QUANTIZED, Reader
+from megatron.convert.compressed_tensors import pack, unpack
+from megatron.convert.export import tracing
+from megatron.convert.export.load_exported import load_exported
+from megatron.convert.export.onnx_quantized import OnnxProduct
+from megatron.convert.export.write import ExportSource
+from megatron.convert.huggingface import from_hf
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert.compressed_tensors import pack, unpack
-from megatron.inference.convert.huggingface import from_hf
-from megatron.inference.export import tracing
-from megatron.inference.export.onnx_quantized import OnnxProduct
-from megatron.inference.export.opened import load_exported
-from megatron.inference.export.write import ExportSource
 from megatron.inference.load import build_model, load_model
 from megatron.inference.quantize import linear_layers
 from megatron.inference.quantized import quantized_pieces

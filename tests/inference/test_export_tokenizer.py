@@ -9,8 +9,8 @@ from itertools import product
 
 import pytest
 
+from megatron.convert.sentence_piece import read_model, tokenizer_json
 from megatron.errors import CheckpointError
-from megatron.inference.convert.sentence_piece import read_model, tokenizer_json
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import build_tokenizer
 from megatron.tools import checkpoint as tool

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.convert.families import imported
+from megatron.convert.hf_files import TensorFiles
 from megatron.data.loader import MicroBatch
-from megatron.inference.convert.families import imported
-from megatron.inference.convert.hf_files import TensorFiles
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron.convert.export.load_exported import load_exported
+from megatron.convert.families import imported
+from megatron.convert.huggingface import from_hf
 from megatron.errors import CheckpointError
-from megatron.inference.convert.families import imported
-from megatron.inference.convert.huggingface import from_hf
-from megatron.inference.export.opened import load_exported
 from megatron.inference.load import load_model
 from megatron.training.exchange import fresh_state
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megatron.checkpoint.reader import Reader
+from megatron.convert import huggingface
+from megatron.convert.families import imported
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert import huggingface
-from megatron.inference.convert.families import imported
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_settings import FAMILIES, LLAMA, effective, kind_of, our_settings, their_settings
 from megatron.settings import schema

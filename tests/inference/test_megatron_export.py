@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.reader import Reader
+from megatron.convert import megatron_arguments, megatron_export
 from megatron.errors import CheckpointError, SettingsError, UsageError
-from megatron.inference.convert import megatron_export
 from megatron.settings import schema
 from megatron.tools import checkpoint as tool
 from tests.inference import test_convert
@@ -221,7 +221,9 @@ def test_what_cannot_be_expressed_is_named(tmp_path, monkeypatch):
     save(tmp_path / "capped", LLAMA | dict(final_logit_softcapping=30.0))
     with pytest.raises(SettingsError, match="a model with final_logit_softcapping is not exported"):
         tool.main(["to-megatron", str(tmp_path / "capped"), str(tmp_path / "out")])
-    monkeypatch.setattr(megatron_export, "_SAME", [name for name in megatron_export._SAME if name != "swiglu"])
+    monkeypatch.setattr(
+        megatron_arguments, "COMPARED", [name for name in megatron_arguments.COMPARED if name != "swiglu"]
+    )
     with pytest.raises(
         SettingsError, match="a model with swiglu is not exported"
     ):  # a setting that this export is new to

@@ -18,8 +18,8 @@ import torch
 import pretrain_gpt
 from megatron.checkpoint.folder import checkpoints
 from megatron.checkpoint.reader import Reader
+from megatron.convert.megatron_optimizer import LocalParameter, from_buffer, locate
 from megatron.errors import CheckpointError
-from megatron.inference.convert.megatron_optimizer import LocalParameter, from_buffer, locate
 from megatron.settings.parse import parse_pretrain
 from megatron.tools import checkpoint as tool
 from megatron.training.loop import pretrain

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron.convert.export.load_exported import load_exported
+from megatron.convert.mxfp4 import dequantized
 from megatron.errors import CheckpointError
-from megatron.inference.convert.mxfp4 import dequantized
-from megatron.inference.export.opened import load_exported
 from megatron.tools import checkpoint as tool
 from tests.inference.test_convert import loaded
 from tests.inference.test_families import COMMON, GPT_OSS

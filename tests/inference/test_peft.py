@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 import pretrain_gpt
 from megatron.checkpoint.reader import Reader
+from megatron.convert.peft import refuse_others
 from megatron.errors import CheckpointError, SettingsError, UsageError
-from megatron.inference.convert.peft import refuse_others
 from megatron.inference.load import load_model
 from megatron.tools import checkpoint as tool
 from tests.training.test_plain_loop import records

@@ -16,9 +16,9 @@ from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece
+from megatron.convert.imported import imported_state
 from megatron.data.indexed import write_index
 from megatron.errors import DataError, SettingsError, UsageError
-from megatron.inference.convert.imported import imported_state
 from megatron.inference.load import load_model
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.quantization import skipped_layers

@@ -16,8 +16,8 @@ import torch
 
 import pretrain_gpt
 from megatron.checkpoint import folder as checkpoint_folder
+from megatron.convert import fitted, megatron_export
 from megatron.errors import Failure
-from megatron.inference.convert import fitted, megatron_export
 from megatron.model import language_model
 from megatron.model.experts import balancing, grouped, router, routing
 from megatron.model.gpt import facts, hf_names

@@ -14,8 +14,8 @@ import torch
 import pretrain_gpt
 import pretrain_t5
 from megatron.checkpoint.reader import Reader
+from megatron.convert.huggingface import to_hf
 from megatron.errors import SettingsError
-from megatron.inference.convert.huggingface import to_hf
 from megatron.inference.load import load_model
 from megatron.model.arguments import parse_any
 from megatron.model.linear_kinds import chosen

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import finetune
 import pretrain_gpt
 from megatron.checkpoint.reader import Reader
+from megatron.convert.merged import magnitude, with_norms
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert.merged import magnitude, with_norms
 from megatron.inference.load import load_model
 from megatron.model import weights
 from megatron.model.arguments import parse_any

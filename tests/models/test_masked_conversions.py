@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.checkpoint.reader import Reader
+from megatron.convert.huggingface import from_hf, to_hf
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert.huggingface import from_hf, to_hf
 from megatron.inference.load import load_model
 from megatron.model.recipe import named_recipe
 from megatron.training.entry import start

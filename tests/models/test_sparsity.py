@@ -15,14 +15,16 @@ from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError
 from megatron.inference.load import load_model
 from megatron.model.arguments import parse_any
+from megatron.model.fake_quantize import FakeQuantizeProduct
 from megatron.model.linear_kinds import chosen, with_own_weights
+from megatron.model.lora_product import LoRAProduct
 from megatron.model.quantization import QuantizeOptions, with_quantization
 from megatron.model.recipe import facts_of
-from megatron.model.sparse_fake_quantize import SparseFakeQuantizeProduct
 from megatron.model.sparse_product import SparseProduct, largest_of_all, largest_of_groups
 from megatron.model.sparsity import with_sparsity
 from megatron.model.weights import add_prefix, column, take_prefix
 from megatron.mpu.layers import ColumnParallelLinear
+from megatron.mpu.linear_product import LinearProduct, composed
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.buffers import BufferStore
 from megatron.planner.preflight.ranks import Design, check_ranks
@@ -32,6 +34,7 @@ from tests.models.test_quantization import LAYOUTS, LINEAR, MICRO_BATCHES, PP2, 
 from tests.training.plain_loop import EOD, LAYERS, LENGTH, Job, plain_linear, rate_of, train
 from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, records
 
+MASKED_AND_ROUNDED = composed(FakeQuantizeProduct, SparseProduct)
 LINE = f"{FLAGS} {SIX} {ADAM}"
 SHARES = {1: 0.2, 3: 0.2 + 0.5 * (1 - 0.5**3), 5: 0.7}  # at steps, by the cubic formula
 WAYS = {
@@ -263,7 +266,7 @@ def product_of(flags: str, kind=SparseProduct) -> tuple[ColumnParallelLinear, Bu
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
-    "more, kind", [("", SparseProduct), ("--quantization --activation-quantize-type none", SparseFakeQuantizeProduct)]
+    "more, kind", [("", SparseProduct), ("--quantization --activation-quantize-type none", MASKED_AND_ROUNDED)]
 )
 def test_a_skipped_step_keeps_the_mask_and_does_not_count(more, kind, late):
     """The host decides before the update, or the device in it: then the host learns it later."""
@@ -311,7 +314,7 @@ def test_kinds_that_a_checkpoint_names_already_are_not_implied_twice():
 def test_scales_are_those_of_the_weights_that_a_new_mask_keeps():
     """An evaluation before has found those of the mask before."""
     steps = "--sparsity-begin-step 1 --sparsity-end-step 3 --sparsity-frequency 2 --quantization --weight-bits 4"
-    layer, _ = product_of(f"--sparsity 0.5 --initial-sparsity 0.25 {steps}", SparseFakeQuantizeProduct)
+    layer, _ = product_of(f"--sparsity 0.5 --initial-sparsity 0.25 {steps}", MASKED_AND_ROUNDED)
     x = torch.randn(3, 1, 8, generator=torch.Generator().manual_seed(6))
     with torch.no_grad():
         layer.sparsity_mask.copy_(layer.weight.abs() < 0.5)  # all large ones are gone, and come back
@@ -323,6 +326,32 @@ def test_scales_are_those_of_the_weights_that_a_new_mask_keeps():
         weight = layer.weight * mask_of(layer.weight, 0.25)
         wanted = Round.apply(weight, weight.abs().amax(-1, keepdim=True), 7)
     torch.testing.assert_close(found, torch.nn.functional.linear(x, wanted))
+
+
+class Doubled(LinearProduct):
+    """The weight times 2."""
+
+    together = True
+
+    def transform(self, weight, *own):
+        return 2 * super().transform(weight, *own)
+
+
+def test_a_kind_of_ones_own_goes_with_others():
+    """Its product is of the masked weight times 2, and so is the weight's gradient; a kind with weights goes with none."""
+    kind = composed(SparseProduct, Doubled)
+    layer, _ = product_of("--sparsity 2:4", kind)
+    x = torch.randn(3, 1, 8, generator=torch.Generator().manual_seed(6))
+    y = layer(x)
+    weight = layer.weight.detach().requires_grad_()
+    kept = weight.detach().abs().view(6, 2, 4)
+    mask = (kept >= kept.topk(2).values[..., -1:]).view(6, 8)
+    plain = torch.nn.functional.linear(x, 2 * weight * mask)
+    torch.testing.assert_close(y, plain)
+    y.sum().backward(), plain.sum().backward()
+    torch.testing.assert_close(layer.weight.grad, weight.grad)
+    with pytest.raises(SettingsError, match="LoRAProduct has weights of its own"):
+        composed(SparseProduct, LoRAProduct)
 
 
 def test_which_weights_stay():

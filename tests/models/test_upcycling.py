@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron.convert import upcycled
 from megatron.errors import CheckpointError, SettingsError, UsageError
-from megatron.inference.convert import upcycled
 from megatron.inference.load import load_model
 from megatron.model.experts.upcycling import experts_of
 from megatron.settings.schema import Model

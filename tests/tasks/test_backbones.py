@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.convert.huggingface import from_hf
 from megatron.errors import Failure
-from megatron.inference.convert.huggingface import from_hf
 from megatron.inference.load import load_model
 from megatron.model.arguments import parse_any
 from megatron.model.recipe import facts_of

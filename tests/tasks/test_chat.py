@@ -9,10 +9,10 @@ import torch
 
 import finetune
 import pretrain_gpt
+from megatron.convert.huggingface import to_hf
+from megatron.convert.merged import merge
+from megatron.convert.upcycled import upcycle
 from megatron.errors import UsageError
-from megatron.inference.convert.huggingface import to_hf
-from megatron.inference.convert.merged import merge
-from megatron.inference.convert.upcycled import upcycle
 from megatron.inference.load import load_model, open_tokenizer
 from megatron.model.recipe import facts_of, kind_of
 from megatron.tokenizer.chat_template import find_template, template_folders

@@ -166,7 +166,7 @@ def test_what_was_tuned_is_exported(case, given, tmp_path, capsys):  # noqa: F81
     line = f"--task {toy.yaml} --data-path {toy.folder} --load {given(kind)} --save {tmp_path / 'run'} {TUNE} {WORDS}"
     line = f"{line} --seq-length {LENGTH} --no-best-checkpoint --train-epochs 1".split()
     run(0, [*line, *spoken_file(tmp_path, name, learned)])
-    checkpoint.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "hf")])
+    checkpoint.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "hf"), "--dtype", "fp32"])
     assert "both models agree" in capsys.readouterr().out
     model = type(model_of(kind)).from_pretrained(tmp_path / "hf").eval()
     spoken = SPOKEN if learned == "words" else EQUAL[name]

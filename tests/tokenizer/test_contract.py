@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from megatron.checkpoint.reshard import copy_companions
+from megatron.convert.export import gguf_vocabulary
 from megatron.data.vocabulary import refuse_other_vocabulary
 from megatron.errors import DataError
 from megatron.inference import generation_config
-from megatron.inference.export import gguf_vocabulary
 from megatron.inference.prompts import source_of
 from megatron.settings.schema import TokenizerSettings
 from megatron.tasks.chat import ends_note

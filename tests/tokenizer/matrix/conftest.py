@@ -40,7 +40,7 @@ class Matrix:
         return AutoTokenizer.from_pretrained(self.folder(variant))
 
     def settings(self, variant: str):
-        from megatron.inference.convert.hf_files import tokenizer_of
+        from megatron.convert.hf_files import tokenizer_of
 
         return tokenizer_of(self.folder(variant), of_gpt2=VARIANTS[variant][0] == "gpt2")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.inference.export import gguf_vocabulary
-from megatron.inference.export.llama_cpp import LlamaCpp
+from megatron.convert.export import gguf_vocabulary
+from megatron.convert.export.llama_cpp import LlamaCpp
 
 WIDTH = 32
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")

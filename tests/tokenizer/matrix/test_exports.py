@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.convert import hf_files, hf_tokenizer
+from megatron.convert.export import gguf_vocabulary
 from megatron.errors import SettingsError
-from megatron.inference.convert import hf_files, hf_tokenizer
-from megatron.inference.export import gguf_vocabulary
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.chat_template import find_template
 from tests.tokenizer.matrix import llama

@@ -12,15 +12,16 @@ import torch
 from megatron.checkpoint import reshard
 from megatron.checkpoint.base import BASE, open_checkpoint
 from megatron.checkpoint.reader import Reader
+from megatron.convert.imported import without_kinds
+from megatron.convert.masked import apply_masks, has_masks
 from megatron.errors import SettingsError
-from megatron.inference.convert.imported import check_free, without_kinds
-from megatron.inference.convert.masked import apply_masks, has_masks
 from megatron.model.dora_product import SMALLEST
 from megatron.model.linear_kinds import choices
 from megatron.model.lora import KIND, MAGNITUDE, OWN, PAIR, parts_of, scale_of
 from megatron.model.lora_product import widened
 from megatron.model.recipe import config_of, facts_of
 from megatron.settings.schema import Model
+from megatron.storage.new_folder import check_free
 
 
 def merge(path: Path, out: Path, writers: int = 1, log=lambda text: None) -> Path:

@@ -11,10 +11,11 @@ import torch
 from megatron.checkpoint import reshard
 from megatron.checkpoint.base import open_checkpoint
 from megatron.checkpoint.reader import Reader
+from megatron.convert.imported import without_kinds
 from megatron.errors import SettingsError
-from megatron.inference.convert.imported import check_free, without_kinds
 from megatron.model.linear_kinds import PLAIN, TOGETHER, choices
 from megatron.model.sparsity import KIND, MASK, STEP
+from megatron.storage.new_folder import check_free
 
 OWN = "sparsity initial_sparsity sparsity_begin_step sparsity_end_step sparsity_frequency".split()
 OWN += ["sparsity_layers", "sparsity_skip"]

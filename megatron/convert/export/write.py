@@ -19,18 +19,16 @@ import torch
 
 from megatron.checkpoint.folder import choose
 from megatron.checkpoint.reader import QUANTIZED, Reader
+from megatron.convert import compressed_tensors, huggingface
+from megatron.convert.export import gguf_file, gguf_vocabulary, llama_cpp, onnx_quantized, programs
+from megatron.convert.export.card import model_card
+from megatron.convert.export.tracing import program_of
+from megatron.convert.families import Family, exported, prompts_for
+from megatron.convert.hf_tokenizer import ExportedTokenizer, write_tokenizer
+from megatron.convert.merged import merged_first
 from megatron.data.vocabulary import learned_vocabulary
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.agreement import Agreement, agreement
-from megatron.inference.convert import compressed_tensors, huggingface
-from megatron.inference.convert.arriving import arriving, needed
-from megatron.inference.convert.families import Family, exported, prompts_for
-from megatron.inference.convert.hf_tokenizer import ExportedTokenizer, write_tokenizer
-from megatron.inference.convert.imported import check_free
-from megatron.inference.convert.merged import merged_first
-from megatron.inference.export import gguf_file, gguf_vocabulary, llama_cpp, onnx_quantized, programs
-from megatron.inference.export.card import model_card
-from megatron.inference.export.tracing import program_of
 from megatron.inference.load import Loaded, build_model, load_model, refuse_head, without_model
 from megatron.inference.quantize import Rounded, attach, free_weights
 from megatron.inference.quantized import cut_from, refuse_twice, stored_options
@@ -46,6 +44,7 @@ from megatron.mpu.layers import linear_products
 from megatron.mpu.mesh import Mesh
 from megatron.settings.from_checkpoint import FILES, located
 from megatron.settings.schema import Config
+from megatron.storage.new_folder import check_free, new_folder
 from megatron.storage.urls import UrlPath, location
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import PROBES, Tokenizer
@@ -90,8 +89,8 @@ class ExportSource:
         self.path, self.trained, self.given = path, trained, given
         self._quantized: dict[tuple[str, str], Loaded] = {}  # by the format of other weights, and how it is quantized
         with Reader(self.path) as reader:
-            needed(reader, "config")
-            self.record, self.vocab_size = dict(reader.state), needed(reader, "vocab_size")
+            reader.needed("config")
+            self.record, self.vocab_size = dict(reader.state), reader.needed("vocab_size")
         self.config: Config = config_of(located(self.record))
         refuse_head(self.config, self.vocab_size, self.path)
         self.facts: Facts = facts_of(self.config, self.vocab_size)
@@ -249,7 +248,7 @@ def export(load: str, out: Path, wanted: Wanted, *, step: Optional[int] = None, 
 def _export(source: "ExportSource", out: Path, wanted: Wanted) -> list[str]:
     refuse_twice(source.path, source.record, wanted.quantize)
     wanted, notices = _complete(source, wanted)
-    with arriving(out) as folder:
+    with new_folder(out) as folder:
         write = {"hf": _write_hf, "gguf": _write_gguf}.get(wanted.form, _write_programs)
         files, tokenizer, agreed, more = write(source, folder, out, wanted)
         record = dict(

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.checkpoint.folder import checkpoints
+from megatron.convert import compressed_tensors, hf_files
+from megatron.convert.export import programs
+from megatron.convert.export.write import RECORD, empty_past
+from megatron.convert.fitted import fit
+from megatron.convert.hf_tokenizer import tokenizer_in
+from megatron.convert.imported import imported_state
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert import compressed_tensors, hf_files
-from megatron.inference.convert.fitted import fit
-from megatron.inference.convert.hf_tokenizer import tokenizer_in
-from megatron.inference.convert.imported import imported_state
-from megatron.inference.export import programs
-from megatron.inference.export.write import RECORD, empty_past
 from megatron.inference.load import Loaded, build_model
 from megatron.inference.quantize import attach, free_weights, linear_layers
 from megatron.inference.stages import Halves, chunks_of

@@ -23,17 +23,16 @@ from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import OPTIMIZER
 from megatron.checkpoint.store import Piece
+from megatron.convert import compressed_tensors, hf_files
+from megatron.convert.families import Family, exported, prompts_for
+from megatron.convert.fitted import fit
+from megatron.convert.hf_tokenizer import ExportedTokenizer, write_tokenizer
+from megatron.convert.imported import imported_state
+from megatron.convert.merged import merged_first
+from megatron.convert.same_ids import same_ids
 from megatron.data.vocabulary import learned_vocabulary
 from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.inference.agreement import agreement
-from megatron.inference.convert import compressed_tensors, hf_files
-from megatron.inference.convert.arriving import arriving, needed
-from megatron.inference.convert.families import Family, exported, prompts_for
-from megatron.inference.convert.fitted import fit
-from megatron.inference.convert.hf_tokenizer import ExportedTokenizer, write_tokenizer
-from megatron.inference.convert.imported import imported_state
-from megatron.inference.convert.merged import merged_first
-from megatron.inference.convert.same_ids import same_ids
 from megatron.inference.load import Loaded, load_model, refuse_head, without_model
 from megatron.inference.quantize import Rounded
 from megatron.inference.quantized import STORED_OF_LAYER, refuse_quantized
@@ -44,6 +43,7 @@ from megatron.mpu.initialize import DTYPES
 from megatron.mpu.placement import Placement
 from megatron.settings.from_checkpoint import FILES, located
 from megatron.settings.schema import TokenizerSettings
+from megatron.storage.new_folder import new_folder
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.chat_template import find_template
@@ -76,7 +76,7 @@ def to_hf(
     Raises SettingsError for an unsupported model, CheckpointError if the exported model gives other results.
     """
     trained = path
-    with merged_first(path, out) as path, Reader(path) as reader, arriving(out) as folder:
+    with merged_first(path, out) as path, Reader(path) as reader, new_folder(out) as folder:
         family, files, tokenizer = write_hf(reader, folder, dtype, given, trained, file_bytes)
         notices = list(tokenizer.notices)
         if check and tokenizer.by_transformers:
@@ -112,10 +112,10 @@ def write_hf(
     the place of the checkpoint's. Raises SettingsError for an unsupported model.
     """
     path = reader.folder
-    needed(reader, "config")
+    reader.needed("config")
     if not products:
         refuse_quantized(reader, "to-hf")
-    config, vocab_size = config_of(located(reader.state)), needed(reader, "vocab_size")
+    config, vocab_size = config_of(located(reader.state)), reader.needed("vocab_size")
     refuse_head(config, vocab_size, path)
     if config.model.linear is not None and not products:
         raise SettingsError(
@@ -204,7 +204,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
             inexact.append(piece.name)
         yield whole
 
-    with arriving(out) as folder:
+    with new_folder(out) as folder:
         tokenizer = hf_files.import_tokenizer(source, folder / "tokenizer", kind == "gpt2")
         hf_files.import_generation_config(source, folder, settings)
         words, of_words = _imported_vocabulary(source, tokenizer, vocab_size, check)

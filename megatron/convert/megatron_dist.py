@@ -30,11 +30,10 @@ import torch
 from megatron.checkpoint.boxes import Box, flat_to_boxes
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.store import Piece
-from megatron.errors import CheckpointError
-from megatron.inference.convert import megatron_experts
-from megatron.inference.convert.imported import ModelImport, check_complete
-from megatron.inference.convert.megatron_lm import SINKS, our_name, settings_of
-from megatron.inference.convert.megatron_metadata import (
+from megatron.convert import megatron_experts
+from megatron.convert.imported import ModelImport, check_complete
+from megatron.convert.megatron_arguments import settings_of
+from megatron.convert.megatron_metadata import (
     EXPERTS,
     METADATA,
     Chunk,
@@ -43,7 +42,9 @@ from megatron.inference.convert.megatron_metadata import (
     read_metadata,
     read_objects,
 )
-from megatron.inference.convert.megatron_optimizer import (
+from megatron.convert.megatron_names import EXPERTS as EXPERTS_HERE
+from megatron.convert.megatron_names import IN_LAYER, SINKS, our_name
+from megatron.convert.megatron_optimizer import (
     LEAVE_OUT,
     PREFIX,
     LocalParameter,
@@ -52,13 +53,13 @@ from megatron.inference.convert.megatron_optimizer import (
     state_notices,
     with_moments,
 )
-from megatron.inference.convert.megatron_pickle import extract
+from megatron.convert.megatron_pickle import extract
+from megatron.errors import CheckpointError
 from megatron.model.gpt.facts import GPTFacts
 from megatron.mpu.placement import Placement
 from megatron.settings import schema
 
 COMMON = "common.pt"
-EXPERTS_HERE = "mlp.experts"
 _STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")  # of all layers: no number after `layers`
 _HALVES = {"weight_w": 0, "weight_v": 1, "bias_w": 0, "bias_v": 1}  # a gated layer's two matrices as separate tensors
 
@@ -251,22 +252,19 @@ def _module_order(
     norms_apart: norms are modules before the linear layers, otherwise parts of them (Transformer Engine)
     experts: how they are ordered (`_expert_order`)
     """
-    modules = ["attention.output", "attention_norm", "attention.qkv", "attention.q_norm", "attention.k_norm"]
-    modules.insert(0, SINKS)
+    order = list(dict.fromkeys(EXPERTS_HERE if EXPERTS_HERE in module else module for module in IN_LAYER))
+    order[0] = SINKS
     if norms_apart:
-        modules = ["attention_norm", *(module for module in modules if module != "attention_norm")]
-    dense = ["mlp.up", "mlp.down"]
-    mixed = ["mlp.router", EXPERTS_HERE, "mlp.shared_gate", "mlp.shared.up", "mlp.shared.down"]
+        order.insert(0, order.pop(order.index("attention_norm")))
     each = model.num_layers // stage.stages
     first, last = stage.stage == 0, stage.stage == stage.stages - 1
     names = ["embedding.word", "embedding.position"] if first else []
     for n in range(each * stage.stage, each * (stage.stage + 1)):
-        own = [*modules, "mlp_norm", *(mixed if model.has_experts(n) else dense)]
-        names += [f"blocks.{n}.{module}" for module in own]
+        names += [f"blocks.{n}.{module}" for module in order]
     names += ["final_norm"] if last else []
     found = []
     for name in names:
-        if name.endswith(EXPERTS_HERE):
+        if name.endswith(EXPERTS_HERE) and f"{name}.up.weight" in weights:
             found += _expert_order(name, experts, model.num_experts // stage.ep, weights)
         else:
             found += [name] * (name in weights)

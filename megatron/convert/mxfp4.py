@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.convert.hf_files import TensorFiles
 from megatron.errors import CheckpointError
-from megatron.inference.convert.hf_files import TensorFiles
 
 BLOCKS, SCALES = "_blocks", "_scales"
 BIAS = 127  # of exponents

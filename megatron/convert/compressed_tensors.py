@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.boxes import Box
+from megatron.convert.families import Family
+from megatron.convert.hf_files import TensorGroup
 from megatron.errors import SettingsError
-from megatron.inference.convert.families import Family
-from megatron.inference.convert.hf_files import TensorGroup
 from megatron.inference.quantize import MIDDLE, Codes, Int4, Int8Dynamic, Int8OfTokens, Int8Static, Rounded
 from megatron.model.gpt.hf_names import Match
 from megatron.model.quantization import QuantizeOptions

@@ -28,16 +28,16 @@ def check_one_model(settings: Any, given: Mapping[str, Statement]) -> None:
 
 def load_one_model(
     load: Optional[str],
-    load_exported: Optional[str],
+    exported: Optional[str],
     *,
     step: Optional[int] = None,
     quantize: QuantizeOptions = PLAIN,
     **how,
 ):
     """The model that is given, as `inference.load.Loaded`. An export that is given as --load is one, too."""
-    from megatron.inference.export import opened
+    from megatron.convert.export.load_exported import is_export, load_exported
     from megatron.inference.load import load_model, quantized
 
-    if load_exported is None and load is not None and not opened.is_export(Path(load)):
+    if exported is None and load is not None and not is_export(Path(load)):
         return load_model(load, step=step, quantize=quantize, **how)
-    return quantized(opened.load_exported(load_exported or load, **how), quantize)
+    return quantized(load_exported(exported or load, **how), quantize)

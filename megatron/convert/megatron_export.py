@@ -14,94 +14,40 @@ import argparse
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from megatron.checkpoint.boxes import Box, find_flaw
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.reader import Reader
+from megatron.convert import megatron_experts
+from megatron.convert.families import prompts_for
+from megatron.convert.megatron_arguments import COMPARED, their_arguments, unknown_settings
+from megatron.convert.megatron_lm import open_classic
+from megatron.convert.megatron_names import Implementation, their_name
+from megatron.convert.merged import merged_first
 from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.inference.agreement import agreement
-from megatron.inference.convert import megatron_experts
-from megatron.inference.convert.arriving import arriving, needed
-from megatron.inference.convert.families import prompts_for
-from megatron.inference.convert.megatron_lm import open_classic
-from megatron.inference.convert.merged import merged_first
 from megatron.inference.load import Loaded, load_model, tokenizer_settings, without_model
 from megatron.inference.quantized import refuse_quantized
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.recipe import SCRIPTS
-from megatron.model.weights import Unit, add_prefix
+from megatron.model.weights import add_prefix
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.placement import Placement
 from megatron.settings import schema
 from megatron.settings.from_checkpoint import located
 from megatron.storage.durable import storage_errors
+from megatron.storage.new_folder import new_folder
 
-Implementation = Literal["transformer_engine", "local", "legacy"]  # decides the names of tensors
-
-_CORE = {
-    "attention_norm": "input_layernorm.",
-    "attention.qkv": "self_attention.linear_qkv.",
-    "attention.output": "self_attention.linear_proj.",
-    "attention.q_norm": "self_attention.q_layernorm.",
-    "attention.k_norm": "self_attention.k_layernorm.",
-    "mlp_norm": "pre_mlp_layernorm.",
-    "mlp.up": "mlp.linear_fc1.",
-    "mlp.down": "mlp.linear_fc2.",
-    "mlp.router": "mlp.router.",
-    "attention": "self_attention.core_attention.",  # softmax_offset
-    "mlp.shared.up": "mlp.shared_experts.linear_fc1.",
-    "mlp.shared.down": "mlp.shared_experts.linear_fc2.",
-    "mlp.shared_gate": "mlp.shared_experts.gate_",
-}
-IN_LAYER: dict[str, dict[str, str]] = {  # implementation -> our module -> their name up to `weight` or `bias`
-    "local": _CORE,
-    "transformer_engine": _CORE  # norms are part of the linear layers after them
-    | {"attention_norm": "self_attention.linear_qkv.layer_norm_", "mlp_norm": "mlp.linear_fc1.layer_norm_"},
-    "legacy": {
-        "attention_norm": "input_layernorm.",
-        "attention.qkv": "self_attention.query_key_value.",
-        "attention.output": "self_attention.dense.",
-        "mlp_norm": "post_attention_layernorm.",
-        "mlp.up": "mlp.dense_h_to_4h.",
-        "mlp.down": "mlp.dense_4h_to_h.",
-    },
-}
-OUTSIDE = {
-    "embedding.word": "embedding.word_embeddings.",
-    "embedding.position": "embedding.position_embeddings.",
-    "final_norm": "final_layernorm.",
-    "output": "output_layer.",
-}
-_SAME = (  # settings with the same name and meaning in Megatron-LM
-    "num_layers hidden_size num_attention_heads seq_length ffn_size head_dim query_groups position_table "
-    "position_embedding_type rotary_percent normalization norm_epsilon qk_layernorm swiglu disable_bias_linear "
-    "add_qkv_bias untie_embeddings_and_output_weights apply_query_key_layer_scaling hidden_dropout attention_dropout "
-    "init_method_std make_vocab_size_divisible_by rotary_base bias_gelu_fusion squared_relu "
-    "rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor window window_attn_skip_freq softmax_type "
-    "quick_geglu activation_func_clamp_value glu_linear_offset"
-).split()
-_OF_CORE = ("softmax_type", "quick_geglu", "activation_func_clamp_value", "glu_linear_offset")  # not of legacy models
-_SIZES = (
-    "ffn_hidden_size",
-    "kv_channels",
-    "num_query_groups",
-    "group_query_attention",
-    "max_position_embeddings",
-    "window_size",
-)
-_OF_TRAINING = (
-    "label_smoothing",
-    "z_loss_coeff",
-    "attention_softmax_in_fp32",
-    "model_type",
-    "model_name_or_path",
-)  # not of the weights
+COPY_OF_TABLE = (
+    "output_layer.weight",
+    "word_embeddings_for_head.weight",
+)  # on the last stage: without, with legacy models
 
 
 @dataclass(frozen=True)
@@ -151,12 +97,12 @@ def to_megatron(
     trained = path
     with merged_first(path, out) as path, Reader(path) as reader:
         refuse_quantized(reader, "to-megatron")
-        needed(reader, "config")
+        reader.needed("config")
         config = schema.from_record(located(reader.state))
-        export = Export(config.model, needed(reader, "vocab_size"), tp, pp, implementation, dtype, ep)
+        export = Export(config.model, reader.needed("vocab_size"), tp, pp, implementation, dtype, ep)
         check_expressible(export)
         padding = _padding_rows(reader)
-        with arriving(out) as folder:
+        with new_folder(out) as folder:
             vocabulary, lost = _vocabulary(without_model(config, reader.state, path))
             args = arguments(export, vocabulary, reader.state.get("iteration", 0))
             for pipeline, tensor, expert in product(range(pp), range(tp), range(ep)):
@@ -179,17 +125,9 @@ def to_megatron(
 def check_expressible(export: Export) -> None:
     """Raise SettingsError for a model that Megatron-LM or this export does not support, or an invalid layout."""
     model = export.model
-    known = {*_SAME, *_SIZES, *_OF_TRAINING, *megatron_experts.SAME, *megatron_experts.OTHER}
-    other = [f.name for f in fields(model) if f.name not in known and getattr(model, f.name) != f.default]
+    other = unknown_settings(model, export.implementation == "legacy")
     if model.model_type not in ("GPT", *SCRIPTS):
         other.append(f"model_type {model.model_type}")
-    if export.implementation == "legacy" and model.qk_layernorm:
-        other.append("qk_layernorm (with --use-legacy-models)")
-    if export.implementation == "legacy":
-        of_core = [f for f in fields(model) if f.name in _OF_CORE and getattr(model, f.name) != f.default]
-        other += [f"{f.name} (with --use-legacy-models)" for f in of_core]
-    if export.implementation == "legacy" and model.mixture:
-        other.append("num_experts (with --use-legacy-models)")
     if other:
         raise SettingsError(f"a model with {', '.join(other)} is not exported to Megatron-LM")
     if export.ep > 1 and not model.mixture:
@@ -222,18 +160,23 @@ def rank_tensors(
     flat = {}
     for unit in export.facts.units(layers, first, last):
         for name, placed in add_prefix(unit.name, unit.weights).items():
+            layer = None if unit.layer is None else unit.layer - layers.start
+            ours = name if layer is None else name.removeprefix(f"{unit.name}.")
+            their = partial(their_name, ours, layer, export.implementation)
             if ".mlp.experts." in name:
-                at = f"decoder.layers.{unit.layer - layers.start}."
+                at = f"decoder.layers.{layer}."
                 for number, x in _experts(export, reader, name, placed, tensor, expert):
-                    ours = name.removeprefix(f"{unit.name}.")
                     flat[at + megatron_experts.their_expert(ours, number, export.grouped)] = x
                 continue
             if placed.buffer:
                 if name.endswith(megatron_experts.BIAS):  # fp32: rounded it would choose other experts
-                    flat[f"decoder.layers.{unit.layer - layers.start}.{megatron_experts.BIAS}"] = reader.read(name)
+                    flat[their()] = reader.read(name)
                 continue  # counts are 0
             local = _local(export, reader, padding, name, placed, tensor)
-            flat[_their_name(export, unit, name, layers.start, first)] = local
+            if ours == "embedding.word.weight" and not first:  # the last stage's copy of a tied table
+                flat[COPY_OF_TABLE[export.implementation == "legacy"]] = local
+            else:
+                flat[their(layer is not None and export.model.has_experts(unit.layer))] = local
     return _nested(flat) if export.implementation == "legacy" else _with_extra_state(flat)
 
 
@@ -267,22 +210,6 @@ def _padding_rows(reader: Reader, rows: int = 4096) -> Callable[[str], torch.Ten
         return sum(reader.read(name, box, torch.float64).sum(0) for box in boxes) / v
 
     return mean
-
-
-def _their_name(export: Export, unit: Unit, name: str, first_layer: int, first: bool) -> str:
-    """Their name of a tensor in a stage that begins with layer `first_layer`."""
-    if unit.layer is not None:
-        module, _, kind = name.removeprefix(f"{unit.name}.").rpartition(".")
-        stack = "encoder" if export.implementation == "legacy" else "decoder"
-        names = IN_LAYER[export.implementation]
-        if module == "mlp_norm" and export.model.has_experts(unit.layer):  # the router reads it, too: it is a module
-            names = _CORE
-        return f"{stack}.layers.{unit.layer - first_layer}.{names[module]}{kind}"
-    module, _, kind = name.rpartition(".")
-    if module == "embedding.word" and not first:  # the last stage's copy of a tied table
-        return "word_embeddings_for_head.weight" if export.implementation == "legacy" else "output_layer.weight"
-    stack = "encoder." if export.implementation == "legacy" else "decoder."
-    return (stack if module == "final_norm" else "") + OUTSIDE[module] + kind
 
 
 def _with_extra_state(flat: dict[str, Any]) -> dict[str, Any]:
@@ -335,58 +262,12 @@ def _vocabulary(loaded: Loaded) -> tuple[schema.TokenizerSettings, list[str]]:
 
 def arguments(export: Export, tokenizer: schema.TokenizerSettings, iteration: int) -> argparse.Namespace:
     """The arguments of a Megatron-LM run with this model."""
-    m = export.model
-    tanh_without_bias = m.bias_gelu_fusion and m.disable_bias_linear  # its fused GeLU needs a bias
-    learned = m.position_embedding_type == "learned_absolute"
-    legacy = export.implementation == "legacy"
+    m, legacy = export.model, export.implementation == "legacy"
     named = {f.name: getattr(tokenizer, f.name) for f in fields(tokenizer)}
     files = {name: named.get(name) for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")}
     return argparse.Namespace(
-        num_layers=m.num_layers,
-        encoder_num_layers=m.num_layers,
-        hidden_size=m.hidden_size,
-        ffn_hidden_size=m.ffn_size,
-        num_attention_heads=m.num_attention_heads,
-        kv_channels=m.head_dim,
-        group_query_attention=m.query_groups != m.num_attention_heads,
-        num_query_groups=m.query_groups,
-        seq_length=m.seq_length,
-        encoder_seq_length=m.seq_length,
-        max_position_embeddings=m.position_table,
-        position_embedding_type=m.position_embedding_type,
-        add_position_embedding=learned or not legacy,
-        use_rotary_position_embeddings=m.position_embedding_type == "rope",
-        rotary_base=int(m.rotary_base) if float(m.rotary_base).is_integer() else m.rotary_base,
-        rotary_percent=m.rotary_percent,
-        rotary_interleaved=False,
-        rotary_seq_len_interpolation_factor=m.rotary_seq_len_interpolation_factor,
-        use_rope_scaling=m.use_rope_scaling,
-        rope_scaling_factor=m.rope_scaling_factor,
-        window_size=None if m.window_size is None else schema.window_numbers(m.window_size),
-        window_attn_skip_freq=m.window_attn_skip_freq,
-        normalization=m.normalization,
-        norm_epsilon=m.norm_epsilon,
-        layernorm_epsilon=m.norm_epsilon,
-        apply_layernorm_1p=False,
-        qk_layernorm=m.qk_layernorm,
-        swiglu=m.swiglu,
-        squared_relu=m.squared_relu,
-        quick_geglu=m.quick_geglu,
-        activation_func_clamp_value=m.activation_func_clamp_value,
-        glu_linear_offset=m.glu_linear_offset,
-        softmax_type=m.softmax_type,
-        bias_gelu_fusion=m.bias_gelu_fusion and not tanh_without_bias,
-        openai_gelu=tanh_without_bias,
-        add_bias_linear=not m.disable_bias_linear,
-        add_qkv_bias=m.add_qkv_bias,
-        untie_embeddings_and_output_weights=m.untie_embeddings_and_output_weights,
-        apply_query_key_layer_scaling=m.apply_query_key_layer_scaling,
-        attention_softmax_in_fp32=m.attention_softmax_in_fp32,
-        apply_residual_connection_post_layernorm=False,
-        hidden_dropout=m.hidden_dropout,
-        attention_dropout=m.attention_dropout,
-        init_method_std=m.init_method_std,
-        make_vocab_size_divisible_by=m.make_vocab_size_divisible_by,
+        **their_arguments(m, legacy),
+        **megatron_experts.their_arguments(m, export.ep, export.tp, export.grouped),
         vocab_size=export.vocab_size,
         padded_vocab_size=export.padded_vocab,
         tensor_model_parallel_size=export.tp,
@@ -399,7 +280,6 @@ def arguments(export: Export, tokenizer: schema.TokenizerSettings, iteration: in
         transformer_impl="local" if legacy else export.implementation,
         use_legacy_models=legacy,
         ckpt_format="torch",
-        **megatron_experts.their_arguments(m, export.ep, export.tp, export.grouped),
         data_parallel_random_init=False,
         iteration=iteration,
         consumed_train_samples=0,
@@ -418,7 +298,7 @@ def compare(export: Export, reader: Reader, folder: Path) -> str:
     found = open_classic(folder, None, None, None, optimizer=False, log=lambda text: None)
     ours, theirs = export.model, found.model
     same = [
-        *_SAME,
+        *COMPARED,
         *(("expert_ffn_size", "expert_layers", "balancing", *megatron_experts.SAME) if ours.mixture else ()),
     ]
     same = [name for name in same if name != "moe_ffn_hidden_size"]  # may be the default

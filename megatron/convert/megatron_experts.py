@@ -25,14 +25,6 @@ _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)|linear_fc([12])\.(weight|bias)(\d+))"
 )
 _MATRIX = {"1": "up", "2": "down"}
-IN_LAYER = {
-    "mlp.experts.experts.linear_fc1": "mlp.experts.up",  # of distributed checkpoints: [E, 2 f, h], of all ranks
-    "mlp.experts.experts.linear_fc2": "mlp.experts.down",
-    "mlp.router": "mlp.router",
-    "mlp.shared_experts.linear_fc1": "mlp.shared.up",
-    "mlp.shared_experts.linear_fc2": "mlp.shared.down",
-    "mlp.shared_experts.gate": "mlp.shared_gate",
-}
 BIAS = "mlp.router.expert_bias"
 SAME = (  # settings with the same name and meaning in Megatron-LM
     "num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk "

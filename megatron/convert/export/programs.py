@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.export.passes import move_to_device_pass
 
+from megatron.convert.export.tracing import GROUP, Program, record
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.export.tracing import GROUP, Program, record
 from megatron.inference.scoring import ALONE
 from megatron.mpu.mesh import Axis
 

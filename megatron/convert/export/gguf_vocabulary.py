@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.convert.hf_tokenizer import SENTENCE_PIECE_MODEL, ExportedTokenizer
+from megatron.convert.sentence_piece import BPE, SPACE, UNIGRAM, read_model
 from megatron.errors import SettingsError
-from megatron.inference.convert.hf_tokenizer import SENTENCE_PIECE_MODEL, ExportedTokenizer
-from megatron.inference.convert.sentence_piece import BPE, SPACE, UNIGRAM, read_model
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.transformers_files import TOKENIZER
 

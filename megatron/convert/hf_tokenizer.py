@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.inference.convert import hf_files, sentence_piece
+from megatron.convert import hf_files, sentence_piece
 from megatron.inference.load import Loaded, text_tokenizer, tokenizer_settings
 from megatron.model.bert.facts import BertFacts
 from megatron.settings.schema import TokenizerSettings

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from megatron.checkpoint.reader import Reader
+from megatron.convert.export import gguf_vocabulary
+from megatron.convert.families import Family
+from megatron.convert.hf_tokenizer import ExportedTokenizer
 from megatron.errors import SettingsError
-from megatron.inference.convert.families import Family
-from megatron.inference.convert.hf_tokenizer import ExportedTokenizer
-from megatron.inference.export import gguf_vocabulary
 from megatron.inference.quantize import Int4, Rounded
 from megatron.model.bert.facts import BertFacts
 from megatron.model.facts import Facts

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.checkpoint.boxes import Box, flat_to_boxes
+from megatron.convert.megatron_pickle import Shell, facts_of, load, refused_in_child
 from megatron.errors import CheckpointError
-from megatron.inference.convert.megatron_pickle import Shell, facts_of, load, refused_in_child
 
 METADATA = ".metadata"
 EXPERTS = "e"  # after the rank of a buffer that has experts

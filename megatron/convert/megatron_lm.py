@@ -24,10 +24,11 @@ from safetensors.torch import load_file
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.store import Piece
-from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert import megatron_experts
-from megatron.inference.convert.imported import ModelImport, check_complete
-from megatron.inference.convert.megatron_optimizer import (
+from megatron.convert import megatron_experts
+from megatron.convert.imported import ModelImport, check_complete
+from megatron.convert.megatron_arguments import settings_of
+from megatron.convert.megatron_names import SINKS, our_name
+from megatron.convert.megatron_optimizer import (
     ALIGNMENT,
     LEAVE_OUT,
     LocalParameter,
@@ -37,7 +38,8 @@ from megatron.inference.convert.megatron_optimizer import (
     state_notices,
     with_moments,
 )
-from megatron.inference.convert.megatron_pickle import EXPERTS, extract, extract_buffers
+from megatron.convert.megatron_pickle import EXPERTS, extract, extract_buffers
+from megatron.errors import CheckpointError
 from megatron.model.gpt.facts import GPTFacts
 from megatron.mpu.placement import Placement
 from megatron.settings import schema
@@ -45,75 +47,6 @@ from megatron.settings import schema
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 BUFFERS = "distrib_optim.pt"  # of --use-distributed-optimizer, beside them
-_LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
-
-SINKS = "attention.softmax_offset"
-IN_LAYER = {  # of legacy models, then of Megatron-Core
-    "input_layernorm": "attention_norm",
-    "input_norm": "attention_norm",
-    "self_attention.linear_qkv.layer_norm": "attention_norm",
-    "self_attention.query_key_value": "attention.qkv",
-    "attention.query_key_value": "attention.qkv",
-    "self_attention.linear_qkv": "attention.qkv",
-    "self_attention.dense": "attention.output",
-    "attention.dense": "attention.output",
-    "self_attention.linear_proj": "attention.output",
-    "self_attention.q_layernorm": "attention.q_norm",
-    "self_attention.k_layernorm": "attention.k_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "post_attention_norm": "mlp_norm",
-    "pre_mlp_layernorm": "mlp_norm",
-    "mlp.linear_fc1.layer_norm": "mlp_norm",
-    "mlp.dense_h_to_4h": "mlp.up",
-    "mlp.linear_fc1": "mlp.up",
-    "mlp.dense_4h_to_h": "mlp.down",
-    "mlp.linear_fc2": "mlp.down",
-    **megatron_experts.IN_LAYER,
-}
-SAME = {  # tensors that are neither a weight nor a bias
-    megatron_experts.BIAS: megatron_experts.BIAS,
-    "self_attention.core_attention.softmax_offset": SINKS,
-}
-OUTSIDE = {
-    "embedding.word_embeddings": "embedding.word",
-    "embedding.position_embeddings": "embedding.position",
-    "output_layer": "output",
-    **{
-        f"{stack}final_{kind}": "final_norm"
-        for stack in ("encoder.", "transformer.", "decoder.")
-        for kind in ("layernorm", "norm")
-    },
-}
-_NO_WEIGHTS = re.compile(r".*(_extra_state|inv_freq|local_tokens_per_expert)|word_embeddings(_for_head)?\.weight")
-_SAME_NAME = (
-    "rotary_percent",
-    "normalization",
-    "qk_layernorm",
-    "add_qkv_bias",
-    "hidden_dropout",
-    "attention_dropout",
-    "init_method_std",
-    "make_vocab_size_divisible_by",
-    "kv_channels",
-    "apply_query_key_layer_scaling",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "rotary_seq_len_interpolation_factor",
-    "window_attn_skip_freq",
-    "softmax_type",
-    "quick_geglu",
-    "activation_func_clamp_value",
-    "glu_linear_offset",
-)  # settings with the same name and meaning in Megatron-LM
-_REFUSED = (
-    "multi_latent_attention",
-    "apply_layernorm_1p",
-    "rotary_interleaved",
-    "apply_residual_connection_post_layernorm",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "heterogeneous_layers_config_path",
-)
 
 
 class RankFile(NamedTuple):
@@ -241,28 +174,6 @@ def _opened(part: RankFile, optimizer: bool) -> Iterator[OpenFile]:
             numbered = sorted(set(file.keys()) - set(shapes))
             found = buffers if optimizer and buffers.exists() else None
             yield OpenFile(part, facts, shapes, file.get_tensor, numbered, found)
-
-
-def our_name(theirs: str) -> Optional[tuple[Optional[int], str]]:
-    """(layer within its chunk, our name after `blocks.N.`), or (None, our name); None for tensors that are not weights.
-    The name of an expert's tensor ends with its number on the rank: `mlp.experts.up.weight@3`.
-    """
-    name = theirs
-    for prefix in ("module.", "language_model."):
-        name = name.removeprefix(prefix)
-    if _NO_WEIGHTS.fullmatch(name):
-        return None
-    match = _LAYER.fullmatch(name)
-    table, rest = (IN_LAYER, match[2]) if match else (OUTSIDE, name)
-    if match and (expert := megatron_experts.our_expert(rest)):
-        return int(match[1]), "@".join(map(str, expert))
-    if match and rest in SAME:
-        return int(match[1]), SAME[rest]
-    for kind in ("weight", "bias"):
-        for end in (f".{kind}", f"_{kind}"):  # linear_qkv.layer_norm_weight
-            if rest.endswith(end) and rest.removesuffix(end) in table:
-                return (int(match[1]) if match else None), f"{table[rest.removesuffix(end)]}.{kind}"
-    raise CheckpointError(f"tensor {theirs} is not known")
 
 
 def _parameters(
@@ -403,86 +314,3 @@ def _reshaped(
         return x.view(-1, *placed.shape[1:]) if x.dim() == len(placed.shape) and placed.cut.get("tp") == 0 else x
     except RuntimeError:
         raise CheckpointError(f"{name} has shape {tuple(x.shape)}, which does not fit {placed.shape}") from None
-
-
-def settings_of(
-    facts: dict,
-    shapes: dict[str, tuple[int, ...]],
-    sizes: tuple[int, int],
-    vocab_size: Optional[int],
-    heads: Optional[int],
-) -> tuple[schema.Model, int, list[str]]:
-    """(model, vocabulary size without padding, notices) from the saved arguments, or else from shapes."""
-    args = facts["args"]
-    _refuse_unknown(args)
-    named = {our_name(key.partition("/")[2]): shape for key, shape in shapes.items()}
-    words, heads = named.get((None, "embedding.word.weight")), heads or args.get("num_attention_heads")
-    if words is None:
-        raise CheckpointError("the first file has no word embedding")
-    if not heads:
-        raise CheckpointError("the number of attention heads was not saved", do="give --num-attention-heads N")
-    keys = [key.partition("/") for key in shapes]
-    layers = {(file, found[0]) for file, _, name in keys if (found := our_name(name)) and found[0] is not None}
-    model = _model_of(
-        args,
-        num_layers=args.get("num_layers") or len(layers) * sizes[1],
-        hidden=words[1],
-        heads=heads,
-        positions=named.get((None, "embedding.position.weight")),
-    )
-    vocab_size, notices = _vocabulary_of(args, words[0] * sizes[0], vocab_size)
-    return model, vocab_size, notices
-
-
-def _refuse_unknown(args: dict) -> None:
-    """Raise CheckpointError for arguments of unsupported models."""
-    refused = [name for name in _REFUSED if args.get(name)]
-    if refused:
-        raise CheckpointError(f"the checkpoint uses {', '.join(refused)}, which cannot be expressed here")
-    for name, unknown in (
-        ("position_embedding_type", lambda value: value in ("yarn", "mrope", "relative")),
-        ("window_attn_skip_freq", lambda value: not isinstance(value, int)),
-    ):
-        if args.get(name) is not None and unknown(args[name]):
-            raise CheckpointError(f"the checkpoint uses {name} {args[name]}, which cannot be expressed here")
-
-
-def _model_of(
-    args: dict, *, num_layers: int, hidden: int, heads: int, positions: Optional[tuple[int, ...]]
-) -> schema.Model:
-    """The settings of the model. positions: shape of the table of learned positions, or None."""
-    rope = args.get("position_embedding_type") == "rope" or bool(args.get("use_rotary_position_embeddings"))
-    groups = args.get("num_query_groups") if args.get("group_query_attention") else None
-    return schema.Model(
-        num_layers=num_layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        seq_length=args.get("seq_length") or (positions or (1024,))[0],
-        max_position_embeddings=positions[0] if positions else args.get("max_position_embeddings"),
-        ffn_hidden_size=args.get("ffn_hidden_size") or 4 * hidden,
-        group_query_attention=groups is not None,
-        num_query_groups=groups,
-        position_embedding_type="rope" if rope else "learned_absolute" if positions else "none",
-        rotary_base=float(args.get("rotary_base") or 10000.0),
-        norm_epsilon=float(args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5),
-        swiglu=bool(args.get("swiglu")),
-        squared_relu=bool(args.get("squared_relu")),
-        window_size=",".join(map(str, args["window_size"])) if args.get("window_size") else None,
-        bias_gelu_fusion=bool(args.get("bias_gelu_fusion", True) or args.get("openai_gelu")),
-        disable_bias_linear=args.get("add_bias_linear") is False,
-        untie_embeddings_and_output_weights=bool(args.get("untie_embeddings_and_output_weights")),
-        **{name: args[name] for name in _SAME_NAME if args.get(name) is not None},
-        **megatron_experts.our_arguments(args, num_layers),
-    )
-
-
-def _vocabulary_of(args: dict, rows: int, vocab_size: Optional[int]) -> tuple[int, list[str]]:
-    """(tokens without padding, notices) for an embedding table of `rows` rows. vocab_size: --vocab-size or None."""
-    notices = []
-    if vocab_size is None:
-        vocab_size = args.get("vocab_size") or rows
-        if vocab_size == rows:
-            notices.append(f"all {rows} rows of the embedding were taken; give --vocab-size if some are padding")
-    if not 0 < vocab_size <= rows:
-        raise SettingsError(f"--vocab-size {vocab_size} does not fit the {rows} rows of the embedding")
-    return vocab_size, notices

@@ -28,12 +28,11 @@ from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.lineage import ENTRIES, lineage
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece
+from megatron.convert import hf_files
+from megatron.convert.families import exported
+from megatron.convert.hf_tokenizer import write_tokenizer
+from megatron.convert.merged import delta, has_adapters, magnitude
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert import hf_files
-from megatron.inference.convert.arriving import arriving
-from megatron.inference.convert.families import exported
-from megatron.inference.convert.hf_tokenizer import write_tokenizer
-from megatron.inference.convert.merged import delta, has_adapters, magnitude
 from megatron.inference.load import refuse_head, without_model
 from megatron.model.gpt.hf_match import Match
 from megatron.model.linear_kinds import WEIGHT, linear_layers
@@ -42,6 +41,7 @@ from megatron.model.recipe import config_of, facts_of
 from megatron.mpu.placement import Placement
 from megatron.settings.from_checkpoint import located
 from megatron.settings.schema import Model
+from megatron.storage.new_folder import new_folder
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -74,7 +74,7 @@ def to_peft(
     given: tokenizer flags, if the files of the training run have moved
     Raises SettingsError if the model, or what was trained, has no counterpart there.
     """
-    with open_checkpoint(path) as reader, arriving(out) as folder:
+    with open_checkpoint(path) as reader, new_folder(out) as folder:
         if not has_adapters(reader):
             raise SettingsError(f"{path} has no LoRA adapters", do="to-hf exports a model without adapters")
         config, vocab_size = config_of(located(reader.state)), reader.state["vocab_size"]

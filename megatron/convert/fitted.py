@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.convert import compressed_tensors
+from megatron.convert.families import Family, imported
+from megatron.convert.hf_files import TensorFiles
+from megatron.convert.mxfp4 import MXFP4Files, is_mxfp4
 from megatron.errors import CheckpointError
-from megatron.inference.convert import compressed_tensors
-from megatron.inference.convert.families import Family, imported
-from megatron.inference.convert.hf_files import TensorFiles
-from megatron.inference.convert.mxfp4 import MXFP4Files, is_mxfp4
 from megatron.model.gpt.hf_match import Match
 
 TIED = "tie_word_embeddings"

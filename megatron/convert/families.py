@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.inference.convert.watched_config import WatchedConfig
+from megatron.convert.watched_config import WatchedConfig
 from megatron.model.bert import hf_names as bert_names
 from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.settings import GROUP as BERT

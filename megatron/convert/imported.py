@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a checkpoint with weights from another library."""
 
-import contextlib
 import math
-import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -13,9 +11,10 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.store import Piece
-from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert.megatron_optimizer import compared_settings, position_of
+from megatron.convert.megatron_optimizer import compared_settings, position_of
+from megatron.errors import CheckpointError
 from megatron.settings import schema
+from megatron.storage.new_folder import removed_after_error
 
 
 class ModelImport(NamedTuple):
@@ -31,25 +30,6 @@ class ModelImport(NamedTuple):
     notices: list[str]
     shards: Callable[[], Iterator[list[Piece]]]
     facts: Optional[Mapping[str, Any]] = None
-
-
-def check_free(out: Path) -> None:
-    """Raise SettingsError if `out` exists and is not an empty folder."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise SettingsError(f"{out} is there already", do="give a new folder")
-
-
-@contextlib.contextmanager
-def removed_after_error(out: Path) -> Iterator[None]:
-    """Write to a new folder `out`, which is removed after an error. Raises SettingsError if it is not free."""
-    check_free(out)
-    new = not out.exists()
-    try:
-        yield
-    except BaseException:
-        if new:
-            shutil.rmtree(out, ignore_errors=True)
-        raise
 
 
 def check_complete(source: Path, wanted: Collection[str], shards: Iterable[list[Piece]]) -> Iterator[list[Piece]]:

@@ -11,15 +11,15 @@ import torch
 from megatron.checkpoint import reshard
 from megatron.checkpoint.index import Tensor
 from megatron.checkpoint.reader import Reader
+from megatron.convert.families import prompts_for
 from megatron.errors import CheckpointError, SettingsError, UsageError
-from megatron.inference.convert.families import prompts_for
-from megatron.inference.convert.imported import removed_after_error
 from megatron.inference.load import load_model, refuse_head
 from megatron.model.experts import rules, upcycling
 from megatron.model.recipe import config_of, facts_of, kind_of
 from megatron.settings.from_checkpoint import located
 from megatron.settings.rules import out_of_range, record
 from megatron.settings.schema import Config, Parallel
+from megatron.storage.new_folder import removed_after_error
 
 BOUND = 1e-6  # of the largest logit
 

@@ -76,7 +76,7 @@ def asked(
     root = str(Path(__file__).resolve().parents[3])
     search = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-m", "megatron.inference.export.llama_cpp"],
+        [sys.executable, "-m", "megatron.convert.export.llama_cpp"],
         input=json.dumps(work),
         capture_output=True,
         text=True,

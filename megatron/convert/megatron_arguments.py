@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of a GPT and the arguments that Megatron-LM saves with it, in both directions.
+
+Those of experts are in `megatron_experts`.
+"""
+
+from dataclasses import fields
+from typing import Any, Optional
+
+from megatron.convert import megatron_experts
+from megatron.convert.megatron_names import our_name
+from megatron.errors import CheckpointError, SettingsError
+from megatron.settings import schema
+
+SAME = (
+    "rotary_percent normalization qk_layernorm swiglu squared_relu add_qkv_bias untie_embeddings_and_output_weights "
+    "apply_query_key_layer_scaling hidden_dropout attention_dropout init_method_std make_vocab_size_divisible_by "
+    "use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor window_attn_skip_freq"
+).split()  # settings with the same name and meaning in Megatron-LM
+OF_CORE = (
+    "softmax_type quick_geglu activation_func_clamp_value glu_linear_offset".split()
+)  # so, too; not of legacy models
+COMPARED = [  # what makes a model: properties of `schema.Model`
+    *"num_layers hidden_size num_attention_heads seq_length ffn_size head_dim query_groups position_table".split(),
+    *"position_embedding_type norm_epsilon disable_bias_linear rotary_base bias_gelu_fusion window".split(),
+    *SAME,
+    *OF_CORE,
+]
+_SIZES = (  # behind properties of COMPARED
+    "ffn_hidden_size kv_channels num_query_groups group_query_attention max_position_embeddings window_size".split()
+)
+_OF_TRAINING = (  # not of the weights
+    "label_smoothing z_loss_coeff attention_softmax_in_fp32 model_type model_name_or_path".split()
+)
+_REFUSED = (
+    "multi_latent_attention",
+    "apply_layernorm_1p",
+    "rotary_interleaved",
+    "apply_residual_connection_post_layernorm",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "heterogeneous_layers_config_path",
+)
+
+
+def unknown_settings(model: schema.Model, legacy: bool) -> list[str]:
+    """Names of settings that their arguments do not have. legacy: the arguments of --use-legacy-models"""
+    known = {*COMPARED, *_SIZES, *_OF_TRAINING, *megatron_experts.SAME, *megatron_experts.OTHER}
+    given = [f.name for f in fields(model) if getattr(model, f.name) != f.default]
+    not_legacy = [name for name in given if name in ("qk_layernorm", *OF_CORE)] + ["num_experts"] * model.mixture
+    return [name for name in given if name not in known] + [
+        f"{name} (with --use-legacy-models)" for name in not_legacy if legacy
+    ]
+
+
+def their_arguments(m: schema.Model, legacy: bool) -> dict[str, Any]:
+    """The arguments of a Megatron-LM run that describe the model. legacy: with --use-legacy-models"""
+    tanh_without_bias = m.bias_gelu_fusion and m.disable_bias_linear  # its fused GeLU needs a bias
+    learned = m.position_embedding_type == "learned_absolute"
+    return {name: getattr(m, name) for name in (*SAME, *OF_CORE)} | dict(
+        num_layers=m.num_layers,
+        encoder_num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        ffn_hidden_size=m.ffn_size,
+        num_attention_heads=m.num_attention_heads,
+        kv_channels=m.head_dim,
+        group_query_attention=m.query_groups != m.num_attention_heads,
+        num_query_groups=m.query_groups,
+        seq_length=m.seq_length,
+        encoder_seq_length=m.seq_length,
+        max_position_embeddings=m.position_table,
+        position_embedding_type=m.position_embedding_type,
+        add_position_embedding=learned or not legacy,
+        use_rotary_position_embeddings=m.position_embedding_type == "rope",
+        rotary_base=int(m.rotary_base) if float(m.rotary_base).is_integer() else m.rotary_base,
+        window_size=None if m.window_size is None else schema.window_numbers(m.window_size),
+        norm_epsilon=m.norm_epsilon,
+        layernorm_epsilon=m.norm_epsilon,
+        bias_gelu_fusion=m.bias_gelu_fusion and not tanh_without_bias,
+        openai_gelu=tanh_without_bias,
+        add_bias_linear=not m.disable_bias_linear,
+        attention_softmax_in_fp32=m.attention_softmax_in_fp32,
+        rotary_interleaved=False,
+        apply_layernorm_1p=False,
+        apply_residual_connection_post_layernorm=False,
+    )
+
+
+def settings_of(
+    facts: dict,
+    shapes: dict[str, tuple[int, ...]],
+    sizes: tuple[int, int],
+    vocab_size: Optional[int],
+    heads: Optional[int],
+) -> tuple[schema.Model, int, list[str]]:
+    """(model, vocabulary size without padding, notices) from the saved arguments, or else from shapes."""
+    args = facts["args"]
+    _refuse_unknown(args)
+    named = {our_name(key.partition("/")[2]): shape for key, shape in shapes.items()}
+    words, heads = named.get((None, "embedding.word.weight")), heads or args.get("num_attention_heads")
+    if words is None:
+        raise CheckpointError("the first file has no word embedding")
+    if not heads:
+        raise CheckpointError("the number of attention heads was not saved", do="give --num-attention-heads N")
+    keys = [key.partition("/") for key in shapes]
+    layers = {(file, found[0]) for file, _, name in keys if (found := our_name(name)) and found[0] is not None}
+    model = _model_of(
+        args,
+        num_layers=args.get("num_layers") or len(layers) * sizes[1],
+        hidden=words[1],
+        heads=heads,
+        positions=named.get((None, "embedding.position.weight")),
+    )
+    vocab_size, notices = _vocabulary_of(args, words[0] * sizes[0], vocab_size)
+    return model, vocab_size, notices
+
+
+def _refuse_unknown(args: dict) -> None:
+    """Raise CheckpointError for arguments of unsupported models."""
+    refused = [name for name in _REFUSED if args.get(name)]
+    if refused:
+        raise CheckpointError(f"the checkpoint uses {', '.join(refused)}, which cannot be expressed here")
+    for name, unknown in (
+        ("position_embedding_type", lambda value: value in ("yarn", "mrope", "relative")),
+        ("window_attn_skip_freq", lambda value: not isinstance(value, int)),
+    ):
+        if args.get(name) is not None and unknown(args[name]):
+            raise CheckpointError(f"the checkpoint uses {name} {args[name]}, which cannot be expressed here")
+
+
+def _model_of(
+    args: dict, *, num_layers: int, hidden: int, heads: int, positions: Optional[tuple[int, ...]]
+) -> schema.Model:
+    """The settings of the model. positions: shape of the table of learned positions, or None."""
+    rope = args.get("position_embedding_type") == "rope" or bool(args.get("use_rotary_position_embeddings"))
+    groups = args.get("num_query_groups") if args.get("group_query_attention") else None
+    return schema.Model(
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        seq_length=args.get("seq_length") or (positions or (1024,))[0],
+        max_position_embeddings=positions[0] if positions else args.get("max_position_embeddings"),
+        ffn_hidden_size=args.get("ffn_hidden_size") or 4 * hidden,
+        group_query_attention=groups is not None,
+        num_query_groups=groups,
+        position_embedding_type="rope" if rope else "learned_absolute" if positions else "none",
+        rotary_base=float(args.get("rotary_base") or 10000.0),
+        norm_epsilon=float(args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5),
+        window_size=",".join(map(str, args["window_size"])) if args.get("window_size") else None,
+        bias_gelu_fusion=bool(args.get("bias_gelu_fusion", True) or args.get("openai_gelu")),
+        disable_bias_linear=args.get("add_bias_linear") is False,
+        **{name: args[name] for name in (*SAME, *OF_CORE, "kv_channels") if args.get(name) is not None},
+        **megatron_experts.our_arguments(args, num_layers),
+    )
+
+
+def _vocabulary_of(args: dict, rows: int, vocab_size: Optional[int]) -> tuple[int, list[str]]:
+    """(tokens without padding, notices) for an embedding table of `rows` rows. vocab_size: --vocab-size or None."""
+    notices = []
+    if vocab_size is None:
+        vocab_size = args.get("vocab_size") or rows
+        if vocab_size == rows:
+            notices.append(f"all {rows} rows of the embedding were taken; give --vocab-size if some are padding")
+    if not 0 < vocab_size <= rows:
+        raise SettingsError(f"--vocab-size {vocab_size} does not fit the {rows} rows of the embedding")
+    return vocab_size, notices
