@@ -394,6 +394,11 @@ def span_datasets(examples_by_split, tokenizer, reader, log):
         examples and SpanSamples(examples, tokenizer, reader, whole=split != "train")
         for split, examples in examples_by_split.items()
     ]
+    looked = 2000
+    for split, samples in zip(examples_by_split, made):
+        if samples and (cut := samples.questions_cut(looked)):
+            count, most = min(looked, len(samples.examples.rows)), samples.longest_question
+            log(f" > {split}: {cut} of {count} questions are longer than {most} tokens and lose their end")
     if made[1] and len(made[1]) > len(made[1].examples.rows):
         questions, found = len(made[1].examples.rows), len(made[1])
         log(f" > {questions:,} questions of validation have {found:,} windows of {reader.length} tokens")

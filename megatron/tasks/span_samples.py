@@ -57,7 +57,7 @@ class SpanSamples:
         first = self.reader.pair_place(len(question))
         places = (first + answer[0] - start, first + answer[1] - start) if inside else (NOWHERE, NOWHERE)
         return {
-            **self.reader.read(question, self._text(row).ids[start:end]),
+            **self.reader.read(question, self._text(row).ids[start:end].tolist()),
             LABELS: places[0],
             ENDS: places[1],
             LOSS_MASK: float(self.examples.rows[row].label is not None),
@@ -87,8 +87,18 @@ class SpanSamples:
             self._texts[context] = tokenized(context, self._encode)
         return self._texts[context]
 
+    @property
+    def longest_question(self) -> int:
+        """Tokens of a question that are read."""
+        return min(QUESTION, self.reader.room(True) // 2)
+
+    def questions_cut(self, most: int) -> int:
+        """How many of the first `most` questions are longer."""
+        rows = self.examples.rows[:most]
+        return sum(len(self.tokenizer.encode(row.text)) > self.longest_question for row in rows)
+
     def _question(self, row: int) -> Ids:
-        return self.tokenizer.encode(self.examples.rows[row].text)[: min(QUESTION, self.reader.room(True) // 2)]
+        return self.tokenizer.encode(self.examples.rows[row].text)[: self.longest_question]
 
     def _windows(self, row: int) -> list[tuple[int, int]]:
         return windows(len(self._text(row).ids), self.reader.room(True) - len(self._question(row)))

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megatron.data.tables import json_in, text_in
 from megatron.errors import DataError, no_such_file
 from megatron.tasks.description import Task
@@ -114,20 +116,24 @@ def units(text: str) -> list[tuple[int, int]]:
 
 
 class TokenizedText(NamedTuple):
-    """The tokens of a text, unit by unit. places: the characters of each token's unit"""
+    """The tokens of a text, unit by unit.
+
+    ids:    [n]
+    places: the characters of each token's unit, [n, 2]: the first one, and the one after the last
+    """
 
     text: str
-    ids: list[int]
-    places: list[tuple[int, int]]
+    ids: np.ndarray
+    places: np.ndarray
 
     def between(self, first: int, last: int) -> str:
         """The text from one token to another one, both included."""
-        return self.text[self.places[first][0] : self.places[last][1]].strip()
+        return self.text[self.places[first, 0] : self.places[last, 1]].strip()
 
     def tokens_of(self, start: int, end: int) -> "tuple[int, int] | None":
         """(first, last) token of the characters from `start` up to `end`; None if no unit is there."""
-        inside = [n for n, (first, last) in enumerate(self.places) if first < end and start < last]
-        return (inside[0], inside[-1]) if inside else None
+        inside = np.flatnonzero((self.places[:, 0] < end) & (start < self.places[:, 1]))
+        return (int(inside[0]), int(inside[-1])) if len(inside) else None
 
 
 def tokenized(text: str, encode: Callable[[str], Sequence[int]]) -> TokenizedText:
@@ -137,7 +143,7 @@ def tokenized(text: str, encode: Callable[[str], Sequence[int]]) -> TokenizedTex
         own = encode(text[start:end])
         ids += own
         places += [(start, end)] * len(own)
-    return TokenizedText(text, ids, places)
+    return TokenizedText(text, np.array(ids, np.int32), np.array(places, np.int32).reshape(-1, 2))
 
 
 def windows(tokens: int, room: int) -> list[tuple[int, int]]:

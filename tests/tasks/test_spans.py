@@ -280,6 +280,9 @@ def test_a_sample_has_the_answer_or_the_first_row(tmp_path):
     assert len(drawn) == 2 and [drawn[1][name] for name in ("labels", "ends")] == [6, 6]
     same, again = drawn[0], drawn[0]
     assert all(np.array_equal(same[name], again[name]) for name in same)
+    assert (whole.longest_question, whole.questions_cut(9)) == (6, 0)
+    short = SpanSamples(examples, Letters(), BertReader(length=8, cls=1, sep=2))
+    assert (short.longest_question, short.questions_cut(9), short.questions_cut(1)) == (2, 2, 1)
     scores = np.full((len(whole), 2, 16), -9.0)
     scores[1, 0, 5 + 3], scores[1, 1, 5 + 4], scores[-1, :, 5 + 2] = 3.0, 2.0, 1.0
     scores[0, :, 0] = 50.0  # not in a text
