@@ -34,6 +34,7 @@ TOKENIZER_FILES = dict(
     HuggingFaceTokenizer=dict(tokenizer_model="tokenizer.json"),
     SentencePieceTokenizer=dict(tokenizer_model="tokenizer.model"),
     GPTSentencePieceTokenizer=dict(tokenizer_model="tokenizer.model"),
+    Llama2Tokenizer=dict(tokenizer_model="tokenizer.model"),
 )
 _CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 _COMPANIONS = (

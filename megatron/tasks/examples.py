@@ -21,6 +21,7 @@ class TaskExample(NamedTuple):
 
     label: index of its class, or a number; None: unknown. id: its name in predictions. shares: probabilities of classes as
     the target (soft_labels.py). options: the options of a question; the label is the index of the right one.
+    answers: where in the pair an answer is: (first character, the one after the last); gold: their texts (spans.py).
     """
 
     text: str
@@ -29,6 +30,8 @@ class TaskExample(NamedTuple):
     id: str
     shares: Optional[tuple[float, ...]] = None
     options: tuple[str, ...] = ()
+    answers: tuple[tuple[int, int], ...] = ()
+    gold: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,7 @@ def _is_number(word: str) -> bool:
 
 def refuse_one_class(task: Task, examples: Examples, path: object) -> list[str]:
     """Raise DataError if all training examples have the same label. Returns notes on classes without examples."""
-    if task.options:
+    if task.options or task.spans:
         return []
     if task.regression:
         if len({example.label for example in examples.rows}) == 1:
@@ -212,8 +215,8 @@ def refuse_one_class(task: Task, examples: Examples, path: object) -> list[str]:
 
 def few(examples: Examples, task: Task, count: int) -> Examples:
     """The first `count` examples of each class. Raises SettingsError for tasks without classes."""
-    if task.regression or task.options:
-        what = "options" if task.options else "numbers"
+    if task.regression or task.options or task.spans:
+        what = "pieces of texts" if task.spans else "options" if task.options else "numbers"
         raise SettingsError(f"--examples-per-class {count}: the labels of {task.name} are {what}, not classes")
     seen, kept = Counter(), []
     for example in examples.rows:

@@ -486,6 +486,7 @@ def build_metrics(
         peak_flops=peak_of(config, context, name),
         device=context.device.type,
         perplexities=recipe.perplexities,
+        epoch_samples=config.batch.train_samples / config.batch.train_epochs if config.batch.train_epochs else None,
     )
     header = run_record(
         config,

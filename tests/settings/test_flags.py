@@ -337,7 +337,6 @@ def test_the_tables_say_one_thing_about_each_flag():
         ("--use_mcore_model", "did you mean --use-mcore-models"),
         ("--bf16;", "did you mean --bf16?"),
         ("--optimizer lamb", "'lamb' is none of adam"),
-        ("--tokenizer-type Llama2Tokenizer", "; say SentencePieceTokenizer"),
         ("--tokenizer-type Llama3Tokenizer", "; say TikTokenizer for its tokenizer.model, HuggingFaceTokenizer"),
         ("--hybrid-override-pattern M*M*", "Mamba layers, and hybrids of them"),
         ("--enable-gpt-oss", "say --model-name-or-path gpt-oss-20b"),

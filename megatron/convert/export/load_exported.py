@@ -167,20 +167,23 @@ def _load_program(place: Path, record: dict[str, Any], device, precision, mesh: 
     if not path.is_file():
         raise CheckpointError(f"{place} has no {path.name}", f"{RECORD} names {', '.join(record['files'])}")
     run = programs.opened(form, path, device, mesh.tp)
-    model = ExportedProgram(run, facts, record, device)
+    model = ExportedProgram(run, facts, record, device, path.stat().st_size, mesh.tp.rank)
     return Loaded(model.eval(), config, record, record["vocab_size"], record["iteration"], place, ())
 
 
 class ExportedProgram(nn.Module):
     """A program in the place of a GPT: it has scores and losses.
 
-    kind: `lm` (scores at every position) or `generation` (of the next token, with a cache, which is kept for one text)
+    kind: `lm` (scores at every position) or `generation` (of the next token, with a cache, which is kept for one batch of
+    texts that grow together)
+    file_bytes: size of the program of this rank
     """
 
     is_program = True
 
-    def __init__(self, run: programs.Run, facts: Facts, record: dict[str, Any], device):
+    def __init__(self, run: programs.Run, facts: Facts, record: dict[str, Any], device, file_bytes: int, rank: int):
         super().__init__()
+        self.file_bytes, self.rank = file_bytes, rank
         self.run, self.facts, self.vocab_size = run, facts, record["vocab_size"]
         self.kind, self.dtype, self.ranks = record["kind"], record["dtype"], record["ranks"]
         self.at = nn.Parameter(torch.empty(0, device=device), requires_grad=False)  # says where the model is
