@@ -483,6 +483,7 @@ def build_metrics(
         ranks=mesh.world_size,
         data_ranks=mesh.dp.size,
         flops_per_token=facts.trained_flops(model.selection),
+        seen_flops_per_token=facts.trained_flops(model.selection, seen=True),
         peak_flops=peak_of(config, context, name),
         device=context.device.type,
         perplexities=recipe.perplexities,

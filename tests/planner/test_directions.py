@@ -24,7 +24,7 @@ from megatron.settings.schema import Recompute
 
 def anything(**more) -> SimpleNamespace:
     """What is handed on and not looked at."""
-    own = dict(pp=3, dp=1, chunks=1, micro_batch_size=1, recompute=None, schedule="1f1b")
+    own = dict(pp=3, dp=1, lags=False, chunks=1, micro_batch_size=1, recompute=None, schedule="1f1b")
     own |= dict(num_microbatches=lambda job: 4, rank_setup=lambda job: None, pipeline=lambda layers: None)
     return SimpleNamespace(**own | more)
 
@@ -72,6 +72,7 @@ def test_a_plan_needs_what_its_fullest_rank_needs(monkeypatch):
 def test_the_rank_that_lacks_most_is_named(monkeypatch):
     monkeypatch.setattr(problems, "fullest", lambda *_: [5e9, 9e9, 3e9, 7e9])
     monkeypatch.setattr(problems, "remedies", lambda *_: "help")
+    monkeypatch.setattr(problems, "_unscaled", lambda *_: ())
     cluster = SimpleNamespace(device=SimpleNamespace(usable_bytes=4e9))
     [told] = problems.memory_problems(None, None, cluster)
     assert told == "out of memory by 5.0 GB on pipeline rank 1 (and on 2 more): 9.0 of 4.0 GB; help"
