@@ -98,7 +98,9 @@ def test_scaled_scores_that_do_not_fit_name_the_flag_that_helps():
     assert told.endswith(" or --no-apply-query-key-layer-scaling (22.8 GB) would fit")
     [told] = memory_problems(replace(job, global_batch=32), replace(layout, micro_batch_size=32), cluster)
     assert "scaling" not in told  # nor does it fit then
-    [told] = memory_problems(replace(job, precision="bf16", global_batch=32), replace(layout, micro_batch_size=32), cluster)
+    [told] = memory_problems(
+        replace(job, precision="bf16", global_batch=32), replace(layout, micro_batch_size=32), cluster
+    )
     assert "scaling" not in told
 
 
