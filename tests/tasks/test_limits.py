@@ -19,6 +19,7 @@ from megatron.tasks.chat_settings import DPO_LOSS
 from megatron.tasks.classifier import LENGTHS, OPTIONS
 from megatron.tasks.cloze import T5Cloze
 from megatron.tasks.dpo import PairComparison
+from megatron.tasks.evaluation import TaskMeasures
 from megatron.tasks.examples import Examples, TaskExample
 from megatron.tasks.pet import Pattern, refuse_unequal
 from megatron.tasks.soft_labels import with_soft_labels
@@ -270,6 +271,17 @@ def test_labels_of_as_many_tokens_as_a_model_predicts(most):
             refuse_unequal(pattern, labels, cloze)
     with pytest.raises(DataError, match="2 and 1 tokens"):
         refuse_unequal(pattern, dict(yes=[1, 2], no=[3]), SimpleNamespace(gap=True, label_tokens=9))
+
+
+@pytest.mark.parametrize(
+    "labels, counts", [((0, 1), True), ((0, None), False), ((None, None), False), ((None, 1), False)]
+)
+def test_a_set_is_judged_if_all_its_labels_are_known(labels, counts):
+    rows = tuple(TaskExample("x", None, label, "") for label in labels)
+    task = SimpleNamespace(metrics=("accuracy",), regression=False, labels=("a", "b"), options=None, outputs=2)
+    measures = SimpleNamespace(task=task, classes=2, folder=None)
+    found = TaskMeasures.judged(measures, np.eye(2), Examples(rows, {"": range(2)}), "test", False, 0)
+    assert found == ({"accuracy": 1.0} if counts else {})
 
 
 # ---- scores of samples ---------------------------------------------------------------------------------------------------
