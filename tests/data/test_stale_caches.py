@@ -152,7 +152,7 @@ def test_every_cache_of_index_maps_is_asked_here():
 # ---- conversations ------------------------------------------------------------------------------------------------------
 
 TURNS = [dict(role="user", content="Why?"), dict(role="assistant", content="Because.")]
-ROWS = [dict(messages=TURNS) for _ in range(1100)]
+ROWS = [dict(messages=TURNS) for _ in range(210)]
 
 
 SOURCE = """{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}
@@ -205,7 +205,7 @@ def test_each_input_of_conversations_changed_alone_is_built_anew(tmp_path):
             wanted = tokens_of(changed, tmp_path / f"cold {number}", paths)
             assert same(tokens_of(changed, tmp_path / "warm", paths), wanted), (name, value)
             assert not same(before, wanted), f"{name} {value} does not matter"
-    for rows in (ROWS[:-1] + short, ROWS[:600] + short + ROWS[601:], ROWS + short):  # the files, at any place
+    for rows in (ROWS[:-1] + short, ROWS[:120] + short + ROWS[121:], ROWS + short):  # the files, at any place
         write_lines(paths[0], rows)
         number += 1
         wanted = tokens_of(encoder, tmp_path / f"cold {number}", paths)

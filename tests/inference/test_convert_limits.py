@@ -5,13 +5,15 @@ PEFT, orders of rows.
 
 import itertools
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron.convert import families, fitted, megatron_arguments, megatron_experts, megatron_lm, peft
+from megatron.convert import families, fitted, megatron_arguments, megatron_experts, megatron_lm, peft, upcycled
 from megatron.convert.compressed_tensors import pack, unpack
 from megatron.convert.mxfp4 import dequantized
 from megatron.errors import CheckpointError, SettingsError
@@ -19,7 +21,7 @@ from megatron.model.gpt.hf_experts import our_experts, pattern_of
 from megatron.model.gpt.hf_match import Match
 from megatron.model.gpt.hf_rope import our_rope
 from megatron.model.gpt.hf_settings import kind_of, our_settings, their_settings
-from megatron.mpu.placement import Normal, Placement
+from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.settings.schema import Model
 from tests.inference.test_hf_settings import BASES, GEMMA_2_2B, V
 
@@ -234,3 +236,44 @@ def test_two_thirds_of_a_prompt_are_the_source(length, cut):
     source, target = families._halves(torch.arange(length))
     assert source.tolist() == list(range(cut)) and target.tolist() == list(range(cut, length))
     assert families._types(torch.zeros(length, 2))[:, 0].tolist() == [0] * (length // 2) + [1] * (length - length // 2)
+
+
+@pytest.mark.parametrize("a_stage", [1, 2])
+@pytest.mark.parametrize("pp, chunks", [(1, 1), (2, 1), (1, 3), (2, 2), (3, 2)])
+def test_layers_of_interleaved_stages(pp, chunks, a_stage):
+    """Megatron-LM gives a rank's chunk n the n-th of as many runs of layers, and of it the rank's part."""
+    layers, name = a_stage * pp * chunks, "decoder.layers.{}.self_attention.linear_proj.bias"
+    model = SimpleNamespace(num_layers=layers, num_experts=None, untie_embeddings_and_output_weights=False)
+    wanted = {f"blocks.{n}.attention.output.bias": Placement((4,), Constant(0.0)) for n in range(layers)}
+    for rank in range(pp):
+        keys = {f"{chunk}/{name.format(n)}": n + a_stage * chunk for chunk in range(chunks) for n in range(a_stage)}
+        first = {chunk: chunk * (layers // chunks) + rank * a_stage for chunk in range(chunks)}
+        file = megatron_lm.OpenFile(
+            megatron_lm.RankFile(0, rank, Path("model.pt"), 0),
+            dict(chunks=chunks, version=3.0),
+            {key: (4,) for key in keys},
+            lambda key, keys=keys: torch.full((4,), float(keys[key])),
+            [],
+            None,
+        )
+        for own in megatron_lm._parameters(file, model, wanted, (1, pp), 0):
+            [piece] = own.pieces("", file.get(own.key))
+            chunk, layer = divmod(keys[own.key], a_stage)
+            assert piece.name == f"blocks.{first[chunk] + layer}.attention.output.bias"
+
+
+@pytest.mark.parametrize("largest", [0.5, 1.0, 40.0])
+@pytest.mark.parametrize("millionths, same", [(0.0, True), (0.9, True), (1.1, False), (math.nan, False)])
+def test_a_mixture_computes_what_its_dense_model_does(largest, millionths, same, monkeypatch):
+    """To a millionth of the largest logit, or of 1 if all are smaller."""
+    before = torch.tensor([largest, -largest / 2], dtype=torch.float64)
+    logits = dict(dense=before, mixture=before + torch.tensor([0.0, millionths * 1e-6 * max(largest, 1.0)]))
+    found = lambda path, precision: SimpleNamespace(model=SimpleNamespace(logits=lambda prompts: logits[path]))
+    monkeypatch.setattr(upcycled, "load_model", found)
+    monkeypatch.setattr(upcycled, "prompts_for", lambda facts: None)
+    monkeypatch.setattr(upcycled, "facts_of", lambda config, vocab_size: None)
+    if same:
+        assert "the same function" in upcycled._compared("dense", "mixture", None, 1)
+    else:
+        with pytest.raises(CheckpointError, match="something else"):
+            upcycled._compared("dense", "mixture", None, 1)

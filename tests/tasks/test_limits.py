@@ -7,16 +7,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.data.loader import DOCUMENTS, IDS, MASK
 from megatron.errors import DataError
-from megatron.tasks import metrics
+from megatron.mpu.mesh import Mesh
+from megatron.tasks import classifier, metrics
 from megatron.tasks.chat_samples import EncodedTexts, TextEncoder, conversation_samples, end_of_turn, pack, pair_samples
 from megatron.tasks.chat_settings import DPO_LOSS
+from megatron.tasks.classifier import LENGTHS, OPTIONS
 from megatron.tasks.cloze import T5Cloze
 from megatron.tasks.dpo import PairComparison
+from megatron.tasks.evaluation import TaskMeasures
 from megatron.tasks.examples import Examples, TaskExample
 from megatron.tasks.pet import Pattern, refuse_unequal
 from megatron.tasks.soft_labels import with_soft_labels
@@ -268,3 +271,39 @@ def test_labels_of_as_many_tokens_as_a_model_predicts(most):
             refuse_unequal(pattern, labels, cloze)
     with pytest.raises(DataError, match="2 and 1 tokens"):
         refuse_unequal(pattern, dict(yes=[1, 2], no=[3]), SimpleNamespace(gap=True, label_tokens=9))
+
+
+@pytest.mark.parametrize(
+    "labels, counts", [((0, 1), True), ((0, None), False), ((None, None), False), ((None, 1), False)]
+)
+def test_a_set_is_judged_if_all_its_labels_are_known(labels, counts):
+    rows = tuple(TaskExample("x", None, label, "") for label in labels)
+    task = SimpleNamespace(metrics=("accuracy",), regression=False, labels=("a", "b"), options=None, outputs=2)
+    measures = SimpleNamespace(task=task, classes=2, folder=None)
+    found = TaskMeasures.judged(measures, np.eye(2), Examples(rows, {"": range(2)}), "test", False, 0)
+    assert found == ({"accuracy": 1.0} if counts else {})
+
+
+# ---- scores of samples ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20)
+@given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=4))
+def test_states_and_weights_of_texts_are_those_of_a_plain_loop(samples):
+    """Texts of these lengths, some as long as a row; samples have one to three options each."""
+    s, most, texts = 5, max(map(len, samples)), []
+    for sample in samples:
+        texts += sample + [1] * (most - len(sample))  # a missing option has a token, and counts nothing
+    arrays = {LENGTHS: torch.tensor(texts), OPTIONS: torch.tensor([len(sample) for sample in samples])}
+    tokens = torch.zeros(s, len(texts), dtype=torch.long)
+    batch = SimpleNamespace(arrays=arrays, tokens=tokens, loss_mask=torch.ones(len(samples)))
+    x = torch.arange(s * len(texts) * 2.0).view(s, len(texts), 2).square()
+    mean = classifier.averaged(x, classifier.text_mask(batch), Mesh().tp, cut=False)
+    last = classifier.pooled(x, arrays[LENGTHS] - 1, Mesh().tp, cut=False)
+    weights = classifier.token_weights(batch)
+    for n, length in enumerate(texts):
+        torch.testing.assert_close(mean[n], x[:length, n].mean(0))
+        assert torch.equal(last[n], x[length - 1, n])
+        options = len(samples[n // most])
+        wanted = 1 / length / options if n % most < options else 0.0
+        assert weights[:, n].tolist() == pytest.approx([wanted] * length + [0.0] * (s - length))
