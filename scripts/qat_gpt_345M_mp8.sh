@@ -11,7 +11,7 @@
 # needs      8 x A100-40GB: one node
 # predicted  6.7 of 42.9 GB on the fullest rank
 # predicted  82.15 ms a step of 8,192 tokens, 99,723 tokens/s, 30 TFLOP/s a GPU (speeds assumed)
-# assumed    speeds of eager FSDP: error 4%, worst 14% (docs/planning.md); not measured: not yet run on GPUs
+# assumed    speeds of eager FSDP: error 10% in 2 runs (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 8 A100-40GB \
     --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 \

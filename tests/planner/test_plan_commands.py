@@ -57,7 +57,7 @@ def test_the_advisors_command_line(capsys, tmp_path):
     for words in (
         "GPT of 22.1 B parameters",
         "tokens/s",
-        "(assumed; error 11% in 6 runs)",
+        "(assumed; error 2%, worst 8%)",
         "out of memory by",
         "300.0 B tokens: ",
         "optimizer moments",
