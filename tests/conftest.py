@@ -27,11 +27,13 @@ import uuid
 import zlib
 from collections import defaultdict
 from pathlib import Path
+from typing import Optional
 
 import hypothesis
 import pytest
 
 from megatron.guard import processes
+from tests import tree
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before the first import of torch, for this process and its children
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -187,7 +189,7 @@ def left_out(items, part: int) -> list:
     left = []
     for function, found in cases.items():
         [each] = found[0].get_closest_marker("sampled").args
-        assert each in (2, 5), f"{found[0].nodeid}: each case is to run in every fifth submission, at least"
+        assert each in (1, 2, 5), f"{found[0].nodeid}: each case is to run in every fifth submission, at least"
         found.sort(key=lambda item: zlib.crc32(item.name.encode()))
         turn = part + zlib.crc32(function.encode())  # so that tests of one case do not all run in the same part
         left += [item for number, item in enumerate(found) if number % each != turn % each]
@@ -197,6 +199,8 @@ def left_out(items, part: int) -> list:
 def pytest_terminal_summary(terminalreporter, config):
     if not config.getoption("--full"):
         terminalreporter.write_line(f"sampled cases of this run: {PART}={os.environ[PART]}")
+    for line in config.stash.get(LEFT, []):
+        terminalreporter.write_line(f"FAILED: tests have changed the working tree (git status): {line}", red=True)
     if config.getoption("--note-long-files"):
         seconds = defaultdict(float)
         for report in (one for reports in terminalreporter.stats.values() for one in reports):
@@ -236,9 +240,25 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def pytest_sessionstart():
+TREE = pytest.StashKey[Optional[set[str]]]()
+
+
+def pytest_sessionstart(session):
     """Whatever a test starts stays below this process, also when what it was started by is killed."""
     processes.adopt_orphans()
+    if not hasattr(session.config, "workerinput"):
+        session.config.stash[TREE] = tree.state(ROOT)
+
+
+def pytest_sessionfinish(session):
+    """Fail if tests have left something in the working tree, or changed what is there."""
+    config = session.config
+    if TREE in config.stash and (left := tree.changes(config.stash[TREE], tree.state(ROOT))):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        config.stash[LEFT] = left
+
+
+LEFT = pytest.StashKey[list[str]]()  # what they have left
 
 
 @pytest.hookimpl(wrapper=True)

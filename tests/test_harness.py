@@ -4,13 +4,26 @@
 import os
 import select
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.mpu.forked import RankFailed
+from tests import tree
+
+ROOT = Path(__file__).resolve().parents[1]
+WRITTEN = {"", ".py", ".sh", ".md", ".txt", ".sbatch", ".css", ".js", ".html", ".yaml", ".toml", ".cpp"}
+DRAWN = {".png", ".svg", ".html"}  # in docs/
+OTHERS = {
+    "docs/grafana.json",
+    "megatron/planner/published_runs.csv",
+    "megatron/telemetry/dashboard/page/uPlot.LICENSE",
+    "megatron/telemetry/web_page/icon.svg",
+}
 
 
 def test_ranks_reduce_and_answer_in_rank_order(run_ranks):
@@ -92,3 +105,42 @@ def test_two_ranks_are_quick(run_ranks):
         run_ranks(2, lambda rank: dist.barrier())
         took.append(time.monotonic() - start)
     assert min(took) < 5  # about 0.2 s when the machine is quiet; it may be busy meanwhile
+
+
+def test_what_tests_leave_in_the_tree_is_named(tmp_path):
+    """New, changed, deleted and ignored files, but for the caches of tools."""
+    git = lambda *words: subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
+    assert tree.state(tmp_path) is None and tree.changes(None, set()) == []
+    git("init", "-q")
+    for name in ("kept", "changed", "gone"):
+        (tmp_path / name).write_text("1")
+    (tmp_path / ".gitignore").write_text("runs/\n__pycache__/\n")
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "all")
+    (tmp_path / "earlier").touch()
+    before = tree.state(tmp_path)
+    assert before == {"?? earlier"} and tree.changes(before, tree.state(tmp_path)) == []
+    (tmp_path / "changed").write_text("2")
+    for name in ("gone", "earlier"):
+        (tmp_path / name).unlink()
+    for name in ("runs", "__pycache__", "inference_model_pp1mp1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    assert tree.changes(before, tree.state(tmp_path)) == [
+        " D gone",
+        " M changed",
+        "!! runs/",
+        "?? earlier: no longer",
+        "?? inference_model_pp1mp1/",
+    ]
+
+
+def test_no_built_output_is_tracked():
+    """Only kinds of files that people write, pictures of the documentation, and what tests compare with."""
+    files = tree.tracked(ROOT)
+    if files is None:
+        pytest.skip("git does not know this tree")
+    own = {"tests": WRITTEN | {".json", ".jsonl", ".xz"}, "docs": WRITTEN | DRAWN}
+    others = {name for name in files if Path(name).suffix not in own.get(name.partition("/")[0], WRITTEN)}
+    assert others - OTHERS == set()
+    assert tree.tracked(ROOT, "--cached", "--ignored", "--exclude-standard") == []

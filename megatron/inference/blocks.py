@@ -36,12 +36,14 @@ class Table:
     runs     the same as [first block, number] of consecutive ones
     digests  of its full blocks whose content is known
     aside    the blocks that are set aside for it
+    root     what its first digest follows: another one after a change of the weights
     """
 
     blocks: list[int] = field(default_factory=list)
     runs: list[list[int]] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     aside: range = range(0)
+    root: bytes = b""
 
     def append(self, block: int) -> None:
         self.blocks.append(block)
@@ -76,6 +78,8 @@ class BlockPool:
         If it did not, all blocks are in use. Those that were added stay.
         """
         needed = -(-tokens // self.size)
+        if not table.blocks:
+            table.root = self._root
         while len(table.blocks) < needed:
             block = self._next(table, max(longest, tokens))
             if block is None:
@@ -87,7 +91,8 @@ class BlockPool:
     def share(self, table: Table, tokens: Sequence[int], most: int) -> int:
         """Begin an empty table with blocks, at most `most`, that hold the first of these tokens. Returns their tokens."""
         assert not table.blocks
-        for digest in self._digests(tokens, [], most):
+        table.root = self._root
+        for digest in self._digests(tokens, [], most, self._root):
             block = self._block.get(digest)
             if block is None:
                 break
@@ -99,7 +104,7 @@ class BlockPool:
     def found(self, tokens: Sequence[int], most: int) -> tuple[int, int]:
         """(blocks that `share` would find, those of them that no text uses)."""
         blocks = []
-        for digest in self._digests(tokens, [], most):
+        for digest in self._digests(tokens, [], most, self._root):
             if digest not in self._block:
                 break
             blocks.append(self._block[digest])
@@ -108,7 +113,7 @@ class BlockPool:
     def remember(self, table: Table, tokens: Sequence[int]) -> None:
         """The table's blocks hold these tokens: let other texts find those that are full."""
         known = len(table.digests)
-        for digest in self._digests(tokens, table.digests, len(tokens) // self.size):
+        for digest in self._digests(tokens, table.digests, len(tokens) // self.size, table.root):
             block = table.blocks[len(table.digests)]
             table.digests.append(digest)
             self._block.setdefault(digest, block)
@@ -116,9 +121,9 @@ class BlockPool:
                 self._digest[block] = digest
         assert known <= len(table.digests) <= len(table.blocks)
 
-    def _digests(self, tokens: Sequence[int], known: Sequence[bytes], most: int):
+    def _digests(self, tokens: Sequence[int], known: Sequence[bytes], most: int, root: bytes):
         """The digests of the full blocks of a text after the `known` ones, in order, up to block number `most`."""
-        digest = known[-1] if known else self._root
+        digest = known[-1] if known else root
         for number in range(len(known), min(most, len(tokens) // self.size)):
             own = np.asarray(tokens[number * self.size : (number + 1) * self.size], dtype=np.int64)
             digest = blake2b(digest + own.tobytes(), digest_size=16).digest()
@@ -128,7 +133,7 @@ class BlockPool:
         """A second table with the same blocks."""
         for block in table.blocks:
             self._take(block)
-        return Table(list(table.blocks), [list(run) for run in table.runs], list(table.digests))
+        return Table(list(table.blocks), [list(run) for run in table.runs], list(table.digests), root=table.root)
 
     def own(self, table: Table, tokens: int, longest: int) -> Optional[list[tuple[int, int]]]:
         """Before tokens are written after the first `tokens` of a table: the blocks to copy, as (from, to), because another
@@ -156,7 +161,7 @@ class BlockPool:
     def forget(self) -> None:
         """Let no text find the content of earlier blocks or those of running texts: the weights have changed."""
         self._clock += 1
-        self._root = self._clock.to_bytes(8, "little")  # digests of before begin with another one
+        self._root = self._clock.to_bytes(8, "little")  # those of running texts follow the one of before
         self._digest, self._block = {}, {}
         self._cost[self._uses == 0] = 0
 

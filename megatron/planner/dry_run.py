@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from megatron.errors import Failure
 from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import EXPERT_DP, JOINED, ranks_along
+from megatron.pipeline.data_parallel_messages import without_messages
 from megatron.pipeline.draw import diagram
-from megatron.pipeline.sharding import without_messages
 from megatron.pipeline.simulate import make_rank_schedules, simulate
 from megatron.planner import goodput, target, text
 from megatron.planner.choose import resolve_open_settings

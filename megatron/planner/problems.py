@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Optional
 
-from megatron.checkpoint.traces import may_begin
+from megatron.checkpoint.first_launch import may_begin
 from megatron.errors import CheckpointError, DataError, Failure, SettingsError, numbered
 from megatron.guard.changes import refuse_another_run
 from megatron.model.recipe import facts_of

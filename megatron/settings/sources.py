@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from megatron.errors import UsageError
+from megatron.settings.argv import GLUED, JOINED_LINES
 from megatron.settings.dialects.programs import INSTEAD, OURS
 from megatron.settings.dialects.table import TheirSetting
 from megatron.settings.files import read_text
 from megatron.settings.python_file import items, read_assignments
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import dashed, spellings_of
-from megatron.settings.words import GLUED, JOINED_LINES
 
 FLAG = re.compile(r"--?[A-Za-z]")
 ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
@@ -260,7 +260,7 @@ def _takes_many(flag: str) -> bool:
 def read_tree(path: str) -> list[TheirSetting]:
     """Read the leaves of a YAML or JSON file, with dotted keys. Raises UsageError for other files.
 
-    OmegaConf's `${model.x}` and `${.x}` are resolved if they refer to a plain value.
+    OmegaConf's `${model.x}`, `${.x}` and `${..x}` are resolved if they refer to a plain value.
     """
     import yaml
 
@@ -294,10 +294,11 @@ def _leaves(mapping, prefix: str, path: str, lines: list[str], yaml) -> Iterator
 
 
 def _resolved(word: str, key: str, leaves: dict[str, TheirSetting]) -> str:
-    reference = re.fullmatch(r"\$\{(\.?)([\w.]+)\}", word)
+    reference = re.fullmatch(r"\$\{(\.*)(\w[\w.]*)\}", word)
     if not reference:
         return word
-    target = (key.rpartition(".")[0] + "." if reference[1] else "") + reference[2]
+    up, places = len(reference[1]), key.split(".")  # a dot: beside the key; each further one: a level up
+    target = ".".join([*places[: max(0, len(places) - up)], reference[2]] if up else [reference[2]])
     return _resolved(leaves[target].value, target, leaves) if target in leaves and target != key else word
 
 

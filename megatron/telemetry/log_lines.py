@@ -26,6 +26,7 @@ def console_line(
     parts = [
         f"[{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {step.iteration:8d}/{run.train_iters:8d}",
         f"consumed samples: {step.consumed_samples:12d}",
+        *(f"epoch: {epoch:.3f}" for epoch in run.epoch(step.consumed_samples).values()),
         f"elapsed time per iteration (ms): {milliseconds:.1f}",
         *(throughput if log_throughput else []),
         f"learning rate: {step.learning_rate:.6E}",

@@ -156,8 +156,9 @@ class Metrics:
             sums.add(step, losses, seconds)
         rates = self._rates(step.batch_size, seconds)
         self._count_for_mean(step, seconds)
-        self._write(step_record(step, losses, seconds, rates))
-        self._track(step_tags(step, losses), step.iteration, step.consumed_samples)
+        epoch = self.run.epoch(step.consumed_samples)
+        self._write(step_record(step, losses, seconds, rates) | epoch)
+        self._track(step_tags(step, losses) | epoch, step.iteration, step.consumed_samples)
         shown = {short_name(name): f"{value:.4f}" for name, value in losses.items()}
         self.console.advance(shown | {"tok/s": short_count(rates["tokens_per_second"])})
         if complete:

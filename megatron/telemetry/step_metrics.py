@@ -21,6 +21,15 @@ class RunSizes:
     peak_flops: Optional[float] = None  # FLOP/s of one rank's device; None: unknown, no MFU is given
     device: str = "cpu"
     perplexities: tuple[str, ...] = ("lm loss",)  # losses for which an evaluation also gives exp(loss)
+    epoch_samples: Optional[float] = None  # samples of an epoch (--train-epochs)
+
+    def epoch(self, consumed_samples: int) -> dict[str, float]:
+        """Completed epochs, with a fraction, after so many samples, as an entry of a record; empty without epochs.
+
+        >>> RunSizes(9, 16, epoch_samples=7.2).epoch(9)
+        {'epoch': 1.25}
+        """
+        return {"epoch": round(consumed_samples / self.epoch_samples, 6)} if self.epoch_samples else {}
 
 
 @dataclass(frozen=True)

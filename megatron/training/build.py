@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import __version__, fused_kernels
-from megatron.checkpoint.base import BASE
+from megatron.checkpoint.base_checkpoint import BASE
 from megatron.checkpoint.lineage import lineage
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.remote import all_paths
@@ -78,7 +78,7 @@ from megatron.training.datasets import (
     verify_data,
 )
 from megatron.training.distillation import attach_teacher
-from megatron.training.frozen import attach_frozen
+from megatron.training.frozen_model import attach_frozen
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.rank_watch import RankWatch
 from megatron.training.resume import ResumeChanges, resume
@@ -487,6 +487,7 @@ def build_metrics(
         peak_flops=peak_of(config, context, name),
         device=context.device.type,
         perplexities=recipe.perplexities,
+        epoch_samples=config.batch.train_samples / config.batch.train_epochs if config.batch.train_epochs else None,
     )
     header = run_record(
         config,

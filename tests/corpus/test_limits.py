@@ -12,9 +12,10 @@ import types
 import numpy as np
 import pytest
 
-from megatron.corpus import commit, digests, lines
+from megatron.corpus import commit, digests, lines, near_duplicates
 from megatron.corpus.addresses import AddressLists, AddressRules
-from megatron.corpus.duplicates.compare import ComparedPairs, doubtful
+from megatron.corpus.duplicates.candidates import load_pairs, save_pairs
+from megatron.corpus.duplicates.compare import ComparedPairs, ShingleStore, doubtful
 from megatron.corpus.duplicates.signatures import Signing
 from megatron.corpus.exact_substrings import ExactSubstringOptions, repeats, whole_windows
 from megatron.corpus.filters import build_filter, classifier, filter_class, language
@@ -210,6 +211,25 @@ def test_pairs_at_the_threshold_are_duplicates():
     assert doubtful(near, 0.5, how, "doubtful").tolist() == [True, True, False, False]
     assert doubtful(near, 0.5, how, "texts").tolist() == [True, True, False, True]
     assert not doubtful(near, 0.5, how, "signatures").any()
+
+
+@pytest.mark.parametrize("both, union", [(5, 10), (7, 10), (8, 10), (2, 3)])
+def test_doubtful_pairs_at_the_threshold_are_duplicates(both, union, tmp_path, monkeypatch):
+    """By their sets: one with `both` of the other's `union`, one with an element less, one with an element more."""
+    sets = dict(enumerate(np.arange(size, dtype=np.uint64) for size in (both, union, both - 1, both + 1)))
+
+    class Store(ShingleStore):
+        def __init__(self, folders, memory):
+            pass
+
+        def shingle_set(self, number):
+            return sets[number]
+
+    monkeypatch.setattr(near_duplicates.compare, "ShingleStore", Store)
+    monkeypatch.setattr(near_duplicates.compare, "example_rows", lambda folder, known: [])
+    save_pairs(tmp_path / "doubtful.npy", np.array([[0, 1], [2, 1], [3, 1]]))
+    near_duplicates.decide([tmp_path], tmp_path, dict(threshold=both / union, memory=0))
+    assert np.asarray(load_pairs(tmp_path / "accepted.npy")).tolist() == [[0, 1], [3, 1]]
 
 
 def test_an_earlier_corpus_has_no_texts_to_compare():

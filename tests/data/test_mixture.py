@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtures of tasks: exact ratios at every place, in every layout, and labelled texts beside masked words."""
 
+import itertools
 import json
 from collections import Counter
 from fractions import Fraction
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from megatron.data import bert_dataset, t5_dataset
 from megatron.data.labelled import Labelled, read_labelled
 from megatron.data.masked_settings import MASKED_RULES, MaskedSettings
-from megatron.data.mixture import MixtureOrder, spread, tasks_of
+from megatron.data.mixture import LabelledDataset, MixtureOrder, MixtureTask, spread, tasks_of
 from megatron.data.sampler import micro_batch_samples
 from megatron.data.task_words import whole_weights
 from megatron.errors import DataError, SettingsError
@@ -139,6 +140,22 @@ def test_all_tokens_of_a_pair_are_of_the_one_kind_that_there_is(folder):
         tokenizer = build_tokenizer(config.tokenizer)
         train = bert_dataset.build_datasets(config, tokenizer, tokenizer.vocab_size, (8, 0, 0), heads=True)[0]
         assert {int(sample["types"].max()) for sample in train if sample["task"] == 1} == {kinds - 1}
+
+
+def test_orders_of_tasks_epochs_and_seeds_are_not_each_others(folder):
+    """Of two tasks with equally many texts, too. Each stream of random numbers is its own, and the same again."""
+    rows = [Labelled(f"w{number}", None, "a") for number in range(40)]
+    tasks = [MixtureTask(name, 1, "x", ("a",)) for name in ("one", "two")]
+    orders = {}
+    for task, seed in itertools.product(tasks, (1, 2)):
+        data = LabelledDataset(task, rows, lambda row, label: row.first, seed, shuffled=True)
+        for epoch in range(3):
+            found = [data[40 * epoch + place] for place in range(40)]
+            assert sorted(found) == sorted(row.first for row in rows)
+            orders[task.name, seed, epoch] = tuple(found)
+    assert len(set(orders.values())) == len(orders) == 12
+    again = LabelledDataset(tasks[0], rows, lambda row, label: row.first, 1, shuffled=True)
+    assert tuple(again[40 + place] for place in range(40)) == orders["one", 1, 1]
 
 
 def test_encoder_decoders_write_labels(folder):

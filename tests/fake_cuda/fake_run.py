@@ -3,12 +3,13 @@
 
 import os
 import traceback
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import branches
 import mistakes
 import torch
 import torch._dynamo  # FakeTensorMode imports it: here once, not after each case's fork
@@ -175,10 +176,20 @@ def be_there(kernel: str) -> list:
     return calls
 
 
-def run(flags: str, rank: int = 0, world: int = 1, steps: int = 2, mistake: str = "", kernel: str = "") -> dict:
+def run(
+    flags: str, rank: int = 0, world: int = 1, steps: int = 2, mistake: str = "", kernel: str = "", asks: bool = False
+) -> dict:
     """Build a run and train some steps; {"waits": where the host waits for the device in the last of them, "late": how
-    often it asked for what came of an earlier step, "calls": of a kernel, "windows": in which ranks were compared}.
+    often it asked for what came of an earlier step, "calls": of a kernel, "windows": in which ranks were compared,
+    "reached": branches that a CPU never takes, if a case asks for them}.
     """
+    with branches.reached() if asks else nullcontext(set()) as reached:
+        found = train(flags, rank, world, steps, mistake, kernel)
+    return found | dict(reached=sorted(reached))
+
+
+def train(flags: str, rank: int, world: int, steps: int, mistake: str, kernel: str) -> dict:
+    """See `run`."""
     calls = be_there(kernel) if kernel else []
     if mistake:
         getattr(mistakes, mistake)()

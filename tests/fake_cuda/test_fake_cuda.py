@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fake_cuda import branches
+
 HERE = Path(__file__).parent
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 pytestmark = [
@@ -177,6 +179,30 @@ MISTAKES = {  # name in mistakes.py: (more flags, what is said of it)
 }
 
 
+CALLED = {  # in fake_calls.py: what comes of it, or device, format and shape
+    "int8, few rows": ["cuda", "torch.float32", 3, 5],
+    "int8, many rows": ["cuda", "torch.float32", 40, 8],
+    "likeliest": ["cuda", "torch.int64", 2],
+    "cache": "torch.bfloat16",
+    "pair": ["cuda", "torch.bfloat16", 5, 4],
+    "packed rows": None,
+    "samples": ["cuda", "torch.bfloat16", 4, 3],
+    "padding": ["cuda", "torch.bfloat16", 4, 6, 5],
+    "grouped, with a window": ["cuda", "torch.bfloat16", 6, 2, 48],
+    "grouped": ["cuda", "torch.bfloat16", 6, 2, 48],
+    "gradient of a block": ["cuda", "torch.float32", 4, 3],
+    "seed": True,
+    "memory": [11, 21, 12, 22],
+    "synchronized": 1,
+    "timers": True,
+    "memory in reports": "tensors on cuda",
+    "pace": 1,
+    "lanes": "_DeviceClock",
+    "device": "cuda:0",
+}
+ASKED = "test_runs_reach_the_branches_that_they_are_said_to"
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, request) -> dict:
     """{name: what was seen} of the cases and mistakes that are run, in one process that forks: importing takes longer."""
@@ -195,9 +221,17 @@ def found(tmp_path_factory, request) -> dict:
         cases[name] = dict(flags=flags, rank=rank, world=world)
     cases[MEASURED] = dict(flags=f"{TP} --train-iters 100", rank=0, world=4, steps=18)
     cases |= {name: dict(flags=flags, mistake=name, world=1 + (flags == PP)) for name, (flags, _) in MISTAKES.items()}
+    cases |= {f"{name}, asked": dict(case, asks=True) for name, case in cases.items() if name not in MISTAKES}
     run = [item for item in request.session.items if item.path == Path(__file__) and "found" in item.fixturenames]
-    names = [item.callspec.params["name"] for item in run if not item.get_closest_marker("skip")]
+    names = [
+        item.callspec.params["name"]
+        for item in run
+        if not item.get_closest_marker("skip") and hasattr(item, "callspec")
+    ]
+    if any(item.originalname == ASKED for item in run if not item.get_closest_marker("skip")):
+        names += [name for name in cases if name.endswith(", asked")]
     cases = {name: dict(cases[name], flags=f"{BASE} {cases[name]['flags']}") for name in names if name in cases}
+    cases["calls"] = "calls"
     command = [sys.executable, str(HERE / "run_cases.py"), str(library)]
     done = subprocess.run(command, input=json.dumps([*cases.values()]), capture_output=True, text=True, timeout=600)
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
@@ -244,3 +278,24 @@ def test_a_mistake_is_found_with_its_place(found, name):
     said = found[name]
     assert MISTAKES[name][1] in str(said.get("where", said.get("waits"))), said
     assert "error" in said or said["waits"]
+
+
+def test_functions_work_on_a_device(found):
+    assert found["calls"].get("calls") == CALLED, found["calls"]
+
+
+def test_every_branch_for_a_device_is_reached_somewhere(found):
+    """A new `if` on the kind of a device needs a run, a call or a test that takes it."""
+    called = {branches.place_of(branch) for branch in found["calls"]["reached"]}
+    there = {branches.place_of(branch) for branch in branches.branches()}
+    assert there - called - branches.REACHED.keys() == set() and branches.REACHED.keys() - there == set()
+    root = HERE.parents[1]
+    assert [place for place in set(branches.REACHED.values()) - {"runs"} if not (root / place).is_file()] == []
+
+
+@pytest.mark.full
+def test_runs_reach_the_branches_that_they_are_said_to(found):
+    reached = {
+        branches.place_of(one) for name, case in found.items() if name.endswith(", asked") for one in case["reached"]
+    }
+    assert {place for place, where in branches.REACHED.items() if where == "runs"} - reached == set()

@@ -163,6 +163,7 @@ def test_without_transformers_the_message_is_clear(tmp_path, monkeypatch):
     tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back"), "--unchecked"])
 
 
+@pytest.mark.sampled(1)
 def test_large_models_come_in_several_files(tmp_path):
     weights = save(tmp_path / "ours", LLAMA)
     sizes = "--unchecked --dtype fp32 --max-shard-size 20KB".split()

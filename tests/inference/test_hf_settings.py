@@ -379,6 +379,37 @@ def test_what_cannot_be_expressed_is_named(theirs, change, text):
         our_settings(theirs | change)
 
 
+MORE = {  # entries without which a default has no effect, or which a family's own class leaves empty
+    "qwen2": [dict(use_sliding_window=True, num_hidden_layers=28), dict(use_sliding_window=True, max_window_layers=0)],
+    "qwen3": [dict(use_sliding_window=True, num_hidden_layers=28), dict(use_sliding_window=True, max_window_layers=0)],
+    "qwen3_moe": [dict(use_sliding_window=True)],
+    "dots1": [dict(n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2, norm_topk_prob=True)],
+    "gemma3_text": [dict(layer_types=None, num_hidden_layers=12)],
+}
+
+
+@pytest.mark.parametrize("kind", [*(kind for kind in BASES if kind != "deepseek"), "bert", "t5"])
+def test_entries_that_are_missing_have_the_values_of_transformers(kind):
+    """Of its configuration class: each entry left out alone is read as the class's own value of it, or is asked for."""
+    classes = pytest.importorskip("transformers").CONFIG_MAPPING
+
+    def read(theirs):
+        facts = imported(dict(theirs)).facts
+        return facts.settings, facts.vocab_size, getattr(facts, "own", None)
+
+    for more in MORE.get(kind, []) + [{}] * (kind != "dots1"):
+        whole = json.loads(json.dumps(classes[kind](**more).to_dict())) | dict(model_type=kind)
+        if kind.startswith("qwen"):
+            whole.pop("layer_types", None)  # which the class makes of the entries that are asked here
+        wanted, missing = read(whole), []
+        for name in whole.keys() - {"model_type", *more}:
+            try:
+                assert read({key: value for key, value in whole.items() if key != name}) == wanted, (name, more)
+            except CheckpointError as error:
+                missing.append(str(error))
+        assert all("config.json is not complete" in said for said in missing), missing
+
+
 def test_the_format_is_bf16_unless_said(tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     save(tmp_path / "ours", BASES["gemma2"])

@@ -204,6 +204,7 @@ def test_nothing_is_written_when_it_reads_back_otherwise(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "release" / "mp_rank_01" / "model_optim_rng.pt").exists()
 
 
+@pytest.mark.sampled(1)
 def test_what_cannot_be_expressed_is_named(tmp_path, monkeypatch):
     save(tmp_path / "ours", LLAMA | dict(qk_layernorm=True))
     words = ["to-megatron", str(tmp_path / "ours"), str(tmp_path / "out")]

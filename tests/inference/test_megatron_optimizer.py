@@ -18,7 +18,7 @@ import torch
 import pretrain_gpt
 from megatron.checkpoint.folder import checkpoints
 from megatron.checkpoint.reader import Reader
-from megatron.convert.megatron_optimizer import LocalParameter, from_buffer, locate
+from megatron.convert.megatron_optimizer import LocalParameter, from_buffer, locate, position_of
 from megatron.errors import CheckpointError
 from megatron.settings.parse import parse_pretrain
 from megatron.tools import checkpoint as tool
@@ -123,6 +123,7 @@ def parameter(*values: float) -> LocalParameter:
     return LocalParameter("name", tuple(own.shape), lambda x: torch.equal(x.bfloat16(), own), None)
 
 
+@pytest.mark.sampled(1)
 def test_parameters_start_at_multiples_of_64_in_their_bucket_or_begin_one():
     a, b, c = parameter(1.0, 2.0), parameter(3.0), parameter(4.0, 5.0, 6.0)
     gap = [0.0] * 62
@@ -139,6 +140,7 @@ def test_parameters_start_at_multiples_of_64_in_their_bucket_or_begin_one():
     assert locate([a], torch.tensor([1.0, 2.0, 7.0]), slack=2) == [[0]]
 
 
+@pytest.mark.sampled(1)
 def test_a_buffer_that_fits_in_two_ways_needs_the_same_moments_in_both():
     """Zeros may be a bias or padding. Moments tell, or do not matter."""
     bias = LocalParameter("bias", (1,), lambda x: not x.any(), lambda prefix, x: [(prefix, x.tolist())])
@@ -211,3 +213,24 @@ def test_no_state_in_one_file_of_several_is_refused(theirs, tmp_path):
     path.unlink()
     with pytest.raises(CheckpointError, match="has no optimizer state, unlike the first file"):
         convert(folder, tmp_path / "ours")
+
+
+@pytest.mark.sampled(1)
+def test_each_number_of_the_position_is_its_own():
+    """No two are equal, so none can stand for another: samples after skipped steps, for example, are two numbers."""
+    facts = dict(
+        args=dict(consumed_train_samples=120, consumed_valid_samples=31, hysteresis=5),
+        schedule=dict(num_steps=112),
+        scale=dict(scale=4096.0, growth_tracker=17, hysteresis_tracker=3),
+        iteration=15,
+        updates=[14],
+    )
+    position, updates = position_of(facts, dict(valid_order=9))
+    assert updates == 14 and position == dict(
+        scaler=dict(scale=4096.0, good_steps=17, overflows=2),
+        iteration=15,
+        consumed_samples=120,
+        scheduled_samples=112,
+        consumed_valid_samples=31,
+        valid_order=9,
+    )

@@ -129,6 +129,7 @@ def test_their_adapters_here(name, peft, tmp_path):
     assert names == before.keys() or names > before.keys() and "dora" in name  # with the norms of keys and gates
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "change, said",
     [

@@ -3,7 +3,7 @@
 gradients of a gate on each expert's output, and by the tokens that choose it.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -143,6 +143,24 @@ def test_channels_go_in_all_experts_and_layers_by_the_sum_of_their_units(tmp_pat
         network = pruning.Network(config_of(reader.state["config"]), VOCABULARY)
         found = pruning.norms(network, reader.read, "l2_norm").layers
     assert found.square().tolist() == pytest.approx(squares)
+
+
+def test_loads_are_of_all_samples(tmp_path):
+    weights = weights_of(MIXTURE)
+    loaded = load_model(write(tmp_path / "large", MIXTURE, weights))
+    found = pruning.loads(pruning.Network(loaded.config, VOCABULARY), loaded, SAMPLES.numpy()).units
+    wanted = importance(weights, "load")
+    assert {owner: own.tolist() for (_, owner), own in found.items()} == {
+        f"blocks.{n}": own.tolist() for n, own in wanted.items()
+    }
+
+
+def test_a_pruned_checkpoint_needs_no_base():
+    """The weights of its frozen layers are its own."""
+    state = dict(config=dict(model=asdict(MIXTURE), seed=3), base="elsewhere", iteration=7, optimizer_steps=5)
+    smaller = replace(MIXTURE, num_experts=LEFT)
+    wanted = dict(config=dict(model=asdict(smaller), seed=3), iteration=7, optimizer_steps=None)
+    assert pruning.pruned_state(state, smaller) == wanted
 
 
 def test_gates_are_on_the_outputs_of_experts(tmp_path):

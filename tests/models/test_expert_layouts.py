@@ -264,6 +264,7 @@ def test_generation_divides_experts_over_tensor_parallel_ranks(tmp_path):
             torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(1)
 def test_products_of_groups_are_one_product_for_each():
     """Also where an expert has no rows, where rows do not begin at multiples of 16 bytes, and where there are many."""
     sizes = [(9, 8, 4), (9, 6, 3), (0, 8, 4), (300, 8, 4)]
@@ -281,6 +282,7 @@ def test_products_of_groups_are_one_product_for_each():
         assert not weight.grad[0].any() and not weight.grad[2].any()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("unit", [1, 4])
 def test_rows_of_experts_are_those_of_their_tokens(unit, drops, monkeypatch):
@@ -299,6 +301,7 @@ def test_rows_of_experts_are_those_of_their_tokens(unit, drops, monkeypatch):
         assert own.flatten().tolist() == tokens + [0.0] * (-len(tokens) % unit)
 
 
+@pytest.mark.sampled(1)
 def test_few_numbers_of_rows_occur():
     """A sixteenth of an expert's mean load, as a power of two up to 64."""
     units = {8: 1, 31: 1, 32: 2, 256: 16, 1000: 32, 1024: 64, 10**6: 64}
@@ -307,6 +310,7 @@ def test_few_numbers_of_rows_occur():
         assert (grouped.row_unit(rows, "cpu"), grouped.row_unit(rows, "cuda")) == (unit, 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("padded", [False, True])
 def test_dispatch_is_a_sum_over_the_experts_of_each_token(padded):
     """Dropped pairs add nothing and get no gradient."""

@@ -184,6 +184,7 @@ def settings(kind: str, flags: str = "", world: int = 1):
     return recipe, config
 
 
+@pytest.mark.sampled(1)
 def test_what_a_pattern_picks():
     names = ["attention.qkv", "mlp.up", "mlp.down"]
     assert chosen("*=a", 3, names) == tuple((name, "a") for name in names)
@@ -212,6 +213,7 @@ def test_what_cannot_be_is_said(flags, said):
     assert said in problem
 
 
+@pytest.mark.sampled(1)
 def test_kinds_belong_to_a_recipe():
     [problem] = check(parse_any(f"{LINE} --linear mlp.*=mask".split()), 1)
     assert "'mask' is no kind of linear layer" in problem and "has plain, lora, fake_quantize, sparse (" in problem
@@ -226,6 +228,7 @@ class Gate(torch.nn.Module):
     """What has a weight of a linear layer, and is none of the suite's."""
 
 
+@pytest.mark.sampled(1)
 def test_a_layer_that_is_none_of_the_suites_is_said():
     block = torch.nn.ModuleDict({"gate": Gate()})
     config = settings("mask")[1].model
@@ -233,6 +236,7 @@ def test_a_layer_that_is_none_of_the_suites_is_said():
         attach_products({"1": block}, config, {"mask": own_mask.Mask}, lambda layer: (("gate", "mask"),), Draws)
 
 
+@pytest.mark.sampled(1)
 def test_a_setting_of_a_kind_that_nothing_chooses_is_said():
     _, config = settings("mask", "--mask-seed 3")
     assert idle(config, 1) == {}
@@ -240,6 +244,7 @@ def test_a_setting_of_a_kind_that_nothing_chooses_is_said():
     assert idle(config, 1) == {"mask_seed": "--mask-seed 3 has no effect without --linear PATTERN=mask"}
 
 
+@pytest.mark.sampled(1)
 def test_settings_of_two_recipes_are_the_same():
     one, other = (settings("pair")[1].model for _ in range(2))
     assert one == other and hash(one) == hash(other) and type(one) is not type(other)

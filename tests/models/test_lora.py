@@ -251,6 +251,7 @@ def test_products_against_autograd(way, split, dropout, dora):
     )
 
 
+@pytest.mark.sampled(1)
 def test_a_row_of_zeros_merges_as_it_computes():
     layer = made(split=False, dora=True).requires_grad_(False).eval()
     for one in (layer.weight, layer.lora_b):
@@ -455,11 +456,13 @@ def test_what_cannot_be_is_said(flags, said):
     assert len(found) == 1 and said in found[0], found
 
 
+@pytest.mark.sampled(1)
 def test_a_trained_weight_has_no_direction_of_its_own():
     with pytest.raises(SettingsError, match="--use-dora: the weight of blocks.0.mlp.down is trained, too"):
         pretrain(0, "--lora-rank 2 --use-dora --train-only *mlp.down.weight")
 
 
+@pytest.mark.sampled(1)
 def test_what_the_flags_stand_for():
     config = parse_any(f"{LINE} --lora-rank 2".split())
     assert (config.model.linear, config.optimizer.train_only) == ("*=lora", ["*.lora_a", "*.lora_b"])

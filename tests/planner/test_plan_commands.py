@@ -91,7 +91,7 @@ def test_a_picture_of_the_plans(tmp_path, capsys):
     drawn = (tmp_path / "plan.svg").read_text()
     best = capsys.readouterr().out.partition("\n1  ")[2].split()[0]
     for words in (
-        f"1  {best}<",
+        f"1  {best}, micro ",
         "seconds of a step (speeds are assumed)",
         "optimizer moments",
         "tensor parallel",
@@ -99,6 +99,9 @@ def test_a_picture_of_the_plans(tmp_path, capsys):
         "A100-80GB, 85.9 GB",
     ):
         assert words in drawn
+    [width] = map(float, re.findall(r'viewBox="0 0 (\S+) ', drawn))
+    texts = re.findall(r'<text style="font-size: (\S+)px[^>]*text-anchor: start[^>]* x="(\S+)"[^>]*>([^<]+)<', drawn)
+    assert len(texts) > 8 and all(float(x) + 0.55 * float(size) * len(text) < width for size, x, text in texts)
     with pytest.raises(SettingsError, match="cannot be drawn"):
         plan.main([*flags, "--picture", str(tmp_path / "plan.txt")])
     with pytest.raises(StorageError, match="cannot write --picture"):

@@ -257,6 +257,7 @@ def test_children_that_end_or_hang_are_started_again(monkeypatch):
     asyncio.run(body())
 
 
+@pytest.mark.sampled(1)
 def test_turns():
     one, two, three = found = [Replica(name, "") for name in ("one", "two", "three")]
     replicas = Replicas(found)
@@ -268,12 +269,14 @@ def test_turns():
     assert replicas.best(found) is None
 
 
+@pytest.mark.sampled(1)
 def test_metrics_of_several_as_one():
     text = '# HELP a_total x\n# TYPE a_total counter\na_total{model="m"} 2.0\n'
     found = merged({"0": text, "1": text.replace("2.0", "5.0")}).decode()
     assert 'a_total{model="m",replica="0"} 2.0' in found and 'a_total{model="m",replica="1"} 5.0' in found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "words, error, why",
     [

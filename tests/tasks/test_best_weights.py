@@ -174,6 +174,7 @@ def test_what_patience_has_nothing_to_judge_by_is_told(line, capsys):
     assert "--stop-at-loss 9.0 has no effect" in told
 
 
+@pytest.mark.sampled(1)
 def test_a_figure_that_is_no_number_is_never_the_best(tmp_path):
     measures = type("Own", (Measures,), dict(best_by="mse", patience=2))(None)
     config = SimpleNamespace(batch=SimpleNamespace(stop_at_loss=None))

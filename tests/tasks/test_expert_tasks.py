@@ -160,6 +160,7 @@ def test_pairs_in_any_layout_are_the_plain_loop(layout, base, run_ranks, tmp_pat
     compare(tmp_path / "run", logged(steps, seen), weights)
 
 
+@pytest.mark.sampled(1)
 def test_each_sample_counts_once():
     """Of three options with other lengths, one of which is missing in the second sample; the third has no label."""
     lengths = torch.tensor([[4, 1, 2], [3, 2, 3], [4, 4, 4]])  # [b, o]
@@ -178,6 +179,7 @@ def test_each_sample_counts_once():
             assert found[:, sample, option].tolist() == pytest.approx([*wanted, *[0.0] * (4 - n)])
 
 
+@pytest.mark.sampled(1)
 def test_a_pattern_counts_up_to_its_label():
     arrays = dict(
         tokens=torch.zeros(5, 2, dtype=torch.int64),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules over recorded sequences of metrics: what is an event, at which record, and what is none."""
 
+import itertools
 import math
 import random
 
@@ -9,7 +10,7 @@ import pytest
 from megatron.errors import SettingsError
 from megatron.telemetry.directions import direction_of
 from megatron.telemetry.event_rules import DEFAULTS, EventRule, RecordRules, read_rules
-from megatron.telemetry.events import KINDS, EventLog, read_events
+from megatron.telemetry.events import KINDS, LEVELS, EventLog, read_events
 
 
 def judged(records, rules=None, **more):
@@ -129,6 +130,19 @@ def test_a_file_of_rules(tmp_path):
     assert [(event["event"], event["level"]) for event in read_events(tmp_path)] == [("slow_steps", "error")]
     path.write_text("")
     assert read_rules(str(path)) == read_rules(None) == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_level_of_the_users_rule_counts_before_that_of_the_call_and_of_the_kind(kind):
+    heard = []
+    log = EventLog(listeners=[lambda event: heard.append(event["level"])])
+    for rule, call in itertools.product((None, *LEVELS), (None, *LEVELS)):
+        log.rules = {kind: EventRule(level=rule)}
+        log.record(kind, "something", level=call)
+        assert heard[-1] == (rule or call or KINDS[kind].level)
+    log.rules = {}
+    log.record(kind, "something", level="error")
+    assert heard[-1] == "error"
 
 
 @pytest.mark.parametrize(

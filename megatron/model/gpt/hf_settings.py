@@ -107,6 +107,7 @@ class DecoderFamily(NamedTuple):
 
 _EPSILON_5 = dict(rms_norm_eps=1e-5)
 _GEMMA = dict(head_dim=256, tie_word_embeddings=True, query_pre_attn_scalar=256, sliding_window=4096)
+_MISTRAL = dict(num_key_value_heads=8, sliding_window=4096)
 _YARN = dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False)
 _GPT_OSS = dict(
     _EPSILON_5,
@@ -137,7 +138,7 @@ FAMILIES: dict[str, DecoderFamily] = {  # model_type -> family
         against=_gpt2,
     ),
     "llama": DecoderFamily("Llama", "LlamaForCausalLM", dict(SCALED, disable_bias_linear=ANY)),
-    "mistral": DecoderFamily("Mistral", "MistralForCausalLM", dict(SCALED, window_size=ANY), dict(sliding_window=4096)),
+    "mistral": DecoderFamily("Mistral", "MistralForCausalLM", dict(SCALED, window_size=ANY), _MISTRAL),
     "qwen2": DecoderFamily("Qwen2", "Qwen2ForCausalLM", dict(SCALED, **WINDOWS, add_qkv_bias=True), _QWEN),
     "qwen3": DecoderFamily(
         "Qwen3", "Qwen3ForCausalLM", dict(SCALED, **WINDOWS, qk_layernorm=True), dict(_QWEN, head_dim=128)

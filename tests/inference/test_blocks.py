@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks of the cache under random texts that come, grow, are copied and end, and weights that change meanwhile: what a
+text finds of others is of its own tokens and of the present weights, and no block has two owners that write.
+"""
+
+import random
+
+import pytest
+
+from megatron.inference.blocks import BlockPool, Table
+
+SIZE, BLOCKS, LONGEST = 3, 14, 15
+
+
+class Cache:
+    """A pool, and in place of keys and values what they were computed of: (token, weights) for each token before."""
+
+    def __init__(self, seed: int):
+        self.pool, self.random, self.weights = BlockPool(BLOCKS, SIZE), random.Random(seed), 0
+        self.texts: list[tuple[Table, list[int], list[int]]] = []  # table, tokens, weights of each computed token
+        self.content: dict[int, list] = {}
+        self.found = 0
+
+    def compute(self, table: Table, tokens: list[int], made: list[int], more: int) -> bool:
+        """Compute the next tokens of a text, whether there was room."""
+        start, stop = len(made), min(len(tokens), len(made) + more)
+        writes = table.blocks[start // SIZE] if start < len(table.blocks) * SIZE else None
+        shared = writes is not None and start % SIZE > 0 and self.owners(writes) > 1
+        copies = self.pool.own(table, start, LONGEST) if writes is not None else []
+        assert shared == (copies != []), "copied without need, or not copied"
+        if copies is None:
+            return False
+        for old, new in copies:
+            self.content[new] = list(self.content[old])
+        if not self.pool.grow(table, stop, LONGEST):
+            return False
+        for at in range(start, stop):
+            block = table.blocks[at // SIZE]
+            assert self.owners(block) == 1, "two texts write into a block"
+            made.append(self.weights)
+            kept = self.content.get(block, [])[: at % SIZE] if at % SIZE else []
+            self.content[block] = [*kept, list(zip(tokens[: at + 1], made, strict=True))]
+        self.pool.remember(table, tokens[:stop])
+        return True
+
+    def owners(self, block: int) -> int:
+        return sum(block in table.blocks for table, *_ in self.texts)
+
+    def begin(self) -> None:
+        tokens = [self.random.randrange(2) for _ in range(self.random.randrange(1, LONGEST))]
+        table, most = Table(), (len(tokens) - 1) // SIZE
+        count, unused = self.pool.found(tokens, most)
+        free = self.pool.free
+        shared = self.pool.share(table, tokens, most)
+        assert shared == count * SIZE and self.pool.free == free - unused
+        for place, block in enumerate(table.blocks):
+            end = (place + 1) * SIZE
+            wanted = [[(token, self.weights) for token in tokens[: at + 1]] for at in range(end - SIZE, end)]
+            assert self.content[block] == wanted, "of other tokens, or of other weights"
+            self.found += 1
+        self.texts.append((table, tokens, [self.weights] * shared))
+
+    def step(self) -> None:
+        kind = self.random.choices(["begin", "compute", "fork", "end", "weights"], [5, 9, 2, 2, 0.3])[0]
+        if kind == "begin" or not self.texts:
+            self.begin()
+        elif kind == "weights":
+            self.weights += 1
+            self.pool.forget()
+        else:
+            table, tokens, made = self.texts[number := self.random.randrange(len(self.texts))]
+            if kind == "fork":
+                self.texts.append((self.pool.fork(table), [*tokens, self.random.randrange(2)][:LONGEST], list(made)))
+                tokens.append(self.random.randrange(2))
+                del tokens[LONGEST:]
+            elif kind == "end" or not self.compute(table, tokens, made, self.random.randrange(1, 7)):
+                self.pool.release(table)
+                del self.texts[number]
+        used = {block for table, *_ in self.texts for block in table.blocks}
+        assert self.pool.free == BLOCKS - len(used)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_found_is_of_the_same_tokens_and_weights(seed):
+    cache = Cache(seed)
+    for _ in range(400):
+        cache.step()
+    assert cache.found > 3 and cache.weights > 1
+
+
+def test_blocks_of_a_text_that_new_weights_continued_are_not_found():
+    """Its later keys and values follow from earlier ones of the old weights, though another text has the same beginning."""
+    pool, old, new, later = BlockPool(8, 4), Table(), Table(), Table()
+    tokens = list(range(9))
+    assert pool.grow(old, 8, 8)
+    pool.remember(old, tokens[:4])
+    pool.forget()
+    assert pool.grow(new, 4, 4)
+    pool.remember(old, tokens[:8])
+    pool.remember(new, tokens[:4])
+    assert pool.share(later, tokens, 2) == 4 and later.blocks == new.blocks
+
+
+def test_a_block_that_was_begun_with_other_weights_is_not_found():
+    """A text that has filled a part of its first block when the weights change."""
+    pool, begun, later = BlockPool(8, 4), Table(), Table()
+    assert pool.grow(begun, 3, 8)
+    pool.remember(begun, [1, 2, 3])
+    pool.forget()
+    pool.remember(begun, [1, 2, 3, 4])
+    assert pool.share(later, [1, 2, 3, 4, 5], 1) == 0
+    pool.release(begun)
+    assert pool.grow(begun, 4, 8)  # computed again
+    pool.remember(begun, [1, 2, 3, 4])
+    assert pool.share(later, [1, 2, 3, 4, 5], 1) == 4

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversions exactly at a limit, and their small parts against plain loops: settings, whole numbers in words, pairs of
+PEFT, orders of rows.
+"""
+
+import itertools
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from megatron.convert import families, fitted, megatron_arguments, megatron_experts, megatron_lm, peft, upcycled
+from megatron.convert.compressed_tensors import pack, unpack
+from megatron.convert.mxfp4 import dequantized
+from megatron.errors import CheckpointError, SettingsError
+from megatron.model.gpt.hf_experts import our_experts, pattern_of
+from megatron.model.gpt.hf_match import Match
+from megatron.model.gpt.hf_rope import our_rope
+from megatron.model.gpt.hf_settings import kind_of, our_settings, their_settings
+from megatron.mpu.placement import Constant, Normal, Placement
+from megatron.settings.schema import Model
+from tests.inference.test_hf_settings import BASES, GEMMA_2_2B, V
+
+# ---- config.json --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [0, 1, 2])
+def test_a_window_of_a_token_is_its_own_key(window):
+    theirs = GEMMA_2_2B | dict(sliding_window=window)
+    if window:
+        assert our_settings(theirs)[1].window_size == f"{window - 1},0"
+    else:
+        with pytest.raises(CheckpointError, match="sliding_window 0"):
+            our_settings(theirs)
+
+
+@pytest.mark.parametrize("layers, every", [(1, None), (2, 2), (3, 2)])
+def test_each_second_layer_sees_all_if_there_is_one(layers, every):
+    assert our_settings(GEMMA_2_2B | dict(num_hidden_layers=layers))[1].window_attn_skip_freq == every
+
+
+@pytest.mark.parametrize("step, first, k, number", list(itertools.product((1, 2, 3), (0, 1, 2), (1, 4), (2, 4))))
+def test_which_layers_have_experts_and_how_many_a_token_may_have(step, first, k, number):
+    """As the modelling code of transformers and of DeepSeek says it."""
+    common = dict(num_hidden_layers=5, num_experts_per_tok=k, moe_intermediate_size=8, num_experts=number)
+    qwen = dict(common, decoder_sparse_step=step, mlp_only_layers=[4])
+    deepseek = dict(common, n_routed_experts=number, first_k_dense_replace=first, moe_layer_freq=step)
+    wanted = {
+        "qwen3_moe": [n != 4 and (n + 1) % step == 0 for n in range(5)],
+        "deepseek": [n >= first and n % step == 0 for n in range(5)],
+    }
+    for kind, theirs in (("qwen3_moe", qwen), ("deepseek", deepseek)):
+        if k > number:
+            with pytest.raises(CheckpointError, match=f"{number} of width 8, {k} for each token"):
+                our_experts(kind, theirs)
+        else:
+            found = our_experts(kind, theirs)
+            assert (found["moe_layer_freq"], found["moe_router_topk"]) == (pattern_of(wanted[kind]), k)
+
+
+@pytest.mark.parametrize("groups, chosen", [(2, 2), (4, 4), (2, 1)])
+def test_a_choice_of_all_groups_is_none(groups, chosen):
+    model = Model(**BASES["dots1"] | dict(num_experts=8, moe_router_num_groups=groups, moe_router_group_topk=chosen))
+    theirs = their_settings(model, V, None, "float32")
+    assert kind_of(model) == "dots1" and (theirs["n_group"], theirs["topk_group"]) == (groups, chosen)
+    back = our_settings(theirs)[1]
+    assert (back.moe_router_num_groups, back.moe_router_group_topk) == (
+        (groups, chosen) if groups > chosen else (None, None)
+    )
+
+
+def test_entries_of_yarn_and_which_of_two_counts():
+    """YaRN's own values where none are given: 32 and 1; its factor follows from the lengths (arXiv:2309.00071)."""
+    rope = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8, attention_factor=1.3)
+    found = our_rope(dict(max_position_embeddings=64), rope)
+    assert (found["yarn_beta_fast"], found["yarn_beta_slow"], found["yarn_original_max_position_embeddings"]) == (
+        32,
+        1,
+        8,
+    )
+    assert Model(1, 8, 1, **found).yarn_stretch == pytest.approx(1.3)
+    without = {name: value for name, value in rope.items() if name not in ("attention_factor", "factor")}
+    assert our_rope(dict(max_position_embeddings=64), without)["rotary_scaling_factor"] == 8.0
+    assert Model(
+        1, 8, 1, **our_rope(dict(max_position_embeddings=64), rope | dict(attention_factor=None))
+    ).yarn_stretch == (pytest.approx(0.1 * math.log(4.0) + 1))
+    own = our_rope(dict(max_position_embeddings=64, original_max_position_embeddings=16), rope)
+    assert own["yarn_original_max_position_embeddings"] == 16  # that of the whole file counts, as in transformers
+    theirs = their_settings(Model(**BASES["llama"]), V, None, "float32")
+    both = theirs | dict(
+        rope_scaling=dict(type="linear", factor=3.0), rope_parameters=dict(rope_type="linear", factor=2.0)
+    )
+    assert our_settings(both)[1].rotary_seq_len_interpolation_factor == 3.0
+
+
+# ---- Megatron-LM --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [0.0, 0.9, 1.0, 1.9, 2.0, 3.0])
+def test_rows_of_queries_keys_and_values_of_each_version(version):
+    """0: [3, heads, d], 1: [heads, d, 3], 2 on: [heads, 3, d]. Each row is a number that says what it is."""
+    heads, d = 2, 4
+    row = lambda kind, head, at: 100 * kind + 10 * head + at
+    orders = {
+        0: [row(kind, head, at) for kind in range(3) for head in range(heads) for at in range(d)],
+        1: [row(kind, head, at) for head in range(heads) for at in range(d) for kind in range(3)],
+        2: [row(kind, head, at) for head in range(heads) for kind in range(3) for at in range(d)],
+    }
+    x = torch.tensor(orders[min(2, int(version))]).unsqueeze(1)
+    model = Model(num_layers=1, hidden_size=heads * d, num_attention_heads=heads)
+    placed = Placement((heads, 3, d, 1), Normal(1.0))
+    found = megatron_lm._reshaped("blocks.0.attention.qkv.weight", x, model, placed, 1, version).reshape(heads, 3, d)
+    assert found.tolist() == [[[row(kind, head, at) for at in range(d)] for kind in range(3)] for head in range(heads)]
+
+
+@pytest.mark.parametrize("size, good", [(None, 1), (0, 0), (1, 1), (64, 1), (65, 0)])
+def test_a_vocabulary_of_at_most_all_rows(size, good):
+    if good:
+        assert megatron_arguments._vocabulary_of({}, 64, size)[0] == (size or 64)
+    else:
+        with pytest.raises(SettingsError, match="does not fit the 64 rows"):
+            megatron_arguments._vocabulary_of({}, 64, size)
+
+
+def test_arguments_that_were_not_saved_have_megatrons_defaults():
+    made = megatron_arguments._model_of({}, num_layers=1, hidden=8, heads=2, positions=(16, 8))
+    assert (made.rotary_base, made.norm_epsilon, made.ffn_hidden_size) == (10000.0, 1e-5, 32)
+    assert (made.seq_length, made.max_position_embeddings, made.position_embedding_type) == (16, 16, "learned_absolute")
+
+
+@pytest.mark.parametrize("experts", [None, 0, 1, 2, 4])
+def test_a_mixture_has_two_experts_at_least_and_its_first_layer_has_some(experts):
+    found = megatron_experts.our_arguments(dict(num_experts=experts, moe_layer_freq=2), 5)
+    assert bool(found) == ((experts or 0) >= 2)
+    if found:
+        assert found["moe_layer_freq"] == "[1]*1+[0]*1+[1]*1+[0]*1+[1]*1"
+
+
+# ---- tensors ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 2), st.sampled_from([4, 8]), st.data())
+def test_whole_numbers_in_words_are_those_of_plain_arithmetic(rows, bits, data):
+    low, high, each = -(1 << bits - 1), (1 << bits - 1) - 1, 32 // bits
+    length = data.draw(st.integers(1, 2 * each + 1))
+    number = st.sampled_from([low, low + 1, -1, 0, 1, high])
+    values = [data.draw(st.lists(number, min_size=length, max_size=length)) for _ in range(rows)]
+    packed = pack(torch.tensor(values), bits)
+    for row, words in zip(values, packed.tolist(), strict=True):
+        wanted = [0] * -(-length // each)
+        for place, value in enumerate(row):
+            wanted[place // each] |= (value - low) << bits * (place % each)
+        assert [word % (1 << 32) for word in words] == wanted
+    assert packed.dtype == torch.int32 and unpack(packed, bits, length).tolist() == values
+
+
+@pytest.mark.parametrize("byte", range(256))
+def test_each_byte_of_mxfp4_is_two_numbers(byte):
+    """A sign, two bits of exponent with a bias of 1, one of mantissa; the first number is in the low bits."""
+
+    def plain(bits):
+        exponent, mantissa = bits >> 1 & 3, bits & 1
+        size = mantissa * 0.5 if exponent == 0 else (1 + mantissa * 0.5) * 2 ** (exponent - 1)
+        return -size if bits & 8 else size
+
+    found = dequantized(torch.full((1, 1, 16), byte, dtype=torch.uint8), torch.full((1, 1), 129, dtype=torch.uint8))
+    assert found.tolist() == [[4 * plain(byte & 15), 4 * plain(byte >> 4)] * 16]
+
+
+class Tensors(dict):
+    get = dict.__getitem__
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4096])
+def test_tensors_that_are_the_same(rows, monkeypatch):
+    """Compared in blocks of any number of rows; shapes count, and what only fp64 tells apart."""
+    monkeypatch.setattr(fitted, "ROWS", rows)
+    x = torch.arange(12.0).view(4, 3)
+    other = x.clone()
+    other[3, 2] = -1
+    tenth = torch.full((4, 3), 0.1)
+    files = Tensors(x=x, half=x.half(), less=x[:2], other=other, tenth=tenth, exact=torch.full((4, 3), 0.1).double())
+    files |= dict(tenths=torch.full((4, 3), 0.1, dtype=torch.float64))
+    assert fitted._same(files, "x", "x") and fitted._same(files, "x", "half") and fitted._same(files, "tenth", "exact")
+    for one, two in (("x", "less"), ("less", "x"), ("x", "other"), ("tenth", "tenths")):
+        assert not fitted._same(files, one, two), (one, two)
+
+
+WEIGHT = Placement((6, 4), Normal(1.0))
+MATCH = Match("blocks.0.mlp.up.weight", ("layers.0.up.weight",))
+
+
+@given(st.integers(1, 6), st.booleans())
+@example(4, False)
+@example(5, True)
+def test_pairs_up_to_the_rank_of_their_inputs_go_and_come_back(rank, transposed):
+    model = Model(1, 8, 1, lora_rank=rank)
+    a, b = torch.randn(rank, 4), torch.randn(6, rank)
+    match = Match(*MATCH[:2], lambda t: t[0].t(), lambda x: [x.t()]) if transposed else MATCH
+    if rank > 4:
+        with pytest.raises(SettingsError, match="is larger than its 4 inputs"):
+            peft._to_theirs(match, WEIGHT, model, a, b, transposed)
+        with pytest.raises(CheckpointError, match="is larger than its 4 inputs"):
+            peft._to_ours("x", match, WEIGHT, model, [peft.PeftPair(a, b)], transposed)
+        return
+    [pair] = peft._to_theirs(match, WEIGHT, model, a, b, transposed).values()
+    assert torch.equal(pair.a, a) and torch.equal(pair.b, b)
+    found = peft._to_ours("x", match, WEIGHT, model, [pair], transposed)
+    assert torch.equal(found[0], a) and torch.equal(found[1], b)
+
+
+@pytest.mark.parametrize("a, b, norms, moved", list(itertools.product((0, 1), (0, 1), (False,), (False, True))))
+def test_a_pair_that_has_anything_is_written(a, b, norms, moved):
+    assert peft.PeftPair(torch.full((1,), a), torch.full((1,), b), norms or None, moved).moved == bool(a or b or moved)
+
+
+@pytest.mark.parametrize("alpha", [None, 0.5, 7.0])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_alpha_is_the_rank_where_none_was_given(alpha, rank):
+    model = Model(1, 8, 1, lora_rank=rank, lora_alpha=alpha)
+    pairs = {f"layers.{n}.up": peft.PeftPair(torch.ones(rank, 4), torch.ones(6, rank)) for n in range(2)}
+    theirs = peft._their_config(model, pairs, "llama", None)
+    assert (theirs["lora_alpha"], theirs["r"]) == (rank if alpha is None else alpha, rank)
+    peft.refuse_others(theirs)
+    for wrong in (0, -1):
+        with pytest.raises(CheckpointError, match="no valid r"):
+            peft.refuse_others(theirs | dict(r=wrong))
+
+
+@pytest.mark.parametrize("length, cut", [(3, 2), (48, 32), (7, 4)])
+def test_two_thirds_of_a_prompt_are_the_source(length, cut):
+    source, target = families._halves(torch.arange(length))
+    assert source.tolist() == list(range(cut)) and target.tolist() == list(range(cut, length))
+    assert families._types(torch.zeros(length, 2))[:, 0].tolist() == [0] * (length // 2) + [1] * (length - length // 2)
+
+
+@pytest.mark.parametrize("a_stage", [1, 2])
+@pytest.mark.parametrize("pp, chunks", [(1, 1), (2, 1), (1, 3), (2, 2), (3, 2)])
+def test_layers_of_interleaved_stages(pp, chunks, a_stage):
+    """Megatron-LM gives a rank's chunk n the n-th of as many runs of layers, and of it the rank's part."""
+    layers, name = a_stage * pp * chunks, "decoder.layers.{}.self_attention.linear_proj.bias"
+    model = SimpleNamespace(num_layers=layers, num_experts=None, untie_embeddings_and_output_weights=False)
+    wanted = {f"blocks.{n}.attention.output.bias": Placement((4,), Constant(0.0)) for n in range(layers)}
+    for rank in range(pp):
+        keys = {f"{chunk}/{name.format(n)}": n + a_stage * chunk for chunk in range(chunks) for n in range(a_stage)}
+        first = {chunk: chunk * (layers // chunks) + rank * a_stage for chunk in range(chunks)}
+        file = megatron_lm.OpenFile(
+            megatron_lm.RankFile(0, rank, Path("model.pt"), 0),
+            dict(chunks=chunks, version=3.0),
+            {key: (4,) for key in keys},
+            lambda key, keys=keys: torch.full((4,), float(keys[key])),
+            [],
+            None,
+        )
+        for own in megatron_lm._parameters(file, model, wanted, (1, pp), 0):
+            [piece] = own.pieces("", file.get(own.key))
+            chunk, layer = divmod(keys[own.key], a_stage)
+            assert piece.name == f"blocks.{first[chunk] + layer}.attention.output.bias"
+
+
+@pytest.mark.parametrize("largest", [0.5, 1.0, 40.0])
+@pytest.mark.parametrize("millionths, same", [(0.0, True), (0.9, True), (1.1, False), (math.nan, False)])
+def test_a_mixture_computes_what_its_dense_model_does(largest, millionths, same, monkeypatch):
+    """To a millionth of the largest logit, or of 1 if all are smaller."""
+    before = torch.tensor([largest, -largest / 2], dtype=torch.float64)
+    logits = dict(dense=before, mixture=before + torch.tensor([0.0, millionths * 1e-6 * max(largest, 1.0)]))
+    found = lambda path, precision: SimpleNamespace(model=SimpleNamespace(logits=lambda prompts: logits[path]))
+    monkeypatch.setattr(upcycled, "load_model", found)
+    monkeypatch.setattr(upcycled, "prompts_for", lambda facts: None)
+    monkeypatch.setattr(upcycled, "facts_of", lambda config, vocab_size: None)
+    if same:
+        assert "the same function" in upcycled._compared("dense", "mixture", None, 1)
+    else:
+        with pytest.raises(CheckpointError, match="something else"):
+            upcycled._compared("dense", "mixture", None, 1)

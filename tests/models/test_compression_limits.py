@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized, pruned and masked weights in rare states and exactly at a limit, against plain loops."""
+
+import itertools
+
+import pytest
+import torch
+
+from megatron.errors import SettingsError
+from megatron.inference import gptq as gptq_module
+from megatron.inference.gptq import gptq
+from megatron.inference.prune import most_important
+from megatron.inference.quantize import in_format, product_of
+from megatron.model.pruning import PruningOptions, TargetSizes, target_sizes
+from megatron.model.quantization import QuantizeOptions
+from megatron.model.sparsity import is_due, last_step, problems, share
+from megatron.model.weights import column, take_prefix
+from megatron.mpu.layers import ColumnParallelLinear
+from megatron.mpu.mesh import Mesh
+from megatron.settings.schema import Model
+from tests.models.test_rare_states import X, layer_of, trained
+
+MODEL = Model(num_layers=2, hidden_size=8, num_attention_heads=4)
+
+
+def layer(inputs: int = 8, dtype=torch.float32) -> ColumnParallelLinear:
+    table = take_prefix({f"up.{name}": one for name, one in column(inputs, (6,), 1.0).items()}, "up")
+    made, draw = ColumnParallelLinear(table, Mesh().tp, dtype=dtype), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw))
+    return made
+
+
+def quantized(made, **how):
+    made.product = product_of(made, "blocks.0.mlp.up", MODEL, QuantizeOptions(**how))
+    return made
+
+
+@pytest.mark.parametrize(
+    "how", [dict(quantize="int8"), dict(quantize="int8-dynamic"), dict(quantize="int4", quantize_group_size=4)]
+)
+@torch.no_grad()
+def test_tokens_and_channels_of_zeros_and_of_one_sign(how):
+    """Nothing is divided by 0, and 0 stays 0; groups with values above 0 alone, or below, have a zero of their own."""
+    made = layer()
+    made.weight[0], made.weight[1], made.weight[2] = 0.0, made.weight[1].abs() + 3, -made.weight[2].abs() - 3
+    weight, bias = made.weight.clone(), made.bias.clone()
+    x = X.clone()
+    x[0, 0] = 0.0
+    y = quantized(made, **how)(x)
+    assert y.isfinite().all()
+    torch.testing.assert_close(y[0, 0], bias)
+    torch.testing.assert_close(y[..., 0], bias[0].expand(5, 2))
+    exact = x @ weight.t() + bias
+    levels = 15 if how["quantize"] == "int4" else 254
+    error = weight.abs().amax() * 2 / levels / 2 * x.abs().sum(-1, keepdim=True) + 0.1
+    assert ((y - exact).abs() <= error).all()
+
+
+def test_scales_of_fp16_are_in_fp32():
+    """Their least value is below the range of fp16."""
+    for dtype, wanted in (
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32),
+    ):
+        assert in_format(torch.zeros(1), torch.zeros(1, dtype=dtype)).dtype == wanted
+    assert in_format(torch.zeros(1), torch.zeros(1, dtype=torch.float16)).item() > 0
+
+
+@pytest.mark.parametrize("inputs, size", [(8, 2), (8, 8), (12, 6), (9, 3), (8, 3), (8, 1), (8, 16)])
+def test_groups_are_even_and_divide_the_inputs(inputs, size):
+    how = dict(quantize="int4", quantize_group_size=size)
+    if size % 2 == 0 and inputs % size == 0:
+        assert quantized(layer(inputs), **how).product.group_size == size
+    else:
+        with pytest.raises(SettingsError, match="--quantize-group-size"):
+            quantized(layer(inputs), **how)
+
+
+@torch.no_grad()
+def test_the_scale_of_inputs_is_that_of_training_after_any_number_of_steps():
+    for steps in (1, 2, 5):
+        made = trained(layer_of("fake_quantize", 1), steps).eval()
+        wanted = made(X)
+        total, count = made.input_average
+        product = quantized(made, quantize="int8").product
+        torch.testing.assert_close(product.input_scale, total / count / 7)
+        torch.testing.assert_close(made(X), wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["sparse", "both"])
+def test_weights_that_a_mask_leaves_out_stay_out(kind):
+    made = trained(layer_of(kind, 1), 5).eval()
+    wanted, mask = made(X), made.sparsity_mask.clone()
+    made = quantized(made, quantize="int8")
+    assert not mask.all() and not made.weight[~mask].any()
+    torch.testing.assert_close(made(X), wanted, rtol=0.05, atol=0.05)
+
+
+# ---- GPTQ ---------------------------------------------------------------------------------------------------------------
+
+
+def grid(rows):
+    scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-6) / 7
+    return scale, torch.zeros_like(scale)
+
+
+def plain_gptq(weight, hessian, size):
+    """One column after another; the error of each moves all later ones at once."""
+    left, columns = weight.double().clone(), weight.shape[1]
+    h = hessian.double().clone()
+    h.diagonal()[h.diagonal() == 0] = 1.0
+    h += gptq_module.DAMPING * h.diagonal().mean() * torch.eye(columns, dtype=torch.float64)
+    u = torch.linalg.cholesky(torch.linalg.inv(h), upper=True)
+    codes, scale = torch.empty_like(left), None
+    for n in range(columns):
+        if n % (size or columns) == 0:
+            kept = weight[:, n : n + (size or columns)] != 0
+            scale, _ = grid((left[:, n : n + (size or columns)] * kept).float())
+        now = left[:, n : n + 1]
+        codes[:, n : n + 1] = (now * (weight[:, n : n + 1] != 0) / scale).round().clamp(-7, 7)
+        error = (now - codes[:, n : n + 1] * scale) / u[n, n]
+        left[:, n:] -= error * u[n, n:]
+    return codes
+
+
+@pytest.mark.parametrize("size", [None, 2, 12, 24])
+@pytest.mark.parametrize("kind", ["all inputs", "an input of zeros", "zeros in the weight", "no token"])
+def test_gptq_is_that_of_a_plain_loop(kind, size, monkeypatch):
+    """Whatever the number of columns that are corrected together, also if groups do not divide it."""
+    monkeypatch.setattr(gptq_module, "COLUMNS", 16)
+    draw = torch.Generator().manual_seed(4)
+    x, weight = torch.randn(60, 48, generator=draw), torch.randn(3, 48, generator=draw)
+    x[:, 1:] += x[:, :-1]  # correlated, as inputs are
+    if kind == "an input of zeros":
+        x[:, [5, 17]] = 0.0
+    if kind == "zeros in the weight":
+        weight[:, ::3] = 0.0
+    if kind == "no token":  # an expert that none was sent to
+        x.zero_()
+    found = gptq(weight, x.t() @ x, grid, -7, 7, size)
+    wanted = plain_gptq(weight, x.t() @ x, size)
+    assert found.values.isfinite().all() and (found.values != wanted).float().mean() < 0.03  # ties round either way
+    assert not found.values[weight == 0].any()
+
+
+# ---- masks and sizes ----------------------------------------------------------------------------------------------------
+
+
+def test_masks_are_new_at_the_first_step_each_few_steps_and_at_the_last():
+    """Also where the last one is no multiple: from step 1 to 4 every 2 steps are 1, 3 and 4."""
+    for begin, length, frequency in itertools.product(range(3), range(6), range(1, 5)):
+        settings = Model(
+            1, 8, 1, sparsity="0.8", initial_sparsity=0.2, sparsity_begin_step=begin,
+            sparsity_end_step=begin + length, sparsity_frequency=frequency,
+        )  # fmt: skip
+        due = {*range(begin, begin + length + 1, frequency), begin + length}
+        assert {step for step in range(20) if is_due(settings, step)} == due
+        assert last_step(settings) == begin + length and problems(settings, [], 1) == []
+        assert share(settings, begin + length) == 0.8
+        assert share(settings, begin) == pytest.approx(0.2 if length else 0.8)
+        if length:
+            middle = 0.8 + (0.2 - 0.8) * (1 - 1 / length) ** 3  # Zhu & Gupta, one step in
+            assert share(settings, begin + 1) == pytest.approx(middle)
+    ends = Model(1, 8, 1, sparsity="0.8", sparsity_begin_step=3, sparsity_end_step=2)
+    assert "--sparsity-end-step 2 is before" in problems(ends, [], 1)[0]
+
+
+@pytest.mark.parametrize(
+    "pattern, good", [("1:2", 1), ("3:4", 1), ("0:4", 0), ("4:4", 0), ("0.999", 1), ("1.0", 0), ("0", 1)]
+)
+def test_patterns_and_shares_at_their_limits(good, pattern):
+    assert (problems(Model(1, 8, 1, sparsity=pattern), [], 1) == []) == bool(good)
+
+
+@pytest.mark.parametrize("size, good", [(0, 0), (1, 1), (3, 1), (4, 0), (5, 0)])
+def test_as_many_heads_stay_as_there_are_or_fewer(size, good):
+    """4 of 4 would take nothing."""
+    of = lambda: target_sizes(
+        MODEL, PruningOptions(), TargetSizes(target_num_attention_heads=size, target_ffn_hidden_size=32)
+    )
+    if good:
+        assert of().heads == size and of().ffn == 32
+    else:
+        with pytest.raises(Exception, match="would leave|nothing is to go"):
+            of()
+
+
+@pytest.mark.parametrize("ratio, good", [(0.0, 0), (0.5, 1), (0.999, 0), (1.0, 0)])
+def test_a_ratio_takes_something_and_leaves_something(ratio, good):
+    if good:
+        assert target_sizes(MODEL, PruningOptions(prune_ratio=ratio), TargetSizes()).heads == 2
+    else:
+        with pytest.raises(SettingsError):
+            target_sizes(MODEL, PruningOptions(prune_ratio=ratio), TargetSizes())
+
+
+def test_experts_that_stay_are_at_least_those_of_a_token():
+    mixture = Model(2, 8, 4, num_experts=8, moe_router_topk=3)
+    assert target_sizes(mixture, PruningOptions(), TargetSizes(target_num_experts=3)).experts == 3
+    with pytest.raises(SettingsError, match="leave at least 3"):
+        target_sizes(mixture, PruningOptions(), TargetSizes(target_num_experts=2))
+
+
+def test_of_equally_important_units_the_first_stay():
+    values = torch.tensor([1.0] * 40 + [2.0] + [1.0] * 40)
+    for count in (1, 2, 30, 81):
+        assert most_important(values, count).tolist() == sorted([40, *[n for n in range(81) if n != 40][: count - 1]])

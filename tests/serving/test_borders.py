@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests exactly at a limit of the server, and what is left of those that were refused. Without HTTP."""
+
+import asyncio
+import itertools
+from types import SimpleNamespace
+
+import orjson
+import pytest
+
+from megatron.errors import DataError, SettingsError
+from megatron.inference.requests import Output, Request, TokenScore
+from megatron.inference.sampling import Sampling, Search
+from megatron.inference.text_stream import TextStream
+from megatron.serving import answers, engine_thread, front, replicas, settings
+from megatron.serving.engine_thread import EngineThread
+from megatron.serving.errors import ApiError
+from megatron.serving.openai_api import _whole
+from megatron.serving.openai_requests import (
+    MOST_STOPS,
+    MOST_TEXTS,
+    MOST_TOP,
+    Chat,
+    Completion,
+    length_of,
+    parse,
+    target_length_of,
+)
+from megatron.serving.texts import RunningText
+from tests.serving.toy import ByteTokenizer
+
+TALK = [dict(role="user", content="a")]
+
+
+class Recorded:
+    """An engine that refuses prompts of more than 3 tokens, and answers nothing by itself."""
+
+    busy = False
+
+    def __init__(self):
+        self.texts, self.count = set(), itertools.count()
+
+    def add(self, request):
+        if len(request.prompt) > 3:
+            raise DataError("too long")
+        self.texts.add(number := next(self.count))
+        return number
+
+    def cancel(self, number):
+        self.texts.remove(number)
+
+    def step(self):
+        return []
+
+    def stats(self):
+        return None
+
+    def close(self):
+        pass
+
+
+class Heard:
+    """The instruments of a model: what they were told."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def token(self, seconds, first):
+        self.tokens.append((seconds, first))
+
+    def ended(self, finish, seconds):
+        pass
+
+    def look(self, stats):
+        pass
+
+
+def with_thread(body, room=8):
+    engine = Recorded()
+
+    async def whole():
+        thread = EngineThread(engine, room=room, version="one", meter=Heard())
+        thread.start()
+        try:
+            await asyncio.wait_for(body(thread, engine), 60)
+        finally:
+            await thread.close()
+
+    asyncio.run(whole())
+
+
+def request(length=1, beams=1) -> Request:
+    return Request((5,) * length, Sampling(4), search=Search(num_beams=beams) if beams > 1 else None)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_refused_request_leaves_no_text_in_the_engine_and_no_place_taken(beams):
+    """Its first texts were added already."""
+
+    async def body(thread, engine):
+        for _ in range(3):
+            with pytest.raises(ApiError, match="too long"):
+                await thread.add([request(beams=beams), request(), request(4, beams)])
+            assert (engine.texts, thread.in_flight, thread._jobs) == (set(), 0, set())
+
+    with_thread(body)
+
+
+def test_as_many_texts_as_there_is_room_for_and_no_more():
+    async def body(thread, engine):
+        with pytest.raises(ApiError, match="7 texts in one request; the server takes 6"):
+            await thread.add([request(beams=3), request(beams=4)])
+        async with await thread.add([request(beams=2), request()]):
+            assert thread.in_flight == 3
+            with pytest.raises(ApiError) as full:
+                await thread.add([request(beams=4)])
+            assert full.value.status == 429
+            async with await thread.add([request(beams=3)]):
+                assert thread.in_flight == 6
+        while thread.in_flight:
+            await asyncio.sleep(0.001)
+        async with await thread.add([request() for _ in range(6)]):
+            assert thread.in_flight == 6
+
+    with_thread(body, room=6)
+
+
+def test_times_are_from_the_request_to_its_first_token_and_from_token_to_token(monkeypatch):
+    clock = SimpleNamespace(now=10.0)
+    monkeypatch.setattr(engine_thread.time, "monotonic", lambda: clock.now)
+
+    async def body():
+        thread = EngineThread(Recorded(), room=8, version="one", meter=Heard())
+        thread.loop = asyncio.get_running_loop()
+        job = engine_thread.TextJob(thread, [request(), request()])
+        for clock.now, place in ((11.0, 0), (13.5, 1), (15.0, 0), (15.5, 1)):
+            thread._deliver([(job, place, Output(place, TokenScore(7)))], None)
+        return thread.meter.tokens
+
+    assert asyncio.run(body()) == [(1.0, True), (3.5, True), (4.0, False), (2.0, False)]
+
+
+# ---- bodies -------------------------------------------------------------------------------------------------------------
+
+TAKEN = [  # kind, words with a number in them, the least and the most that is taken
+    (Completion, lambda n: dict(prompt="a", stop=["x"] * n), 0, MOST_STOPS),
+    (Completion, lambda n: dict(prompt="a", n=n), 1, MOST_TEXTS),
+    (Completion, lambda n: dict(prompt="a", n=3, best_of=n), 3, MOST_TEXTS),
+    (Completion, lambda n: dict(prompt="a", n=3, best_of=n, stream=True), 3, 3),
+    (Completion, lambda n: dict(prompt="a", logprobs=n), 0, MOST_TOP),
+    (Completion, lambda n: dict(prompt="a", max_tokens=n), 0, (1 << 31) - 1),
+    (Completion, lambda n: dict(prompt=[n]), 0, (1 << 31) - 1),
+    (Chat, lambda n: dict(messages=TALK, max_tokens=n), 1, (1 << 31) - 1),
+    (Chat, lambda n: dict(messages=TALK, max_tokens=7, max_completion_tokens=n), 7, 7),
+    (Chat, lambda n: dict(messages=TALK, logprobs=True, top_logprobs=n), 0, MOST_TOP),
+    (Chat, lambda n: dict(messages=[dict(role="r" * n, content="a")]), 1, 64),
+    (Chat, lambda n: dict(messages=TALK * n), 1, None),
+]
+
+
+@pytest.mark.parametrize("number", range(len(TAKEN)))
+def test_bodies_at_a_limit_are_taken_and_beyond_it_are_not(number):
+    kind, words, least, most = TAKEN[number]
+    for value in (least, most):
+        if value is not None:
+            parse(kind, words(value))
+    for beyond in (least - 1, most and most + 1):
+        if beyond is not None and beyond >= (0 if kind is Chat else -1) and not (beyond < 0 and "stop" in words(1)):
+            with pytest.raises(ApiError):
+                parse(kind, words(beyond))
+
+
+def test_lengths_that_just_fit():
+    assert length_of(None, 9, 7, 10, 99) == 3 and length_of(3, 9, 7, 10, 99) == 3 and length_of(5, 9, 1, 10, 5) == 5
+    for wrong in ((4, 9, 7, 10, 99), (None, 9, 10, 10, 99), (6, 9, 1, 10, 5)):
+        with pytest.raises(ApiError):
+            length_of(*wrong)
+    assert length_of(1, 9, 9, 10, 99) == 1
+    assert target_length_of(4, 9, 10, 10, 4, 4) == 4 and target_length_of(None, 9, 10, 10, 4, 99) == 4
+    for wrong in ((5, 9, 1, 10, 4, 99), (4, 9, 11, 10, 4, 99), (4, 9, 1, 10, 9, 3)):
+        with pytest.raises(ApiError):
+            target_length_of(*wrong)
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_a_body_as_long_as_it_may_be(more, told):
+    """With the length in the head, and without."""
+    limits = settings.ServeLimits(max_body_bytes=40)
+    body = b"x" * (40 + more)
+
+    class Sent:
+        headers = {"content-length": str(len(body))} if told else {}
+
+        async def stream(self):
+            for at in range(0, len(body), 7):
+                yield body[at : at + 7]
+
+    if more > 0:
+        with pytest.raises(ApiError, match="more than 40 bytes"):
+            asyncio.run(answers.read_body(Sent(), limits))
+    else:
+        assert asyncio.run(answers.read_body(Sent(), limits)) == body
+
+
+# ---- answers ------------------------------------------------------------------------------------------------------------
+
+
+class Job:
+    """The outputs of texts, one after the other."""
+
+    def __init__(self, outputs):
+        self.outputs = iter(outputs)
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        try:
+            return next(self.outputs)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+    def cancel(self, place=None):
+        pass
+
+
+def answer(n, each, scores, cached):
+    """The whole answer for two prompts with `each` texts: scores[text]: log-probabilities of its tokens."""
+    requests = []
+    for text, own in enumerate(scores):
+        for at, logprob in enumerate(own):
+            last, new = at == len(own) - 1, TokenScore(ord("a") + text, logprob)
+            requests.append((text, Output(text, new, "length" if last else None, cached=cached[text] * (at == 0))))
+    counted = []
+    meter = SimpleNamespace(prompts=lambda prompt, hit: counted.append((prompt, hit)))
+    form = SimpleNamespace(
+        frame=lambda kind: {}, whole="", choice=lambda place, part, prompt, whole: (part.text, prompt)
+    )
+    work = SimpleNamespace(body=SimpleNamespace(n=n), each=each, prompts=[(1,) * 10, (1,) * 20])
+    work.model = SimpleNamespace(thread=SimpleNamespace(meter=meter))
+    texts = [RunningText(TextStream(ByteTokenizer())) for _ in scores]
+    found = asyncio.run(_whole(Job(requests), work, texts, form))
+    return found["choices"], found["usage"], counted
+
+
+def test_the_best_have_the_greatest_mean_log_probability_best_first():
+    """Of lengths that differ: the sum would choose others. Cached tokens of a prompt are those of its first text."""
+    scores = [[-3.0], [-1.0] * 5, [-2.0, -2.0], [-0.5] * 9, [-4.0], [-0.1] * 2]
+    choices, usage, counted = answer(2, 3, scores, cached=[4, 9, 9, 8, 16, 16])
+    assert choices == [("bbbbb", 0), ("cc", 0), ("ff", 1), ("ddddddddd", 1)]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 12 and counted == [(30, 12)]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (30, 20, 50)
+    choices, *_ = answer(3, 3, scores, cached=[0] * 6)  # all of them, as they come
+    assert [text[0] for text, _ in choices] == list("abcdef")
+
+
+@pytest.mark.parametrize("stop, text, tokens", [("bc", "xa", 2), ("xabc", "", 0), ("c", "xab", 3)])
+def test_scores_are_of_the_tokens_whose_text_is_sent(stop, text, tokens):
+    running, parts = RunningText(TextStream(ByteTokenizer(), [stop])), []
+    for letter in "xabc":
+        parts.append(running.take(Output(0, TokenScore(ord(letter), -1.0))))
+    assert running.ended and parts[-1].finish == "stop" and "".join(part.text for part in parts) == text
+    assert [score.token for part in parts for score in part.scores][:tokens] == list(text.encode())
+    assert running.tokens == 4
+
+
+# ---- replicas and settings ----------------------------------------------------------------------------------------------
+
+
+def test_a_request_may_lose_as_many_replicas_as_it_may():
+    asked, replica = front.Forwarded(None, b""), replicas.Replica("a")
+    for _ in range(front.MOST_LOST):
+        asked.lost(replica, OSError())
+    with pytest.raises(ApiError, match=f"{front.MOST_LOST + 1} replicas"):
+        asked.lost(replica, OSError())
+
+
+@pytest.mark.parametrize("path, name", front.SEEDED.items())
+def test_requests_get_a_seed_if_they_have_none(path, name):
+    for body in ({}, {name: None}, {name: -1}):
+        found, raw = front._seeded(path, orjson.dumps(body))
+        assert found == orjson.loads(raw) and found[name] >= 0
+    for seed in (0, 1, 7):
+        raw = orjson.dumps({name: seed})
+        assert front._seeded(path, raw) == ({name: seed}, raw)
+
+
+def test_a_replica_is_given_up_after_as_many_checks_as_it_may_fail():
+    async def body():
+        replica, good = replicas.Replica("a"), [True]
+
+        async def healthy(session):
+            return good[0]
+
+        replica._healthy = healthy
+        states = []
+        for good[0] in [True, *[False] * (replicas.PATIENCE - 1), True, *[False] * replicas.PATIENCE, True]:
+            await replica._look(None)
+            states.append(replica.ready)
+        return states
+
+    patient = [True] * (2 * replicas.PATIENCE)
+    assert asyncio.run(body()) == [*patient, False, True]
+
+
+def test_the_least_busy_replica_is_asked_before_the_one_whose_turn_it_is():
+    some = [replicas.Replica(name) for name in "abc"]
+    group = replicas.Replicas(some)
+    for replica, requests, turn in zip(some, (1, 0, 0), (0, 9, 5), strict=True):
+        replica.ready, replica.requests, replica.turn = True, requests, turn
+    assert group.best() is some[2]
+    assert group.best(without=[some[1], some[2]]) is some[0]
+
+
+@pytest.mark.parametrize("world, least", [(1, 1e-6), (2, 2)])
+def test_settings_at_their_least_are_taken(world, least, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("RANK", "0")
+    for name, value, beyond in (
+        ("max_model_len", 2, 1),
+        ("distributed_timeout_minutes", least, least * 0.99),
+        ("tensor_model_parallel_size", world, 0),
+    ):
+        more = dict(tensor_model_parallel_size=world, load=["a"])
+        check = lambda value, name=name, more=more: settings.check(
+            settings.ServeOptions(**more | {name: value}), settings.ServeLimits(), {}
+        )
+        check(value)
+        with pytest.raises(SettingsError, match=name.replace("_", "-")):
+            check(beyond)
+    for name, least in dict(max_batch=1, max_queue=0, stop_timeout=0, max_answer_tokens=1, body_timeout=0.001).items():
+        of = lambda value, name=name: settings.check(
+            settings.ServeOptions(load=["a"], tensor_model_parallel_size=world),
+            settings.ServeLimits(**{name: value}),
+            {},
+        )
+        of(least)
+        with pytest.raises(SettingsError, match=name.replace("_", "-")):
+            of(least - 0.001 if "timeout" in name else least - 1)
+
+
+def test_only_what_has_the_models_vocabulary_and_context_is_taken():
+    from megatron.serving.weights import refuse_another_model
+
+    def loaded(**more):
+        return SimpleNamespace(**dict(record=dict(vocabulary="a"), vocab_size=9, longest=8, path="p") | more)
+
+    refuse_another_model(loaded(), loaded(path="q"))
+    for more in (dict(record=dict(vocabulary="b")), dict(vocab_size=10), dict(longest=9)):
+        with pytest.raises(SettingsError, match="has another"):
+            refuse_another_model(loaded(), loaded(**more))

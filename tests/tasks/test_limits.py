@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations and tasks exactly at a limit, against plain loops over small numbers, so that borders are frequent."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron.data.loader import DOCUMENTS, IDS, MASK
+from megatron.errors import DataError
+from megatron.mpu.mesh import Mesh
+from megatron.tasks import classifier, metrics
+from megatron.tasks.chat_samples import EncodedTexts, TextEncoder, conversation_samples, end_of_turn, pack, pair_samples
+from megatron.tasks.chat_settings import DPO_LOSS
+from megatron.tasks.classifier import LENGTHS, OPTIONS
+from megatron.tasks.cloze import T5Cloze
+from megatron.tasks.dpo import PairComparison
+from megatron.tasks.evaluation import TaskMeasures
+from megatron.tasks.examples import Examples, TaskExample
+from megatron.tasks.pet import Pattern, refuse_unequal
+from megatron.tasks.soft_labels import with_soft_labels
+from tests.data.test_stale_caches import Bytes, template_of
+
+TEXT = st.lists(st.booleans(), min_size=1, max_size=7)  # which of its tokens are answers
+
+
+def encoded(texts, stops=None) -> EncodedTexts:
+    """Texts whose tokens have numbers of their own."""
+    lengths = [len(text) for text in texts]
+    return EncodedTexts(
+        tokens=np.arange(100, 100 + sum(lengths), dtype=np.int32),
+        answers=np.array([one for text in texts for one in text], np.uint8),
+        ends=np.cumsum(lengths, dtype=np.int64),
+        stops=np.array(stops or [7] * len(texts), np.int32),
+        places=np.zeros(len(texts), np.int32),
+        lines=np.arange(1, len(texts) + 1, dtype=np.int32),
+        notes=np.frombuffer(b"[]", np.uint8),
+    )
+
+
+def learned(text, room: int) -> int:
+    """Tokens of answers that something before them predicts, of the first `room`."""
+    return sum(text[1:room])
+
+
+def said(notes, words: str) -> int:
+    """How many conversations a note is about."""
+    return sum(int(note.split()[0]) for note in notes if words in note)
+
+
+@given(st.lists(TEXT, min_size=1, max_size=8), st.integers(1, 7), st.booleans())
+@example([[0, 1, 1], [1, 1, 0, 1]], 6, True)  # a text that begins with an answer, after another one
+@example([[0, 1], [0, 0, 0, 1]], 5, True)  # they fill a sample
+def test_samples_of_conversations(texts, seq_length, packing):
+    room, data = seq_length + 1, encoded(texts)
+    used = [number for number, text in enumerate(texts) if learned(text, room)]
+    if not used:
+        with pytest.raises(DataError, match="no conversation with an answer"):
+            conversation_samples(data, ["a.jsonl"], seq_length, 0, packing)
+        return
+    samples, notes = conversation_samples(data, ["a.jsonl"], seq_length, 0, packing)
+    assert sorted(number for row in samples.rows for number in row) == used
+    assert said(notes, "have no answer, and") == sum(not learned(text, 99) for text in texts)
+    assert said(notes, "lose their end") == sum(len(texts[number]) > room for number in used)
+    lost = sum(bool(learned(text, 99)) and not learned(text, room) for text in texts)
+    assert said(notes, "have no answer within") == lost
+    for row, sample in zip(samples.rows, samples, strict=False):
+        assert packing or len(row) == 1
+        ids, mask, documents = [], [], []
+        for place, number in enumerate(row):
+            tokens, text = data.text(number)[0][:room].tolist(), texts[number][:room]
+            ids += tokens
+            mask += [0.0, *map(float, text[1:])]  # nothing predicts a text's first token
+            documents += [place] * len(tokens)
+        assert len(ids) <= room
+        assert sample[IDS].tolist() == ids + [0] * (room - len(ids))
+        assert sample[MASK].tolist() == mask + [0.0] * (room - len(ids))
+        if packing:
+            assert sample[DOCUMENTS][: len(ids)].tolist() == documents and len(set(sample[DOCUMENTS])) >= len(row)
+
+
+def plain_pack(lengths, room: int) -> list[list[int]]:
+    """The longest first, each into the fullest row where it fits; a row with less than two places is full."""
+    rows: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        left = [room - sum(lengths[one] for one in row) for row in rows]
+        fits = [(free, place) for place, free in enumerate(left) if free >= max(2, lengths[number])]
+        if fits:
+            rows[min(fits)[1]].append(number)
+        else:
+            rows.append([number])
+    return rows
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(9, 12))
+def test_rows_are_packed_as_a_plain_loop_does(lengths, room):
+    found = pack(np.array(lengths), room, list(range(len(lengths))))
+    assert found == plain_pack(lengths, room)
+
+
+@given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4), st.integers(3, 9))
+@example([([1, 0], [1, 1, 1])], 7)  # the first token of an answer without a prompt is never learned
+def test_samples_of_pairs(pairs, seq_length):
+    """Each answer has a token that is learned, within the length; otherwise the pair is left out, and said."""
+    data, room = encoded([text for pair in pairs for text in pair]), seq_length + 1
+    try:
+        samples, notes = pair_samples(data, ["a.jsonl"], seq_length, 0)
+    except DataError:
+        rows, kept = [], None
+    else:
+        rows, kept = samples.rows, samples.lengths
+        for row, sample in zip(rows, samples, strict=False):
+            there = sum(int(kept[number]) for number in row)
+            assert there <= room and sample[MASK][there:].sum() == 0 and all(kept[number] >= 1 for number in row)
+        assert said(notes, "lose the end") == sum(
+            any(kept[number] < len(pairs[row[0] // 2][number % 2]) for number in row) for row in rows
+        )
+    whole = [number for number, pair in enumerate(pairs) if sum(map(len, pair)) <= room]  # none of them is cut
+    for number in whole:
+        assert ([2 * number, 2 * number + 1] in rows) == all(learned(text, room) for text in pairs[number])
+
+
+@pytest.mark.parametrize(
+    "stops, end", [([5, 5, 6], 5), ([5, 6], None), ([5, 5, 6, 6], None), ([-1, 5, -1], 5), ([-1], None)]
+)
+def test_more_than_half_of_the_answers_say_what_ends_them(stops, end):
+    assert end_of_turn(encoded([[1]] * len(stops), stops)) == end
+
+
+@pytest.mark.parametrize("weight, counts", [(None, True), (1, True), (0, False)])
+def test_a_message_counts_unless_its_weight_is_0(weight, counts):
+    answer = dict(role="assistant", content="yes") | ({} if weight is None else dict(weight=weight))
+    messages = [dict(role="user", content="so?"), answer]
+    ids, counted, _ = TextEncoder(Bytes(), template_of(Bytes()))._encoded("a, line 1", messages, None)
+    assert any(counted) == counts and len(ids) == len(counted)
+
+
+@pytest.mark.parametrize("answer, ends", [("b", 1), ("b\0", 1), ("", 1)])
+def test_an_answer_ends_once(answer, ends):
+    """Also one that has the end of document already."""
+    eod = 0
+    tokenizer = SimpleNamespace(
+        eod=eod, encode_pair=lambda prompt, text: ([*map(ord, prompt + text)], len(prompt)), parse_special=False
+    )
+    pair = SimpleNamespace(where="a", prompt="q", chosen=answer, rejected="c", tools=None)
+    (ids, counted, stop), _ = TextEncoder(tokenizer, None, pairs=True)._pair(pair)
+    assert (ids.count(eod), ids[-1], stop) == (ends, eod, eod) and counted[0] == 0 and all(counted[1:])
+
+
+# ---- preferences --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("margin", [-1.0, 0.0, 2.0])
+def test_a_preference_counts_as_learned_if_the_chosen_answer_has_more(margin, smoothing):
+    """Not if both have as much. The loss is that of conservative DPO (arXiv:2305.18290, with label smoothing)."""
+    sides = torch.tensor([[1.0], [-1.0]])
+    model = SimpleNamespace(overlap=False, tp=None, cp=SimpleNamespace(size=1), beta=1.0, smoothing=smoothing)
+    model._sides = lambda batch: (sides, torch.ones(1))
+    model._token_losses = lambda x, batch: torch.tensor(
+        [[-margin], [0.0]]
+    )  # log p of the chosen answer is larger by it
+    model._reference = lambda batch, sides: torch.zeros(2, 1)
+    model._summed = lambda values: values.sum(0)
+    model.counted = lambda x, batch: (None, None, None)
+    slopes = []
+    model.cross_entropy = lambda rows, labels, weights: slopes.append(weights) or (torch.zeros(()),)
+    found = PairComparison.losses(model, None, None)
+    p = 1 / (1 + math.exp(-margin))
+    wanted = -(1 - smoothing) * math.log(p) - smoothing * math.log(1 - p)
+    assert found[DPO_LOSS].item() == pytest.approx(wanted)
+    assert found["rewards/accuracies"].item() == float(margin > 0)
+    assert found["rewards/margins"].item() == pytest.approx(margin)
+    slope = (1 - smoothing) * (1 - p) - smoothing * p  # of the loss, downwards
+    assert slopes[0].tolist() == pytest.approx([slope, -slope])
+
+
+# ---- metrics, labels, patterns ------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=9))
+@example([(0, 1)])
+@example([(2, 0), (0, 0)])  # a class that is predicted alone
+def test_metrics_of_classes_are_those_of_counting(rows):
+    predicted, gold = zip(*rows, strict=True)
+    each = []
+    for one in set(predicted) | set(gold):
+        hits = sum(p == g == one for p, g in rows)
+        each.append(2 * hits / (predicted.count(one) + gold.count(one)))
+    assert metrics.macro_f1(predicted, gold, 4) == pytest.approx(sum(each) / len(each))
+    assert metrics.accuracy(predicted, gold, 4) == pytest.approx(sum(p == g for p, g in rows) / len(rows))
+
+
+@given(st.lists(st.tuples(st.integers(-2, 2), st.integers(-2, 2)), min_size=1, max_size=6))
+@example([(1, 2)])
+@example([(1, 2), (2, 1)])
+@example([(1, 1), (1, 2), (2, 2), (2, 2)])  # equal values share a rank
+def test_correlations_are_those_of_pairs_of_values(rows):
+    """By definition: of deviations from the mean, and of ranks, which count smaller and equal values."""
+
+    def plain(x, y):
+        x, y = ([one - sum(values) / len(values) for one in values] for values in (x, y))
+        spread = math.sqrt(sum(one * one for one in x) * sum(one * one for one in y))
+        return sum(a * b for a, b in zip(x, y, strict=True)) / spread if spread > 1e-12 else 0.0
+
+    def ranks(values):
+        return [sum(b < a for b in values) + (sum(b == a for b in values) + 1) / 2 for a in values]
+
+    x, y = zip(*rows, strict=True)
+    assert metrics.pearson(x, y) == pytest.approx(plain(x, y), abs=1e-9)
+    assert metrics.spearman(x, y) == pytest.approx(plain(ranks(x), ranks(y)), abs=1e-9)
+
+
+def soft(tmp_path, name: str, labels: str, *rows) -> str:
+    lines = ["\t".join(("index", *labels)), *("\t".join(map(str, (number, *row))) for number, row in enumerate(rows))]
+    (tmp_path / name).write_text("\n".join(lines) + "\n")
+    return str(tmp_path / name)
+
+
+def test_soft_labels_are_the_mean_of_files_in_the_order_of_the_tasks_labels(tmp_path):
+    """Probabilities may be 0 and 1."""
+    task = SimpleNamespace(regression=False, name="t", labels=("a", "b", "c"))
+    rows = tuple(TaskExample("x", None, 0, str(number)) for number in range(2))
+    one = soft(tmp_path, "one.tsv", "cab", (0.5, 0.25, 0.25), (0, 1, 0))
+    other = soft(tmp_path, "other.tsv", "bca", (0.5, 0.25, 0.25), (0.5, 0.5, 0))
+    found = with_soft_labels(Examples(rows, {"": range(2)}), [one, other], task)
+    assert [row.shares for row in found.rows] == [(0.25, 0.375, 0.375), (0.5, 0.25, 0.25)]
+    for wrong in ((1.001, -0.001, 0), (0.5, 0.4, 0.0001)):
+        with pytest.raises(DataError, match="probabilities"):
+            with_soft_labels(Examples(rows[:1], {"": range(1)}), [soft(tmp_path, "wrong.tsv", "abc", wrong)], task)
+
+
+@pytest.mark.parametrize("words, good", [(3, True), (4, True), (5, False)])
+def test_words_of_a_label_that_just_fit_a_decoder(words, good):
+    cloze = T5Cloze(9, bos=0, sentinel=1, target=5)
+    if good:
+        cloze.check(words)
+    else:
+        with pytest.raises(DataError, match="--decoder-seq-length 6"):
+            cloze.check(words)
+
+
+@pytest.mark.parametrize("length", range(6, 12))
+def test_a_pattern_keeps_the_words_around_and_a_token_of_each_text_at_least(length):
+    """Each letter is a token. The words are two, and two are reserved for the label."""
+    pattern = Pattern.of("{text},{pair}:{label}", True)
+    example, encode = TaskExample("abcdefgh", "klmnopqr", None, ""), lambda text: [*map(ord, text)]
+    if length < 2 + 2 + 2:
+        with pytest.raises(DataError):
+            pattern.parts(example, "Z", encode, length, 2)
+        return
+    pieces = dict(pattern.parts(example, "Z", encode, length, 2))
+    room = length - 2 - 2  # the label counts as two tokens, though it has one
+    assert (len(pieces["text"]), len(pieces["pair"])) == (room - room // 2, room // 2) and pieces["label"] == [ord("Z")]
+    with pytest.raises(DataError, match="a sample has room for 5"):
+        pattern.parts(example, "Z", encode, 5, 2)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_labels_of_as_many_tokens_as_a_model_predicts(most):
+    pattern, labels = Pattern.of("{text}{label}", False), dict(yes=[1, 2], no=[3, 4])
+    cloze = SimpleNamespace(gap=True, label_tokens=most)
+    if most >= 2:
+        refuse_unequal(pattern, labels, cloze)
+    else:
+        with pytest.raises(DataError, match="predicts at most 1"):
+            refuse_unequal(pattern, labels, cloze)
+    with pytest.raises(DataError, match="2 and 1 tokens"):
+        refuse_unequal(pattern, dict(yes=[1, 2], no=[3]), SimpleNamespace(gap=True, label_tokens=9))
+
+
+@pytest.mark.parametrize(
+    "labels, counts", [((0, 1), True), ((0, None), False), ((None, None), False), ((None, 1), False)]
+)
+def test_a_set_is_judged_if_all_its_labels_are_known(labels, counts):
+    rows = tuple(TaskExample("x", None, label, "") for label in labels)
+    task = SimpleNamespace(metrics=("accuracy",), regression=False, labels=("a", "b"), options=None, outputs=2)
+    measures = SimpleNamespace(task=task, classes=2, folder=None)
+    found = TaskMeasures.judged(measures, np.eye(2), Examples(rows, {"": range(2)}), "test", False, 0)
+    assert found == ({"accuracy": 1.0} if counts else {})
+
+
+# ---- scores of samples ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20)
+@given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=4))
+def test_states_and_weights_of_texts_are_those_of_a_plain_loop(samples):
+    """Texts of these lengths, some as long as a row; samples have one to three options each."""
+    s, most, texts = 5, max(map(len, samples)), []
+    for sample in samples:
+        texts += sample + [1] * (most - len(sample))  # a missing option has a token, and counts nothing
+    arrays = {LENGTHS: torch.tensor(texts), OPTIONS: torch.tensor([len(sample) for sample in samples])}
+    tokens = torch.zeros(s, len(texts), dtype=torch.long)
+    batch = SimpleNamespace(arrays=arrays, tokens=tokens, loss_mask=torch.ones(len(samples)))
+    x = torch.arange(s * len(texts) * 2.0).view(s, len(texts), 2).square()
+    mean = classifier.averaged(x, classifier.text_mask(batch), Mesh().tp, cut=False)
+    last = classifier.pooled(x, arrays[LENGTHS] - 1, Mesh().tp, cut=False)
+    weights = classifier.token_weights(batch)
+    for n, length in enumerate(texts):
+        torch.testing.assert_close(mean[n], x[:length, n].mean(0))
+        assert torch.equal(last[n], x[length - 1, n])
+        options = len(samples[n // most])
+        wanted = 1 / length / options if n % most < options else 0.0
+        assert weights[:, n].tolist() == pytest.approx([wanted] * length + [0.0] * (s - length))
