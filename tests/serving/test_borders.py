@@ -350,3 +350,63 @@ def test_only_what_has_the_models_vocabulary_and_context_is_taken():
     for more in (dict(record=dict(vocabulary="b")), dict(vocab_size=10), dict(longest=9)):
         with pytest.raises(SettingsError, match="has another"):
             refuse_another_model(loaded(), loaded(**more))
+
+
+class Stream:
+    """The answer of a replica: a status, and events up to where it breaks."""
+
+    def __init__(self, status, events=(), whole=True):
+        self.status, self.content = status, self
+        self.raw = [b"data: " + orjson.dumps(event) + b"\n\n" for event in events] + [b"data: [DONE]\n\n"] * whole
+
+    async def iter_any(self):
+        for part in self.raw:
+            yield part
+
+    def close(self):
+        pass
+
+
+def in_front(answers_given) -> tuple[front.Front, list]:
+    """A front whose replicas give these answers in turn."""
+    group = [replicas.Replica(str(number)) for number in range(len(answers_given))]
+    for replica in group:
+        replica.ready = True
+    it, left, asked = front.Front(replicas.Replicas(group), None), list(answers_given), []
+
+    async def send(request, raw, replica):
+        asked.append(replica.name)
+        return left.pop(0)
+
+    it._send = send
+    return it, asked
+
+
+@pytest.mark.parametrize("status", [200, 400, 401, 404, 413, 422, 429, 500, 501, 503])
+def test_another_replica_is_asked_after_an_answer_that_it_may_not_give(status):
+    it, asked = in_front([Stream(status), Stream(200)])
+
+    async def take(found):
+        return found.answer.status
+
+    elsewhere = status in (429, 500, 503)  # a full queue, a failure, not ready
+    found = asyncio.run(asyncio.wait_for(it._first(front.Forwarded(None, b""), take), 30))
+    assert found == (200 if elsewhere else status) and len(asked) == 1 + elsewhere
+
+
+@pytest.mark.parametrize("breaks", [[0], [1], [2], [3], [5], [3, 1], [2, 4]])
+def test_each_event_of_a_stream_is_sent_once_wherever_replicas_break(breaks):
+    """Two texts, whose events come in turn."""
+    events = [
+        dict(id="a", created=1, system_fingerprint="w", choices=[dict(index=n % 2, text=str(n))]) for n in range(6)
+    ]
+    streams = [Stream(200, events[:at], whole=False) for at in breaks] + [Stream(200, events)]
+    it, asked = in_front(streams[1:])
+    forwarded = front.Forwarded(None, b"", front.Open(it.replicas.replicas[0]))
+    forwarded.open.answer = streams[0]
+
+    async def body():
+        return [event async for event in it._events(forwarded)]
+
+    assert asyncio.run(asyncio.wait_for(body(), 30)) == [*events, b"[DONE]"]
+    assert len(asked) == len(breaks)
