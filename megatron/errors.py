@@ -67,16 +67,16 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {names[near[0]]}?" if near else ""
 
 
-def no_such_file(path: str | os.PathLike) -> str:
-    """The words for a missing file, with the similar name of one beside it."""
+def no_such_file(path: str | os.PathLike, what: str = "file") -> str:
+    """The words for a missing file (or `what` is missing), with the similar name of one beside it."""
     path = Path(path)
     try:
         beside = [other.name for other in path.parent.iterdir()]
     except OSError:
-        return "no such file"
+        return f"no such {what}"
     near = did_you_mean(path.name, beside, 0.75)
     name = near.removeprefix("; did you mean ").removesuffix("?")
-    return "no such file" + (f"; did you mean {path.with_name(name)}?" if near else "")
+    return f"no such {what}" + (f"; did you mean {path.with_name(name)}?" if near else "")
 
 
 class UsageError(Failure):

@@ -83,9 +83,19 @@ install_requirements() {
     cp requirements.txt .venv/requirements.installed
 }
 
+install_project() { # python -m megatron.tools.X works from any folder then. Takes seconds, once, and no network
+    [ ! -L .venv ] || return 0 # it is another checkout's
+    [ "$(cat .venv/project.installed 2>/dev/null)" != "$PWD" ] || return 0
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input --no-index --no-deps \
+        --no-build-isolation -e . >>.venv/install.log 2>&1 ||
+        echo "  note: pip install -e . failed, so commands work in this folder alone; pip's words are in .venv/install.log" >&2
+    echo "$PWD" >.venv/project.installed
+}
+
 if ! cmp -s requirements.txt .venv/requirements.installed; then
     install_requirements
 fi
+install_project
 # shellcheck disable=SC1091
 source .venv/bin/activate
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"

@@ -44,15 +44,20 @@ check_flags() { # those of the training, before anything is done or removed; TRA
 step() { printf '\n%s[%s] %s%s\n' "$BOLD" "$1" "$2" "$PLAIN"; }
 # Says how long a step takes when nothing else runs: seconds on the machine that was measured, times how much slower a loop of
 # Python is here than there: the best of several, so that a busy machine makes little difference to it.
-LOOP=$(python -c 'import time, timeit; print(min(timeit.repeat("sum(i * i for i in range(300_000))", number=1, repeat=12, timer=time.process_time)))')
+# Programs that keep the cores busy take their share of them.
+LOOP=$(python -c 'import time, timeit
+from megatron.mpu.cpu_threads import cores, crowded, load
+share = min(8, max(1, load() / cores())) if crowded(cores()) else 1
+print(share * min(timeit.repeat("sum(i * i for i in range(300_000))", number=1, repeat=12, timer=time.process_time)))')
 takes() { expect "$(awk "BEGIN { print $1 * $LOOP / 0.0096 }")"; }
+in_words() { awk "BEGIN { if ($1 < 100) printf \"%d s\", $1 + 0.99; else printf \"%.1f min\", $1 / 60 }"; }
 expect() { # seconds on this machine
-    EXPECTED=$(awk "BEGIN { if ($1 < 100) printf \"%d s\", $1 + 0.99; else printf \"%.1f min\", $1 / 60 }")
+    EXPECTED=$(in_words "$1")
     echo "  about $EXPECTED"
 }
-told() { # seconds, a command; what it says comes at its end, and until then how long it has been at work
+told() { # seconds (as of `takes`, or behind a = of this machine), a command; what it says comes at its end, and until then how long it has been at work
     local code=0 start=$SECONDS
-    takes "$1"
+    case $1 in =*) expect "${1#=}" ;; *) takes "$1" ;; esac
     "${@:2}" >"$RUN/said.txt" 2>"$RUN/said.errors" &
     wait_for $! 'printf "%s s of about %s" $((SECONDS - start)) "$EXPECTED"' || code=$?
     [ "$code" -eq 0 ] || { cat "$RUN/said.txt"; cat "$RUN/said.errors" >&2; exit "$code"; }
@@ -91,9 +96,11 @@ preprocess() {
         grep -E 'documents num|tokens num| MB in '
 }
 ENOUGH=300 # steps for which no smaller model is tried
-choose_size() { # widths of the model, the largest first; then its flags: sets WIDTH, and ITERATIONS unless they were given,
-    # so that training takes two minutes here, by steps that are measured; SECONDS_A_STEP: empty if none were
-    local width
+choose_size() { # a function that trains; widths of the model, the largest first; then its flags: sets WIDTH, and ITERATIONS
+    # unless they were given, so that training takes two minutes here, by steps that are measured; SECONDS_A_STEP: empty if
+    # none were
+    local width train=$1
+    shift
     if [ -s "$RUN/size.txt" ]; then
         read -r WIDTH CHOSEN SECONDS_A_STEP <"$RUN/size.txt"
     elif [ -n "$GIVEN" ] || [ -e "$RUN/checkpoints" ]; then # of a run without a choice
@@ -101,12 +108,13 @@ choose_size() { # widths of the model, the largest first; then its flags: sets W
     else
         echo "  measuring a step ..."
         for width in $1; do
-            gpt "$width" --train-iters 6 --eval-iters 0 --metrics-file "$RUN/measured.jsonl" "${@:2}" >"$RUN/said.txt" 2>&1 ||
+            "$train" "$width" --train-iters 6 --eval-iters 0 --metrics-file "$RUN/measured.jsonl" "${@:2}" >"$RUN/said.txt" 2>&1 ||
                 { cat "$RUN/said.txt" >&2; exit 1; }
             WIDTH=$width SECONDS_A_STEP=$(median_step) CHOSEN=
             CHOSEN=$(steps_in "$SECONDS_A_STEP")
             rm -f "$RUN/measured.jsonl" "$RUN/said.txt"
-            echo "  $width wide: a step takes $SECONDS_A_STEP s here, so two minutes are $CHOSEN steps"
+            if [[ $width == *[!0-9]* ]]; then printf ' '; else printf '  %s wide:' "$width"; fi
+            echo " a step takes $SECONDS_A_STEP s here, so $CHOSEN steps take $(in_words "$(awk "BEGIN { print 8 + 1.05 * $CHOSEN * $SECONDS_A_STEP }")")"
             [ "$CHOSEN" -lt "$ENOUGH" ] || break
         done
     fi
@@ -120,8 +128,19 @@ records = [json.loads(line) for line in open(sys.argv[1], encoding="utf-8")]
 print(f"{statistics.median([record['seconds'] for record in records if record['kind'] == 'step'][-4:]):.3g}")
 PYTHON
 }
-steps_in() { # seconds of a step: how many are two minutes, with start, validations and checkpoints; nearly all are all
-    awk "BEGIN { n = int(110 / (1.05 * $1) / 10) * 10; print (n > $MOST / 1.2 ? $MOST : n < 50 ? 50 : n) }"
+steps_in() { # seconds of a step: how many are two minutes, with start, validations and checkpoints; nearly all are all;
+    # LEAST: fewer make no sense
+    awk "BEGIN { n = int(110 / (1.05 * $1) / 10) * 10; print (n > $MOST / 1.2 ? $MOST : n < $LEAST ? $LEAST : n) }"
+}
+LEAST=50
+expect_training() { # seconds of a step where none was measured: says how long the steps behind REACHED take
+    local left
+    left=$((ITERATIONS > REACHED ? ITERATIONS - REACHED : 0))
+    if [ -n "$SECONDS_A_STEP" ]; then expect "$(awk "BEGIN { print 8 + 1.05 * $left * $SECONDS_A_STEP }")"; else takes "$(awk "BEGIN { print 5 + $left * $1 }")"; fi
+    others
+}
+steps_done() { # sets REACHED, of the checkpoints of RUN
+    REACHED=$(cat "$RUN/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
 }
 with_script() { # a command that gets SIGTERM when this script ends: bash dies of SIGTERM at once, and tells nobody
     python -c 'import os, sys
@@ -137,25 +156,23 @@ gpt() { # the width of the model, and more flags: two processes train it
         --precision auto "${VOCABULARY[@]}" --train-data-path "$RUN/train_text_document" "${@:2}" ${flags[@]+"${flags[@]}"}
 }
 train_gpt() { # seconds of a step, widths, flags of the model: trains it for ITERATIONS steps, or goes on with it
-    local reached own=("${@:3}")
-    reached=$(cat "$RUN/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
-    choose_size "$2" "${own[@]}"
-    if [ "$reached" -ge "$ITERATIONS" ] && [ ${#flags[@]} -eq 0 ]; then
-        echo "  already trained to step $reached; --train-iters N goes on to step N, --fresh starts over"
+    local own=("${@:3}")
+    steps_done
+    choose_size gpt "$2" ${own[@]+"${own[@]}"}
+    if [ "$REACHED" -ge "$ITERATIONS" ] && [ ${#flags[@]} -eq 0 ]; then
+        echo "  already trained to step $REACHED; --train-iters N goes on to step N, --fresh starts over"
         return
     fi
     echo "  $WIDTH wide, ${ITERATIONS} steps of 2048 tokens"
-    local left=$((ITERATIONS > reached ? ITERATIONS - reached : 0))
-    if [ -n "$SECONDS_A_STEP" ]; then expect "$(awk "BEGIN { print 8 + 1.05 * $left * $SECONDS_A_STEP }")"; else takes "$(awk "BEGIN { print 5 + $left * $1 }")"; fi
-    others
+    expect_training "$1"
     RESUME_COMMAND="$AGAIN $(printf '%q ' --train-iters "$ITERATIONS" ${flags[@]+"${flags[@]}"})"
     export RESUME_COMMAND
-    if [ "$reached" -gt 0 ] && [ "$(made_for)" -ne "$ITERATIONS" ]; then
-        echo "  from step $reached on: the text in a new order, and the learning rate of a training of $ITERATIONS steps"
+    if [ "$REACHED" -gt 0 ] && [ "$(made_for)" -ne "$ITERATIONS" ]; then
+        echo "  from step $REACHED on: the text in a new order, and the learning rate of a training of $ITERATIONS steps"
         own+=(--override data-order --resume-schedule command)
     fi
     gpt "$WIDTH" --train-iters "$ITERATIONS" --valid-data-path "$RUN/held_out_text_document" \
-        --eval-interval 250 --eval-iters 8 --log-interval 10 \
+        --eval-interval 250 --eval-iters 8 --eval-same-samples --log-interval 10 \
         --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 200 --keep-last 2 \
         --metrics-file "$RUN/metrics.jsonl" --log-file "$RUN/train.log" ${own[@]+"${own[@]}"}
     rm -f "$RUN/evaluation.jsonl" "$RUN/samples.txt" "$RUN/report.html" # they belong to an earlier state
@@ -164,10 +181,15 @@ made_for() { # steps of the training that the last checkpoint is of
     python -m megatron.tools.checkpoint inspect "$RUN/checkpoints" --json |
         python -c 'import json, sys; print(json.load(sys.stdin)["config"]["batch"]["train_iters"])'
 }
-evaluate_held_out() {
+evaluate_held_out() { # a forward pass takes a third of a step of as many tokens
+    local seconds=3
+    [ -z "$SECONDS_A_STEP" ] || seconds==$(for_tokens)
     is_made "$RUN/evaluation.jsonl" ||
-        told 3 python -m megatron.tools.evaluate --load "$RUN/checkpoints" --data-path "$RUN/held_out_text_document" \
+        told "$seconds" python -m megatron.tools.evaluate --load "$RUN/checkpoints" --data-path "$RUN/held_out_text_document" \
             --output "$RUN/evaluation.jsonl"
+}
+for_tokens() { # seconds for a start and for the tokens that are held out, of 2 bytes each
+    awk "BEGIN { print 5 + $(wc -c <"$RUN/held_out_text_document.bin") / 2 / 2048 * $SECONDS_A_STEP / 3 }"
 }
 write_report() {
     is_made "$RUN/report.html" ||

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
-# Sourced by the scripts that use a trained model. They say: export_model SIZE RANKS "FLAGS", or generate_text SIZE RANKS,
-# and the words of the command line follow.
+# Sourced by the scripts that use a trained model. They say: export_model SIZE RANKS "FLAGS", generate_text SIZE RANKS, or
+# evaluate_model SIZE "FLAGS", and the words of the command line follow.
 #
 #   bash scripts/X.sh --dry-run     memory of so many devices and time per token, predicted; nothing is read or written
-#   SHRINK=1 bash scripts/X.sh      the same with a tiny model of this shape, which is trained for two steps here first
+#   SHRINK=1 bash scripts/X.sh      exports and texts: the same with a tiny model of this shape, which is trained for two steps here first
 #   PRINT=1 bash scripts/X.sh       say the command and do nothing
 #
 # CHECKPOINTS is the folder of the trained model; EXPORT that of the export, which generate_text uses if it is set.
@@ -46,6 +46,15 @@ generate_text() { # size, ranks that share the model, words of the command line;
     [ "$NPROC" -eq 1 ] || given --tensor-model-parallel-size --tp --pipeline-model-parallel-size --pp --config -c ||
         own+=(--tensor-model-parallel-size "$NPROC")
     run_tool_on_ranks megatron.tools.generate "${model[@]}" "${own[@]}" --then "${FLAGS[@]}"
+}
+
+evaluate_model() { # size, flags of tools.evaluate, words of the command line; NPROC=N: so many ranks share the work
+    local size=$1 flags
+    read -ra flags <<<"$2"
+    FLAGS=("${@:3}")
+    ! given --dry-run || predict "$size" 1
+    run_tool_on_ranks megatron.tools.evaluate --load "${CHECKPOINTS:-checkpoints/gpt_$size}" --micro-batch-size 8 \
+        ${flags[@]+"${flags[@]}"} --then "${FLAGS[@]}"
 }
 
 form() { # the format that the last of these flags says

@@ -4,9 +4,9 @@
 # that of GPT-3 (arXiv:2005.14165, table 2.1).
 #
 # needs      16 x A100-80GB: 2 nodes of 8
-# layout     dp16-zero2, micro-batch 8: the planner's choice for these
-# predicted  61.8 of 85.9 GB on the fullest rank
-# predicted  13.01 s a step of 1,048,576 tokens, 80,614 tokens/s, 209 TFLOP/s a GPU (speeds assumed)
+# layout     dp16-zero2/8, micro-batch 8: the planner's choice for these
+# predicted  68.5 of 85.9 GB on the fullest rank
+# predicted  12.85 s a step of 1,048,576 tokens, 81,592 tokens/s, 212 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 16 A100-80GB \

@@ -6,7 +6,7 @@
 # needs      32 x A100-80GB: 4 nodes of 8
 # predicted  61.9 of 85.9 GB on the fullest rank
 # predicted  25.57 s a step of 2,097,152 tokens, 82,005 tokens/s, 210 TFLOP/s a GPU (speeds assumed)
-# assumed    speeds of eager FSDP: error 4%, worst 14% (docs/planning.md); not measured: not yet run on GPUs
+# assumed    speeds of eager FSDP: error 14% in 3 runs (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 32 A100-80GB \
     --num-layers 40 --hidden-size 5120 --num-attention-heads 40 --seq-length 2048 --vocab-size 50257 \

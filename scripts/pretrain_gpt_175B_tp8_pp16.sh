@@ -6,7 +6,7 @@
 # needs      128 x A100-80GB: 16 nodes of 8
 # predicted  39.0 of 85.9 GB on the fullest rank
 # predicted  138.57 s a step of 3,145,728 tokens, 22,701 tokens/s, 191 TFLOP/s a GPU, bubble 5.9% (speeds assumed)
-# assumed    speeds of eager FSDP: error 4%, worst 14% (docs/planning.md); not measured: not yet run on GPUs
+# assumed    speeds of eager FSDP: error 11% in 6 runs (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 128 A100-80GB \
     --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --vocab-size 51200 \

@@ -5,7 +5,7 @@
 # needs      512 x A100-80GB: 64 nodes of 8
 # predicted  70.8 of 85.9 GB on the fullest rank
 # predicted  65.57 s a step of 1,048,576 tokens, 15,992 tokens/s, 191 TFLOP/s a GPU, bubble 17.7% (speeds assumed)
-# assumed    speeds of eager FSDP: error 4%, worst 14% (docs/planning.md); not measured: not yet run on GPUs
+# assumed    speeds of eager FSDP: error 11% in 6 runs (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 512 A100-80GB \
     --num-layers 128 --hidden-size 25600 --num-attention-heads 160 --seq-length 2048 --vocab-size 51200 \

@@ -4,10 +4,10 @@
 # up to 32.
 #
 # needs      16 x A100-80GB: 2 nodes of 8
-# layout     tp2sp-pp4vp6-dp2, micro-batch 1: the planner's choice for these
-# predicted  68.7 of 85.9 GB on the fullest rank
-# predicted  2.90 s a step of 65,536 tokens, 22,578 tokens/s, 197 TFLOP/s a GPU, bubble 6.4% (speeds assumed)
-# assumed    speeds of eager FSDP: error 4%, worst 14% (docs/planning.md); not measured: not yet run on GPUs
+# layout     tp2sp-pp2vp8-dp4-zero1, micro-batch 1: the planner's choice for these
+# predicted  70.1 of 85.9 GB on the fullest rank
+# predicted  2.82 s a step of 65,536 tokens, 23,215 tokens/s, 203 TFLOP/s a GPU, bubble 2.7% (speeds assumed)
+# assumed    speeds of eager FSDP: error 11% in 6 runs (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 16 A100-80GB \
     --num-layers 48 --hidden-size 6144 --num-attention-heads 64 --seq-length 2048 --vocab-size 51200 \

@@ -6,7 +6,7 @@
 # needs      512 x A100-80GB: 64 nodes of 8
 # predicted  32.9 of 85.9 GB on the fullest rank
 # predicted  9.10 s a step of 3,145,728 tokens, 345,829 tokens/s, 165 TFLOP/s a GPU, bubble 8.3% (speeds assumed)
-# assumed    speeds of eager FSDP: error 4%, worst 14% (docs/planning.md); not measured: not yet run on GPUs
+# assumed    speeds of eager FSDP: error 2%, worst 8% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 512 A100-80GB \
     --num-layers 48 --hidden-size 8192 --num-attention-heads 64 --seq-length 2048 --vocab-size 51200 \

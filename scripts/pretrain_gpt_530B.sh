@@ -6,7 +6,7 @@
 # needs      280 x A100-80GB: 35 nodes of 8
 # predicted  64.9 of 85.9 GB on the fullest rank
 # predicted  33.44 s a step of 573,440 tokens, 17,149 tokens/s, 198 TFLOP/s a GPU, bubble 10.3% (speeds assumed)
-# assumed    speeds of eager FSDP: error 4%, worst 14% (docs/planning.md); not measured: not yet run on GPUs
+# assumed    speeds of eager FSDP: error 11% in 6 runs (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 280 A100-80GB \
     --num-layers 105 --hidden-size 20480 --num-attention-heads 128 --seq-length 2048 --vocab-size 51200 \

@@ -6,7 +6,7 @@
 # needs      1024 x A100-80GB: 128 nodes of 8
 # predicted  29.5 of 85.9 GB on the fullest rank
 # predicted  10.02 s a step of 3,670,016 tokens, 366,207 tokens/s, 169 TFLOP/s a GPU, bubble 11.1% (speeds assumed)
-# assumed    speeds of eager FSDP: error 4%, worst 14% (docs/planning.md); not measured: not yet run on GPUs
+# assumed    speeds of eager FSDP: error 2%, worst 8% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 1024 A100-80GB \
     --num-layers 60 --hidden-size 10240 --num-attention-heads 80 --seq-length 2048 --vocab-size 51200 \

@@ -5,7 +5,7 @@
 # needs      8 x H100-80GB: one node
 # predicted  24.5 of 85.9 GB on the fullest rank
 # predicted  3.16 s a step of 1,048,576 tokens, 332,050 tokens/s, 375 TFLOP/s a GPU (speeds assumed)
-# assumed    speeds of eager FSDP: error 2%, worst 11% (docs/planning.md); not measured: not yet run on GPUs
+# assumed    speeds of eager FSDP: error 2%, worst 8% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 8 H100-80GB \
     --num-layers 16 --hidden-size 2048 --num-attention-heads 32 \

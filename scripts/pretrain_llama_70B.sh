@@ -5,7 +5,7 @@
 # needs      128 x H100-80GB: 16 nodes of 8
 # predicted  45.2 of 85.9 GB on the fullest rank
 # predicted  46.69 s a step of 4,194,304 tokens, 89,842 tokens/s, 338 TFLOP/s a GPU, bubble 4.5% (speeds assumed)
-# assumed    speeds of eager FSDP: error 1% in 2 runs (docs/planning.md); not measured: not yet run on GPUs
+# assumed    speeds of eager FSDP: error unknown (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 128 H100-80GB \
     --num-layers 80 --hidden-size 8192 --num-attention-heads 64 \

@@ -3,7 +3,10 @@
 # Prune what pretrain_gpt_345M_single.sh has trained, and fine-tune it on one GPU, with PaddleFleetX's settings: an
 # eighth of the heads and of the MLP channels goes. The pruned model, before fine-tuning, is in CHECKPOINTS-pruned.
 #
-#   PRETRAINED=runs/345M CHECKPOINTS=runs/prune_345M DATA_PATH=... bash scripts/prune_gpt_345M_single_card.sh
+#   PRETRAINED=runs/345M CHECKPOINTS=runs/prune_345M DATA_PATH=... VOCAB_FILE=vocab.json MERGE_FILE=merges.txt \
+#       bash scripts/prune_gpt_345M_single_card.sh
+#
+# The vocabulary is that of PRETRAINED: its files, or a folder or file in TOKENIZER_MODEL.
 #
 # needs      1 x A100-40GB: one GPU
 # predicted  13.8 of 42.9 GB on the fullest rank

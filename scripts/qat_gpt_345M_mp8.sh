@@ -3,12 +3,15 @@
 # Quantization aware training of a GPT of 345M parameters on one node: tensor parallel over 8 GPUs, with PaddleFleetX's
 # settings. Scales are those of whole channels and inputs, so the model is that of qat_gpt_345M_single_card.sh.
 #
-#   PRETRAINED=runs/345M CHECKPOINTS=runs/qat_345M DATA_PATH=... bash scripts/qat_gpt_345M_mp8.sh
+#   PRETRAINED=runs/345M CHECKPOINTS=runs/qat_345M DATA_PATH=... VOCAB_FILE=vocab.json MERGE_FILE=merges.txt \
+#       bash scripts/qat_gpt_345M_mp8.sh
+#
+# The vocabulary is that of PRETRAINED: its files, or a folder or file in TOKENIZER_MODEL.
 #
 # needs      8 x A100-40GB: one node
 # predicted  6.7 of 42.9 GB on the fullest rank
 # predicted  82.15 ms a step of 8,192 tokens, 99,723 tokens/s, 30 TFLOP/s a GPU (speeds assumed)
-# assumed    speeds of eager FSDP: error 4%, worst 14% (docs/planning.md); not measured: not yet run on GPUs
+# assumed    speeds of eager FSDP: error 10% in 2 runs (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 8 A100-40GB \
     --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 \

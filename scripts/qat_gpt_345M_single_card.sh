@@ -3,7 +3,10 @@
 # Quantization aware training of what pretrain_gpt_345M_single.sh has trained, on one GPU: int8 weights and inputs, with
 # PaddleFleetX's settings. 4000 steps of the 100,000 are enough, they report.
 #
-#   PRETRAINED=runs/345M CHECKPOINTS=runs/qat_345M DATA_PATH=... bash scripts/qat_gpt_345M_single_card.sh
+#   PRETRAINED=runs/345M CHECKPOINTS=runs/qat_345M DATA_PATH=... VOCAB_FILE=vocab.json MERGE_FILE=merges.txt \
+#       bash scripts/qat_gpt_345M_single_card.sh
+#
+# The vocabulary is that of PRETRAINED: its files, or a folder or file in TOKENIZER_MODEL.
 #
 # needs      1 x A100-40GB: one GPU
 # predicted  19.6 of 42.9 GB on the fullest rank

@@ -3,7 +3,10 @@
 # Quantization aware training of what pretrain_gpt_6.7B_sharding16.sh has trained, on 2 nodes: 16 ranks share optimizer
 # state and gradients (ZeRO stage 2), with PaddleFleetX's settings.
 #
-#   PRETRAINED=runs/6.7B CHECKPOINTS=runs/qat_6.7B DATA_PATH=... bash scripts/qat_gpt_6.7B_sharding16.sh
+#   PRETRAINED=runs/6.7B CHECKPOINTS=runs/qat_6.7B DATA_PATH=... VOCAB_FILE=vocab.json MERGE_FILE=merges.txt \
+#       bash scripts/qat_gpt_6.7B_sharding16.sh
+#
+# The vocabulary is that of PRETRAINED: its files, or a folder or file in TOKENIZER_MODEL.
 #
 # needs      16 x A100-80GB: 2 nodes of 8
 # predicted  29.6 of 85.9 GB on the fullest rank

@@ -137,6 +137,10 @@ def ask_all(url: str, folder: Path) -> None:
     print(
         f"\n  right: {right} of {len(rows)} questions in words that it has not seen. What it was never told, it makes up:\n"
     )
+    if right < len(rows) / 2:
+        print(
+            "  These were few steps for it: bash scripts/quickstart_chat.sh --fresh --train-iters 400 teaches it more.\n"
+        )
     for question in ("What is the capital of France?", "Why is the sea salty?"):
         print(f"  > {question}\n    {ask(url, question)}")
 

@@ -3,7 +3,7 @@
 # An encoder-decoder from end to end on real text: corpus -> vocabulary -> sentences -> spans masked and written back, by a
 # pipeline of two processes -> loss on held-out text beside that of counting tokens -> gaps filled in, beside what stood
 # there -> its encoder tells of which package a passage is -> reports. Needs no GPU and no download beyond the packages;
-# under 5 minutes on 2 cores.
+# under 5 minutes on 2 cores: it measures a step, and makes as many steps (at most 800) as take two minutes here.
 #
 #   bash scripts/quickstart_t5.sh                     continue where the last call stopped
 #   bash scripts/quickstart_t5.sh --fresh             start over
@@ -40,19 +40,23 @@ for part in train held_out; do
     is_made "$RUN/${part}_text_sentence.idx" || told 1.5 preprocess "$part"
 done
 
-step 4/8 "Training an encoder-decoder of 2 million parameters for $ITERATIONS steps, half of it in each of two processes"
-takes "$(awk "BEGIN { print 6 + $ITERATIONS * 0.16 }")"
-others
-with_script python -m megatron.tools.launch --nproc-per-node 2 pretrain_t5.py \
-    --encoder-num-layers 2 --decoder-num-layers 2 --hidden-size 192 --num-attention-heads 4 "${SAMPLES[@]}" \
-    --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 \
-    --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 \
-    --micro-batch-size 8 --global-batch-size 32 --train-iters "$ITERATIONS" \
-    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.98 \
-    --precision auto "${VOCABULARY[@]}" \
-    --train-data-path "$RUN/train_text_sentence" --valid-data-path "$RUN/held_out_text_sentence" \
-    --eval-interval 400 --eval-iters 8 --log-interval 50 \
-    --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 400 --keep-last 2 ${flags[@]+"${flags[@]}"}
+step 4/8 "Training an encoder-decoder of 2 million parameters, half of it in each of two processes"
+t5() { # its width, and more flags
+    with_script python -m megatron.tools.launch --nproc-per-node 2 pretrain_t5.py \
+        --encoder-num-layers 2 --decoder-num-layers 2 --hidden-size "$1" --num-attention-heads 4 "${SAMPLES[@]}" \
+        --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 \
+        --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 \
+        --micro-batch-size 8 --global-batch-size 32 \
+        --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1 --adam-beta2 0.98 \
+        --precision auto "${VOCABULARY[@]}" --train-data-path "$RUN/train_text_sentence" "${@:2}" ${flags[@]+"${flags[@]}"}
+}
+steps_done
+choose_size t5 192
+echo "  $ITERATIONS steps of 32 samples"
+expect_training 0.16
+t5 192 --train-iters "$ITERATIONS" --valid-data-path "$RUN/held_out_text_sentence" \
+    --eval-interval 400 --eval-iters 8 --eval-same-samples --log-interval 50 \
+    --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 400 --keep-last 2
 samples() { # of text, as the model sees them
     python -m megatron.tools.dump_samples --model-type T5 --data-path "$RUN/$1_text_sentence" --split 1,0,0 "${SAMPLES[@]}" \
         --train-samples 2000 --first "$2" "${VOCABULARY[@]}" >"$RUN/$1_samples.jsonl"
@@ -87,9 +91,19 @@ text: text
 label: label
 metrics: [accuracy, macro_f1]
 YAML
+# A step has half of the tokens of one of pretraining, and no decoder. At most 6 epochs, and so many as take a minute and a half.
+STEPS=$(awk 'END { print int(NR / 16) }' "$RUN/task_train.jsonl") # of an epoch
+EPOCHS=6
+if [ -n "$SECONDS_A_STEP" ]; then
+    A_STEP=$(awk "BEGIN { print 0.4 * $SECONDS_A_STEP }")
+    EPOCHS=$(awk "BEGIN { n = int(90 / ($STEPS * $A_STEP)); print (n > 6 ? 6 : n < 1 ? 1 : n) }")
+    expect "$(awk "BEGIN { print 10 + $EPOCHS * $STEPS * $A_STEP }")"
+else
+    takes "$(awk "BEGIN { print 10 + $EPOCHS * $STEPS * 0.06 }")"
+fi
 with_script python -m megatron.tools.launch --nproc-per-node 2 finetune.py --task "$RUN/task.yaml" --data-path "$RUN" \
     --pretrained-checkpoint "$RUN/checkpoints" --load "$RUN/tuned" --save "$RUN/tuned" \
-    --pooling mean --seq-length 96 --micro-batch-size 8 --global-batch-size 16 --train-epochs 6 --lr 2e-3 \
+    --pooling mean --seq-length 96 --micro-batch-size 8 --global-batch-size 16 --train-epochs "$EPOCHS" --lr 2e-3 \
     --lr-decay-style linear --lr-warmup-fraction 0.1 --precision auto --log-interval 100
 python scripts/quickstart_t5.py right "$RUN"
 

@@ -35,7 +35,7 @@ FLOORS = (  # lowest first: a package imports from itself and from lower floors
 )
 PURE = (  # what settings are checked and launches are planned with: no torch
     "errors settings.* storage.* telemetry.timers telemetry.run_record telemetry.metrics telemetry.events "
-    "telemetry.rank_times telemetry.stragglers "
+    "telemetry.rank_times telemetry.stragglers telemetry.rank_logger "
     "telemetry.own_code "
     "mpu.placement fused_kernels.cpu model.recompute_plan model.facts model.weights model.recipe "
     "model.gpt.facts model.gpt.rules model.t5.facts model.t5.settings model.t5.rules model.balance model.bert.facts "

@@ -67,7 +67,7 @@ USAGE = [  # exit code 2
     ("generate", f"{FILL} --length-penalty nan", "--length-penalty 'nan' is not a finite number"),
     ("checkpoint", "to-hf t5", "to-hf takes PATH and OUT; got t5"),
     ("lm_eval", "--load t5", "missing: --tasks"),
-    ("tasks", "--task CLUE-CMRC --pretrained-checkpoint bert", "its answers are pieces of a text"),
+    ("tasks", "--task CLUE-CMRD --pretrained-checkpoint bert", "there is no such task; did you mean"),
 ]
 SETTINGS = [  # exit code 3
     ("generate", f"{FILL} --pipeline-model-parallel-size 2", "pipeline 2 = 2 ranks, and this job has 1"),

@@ -20,13 +20,16 @@ from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 from megatron.checkpoint.backends import TRACKER, CheckpointPath, backend_of
-from megatron.checkpoint.base import open_checkpoint
+from megatron.checkpoint.base_checkpoint import open_checkpoint
 from megatron.checkpoint.reader import Reader, Strictness
 from megatron.checkpoint.store import Parts, Piece, commit, single_part, write_shard
 from megatron.errors import CheckpointError, Failure, StorageError
 from megatron.settings.from_checkpoint import foreign_format, megatron_format_problem
+from megatron.storage import hub
 from megatron.storage.durable import Damaged, storage_errors
 from megatron.storage.urls import UrlPath, location
+from megatron.telemetry.figures import size as sized
+from megatron.telemetry.progress import ProgressBar
 
 AllGatherObject = Callable[[Any], list]
 OTHER = "give another folder of checkpoints, or copy this one again"
@@ -100,8 +103,10 @@ def choose(
                 do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT",
             )
         why = None if folder.is_dir() else "there is no such folder"
-        do = "check the path" if allow_empty is None else NEW_RUN
-        raise CheckpointError(f"{folder} holds no checkpoint", why, do)
+        do = why and hub.hint(folder, "python -m megatron.tools.checkpoint from-hf hf://{} OUT")
+        raise CheckpointError(
+            f"{folder} holds no checkpoint", why, do or ("check the path" if allow_empty is None else NEW_RUN)
+        )
     named, notices, damaged = read_tracker(folder), [], []
     order = sorted(paths, reverse=True)
     if named in paths:
@@ -168,9 +173,9 @@ class Restored:
     damaged: tuple[tuple[CheckpointPath, str], ...] = ()
 
     def __str__(self) -> str:
-        least, most = min(self.bytes_read) / 1e6, max(self.bytes_read) / 1e6
-        each = f"{most:,.1f}" if f"{least:,.1f}" == f"{most:,.1f}" else f"{least:,.1f} to {most:,.1f}"
-        return f"{self.path} (a rank read {each} of {self.size / 1e6:,.1f} MB)"
+        least, most = sized(min(self.bytes_read)), sized(max(self.bytes_read))
+        each = most if least == most else f"{least} to {most}"
+        return f"{self.path} (a rank read {each} of {sized(self.size)})"
 
 
 def restore(
@@ -256,6 +261,12 @@ def _on_all_ranks(action: Callable[[], Any], all_gather_object: AllGatherObject)
 # ---------------------------------------------------------------------------------------------------- saving
 
 
+def _counted(parts: Iterable, done: ProgressBar) -> Iterable:
+    for part in parts:
+        yield part
+        done(part.nbytes)
+
+
 class Saver:
     """Writes checkpoints into a folder, which one job locks while this object is open.
 
@@ -337,8 +348,11 @@ class Saver:
         final, temporary = self.folder / f"iter_{iteration:07d}", None
         try:
             temporary, count = self._begin(final), 0
-            for count, pieces in enumerate(shards, 1):
-                write_shard(temporary, count - 1, pieces, parts=parts)
+            known = isinstance(shards, list) and all(isinstance(pieces, list) for pieces in shards)
+            total = sum(piece.tensor.nbytes for pieces in shards for piece in pieces) if known else None
+            with ProgressBar("writing", total) as done:
+                for count, pieces in enumerate(shards, 1):
+                    write_shard(temporary, count - 1, pieces, parts=lambda piece: _counted(parts(piece), done))
             self._finish(temporary, final, count, iteration, state)
         except BaseException:
             self._storage.discard(self.folder, temporary)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Optional
 
-from megatron.checkpoint.base import BASE
+from megatron.checkpoint.base_checkpoint import BASE
 from megatron.storage.urls import UrlPath, location
 
 ENTRIES = ("origin", "source", "started_from")

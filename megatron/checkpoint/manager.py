@@ -24,10 +24,10 @@ import torch
 from megatron.checkpoint.backends import CheckpointPath
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.copies import Copies, copy_checkpoint
+from megatron.checkpoint.first_launch import FIRST_AUTO
 from megatron.checkpoint.folder import AllGatherObject, Saver, alone, prune
 from megatron.checkpoint.interval import best_interval, goodput
 from megatron.checkpoint.store import Piece, StablePiece
-from megatron.checkpoint.traces import FIRST_AUTO
 from megatron.errors import Failure, Locked, PeerLost, StorageError
 from megatron.settings import schema
 from megatron.storage.durable import Damaged, storage_errors

@@ -11,7 +11,7 @@ an intersection are not read, and no byte is used before its checksum was compar
 """
 
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Optional
@@ -151,8 +151,13 @@ class Reader:
         for name, (size, _) in self.index.files.items():
             check_size(self.folder / name, size)
 
-    def verify(self, files: Optional[Collection[str]] = None) -> list[str]:
-        """Read every byte (of `files`, if given). Returns the damaged and missing parts, one sentence each."""
+    def verify(
+        self, files: Optional[Collection[str]] = None, done: Callable[[int], None] = lambda size: None
+    ) -> list[str]:
+        """Read every byte (of `files`, if given). Returns the damaged and missing parts, one sentence each.
+
+        done: called with the bytes of each part that was read
+        """
         files = self.index.files if files is None else set(files)
         problems: dict = {}
         for name in files:
@@ -167,6 +172,7 @@ class Reader:
                         self._verify_box(name, stored)
                     except Damaged as problem:
                         problems[stored.file, stored.key] = str(problem)
+                    done(stored.box.size * tensor.dtype.itemsize)
         return list(problems.values())
 
     # ------------------------------------------------------------------------------------------------ inside

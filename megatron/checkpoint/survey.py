@@ -5,11 +5,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.checkpoint.base import BASE
+from megatron.checkpoint.base_checkpoint import BASE
 from megatron.checkpoint.folder import TRACKER, checkpoints, read_tracker
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import OPTIMIZER
 from megatron.storage.durable import Damaged
+from megatron.telemetry.progress import ProgressBar
 
 FROZEN = "frozen"
 
@@ -116,6 +117,7 @@ def verify(folder: Path) -> tuple[int, list[str]]:
     try:
         with Reader(folder) as reader:
             size = sum(size for size, _ in reader.index.files.values())
-            return size, reader.verify() + foreign_files(folder, reader)
+            with ProgressBar("reading", size) as done:
+                return size, reader.verify(done=done) + foreign_files(folder, reader)
     except Damaged as problem:
         return 0, [str(problem)]

@@ -16,7 +16,9 @@ from megatron.checkpoint.store import CODES, as_bytes
 from megatron.errors import CheckpointError, UsageError
 from megatron.inference import generation_config
 from megatron.settings import schema
+from megatron.storage import hub
 from megatron.storage.durable import storage_errors
+from megatron.telemetry.progress import ProgressBar
 from megatron.tokenizer.byte_level import END_OF_TEXT
 from megatron.tokenizer.chat_template import FILE as TEMPLATE
 from megatron.tokenizer.transformers_files import NAMED, VOCABULARIES, content_of, read_files, write_files
@@ -32,6 +34,7 @@ TOKENIZER_FILES = dict(
     HuggingFaceTokenizer=dict(tokenizer_model="tokenizer.json"),
     SentencePieceTokenizer=dict(tokenizer_model="tokenizer.model"),
     GPTSentencePieceTokenizer=dict(tokenizer_model="tokenizer.model"),
+    Llama2Tokenizer=dict(tokenizer_model="tokenizer.model"),
 )
 _CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 _COMPANIONS = (
@@ -91,8 +94,9 @@ def write_tensors(
     count = len(files)
     names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     names = ["model.safetensors"] if count == 1 else names
-    for name, plans in zip(names, files):
-        _write_file(folder / name, plans, dtype)
+    with ProgressBar("writing", sum(sum(plan.sizes(dtype)) for plan in planned)) as done:
+        for name, plans in zip(names, files):
+            _write_file(folder / name, plans, dtype, done)
     if count > 1:
         where = {tensor: name for name, plans in zip(names, files) for plan in plans for tensor in plan.names}
         size = sum(sum(plan.sizes(dtype)) for plan in planned)
@@ -101,7 +105,7 @@ def write_tensors(
     return names
 
 
-def _write_file(path: Path, plans: list[TensorGroup], dtype: torch.dtype) -> None:
+def _write_file(path: Path, plans: list[TensorGroup], dtype: torch.dtype, done: ProgressBar) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for plan in plans:
@@ -116,7 +120,7 @@ def _write_file(path: Path, plans: list[TensorGroup], dtype: torch.dtype) -> Non
         for plan in plans:
             for tensor, shape, one in zip(plan.make(), plan.shapes, plan.formats(dtype)):
                 assert tuple(tensor.shape) == shape, (plan.names, tensor.shape, shape)
-                file.write(memoryview(as_bytes(tensor.to(one).contiguous()).numpy()))
+                done(file.write(memoryview(as_bytes(tensor.to(one).contiguous()).numpy())))
         file.flush()
         os.fsync(file.fileno())
 
@@ -174,6 +178,12 @@ def read_json(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _JSON_LIMIT:
             raise CheckpointError(f"{path} is too large for what it should be")
         content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise CheckpointError(
+                f"{path.parent}: no such folder", do=hub.hint(path.parent) or "check the path"
+            ) from None
+        raise CheckpointError(f"{path} cannot be read: No such file or directory") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

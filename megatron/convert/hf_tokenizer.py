@@ -28,7 +28,7 @@ from megatron.tokenizer.chat_template import find_template
 from megatron.tokenizer.transformers_files import CONFIG, TOKENIZER, TokenizerFiles, read_files, write_files
 
 SENTENCE_PIECE_MODEL = "tokenizer.model"
-SENTENCE_PIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
+SENTENCE_PIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 TEMPLATES = (TEMPLATE, "chat_template.json", "additional_chat_templates")  # beside a tokenizer
 
 
@@ -149,7 +149,7 @@ def _described(settings: TokenizerSettings, tokenizer: Tokenizer) -> dict[str, A
     """The content of a tokenizer.json with the tokenizer's special tokens. Raises ValueError if it cannot express it."""
     if settings.tokenizer_type in SENTENCE_PIECE:
         proto = sentence_piece.read_model(Path(settings.tokenizer_model).read_bytes())
-        return sentence_piece.tokenizer_json(proto, tokenizer.special_tokens)
+        return sentence_piece.tokenizer_json(proto, tokenizer.special_tokens, tokenizer.prefix)
     merges = parse_merges(read_text(settings.merge_file, "--merge-file"), settings.merge_file)
     description = json.loads(describe(read_text(settings.vocab_file, "--vocab-file"), merges))
     return description | dict(added_tokens=sentence_piece.added_tokens(tokenizer.special_tokens))

@@ -43,7 +43,9 @@ from megatron.mpu.initialize import DTYPES
 from megatron.mpu.placement import Placement
 from megatron.settings.from_checkpoint import FILES, located
 from megatron.settings.schema import TokenizerSettings
+from megatron.storage import hub
 from megatron.storage.new_folder import new_folder
+from megatron.telemetry import progress
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.chat_template import find_template
@@ -51,6 +53,7 @@ from megatron.tokenizer.rows import RowsTokenizer, within
 from megatron.tokenizer.transformers_files import auto_tokenizer
 
 CLIENT = "transformers"
+RUNNING = "running both models on fixed prompts"
 ALONE = "transformers has no {} without code from the hub"
 PROBES = (
     "The quick brown fox jumps over 13 lazy dogs.\n\tIt's  done; caf\u00e9 \u4e2d\u6587.",
@@ -229,6 +232,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
         if check and family.run is None:
             notices.append(f"{ALONE.format(kind)}: the models were not compared")
         elif check:
+            progress.say(RUNNING)
             ours = _outputs(family, load_model(folder, precision="fp32"))
             agreed = agreement("hf", "fp32", CLIENT, ours, _outputs_of_transformers(family, source))
             notices.append(f"both models agree: {agreed.sentence}")
@@ -282,6 +286,7 @@ def _round(model, family: Family, dtype: torch.dtype) -> None:
 
 def _compare_export(family: Family, trained: Path, path: Path, folder: Path, dtype: str) -> str:
     """A notice on the files in `folder` and the checkpoint `trained`, whose adapters are merged in `path`."""
+    progress.say(RUNNING)
     loaded = load_model(trained, precision="fp32")
     checkpoint = _outputs(family, loaded)
     loaded = loaded if path == trained else load_model(path, precision="fp32")
@@ -303,7 +308,7 @@ def _outputs_of_transformers(family: Family, folder: Path) -> torch.Tensor:
 
 
 def _transformers():
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # use local files only
+    hub.stay_offline()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         import transformers

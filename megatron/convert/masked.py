@@ -9,7 +9,7 @@ from typing import Optional
 import torch
 
 from megatron.checkpoint import reshard
-from megatron.checkpoint.base import open_checkpoint
+from megatron.checkpoint.base_checkpoint import open_checkpoint
 from megatron.checkpoint.reader import Reader
 from megatron.convert.imported import without_kinds
 from megatron.errors import SettingsError

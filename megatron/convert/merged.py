@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint import reshard
-from megatron.checkpoint.base import BASE, open_checkpoint
+from megatron.checkpoint.base_checkpoint import BASE, open_checkpoint
 from megatron.checkpoint.reader import Reader
 from megatron.convert.imported import without_kinds
 from megatron.convert.masked import apply_masks, has_masks

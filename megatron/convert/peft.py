@@ -22,7 +22,7 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.checkpoint.base import BASE, base_record, open_checkpoint
+from megatron.checkpoint.base_checkpoint import BASE, base_record, open_checkpoint
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.lineage import ENTRIES, lineage

@@ -12,8 +12,8 @@ character that the charsmap replaces, `tokenizers` drops a combining mark.
 
 import base64
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Optional
 
 SPACE = "\u2581"  # stands for a space in pieces
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of pieces
@@ -27,8 +27,9 @@ def read_model(data: bytes):
     return sentencepiece_model_pb2.ModelProto.FromString(data)
 
 
-def tokenizer_json(proto, special: Mapping[str, int]) -> dict[str, Any]:
+def tokenizer_json(proto, special: Mapping[str, int], prefix: Sequence[int] = ()) -> dict[str, Any]:
     """The content of tokenizer.json. special: name -> id of special tokens, which may come after those of the model.
+    prefix: the special tokens that begin a prompt
 
     Raises ValueError for a model that `tokenizers` does not express.
     """
@@ -51,10 +52,20 @@ def tokenizer_json(proto, special: Mapping[str, int]) -> dict[str, Any]:
         added_tokens=added_tokens(special, rstrip=_keeps_first(spec)),
         normalizer=dict(type="Sequence", normalizers=list(_normalizers(spec))),
         pre_tokenizer=dict(type="Sequence", pretokenizers=list(_pre_tokenizers(proto))),
-        post_processor=None,
+        post_processor=_beginning({id: name for name, id in special.items()}, prefix),
         decoder=dict(type="Sequence", decoders=list(_decoders(spec))),
         model=_unigram(proto) if kind == UNIGRAM else _bpe(proto),
     )
+
+
+def _beginning(names: Mapping[int, str], prefix: Sequence[int]) -> Optional[dict[str, Any]]:
+    """The part of a tokenizer.json that puts tokens before a text; None without any. names: of special tokens"""
+    if not prefix:
+        return None
+    begin = [dict(SpecialToken=dict(id=names[id], type_id=0)) for id in prefix]
+    texts = [dict(Sequence=dict(id=name, type_id=at)) for at, name in enumerate("AB")]
+    tokens = {names[id]: dict(id=names[id], ids=[id], tokens=[names[id]]) for id in prefix}
+    return dict(type="TemplateProcessing", single=[*begin, texts[0]], pair=[*begin, *texts], special_tokens=tokens)
 
 
 def added_tokens(special: Mapping[str, int], rstrip: bool = False) -> list[dict[str, Any]]:

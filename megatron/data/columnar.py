@@ -109,11 +109,16 @@ def dataset_files(folder: str) -> tuple[list[str], str]:
     states = {path.parent: _listed(path) for path in root.rglob(STATE)}
     saved = [path for path in found if path.parent not in states]
     saved += [path for folder in sorted(states) for path in states[folder]]  # in its order, without cache-*.arrow
-    splits = {path: _split_of(path.relative_to(root)) for path in saved}
+    return without_other_splits(root, saved)
+
+
+def without_other_splits(root: Path, files: Sequence[Path]) -> tuple[list[str], str]:
+    """(the files below a folder, without those of other splits if there is one of train; a sentence about the others)."""
+    splits = {path: _split_of(path.relative_to(root)) for path in files}
     others = sorted({split for split in splits.values() if split not in ("", "train")})
     if "train" not in splits.values() or not others:
-        return [str(path) for path in saved], ""
-    taken = [str(path) for path in saved if splits[path] in ("", "train")]
+        return [str(path) for path in files], ""
+    taken = [str(path) for path in files if splits[path] in ("", "train")]
     return taken, f"of several splits only train is taken ({', '.join(others)}: name the files, or their folder)"
 
 

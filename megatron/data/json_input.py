@@ -39,6 +39,7 @@ from megatron.data.file_formats import (
 )
 from megatron.data.plain_text import PlainText, note
 from megatron.errors import DataError, no_such_file
+from megatron.storage import hub
 
 OUR_SUFFIXES = (".rejected.jsonl", ".contaminated.jsonl", ".stats.json", ".sums.json")
 STDIN = "-"
@@ -91,6 +92,8 @@ def with_separator(sources: list[Source], separator: str | None) -> list[Source]
 
 def expand(given: str) -> list[str]:
     """The paths of one input, sorted. Raises DataError if there are none."""
+    if hub.is_hub(given):
+        return _of_hub(given)
     if given == STDIN or os.path.isfile(given):
         return [given]
     if os.path.isdir(given):
@@ -106,6 +109,18 @@ def expand(given: str) -> list[str]:
             "give JSON lines or .txt: a file, a quoted glob, a folder, or -",
         )
     return paths
+
+
+def _of_hub(name: str) -> list[str]:
+    """The files that an `hf://` name has; of several splits, only train."""
+    place = hub.fetched(name, hub.DATA_FILES)
+    paths = expand(str(place))
+    if not place.is_dir():
+        return paths
+    taken, left_out = columnar.without_other_splits(place, [Path(path) for path in paths])
+    if left_out:
+        note(f"--input {name}: {left_out}")
+    return taken
 
 
 def _in_folder(folder: str) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, Optional
 import numpy as np
 
 from megatron.data.document_dataset import document_lengths
-from megatron.data.gpt_dataset import GPTDatasetConfig, build_splits
+from megatron.data.gpt_dataset import GPTDatasetConfig, build_splits, note_repeats
 from megatron.data.indexed import TokenFiles
 from megatron.data.masked_settings import GROUP, MaskedSettings
 from megatron.data.masking import Masking
@@ -82,6 +82,8 @@ class MaskedDataset:
         digest = hashlib.sha256(bounds).hexdigest() + hashlib.sha256(lengths).hexdigest()
         key = dict(kind="sentences", sentences=digest, num_samples=num_samples, **plan)
         self.sample_index = config.cached(tokens.prefix, name, key, build, ("samples",))["samples"]
+        first = self.sample_index[:, 0]
+        note_repeats(name, split, int(np.count_nonzero(first == first.min())), config.log)  # once in each pass
 
     def __len__(self) -> int:
         return len(self.sample_index)

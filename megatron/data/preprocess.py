@@ -88,7 +88,7 @@ def preprocess(
             if words := replaced(prefix, form):
                 log(f"note: {words}")
         team = Team(settings, blocks, encoder, workspace, partitions, workers, form.head)
-        log(f"Time to startup: {time.perf_counter() - started}")
+        log(f"Time to startup: {time.perf_counter() - started:.2f}")
         with team:
             team.work(report)
         if team.shared.totals[:, :, 0].any():

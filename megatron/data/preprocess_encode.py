@@ -93,7 +93,7 @@ class BlockEncoder:
         screen: Screen | None = None,
     ):
         self.origins, self.screen = origins, screen
-        self._tokenizer, self._encode = tokenizer, tokenizer.encoder
+        self._tokenizer, self._encode = tokenizer, tokenizer.document_encoder
         self._keeps_empty = keeps_empty
         self._cache_memory, self._memory_limit = cache_memory, None
         self._keys, self._dtype, self._split, self._partitions = keys, dtype, split, partitions
@@ -148,7 +148,7 @@ class BlockEncoder:
         elif memory > self._memory_limit:
             self._encode = None
             self._tokenizer.renew()
-            self._encode = self._tokenizer.encoder
+            self._encode = self._tokenizer.document_encoder
             self._memory_limit = max(self._memory_limit, resident_memory() + self._cache_memory // 2)
 
     def _values(self, line: bytes) -> list | None:

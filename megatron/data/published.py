@@ -61,7 +61,7 @@ CLUE = (
     _task("OCNLI", INFERENCE, skip=("-",), **PAIR),
 )
 PUBLISHED = {task.name: task for task in (*GLUE, *CLUE)}
-_OTHER_NAMES = {"wsc": "cluewsc", "cluewsc2020": "cluewsc", "qqpairs": "qqp"}
+_OTHER_NAMES = {"wsc": "cluewsc", "cluewsc2020": "cluewsc", "qqpairs": "qqp", "cmrc": "cmrc2018"}
 
 
 def plain_name(name: str) -> str:

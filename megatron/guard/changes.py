@@ -6,6 +6,7 @@ refused unless `--override` names them. Others (the layout, the learning rate, t
 intended, and are logged.
 """
 
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -20,6 +21,7 @@ from megatron.settings.schema import GROUPS, ON_RESUME, Config, Optimizer
 BY_GROUP = dict.fromkeys(("model", "data", "batch", "optimizer", "precision", "guard", "distillation"), "logged")
 MODEL, REFUSED, REFUSED_IN_TRAINING, LOGGED, _ = ON_RESUME
 DANGEROUS = (MODEL, REFUSED)
+DATA_PATHS = {"data_path", "train_data_path", "valid_data_path", "test_data_path"}
 VOCABULARY = {"vocab_file", "merge_file", "tokenizer_model"}  # paths: the same file may lie elsewhere
 ANOTHER_MODEL = (
     "the checkpoint is of another model than the settings",
@@ -63,7 +65,7 @@ def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
                 continue
             if what == REFUSED_IN_TRAINING:
                 what = LOGGED if config.batch.skip_train else REFUSED
-            if _plain(was) != _plain(value):
+            if _plain(was) != _plain(value) and not (name in DATA_PATHS and _places(was) == _places(value)):
                 result.append(Change(name, was, value, what))
     return sorted(result, key=lambda change: not change.dangerous)
 
@@ -259,6 +261,13 @@ def _whence(config: Config, change: Change) -> str:
 def _plain(value: Any) -> Any:
     """The value after a round trip through JSON: checkpoints contain settings as JSON."""
     return list(value) if isinstance(value, tuple) else value
+
+
+def _places(value: Any) -> Any:
+    """Paths of data, of this folder or whole, however they are written: data and ./data are one."""
+    if isinstance(value, (list, tuple)):
+        return [_places(one) for one in value]
+    return os.path.abspath(value) if isinstance(value, str) and "://" not in value else value
 
 
 def _flag(name: str) -> str:

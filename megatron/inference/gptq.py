@@ -26,6 +26,7 @@ from megatron.model.fake_quantize import has_part
 from megatron.model.quantization import QuantizeOptions
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Axis
+from megatron.telemetry.progress import followed
 
 DAMPING = 0.01  # of the mean of H's diagonal, added to it: H of few tokens has no inverse
 COLUMNS = 128  # whose corrections of later columns are one product
@@ -114,7 +115,7 @@ def _calibrate(model: nn.Module, chosen: Mapping[str, nn.Module], batches: Seque
     for layer in chosen.values():
         layer.product = None
     passes = [_first_input(model, tokens) for tokens in batches]
-    for number, block in model.blocks.items():
+    for number, block in followed(model.blocks.items(), "quantizing", len(model.blocks), "layers"):
         own = {name: layer for name, layer in chosen.items() if name.startswith(f"blocks.{number}.")}
         with _observed(own) as hessians:
             for x, rest in passes if own else ():

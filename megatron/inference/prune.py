@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from megatron.checkpoint import reshard
-from megatron.checkpoint.base import BASE, open_checkpoint
+from megatron.checkpoint.base_checkpoint import BASE, open_checkpoint
 from megatron.checkpoint.index import Tensor
 from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.data.loader import MicroBatch

@@ -68,9 +68,7 @@ def quantized_pieces(
 
     pieces: of that model. record: the entry of state.json. The layers' weights have to be freed.
     """
-    names = ("quantize", "quantize_group_size", "quantize_symmetric", "quantize_skip")
-    how = QuantizeOptions(**{name: record[name] for name in names})
-    chosen = attach(chunks, facts, how)
+    chosen = attach(chunks, facts, stored_options(record))
     weights = {f"{name}.weight" for name in chosen}
     kept = [piece for piece in pieces if piece.name not in weights]
     for layer in chosen.values():
@@ -78,6 +76,23 @@ def quantized_pieces(
         layer.product.hold(operand)
         kept += _pieces(layer.product, operand, place)
     return kept, chosen
+
+
+def stored_options(record: Mapping[str, Any]) -> QuantizeOptions:
+    """How a quantized checkpoint was quantized. record: the entry of its state.json"""
+    names = ("quantize", "quantize_group_size", "quantize_symmetric", "quantize_skip")
+    return QuantizeOptions(**{name: record[name] for name in names})
+
+
+def cut_from(whole: Rounded, part: Rounded, place: dict[str, int]) -> None:
+    """Give a rank's layer its part of the weight of a whole one. place: the rank's, axis -> index"""
+    operand = whole.weight_operand(whole.layer.weight)
+    scale = operand[1].dtype
+    own = _empty(part, scale)
+    pieces = _pieces(part, own, place), _pieces(whole, operand, dict.fromkeys(place, 0))
+    for mine, all_of_it in zip(*pieces, strict=True):
+        mine.tensor.copy_(all_of_it.tensor[mine.box.slices()])
+    part.hold(own)
 
 
 def refuse_twice(folder, record: Mapping[str, Any], how: QuantizeOptions) -> None:

@@ -36,7 +36,10 @@ class Sampling:
         "no text ends before it has this many new tokens", 0, "--min-new-tokens", "--min-tokens", "--min-dec-len"
     )
     greedy: bool = setting(
-        "always the most likely token", False, "--decode-strategy", also=dict(greedy_search=True, sampling=False)
+        "always the most likely token",
+        False,
+        "--decode-strategy",
+        also=dict(greedy_search=True, sampling=False, beam_search=False),
     )
     temperature: float = setting("below 1: closer to greedy; above 1: more surprising; 0: greedy", 1.0)
     top_k: int = setting("choose among this many most likely tokens; 0: all; 1: greedy", 0, "--topk")
@@ -249,6 +252,8 @@ class Search:
         beams, penalty, groups, diversity = (words_of(given, name, f"{getattr(self, name):g}") for name in BEAMS)
         if self.num_beams < 1:
             raise SettingsError(f"{beams}: has to be at least 1")
+        if self.num_beams == 1 and asks_for_beams(given):
+            raise SettingsError(f"{given['greedy'].words}: over how many beams?", do="add --num-beams 4")
         if self.num_beams == 1 and self.length_penalty != 1:
             raise SettingsError(f"{penalty} is of beam search", do="add --num-beams, or leave it out")
         if self.num_beam_groups < 1 or self.num_beams % self.num_beam_groups:
@@ -264,6 +269,11 @@ class Search:
         if self.num_beams > 1 and any(drawn.values()):
             idle = ", ".join(words_of(given, name, getattr(sampling, name)) for name, so in drawn.items() if so)
             raise SettingsError(f"{beams} draws nothing: {idle} has no place in it", do="leave it out")
+
+
+def asks_for_beams(given: Mapping[str, Statement]) -> bool:
+    """Whether PaddleNLP's --decode_strategy says beam_search. given: as in `Sampling.check`."""
+    return "greedy" in given and "beam_search" in given["greedy"].words.split()
 
 
 BEAMS = ("num_beams", "length_penalty", "num_beam_groups", "diversity_penalty")

@@ -256,19 +256,20 @@ class Facts:
 
     # ---- arithmetic -------------------------------------------------------------------------------------------------
 
-    def flops(self) -> float:
+    def flops(self, seen: bool = False) -> float:
         """Model FLOPs per token of training: the forward pass, and twice that for the backward pass.
 
-        Counts matrix products, two FLOPs per multiply-add, as arXiv:2104.04473 (appendix) and Megatron-LM's
-        throughput do: attention over the whole sequence, causal or not.
+        Counts matrix products, two FLOPs per multiply-add. Attention counts over the whole sequence, causal or not, as in
+        arXiv:2104.04473 (appendix) and in earlier versions of Megatron-LM. seen: of causal attention only pairs of a query
+        and an earlier key count, half of them, as in Megatron-LM today.
         """
-        layers = sum(map(self.layer_flops, range(self.num_layers)))
+        layers = sum(self.layer_flops(layer, seen) for layer in range(self.num_layers))
         return 3.0 * (layers / self.seq_length + self.output_flops)
 
-    def trained_flops(self, selection: Selection) -> float:
+    def trained_flops(self, selection: Selection, seen: bool = False) -> float:
         """`flops` of a run with frozen weights, which have no products for gradients, and with the products of adapters."""
         adapted = selection or self.settings.lora_rank
-        return self.flops() - _frozen_flops(self, selection) if adapted else self.flops()
+        return self.flops(seen) - (_frozen_flops(self, selection) if adapted else 0.0)
 
     def learned(self, selection: Selection) -> tuple[frozenset[str], tuple[tuple[str, int], ...]]:
         """(linear layers of blocks whose weight is frozen in all of them, and "output"; (linear layer, rows of A) of LoRA
@@ -276,9 +277,9 @@ class Facts:
         """
         return _learned(self, selection) if selection or self.settings.lora_rank else (frozenset(), ())
 
-    def layer_flops(self, layer: int, causal: float = 1.0) -> float:
-        """FLOPs of a layer's forward pass for a sequence. causal: the fraction of causal attention that counts."""
-        return _layer_flops(self, self.layer_kind(layer), causal)
+    def layer_flops(self, layer: int, seen: bool = False) -> float:
+        """FLOPs of a layer's forward pass for a sequence. seen: as in `flops`."""
+        return _layer_flops(self, self.layer_kind(layer), seen)
 
     @property
     def output_flops(self) -> float:
@@ -449,9 +450,9 @@ def _parameters(facts: Facts) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _layer_flops(facts: Facts, kind: str, causal: float) -> float:
+def _layer_flops(facts: Facts, kind: str, seen: bool) -> float:
     ops = facts.layer_ops(RankSetup(), kind)
-    named = sum(op.flops * (causal if isinstance(op, CoreAttention) and op.causal else 1.0) for op in ops)
+    named = sum(op.flops * (op.seen if seen and isinstance(op, CoreAttention) and op.causal else 1.0) for op in ops)
     # A variant may have matrices without an op: each multiplies every token.
     matrices = sum(math.prod(p.shape) for p in facts.layer_weights(kind, False).values() if p.decay and not p.buffer)
     matrices -= sum(op.inputs * op.outputs * op.times for op in ops if isinstance(op, Product))

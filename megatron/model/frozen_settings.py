@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a frozen second model in a run (`training/frozen.py`), from its checkpoint. Needs no torch: plans read
-them.
+"""The settings of a frozen second model in a run (`training/frozen_model.py`), from its checkpoint. Needs no torch:
+plans read them.
 """
 
 from collections.abc import Mapping

@@ -168,12 +168,13 @@ class Kernel(LayerOp):
 
 @dataclass(frozen=True)
 class CoreAttention(Kernel):
-    """softmax(q k) v; `flops` count all pairs of query and key.
+    """softmax(q k) v; `flops` count all pairs of query and key within its window.
 
     kernel:  flash, block-causal, or reference, which stores scores
     pairs:   pairs of query and key, of all heads; twice the computed ones if causal order or a window skips some
     widths:  channels of a head's keys, and of its values
     dropout: whether weights are dropped; causal: whether no query sees a later key
+    seen:    if so, the share of `flops` for pairs of a query and an earlier key
     """
 
     kernel: str
@@ -181,6 +182,7 @@ class CoreAttention(Kernel):
     widths: tuple[int, int]
     dropout: bool = False
     causal: bool = True
+    seen: float = 0.5
     again: tuple[str, ...] = field(default=(CORE, ATTENTION), kw_only=True)
 
 

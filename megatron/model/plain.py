@@ -165,11 +165,11 @@ class PlainFacts(Facts):
     def describe(self, count: str) -> str:
         return f"{self.name} of {count} parameters, sequence {self.seq_length}, vocabulary {self.vocab_size}"
 
-    def flops(self) -> float:
-        """Two per parameter and token forward, and twice that backward."""
+    def flops(self, seen: bool = False) -> float:
+        """Two per parameter and token forward, and twice that backward; attention is unknown."""
         return 6.0 * self.parameters
 
-    def trained_flops(self, selection) -> float:
+    def trained_flops(self, selection, seen: bool = False) -> float:
         """The same, whatever is frozen."""
         return self.flops()
 

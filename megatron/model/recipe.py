@@ -76,6 +76,7 @@ class Recipe:
                     stage reads (`frozen_losses` of that stage), or None
     predicts:       (config) -> how much of training memory its facts predict: "all"; "state", if the memory of a step
                     depends on the length of texts; or "nothing"
+    about:          a sentence for --help
     perplexities:   the sums whose means are negative log-likelihoods of a token: evaluations also log exp of them
     """
 
@@ -108,6 +109,7 @@ class Recipe:
     normalize_config: Callable[[Config], Config] = lambda config: config
     frozen: Callable[[Config], Optional[tuple[str, str]]] = lambda config: None
     predicts: Callable[[Config], str] = lambda config: "all"
+    about: str = ""
 
     @property
     def setting_groups(self) -> dict[str, type]:

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.mpu.discarded import Discarded
 from megatron.mpu.placement import PlacedBuffer, placed_buffers
 from megatron.mpu.random import Draws
-from megatron.mpu.turns import swap, swap_attribute
+from megatron.mpu.two_passes import swap, swap_attribute
 
 
 def recompute(function: Callable, *args, inside: Callable = nullcontext, of: Sequence[nn.Module] = (), draws=True):

@@ -23,7 +23,7 @@ import torch
 
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Axis
-from megatron.mpu.turns import pass_turn
+from megatron.mpu.two_passes import pass_turn
 
 
 def _same(x, axis):
@@ -80,7 +80,7 @@ def all_to_all(
     """Send rows of `x` to the ranks of the axis (`collectives.all_to_all`); the backward pass sends gradients back.
 
     All ranks have to run the backward pass, even those that have received no rows. While rows are under way, the other one
-    of two passes that take turns computes (`mpu/turns.py`).
+    of two passes that take turns computes (`mpu/two_passes.py`).
     """
     if axis.size == 1:
         return x

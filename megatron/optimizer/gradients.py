@@ -5,9 +5,9 @@ There are two modes, by ZeRO stage. `keep` (0, 1): one buffer of all units accum
 each unit is reduced once a step. Otherwise a unit has a buffer from the first gradient of a pass to the last. Then the
 buffer is reduce-scattered and freed, and the rank keeps only its shard of the sum.
 
-The list of ops of a step (`pipeline/sharding.py`), which `messages.py` runs, says when a unit is reduced: after the last
-gradient of a micro-batch, or of the step. With overlap the reduction starts inside the backward pass, and the rank waits
-for it later.
+The list of ops of a step (`pipeline/data_parallel_messages.py`), which `messages.py` runs, says when a unit is reduced:
+after the last gradient of a micro-batch, or of the step. With overlap the reduction starts inside the backward pass, and
+the rank waits for it later.
 
 Buffers are fp32, or bf16 with `--grad-reduce-in-bf16`: then micro-batches and ranks are added in bf16, as in Megatron-LM.
 With `keep`, the shard is the result of the reduction and has the same format. Otherwise the shard adds up the micro-batches

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages of data parallelism in a step: gathers of weights and reductions of gradients, as the schedule lists them.
 
-`Messages` inserts them between the passes of a rank (`pipeline/sharding.py`), verifies the list, and runs it. The executor
-calls it between passes. Inside a pass, messages run where a piece of the pass begins; three kinds of hooks report this:
+`Messages` inserts them between the passes of a rank (`pipeline/data_parallel_messages.py`), verifies the list, and runs
+it. The executor calls it between passes. Inside a pass, messages run where a piece of the pass begins; three kinds of
+hooks report this:
 
 - a layer's forward pre-hook, and the hook of the last layer's output: pieces of a forward pass;
 - the gradient of a layer's output: pieces of a backward pass;
@@ -20,12 +21,11 @@ from typing import Optional
 
 import torch
 
-from megatron.mpu.turns import swap_attribute
+from megatron.mpu.two_passes import swap_attribute
 from megatron.optimizer.gradients import GradientBuffers, UnitGradients
 from megatron.optimizer.units import FlatUnit
 from megatron.optimizer.weights import ParameterBuffers, UnitParameters, User
-from megatron.pipeline.schedule import Op
-from megatron.pipeline.sharding import (
+from megatron.pipeline.data_parallel_messages import (
     ALL,
     FORWARD,
     IN,
@@ -39,6 +39,7 @@ from megatron.pipeline.sharding import (
     group_of,
     list_messages,
 )
+from megatron.pipeline.schedule import Op
 
 
 class Messages:

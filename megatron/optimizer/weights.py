@@ -5,8 +5,9 @@
 pass and freed after it, and again around its backward pass. Other units (embedding, final norm, output layer) are used
 throughout a chunk: they stay from the start of a micro-batch's forward pass to the end of its backward pass.
 
-The list of ops of a step (`pipeline/sharding.py`), which `messages.py` runs, says when that happens. NCCL runs the
-operations of a group in order, so waiting for one waits for all earlier ones. Gathers therefore start in the order of use.
+The list of ops of a step (`pipeline/data_parallel_messages.py`), which `messages.py` runs, says when that happens. NCCL
+runs the operations of a group in order, so waiting for one waits for all earlier ones. Gathers therefore start in the
+order of use.
 """
 
 from collections.abc import Callable, Sequence

@@ -54,7 +54,7 @@ from megatron.optimizer.units import (
 )
 from megatron.optimizer.update import DTYPES, Gate, Rates, rule_of
 from megatron.optimizer.weights import ParameterBuffers
-from megatron.pipeline.sharding import Sharding
+from megatron.pipeline.data_parallel_messages import Sharding
 from megatron.settings import schema
 from megatron.telemetry.phases import phase
 

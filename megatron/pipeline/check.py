@@ -19,6 +19,15 @@ from typing import Literal, Optional
 
 from megatron.errors import SettingsError, StorageError, run_main
 from megatron.pipeline.custom_schedule import is_file, read_schedule
+from megatron.pipeline.data_parallel_messages import (
+    ALL,
+    IN,
+    OUT,
+    ChunkPieces,
+    Sharding,
+    list_messages,
+    without_messages,
+)
 from megatron.pipeline.draw import diagram, svg
 from megatron.pipeline.schedule import (
     TRAINING,
@@ -30,7 +39,6 @@ from megatron.pipeline.schedule import (
     problems,
     stage_map,
 )
-from megatron.pipeline.sharding import ALL, IN, OUT, ChunkPieces, Sharding, list_messages, without_messages
 from megatron.pipeline.simulate import (
     COST,
     Cost,

@@ -18,8 +18,8 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron.errors import SettingsError
+from megatron.pipeline.data_parallel_messages import pairs_of, passes_of
 from megatron.pipeline.schedule import Op, StageMap, looped, parse_op, v_shaped
-from megatron.pipeline.sharding import pairs_of, passes_of
 from megatron.pipeline.simulate import BrokenSchedule, RankSchedules, verify
 
 DO = "docs/design.md explains schedules; python -m megatron.pipeline.check draws them"

@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterator
 from html import escape
 
+from megatron.pipeline.data_parallel_messages import MESSAGES
 from megatron.pipeline.schedule import Op
-from megatron.pipeline.sharding import MESSAGES
 from megatron.pipeline.simulate import Times, bubble_of
 
 ANSI = dict(

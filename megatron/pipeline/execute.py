@@ -19,9 +19,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.mpu.deferred_wgrad import attach_weight_grad_store, run_deferred_wgrads
 from megatron.mpu.random import seed_torch
-from megatron.mpu.turns import TwoPasses
+from megatron.mpu.two_passes import TwoPasses
+from megatron.pipeline.data_parallel_messages import MESSAGES, Step, passes_of, steps_of
 from megatron.pipeline.schedule import BESIDE, Op, StageMap, looped
-from megatron.pipeline.sharding import MESSAGES, Step, passes_of, steps_of
 from megatron.pipeline.stage_outputs import StageOutputs
 from megatron.pipeline.wire import P2PCommunicator, PendingReceive
 from megatron.telemetry.phases import phase
@@ -62,7 +62,7 @@ def execute(
     loss_func:  ({name: sum} of a stage, its micro-batch) -> the scalar to differentiate, or None if the sums have none;
                 without a loss_func no gradients at all
     timeline:   gets (op, start, end) of each op in seconds of `time.perf_counter`, without waits for messages. Two passes
-                that take turns (`mpu/turns.py`) have the same times
+                that take turns (`mpu/two_passes.py`) have the same times
     on_op:      called with each op before the wait for its message
     needs_gradient: for each chunk, whether anything before it is trained: else the gradient of its input is not needed, and
                 zeros are sent; default: all

@@ -66,7 +66,7 @@ def parse_op(word: str) -> Op:
     if match is None:
         raise ValueError(
             f"{word!r} is no op: F0, B12, I3 and W3, with .1 for chunk 1, and & are; messages are such as G0:1, R0:out "
-            "(megatron/pipeline/sharding.py)"
+            "(megatron/pipeline/data_parallel_messages.py)"
         )
     return Op(word[0], int(match[2]), int(match[3] or 0), match[4] or "")
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Optional, Union
 
+from megatron.pipeline.data_parallel_messages import MESSAGES, STARTED, apart, pairs_of, passes_of, without_messages
 from megatron.pipeline.schedule import BESIDE, BrokenSchedule, Op, StageMap, dependencies, looped, make_schedule
-from megatron.pipeline.sharding import MESSAGES, STARTED, apart, pairs_of, passes_of, without_messages
 
 COST = dict(F=1.0, B=2.0, I=1.0, W=1.0)  # a backward pass takes twice as long as a forward pass
 KINDS = ({"F"}, {"F", "B"}, {"F", "I", "W"})

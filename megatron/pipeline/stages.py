@@ -15,8 +15,8 @@ from typing import Optional
 from megatron.errors import SettingsError
 from megatron.pipeline import schedule
 from megatron.pipeline.custom_schedule import CustomSchedule, is_file, read_schedule
+from megatron.pipeline.data_parallel_messages import pairs_of, passes_of, without_messages
 from megatron.pipeline.schedule import Op, StageMap
-from megatron.pipeline.sharding import pairs_of, passes_of, without_messages
 from megatron.pipeline.simulate import report
 from megatron.settings.schema import Parallel
 

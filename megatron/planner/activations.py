@@ -23,6 +23,16 @@ def stage_saved_bytes(job: Job, layout: Layout, layers: Sequence[int], first: bo
     return kept
 
 
+def largest_layer(job: Job, layout: Layout, layers: Sequence[int]) -> int:
+    """The most bytes that the forward pass of one of these layers saves for a micro-batch."""
+    share = layout.rank_setup(job)
+    each = (
+        sum(job.facts.layer_saved_bytes(design.share(share), design.kind, modules).values())
+        for design, modules in repeated(job.facts, layout.recompute, layers, together=True)
+    )
+    return max(each, default=0)
+
+
 def repeated(facts: Facts, settings: Recompute, layers: Sequence[int], together: bool = False) -> Counter:
     """Count layers by (design, recomputed modules). together: count a group that is recomputed together once."""
     counts = Counter()

@@ -19,7 +19,7 @@ from megatron.planner.problems import inspect, memory_problems, refusal
 from megatron.planner.reached import FEW
 from megatron.planner.search import NOT_OFFLOADED, Plan, SearchedPlans, Space, divisors, search
 from megatron.planner.speed import Cluster
-from megatron.planner.text import choice, parts, plans, sizes, speeds_note, trust
+from megatron.planner.text import choice, far, parts, plans, sizes, speeds_note, trust
 from megatron.settings import batch, schema
 from megatron.settings.plan_file import LAYOUT
 from megatron.settings.rules import out_of_range
@@ -66,8 +66,7 @@ def tolerance(cluster: Cluster) -> float:
     """The relative difference below which two times count as equal: the error of predictions in published runs."""
     if not cluster.device.assumed:
         return 0.05  # of calibrated CPUs: docs/benchmarks.md#the-planner-against-measured-steps
-    known = [one for parallel in (False, True) if (one := cluster.device.accuracy(parallel)) and one.runs >= FEW]
-    return max((one.median for one in known), default=0.1)
+    return max((one.median for one in cluster.device.accuracies.values() if one.runs >= FEW), default=0.1)
 
 
 def search_micro_batch(config: schema.Config) -> SearchResult:
@@ -115,6 +114,7 @@ def _searched(
         remarks.append("speeds are assumed; --calibrate on the machine itself measures them")
     if searched.plans:
         remarks += [words for words in (choice(searched, space.tolerance), trust(searched.plans[0], cluster)) if words]
+        remarks += far(searched.plans[0].layout, cluster)
     return SearchResult(
         config, searched, job, cluster, count, source, remarks, time.perf_counter() - started, list(held)
     )

@@ -20,12 +20,13 @@ from megatron.planner.reached import (
     ATTENTION,
     ATTENTION_BACKWARD,
     ATTENTION_TOKENS,
+    EXPERTS,
     EXPOSED,
     LINEAR,
     ROWS,
     UNFUSED,
     Accuracy,
-    accuracy,
+    accuracies,
     generation,
 )
 from megatron.telemetry.peak_flops import PEAK_TFLOPS, peak_flops
@@ -71,7 +72,7 @@ class Device:
     context_gb: float = 1.2  # driver, libraries and their workspaces
     communication_gb: float = 0.4  # buffers of a communication library, for each axis of more than one rank
     assumed: bool = True  # False if the speeds were measured
-    compared: bool = True  # False for models of a kind that no published run was compared with: those with experts
+    mixture: bool = False  # whether the model has experts, for the errors of predictions
     margin: float = 0.03  # share of the memory that stays free: drivers reserve some of the data sheet's
 
     @property
@@ -83,9 +84,14 @@ class Device:
         """The bytes that a layout may use."""
         return int((1 - self.margin) * self.memory_bytes)
 
-    def accuracy(self, model_parallel: bool) -> Optional[Accuracy]:
-        """The errors of predictions in published runs of such a device; None for measured speeds, or without such runs."""
-        return accuracy(self.name, model_parallel) if self.assumed and self.kind == "cuda" and self.compared else None
+    @property
+    def accuracies(self) -> dict[str, Accuracy]:
+        """The errors of predictions in published runs of such a device, by the features of their layouts
+        (`Layout.features`): with experts if the model has some, else without. None for measured speeds.
+        """
+        if not self.assumed or self.kind != "cuda":
+            return {}
+        return {one: errors for one, errors in accuracies(self.name).items() if one.startswith(EXPERTS) is self.mixture}
 
     @property
     def context_bytes(self) -> int:

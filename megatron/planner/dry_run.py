@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from megatron.errors import Failure
 from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import EXPERT_DP, JOINED, ranks_along
+from megatron.pipeline.data_parallel_messages import without_messages
 from megatron.pipeline.draw import diagram
-from megatron.pipeline.sharding import without_messages
 from megatron.pipeline.simulate import make_rank_schedules, simulate
 from megatron.planner import goodput, target, text
 from megatron.planner.choose import resolve_open_settings
@@ -45,7 +45,7 @@ def dry_run(config: schema.Config, log=print) -> None:
         for section in _sections(inspection.resolved, plan, needed, cluster, source, width):
             log(section + "\n")
         slow = slow_start(inspection.resolved, inspection.layout, cluster.device.kind)
-        for remark in [*remarks, *_far(inspection.layout, cluster), *[slow] * bool(slow)]:
+        for remark in [*remarks, *text.far(inspection.layout, cluster), *[slow] * bool(slow)]:
             log(sentence(f"note: {remark}", width))
         for warning in rules.idle(config, cluster.world_size).values():
             log(sentence(f"warning: {warning}", width))
@@ -86,16 +86,6 @@ def _sections(
     if layout.disk:
         yield sentence(_files(config, job, layout, cluster), width)
     yield "\n".join(_time(config, plan, cluster, width))
-
-
-def _far(layout: Layout, cluster: Cluster) -> list[str]:
-    """Notes on a layout that works, but is slow because of the distance between ranks."""
-    if layout.tp <= cluster.local_size:
-        return []
-    return [
-        f"--tensor-model-parallel-size {layout.tp} spans machines of {cluster.local_size} ranks: four messages of "
-        f"each layer and micro-batch cross the network; up to {cluster.local_size} they stay inside a machine"
-    ]
 
 
 def _changed(config: schema.Config) -> list[str]:
@@ -187,12 +177,19 @@ def _schedule(job: Job, layout: Layout, width: int) -> str:
     return f"{sentence(f'{head}, of which {short} are drawn' if short < num_microbatches else head, width)}\n{picture}"
 
 
+def _has_length(b: schema.Batch) -> bool:
+    """Whether the length of training is given. The rules report if it is not."""
+    return b.train_iters is not None or b.train_samples is not None
+
+
 def _data(config: schema.Config, job: Job, layout: Layout) -> Iterator[str]:
-    samples = batch.total_samples(config.batch, layout.dp)
+    samples = batch.total_samples(config.batch, layout.dp) if _has_length(config.batch) else 0
     wanted = samples * job.facts.sample_tokens
-    yield (
-        f"data: {batch.total_iterations(config.batch, layout.dp):,} steps, {samples:,} samples, {count(wanted)} tokens"
-    )
+    if samples:
+        steps = batch.total_iterations(config.batch, layout.dp)
+        yield f"data: {steps:,} steps, {samples:,} samples, {count(wanted)} tokens"
+    else:
+        yield "data: for a training of unknown length"
     given = prefixes(config.data.train_data_path or config.data.data_path or [])
     if not given:
         own = f"  samples of {config.model.model_type} itself" if recipe_of(config).own_data else "  no data is given"
@@ -203,7 +200,7 @@ def _data(config: schema.Config, job: Job, layout: Layout) -> Iterator[str]:
         tokens = _tokens(prefix)
         held += tokens or 0
         yield f"  {prefix}: {'not here' if tokens is None else f'{count(tokens)} tokens'}"
-    if held:
+    if held and samples:
         yield f"  {wanted / held:.2f} epochs of all of it, before --split"
 
 
@@ -221,7 +218,7 @@ def _checkpoints(config: schema.Config, job: Job, cluster: Cluster, layout: Layo
     trained, frozen = job.selection.sizes(job.facts.weights)
     each = trained * (4 if c.no_save_optim else 12) + frozen * job.element
     yield f"a checkpoint: {size(each)}, {size(each / cluster.world_size)} from each rank"
-    if c.save and c.save_interval and c.save_interval > 0:
+    if c.save and c.save_interval and c.save_interval > 0 and _has_length(config.batch):
         saves = batch.total_iterations(config.batch, layout.dp) // c.save_interval
         kept = min(saves, c.keep_last or saves)
         yield f"  {saves:,} checkpoints are written, {kept:,} stay: {size(kept * each)} on the disk of {c.save}"
@@ -241,12 +238,13 @@ def _files(config: schema.Config, job: Job, layout: Layout, cluster: Cluster) ->
 
 def _time(config: schema.Config, plan: Plan, cluster: Cluster, width: int) -> Iterator[str]:
     timed, note = plan.step, text.speeds_note(cluster, plan.layout)
-    steps = batch.total_iterations(config.batch, plan.layout.dp)
     yield f"expected: {seconds(timed.seconds)} a step {note}"
     yield text.parts(timed, cluster, width)
     yield f"bubble {timed.bubble:.1%} of the passes"
     yield from text.pace(plan, cluster, None)
-    yield f"{steps:,} steps: {seconds(steps * timed.seconds)} {note}"
+    if _has_length(config.batch):
+        steps = batch.total_iterations(config.batch, plan.layout.dp)
+        yield f"{steps:,} steps: {seconds(steps * timed.seconds)} {note}"
     yield sentence(text.trust(plan, cluster), width)
     if cluster.device.assumed:
         yield "--calibration FILE replaces assumed speeds by measured ones (docs/planning.md)"

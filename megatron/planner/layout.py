@@ -17,6 +17,7 @@ from typing import NamedTuple, Optional
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts, RankSetup
 from megatron.model.frozen_settings import frozen_record, frozen_settings, layer_pairs
+from megatron.model.layer_ops import LAYER, MLP
 from megatron.model.recipe import recipe_of
 from megatron.mpu.axis_sizes import expert_sizes
 from megatron.mpu.selection import ALL, Selection
@@ -24,6 +25,7 @@ from megatron.optimizer.kinds import gradient_bytes, knows_matrices, state_bytes
 from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import default_chunks, in_turns
 from megatron.pipeline.stages import Pipeline, takes_turns
+from megatron.planner.reached import EXPERTS
 from megatron.settings import batch
 from megatron.settings.schema import GROUPS, Config, Parallel, Recompute
 from megatron.settings.spelling import settings_of
@@ -234,13 +236,26 @@ class Layout:
         return bool(self.parallel) and takes_turns(self.parallel)
 
     @property
+    def lags(self) -> bool:
+        """Whether a backward pass that takes turns frees fewer layers than the forward pass adds: recomputed experts are
+        exchanged twice as often.
+        """
+        return self.turns and not {MLP, LAYER}.isdisjoint(self.recompute.modules)
+
+    @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
 
-    @property
-    def model_parallel(self) -> bool:
-        """Whether ranks share a copy of the model, or a sequence."""
-        return self.tp * self.pp * self.cp > 1
+    def features(self, local_size: int, mixture: bool) -> str:
+        """What the time of a step depends on, other than sizes. local_size: ranks of a node; mixture: whether the model has
+        experts.
+
+        >>> Layout(tp=2, pp=4, dp=2).features(8, mixture=False), Layout(dp=16, ep=8).features(8, mixture=True)
+        ('tp, pp', 'experts, ep, dp over nodes')
+        """
+        words = {EXPERTS: mixture, "tp": self.tp > 1, "pp": self.pp > 1, "cp": self.cp > 1, "ep": self.ep > 1}
+        words["dp over nodes"] = self.dp > 1 and self.tp * self.weight_ranks > local_size
+        return ", ".join(name for name, has in words.items() if has) or "one node"
 
     @property
     def replicate(self) -> int:

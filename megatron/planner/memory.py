@@ -182,6 +182,8 @@ def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[di
     units = rank_units(job, layout, rank)
     layers = [layer for held in layout.pipeline(job.facts.num_layers).layers_of(rank) for layer in held]
     layer = activations.workspace(job, layout, layers) + units.largest * job.element
+    if layout.turns:  # a forward pass has added a layer before the backward pass beside it has freed one
+        layer += activations.largest_layer(job, layout, layers)
     passing, comparing = teacher_pass(job.teacher, layout.of_teacher) if has_teacher(job, layout, rank) else (0, 0)
     if layout.teacher_shard > 1 and job.teacher:  # a layer is gathered
         whole = lambda unit: unit.shared(layout.teacher_shard) * layout.teacher_shard
@@ -270,7 +272,7 @@ def _kept(job: Job, layout: Layout, rank: int) -> Counter:
     if last in stages:
         late[stages.index(last)] += job.facts.loss_deferred(layout.rank_setup(job))
     sums = [sum(kinds.values()) for kinds in each]
-    moments = most_held(layout.order, layout.pp, layout.num_microbatches(job), len(each), rank)
+    moments = most_held(layout.order, layout.pp, layout.num_microbatches(job), len(each), rank, layout.lags)
     alive, waiting = max(moments, key=lambda m: sum(map(_product, m[0], sums)) + sum(map(_product, m[1], late)))
     total = Counter()
     for count, kinds in zip(alive, each):
@@ -318,6 +320,6 @@ def _messages(job: Job, layout: Layout, rank: int) -> int:
         return 0
     waiting = 3 + layout.chunks
     if job.device == "cpu":
-        alive = most_held(layout.order, layout.pp, layout.num_microbatches(job), layout.chunks, rank)
+        alive = most_held(layout.order, layout.pp, layout.num_microbatches(job), layout.chunks, rank, layout.lags)
         waiting += max(sum(counts) for counts, _ in alive)
     return waiting * job.facts.message_bytes(layout.rank_setup(job))

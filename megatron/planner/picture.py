@@ -52,16 +52,17 @@ def draw(plans: Sequence[Plan], cluster: Cluster, path: str) -> None:
     Raises SettingsError without matplotlib or for an unknown format, StorageError if writing fails.
     """
     figure = new_figure(WIDTH, 3.2 + 2 * BAR * (len(plans) + 1), "--picture")
-    memory, time = figure.subplots(2, 1)
+    halves = figure.subfigures(2, 1)
+    memory, time = (half.subplots() for half in halves)
     names = [
-        f"{number}  {plan.layout.short()}\nmicro {plan.layout.micro_batch_size}, recompute {recomputed(plan)}"
+        f"{number}  {plan.layout.short()}, micro {plan.layout.micro_batch_size}\nrecompute {recomputed(plan)}"
         for number, plan in enumerate(plans, 1)
     ]
     filled = [memory_report(plan.job, plan.layout, cluster.device, plan.rank).device for plan in plans]
-    _bars(memory, [{kind: size / 1e9 for kind, size in kinds.items()} for kinds in filled], names)
+    _bars(halves[0], memory, [{kind: size / 1e9 for kind, size in kinds.items()} for kinds in filled], names)
     memory.axvline(cluster.device.memory_bytes / 1e9, color=INK, linestyle="--", linewidth=1)
     memory.set_xlabel(f"GB on the fullest rank; dashed: {cluster.device.name}, {cluster.device.memory_gb:.1f} GB")
-    _bars(time, [plan.step.parts for plan in plans], names)
+    _bars(halves[1], time, [plan.step.parts for plan in plans], names)
     time.set_xlabel(f"seconds of a step {speeds_note(cluster)}")
     figure.suptitle(f"{cluster.world_size} ranks, global batch {plans[0].job.global_batch}", color=INK)
     try:
@@ -76,8 +77,11 @@ def draw(plans: Sequence[Plan], cluster: Cluster, path: str) -> None:
         raise StorageError(f"cannot write --picture {path}", error.strerror) from error
 
 
-def _bars(axes, rows: Sequence[dict[str, float]], names: Sequence[str]) -> None:
-    """Stacked horizontal bars, the first row on top; kinds in the order of their largest share."""
+def _bars(half, axes, rows: Sequence[dict[str, float]], names: Sequence[str]) -> None:
+    """Stacked horizontal bars, the first row on top; kinds in the order of their largest share.
+
+    half: the part of the figure with the axes; the legend stands at its end, as wide as the figure
+    """
     longest = max(sum(row.values()) for row in rows)
     largest = {kind: max(row.get(kind, 0.0) for row in rows) for row in rows for kind in row}
     kinds = [kind for kind in sorted(largest, key=largest.get, reverse=True) if largest[kind] > SMALL * longest]
@@ -90,9 +94,8 @@ def _bars(axes, rows: Sequence[dict[str, float]], names: Sequence[str]) -> None:
         widths = [row[kind] for row in drawn]
         axes.barh(names, widths, left=left, label=kind, color=COLOURS[kind], height=0.62)
         left = [start + width for start, width in zip(left, widths)]
-    axes.legend(
-        loc="upper center",
-        bbox_to_anchor=(0.4, -0.62 / (BAR * len(rows) + 0.6)),
+    half.legend(
+        loc="outside lower center",
         ncols=4,
         frameon=False,
         fontsize="small",
@@ -100,6 +103,7 @@ def _bars(axes, rows: Sequence[dict[str, float]], names: Sequence[str]) -> None:
         handlelength=1,
         columnspacing=1.2,
     )
+    axes.tick_params(axis="y", labelsize="small")
     plain(axes)
     axes.grid(axis="x", color=SOFT, alpha=0.3, linewidth=0.7)
     axes.set_axisbelow(True)

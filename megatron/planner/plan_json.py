@@ -8,7 +8,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import memory_report
 from megatron.planner.search import Plan
 from megatron.planner.startup import groups_of, start_up
-from megatron.planner.text import basis, share_of_peak
+from megatron.planner.text import accuracy_of, basis, share_of_peak
 from megatron.planner.traffic import transfers
 from megatron.settings.plan_file import layout_settings, shape
 from megatron.settings.schema import Config
@@ -52,9 +52,11 @@ def _plan(config: Config, plan: Plan, outcome: SearchResult) -> dict:
         parts=plan.step.parts,
         bubble=plan.step.bubble,
         tokens_per_second=plan.step.tokens_per_second(job),
-        error=None if (known := device.accuracy(layout.model_parallel)) is None else known._asdict(),
+        error=None if (known := accuracy_of(outcome.cluster, layout)) is None else known._asdict(),
         mfu=share_of_peak(plan, outcome.cluster),
         tflops_per_rank=plan.step.tflops_per_rank(outcome.cluster.world_size),
+        mfu_causal=share_of_peak(plan, outcome.cluster, seen=True),
+        tflops_per_rank_causal=plan.step.tflops_per_rank(outcome.cluster.world_size, seen=True),
         bytes=plan.bytes,
         memory=[
             asdict(memory_report(job, layout, device, rank))

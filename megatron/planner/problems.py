@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Optional
 
-from megatron.checkpoint.traces import may_begin
+from megatron.checkpoint.first_launch import may_begin
 from megatron.errors import CheckpointError, DataError, Failure, SettingsError, numbered
 from megatron.guard.changes import refuse_another_run
 from megatron.model.recipe import facts_of
@@ -282,8 +282,23 @@ def memory_problems(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
     return [
         f"out of memory by {(needed[rank] - capacity) / 1e9:.1f} GB on pipeline rank {rank}{others}: "
         f"{needed[rank] / 1e9:.1f} of {capacity / 1e9:.1f} GB; "
-        + remedies(job, layout, lambda other: max(fullest(job, other, cluster)), capacity)
+        + remedies(
+            job, layout, lambda other: max(fullest(job, other, cluster)), capacity, _unscaled(job, layout, cluster)
+        )
     ]
+
+
+def _unscaled(job: Job, layout: Layout, cluster: Cluster) -> tuple[str, ...]:
+    """The remedy for scores in fp16 that are divided by the layer's number, which no kernel does without storing them: none
+    if it does not help.
+    """
+    model = job.facts.settings
+    if job.precision != "fp16" or not model.apply_query_key_layer_scaling:
+        return ()
+    plain = replace(model, apply_query_key_layer_scaling=False)
+    most = max(fullest(replace(job, facts=replace(job.facts, settings=plain)), layout, cluster))
+    fits = most <= cluster.device.usable_bytes
+    return (f"--no-apply-query-key-layer-scaling ({most / 1e9:.1f} GB)",) * fits
 
 
 def remedies(

@@ -19,10 +19,11 @@ from statistics import mean, median
 from typing import NamedTuple, Optional
 
 from megatron.model.gpt.facts import GPTFacts
+from megatron.model.layer_ops import CORE, MODULES
 from megatron.planner.device import GIB, Device, find
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import memory_report
-from megatron.planner.reached import DATA, MODEL, Accuracy
+from megatron.planner.reached import Accuracy
 from megatron.planner.speed import Cluster, step
 from megatron.settings.schema import Model, Recompute
 
@@ -75,6 +76,34 @@ SOURCES = {
     "megatron-bridge-26.02": PublishedSource(
         f"{GITHUB}/NVIDIA-NeMo/Megatron-Bridge/docs/performance-summary-archive.md", "0a25f91 (26.02)", "Llama 3, fp8"
     ),
+    "megatron-bridge-moe": PublishedSource(
+        f"{GITHUB}/NVIDIA-NeMo/Megatron-Bridge/docs/performance-summary-archive.md, with its recipes",
+        "067f987 (25.11 to 26.04.01)",
+        "gpt-oss 120B, balanced routing",
+    ),
+    "megatron-bridge-qwen3": PublishedSource(
+        f"{GITHUB}/NVIDIA-NeMo/Megatron-Bridge/docs/training/moe-optimization.md, skills/nemo-mbridge-perf-*",
+        "067f987",
+        "Qwen3 30B-A3B, balanced routing, gradients in bf16; HybridEP without overlap, with it, tuned, and all-to-all",
+    ),
+    "automodel": PublishedSource(
+        f"{GITHUB}/NVIDIA-NeMo/Automodel/docs/performance-summary.mdx, with its recipes",
+        "36044ad",
+        "Qwen3 30B-A3B, gpt-oss; FSDP2 with DeepEP, balanced routing",
+    ),
+    "automodel-dispatchers": PublishedSource(
+        f"{GITHUB}/NVIDIA-NeMo/Automodel/docs/deepep_vs_hybridep_benchmark.md",
+        "1800766",
+        "Qwen3 30B-A3B; DeepEP, then HybridEP",
+    ),
+    "moe-model-zoo": PublishedSource(
+        f"{GITHUB}/yanring/Megatron-MoE-ModelZoo/best_practice/qwen3/readme.md",
+        "e865051",
+        "Qwen3 235B-A22B, Megatron-Core",
+    ),
+    "pai-megatron": PublishedSource(
+        f"{GITHUB}/alibaba/Pai-Megatron-Patch, issue 658", "2b201af", "Qwen3 235B-A22B, Megatron-Core, balanced routing"
+    ),
 }
 
 
@@ -82,7 +111,10 @@ SOURCES = {
 class PublishedRun:
     """A published run. Its fields are the columns of the file; `global` is `batch` here.
 
-    recompute: none, full, core_attn, half (every second layer), op (torchtitan's choice of ops)
+    recompute: none, full, core_attn, half (every second layer), op (torchtitan's choice of ops), or --recompute-modules
+    experts, topk, ep: of a mixture, whose `ffn` is the width of an expert and whose experts have no tensor parallelism
+    dispatch:  to each expert of a token (all-to-all), or once to each node with some of them (DeepEP, HybridEP)
+    turns:     whether exchanges overlap with another micro-batch
     reduce:    precision of the gradients' reduction
     unit:      of `measured`: tokens/s/GPU, s/step or TFLOP/s/GPU
     """
@@ -115,6 +147,19 @@ class PublishedRun:
     unit: str
     memory_gib: Optional[float]
     parameters: Optional[int]
+    experts: Optional[int] = None
+    topk: Optional[int] = None
+    ep: Optional[int] = None
+    dispatch: str = ""
+    turns: Optional[int] = None
+
+    @property
+    def is_kept_back(self) -> bool:
+        """Whether it is one of the mixtures, by a hash of model, GPUs and layout, whose predictions were first looked at
+        when all changes for mixtures were made.
+        """
+        parts = (self.hidden, self.gpu, self.gpus, self.micro, self.tp, self.pp, self.ep, self.recompute, self.dispatch)
+        return self.experts is not None and zlib.crc32(" ".join(map(str, parts)).encode()) % 3 == 0
 
     @property
     def is_fitted(self) -> bool:
@@ -123,13 +168,20 @@ class PublishedRun:
         return self.source == FITTED and zlib.crc32(" ".join(map(str, sizes)).encode()) % 3 == 0
 
     @property
+    def share(self) -> str:
+        """The part of the runs that it belongs to."""
+        if self.experts is not None:
+            return "kept back" if self.is_kept_back else "seen"
+        return "fitted" if self.is_fitted else "held back"
+
+    @property
     def is_compared(self) -> bool:
         return self.precision == "bf16"
 
     @property
-    def family(self) -> str:
-        """The kind of layout, as in `reached.ACCURACY`."""
-        return MODEL if self.tp * self.pp * self.cp > 1 else DATA
+    def features(self) -> str:
+        """The features of its layout, as in `reached.ACCURACY`."""
+        return self.layout.features(self.cluster.local_size, self.experts is not None)
 
     @property
     def dp(self) -> int:
@@ -139,7 +191,10 @@ class PublishedRun:
     def layout(self) -> Layout:
         half = ",".join(str(n) for n in range(1, self.layers, 2)) if self.recompute in ("half", "op") else None
         granularity = dict(none=None, half="full", op="full").get(self.recompute, self.recompute) or None
-        return Layout(
+        recompute = Recompute(granularity, no_recompute_layers=half)
+        if modules := set(self.recompute.split()) & set(MODULES) - {CORE}:
+            recompute = Recompute(CORE, recompute_modules=sorted(modules))
+        layout = Layout(
             self.tp,
             self.pp,
             self.dp,
@@ -149,11 +204,26 @@ class PublishedRun:
             self.zero,
             self.dp * self.cp if self.zero else 1,
             bool(self.sp),
-            Recompute(granularity, no_recompute_layers=half),
+            recompute,
+            self._stage_layers,
             overlap=self.zero > 0,
             cp=self.cp,
             gathers=self.cp > 1 and self.kind in ("eager", "compiled"),  # torchtitan's default; Megatron-LM's is a ring
+            ep=self.ep or 1,
+            etp=1 if self.experts else None,
         )
+        if not self.turns:
+            return layout
+        return replace(layout, parallel=replace(layout._parallel(), overlap_moe_expert_parallel_comm=True))
+
+    @property
+    def _stage_layers(self) -> Optional[str]:
+        """Stages in which embedding and loss count as layers, if the layers alone do not fill them evenly."""
+        stages = self.pp * self.chunks
+        if self.layers % stages == 0 or self.experts is None:
+            return None
+        each = (self.layers + 2) // stages
+        return ",".join(map(str, [each - 1, *[each] * (stages - 2), each - 1]))
 
     @cached_property
     def job(self) -> Job:
@@ -164,15 +234,20 @@ class PublishedRun:
             self.hidden,
             self.heads,
             self.seq,
-            max_position_embeddings=self.seq if self.arch != "llama" else None,
+            max_position_embeddings=self.seq if self.arch == "gpt" else None,
             hidden_dropout=drops,
             attention_dropout=drops,
             **ARCHITECTURES[self.arch],
         )
         model = replace(model, num_query_groups=self.groups, group_query_attention=self.groups is not None)
         model = replace(model, ffn_hidden_size=self.ffn) if self.ffn else model
+        if self.experts:
+            sizes = dict(num_experts=self.experts, moe_router_topk=self.topk, moe_ffn_hidden_size=self.ffn)
+            model = replace(model, **sizes, moe_router_load_balancing_type=["none"])
         backend = "stored" if self.attention == "stored" else "auto"
         others = dict(plain_loss=True, plain_activation=True)  # this suite's kernels keep less
+        if self.kind == "transformer-engine":  # fused, too
+            others = dict(gradients=2 if self.reduce == "bf16" else 4)
         return Job(GPTFacts(model, self.vocabulary), self.batch, "bf16", backend=backend, **others)
 
     @property
@@ -184,7 +259,7 @@ class PublishedRun:
 
     @property
     def cluster(self) -> Cluster:
-        return Cluster(self.device, self.gpus, min(8, self.gpus))
+        return Cluster(self.device, self.gpus, min(8, self.gpus), self.topk if self.dispatch == "once" else None)
 
     @property
     def tokens_per_second(self) -> float:
@@ -215,26 +290,53 @@ class PublishedRun:
     def memory(self) -> float:
         """Predicted bytes of the fullest rank if state is kept as in FSDP. FSDP casts a shard of fp32 weights before each
         gather, while this suite keeps a copy in bf16. Its gradients arrive in bf16, while they arrive in fp32 here.
+        Of mixtures, peaks of the allocator were published.
         """
         reports = [memory_report(self.job, self.layout, self.device, rank) for rank in {0, self.pp - 1}]
+        if self.kind == "transformer-engine" and self.experts and self.pp == 1:
+            return reports[0].total - sum(reports[0].device[name] for name in NOT_ALLOCATED) - self._expert_outputs
         return max(one.total - _kept_here(one.device) * (self.zero == 3) for one in reports)
+
+    @property
+    def _expert_outputs(self) -> int:
+        """Bytes of the outputs of experts, which this suite keeps for the gradients of their weights. Megatron-Core weights
+        them before the second product, and does not.
+        """
+        return self.layers * self.micro * self.seq * self.topk * self.hidden * 2
+
+
+NOT_ALLOCATED = ("fragmentation", "communication buffers", "device context")  # by torch's allocator
 
 
 def _kept_here(entries: dict[str, int]) -> float:
     return entries.get("weights", 0) + entries.get("gradient buffers", 0) / 2
 
 
+LLAMA = dict(
+    disable_bias_linear=True,
+    position_embedding_type="rope",
+    swiglu=True,
+    normalization="RMSNorm",
+    untie_embeddings_and_output_weights=True,
+)
 ARCHITECTURES = {
     "gpt": {},
-    "llama": dict(
-        disable_bias_linear=True,
-        position_embedding_type="rope",
-        swiglu=True,
-        normalization="RMSNorm",
-        untie_embeddings_and_output_weights=True,
+    "llama": LLAMA,
+    "qwen3-moe": dict(LLAMA, qk_layernorm=True, kv_channels=128),
+    "gpt-oss": dict(
+        LLAMA,
+        swiglu=False,
+        quick_geglu=True,
+        glu_linear_offset=1.0,
+        disable_bias_linear=False,
+        kv_channels=64,
+        softmax_type="learnable",
+        window_size="127,0",
+        window_attn_skip_freq=2,
     ),
 }
 FITTED = "llm-foundry"
+PLAIN = ("one node", "dp over nodes")  # features of layouts with only data parallelism
 
 
 def runs() -> list[PublishedRun]:
@@ -244,7 +346,7 @@ def runs() -> list[PublishedRun]:
 
     def read(name: str, text: str):
         kind = kinds[name]
-        if kind == Optional[int] or kind == Optional[float]:
+        if kind in (Optional[int], Optional[float]):
             return (int if kind == Optional[int] else float)(text) if text else None
         return kind(text)
 
@@ -256,18 +358,18 @@ def runs() -> list[PublishedRun]:
 # Errors of the predictions -------------------------------------------------------------------------------------------
 
 
-def judges(family: str, gpu: str, all_runs: Sequence[PublishedRun]) -> list[PublishedRun]:
-    """The runs of a GPU that test the predictions for a kind of layout. No constant was fitted to them. Layouts with only
-    data parallelism are compared with eager FSDP, other layouts with every suite that published such runs.
+def judges(features: str, gpu: str, all_runs: Sequence[PublishedRun]) -> list[PublishedRun]:
+    """The runs of a GPU that test the predictions for layouts with these features. No constant was fitted to them. Layouts
+    with only data parallelism are compared with eager FSDP, other layouts with every suite that published such runs.
     """
     return [
         run
         for run in all_runs
         if run.is_compared
         and not run.is_fitted
-        and run.family == family
+        and run.features == features
         and run.gpu.startswith(gpu)
-        and (run.kind == "eager" or family == MODEL)
+        and (run.kind == "eager" or features not in PLAIN)
     ]
 
 
@@ -281,16 +383,15 @@ def summary(all_runs: Sequence[PublishedRun]) -> str:
     """The errors of predicted tokens/s by kind of suite, GPU and kind of layout, as a table in Markdown."""
     groups: dict[tuple, list[PublishedRun]] = {}
     for run in filter(lambda run: run.is_compared, all_runs):
-        groups.setdefault((run.kind, run.gpu, run.family, run.source, run.is_fitted), []).append(run)
+        groups.setdefault((run.kind, run.gpu, run.features, run.source, run.share), []).append(run)
     rows = []
-    for (kind, gpu, family, source, fitted), own in groups.items():
+    for (kind, gpu, features, source, share), own in groups.items():
         errors = [run.error for run in own]
         worst, middle = max(map(abs, errors)), median(map(abs, errors))
         rows.append(
-            [kind, source, gpu, family, "fitted" if fitted else "held back", len(own)]
-            + [f"{middle:.1%}", f"{worst:.1%}", f"{mean(errors):+.1%}"]
+            [kind, source, gpu, features, share, len(own)] + [f"{middle:.1%}", f"{worst:.1%}", f"{mean(errors):+.1%}"]
         )
-    head = ["kind of suite", "source", "GPU", "layouts", "constants", "runs", "median", "worst", "mean"]
+    head = ["kind of suite", "source", "GPU", "features", "share", "runs", "median", "worst", "mean"]
     return markdown(sorted(rows), head)
 
 
@@ -299,14 +400,19 @@ def listing(all_runs: Sequence[PublishedRun]) -> str:
     rows = []
     for run in all_runs:
         batch = f"{run.micro} x {run.layout.num_microbatches(run.job)}"
-        again = "" if run.recompute == "none" else run.recompute
+        again = "" if run.recompute == "none" else run.recompute + ", overlap" * bool(run.turns)
         speeds = [f"{run.tokens_per_second:,.0f}", "", ""]
         if run.is_compared:
             speeds[1:] = f"{run.predicted:,.0f}", f"{run.error:+.0%}"
         peak = "" if run.memory_gib is None else f"{run.memory_gib:g}"
         own = f"{run.memory() / GIB:.1f}" if run.memory_gib and run.is_compared else ""
         rows.append(
-            [f"{run.source}{' *' * run.is_fitted}", run.kind, f"{run.gpus} x {run.gpu}", f"{run.layers} x {run.hidden}"]
+            [
+                f"{run.source}{' *' * run.is_fitted}{' +' * run.is_kept_back}",
+                run.kind,
+                f"{run.gpus} x {run.gpu}",
+                f"{run.layers} x {run.hidden}",
+            ]
             + [run.seq, batch, run.layout.short(), again, run.precision, *speeds, peak, own]
         )
     head = ["source", "kind", "GPUs", "layers x width", "tokens", "micro-batch", "layout", "recompute", "precision"]

@@ -40,29 +40,49 @@ class Accuracy(NamedTuple):
 
     def __str__(self) -> str:
         if self.runs < FEW:
-            return f"error {self.worst:.0%} in {self.runs} runs"
+            return f"error {self.worst:.0%} in {self.runs} run{'s' * (self.runs > 1)}"
         return f"error {self.median:.0%}, worst {self.worst:.0%}"
 
 
+EXPERTS = "experts"  # the first feature of a mixture
 FEW = 10  # number of runs below which a median means little
-DATA, MODEL = "data parallel", "tensor or pipeline parallel"  # kinds of layouts
-# (GPU, kind of layout) -> errors, from `python -m megatron.tools.plan --published`. A test compares them.
+# (GPU, features of the layout as in `Layout.features`) -> errors, from `python -m megatron.tools.plan --published`. A test
+# compares them.
 ACCURACY = {
-    ("A100", DATA): Accuracy(0.03, 0.28, 66),
-    ("A100", MODEL): Accuracy(0.04, 0.14, 23),
-    ("H100", DATA): Accuracy(0.02, 0.11, 40),
-    ("H100", MODEL): Accuracy(0.01, 0.01, 2),
+    ("A100", "dp over nodes"): Accuracy(0.03, 0.28, 23),
+    ("A100", "one node"): Accuracy(0.03, 0.28, 43),
+    ("A100", "tp"): Accuracy(0.07, 0.1, 2),
+    ("A100", "tp, dp over nodes"): Accuracy(0.14, 0.14, 3),
+    ("A100", "tp, pp"): Accuracy(0.05, 0.11, 6),
+    ("A100", "tp, pp, dp over nodes"): Accuracy(0.02, 0.08, 12),
+    ("B200", "experts, ep, dp over nodes"): Accuracy(0.23, 0.41, 4),
+    ("H100", "dp over nodes"): Accuracy(0.01, 0.11, 20),
+    ("H100", "experts, ep"): Accuracy(0.38, 0.42, 4),
+    ("H100", "experts, ep, dp over nodes"): Accuracy(0.19, 0.45, 7),
+    ("H100", "experts, pp, ep, dp over nodes"): Accuracy(0.32, 0.35, 3),
+    ("H100", "experts, tp, ep, dp over nodes"): Accuracy(0.55, 0.55, 1),
+    ("H100", "experts, tp, pp, ep"): Accuracy(0.15, 0.15, 1),
+    ("H100", "experts, tp, pp, ep, dp over nodes"): Accuracy(0.19, 0.41, 3),
+    ("H100", "one node"): Accuracy(0.02, 0.08, 20),
+    ("H100", "tp, dp over nodes"): Accuracy(0.01, 0.01, 2),
+    ("H800", "experts, pp, ep"): Accuracy(0.21, 0.27, 2),
+    ("H800", "experts, tp, pp, ep"): Accuracy(0.15, 0.27, 2),
 }
 OTHERS = ("PCIe", "NVL", "GH200")  # variants of a GPU with other speeds
 
 
-def accuracy(name: str, model_parallel: bool) -> Optional[Accuracy]:
-    """The errors for a device and a kind of layout; None for a device without published runs.
-
-    >>> str(accuracy("NVIDIA A100-SXM4-80GB", False)), accuracy("H200-141GB", False)
-    ('error 3%, worst 28%', None)
-    """
+def accuracies(name: str) -> dict[str, Accuracy]:
+    """The errors for a device by the features of layouts; none for a device without published runs."""
     gpu = next((gpu for gpu, _ in ACCURACY if gpu in name), None)
     if gpu is None or any(other in name for other in OTHERS):
-        return None
-    return ACCURACY[gpu, MODEL if model_parallel else DATA]
+        return {}
+    return {features: errors for (of, features), errors in ACCURACY.items() if of == gpu}
+
+
+def accuracy(name: str, features: str) -> Optional[Accuracy]:
+    """The errors for a device and layouts with these features; None without such published runs.
+
+    >>> str(accuracy("NVIDIA A100-SXM4-80GB", "dp over nodes")), accuracy("A100-80GB", "cp"), accuracy("H200-141GB", "tp")
+    ('error 3%, worst 28%', None, None)
+    """
+    return accuracies(name).get(features)

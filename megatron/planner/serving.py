@@ -274,7 +274,7 @@ class ServingShare:
     def _message(self, tokens: int) -> float:
         """Seconds of a message to the next stage."""
         size = tokens * self.job.facts.settings.hidden_size * self.job.element
-        return self.cluster.seconds("send", size, 1, 2, self.tp) if self.pp > 1 else 0.0
+        return self.cluster.seconds("send", size, 1, self.pp, self.tp)
 
     def _stage(self, rank: int, s: int, texts: int, cached: int) -> dict[str, float]:
         """Seconds of a pass of a stage over s tokens of each text, by part. cached: tokens before them."""

@@ -6,11 +6,12 @@ its elementwise work (bytes over bandwidth), kernel launches, and tensor paralle
 The schedule is simulated with the data parallel all-gathers and reductions as ops; the update follows it.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from megatron.model.facts import OUTPUT, Facts, LayerDesign
 from megatron.model.layer_ops import LAYER, Collective, CoreAttention, Kernel, LayerOp, Product, RankSetup
@@ -40,30 +41,76 @@ OFFLOAD_BYTES, OFFLOAD_MOMENT_BYTES = 12, 4  # per parameter and per moment in a
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices, and how many of them share a node: neighbouring ranks use the links inside a node."""
+    """Devices, and how many of them share a node: neighbouring ranks use the links inside a node.
+
+    once: experts of a token, if an exchange of experts' tokens sends a token once to each node (or each rank of its own)
+          that has some of them, as DeepEP and HybridEP do; None: once to each expert, as this suite does
+    """
 
     device: Device
     world_size: int
     local_size: int = 8
+    once: Optional[int] = None
 
     def seconds(self, op: str, size: int, calls: int, ranks: int, stride: int) -> float:
-        """Seconds of collectives with `size` bytes in `calls` calls over `ranks` ranks with distance `stride`."""
+        """Seconds of collectives with `size` bytes in `calls` calls over `ranks` ranks with distance `stride`, in the group
+        of the job that takes longest.
+
+        Links inside a node and adapters work at the same time, so the slower ones count. Each rank has its own adapter.
+        """
         if ranks == 1 or size == 0:
             return 0.0
-        d = self.device
-        if op == "send":
-            return size / (d.inner if stride < self.local_size else d.outer) + calls * d.latency
-        if op == "shift":  # as slow as the message that leaves the node
-            return size / (d.inner if ranks * stride <= self.local_size else d.outer) + calls * d.latency
+        held = placements(ranks, stride, self.local_size, self.world_size)
+        return max(self._seconds(op, size, calls, ranks, one) for one in held)
+
+    def _seconds(self, op: str, size: int, calls: int, ranks: int, held: "Placement") -> float:
+        d, nodes = self.device, sum(count for _, count in held)
+        if op in ("send", "shift"):  # as slow as the message that leaves the node
+            return size / (d.outer if nodes > 1 else d.inner) + calls * d.latency
+        steps = (ranks - 1).bit_length()
+        if op != "all_reduce":  # all-reduce has trees; the rings of the others, and exchanges, pass every node in turn
+            steps += nodes - 1
+        if op == "all_to_all":
+            inside, outside = zip(*(self._exchanged(size, own, ranks, held) for own, _ in held))
+            return max(max(inside) / d.inner, max(outside) / d.outer) + calls * steps * d.latency
         link = d.inner
-        if ranks * stride > self.local_size:  # rings leave the node through the adapters of all its ranks in this group
-            link = min(link, d.outer * max(1, self.local_size // stride))
+        if nodes > 1:  # rings leave a node through the adapters of all its ranks in this group
+            link = min(link, d.outer * min(own for own, _ in held))
         # A ring moves (ranks - 1) / ranks of the tensor, twice for an all-reduce.
         share = (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
-        steps = (ranks - 1).bit_length()
-        if op != "all_reduce":  # all-reduce has trees; the rings of the others pass every node in turn
-            steps += max(0, ranks * stride // self.local_size - 1)
         return share * size / link + calls * steps * d.latency
+
+    def _exchanged(self, size: int, own: int, ranks: int, held: "Placement") -> tuple[float, float]:
+        """Bytes that a rank sends in an exchange: (to ranks of its node, to other nodes). It has `size` bytes for all ranks
+        together; its node has `own` of these.
+        """
+        if self.once is None:
+            return size * (own - 1) / ranks, size * (ranks - own) / ranks
+        # The chance that at least one of k experts is on one of these ranks, for each rank of the node, or other node.
+        reached = lambda part: 1 - (1 - part / ranks) ** self.once
+        token = size / self.once
+        outside = sum(count * reached(number) for number, count in held) - reached(own)
+        return token * (own - 1) * reached(1), token * outside
+
+
+Placement = tuple[tuple[int, int], ...]  # of a group on nodes: (its ranks on a node, nodes with as many), ...
+
+
+@lru_cache(maxsize=4096)
+def placements(ranks: int, stride: int, local_size: int, world_size: int) -> frozenset[Placement]:
+    """How groups of `ranks` ranks with distance `stride` lie on nodes. Each block of ranks x stride ranks of the job has
+    `stride` groups.
+
+    >>> sorted(placements(16, 1, 8, 64)), sorted(placements(4, 4, 8, 64)), sorted(placements(3, 1, 8, 9))
+    ([((8, 2),)], [((2, 2),)], [((1, 1), (2, 1)), ((3, 1),)])
+    """
+    block, found = ranks * stride, set()
+    last = min(math.lcm(block, local_size), world_size) - block
+    for first in range(0, max(0, last) + 1, block):
+        for own in range(first, first + min(stride, local_size)):
+            on_nodes = Counter((own + n * stride) // local_size for n in range(ranks))
+            found.add(tuple(sorted(Counter(on_nodes.values()).items())))
+    return frozenset(found)
 
 
 @dataclass(frozen=True)
@@ -73,13 +120,14 @@ class StepTime:
     seconds: float
     parts: dict[str, float]
     bubble: float  # fraction of the pipeline's time in which ranks wait, for the schedule and for slower stages
-    flops: float  # model FLOPs of all ranks
+    flops: float  # model FLOPs of all ranks, attention over whole sequences
+    seen_flops: float = 0.0  # with only the seen pairs of causal attention (`Facts.flops`)
 
     def tokens_per_second(self, job: Job) -> float:
         return job.global_batch * job.facts.sample_tokens / self.seconds
 
-    def tflops_per_rank(self, world_size: int) -> float:
-        return self.flops / self.seconds / world_size / 1e12
+    def tflops_per_rank(self, world_size: int, seen: bool = False) -> float:
+        return (self.seen_flops if seen else self.flops) / self.seconds / world_size / 1e12
 
 
 @dataclass(frozen=True)
@@ -151,7 +199,7 @@ def step(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
         "update": own.sharding.update,
     }
     parts = {name: value for name, value in parts.items() if value > 1e-9}
-    return StepTime(total, parts, max(0.0, waiting / length), useful_flops(job))
+    return StepTime(total, parts, max(0.0, waiting / length), useful_flops(job), useful_flops(job, seen=True))
 
 
 def seconds(work: Work, layout: Layout, num_microbatches: int, own: "StepCommunication") -> float:
@@ -168,9 +216,9 @@ def seconds(work: Work, layout: Layout, num_microbatches: int, own: "StepCommuni
     return max(work.length, span) + own.after_reductions
 
 
-def useful_flops(job: Job) -> float:
-    """Model FLOPs of an iteration, of all ranks."""
-    return job.facts.trained_flops(job.selection) * job.global_batch * job.facts.sample_tokens
+def useful_flops(job: Job, seen: bool = False) -> float:
+    """Model FLOPs of an iteration, of all ranks. seen: as in `Facts.flops`."""
+    return job.facts.trained_flops(job.selection, seen) * job.global_batch * job.facts.sample_tokens
 
 
 def layer_costs(job: Job, layout: Layout, cluster: Cluster) -> list[float]:
@@ -408,9 +456,8 @@ def _message(job: Job, layout: Layout, cluster: Cluster) -> float:
     """Seconds of a message to the next stage. Neighbouring stages are tp x cp x dp ranks apart."""
     if layout.pp == 1:
         return 0.0
-    return cluster.seconds(
-        "send", job.facts.message_bytes(layout.rank_setup(job)), 1, 2, layout.tp * layout.weight_ranks
-    )
+    size, apart = job.facts.message_bytes(layout.rank_setup(job)), layout.tp * layout.weight_ranks
+    return cluster.seconds("send", size, 1, layout.pp, apart)
 
 
 # Once a step ----------------------------------------------------------------------------------------------------------

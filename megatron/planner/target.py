@@ -41,7 +41,7 @@ def cluster_of(config: Config, env: Mapping[str, str] = os.environ, ask: bool = 
         source += f"; {local} a node assumed: --local-world-size"
     margin = asked.memory_margin
     device = device if margin is None else replace(device, margin=margin)
-    device = replace(device, compared=not config.model.mixture)
+    device = replace(device, mixture=config.model.mixture)
     return Cluster(device, world, min(local, world)), source
 
 

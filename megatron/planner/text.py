@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import MemoryReport
-from megatron.planner.reached import KIND
+from megatron.planner.reached import KIND, Accuracy, accuracies
 from megatron.planner.search import Plan, SearchedPlans
 from megatron.planner.speed import Cluster, StepTime
 from megatron.planner.traffic import Transfer
@@ -30,21 +30,27 @@ def speeds_note(cluster: Cluster, layout: Layout | None = None) -> str:
 
 
 def error_of(cluster: Cluster, layout: Layout) -> str:
-    """The error of predicted times, as published runs show it for this device and kind of layout."""
-    return str(cluster.device.accuracy(layout.model_parallel) or "error unknown")
+    """The error of predicted times, as published runs with the same features show it for this device."""
+    return str(accuracy_of(cluster, layout) or "error unknown")
 
 
-def rate(plan: Plan, cluster: Cluster) -> str:
-    """TFLOP/s of a rank, and their share of the peak (MFU)."""
-    tflops, share = plan.step.tflops_per_rank(cluster.world_size), share_of_peak(plan, cluster)
+def accuracy_of(cluster: Cluster, layout: Layout) -> Accuracy | None:
+    """The errors of published runs on this device whose layouts have the same features; None if there are none."""
+    device = cluster.device
+    return device.accuracies.get(layout.features(cluster.local_size, device.mixture))
+
+
+def rate(plan: Plan, cluster: Cluster, seen: bool = False) -> str:
+    """TFLOP/s of a rank, and their share of the peak (MFU). seen: as in `Facts.flops`."""
+    tflops, share = plan.step.tflops_per_rank(cluster.world_size, seen), share_of_peak(plan, cluster, seen)
     used = "" if share is None else f", MFU {share:.0%}"
     return f"{tflops:.4g} TFLOP/s a {'GPU' if cluster.device.kind == 'cuda' else 'rank'}{used} ({basis(cluster)})"
 
 
-def share_of_peak(plan: Plan, cluster: Cluster) -> float | None:
-    """MFU of a plan; None for a device whose peak is not known."""
+def share_of_peak(plan: Plan, cluster: Cluster, seen: bool = False) -> float | None:
+    """MFU of a plan; None for a device whose peak is not known. seen: as in `Facts.flops`."""
     peak = peak_flops(cluster.device.name, plan.job.precision)
-    return plan.step.tflops_per_rank(cluster.world_size) * 1e12 / peak if peak else None
+    return plan.step.tflops_per_rank(cluster.world_size, seen) * 1e12 / peak if peak else None
 
 
 def choice(searched: SearchedPlans, tolerance: float) -> str:
@@ -66,9 +72,14 @@ def trust(plan: Plan, cluster: Cluster) -> str:
         return "times rest on speeds that were measured with --calibrate"
     if device.kind != "cuda":
         return "times rest on assumed speeds of a CPU; --calibrate measures them"
-    known = device.accuracy(plan.layout.model_parallel)
-    runs = f"{known.runs} published runs of such layouts on this GPU" if known else ""
-    errors = f"errors are those of {runs}" if runs else "no published run of this GPU was found to compare them with"
+    known, features = accuracy_of(cluster, plan.layout), plan.layout.features(cluster.local_size, device.mixture)
+    if known:
+        count = "one published run" if known.runs == 1 else f"{known.runs} published runs"
+        errors = f"errors are those of {count} on this GPU with the same features ({features})"
+    elif accuracies(device.name):
+        errors = f"their error is unknown: no published run on this GPU has the same features ({features})"
+    else:
+        errors = "no published run of this GPU was found to compare them with"
     return f"times assume the speeds of {KIND}; {errors}; this suite was measured on one H200 alone (docs/planning.md)"
 
 
@@ -80,17 +91,37 @@ def recomputed(plan: Plan) -> str:
 
 
 def verdict(plan: Plan, cluster: Cluster) -> str:
-    """Whether a plan fits, and its speed, in two lines."""
+    """Whether a plan fits, and its speed, in a few lines."""
     room = part_of(plan.bytes, cluster.device.memory_bytes)
     pace = f"{seconds(plan.step.seconds)} a step, {count(plan.step.tokens_per_second(plan.job))} tokens/s"
     note = speeds_note(cluster, plan.layout)
-    return f"  memory: {room} on the fullest rank, predicted\n  time: {pace} {note}"
+    lines = [f"  memory: {room} on the fullest rank, predicted", f"  time: {pace} {note}"]
+    if 0 < plan.step.seen_flops < plan.step.flops:
+        lines.append(f"  with half of causal attention: {rate(plan, cluster, seen=True)}")
+    return "\n".join(lines)
 
 
 def devices(cluster: Cluster, source: str) -> str:
     """The devices of a cluster, and the source of their speeds."""
     device = cluster.device
     return f"{cluster.world_size} x {device.name} of {device.memory_gb:.1f} GB, {cluster.local_size} a node ({source})"
+
+
+def far(layout: Layout, cluster: Cluster) -> list[str]:
+    """Notes on a layout that works, but is slow because of the distance between ranks."""
+    near, notes = cluster.local_size, []
+    if layout.tp > near:
+        notes.append(
+            f"--tensor-model-parallel-size {layout.tp} spans machines of {near} ranks: four messages of "
+            f"each layer and micro-batch cross the network; up to {near} they stay inside a machine"
+        )
+    if layout.ep > 1 and layout.ep * layout.cuts.etp > near:
+        parts = f" x --expert-tensor-parallel-size {layout.cuts.etp}" * (layout.cuts.etp > 1)
+        notes.append(
+            f"--expert-model-parallel-size {layout.ep}{parts} spans machines of {near} ranks: four exchanges of tokens of "
+            f"each layer with experts and micro-batch cross the network; up to {near} they stay inside a machine"
+        )
+    return notes
 
 
 def plans(searched: SearchedPlans, cluster: Cluster, most: int, width: int = WIDTH) -> str:
@@ -123,7 +154,7 @@ def plans(searched: SearchedPlans, cluster: Cluster, most: int, width: int = WID
 
 
 def _short_error(cluster: Cluster, layout: Layout) -> str:
-    known = cluster.device.accuracy(layout.model_parallel)
+    known = accuracy_of(cluster, layout)
     return f"{known.median:.0%}-{known.worst:.0%}" if known else "-"
 
 

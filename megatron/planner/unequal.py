@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron.pipeline.custom_schedule import is_file, read_schedule
+from megatron.pipeline.data_parallel_messages import pairs_of, without_messages
 from megatron.pipeline.schedule import Op, dependencies, stage_map
-from megatron.pipeline.sharding import pairs_of, without_messages
 from megatron.pipeline.simulate import hidden_by_turns, make_rank_schedules, simulate
 from megatron.planner.live import ShardingTimes, gather_delay, is_split, reduce_delay
 

@@ -42,10 +42,18 @@ class OpenAI:
         self._models, self.limits = models, limits
 
     async def models(self, request):
-        return _json(dict(object="list", data=[_about(model) for model in self._models.values()]))
+        return _json(dict(object="list", data=[self._about(model) for model in self._models.values()]))
 
     async def model(self, request):
-        return _json(_about(named(self._models, request.path_params["name"])))
+        return _json(self._about(named(self._models, request.path_params["name"])))
+
+    def _about(self, model: ServedModel) -> dict[str, Any]:
+        sizes = dict(
+            max_model_len=model.longest, max_answer_len=min(model.longest_answer, self.limits.max_answer_tokens)
+        )
+        kind = dict(chat=model.template is not None, encoder_decoder=model.targets is not None)
+        who = dict(id=model.name, object="model", created=model.created, owned_by="megatron")
+        return dict(**who, **sizes, **kind, root=model.thread.version)
 
     async def completions(self, request):
         body = parse(Completion, await read_json(request, self.limits))
@@ -263,12 +271,6 @@ def _named_score(texts: TokenTexts, token: int, logprob: Optional[float]) -> dic
 
 def _finite(value: Optional[float]) -> float:
     return max(LEAST, LEAST if value is None else value)
-
-
-def _about(model: ServedModel) -> dict[str, Any]:
-    sizes = dict(max_model_len=model.longest, max_answer_len=model.longest_answer)
-    more = dict(**sizes, chat=model.template is not None, root=model.thread.version)
-    return dict(id=model.name, object="model", created=model.created, owned_by="megatron", **more)
 
 
 def _json(value: Any, status: int = 200):

@@ -6,7 +6,12 @@ import re
 import shutil
 import textwrap
 
+from megatron.errors import UsageError, did_you_mean
+from megatron.settings.presets import NAMES, preset, published_rows
 from megatron.settings.spelling import Setting
+
+OF_SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
+PRESETS = "presets"  # a word of --help beside the groups
 
 FILE_HELP = (
     (
@@ -30,32 +35,59 @@ def help_text(
     settings = sorted(settings, key=lambda setting: setting.group not in own)
     width = min(shutil.get_terminal_size().columns, 118)
     lines = [f"usage: {prog} --flag value ... [--config FILE.yaml]", ""] + ([description, ""] if description else [])
-    if common is None:
-        for group in dict.fromkeys(s.group for s in settings):
-            lines.append(f"{group}:")
-            for setting in settings:
-                if setting.group == group:
-                    lines += _entry(_head(setting), setting_help(setting, aliases=True), width)
-            lines.append("")
-    else:
-        shown = [s for s in settings if s.group in own or s.required or s.name in common]
-        headings = dict.fromkeys(s.group if s.group in own else "of every training" for s in shown)
-        for heading in headings:
-            lines += [f"{heading}:"] if len(headings) > 1 else []
-            for setting in shown:
-                if heading == (setting.group if setting.group in own else "of every training"):
-                    lines += _entry(_head(setting), setting_help(setting), width)
-            lines.append("")
+    shown = [s for s in settings if common is None or s.group in own or s.required or s.name in common]
+    groups = list(dict.fromkeys(s.group for s in shown))
+    for group in groups:
+        lines += [f"{group}:"] if common is None or len(groups) > 1 else []
+        for setting in shown:
+            if setting.group == group:
+                lines += _entry(_head(setting), setting_help(setting, aliases=common is None), width)
+        lines += [""] if common is None or len(groups) == 1 or group in own else []
+    lines += [""] if lines[-1] else []
     for head, text in FILE_HELP:
         lines += _entry(head, text, width)
+    if len(groups) > 2:
+        every = ", ".join(dict.fromkeys(s.group for s in settings))
+        lines += _entry("--help GROUP", f"show all settings of a group: {every}", width)
+        lines += _entry("--help presets", "show the names that --model-name-or-path knows, with their sizes", width)
     return "\n".join(lines)
+
+
+def group_help(settings: list[Setting], name: str) -> str:
+    """The text of `--help NAME`: all settings of a group, or the named shapes. Raises UsageError for another name."""
+    if name == PRESETS:
+        return presets_text()
+    groups = list(dict.fromkeys(s.group for s in settings))
+    if name not in groups:
+        near = did_you_mean(name, [*groups, PRESETS])
+        raise UsageError(f"--help {name}: there is no such group{near}", do=f"one of {', '.join(groups)}, {PRESETS}")
+    width = min(shutil.get_terminal_size().columns, 118)
+    lines = [f"{name}:"]
+    for setting in settings:
+        if setting.group == name:
+            lines += _entry(_head(setting), setting_help(setting, aliases=True), width)
+    return "\n".join(lines)
+
+
+def presets_text() -> str:
+    """The named shapes, a line each."""
+    rows = [("name", "layers", "hidden", "heads", "sequence", "vocabulary")]
+    for name in NAMES:
+        values = preset(name)
+        sizes = [values[size] for size in (*OF_SHAPE, "seq_length")]
+        rows.append((name, *map(str, (*sizes, published_rows(name)))))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    pad = lambda row: "  ".join(
+        word.ljust(width) if at == 0 else word.rjust(width) for at, (word, width) in enumerate(zip(row, widths))
+    )
+    return "\n".join(["--model-name-or-path NAME", "", *map(pad, rows)])
 
 
 def setting_help(setting: Setting, aliases: bool = False, default: bool = True) -> str:
     """The help text of a setting, with its default and optionally its other spellings."""
     text = setting.help
     if default and setting.required:
-        text += " [required]"
+        text += " [required, if no shape or checkpoint has it]" if setting.name in OF_SHAPE else " [required]"
     elif default and setting.kind is not bool and setting.default not in (None, ()) and "default" not in text:
         text += f" [{str(setting.default) if isinstance(setting.default, str) else value_text(setting.default)}]"
     if _long_choice(setting):

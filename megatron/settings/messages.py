@@ -11,7 +11,7 @@ from megatron.errors import UsageError, numbered
 from megatron.settings.dialects.commands import CREATE, ELSEWHERE
 from megatron.settings.dialects.hf_trainer import HF_TRAINER
 from megatron.settings.dialects.megatron_lm import known_flags
-from megatron.settings.dialects.nanogpt import NANOGPT
+from megatron.settings.dialects.nanogpt import MEANT, NANOGPT
 from megatron.settings.dialects.table import sentence
 from megatron.settings.presets import preset
 from megatron.settings.spelling import Setting
@@ -28,8 +28,10 @@ def unknown(word, flags: Collection[str]) -> str:
     hint = f"; did you mean {' or '.join(map(spell, near))}?" if near else ""
     where = f"{word.where}: " if word.where else ""
     if "--dataset-impl" in flags and on_command and sentence({"-": CREATE}, word.flag):
+        here = f"; here it is {' or '.join(near)}" if near else ""
         return (
-            f"{word.flag} is a flag of python -m megatron.tools.create_pretraining_data, which takes PaddleNLP's words"
+            f"{word.flag} is a flag of python -m megatron.tools.create_pretraining_data, which takes PaddleNLP's "
+            f"words{here}"
         )
     if theirs := of_trainers(word.flag, flags):
         suite, meant, translated = theirs
@@ -55,20 +57,16 @@ def of_trainers(flag: str, flags: Collection[str]) -> Optional[tuple[str, list[s
     """(suite, the flags here, which command translates all of them) of a word of Hugging Face's Trainer, or of nanoGPT.
 
     >>> of_trainers("--block-size", {"--seq-length"})
-    ('nanoGPT', ['--seq-length'], '')
+    ('nanoGPT', ['--seq-length'], ' (megatron.tools.translate --from nanogpt reads a whole run)')
     """
     key = flag[2:].replace("-", "_")
-    for suite, meant, translated in (
-        (
-            HF_TRAINER.title,
-            HF_TRAINER.flags_of_key(key),
-            " (megatron.tools.translate --from hf-trainer reads a whole run)",
-        ),
-        ("nanoGPT", NANOGPT.get(key, "").replace(" and ", " ").split(), ""),
+    for suite, meant in (
+        (HF_TRAINER, HF_TRAINER.flags_of_key(key)),
+        (NANOGPT, MEANT.get(key, "").replace(" and ", " ").split()),
     ):
         meant = list(dict.fromkeys(meant))
-        if meant and set(meant) <= set(flags) and (suite == "nanoGPT" or key not in NANOGPT):
-            return suite, meant, translated
+        if meant and set(meant) <= set(flags) and (suite is NANOGPT or key not in MEANT):
+            return suite.title, meant, f" (megatron.tools.translate --from {suite.name} reads a whole run)"
     return None
 
 

@@ -26,9 +26,12 @@ from megatron.settings.statements import NONE, Statement
 
 COMMON = tuple(
     """
-    num_layers hidden_size num_attention_heads seq_length position_embedding_type tokenizer_type vocab_file merge_file
-    data_path split mock_data micro_batch_size global_batch_size train_iters eval_interval lr min_lr lr_decay_style
-    lr_warmup_iters weight_decay clip_grad precision save load save_interval
+    model_name_or_path num_layers hidden_size num_attention_heads seq_length position_embedding_type
+    tensor_model_parallel_size pipeline_model_parallel_size
+    tokenizer_type vocab_file merge_file tokenizer_model data_path split mock_data
+    micro_batch_size global_batch_size train_iters eval_interval lr min_lr lr_decay_style
+    lr_warmup_iters weight_decay clip_grad recompute_granularity precision save load save_interval finetune
+    log_interval dry_run
     """.split()
 )
 # A recipe's own defaults: setting -> value, or a function that returns this dict from the statements made so far. A
@@ -78,10 +81,8 @@ def parse_with_record(
     reader.read_command(argv)
     asked = {flag for flag, _ in reader.line.words}
     if asked & {"-h", "--help", "--help-all"}:
-        from megatron.settings.help import help_text
-
         own = tuple(set(groups) - set(schema.GROUPS)) if set(schema.GROUPS) <= set(groups) else ()
-        _print(help_text(settings, prog, description, None if "--help-all" in asked else common, own))
+        _help(reader, settings, prog, description, common, own)
         sys.exit(0)
     reader.say_defaults(defaults(reader.chosen()) if callable(defaults) else defaults, "the recipe")
     if not callable(defaults):  # a function reads the checkpoint itself
@@ -134,6 +135,17 @@ def said(argv: list[str], groups: Mapping[str, type] = MappingProxyType(schema.G
     reader = SettingsReader(groups)
     reader.read_command(argv)
     return reader.chosen()
+
+
+def _help(reader: SettingsReader, settings, prog: str, description: str, common: tuple[str, ...], own) -> None:
+    """Print `--help`, `--help-all`, or `--help GROUP`. Another word behind it is no path of a command, such as OUT."""
+    from megatron.settings.help import group_help, help_text
+
+    names = [word for flag, words in reader.line.words if flag in ("-h", "--help") for word in words[:1]]
+    if names and (names[0].isidentifier() or names[0] in {s.group for s in settings}):
+        return _print(group_help(settings, names[0]))
+    everything = any(flag == "--help-all" for flag, _ in reader.line.words)
+    _print(help_text(settings, prog, description, None if everything else common, own))
 
 
 def _print(text: str) -> None:

@@ -71,8 +71,13 @@ def shared(name: str) -> str:
 
 
 def cached(name: str) -> Path | None:
-    """The folder of a named vocabulary; None if the cache has none."""
-    return next((path for path in (cache_folder() / name, cache_folder() / shared(name)) if path.is_dir()), None)
+    """The folder of a named vocabulary, in the cache or in PaddleFleetX's; None if there is none."""
+    own = cache_folder() / name, cache_folder() / shared(name)
+    of_fleetx = Path.home() / ".cache" / "ppfleetx"  # where PaddleFleetX puts GPT-2's
+    there = shared(name) == "gpt2" and all(
+        (of_fleetx / f"gpt2-{file}").is_file() for file in ("vocab.json", "merges.txt")
+    )
+    return next((path for path in own if path.is_dir()), of_fleetx if there else None)
 
 
 def where_to_put(name: str | None) -> str:

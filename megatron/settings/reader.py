@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.errors import did_you_mean
 from megatron.settings import files, messages, schema
+from megatron.settings.argv import OWN, THEN, CommandLine, split, with_dashes
 from megatron.settings.dialects.commands import (
     CHINESE,
     PROFILER,
@@ -24,11 +25,12 @@ from megatron.settings.dialects.commands import (
     profiler_options,
 )
 from megatron.settings.dialects.megatron_lm import DATA_FILES, answer, data_in_file
+from megatron.settings.dialects.programs import PROMPT
 from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import NAMES, VOCABULARY, cached, nearest, preset, published_rows
 from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
 from megatron.settings.statements import SaidBy, Statement, overruled, resolve
-from megatron.settings.words import OWN, THEN, CommandLine, split, with_dashes
+from megatron.storage import hub
 
 # A flag of another suite -> settings that it implies, as a preset does: PaddleNLP's mixed precision is O1, its scale 2^15,
 # and its --check_accuracy trains without dropout; Megatron-LM's old name of --recompute-method recomputes whole layers.
@@ -38,6 +40,7 @@ IMPLIED = {
     "--activations-checkpoint-method": dict(recompute_granularity="full"),
 }
 
+IMPORT = "python -m megatron.tools.checkpoint from-hf hf://{} DIR, then --load DIR --finetune"  # a model of the hub
 FOR_USE = ("generate", "evaluate", "export", "prune")  # groups of the commands that use a trained model
 # (a flag that others override, setting) -> what it means without them
 GIVES_WAY = {("--use-amp", "precision"): "is fp16"}
@@ -84,6 +87,7 @@ class SettingsReader:
         self.turn = 0
         self.line = CommandLine()
         self.of_fleetx: Mapping[str, Any] = {}  # the keys of PaddleFleetX's files
+        self.of_colossalai = False  # whether a file is Colossal-AI's
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.emptied: list[str] = []  # sections that a file of PaddleFleetX leaves empty
@@ -107,7 +111,7 @@ class SettingsReader:
             elif flag not in OWN:
                 self.read(Word(flag, words, SaidBy.COMMAND))
         self._read_preset()
-        self._read_vocabulary_of_fleetx()
+        self._read_what_others_have()
 
     def read(self, word: Word) -> None:
         """Read one word. A word that no reader takes is unknown."""
@@ -312,6 +316,12 @@ class SettingsReader:
             COLOSSALAI.knows(one.key) and dashed(one.key.split(".")[-1]) not in self.spellings for one in sources
         ):
             return False
+        self.of_colossalai = True
+        names = {flag: one.setting.name for flag, one in self.spellings.items()}
+        data = [flag for flag, _ in self.line.words if names.get(flag) in INSTEAD_OF_FILES]
+        if data and (named := [one for one in sources if one.key == "DATA"]):
+            self.notices.setdefault(f"{data[0]} says the data", []).extend(f"{one.where}: DATA" for one in named)
+            sources = [one for one in sources if one.key != "DATA"]
         translation = translate(COLOSSALAI, sources)
         for line in translation.lines:
             self.read(
@@ -338,8 +348,10 @@ class SettingsReader:
         name = str(chosen.value)
         values = preset(name) or (dict(load=name, use_checkpoint_args=True) if Path(name).is_dir() else None)
         if values is None:
-            known = f"{', '.join(NAMES)}){nearest(name)}"
-            self.problems.append(f"{chosen.words}: neither a folder nor a known shape ({known}")
+            what = f"neither a folder nor a known shape ({', '.join(NAMES)}){nearest(name)}"
+            if named := hub.hint(name.removeprefix(hub.SCHEME), IMPORT):
+                what = f"no such folder{nearest(name)}{' (the shape alone)' * bool(nearest(name))}; {named}"
+            self.problems.append(f"{chosen.words}: {what}")
         else:
             values = values | (self._vocabulary_of_preset(name, said) if preset(name) else {})
             self.say(values, SaidBy.PRESET, f"preset {name}", chosen.turn)
@@ -358,13 +370,22 @@ class SettingsReader:
         texts = "tokenizer_type" not in given and given.keys() & set(INSTEAD_OF_FILES["mock_data"])
         return dict(vocab_size=published_rows(name) - (self.trains and not texts))
 
-    def _read_vocabulary_of_fleetx(self) -> None:
-        """Take GPT-2's vocabulary from the cache for a file of PaddleFleetX, which has no other, if none is given."""
+    def _read_what_others_have(self) -> None:
+        """Take what programs of other suites have of their own, if none is given: PaddleFleetX's, GPT-2's vocabulary and a
+        prompt; Colossal-AI's, data of the environment, which are named.
+        """
         said = {name for name, one in self.chosen().items() if one.value}
         others = {*VOCABULARY, "tokenizer_type"} - {"vocab_size"}
         if self.purpose == "train" and self.of_fleetx and not said & others and (folder := cached("gpt2")):
             self.notes.append(f"the vocabulary is GPT-2's of {folder}, which PaddleFleetX trains with")
             self.say(dict(tokenizer_model="gpt2"), SaidBy.PRESET, "PaddleFleetX's vocabulary")
+        if self.purpose == "generate" and self.of_fleetx and not said & {"prompt", "prompt_file"}:
+            self.notes.append(
+                f"the prompt is {PROMPT!r}, which PaddleFleetX has in its program: --prompt TEXT is another"
+            )
+            self.say(dict(prompt=[PROMPT]), SaidBy.PRESET, "PaddleFleetX's prompt")
+        if self.of_colossalai and (data := os.environ.get("DATA")) and not said & set(INSTEAD_OF_FILES):
+            self.notes.append(f"DATA={data} of the environment is not read: {_data_by_flags(data)}")
 
     def say(self, values: Mapping[str, Any], source: SaidBy, where: str, turn: Optional[int] = None) -> None:
         """Add statements for values of a preset, a recipe, a checkpoint or a plan. Unknown names are skipped.
@@ -523,3 +544,14 @@ class SettingsReader:
             for sentence, flags in self.notices.items():
                 flags = list(dict.fromkeys(flags))
                 print(f"note: {messages.without_effect(flags, sentence)}", file=sys.stderr, flush=True)
+
+
+def _data_by_flags(data: str) -> str:
+    """What to do with data that Colossal-AI's GPT reads: lines of text, or token files of this suite."""
+    if Path(f"{data}.idx").is_file():
+        return f"say --data-path {data}"
+    stem = Path(data).name.partition(".")[0]
+    return (
+        f"python preprocess_data.py --input {data} --output-prefix {stem} --append-eod and the tokenizer's flags make "
+        f"tokens of its texts; then add --data-path {stem}_text_document --dataset-type webtext here"
+    )

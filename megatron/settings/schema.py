@@ -679,6 +679,7 @@ class TokenizerSettings:
             "HuggingFaceTokenizer",
             "SentencePieceTokenizer",
             "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
             "GPTChineseTokenizer",
             "TikTokenizer",
             "BertWordPieceLowerCase",

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from megatron.errors import UsageError
+from megatron.settings.argv import GLUED, JOINED_LINES
 from megatron.settings.dialects.programs import INSTEAD, OURS
 from megatron.settings.dialects.table import TheirSetting
 from megatron.settings.files import read_text
 from megatron.settings.python_file import items, read_assignments
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import dashed, spellings_of
-from megatron.settings.words import GLUED, JOINED_LINES
 
 FLAG = re.compile(r"--?[A-Za-z]")
 ASSIGNED = re.compile(r"[A-Za-z_]\w*=")

@@ -20,6 +20,7 @@ from megatron.settings.dialects.commands import LLMACC, MEGATRON_DEEPSPEED, PADD
 from megatron.settings.dialects.deepspeed import DEEPSPEED
 from megatron.settings.dialects.hf_trainer import HF_TRAINER
 from megatron.settings.dialects.megatron_lm import answer
+from megatron.settings.dialects.nanogpt import NANOGPT
 from megatron.settings.dialects.nemo import NEMO
 from megatron.settings.dialects.table import (
     VARIABLE,
@@ -39,7 +40,8 @@ from megatron.settings.statements import SaidBy, Statement, resolve
 
 FLEETX = fleetx.TABLES["train"]
 DIALECTS = {
-    one.name: one for one in (PADDLENLP, FLEETX, COLOSSALAI, DEEPSPEED, MEGATRON_DEEPSPEED, NEMO, LLMACC, HF_TRAINER)
+    one.name: one
+    for one in (PADDLENLP, FLEETX, COLOSSALAI, DEEPSPEED, MEGATRON_DEEPSPEED, NEMO, LLMACC, HF_TRAINER, NANOGPT)
 }
 HELD_BY_SHELL = "a variable of the shell: what it holds is not read; translate that"
 ANYWAY = "it is done anyway, or asks for nothing"

@@ -58,6 +58,7 @@ class Backbone:
     words_alone: config -> config of a model without other heads than the output layer
     divisible:  config -> config with lengths divisible by sequence parallel ranks; samples keep their lengths
     unneeded:   rules about pretraining samples, or about lengths that become divisible
+    token_states: whether the model ends in a state of each token of the text
     half:       the part of the model below a head on the mean (`Half`); None: all of it
     """
 
@@ -73,6 +74,7 @@ class Backbone:
     words_alone: Callable[[Config], Config] = lambda config: config
     divisible: Callable[[Config], Config] = lambda config: config
     unneeded: tuple[Rule, ...] = MASKED_RULES
+    token_states: bool = True
     half: Optional[Half] = None
 
     @property
@@ -178,6 +180,7 @@ BACKBONES = {
         shortened=few_targets,
         lengths=("decoder_seq_length",),
         divisible=divisible_target,
+        token_states=False,
         unneeded=(*MASKED_RULES, DIVISIBLE_TARGET),
         half=Half("encoder", normalize_encoder_config, encoder_of, ("decoder_num_layers", "decoder_seq_length")),
     ),

@@ -55,6 +55,7 @@ def recipe() -> Recipe:
     return replace(
         gpt,
         model_type=MODEL_TYPE,
+        about="Fine-tune a model on conversations.",
         build_datasets=build_datasets,
         own_data=True,
         groups={GROUP: ChatSettings},

@@ -21,6 +21,7 @@ from megatron.mpu.random import Dropout
 from megatron.tasks.backbones import HEAD
 from megatron.tasks.cloze import CHOICES, GAP
 from megatron.tasks.samples import ABOVE, BELOW, OF_SAMPLES, OPTIONS, SHARES
+from megatron.tasks.span_samples import ENDS
 from megatron.tasks.texts import HIDDEN, LENGTHS
 
 LOSS, TOKENS = "loss", "tokens"  # names of the last stage's sums
@@ -29,7 +30,7 @@ MASKS = ("padding_mask", "enc_mask")  # masks of the tokens of a text; models wi
 
 
 class Head(nn.Module):
-    """A linear head [b, h] -> [b, c] fp32 without bias, as in transformers for decoders; replicated on all ranks."""
+    """A linear head [..., h] -> [..., c] fp32 without bias, as in transformers for decoders; replicated on all ranks."""
 
     def __init__(self, weights, *, dtype, device):
         super().__init__()
@@ -141,7 +142,7 @@ def scoring(trunk: type) -> type:
                 scores = self.scores(x, read)
             if self.collect is not None and not self.training:
                 self.collect(batch, scores)
-            losses = losses_of(scores, batch)
+            losses = self.losses(scores, batch)
             return None, {LOSS: (losses * batch.loss_mask).sum(), TOKENS: batch.num_tokens, **sums}
 
         def read(self, batch):
@@ -155,6 +156,10 @@ def scoring(trunk: type) -> type:
         def scores(self, x: torch.Tensor, batch) -> torch.Tensor:
             """Scores [b, c] fp32 from the last stage's states [s, b, h] or [s/tp, b, h]. batch: the trunk's input."""
             raise NotImplementedError
+
+        def losses(self, scores: torch.Tensor, batch) -> torch.Tensor:
+            """The loss of each sample [b], from `scores`. batch: as `forward` received it."""
+            return losses_of(scores, batch)
 
         @property
         def cut(self) -> bool:
@@ -202,6 +207,33 @@ def classifier_of(trunk: type, pooling: str, word_dropout: float = 0.0) -> type:
             return pooled(x, rows, self.tp, self.cut)
 
     return Classifier
+
+
+@cache
+def span_finder_of(trunk: type) -> type:
+    """Derive the class of models with this trunk that find the first and the last token of an answer in a text."""
+
+    class SpanFinder(scoring(trunk)):
+        """A trunk with a head of two outputs at each token. See `span_finder_of`. facts: `backbones.classifier_facts`."""
+
+        def __init__(self, *model, **keywords):
+            super().__init__(*model, **keywords)
+            if self.last:
+                [weights] = [unit.weights for unit in self.units if unit.name == HEAD]
+                self.head = Head(weights, **self.factory_kwargs)
+
+        def scores(self, x: torch.Tensor, batch) -> torch.Tensor:
+            """[b, 2 s]: of the first token of an answer, then of the last one; NEVER for padding."""
+            found = self.head(mappings.join_rows(x, self.tp) if self.cut else x)  # [s, b, 2]
+            padding = text_mask(batch).unsqueeze(-1) == 0
+            return found.masked_fill(padding, NEVER).permute(1, 2, 0).flatten(1)
+
+        def losses(self, scores: torch.Tensor, batch) -> torch.Tensor:
+            first, last = scores.view(len(scores), 2, -1).unbind(1)
+            wanted = zip((first, last), (batch.labels, batch.arrays[ENDS]))
+            return sum(F.cross_entropy(one, rows, reduction="none") for one, rows in wanted) / 2
+
+    return SpanFinder
 
 
 @cache

@@ -39,6 +39,7 @@ class Task(LabelledTask):
     train, valid, test: name of a set ("" if there is only one) -> possible file names; the first existing one is read
     options:    column of a list of options, one of them right: the label is its index, or the option
     split:      (row of a file, its file, whether it has labels) -> a row for each of its questions
+    spans:      answers are pieces of the second text, in SQuAD's files (spans.py)
     one_answer: the file of predictions is one JSON object, id -> label
     id:         column of a row's id in a file of predictions (default: its index in the file, from 0)
     folder:     folder of its files below --data-path
@@ -52,6 +53,7 @@ class Task(LabelledTask):
     test: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     options: Optional[str] = None
     split: Optional[Split] = None
+    spans: bool = False
     one_answer: bool = False
     metrics: tuple[str, ...] = ("accuracy",)
     id: Optional[str] = None
@@ -210,13 +212,36 @@ QUESTIONS = (
         **_versions("chid"),
     ),
 )
-TASKS = {task.name: task for task in (*GLUE, *CLUE, *QUESTIONS)}
+
+
+def _spans(name: str, **more) -> Task:
+    common = dict(text="question", text_pair="context", labels=("first", "last"), spans=True, settings=LONGEST)
+    answers = {"": f"{name.lower()}_predict.json"}
+    return Task(name, metrics=("f1", "em"), answers=answers, id="id", **{**common, **more})
+
+
+SPANS = (
+    _spans(
+        "CMRC2018",
+        folder="cmrc2018",
+        train=one("train.json", "cmrc2018_train.json"),
+        valid=one("dev.json", "cmrc2018_dev.json"),
+        test=one("test.json", "cmrc2018_test.json", "trial.json", "cmrc2018_trial.json"),
+    ),
+    _spans(
+        "DRCD",
+        folder="drcd",
+        train=one("train.json", "DRCD_training.json"),
+        valid=one("dev.json", "DRCD_dev.json"),
+        test=one("test.json", "DRCD_test.json"),
+    ),
+)
+TASKS = {task.name: task for task in (*GLUE, *CLUE, *QUESTIONS, *SPANS)}
 WITHOUT_TRAINING = ("LAMBADA", "WIKITEXT103", "WIKITEXT2")  # tasks of `megatron.tools.evaluate`
 _NOT_HERE = {
     **dict.fromkeys(
         map(str.lower, WITHOUT_TRAINING), "it is evaluated without training: python -m megatron.tools.evaluate"
     ),
-    **dict.fromkeys(("cmrc", "cmrc2018"), "its answers are pieces of a text, and such tasks are not there"),
     **dict.fromkeys(("sft", "instruct"), "conversations are learned by --task chat, pairs of answers by --task dpo"),
     "multitask": "several tasks are trained together by --task-mixture, of pretrain_bert.py and pretrain_t5.py",
 }
@@ -254,7 +279,7 @@ NAME_FILES = (
     "pet_verbalizer",
 )
 NAME_FILES += ("task_data", "train_data", "valid_data", "test_data", "soft_labels", "pet_verbalizer")
-_KEYS = {f.name for f in fields(Task)} - {"prepare", "split", "answers", "one_answer", "home"} | {
+_KEYS = {f.name for f in fields(Task)} - {"prepare", "split", "spans", "answers", "one_answer", "home"} | {
     "regression",
     "metric",
 }
@@ -341,6 +366,8 @@ def _sets(value: Any, key: str, path: Path) -> dict[str, tuple[str, ...]]:
 
 def refuse_metrics(task: Task, where: str) -> None:
     """Raise DataError for metrics that do not exist or do not suit the task's labels."""
+    if task.spans:
+        return
     for name in task.metrics:
         if name not in METRICS:
             raise DataError(

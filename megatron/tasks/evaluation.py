@@ -17,6 +17,7 @@ from megatron.tasks.examples import Examples
 from megatron.tasks.metrics import confusion, figures
 from megatron.tasks.settings import open_task, predictions_folder, task_settings
 from megatron.tasks.soft_labels import INDEX
+from megatron.tasks.spans import span_figures
 from megatron.training.measures import Measures
 
 
@@ -76,6 +77,24 @@ class TaskMeasures(Measures):
         """The file of a set's predictions, with the leaderboard's name for the test set."""
         answer = self.task.answers.get(name) or f"{self.task.name}{_suffix(name)}.tsv"
         return Path(self.folder) / (answer if split == "test" else f"{split}-{answer}")
+
+
+class SpanMeasures(TaskMeasures):
+    """The figures of a task whose answers are pieces of a text; values are scores of rows [b, 2 s]."""
+
+    def figures(self, values: np.ndarray, dataset, split: str, final: bool, rank: int) -> dict[str, float]:
+        if not hasattr(dataset, "examples"):
+            return {}  # mock data
+        results, answers = {}, dataset.answers(values)
+        for name, places in dataset.examples.sets.items():
+            rows, own = dataset.examples.rows[places.start : places.stop], answers[places.start : places.stop]
+            if all(row.gold for row in rows):
+                of_set = span_figures(own, [row.gold for row in rows])
+                results |= {f"{figure} {name}".strip(): value for figure, value in of_set.items()}
+            if final and rank == 0 and self.folder:
+                content = dict(zip([row.id for row in rows], own, strict=True))
+                _write_lines(self.path(split, name), [json.dumps(content, ensure_ascii=False, indent=1)])
+        return results
 
 
 def _suffix(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Optional
 from megatron.data.labelled import column, skipped, task_row, task_table
 from megatron.data.published import plain_name
 from megatron.data.tables import Row, label_in, refuse_half_letters, refuse_many_lines
-from megatron.errors import DataError, SettingsError, did_you_mean
+from megatron.errors import DataError, SettingsError, did_you_mean, no_such_file
 from megatron.tasks.description import TASKS, Task, with_labels
 from megatron.tasks.options import options_in, place_of, questions_in
 
@@ -21,6 +21,7 @@ class TaskExample(NamedTuple):
 
     label: index of its class, or a number; None: unknown. id: its name in predictions. shares: probabilities of classes as
     the target (soft_labels.py). options: the options of a question; the label is the index of the right one.
+    answers: where in the pair an answer is: (first character, the one after the last); gold: their texts (spans.py).
     """
 
     text: str
@@ -29,6 +30,8 @@ class TaskExample(NamedTuple):
     id: str
     shares: Optional[tuple[float, ...]] = None
     options: tuple[str, ...] = ()
+    answers: tuple[tuple[int, int], ...] = ()
+    gold: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,12 @@ def file_of(task: Task, folder: Optional[str], names: Sequence[str], given: Opti
         known = [names for sets in (task.train, task.valid, task.test) for names in sets.values() if given in names]
         path = file_of(task, folder, known[0] if known else (given,))
         if path is None:
-            raise DataError(f"{given}: no such file{f', nor one in {folder}' if folder else ''}")
+            raise DataError(f"{given}: {no_such_file(given)}{f' (nor one in {folder})' if folder else ''}")
         return path
     if folder is not None and not Path(folder).is_dir():
-        raise DataError(f"--data-path {folder}: no such folder", do=f"give the folder with {names[0]}")
+        raise DataError(
+            f"--data-path {folder}: {no_such_file(folder, 'folder')}", do=f"give the folder with {names[0]}"
+        )
     folders = [Path(folder)] if folder is not None else [Path(), task.home] if task.home is not None else []
     places = [place for folder in folders for place in (folder, *_own_folders(task, folder))]
     return next((place / name for place in places for name in names if (place / name).exists()), None)
@@ -193,7 +198,7 @@ def _is_number(word: str) -> bool:
 
 def refuse_one_class(task: Task, examples: Examples, path: object) -> list[str]:
     """Raise DataError if all training examples have the same label. Returns notes on classes without examples."""
-    if task.options:
+    if task.options or task.spans:
         return []
     if task.regression:
         if len({example.label for example in examples.rows}) == 1:
@@ -210,8 +215,8 @@ def refuse_one_class(task: Task, examples: Examples, path: object) -> list[str]:
 
 def few(examples: Examples, task: Task, count: int) -> Examples:
     """The first `count` examples of each class. Raises SettingsError for tasks without classes."""
-    if task.regression or task.options:
-        what = "options" if task.options else "numbers"
+    if task.regression or task.options or task.spans:
+        what = "pieces of texts" if task.spans else "options" if task.options else "numbers"
         raise SettingsError(f"--examples-per-class {count}: the labels of {task.name} are {what}, not classes")
     seen, kept = Counter(), []
     for example in examples.rows:

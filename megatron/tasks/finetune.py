@@ -64,6 +64,7 @@ def recipe() -> Recipe:
         facts,
         build_model,
         build_datasets,
+        about="Fine-tune a model on a task.",
         own_data=True,
         groups=groups(),
         defaults=defaults,
@@ -180,6 +181,27 @@ TASK_RULES = (
     ),
     *(
         Rule(
+            lambda s, name=name: getattr(own(s), name) and finds_spans(s),
+            lambda s, name=name: (
+                f"--{name.replace('_', '-')}: the answers of {own(s).task} are pieces of its texts, and no classes; leave "
+                "it out"
+            ),
+        )
+        for name in ("pet_pattern", "soft_labels", "examples_per_class", "word_dropout")
+    ),
+    Rule(
+        lambda s: finds_spans(s) and own(s).backbone not in FINDERS,
+        lambda s: (
+            f"--task {own(s).task}: its answers are pieces of a text, which {' and '.join(FINDERS)} find; a "
+            f"{own(s).backbone}'s last states are those of its decoder"
+        ),
+    ),
+    Rule(
+        lambda s: finds_spans(s) and s.seq_length < 8,
+        lambda s: f"--seq-length {s.seq_length} must be at least 8: a question and a part of its text",
+    ),
+    *(
+        Rule(
             lambda s, name=name: name in s.paths,
             lambda s, name=name: (
                 f"--{name}-data-path is for token files, as pretraining has them; the task's file is --{name}-data"
@@ -192,6 +214,7 @@ TASK_RULES = (
         lambda s: f"--seq-length {s.seq_length} must be at least 4: special tokens take part of it",
     ),
 )
+FINDERS = [name for name, row in BACKBONES.items() if row.token_states]
 JUDGED = Needs(
     "a validation file, and evaluations ahead of the end (--eval-epoch, --eval-interval)",
     lambda s: open_task(own(s)).files["valid"] and evaluates_early(s),
@@ -210,6 +233,7 @@ TASK_IDLE = {
     "cross_entropy_loss_fusion": both(CUDA, WORDS_LOSS),
     **dict.fromkeys(("split", "dataset_type", "data_cache_path", "verify_data"), TOKEN_FILES),
     **dict.fromkeys(("eval_iters", "test_iters", "eval_same_samples"), ALL_EXAMPLES),
+    "pooling": Needs("a head on one state of a text; answers have scores at each token", lambda s: not finds_spans(s)),
     "patience": JUDGED,
     "stop_at_loss": JUDGED,
 }
@@ -269,6 +293,11 @@ def part_of_trunk(config, saved):
     return half.of(saved) if half else saved
 
 
+def finds_spans(s) -> bool:
+    """Whether the task's answers are pieces of a text, from the argument of a rule."""
+    return open_task(own(s)).task.spans
+
+
 def not_above(s, name: str, least: int) -> bool:
     value = getattr(own(s), name)
     return value is not None and value <= least
@@ -294,12 +323,14 @@ def facts(config, vocab_size: int):
 
 def build_model(config, mesh, vocab_size, **stage):
     """Build this rank's part of the trunk with a head; with a pattern, of the pretrained model."""
-    from megatron.tasks.classifier import classifier_of, label_chooser_of
+    from megatron.tasks.classifier import classifier_of, label_chooser_of, span_finder_of
 
     settings = task_settings(config)
     backbone = find_backbone(settings.backbone)
     kind = backbone.module_class()
-    if settings.pet_pattern is None:
+    if open_task(settings).task.spans:
+        kind = span_finder_of(kind)
+    elif settings.pet_pattern is None:
         kind = classifier_of(kind, settings.pooling or backbone.pooled, settings.word_dropout)
     elif not finds_words(settings):
         kind = label_chooser_of(kind, backbone.cloze_class().label_tokens)
@@ -343,6 +374,8 @@ def build_datasets(config, tokenizer, vocab_size, sizes, log):
 
         return pet_datasets(settings, examples_by_split, tokenizer, cloze_of(config, tokenizer, vocab_size), log)
     reader = backbone.reader_class().of(config, tokenizer, vocab_size)
+    if task.spans:
+        return span_datasets(examples_by_split, tokenizer, reader, log)
     hidden, soft = reader.hidden_word(tokenizer) if settings.word_dropout > 0 else None, bool(settings.soft_labels)
     made = [
         examples and TaskSamples(examples, task, tokenizer, reader, whole=split != "train", hidden=hidden, soft=soft)
@@ -351,6 +384,25 @@ def build_datasets(config, tokenizer, vocab_size, sizes, log):
     if made[0] and (cut := longest_cut(made[0])):
         looked = min(2000, len(made[0]))
         log(f" > {cut} of {looked} training examples are longer than --seq-length {length} and lose their end")
+    return tuple(made)
+
+
+def span_datasets(examples_by_split, tokenizer, reader, log):
+    """(train, valid, test) samples of a task whose answers are pieces of a text."""
+    from megatron.tasks.span_samples import SpanSamples
+
+    made = [
+        examples and SpanSamples(examples, tokenizer, reader, whole=split != "train")
+        for split, examples in examples_by_split.items()
+    ]
+    looked = 2000
+    for split, samples in zip(examples_by_split, made):
+        if samples and (cut := samples.questions_cut(looked)):
+            count, most = min(looked, len(samples.examples.rows)), samples.longest_question
+            log(f" > {split}: {cut} of {count} questions are longer than {most} tokens and lose their end")
+    if made[1] and len(made[1]) > len(made[1].examples.rows):
+        questions, found = len(made[1].examples.rows), len(made[1])
+        log(f" > {questions:,} questions of validation have {found:,} windows of {reader.length} tokens")
     return tuple(made)
 
 
@@ -372,8 +424,13 @@ def mock_datasets(config, tokenizer, vocab_size, sizes, log):
             MockPatterns(size, cloze, *common, split, **more) if size else None for split, size in enumerate(sizes)
         )
     from megatron.tasks.samples import MockTaskSamples
+    from megatron.tasks.span_samples import MockSpanSamples
 
     reader = find_backbone(settings.backbone).reader_class().of(config, None, vocab_size)
+    if task.spans:
+        return tuple(
+            MockSpanSamples(size, reader, *common, split) if size else None for split, size in enumerate(sizes)
+        )
     hidden = reader.hidden_word(None) if settings.word_dropout > 0 else None
     more = dict(hidden=hidden, soft=soft)
     return tuple(
@@ -394,6 +451,10 @@ def arrays(config, vocab_size):
     from megatron.tasks.samples import sample_arrays
 
     text = backbone.reader_class().arrays(config, vocab_size)
+    if open_task(settings).task.spans:
+        from megatron.tasks.span_samples import span_arrays
+
+        return span_arrays(text, config.model.seq_length)
     return sample_arrays(open_task(settings).task, text, settings.word_dropout > 0, soft)
 
 
@@ -416,9 +477,9 @@ def measures(config):
         from megatron.tasks.pet import PetMeasures
 
         return PetMeasures(config)
-    from megatron.tasks.evaluation import TaskMeasures
+    from megatron.tasks.evaluation import SpanMeasures, TaskMeasures
 
-    return TaskMeasures(config)
+    return (SpanMeasures if open_task(task_settings(config)).task.spans else TaskMeasures)(config)
 
 
 # ---- settings that follow from the task and from the checkpoint ------------------------------------------------------

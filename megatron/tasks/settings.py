@@ -249,6 +249,10 @@ def _examples(key: str, split: str) -> Optional[Examples]:
     files = dict(opened.files[split])
     if not files:
         return None
+    if opened.task.spans:
+        from megatron.tasks.spans import read_spans
+
+        return read_spans(opened.task, files, labelled=split != "test")
     soft = split == "train" and settings.soft_labels
     examples = read_examples(opened.task, files, labelled=split != "test" and not soft)
     if split != "train":

@@ -57,6 +57,10 @@ class TextReader(SampleReader):
         """The arrays of a text or pair that fits."""
         raise NotImplementedError
 
+    def pair_place(self, tokens: int) -> int:
+        """The row of the first token of a second text, after a first one of so many tokens."""
+        raise NotImplementedError
+
     @classmethod
     def hidden_word(cls, tokenizer: Any) -> int:
         """The token that replaces a dropped word: the mask of pretraining, or the end of document; 0 without tokenizer
@@ -109,6 +113,9 @@ class CausalReader(TextReader):
         ids = ids or [self.end]
         return {TOKENS: _filled(ids, self.length), LENGTHS: len(ids)}
 
+    def pair_place(self, tokens: int) -> int:
+        return len(self.prefix) + tokens + 1
+
 
 @dataclass(frozen=True)
 class BertReader(TextReader):
@@ -140,6 +147,9 @@ class BertReader(TextReader):
         types = np.minimum(types, max(0, self.kinds - 1))
         filled = (padded(array, self.length) for array in (ids, types, np.ones_like(ids)))
         return dict(zip(("text", "types", "padding_mask"), filled))
+
+    def pair_place(self, tokens: int) -> int:
+        return tokens + 2
 
     @classmethod
     def _hides(cls, tokenizer: Any) -> Sequence[Optional[int]]:

@@ -22,6 +22,7 @@ DIRECTIONS = {  # a figure, and the same of a set: "accuracy", "accuracy matched
     "accuracy": LARGER,
     "normalised accuracy": LARGER,
     "f1": LARGER,
+    "em": LARGER,
     "macro_f1": LARGER,
     "mcc": LARGER,
     "matthews": LARGER,

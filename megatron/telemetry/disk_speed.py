@@ -14,6 +14,7 @@ from typing import Optional
 
 from megatron.telemetry.event_rules import rule_of
 from megatron.telemetry.events import EventLog
+from megatron.telemetry.figures import size as sized
 
 ENOUGH = 3  # earlier saves before one is compared with them
 WINDOW = 30  # earlier saves whose median is the reference
@@ -40,17 +41,17 @@ class DiskSpeed:
         if slow and folder not in self.slow:
             self._record(folder, iteration, size, seconds, usual)
         elif not slow and folder in self.slow:
-            message = f"the disk of {folder} is no longer slow: {_megabytes(rate)} per second"
+            message = f"the disk of {folder} is no longer slow: {sized(rate)} per second"
             self.events.record("recovered", message, iteration=iteration, what="slow_disk", folder=folder)
         (self.slow.add if slow else self.slow.discard)(folder)
 
     def _record(self, folder: str, iteration: int, size: int, seconds: float, usual: Optional[float]) -> None:
         rate = size / seconds
-        before = "" if usual is None else f", {rate / usual:.0%} of the median of earlier saves, {_megabytes(usual)}"
+        before = "" if usual is None else f", {rate / usual:.0%} of the median of earlier saves, {sized(usual)}"
         self.events.record(
             "slow_disk",
-            f"writing the checkpoint of iteration {iteration} to {folder} took {seconds:.1f} s: {_megabytes(size)}, "
-            f"{_megabytes(rate)} per second{before}: check the disk, and what else uses it",
+            f"writing the checkpoint of iteration {iteration} to {folder} took {seconds:.1f} s: {sized(size)}, "
+            f"{sized(rate)} per second{before}: check the disk, and what else uses it",
             iteration=iteration,
             folder=folder,
             bytes=size,
@@ -58,7 +59,3 @@ class DiskSpeed:
             bytes_per_second=round(rate),
             median=usual and round(usual),
         )
-
-
-def _megabytes(size: float) -> str:
-    return f"{size / 1e6:,.1f} MB"

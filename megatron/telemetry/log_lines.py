@@ -26,6 +26,7 @@ def console_line(
     parts = [
         f"[{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {step.iteration:8d}/{run.train_iters:8d}",
         f"consumed samples: {step.consumed_samples:12d}",
+        *(f"epoch: {epoch:.3f}" for epoch in run.epoch(step.consumed_samples).values()),
         f"elapsed time per iteration (ms): {milliseconds:.1f}",
         *(throughput if log_throughput else []),
         f"learning rate: {step.learning_rate:.6E}",
@@ -42,6 +43,10 @@ def console_line(
     ]
     if "mfu" in rates:
         parts.append(f"MFU: {rates['mfu']:.1%}")
+    if run.flops_per_token and "tflops_per_rank_causal" in rates:
+        parts.append(f"TFLOP/s with causal attention: {rates['tflops_per_rank_causal']:.{digits}f}")
+    if "mfu_causal" in rates:
+        parts.append(f"MFU with causal attention: {rates['mfu_causal']:.1%}")
     left = (run.train_iters - step.iteration) * interval.seconds / interval.steps
     return " " + " | ".join([*parts, f"ETA: {duration(left)}"]) + " |"
 
@@ -65,7 +70,11 @@ def format_rates(rates: dict[str, float]) -> str:
         f"{rates['tokens_per_second_per_data_rank']:.5g} tokens/s",
         f"a rank {rates['tflops_per_rank']:.4g} TFLOP/s",
     ]
-    return ", ".join([*parts, *([f"MFU {rates['mfu']:.1%}"] if "mfu" in rates else [])])
+    parts += [f"MFU {rates['mfu']:.1%}"] if "mfu" in rates else []
+    if "tflops_per_rank_causal" in rates:
+        mfu = f" and MFU {rates['mfu_causal']:.1%}" if "mfu_causal" in rates else ""
+        parts.append(f"with causal attention {rates['tflops_per_rank_causal']:.4g} TFLOP/s{mfu}")
+    return ", ".join(parts)
 
 
 def evaluation_lines(iteration: int, split: str, final: bool, losses: dict, perplexities: dict) -> str:
@@ -95,6 +104,8 @@ def short_line(
     parts.append((1, f"{short_count(rates['tokens_per_second']):>6} tok/s"))
     if "mfu" in rates:
         parts.append((3, f"MFU {rates['mfu']:3.0%}"))
+    if "mfu_causal" in rates:
+        parts.append((6, f"causal {rates['mfu_causal']:3.0%}"))
     parts.append((0, f"ETA {short_duration((run.train_iters - step.iteration) * seconds)}"))
     if interval.skipped:
         parts.append((1, f"skipped {interval.skipped}" + (f", nan {interval.nan}" if interval.nan else "")))

@@ -156,8 +156,9 @@ class Metrics:
             sums.add(step, losses, seconds)
         rates = self._rates(step.batch_size, seconds)
         self._count_for_mean(step, seconds)
-        self._write(step_record(step, losses, seconds, rates))
-        self._track(step_tags(step, losses), step.iteration, step.consumed_samples)
+        epoch = self.run.epoch(step.consumed_samples)
+        self._write(step_record(step, losses, seconds, rates) | epoch)
+        self._track(step_tags(step, losses) | epoch, step.iteration, step.consumed_samples)
         shown = {short_name(name): f"{value:.4f}" for name, value in losses.items()}
         self.console.advance(shown | {"tok/s": short_count(rates["tokens_per_second"])})
         if complete:
@@ -323,6 +324,9 @@ class Metrics:
         tokens = per_second * self.run.sample_tokens
         flops = tokens * self.run.flops_per_token / self.run.ranks
         mfu = {"mfu": flops / self.run.peak_flops} if self.run.peak_flops else {}
+        if 0 < self.run.seen_flops_per_token < self.run.flops_per_token:
+            seen = self.run.seen_flops_per_token / self.run.flops_per_token
+            mfu |= {f"{name}_causal": seen * value for name, value in {"tflops_per_rank": flops / 1e12, **mfu}.items()}
         return {
             "tokens_per_second": tokens,
             "tflops_per_rank": flops / 1e12,

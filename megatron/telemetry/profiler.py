@@ -35,7 +35,7 @@ class Profiler:
     """Profiles the iterations from --profile-step-start to --profile-step-end on this rank, if it is a chosen one.
 
     log: prints a line of the log, once for all ranks.
-    all_threads: whether passes also run outside of the main thread (`mpu/turns.py`).
+    all_threads: whether passes also run outside of the main thread (`mpu/two_passes.py`).
     barrier: waits for all ranks. Starting a profile takes seconds, which must not appear as waits in the timeline.
     """
 

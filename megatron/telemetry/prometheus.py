@@ -44,6 +44,8 @@ GAUGES = {  # name without prefix -> help
     "tokens_per_second": "Tokens per second of all ranks in the last step",
     "tflops_per_rank": "Model TFLOP/s of a rank in the last step",
     "mfu": "Model FLOPs utilization, from 0 to 1",
+    "tflops_per_rank_causal": "Model TFLOP/s of a rank in the last step, with only the seen pairs of causal attention",
+    "mfu_causal": "Model FLOPs utilization with only the seen pairs of causal attention, from 0 to 1",
     "memory_peak_bytes": "Peak memory of rank 0: tensors on a GPU, the process on a CPU",
     "restarts": "Earlier launches of this run",
     "checkpoint_iteration": "Iteration of the last checkpoint",
@@ -57,7 +59,8 @@ COUNTERS = {
     "events": "Events of events.jsonl, by kind and level",
 }
 OF_A_STEP = ("iteration", "consumed_samples", "batch_size", "learning_rate", "grad_norm", "params_norm", "loss_scale")
-OF_A_STEP += ("tokens_per_second", "tflops_per_rank", "mfu")  # keys of a step's record that are gauges of this name
+# Keys of a step's record that are gauges of this name.
+OF_A_STEP += ("tokens_per_second", "tflops_per_rank", "mfu", "tflops_per_rank_causal", "mfu_causal")
 NORMS = ("params_norm", "num_zeros")
 NO_VALUES = {"kind", "split", "iteration", "consumed_samples", "time", "final", "first_sample", "samples", "seconds"}
 

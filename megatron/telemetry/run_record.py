@@ -181,6 +181,7 @@ RATES = {  # keys of a step that repeat its throughput in other units
 OF_EVERY_STEP = {  # keys of a step other than the means of the stages' sums
     *("kind", "iteration", "consumed_samples", "batch_size", "learning_rate", "grad_norm", "loss_scale", "skipped"),
     *("seconds", "ledger", "tokens_per_second", "tflops_per_rank", "mfu", "spike", "decoupled_learning_rate"),
+    *("tflops_per_rank_causal", "mfu_causal"),
     *RATES,
 }
 

@@ -8,16 +8,28 @@ from typing import Optional
 
 @dataclass(frozen=True)
 class RunSizes:
-    """Sizes of a run that turn steps into rates. `flops_per_token`: model FLOPs, forward and backward (flops.py)."""
+    """Sizes of a run that turn steps into rates. flops_per_token: model FLOPs, forward and backward (`Facts.flops`);
+    seen_flops_per_token: the same with only the seen pairs of causal attention, about half; 0: not known
+    """
 
     train_iters: int
     sample_tokens: int
     ranks: int = 1
     data_ranks: int = 1  # data parallel size
     flops_per_token: float = 0.0
+    seen_flops_per_token: float = 0.0
     peak_flops: Optional[float] = None  # FLOP/s of one rank's device; None: unknown, no MFU is given
     device: str = "cpu"
     perplexities: tuple[str, ...] = ("lm loss",)  # losses for which an evaluation also gives exp(loss)
+    epoch_samples: Optional[float] = None  # samples of an epoch (--train-epochs)
+
+    def epoch(self, consumed_samples: int) -> dict[str, float]:
+        """Completed epochs, with a fraction, after so many samples, as an entry of a record; empty without epochs.
+
+        >>> RunSizes(9, 16, epoch_samples=7.2).epoch(9)
+        {'epoch': 1.25}
+        """
+        return {"epoch": round(consumed_samples / self.epoch_samples, 6)} if self.epoch_samples else {}
 
 
 @dataclass(frozen=True)

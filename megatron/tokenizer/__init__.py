@@ -19,6 +19,7 @@ TYPES = {  # --tokenizer-type -> module with `build`, required settings
     "HuggingFaceTokenizer": ("huggingface", ("tokenizer_model",)),
     "SentencePieceTokenizer": ("sentence_piece", ("tokenizer_model",)),
     "GPTSentencePieceTokenizer": ("sentence_piece", ("tokenizer_model",)),
+    "Llama2Tokenizer": ("sentence_piece", ("tokenizer_model",)),
     "GPTChineseTokenizer": ("sentence_piece", ("tokenizer_model",)),
     "TikTokenizer": ("ranks", ("tokenizer_model",)),
     "BertWordPieceLowerCase": ("word_piece", ("vocab_file",)),

@@ -64,6 +64,7 @@ class Tokenizer:
     `special_tokens`: name -> id of the special tokens that a prompt or a chat template may contain.
     `token_names`: bos_token, eos_token ... -> name of that special token, for chat templates.
     `prefix`, `suffix`: the ids that the tokenizer puts before and after a prompt.
+    `before_documents`: the ids that begin each document of a token file.
     `parse_special`: whether names of special tokens are recognised in all texts, not in prompts alone.
     `superseded`: fingerprint of this tokenizer in an earlier version of the suite -> which of its ids were wrong.
     `probes`: further texts on which engines are compared.
@@ -72,6 +73,7 @@ class Tokenizer:
     token_names: Mapping[str, str] = MappingProxyType({})
     prefix: Sequence[int] = ()
     suffix: Sequence[int] = ()
+    before_documents: Sequence[int] = ()
     parse_special: bool = False
     superseded: Mapping[str, str] = MappingProxyType({})
     probes: Sequence[str] = ()
@@ -219,6 +221,12 @@ class Tokenizer:
             return self.plain_encoder
         named = re.compile(self.special_names).search
         return lambda text: self.encode_parts(self.split_special(text)).ids if named(text) else self.plain_encoder(text)
+
+    @property
+    def document_encoder(self) -> Encode:
+        """The function for documents of a token file: text -> ids, with `before_documents`."""
+        encode, before = self.encoder, np.asarray(self.before_documents, np.int64)
+        return (lambda text: np.concatenate((before, np.asarray(encode(text))))) if len(before) else encode
 
     @property
     def plain_encoder(self) -> Encode:

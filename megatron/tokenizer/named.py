@@ -34,6 +34,7 @@ WANTED: dict[str, Wanted] = {
     "ElectraTokenizer": WORD_PIECE,
     "SentencePieceTokenizer": SENTENCE_PIECE,
     "GPTSentencePieceTokenizer": SENTENCE_PIECE,
+    "Llama2Tokenizer": SENTENCE_PIECE,
     "GPTChineseTokenizer": SENTENCE_PIECE,
     "HuggingFaceTokenizer": dict(tokenizer_model=("tokenizer.json",)),
     "TikTokenizer": dict(tokenizer_model=("*.tiktoken",)),

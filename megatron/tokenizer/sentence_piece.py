@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SentencePiece models (`.model`). The end-of-document token is `<EOD>` or `<eod>` if the model has it, else `</s>`.
 
+Llama2Tokenizer is Megatron-LM's: each document and prompt begins with `<s>`, and `</s>` is the end of document.
+
 Most models put a space before a text. Text after a special token gets none, as in transformers (`legacy: false`).
 
 GPTChineseTokenizer is PaddleNLP's tokenizer of the CPM models: jieba segments the text into words, spaces and newlines
@@ -40,7 +42,10 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
     if size == 0:
         raise DataError(f"--tokenizer-model {path}: not a SentencePiece model", "it holds no pieces")
     ends = [id for id in map(model.PieceToId, ("<EOD>", "<eod>")) if id != model.unk_id()]
-    end = ends[0] if ends else model.eos_id()
+    of_llama = settings.tokenizer_type == "Llama2Tokenizer"
+    end = ends[0] if ends and not of_llama else model.eos_id()
+    if of_llama and model.bos_id() < 0:
+        raise DataError(f"--tokenizer-model {path}: it has no token that begins texts", "Llama2Tokenizer puts it there")
     if settings.tokenizer_type == "GPTChineseTokenizer":
         segment = make_segmenter("jieba", "--tokenizer-type GPTChineseTokenizer")
         engines = {"sentencepiece": lambda: lambda text: model.EncodeAsIds(marked_words(text, segment))}
@@ -52,13 +57,15 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
         name=settings.tokenizer_type or "GPTSentencePieceTokenizer",
         vocab_size=size,
         eod=end if end >= 0 else None,
-        fingerprint=fingerprint("sentencepiece", data),
+        fingerprint=fingerprint("sentencepiece", data, *["after <s>"] * of_llama),
         engines=engines,
         decode=decode,
         pieces=_special_pieces(model),
         special={name: id for name in ("pad", "bos", "eos", "unk") if (id := getattr(model, f"{name}_id")()) >= 0},
     )
     tokenizer.control = {model.IdToPiece(id): id for id in range(size) if model.IsControl(id) or model.IsUnknown(id)}
+    if of_llama:
+        tokenizer.prefix = tokenizer.before_documents = [model.bos_id()]
     if settings.tokenizer_type != "GPTChineseTokenizer":
         after = functools.cache(lambda: _processor(data + NO_SPACE_BEFORE))
         tokenizer.encode_after = lambda text: after().EncodeAsIds(text)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.errors import DataError
+from megatron.storage import hub
 from megatron.tokenizer.byte_level import read_text
 
 TOKENIZER, CONFIG, MODEL_CONFIG = "tokenizer.json", "tokenizer_config.json", "config.json"
@@ -168,7 +169,7 @@ def _canonical(text: str) -> str:
 
 def auto_tokenizer(folder: Path):
     """AutoTokenizer on local files. Raises DataError if it cannot read them, ImportError without transformers."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    hub.stay_offline()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from transformers import AutoTokenizer

@@ -5,9 +5,9 @@
     python -m megatron.tools.benchmark_inference --model-name-or-path 345M --batch-size 1 4 16 --precisions fp32 bf16
     python -m megatron.tools.launch --nproc-per-node 2 -m megatron.tools.benchmark_inference --load DIR --tp 2
 
-The model comes from a checkpoint, or has a shape and random weights. Prompts are random tokens, and no text ends early.
-Each row is the median of --iterations batches that start together: milliseconds to the first token of a text and between
-tokens, new tokens per second, and the memory of a rank.
+The model comes from a checkpoint or an export, or has a shape and random weights. Prompts are random tokens, and no text
+ends early. Each row is the median of --iterations batches that start together: milliseconds to the first token of a text
+and between tokens, new tokens per second, and the memory of a rank.
 """
 
 import json
@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Literal, Optional
 
+from megatron.convert.given_model import load_one_model
 from megatron.errors import SettingsError, UsageError, run_main
 from megatron.guard.job import on_ranks
 from megatron.inference.kernel_caches import bound_kernel_caches
@@ -37,7 +38,9 @@ from megatron.settings.statements import Statement, failing_in_users_words, word
 class BenchmarkOptions:
     """The model, the measurements and the output."""
 
-    load: Optional[str] = setting("folder of checkpoints (default: random weights of the shape)", None, "--model-dir")
+    load: Optional[str] = setting(
+        "folder of checkpoints, or an export (default: random weights of the shape)", None, "--model-dir"
+    )
     prompt_length: list[int] = setting("tokens of each prompt", (128,), "--seq-len", "--input-len")
     output_length: list[int] = setting("new tokens of each text", (8,), "--output-len")
     batch_size: list[int] = setting("texts at the same time", (1, 2, 4, 8, 16))
@@ -184,7 +187,7 @@ def run(
 
 @dataclass
 class Target:
-    """The model to measure: a `Loaded`, or one with random weights."""
+    """The model to measure, of a checkpoint or an export, or one with random weights."""
 
     model: object
     longest: int
@@ -195,14 +198,16 @@ class Target:
 def _model(
     settings: BenchmarkOptions, config: Optional[Config], precision: Optional[str], context, quantize: QuantizeOptions
 ) -> Target:
-    from megatron.inference.load import build_model, load_model
+    from megatron.inference.load import build_model
     from megatron.inference.quantize import quantize_layers
     from megatron.inference.stages import chunks_of
 
     if config is None:
         common = dict(device=context.device, mesh=context.mesh, quantize=quantize)
-        loaded = load_model(settings.load, precision=precision, **common)
+        loaded = load_one_model(settings.load, None, precision=precision, **common)
         loaded.check_words()
+        if getattr(loaded.model, "is_program", False):
+            return Target(loaded.model, loaded.longest, loaded.vocab_size, loaded.model.dtype)
         model, longest, vocabulary = loaded.model, loaded.longest, loaded.vocab_size
     else:
         precision = precision or ("fp32" if context.device.type == "cpu" else "bf16")
@@ -226,6 +231,9 @@ def measure(target: Target, prompt: int, output: int, batch: int, iterations: in
     """One row, on the first of the ranks that share the model."""
     import torch
 
+    if getattr(target.model, "is_program", False):
+        return _measure_program(target, prompt, output, batch, iterations, warmup)
+
     from megatron.inference.engine import BLOCK_SIZE, Engine, bytes_of_a_token
     from megatron.inference.quantize import weight_bytes
     from megatron.inference.requests import Request
@@ -243,17 +251,43 @@ def measure(target: Target, prompt: int, output: int, batch: int, iterations: in
         prompts = torch.randint(target.vocab_size, (batch, prompt), generator=draw).tolist()
         found.append(_batch(engine, [Request(tuple(tokens), sampling) for tokens in prompts], cuda))
     engine.close()
+    cache = engine.stats().blocks * BLOCK_SIZE * bytes_of_a_token(target.model)
+    sizes = weight_bytes(target.model), cache, _peak(device)
+    return _row((prompt, output, batch, target.precision), found[warmup:], sizes)
+
+
+def _row(what: tuple[int, int, int, str], found: list[tuple[float, Optional[float], float]], sizes) -> Measured:
+    """The medians of batches. found: of `_batch`; sizes: bytes of weights, cache and peak"""
     first, token, whole = (
-        statistics.median(times)
-        if (times := [one[place] for one in found[warmup:] if one[place] is not None])
-        else None
+        statistics.median(times) if (times := [one[place] for one in found if one[place] is not None]) else None
         for place in range(3)
     )
-    cache = engine.stats().blocks * BLOCK_SIZE * bytes_of_a_token(target.model)
-    weights = weight_bytes(target.model)
-    return Measured(
-        *(prompt, output, batch, target.precision, 1e3 * first, token and 1e3 * token, 1e3 * whole),
-        *(batch * output / whole, weights / 1e6, cache / 1e6, _peak(device) / 1e6),
+    _, output, batch, _ = what
+    times = (1e3 * first, token and 1e3 * token, 1e3 * whole, batch * output / whole)
+    return Measured(*what, *times, *(size / 1e6 for size in sizes))
+
+
+def _measure_program(
+    target: Target, prompt: int, output: int, batch: int, iterations: int, warmup: int
+) -> Optional[Measured]:
+    """As `measure`, of an exported program: all texts of a batch at once. Its ranks compute the same tokens."""
+    import torch
+
+    model, draw, found = target.model, torch.Generator().manual_seed(1), []
+    for _ in range(warmup + iterations):
+        tokens = torch.randint(target.vocab_size, (prompt, batch), generator=draw)
+        times = [time.perf_counter()]
+        for _ in range(output):
+            new = model.logits(tokens, last_only=True).argmax(-1).cpu()  # [1, b]
+            tokens = torch.cat((tokens, new))
+            times.append(time.perf_counter())
+        token = (times[-1] - times[1]) / (output - 1) if output > 1 else None
+        found.append((times[1] - times[0], token, times[-1] - times[0]))
+    if model.rank > 0:
+        return None
+    cache = sum(part.nbytes for part in model.past)
+    return _row(
+        (prompt, output, batch, target.precision), found[warmup:], (model.file_bytes, cache, _peak(model.at.device))
     )
 
 

@@ -18,7 +18,7 @@
     python -m megatron.tools.checkpoint from-peft PATH OUT     LoRA adapters from PEFT, on --base CHECKPOINT
 
 PATH is a folder of checkpoints (the one that `--load` would choose is taken, or --ckpt-step), or one checkpoint; or the
-URL of one (s3://bucket/run).
+URL of one (s3://bucket/run). from-hf and from-peft download hf://ORG/NAME from the Hugging Face hub.
 `COMMAND --help` lists the flags of a command.
 """
 
@@ -34,8 +34,9 @@ from megatron.model.quantization import QuantizeOptions
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import TokenizerSettings, setting
 from megatron.settings.statements import given_values
+from megatron.storage import hub
 from megatron.storage.urls import UrlPath, location
-from megatron.training.exchange import (
+from megatron.training.conversion_commands import (
     ExpertOptions,
     FromHFOptions,
     FromMegatronOptions,
@@ -141,11 +142,20 @@ def main(argv: list[str]) -> None:
             "paths come before flags",
             f"{prog} --flags ...",
         )
-    places = [location(word) for word in words[1:]]
+    places = [_place(name, word) for word in words[1:]]
     for operand, place in zip(operands, places):
         if isinstance(place, UrlPath) and (name.startswith("from-") or (name.startswith("to-") and operand == "OUT")):
             raise UsageError(f"{name}: {operand} must be a folder, and {place} is a URL", do="reshard copies to a URL")
     run(*places, settings["which"], settings["command"], *(given_values(kind, said) for kind in more))
+
+
+def _place(name: str, word: str):
+    """The place of an operand of a command; what Hugging Face's hub has is downloaded."""
+    if not hub.is_hub(word):
+        return location(word)
+    if name not in ("from-hf", "from-peft"):
+        raise UsageError(f"{name} takes no {hub.SCHEME} name: {word}", do=f"from-hf {word} OUT, then {name} OUT")
+    return hub.fetched(word, hub.MODEL_FILES)
 
 
 def inspect(path: Path, which: WhichCheckpoint, how: InspectOptions) -> None:
@@ -319,7 +329,7 @@ def open_reader(path: Path, which: WhichCheckpoint):
 
 def base_for(reader, out: Path, given: Optional[str]) -> dict:
     """The entry about the base of adapters in a copy at `out`; empty for other checkpoints. given: --base."""
-    from megatron.checkpoint.base import BASE, base_record, find_base, open_checkpoint
+    from megatron.checkpoint.base_checkpoint import BASE, base_record, find_base, open_checkpoint
     from megatron.checkpoint.folder import choose
 
     if not reader.state.get(BASE):

@@ -81,8 +81,8 @@ def register(words: list[str], options: ContaminationOptions) -> None:
         else ""
     )
     print(f"{name}: {one.items:,} items{short}; {index.ngrams_of(one):,} n-grams")
-    size, seconds = path.stat().st_size / 1e6, time.perf_counter() - started
-    print(f"{path}: {len(index.sets)} sets, {len(index.hashes):,} n-grams, {size:.1f} MB, {seconds:.1f} s")
+    size, seconds = in_units(path.stat().st_size), time.perf_counter() - started
+    print(f"{path}: {len(index.sets)} sets, {len(index.hashes):,} n-grams, {size}, {seconds:.1f} s")
 
 
 def show(words: list[str], options: ContaminationOptions) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.convert.given_model import EXPORTED, check_one_model, load_one_model
-from megatron.errors import DataError, SettingsError, UsageError, run_main
+from megatron.errors import DataError, SettingsError, UsageError, no_such_file, run_main
 from megatron.guard.job import check_shares, on_ranks
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
@@ -148,7 +148,7 @@ def check(settings: EvaluateOptions, given: Mapping[str, Statement]) -> None:
     if settings.task and not settings.valid_data:
         raise UsageError(f"--task {settings.task} needs --valid-data")
     if settings.valid_data and not Path(settings.valid_data).is_file():
-        raise DataError(f"{words_of(given, 'valid_data', settings.valid_data)}: no such file")
+        raise DataError(f"{words_of(given, 'valid_data', settings.valid_data)}: {no_such_file(settings.valid_data)}")
     if settings.output:
         check_output("--output", settings.output)
     for name in ("micro_batch_size", "seq_length", "overlapping_eval"):

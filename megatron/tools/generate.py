@@ -27,7 +27,7 @@ from megatron.guard.job import on_ranks
 from megatron.inference import generation_config
 from megatron.inference.expert_ranks import expert_parallel
 from megatron.inference.kernel_caches import bound_kernel_caches
-from megatron.inference.sampling import IDLE, Sampling, Search, cut_off
+from megatron.inference.sampling import IDLE, Sampling, Search, asks_for_beams, cut_off
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
@@ -153,6 +153,8 @@ def main(argv: list[str]) -> None:
         notes += recommended.notices
         sampling = replace(sampling, stop=[unescaped(text) for text in sampling.stop or ()] or None)
         search.check(sampling, given)
+        if asks_for_beams(given) and "length_penalty" not in given:
+            notes.append("--length-penalty is 1: scores are means over tokens. PaddleNLP's default is 0, sums")
         notes += idle_flags(sampling, given, IDLE, beams=search.num_beams)
         notes += idle_flags(groups["quantize"], given, quantization.IDLE)
         notes += idle_flags(

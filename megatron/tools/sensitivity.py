@@ -252,7 +252,7 @@ def measure(
 
 def probes_of(options: SensitivityOptions, harm: HarmOptions, quantize: QuantizeOptions, loaded, context):
     """(name, context in which the model is harmed there): see `inference.probes`."""
-    from megatron.checkpoint.base import open_checkpoint
+    from megatron.checkpoint.base_checkpoint import open_checkpoint
     from megatron.inference import probes, prune
     from megatron.inference.calibration import calibration_windows
     from megatron.inference.load import refuse_other_tokens

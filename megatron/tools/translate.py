@@ -378,19 +378,22 @@ def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting]
         sources = [one._replace(key=_bare(one.key), words=one.words or ["true"]) for one in sources]
     if dialect.name == "nemo":
         sources = with_hydras_file(sources, script, missing, command.notes)
+    sources = [part for one in sources for part in configs_apart(one, dialect)]
     for one in list(sources):
         reader, name = CONFIGS.get((dialect.name, _bare(one.key))), one.value
-        if reader is None and one.key.endswith(".json"):
+        if reader is None and one.key.endswith((".json", ".py")):
             reader, name = CONFIGS.get((dialect.name, "")), one.key
         if reader is None or name in ("", "true"):
             continue
+        at = sources.index(one)
         sources.remove(one)
         if (path := script.file(one, name, missing, command.notes)) is None:
             continue
         if reader == "deepspeed":
             own = translate(DIALECTS["deepspeed"], read_tree(path), own)
         else:
-            sources = (read_python(path, dialect.names) if reader == "python" else read_tree(path)) + sources
+            place = at if name == one.key else 0  # among words that follow each other, or below them
+            sources[place:place] = read_python(path, dialect.names) if reader == "python" else read_tree(path)
     found, program = translate(dialect, sources, own), "pretrain_gpt.py"
     found.lost += missing
     if "torchrun" in start:
@@ -401,6 +404,16 @@ def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting]
     if dialect.name == "llmacc" and any(one.key in ("--world-size", "--world_size") for one in sources):
         start, program = [word for word in start if word == "python"] or ["python"], "-m megatron.tools.plan"
     return TranslatedRun(found, start, program, command.behind, command.notes + notes)
+
+
+def configs_apart(one: TheirSetting, dialect: Dialect) -> list[TheirSetting]:
+    """`--batch_size=8 config/small.py` of nanoGPT is a word, and a file behind it."""
+    if dialect.name != "nanogpt":
+        return [one]
+    values = [word for word in one.words if not word.endswith(".py")]
+    files = [TheirSetting(word, [], one.where, word) for word in one.words if word.endswith(".py")]
+    text = f"{one.key} {' '.join(values)}" if files else one.text
+    return [one._replace(words=values, text=text), *files]
 
 
 def with_hydras_file(sources: list[TheirSetting], script: Script, *told: list) -> list[TheirSetting]:
@@ -434,6 +447,7 @@ CONFIGS = {
     ("megatron-deepspeed", "deepspeed_config"): "deepspeed",
     ("hf-trainer", "deepspeed"): "deepspeed",
     ("hf-trainer", ""): "tree",  # run_clm.py args.json
+    ("nanogpt", ""): "python",  # train.py config/train_gpt2.py
 }
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import __version__, fused_kernels
-from megatron.checkpoint.base import BASE
+from megatron.checkpoint.base_checkpoint import BASE
 from megatron.checkpoint.lineage import lineage
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.remote import all_paths
@@ -78,7 +78,7 @@ from megatron.training.datasets import (
     verify_data,
 )
 from megatron.training.distillation import attach_teacher
-from megatron.training.frozen import attach_frozen
+from megatron.training.frozen_model import attach_frozen
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.rank_watch import RankWatch
 from megatron.training.resume import ResumeChanges, resume
@@ -483,9 +483,11 @@ def build_metrics(
         ranks=mesh.world_size,
         data_ranks=mesh.dp.size,
         flops_per_token=facts.trained_flops(model.selection),
+        seen_flops_per_token=facts.trained_flops(model.selection, seen=True),
         peak_flops=peak_of(config, context, name),
         device=context.device.type,
         perplexities=recipe.perplexities,
+        epoch_samples=config.batch.train_samples / config.batch.train_epochs if config.batch.train_epochs else None,
     )
     header = run_record(
         config,

@@ -9,12 +9,12 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.base import BASE, base_names, base_record, open_checkpoint
+from megatron.checkpoint.base_checkpoint import BASE, base_names, base_record, open_checkpoint
+from megatron.checkpoint.first_launch import may_begin, same_place
 from megatron.checkpoint.folder import Restored, checkpoints, restore
 from megatron.checkpoint.manager import CheckpointManager, store_all_gather_object
 from megatron.checkpoint.reshard import copy_companions
 from megatron.checkpoint.store import Piece
-from megatron.checkpoint.traces import may_begin, same_place
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.same_order import same_order
 from megatron.errors import CheckpointError, SettingsError

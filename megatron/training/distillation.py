@@ -21,7 +21,7 @@ from megatron.mpu.chunks import row_numbers
 from megatron.mpu.distillation_loss import DistillationLoss, TeacherLoss, TopKLoss
 from megatron.mpu.initialize import RankContext
 from megatron.settings import schema
-from megatron.training.frozen import FrozenModel, load_frozen
+from megatron.training.frozen_model import FrozenModel, load_frozen
 
 
 def attach_teacher(

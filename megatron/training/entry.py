@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point of training scripts: `start` goes from a command line to training."""
 
+import contextlib
+
 from megatron.errors import UsageError, debugging
 from megatron.model.arguments import parse_any
 from megatron.model.recipe import Recipe, module_of
@@ -20,7 +22,15 @@ def start(argv: list[str], recipe: Recipe) -> None:
     argv = rank_env.adopt(argv)
     rank_env.ranks()  # wrong numbers of ranks are reported first
     refuse_another_module(recipe.model_type, module_of(recipe.model_type))
-    config = parse_any(argv, description=f"Pretrain a model of type {recipe.model_type}.", recipe=recipe)
+    about = recipe.about or f"Pretrain a model of type {recipe.model_type}."
+    try:
+        config = parse_any(argv, description=about, recipe=recipe)
+    except UsageError as refused:
+        with contextlib.suppress(ImportError):  # it needs packages that a wrong Python lacks
+            from megatron.training.events import record_refused_words
+
+            record_refused_words(argv, refused)
+        raise
     if config.model.model_type != recipe.model_type:
         raise UsageError(
             f"--model-type {config.model.model_type}: this command trains {recipe.model_type}",

@@ -2,12 +2,28 @@
 """The events of a run that its loop records: start, a disk that is nearly full, drift of replicas, end."""
 
 import contextlib
+import os
 from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
 from typing import Optional
 
-from megatron.errors import Failure, Interrupted, Locked, NumericsError, Preempted, exit_code, explain, in_a_line
+from megatron.errors import (
+    Failure,
+    Interrupted,
+    Locked,
+    NumericsError,
+    Preempted,
+    UsageError,
+    exit_code,
+    explain,
+    in_a_line,
+)
 from megatron.guard.disk import shortage
 from megatron.settings import rank_env, schema
+from megatron.settings.parse import said
+from megatron.storage.durable import WriterLock
+from megatron.storage.urls import local_folder
 from megatron.telemetry.event_rules import rule_of
 from megatron.telemetry.events import EventLog
 from megatron.telemetry.notify import open_events
@@ -62,11 +78,39 @@ def recorded_refusal(config: schema.Config) -> Iterator[None]:
     try:
         yield
     except Failure:
-        if not config.parallel.print_topology:
+        if not config.parallel.print_topology and not _is_written(config.checkpoint.save):
             events = open_events(config.logging, config.checkpoint.save, active=rank_env.ranks().rank == 0)
             with contextlib.suppress(Failure), recorded_end(events):
                 raise
         raise
+
+
+def record_refused_words(argv: list[str], refused: UsageError) -> None:
+    """Record the end of a launch whose command line cannot be understood, in the folder that it names, if that is there."""
+    with contextlib.suppress(Exception):  # what is wrong may be anything; the message itself follows
+        found = {name: one.value for name, one in said(argv).items()}
+        looks = (
+            found.get("dry_run") or found.get("preflight") or found.get("print_topology") or "--print-config" in argv
+        )
+        save = found.get("save")
+        if looks or not save or not local_folder(save).is_dir() or _is_written(save):
+            return
+        known = {one.name for one in fields(schema.Logging)}
+        logging = schema.Logging(**{name: value for name, value in found.items() if name in known})
+        events = open_events(logging, save, active=rank_env.ranks().rank == 0)
+        with contextlib.suppress(Failure), recorded_end(events):
+            raise refused
+
+
+def _is_written(save: Optional[str]) -> bool:
+    """Whether another job writes into a folder: what happens to this one is no event of that."""
+    if not save or not os.path.isdir(save):
+        return False
+    try:
+        WriterLock(Path(save)).release()
+    except (Locked, OSError):
+        return True
+    return False
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from megatron.guard.watch import StepVerdict
 from megatron.model.recipe import logged_means
 from megatron.optimizer.lr_schedule import decoupled_learning_rate, learning_rate, weight_decay
 from megatron.optimizer.update import choose
+from megatron.pipeline.data_parallel_messages import passes_of
 from megatron.pipeline.execute import execute
-from megatron.pipeline.sharding import passes_of
 from megatron.pipeline.stage_outputs import StageOutputs
 from megatron.settings.batch import batch_size
 from megatron.telemetry.memory import peak_bytes

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 import pretrain_gpt
-from megatron.checkpoint.traces import may_begin
+from megatron.checkpoint.first_launch import may_begin
 from megatron.errors import CheckpointError
 from megatron.planner.problems import file_problems
 from megatron.settings.parse import parse_pretrain

@@ -139,6 +139,21 @@ def test_dropped_documents_are_counted_by_rule_and_told(folder):
 # What a sample is -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_many_passes_over_the_text_are_told(folder, kind):
+    """The note comes with the fifth pass, and for training alone. Without short samples all passes are equal."""
+    config = config_of(folder, "--short-seq-prob", "0")
+    one = len(datasets(config, kind, sizes=(1, 1, 0))[0])
+    for count, told in ((4 * one, []), (4 * one + 1, [4]), (6 * one, [5])):
+        lines = []
+        datasets(config, kind, sizes=(count, 500, 0), log=lines.append)
+        notes = [line for line in lines if "times: beyond 4 passes" in line]
+        assert len(notes) == len(told)
+        assert all(
+            f"reads corpus-train more than {passes} times" in note for passes, note in zip(told, notes, strict=True)
+        )
+
+
 def text_of(dataset, place: int) -> list[int]:
     """The tokens of a sample's sentences, read from the file by its own loop."""
     first, last, target = dataset.sample_index[place].tolist()

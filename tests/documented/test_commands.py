@@ -212,6 +212,34 @@ def test_b_is_read_by_the_entry_as_it_is(calls, desk, capsys):
         pretrain_gpt.main(own)
 
 
+def test_b_data_of_the_environment_are_named(calls, desk, capsys, monkeypatch):
+    """`export DATA=train_data.json`, which its train_gpt.py reads: the two commands that train on it."""
+    (desk / "gpt2_configs").mkdir()
+    (desk / "gpt2_configs" / "gpt2_zero3.py").write_bytes((HERE / "B_gpt2_zero3.py").read_bytes())
+    [words] = calls("B_train.sh")
+    own = behind(words, "train_gpt.py")
+    monkeypatch.setenv("DATA", "texts/train_data.json")
+    parse_pretrain(own)
+    told = capsys.readouterr().err
+    assert "python preprocess_data.py --input texts/train_data.json --output-prefix train_data --append-eod" in told
+    assert "--data-path train_data_text_document --dataset-type webtext" in told
+    Path("tokens_document.idx").touch()
+    monkeypatch.setenv("DATA", "tokens_document")
+    parse_pretrain(own)
+    assert (
+        "DATA=tokens_document of the environment is not read: say --data-path tokens_document"
+        in capsys.readouterr().err
+    )
+    parse_pretrain([*own, "--data-path", "other"])
+    assert "DATA=" not in capsys.readouterr().err
+    with open("gpt2_configs/gpt2_zero3.py", "a") as config:
+        config.write("DATA = 'x.json'\n")
+    parse_pretrain([*own, "--input_dir", "other"])
+    assert "gpt2_zero3.py:23: DATA has no effect: --input-dir says the data" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="gpt2_zero3.py:23: DATA = 'x.json': lines of text become tokens first"):
+        parse_pretrain(own)
+
+
 @pytest.mark.sampled(5)
 def test_b_ranks_by_hand_are_one_job(desk):
     """Colossal-AI's words in two shells: both have the losses of one training."""

@@ -5,8 +5,9 @@ import itertools
 
 import pytest
 
-from megatron.errors import UsageError
+from megatron.errors import CheckpointError, SettingsError, UsageError
 from megatron.settings.parse import parse_pretrain
+from megatron.tools import generate
 from megatron.training.rules import check, resolve
 
 
@@ -267,6 +268,15 @@ def test_generation_takes_paddlenlps_words(strategy, greedy):
     assert [word for word in found.told if "fuse" in word] == fused.replace("_", "-").replace(" true", "").split()
 
 
-def test_a_search_by_beams_is_said_by_their_number():
-    assert "none of true, false, greedy_search, sampling" in generated("--decode_strategy beam_search").problems[0]
+def test_a_search_by_beams(capsys):
+    found = generated("--model_dir DIR --decode_strategy beam_search --num_beams 4")
+    assert found.problems == [] and (found.values["greedy"], found.values["num_beams"]) == (False, 4)
+    for words in ("", "--num_beams 1", "--greedy --num_beams 1 --then"):
+        with pytest.raises(SettingsError, match="--decode-strategy beam_search: over how many beams"):
+            generate.main(f"--load DIR --prompt x {words} --decode_strategy beam_search".split())
+    for more, told in (("", True), ("--length_penalty 0.5", False)):
+        with pytest.raises(CheckpointError):
+            generate.main(f"--load /nowhere --prompt x --decode_strategy beam_search --num_beams 2 {more}".split())
+        assert ("note: --length-penalty is 1: scores are means" in capsys.readouterr().err) == told
+    assert "none of true, false, greedy_search, sampling" in generated("--decode_strategy diverse").problems[0]
     assert generated("--model_dir DIR --mp_degree 2").values["tensor_model_parallel_size"] == 2

@@ -897,3 +897,15 @@ def test_references_of_omegaconf_are_to_the_neighbour_or_from_the_root(kind, dep
     found = {one.key: one.value for one in read_tree(str(tmp_path / f"a.{kind}"))}
     own = {name: found["below." * depth + name] for name in ("x", "near", "far", "nearer", "up")}
     assert own == dict(x=str(depth), near=str(depth), far="0", nearer=str(depth), up=str(max(0, depth - 1)))
+
+
+def test_a_config_of_nanogpt_among_its_words(tmp_path, monkeypatch, capsys):
+    """Its configurator runs files and --key=value in their order: the last one counts."""
+    (tmp_path / "small.py").write_text("n_layer = 4\nbatch_size = 8\ngradient_accumulation_steps = 5 * 8\n")
+    monkeypatch.chdir(tmp_path)
+    start = "torchrun --standalone --nproc_per_node=8 train.py"
+    after = printed(capsys, "--from", "nanogpt", f"{start} small.py --batch_size=4 --n_head=2")
+    assert "--global-batch-size 160 " in after and "--num-layers 4 " in after and "--num-attention-heads 2 " in after
+    assert f'{start.replace("train.py", "pretrain_gpt.py")} "${{FLAGS[@]}}"' in after
+    before = printed(capsys, "--from", "nanogpt", f"{start} --batch_size=4 small.py")
+    assert "--global-batch-size 320 " in before and "small.py:2: batch_size = 8 says another value" in before

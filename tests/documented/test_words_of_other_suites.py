@@ -23,13 +23,20 @@ from megatron.tools import translate as tool
 
 HERE = Path(__file__).parent
 SHAPE = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --then".split()
-FILES = {"colossalai": "run.py", "deepspeed": "run.json", "nemo": "run.yaml", "hf-trainer": "run.json"}
+FILES = {
+    "colossalai": "run.py",
+    "deepspeed": "run.json",
+    "nemo": "run.yaml",
+    "hf-trainer": "run.json",
+    "nanogpt": "run.py",
+}
 COMMANDS = {
     "paddlenlp": "run_pretrain.py",
     "megatron-deepspeed": "pretrain_gpt.py",
     "llmacc": "llmacc.pretrain",
     "hf-trainer": "run_clm.py",
     "nemo": "megatron_gpt_pretraining.py",
+    "nanogpt": "train.py",
 }
 STARTS = {
     "torchrun": "torchrun",
@@ -145,7 +152,7 @@ def forms(dialect: str, pairs: list[tuple[str, str]], folder: Path) -> list[list
     commands = [
         as_command(dialect, pairs, form) for form in ("words", "equals") if not any("." in key for key, _ in pairs)
     ]
-    return [as_file(dialect, pairs, folder), *commands] if dialect == "hf-trainer" else commands
+    return [as_file(dialect, pairs, folder), *commands] if dialect in ("hf-trainer", "nanogpt") else commands
 
 
 def nothing(dialect: str) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ REACHED = {
             "mpu/initialize.py: pick_device",
             "mpu/transfer.py: __init__",
             "mpu/transfer.py: to_device",
-            "mpu/turns.py: __init__",
+            "mpu/two_passes.py: __init__",
             "optimizer/rounding.py: norms",
             "optimizer/rounding.py: parts_of",
             "pipeline/wire.py: finish",
@@ -67,7 +67,7 @@ REACHED = {
     "model/experts/grouped.py: _refusing_waits": "tests/gpu/test_gpu_experts.py",
     "mpu/initialize.py: join_job": "tests/gpu/test_gpu_training.py",
     "mpu/random.py: random_words": "tests/gpu/test_gpu_triton.py",  # Triton's
-    "mpu/turns.py: _random_states": "tests/gpu/test_gpu_training.py",
+    "mpu/two_passes.py: _random_states": "tests/gpu/test_gpu_training.py",
     "telemetry/log_lines.py: console_line": "tests/telemetry/test_console.py",
     "telemetry/profiler.py: _busy": "tests/gpu/test_gpu_training.py",
     "telemetry/profiler.py: end": "tests/gpu/test_gpu_training.py",

@@ -133,6 +133,17 @@ def test_codes_are_read_from_torchruns_last_words():
 # ---- changed settings ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["data_path", "train_data_path", "valid_data_path", "test_data_path"])
+def test_one_place_of_data_by_several_names(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    saved = _record(_config(data={name: ["0.3", "./data", "0.7", "s3://bucket//data"]}))
+    for first in ("data", "data/", "x/../data", f"{tmp_path}/data"):
+        now = _config(data={name: ["0.3", first, "0.7", "s3://bucket//data"]})
+        assert changes.changes(now, saved) == []
+    for other in (["0.3", "data2", "0.7", "s3://bucket//data"], ["0.3", "data", "0.7", "s3://bucket/data"], ["data"]):
+        assert [one.name for one in changes.changes(_config(data={name: other}), saved)] == [name]
+
+
 def _config(**changed):
     model = dict(num_layers=2, hidden_size=8, num_attention_heads=2, max_position_embeddings=512)
     record = dict(model=model, data=dict(data_path=["a"]))

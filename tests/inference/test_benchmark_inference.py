@@ -9,7 +9,7 @@ import torch
 
 from megatron.errors import Failure, SettingsError
 from megatron.tools import benchmark_inference as tool
-from megatron.tools import plan
+from megatron.tools import export, plan
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 99 --device cpu --warmup 1".split()
 
@@ -49,6 +49,25 @@ def test_a_checkpoint_and_its_table(checkpoint, capsys):
     assert out[0].startswith("| prompt | output | batch |") and len({line.count("|") for line in out}) == 1
     with pytest.raises(SettingsError, match="a prompt of 40 and 8 new tokens are more than the model's 32 positions"):
         tool.main([*line, "--then", "--seq-len", "40"])
+
+
+def test_an_export_is_measured(checkpoint, tmp_path, capsys):
+    """A program, by PaddleFleetX's own words: it computes all texts of a batch at once."""
+    for kind in ("generation", "lm"):
+        words = f"--load {checkpoint} --output {tmp_path / kind} --format torch-export --kind {kind} --no-check"
+        export.main(words.split())
+        capsys.readouterr()
+        line = f"--seq_len 6 --iter 2 --mp_degree 1 --model_dir {tmp_path / kind} --output-len 3 --batch-size 2"
+        [row] = rows(capsys, *line.split(), "--device", "cpu")
+        assert (row["prompt"], row["output"], row["batch"], row["precision"]) == (6, 3, 2, "fp32")
+        assert row["tokens_per_second"] == pytest.approx(1000 * 6 / row["whole"])
+        assert row["first"] + 2 * row["token"] == pytest.approx(row["whole"], rel=0.5)
+        [file] = (tmp_path / kind).glob("*.pt2")
+        assert row["weights"] == pytest.approx(file.stat().st_size / 1e6)
+        past = 2 * 2 * 2 * (6 + 3 - 1) * 32 * 4  # keys and values, layers, texts, tokens, width
+        assert row["cache"] == pytest.approx(past / 1e6 if kind == "generation" else 0)
+    with pytest.raises(SettingsError, match="a prompt of 40 and 3 new tokens are more than the model's 32 positions"):
+        tool.main([*line.split(), "--device", "cpu", "--then", "--seq-len", "40"])
 
 
 @pytest.mark.sampled(2)

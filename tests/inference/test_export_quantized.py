@@ -8,14 +8,21 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.checkpoint.folder import choose
+from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.convert.compressed_tensors import pack, unpack
+from megatron.convert.export import tracing
 from megatron.convert.export.load_exported import load_exported
 from megatron.convert.export.onnx_quantized import OnnxProduct
+from megatron.convert.export.write import ExportSource
 from megatron.convert.huggingface import from_hf
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.load import load_model
+from megatron.inference.load import build_model, load_model
 from megatron.inference.quantize import linear_layers
+from megatron.inference.quantized import quantized_pieces
 from megatron.model.quantization import QuantizeOptions
+from megatron.mpu import collectives
+from megatron.mpu.layers import linear_products
 from megatron.mpu.mesh import Mesh
 from megatron.tools import checkpoint
 from tests.inference.test_export import export_to, models, need, trained  # noqa: F401
@@ -215,11 +222,6 @@ def test_llama_cpp_computes_with_blocks(shape, flags, models, tmp_path):  # noqa
             "--format gguf --quantize int8 --dtype q4_0",
             "--dtype q4_0: the whole numbers of this model are q8_0",
         ),
-        (
-            "llama",
-            "--format torch-export --quantize int8 --tensor-model-parallel-size 2",
-            "a program of a quantized model is for one rank",
-        ),
         ("llama", "--dtype q4_0", "--format hf has no --dtype q4_0"),
     ],
 )
@@ -233,6 +235,60 @@ def test_a_quantized_checkpoint_is_exported_with_its_numbers(models, tmp_path): 
     checkpoint.main(["quantize", str(models["llama"]), str(tmp_path / "int4"), *INT4.split()])
     out = export_to(tmp_path / "out", tmp_path / "int4", "--no-check")
     close(load_exported(str(out)).model.logits(IDS.t()).transpose(0, 1).detach(), ours(tmp_path / "int4"), 1e-6)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.full) for kind in KINDS])
+def test_a_program_of_whole_numbers_for_each_of_two_ranks(kind, models, tmp_path, run_ranks):  # noqa: F811
+    flags = "--format torch-export --tensor-model-parallel-size 2 --no-check".split()
+    out = export_to(tmp_path / "out", models["llama"], *words(kind), *flags)
+    logits = lambda rank: load_exported(str(out), mesh=Mesh(rank, tp=2)).model.logits(IDS.t()).detach().numpy()
+    for found in run_ranks(2, logits):
+        close(torch.from_numpy(found).transpose(0, 1), ours(models["llama"], KINDS[kind]), 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_part_of_a_whole_layer_is_that_of_a_checkpoint(kind, models, tmp_path):  # noqa: F811
+    """A rank's whole numbers, cut from the whole model, are those that it reads of a quantized checkpoint."""
+    checkpoint.main(["quantize", str(models["llama"]), str(tmp_path / "rounded"), *words(kind)])
+    path = choose(tmp_path / "rounded").paths[0]
+    source = ExportSource(path, path, {})
+    whole, how = source.quantized("fp32", QuantizeOptions()).model, source.how_quantized(QuantizeOptions())
+    for rank in (0, 1):
+        mesh = Mesh(rank, tp=2, create_groups=False)
+        part = source.rounded_part("fp32", whole, how, mesh)
+        built = build_model(source.config, source.vocab_size, device="cpu", precision="fp32", mesh=mesh)
+        with Reader(path) as reader:
+            stored = reader.state[QUANTIZED]
+            pieces, layers = quantized_pieces([built.model], built.pieces, source.facts, stored, mesh.coordinates)
+            reader.load(pieces, cast=True)
+        found = {one.name: one.weight_operand(None) for one in linear_products([part])}
+        assert len(found) == len(layers) == 8
+        for name, layer in layers.items():
+            for mine, read in zip(found[name], layer.product.weight_operand(None), strict=True):
+                assert torch.equal(mine, read), name
+        for name, parameter in built.model.named_parameters():
+            if name.removesuffix(".weight") not in layers:
+                assert torch.equal(parameter, part.get_parameter(name)), name
+
+
+def test_recorded_collectives_change_their_argument():
+    """Layers that round inputs reduce the largest value in place."""
+
+    class Largest(torch.nn.Module):
+        def forward(self, x):
+            largest = x.abs().amax(0)
+            collectives.all_reduce(largest, Mesh(0, tp=2, create_groups=False).tp, "max")
+            return largest
+
+    recorded = tracing.record(tracing.Program(Largest(), dict(x=torch.ones(2, 3)), dict(x={}), ("largest",)))
+    [output] = recorded.graph.output_node().args[0]
+    reduced = [node for node in recorded.graph.nodes if "all_reduce" in str(node.target)]
+    sources, todo = set(), [output]
+    while todo:
+        node = todo.pop()
+        sources.add(node)
+        todo += node.all_input_nodes
+    assert reduced and set(reduced) <= sources
 
 
 def test_numbers_are_packed_as_compressed_tensors_does():

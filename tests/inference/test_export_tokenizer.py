@@ -123,6 +123,20 @@ def test_autotokenizer_of_a_sentencepiece_run(new_checkpoint, tmp_path, kind, en
     assert ends["bos_token_id"] == ends["eos_token_id"] == own[end]  # documents follow an end, and no <s>
 
 
+def test_autotokenizer_of_a_run_with_llama2_tokenizer(new_checkpoint, tmp_path, capsys):
+    """Prompts begin with <s> there, too."""
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "t.model").write_bytes(model := trained_model())
+    settings = dict(NONE, tokenizer_type="Llama2Tokenizer", tokenizer_model=str(tmp_path / "t.model"))
+    load = new_checkpoint(**settings, rows=400)
+    tool.main(["to-hf", str(load), str(tmp_path / "hf"), "--dtype", "fp32"])
+    assert "the tokenizer gives the same ids in transformers" in capsys.readouterr().out
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    own = sentencepiece.SentencePieceProcessor(model_proto=model)
+    for text in TEXTS:
+        assert theirs(text)["input_ids"] == own.encode(text, add_bos=True), text
+
+
 def test_a_model_of_words_is_exported_without_a_tokenizer_of_transformers(new_checkpoint, tmp_path, capsys):
     (tmp_path / "t.model").write_bytes(trained_model("word"))
     load = new_checkpoint(**NONE, tokenizer_model=str(tmp_path / "t.model"), rows=400)

@@ -16,7 +16,7 @@ from megatron.convert.families import imported
 from megatron.convert.huggingface import from_hf
 from megatron.errors import CheckpointError
 from megatron.inference.load import load_model
-from megatron.training.exchange import fresh_state
+from megatron.training.conversion_commands import fresh_state
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,8 +11,8 @@ from megatron.errors import SettingsError
 from megatron.mpu import collectives
 from megatron.optimizer.messages import Messages
 from megatron.pipeline import execute as executor
+from megatron.pipeline.data_parallel_messages import ChunkPieces, Sharding, group_of, list_messages
 from megatron.pipeline.schedule import parse_op
-from megatron.pipeline.sharding import ChunkPieces, Sharding, group_of, list_messages
 from megatron.training import loop
 
 pytestmark = pytest.mark.sampled(5)

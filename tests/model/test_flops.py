@@ -3,8 +3,11 @@ import dataclasses
 
 import pytest
 
+from megatron.model.bert.facts import BertFacts
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.layer_ops import CoreAttention, RankSetup
+from megatron.model.t5.facts import T5Facts
+from megatron.model.t5.settings import T5Settings
 from megatron.settings.schema import Model
 from megatron.telemetry.peak_flops import peak_flops
 
@@ -119,3 +122,53 @@ def test_peak_of_known_devices(device, precision, tera):
 )
 def test_unknown_devices_have_no_peak(device, precision):
     assert peak_flops(device, precision) is None
+
+
+def test_half_of_causal_attention_counts_for_the_second_rate():
+    """Llama 3 8B at 8,192 tokens: 2 FLOPs for each weight that multiplies a token, and 4 h for each key that it sees; all
+    8,192, or half of them. A published ratio of both counts is 1.125.
+    """
+    layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+    linear = 2 * (32 * layer + 4096 * 128256)
+    found = GPTFacts(LLAMA3_8B, 128256)
+    assert found.flops() == 3 * (linear + 32 * 4 * 4096 * 8192)
+    assert found.flops(seen=True) == 3 * (linear + 32 * 4 * 4096 * 8192 / 2)
+    assert found.flops() / found.flops(seen=True) == pytest.approx(1.125, abs=5e-4)
+    short = GPTFacts(dataclasses.replace(LLAMA3_8B, seq_length=128), 128256)
+    assert 1 < short.flops() / short.flops(seen=True) < 1.003
+
+
+def test_seen_keys_of_windows_are_those_of_a_mask():
+    """Up to the half key of the diagonal that the formula leaves out."""
+    shape = dict(num_layers=1, hidden_size=8, num_attention_heads=4, seq_length=100)
+    linear = 3 * 2 * (3 * 8 * 8 + 8 * 8 + 2 * 8 * 32 + 8 * 11)
+    for window in (0, 4, 49, 98, 99, 500):
+        seen = sum(min(query + 1, window + 1) for query in range(100)) / 100
+        found = GPTFacts(Model(**shape, window_size=f"{window},0"), 11)
+        assert 0 <= seen - (found.flops(seen=True) - linear) / (3 * 4 * 8) <= 0.5 + 1e-9, window
+
+
+def test_attention_in_both_directions_has_no_unseen_half():
+    model = Model(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=32)
+    assert BertFacts(model, 11).flops(seen=True) == BertFacts(model, 11).flops()
+
+
+@pytest.mark.parametrize("source, target", [(48, 20), (20, 48), (64, 64)])
+@pytest.mark.parametrize("encoder, decoder", [(3, 2), (1, 4)])
+def test_flops_of_encoder_decoders_counted_by_hand(source, target, encoder, decoder):
+    """Each matrix multiplies the tokens that pass it; those of keys and values between both halves, the source's."""
+    h, f, vocabulary, heads = 16, 40, 101, 2
+    model = Model(encoder + decoder, h, heads, source, ffn_hidden_size=f)
+    own = T5Settings(encoder_num_layers=encoder, decoder_num_layers=decoder, decoder_seq_length=target)
+    found = T5Facts(model, vocabulary, own)
+    itself = lambda tokens, seen=1.0: 2 * tokens * 4 * h * h + seen * 4 * tokens * tokens * h
+    mlp = lambda tokens: 2 * tokens * 2 * h * f
+    across = 2 * (2 * target + 2 * source) * h * h + 4 * target * source * h
+    count = lambda seen: (
+        encoder * (itself(source) + mlp(source))
+        + decoder * (itself(target, seen) + across + mlp(target))
+        + 2 * target * h * vocabulary
+    )
+    tokens = source + target  # of a sample
+    assert found.flops() * tokens == pytest.approx(3 * count(1.0))
+    assert found.flops(seen=True) * tokens == pytest.approx(3 * count(0.5))

@@ -12,8 +12,8 @@ from megatron.convert.huggingface import from_hf, to_hf
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
 from megatron.model.recipe import named_recipe
+from megatron.training.conversion_commands import fresh_state
 from megatron.training.entry import start
-from megatron.training.exchange import fresh_state
 
 transformers = pytest.importorskip("transformers")
 

@@ -265,7 +265,7 @@ def test_evaluate_is_the_plain_loss_of_all_tokens(tmp_path, capsys):
 
 def test_its_setting_is_a_setting_like_others(tmp_path, capsys):
     for asked, wanted in {
-        "--help": r"(?m)^mlp:\n  --mlp-window N .*tokens that a layer mixes(.|\n)*\n\nof every training:\n  --num-layers N",
+        "--help": r"(?m)^mlp:\n  --mlp-window N .*tokens that a layer mixes(.|\n)*\n\nmodel:\n  --num-layers N",
         "--help-all": r"--mlp-window N .*tokens that a layer mixes",
         "--print-config": rf"mlp:\n  mlp_window: {WINDOW} +# --mlp-window",
     }.items():

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.mpu import collectives, mappings
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.turns import TwoPasses, pass_turn, swap_attribute
+from megatron.mpu.two_passes import TwoPasses, pass_turn, swap_attribute
 from megatron.telemetry import rank_times
 
 

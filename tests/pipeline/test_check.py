@@ -7,8 +7,8 @@ import pytest
 
 from megatron.errors import DataError, SettingsError, StorageError
 from megatron.pipeline.check import main
+from megatron.pipeline.data_parallel_messages import passes_of
 from megatron.pipeline.schedule import stage_map
-from megatron.pipeline.sharding import passes_of
 from megatron.pipeline.simulate import make_rank_schedules, simulate
 from megatron.pipeline.timeline import Timeline, read_timeline
 

@@ -5,8 +5,7 @@ simulator's times are those that one can count.
 
 import pytest
 
-from megatron.pipeline.schedule import BrokenSchedule, Op, parse_op, problems, stage_map
-from megatron.pipeline.sharding import (
+from megatron.pipeline.data_parallel_messages import (
     ChunkPieces,
     Listed,
     Sharding,
@@ -15,6 +14,7 @@ from megatron.pipeline.sharding import (
     passes_of,
     verify_messages,
 )
+from megatron.pipeline.schedule import BrokenSchedule, Op, parse_op, problems, stage_map
 from megatron.pipeline.simulate import make_rank_schedules, simulate
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2)]

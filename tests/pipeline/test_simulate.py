@@ -3,9 +3,9 @@
 
 import pytest
 
+from megatron.pipeline.data_parallel_messages import pairs_of
 from megatron.pipeline.draw import diagram, svg
 from megatron.pipeline.schedule import SCHEDULES, Op, one_f_one_b, parse_op, problems, stage_map
-from megatron.pipeline.sharding import pairs_of
 from megatron.pipeline.simulate import BrokenSchedule, hidden_by_turns, make_rank_schedules, report, simulate, verify
 
 RANKS, MICROS, CHUNKS = range(1, 9), range(1, 33), range(1, 4)

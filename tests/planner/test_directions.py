@@ -14,6 +14,7 @@ import torch
 
 from megatron.errors import SettingsError
 from megatron.planner import choose, dry_run, memory, picture, problems, search, speed, target, text, tuning
+from megatron.planner.layout import Layout
 from megatron.planner.live import ShardingTimes
 from megatron.planner.memory import MemoryReport
 from megatron.planner.parity import Trace, compare
@@ -24,7 +25,7 @@ from megatron.settings.schema import Recompute
 
 def anything(**more) -> SimpleNamespace:
     """What is handed on and not looked at."""
-    own = dict(pp=3, dp=1, chunks=1, micro_batch_size=1, recompute=None, schedule="1f1b")
+    own = dict(pp=3, dp=1, lags=False, chunks=1, micro_batch_size=1, recompute=None, schedule="1f1b")
     own |= dict(num_microbatches=lambda job: 4, rank_setup=lambda job: None, pipeline=lambda layers: None)
     return SimpleNamespace(**own | more)
 
@@ -72,11 +73,26 @@ def test_a_plan_needs_what_its_fullest_rank_needs(monkeypatch):
 def test_the_rank_that_lacks_most_is_named(monkeypatch):
     monkeypatch.setattr(problems, "fullest", lambda *_: [5e9, 9e9, 3e9, 7e9])
     monkeypatch.setattr(problems, "remedies", lambda *_: "help")
+    monkeypatch.setattr(problems, "_unscaled", lambda *_: ())
     cluster = SimpleNamespace(device=SimpleNamespace(usable_bytes=4e9))
     [told] = problems.memory_problems(None, None, cluster)
     assert told == "out of memory by 5.0 GB on pipeline rank 1 (and on 2 more): 9.0 of 4.0 GB; help"
     cluster.device.usable_bytes = 9e9  # what is exactly full fits
     assert problems.memory_problems(None, None, cluster) == []
+
+
+def test_the_two_cheapest_remedies_that_fit_are_named():
+    """In the order of what they cost; what is exactly full fits."""
+
+    def needed(layout):
+        if layout.recompute.recompute_granularity == "core_attn":
+            return 12e9
+        return 10e9 if layout.micro_batch_size == 1 else 9e9 if layout.zero == 1 else 5e9
+
+    job, layout = SimpleNamespace(matrix_moments=None), Layout(micro_batch_size=4, dp=4)
+    told = problems.remedies(job, layout, needed, 10e9, ("less",))
+    assert told == "--micro-batch-size 1 (10.0 GB) or --use-distributed-optimizer (9.0 GB) or less would fit"
+    assert problems.remedies(job, layout, needed, 4e9).startswith("more ranks for --pipeline-model-parallel-size")
 
 
 def test_the_smallest_micro_batch_is_named_where_none_fits(monkeypatch):

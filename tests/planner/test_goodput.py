@@ -2,12 +2,17 @@
 """Save intervals and goodput: against a simulation of failures, and in the output of plan and --dry-run."""
 
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 import pretrain_gpt
 from megatron.checkpoint.interval import best_interval, goodput
+from megatron.planner import goodput as planner
+from megatron.planner.device import find
 from megatron.planner.goodput import Saving
+from megatron.planner.speed import Cluster
 from megatron.tools import plan
 
 JOB = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --mock-data --lr 1e-3
@@ -42,6 +47,33 @@ def test_no_interval_is_better_by_more_than_a_thousandth(stall, mean, restart):
     best = goodput(best_interval(stall, mean), stall, mean, restart)
     tried = max(goodput(best_interval(stall, mean) * 1.05**n, stall, mean, restart) for n in range(-60, 60))
     assert best > tried - 1e-3
+
+
+@pytest.mark.parametrize("stall, mean", [(1.0, 3600.0), (30.0, 7200.0), (300.0, 7200.0), (120.0, 86400.0)])
+def test_the_best_interval_is_where_goodput_is_largest(stall, mean):
+    """To the second for short saves; Daly's series ends at its third term."""
+    found = max((n / 10 for n in range(1, 200_000)), key=lambda interval: goodput(interval, stall, mean, 77.0))
+    assert best_interval(stall, mean) == pytest.approx(found, rel=1e-3, abs=2)
+    assert goodput(1.3 * found, stall, mean) < goodput(found, stall, mean) > goodput(found / 1.3, stall, mean)
+
+
+def test_costs_of_saves_and_restarts(monkeypatch):
+    """4 nodes of 8: 1e9 trained parameters are 12 GB with their state, 2e9 frozen ones 4 GB; 3 GB/s of a node's drive."""
+    monkeypatch.setattr(planner, "groups_of", lambda layout, layers, cuda: (layout, layers, cuda))
+    monkeypatch.setattr(planner, "start_up", lambda groups, kind: SimpleNamespace(total=7.0 if groups == GROUPS else 0))
+    GROUPS = ("layout", 5, True)
+    facts = SimpleNamespace(weights="weights", num_layers=5)
+    selection = SimpleNamespace(sizes=lambda weights: (1e9, 2e9))
+    plan = SimpleNamespace(job=SimpleNamespace(selection=selection, facts=facts, element=2), layout="layout")
+    cluster = Cluster(replace(find("A100"), host=10e9), 32, 8)
+    config = lambda own: SimpleNamespace(checkpoint=SimpleNamespace(async_save=own))
+    written = 16e9 / 4 / 3e9
+    waits = planner.saving_of(config(False), plan, cluster, hours=100.0)
+    assert waits == Saving(pytest.approx(written), pytest.approx(60 + 7 + written), 3600 * 25.0)
+    beside = planner.saving_of(config(True), plan, cluster, hours=100.0)
+    assert beside == Saving(pytest.approx(16e9 / 32 / 10e9), pytest.approx(60 + 7 + written), 3600 * 25.0)
+    alone = planner.saving_of(config(False), plan, Cluster(find("A100"), 4, 8), hours=100.0)
+    assert (alone.stall, alone.between) == (pytest.approx(16e9 / 3e9), 360_000.0)
 
 
 def test_a_hopeless_job_has_no_goodput():

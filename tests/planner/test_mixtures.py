@@ -13,10 +13,8 @@ from megatron.model.recipe import facts_of
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
 from megatron.planner.activations import stage_saved_bytes
-from megatron.planner.device import find
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import state, step_memory
-from megatron.planner.speed import Cluster, step
+from megatron.planner.memory import state
 from megatron.planner.traffic import totals, transfers
 from megatron.settings.schema import Model, Recompute
 from megatron.training.rules import resolve
@@ -118,23 +116,3 @@ def test_parameters_and_flops_of_published_models():
         tables = vocabulary * model.hidden_size
         attention = 12 * model.num_layers * model.seq_length * model.num_attention_heads * model.head_dim
         assert facts.flops() == pytest.approx(6 * (facts.active_parameters - tables) + attention, rel=1e-3)
-
-
-def test_exchanges_beside_other_passes_are_free():
-    """All, but for those of one micro-batch; two are alive then."""
-    line = (
-        "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --mock-data --vocab-size 50304 "
-        "--swiglu --disable-bias-linear --num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 1024 --bf16 "
-        "--micro-batch-size 1 --global-batch-size 128 --train-iters 2 --lr 1e-4 --use-distributed-optimizer --ep 8"
-    )
-    cluster, found = Cluster(find("H100"), 16), []
-    for flag in ("", "--overlap-moe-expert-parallel-comm"):
-        config = resolve(parse_any(f"{line} {flag}".split(), recipe=pretrain_gpt.recipe()), 16)
-        layout = Layout.of(config, 16)
-        job = Job.of(config, facts_of(config, 50304), dp=layout.dp, device="cuda")
-        found.append((step(job, layout, cluster), step_memory(job, layout, cluster.device, 0)[0]["activations"]))
-    (apart, held), (turns, twice) = found
-    exchange = cluster.seconds("all_to_all", 4096 * 8 * 2048 * 2, 1, 8, 1)
-    assert apart.seconds - turns.seconds == pytest.approx((8 - 1) * 8 * 4 * exchange)
-    assert apart.parts["expert parallel"] - turns.parts["expert parallel"] == pytest.approx(7 * 8 * 4 * exchange)
-    assert turns.parts["compute"] == apart.parts["compute"] and twice == pytest.approx(2 * held, rel=0.1)

@@ -57,7 +57,7 @@ def test_the_advisors_command_line(capsys, tmp_path):
     for words in (
         "GPT of 22.1 B parameters",
         "tokens/s",
-        "(assumed; error 4%, worst 14%)",
+        "(assumed; error 2%, worst 8%)",
         "out of memory by",
         "300.0 B tokens: ",
         "optimizer moments",
@@ -91,7 +91,7 @@ def test_a_picture_of_the_plans(tmp_path, capsys):
     drawn = (tmp_path / "plan.svg").read_text()
     best = capsys.readouterr().out.partition("\n1  ")[2].split()[0]
     for words in (
-        f"1  {best}<",
+        f"1  {best}, micro ",
         "seconds of a step (speeds are assumed)",
         "optimizer moments",
         "tensor parallel",
@@ -99,6 +99,9 @@ def test_a_picture_of_the_plans(tmp_path, capsys):
         "A100-80GB, 85.9 GB",
     ):
         assert words in drawn
+    [width] = map(float, re.findall(r'viewBox="0 0 (\S+) ', drawn))
+    texts = re.findall(r'<text style="font-size: (\S+)px[^>]*text-anchor: start[^>]* x="(\S+)"[^>]*>([^<]+)<', drawn)
+    assert len(texts) > 8 and all(float(x) + 0.55 * float(size) * len(text) < width for size, x, text in texts)
     with pytest.raises(SettingsError, match="cannot be drawn"):
         plan.main([*flags, "--picture", str(tmp_path / "plan.txt")])
     with pytest.raises(StorageError, match="cannot write --picture"):
@@ -414,3 +417,21 @@ def test_the_commands_of_the_guide_run(root, tmp_path, monkeypatch, capsys):
     shown = [line for line in shown if not re.search(r"\.\.\.|searched in", line)]  # cut, or a time
     told = [" ".join(line.split()) for line in told.splitlines()]
     assert len(shown) > 20 and not [line for line in shown if " ".join(line.split()) not in told]
+
+
+@pytest.mark.parametrize(
+    "more", ["--micro-batch-size 1 --global-batch-size 16", "--auto-parallel --max-global-batch-size 16"]
+)
+@pytest.mark.parametrize("length", ["", "--train-epochs 2", "--save here --save-interval 5"])
+def test_a_dry_run_without_the_length_of_training_says_so(more, length, capsys, monkeypatch, tmp_path):
+    """The rest of the report is there, and the end is the one problem."""
+    monkeypatch.chdir(tmp_path)
+    line = (
+        f"--dry-run {more} --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --mock-data {length}"
+    )
+    wrong = "--train-epochs 2: " if "epochs" in length else "the length of training is missing"
+    with pytest.raises(SettingsError, match=f"^{wrong}.*--train-samples N"):
+        pretrain_gpt.main(f"{line} --vocab-size 512 --lr 1e-3 --device cpu --world-size 2".split())
+    told = capsys.readouterr().out
+    assert told.startswith("dry run: 1 problem, listed at the end") and "data: for a training of unknown length" in told
+    assert "a checkpoint: " in told and "expected: " in told

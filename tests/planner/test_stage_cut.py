@@ -96,7 +96,7 @@ def waste(schedule, vocabulary, cut=None, chunks=1):
     config = t5_stages.normalize_config(replace(config, parallel=parallel))
     facts = T5Facts.of(config, vocabulary)
     pipeline = Pipeline.of(config.parallel, 24)
-    costs = [sum(facts.layer_flops(n, causal=0.5) for n in layers) for layers in pipeline.layers]
+    costs = [sum(facts.layer_flops(n, seen=True) for n in layers) for layers in pipeline.layers]
     costs[-1] += 2.0 * facts.target * 1024 * vocabulary
     return bubble_of(simulated(schedule, 4, 16, chunks, [(one, 2 * one) for one in costs]), 4)
 
@@ -121,7 +121,7 @@ def test_time_in_which_ranks_wait_is_what_the_page_says():
 def test_no_cut_waits_less(schedule, vocabulary):
     config = parse_any(TWELVE.replace("32000", f"{vocabulary or 1}").split())
     facts = T5Facts.of(config, vocabulary)
-    layers = [facts.layer_flops(n, causal=0.5) for n in range(24)]
+    layers = [facts.layer_flops(n, seen=True) for n in range(24)]
     output = 2.0 * facts.target * 1024 * vocabulary
 
     def waiting(cut):

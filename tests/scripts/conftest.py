@@ -20,6 +20,7 @@ def copy(root, tmp_path_factory) -> Path:
     (folder / ".venv" / "bin").mkdir(parents=True)
     for name in ("requirements", "requirements-test"):
         shutil.copy(folder / f"{name}.txt", folder / ".venv" / f"{name}.installed")
+    (folder / ".venv" / "project.installed").write_text(f"{folder}\n")  # not into this interpreter's packages
     python = folder / ".venv" / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')  # a link would not find the packages
     python.chmod(0o755)

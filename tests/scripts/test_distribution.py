@@ -2,6 +2,7 @@
 """The source archive and the wheel: built without a network, one from the other, and run where no tree is."""
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("pretrain_gpt.py", "preprocess_data.py", "merge_datasets.py")
@@ -18,6 +20,42 @@ TINY = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --mock-data --vocab-size 50 --lr 1e-2 "
     "--micro-batch-size 1 --train-iters 1 --eval-iters 0 --device cpu --log-interval 1"
 ).split()
+
+
+def test_the_license_as_setuptools_before_77_has_it(monkeypatch):
+    """Its rules want a table, and the files of the license among the settings of setuptools."""
+    from setuptools.config import pyprojecttoml
+
+    called = []
+    monkeypatch.setattr(setuptools, "__version__", "65.5.0")
+    monkeypatch.setattr(setuptools, "setup", lambda: called.append(pyprojecttoml.load_file(ROOT / "pyproject.toml")))
+    monkeypatch.setattr(pyprojecttoml, "load_file", before := pyprojecttoml.load_file)
+    runpy.run_path(str(ROOT / "setup.py"))
+    [content], plain = called, before(ROOT / "pyproject.toml")
+    assert content["project"]["license"] == dict(text=plain["project"]["license"])
+    assert content["tool"]["setuptools"]["license-files"] == plain["project"]["license-files"]
+    assert "license-files" not in content["project"]
+    monkeypatch.setattr(setuptools, "__version__", "77.0.1")
+    monkeypatch.setattr(pyprojecttoml, "load_file", before)
+    runpy.run_path(str(ROOT / "setup.py"))
+    assert called[1] == plain
+
+
+@pytest.mark.full
+def test_a_source_archive_by_the_python_below(tmp_path):
+    """`python setup.py sdist` with the setuptools that comes with a plain Python."""
+    python = Path(sys.base_prefix, "bin", "python3")
+    known = subprocess.run([python, "-c", "import setuptools"], capture_output=True)
+    if known.returncode:
+        pytest.skip("it has no setuptools")
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if not name.startswith(("tests/", "docs/")):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, tmp_path / name)
+    done = subprocess.run([python, "setup.py", "-q", "sdist"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "dist").glob("megatron-*.tar.gz"))) == 1
 
 
 def python(*words, cwd, **env) -> str:

@@ -241,14 +241,15 @@ TRAINED = """export_gpt_345M export_gpt_345M_tp2 export_gpt_345M_mp2 export_gpt_
     export_gpt_175B_tp8 auto_export_gpt_345M_mp2 auto_export_gpt_345M_single_card auto_export_gpt_6.7B_mp1
     auto_export_gpt_175B_mp8 inference_gpt_345M inference_gpt_345M_single_card inference_gpt_6.7B inference_gpt_175B_tp8
     inference_gpt_175B_mp8 inference_gpt_multigpu auto_inference_gpt_345M_single_card""".split()
+EVALUATED = "evaluate_gpt_345M eval_qat_gpt_345M_single_card eval_prune_gpt_345M_single_card".split()
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(
-    "name", ["evaluate_gpt_345M", *(name for name in TRAINED if "175B" not in name and "multi" not in name)]
+    "name", [*EVALUATED, *(name for name in TRAINED if "175B" not in name and "multi" not in name)]
 )
 def test_scripts_of_tools_say_flags_that_exist(name, tmp_path):
-    data = ["--data-path", "held_out"] if name.startswith("evaluate") else []
+    data = ["--data-path", "held_out"] if name in EVALUATED else []
     done = bash(name, *data, PRINT="1", CHECKPOINTS=str(tmp_path / "none"))
     python, dash_m, module, *words = shlex.split(done.stdout)
     assert (python, dash_m) == (sys.executable, "-m")
@@ -278,7 +279,7 @@ def test_words_after_a_script_of_a_tool_win(name, words, wanted):
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", [*TRAINED, *EVALUATED])
 def test_scripts_of_trained_models_predict(name):
     """--dry-run: memory of the ranks that they are made for, and time per token; nothing is read or written."""
     done = bash(name, "--dry-run")

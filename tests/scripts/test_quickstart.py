@@ -85,8 +85,8 @@ def test_training_takes_two_minutes_of_the_machine(copy, bash, tmp_path, seconds
         'gpt() { echo "$@" >>"$RUN/calls"; for n in 9 1 1 1 1 1; do\n'
         'echo "{\\"kind\\": \\"step\\", \\"seconds\\": $(awk "BEGIN { print $n * ${times[$1]} }")}"; '
         'done >"$RUN/measured.jsonl"; }\n'
-        f'choose_size "{widths}" --more; echo "$WIDTH $ITERATIONS $SECONDS_A_STEP"\n'
-        f'ITERATIONS=600 WIDTH=; choose_size "{widths}" --more; echo "$WIDTH $ITERATIONS $SECONDS_A_STEP"\n'
+        f'choose_size gpt "{widths}" --more; echo "$WIDTH $ITERATIONS $SECONDS_A_STEP"\n'
+        f'ITERATIONS=600 WIDTH=; choose_size gpt "{widths}" --more; echo "$WIDTH $ITERATIONS $SECONDS_A_STEP"\n'
     )
     width, steps = size.split()
     said = bash(str(tmp_path / "choose.sh")).stdout.splitlines()
@@ -168,13 +168,67 @@ def test_what_pip_says_goes_to_the_log(copy, tmp_path):
     )
     first, log = run(), (tmp_path / ".venv/install.log").read_text()
     assert first.returncode == 0 and "WARNING" not in first.stdout + first.stderr
-    assert log.count("WARNING: odd") == 2
+    assert log.count("WARNING: odd") == 3  # the packages, this project, those of the tests
     minutes = re.search(r"`make test` .*\| (about \d+ minutes on two cores)", (copy / "CONTRIBUTING.md").read_text())[1]
     assert first.stdout.splitlines()[-2].startswith(f"All tests: {minutes}")
     assert "minutes" not in run("tests/data").stdout and "slow ones" in run("--full").stdout
     (tmp_path / ".venv/requirements-test.installed").unlink()
     without = run(NO_PIP="1")
     assert without.returncode == 0 and ".venv/install.log" in without.stderr and "WARNING" not in without.stderr
+
+
+def fake_project(tmp_path, root, code=0):
+    """A project whose pip writes its arguments to pip.txt, and a call of _env.sh in it."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(root / "scripts" / "_env.sh", tmp_path / "scripts")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name in ("requirements.txt", ".venv/requirements.installed", ".venv/bin/activate"):
+        (tmp_path / name).touch()
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/bash\necho "$*" >>"{tmp_path}/pip.txt"\nexit {code}\n')
+    python.chmod(0o755)
+    command = ["bash", "-euc", "source scripts/_env.sh"]
+    return lambda: subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
+
+
+def test_the_project_is_installed_once_and_not_into_another_checkouts_environment(tmp_path, root):
+    (tmp_path / "one").mkdir()
+    call = fake_project(tmp_path / "one", root)
+    assert call() == call() == ""
+    [line] = (tmp_path / "one" / "pip.txt").read_text().splitlines()
+    assert line.startswith("-m pip install ") and line.endswith("-e .")
+    assert {"--no-index", "--no-deps", "--no-build-isolation"} <= set(line.split())
+    (tmp_path / "two").mkdir()
+    call = fake_project(tmp_path / "two", root, code=1)
+    assert "commands work in this folder alone" in call() and call() == ""
+    (tmp_path / "two" / ".venv" / "project.installed").unlink()
+    (tmp_path / "two" / ".venv").rename(tmp_path / "theirs")
+    (tmp_path / "two" / ".venv").symlink_to(tmp_path / "theirs")
+    before = (tmp_path / "two" / "pip.txt").read_text()
+    assert call() == "" and (tmp_path / "two" / "pip.txt").read_text() == before
+
+
+@pytest.mark.full
+def test_commands_work_from_any_folder_after_the_set_up(tmp_path, root):
+    """In an environment of its own, which has this one's packages; no file of the project changes."""
+    ignored = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", "build", "dist", ".*_cache", ".hypothesis")
+    project = tmp_path / "a project"
+    shutil.copytree(root, project, ignore=ignored)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], cwd=project, check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(project / ".venv")], check=True)
+    [packages] = (project / ".venv").glob("lib/python*/site-packages")
+    (packages / "packages.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    shutil.copy(project / "requirements.txt", project / ".venv" / "requirements.installed")
+    subprocess.run(["bash", "-euc", "source scripts/_env.sh"], cwd=project, check=True)
+    away = dict(cwd=tmp_path, capture_output=True, text=True, check=True)
+    for module in ("megatron", "megatron.tools.status", "pretrain_gpt"):
+        done = subprocess.run([project / ".venv" / "bin" / "python", "-m", module, "--help"], **away)
+        assert "usage" in done.stdout or "Commands:" in done.stdout
+    where = [project / ".venv" / "bin" / "python", "-c", "import megatron; print(megatron.__file__)"]
+    assert subprocess.run(where, **away).stdout.strip() == str(project / "megatron" / "__init__.py")
+    assert subprocess.run(["git", "status", "--short"], **away | dict(cwd=project)).stdout == ""
 
 
 def test_help_and_mistakes(copy, bash):

@@ -83,6 +83,7 @@ def answer(prompt: str, length: int, seed: int) -> list[int]:
 def test_two_models_side_by_side(visit, two):
     page = visit(two.url)
     wait_for(page, "document.querySelector('#live').innerText.includes('base: iteration 7')")
+    page.select_option("#mode", "text")
     page.fill("#prompt", "the <b>rain")
     page.fill("#max_tokens", "40")
     page.fill("#seed", "7")
@@ -100,6 +101,7 @@ def test_two_models_side_by_side(visit, two):
 def test_probabilities_on_hover_and_by_keyboard(visit, two):
     page = visit(two.url)
     wait_for(page, "document.querySelector('#model-0').value === 'base'")
+    page.select_option("#mode", "text")
     page.fill("#prompt", "abc")
     page.fill("#seed", "11")
     page.fill("#max_tokens", "30")
@@ -130,9 +132,12 @@ def test_probabilities_on_hover_and_by_keyboard(visit, two):
 def test_stop_dark_and_help_by_keyboard(visit, two):
     page = visit(two.url, allowed=["400 (Bad Request)"])
     wait_for(page, "document.querySelector('#model-0').value === 'base'")
-    page.fill("#max_tokens", "100000")
+    page.select_option("#mode", "text")
+    page.fill("#prompt", "x" * 600)
     page.keyboard.press("Control+Enter")
-    wait_for(page, "document.querySelector('.trouble')?.innerText.includes('max_tokens')")  # the server's own words
+    wait_for(
+        page, "document.querySelector('.trouble')?.innerText.includes('context has 512')"
+    )  # the server's own words
     page.fill("#max_tokens", "400")
     page.fill("#prompt", "endless")
     for seed in range(9):  # one whose text is long
@@ -155,13 +160,62 @@ def test_stop_dark_and_help_by_keyboard(visit, two):
     assert not page.locator("#keys").is_visible()
 
 
+def test_a_chat_opens_as_a_chat_within_the_context_and_below_it_stands_the_prompt(visit, two):
+    page = visit(two.url)
+    wait_for(page, "document.querySelector('#model-0').value === 'base'")
+    assert page.input_value("#mode") == "chat" and page.inner_text("#go") == "Send"
+    assert page.input_value("#max_tokens") == page.input_value("#temperature") == ""  # to its end; the model's own
+    place = lambda selector: page.locator(selector).bounding_box()
+    long, seed = next(
+        (text, seed) for seed in range(20) for text in ["y" * 400] if len(answer(f"<{text}>", 110, seed)) == 110
+    )
+    page.fill("#seed", str(seed))
+    for asked in ("", "5000"):  # more than the context has room for: what there is
+        page.fill("#max_tokens", asked)
+        page.fill("#prompt", long)
+        page.locator("#prompt").press("Enter")
+        wait_for(page, "document.querySelector('.head .soft')?.innerText.includes('ended at the longest')")
+        assert page.locator(".answer").text_content() == ByteTokenizer().decode(answer(f"<{long}>", 110, seed))
+        assert page.input_value("#prompt") == "" and place("#form")["y"] > place(".answer")["y"]
+        page.locator("#prompt").press("ArrowUp")
+        assert page.input_value("#prompt") == long
+        page.keyboard.press("Alt+n")
+    page.fill("#max_tokens", "")
+    page.select_option("#mode", "text")
+    page.fill("#prompt", "one")
+    page.fill("#max_tokens", "5000")
+    page.click("#go")
+    wait_for(page, "document.querySelector('.head .soft')?.innerText.includes('ended')")
+    assert page.input_value("#prompt") == "" and page.inner_text(".given") == "one"
+    assert page.locator(".trouble").count() == 0 and place("#form")["y"] < place(".text")["y"]
+
+
+def test_a_model_without_a_template_opens_as_text_and_nothing_is_cut_at_1280(visit):
+    names = ["base", "runs/a-model-with-a-long-name/checkpoints-v2"]
+    with served([ToyEngine(), ToyEngine()], names=names) as toy:
+        page = visit(toy.url, width=1280)
+        wait_for(page, "document.querySelector('#model-0').value === 'base'")
+        assert not page.locator("#mode").is_visible() and page.input_value("#max_tokens") == "64"
+        page.select_option("#model-1", names[1])
+        assert page.evaluate(CUT) == [] and page.evaluate("document.documentElement.scrollWidth") <= 1280
+
+
+CUT = """[...document.querySelectorAll("#form :is(input, select)")].filter((field) => {
+  if (!field.offsetParent || field.type === "checkbox") return false;
+  const style = getComputedStyle(field), pen = document.createElement("canvas").getContext("2d");
+  pen.font = style.font;
+  const text = field.tagName === "SELECT" ? field.selectedOptions[0].text : field.value || field.placeholder;
+  const arrow = field.tagName === "SELECT" ? 16 : 0;
+  const needed = pen.measureText(text).width + parseFloat(style.paddingLeft) + parseFloat(style.paddingRight) + arrow;
+  return needed > field.clientWidth;
+}).map((field) => field.id)"""  # fields with more text than room
+
+
 @pytest.mark.sampled(2)
 def test_a_conversation(visit, two):
     """Each model has the messages before, with its own answers; a stopped one stays, and a refused message does not."""
     page = visit(two.url, allowed=["400 (Bad Request)"])
     wait_for(page, "document.querySelector('#model-0').value === 'base'")
-    assert not page.locator("#new").is_visible()
-    page.select_option("#mode", "chat")
     page.fill("#seed", "3")
     page.fill("#max_tokens", "20")
     shown = lambda at: page.locator("[data-model=base] .answer").nth(at).text_content()
@@ -180,11 +234,10 @@ def test_a_conversation(visit, two):
     page.keyboard.press("Control+Enter")  # nothing to say
     say("two", 2)
     assert shown(1) == ByteTokenizer().decode(answer(f"<one><{first}><two>", 20, 3))
-    page.fill("#max_tokens", "100000")
-    say("three", 3)
-    wait_for(page, "document.querySelector('.trouble')?.innerText.includes('max_tokens')")
-    assert page.input_value("#prompt") == "three" and page.locator(".said").all_inner_texts() == ["one", "two", "three"]
-    page.fill("#max_tokens", "20")
+    long = "x" * 600
+    say(long, 3)
+    wait_for(page, "document.querySelector('.trouble')?.innerText.includes('context has 512')")
+    assert page.input_value("#prompt") == long and page.locator(".said").all_inner_texts() == ["one", "two", long]
     second = shown(1)
     say("four", 4)
     assert shown(3) == ByteTokenizer().decode(answer(f"<one><{first}><two><{second}><four>", 20, 3))
@@ -221,7 +274,6 @@ def test_a_conversation_beside_a_model_that_refuses(visit, two):
     try:
         page = visit(two.url, allowed=["400 (Bad Request)"])
         wait_for(page, "document.querySelector('#model-0').value === 'base'")
-        page.select_option("#mode", "chat")
         page.select_option("#model-1", "tuned")
         page.fill("#seed", "3")
         page.fill("#max_tokens", "20")
@@ -243,10 +295,12 @@ def test_a_conversation_beside_a_model_that_refuses(visit, two):
 def test_a_telephone(visit, two, scheme):
     page = visit(two.url, width=400, scheme=scheme)
     wait_for(page, "document.querySelector('#model-0').value === 'base'")
-    page.select_option("#mode", "chat")
+    assert not page.locator("#seed").is_visible() and page.locator("#form").bounding_box()["height"] < 200
+    page.click("summary")
     page.select_option("#model-1", "tuned")
     page.fill("#prompt", "hello" * 30)
     page.fill("#seed", "3")
+    page.fill("#max_tokens", "64")
     page.click("#go")
     wait_for(
         page,

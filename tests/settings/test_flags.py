@@ -337,7 +337,6 @@ def test_the_tables_say_one_thing_about_each_flag():
         ("--use_mcore_model", "did you mean --use-mcore-models"),
         ("--bf16;", "did you mean --bf16?"),
         ("--optimizer lamb", "'lamb' is none of adam"),
-        ("--tokenizer-type Llama2Tokenizer", "; say SentencePieceTokenizer"),
         ("--tokenizer-type Llama3Tokenizer", "; say TikTokenizer for its tokenizer.model, HuggingFaceTokenizer"),
         ("--hybrid-override-pattern M*M*", "Mamba layers, and hybrids of them"),
         ("--enable-gpt-oss", "say --model-name-or-path gpt-oss-20b"),
@@ -569,9 +568,27 @@ def helped(flag: str, capsys) -> str:
 def test_help_is_short_and_help_all_is_complete(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     short, long = helped("--help", capsys), helped("--help-all", capsys)
-    assert 20 <= len(re.findall(r"^  --", short, re.M)) <= 30 and len(short.splitlines()) < 60
+    assert 20 <= len(re.findall(r"^  --", short, re.M)) <= 40 and len(short.splitlines()) < 90
+    for flag in ("model-name-or-path", "tokenizer-model", "tensor-model-parallel-size", "pipeline-model-parallel-size"):
+        assert f"\n  --{flag} " in short
+    assert "\nparallel:\n" in short and "\ntokenizer:\n" in short
     assert all(s.flag in long for s in settings_of(GROUPS)) and "\noptimizer:\n" in long
     assert max(map(len, (short + long).splitlines())) <= 118
+
+
+def test_help_of_a_group_and_of_presets(capsys):
+    assert helped("--help", capsys) == helped("-h", capsys)
+    for flag in ("-h", "--help"):
+        with pytest.raises(SystemExit):
+            parse([flag, "recompute"], prog="pretrain_gpt.py")
+        group = {s.flag for s in settings_of(GROUPS) if s.group == "recompute"}
+        assert {line.split()[0] for line in re.findall(r"^  (--.*)", capsys.readouterr().out, re.M)} == group
+    with pytest.raises(SystemExit):
+        parse(["--help", "presets"], prog="pretrain_gpt.py")
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line)
+    assert rows["llama-3-8b"].split() == ["32", "4096", "32", "8192", "128256"]
+    with pytest.raises(UsageError, match="did you mean parallel"):
+        parse(["--help", "paralel"], prog="pretrain_gpt.py")
 
 
 def test_docs_are_up_to_date():

@@ -13,6 +13,7 @@ from megatron.settings.parse import parse, parse_pretrain, parse_with_record
 from megatron.settings.rules import violations
 from megatron.settings.schema import GROUPS
 from megatron.tasks import finetune
+from megatron.tokenizer import resolved
 from megatron.tools import evaluate, generate, prune
 from megatron.tools.evaluate import EvaluateOptions
 from megatron.tools.generate import GenerateOptions
@@ -554,6 +555,31 @@ def test_its_vocabulary_is_gpt2s_of_the_cache(more, named, read, tmp_path, monke
     config, told = read(more)
     assert config.tokenizer.tokenizer_model == ("gpt2" if named else "other" if "other" in more else None)
     assert ("the vocabulary is GPT-2's of" in told) == named and config.tokenizer.vocab_size == 50304
+
+
+def test_its_vocabulary_is_that_of_its_own_cache(read, tmp_path, monkeypatch):
+    """PaddleFleetX keeps GPT-2's files under these names in ~/.cache/ppfleetx."""
+    monkeypatch.delenv("MEGATRON_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / ".cache" / "ppfleetx"
+    folder.mkdir(parents=True)
+    (folder / "gpt2-vocab.json").write_text("{}")
+    assert read("")[0].tokenizer.tokenizer_model is None
+    (folder / "gpt2-merges.txt").write_text("#version: 0.2\n")
+    config, told = read("")
+    assert f"the vocabulary is GPT-2's of {folder}" in told
+    found = resolved(config.tokenizer)
+    assert (found.vocab_file, found.merge_file) == (f"{folder}/gpt2-vocab.json", f"{folder}/gpt2-merges.txt")
+
+
+@pytest.mark.parametrize("more, prompt", [("", ["Hi, GPT2. Tell me who Jack Ma is."]), ("--prompt other", ["other"])])
+def test_a_prompt_that_its_program_has(more, prompt, tmp_path, capsys):
+    (tmp_path / "g.yaml").write_text("Model: {module: GPTGenerationModule}\n")
+    groups = dict(generate=GenerateOptions, sampling=Sampling, search=Search)
+    found = parse(["-c", str(tmp_path / "g.yaml"), "--load", "x", *more.split()], groups)
+    assert found["generate"].prompt == prompt
+    assert ("the prompt is 'Hi, GPT2. Tell me who" in capsys.readouterr().err) == (not more)
+    assert parse(["--load", "x"], groups)["generate"].prompt is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from megatron.errors import UsageError
 from megatron.settings.dialects.hf_trainer import HF_TRAINER
 from megatron.settings.dialects.megatron_lm import answer
-from megatron.settings.dialects.nanogpt import NANOGPT
+from megatron.settings.dialects.nanogpt import MEANT
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import spellings_of
@@ -22,25 +22,27 @@ UNKNOWN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("key", [*UNKNOWN, *NANOGPT])
+@pytest.mark.parametrize("key", [*UNKNOWN, *MEANT])
 def test_the_flag_that_is_meant_is_named(key):
     flag = "--" + key.replace("_", "-")
     if flag in KNOWN:
         pytest.skip("a flag here, too")
     with pytest.raises(UsageError) as refused:
         parse_pretrain([*SHAPE, flag, "1"])
-    meant = NANOGPT[key].split(" and ") if key in NANOGPT else HF_TRAINER.flags_of_key(key)
+    meant = MEANT[key].split(" and ") if key in MEANT else HF_TRAINER.flags_of_key(key)
     assert all(one in str(refused.value) for one in meant)
 
 
 def test_words_of_paddle_in_the_other_command_for_data(capsys):
     import preprocess_data
 
-    line = "--model_name gpt2 --tokenizer_name GPTTokenizer --data_format JSON --input_path x --append_eos"
+    line = "--model_name gpt2 --tokenizer_name GPTTokenizer --data_format JSON --input_path x --append_eos --json_key t"
     with pytest.raises(UsageError) as refused:
         preprocess_data.main([*line.split(), "--output_prefix", "y", "--workers", "2"])
     for flag in ("--model-name", "--data-format", "--input-path", "--append-eos"):
         assert f"{flag} is a flag of python -m megatron.tools.create_pretraining_data" in str(refused.value)
+    [line] = [line for line in str(refused.value).splitlines() if "--json-key " in line]
+    assert "create_pretraining_data" in line and line.endswith("here it is --json-keys")
 
 
 def test_translate_starts_the_command_that_takes_the_words(capsys):

@@ -20,7 +20,7 @@ from megatron.planner.memory import state
 from megatron.planner.parity import laid_out, parse_layout
 from megatron.planner.traffic import totals, transfers
 from megatron.tasks.finetune import recipe
-from megatron.training.exchange import fresh_state
+from megatron.training.conversion_commands import fresh_state
 from tests.planner.test_truth import counted_step
 from tests.tasks.classification import LABELS, Toy, with_hidden_words
 from tests.tasks.test_finetune import STEPS, TUNE, tune, weights_of

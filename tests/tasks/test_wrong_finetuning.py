@@ -19,7 +19,7 @@ from tests.tasks.test_finetune import TUNE, trunk, tune  # noqa: F401
 
 WRONG = {  # command line -> exit code, what the message says; {toy}, {trunk}, {empty}: folders
     "--task SST3 --load {trunk}": (2, "there is no such task; did you mean SST2?"),
-    "--task CLUE-CMRC --load {trunk}": (2, "its answers are pieces of a text"),
+    "--task CLUE-CMRC --load {trunk}": (4, "--task CMRC2018: there is no training file"),
     "--task CLUE-MULTITASK --load {trunk}": (2, "--task-mixture"),
     "--load {trunk}": (2, "--task"),
     "--task {toy}/toy.yaml --data-path {toy}": (2, "there is no model to fine-tune"),

@@ -43,7 +43,7 @@ def test_saves_that_become_slow_are_one_event_until_they_are_over():
         round(10**10 / 600),
     )
     assert slow["level"] == "warning" and slow["median"] > 3 * slow["bytes_per_second"]
-    for words in ("iteration 11", "runs/a", "600.0 s", "10,000.0 MB", "16.7 MB per second"):
+    for words in ("iteration 11", "runs/a", "600.0 s", "10.00 GB", "16.7 MB per second"):
         assert words in slow["message"]
     assert slow_now([slow]) == ["the disk of runs/a is slow"] and slow_now([slow, recovered]) == []
 

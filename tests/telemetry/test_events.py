@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
 import pretrain_gpt
-from megatron.errors import SettingsError
+from megatron.errors import SettingsError, UsageError
 from megatron.telemetry.events import COMMON, KINDS, LEVELS, EventLog, find_events, read_events
 from megatron.tools.status import look
 
@@ -101,3 +103,32 @@ def test_settings_that_are_refused_are_the_newest_end_of_the_run(tmp_path, monke
         and event["why"].startswith("--tensor-mod")
         and look(tmp_path).why == event["why"]
     )
+
+
+def test_words_that_are_not_understood_are_the_newest_end_of_the_run(tmp_path, monkeypatch):
+    """Unless another job writes there, or nothing would be started."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(dict(kind="run")) + "\n")
+    flags = f"--num-layers 2 --hiden-size 8 --num-attention-heads 2 --lr x --save {tmp_path}".split()
+
+    def ends(*more):
+        with pytest.raises(UsageError):
+            pretrain_gpt.main([*flags, *more])
+        return read_events(tmp_path)
+
+    [event] = ends()
+    assert (event["event"], event["code"], event["level"]) == ("end", 2, "error")
+    assert "--hiden-size" in event["why"] and look(tmp_path).why == event["why"]
+    assert len(ends("--dry-run")) == 1 and len(ends()) == 2
+    holds = "import sys; from megatron.storage.durable import WriterLock as L; from pathlib import Path; "
+    holds += f"lock = L(Path({str(tmp_path)!r})); print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", holds], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
+        assert job.stdout.readline() == b"held\n"
+        assert len(ends()) == 2
+        flags[flags.index("--hiden-size")], flags[flags.index("x")] = "--hidden-size", "1"
+        more = "--seq-length 8 --mock-data --vocab-size 9 --micro-batch-size 1 --train-iters 2 --tp 2".split()
+        with pytest.raises(SettingsError):
+            pretrain_gpt.main([*flags, *more])
+        assert len(read_events(tmp_path)) == 2
+        job.stdin.close()

@@ -9,8 +9,9 @@ import pytest
 import pretrain_gpt
 from megatron.settings.schema import Logging
 from megatron.telemetry import metrics as module
+from megatron.telemetry.log_lines import short_line
 from megatron.telemetry.metrics import Metrics
-from megatron.telemetry.step_metrics import RunSizes, StepMetrics
+from megatron.telemetry.step_metrics import Interval, RunSizes, StepMetrics
 
 # 4 ranks, of which 2 are data parallel; samples of 16 tokens; 1 GFLOP a token
 SIZES = dict(sample_tokens=16, ranks=4, data_ranks=2, flops_per_token=1e9)
@@ -43,6 +44,26 @@ def test_rates_of_a_step_and_of_a_line(tmp_path, monkeypatch, capsys):
     take(monkeypatch, tmp_path / "plain", [0.5, 0.25], wanted=False)
     said = capsys.readouterr().out
     assert "samples per second" not in said and "mean throughput" not in said
+
+
+def test_rates_with_causal_attention_stand_beside_the_others(tmp_path, monkeypatch, capsys):
+    """Of 1 GFLOP a token .8 are left: 16 samples of 16 tokens a second on 4 ranks. Lines keep what parsers look for."""
+    monkeypatch.setitem(SIZES, "seen_flops_per_token", 0.8e9)
+    monkeypatch.setitem(SIZES, "peak_flops", 0.1e12)
+    records = take(monkeypatch, tmp_path, [0.5, 0.5])
+    first, second = [one for one in records if one["kind"] == "step"]
+    assert (first["tflops_per_rank"], first["mfu"]) == (pytest.approx(0.064), pytest.approx(0.64))
+    assert (first["tflops_per_rank_causal"], first["mfu_causal"]) == (pytest.approx(0.0512), pytest.approx(0.512))
+    line, *_, mean = capsys.readouterr().out.splitlines()
+    assert "throughput per GPU (TFLOP/s/GPU): 0.064 |" in line and "| MFU: 64.0% |" in line
+    assert "| TFLOP/s with causal attention: 0.051 | MFU with causal attention: 51.2% | ETA:" in line
+    assert mean.endswith("a rank 0.064 TFLOP/s, MFU 64.0%, with causal attention 0.0512 TFLOP/s and MFU 51.2%")
+    step, run = StepMetrics(1, 8, 8, {}, 1e-4), RunSizes(2, **SIZES)
+    interval = Interval(seconds=0.5, samples=8, advanced=1)
+    wide, narrow = (short_line(step, interval, run, first, width) for width in (140, 62))
+    assert "MFU 64%  causal 51%" in wide and "MFU 64%" in narrow and "causal" not in narrow
+    monkeypatch.setitem(SIZES, "seen_flops_per_token", 1e9)  # no attention is causal
+    assert "mfu_causal" not in take(monkeypatch, tmp_path / "both", [0.5])[0]
 
 
 def test_the_mean_leaves_the_first_steps_of_a_start_out(tmp_path, monkeypatch, capsys):

@@ -12,6 +12,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.data.preprocess_encode import BlockEncoder
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import TokenizerSettings as Settings
 from megatron.tokenizer import build_tokenizer, engines, padded_vocab_size
@@ -302,8 +303,8 @@ def test_tokenizer_json_that_is_none(tmp_path):
         build_tokenizer(Settings("HuggingFaceTokenizer", tokenizer_model="org/model"))
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_sentencepiece(tmp_path, kind):
+def a_sentencepiece_model(path, kind="bpe", **more):
+    """A model of the corpus in a file, and as the library reads it."""
     library = pytest.importorskip("sentencepiece")
     stream = io.BytesIO()
     library.SentencePieceTrainer.train(
@@ -314,11 +315,42 @@ def test_sentencepiece(tmp_path, kind):
         byte_fallback=True,
         minloglevel=2,
         hard_vocab_limit=False,
+        **more,
     )
-    path = tmp_path / "test.model"
     path.write_bytes(stream.getvalue())
+    return library.SentencePieceProcessor(model_proto=stream.getvalue())
+
+
+def test_llama2_begins_documents_and_prompts(tmp_path):
+    """Megatron-LM's Llama2Tokenizer.tokenize: bos and the pieces; its eod is </s>, also where there is <EOD>."""
+    reference = a_sentencepiece_model(path := tmp_path / "tokenizer.model", user_defined_symbols=["<EOD>"])
+    settings = Settings("Llama2Tokenizer", tokenizer_model=str(path))
+    tokenizer = build_tokenizer(settings)
+    assert tokenizer.vocab_size == reference.get_piece_size() and tokenizer.eod == reference.eos_id()
+    for fast in (False, True):
+        if fast:
+            tokenizer.use_fastest(CORPUS)
+        for text in ("the quick fox", "", " two  spaces "):
+            wanted = [reference.bos_id(), *reference.encode(text)]
+            assert list(tokenizer.document_encoder(text)) == wanted == tokenizer.encode_prompt(text)
+            assert tokenizer.encode(text) == wanted[1:]  # tasks put a beginning before their texts
+    plain = build_tokenizer(Settings(tokenizer_model=str(path)))
+    assert list(plain.document_encoder("the fox")) == plain.encode("the fox")
+    assert plain.fingerprint != tokenizer.fingerprint
+    blocks = BlockEncoder(tokenizer, ["text"], np.dtype("<u2"), append_eod=True)
+    encoded = blocks(json.dumps(dict(text="the quick fox")).encode()).targets[0].tokens.tolist()
+    assert encoded == [*reference.encode("the quick fox", add_bos=True, add_eos=True)]
+    folder = build_tokenizer(Settings("Llama2Tokenizer", tokenizer_model=str(tmp_path)))
+    assert folder.fingerprint == tokenizer.fingerprint
+    a_sentencepiece_model(path, bos_id=-1)
+    with pytest.raises(DataError, match="has no token that begins texts"):
+        build_tokenizer(settings)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_sentencepiece(tmp_path, kind):
+    reference = a_sentencepiece_model(path := tmp_path / "test.model", kind)
     tokenizer = build_tokenizer(Settings(tokenizer_model=str(path)))
-    reference = library.SentencePieceProcessor(model_proto=stream.getvalue())
     assert (tokenizer.name, tokenizer.eod) == ("GPTSentencePieceTokenizer", reference.eos_id())
     assert tokenizer.vocab_size == reference.get_piece_size()
     assert tokenizer.encode(CORPUS[0]) == reference.encode(CORPUS[0])

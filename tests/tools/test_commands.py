@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m megatron` lists the commands, and a mistyped one gets the nearest."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.errors import UsageError
+from megatron.errors import DataError, UsageError
 from megatron.tools.__main__ import commands, main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -38,3 +39,20 @@ def test_a_mistyped_command_gets_the_nearest():
     )
     with pytest.raises(ModuleNotFoundError):
         __import__("megatron.tools.generat")
+
+
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [
+        ("evaluate", "--load {0} --task LAMBADA --valid-data {0}/valid.jsnl"),
+        ("raw_trans_to_json", "--input_path {0}/valid.jsnl --output_path {0}/out"),
+        ("lm_eval", "--load {0} --tasks {0}/valid.yml"),
+        ("train_tokenizer", "--input {0}/valid.jsnl --vocab-size 300 --output {0}/out"),
+    ],
+)
+def test_a_missing_file_gets_the_name_of_the_one_beside_it(tool, words, tmp_path):
+    for name in ("valid.jsonl", "valid.yaml"):
+        (tmp_path / name).write_text("{}\n")
+    command = importlib.import_module(f"megatron.tools.{tool}")
+    with pytest.raises(DataError, match=rf"did you mean \S+valid\.({'yaml' if tool == 'lm_eval' else 'jsonl'})\?"):
+        command.main(words.format(tmp_path).split())

@@ -69,9 +69,10 @@ def test_a_run_of_epochs(prefix, tmp_path, capsys):
     assert [(one["epoch"], one["iteration"], one["steps"]) for one in epochs] == [
         (number, end, end - start) for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False), 1)
     ]
-    lines = re.findall(
-        r"\[Epoch (\d) / Train\]: lm loss = (\S+) \| Throughput = (\S+) sample/s", capsys.readouterr().out
-    )
+    printed = capsys.readouterr().out
+    assert [step["epoch"] for step in steps] == pytest.approx([step * 2 * 5 / 36 for step in range(1, 19)], abs=1e-6)
+    assert re.search(r"iteration +18/ +18 \| consumed samples: +36 \| epoch: 5\.000 \| ", printed)
+    lines = re.findall(r"\[Epoch (\d) / Train\]: lm loss = (\S+) \| Throughput = (\S+) sample/s", printed)
     for one, (number, loss, rate), start in zip(epochs, lines, [0, *ends], strict=False):
         own = [step["lm loss"] for step in steps[start : one["iteration"]]]
         assert int(number) == one["epoch"] and float(rate) > 0
@@ -81,6 +82,7 @@ def test_a_run_of_epochs(prefix, tmp_path, capsys):
     other = tmp_path / "other"
     pretrain(f"--data-path {prefix} --lr 1e-2 --train-samples 36 --save {other}")
     assert [step["lm loss"] for step in records(other, "step")] == [step["lm loss"] for step in steps]
+    assert not any("epoch" in step for step in records(other, "step"))
 
 
 def test_validation_behind_every_second_epoch(prefix, tmp_path):

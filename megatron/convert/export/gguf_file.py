@@ -24,6 +24,7 @@ from megatron.model.facts import Facts
 from megatron.model.positions import scaled_frequencies
 from megatron.model.t5.facts import T5Facts
 from megatron.mpu.placement import Placement
+from megatron.telemetry.progress import ProgressBar
 
 Fix = Callable[[str, torch.Tensor, dict[str, Any]], torch.Tensor]
 # --dtype -> (format of matrices, llama.cpp's word for the file)
@@ -155,16 +156,19 @@ def write(
         for called, x in _extra_tensors(family):
             yield called, "F32", [x]
 
-    for called, made, [x, *_] in tensors(meta=True):
+    shapes = list(tensors(meta=True))
+    for called, made, [x, *_] in shapes:
         _add_info(writer, called, tuple(x.shape), kinds[made])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, made, [x, *beside] in tensors(meta=False):
-        if beside:
-            writer.write_tensor_data(_blocks(made, x, *beside))
-        else:
-            writer.write_tensor_data(gguf.quantize(x.float().contiguous().numpy(), kinds[made]))
+    with ProgressBar("writing", len(shapes), "tensors") as done:
+        for _, made, [x, *beside] in tensors(meta=False):
+            if beside:
+                writer.write_tensor_data(_blocks(made, x, *beside))
+            else:
+                writer.write_tensor_data(gguf.quantize(x.float().contiguous().numpy(), kinds[made]))
+            done()
     writer.close()
 
 

@@ -31,6 +31,7 @@ from megatron.model.recipe import config_of, facts_of
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import TokenizerSettings
+from megatron.storage import hub
 
 
 def is_export(place: Path) -> bool:
@@ -52,7 +53,7 @@ def load_exported(
 
     Raises CheckpointError for a folder that holds no export, SettingsError for one that cannot be used here.
     """
-    place, mesh = Path(folder), mesh or Mesh()
+    place, mesh = hub.fetched(folder, hub.MODEL_FILES) if hub.is_hub(folder) else Path(folder), mesh or Mesh()
     record = hf_files.read_json(place / RECORD) if (place / RECORD).is_file() else {}
     form = record.get("format", "hf" if (place / "config.json").is_file() else None)
     if form is None and any(place.glob("*.gguf")) or form == "gguf":
@@ -62,7 +63,8 @@ def load_exported(
         )
     if form is None:
         there = "there is no such folder" if not place.is_dir() else f"it has neither {RECORD} nor config.json"
-        raise CheckpointError(f"--load-exported {folder} holds no export", there, "python -m megatron.tools.export")
+        do = hub.hint(folder) or "python -m megatron.tools.export"
+        raise CheckpointError(f"--load-exported {folder} holds no export", there, do)
     if form == "hf":
         return _load_hf(place, record, device, precision, mesh, halves)
     _check(place / RECORD, record)
@@ -165,20 +167,23 @@ def _load_program(place: Path, record: dict[str, Any], device, precision, mesh: 
     if not path.is_file():
         raise CheckpointError(f"{place} has no {path.name}", f"{RECORD} names {', '.join(record['files'])}")
     run = programs.opened(form, path, device, mesh.tp)
-    model = ExportedProgram(run, facts, record, device)
+    model = ExportedProgram(run, facts, record, device, path.stat().st_size, mesh.tp.rank)
     return Loaded(model.eval(), config, record, record["vocab_size"], record["iteration"], place, ())
 
 
 class ExportedProgram(nn.Module):
     """A program in the place of a GPT: it has scores and losses.
 
-    kind: `lm` (scores at every position) or `generation` (of the next token, with a cache, which is kept for one text)
+    kind: `lm` (scores at every position) or `generation` (of the next token, with a cache, which is kept for one batch of
+    texts that grow together)
+    file_bytes: size of the program of this rank
     """
 
     is_program = True
 
-    def __init__(self, run: programs.Run, facts: Facts, record: dict[str, Any], device):
+    def __init__(self, run: programs.Run, facts: Facts, record: dict[str, Any], device, file_bytes: int, rank: int):
         super().__init__()
+        self.file_bytes, self.rank = file_bytes, rank
         self.run, self.facts, self.vocab_size = run, facts, record["vocab_size"]
         self.kind, self.dtype, self.ranks = record["kind"], record["dtype"], record["ranks"]
         self.at = nn.Parameter(torch.empty(0, device=device), requires_grad=False)  # says where the model is

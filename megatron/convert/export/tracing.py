@@ -188,7 +188,7 @@ def _relative_bias(table: torch.Tensor, own, queries, keys, both_ways: bool, fir
 def _all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     if axis.size == 1:
         return x
-    return _arrived(torch.ops._c10d_functional.all_reduce(x, op, GROUP))
+    return x.copy_(_arrived(torch.ops._c10d_functional.all_reduce(x, op, GROUP)))  # in place, as callers expect
 
 
 def _all_gather(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:

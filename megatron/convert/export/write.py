@@ -30,8 +30,8 @@ from megatron.data.vocabulary import learned_vocabulary
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.agreement import Agreement, agreement
 from megatron.inference.load import Loaded, build_model, load_model, refuse_head, without_model
-from megatron.inference.quantize import Rounded
-from megatron.inference.quantized import refuse_twice
+from megatron.inference.quantize import Rounded, attach, free_weights
+from megatron.inference.quantized import cut_from, refuse_twice, stored_options
 from megatron.model.bert.facts import BertFacts
 from megatron.model.facts import Facts
 from megatron.model.linear_kinds import choices
@@ -150,14 +150,37 @@ class ExportSource:
         key = dtype, repr(how)
         if key in self._quantized:
             return self._quantized[key]
-        if not how.quantize and not self.is_quantized:
-            how = replace(how, quantize="int8")
+        how = how if self.is_quantized else self.how_quantized(how)
         loaded = load_model(str(self.path), precision="bf16" if dtype == "bf16" else "fp32", quantize=how)
         for parameter in loaded.model.parameters():
             parameter.data = parameter.data.to(DTYPES[dtype]).float()
         loaded.model.dtype = torch.float32
         self._quantized[key] = loaded
         return loaded
+
+    def how_quantized(self, how: QuantizeOptions) -> QuantizeOptions:
+        """The format of linear layers, see `quantized`."""
+        if self.is_quantized:
+            return stored_options(self.record[QUANTIZED])
+        return how if how.quantize else replace(how, quantize="int8")
+
+    def rounded_part(self, dtype: str, whole: torch.nn.Module, how: QuantizeOptions, mesh: Mesh) -> torch.nn.Module:
+        """A rank's part of a quantized model, which computes in fp32. No rank is started, so that it is cut from the whole.
+
+        how: of `how_quantized`
+        """
+        built = build_model(self.config, self.vocab_size, device="cpu", precision="fp32", mesh=mesh)
+        chosen = attach([built.model], self.facts, how)
+        rounded = {f"{name}.weight" for name in chosen}
+        with Reader(self.path) as reader:
+            reader.load([piece for piece in built.pieces if piece.name not in rounded], cast=True)
+        products = {product.name: product for product in linear_products([whole])}
+        for name, layer in chosen.items():
+            cut_from(products[name], layer.product, mesh.coordinates)
+        free_weights([built.model], chosen)
+        for parameter in built.model.parameters():
+            parameter.data = parameter.data.to(DTYPES[dtype]).float()
+        return built.model.eval()
 
     def rounds(self, wanted: Wanted) -> bool:
         """Whether an export has quantized linear layers. torch-export records what quantization aware training computes."""
@@ -459,12 +482,12 @@ def _model_of_program(source: ExportSource, wanted: Wanted, mesh: Mesh) -> torch
     """The model of one rank, in the format that the program computes in."""
     if not source.rounds(wanted):
         return source.model(wanted.dtype, mesh, computes_in=wanted.dtype)
+    whole = source.quantized(wanted.dtype, wanted.quantize).model
     if wanted.tp > 1:
-        raise SettingsError(
-            f"--tensor-model-parallel-size {wanted.tp}: a program of a quantized model is for one rank",
-            do="leave it out",
-        )
-    model = copy.deepcopy(source.quantized(wanted.dtype, wanted.quantize).model).to(DTYPES[wanted.dtype])
+        model = source.rounded_part(wanted.dtype, whole, source.how_quantized(wanted.quantize), mesh)
+    else:
+        model = copy.deepcopy(whole)
+    model = model.to(DTYPES[wanted.dtype])
     model.dtype = DTYPES[wanted.dtype]
     if wanted.form == "onnx":
         onnx_quantized.attach(model)

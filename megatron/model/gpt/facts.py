@@ -380,6 +380,7 @@ def _core(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> CoreAtten
     kept, given = _core_kept(facts, share, kernel, window)
     all_keys = s if window is None else min(s, window + 1)
     sizes = dict(kept=kept, given=given, moved=4 * n * heads * d, flops=4.0 * n * all_keys * heads * d)
+    sizes |= dict(seen=1 - all_keys / (2 * s))  # the first queries see fewer keys than the window has
     pairs, drops = n * keys * heads, m.attention_dropout > 0
     return CoreAttention("attention core", kernel, pairs, (d, d), drops, workspace=workspace, **sizes)
 

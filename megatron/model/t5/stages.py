@@ -140,4 +140,4 @@ def _by_work(config: Config) -> Optional[list[int]]:
     if not facts.has_shape or min(facts.source, config.model.hidden_size) < 1 or facts.target < 0:
         return None
     output = 2.0 * facts.target * config.model.hidden_size * facts.vocab_size
-    return balanced([facts.layer_flops(n, causal=0.5) for n in range(layers)], stages, last=output)
+    return balanced([facts.layer_flops(n, seen=True) for n in range(layers)], stages, last=output)

@@ -39,6 +39,7 @@ async function look() {
     $("keys-field").hidden = answer.status !== 401 && !$("key").value;
     if (!answer.ok) throw await refusal(answer);
     models = (await answer.json()).data;
+    const before = $("model-0").value;
     for (const id of ["model-0", "model-1"]) {
       const chosen = $(id).value;
       const empty = id === "model-1" ? [element("option", { value: "", textContent: "nothing" })] : [];
@@ -47,6 +48,7 @@ async function look() {
     }
     $("beside").hidden = models.length < 2;
     $("modes").hidden = !models.some((model) => model.chat);
+    if ($("model-0").value !== before) fit();
     choose();
     live("on", models.map((model) => `${model.id}: ${model.root}`).join(", "));
   } catch (error) {
@@ -80,16 +82,18 @@ class Pane {
   async generate(asked, signal) {
     const chat = asked.mode === "chat", message = { role: "user", content: asked.prompt };
     this.answer = chat ? element("div", { className: "answer" }) : this.text;
+    const below = atEnd();
     this.text.append(...(chat ? [element("p", { className: "said", textContent: asked.prompt }), this.answer]
       : [element("span", { className: "given", textContent: asked.prompt })]));
-    this.answer.scrollIntoView({ block: "nearest" });
+    if (chat) { if (below) toEnd(); } else this.answer.scrollIntoView({ block: "nearest" });
     this.tokens = 0;
-    const words = chat ? { messages: [...this.messages, message], logprobs: true, top_logprobs: LIKELY }
-      : { prompt: asked.prompt, logprobs: LIKELY };
-    const body = JSON.stringify({ model: this.model, stream: true, ...words, ...asked.settings });
+    const given = chat ? { messages: [...this.messages, message] } : { prompt: asked.prompt };
+    const scores = chat ? { logprobs: true, top_logprobs: LIKELY } : { logprobs: LIKELY };
     const began = performance.now();
     let first = null, why = "";
     try {
+      const settings = await this.within(asked.settings, given, signal);
+      const body = JSON.stringify({ model: this.model, stream: true, ...given, ...scores, ...settings });
       const answer = await fetch(chat ? "v1/chat/completions" : "v1/completions", { method: "POST", headers: headers(), body, signal });
       if (!answer.ok) throw await refusal(answer);
       for await (const event of events(answer)) {
@@ -111,6 +115,21 @@ class Pane {
     return said !== "";
   }
 
+  async within(settings, given, signal) {
+    // The settings, with no more tokens than the model's context has room for behind the prompt.
+    const about = models.find((model) => model.id === this.model);
+    if (settings.max_tokens == null || !about) return settings;
+    let room = about.max_answer_len;
+    if (!about.encoder_decoder) {
+      const body = JSON.stringify({ model: this.model, ...given });
+      const answer = await fetch("tokenize", { method: "POST", headers: headers(), body, signal });
+      if (!answer.ok) return settings; // the request itself says why
+      const { count, max_model_len } = await answer.json();
+      room = Math.min(room, max_model_len - count);
+    }
+    return room < 1 ? settings : { ...settings, max_tokens: Math.min(settings.max_tokens, room) };
+  }
+
   count(began, first, why) {
     const seconds = (performance.now() - (first ?? began)) / 1000;
     const speed = this.tokens > 1 && seconds > 0 ? `, ${((this.tokens - 1) / seconds).toFixed(0)} tokens/s` : "";
@@ -122,6 +141,7 @@ class Pane {
     // Tokens whose texts together are the new text are shown one by one, others (halves of characters) as one.
     const alone = scores.map((score) => score.token).join("") === text;
     this.tokens += scores.length;
+    const below = this.answer !== this.text && atEnd(); // of a conversation
     const parts = alone ? scores.map((score) => [score.token, [score]]) : text ? [[text, scores]] : [];
     for (const [shown, own] of parts) {
       const token = element("span", { className: "token", textContent: shown, tabIndex: -1 });
@@ -133,6 +153,7 @@ class Pane {
       for (const kind of ["mouseleave", "blur"]) token.addEventListener(kind, () => ($("tip").hidden = true));
       this.answer.append(token);
     }
+    if (below) toEnd();
   }
 
   key(event) {
@@ -184,19 +205,44 @@ function explain(token) {
 
 // -- the form ----------------------------------------------------------------------------------------------------------
 
+const page = document.scrollingElement;
+const atEnd = () => page.scrollHeight - innerHeight - scrollY < 60;
+const toEnd = () => scrollTo(0, page.scrollHeight);
+
 function asked() {
-  const number = (id) => Number($(id).value);
-  const settings = { max_tokens: number("max_tokens"), temperature: number("temperature"), top_p: number("top_p"), top_k: number("top_k") };
-  settings.seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 31) : number("seed"); // the same for both models
+  const settings = {};
+  for (const id of ["max_tokens", "temperature", "top_p", "top_k"]) if ($(id).value !== "") settings[id] = Number($(id).value);
+  // The same for both models.
+  settings.seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 31) : Number($("seed").value);
   if ($("stop").value) settings.stop = [$("stop").value.replaceAll("\\n", "\n").replaceAll("\\t", "\t")];
   return { prompt: $("prompt").value || (mode() === "chat" ? "" : $("prompt").placeholder), mode: mode(), settings };
 }
 
 const mode = () => ($("modes").hidden ? "text" : $("mode").value);
+const chosen = () => models.find((model) => model.id === $("model-0").value);
+let last = ""; // the prompt that was sent last
+
+function fit() {
+  // Another model: one with a template of conversations opens in a chat.
+  $("mode").value = chosen()?.chat ? "chat" : "text";
+  if (!$("max_tokens").dataset.own) $("max_tokens").value = mode() === "chat" ? "" : Math.min(64, chosen()?.max_answer_len ?? 64);
+}
 
 function choose() {
-  $("new").hidden = mode() !== "chat";
-  $("prompt").placeholder = mode() === "chat" ? "A message" : "Once upon a time";
+  // What depends on the mode and the model. The prompt of a chat stands below the conversation.
+  const chat = mode() === "chat", focused = document.activeElement;
+  $("new").hidden = !chat;
+  $("go").textContent = chat ? "Send" : "Generate";
+  $("prompt-name").textContent = chat ? "Message" : "Prompt";
+  $("prompt").placeholder = chat ? "A message" : "Once upon a time";
+  document.body.classList.toggle("chat", chat);
+  if (chat !== ($("panes").nextElementSibling === $("form"))) {
+    if (chat) $("panes").after($("form")); else $("panes").before($("form"));
+    if (focused !== document.body) focused.focus();
+  }
+  if (chosen()) $("max_tokens").title = `at most ${chosen().max_answer_len}; empty: ${chat ? "to the end of the answer" : "16"}`;
+  $("max_tokens").placeholder = chat ? "to its end" : "16";
+  for (const id of ["temperature", "top_p", "top_k"]) $(id).placeholder = "the model's";
 }
 
 function begin(made) {
@@ -220,10 +266,11 @@ async function generate() {
   const same = panes.length === names.length && panes.every((pane, at) => pane.model === names[at])
     && panes.some((pane) => pane.messages.length); // the other model may have refused every message
   if (words.mode !== "chat" || !same) begin(names.map((name) => new Pane(name)));
-  if (words.mode === "chat") $("prompt").value = "";
+  last = words.prompt;
+  $("prompt").value = "";
   $("cancel").disabled = false;
   const answered = await (over = Promise.all(panes.map((pane) => pane.generate(words, own.signal))));
-  if (words.mode === "chat" && !answered.some(Boolean)) $("prompt").value ||= words.prompt; // to be sent again
+  if (!answered.some(Boolean)) $("prompt").value ||= words.prompt; // to be sent again
   if (running === own) {
     running = null;
     $("cancel").disabled = true;
@@ -241,7 +288,18 @@ const keys = () => ($("keys").open ? $("keys").close() : $("keys").showModal());
 $("form").addEventListener("submit", (event) => { event.preventDefault(); generate(); });
 $("cancel").addEventListener("click", () => running?.abort());
 $("new").addEventListener("click", restart);
-$("mode").addEventListener("change", choose);
+$("mode").addEventListener("change", () => { choose(); begin([]); });
+$("max_tokens").addEventListener("input", () => ($("max_tokens").dataset.own = "yes"));
+$("model-0").addEventListener("change", () => { fit(); choose(); });
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && mode() === "chat" && !event.shiftKey && !event.ctrlKey && !event.metaKey && !event.isComposing) {
+    event.preventDefault();
+    generate();
+  } else if (event.key === "ArrowUp" && !$("prompt").value && last) {
+    event.preventDefault();
+    $("prompt").value = last;
+  }
+});
 $("theme").addEventListener("click", theme);
 $("help").addEventListener("click", keys);
 $("key").addEventListener("change", look);
@@ -254,4 +312,5 @@ document.addEventListener("keydown", (event) => {
   else if (event.altKey && event.code === "KeyK") { event.preventDefault(); keys(); }
 });
 $("panes").classList.add("tinted");
+$("settings").open = !matchMedia("(max-width: 640px)").matches; // folded on a phone
 look();

@@ -410,7 +410,6 @@ NEUTRAL = """
 
 # Megatron-LM's values that have another name here, and that name.
 INSTEAD = {
-    "Llama2Tokenizer": "say SentencePieceTokenizer for its tokenizer.model; documents begin without <s> then",
     "fp8": "8-bit numbers are not part of this suite: say bf16",
     "fp16": "fp16 would need a scale for each tensor: say bf16, which has the range of fp32",
     "O3": "half precision for weights and optimizer alone loses small updates: say O2, which keeps fp32 ones beside them",

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs in the scripts of other suites, and the commands here that take their flags unchanged."""
 
-_PROMPT = "-m megatron.tools.generate --prompt 'Hi, GPT2. Tell me where is Beijing?'"  # the one that they have inside
+# The prompts inside PaddleFleetX's programs
+PROMPT, PROMPT_OF_EXPORTS = "Hi, GPT2. Tell me who Jack Ma is.", "Hi, GPT2. Tell me where is Beijing?"
+_GENERATE, _GENERATE_EXPORTED = (
+    f"-m megatron.tools.generate --prompt '{text}'" for text in (PROMPT, PROMPT_OF_EXPORTS)
+)
 # script or module -> the command here
 OURS = {
     "gpt/preprocess_data.py": "-m megatron.tools.create_pretraining_data",  # PaddleFleetX's
@@ -15,9 +19,9 @@ OURS = {
     "tools/export.py": "-m megatron.tools.export",
     "tools/auto_export.py": "-m megatron.tools.export",
     "tools/inference.py": "-m megatron.tools.generate",
-    "tasks/gpt/generation.py": _PROMPT,
-    "tasks/gpt/inference.py": _PROMPT,
-    "projects/gpt/inference.py": _PROMPT,
+    "tasks/gpt/generation.py": _GENERATE,
+    "tasks/gpt/inference.py": _GENERATE,
+    "projects/gpt/inference.py": _GENERATE_EXPORTED,
     "gpt/benchmark.py": "-m megatron.tools.benchmark_inference",
     **{
         f"{name}.py": f"-m megatron.tools.openwebtext.{name}"

@@ -30,7 +30,7 @@ from megatron.corpus.duplicates.shards import encoded
 from megatron.corpus.duplicates.shingles import jaccard, shingle_set
 from megatron.corpus.duplicates.signatures import Signing, band_keys, sign_texts
 from megatron.corpus.openwebtext.duplicate_files import LeftOut, documents, json_line
-from megatron.errors import DataError, SettingsError, UsageError, run_main
+from megatron.errors import DataError, SettingsError, UsageError, no_such_file, run_main
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
@@ -271,7 +271,7 @@ def load(path: str, into: Collection) -> None:
     """Add the documents of a file of fingerprints. Raises DataError for another file, or other signing options."""
     do = f"make it with {PROG} --save-fingerprints; pickles of Megatron-LM can run code and are not read"
     if not Path(path).is_file():
-        raise DataError(f"--load-fingerprints {path}: no such file")
+        raise DataError(f"--load-fingerprints {path}: {no_such_file(path)}")
     try:
         with np.load(io.FileIO(path), allow_pickle=False) as arrays:
             facts = json.loads(arrays["facts"].tobytes())

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks whose answers are pieces of a text (CMRC 2018, DRCD): their files, their figures, and the answers of a model.
+
+Files are SQuAD's:
+
+    {"data": [{"paragraphs": [{"context": TEXT, "qas": [
+        {"id": ID, "question": TEXT, "answers": [{"text": PIECE, "answer_start": 17}]}]}]}]}
+
+A text is cut into *units*: a Chinese character, a word, a mark. Answers begin and end with a unit. Needs no torch.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.data.tables import json_in, text_in
+from megatron.errors import DataError, no_such_file
+from megatron.tasks.description import Task
+from megatron.tasks.examples import Examples, TaskExample
+
+HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+UNIT = re.compile(rf"\s*(?:[{HAN}]|(?:(?![{HAN}])\w)+|[^\w\s])")  # with the blanks before it
+# Of figures: CLUE's cmrc2018_evaluate counts these Chinese characters one by one, and leaves these marks out
+WORDS = re.compile(r"[\u4e00-\u9fa5]|\d+(?:[.,]\d+)+|(?:(?![\u4e00-\u9fa5])\w)+|[^\w\s]")
+MARKS = frozenset(
+    "-:_*^/\\~`+=\uff0c\u3002\uff1a\uff1f\uff01\u201c\u201d\uff1b\u2019\u300a\u300b\u00b7\u3001\u300c\u300d\uff08\uff09"
+    "\uff0d\uff5e\u300e\u300f"
+)
+LONGEST_ANSWER = 64  # tokens
+OVERLAP = 128  # tokens that two windows of one text share, at most half of a window
+QUESTION = 64  # tokens of a question that count
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def read_spans(task: Task, files: Mapping[str, Path], *, labelled: bool = True) -> Examples:
+    """The questions of files. labelled: without it, as for test data, answers are optional.
+
+    Raises DataError for files of another form. A question none of whose answers is in its text is left out, with a note.
+    """
+    rows, sets, notes = [], {}, []
+    for name, path in files.items():
+        start, lost = len(rows), []
+        for example in _questions(task, path, labelled):
+            if labelled and not example.answers:
+                lost.append(example.id)
+            else:
+                rows.append(example)
+        if len(rows) == start:
+            raise DataError(f"{path} holds no questions{' with an answer in its text' if lost else ''}")
+        if lost:
+            notes.append(
+                f"{path}: {len(lost):,} questions are left out, whose answer is not in the text (first: {lost[0]})"
+            )
+        sets[name] = range(start, len(rows))
+    return Examples(tuple(rows), sets, tuple(notes))
+
+
+def _questions(task: Task, path: Path, labelled: bool) -> Iterator[TaskExample]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(f"{path}: {no_such_file(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: {error}") from None
+    content = json_in(text, str(path), "give a file in SQuAD's form: data, paragraphs, context, qas")
+    where = str(path)
+    try:
+        for number, article in enumerate(content["data"]):
+            for paragraph in article["paragraphs"]:
+                where = f"{path}, data {number}"
+                context = text_in(paragraph["context"], f"{where}, context")
+                for asked in paragraph["qas"]:
+                    where = f"{path}, question {asked['id']}"
+                    question, answers = text_in(asked["question"], where), asked.get("answers") or []
+                    if labelled and not answers:
+                        raise ValueError("it has no answers")
+                    found = [place for one in answers if (place := _place(context, one, where)) is not None]
+                    gold = tuple(text_in(one["text"], where) for one in answers)
+                    label = 0.0 if gold else None
+                    yield TaskExample(question, context, label, str(asked["id"]), answers=tuple(found), gold=gold)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(
+            f"{where} is not as {task.name} has them: {reason}", do="SQuAD's form is wanted: docs/finetuning.md#answers"
+        ) from None
+
+
+def _place(context: str, answer: Mapping[str, Any], where: str) -> "tuple[int, int] | None":
+    """(first character, the one after the last) of an answer; where it is not at its place, the nearest one is taken."""
+    text, start = text_in(answer["text"], where), int(answer["answer_start"])
+    if not text:
+        return None
+    if context[start : start + len(text)] != text:
+        places = [one.start() for one in re.finditer(re.escape(text), context)]
+        if not places:
+            return None
+        start = min(places, key=lambda place: abs(place - start))
+    return start, start + len(text)
+
+
+# ---- texts and tokens ------------------------------------------------------------------------------------------------
+
+
+def units(text: str) -> list[tuple[int, int]]:
+    """(first character, the one after the last) of each unit, with the blanks before it.
+
+    >>> [("ab \u4e2d\u6587, c"[start:end]) for start, end in units("ab \u4e2d\u6587, c")]
+    ['ab', ' \u4e2d', '\u6587', ',', ' c']
+    """
+    return [match.span() for match in UNIT.finditer(text)]
+
+
+class TokenizedText(NamedTuple):
+    """The tokens of a text, unit by unit.
+
+    ids:    [n]
+    places: the characters of each token's unit, [n, 2]: the first one, and the one after the last
+    """
+
+    text: str
+    ids: np.ndarray
+    places: np.ndarray
+
+    def between(self, first: int, last: int) -> str:
+        """The text from one token to another one, both included."""
+        return self.text[self.places[first, 0] : self.places[last, 1]].strip()
+
+    def tokens_of(self, start: int, end: int) -> "tuple[int, int] | None":
+        """(first, last) token of the characters from `start` up to `end`; None if no unit is there."""
+        inside = np.flatnonzero((self.places[:, 0] < end) & (start < self.places[:, 1]))
+        return (int(inside[0]), int(inside[-1])) if len(inside) else None
+
+
+def tokenized(text: str, encode: Callable[[str], Sequence[int]]) -> TokenizedText:
+    """encode: the tokens of a unit, with the blanks before it"""
+    ids, places = [], []
+    for start, end in units(text):
+        own = encode(text[start:end])
+        ids += own
+        places += [(start, end)] * len(own)
+    return TokenizedText(text, np.array(ids, np.int32), np.array(places, np.int32).reshape(-1, 2))
+
+
+def windows(tokens: int, room: int) -> list[tuple[int, int]]:
+    """Pieces of a text of so many tokens that fit, each of which shares some with the next one.
+
+    >>> windows(10, 6), windows(5, 6), windows(0, 6)
+    ([(0, 6), (3, 9), (4, 10)], [(0, 5)], [(0, 0)])
+    """
+    step, result = max(1, room - min(OVERLAP, room // 2)), []
+    while not result or result[-1][1] < tokens:
+        start = 0 if not result else min(result[-1][0] + step, tokens - room)
+        result.append((start, min(tokens, start + room)))
+    return result
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+def exact(answer: str, golds: Sequence[str]) -> float:
+    """1 if an answer equals one of the right ones, without marks and blanks at the ends; else 0."""
+    return float(any(_plain(answer) == _plain(gold) for gold in golds))
+
+
+def overlap_f1(answer: str, golds: Sequence[str]) -> float:
+    """The best F1 of the longest common piece, counted in characters of Chinese and words of other languages."""
+    return max((_f1(_words(answer), _words(gold)) for gold in golds), default=0.0)
+
+
+def span_figures(answers: Sequence[str], golds: Sequence[Sequence[str]]) -> dict[str, float]:
+    """f1 and em, means over questions, and their mean, as CLUE has them (there in percent).
+
+    >>> span_figures(["\u5317\u4eac", "\u4e0a"], [["\u5317\u4eac\u3002"], ["\u4e0a\u6d77", "\u4e0a\u6d77\u5e02"]])
+    {'f1': 0.8333333333333333, 'em': 0.5, 'f1 and em': 0.6666666666666666}
+    """
+    pairs = list(zip(answers, golds, strict=True))
+    f1, em = (sum(of(*pair) for pair in pairs) / max(1, len(pairs)) for of in (overlap_f1, exact))
+    return {"f1": f1, "em": em, "f1 and em": (f1 + em) / 2}
+
+
+def _plain(text: str) -> str:
+    return "".join(letter for letter in text.lower().strip() if letter not in MARKS)
+
+
+def _words(text: str) -> list[str]:
+    return WORDS.findall(_plain(text))
+
+
+def _f1(answer: list[str], gold: list[str]) -> float:
+    common = longest_common(answer, gold)
+    return 2.0 * common / (len(answer) + len(gold)) if common else 0.0
+
+
+def longest_common(one: Sequence[str], other: Sequence[str]) -> int:
+    """The length of the longest piece that both have.
+
+    >>> longest_common("xabcy", "zabz"), longest_common("", "a")
+    (2, 0)
+    """
+    best, before = 0, [0] * (len(other) + 1)
+    for word in one:
+        here = [0]
+        for place, own in enumerate(other):
+            here.append(before[place] + 1 if own == word else 0)
+        best, before = max(best, *here), here
+    return best

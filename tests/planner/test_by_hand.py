@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times and sizes of parts of a plan, with numbers that are worked out here: each input has its own value."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.model.gpt.facts import GPTFacts
+from megatron.model.layer_ops import Collective, CoreAttention
+from megatron.mpu.placement import DATA_PARALLEL
+from megatron.planner import choose, memory, search, speed
+from megatron.planner.arithmetic import CHECKPOINT, SHARDED, STATES, TRAINING
+from megatron.planner.device import GIB, Device, find
+from megatron.planner.layout import Job, Layout
+from megatron.planner.speed import Cluster
+from megatron.planner.traffic import once_a_step, transfers
+from megatron.settings.schema import Model, Recompute
+
+DEVICE = Device(
+    "made up",
+    memory_gb=50.0,
+    flops=dict(bf16=100e12, fp32=10e12),
+    attention=dict(bf16=30e12),
+    rows=16.0,
+    bandwidth=1e12,
+    unfused=3.0,
+    exposed=0.25,
+    inner=200e9,
+    outer=20e9,
+    latency=0.0,
+    launch=0.0,
+    host=8e9,
+)
+MODEL = Model(6, 128, 4, 256, attention_dropout=0.0, hidden_dropout=0.0, untie_embeddings_and_output_weights=True)
+FACTS = GPTFacts(MODEL, 1000)
+JOB = Job(FACTS, 24)
+
+
+def played(owned, *, counts=None):
+    """The units of a rank, by the elements that it owns."""
+    return SimpleNamespace(owned=lambda sizes: owned, counts=counts or {})
+
+
+# ---- speeds ----------------------------------------------------------------------------------------------------------
+
+
+def test_speeds_of_a_device_are_shares_of_its_data_sheet():
+    h100 = find("H100")
+    assert (h100.memory_bytes, h100.usable_bytes) == (80 * GIB, int(0.97 * 80 * GIB))
+    assert h100.bandwidth == pytest.approx(0.8 * 3350e9) and h100.inner == pytest.approx(0.8 * 370e9)
+    assert h100.outer == pytest.approx(0.9 * 42e9) and h100.flops["bf16"] == pytest.approx(0.737 * 989e12, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "moments, offload, disk, nanoseconds",
+    [
+        # Main weight read and written, bf16 weight written (10), gradient (4), moments read and written: bytes at 1 TB/s.
+        ((4, 4), 0.0, 0.0, 10 + 4 + 16),
+        ((4,), 0.0, 0.0, 10 + 4 + 8),
+        ((4, 2), 0.0, 0.0, 10 + 4 + 8 + 50),
+        # 12 bytes and 4 for each moment pass the link of 8 GB/s, and the host's memory at 20 GB/s, for half of the state.
+        ((4, 4), 0.5, 0.0, 30 + 20 * 0.5 * (1000 / 8 + 1000 / 20)),
+        # 12 bytes are read and written, for a quarter of the state of 8 ranks, at 3 GB/s.
+        ((4, 4), 0.0, 0.25, 30 + 24 * 0.25 * 8 * 1000 / 3),
+    ],
+)
+def test_an_update_moves_weights_gradients_and_moments(moments, offload, disk, nanoseconds, monkeypatch):
+    monkeypatch.setattr(speed, "rank_units", lambda job, layout, rank: played(1e6))
+    layout = Layout(dp=16, offload=offload, disk=disk)
+    took = speed._update(replace(JOB, moments=moments), layout, Cluster(DEVICE, 16), 0)
+    assert took / 1e6 == pytest.approx(nanoseconds * 1e-12)
+
+
+def test_the_busiest_rank_orthogonalizes_the_largest_matrix():
+    """Of 3 matrices on 4 ranks the largest counts; of 12, a fourth of all. 5 steps of 4 l r c + 2 l^3 FLOPs."""
+    flops = lambda rows, columns: 4 * min(rows, columns) * rows * columns + 2 * min(rows, columns) ** 3
+    seconds = lambda rows, columns: flops(rows, columns) / DEVICE.reached("bf16", min(rows, columns))
+    unit = lambda matrices: type("Unit", (), dict(matrices=matrices, axes=DATA_PARALLEL, sharded="shard"))()
+    job, layout = replace(JOB, ns_steps=5), Layout(tp=2, dp=2, zero=1, shard=2)
+    few, many = [(64, 64), (64, 64), (512, 256)], [(64, 128)] * 12
+    one = speed._orthogonalizing(played(0, counts={unit(few): 1}), job, layout, DEVICE)
+    assert one == pytest.approx(5 * seconds(512, 256))
+    two = speed._orthogonalizing(played(0, counts={unit(many): 3}), job, layout, DEVICE)
+    assert two == pytest.approx(3 * 5 * 12 / 4 * seconds(64, 128))
+
+
+def test_the_ends_of_a_model():
+    """Embedding: 4 moves each way. Output: two products forward (the second for the gradient of its input), one backward;
+    the loss moves 16 bytes a logit. A teacher's logits cost 80 bytes more each, and its product.
+    """
+    share, cluster = Layout(micro_batch_size=3).rank_setup(JOB), Cluster(DEVICE, 1)
+    n, h, rows = 3 * 256, 128, FACTS.vocabulary_rows(1)
+    first, last = (speed._stage(JOB, share, (), *ends, cluster) for ends in ((True, False), (False, True)))
+    assert first.forward == first.backward == pytest.approx(4 * n * h * 2 / 1e12)
+    product = 2 * n * h * rows / (100e12 * 128 / (128 + 16))
+    assert last.forward == pytest.approx(2 * product + 16 * n * rows * 3.0 / 1e12)
+    assert last.backward == pytest.approx(product)
+    teacher = replace(JOB, facts=GPTFacts(replace(MODEL, num_layers=0), 1000))
+    taught = speed._stage(replace(JOB, teacher=teacher), share, (), False, True, cluster)
+    assert taught.forward - last.forward == pytest.approx(product + 80 * n * rows * 3.0 / 1e12)
+
+
+@pytest.mark.parametrize("bandwidth", [2e9, 2e12])
+def test_a_ring_hides_its_messages_beside_attention(bandwidth):
+    """Of 4 ranks, 3 steps of attention have a message beside them; a quarter of each message is exposed at least."""
+    layout = Layout(cp=4, micro_batch_size=1)
+    share, device = layout.rank_setup(JOB), replace(DEVICE, inner=bandwidth)
+    cluster = Cluster(device, 4)
+    ops = FACTS.layer_ops(share, "layer")
+    [ahead] = [op for op in ops if isinstance(op, Collective) and op.in_ring and op.ahead]
+    core = sum(speed._core(JOB, op, device) for op in ops if isinstance(op, CoreAttention))
+    sent = sum(cluster.seconds(call, ahead.size, 1, 4, 1) for call in ahead.ahead)
+    alone, shared = (speed._layer(JOB, one.rank_setup(JOB), "layer", (), cluster) for one in (Layout(), layout))
+    returned = sum(
+        cluster.seconds(call, op.size, 1, 4, 1)
+        for op in ops
+        if isinstance(op, Collective) and op.in_ring
+        for call in op.back
+    )
+    exposed = max(sent - 0.75 * core, 0.25 * sent) + max(returned - 0.75 * 2 * core, 0.25 * returned)
+    assert alone.sharing == 0 and shared.sharing == pytest.approx(exposed)
+
+
+def test_messages_of_a_pipeline_take_as_long_as_those_between_nodes():
+    """Of 4 stages on 2 nodes only one message in three leaves a node, and the others wait for it."""
+    apart = lambda pp, tp, local: speed._message(JOB, Layout(tp=tp, pp=pp), Cluster(DEVICE, tp * pp, local))
+    size = FACTS.message_bytes(Layout().rank_setup(JOB))
+    assert size == 256 * 128 * 2
+    assert apart(4, 4, 8) == apart(2, 4, 4) == pytest.approx(size / 20e9)
+    assert apart(2, 4, 8) == apart(8, 1, 8) == pytest.approx(size / 200e9)
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero, reductions", [(1, 1), (2, 4), (3, 4)])
+def test_stages_of_zero_reduce_once_a_step_or_once_a_micro_batch(zero, reductions):
+    layout = Layout(dp=3, micro_batch_size=2, zero=zero, shard=3)
+    sent = {one.op: one for one in once_a_step(JOB, layout)}
+    units = 6 + 4  # layers; embeddings, final norm, output
+    assert sent["reduce_scatter"].bytes == pytest.approx(reductions * 4 * FACTS.parameters, rel=0.01)
+    assert sent["reduce_scatter"].calls == reductions * units
+    if zero < 3:
+        assert sent["all_gather"].bytes == pytest.approx(2 * FACTS.parameters, rel=0.01)
+    else:  # layers before each pass
+        layers = FACTS.parameters - (2 * 1000 + 256 + 2) * 128
+        assert sent["all_gather"].bytes >= 4 * 2 * 2 * layers
+
+
+def test_the_loss_sums_two_numbers_a_token_over_tensor_parallel_ranks():
+    layout = Layout(tp=2, dp=2, micro_batch_size=3)
+    found = {(one.op, one.what): one.bytes for one in transfers(JOB, layout) if one.what == "loss"}
+    tokens = 24 // 2 * 256
+    assert found == {("all_gather", "loss"): 4 * tokens * 2, ("all_reduce", "loss"): 4 * tokens}
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_buffers_of_a_rank():
+    """0.4 GiB for each axis of more than one rank; 5 % of what a step allocates; three messages and one for each chunk."""
+    layout = Layout(tp=2, pp=3, dp=2, micro_batch_size=2, chunks=2, schedule="interleaved")
+    entries, kept = memory.step_memory(JOB, layout, DEVICE, 1)
+    assert entries["communication buffers"] == 3 * int(0.4 * GIB) and entries["device context"] == int(1.2 * GIB)
+    assert entries["pipeline buffers"] == 5 * 2 * 256 * 128 * 2
+    allocated = ("activations", "logits", "teacher's passes", "workspace", "pipeline buffers")
+    assert entries["fragmentation"] == int(0.05 * sum(entries[name] for name in allocated))
+    assert entries["activations"] == sum(kept.values())
+    assert memory.step_memory(JOB, Layout(), DEVICE, 0)[0]["communication buffers"] == 0
+
+
+@pytest.mark.parametrize(
+    "overlap, turns, layers", [(False, False, 1), (True, False, 2), (False, True, 2), (True, True, 4)]
+)
+def test_gathered_layers_of_zero_3(overlap, turns, layers):
+    """The next layer beside it with overlap, and those of the other pass."""
+    size = SimpleNamespace(total=lambda of: 1000)
+    units = SimpleNamespace(others=size, largest_layer=lambda of: 70)
+    layout = SimpleNamespace(zero=3, overlap=overlap, turns=turns, data_sizes={})
+    assert memory._gathered(units, JOB, layout) == (1000 + layers * 70) * 2
+
+
+def test_shards_of_a_mesh_with_context_parallelism():
+    parsed = pytest.importorskip("megatron.settings.parse").parse_pretrain
+    from megatron.training.rules import resolve
+
+    line = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --mock-data --vocab-size 64 --lr 1 "
+    line += "--train-iters 1 --cp 2 --sharding-stage 1 --micro-batch-size 1 --global-batch-size 12"
+    whole = Layout.of(resolve(parsed(line.split()), 12), 12)
+    part = Layout.of(resolve(parsed(f"{line} --sharding-degree 3".split()), 12), 12)
+    assert (whole.dp, whole.shard, part.shard) == (6, 12, 6)
+
+
+def test_state_of_a_number_of_parameters():
+    each = dict(STATES)
+    assert each["checkpoint: weights, moments"] == 4 + 8 == CHECKPOINT
+    assert each["all of training in fp32"] == 4 + 4 + 8 and each["all of training in bf16"] == 2 + 4 + 4 + 8 == TRAINING
+    assert SHARDED == {0: 0, 1: 4 + 8, 2: 4 + 4 + 8, 3: 2 + 4 + 4 + 8}
+
+
+# ---- choices ---------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_a_search_leaves_free():
+    config = lambda share: SimpleNamespace(planner=SimpleNamespace(memory_margin=share))
+    cluster = Cluster(DEVICE, 8)
+    assert choose.with_margin(config(None), cluster).device.usable_bytes == int(0.92 * 50e9)
+    assert choose.with_margin(config(0.1), cluster) is cluster and cluster.device.usable_bytes == int(0.97 * 50e9)
+
+
+@pytest.mark.parametrize("element, each", [(2, 18), (4, 16)])
+def test_devices_that_would_hold_a_model(element, each):
+    """19.8 bytes (17.6 in fp32) for each of 10e9 parameters, in 85 % of 50 GB."""
+    outcome = SimpleNamespace(
+        searched=SimpleNamespace(
+            num_layouts=7, rejected=[SimpleNamespace(layout=Layout(), why=lambda: "out of memory")], impossible=[]
+        ),
+        cluster=Cluster(DEVICE, 3),
+        kept=[],
+        job=SimpleNamespace(element=element),
+        parameters=10e9,
+    )
+    needed = -(-each * 1.1 * 10e9 // (0.85 * 50e9))
+    told = str(choose.nothing_fits(outcome))
+    assert f"state alone, {each} bytes a parameter, needs about {needed:.0f} such devices (8 as" in told
+
+
+def test_sequences_are_shared_while_each_rank_has_4096_tokens():
+    job = lambda s: Job(GPTFacts(replace(MODEL, seq_length=s), 1000), 8)
+    sizes = lambda s, **space: {cp for cp, *_ in search._context_sizes(job(s), 1, 16, search.Space(**space))}
+    assert sizes(16384) == {1, 2, 4} and sizes(8191) == {1} and sizes(8192) == {1, 2} and sizes(1024, cp=8) == {8}
+
+
+def test_plans_that_need_more_of_the_host_than_it_has_are_left_out():
+    model = Model(4, 1024, 8, 512, attention_dropout=0.0, hidden_dropout=0.0)
+    job, cluster = Job(GPTFacts(model, 32000), 8), Cluster(replace(DEVICE, memory_gb=4.0), 1)
+    own = dict(
+        global_batch=8, tp=1, pp=1, micro_batch_size=1, recompute=Recompute("full"), zero=0, offload=(1.0, 0.0, False)
+    )
+    state = 16 * job.facts.parameters  # main weights, arriving gradients, moments
+    for host, fits in ((int(1.02 * state), True), (int(0.98 * state), False), (None, True)):
+        found = search.search(job, cluster, search.Space(**own, host_bytes=host))
+        assert bool(found.plans) is fits and bool(found.rejected) is not fits, host
