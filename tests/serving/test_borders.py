@@ -352,6 +352,18 @@ def test_only_what_has_the_models_vocabulary_and_context_is_taken():
             refuse_another_model(loaded(), loaded(**more))
 
 
+@pytest.mark.parametrize("asked, found", [(None, 8), (7, 7), (8, 8), (9, None)])
+def test_texts_may_be_as_long_as_the_context(asked, found):
+    from megatron.serving.models import longest_of
+
+    loaded, options = SimpleNamespace(longest=8, path="p", model=None), SimpleNamespace(max_model_len=asked)
+    if found:
+        assert longest_of(loaded, options) == found
+    else:
+        with pytest.raises(SettingsError, match="has 8 tokens"):
+            longest_of(loaded, options)
+
+
 class Stream:
     """The answer of a replica: a status, and events up to where it breaks."""
 
