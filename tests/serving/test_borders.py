@@ -26,6 +26,7 @@ from megatron.serving.openai_requests import (
     parse,
     target_length_of,
 )
+from megatron.serving.served_model import ServedModel
 from megatron.serving.texts import RunningText
 from tests.serving.toy import ByteTokenizer
 
@@ -362,6 +363,20 @@ def test_texts_may_be_as_long_as_the_context(asked, found):
     else:
         with pytest.raises(SettingsError, match="has 8 tokens"):
             longest_of(loaded, options)
+
+
+@pytest.mark.parametrize("ends", [None, (5, 6)])  # of generation_config.json
+@pytest.mark.parametrize("tokens", [None, {}, dict(eos_token="<other>"), dict(eos_token="<end>")])  # of the template
+@pytest.mark.parametrize("targets", [None, 8])
+def test_what_ends_an_answer_is_that_of_the_nearest_source(ends, tokens, targets):
+    template = tokens if tokens is None else SimpleNamespace(special={"<end>": 0}, tokens=tokens)
+    more = dict(tokenizer=SimpleNamespace(eod=9), targets=targets and SimpleNamespace(end=targets))
+    model = SimpleNamespace(ends=ends, template=template, **more)
+    end = ServedModel.end.fget(model)
+    assert end == (targets or ends or 9)
+    model.end = end
+    wanted = 0 if tokens and tokens["eos_token"] == "<end>" else targets or 9
+    assert ServedModel.end_of_turn.fget(model) == (ends or wanted)
 
 
 class Stream:
