@@ -87,8 +87,9 @@ def branches() -> dict[str, tuple[str, int]]:
     found = {}
     for path in sorted((ROOT / "megatron").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
-        if not name.startswith(OFF_DEVICE):
-            for function, node in _conditions(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        if not name.startswith(OFF_DEVICE) and ("cuda" in text or "cpu" in text):
+            for function, node in _conditions(ast.parse(text)):
                 found[f"{name}: {function}: {ast.unparse(node.test)}"] = name, _line(node)
     return found
 

@@ -4,6 +4,7 @@ mask with weights, layers with the same inputs, several steps one after another.
 """
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megatron.model.attention import ForwardContext
 from megatron.model.experts import balancing
 from megatron.model.experts.capacity import capacity
 from megatron.model.experts.layer import MoELayer
+from megatron.model.experts.replay import RoutingRecord
 from megatron.model.experts.routing import ExpertChoice, best, places_of
 from megatron.model.experts.rules import RULES
 from megatron.model.experts.weights import experts
@@ -176,3 +178,12 @@ def test_a_note_on_idle_experts_from_enough_tokens_on():
     of = lambda mean: idle_experts("blocks.1", [0, 2 * mean], 7)
     assert of(ENOUGH) and of(ENOUGH + 1) and not of(ENOUGH - 1)
     assert not idle_experts("blocks.1", [1, 2 * ENOUGH], 7)
+
+
+def test_the_same_experts_in_another_order_are_no_other_choice():
+    samples, router = torch.arange(1), SimpleNamespace(layer=0, tp=Mesh().tp, cp=Mesh().cp)
+    given = torch.tensor([[0, 1], [2, 3], [1, 2], [3, 0]])
+    replay = RoutingRecord({(0, 0): given})
+    own = torch.tensor([[1, 0], [2, 3], [1, 3], [2, 1]])
+    assert torch.equal(replay.take(router, samples, own), given) and (replay.changed, replay.seen) == (2, 4)
+    assert torch.equal(replay.choices[0, 0].long(), own)

@@ -26,6 +26,7 @@ from megatron.serving.openai_requests import (
     parse,
     target_length_of,
 )
+from megatron.serving.served_model import ServedModel
 from megatron.serving.texts import RunningText
 from tests.serving.toy import ByteTokenizer
 
@@ -350,3 +351,89 @@ def test_only_what_has_the_models_vocabulary_and_context_is_taken():
     for more in (dict(record=dict(vocabulary="b")), dict(vocab_size=10), dict(longest=9)):
         with pytest.raises(SettingsError, match="has another"):
             refuse_another_model(loaded(), loaded(**more))
+
+
+@pytest.mark.parametrize("asked, found", [(None, 8), (7, 7), (8, 8), (9, None)])
+def test_texts_may_be_as_long_as_the_context(asked, found):
+    from megatron.serving.models import longest_of
+
+    loaded, options = SimpleNamespace(longest=8, path="p", model=None), SimpleNamespace(max_model_len=asked)
+    if found:
+        assert longest_of(loaded, options) == found
+    else:
+        with pytest.raises(SettingsError, match="has 8 tokens"):
+            longest_of(loaded, options)
+
+
+@pytest.mark.parametrize("ends", [None, (5, 6)])  # of generation_config.json
+@pytest.mark.parametrize("tokens", [None, {}, dict(eos_token="<other>"), dict(eos_token="<end>")])  # of the template
+@pytest.mark.parametrize("targets", [None, 8])
+def test_what_ends_an_answer_is_that_of_the_nearest_source(ends, tokens, targets):
+    template = tokens if tokens is None else SimpleNamespace(special={"<end>": 0}, tokens=tokens)
+    more = dict(tokenizer=SimpleNamespace(eod=9), targets=targets and SimpleNamespace(end=targets))
+    model = SimpleNamespace(ends=ends, template=template, **more)
+    end = ServedModel.end.fget(model)
+    assert end == (targets or ends or 9)
+    model.end = end
+    wanted = 0 if tokens and tokens["eos_token"] == "<end>" else targets or 9
+    assert ServedModel.end_of_turn.fget(model) == (ends or wanted)
+
+
+class Stream:
+    """The answer of a replica: a status, and events up to where it breaks."""
+
+    def __init__(self, status, events=(), whole=True):
+        self.status, self.content = status, self
+        self.raw = [b"data: " + orjson.dumps(event) + b"\n\n" for event in events] + [b"data: [DONE]\n\n"] * whole
+
+    async def iter_any(self):
+        for part in self.raw:
+            yield part
+
+    def close(self):
+        pass
+
+
+def in_front(answers_given) -> tuple[front.Front, list]:
+    """A front whose replicas give these answers in turn."""
+    group = [replicas.Replica(str(number)) for number in range(len(answers_given))]
+    for replica in group:
+        replica.ready = True
+    it, left, asked = front.Front(replicas.Replicas(group), None), list(answers_given), []
+
+    async def send(request, raw, replica):
+        asked.append(replica.name)
+        return left.pop(0)
+
+    it._send = send
+    return it, asked
+
+
+@pytest.mark.parametrize("status", [200, 400, 401, 404, 413, 422, 429, 500, 501, 503])
+def test_another_replica_is_asked_after_an_answer_that_it_may_not_give(status):
+    it, asked = in_front([Stream(status), Stream(200)])
+
+    async def take(found):
+        return found.answer.status
+
+    elsewhere = status in (429, 500, 503)  # a full queue, a failure, not ready
+    found = asyncio.run(asyncio.wait_for(it._first(front.Forwarded(None, b""), take), 30))
+    assert found == (200 if elsewhere else status) and len(asked) == 1 + elsewhere
+
+
+@pytest.mark.parametrize("breaks", [[0], [1], [2], [3], [5], [3, 1], [2, 4]])
+def test_each_event_of_a_stream_is_sent_once_wherever_replicas_break(breaks):
+    """Two texts, whose events come in turn."""
+    events = [
+        dict(id="a", created=1, system_fingerprint="w", choices=[dict(index=n % 2, text=str(n))]) for n in range(6)
+    ]
+    streams = [Stream(200, events[:at], whole=False) for at in breaks] + [Stream(200, events)]
+    it, asked = in_front(streams[1:])
+    forwarded = front.Forwarded(None, b"", front.Open(it.replicas.replicas[0]))
+    forwarded.open.answer = streams[0]
+
+    async def body():
+        return [event async for event in it._events(forwarded)]
+
+    assert asyncio.run(asyncio.wait_for(body(), 30)) == [*events, b"[DONE]"]
+    assert len(asked) == len(breaks)
