@@ -164,8 +164,10 @@ def test_bars_are_stacked_from_the_largest_kind_on():
     axes = MagicMock()
     axes.barh.side_effect = lambda names, widths, label, **_: drawn.append(label)
     first, second, third = list(picture.COLOURS)[:3]
-    picture._bars(axes, [{first: 3.0, second: 5.0, third: 1.0}, {first: 6.0, second: 1.0, third: 1.0}], ["x", "y"])
-    picture._bars(axes, [{first: 1.0, second: 2.0, third: 3.0}], ["x"])
+    picture._bars(
+        MagicMock(), axes, [{first: 3.0, second: 5.0, third: 1.0}, {first: 6.0, second: 1.0, third: 1.0}], ["x", "y"]
+    )
+    picture._bars(MagicMock(), axes, [{first: 1.0, second: 2.0, third: 3.0}], ["x"])
     assert drawn == [first, second, third, "other", third, second, first, "other"]
 
 
