@@ -107,7 +107,7 @@ def test_an_answer_that_begins_within_a_token_is_refused(template, tokenizer, so
 
 def test_a_template_that_rewrites_earlier_messages_is_refused(template):
     source = "{% for m in messages %}{{ m.content }}{% if not loop.last %}, {% endif %}{% endfor %}."
-    with pytest.raises(RefusedMessages, match=r"messages\[2\].*in another way than in a prompt"):
+    with pytest.raises(RefusedMessages, match=r"messages\[2\].*in another way than in a prompt.*--chat-template FILE.*chatml"):
         template(source).encode_answers(TALK)
 
 
