@@ -114,7 +114,7 @@ class ServedModel:
                 f"{self.name} has no chat template; use /v1/completions, or start the server with --chat-template FILE"
             )
             raise ApiError(400, what, param="messages", code="no_chat_template")
-        size = sum(len(message["content"]) for message in messages)
+        size = sum(len(text) for message in messages for text in message.values())
         return tuple(await self.in_turn(self.template.encode, messages, dict(more), size=size))
 
     def _ids(self, prompt: str) -> list[int]:
