@@ -198,13 +198,8 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]], tp: int
     blocks = tables()
     names = {f"blocks.{layer}.{name}": name for layer, table in blocks.items() for name in linear_layers(table)}
     adapted = [choice.pattern for choice in parts if lora.KIND in choice.names]
-    found = lora.problems(settings, adapted) + [
-        f"{_flag_of(settings, choice.pattern)}: '{choice.pattern}' is no linear layer of this model"
-        f"{here_it_is(choice.pattern)}; each block has "
-        f"{', '.join(dict.fromkeys(names.values()))}"
-        for choice in parts
-        if not any(map(choice.matches, names))
-    ]
+    missing = [choice.pattern for choice in parts if not any(map(choice.matches, names))]
+    found = lora.problems(settings, adapted) + _no_layers(settings, missing, names)
     kinds = {
         f"blocks.{layer}.{name}": (kind.split("+"), table[name + WEIGHT])
         for layer, table in blocks.items()
@@ -227,6 +222,22 @@ def _apart(settings: Model, kinds: Mapping[str, tuple[list[str], Placement]]) ->
     return [
         f"--linear {settings.linear}: {name} cannot be {' and '.join(own)} at once; {' and '.join(sorted(allowed))} can"
         for name, own in wrong[:1]
+    ]
+
+
+def _no_layers(settings: Model, missing: Iterable[str], names: Mapping[str, str]) -> list[str]:
+    """A problem for each flag with patterns that match no layer. names: those of the layers -> the same within a block"""
+    by_flag: dict[str, list[str]] = {}
+    for pattern in missing:
+        by_flag.setdefault(_flag_of(settings, pattern), []).append(pattern)
+    each = f"each block has {', '.join(dict.fromkeys(names.values()))}"
+    blocks = f"blocks are 0 to {settings.num_layers - 1}, and {each}"
+    return [
+        f"{flag}: '{patterns[0]}' is no linear layer of this model{here_it_is(patterns[0])}; {each}"
+        if len(patterns) == 1
+        else f"{flag}: {', '.join(patterns)} are no linear layers of this model"
+        f"{next(filter(None, map(here_it_is, patterns)), '')}; {blocks}"
+        for flag, patterns in by_flag.items()
     ]
 
 
