@@ -8,6 +8,7 @@ import pytest
 
 from megatron.errors import CheckpointError, SettingsError, UsageError, run_main
 from megatron.model import linear_kinds
+from megatron.model.quantization import with_quantization
 from megatron.settings import from_checkpoint
 from megatron.settings.parse import parse, parse_pretrain, parse_with_record
 from megatron.settings.rules import violations
@@ -91,9 +92,9 @@ COMMANDS = dict(
     ],
 )
 def test_a_compressed_model_is_not_replaced_by_a_whole_one(command, section, saved, refused, write, monkeypatch):
-    model = dict(num_layers=2, hidden_size=8, num_attention_heads=2, **{"kv_channels": 4}) | saved
+    model = dict(num_layers=2, hidden_size=8, num_attention_heads=2, kv_channels=4) | saved
     monkeypatch.setattr(from_checkpoint, "saved_record", lambda folder, step: ("there", dict(config=dict(model=model))))
-    path = write(("\n" if section is PRUNED else "") * 0 + GPT + section)
+    path = write(GPT + section)
     words = ["-c", path, "--load", "x"] + ["--output", "out"] * (command == "export")
     if refused:
         with pytest.raises(SettingsError, match=refused):
@@ -119,7 +120,7 @@ def test_gpt_cn_needs_its_vocabulary(write, tmp_path, capsys):
 
 def test_a_vocabulary_that_is_not_found_names_both_places(write, tmp_path):
     config = parse_pretrain(["-c", write(GPT + "Data: {Train: {dataset: {input_dir: x, max_seq_len: 8}}}\n")])
-    [said] = [one for one in violations(config, 1)[0] if "vocabulary" in one]
+    [said] = [one for one in violations(config, 1, ())[0] if "vocabulary" in one]
     assert f"{tmp_path}/cache/gpt2" in said and "~/.cache/ppfleetx" in said and "NullTokenizer" not in said
 
 
@@ -176,16 +177,16 @@ def test_of_two_keys_the_wrong_one_is_named(order, write):
         parse_pretrain(["-c", write(GPT), *(part for key in keys for part in ("-o", key))])
 
 
-def test_layers_that_a_model_lacks_are_one_problem():
-    skip = ",".join(f"blocks.{number}.mlp.down" for number in range(6))
-    model = Model(num_layers=2, hidden_size=8, num_attention_heads=2, quantization=True, quantization_skip=skip)
-    model = linear_kinds.replace(model, linear=linear_kinds.quantization.implied_linear(None, "fake_quantize", None, skip.split(",")))
+def test_layers_that_a_model_lacks_are_one_problem(write):
+    """A file for 6 blocks, and a model of 2: one line names the four that are missing."""
+    skip = "".join(f"    block_{number}: [linear2]\n" for number in range(6))
+    text = GPT + "Compress:\n  Quantization:\n   enable: True\n   skip_tensor_map:\n" + skip
+    model = with_quantization(parse_pretrain(["-c", write(text)])).model
     weight = SimpleNamespace(matrices=1)
-    tables = lambda: {layer: {"mlp.down.weight": weight, "mlp.up.weight": weight} for layer in range(2)}
-    found = linear_kinds._no_layers(model, [f"blocks.{n}.mlp.down" for n in range(2, 6)], {"a": "mlp.down"})
-    assert len(found) == 1 and found[0].count("blocks.4.mlp.down are") == 0
-    assert "blocks.4.mlp.down, blocks.5.mlp.down are no linear layers of this model; blocks are 0 to 1" in found[0]
-    del tables
+    tables = {layer: {"mlp.down.weight": weight, "mlp.up.weight": weight} for layer in range(2)}
+    [found] = linear_kinds.problems(model, lambda: tables)
+    missing = ", ".join(f"blocks.{number}.mlp.down" for number in range(2, 6))
+    assert f": {missing} are no linear layers of this model; blocks are 0 to 1, and each block has mlp.down" in found
 
 
 def test_a_pretrained_folder_that_is_not_there(tmp_path):
