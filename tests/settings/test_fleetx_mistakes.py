@@ -12,14 +12,16 @@ from megatron.model.quantization import with_quantization
 from megatron.settings import from_checkpoint
 from megatron.settings.parse import parse, parse_pretrain, parse_with_record
 from megatron.settings.rules import violations
-from megatron.settings.schema import GROUPS, Model
+from megatron.settings.schema import GROUPS
 from megatron.tasks import finetune
-from megatron.tokenizer.rows import tokenless
+from megatron.tokenizer import rows
 from megatron.tools import evaluate, generate, translate
 from megatron.tools.export import ExportOptions
 
 GPT = "Model: {name: GPT, num_layers: 2, hidden_size: 8, num_attention_heads: 2, vocab_size: 64}\n"
-QAT = "Compress:\n  Quantization:\n    enable: True\n    skip_tensor_map: {block_0: ['linear1'], block_1: ['linear2']}\n"
+QAT = (
+    "Compress:\n  Quantization:\n    enable: True\n    skip_tensor_map: {block_0: ['linear1'], block_1: ['linear2']}\n"
+)
 PRUNED = "Compress: {Prune: {enable: True, ratio: 0.5}}\n"
 GLUE = """
 Model: {module: GPTFinetuneModule, name: GPT, num_layers: 2, hidden_size: 8, num_attention_heads: 2, num_classes: 2}
@@ -70,7 +72,9 @@ def test_a_mapping_replaces_that_of_the_file(write, capsys):
     assert "-o Engine.mix_precision replaces the section, and leaves out what it says: scale_loss" in told
     made = of("Engine.mix_precision.scale_loss=2048", "Engine.mix_precision={'enable': True, 'dtype': 'bfloat16'}")
     assert made.precision.precision == "bf16"
-    assert "Engine.mix_precision.scale_loss=2048 is overridden by -o Engine.mix_precision={...}" in capsys.readouterr().err
+    assert (
+        "Engine.mix_precision.scale_loss=2048 is overridden by -o Engine.mix_precision={...}" in capsys.readouterr().err
+    )
 
 
 COMMANDS = dict(
@@ -198,5 +202,5 @@ def test_a_pretrained_folder_that_is_not_there(tmp_path):
 
 def test_rows_without_a_token_are_a_note():
     tokens = lambda count: SimpleNamespace(vocab_size=count)
-    assert tokenless(tokens(8192), 50304).startswith("42112 of 50304 rows of the embedding have no token")
-    assert tokenless(tokens(50257), 50304) == "" == tokenless(tokens(151669), 151936)
+    assert rows.tokenless(tokens(8192), 50304).startswith("42112 of 50304 rows of the embedding have no token")
+    assert rows.tokenless(tokens(50257), 50304) == "" == rows.tokenless(tokens(151669), 151936)
