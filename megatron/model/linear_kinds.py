@@ -16,6 +16,7 @@ patterns before, and `-KIND` is taken away: a layer can be of the kinds in `TOGE
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from fnmatch import fnmatchcase
@@ -226,19 +227,17 @@ def _apart(settings: Model, kinds: Mapping[str, tuple[list[str], Placement]]) ->
 
 
 def _no_layers(settings: Model, missing: Iterable[str], names: Mapping[str, str]) -> list[str]:
-    """A problem for each flag with patterns that match no layer. names: those of the layers -> the same within a block"""
-    by_flag: dict[str, list[str]] = {}
-    for pattern in missing:
-        by_flag.setdefault(_flag_of(settings, pattern), []).append(pattern)
+    """The problems of patterns that match no layer, those of absent blocks together. names: of layers -> within a block"""
     each = f"each block has {', '.join(dict.fromkeys(names.values()))}"
-    blocks = f"blocks are 0 to {settings.num_layers - 1}, and {each}"
-    return [
-        f"{flag}: '{patterns[0]}' is no linear layer of this model{here_it_is(patterns[0])}; {each}"
-        if len(patterns) == 1
-        else f"{flag}: {', '.join(patterns)} are no linear layers of this model"
-        f"{next(filter(None, map(here_it_is, patterns)), '')}; {blocks}"
-        for flag, patterns in by_flag.items()
-    ]
+    found, absent = [], {}
+    for pattern in missing:
+        flag, block = _flag_of(settings, pattern), re.match(r"blocks\.(\d+)\.", pattern)
+        if block and int(block[1]) >= settings.num_layers:
+            absent.setdefault(flag, []).append(pattern)
+        else:
+            found.append(f"{flag}: '{pattern}' is no linear layer of this model{here_it_is(pattern)}; {each}")
+    blocks = f"its blocks are 0 to {settings.num_layers - 1}"
+    return found + [f"{flag}: the model has no {', '.join(patterns)}; {blocks}" for flag, patterns in absent.items()]
 
 
 def _flag_of(settings: Model, pattern: str) -> str:
