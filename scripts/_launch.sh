@@ -77,7 +77,7 @@ run_tool_on_ranks() { # the same on NPROC ranks of this machine (default: one pr
 }
 
 finetune_on_task() { # task, perhaps a set of its validation files, flags of finetune.py
-    local task=$1 data=${DATA:-glue} flags=() out
+    local task=$1 data=${DATA:-glue} flags=() out size
     [ -n "$task" ] && [[ $task != -* ]] || fail 2 "which task?" "bash $0 SST2 (CoLA, MRPC, QQP, STSB, MNLI, QNLI, RTE, WNLI ...)"
     shift
     if [ $# -gt 0 ] && [[ $1 != -* ]]; then # the name of a set of validation examples
@@ -85,9 +85,11 @@ finetune_on_task() { # task, perhaps a set of its validation files, flags of fin
         shift
     fi
     out=${OUT:-runs/finetune}/$task
+    choose_ranks 1
+    size=$((32 / NPROC)) # PaddleFleetX's batch of 32, which the ranks share
     run_tool_on_ranks megatron.tasks.main --task "$task" --data-path "$data" \
         --pretrained-checkpoint "${CHECKPOINTS:-checkpoints/gpt_345M}" --save "$out" --load "$out" \
-        --micro-batch-size 8 --log-interval 50 ${flags[@]+"${flags[@]}"} --then "$@"
+        --micro-batch-size $((size > 0 ? size : 1)) --log-interval 50 ${flags[@]+"${flags[@]}"} --then "$@"
 }
 
 # ---- words of the command line ---------------------------------------------------------------------------------------

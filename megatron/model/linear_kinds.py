@@ -16,6 +16,7 @@ patterns before, and `-KIND` is taken away: a layer can be of the kinds in `TOGE
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from fnmatch import fnmatchcase
@@ -198,13 +199,8 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]], tp: int
     blocks = tables()
     names = {f"blocks.{layer}.{name}": name for layer, table in blocks.items() for name in linear_layers(table)}
     adapted = [choice.pattern for choice in parts if lora.KIND in choice.names]
-    found = lora.problems(settings, adapted) + [
-        f"{_flag_of(settings, choice.pattern)}: '{choice.pattern}' is no linear layer of this model"
-        f"{here_it_is(choice.pattern)}; each block has "
-        f"{', '.join(dict.fromkeys(names.values()))}"
-        for choice in parts
-        if not any(map(choice.matches, names))
-    ]
+    missing = [choice.pattern for choice in parts if not any(map(choice.matches, names))]
+    found = lora.problems(settings, adapted) + _no_layers(settings, missing, names)
     kinds = {
         f"blocks.{layer}.{name}": (kind.split("+"), table[name + WEIGHT])
         for layer, table in blocks.items()
@@ -228,6 +224,20 @@ def _apart(settings: Model, kinds: Mapping[str, tuple[list[str], Placement]]) ->
         f"--linear {settings.linear}: {name} cannot be {' and '.join(own)} at once; {' and '.join(sorted(allowed))} can"
         for name, own in wrong[:1]
     ]
+
+
+def _no_layers(settings: Model, missing: Iterable[str], names: Mapping[str, str]) -> list[str]:
+    """The problems of patterns that match no layer, those of absent blocks together. names: of layers -> within a block"""
+    each = f"each block has {', '.join(dict.fromkeys(names.values()))}"
+    found, absent = [], {}
+    for pattern in missing:
+        flag, block = _flag_of(settings, pattern), re.match(r"blocks\.(\d+)\.", pattern)
+        if block and int(block[1]) >= settings.num_layers:
+            absent.setdefault(flag, []).append(pattern)
+        else:
+            found.append(f"{flag}: '{pattern}' is no linear layer of this model{here_it_is(pattern)}; {each}")
+    blocks = f"its blocks are 0 to {settings.num_layers - 1}"
+    return found + [f"{flag}: the model has no {', '.join(patterns)}; {blocks}" for flag, patterns in absent.items()]
 
 
 def _flag_of(settings: Model, pattern: str) -> str:

@@ -84,6 +84,7 @@ def service_of(settings: ServeSettings, whole: list[Weights]):
     from megatron.serving.served_model import ServedModel
     from megatron.serving.server import Service
     from megatron.tokenizer.chat_template import find_template, template_folders
+    from megatron.tokenizer.rows import tokenless
 
     metrics, models, background = ServeMetrics(), {}, []
     options, limits, _, given = settings
@@ -92,6 +93,8 @@ def service_of(settings: ServeSettings, whole: list[Weights]):
     for name, folder, weights in zip(names, options.folders, whole):
         meter, opened = metrics.of(name), open_tokenizer(weights.loaded, tokenizer)
         meter.iteration(weights.loaded.iteration)
+        if note := tokenless(opened, weights.loaded.vocab_size):
+            print(f"note: {name}: {note}", file=sys.stderr, flush=True)
         thread = EngineThread(weights.engine(), room=limits.room, version=weights.version, meter=meter)
         words = replace(weights.loaded.config.tokenizer, **tokenizer)
         places = template_folders([folder, str(weights.loaded.path)], words)

@@ -7,12 +7,13 @@ command line or in a file override the checkpoint's, and are compared with them 
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Optional
 
 from megatron.errors import DataError, SettingsError, no_such_file
+from megatron.settings.dialects.fleetx import Compressed
 from megatron.settings.presets import published_rows
 from megatron.settings.schema import GROUPS, ON_RESUME, from_record
 from megatron.settings.statements import Statement
@@ -163,6 +164,30 @@ def refuse_another_shape(shape: Mapping[str, Statement], chosen: Mapping[str, St
     if wrong := [f"{words}: {value} in the checkpoint" for words, value in other.items()]:
         hint = "leave settings of the model out: they come from the checkpoint"
         raise SettingsError(f"{place} holds another model", "\n  ".join(wrong), hint)
+
+
+def refuse_uncompressed(expected: Iterable[Compressed], chosen: Mapping[str, Statement]) -> None:
+    """Raise SettingsError if a file expects a quantized or a pruned model, and the checkpoint to load is none.
+
+    A checkpoint that cannot be read is reported when it is loaded.
+    """
+    step = chosen["ckpt_step"].value if "ckpt_step" in chosen else None
+    try:
+        place, record = saved_record(str(chosen["load"].value), step)
+    except (Damaged, OSError):
+        return
+    model = from_record(record["config"]).model
+    for one in expected:
+        if one.what == "quantized":
+            plain = not (model.quantization or record.get("quantized"))
+            why, do = "it has no scales, and would be used in full precision", "one that was trained with this section"
+        else:
+            plain = bool(one.sizes) and all(getattr(model, name) == size for name, size in one.sizes.items())
+            why, do = "it has the sizes of the file's whole model", "one that tools.prune wrote, or was trained from it"
+        if plain:
+            raise SettingsError(
+                f"{place} is not {one.what}, and {one.where} is on", why, f"--load {do}; or -o {one.switch}=False"
+            )
 
 
 def settings_of_shape(groups: Mapping[str, type]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron.settings import messages, schema
 from megatron.settings.plan_file import refuse_another_model
-from megatron.settings.reader import SettingsReader
+from megatron.settings.reader import FOR_USE, SettingsReader
 from megatron.settings.spelling import settings_of
 from megatron.settings.statements import NONE, Statement
 
@@ -114,10 +114,15 @@ def parse_with_record(
         sys.exit(0)
     if plan:
         refuse_another_model(plan, made["model"])
-    if shape := {name: chosen[name] for name in sorted(reader.shape & set(chosen))}:
+    shape = {name: chosen[name] for name in sorted(reader.shape & set(chosen))}
+    if shape and "load" in chosen:  # the command reports a missing --load
         from megatron.settings.from_checkpoint import refuse_another_shape
 
         refuse_another_shape(shape, chosen)
+    if reader.compressed and reader.purpose in FOR_USE and "load" in chosen:
+        from megatron.settings.from_checkpoint import refuse_uncompressed
+
+        refuse_uncompressed(reader.compressed, chosen)
     return made, chosen
 
 

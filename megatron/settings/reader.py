@@ -87,6 +87,7 @@ class SettingsReader:
         self.turn = 0
         self.line = CommandLine()
         self.of_fleetx: Mapping[str, Any] = {}  # the keys of PaddleFleetX's files
+        self.compressed: list[Any] = []  # `fleetx.Compressed`: what its files expect of the checkpoint
         self.of_colossalai = False  # whether a file is Colossal-AI's
         self.problems: list[str] = []
         self.notes: list[str] = []
@@ -258,6 +259,7 @@ class SettingsReader:
         self.emptied = [f"{one.where} {text}" for one, text in fleetx.dropped(entries)]
         self.notes += self.emptied + translated.remarks
         self.of_fleetx = translated.given if entries and paths else {}
+        self.compressed = translated.compressed
         for flag, words, one in translated.flags:
             by = [word for word in placed if f"{one.key}.".startswith(word.partition("=")[0] + ".")]
             on_command = one.where.startswith(fleetx.COMMAND)
@@ -374,9 +376,14 @@ class SettingsReader:
         """Take what programs of other suites have of their own, if none is given: PaddleFleetX's, GPT-2's vocabulary and a
         prompt; Colossal-AI's, data of the environment, which are named.
         """
+        from megatron.settings.dialects import fleetx
+
         said = {name for name, one in self.chosen().items() if one.value}
         others = {*VOCABULARY, "tokenizer_type"} - {"vocab_size"}
-        if self.purpose == "train" and self.of_fleetx and not said & others and (folder := cached("gpt2")):
+        needs_words = self.purpose == "train" and self.of_fleetx and not said & others
+        if needs_words and (chinese := fleetx.chinese(self.of_fleetx)):
+            self.problems.append(chinese)
+        elif needs_words and (folder := cached("gpt2")):
             self.notes.append(f"the vocabulary is GPT-2's of {folder}, which PaddleFleetX trains with")
             self.say(dict(tokenizer_model="gpt2"), SaidBy.PRESET, "PaddleFleetX's vocabulary")
         if self.purpose == "generate" and self.of_fleetx and not said & {"prompt", "prompt_file"}:

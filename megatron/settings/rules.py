@@ -15,7 +15,8 @@ from os.path import realpath
 from types import MappingProxyType, SimpleNamespace
 
 from megatron.settings import batch, schema
-from megatron.settings.presets import where_to_put
+from megatron.settings.dialects import fleetx
+from megatron.settings.presets import cache_folder, where_to_put
 from megatron.settings.rank_env import launch_command
 from megatron.settings.statements import Statement, in_users_words
 from megatron.storage.urls import UrlPath, local_folder, location
@@ -278,6 +279,15 @@ def _if_compiled(rule: Rule) -> Rule:
     return Rule(lambda s: s.torch_compile is True and rule.broken(s), rule.message)
 
 
+def vocabulary_of_fleetx() -> str:
+    """What to do where GPT-2's vocabulary, which PaddleFleetX trains with, is not found."""
+    cache = f"{cache_folder() / 'gpt2'} ($MEGATRON_CACHE/gpt2: vocab.json, merges.txt)"
+    return (
+        f"PaddleFleetX's GPT-2 vocabulary is neither in {cache} nor in ~/.cache/ppfleetx (gpt2-vocab.json, "
+        "gpt2-merges.txt); put it there, or --vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE"
+    )
+
+
 RULES = (
     *map(_if_compiled, UNCOMPILED),
     Rule(
@@ -408,6 +418,8 @@ RULES = (
             + (
                 "--vocab-file vocab.json --merge-file merges.txt; for data without files --vocab-size N is enough"
                 if not s.settings.data.files
+                else vocabulary_of_fleetx()
+                if any(fleetx.has(one.where) for one in s.settings.statements.values())
                 else "--vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE, or (for numbers "
                 f"without text) --tokenizer-type NullTokenizer --vocab-size {s.vocab_size or 'N'}"
             )

@@ -551,7 +551,9 @@ def beginning(
     if start is not None:
         record = _record(start, None)
         if record is None:
-            raise CheckpointError(f"--pretrained-checkpoint {start} holds no checkpoint")
+            found = "" if location(start).is_dir() else "there is no such folder"
+            do = "files of Paddle (.pdparams) are not read: give a folder that pretrain_gpt.py saved, or from-hf wrote"
+            raise CheckpointError(f"--pretrained-checkpoint {start} holds no checkpoint", found or None, do)
         _refuse_same(start, said("save"))
         return record, dict(load=start, finetune=True)
     shapes = ("num_layers", "encoder_num_layers", "model_name_or_path")

@@ -89,6 +89,17 @@ def _rows_beside(published: int, vocab_size: int, shape: Optional[str]) -> tuple
     return vocab_size, f"{tokens}, and so has the embedding; that of {shape} has {published} rows (--vocab-size)"
 
 
+def tokenless(tokenizer: Tokenizer, rows: int) -> str:
+    """A note on a model that may write ids without a token; "" where the difference may be padding.
+
+    rows: of its embedding, without padding
+    """
+    left = rows - tokenizer.vocab_size
+    if _may_be_padded(tokenizer.vocab_size, rows):
+        return ""
+    return f"{left} of {rows} rows of the embedding have no token of this vocabulary; their ids print nothing"
+
+
 def within(tokenizer: Tokenizer, rows: int) -> "Tokenizer | RowsTokenizer":
     """The tokenizer for a model with so many rows: a `RowsTokenizer` if it has more tokens."""
     return RowsTokenizer(tokenizer, rows) if tokenizer.vocab_size > rows else tokenizer

@@ -300,6 +300,7 @@ def write(
     """
     from megatron.inference.answers import Asked, answered
     from megatron.inference.load import open_tokenizer
+    from megatron.tokenizer.rows import tokenless
 
     loaded = load_one_model(
         settings.load,
@@ -316,6 +317,8 @@ def write(
     _refuse_other_models(loaded, search, pairs)
     tokenizer = open_tokenizer(loaded, given_values(TokenizerSettings, given))
     notes = list(loaded.notices)
+    if (rows := tokenless(tokenizer, loaded.vocab_size)) and context.is_rank_zero:
+        print(f"note: {rows}", file=sys.stderr)
     if sampling.top_k > tokenizer.vocab_size:
         notes.append(
             f"--top-k {sampling.top_k} is more than the {tokenizer.vocab_size} tokens that there are: all count"

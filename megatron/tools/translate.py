@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, did_you_mean, no_such_file, run_main
+from megatron.settings import rules
 from megatron.settings.dialects import fleetx
 from megatron.settings.dialects.launchers import LAUNCHERS, UNREAD, meeting
 from megatron.settings.dialects.programs import ALONE, INSTEAD, OURS
 from megatron.settings.dialects.table import VARIABLE, Dialect, FlagLine, TheirSetting, sentence, unread
 from megatron.settings.files import read_text
 from megatron.settings.parse import parse
+from megatron.settings.presets import cached
 from megatron.settings.schema import GROUPS, setting
 from megatron.settings.sources import (
     CLOSES,
@@ -95,7 +97,11 @@ def main(argv: list[str]) -> None:
         return print_back(dialect, words)
     lost, named, text = 0, 0, []
     runs = list(translations(dialect, words))
-    several = [one for one in runs if isinstance(one, TranslatedRun)][1:]
+    gone = [one.lstrip("# ") for one in runs if isinstance(one, WithoutFile)]
+    found = [one for one in runs if isinstance(one, TranslatedRun)]
+    if gone and not found:
+        raise UsageError("\n".join(gone), do="check the path: nothing is translated")
+    several = found[1:]
     if several and options.format == "yaml":
         raise UsageError(f"{len(several) + 1} runs cannot be one YAML file", do="translate one command at a time")
     for one in runs:
@@ -109,6 +115,8 @@ def main(argv: list[str]) -> None:
     print("\n".join(text).replace(LITERAL, "$"))
     told = [f"{lost} settings of {dialect.title} have no equivalent"] * bool(lost)
     told += [f"{named} commands are not translated"] * bool(named)
+    if gone:
+        raise UsageError("\n".join(gone), do="check the path: the other commands are translated")
     if options.strict and told:
         raise SettingsError(", and ".join(told), do="see 'no equivalent' and 'not translated' above")
 
@@ -152,6 +160,10 @@ class TranslatedRun:
 
 class Untranslated(str):
     """A comment that names a command of a script that has no translation."""
+
+
+class WithoutFile(Untranslated):
+    """The comment for a command whose file of settings does not exist."""
 
 
 @dataclass
@@ -322,7 +334,20 @@ def of_fleetx(path: str | None, overrides: list[str]) -> TranslatedRun:
     known = spellings_of(groups)
     found = translate_fleetx(entries, known)
     found.idle += [(one, overruled(False, by)) for one, by in replaced]
+    if program == "pretrain_gpt.py":
+        add_vocabulary(found, entries, path or "command")
     return TranslatedRun(found, ["python"], program, notes=notes, known=known)
+
+
+def add_vocabulary(found: Translation, entries: fleetx.Entries, where: str) -> None:
+    """Add the vocabulary of a training, which PaddleFleetX's files do not name: GPT-2's, as `-c FILE` takes it."""
+    source = TheirSetting("vocabulary", [], where, "the vocabulary, which PaddleFleetX's program names")
+    if chinese := fleetx.chinese({key: one for key, one in entries.items() if one.words is not None}):
+        found.lost.append((source, chinese))
+    elif folder := cached("gpt2"):
+        found.lines.append(FlagLine("--tokenizer-model", ["gpt2"], source, f"GPT-2's of {folder}"))
+    else:
+        found.lost.append((source, rules.vocabulary_of_fleetx()))
 
 
 def command_for(purpose: str) -> tuple[str, dict[str, type]]:
@@ -340,11 +365,13 @@ def command_for(purpose: str) -> tuple[str, dict[str, type]]:
     )[purpose]
 
 
-def of_fleetx_command(command: Command, script: Script) -> TranslatedRun:
-    """tools/train.py, or tools/auto.py, which searches a layout. Its last -c counts, alone."""
+def of_fleetx_command(command: Command, script: Script) -> TranslatedRun | WithoutFile:
+    """tools/train.py, or tools/auto.py, which searches a layout. Its last -c counts, alone, and has to exist."""
     named = {flag: [one for one in command.sources if FLEETX.get(one.key, "") == flag] for flag in ("-c", "-o", "")}
     lost = [(one, HELD_BY_SHELL if one.key[0] == "$" else "no word of PaddleFleetX's tools") for one in named[""]]
     path = script.file(named["-c"][-1], named["-c"][-1].value, lost, command.notes) if named["-c"] else None
+    if path is None and named["-c"] and not VARIABLE.search(named["-c"][-1].value):
+        return WithoutFile(f"# {named['-c'][-1].where}: not translated: -c {named['-c'][-1].value}: no such file")
     run = of_fleetx(path, [word for one in named["-o"] for word in one.words])
     run.found.lost += lost
     run.found.idle += [
@@ -368,7 +395,9 @@ def search(found: Translation, source: TheirSetting) -> None:
         found.lost.append((flags["--local-batch-size"].source, "of a search the whole batch is: --global-batch-size N"))
 
 
-def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting], script: Script) -> TranslatedRun:
+def of_command(
+    dialect: Dialect, command: Command, variables: list[TheirSetting], script: Script
+) -> TranslatedRun | WithoutFile:
     """A command, with the files that its flags name."""
     if dialect.name == "fleetx":
         return of_fleetx_command(command, script)

@@ -200,8 +200,7 @@ NEEDS = {
 # Keys and values without effect, for whom; with ! they are refused.
 NAMED = """
 train Model.type_vocab_size 16
-train Model.name GPT-cn
-train! Model.name Ernie
+train! Model.name GPT-cn Ernie
 train! Model.pretrained weights
 train Model.use_memory_attn True
 train Model.num_classes 2

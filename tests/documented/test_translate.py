@@ -410,7 +410,9 @@ def test_fleetx_is_what_its_file_is_read_as(capsys):
         ("Model: {num_layers: 2}", "pretrain_gpt.py", {"--num-layers": "2"}),
     ],
 )
-def test_fleetx_names_the_command_that_a_file_is_for(text, program, flags, tmp_path, capsys):
+def test_fleetx_names_the_command_that_a_file_is_for(text, program, flags, tmp_path, capsys, monkeypatch):
+    (tmp_path / "gpt2").mkdir()
+    monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path))
     (tmp_path / "run.yaml").write_text(text)
     out = printed(capsys, "--from", "fleetx", str(tmp_path / "run.yaml"))
     [words] = run_by_bash(out)

@@ -23,6 +23,8 @@ TRAIN = "python run_pretrain.py"
 def translated(tmp_path, monkeypatch, capsys):
     """`translated("fleetx tiny.yaml --strict")` -> (exit code, what is printed, the error), beside a tiny.yaml."""
     monkeypatch.chdir(tmp_path)
+    Path("cache/gpt2").mkdir(parents=True)  # which PaddleFleetX's commands take their vocabulary from
+    monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path / "cache"))
     Path("tiny.yaml").write_text(TINY)
 
     def run(line: str, **scripts: str) -> tuple[int, str, str]:

@@ -23,6 +23,7 @@ SECTIONS = """Global Engine Model Data Distributed Optimizer Profiler Fused Fuse
 BASE, INHERITED, NAME = "_base_", "_inherited_", "Data.Train.dataset.name"
 TEST_FILES = "Data.Test.dataset.input_dir"
 EMPTY = ("", "~", "null", "Null", "NULL", "None")
+MAPPING = "{...}"  # the text of a section that -o replaces by a mapping
 COMMAND = "-o "  # the place of an override: this and its key
 Entries = dict[str, TheirSetting]  # a key without a value has None for its words; `where` ends in the key
 MIXED = "Engine.mix_precision"
@@ -175,6 +176,23 @@ BELONGS = {
 }
 
 
+def chinese(entries: Entries) -> str:
+    """The problem of a file for training with a Chinese vocabulary, where none is given; else ""."""
+    name = entries.get("Model.name")
+    if name is None or name.value.lower() != "gpt-cn":
+        return ""
+    return (
+        f"{name.where}: PaddleFleetX's GPT-cn has GPTChineseTokenizer, and no vocabulary is given: say --tokenizer-model "
+        "FILE (its sentencepiece.model) and --tokenizer-type GPTChineseTokenizer"
+    )
+
+
+def has(where: str) -> bool:
+    """Whether the place of a statement is a key of PaddleFleetX: `run.yaml:3: Model.vocab_size`."""
+    section, dot, _ = where.rpartition(" ")[2].partition(".")
+    return bool(dot) and section in SECTIONS
+
+
 def _for(key: str) -> list[str]:
     """The commands that a section is for."""
     return SECTION_OF.get(key.partition(".")[0], ["train", "task"])
@@ -243,7 +261,7 @@ def _inherits(node, where: str) -> bool:
 
 
 def override(entries: Entries, key: str, text: str) -> Entries:
-    """Apply `-o key=text` to the entries; the override comes last."""
+    """Apply `-o key=text` to the entries; the override comes last. A mapping replaces the section, as in PaddleFleetX."""
     import yaml
 
     node = yaml.ScalarNode("", text)
@@ -253,7 +271,10 @@ def override(entries: Entries, key: str, text: str) -> Entries:
         except yaml.YAMLError:
             pass  # an ordinary word
     pair = yaml.MappingNode("", [(yaml.ScalarNode("", key), node)])
-    return over(entries, _flat(pair, lambda _: COMMAND))
+    own = _flat(pair, lambda _: COMMAND)
+    if node.id == "mapping":
+        own = {key: TheirSetting(key, None, f"{COMMAND}{key}", MAPPING)} | own
+    return over(entries, own)
 
 
 def over(below: Entries, own: Entries) -> Entries:
@@ -261,20 +282,30 @@ def over(below: Entries, own: Entries) -> Entries:
     gone = tuple(f"{key}." for key, one in own.items() if one.words is None)
     for section in gone:  # its text names the dropped keys
         names = ", ".join(
-            key.removeprefix(section) for key, one in below.items() if key.startswith(section) and one.words
+            key.removeprefix(section)
+            for key, one in below.items()
+            if key.startswith(section) and one.words and key not in own
         )
-        own = own | {section[:-1]: own[section[:-1]]._replace(text=names)} if names else own
+        if names:
+            mapping = MAPPING if own[section[:-1]].text.startswith(MAPPING) else ""
+            own = own | {section[:-1]: own[section[:-1]]._replace(text=mapping + names)}
     return {key: one for key, one in below.items() if key not in own and not key.startswith(gone)} | own
 
 
 def in_words(pair: tuple[TheirSetting, TheirSetting]) -> tuple[str, str]:
-    return tuple(f"{one.where}={' '.join(one.words or ['null'])}" for one in pair)
+    empty = lambda one: MAPPING if one.text.startswith(MAPPING) else "null"
+    return tuple(f"{one.where}={' '.join(one.words or [empty(one)])}" for one in pair)
 
 
 def dropped(entries: Entries) -> list[tuple[TheirSetting, str]]:
-    """[(an empty section, a note of the base file's keys that it drops)]."""
-    emptied = [one for one in entries.values() if one.words is None and one.text and one.where]
-    return [(one._replace(text=""), f"is empty, and leaves out what its base says: {one.text}") for one in emptied]
+    """[(an empty or replaced section, a note of the keys below that it drops)]."""
+    found = []
+    for one in entries.values():
+        if one.words is None and one.where and (names := one.text.removeprefix(MAPPING)):
+            how = "is empty, and leaves out what its base says"
+            how = "replaces the section, and leaves out what it says" if names != one.text else how
+            found.append((one._replace(text=""), f"{how}: {names}"))
+    return found
 
 
 def replaced(below: Entries, own: Entries) -> list[tuple[TheirSetting, TheirSetting]]:
@@ -318,6 +349,16 @@ def _words(node) -> Optional[list[str]]:
     return None if text in EMPTY and not (node.style and text != "None") else [node.value.strip()]
 
 
+@dataclass(frozen=True)
+class Compressed:
+    """A model that a file expects to be quantized or pruned. sizes: of the larger model, before it was pruned"""
+
+    what: str
+    where: str
+    switch: str  # the key that expects it
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
 @dataclass
 class Translated:
     """Entries translated for a command: flags; notes (sentence, entry) of no effect; problems (entry, sentence).
@@ -334,6 +375,7 @@ class Translated:
     taken: set[str] = field(default_factory=set)
     emptied: Entries = field(default_factory=dict)  # keys and sections that are null
     remarks: list[str] = field(default_factory=list)  # on keys that have another meaning here
+    compressed: list[Compressed] = field(default_factory=list)  # what the checkpoint to load has to be
 
     def word(self, key: str, default: str = "") -> str:
         """The value in lower case."""
@@ -356,11 +398,12 @@ class Translated:
 
     def say(self, flag: str, words: Optional[list[str]], *keys: str) -> None:
         """Add a flag for the first key and take it; words None: its value. The other keys contribute to the value: the
-        flag's place is that of the last key given by -o, or else of the first key.
+        flag's place is that of the last key given by -o, but of the first key where -o gives its value, or nothing.
         """
         said = [self.given[key] for key in keys if key in self.given]
         overrides = [one for one in self.given.values() if one in said and one.where.startswith(COMMAND)]
-        self.flags.append((flag, said[0].words if words is None else words, (overrides or said[:1])[-1]))
+        own = words is None and said[0] in overrides or not overrides
+        self.flags.append((flag, said[0].words if words is None else words, said[0] if own else overrides[-1]))
         self.take(keys[0])
 
     def note(self, why: str, *keys: str) -> None:
@@ -455,7 +498,7 @@ def _module(out: Translated) -> None:
     elif meant is None and value not in ("gptmodule", "gptmoduleauto"):
         out.refuse("Model.module", f"'{value}' is not supported; there is: gptmodule, gptmoduleauto")
     if out.word("Model.name") == "gpt-cn":
-        out.note("a Chinese vocabulary is --tokenizer-model FILE", "Model.name")
+        out.note("a GPT is trained, with the vocabulary of --tokenizer-model", "Model.name")
     out.take("Model.module")
 
 
@@ -476,6 +519,7 @@ def _quantization(out: Translated) -> None:
     sections = [section for section in ("Compress.Quantization", "Quantization") if out.is_on(f"{section}.enable")]
     for section in sections:
         if out.purpose != "train":
+            out.compressed.append(Compressed("quantized", out.given[f"{section}.enable"].where, f"{section}.enable"))
             out.note("the checkpoint has the scales and bits of its training", *out.left(f"{section}."))
             continue
         out.say("--quantization", ["true"], f"{section}.enable")
@@ -578,8 +622,18 @@ def _prune(out: Translated) -> None:
             if (key := "Compress.pretrained") in out.given and key not in out.taken:
                 out.say("--load", None, key)
         else:
+            switch = f"{section}.enable"
+            out.compressed.append(Compressed("pruned", out.given[switch].where, switch, _sizes(out)))
             others = "Compress.pretrained", "Model.num_attention_heads", "Model.ffn_hidden_size"
             out.note("the checkpoint has the sizes of the pruned model", *out.left(f"{section}."), *others)
+
+
+def _sizes(out: Translated) -> dict[str, int]:
+    """The sizes of the file's model that pruning changes."""
+    names = dict(num_attention_heads="num_attention_heads", ffn_size="ffn_hidden_size", hidden_size="hidden_size")
+    sizes = {name: int(word) for name, key in names.items() if (word := out.word(f"Model.{key}")).isdecimal()}
+    hidden = sizes.pop("hidden_size", None)
+    return (dict(ffn_size=4 * hidden) if hidden else {}) | sizes
 
 
 def _compression(out: Translated) -> None:
@@ -779,6 +833,7 @@ def _data(out: Translated) -> None:
             out.say("--test-data-path", None, TEST_FILES)
         out.note("training and validation have files of their own, and all of them", split, "Data.Eval.dataset.split")
     if out.purpose == "task":
+        _same_task(out)
         if out.word(NAME) == "gptdataset":
             out.note("what is learned is --task", NAME)
         elif NAME in out.given:
@@ -797,6 +852,22 @@ def _data(out: Translated) -> None:
             why = "say MODULE:FUNCTION for one of your own (docs/extending.md#a-collate-function)"
             out.refuse(key, f"'{out.word(key)}' is not supported; {why}")
     _validation(out)
+
+
+CLASSES = dict.fromkeys(GLUE, "2") | dict(mnli="3", stsb="1")
+
+
+def _same_task(out: Translated) -> None:
+    """Refuse another data set for validation than for training, and another number of classes than the task has."""
+    name, classes = out.word(NAME), "Model.num_classes"
+    for part in ("name", "root") if name in GLUE else ():
+        own, train = f"Data.Eval.dataset.{part}", f"Data.Train.dataset.{part}"
+        if own in out.given and out.word(own).rstrip("/") != out.word(train, out.word(own)).rstrip("/"):
+            other = f"'{out.given[own].value}' is not that of {train} ('{out.given[train].value}')"
+            out.refuse(own, f"{other}: a task is trained and validated on one data set; give both the same")
+    if name in GLUE and out.word(classes, CLASSES[name]) != CLASSES[name]:
+        kind = "it is a regression" if name == "stsb" else f"it has {CLASSES[name]} classes"
+        out.refuse(classes, f"'{out.word(classes)}' does not fit {out.given[NAME].value}: {kind}; say {CLASSES[name]}")
 
 
 def _has_own_files(out: Translated) -> bool:

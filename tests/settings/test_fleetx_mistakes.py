@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of PaddleFleetX that ask for something else than what is there: each is refused with its key and its place."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.errors import CheckpointError, SettingsError, UsageError, run_main
+from megatron.model import linear_kinds
+from megatron.model.quantization import with_quantization
+from megatron.settings import from_checkpoint
+from megatron.settings.parse import parse, parse_pretrain, parse_with_record
+from megatron.settings.rules import violations
+from megatron.settings.schema import GROUPS
+from megatron.tasks import finetune
+from megatron.tokenizer import rows
+from megatron.tools import evaluate, generate, translate
+from megatron.tools.export import ExportOptions
+
+GPT = "Model: {name: GPT, num_layers: 2, hidden_size: 8, num_attention_heads: 2, vocab_size: 64}\n"
+QAT = (
+    "Compress:\n  Quantization:\n    enable: True\n    skip_tensor_map: {block_0: ['linear1'], block_1: ['linear2']}\n"
+)
+PRUNED = "Compress: {Prune: {enable: True, ratio: 0.5}}\n"
+GLUE = """
+Model: {module: GPTFinetuneModule, name: GPT, num_layers: 2, hidden_size: 8, num_attention_heads: 2, num_classes: 2}
+Data:
+  Train: {dataset: {name: SST2, root: ./SST-2/, split: train, max_length: 64}}
+  Eval: {dataset: {name: SST2, root: ./SST-2/, split: dev, max_length: 64}}
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """`write(text)`: the path of a file, where no vocabulary is found."""
+    monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def to_file(text: str) -> str:
+        (tmp_path / "run.yaml").write_text(text)
+        return str(tmp_path / "run.yaml")
+
+    return to_file
+
+
+@pytest.mark.parametrize(
+    "main, words",
+    [
+        (evaluate.main, "-c {file}"),
+        (generate.main, "-c {file}"),
+        (evaluate.main, "--num-layers 2 --task LAMBADA --valid-data x.jsonl"),
+    ],
+)
+def test_a_shape_without_a_checkpoint_is_a_missing_load(main, words, write):
+    with pytest.raises(UsageError, match="missing: --load"):
+        main(words.format(file=write(GPT)).split())
+
+
+def test_a_mapping_replaces_that_of_the_file(write, capsys):
+    """As in PaddleFleetX, whose override assigns the value to the key."""
+    path = write(GPT + QAT + "Engine: {mix_precision: {enable: True, level: O2, scale_loss: 1024.0}}\n")
+    of = lambda *words: parse_pretrain(["-c", path, *(part for word in words for part in ("-o", word))])
+    assert of().model.quantization_skip == "blocks.0.mlp.up,blocks.1.mlp.down"
+    made = of("Compress.Quantization.skip_tensor_map={'block_1': ['linear1']}")
+    assert made.model.quantization_skip == "blocks.1.mlp.up" and made.model.quantization
+    assert of("Compress.Quantization.skip_tensor_map={}").model.quantization_skip is None
+    capsys.readouterr()
+    made = of("Engine.mix_precision={'enable': True, 'dtype': 'float16', 'level': 'O1'}").precision
+    assert (made.precision, made.amp_level, made.initial_loss_scale) == ("fp16", "O1", 2.0**32)
+    told = capsys.readouterr().err
+    assert "-o Engine.mix_precision replaces the section, and leaves out what it says: scale_loss" in told
+    made = of("Engine.mix_precision.scale_loss=2048", "Engine.mix_precision={'enable': True, 'dtype': 'bfloat16'}")
+    assert made.precision.precision == "bf16"
+    assert (
+        "Engine.mix_precision.scale_loss=2048 is overridden by -o Engine.mix_precision={...}" in capsys.readouterr().err
+    )
+
+
+COMMANDS = dict(
+    evaluate=dict(evaluate=evaluate.EvaluateOptions),
+    generate=dict(generate=generate.GenerateOptions),
+    export=dict(export=ExportOptions),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "section, saved, refused",
+    [
+        (QAT, {}, "there is not quantized, and .*run.yaml:4: Compress.Quantization.enable is on"),
+        (QAT, dict(quantization=True), ""),
+        (PRUNED, {}, "there is not pruned, and .*run.yaml:2: Compress.Prune.enable is on"),
+        (PRUNED, dict(num_attention_heads=1), ""),
+        (PRUNED, dict(ffn_hidden_size=16), ""),
+    ],
+)
+def test_a_compressed_model_is_not_replaced_by_a_whole_one(command, section, saved, refused, write, monkeypatch):
+    model = dict(num_layers=2, hidden_size=8, num_attention_heads=2, kv_channels=4) | saved
+    monkeypatch.setattr(from_checkpoint, "saved_record", lambda folder, step: ("there", dict(config=dict(model=model))))
+    path = write(GPT + section)
+    words = ["-c", path, "--load", "x"] + ["--output", "out"] * (command == "export")
+    if refused:
+        with pytest.raises(SettingsError, match=refused):
+            parse_with_record(words, COMMANDS[command])
+        switch = "Quantization" if section is QAT else "Prune"
+        parse_with_record([*words, "-o", f"Compress.{switch}.enable=False"], COMMANDS[command])
+    else:
+        parse_with_record(words, COMMANDS[command])
+
+
+def test_gpt_cn_needs_its_vocabulary(write, tmp_path, capsys):
+    """Also where GPT-2's is in the cache."""
+    (tmp_path / "cache" / "gpt2").mkdir(parents=True)
+    path = write(GPT.replace("name: GPT", "name: GPT-cn"))
+    with pytest.raises(UsageError, match="run.yaml:1: Model.name: PaddleFleetX's GPT-cn has GPTChineseTokenizer"):
+        parse_pretrain(["-c", path])
+    made = parse_pretrain(["-c", path, "--tokenizer-model", "sentencepiece.model"])
+    assert made.tokenizer.tokenizer_model == "sentencepiece.model"
+    translate.main(["--from", "fleetx", path])
+    text = capsys.readouterr().out
+    assert "GPTChineseTokenizer" in text.partition("# no equivalent:")[2] and "--tokenizer-model gpt2" not in text
+
+
+def test_a_vocabulary_that_is_not_found_names_both_places(write, tmp_path):
+    config = parse_pretrain(["-c", write(GPT + "Data: {Train: {dataset: {input_dir: x, max_seq_len: 8}}}\n")])
+    [said] = [one for one in violations(config, 1, ())[0] if "vocabulary" in one]
+    assert f"{tmp_path}/cache/gpt2" in said and "~/.cache/ppfleetx" in said and "NullTokenizer" not in said
+
+
+def test_translate_writes_the_vocabulary_of_the_cache(write, tmp_path, capsys):
+    path = write(GPT)
+    with pytest.raises(SettingsError, match="no equivalent"):
+        translate.main(["--from", "fleetx", "--strict", path])
+    assert "~/.cache/ppfleetx" in capsys.readouterr().out.partition("# no equivalent:")[2]
+    (tmp_path / "cache" / "gpt2").mkdir(parents=True)
+    translate.main(["--from", "fleetx", "--strict", path])
+    text = capsys.readouterr().out
+    assert re.search(r"--tokenizer-model gpt2 +# .*run.yaml: the vocabulary", text) and "no equivalent" not in text
+
+
+def test_translate_prints_no_command_without_its_file(write, tmp_path, capsys):
+    (tmp_path / "run.sh").write_text("log=x\npython tools/auto.py -c gone.yaml\n")
+    with pytest.raises(SystemExit) as left:
+        run_main(translate.main, ["--from", "fleetx", str(tmp_path / "run.sh")])
+    out, told = capsys.readouterr()
+    assert left.value.code == 2 and out == "" and "run.sh:2: not translated: -c gone.yaml: no such file" in told
+    (tmp_path / "run.sh").write_text(f"python tools/auto.py -c gone.yaml\npython tools/train.py -c {write(GPT)}\n")
+    with pytest.raises(UsageError, match="gone.yaml: no such file"):
+        translate.main(["--from", "fleetx", str(tmp_path / "run.sh")])
+    text = capsys.readouterr().out
+    assert text.count("pretrain_gpt.py") == 1 and "not translated: -c gone.yaml" in text
+
+
+@pytest.mark.parametrize(
+    "words, refused",
+    [
+        ("Data.Eval.dataset.name=CoLA", "-o Data.Eval.dataset.name: 'CoLA' is not that of Data.Train.dataset.name"),
+        ("Data.Eval.dataset.root=other", "-o Data.Eval.dataset.root: 'other' is not that of Data.Train.dataset.root"),
+        ("Data.Eval.dataset.root=./SST-2", ""),
+        ("Data.Eval.dataset.name=sst2", ""),
+        ("Data.Eval.dataset.max_length=32", ""),
+        ("Data.Train.dataset.name=STSB Data.Eval.dataset.name=STSB", "Model.num_classes: '2' does not fit STSB"),
+        ("Data.Train.dataset.name=MNLI Data.Eval.dataset.name=MNLI Model.num_classes=3", ""),
+        ("Data.Train.dataset.name=STSB Data.Eval.dataset.name=STSB Model.num_classes=1", ""),
+    ],
+)
+def test_a_task_is_validated_on_its_own_data(words, refused, write):
+    argv = ["-c", write(GLUE), *(part for word in words.split() for part in ("-o", word))]
+    if refused:
+        with pytest.raises(UsageError, match=refused):
+            parse(argv, {**GROUPS, **finetune.groups()})
+    else:
+        parse(argv, {**GROUPS, **finetune.groups()})
+
+
+@pytest.mark.parametrize("order", (1, -1))
+def test_of_two_keys_the_wrong_one_is_named(order, write):
+    keys = ["Distributed.sharding.sharding_stage=4", "Distributed.sharding.sharding_degree=2"][::order]
+    with pytest.raises(UsageError, match="-o Distributed.sharding.sharding_stage: sharding_stage '4'"):
+        parse_pretrain(["-c", write(GPT), *(part for key in keys for part in ("-o", key))])
+
+
+def test_layers_that_a_model_lacks_are_one_problem(write):
+    """A file for 6 blocks, and a model of 2: one line names the four that are missing."""
+    skip = "".join(f"    block_{number}: [linear2]\n" for number in range(6))
+    text = GPT + "Compress:\n  Quantization:\n   enable: True\n   skip_tensor_map:\n" + skip
+    model = with_quantization(parse_pretrain(["-c", write(text)])).model
+    weight = SimpleNamespace(matrices=1)
+    tables = {layer: {"mlp.down.weight": weight, "mlp.up.weight": weight} for layer in range(2)}
+    [found] = linear_kinds.problems(model, lambda: tables)
+    missing = ", ".join(f"blocks.{number}.mlp.down" for number in range(2, 6))
+    assert found.endswith(f": the model has no {missing}; its blocks are 0 to 1")
+
+
+def test_a_pretrained_folder_that_is_not_there(tmp_path):
+    said = dict(pretrained_checkpoint=str(tmp_path / "gone"))
+    with pytest.raises(CheckpointError) as refused:
+        finetune.beginning(said.get, lambda record: False)
+    assert "there is no such folder" in str(refused.value) and ".pdparams" in str(refused.value)
+
+
+def test_rows_without_a_token_are_a_note():
+    tokens = lambda count: SimpleNamespace(vocab_size=count)
+    assert rows.tokenless(tokens(8192), 50304).startswith("42112 of 50304 rows of the embedding have no token")
+    assert rows.tokenless(tokens(50257), 50304) == "" == rows.tokenless(tokens(151669), 151936)
