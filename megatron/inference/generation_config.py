@@ -82,7 +82,15 @@ def read(folder: Union[str, Path, UrlPath], given: frozenset[str] = frozenset())
         raise DataError(f"{path}: not a generation config", str(error), "repair or remove it") from None
     if not isinstance(content, dict):
         raise DataError(f"{path}: not a generation config", "it is no object", "repair or remove it")
-    return defaults_of(content, given)
+    try:
+        return defaults_of(content, given)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{path}: not a generation config", str(error), "repair or remove it") from None
+
+
+def unknown_notices(path: Union[str, Path, UrlPath], found: Recommended) -> list[str]:
+    """A notice on the keys of a file that have no equivalent here; nothing if there are none."""
+    return [f"{path}: {', '.join(found.unknown)}: there is no such setting here"] if found.unknown else []
 
 
 def with_end(folder: Union[Path, UrlPath], end: int) -> dict[str, str]:

@@ -35,6 +35,7 @@ from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record, said
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, failing_in_users_words, given_values, in_users_words, words_of
+from megatron.storage import hub
 from megatron.storage.durable import check_output
 
 
@@ -144,6 +145,8 @@ def main(argv: list[str]) -> None:
         defaults=recommended.settings,
     )
     settings, sampling, search = groups["generate"], groups["sampling"], groups["search"]
+    if recommended.downloaded:
+        settings = replace(settings, load_exported=recommended.downloaded)
     with failing_in_users_words(given):
         if settings.save_inference_model_then_exist:
             return export_program(settings, given)
@@ -183,10 +186,13 @@ def main(argv: list[str]) -> None:
 
 
 class RecommendedSettings(NamedTuple):
-    """Settings of the generation_config.json beside the model, and notices on them."""
+    """Settings of the generation_config.json beside the model, and notices on them. downloaded: the folder of an export that
+    was downloaded for this
+    """
 
     settings: dict[str, object]
     notices: list[str]
+    downloaded: Optional[str] = None
 
 
 def recommended_for(given: Mapping[str, Statement]) -> RecommendedSettings:
@@ -194,11 +200,13 @@ def recommended_for(given: Mapping[str, Statement]) -> RecommendedSettings:
     folders = [str(given[name].value) for name in ("load_exported", "load") if name in given]
     if not folders:
         return RecommendedSettings({}, [])
-    found, name = generation_config.read(folders[0], frozenset(given)), f"{folders[0]}/{generation_config.NAME}"
+    download = "load_exported" in given and hub.is_hub(folders[0])
+    folder = str(hub.fetched(folders[0], hub.MODEL_FILES)) if download else folders[0]
+    found, name = generation_config.read(folder, frozenset(given)), f"{folders[0]}/{generation_config.NAME}"
     sets = [*found.settings, *["eos_token_id"] * (found.ends is not None)]
     notices = [f"{name} sets {', '.join(sets)}"] * bool(sets)
-    notices += [f"{name}: {', '.join(found.unknown)}: there is no such setting here"] * bool(found.unknown)
-    return RecommendedSettings(found.settings, notices)
+    notices += generation_config.unknown_notices(name, found)
+    return RecommendedSettings(found.settings, notices, folder if download else None)
 
 
 def export_program(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
