@@ -45,7 +45,7 @@ from megatron.storage.new_folder import new_folder
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-NAMELESS = f"{CONFIG} names no base: it is no import as it was; --base-model NAME_OR_FOLDER writes one"
+NAMELESS = f"{CONFIG} names no base: no record says which Hugging Face model it is; --base-model NAME_OR_FOLDER does"
 # Entries of adapter_config.json that are read, or that change nothing.
 READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights"}
 VECTOR = "lora_magnitude_vector"
