@@ -48,7 +48,9 @@ class ExportedTokenizer:
     notices: tuple[str, ...]
     end_of_turn: Optional[int] = None
     by_transformers: bool = False  # whether transformers can read the files
-    imported: Mapping[str, Any] = field(default_factory=dict)  # entries of the config.json that the model was imported with
+    imported: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # entries of the config.json that the model was imported with
 
     @property
     def end(self) -> Optional[int]:

@@ -95,7 +95,9 @@ def to_peft(
         notices = []
         if base_model is None:
             base_model = _base_of(reader)
-            notices = [NAMELESS if base_model is None else f"{CONFIG} names {base_model}, which the base was imported from"]
+            notices = [
+                NAMELESS if base_model is None else f"{CONFIG} names {base_model}, which the base was imported from"
+            ]
         _write_tensors(folder, moved)
         theirs = _their_config(config.model, moved, family.kind, base_model)
         (folder / CONFIG).write_text(json.dumps(theirs, indent=2, sort_keys=True))

@@ -186,8 +186,9 @@ def main(argv: list[str]) -> None:
 
 
 class RecommendedSettings(NamedTuple):
-    """Settings of the generation_config.json beside the model, and notices on them. downloaded: the folder of an export that
-    was downloaded for this
+    """Settings of the generation_config.json beside the model, and notices on them.
+
+    downloaded: the folder of a model of the hub, which was downloaded to read them
     """
 
     settings: dict[str, object]
