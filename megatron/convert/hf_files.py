@@ -282,7 +282,7 @@ def import_generation_config(source: Path, folder: Path, config: dict[str, Any])
     except DataError as error:
         raise CheckpointError(error.what, error.why, error.do) from None
     shutil.copyfile(source / GENERATION, folder / GENERATION)
-    return generation_config.unknown_notices(source / GENERATION, found)
+    return generation_config.unknown_notices(source / GENERATION, found.unknown)
 
 
 def _copy_others(source: Path, folder: Path) -> None:

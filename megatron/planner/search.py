@@ -21,6 +21,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster, StepTime, split_even
 from megatron.planner.stage_cut import fastest, in_stages
 from megatron.settings.schema import Recompute
+from megatron.telemetry.progress import followed
 
 NOT_OFFLOADED = (0.0, 0.0, False)
 REFINED = 40  # number of best plans to refine
@@ -147,7 +148,8 @@ def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> Searche
         return _of(job, cluster, space)
     result = SearchedPlans()
     good, close = _Fastest(keep), _Shortlist(keep)
-    for base, sized in _bases(job, cluster, space, result):
+    bases = list(_bases(job, cluster, space, result))
+    for base, sized in followed(bases, "searching layouts", len(bases), "groups"):
         _try_shardings(base, sized, cluster, space, result, good, close)
     best = _in_order(_plan(*entry, cluster) for entry in good.entries())
     refined = [better for plan in best[:REFINED] for better in _refined(plan, cluster, space)]

@@ -219,11 +219,13 @@ class Message(Strict):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Union[str, Annotated[list[MessagePart], Field(min_length=1)]]
     name: Optional[str] = None
+    reasoning_content: Optional[str] = None  # of the assistant: its thinking before the content
 
     def plain(self) -> dict[str, str]:
         """The message as chat templates take it."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return dict(role=self.role, content=text) | (dict(name=self.name) if self.name is not None else {})
+        more = dict(name=self.name, reasoning_content=self.reasoning_content)
+        return dict(role=self.role, content=text) | {name: value for name, value in more.items() if value is not None}
 
 
 class Chat(TextBody):

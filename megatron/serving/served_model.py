@@ -16,7 +16,7 @@ from megatron.serving.errors import ApiError, in_one_line
 from megatron.serving.openai_requests import length_of, target_length_of
 from megatron.serving.texts import TokenTexts
 from megatron.settings.statements import NONE
-from megatron.tokenizer.chat_template import ChatTemplate
+from megatron.tokenizer.chat_template import ChatTemplate, RefusedMessages
 
 SHORT = 10_000  # characters that are encoded at once; longer texts must not keep other clients waiting
 
@@ -105,13 +105,16 @@ class ServedModel:
     async def conversation(
         self, messages: Sequence[Mapping[str, str]], more: Mapping[str, Any] = NONE
     ) -> tuple[int, ...]:
-        """The token ids of a conversation. more: further names for the template. Raises ApiError without a template."""
+        """The token ids of a conversation. more: further names for the template.
+
+        Raises ApiError without a template, and for messages that it cannot write.
+        """
         if self.template is None:
             what = (
                 f"{self.name} has no chat template; use /v1/completions, or start the server with --chat-template FILE"
             )
             raise ApiError(400, what, param="messages", code="no_chat_template")
-        size = sum(len(message["content"]) for message in messages)
+        size = sum(len(text) for message in messages for text in message.values())
         return tuple(await self.in_turn(self.template.encode, messages, dict(more), size=size))
 
     def _ids(self, prompt: str) -> list[int]:
@@ -122,16 +125,19 @@ class ServedModel:
         try:
             async with self._encoding:
                 return function(*args) if size < SHORT else await asyncio.to_thread(function, *args)
+        except RefusedMessages as error:
+            raise ApiError(400, str(error), param=error.param, code="invalid_value") from None
         except Failure as error:
             raise ApiError(400, in_one_line(error)) from None
 
 
 def named(models: Mapping[str, ServedModel], name: Optional[str]) -> ServedModel:
-    """The model of a name, or the only one. Raises ApiError."""
+    """The model of a name, or the only one. Raises ApiError that names the models."""
     if name is None and len(models) == 1:
         return next(iter(models.values()))
     if name is None:
-        raise ApiError(400, "model: is missing", param="model", code="missing_required_parameter")
+        what = f"model: is missing; served: {', '.join(models)}"
+        raise ApiError(400, what, param="model", code="missing_required_parameter")
     if name not in models:
         what = f"there is no model {name[:200]!r}; served: {', '.join(models)}"
         raise ApiError(404, what, param="model", code="model_not_found")

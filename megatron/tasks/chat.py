@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.checkpoint.backends import backend_of
+from megatron.data.gpt_dataset import note_repeats
 from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.inference import generation_config
 from megatron.model.recipe import LM_LOSS, Recipe, named_recipe
@@ -285,6 +286,7 @@ def build_datasets(config: Config, tokenizer, vocab_size: int, sizes, log):
             what = "pairs" if chat_settings(config).task == "dpo" else f"conversations in {len(samples):,} samples"
             texts = texts // 2 if what == "pairs" else texts
             log(f" > {split}: {texts:,} {what} ({', '.join(samples.files)})")
+            note_repeats(", ".join(samples.files), split, -(-(sizes[0] or 0) // len(samples)), log)
         for note in notes:
             log(f"note: {note}")
     if template is not None and made[0] is not None and (note := ends_note(made[0].texts, template)):

@@ -25,6 +25,7 @@ from megatron.data.labelled import LabelledTask
 from megatron.data.published import PUBLISHED, plain_name
 from megatron.data.tables import refuse_half_letters, refuse_many_lines
 from megatron.errors import DataError, SettingsError, UsageError, did_you_mean
+from megatron.tasks.chat_settings import TASKS as CHAT_TASKS
 from megatron.tasks.metrics import METRICS, combined
 from megatron.tasks.questions import c3, chid, race
 from megatron.telemetry.directions import direction_of
@@ -262,9 +263,10 @@ def find_task(name: str, said: str = "") -> Task:
         raise UsageError(
             f"--task {name}: {_NOT_HERE[plain]}", do="see docs/finetuning.md, docs/chat.md and docs/masked_data.md"
         )
+    known = (*TASKS, *CHAT_TASKS, *WITHOUT_TRAINING)
     raise UsageError(
-        f"{said or f'--task {name}'}: there is no such task{did_you_mean(name, (*TASKS, *WITHOUT_TRAINING))}",
-        f"there are {', '.join(TASKS)}; and, evaluated without training, {', '.join(WITHOUT_TRAINING)}",
+        f"{said or f'--task {name}'}: there is no such task{did_you_mean(name, known)}",
+        f"there are {', '.join((*TASKS, *CHAT_TASKS))}; and, evaluated without training, {', '.join(WITHOUT_TRAINING)}",
         "or describe one of your own in a YAML file: docs/finetuning.md",
     )
 

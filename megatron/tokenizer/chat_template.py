@@ -13,6 +13,7 @@ can end itself and begin another one.
 import json
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -38,8 +39,8 @@ RESERVED = (
     "tools",
     "documents",
 )
-REPEATED = ("system", "developer", "user")  # roles whose messages a template has to write as they are
 ASSISTANT = "assistant"  # the role whose messages are answers
+REASONING = "reasoning_content"  # of an answer: the text of its thinking, which precedes it
 MARKS = range(0xE000, 0xF900)  # Unicode's private characters: they mark names of special tokens, and answers
 EDGES = "answer_edges"  # the template's variable with the marks around answers
 
@@ -166,6 +167,7 @@ class ChatTemplate:
             if name in (*RESERVED, EDGES) or name not in self._compiled[1]:
                 name = f"chat_template_kwargs.{name}"
                 raise RefusedMessages(f"{name}: the model's chat template has no such variable", name)
+        self._check_names(messages)
         marks = _unused_marks(messages)
         text = self._text(_marked(messages, self._names, marks[0]), more)
         return self._tokens(text, marks[0], ()).ids
@@ -189,16 +191,21 @@ class ChatTemplate:
         """
         if tools and "tools" not in self._compiled[1]:
             raise RefusedMessages("tools: the chat template has no place for them", "tools")
-        for number, message in enumerate(messages):
-            for name in message:
-                if name not in ("role", "content") and name not in self.source:
-                    where = f"messages[{number}]"
-                    raise RefusedMessages(f"{where}.{name}: the chat template has no place for it", where)
+        self._check_names(messages)
         marks = _unused_marks([*messages, dict(tools=tools)])
         messages = _marked(messages, self._names, marks[0])
         more = dict(tools=_marked(tools, self._names, marks[0])) if tools else {}
         text, spans = (self._from_blocks if self.marks_answers else self._from_prefixes)(messages, more, marks)
         return self._tokens(text, marks[0], [span for span in spans if learned(span.message)])
+
+    def _check_names(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise RefusedMessages if a message has a part that the template does not know."""
+        for number, message in enumerate(messages):
+            for name in message:
+                known = name in self.source and (name != REASONING or message["role"] == ASSISTANT)
+                if name not in ("role", "content") and not known:
+                    where = f"messages[{number}].{name}"
+                    raise RefusedMessages(f"{where}: the chat template has no place for it", where)
 
     @property
     def _names(self) -> str:
@@ -216,14 +223,18 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template is a program: it may raise anything
             raise RefusedMessages(f"the chat template cannot write these messages: {error}") from None
+        written: Counter[str] = Counter()  # how often the text must have a content
         for number, message in enumerate(messages):
             where = f"messages[{number}]"
-            repeated = not prompt or message["role"] in REPEATED  # of earlier answers a prompt may drop a part
-            if repeated and message["content"].strip() not in text:
+            content = message["content"].strip()
+            if content and not (prompt and message["role"] == ASSISTANT):  # of earlier answers a prompt may drop a part
+                written[content] += 1
+            escaped = json.dumps(content, ensure_ascii=False)[1:-1]  # as Llama 3.1's writes the answers of tools
+            if max(text.count(content), text.count(escaped)) < written[content]:
                 what = f"{where}: the model's chat template leaves out this message (role {message['role']})"
                 raise RefusedMessages(what, where)
             if "name" in message and message["name"] not in text:
-                raise RefusedMessages(f"{where}.name: the model's chat template has no place for it", where)
+                raise RefusedMessages(f"{where}.name: the chat template has no place for it", f"{where}.name")
         return text
 
     def _from_blocks(self, messages, more: Mapping[str, Any], marks: str) -> tuple[str, list[_Span]]:
@@ -258,7 +269,9 @@ class ChatTemplate:
             if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
                 raise RefusedMessages(
                     f"messages[{number}]: the chat template writes this answer, or what precedes it, in another way than "
-                    "in a prompt; mark answers in the template with {% generation %} and {% endgeneration %}",
+                    "in a prompt, so the model would learn from prompts that it never gets; give --chat-template FILE, a "
+                    "copy of the template with {% generation %} and {% endgeneration %} around answers, or --chat-template "
+                    "chatml, if the vocabulary has its tokens",
                     f"messages[{number}]",
                 )
             ends = [found.end() for found in re.finditer(self._names, through[len(before) :])]
@@ -365,11 +378,14 @@ def template_folders(models: Sequence[Union[str, Path, UrlPath]], settings: Toke
 
 
 def find_template(folders: Sequence[Path], tokenizer: Tokenizer, file: Optional[str] = None) -> Optional[ChatTemplate]:
-    """The template of `file`, a path or a name of TEMPLATES, else of the first folder with one; None if there is none."""
+    """The template of `file`, a path or a name of TEMPLATES, else of the first folder with one; None if there is none.
+
+    Raises DataError if there is no such file, or it is no template; SettingsError if the vocabulary does not suit it.
+    """
     if file in TEMPLATES and not Path(file).exists():
         return _named(file, folders, tokenizer)
-    if file and not Path(file).suffix and len(Path(file).parts) == 1 and not Path(file).exists():
-        raise SettingsError(
+    if file and not Path(file).exists():
+        raise DataError(
             f"--chat-template {file}: there is no file or template of this name{did_you_mean(file, TEMPLATES)}",
             do=f"give a file, or {' or '.join(TEMPLATES)}",
         )

@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -153,7 +153,7 @@ def main(argv: list[str]) -> None:
         check(settings, given)
         sampling.check(given)
         sampling, notes = sampling.normalized()
-        notes += recommended.notices
+        notes += recommended.notices(sampling)
         sampling = replace(sampling, stop=[unescaped(text) for text in sampling.stop or ()] or None)
         search.check(sampling, given)
         if asks_for_beams(given) and "length_penalty" not in given:
@@ -186,28 +186,39 @@ def main(argv: list[str]) -> None:
 
 
 class RecommendedSettings(NamedTuple):
-    """Settings of the generation_config.json beside the model, and notices on them.
+    """Settings of the generation_config.json beside the model.
 
+    file: its path; unknown: its keys that have no equivalent here; ends: whether it names the tokens that end a text
     downloaded: the folder of a model of the hub, which was downloaded to read them
     """
 
     settings: dict[str, object]
-    notices: list[str]
+    file: str = ""
+    unknown: Sequence[str] = ()
+    ends: bool = False
     downloaded: Optional[str] = None
+
+    def notices(self, sampling: Sampling) -> list[str]:
+        """What the file sets, without what has no effect on a greedy choice, and what it cannot set."""
+        idle = {name for name in generation_config.DRAWN if sampling.is_greedy}
+        if not sampling.greedy:  # one of these makes the choice greedy
+            idle -= {name for name, value in (("temperature", 0), ("top_k", 1)) if self.settings.get(name) == value}
+        sets = [*(name for name in self.settings if name not in idle), *["eos_token_id"] * self.ends]
+        found = [f"{self.file} sets {', '.join(sets)}"] * bool(sets)
+        return found + generation_config.unknown_notices(self.file, self.unknown)
 
 
 def recommended_for(given: Mapping[str, Statement]) -> RecommendedSettings:
     """The settings that the model's folder recommends. Raises DataError for an invalid file."""
     folders = [str(given[name].value) for name in ("load_exported", "load") if name in given]
     if not folders:
-        return RecommendedSettings({}, [])
+        return RecommendedSettings({})
     download = "load_exported" in given and hub.is_hub(folders[0])
     folder = str(hub.fetched(folders[0], hub.MODEL_FILES)) if download else folders[0]
-    found, name = generation_config.read(folder, frozenset(given)), f"{folders[0]}/{generation_config.NAME}"
-    sets = [*found.settings, *["eos_token_id"] * (found.ends is not None)]
-    notices = [f"{name} sets {', '.join(sets)}"] * bool(sets)
-    notices += generation_config.unknown_notices(name, found)
-    return RecommendedSettings(found.settings, notices, folder if download else None)
+    found = generation_config.read(folder, frozenset(given))
+    name = f"{folders[0]}/{generation_config.NAME}"
+    ends = found.ends is not None
+    return RecommendedSettings(found.settings, name, found.unknown, ends, folder if download else None)
 
 
 def export_program(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:

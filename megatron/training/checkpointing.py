@@ -28,7 +28,7 @@ from megatron.model.experts.upcycling import (
     source_of,
     upcycled_settings,
 )
-from megatron.model.lora import scale_of
+from megatron.model.lora import OWN, PAIR, scale_of
 from megatron.model.recipe import config_of, recipe_of
 from megatron.mpu.initialize import RankContext
 from megatron.optimizer.zero import DistributedOptimizer
@@ -172,9 +172,12 @@ def _base(config: schema.Config, context: RankContext, path: Path | UrlPath, rec
 
 
 def new_weights(names: tuple[str, ...]) -> list[str]:
-    """A notice about the weights that keep their initial values, if there are any."""
+    """Notices about the weights that keep their initial values, if there are any. Those of LoRA are only counted."""
+    pairs = [name for name in names if name.rpartition(".")[2] == PAIR[0]]
+    names = tuple(name for name in names if name.rpartition(".")[2] not in OWN)
+    lora = [f"new: {len(pairs)} pair{'s' * (len(pairs) != 1)} of LoRA weights"] * bool(pairs)
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return [f"new, and not out of the checkpoint: {', '.join(names[:LISTED])}{more}"] * bool(names)
+    return lora + [f"new, and not out of the checkpoint: {', '.join(names[:LISTED])}{more}"] * bool(names)
 
 
 def record_damage(events: EventLog, restored: Restored, iteration: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from megatron.checkpoint.lineage import imported_config, lineage, source_config
 from megatron.convert import huggingface, peft
 from megatron.errors import Failure, StorageError, UsageError
+from megatron.inference.sampling import Sampling
 from megatron.tools import checkpoint as tool
 from megatron.tools import generate
 from megatron.training.conversion_commands import fresh_state
@@ -74,7 +75,7 @@ def test_unknown_keys_of_a_generation_config_are_named(copy, tmp_path):
     assert named in said
     shutil.copy(file, tmp_path / "out")
     kinds = dict(load=SimpleNamespace(value=tmp_path / "out"))
-    own = [note for note in generate.recommended_for(kinds).notices if "no such setting" in note]
+    own = [note for note in generate.recommended_for(kinds).notices(Sampling()) if "no such setting" in note]
     assert own == [named.replace(str(copy), str(tmp_path / "out"))]
 
 

@@ -366,6 +366,8 @@ def test_the_base_may_move_and_be_resharded_and_no_other_is_taken(base, tmp_path
 
 def test_adapters_begin_with_adapters_and_are_not_dropped(base, tmp_path, capsys):
     ours = adapted(base, tmp_path / "ours")
+    told = capsys.readouterr().out
+    assert "new: 6 pairs of LoRA weights\n" in told and "not out of the checkpoint" not in told
     with pytest.raises(SettingsError, match=r"has adapters \(--lora-rank 4\), which this run would drop"):
         pretrain(0, f"--finetune --load {ours} --save {tmp_path / 'no'}")
     with pytest.raises(SettingsError, match="--lora-alpha: 6.0 in the checkpoint, 7.0 now"):

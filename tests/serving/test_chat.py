@@ -2,6 +2,8 @@
 """Conversations: templates are compared with those of transformers, answers with the toy engine's arithmetic."""
 
 import json
+import urllib.error
+import urllib.request
 
 import pytest
 
@@ -103,6 +105,9 @@ def test_no_message_is_left_out(folder):
         template_of(folder).encode([dict(role="system", content="Be kind."), *TALK])
     with pytest.raises(RefusedMessages, match="no place for it"):
         template_of(folder).encode([dict(role="user", content="Hello", name="Ada")])
+    configured(folder, "{% for m in messages %}{{ m.content | tojson if m.role == 'tool' else m.content }}{% endfor %}")
+    tool = [TALK[0], dict(role="tool", content='{"sum": "2"}')]
+    assert template_of(folder).tokenizer.decode(template_of(folder).encode(tool)).endswith(r'"{\"sum\": \"2\"}"')
     configured(folder, INST)
     with pytest.raises(RefusedMessages, match="take turns"):
         template_of(folder).encode(TALK[1:])
@@ -115,8 +120,9 @@ def test_a_file_of_its_own(folder, tmp_path):
     (folder / "chat_template.jinja").unlink()
     (tmp_path / "mine.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
     assert template_of(folder, file=str(tmp_path / "mine.jinja")).encode(TALK[:1])[0] == 0
-    with pytest.raises(DataError, match="No such file"):
-        template_of(folder, file=str(tmp_path / "missing.jinja"))
+    for file, more in ((str(tmp_path / "missing.jinja"), ""), ("chatmll", "; did you mean chatml")):
+        with pytest.raises(DataError, match=f"{file}: there is no file or template of this name{more}"):
+            template_of(folder, file=file)
     configured(folder, None)
     assert template_of(folder) is None
 
@@ -155,6 +161,68 @@ def test_answers(client, stream):
     for ids, scores in zip(new, tokens, strict=True):
         assert [bytes(score.bytes)[0] if score.bytes else int(score.token[9:]) for score in scores] == ids
         assert all(len(score.top_logprobs) == 2 and score.logprob < 0 for score in scores)
+
+
+# As Qwen3's: no message of an unknown role is written, and none refused; answers have their thinking before them.
+QUIET = """{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.role + ': ' + m.content + '\n' }}
+{%- elif m.role == 'assistant' %}{% if m.content == 'no' %}{{ raise_exception('say yes') }}{% endif %}
+{{- m.reasoning_content | default('') + '|' + m.content + '\n' }}{% endif %}{% endfor %}{{ short | default('>') }}"""
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory):
+    place = tmp_path_factory.mktemp("quiet")
+    (place / "chat_template.jinja").write_text(QUIET)
+    with served(template=find_template([place], ByteTokenizer()), names=("one", "two")) as toy:
+        yield toy
+
+
+def asked(quiet, path, **body):
+    """(status, answer) of a request."""
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(quiet.url + path, json.dumps(dict(model="one") | body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())["error"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "message, param, said",
+    [
+        *((dict(role=role, content="6"), "messages[1]", f"leaves out this message (role {role})")
+          for role in ("usr", "tool", "function")),
+        (dict(role="usr", content="Hello"), "messages[1]", "leaves out this message (role usr)"),  # as the first one
+        (dict(role="user", content="6", name="Ada"), "messages[1].name", "the chat template has no place for it"),
+        (dict(role="user", content="6", reasoning_content="5"), "messages[1].reasoning_content", "no place for it"),
+        (dict(role="assistant", content="no"), "messages", "the chat template refuses the messages: say yes"),
+    ],
+)  # fmt: skip
+def test_what_the_template_refuses_is_a_bad_request(quiet, path, message, param, said):
+    status, error = asked(quiet, path, messages=[dict(role="user", content="Hello"), message])
+    assert (status, error.get("param")) == (400, param) and said in error["message"], error
+
+
+@pytest.mark.parametrize("name", ["thinking", "messages", "tools"])
+def test_variables_that_the_template_does_not_have(quiet, name):
+    path, talk = "/v1/chat/completions", [dict(role="user", content="Hello")]
+    status, error = asked(quiet, path, messages=talk, chat_template_kwargs={name: []})
+    assert (status, error["param"]) == (400, f"chat_template_kwargs.{name}"), error
+
+
+def test_the_thinking_of_an_answer(quiet, client):
+    talk = [dict(role="user", content="Hello"), dict(role="assistant", content="6", reasoning_content="5 + 1")]
+    status, found = asked(quiet, "/tokenize", messages=talk)
+    assert status == 200 and bytes(found["tokens"]) == b"user: Hello\n5 + 1|6\n>"
+    with pytest.raises(openai.BadRequestError, match="messages.1..reasoning_content: the chat template has no place"):
+        client.chat.completions.create(model="toy", messages=talk)
+
+
+def test_a_request_without_a_model(quiet):
+    status, error = asked(quiet, "/tokenize", model=None, prompt="x")
+    assert (status, error["message"]) == (400, "model: is missing; served: one, two")
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ TRAIN = "--task chat --train-data {file} --load {base} --global-batch-size 2 --t
     "flags, rows, code, said",
     [
         ("--task chat --load {base}", [TALK], 3, "there are no conversations to learn"),
-        (TRAIN.replace("plain", "chatm"), [TALK], 3, "no file or template of this name; did you mean chatml"),
-        (TRAIN.replace("plain", "none.jinja"), [TALK], 4, "--chat-template none.jinja: No such file"),
+        (TRAIN.replace("plain", "chatm"), [TALK], 4, "no file or template of this name; did you mean chatml"),
+        (TRAIN.replace("plain", "none.jinja"), [TALK], 4, "--chat-template none.jinja: there is no file"),
         (TRAIN.replace("--chat-template plain", ""), [TALK], 3, "there is no chat template"),
         (TRAIN.replace("plain", "chatml"), [TALK], 3, "needs the tokens <.im_start.> and <.im_end.>"),
         (TRAIN.replace("plain", "{base}/bad.jinja"), [TALK], 4, "not a chat template"),
@@ -70,10 +70,11 @@ def test_what_is_cut_and_left_out_is_counted(base, tmp_path, capsys):
     file = write(
         tmp_path, TALK, dict(messages=long, id=3), dict(messages=TALK["messages"][:1]), dict(messages=late), TALK
     )
-    line = TRAIN.format(file=file, base=base) + f" {TUNE} --global-batch-size 3"
+    line = TRAIN.format(file=file, base=base).replace("batch-size 2", "batch-size 16") + f" {TUNE} --eval-iters 0"
     finetune.main(line.split())
     told = capsys.readouterr().out
     assert "> train: 3 conversations in 3 samples" in told
+    assert f"note: training reads {file} more than 5 times" in told  # 16 samples are 5.3 passes over 3
     for words in (
         f"1 of 5 conversations have no answer, and are left out ({file}, line 3)",
         f"1 of 5 conversations are longer than --seq-length 120, and lose their end ({file}, line 2)",

@@ -19,6 +19,7 @@ from tests.tasks.test_finetune import TUNE, trunk, tune  # noqa: F401
 
 WRONG = {  # command line -> exit code, what the message says; {toy}, {trunk}, {empty}: folders
     "--task SST3 --load {trunk}": (2, "there is no such task; did you mean SST2?"),
+    "--task chatt --load {trunk}": (2, r"(?s)there is no such task; did you mean chat\?.* chat, dpo"),
     "--task CLUE-CMRC --load {trunk}": (4, "--task CMRC2018: there is no training file"),
     "--task CLUE-MULTITASK --load {trunk}": (2, "--task-mixture"),
     "--load {trunk}": (2, "--task"),

@@ -111,6 +111,20 @@ def test_a_template_that_rewrites_earlier_messages_is_refused(template):
         template(source).encode_answers(TALK)
 
 
+def test_the_advice_on_thinking_before_the_last_answer_alone(template, folder, tokenizer):
+    """Qwen3's template is such a one: several turns are refused, and the templates that the message names take them."""
+    answer = "{{ m.content + '<|im_end|>' }}{% else"
+    source = WITHOUT.replace(answer, "{% if loop.last %}{{ '<think></think>' }}{% endif %}" + answer)
+    template(source).encode_answers(TALK[:3])
+    with pytest.raises(RefusedMessages, match=r"messages\[2\].*give --chat-template FILE.*or --chat-template chatml"):
+        template(source).encode_answers(TALK)
+    marked = source.replace("{% if loop.last %}", "{% generation %}{% if loop.last %}").replace(
+        "{% else", "{% endgeneration %}{% else"
+    )
+    for found in (template(marked), find_template([folder], tokenizer, "chatml")):
+        assert len(found.encode_answers(TALK).ends) == 2
+
+
 def test_what_a_template_has_no_place_for_is_refused(template):
     asked = [dict(role="user", content="Hi"), dict(role="assistant", content="", tool_calls=[dict(name="f")])]
     with pytest.raises(RefusedMessages, match=r"messages\[1\].tool_calls: the chat template has no place"):
