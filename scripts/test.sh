@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Set up .venv, then run the tests, three files at a time: on two cores, because many wait for processes most of the time.
 # --unit (make test-unit) leaves out the files of tests/long_files.txt, which take long. What takes longest needs --full
-# (make test-full). Of long families (`sampled` in conftest.py) every second or fifth case runs: the number of the commit
-# chooses, so that each has its turn in five submissions, and TEST_PART=N does, which the end of the output names.
+# (make test-full). Of long families (`sampled` in conftest.py) one case in two, five or ten runs: the number of the commit
+# chooses, so that each has its turn in ten submissions, and TEST_PART=N does, which the end of the output names.
 # Arguments go to pytest:  bash scripts/test.sh tests/data -k blend
 # They start, stop and kill some thousand processes. A test that fails is tried once more, at most two of them in a run
 # (over all workers; the third fails at once). What passed then is no pass: the end of the output lists it under "rerun

@@ -34,7 +34,7 @@ from megatron.settings import schema
 from megatron.tools import evaluate, export
 from megatron.tools import generate as tool
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(5)
 
 S = 32
 GPT2 = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=S, max_position_embeddings=S)
@@ -164,7 +164,7 @@ def test_clients_compute_the_same(models, exported_to, shape, form):
         np.testing.assert_allclose(by_client(form, folder, ids), ours, atol=2e-5 * ours.abs().max().item(), rtol=0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_llama_cpp_writes_the_same_text(models, exported_to, shape):
     """Greedy, token for token, and from a text, so with the exported vocabulary."""
@@ -332,7 +332,7 @@ def said_as_it_is(folder: Path, load: Path, form: str) -> dict:
     return said
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_the_difference_said_is_that_of_the_file(tmp_path, models, capsys):
     """And not that of a model with rounded weights, which is left after the share of rounding."""
     said = said_as_it_is(export_to(tmp_path / "out", models["llama"], "--dtype", "bf16"), models["llama"], "hf")
@@ -501,7 +501,7 @@ def test_a_program_for_each_of_two_ranks(tmp_path, models, kind, run_ranks):
         load_exported(str(folder))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("sizes", [dict(tp=2), dict(pp=2)])
 def test_weights_of_hugging_face_on_ranks(models, exported_to, sizes, run_ranks):
     """Each rank reads its part of the same files."""
@@ -519,7 +519,7 @@ def test_weights_of_hugging_face_on_ranks(models, exported_to, sizes, run_ranks)
         np.testing.assert_allclose(x, whole, atol=1e-4, rtol=0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("words", ["--format hf", "--format torch-export"])
 def test_evaluation_of_an_export(tmp_path, models, exported_to, words, capsys):
     from megatron.data.indexed import write_index

@@ -19,6 +19,7 @@ from megatron.tools import export
 sentencepiece = pytest.importorskip("sentencepiece")
 tokenizers = pytest.importorskip("tokenizers")
 
+pytestmark = pytest.mark.sampled(2)
 WORDS = "the cat sat on the mat and the dog ran up a hill , they say : 12 + 7 is 19 ! caf\u00e9 na\u00efve "
 WORDS += "\u4e2d\u6587 \uff21\uff22 \ufb01ne"
 TEXTS = (

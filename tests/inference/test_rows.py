@@ -25,6 +25,7 @@ from tests.tokenizer.matrix import llama
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.sampled(2)
 SPECIAL = ("<eos>", "<user>", "<pad>")
 TEMPLATE = "{% for m in messages %}{{ '<user>' if m.role == 'user' else '' }}{{ m.content }}{{ '<eos>' }}{% endfor %}"
 RUN = "--device cpu --num-workers 0 --micro-batch-size 1 --eval-iters 0 --lr 1e-3 --log-interval 1"

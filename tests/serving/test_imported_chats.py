@@ -16,7 +16,7 @@ from tests.tokenizer.matrix.layouts import files_of, write
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(5)
 
 SIZES = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 SIZES |= dict(max_position_embeddings=192, head_dim=12, initializer_range=0.2)

@@ -81,7 +81,7 @@ def talks_of(matrix, variant: str):
     return matrix.talks(variant, named=not variant.endswith("merged")).items()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_variant
 def test_prompts(matrix, variant):
     chats, template = Chats(matrix, variant), find_template([matrix.folder(variant)], matrix.ours(variant))
@@ -126,7 +126,7 @@ def answers_of(chats: Chats, messages) -> tuple[list[int], list[int], list[int]]
     return whole, counted, ends
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_variant
 def test_training(matrix, variant):
     """Which tokens are answers: those that follow prompts. What no prompt begins is refused."""
@@ -158,7 +158,7 @@ def test_training(matrix, variant):
     assert not [one for one in refused if one[2]], f"{variant}: {[one for one in refused if one[2]][:3]}"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_variant
 def test_training_with_blocks(matrix, variant, tmp_path):
     """Answers that the template marks, beside transformers' mask of the assistant's tokens."""
@@ -181,7 +181,7 @@ def test_training_with_blocks(matrix, variant, tmp_path):
     assert not wrong and count, "\n".join([f"{variant}, blocks: {len(wrong)} of {count}", *wrong[:3]])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_variant
 def test_pairs(matrix, variant, tmp_path):
     """Pairs of texts, and of conversations, as samples for DPO."""

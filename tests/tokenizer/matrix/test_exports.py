@@ -63,7 +63,7 @@ def with_model(matrix, variant: str, folder) -> None:
     (folder / "config.json").write_text(json.dumps(dict(model_type=kind)))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_variant
 def test_exports(matrix, variant, tmp_path):
     """A run with this tokenizer: its exports."""
@@ -72,7 +72,7 @@ def test_exports(matrix, variant, tmp_path):
     same_everywhere(matrix, variant, tmp_path / "out", "exported")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_variant
 def test_imports(matrix, variant, tmp_path):
     """A model with this tokenizer: its import, and the export of that."""
@@ -92,7 +92,7 @@ def llama_cpp():
     process.end()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_variant
 def test_llama_cpp(matrix, variant, tmp_path, llama_cpp):
     """The vocabulary of a GGUF file: documents and prompts in llama.cpp. What it does not express: docs/limits.md."""

@@ -33,7 +33,7 @@ def cuts(text: str) -> list[tuple[str, str]]:
     return [(text[:at], text[at:]) for at in sorted(places) if at < max(1, len(text))]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_variant
 def test_documents(matrix, variant):
     theirs, ours = matrix.theirs(variant), matrix.ours(variant)
@@ -70,7 +70,7 @@ def sentencepiece_of(matrix, variant):
     return SentencePieceProcessor(model_proto=usual_files(VARIANTS[variant][0])["spiece.model"])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_variant
 def test_documents_with_special_tokens(matrix, variant):
     """--parse-special; and what decoding makes of ids."""
@@ -86,7 +86,7 @@ def test_documents_with_special_tokens(matrix, variant):
         assert ours.decode(one) == expected, f"{variant}, {title}"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_variant
 def test_fast_libraries(matrix, variant):
     """What passes the probes alone gives the ids of the reference for all texts."""
@@ -103,7 +103,7 @@ def test_fast_libraries(matrix, variant):
     )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_variant
 def test_prompts(matrix, variant):
     theirs, ours = matrix.theirs(variant), matrix.ours(variant)
@@ -112,7 +112,7 @@ def test_prompts(matrix, variant):
     assert_equal(f"{variant}, prompts", theirs, rows)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_variant
 def test_continuations(matrix, variant):
     theirs, ours = matrix.theirs(variant), matrix.ours(variant)
@@ -133,7 +133,7 @@ def test_continuations(matrix, variant):
     assert not wrong, "\n".join(wrong[:5])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_variant
 def test_lambada(matrix, variant, tmp_path):
     theirs, ours = matrix.theirs(variant), matrix.ours(variant)
@@ -167,7 +167,7 @@ def harness(monkeypatch):
     return HarnessModel
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_variant
 def test_requests(matrix, variant, harness):
     """Requests in the loop, and lm-evaluation-harness's rule for a context and a continuation.
@@ -207,7 +207,7 @@ def test_requests(matrix, variant, harness):
     assert not wrong, "\n".join([variant, *wrong[:5]])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_variant
 def test_the_server(matrix, variant):
     """Prompts with an echo: their ids, the text of each token and where it begins, by decoding what precedes it."""
