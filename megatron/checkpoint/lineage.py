@@ -18,6 +18,11 @@ from megatron.storage.urls import UrlPath, location
 ENTRIES = ("origin", "source", "started_from")
 
 
+# Entries of an imported config.json that an export of the model, or of one trained from it, has again.
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_KEPT = (*IDS, "initializer_range")
+
+
 class Ancestor(NamedTuple):
     """A model whose weights a run began with. name: of the model, or of the folder of its run; license: None if unknown"""
 
@@ -40,6 +45,26 @@ def lineage(record: Optional[Mapping[str, Any]], begins_with: Optional[str]) -> 
     place = location(begins_with)
     path = str(place) if isinstance(place, UrlPath) else os.path.abspath(place)
     return dict(started_from=dict(path=path, iteration=(record.get("state") or {}).get("iteration"), **own))
+
+
+def source_config(config: Mapping[str, Any], vocabulary: Optional[str]) -> dict[str, Any]:
+    """The entries of `source`, of an import, that an export needs. config: config.json; vocabulary: the fingerprint of the
+    tokenizer, to which the ids belong
+    """
+    return dict(config={name: config[name] for name in _KEPT if name in config}, vocabulary=vocabulary)
+
+
+def imported_config(record: Mapping[str, Any], vocabulary: Optional[str]) -> dict[str, Any]:
+    """The entries of the config.json that a model, or the nearest one it was trained from, was imported with.
+
+    vocabulary: the fingerprint of the tokenizer now; special ids of another tokenizer are left out. Empty without an import
+    """
+    start: Mapping[str, Any] = record
+    while start and "config" not in (start.get("source") or {}):
+        start = start.get("started_from") or {}
+    source = start["source"] if start else dict(config={}, vocabulary=None)
+    same = source["vocabulary"] == vocabulary
+    return {name: value for name, value in source["config"].items() if same or name not in IDS}
 
 
 def ancestors(record: Mapping[str, Any]) -> Iterator[Ancestor]:

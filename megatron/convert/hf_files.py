@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.checkpoint.store import CODES, as_bytes
-from megatron.errors import CheckpointError, UsageError
+from megatron.errors import CheckpointError, DataError, UsageError
 from megatron.inference import generation_config
 from megatron.settings import schema
 from megatron.storage import hub
@@ -269,12 +269,20 @@ def _says_no_more(folder: Path) -> bool:
     return added <= {END_OF_TEXT, None} and not changes and not (folder / "added_tokens.json").is_file()
 
 
-def import_generation_config(source: Path, folder: Path, config: dict[str, Any]) -> None:
-    """Write a model's generation_config.json beside its checkpoint. Without one, transformers reads config.json."""
-    if (source / GENERATION).is_file():
-        shutil.copyfile(source / GENERATION, folder / GENERATION)
-    else:
+def import_generation_config(source: Path, folder: Path, config: dict[str, Any]) -> list[str]:
+    """Write a model's generation_config.json beside its checkpoint; returns notices for the user.
+
+    Without one, transformers reads config.json. Raises CheckpointError for a damaged one.
+    """
+    if not (source / GENERATION).is_file():
         write_generation_config(folder, config, folder)
+        return []
+    try:
+        found = generation_config.read(source)
+    except DataError as error:
+        raise CheckpointError(error.what, error.why, error.do) from None
+    shutil.copyfile(source / GENERATION, folder / GENERATION)
+    return generation_config.unknown_notices(source / GENERATION, found.unknown)
 
 
 def _copy_others(source: Path, folder: Path) -> None:
@@ -298,8 +306,10 @@ def write_generation_config(
     ids = {
         name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
     }
-    if end_of_turn not in (None, ids["eos_token_id"]):
-        ids["eos_token_id"] = [end_of_turn] if ids["eos_token_id"] is None else [end_of_turn, ids["eos_token_id"]]
+    ends = ids["eos_token_id"]
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if end_of_turn is not None and end_of_turn not in ends:
+        ids["eos_token_id"] = [end_of_turn, *ends]
     own = next(filter(None, (generation_config.file_in(place) for place in (checkpoint, checkpoint.parent))), None)
     ids = {name: id for name, id in ids.items() if id is not None}
     content = read_json(own) if own else dict(_from_model_config=True)

@@ -12,19 +12,22 @@ With them are tokenizer_config.json, which names the special tokens, the chat te
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Optional
 
+from megatron.checkpoint.lineage import imported_config
 from megatron.convert import hf_files, sentence_piece
+from megatron.data.vocabulary import learned_vocabulary
+from megatron.errors import DataError
 from megatron.inference.load import Loaded, text_tokenizer, tokenizer_settings
 from megatron.model.bert.facts import BertFacts
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer.base import SPECIAL, Tokenizer
 from megatron.tokenizer.byte_level import describe, parse_merges, read_text
 from megatron.tokenizer.chat_template import FILE as TEMPLATE
-from megatron.tokenizer.chat_template import find_template
+from megatron.tokenizer.chat_template import ChatTemplate, find_template
 from megatron.tokenizer.transformers_files import CONFIG, TOKENIZER, TokenizerFiles, read_files, write_files
 
 SENTENCE_PIECE_MODEL = "tokenizer.model"
@@ -45,16 +48,23 @@ class ExportedTokenizer:
     notices: tuple[str, ...]
     end_of_turn: Optional[int] = None
     by_transformers: bool = False  # whether transformers can read the files
+    imported: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # entries of the config.json that the model was imported with
 
     @property
     def end(self) -> Optional[int]:
         """The end of document."""
         return self.own.eod if self.own else None
 
-    def with_beginning(self, config: dict[str, Any]) -> dict[str, Any]:
-        """A config.json with the token that the tokenizer puts before prompts; without one, texts begin after an end."""
+    def with_ids(self, config: dict[str, Any]) -> dict[str, Any]:
+        """A config.json with the special ids of the one that the model was imported with.
+
+        Without one, it begins texts with the token that the tokenizer puts before prompts, or else after an end.
+        """
         first = self.own.prefix[:1] if self.own else []
-        return config | (dict(bos_token_id=first[0]) if first and "bos_token_id" in config else {})
+        ids = dict(bos_token_id=first[0]) if first else {}
+        return config | {name: value for name, value in {**ids, **self.imported}.items() if name in config}
 
 
 def write_tokenizer(
@@ -69,8 +79,10 @@ def write_tokenizer(
     given: tokenizer flags. trained: the checkpoint of the run. theirs: end-of-document id -> ids as in config.json
     """
     made = _write_files(folder, run, given, trained)
+    words = made.own and learned_vocabulary(made.own)["vocabulary"]
+    made = replace(made, imported=imported_config(run.record, words))
     if not isinstance(run.facts, BertFacts):  # which generates nothing
-        ids = made.with_beginning(theirs(made.end))
+        ids = made.with_ids(theirs(made.end))
         hf_files.write_generation_config(folder, ids, Path(trained), made.end_of_turn)
     return made
 
@@ -198,12 +210,20 @@ def _copy_templates(source: Path, folder: Path) -> None:
         _name(folder, dict(chat_template=template))
 
 
+def own_template(folders: Sequence[Path], tokenizer: Tokenizer) -> Optional[ChatTemplate]:
+    """`find_template`, for commands without --chat-template."""
+    try:
+        return find_template(folders, tokenizer)
+    except DataError as error:
+        raise DataError(error.what, error.why, "repair or remove it") from None
+
+
 def export_chat_template(checkpoint: Path, tokenizer: Tokenizer, folder: Path) -> Optional[int]:
     """Write the chat template beside a checkpoint into a folder of transformers, in place of the tokenizer's own.
 
     Returns the token that ends an answer; None without such a template.
     """
-    template = find_template([checkpoint, checkpoint.parent], tokenizer)
+    template = own_template([checkpoint, checkpoint.parent], tokenizer)
     if template is None:
         return None
     files = template.files()

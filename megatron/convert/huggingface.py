@@ -20,13 +20,14 @@ import torch
 
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver
+from megatron.checkpoint.lineage import source_config
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import OPTIMIZER
 from megatron.checkpoint.store import Piece
 from megatron.convert import compressed_tensors, hf_files
 from megatron.convert.families import Family, exported, prompts_for
 from megatron.convert.fitted import fit
-from megatron.convert.hf_tokenizer import ExportedTokenizer, write_tokenizer
+from megatron.convert.hf_tokenizer import ExportedTokenizer, own_template, write_tokenizer
 from megatron.convert.imported import imported_state
 from megatron.convert.merged import merged_first
 from megatron.convert.same_ids import same_ids
@@ -48,7 +49,6 @@ from megatron.storage.new_folder import new_folder
 from megatron.telemetry import progress
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.chat_template import find_template
 from megatron.tokenizer.rows import RowsTokenizer, within
 from megatron.tokenizer.transformers_files import auto_tokenizer
 
@@ -134,7 +134,7 @@ def write_hf(
     files = hf_files.write_tensors(folder, plan, dtype, file_bytes)
     theirs = partial(family.theirs, dtype=str(dtype).removeprefix("torch."))
     tokenizer = write_tokenizer(folder, without_model(config, reader.state, path), given, trained, theirs)
-    settings = tokenizer.with_beginning(theirs(tokenizer.end))
+    settings = tokenizer.with_ids(theirs(tokenizer.end))
     if products:
         settings["quantization_config"] = compressed_tensors.quantization_config(family, products)
     (folder / "config.json").write_text(json.dumps(settings, indent=2))
@@ -176,7 +176,7 @@ def compare_ids(folder: Path, tokenizer) -> str:
         theirs = auto_tokenizer(folder)
     except DataError as error:
         return f"the tokenizer could not be tried in transformers: {error.why}"
-    return same_ids(theirs, tokenizer, find_template([folder], tokenizer))
+    return same_ids(theirs, tokenizer, own_template([folder], tokenizer))
 
 
 # ---- import ----------------------------------------------------------------------------------------------------------
@@ -188,6 +188,10 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
     state: a run's position as saved (`run.State.record`). Raises CheckpointError for an unsupported model, missing or
     unknown tensors, or if our model gives other results.
     """
+    if source.is_dir() and not (source / "config.json").exists():
+        adapters = (source / "adapter_config.json").exists()
+        do = "from-peft imports adapters" if adapters else "give the folder with config.json and model.safetensors"
+        raise CheckpointError(f"{source}: not a model's folder: no config.json", do=do)
     settings = hf_files.read_json(source / "config.json")
     fitted = fit(source, settings)
     family = fitted.family
@@ -209,7 +213,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
 
     with new_folder(out) as folder:
         tokenizer = hf_files.import_tokenizer(source, folder / "tokenizer", kind == "gpt2")
-        hf_files.import_generation_config(source, folder, settings)
+        of_generation = hf_files.import_generation_config(source, folder, settings)
         words, of_words = _imported_vocabulary(source, tokenizer, vocab_size, check)
         if tokenizer:
             paths = {name: getattr(tokenizer, name) for name in FILES}
@@ -221,14 +225,15 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
         ]
         origin = f"Hugging Face {kind} in {source.resolve()}"
         content = imported_state(model, vocab_size, state, origin, tokenizer, family.extra)
-        content |= dict(learned_vocabulary(words), source=hf_files.about(source, settings))
+        content |= learned_vocabulary(words)
+        content["source"] = hf_files.about(source, settings) | source_config(settings, content["vocabulary"])
         with Saver(folder) as saver:
             saver.write(0, [pieces], content, parts=parts)
         (folder / ".lock").unlink(missing_ok=True)
         notices = [f"{out}: {kind} of {sum(math.prod(placed.shape) for placed in placements.values()):,} parameters"]
         notices.append(f"its tokenizer is in {out / 'tokenizer'}" if tokenizer else f"{source} holds no tokenizer")
         notices.append(_said_of_numbers(len(wanted), inexact))
-        notices += [*fitted.notices, *of_words]
+        notices += [*fitted.notices, *of_generation, *of_words]
         if check and family.run is None:
             notices.append(f"{ALONE.format(kind)}: the models were not compared")
         elif check:

@@ -22,7 +22,7 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.checkpoint.base_checkpoint import BASE, base_record, open_checkpoint
+from megatron.checkpoint.base_checkpoint import BASE, ReaderWithBase, base_record, open_checkpoint
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.lineage import ENTRIES, lineage
@@ -45,6 +45,7 @@ from megatron.storage.new_folder import new_folder
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+NAMELESS = f"{CONFIG} names no base: no record says which Hugging Face model it is; --base-model NAME_OR_FOLDER does"
 # Entries of adapter_config.json that are read, or that change nothing.
 READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights"}
 VECTOR = "lora_magnitude_vector"
@@ -91,13 +92,32 @@ def to_peft(
                     own = _with_norms(reader, match, own, family.kind == "gpt2")
                 pairs |= own
         moved = {name: pair for name, pair in pairs.items() if pair.moved} or pairs
+        notices = []
+        if base_model is None:
+            base_model = _base_of(reader)
+            notices = [
+                NAMELESS if base_model is None else f"{CONFIG} names {base_model}, which the base was imported from"
+            ]
         _write_tensors(folder, moved)
         theirs = _their_config(config.model, moved, family.kind, base_model)
         (folder / CONFIG).write_text(json.dumps(theirs, indent=2, sort_keys=True))
         run = without_model(config, reader.state, path)
         tokenizer = write_tokenizer(folder, run, given, path, partial(family.theirs, dtype="float32"))
         pairs_of = f"{len(moved)} pairs of rank {config.model.lora_rank}"
-        return [f"{out}: {pairs_of} for {', '.join(theirs['target_modules'])}", *tokenizer.notices]
+        return [f"{out}: {pairs_of} for {', '.join(theirs['target_modules'])}", *notices, *tokenizer.notices]
+
+
+def _base_of(reader: Reader) -> Optional[str]:
+    """The name on the hub, or the folder, that the base of adapters was imported from.
+
+    None if the base is no import as it was, or if neither is known.
+    """
+    base = reader.base.state if isinstance(reader, ReaderWithBase) else {}
+    source = base.get("source") or {}
+    if "config" not in source or base["iteration"] or base.get("started_from"):
+        return None
+    name, folder = source["name"], Path(str(base.get("origin")).partition(" in ")[2])
+    return name if "/" in name else str(folder) if (folder / "config.json").is_file() else None
 
 
 def _refuse_other_weights(path: Path, reader: Reader) -> None:

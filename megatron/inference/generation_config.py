@@ -7,7 +7,7 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
@@ -82,7 +82,15 @@ def read(folder: Union[str, Path, UrlPath], given: frozenset[str] = frozenset())
         raise DataError(f"{path}: not a generation config", str(error), "repair or remove it") from None
     if not isinstance(content, dict):
         raise DataError(f"{path}: not a generation config", "it is no object", "repair or remove it")
-    return defaults_of(content, given)
+    try:
+        return defaults_of(content, given)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{path}: not a generation config", str(error), "repair or remove it") from None
+
+
+def unknown_notices(path: Union[str, Path, UrlPath], unknown: Sequence[str]) -> list[str]:
+    """A notice on the keys of a file that have no equivalent here; nothing if there are none."""
+    return [f"{path}: {', '.join(unknown)}: there is no such setting here"] if unknown else []
 
 
 def with_end(folder: Union[Path, UrlPath], end: int) -> dict[str, str]:

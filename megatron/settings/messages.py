@@ -38,6 +38,9 @@ def unknown(word, flags: Collection[str]) -> str:
         return f"{where}{spell(word.flag)} is {suite}'s word: say {' and '.join(map(spell, meant))}{translated}"
     if near == [word.flag]:  # a flag of Megatron-LM, in a command that trains nothing
         return f"{where}{spell(word.flag)} is for training; this command has no use for it"
+    own = sorted(flag for flag in flags if not flag.startswith("--no-"))
+    if on_command and not hint and len(own) <= FEW:
+        hint = f"; there are {', '.join(own)}"
     return f"{where}unknown {'flag' if on_command else 'key'} {spell(word.flag)}{hint}"
 
 

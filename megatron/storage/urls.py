@@ -53,6 +53,11 @@ def location(text: Union[str, os.PathLike, "UrlPath"]) -> Union[Path, "UrlPath"]
     if protocol == "file":
         return Path(rest.removeprefix("localhost"))
     bucket = rest.partition("/")[0]
+    if protocol == "hf":
+        raise UsageError(
+            f"{os.fspath(text)}: a model of the Hugging Face hub is no folder of checkpoints",
+            do=f"--load-exported {os.fspath(text)}, or import it: tools.checkpoint from-hf {os.fspath(text)} OUT",
+        )
     if protocol not in PACKAGES:
         raise UsageError(
             f"{protocol}:// is not a supported storage",

@@ -139,9 +139,10 @@ class ChatTemplate:
             names = meta.find_undeclared_variables(world.parse(self.source))
             return world.from_string(self.source), names
         except TemplateError as error:
-            raise DataError(
-                f"{self.place}: not a chat template", str(error), "give one: --chat-template FILE"
-            ) from None
+            line = getattr(error, "lineno", None)
+            why = f"line {line}: {error.message}" if line else str(error)
+            do = "repair it, or give another one: --chat-template FILE"
+            raise DataError(f"{self.place}: not a chat template", why, do) from None
 
     def check(self) -> None:
         """Raise DataError if the template cannot be compiled."""

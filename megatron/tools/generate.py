@@ -35,6 +35,7 @@ from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record, said
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, failing_in_users_words, given_values, in_users_words, words_of
+from megatron.storage import hub
 from megatron.storage.durable import check_output
 
 
@@ -144,6 +145,8 @@ def main(argv: list[str]) -> None:
         defaults=recommended.settings,
     )
     settings, sampling, search = groups["generate"], groups["sampling"], groups["search"]
+    if recommended.downloaded:
+        settings = replace(settings, load_exported=recommended.downloaded)
     with failing_in_users_words(given):
         if settings.save_inference_model_then_exist:
             return export_program(settings, given)
@@ -186,12 +189,14 @@ class RecommendedSettings(NamedTuple):
     """Settings of the generation_config.json beside the model.
 
     file: its path; unknown: its keys that have no equivalent here; ends: whether it names the tokens that end a text
+    downloaded: the folder of a model of the hub, which was downloaded to read them
     """
 
     settings: dict[str, object]
     file: str = ""
     unknown: Sequence[str] = ()
     ends: bool = False
+    downloaded: Optional[str] = None
 
     def notices(self, sampling: Sampling) -> list[str]:
         """What the file sets, without what has no effect on a greedy choice, and what it cannot set."""
@@ -200,7 +205,7 @@ class RecommendedSettings(NamedTuple):
             idle -= {name for name, value in (("temperature", 0), ("top_k", 1)) if self.settings.get(name) == value}
         sets = [*(name for name in self.settings if name not in idle), *["eos_token_id"] * self.ends]
         found = [f"{self.file} sets {', '.join(sets)}"] * bool(sets)
-        return found + [f"{self.file}: {', '.join(self.unknown)}: there is no such setting here"] * bool(self.unknown)
+        return found + generation_config.unknown_notices(self.file, self.unknown)
 
 
 def recommended_for(given: Mapping[str, Statement]) -> RecommendedSettings:
@@ -208,9 +213,12 @@ def recommended_for(given: Mapping[str, Statement]) -> RecommendedSettings:
     folders = [str(given[name].value) for name in ("load_exported", "load") if name in given]
     if not folders:
         return RecommendedSettings({})
-    found = generation_config.read(folders[0], frozenset(given))
+    download = "load_exported" in given and hub.is_hub(folders[0])
+    folder = str(hub.fetched(folders[0], hub.MODEL_FILES)) if download else folders[0]
+    found = generation_config.read(folder, frozenset(given))
     name = f"{folders[0]}/{generation_config.NAME}"
-    return RecommendedSettings(found.settings, name, found.unknown, found.ends is not None)
+    ends = found.ends is not None
+    return RecommendedSettings(found.settings, name, found.unknown, ends, folder if download else None)
 
 
 def export_program(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of transformers through the commands: damaged files are named, and an export says what the source said."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.checkpoint.lineage import imported_config, lineage, source_config
+from megatron.convert import huggingface, peft
+from megatron.errors import Failure, StorageError, UsageError
+from megatron.inference.sampling import Sampling
+from megatron.tools import checkpoint as tool
+from megatron.tools import generate
+from megatron.training.conversion_commands import fresh_state
+
+transformers = pytest.importorskip("transformers")
+END, BEGIN = 40, 41
+RANGE = 0.2
+SAID = dict(bos_token_id=BEGIN, eos_token_id=END, pad_token_id=BEGIN, initializer_range=RANGE)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A tiny Qwen3 whose config.json has other ids than its tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("source") / "qwen"
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    words = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.add_special_tokens([*(f"<u{n}>" for n in range(len(letters), END)), "<end>", "<pad>"])
+    files = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<pad>")
+    files.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+    sizes |= dict(num_key_value_heads=1, max_position_embeddings=16, vocab_size=48)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **SAID))
+    model.generation_config.update(bos_token_id=BEGIN, eos_token_id=[END])
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(source, tmp_path):
+    return shutil.copytree(source, tmp_path / "copy")
+
+
+def imported(folder, out):
+    return huggingface.from_hf(folder, out, fresh_state(), check=False)
+
+
+def refused(*words) -> Failure:
+    with pytest.raises(Failure) as raised:
+        tool.main(list(map(str, words)))
+    return raised.value
+
+
+def test_a_damaged_generation_config_is_refused(copy, tmp_path):
+    file = copy / "generation_config.json"
+    for text in (file.read_text()[:40], "[1]", '{"bad_words_ids": 3}'):
+        file.write_text(text)
+        error = refused("from-hf", copy, tmp_path / "out")
+        assert error.code == 5 and str(error).startswith(f"{file}: not a generation config")
+        assert "repair or remove it" in str(error) and not (tmp_path / "out").exists()
+
+
+def test_unknown_keys_of_a_generation_config_are_named(copy, tmp_path):
+    file = copy / "generation_config.json"
+    file.write_text(json.dumps(dict(temprature=0.5, typical_p=0.9, no_repeat_ngram_size=3, top_p=0.9)))
+    said = imported(copy, tmp_path / "out")
+    named = f"{file}: no_repeat_ngram_size, temprature, typical_p: there is no such setting here"
+    assert named in said
+    shutil.copy(file, tmp_path / "out")
+    kinds = dict(load=SimpleNamespace(value=tmp_path / "out"))
+    own = [note for note in generate.recommended_for(kinds).notices(Sampling()) if "no such setting" in note]
+    assert own == [named.replace(str(copy), str(tmp_path / "out"))]
+
+
+def test_an_export_has_the_special_ids_of_the_source(source, tmp_path):
+    imported(source, tmp_path / "ours")
+    huggingface.to_hf(tmp_path / "ours" / "iter_0000000", tmp_path / "theirs", torch.float32, {}, check=False)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "theirs")
+    assert {name: getattr(config, name) for name in SAID} == SAID
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path / "theirs")
+    assert (generation.bos_token_id, generation.eos_token_id) == (BEGIN, [END])
+
+
+def test_trained_models_keep_what_their_source_said():
+    """Special ids belong to the tokenizer: with another one they are left out."""
+    source = dict(name="org/model", license=None) | source_config({**SAID, "vocab_size": 48}, "print")
+    record = dict(source=source, state=dict(iteration=0))
+    tuned = lineage(record, "runs/base")
+    again = lineage(tuned, "runs/tuned")
+    of_peft = dict(source=dict(name="adapters", license=None), **lineage(record, "runs/base"))
+    for one in (record, tuned, again, of_peft):
+        assert imported_config(one, "print") == SAID
+        assert imported_config(one, "other") == dict(initializer_range=RANGE)
+    earlier = dict(source=dict(name="org/model", license=None))
+    assert imported_config({}, "print") == imported_config(earlier, "print") == {}
+
+
+def test_the_base_of_adapters_is_named_where_it_is_known(source):
+    def base(name, iteration=0, folder="/nowhere", **more):
+        reader = object.__new__(peft.ReaderWithBase)
+        said = dict(name=name, license=None) | source_config(SAID, None)
+        state = dict(source=said, iteration=iteration, origin=f"Hugging Face qwen3 in {folder}", **more)
+        reader.base = SimpleNamespace(state=state)
+        return peft._base_of(reader)
+
+    assert base("org/model") == "org/model"
+    assert base("qwen", folder=source) == str(source)
+    assert base("qwen") is None
+    assert (
+        base("org/model", iteration=5) is base("org/model", started_from=dict(path="runs/a")) is None
+    )  # trained since
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    (tmp_path / "empty").mkdir()
+    error = refused("from-hf", tmp_path / "empty", tmp_path / "out")
+    assert error.code == 5 and "empty: not a model's folder: no config.json" in str(error)
+    (tmp_path / "empty" / "adapter_config.json").write_text("{}")
+    assert "from-peft imports adapters" in str(refused("from-hf", tmp_path / "empty", tmp_path / "out"))
+
+
+def test_a_cut_tokenizer_is_named_with_the_place(copy, tmp_path):
+    file = copy / "tokenizer.json"
+    file.write_text(file.read_text()[:60])
+    said = str(refused("from-hf", copy, tmp_path / "out"))
+    assert said.startswith(f"{file}: not a tokenizer.json") and "line" in said and "column" in said
+    assert "--tokenizer-model" not in said
+
+
+def test_a_broken_chat_template_has_a_line(copy, tmp_path):
+    (copy / "chat_template.jinja").write_text("a\n{% if x %}\n{{ 3 + }}\n{% endif %}")
+    said = str(refused("from-hf", copy, tmp_path / "out"))
+    assert "not a chat template" in said and "line 3: " in said
+    assert "repair" in said and "--chat-template" not in said  # which from-hf does not have
+
+
+def test_a_mistyped_flag_of_a_command_with_few_lists_them(tmp_path):
+    said = str(refused("from-hf", tmp_path, tmp_path / "out", "--dtyp", "bf16"))
+    assert "unknown flag --dtyp; there are --ckpt-step, --unchecked" in said
+
+
+def test_generate_downloads_a_name_of_the_hub(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(StorageError, match="hf://Org/Nope is not in the cache of the hub"):
+        generate.main(["--load-exported", "hf://Org/Nope", "--prompt", "a"])
+    with pytest.raises(UsageError, match="--load-exported hf://Org/Nope, or import it"):
+        generate.main(["--load", "hf://Org/Nope", "--prompt", "a"])
