@@ -47,7 +47,7 @@ class HubName(NamedTuple):
 
 def is_hub(text: str | os.PathLike) -> bool:
     """Whether a text asks for a download: `hf://...`."""
-    return os.fspath(text).lower().startswith(SCHEME)
+    return str(text).lower().startswith(SCHEME)
 
 
 def parse(text: str) -> HubName:
@@ -58,7 +58,7 @@ def parse(text: str) -> HubName:
     >>> parse("hf://Qwen/Qwen3-0.6B@refs/pr/1").revision
     'refs/pr/1'
     """
-    rest = os.fspath(text)[len(SCHEME) :].strip("/")
+    rest = str(text)[len(SCHEME) :].strip("/")
     kind = "dataset" if rest.startswith("datasets/") else "model"
     rest = rest.removeprefix("datasets/").removeprefix("models/")
     found = re.fullmatch(rf"({_NAME.pattern})(?:@((?:refs/[^/]+/)?[^/]+))?(?:/(.*))?", rest)
@@ -164,7 +164,7 @@ def hint(text: str | os.PathLike, download: str = DOWNLOAD) -> str | None:
     >>> hint("runs/large/checkpoints") is None
     True
     """
-    text = os.fspath(text)
+    text = str(text)
     if not _NAME.fullmatch(text) or os.path.isdir(text.partition("/")[0]):  # runs/large: a folder that was mistyped
         return None
     return f"a name on the Hugging Face hub? {download.format(text)}"
