@@ -576,6 +576,7 @@ def test_a_record_that_is_damaged(tmp_path, change, said):
     assert said in str(no.value)
 
 
+@pytest.mark.sampled(5)
 def test_files_of_a_program_that_are_damaged(tmp_path, exported_to):
     shutil.copytree(exported_to("llama", PROGRAM), tmp_path / "out")
     (tmp_path / "out" / "model.pt2").write_bytes(b"PK" + bytes(99))

@@ -234,7 +234,10 @@ def test_a_plain_run_goes_on_with_it_and_is_evaluated(tmp_path, capsys):
             "--quantization --quantization-layers gate",
             "'gate' is no linear layer of this model; each block has attention",
         ),
-        ("--quantization --quantization-skip blocks.7.*", "--quantization-skip blocks.7.*: the model has no blocks.7.*"),
+        (
+            "--quantization --quantization-skip blocks.7.*",
+            "--quantization-skip blocks.7.*: the model has no blocks.7.*",
+        ),
     ],
 )
 def test_what_cannot_be_is_said(flags, said):

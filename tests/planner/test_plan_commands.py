@@ -108,6 +108,7 @@ def test_a_picture_of_the_plans(tmp_path, capsys):
         plan.main([*flags, "--picture", str(tmp_path / "nowhere" / "plan.svg")])
 
 
+@pytest.mark.sampled(5)
 def test_a_colour_of_a_picture_has_one_meaning(tmp_path, capsys):
     """In the legends of one picture, and for every kind of bytes and seconds that plans have."""
     from megatron.planner.picture import COLOURS
