@@ -21,7 +21,7 @@ format:          ## let ruff repair format and imports
 test:            ## set-up and the tests
 	bash scripts/test.sh
 
-test-unit:       ## the tests without the files that take long, for daily work (2 minutes)
+test-unit:       ## the tests without the files that take long, for daily work (8 minutes)
 	bash scripts/test.sh --unit
 
 test-full:       ## set-up and all tests, the slow ones too
