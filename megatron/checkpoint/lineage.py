@@ -16,8 +16,6 @@ from megatron.checkpoint.base_checkpoint import BASE
 from megatron.storage.urls import UrlPath, location
 
 ENTRIES = ("origin", "source", "started_from")
-
-
 # Entries of an imported config.json that an export of the model, or of one trained from it, has again.
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _KEPT = (*IDS, "initializer_range")

@@ -137,7 +137,7 @@ def problems(settings: Optimizer, batch: Batch, dp: int = 1) -> list[str]:
     """The problems of these settings, one sentence each, naming the flags; empty if there are none."""
     messages = _unit_problems(settings, batch) + _rate_problems(settings) + _weight_decay_problems(settings)
     messages += _curve_problems(settings)
-    if messages or (batch.train_iters is None and batch.train_samples is None):
+    if messages or not batch.has_length:
         return messages
     lengths = Lengths.of(settings, batch, dp)
     if lengths.warmup >= lengths.decay > 0:
@@ -189,7 +189,7 @@ def _unit_problems(settings: Optimizer, batch: Batch) -> list[str]:
     if batch.train_epochs is not None:
         both = [name for name in names if given(name, "iters") and given(name, "samples")]
         messages = [f"--{name}-iters and --{name}-samples: give one" for name in both]
-    elif batch.train_iters is not None or batch.train_samples is not None:
+    elif batch.has_length:
         right, wrong = ("samples", "iters") if batch.train_iters is None else ("iters", "samples")
         messages = [
             f"--{name}-{wrong} does not go with --train-{right}: use --{name}-{right}"

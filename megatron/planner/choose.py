@@ -252,7 +252,7 @@ def plan_problems(config: schema.Config, plan: Plan, cluster: Cluster) -> list[s
         checkpoint=schema.Checkpoint(),
         optimizer=replace(schema.Optimizer(), lr=1.0),
     )
-    if settings.batch.train_iters is None and settings.batch.train_samples is None:
+    if not settings.batch.has_length:
         settings = replace(settings, batch=replace(settings.batch, train_iters=1))
     return rules.check(settings, cluster.world_size)
 

@@ -177,13 +177,8 @@ def _schedule(job: Job, layout: Layout, width: int) -> str:
     return f"{sentence(f'{head}, of which {short} are drawn' if short < num_microbatches else head, width)}\n{picture}"
 
 
-def _has_length(b: schema.Batch) -> bool:
-    """Whether the length of training is given. The rules report if it is not."""
-    return b.train_iters is not None or b.train_samples is not None
-
-
 def _data(config: schema.Config, job: Job, layout: Layout) -> Iterator[str]:
-    samples = batch.total_samples(config.batch, layout.dp) if _has_length(config.batch) else 0
+    samples = batch.total_samples(config.batch, layout.dp) if config.batch.has_length else 0
     wanted = samples * job.facts.sample_tokens
     if samples:
         steps = batch.total_iterations(config.batch, layout.dp)
@@ -218,7 +213,7 @@ def _checkpoints(config: schema.Config, job: Job, cluster: Cluster, layout: Layo
     trained, frozen = job.selection.sizes(job.facts.weights)
     each = trained * (4 if c.no_save_optim else 12) + frozen * job.element
     yield f"a checkpoint: {size(each)}, {size(each / cluster.world_size)} from each rank"
-    if c.save and c.save_interval and c.save_interval > 0 and _has_length(config.batch):
+    if c.save and c.save_interval and c.save_interval > 0 and config.batch.has_length:
         saves = batch.total_iterations(config.batch, layout.dp) // c.save_interval
         kept = min(saves, c.keep_last or saves)
         yield f"  {saves:,} checkpoints are written, {kept:,} stay: {size(kept * each)} on the disk of {c.save}"
@@ -242,7 +237,7 @@ def _time(config: schema.Config, plan: Plan, cluster: Cluster, width: int) -> It
     yield text.parts(timed, cluster, width)
     yield f"bubble {timed.bubble:.1%} of the passes"
     yield from text.pace(plan, cluster, None)
-    if _has_length(config.batch):
+    if config.batch.has_length:
         steps = batch.total_iterations(config.batch, plan.layout.dp)
         yield f"{steps:,} steps: {seconds(steps * timed.seconds)} {note}"
     yield sentence(text.trust(plan, cluster), width)

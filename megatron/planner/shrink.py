@@ -403,6 +403,6 @@ def without_files(config: Config) -> Config:
         data = replace(data, mock_data=True)
     if not (t.tokenizer_type or t.tokenizer_model or (t.vocab_file and t.merge_file)):
         t = replace(t, tokenizer_type="NullTokenizer", vocab_size=t.vocab_size or VOCABULARY)
-    if batch.train_iters is None and batch.train_samples is None:
+    if not batch.has_length:
         batch = replace(batch, train_iters=1000)
     return replace(config, data=data, tokenizer=t, batch=batch)

@@ -143,16 +143,23 @@ def _from(record: Mapping[str, Any], word: str) -> str:
     return f", whose run was started in {record.get('folder') or 'an unknown folder'}"
 
 
+def _to_load(chosen: Mapping[str, Statement]) -> Optional[tuple[str, dict[str, Any]]]:
+    """`saved_record` of the checkpoint that --load and --ckpt-step name; None if it cannot be read."""
+    step = chosen["ckpt_step"].value if "ckpt_step" in chosen else None
+    try:
+        return saved_record(str(chosen["load"].value), step)
+    except (Damaged, OSError):
+        return None
+
+
 def refuse_another_shape(shape: Mapping[str, Statement], chosen: Mapping[str, Statement]) -> None:
     """Raise SettingsError if a setting of the model differs from that of the checkpoint to load.
 
     A checkpoint that cannot be read is reported when it is loaded.
     """
-    step = chosen["ckpt_step"].value if "ckpt_step" in chosen else None
-    try:
-        place, record = saved_record(str(chosen["load"].value), step)
-    except (Damaged, OSError):
+    if (found := _to_load(chosen)) is None:
         return
+    place, record = found
     model = from_record(record["config"]).model
     saved = {name: getattr(model, FILLED_BY.get(name, name)) for name in shape}
     for own in (
@@ -171,11 +178,9 @@ def refuse_uncompressed(expected: Iterable[Compressed], chosen: Mapping[str, Sta
 
     A checkpoint that cannot be read is reported when it is loaded.
     """
-    step = chosen["ckpt_step"].value if "ckpt_step" in chosen else None
-    try:
-        place, record = saved_record(str(chosen["load"].value), step)
-    except (Damaged, OSError):
+    if (found := _to_load(chosen)) is None:
         return
+    place, record = found
     model = from_record(record["config"]).model
     for one in expected:
         if one.what == "quantized":

@@ -846,6 +846,11 @@ class Batch:
         """Number of batches of the evaluation on test data."""
         return self.eval_iters if self.test_iters is None else self.test_iters
 
+    @property
+    def has_length(self) -> bool:
+        """Whether the length of training is given, in steps or samples."""
+        return self.train_iters is not None or self.train_samples is not None
+
 
 @dataclass(frozen=True)
 class Precision:
