@@ -174,7 +174,7 @@ CHECKPOINTS = [  # exit code 5
     ("generate", "--load nowhere --prompt the", "nowhere holds no checkpoint"),
     ("generate", f"{FILL} --ckpt-step 9", "t5 has no checkpoint of iteration 9"),
     ("checkpoint", "from-hf hf out/a", "model_type 'mt5' in config.json is not read here"),
-    ("checkpoint", "from-hf nowhere out/a", "nowhere/config.json cannot be read"),
+    ("checkpoint", "from-hf nowhere out/a", "nowhere: no such folder"),
 ]
 TABLE = [
     pytest.param(command, flags, code, words, id=f"{code}-{command}-{number}")

@@ -81,7 +81,8 @@ def read_files(path: Path, notify: Callable[[str], None] = lambda message: None)
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         cut = isinstance(error, json.JSONDecodeError)
         why = f"it is not JSON: {error}" if cut else "it has no model with a type"
-        raise DataError(f"{file}: not a tokenizer.json", why, "get the whole file of the model") from None
+        do = "get the whole file of the model" if cut else ""
+        raise DataError(f"{file}: not a tokenizer.json", why, do) from None
     files = TokenizerFiles(text, config)
     reason = file.name == TOKENIZER and _more_than_the_file(description, files, folder)
     if not reason:
