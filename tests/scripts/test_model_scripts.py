@@ -240,7 +240,9 @@ def test_commands_of_the_guide_run_as_written(line):
 TRAINED = """export_gpt_345M export_gpt_345M_tp2 export_gpt_345M_mp2 export_gpt_345M_single_card export_gpt_6.7B
     export_gpt_175B_tp8 auto_export_gpt_345M_mp2 auto_export_gpt_345M_single_card auto_export_gpt_6.7B_mp1
     auto_export_gpt_175B_mp8 inference_gpt_345M inference_gpt_345M_single_card inference_gpt_6.7B inference_gpt_175B_tp8
-    inference_gpt_175B_mp8 inference_gpt_multigpu auto_inference_gpt_345M_single_card""".split()
+    inference_gpt_175B_mp8 inference_gpt_multigpu auto_inference_gpt_345M_single_card
+    inference_gpt_single_card inference_gpt_6.7B_single_card auto_export_gpt_fp16_single_card auto_qat_export_gpt_345M_mp2
+    run_benchmark""".split()
 EVALUATED = "evaluate_gpt_345M eval_qat_gpt_345M_single_card eval_prune_gpt_345M_single_card".split()
 
 
@@ -283,7 +285,7 @@ def test_words_after_a_script_of_a_tool_win(name, words, wanted):
 def test_scripts_of_trained_models_predict(name):
     """--dry-run: memory of the ranks that they are made for, and time per token; nothing is read or written."""
     done = bash(name, "--dry-run")
-    ranks = 8 if "175B" in name or "multi" in name else 2 if "mp2" in name or "tp2" in name else 1
+    ranks = 8 if "175B" in name or "multi" in name or "benchmark" in name else 2 if "mp2" in name or "tp2" in name else 1
     layout = f"tp{ranks}" if ranks > 1 else "one rank"
     assert done.stdout.startswith(f"the best layout: {layout}\n") and "(assumed)" in done.stdout, done.stderr
 
@@ -539,6 +541,8 @@ def test_paths_come_from_the_environment(tiny):
     assert flags[flags.index("--load") + 1] == "my runs" and "--auto-resume" not in flags and "--mock-data" not in flags
     assert "--data-path d " in bash(tiny(1), DATA="d", PRINT="1").stdout
     assert "--data-path p " in bash(tiny(1), DATA="d", DATA_PATH="p", PRINT="1").stdout
+    overridden = bash(tiny(1), "-o", "Data.Train.dataset.input_dir=f", PRINT="1", DATA_PATH="p").stdout
+    assert overridden.endswith("-o Data.Train.dataset.input_dir=f \n") and "--data-path" not in overridden
     own = bash(tiny(1), "--data_path=c", "--save", "s", "--save-interval", "5", **where).stdout
     assert "0.3" not in own and "runs" not in own and "--load" not in own
     looked = bash(tiny(1), "--dry-run", "--world-size", "4", PRINT="1", RANK="3", WORLD_SIZE="4").stdout
