@@ -151,7 +151,7 @@ def plans(searched: SearchedPlans, cluster: Cluster, most: int, width: int = WID
     cells = [[row[name] for name in head] for row in rows]
     left = [n for n, name in enumerate(head) if name in ("layout", "recompute")]
     return table(
-        cells, head, left, width, spare=("stages", "offload", "bubble", "TFLOP/s", "batch", "speeds", "recompute")
+        cells, head, left, width, spare=("stages", "bubble", "TFLOP/s", "batch", "error", "offload", "recompute")
     )
 
 
