@@ -19,7 +19,15 @@ PAGES = [
     *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name != "flags.md"),
 ]
 # Files that a page lets its reader write.
-OF_THE_READER = {"my_gpt.py", "my_filters.py", "own_model.py", "pretrain_my_model.py", "my_variant.py", "variant_b.py", "train.py"}
+OF_THE_READER = {
+    "my_gpt.py",
+    "my_filters.py",
+    "own_model.py",
+    "pretrain_my_model.py",
+    "my_variant.py",
+    "variant_b.py",
+    "train.py",
+}
 FOLDERS = "megatron|tests|benchmarks|scripts|docs"
 
 

@@ -16,7 +16,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", PAGE, re.S | re.M))
-SET_UP = "".join(re.findall(r"^```bash\n(.*?)^```", PAGE.partition("\n## ")[0], re.S | re.M))  # the file of the commands
+SET_UP = "".join(
+    re.findall(r"^```bash\n(.*?)^```", PAGE.partition("\n## ")[0], re.S | re.M)
+)  # the file of the commands
 FIRST = "Change one thing of GPT"
 SAID = {
     FIRST: [r"iteration +4/ +4", r"2 of 2 pass", r"1 2 3"],
@@ -88,7 +90,7 @@ def apply(patch: str, folder: Path) -> None:
 LONG = ["A variant of GPT"]  # several layouts; those are compared in tests/models/test_gpt_variant.py, too
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "section", [pytest.param(name, marks=pytest.mark.full) if name in LONG else name for name in SECTIONS]
 )

@@ -45,8 +45,10 @@ SAID = [  # by each further block, in their order
 SERVER = "python -m megatron.tools.dashboard"  # the only command of the blocks that does not end by itself
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("block, said", list(zip(BLOCKS[2:], SAID, strict=True)), ids=["own text", "look", "plan", "layouts"])
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize(
+    "block, said", list(zip(BLOCKS[2:], SAID, strict=True)), ids=["own text", "look", "plan", "layouts"]
+)
 def test_commands_run_as_written(bash, quickstart, block, said):
     commands = "".join(line for line in block.splitlines(keepends=True) if not line.startswith(SERVER))
     out = bash("-euc", commands).stdout
@@ -186,9 +188,7 @@ def test_the_readme_links_to_every_guide():
     assert guides - linked == set()
 
 
-@pytest.mark.parametrize(
-    "page, link", LINKS, ids=[f"{page.parent.name}/{page.name} to {link}" for page, link in LINKS]
-)
+@pytest.mark.parametrize("page, link", LINKS, ids=[f"{page.parent.name}/{page.name} to {link}" for page, link in LINKS])
 def test_links_lead_somewhere(page, link):
     if "://" in link:
         return
