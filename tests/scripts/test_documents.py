@@ -74,7 +74,7 @@ def test_named_paths_exist(page):
     everywhere = {path.name for home in ("megatron", "tests", "benchmarks") for path in (ROOT / home).rglob("*.py")}
     missing = []
     for word in sorted(set(re.findall(r"(?<![\w./$-])[\w.*-]+(?:/[\w.*-]+)*", text))):
-        name = re.sub(r"^[ab]/(?=megatron/)", "", word.rstrip(".-"))  # as a patch has it
+        name = re.sub(r"^([ab]/(?=megatron/)|(\.\./)+)", "", word.rstrip(".-"))  # as a patch, and a link, have it
         inside = re.match(rf"({FOLDERS})/\w", name)
         if not inside and not name.endswith(".py") or name in OF_THE_READER or name.startswith("runs/"):
             continue
@@ -112,7 +112,9 @@ def test_pages_that_the_code_names_are_there():
     for path in [*sources, *ROOT.glob("*.py")]:
         if path.suffix not in (".py", ".sh", ".sbatch") or path == Path(__file__):
             continue
-        for page, heading in re.findall(r"(?<![\w/])(docs/[\w/]+\.md)(?:#([\w-]+))?", path.read_text(encoding="utf-8")):
+        for page, heading in re.findall(
+            r"(?<![\w/])(docs/(?:proof/|tasks/)?\w+\.md)(?:#([\w-]+))?", path.read_text(encoding="utf-8")
+        ):
             text = (ROOT / page).read_text(encoding="utf-8") if (ROOT / page).exists() else ""
             headings = re.findall(r"^#+ +(.*)$", text, re.M)
             anchors = {re.sub(r"[^\w -]", "", one.lower()).strip().replace(" ", "-") for one in headings}

@@ -42,7 +42,8 @@ def test_models_in_the_root(root, tree):
     for words in (["check"], ["format", "--check"]):
         done = run(tree, "ruff", *words, *own)
         assert done.returncode == 0, done.stdout
-    chosen = "mine or my_gpt or pretrain_gpt or circles or installed or licence or ascii or module"  # what such files have a part in
+    # what such files have a part in
+    chosen = "mine or my_gpt or pretrain_gpt or circles or installed or licence or ascii or module"
     files = ["tests/test_floors.py", "tests/test_source_form.py"]
     done = run(tree, "pytest", "-p", "no:cacheprovider", *files, "-k", chosen)
     assert done.returncode == 0, done.stdout

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "tasks").glob("*.md"))}
 SAID = {  # by the check of each page
-    "corpus_stage": ["1 of 2", "two.jsonl:2", "dropped (too_few_words)"],
+    "corpus_stage": ["final: 1 documents", r"dropped \(too_few_words\)"],
     "dataset": [r"iteration +2/ +2"],
     "event": [r"\d passed"],
     "hf_model": ["both models agree", "equal to the bit"],
@@ -45,7 +45,7 @@ def tree(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", PAGES)
 def test_the_check_runs(name, tree):
     [commands] = re.findall(r"^```bash\n(.*?)^```", PAGES[name], re.S | re.M)
