@@ -165,9 +165,8 @@ ARITHMETIC = {
     "pipeline.simulate:COST": dict(F=1.0, B=2.0, I=1.0, W=1.0),  # a backward pass is twice a forward pass
     "fused_kernels.cpu:_M_TRIM_THRESHOLD": -1,  # glibc's malloc.h
     "fused_kernels.cpu:_M_MMAP_MAX": -4,
-    "mpu.forked:_PR_SET_PDEATHSIG": 1,  # Linux's sys/prctl.h
-    "guard.processes:_DEATH_SIGNAL": 1,
-    "guard.processes:_SUBREAPER": 36,
+    "storage.processes:_DEATH_SIGNAL": 1,  # Linux's sys/prctl.h
+    "storage.processes:_SUBREAPER": 36,
     "optimizer.scratch:PAGE": 4096,
 }
 SIZES = {  # measured to be best: docs/benchmarks.md
