@@ -221,7 +221,7 @@ def _children() -> set[int]:
 
 
 # What ranks that train load.
-LOADED_BY_RANKS = """encodings.ascii numpy.ma megatron.planner.room megatron.tokenizer.null megatron.training.loop
+LOADED_BY_RANKS = """encodings.ascii numpy.ma megatron.planner.memory_check megatron.tokenizer.null megatron.training.loop
     megatron.settings.dialects.fleetx""".split()
 
 
