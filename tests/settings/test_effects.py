@@ -291,6 +291,7 @@ def test_every_setting_is_always_effective_or_has_a_condition():
     assert pretrain_gpt.recipe().idle is gpt_rules.IDLE
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_setting_is_said_where_it_has_no_effect_and_only_there(name):
     flags, without, with_effect = CASES[name]
@@ -370,6 +371,7 @@ SAME = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SAME)
 def test_what_is_said_to_have_no_effect_has_none(name, train):
     """The losses of a run with the setting and of one without are the same to the bit."""
