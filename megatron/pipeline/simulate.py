@@ -85,7 +85,7 @@ def hidden_by_turns(first: tuple[float, float], second: tuple[float, float]) -> 
 PASS, SEND, WAIT = range(3)  # a pass or a piece of it; a message of data parallelism starts; has to be over
 
 
-class Step(NamedTuple):
+class ClockStep(NamedTuple):
     """A step of the clock. Others are named by their places in the order."""
 
     rank: int
@@ -102,7 +102,7 @@ class Order:
     """
 
     ranks: int
-    steps: list[Step]
+    steps: list[ClockStep]
     ops: list[Op]
     firsts: list[Optional[int]]
 
@@ -183,13 +183,13 @@ class _OrderedRank:
             one = self.one_of.get(whole)
             self.begun.setdefault(whole, place if one is None else self.begun[one])
             ends = self.at in self.lasts
-            step = Step(self.rank, PASS, needs, done[self.rank, one] if ends and one is not None else -1)
+            step = ClockStep(self.rank, PASS, needs, done[self.rank, one] if ends and one is not None else -1)
             if ends:
                 done[self.rank, whole], first = place, self.begun[whole]
         elif op.kind in STARTED:
-            step = Step(self.rank, WAIT, (done[self.rank, op._replace(kind=STARTED[op.kind])],))
+            step = ClockStep(self.rank, WAIT, (done[self.rank, op._replace(kind=STARTED[op.kind])],))
         elif op.kind in STARTED.values():
-            step, first = Step(self.rank, SEND, ()), place
+            step, first = ClockStep(self.rank, SEND, ()), place
             done[self.rank, op] = place
         else:  # weights are freed, which takes no time
             return

@@ -24,7 +24,6 @@ from megatron.settings.schema import Logging
 from megatron.storage.urls import local_folder
 from megatron.telemetry import trackers
 from megatron.telemetry.console import Console
-from megatron.telemetry.history import read_end
 from megatron.telemetry.log_lines import (
     console_line,
     evaluation_lines,
@@ -93,6 +92,8 @@ class Metrics:
         header = header or dict(kind="run", iteration=iteration, time=now())
         path = metrics_path(logging, save)
         if logging.metrics_port is not None:
+            from megatron.telemetry.history import read_end  # and numpy
+
             self._serve(header, read_end(path).launches if path else 0, save)
         if path:
             self.json = JsonLines(path)

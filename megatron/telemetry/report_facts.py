@@ -253,7 +253,7 @@ def supervision(recorded: Sequence[dict]) -> Rows:
 
 
 def totals(history: History, events: Sequence[dict] = ()) -> dict[str, str]:
-    """Sums over all steps that count. events: `events.run_events`"""
+    """Sums over all steps that count. events: `run_events`"""
     steps, loss = history.steps, history.loss
     took = np.nan_to_num(steps["seconds"])
     samples, saves = steps[-1]["consumed_samples"], [event for event in events if event["event"] == "save"]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple, Optional, TypeVar, Union
 
 from megatron.storage.urls import UrlPath, local_folder, location
-from megatron.telemetry.history import read_end
 from megatron.telemetry.run_record import is_metrics
 
 Place = Union[Path, UrlPath]
@@ -61,6 +60,8 @@ def find_metrics(place: Place) -> Optional[Place]:
 
 def _save_of(metrics: Path) -> str:
     """The --save folder of the newest launch in a metrics file; empty if it has none."""
+    from megatron.telemetry.history import read_end  # and numpy, which few need that look for files
+
     return read_end(metrics).group("checkpoint").get("save") or ""
 
 

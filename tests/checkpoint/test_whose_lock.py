@@ -226,7 +226,7 @@ def test_a_half_built_index_is_dead_with_its_process_here_alone(pids):
 
 def test_an_attempt_is_dead_with_its_process_here_alone(pids, tmp_path):
     here = socket.gethostname()
-    start = commit._start_of(pids.waits)
+    start = process_start_ticks(pids.waits)
     rows = [  # process, host -> gone
         (f"{pids.waits}-{start}", here, False),
         (f"{pids.waits}-{int(start) - 1}", here, True),  # an earlier process with that number

@@ -23,9 +23,10 @@ from megatron.errors import DataError, Failure
 from megatron.storage.urls import UrlPath, location
 from megatron.telemetry import heat_map
 from megatron.telemetry.curves import Curve
-from megatron.telemetry.events import count_restarts, parse_events, read_events, run_events
+from megatron.telemetry.events import count_restarts, parse_events, read_events
 from megatron.telemetry.figures import count
 from megatron.telemetry.history import AXES, OWN_TIME, HeatTable, History, read_history
+from megatron.telemetry.run_events import run_events
 from megatron.telemetry.run_folder import Place, events_path, runs_at, unique_names
 from megatron.telemetry.run_record import LOSS, OF_EVERY_STEP, ranks_of
 from megatron.telemetry.tail import Tail
