@@ -79,7 +79,7 @@ COMMON = (
 
 def main(argv: list[str]) -> None:
     start = time.perf_counter()
-    from megatron.settings.effects import EFFECTS, idle_flags
+    from megatron.settings.effects import idle_flags
     from megatron.settings.parse import parse_with_record
 
     groups = dict(preprocess=PreprocessOptions, tokenizer=TokenizerSettings)
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> None:
     for name in settings.input:
         print(f"Opening {name}")
     kind = tokenizer_type(parsed["tokenizer"])
-    for sentence in idle_flags(parsed["tokenizer"], said, EFFECTS, tokenizer=kind):
+    for sentence in idle_flags(parsed["tokenizer"], said, tokenizer=kind):
         print(f"warning: {sentence}")
     print(f"> building {kind} tokenizer ...")
     tokenizer = build_tokenizer(parsed["tokenizer"], print)

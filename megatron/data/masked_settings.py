@@ -9,7 +9,7 @@ from typing import Literal, Optional
 
 from megatron.data.task_words import parsed_tasks
 from megatron.errors import SettingsError
-from megatron.settings.effects import Needs
+from megatron.settings.declare import Needs
 from megatron.settings.rules import Rule
 from megatron.settings.schema import setting
 

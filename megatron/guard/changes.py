@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Optional
 from megatron.errors import SettingsError, UsageError, did_you_mean
 from megatron.model.recipe import facts_of, recipe_of
 from megatron.optimizer.resumed_schedule import FOLLOWING, SCHEDULE
-from megatron.settings.schema import GROUPS, ON_RESUME, Config, Optimizer
+from megatron.settings.declare import ON_RESUME
+from megatron.settings.schema import GROUPS, Config, Optimizer
 
 # The meaning of a changed setting if its field has no `on_resume`. Settings of other groups are irrelevant.
 BY_GROUP = dict.fromkeys(("model", "data", "batch", "optimizer", "precision", "guard", "distillation"), "logged")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Optional, Union
 
 from megatron.errors import SettingsError
-from megatron.settings.effects import Needs
+from megatron.settings.declare import Needs
 from megatron.settings.schema import setting
 from megatron.settings.statements import NONE, Statement, words_of
 

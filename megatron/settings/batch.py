@@ -21,7 +21,7 @@ def batch_size(batch: Batch, dp: int, consumed: int) -> tuple[int, int]:
 
     dp: data parallel size. The settings must pass `problems`. The values equal those of Megatron-LM's calculators.
     """
-    size = _ramped_size(batch, full_size(batch, dp), consumed)
+    size = _ramped_size(batch, batch.full_size(dp), consumed)
     return size, size // (batch.micro_batch_size * dp)
 
 
@@ -30,16 +30,6 @@ def smallest(batch: Batch) -> Batch:
     if batch.micro_batch_size != AUTO:
         return batch
     return replace(batch, micro_batch_size=1, gradient_accumulation_steps=None)
-
-
-def full_size(batch: Batch, dp: int) -> int:
-    """The global batch size after the ramp-up.
-
-    `--global-batch-size`, else from `--local-batch-size` or the number of micro-batches, else one micro-batch per rank.
-    """
-    if batch.global_batch_size:
-        return batch.global_batch_size
-    return (batch.local_batch_size or batch.micro_batch_size * (batch.gradient_accumulation_steps or 1)) * dp
 
 
 def _ramped_size(batch: Batch, full: int, consumed: int) -> int:
@@ -98,7 +88,7 @@ def ended_epoch(batch: Batch, before: int, after: int, last: bool) -> int:
 
 def _totals(batch: Batch, dp: int, consumed: int = 0) -> tuple[int, int]:
     """(remaining steps after `consumed` samples, samples consumed after the last of them)."""
-    full = full_size(batch, dp)
+    full = batch.full_size(dp)
     if batch.train_iters is not None:
         return batch.train_iters, batch.train_iters * full
     if batch.train_samples is None:
@@ -139,7 +129,7 @@ def problems(batch: Batch, dp: int) -> list[str]:
     if errors:
         return errors
     step = batch.micro_batch_size * dp
-    full = full_size(batch, dp)
+    full = batch.full_size(dp)
     if batch.local_batch_size and not batch.global_batch_size:
         micro = batch.micro_batch_size
         errors += _not_multiple("--local-batch-size", batch.local_batch_size, micro, micro, None)
@@ -174,7 +164,7 @@ def _rampup_problems(batch: Batch, dp: int, step: int) -> list[str]:
     if len(values) != 3 or values[0] < 1 or values[1] < 1 or values[2] < 0:
         return [f"{flag}: expected START INCREMENT SAMPLES, three numbers above zero, such as 16 16 100000"]
     start, increment, samples = values
-    full = full_size(batch, dp)
+    full = batch.full_size(dp)
     errors = []
     if batch.train_samples is None:
         errors.append(f"{flag} needs --train-samples instead of --train-iters: steps have no fixed number of samples")

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.errors import DataError, SettingsError, no_such_file
+from megatron.settings.declare import ON_RESUME
 from megatron.settings.dialects.fleetx import Compressed
 from megatron.settings.presets import published_rows
-from megatron.settings.schema import GROUPS, ON_RESUME, from_record
+from megatron.settings.schema import GROUPS, from_record
 from megatron.settings.statements import Statement
 from megatron.storage.durable import Damaged, read_sealed
 from megatron.storage.urls import UrlPath, location

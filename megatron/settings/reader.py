@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Optional
 from megatron.errors import did_you_mean
 from megatron.settings import files, messages, schema
 from megatron.settings.argv import OWN, THEN, CommandLine, split, with_dashes
+from megatron.settings.declare import ON_RESUME, dashed, declared
 from megatron.settings.dialects.commands import (
     CHINESE,
     PROFILER,
@@ -28,17 +29,9 @@ from megatron.settings.dialects.megatron_lm import DATA_FILES, answer, data_in_f
 from megatron.settings.dialects.programs import PROMPT
 from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import NAMES, VOCABULARY, cached, nearest, preset, published_rows
-from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
+from megatron.settings.spelling import BadValue, Spelling, spellings_of
 from megatron.settings.statements import SaidBy, Statement, overruled, resolve
 from megatron.storage import hub
-
-# A flag of another suite -> settings that it implies, as a preset does: PaddleNLP's mixed precision is O1, its scale 2^15,
-# and its --check_accuracy trains without dropout; Megatron-LM's old name of --recompute-method recomputes whole layers.
-IMPLIED = {
-    "--use-amp": dict(amp_level="O1", initial_loss_scale=2.0**15),
-    "--check-accuracy": dict(attention_dropout=0.0),
-    "--activations-checkpoint-method": dict(recompute_granularity="full"),
-}
 
 IMPORT = "python -m megatron.tools.checkpoint from-hf hf://{} DIR, then --load DIR --finetune"  # a model of the hub
 FOR_USE = ("generate", "evaluate", "export", "prune")  # groups of the commands that use a trained model
@@ -47,14 +40,9 @@ GIVES_WAY = {("--use-amp", "precision"): "is fp16"}
 GIVES_WAY |= {("--check-accuracy", f"{kind}_dropout"): "is no dropout" for kind in ("hidden", "attention")}
 
 # Settings of the model that a checkpoint decides. A command that loads one compares them with it.
-SHAPE = {one.name for one in fields(schema.Model) if one.metadata.get("on_resume") in schema.ON_RESUME[:2]}
+SHAPE = {one.name for one in fields(schema.Model) if one.metadata.get("on_resume") in ON_RESUME[:2]}
 
-# a setting that names data -> the settings that it replaces
-INSTEAD_OF_FILES = dict(
-    mock_data=("data_path", "train_data_path", "valid_data_path", "test_data_path"),
-    train_data_path=("data_path", "mock_data"),
-    data_path=("train_data_path", "valid_data_path", "test_data_path", "mock_data"),
-)
+REPLACES = declared("replaces", schema.Data)  # a setting that names data -> those whose place it takes
 
 
 class Word(NamedTuple):
@@ -146,7 +134,7 @@ class SettingsReader:
             self.problems.append(f"{word} {bad}")
             return True
         self.statements.append(statement)
-        for name, value in IMPLIED.get(word.flag, {}).items():
+        for name, value in spelling.setting.also_sets.get(word.flag, {}).items():
             if dashed(name) in self.spellings:
                 implied = replace(statement, name=name, value=value, source=SaidBy.PRESET, yields=True)
                 self.statements.append(replace(implied, withdraws=statement.switch_off or statement.withdraws))
@@ -320,7 +308,7 @@ class SettingsReader:
             return False
         self.of_colossalai = True
         names = {flag: one.setting.name for flag, one in self.spellings.items()}
-        data = [flag for flag, _ in self.line.words if names.get(flag) in INSTEAD_OF_FILES]
+        data = [flag for flag, _ in self.line.words if names.get(flag) in REPLACES]
         if data and (named := [one for one in sources if one.key == "DATA"]):
             self.notices.setdefault(f"{data[0]} says the data", []).extend(f"{one.where}: DATA" for one in named)
             sources = [one for one in sources if one.key != "DATA"]
@@ -369,7 +357,7 @@ class SettingsReader:
         kind = given.get("tokenizer_type", "NullTokenizer")
         if kind != "NullTokenizer" or given.keys() & (set(VOCABULARY) - {"mock_data"}):
             return {}
-        texts = "tokenizer_type" not in given and given.keys() & set(INSTEAD_OF_FILES["mock_data"])
+        texts = "tokenizer_type" not in given and given.keys() & set(REPLACES["mock_data"])
         return dict(vocab_size=published_rows(name) - (self.trains and not texts))
 
     def _read_what_others_have(self) -> None:
@@ -391,7 +379,7 @@ class SettingsReader:
                 f"the prompt is {PROMPT!r}, which PaddleFleetX has in its program: --prompt TEXT is another"
             )
             self.say(dict(prompt=[PROMPT]), SaidBy.PRESET, "PaddleFleetX's prompt")
-        if self.of_colossalai and (data := os.environ.get("DATA")) and not said & set(INSTEAD_OF_FILES):
+        if self.of_colossalai and (data := os.environ.get("DATA")) and not said & set(REPLACES):
             self.notes.append(f"DATA={data} of the environment is not read: {_data_by_flags(data)}")
 
     def say(self, values: Mapping[str, Any], source: SaidBy, where: str, turn: Optional[int] = None) -> None:
@@ -453,7 +441,7 @@ class SettingsReader:
     def _drop_replaced_data(self) -> None:
         """Data of the command line replace data of a file, whichever settings name them."""
         mine = {one.name for one in self.statements if one.source == SaidBy.COMMAND and one.value}
-        others = {other for name in mine & set(INSTEAD_OF_FILES) for other in INSTEAD_OF_FILES[name]} - mine
+        others = {other for name in mine & set(REPLACES) for other in REPLACES[name]} - mine
         dropped = [one for one in self.statements if one.source == SaidBy.FILE and one.name in others and one.value]
         self.statements = [one for one in self.statements if one not in dropped]
         self.notes += [f"{one.words} gives way to the data of the command line" for one in dropped]

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
     options = replace(options, tasks=[name for word in options.tasks for name in names_in(word)])
     check(options)
     quantize, given = groups["quantize"], given_values(TokenizerSettings, said)
-    for sentence in idle_flags(quantize, said, quantization.IDLE) if rank_env.ranks().rank == 0 else ():
+    for sentence in idle_flags(quantize, said) if rank_env.ranks().rank == 0 else ():
         print(f"note: {sentence}", file=sys.stderr)
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)

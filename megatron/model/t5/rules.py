@@ -7,7 +7,7 @@ from megatron.model.experts.rules import NO_EXPERTS
 from megatron.model.gpt.rules import IDLE as OF_GPT
 from megatron.model.gpt.rules import RULES as GPT_RULES
 from megatron.model.t5.settings import own_settings
-from megatron.settings.effects import Needs
+from megatron.settings.declare import Needs
 from megatron.settings.rules import Rule, either, multiples
 
 
