@@ -10,6 +10,7 @@ from megatron.errors import UsageError
 from megatron.settings.python_file import compose_python
 
 NULL: list[str] = []  # the words of a key that is null; an empty list is another one
+EMPTY = ("", "~", "null", "Null", "NULL", "None")
 
 
 def compose(path: str):
@@ -83,3 +84,25 @@ def _unfold(mapping, path: str, seen: dict[str, int], yaml) -> list[tuple[str, O
         else:
             rows.append((key, [node.value] if node.style or node.value else None, line))
     return rows
+
+
+def node_of(text: str):
+    """The node of a value in `-o key=value`, which may be a list, a tuple or a mapping."""
+    import yaml
+
+    if text.strip()[:1] in ("[", "(", "{", "'", '"'):
+        try:
+            return yaml.compose(text.replace("(", "[").replace(")", "]"), Loader=yaml.BaseLoader)
+        except yaml.YAMLError:
+            pass  # an ordinary word
+    return yaml.ScalarNode("", text)
+
+
+def words_of(node) -> Optional[list[str]]:
+    """Split a value into words: `[949, 50, 1]` has three, also in quotes. None: it is empty."""
+    if isinstance(node.value, list):
+        return [one.value if isinstance(one.value, str) else "[...]" for one in node.value] or None
+    text = node.value.strip()
+    if text[:1] + text[-1:] in ("[]", "()"):
+        return [word.strip(" '\"") for word in text[1:-1].split(",") if word.strip()] or None
+    return None if text in EMPTY and not (node.style and text != "None") else [node.value.strip()]

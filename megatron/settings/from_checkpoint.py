@@ -14,7 +14,7 @@ from typing import Any, Optional
 
 from megatron.errors import DataError, SettingsError, no_such_file
 from megatron.settings.declare import ON_RESUME
-from megatron.settings.dialects.fleetx import Compressed
+from megatron.settings.dialects.table import Compressed
 from megatron.settings.presets import published_rows
 from megatron.settings.schema import GROUPS, from_record
 from megatron.settings.statements import Statement

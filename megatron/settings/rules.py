@@ -17,9 +17,9 @@ from types import MappingProxyType, SimpleNamespace
 
 from megatron.settings import batch, schema
 from megatron.settings.declare import Range, dashed, declared
-from megatron.settings.dialects import fleetx
+from megatron.settings.dialects.fleetx_guest import lacks_vocabulary
 from megatron.settings.groups.tokenizer import WORD_PIECE
-from megatron.settings.presets import cache_folder, where_to_put
+from megatron.settings.presets import where_to_put
 from megatron.settings.rank_env import launch_command
 from megatron.settings.spelling import settings_of
 from megatron.settings.statements import Statement, in_users_words
@@ -230,15 +230,6 @@ def _if_compiled(rule: Rule) -> Rule:
     return Rule(lambda s: s.torch_compile is True and rule.broken(s), rule.message)
 
 
-def vocabulary_of_fleetx() -> str:
-    """What to do where GPT-2's vocabulary, which PaddleFleetX trains with, is not found."""
-    cache = f"{cache_folder() / 'gpt2'} ($MEGATRON_CACHE/gpt2: vocab.json, merges.txt)"
-    return (
-        f"PaddleFleetX's GPT-2 vocabulary is neither in {cache} nor in ~/.cache/ppfleetx (gpt2-vocab.json, "
-        "gpt2-merges.txt); put it there, or --vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE"
-    )
-
-
 RULES = (
     *map(_if_compiled, UNCOMPILED),
     Rule(
@@ -369,9 +360,8 @@ RULES = (
             + (
                 "--vocab-file vocab.json --merge-file merges.txt; for data without files --vocab-size N is enough"
                 if not s.settings.data.files
-                else vocabulary_of_fleetx()
-                if any(fleetx.has(one.where) for one in s.settings.statements.values())
-                else "--vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE, or (for numbers "
+                else lacks_vocabulary(s.settings.statements.values())
+                or "--vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE, or (for numbers "
                 f"without text) --tokenizer-type NullTokenizer --vocab-size {s.vocab_size or 'N'}"
             )
             + where_to_put(s.model_name_or_path)

@@ -18,6 +18,8 @@ from megatron.settings.dialects import fleetx
 from megatron.settings.dialects.colossalai import COLOSSALAI
 from megatron.settings.dialects.commands import LLMACC, MEGATRON_DEEPSPEED, PADDLENLP
 from megatron.settings.dialects.deepspeed import DEEPSPEED
+from megatron.settings.dialects.fleetx_files import Entries, dropped
+from megatron.settings.dialects.fleetx_joint import purpose_of, translate_entries
 from megatron.settings.dialects.hf_trainer import HF_TRAINER
 from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.dialects.nanogpt import NANOGPT
@@ -230,9 +232,9 @@ def _keep_last(out: Translation, known: Mapping[str, Spelling]) -> None:
     out.lines = kept
 
 
-def translate_fleetx(entries: fleetx.Entries, known: Mapping[str, Spelling]) -> Translation:
+def translate_fleetx(entries: Entries, known: Mapping[str, Spelling]) -> Translation:
     """Translate PaddleFleetX's YAML, which has its own reader. known: the flags of the command that it is for."""
-    translated, out = fleetx.translate(entries, fleetx.purpose_of(entries)), Translation()
+    translated, out = translate_entries(entries, purpose_of(entries)), Translation()
     for flag, words, one in translated.flags:
         spelling = known.get(flag)
         text = spelling is not None and spelling.setting.kind is str and not spelling.setting.many
@@ -240,7 +242,7 @@ def translate_fleetx(entries: fleetx.Entries, known: Mapping[str, Spelling]) -> 
     out.idle, out.lost = out.idle + [(one, why) for why, one in translated.notes], out.lost + translated.problems
     reported = {one.key for one, _ in out.idle + out.lost} | {line.source.key for line in out.lines}
     out.idle += [(one, ANYWAY) for key, one in translated.given.items() if key not in reported]
-    out.idle += fleetx.dropped(entries)
+    out.idle += dropped(entries)
     _keep_last(out, known)
     if translated.purpose == "train":
         _add_defaults(FLEETX, translated.given, known, out)

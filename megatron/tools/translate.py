@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, did_you_mean, no_such_file, run_main
-from megatron.settings import rules
-from megatron.settings.dialects import fleetx
+from megatron.settings.dialects import fleetx_files as fleetx
+from megatron.settings.dialects import fleetx_guest
+from megatron.settings.dialects.fleetx_joint import purpose_of
 from megatron.settings.dialects.launchers import LAUNCHERS, UNREAD, meeting
 from megatron.settings.dialects.programs import ALONE, INSTEAD, OURS
 from megatron.settings.dialects.table import VARIABLE, Dialect, FlagLine, TheirSetting, sentence, unread
@@ -330,7 +331,7 @@ def of_fleetx(path: str | None, overrides: list[str]) -> TranslatedRun:
         own = fleetx.override({}, key, value)
         replaced += fleetx.replaced(said, own)
         said, entries = fleetx.over(said, own), fleetx.over(entries, own)
-    program, groups = command_for(fleetx.purpose_of(entries))
+    program, groups = command_for(purpose_of(entries))
     known = spellings_of(groups)
     found = translate_fleetx(entries, known)
     found.idle += [(one, overruled(False, by)) for one, by in replaced]
@@ -342,12 +343,12 @@ def of_fleetx(path: str | None, overrides: list[str]) -> TranslatedRun:
 def add_vocabulary(found: Translation, entries: fleetx.Entries, where: str) -> None:
     """Add the vocabulary of a training, which PaddleFleetX's files do not name: GPT-2's, as `-c FILE` takes it."""
     source = TheirSetting("vocabulary", [], where, "the vocabulary, which PaddleFleetX's program names")
-    if chinese := fleetx.chinese({key: one for key, one in entries.items() if one.words is not None}):
+    if chinese := fleetx_guest.chinese({key: one for key, one in entries.items() if one.words is not None}):
         found.lost.append((source, chinese))
     elif folder := cached("gpt2"):
         found.lines.append(FlagLine("--tokenizer-model", ["gpt2"], source, f"GPT-2's of {folder}"))
     else:
-        found.lost.append((source, rules.vocabulary_of_fleetx()))
+        found.lost.append((source, fleetx_guest.vocabulary()))
 
 
 def command_for(purpose: str) -> tuple[str, dict[str, type]]:

@@ -4,7 +4,7 @@
 Other flags are read as `settings.parse` reads them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from megatron.settings.dialects.programs import INSTEAD, OURS
 from megatron.settings.dialects.table import VARIABLE, Computed, Default, Dialect, NoEffect, epochs_unless, sentence
@@ -194,13 +194,7 @@ def defaults_of_paddlenlp(words: list[tuple[str, list[str]]], is_said: Callable[
         return notes
     said = [*flags, *(f"{flag}={' '.join(values)}" for flag, values in words)]
     others = [one for one in PADDLENLP.defaults if not is_said(one.flag) and not any(map(one.is_said, said))]
-    return notes + [defaults_note(PADDLENLP, others)] * bool(others)
-
-
-def defaults_note(dialect: Dialect, defaults: Iterable[Default]) -> str:
-    """A note that lists another suite's defaults that differ."""
-    flags = ", ".join(dict.fromkeys(f"{one.flag} {one.word}" for one in defaults))
-    return f"{dialect.title}'s defaults, where this suite has others: {flags} (megatron.tools.translate writes them)"
+    return notes + [PADDLENLP.defaults_note(others)] * bool(others)
 
 
 LLMACC = Dialect(
