@@ -25,7 +25,6 @@ KNOW_GPT = {  # file pattern -> why it may name GPT
     "megatron/settings/statements.py": "names of published shapes in docstrings",
     "megatron/model/arguments.py": "the default of --model-type",
     "megatron/settings/rules.py": "names of tokenizers",
-    "megatron/settings/translate.py": "the name of another suite",
     "megatron/tokenizer/*": "names of tokenizers",
     "megatron/tasks/chat.py": "what answers in conversations",
     "megatron/tasks/dpo.py": "what answers in conversations",

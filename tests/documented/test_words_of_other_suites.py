@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from megatron.settings.dialects.launchers import LAUNCHERS, TORCHRUNS
+from megatron.settings.dialects.runs import DIALECTS
+from megatron.settings.dialects.translate import spellings, translate
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.translate import DIALECTS, spellings, translate
 from megatron.tools import translate as tool
 
 HERE = Path(__file__).parent

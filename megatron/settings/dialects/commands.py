@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suites with command lines of Megatron-LM's flags, or close to them, for `settings.translate`.
+"""Suites with command lines of Megatron-LM's flags, or close to them, for `dialects.translate`.
 
 Other flags are read as `settings.parse` reads them.
 """
@@ -209,6 +209,7 @@ LLMACC = Dialect(
     },
     lost={"the task is a GPT; pretrain_bert.py and pretrain_t5.py take --auto-parallel, too": "--task-type"},
     programs=("llmacc.pretrain",),
+    plans=("--world-size", "--world_size"),
     base=True,
     as_is=True,
 )
@@ -237,6 +238,7 @@ MEGATRON_DEEPSPEED = Dialect(
         "parameters stay on the device or on the host, not on disk": "--remote-device",
     },
     programs=("pretrain_gpt.py", "pretrain_llama.py"),
+    configs=dict(deepspeed_config="deepspeed"),
     base=True,
     as_is=True,
 )

@@ -19,6 +19,7 @@ from megatron.settings.dialects.commands import (
 from megatron.settings.dialects.fleetx_guest import FleetX
 from megatron.settings.dialects.megatron_lm import DATA_FILES, answer, data_in_file
 from megatron.settings.dialects.table import Guest, Word
+from megatron.settings.files import read_python
 from megatron.settings.schema import GROUPS, Data
 from megatron.settings.spelling import spellings_of
 from megatron.settings.statements import SaidBy, Statement
@@ -123,8 +124,7 @@ class ColossalAI(Guest):
     def reads_file(self, path: str, root) -> bool:
         if root is not None or not (path.endswith(".py") and Path(path).is_file()):
             return False
-        from megatron.settings.sources import read_python
-        from megatron.settings.translate import translate
+        from megatron.settings.dialects.translate import translate  # it needs `rules`, which read guests
 
         reader = self.reader
         sources = read_python(path, COLOSSALAI.names)

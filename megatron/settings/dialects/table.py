@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `Dialect`: a table from another suite's settings to flags of this one, for `settings.translate`.
+"""The `Dialect`: a table from another suite's settings to flags of this one, for `dialects.translate`.
 
 A line of `words` is a key, or a key with one of its values (in lower case), and after two blanks its meaning here:
 
@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.settings.spelling import NO, YES
 from megatron.settings.statements import SaidBy, Statement
@@ -135,6 +135,11 @@ class Dialect:
     kept:     keys that this suite's scripts take unchanged
     base:     whether other flags are Megatron-LM's
     as_is:    whether it takes Megatron-LM's flags under their own names
+    configs:  key of a flag (or "": a word) -> how the file that it names is read: python, tree, or another dialect's name
+    apart:    whether a file may follow the value of a flag: `--batch_size=8 config/small.py`
+    hydra:    whether config_path and config_name name a file
+    plans:    flags with which it only plans a run
+    own:      a module with `of_file` and `of_command`, if its files and commands are unlike those of the others
     """
 
     name: str
@@ -151,6 +156,11 @@ class Dialect:
     kept: tuple[str, ...] = ()
     base: bool = False
     as_is: bool = False
+    configs: Mapping[str, str] = field(default_factory=dict)
+    apart: bool = False
+    hydra: bool = False
+    plans: tuple[str, ...] = ()
+    own: Any = None
     table: dict[str, str] = field(init=False)
 
     def __post_init__(self):
