@@ -19,6 +19,7 @@ from megatron.settings.from_checkpoint import saved_record
 from megatron.settings.rules import tokenizer_type
 from megatron.storage.durable import Damaged
 from megatron.storage.urls import UrlPath, location
+from megatron.telemetry.figures import part_of, size
 from megatron.telemetry.metrics import metrics_path
 from megatron.telemetry.notify import event_problem
 from megatron.telemetry.trackers import missing_tracker
@@ -274,14 +275,14 @@ def fullest(job: Job, layout: Layout, cluster: Cluster) -> list[int]:
 def memory_problems(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
     """One sentence if a pipeline rank needs more memory than the device has, with remedies; else none."""
     needed, capacity = fullest(job, layout, cluster), cluster.device.usable_bytes
-    over = [rank for rank, size in enumerate(needed) if size > capacity]
+    over = [rank for rank, bytes in enumerate(needed) if bytes > capacity]
     if not over:
         return []
     rank = max(over, key=needed.__getitem__)
     others = f" (and on {len(over) - 1} more)" if len(over) > 1 else ""
     return [
-        f"out of memory by {(needed[rank] - capacity) / 1e9:.1f} GB on pipeline rank {rank}{others}: "
-        f"{needed[rank] / 1e9:.1f} of {capacity / 1e9:.1f} GB; "
+        f"out of memory by {size(needed[rank] - capacity)} on pipeline rank {rank}{others}: "
+        f"{part_of(needed[rank], capacity)}; "
         + remedies(
             job, layout, lambda other: max(fullest(job, other, cluster)), capacity, _unscaled(job, layout, cluster)
         )

@@ -143,6 +143,7 @@ def test_kept_are_those_of_brute_force(tmp_path):
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("verify", ["signatures", "doubtful"])
 def test_kept_do_not_depend_on_how_the_work_is_divided(tmp_path, verify):
     documents = families(seed=4, families=20) * 2  # groups of more than `links`

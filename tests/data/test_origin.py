@@ -52,6 +52,7 @@ def check_origins(prefix, key="text"):
     return origins
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["plain", "mark", "gz", "zst", "two gz", "bad lines"])
 @pytest.mark.parametrize("block", [40, 1 << 20])
 def test_every_document_is_where_it_is_said_to_be(tmp_path, monkeypatch, form, block):
@@ -242,6 +243,7 @@ def left_of(text: str) -> list[str]:
     return [text] if not spans else [text[start:stop] for start, stop in cut(text, sorted(spans))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("action", ["count", "cut", "drop"])
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_what_becomes_of_texts_with_evaluation_items(tmp_path, vocabulary, index, action, workers, capsys):

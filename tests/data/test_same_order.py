@@ -23,6 +23,7 @@ def write(folder, name, documents, seed):
     return str(folder / name)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("samples", [9, 30, 45, 62])
 @pytest.mark.parametrize("blend", [False, True])
 def test_the_order_is_the_same_with_these_numbers_and_no_others(blend, samples, tmp_path):

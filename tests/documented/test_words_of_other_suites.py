@@ -188,6 +188,7 @@ def told(faults: list[str], tried: int) -> str:
     return f"{len(faults)} of {tried} cases:\n" + "\n".join(faults[:4])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "fleetx"])
 def test_every_word_arrives_or_is_named(dialect, tmp_path):
     faults, tried = [], 0
@@ -199,6 +200,7 @@ def test_every_word_arrives_or_is_named(dialect, tmp_path):
     assert not faults, told(faults, tried)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "fleetx"])
 def test_the_last_word_of_a_key_counts(dialect, tmp_path):
     """Each two values of each key, one after the other: what is printed is what it is for the second alone."""

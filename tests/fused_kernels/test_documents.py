@@ -117,6 +117,7 @@ SETTINGS = [  # window, cap, dropout, g, q
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_kernel(device, layout, rows):

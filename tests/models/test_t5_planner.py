@@ -77,6 +77,7 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules"
 PLAINLY = "--no-masked-softmax-fusion"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "more",
     [

@@ -189,6 +189,7 @@ def test_conditions_of_the_network_are_those_of_the_recipe():
     assert gpt_rules.IDLE.keys().isdisjoint(["weight_bits", "sparsity_layers", "save_retries"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_a_setting_is_said_where_it_has_no_effect_and_only_there(name):
     flags, without, with_effect = case(name)
@@ -267,6 +268,7 @@ SAME = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SAME)
 def test_what_is_said_to_have_no_effect_has_none(name, train):
     """The losses of a run with the setting and of one without are the same to the bit."""

@@ -112,7 +112,7 @@ def theirs(kind: str, folder):
         return steps, [scores(model, head, kind, toy.texts(row)).argmax().item() for row in toy.rows["valid"]]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind, layout", CASES)
 def test_any_layout_is_hugging_faces_model_that_reads_each_option(kind, layout, given, tmp_path, run_ranks):  # noqa: F811
     world, words = LAYOUTS[layout]
