@@ -27,7 +27,7 @@ from megatron.errors import SettingsError, did_you_mean
 from megatron.model import lora, quantization, sparsity
 from megatron.model.weights import Table, add_prefix
 from megatron.mpu.placement import Placement
-from megatron.settings.declare import Needs
+from megatron.settings.declare import Needs, dashed
 from megatron.settings.schema import Model
 
 PLAIN = "plain"
@@ -247,7 +247,7 @@ def _flag_of(settings: Model, pattern: str) -> str:
     name = next(
         name for name, value in values.items() if pattern in value.replace(",", " ").split() or name == "linear"
     )
-    return f"--{name.replace('_', '-')} {values[name]}"
+    return f"{dashed(name)} {values[name]}"
 
 
 def _unused(settings: Model, layers: Iterable[list[str]]) -> list[str]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Optional, TypeAlias
 
+from megatron.settings.declare import dashed
 from megatron.settings.schema import Batch, Optimizer
 
 Curve: TypeAlias = Callable[[float], float]
@@ -197,7 +198,7 @@ def _unit_problems(settings: Optimizer, batch: Batch) -> list[str]:
         ]
     for name in ("lr_warmup_iters", "lr_warmup_samples"):
         if settings.lr_warmup_fraction is not None and getattr(settings, name):
-            messages.append(f"--lr-warmup-fraction and --{name.replace('_', '-')} both set the warm-up: give one")
+            messages.append(f"--lr-warmup-fraction and {dashed(name)} both set the warm-up: give one")
     return messages
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.errors import SettingsError
 from megatron.optimizer.lr_schedule import Lengths
+from megatron.settings.declare import dashed
 from megatron.settings.schema import Batch, Config, Optimizer
 from megatron.settings.spelling import Setting, settings_of
 
@@ -97,7 +98,7 @@ def drift(config: Config, record: Mapping[str, Any], dp: int) -> list[Drift]:
         was, is_now = (getattr(then, length) or 0) / each_then, (getattr(now, length) or 0) / each
         if was == is_now or setting and _changed(config, record, setting):
             return
-        flag = f"--{setting.replace('_', '-')} {was:.0f}" if setting and was == int(was) else ""
+        flag = f"{dashed(setting)} {was:.0f}" if setting and was == int(was) else ""
         words = f"{what} {_plain(is_now)} {'steps' if iters else 'samples'}, {_plain(was)} in the checkpoint"
         drifts.append(Drift(words, flag))
 

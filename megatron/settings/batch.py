@@ -13,6 +13,7 @@ the batch is 16, 32, 48 for a third of 1000 samples each, then 64:
 
 from dataclasses import replace
 
+from megatron.settings.declare import dashed
 from megatron.settings.schema import AUTO, Batch
 
 
@@ -117,7 +118,7 @@ def problems(batch: Batch, dp: int) -> list[str]:
         gradient_accumulation_steps=batch.gradient_accumulation_steps,
     )
     errors = [
-        f"--{name.replace('_', '-')} {value} must be at least {least}"
+        f"{dashed(name)} {value} must be at least {least}"
         for name, value in positive.items()
         for least in [0 if name == "train_iters" else 1]
         if value is not None and value < least

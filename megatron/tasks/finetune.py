@@ -10,7 +10,7 @@ from megatron.errors import CheckpointError, DataError, SettingsError, StorageEr
 from megatron.model.experts.sums import expert_sums
 from megatron.model.recipe import SCRIPTS, Recipe
 from megatron.model.t5.rules import refused
-from megatron.settings.declare import Needs
+from megatron.settings.declare import Needs, dashed
 from megatron.settings.from_checkpoint import found_record, shape_of
 from megatron.settings.groups.kernels import CUDA
 from megatron.settings.rules import NEVER, Rule
@@ -167,7 +167,7 @@ TASK_RULES = (
         Rule(
             lambda s, name=name: getattr(s, name) and not finds_words(own(s)),
             lambda s, name=name: (
-                f"--{name.replace('_', '-')} {getattr(s, name)}: it is of a loss over words, in pretraining and with "
+                f"{dashed(name)} {getattr(s, name)}: it is of a loss over words, in pretraining and with "
                 "--pet-loss words; leave it out"
             ),
         )
@@ -184,8 +184,7 @@ TASK_RULES = (
         Rule(
             lambda s, name=name: getattr(own(s), name) and finds_spans(s),
             lambda s, name=name: (
-                f"--{name.replace('_', '-')}: the answers of {own(s).task} are pieces of its texts, and no classes; leave "
-                "it out"
+                f"{dashed(name)}: the answers of {own(s).task} are pieces of its texts, and no classes; leave it out"
             ),
         )
         for name in ("pet_pattern", "soft_labels", "examples_per_class", "word_dropout")

@@ -24,7 +24,7 @@ from typing import Any, Optional
 from megatron.errors import Failure, SettingsError, UsageError, run_main
 from megatron.model.pruning import PruningOptions, TargetSizes, check_text
 from megatron.model.recipe import config_of, facts_of
-from megatron.settings.declare import Count, Positive
+from megatron.settings.declare import Count, Positive, dashed
 from megatron.settings.from_checkpoint import saved_record
 from megatron.settings.parse import parse_with_record
 from megatron.settings.rules import out_of_range
@@ -117,7 +117,7 @@ def pruning_words(given: Mapping[str, Statement]) -> list[str]:
     for name in (*PruningOptions.__dataclass_fields__, *TargetSizes.__dataclass_fields__):
         if name in given:
             value = given[name].value
-            words += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+            words += [dashed(name), *map(str, value if isinstance(value, list) else [value])]
     return words
 
 

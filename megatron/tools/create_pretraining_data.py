@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass, replace
 from typing import ClassVar, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, run_main
-from megatron.settings.declare import Needs, declared
+from megatron.settings.declare import Needs, dashed, declared
 from megatron.settings.effects import idle_flags
 from megatron.settings.groups.tokenizer import WORD_PIECE
 from megatron.settings.schema import TokenizerSettings, setting
@@ -139,7 +139,7 @@ def check(settings: CreateOptions) -> CreateOptions:
     """Fill in the default key. Raises SettingsError for settings that cannot work together."""
     for name in ("workers", "log_interval"):
         if getattr(settings, name) < 1:
-            raise SettingsError(f"--{name.replace('_', '-')} {getattr(settings, name)}: at least 1 is needed")
+            raise SettingsError(f"{dashed(name)} {getattr(settings, name)}: at least 1 is needed")
     keys = list(dict.fromkeys(settings.json_keys or ["text"]))
     if len(keys) > 1:
         do = "run it once for each key, with an --output-prefix of its own"

@@ -24,6 +24,7 @@ from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
+from megatron.settings.declare import dashed
 from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
@@ -86,7 +87,7 @@ def check(options: HarnessOptions) -> None:
     for name, least in dict(micro_batch_size=1, seq_length=1, limit=1, num_fewshot=0).items():
         value = getattr(options, name)
         if value is not None and value < least:
-            raise SettingsError(f"--{name.replace('_', '-')} {value} has to be at least {least}")
+            raise SettingsError(f"{dashed(name)} {value} has to be at least {least}")
     for name in options.tasks:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
             raise DataError(f"--tasks {name}: {no_such_file(name)}")

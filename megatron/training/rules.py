@@ -23,7 +23,7 @@ from megatron.mpu.placement import Placement
 from megatron.optimizer import lr_schedule
 from megatron.pipeline import stages
 from megatron.settings import batch, rules, schema
-from megatron.settings.declare import declared
+from megatron.settings.declare import dashed, declared
 from megatron.settings.effects import without_effect
 from megatron.settings.rules import Rule, divisors, either, said, tokenizer_type
 from megatron.settings.statements import in_users_words
@@ -97,7 +97,7 @@ def expert_problems(s: SimpleNamespace) -> list[str]:
         if rules.alone(s):
             return [rules.too_few(s, " x ".join(given.values()), needed)]
         return [f"{error.what} ({error.why}); {error.do}"]
-    words = {axis: given.get(axis, f"--{name.replace('_', '-')} {sizes[axis]}") for axis, name in flags.items()}
+    words = {axis: given.get(axis, f"{dashed(name)} {sizes[axis]}") for axis, name in flags.items()}
     first = {}  # of the weights that have the same problem
     for name, placed in experts.items():
         for dim, axes in placed.cut_dims:

@@ -243,5 +243,5 @@ def flags_of_words(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]
 
 def _takes_many(flag: str) -> bool:
     """Whether a flag with this suite's own name takes several values."""
-    spelling = spellings_of(GROUPS).get("--" + flag.lstrip("-").replace("_", "-"))
+    spelling = spellings_of(GROUPS).get(dashed(flag.lstrip("-")))
     return spelling is not None and spelling.setting.many and spelling.flag == dashed(spelling.setting.name)

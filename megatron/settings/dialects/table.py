@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from megatron.settings.declare import dashed
 from megatron.settings.spelling import NO, YES
 from megatron.settings.statements import SaidBy, Statement
 
@@ -237,7 +238,7 @@ def _rows(key: str, meaning: str) -> list[tuple[str, str]]:
     [('--seed', '--seed'), ('--eval_iters', '--eval-iters')]
     """
     if key in "-=":
-        same = lambda one: "--" + one.lstrip("-").rpartition(".")[2].replace("_", "-")
+        same = lambda one: dashed(one.lstrip("-").rpartition(".")[2])
         return [row for one in meaning.split() for row in _rows(one, "-" if key == "-" else same(one))]
     names, equals, values = key.partition("=")
     return [(f"{name}{equals}{value}", meaning.strip()) for name in names.split("|") for value in values.split("|")]
