@@ -22,7 +22,6 @@ from typing import Optional
 from megatron.model.recipe import facts_of
 from megatron.mpu.axis_sizes import lacking_ranks
 from megatron.pipeline.stages import Pipeline
-from megatron.settings.batch import smallest
 from megatron.settings.schema import (
     GROUPS,
     Batch,
@@ -312,7 +311,7 @@ def _num_microbatches(num_microbatches: int, pipeline: Pipeline, pp: int) -> int
 
 
 def _batch(b: Batch, sizes: Sizes, num_microbatches: int, steps: int) -> Batch:
-    micro = min(smallest(b).micro_batch_size, 2)
+    micro = min(b.smallest().micro_batch_size, 2)
     least = micro * sizes.dp
     ramp = bool(b.rampup_batch_size) and num_microbatches > 1
     counted = b.train_samples is not None or ramp

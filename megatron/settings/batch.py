@@ -11,10 +11,8 @@ the batch is 16, 32, 48 for a third of 1000 samples each, then 64:
     54
 """
 
-from dataclasses import replace
-
-from megatron.settings.declare import dashed
-from megatron.settings.schema import AUTO, Batch
+from megatron.settings.rules import out_of_range
+from megatron.settings.schema import Batch
 
 
 def batch_size(batch: Batch, dp: int, consumed: int) -> tuple[int, int]:
@@ -24,13 +22,6 @@ def batch_size(batch: Batch, dp: int, consumed: int) -> tuple[int, int]:
     """
     size = _ramped_size(batch, batch.full_size(dp), consumed)
     return size, size // (batch.micro_batch_size * dp)
-
-
-def smallest(batch: Batch) -> Batch:
-    """The batch with `--micro-batch-size auto` replaced by 1, without a number of micro-batches."""
-    if batch.micro_batch_size != AUTO:
-        return batch
-    return replace(batch, micro_batch_size=1, gradient_accumulation_steps=None)
 
 
 def _ramped_size(batch: Batch, full: int, consumed: int) -> int:
@@ -109,20 +100,7 @@ def problems(batch: Batch, dp: int) -> list[str]:
     >>> problems(Batch(micro_batch_size=4, global_batch_size=30), 2)
     ['--global-batch-size 30 is not a multiple of --micro-batch-size 4 x data parallel size 2 = 8; nearest: 24, 32']
     """
-    positive = dict(
-        micro_batch_size=batch.micro_batch_size,
-        global_batch_size=batch.global_batch_size,
-        train_iters=batch.train_iters,
-        train_samples=batch.train_samples,
-        local_batch_size=batch.local_batch_size,
-        gradient_accumulation_steps=batch.gradient_accumulation_steps,
-    )
-    errors = [
-        f"{dashed(name)} {value} must be at least {least}"
-        for name, value in positive.items()
-        for least in [0 if name == "train_iters" else 1]
-        if value is not None and value < least
-    ]
+    errors = list(out_of_range(batch).values())
     if batch.train_iters is not None and batch.train_samples is not None:
         errors.append(f"--train-iters {batch.train_iters} and --train-samples {batch.train_samples}: give one of them")
     if batch.train_epochs is not None and batch.train_iters is not None:

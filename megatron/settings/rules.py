@@ -15,7 +15,7 @@ from functools import cache
 from os.path import realpath
 from types import MappingProxyType, SimpleNamespace
 
-from megatron.settings import batch, schema
+from megatron.settings import schema
 from megatron.settings.declare import Range, dashed, declared
 from megatron.settings.dialects.fleetx_guest import lacks_vocabulary
 from megatron.settings.groups.tokenizer import WORD_PIECE
@@ -32,7 +32,7 @@ def violations(settings: schema.Config, world_size: int, rules: Iterable["Rule"]
     Values out of range are reported, and replaced by harmless ones so that other rules can be checked.
     """
     open_size = _open_size(settings)
-    wrong, settings = _out_of_range(replace(settings, batch=batch.smallest(settings.batch)))
+    wrong, settings = _out_of_range(replace(settings, batch=settings.batch.smallest()))
     s = record(settings, world_size)
     s.stand_ins = set(wrong)
     broken = of_given_values([rule.message(s) for rule in (*RULES, *rules) if rule.broken(s)], s)

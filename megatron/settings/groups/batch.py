@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of batches, lengths and evaluation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 from megatron.settings.declare import Count, Natural, Needs, Positive, setting
@@ -135,6 +135,12 @@ class Batch:
     def has_length(self) -> bool:
         """Whether the length of training is given, in steps or samples."""
         return self.train_iters is not None or self.train_samples is not None
+
+    def smallest(self) -> "Batch":
+        """The batch with `--micro-batch-size auto` replaced by 1, without a number of micro-batches."""
+        if self.micro_batch_size != AUTO:
+            return self
+        return replace(self, micro_batch_size=1, gradient_accumulation_steps=None)
 
     def full_size(self, dp: int) -> int:
         """The global batch size after the ramp-up, on `dp` data parallel ranks.
