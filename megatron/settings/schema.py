@@ -86,7 +86,7 @@ class Config:
     @property
     def validates(self) -> bool:
         """Whether the run validates, and has data for it."""
-        return bool((self.batch.eval_iters or self.batch.full_validation) and self.data.has("valid"))
+        return bool((self.batch.eval_iters or self.data.full_validation) and self.data.has("valid"))
 
     def validates_early(self, dp: int) -> bool:
         """Whether the run validates before its end, as far as its length is known."""

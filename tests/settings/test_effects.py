@@ -14,7 +14,7 @@ from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import settings_of
 from megatron.training.rules import idle, resolve
 
-# condition -> (flags that do not meet it, flags that do); alternatives between |, "2:" in front: on so many ranks
+# condition, or setting -> (flags that do not meet it, flags that do); between |: alternatives, "2:": on so many ranks
 # A condition that is not here is itself what meets it, and no flags do not.
 CASES = {
     "--position-embedding-type rope": (" | --position-embedding-type none", "--position-embedding-type rope"),
@@ -25,7 +25,7 @@ CASES = {
     "--qk-layernorm": ("--normalization RMSNorm", "--normalization RMSNorm --qk-layernorm"),
     "a --seq-length that is longer than the window": ("", "--seq-length 9"),
     "--window-size": ("", "--window-size 3,0"),
-    "--quantization": ("", "--quantization | --linear mlp.*=fake_quantize"),
+    "weight_bits": ("", "--quantization | --linear mlp.*=fake_quantize"),
     "--quantization that rounds inputs": ("--quantization --activation-quantize-type none", "--quantization"),
     "--sparsity that is a number, and --sparsity-end-step after --sparsity-begin-step": (
         "",
@@ -142,10 +142,9 @@ CASES = {
         "--timing-log-level 1 --tensorboard-dir t",
     ),
     "--auto-parallel or --micro-batch-size auto": ("--dry-run | ", "--auto-parallel | --micro-batch-size auto"),
-    "--dry-run, --preflight or --auto-parallel": (
-        " | --print-topology",
-        "--print-topology | --dry-run | --preflight | --auto-parallel",
-    ),
+    "--dry-run, --preflight or --auto-parallel": ("", "--dry-run | --preflight | --auto-parallel"),
+    "world_size": ("", "--print-topology | --dry-run"),
+    "local_world_size": (" | --print-topology", "--dry-run"),
 }
 GIVEN = {  # where another spelling than its own is tried, or the value matters
     "window_size": "--window-size 7,0",
@@ -171,7 +170,7 @@ def case(name: str) -> tuple[str, list[str], list[str]]:
     setting, condition = SETTINGS[name], CONDITIONS[name].words
     value = {bool: "", int: "3", float: "0.3", str: "d"}.get(setting.kind) if isinstance(setting.kind, type) else None
     other = next(choice for choice in setting.kind if choice != setting.default) if value is None else value
-    without, with_effect = CASES.get(condition, ("", condition))
+    without, with_effect = CASES.get(name) or CASES.get(condition, ("", condition))
     return GIVEN.get(name, f"{setting.flag} {other}"), without.split(" | "), with_effect.split(" | ")
 
 
@@ -184,7 +183,7 @@ def said_of(name: str, flags: str, more: str) -> list[str]:
 
 def test_conditions_of_the_network_are_those_of_the_recipe():
     assert pretrain_gpt.recipe().idle is gpt_rules.IDLE
-    assert set(CASES) <= {needs.words for needs in CONDITIONS.values()}
+    assert set(CASES) <= {needs.words for needs in CONDITIONS.values()} | set(CONDITIONS)
     assert {"rotary_base", "moe_router_topk", "reset_position_ids"} <= gpt_rules.IDLE.keys()
     assert gpt_rules.IDLE.keys().isdisjoint(["weight_bits", "sparsity_layers", "save_retries"])
 
