@@ -45,7 +45,7 @@ Bits = Annotated[int, Range("at least 2 and at most 8", lambda value: 2 <= value
 class Needs(NamedTuple):
     """The condition for an effect: in words, with flags, and as a function of the settings (`rules.record`).
 
-    of_network: the recipe's network decides whether it holds; GPT's, T5's and BERT's have these conditions (`Recipe.idle`)
+    of_network: the network decides whether it holds: a condition of those recipes that have it (`Recipe.idle`)
     """
 
     words: str
