@@ -15,7 +15,7 @@ import pytest
 import regex
 import torch
 
-from megatron.data import indexed, paddle
+from megatron.data import formats, indexed
 from megatron.settings import schema
 
 B = bytes.fromhex
@@ -234,7 +234,7 @@ def test_codes_of_types_are_megatrons():
     )
 
 
-@pytest.mark.parametrize("dtype_of, limit", [(indexed.token_dtype, 65500), (paddle.paddle_dtype, 65535)])
+@pytest.mark.parametrize("dtype_of, limit", [(indexed.token_dtype, 65500), (formats.paddle_dtype, 65535)])
 def test_the_vocabulary_from_which_on_ids_have_four_bytes(dtype_of, limit):
     assert [dtype_of(size).name for size in (limit - 1, limit, None)] == ["uint16", "int32", "int32"]
 

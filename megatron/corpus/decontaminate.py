@@ -18,8 +18,7 @@ from typing import Any, Literal, Optional
 from megatron.corpus.documents import SHARD, ShardWriter, decode, read_documents, read_lines
 from megatron.corpus.figures import text_bytes
 from megatron.corpus.stage import Counts, Document, Made, StagePhase, Verdict, options_of
-from megatron.data.contamination import NgramIndex
-from megatron.data.preprocess_screen import Cutting, Screen, Screening
+from megatron.data.contamination import Cutting, NgramIndex, Screen, Screening
 from megatron.errors import DataError, SettingsError
 
 VERSION = "2"  # of what the tasks of this stage write

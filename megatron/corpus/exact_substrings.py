@@ -22,7 +22,7 @@ from typing import Any, Literal, Optional
 import numpy as np
 
 from megatron.corpus.documents import decode, encode
-from megatron.corpus.duplicates.key_runs import RunReader, RunWriter, fitting_ranges, partition_of_keys
+from megatron.corpus.duplicates.pairs import RunReader, RunWriter, fitting_ranges, partition_of_keys
 from megatron.corpus.duplicates.shards import WRITTEN, blocks_of_lines, document_of, encoded, fates, shard_writer
 from megatron.corpus.duplicates.shingles import codes_of, span_hashes, window_hashes, word_bounds
 from megatron.corpus.stage import Counts, Made, StagePhase, options_of
