@@ -23,6 +23,7 @@ from typing import Literal, Optional
 
 from megatron.corpus.processes import in_order
 from megatron.corpus.stage import Document, Filter
+from megatron.data.file_formats import zstd
 from megatron.data.json_input import BadLine, Source, parse_record, read_blocks, read_part, values_of
 from megatron.data.workspace import Workspace
 from megatron.errors import DataError, Failure, Locked, StorageError, UsageError
@@ -159,16 +160,8 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {  # suffix of a name -> compress
     ".gz": lambda data: gzip.compress(data, compresslevel=6, mtime=0),
     ".bz2": bz2.compress,
     ".xz": lzma.compress,
-    ".zst": lambda data: _zstd().compress(data),
+    ".zst": lambda data: zstd().ZstdCompressor(level=3).compress(data),
 }
-
-
-def _zstd():
-    try:
-        import zstandard
-    except ImportError:
-        raise DataError("zstd files need the package zstandard", do="pip install zstandard") from None
-    return zstandard.ZstdCompressor(level=3)
 
 
 def packer(path: str) -> Callable[[bytes], bytes]:

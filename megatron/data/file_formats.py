@@ -118,6 +118,16 @@ class _Header(tarfile.TarInfo):
             raise tarfile.ReadError(f"{error} at byte {archive.offset}") from None
 
 
+def zstd(path: object = ""):
+    """The package zstandard. Raises DataError if it is missing. path: of the file that needs it"""
+    try:
+        import zstandard
+    except ImportError:
+        what = f"{path}: zstd files need the package zstandard".removeprefix(": ")
+        raise DataError(what, do="pip install zstandard") from None
+    return zstandard
+
+
 def members(stream: BinaryIO) -> Iterator[tuple[str, BinaryIO | None]]:
     """(name, byte stream) of each file in a tar archive, in order; the stream is None for links and devices.
 

@@ -42,6 +42,7 @@ from megatron.data.file_formats import (
     note,
     refuse_another_format,
     without_other_splits,
+    zstd,
 )
 from megatron.errors import DataError, no_such_file
 from megatron.storage import hub
@@ -295,7 +296,7 @@ def read_streams(source: Source) -> Iterator[tuple["Ahead", Callable[[], int]]]:
         rows = TableRows(source.path, source.table, source.columns)
         yield Ahead(rows), lambda: int(source.size * rows.share)
         return
-    with _open(source) as raw, damage_as_data_error(source.path):
+    with opened(source) as raw, damage_as_data_error(source.path):
         says, compression = claimed(source.path), _compression(raw, source)
         stream = Ahead(decompressed(raw, source))
         inside = compression or ""
@@ -391,7 +392,8 @@ class Ahead:
         return self._head[start : self._at]
 
 
-def _open(source: Source) -> BinaryIO:
+def opened(source: Source) -> BinaryIO:
+    """The bytes of a file, or of stdin."""
     return os.fdopen(os.dup(sys.stdin.fileno()), "rb") if source.path == STDIN else open(source.path, "rb")
 
 
@@ -441,10 +443,7 @@ class ZstdStream:
     """Decompress zstd frame by frame. The library's stream reader does not detect truncated files."""
 
     def __init__(self, raw: BinaryIO, path: str):
-        try:
-            import zstandard
-        except ImportError:
-            raise DataError(f"{path}: zstd files need the package zstandard", do="pip install zstandard") from None
+        zstandard = zstd(path)
         self._error = zstandard.ZstdError
         self._new = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
         self._raw, self._path, self._frame = raw, path, None
