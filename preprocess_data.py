@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
-from megatron.data.plain_text import SEPARATOR_HELP
+from megatron.data.file_formats import SEPARATOR_HELP
 from megatron.errors import SettingsError, run_main
 from megatron.settings.declare import dashed
 from megatron.settings.schema import TokenizerSettings, setting
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> None:
 
     from megatron.data.json_input import find_sources
     from megatron.data.preprocess import preprocess
-    from megatron.data.preprocess_report import Reporter, print_totals
+    from megatron.data.preprocess_output import Reporter, print_totals
     from megatron.tokenizer import build_tokenizer, padded_vocab_size, tokenizer_type
 
     find_sources(settings.input)  # what is not there is told before a vocabulary is read

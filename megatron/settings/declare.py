@@ -2,7 +2,7 @@
 """How a setting is declared: a field of a frozen dataclass, whose type says which values are in its range.
 
     @dataclass(frozen=True)
-    class Precision:
+    class Precision:  # groups/precision.py
         hysteresis: Count = setting("number of overflows before the scale halves", 2, needs=DYNAMIC_SCALE, shown=SCALE)
 
 Nothing else declares it: flag, help, YAML key, checks, record in checkpoints and line in docs/flags.md follow. Its name is

@@ -93,7 +93,7 @@ def main(argv: list[str]) -> None:
 
     from megatron.data.json_input import find_sources
     from megatron.data.preprocess import preprocess
-    from megatron.data.preprocess_report import Reporter, print_totals
+    from megatron.data.preprocess_output import Reporter, print_totals
     from megatron.tokenizer import tokenizer_type
 
     find_sources(settings.input)  # report missing files before reading a vocabulary

@@ -236,7 +236,7 @@ class Answers:
 
     def show_text(self, text: str) -> None:
         """Print the documents that hold a text, and the steps that see them."""
-        from megatron.data.text_search import search, search_words, variants_of
+        from megatron.data.places import search, search_words, variants_of
 
         if self.trace.tokenizer is None:
             raise SettingsError(

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
+from megatron.data.file_formats import SEPARATOR_HELP
 from megatron.data.json_input import find_sources, read_texts
-from megatron.data.plain_text import SEPARATOR_HELP
 from megatron.errors import DataError, SettingsError, run_main
 from megatron.settings.declare import dashed
 from megatron.settings.parse import parse_with_record
