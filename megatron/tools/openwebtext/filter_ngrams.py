@@ -27,6 +27,7 @@ from megatron.data.contamination import Hits, NgramIndex, cut
 from megatron.data.evaluation_sets import read_items
 from megatron.data.json_input import find_sources, read_blocks
 from megatron.errors import DataError, Failure, SettingsError, UsageError, run_main
+from megatron.settings.declare import dashed
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
@@ -101,7 +102,7 @@ def check(options: FilterOptions) -> list[tuple[str, str]]:
     for name, low in least.items():
         value = getattr(options, name)
         if value is not None and value < low:
-            raise SettingsError(f"--{name.replace('_', '-')} {value}: at least {low} is needed")
+            raise SettingsError(f"{dashed(name)} {value}: at least {low} is needed")
     pairs = list(zip(words[::2], words[1::2]))
     for path, _ in pairs:
         source = find_sources([path])[0]
