@@ -14,6 +14,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from megatron.settings.declare import dashed
 from megatron.telemetry.figures import count, duration
 from megatron.telemetry.history import History
 from megatron.telemetry.report_page import Grid, Section, Tile
@@ -130,7 +131,7 @@ def _described(history: History) -> dict[str, str]:
     own = config.pop("extra", None) or {}
     config.pop("given", None)
     groups = [group for group in [*config.values(), *own.values()] if isinstance(group, dict)]
-    settings = {f"--{name.replace('_', '-')}": value for group in groups for name, value in group.items()}
+    settings = {dashed(name): value for group in groups for name, value in group.items()}
     rows = {"code commit": run.get("commit"), "--seed": settings.pop("--seed", None)}
     code = run.get("code") or {}  # checksums of the recipe's files: files that git ignores are in no commit
     rows |= {f"checksum of {name}": checksum for name, checksum in (code.get("files") or {}).items()}

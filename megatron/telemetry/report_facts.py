@@ -15,6 +15,7 @@ from typing import Any, Optional
 import numpy as np
 
 from megatron.errors import DataError
+from megatron.settings.declare import dashed
 from megatron.telemetry import heat_map
 from megatron.telemetry.directions import best_of
 from megatron.telemetry.events import count_restarts
@@ -297,7 +298,7 @@ def settings(history: History) -> dict[str, dict[str, str]]:
     shown = {}
     for group, fields in groups.items():
         if isinstance(fields, dict):
-            rows = {f"--{name.replace('_', '-')}": _words(value) for name, value in fields.items() if value is not None}
+            rows = {dashed(name): _words(value) for name, value in fields.items() if value is not None}
             shown.update({group: rows} if rows else {})
     return shown
 
