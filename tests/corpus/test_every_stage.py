@@ -19,8 +19,8 @@ import zstandard
 from megatron.corpus import explain, registry
 from megatron.corpus import report as corpus_page
 from megatron.corpus.driver import counts_by_phase
+from megatron.corpus.figures import summary
 from megatron.corpus.plan import load_plan
-from megatron.corpus.summary import summary
 from megatron.data.contamination import NgramIndex
 from megatron.data.indexed import IndexedDataset
 from megatron.tools import corpus

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.data.loader import MicroBatchLoader
-from megatron.data.mock_masked import MockMasked, MockPairs
+from megatron.data.mock import MockMasked, MockPairs
 from megatron.errors import DataError, SettingsError
 from megatron.model.arguments import parse_any
 from megatron.model.recipe import named_recipe
