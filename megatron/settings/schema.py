@@ -101,6 +101,7 @@ class Model:
 
     # A recipe's kinds of linear layers: name -> `mpu.linear_product.LinearProduct` (`own_choices.model_group`).
     own_linears: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    own_experts: ClassVar[Any] = None  # its parts of layers with experts: `model.experts.parts.ExpertParts`
 
     num_layers: int = setting("number of transformer layers", on_resume="another model")
     hidden_size: int = setting("transformer hidden size", on_resume="another model")
