@@ -39,7 +39,7 @@ launch() { # GPUs and device that the flags are made for, then flags of pretrain
     elif [ -n "${SHRINK:-}" ]; then
         look -m megatron.tools.shrink
     else
-        given "${NAME_DATA[@]}" --config -c ||
+        names_data ||
             fail 4 "there is no data to train on" \
                 "DATA_PATH=PREFIX bash $0 (what preprocess_data.py wrote, without .bin)" \
                 "or, for a trial on synthetic samples: bash $0 --mock-data"
@@ -106,9 +106,21 @@ given() { # is one of these flags among FLAGS? _ is -, and the last word counts:
     return "$found"
 }
 
+overrides_data() { # PaddleFleetX's -o Data.Train.dataset.input_dir=FOLDER
+    local word
+    for word in "${FLAGS[@]}"; do
+        case $word in Data.*input_dir=*) return 0 ;; esac
+    done
+    return 1
+}
+
+names_data() {
+    given "${NAME_DATA[@]}" --config -c || overrides_data
+}
+
 add_environment() { # paths that belong to a site, not to a command line that is kept
     local words data=${DATA_PATH:-${DATA:-}} # DATA: Colossal-AI's name
-    if [ -n "$data" ] && ! given "${NAME_DATA[@]}"; then
+    if [ -n "$data" ] && ! given "${NAME_DATA[@]}" && ! overrides_data; then
         read -ra words <<<"$data"
         FLAGS+=(--data-path "${words[@]}")
     fi
@@ -126,7 +138,7 @@ add_environment() { # paths that belong to a site, not to a command line that is
 }
 
 add_mock_data() { # for what needs no data
-    given "${NAME_DATA[@]}" --config -c || FLAGS+=(--mock-data)
+    names_data || FLAGS+=(--mock-data)
 }
 
 # ---- one process, before anything is started -------------------------------------------------------------------------

@@ -12,6 +12,7 @@ read_flags() { # the words given to a script that has set RUN, its folder, TRAIN
             --fresh) fresh=yes ;;
             --text)
                 TEXT=${2:-}
+                TEXT=${TEXT/#\~\//$HOME/} # within quotes the shell leaves it
                 [[ $TEXT == /* ]] || TEXT=$CALLED_FROM/$TEXT
                 [ -f "$TEXT" ] || EXIT_CODE=4 stop "--text '${2:-}' is not a file" "-> give a .txt or .jsonl, packed or not"
                 RUN=${RUN}_$(basename "$TEXT" | sed 's/\..*//; s/[^A-Za-z0-9_-]/_/g')

@@ -57,6 +57,7 @@ write_samples() {
 }
 is_made "$RUN/samples.txt" || told 3.5 write_samples
 cat -s "$RUN/samples.txt" | sed 's/^/  | /'
+echo "  Two minutes teach a small model words and form, and no sense: that takes a larger model and billions of tokens."
 
 step 7/7 "A report: loss, learning rate, throughput, gradient norm"
 write_report

@@ -15,7 +15,7 @@ import pytest
 import regex
 import torch
 
-from megatron.data import indexed, paddle
+from megatron.data import formats, indexed
 from megatron.settings import schema
 
 B = bytes.fromhex
@@ -31,8 +31,8 @@ FORMATS = {
     # Megatron-LM's index: 9 bytes, uint64 version, uint8 code, uint64 sequences, uint64 documents + 1
     "data.indexed:MAGIC": B("4d4d49444944580000"),
     "data.indexed:ENDINGS": (".bin", ".idx", "_ids.npy", "_idx.npz", "_ids.npz"),
-    "data.paddle:KNOWN": ("ids", "lens", "sents", "docs"),
-    "data.paddle:HEAD": 128,
+    "data.formats:KNOWN": ("ids", "lens", "sents", "docs"),
+    "data.formats:HEAD": 128,
     # First bytes: RFC 1952, RFC 8878, bzip2's and xz's documents
     "data.file_formats:COMPRESSIONS": {
         B("1f8b"): "gzip",
@@ -151,7 +151,7 @@ ARITHMETIC = {
     "data.index_maps:SEPARATE_BELOW": 0.8,  # Megatron-LM's threshold for a last epoch of its own
     "data.contamination:LONGEST": 13,  # Brown et al. 2020, appendix C
     "data.contamination:SHORTEST": 8,
-    "data.ledger:HALF": 4_294_967_296,
+    "data.sampler:HALF": 4_294_967_296,
     "mpu.cross_entropy:FP16_SCALE": 4096.0,
     "guard.spikes:ENOUGH": 32,
     "guard.spikes:FLOOR": 0.01,
@@ -200,7 +200,7 @@ WAITS = {  # seconds, and numbers of tries, that docs/reliability.md and the des
     "storage.lease:RENEWED": 15.0,
     "corpus.commit:STALE": 86_400.0,
     "corpus.agenda:MOST_ATTEMPTS": 4,
-    "corpus.digests:RACY": 2_000_000_000,
+    "corpus.commit:RACY": 2_000_000_000,
     "storage.urls:TRIES": 5,
     "guard.watch:IN_A_ROW": 10,
     "telemetry.event_rules:WINDOW": 200,
@@ -234,7 +234,7 @@ def test_codes_of_types_are_megatrons():
     )
 
 
-@pytest.mark.parametrize("dtype_of, limit", [(indexed.token_dtype, 65500), (paddle.paddle_dtype, 65535)])
+@pytest.mark.parametrize("dtype_of, limit", [(indexed.token_dtype, 65500), (formats.paddle_dtype, 65535)])
 def test_the_vocabulary_from_which_on_ids_have_four_bytes(dtype_of, limit):
     assert [dtype_of(size).name for size in (limit - 1, limit, None)] == ["uint16", "int32", "int32"]
 

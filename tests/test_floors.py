@@ -41,14 +41,14 @@ PURE = (  # what settings are checked and launches are planned with: no torch
     "model.gpt.facts model.gpt.rules model.t5.facts model.t5.settings model.t5.rules model.balance model.bert.facts "
     "model.bert.settings model.bert.rules "
     "model.experts.parts model.experts.weights model.experts.ops model.experts.rules "
-    "model.sample_arrays model.t5.stages data.mock_masked pipeline.rules data.rules optimizer.rules "
+    "model.sample_arrays model.t5.stages data.mock pipeline.rules data.rules optimizer.rules "
     "optimizer.kinds training.rules "
     "checkpoint.boxes pipeline.schedule pipeline.stages pipeline.simulate "
     "pipeline.custom_schedule pipeline.draw pipeline.timeline pipeline.check optimizer.lr_schedule optimizer.scaler "
     "training.frozen_settings inference.sampling inference.requests inference.blocks inference.scheduler inference.passes "
-    "data.sampler data.masks data.mock data.index_maps data.json_input data.sentences data.workspace "
-    "data.blend data.masked_settings data.task_words data.mt19937 data.sentence_samples data.masking "
-    "data.manifest data.formats data.paddle planner.layout planner.memory planner.speed "
+    "data.sampler data.batch_arrays data.mock data.index_maps data.json_input data.sentences data.workspace "
+    "data.blend data.masked_settings data.masked_settings data.sentence_samples data.sentence_samples data.masking "
+    "data.manifest data.formats data.formats planner.layout planner.memory planner.speed "
     "planner.search planner.traffic guard.changes "
 ).split()
 # Commands whose work needs no torch at all; all others import it only after their settings were found good.

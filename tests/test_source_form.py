@@ -42,7 +42,9 @@ def test_code_is_ascii():
 
 
 def test_a_module_says_what_it_is_for():
-    trees = {name: ast.parse(text) for name, text in sources().items() if not name.startswith("tests/")}
+    plain = re.compile(r'\A(#.*\n)*r?"""')  # those of other forms are parsed
+    texts = {name: text for name, text in sources().items() if not (name.startswith("tests/") or plain.match(text))}
+    trees = {name: ast.parse(text) for name, text in texts.items()}
     assert_none(
         "no docstring says what the file is for",
         [f"{name}:1" for name, tree in trees.items() if len(tree.body) > 1 and not ast.get_docstring(tree)],

@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron.corpus.estimate import CorpusNodes, EstimateFacts, PhaseRow, estimate, rates_of
 from megatron.corpus.recipe import read_recipe
 from megatron.errors import SettingsError
+from megatron.settings.declare import dashed
 from megatron.settings.schema import setting
 
 
@@ -40,7 +41,7 @@ def tell(recipe_path: str, asked: EstimateOptions) -> None:
     """Print the estimate. Raises UsageError, SettingsError, DataError."""
     for name, value in asdict(asked).items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 < value < float("inf"):
-            raise SettingsError(f"--{name.replace('_', '-')} {value}: more than 0 is needed")
+            raise SettingsError(f"{dashed(name)} {value}: more than 0 is needed")
     recipe = read_recipe(recipe_path)
     rates = rates_of([Path(one) for one in asked.rates])
     cluster = CorpusNodes(

@@ -19,8 +19,15 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from megatron.corpus.duplicates.candidates import between_pairs, load_pairs, save_pairs
-from megatron.corpus.duplicates.key_runs import RunReader, RunWriter, fitting_ranges, partition_of_keys
+from megatron.corpus.duplicates.pairs import (
+    RunReader,
+    RunWriter,
+    between_pairs,
+    fitting_ranges,
+    load_pairs,
+    partition_of_keys,
+    save_pairs,
+)
 from megatron.corpus.duplicates.shards import (
     Numbering,
     Removed,

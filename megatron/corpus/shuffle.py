@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatron.corpus.documents import decode
+from megatron.corpus.documents import ShardWriter, decode
 from megatron.corpus.figures import text_bytes
 from megatron.corpus.lines import lines
 from megatron.corpus.stage import Counts, Made, StagePhase, TaskInputs
@@ -125,16 +125,12 @@ def scatter(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Cou
 
 def gather(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
     """Write a partition's documents in their new order: a shard, which may be empty."""
-    import zstandard
-
-    documents = size = 0
-    name = f"part-{options['partition']:06}.jsonl.zst"
-    with open(output / name, "wb") as raw, zstandard.ZstdCompressor(level=3).stream_writer(raw) as out:
+    size = 0
+    with ShardWriter(output / f"part-{options['partition']:06}.jsonl.zst", level=3, checksum=False) as out:
         for line in gather_lines(inputs, options["partition"], options["memory"]):
-            out.write(line + b"\n")
-            documents += 1
+            out.write_line(line)
             size += text_bytes(decode(line)["text"])
-    return dict(documents_in=documents, bytes_in=size, documents=documents, bytes=size)
+    return dict(documents_in=out.documents, bytes_in=size, documents=out.documents, bytes=size)
 
 
 # ---- the work ----------------------------------------------------------------------------------------------------------

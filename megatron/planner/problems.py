@@ -15,10 +15,12 @@ from megatron.planner import memory, target
 from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster
 from megatron.settings import batch, schema
+from megatron.settings.declare import dashed
 from megatron.settings.from_checkpoint import saved_record
 from megatron.settings.rules import tokenizer_type
 from megatron.storage.durable import Damaged
 from megatron.storage.urls import UrlPath, location
+from megatron.telemetry.figures import part_of, size
 from megatron.telemetry.metrics import metrics_path
 from megatron.telemetry.notify import event_problem
 from megatron.telemetry.trackers import missing_tracker
@@ -127,7 +129,7 @@ def named_files(config: schema.Config) -> Iterator[tuple[str, str]]:
         yield from ((flag, prefix + ending) for prefix in paths for ending in reversed(endings_of(prefix)))
     for name in VOCABULARIES:
         if path := getattr(_named(config.tokenizer), name):
-            yield _flag(name), path
+            yield dashed(name), path
 
 
 def _named(t: schema.TokenizerSettings) -> schema.TokenizerSettings:
@@ -144,7 +146,7 @@ def blends(data: schema.Data) -> Iterator[tuple[str, list[str]]]:
     """List (flag, prefixes) of every blend of data."""
     for f in fields(schema.Data):
         if f.name.endswith("data_path"):
-            yield _flag(f.name), prefixes(getattr(data, f.name) or [])
+            yield dashed(f.name), prefixes(getattr(data, f.name) or [])
 
 
 def prefixes(words: list[str]) -> list[str]:
@@ -259,10 +261,6 @@ def _one_line(error: Exception) -> str:
     return " ".join(line.strip() for line in str(error).splitlines())
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
@@ -274,14 +272,14 @@ def fullest(job: Job, layout: Layout, cluster: Cluster) -> list[int]:
 def memory_problems(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
     """One sentence if a pipeline rank needs more memory than the device has, with remedies; else none."""
     needed, capacity = fullest(job, layout, cluster), cluster.device.usable_bytes
-    over = [rank for rank, size in enumerate(needed) if size > capacity]
+    over = [rank for rank, bytes in enumerate(needed) if bytes > capacity]
     if not over:
         return []
     rank = max(over, key=needed.__getitem__)
     others = f" (and on {len(over) - 1} more)" if len(over) > 1 else ""
     return [
-        f"out of memory by {(needed[rank] - capacity) / 1e9:.1f} GB on pipeline rank {rank}{others}: "
-        f"{needed[rank] / 1e9:.1f} of {capacity / 1e9:.1f} GB; "
+        f"out of memory by {size(needed[rank] - capacity)} on pipeline rank {rank}{others}: "
+        f"{part_of(needed[rank], capacity)}; "
         + remedies(
             job, layout, lambda other: max(fullest(job, other, cluster)), capacity, _unscaled(job, layout, cluster)
         )

@@ -21,6 +21,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster, StepTime, split_even
 from megatron.planner.stage_cut import fastest, in_stages
 from megatron.settings.schema import Recompute
+from megatron.telemetry.figures import size
 from megatron.telemetry.progress import followed
 
 NOT_OFFLOADED = (0.0, 0.0, False)
@@ -124,7 +125,7 @@ class Rejected:
 
     def why(self) -> str:
         where = "in the host's memory" if self.host else f"on pipeline rank {self.rank}"
-        return f"out of memory by {self.over / 1e9:.{1 if self.over > 1e8 else 3}f} GB {where}"
+        return f"out of memory by {size(self.over)} {where}"
 
 
 @dataclass

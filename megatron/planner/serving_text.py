@@ -7,7 +7,7 @@ from dataclasses import asdict
 from megatron.planner.serving import Requests, ServingPlan
 from megatron.planner.speed import Cluster
 from megatron.planner.text import basis
-from megatron.telemetry.figures import WIDTH, part_of, seconds, sentence, table
+from megatron.telemetry.figures import WIDTH, part_of, seconds, sentence, size, table
 
 
 def answer(plan: ServingPlan, cluster: Cluster, requests: Requests) -> str:
@@ -19,8 +19,8 @@ def answer(plan: ServingPlan, cluster: Cluster, requests: Requests) -> str:
     return "\n".join(
         [
             f"the best layout: {plan.short()}",
-            f"  memory: {memory} on the fullest rank: weights {_gb(plan.weights)}, keys and values "
-            f"{_gb(plan.cache * plan.texts)}, other {_gb(plan.workspace)}",
+            f"  memory: {memory} on the fullest rank: weights {size(plan.weights)}, keys and values "
+            f"{size(plan.cache * plan.texts)}, other {size(plan.workspace)}",
             f"  time: {pace} ({basis(cluster)})",
             f"        {first} ({basis(cluster)})",
         ]
@@ -46,7 +46,7 @@ def rejected(found: Sequence[ServingPlan], cluster: Cluster, width: int = WIDTH)
     for plan in found:
         over = plan.weights + plan.workspace + plan.cache * plan.texts - cluster.device.usable_bytes
         lines.append(
-            sentence(f"{plan.short()}: out of memory by {_gb(over)} with {plan.texts:,} texts a replica", width)
+            sentence(f"{plan.short()}: out of memory by {size(over)} with {plan.texts:,} texts a replica", width)
         )
     return "\n".join(lines)
 
@@ -88,7 +88,3 @@ def record(found: Sequence[ServingPlan], cluster: Cluster, requests: Requests) -
         ],
         command=command(found[0]) if found and found[0].fits else None,
     )
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.2f} GB"

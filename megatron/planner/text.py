@@ -150,7 +150,9 @@ def plans(searched: SearchedPlans, cluster: Cluster, most: int, width: int = WID
     head = [name for name in rows[0] if name not in IDLE or any(row[name] != "-" for row in rows)]
     cells = [[row[name] for name in head] for row in rows]
     left = [n for n, name in enumerate(head) if name in ("layout", "recompute")]
-    return table(cells, head, left, width, spare=("stages", "offload", "bubble", "TFLOP/s", "batch", "recompute"))
+    return table(
+        cells, head, left, width, spare=("stages", "bubble", "TFLOP/s", "batch", "error", "offload", "recompute")
+    )
 
 
 def _short_error(cluster: Cluster, layout: Layout) -> str:

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
+from megatron.settings.declare import dashed
 from megatron.telemetry.curves import data_url, is_number, smooth, thin, validation_points
 from megatron.telemetry.drawing import (
     BLUE,
@@ -150,7 +151,7 @@ def _described(history: History) -> dict[str, str]:
     own = config.pop("extra", None) or {}
     config.pop("given", None)
     groups = [group for group in [*config.values(), *own.values()] if isinstance(group, dict)]
-    settings = {f"--{name.replace('_', '-')}": value for group in groups for name, value in group.items()}
+    settings = {dashed(name): value for group in groups for name, value in group.items()}
     rows = {"code commit": run.get("commit"), "--seed": settings.pop("--seed", None)}
     code = run.get("code") or {}  # checksums of the recipe's files: files that git ignores are in no commit
     rows |= {f"checksum of {name}": checksum for name, checksum in (code.get("files") or {}).items()}

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, did_you_mean, run_main
+from megatron.settings.declare import dashed
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
 from megatron.telemetry.figures import size as in_units
@@ -74,7 +75,7 @@ def main(argv: list[str]) -> None:
     for name in ("workers", "memory_gb", "parts"):
         value = getattr(asked, name)
         if value is not None and value <= 0:
-            raise SettingsError(f"--{name.replace('_', '-')} {value}: more than 0 is needed")
+            raise SettingsError(f"{dashed(name)} {value}: more than 0 is needed")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
     COMMANDS[command](words, asked)
 
@@ -128,9 +129,9 @@ def _last_plan(asked: CorpusOptions):
 def run(words: list[str], asked: CorpusOptions) -> None:
     from megatron.corpus.driver import FINAL, counts_by_phase
     from megatron.corpus.driver import run as drive
+    from megatron.corpus.figures import summary
     from megatron.corpus.plan import save_plan
     from megatron.corpus.runners.local import run_local, workers_for
-    from megatron.corpus.summary import summary
 
     recipe, plan = _planned(words, asked)
     output = Path(asked.output)

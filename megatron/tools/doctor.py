@@ -39,6 +39,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--wide", action="store_true", help="lines as long as they are, and messages of libraries whole"
     )
+    parser.add_argument("--all", action="store_true", help="every kernel: its use, and why it is missing")
     parser.add_argument("--path", default=".", help="folder whose disk is looked at")
     arguments = parser.parse_args(argv)
     facts = dict(
@@ -51,7 +52,11 @@ def main(argv: list[str]) -> None:
         kernels=_kernels(),
     )
     facts = dict(wrong=wrong(facts)) | facts
-    print(json.dumps(facts, indent=2) if arguments.json else _text(facts, WIDE if arguments.wide else WIDTH))
+    print(
+        json.dumps(facts, indent=2)
+        if arguments.json
+        else _text(facts, WIDE if arguments.wide else WIDTH, arguments.all)
+    )
 
 
 BAD = ("FAILS", "COMPUTES WRONG", "UNKNOWN")  # words of facts that prevent training
@@ -243,8 +248,8 @@ def _kernels() -> dict[str, list[dict[str, str]]]:
     }
 
 
-def _text(facts: dict, width: int) -> str:
-    """The verdict, then every fact."""
+def _text(facts: dict, width: int, every_kernel: bool) -> str:
+    """The verdict, then every fact; of kernels the names alone, unless all are asked for."""
 
     def rows(part: dict[str, object]) -> list[str]:
         return [labelled(name, _fitting(str(value), width - 24), width) for name, value in part.items()]
@@ -255,6 +260,10 @@ def _text(facts: dict, width: int) -> str:
     lines += ["memory and disk", *rows({name: facts[name] for name in ("memory", "disk")})]
     lines += ["GPUs", *[sentence(f"  {_fitting(gpu, width - 2)}", width) for gpu in facts["gpus"] or [NO_GPU]]]
     lines += ["network", *rows(facts["network"])]
+    if not every_kernel:
+        return "\n".join(
+            [*lines, "kernels that are ready, best first (--all: every one, and its use)", *rows(_ready(facts))]
+        )
     for op, entries in facts["kernels"].items():
         lines.append(f"kernels of {op}, best first")
         for entry in entries:
@@ -262,6 +271,12 @@ def _text(facts: dict, width: int) -> str:
             state = f"missing ({lacking})" if lacking else "ready"
             lines.append(labelled(entry["name"], f"{state}: {entry['worth']}", width))
     return "\n".join(lines)
+
+
+def _ready(facts: dict) -> dict[str, str]:
+    return {
+        op: ", ".join(one["name"] for one in kernels if not one["lacking"]) for op, kernels in facts["kernels"].items()
+    }
 
 
 NO_GPU = "none: training runs on the CPU"

@@ -195,8 +195,8 @@ TRAININGS = ("pretrain_gpt.py", "pretrain_t5.py", "pretrain_bert.py", "finetune.
 def instead_of(flag: str, argv: list[str]) -> str:
     """The equivalent of a flag of another suite's launcher; "" for an unknown flag."""
     from megatron.settings.dialects.launchers import LAUNCHERS, meeting
-    from megatron.settings.sources import flags_of_words
-    from megatron.settings.translate import translate
+    from megatron.settings.dialects.shell import flags_of_words
+    from megatron.settings.dialects.translate import translate
 
     words = [one._replace(words=one.words[:1]) for one in flags_of_words([(word, "", "") for word in argv])]
     given = next(one for one in words if one.key == flag)

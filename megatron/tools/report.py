@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import DataError, UsageError, no_such_file, run_main
+from megatron.settings.declare import dashed
 from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import setting
 from megatron.tasks.settings import confusion_pictures
@@ -240,7 +241,7 @@ def settings(history: History) -> dict[str, dict[str, str]]:
     shown = {}
     for group, fields in groups.items():
         if isinstance(fields, dict):
-            rows = {f"--{name.replace('_', '-')}": _words(value) for name, value in fields.items() if value is not None}
+            rows = {dashed(name): _words(value) for name, value in fields.items() if value is not None}
             shown.update({group: rows} if rows else {})
     return shown
 

@@ -23,7 +23,6 @@ from megatron.guard.job import on_ranks
 from megatron.guard.processes import die_with_parent
 from megatron.inference.expert_ranks import expert_parallel
 from megatron.inference.kernel_caches import bound_kernel_caches
-from megatron.model import quantization
 from megatron.serving.settings import (
     ServeLimits,
     ServeOptions,
@@ -50,7 +49,7 @@ def main(argv: list[str]) -> None:
     settings, limits, quantize, given = whole
     with failing_in_users_words(given):
         check(settings, limits, given)
-        notes = [] if settings.replica_of else idle_flags(quantize, given, quantization.IDLE)
+        notes = [] if settings.replica_of else idle_flags(quantize, given)
         for note in notes if rank_env.ranks().rank == 0 else ():
             print(f"note: {note}", file=sys.stderr)
         if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:

@@ -39,6 +39,7 @@ from megatron.guard.resume_command import COMMAND, module_command, newest_checkp
 from megatron.guard.stacks import explain
 from megatron.guard.supervisor_mark import NAME, REFRESH, SUPERVISOR, Mark, lost_supervisor
 from megatron.planner.replan import fewer_ranks
+from megatron.settings.declare import dashed
 from megatron.settings.parse import parse
 from megatron.settings.schema import Logging, setting
 from megatron.storage.urls import local_folder, location
@@ -533,7 +534,7 @@ class Supervisor:
 
 def logging_of(command: list[str]) -> Logging:
     """The settings of events in a command whose other settings cannot be read here."""
-    flags = {name: commands.value_of(command, f"--{name.replace('_', '-')}") for name in LOGGING}
+    flags = {name: commands.value_of(command, dashed(name)) for name in LOGGING}
     return Logging(**{name: value for name, value in flags.items() if value is not None})
 
 
@@ -544,7 +545,7 @@ def check(settings: SuperviseOptions, command: list[str]) -> None:
     """Raise SettingsError for timeouts and limits out of range, UsageError for a command that cannot be started."""
     for name, value in vars(settings).items():
         least = {"max_restarts": 0, "backoff": 0, "grace": 0, "same_step_limit": 1, "min_world_size": 1}.get(name)
-        flag = f"--{name.replace('_', '-')} {value}"
+        flag = f"{dashed(name)} {value}"
         if least is not None and value is not None and value < least:
             raise SettingsError(f"{flag} must be at least {least}")
         if name in ("hang_timeout", "start_timeout", "poll") and not value > 0:

@@ -22,6 +22,7 @@ from typing import Any, Literal, Optional
 import numpy as np
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
+from megatron.settings.declare import dashed
 from megatron.settings.from_checkpoint import refuse_lost
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Data, TokenizerSettings, setting
@@ -118,7 +119,7 @@ def with_data(launch, changed: dict[str, Any]):
     """Replace the paths of a launch whose token files have moved. Settings that would change the order are refused."""
     allowed = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "data_cache_path"}
     if set(changed) - allowed:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(set(changed) - allowed))
+        names = ", ".join(dashed(name) for name in sorted(set(changed) - allowed))
         raise UsageError(f"{names}: set by the run itself", do="with --load, only paths of moved files can be given")
     config = launch.config
     return replace(launch, config=replace(config, data=replace(config.data, **changed)))
@@ -235,7 +236,7 @@ class Answers:
 
     def show_text(self, text: str) -> None:
         """Print the documents that hold a text, and the steps that see them."""
-        from megatron.data.text_search import search, search_words, variants_of
+        from megatron.data.places import search, search_words, variants_of
 
         if self.trace.tokenizer is None:
             raise SettingsError(

@@ -126,8 +126,8 @@ class DocumentTrace:
         """Compare the hash of a step's tokens with the recorded one: "agrees", "differs", or "" without a record."""
         if not (step.ledger and step.done):
             return ""
-        from megatron.data.ledger import sum_hashes, to_hex
         from megatron.data.loader import MicroBatchLoader
+        from megatron.data.sampler import sum_hashes, to_hex
         from megatron.model.recipe import recipe_of
 
         config, recipe = launch.config, recipe_of(launch.config)

@@ -32,7 +32,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.short])
 def test_short_tier(name, tmp_path):
     line = conduct(CASES[name], 0, tmp_path / "case")
@@ -161,7 +161,7 @@ def test_an_index_that_is_believed_turns_it_red(monkeypatch, tmp_path):
     assert "surprises: 0" not in got("forged/index.json/0", tmp_path)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_lock_that_does_not_hold_turns_it_red(monkeypatch, tmp_path):
     monkeypatch.setattr(durable.fcntl, "lockf", lambda *args: None)
     assert re.search(r"round \d: [2-8] writers, ", got("rivals/save", tmp_path))  # who fails early has not written

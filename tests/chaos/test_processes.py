@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("chaos")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.short])
 def test_short_tier(name, folder):
     line = conduct(CASES[name], 0, folder / name.replace("/", "-"))

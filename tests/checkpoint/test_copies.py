@@ -106,6 +106,7 @@ def test_a_copy_that_fails_is_told_and_changes_nothing_else(run, tmp_path, monke
     assert list(checkpoints(tmp_path / "home")) == [1, 2, 3]
 
 
+@pytest.mark.sampled(2)
 def test_a_manager_takes_a_checkpoint_of_another_folder_over(run, bucket, tmp_path, monkeypatch):
     run(None, [4, 5])
     home, said = checkpoints(tmp_path / "home"), []

@@ -83,6 +83,7 @@ def copy(good, tmp_path):
     return shutil.copytree(good, tmp_path / "iter_0000001")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("file", FILES)
 def test_a_flipped_bit_in_any_byte_is_noticed(copy, file):
     raw, dice = (copy / file).read_bytes(), random.Random(file)

@@ -121,7 +121,7 @@ STATE = State(
 )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("after", LAYOUTS)
 @pytest.mark.parametrize("before", LAYOUTS)
 def test_every_layout_loads_what_every_other_wrote(before, after, save_on_record, ranks_of):

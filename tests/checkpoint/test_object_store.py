@@ -525,6 +525,7 @@ def test_the_lease_of_a_killed_process_of_this_machine_is_taken_over_at_once(buc
     assert restored(bucket)[:2] == (1, 1.0)
 
 
+@pytest.mark.sampled(10)
 def test_the_lease_of_another_machine_lapses_and_its_holder_cannot_commit(bucket, hasty, monkeypatch):
     first = Saver(bucket)
     first.save(1, pieces_of(1), {})

@@ -43,6 +43,7 @@ def test_samples_are_those_with_the_smallest_hashes(small_corpus, tmp_path):
     assert len(found[KEPT]) == 3 and all(len(entry["text"]) >= 12 for entry in found[KEPT])
 
 
+@pytest.mark.sampled(2)
 def test_the_page_says_so(small_corpus, tmp_path):
     with open(small_corpus.input, "a") as file:
         file.write('{"text": "<script>alert(1)</script>", "url": "http://<b>.org/$x$"}\n')

@@ -18,7 +18,7 @@ import pytest
 
 from megatron.corpus import commit, driver
 from megatron.corpus.agenda import Agenda, execute
-from megatron.corpus.digests import Digests
+from megatron.corpus.commit import Digests
 from megatron.corpus.driver import check, clean, counts_by_phase, run
 from megatron.corpus.figures import summed
 from megatron.corpus.plan import TASKS, CorpusPlan, make_plan, save_lists

@@ -13,7 +13,7 @@ import pytest
 from megatron.corpus import near_duplicates
 from megatron.corpus.agenda import Agenda
 from megatron.corpus.commit import read_receipt
-from megatron.corpus.duplicates.candidates import save_pairs
+from megatron.corpus.duplicates.pairs import save_pairs
 from megatron.corpus.estimate import (
     CorpusNodes,
     Growth,
@@ -193,6 +193,7 @@ def shape(plan: CorpusPlan) -> dict[str, list[int]]:
     }
 
 
+@pytest.mark.sampled(5)
 def test_a_made_up_plan_is_that_of_real_files_of_these_sizes(run_on_a_sample):
     folder, output = run_on_a_sample
     recipe = parse_recipe((folder / "recipe.yaml").read_text())

@@ -19,8 +19,8 @@ import zstandard
 from megatron.corpus import explain, registry
 from megatron.corpus import report as corpus_page
 from megatron.corpus.driver import counts_by_phase
+from megatron.corpus.figures import summary
 from megatron.corpus.plan import load_plan
-from megatron.corpus.summary import summary
 from megatron.data.contamination import NgramIndex
 from megatron.data.indexed import IndexedDataset
 from megatron.tools import corpus
@@ -275,6 +275,7 @@ def files_of(output: Path) -> dict[str, bytes]:
 # ---------------------------------------------------------------------------------------------------------------- tests
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", registry.known_filters())
 def test_every_filter(name, folder, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(folder)
@@ -287,6 +288,7 @@ def test_every_filter(name, folder, monkeypatch, tmp_path, capsys):
     assert len(fates) > 1, f"{name} does the same to all documents: give it options in NEEDS, or documents"
 
 
+@pytest.mark.sampled(5)
 def test_all_stages_one_behind_the_other(folder, monkeypatch, tmp_path, capsys):
     """By one worker and by two with other memory: the same bytes. All commands speak of a run, and of a part of one."""
     monkeypatch.chdir(folder)

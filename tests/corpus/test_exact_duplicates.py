@@ -42,6 +42,7 @@ def first_of_each(documents, same) -> list[dict]:
     return kept
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("normalize", SAME)
 def test_the_first_of_each_text_stays(tmp_path, normalize):
     documents = corpus(seed=0)

@@ -91,6 +91,7 @@ def corpus(seed: int) -> list[str]:
     return texts + parts + ["", " ", "the cat", "\u4f60\u597d" * 9]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("unit, length", [("tokens", 5), ("tokens", 9), ("bytes", 15), ("bytes", 40)])
 def test_what_is_cut_is_what_brute_force_cuts(tmp_path, unit, length):
     texts = corpus(seed=length)

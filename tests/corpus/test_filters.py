@@ -10,8 +10,8 @@ import unicodedata
 import pytest
 
 from megatron.corpus.filters import FILTERS, build_filter, filter_class
-from megatron.corpus.filters.gate import junk
 from megatron.corpus.filters.length import count_pieces
+from megatron.corpus.filters.repair import junk
 from megatron.corpus.filters.tasks import general_cleaning
 from megatron.corpus.stage import Verdict
 from megatron.errors import DataError, SettingsError

@@ -54,6 +54,7 @@ def check(seed, filters, folder):
     assert sorted(os.listdir(folder)) == sorted([made.name, "out.jsonl", *[set_aside.name] * bool(reasons)])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", range(4))
 def test_some(part, filters, tmp_path):
     for seed in range(part, CASES, CASES // 12):

@@ -12,13 +12,13 @@ import types
 import numpy as np
 import pytest
 
-from megatron.corpus import commit, digests, lines, near_duplicates
+from megatron.corpus import commit, lines, near_duplicates
 from megatron.corpus.addresses import AddressLists, AddressRules
-from megatron.corpus.duplicates.candidates import load_pairs, save_pairs
 from megatron.corpus.duplicates.compare import ComparedPairs, ShingleStore, doubtful
+from megatron.corpus.duplicates.pairs import load_pairs, save_pairs
 from megatron.corpus.duplicates.signatures import Signing
 from megatron.corpus.exact_substrings import ExactSubstringOptions, repeats, whole_windows
-from megatron.corpus.filters import build_filter, classifier, filter_class, language
+from megatron.corpus.filters import build_filter, filter_class, language
 from megatron.corpus.filters.html import depth
 from megatron.corpus.near_duplicates import PRESETS, NearDuplicateOptions
 from megatron.errors import DataError, SettingsError
@@ -153,7 +153,7 @@ def test_scores_at_a_limit(monkeypatch):
     assert kept("language", "a", min_score=0.75) and not kept("language", "a", min_score=math.nextafter(0.75, 1))
     assert kept("language", "a") and asked == [True, True, False]  # no score is computed for a minimum of 0
     model = types.SimpleNamespace(predict=lambda text, k, threshold: (["__label__hq", "__label__ad"], [0.75, 0.25]))
-    monkeypatch.setattr(classifier, "load_fasttext", lambda path: model)
+    monkeypatch.setattr(language, "load_fasttext", lambda path: model)
     for least, stays in ((0.75, True), (math.nextafter(0.75, 1), False)):
         assert kept("fasttext", "a", model="m", keep={"hq": least}) == stays
         assert kept("fasttext", "a", model="m", drop={"hq": least}) != stays
@@ -299,8 +299,8 @@ def test_a_file_of_just_now_is_read_again(tmp_path, monkeypatch):
     path.write_text("a")
     written = path.stat().st_mtime_ns
     for age, count in ((2_000_000_000, 0), (2_000_000_001, 1)):
-        monkeypatch.setattr(digests.time, "time_ns", lambda age=age: written + age)
-        found = digests.Digests(tmp_path)
+        monkeypatch.setattr(commit.time, "time_ns", lambda age=age: written + age)
+        found = commit.Digests(tmp_path)
         found.of(str(path))
         assert len(found.known) == count
 

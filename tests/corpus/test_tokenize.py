@@ -21,6 +21,7 @@ def numbers(tmp_path) -> SmallCorpus:
     return made
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form, endings", [("megatron", (".bin", ".idx")), ("paddle", ("_ids.npy", "_idx.npz"))])
 def test_token_files_are_those_of_preprocessing_the_shards(numbers, tmp_path, form, endings):
     filters = "stages:\n  - filter: [{'tests.corpus.toy_stages:TooShort': {least: 12}}]\n"

@@ -78,6 +78,7 @@ def test_members_are_those_that_a_folder_would_give(tmp_path, form, capsys):
     assert "2 of its 5 files are no JSON lines by their names: data/README.txt" in told
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize(
     "name", ["o.jsonl.zst.tar", "o.tar.gz", "o.tgz", "o.tar.zst", "o.tar.bz2", "o.tar.xz", "o.tar"]

@@ -21,6 +21,7 @@ def test_sizes_leave_a_margin():
     assert sum(share_sizes([1 / 3] * 3, 100)[0]) == 102
 
 
+@pytest.mark.sampled(2)
 @given(
     weights=st.lists(st.floats(1e-6, 1) | st.sampled_from([0.1, 0.2, 0.25, 0.5, 1]), min_size=1, max_size=6),
     size=st.integers(1, 3000),

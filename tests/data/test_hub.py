@@ -118,6 +118,7 @@ def test_lines_of_a_dataset_are_read(server, capsys):
     assert texts(f"hf://datasets/org/words@{SHA}/data") == ["one", "two"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [

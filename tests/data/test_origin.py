@@ -13,10 +13,9 @@ import xxhash
 import merge_datasets
 import preprocess_data
 from megatron.data import contamination, preprocess
-from megatron.data.contamination import Contained, NgramIndex, cut
+from megatron.data.contamination import Contained, NgramIndex, Screen, cut
 from megatron.data.indexed import IndexedDataset
 from megatron.data.origin import find_file, lines_at, open_origins, text_hash
-from megatron.data.preprocess_screen import Screen
 from megatron.errors import DataError, SettingsError
 from megatron.tools import verify_data
 
@@ -52,6 +51,7 @@ def check_origins(prefix, key="text"):
     return origins
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["plain", "mark", "gz", "zst", "two gz", "bad lines"])
 @pytest.mark.parametrize("block", [40, 1 << 20])
 def test_every_document_is_where_it_is_said_to_be(tmp_path, monkeypatch, form, block):
@@ -242,6 +242,7 @@ def left_of(text: str) -> list[str]:
     return [text] if not spans else [text[start:stop] for start, stop in cut(text, sorted(spans))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("action", ["count", "cut", "drop"])
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_what_becomes_of_texts_with_evaluation_items(tmp_path, vocabulary, index, action, workers, capsys):

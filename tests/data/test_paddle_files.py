@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import merge_datasets
-from megatron.data import manifest, paddle
+from megatron.data import formats, manifest
 from megatron.data.blend import parse_blend
 from megatron.data.formats import open_tokens, prefixes_in
 from megatron.data.gpt_dataset import build_datasets
@@ -76,12 +76,12 @@ def test_the_fleetx_keys_and_wide_ids(tmp_path):
 def test_writes_the_bytes_of_numpy(tmp_path):
     prefix = write(tmp_path / "a")
     pieces = lambda: [np.array(LENGTHS[:2], "i4"), np.array(LENGTHS[2:], "i4")]
-    paddle.stream_npz(tmp_path / "own.npz", 6, 4, pieces, lambda: [np.diff(DOCUMENTS)])
+    formats.stream_npz(tmp_path / "own.npz", 6, 4, pieces, lambda: [np.diff(DOCUMENTS)])
     assert (tmp_path / "own.npz").read_bytes() == open(f"{prefix}_idx.npz", "rb").read()
     for count in (0, 9, 10**15):
         saved = io.BytesIO()
         np.lib.format.write_array_header_1_0(saved, dict(descr="<u2", fortran_order=False, shape=(count,)))
-        assert paddle.npy_head(np.dtype("<u2"), count) == saved.getvalue() and len(saved.getvalue()) == paddle.HEAD
+        assert formats.npy_head(np.dtype("<u2"), count) == saved.getvalue() and len(saved.getvalue()) == formats.HEAD
 
 
 def test_conversion_both_ways_loses_nothing(tmp_path, capsys):

@@ -172,6 +172,7 @@ def _fetch(rank, url, cache):
     return sum(text.startswith("fetching") for text in told)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bucket", ["s3"], indirect=True)
 def test_of_the_ranks_of_a_machine_one_fetches(there, tmp_path, run_ranks, monkeypatch):
     download = urls.UrlPath.download

@@ -6,9 +6,9 @@ import pytest
 
 import pretrain_gpt
 from megatron.data import manifest
+from megatron.data.epochs import same_order
 from megatron.data.gpt_dataset import build_datasets
 from megatron.data.indexed import write_index
-from megatron.data.same_order import same_order
 from megatron.errors import SettingsError
 from megatron.settings.schema import Data
 
@@ -23,6 +23,7 @@ def write(folder, name, documents, seed):
     return str(folder / name)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("samples", [9, 30, 45, 62])
 @pytest.mark.parametrize("blend", [False, True])
 def test_the_order_is_the_same_with_these_numbers_and_no_others(blend, samples, tmp_path):

@@ -60,6 +60,7 @@ def place(tmp_path, monkeypatch):
     server.server_close()
 
 
+@pytest.mark.sampled(2)
 def test_from_lists_to_shuffled_documents(place):
     """Each command with its words as printed; the download also with those that let it reach this machine."""
     counts = []

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from megatron.settings.dialects.launchers import LAUNCHERS, TORCHRUNS
+from megatron.settings.dialects.runs import DIALECTS
+from megatron.settings.dialects.translate import spellings, translate
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.translate import DIALECTS, spellings, translate
 from megatron.tools import translate as tool
 
 HERE = Path(__file__).parent
@@ -72,8 +73,8 @@ def settings(words: tuple[str, ...]) -> dict[str, str]:
 
 def printed(dialect: str, words: list[str]) -> str:
     """What the tool prints for a file or a command."""
-    runs = tool.translations(DIALECTS[dialect], words)
-    texts = ([run] if isinstance(run, str) else tool.shown(run, DIALECTS[dialect], "command") for run in runs)
+    runs = tool.translations(DIALECTS[dialect], words, tool.command_for)
+    texts = ([run] if isinstance(run, str) else tool.lines_of(run, DIALECTS[dialect], "command") for run in runs)
     return "\n".join(line for text in texts for line in text)
 
 
@@ -187,6 +188,7 @@ def told(faults: list[str], tried: int) -> str:
     return f"{len(faults)} of {tried} cases:\n" + "\n".join(faults[:4])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "fleetx"])
 def test_every_word_arrives_or_is_named(dialect, tmp_path):
     faults, tried = [], 0
@@ -198,6 +200,7 @@ def test_every_word_arrives_or_is_named(dialect, tmp_path):
     assert not faults, told(faults, tried)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("dialect", [name for name in DIALECTS if name != "fleetx"])
 def test_the_last_word_of_a_key_counts(dialect, tmp_path):
     """Each two values of each key, one after the other: what is printed is what it is for the second alone."""

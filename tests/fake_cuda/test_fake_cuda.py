@@ -239,7 +239,7 @@ def found(tmp_path_factory, request) -> dict:
     return dict(zip(cases, answers, strict=True))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_runs_and_the_host_waits_for_nothing(found, name):
     """Not even for what the guards judge: that is read in the next step."""

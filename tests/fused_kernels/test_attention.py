@@ -164,7 +164,7 @@ def check(device, dtype, order, masked, dropped, shape, softcap=None, window=Non
     return fitting_equal(case, how, inputs, wanted)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("masked", MASKS)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
@@ -183,6 +183,7 @@ def test_bf16(device, order, masked, dropped):
 
 
 # Windows inside a block of block-causal, of about one, over several, and longer than the sequence.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("window", [8, 64, 150, 1000])
 @pytest.mark.parametrize("masked, order", [("none", "causal"), ("documents", "causal"), ("blind", "causal")])
 def test_windows(device, masked, order, window):
@@ -331,6 +332,7 @@ def test_one_query(groups):
     torch.testing.assert_close(near, attention.one_query(row, key[-6:], value[-6:], scale=0.3))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("softcap, window", [(None, None), (0.4, None), (None, 0), (0.4, 2)])
 @pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
 @pytest.mark.parametrize("queries", [5, 3])

@@ -69,6 +69,7 @@ def test_int8_in_fp32(fp32_alone):
     test_sums_of_int8_do_not_overflow(1000)
 
 
+@pytest.mark.sampled(5)
 def test_the_marked_tests_pass_with_avx2(root):
     """A CPU of an ordinary laptop: oneDNN may use AVX2, and neither AVX-512 nor bf16 nor VNNI."""
     mark = "@pytest.mark.plain_" + "cpu\n"

@@ -324,6 +324,7 @@ def cross_entropies(hidden, weight, labels, smoothing):
     return -(target * logs).sum(1)
 
 
+@pytest.mark.sampled(2)
 @DTYPES
 @pytest.mark.parametrize("blocked", [False, True], ids=["", "in blocks"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])

@@ -29,7 +29,7 @@ def told() -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernel_equals_the_reference(told, name):
     found = told["errors"][name]

@@ -58,7 +58,7 @@ def rules(folder, text):
     return f"--event-rules {folder / 'rules.yaml'}"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_quiet_run_of_500_steps(tmp_path):
     _pretrain(
         0,

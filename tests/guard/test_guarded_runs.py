@@ -131,6 +131,7 @@ def _signalled(rank, flags, world):
         return str(stopped)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("more", ["", "--async-save"])
 def test_a_signal_to_one_rank_saves_once_on_all_at_the_same_step(more, run_ranks, tmp_path):
     flags = f"--train-iters 9 --save {tmp_path / 'a'} {more}"
@@ -283,6 +284,7 @@ def _poisoned(module, samples, forward=1.0, backward=1.0, times=None):
 NAN = float("nan")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout, fault, where",
     [

@@ -62,7 +62,7 @@ def _silent_at_step_3(rank, flags, folder):
         over.touch()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout, where", [("", "dp group 0"), ("--tp 2", "tp group 0"), ("--pp 2", "pp group 0")])
 def test_a_silent_rank_is_given_up_with_what_was_waited_for(layout, where, run_ranks, tmp_path):
     flags = f"{layout} --save {tmp_path / 'run'} --save-interval 2"

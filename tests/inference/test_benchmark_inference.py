@@ -51,6 +51,7 @@ def test_a_checkpoint_and_its_table(checkpoint, capsys):
         tool.main([*line, "--then", "--seq-len", "40"])
 
 
+@pytest.mark.sampled(5)
 def test_an_export_is_measured(checkpoint, tmp_path, capsys):
     """A program, by PaddleFleetX's own words: it computes all texts of a batch at once."""
     for kind in ("generation", "lm"):

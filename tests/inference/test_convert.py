@@ -379,6 +379,7 @@ def test_an_output_layer_that_the_arguments_do_not_know_is_named(tmp_path, core)
         tool.main(["from-megatron", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--vocab-size", str(V)])
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "model, layout",
     [

@@ -27,6 +27,7 @@ LLAMA = dict(
 WINDOWED = dict(LLAMA, window_size="5,0", attn_logit_softcapping=20.0)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", [{}, LLAMA, WINDOWED], ids=["gpt2", "llama", "windowed"])
 def test_a_text_does_not_depend_on_its_neighbours(small_gpt, layout):
     """Random mixes with small caches, cancellations and common beginnings, against each request alone without a cache."""

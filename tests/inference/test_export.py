@@ -141,7 +141,7 @@ def full(*case):
     return pytest.param(*case, marks=pytest.mark.full)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "shape, form",
     [

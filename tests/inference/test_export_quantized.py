@@ -142,6 +142,7 @@ def test_other_programs_round_inputs_as_training_did(form, inputs, aware, tmp_pa
     close(by_onnxruntime(out), ours(aware), 1e-2)  # an input at a tie may fall to either side
 
 
+@pytest.mark.sampled(5)
 def test_a_program_that_forgets_to_round_its_inputs_is_refused(models, tmp_path, monkeypatch):  # noqa: F811
     """Rounding them changes a two-hundredth of the logits, or less: the limit is a part of that."""
     need("onnx")

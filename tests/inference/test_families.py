@@ -108,6 +108,7 @@ def tokens(b: int = 3, seed: int = 1) -> torch.Tensor:
     return torch.randint(V, (S, b), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.sampled(10)
 @MODELS
 def test_logits_over_ranks(case, family, run_ranks):
     theirs, _, ours = family(case)
@@ -159,6 +160,7 @@ def test_gradients(case, family, tmp_path):
         )
 
 
+@pytest.mark.sampled(5)
 @MODELS
 def test_greedy_texts(case, family, run_ranks):
     """With a cache, on prompts that are longer than the windows; of two families over ranks, too."""

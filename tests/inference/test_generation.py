@@ -71,7 +71,7 @@ def test_seeds(small_gpt):
     assert same != generate(model, [PROMPTS[0]] * 2, Sampling(10, sampling_seed=2), longest=32)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["gpt2", "llama"])
 @pytest.mark.parametrize("length_penalty, least", [(1.0, 0), (0.0, 0), (2.0, 0), (0.0, 1), (0.0, 2)])
 def test_enough_beams_find_the_best_of_all_texts(small_gpt, layout, length_penalty, least):

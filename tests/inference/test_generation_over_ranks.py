@@ -164,7 +164,7 @@ def test_ranks_serve_mixes_as_each_text_is_alone(tp, pp, decoder, run_ranks):
     assert min(sums.values()) > 0, sums
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("tp, pp", [(2, 2), pytest.param(1, 3, marks=pytest.mark.full)])
 def test_ranks_serve_targets_as_each_is_alone(tp, pp, encoder_decoder, run_ranks):
     """Sources that come and go, searches among them, with the layers of encoder and decoder on all ranks."""

@@ -126,7 +126,7 @@ def another(name: str, base: dict) -> dict:
     return base | {name: choices[0]}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", BASES)
 @pytest.mark.parametrize("name", LLAMA)
 def test_each_setting_leaves_or_is_named(name, kind, tmp_path):

@@ -39,7 +39,7 @@ def convert(source: Path, out: Path, *words: str) -> dict[str, torch.Tensor]:
     return loaded(out)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("run, form", [(run, form) for run, forms in FORMS.items() for form in forms[1:]])
 def test_each_form_is_the_same_state_to_the_bit(theirs, tmp_path, run, form):
     state = convert(theirs / run / form, tmp_path / "ours")

@@ -83,7 +83,7 @@ def test_each_file_is_what_megatron_saves(tmp_path, model, tp, pp, core):
             assert torch.equal(mine[name][:cut], x[:cut]), name
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("tp, pp", [(1, 1), (1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize(
     "model, names", [(GPT2, "transformer_engine"), (LLAMA, "legacy")], ids=["gpt", "llama"]

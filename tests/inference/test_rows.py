@@ -333,6 +333,7 @@ def test_the_plan_counts_the_rows(model, capsys):
 # ---- other programs --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("form", ["hf", "gguf", pytest.param("torch-export", marks=pytest.mark.full)])
 def test_exports(model, form, tmp_path, capsys):
     """The comparison before they appear, and the texts of what comes out. (GGUF: its likeliest tokens are compared.)"""

@@ -133,7 +133,7 @@ def _expected(optimizer, plans):
     return events
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_does_what_was_proved(stage, schedule, run_ranks):

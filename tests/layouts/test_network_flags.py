@@ -23,7 +23,7 @@ FLAGS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-g
     """
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "layout, more",
     [

@@ -64,7 +64,7 @@ CHAINS = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("chain", CHAINS, ids=" then ".join)
 def test_a_run_that_changes_its_layout_twice_continues_its_loss_curve(chain, reference, run_ranks, tmp_path):
     """Two steps in each layout; number of processes, tp and pp change on the way."""

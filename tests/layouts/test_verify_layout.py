@@ -32,6 +32,7 @@ def _verify(flags, capsys):
     return code, capsys.readouterr().out
 
 
+@pytest.mark.sampled(10)
 def test_right_layouts_pass(capsys):
     code, text = _verify("--layouts tp2,dp2,tp2sp-dp2", capsys)
     assert code == 0 and text.count("PASS") == 3 and "3 of 3 pass" in text
@@ -86,6 +87,7 @@ def test_one_process_is_not_compared_with_itself(flags):
         verify_layout.main(f"{SMALL} --train-iters 1 --global-batch-size 2 {flags}".split())
 
 
+@pytest.mark.sampled(10)
 def test_flags_of_a_layout_that_gives_way_to_layouts_are_named(capsys):
     line = f"{SMALL} --train-iters 1 --global-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel --layouts"
     for layouts, named in {

@@ -43,6 +43,7 @@ def causal_case(model: Model, device: str, dtype: torch.dtype, tokens: int, **mo
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backend", ["auto", "explicit", "sdpa"])
 @pytest.mark.parametrize(
     "settings, packed",

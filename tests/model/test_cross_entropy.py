@@ -51,6 +51,7 @@ def test_equals_plain_cross_entropy(chunk, masked, label_smoothing):
     assert gradients[1][V:].abs().sum() == 0
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("chunk", [None, 10])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("softcap, z_loss", [(3.0, 0.0), (None, 0.05), (3.0, 0.05)])
@@ -136,6 +137,7 @@ def test_extreme_logits_stay_finite():
     assert all(g.isfinite().all() for g in torch.autograd.grad(got, (hidden, weight)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
 def test_vocabulary_cut_over_ranks(run_ranks, label_smoothing):
     """Four ranks of 32 rows: the last holds 4 real ones. Gradients to hidden are partial sums."""

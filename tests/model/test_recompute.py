@@ -60,6 +60,7 @@ def assert_same_bits(got, want):
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("shape", [{}, MODERN], ids=["gpt2", "modern"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -71,6 +72,7 @@ def test_same_bits_with_dropout(tiny, batch, settings, shape, dtype):
     assert_same_bits(gradients(tiny(recompute=settings, **shape), *micros), want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "shape", [{}, dict(MODERN, **DROPOUT), dict(squared_relu=True)], ids=["gpt2", "modern", "relu"]
 )
@@ -112,6 +114,7 @@ def test_same_bits_without_dropout_and_with_documents(tiny, batch, granularity):
         assert_same_bits(gradients(tiny(recompute=Recompute(granularity)), micro), gradients(tiny(), micro))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
 def test_same_bits_on_two_ranks(tiny, batch, run_ranks, sequence_parallel):
     def body(rank):

@@ -122,6 +122,7 @@ CASES = {  # window, documents, softcap, dropout, heads, groups, channels; names
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", CASES)

@@ -381,6 +381,7 @@ def routed(mesh: Mesh, settings: dict, steps: int = 2):
     return sums, made.weight.grad, made.load, recording.choices, mesh.coordinates
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("settings", [EVERYTHING, SINKHORN, FORCED], ids=["losses", "sinkhorn", "forced"])
 @pytest.mark.parametrize("sizes", [dict(tp=2), dict(cp=2)], ids=["tp2", "cp2"])
 def test_parts_of_sequences_give_the_same_as_whole_ones(sizes, settings):

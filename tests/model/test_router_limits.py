@@ -62,6 +62,7 @@ def test_sinkhorn_goes_on_until_columns_stay_as_they_are():
     torch.testing.assert_close(found.double(), columns * cost * rows[:, None], rtol=1e-4, atol=1e-8)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_ranks_that_share_rows_unevenly_give_all_of_them_back(rows, run_ranks):
     """Without sequence parallelism each rank of tp takes its part of the rows, and the last one of fewer."""

@@ -155,7 +155,7 @@ def check(folder) -> None:
     assert {tensors[f"blocks.{n}.watch.seen"].item() for n in range(4)} == {STEPS * 8 * 12}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_is_the_plain_loop(layout, tmp_path):
     world, words = LAYOUTS[layout]

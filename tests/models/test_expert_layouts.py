@@ -151,7 +151,7 @@ def check(folder, family: str):
     return tensors
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.full] * (name in LONG)) for name in LAYOUTS])
 def test_any_layout_is_the_plain_loop(layout, tmp_path):
     world, family, words = LAYOUTS[layout]
@@ -194,7 +194,7 @@ def test_rows_of_zeros_change_nothing(layout, kernel, tmp_path, monkeypatch):
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "names",
     [

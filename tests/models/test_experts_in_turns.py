@@ -60,7 +60,7 @@ LAYOUTS = {  # stages with and without experts, and of different numbers of them
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_turns_change_no_bit(layout, tmp_path):
     """Only the order of the passes of a V is another one, in which a rank adds up the gradients of the tied table."""

@@ -79,7 +79,7 @@ def check(folder, part: str) -> None:
     assert moments == set(weights) - still
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("part", PARTS)
 def test_any_layout_is_the_plain_loop(part, layout, tmp_path):
@@ -165,7 +165,7 @@ def test_patterns_that_choose_nothing(words, said, more):
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_fine_tuning_begins_with_any_checkpoint(tmp_path):
     """With --freeze from a run that trained everything, in another layout and format; then all of it from there, and a
     model that generates. What is frozen stays as the checkpoint had it, rounded to the format of the run.

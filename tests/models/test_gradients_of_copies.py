@@ -3,6 +3,7 @@
 that their placements ask for, gradients are those of one process. Asked of every kind of layer, divided in every way.
 """
 
+import pytest
 import torch
 
 from megatron.model.arguments import parse_any
@@ -70,6 +71,7 @@ def all_of_them(rank: int) -> dict:
     return {(kind, way): gradients(kind, way, tp) for kind in KINDS for way in DIVIDED}
 
 
+@pytest.mark.sampled(2)
 def test_gradients_are_those_of_one_process(run_ranks):
     parts = run_ranks(RANKS, all_of_them)
     for (kind, way), found in parts[0].items():

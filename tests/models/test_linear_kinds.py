@@ -164,7 +164,7 @@ def pretrain(rank: int, kind: str, flags: str) -> None:
     start(f"{LINE} {KINDS[kind].flags} {flags}".split(), KINDS[kind].recipe())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_layout_is_the_plain_loop(kind, layout, run_ranks, tmp_path):

@@ -129,7 +129,7 @@ def pretrain(rank: int, flags: str) -> None:
     pretrain_gpt.main(f"{LINE} {flags}".split())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_is_the_plain_loop(layout, run_ranks, tmp_path):
     world, words = LAYOUTS[layout]
@@ -138,7 +138,7 @@ def test_any_layout_is_the_plain_loop(layout, run_ranks, tmp_path):
     compare(tmp_path, plain())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_directions_and_norms_are_those_of_the_plain_loop(layout, run_ranks, tmp_path):
     world, words = LAYOUTS[layout]
@@ -397,6 +397,7 @@ def logits_of(rank: int, folder: Path, tp: int, out: Path) -> None:
         torch.save(found, out)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("more", ["", "--use-dora"])
 def test_merged_weights_give_the_same_logits(more, run_ranks, tmp_path):
     """At tp 1, 2 and 4, of adapters whose products count."""

@@ -49,6 +49,7 @@ def cut(layer, x, sums):
     return (x[:-1] if layer == 2 else x), sums
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world, flags, said",
     [

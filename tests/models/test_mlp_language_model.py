@@ -184,7 +184,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("averaging", ["token", "micro-batch"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_layout_is_the_plain_loop_with_both_sums_minimised(tmp_path, name, averaging):
@@ -348,7 +348,7 @@ def said_by(function, words: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_dry_run_preflight_verify_layout_and_the_search():
     said = said_by(mlp.main, f"{FLAGS} --dry-run --world-size 4 {TP} {PP}")
     assert "no problems found" in said and f"mlp: mlp_window={WINDOW}" in said

@@ -151,7 +151,7 @@ def check(folder, words: str) -> None:
     compare(folder, *plain(number, chosen))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_is_the_plain_loop(layout, tmp_path):
     world, words = LAYOUTS[layout]
@@ -187,7 +187,7 @@ def test_ranks_without_tokens(layout, tmp_path, monkeypatch):
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "names",
     [
@@ -213,7 +213,7 @@ def test_any_division_of_experts_reads_any_other_to_the_bit(tmp_path):
     check_divisions(layouts, tmp_path)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_tools_know_experts(tmp_path, capsys):
     """A model for use out of a checkpoint; files for tensor parallel ranks, each with its part of every expert."""
     run_ranks(4, pretrain, f"{LAYOUTS['tp2 dp2, ep2 etp2'][1]} --save {tmp_path} --train-iters 4")
@@ -229,7 +229,7 @@ def test_tools_know_experts(tmp_path, capsys):
     pretrain(0, f"--load {tmp_path / 'new'} --train-iters 5 --lr-decay-iters 4")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("frozen", ["embedding.*", "blocks.1.experts.* blocks.2.up.*", "*router* *experts*"])
 @pytest.mark.parametrize("layout", ["ep2, zero3", "tp2 ep2, zero3, two at a time"])
 def test_what_is_frozen_beside_experts(frozen, layout, tmp_path):
@@ -368,7 +368,7 @@ MISTAKES = {  # who makes it, in which layout, and what the run says (None: noth
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_that_others_made_are_seen(mistake, tmp_path, monkeypatch):
     """Each is made here; then the run says so, or differs from the plain loop."""

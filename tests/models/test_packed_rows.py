@@ -105,7 +105,7 @@ def test_a_padded_batch_is_its_samples(case, kernel, monkeypatch):
         assert (found[name] - want).norm() <= 2e-5 * want.norm(), name
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_layers_leave_padding_out(case, backend, monkeypatch):

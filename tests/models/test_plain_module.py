@@ -67,6 +67,7 @@ def main(rank: int, words: str, init: str = "module") -> None:
     start(words.split(), recipe if init == "suite" else plain_module.recipe())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world, flags, init",
     [

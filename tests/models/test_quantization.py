@@ -154,7 +154,7 @@ def pretrain(rank: int, way: str, flags: str) -> None:
     pretrain_gpt.main(f"{LINE} --quantization {WAYS[way][0]} {flags}".split())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("way, layout", CASES)
 def test_any_layout_is_the_plain_loop(way, layout, run_ranks, tmp_path, monkeypatch):
     """Losses, norms, weights, scales of inputs, bounds."""

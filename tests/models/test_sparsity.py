@@ -104,7 +104,7 @@ def pretrain(rank: int, way: str, flags: str) -> None:
     pretrain_gpt.main(f"{LINE} {WAYS[way][0]} {flags}".split())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("way, layout", CASES)
 def test_any_layout_is_the_plain_loop(way, layout, run_ranks, tmp_path):
     """Losses, norms, weights, masks."""
@@ -137,7 +137,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(stop, way, tmp_path):
         pretrain(0, way, f"--load {tmp_path / 'part'} --sparsity 0.6")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("way", ["a growing share", "a growing share, rounded"])
 def test_a_run_goes_on_in_another_layout(way, run_ranks, tmp_path):
     line = f"--save {tmp_path}"

@@ -6,7 +6,7 @@ are cut into stages.
 import pytest
 import torch
 
-from megatron.data.mock_masked import MockPairs
+from megatron.data.mock import MockPairs
 from megatron.errors import SettingsError
 from megatron.model.arguments import parse_any
 from megatron.model.recipe import facts_of, recipe_of
@@ -77,6 +77,7 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules"
 PLAINLY = "--no-masked-softmax-fusion"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "more",
     [

@@ -165,6 +165,7 @@ def check_layout(lay: dict) -> None:
         assert stuck(again) == [], lay  # a second mesh in the same processes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world, number", [(4, 40), (6, 12), (8, 30), (12, 12), (24, 6), (64, 3)])
 def test_all_ranks_agree_and_none_waits_for_ever(world, number):
     for lay in sample(world, number):
@@ -334,6 +335,7 @@ def _sums(rank):
     return found
 
 
+@pytest.mark.sampled(2)
 def test_eight_ranks_make_what_is_counted_and_reach_the_right_ones(run_ranks):
     for rank, found in enumerate(run_ranks(8, _sums)):
         for lay, (sums, told, channels_, made, planned) in zip(LAYOUTS, found, strict=True):

@@ -97,6 +97,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_same_bits_as_in_memory(dtype, run_ranks, tmp_path):
     """In every stage, alone and over two ranks, overlapped or not; a share of the state, all of it, beside the host's."""

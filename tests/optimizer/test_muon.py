@@ -156,6 +156,7 @@ FUSED = {  # matrices, the dim that tp cuts, shape
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", [{}, dict(tp=2), dict(tp=2, shard=2)], ids=["one rank", "tp2", "tp2 zero1"])
 @pytest.mark.parametrize("case", FUSED)
 def test_each_matrix_of_a_fused_weight_is_torchs_own(case, sizes, run_ranks):
@@ -190,6 +191,7 @@ def test_each_matrix_of_a_fused_weight_is_torchs_own(case, sizes, run_ranks):
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "sizes, grid", [(dict(tp=2, replicate=2), (2, 1)), (dict(shard=4), (2, 2)), (dict(shard=4), (2, 1))], ids=str
 )

@@ -58,6 +58,7 @@ def _gradients(part, optimizer, value=1.0):
     return optimizer.finalize_grads(torch.zeros(1))[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", [dict(tp=2), dict(pp=2), dict(pp=2, tp=2), dict(pp=2, shard=2), dict(tp=2, shard=2)])
 def test_partial_gradients_are_summed_and_counted_once(sizes, run_ranks):
     def body(rank):
@@ -76,6 +77,7 @@ def test_partial_gradients_are_summed_and_counted_once(sizes, run_ranks):
             assert sums.get(name, {value}) == {value}  # a rank's shard need not have something of each
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("sizes", [dict(tp=2, shard=2), dict(pp=2, shard=2), dict(pp=2, tp=2)])
 def test_what_is_saved_is_every_tensor_once_and_what_is_loaded_is_everything(stage, sizes, run_ranks):
@@ -97,6 +99,7 @@ def test_what_is_saved_is_every_tensor_once_and_what_is_loaded_is_everything(sta
         assert find_flaw(shape, found) is None, name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "sizes, where, words",
     [

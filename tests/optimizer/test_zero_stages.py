@@ -224,6 +224,7 @@ def _optimizer(rank, sizes, offload=None, model=None, **parallel):
 INPUT = torch.ones(1, WIDTH, dtype=torch.bfloat16)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_of_each_stage(stage, run_ranks):
     """Parameters bf16, the rest fp32; n is the number of elements, each parameter padded to 64, each unit to 64 x ranks."""
@@ -254,6 +255,7 @@ def test_bytes_of_each_stage(stage, run_ranks):
         assert behind_backward["parameters"] == idle["parameters"]
 
 
+@pytest.mark.sampled(2)
 def test_stage_3_has_two_layers_at_most(run_ranks):
     """Beside table and norm: the layer in use, and the one that is gathered overlap."""
 
@@ -281,6 +283,7 @@ def test_offload_divides_the_state():
     assert 0.3 < host.nbytes / optimizer.memory()["state"] < 0.8
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_sharded_model_is_never_whole_while_it_is_built(stage, run_ranks):
     """The largest memory that exists at any time is a shard of the optimizer's, or stage 2's bf16 parameters."""

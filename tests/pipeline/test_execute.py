@@ -89,7 +89,7 @@ def _compare(results, name, pp, num_microbatches, chunks):
             torch.testing.assert_close(tensors, gradients[number])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("pp, num_microbatches", [(1, 3), (2, 1), (2, 4), (3, 5), (4, 6)])
 @pytest.mark.parametrize("name", TRAINING)
 def test_equals_one_process(name, pp, num_microbatches, run_ranks):
@@ -99,6 +99,7 @@ def test_equals_one_process(name, pp, num_microbatches, run_ranks):
     _compare(run_ranks(pp, _run, name, pp, num_microbatches, chunks), name, pp, num_microbatches, chunks)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name, pp, num_microbatches, chunks", [("1f1b", 2, 4, 3), ("gpipe", 2, 4, 2), ("interleaved", 3, 4, 2)]
 )
@@ -113,6 +114,7 @@ def test_steps_follow_each_other_with_a_group_for_each_channel(name, run_ranks):
     _compare(run_ranks(2, _run, name, 2, 3, chunks, 3, True), name, 2, 3, chunks)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
 def test_forward_only_keeps_no_gradients(name, run_ranks):
     chunks, places = default_chunks(name), stage_map(name, 2, default_chunks(name))

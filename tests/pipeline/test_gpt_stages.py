@@ -102,7 +102,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(
     "layout", LAYOUTS, ids=lambda layout: f"{layout['pp']}-{layout.get('pipeline_schedule', 'vp')}"

@@ -32,6 +32,7 @@ def ops(text):
     return [parse_op(word) for word in text.split()]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("ahead, beside", [(False, False), (True, False), (False, True), (True, True)])
 def test_every_list_is_proved_and_keeps_its_passes(zero, ahead, beside):

@@ -168,6 +168,7 @@ def test_limits(name, pp, num_microbatches, chunks, zero):
             assert found <= most * huge + span(alone) + 1e-3
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name, pp, num_microbatches, chunks", PLANS)
 @pytest.mark.parametrize("zero", range(4))
 def test_longer_messages_never_make_a_step_shorter_nor_does_overlap_make_it_longer(

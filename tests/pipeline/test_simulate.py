@@ -21,6 +21,7 @@ def parsed(line: str) -> list[Op]:
     return list(map(parse_op, line.split()))
 
 
+@pytest.mark.sampled(10)
 @SOME
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_of_every_shape_is_right(name, micros):

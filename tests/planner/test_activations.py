@@ -128,6 +128,7 @@ def predicted(
     return sum(kept.values())
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("again", [None, "core_attn"])
 @pytest.mark.parametrize(
     "shape", [PLAIN, dict(LLAMA, seq_length=600), dict(LLAMA, seq_length=600, window_size="100,0")]
@@ -145,6 +146,7 @@ def test_samples_packed_of_documents(shape, backend, again):
     ]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("again", [None, "core_attn", "full_attn", "full"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(

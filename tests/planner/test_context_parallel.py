@@ -38,6 +38,7 @@ def test_a_long_sequence_on_many_ranks_is_shared():
     assert all(plan.layout.dp == 1 and plan.layout.world_size == 8 for plan in found.plans)
 
 
+@pytest.mark.sampled(2)
 def test_short_sequences_are_not_shared_unless_it_is_asked_for():
     assert {plan.layout.cp for plan in search(job_of(4096, 8), NODE, Space(global_batch=8)).plans} == {1}
     asked = search(job_of(4096, 8), NODE, Space(global_batch=8, cp=4, cp_comm="a2a")).plans

@@ -107,7 +107,7 @@ def checks(case):
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "case, ranks, divided",
     [
@@ -136,6 +136,7 @@ def without_scatter(patch):
     patch.setattr(mappings, "reduce_scatter_to_sequence_parallel_region", lambda x, axis: x)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "bug, found",
     [
@@ -207,6 +208,7 @@ def test_layouts_with_experts_are_verified(capsys, monkeypatch):
 OPEN = LINE.replace("--micro-batch-size 2", "--sequence-parallel")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("words", ["--ep 4", "--ep 2 --etp 2 --sharding-stage 1", "--ep 8 --etp 1"])
 def test_a_search_keeps_ranks_for_experts(words):
     """Each layout that it finds can be trained, and all divisions of eight ranks that hold the experts are among them."""

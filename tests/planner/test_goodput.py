@@ -80,6 +80,7 @@ def test_a_hopeless_job_has_no_goodput():
     assert goodput(1e6, 1e6, 1.0) == 0.0 and Saving(10.0, 1e9, 1.0).goodput == 0.0
 
 
+@pytest.mark.sampled(2)
 def test_mtbf_is_that_of_a_node(capsys):
     """Two nodes: the job fails twice as often."""
     plan.main([*JOB, "--mtbf", "100", "--tp", "1", "--pp", "1"])

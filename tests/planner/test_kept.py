@@ -79,7 +79,7 @@ def searched_once(monkeypatch):
     monkeypatch.setattr(choose, "search", search)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("words", WORDS)
 def test_a_search_keeps_what_is_given(words, searched_once):
     config = parse_any([*MODEL, *EIGHT, "--auto-parallel", *words.split()])
@@ -113,7 +113,7 @@ def test_nothing_given_is_free():
     assert len(layouts) > 20
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("words", WORDS)
 def test_the_command_of_llmacc_keeps_it(words, capsys):
     """`-m megatron.pretrain --task-type` outside of a job prints the layouts, as the planner's command does."""

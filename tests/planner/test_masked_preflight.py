@@ -54,6 +54,7 @@ def checks(kind: str, more: str = "", world: int = 8) -> dict:
     return {check.name: check for check in check_ranks(design)}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "kind, more",
     [("T5", ""), ("T5", "--num-virtual-stages-per-pipeline-rank 2"), ("T5", "--pipeline-schedule zb-v"), ("BERT", "")],
@@ -86,6 +87,7 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
     assert [check.name for check in found.values() if check.fault] == [wanted]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", FLAGS)
 def test_the_whole_of_it(kind, capsys):
     main = dict(T5=pretrain_t5.main, BERT=pretrain_bert.main)[kind]

@@ -84,6 +84,7 @@ def test_defaults_that_are_dear_on_a_gpu_are_told(capsys):
     assert "with --bf16" not in told and "keeps its weights" not in told
 
 
+@pytest.mark.sampled(10)
 def test_a_picture_of_the_plans(tmp_path, capsys):
     flags = [*GPT_22B, "--world-size", "16", "--max-global-batch-size", "32", "--device-name", "a100-80", "--top", "3"]
     flags += ["--tp", "4", "--pp", "4"]  # few layouts: it is not the search that is tested

@@ -238,7 +238,7 @@ def best_layout(shape, ranks: int, batch: int, **space) -> Layout:
     return search(job, Cluster(A100, ranks), Space(global_batch=batch, offload=NOT_OFFLOADED, **space)).plans[0].layout
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "shape, ranks, batch", [((24, 1024, 16), 8, 64), ((24, 2048, 16), 8, 64), ((32, 4096, 32), 16, 128)]
 )

@@ -80,6 +80,7 @@ def test_what_a_parent_held_is_not_what_a_run_takes():
 LAUNCHERS = {"": 3, "-m megatron.tools.launch": 3, "-m torch.distributed.run": 1}  # and how they end
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_it_is_said_once_and_before_torch_is_loaded(launcher):
     run = f"import pretrain_gpt, megatron.errors as e; e.run_main(pretrain_gpt.main, {LARGE.split()})"

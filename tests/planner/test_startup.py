@@ -127,6 +127,7 @@ def test_a_timeout_that_is_too_short_is_told():
     assert 60 * least >= waited > 60 * (least - 0.5)
 
 
+@pytest.mark.sampled(5)
 def test_the_planner_says_groups_and_start(capsys):
     layout = "--tp 8 --pp 16 --use-distributed-optimizer --world-size 16384 --device-name H100"
     for asked in (plan, pretrain_gpt.main):

@@ -189,7 +189,7 @@ def counted_step():
     return step
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", CASES, ids=[" ".join(case).strip() or "one" for case in CASES])
 def test_ledgers_are_exact(case, found_on):
     config, world = settings_of(case)

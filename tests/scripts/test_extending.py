@@ -77,7 +77,7 @@ def apply(patch: str, folder: Path) -> None:
 LONG = ["A variant of GPT"]  # several layouts; those are compared in tests/models/test_gpt_variant.py, too
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "section", [pytest.param(name, marks=pytest.mark.full) if name in LONG else name for name in SECTIONS]
 )

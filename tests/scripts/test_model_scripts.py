@@ -80,7 +80,7 @@ def test_all_tasks_of_clue_that_are_there(tmp_path):
 # ---- each script -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_head_is_what_the_planner_says(name):
     text = SCRIPTS[name].read_text()
@@ -169,7 +169,7 @@ LARGE = """pretrain_gpt_39B pretrain_gpt_76B pretrain_gpt_530B pretrain_gpt_1T p
     pretrain_qwen3_30B_a3B pretrain_gpt_oss_20B""".split()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full) if name in LARGE else name for name in SCRIPTS]
 )
@@ -240,7 +240,9 @@ def test_commands_of_the_guide_run_as_written(line):
 TRAINED = """export_gpt_345M export_gpt_345M_tp2 export_gpt_345M_mp2 export_gpt_345M_single_card export_gpt_6.7B
     export_gpt_175B_tp8 auto_export_gpt_345M_mp2 auto_export_gpt_345M_single_card auto_export_gpt_6.7B_mp1
     auto_export_gpt_175B_mp8 inference_gpt_345M inference_gpt_345M_single_card inference_gpt_6.7B inference_gpt_175B_tp8
-    inference_gpt_175B_mp8 inference_gpt_multigpu auto_inference_gpt_345M_single_card""".split()
+    inference_gpt_175B_mp8 inference_gpt_multigpu auto_inference_gpt_345M_single_card
+    inference_gpt_single_card inference_gpt_6.7B_single_card auto_export_gpt_fp16_single_card auto_qat_export_gpt_345M_mp2
+    run_benchmark""".split()
 EVALUATED = "evaluate_gpt_345M eval_qat_gpt_345M_single_card eval_prune_gpt_345M_single_card".split()
 
 
@@ -283,7 +285,9 @@ def test_words_after_a_script_of_a_tool_win(name, words, wanted):
 def test_scripts_of_trained_models_predict(name):
     """--dry-run: memory of the ranks that they are made for, and time per token; nothing is read or written."""
     done = bash(name, "--dry-run")
-    ranks = 8 if "175B" in name or "multi" in name else 2 if "mp2" in name or "tp2" in name else 1
+    ranks = (
+        8 if "175B" in name or "multi" in name or "benchmark" in name else 2 if "mp2" in name or "tp2" in name else 1
+    )
     layout = f"tp{ranks}" if ranks > 1 else "one rank"
     assert done.stdout.startswith(f"the best layout: {layout}\n") and "(assumed)" in done.stdout, done.stderr
 
@@ -539,12 +543,15 @@ def test_paths_come_from_the_environment(tiny):
     assert flags[flags.index("--load") + 1] == "my runs" and "--auto-resume" not in flags and "--mock-data" not in flags
     assert "--data-path d " in bash(tiny(1), DATA="d", PRINT="1").stdout
     assert "--data-path p " in bash(tiny(1), DATA="d", DATA_PATH="p", PRINT="1").stdout
+    overridden = bash(tiny(1), "-o", "Data.Train.dataset.input_dir=f", PRINT="1", DATA_PATH="p").stdout
+    assert overridden.endswith("-o Data.Train.dataset.input_dir=f \n") and "--data-path" not in overridden
     own = bash(tiny(1), "--data_path=c", "--save", "s", "--save-interval", "5", **where).stdout
     assert "0.3" not in own and "runs" not in own and "--load" not in own
     looked = bash(tiny(1), "--dry-run", "--world-size", "4", PRINT="1", RANK="3", WORLD_SIZE="4").stdout
     assert looked.endswith("--dry-run --world-size 4 --mock-data --local-world-size 1 \n")
 
 
+@pytest.mark.sampled(5)
 def test_what_cannot_work_is_said_before_anything_starts(tiny):
     done = bash(tiny(1))
     assert done.returncode == 4 and "DATA_PATH=PREFIX bash" in done.stderr and "--mock-data" in done.stderr
@@ -623,6 +630,7 @@ ASKED = """--task-type {task} --num-layers 4 --hidden-size 64 --num-attention-he
     --max-global-batch-size 16 --lr 1e-3 --train-iters 2 --eval-iters 0 --log-interval 1 --mock-data"""
 
 
+@pytest.mark.sampled(5)
 def test_pretrain_plans_for_another_cluster_and_trains_in_a_job(capsys, monkeypatch):
     from megatron.tools import pretrain
 

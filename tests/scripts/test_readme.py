@@ -44,7 +44,7 @@ SAID = [  # by each further block, in their order
 SERVER = "python -m megatron.tools.dashboard"  # the only command of the blocks that does not end by itself
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("block, said", list(zip(BLOCKS[2:], SAID, strict=True)), ids=["own text", "look", "layouts"])
 def test_commands_run_as_written(bash, quickstart, block, said):
     commands = "".join(line for line in block.splitlines(keepends=True) if not line.startswith(SERVER))

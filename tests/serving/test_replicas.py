@@ -183,6 +183,7 @@ def test_errors_health_metrics_and_page_through_the_front():
             assert text.count("# TYPE megatron_serve_requests_total counter") == 1
 
 
+@pytest.mark.sampled(10)
 def test_a_request_that_ends_every_replica_is_given_up():
     with served([ToyEngine()]) as one:
         cutter = Cutter(one.url, 1.0, seed=1)

@@ -80,6 +80,7 @@ def beams_of(folder: str, prompt: str, length: int, beams: int) -> list[str]:
     return [tokenizer.decode(text) for text in generate(loaded.model, [ids], Sampling(length), Search(beams), **more)]
 
 
+@pytest.mark.sampled(2)
 def test_a_model_is_served(checkpoint, expected, tmp_path):
     (tmp_path / "keys").write_text("first key\nsecond\n")
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -136,7 +137,7 @@ def test_exports_and_quantized_models_answer_as_generate(checkpoint, kind, how, 
         assert wanted != [plain(text, tokens_to_generate=9, sampling_seed=5) for text in texts]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_an_encoder_decoder_is_served(ranks, tmp_path, capsys):
     """Prompts are its sources: its answers are those of tools.generate, by both interfaces, and do not continue prompts."""
@@ -202,7 +203,7 @@ def test_what_is_no_model_to_serve(checkpoint, tmp_path):
             serve.main([*words, "--port", "0", "--device", "cpu"])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2), (2, 2)])
 def test_ranks_serve_together(new_checkpoint, tp, pp, tmp_path):
     """They take a newer checkpoint together, and end together."""

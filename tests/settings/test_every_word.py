@@ -119,7 +119,7 @@ def start_of(field):
     return None if field.default is MISSING else field.default
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("group, field", SETTINGS, ids=NAMES)
 def test_each_spelling_arrives_from_each_source(group, field, tmp_path):
     shape = [part for name, value in SHAPE.items() for part in (f"--{name}", value)]
@@ -166,7 +166,7 @@ def meant(first: Word, second: Word, same_source: bool, default):  # noqa: C901
     return []
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("group, field", SETTINGS, ids=NAMES)
 def test_the_last_word_counts(group, field, tmp_path, capsys):
     """Two words of each spelling with each other, on the line, and over a file. A note names the one that is replaced."""
@@ -227,6 +227,7 @@ OWN_OF_EVALUATE = {f.name for f in (*fields(EvaluateOptions), *fields(TokenizerS
 FOREIGN = [name for name in NAMES if name not in OWN_OF_EVALUATE | DECIDED]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_tool_names_what_it_has_no_use_for(name, tmp_path, capsys):
     """On its line it is an error; in a file, which may serve several commands, a note with its place."""

@@ -75,6 +75,7 @@ def test_what_is_told_of_data_is_true(read, data, paths, told, untold):
     assert not any(one in line for line in lines for one in untold), err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("flag", [one for one in megatron_lm.known_flags() if not megatron_lm.answer(one).refused])
 def test_each_idle_flag_is_named(flag, capsys):
     """With a value that asks for something: in one line that gives the reason of the table."""

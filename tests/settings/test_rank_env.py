@@ -116,6 +116,7 @@ def joins(*words, **more):
     raise AssertionError("ranks are joined")
 
 
+@pytest.mark.sampled(5)
 def test_planning_joins_no_ranks(capsys, monkeypatch):
     """In the environment of PAI's DLC each of these commands is alone."""
     from megatron.planner.preflight import run

@@ -56,6 +56,7 @@ def test_vocabulary_files_say_their_tokenizer():
 FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "line, world, words",
     [

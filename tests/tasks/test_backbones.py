@@ -202,7 +202,7 @@ def theirs(kind: str, folder, pairs: bool):
         return steps, torch.stack([scores_of(model, head, kind, row) for row in toy.rows["valid"]])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind, layout", CASES)
 def test_any_layout_is_hugging_faces_model_with_a_head(kind, layout, given, tmp_path, tmp_path_factory, run_ranks):
     world, words = LAYOUTS[layout]

@@ -57,7 +57,7 @@ def weights_of(folder) -> dict[str, torch.Tensor]:
 SLOW = [pytest.param(name, marks=pytest.mark.full) if name in ("tp3", "zero3") else name for name in LAYOUTS]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", SLOW)
 def test_any_layout_is_the_plain_loop(layout, trunk, run_ranks, tmp_path):
     world, words = LAYOUTS[layout]

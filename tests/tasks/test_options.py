@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.data import published
 from megatron.data.tables import read_table
 from megatron.errors import Failure
-from megatron.tasks import questions
 from megatron.tasks.description import find_task, read_task
 from megatron.tasks.evaluation import write_predictions
 from megatron.tasks.examples import labels_in, read_examples
@@ -112,7 +112,7 @@ def theirs(kind: str, folder):
         return steps, [scores(model, head, kind, toy.texts(row)).argmax().item() for row in toy.rows["valid"]]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind, layout", CASES)
 def test_any_layout_is_hugging_faces_model_that_reads_each_option(kind, layout, given, tmp_path, run_ranks):  # noqa: F811
     world, words = LAYOUTS[layout]
@@ -251,7 +251,7 @@ def test_texts_in_the_place_of_lists(name, tmp_path):
             (tmp_path / "other.json").write_text(json.dumps(PASSAGE))
             with pytest.raises(Failure, match=f"other_answer.json.*{words}"):
                 read_examples(find_task(name), {"": tmp_path / "other.json"})
-            questions._answers.cache_clear()
+            published._answers.cache_clear()
 
 
 WRONG = [

@@ -120,7 +120,7 @@ def run(rank: int, line: list[str]) -> None:
     finetune.main(line)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind, learned, layout", CASES)
 def test_words_in_a_gap_are_hugging_faces(kind, learned, layout, given, tmp_path, run_ranks):  # noqa: F811
     (world, words), trunk = LAYOUTS[layout], given(kind)

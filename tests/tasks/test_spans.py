@@ -121,7 +121,7 @@ def answer(model, head, kind: str, question: list, text: list) -> list:
     return best[1]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind, layout", CASES)
 def test_any_layout_is_hugging_faces_model_for_questions(kind, layout, given, tmp_path, run_ranks):  # noqa: F811
     world, words = LAYOUTS[layout]

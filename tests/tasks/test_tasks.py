@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.errors import DataError
-from megatron.tasks import lambada, wikitext
+from megatron.tasks import lambada, zeroshot
 from megatron.tasks.description import Task, one
 from megatron.tasks.evaluation import write_probabilities
 from megatron.tasks.examples import Examples, TaskExample
@@ -28,12 +28,12 @@ from tests.tokenizer.plain import PlainTokenizer
     ],
 )
 def test_detokenize(split, natural):
-    assert wikitext.detokenize(split) == natural
+    assert zeroshot.detokenize(split) == natural
 
 
 def test_words_are_counted_as_published():
-    assert wikitext.count_words(" \n = A title = \n \n text \n ") == len("= A title = \n \n text".split(" "))
-    assert wikitext.token_ratio(109, 101) == pytest.approx(1.08)
+    assert zeroshot.count_words(" \n = A title = \n \n text \n ") == len("= A title = \n \n text".split(" "))
+    assert zeroshot.token_ratio(109, 101) == pytest.approx(1.08)
 
 
 def test_last_word():

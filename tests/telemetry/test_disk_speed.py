@@ -76,6 +76,7 @@ def test_the_rule_can_be_set():
     assert found == [("slow_disk", 1), ("recovered", 2)] and first["median"] is None  # from the first save on
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_whose_writes_are_slow(tmp_path, monkeypatch, background):
     log = EventLog(tmp_path / "events.jsonl")

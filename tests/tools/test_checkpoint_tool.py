@@ -183,6 +183,7 @@ def test_checkpoint_util_splits_by_tensor_and_pipeline_parallel_ranks(tmp_path, 
         tool.main(["reshard", str(tmp_path / "a"), str(tmp_path / "c"), "--pp", "3"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "script, layers",
     [(pretrain_t5, "--encoder-num-layers 3 --decoder-num-layers 1"), (pretrain_bert, "--num-layers 4")],

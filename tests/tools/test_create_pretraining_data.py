@@ -92,6 +92,7 @@ def bpe_ids(folder):
     return lambda text: model.encode(text).ids, model.token_to_id("<|endoftext|>")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers, block", [(1, 1 << 20), (2, 600), (3, 37)])
 @pytest.mark.parametrize("eos", [True, False])
 def test_files_are_those_of_the_rules_for_any_number_of_workers(bpe, tmp_path, monkeypatch, workers, block, eos):
@@ -328,6 +329,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("words, code, message", MISTAKES)
 def test_a_mistake_is_one_message_and_leaves_nothing(bpe, word_pieces, tmp_path, monkeypatch, words, code, message):
     monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path / "cache"))

@@ -122,6 +122,7 @@ def pictures(page):
     return [(caption, base64.b64decode(data).decode()) for caption, data in found]
 
 
+@pytest.mark.sampled(2)
 def test_the_page_has_every_run_in_every_picture(tmp_path, capsys):
     """Over steps, tokens and time; with colours of both schemes."""
     for name, more in dict(a={}, b=dict(shift=0.25, own="router loss"), c=dict(shift=0.5, seed=2)).items():

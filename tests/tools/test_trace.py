@@ -129,6 +129,7 @@ def check_documents(capsys, run, prefixes, seen: dict[int, set[int]], done: int)
             )
 
 
+@pytest.mark.sampled(2)
 def test_launches_with_other_batches_and_ranks(tmp_path, run_ranks, capsys):
     """A ramp-up on two ranks, another batch on one, four steps taken back, steps left out, a shorter end."""
     prefixes, run = make_files(tmp_path), tmp_path / "run"

@@ -52,7 +52,7 @@ class Clock:
         return self.now
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("compiled, kept", [(0.9, True), (0.995, False)])
 def test_steps_are_compiled_in_turn_and_the_faster_kind_is_kept(compiled, kept, monkeypatch, tmp_path, capfd):
     """The losses are those of a run that is not compiled."""

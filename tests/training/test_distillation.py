@@ -104,7 +104,7 @@ def plain(teacher: str, way: str):
     return train(Job(**PLAIN, teacher=of_logits(weights_of(teacher), kind, temperature), alpha=alpha))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("way, layout", CASES)
 def test_any_layout_is_the_plain_loop(way, layout, teacher, run_ranks, tmp_path):
     """Both losses, norms, the student's weights; and nothing of the teacher is saved."""
@@ -195,7 +195,7 @@ def plain_projected(teacher: str):
     return train(Job(**PLAIN, teacher=of_logits(weights), alpha=0.5, hidden_teacher=of_states, more=drawn))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_narrow_states_are_projected_to_those_of_the_teacher(layout, teacher, run_ranks, tmp_path):
     """By matrices that are trained, reduced, sharded and saved as other weights."""
@@ -326,6 +326,7 @@ def test_its_logits_and_losses_are_those_of_the_loaded_model(teacher):
     torch.testing.assert_close(frozen.token_losses(batch).flatten(), losses, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "hidden", ["", "--hidden-size 32 --kd-hidden-layers 0:0", "--hidden-size 16 --kd-hidden-layers even"]
 )

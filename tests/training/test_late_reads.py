@@ -48,6 +48,7 @@ def test_a_step_is_read_in_the_next_one(monkeypatch):
     run.close()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "case, world, stops",
     [(GROWING, 1, [3, 4]), (GROWING, 2, []), (MEANS, 1, []), (NOT_FINITE, 2, []), ("batches that grow", 1, [])],

@@ -22,8 +22,8 @@ from megatron.planner.memory import _first_units
 from megatron.planner.preflight.machines import compared
 from megatron.settings.batch import batch_size, total_iterations
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import RANGES
-from megatron.settings.schema import Batch, Guard, Optimizer
+from megatron.settings.schema import GROUPS, Batch, Guard, Optimizer
+from megatron.settings.spelling import settings_of
 from megatron.telemetry.event_rules import RecordRules
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.profiler import Profiler
@@ -301,10 +301,11 @@ ENDS = {  # what a message says -> the least and the most that it allows, and th
 
 
 def test_ranges_of_settings_are_what_their_messages_say():
-    assert ENDS.keys() == RANGES.keys()
-    for words, (inside, outside) in ENDS.items():
-        works, _ = RANGES[words]
-        assert all(map(works, inside)) and not any(map(works, outside)), words
+    ranges = {one.range for one in settings_of(GROUPS) if one.range}
+    assert ENDS.keys() == {one.words for one in ranges}
+    for words, holds in ranges:
+        inside, outside = ENDS[words]
+        assert all(map(holds, inside)) and not any(map(holds, outside)), words
 
 
 # ---- replicas, machines, states of runs and shares -------------------------------------------------------------------

@@ -27,6 +27,7 @@ def _figures(text):
     return [(int(zeros), float(norm)) for zeros, norm in found]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("more", ["", UNTIED], ids=["tied", "untied"])
 def test_figures_of_all_ranks_do_not_depend_on_the_layout(more, run_ranks, tmp_path, monkeypatch):
     """Against one rank's gradient element by element, and the norm of what the checkpoint holds."""

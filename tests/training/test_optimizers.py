@@ -221,6 +221,7 @@ def test_muon_goes_on_in_another_layout(run_ranks, tmp_path):
 # ---- learning rates of embeddings ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", ["one rank", "tp3", "pp2", "zero3"])
 def test_embeddings_have_a_learning_rate_of_their_own(layout, run_ranks, tmp_path):
     """That of words, which is the output layer's too; positions have the common one."""

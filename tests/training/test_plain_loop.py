@@ -206,7 +206,7 @@ def expected(case: str) -> Outcome:
     return train(Job(**CASES[case][1]))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("world, stops", [(1, []), (2, []), (1, [3, 4])], ids=["one rank", "two ranks", "two resumes"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_equals_the_plain_loop(case, world, stops, run_ranks, tmp_path):
@@ -237,6 +237,7 @@ STYLES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("style", STYLES)
 def test_every_curve_of_the_learning_rate_in_a_run(style, tmp_path):
     name, _, anneal = style.partition(" ")
@@ -252,6 +253,7 @@ def test_every_curve_of_the_learning_rate_in_a_run(style, tmp_path):
     compare(tmp_path, train(Job(**PLAIN | dict(rate=rate_of(style, 1e-2, 1e-3, warmup=16, end=40, anneal=last)))))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("style", STYLES)
 def test_curves_of_the_learning_rate_at_every_sample(style):
     """Warm-ups, decay lengths and annealing of all kinds, in iterations, samples and as a share."""
@@ -285,6 +287,7 @@ def test_curves_of_weight_decay_at_every_sample(style):
             assert found == pytest.approx([expected(samples) for samples in range(70)], rel=1e-12, abs=1e-15)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world, words",
     [

@@ -62,7 +62,7 @@ def plain():
     return train(Job(**PLAIN, optimizer=lambda groups: RoundedAdam(groups, PLAIN["eps"])))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_moments_in_bf16_are_adams_rounded(layout, run_ranks, tmp_path):
     """fp32 and fp64 sums lie on two sides of the middle between two numbers of bf16 now and then: in up to 2 % of the
@@ -102,6 +102,7 @@ def test_a_run_goes_on_to_the_bit(tmp_path):
     assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "straight")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("before, after", [("", MOMENTS), (MOMENTS, "")], ids=["to bf16", "to fp32"])
 def test_a_checkpoint_changes_its_format_with_a_note(before, after, tmp_path, capsys, run_ranks):
     """Saved by one process and loaded by two that share the state; the loss goes on."""

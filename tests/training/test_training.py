@@ -40,6 +40,7 @@ def _steps(folder):
     return [record for record in map(json.loads, lines) if record["kind"] == "step"]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_resume_is_bit_identical(world, precision, run_ranks, tmp_path):

@@ -19,7 +19,7 @@ _HERE = "megatron.corpus.filters"
 FILTERS: dict[str, str] = {
     "url": f"{_HERE}.url:UrlFilter",
     "html": f"{_HERE}.html:HtmlToText",
-    "gate": f"{_HERE}.gate:BinaryGate",
+    "gate": f"{_HERE}.repair:BinaryGate",
     "language": f"{_HERE}.language:LanguageFilter",
     "ftfy": f"{_HERE}.repair:TextRepair",
     "gopher": f"{_HERE}.gopher:Gopher",
@@ -32,7 +32,7 @@ FILTERS: dict[str, str] = {
     "fineweb-chinese": f"{_HERE}.fineweb:FineWebChinese",
     "megatron": f"{_HERE}.length:ShortDocuments",
     "tasks": f"{_HERE}.tasks:CleaningTasks",
-    "fasttext": f"{_HERE}.classifier:FastTextClassifier",
+    "fasttext": f"{_HERE}.language:FastTextClassifier",
     "perplexity": f"{_HERE}.perplexity:PerplexityFilter",
 }
 

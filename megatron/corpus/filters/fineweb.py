@@ -9,8 +9,7 @@ from functools import cache
 from typing import Optional
 
 from megatron.corpus.filters.repetition import repeated
-from megatron.corpus.filters.rules import Rule, above, below, judged
-from megatron.corpus.filters.words import cut
+from megatron.corpus.filters.words import Rule, above, below, cut, judged
 from megatron.corpus.stage import Document, Verdict
 
 

@@ -8,8 +8,7 @@ the tokens of `words.cut`; punctuation counts in ratios to words, but not in the
 from collections.abc import Iterator, Sequence
 from typing import Optional
 
-from megatron.corpus.filters.rules import Rule, above, below, judged
-from megatron.corpus.filters.words import LETTER, VISIBLE, cut
+from megatron.corpus.filters.words import LETTER, VISIBLE, Rule, above, below, cut, judged
 from megatron.corpus.stage import Document, Verdict
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")

@@ -11,8 +11,7 @@ from typing import Optional
 
 import numpy as np
 
-from megatron.corpus.filters.rules import Rule, above, judged
-from megatron.corpus.filters.words import Words, cut
+from megatron.corpus.filters.words import Rule, Words, above, cut, judged
 from megatron.corpus.stage import Document, Verdict
 
 Limits = Mapping[int, float]  # n -> maximal share of the text's characters

@@ -21,7 +21,7 @@ from megatron.errors import SettingsError
 from megatron.model.experts.parts import ways_of
 from megatron.mpu.placement import Placement
 from megatron.mpu.random import init_parameter
-from megatron.settings.schema import EXPERT_SETTINGS, Model
+from megatron.settings.groups.model import EXPERT_SETTINGS, Model
 
 EXPERTS, ROUTER = ".mlp.experts.", ".mlp.router."
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, run_main
+from megatron.settings.declare import dashed
 from megatron.settings.parse import parse
 from megatron.settings.schema import TokenizerSettings, setting
 
@@ -96,10 +97,10 @@ def check(options: CleanupOptions) -> None:
     """Raise SettingsError for numbers out of range."""
     for name in ("workers", "longest_line", "log_interval"):
         if getattr(options, name) < 1:
-            raise SettingsError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 1 is needed")
+            raise SettingsError(f"{dashed(name)} {getattr(options, name)}: at least 1 is needed")
     for name in ("max_junk", "min_lang_score"):
         if not 0 <= getattr(options, name) <= 1:
-            raise SettingsError(f"--{name.replace('_', '-')} {getattr(options, name)} is not from 0 to 1")
+            raise SettingsError(f"{dashed(name)} {getattr(options, name)} is not from 0 to 1")
     if options.min_tokens < 0:
         raise SettingsError(f"--min-tokens {options.min_tokens}: at least 0 is needed")
     shard_of(options.shard)

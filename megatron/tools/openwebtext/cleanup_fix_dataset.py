@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, run_main
+from megatron.settings.declare import dashed
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
 
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> None:
     options = parse_one(argv, CleanupFixOptions, PROG, __doc__)
     for name in ("workers", "longest_line", "log_interval"):
         if getattr(options, name) < 1:
-            raise SettingsError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 1 is needed")
+            raise SettingsError(f"{dashed(name)} {getattr(options, name)}: at least 1 is needed")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
 
     from megatron.corpus.filters.tasks import CleaningTasks

@@ -253,6 +253,7 @@ PAGES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("path", PAGES)
 def test_what_comes_of_a_page(server, path):
     limits = replace(LIMITS, timeout=1.0) if PAGES[path] == "timeout" else LIMITS
@@ -629,6 +630,7 @@ def wait_for(path: Path, lines: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.sampled(2)
 def test_a_signal_ends_it_with_all_that_came_and_the_same_command_goes_on(server, tmp_path):
     source, output = slow_list(server, tmp_path, 300), tmp_path / "raw.json"
     process = start(source, output)
