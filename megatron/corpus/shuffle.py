@@ -17,12 +17,17 @@ of records of one partition: key, place and length (8 bytes each) and the line w
 
 import json
 import math
+import os
+import shutil
 import struct
+import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, groupby, pairwise
+from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import xxhash
@@ -31,7 +36,8 @@ from megatron.corpus.documents import ShardWriter, decode
 from megatron.corpus.figures import text_bytes
 from megatron.corpus.lines import lines
 from megatron.corpus.stage import Counts, Made, StagePhase, TaskInputs
-from megatron.errors import DataError
+from megatron.errors import DataError, Locked
+from megatron.storage.durable import WriterLock, storage_errors, whole_file
 
 VERSION = 2  # of the order, and of the files
 SHARD_BYTES = 64_000_000  # assumed size of a shard
@@ -39,6 +45,7 @@ RECORD = struct.Struct("<QQQ")  # key, place, bytes of the line
 MOST_SCATTERS = 1024  # tasks of `scatter`: each task of `gather` opens the files of all of them
 OVERHEAD = 256  # bytes that Python needs for a record in addition to its line
 PIECES, INDEX = "pieces.zst", "index.bin"
+UNKNOWN = 64 << 30  # assumed bytes of stdin, for the number of partitions
 PARTITION, OFFSET, STORED, SIZE, RECORDS = COLUMNS = range(5)  # of an index, sorted by partition
 
 
@@ -233,3 +240,41 @@ def _records(pieces: list) -> Iterator[tuple[int, int, bytes]]:
                     key, place, length = RECORD.unpack_from(piece, at)
                     at += RECORD.size + length
                     yield key, place, piece[at - length : at]
+
+
+# -- files --------------------------------------------------------------------------------------------------------------
+
+
+def shuffle_files(files: list[str], target: Optional[Path], seed: int, memory: int, most: Optional[int] = None) -> None:
+    """Write the shuffled lines of the files to `target`, which appears when it is complete; None: stdout."""
+    sizes = [os.path.getsize(file) if os.path.isfile(file) else UNKNOWN for file in files]
+    partitions = min(4096, max(1, fitting_partitions(sum(sizes), memory)))  # more if compressed: gathered in rounds
+    with _folder_for(target) as folder:
+        numbered = enumerate(chain.from_iterable(lines(file, longest_line(memory)) for file in files))
+        scatter_lines(numbered, folder, seed, partitions, memory)
+        ordered = chain.from_iterable(gather_lines([folder], number, memory) for number in range(partitions))
+        with nullcontext(sys.stdout.buffer) if target is None else whole_file(target) as out:
+            for line in islice(ordered, most):
+                out.write(line + b"\n")
+            out.flush()
+
+
+@contextmanager
+def _folder_for(target: Optional[Path]) -> Iterator[Path]:
+    """A temporary folder for the shuffle, next to the target; one that a killed shuffle left is emptied."""
+    if target is None:
+        with tempfile.TemporaryDirectory(prefix="megatron-shuf-") as name:
+            yield Path(name)
+        return
+    folder = target.with_name(f".{target.name}.shuf")
+    with storage_errors(target):
+        folder.mkdir(exist_ok=True)
+        try:
+            lock = WriterLock(folder)
+        except Locked as error:
+            raise Locked(f"{target} is being written by another shuffle", error.why, "give another --output") from None
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.release()

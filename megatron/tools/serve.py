@@ -20,7 +20,6 @@ from pathlib import Path
 
 from megatron.errors import Failure, run_main
 from megatron.guard.job import on_ranks
-from megatron.guard.processes import die_with_parent
 from megatron.inference.expert_ranks import expert_parallel
 from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.serving.settings import (
@@ -37,6 +36,7 @@ from megatron.settings import rank_env
 from megatron.settings.effects import idle_flags
 from megatron.settings.schema import Parallel
 from megatron.settings.statements import failing_in_users_words
+from megatron.storage.processes import die_with_parent
 from megatron.telemetry.web import listen
 
 PACKAGES = ("aiohttp", "jinja2", "prometheus_client", "pydantic", "starlette", "uvicorn")

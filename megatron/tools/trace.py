@@ -21,13 +21,13 @@ from typing import Any, Literal, Optional
 
 import numpy as np
 
+from megatron.data.launches import planned, read_run
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.settings.declare import dashed
 from megatron.settings.from_checkpoint import refuse_lost
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Data, TokenizerSettings, setting
 from megatron.training.document_trace import DocumentTrace
-from megatron.training.launches import planned, read_run
 
 MOST_VERIFIED = 1000  # documents whose decoded text is searched
 WHOLE = 0.5  # smallest share of a text's n-grams for which a document is listed
