@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.model.arguments import parse_any
 from megatron.model.attention import ForwardContext
+from megatron.model.command_line import parse_any
 from megatron.model.experts import balancing
 from megatron.model.experts.layer import MoELayer
 from megatron.model.experts.parts import balance_loss, capacity

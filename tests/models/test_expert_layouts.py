@@ -12,7 +12,7 @@ import torch
 import pretrain_gpt
 from megatron.fused_kernels import TABLE
 from megatron.inference.load import load_model
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.experts import dispatch, grouped, router
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.layers import LinearOptions, linear
