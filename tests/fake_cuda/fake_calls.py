@@ -17,6 +17,7 @@ from megatron.model.packed_rows import PackedRows
 from megatron.mpu import cross_entropy, initialize, layers, random
 from megatron.pipeline.execute import _OpRunner
 from megatron.telemetry import lanes, memory, report_facts
+from megatron.telemetry.history import Columns
 from megatron.training import build
 from megatron.training.pace import Pace
 
@@ -107,8 +108,9 @@ def timed():
 
 
 def told_memory():
-    record = dict(kind="memory", bytes=3, iteration=1)
-    return report_facts.memory(SimpleNamespace(memory=record, run=dict(device="cuda")))[0][1].partition(": ")[2]
+    records = Columns()
+    records.extend([dict(kind="memory", bytes=3, iteration=1)])
+    return report_facts.memory(SimpleNamespace(memory=records, run=dict(device="cuda")))[0][1].partition(": ")[2]
 
 
 CALLS = {

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.model import fake_quantize, lora, quantization, sparsity, weights
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.experts.grouped import GroupedLinear, Rows
 from megatron.model.linear_products import products_of
 from megatron.mpu.deferred_wgrad import WeightGradStore, run_deferred_wgrads
