@@ -17,6 +17,7 @@ from typing import ClassVar, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, run_main
 from megatron.settings.effects import EFFECTS, Needs, idle_flags
+from megatron.settings.positional import refuse_below
 from megatron.settings.schema import WORD_PIECE, TokenizerSettings, setting
 
 
@@ -133,9 +134,7 @@ def take_mark(argv: list[str]) -> tuple[list[str], Optional[str]]:
 
 def check(settings: CreateOptions) -> CreateOptions:
     """Fill in the default key. Raises SettingsError for settings that cannot work together."""
-    for name in ("workers", "log_interval"):
-        if getattr(settings, name) < 1:
-            raise SettingsError(f"--{name.replace('_', '-')} {getattr(settings, name)}: at least 1 is needed")
+    refuse_below(settings, dict(workers=1, log_interval=1))
     keys = list(dict.fromkeys(settings.json_keys or ["text"]))
     if len(keys) > 1:
         do = "run it once for each key, with an --output-prefix of its own"

@@ -9,7 +9,6 @@ through a folder next to OUT, which takes about as much space as the text compre
 """
 
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,10 +18,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import DataError, Locked, SettingsError, no_such_file, run_main
+from megatron.errors import DataError, SettingsError, no_such_file, run_main
 from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import setting
-from megatron.storage.durable import WriterLock, storage_errors, whole_file
+from megatron.storage.durable import locked_folder, whole_file
 
 PROG = "python -m megatron.tools.shuf"
 UNKNOWN = 64 << 30  # assumed bytes of stdin, for the number of partitions
@@ -76,18 +75,8 @@ def _folder_for(target: Optional[Path]) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="megatron-shuf-") as name:
             yield Path(name)
         return
-    folder = target.with_name(f".{target.name}.shuf")
-    with storage_errors(target):
-        folder.mkdir(exist_ok=True)
-        try:
-            lock = WriterLock(folder)
-        except Locked as error:
-            raise Locked(f"{target} is being written by another shuffle", error.why, "give another --output") from None
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            lock.release()
+    with locked_folder(target.with_name(f".{target.name}.shuf"), target, "shuffle") as folder:
+        yield folder
 
 
 if __name__ == "__main__":
