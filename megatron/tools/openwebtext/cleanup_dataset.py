@@ -118,7 +118,7 @@ def shard_of(text: Optional[str]) -> tuple[int, int]:
 
 def filters(options: CleanupOptions, vocabulary: TokenizerSettings) -> list:
     """Build the filters: [(name, filter)], in order."""
-    from megatron.corpus.filters import build_filter
+    from megatron.corpus.registry import build_filter
 
     chosen = []
     if options.max_junk < 1:
