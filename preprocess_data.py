@@ -16,6 +16,7 @@ from typing import Literal, Optional
 
 from megatron.data.file_formats import SEPARATOR_HELP
 from megatron.errors import SettingsError, run_main
+from megatron.settings.declare import dashed
 from megatron.settings.positional import refuse_below
 from megatron.settings.schema import TokenizerSettings, setting
 
@@ -80,7 +81,7 @@ COMMON = (
 
 def main(argv: list[str]) -> None:
     start = time.perf_counter()
-    from megatron.settings.effects import EFFECTS, idle_flags
+    from megatron.settings.effects import idle_flags
     from megatron.settings.parse import parse_with_record
 
     groups = dict(preprocess=PreprocessOptions, tokenizer=TokenizerSettings)
@@ -90,7 +91,7 @@ def main(argv: list[str]) -> None:
     settings = check(parsed["preprocess"])
     for name in () if settings.split_sentences else ("lang", "keep_newlines", "sentence_splitter"):
         if name in said and said[name].is_request:
-            print(f"warning: --{name.replace('_', '-')} has no effect without --split-sentences")
+            print(f"warning: {dashed(name)} has no effect without --split-sentences")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
 
     from megatron.data.json_input import find_sources
@@ -102,7 +103,7 @@ def main(argv: list[str]) -> None:
     for name in settings.input:
         print(f"Opening {name}")
     kind = tokenizer_type(parsed["tokenizer"])
-    for sentence in idle_flags(parsed["tokenizer"], said, EFFECTS, tokenizer=kind):
+    for sentence in idle_flags(parsed["tokenizer"], said, tokenizer=kind):
         print(f"warning: {sentence}")
     print(f"> building {kind} tokenizer ...")
     tokenizer = build_tokenizer(parsed["tokenizer"], print)

@@ -18,7 +18,7 @@ from megatron.model.t5.facts import T5Facts
 from megatron.model.t5.rules import IDLE, RULES
 from megatron.model.t5.settings import GROUP, T5Settings
 from megatron.planner.stage_cut import normalize_config
-from megatron.settings.effects import Needs
+from megatron.settings.declare import Needs
 from megatron.settings.rules import word_piece
 from megatron.training.entry import start
 

@@ -29,6 +29,8 @@ import xxhash
 from megatron import __version__
 from megatron.errors import DataError, Failure
 from megatron.storage.durable import read_sealed, replace_file, seal, sync_folder, write_synced
+from megatron.storage.processes import process_start_ticks, state
+from megatron.telemetry.host_memory import most_resident_memory
 
 RECEIPT = "receipt.json"
 PIECE = 8 << 20
@@ -60,7 +62,7 @@ def commit(folder: Path, fill: Callable[[Path], Mapping[str, Any]], about: Mappi
         on_step("sync")
         content = dict(about) | dict(counts=counts, files=_synced(work), versions=versions())
         took = dict(seconds=round(time.perf_counter() - started, 3), core_seconds=round(core_seconds() - core, 3))
-        needed = dict(memory=peak_memory(), opened=files_opened() - opened)
+        needed = dict(memory=most_resident_memory(), opened=files_opened() - opened)
         content["attempt"] = dict(took, **needed, host=socket.gethostname())
         on_step("receipt")
         write_synced(work / RECEIPT, seal(content)[1])
@@ -142,13 +144,6 @@ def core_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def peak_memory() -> int:
-    """Peak bytes of this process since `forget_peak`, including mapped files; 0 where unknown."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
-    return 0
-
-
 def forget_peak() -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
@@ -208,13 +203,14 @@ def _attempt() -> str:
 
 def this_process() -> list[str]:
     """[<number>-<start>, host]: no other process has both."""
-    return [f"{os.getpid()}-{_start_of(os.getpid())}", socket.gethostname()]
+    return [f"{os.getpid()}-{process_start_ticks(os.getpid())}", socket.gethostname()]
 
 
 def is_gone(process: str, host: str) -> bool:
     """Whether a process of this machine has ended; False for processes of other machines."""
     number, _, start = process.partition("-")
-    return host == socket.gethostname() and _start_of(int(number)) != start
+    ended = state(int(number)) in ("", "Z") or str(process_start_ticks(int(number))) != start
+    return host == socket.gethostname() and ended
 
 
 def _alive(path: Path) -> bool:
@@ -226,16 +222,6 @@ def _alive(path: Path) -> bool:
     except (OSError, ValueError):  # another kind of name, or it has just gone
         return False
     return time.time() - newest < STALE
-
-
-def _start_of(process: int) -> str:
-    """Start of a process in ticks since boot, since pids are reused; "" where there is none."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return ""
-    state, *rest = stat.rpartition(")")[2].split()
-    return "" if state == "Z" else rest[18]
 
 
 RACY = 2_000_000_000  # nanoseconds: the coarsest time of a file system that is in use (FAT)

@@ -26,6 +26,7 @@ import numpy as np
 
 from megatron.errors import StorageError
 from megatron.storage.durable import Damaged, checksum, read_sealed, seal, sync_folder, wait_for_lock, write_synced
+from megatron.storage.processes import exists
 
 Arrays = dict[str, np.ndarray]
 Say = Callable[[str], None]
@@ -177,13 +178,7 @@ def _is_dead(owner: str) -> bool:
     host, _, pid = owner.rpartition(":")
     if host != socket.gethostname() or not pid.isdigit():
         return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass
-    return int(pid) == os.getpid()
+    return not exists(int(pid)) or int(pid) == os.getpid()
 
 
 def _stamp(entry: Path):

@@ -21,6 +21,7 @@ from megatron.data.sampler import batch_hash, cyclic_position, micro_batch_sampl
 from megatron.errors import DataError, SettingsError
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.mpu.chunks import row_numbers
+from megatron.settings.declare import dashed
 from megatron.settings.schema import Data
 from megatron.telemetry.own_code import import_callable
 
@@ -141,7 +142,7 @@ class MicroBatchLoader:
             name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)
         ]
         if wanting and eod is None:
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in wanting)
+            flags = ", ".join(dashed(name) for name in wanting)
             raise SettingsError(f"{flags}: the tokenizer has no end-of-document token")
         self.dataset, self.data, self.eod = dataset, data, eod
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size

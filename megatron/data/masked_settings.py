@@ -14,7 +14,7 @@ from math import gcd, lcm
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, did_you_mean
-from megatron.settings.effects import Needs
+from megatron.settings.declare import Needs
 from megatron.settings.rules import Rule
 from megatron.settings.schema import setting
 

@@ -27,7 +27,7 @@ from megatron.errors import SettingsError, did_you_mean
 from megatron.model import lora, quantization, sparsity
 from megatron.model.weights import Table, add_prefix
 from megatron.mpu.placement import Placement
-from megatron.settings.effects import Needs
+from megatron.settings.declare import Needs, dashed
 from megatron.settings.schema import Model
 
 PLAIN = "plain"
@@ -247,7 +247,7 @@ def _flag_of(settings: Model, pattern: str) -> str:
     name = next(
         name for name, value in values.items() if pattern in value.replace(",", " ").split() or name == "linear"
     )
-    return f"--{name.replace('_', '-')} {values[name]}"
+    return f"{dashed(name)} {values[name]}"
 
 
 def _unused(settings: Model, layers: Iterable[list[str]]) -> list[str]:
@@ -267,17 +267,13 @@ def _unused(settings: Model, layers: Iterable[list[str]]) -> list[str]:
 
 
 def idle_of(settings: Model) -> dict[str, Needs]:
-    """Setting of a kind -> its condition for having an effect: a recipe's need --linear to name the kind."""
+    """Setting of a recipe's kind -> its condition for having an effect: --linear must name the kind."""
     users: dict[str, list[str]] = {}
     for kind, product in settings.own_linears.items():
         for one in fields(product.group) if product.group else ():
             users.setdefault(one.name, []).append(kind)
     named = {name for choice in choices(settings.linear or "") for name in choice.names}
-    return (
-        quantization.EFFECTS
-        | sparsity.EFFECTS
-        | {
-            name: Needs(f"--linear PATTERN={' or PATTERN='.join(kinds)}", lambda s, kinds=kinds: named & set(kinds))
-            for name, kinds in users.items()
-        }
-    )
+    return {
+        name: Needs(f"--linear PATTERN={' or PATTERN='.join(kinds)}", lambda s, kinds=kinds: named & set(kinds))
+        for name, kinds in users.items()
+    }

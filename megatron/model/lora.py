@@ -21,6 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from megatron.mpu.placement import Constant, Normal, Placement, beside_inputs, beside_rows
+from megatron.settings.declare import dashed
 from megatron.settings.schema import Config, Model
 
 KIND = "lora"
@@ -85,7 +86,7 @@ def problems(settings: Model, patterns: Sequence[str]) -> list[str]:
         return []
     own = dict(lora_alpha=None, lora_target=None, lora_dropout=0.0, lora_split_fused=False, use_rslora=False)
     own["use_dora"] = False
-    given = [f"--{name.replace('_', '-')}" for name, value in own.items() if getattr(settings, name) != value]
+    given = [dashed(name) for name, value in own.items() if getattr(settings, name) != value]
     if KIND not in settings.own_linears:
         given += [f"--linear {pattern}={KIND}" for pattern in patterns]
     return [f"{', '.join(given)}: there are no adapters without --lora-rank"] if given else []

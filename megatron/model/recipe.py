@@ -15,7 +15,7 @@ from typing import Any, Optional
 from megatron.errors import SettingsError, did_you_mean
 from megatron.model.facts import Facts
 from megatron.model.sample_arrays import SampleArray
-from megatron.settings.effects import Needs
+from megatron.settings.declare import Needs
 from megatron.settings.own_choices import model_group, optimizer_group
 from megatron.settings.parse import Defaults
 from megatron.settings.rules import Rule

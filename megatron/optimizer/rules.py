@@ -4,7 +4,7 @@
 from types import SimpleNamespace
 
 from megatron.optimizer.kinds import COEFFICIENTS, formats_of, kinds_of, knows_matrices, state_of
-from megatron.settings.effects import Needs
+from megatron.settings.declare import Needs
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Optimizer
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from megatron.errors import SettingsError, UsageError
+from megatron.settings.declare import dashed
 from megatron.settings.parse import parse
 from megatron.settings.spelling import NO, YES, spellings_of
 
@@ -87,4 +88,4 @@ def refuse_below(options, least: Mapping[str, int]) -> None:
     for name, low in least.items():
         value = getattr(options, name)
         if value is not None and value < low:
-            raise SettingsError(f"--{name.replace('_', '-')} {value}: at least {low} is needed")
+            raise SettingsError(f"{dashed(name)} {value}: at least {low} is needed")

@@ -18,7 +18,7 @@ from megatron.model.t5.settings import own_settings as t5_settings
 from megatron.model.t5.stages import normalize_encoder_config
 from megatron.model.weights import Unit
 from megatron.mpu.placement import Normal, Placement
-from megatron.settings.effects import Needs
+from megatron.settings.declare import Needs
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, did_you_mean, run_main
+from megatron.settings.declare import dashed
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
 from megatron.telemetry.figures import size as in_units
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> None:
     for name in ("workers", "memory_gb", "parts"):
         value = getattr(asked, name)
         if value is not None and value <= 0:
-            raise SettingsError(f"--{name.replace('_', '-')} {value}: more than 0 is needed")
+            raise SettingsError(f"{dashed(name)} {value}: more than 0 is needed")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
     COMMANDS[command](words, asked)
 
@@ -348,7 +349,7 @@ def estimate(words: list[str], flags: list[str]) -> None:
     asked = parse_one(flags, EstimateOptions, f"{PROG} estimate", estimate.__doc__)
     for name, value in asdict(asked).items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 < value < float("inf"):
-            raise SettingsError(f"--{name.replace('_', '-')} {value}: more than 0 is needed")
+            raise SettingsError(f"{dashed(name)} {value}: more than 0 is needed")
     recipe = read_recipe(recipe_path)
     rates = simulated.rates_of([Path(one) for one in asked.rates])
     cluster = simulated.CorpusNodes(

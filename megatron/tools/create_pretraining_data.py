@@ -16,9 +16,11 @@ from dataclasses import MISSING, dataclass, replace
 from typing import ClassVar, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, run_main
-from megatron.settings.effects import EFFECTS, Needs, idle_flags
+from megatron.settings.declare import Needs, declared
+from megatron.settings.effects import idle_flags
+from megatron.settings.groups.tokenizer import WORD_PIECE
 from megatron.settings.positional import refuse_below
-from megatron.settings.schema import WORD_PIECE, TokenizerSettings, setting
+from megatron.settings.schema import TokenizerSettings, setting
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,10 @@ def main(argv: list[str]) -> None:
     from megatron.tokenizer import tokenizer_type
 
     find_sources(settings.input)  # report missing files before reading a vocabulary
-    table = EFFECTS | dict(vocab_file=BOTH, merge_file=BOTH) if settings.model_name else EFFECTS
-    of_tokenizer = idle_flags(vocabulary, given, table, tokenizer=tokenizer_type(vocabulary))
+    named = dict(vocab_file=BOTH, merge_file=BOTH) if settings.model_name else {}
+    of_tokenizer = idle_flags(
+        vocabulary, given, declared("needs", vocabulary) | named, tokenizer=tokenizer_type(vocabulary)
+    )
     for sentence in [*idle_flags(settings, given, IDLE), *of_tokenizer]:
         print(f"note: {sentence}", file=sys.stderr)
     tokenizer = make_tokenizer(settings, vocabulary)

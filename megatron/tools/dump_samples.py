@@ -22,6 +22,7 @@ from typing import Any, Literal, Optional
 
 from megatron.data.masked_settings import GROUP, MASKED_RULES, MaskedSettings
 from megatron.errors import DataError, SettingsError, run_main
+from megatron.settings.declare import dashed
 from megatron.settings.parse import parse
 from megatron.settings.schema import Data, TokenizerSettings, setting
 
@@ -77,7 +78,7 @@ def main(argv: list[str]) -> None:
     dump, data = groups["dump"], groups["data"]
     for name, least in dict(train_samples=1, seq_length=1, first=0, start=0).items():
         if getattr(dump, name) < least:
-            words = f"--{name.replace('_', '-')} {getattr(dump, name)}"
+            words = f"{dashed(name)} {getattr(dump, name)}"
             raise SettingsError(f"{words}: has to be {'at least 1' if least else '0 or more'}")
     masked = dump.model_type != "GPT"
     why = "--text" if dump.text else f"--model-type {dump.model_type}"

@@ -173,7 +173,7 @@ def _workspace(target: Path) -> Iterator[Path]:
 
 def _merge(parts: list[Path], target: Path, options: RawTextOptions) -> None:
     """Join all parts to one file, shuffled or not, which appears when it is complete."""
-    from megatron.tools.shuf import shuffle_files
+    from megatron.corpus.shuffle import shuffle_files
 
     print(f"Merging files into {target}", flush=True)
     if not options.no_shuffle:

@@ -24,7 +24,7 @@ from megatron.planner import target
 from megatron.planner.choose import automatic
 from megatron.planner.layout import Layout
 from megatron.planner.memory import memory_report
-from megatron.planner.reached import KIND
+from megatron.planner.reached_speed import KIND
 from megatron.planner.speed import Cluster, step
 from megatron.planner.text import error_of
 from megatron.settings.positional import parse_one

@@ -10,7 +10,8 @@ from typing import Any, Literal, Optional, get_type_hints
 
 from megatron.errors import UsageError
 from megatron.model.quantization import QuantizeOptions
-from megatron.settings.schema import EXPERT_SETTINGS, Model, setting
+from megatron.settings.groups.model import EXPERT_SETTINGS
+from megatron.settings.schema import Model, setting
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any, Optional
 
 import numpy as np
 
+from megatron.data.launches import RunHistory
 from megatron.errors import DataError, Failure
 from megatron.settings.schema import Config, TokenizerSettings
-from megatron.training.launches import RunHistory
 
 SPLITS = ("train", "valid", "test")
 

@@ -23,7 +23,8 @@ from megatron.mpu.placement import Placement
 from megatron.optimizer import lr_schedule
 from megatron.pipeline import stages
 from megatron.settings import batch, rules, schema
-from megatron.settings.effects import EFFECTS, without_effect
+from megatron.settings.declare import dashed, declared
+from megatron.settings.effects import without_effect
 from megatron.settings.rules import Rule, divisors, either, said, tokenizer_type
 from megatron.settings.statements import in_users_words
 
@@ -96,7 +97,7 @@ def expert_problems(s: SimpleNamespace) -> list[str]:
         if rules.alone(s):
             return [rules.too_few(s, " x ".join(given.values()), needed)]
         return [f"{error.what} ({error.why}); {error.do}"]
-    words = {axis: given.get(axis, f"--{name.replace('_', '-')} {sizes[axis]}") for axis, name in flags.items()}
+    words = {axis: given.get(axis, f"{dashed(name)} {sizes[axis]}") for axis, name in flags.items()}
     first = {}  # of the weights that have the same problem
     for name, placed in experts.items():
         for dim, axes in placed.cut_dims:
@@ -148,8 +149,9 @@ def idle(settings: schema.Config, world_size: int, datasets: Sequence = ()) -> d
     datasets: (train, valid, test) of the run, which may be None even if --split leaves samples for them
     With --skip-train, settings of the optimizer are not reported: no optimizer setting has an effect then.
     """
-    own = linear_kinds.idle_of(settings.model)
-    table = {**EFFECTS, **megatron.optimizer.rules.idle_of(settings.optimizer), **own, **recipe_of(settings).idle}
+    general = {name: one for name, one in declared("needs", *schema.GROUPS.values()).items() if not one.of_network}
+    of_kinds = megatron.optimizer.rules.idle_of(settings.optimizer) | linear_kinds.idle_of(settings.model)
+    table = {**general, **of_kinds, **recipe_of(settings).idle}
     if settings.batch.skip_train:
         table = {name: needs for name, needs in table.items() if not hasattr(settings.optimizer, name)}
     found = without_effect(rules.record(settings, world_size), table)
@@ -182,7 +184,7 @@ def filled(c: schema.Config, world: int) -> schema.Config:
         sharding_degree=p.sharding_degree or dp,
         expert_tensor_parallel_size=etp if etp is None or _experts(c) else None,  # without experts, 1 has no effect
         sequence_parallel=p.sequence_parallel and p.tensor_model_parallel_size > 1,
-        global_batch_size=batch.full_size(b, dp),
+        global_batch_size=b.full_size(dp),
         optimizer=o.rule,
         torch_compile=c.kernels.torch_compile is not False and rules.can_compile(c, world) and c.kernels.torch_compile,
         optimizer_cpu_offload=o.optimizer_cpu_offload or o.optimizer == "cpu_adam",

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 import merge_datasets
-from megatron.data import formats, manifest
+from megatron.data import formats, manifest, verify
 from megatron.data.blend import parse_blend
 from megatron.data.formats import open_tokens, prefixes_in
 from megatron.data.gpt_dataset import build_datasets
 from megatron.data.indexed import write_index
 from megatron.errors import DataError, Failure
 from megatron.settings.schema import Data
-from megatron.tools import verify_data
 
 LENGTHS = [3, 0, 7, 1, 5, 4]
 DOCUMENTS = [0, 2, 2, 5, 6]  # the second is empty
@@ -101,7 +100,7 @@ def test_conversion_both_ways_loses_nothing(tmp_path, capsys):
             ("there_idx.npz", "a_idx.npz"),
         ):
             assert (folder / made).read_bytes() == (folder / wanted).read_bytes(), made
-        assert verify_data.examine(there, False)[0] == verify_data.examine(back, False)[0] == []
+        assert verify.examine(there, False)[0] == verify.examine(back, False)[0] == []
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
@@ -244,7 +243,7 @@ def test_sents_that_point_elsewhere_are_found_by_verify_data(tmp_path):
         sents=np.array([0, 3, 4, 10, 11, 16, 20]),
         docs=np.array(DOCUMENTS),
     )
-    problems, _ = verify_data.examine(prefix, True)
+    problems, _ = verify.examine(prefix, True)
     assert problems == [f"{prefix}_idx.npz: the offset of sequence 2 is not where the one before it ends"]
 
 

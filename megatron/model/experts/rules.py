@@ -3,9 +3,7 @@
 
 from types import SimpleNamespace
 
-from megatron.settings.effects import Needs
 from megatron.settings.rules import Rule, divisors, either, said
-from megatron.settings.schema import EXPERT_SETTINGS
 
 
 def _mixture(s: SimpleNamespace) -> bool:
@@ -22,15 +20,11 @@ def _pattern_error(s: SimpleNamespace) -> str:
 
 
 def _kinds(s: SimpleNamespace) -> list[str]:
-    return s.moe_router_load_balancing_type or ["aux_loss"]
+    return s.settings.model.balancing_kinds
 
 
 def _coefficients(s: SimpleNamespace) -> list[float]:
     return s.moe_aux_loss_coeff or [0.0]
-
-
-def _losses(s: SimpleNamespace) -> bool:
-    return any("aux_loss" in kind for kind in _kinds(s))
 
 
 def _bad_groups(s: SimpleNamespace) -> str:
@@ -158,29 +152,3 @@ RULES = (
 
 # Models without experts.
 NO_EXPERTS = Rule(_mixture, lambda s: f"--num-experts {s.num_experts}: this kind of model has no experts; leave it out")
-
-
-_EXPERTS = Needs("--num-experts above 1", _mixture)
-_SCORES = Needs(
-    "--num-experts above 1, and with --moe-router-load-balancing-type sinkhorn",
-    lambda s: _mixture(s) and "sinkhorn" not in _kinds(s),
-)
-_CAPACITY = Needs("--moe-expert-capacity-factor", lambda s: _mixture(s) and s.moe_expert_capacity_factor is not None)
-IDLE = {
-    **{name: _EXPERTS for name in EXPERT_SETTINGS if name != "num_experts"},
-    "moe_router_bias_update_rate": Needs(
-        "--moe-router-enable-expert-bias", lambda s: _mixture(s) and s.moe_router_enable_expert_bias
-    ),
-    "moe_token_drop_policy": _CAPACITY,
-    "moe_router_score_function": _SCORES,
-    "moe_router_topk_scaling_factor": _SCORES,
-    "moe_router_pre_softmax": Needs(
-        "--num-experts above 1 and --moe-router-score-function softmax, "
-        "and with --moe-router-load-balancing-type sinkhorn",
-        lambda s: _SCORES.met(s) and s.moe_router_score_function == "softmax",
-    ),
-    "moe_aux_loss_coeff": Needs(
-        "--num-experts above 1 and a --moe-router-load-balancing-type with a loss",
-        lambda s: _mixture(s) and (_losses(s) or not any(_coefficients(s))),
-    ),
-}

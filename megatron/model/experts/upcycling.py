@@ -20,7 +20,7 @@ import torch
 from megatron.errors import SettingsError
 from megatron.mpu.placement import Placement
 from megatron.mpu.random import init_parameter
-from megatron.settings.schema import EXPERT_SETTINGS, Model
+from megatron.settings.groups.model import EXPERT_SETTINGS, Model
 
 EXPERTS, ROUTER = ".mlp.experts.", ".mlp.router."
 

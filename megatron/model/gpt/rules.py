@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for combinations of GPT's settings (`settings.rules`)."""
 
-from dataclasses import fields
 from itertools import combinations
 from types import SimpleNamespace
 
-from megatron.model.experts.rules import IDLE as OF_EXPERTS
-from megatron.settings.effects import HALF, Needs
+from megatron.settings.declare import dashed, declared
+from megatron.settings.groups.model import bad_window
 from megatron.settings.rules import Rule, divisors, either, multiples
-from megatron.settings.schema import Model, window_numbers
-
-_NAMES = [field.name for field in fields(Model)]
-_LLAMA3 = [name for name in _NAMES if name.startswith("rope_scaling_")]
-_YARN = ["rotary_scaling_factor", "mscale", "mscale_all_dim", *(name for name in _NAMES if name.startswith("yarn_"))]
+from megatron.settings.schema import GROUPS
 
 
 def _scalings(s: SimpleNamespace) -> dict[str, bool]:
@@ -24,14 +19,6 @@ def _scalings(s: SimpleNamespace) -> dict[str, bool]:
     }
 
 
-def _bad_window(s: SimpleNamespace) -> bool:
-    try:
-        left, right = (-1, 0) if s.window_size is None else window_numbers(s.window_size)
-    except ValueError:
-        return True
-    return left < -1 or right not in (-1, 0)
-
-
 NO_RELATIVE = Rule(
     lambda s: s.position_embedding_type == "relative",
     lambda s: (
@@ -41,7 +28,7 @@ NO_RELATIVE = Rule(
 )
 RULES = (
     Rule(
-        _bad_window,
+        lambda s: bad_window(s.window_size),
         lambda s: (
             f"--window-size {s.window_size} must be the keys before and after its own that a token sees, with a comma "
             "between, as 4095,0; before: -1 for all; after: 0, because attention is causal"
@@ -115,8 +102,7 @@ RULES = (
         Rule(
             lambda s, one=one, other=other: getattr(s, one) and getattr(s, other),
             lambda s, one=one, other=other: (
-                f"--{one.replace('_', '-')} and --{other.replace('_', '-')} are two activations of the MLP; give one of "
-                "them"
+                f"{dashed(one)} and {dashed(other)} are two activations of the MLP; give one of them"
             ),
         )
         for one, other in combinations(("squared_relu", "swiglu", "geglu", "quick_geglu"), 2)
@@ -171,42 +157,8 @@ RULES = (
     ),
 )
 
-_SIGMOID_GATE = Needs("--swiglu or --quick-geglu", lambda s: s.swiglu or s.quick_geglu)
-_ROPE = Needs("--position-embedding-type rope", lambda s: s.position_embedding_type == "rope")
-IDLE = {
-    **OF_EXPERTS,
-    "window_size": Needs(
-        "a --seq-length that is longer than the window",
-        lambda s: _bad_window(s) or (s.settings.model.window or s.seq_length) < s.seq_length - 1,
-    ),
-    "window_attn_skip_freq": Needs("--window-size", lambda s: s.window_size is not None),
-    "rotary_base": _ROPE,
-    "rope_local_base_freq": Needs(
-        "--position-embedding-type rope and a --window-size",
-        lambda s: s.position_embedding_type == "rope" and s.window_size is not None,
-    ),
-    "qk_layernorm_across_heads": Needs("--qk-layernorm", lambda s: s.qk_layernorm),
-    "add_qkv_bias": Needs("--disable-bias-linear", lambda s: s.disable_bias_linear),
-    "rotary_percent": _ROPE,
-    "rotary_seq_len_interpolation_factor": _ROPE,
-    "use_rope_scaling": _ROPE,
-    "rope_type": Needs(
-        "--position-embedding-type rope, and --rotary-scaling-factor above 1 for yarn",
-        lambda s: s.position_embedding_type == "rope" and (s.rope_type == "rope" or s.rotary_scaling_factor != 1),
-    ),
-    **dict.fromkeys(_LLAMA3, Needs("--use-rope-scaling", lambda s: s.use_rope_scaling)),
-    **dict.fromkeys(_YARN, Needs("--rope-type yarn", lambda s: s.rope_type == "yarn")),
-    "bias_gelu_fusion": Needs(
-        "GeLU (no --swiglu, --squared-relu or --quick-geglu)",
-        lambda s: not (s.swiglu or s.squared_relu or s.quick_geglu),
-    ),
-    "activation_func_clamp_value": _SIGMOID_GATE,
-    "glu_linear_offset": _SIGMOID_GATE,
-    "attention_softmax_in_fp32": HALF,
-    "reset_position_ids": Needs(
-        "--position-embedding-type learned_absolute or rope", lambda s: s.position_embedding_type != "none"
-    ),
-}
+# The conditions that the network decides, of all groups
+IDLE = {name: needs for name, needs in declared("needs", *GROUPS.values()).items() if needs.of_network}
 
 
 def _even_rotary(s: SimpleNamespace) -> str:

@@ -7,7 +7,7 @@ from megatron.model.experts.rules import NO_EXPERTS
 from megatron.model.gpt.rules import IDLE as OF_GPT
 from megatron.model.gpt.rules import RULES as GPT_RULES
 from megatron.model.t5.settings import own_settings
-from megatron.settings.effects import Needs
+from megatron.settings.declare import Needs, dashed
 from megatron.settings.rules import Rule, either, multiples
 
 
@@ -22,10 +22,7 @@ def _target(s: SimpleNamespace) -> int:
 def refused(names: str, why: str) -> tuple[Rule, ...]:
     """Rules that refuse settings which the model does not support, one for each."""
     return tuple(
-        Rule(
-            lambda s, name=name: getattr(s, name),
-            lambda s, name=name: f"--{name.replace('_', '-')}: {why}; leave it out",
-        )
+        Rule(lambda s, name=name: getattr(s, name), lambda s, name=name: f"{dashed(name)}: {why}; leave it out")
         for name in names.split()
     )
 

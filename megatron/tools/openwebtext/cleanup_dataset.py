@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, run_main
+from megatron.settings.declare import dashed
 from megatron.settings.parse import parse
 from megatron.settings.positional import refuse_below
 from megatron.settings.schema import TokenizerSettings, setting
@@ -98,7 +99,7 @@ def check(options: CleanupOptions) -> None:
     refuse_below(options, dict(workers=1, longest_line=1, log_interval=1, min_tokens=0))
     for name in ("max_junk", "min_lang_score"):
         if not 0 <= getattr(options, name) <= 1:
-            raise SettingsError(f"--{name.replace('_', '-')} {getattr(options, name)} is not from 0 to 1")
+            raise SettingsError(f"{dashed(name)} {getattr(options, name)} is not from 0 to 1")
     shard_of(options.shard)
 
 

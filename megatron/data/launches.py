@@ -19,8 +19,8 @@ from megatron.settings.batch import batch_size, total_iterations
 from megatron.settings.from_checkpoint import located, saved_record
 from megatron.settings.schema import Batch, Config
 from megatron.storage.durable import Damaged
+from megatron.telemetry.history import History, read_history
 from megatron.telemetry.run_folder import find_metrics
-from megatron.telemetry.run_record import History, read_history
 
 
 class TrainingStep(NamedTuple):

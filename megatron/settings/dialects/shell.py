@@ -1,28 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read other suites' settings from their files and command lines: [TheirSetting(key, words, where, text)].
+"""Split a shell's commands into launchers, programs and flags. Nothing is run.
 
-    read_commands("torchrun --nproc_per_node 8 train.py --lr 1e-4", "run.sh")
-        -> [Command(["torchrun", "--nproc_per_node", "8"], "train.py", [TheirSetting("--lr", ["1e-4"], "run.sh:1", ...)])]
-
-YAML, JSON and Python are parsed, never run.
+read_commands("torchrun --nproc_per_node 8 train.py --lr 1e-4", "run.sh")
+    -> [Command(["torchrun", "--nproc_per_node", "8"], "train.py", [TheirSetting("--lr", ["1e-4"], "run.sh:1", ...)])]
 """
 
-import ast
 import re
 import shlex
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from megatron.errors import UsageError
 from megatron.settings.argv import GLUED, JOINED_LINES
+from megatron.settings.declare import dashed
 from megatron.settings.dialects.programs import INSTEAD, OURS
 from megatron.settings.dialects.table import TheirSetting
-from megatron.settings.files import read_text
-from megatron.settings.python_file import items, read_assignments
 from megatron.settings.schema import GROUPS
-from megatron.settings.spelling import dashed, spellings_of
+from megatron.settings.spelling import spellings_of
 
 FLAG = re.compile(r"--?[A-Za-z]")
 ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
@@ -35,7 +29,6 @@ OPENS, CLOSES = ("then", "do", "else", "{", "("), ("elif", "else", "fi", "done",
 CONDITIONS, LOOPS, TESTS = ("if", "elif", "while", "until"), ("for", "select"), ("[", "[[", "test")
 FUNCTION = re.compile(r"function [\w-]+( \( \))?|[\w-]+ \( \)")
 BUILTINS = "set unset wait shift export : true".split()  # shell commands that need no change around another program
-CODE = "code"  # the key of a line that only execution could resolve
 LITERAL = "\uf8ff"  # a dollar sign that a shell leaves alone, as in '$x'
 HOME = re.compile(r"^~(?=/|$)")  # which a shell replaces where it begins a word without quotes
 ALONE = re.compile(rf"\$\w+|\$\{{[^}}]*\}}|{RUN}")  # a word that is a variable or the output of a command
@@ -250,88 +243,5 @@ def flags_of_words(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]
 
 def _takes_many(flag: str) -> bool:
     """Whether a flag with this suite's own name takes several values."""
-    spelling = spellings_of(GROUPS).get("--" + flag.lstrip("-").replace("_", "-"))
+    spelling = spellings_of(GROUPS).get(dashed(flag.lstrip("-")))
     return spelling is not None and spelling.setting.many and spelling.flag == dashed(spelling.setting.name)
-
-
-# Files ----------------------------------------------------------------------------------------------------------------
-
-
-def read_tree(path: str) -> list[TheirSetting]:
-    """Read the leaves of a YAML or JSON file, with dotted keys. Raises UsageError for other files.
-
-    OmegaConf's `${model.x}`, `${.x}` and `${..x}` are resolved if they refer to a plain value.
-    """
-    import yaml
-
-    text = read_text(path)
-    try:
-        root = yaml.compose(text.replace("\t", "  ") if path.endswith(".json") else text, Loader=yaml.BaseLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else path
-        raise UsageError(f"{where}: neither YAML nor JSON", str(getattr(error, "problem", "") or error)) from None
-    if not isinstance(root, yaml.MappingNode):
-        raise UsageError(f"{path}: no settings in it", "keys and values are wanted")
-    leaves = list(_leaves(root, "", path, text.splitlines(), yaml))
-    last = {one.key: one for one in leaves}
-    return [one._replace(words=[_resolved(word, one.key, last) for word in one.words]) for one in leaves]
-
-
-def _leaves(mapping, prefix: str, path: str, lines: list[str], yaml) -> Iterator[TheirSetting]:
-    for key_node, node in mapping.value:
-        key, line = f"{prefix}{key_node.value}", key_node.start_mark.line
-        if isinstance(node, yaml.MappingNode) and node.value:
-            yield from _leaves(node, f"{key}.", path, lines, yaml)
-        else:
-            many = isinstance(node, yaml.CollectionNode)
-            words = [str(getattr(item, "value", item)) for item in node.value] if many else [str(node.value)]
-            text = lines[line].split(" #")[0].strip().rstrip(",")
-            alone = (
-                text.lstrip("\"'").startswith(str(key_node.value)) and text.count(":") == 1 and text[-1] not in ":[{"
-            )
-            yield TheirSetting(key, words, f"{path}:{line + 1}", text if alone else f"{key}: {', '.join(words)}")
-
-
-def _resolved(word: str, key: str, leaves: dict[str, TheirSetting]) -> str:
-    reference = re.fullmatch(r"\$\{(\.*)(\w[\w.]*)\}", word)
-    if not reference:
-        return word
-    up, places = len(reference[1]), key.split(".")  # a dot: beside the key; each further one: a level up
-    target = ".".join([*places[: max(0, len(places) - up)], reference[2]] if up else [reference[2]])
-    return _resolved(leaves[target].value, target, leaves) if target in leaves and target != key else word
-
-
-def read_python(path: str, names: Callable[[str], bool] = lambda key: True) -> list[TheirSetting]:
-    """Read the assignments of a Python file, with dotted keys: constants, lists, `dict(...)`. A class or a call is read
-    as its name, and a line that needs execution has the key `CODE`; imports are skipped. Raises UsageError for bad Python.
-
-    names: whether a key is a setting; a name that is none, and that other lines use, is only substituted there.
-    """
-    text = read_text(path)
-    file, lines = read_assignments(text, path), text.splitlines()
-    assigned = [(name, value) for name, value in file.assigned if names(name) or name not in file.used]
-    rows = [one for name, value in assigned for one in _values(value, name)]
-    many = Counter(line for _, _, line in rows)
-
-    def place(key: str, words: list[str], line: int) -> TheirSetting:
-        text = lines[line - 1].strip().rstrip(",") if many[line] < 2 else f"{key} = {', '.join(words)}"
-        return TheirSetting(key, words, f"{path}:{line}", text)
-
-    code = [node for node in file.others if not isinstance(node, (ast.Import, ast.ImportFrom))]
-    return [place(*one) for one in rows] + [place(CODE, [], node.lineno) for node in code]
-
-
-def _values(node: ast.expr, key: str) -> Iterator[tuple[str, list[str], int]]:
-    pairs = items(node)
-    if isinstance(node, (ast.List, ast.Tuple)):
-        yield key, [_word(one) for one in node.elts], node.lineno
-    elif not pairs:
-        yield key, [_word(node)], node.lineno
-    for name, value in pairs or ():
-        yield from _values(value, f"{key}.{name or '?'}")
-
-
-def _word(node: ast.expr) -> str:
-    """Convert a value to a word: `3`, `HybridAdam` for a name or a call of it."""
-    return str(node.value) if isinstance(node, ast.Constant) else ast.unparse(getattr(node, "func", node))

@@ -17,8 +17,8 @@ import pretrain_gpt
 import pretrain_t5
 from megatron.errors import SettingsError
 from megatron.model.arguments import parse_any
-from megatron.planner import room
-from megatron.planner.room import Demand, check_room
+from megatron.planner import memory_check
+from megatron.planner.memory_check import Demand, check_room
 from megatron.settings.rank_env import Ranks
 from megatron.telemetry import host_memory
 from megatron.training.rules import resolve
@@ -97,8 +97,8 @@ def free(monkeypatch):
     """`free(bytes)`: so much memory is free, of a machine that has `total` (default: no more)."""
 
     def set_free(size, total=None):
-        monkeypatch.setattr(room, "available_memory", lambda otherwise: size)
-        monkeypatch.setattr(room, "total_memory", lambda: total or size)
+        monkeypatch.setattr(memory_check, "available_memory", lambda otherwise: size)
+        monkeypatch.setattr(memory_check, "total_memory", lambda: total or size)
 
     return set_free
 
@@ -135,7 +135,9 @@ def test_overcommitted_it_trains(free, capsys):
 def test_memory_that_comes_back_is_waited_for(monkeypatch, free):
     slept = []
     free(1e5, 1e12)
-    monkeypatch.setattr(room.time, "sleep", lambda seconds: slept.append(seconds) or (len(slept) == 2 and free(1e12)))
+    monkeypatch.setattr(
+        memory_check.time, "sleep", lambda seconds: slept.append(seconds) or (len(slept) == 2 and free(1e12))
+    )
     check_room(settings(SMALL), GPT)
     assert slept == [1, 1]
     free(1e5, 1e12)
@@ -145,8 +147,8 @@ def test_memory_that_comes_back_is_waited_for(monkeypatch, free):
 
 def start_on_two_machines(rank: int) -> str:
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    room.available_memory = lambda otherwise: 1e5 if rank else 1e12
-    room.total_memory = lambda: 1e5 if rank else 1e12
+    memory_check.available_memory = lambda otherwise: 1e5 if rank else 1e12
+    memory_check.total_memory = lambda: 1e5 if rank else 1e12
     with pytest.raises(SettingsError) as refused:
         pretrain_gpt.main(SMALL.split())
     return str(refused.value)
@@ -181,7 +183,7 @@ def test_where_nobody_can_say_there_is_no_check(free, monkeypatch):
 
 
 def test_a_gpu_is_asked_itself(monkeypatch, free):
-    monkeypatch.setattr(room, "DRIVERS", ("/",))
+    monkeypatch.setattr(memory_check, "DRIVERS", ("/",))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(2e9), int(2e9)))

@@ -14,14 +14,8 @@ from dataclasses import dataclass, field
 
 from megatron.errors import did_you_mean
 from megatron.settings import schema
-from megatron.settings.dialects import fleetx
-from megatron.settings.dialects.colossalai import COLOSSALAI
-from megatron.settings.dialects.commands import LLMACC, MEGATRON_DEEPSPEED, PADDLENLP
-from megatron.settings.dialects.deepspeed import DEEPSPEED
-from megatron.settings.dialects.hf_trainer import HF_TRAINER
+from megatron.settings.declare import dashed
 from megatron.settings.dialects.megatron_lm import answer
-from megatron.settings.dialects.nanogpt import NANOGPT
-from megatron.settings.dialects.nemo import NEMO
 from megatron.settings.dialects.table import (
     VARIABLE,
     Default,
@@ -33,16 +27,11 @@ from megatron.settings.dialects.table import (
     sentence,
     unread,
 )
+from megatron.settings.files import CODE
 from megatron.settings.rules import range_problem
-from megatron.settings.sources import CODE
-from megatron.settings.spelling import NO, BadValue, Spelling, dashed, spellings_of
+from megatron.settings.spelling import NO, BadValue, Spelling, spellings_of
 from megatron.settings.statements import SaidBy, Statement, resolve
 
-FLEETX = fleetx.TABLES["train"]
-DIALECTS = {
-    one.name: one
-    for one in (PADDLENLP, FLEETX, COLOSSALAI, DEEPSPEED, MEGATRON_DEEPSPEED, NEMO, LLMACC, HF_TRAINER, NANOGPT)
-}
 HELD_BY_SHELL = "a variable of the shell: what it holds is not read; translate that"
 ANYWAY = "it is done anyway, or asks for nothing"
 EMPTY = ("", "null", "none", "~", "???")
@@ -77,13 +66,13 @@ def translate(dialect: Dialect, sources: Iterable[TheirSetting], out: Translatio
             _one(dialect, source, given, known, out)
         else:
             out.idle.append((source, overruled(source.words == given[source.key].words, given[source.key])))
-    _keep_last(out, known)
+    keep_last(out, known)
     out.idle += [(TheirSetting(text, [], dialect.title, text), why) for text, why in dialect.unsaid.items()]
-    _add_defaults(dialect, given, known, out)
+    add_defaults(dialect, given, known, out)
     return out
 
 
-def _add_defaults(dialect: Dialect, given: Mapping[str, TheirSetting], known, out: Translation) -> None:
+def add_defaults(dialect: Dialect, given: Mapping[str, TheirSetting], known, out: Translation) -> None:
     """Add lines for the other suite's defaults. A setting with a value that is refused gets no default."""
     wrong = (flag for one, _ in out.lost for flag in (*dialect.flags_of_key(one.key), dashed(one.key.lstrip("-"))))
     said = {_name(line, known) for line in out.lines} | {known[flag].setting.name for flag in wrong if flag in known}
@@ -121,7 +110,7 @@ def _one(dialect: Dialect, source: TheirSetting, given, known: Mapping[str, Spel
         if flags is None:
             return _without_row(dialect, source, known, out)
         out.idle += [(source, ANYWAY)] * (not flags)
-        _add(source, flags, dialect, known, out)
+        add(source, flags, dialect, known, out)
 
 
 def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spelling], out: Translation) -> None:
@@ -152,7 +141,7 @@ def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spe
 def _flag_of_megatron(source: TheirSetting, dialect: Dialect, known: Mapping[str, Spelling], out: Translation) -> None:
     flag = dashed(source.key.lstrip("-"))
     if flag in known:
-        _add(source, [(flag, source.words)], dialect, known, out)
+        add(source, [(flag, source.words)], dialect, known, out)
     elif (known_answer := answer(flag, source.words)) is not None:
         target = out.lost if known_answer.refused else out.idle
         target.append((source, known_answer.sentence or "it asks for nothing"))
@@ -160,7 +149,7 @@ def _flag_of_megatron(source: TheirSetting, dialect: Dialect, known: Mapping[str
         out.lost.append((source, f"no flag that is known{did_you_mean(flag, known, 0.8)}"))
 
 
-def _add(source: TheirSetting, flags, dialect: Dialect, known: Mapping[str, Spelling], out: Translation) -> None:
+def add(source: TheirSetting, flags, dialect: Dialect, known: Mapping[str, Spelling], out: Translation) -> None:
     """Add lines in this suite's main spelling, and flags of torchrun. A bad value is reported instead."""
     for flag, words in flags:
         spelling = known.get(flag)
@@ -203,7 +192,7 @@ def _add_presence(dialect: Dialect, given: Mapping[str, TheirSetting], known, ou
         inside = [source for key, source in given.items() if f"{key}.".startswith(f"{name}.")]
         if inside and inside[0].value.lower() not in EMPTY:
             section = TheirSetting(name, [], inside[0].where, f"{name} = ...")
-            _add(section, flags_of(meaning, []), dialect, known, out)
+            add(section, flags_of(meaning, []), dialect, known, out)
 
 
 def _name(line: FlagLine | Default, known: Mapping[str, Spelling]) -> str:
@@ -211,7 +200,7 @@ def _name(line: FlagLine | Default, known: Mapping[str, Spelling]) -> str:
     return says.name if says else known[line.flag].setting.name
 
 
-def _keep_last(out: Translation, known: Mapping[str, Spelling]) -> None:
+def keep_last(out: Translation, known: Mapping[str, Spelling]) -> None:
     """Keep one of several lines for a setting: the one that would count on a command line."""
     chosen, _ = resolve([line.says for line in out.lines if line.says])
     winners = {line.says.name: line for line in out.lines if line.says and line.says is chosen.get(line.says.name)}
@@ -228,23 +217,6 @@ def _keep_last(out: Translation, known: Mapping[str, Spelling]) -> None:
             note = (line.source, part + overruled(same, winner.source))
             out.idle += [note] * (note not in out.idle and not (same and part))
     out.lines = kept
-
-
-def translate_fleetx(entries: fleetx.Entries, known: Mapping[str, Spelling]) -> Translation:
-    """Translate PaddleFleetX's YAML, which has its own reader. known: the flags of the command that it is for."""
-    translated, out = fleetx.translate(entries, fleetx.purpose_of(entries)), Translation()
-    for flag, words, one in translated.flags:
-        spelling = known.get(flag)
-        text = spelling is not None and spelling.setting.kind is str and not spelling.setting.many
-        _add(one, [(flag, [",".join(words)] if text else words)], FLEETX, known, out)
-    out.idle, out.lost = out.idle + [(one, why) for why, one in translated.notes], out.lost + translated.problems
-    reported = {one.key for one, _ in out.idle + out.lost} | {line.source.key for line in out.lines}
-    out.idle += [(one, ANYWAY) for key, one in translated.given.items() if key not in reported]
-    out.idle += fleetx.dropped(entries)
-    _keep_last(out, known)
-    if translated.purpose == "train":
-        _add_defaults(FLEETX, translated.given, known, out)
-    return out
 
 
 def back(dialect: Dialect, flags: Iterable[tuple[str, list[str]]]) -> tuple[dict[str, list[str]], list[str]]:
