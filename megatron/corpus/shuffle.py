@@ -34,7 +34,7 @@ import xxhash
 from megatron.corpus.documents import ShardWriter, decode
 from megatron.corpus.figures import text_bytes
 from megatron.corpus.lines import lines
-from megatron.corpus.stage import Counts, Made, StagePhase, TaskInputs
+from megatron.corpus.stage import Counts, Made, StagePhase, TaskInputs, of_each_shard
 from megatron.errors import DataError
 from megatron.storage.durable import locked_folder, whole_file
 
@@ -81,9 +81,8 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
     def own_of_gather(made: Made) -> list[Mapping[str, Any]]:
         return [dict(partition=n, memory=memory) for n in range(partitions)]
 
-    a_shard = lambda made: [[shard] for shard in made["documents"]]
     return [
-        StagePhase("count", count, a_shard, lambda made: [dict(memory=memory)] * len(made["documents"])),
+        StagePhase("count", count, of_each_shard, lambda made: [dict(memory=memory)] * len(made["documents"])),
         StagePhase("places", places, lambda made: [[made["count"]]]),
         StagePhase("scatter", scatter, split_of_scatter, own_of_scatter),
         StagePhase("gather", gather, split_of_gather, own_of_gather),
