@@ -10,6 +10,7 @@ import subprocess
 import sys
 from fnmatch import fnmatch
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ PURE = (  # what settings are checked and launches are planned with: no torch
     "mpu.placement fused_kernels.cpu model.recompute_plan model.facts model.weights model.recipe "
     "model.gpt.facts model.gpt.rules model.t5.facts model.t5.settings model.t5.rules model.balance model.bert.facts "
     "model.bert.settings model.bert.rules "
-    "model.experts.capacity model.experts.sums model.experts.weights model.experts.ops model.experts.rules "
+    "model.experts.parts model.experts.weights model.experts.ops model.experts.rules "
     "model.sample_arrays model.t5.stages data.mock pipeline.rules data.rules optimizer.rules "
     "optimizer.kinds training.rules "
     "checkpoint.boxes pipeline.schedule pipeline.stages pipeline.simulate "
@@ -192,6 +193,31 @@ def test_every_module_of_tools_is_a_command():
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
 def test_some_commands_never_import_torch(name):
     assert not has_torch(reached(name, at_start_only=False))
+
+
+def test_a_command_line_passes_few_files():
+    """From the words to the settings of a run: the files of the called functions, in order, and climbs between floors."""
+    from megatron.model.command_line import parse_any
+
+    words = (
+        "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --lr 1e-3 --train-iters 3 --mock-data --vocab-size 9"
+    )
+    parse_any(words.split())  # what is computed once for all command lines
+    places = []
+
+    def record(frame, event, arg):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(ROOT) and path != Path(__file__):
+            places.append(module_name(path))
+
+    before = sys.getprofile()
+    sys.setprofile(record)
+    try:
+        parse_any(words.split())
+    finally:
+        sys.setprofile(before)
+    climbs = sum(floor(after) > floor(place) for place, after in pairwise(places))
+    assert len(set(places)) <= 20 and climbs <= 4, (sorted(set(places)), climbs)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of
 from megatron.model.t5 import stages as t5_stages
 from megatron.model.t5.facts import T5Facts
