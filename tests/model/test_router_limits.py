@@ -14,10 +14,10 @@ from megatron.model.attention import ForwardContext
 from megatron.model.command_line import parse_any
 from megatron.model.experts import balancing
 from megatron.model.experts.capacity import capacity
+from megatron.model.experts.expert_rules import RULES
 from megatron.model.experts.layer import MoELayer
 from megatron.model.experts.replay import RoutingRecord
 from megatron.model.experts.routing import ExpertChoice, best, places_of
-from megatron.model.experts.rules import RULES
 from megatron.model.experts.weights import experts
 from megatron.mpu.mesh import Mesh
 from megatron.settings.rules import record
