@@ -41,7 +41,7 @@ PURE = (  # what settings are checked and launches are planned with: no torch
     "mpu.placement fused_kernels.cpu model.recompute_plan model.facts model.weights model.recipe "
     "model.gpt.facts model.gpt.gpt_rules model.t5.facts model.t5.settings model.t5.t5_rules model.balance model.bert.facts "
     "model.bert.settings model.bert.bert_rules "
-    "model.experts.capacity model.experts.sums model.experts.weights model.experts.ops model.experts.expert_rules "
+    "model.experts.parts model.experts.weights model.experts.ops model.experts.expert_rules "
     "model.sample_arrays model.t5.stages data.mock pipeline.pipeline_rules data.data_rules optimizer.optimizer_rules "
     "optimizer.kinds training.rules "
     "checkpoint.boxes pipeline.schedule pipeline.stages pipeline.simulate "

@@ -407,7 +407,7 @@ def _pair(job: Job, op: Product, d: Device) -> tuple[float, float]:
     They are narrow, and so limited by memory: forward they read the input and add to the output, backward they add to the
     gradient of the input, and read the input twice and the gradient of the output three times.
     """
-    inputs, outputs = op.inputs, op.outputs * op.times
+    inputs, outputs = op.inputs * op.stacks, op.outputs * op.times
     arithmetic = (
         2.0 * op.pair * (inputs + outputs) / d.reached(job.precision, max(1, min(op.rows, op.inputs, op.outputs)))
     )

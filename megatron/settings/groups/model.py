@@ -112,10 +112,19 @@ NARROW = Network(
     lambda s: bad_window(s.window_size) or (s.settings.model.window or s.seq_length) < s.seq_length - 1,
 )
 
+
+def any_way(s: Any, attribute: str, suites: str) -> bool:
+    """Whether a chosen way to balance has an attribute of `model.experts.parts.Balancing`; the suite's own have it if
+    `suites` is in their names.
+    """
+    own = getattr(s.settings.model.own_experts, "balancing", {})
+    return any(getattr(own.get(kind), attribute, suites in kind) for kind in s.settings.model.balancing_kinds)
+
+
 MIXED = Network("--num-experts above 1", lambda s: s.settings.model.mixture)
 SCORED = Network(
     "--num-experts above 1, and with --moe-router-load-balancing-type sinkhorn",
-    lambda s: MIXED.met(s) and "sinkhorn" not in s.settings.model.balancing_kinds,
+    lambda s: MIXED.met(s) and not any_way(s, "chooses", "sinkhorn"),
 )
 BEFORE = Network(
     "--num-experts above 1 and --moe-router-score-function softmax, and with --moe-router-load-balancing-type sinkhorn",
@@ -123,12 +132,7 @@ BEFORE = Network(
 )
 LOSSES = Network(
     "--num-experts above 1 and a --moe-router-load-balancing-type with a loss",
-    lambda s: (
-        MIXED.met(s)
-        and (
-            any("aux_loss" in kind for kind in s.settings.model.balancing_kinds) or not any(s.moe_aux_loss_coeff or ())
-        )
-    ),
+    lambda s: MIXED.met(s) and (any_way(s, "label", "aux_loss") or not any(s.moe_aux_loss_coeff or ())),
 )
 BIASED = Network("--moe-router-enable-expert-bias", lambda s: MIXED.met(s) and s.moe_router_enable_expert_bias)
 CAPPED = Network("--moe-expert-capacity-factor", lambda s: MIXED.met(s) and s.moe_expert_capacity_factor is not None)
@@ -172,6 +176,7 @@ class Model:
 
     # A recipe's kinds of linear layers: name -> `mpu.linear_product.LinearProduct` (`own_choices.model_group`).
     own_linears: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    own_experts: ClassVar[Any] = None  # its parts of layers with experts: `model.experts.parts.ExpertParts`
 
     num_layers: Count = shape("number of transformer layers")
     hidden_size: Count = shape("transformer hidden size")
