@@ -23,7 +23,7 @@ KNOW_GPT = {  # file pattern -> why it may name GPT
     "megatron/settings/reader.py": "names of published shapes",
     "megatron/settings/messages.py": "names of published shapes in messages",
     "megatron/settings/statements.py": "names of published shapes in docstrings",
-    "megatron/model/arguments.py": "the default of --model-type",
+    "megatron/model/command_line.py": "the default of --model-type",
     "megatron/settings/rules.py": "names of tokenizers",
     "megatron/tokenizer/*": "names of tokenizers",
     "megatron/tasks/chat.py": "what answers in conversations",

@@ -212,7 +212,9 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]], tp: int
         if sparsity.KIND in own and sparsity.KIND not in settings.own_linears
     ]
     used = [own for own, _ in kinds.values()]
-    return (found or _apart(settings, kinds) or _unused(settings, used)) + sparsity.problems(settings, sparse, tp)
+    experts = [name for name, (own, weight) in kinds.items() if lora.KIND in own and weight.stacked]
+    found = found or _apart(settings, kinds) or _unused(settings, used) or lora.problems_of_experts(settings, experts)
+    return found + sparsity.problems(settings, sparse, tp)
 
 
 def _apart(settings: Model, kinds: Mapping[str, tuple[list[str], Placement]]) -> list[str]:

@@ -3,7 +3,9 @@
 
     @dataclass(frozen=True)
     class Precision:  # groups/precision.py
-        hysteresis: Count = setting("number of overflows before the scale halves", 2, needs=DYNAMIC_SCALE, shown=SCALE)
+        hysteresis: Count = shown_by("test_loss_scales_of_fp16")(
+            "number of overflows before the scale halves", 2, needs=DYNAMIC_SCALE
+        )
 
 Nothing else declares it: flag, help, YAML key, checks, record in checkpoints and line in docs/flags.md follow. Its name is
 its attribute, its key and (with dashes) its flag; a bool that is true by default becomes `--no-...`. Afterwards run
@@ -12,6 +14,7 @@ its attribute, its key and (with dashes) its flag; a bool that is true by defaul
 
 from collections.abc import Callable
 from dataclasses import MISSING, field, fields
+from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Annotated, NamedTuple, Optional
@@ -63,12 +66,19 @@ def setting(help: str, default=MISSING, *alias: str, needs: Optional[Needs | str
     also: other words for a value, as `{"gpu": "cuda"}`. joined: several words are a list with commas.
     also_sets: a spelling -> values of other settings, as a preset has them. replaces: the settings whose place it takes.
     requires: (another setting, why that must be given, too). needs: the condition for an effect, or a setting without
-    which it has none. on_resume: one of ON_RESUME (default: see `guard/changes.py`). shown: the test that shows its effect,
-    with `file::` in front if several tests have the name.
+    which it has none. on_resume: one of ON_RESUME (default: see `guard/changes.py`). shown: see `shown_by`.
     """
     if isinstance(needs, str):
         needs = Needs(dashed(needs), attrgetter(needs))
     return field(default=default, metadata=dict(help=help, alias=alias, needs=needs, **metadata))
+
+
+def shown_by(test: str, **metadata) -> Callable:
+    """`setting`, with the test that shows its effect, and with what several settings have in common.
+
+    test: the name of its function, with `file::` in front if others have this name
+    """
+    return partial(setting, shown=test, **metadata)
 
 
 def declared(what: str, *groups: object) -> dict:

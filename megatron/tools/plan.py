@@ -19,7 +19,7 @@ from typing import Literal, Optional
 
 from megatron.errors import SettingsError, StorageError, UsageError, run_main
 from megatron.model import quantization
-from megatron.model.arguments import parse_with_options
+from megatron.model.command_line import parse_with_options
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import schema
 from megatron.settings.declare import Count, Natural, Needs, Positive, declared

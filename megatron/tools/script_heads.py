@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import Failure, SettingsError, run_main
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.planner import target
 from megatron.planner.choose import automatic
 from megatron.planner.layout import Layout

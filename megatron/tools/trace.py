@@ -94,7 +94,7 @@ def read_command(argv: list[str]):
         launches = [with_data(launch, changed) for launch in history.launches]
         tokenizer = replace(history.launches[-1].config.tokenizer, **words)
         return replace(history, launches=launches), options, tokenizer
-    from megatron.model.arguments import parse_with_options
+    from megatron.model.command_line import parse_with_options
     from megatron.settings.rules import record
     from megatron.training.rules import resolve
 

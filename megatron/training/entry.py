@@ -4,7 +4,7 @@
 import contextlib
 
 from megatron.errors import UsageError, debugging
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import Recipe, module_of
 from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings import rank_env

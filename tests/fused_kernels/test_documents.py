@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.data import batch_arrays
 from megatron.data.loader import MicroBatch
-from megatron.fused_kernels import Case, attention
+from megatron.fused_kernels import Case, attention, explicit_attention
 from megatron.fused_kernels.documents import Documents, starts_of
 from megatron.fused_kernels.dropout import DropoutMask
 from megatron.model.gpt.module import GPT
@@ -132,9 +132,9 @@ def test_one_document_gives_the_bits_of_none():
     inputs = operands(S, S, 2, 2, 16, torch.float32, "cpu")
     for window, softcap in [(None, None), (40, 0.7)]:
         how = dict(scale=SCALE, causal=True, window=window, softcap=softcap)
-        plain = results(partial(attention.block_causal, **how), inputs)
+        plain = results(partial(explicit_attention.in_blocks, **how), inputs)
         documents = Documents.of(np.zeros((B, S), np.int32), "cpu")
-        apart = results(partial(attention.block_causal, documents=documents, **how), inputs)
+        apart = results(partial(explicit_attention.in_blocks, documents=documents, **how), inputs)
         assert all(map(torch.equal, apart, plain))
 
 

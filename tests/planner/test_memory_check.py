@@ -16,7 +16,7 @@ import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
 from megatron.errors import SettingsError
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.planner import memory_check
 from megatron.planner.memory_check import Demand, check_room
 from megatron.settings.rank_env import Ranks

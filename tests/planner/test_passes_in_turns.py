@@ -4,7 +4,7 @@
 import pytest
 
 import pretrain_gpt
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of
 from megatron.pipeline.schedule import BESIDE, make_schedule
 from megatron.planner.device import find

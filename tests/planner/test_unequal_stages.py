@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.pipeline.schedule import stage_map
 from megatron.pipeline.simulate import hidden_by_turns, make_rank_schedules, simulate
 from megatron.planner.problems import inspect

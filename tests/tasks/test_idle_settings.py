@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from megatron.data.epochs import in_samples
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.settings.declare import declared
 from megatron.settings.schema import GROUPS
 from megatron.tasks.finetune import recipe

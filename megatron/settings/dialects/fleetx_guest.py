@@ -62,6 +62,8 @@ class FleetX(Guest):
 
     def read_all(self, placed: dict[str, list[Word]]) -> None:
         reader, entries = self.reader, self.entries
+        if not entries:
+            return
         translated = translate_entries(entries, reader.purpose, bool(reader.shape))
         self.emptied = [f"{one.where} {text}" for one, text in dropped(entries)]
         reader.notes += self.emptied + translated.remarks

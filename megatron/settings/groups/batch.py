@@ -4,7 +4,7 @@
 from dataclasses import dataclass, replace
 from typing import Optional
 
-from megatron.settings.declare import Count, Natural, Needs, Positive, setting
+from megatron.settings.declare import Count, Natural, Needs, Positive, shown_by
 
 AUTO = -1  # --micro-batch-size auto, --save-interval auto
 
@@ -20,46 +20,41 @@ MICRO = "test_micro_batches_of_a_step"
 class Batch:
     """Batch sizes, the length of training, and evaluation."""
 
-    micro_batch_size: Count = setting(
-        "samples per forward pass and rank; auto: the planner chooses",
-        1,
-        "--batch-size",
-        also=dict(auto=AUTO),
-        shown=MICRO,
+    micro_batch_size: Count = shown_by(MICRO)(
+        "samples per forward pass and rank; auto: the planner chooses", 1, "--batch-size", also=dict(auto=AUTO)
     )
-    global_batch_size: Optional[Count] = setting(
-        "samples per step (default: micro batch x data parallel)", None, shown=MICRO
+    global_batch_size: Optional[Count] = shown_by(MICRO)(
+        "samples per step (default: micro batch x data parallel)", None
     )
-    local_batch_size: Optional[Count] = setting(
-        "--global-batch-size / data parallel size; sets or checks it", None, shown=MICRO
+    local_batch_size: Optional[Count] = shown_by(MICRO)(
+        "--global-batch-size / data parallel size; sets or checks it", None
     )
-    gradient_accumulation_steps: Optional[Count] = setting(
-        "micro-batches per step; sets or checks --global-batch-size", None, "--accumulate-steps", shown=MICRO
+    gradient_accumulation_steps: Optional[Count] = shown_by(MICRO)(
+        "micro-batches per step; sets or checks --global-batch-size", None, "--accumulate-steps"
     )
-    rampup_batch_size: Optional[list[int]] = setting(
-        "START INCREMENT SAMPLES: ramp up the global batch size", None, shown="test_the_batch_grows_as_its_ramp_says"
+    rampup_batch_size: Optional[list[int]] = shown_by("test_the_batch_grows_as_its_ramp_says")(
+        "START INCREMENT SAMPLES: ramp up the global batch size", None
     )
-    train_iters: Optional[Natural] = setting(
-        "number of steps to train; 0 only with --skip-train", None, "--max-steps", shown="test_length_of_training"
+    train_iters: Optional[Natural] = shown_by("test_length_of_training")(
+        "number of steps to train; 0 only with --skip-train", None, "--max-steps"
     )
-    train_samples: Optional[Count] = setting(
-        "number of samples to train on, instead of steps", None, shown="test_length_of_training"
+    train_samples: Optional[Count] = shown_by("test_length_of_training")(
+        "number of samples to train on, instead of steps", None
     )
-    train_epochs: Optional[Count] = setting(
+    train_epochs: Optional[Count] = shown_by("test_a_run_of_epochs")(
         "epochs to train, instead of steps; schedule lengths may then be in steps or samples",
         None,
         "--num-train-epochs",
         "--num-epochs",
         "--epochs",
-        shown="test_a_run_of_epochs",
     )
-    eval_interval: Count = setting(
-        "number of steps between evaluations", 1000, "--eval-freq", needs=VALIDATION, shown="test_evaluations"
+    eval_interval: Count = shown_by("test_evaluations")(
+        "number of steps between evaluations", 1000, "--eval-freq", needs=VALIDATION
     )
-    eval_epoch: Optional[Count] = setting(
-        "also evaluate every so many epochs (--train-epochs)", None, shown="test_validation_behind_every_second_epoch"
+    eval_epoch: Optional[Count] = shown_by("test_validation_behind_every_second_epoch")(
+        "also evaluate every so many epochs (--train-epochs)", None
     )
-    eval_iters: Natural = setting(
+    eval_iters: Natural = shown_by("test_evaluations")(
         "number of batches per evaluation; 0: no evaluation",
         100,
         needs=Needs(
@@ -69,31 +64,27 @@ class Batch:
                 or (not s.full_validation and (s.settings.data.has("valid") or not s.eval_iters))
             ),
         ),
-        shown="test_evaluations",
     )
-    test_iters: Optional[Natural] = setting(
+    test_iters: Optional[Natural] = shown_by("test_test_data_have_a_number_of_batches_of_their_own")(
         "number of batches of the final evaluation on test data; 0: no evaluation (default: --eval-iters)",
         None,
         needs=Needs(
             "test data (a third part of --split, or --test-data-path)",
             lambda s: s.settings.data.has("test") or not s.test_iters,
         ),
-        shown="test_test_data_have_a_number_of_batches_of_their_own",
     )
-    eval_same_samples: bool = setting(
+    eval_same_samples: bool = shown_by("test_the_same_samples_each_time")(
         "validate on the first --eval-iters batches each time; otherwise each validation continues after the last",
         False,
         needs=Needs(
             "--eval-iters above 0, and not --full-validation", lambda s: s.eval_iters and not s.full_validation
         ),
-        shown="test_the_same_samples_each_time",
     )
-    eval_requests: Optional[str] = setting(
+    eval_requests: Optional[str] = shown_by("test_requests_in_the_loop_are_those_of_the_plain_network")(
         "file of multiple-choice requests (JSON lines: context, continuations, gold), whose accuracy each evaluation logs",
         None,
-        shown="test_requests_in_the_loop_are_those_of_the_plain_network",
     )
-    stop_at_loss: Optional[float] = setting(
+    stop_at_loss: Optional[float] = shown_by("test_a_loss_that_is_reached_ends_training")(
         "stop training when the validation loss (the first in the log) is at most this",
         None,
         needs=Needs(
@@ -101,9 +92,8 @@ class Batch:
             lambda s: s.settings.validates_early(s.dp),
         ),
         on_resume="logged",
-        shown="test_a_loss_that_is_reached_ends_training",
     )
-    skip_train: bool = setting(
+    skip_train: bool = shown_by("test_the_last_evaluation_of_training_in_another_layout")(
         "do not train; evaluate on --eval-iters batches of validation and test data",
         False,
         needs=Needs(
@@ -111,19 +101,12 @@ class Batch:
             lambda s: s.settings.batch.tested_batches or s.eval_iters or s.full_validation,
         ),
         on_resume="irrelevant",
-        shown="test_the_last_evaluation_of_training_in_another_layout",
     )
-    exit_interval: Optional[Count] = setting(
-        "save and exit after a step divisible by this",
-        None,
-        on_resume="irrelevant",
-        shown="test_a_run_stops_early_with_a_checkpoint",
+    exit_interval: Optional[Count] = shown_by("test_a_run_stops_early_with_a_checkpoint")(
+        "save and exit after a step divisible by this", None, on_resume="irrelevant"
     )
-    exit_duration_in_mins: Optional[Positive] = setting(
-        "save and exit after this many minutes",
-        None,
-        on_resume="irrelevant",
-        shown="test_a_run_stops_early_with_a_checkpoint",
+    exit_duration_in_mins: Optional[Positive] = shown_by("test_a_run_stops_early_with_a_checkpoint")(
+        "save and exit after this many minutes", None, on_resume="irrelevant"
     )
 
     @property

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from megatron.settings.declare import Needs, Positive, PositiveShare, setting
+from megatron.settings.declare import Needs, Positive, PositiveShare, shown_by
 
 TEACHER = Needs("--teacher-load or --teacher-logits", lambda s: s.settings.distillation.distils)
 HIDDEN = Needs("--teacher-load and --kd-hidden-layers", lambda s: s.teacher_load and s.kd_hidden_layers)
@@ -18,49 +18,41 @@ STATES = "test_hidden_states_are_those_of_the_plain_loop"
 class Distillation:
     """Learning from another model: docs/distillation.md."""
 
-    teacher_load: Optional[str] = setting(
+    teacher_load: Optional[str] = shown_by(PLAIN)(
         "folder or URL of the checkpoint of a teacher, of any size and layout: the student also learns its logits",
         None,
         "--export-kd-teacher-load",
-        shown=PLAIN,
     )
-    teacher_logits: Optional[str] = setting(
+    teacher_logits: Optional[str] = shown_by("test_all_logits_equal_the_teacher")(
         "folder of a teacher's logits, from megatron.tools.teacher_logits, in place of the teacher; its seed defines the "
         "order of samples",
         None,
         "--logits-load-dir",
-        shown="test_all_logits_equal_the_teacher",
     )
-    kd_alpha: PositiveShare = setting(
-        "share of the loss on the teacher's logits; the language model's loss has the rest",
-        0.5,
-        needs=TEACHER,
-        shown=PLAIN,
+    kd_alpha: PositiveShare = shown_by(PLAIN)(
+        "share of the loss on the teacher's logits; the language model's loss has the rest", 0.5, needs=TEACHER
     )
-    kd_temperature: Positive = setting(
+    kd_temperature: Positive = shown_by(PLAIN)(
         "divisor of the logits of teacher and student in that loss, which is multiplied by its square",
         1.0,
         needs=TEACHER,
-        shown=PLAIN,
     )
-    kd_loss: Literal["forward_kl", "reverse_kl", "js"] = setting(
+    kd_loss: Literal["forward_kl", "reverse_kl", "js"] = shown_by(PLAIN)(
         "loss on the teacher's logits: KL(teacher || student), KL(student || teacher), or Jensen-Shannon divergence",
         "forward_kl",
         needs=TEACHER,
-        shown=PLAIN,
     )
-    kd_hidden_layers: Optional[str] = setting(
+    kd_hidden_layers: Optional[str] = shown_by(STATES)(
         "with --teacher-load, layers of the student whose output also learns that of a layer of the teacher, numbered from "
         "0: 0:1,1:3 (student:teacher); even: all of them, spread over the teacher's",
         None,
         needs="teacher_load",
-        shown=STATES,
     )
-    kd_hidden_loss: Literal["mse", "cosine"] = setting(
-        "loss on hidden states: mean of the squares of differences, or 1 - cosine", "mse", needs=HIDDEN, shown=STATES
+    kd_hidden_loss: Literal["mse", "cosine"] = shown_by(STATES)(
+        "loss on hidden states: mean of the squares of differences, or 1 - cosine", "mse", needs=HIDDEN
     )
-    kd_hidden_coeff: Positive = setting(
-        "weight of the loss on hidden states, which is added", 1.0, needs=HIDDEN, shown="test_even_pairs"
+    kd_hidden_coeff: Positive = shown_by("test_even_pairs")(
+        "weight of the loss on hidden states, which is added", 1.0, needs=HIDDEN
     )
 
     @property

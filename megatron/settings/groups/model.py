@@ -19,7 +19,7 @@ from megatron.settings.declare import (
     Needs,
     Positive,
     PositiveShare,
-    setting,
+    shown_by,
 )
 from megatron.settings.groups.precision import HALF
 
@@ -112,10 +112,19 @@ NARROW = Network(
     lambda s: bad_window(s.window_size) or (s.settings.model.window or s.seq_length) < s.seq_length - 1,
 )
 
+
+def any_way(s: Any, attribute: str, suites: str) -> bool:
+    """Whether a chosen way to balance has an attribute of `model.experts.parts.Balancing`; the suite's own have it if
+    `suites` is in their names.
+    """
+    own = getattr(s.settings.model.own_experts, "balancing", {})
+    return any(getattr(own.get(kind), attribute, suites in kind) for kind in s.settings.model.balancing_kinds)
+
+
 MIXED = Network("--num-experts above 1", lambda s: s.settings.model.mixture)
 SCORED = Network(
     "--num-experts above 1, and with --moe-router-load-balancing-type sinkhorn",
-    lambda s: MIXED.met(s) and "sinkhorn" not in s.settings.model.balancing_kinds,
+    lambda s: MIXED.met(s) and not any_way(s, "chooses", "sinkhorn"),
 )
 BEFORE = Network(
     "--num-experts above 1 and --moe-router-score-function softmax, and with --moe-router-load-balancing-type sinkhorn",
@@ -123,12 +132,7 @@ BEFORE = Network(
 )
 LOSSES = Network(
     "--num-experts above 1 and a --moe-router-load-balancing-type with a loss",
-    lambda s: (
-        MIXED.met(s)
-        and (
-            any("aux_loss" in kind for kind in s.settings.model.balancing_kinds) or not any(s.moe_aux_loss_coeff or ())
-        )
-    ),
+    lambda s: MIXED.met(s) and (any_way(s, "label", "aux_loss") or not any(s.moe_aux_loss_coeff or ())),
 )
 BIASED = Network("--moe-router-enable-expert-bias", lambda s: MIXED.met(s) and s.moe_router_enable_expert_bias)
 CAPPED = Network("--moe-expert-capacity-factor", lambda s: MIXED.met(s) and s.moe_expert_capacity_factor is not None)
@@ -153,17 +157,17 @@ MASKING = "test_sparsity::test_any_layout_is_the_plain_loop"
 SCALING = "test_frequencies_and_stretch"
 PAIRS = "test_lora::test_any_layout_is_the_plain_loop"
 
-shape = partial(setting, on_resume="another model", shown=PLAIN)
-formula = partial(setting, on_resume="refused", shown=PLAIN)
-scaling = partial(setting, on_resume="refused", shown=SCALING)
-llama3 = partial(setting, needs=LLAMA3, on_resume="refused", shown=SCALING)
-yarn = partial(setting, needs=YARN, on_resume="refused", shown=SCALING)
-expert = partial(setting, needs=MIXED, shown=EXPERT)
-router = partial(setting, needs=MIXED, on_resume="refused", shown=EXPERT)
-expert_shape = partial(setting, needs=MIXED, on_resume="another model", shown=EXPERT)
-quantized = partial(setting, on_resume="refused", shown=QUANTIZING)
-masked = partial(setting, on_resume="refused", shown=MASKING)
-pair = partial(setting, on_resume="refused", shown=PAIRS)
+shape = shown_by(PLAIN, on_resume="another model")
+formula = shown_by(PLAIN, on_resume="refused")
+scaling = shown_by(SCALING, on_resume="refused")
+llama3 = shown_by(SCALING, needs=LLAMA3, on_resume="refused")
+yarn = shown_by(SCALING, needs=YARN, on_resume="refused")
+expert = shown_by(EXPERT, needs=MIXED)
+router = shown_by(EXPERT, needs=MIXED, on_resume="refused")
+expert_shape = shown_by(EXPERT, needs=MIXED, on_resume="another model")
+quantized = shown_by(QUANTIZING, on_resume="refused")
+masked = shown_by(MASKING, on_resume="refused")
+pair = shown_by(PAIRS, on_resume="refused")
 
 
 @dataclass(frozen=True)
@@ -172,17 +176,13 @@ class Model:
 
     # A recipe's kinds of linear layers: name -> `mpu.linear_product.LinearProduct` (`own_choices.model_group`).
     own_linears: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    own_experts: ClassVar[Any] = None  # its parts of layers with experts: `model.experts.parts.ExpertParts`
 
     num_layers: Count = shape("number of transformer layers")
     hidden_size: Count = shape("transformer hidden size")
     num_attention_heads: Count = shape("number of attention heads")
-    seq_length: Count = setting(
-        "maximum sequence length, in tokens",
-        1024,
-        "--max-seq-len",
-        "--encoder-seq-length",
-        on_resume="refused",
-        shown="test_seq_length_is_that_of_the_samples",
+    seq_length: Count = shown_by("test_seq_length_is_that_of_the_samples")(
+        "maximum sequence length, in tokens", 1024, "--max-seq-len", "--encoder-seq-length", on_resume="refused"
     )
     max_position_embeddings: Optional[Count] = formula(
         "size of the learned position embedding (default: --seq-length)", None
@@ -191,8 +191,8 @@ class Model:
         "hidden size of the MLP (default: 4 x hidden size, 8/3 x with --swiglu or --geglu)", None
     )
     kv_channels: Optional[Count] = shape("size of an attention head (default: hidden size / heads)", None)
-    group_query_attention: bool = setting(
-        "grouped-query attention (see --num-query-groups)", False, shown="test_groups_need_a_number"
+    group_query_attention: bool = shown_by("test_groups_need_a_number")(
+        "grouped-query attention (see --num-query-groups)", False
     )
     num_query_groups: Optional[Count] = shape(
         "key-value heads (default: one per query head)", None, "--num-key-value-heads"
@@ -266,12 +266,11 @@ class Model:
     glu_linear_offset: float = formula(
         "with --swiglu or --quick-geglu: any number, added to the values after the clamp", 0.0, needs=SIGMOID_GATE
     )
-    num_experts: Optional[Natural] = setting(
+    num_experts: Optional[Natural] = shown_by(EXPERT)(
         "experts of a layer that has them instead of an MLP; 0 or 1: none (docs/experts.md)",
         None,
         "--num-moe-experts",
         on_resume="another model",
-        shown=EXPERT,
     )
     moe_layer_freq: str = expert_shape(
         "layers with experts: every N-th, the first included, or a pattern such as [0]*1+[1]*27 or ([1]*3+[0])*2", "1"
@@ -284,38 +283,29 @@ class Model:
         "multiply the output of the shared expert by the sigmoid of a product of its input", False
     )
     moe_router_topk: Count = router("experts that each token goes to", 2)
-    moe_router_score_function: Literal["softmax", "sigmoid"] = setting(
-        "scores of experts from the router's logits", "softmax", needs=SCORED, on_resume="refused", shown=EXPERT
+    moe_router_score_function: Literal["softmax", "sigmoid"] = shown_by(EXPERT)(
+        "scores of experts from the router's logits", "softmax", needs=SCORED, on_resume="refused"
     )
-    moe_router_pre_softmax: bool = setting(
+    moe_router_pre_softmax: bool = shown_by(EXPERT)(
         "softmax over all experts before the choice, instead of over the chosen ones",
         False,
         needs=BEFORE,
         on_resume="refused",
-        shown=EXPERT,
     )
-    moe_router_num_groups: Optional[Count] = setting(
+    moe_router_num_groups: Optional[Count] = shown_by("test_choices_and_weights_are_those_of_megatron_core")(
         "groups of experts, of which a token chooses --moe-router-group-topk first",
         None,
         needs=MIXED,
         on_resume="refused",
-        shown="test_choices_and_weights_are_those_of_megatron_core",
     )
-    moe_router_group_topk: Optional[Count] = setting(
-        "groups that each token chooses experts from",
-        None,
-        needs=MIXED,
-        on_resume="refused",
-        shown="test_choices_and_weights_are_those_of_megatron_core",
+    moe_router_group_topk: Optional[Count] = shown_by("test_choices_and_weights_are_those_of_megatron_core")(
+        "groups that each token chooses experts from", None, needs=MIXED, on_resume="refused"
     )
-    moe_router_topk_scaling_factor: Optional[Positive] = setting(
-        "multiply the weights of the chosen experts by this", None, needs=SCORED, on_resume="refused", shown=EXPERT
+    moe_router_topk_scaling_factor: Optional[Positive] = shown_by(EXPERT)(
+        "multiply the weights of the chosen experts by this", None, needs=SCORED, on_resume="refused"
     )
-    moe_router_dtype: Literal["fp32", "fp64"] = setting(
-        "format of the router's logits and scores",
-        "fp32",
-        needs=MIXED,
-        shown="test_logits_are_fp32_whatever_the_format",
+    moe_router_dtype: Literal["fp32", "fp64"] = shown_by("test_logits_are_fp32_whatever_the_format")(
+        "format of the router's logits and scores", "fp32", needs=MIXED
     )
     moe_router_load_balancing_type: Optional[
         list[Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]]
@@ -324,8 +314,8 @@ class Model:
         "global batch, by sinkhorn, or not at all (default: aux_loss)",
         None,
     )
-    moe_aux_loss_coeff: Optional[list[float]] = setting(
-        "weight of each balancing loss; 0: it is only logged (default: 0)", None, needs=LOSSES, shown=EXPERT
+    moe_aux_loss_coeff: Optional[list[float]] = shown_by(EXPERT)(
+        "weight of each balancing loss; 0: it is only logged (default: 0)", None, needs=LOSSES
     )
     moe_z_loss_coeff: Optional[FromZero] = expert(
         "weight of the square of log sum exp of the router's logits, which keeps them small; 0: none", None
@@ -334,21 +324,17 @@ class Model:
         "balance by a bias of each expert's score, which counts for the choice only and rises for experts with few tokens",
         False,
     )
-    moe_router_bias_update_rate: FromZero = setting(
-        "by how much a step changes these biases; 0: they are constant", 1e-3, needs=BIASED, shown=EXPERT
+    moe_router_bias_update_rate: FromZero = shown_by(EXPERT)(
+        "by how much a step changes these biases; 0: they are constant", 1e-3, needs=BIASED
     )
-    moe_input_jitter_eps: Optional[Fraction] = setting(
-        "multiply the router's input by random numbers between 1 - this and 1 + this; 0: do not",
-        None,
-        needs=MIXED,
-        shown="test_jitter_is_drawn_by_sample_and_only_in_training",
+    moe_input_jitter_eps: Optional[Fraction] = shown_by("test_jitter_is_drawn_by_sample_and_only_in_training")(
+        "multiply the router's input by random numbers between 1 - this and 1 + this; 0: do not", None, needs=MIXED
     )
-    moe_router_force_load_balancing: bool = setting(
+    moe_router_force_load_balancing: bool = shown_by("test_forced_balance_chooses_by_numbers_and_keeps_the_gradient")(
         "choose experts by random numbers, so that they get equally many tokens on average, for measurements",
         False,
         needs=MIXED,
         on_resume="refused",
-        shown="test_forced_balance_chooses_by_numbers_and_keeps_the_gradient",
     )
     moe_expert_capacity_factor: Optional[Positive] = router(
         "drop an expert's tokens above this x its equal share of a rank's micro-batch (default: none are dropped)", None
@@ -356,12 +342,11 @@ class Model:
     moe_pad_expert_input_to_capacity: bool = expert(
         "pad each expert's tokens to its capacity, so that no size depends on the data", False
     )
-    moe_token_drop_policy: Literal["probs", "position"] = setting(
+    moe_token_drop_policy: Literal["probs", "position"] = shown_by(EXPERT)(
         "tokens that are dropped above the capacity: those with the lowest probability, or the last",
         "probs",
         needs=CAPPED,
         on_resume="refused",
-        shown=EXPERT,
     )
     bias_gelu_fusion: bool = formula("fuse the bias with tanh GeLU; off: erf GeLU", True, needs=GELU)
     disable_bias_linear: bool = shape("linear layers without bias", False, "--add-bias-linear=false")
@@ -371,19 +356,17 @@ class Model:
         "--qkv-bias",
         needs=NO_BIAS,
     )
-    linear: Optional[str] = setting(
+    linear: Optional[str] = shown_by("test_linear_kinds::test_any_layout_is_the_plain_loop")(
         "PATTERN=KIND, ...: the kind of the linear layers that match, such as mlp.*=mask; kinds are plain, lora, "
         "fake_quantize (--quantization), sparse (--sparsity) and those that the recipe defines; +KIND adds one",
         None,
         on_resume="refused",
-        shown="test_linear_kinds::test_any_layout_is_the_plain_loop",
     )
-    kd_hidden_projections: Optional[str] = setting(
+    kd_hidden_projections: Optional[str] = shown_by("test_narrow_states_are_projected_to_those_of_the_teacher")(
         "LAYER:SIZE, ...: layers whose output a learned matrix projects to the teacher's hidden size; it follows from "
         "--kd-hidden-layers and the teacher",
         None,
         on_resume="refused",
-        shown="test_narrow_states_are_projected_to_those_of_the_teacher",
     )
     quantization: bool = quantized(
         "quantization aware training: linear layers round their weights and inputs (docs/compression.md)", False
@@ -393,26 +376,26 @@ class Model:
         "channel_wise_abs_max",
         needs=QUANTIZED,
     )
-    activation_quantize_type: Literal["moving_average_abs_max", "token_wise_min_max", "none"] = setting(
+    activation_quantize_type: Literal["moving_average_abs_max", "token_wise_min_max", "none"] = shown_by(
+        "test_weights_alone"
+    )(
         "--quantization: scale of a layer's inputs: one for all, by the moving average of steps, or a scale and a zero for "
         "each token; none: they are not rounded",
         "moving_average_abs_max",
         needs=QUANTIZED,
         on_resume="refused",
-        shown="test_weights_alone",
     )
     activation_preprocess_type: Literal["none", "PACT"] = quantized(
         "--quantization: PACT clips a layer's inputs to a trained bound before they are rounded", "none", needs=INPUTS
     )
     weight_bits: Bits = quantized("--quantization: bits of a weight, 2 to 8", 8, needs=QUANTIZED)
     activation_bits: Bits = quantized("--quantization: bits of an input, 2 to 8", 8, needs=INPUTS)
-    quantization_layers: Optional[str] = setting(
+    quantization_layers: Optional[str] = shown_by("test_quantization::test_what_cannot_be_is_said")(
         "--quantization: patterns of the layers that are quantized, as mlp.*,attention.qkv (default: all linear layers of "
         "blocks)",
         None,
         needs="quantization",
         on_resume="refused",
-        shown="test_quantization::test_what_cannot_be_is_said",
     )
     quantization_skip: Optional[str] = quantized(
         "--quantization: patterns of the layers that are not, as blocks.0.*, or the file of tools.sensitivity --output",
@@ -432,12 +415,11 @@ class Model:
         "steps before the last masks, which have --sparsity (default: the first ones are the last)", 0, needs="sparsity"
     )
     sparsity_frequency: Count = masked("steps between new masks", 100, needs=FREQUENCY)
-    sparsity_layers: Optional[str] = setting(
+    sparsity_layers: Optional[str] = shown_by("test_sparsity::test_what_cannot_be_is_said")(
         "--sparsity: patterns of the layers that have masks, as mlp.*,attention.qkv (default: all linear layers of blocks)",
         None,
         needs="sparsity",
         on_resume="refused",
-        shown="test_sparsity::test_what_cannot_be_is_said",
     )
     sparsity_skip: Optional[str] = masked(
         "--sparsity: patterns of the layers that have none, as blocks.0.*, or the file of tools.sensitivity --output",
@@ -451,50 +433,41 @@ class Model:
     lora_alpha: Optional[Positive] = pair(
         "the product of a pair is multiplied by this / --lora-rank (default: --lora-rank)", None
     )
-    lora_dropout: Fraction = setting("dropout of the input of a pair", 0.0, shown="test_products_against_autograd")
+    lora_dropout: Fraction = shown_by("test_products_against_autograd")("dropout of the input of a pair", 0.0)
     lora_target: Optional[str] = pair(
         "patterns of the linear layers that get a pair: 'attention.qkv, mlp.*, blocks.[01].*' (default: all in blocks)",
         None,
         joined=True,
     )
-    lora_split_fused: bool = setting(
+    lora_split_fused: bool = shown_by("test_pairs_of_queries_keys_and_values_apart")(
         "separate pairs for queries, keys and values, and for the two matrices of a gated MLP, as in PEFT for Llama",
         False,
         on_resume="refused",
-        shown="test_pairs_of_queries_keys_and_values_apart",
     )
-    use_rslora: bool = setting(
-        "divide --lora-alpha by the square root of the rank",
-        False,
-        on_resume="refused",
-        shown="test_our_adapters_in_peft",
+    use_rslora: bool = shown_by("test_our_adapters_in_peft")(
+        "divide --lora-alpha by the square root of the rank", False, on_resume="refused"
     )
-    use_dora: bool = setting(
+    use_dora: bool = shown_by("test_our_adapters_in_peft")(
         "DoRA: pairs change the directions of a weight's rows, and a number for each row its norm",
         False,
         "--lora-use-dora",
         on_resume="refused",
-        shown="test_our_adapters_in_peft",
     )
     scale_embedding: bool = formula(
         "multiply the embeddings of tokens by the root of --hidden-size, as in Gemma", False
     )
     untie_embeddings_and_output_weights: bool = shape("give the output layer its own weight", False)
-    apply_query_key_layer_scaling: bool = setting(
+    apply_query_key_layer_scaling: bool = shown_by("test_query_key_layer_scaling_keeps_scores_in_the_range_of_fp16")(
         "scale attention scores by 1 / layer number and compute their softmax in fp32 (for fp16)",
         False,
         "--no-query-key-layer-scaling=false",
         "--scale-qk-by-layer-num",
-        shown="test_query_key_layer_scaling_keeps_scores_in_the_range_of_fp16",
     )
     query_pre_attn_scalar: Optional[Positive] = formula(
         "divide attention scores by the root of this (default: size of an attention head)", None
     )
-    attention_softmax_in_fp32: bool = setting(
-        "compute the softmax of attention in fp32",
-        False,
-        needs=HALF._replace(of_network=True),
-        shown="test_softmax_in_fp32_is_that_of_the_rounded_scores",
+    attention_softmax_in_fp32: bool = shown_by("test_softmax_in_fp32_is_that_of_the_rounded_scores")(
+        "compute the softmax of attention in fp32", False, needs=HALF._replace(of_network=True)
     )
     window_size: Optional[str] = formula(
         "sliding window attention: keys before and after a token that it sees, as 4095,0 (default, or -1: all before)",
@@ -515,53 +488,39 @@ class Model:
     final_logit_softcapping: Optional[Positive] = formula(
         "logits become cap x tanh(logit / cap), as in Gemma 2", None, "--output-logit-softcapping"
     )
-    hidden_dropout: Fraction = setting(
+    hidden_dropout: Fraction = shown_by("test_hidden_dropout_is_at_its_three_sites")(
         "dropout after embedding, attention and MLP; 0: none",
         0.1,
         "--check-accuracy~=0",
         "--hidden-dropout-prob",
         also_sets={"--check-accuracy": dict(attention_dropout=0.0)},
-        shown="test_hidden_dropout_is_at_its_three_sites",
     )
-    attention_dropout: Fraction = setting(
-        "dropout of attention weights; 0: none",
-        0.1,
-        "--attention-probs-dropout-prob",
-        shown="test_attention_dropout_drops_attention_weights",
+    attention_dropout: Fraction = shown_by("test_attention_dropout_drops_attention_weights")(
+        "dropout of attention weights; 0: none", 0.1, "--attention-probs-dropout-prob"
     )
-    label_smoothing: Fraction = setting(
-        "label smoothing in training: target probability spread over the vocabulary",
-        0.0,
-        shown="test_label_smoothing_is_torchs_in_training_alone",
+    label_smoothing: Fraction = shown_by("test_label_smoothing_is_torchs_in_training_alone")(
+        "label smoothing in training: target probability spread over the vocabulary", 0.0
     )
-    z_loss_coeff: FromZero = setting(
+    z_loss_coeff: FromZero = shown_by("test_z_loss_is_added_to_the_loss")(
         "coefficient of the z-loss, the square of log sum exp of each token's logits, which keeps them small",
         0.0,
         "--z-loss-coef",
         "--z-loss-weight",
-        shown="test_z_loss_is_added_to_the_loss",
     )
-    init_method_std: Positive = setting(
-        "standard deviation of the initial weights", 0.02, shown="test_initial_weights_have_their_standard_deviation"
+    init_method_std: Positive = shown_by("test_initial_weights_have_their_standard_deviation")(
+        "standard deviation of the initial weights", 0.02
     )
-    make_vocab_size_divisible_by: Count = setting(
-        "pad the vocabulary to a multiple of this x tensor parallel size",
-        128,
-        "--vocab-size-divisible-unit",
-        shown=PLAIN,
+    make_vocab_size_divisible_by: Count = shown_by(PLAIN)(
+        "pad the vocabulary to a multiple of this x tensor parallel size", 128, "--vocab-size-divisible-unit"
     )
-    model_type: str = setting(
+    model_type: str = shown_by("test_a_script_trains_its_own_model_type")(
         "model type: GPT, or a Python module with a function recipe()",
         "GPT",
         also={"gpt": "GPT", "gpt-cn": "GPT"},
         on_resume="another model",
-        shown="test_a_script_trains_its_own_model_type",
     )
-    model_name_or_path: Optional[str] = setting(
-        "a named shape (gpt2-medium, gpt3-6.7B ...; other flags override it), or a folder to --load",
-        None,
-        "--preset",
-        shown="test_a_named_shape_has_the_published_sizes",
+    model_name_or_path: Optional[str] = shown_by("test_a_named_shape_has_the_published_sizes")(
+        "a named shape (gpt2-medium, gpt3-6.7B ...; other flags override it), or a folder to --load", None, "--preset"
     )
 
     def __hash__(self):  # lists have none; equal settings have equal sizes

@@ -2,11 +2,10 @@
 """The settings of the planner."""
 
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Optional
 
-from megatron.settings.declare import Count, Fraction, Natural, Needs, Positive, setting
+from megatron.settings.declare import Count, Fraction, Natural, Needs, Positive, shown_by
 from megatron.settings.groups.batch import AUTO
 
 
@@ -27,58 +26,44 @@ PLANNED = Needs("--dry-run, --preflight or --auto-parallel", planned)
 # Tests that show effects
 CLUSTER = "test_what_is_planned_for"
 
-cluster = partial(setting, needs=PLANNED, shown=CLUSTER)
+cluster = shown_by(CLUSTER, needs=PLANNED)
 
 
 @dataclass(frozen=True)
 class Planner:
     """The planner: search for a layout, or check a run without training."""
 
-    auto_parallel: bool = setting(
-        "search for the best layout for this job's ranks, and train in it", False, shown="test_auto_parallel_trains"
+    auto_parallel: bool = shown_by("test_auto_parallel_trains")(
+        "search for the best layout for this job's ranks, and train in it", False
     )
-    max_global_batch_size: Optional[Count] = setting(
-        "let --auto-parallel choose the global batch size, up to this",
-        None,
-        needs=OPEN_LAYOUT,
-        shown="test_max_global_batch_size_bounds_what_the_search_takes",
+    max_global_batch_size: Optional[Count] = shown_by("test_max_global_batch_size_bounds_what_the_search_takes")(
+        "let --auto-parallel choose the global batch size, up to this", None, needs=OPEN_LAYOUT
     )
-    tune_steps: Natural = setting(
+    tune_steps: Natural = shown_by("test_tune_steps_times_as_many_steps_of_the_best_three")(
         "with --auto-parallel or --micro-batch-size auto: measure the best three layouts for this many steps each",
         0,
         needs=OPEN_LAYOUT,
-        shown="test_tune_steps_times_as_many_steps_of_the_best_three",
     )
-    parallel_plan: Optional[str] = setting(
-        "train in the best layout of this file, from megatron.tools.plan --emit PLAN.json",
-        None,
-        shown="test_a_plan_of_a_file_is_the_layout_that_its_flags_ask_for",
+    parallel_plan: Optional[str] = shown_by("test_a_plan_of_a_file_is_the_layout_that_its_flags_ask_for")(
+        "train in the best layout of this file, from megatron.tools.plan --emit PLAN.json", None
     )
-    dry_run: bool = setting(
-        "print settings, layout, memory, time and all problems, and exit; uses no device",
-        False,
-        shown="test_dry_run_trains_nothing",
+    dry_run: bool = shown_by("test_dry_run_trains_nothing")(
+        "print settings, layout, memory, time and all problems, and exit; uses no device", False
     )
-    wide: bool = setting(
-        "do not wrap the output of plan and --dry-run at 80 columns",
-        False,
-        needs=PLANNED,
-        shown="test_wide_cuts_nothing",
+    wide: bool = shown_by("test_wide_cuts_nothing")(
+        "do not wrap the output of plan and --dry-run at 80 columns", False, needs=PLANNED
     )
-    preflight: bool = setting(
-        "check settings, every rank's shapes, a small copy of the job and the machines, and exit",
-        False,
-        shown="test_preflight_checks_and_trains_nothing",
+    preflight: bool = shown_by("test_preflight_checks_and_trains_nothing")(
+        "check settings, every rank's shapes, a small copy of the job and the machines, and exit", False
     )
-    allow_memory_overcommit: bool = setting(
-        "train even if less memory is free than predicted", False, shown="test_overcommitted_it_trains"
+    allow_memory_overcommit: bool = shown_by("test_overcommitted_it_trains")(
+        "train even if less memory is free than predicted", False
     )
-    world_size: Optional[Count] = setting(
+    world_size: Optional[Count] = shown_by(CLUSTER)(
         "number of ranks to plan for (default: those of this job)",
         None,
         "--num-gpus",
         needs=PLANNED._replace(met=lambda s: planned(s) or s.print_topology),
-        shown=CLUSTER,
     )
     local_world_size: Optional[Count] = cluster(
         "number of ranks per node (default: this job's, else at most 8)", None, "--gpus-per-node"
@@ -87,16 +72,14 @@ class Planner:
     device_memory_gb: Optional[Positive] = cluster(
         "memory of a device in GB, 10^9 bytes (default: DEVICE_MEMORY_GB, or the device's own)", None
     )
-    memory_margin: Optional[Fraction] = setting(
+    memory_margin: Optional[Fraction] = shown_by("test_a_margin_of_memory")(
         "share of a device's memory to leave free (default: 0.08 in a search, 0.03 beside a given layout)",
         None,
         needs=PLANNED,
-        shown="test_a_margin_of_memory",
     )
-    mtbf: Optional[Positive] = setting(
+    mtbf: Optional[Positive] = shown_by("test_mtbf_is_that_of_a_node")(
         "mean hours between failures of a node: plan and --dry-run then show the best save interval and the goodput",
         None,
         needs=PLANNED,
-        shown="test_mtbf_is_that_of_a_node",
     )
     calibration: Optional[str] = cluster("file of measured speeds, written by megatron.tools.plan --calibrate", None)

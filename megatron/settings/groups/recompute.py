@@ -2,15 +2,14 @@
 """The settings of recomputation."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, Optional
 
-from megatron.settings.declare import Count, setting
+from megatron.settings.declare import Count, shown_by
 
 # Tests that show effects
 AGAIN = "test_what_is_computed_again"
 
-again = partial(setting, shown=AGAIN)
+again = shown_by(AGAIN)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Literal, Optional
 
-from megatron.settings.declare import Count, Natural, Needs, setting
+from megatron.settings.declare import Count, Natural, Needs, setting, shown_by
 
 WORD_PIECE = ("BertWordPieceLowerCase", "BertWordPieceCase", "BertTokenizer", "ErnieTokenizer", "ElectraTokenizer")
 
@@ -47,24 +47,24 @@ class TokenizerSettings:
             "ElectraTokenizer",
             "NullTokenizer",
         ]
-    ] = vocabulary(
+    ] = shown_by("test_tokenizer_type_says_what_a_file_is")(
         "type of tokenizer (NullTokenizer: text is numbers)",
         None,
         "--tokenizer-name",
         also=dict(GPTTokenizer="GPT2BPETokenizer"),
-        shown="test_tokenizer_type_says_what_a_file_is",
+        on_resume="refused",
     )
-    vocab_file: Optional[str] = vocabulary(
+    vocab_file: Optional[str] = shown_by("test_a_vocabulary_and_its_merges_are_files")(
         "vocab.json of a byte-level BPE, or vocab.txt of WordPiece",
         None,
         needs=Needs(
             "--tokenizer-type GPT2BPETokenizer or one of WordPiece",
             lambda s: _reads_files(s, "GPT2BPETokenizer", *WORD_PIECE),
         ),
-        shown="test_a_vocabulary_and_its_merges_are_files",
+        on_resume="refused",
     )
-    merge_file: Optional[str] = vocabulary(
-        "merges.txt of a byte-level BPE", None, needs=BYTE_LEVEL, shown="test_a_vocabulary_and_its_merges_are_files"
+    merge_file: Optional[str] = shown_by("test_a_vocabulary_and_its_merges_are_files")(
+        "merges.txt of a byte-level BPE", None, needs=BYTE_LEVEL, on_resume="refused"
     )
     tokenizer_model: Optional[str] = vocabulary(
         "tokenizer.json, SentencePiece model or tiktoken ranks; or a vocabulary's folder, or its name in $MEGATRON_CACHE",
@@ -76,30 +76,30 @@ class TokenizerSettings:
         ),
         shown="test_tiktoken_splits_by_its_pattern",
     )
-    vocab_size: Optional[Count] = vocabulary(
-        "size of the vocabulary, if there is no tokenizer", None, shown="test_vocabulary_is_as_large_as_said"
+    vocab_size: Optional[Count] = shown_by("test_vocabulary_is_as_large_as_said")(
+        "size of the vocabulary, if there is no tokenizer", None, on_resume="refused"
     )
-    vocab_extra_ids: Natural = vocabulary(
+    vocab_extra_ids: Natural = shown_by("test_sentinels_stand_behind_the_vocabulary")(
         "number of sentinel tokens <extra_id_0> ... to add for T5's masked spans; also adds missing special tokens ([CLS], "
         "[SEP], [MASK], [PAD], [BOS], [EOS])",
         0,
-        shown="test_sentinels_stand_behind_the_vocabulary",
+        on_resume="refused",
     )
-    tiktoken_pattern: Optional[str] = vocabulary(
+    tiktoken_pattern: Optional[str] = shown_by("test_tiktoken_splits_by_its_pattern")(
         "gpt2, cl100k, o200k, v1, v2 or a pattern (default: by the ranks)",
         None,
         needs=Needs(
             "--tokenizer-type TikTokenizer",
             lambda s: s.tokenizer == "TikTokenizer" or not s.tokenizer and str(s.tokenizer_model).endswith(".tiktoken"),
         ),
-        shown="test_tiktoken_splits_by_its_pattern",
+        on_resume="refused",
     )
-    parse_special: bool = vocabulary(
+    parse_special: bool = shown_by("test_names_in_documents_are_text_unless_they_are_parsed")(
         "names of special tokens in documents and messages become these tokens (default: in prompts alone; elsewhere they "
         "are ordinary text)",
         False,
         needs=Needs("a tokenizer of texts", lambda s: s.tokenizer != "NullTokenizer"),
-        shown="test_names_in_documents_are_text_unless_they_are_parsed",
+        on_resume="refused",
     )
 
     @property

@@ -3,6 +3,7 @@
 
 from types import SimpleNamespace
 
+from megatron.model.experts.parts import known_ways
 from megatron.settings.rules import Rule, divisors, either, said
 
 
@@ -25,6 +26,17 @@ def _kinds(s: SimpleNamespace) -> list[str]:
 
 def _coefficients(s: SimpleNamespace) -> list[float]:
     return s.moe_aux_loss_coeff or [0.0]
+
+
+def _losses(s: SimpleNamespace, chosen: bool = True) -> list[str]:
+    """The chosen ways to balance that have a loss, or all that there are."""
+    known = known_ways(s.settings.model)
+    return [kind for kind in (_kinds(s) if chosen else known) if known[kind].label]
+
+
+def _choosing(s: SimpleNamespace) -> list[str]:
+    """The chosen ways to balance that choose experts by themselves."""
+    return [kind for kind in _kinds(s) if known_ways(s.settings.model)[kind].chooses]
 
 
 def _bad_groups(s: SimpleNamespace) -> str:
@@ -93,7 +105,7 @@ RULES = (
             and s.moe_router_topk == 1
             and s.moe_router_score_function == "softmax"
             and not s.moe_router_pre_softmax
-            and _kinds(s) != ["sinkhorn"]
+            and not _choosing(s)
         ),
         lambda s: (
             "--moe-router-topk 1: the softmax over one chosen expert is 1, and the router would not learn; add "
@@ -112,17 +124,17 @@ RULES = (
         lambda s: f"--moe-aux-loss-coeff {' '.join(f'{one:g}' for one in _coefficients(s))} must be 0 or more",
     ),
     Rule(
-        lambda s: len(set(_kinds(s))) < len(_kinds(s)) or len(_kinds(s)) > 1 and {"none", "sinkhorn"} & set(_kinds(s)),
+        lambda s: len(set(_losses(s))) < len(_kinds(s)) > 1,
         lambda s: (
-            f"--moe-router-load-balancing-type {' '.join(_kinds(s))}: several are for aux_loss, seq_aux_loss and "
-            "global_aux_loss, each once"
+            f"--moe-router-load-balancing-type {' '.join(_kinds(s))}: several are for "
+            f"{' and '.join(', '.join(_losses(s, chosen=False)).rsplit(', ', 1))}, each once"
         ),
     ),
     Rule(
-        lambda s: "sinkhorn" in _kinds(s) and (s.moe_router_num_groups or s.moe_router_enable_expert_bias),
+        lambda s: _choosing(s) and (s.moe_router_num_groups or s.moe_router_enable_expert_bias),
         lambda s: (
-            "--moe-router-load-balancing-type sinkhorn chooses experts by itself, without --moe-router-num-groups and "
-            "--moe-router-enable-expert-bias"
+            f"--moe-router-load-balancing-type {_choosing(s)[0]} chooses experts by itself, without "
+            "--moe-router-num-groups and --moe-router-enable-expert-bias"
         ),
     ),
     Rule(

@@ -10,6 +10,7 @@ from megatron.model.lora import with_adapters
 from megatron.model.quantization import with_quantization
 from megatron.model.recipe import Recipe, named_recipe
 from megatron.model.sparsity import with_sparsity
+from megatron.settings.derivation import Derivation, derived
 from megatron.settings.parse import parse_pretrain, said
 from megatron.settings.schema import Config
 
@@ -23,9 +24,6 @@ def parse_any(
     """The settings of a training run. recipe: default: that of --model-type. groups: additional groups of settings, for
     `Config.extra`.
     """
-    # It reads checkpoints, with a package that may be missing.
-    from megatron.model.frozen_settings import with_projections
-
     if recipe is None:
         statement = said(argv).get("model_type")
         recipe = named_recipe("GPT" if statement is None else str(statement.value))
@@ -37,8 +35,28 @@ def parse_any(
 
     defaults = with_type if callable(own) else of_model | dict(own)
     config = parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults, recipe.starts_from)
-    config = recipe.normalize_config(with_adapters(with_quantization(with_sparsity(config))))
-    return with_projections(config)
+    return derived(config, derivations(recipe))
+
+
+def derivations(recipe: Recipe) -> tuple[Derivation, ...]:
+    """The values that follow from a command line, in order."""
+    from megatron.model.frozen_settings import (
+        with_projections,  # it reads checkpoints, with a package that may be missing
+    )
+
+    return (
+        Derivation("sparsity sparsity_layers sparsity_skip quantization linear", "linear sparsity_skip", with_sparsity),
+        Derivation(
+            "quantization quantization_layers quantization_skip linear", "linear quantization_skip", with_quantization
+        ),
+        Derivation("lora_rank lora_target use_dora linear train_only", "linear train_only", with_adapters),
+        Derivation("*", "*", recipe.normalize_config),  # any settings, by the model
+        Derivation(
+            "teacher_load kd_hidden_layers kd_hidden_projections hidden_size num_layers train_only",
+            "kd_hidden_projections train_only",
+            with_projections,
+        ),
+    )
 
 
 def parse_with_options(argv: list[str], options: type, description: str) -> tuple[Config, Any]:
