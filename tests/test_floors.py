@@ -39,7 +39,7 @@ PURE = (  # what settings are checked and launches are planned with: no torch
     "telemetry.rank_times telemetry.stragglers telemetry.rank_logger "
     "telemetry.own_code "
     "mpu.placement fused_kernels.cpu model.recompute_plan model.facts model.weights model.recipe "
-    "model.gpt.facts model.gpt.rules model.t5.facts model.t5.settings model.t5.rules model.balance model.bert.facts "
+    "model.gpt.facts model.gpt.rules model.t5.facts model.t5.settings model.t5.rules model.bert.facts "
     "model.bert.settings model.bert.rules "
     "model.experts.parts model.experts.weights model.experts.ops model.experts.rules "
     "model.sample_arrays model.t5.stages data.mock pipeline.rules data.rules optimizer.rules "
