@@ -17,6 +17,7 @@ from typing import Literal, Optional
 from megatron.data.file_formats import SEPARATOR_HELP
 from megatron.errors import SettingsError, run_main
 from megatron.settings.declare import dashed
+from megatron.settings.positional import refuse_below
 from megatron.settings.schema import TokenizerSettings, setting
 
 
@@ -124,10 +125,7 @@ def main(argv: list[str]) -> None:
 def check(settings: PreprocessOptions) -> PreprocessOptions:
     """Settings with the default key filled in. Raises SettingsError for numbers that cannot work."""
     numbers = "workers partitions log_interval make_vocab_size_divisible_by tensor_model_parallel_size chunk_size"
-    for name in numbers.split():
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise SettingsError(f"{dashed(name)} {value}: at least 1 is needed")
+    refuse_below(settings, dict.fromkeys(numbers.split(), 1))
     if settings.on_contamination != "count" and not settings.contamination:
         raise SettingsError(f"--on-contamination {settings.on_contamination} needs --contamination INDEX")
     keys = list(dict.fromkeys(settings.json_keys or ["text"]))

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Optional
 
 from megatron.corpus.documents import CUT, DROPPED, SHARD, ShardWriter, names_of, read_documents
 from megatron.corpus.figures import text_bytes
-from megatron.corpus.stage import Counts, Document, Made, StagePhase, Verdict, options_of
+from megatron.corpus.stage import Counts, Document, Made, StagePhase, Verdict, of_each_shard, options_of
 from megatron.data.contamination import Cutting, NgramIndex, Screen, Screening
 from megatron.errors import DataError, SettingsError
 
@@ -66,7 +66,7 @@ class Decontaminate:
 def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
     """One task per shard. Memory: the index, and a block of lines."""
     screen_of(options)  # raises now for a wrong index, not in a worker
-    return [StagePhase("decontaminate", run=run, split=lambda made: [[shard] for shard in made["documents"]])]
+    return [StagePhase("decontaminate", run=run, split=of_each_shard)]
 
 
 def run(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:

@@ -22,10 +22,10 @@ from typing import Any, Literal, Optional
 import numpy as np
 
 from megatron.corpus.documents import CUT, DROPPED, SHARD, ShardWriter, encode, names_of, note_of
-from megatron.corpus.duplicates.pairs import RunReader, RunWriter, fitting_ranges, partition_of_keys
+from megatron.corpus.duplicates.pairs import RunReader, RunWriter, each_partition, fitting_ranges, partition_of_keys
 from megatron.corpus.duplicates.shards import blocks_of_lines, document_of, encoded, fates
 from megatron.corpus.duplicates.shingles import codes_of, span_hashes, window_hashes, word_bounds
-from megatron.corpus.stage import Counts, Made, StagePhase, options_of
+from megatron.corpus.stage import Counts, Made, StagePhase, of_each_shard, options_of
 from megatron.errors import SettingsError
 
 VERSION = "2"  # of the output of this stage's tasks
@@ -66,17 +66,11 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
     units = asked.shard_mb * 1e6 / (5 if asked.unit == "tokens" else 1)
     partitions = asked.partitions or max(1, -int(-shards * units * RECORD // memory))
 
-    def each_partition(made: Made) -> list[dict[str, Any]]:
-        return [dict(memory=memory, partition=number, of_partitions=partitions) for number in range(partitions)]
-
     return [
+        StagePhase("find", find, of_each_shard, lambda made: [dict(memory=memory) for _ in made["documents"]]),
         StagePhase(
-            "find",
-            find,
-            lambda made: [[shard] for shard in made["documents"]],
-            lambda made: [dict(memory=memory) for _ in made["documents"]],
+            "match", match, lambda made: [[made["find"]] for _ in range(partitions)], each_partition(partitions, memory)
         ),
-        StagePhase("match", match, lambda made: [[made["find"]] for _ in range(partitions)], each_partition),
         StagePhase(
             "cut",
             cut,

@@ -42,7 +42,7 @@ from megatron.corpus.duplicates.shards import (
     text_sizes,
 )
 from megatron.corpus.duplicates.signatures import Fingerprints, Signing, write_fingerprints
-from megatron.corpus.stage import Counts, Made, StagePhase, options_of
+from megatron.corpus.stage import Counts, Made, StagePhase, of_each_shard, options_of
 from megatron.errors import SettingsError
 
 VERSION = "2"  # of the output of this stage's tasks
@@ -126,7 +126,7 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
     each_range = own(lambda made: [dict(range=number) for number in range(ranges)])
     each_shard = own(lambda made: [dict(shard=number) for number in range(len(made["documents"]))])
     return [
-        StagePhase("sign", sign, lambda made: [[shard] for shard in made["documents"]]),  # reused when shards are added
+        StagePhase("sign", sign, of_each_shard),  # reused when shards are added
         StagePhase("number", number, lambda made: [[made["sign"]]]),
         StagePhase("pair", pair, lambda made: [[*made["number"], made["sign"]] for _ in keys], each_key),
         StagePhase(

@@ -18,12 +18,11 @@ of records of one partition: key, place and length (8 bytes each) and the line w
 import json
 import math
 import os
-import shutil
 import struct
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
@@ -35,9 +34,9 @@ import xxhash
 from megatron.corpus.documents import ShardWriter, decode
 from megatron.corpus.figures import text_bytes
 from megatron.corpus.lines import lines
-from megatron.corpus.stage import Counts, Made, StagePhase, TaskInputs
-from megatron.errors import DataError, Locked
-from megatron.storage.durable import WriterLock, storage_errors, whole_file
+from megatron.corpus.stage import Counts, Made, StagePhase, TaskInputs, of_each_shard
+from megatron.errors import DataError
+from megatron.storage.durable import locked_folder, whole_file
 
 VERSION = 2  # of the order, and of the files
 SHARD_BYTES = 64_000_000  # assumed size of a shard
@@ -82,9 +81,8 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
     def own_of_gather(made: Made) -> list[Mapping[str, Any]]:
         return [dict(partition=n, memory=memory) for n in range(partitions)]
 
-    a_shard = lambda made: [[shard] for shard in made["documents"]]
     return [
-        StagePhase("count", count, a_shard, lambda made: [dict(memory=memory)] * len(made["documents"])),
+        StagePhase("count", count, of_each_shard, lambda made: [dict(memory=memory)] * len(made["documents"])),
         StagePhase("places", places, lambda made: [[made["count"]]]),
         StagePhase("scatter", scatter, split_of_scatter, own_of_scatter),
         StagePhase("gather", gather, split_of_gather, own_of_gather),
@@ -249,7 +247,13 @@ def shuffle_files(files: list[str], target: Optional[Path], seed: int, memory: i
     """Write the shuffled lines of the files to `target`, which appears when it is complete; None: stdout."""
     sizes = [os.path.getsize(file) if os.path.isfile(file) else UNKNOWN for file in files]
     partitions = min(4096, max(1, fitting_partitions(sum(sizes), memory)))  # more if compressed: gathered in rounds
-    with _folder_for(target) as folder:
+    temporary = (
+        tempfile.TemporaryDirectory(prefix="megatron-shuf-")
+        if target is None
+        else locked_folder(target.with_name(f".{target.name}.shuf"), target, "shuffle")
+    )
+    with temporary as name:
+        folder = Path(name)
         numbered = enumerate(chain.from_iterable(lines(file, longest_line(memory)) for file in files))
         scatter_lines(numbered, folder, seed, partitions, memory)
         ordered = chain.from_iterable(gather_lines([folder], number, memory) for number in range(partitions))
@@ -257,24 +261,3 @@ def shuffle_files(files: list[str], target: Optional[Path], seed: int, memory: i
             for line in islice(ordered, most):
                 out.write(line + b"\n")
             out.flush()
-
-
-@contextmanager
-def _folder_for(target: Optional[Path]) -> Iterator[Path]:
-    """A temporary folder for the shuffle, next to the target; one that a killed shuffle left is emptied."""
-    if target is None:
-        with tempfile.TemporaryDirectory(prefix="megatron-shuf-") as name:
-            yield Path(name)
-        return
-    folder = target.with_name(f".{target.name}.shuf")
-    with storage_errors(target):
-        folder.mkdir(exist_ok=True)
-        try:
-            lock = WriterLock(folder)
-        except Locked as error:
-            raise Locked(f"{target} is being written by another shuffle", error.why, "give another --output") from None
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            lock.release()

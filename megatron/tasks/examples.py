@@ -3,7 +3,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -78,18 +78,27 @@ def read_examples(task: Task, files: Mapping[str, Path], *, labelled: bool = Tru
 
     Raises DataError for missing columns, unknown labels, invalid numbers, and empty files.
     """
-    rows, sets, notes = [], {}, []
-    for name, path in files.items():
-        start = len(rows)
-        table, of_file = task_table(task, path)
+
+    def read(path: Path) -> tuple[list[TaskExample], list[str]]:
+        table, notes = task_table(task, path)
         if task.split:
             table = questions_in(task, path, table, labelled)
-        rows += _examples(task, path, table, labelled)
-        if len(rows) == start:
+        rows = list(_examples(task, path, table, labelled))
+        if not rows:
             raise DataError(f"{path} holds no examples")
-        of_file += skipped(task, path, len(table), len(rows) - start)
-        of_file += _notes_of_ids(task, path, table, rows[start:], labelled)
-        sets[name] = range(start, len(rows))
+        notes += skipped(task, path, len(table), len(rows))
+        return rows, [*notes, *_notes_of_ids(task, path, table, rows, labelled)]
+
+    return of_files(files, read)
+
+
+def of_files(files: Mapping[str, Path], read: Callable[[Path], tuple[list[TaskExample], list[str]]]) -> Examples:
+    """The examples of all files of a split. read: a file -> (its examples, notes on it)."""
+    rows, sets, notes = [], {}, []
+    for name, path in files.items():
+        own, of_file = read(path)
+        sets[name] = range(len(rows), len(rows) + len(own))
+        rows += own
         notes += of_file
     return Examples(tuple(rows), sets, tuple(notes))
 

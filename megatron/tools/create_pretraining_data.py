@@ -16,9 +16,10 @@ from dataclasses import MISSING, dataclass, replace
 from typing import ClassVar, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, run_main
-from megatron.settings.declare import Needs, dashed, declared
+from megatron.settings.declare import Needs, declared
 from megatron.settings.effects import idle_flags
 from megatron.settings.groups.tokenizer import WORD_PIECE
+from megatron.settings.positional import refuse_below
 from megatron.settings.schema import TokenizerSettings, setting
 
 
@@ -137,9 +138,7 @@ def take_mark(argv: list[str]) -> tuple[list[str], Optional[str]]:
 
 def check(settings: CreateOptions) -> CreateOptions:
     """Fill in the default key. Raises SettingsError for settings that cannot work together."""
-    for name in ("workers", "log_interval"):
-        if getattr(settings, name) < 1:
-            raise SettingsError(f"{dashed(name)} {getattr(settings, name)}: at least 1 is needed")
+    refuse_below(settings, dict(workers=1, log_interval=1))
     keys = list(dict.fromkeys(settings.json_keys or ["text"]))
     if len(keys) > 1:
         do = "run it once for each key, with an --output-prefix of its own"

@@ -297,13 +297,13 @@ def test_the_lock_of_a_cache_goes_with_its_holder(tmp_path):
     path = tmp_path / "lock"
     path.write_text(f"process {os.getpid()} on elsewhere")
     with open(path, "a+") as lock:
-        assert index_cache._try_lock(lock)
+        assert durable.try_lock(lock)
         index_cache._note_owner(lock)
         assert path.read_text() == f"process {os.getpid()} on {socket.gethostname()}"
 
         def other():
             with open(path, "a+") as theirs:
-                return index_cache._try_lock(theirs), index_cache._owner(theirs)
+                return durable.try_lock(theirs), index_cache._owner(theirs)
 
         assert in_a_child(other) == str((False, f"process {os.getpid()} on {socket.gethostname()}"))
         fcntl.flock(lock, fcntl.LOCK_UN)

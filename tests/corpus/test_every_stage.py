@@ -276,7 +276,7 @@ def files_of(output: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", registry.known_filters())
+@pytest.mark.parametrize("name", registry.FILTERS)
 def test_every_filter(name, folder, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(folder)
     output = tmp_path / "out"

@@ -59,8 +59,8 @@ class Successor:
 
 def test_a_passage_that_is_too_long_loses_its_beginning():
     ends_right, starts_right = lambada.Example([5, 1, 2], 1), lambada.Example([1, 2, 5], 1)
-    assert lambada.count_correct(Successor(), [ends_right], longest=1, batch_size=1) == 1
-    assert lambada.count_correct(Successor(), [starts_right], longest=1, batch_size=1) == 0
+    assert lambada.find_correct(Successor(), [ends_right], longest=1, batch_size=1).sum() == 1
+    assert lambada.find_correct(Successor(), [starts_right], longest=1, batch_size=1).sum() == 0
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
@@ -72,9 +72,11 @@ def test_accuracy_counts_whole_words(tmp_path, batch_size):
     loose = lambada.read_examples(path, tokenizer, strict=False)
     assert strict[-1] == lambada.Example([1, 2, 7], 2) and loose[-1] == lambada.Example([1, 2, 7], 1)
     # right: "cat" after "the" (twice); "mat", "hat" are not successors; "cats" = cat + , of which only cat is right
-    assert lambada.count_correct(Successor(), strict, longest=50, batch_size=batch_size) == 2
-    assert lambada.count_correct(Successor(), loose, longest=50, batch_size=batch_size) == 2
-    assert lambada.count_correct(Successor(), strict, longest=1, batch_size=batch_size) == 2  # only the last two tokens
+    assert lambada.find_correct(Successor(), strict, longest=50, batch_size=batch_size).sum() == 2
+    assert lambada.find_correct(Successor(), loose, longest=50, batch_size=batch_size).sum() == 2
+    assert (
+        lambada.find_correct(Successor(), strict, longest=1, batch_size=batch_size).sum() == 2
+    )  # only the last two tokens
 
 
 def test_bad_files(tmp_path):

@@ -26,6 +26,7 @@ import numpy as np
 
 from megatron.corpus.duplicates.shards import read_facts, write_facts
 from megatron.corpus.duplicates.signatures import Fingerprints
+from megatron.corpus.stage import Made
 from megatron.errors import DataError
 
 PAIRS = "pairs.npy"
@@ -113,6 +114,13 @@ def between_pairs(pairs: np.ndarray, first: int, end: int) -> np.ndarray:
 
 KEYS = 1 << 64
 KEY = "keys"
+
+
+def each_partition(partitions: int, memory: int) -> Callable[[Made], list[dict[str, int]]]:
+    """`StagePhase.own` of a phase with a task for each partition of the keys. memory: bytes that a task may take"""
+    return lambda made: [
+        dict(memory=memory, partition=number, of_partitions=partitions) for number in range(partitions)
+    ]
 
 
 class RunWriter:

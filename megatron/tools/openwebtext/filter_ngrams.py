@@ -27,8 +27,7 @@ from megatron.data.contamination import Hits, NgramIndex, cut
 from megatron.data.evaluation_sets import read_items
 from megatron.data.json_input import find_sources, read_blocks
 from megatron.errors import DataError, Failure, SettingsError, UsageError, run_main
-from megatron.settings.declare import dashed
-from megatron.settings.positional import parse_one
+from megatron.settings.positional import parse_one, refuse_below
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
 
@@ -99,10 +98,7 @@ def check(options: FilterOptions) -> list[tuple[str, str]]:
     if not 1 <= options.min_ngram_size <= options.max_ngram_size:
         raise SettingsError(f"--min-ngram-size {options.min_ngram_size} --max-ngram-size {options.max_ngram_size}")
     least = dict(num_threads=1, key_threshold=1, splits_count=0, filter_text_char_len=0, remove_char_each_side=0)
-    for name, low in least.items():
-        value = getattr(options, name)
-        if value is not None and value < low:
-            raise SettingsError(f"{dashed(name)} {value}: at least {low} is needed")
+    refuse_below(options, least)
     pairs = list(zip(words[::2], words[1::2]))
     for path, _ in pairs:
         source = find_sources([path])[0]
