@@ -10,8 +10,10 @@ embedding, the last one the final norm, the output layer and the loss; either ma
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import Optional
 
 from megatron.errors import SettingsError
@@ -34,7 +36,7 @@ class Pipeline:
     chunks: int  # stages of a rank
     stages: StageMap  # stage -> (rank, chunk)
     layers: tuple[range, ...]  # stage -> global numbers of its layers
-    custom: Optional[CustomSchedule] = None
+    custom: Optional[CustomSchedule] = field(default=None, hash=False)  # it has lists
     turns: bool = False  # forward and backward passes take turns (--overlap-moe-expert-parallel-comm, or & in a file)
 
     @classmethod
@@ -79,7 +81,13 @@ class Pipeline:
 
     def stages_of(self, rank: int) -> list[int]:
         """Stages of a rank, by chunk."""
-        return [stage for _, stage in sorted((chunk, n) for n, (at, chunk) in enumerate(self.stages) if at == rank)]
+        return list(self._of_ranks[rank])
+
+    @cached_property
+    def _of_ranks(self) -> dict[int, list[int]]:
+        """The stages of each rank, by chunk."""
+        places = sorted((rank, chunk, stage) for stage, (rank, chunk) in enumerate(self.stages))
+        return {rank: [stage for *_, stage in own] for rank, own in groupby(places, key=itemgetter(0))}
 
     def describe(self, num_microbatches: int) -> str:
         """A line with the layers of each rank, the bubble and the live activations.
