@@ -14,8 +14,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
-from megatron.data.plain_text import SEPARATOR_HELP
+from megatron.data.file_formats import SEPARATOR_HELP
 from megatron.errors import SettingsError, run_main
+from megatron.settings.declare import dashed
+from megatron.settings.positional import refuse_below
 from megatron.settings.schema import TokenizerSettings, setting
 
 
@@ -79,7 +81,7 @@ COMMON = (
 
 def main(argv: list[str]) -> None:
     start = time.perf_counter()
-    from megatron.settings.effects import EFFECTS, idle_flags
+    from megatron.settings.effects import idle_flags
     from megatron.settings.parse import parse_with_record
 
     groups = dict(preprocess=PreprocessOptions, tokenizer=TokenizerSettings)
@@ -89,19 +91,19 @@ def main(argv: list[str]) -> None:
     settings = check(parsed["preprocess"])
     for name in () if settings.split_sentences else ("lang", "keep_newlines", "sentence_splitter"):
         if name in said and said[name].is_request:
-            print(f"warning: --{name.replace('_', '-')} has no effect without --split-sentences")
+            print(f"warning: {dashed(name)} has no effect without --split-sentences")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
 
     from megatron.data.json_input import find_sources
     from megatron.data.preprocess import preprocess
-    from megatron.data.preprocess_report import Reporter, print_totals
+    from megatron.data.preprocess_output import Reporter, print_totals
     from megatron.tokenizer import build_tokenizer, padded_vocab_size, tokenizer_type
 
     find_sources(settings.input)  # what is not there is told before a vocabulary is read
     for name in settings.input:
         print(f"Opening {name}")
     kind = tokenizer_type(parsed["tokenizer"])
-    for sentence in idle_flags(parsed["tokenizer"], said, EFFECTS, tokenizer=kind):
+    for sentence in idle_flags(parsed["tokenizer"], said, tokenizer=kind):
         print(f"warning: {sentence}")
     print(f"> building {kind} tokenizer ...")
     tokenizer = build_tokenizer(parsed["tokenizer"], print)
@@ -123,10 +125,7 @@ def main(argv: list[str]) -> None:
 def check(settings: PreprocessOptions) -> PreprocessOptions:
     """Settings with the default key filled in. Raises SettingsError for numbers that cannot work."""
     numbers = "workers partitions log_interval make_vocab_size_divisible_by tensor_model_parallel_size chunk_size"
-    for name in numbers.split():
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise SettingsError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")
+    refuse_below(settings, dict.fromkeys(numbers.split(), 1))
     if settings.on_contamination != "count" and not settings.contamination:
         raise SettingsError(f"--on-contamination {settings.on_contamination} needs --contamination INDEX")
     keys = list(dict.fromkeys(settings.json_keys or ["text"]))

@@ -12,8 +12,8 @@ docs/encoder_decoder.md says what is where.
 from megatron.data.masked_settings import GROUP as MASKED
 from megatron.data.masked_settings import MASKED_IDLE, MASKED_RULES, MaskedSettings
 from megatron.errors import SettingsError, run_main
+from megatron.model.bert.bert_rules import IDLE, RULES
 from megatron.model.bert.facts import TAKEN, TASKS, BertFacts, TaskFacts, TaskHead
-from megatron.model.bert.rules import IDLE, RULES
 from megatron.model.bert.settings import GROUP, BertSettings, own_settings
 from megatron.model.recipe import Recipe
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
@@ -107,7 +107,7 @@ def arrays(config, vocab_size) -> dict[str, SampleArray]:
 
 def collate(samples: list) -> list:
     """Labels of words that were not masked may be -1."""
-    from megatron.data.named_arrays import without_negative_labels
+    from megatron.data.batch_arrays import without_negative_labels
 
     return list(map(without_negative_labels, samples))
 
@@ -124,7 +124,7 @@ def build_model(config, mesh, vocab_size, *, layers=None, first=True, last=True,
 def build_datasets(config, tokenizer, vocab_size, sizes, log):
     """Training, validation and test samples: dicts of `arrays`."""
     if config.data.mock_data and not config.extra[MASKED].task_mixture:
-        from megatron.data.mock_masked import MockMasked
+        from megatron.data.mock import MockMasked
 
         lengths = config.model.seq_length, vocab_size, config.logging.seed
         return tuple(MockMasked(size, *lengths, split) if size else None for split, size in enumerate(sizes))

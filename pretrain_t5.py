@@ -15,10 +15,10 @@ from megatron.errors import run_main
 from megatron.model.recipe import Recipe
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.model.t5.facts import T5Facts
-from megatron.model.t5.rules import IDLE, RULES
 from megatron.model.t5.settings import GROUP, T5Settings
+from megatron.model.t5.t5_rules import IDLE, RULES
 from megatron.planner.stage_cut import normalize_config
-from megatron.settings.effects import Needs
+from megatron.settings.declare import Needs
 from megatron.settings.rules import word_piece
 from megatron.training.entry import start
 
@@ -67,7 +67,7 @@ def collate(samples: list) -> list:
     """A mask of a sample may be the number of its tokens, which come first; labels that do not count may be -1."""
     import numpy as np
 
-    from megatron.data.named_arrays import without_negative_labels
+    from megatron.data.batch_arrays import without_negative_labels
 
     def masked(sample):
         lengths = {name: len(sample[text]) for name, text in (("enc_mask", "text_enc"), ("dec_mask", "text_dec"))}
@@ -90,7 +90,7 @@ def build_model(config, mesh, vocab_size, *, layers=None, first=True, last=True,
 def build_datasets(config, tokenizer, vocab_size, sizes, log):
     """Training, validation and test samples: dicts of `arrays`."""
     if config.data.mock_data and not config.extra[MASKED].task_mixture:
-        from megatron.data.mock_masked import MockPairs
+        from megatron.data.mock import MockPairs
 
         facts, seed = T5Facts.of(config, vocab_size), config.logging.seed
         lengths = facts.source, facts.target, vocab_size, seed

@@ -19,16 +19,16 @@ import time
 import numpy as np
 import torch
 
-from megatron.fused_kernels import attention
+from megatron.fused_kernels import attention, explicit_attention
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.fused_kernels.documents import Documents
 from megatron.model.attention import allowed_pairs
 
 HEADS, WIDTH = 12, 64
 CONTENDERS = {  # name: kernel, how it is told; the first two of each kernel make a ratio
-    "block-causal, mask": (attention.block_causal, "mask"),
-    "block-causal, documents": (attention.block_causal, "documents"),
-    "block-causal, one document": (attention.block_causal, "nothing"),
+    "block-causal, mask": (explicit_attention.in_blocks, "mask"),
+    "block-causal, documents": (explicit_attention.in_blocks, "documents"),
+    "block-causal, one document": (explicit_attention.in_blocks, "nothing"),
     "sdpa, mask": (attention.sdpa, "mask"),
     "sdpa, documents": (attention.sdpa, "documents"),
     "sdpa, one document": (attention.sdpa, "nothing"),

@@ -16,7 +16,7 @@ import time
 import torch
 
 import pretrain_gpt
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.training.build import build_run
 from megatron.training.rules import resolve
 from megatron.training.step import train_step

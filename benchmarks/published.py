@@ -3,7 +3,7 @@
 
 python benchmarks/published.py          # the tables of docs/planning.md#published-runs
 python benchmarks/published.py --write  # into the page
-python benchmarks/published.py --fit    # the constants of megatron/planner/reached.py; needs scipy
+python benchmarks/published.py --fit    # the constants of megatron/planner/reached_speed.py; needs scipy
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron.planner import reached, speed  # noqa: E402
+from megatron.planner import reached_speed, speed  # noqa: E402
 from megatron.planner.device import Device  # noqa: E402
 from megatron.planner.published import PublishedRun, report, runs  # noqa: E402
 from megatron.telemetry.peak_flops import peak_flops  # noqa: E402
@@ -69,7 +69,7 @@ def fit(fitted: list[PublishedRun]) -> dict[str, float]:
 
 def device(run: PublishedRun, made: dict[str, float]) -> Device:
     """The device of a run with these constants."""
-    own, peak = reached.generation(run.gpu), peak_flops(run.gpu, "bf16")
+    own, peak = reached_speed.generation(run.gpu), peak_flops(run.gpu, "bf16")
     return replace(
         run.device,
         flops=dict(bf16=made[f"linear {own}"] * peak),

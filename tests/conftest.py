@@ -33,6 +33,7 @@ import hypothesis
 import pytest
 
 from megatron.guard import processes
+from megatron.storage.processes import adopt_orphans
 from tests import tree
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before the first import of torch, for this process and its children
@@ -220,7 +221,7 @@ def _children() -> set[int]:
 
 
 # What ranks that train load.
-LOADED_BY_RANKS = """encodings.ascii numpy.ma megatron.planner.room megatron.tokenizer.null megatron.training.loop
+LOADED_BY_RANKS = """encodings.ascii numpy.ma megatron.planner.memory_check megatron.tokenizer.null megatron.training.loop
     megatron.settings.dialects.fleetx""".split()
 
 
@@ -245,7 +246,7 @@ TREE = pytest.StashKey[Optional[set[str]]]()
 
 def pytest_sessionstart(session):
     """Whatever a test starts stays below this process, also when what it was started by is killed."""
-    processes.adopt_orphans()
+    adopt_orphans()
     if not hasattr(session.config, "workerinput"):
         session.config.stash[TREE] = tree.state(ROOT)
 

@@ -15,7 +15,7 @@ import pytest
 import regex
 import torch
 
-from megatron.data import indexed, paddle
+from megatron.data import formats, indexed
 from megatron.settings import schema
 
 B = bytes.fromhex
@@ -31,8 +31,8 @@ FORMATS = {
     # Megatron-LM's index: 9 bytes, uint64 version, uint8 code, uint64 sequences, uint64 documents + 1
     "data.indexed:MAGIC": B("4d4d49444944580000"),
     "data.indexed:ENDINGS": (".bin", ".idx", "_ids.npy", "_idx.npz", "_ids.npz"),
-    "data.paddle:KNOWN": ("ids", "lens", "sents", "docs"),
-    "data.paddle:HEAD": 128,
+    "data.formats:KNOWN": ("ids", "lens", "sents", "docs"),
+    "data.formats:HEAD": 128,
     # First bytes: RFC 1952, RFC 8878, bzip2's and xz's documents
     "data.file_formats:COMPRESSIONS": {
         B("1f8b"): "gzip",
@@ -151,7 +151,7 @@ ARITHMETIC = {
     "data.index_maps:SEPARATE_BELOW": 0.8,  # Megatron-LM's threshold for a last epoch of its own
     "data.contamination:LONGEST": 13,  # Brown et al. 2020, appendix C
     "data.contamination:SHORTEST": 8,
-    "data.ledger:HALF": 4_294_967_296,
+    "data.sampler:HALF": 4_294_967_296,
     "mpu.cross_entropy:FP16_SCALE": 4096.0,
     "guard.spikes:ENOUGH": 32,
     "guard.spikes:FLOOR": 0.01,
@@ -165,9 +165,8 @@ ARITHMETIC = {
     "pipeline.simulate:COST": dict(F=1.0, B=2.0, I=1.0, W=1.0),  # a backward pass is twice a forward pass
     "fused_kernels.cpu:_M_TRIM_THRESHOLD": -1,  # glibc's malloc.h
     "fused_kernels.cpu:_M_MMAP_MAX": -4,
-    "mpu.forked:_PR_SET_PDEATHSIG": 1,  # Linux's sys/prctl.h
-    "guard.processes:_DEATH_SIGNAL": 1,
-    "guard.processes:_SUBREAPER": 36,
+    "storage.processes:_DEATH_SIGNAL": 1,  # Linux's sys/prctl.h
+    "storage.processes:_SUBREAPER": 36,
     "optimizer.scratch:PAGE": 4096,
 }
 SIZES = {  # measured to be best: docs/benchmarks.md
@@ -176,8 +175,8 @@ SIZES = {  # measured to be best: docs/benchmarks.md
     "settings.kernel_sizes:JOINED": 256,
     "settings.kernel_sizes:NONCAUSAL_ROWS": 512,
     "fused_kernels:EXPLICIT_KEYS": 4096,
-    "fused_kernels.attention:ALIGNED": 64,
-    "fused_kernels.noncausal:FEW_SAMPLES": 16,
+    "fused_kernels.explicit_attention:ALIGNED": 64,
+    "fused_kernels.explicit_attention:FEW_SAMPLES": 16,
     "fused_kernels.gpu.launch:ELEMENTS": 4096,
     "fused_kernels.gpu.launch:EACH": 16,
     "fused_kernels.gpu.probe:TOLERANCE": 0.02,
@@ -185,13 +184,13 @@ SIZES = {  # measured to be best: docs/benchmarks.md
     "model.packed_rows:ROUND": 64,
     "optimizer.flat:ALIGN": 64,
     "mpu.collectives:LARGE": 2_097_152,
-    "planner.reached:LINEAR": dict(Ampere=0.885, Hopper=0.737),  # these: benchmarks/published.py --fit
-    "planner.reached:ATTENTION": dict(Ampere=0.522, Hopper=0.287),
-    "planner.reached:ATTENTION_TOKENS": 770.0,
-    "planner.reached:ATTENTION_BACKWARD": 4.94,
-    "planner.reached:UNFUSED": 1.52,
-    "planner.reached:EXPOSED": 0.71,
-    "planner.reached:ROWS": 64.0,
+    "planner.reached_speed:LINEAR": dict(Ampere=0.885, Hopper=0.737),  # these: benchmarks/published.py --fit
+    "planner.reached_speed:ATTENTION": dict(Ampere=0.522, Hopper=0.287),
+    "planner.reached_speed:ATTENTION_TOKENS": 770.0,
+    "planner.reached_speed:ATTENTION_BACKWARD": 4.94,
+    "planner.reached_speed:UNFUSED": 1.52,
+    "planner.reached_speed:EXPOSED": 0.71,
+    "planner.reached_speed:ROWS": 64.0,
     "planner.device:GIB": 1_073_741_824,
     "planner.memory:FRAGMENTATION": dict(cuda=0.05, cpu=0.0),
 }
@@ -200,7 +199,7 @@ WAITS = {  # seconds, and numbers of tries, that docs/reliability.md and the des
     "storage.lease:RENEWED": 15.0,
     "corpus.commit:STALE": 86_400.0,
     "corpus.agenda:MOST_ATTEMPTS": 4,
-    "corpus.digests:RACY": 2_000_000_000,
+    "corpus.commit:RACY": 2_000_000_000,
     "storage.urls:TRIES": 5,
     "guard.watch:IN_A_ROW": 10,
     "telemetry.event_rules:WINDOW": 200,
@@ -234,7 +233,7 @@ def test_codes_of_types_are_megatrons():
     )
 
 
-@pytest.mark.parametrize("dtype_of, limit", [(indexed.token_dtype, 65500), (paddle.paddle_dtype, 65535)])
+@pytest.mark.parametrize("dtype_of, limit", [(indexed.token_dtype, 65500), (formats.paddle_dtype, 65535)])
 def test_the_vocabulary_from_which_on_ids_have_four_bytes(dtype_of, limit):
     assert [dtype_of(size).name for size in (limit - 1, limit, None)] == ["uint16", "int32", "int32"]
 

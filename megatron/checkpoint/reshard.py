@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewriting a checkpoint into other files, in bounded memory.
+"""Rewriting a checkpoint: into other files, in bounded memory (`reshard`), or into that of another model (`rewrite`).
 
-Loading does not need this: every layout reads every checkpoint. It is useful for moving files: as many as there are disks
-or nodes, or one for each rank of an inference job (`by_rank`), which then reads only that file.
+Loading does not need other files: every layout reads every checkpoint. They are useful for moving: as many as there are
+disks or nodes, or one for each rank of an inference job (`by_rank`), which then reads only that file.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron.checkpoint.backends import backend_of
+from megatron.checkpoint.backends import CheckpointPath, backend_of
+from megatron.checkpoint.base_checkpoint import BASE, open_checkpoint
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver
+from megatron.checkpoint.index import Tensor
 from megatron.checkpoint.reader import PART, Reader
-from megatron.checkpoint.store import Piece, share
+from megatron.checkpoint.store import Parts, Piece, share
+from megatron.storage.new_folder import check_free
 from megatron.storage.urls import UrlPath
 from megatron.tokenizer.chat_template import CONFIG, FILE
 
@@ -23,7 +26,7 @@ OPTIMIZER = "optimizer."  # prefix of the names of optimizer state: optimizer.ex
 COMPANIONS = (FILE, CONFIG, "generation_config.json")  # in a folder of checkpoints
 
 
-def reshard(source: "Reader | Computed", out: Path, shards: Iterable[list[Piece]], state: dict[str, Any]) -> Path:
+def reshard(source: Reader, out: Path, shards: Iterable[list[Piece]], state: dict[str, Any]) -> Path:
     """Write `source` into the folder `out` as the files `shards`. Returns the new checkpoint's directory.
 
     Takes about twice `reader.PART` of memory. Tensors are converted to the dtype of their piece. After a failure, including
@@ -36,6 +39,46 @@ def reshard(source: "Reader | Computed", out: Path, shards: Iterable[list[Piece]
         for part in source.parts(piece.name, piece.box, size):
             yield part.to(piece.tensor.dtype)
 
+    return _written(source, out, shards, state, parts)
+
+
+class Rewritten(NamedTuple):
+    """The checkpoint that a method makes of another one.
+
+    tensors: name -> format and shape
+    compute: returns a whole tensor by its name; one of them is in memory at a time
+    state:   the content of state.json, so far with the base and the optimizer's steps of the other one
+    """
+
+    tensors: Mapping[str, Tensor]
+    compute: Callable[[str], torch.Tensor]
+    state: Mapping[str, Any]
+
+
+def rewrite(path: CheckpointPath, out: Path, method: Callable[[Reader], Rewritten], writers: int = 1) -> Path:
+    """Write what `method` makes of the checkpoint at `path` to the folder `out`; returns the new checkpoint's directory.
+
+    It has all weights, those of a base too, and no optimizer state. writers: files of equal size. Raises SettingsError if
+    `out` is not free. After a failure `out` contains no new files.
+    """
+
+    def parts(piece: Piece) -> Iterator[torch.Tensor]:
+        flat = made.compute(piece.name)[piece.box.slices()].reshape(-1)
+        yield from flat.split(max(1, PART // flat.element_size()))
+
+    check_free(out)
+    with open_checkpoint(path) as reader:
+        made = method(reader)
+        shards = evenly(whole_pieces(made), writers)
+        return _written(reader, out, shards, weights_alone(made.state), parts)
+
+
+def weights_alone(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of state.json for all weights, without optimizer state."""
+    return {name: value for name, value in state.items() if name != BASE} | dict(optimizer_steps=None)
+
+
+def _written(source: Reader, out: Path, shards: Iterable[list[Piece]], state: dict[str, Any], parts: Parts) -> Path:
     with Saver(out) as saver:
         written = saver.write(state["iteration"], shards, state, parts=parts)
     copy_companions(source.folder.parent, out)
@@ -50,25 +93,8 @@ def copy_companions(source: "Path | UrlPath", out: "Path | UrlPath") -> None:
             backend_of(out).replace(copy, place.read_bytes())
 
 
-class Computed:
-    """A `source` of `reshard` whose tensors are computed from another checkpoint, one at a time.
-
-    A subclass has `folder` and `tensors`, as `Reader`, and `read`.
-    """
-
-    def read(self, name: str) -> torch.Tensor:
-        """A whole tensor."""
-        raise NotImplementedError
-
-    def parts(self, name: str, box: Optional[Box] = None, size: int = PART) -> Iterator[torch.Tensor]:
-        """As `Reader.parts`; the whole tensor is in memory."""
-        whole = self.read(name)
-        flat = (whole if box is None else whole[box.slices()]).reshape(-1)
-        yield from flat.split(max(1, size // whole.element_size()))
-
-
 def whole_pieces(
-    source: Reader | Computed, wanted: Callable[[str], bool] = lambda name: True, dtype=None
+    source: Reader | Rewritten, wanted: Callable[[str], bool] = lambda name: True, dtype=None
 ) -> list[Piece]:
     """Every wanted tensor as one piece without memory. dtype: of all pieces; default: as stored."""
     pieces = []

@@ -11,6 +11,7 @@ from megatron.convert import megatron_experts
 from megatron.convert.megatron_names import our_name
 from megatron.errors import CheckpointError, SettingsError
 from megatron.settings import schema
+from megatron.settings.groups.model import window_numbers
 
 SAME = (
     "rotary_percent normalization qk_layernorm swiglu squared_relu add_qkv_bias untie_embeddings_and_output_weights "
@@ -73,7 +74,7 @@ def their_arguments(m: schema.Model, legacy: bool) -> dict[str, Any]:
         add_position_embedding=learned or not legacy,
         use_rotary_position_embeddings=m.position_embedding_type == "rope",
         rotary_base=int(m.rotary_base) if float(m.rotary_base).is_integer() else m.rotary_base,
-        window_size=None if m.window_size is None else schema.window_numbers(m.window_size),
+        window_size=None if m.window_size is None else window_numbers(m.window_size),
         norm_epsilon=m.norm_epsilon,
         layernorm_epsilon=m.norm_epsilon,
         bias_gelu_fusion=m.bias_gelu_fusion and not tanh_without_bias,

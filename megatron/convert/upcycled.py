@@ -3,18 +3,19 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.checkpoint import reshard
 from megatron.checkpoint.index import Tensor
 from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.reshard import Rewritten, rewrite
 from megatron.convert.families import prompts_for
 from megatron.errors import CheckpointError, SettingsError, UsageError
 from megatron.inference.load import load_model, refuse_head
-from megatron.model.experts import rules, upcycling
+from megatron.model.experts import expert_rules, upcycling
 from megatron.model.recipe import config_of, facts_of, kind_of
 from megatron.settings.from_checkpoint import located
 from megatron.settings.rules import out_of_range, record
@@ -35,76 +36,68 @@ def upcycle(
     """
     with removed_after_error(out):
         with Reader(path) as reader:
-            source = UpcycledReader(reader, given, seed)
-            pieces = reshard.whole_pieces(source)
-            new = reshard.reshard(source, out, reshard.evenly(pieces, writers), source.state)
-        m = source.config.model
+            config = mixture_of(reader, given)
+        new = rewrite(path, out, partial(upcycled, config=config, seed=seed), writers)
+        m = config.model
         notices = [f"{new}: {m.num_experts} experts in {len(m.expert_layers)} of {m.num_layers} layers"]
-        notices += [_compared(path, new, source.config, source.state["vocab_size"])] if check else []
+        notices += [_compared(path, new, config, reader.state["vocab_size"])] if check else []
     return [*notices, f"train on with --load {out} --finetune"]
 
 
-class UpcycledReader(reshard.Computed):
-    """The weights of the mixture."""
+def mixture_of(reader: Reader, given: Mapping[str, Any]) -> Config:
+    """The settings of the mixture. Raises SettingsError, or UsageError, for what cannot become one."""
+    saved = config_of(located(reader.state))
+    if (number := given.get("num_experts")) is None:
+        raise UsageError("the number of experts is missing", do="give --num-experts N, at least 2")
+    if number < 2:
+        raise SettingsError(f"--num-experts {number}: a mixture has at least 2 experts")
+    if saved.model.mixture:
+        raise SettingsError(f"{reader.folder} has {saved.model.num_experts} experts already", do="give a dense model")
+    refuse_head(saved, reader.state["vocab_size"], reader.folder)
+    kind = kind_of(facts_of(saved, reader.state["vocab_size"]))
+    special = saved.model.linear or saved.model.sparsity is not None
+    if kind != "GPT" or special:
+        raise SettingsError(
+            f"{reader.folder} is a {kind}{' with special linear layers' * bool(special)}",
+            "experts are upcycled from the MLPs of a GPT",
+            "merge adapters first (merge-lora), or apply masks (apply-masks)" if special else None,
+        )
+    config = replace(saved, model=replace(saved.model, **given))
+    refuse_broken(config)
+    upcycling.refuse_unequal(config.model)
+    return config
 
-    def __init__(self, reader: Reader, given: Mapping[str, Any], seed: int):
-        saved = config_of(located(reader.state))
-        if (number := given.get("num_experts")) is None:
-            raise UsageError("the number of experts is missing", do="give --num-experts N, at least 2")
-        if number < 2:
-            raise SettingsError(f"--num-experts {number}: a mixture has at least 2 experts")
-        if saved.model.mixture:
-            raise SettingsError(
-                f"{reader.folder} has {saved.model.num_experts} experts already", do="give a dense model"
-            )
-        refuse_head(saved, reader.state["vocab_size"], reader.folder)
-        kind = kind_of(facts_of(saved, reader.state["vocab_size"]))
-        special = saved.model.linear or saved.model.sparsity is not None
-        if kind != "GPT" or special:
-            raise SettingsError(
-                f"{reader.folder} is a {kind}{' with special linear layers' * bool(special)}",
-                "experts are upcycled from the MLPs of a GPT",
-                "merge adapters first (merge-lora), or apply masks (apply-masks)" if special else None,
-            )
-        self.config = replace(saved, model=replace(saved.model, **given))
-        refuse_broken(self.config)
-        upcycling.refuse_unequal(self.config.model)
-        self.reader, self.folder, self.seed = reader, reader.folder, seed
-        self.placements = facts_of(self.config, reader.state["vocab_size"]).weights
-        self.tensors = {name: self._entry(name) for name in self.placements}
-        self.state = self._state()
 
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor of the mixture."""
-        if source := upcycling.source_of(name):
-            count = self.config.model.num_experts
-            return upcycling.experts_of(name, self.reader.read(source), self.config.model, 0, count)
-        if upcycling.ROUTER in name:
-            whole = upcycling.router_of(name, self.placements[name], self.config.model, self.seed)
-            return whole.to(self.tensors[name].dtype)
-        return self.reader.read(name)
+def upcycled(reader: Reader, config: Config, seed: int) -> Rewritten:
+    """The mixture. Formats are those of the dense model, and of its embedding for new tensors."""
+    state, stored = reader.state, reader.tensors
+    placements = facts_of(config, state["vocab_size"]).weights
 
-    def _entry(self, name: str) -> Tensor:
-        """Format and shape of a tensor: those of the dense model, and of its embedding for new ones."""
-        placed, stored = self.placements[name], self.reader.tensors
+    def entry(name: str) -> Tensor:
         source = upcycling.source_of(name) or ("embedding.word.weight" if upcycling.ROUTER in name else name)
         if source not in stored:
-            raise CheckpointError(f"{self.folder} has no tensor {source}")
-        dtype = getattr(torch, placed.buffer.dtype) if placed.buffer else stored[source].dtype
-        return Tensor(dtype, placed.shape, [])
+            raise CheckpointError(f"{reader.folder} has no tensor {source}")
+        buffer = placements[name].buffer
+        return Tensor(getattr(torch, buffer.dtype) if buffer else stored[source].dtype, placements[name].shape, [])
 
-    def _state(self) -> dict[str, Any]:
-        state = self.reader.state
-        model = upcycling.upcycled_settings(state["config"]["model"], self.config.model)
-        buffers = {name: placed.buffer.combine for name, placed in self.placements.items() if placed.buffer}
-        untrained = {**(state.get("untrained") or {}), "buffers": buffers}
-        return {**state, "config": state["config"] | dict(model=model), "untrained": untrained, "optimizer_steps": None}
+    def compute(name: str) -> torch.Tensor:
+        if source := upcycling.source_of(name):
+            return upcycling.experts_of(name, reader.read(source), config.model, 0, config.model.num_experts)
+        if upcycling.ROUTER in name:
+            return upcycling.router_of(name, placements[name], config.model, seed).to(tensors[name].dtype)
+        return reader.read(name)
+
+    tensors = {name: entry(name) for name in placements}
+    model = upcycling.upcycled_settings(state["config"]["model"], config.model)
+    buffers = {name: placed.buffer.combine for name, placed in placements.items() if placed.buffer}
+    untrained = {**(state.get("untrained") or {}), "buffers": buffers}
+    return Rewritten(tensors, compute, {**state, "config": state["config"] | dict(model=model), "untrained": untrained})
 
 
 def refuse_broken(config: Config) -> None:
     """Raise SettingsError if the settings of experts cannot work, as a training run does."""
     s = record(replace(config, parallel=Parallel()), 1)  # the layout of the dense run has no say
-    broken = out_of_range(config.model).values() or [rule.message(s) for rule in rules.RULES if rule.broken(s)]
+    broken = out_of_range(config.model).values() or [rule.message(s) for rule in expert_rules.RULES if rule.broken(s)]
     if broken:
         raise SettingsError("these settings cannot work", "\n  ".join(broken))
 

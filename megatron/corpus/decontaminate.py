@@ -13,18 +13,16 @@ single documents, which drops or only counts.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, Literal, NamedTuple, Optional
 
-from megatron.corpus.documents import SHARD, ShardWriter, decode, read_documents, read_lines
+from megatron.corpus.documents import CUT, DROPPED, SHARD, ShardWriter, names_of, read_documents
 from megatron.corpus.figures import text_bytes
-from megatron.corpus.stage import Counts, Document, Made, StagePhase, Verdict, options_of
-from megatron.data.contamination import NgramIndex
-from megatron.data.preprocess_screen import Cutting, Screen, Screening
+from megatron.corpus.stage import Counts, Document, Made, StagePhase, Verdict, of_each_shard, options_of
+from megatron.data.contamination import Cutting, NgramIndex, Screen, Screening
 from megatron.errors import DataError, SettingsError
 
 VERSION = "2"  # of what the tasks of this stage write
 REASON = "contaminated"
-DROPPED, CUT = "dropped.jsonl", "cut.jsonl"  # notes of a task
 BLOCK = 1 << 20  # characters of text that are searched together
 
 
@@ -68,7 +66,7 @@ class Decontaminate:
 def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
     """One task per shard. Memory: the index, and a block of lines."""
     screen_of(options)  # raises now for a wrong index, not in a worker
-    return [StagePhase("decontaminate", run=run, split=lambda made: [[shard] for shard in made["documents"]])]
+    return [StagePhase("decontaminate", run=run, split=of_each_shard)]
 
 
 def run(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
@@ -90,28 +88,27 @@ def run(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
         ShardWriter(output / CUT) as cut,
     ):
         for documents in _blocks(shard):
-            screening = _screened(screen, documents)
-            notes = {row["line"]: row for row in screening.matches}
-            ngrams += [matches for matches, _ in screening.ngrams.values()]
-            for number, document in enumerate(documents):
-                left, size = _pieces(document, screening.parts.get(number)), text_bytes(document["text"])
+            decided, of_block = decide(screen, documents)
+            ngrams += [matches for matches, _ in of_block.ngrams.values()]
+            counts["contaminated"] += len(of_block.matches)
+            for row, (document, (left, note)) in enumerate(zip(documents, decided, strict=True), first):
+                size, stays = text_bytes(document["text"]), sum(text_bytes(one["text"]) for one in left)
                 counts["documents_in"] += 1
                 counts["bytes_in"] += size
                 counts["documents"] += len(left)
-                counts["bytes"] += sum(text_bytes(one["text"]) for one in left)
+                counts["bytes"] += stays
                 for one in left:
                     write.write(one)
                 if not left:
                     gone["documents"] += 1
                     gone["bytes"] += size
-                    dropped.write(_note(first + number, document, notes[number]))
-                elif number in screening.parts:
+                    dropped.write(dict(row=row, **note.facts, **names_of(document)))
+                elif note:
                     counts["cut"] += 1
                     counts["pieces"] += len(left)
-                    counts["passages"] += notes[number]["passages"]
-                    counts["bytes_cut"] += size - sum(text_bytes(one["text"]) for one in left)
-                    cut.write(_note(first + number, document, notes[number]))
-            counts["contaminated"] += len(screening.matches)
+                    counts["passages"] += note.passages
+                    counts["bytes_cut"] += size - stays
+                    cut.write(dict(row=row, **note.facts, **names_of(document)))
             first += len(documents)
     items = screen.index.sets_of(np.concatenate(ngrams)) if ngrams else {}
     return counts | {"dropped": {REASON: gone}} | {f"items_of_{name}": count for name, count in items.items()}
@@ -121,15 +118,36 @@ def explain(
     made: Made, shard: int, row: int, document: Document, options: Mapping[str, Any]
 ) -> Optional[dict[str, Any]]:
     """The fate of a document: dropped, or its first piece; None if it was kept whole."""
-    for name in (DROPPED, CUT):
-        for line in read_lines(made["decontaminate"][shard] / name):
-            note = decode(line)
-            if note["row"] == row:
-                parts = _screened(screen_of(options), [document]).parts.get(0)
-                left = _pieces(document, parts)
-                figures = {key: note[key] for key in ("ngrams", "sets", "first", "pieces")}
-                return dict(document=left[0] if left else None, reason=REASON, figures=figures)
-    return None
+    [(left, note)], _ = decide(screen_of(options), [document])
+    if note is None:
+        return None
+    figures = {key: value for key, value in note.facts.items() if key != "reason"}
+    return dict(document=left[0] if left else None, reason=REASON, figures=figures)
+
+
+class ChangeNote(NamedTuple):
+    """Why a document is dropped or cut: facts for its note, and how many passages have n-grams."""
+
+    facts: dict[str, Any]
+    passages: int
+
+
+def decide(
+    screen: Screen, documents: Sequence[Document]
+) -> tuple[list[tuple[list[Document], Optional[ChangeNote]]], Screening]:
+    """([(pieces that stay, the note or None) of each document], the screening of their texts)."""
+    screening = screen((number, [document["text"]]) for number, document in enumerate(documents))
+    matches = {row["line"]: row for row in screening.matches}
+
+    def decided(number: int, document: Document) -> tuple[list[Document], Optional[ChangeNote]]:
+        if number not in screening.parts:
+            return [document], None
+        match = matches[number]
+        facts = dict(reason=REASON, ngrams=match["ngrams"], sets=", ".join(match["sets"]), first=match["first"])
+        note = ChangeNote(facts | dict(pieces=match["pieces"]), match["passages"])
+        return _pieces(document, screening.parts[number]), note
+
+    return [decided(*one) for one in enumerate(documents)], screening
 
 
 def screen_of(options: Mapping[str, Any]) -> Screen:
@@ -137,14 +155,8 @@ def screen_of(options: Mapping[str, Any]) -> Screen:
     return Screen(NgramIndex.open(asked.index), asked.action, Cutting(asked.side, asked.least, asked.most_pieces))
 
 
-def _screened(screen: Screen, documents: Sequence[Document]) -> Screening:
-    return screen((number, [document["text"]]) for number, document in enumerate(documents))
-
-
 def _pieces(document: Document, parts) -> list[Document]:
-    """The kept pieces of a document. parts: of `Screening`; None if it is kept whole"""
-    if parts is None:
-        return [document]
+    """The kept pieces of a document. parts: of `Screening`"""
     pieces = []
     for _, number, text in parts:
         own = {**document, "text": text}
@@ -152,12 +164,6 @@ def _pieces(document: Document, parts) -> list[Document]:
             own["id"] = f"{document['id']}-{number}"
         pieces.append(own)
     return pieces
-
-
-def _note(row: int, document: Document, match: Mapping[str, Any]) -> dict[str, Any]:
-    known = {key: document[key] for key in ("id", "url") if key in document}
-    facts = dict(ngrams=match["ngrams"], sets=", ".join(match["sets"]), first=match["first"], pieces=match["pieces"])
-    return dict(row=row, reason=REASON, **facts, **known)
 
 
 def _blocks(shard: Path) -> Iterator[list[Document]]:

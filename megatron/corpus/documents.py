@@ -5,14 +5,16 @@ import io
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import orjson
 
 from megatron.corpus.stage import Document
+from megatron.data.file_formats import zstd
 from megatron.errors import DataError
 
 SHARD = "documents.jsonl.zst"  # name of the shard in a task's folder
+DROPPED, CUT = "dropped.jsonl", "cut.jsonl"  # notes beside a shard, on documents that it lacks, and that it has changed
 LEVEL = 1  # of zstd: 400 MB/s a core; 3 is a tenth smaller and half as fast
 PIECE = 1 << 20
 
@@ -20,7 +22,7 @@ PIECE = 1 << 20
 def read_lines(path: Path | str) -> Iterator[bytes]:
     """The lines of a shard without their ends, blank ones left out."""
     with open(path, "rb") as raw:
-        stream = _zstd(path).ZstdDecompressor().stream_reader(raw, read_across_frames=True) if _packed(path) else raw
+        stream = zstd(path).ZstdDecompressor().stream_reader(raw, read_across_frames=True) if _packed(path) else raw
         with io.BufferedReader(stream, PIECE) as file:
             for line in file:
                 if line := line.rstrip(b"\r\n"):
@@ -55,12 +57,27 @@ def encode(document: Document) -> bytes:
         return json.dumps(document, separators=(",", ":")).encode()
 
 
+def names_of(document: Document) -> dict[str, Any]:
+    """The names of a document for notes: its id and url, where it has them."""
+    return {key: document[key] for key in ("id", "url") if key in document}
+
+
+def note_of(folder: Path, row: int, files: Iterable[str] = (DROPPED, CUT)) -> Optional[dict[str, Any]]:
+    """The note on a row of the shard that a task has read, from the files in its folder; None if there is none."""
+    for path in map(folder.joinpath, files):
+        for note in map(decode, read_lines(path) if path.exists() else ()):
+            if note.get("row") == row:
+                return note
+    return None
+
+
 class ShardWriter:
     """Writes the lines of a shard; the name decides whether they are compressed. The same lines give the same bytes."""
 
-    def __init__(self, path: Path | str, level: int = LEVEL):
+    def __init__(self, path: Path | str, level: int = LEVEL, checksum: bool = True):
+        """checksum: at the end of a compressed file"""
         self._raw = open(path, "wb")
-        packer = _zstd(path).ZstdCompressor(level=level, write_checksum=True) if _packed(path) else None
+        packer = zstd(path).ZstdCompressor(level=level, write_checksum=checksum) if _packed(path) else None
         self._file = packer.stream_writer(self._raw, closefd=False) if packer else self._raw
         self._lines: list[bytes] = []
         self._held = 0
@@ -130,11 +147,3 @@ def join_shards(folder: Path) -> None:
 
 def _packed(path: Path | str) -> bool:
     return str(path).endswith(".zst")
-
-
-def _zstd(path: Path | str):
-    try:
-        import zstandard
-    except ImportError:
-        raise DataError(f"{path}: zstd files need the package zstandard", do="pip install zstandard") from None
-    return zstandard

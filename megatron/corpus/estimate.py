@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 
 from megatron.corpus.agenda import Agenda, TaskOutcome
-from megatron.corpus.commit import read_receipt
-from megatron.corpus.digests import Digests
+from megatron.corpus.commit import Digests, read_receipt
 from megatron.corpus.plan import LIST, TASKS, CorpusPlan, CorpusTask, load_plan, plan_of
 from megatron.corpus.recipe import CorpusRecipe
 from megatron.corpus.registry import load

@@ -19,8 +19,16 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from megatron.corpus.duplicates.candidates import between_pairs, load_pairs, save_pairs
-from megatron.corpus.duplicates.key_runs import RunReader, RunWriter, fitting_ranges, partition_of_keys
+from megatron.corpus.duplicates.pairs import (
+    RunReader,
+    RunWriter,
+    between_pairs,
+    each_partition,
+    fitting_ranges,
+    load_pairs,
+    partition_of_keys,
+    save_pairs,
+)
 from megatron.corpus.duplicates.shards import (
     Numbering,
     Removed,
@@ -34,7 +42,7 @@ from megatron.corpus.duplicates.shards import (
     text_sizes,
 )
 from megatron.corpus.duplicates.shingles import codes_of, word_bounds
-from megatron.corpus.stage import Counts, Made, StagePhase, options_of
+from megatron.corpus.stage import Counts, Made, StagePhase, of_each_shard, options_of
 from megatron.errors import DataError, SettingsError
 
 VERSION = "2"  # of the output of this stage's tasks
@@ -67,15 +75,17 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
     _check_alike(_earlier(asked), asked)
     partitions = asked.partitions or max(1, -(-shards * asked.documents_per_shard * RECORD // memory))
 
-    def each_partition(made: Made) -> list[dict[str, Any]]:
-        return [dict(memory=memory, partition=number, of_partitions=partitions) for number in range(partitions)]
-
     def each_shard(made: Made) -> list[dict[str, Any]]:
         return [dict(shard=number, shards=len(made["documents"])) for number in range(len(made["documents"]))]
 
     return [
-        StagePhase("digest", digest, lambda made: [[shard] for shard in made["documents"]]),
-        StagePhase("match", match, lambda made: [[made["digest"]] for _ in range(partitions)], each_partition),
+        StagePhase("digest", digest, of_each_shard),
+        StagePhase(
+            "match",
+            match,
+            lambda made: [[made["digest"]] for _ in range(partitions)],
+            each_partition(partitions, memory),
+        ),
         StagePhase("number", number, lambda made: [[made["digest"]]]),
         StagePhase(
             "remove",

@@ -21,18 +21,17 @@ from typing import Any, Literal, Optional
 
 import numpy as np
 
-from megatron.corpus.documents import decode, encode
-from megatron.corpus.duplicates.key_runs import RunReader, RunWriter, fitting_ranges, partition_of_keys
-from megatron.corpus.duplicates.shards import WRITTEN, blocks_of_lines, document_of, encoded, fates, shard_writer
+from megatron.corpus.documents import CUT, DROPPED, SHARD, ShardWriter, encode, names_of, note_of
+from megatron.corpus.duplicates.pairs import RunReader, RunWriter, each_partition, fitting_ranges, partition_of_keys
+from megatron.corpus.duplicates.shards import blocks_of_lines, document_of, encoded, fates
 from megatron.corpus.duplicates.shingles import codes_of, span_hashes, window_hashes, word_bounds
-from megatron.corpus.stage import Counts, Made, StagePhase, options_of
+from megatron.corpus.stage import Counts, Made, StagePhase, of_each_shard, options_of
 from megatron.errors import SettingsError
 
 VERSION = "2"  # of the output of this stage's tasks
 REASON = "exact_substring"
 RECORD = 80  # bytes of memory per window in `match`
 UNIT_BYTES = dict(tokens=112, bytes=80)  # bytes of memory per unit in `find`, including the suffix array
-DROPPED, CHANGED = "dropped.jsonl", "cut.jsonl"  # notes of a task of `cut`
 _SHOWN = 120  # characters of cut text in a note
 
 
@@ -67,17 +66,11 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
     units = asked.shard_mb * 1e6 / (5 if asked.unit == "tokens" else 1)
     partitions = asked.partitions or max(1, -int(-shards * units * RECORD // memory))
 
-    def each_partition(made: Made) -> list[dict[str, Any]]:
-        return [dict(memory=memory, partition=number, of_partitions=partitions) for number in range(partitions)]
-
     return [
+        StagePhase("find", find, of_each_shard, lambda made: [dict(memory=memory) for _ in made["documents"]]),
         StagePhase(
-            "find",
-            find,
-            lambda made: [[shard] for shard in made["documents"]],
-            lambda made: [dict(memory=memory) for _ in made["documents"]],
+            "match", match, lambda made: [[made["find"]] for _ in range(partitions)], each_partition(partitions, memory)
         ),
-        StagePhase("match", match, lambda made: [[made["find"]] for _ in range(partitions)], each_partition),
         StagePhase(
             "cut",
             cut,
@@ -132,19 +125,17 @@ def cut(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
     shard, own, *matched = inputs
     covered = _Cover(own, matched, options["shard"], asked.length)
     counts = dict(cut=0, passages=0, bytes_cut=0)
-    sizes, dropped, went_on = [], [], 0
+    sizes, dropped = [], []
     with (
-        shard_writer(output / WRITTEN) as write,
+        ShardWriter(output / SHARD, checksum=False) as kept,
         open(output / DROPPED, "wb") as notes_dropped,
-        open(output / CHANGED, "wb") as notes_cut,
+        open(output / CUT, "wb") as notes_cut,
     ):
         for row, line, document, text in _documents(shard, asked):
             spans = [] if text is None else covered.next(text, asked.unit)
-            size, repeated = len(encoded(text or "")), _share(text or "", spans, asked.unit)
-            left = _without(text, spans, asked.unit) if spans else text
-            sizes.append(size)
-            gone = repeated >= asked.drop_share if asked.action == "drop" else bool(spans) and not left.strip()
-            if spans and gone:
+            left, repeated = decide(text or "", spans, asked)
+            sizes.append(len(encoded(text or "")))
+            if left is None:
                 dropped.append(row)
                 notes_dropped.write(_note(row, document, repeated, text, spans, asked.unit))
                 continue
@@ -152,27 +143,32 @@ def cut(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
                 notes_cut.write(_note(row, document, repeated, text, spans, asked.unit))
                 counts["cut"] += 1
                 counts["passages"] += len(spans)
-                counts["bytes_cut"] += size - len(encoded(left))
+                counts["bytes_cut"] += sizes[-1] - len(encoded(left))
                 line = encode({**document, asked.text_key: left})
-            write([line])
-            went_on += 1
+            kept.write_line(line)
     totals = fates(np.array(sizes, np.int64), np.array(dropped, np.int64), REASON)
     totals["bytes"] -= counts["bytes_cut"]
     return dict(totals, **counts)
 
 
+def decide(text: str, spans: Sequence, asked: ExactSubstringOptions) -> tuple[Optional[str], float]:
+    """(what stays of a text, None to drop its document; the share of the text in the repeated `spans`)."""
+    share = _share(text, spans, asked.unit)
+    if not spans or asked.action == "drop":
+        return None if spans and share >= asked.drop_share else text, share
+    left = _without(text, spans, asked.unit)
+    return left if left.strip() else None, share
+
+
 def explain(made: Made, shard: int, row: int, document: dict, options: Mapping[str, Any]) -> Optional[dict[str, Any]]:
     """The fate of a document: dict(document=None or the changed one, reason, figures); None if it is unchanged."""
     asked = options_of(OPTIONS, options)
-    for name in (DROPPED, CHANGED):
-        with open(made["cut"][shard] / name, "rb") as notes:
-            for note in map(decode, notes):
-                if note["row"] == row:
-                    figures = dict(repeated=note["repeated"], begins=note["begins"])
-                    spans = [tuple(span) for span in note["spans"]]
-                    left = {**document, asked.text_key: _without(document[asked.text_key], spans, asked.unit)}
-                    return dict(document=None if name == DROPPED else left, reason=note["reason"], figures=figures)
-    return None
+    if (note := note_of(made["cut"][shard], row)) is None:
+        return None
+    left, _ = decide(document[asked.text_key], note["spans"], asked)
+    figures = dict(repeated=note["repeated"], begins=note["begins"])
+    changed = None if left is None else {**document, asked.text_key: left}
+    return dict(document=changed, reason=note["reason"], figures=figures)
 
 
 # -------------------------------------------------------------------------------------------------- units of documents
@@ -325,8 +321,9 @@ def _share(text: str, spans: list[tuple[int, int]], unit: str) -> float:
 
 def _note(row: int, document: dict, share: float, text: str, spans: list, unit: str) -> bytes:
     """A note on a document with repeated parts, with the beginning of the first one."""
-    known = {key: document[key] for key in ("id", "url") if key in document}
     start, end = spans[0]
     shown = text[start:end] if unit == "tokens" else encoded(text)[start:end].decode("utf-8", "replace")
-    note = dict(row=row, **known, reason=REASON, repeated=round(share, 4), spans=spans, begins=shown[:_SHOWN])
+    note = dict(
+        row=row, **names_of(document), reason=REASON, repeated=round(share, 4), spans=spans, begins=shown[:_SHOWN]
+    )
     return json.dumps(note).encode() + b"\n"

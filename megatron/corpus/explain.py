@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.corpus.commit import read_receipt
-from megatron.corpus.documents import decode, encode, read_lines
+from megatron.corpus.documents import DROPPED, decode, encode, note_of, read_lines
 from megatron.corpus.filtering import filters_of, judged
 from megatron.corpus.plan import TASKS, CorpusPlan, PlannedStage
 from megatron.corpus.registry import load, module_of
@@ -24,7 +24,6 @@ from megatron.corpus.stage import Document
 from megatron.data.json_input import BadLine
 from megatron.errors import DataError
 
-DROPPED = "dropped.jsonl"
 MOST = 5  # documents of one name that are followed
 
 
@@ -253,24 +252,15 @@ def _explained(base: Path, stage: PlannedStage, at: _At) -> Optional[dict]:
     if at.row < 0 or not _complete(base, stage):
         return None
     hook = getattr(module_of_stage(stage), "explain", None)
+    if hook is None and len(stage.makes) != len(stage.reads):
+        return None
     if hook is None:
-        return _note_of(base, stage, at)
+        note = note_of((base / stage.makes[at.shard]).parent, at.row, [DROPPED])
+        more = {key: value for key, value in (note or {}).items() if key not in ("row", "reason", "id", "url")}
+        return note and dict(reason=note.get("reason", ""), figures=more)
     made = {name.rpartition(".")[2]: [base / folder for folder in folders] for name, folders in stage.phases.items()}
     made["documents"] = [base / shard for shard in stage.reads]
     return hook(made, at.shard, at.row, copy.deepcopy(at.document), dict(stage.options))
-
-
-def _note_of(base: Path, stage: PlannedStage, at: _At) -> Optional[dict]:
-    """The note on a document in the `dropped.jsonl` next to the stage's output shard."""
-    if len(stage.makes) != len(stage.reads):
-        return None
-    path = (base / stage.makes[at.shard]).with_name(DROPPED)
-    for line in read_lines(path) if path.exists() else ():
-        note = decode(line)
-        if note.get("row") == at.row:
-            more = {key: value for key, value in note.items() if key not in ("row", "reason", "id", "url")}
-            return dict(reason=note.get("reason", ""), figures=more)
-    return None
 
 
 def _complete(base: Path, stage: PlannedStage) -> bool:

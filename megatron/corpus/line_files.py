@@ -13,20 +13,17 @@ import contextlib
 import gzip
 import json
 import lzma
-import multiprocessing
 import os
-import signal
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.corpus.processes import end_with
+from megatron.corpus.processes import in_order
 from megatron.corpus.stage import Document, Filter
+from megatron.data.file_formats import zstd
 from megatron.data.json_input import BadLine, Source, parse_record, read_blocks, read_part, values_of
 from megatron.data.workspace import Workspace
 from megatron.errors import DataError, Failure, Locked, StorageError, UsageError
@@ -48,7 +45,7 @@ class LineBlock:
 
 @dataclass
 class Cleaned:
-    """The result of a block.
+    """The result of a block of file number `source`; `first` as in `LineBlock`.
 
     kept, dropped: bytes for the files, compressed where the file is
     counts: "documents", "rejected", and "<filter>.<reason>" and "<filter>.<reason>.characters" of dropped documents, and
@@ -56,9 +53,10 @@ class Cleaned:
     rejected: (line of the block, reason)
     """
 
+    source: int
+    first: int
     kept: bytes
     dropped: bytes
-    lines: int
     counts: Counter
     rejected: list[tuple[int, str]]
 
@@ -98,7 +96,8 @@ class LineCleaner:
             dropped += dropped_line
         counts["rejected"] += len(rejected)
         packed = self.pack(b"".join(kept)) if kept else b""
-        return Cleaned(packed, self.pack_dropped(b"".join(dropped)) if dropped else b"", len(lines), counts, rejected)
+        left_out = self.pack_dropped(b"".join(dropped)) if dropped else b""
+        return Cleaned(block.source, block.first, packed, left_out, counts, rejected)
 
     def _parsed(self, line: bytes) -> Optional[Document]:
         """The document of a line; None for a blank one. Raises BadLine."""
@@ -161,16 +160,8 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {  # suffix of a name -> compress
     ".gz": lambda data: gzip.compress(data, compresslevel=6, mtime=0),
     ".bz2": bz2.compress,
     ".xz": lzma.compress,
-    ".zst": lambda data: _zstd().compress(data),
+    ".zst": lambda data: zstd().ZstdCompressor(level=3).compress(data),
 }
-
-
-def _zstd():
-    try:
-        import zstandard
-    except ImportError:
-        raise DataError("zstd files need the package zstandard", do="pip install zstandard") from None
-    return zstandard.ZstdCompressor(level=3)
 
 
 def packer(path: str) -> Callable[[bytes], bytes]:
@@ -206,10 +197,12 @@ def clean_files(
     with _workspace(output) as workspace, contextlib.ExitStack() as stack:
         _require_same_disk(workspace, output, dropped)
         files = [stack.enter_context(open(workspace.path(name), "wb")) for name in ("kept", "dropped", "rejected")]
-        for block, cleaned in _through(Parts(sources, shard), cleaner, workers):
+        do = "if memory ran out, give fewer --workers or a smaller --longest-line"
+        killed = Failure("a worker was killed", "nothing was written", do)
+        for cleaned in in_order(cleaner, Parts(sources, shard).blocks(cleaner.longest), workers, killed):
             rejected = b""
             if cleaned.rejected:
-                rejected = _rejected(sources[block.source], block, cleaned, shard, stop_on_bad_line)
+                rejected = _rejected(sources[cleaned.source], cleaned, shard, stop_on_bad_line)
             with _written(output):
                 for file, data in zip(files, (cleaned.kept, cleaned.dropped, rejected)):
                     file.write(data)
@@ -284,10 +277,10 @@ def _publish(workspace: Workspace, output: str, dropped: Optional[str], rejected
     sync_folder(Path(output).parent)
 
 
-def _rejected(source: Source, block: LineBlock, cleaned: Cleaned, shard: tuple[int, int], stop: bool) -> bytes:
+def _rejected(source: Source, cleaned: Cleaned, shard: tuple[int, int], stop: bool) -> bytes:
     """Records of bad lines, or DataError at the first of them."""
     path = "stdin" if source.path == "-" else source.path
-    first = block.first + _lines_before(source, shard)
+    first = cleaned.first + _lines_before(source, shard)
     if stop:
         line, reason = cleaned.rejected[0]
         do = "repair the line, or drop --on-bad-line stop to set bad lines aside"
@@ -329,10 +322,11 @@ class Parts:
         self.packed = [index for index, source in enumerate(self.sources) if source.whole]
         self.by_lines = len(self.packed) < self.shard[1]
 
-    def blocks(self, longest: int) -> Iterator[LineBlock]:
+    def blocks(self, longest: int) -> Iterator[tuple[LineBlock, tuple[int, int]]]:
+        """Each block, with (number, count): which of its file's lines to take."""
         number, count = self.shard
         for index, source in enumerate(self.sources):
-            lines = 0
+            lines, taken = 0, self.shard if source.whole and self.by_lines else (0, 1)
             if not source.whole:
                 start, stop = _bounds(source, self.shard)
                 stream = read_part(source, start, stop, BLOCK, longest)
@@ -341,53 +335,5 @@ class Parts:
             else:
                 continue
             for data in stream:
-                yield LineBlock(index, lines, data)
+                yield LineBlock(index, lines, data), taken
                 lines += data.count(b"\n") + (not data.endswith(b"\n"))
-
-    def lines_of(self, block: LineBlock) -> tuple[int, int]:
-        """(number, count): which lines of the block's file to take."""
-        return self.shard if self.sources[block.source].whole and self.by_lines else (0, 1)
-
-
-# ---------------------------------------------------------------------------------------------------- processes
-
-
-def _through(parts: Parts, cleaner: LineCleaner, workers: int) -> Iterator[tuple[LineBlock, Cleaned]]:
-    """Each block with its result, in order."""
-    blocks = parts.blocks(cleaner.longest)
-    if workers == 1:
-        for block in blocks:
-            yield block, cleaner(block, parts.lines_of(block))
-        return
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, context, _start_worker, (cleaner, os.getpid())) as pool:
-        waiting = deque()
-        try:
-            for block in blocks:
-                waiting.append((block, pool.submit(_work, block, parts.lines_of(block))))
-                if len(waiting) > 2 * workers:
-                    block, future = waiting.popleft()
-                    yield block, future.result()
-            for block, future in waiting:
-                yield block, future.result()
-        except BrokenProcessPool:
-            do = "if memory ran out, give fewer --workers or a smaller --longest-line"
-            raise Failure("a worker was killed", "nothing was written", do) from None
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-_cleaner: Optional[LineCleaner] = None  # of a worker process
-
-
-def _start_worker(cleaner: LineCleaner, parent: int) -> None:
-    global _cleaner  # noqa: PLW0603 - a pool's processes have no other place for their arguments
-    _cleaner = cleaner
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: only the parent handles it
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    end_with(parent)
-
-
-def _work(block: LineBlock, lines: tuple[int, int]) -> Cleaned:
-    return _cleaner(block, lines)

@@ -4,14 +4,10 @@
 for line in lines("corpus.jsonl.zst", most=64 << 20): ...       # bytes, without the newline
 """
 
-import lzma
-import os
-import sys
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megatron.data.json_input import STDIN, Ahead, Source, compression_of, damaged, decompressed
+from megatron.data.json_input import Ahead, Source, damage_as_data_error, decompressed, opened
 from megatron.errors import DataError
 
 BLOCK = 1 << 18  # bytes read at a time
@@ -51,15 +47,8 @@ def split(stream: Iterable[bytes], most: int) -> Iterator[bytes]:
 
 def blocks(path: str | Path) -> Iterator[bytes]:
     """The decompressed bytes of a file in blocks of at most BLOCK. Raises DataError if they are damaged."""
-    path = str(path)
-    with os.fdopen(os.dup(sys.stdin.fileno()), "rb") if path == STDIN else open(path, "rb") as raw:
-        try:
-            stream = Ahead(decompressed(raw, Source(path, 0, compression_of(raw.peek(6)[:6]))))
-            while block := stream.read(BLOCK):
-                yield block
-        except (EOFError, zlib.error, lzma.LZMAError) as error:
-            raise damaged(path, error) from None
-        except OSError as error:
-            if error.errno is None:  # gzip and bz2 report bad data like this
-                raise damaged(path, error) from None
-            raise
+    source = Source(str(path), 0, None)
+    with opened(source) as raw, damage_as_data_error(source.path):
+        stream = Ahead(decompressed(raw, source))
+        while block := stream.read(BLOCK):
+            yield block

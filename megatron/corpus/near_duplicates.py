@@ -22,8 +22,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron.corpus.duplicates import candidates, compare
-from megatron.corpus.duplicates.candidates import load_pairs
+from megatron.corpus.duplicates import compare
+from megatron.corpus.duplicates.pairs import (
+    PAIRS,
+    RECORD,
+    DocumentGroups,
+    candidate_pairs,
+    load_pairs,
+    merged,
+    save_pairs,
+)
 from megatron.corpus.duplicates.shards import (
     Numbering,
     PieceFile,
@@ -34,8 +42,7 @@ from megatron.corpus.duplicates.shards import (
     text_sizes,
 )
 from megatron.corpus.duplicates.signatures import Fingerprints, Signing, write_fingerprints
-from megatron.corpus.duplicates.union import DocumentGroups
-from megatron.corpus.stage import Counts, Made, StagePhase, options_of
+from megatron.corpus.stage import Counts, Made, StagePhase, of_each_shard, options_of
 from megatron.errors import SettingsError
 
 VERSION = "2"  # of the output of this stage's tasks
@@ -102,7 +109,7 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
     """The phases of this stage. memory: bytes that a task may take."""
     asked = read_options(options)
     Fingerprints(_earlier(asked), asked.signing)  # raises now for missing or incompatible files, not in a worker
-    partitions = asked.partitions or max(1, -(-shards * asked.documents_per_shard * candidates.RECORD // memory))
+    partitions = asked.partitions or max(1, -(-shards * asked.documents_per_shard * RECORD // memory))
     ranges = min(max(shards, partitions), MOST_RANGES)
     keys = [
         dict(band=band, partition=partition, of_partitions=partitions)
@@ -119,7 +126,7 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
     each_range = own(lambda made: [dict(range=number) for number in range(ranges)])
     each_shard = own(lambda made: [dict(shard=number) for number in range(len(made["documents"]))])
     return [
-        StagePhase("sign", sign, lambda made: [[shard] for shard in made["documents"]]),  # reused when shards are added
+        StagePhase("sign", sign, of_each_shard),  # reused when shards are added
         StagePhase("number", number, lambda made: [[made["sign"]]]),
         StagePhase("pair", pair, lambda made: [[*made["number"], made["sign"]] for _ in keys], each_key),
         StagePhase(
@@ -173,10 +180,8 @@ def pair(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts
     asked = read_options(options)
     prints, earlier = _fingerprints(inputs, asked)
     band, partition, partitions = (options[name] for name in ("band", "partition", "of_partitions"))
-    pairs, records = candidates.candidate_pairs(
-        prints, band, partition, partitions, asked.links, earlier, options["memory"]
-    )
-    candidates.save_pairs(output / candidates.PAIRS, pairs)
+    pairs, records = candidate_pairs(prints, band, partition, partitions, asked.links, earlier, options["memory"])
+    save_pairs(output / PAIRS, pairs)
     return dict(records=records, pairs_of_bands=len(pairs))
 
 
@@ -186,9 +191,9 @@ def compare_pairs(inputs: list[Path], output: Path, options: Mapping[str, Any]) 
     prints, earlier = _fingerprints(inputs[:of_pairs], asked)
     result = compare.ComparedPairs(asked.signing, asked.threshold, asked.verify, asked.examples, earlier)
     first, end = (prints.numbering.documents * edge // options["ranges"] for edge in _edges(options["range"]))
-    files = [folder / candidates.PAIRS for folder in inputs[of_pairs:]]
+    files = [folder / PAIRS for folder in inputs[of_pairs:]]
     batch = compare.pairs_in(options["memory"], asked.signing)
-    for pairs in candidates.merged(files, first, end, batch):
+    for pairs in merged(files, first, end, batch):
         result.add(pairs, compare.estimates(prints, pairs))
     return result.write(output)
 
@@ -210,7 +215,7 @@ def decide(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Coun
     known = compare.ShingleStore(sets, options["memory"] // 2)
     pairs = np.asarray(load_pairs(folder / "doubtful.npy"))
     similar = known.similarity(pairs) >= asked.threshold
-    candidates.save_pairs(output / "accepted.npy", pairs[similar])
+    save_pairs(output / "accepted.npy", pairs[similar])
     rows = compare.example_rows(folder, known)
     (output / "examples.json").write_text(json.dumps(rows) + "\n", encoding="utf-8")
     return dict(compared_by_text=len(pairs), accepted_by_text=int(similar.sum()))

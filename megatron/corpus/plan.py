@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.corpus import filtering, shards
-from megatron.corpus.digests import Digests
+from megatron.corpus.commit import Digests
 from megatron.corpus.documents import SHARD
 from megatron.corpus.recipe import CorpusRecipe, StageWanted
 from megatron.corpus.registry import (

@@ -18,7 +18,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megatron.corpus.filters import FILTERS
 from megatron.corpus.recipe import StageWanted
+from megatron.corpus.stage import Filter
 from megatron.errors import SettingsError, UsageError, did_you_mean
 from megatron.telemetry.own_code import checksum, file_of, own_files
 
@@ -33,16 +35,11 @@ STAGES = {
 }
 
 
-def known_filters() -> dict[str, str]:
-    """Name of a filter in a recipe -> "module:Class"."""
-    return dict(getattr(import_module("megatron.corpus.filters"), "FILTERS", {}))
-
-
 def stage_address(stage: StageWanted) -> str:
     """ "module:name" of a stage or filter. Raises UsageError for an unknown one."""
     if ":" in stage.name:
         return stage.name
-    table, other = (known_filters(), STAGES) if stage.is_filter else (STAGES, known_filters())
+    table, other = (FILTERS, STAGES) if stage.is_filter else (STAGES, FILTERS)
     name = stage.name.replace("_", "-") if stage.name.replace("_", "-") in table else stage.name
     if name in table:
         return table[name]
@@ -59,6 +56,8 @@ def stage_address(stage: StageWanted) -> str:
 def load(address: str, where: str = "") -> Any:
     """The object at "module:name". Raises UsageError if there is none, and SettingsError for a missing package."""
     module, _, name = address.partition(":")
+    if not (module and name):
+        raise UsageError(f"{where}: {address!r} has no module, or no name in it", do="write package.module:Class")
     try:
         imported = import_module(module)
     except ModuleNotFoundError as error:
@@ -103,6 +102,15 @@ def code_of_options(options: Mapping[str, Any]) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------- options
+
+
+def build_filter(name: str, **options) -> Filter:
+    """A filter with its options, as a recipe has it: `build_filter("language", keep=["en"])({"text": ...})` -> Verdict.
+
+    Raises UsageError and SettingsError as for a recipe.
+    """
+    stage = StageWanted(name, options, f"filter {name}", is_filter=True)
+    return load(stage_address(stage), stage.where)(**filter_options(stage))
 
 
 def filter_options(stage: StageWanted) -> dict[str, Any]:
@@ -176,7 +184,7 @@ def _fit(value: Any, kind: Any) -> tuple[bool, str]:
     base = origin or kind
     if isinstance(base, type) and issubclass(base, (list, tuple, set, frozenset)) or origin in _ROWS:
         items = [one for one in inner if one is not Ellipsis]
-        return isinstance(value, list) and all(
+        return isinstance(value, (list, tuple)) and all(
             _fit(one, items[0])[0] for one in value if items
         ), f"a list{' of ' + _fit(None, items[0])[1] if items else ''}"
     simple = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}

@@ -17,21 +17,26 @@ of records of one partition: key, place and length (8 bytes each) and the line w
 
 import json
 import math
+import os
 import struct
+import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain, groupby, pairwise
+from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import xxhash
 
-from megatron.corpus.documents import decode
+from megatron.corpus.documents import ShardWriter, decode
 from megatron.corpus.figures import text_bytes
 from megatron.corpus.lines import lines
-from megatron.corpus.stage import Counts, Made, StagePhase, TaskInputs
+from megatron.corpus.stage import Counts, Made, StagePhase, TaskInputs, of_each_shard
 from megatron.errors import DataError
+from megatron.storage.durable import locked_folder, whole_file
 
 VERSION = 2  # of the order, and of the files
 SHARD_BYTES = 64_000_000  # assumed size of a shard
@@ -39,6 +44,7 @@ RECORD = struct.Struct("<QQQ")  # key, place, bytes of the line
 MOST_SCATTERS = 1024  # tasks of `scatter`: each task of `gather` opens the files of all of them
 OVERHEAD = 256  # bytes that Python needs for a record in addition to its line
 PIECES, INDEX = "pieces.zst", "index.bin"
+UNKNOWN = 64 << 30  # assumed bytes of stdin, for the number of partitions
 PARTITION, OFFSET, STORED, SIZE, RECORDS = COLUMNS = range(5)  # of an index, sorted by partition
 
 
@@ -75,9 +81,8 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
     def own_of_gather(made: Made) -> list[Mapping[str, Any]]:
         return [dict(partition=n, memory=memory) for n in range(partitions)]
 
-    a_shard = lambda made: [[shard] for shard in made["documents"]]
     return [
-        StagePhase("count", count, a_shard, lambda made: [dict(memory=memory)] * len(made["documents"])),
+        StagePhase("count", count, of_each_shard, lambda made: [dict(memory=memory)] * len(made["documents"])),
         StagePhase("places", places, lambda made: [[made["count"]]]),
         StagePhase("scatter", scatter, split_of_scatter, own_of_scatter),
         StagePhase("gather", gather, split_of_gather, own_of_gather),
@@ -125,16 +130,12 @@ def scatter(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Cou
 
 def gather(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
     """Write a partition's documents in their new order: a shard, which may be empty."""
-    import zstandard
-
-    documents = size = 0
-    name = f"part-{options['partition']:06}.jsonl.zst"
-    with open(output / name, "wb") as raw, zstandard.ZstdCompressor(level=3).stream_writer(raw) as out:
+    size = 0
+    with ShardWriter(output / f"part-{options['partition']:06}.jsonl.zst", level=3, checksum=False) as out:
         for line in gather_lines(inputs, options["partition"], options["memory"]):
-            out.write(line + b"\n")
-            documents += 1
+            out.write_line(line)
             size += text_bytes(decode(line)["text"])
-    return dict(documents_in=documents, bytes_in=size, documents=documents, bytes=size)
+    return dict(documents_in=out.documents, bytes_in=size, documents=out.documents, bytes=size)
 
 
 # ---- the work ----------------------------------------------------------------------------------------------------------
@@ -237,3 +238,26 @@ def _records(pieces: list) -> Iterator[tuple[int, int, bytes]]:
                     key, place, length = RECORD.unpack_from(piece, at)
                     at += RECORD.size + length
                     yield key, place, piece[at - length : at]
+
+
+# -- files --------------------------------------------------------------------------------------------------------------
+
+
+def shuffle_files(files: list[str], target: Optional[Path], seed: int, memory: int, most: Optional[int] = None) -> None:
+    """Write the shuffled lines of the files to `target`, which appears when it is complete; None: stdout."""
+    sizes = [os.path.getsize(file) if os.path.isfile(file) else UNKNOWN for file in files]
+    partitions = min(4096, max(1, fitting_partitions(sum(sizes), memory)))  # more if compressed: gathered in rounds
+    temporary = (
+        tempfile.TemporaryDirectory(prefix="megatron-shuf-")
+        if target is None
+        else locked_folder(target.with_name(f".{target.name}.shuf"), target, "shuffle")
+    )
+    with temporary as name:
+        folder = Path(name)
+        numbered = enumerate(chain.from_iterable(lines(file, longest_line(memory)) for file in files))
+        scatter_lines(numbered, folder, seed, partitions, memory)
+        ordered = chain.from_iterable(gather_lines([folder], number, memory) for number in range(partitions))
+        with nullcontext(sys.stdout.buffer) if target is None else whole_file(target) as out:
+            for line in islice(ordered, most):
+                out.write(line + b"\n")
+            out.flush()

@@ -84,6 +84,11 @@ class StagePhase:
     document_bytes: int = 0
 
 
+def of_each_shard(made: Made) -> list[TaskInputs]:
+    """`StagePhase.split` of a phase with a task for each shard that the stage reads."""
+    return [[shard] for shard in made["documents"]]
+
+
 # Stages of phases: name in a recipe -> (options, number of shards, bytes of memory a task may take) -> phases. The last
 # phase writes the shards for the next stage: files `*.jsonl.zst` (or token files, of the last stage).
 #

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, Optional
 
 from megatron.corpus.documents import read_lines
-from megatron.corpus.stage import Made, StagePhase
+from megatron.corpus.stage import Made, StagePhase, of_each_shard
 from megatron.data.formats import FORMATS
 from megatron.errors import SettingsError
 from megatron.settings.schema import TokenizerSettings
@@ -72,10 +72,7 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
         folders = list(made["tokens"])
         return [folders[at : at + size] for at in range(0, len(folders), size)]
 
-    return [
-        StagePhase("tokens", run=tokenize, split=lambda made: [[shard] for shard in made["documents"]]),
-        StagePhase("merge", run=join, split=rows),
-    ]
+    return [StagePhase("tokens", run=tokenize, split=of_each_shard), StagePhase("merge", run=join, split=rows)]
 
 
 def tokenize(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> dict[str, Any]:

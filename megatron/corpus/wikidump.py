@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from xml.parsers import expat
+from xml.etree import ElementTree
 
 from megatron.corpus.lines import blocks
 from megatron.errors import DataError
@@ -115,53 +115,15 @@ def pages_of(piece: bytes) -> Iterator[WikiPage]:
 
     The pieces are parsed inside an element, where no entities can be declared.
     """
-    pages: list[WikiPage] = []
-    parser = expat.ParserCreate()
-    reader = _Reader(pages)
-    parser.StartElementHandler, parser.EndElementHandler = reader.start, reader.end
-    parser.CharacterDataHandler = reader.text
-    parser.buffer_text = True
     try:
-        parser.Parse(b"<pages>", False)
-        parser.Parse(piece, False)
-        parser.Parse(b"</pages>", True)
-    except expat.ExpatError as error:
+        pages = ElementTree.fromstringlist([b"<pages>", piece, b"</pages>"])
+    except ElementTree.ParseError as error:
         raise BadPages(str(error)) from None
-    yield from pages
+    for page in pages.findall("page"):
+        last = {path: (page.findall(path)[-1:] or [None])[0] for path in FIELDS}
+        texts = {FIELDS[path]: found.text or "" for path, found in last.items() if found is not None}
+        yield WikiPage(**DEFAULTS | texts, redirect=page.find("redirect") is not None)
 
 
-class _Reader:
-    """Handles the elements of pages, and ignores others."""
-
-    def __init__(self, pages: list[WikiPage]):
-        self._pages, self._path, self._text = pages, [], []
-
-    def start(self, name: str, attributes: dict) -> None:
-        self._path.append(name)
-        self._text = []
-        if name == "page":
-            self._page = dict(id="", revision="", title="", namespace="0", redirect=False, text="")
-        elif name == "redirect":
-            self._page["redirect"] = True
-
-    def text(self, data: str) -> None:
-        self._text.append(data)
-
-    def end(self, name: str) -> None:
-        where = "/".join(self._path[1:])
-        self._path.pop()
-        key = FIELDS.get(where)
-        if key:
-            self._page[key] = "".join(self._text)
-        elif where == "page":
-            self._pages.append(WikiPage(**self._page))
-        self._text = []
-
-
-FIELDS = {
-    "page/title": "title",
-    "page/ns": "namespace",
-    "page/id": "id",
-    "page/revision/id": "revision",
-    "page/revision/text": "text",
-}
+FIELDS = {"title": "title", "ns": "namespace", "id": "id", "revision/id": "revision", "revision/text": "text"}
+DEFAULTS = dict(id="", revision="", title="", namespace="0", text="")

@@ -10,8 +10,7 @@ from typing import Optional
 
 import numpy as np
 
-from megatron.data.indexed import TokenFiles
-from megatron.data.token_samples import Origin, SamplePart, refuse_unknown_tokens
+from megatron.data.indexed import Origin, SamplePart, TokenFiles, refuse_unknown_tokens
 from megatron.errors import SettingsError
 
 LEAST = 2  # tokens of a document: one input, one label

@@ -30,10 +30,9 @@ from megatron.data.index_maps import (
     sequences_of,
     suggest_split,
 )
-from megatron.data.indexed import TokenFiles
+from megatron.data.indexed import Origin, SamplePart, TokenFiles, refuse_unknown_tokens
 from megatron.data.mock import MockDataset
 from megatron.data.remote import nearby
-from megatron.data.token_samples import Origin, SamplePart, refuse_unknown_tokens
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Data
 

@@ -18,7 +18,6 @@ import os
 import re
 import shutil
 import socket
-import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Optional
@@ -26,14 +25,13 @@ from typing import Optional
 import numpy as np
 
 from megatron.errors import StorageError
-from megatron.storage.durable import Damaged, checksum, read_sealed, seal, sync_folder, write_synced
+from megatron.storage.durable import Damaged, checksum, read_sealed, seal, sync_folder, wait_for_lock, write_synced
+from megatron.storage.processes import exists
 
 Arrays = dict[str, np.ndarray]
 Say = Callable[[str], None]
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _NUMBERS = re.compile("[<|][iuf][1248]")  # dtypes of arrays
-SAY_EVERY = 10.0  # seconds between messages of a waiting process
 
 
 def cached_arrays(
@@ -105,18 +103,13 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 def _build_or_wait(entry: Path, key: dict, names: Collection[str], build, lock, log: Say) -> Arrays:
     """Build the entry under the lock, or wait for the process that holds it."""
-    started, said, seen = time.monotonic(), 0.0, _stamp(entry)
-    while not _try_lock(lock):
-        if _stamp(entry) != seen:
-            seen = _stamp(entry)
-            arrays, _ = load(entry, key, names)
-            if arrays is not None:
-                return arrays
-        waited = time.monotonic() - started
-        if waited - said >= SAY_EVERY:
-            said = waited
-            log(f"waiting for index maps {entry.name}: {_owner(lock)} builds them ({waited:.0f} s so far)")
-        time.sleep(min(0.02 + waited / 10, 0.5))
+    seen = _stamp(entry)
+    builders = lambda: f"index maps {entry.name}: {_owner(lock)} builds them"
+    while not wait_for_lock(lock, builders, log, done=lambda seen=seen: _stamp(entry) != seen):
+        seen = _stamp(entry)
+        arrays, _ = load(entry, key, names)
+        if arrays is not None:
+            return arrays
     try:
         arrays, damage = load(entry, key, names)  # another process may have built it
         if arrays is None:
@@ -169,14 +162,6 @@ def _store(entry: Path, key: dict, arrays: Arrays) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _try_lock(lock) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in NO_LOCKS
-    return True
-
-
 def _note_owner(lock) -> None:
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -193,13 +178,7 @@ def _is_dead(owner: str) -> bool:
     host, _, pid = owner.rpartition(":")
     if host != socket.gethostname() or not pid.isdigit():
         return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass
-    return int(pid) == os.getpid()
+    return not exists(int(pid)) or int(pid) == os.getpid()
 
 
 def _stamp(entry: Path):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read JSON lines from files, globs, folders and stdin, plain, compressed or in tar archives, in blocks of whole lines.
 
-Plain text (.txt) is converted to JSON lines (`plain_text.py`), and so are the rows of Parquet and Arrow files
-(`columnar.py`). A file whose content does not match its name is an error.
+Plain text (.txt) and the rows of Parquet and Arrow files are converted to JSON lines (`file_formats.py`). A file whose
+content does not match its name is an error.
 Members of an archive are selected by name, like files of a folder.
 Only a newline byte ends a line: U+2028 and U+0085 inside a JSON string do not.
 """
@@ -23,21 +23,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron.data import columnar
 from megatron.data.file_formats import (
     COMPRESSIONS,
+    DESCRIPTIONS,
     HEAD,
     LINE_SUFFIXES,
     NAMES,
     SUFFIXES,
+    TABLE_KINDS,
     TAR,
     TEXT,
+    PlainText,
+    TableRows,
     claimed,
+    dataset_files,
     detected,
     members,
+    note,
     refuse_another_format,
+    without_other_splits,
+    zstd,
 )
-from megatron.data.plain_text import PlainText, note
 from megatron.errors import DataError, no_such_file
 from megatron.storage import hub
 
@@ -50,7 +56,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class Source:
     """One input file. `size`: bytes on disk (0 for stdin); `compression`: None for uncompressed files.
 
-    table: the kind of a file with rows (`columnar.KINDS`); columns: those to read, None: all
+    table: the kind of a file with rows (`file_formats.TABLE_KINDS`); columns: those to read, None: all
     text: the file is plain text; separator: separates documents of plain text, in an archive too
     """
 
@@ -117,7 +123,7 @@ def _of_hub(name: str) -> list[str]:
     paths = expand(str(place))
     if not place.is_dir():
         return paths
-    taken, left_out = columnar.without_other_splits(place, [Path(path) for path in paths])
+    taken, left_out = without_other_splits(place, [Path(path) for path in paths])
     if left_out:
         note(f"--input {name}: {left_out}")
     return taken
@@ -130,9 +136,9 @@ def _in_folder(folder: str) -> list[str]:
         str(path) for path in paths if _is_lines(path.name) or not _is_ours(path.name) and _is_tar(path.name)
     )
     texts = sorted(str(path) for path in paths if _is_text(path.name))
-    tables, left_out = columnar.dataset_files(folder)
+    tables, left_out = dataset_files(folder)
     if tables:
-        lines = [path for path in lines if Path(path).name not in columnar.DESCRIPTIONS and _claims_lines(path)]
+        lines = [path for path in lines if Path(path).name not in DESCRIPTIONS and _claims_lines(path)]
         texts = []
         if not lines:
             if left_out:
@@ -190,7 +196,7 @@ def _source(path: str) -> Source:
         raise DataError(f"--input {path}: not readable", do="check its permissions") from None
     if text and not head:
         raise DataError(f"{path}: the file is empty", do="leave it out, or copy it again")
-    if (kind := detected(head)) in columnar.KINDS and claimed(path) in ((), (kind,)):
+    if (kind := detected(head)) in TABLE_KINDS and claimed(path) in ((), (kind,)):
         return Source(path, status.st_size, None, table=kind)
     kind = refuse_another_format(path, head, claimed(path))
     return Source(path, status.st_size, compression_of(head), archive=kind == TAR, text=text)
@@ -287,10 +293,10 @@ def read_streams(source: Source) -> Iterator[tuple["Ahead", Callable[[], int]]]:
     Each comes with a function that returns the bytes read from disk so far. Read them inside `damage_as_data_error`.
     """
     if source.table:
-        rows = columnar.TableRows(source.path, source.table, source.columns)
+        rows = TableRows(source.path, source.table, source.columns)
         yield Ahead(rows), lambda: int(source.size * rows.share)
         return
-    with _open(source) as raw, damage_as_data_error(source.path):
+    with opened(source) as raw, damage_as_data_error(source.path):
         says, compression = claimed(source.path), _compression(raw, source)
         stream = Ahead(decompressed(raw, source))
         inside = compression or ""
@@ -386,7 +392,8 @@ class Ahead:
         return self._head[start : self._at]
 
 
-def _open(source: Source) -> BinaryIO:
+def opened(source: Source) -> BinaryIO:
+    """The bytes of a file, or of stdin."""
     return os.fdopen(os.dup(sys.stdin.fileno()), "rb") if source.path == STDIN else open(source.path, "rb")
 
 
@@ -436,10 +443,7 @@ class ZstdStream:
     """Decompress zstd frame by frame. The library's stream reader does not detect truncated files."""
 
     def __init__(self, raw: BinaryIO, path: str):
-        try:
-            import zstandard
-        except ImportError:
-            raise DataError(f"{path}: zstd files need the package zstandard", do="pip install zstandard") from None
+        zstandard = zstd(path)
         self._error = zstandard.ZstdError
         self._new = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj
         self._raw, self._path, self._frame = raw, path, None

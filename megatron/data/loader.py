@@ -15,13 +15,13 @@ from typing import NamedTuple, Optional
 import numpy as np
 import torch
 
-from megatron.data import masks, named_arrays
-from megatron.data.ledger import batch_hash, sample_hash
-from megatron.data.sampler import cyclic_position, micro_batch_samples
-from megatron.data.token_samples import UnknownToken
+from megatron.data import batch_arrays
+from megatron.data.indexed import UnknownToken
+from megatron.data.sampler import batch_hash, cyclic_position, micro_batch_samples, sample_hash
 from megatron.errors import DataError, SettingsError
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.mpu.chunks import row_numbers
+from megatron.settings.declare import dashed
 from megatron.settings.schema import Data
 from megatron.telemetry.own_code import import_callable
 
@@ -40,7 +40,7 @@ class MicroBatch:
     document_starts [b, s] int32: position of the first token of each token's document, of all rows; always in host
                     memory, because kernel launches need it there. None: computed from `document_ids`
     whole_tokens    if the rank has some of the rows: number of tokens of all rows that count, fp32 scalar
-    hash            of samples and tokens, for the ledger (data/ledger.py)
+    hash            of samples and tokens, for the ledger (data/sampler.py)
     arrays          for recipes with named arrays (`Recipe.arrays`): name -> [length, b], or [b]. Tokens are the first of
                     them then; labels and loss mask have their names
     """
@@ -126,7 +126,7 @@ class MicroBatchLoader:
         whole: bool = False,
         collate: Optional[Callable[[list], Sequence]] = None,
         arrays: Optional[Mapping[str, SampleArray]] = None,
-        refuse: named_arrays.Refuse = lambda ids, where: None,
+        refuse: batch_arrays.Refuse = lambda ids, where: None,
     ):
         """seq_length, vocab_size: every sample is checked against these. cp_rank, cp_size: select the rank's rows of its
         samples.
@@ -142,7 +142,7 @@ class MicroBatchLoader:
             name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)
         ]
         if wanting and eod is None:
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in wanting)
+            flags = ", ".join(dashed(name) for name in wanting)
             raise SettingsError(f"{flags}: the tokenizer has no end-of-document token")
         self.dataset, self.data, self.eod = dataset, data, eod
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
@@ -202,9 +202,9 @@ class MicroBatchLoader:
             samples=torch.arange(positions.start, positions.stop),
             hash=batch_hash(positions, [hashed(sample) for sample in samples]),
             loss_mask=None if loss_mask is None else column_major(loss_mask[:, own]),
-            position_ids=column_major(masks.position_ids(documents)[:, own]) if restart else None,
+            position_ids=column_major(batch_arrays.position_ids(documents)[:, own]) if restart else None,
             document_ids=column_major(documents) if apart else None,
-            document_starts=masks.document_starts(documents) if apart else None,
+            document_starts=batch_arrays.document_starts(documents) if apart else None,
             whole_tokens=whole_tokens,
         )
         return batch.pinned() if self.pin_memory else batch
@@ -212,7 +212,7 @@ class MicroBatchLoader:
     def _of_arrays(self, positions: range, samples: list[dict[str, np.ndarray]]) -> MicroBatch:
         """The micro-batch of these samples, dicts of arrays."""
         rows = {name: np.stack([sample[name] for sample in samples]) for name in self.arrays}
-        hashes = batch_hash(positions, map(named_arrays.hashed, samples))
+        hashes = batch_hash(positions, map(batch_arrays.hashed, samples))
         if self.whole and positions.stop > len(self.dataset):
             rows[LOSS_MASK][np.asarray(positions) >= len(self.dataset)] = 0.0
         arrays = {name: torch.from_numpy(np.ascontiguousarray(row.T)) for name, row in rows.items()}
@@ -224,7 +224,7 @@ class MicroBatchLoader:
 
         own: for each sample its mask [s + 1], or None
         """
-        mask = masks.loss_mask(tokens, self.eod) if self.data.eod_mask_loss else None
+        mask = batch_arrays.loss_mask(tokens, self.eod) if self.data.eod_mask_loss else None
         if all(each is None for each in own):
             return mask
         ones = np.ones(tokens.shape[1], np.float32)
@@ -241,14 +241,14 @@ class MicroBatchLoader:
         """
         restart, apart = self.data.reset_position_ids, self.data.reset_attention_mask
         if all(each is None for each in own):
-            return masks.document_ids(tokens, self.eod) if restart or apart else None, restart, apart
+            return batch_arrays.document_ids(tokens, self.eod) if restart or apart else None, restart, apart
         one = np.zeros(tokens.shape[1], np.int32)
         return np.stack([one if each is None else each[:-1] for each in own]), True, True
 
     def sample_hash(self, place: int) -> tuple[int, int]:
         """The ledger's hash of the sample at a position in the order of training."""
         sample = self.sample(place)
-        return sample_hash(place, hashed(sample) if self.arrays is None else named_arrays.hashed(sample))
+        return sample_hash(place, hashed(sample) if self.arrays is None else batch_arrays.hashed(sample))
 
     def sample(self, place: int) -> "Sample":
         """The sample at a position in the order of training; a dict of arrays if the recipe names some.
@@ -285,7 +285,7 @@ class MicroBatchLoader:
     def _checked(self, given, place: int):
         where = f"{type(self.dataset).__name__}[{self.number(place)}]"
         if self.arrays is not None:
-            return named_arrays.checked(given, self.arrays, where, self.refuse)
+            return batch_arrays.checked(given, self.arrays, where, self.refuse)
         ids, mask, documents = parts_of(given, where)
         length = self.seq_length + 1 if self.seq_length else ids.size
         if ids.shape != (length,) or ids.dtype.kind not in "iu":

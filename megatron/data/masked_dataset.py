@@ -15,11 +15,10 @@ import numpy as np
 
 from megatron.data.document_dataset import document_lengths
 from megatron.data.gpt_dataset import GPTDatasetConfig, build_splits, note_repeats
-from megatron.data.indexed import TokenFiles
+from megatron.data.indexed import Origin, SamplePart, TokenFiles, refuse_unknown_tokens
 from megatron.data.masked_settings import GROUP, MaskedSettings
 from megatron.data.masking import Masking
 from megatron.data.sentence_samples import build_sentence_samples, kept_documents
-from megatron.data.token_samples import Origin, SamplePart, refuse_unknown_tokens
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Config, Data
 

@@ -21,8 +21,8 @@ import numpy as np
 from megatron.data.index_maps import parse_split, sequences_of
 from megatron.data.labelled import Labelled, LabelledFile, is_labelled, labels_of, read_labelled
 from megatron.data.masked_dataset import MaskedSamples, build_masked_datasets, masked_settings
+from megatron.data.masked_settings import parsed_tasks, whole_weights
 from megatron.data.published import published_task
-from megatron.data.task_words import parsed_tasks, whole_weights
 from megatron.data.vocabulary import refuse_other_vocabulary
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Config, Data

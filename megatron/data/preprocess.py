@@ -2,8 +2,7 @@
 """Preprocess JSON lines into token files (`formats.py`) with several processes, in constant memory.
 
 The parent finds the input, forks workers (`preprocess_worker.py`), monitors them and publishes the files. The files are
-the same for any number of workers and any block size.
-"""
+the same for any number of workers and any block size. A sample of the documents decides which tokenizer library is used."""
 
 import contextlib
 import gc
@@ -12,17 +11,15 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from megatron.data.contamination import NgramIndex
+from megatron.data.contamination import NgramIndex, Screen
 from megatron.data.formats import FORMATS
-from megatron.data.json_input import Source, find_sources
+from megatron.data.json_input import BadLine, Source, find_sources, parse_line, read_blocks, read_range
 from megatron.data.preprocess_encode import BlockEncoder, cache_memory
 from megatron.data.preprocess_output import Totals, Written, finish, output_prefixes, replaced
-from megatron.data.preprocess_sample import read_places, sample_size, sample_texts
-from megatron.data.preprocess_screen import Screen
 from megatron.data.preprocess_worker import BLOCK, FRAME, Feed, Files, Ranges, Shared, TextBlock, Worker
 from megatron.data.sentences import make_splitter
 from megatron.data.workspace import Workspace, storage_error
@@ -258,3 +255,53 @@ def _run_worker(worker: Worker, send: Connection) -> None:
     except OSError as error:
         send.send((OSError, (error.errno, error.strerror, error.filename)))
         os._exit(1)
+
+
+PLACES = 8  # in the input to take documents from
+REACH = 1 << 16  # bytes read at each place
+
+
+def sample_size(input_bytes: int) -> int:
+    """Characters to compare: 1/1000 of the input, between 32 Ki (8 ms of the reference) and 256 Ki (65 ms)."""
+    return min(max(input_bytes // 1000, 1 << 15), 1 << 18)
+
+
+def sample_texts(blocks: Iterable[bytes], keys: list[str], characters: int) -> list[str]:
+    """Texts of documents from each block, about `characters` in total. Invalid lines are left out."""
+    texts = []
+    for block in blocks:
+        room = characters // PLACES
+        for line in block.split(b"\n"):
+            if room <= 0:
+                break
+            for text in _texts(line, keys):
+                texts.append(text[:room])
+                room -= len(texts[-1])
+    return texts
+
+
+def _texts(line: bytes, keys: list[str]) -> Iterator[str]:
+    try:
+        values = parse_line(line, keys) or []
+    except BadLine:
+        return
+    for value in values:
+        yield from value if isinstance(value, list) else [value]
+
+
+def read_places(sources: list[Source]) -> Iterator[bytes]:
+    """Whole lines from PLACES spread over all files: anywhere in uncompressed files, at the start of others."""
+    total = sum(source.size for source in sources)
+    ends, end = [], 0
+    for source in sources:
+        ends.append(end := end + source.size)
+    for place in range(PLACES):
+        position = total * place // PLACES
+        index = next(index for index, end in enumerate(ends) if position < end)
+        source = sources[index]
+        if source.whole:
+            yield next(iter(read_blocks(source, REACH)), (b"", 0))[0]
+        else:
+            start = position - (ends[index] - source.size)
+            with open(source.path, "rb", buffering=0) as file:
+                yield read_range(file, start, min(start + REACH, source.size))

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron.data.contamination import Screen, Screening
 from megatron.data.json_input import BadLine, parse_line, values_of
 from megatron.data.origin import NO_ORIGINS, PIECE_SHIFT, origins_of, text_hash
-from megatron.data.preprocess_screen import Screen, Screening
 from megatron.errors import DataError
 from megatron.telemetry.host_memory import available_memory, resident_memory
 from megatron.tokenizer.base import Tokenizer

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.data.contamination import Screening
 from megatron.data.json_input import Source, read_blocks, read_lines
 from megatron.data.preprocess_encode import BlockEncoder, Encoded
-from megatron.data.preprocess_screen import Screening
 from megatron.data.workspace import Workspace, write_at
 from megatron.errors import DataError
 

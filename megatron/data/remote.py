@@ -13,13 +13,11 @@ sizes and marks; if there is a manifest, all bytes of the copy are compared with
 """
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Optional
@@ -38,14 +36,13 @@ from megatron.storage.durable import (
     seal,
     storage_errors,
     sync_folder,
+    wait_for_lock,
 )
 from megatron.storage.urls import Stat, UrlPath, location
 from megatron.telemetry.figures import size as in_units
 
 OPTIONAL = (".sums.json", ".stats.json")
 RECEIPT = "fetched.json"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-_SAY_EVERY = 10.0  # seconds between messages of a waiting process
 _TRIES = 2  # of a copy that differs from the store
 
 Say = Callable[[str], None]
@@ -72,7 +69,8 @@ def nearby(prefix: str, cache: Optional[str], log: Say = lambda text: None) -> s
     if not _is_copy(copy, source, there):
         with storage_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder / ".lock", f"{source} to be fetched", log):
+        with storage_errors(folder / ".lock"), open(folder / ".lock", "a+") as lock:
+            wait_for_lock(lock, lambda: f"{source} to be fetched by another process", log)
             if not _is_copy(copy, source, there):
                 _fetch(copy, source, there, log)
     return str(copy)
@@ -152,28 +150,6 @@ def _differences(copy: Path, source: UrlPath, there: dict[str, Stat]) -> list[st
     if not problems and ".sums.json" in there:
         problems += manifest.verify(str(copy))
     return problems
-
-
-@contextlib.contextmanager
-def _alone(path: Path, what: str, log: Say) -> Iterator[None]:
-    """Admit one process of this machine at a time; the kernel releases the lock when its holder dies."""
-    with storage_errors(path), open(path, "a+") as lock:
-        started, said = time.monotonic(), 0.0
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno in _NO_LOCKS:
-                    break
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    raise
-            waited = time.monotonic() - started
-            if waited - said >= _SAY_EVERY:
-                said = waited
-                log(f"waiting for {what} by another process ({waited:.0f} s so far)")
-            time.sleep(min(0.02 + waited / 10, 0.5))
-        yield
 
 
 def all_paths(data: Data, log) -> list[str]:

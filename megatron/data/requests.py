@@ -8,12 +8,11 @@ A file has one JSON object per line. Context and continuation are joined without
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple, Optional
 
 import numpy as np
 
-from megatron.data.tables import json_in, refuse_half_letters
+from megatron.data.tables import json_in, refuse_half_letters, text_of_file
 from megatron.errors import DataError, SettingsError
 
 FORM = '{"context": "...", "continuations": ["...", "..."], "gold": 0}'
@@ -37,10 +36,7 @@ class Scored(NamedTuple):
 
 def read_requests(path: str) -> list[ScoringRequest]:
     """Read the requests of a file. Raises DataError for an invalid line, and names it."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--eval-requests {path}: {getattr(error, 'strerror', None) or error}") from None
+    lines = text_of_file(path, f"--eval-requests {path}").split("\n")
     requests = [_request(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not requests:
         raise DataError(f"--eval-requests {path} holds no requests", do=f"lines of the form {FORM}")

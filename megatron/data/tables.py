@@ -60,6 +60,14 @@ def read_table(path: Path, columns: Sequence[str] = (), wanted: Sequence[str] = 
     return good, _spoilt(path, bad, len(table), len(header))
 
 
+def text_of_file(path: object, what: str, do: Optional[str] = None) -> str:
+    """The text of a file in UTF-8. Raises DataError, which begins with `what` and the reason. do: its advice"""
+    try:
+        return Path(str(path)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{what}: {getattr(error, 'strerror', None) or error}", do=do) from None
+
+
 def _text(path: Path) -> str:
     try:
         # A lone "\r" is part of a text, not the end of a line.

@@ -23,11 +23,10 @@ from megatron.fused_kernels import (
     cpu_ops,
     decode_attention,
     expert_rows,
-    noncausal,
+    explicit_attention,
     norms,
     partial_attention,
     reference,
-    sinks,
 )
 from megatron.fused_kernels.gpu.probe import kernel, probe
 
@@ -272,7 +271,7 @@ TABLE: dict[str, list[Implementation]] = {
         ),
         Implementation(
             "flash with sinks (CUDA)",
-            sinks.flash,
+            partial_attention.flash_with_sinks,
             "torch's flash attention, whose results are scaled by the share of the keys in the softmax",
             lambda case: case.sinks and _HALF_ON_CUDA(case) and case.head_dim <= 256,
             NO_CUDA,
@@ -281,7 +280,7 @@ TABLE: dict[str, list[Implementation]] = {
         ),
         Implementation(
             "block-causal",
-            attention.block_causal,
+            explicit_attention.in_blocks,
             "on CPUs 2.7 x as fast as sdpa in bf16, 1.2 x in fp32; covers dropout and caps; skips keys outside the window "
             "and documents before a block's",
             lambda case: (
@@ -293,7 +292,7 @@ TABLE: dict[str, list[Implementation]] = {
         ),
         Implementation(
             "block-full",
-            noncausal.block_full,
+            explicit_attention.in_blocks,
             "non-causal attention, of one sequence or over another: as fast as block-causal on CPUs; covers dropout, caps, "
             "and samples of several lengths in one row",
             lambda case: (
@@ -314,7 +313,7 @@ TABLE: dict[str, list[Implementation]] = {
         ),
         Implementation(
             "flash with sinks (CPU)",
-            sinks.flash,
+            partial_attention.flash_with_sinks,
             "the same on CPUs; windows and documents are masks",
             lambda case: case.sinks and _on("cpu")(case) and _many(case),
             "",

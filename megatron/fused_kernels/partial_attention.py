@@ -9,49 +9,15 @@ Legend: n queries, m keys, b samples, h heads, g key-value heads, d channels. qu
 [m, b, g, d], a log-sum-exp is [n, b, h] in fp32.
 """
 
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
 
-from megatron.fused_kernels.cpu_ops import bmm, widens
+from megatron.fused_kernels.cpu_ops import widens
 from megatron.fused_kernels.documents import Documents
-from megatron.fused_kernels.dropout import numbers
-from megatron.settings.kernel_sizes import RING_ROWS
-
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of query, key and value
-
-
-class Rectangle(NamedTuple):
-    """Pairs of query and key that one kernel call covers: some rows of queries, and some of keys.
-
-    rows, keys: rows of the queries and of the keys, each counted on its rank
-    causal:     query i sees the keys up to i. As many queries as keys
-    window:     a query sees its own key and at most this many before it; the queries are the last of the keys
-    documents:  of a causal rectangle: a query sees only keys of its own document
-    samples:    of the micro-batch
-    """
-
-    rows: slice
-    keys: slice
-    causal: bool
-    window: Optional[int] = None
-    documents: Optional[Documents] = None
-    samples: slice = slice(None)
-
-
-class Scores(NamedTuple):
-    """From products of query and key to weights.
-
-    divisor: keeps scores in the range of fp16: they are divided by it, and multiplied again in fp32
-    softcap: scores become softcap x tanh(score / softcap)
-    factor:  of the weights that dropout keeps
-    """
-
-    scale: float
-    divisor: float = 1.0
-    softcap: Optional[float] = None
-    factor: float = 1.0
+from megatron.fused_kernels.explicit_attention import Gradients, Rectangle, Scores, visible_pairs
+from megatron.fused_kernels.sinks import gradient_of_sinks
 
 
 def merge(total: torch.Tensor, total_lse: torch.Tensor, part: torch.Tensor, lse: torch.Tensor) -> None:
@@ -59,130 +25,6 @@ def merge(total: torch.Tensor, total_lse: torch.Tensor, part: torch.Tensor, lse:
     both = torch.logaddexp(total_lse, lse)
     total.mul_((total_lse - both).exp_().unsqueeze(-1)).addcmul_(part.float(), (lse - both).exp_().unsqueeze(-1))
     total_lse.copy_(both)
-
-
-def visible_pairs(
-    rectangle: Rectangle, n: int, m: int, device, first: int = 0, start: int = 0
-) -> Optional[torch.Tensor]:
-    """[1 or b, n, m] bool: the query sees the key. None: every pair.
-
-    For a block of a rectangle: its n queries from `first` on, and its m keys from `start` on.
-    """
-    shift = rectangle.rows.stop - rectangle.rows.start - (rectangle.keys.stop - rectangle.keys.start)
-    queries = torch.arange(first, first + n, device=device).unsqueeze(-1) - shift  # places among the keys
-    keys = torch.arange(start, start + m, device=device)
-    seen = None
-    if rectangle.causal:
-        seen = keys <= queries
-    if rectangle.window is not None:
-        near = keys >= queries - rectangle.window
-        seen = near if seen is None else seen & near
-    if rectangle.documents is not None:
-        return seen & (keys >= rectangle.documents.starts[:, first : first + n].unsqueeze(-1))
-    return None if seen is None else seen.unsqueeze(0)
-
-
-class Explicit:
-    """Scores of a block of queries at a time. Covers everything."""
-
-    @staticmethod
-    def forward(
-        query, key, value, rectangle: Rectangle, scores: Scores, kept=None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(result [n, b, h, d], log-sum-exp [n, b, h]). kept: [b, h, n, m] bool, the weights that dropout keeps."""
-        n, b, h, d = query.shape
-        out, lse = query.new_empty(n, b, h, d), query.new_empty(n, b, h, dtype=torch.float32)
-        for block in _blocks(query, key, value, rectangle, scores):
-            logits, _ = block.logits()
-            of_block = logits.logsumexp(-1, keepdim=True)
-            weights = logits.sub_(of_block).exp_().to(query.dtype)
-            if kept is not None:
-                weights *= block.kept(kept, query.dtype)
-            part = bmm(weights, block.values)
-            out[block.rows] = block.to_rows(part if kept is None else part.mul_(scores.factor))
-            lse[block.rows] = block.to_rows(of_block).squeeze(-1)
-        return out, lse
-
-    @staticmethod
-    def backward(gradient, query, key, value, out, lse, rectangle: Rectangle, scores: Scores, kept=None) -> Gradients:
-        """The gradients of this part. out, lse: over all keys."""
-        d_query = torch.empty_like(query)
-        (m, b, g, d), wide = key.shape, dict(dtype=torch.float32)
-        d_key, d_value = (query.new_zeros(b * g, m, d, **wide) for _ in range(2))
-        of_rows = (gradient.float() * out.float()).sum(-1, keepdim=True)  # [n, b, h, 1]
-        for block in _blocks(query, key, value, rectangle, scores):
-            logits, tanh = block.logits()
-            weights = logits.sub_(block.of_queries(lse.unsqueeze(-1))).exp_()
-            own = block.of_queries(gradient)
-            dropped = weights.to(query.dtype)
-            d_weights = bmm(own, block.values.transpose(1, 2)).float()
-            if kept is not None:
-                mask = block.kept(kept, query.dtype)
-                d_weights.mul_(mask).mul_(scores.factor)
-                dropped = (dropped * mask).mul_(scores.factor)
-            d_scores = d_weights.sub_(block.of_queries(of_rows)).mul_(weights)
-            if tanh is not None:
-                d_scores.addcmul_(d_scores, tanh.square_(), value=-1)
-            d_scores = d_scores.mul_(scores.scale).to(query.dtype)
-            d_query[block.rows] = block.to_rows(bmm(d_scores, block.keys))
-            d_key[:, block.seen] += bmm(d_scores.transpose(1, 2), block.queries)
-            d_value[:, block.seen] += bmm(dropped.transpose(1, 2), own)
-        return d_query, *(x.view(b, g, m, d).permute(2, 0, 1, 3) for x in (d_key, d_value))
-
-
-class _Block(NamedTuple):
-    """Some queries of a rectangle, and the keys that any of them sees. Rows of matrices are (heads of a group, queries)."""
-
-    rows: slice
-    seen: slice
-    queries: torch.Tensor  # [b g, q rows, d]
-    keys: torch.Tensor  # [b g, seen, d]
-    values: torch.Tensor
-    shape: tuple[int, int, int]  # b, g, q
-    rectangle: Rectangle
-    scores: Scores
-
-    def of_queries(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, b, h, ...] -> [b g, q rows, ...]"""
-        b, g, q = self.shape
-        return x[self.rows].unflatten(2, (g, q)).permute(1, 2, 3, 0, 4).reshape(b * g, -1, x.shape[-1])
-
-    def to_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """[b g, q rows, ...] -> [rows, b, h, ...]"""
-        b, g, q = self.shape
-        return x.view(b, g, q, -1, x.shape[-1]).permute(3, 0, 1, 2, 4).flatten(2, 3)
-
-    def kept(self, kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[b, h, n, m] -> [b g, q rows, seen], as 0 and 1"""
-        b, g, _ = self.shape
-        return numbers(kept[:, :, self.rows, self.seen].contiguous(), dtype).view(b * g, -1, self.keys.shape[1])
-
-    def logits(self) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
-        """(scores [b g, q rows, seen] in fp32, -inf for pairs that do not see each other; the cap's tanh)"""
-        (b, g, q), scores, tanh = self.shape, self.scores, None
-        products = bmm(self.queries * (scores.scale / scores.divisor), self.keys.transpose(1, 2)).float()
-        products = products.mul_(scores.divisor) if scores.divisor != 1.0 else products
-        if scores.softcap is not None:
-            tanh = products.div_(scores.softcap).tanh_()
-            products = tanh * scores.softcap
-        n, m = self.rows.stop - self.rows.start, self.keys.shape[1]
-        seen = visible_pairs(self.rectangle, n, m, products.device, self.rows.start, self.seen.start)
-        if seen is not None:
-            products.view(b, g, q, n, m).masked_fill_(~seen[:, None, None], float("-inf"))
-        return products, tanh
-
-
-def _blocks(query, key, value, rectangle: Rectangle, scores: Scores):
-    """The blocks of a rectangle, one after the other."""
-    (n, b, h, d), (m, _, g, _) = query.shape, key.shape
-    keys, values = (x.permute(1, 2, 0, 3).reshape(b * g, m, d) for x in (key, value))
-    size = RING_ROWS * g // h or 1
-    for start in range(0, n, size):
-        rows, past = slice(start, min(start + size, n)), m - n
-        first = 0 if rectangle.window is None else max(0, past + start - rectangle.window)
-        seen = slice(first, rows.stop if rectangle.causal else m)
-        block = _Block(rows, seen, None, keys[:, seen], values[:, seen], (b, g, h // g), rectangle, scores)
-        yield block._replace(queries=block.of_queries(query))
 
 
 class FlashOnCPU:
@@ -217,7 +59,9 @@ class FlashOnCPU:
         operands = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
         if rectangle.window is None and rectangle.documents is None:
             return operands, dict(is_causal=rectangle.causal)
-        seen = visible_pairs(rectangle, len(query), len(key), query.device)
+        documents = rectangle.documents
+        places = slice(0, len(query)), slice(0, len(key))
+        seen = visible_pairs(rectangle, *places, query.device, documents and documents.starts)
         mask = query.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
         return operands, dict(is_causal=False, attn_mask=mask.unsqueeze(1).expand(query.shape[1], -1, -1, -1))
 
@@ -264,3 +108,45 @@ class FlashOnCUDA:
         order = {} if rectangle.window is None else dict(window_size_left=rectangle.window)
         order |= dict(window_size_right=0) if order and rectangle.causal else {}
         return tensors, sizes, order
+
+
+def flash_with_sinks(
+    query,
+    key,
+    value,
+    *,
+    scale: float,
+    sinks: torch.Tensor,
+    documents: Optional[Documents] = None,
+    window: Optional[int] = None,
+    **_,
+) -> torch.Tensor:
+    """`reference.attention` of causal cases with sinks, by torch's flash attention."""
+    s, b, g, q, d = query.shape
+    t = len(key)
+    if s < t and documents is None and window is None:
+        window = t  # all keys: kernels count a window from the end of the keys
+    whole = Rectangle(slice(0, s), slice(0, t), True, window, documents)
+    attended = _FlashWithSinks.apply(query.reshape(s, b, g * q, d), key, value, sinks, whole, Scores(scale))
+    return attended.reshape(s, b, g * q * d)
+
+
+class _FlashWithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, whole, scores):
+        kernel = FlashOnCUDA if query.is_cuda else FlashOnCPU
+        attended, lse = kernel.forward(query, key, value, whole, scores)
+        with_sink = torch.logaddexp(lse, sinks.detach().float().flatten())  # [s, b, h]
+        scaled = torch.empty_like(query, memory_format=torch.contiguous_format)
+        attended = torch.mul(attended, (lse - with_sink).exp_().to(attended.dtype).unsqueeze(-1), out=scaled)
+        ctx.save_for_backward(query, key, value, sinks, attended, with_sink)
+        ctx.of = kernel, whole, scores
+        return attended
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, sinks, attended, lse = ctx.saved_tensors
+        kernel, whole, scores = ctx.of
+        gradient = gradient.contiguous()
+        gradients = kernel.backward(gradient, query, key, value, attended, lse, whole, scores)
+        return *gradients, gradient_of_sinks(gradient, attended, lse, sinks), None, None

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron.fused_kernels.decode_attention import Places
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask, drop
-from megatron.fused_kernels.partial_attention import Explicit
+from megatron.fused_kernels.explicit_attention import Explicit, visible_keys
 
 
 def attention(
@@ -116,23 +116,6 @@ partial_attention = Explicit  # its forward and its backward pass
 def in_window(s: int, t: int, window: int, device) -> torch.Tensor:
     """[s, t] bool: the key is the query's own, or one of `window` before it; the queries are the last s of t tokens."""
     return torch.ones(s, t, dtype=torch.bool, device=device).tril(t - s).triu(t - s - window)
-
-
-def visible_keys(
-    allowed: torch.Tensor, causal: bool, window: Optional[int] = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mask for a softmax, [b, s, t] bool, and the queries whose results must be zero, [s, b, 1] bool.
-
-    Those are the queries that see no key. In the mask they see all keys: a softmax over nothing is NaN, and so are
-    all gradients after it.
-    """
-    s, t = allowed.shape[1:]
-    if causal:
-        allowed = allowed.tril(t - s)
-    if window is not None:
-        allowed = allowed.triu(t - s - window)
-    blind = ~allowed.any(-1, keepdim=True)  # [b, s, 1]
-    return allowed | blind, blind.transpose(0, 1)
 
 
 def matmul(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:

@@ -9,54 +9,7 @@ Legend: s queries, t keys, b samples, g key-value heads, q queries per group, h 
 [g, q].
 """
 
-from typing import Optional
-
 import torch
-
-from megatron.fused_kernels.documents import Documents
-from megatron.fused_kernels.partial_attention import FlashOnCPU, FlashOnCUDA, Rectangle, Scores
-
-
-def flash(
-    query,
-    key,
-    value,
-    *,
-    scale: float,
-    sinks: torch.Tensor,
-    documents: Optional[Documents] = None,
-    window: Optional[int] = None,
-    **_,
-) -> torch.Tensor:
-    """`reference.attention` of causal cases with sinks, by torch's flash attention."""
-    s, b, g, q, d = query.shape
-    t = len(key)
-    if s < t and documents is None and window is None:
-        window = t  # all keys: kernels count a window from the end of the keys
-    whole = Rectangle(slice(0, s), slice(0, t), True, window, documents)
-    attended = _FlashWithSinks.apply(query.reshape(s, b, g * q, d), key, value, sinks, whole, Scores(scale))
-    return attended.reshape(s, b, g * q * d)
-
-
-class _FlashWithSinks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, value, sinks, whole, scores):
-        kernel = FlashOnCUDA if query.is_cuda else FlashOnCPU
-        attended, lse = kernel.forward(query, key, value, whole, scores)
-        with_sink = torch.logaddexp(lse, sinks.detach().float().flatten())  # [s, b, h]
-        scaled = torch.empty_like(query, memory_format=torch.contiguous_format)
-        attended = torch.mul(attended, (lse - with_sink).exp_().to(attended.dtype).unsqueeze(-1), out=scaled)
-        ctx.save_for_backward(query, key, value, sinks, attended, with_sink)
-        ctx.of = kernel, whole, scores
-        return attended
-
-    @staticmethod
-    def backward(ctx, gradient):
-        query, key, value, sinks, attended, lse = ctx.saved_tensors
-        kernel, whole, scores = ctx.of
-        gradient = gradient.contiguous()
-        gradients = kernel.backward(gradient, query, key, value, attended, lse, whole, scores)
-        return *gradients, gradient_of_sinks(gradient, attended, lse, sinks), None, None
 
 
 def gradient_of_sinks(gradient, attended, lse, sinks: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Optional
 from megatron.errors import SettingsError, UsageError, did_you_mean
 from megatron.model.recipe import facts_of, recipe_of
 from megatron.optimizer.resumed_schedule import FOLLOWING, SCHEDULE
-from megatron.settings.schema import GROUPS, ON_RESUME, Config, Optimizer
+from megatron.settings.declare import ON_RESUME, dashed
+from megatron.settings.schema import GROUPS, Config, Optimizer
 
 # The meaning of a changed setting if its field has no `on_resume`. Settings of other groups are irrelevant.
 BY_GROUP = dict.fromkeys(("model", "data", "batch", "optimizer", "precision", "guard", "distillation"), "logged")
@@ -49,7 +50,7 @@ class Change(NamedTuple):
         return self.what in DANGEROUS
 
     def __str__(self) -> str:
-        return f"{_flag(self.name)} was {self.was} in the checkpoint, is {self.now} now"
+        return f"{dashed(self.name)} was {self.was} in the checkpoint, is {self.now} now"
 
 
 def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
@@ -245,7 +246,7 @@ def refuse_other_samples(config: Config, wrong: Collection[int], lengths: str = 
 def _refuse(config: Config, refused: list[Change], what: str, do: str) -> None:
     if refused:
         lines = [
-            f"{_flag(one.name)}: {one.was} in the checkpoint, {one.now} now{_whence(config, one)}" for one in refused
+            f"{dashed(one.name)}: {one.was} in the checkpoint, {one.now} now{_whence(config, one)}" for one in refused
         ]
         raise SettingsError(what, "\n  ".join(lines), do)
 
@@ -255,7 +256,7 @@ def _whence(config: Config, change: Change) -> str:
     length = config.given("seq_length")
     if change.name != "max_position_embeddings" or config.given(change.name) or not length:
         return ""
-    return f", as {length.words} is given alone; to keep the positions, add {_flag(change.name)} {change.was}"
+    return f", as {length.words} is given alone; to keep the positions, add {dashed(change.name)} {change.was}"
 
 
 def _plain(value: Any) -> Any:
@@ -268,7 +269,3 @@ def _places(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_places(one) for one in value]
     return os.path.abspath(value) if isinstance(value, str) and "://" not in value else value
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import Failure, SettingsError
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.settings.schema import GROUPS, Config
 from megatron.settings.spelling import spellings_of
 

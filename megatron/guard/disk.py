@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from megatron.guard.resume_command import newest_checkpoint
 from megatron.storage.urls import location
+from megatron.telemetry.run_folder import newest_checkpoint
 
 
 class Shortage(NamedTuple):

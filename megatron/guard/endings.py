@@ -11,12 +11,12 @@ from typing import Optional
 from megatron.errors import PeerLost, exit_code
 from megatron.guard.exits import FOR_ANOTHER
 from megatron.guard.heartbeat import Heartbeat
-from megatron.guard.processes import die_with_parent
 from megatron.guard.resume_command import job_command, last_checkpoint
 from megatron.guard.stacks import COLLECTIVES, PHASES
 from megatron.mpu.groups import GroupListener
 from megatron.settings import rank_env
 from megatron.settings.schema import Config, Guard
+from megatron.storage.processes import die_with_parent
 
 NETWORK = re.compile(
     r"gloo|NCCL|nccl|Connection (closed|reset|refused)|Broken pipe|TCPStore|ProcessGroup|[Tt]imed out|caused pair closure"

@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron.guard import processes
 from megatron.guard.heartbeat import LOOK, STACKS, STACKS_SIGNAL, Beat, ask
 from megatron.guard.stacks import Frame, Standstill, parse, parse_spied
+from megatron.storage.processes import state
 
 Stacks = tuple[tuple[Frame, ...], ...]
 SPY = ("py-spy", "dump", "--json", "--nonblocking", "--pid")
@@ -41,7 +42,7 @@ def standstills(beats: list[Beat], folder: Path, silent: dict[int, float]) -> li
 def state_of(beat: Beat) -> str:
     """The state of a rank's process as in /proc; "S" for a process of another machine."""
     if processes.alive_here(beat):
-        return processes.state(beat.pid)
+        return state(beat.pid)
     return "" if beat.ended is not None or processes.is_gone(beat) else "S"
 
 

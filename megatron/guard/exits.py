@@ -85,6 +85,15 @@ def from_shell(code: int) -> int:
     return 128 - code if 128 < code < 192 and code not in MEANINGS else code
 
 
+def to_shell(code: int) -> int:
+    """Convert an exit code to that of a shell: 128 + n for an end by signal n.
+
+    >>> to_shell(-9), to_shell(5)
+    (137, 5)
+    """
+    return code if code >= 0 else 128 - code
+
+
 # In the output of a job, behind "[rank0]: " if torchrun wrote it: our own message; Python's; that of a C++ exception.
 MESSAGES = tuple(
     re.compile(rf"^(?:\[[^\]]*\]:?[ \t]*)*(?:{what})", re.MULTILINE)

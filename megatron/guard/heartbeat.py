@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import in_a_line
+from megatron.storage.processes import process_start_ticks
 
 SIZE = 2048  # bytes of a heartbeat file
 GROUP = 64  # bytes at its end, for the name of a group
@@ -248,14 +249,6 @@ def read_beat(path: Path, tries: int = 50) -> Optional[Beat]:
             pass
         time.sleep(0.002)
     return None
-
-
-def process_start_ticks(pid: int) -> int:
-    """Start of a process, in ticks since boot; 0 when there is no such process (or no /proc)."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def age() -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find and end all processes of a job, also those in sessions of their own. Linux; needs no torch.
+"""Start a job, and signal, find and end all its processes, also those in sessions of their own. Linux; needs no torch.
 
 Launchers start workers in new sessions, so a signal to the job's process group does not reach them, and a stopped
 process does not receive SIGTERM. The supervisor therefore adopts orphans (`adopt_orphans`): every process that a job
@@ -7,34 +7,32 @@ started stays its descendant, is listed from /proc, and is ended one by one.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
+import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import BinaryIO
 
-from megatron.guard.heartbeat import Beat, machine, process_start_ticks
-
-_DEATH_SIGNAL, _SUBREAPER = 1, 36  # prctl(PR_SET_PDEATHSIG, ...), prctl(PR_SET_CHILD_SUBREAPER, ...)
-
-
-def adopt_orphans() -> bool:
-    """Make this process the parent of descendants whose own parent ends. False if the system cannot."""
-    return _prctl(_SUBREAPER, 1)
+from megatron.guard.heartbeat import Beat, machine
+from megatron.storage.processes import die_with_parent, process_start_ticks, stat_of, state
 
 
-def die_with_parent(number: int = signal.SIGTERM) -> bool:
-    """Let the kernel signal this process when its parent ends: no job outlives its launcher. False if the system cannot."""
-    return _prctl(_DEATH_SIGNAL, number)
+def start_job(words: list[str], output: BinaryIO) -> subprocess.Popen:
+    """Start a command in a session of its own, which Ctrl-C does not reach. output: for all that it and its ranks print
 
+    Its first process ends with this one, and ignores SIGUSR1: SLURM may send that to every process of a step, and it would
+    end torchrun before its ranks have saved. Ranks set their own handler.
+    """
 
-def _prctl(what: int, value: int) -> bool:
-    try:
-        return ctypes.CDLL(None, use_errno=True).prctl(what, value, 0, 0, 0) == 0
-    except (OSError, AttributeError):
-        return False
+    def as_launcher() -> None:
+        die_with_parent()
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    streams = dict(stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    return subprocess.Popen(words, start_new_session=True, preexec_fn=as_launcher, **streams)
 
 
 def no_processes() -> Collection[int]:
@@ -49,7 +47,7 @@ def descendants(pid: int, spared: Callable[[], Collection[int]] = no_processes) 
     """
     children = defaultdict(list)
     for entry in Path("/proc").glob("[0-9]*"):
-        fields = _stat(int(entry.name))
+        fields = stat_of(int(entry.name))
         if fields and fields[0] != "Z":
             children[int(fields[1])].append(int(entry.name))
     result, todo, out = [], [pid], spared()
@@ -62,21 +60,8 @@ def descendants(pid: int, spared: Callable[[], Collection[int]] = no_processes) 
 
 def children(pid: int) -> list[int]:
     """The direct children of a process, without zombies."""
-    stats = [(int(entry.name), _stat(int(entry.name))) for entry in Path("/proc").glob("[0-9]*")]
+    stats = [(int(entry.name), stat_of(int(entry.name))) for entry in Path("/proc").glob("[0-9]*")]
     return sorted(child for child, fields in stats if fields and fields[0] != "Z" and int(fields[1]) == pid)
-
-
-def state(pid: int) -> str:
-    """State of a process: R running, S sleeping, D in the kernel, T stopped, Z zombie, "" gone."""
-    fields = _stat(pid)
-    return fields[0] if fields else ""
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 def send(pid: int, number: int) -> bool:
@@ -87,6 +72,13 @@ def send(pid: int, number: int) -> bool:
     return False
 
 
+def signal_groups(pids: Iterable[int], number: int) -> None:
+    """Send a signal to the process groups of processes."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, number)
+
+
 def is_gone(beat: Beat) -> bool:
     """Whether a rank's process ran on this machine and no longer exists."""
     return beat.machine == machine() and (process_start_ticks(beat.pid) != beat.born or state(beat.pid) == "Z")
@@ -94,7 +86,7 @@ def is_gone(beat: Beat) -> bool:
 
 def signal_of_zombie(pid: int) -> int:
     """The signal that killed a process whose parent has not read its exit code yet; 0: none, or unknown."""
-    fields = _stat(pid)
+    fields = stat_of(pid)
     return int(fields[49]) & 0x7F if len(fields) > 49 and fields[0] == "Z" else 0
 
 
@@ -136,7 +128,7 @@ def end_descendants(
 def reap(of: int, but: Callable[[], Collection[int]]) -> None:
     """Reap adopted zombies, except those that `but` returns: children whose exit codes are read later."""
     for entry in Path("/proc").glob("[0-9]*"):
-        fields = _stat(int(entry.name))
+        fields = stat_of(int(entry.name))
         if fields and fields[0] == "Z" and int(fields[1]) == of == os.getpid() and int(entry.name) not in but():
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(int(entry.name), os.WNOHANG)

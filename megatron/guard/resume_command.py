@@ -2,7 +2,6 @@
 """The command that resumes a job from its newest checkpoint, and the command line that started this job. No torch."""
 
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -14,19 +13,9 @@ from megatron.errors import SettingsError
 from megatron.guard.command import config_of, has_flag, with_flag, without
 from megatron.settings.schema import Checkpoint
 from megatron.storage.urls import location
+from megatron.telemetry.run_folder import newest_checkpoint
 
-CHECKPOINT = re.compile(r"iter_(\d{7,})")
 COMMAND = "MEGATRON_COMMAND"  # in the environment of ranks: the command line that started the job
-
-
-def newest_checkpoint(folder: Optional[str]) -> Optional[int]:
-    """The iteration of the newest complete checkpoint of a folder. Its contents are verified when it is loaded."""
-    iterations = [
-        int(match[1])
-        for path in location(folder or "/nonexistent").glob("iter_*")
-        if (match := CHECKPOINT.fullmatch(path.name)) and (path / "index.json").exists()
-    ]
-    return max(iterations, default=None)
 
 
 def resumed(words: list[str], save: Optional[str], others: Iterable[Optional[str]] = ()) -> list[str]:

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Optional
 
-from megatron.guard.heartbeat import machine, process_start_ticks
+from megatron.guard.heartbeat import machine
+from megatron.storage.processes import process_start_ticks
 
 SUPERVISOR = "MEGATRON_SUPERVISOR"  # in the environment of ranks: path of the mark
 NAME = "supervisor.json"

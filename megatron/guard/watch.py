@@ -17,7 +17,7 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.data import ledger
+from megatron.data.sampler import sum_hashes, to_hex
 from megatron.errors import NumericsError
 from megatron.guard.culprit import Finding, Observer
 from megatron.guard.heartbeat import Heartbeat
@@ -76,13 +76,13 @@ class Watch:
 
     def with_votes(self, sums: torch.Tensor, batches: Sequence) -> torch.Tensor:
         """A rank's sums of the step, followed by its part of the ledger and its votes to stop; fp64."""
-        halves = ledger.sum_hashes(batch.hash for batch in batches) if self.counts else (0, 0)
+        halves = sum_hashes(batch.hash for batch in batches) if self.counts else (0, 0)
         return torch.cat([sums, to_device([*halves, *self.requests.votes()], sums.dtype, sums.device)])
 
     def count(self, totals: list[float]) -> list[float]:
         """Record the votes and the ledger of all ranks; return the totals of the sums given to `with_votes`."""
         *values, first, second = totals[:-VOTES]
-        self.ledger = ledger.to_hex((first, second))
+        self.ledger = to_hex((first, second))
         self.stop = self.requests.agreed(totals[-VOTES:])
         return values
 

@@ -15,7 +15,7 @@ from megatron.inference.prompts import no_sentinels, source_of, targets_of
 from megatron.inference.requests import FinishReason, Request, TokenScore
 from megatron.inference.sampling import Sampling, Search
 from megatron.inference.scoring import ALONE
-from megatron.inference.text_stream import TextPiece, TextStream
+from megatron.inference.text_stream import RunningText, TextStream
 from megatron.mpu.mesh import Axis
 
 
@@ -162,36 +162,33 @@ def continued(
     """
     found = [GeneratedText() for _ in requests]
     numbers = {engine.add(request): place for place, request in enumerate(requests)}
-    streams = [
-        TextStream(
-            tokenizer,
-            request.sampling.stop or (),
-            request.sampling.min_tokens_to_generate,
-            () if alone else request.prompt,
+    running = [
+        RunningText(
+            TextStream(
+                tokenizer,
+                request.sampling.stop or (),
+                request.sampling.min_tokens_to_generate,
+                () if alone else request.prompt,
+            )
         )
         for request in requests
     ]
-
     while engine.busy:
         for output in engine.step():
             place = numbers[output.request]
-            answer, stream, piece = found[place], streams[place], TextPiece("")
-            if answer.finish:  # the last words of a text that was cancelled
+            answer, text = found[place], running[place]
+            if text.ended:  # the last words of a text that was cancelled
                 continue
-            answer.prompt = answer.prompt or output.prompt
+            part = text.take(output)
+            if text.ended and not output.finish:
+                engine.cancel(output.request)
+            answer.prompt = answer.prompt or part.prompt
             if output.new is not None:
                 answer.tokens.append(output.new.token)
                 answer.scores += [output.new] * (requests[place].logprobs is not None)
-                piece = stream.feed(output.new.token)
-            if output.finish and not piece.stopped:
-                rest = stream.finish()
-                piece = TextPiece(piece.text + rest.text, rest.stopped)
-            if piece.stopped and not output.finish:
-                engine.cancel(output.request)
-            answer.text += piece.text
-            answer.finish = "stop" if piece.stopped else output.finish
-            if piece.text or answer.finish:
-                on_text(place, piece.text, answer)
+            answer.text, answer.finish = answer.text + part.text, part.finish
+            if part.text or part.finish:
+                on_text(place, part.text, answer)
     return found
 
 

@@ -8,7 +8,7 @@ Legend: n first tokens, t tokens so far, k beams, w beams of a group, v vocabula
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Optional, Protocol
 
@@ -21,6 +21,7 @@ from megatron.mpu.mesh import Axis
 
 Found = tuple[float, int, int]  # score, column of the text that is continued, token
 Finished = tuple[float, Sequence[int]]  # score, new tokens
+Candidates = Sequence[tuple[int, float]]  # token, log-probability
 NEVER = float("-inf")
 
 
@@ -44,7 +45,7 @@ def beam_steps(
     counted: int = 0,
     pp: Axis,
 ) -> Generator[None, None, list[Finished]]:
-    """Search for the best continuations of at most `steps` tokens; a step at each `next`, and a pause after it.
+    """Search for the best continuations of at most `steps` tokens; a step at each `next`, and a pause before the next one.
 
     Returns (score, text) of at most k, best first, the texts without the token that ends them.
 
@@ -52,42 +53,24 @@ def beam_steps(
     first:       [n, b] the common prompt; b equal columns, 1, or k if `cache` has room for k from the start
     sampling:    its penalties (tokens from position `counted` on), minimum length and forced tokens; nothing is sampled
     pp:          ranks that share the model; all of them call this and return the same
-
-    Each step keeps the w best continuations of a group that do not end; those among the w best of all that end are
-    finished. A group stops when w finished ones are better than the best unfinished one is now: Megatron-LM's rule, and
-    Hugging Face's early_stopping=False. (With a greater length, an unfinished one could still become better.)
     """
-    n, tokens, ends = len(first), first, sampling.ends(end)
-    w = search.num_beams // search.num_beam_groups
-    common, shared = first[counted:, 0].tolist(), first.shape[1] == 1  # shared: all groups begin with the same column
-    groups = [
-        BeamGroup(w, 0 if shared else number * w, search.length_penalty) for number in range(search.num_beam_groups)
-    ]
-    for step in range(1, steps + 1):
-        logits, chances, texts = next_logits(tokens), None, tokens[n:].t().tolist()
+    tokens, run = first, BeamSearch(search, steps, sampling.ends(end), vocab_size, first.shape[1])
+    common = first[counted:, 0].tolist()
+    while True:
+        logits, best = next_logits(tokens), None
         if logits is not None:
-            rows = [RowState(sampling, common, limit=steps, end=end, new=text) for text in texts]
-            chances = adjusted(logits.double(), rows).log_softmax(-1)  # [b, v]
-        earlier: Counter[int] = Counter()  # the new tokens of earlier groups
-        for group in groups:
-            if not group.done:  # the columns of others stay, and count no more
-                found = _likeliest(chances, group, earlier, search, vocab_size, first.device, pp)
-                group.advance(found, step, ends, texts)
-                earlier.update(token for _, _, token in group.live)
-        if all(group.done for group in groups):
-            break
-        live = [one for group in groups for one in group.live]
-        order, chosen = (torch.tensor(column, device=first.device) for column in list(zip(*live))[1:])
+            rows = [RowState(sampling, common, limit=steps, end=end, new=text) for text in run.texts]
+            best = torch.stack(adjusted(logits.double(), rows).log_softmax(-1).topk(run.count))  # [2, b, count]
+        shape = 2, len(run.texts), run.count
+        values, ids = of_last_stage(best, shape, torch.float64, first.device, pp).tolist()
+        moves = run.advance([list(zip(map(int, own), values)) for own, values in zip(ids, values)])
+        if not moves:
+            return run.found
+        order, chosen = (torch.tensor(column, device=first.device) for column in zip(*moves))
         tokens = torch.cat((tokens[:, order], chosen.unsqueeze(0)))
         if cache is not None:
             cache.reorder(order)
-        for number, group in enumerate(groups):
-            group.start = number * w
         yield
-    for group in groups:
-        group.cut(steps, tokens[n:].t().tolist())
-    finished = sorted((one for group in groups for one in group.finished), key=lambda one: -one[0])
-    return finished[: search.num_beams]
 
 
 def beam_search(*arguments, **keywords) -> list[list[int]]:
@@ -101,12 +84,66 @@ def texts_of(steps: Generator[None, None, list[Finished]]) -> list[list[int]]:
         try:
             next(steps)
         except StopIteration as end:
-            return [text for _, text in end.value]
+            return [list(text) for _, text in end.value]
 
 
 def first_of(texts: list[list[int]], count: int) -> list[list[int]]:
     """The first `count` texts; if there are fewer, the last one repeatedly."""
     return (texts + texts[-1:] * count)[:count]
+
+
+class BeamSearch:
+    """A search while it runs, in columns: a text each, k of them from the second step on.
+
+    Each step keeps the w best continuations of a group that do not end; those among the w best of all that end are
+    finished. A group stops when w finished ones are better than the best unfinished one is now: Megatron-LM's rule, and
+    Hugging Face's early_stopping=False. (With a greater length, an unfinished one could still become better.)
+
+    steps:   new tokens, at most; ends: tokens that end a text
+    columns: at the start: 1, or k equal ones, of which each group has w
+    texts:   the new tokens of each column
+    count:   how many likeliest next tokens of a column `advance` needs: of those with a penalty, others may be better
+    """
+
+    def __init__(self, search: Search, steps: int, ends: frozenset[int], vocab_size: int, columns: int = 1):
+        self.steps, self.ends, self.penalty = steps, ends, search.diversity_penalty
+        k, groups = search.num_beams, search.num_beam_groups
+        self.k, w = k, k // groups
+        self.groups = [BeamGroup(w, 0 if columns == 1 else n * w, search.length_penalty) for n in range(groups)]
+        self.count = min(2 * w + k * (groups > 1), vocab_size)
+        self.texts: list[tuple[int, ...]] = [()] * columns
+        self.found: list[Finished] = []
+
+    @property
+    def open(self) -> list[int]:
+        """The columns whose next tokens count."""
+        return sorted({column for group in self.groups if not group.done for column, _ in group.columns})
+
+    def advance(self, candidates: Sequence[Candidates] | Mapping[int, Candidates]) -> list[tuple[int, int]]:
+        """Continue each text by one token. Returns for each new column the one that it continues, and its token; [] at the
+        end of the search: then `found` has (score, text) of at most k, best first, without the tokens that end them.
+
+        candidates: of each open column: its likeliest next tokens with their log-probabilities, best first
+        """
+        step, earlier = len(self.texts[0]) + 1, Counter()  # earlier: the new tokens of earlier groups
+        for group in self.groups:
+            if not group.done:  # the columns of others stay, and count no more
+                found = group.likeliest(candidates, earlier, self.penalty)
+                group.advance(found, step, self.ends, self.texts)
+                earlier.update(token for _, _, token in group.live)
+        moves = [(column, token) for group in self.groups for _, column, token in group.live]
+        done = all(group.done for group in self.groups)
+        if not done:
+            self.texts = [(*self.texts[column], token) for column, token in moves]
+            for number, group in enumerate(self.groups):
+                group.start = number * group.w
+        if not done and step < self.steps:
+            return moves
+        for group in self.groups:
+            group.cut(self.steps, self.texts)
+        finished = sorted((one for group in self.groups for one in group.finished), key=lambda one: -one[0])
+        self.found = finished[: self.k]
+        return []
 
 
 @dataclass
@@ -127,15 +164,26 @@ class BeamGroup:
     done: bool = False
 
     @property
-    def scores(self) -> list[float]:
-        """The scores of its texts; at the start there is one, or equal ones, of which one counts."""
-        return [score for score, _, _ in self.live] or [0.0]
+    def columns(self) -> list[tuple[int, float]]:
+        """(column, score) of its texts that go on; at the start there is one, or equal ones, of which one counts."""
+        scores = [score for score, _, _ in self.live] or [0.0]
+        return [(column, score) for column, score in enumerate(scores, self.start) if score > NEVER]
+
+    def likeliest(self, candidates, earlier: Counter[int], penalty: float) -> list[Found]:
+        """The 2w best continuations of its texts by one token, best first; fewer if others are impossible."""
+        each = [
+            (score + (logprob - penalty * earlier[token]), column, token)
+            for column, score in self.columns
+            for token, logprob in candidates[column]
+            if logprob > NEVER
+        ]
+        return sorted(each, key=lambda one: -one[0])[: 2 * self.w]
 
     def score(self, total: float, length: int) -> float:
         return total / length**self.length_penalty
 
     def advance(self, found: list[Found], step: int, ends: frozenset[int], texts: Sequence[Sequence[int]]) -> None:
-        """Take the best continuations by one token, best first. texts: the new tokens of each column so far."""
+        """Take the best continuations by one token, best first. texts: the new tokens of each column so far"""
         self.finished += [
             (self.score(score, step), texts[column]) for score, column, token in found[: self.w] if token in ends
         ]
@@ -153,32 +201,3 @@ class BeamGroup:
             cut = [(self.score(score, steps), text) for (score, _, _), text in zip(self.live, texts, strict=True)]
             found = self.finished + [one for one in cut if one[0] > NEVER]
             self.finished = sorted(found, key=lambda one: -one[0])[: self.w]
-
-
-def _likeliest(
-    chances: Optional[torch.Tensor],
-    group: BeamGroup,
-    earlier: Counter[int],
-    search: Search,
-    vocab_size: int,
-    device: torch.device,
-    pp: Axis,
-) -> list[Found]:
-    """The 2w best continuations of a group's texts by one token, best first; fewer if others are impossible.
-
-    chances: log-probabilities [b, v] of all columns; None on ranks without them
-    """
-    scores = group.scores
-    count, best = min(2 * group.w, len(scores) * vocab_size), None
-    if chances is not None:
-        own = chances[group.start : group.start + len(scores)]
-        if earlier:
-            penalty = torch.zeros(own.shape[1], dtype=own.dtype, device=device)
-            penalty[list(earlier)] = torch.tensor(list(earlier.values()), dtype=own.dtype, device=device)
-            own = own - search.diversity_penalty * penalty
-        sums = own + torch.tensor(scores, dtype=own.dtype, device=device).unsqueeze(1)
-        values, places = sums.flatten().topk(count)
-        v = own.shape[1]
-        best = torch.stack((values, (places // v + group.start).double(), (places % v).double()))
-    best = of_last_stage(best, (3, count), torch.float64, device, pp)
-    return [(score, int(column), int(token)) for score, column, token in best.t().tolist() if score > NEVER]

@@ -63,7 +63,76 @@ class EngineStats:
     preemptions: int
 
 
-class Engine:
+class SharedEngine:
+    """What the engines of all models have in common: ranks that share the model, of which the first one tells the others
+    what to do, and requests that are cancelled. A subclass defines the methods that raise NotImplementedError.
+
+    link: the messages of this rank
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.model, self.vocab_size, self.device = model, model.vocab_size, next(model.parameters()).device
+        self.link = Link(getattr(chunks_of(model)[0], "tp", ALONE), getattr(model, "pp", ALONE), self.device)
+        self._cancelled: list[int] = []
+        self._told = time.monotonic()
+
+    @torch.inference_mode()
+    def step(self) -> list[Output]:
+        """Compute one pass of what runs, and return what that brought; [] if there is nothing to do.
+
+        With several stages, passes may be under way for all of them, and this returns what the oldest one brought. With
+        several ranks, call this every few minutes even if there is nothing to do: the others wait for a message.
+        """
+        outputs = [Output(number, finish="cancelled") for number in self._cancelled]
+        self._cancelled.clear()
+        outputs += self._computed()
+        if not self.link.alone and time.monotonic() - self._told > PATIENCE:
+            self._tell(WAIT)
+        return outputs
+
+    def follow(self) -> None:
+        """On all ranks but the first: take part in its passes until it closes."""
+        with torch.inference_mode():
+            while (message := self.link.received())[0] != CLOSE:
+                self._obey(*message)
+        self._end()
+
+    def close(self) -> None:
+        """End all texts, and the work of the other ranks."""
+        self._drop_all()
+        self._tell(CLOSE)
+        self._end()
+
+    def check(self, request: Request, tokens: Sequence[int]) -> None:
+        """Raise DataError or SettingsError for a wrong request. tokens: all that the model would read"""
+        request.sampling.check()
+        v = self.vocab_size
+        if wrong := [token for token in tokens if not 0 <= token < v]:
+            raise DataError(f"{self.has_token.format(wrong[0])}; the model knows those from 0 to {v - 1}")
+        if request.logprobs is not None and not 0 <= request.logprobs <= v:
+            raise SettingsError(f"log-probabilities of {request.logprobs} tokens: has to be 0 to {v}")
+
+    def _tell(self, kind: int, *message) -> None:
+        self._told = time.monotonic()
+        self.link.tell(kind, *message)
+
+    def _computed(self) -> list[Output]:
+        """Compute a pass of what runs."""
+        raise NotImplementedError
+
+    def _obey(self, kind: int, numbers: list[int], more: bytes) -> None:
+        """Do on this rank what the first one has told."""
+        raise NotImplementedError
+
+    def _drop_all(self) -> None:
+        """End all texts."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        self.link.finish()
+
+
+class Engine(SharedEngine):
     """longest:    context length of the model; a text that reaches it ends there
     max_batch:  texts that are continued at once; more wait for their turn
     memory:     bytes for the cache, on each rank; default: enough for `max_batch` texts of the greatest length
@@ -73,6 +142,8 @@ class Engine:
                 default: if it fits into half of the memory that is left
     Raises SettingsError if the cache is too small for one text.
     """
+
+    has_token = "the prompt has the token {}"
 
     def __init__(
         self,
@@ -86,7 +157,8 @@ class Engine:
         chunk: int = CHUNK,
         packed: Optional[bool] = None,
     ):
-        self.longest, self.vocab_size = longest, model.vocab_size
+        super().__init__(model)
+        self.longest = longest
         one = -(-longest // block_size)
         if memory is not None:
             blocks = memory // (block_size * bytes_of_a_token(model))
@@ -96,38 +168,29 @@ class Engine:
                 f"the cache has room for {blocks * block_size} tokens, and a text may have {longest}",
                 do="give it more memory",
             )
-        stage = chunks_of(model)[0]
-        device = next(model.parameters()).device
-        self.link = Link(getattr(stage, "tp", ALONE), getattr(model, "pp", ALONE), device)
-        self.stage = Stage(stage, PagedCache(blocks, block_size), self.link, device, packed)
+        self.stage = Stage(model, PagedCache(blocks, block_size), self.link, self.device, packed)
         self.pool = BlockPool(blocks, block_size)
         sizes = dict(longest=longest, max_batch=max_batch, chunk=chunk, stages=self.link.under_way)
         self._scheduler = Scheduler(self.pool, **sizes)
         self._texts: dict[int, Text] = {}
         self._known: set[int] = set()  # texts that the last stage has a state of
         self._ended: list[int] = []  # those of them that it may forget
-        self._cancelled: list[int] = []
         self._scores: dict[int, list[TokenScore]] = {}  # of prompts, so far
         self._under_way: deque[Planned] = deque()
         self._sums = dict(prompt_tokens=0, cached_tokens=0, generated_tokens=0)
-        self._told = time.monotonic()
 
     def add(self, request: Request, order: Optional[int] = None) -> int:
         """Take a request; returns the number that its outputs have. Raises DataError or SettingsError for a wrong one.
 
         order: the number of an earlier request, if it goes before those that came after that one
         """
-        request.sampling.check()
-        length, v = len(request.prompt), self.vocab_size
+        length = len(request.prompt)
         if not 0 < length < self.longest:
             raise DataError(
                 f"the prompt has {length} tokens; the model can look at {self.longest}",
                 do="give a shorter prompt" if length else "give a prompt that is not empty",
             )
-        if wrong := [token for token in request.prompt if not 0 <= token < v]:
-            raise DataError(f"the prompt has the token {wrong[0]}; the model knows those from 0 to {v - 1}")
-        if request.logprobs is not None and not 0 <= request.logprobs <= v:
-            raise SettingsError(f"log-probabilities of {request.logprobs} tokens: has to be 0 to {v}")
+        self.check(request, request.prompt)
         text = self._scheduler.add(request, order)
         self._texts[text.number] = text
         return text.number
@@ -145,46 +208,26 @@ class Engine:
         """Whether `step` has something to do or to report."""
         return bool(self._texts or self._cancelled or self._under_way)
 
-    @torch.inference_mode()
-    def step(self) -> list[Output]:
-        """Compute one forward pass, and return what it brought; [] if there is nothing to do.
-
-        With several stages, passes are under way for all of them, and this returns what the oldest one brought. With
-        several ranks, call this every few minutes even if there is nothing to do: the others wait for a message.
-        """
-        outputs = [Output(number, finish="cancelled") for number in self._cancelled]
-        self._cancelled.clear()
+    def _computed(self) -> list[Output]:
         while len(self._under_way) < self.link.under_way and (rows := self._scheduler.plan()):
             self._under_way.append(self._begun(rows))
-        if self._under_way:
-            outputs += self._brought(*self._under_way.popleft())
-        elif not self.link.alone and time.monotonic() - self._told > PATIENCE:
-            self._tell(WAIT)
-        return outputs
+        return self._brought(*self._under_way.popleft()) if self._under_way else []
 
-    def follow(self) -> None:
-        """On all ranks but the first: take part in its passes until it closes."""
-        with torch.inference_mode():
-            while True:
-                kind, *message = self.link.received()
-                if kind == CLOSE:
-                    break
-                if kind == COMPUTE:
-                    self.stage.compute(PassPlan.decoded(*message))
-                if kind == RENEW:
-                    self.stage.renew()
-        self.stage.unpack()
-        self.link.finish()
+    def _obey(self, kind: int, numbers: list[int], more: bytes) -> None:
+        if kind == COMPUTE:
+            self.stage.compute(PassPlan.decoded(numbers, more))
+        if kind == RENEW:
+            self.stage.renew()
 
-    def close(self) -> None:
-        """End all texts, and the work of the other ranks."""
+    def _drop_all(self) -> None:
         while self._under_way:
             self._brought(*self._under_way.popleft())
         for number in list(self._texts):
             self.cancel(number)
-        self._tell(CLOSE)
+
+    def _end(self) -> None:
         self.stage.unpack()
-        self.link.finish()
+        super()._end()
 
     def stats(self) -> EngineStats:
         """The current state and sums, for metrics."""
@@ -203,10 +246,6 @@ class Engine:
         self.pool.forget()
         self._tell(RENEW)
         self.stage.renew()
-
-    def _tell(self, kind: int, *message) -> None:
-        self._told = time.monotonic()
-        self.link.tell(kind, *message)
 
     def _begun(self, rows: list[PlannedRow]) -> "Planned":
         """Tell the other ranks of a pass, and compute this rank's part of it."""
@@ -273,6 +312,7 @@ class Stage:
         self, model: torch.nn.Module, cache: PagedCache, link: Link, device: torch.device, packed: Optional[bool]
     ):
         self.model, self.cache, self.link, self.device = model, cache, link, device
+        [self.chunk] = chunks_of(model)
         self.states: dict[int, tuple[Request, RowState]] = {}
         size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
         self._packs, self._packed = size < available_memory() / 2 if packed is None else packed, []
@@ -283,7 +323,7 @@ class Stage:
         self.unpack()
         if self._packs:
             self._packed = pack_weights(
-                self.model, getattr(self.model, "output_layer", None) if self.model.last else None
+                self.chunk, getattr(self.chunk, "output_layer", None) if self.chunk.last else None
             )
 
     def unpack(self) -> None:
@@ -296,14 +336,10 @@ class Stage:
         rows, link = planned.rows, self.link
         self.cache.begin([(row.stop, row.runs) for row in rows], [row.start for row in rows])
         tokens = torch.tensor(planned.tokens, device=self.device).unsqueeze(1)  # [n, 1]
-        wanted, x = torch.tensor(planned.wanted, dtype=torch.int64, device=self.device), None
-        if link.pp.rank > 0:
-            x = link.receive_hidden((len(tokens), 1, self.model.facts.settings.hidden_size), self.model.dtype)
-        x = self.model.cached_pass(x, tokens, cache=self.cache, wanted=wanted)
-        if link.pp.rank + 1 < link.pp.size:
-            link.send_hidden(x)
-        elif link.answers:
-            answer = self._answered(x, planned)
+        wanted = torch.tensor(planned.wanted, dtype=torch.int64, device=self.device)
+        logits = self.model.logits(tokens, cache=self.cache, wanted=wanted)  # of the last stage
+        if link.answers:
+            answer = self._answered(logits, planned)
             if link.is_first:
                 return answer
             link.send_answer(answer)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between ranks that share a model in the generation engine.
+"""The messages between ranks that share a model in the generation engine, beside those of its layers (`stages`).
 
     stage 0, tp 0  --pass-->  stage 0, tp 1 ...                    a broadcast in the stage's tensor parallel group
          |                        |
-      pass, hidden states      pass, hidden states                 from each rank to its neighbour in the pipeline
+        pass                     pass                              from each rank to its neighbour in the pipeline
          v                        v
     stage 1, tp 0             stage 1, tp 1
          |
@@ -25,7 +25,7 @@ from megatron.mpu import collectives
 from megatron.mpu.groups import GroupListener
 from megatron.mpu.mesh import Axis
 
-PLAN, HIDDEN, ANSWER = 2, 3, 4  # tags of messages
+PLAN, ANSWER = 2, 4  # tags of messages
 
 
 class Link:
@@ -80,12 +80,6 @@ class Link:
         if self.pp.rank == 0:
             return collectives.broadcast(part, self.tp, 0)
         return self._receive(part, self.pp.rank - 1, PLAN)
-
-    def send_hidden(self, x: torch.Tensor) -> None:
-        self._send(x.contiguous(), self.pp.rank + 1, HIDDEN)
-
-    def receive_hidden(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return self._receive(torch.empty(shape, dtype=dtype, device=self.device), self.pp.rank - 1, HIDDEN)
 
     def send_answer(self, numbers: Sequence[float]) -> None:
         """The last stage's answer to a pass, and a 0, so that each pass has one."""

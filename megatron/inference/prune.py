@@ -21,10 +21,9 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 import torch
 
-from megatron.checkpoint import reshard
-from megatron.checkpoint.base_checkpoint import BASE, open_checkpoint
 from megatron.checkpoint.index import Tensor
 from megatron.checkpoint.reader import QUANTIZED, Reader
+from megatron.checkpoint.reshard import Rewritten, rewrite
 from megatron.data.loader import MicroBatch
 from megatron.errors import SettingsError
 from megatron.inference.load import Loaded
@@ -37,7 +36,6 @@ from megatron.model.recipe import config_of, recipe_of
 from megatron.model.weights import add_prefix
 from megatron.mpu.placement import Table
 from megatron.settings.schema import Config, Model
-from megatron.storage.new_folder import check_free
 
 NORMS = dict(l1_norm=1, l2_norm=2)
 UNITS = (HEADS, FFN, EXPERTS, HIDDEN)
@@ -296,36 +294,30 @@ def old_names(network: Network, plan: SmallerModel) -> Iterator[tuple[str, str]]
         yield from zip(add_prefix(unit.name, unit.weights), add_prefix(old, unit.weights))
 
 
-class PrunedReader(reshard.Computed):
-    """The weights of the smaller model."""
+def pruned(reader: Reader, network: Network, plan: SmallerModel) -> Rewritten:
+    """The smaller model."""
 
-    def __init__(self, reader: Reader, network: Network, plan: SmallerModel):
-        self.reader, self.folder, self.plan = reader, reader.folder, plan
-        self.old_names = dict(old_names(network, plan))
-        self.tensors = {
-            new: Tensor(reader.tensors[old].dtype, self._shape(old, reader.tensors[old].shape), [])
-            for new, old in self.old_names.items()
-        }
-
-    def _chosen(self, name: str) -> Iterator[tuple[Cut, torch.Tensor]]:
+    def chosen(name: str) -> Iterator[tuple[Cut, torch.Tensor]]:
         """(where the units of a weight lie, those that stay), by its old name."""
-        for kind, of_kind in self.plan.cuts.items():
+        for kind, of_kind in plan.cuts.items():
             if name in of_kind:
-                yield of_kind[name], self.plan.kept[kind, owner(name, kind)]
+                yield of_kind[name], plan.kept[kind, owner(name, kind)]
 
-    def _shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        shape = list(shape)
-        for cut, units in self._chosen(name):
+    def entry(name: str) -> Tensor:
+        dtype, shape = reader.tensors[name].dtype, list(reader.tensors[name].shape)
+        for cut, units in chosen(name):
             shape[cut.dim] = len(units) * cut.block
-        return tuple(shape)
+        return Tensor(dtype, tuple(shape), [])
 
-    def read(self, name: str) -> torch.Tensor:
-        """A weight of the smaller model."""
-        old = self.old_names[name]
-        weight = self.reader.read(old)
-        for cut, units in self._chosen(old):
+    def compute(name: str) -> torch.Tensor:
+        weight = reader.read(names[name])
+        for cut, units in chosen(names[name]):
             weight = chosen_units(weight, cut, units)
         return weight
+
+    names = dict(old_names(network, plan))
+    tensors = {new: entry(old) for new, old in names.items()}
+    return Rewritten(tensors, compute, pruned_state(reader.state, plan.model))
 
 
 def chosen_units(weight: torch.Tensor, cut: Cut, units: torch.Tensor) -> torch.Tensor:
@@ -346,23 +338,21 @@ def prune(path: Path, out: Path, choose: Callable[[Network, Reader], SmallerMode
 
     Weights keep their format, optimizer state is left out. choose: returns the plan.
     """
-    check_free(out)
-    with open_checkpoint(path) as reader:
+    made: list[Any] = []
+
+    def smaller(reader: Reader) -> Rewritten:
         if reader.state.get(QUANTIZED):
             raise SettingsError(
                 f"{path} is quantized, and pruning needs the weights themselves",
                 do="prune the checkpoint that it was made from, then quantize",
             )
         network = Network(config_of(reader.state["config"]), reader.state["vocab_size"])
-        chosen = choose(network, reader)
-        source = PrunedReader(reader, network, chosen)
-        pieces = reshard.whole_pieces(source)
-        state = pruned_state(reader.state, chosen.model)
-        return Pruned(reshard.reshard(source, out, reshard.evenly(pieces, writers), state), network, chosen)
+        made[:] = network, choose(network, reader)
+        return pruned(reader, *made)
+
+    return Pruned(rewrite(path, out, smaller, writers), *made)
 
 
 def pruned_state(state: dict[str, Any], model: Model) -> dict[str, Any]:
     """The content of state.json of the smaller model."""
-    config = {**state["config"], "model": asdict(model)}
-    rest = {name: value for name, value in state.items() if name != BASE}
-    return {**rest, "config": config, "optimizer_steps": None}
+    return {**state, "config": {**state["config"], "model": asdict(model)}}

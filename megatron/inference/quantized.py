@@ -10,15 +10,15 @@ They are boxes of logical tensors as all others, so any layout loads them. `stat
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.folder import Saver
+from megatron.checkpoint.index import Tensor
 from megatron.checkpoint.reader import QUANTIZED
+from megatron.checkpoint.reshard import Rewritten
 from megatron.checkpoint.store import Piece
 from megatron.errors import SettingsError
 from megatron.inference.quantize import Rounded, attach
@@ -33,8 +33,8 @@ PARTS = ("values", "scale", "zero")
 STORED_OF_LAYER = (*(f"weight.{part}" for part in PARTS), "input_absmax", "input_average", "pact_alpha")
 
 
-def save(loaded, out: Path, how: QuantizeOptions) -> Path:
-    """Write the checkpoint of a quantized model (`inference.load.Loaded`), of one process; returns its folder."""
+def quantized(loaded, how: QuantizeOptions) -> Rewritten:
+    """The checkpoint of a quantized model (`inference.load.Loaded`), of one process."""
     model, place = loaded.model, dict.fromkeys(("tp", "ep", "etp", "ep_etp"), 0)
     products = [product for product in linear_products([model]) if isinstance(product, Rounded)]
     pieces, named = [], {f"{product.name}.weight" for product in products}
@@ -56,9 +56,9 @@ def save(loaded, out: Path, how: QuantizeOptions) -> Path:
         quantize_method=how.quantize_method,
         scale=scale,
     )
-    state = {**loaded.record, "optimizer_steps": None, QUANTIZED: own}
-    with Saver(out) as saver:
-        return saver.write(loaded.iteration, [pieces], state)
+    named = {piece.name: piece for piece in pieces}
+    tensors = {name: Tensor(piece.tensor.dtype, piece.shape, []) for name, piece in named.items()}
+    return Rewritten(tensors, lambda name: named[name].tensor, {**loaded.record, QUANTIZED: own})
 
 
 def quantized_pieces(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Optional, Union
 
 from megatron.errors import SettingsError
-from megatron.settings.effects import Needs
+from megatron.settings.declare import Needs, dashed
 from megatron.settings.schema import setting
 from megatron.settings.statements import NONE, Statement, words_of
 
@@ -125,10 +125,10 @@ class Sampling:
             return self, []
         counts = dict(topk_sampling="top_k", topp_sampling="top_p").get(self.decoding_strategy)
         if counts and not getattr(self, counts):
-            raise SettingsError(f"--decoding-strategy {self.decoding_strategy} needs --{counts.replace('_', '-')}")
+            raise SettingsError(f"--decoding-strategy {self.decoding_strategy} needs {dashed(counts)}")
         without = {name: getattr(self, name) for name in ("top_k", "top_p") if name != counts and getattr(self, name)}
         strategy = f"has no effect: --decoding-strategy {self.decoding_strategy}"
-        notes = [f"--{name.replace('_', '-')} {value:g} {strategy}" for name, value in without.items()]
+        notes = [f"{dashed(name)} {value:g} {strategy}" for name, value in without.items()]
         return replace(self, **dict.fromkeys(without, 0)), notes
 
     def check(self, given: Mapping[str, Statement] = NONE) -> None:

@@ -12,10 +12,10 @@ place in the queue of the search, so that later texts do not overtake it.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Optional
 
-from megatron.errors import SettingsError
-from megatron.inference.beams import NEVER, BeamGroup
+from megatron.inference.beams import BeamSearch, Candidates, Finished
 from megatron.inference.engine import Engine
 from megatron.inference.requests import FoundText, Output, Request
 
@@ -25,7 +25,7 @@ class SearchingEngine(Engine):
 
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
-        self._searches: dict[int, BeamSearch] = {}  # by the number of the search
+        self._searches: dict[int, RunningSearch] = {}  # by the number of the search
         self._beams: dict[int, tuple[int, int]] = {}  # number of a request -> (number of its search, column)
 
     def add(self, request: Request, order=None) -> int:
@@ -34,11 +34,11 @@ class SearchingEngine(Engine):
         request.sampling.check()
         if request.search.num_beams > 1:
             request.search.check(request.sampling)
-        if request.search.num_beam_groups > 1:
-            raise SettingsError("groups of beams are in python -m megatron.tools.generate")
-        search = BeamSearch(request, self.longest, self.vocab_size)
-        number = super().add(search.requests()[0], order)  # all searches begin with one text
-        self._searches[number], self._beams[number] = search, (number, 0)
+        steps = min(request.sampling.tokens_to_generate, self.longest - len(request.prompt))
+        ends = request.sampling.ends(request.end)
+        running = RunningSearch(request, BeamSearch(request.search, steps, ends, self.vocab_size), {})
+        number = super().add(running.beam(0), order)
+        self._searches[number], self._beams[number] = running, (number, 0)
         return number
 
     def cancel(self, number: int) -> None:
@@ -58,63 +58,46 @@ class SearchingEngine(Engine):
                 outputs.append(output)
                 continue
             number, column = self._beams.pop(output.request)
-            search = self._searches[number]
-            if search.taken(column, output):
-                outputs += self._advanced(number, search)
+            running = self._searches[number]
+            running.cached = output.cached if running.cached is None else running.cached
+            running.candidates[column] = output.new.top
+            if len(running.candidates) == len(running.search.open):
+                outputs += self._advanced(number, running)
         return outputs
 
-    def _advanced(self, number: int, search: "BeamSearch") -> list[Output]:
+    def _advanced(self, number: int, running: "RunningSearch") -> list[Output]:
         """Begin the next step of a search; its output if there is none."""
-        if found := search.advanced():
+        search = running.search
+        if not search.advance(running.candidates):
             del self._searches[number]
-            return [Output(number, finish=found[0].finish, cached=search.cached, found=found)]
-        for column, request in enumerate(search.requests()):
-            self._beams[super().add(request, number)] = number, column
+            found = found_texts(search.found, search.steps)
+            return [Output(number, finish=found[0].finish, cached=running.cached or 0, found=found)]
+        running.candidates = {}
+        for column in search.open:
+            self._beams[super().add(running.beam(column), number)] = number, column
         return []
 
 
-class BeamSearch:
-    """A beam search while it runs. longest: context length of the model"""
+@dataclass
+class RunningSearch:
+    """A search in the engine. candidates: of the columns that this step has answered; cached: of the prompt"""
 
-    def __init__(self, request: Request, longest: int, vocab_size: int):
-        self.request, self.ends = request, request.sampling.ends(request.end)
-        self.steps = min(request.sampling.tokens_to_generate, longest - len(request.prompt))
-        self.group = BeamGroup(request.search.num_beams, 0, request.search.length_penalty)
-        self.count = min(2 * self.group.w, vocab_size)
-        self.texts: list[tuple[int, ...]] = [()]  # the new tokens of each beam
-        self.candidates: dict[int, Sequence[tuple[int, float]]] = {}  # beam -> its likeliest next tokens
-        self.cached = 0
+    request: Request
+    search: BeamSearch
+    candidates: dict[int, Candidates]
+    cached: Optional[int] = None
 
-    def requests(self) -> list[Request]:
-        """For each beam the request of its next token."""
+    def beam(self, column: int) -> Request:
+        """The request of the next token of a column."""
         # Greedy, because the token itself is not used; what ends a text is decided here.
         sampling = replace(
             self.request.sampling, tokens_to_generate=1, greedy=True, ignore_eos=True, stop_token_ids=None
         )
-        own = dict(logprobs=self.count, adjusted=True)
-        return [Request((*self.request.prompt, *text), sampling, **own) for text in self.texts]
+        own = dict(logprobs=self.search.count, adjusted=True)
+        return Request((*self.request.prompt, *self.search.texts[column]), sampling, **own)
 
-    def taken(self, column: int, output: Output) -> bool:
-        """Take the answer for a beam; whether there is one for each now."""
-        self.cached = self.cached if self.texts[0] else output.cached
-        self.candidates[column] = output.new.top
-        return len(self.candidates) == len(self.texts)
 
-    def advanced(self) -> tuple[FoundText, ...]:
-        """Continue each beam by one token. Returns the texts found, best first, if the search has ended."""
-        group, step = self.group, len(self.texts[0]) + 1
-        each = [
-            (group.scores[column] + logprob, column, token)
-            for column, candidates in sorted(self.candidates.items())
-            for token, logprob in candidates
-            if logprob > NEVER
-        ]
-        group.advance(sorted(each, key=lambda one: -one[0])[: self.count], step, self.ends, self.texts)
-        group.live = [one for one in group.live if one[0] > NEVER]
-        self.texts = [(*self.texts[column], token) for _, column, token in group.live]
-        self.candidates = {}
-        if step < self.steps and not group.done:
-            return ()
-        group.cut(self.steps, self.texts)
-        finish = lambda text: "length" if len(text) == self.steps else "stop"
-        return tuple(FoundText(score, tuple(text), finish(text)) for score, text in group.finished)
+def found_texts(finished: Sequence[Finished], steps: int) -> tuple[FoundText, ...]:
+    """The texts of a search of at most `steps` tokens, as outputs have them."""
+    finish = lambda text: "length" if len(text) == steps else "stop"
+    return tuple(FoundText(score, tuple(text), finish(text)) for score, text in finished)

@@ -6,16 +6,14 @@
     while engine.busy:
         for output in engine.step(): ...
 
-It has the interface of `engine.Engine`. Sources that wait are taken together: they are a *cohort*, whose targets have the
-same length at all times, so that a pass computes one token of each. A step is a pass of each cohort. New sources form a
-cohort as soon as a quarter of the places is free, or room for all that wait: otherwise each would soon be one by itself. A
-beam search is a cohort of its own.
+Sources that wait are taken together: they are a *cohort*, whose targets have the same length at all times, so that a pass
+computes one token of each. A step is a pass of each cohort. New sources form a cohort as soon as a quarter of the places is
+free, or room for all that wait: otherwise each would soon be one by itself. A beam search is a cohort of its own.
 
 If several ranks share the model, the first one tells the others which cohorts begin, take a step and end.
 """
 
 import pickle
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Optional
@@ -24,52 +22,47 @@ import torch
 
 from megatron.errors import DataError, SettingsError
 from megatron.inference.choices import RowState
-from megatron.inference.engine import CLOSE, PATIENCE, WAIT, EngineStats
+from megatron.inference.engine import EngineStats, SharedEngine
 from megatron.inference.links import Link
-from megatron.inference.requests import FoundText, Output, Request, TokenScore
+from megatron.inference.requests import Output, Request, TokenScore
 from megatron.inference.scoring import ALONE
+from megatron.inference.searches import found_texts
 from megatron.inference.sequences import Decoding, padded, target_search
 from megatron.inference.stages import chunks_of
 
-BEGIN, STEP, END = 5, 6, 7  # what the first rank tells the others, beside CLOSE and WAIT
+BEGIN, STEP, END = 5, 6, 7  # what the first rank tells the others, beside those of all engines
 
 
-class SequenceEngine:
+class SequenceEngine(SharedEngine):
     """max_batch: targets that are generated at once; more sources wait for their turn
     memory:    bytes for keys and values, on each rank: lowers max_batch
     Raises SettingsError if the memory is too small for one target.
     """
 
+    has_token = "there is no token {}"
+
     def __init__(self, model: torch.nn.Module, *, max_batch: int = 16, memory: Optional[int] = None):
-        self.model, self.facts = model, model.facts
+        super().__init__(model)
+        self.facts = model.facts
         if memory is not None:
             max_batch = min(max_batch, memory // bytes_of_a_target(model))
             if max_batch < 1:
                 mib = bytes_of_a_target(model) / (1 << 20)
                 raise SettingsError(f"a source and its target need {mib:.1f} MiB of cache", do="give it more memory")
         self.max_batch = max_batch
-        stage = chunks_of(model)[0]
-        device = next(model.parameters()).device
-        self.link = Link(getattr(stage, "tp", ALONE), getattr(model, "pp", ALONE), device)
         self._waiting: deque[tuple[int, Request]] = deque()
         self._cohorts: dict[int, Cohort | SearchCohort] = {}  # by the number of their first request
-        self._cancelled: list[int] = []
         self._count = self._prompt_tokens = self._generated = 0
-        self._told = time.monotonic()
 
     def add(self, request: Request) -> int:
         """Take a request; returns the number that its outputs have. Raises DataError or SettingsError for a wrong one."""
-        request.sampling.check()
-        length, v = len(request.prompt), self.facts.vocab_size
+        length = len(request.prompt)
         if not 0 < length <= self.facts.source:
             raise DataError(
                 f"the source has {length} tokens; the encoder can look at {self.facts.source}",
                 do="give a shorter text" if length else "give a text that is not empty",
             )
-        if wrong := [token for token in (*request.prompt, request.start) if not 0 <= token < v]:
-            raise DataError(f"there is no token {wrong[0]}; the model knows those from 0 to {v - 1}")
-        if request.logprobs is not None and not 0 <= request.logprobs <= v:
-            raise SettingsError(f"log-probabilities of {request.logprobs} tokens: has to be 0 to {v}")
+        self.check(request, (*request.prompt, request.start))
         if request.prompt_logprobs:
             raise SettingsError("a source has no log-probabilities: the encoder reads all of it at once")
         if request.search and request.search.num_beams > 1:
@@ -95,11 +88,9 @@ class SequenceEngine:
         """Whether `step` has something to do or to report."""
         return bool(self._waiting or self._cohorts or self._cancelled)
 
-    @torch.inference_mode()
-    def step(self) -> list[Output]:
-        """Compute a token of each target that runs, and return what that brought. As `Engine.step`."""
-        outputs = [Output(number, finish="cancelled") for number in self._cancelled]
-        self._cancelled.clear()
+    def _computed(self) -> list[Output]:
+        """A token of each target that runs."""
+        outputs = []
         self._admit()
         for cohort in list(self._cohorts.values()):
             self._tell(STEP, [cohort.number])
@@ -108,31 +99,19 @@ class SequenceEngine:
             self._generated += sum(output.new is not None for output in found)
             outputs += found
             self._end_if_done(cohort)
-        if not self.link.alone and time.monotonic() - self._told > PATIENCE:
-            self._tell(WAIT)
         return outputs
 
-    def follow(self) -> None:
-        """On all ranks but the first: take part until it closes."""
-        with torch.inference_mode():
-            while True:
-                kind, numbers, more = self.link.received()
-                if kind == CLOSE:
-                    break
-                if kind == BEGIN:
-                    self._begin(numbers, pickle.loads(more))
-                if kind == STEP:
-                    self._cohorts[numbers[0]].step()
-                if kind == END:
-                    del self._cohorts[numbers[0]]
-        self.link.finish()
+    def _obey(self, kind: int, numbers: list[int], more: bytes) -> None:
+        if kind == BEGIN:
+            self._begin(numbers, pickle.loads(more))
+        if kind == STEP:
+            self._cohorts[numbers[0]].step()
+        if kind == END:
+            del self._cohorts[numbers[0]]
 
-    def close(self) -> None:
-        """End all targets, and the work of the other ranks."""
+    def _drop_all(self) -> None:
         self._waiting.clear()
         self._cohorts.clear()
-        self._tell(CLOSE)
-        self.link.finish()
 
     def stats(self) -> EngineStats:
         """The current state and sums, for metrics; there are no blocks."""
@@ -142,10 +121,6 @@ class SequenceEngine:
     @property
     def _texts(self) -> int:
         return sum(cohort.texts for cohort in self._cohorts.values())
-
-    def _tell(self, kind: int, numbers: Sequence[int] = (), more: bytes = b"") -> None:
-        self._told = time.monotonic()
-        self.link.tell(kind, numbers, more)
 
     def _admit(self) -> None:
         """Begin the cohorts of sources that wait, if there is room for enough of them."""
@@ -236,8 +211,7 @@ class SearchCohort:
             next(self.search)
             return []
         except StopIteration as end:
-            finish = lambda text: "length" if len(text) == self.limit else "stop"
-            found = tuple(FoundText(score, tuple(text), finish(text)) for score, text in end.value)
+            found = found_texts(end.value, self.limit)
         self.running.clear()
         return [Output(self.number, finish=found[0].finish, found=found)]
 

@@ -16,7 +16,10 @@ without the space before it.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, Optional
+
+from megatron.inference.requests import Output, TokenScore
 
 UNFINISHED = 3  # bytes at most of an incomplete UTF-8 character; tokenizers decode them to as many U+FFFD, or to one
 WINDOW, CONTEXT = (
@@ -108,6 +111,60 @@ class TextStream:
         keep = max(_overlap(text, word) for word in self.stop)
         self.held = text[len(text) - keep :]
         return TextPiece(text[: len(text) - keep])
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """What came of a text. finish: "stop" or "length" at its end; prompt: at its beginning, if it was asked for."""
+
+    text: str = ""
+    scores: tuple[TokenScore, ...] = ()
+    finish: Optional[str] = None
+    prompt: tuple[TokenScore, ...] = ()
+
+
+@dataclass
+class RunningText:
+    """A text while an engine generates it. only_prompt: the answer has no new token (max_tokens 0).
+
+    tokens: its new tokens, those of a stop string too; cached: tokens of the prompt that were in the cache
+    """
+
+    stream: TextStream
+    only_prompt: bool = False
+    tokens: list[TokenScore] = field(default_factory=list)
+    cached: int = 0
+    ended: bool = False
+    _waiting: list[TokenScore] = field(default_factory=list)  # tokens whose characters are not complete yet
+
+    def take(self, output: Output) -> TextPart:
+        """The part of the text that an output completes; it may be empty."""
+        self.cached += output.cached
+        if self.only_prompt:
+            self.ended = True
+            return TextPart(finish="length", prompt=output.prompt)
+        text, finish = "", output.finish
+        if output.new is not None:
+            self.tokens.append(output.new)
+            piece = self.stream.feed(output.new.token)
+            text, finish = piece.text, "stop" if piece.stopped else finish
+            if piece.stopped and not text:
+                self._waiting.clear()  # all of them belong to the stop string
+            else:
+                self._waiting.append(output.new)
+        if output.finish and not self.stream.stopped:
+            rest = self.stream.finish()
+            text, finish = text + rest.text, "stop" if rest.stopped else finish
+        scores = ()
+        if text or finish:
+            scores, self._waiting = tuple(self._waiting), []
+        self.ended = finish is not None
+        return TextPart(text, scores, finish, output.prompt)
+
+    @property
+    def logprob(self) -> float:
+        """The log-probability of all tokens."""
+        return sum(one.logprob or 0.0 for one in self.tokens)
 
 
 def _overlap(text: str, word: str) -> int:

@@ -203,24 +203,30 @@ class Attention(nn.Module):
         """
         if self.core is not self._usual_core or torch.is_grad_enabled():
             return None
-        case = Case(
-            like.device.type,
-            like.dtype,
-            queries=1,
-            keys=2,
-            causal=True,
-            grouped=self.queries > 1,
-            softcap=self.softcap is not None,
-            window=self.window,
-            unfused=self.plain_softmax,
-            head_dim=self.head_dim,
-            sinks=self.has_sinks,
-        )
+        case = replace(self.case(like, 1, 2), scaled_softmax=False)  # of one token at a time
         run = choose_kernel("decode_attention", case, self.backend).run
         if run is reference.decode_attention:
             return None
         sinks = self.sinks(self.groups) if self.has_sinks else None
         return partial(run, scale=self.scale, softcap=self.softcap, window=self.window, sinks=sinks)
+
+    def case(self, like: torch.Tensor, queries: int, keys: int, **more) -> Case:
+        """The case of a call with queries `like` these, for the choice of its kernel. more: fields of `Case`"""
+        return Case(
+            like.device.type,
+            like.dtype,
+            queries,
+            keys,
+            causal=self.causal,
+            grouped=self.queries > 1,
+            scaled_softmax=self.score_divisor != 1.0 and like.dtype == torch.float16,
+            softcap=self.softcap is not None,
+            window=self.window,
+            unfused=self.plain_softmax,
+            head_dim=self.head_dim,
+            sinks=self.has_sinks,
+            **more,
+        )
 
     def sinks(self, groups: int) -> torch.Tensor:
         """The logits [groups, q] that take part in the softmax of heads and have no value.
@@ -363,28 +369,18 @@ def scaled_dot_product_attention(
     """softmax(q k) v by the best kernel for the case: [s, b, g/tp, q, d] over [t, b, g/tp, d] -> [s, b, g/tp q d]. The
     queries are the last s of the t tokens. dropout: the weights to keep; default: drawn here.
     """
-    allowed, window = context.allowed, layer.window
     packed = context.documents is not None and not layer.causal
     queries, keys = context.documents.longest if packed else (query.shape[0], key.shape[0])
-    case = Case(
-        query.device.type,
-        query.dtype,
+    case = layer.case(
+        query,
         queries,
         keys,
-        causal=layer.causal,
-        masked=allowed is not None,
+        masked=context.allowed is not None,
         dropout=layer.dropout.p > 0 and layer.training,
-        grouped=layer.queries > 1,
-        scaled_softmax=layer.score_divisor != 1.0 and query.dtype == torch.float16,
-        softcap=layer.softcap is not None,
-        window=window,
-        unfused=layer.plain_softmax,
         documents=context.documents is not None and not packed,
-        head_dim=layer.head_dim,
         biased=context.bias is not None,
         padded=context.padding is not None,
         packed=packed,
-        sinks=layer.has_sinks,
     )
     if dropout is None:
         dropout = weights_kept(layer, query, query.shape[0], key.shape[0], context)
@@ -395,13 +391,13 @@ def scaled_dot_product_attention(
         value,
         scale=layer.scale,
         causal=case.causal,
-        allowed=allowed,
+        allowed=context.allowed,
         documents=context.documents,
         score_divisor=layer.score_divisor,
         softmax_in_fp32=layer.softmax_in_fp32,
         dropout=dropout,
         softcap=layer.softcap,
-        window=window,
+        window=layer.window,
         bias=context.bias,
         padding=context.padding,
         **sinks,

@@ -420,7 +420,7 @@ def _learned(facts: Facts, selection: Selection) -> tuple[frozenset[str], tuple[
                     )
                 trained.add(layer)
             elif pair:
-                pairs[layer] = max(pairs.get(layer, 0), pair.shape[0])
+                pairs[layer] = max(pairs.get(layer, 0), pair.shape[-2])
     still = linear - trained
     if facts.score_sums(RankSetup()) is None and facts.output_name in selection.frozen(facts.weights):
         still.add(OUTPUT)
@@ -435,7 +435,9 @@ def _frozen_flops(facts: Facts, selection: Selection) -> float:
     for layer in range(facts.num_layers):
         for op in facts.layer_ops(share, facts.layer_kind(layer)):
             if isinstance(op, Product):
-                still += op.flops * op.frozen - 6.0 * op.rows * op.pair * (op.inputs + op.outputs * op.times)
+                still += op.flops * op.frozen - 6.0 * op.rows * op.pair * (
+                    op.inputs * op.stacks + op.outputs * op.times
+                )
     return still / facts.seq_length + facts.output_flops * (OUTPUT in frozen)
 
 

@@ -12,7 +12,6 @@ import torch
 
 from megatron.model.quantization import OF_TOKENS
 from megatron.mpu import collectives
-from megatron.mpu.layers import RowParallelLinear
 from megatron.mpu.linear_product import LinearProduct, Operand
 
 DECAY = 0.9  # of the moving average
@@ -30,7 +29,7 @@ class FakeQuantizeProduct(LinearProduct):
         self.of_tokens = settings.activation_quantize_type == OF_TOKENS
         self.observes = self.rounds_inputs and not self.of_tokens
         # A column-parallel layer without sequence parallelism has the whole input on each rank.
-        self.copies = 1 if has_part(layer) or layer.gather is not None else layer.tp.size
+        self.copies = 1 if has_part(layer) or getattr(layer, "gather", None) is not None else layer.tp.size
         self.weight_levels, self.input_levels = levels(settings.weight_bits), levels(settings.activation_bits)
         self.token_levels = 2**settings.activation_bits - 1
         self._largest: torch.Tensor | None = None
@@ -61,7 +60,7 @@ class FakeQuantizeProduct(LinearProduct):
             x = self.clip(x)
         if self.of_tokens:
             return _RoundTokens.apply(x, *token_grid(self.layer, x, self.token_levels), self.token_levels)
-        if self.layer.training:
+        if self.layer.training and x.numel():  # the experts of a rank may have no token
             with torch.no_grad():
                 now = self.layer.input_absmax
                 now.copy_(torch.maximum(now, x.detach().abs().amax().float()))
@@ -87,18 +86,19 @@ class FakeQuantizeProduct(LinearProduct):
 
 
 def has_part(layer) -> bool:
-    """Whether each tensor parallel rank has a part of the layer's input channels."""
-    return isinstance(layer, RowParallelLinear)
+    """Whether each rank of `layer.tp` has a part of the layer's input channels."""
+    weight = layer.placements["weight"]
+    return weight.cut.get(layer.tp.name) == len(weight.shape) - 1
 
 
 def rows_absmax(layer, weight: torch.Tensor, whole: bool = False) -> torch.Tensor:
-    """The abs-max of each output channel of a layer's weight [o, i] on all ranks, [o] in fp32.
+    """The abs-max of each output channel of a layer's weight [o, i] on all ranks, [o] in fp32; of experts [E, o].
 
-    whole: that of the whole weight instead, as [o] equal numbers
+    whole: that of the whole matrix instead, as [o] equal numbers
     """
-    largest = weight.detach().abs().amax(1).float()
+    largest = weight.detach().abs().amax(-1).float()
     if whole:
-        largest = largest.amax().expand(len(largest)).contiguous()
+        largest = largest.amax(-1, keepdim=True).expand_as(largest).contiguous()
     if (whole or has_part(layer)) and not weight.is_meta:
         collectives.all_reduce(largest, layer.tp, "max")
     return largest
@@ -133,9 +133,11 @@ def levels(bits: int) -> int:
 
 
 def rounded_rows(weight: torch.Tensor, largest: torch.Tensor, levels: int) -> torch.Tensor:
-    """Each row of weight [o, i], rounded to multiples of its largest [o] / levels."""
+    """Each row of weight [o, i], rounded to multiples of its largest [o] / levels; of experts [E, o, i] and [E, o]."""
     if weight.is_meta:
         return torch.empty_like(weight)
+    if weight.ndim == 3:
+        return rounded_rows(weight.flatten(0, 1), largest.flatten(), levels).view(weight.shape)
     step = largest.clamp_min(SMALLEST) / levels
     zeros = torch.zeros_like(step)  # of whole numbers torch would read the least one on the host
     return torch.fake_quantize_per_channel_affine(weight, step, zeros, 0, -levels, levels)

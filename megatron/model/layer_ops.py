@@ -140,7 +140,8 @@ class Product(LayerOp):
     """A matrix product, [rows, inputs] x [inputs, outputs]; times: number of such products, for example of experts, whose
     mean number of rows may be a fraction.
 
-    frozen: the backward pass computes no gradient of its weight; pair: rows of A of a LoRA pair beside it
+    frozen: the backward pass computes no gradient of its weight; pair: rows of A of a LoRA pair beside it; stacks: experts,
+    which have a pair each
     """
 
     rows: float
@@ -150,6 +151,7 @@ class Product(LayerOp):
     _: KW_ONLY
     frozen: bool = False
     pair: int = 0
+    stacks: int = 1
 
     @property
     def flops(self) -> float:
@@ -285,6 +287,27 @@ class Residual:
             **self._learned(layer),
         )
         return *self._rounding(name, elements, given, again, layer), product, self.summed
+
+    def product_of_experts(
+        self, layer: str, rows: int, each: float, inputs: int, outputs: int, times: int, again: tuple[str, ...] = ()
+    ) -> tuple[LayerOp, ...]:
+        """The product of a rank's experts. rows: of all of them; each: rows of one expert; times: matrices of all"""
+        learns, given = self.share.keeps_input(layer), rows * inputs * self.share.element
+        product = Product(
+            "experts",
+            each,
+            inputs,
+            outputs,
+            times,
+            kept=given * learns,
+            given=given,
+            reads=learns,
+            workspace=self._weight_workspace(layer, inputs * outputs * times),
+            again=again,
+            stacks=self.model.num_experts // self.share.ep,
+            **self._learned(layer),
+        )
+        return *self._rounding("experts", rows * inputs, given, again, layer), product
 
     def _rounding(self, name: str, elements: int, given: int, again: tuple[str, ...], layer: str) -> tuple[Kernel, ...]:
         """Rounds the input of a product in quantization aware training: none, or an op that keeps a byte for each element,

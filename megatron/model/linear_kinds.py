@@ -27,7 +27,7 @@ from megatron.errors import SettingsError, did_you_mean
 from megatron.model import lora, quantization, sparsity
 from megatron.model.weights import Table, add_prefix
 from megatron.mpu.placement import Placement
-from megatron.settings.effects import Needs
+from megatron.settings.declare import Needs, dashed
 from megatron.settings.schema import Model
 
 PLAIN = "plain"
@@ -212,7 +212,9 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]], tp: int
         if sparsity.KIND in own and sparsity.KIND not in settings.own_linears
     ]
     used = [own for own, _ in kinds.values()]
-    return (found or _apart(settings, kinds) or _unused(settings, used)) + sparsity.problems(settings, sparse, tp)
+    experts = [name for name, (own, weight) in kinds.items() if lora.KIND in own and weight.stacked]
+    found = found or _apart(settings, kinds) or _unused(settings, used) or lora.problems_of_experts(settings, experts)
+    return found + sparsity.problems(settings, sparse, tp)
 
 
 def _apart(settings: Model, kinds: Mapping[str, tuple[list[str], Placement]]) -> list[str]:
@@ -247,7 +249,7 @@ def _flag_of(settings: Model, pattern: str) -> str:
     name = next(
         name for name, value in values.items() if pattern in value.replace(",", " ").split() or name == "linear"
     )
-    return f"--{name.replace('_', '-')} {values[name]}"
+    return f"{dashed(name)} {values[name]}"
 
 
 def _unused(settings: Model, layers: Iterable[list[str]]) -> list[str]:
@@ -267,17 +269,13 @@ def _unused(settings: Model, layers: Iterable[list[str]]) -> list[str]:
 
 
 def idle_of(settings: Model) -> dict[str, Needs]:
-    """Setting of a kind -> its condition for having an effect: a recipe's need --linear to name the kind."""
+    """Setting of a recipe's kind -> its condition for having an effect: --linear must name the kind."""
     users: dict[str, list[str]] = {}
     for kind, product in settings.own_linears.items():
         for one in fields(product.group) if product.group else ():
             users.setdefault(one.name, []).append(kind)
     named = {name for choice in choices(settings.linear or "") for name in choice.names}
-    return (
-        quantization.EFFECTS
-        | sparsity.EFFECTS
-        | {
-            name: Needs(f"--linear PATTERN={' or PATTERN='.join(kinds)}", lambda s, kinds=kinds: named & set(kinds))
-            for name, kinds in users.items()
-        }
-    )
+    return {
+        name: Needs(f"--linear PATTERN={' or PATTERN='.join(kinds)}", lambda s, kinds=kinds: named & set(kinds))
+        for name, kinds in users.items()
+    }

@@ -3,6 +3,8 @@
 
     y = x W^T + alpha / rank x dropout(x) A^T B^T         W [rows..., i] frozen, A [rank, i], B [rows..., rank]
 
+Each expert has a pair of its own: A [E, rank, i], B [E, rows..., rank].
+
 `--lora-rank R` selects it. The pairs are a kind of linear layer: `--lora-target PATTERN` is `--linear PATTERN=lora`, and
 the base is frozen by `--train-only`. B starts at 0, so the first loss is the base's. The products: `model/lora_product.py`.
 
@@ -21,6 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from megatron.mpu.placement import Constant, Normal, Placement, beside_inputs, beside_rows
+from megatron.settings.declare import dashed
 from megatron.settings.schema import Config, Model
 
 KIND = "lora"
@@ -51,9 +54,12 @@ def parts_of(settings: Model, weight: Placement) -> tuple[int, tuple[int, ...]]:
     >>> parts_of(model, qkv)
     (0, (4,))
     """
-    if settings.lora_split_fused and weight.matrices and len(weight.matrices[1]) > 1:
+    first = weight.stacked
+    if first and settings.lora_split_fused and weight.fused > 1:
+        return first, (1,) * weight.fused
+    if not first and settings.lora_split_fused and weight.matrices and len(weight.matrices[1]) > 1:
         return weight.matrices
-    return 0, weight.shape[:1]
+    return first, weight.shape[first : first + 1]
 
 
 def scale_of(settings: Model) -> float:
@@ -79,13 +85,24 @@ def with_adapters(config: Config) -> Config:
     return config.derive("--lora-rank", linear=linear, train_only=train_only)
 
 
+def problems_of_experts(settings: Model, names: Sequence[str]) -> list[str]:
+    """The problem of what is not for pairs of experts, as a message. names: of experts with a pair."""
+    flags = dict(lora_dropout=f"--lora-dropout {settings.lora_dropout:g}", use_dora="--use-dora")
+    found = [flag for name, flag in flags.items() if names and getattr(settings, name)]
+    return [
+        f"{flag} does not reach experts, such as {names[0]}: leave it out, or choose other layers with --lora-target, such "
+        "as attention.*"
+        for flag in found[:1]
+    ]
+
+
 def problems(settings: Model, patterns: Sequence[str]) -> list[str]:
     """The problems of the flags of LoRA, as messages. patterns: of the layers that --linear gives pairs."""
     if settings.lora_rank is not None:
         return []
     own = dict(lora_alpha=None, lora_target=None, lora_dropout=0.0, lora_split_fused=False, use_rslora=False)
     own["use_dora"] = False
-    given = [f"--{name.replace('_', '-')}" for name, value in own.items() if getattr(settings, name) != value]
+    given = [dashed(name) for name, value in own.items() if getattr(settings, name) != value]
     if KIND not in settings.own_linears:
         given += [f"--linear {pattern}={KIND}" for pattern in patterns]
     return [f"{', '.join(given)}: there are no adapters without --lora-rank"] if given else []

@@ -33,7 +33,7 @@ class LoRAProduct(LinearProduct):
         self.dropout: Optional[Dropout] = None
 
     def prepare_weights(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Operand:
-        return (*self.prepare_weight(weight.flatten(0, -2)), a, self.wide(b))
+        return (*self.prepare_weight(self.matrix(weight)), a, self.wide(b))
 
     def prepare_input(self, x: torch.Tensor) -> Operand:
         keep = self.keep(x)
@@ -45,20 +45,20 @@ class LoRAProduct(LinearProduct):
 
     def grad_input(self, multiply: Multiply, gradient: Operand, weight: Operand) -> torch.Tensor:
         whole, a, b = weight
-        d_x, narrow = multiply(gradient[0], whole.t(), None), multiply(gradient[0], b.t(), None)
+        d_x, narrow = multiply(gradient[0], whole.mT, None), multiply(gradient[0], b.mT, None)
         if len(gradient) == 1:
-            return self.added(multiply, d_x, narrow, a.t())
-        return d_x.add_(self.masked(multiply(narrow, a.t(), None), gradient[1]), alpha=self.scale)
+            return self.added(multiply, d_x, narrow, a.mT)
+        return d_x.add_(self.masked(multiply(narrow, a.mT, None), gradient[1]), alpha=self.scale)
 
     def grad_own(self, multiply: Multiply, gradient: Operand, x: Operand, own: Operand) -> Operand:
         (a, b), seen = own, self.dropped(x)  # [n, i]
-        d_a = self.scale * multiply(multiply(gradient[0], self.wide(b).t(), None).t(), seen.t(), None)  # [R, i]
+        d_a = self.scale * multiply(multiply(gradient[0], self.wide(b).mT, None).t(), seen.t(), None)  # [R, i]
         d_b = self.scale * multiply(gradient[0].t(), multiply(seen, a, None).t(), None)  # [o, R]
         return d_a, self.narrow(d_b, b.shape)
 
     def added(self, multiply: Multiply, total: torch.Tensor, narrow: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """total [n, o] + s narrow [n, R] b^T, in place. On CPUs a product that adds takes twice as long as both apart."""
-        if total.device.type == "cpu":
+        if total.device.type == "cpu" or self.stacked:
             return total.add_(multiply(narrow, b, None), alpha=self.scale)
         return total.addmm_(narrow, b.t(), alpha=self.scale)
 
@@ -66,7 +66,7 @@ class LoRAProduct(LinearProduct):
 
     def wide(self, b: torch.Tensor) -> torch.Tensor:
         """B as a matrix [o, R]. A row is 0 outside of the columns of its own part."""
-        return widened(b, self.part_dim, self.parts)
+        return widened(b, self.part_dim, self.parts, self.stacked)
 
     def narrow(self, wide: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """The columns of each row's own part, [rows..., r], from [o, R]."""
@@ -115,14 +115,14 @@ class LoRAProduct(LinearProduct):
         return x[0] if len(x) == 1 else self.masked(*x)
 
 
-def widened(b: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
-    """B [rows..., r] as a matrix [o, R], by the parts of the rows along `dim`.
+def widened(b: torch.Tensor, dim: int, parts: tuple[int, ...], stacked: int = 0) -> torch.Tensor:
+    """B [rows..., r] as a matrix [o, R], by the parts of the rows along `dim`; `stacked` for experts: as [E, o, R].
 
     >>> widened(torch.ones(3, 1), 0, (2, 1)).tolist()
     [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]
     """
     r, last = b.shape[-1], len(parts) - 1
     if not last:
-        return b.flatten(0, -2)
+        return b.flatten(stacked, -2)
     pieces = enumerate(b.split(parts, dim))
-    return torch.cat([F.pad(piece, (n * r, (last - n) * r)) for n, piece in pieces], dim).flatten(0, -2)
+    return torch.cat([F.pad(piece, (n * r, (last - n) * r)) for n, piece in pieces], dim).flatten(stacked, -2)

@@ -18,7 +18,7 @@ from megatron.model.facts import Facts
 from megatron.model.recipe import Recipe
 from megatron.mpu.layers import map_buffers, place_buffers
 from megatron.mpu.placement import Constant, Normal, Own, Placement, elements, placed_buffers, placements
-from megatron.settings.effects import Needs
+from megatron.settings.declare import Needs
 from megatron.settings.schema import Config
 
 MODULE, SUITE = INITS = ("module", "suite")  # the source of a plain module's initial values

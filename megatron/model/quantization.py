@@ -25,12 +25,15 @@ from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError
 from megatron.mpu.placement import Buffer, Constant, Placement
-from megatron.settings.effects import Needs
+from megatron.settings.declare import Needs
+from megatron.settings.groups.model import FAKE_QUANTIZE
 from megatron.settings.schema import Config, Model, setting
 
-KIND = "fake_quantize"
+KIND = FAKE_QUANTIZE
 ALPHA = 20.0  # initial bound of PACT
 OF_TOKENS = "token_wise_min_max"
+INT4 = Needs("--quantize int4", lambda s: s.quantize == "int4")
+GPTQ = Needs("--quantize-method gptq", lambda s: s.quantize and s.quantize_method == "gptq")
 
 
 @dataclass(frozen=True)
@@ -40,18 +43,25 @@ class QuantizeOptions:
     quantize: Optional[Literal["int8", "int8-dynamic", "int4"]] = setting(
         "format of the linear layers: int8 weights, int8-dynamic: inputs as well, int4 weights in groups", None
     )
-    quantize_group_size: int = setting("--quantize int4: inputs that share a scale", 128)
+    quantize_group_size: int = setting("--quantize int4: inputs that share a scale", 128, needs=INT4)
     quantize_skip: Optional[str] = setting(
-        "--quantize: patterns of layers that keep their format, or the file of tools.sensitivity --output", None
+        "--quantize: patterns of layers that keep their format, or the file of tools.sensitivity --output",
+        None,
+        needs="quantize",
     )
-    quantize_symmetric: bool = setting("--quantize int4: groups have no zero, and values around 0", False)
+    quantize_symmetric: bool = setting("--quantize int4: groups have no zero, and values around 0", False, needs=INT4)
     quantize_method: Literal["round", "gptq"] = setting(
         "--quantize: round each weight to the nearest value; gptq: correct later weights for the errors of earlier ones, "
         "on the inputs of --calibration-data",
         "round",
+        needs="quantize",
     )
-    calibration_data: Optional[list[str]] = setting("prefixes of token files, or folders: the text of gptq", None)
-    calibration_samples: int = setting("windows of the calibration text, evenly spaced", 128, "--calib-size")
+    calibration_data: Optional[list[str]] = setting(
+        "prefixes of token files, or folders: the text of gptq", None, needs=GPTQ
+    )
+    calibration_samples: int = setting(
+        "windows of the calibration text, evenly spaced", 128, "--calib-size", needs=GPTQ
+    )
 
     def __post_init__(self):
         if self.quantize and self.quantize_method == "gptq" and not self.calibration_data:
@@ -64,29 +74,6 @@ class QuantizeOptions:
 
 
 PLAIN = QuantizeOptions()
-
-# The conditions for effects of the settings of training, and of a tool
-_CHOSEN = Needs("--quantization", lambda s: s.quantization or KIND in (s.linear or ""))
-_OF_INPUTS = Needs(
-    "--quantization that rounds inputs", lambda s: _CHOSEN.met(s) and s.activation_quantize_type != "none"
-)
-EFFECTS = dict(
-    weight_quantize_type=_CHOSEN,
-    activation_quantize_type=_CHOSEN,
-    activation_preprocess_type=_OF_INPUTS,
-    weight_bits=_CHOSEN,
-    activation_bits=_OF_INPUTS,
-    quantization_layers=Needs("--quantization", lambda s: s.quantization),
-    quantization_skip=Needs("--quantization", lambda s: s.quantization),
-)
-IDLE = {
-    "quantize_group_size": Needs("--quantize int4", lambda s: s.quantize == "int4"),
-    "quantize_symmetric": Needs("--quantize int4", lambda s: s.quantize == "int4"),
-    "quantize_skip": Needs("--quantize", lambda s: s.quantize),
-    "quantize_method": Needs("--quantize", lambda s: s.quantize),
-    "calibration_data": Needs("--quantize-method gptq", lambda s: s.quantize and s.quantize_method == "gptq"),
-    "calibration_samples": Needs("--quantize-method gptq", lambda s: s.quantize and s.quantize_method == "gptq"),
-}
 
 
 def own_weights(settings: Model, weight: Placement) -> Mapping[str, Placement]:

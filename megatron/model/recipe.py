@@ -15,7 +15,7 @@ from typing import Any, Optional
 from megatron.errors import SettingsError, did_you_mean
 from megatron.model.facts import Facts
 from megatron.model.sample_arrays import SampleArray
-from megatron.settings.effects import Needs
+from megatron.settings.declare import Needs
 from megatron.settings.own_choices import model_group, optimizer_group
 from megatron.settings.parse import Defaults
 from megatron.settings.rules import Rule
@@ -53,6 +53,7 @@ class Recipe:
     optimizers:     its own optimizers: name for --optimizer -> `optimizer.kinds.Kind` with `update`
     linears:        its own kinds of linear layers: name for --linear PATTERN=KIND -> a subclass of
                     `mpu.linear_product.LinearProduct`
+    experts:        its own router, dispatcher and ways to balance, for layers with experts: `experts.parts.ExpertParts`
     sums:           name of a sum over tokens that stages return -> its weight in the loss; 0: only logged;
                     or (config) -> such weights. `sums_of` adds those that all models have
     epoch_samples:  (config) -> samples per epoch, for --train-epochs; None: counted in --data-path
@@ -93,6 +94,7 @@ class Recipe:
     schedules: Mapping[str, Callable[[float], float]] = field(default_factory=dict)
     optimizers: Mapping[str, Any] = field(default_factory=dict)
     linears: Mapping[str, Any] = field(default_factory=dict)
+    experts: Any = None
     sums: Mapping[str, float] | Callable[[Config], Mapping[str, float]] = field(
         default_factory=lambda: {"lm loss": 1.0}
     )
@@ -114,7 +116,8 @@ class Recipe:
     @property
     def setting_groups(self) -> dict[str, type]:
         """The recipe's own groups of settings, and its extended versions of common groups."""
-        model = {"model": model_group(self.linears)} if self.linears else {}
+        own = self.linears or self.experts is not None
+        model = {"model": model_group(self.linears, self.experts)} if own else {}
         return {**self.groups, **model, "optimizer": optimizer_group(self.schedules, self.optimizers)}
 
 

@@ -26,11 +26,12 @@ from typing import NamedTuple, Optional
 import numpy as np
 import torch
 
-from megatron.fused_kernels import Case, choose_kernel
+from megatron.fused_kernels import choose_kernel
 from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
-from megatron.fused_kernels.partial_attention import Rectangle, Scores, merge
+from megatron.fused_kernels.explicit_attention import Rectangle, Scores
+from megatron.fused_kernels.partial_attention import merge
 from megatron.fused_kernels.sinks import gradient_of_sinks
 from megatron.mpu import collectives
 from megatron.mpu.chunks import chunk_pairs, own_chunks, part_of_chunks, parts_between, ring_distances
@@ -114,22 +115,8 @@ def scaled_dot_product_attention(
     layer: an `Attention`, with the ring. dropout: words of the rank's own queries, [b, g q, s, t], in the sequence's order
     """
     s, b, g, q, d = query.shape
-    case = Case(
-        query.device.type,
-        query.dtype,
-        s,
-        s,
-        causal=True,
-        dropout=dropout is not None,
-        grouped=q > 1,
-        scaled_softmax=layer.score_divisor != 1.0 and query.dtype == torch.float16,
-        softcap=layer.softcap is not None,
-        window=layer.window,
-        unfused=layer.plain_softmax,
-        documents=any(rectangle.documents for step in steps for rectangle in step.rectangles),
-        head_dim=d,
-        sinks=layer.has_sinks,
-    )
+    documents = any(rectangle.documents for step in steps for rectangle in step.rectangles)
+    case = layer.case(query, s, s, dropout=dropout is not None, documents=documents)
     kernel = choose_kernel("partial_attention", case, layer.backend).run
     scores = Scores(layer.scale, layer.score_divisor, layer.softcap, 1.0 if dropout is None else dropout.factor)
     kept = None if dropout is None else dropout.mask()

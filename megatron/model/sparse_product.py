@@ -49,8 +49,8 @@ class SparseProduct(LinearProduct):
 
     def mask_at(self, weight: torch.Tensor, step: int) -> torch.Tensor:
         """The mask of this rank's piece of a weight at a step, [rows..., i] bool."""
-        zeros = self.pattern or share(self.settings, step)
-        return mask_of(weight, zeros, math.prod(self.whole_shape), self.layer.tp)
+        zeros, total = self.pattern or share(self.settings, step), math.prod(self.whole_shape[self.stacked :])
+        return mask_of(weight, zeros, total, self.layer.tp, self.stacked)
 
     def _is_due(self) -> bool:
         if self._step is None or is_due(self.settings, self._step):
@@ -75,10 +75,14 @@ class SparseProduct(LinearProduct):
         self._step = None
 
 
-def mask_of(weight: torch.Tensor, zeros: GroupPattern | float, total: int, tp) -> torch.Tensor:
-    """Which weights of this rank's piece stay. zeros: a pattern, or a share of the `total` weights of all ranks of `tp`."""
+def mask_of(weight: torch.Tensor, zeros: GroupPattern | float, total: int, tp, stacked: int = 0) -> torch.Tensor:
+    """Which weights of this rank's piece stay. zeros: a pattern, or a share of the `total` weights of all ranks of `tp`.
+    stacked: as in `Placement`: then each of the matrices has this share.
+    """
     if isinstance(zeros, GroupPattern):
         return largest_of_groups(weight, *zeros)
+    if stacked:
+        return torch.stack([largest_of_all(one, total - round(total * zeros), tp) for one in weight])
     return largest_of_all(weight, total - round(total * zeros), tp)
 
 

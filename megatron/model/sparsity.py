@@ -20,28 +20,10 @@ from typing import NamedTuple, Optional
 
 from megatron.model.quantization import implied_linear, skipped_layers
 from megatron.mpu.placement import Buffer, Constant, Placement
-from megatron.settings.effects import Needs
 from megatron.settings.schema import Config, Model
 
 KIND = "sparse"
 MASK, STEP = "sparsity_mask", "sparsity_step"
-
-_CHOSEN = Needs("--sparsity", lambda s: s.sparsity)
-_GROWS = Needs(
-    "--sparsity that is a number, and --sparsity-end-step after --sparsity-begin-step",
-    lambda s: s.sparsity and ":" not in s.sparsity and s.sparsity_end_step > s.sparsity_begin_step,
-)
-EFFECTS = dict(
-    sparsity_begin_step=_CHOSEN,
-    sparsity_end_step=_CHOSEN,
-    sparsity_frequency=Needs(
-        "--sparsity, and --sparsity-end-step after --sparsity-begin-step",
-        lambda s: s.sparsity and s.sparsity_end_step > s.sparsity_begin_step,
-    ),
-    initial_sparsity=_GROWS,
-    sparsity_layers=_CHOSEN,
-    sparsity_skip=_CHOSEN,
-)
 
 
 class GroupPattern(NamedTuple):

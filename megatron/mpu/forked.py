@@ -7,7 +7,6 @@ also makes results deterministic. For tests and for checks such as `verify_layou
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import os
@@ -20,8 +19,7 @@ import traceback
 from multiprocessing.connection import Connection, Pipe, wait
 
 from megatron.errors import Failure, explain, with_place
-
-_PR_SET_PDEATHSIG = 1
+from megatron.storage.processes import die_with_parent
 
 
 class RankFailed(RuntimeError):
@@ -78,8 +76,7 @@ def run_ranks(world_size: int, function, *args, timeout: float = 120, backend: s
 
 def die_with(parent: int) -> None:
     """Let the kernel kill this process when its parent ends, where it can; exit now if it has ended already."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 

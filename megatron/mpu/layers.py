@@ -21,7 +21,7 @@ from megatron.fused_kernels import Case, choose_kernel, cpu_ops, reference
 from megatron.fused_kernels.autocast import op
 from megatron.mpu import collectives, mappings
 from megatron.mpu.deferred_wgrad import WeightGradStore, wgrad_defer_function
-from megatron.mpu.linear_product import Gradients, LinearProduct, Operand
+from megatron.mpu.linear_product import PLAIN, PLAIN_OF_EXPERTS, Gradients, LinearProduct, Operand
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Buffer, Own, Placement
 
@@ -53,6 +53,8 @@ class WgradGemm(NamedTuple):
         If its operands have the format of `total`, and on CUDA, the product accumulates into `total`: then the gradient is
         neither rounded nor written to memory and read again.
         """
+        if self.multiply is not None and getattr(self.multiply, "by_expert", False):
+            return Given(self()).add_to(total, overwrite)
         rows, columns, total = self.rows.t(), self.columns().t(), total.flatten(0, -2)
         if rows.dtype == total.dtype:
             torch.addmm(total, rows, columns, beta=0 if overwrite else 1, out=total)
@@ -74,6 +76,7 @@ class LinearOptions(NamedTuple):
     deferred:   defers the product for the weight's gradient while it collects (zero-bubble W)
     accumulate: weight -> function that adds the product to the weight's gradient, or None if there is none
     product:    the layer's own products, if they are not plain ones
+    multiply:   in place of the suite's kernel: of the rows of experts
     packed:     the weight as `pack_weights` has it, for `torch.inference_mode`
 
     Communication in the backward pass overlaps with the other product.
@@ -85,6 +88,7 @@ class LinearOptions(NamedTuple):
     accumulate: Callable[[torch.Tensor], Callable[["WgradGemm | Given"], None] | None] | None = None
     product: LinearProduct | None = None
     packed: torch.Tensor | None = None
+    multiply: Callable | None = None
 
     def wgrad_handler(self, x: torch.Tensor, weight: torch.Tensor) -> Callable[[WgradGemm], None] | None:
         """The function that receives the product for the weight's gradient; None: autograd computes it."""
@@ -125,28 +129,29 @@ def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, options: LinearOptions = ALONE
 ) -> torch.Tensor:
     """Multiply x [..., i] by weight [rows..., i] -> [..., product of rows]; fused weights may have several dims of rows."""
-    flat, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
-    if options.product is not None:
-        return _own_linear(x, weight, bias, options)
-    if not torch.is_grad_enabled() and options.gather is None:
-        return _linear_without_gradients(x, flat, bias, options.packed)
-    wgrad_handler = options.wgrad_handler(x, weight)
-    product = matmul(x)
-    if wgrad_handler:
-        flat = flat.detach()
-    elif options.gather is None and options.reduce is None and product is reference.matmul:
-        return F.linear(x, flat, bias)
-    deferred = options.deferred if wgrad_handler else None
-    return _Linear.apply(x, flat, bias, product, wgrad_handler, deferred, options.gather, options.reduce)
+    bias, own = None if bias is None else bias.flatten(), options.product is not None
+    multiply = options.multiply or matmul(x)
+    if not (own or torch.is_grad_enabled() or options.gather):
+        return _linear_without_gradients(x, weight, bias, options, multiply)
+    weights = [weight]
+    if own:
+        weights += [one.to(weight.dtype) for one in options.product.parameters()[1:]]
+    handler = options.wgrads_handler(x, weights) if own else options.wgrad_handler(x, weight)
+    trained = tuple(one.requires_grad for one in weights)
+    if handler:
+        weights = [one.detach() for one in weights]
+    elif not (own or options.gather or options.reduce) and multiply is reference.matmul:
+        return F.linear(x, weight.flatten(0, -2), bias)
+    return _Linear.apply(x, bias, options, multiply, handler, trained, *weights)
 
 
-def _linear_without_gradients(x, flat, bias, packed: torch.Tensor | None) -> torch.Tensor:
+def _linear_without_gradients(x, weight, bias, options: LinearOptions, multiply: Callable) -> torch.Tensor:
+    packed, flat = options.packed, weight.flatten(1 if options.multiply else 0, -2)
     if packed is not None and x.dtype == packed.dtype and torch.is_inference_mode_enabled():
         return cpu_ops.onednn(x, packed, bias)
-    product = matmul(x)
-    if product is reference.matmul:
+    if multiply is reference.matmul:
         return F.linear(x, flat, bias)
-    return product(x.reshape(-1, x.shape[-1]), flat, bias).view(*x.shape[:-1], -1)
+    return multiply(x.reshape(-1, x.shape[-1]), flat, bias).view(*x.shape[:-1], flat.shape[-2])
 
 
 def pack_weights(model: nn.Module, output: nn.Module | None = None) -> list[nn.Module]:
@@ -165,107 +170,58 @@ def pack_weights(model: nn.Module, output: nn.Module | None = None) -> list[nn.M
 
 
 class _Linear(torch.autograd.Function):
-    """The three products of a linear layer, each by `product(a [m, k], b [n, k], bias [n]) = a b^T + bias`.
+    """The three products of a linear layer (`LinearProduct`), and its communication.
 
-    wgrad_handler: receives the product for the weight's gradient, instead of autograd (`LinearOptions.wgrad_handler`).
-    deferred: the store of that handler; None: the handler runs the product immediately.
-    gather, reduce: as in `LinearOptions`; at most one of them is given.
+    handler: receives the products for the weights' gradients, instead of autograd (`LinearOptions.wgrad_handler`, or
+    `wgrads_handler`). trained: which of the weights get a gradient.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, product, wgrad_handler, deferred, gather, reduce):
-        learns = ctx.needs_input_grad[1] or wgrad_handler is not None
-        ctx.save_for_backward(x if learns else None, weight)  # only the weight's gradient needs the input
-        ctx.shape, ctx.product, ctx.has_bias, ctx.wgrad_handler, ctx.deferred, ctx.gather, ctx.reduce = (
-            x.shape,
-            product,
-            bias is not None,
-            wgrad_handler,
-            deferred,
-            gather,
-            reduce,
-        )
-        whole = x if gather is None else collectives.all_gather(x, gather)
-        return product(whole.reshape(-1, whole.shape[-1]), weight, bias).view(*whole.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        rows, multiply, d_x, d_weight = gradient.reshape(-1, gradient.shape[-1]), ctx.product, None, None
-        wgrad = None if x is None else WgradGemm(rows, _Columns(x, ctx.gather), multiply)
-        by_autograd, waits = ctx.needs_input_grad[1], ctx.deferred is not None and ctx.deferred.collecting
-        # Communication is launched before the product that it overlaps with: on a GPU it then runs before the product
-        # fills the device. The all-gather overlaps with the first product, the reduction with the second.
-        if by_autograd or ctx.wgrad_handler and not waits:
-            wgrad.start()
-        if ctx.needs_input_grad[0]:
-            d_x = start_input_reduction(multiply(rows, weight.t(), None), ctx.shape, ctx.gather, ctx.reduce)
-        if by_autograd:
-            d_weight = wgrad()
-        elif ctx.wgrad_handler:
-            ctx.wgrad_handler(wgrad)
-        d_bias = rows.sum(0) if ctx.has_bias else None
-        return d_x and d_x(), d_weight, d_bias, None, None, None, None, None
-
-
-def _own_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: LinearOptions
-) -> torch.Tensor:
-    """`linear` with a layer's own `LinearProduct`; its weights are cast to the dtype of `weight`."""
-    _, *own = options.product.parameters()
-    weights = [weight, *(one.to(weight.dtype) for one in own)]
-    wgrads_handler = options.wgrads_handler(x, weights)
-    trained = tuple(one.requires_grad for one in weights)
-    if wgrads_handler:
-        weights = [one.detach() for one in weights]
-    return _OwnLinear.apply(x, bias, options, matmul(x), wgrads_handler, trained, *weights)
-
-
-class _OwnLinear(torch.autograd.Function):
-    """As `_Linear`, with the three products of `options.product`.
-
-    wgrads_handler: `LinearOptions.wgrads_handler`; trained: which of the weights get a gradient.
-    """
-
-    @staticmethod
-    def forward(ctx, x, bias, options, multiply, wgrads_handler, trained, *weights):
-        product, gather = options.product, options.gather
-        operand = product.prepare_input(x.reshape(-1, x.shape[-1]))
-        ctx.save_for_backward(*operand, *weights)
-        ctx.options, ctx.multiply, ctx.wgrads_handler, ctx.trained = options, multiply, wgrads_handler, trained
-        ctx.has_bias, ctx.kept, ctx.shape, ctx.dtype = bias is not None, len(operand), x.shape, x.dtype
-        whole = operand
+    def forward(ctx, x, bias, options, multiply, handler, trained, *weights):
+        gather = options.gather
+        product = options.product or (PLAIN_OF_EXPERTS if options.multiply else PLAIN)
+        operand = whole = product.prepare_input(x.reshape(-1, x.shape[-1]))
+        learns = handler is not None or any(ctx.needs_input_grad[6:])
+        kept = operand if learns or product.input_in_grad else ()  # only gradients of weights need the input
+        ctx.save_for_backward(*kept, *weights)
+        ctx.options, ctx.product, ctx.multiply, ctx.handler, ctx.trained = options, product, multiply, handler, trained
+        ctx.has_bias, ctx.kept, ctx.shape, ctx.dtype = bias is not None, len(kept), x.shape, x.dtype
         if gather is not None:
             whole = tuple(collectives.all_gather(part, gather) for part in operand)
         y = product.forward(multiply, whole, product.weight_operand(*weights), bias)
-        return y.reshape(x.shape[0] * (gather.size if gather else 1), *x.shape[1:-1], -1)
+        return y.reshape(x.shape[0] * (gather.size if gather else 1), *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx, gradient):
-        saved, options = ctx.saved_tensors, ctx.options
-        operand, weights = saved[: ctx.kept], saved[ctx.kept :]
-        product, gather, deferred = options.product, options.gather, options.deferred
+        saved, options, product, handler = ctx.saved_tensors, ctx.options, ctx.product, ctx.handler
+        operand, weights, gather = saved[: ctx.kept], saved[ctx.kept :], options.gather
         rows = gradient.reshape(-1, gradient.shape[-1])
-        prepared = product.prepare_gradient(rows)
+        prepared, wgrad = product.prepare_gradient(rows), None
         by_autograd = any(ctx.needs_input_grad[6:])
-        waits = bool(deferred and ctx.wgrads_handler and deferred.collecting)
-        if by_autograd or ctx.wgrads_handler:
+        waits = bool(options.deferred and handler and options.deferred.collecting)
+        if not (by_autograd or handler):
+            weight = product.weight_operand(*weights)
+        elif options.product is None:
+            weight, wgrad = product.weight_operand(*weights), WgradGemm(rows, _Columns(*operand, gather), ctx.multiply)
+        else:
             weight, gradients_of = product.for_backward(weights, ctx.trained, later=waits)
             wgrad = OwnWgrad(gradients_of, ctx.multiply, prepared, _Operand(operand, gather))
-        else:
-            weight = product.weight_operand(*weights)
-        if by_autograd or ctx.wgrads_handler and not waits:
+        # Communication is launched before the product that it overlaps with: on a GPU it then runs before the product
+        # fills the device. The all-gather overlaps with the first product, the reduction with the second.
+        if by_autograd or handler and not waits:
             wgrad.start()
         d_x, d_weights = None, [None] * len(weights)
         if ctx.needs_input_grad[0]:
             more = _Operand(operand[1:], gather)() if product.input_in_grad else ()
             d_rows = product.grad_input(ctx.multiply, (*prepared, *more), weight).to(ctx.dtype)
             d_x = start_input_reduction(d_rows, ctx.shape, gather, options.reduce)
-        if by_autograd:
+        if by_autograd and options.product is None:
+            d_weights = [wgrad().view(weights[0].shape)]
+        elif by_autograd:
             gradients = iter(wgrad())
             d_weights = [next(gradients).to(one.dtype) if wanted else None for one, wanted in zip(weights, ctx.trained)]
-        elif ctx.wgrads_handler:
-            ctx.wgrads_handler(wgrad)
+        elif handler:
+            handler(wgrad)
         d_bias = rows.sum(0) if ctx.has_bias else None
         return d_x and d_x(), d_bias, None, None, None, None, *d_weights
 
@@ -458,7 +414,7 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
         super().__init__()
-        self.tp, self.gather = tp, tp if sequence_parallel and tp.size > 1 else None
+        self.tp, self.axes, self.gather = tp, (tp,), tp if sequence_parallel and tp.size > 1 else None
         create_parameters(self, weights, tp, dtype=dtype, device=device)
 
     def reads_packed(self, x: torch.Tensor) -> bool:
@@ -505,8 +461,9 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
         super().__init__()
-        self.tp, self.reduce_output = (
+        self.tp, self.axes, self.reduce_output = (
             tp,
+            (tp,),
             mappings.reduce_scatter_to_sequence_parallel_region
             if sequence_parallel
             else mappings.reduce_from_tensor_model_parallel_region,

@@ -10,12 +10,16 @@ which x goes first, is differentiable, too. `prepare_...` is not differentiated,
 as a cast to fp8: gradients pass straight through. A kind may also multiply with its own weights beside the weight, as
 LoRA does (`prepare_weights`, `grad_own`): then the gradient of a frozen weight is never computed. `mpu/layers.py` calls
 them, and does everything else: it gathers and reduces over tensor parallel ranks, defers the product for the weight's
-gradient (zero-bubble W), and adds to the optimizer's gradients. So every kind works with all of these.
+gradient (zero-bubble W), and adds to the optimizer's gradients. So every kind works with all of these. An ordinary linear
+layer has `PLAIN`, this class itself.
 
 The forward pass only saves the result of `prepare_input`. The transformed weight is recomputed in the backward pass, or
 once a step (`once_a_step`).
 
-Legend: n tokens, i inputs, o outputs of this rank.
+Experts' matrices are stacked: their weight is [E, rows..., i], its operand [E, o, i], and `multiply` computes each row with
+the matrix of its expert. Formulas with `.mT` of a weight, and `.t()` of rows, are those of both.
+
+Legend: n tokens, i inputs, o outputs of this rank, E its experts.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -33,15 +37,17 @@ from megatron.mpu.random import Draws
 from megatron.settings.schema import Model
 
 Operand = tuple[torch.Tensor, ...]  # of a product: a matrix, or its representation, such as quantized values and scales
-Multiply = Callable[..., torch.Tensor]  # (a [m, k], b [n, k], bias [n] or None) -> a b^T + bias, the suite's kernel
+Multiply = Callable[..., torch.Tensor]  # (a [m, k], b [n, k], bias [n] or None) -> a b^T + bias, the suite's kernel; of
+# experts: (rows [m, k], b [E, n, k]) -> [m, n], and (a [n, m], b [k, m]), transposed rows both -> [E, n, k]
 Gradients = Callable[[Multiply, Operand, Operand], Operand]  # (multiply, gradient of the output, input) -> gradients
 
 
 class LinearProduct:
     """The plain products of one layer; a subclass is a kind for `--linear PATTERN=KIND` (`Recipe.linears`).
 
-    layer: a `ColumnParallelLinear` or `RowParallelLinear`, with `tp` and `placements`. A subclass may register
-    non-persistent buffers in it. Its parameters are allocated later: use those passed to `transform`, do not store them.
+    layer: a `ColumnParallelLinear`, `RowParallelLinear` or `GroupedLinear`, with `placements`, and `tp`, the axis that
+    divides each of its matrices. A subclass may register non-persistent buffers in it. Its parameters are allocated later:
+    use those passed to `transform`, do not store them.
     name: the layer's name in the whole model, such as `blocks.3.mlp.up`. settings: of the model, with those of `group`.
     """
 
@@ -51,13 +57,14 @@ class LinearProduct:
     together: ClassVar[bool] = False  # a layer may be of this kind and of others (`composed`)
     input_in_grad = False  # `grad_input` gets all tensors of `prepare_input` but the first, after those of the gradient
     draws: Optional[Draws] = None  # of its block, if `draws_samples`
+    stacked = 0  # dims of the weight before those of a matrix: 1 for experts
+    _kept: Optional[Operand] = None
 
     def __init__(self, layer: nn.Module, name: str, settings: Model):
         self.layer, self.name, self.settings = layer, name, settings
-        self.whole_shape = layer.placements["weight"].shape
+        self.whole_shape, self.stacked = layer.placements["weight"].shape, layer.placements["weight"].stacked
         own = self.own_weights(settings, layer.placements["weight"])
         self.own_names = tuple(name for name, placed in own.items() if not placed.buffer)
-        self._kept: Optional[Operand] = None
         if type(self).update_buffers is not LinearProduct.update_buffers:
             layer.update_buffers = self.update_buffers
 
@@ -91,7 +98,7 @@ class LinearProduct:
 
     def prepare_weights(self, weight: torch.Tensor, *own: torch.Tensor) -> Operand:
         """The weight operand of `forward` and `grad_input`, from the layer's weight and the own weights."""
-        return self.prepare_weight(self.transform(weight, *own).to(weight.dtype).flatten(0, -2))
+        return self.prepare_weight(self.matrix(self.transform(weight, *own).to(weight.dtype)))
 
     def prepare_input(self, x: torch.Tensor) -> Operand:
         """The input [n, i], for `forward` and `grad_weight`; it is saved for the backward pass.
@@ -110,7 +117,7 @@ class LinearProduct:
 
     def grad_input(self, multiply: Multiply, gradient: Operand, weight: Operand) -> torch.Tensor:
         """The gradient of the input, [n, i]."""
-        return multiply(gradient[0], weight[0].t(), None)
+        return multiply(gradient[0], weight[0].mT, None)
 
     def grad_weight(self, multiply: Multiply, gradient: Operand, x: Operand) -> torch.Tensor:
         """The gradient of the transformed weight, [o, i]."""
@@ -140,12 +147,23 @@ class LinearProduct:
 
     def piece(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a tensor with the shape of the whole weight, such as a mask."""
-        placement, tp = self.layer.placements["weight"], self.layer.tp
-        local = placement.local_shape({tp.name: tp.size})
-        offset, extent = placement.box(local, {tp.name: tp.rank})
+        placement, axes = self.layer.placements["weight"], self.layer.axes
+        local = placement.local_shape({axis.name: axis.size for axis in axes})
+        offset, extent = placement.box(local, {axis.name: axis.rank for axis in axes})
         return whole[tuple(slice(at, at + n) for at, n in zip(offset, extent))].contiguous()
 
+    def matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight [rows..., i] as a matrix [o, i]; of experts [E, o, i]."""
+        return weight.flatten(self.stacked, -2)
+
     # ---- for layers -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def of_any_layer(cls, stacked: int = 0) -> "LinearProduct":
+        """The plain products, which need to know nothing else of a layer."""
+        product = object.__new__(LinearProduct)
+        product.stacked = stacked
+        return product
 
     def parameters(self) -> list[torch.Tensor]:
         """The arguments of `transform`."""
@@ -219,7 +237,7 @@ class LinearProduct:
         pull_back = partial(
             _pull_back, get_gradient_edge(weight), weight.shape, weight.dtype, [x for x in leaves if x.requires_grad]
         )
-        return self._kept or self.prepare_weight(weight.detach().flatten(0, -2)), pull_back
+        return self._kept or self.prepare_weight(self.matrix(weight.detach())), pull_back
 
     def weights_changed(self, loaded: bool = False) -> None:
         """Clear the cache of `once_a_step`, and call `after_update`; loaded: from a checkpoint, or initially."""
@@ -227,6 +245,9 @@ class LinearProduct:
         if loaded:
             self.after_load()
         self.after_update()
+
+
+PLAIN, PLAIN_OF_EXPERTS = LinearProduct.of_any_layer(), LinearProduct.of_any_layer(stacked=1)
 
 
 def _copies_of(parameters: Operand) -> saved_tensors_hooks:
@@ -280,8 +301,8 @@ def attach_products(
             if not hasattr(layer, "product"):
                 raise SettingsError(
                     f"--linear {settings.linear}: {full} is a {type(layer).__name__}, whose product is its own",
-                    do="pick layers that are ColumnParallelLinear or RowParallelLinear (megatron/mpu/layers.py), "
-                    "such as attention.*",
+                    do="pick layers that are ColumnParallelLinear or RowParallelLinear (megatron/mpu/layers.py), such as "
+                    "attention.*, or experts' GroupedLinear",
                 )
             layer.product = composed(*(kinds[one] for one in kind.split("+")))(layer, full, settings)
             products.append(layer.product)

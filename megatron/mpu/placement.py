@@ -124,6 +124,11 @@ class Placement:
         return EXPERT_DATA_PARALLEL if self.model_axes == EXPERT_AXES else DATA_PARALLEL
 
     @property
+    def stacked(self) -> int:
+        """The dims before those of a matrix: 1 for experts, whose matrices are stacked."""
+        return int(self.cut.get("ep") == 0)
+
+    @property
     def cut_dims(self) -> list[tuple[int, tuple[str, ...]]]:
         """(dim, axes that split it) for each split dim."""
         axes_of = lambda dim: tuple(axis for axis in self.model_axes if self.cut.get(axis) == dim)
@@ -253,14 +258,17 @@ def beside_rows(weight: Placement, width: int, init: Union[Normal, Constant], de
 
 
 def beside_inputs(weight: Placement, height: int, init: Union[Normal, Constant], decay: bool = True) -> Placement:
-    """The placement of a tensor [height, i] for a layer's weight [rows..., i], split as the weight's inputs.
+    """The placement of a tensor [height, i] for a layer's weight [rows..., i], split as the weight's inputs; of experts
+    [E, height, i].
 
     >>> beside_inputs(Placement((8, 4), Normal(0.02), cut={"tp": 1}), 2, Normal(0.02)).cut
     {'tp': 1}
+    >>> beside_inputs(Placement((8, 12, 4), Normal(0.02), cut={"ep": 0, "etp": 2}), 2, Normal(0.02)).cut
+    {'ep': 0, 'etp': 2}
     """
-    last = len(weight.shape) - 1
-    cut = {axis: 1 for axis, dim in weight.cut.items() if dim == last}
-    return _beside(weight, (height, weight.shape[-1]), cut, init, decay)
+    last, stack = len(weight.shape) - 1, weight.stacked
+    cut = {axis: 1 + stack if dim == last else dim for axis, dim in weight.cut.items() if dim in (last, stack - 1)}
+    return _beside(weight, (*weight.shape[:stack], height, weight.shape[-1]), cut, init, decay)
 
 
 def _beside(weight: Placement, shape: tuple[int, ...], cut: dict[str, int], init, decay: bool) -> Placement:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Optional, TypeAlias
 
-from megatron.settings.batch import full_size
+from megatron.settings.declare import dashed
 from megatron.settings.schema import Batch, Optimizer
 
 Curve: TypeAlias = Callable[[float], float]
@@ -37,7 +37,7 @@ class Lengths:
         """The lengths of a run. Flags count steps with --train-iters, samples with --train-samples, either with
         --train-epochs.
         """
-        size = full_size(batch, dp)
+        size = batch.full_size(dp)
         if batch.train_iters is not None:
             total = batch.train_iters * size
             decay = total if settings.lr_decay_iters is None else settings.lr_decay_iters * size
@@ -141,7 +141,7 @@ def problems(settings: Optimizer, batch: Batch, dp: int = 1) -> list[str]:
         return messages
     lengths = Lengths.of(settings, batch, dp)
     if lengths.warmup >= lengths.decay > 0:
-        size, unit = (full_size(batch, dp), "iters") if batch.train_iters is not None else (1, "samples")
+        size, unit = (batch.full_size(dp), "iters") if batch.train_iters is not None else (1, "samples")
         messages.append(
             f"warm-up of {lengths.warmup / size:g} {unit} is not shorter than the decay length of "
             f"{lengths.decay // size} {unit}; lower --lr-warmup-{unit} or raise --lr-decay-{unit}"
@@ -198,7 +198,7 @@ def _unit_problems(settings: Optimizer, batch: Batch) -> list[str]:
         ]
     for name in ("lr_warmup_iters", "lr_warmup_samples"):
         if settings.lr_warmup_fraction is not None and getattr(settings, name):
-            messages.append(f"--lr-warmup-fraction and --{name.replace('_', '-')} both set the warm-up: give one")
+            messages.append(f"--lr-warmup-fraction and {dashed(name)} both set the warm-up: give one")
     return messages
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.errors import SettingsError
 from megatron.optimizer.lr_schedule import Lengths
-from megatron.settings.batch import full_size
+from megatron.settings.declare import dashed
 from megatron.settings.schema import Batch, Config, Optimizer
 from megatron.settings.spelling import Setting, settings_of
 
@@ -83,7 +83,7 @@ def drift(config: Config, record: Mapping[str, Any], dp: int) -> list[Drift]:
     then, now, o = lengths_of(record), Lengths.of(config.optimizer, config.batch, dp), config.optimizer
     if then is None:
         return []
-    drifts, size = [], full_size(config.batch, dp)
+    drifts, size = [], config.batch.full_size(dp)
     size_then = _saved(record, "batch").get("global_batch_size")
     size_then = size_then if type(size_then) is int and size_then > 0 else size
     if size != size_then and not config.given("global_batch_size"):
@@ -98,7 +98,7 @@ def drift(config: Config, record: Mapping[str, Any], dp: int) -> list[Drift]:
         was, is_now = (getattr(then, length) or 0) / each_then, (getattr(now, length) or 0) / each
         if was == is_now or setting and _changed(config, record, setting):
             return
-        flag = f"--{setting.replace('_', '-')} {was:.0f}" if setting and was == int(was) else ""
+        flag = f"{dashed(setting)} {was:.0f}" if setting and was == int(was) else ""
         words = f"{what} {_plain(is_now)} {'steps' if iters else 'samples'}, {_plain(was)} in the checkpoint"
         drifts.append(Drift(words, flag))
 

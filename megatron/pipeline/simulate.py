@@ -11,9 +11,9 @@ A *plan* is the list of op lists of all ranks, the same lists that `execute.py` 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from megatron.pipeline.data_parallel_messages import MESSAGES, STARTED, apart, pairs_of, passes_of, without_messages
 from megatron.pipeline.schedule import BESIDE, BrokenSchedule, Op, StageMap, dependencies, looped, make_schedule
@@ -52,15 +52,18 @@ def simulate(
     both, and have the same start and end. A pass in pieces is one op, from the start of its first piece to the end of its
     last. Sending never waits. Raises BrokenSchedule in a deadlock, with the op of each rank and the ops it waits for.
     """
-    stages, cost = stages or _looped_for(plan), cost or COST
+    order, cost = Order.of(plan, stages or _looped_for(plan)), cost or COST
     time_of = cost if callable(cost) else lambda rank, op: cost[op.kind]
-    ranks = [_SimulatedRank(rank, ops, stages, time_of, hidden) for rank, ops in enumerate(plan)]
-    times: Times = {}
-    while any([rank.run(times, message_time) for rank in ranks]):
-        pass
-    stuck = [rank for rank in ranks if rank.at < len(rank.ops)]
-    if stuck:
-        raise BrokenSchedule(f"deadlock: {'; '.join(rank.stuck_on(times) for rank in stuck)}", stuck[0].rank)
+    took = [0.0 if step.kind == WAIT else time_of(step.rank, op) for step, op in zip(order.steps, order.ops)]
+    saved = {}
+    if hidden:
+        saved = {at: hidden(order.steps[at].rank, order.ops[one].whole, order.ops[at].whole) for at, one in order.pairs}
+    starts, ends = order.clock(took, message_time, saved)
+    times = {
+        (step.rank, op.whole if step.kind == PASS else op): (starts[first], end)
+        for step, op, first, end in zip(order.steps, order.ops, order.firsts, ends)
+        if first is not None
+    }
     if update:
         last = max((end for _, end in times.values()), default=0.0)
         times |= {(rank, Op("U", 0)): (last, last + update) for rank in range(len(plan))}
@@ -79,61 +82,124 @@ def hidden_by_turns(first: tuple[float, float], second: tuple[float, float]) -> 
     return min(its, other - others) + min(others, one - its)
 
 
-class _SimulatedRank:
-    """A rank with two lanes: one computes its passes, the other sends its messages of data parallelism."""
+PASS, SEND, WAIT = range(3)  # a pass or a piece of it; a message of data parallelism starts; has to be over
 
-    def __init__(self, rank: int, ops: list[Op], stages: StageMap, time_of: Callable[[int, Op], float], hidden=None):
-        self.rank, self.time_of, self.hidden = rank, time_of, hidden or (lambda *_: 0.0)
-        self.ops, self.pairs = apart(ops), {back: one for one, back in pairs_of(ops).items()}  # second -> first
-        self.at, self.clock, self.sent = 0, 0.0, 0.0  # place in the list; when the lanes are free
-        last = {op.whole: place for place, op in enumerate(self.ops)}
-        self.ends = {place for op, place in last.items() if op.kind not in MESSAGES}
-        self.begun: dict[Op, float] = {}  # pass -> start of its first piece
-        second = {one: back for back, one in self.pairs.items()}
-        self.waits = [[] if op.kind in MESSAGES else self.needs(op.whole, second, stages) for op in self.ops]
 
-    def needs(self, op: Op, second: Mapping[Op, Op], stages: StageMap) -> list[tuple[int, Op]]:
-        """What a pass waits for, and what the pass waits for that takes turns with it."""
-        return [need for one in (op, second.get(op)) if one for need in dependencies(one, self.rank, stages)]
+class ClockStep(NamedTuple):
+    """A step of the clock. Others are named by their places in the order."""
 
-    def run(self, times: Times, message_time: float) -> bool:
-        """Run as many ops as possible. Returns whether there was one."""
-        before = self.at
-        while self.at < len(self.ops) and all(need in times for need in self.waits[self.at]):
-            op = self.ops[self.at]
-            if op.kind in MESSAGES:
-                self.message(op, times)
+    rank: int
+    kind: int
+    needs: tuple[int, ...]  # passes of other ranks that it waits for; of a WAIT its message
+    turns: int = -1  # of a pass that ends, the pass that took turns with it
+
+
+@dataclass(frozen=True)
+class Order:
+    """The ops of all ranks, each after those that it waits for. It holds for any times.
+
+    ops: of each step; firsts: the step that its pass begins with, at the last step of a pass, and at messages
+    """
+
+    ranks: int
+    steps: list[ClockStep]
+    ops: list[Op]
+    firsts: list[Optional[int]]
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """(last step of the second, of the first) of all passes that take turns."""
+        return [(at, step.turns) for at, step in enumerate(self.steps) if step.turns >= 0]
+
+    @classmethod
+    def of(cls, plan: RankSchedules, stages: StageMap) -> "Order":
+        """Order a plan. Raises BrokenSchedule in a deadlock."""
+        order = cls(len(plan), [], [], [])
+        ranks, done = [_OrderedRank(rank, ops, stages) for rank, ops in enumerate(plan)], {}
+        while any([rank.run(order, done) for rank in ranks]):
+            pass
+        stuck = [rank for rank in ranks if rank.at < len(rank.ops)]
+        if stuck:
+            raise BrokenSchedule(f"deadlock: {'; '.join(rank.stuck_on(done) for rank in stuck)}", stuck[0].rank)
+        return order
+
+    def clock(
+        self, took: Sequence[float], message_time: float = 0.0, saved: Optional[Mapping[int, float]] = None
+    ) -> tuple[list[float], list[float]]:
+        """(start, end) of each step. took: its time; saved: last step of a pass -> time that it saves by turns.
+
+        A rank has two lanes: one computes its passes, the other sends its messages of data parallelism.
+        """
+        free, sent = [0.0] * self.ranks, [0.0] * self.ranks
+        starts: list[float] = []
+        ends: list[float] = []
+        for (rank, kind, needs, turns), time in zip(self.steps, took):
+            start = free[rank]
+            if kind == PASS:
+                for need in needs:
+                    arrival = ends[need] + message_time
+                    if arrival > start:
+                        start = arrival
+                end = start + time
+                if turns >= 0:  # both end together
+                    ends[turns] = end = end - saved[len(ends)] if saved else end
+                free[rank] = end
+            elif kind == SEND:  # when the lane is free
+                start = max(start, sent[rank])
+                sent[rank] = end = start + time
             else:
-                arrivals = (times[need][1] + message_time * (need[0] != self.rank) for need in self.waits[self.at])
-                start = max([self.clock, *arrivals])
-                self.clock = start + self.time_of(self.rank, op)
-                self.begun.setdefault(op.whole, start)
-                if self.at in self.ends:
-                    self.end(op.whole, times)
+                free[rank] = end = max(start, ends[needs[0]])
+            starts.append(start)
+            ends.append(end)
+        return starts, ends
+
+
+class _OrderedRank:
+    """The ops of a rank that are in an order already, and those that follow."""
+
+    def __init__(self, rank: int, ops: list[Op], stages: StageMap):
+        self.rank, self.ops, self.at = rank, apart(ops), 0
+        pairs = pairs_of(ops)
+        self.one_of = {back: one for one, back in pairs.items()}
+        last = {op.whole: place for place, op in enumerate(self.ops)}
+        self.lasts = {place for op, place in last.items() if op.kind not in MESSAGES}
+        self.begun: dict[Op, int] = {}  # pass -> its first step
+        # What a pass waits for, and what the pass waits for that takes turns with it.
+        waits = lambda op: [need for one in (op, pairs.get(op)) if one for need in dependencies(one, rank, stages)]
+        self.waits = [[] if op.kind in MESSAGES else waits(op.whole) for op in self.ops]
+
+    def run(self, order: Order, done: dict[tuple[int, Op], int]) -> bool:
+        """Add as many ops as possible. Returns whether there was one. done: the last step of each pass or message"""
+        before = self.at
+        while self.at < len(self.ops) and all(need in done for need in self.waits[self.at]):
+            self._add(order, done)
             self.at += 1
         return self.at > before
 
-    def end(self, op: Op, times: Times) -> None:
-        """End a pass, and the one that took turns with it."""
-        one = self.pairs.get(op)
-        if one is not None:
-            self.clock -= self.hidden(self.rank, one, op)
-            self.begun[op] = self.begun[one]
-            times[self.rank, one] = self.begun[one], self.clock
-        times[self.rank, op] = self.begun[op], self.clock
-
-    def message(self, op: Op, times: Times) -> None:
-        """A message starts when the lane is free, or has to be over here; freeing takes no time."""
-        if op.kind in STARTED:
-            self.clock = max(self.clock, times[self.rank, op._replace(kind=STARTED[op.kind])][1])
+    def _add(self, order: Order, done: dict[tuple[int, Op], int]) -> None:
+        op, place, first = self.ops[self.at], len(order.steps), None
+        if op.kind not in MESSAGES:
+            whole, needs = op.whole, tuple(done[need] for need in self.waits[self.at] if need[0] != self.rank)
+            one = self.one_of.get(whole)
+            self.begun.setdefault(whole, place if one is None else self.begun[one])
+            ends = self.at in self.lasts
+            step = ClockStep(self.rank, PASS, needs, done[self.rank, one] if ends and one is not None else -1)
+            if ends:
+                done[self.rank, whole], first = place, self.begun[whole]
+        elif op.kind in STARTED:
+            step = ClockStep(self.rank, WAIT, (done[self.rank, op._replace(kind=STARTED[op.kind])],))
         elif op.kind in STARTED.values():
-            start = max(self.clock, self.sent)
-            self.sent = start + self.time_of(self.rank, op)
-            times[self.rank, op] = start, self.sent
+            step, first = ClockStep(self.rank, SEND, ()), place
+            done[self.rank, op] = place
+        else:  # weights are freed, which takes no time
+            return
+        order.steps.append(step)
+        order.ops.append(op)
+        order.firsts.append(first)
 
-    def stuck_on(self, times: Times) -> str:
+    def stuck_on(self, done: dict[tuple[int, Op], int]) -> str:
         op, needs = self.ops[self.at], self.waits[self.at]
-        missing = [f"{need} of rank {source}" for source, need in needs if (source, need) not in times]
+        missing = [f"{need} of rank {source}" for source, need in needs if (source, need) not in done]
         return f"rank {self.rank} is stuck on {op}, waiting for {' and '.join(missing)}"
 
 
@@ -154,7 +220,7 @@ def verify(plan: RankSchedules, num_microbatches: int, stages: Optional[StageMap
     stages, passes = stages or _looped_for(plan), list(map(passes_of, plan))
     _verify_complete(passes, num_microbatches, stages)
     _verify_pairs(plan, stages)
-    simulate(list(map(without_messages, plan)), stages)
+    Order.of(list(map(without_messages, plan)), stages)
     _verify_channels(passes, stages)
 
 

@@ -16,7 +16,7 @@ from megatron.planner import target
 from megatron.planner.arithmetic import least_devices
 from megatron.planner.layout import Job, Layout
 from megatron.planner.problems import inspect, memory_problems, refusal
-from megatron.planner.reached import FEW
+from megatron.planner.reached_speed import FEW
 from megatron.planner.search import NOT_OFFLOADED, Plan, SearchedPlans, Space, divisors, search
 from megatron.planner.speed import Cluster
 from megatron.planner.text import choice, far, parts, plans, sizes, speeds_note, trust
@@ -44,7 +44,7 @@ class SearchResult:
 
 def search_layouts(config: schema.Config) -> SearchResult:
     """Search the layouts that the settings leave open, on the cluster that they describe. Raises SettingsError."""
-    sized, given = replace(config, batch=batch.smallest(config.batch)), config.given_words
+    sized, given = replace(config, batch=config.batch.smallest()), config.given_words
     if wrong := [words for name in schema.GROUPS for words in out_of_range(getattr(sized, name), given).values()]:
         raise refusal(wrong)
     cluster, source = target.cluster_of(config, ask=True)
@@ -77,7 +77,7 @@ def search_micro_batch(config: schema.Config) -> SearchResult:
     cluster, source = target.cluster_of(config)
     if problems := rules.check(config, cluster.world_size):
         raise refusal(problems)
-    settings = rules.filled(replace(config, batch=batch.smallest(config.batch)), cluster.world_size)
+    settings = rules.filled(replace(config, batch=config.batch.smallest()), cluster.world_size)
     layout = Layout.of(settings, cluster.world_size)
     if config.batch.local_batch_size and not config.batch.global_batch_size:
         config = replace(config, batch=replace(config.batch, global_batch_size=settings.batch.global_batch_size))
@@ -342,7 +342,7 @@ def resolve_open_settings(config: schema.Config, log) -> tuple[schema.Config, li
     except SettingsError as error:
         if config.planner.auto_parallel:
             raise
-        one = replace(config, batch=batch.smallest(config.batch))
+        one = replace(config, batch=config.batch.smallest())
         cluster = target.cluster_of(config)[0]
         reported = inspect(one, cluster).problems
         others = [words for words in rules.check(config, cluster.world_size) if words not in reported]

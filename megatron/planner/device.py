@@ -5,7 +5,7 @@
     (80.0, 312.0)
 
 Memory, bandwidth and links are from data sheets, per device and direction (NVLink; one 200 or 400 Gbit/s adapter per
-device). The share that training reaches was fitted to published runs (`reached.py`); `plan --calibrate` measures it.
+device). The share that training reaches was fitted to published runs (`reached_speed.py`); `plan --calibrate` measures it.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import DataError, UsageError, did_you_mean
-from megatron.planner.reached import (
+from megatron.planner.reached_speed import (
     ATTENTION,
     ATTENTION_BACKWARD,
     ATTENTION_TOKENS,

@@ -25,8 +25,7 @@ from megatron.optimizer.kinds import gradient_bytes, knows_matrices, state_bytes
 from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import default_chunks, in_turns
 from megatron.pipeline.stages import Pipeline, takes_turns
-from megatron.planner.reached import EXPERTS
-from megatron.settings import batch
+from megatron.planner.reached_speed import EXPERTS
 from megatron.settings.schema import GROUPS, Config, Parallel, Recompute
 from megatron.settings.spelling import settings_of
 
@@ -89,7 +88,7 @@ class Job:
         precision = config.precision.precision
         return cls(
             facts,
-            batch.full_size(config.batch, dp),
+            config.batch.full_size(dp),
             ("bf16" if device == "cuda" else "fp32") if precision == "auto" else precision,
             device,
             config.kernels.attention_backend,

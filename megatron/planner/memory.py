@@ -16,9 +16,10 @@ from megatron.optimizer.flat import WIDENED
 from megatron.optimizer.scratch import buffer_bytes, file_bytes, part_size
 from megatron.planner import activations
 from megatron.planner.device import Device
+from megatron.planner.held_passes import most_held
 from megatron.planner.layout import Job, Layout
-from megatron.planner.live import is_split, most_held
 from megatron.planner.parameters import Sizes, Units, first_units, rank_units
+from megatron.planner.schedule_time import is_split
 from megatron.settings.kernel_sizes import LossChunks
 from megatron.settings.schema import Recompute
 

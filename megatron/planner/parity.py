@@ -26,7 +26,6 @@ from megatron.optimizer.kinds import knows_matrices
 from megatron.pipeline.stages import chunks_of
 from megatron.planner.shrink import gentle, without_traces
 from megatron.settings import schema
-from megatron.settings.batch import full_size
 from megatron.settings.schema import Profiling
 from megatron.training.rules import resolve
 
@@ -175,7 +174,7 @@ def one_batch(config: schema.Config, layouts: Sequence[TestedLayout]) -> schema.
     """The settings with a global batch for all of these layouts, if its size would depend on the ranks."""
     batch, sizes = config.batch, {layout.dp for layout in layouts}
     if batch.micro_batch_size != schema.AUTO:
-        whole = batch.global_batch_size or math.lcm(*(full_size(batch, dp) for dp in sizes))
+        whole = batch.global_batch_size or math.lcm(*(batch.full_size(dp) for dp in sizes))
         batch = replace(batch, global_batch_size=whole, local_batch_size=None, gradient_accumulation_steps=None)
     return replace(config, batch=batch)
 

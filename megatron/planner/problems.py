@@ -15,6 +15,7 @@ from megatron.planner import memory, target
 from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster
 from megatron.settings import batch, schema
+from megatron.settings.declare import dashed
 from megatron.settings.from_checkpoint import saved_record
 from megatron.settings.rules import tokenizer_type
 from megatron.storage.durable import Damaged
@@ -128,7 +129,7 @@ def named_files(config: schema.Config) -> Iterator[tuple[str, str]]:
         yield from ((flag, prefix + ending) for prefix in paths for ending in reversed(endings_of(prefix)))
     for name in VOCABULARIES:
         if path := getattr(_named(config.tokenizer), name):
-            yield _flag(name), path
+            yield dashed(name), path
 
 
 def _named(t: schema.TokenizerSettings) -> schema.TokenizerSettings:
@@ -145,7 +146,7 @@ def blends(data: schema.Data) -> Iterator[tuple[str, list[str]]]:
     """List (flag, prefixes) of every blend of data."""
     for f in fields(schema.Data):
         if f.name.endswith("data_path"):
-            yield _flag(f.name), prefixes(getattr(data, f.name) or [])
+            yield dashed(f.name), prefixes(getattr(data, f.name) or [])
 
 
 def prefixes(words: list[str]) -> list[str]:
@@ -258,10 +259,6 @@ def _nothing_to_load(c: schema.Checkpoint, metrics: Optional[Path]) -> list[str]
 
 def _one_line(error: Exception) -> str:
     return " ".join(line.strip() for line in str(error).splitlines())
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------

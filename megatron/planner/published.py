@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare published speeds and memory peaks of other suites' runs (`published_runs.csv`) with the planner's predictions.
 
-The constants of `reached.py` are fitted to a third of llm-foundry's runs, which a hash selects. All other runs test them;
-suites of other kinds are evaluated separately. fp8 runs are listed, not compared: this suite has no fp8.
+The constants of `reached_speed.py` are fitted to a third of llm-foundry's runs, which a hash selects. All other runs test
+them; suites of other kinds are evaluated separately. fp8 runs are listed, not compared: this suite has no fp8.
 
     >>> run = runs()[0]
     >>> run.source, run.gpu, run.gpus, run.measured
@@ -23,7 +23,7 @@ from megatron.model.layer_ops import CORE, MODULES
 from megatron.planner.device import GIB, Device, find
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import memory_report
-from megatron.planner.reached import Accuracy
+from megatron.planner.reached_speed import Accuracy
 from megatron.planner.speed import Cluster, step
 from megatron.settings.schema import Model, Recompute
 
@@ -180,7 +180,7 @@ class PublishedRun:
 
     @property
     def features(self) -> str:
-        """The features of its layout, as in `reached.ACCURACY`."""
+        """The features of its layout, as in `reached_speed.ACCURACY`."""
         return self.layout.features(self.cluster.local_size, self.experts is not None)
 
     @property

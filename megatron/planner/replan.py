@@ -14,7 +14,6 @@ from megatron.guard.command import RANKS, config_of, is_srun, shape_of, value_of
 from megatron.planner.layout import Layout
 from megatron.planner.memory import memory_report
 from megatron.planner.target import cluster_of, job_of
-from megatron.settings.batch import smallest
 from megatron.settings.schema import Config
 from megatron.training.rules import check, resolve
 
@@ -111,7 +110,7 @@ def needed(config: Config, ranks: int) -> float:
 
 def _resolved(config: Config, ranks: int) -> Config:
     """The settings on this many ranks, with the smallest micro-batch if the job chooses it itself."""
-    return resolve(replace(config, batch=smallest(config.batch)), ranks)
+    return resolve(replace(config, batch=config.batch.smallest()), ranks)
 
 
 def _on(config: Config, ranks: int) -> Config:

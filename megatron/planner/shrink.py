@@ -22,7 +22,6 @@ from typing import Optional
 from megatron.model.recipe import facts_of
 from megatron.mpu.axis_sizes import lacking_ranks
 from megatron.pipeline.stages import Pipeline
-from megatron.settings.batch import full_size, smallest
 from megatron.settings.schema import (
     GROUPS,
     Batch,
@@ -81,7 +80,7 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
         ranks = p.pipeline_model_parallel_size
         lost.append(f"--pipeline-schedule {p.pipeline_schedule} is for {ranks} ranks; the shrunk job runs {schedule}")
     dp = max(1, world_size // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size))
-    num_microbatches = full_size(config.batch, dp) // (config.batch.micro_batch_size * dp)
+    num_microbatches = config.batch.full_size(dp) // (config.batch.micro_batch_size * dp)
     few, (ep, etp), more = _few_ranks(p, dp, pp, limit)
     lost += more
     chunks = pipeline.chunks if pipeline.custom else min(pipeline.chunks, 2)
@@ -312,7 +311,7 @@ def _num_microbatches(num_microbatches: int, pipeline: Pipeline, pp: int) -> int
 
 
 def _batch(b: Batch, sizes: Sizes, num_microbatches: int, steps: int) -> Batch:
-    micro = min(smallest(b).micro_batch_size, 2)
+    micro = min(b.smallest().micro_batch_size, 2)
     least = micro * sizes.dp
     ramp = bool(b.rampup_batch_size) and num_microbatches > 1
     counted = b.train_samples is not None or ramp

@@ -20,10 +20,9 @@ from megatron.pipeline.stages import Pipeline
 from megatron.planner import activations
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
-from megatron.planner.live import ShardingTimes, sharded_span
 from megatron.planner.parameters import Units, rank_units
+from megatron.planner.schedule_time import ShardingTimes, sharded_span, unequal_span
 from megatron.planner.traffic import Transfer, once_a_step
-from megatron.planner.unequal import unequal_span
 from megatron.settings.schema import Recompute
 
 # Constants, each with its source. Device speeds: `device.py`. Measured step times: docs/planning.md#how-far-to-trust-it.
@@ -203,7 +202,7 @@ def step(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
 
 
 def seconds(work: Work, layout: Layout, num_microbatches: int, own: "StepCommunication") -> float:
-    """The time of a step with these passes and messages, estimated by `live.sharded_span`."""
+    """The time of a step with these passes and messages, estimated by `schedule_time.sharded_span`."""
     span = sharded_span(
         layout.schedule,
         layout.pp,
@@ -408,7 +407,7 @@ def _pair(job: Job, op: Product, d: Device) -> tuple[float, float]:
     They are narrow, and so limited by memory: forward they read the input and add to the output, backward they add to the
     gradient of the input, and read the input twice and the gradient of the output three times.
     """
-    inputs, outputs = op.inputs, op.outputs * op.times
+    inputs, outputs = op.inputs * op.stacks, op.outputs * op.times
     arithmetic = (
         2.0 * op.pair * (inputs + outputs) / d.reached(job.precision, max(1, min(op.rows, op.inputs, op.outputs)))
     )

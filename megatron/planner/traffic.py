@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from megatron.model.layer_ops import Collective, LayerOp, Residual, ops_again
 from megatron.model.recompute_plan import recompute_groups
 from megatron.mpu.placement import DATA_PARALLEL
+from megatron.planner.held_passes import starts
 from megatron.planner.layout import Job, Layout
-from megatron.planner.live import starts
 from megatron.planner.parameters import Sizes, Units, layer_sizes, layers_of, rank_units
 
 FIRST = dict(shard=0, expert_shard=0)  # the place of a rank with the first shards

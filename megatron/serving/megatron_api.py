@@ -19,16 +19,16 @@ from typing import Annotated, Any, Optional
 from pydantic import Field, model_validator
 
 from megatron.errors import Failure
-from megatron.inference.requests import Request
+from megatron.inference.requests import Request, TokenScore
 from megatron.inference.sampling import Sampling, Search
-from megatron.inference.text_stream import TextStream
+from megatron.inference.text_stream import RunningText, TextStream
 from megatron.serving.answers import read_json, unless_gone
 from megatron.serving.engine_thread import TextJob
 from megatron.serving.errors import ApiError, in_one_line
 from megatron.serving.openai_requests import MOST_TEXTS, SEEDS, Strict, parse
 from megatron.serving.served_model import ServedModel, named
 from megatron.serving.settings import ServeLimits
-from megatron.serving.texts import encoded
+from megatron.serving.texts import encoded, parts_of
 
 RENAMED = {"max_len": "tokens_to_generate", "sentences": "prompts"}  # as in its versions of long ago
 DRAWS = ("temperature", "top_k", "top_p", "top_p_decay", "top_p_bound")
@@ -164,22 +164,15 @@ async def _answer(
     model: ServedModel, job: TextJob, body: MegatronBody, prompts: list[tuple[int, ...]]
 ) -> dict[str, Any]:
     befores = [() if model.targets else prompt for prompt in prompts]
-    tokens = [list(before) for before in befores]
-    values: list[list[Optional[float]]] = [[] for _ in prompts]
     streams = [TextStream(model.tokenizer, body.stop, after=before) for before in befores]
-    cached = 0
-    async for place, output in job:
-        if output.finish == "cancelled" and not streams[place].stopped:
-            raise ApiError(503, "the text was cancelled by the server", code="cancelled")
-        cached += output.cached
-        values[place] += [score.logprob for score in output.prompt[1:]]
-        if output.new is not None and body.tokens_to_generate and not streams[place].stopped:
-            tokens[place].append(output.new.token)
-            values[place].append(output.new.logprob)
-            if streams[place].feed(output.new.token).stopped:
-                job.cancel(place)
-    model.thread.meter.prompts(sum(map(len, prompts)), cached)
-    return _texts(model, tokens) | dict(logprobs=values if body.logprobs else None)
+    texts = [RunningText(stream, only_prompt=body.tokens_to_generate == 0) for stream in streams]
+    scores: list[list[TokenScore]] = [[] for _ in prompts]
+    async for place, part in parts_of(job, texts):
+        scores[place] += part.prompt[1:]
+    model.thread.meter.prompts(sum(map(len, prompts)), sum(text.cached for text in texts))
+    values = [[one.logprob for one in (*of_prompt, *text.tokens)] for of_prompt, text in zip(scores, texts)]
+    whole = [[*before, *(one.token for one in text.tokens)] for before, text in zip(befores, texts)]
+    return _texts(model, whole) | dict(logprobs=values if body.logprobs else None)
 
 
 async def _found(

@@ -11,14 +11,14 @@ import orjson
 
 from megatron.errors import Failure
 from megatron.inference.requests import Request, TokenScore
-from megatron.inference.text_stream import TextStream
+from megatron.inference.text_stream import RunningText, TextPart, TextStream
 from megatron.serving.answers import EventStream, read_json, unless_gone
 from megatron.serving.engine_thread import TextJob
 from megatron.serving.errors import ApiError, in_one_line
 from megatron.serving.openai_requests import Chat, Completion, TextBody, parse
 from megatron.serving.served_model import ServedModel, named
 from megatron.serving.settings import ServeLimits
-from megatron.serving.texts import RunningText, TextPart, TokenTexts, parts_of
+from megatron.serving.texts import TokenTexts, parts_of
 
 SHORT_ANSWER = 16  # tokens of a completion for which no length is given, as OpenAI's
 LEAST = -9999.0  # stands for a log-probability of -inf, which JSON does not have
@@ -129,7 +129,7 @@ async def _whole(job: TextJob, work: TextRequest, texts: list[RunningText], form
     n, choices = work.body.n, []
     for first in range(0, len(texts), work.each):
         places = range(first, first + work.each)
-        best = sorted(places, key=lambda place: -texts[place].logprob / max(1, texts[place].tokens))[:n]
+        best = sorted(places, key=lambda place: -texts[place].logprob / max(1, len(texts[place].tokens)))[:n]
         for place in sorted(best, key=lambda place: place) if work.each == n else best:
             choices.append(form.choice(len(choices), wholes[place], first // work.each, whole=True))
     return form.frame(form.whole) | dict(choices=choices, usage=_usage(work, texts))
@@ -157,7 +157,7 @@ def _joined(one: TextPart, other: TextPart) -> TextPart:
 def _usage(work: TextRequest, texts: list[RunningText]) -> dict[str, Any]:
     prompt = sum(map(len, work.prompts))
     cached = sum(text.cached for text in texts[:: work.each])
-    new = sum(text.tokens for text in texts)
+    new = sum(len(text.tokens) for text in texts)
     work.model.thread.meter.prompts(prompt, cached)
     details = dict(prompt_tokens_details=dict(cached_tokens=cached))
     return dict(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new, **details)

@@ -25,7 +25,9 @@ from megatron.serving.settings import ServeLimits
 from megatron.telemetry.web import COMMON, Headers, PageHead, local_names
 
 PAGE = Path(__file__).parent / "page"
-HEAD = PageHead("Model server", "Model server", ("serve.css", "serve.js"), theme_key="Alt+D", help_key="Alt+K")
+HEAD = PageHead(
+    "Model server", "Model server", (PAGE / "serve.css", PAGE / "serve.js"), theme_key="Alt+D", help_key="Alt+K"
+)
 FILES = {f"/{file.name}": file for file in (PAGE / "serve.css", PAGE / "serve.js")}
 FILES |= {f"/{name}": COMMON / name for name in ("page.css", "icon.svg")}
 OPEN = {"/", *FILES, "/health", "/ping"}  # for everybody, also without a key
@@ -77,7 +79,7 @@ def app(service: Service, local: bool = True):
     async def metrics(request):
         return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    whole = HEAD.page(PAGE / "body.html")
+    whole = HEAD.page((PAGE / "body.html").read_text(encoding="utf-8"))
 
     async def page(request):
         return FileResponse(FILES[request.url.path]) if request.url.path in FILES else HTMLResponse(whole)

@@ -11,9 +11,8 @@ the batch is 16, 32, 48 for a third of 1000 samples each, then 64:
     54
 """
 
-from dataclasses import replace
-
-from megatron.settings.schema import AUTO, Batch
+from megatron.settings.rules import out_of_range
+from megatron.settings.schema import Batch
 
 
 def batch_size(batch: Batch, dp: int, consumed: int) -> tuple[int, int]:
@@ -21,25 +20,8 @@ def batch_size(batch: Batch, dp: int, consumed: int) -> tuple[int, int]:
 
     dp: data parallel size. The settings must pass `problems`. The values equal those of Megatron-LM's calculators.
     """
-    size = _ramped_size(batch, full_size(batch, dp), consumed)
+    size = _ramped_size(batch, batch.full_size(dp), consumed)
     return size, size // (batch.micro_batch_size * dp)
-
-
-def smallest(batch: Batch) -> Batch:
-    """The batch with `--micro-batch-size auto` replaced by 1, without a number of micro-batches."""
-    if batch.micro_batch_size != AUTO:
-        return batch
-    return replace(batch, micro_batch_size=1, gradient_accumulation_steps=None)
-
-
-def full_size(batch: Batch, dp: int) -> int:
-    """The global batch size after the ramp-up.
-
-    `--global-batch-size`, else from `--local-batch-size` or the number of micro-batches, else one micro-batch per rank.
-    """
-    if batch.global_batch_size:
-        return batch.global_batch_size
-    return (batch.local_batch_size or batch.micro_batch_size * (batch.gradient_accumulation_steps or 1)) * dp
 
 
 def _ramped_size(batch: Batch, full: int, consumed: int) -> int:
@@ -98,7 +80,7 @@ def ended_epoch(batch: Batch, before: int, after: int, last: bool) -> int:
 
 def _totals(batch: Batch, dp: int, consumed: int = 0) -> tuple[int, int]:
     """(remaining steps after `consumed` samples, samples consumed after the last of them)."""
-    full = full_size(batch, dp)
+    full = batch.full_size(dp)
     if batch.train_iters is not None:
         return batch.train_iters, batch.train_iters * full
     if batch.train_samples is None:
@@ -118,20 +100,7 @@ def problems(batch: Batch, dp: int) -> list[str]:
     >>> problems(Batch(micro_batch_size=4, global_batch_size=30), 2)
     ['--global-batch-size 30 is not a multiple of --micro-batch-size 4 x data parallel size 2 = 8; nearest: 24, 32']
     """
-    positive = dict(
-        micro_batch_size=batch.micro_batch_size,
-        global_batch_size=batch.global_batch_size,
-        train_iters=batch.train_iters,
-        train_samples=batch.train_samples,
-        local_batch_size=batch.local_batch_size,
-        gradient_accumulation_steps=batch.gradient_accumulation_steps,
-    )
-    errors = [
-        f"--{name.replace('_', '-')} {value} must be at least {least}"
-        for name, value in positive.items()
-        for least in [0 if name == "train_iters" else 1]
-        if value is not None and value < least
-    ]
+    errors = list(out_of_range(batch).values())
     if batch.train_iters is not None and batch.train_samples is not None:
         errors.append(f"--train-iters {batch.train_iters} and --train-samples {batch.train_samples}: give one of them")
     if batch.train_epochs is not None and batch.train_iters is not None:
@@ -139,7 +108,7 @@ def problems(batch: Batch, dp: int) -> list[str]:
     if errors:
         return errors
     step = batch.micro_batch_size * dp
-    full = full_size(batch, dp)
+    full = batch.full_size(dp)
     if batch.local_batch_size and not batch.global_batch_size:
         micro = batch.micro_batch_size
         errors += _not_multiple("--local-batch-size", batch.local_batch_size, micro, micro, None)
@@ -174,7 +143,7 @@ def _rampup_problems(batch: Batch, dp: int, step: int) -> list[str]:
     if len(values) != 3 or values[0] < 1 or values[1] < 1 or values[2] < 0:
         return [f"{flag}: expected START INCREMENT SAMPLES, three numbers above zero, such as 16 16 100000"]
     start, increment, samples = values
-    full = full_size(batch, dp)
+    full = batch.full_size(dp)
     errors = []
     if batch.train_samples is None:
         errors.append(f"{flag} needs --train-samples instead of --train-iters: steps have no fixed number of samples")

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.errors import DataError, SettingsError, no_such_file
-from megatron.settings.dialects.fleetx import Compressed
+from megatron.settings.declare import ON_RESUME, dashed
+from megatron.settings.dialects.table import Compressed
 from megatron.settings.presets import published_rows
-from megatron.settings.schema import GROUPS, ON_RESUME, from_record
+from megatron.settings.schema import GROUPS, from_record
 from megatron.settings.statements import Statement
 from megatron.storage.durable import Damaged, read_sealed
 from megatron.storage.urls import UrlPath, location
@@ -132,7 +133,7 @@ def refuse_lost(record: Mapping[str, Any], group: str, given: set[str]) -> None:
                 raise DataError(
                     f"{word}: {no_such_file(word)}",
                     f"the path comes from the checkpoint{_from(record, word)}",
-                    f"give its new path: --{name.replace('_', '-')}",
+                    f"give its new path: {dashed(name)}",
                 )
 
 

@@ -37,7 +37,16 @@ def causal_blocks(s: int, q: int) -> list[tuple[int, int]]:
 
     Blocks have about 128 to 256 rows, measured best at 256 and at 1024 positions.
     """
-    size = max(1, (128 if s <= 512 else 256) // q)
+    return even_blocks(s, (128 if s <= 512 else 256) // q)
+
+
+def even_blocks(s: int, size: int) -> list[tuple[int, int]]:
+    """[start, stop) of blocks of `size` positions, at least 1.
+
+    >>> even_blocks(5, 2)
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    size = max(1, size)
     return [(start, min(start + size, s)) for start in range(0, s, size)]
 
 

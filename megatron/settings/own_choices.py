@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe's own learning-rate schedules, optimizers and kinds of linear layers. Needs no torch.
+"""A recipe's own learning-rate schedules, optimizers, kinds of linear layers and parts of experts. Needs no torch.
 
-A recipe that defines some replaces `schema.Optimizer` (for linear layers, `schema.Model`) by a subclass. Its choices
+A recipe that defines some replaces `schema.Optimizer` (for layers, `schema.Model`) by a subclass. Its choices
 include their names, its extra fields are their settings, and it holds the function of each name. So flags, help, files,
 checks and checkpoints treat them as built-in ones.
 """
@@ -9,11 +9,12 @@ checks and checkpoints treat them as built-in ones.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import field, fields, make_dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, Optional, get_args, get_type_hints
 
 from megatron.errors import SettingsError
 from megatron.settings.schema import Model, Optimizer
 
+BALANCING = "moe_router_load_balancing_type"  # the setting of which a recipe's own ways to balance are choices
 SCHEDULES = ("lr_decay_style", "lr_wsd_decay_style")  # the settings that a recipe's own schedules are choices of
 
 
@@ -43,15 +44,24 @@ def optimizer_group(schedules: Mapping[str, Callable], optimizers: Mapping[str, 
     return _group(schedules, optimizers)
 
 
-def model_group(linears: Mapping[str, Any]) -> type[Model]:
-    """`schema.Model`, or its subclass with a recipe's own kinds of linear layers.
+def model_group(linears: Mapping[str, Any], experts: Any = None) -> type[Model]:
+    """`schema.Model`, or its subclass with a recipe's own kinds of linear layers, and its own parts of experts.
 
     linears: name -> subclass of `mpu.linear_product.LinearProduct`
+    experts: `model.experts.parts.ExpertParts`, or None
 
     Raises SettingsError for invalid names and classes.
     """
-    if not linears:
+    if not linears and experts is None:
         return Model
+    balancing = {} if experts is None else experts.balancing
+    for name, way in balancing.items():
+        _check_name("experts.balancing", name, _choices(BALANCING, Model))
+        if not callable(getattr(way, "loss", None)):
+            raise SettingsError(
+                f"Recipe.experts.balancing[{name!r}] is {way!r}",
+                do="give a megatron.model.experts.parts.Balancing: docs/extending.md",
+            )
     for name, kind in linears.items():
         _check_name("linears", name, ["plain"])
         if not callable(kind) or not callable(getattr(kind, "own_weights", None)):
@@ -60,8 +70,9 @@ def model_group(linears: Mapping[str, Any]) -> type[Model]:
                 do="give a subclass of megatron.mpu.linear_product.LinearProduct: docs/extending.md",
             )
     groups = dict.fromkeys(kind.group for kind in linears.values() if kind.group is not None)
-    own = dict(own_linears=dict(linears), __eq__=_same_settings, __hash__=Model.__hash__)
-    return make_dataclass("Model", (), bases=(*groups, Model), namespace=own, frozen=True, eq=False)
+    own = dict(own_linears=dict(linears), own_experts=experts, __eq__=_same_settings, __hash__=Model.__hash__)
+    widened = _widened(Model, {BALANCING: tuple(balancing)})
+    return make_dataclass("Model", widened, bases=(*groups, Model), namespace=own, frozen=True, eq=False)
 
 
 def _same_settings(one: Any, other: object) -> bool:
@@ -72,19 +83,26 @@ def _same_settings(one: Any, other: object) -> bool:
 def _group(schedules: Mapping[str, Callable], optimizers: Mapping[str, Any]) -> type[Optimizer]:
     more = dict.fromkeys(SCHEDULES, tuple(schedules))
     more["optimizer"] = tuple(optimizers)
-    known = {one.name: one for one in fields(Optimizer)}
-    widened = [
-        (name, Literal[(*_choices(name), *names)], field(default=known[name].default, metadata=known[name].metadata))
-        for name, names in more.items()
-        if names
-    ]
+    widened = _widened(Optimizer, more)
     groups = dict.fromkeys(kind.group for kind in optimizers.values() if kind.group is not None)
     own = dict(own_schedules=dict(schedules), own_optimizers=dict(optimizers), __eq__=_same_settings)
     return make_dataclass("Optimizer", widened, bases=(*groups, Optimizer), namespace=own, frozen=True, eq=False)
 
 
-def _choices(name: str) -> tuple[str, ...]:
-    return get_args(get_type_hints(Optimizer)[name])
+def _widened(group: type, more: Mapping[str, tuple[str, ...]]) -> list[tuple[str, Any, Any]]:
+    """The settings of a group with more choices, as `make_dataclass` takes them. more: setting -> names"""
+    known, found = {one.name: one for one in fields(group)}, []
+    for name, names in more.items():
+        if names:
+            kind = Literal[(*_choices(name, group), *names)]
+            kind = Optional[list[kind]] if name == BALANCING else kind
+            found.append((name, kind, field(default=known[name].default, metadata=known[name].metadata)))
+    return found
+
+
+def _choices(name: str, group: type = Optimizer) -> tuple[str, ...]:
+    kind = get_type_hints(group)[name]
+    return get_args(get_args(get_args(kind)[0])[0] if name == BALANCING else kind)
 
 
 def _check_name(where: str, name: str, taken: list[str] | tuple[str, ...]) -> None:

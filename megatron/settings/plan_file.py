@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megatron.errors import SettingsError, UsageError
-from megatron.settings.schema import ON_RESUME, Config, Model, Parallel, Recompute
+from megatron.settings.declare import ON_RESUME
+from megatron.settings.schema import Config, Model, Parallel, Recompute
 
 NOT_OF_A_LAYOUT = ("distributed_backend", "distributed_timeout_minutes", "print_topology", "pipeline_timeline")
 LAYOUT = frozenset(f.name for f in (*fields(Parallel), *fields(Recompute)) if f.name not in NOT_OF_A_LAYOUT) | {

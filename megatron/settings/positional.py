@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TypeVar
 
-from megatron.errors import UsageError
+from megatron.errors import SettingsError, UsageError
+from megatron.settings.declare import dashed
 from megatron.settings.parse import parse
 from megatron.settings.spelling import NO, YES, spellings_of
 
@@ -80,3 +81,11 @@ def expect(files: list[str], names: str, prog: str) -> list[str]:
     given = f"{len(files)} given: {' '.join(files)}" if files else "none given"
     plural = "s are" if len(wanted) > 1 else " is"
     raise UsageError(f"{len(wanted)} file{plural} wanted ({given})", do=f"{prog} {names}; --help lists the flags")
+
+
+def refuse_below(options, least: Mapping[str, int]) -> None:
+    """Raise SettingsError if a number of a command's settings is below the least one that works; None is not given."""
+    for name, low in least.items():
+        value = getattr(options, name)
+        if value is not None and value < low:
+            raise SettingsError(f"{dashed(name)} {value}: at least {low} is needed")

@@ -2,7 +2,7 @@
 """Read the words of a command line, and of the files that it names, into statements about settings.
 
 All words take one path: `SettingsReader.read` tries its readers in turn, and a word that none takes is an error. The
-sources are the command line, files of settings (also PaddleFleetX's), a preset shape, a layout file, a checkpoint.
+sources are the command line, files of settings, a preset shape, a layout file, a checkpoint.
 """
 
 import os
@@ -10,64 +10,26 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from megatron.errors import did_you_mean
 from megatron.settings import files, messages, schema
-from megatron.settings.argv import OWN, THEN, CommandLine, split, with_dashes
-from megatron.settings.dialects.commands import (
-    CHINESE,
-    PROFILER,
-    TABLES,
-    answer_of_paddlenlp,
-    defaults_note,
-    defaults_of_paddlenlp,
-    profiler_options,
-)
-from megatron.settings.dialects.megatron_lm import DATA_FILES, answer, data_in_file
-from megatron.settings.dialects.programs import PROMPT
+from megatron.settings.argv import OWN, THEN, CommandLine, split
+from megatron.settings.declare import ON_RESUME, dashed, declared
+from megatron.settings.dialects.guests import GUESTS
+from megatron.settings.dialects.table import Word
 from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import NAMES, VOCABULARY, cached, nearest, preset, published_rows
-from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
+from megatron.settings.spelling import BadValue, Spelling, spellings_of
 from megatron.settings.statements import SaidBy, Statement, overruled, resolve
 from megatron.storage import hub
 
-# A flag of another suite -> settings that it implies, as a preset does: PaddleNLP's mixed precision is O1, its scale 2^15,
-# and its --check_accuracy trains without dropout; Megatron-LM's old name of --recompute-method recomputes whole layers.
-IMPLIED = {
-    "--use-amp": dict(amp_level="O1", initial_loss_scale=2.0**15),
-    "--check-accuracy": dict(attention_dropout=0.0),
-    "--activations-checkpoint-method": dict(recompute_granularity="full"),
-}
-
 IMPORT = "python -m megatron.tools.checkpoint from-hf hf://{} DIR, then --load DIR --finetune"  # a model of the hub
 FOR_USE = ("generate", "evaluate", "export", "prune")  # groups of the commands that use a trained model
-# (a flag that others override, setting) -> what it means without them
-GIVES_WAY = {("--use-amp", "precision"): "is fp16"}
-GIVES_WAY |= {("--check-accuracy", f"{kind}_dropout"): "is no dropout" for kind in ("hidden", "attention")}
-
 # Settings of the model that a checkpoint decides. A command that loads one compares them with it.
-SHAPE = {one.name for one in fields(schema.Model) if one.metadata.get("on_resume") in schema.ON_RESUME[:2]}
+SHAPE = {one.name for one in fields(schema.Model) if one.metadata.get("on_resume") in ON_RESUME[:2]}
 
-# a setting that names data -> the settings that it replaces
-INSTEAD_OF_FILES = dict(
-    mock_data=("data_path", "train_data_path", "valid_data_path", "test_data_path"),
-    train_data_path=("data_path", "mock_data"),
-    data_path=("train_data_path", "valid_data_path", "test_data_path", "mock_data"),
-)
-
-
-class Word(NamedTuple):
-    """A flag with its words and its source: `--tp 8`, or `tp: 8` in run.yaml:3."""
-
-    flag: str
-    words: list[str]
-    source: SaidBy
-    where: str = ""
-
-    def __str__(self) -> str:
-        """The flag or key as the user wrote it."""
-        return f"{self.where}: {self.flag[2:].replace('-', '_')}" if self.where else self.flag
+REPLACES = declared("replaces", schema.Data)  # a setting that names data -> those whose place it takes
 
 
 class SettingsReader:
@@ -86,12 +48,10 @@ class SettingsReader:
         self.statements: list[Statement] = []
         self.turn = 0
         self.line = CommandLine()
-        self.of_fleetx: Mapping[str, Any] = {}  # the keys of PaddleFleetX's files
-        self.compressed: list[Any] = []  # `fleetx.Compressed`: what its files expect of the checkpoint
-        self.of_colossalai = False  # whether a file is Colossal-AI's
+        self.guests = [guest(self) for guest in GUESTS]
+        self.compressed: list[Any] = []  # `from_checkpoint.Compressed`: what files expect of the checkpoint
         self.problems: list[str] = []
         self.notes: list[str] = []
-        self.emptied: list[str] = []  # sections that a file of PaddleFleetX leaves empty
         self.notices: dict[str, list[str]] = {}  # sentence -> words without effect
         self.replaced: list[tuple[str, str]] = []  # (overridden words, the later ones that count)
 
@@ -112,18 +72,12 @@ class SettingsReader:
             elif flag not in OWN:
                 self.read(Word(flag, words, SaidBy.COMMAND))
         self._read_preset()
-        self._read_what_others_have()
+        for guest in self.guests:
+            guest.fill()
 
     def read(self, word: Word) -> None:
-        """Read one word. A word that no reader takes is unknown."""
-        readers = (
-            self._of_setting,
-            self._of_profiler,
-            self._of_data_file,
-            self._of_another_command,
-            self._of_megatron_lm,
-            self._of_paddlenlp,
-        )
+        """Read one word: a setting, one of another command, or another suite's. Any other is unknown."""
+        readers = (self._of_setting, self._of_another_command, *(guest.reads for guest in self.guests))
         if not any(reader(word) for reader in readers):
             self.problems.append(messages.unknown(word, self.spellings))
 
@@ -146,43 +100,10 @@ class SettingsReader:
             self.problems.append(f"{word} {bad}")
             return True
         self.statements.append(statement)
-        for name, value in IMPLIED.get(word.flag, {}).items():
+        for name, value in spelling.setting.also_sets.get(word.flag, {}).items():
             if dashed(name) in self.spellings:
                 implied = replace(statement, name=name, value=value, source=SaidBy.PRESET, yields=True)
                 self.statements.append(replace(implied, withdraws=statement.switch_off or statement.withdraws))
-        return True
-
-    def _knows(self, flag: str) -> bool:
-        """Whether some reader takes a flag."""
-        known = self._spelling(flag) or flag in spellings_of(schema.GROUPS) or answer(flag, [])
-        return bool(known) or any(answer_of_paddlenlp(flag, []))
-
-    def _of_profiler(self, word: Word) -> bool:
-        """PaddleNLP's `--profiler_options "batch_range=[10,20];..."`."""
-        if word.flag not in map(with_dashes, PROFILER) or not self.trains:
-            return False
-        try:
-            for flag, words in profiler_options(word.words):
-                self.read(word._replace(flag=flag, words=words, where=word.where or word.flag))
-        except ValueError as error:
-            self.problems.append(f"{word} {error}")
-        if idle := [part.strip() for part in " ".join(word.words).split(";") if part.strip().startswith(TABLES)]:
-            self.notices.setdefault("the tables have all times, of the host and the device", []).extend(idle)
-        return True
-
-    def _of_data_file(self, word: Word) -> bool:
-        """Megatron-LM's `--data-args-path FILE` and `--per-split-data-args-path FILE`."""
-        if word.flag not in DATA_FILES or not self.trains:
-            return False
-        if len(word.words) != 1:
-            self.problems.append(f"{word} takes one file, got {len(word.words)}")
-            return True
-        where = f"{word.where or word.flag} {word.words[0]}"
-        try:
-            for flag, words in data_in_file(word.flag, word.words[0]):
-                self.read(word._replace(flag=flag, words=words, where=where))
-        except (OSError, ValueError) as error:
-            self.problems.append(f"{where}: {getattr(error, 'strerror', None) or error}")
         return True
 
     def _of_another_command(self, word: Word) -> bool:
@@ -201,141 +122,76 @@ class SettingsReader:
             self.notices.setdefault("settings of training, which this command does not do", []).append(str(word))
         return True
 
-    def _of_megatron_lm(self, word: Word) -> bool:
-        known = answer(word.flag, word.words)
-        if known is None or known.refused and not self.trains:
-            return False
-        if known.refused:
-            near = did_you_mean(word.flag, spellings_of(schema.GROUPS), cutoff=0.9)  # patterns match misspellings, too
-            self.problems.append(f"{word} is not supported: {known.sentence}{near}")
-        elif known.sentence:
-            self.notices.setdefault(known.sentence, []).append(str(word))
-        return True
-
-    def _of_paddlenlp(self, word: Word) -> bool:
-        """A PaddleNLP flag that this suite does not have."""
-        idle, refused = answer_of_paddlenlp(word.flag, word.words) if self.purpose else ("", "")
-        if idle:
-            self.notices.setdefault(idle, []).append(str(word))
-        elif refused:
-            self.problems.append(f"{word} {refused}")
-        return bool(idle or refused)
-
     def _read_files(self, paths: list[tuple[str, int]], overrides: list[tuple[str, int]]) -> dict[str, list[Word]]:
         """Read the files. Returns each `Section.key=value` of -o -> its words, which the caller reads in order.
 
         paths, overrides: each with its turn
         """
-        from megatron.settings.dialects import fleetx
-
-        entries: fleetx.Entries = {}
         placed: dict[str, list[Word]] = {word: [] for word, _ in overrides}
-        turns: dict[str, int] = {}  # the key of a file of PaddleFleetX -> its turn
         for path, self.turn in paths:
             path = os.path.expanduser(path)
-            if not (path.endswith(".py") and Path(path).is_file() and self._read_colossalai(path)):
-                root = files.compose(path)
-                if root is None:
-                    self.notes.append(f"{path} is empty: it sets nothing")
-                if root is not None and fleetx.is_fleetx(root):
-                    below, own = entries, fleetx.read(path)
-                    entries = fleetx.over(below, own)
-                    turns |= dict.fromkeys(own, self.turn)
-                    self.replaced += map(fleetx.in_words, fleetx.replaced(below, own))
-                elif root is not None:
-                    self._read_plain(files.read_settings(root, path), path, getattr(root, "helpers", ()))
-        said: dict[int, fleetx.Entries] = {}  # turn -> the entries of its -o
-        for word, turn in overrides:
-            key, _, value = word.partition("=")
-            if key.partition(".")[0] not in fleetx.SECTIONS or "=" not in word:
-                placed[word] += self._override(key, value, word)
+            if any(guest.reads_file(path, None) for guest in self.guests):
                 continue
-            if not value.strip():
-                self.notes.append(f"-o {word} is empty: {key} is left out, as by {key}=null")
-            below, own = said.get(turn, {}), fleetx.override({}, key, value)
-            said[turn], entries = fleetx.over(below, own), fleetx.over(entries, own)
-            self.replaced += map(fleetx.in_words, fleetx.replaced(below, own))
-        translated = fleetx.translate(entries, self.purpose, bool(self.shape))
-        self.emptied = [f"{one.where} {text}" for one, text in fleetx.dropped(entries)]
-        self.notes += self.emptied + translated.remarks
-        self.of_fleetx = translated.given if entries and paths else {}
-        self.compressed = translated.compressed
-        for flag, words, one in translated.flags:
-            by = [word for word in placed if f"{one.key}.".startswith(word.partition("=")[0] + ".")]
-            on_command = one.where.startswith(fleetx.COMMAND)
-            read = self._of_key(flag[2:], words, SaidBy.COMMAND if on_command else SaidBy.FILE, one.where)
-            self.turn = turns.get(one.key, 0)
-            placed[by[-1]].append(read) if on_command else self.read(read)
+            root = files.compose(path)
+            if root is None:
+                self.notes.append(f"{path} is empty: it sets nothing")
+            elif not any(guest.reads_file(path, root) for guest in self.guests):
+                self._read_plain(files.read_settings(root, path), path, getattr(root, "helpers", ()))
+        for word, turn in overrides:
+            if not any(guest.overrides(word, turn) for guest in self.guests):
+                placed[word] += self._override(word)
+        for guest in self.guests:
+            guest.read_all(placed)
         self.turn = 0
-        for sentence, one in translated.notes:
-            self.notices.setdefault(sentence, []).append(one.where)
-        self.problems += [fleetx.problem_text(one, why) for one, why in translated.problems]
         return placed
 
-    def _override(self, key: str, value: str, word: str) -> list[Word]:
+    def _override(self, word: str) -> list[Word]:
         """The words of `-o key=value` for a setting's own name, with or without its group."""
-        from megatron.settings.dialects import fleetx
-
+        key, equals, value = word.partition("=")
         section, group = key.partition(".")[0], key.rpartition(".")[0].lower()
-        if "=" not in word:
+        if not equals:
             self.problems.append(f"-o {word}: Section.key=value is wanted, as in -o Model.hidden_size=1024")
         elif not value.strip():
             self.problems.append(f"-o {word}: is empty (a shell variable that is not set?)")
         elif group and group not in self.groups:
-            near = did_you_mean(section, [*self.groups, *fleetx.SECTIONS])
+            near = did_you_mean(section, [*self.groups, *self._sections()])
             self.problems.append(f"-o {key}: there is no section {section}{near}")
         else:
-            said = [one for one in fleetx.override({}, key, value).values() if one.words is not None]
-            return [self._of_key(one.key.rpartition(".")[2], one.words, SaidBy.COMMAND, one.where) for one in said]
+            node = files.node_of(value)
+            pairs = [(f"{key}.{one.value}", value) for one, value in files.merged(node)] if node.id == "mapping" else []
+            said = {name: files.words_of(value) for name, value in pairs or [(key, node)]}
+            return [
+                self.of_key(name.rpartition(".")[2], words, SaidBy.COMMAND, f"-o {name}")
+                for name, words in said.items()
+                if words is not None
+            ]
         return []
+
+    def _sections(self) -> list[str]:
+        return [section for guest in self.guests for section in guest.sections]
 
     def _read_plain(
         self, rows: list[tuple[str, Optional[list[str]], int]], path: str, helpers: Collection[str]
     ) -> None:
         """Read (key, words, line) of a file. helpers: Python names that other lines use; they need not be settings."""
-        from megatron.settings.dialects import fleetx
-
         if empty := [f"{key} (line {line})" for key, words, line in rows if words is None]:
             self.notes.append(f"{path}: without a value, and left out as by null: {', '.join(empty)}")
         for key, words, line in rows:
             if key in helpers and dashed(key) not in self.spellings:
                 continue
             if words is not None and words is not files.NULL:
-                self.read(self._of_key(key, words, SaidBy.FILE, f"{path}:{line}"))
-            elif key not in {*self.groups, *fleetx.SECTIONS} and not self._knows(dashed(key)):
+                self.read(self.of_key(key, words, SaidBy.FILE, f"{path}:{line}"))
+            elif key not in {*self.groups, *self._sections()} and not self._knows(dashed(key)):
                 self.problems.append(
                     messages.unknown(Word(dashed(key), [], SaidBy.FILE, f"{path}:{line}"), self.spellings)
                 )
 
-    def _read_colossalai(self, path: str) -> bool:
-        """Translate and read a Python file of Colossal-AI; False if it is none."""
-        from megatron.settings.dialects.colossalai import COLOSSALAI
-        from megatron.settings.sources import read_python
-        from megatron.settings.translate import translate
+    def _knows(self, flag: str) -> bool:
+        """Whether some reader takes a flag."""
+        known = self._spelling(flag) or flag in spellings_of(schema.GROUPS)
+        return bool(known) or any(guest.knows(flag) for guest in self.guests)
 
-        sources = read_python(path, COLOSSALAI.names)
-        if not any(
-            COLOSSALAI.knows(one.key) and dashed(one.key.split(".")[-1]) not in self.spellings for one in sources
-        ):
-            return False
-        self.of_colossalai = True
-        names = {flag: one.setting.name for flag, one in self.spellings.items()}
-        data = [flag for flag, _ in self.line.words if names.get(flag) in INSTEAD_OF_FILES]
-        if data and (named := [one for one in sources if one.key == "DATA"]):
-            self.notices.setdefault(f"{data[0]} says the data", []).extend(f"{one.where}: DATA" for one in named)
-            sources = [one for one in sources if one.key != "DATA"]
-        translation = translate(COLOSSALAI, sources)
-        for line in translation.lines:
-            self.read(
-                Word(line.flag, line.words, SaidBy.FILE, line.source.where if line.source else COLOSSALAI.unasked)
-            )
-        started = "ranks are numbered by torchrun or srun, or by --rank and --world-size of the command line"
-        for source, sentence in [*translation.idle, *((one.source, started) for one in translation.kept)]:
-            self.notices.setdefault(sentence, []).append(f"{source.where}: {source.key}")
-        self.problems += [f"{source.where}: {source.text}: {sentence}" for source, sentence in translation.lost]
-        return True
-
-    def _of_key(self, key: str, words: list[str], source: SaidBy, where: str) -> Word:
+    def of_key(self, key: str, words: list[str], source: SaidBy, where: str) -> Word:
         """A key of a file as a word; a list becomes one word for a setting of text: split: [969, 30, 1]"""
         spelling = self._spelling(dashed(key))
         one = spelling and spelling.setting.kind is str and not spelling.setting.many and len(words) > 1
@@ -369,30 +225,8 @@ class SettingsReader:
         kind = given.get("tokenizer_type", "NullTokenizer")
         if kind != "NullTokenizer" or given.keys() & (set(VOCABULARY) - {"mock_data"}):
             return {}
-        texts = "tokenizer_type" not in given and given.keys() & set(INSTEAD_OF_FILES["mock_data"])
+        texts = "tokenizer_type" not in given and given.keys() & set(REPLACES["mock_data"])
         return dict(vocab_size=published_rows(name) - (self.trains and not texts))
-
-    def _read_what_others_have(self) -> None:
-        """Take what programs of other suites have of their own, if none is given: PaddleFleetX's, GPT-2's vocabulary and a
-        prompt; Colossal-AI's, data of the environment, which are named.
-        """
-        from megatron.settings.dialects import fleetx
-
-        said = {name for name, one in self.chosen().items() if one.value}
-        others = {*VOCABULARY, "tokenizer_type"} - {"vocab_size"}
-        needs_words = self.purpose == "train" and self.of_fleetx and not said & others
-        if needs_words and (chinese := fleetx.chinese(self.of_fleetx)):
-            self.problems.append(chinese)
-        elif needs_words and (folder := cached("gpt2")):
-            self.notes.append(f"the vocabulary is GPT-2's of {folder}, which PaddleFleetX trains with")
-            self.say(dict(tokenizer_model="gpt2"), SaidBy.PRESET, "PaddleFleetX's vocabulary")
-        if self.purpose == "generate" and self.of_fleetx and not said & {"prompt", "prompt_file"}:
-            self.notes.append(
-                f"the prompt is {PROMPT!r}, which PaddleFleetX has in its program: --prompt TEXT is another"
-            )
-            self.say(dict(prompt=[PROMPT]), SaidBy.PRESET, "PaddleFleetX's prompt")
-        if self.of_colossalai and (data := os.environ.get("DATA")) and not said & set(INSTEAD_OF_FILES):
-            self.notes.append(f"DATA={data} of the environment is not read: {_data_by_flags(data)}")
 
     def say(self, values: Mapping[str, Any], source: SaidBy, where: str, turn: Optional[int] = None) -> None:
         """Add statements for values of a preset, a recipe, a checkpoint or a plan. Unknown names are skipped.
@@ -427,11 +261,19 @@ class SettingsReader:
         """Map each setting to the statement that wins, of those read so far."""
         return resolve(self.statements)[0]
 
+    def given_names(self) -> set[str]:
+        """The settings that have a value so far, apart from empty ones."""
+        return {name for name, one in self.chosen().items() if one.value}
+
+    def is_said(self, flag: str) -> bool:
+        """Whether there is a statement for the setting of a flag."""
+        return any(one.name == self.spellings[flag].setting.name for one in self.statements)
+
     def resolve(self) -> dict[str, Statement]:
         """Resolve all statements at the end; contradictions are added to the problems."""
         self._drop_replaced_data()
-        self._note_decay_style()
-        self._note_other_defaults()
+        for guest in self.guests:
+            guest.note_defaults()
         chosen, contradictions = resolve(self.statements)
         self.problems += contradictions
         lists: dict[str, str] = {}  # flags for several values that are given twice
@@ -444,42 +286,17 @@ class SettingsReader:
                 if setting and setting.many and setting.kind is str and one.flag == by.flag:
                     lists[one.flag] = f"several values follow one {one.flag}, as in Megatron-LM: {one.flag} A B"
         self.notes += [*messages.replaced(self.replaced), *lists.values()]
-        for one in self.statements:
-            by, why = chosen.get(one.name), GIVES_WAY.get((one.flag, one.name))
-            if why and by and not one.withdraws and by.is_given and by.flag != one.flag and by.value != one.value:
-                self.notes.append(f"{one.words} {why}, and gives way to {by.words}")
+        for guest in self.guests:
+            guest.note_chosen(chosen)
         return chosen
 
     def _drop_replaced_data(self) -> None:
         """Data of the command line replace data of a file, whichever settings name them."""
         mine = {one.name for one in self.statements if one.source == SaidBy.COMMAND and one.value}
-        others = {other for name in mine & set(INSTEAD_OF_FILES) for other in INSTEAD_OF_FILES[name]} - mine
+        others = {other for name in mine & set(REPLACES) for other in REPLACES[name]} - mine
         dropped = [one for one in self.statements if one.source == SaidBy.FILE and one.name in others and one.value]
         self.statements = [one for one in self.statements if one not in dropped]
         self.notes += [f"{one.words} gives way to the data of the command line" for one in dropped]
-
-    def _note_decay_style(self) -> None:
-        """Note PaddleNLP's learning rate flags without a decay style: the default is cosine there and linear here."""
-        named = any(one.name == "lr_decay_style" for one in self.statements)
-        theirs = [one.flag for one in self.statements if one.flag in ("--decay-steps", "--warmup-rate")]
-        if "--warmup-rate" in theirs and ("--lr-decay-style", ["none"]) in self.line.words:
-            self.notes.append("--warmup-rate with --lr-decay-style none warms up; PaddleNLP has no warm-up then")
-        if theirs and not named and self.trains:
-            self.notes.append(f"{theirs[0]} without --lr-decay-style: linear, as in Megatron-LM; PaddleNLP's is cosine")
-
-    def _note_other_defaults(self) -> None:
-        """Note where defaults of PaddleNLP or PaddleFleetX differ, for their flags and files."""
-        said = {one.name for one in self.statements}
-        if ("--model-type", ["gpt-cn"]) in self.line.words and "tokenizer_model" not in said:
-            self.notes.append(f"--model-type gpt-cn trains a GPT; {CHINESE}")
-        if self.trains:
-            is_said = lambda flag: self.spellings[flag].setting.name in said
-            self.notes += defaults_of_paddlenlp(self.line.words, is_said)
-        if self.purpose == "train" and any(key.startswith("Engine.") for key in self.of_fleetx):
-            from megatron.settings.dialects import fleetx
-
-            unsaid = [one for one in fleetx.DEFAULTS if one.applies(self.of_fleetx) and not is_said(one.flag)]
-            self.notes += [defaults_note(fleetx.TABLES["train"], unsaid)] * bool(unsaid)
 
     def read_plan(self) -> Optional[GivenPlan]:
         """Read `--parallel-plan`: its layout overrides files and earlier turns; a flag that contradicts it is a problem."""
@@ -551,14 +368,3 @@ class SettingsReader:
             for sentence, flags in self.notices.items():
                 flags = list(dict.fromkeys(flags))
                 print(f"note: {messages.without_effect(flags, sentence)}", file=sys.stderr, flush=True)
-
-
-def _data_by_flags(data: str) -> str:
-    """What to do with data that Colossal-AI's GPT reads: lines of text, or token files of this suite."""
-    if Path(f"{data}.idx").is_file():
-        return f"say --data-path {data}"
-    stem = Path(data).name.partition(".")[0]
-    return (
-        f"python preprocess_data.py --input {data} --output-prefix {stem} --append-eod and the tokenizer's flags make "
-        f"tokens of its texts; then add --data-path {stem}_text_document --dataset-type webtext here"
-    )

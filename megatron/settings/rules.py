@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for combinations of settings: tables that are checked in one pass, so all violations are reported together.
 
-This module has the rules that need no other package; `pipeline/rules.py`, `data/rules.py`, `optimizer/rules.py` and each
-recipe have their own, and `training/rules.py` checks all of them. Rules are pure; files are checked when they are opened.
+This module has the rules that need no other package; `data/data_rules.py`, `optimizer/optimizer_rules.py`,
+`pipeline/pipeline_rules.py` and each recipe have their own, and `training/rules.py` checks all of them. Rules are pure;
+files are checked when they are opened.
 A rule sees all settings under their own names in one record `s`, together with `s.world` (ranks), `s.dp` (data parallel
 ranks) and `s.head` (width of a head).
 """
@@ -11,13 +12,17 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
 from os.path import realpath
 from types import MappingProxyType, SimpleNamespace
 
-from megatron.settings import batch, schema
-from megatron.settings.dialects import fleetx
-from megatron.settings.presets import cache_folder, where_to_put
+from megatron.settings import schema
+from megatron.settings.declare import Range, dashed, declared
+from megatron.settings.dialects.fleetx_guest import lacks_vocabulary
+from megatron.settings.groups.tokenizer import WORD_PIECE
+from megatron.settings.presets import where_to_put
 from megatron.settings.rank_env import launch_command
+from megatron.settings.spelling import settings_of
 from megatron.settings.statements import Statement, in_users_words
 from megatron.storage.urls import UrlPath, local_folder, location
 
@@ -28,7 +33,7 @@ def violations(settings: schema.Config, world_size: int, rules: Iterable["Rule"]
     Values out of range are reported, and replaced by harmless ones so that other rules can be checked.
     """
     open_size = _open_size(settings)
-    wrong, settings = _out_of_range(replace(settings, batch=batch.smallest(settings.batch)))
+    wrong, settings = _out_of_range(replace(settings, batch=settings.batch.smallest()))
     s = record(settings, world_size)
     s.stand_ins = set(wrong)
     broken = of_given_values([rule.message(s) for rule in (*RULES, *rules) if rule.broken(s)], s)
@@ -39,7 +44,7 @@ def of_given_values(sentences: list[str], s: SimpleNamespace) -> list[str]:
     """Drop sentences about values that the user did not give: replacements of values out of range, and their effects."""
     if s.stand_ins & SIZES:
         return []
-    spelled = {word for name in s.stand_ins for word in (_flag(name), said(s, name).split()[0])}
+    spelled = {word for name in s.stand_ins for word in (dashed(name), said(s, name).split()[0])}
     flags = [re.compile(rf"{re.escape(flag)}(?![\w-])") for flag in spelled]
     return [sentence for sentence in sentences if not any(flag.search(sentence) for flag in flags)]
 
@@ -67,62 +72,6 @@ def word_piece(said: Mapping[str, Statement]) -> str | None:
 
 # Ranges of single values ----------------------------------------------------------------------------------------------
 
-RANGES = {  # what a value must be -> test, fields
-    "at least 1": (
-        lambda v: v >= 1,
-        """
-        num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
-        num_query_groups make_vocab_size_divisible_by tensor_model_parallel_size pipeline_model_parallel_size
-        context_parallel_size expert_model_parallel_size expert_tensor_parallel_size data_parallel_size dp_degree
-        local_batch_size gradient_accumulation_steps
-        lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples profile_step_start profile_step_end
-        num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
-        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers sharding_degree vocab_size
-        micro_batch_size global_batch_size train_samples eval_interval exit_interval cross_entropy_chunk
-        train_epochs save_epoch eval_epoch log_memory_interval save_retain_interval max_failed_saves keep_last
-        check_replicas_interval log_interval loss_scale_window hysteresis
-        rope_scaling_original_max_position_embeddings yarn_original_max_position_embeddings rope_scaling_factor
-        rotary_scaling_factor rotary_seq_len_interpolation_factor window_attn_skip_freq
-        spike_skip_steps recompute_num_layers muon_num_ns_steps max_global_batch_size world_size local_world_size top
-        straggler_minmax_count lora_rank sparsity_frequency prompt_length output_length max_batch_size
-        moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups
-        moe_router_group_topk qat_iters""",
-    ),
-    "at least 2 and at most 8": (lambda v: 2 <= v <= 8, "weight_bits activation_bits"),
-    "at least 32": (lambda v: v >= 32, "spike_window"),  # spikes.ENOUGH: fewer steps are not judged
-    "at least 0": (
-        lambda v: v >= 0,
-        """
-        test_iters train_iters eval_iters num_workers ckpt_step save_retries seed weight_decay clip_grad
-        min_lr z_loss_coeff mscale mscale_all_dim vocab_extra_ids throughput_ignore_steps lr_warmup_iters
-        lr_warmup_samples max_rollbacks tune_steps rejected manual_gc_interval sparsity_begin_step sparsity_end_step
-        num_experts moe_z_loss_coeff moe_router_bias_update_rate""",
-    ),
-    "above 0": (
-        lambda v: v > 0,
-        """
-        norm_epsilon init_method_std rotary_base rope_local_base_freq query_pre_attn_scalar
-        activation_func_clamp_value adam_eps lr exit_duration_in_mins distributed_timeout_minutes peak_tflops
-        loss_scale
-        mean_time_to_interruption attn_logit_softcapping final_logit_softcapping rope_scaling_low_freq_factor
-        rope_scaling_high_freq_factor yarn_beta_fast yarn_beta_slow decoupled_lr
-        muon_extra_scale_factor lora_alpha kd_temperature kd_hidden_coeff moe_router_topk_scaling_factor
-        moe_expert_capacity_factor
-        initial_loss_scale min_loss_scale spike_threshold device_memory_gb mtbf params tokens qat_lr""",
-    ),
-    "at least 0 and below 1": (
-        lambda v: 0 <= v < 1,
-        """
-        hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lion_beta1 lion_beta2
-        muon_momentum lr_warmup_fraction memory_margin lora_dropout initial_sparsity moe_input_jitter_eps""",
-    ),
-    "at least 0 and at most 1": (
-        lambda v: 0 <= v <= 1,
-        """
-        optimizer_offload_fraction nvme_offload_fraction""",
-    ),
-    "above 0 and at most 1": (lambda v: 0 < v <= 1, "rotary_percent kd_alpha"),
-}
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 REPLICAS = ("sharding_degree", "dp_degree")
 # settings that other numbers are derived from
@@ -158,11 +107,17 @@ def _out_of_range(settings: schema.Config) -> tuple[dict[str, str], schema.Confi
     return violations, settings
 
 
+@cache
+def _ranges() -> dict[str, Range]:
+    """Setting of pretraining -> its range. A command's own setting of the same name has the same range."""
+    return {one.name: one.range for one in settings_of(schema.GROUPS) if one.range}
+
+
 def range_problem(name: str, value: object) -> str:
     """What a value must be, if it is out of the setting's range; "" if it is not, or is no number."""
-    ranges = ((words, works) for words, (works, names) in RANGES.items() if name in names.split())
+    known = _ranges().get(name)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return next((f"must be {words}" for words, works in ranges if is_number and not works(value)), "")
+    return f"must be {known.words}" if known and is_number and not known.holds(value) else ""
 
 
 def out_of_range(group, given: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
@@ -170,23 +125,19 @@ def out_of_range(group, given: Mapping[str, str] = MappingProxyType({})) -> dict
 
     given: `Config.given_words`
     """
-    values = {field.name: getattr(group, field.name) for field in fields(group)}
-    return {
-        name: f"{given.get(name, f'{_flag(name)} {values[name]}')} must be {words}"
-        for words, (works, names) in RANGES.items()
-        for name in names.split()
-        if values.get(name) is not None and not works(values[name])
-    }
+    wrong = {}
+    for one in settings_of({"": type(group)}):
+        known, value = one.range or _ranges().get(one.name), getattr(group, one.name)
+        for part in value if one.many and value else [value]:
+            if known and part is not None and not known.holds(part):
+                wrong[one.name] = f"{given.get(one.name, f'{dashed(one.name)} {value}')} must be {known.words}"
+    return wrong
 
 
 def said(s: SimpleNamespace, name: str) -> str:
     """A setting and its value as the user wrote them: `--max-steps 0`."""
     given = s.settings.given(name)
-    return given.words if given else f"{_flag(name)} {getattr(s, name)}"
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return given.words if given else f"{dashed(name)} {getattr(s, name)}"
 
 
 # Settings that depend on each other -----------------------------------------------------------------------------------
@@ -211,6 +162,7 @@ def record(settings: schema.Config, world: int) -> SimpleNamespace:
     s.cp_inner = max(1, (settings.parallel.cp_levels or (1,))[0])  # ranks that exchange rows for heads with a2a+p2p
     s.row_pieces = s.cp * math.lcm(2 if s.cp > 1 else 1, s.tp if s.sequence_parallel else 1)
     s.dp = max(1, world // s.model_ranks)
+    s.steps = settings.batch.steps(s.dp)
     s.sharding_ranks = s.sharding_degree or (s.dp if s.sharding_stage else 1)
     s.head = s.kv_channels or max(1, s.hidden_size // s.num_attention_heads)
     s.groups, s.ffn = s.num_query_groups or s.num_attention_heads, settings.model.ffn_size
@@ -277,15 +229,6 @@ def _uncompiled(s: SimpleNamespace) -> list[str]:
 
 def _if_compiled(rule: Rule) -> Rule:
     return Rule(lambda s: s.torch_compile is True and rule.broken(s), rule.message)
-
-
-def vocabulary_of_fleetx() -> str:
-    """What to do where GPT-2's vocabulary, which PaddleFleetX trains with, is not found."""
-    cache = f"{cache_folder() / 'gpt2'} ($MEGATRON_CACHE/gpt2: vocab.json, merges.txt)"
-    return (
-        f"PaddleFleetX's GPT-2 vocabulary is neither in {cache} nor in ~/.cache/ppfleetx (gpt2-vocab.json, "
-        "gpt2-merges.txt); put it there, or --vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE"
-    )
 
 
 RULES = (
@@ -418,9 +361,8 @@ RULES = (
             + (
                 "--vocab-file vocab.json --merge-file merges.txt; for data without files --vocab-size N is enough"
                 if not s.settings.data.files
-                else vocabulary_of_fleetx()
-                if any(fleetx.has(one.where) for one in s.settings.statements.values())
-                else "--vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE, or (for numbers "
+                else lacks_vocabulary(s.settings.statements.values())
+                or "--vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE, or (for numbers "
                 f"without text) --tokenizer-type NullTokenizer --vocab-size {s.vocab_size or 'N'}"
             )
             + where_to_put(s.model_name_or_path)
@@ -495,10 +437,7 @@ RULES = (
     *(
         Rule(
             lambda s, a=a, b=b: getattr(s, a) and getattr(s, b) and realpath(getattr(s, a)) == realpath(getattr(s, b)),
-            lambda s, a=a, b=b: (
-                f"--{a.replace('_', '-')} {getattr(s, a)} is --{b.replace('_', '-')} itself; give a folder "
-                "on another disk"
-            ),
+            lambda s, a=a, b=b: f"{dashed(a)} {getattr(s, a)} is {dashed(b)} itself; give a folder on another disk",
         )
         for a, b in (("save_mirror", "save"), ("save_copy", "save"), ("save_copy", "save_mirror"))
     ),
@@ -509,19 +448,9 @@ RULES = (
     *(
         Rule(
             lambda s, name=name, needs=needs: getattr(s, name) and not getattr(s, needs),
-            lambda s, name=name, needs=needs, why=why: f"{said(s, name).split()[0]} needs --{needs}: {why}",
+            lambda s, name=name, needs=needs, why=why: f"{said(s, name).split()[0]} needs {dashed(needs)}: {why}",
         )
-        for name, needs, why in (
-            ("save_interval", "save", "there is no folder to save into"),
-            ("keep_last", "save", "there is no folder to keep checkpoints in"),
-            ("save_retain_interval", "save", "there is no folder to keep checkpoints in"),
-            ("save_mirror", "save", "the mirror takes what --save does not"),
-            ("save_copy", "save", "there is nothing to copy"),
-            ("async_save", "save", "there is no folder to save into"),
-            ("finetune", "load", "there are no weights to start from"),
-            ("ckpt_step", "load", "there is no folder to look in"),
-            ("auto_resume", "load", "it says what to do when the folder is empty"),
-        )
+        for name, (needs, why) in declared("requires", *schema.GROUPS.values()).items()
     ),
     Rule(
         lambda s: s.on_spike == "rollback" and not (s.save and s.save_interval),
@@ -603,7 +532,7 @@ REMARKS = (
     ),
     Rule(lambda s: not s.save, lambda s: "--save is not given: nothing of this training will be kept"),
     Rule(
-        lambda s: s.save and s.save_interval is None and not s.skip_train and steps(s) > LONG,
+        lambda s: s.save and s.save_interval is None and not s.skip_train and s.steps > LONG,
         lambda s: (
             "--save-interval is not given: the only checkpoints are those at the end and at Ctrl-C; --save-interval auto"
         ),
@@ -617,8 +546,8 @@ REMARKS = (
     ),
     Rule(
         lambda s: (
-            evaluates(s)
-            and 0 < steps(s) < s.eval_interval != NEVER
+            s.settings.validates
+            and 0 < s.steps < s.eval_interval != NEVER
             and (s.settings.given("eval_interval") if s.eval_epoch else s.train_iters)
         ),
         lambda s: (
@@ -627,44 +556,20 @@ REMARKS = (
         ),
     ),
     Rule(
-        lambda s: 0 < steps(s) < (s.exit_interval or 0),
+        lambda s: 0 < s.steps < (s.exit_interval or 0),
         lambda s: f"--exit-interval {s.exit_interval} is beyond {last_step(s)}: the run ends first",
     ),
     Rule(
-        lambda s: evaluates(s) and s.eval_epoch and s.train_epochs and s.eval_epoch > s.train_epochs,
+        lambda s: s.settings.validates and s.eval_epoch and s.train_epochs and s.eval_epoch > s.train_epochs,
         lambda s: (
             f"--eval-epoch {s.eval_epoch} is beyond --train-epochs {s.train_epochs}: "
-            f"evaluation happens {'by --eval-interval and ' * (s.eval_interval < steps(s))}at the end alone"
+            f"evaluation happens {'by --eval-interval and ' * (s.eval_interval < s.steps)}at the end alone"
         ),
     ),
 )
 
 
 # Words for the rules --------------------------------------------------------------------------------------------------
-
-
-def evaluates(s: SimpleNamespace) -> bool:
-    """Whether the run validates, and has data for it."""
-    return (s.eval_iters or s.full_validation) and has_data(s, "valid")
-
-
-def evaluates_early(s: SimpleNamespace) -> bool:
-    """Whether the run validates before its end, as far as its length is known."""
-    epochs = s.eval_epoch and s.eval_epoch < (s.train_epochs or math.inf)
-    return bool(evaluates(s) and (epochs or s.eval_interval < (steps(s) or math.inf)))
-
-
-def has_data(s: SimpleNamespace, part: str) -> bool:
-    """Whether there are data for "valid" or "test", as far as --split is readable."""
-    if s.paths or not s.data_path:
-        return not s.paths or part in s.paths
-    shares = s.split.replace("/", ",").split(",")
-    try:
-        return float(shares[("train", "valid", "test").index(part)]) > 0
-    except IndexError:
-        return False
-    except ValueError:
-        return True  # a bad number is reported elsewhere
 
 
 def _asks_for_epochs(s: SimpleNamespace) -> list[str]:
@@ -677,16 +582,9 @@ NEVER = 1_000_000_000  # --eval-interval of runs that validate by epochs, or at 
 LONG = 1000  # steps: repeating as many is costly
 
 
-def steps(s: SimpleNamespace) -> int:
-    """The number of steps of the run; 0 if unknown."""
-    if s.train_iters is None and s.train_samples is None:
-        return 0
-    return s.train_iters or (s.train_samples or 0) // max(1, batch.full_size(s.settings.batch, s.dp))
-
-
 def last_step(s: SimpleNamespace) -> str:
     """The length of the run, in the words of its flag."""
-    return f"--train-iters {s.train_iters}" if s.train_iters else f"the {steps(s)} steps of this run"
+    return f"--train-iters {s.train_iters}" if s.train_iters else f"the {s.steps} steps of this run"
 
 
 def alone(s: SimpleNamespace) -> bool:
@@ -724,7 +622,7 @@ def either(values: Iterable[int]) -> str:
 
 
 _TOKENIZER_NEEDS = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "NullTokenizer": ("vocab_size",)}
-_TOKENIZER_NEEDS |= dict.fromkeys(schema.WORD_PIECE, ("vocab_file",))
+_TOKENIZER_NEEDS |= dict.fromkeys(WORD_PIECE, ("vocab_file",))
 
 
 def _starts_anew(s) -> bool:
@@ -737,7 +635,7 @@ def _missing_for_tokenizer(s: SimpleNamespace) -> list[str]:
     needs = _TOKENIZER_NEEDS.get(s.tokenizer, ("tokenizer_model",)) if s.tokenizer else ()
     if s.tokenizer_model and s.tokenizer != "NullTokenizer":  # a folder or a name provides all its files
         return []
-    return [f"--{name.replace('_', '-')}" for name in needs if not getattr(s, name)]
+    return [dashed(name) for name in needs if not getattr(s, name)]
 
 
 def _discarding(s: SimpleNamespace) -> list[str]:

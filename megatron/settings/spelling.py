@@ -17,6 +17,7 @@ from functools import lru_cache
 from types import MappingProxyType, UnionType
 
 from megatron.errors import did_you_mean
+from megatron.settings.declare import Range, dashed, negated
 from megatron.settings.dialects.megatron_lm import INSTEAD
 from megatron.settings.statements import SaidBy, Statement
 
@@ -43,7 +44,9 @@ class Setting:
     help: str
     alias: tuple[str, ...]
     also: dict  # other words for a value: {"gpu": "cuda"}
-    joined: bool = False  # several words are a list with commas
+    joined: bool  # several words are a list with commas
+    also_sets: dict  # a spelling -> values of other settings, as a preset has them
+    range: Range | None
 
     @property
     def required(self) -> bool:
@@ -170,7 +173,7 @@ def settings_of(groups: Mapping[str, type]) -> list[Setting]:
 
 @lru_cache(maxsize=256)
 def _settings_of(name: str, group: type) -> tuple[Setting, ...]:
-    hints = typing.get_type_hints(group)
+    hints = typing.get_type_hints(group, include_extras=True)
     return tuple(_setting(name, field, hints[field.name]) for field in fields(group))
 
 
@@ -187,14 +190,6 @@ def _spellings_of(groups: tuple[tuple[str, type], ...]) -> Mapping[str, Spelling
             other = result.setdefault(spelling.flag, spelling)
             assert other is spelling, f"{spelling.flag} means {other.setting.name} and {setting.name}"
     return MappingProxyType(result)
-
-
-def dashed(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def negated(name: str) -> str:
-    return "--no-" + name.replace("_", "-")
 
 
 def one_value(kind: type | tuple, word: str, also: dict | None = None):
@@ -239,19 +234,20 @@ def _number(kind: type, word: str):
 
 
 def _setting(group: str, field, hint) -> Setting:
-    optional, many = False, False
+    optional, many, within = False, False, None
     if typing.get_origin(hint) in (typing.Union, UnionType):
         optional = True
         [hint] = [part for part in typing.get_args(hint) if part is not type(None)]
     if typing.get_origin(hint) in (list, tuple):
         many = True
         hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) is typing.Annotated:
+        hint, within = typing.get_args(hint)
     kind = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else hint
     default = field.default_factory() if field.default_factory is not MISSING else field.default
-    metadata = [
-        field.metadata.get(name, default) for name, default in dict(help="", alias=(), also={}, joined=False).items()
-    ]
-    return Setting(group, field.name, kind, many, optional, default, *metadata)
+    empty = dict(help="", alias=(), also={}, joined=False, also_sets={})
+    metadata = {name: field.metadata.get(name, value) for name, value in empty.items()}
+    return Setting(group, field.name, kind, many, optional, default, **metadata, range=within)
 
 
 def _spellings(setting: Setting):

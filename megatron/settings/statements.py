@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Any, Optional
 
 from megatron.errors import Failure
+from megatron.settings.declare import dashed
 
 
 class SaidBy(IntEnum):
@@ -97,7 +98,7 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 
 def words_of(given: Mapping[str, Statement], name: str, value: object) -> str:
     """A setting and its value as the user gave them: `--top-p 1.5 (-o Generation.top_p)`."""
-    return given[name].words if name in given else f"--{name.replace('_', '-')} {value}"
+    return given[name].words if name in given else f"{dashed(name)} {value}"
 
 
 def in_users_words(text: str, said: Mapping[str, Statement]) -> str:
@@ -112,7 +113,7 @@ def in_users_words(text: str, said: Mapping[str, Statement]) -> str:
     for name, one in said.items():
         if (given := one.by_user) is None:
             continue
-        flag = f"--{name.replace('_', '-')}"
+        flag = dashed(name)
         value = " ".join(map(str, one.value)) if isinstance(one.value, list) else str(one.value)
         valued = re.compile(rf"{re.escape(f'{flag} {value}')}(?![\w-]|[.,]\w| \()")
         parted = [
@@ -159,7 +160,7 @@ def resolve(statements: Iterable[Statement]) -> tuple[dict[str, Statement], list
             chosen[name] = last = top[-1]
             for other in top[:-1] if last.value != last.default else since:
                 if other.value != last.value and other.flag != last.flag and not last.switch_off:
-                    both = f"(both set --{name.replace('_', '-')})"
+                    both = f"(both set {dashed(name)})"
                     problems.append(f"{other.words} and {last.words} contradict each other {both}")
                     break
     return chosen, problems

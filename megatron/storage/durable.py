@@ -15,6 +15,8 @@ import secrets
 import shutil
 import socket
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
@@ -29,6 +31,7 @@ _SEAL_LENGTH = len(_SEAL.format("0" * 32))
 _AWAY = (errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN)  # of network file systems that are unreachable
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP)  # of fsync on a folder: some network and user space file systems
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems without advisory locks
+SAY_EVERY = 10.0  # seconds between messages of a waiting process
 
 
 class Damaged(CheckpointError):
@@ -230,3 +233,55 @@ class WriterLock:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+def try_lock(file) -> bool:
+    """Whether this process now holds the `flock` of an open file, or the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (*_NO_LOCKS, errno.EINVAL, errno.EAGAIN, errno.EACCES):
+            raise
+        return error.errno not in (errno.EAGAIN, errno.EACCES)
+    return True
+
+
+def wait_for_lock(
+    file, what: Callable[[], str], log: Callable[[str], None], done: Callable[[], bool] = lambda: False
+) -> bool:
+    """Wait for the `flock` of an open file; the kernel releases it when its holder dies. False: `done()` was True first.
+
+    what: for messages, what is waited for
+    """
+    started, said = time.monotonic(), 0.0
+    while not try_lock(file):
+        if done():
+            return False
+        waited = time.monotonic() - started
+        if waited - said >= SAY_EVERY:
+            said = waited
+            log(f"waiting for {what()} ({waited:.0f} s so far)")
+        time.sleep(min(0.02 + waited / 10, 0.5))
+    return True
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path, target: Path, other: str):
+    """A folder for unfinished files of `target`, which one process may have at a time; it is removed at the end.
+
+    What a killed process left in it is removed first. other: the kind of process that may have it, for Locked
+    """
+    with storage_errors(target):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = WriterLock(folder)
+        except Locked as error:
+            raise Locked(f"{target} is being written by another {other}", error.why, "give another --output") from None
+        try:
+            for path in folder.iterdir():
+                if path.name != ".lock":
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.release()

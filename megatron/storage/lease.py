@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, Optional
 
 from megatron.errors import Failure, Locked
+from megatron.storage.processes import exists
 from megatron.storage.urls import UrlPath
 
 NAME = ".lock"
@@ -143,10 +144,4 @@ def _has_ended(lease: dict) -> bool:
     pid = lease.get("pid")
     if not (lease.get("machine") and lease["machine"] == _machine() and type(pid) is int and pid > 0):
         return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass
-    return False
+    return not exists(pid)

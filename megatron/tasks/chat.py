@@ -17,8 +17,8 @@ from megatron.data.gpt_dataset import note_repeats
 from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.inference import generation_config
 from megatron.model.recipe import LM_LOSS, Recipe, named_recipe
-from megatron.model.t5.rules import refused
-from megatron.settings.effects import Needs
+from megatron.model.t5.t5_rules import refused
+from megatron.settings.declare import Needs, dashed
 from megatron.settings.from_checkpoint import saved_record, settings_of_shape, shape_of
 from megatron.settings.rules import NEVER, Rule
 from megatron.settings.schema import GROUPS, Config
@@ -105,7 +105,7 @@ CHAT_RULES = (
         Rule(
             lambda s, name=name: is_dpo(s) and getattr(s, name),
             lambda s, name=name: (
-                f"--{name.replace('_', '-')} {getattr(s, name):g} is of a loss over words, and --task dpo compares "
+                f"{dashed(name)} {getattr(s, name):g} is of a loss over words, and --task dpo compares "
                 "answers; leave it out"
             ),
         )

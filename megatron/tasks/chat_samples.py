@@ -18,9 +18,9 @@ import numpy as np
 
 from megatron.data.conversations import Conversation, Message, Pair, read_conversations, read_pairs
 from megatron.data.index_cache import cached_arrays
+from megatron.data.indexed import Origin, SamplePart
 from megatron.data.labelled import pair_lengths
 from megatron.data.loader import DOCUMENTS, IDS, MASK
-from megatron.data.token_samples import Origin, SamplePart
 from megatron.errors import DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.chat_template import ChatTemplate, RefusedMessages

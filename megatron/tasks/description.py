@@ -22,12 +22,11 @@ from typing import Any, Optional
 import yaml
 
 from megatron.data.labelled import LabelledTask
-from megatron.data.published import PUBLISHED, plain_name
+from megatron.data.published import PUBLISHED, c3, chid, plain_name, race
 from megatron.data.tables import refuse_half_letters, refuse_many_lines
 from megatron.errors import DataError, SettingsError, UsageError, did_you_mean
 from megatron.tasks.chat_settings import TASKS as CHAT_TASKS
 from megatron.tasks.metrics import METRICS, combined
-from megatron.tasks.questions import c3, chid, race
 from megatron.telemetry.directions import direction_of
 
 Split = Callable[[Mapping[Any, Any], Path, bool], Iterable[Mapping[str, Any]]]

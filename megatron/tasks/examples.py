@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the examples of a task from its files. Needs no torch."""
+"""Read the examples of a task from its files, also of tasks with options instead of classes. Needs no torch."""
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
-from megatron.data.labelled import column, skipped, task_row, task_table
+from megatron.data.labelled import column, skipped, task_row, task_table, unlike_published
 from megatron.data.published import plain_name
-from megatron.data.tables import Row, label_in, refuse_half_letters, refuse_many_lines
+from megatron.data.tables import Row, label_in, refuse_half_letters, refuse_many_lines, text_in
 from megatron.errors import DataError, SettingsError, did_you_mean, no_such_file
 from megatron.tasks.description import TASKS, Task, with_labels
-from megatron.tasks.options import options_in, place_of, questions_in
 
 
 class TaskExample(NamedTuple):
@@ -79,18 +78,27 @@ def read_examples(task: Task, files: Mapping[str, Path], *, labelled: bool = Tru
 
     Raises DataError for missing columns, unknown labels, invalid numbers, and empty files.
     """
-    rows, sets, notes = [], {}, []
-    for name, path in files.items():
-        start = len(rows)
-        table, of_file = task_table(task, path)
+
+    def read(path: Path) -> tuple[list[TaskExample], list[str]]:
+        table, notes = task_table(task, path)
         if task.split:
             table = questions_in(task, path, table, labelled)
-        rows += _examples(task, path, table, labelled)
-        if len(rows) == start:
+        rows = list(_examples(task, path, table, labelled))
+        if not rows:
             raise DataError(f"{path} holds no examples")
-        of_file += skipped(task, path, len(table), len(rows) - start)
-        of_file += _notes_of_ids(task, path, table, rows[start:], labelled)
-        sets[name] = range(start, len(rows))
+        notes += skipped(task, path, len(table), len(rows))
+        return rows, [*notes, *_notes_of_ids(task, path, table, rows, labelled)]
+
+    return of_files(files, read)
+
+
+def of_files(files: Mapping[str, Path], read: Callable[[Path], tuple[list[TaskExample], list[str]]]) -> Examples:
+    """The examples of all files of a split. read: a file -> (its examples, notes on it)."""
+    rows, sets, notes = [], {}, []
+    for name, path in files.items():
+        own, of_file = read(path)
+        sets[name] = range(len(rows), len(rows) + len(own))
+        rows += own
         notes += of_file
     return Examples(tuple(rows), sets, tuple(notes))
 
@@ -224,3 +232,52 @@ def few(examples: Examples, task: Task, count: int) -> Examples:
         if seen[example.label] <= count:
             kept.append(example)
     return Examples(tuple(kept), {"": range(len(kept))}, examples.notes)
+
+
+def options_in(task: Task, row: Mapping[Any, Any], where: str) -> tuple[str, ...]:
+    """The options of a row. Raises DataError for fewer than two texts, or more than the task's labels."""
+    given = column(row, task.options, where, "options")
+    if not isinstance(given, list) or len(given) < 2:
+        raise DataError(f"{where}, {task.options}: at least two options are wanted, as a list of texts")
+    options = tuple(text_in(one, f"{where}, {task.options}") for one in given)
+    if task.labels is not None and len(options) > task.outputs:
+        raise DataError(
+            f"{where}: there are {len(options)} options, and {task.name} has at most {task.outputs}",
+            do="give --labels as many words, one for each place",
+        )
+    return options
+
+
+def place_of(task: Task, label: str, options: Sequence[str], where: str, strict: bool) -> str:
+    """The name of the right option's position. The label is this name, or, in a user's own files, the option itself.
+
+    not strict: "" for other labels, which are an error otherwise
+    """
+    names = task.labels[: len(options)]
+    matches = {known.index(label) for known in (names, () if task.split else options) if label in known}
+    if len(matches) == 1:
+        return names[matches.pop()]
+    if not strict:
+        return ""
+    if matches:
+        raise DataError(
+            f"{where}: the label {label!r} is the name of a place, and the option in another place",
+            do="write places in all rows, with --labels that are no options, as A B C D",
+        )
+    raise DataError(
+        f"{where}: the label {label!r} is none of {len(options)} options, nor the name of a place",
+        f"these are {', '.join(names)}",
+    )
+
+
+def questions_in(task: Task, path: Path, rows: Sequence[Row], labelled: bool) -> list[Row]:
+    """A row for each question in the rows of a published file. Raises DataError for a row in another format."""
+    result = []
+    for row in rows:
+        where = f"{path}, {row.where}"
+        try:
+            questions = list(task.split(row.columns, path, labelled))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise unlike_published(where, task.name, error) from None
+        result += [Row(len(result) + number, row.where, question) for number, question in enumerate(questions)]
+    return result

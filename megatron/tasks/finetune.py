@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.errors import CheckpointError, DataError, SettingsError, StorageError, UsageError, did_you_mean
-from megatron.model.experts.sums import expert_sums
+from megatron.model.experts.parts import expert_sums
 from megatron.model.recipe import SCRIPTS, Recipe
-from megatron.model.t5.rules import refused
-from megatron.settings.effects import CUDA, Needs
+from megatron.model.t5.t5_rules import refused
+from megatron.settings.declare import Needs, dashed
 from megatron.settings.from_checkpoint import found_record, shape_of
-from megatron.settings.rules import NEVER, Rule, evaluates_early
+from megatron.settings.groups.kernels import CUDA
+from megatron.settings.rules import NEVER, Rule
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import BadValue, settings_of
 from megatron.settings.statements import Statement
@@ -166,7 +167,7 @@ TASK_RULES = (
         Rule(
             lambda s, name=name: getattr(s, name) and not finds_words(own(s)),
             lambda s, name=name: (
-                f"--{name.replace('_', '-')} {getattr(s, name)}: it is of a loss over words, in pretraining and with "
+                f"{dashed(name)} {getattr(s, name)}: it is of a loss over words, in pretraining and with "
                 "--pet-loss words; leave it out"
             ),
         )
@@ -183,8 +184,7 @@ TASK_RULES = (
         Rule(
             lambda s, name=name: getattr(own(s), name) and finds_spans(s),
             lambda s, name=name: (
-                f"--{name.replace('_', '-')}: the answers of {own(s).task} are pieces of its texts, and no classes; leave "
-                "it out"
+                f"{dashed(name)}: the answers of {own(s).task} are pieces of its texts, and no classes; leave it out"
             ),
         )
         for name in ("pet_pattern", "soft_labels", "examples_per_class", "word_dropout")
@@ -217,7 +217,7 @@ TASK_RULES = (
 FINDERS = [name for name, row in BACKBONES.items() if row.token_states]
 JUDGED = Needs(
     "a validation file, and evaluations ahead of the end (--eval-epoch, --eval-interval)",
-    lambda s: open_task(own(s)).files["valid"] and evaluates_early(s),
+    lambda s: open_task(own(s)).files["valid"] and s.settings.validates_early(s.dp),
 )
 PATTERN = Needs("--pet-pattern", lambda s: own(s).pet_pattern)
 WORDS_LOSS = Needs("--pet-loss words", lambda s: finds_words(own(s)))

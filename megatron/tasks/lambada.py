@@ -8,13 +8,12 @@ A word is correct if each of its tokens is the likeliest one.
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from megatron.data.tables import refuse_half_letters
+from megatron.data.tables import refuse_half_letters, text_of_file
 from megatron.errors import DataError
 from megatron.inference.scoring import ALONE
 from megatron.inference.stages import summed
@@ -53,10 +52,7 @@ def read_examples(path, tokenizer, *, strict: bool) -> list[Example]:
 
 def read_valid_data(path) -> str:
     """The text of --valid-data. Raises DataError for a file that is not UTF-8."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: {getattr(error, 'strerror', None) or error}", do="check --valid-data") from None
+    return text_of_file(path, str(path), do="check --valid-data")
 
 
 def split_last_word(text: str) -> tuple[str, str]:
@@ -70,21 +66,6 @@ def split_last_word(text: str) -> tuple[str, str]:
     if not head:
         raise ValueError("only one word")
     return head, word
-
-
-@torch.no_grad()
-def count_correct(
-    model,
-    examples: Sequence[Example],
-    *,
-    longest: int,
-    batch_size: int,
-    axis: Axis = ALONE,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> int:
-    """Number of examples that the model gets right: see `find_correct`."""
-    options = dict(longest=longest, batch_size=batch_size, axis=axis, progress=progress)
-    return int(find_correct(model, examples, **options).sum())
 
 
 @torch.no_grad()

@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Optional
 
 import numpy as np
@@ -25,7 +24,7 @@ import torch
 
 from megatron.data.labelled import pair_lengths
 from megatron.data.requests import Scored
-from megatron.data.tables import json_in, refuse_half_letters
+from megatron.data.tables import json_in, refuse_half_letters, text_of_file
 from megatron.errors import DataError, UsageError, did_you_mean
 from megatron.tasks.cloze import Cloze, with_gap
 from megatron.tasks.description import Task
@@ -126,10 +125,7 @@ class Pattern:
 def read_verbalizer(path: str, task: Task) -> tuple[str, ...]:
     """Read the words of each label, in order. Raises DataError for missing or unknown labels, or duplicate words."""
     form = '{"0": "bad", "1": "good"}'
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--pet-verbalizer {path}: {getattr(error, 'strerror', None) or error}") from None
+    text = text_of_file(path, f"--pet-verbalizer {path}")
     given = json_in(text, f"--pet-verbalizer {path}", f"a mapping of labels to words, as {form}")
     if not isinstance(given, Mapping) or not all(isinstance(words, str) and words.strip() for words in given.values()):
         raise DataError(f"--pet-verbalizer {path} is no mapping of labels to words", do=f"as {form}")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
+from megatron.data.tables import text_of_file
 from megatron.errors import DataError, SettingsError
 from megatron.tasks.description import Task
 from megatron.tasks.examples import Examples
@@ -90,10 +91,8 @@ def _rounding(lines: Sequence[str]) -> float:
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # ids may contain other line separators
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--soft-labels {path}: {getattr(error, 'strerror', None) or error}") from None
+    text = text_of_file(path, f"--soft-labels {path}")
+    lines = text.removesuffix("\n").split("\n")  # ids may contain other line separators
     if lines[0].split("\t")[0] != INDEX or len(lines[0].split("\t")) < 3:
         raise DataError(
             f"--soft-labels {path} is no table of probabilities",

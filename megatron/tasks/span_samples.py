@@ -73,6 +73,10 @@ class SpanSamples:
         return {}
 
     @cached_property
+    def _questions(self) -> dict[int, Ids]:
+        return {}
+
+    @cached_property
     def _units(self) -> dict[str, list[int]]:
         return {}
 
@@ -94,11 +98,16 @@ class SpanSamples:
 
     def questions_cut(self, most: int) -> int:
         """How many of the first `most` questions are longer."""
-        rows = self.examples.rows[:most]
-        return sum(len(self.tokenizer.encode(row.text)) > self.longest_question for row in rows)
+        rows = range(min(most, len(self.examples.rows)))
+        return sum(len(self._whole_question(row)) > self.longest_question for row in rows)
 
     def _question(self, row: int) -> Ids:
-        return self.tokenizer.encode(self.examples.rows[row].text)[: self.longest_question]
+        return self._whole_question(row)[: self.longest_question]
+
+    def _whole_question(self, row: int) -> Ids:
+        if row not in self._questions:
+            self._questions[row] = self.tokenizer.encode(self.examples.rows[row].text)
+        return self._questions[row]
 
     def _windows(self, row: int) -> list[tuple[int, int]]:
         return windows(len(self._text(row).ids), self.reader.room(True) - len(self._question(row)))

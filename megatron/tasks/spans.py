@@ -19,7 +19,7 @@ import numpy as np
 from megatron.data.tables import json_in, text_in
 from megatron.errors import DataError, no_such_file
 from megatron.tasks.description import Task
-from megatron.tasks.examples import Examples, TaskExample
+from megatron.tasks.examples import Examples, TaskExample, of_files
 
 HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 UNIT = re.compile(rf"\s*(?:[{HAN}]|(?:(?![{HAN}])\w)+|[^\w\s])")  # with the blanks before it
@@ -42,22 +42,18 @@ def read_spans(task: Task, files: Mapping[str, Path], *, labelled: bool = True) 
 
     Raises DataError for files of another form. A question none of whose answers is in its text is left out, with a note.
     """
-    rows, sets, notes = [], {}, []
-    for name, path in files.items():
-        start, lost = len(rows), []
-        for example in _questions(task, path, labelled):
-            if labelled and not example.answers:
-                lost.append(example.id)
-            else:
-                rows.append(example)
-        if len(rows) == start:
+
+    def read(path: Path) -> tuple[list[TaskExample], list[str]]:
+        questions = list(_questions(task, path, labelled))
+        lost = [one.id for one in questions if labelled and not one.answers]
+        rows = [one for one in questions if not labelled or one.answers]
+        if not rows:
             raise DataError(f"{path} holds no questions{' with an answer in its text' if lost else ''}")
-        if lost:
-            notes.append(
-                f"{path}: {len(lost):,} questions are left out, whose answer is not in the text (first: {lost[0]})"
-            )
-        sets[name] = range(start, len(rows))
-    return Examples(tuple(rows), sets, tuple(notes))
+        first = f"(first: {lost[0]})" if lost else ""
+        note = f"{path}: {len(lost):,} questions are left out, whose answer is not in the text {first}"
+        return rows, [note] * bool(lost)
+
+    return of_files(files, read)
 
 
 def _questions(task: Task, path: Path, labelled: bool) -> Iterator[TaskExample]:

@@ -3,8 +3,14 @@
 
 Each evaluation returns records: the line that Megatron-LM prints, its figures, and the same without the items that are in
 the training data.
+
+WikiText's perplexity is per word of the original, pre-tokenized text, so that vocabularies can be compared. The
+published files are split into words by spaces (`tokens , and 1 @.@ 5`). The model reads natural text, so the text is
+detokenized first, with the substitutions that published results use. The token ratio converts the loss per token to a
+loss per original word.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -22,7 +28,6 @@ from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import Axis
 from megatron.tasks.contaminated import judge, judge_file, judge_lines, lines_of_tokens, training_contents
 from megatron.tasks.lambada import find_correct, read_examples, read_valid_data
-from megatron.tasks.wikitext import count_words, detokenize, token_ratio
 from megatron.tokenizer.base import Tokenizer
 
 
@@ -253,3 +258,45 @@ def run_score(work: Evaluation, tokens, stride: int, part=None, prefix=()):
         part=part,
         prefix=prefix,
     )
+
+
+# In this order: split text -> original text.
+SUBSTITUTIONS = (
+    (r"s '", "s'"),  # plural genitive
+    (r" @([-,.])@ ", r"\1"),  # inside numbers and compounds
+    (r" ([:;.!?,]) ", r"\1 "),
+    (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
+    (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
+    (r"\{\s*([^\}]*?)\s*\}", r"{\1}"),
+    (r"\"\s*([^\"]*?)\s*\"", r'"\1"'),
+    (r"'\s*([^']*?)\s*'", r"'\1'"),
+    (r"= = = =", "===="),
+    (r"= = =", "==="),
+    (r"= =", "=="),
+    (" \u00b0 ", "\u00b0"),
+    (r" \n", "\n"),
+    (r"\n ", "\n"),
+    (r" N ", " 1 "),
+    (r" 's", "'s"),
+)
+
+
+def detokenize(text: str) -> str:
+    """Convert WikiText's words to natural text.
+
+    >>> detokenize("It cost 1 @.@ 5 million ( in 1999 ) , they say .")
+    'It cost 1.5 million (in 1999), they say .'
+    """
+    for pattern, replacement in SUBSTITUTIONS:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def count_words(text: str) -> int:
+    """Number of words of the original text, as published perplexities count them: pieces between single spaces."""
+    return len(text.strip().split(" "))
+
+
+def token_ratio(tokens: int, words: int) -> float:
+    """Predicted tokens per predicted word."""
+    return (tokens - 1) / (words - 1)

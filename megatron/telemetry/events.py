@@ -23,10 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from megatron.telemetry.run_folder import METRICS, find_metrics
+from megatron.telemetry.run_folder import find_events
 from megatron.telemetry.run_record import as_json
 
-EVENTS = "events.jsonl"
 LEVELS = ("info", "warning", "error")  # in ascending order of urgency
 COMMON = ("time", "event", "level", "iteration", "rank", "host", "source", "message")  # fields of every event
 
@@ -328,25 +327,6 @@ def append_line(path: Path, line: str) -> None:
         os.write(file, b"\n" * torn + line.encode() + b"\n")
     finally:
         os.close(file)
-
-
-def events_path(metrics: Optional[Path]) -> Optional[Path]:
-    """The events file next to a metrics file: events.jsonl, or NAME.events.jsonl next to a --metrics-file NAME.jsonl.
-
-    >>> events_path(Path("runs/a/metrics.jsonl")), events_path(Path("logs/a.jsonl"))
-    (PosixPath('runs/a/events.jsonl'), PosixPath('logs/a.events.jsonl'))
-    """
-    if metrics is None:
-        return None
-    return metrics.with_name(EVENTS if metrics.name == METRICS else f"{metrics.stem}.{EVENTS}")
-
-
-def find_events(place: Path) -> Path:
-    """The events file of a run's folder, or of its metrics file. It may not exist."""
-    if place.name.endswith(EVENTS):
-        return place
-    metrics = place if place.suffix == ".jsonl" else find_metrics(place)
-    return events_path(metrics) if metrics else place / EVENTS
 
 
 def read_events(place: Path, after: int = 0) -> list[dict]:

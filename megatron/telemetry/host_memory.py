@@ -76,7 +76,8 @@ def resident_memory() -> int:
 def most_resident_memory() -> int:
     """Peak bytes of resident memory of this process; 0 if the system does not report them.
 
-    Not getrusage, whose value is at least the memory of the parent at the time of the fork.
+    Not getrusage, whose value is at least the memory of the parent at the time of the fork. `corpus.commit.forget_peak`
+    begins anew.
     """
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")

@@ -36,7 +36,7 @@ from megatron.telemetry.log_lines import (
 from megatron.telemetry.progress_log import ProgressLog
 from megatron.telemetry.prometheus import Prometheus
 from megatron.telemetry.run_folder import METRICS, last_saved, point_to
-from megatron.telemetry.run_record import JsonLines, launches_in, now
+from megatron.telemetry.run_record import JsonLines, now
 from megatron.telemetry.step_metrics import Interval, RunSizes, StepMetrics, load_ends, step_record, step_tags
 from megatron.telemetry.timers import Timers, spans, table
 from megatron.telemetry.trackers import TensorBoard, VisualDL, WeightsAndBiases
@@ -92,7 +92,9 @@ class Metrics:
         header = header or dict(kind="run", iteration=iteration, time=now())
         path = metrics_path(logging, save)
         if logging.metrics_port is not None:
-            self._serve(header, launches_in(path) if path else 0, save)
+            from megatron.telemetry.history import read_end  # and numpy
+
+            self._serve(header, read_end(path).launches if path else 0, save)
         if path:
             self.json = JsonLines(path)
             self.json.write(header)

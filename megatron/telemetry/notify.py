@@ -26,8 +26,9 @@ from typing import Optional
 from megatron.errors import SettingsError
 from megatron.settings.schema import Logging
 from megatron.telemetry.event_rules import read_rules
-from megatron.telemetry.events import LEVELS, EventLog, events_path
+from megatron.telemetry.events import LEVELS, EventLog
 from megatron.telemetry.metrics import metrics_path
+from megatron.telemetry.run_folder import events_path
 
 ROOM = 256  # maximal number of queued events
 PAUSES = (1.0, 3.0, 9.0, 27.0)  # seconds before each further try

@@ -157,7 +157,7 @@ class Prometheus:
         for name in OF_A_STEP:
             if record.get(name) is not None:
                 self._set(name, record[name])
-        names = [name for name in (LOSS, *own_sums([record])) if name not in NORMS]
+        names = [name for name in (LOSS, *own_sums(record)) if name not in NORMS]
         losses = [name for name in names if isinstance(record.get(name), (int, float))]
         for name in losses:
             self._set("loss", record[name], name=name)

@@ -1,39 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of runs by their metrics, as an HTML page or as JSON: the settings that differ, losses, curves, totals.
+"""Comparison of runs by their metrics, for a page or as JSON: the settings that differ, losses, totals.
 
     figures({"a": read_history(...), "b": read_history(...)})     # the output of --json
-    page_of({"a": ..., "b": ...}, "a and b")                      # HTML
+    facts({"a": ..., "b": ...})                                   # headline numbers and sections of the page
 
 All other runs are compared with the first one.
 """
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
-from megatron.telemetry.curves import data_url, is_number, smooth, thin, validation_points
-from megatron.telemetry.drawing import (
-    BLUE,
-    GREEN,
-    INK,
-    LINE,
-    ORANGE,
-    RED,
-    SOFT,
-    THEME,
-    VIOLET,
-    new_figure,
-    plain,
-    svg_of,
-)
-from megatron.telemetry.figures import count, duration
-from megatron.telemetry.report_page import Grid, Section, page
-from megatron.telemetry.run_record import LOSS, History, own_sums
+import numpy as np
 
-COLOURS = (BLUE, ORANGE, GREEN, VIOLET, RED, INK, SOFT)
-DASHES = ("-", "--", ":", "-.")  # dashes if there are more runs than colours
+from megatron.settings.declare import dashed
+from megatron.telemetry.figures import count, duration
+from megatron.telemetry.history import History
+from megatron.telemetry.report_page import Grid, Section, Tile
+
 ALWAYS = ("code commit", "--seed")  # listed even if they are the same
 LAST = 20  # steps in the mean that is the final training loss of a run
 PLACES = (  # settings of paths and names, which do not affect training
@@ -42,7 +27,6 @@ PLACES = (  # settings of paths and names, which do not affect training
 )
 
 Runs = Mapping[str, History]  # by name
-Point = tuple[float, float]
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -62,22 +46,17 @@ def figures(runs: Runs) -> dict[str, Any]:
 def figures_of(history: History) -> dict[str, Any]:
     """Progress of a run: iteration, samples, tokens, time, throughput."""
     steps, last = history.steps, history.steps[-1]
-    speeds = [step["tokens_per_second"] for step in steps if step.get("tokens_per_second")]
+    speeds = [speed for speed in steps.known("tokens_per_second").tolist() if speed]
     return dict(
         iteration=last["iteration"],
         samples=last["consumed_samples"],
-        tokens=last["consumed_samples"] * tokens_of_sample(history),
-        seconds=round(sum(step.get("seconds") or 0.0 for step in steps), 3),
+        tokens=last["consumed_samples"] * history.sample_tokens,
+        seconds=round(float(np.nansum(steps["seconds"])), 3),
         tokens_per_second=statistics.median(speeds) if speeds else None,
         parameters=history.run.get("parameters"),
         launches=len(history.starts),
         interleaved=history.interleaved,
     )
-
-
-def tokens_of_sample(history: History) -> int:
-    """Tokens of a sample; 0 if the run's record does not contain it."""
-    return int(((history.run.get("config") or {}).get("model") or {}).get("seq_length") or 0)
 
 
 def final_losses(runs: Runs) -> dict[str, list[Optional[float]]]:
@@ -97,7 +76,7 @@ def final_losses(runs: Runs) -> dict[str, list[Optional[float]]]:
 
 def named(runs: Runs) -> list[str]:
     """Names of the values to compare: tasks' metrics, losses, and other sums that models log."""
-    sums = [name for history in runs.values() for name in (history.loss, *own_sums(history.steps))]
+    sums = [name for history in runs.values() for name in (history.loss, *history.sums)]
     return list(dict.fromkeys([*_judged(runs), *sums]))
 
 
@@ -106,12 +85,14 @@ def _judged(runs: Runs) -> list[str]:
 
 
 def _at_step_1(history: History, name: str) -> Optional[float]:
-    return next((step.get(name) for step in history.steps if step["iteration"] == 1), None)
+    first = history.steps[name][history.steps["iteration"] == 1]
+    return float(first[0]) if len(first) and math.isfinite(first[0]) else None
 
 
 def _mean_until(history: History, name: str, end: int) -> Optional[float]:
-    values = [step[name] for step in history.steps if step["iteration"] <= end and is_number(step.get(name))]
-    return statistics.fmean(values[-LAST:]) if values else None
+    values = history.steps[name][history.steps["iteration"] <= end]
+    values = values[np.isfinite(values)][-LAST:].tolist()
+    return statistics.fmean(values) if values else None
 
 
 def _evaluations(runs: Runs, name: str) -> dict[str, list[Optional[float]]]:
@@ -131,7 +112,7 @@ def _by_iteration(history: History, split: str, name: str, final: bool) -> dict[
     return {
         e["iteration"]: e[name]
         for e in history.evals
-        if e.get("split") == split and bool(e.get("final")) == final and is_number(e.get(name))
+        if e.get("split") == split and bool(e.get("final")) == final and isinstance(e.get(name), (int, float))
     }
 
 
@@ -150,7 +131,7 @@ def _described(history: History) -> dict[str, str]:
     own = config.pop("extra", None) or {}
     config.pop("given", None)
     groups = [group for group in [*config.values(), *own.values()] if isinstance(group, dict)]
-    settings = {f"--{name.replace('_', '-')}": value for group in groups for name, value in group.items()}
+    settings = {dashed(name): value for group in groups for name, value in group.items()}
     rows = {"code commit": run.get("commit"), "--seed": settings.pop("--seed", None)}
     code = run.get("code") or {}  # checksums of the recipe's files: files that git ignores are in no commit
     rows |= {f"checksum of {name}": checksum for name, checksum in (code.get("files") or {}).items()}
@@ -201,7 +182,7 @@ def _same_validation(one: History, other: History) -> str:
         config = history.run.get("config") or {}
         data = config.get("data") or {}
         kept = [data.get(name) for name in DATA.split()]
-        return [*kept, tokens_of_sample(history), (config.get("logging") or {}).get("seed")]
+        return [*kept, history.sample_tokens, (config.get("logging") or {}).get("seed")]
 
     both = [places(history) for history in (one, other)]
     common = both[0].keys() & both[1].keys()
@@ -220,28 +201,22 @@ def _same_validation(one: History, other: History) -> str:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def page_of(runs: Runs, title: str) -> str:
-    """The comparison as an HTML page."""
+def facts(runs: Runs) -> tuple[str, list[Tile], list[Section]]:
+    """(subtitle, headline numbers, sections) of the page."""
     losses, head = final_losses(runs), ["", *runs]
-    colours = [(colour, THEME[colour]) for colour, _ in _styles(runs)]
     sections = [
-        Section(
-            "Losses",
-            grids=[Grid("", head, [[name, *_against_first(values)] for name, values in losses.items()], colours)],
-        ),
+        Section("Losses", grids=[Grid("", head, [[name, *_against_first(values)] for name, values in losses.items()])]),
         Section("The same samples", tables=[("", _samples_rows(runs))]),
         Section(
-            "What differs",
-            grids=[Grid("", head, [[name, *values] for name, values in differences(runs).items()], colours)],
+            "What differs", grids=[Grid("", head, [[name, *values] for name, values in differences(runs).items()])]
         ),
-        *(Section(heading, plots(runs, *axis)) for heading, axis in AXES.items()),
-        Section("Totals", grids=[Grid("", head, _totals(runs), colours)]),
+        Section("Totals", grids=[Grid("", head, _totals(runs))]),
     ]
     first, *others = runs
-    return page(title, f"{', '.join(others)} compared with {first}", tiles(runs), sections)
+    return f"{', '.join(others)} compared with {first}", tiles(runs), sections
 
 
-def tiles(runs: Runs) -> list[tuple[str, str, str]]:
+def tiles(runs: Runs) -> list[Tile]:
     """The headline number of each run: its last validation loss, else its training loss."""
     rows = [(name, values) for name, values in final_losses(runs).items() if name.startswith(f"{named(runs)[0]}, ")]
     best = next((row for row in reversed(rows) if "validation" in row[0] and None not in row[1]), None)
@@ -289,93 +264,3 @@ def _totals(runs: Runs) -> list[list[str]]:
         [names.get(name, name), *("-" if one[name] is None else formatted(one[name]) for one in totals)]
         for name, formatted in formats.items()
     ]
-
-
-# -- curves ------------------------------------------------------------------------------------------------------------
-
-
-def _steps(history: History) -> dict[int, float]:
-    return {step["iteration"]: step["iteration"] for step in history.steps}
-
-
-def _tokens(history: History) -> dict[int, float]:
-    length = tokens_of_sample(history) or 1
-    return {step["iteration"]: step["consumed_samples"] * length for step in history.steps}
-
-
-def _minutes(history: History) -> dict[int, float]:
-    times = itertools.accumulate(step.get("seconds") or 0.0 for step in history.steps)
-    return {step["iteration"]: time / 60 for step, time in zip(history.steps, times, strict=True)}
-
-
-AXES: dict[str, tuple[str, Callable[[History], dict[int, float]]]] = {  # heading -> label, place of each iteration
-    "Against steps": ("iteration", _steps),
-    "Against tokens": ("tokens trained on", _tokens),
-    "Against time": ("minutes in training steps", _minutes),
-}
-
-
-def plots(runs: Runs, across: str, places: Callable[[History], dict[int, float]]) -> list[tuple[str, str]]:
-    """Plot each quantity with the curves of all runs: (caption, SVG as a data URL)."""
-    judged, loss = _judged(runs), next(iter(runs.values())).loss
-    own = [name for name in named(runs) if name not in (*judged, loss)]
-    label = "loss (nats a token)" if loss == LOSS else loss
-    wanted = [
-        *((f"{name}, in validation", name, _validation(name)) for name in judged),
-        ("Training loss, running mean", label, _training(loss)),
-        ("Validation loss", label, _validation(loss)),
-        ("Learning rate", "learning rate", _each("learning_rate")),
-        ("Gradient norm before clipping, running mean", "L2 norm of all gradients", _training("grad_norm")),
-        *((f"{name}, running mean", "mean over the tokens that count", _training(name)) for name in own),
-    ]
-    pictures = []
-    for caption, label, curve in wanted:
-        curves = {name: _placed(curve(history), places(history)) for name, history in runs.items()}
-        if any(curves.values()):
-            pictures.append((caption, _picture(curves, across, label)))
-    return pictures
-
-
-def _each(name: str) -> Callable[[History], list[tuple[int, float]]]:
-    return lambda history: [(step["iteration"], step[name]) for step in history.steps if is_number(step.get(name))]
-
-
-def _training(name: str) -> Callable[[History], list[tuple[int, float]]]:
-    return lambda history: smooth(_each(name)(history))
-
-
-def _validation(name: str) -> Callable[[History], list[tuple[int, float]]]:
-    return lambda history: validation_points(history.evals, name)
-
-
-def _placed(points: list[tuple[int, float]], places: dict[int, float]) -> list[Point]:
-    return [(places[at], value) for at, value in points if at in places]
-
-
-def _styles(runs) -> list[tuple[str, str]]:
-    """(colour, dashes) of each run."""
-    return [
-        (COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]) for number in range(len(runs))
-    ]
-
-
-def _picture(curves: dict[str, list[Point]], across: str, up: str) -> str:
-    figure = new_figure(5.4, 3.1, "the report")
-    axes = figure.add_subplot()
-    for (name, points), (colour, dashes) in zip(curves.items(), _styles(curves), strict=True):
-        if points:
-            few = dict(marker="o", markersize=4) if len(points) <= 12 else {}
-            axes.plot(*thin(points), color=colour, linestyle=dashes, linewidth=1.5, label=name, **few)
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
-    axes.xaxis.set_major_formatter(lambda value, _: count(value) if value >= 1e4 else f"{value:g}")
-    values = [value for points in curves.values() for _, value in points]
-    if up.startswith("L2") and min(values) > 0 and max(values) > 10 * min(values):
-        axes.set_yscale("log")
-    if not math.isclose(min(values), max(values)):
-        axes.margins(x=0.01)
-    axes.grid(color=LINE, alpha=0.5, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.legend(frameon=False, fontsize=9, labelcolor=INK)
-    plain(axes)
-    return data_url(svg_of(figure))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the metrics of a run from its --save folder.
+"""Find the files of a run from its --save folder: metrics, events, checkpoints.
 
 The metrics are in the folder itself unless --metrics-file is given. A launch then writes their path to metrics_file.txt in
 the folder: one line, relative to the folder, so that both may be moved together.
@@ -10,12 +10,13 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Optional, TypeVar
+from typing import NamedTuple, Optional, TypeVar, Union
 
-from megatron.storage.urls import location
-from megatron.telemetry.run_record import records
+from megatron.storage.urls import UrlPath, local_folder, location
+from megatron.telemetry.run_record import is_metrics
 
-METRICS = "metrics.jsonl"
+Place = Union[Path, UrlPath]
+METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 POINTER = "metrics_file.txt"
 Found = TypeVar("Found")
 
@@ -30,22 +31,78 @@ def point_to(metrics: Path, folder: Path) -> None:
     pointer.write_text(os.path.relpath(metrics.resolve(), folder.resolve()) + "\n", encoding="utf-8")
 
 
-def find_metrics(folder: Path) -> Optional[Path]:
-    """The metrics file of a run's folder; None if there is none.
+def find_metrics(place: Place) -> Optional[Place]:
+    """The metrics file of a run's folder, or the file itself; None if there is none.
 
     First the path in metrics_file.txt, then metrics.jsonl. Runs of earlier versions wrote no metrics_file.txt: there the
-    --metrics-file in the newest checkpoint counts, relative to the current directory.
+    --metrics-file in the newest checkpoint counts, relative to the current directory. A run whose folder is in an object
+    store writes its metrics to a folder of this machine; they may have been copied there.
     """
-    named = folder / POINTER
+    if place.name.endswith(".jsonl"):
+        return place if place.is_file() else None
+    if isinstance(place, UrlPath):
+        metrics = find_metrics(local_folder(str(place)))
+        if metrics and location(_save_of(metrics)) == place:
+            return metrics
+        return place / METRICS if (place / METRICS).is_file() else None
+    named = place / POINTER
     if named.is_file():
-        path = folder.resolve() / named.read_text(encoding="utf-8", errors="replace").strip()
+        path = place.resolve() / named.read_text(encoding="utf-8", errors="replace").strip()
         if path.is_file():
             return Path(os.path.normpath(path))
-    if (folder / METRICS).is_file():
-        return folder / METRICS
-    config = (last_state(str(folder)) or {}).get("config") or {}
+    if (place / METRICS).is_file():
+        return place / METRICS
+    config = (last_state(str(place)) or {}).get("config") or {} if place.is_dir() else {}
     path = Path((config.get("logging") or {}).get("metrics_file") or "")
-    return path if path.is_file() and _saves_into(path, folder) else None
+    save = path.is_file() and _save_of(path)  # a relative path may belong to another run from here
+    return path if save and Path(save).resolve() == place.resolve() else None
+
+
+def _save_of(metrics: Path) -> str:
+    """The --save folder of the newest launch in a metrics file; empty if it has none."""
+    from megatron.telemetry.history import read_end  # and numpy, which few need that look for files
+
+    return read_end(metrics).group("checkpoint").get("save") or ""
+
+
+def events_path(metrics: Optional[Place]) -> Optional[Place]:
+    """The events file next to a metrics file: events.jsonl, or NAME.events.jsonl next to a --metrics-file NAME.jsonl.
+
+    >>> events_path(Path("runs/a/metrics.jsonl")), events_path(Path("logs/a.jsonl"))
+    (PosixPath('runs/a/events.jsonl'), PosixPath('logs/a.events.jsonl'))
+    """
+    if metrics is None:
+        return None
+    return metrics.with_name(EVENTS if metrics.name == METRICS else f"{metrics.stem}.{EVENTS}")
+
+
+def find_events(place: Path) -> Path:
+    """The events file of a run's folder, or of its metrics file. It may not exist."""
+    if place.name.endswith(EVENTS):
+        return place
+    metrics = place if place.suffix == ".jsonl" else find_metrics(place)
+    return events_path(metrics) if metrics else place / EVENTS
+
+
+def runs_at(place: Place) -> list[tuple[Place, Place]]:
+    """Find (folder, metrics file) of the run of a folder, or of the runs at any depth below it (in a store: directly).
+
+    If `place` is a metrics file, it also stands for the folder: files of other runs may be next to it (--metrics-file).
+    """
+    if metrics := find_metrics(place):
+        return [(metrics.parent if metrics == place and metrics.name == METRICS else place, metrics)]
+    if isinstance(place, Path):
+        return [*found_below(place, _run_at)] if place.is_dir() else []
+    inside = sorted(place.iterdir(), key=numbers_by_size) if place.is_dir() else []
+    return [(folder, metrics) for folder in inside if (metrics := find_metrics(folder))]
+
+
+def _run_at(place: Path) -> Optional[tuple[Place, Place]]:
+    """The run of a folder or of a file inside a folder that was named; other files of JSON lines hold texts or samples."""
+    metrics = find_metrics(place)
+    if metrics is None or metrics == place and not is_metrics(place):
+        return None
+    return place, metrics
 
 
 def found_below(folder: Path, find: Callable[[Path], Optional[Found]]) -> Iterator[Found]:
@@ -67,13 +124,6 @@ def found_below(folder: Path, find: Callable[[Path], Optional[Found]]) -> Iterat
 def numbers_by_size(path: Path) -> list:
     """A key for sorting: run 2 before run 10."""
     return [(word.isdigit(), int(word) if word.isdigit() else word) for word in re.split(r"(\d+)", path.name) if word]
-
-
-def _saves_into(metrics: Path, folder: Path) -> bool:
-    """Whether the run of a metrics file saves into this folder: a relative path may belong to another run from here."""
-    launches = [record for record in records(metrics) if record and record["kind"] == "run"]
-    save = launches and ((launches[-1].get("config") or {}).get("checkpoint") or {}).get("save")
-    return bool(save) and Path(save).resolve() == folder.resolve()
 
 
 def unique_names(places: list[str]) -> list[str]:
@@ -113,7 +163,13 @@ def last_saved(folder: str) -> Optional[Saved]:
     return None
 
 
-def _checkpoints(folder: str) -> list[Path]:
+def newest_checkpoint(folder: Optional[str]) -> Optional[int]:
+    """The iteration of the newest complete checkpoint of a folder. Its contents are verified when it is loaded."""
+    newest = next(iter(_checkpoints(folder)), None) if folder else None
+    return newest and int(NAME.fullmatch(newest.name)[1])
+
+
+def _checkpoints(folder: str) -> list[Place]:
     """The complete checkpoints, newest first."""
     paths = [
         path for path in location(folder).glob("iter_*") if NAME.fullmatch(path.name) and (path / "index.json").exists()

@@ -7,7 +7,7 @@ first rank, one per log interval), `ranks` (seconds of a step by part and rank),
 expert), `save` (a checkpoint was written, or started), `spike` (that caused a rollback), `rewind` (to this iteration) and
 `end` (exit code and reason, unless the process was killed). The file only grows. A resumed run appends a `run` record with
 the iteration it starts from: it invalidates the `step`, `eval`, `ranks` and `experts` records of a killed run after that
-iteration, and `read_history` leaves them out. A line torn by the kill is skipped.
+iteration, and telemetry/history.py leaves them out. A line torn by the kill is skipped.
 """
 
 import functools
@@ -19,14 +19,13 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
-from megatron.telemetry.directions import LARGER, SMALLER, direction_of
+import orjson
 
 LIBRARIES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "triton", "flash-attn", "apex")
 
@@ -131,45 +130,6 @@ def as_json(value):
     return value if isinstance(value, (str, int, type(None))) else str(value)
 
 
-@dataclass
-class History:
-    """A run from its records, across resumes: steps and evaluations that count, in order of iteration."""
-
-    run: dict = field(default_factory=dict)  # the newest run record
-    steps: list[dict] = field(default_factory=list)
-    evals: list[dict] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)  # iteration that each launch started from
-    events: list[dict] = field(default_factory=list)  # records of the kinds of EVENTS, in order of time
-    memory: list[dict] = field(default_factory=list)
-    ranks: list[dict] = field(default_factory=list)  # times of all ranks in the parts of a step
-    experts: list[dict] = field(default_factory=list)  # tokens of all experts in a step
-    damaged_lines: int = 0
-    interleaved: int = 0  # steps that do not follow the one before: several runs wrote to this file at the same time
-
-    @property
-    def loss(self) -> str:
-        """The name of the training loss: of the language model, or of a task."""
-        return LOSS if any(LOSS in step for step in self.steps) else TASK_LOSS
-
-    @property
-    def figures(self) -> list[str]:
-        """Names of a validation's values other than losses and their perplexities, such as a task's metrics; first the
-        selection criterion.
-        """
-        logged = dict.fromkeys(name for e in self.evals if e.get("split") == "validation" for name in e)
-        sums = {name for step in self.steps for name in step} | {f"{name} ppl" for name in logged}
-        names = [name for name in logged if name not in OF_EVERY_EVALUATION | sums]
-        first = (self.run.get("criterion") or {}).get("figure")
-        return sorted(names, key=lambda name: name != first)
-
-    def direction(self, figure: str) -> Optional[str]:
-        """Whether a smaller or a larger value of a figure is better; None: not known. The run says it of its criterion."""
-        criterion = self.run.get("criterion") or {}
-        if criterion.get("figure") == figure and criterion.get("smaller_is_better") is not None:
-            return SMALLER if criterion["smaller_is_better"] else LARGER
-        return direction_of(figure)
-
-
 EVENTS = ("run", "save", "spike", "rewind", "end")
 LOSS, TASK_LOSS = "lm loss", "loss"
 OF_EVERY_EVALUATION = {
@@ -186,40 +146,9 @@ OF_EVERY_STEP = {  # keys of a step other than the means of the stages' sums
 }
 
 
-def own_sums(steps: list[dict]) -> list[str]:
-    """Names of the sums that a model logs in addition to the language-model loss."""
-    names = dict.fromkeys(name for step in steps for name in step)
+def own_sums(names: Iterable[str]) -> list[str]:
+    """Names of the sums that a model logs in addition to the language-model loss, among the names of a step's values."""
     return [name for name in names if name not in OF_EVERY_STEP and name != LOSS]
-
-
-def read_history(path: Path) -> History:
-    """Read a metrics file. Damaged lines are counted in `damaged_lines`."""
-    history = History()
-    for record in records(path):
-        if record is None:
-            history.damaged_lines += 1
-            continue
-        kind, iteration = record["kind"], int(record["iteration"])
-        if kind in EVENTS:
-            history.events.append(record)
-        elif kind == "memory":
-            history.memory.append(record)
-        elif kind == "ranks":
-            history.ranks.append(record)
-        elif kind == "experts":
-            history.experts.append(record)
-        if kind in ("run", "rewind"):
-            for undone in (history.steps, history.evals, history.ranks, history.experts):
-                _drop_after(undone, iteration)
-        if kind == "run":
-            history.run = record
-            history.starts.append(iteration)
-        elif kind in ("step", "eval"):
-            history.interleaved += bool(
-                kind == "step" and history.steps and iteration <= history.steps[-1]["iteration"]
-            )
-            (history.steps if kind == "step" else history.evals).append(record)
-    return history
 
 
 def records(path: Path) -> Iterator[Optional[dict]]:
@@ -228,10 +157,10 @@ def records(path: Path) -> Iterator[Optional[dict]]:
         yield from map(parse_record, filter(bytes.strip, lines))
 
 
-def parse_record(line: bytes, loads: Callable[[bytes], Any] = json.loads) -> Optional[dict]:
-    """The record of a line of a metrics file; None for a damaged line. loads: as `json.loads`"""
+def parse_record(line: bytes) -> Optional[dict]:
+    """The record of a line of a metrics file; None for a damaged line."""
     try:
-        record = loads(line)
+        record = orjson.loads(line)
         _ = record["kind"], int(record["iteration"])
     except (ValueError, KeyError, TypeError):
         return None
@@ -256,17 +185,3 @@ def is_metrics(path: Path) -> bool:
             return file.read(len(LAUNCH)) == LAUNCH
     except OSError:
         return False
-
-
-def launches_in(path: Path) -> int:
-    """The number of launches that wrote to a metrics file of any length; 0 without the file."""
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            return count_launches(text)
-    except (OSError, ValueError):  # missing or empty
-        return 0
-
-
-def _drop_after(records: list[dict], iteration: int) -> None:
-    while records and records[-1]["iteration"] > iteration:
-        records.pop()

@@ -2,18 +2,20 @@
 """What the web servers of this suite share: a socket that listens, headers of every response, and the head of a page."""
 
 import errno
+import html
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.errors import SettingsError, UsageError
+from megatron.telemetry.curves import data_url
 
 # Everything comes from the server itself; a page adds what else it needs.
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-COMMON = Path(__file__).parent / "web_page"  # head.html, page.css, icon.svg
+COMMON = Path(__file__).parent / "web_page"  # head.html, page.css, facts.css, icon.svg
 
 
 @dataclass(frozen=True)
@@ -22,20 +24,37 @@ class PageHead:
 
     title: str
     heading: str
-    files: Sequence[str]
+    files: Sequence[Path]
     theme_key: str
     help_key: str
 
-    def page(self, body: Path) -> str:
-        """The page: the common head with these words, and the rest of the page."""
+    def page(self, body: str) -> str:
+        """The page: the common head with these words, and the rest of the page. Its files are loaded by name."""
+        scripts, styles = self._files()
+        tags = ['<link rel="icon" href="icon.svg" type="image/svg+xml">']
+        tags += [f'<link rel="stylesheet" href="{path.name}">' for path in styles]
+        return self._head(tags + [f'<script src="{path.name}" defer></script>' for path in scripts]) + body
+
+    def whole(self, body: str) -> str:
+        """The same page in one file. Scripts are at the end of the body."""
+        scripts, styles = self._files()
+        icon = data_url((COMMON / "icon.svg").read_text(encoding="utf-8"))
         tags = [
-            f'<script src="{name}" defer></script>'
-            if name.endswith(".js")
-            else f'<link rel="stylesheet" href="{name}">'
-            for name in self.files
+            f'<link rel="icon" href="{icon}">',
+            *(f"<style>{path.read_text(encoding='utf-8')}</style>" for path in styles),
         ]
+        text = "\n".join(f"<script>{path.read_text(encoding='utf-8')}</script>" for path in scripts)
+        return self._head(tags) + body.replace("</body>", f"{text}\n</body>")
+
+    def _files(self) -> tuple[list[Path], list[Path]]:
+        """(scripts, style sheets)"""
+        scripts = [path for path in self.files if path.suffix == ".js"]
+        return scripts, [COMMON / "page.css", *(path for path in self.files if path.suffix == ".css")]
+
+    def _head(self, tags: list[str]) -> str:
         head = (COMMON / "head.html").read_text(encoding="utf-8")
-        return head.format(**vars(self) | dict(files="\n".join(tags))) + body.read_text(encoding="utf-8")
+        words = dict(title=html.escape(self.title), heading=html.escape(self.heading), tags="\n".join(tags))
+        return head.format(**vars(self) | words)
 
 
 def listen(host: str, port: int) -> socket.socket:

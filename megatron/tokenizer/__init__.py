@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron.errors import DataError, SettingsError, did_you_mean
+from megatron.settings.declare import dashed
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer.base import SENTINEL, SPECIAL, Tokenizer
 from megatron.tokenizer.named import kind_of, with_files
@@ -49,7 +50,7 @@ def build_tokenizer(settings: TokenizerSettings, notify=lambda message: None):
         near = did_you_mean(kind, TYPES)
         raise SettingsError(f"--tokenizer-type {kind} is unknown{near}", do=f"known: {', '.join(TYPES)}")
     module, flags = TYPES[kind]
-    missing = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(settings, flag) is None]
+    missing = [dashed(flag) for flag in flags if getattr(settings, flag) is None]
     if missing:
         do = "or --tokenizer-model with the folder that has them, or its name in $MEGATRON_CACHE"
         raise SettingsError(f"--tokenizer-type {kind} needs {' and '.join(missing)}", do=do)

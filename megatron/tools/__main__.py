@@ -16,36 +16,56 @@ SCRIPTS = {  # entry scripts at the root of a checkout
     "preprocess_data.py": "Tokenize text into token files.",
     "merge_datasets.py": "Join token files.",
 }
-HIDDEN = (
-    "__init__",
-    "__main__",
-    "flag_docs",
-    "script_heads",
-    "pretrain",
-    "tasks",
-)  # for developers, or named otherwise
+OPENWEBTEXT = """blacklist_urls cleanup_dataset cleanup_fix_dataset download filter_ngrams find_duplicates
+    group_duplicate_url remove_group_duplicates"""
+OTHERS = {  # commands of other suites with their names and flags -> whose
+    "checkpoint_util": "Megatron-LM",
+    "create_pretraining_data": "PaddleNLP",
+    "pretrain": "llmacc, python -m megatron.pretrain",
+    "raw_trans_to_json": "PaddleNLP",
+    "shuf": "GNU coreutils",
+    "tasks": "Megatron-LM, python -m megatron.tasks.main",
+    "text_generation_cli": "Megatron-LM",
+    **{f"openwebtext.{name}": "Megatron-LM" for name in OPENWEBTEXT.split()},
+}
+HIDDEN = ("__init__", "__main__", "flag_docs", "script_heads")  # for developers
 
 
 def commands() -> dict[str, str]:
     """Name -> first sentence of the documentation of each command. Reads the files, and imports none."""
     found = {}
-    for path in sorted(TOOLS.glob("*.py")):
+    for path in sorted([*TOOLS.glob("*.py"), *TOOLS.glob("*/*.py")]):
         if path.stem not in HIDDEN:
             text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-            found[path.stem] = " ".join(text.split("\n\n")[0].split())
+            name = ".".join(path.relative_to(TOOLS).with_suffix("").parts)
+            found[name] = " ".join(text.split("\n\n")[0].split())
     return found
 
 
 def listing() -> str:
     """The list of commands."""
-    known, scripts = commands(), max(map(len, SCRIPTS)) + 2
-    width = max(map(len, known)) + 2
-    cut = lambda text: text if len(text) <= 100 else f"{text[:97].rsplit(' ', 1)[0]} ..."
-    lines = ["Training, with the scripts of the checkout (each has --help):"]
-    lines += [f"  {name:{scripts}}{text}" for name, text in SCRIPTS.items()]
-    lines += ["", "Commands: python -m megatron.tools.NAME (each has --help)"]
-    lines += [f"  {name:{width}}{cut(text)}" for name, text in known.items()]
-    return "\n".join(lines)
+    known = commands()
+    own = {name: text for name, text in known.items() if name not in OTHERS}
+    others = {name: f"({whose}) {known[name]}" for name, whose in OTHERS.items()}
+    return "\n".join(
+        [
+            "Training, with the scripts of the checkout (each has --help):",
+            *_rows(SCRIPTS),
+            "",
+            "Commands: python -m megatron.tools.NAME (each has --help)",
+            *_rows(own),
+            "",
+            "Commands of other suites, with their names and flags: python -m megatron.tools.NAME",
+            *_rows(others),
+        ]
+    )
+
+
+def _rows(texts: dict[str, str]) -> list[str]:
+    width = max(map(len, texts)) + 2
+    most = min(100, 120 - width)
+    cut = lambda text: text if len(text) <= most else f"{text[: most - 3].rsplit(' ', 1)[0]} ..."
+    return [f"  {name:{width}}{cut(text)}" for name, text in texts.items()]
 
 
 def main(argv: list[str]) -> None:

@@ -28,6 +28,7 @@ from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
 from megatron.model.recipe import facts_of
 from megatron.settings import rank_env
+from megatron.settings.declare import Count
 from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import GROUPS, Config, Model, Parallel, TokenizerSettings, setting
@@ -41,8 +42,8 @@ class BenchmarkOptions:
     load: Optional[str] = setting(
         "folder of checkpoints, or an export (default: random weights of the shape)", None, "--model-dir"
     )
-    prompt_length: list[int] = setting("tokens of each prompt", (128,), "--seq-len", "--input-len")
-    output_length: list[int] = setting("new tokens of each text", (8,), "--output-len")
+    prompt_length: list[Count] = setting("tokens of each prompt", (128,), "--seq-len", "--input-len")
+    output_length: list[Count] = setting("new tokens of each text", (8,), "--output-len")
     batch_size: list[int] = setting("texts at the same time", (1, 2, 4, 8, 16))
     precisions: Optional[list[Literal["fp32", "bf16", "fp16"]]] = setting(
         "default: as trained; without a checkpoint: fp32 on a CPU, bf16 on CUDA", None, "--bf16=bf16", "--fp16=fp16"
@@ -117,7 +118,7 @@ def main(argv: list[str]) -> None:
     with failing_in_users_words(given):
         check(settings, given)
         quantize = groups["quantize"]
-        for sentence in idle_flags(quantize, given, quantization.IDLE) if rank_env.ranks().rank == 0 else ():
+        for sentence in idle_flags(quantize, given) if rank_env.ranks().rank == 0 else ():
             print(f"note: {sentence}", file=sys.stderr)
         parallel = Parallel(
             tensor_model_parallel_size=settings.tensor_model_parallel_size,

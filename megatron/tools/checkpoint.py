@@ -31,6 +31,7 @@ from typing import Literal, Optional
 
 from megatron.errors import CheckpointError, SettingsError, UsageError, did_you_mean, run_main
 from megatron.model.quantization import QuantizeOptions
+from megatron.settings.declare import dashed
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import TokenizerSettings, setting
 from megatron.settings.statements import given_values
@@ -234,7 +235,7 @@ def reshard(path: Path, out: Path, which: WhichCheckpoint, how: ReshardOptions) 
     """Rewrite a checkpoint into other files, in bounded memory. (Loading needs no such step.)"""
     tp, pp = how.tensor_model_parallel_size, how.pipeline_model_parallel_size
     sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    by_rank = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items() if size is not None)
+    by_rank = " ".join(f"{dashed(name)} {size}" for name, size in sizes.items() if size is not None)
     if how.writers is not None and by_rank:
         raise UsageError(f"--writers {how.writers} and {by_rank} contradict each other", do="drop one of them")
     if how.writers is None and not by_rank:

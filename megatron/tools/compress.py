@@ -24,6 +24,7 @@ from typing import Any, Optional
 from megatron.errors import Failure, SettingsError, UsageError, run_main
 from megatron.model.pruning import PruningOptions, TargetSizes, check_text
 from megatron.model.recipe import config_of, facts_of
+from megatron.settings.declare import Count, Positive, dashed
 from megatron.settings.from_checkpoint import saved_record
 from megatron.settings.parse import parse_with_record
 from megatron.settings.rules import out_of_range
@@ -51,10 +52,10 @@ class CompressOptions:
     calibration_samples: int = setting("samples of --calibration-data, evenly spaced", 64, "--calib-size")
     kd_alpha: float = setting("share of the loss on the teacher's logits", 0.5)
     kd_temperature: float = setting("divides the logits of both models", 1.0)
-    qat_iters: Optional[int] = setting("steps of quantization aware training (default: no such stage)", None)
-    qat_lr: Optional[float] = setting("learning rate of these steps (default: that of the training command)", None)
-    prompt_length: int = setting("tokens of the prompt whose continuation is timed", 64)
-    output_length: int = setting("new tokens that are timed", 32)
+    qat_iters: Optional[Count] = setting("steps of quantization aware training (default: no such stage)", None)
+    qat_lr: Optional[Positive] = setting("learning rate of these steps (default: that of the training command)", None)
+    prompt_length: Count = setting("tokens of the prompt whose continuation is timed", 64)
+    output_length: Count = setting("new tokens that are timed", 32)
     max_tokens: Optional[int] = setting("look at no more than this many tokens of each --data-path", None)
 
 
@@ -116,7 +117,7 @@ def pruning_words(given: Mapping[str, Statement]) -> list[str]:
     for name in (*PruningOptions.__dataclass_fields__, *TargetSizes.__dataclass_fields__):
         if name in given:
             value = given[name].value
-            words += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+            words += [dashed(name), *map(str, value if isinstance(value, list) else [value])]
     return words
 
 

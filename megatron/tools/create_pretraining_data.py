@@ -16,8 +16,11 @@ from dataclasses import MISSING, dataclass, replace
 from typing import ClassVar, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, run_main
-from megatron.settings.effects import EFFECTS, Needs, idle_flags
-from megatron.settings.schema import WORD_PIECE, TokenizerSettings, setting
+from megatron.settings.declare import Needs, declared
+from megatron.settings.effects import idle_flags
+from megatron.settings.groups.tokenizer import WORD_PIECE
+from megatron.settings.positional import refuse_below
+from megatron.settings.schema import TokenizerSettings, setting
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,14 @@ def main(argv: list[str]) -> None:
 
     from megatron.data.json_input import find_sources
     from megatron.data.preprocess import preprocess
-    from megatron.data.preprocess_report import Reporter, print_totals
+    from megatron.data.preprocess_output import Reporter, print_totals
     from megatron.tokenizer import tokenizer_type
 
     find_sources(settings.input)  # report missing files before reading a vocabulary
-    table = EFFECTS | dict(vocab_file=BOTH, merge_file=BOTH) if settings.model_name else EFFECTS
-    of_tokenizer = idle_flags(vocabulary, given, table, tokenizer=tokenizer_type(vocabulary))
+    named = dict(vocab_file=BOTH, merge_file=BOTH) if settings.model_name else {}
+    of_tokenizer = idle_flags(
+        vocabulary, given, declared("needs", vocabulary) | named, tokenizer=tokenizer_type(vocabulary)
+    )
     for sentence in [*idle_flags(settings, given, IDLE), *of_tokenizer]:
         print(f"note: {sentence}", file=sys.stderr)
     tokenizer = make_tokenizer(settings, vocabulary)
@@ -133,9 +138,7 @@ def take_mark(argv: list[str]) -> tuple[list[str], Optional[str]]:
 
 def check(settings: CreateOptions) -> CreateOptions:
     """Fill in the default key. Raises SettingsError for settings that cannot work together."""
-    for name in ("workers", "log_interval"):
-        if getattr(settings, name) < 1:
-            raise SettingsError(f"--{name.replace('_', '-')} {getattr(settings, name)}: at least 1 is needed")
+    refuse_below(settings, dict(workers=1, log_interval=1))
     keys = list(dict.fromkeys(settings.json_keys or ["text"]))
     if len(keys) > 1:
         do = "run it once for each key, with an --output-prefix of its own"

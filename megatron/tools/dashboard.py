@@ -10,13 +10,10 @@ appear by themselves. The page is for this machine alone, unless --host says oth
 
 import importlib.util
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron.errors import Failure, UsageError, run_main
 from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import setting
-from megatron.telemetry.curves import data_url
-from megatron.telemetry.run_record import History
 
 PROG = "python -m megatron.tools.dashboard"
 PACKAGES = ("starlette", "uvicorn")
@@ -43,29 +40,17 @@ def main(argv: list[str]) -> None:
         raise UsageError("which runs?", do=f"{PROG} FOLDER...")
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise Failure(f"the dashboard needs {' and '.join(missing)}", do="pip install starlette uvicorn")
+    from megatron.guard.run_state import look_at
+    from megatron.pipeline.recorded import pictures_of
     from megatron.telemetry.dashboard.runs import Runs
     from megatron.telemetry.dashboard.server import serve
     from megatron.telemetry.web import listen
-    from megatron.tools.status import look_at
 
-    runs = Runs(names, lambda folder: look_at(str(folder))[0], pictures)
+    runs = Runs(names, lambda folder: look_at(str(folder))[0], pictures_of)
     listener = listen(asked.host, asked.port)
     host, port = listener.getsockname()[:2]
     print(f"dashboard: http://{f'[{host}]' if ':' in host else host}:{port}/  (Ctrl-C ends it)", flush=True)
     serve(runs, listener)
-
-
-def pictures(history: History, folder: Path) -> list[tuple[str, str]]:
-    """(caption, data URL) of a run's pipeline: as planned, and as --profile measured it."""
-    from megatron.training.report_facts import schedule_plot
-
-    found = schedule_plot(history)
-    profile = ((history.run.get("config") or {}).get("profiling") or {}).get("profile_dir")
-    for place in dict.fromkeys([Path(profile) if profile else folder / "profile", folder / "profile"]):
-        if (place / "timeline.svg").is_file():
-            caption = "Steps as they were measured (--profile): passes, messages, and in red the waits for them"
-            return [*found, (caption, data_url((place / "timeline.svg").read_text(encoding="utf-8")))]
-    return found
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print training samples as JSON lines, in the order in which training reads them.
 
-    python -m megatron.tools.dump_samples --data-path corpus_text_document --seq-length 1024 --seed 1234 \\
-        --split 969,30,1 --train-samples 16000 --first 3 --text --tokenizer-type GPT2BPETokenizer \\
+    python -m megatron.tools.dump_samples --data-path corpus_text_document --seq-length 1024 --seed 1234 \
+        --split 969,30,1 --train-samples 16000 --first 3 --text --tokenizer-type GPT2BPETokenizer \
         --vocab-file vocab.json --merge-file merges.txt
 
 Each sample is a line, in the order of training (step k takes samples [k x global batch, (k + 1) x global batch)): its
@@ -17,10 +17,12 @@ its arrays without padding; with --text, masks and sentinels are shown in the wo
 import json
 import sys
 from dataclasses import dataclass
-from typing import Literal, Optional
+from types import SimpleNamespace
+from typing import Any, Literal, Optional
 
-from megatron.data.masked_settings import MaskedSettings
+from megatron.data.masked_settings import GROUP, MASKED_RULES, MaskedSettings
 from megatron.errors import DataError, SettingsError, run_main
+from megatron.settings.declare import dashed
 from megatron.settings.parse import parse
 from megatron.settings.schema import Data, TokenizerSettings, setting
 
@@ -76,7 +78,7 @@ def main(argv: list[str]) -> None:
     dump, data = groups["dump"], groups["data"]
     for name, least in dict(train_samples=1, seq_length=1, first=0, start=0).items():
         if getattr(dump, name) < least:
-            words = f"--{name.replace('_', '-')} {getattr(dump, name)}"
+            words = f"{dashed(name)} {getattr(dump, name)}"
             raise SettingsError(f"{words}: has to be {'at least 1' if least else '0 or more'}")
     masked = dump.model_type != "GPT"
     why = "--text" if dump.text else f"--model-type {dump.model_type}"
@@ -120,8 +122,6 @@ def _record(sample, tokenizer) -> dict:
 
 
 def _masked_record(sample: dict, tokenizer) -> dict:
-    from megatron.data.dump_masked import arrays_of, words_of
-
     return arrays_of(sample) | (words_of(sample, tokenizer) if tokenizer else {})
 
 
@@ -135,8 +135,6 @@ def _dataset(dump: DumpOptions, data: Data, masked: MaskedSettings, vocab_size: 
         eod = None if tokenizer is None else tokenizer.eod
         built = build_datasets(data, dump.seq_length, sizes, dump.seed, eod=eod, vocab_size=vocab_size, log=_log)
     else:
-        from megatron.data.dump_masked import build_masked
-
         built = build_masked(dump, data, masked, tokenizer, vocab_size, sizes, _log)
     dataset = built[which]
     if dataset is None:
@@ -162,6 +160,61 @@ def _tokenizer(settings: TokenizerSettings, needed: str):
     from megatron.tokenizer import build_tokenizer
 
     return build_tokenizer(settings)
+
+
+T5 = dict(text_enc="enc_mask", text_dec="dec_mask", labels="loss_mask")  # array -> the mask of what is no padding
+
+
+def build_masked(dump, data: Data, masked: MaskedSettings, tokenizer: Any, vocab_size: int, sizes, log) -> tuple:
+    """(train, valid, test) that `pretrain_bert.py` or `pretrain_t5.py` would have; dump: the options of the command.
+
+    Raises SettingsError for settings that they refuse.
+    """
+    config = SimpleNamespace(
+        data=data,
+        model=SimpleNamespace(seq_length=dump.seq_length),
+        logging=SimpleNamespace(seed=dump.seed),
+        extra={GROUP: masked, "dump": dump},
+    )
+    seen = SimpleNamespace(**vars(data), seq_length=dump.seq_length, train_epochs=None, settings=config)
+    if wrong := [rule.message(seen) for rule in MASKED_RULES if rule.broken(seen)]:
+        raise SettingsError("; ".join(wrong))
+    if dump.model_type == "T5":
+        from megatron.data import t5_dataset
+
+        return t5_dataset.build_datasets(config, tokenizer, vocab_size, sizes, log)
+    from megatron.data import bert_dataset
+
+    return bert_dataset.build_datasets(config, tokenizer, vocab_size, sizes, log, heads=True)
+
+
+def arrays_of(sample: dict) -> dict:
+    """The arrays of a sample as lists, without their padding."""
+    if "text_enc" in sample:
+        return {name: sample[name][sample[mask] > 0].tolist() for name, mask in T5.items()} | _numbers(sample)
+    real = sample["padding_mask"] > 0
+    names = ("text", "types", "labels", "loss_mask")
+    return {name: sample[name][real].astype(int).tolist() for name in names} | _numbers(sample)
+
+
+def _numbers(sample: dict) -> dict:
+    return {name: int(array) for name, array in sample.items() if array.ndim == 0}
+
+
+def words_of(sample: dict, tokenizer: Any) -> dict[str, str]:
+    """The sample as text. BERT's has [the token that was there -> the one that is read] for each masked token."""
+    if "text_enc" in sample:
+        return {f"{name}_words": tokenizer.decode(sample[name][sample[mask] > 0]) for name, mask in T5.items()}
+    words, run = [], []
+    real = sample["padding_mask"] > 0
+    triples = zip(sample["text"][real].tolist(), sample["labels"][real].tolist(), sample["loss_mask"][real].tolist())
+    for token, was, counts in triples:
+        if not counts:
+            run.append(token)
+            continue
+        words += [tokenizer.decode(run)] * bool(run) + [f"[{tokenizer.decode([was])} -> {tokenizer.decode([token])}]"]
+        run = []
+    return dict(words=" ".join(words + [tokenizer.decode(run)] * bool(run)))
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from typing import Literal, Optional
 from megatron.convert.given_model import EXPORTED, check_one_model, load_one_model
 from megatron.errors import DataError, SettingsError, UsageError, no_such_file, run_main
 from megatron.guard.job import check_shares, on_ranks
-from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
-from megatron.settings.effects import Needs, idle_flags
+from megatron.settings.declare import Needs
+from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, failing_in_users_words, given_values, in_users_words, words_of
@@ -87,7 +87,7 @@ def main(argv: list[str], serves_training: bool = False) -> None:
     settings, quantize = groups["evaluate"], groups["quantize"]
     with failing_in_users_words(given):
         check(settings, given)
-        idle = [*idle_flags(settings, given, IDLE), *idle_flags(quantize, given, quantization.IDLE)]
+        idle = [*idle_flags(settings, given, IDLE), *idle_flags(quantize, given)]
         for sentence in idle if rank_env.ranks().rank == 0 else ():
             print(f"note: {sentence}", file=sys.stderr)
         tp, pp = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size

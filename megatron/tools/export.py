@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, run_main
-from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record
@@ -62,7 +61,7 @@ def main(argv: list[str]) -> None:
         common=tuple(ExportOptions.__dataclass_fields__),
     )
     settings = groups["export"]
-    for sentence in idle_flags(groups["quantize"], given, quantization.IDLE):
+    for sentence in idle_flags(groups["quantize"], given):
         print(f"note: {sentence}", file=sys.stderr)
     with failing_in_users_words(given):
         if settings.tensor_model_parallel_size < 1:

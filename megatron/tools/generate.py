@@ -28,10 +28,10 @@ from megatron.inference import generation_config
 from megatron.inference.expert_ranks import expert_parallel
 from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.inference.sampling import IDLE, Sampling, Search, asks_for_beams, cut_off
-from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
-from megatron.settings.effects import Needs, idle_flags
+from megatron.settings.declare import Needs
+from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record, said
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, failing_in_users_words, given_values, in_users_words, words_of
@@ -159,7 +159,7 @@ def main(argv: list[str]) -> None:
         if asks_for_beams(given) and "length_penalty" not in given:
             notes.append("--length-penalty is 1: scores are means over tokens. PaddleNLP's default is 0, sums")
         notes += idle_flags(sampling, given, IDLE, beams=search.num_beams)
-        notes += idle_flags(groups["quantize"], given, quantization.IDLE)
+        notes += idle_flags(groups["quantize"], given)
         notes += idle_flags(
             settings, given, DRAWN, **vars(sampling), is_greedy=sampling.is_greedy, beams=search.num_beams
         )

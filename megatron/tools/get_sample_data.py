@@ -7,7 +7,10 @@
 writes loose JSON lines {"text": ..., "source": ...} of three kinds: language topics (the pages of `help()`), one page of
 documentation per standard-library module (its docstrings), and the modules' sources. The same Python version gives the
 same bytes. A module's documentation and source go to the same side of the split, so that held-out text is never
-seen in training. With --input it divides your own text (`megatron/data/held_out.py`).
+seen in training.
+
+With --input it divides your own text. The text of a document decides its side, so equal documents are on the same side. If
+that would hold out fewer than FEWEST documents, as with a single book, the last part of each document is held out instead.
 
     python -m megatron.tools.get_sample_data --output data/
 
@@ -33,13 +36,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from megatron.data.held_out import hold_out
-from megatron.data.json_input import STDIN, find_sources
-from megatron.data.plain_text import SEPARATOR_HELP
+from megatron.data.file_formats import SEPARATOR_HELP
+from megatron.data.json_input import STDIN, Source, find_sources, read_texts
+from megatron.data.origin import text_hash
 from megatron.errors import DataError, SettingsError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
-from megatron.storage.durable import replace_file
+from megatron.storage.durable import replace_file, whole_file
 from megatron.telemetry.figures import size as in_units
 
 KINDS = ("topics", "docs", "sources")
@@ -228,6 +231,53 @@ def _entries(node: ast.AST, prefix: str) -> list[str]:
         if isinstance(child, ast.ClassDef):
             entries += _entries(child, f"{title}.")
     return entries
+
+
+FEWEST = 5  # documents; with fewer, a single odd one would dominate the evaluation
+
+
+def hold_out(sources: list[Source], train: str, held_out: str, percent: float) -> dict[str, tuple[int, int]]:
+    """Write both files atomically as JSON lines. Returns path -> (documents, bytes of text).
+
+    The sources are read twice, a document at a time. Raises DataError for input without text.
+    """
+    hashes = sorted(text_hash(text) for text in read_texts(sources))
+    count = round(len(hashes) * percent / 100)
+    last = hashes[count - 1] if count >= FEWEST else None  # the largest hash that is held out
+    counts = {train: (0, 0), held_out: (0, 0)}
+    for path in counts:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(train) as train_file, whole_file(held_out) as held_out_file:
+        files = {train: train_file, held_out: held_out_file}
+        for text in read_texts(sources):
+            if last is not None:
+                parts = [(held_out if text_hash(text) <= last else train, text)]
+            else:
+                parts = zip((train, held_out), cut(text, percent), strict=True)
+            for path, part in parts:
+                if part.strip():
+                    files[path].write(json.dumps(dict(text=part), ensure_ascii=False).encode() + b"\n")
+                    documents, size = counts[path]
+                    counts[path] = documents + 1, size + len(part.encode())
+        if not counts[train][0] or not counts[held_out][0]:
+            what = " ".join(source.path for source in sources)
+            why = f"{counts[train][0]} documents to train on, {counts[held_out][0]} held out"
+            raise DataError(f"{what}: too little text to hold out a part of it", why, "give more text")
+    return counts
+
+
+def cut(text: str, percent: float) -> Iterator[str]:
+    """Split a text; the second part has about `percent` of it. Cuts at the end of a line if one is near, else at a space.
+
+    >>> list(cut("one two\\nthree\\nfour five six", 40))
+    ['one two\\nthree\\n', 'four five six']
+    """
+    place = round(len(text) * (1 - percent / 100))
+    nearest = max(0, 2 * place - len(text))  # as much again, at most
+    ends = (text.rfind(mark, nearest, place) + 1 for mark in "\n ")
+    place = next(filter(None, ends), place)
+    yield text[:place]
+    yield text[place:]
 
 
 if __name__ == "__main__":

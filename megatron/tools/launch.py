@@ -43,7 +43,7 @@ from megatron.errors import (
 )
 from megatron.guard import processes
 from megatron.guard.command import config_of
-from megatron.guard.exits import FOR_ANOTHER, judge
+from megatron.guard.exits import FOR_ANOTHER, judge, to_shell
 from megatron.guard.node_rendezvous import NodeRendezvous
 from megatron.guard.resume_command import COMMAND, last_checkpoint, module_command
 from megatron.guard.stacks import spans
@@ -196,8 +196,8 @@ TRAININGS = ("pretrain_gpt.py", "pretrain_t5.py", "pretrain_bert.py", "finetune.
 def instead_of(flag: str, argv: list[str]) -> str:
     """The equivalent of a flag of another suite's launcher; "" for an unknown flag."""
     from megatron.settings.dialects.launchers import LAUNCHERS, meeting
-    from megatron.settings.sources import flags_of_words
-    from megatron.settings.translate import translate
+    from megatron.settings.dialects.shell import flags_of_words
+    from megatron.settings.dialects.translate import translate
 
     words = [one._replace(words=one.words[:1]) for one in flags_of_words([(word, "", "") for word in argv])]
     given = next(one for one in words if one.key == flag)
@@ -293,7 +293,7 @@ class Launch:
         again = number == signal.SIGINT and number in self.signals
         self.signals.append(number)
         self.signalled.update(ranks)
-        signal_groups(ranks, number)
+        processes.signal_groups(ranks, number)
         if again or number != signal.SIGINT:
             patience = SECOND_CTRL_C if again else self.patience()
             timer = threading.Timer(patience, self.kill)
@@ -308,7 +308,7 @@ class Launch:
     def kill(self) -> None:
         ranks = processes.children(os.getpid())
         self.killed.update(ranks)
-        signal_groups(ranks, signal.SIGKILL)
+        processes.signal_groups(ranks, signal.SIGKILL)
 
     def all_signalled_are_gone(self) -> bool:
         return not self.signalled.intersection(processes.children(os.getpid()))
@@ -346,7 +346,7 @@ class Launch:
             checkpoint = last_checkpoint_of(self.args)
             message = message or default_message(rank, code, bool(self.signals), checkpoint, saves)
             message = with_reason(message, not_answered(killed, self.patience())) if killed else message
-        return "" if printed else message, code if code >= 0 else 128 - code, rank
+        return "" if printed else message, to_shell(code), rank
 
 
 def start(args: Namespace) -> None:
@@ -488,12 +488,6 @@ def default_message(rank: int, code: int, asked: bool, saved: Optional[str] = No
         hint = early if saves else "with --exit-signal-handler the ranks save first"
     where = f"  the last checkpoint: {saved}\n" if saved else ""
     return f"error: rank {rank} was ended by {name}\n{where}" + (f"  -> {hint}\n" if hint else "")
-
-
-def signal_groups(ranks: Iterable[int], number: int) -> None:
-    for pid in ranks:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, number)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
+from megatron.settings.declare import dashed
 from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> None:
     options = replace(options, tasks=[name for word in options.tasks for name in names_in(word)])
     check(options)
     quantize, given = groups["quantize"], given_values(TokenizerSettings, said)
-    for sentence in idle_flags(quantize, said, quantization.IDLE) if rank_env.ranks().rank == 0 else ():
+    for sentence in idle_flags(quantize, said) if rank_env.ranks().rank == 0 else ():
         print(f"note: {sentence}", file=sys.stderr)
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
@@ -86,7 +87,7 @@ def check(options: HarnessOptions) -> None:
     for name, least in dict(micro_batch_size=1, seq_length=1, limit=1, num_fewshot=0).items():
         value = getattr(options, name)
         if value is not None and value < least:
-            raise SettingsError(f"--{name.replace('_', '-')} {value} has to be at least {least}")
+            raise SettingsError(f"{dashed(name)} {value} has to be at least {least}")
     for name in options.tasks:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
             raise DataError(f"--tasks {name}: {no_such_file(name)}")

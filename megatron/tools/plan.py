@@ -19,10 +19,11 @@ from typing import Literal, Optional
 
 from megatron.errors import SettingsError, StorageError, UsageError, run_main
 from megatron.model import quantization
-from megatron.model.arguments import parse_with_options
+from megatron.model.command_line import parse_with_options
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import schema
-from megatron.settings.effects import Needs, idle_flags
+from megatron.settings.declare import Count, Natural, Needs, Positive, declared
+from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse, said
 from megatron.settings.schema import setting
 from megatron.settings.statements import failing_in_users_words
@@ -35,23 +36,23 @@ class PlanOptions:
     mode: Literal["training", "inference"] = setting(
         "inference: layouts for generation from a trained model", "training"
     )
-    top: int = setting("plans in the table", 10)
-    rejected: int = setting("layouts that do not fit in the table, the closest first", 5)
-    tokens: Optional[float] = setting("tokens to train on: how many days that takes", None, "--token-budget")
+    top: Count = setting("plans in the table", 10)
+    rejected: Natural = setting("layouts that do not fit in the table, the closest first", 5)
+    tokens: Optional[Positive] = setting("tokens to train on: how many days that takes", None, "--token-budget")
     emit: Optional[str] = setting("write the best plan: as a script, or (PLAN.json) for --parallel-plan", None)
     picture: Optional[str] = setting("draw the plans of the table: .svg, .png or .pdf", None)
     json: bool = setting("everything as JSON", False)
     published: bool = setting("compare predictions with published runs of other suites, as tables in Markdown", False)
-    params: Optional[float] = setting("only arithmetic: what so many parameters need", None)
+    params: Optional[Positive] = setting("only arithmetic: what so many parameters need", None)
     min_world_size: bool = setting("with --params: the fewest devices that hold it, and nothing else", False)
     calibrate: Optional[str] = setting("measure this machine into a file for --calibration", None)
-    prompt_length: Optional[int] = setting(
+    prompt_length: Optional[Count] = setting(
         "inference: tokens of a prompt (default: 512, or less for a model of a short context)", None
     )
-    output_length: Optional[int] = setting(
+    output_length: Optional[Count] = setting(
         "inference: tokens of a continuation (default: 128, or less for a model of a short context)", None
     )
-    max_batch_size: Optional[int] = setting(
+    max_batch_size: Optional[Count] = setting(
         "inference: texts at a time, of all replicas (default: as many as fit, at most 256 a replica)", None
     )
     prefer: Literal["throughput", "latency"] = setting("inference: tokens per second, or time per token", "throughput")
@@ -65,7 +66,9 @@ class PlanOptions:
 
 SERVING = ("prompt_length", "output_length", "max_batch_size", "prefer", "quantize")
 IDLE = {name: Needs("--mode inference", lambda s: s.mode == "inference") for name in SERVING}
-IDLE |= {name: quantization.IDLE[name] for name in ("quantize_group_size", "quantize_skip")}
+IDLE |= {
+    name: declared("needs", quantization.QuantizeOptions)[name] for name in ("quantize_group_size", "quantize_skip")
+}
 IDLE |= {
     name: Needs("--mode training", lambda s: s.mode == "training") for name in ("rejected", "tokens", "emit", "picture")
 }

@@ -29,7 +29,8 @@ from megatron.model.pruning import (
     unit_words,
     untouched,
 )
-from megatron.settings.effects import Needs, idle_flags
+from megatron.settings.declare import Needs, dashed
+from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import setting
 from megatron.settings.statements import Statement, failing_in_users_words
@@ -176,9 +177,7 @@ def lines_of(path, before, found, criterion: str) -> list[str]:
         *lines,
         "optimizer state is left out: its moments belong to the larger model",
         f"fine-tune it with --load {path.parent} --finetune --use-checkpoint-args, or --finetune and its sizes: "
-        + " ".join(
-            f"--{name.replace('_', '-')} {value}" for name in SHAPE if (value := getattr(found.model, name)) is not None
-        ),
+        + " ".join(f"{dashed(name)} {value}" for name in SHAPE if (value := getattr(found.model, name)) is not None),
     ]
 
 

@@ -17,13 +17,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron.corpus.processes import process_pool
+from megatron.corpus.processes import in_order
 from megatron.errors import DataError, Failure, SettingsError, no_such_file, run_main
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
@@ -118,14 +117,8 @@ def find_texts(source: Path) -> list[str]:
 def _convert_all(files: list[str], parts: list[Path], options: RawTextOptions) -> Iterator[Counter]:
     """Convert all files; yields the counts of each, in order."""
     work = partial(convert_file, options=options)
-    if min(options.workers, len(files)) == 1:
-        yield from map(work, files, parts)
-        return
-    try:
-        with process_pool(min(options.workers, len(files))) as pool:
-            yield from pool.map(work, files, parts)
-    except BrokenProcessPool:
-        raise Failure("a worker was killed, and nothing was written", do="lower --workers if memory ran out") from None
+    killed = Failure("a worker was killed, and nothing was written", do="lower --workers if memory ran out")
+    return in_order(work, zip(files, parts), min(options.workers, len(files)), killed)
 
 
 def convert_file(path: str, part: Path, options: RawTextOptions) -> Counter:
@@ -180,7 +173,7 @@ def _workspace(target: Path) -> Iterator[Path]:
 
 def _merge(parts: list[Path], target: Path, options: RawTextOptions) -> None:
     """Join all parts to one file, shuffled or not, which appears when it is complete."""
-    from megatron.tools.shuf import shuffle_files
+    from megatron.corpus.shuffle import shuffle_files
 
     print(f"Merging files into {target}", flush=True)
     if not options.no_shuffle:

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import Failure, SettingsError, run_main
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.planner import target
 from megatron.planner.choose import automatic
 from megatron.planner.layout import Layout
 from megatron.planner.memory import memory_report
-from megatron.planner.reached import KIND
+from megatron.planner.reached_speed import KIND
 from megatron.planner.speed import Cluster, step
 from megatron.planner.text import error_of
 from megatron.settings.positional import parse_one

@@ -26,7 +26,8 @@ from megatron.model import quantization, sparsity
 from megatron.model.pruning import Criterion, ModelSizes
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
-from megatron.settings.effects import Needs, idle_flags
+from megatron.settings.declare import Needs, declared
+from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Model, Parallel, setting
 from megatron.settings.statements import failing_in_users_words
@@ -86,7 +87,9 @@ class HarmOptions:
 
 RATIO = Needs("--prune-ratio", lambda s: s.prune_ratio)
 TAYLOR = Needs("--prune-criterion taylor", lambda s: s.prune_ratio and s.prune_criterion == "taylor")
-IDLE = quantization.IDLE | dict(prune_criterion=RATIO, calibration_data=TAYLOR, calibration_samples=TAYLOR)
+IDLE = declared("needs", quantization.QuantizeOptions) | dict(
+    prune_criterion=RATIO, calibration_data=TAYLOR, calibration_samples=TAYLOR
+)
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,8 @@ from pathlib import Path
 
 from megatron.errors import Failure, run_main
 from megatron.guard.job import on_ranks
-from megatron.guard.processes import die_with_parent
 from megatron.inference.expert_ranks import expert_parallel
 from megatron.inference.kernel_caches import bound_kernel_caches
-from megatron.model import quantization
 from megatron.serving.settings import (
     ServeLimits,
     ServeOptions,
@@ -38,6 +36,7 @@ from megatron.settings import rank_env
 from megatron.settings.effects import idle_flags
 from megatron.settings.schema import Parallel
 from megatron.settings.statements import failing_in_users_words
+from megatron.storage.processes import die_with_parent
 from megatron.telemetry.web import listen
 
 PACKAGES = ("aiohttp", "jinja2", "prometheus_client", "pydantic", "starlette", "uvicorn")
@@ -50,7 +49,7 @@ def main(argv: list[str]) -> None:
     settings, limits, quantize, given = whole
     with failing_in_users_words(given):
         check(settings, limits, given)
-        notes = [] if settings.replica_of else idle_flags(quantize, given, quantization.IDLE)
+        notes = [] if settings.replica_of else idle_flags(quantize, given)
         for note in notes if rank_env.ranks().rank == 0 else ():
             print(f"note: {note}", file=sys.stderr)
         if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:

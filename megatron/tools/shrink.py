@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Optional
 
 from megatron.errors import run_main
-from megatron.model.arguments import parse_with_options
+from megatron.model.command_line import parse_with_options
 from megatron.model.recipe import command_of
 from megatron.settings.schema import Checkpoint, Config, setting
 

@@ -9,23 +9,15 @@ through a folder next to OUT, which takes about as much space as the text compre
 """
 
 import os
-import shutil
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import DataError, Locked, SettingsError, no_such_file, run_main
+from megatron.errors import DataError, SettingsError, no_such_file, run_main
 from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import setting
-from megatron.storage.durable import WriterLock, storage_errors, whole_file
 
 PROG = "python -m megatron.tools.shuf"
-UNKNOWN = 64 << 30  # assumed bytes of stdin, for the number of partitions
 
 
 @dataclass(frozen=True)
@@ -49,45 +41,9 @@ def main(argv: list[str]) -> None:
         if file != "-" and (not os.path.exists(file) or os.path.isdir(file)):
             raise DataError(f"{file}: {no_such_file(file)}", do=f"{PROG} IN ... -o OUT")
     memory = int(options.memory_gb * 1e9)
+    from megatron.corpus.shuffle import shuffle_files
+
     shuffle_files(files, options.output and Path(options.output), options.seed, memory, options.head_count)
-
-
-def shuffle_files(files: list[str], target: Optional[Path], seed: int, memory: int, most: Optional[int] = None) -> None:
-    """Write the shuffled lines of the files to `target`, which appears when it is complete; None: stdout."""
-    from megatron.corpus.lines import lines
-    from megatron.corpus.shuffle import fitting_partitions, gather_lines, longest_line, scatter_lines
-
-    sizes = [os.path.getsize(file) if os.path.isfile(file) else UNKNOWN for file in files]
-    partitions = min(4096, max(1, fitting_partitions(sum(sizes), memory)))  # more if compressed: gathered in rounds
-    with _folder_for(target) as folder:
-        numbered = enumerate(chain.from_iterable(lines(file, longest_line(memory)) for file in files))
-        scatter_lines(numbered, folder, seed, partitions, memory)
-        ordered = chain.from_iterable(gather_lines([folder], number, memory) for number in range(partitions))
-        with nullcontext(sys.stdout.buffer) if target is None else whole_file(target) as out:
-            for line in islice(ordered, most):
-                out.write(line + b"\n")
-            out.flush()
-
-
-@contextmanager
-def _folder_for(target: Optional[Path]) -> Iterator[Path]:
-    """A temporary folder for the shuffle, next to the target; one that a killed shuffle left is emptied."""
-    if target is None:
-        with tempfile.TemporaryDirectory(prefix="megatron-shuf-") as name:
-            yield Path(name)
-        return
-    folder = target.with_name(f".{target.name}.shuf")
-    with storage_errors(target):
-        folder.mkdir(exist_ok=True)
-        try:
-            lock = WriterLock(folder)
-        except Locked as error:
-            raise Locked(f"{target} is being written by another shuffle", error.why, "give another --output") from None
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            lock.release()
 
 
 if __name__ == "__main__":

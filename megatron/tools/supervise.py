@@ -32,22 +32,25 @@ from megatron.errors import Failure, Interrupted, PeerLost, Preempted, SettingsE
 from megatron.guard import command as commands
 from megatron.guard import processes, slurm
 from megatron.guard.evidence import standstills
-from megatron.guard.exits import Action, JobVerdict, codes_in_log, from_shell, judge, reason_in_log
+from megatron.guard.exits import Action, JobVerdict, codes_in_log, from_shell, judge, reason_in_log, to_shell
 from megatron.guard.goodput import Attempt, account
-from megatron.guard.heartbeat import STOP, Beat, ask, clear, machine, process_start_ticks, read_beats
-from megatron.guard.resume_command import COMMAND, module_command, newest_checkpoint, resumed
+from megatron.guard.heartbeat import STOP, Beat, ask, clear, machine, read_beats
+from megatron.guard.resume_command import COMMAND, module_command, resumed
 from megatron.guard.stacks import explain
 from megatron.guard.supervisor_mark import NAME, REFRESH, SUPERVISOR, Mark, lost_supervisor
 from megatron.planner.replan import fewer_ranks
+from megatron.settings.declare import dashed
 from megatron.settings.parse import parse
 from megatron.settings.schema import Logging, setting
+from megatron.storage.processes import adopt_orphans, process_start_ticks
 from megatron.storage.urls import local_folder, location
 from megatron.telemetry.event_rules import rule_of
 from megatron.telemetry.events import read_events
 from megatron.telemetry.figures import duration
+from megatron.telemetry.history import History, read_end
 from megatron.telemetry.metrics import metrics_path
 from megatron.telemetry.notify import open_events
-from megatron.tools.status import read as read_metrics
+from megatron.telemetry.run_folder import newest_checkpoint
 
 FRESH_START = 600.0  # seconds of an attempt after which the back-off is reset
 LINGER = 10.0  # seconds that a launcher has to notice that a rank is gone, and to report how
@@ -140,7 +143,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Run attempts until the job is done or another one is pointless. Returns the exit code."""
-        processes.adopt_orphans()
+        adopt_orphans()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
         log(f"watching {self.beats}, logs in {self.logs}")
@@ -253,10 +256,14 @@ class Supervisor:
             code=code,
             restarts=number,
             after=self.delay,
+            host=machine(),
         )
         rule = rule_of(self.events.rules, "restart_storm")
-        recent = [event for event in self.past_events(time.time() - 3600.0) if event["event"] == "restart"]
-        if len(recent) == int(rule.threshold) + 1 and not rule.off:  # once: the next ones say nothing new
+        past = self.past_events(time.time() - 3600.0)
+        # The supervisors of other hosts record the same restarts.
+        recent = [one for one in past if one["event"] == "restart" and one.get("host", machine()) == machine()]
+        known = any(one["event"] == "restart_storm" for one in past)
+        if len(recent) > rule.threshold and not known and not rule.off:  # once: the next ones say nothing new
             self.events.record(
                 "restart_storm",
                 f"{len(recent)} restarts within an hour; the last one: {attempt.ending_in_words}",
@@ -276,7 +283,7 @@ class Supervisor:
 
     def report(self, outcome: str, verdict: JobVerdict) -> int:
         """Log the account and write it to goodput.json; returns the exit code."""
-        code = verdict.code if verdict.code >= 0 else 128 - verdict.code
+        code = to_shell(verdict.code)
         saved = self.saved()
         summary = account(self.attempts, outcome, code, time.monotonic() - self.began, saved)
         path = self.logs / "goodput.json"
@@ -319,14 +326,7 @@ class Supervisor:
         at = newest_checkpoint(self.save)
         log(f"attempt {number} on {self.ranks} ranks" + (f", from iteration {at}" if at is not None else ""))
         with self.log.open("wb") as output:
-            job = subprocess.Popen(
-                words,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=_as_launcher,
-            )
+            job = processes.start_job(words, output)
         hung = self.watch(job, attempt)
         self.ending_since = self.ending_since or time.monotonic()
         beats, spared = read_beats(self.beats), self.events.processes
@@ -342,7 +342,7 @@ class Supervisor:
 
     def launches(self) -> int:
         """The number of launches that the job's metrics have recorded."""
-        return self.metrics and read_metrics(self.metrics).launches or 0
+        return read_end(self.metrics).launches if self.metrics else 0
 
     def watch(self, job: subprocess.Popen, attempt: Attempt) -> bool:
         """Watch until the job ends, hangs (True), or has not ended in time after it was asked to."""
@@ -511,11 +511,11 @@ class Supervisor:
 
     def count_steps(self, attempt: Attempt, launches: int) -> None:
         """Take the steps of an attempt from its metrics, where they are here: status and report count the same."""
-        found = self.metrics and read_metrics(self.metrics)
-        if found and found.launches > launches:
-            done = [record["iteration"] for record in found.records if record.get("kind") == "step"]
-            first = int(found.launch.get("iteration", 0)) + 1
-            attempt.first_step, attempt.last_step = (first, done[-1]) if done else (attempt.first_step, first - 1)
+        found = read_end(self.metrics) if self.metrics else History()
+        if found.launches > launches:
+            first = int(found.run.get("iteration", 0)) + 1
+            last = found.iteration if found.steps.rows else first - 1
+            attempt.first_step, attempt.last_step = first if found.steps.rows else attempt.first_step, last
 
     def copy_log(self) -> None:
         """Copy new output of the job to our own output."""
@@ -533,7 +533,7 @@ class Supervisor:
 
 def logging_of(command: list[str]) -> Logging:
     """The settings of events in a command whose other settings cannot be read here."""
-    flags = {name: commands.value_of(command, f"--{name.replace('_', '-')}") for name in LOGGING}
+    flags = {name: commands.value_of(command, dashed(name)) for name in LOGGING}
     return Logging(**{name: value for name, value in flags.items() if value is not None})
 
 
@@ -544,7 +544,7 @@ def check(settings: SuperviseOptions, command: list[str]) -> None:
     """Raise SettingsError for timeouts and limits out of range, UsageError for a command that cannot be started."""
     for name, value in vars(settings).items():
         least = {"max_restarts": 0, "backoff": 0, "grace": 0, "same_step_limit": 1, "min_world_size": 1}.get(name)
-        flag = f"--{name.replace('_', '-')} {value}"
+        flag = f"{dashed(name)} {value}"
         if least is not None and value is not None and value < least:
             raise SettingsError(f"{flag} must be at least {least}")
         if name in ("hang_timeout", "start_timeout", "poll") and not value > 0:
@@ -575,14 +575,6 @@ class Clock:
         now = time.monotonic()
         self.seconds, self.last = self.seconds + min(now - self.last, self.most), now
         return self.seconds
-
-
-def _as_launcher() -> None:
-    """Prepare the job's first process: it ends with this one, and ignores SIGUSR1. SLURM may send that to every process
-    of a step, and it would end torchrun before its ranks have saved. Ranks set their own handler.
-    """
-    processes.die_with_parent()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def log_folder(asked: Optional[str], save: Optional[str]) -> Path:

@@ -17,6 +17,7 @@ from typing import Literal, Optional
 from megatron.errors import DataError, SettingsError, run_main
 from megatron.guard.job import on_ranks
 from megatron.settings import rank_env
+from megatron.settings.declare import dashed
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Data, Parallel, TokenizerSettings, setting
 from megatron.settings.statements import failing_in_users_words, given_values
@@ -68,7 +69,7 @@ def check(options: TeacherLogitsOptions, data: Data) -> None:
     for name in ("train_samples", "top_k", "micro_batch_size", "seq_length"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise SettingsError(f"--{name.replace('_', '-')} {value} must be at least 1")
+            raise SettingsError(f"{dashed(name)} {value} must be at least 1")
     if options.kd_temperature <= 0:
         raise SettingsError(f"--kd-temperature {options.kd_temperature} must be above 0")
     if not data.files and not data.mock_data:

@@ -21,12 +21,13 @@ from typing import Any, Literal, Optional
 
 import numpy as np
 
+from megatron.data.launches import planned, read_run
 from megatron.errors import DataError, SettingsError, UsageError, run_main
+from megatron.settings.declare import dashed
 from megatron.settings.from_checkpoint import refuse_lost
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Data, TokenizerSettings, setting
 from megatron.training.document_trace import DocumentTrace
-from megatron.training.launches import planned, read_run
 
 MOST_VERIFIED = 1000  # documents whose decoded text is searched
 WHOLE = 0.5  # smallest share of a text's n-grams for which a document is listed
@@ -93,7 +94,7 @@ def read_command(argv: list[str]):
         launches = [with_data(launch, changed) for launch in history.launches]
         tokenizer = replace(history.launches[-1].config.tokenizer, **words)
         return replace(history, launches=launches), options, tokenizer
-    from megatron.model.arguments import parse_with_options
+    from megatron.model.command_line import parse_with_options
     from megatron.settings.rules import record
     from megatron.training.rules import resolve
 
@@ -118,7 +119,7 @@ def with_data(launch, changed: dict[str, Any]):
     """Replace the paths of a launch whose token files have moved. Settings that would change the order are refused."""
     allowed = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "data_cache_path"}
     if set(changed) - allowed:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(set(changed) - allowed))
+        names = ", ".join(dashed(name) for name in sorted(set(changed) - allowed))
         raise UsageError(f"{names}: set by the run itself", do="with --load, only paths of moved files can be given")
     config = launch.config
     return replace(launch, config=replace(config, data=replace(config.data, **changed)))
@@ -235,7 +236,7 @@ class Answers:
 
     def show_text(self, text: str) -> None:
         """Print the documents that hold a text, and the steps that see them."""
-        from megatron.data.text_search import search, search_words, variants_of
+        from megatron.data.places import search, search_words, variants_of
 
         if self.trace.tokenizer is None:
             raise SettingsError(

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
+from megatron.data.file_formats import SEPARATOR_HELP
 from megatron.data.json_input import find_sources, read_texts
-from megatron.data.plain_text import SEPARATOR_HELP
 from megatron.errors import DataError, SettingsError, run_main
+from megatron.settings.declare import dashed
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
@@ -78,7 +79,7 @@ def main(argv: list[str]) -> None:
     check(settings)
     for name in OF_UNIGRAMS if settings.kind != "unigram" else ("min_frequency",):
         if name in said and said[name].is_request:
-            print(f"warning: --{name.replace('_', '-')} has no effect with --kind {settings.kind}")
+            print(f"warning: {dashed(name)} has no effect with --kind {settings.kind}")
     there = [path for name in FILES[settings.kind] if (path := Path(settings.output) / name).exists()]
     start = time.perf_counter()
     train = {"byte-level": train_byte_level, "unigram": train_unigrams}.get(settings.kind, train_word_pieces)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from megatron.errors import SettingsError, UsageError, asks_for_debug, explain, run_main, with_place
-from megatron.model.arguments import parse_with_options
+from megatron.model.command_line import parse_with_options
 from megatron.settings.batch import total_iterations
 from megatron.settings.schema import Config, setting
 from megatron.training.rules import layout_is_open, resolve

@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import string
 import sys
@@ -31,10 +30,10 @@ from typing import Optional
 from megatron.corpus.processes import end, process_pool
 from megatron.corpus.wikidump import END, BadPages, DumpSite, WikiDump, WikiPage, pages_of
 from megatron.corpus.wikitext import WikiSite, plain_text
-from megatron.errors import DataError, Locked, SettingsError, no_such_file, run_main
+from megatron.errors import DataError, SettingsError, no_such_file, run_main
 from megatron.settings.positional import divide, expect, parse_one
 from megatron.settings.schema import setting
-from megatron.storage.durable import WriterLock, storage_errors, sync_folder
+from megatron.storage.durable import locked_folder, sync_folder
 
 PROG = "python -m megatron.tools.wiki"
 SECONDS = 20  # limit for a page: broken markup can take time quadratic in its length
@@ -104,33 +103,20 @@ def extract(dump: str, options: WikiOptions) -> tuple[Counter, list[str]]:
         raise SettingsError(f"--output {target} is there and not empty", do="give another one, or remove it")
     aside = target.with_name(f".{target.name}.partial")
     counts, set_aside = Counter(), []
-    with storage_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside.mkdir(exist_ok=True)
-        try:
-            lock = WriterLock(aside)
-        except Locked as error:
-            raise Locked(f"{target} is being written by another command", error.why, "give another --output") from None
-        try:
-            for path in aside.iterdir():  # left by a killed run
-                if path.name != ".lock":
-                    shutil.rmtree(path)
-            with closing(ArticleFiles(aside, file_bytes(options.bytes), options.compress)) as files:
-                for texts, counted, titles in _all_pieces(dump, options):
-                    counts.update(counted)
-                    set_aside += titles
-                    for text in texts:
-                        files.write(text)
-                    if not options.quiet and counts["articles"] // 10_000 > (counts["articles"] - len(texts)) // 10_000:
-                        print(f"{counts['articles']:,} articles", flush=True)
-            (aside / ".lock").unlink()
-            if target.exists():
-                target.rmdir()
-            os.replace(aside, target)
-            sync_folder(target.parent)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-            lock.release()
+    with locked_folder(aside, target, "command"):
+        with closing(ArticleFiles(aside, file_bytes(options.bytes), options.compress)) as files:
+            for texts, counted, titles in _all_pieces(dump, options):
+                counts.update(counted)
+                set_aside += titles
+                for text in texts:
+                    files.write(text)
+                if not options.quiet and counts["articles"] // 10_000 > (counts["articles"] - len(texts)) // 10_000:
+                    print(f"{counts['articles']:,} articles", flush=True)
+        (aside / ".lock").unlink()
+        if target.exists():
+            target.rmdir()
+        os.replace(aside, target)
+        sync_folder(target.parent)
     return counts, set_aside
 
 

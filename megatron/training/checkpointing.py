@@ -15,8 +15,8 @@ from megatron.checkpoint.folder import Restored, checkpoints, restore
 from megatron.checkpoint.manager import CheckpointManager, store_all_gather_object
 from megatron.checkpoint.reshard import copy_companions
 from megatron.checkpoint.store import Piece
+from megatron.data.epochs import same_order
 from megatron.data.loader import MicroBatchLoader
-from megatron.data.same_order import same_order
 from megatron.errors import CheckpointError, SettingsError
 from megatron.guard import changes
 from megatron.model.experts.upcycling import (

@@ -10,7 +10,8 @@ from typing import Any, Literal, Optional, get_type_hints
 
 from megatron.errors import UsageError
 from megatron.model.quantization import QuantizeOptions
-from megatron.settings.schema import EXPERT_SETTINGS, Model, setting
+from megatron.settings.groups.model import EXPERT_SETTINGS
+from megatron.settings.schema import Model, setting
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def merge_lora(path: Path, out: Path, which, how: MergeOptions) -> None:
 
 def apply_masks(path: Path, out: Path, which, how: MergeOptions) -> None:
     """Apply the masks of --sparsity: a checkpoint of an ordinary model with zeros, without optimizer state."""
-    from megatron.convert.masked import apply_masks
+    from megatron.convert.merged import apply_masks
 
     _merge(apply_masks, path, out, which, how)
 
@@ -207,9 +208,10 @@ def upcycle(path: Path, out: Path, which, how: UpcycleOptions, given: Mapping[st
 def quantize(path: Path, out: Path, which, how: QuantizeOptions) -> None:
     """Quantize a model: a checkpoint for generation, evaluation, the server and exports, without optimizer state."""
     from megatron.checkpoint.folder import choose
+    from megatron.checkpoint.reshard import rewrite
     from megatron.convert.merged import merged_first
     from megatron.inference.load import load_model
-    from megatron.inference.quantized import save
+    from megatron.inference.quantized import quantized
     from megatron.storage.new_folder import check_free
 
     if how.quantize is None:
@@ -218,7 +220,7 @@ def quantize(path: Path, out: Path, which, how: QuantizeOptions) -> None:
     choice = choose(path, step=which.ckpt_step)
     with merged_first(choice.paths[0], out) as source:
         loaded = load_model(str(source), quantize=how)
-        written = save(loaded, out, how)
+        written = rewrite(source, out, lambda reader: quantized(loaded, how))
     said = [f"{written}: {how.quantize}, to be loaded with --load {out}", *loaded.notices, *choice.notices]
     print("\n  ".join(said))
 

@@ -18,6 +18,7 @@ from megatron.model.recipe import Recipe
 from megatron.mpu.initialize import RankContext
 from megatron.settings import schema
 from megatron.settings.batch import batch_size, total_iterations, total_samples
+from megatron.settings.declare import dashed
 from megatron.settings.statements import in_users_words
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.rows import RowsTokenizer, rows_of, rows_of_model, within
@@ -44,7 +45,7 @@ def build_vocabulary(
 def verify_data(data: schema.Data, context: RankContext, log) -> None:
     """Verify the checksums of all token files, divided among the ranks. All ranks raise DataError together."""
     given = {
-        f"--{name.replace('_', '-')}": getattr(data, name)
+        dashed(name): getattr(data, name)
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path")
     }
     blends = [parse_blend(words, flag) for flag, words in given.items() if words]

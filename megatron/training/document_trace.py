@@ -9,9 +9,9 @@ from typing import Any, Optional
 
 import numpy as np
 
+from megatron.data.launches import RunHistory
 from megatron.errors import DataError, Failure
 from megatron.settings.schema import Config, TokenizerSettings
-from megatron.training.launches import RunHistory
 
 SPLITS = ("train", "valid", "test")
 
@@ -126,8 +126,8 @@ class DocumentTrace:
         """Compare the hash of a step's tokens with the recorded one: "agrees", "differs", or "" without a record."""
         if not (step.ledger and step.done):
             return ""
-        from megatron.data.ledger import sum_hashes, to_hex
         from megatron.data.loader import MicroBatchLoader
+        from megatron.data.sampler import sum_hashes, to_hex
         from megatron.model.recipe import recipe_of
 
         config, recipe = launch.config, recipe_of(launch.config)

@@ -4,7 +4,7 @@
 import contextlib
 
 from megatron.errors import UsageError, debugging
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import Recipe, module_of
 from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings import rank_env
@@ -72,7 +72,7 @@ def train(config: Config, recipe: Recipe) -> None:
         config = resolve(config, world_size=world_size(config))
     if config.parallel.print_topology:
         return print_topology(config)
-    from megatron.planner.room import check_room
+    from megatron.planner.memory_check import check_room
 
     refusal = check_room(config, recipe) or refused_port(config.logging)
     from megatron.training.loop import pretrain

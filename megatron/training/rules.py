@@ -10,9 +10,7 @@ import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-import megatron.data.rules
-import megatron.optimizer.rules
-import megatron.pipeline.rules
+from megatron.data import data_rules
 from megatron.errors import SettingsError, numbered
 from megatron.model import linear_kinds
 from megatron.model.layer_ops import ATTENTION, LAYER, MODULES
@@ -20,10 +18,12 @@ from megatron.model.recipe import recipe_of
 from megatron.model.weights import Table
 from megatron.mpu.axis_sizes import expert_sizes, lacking_ranks, sizes_of
 from megatron.mpu.placement import Placement
-from megatron.optimizer import lr_schedule
-from megatron.pipeline import stages
+from megatron.optimizer import lr_schedule, optimizer_rules
+from megatron.pipeline import pipeline_rules, stages
 from megatron.settings import batch, rules, schema
-from megatron.settings.effects import EFFECTS, without_effect
+from megatron.settings.declare import dashed, declared
+from megatron.settings.derivation import default, derived
+from megatron.settings.effects import without_effect
 from megatron.settings.rules import Rule, divisors, either, said, tokenizer_type
 from megatron.settings.statements import in_users_words
 
@@ -37,13 +37,13 @@ WHOLE_SEQUENCES = (
         ),
     ),
 )
-OWNERS = (megatron.data.rules, megatron.optimizer.rules, megatron.pipeline.rules)  # packages with rules of their own
+OWNERS = (data_rules, optimizer_rules, pipeline_rules)  # of packages with settings of their own
 
 
 def rules_of(settings: schema.Config) -> tuple[Rule, ...]:
     """The rules of the recipe and of the packages."""
     recipe = recipe_of(settings)
-    sources = () if recipe.own_data else megatron.data.rules.SOURCE
+    sources = () if recipe.own_data else data_rules.SOURCE
     sequences = () if recipe.shares_sequences else WHOLE_SEQUENCES
     return (*recipe.rules, *sequences, *sources, *(rule for owner in OWNERS for rule in owner.RULES))
 
@@ -96,7 +96,7 @@ def expert_problems(s: SimpleNamespace) -> list[str]:
         if rules.alone(s):
             return [rules.too_few(s, " x ".join(given.values()), needed)]
         return [f"{error.what} ({error.why}); {error.do}"]
-    words = {axis: given.get(axis, f"--{name.replace('_', '-')} {sizes[axis]}") for axis, name in flags.items()}
+    words = {axis: given.get(axis, f"{dashed(name)} {sizes[axis]}") for axis, name in flags.items()}
     first = {}  # of the weights that have the same problem
     for name, placed in experts.items():
         for dim, axes in placed.cut_dims:
@@ -139,7 +139,7 @@ def _tables(settings: schema.Config) -> dict[int, Table]:
 
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
     """Remarks for the log on settings that work but are probably not intended, one sentence each."""
-    return rules.remarks(settings, world_size, megatron.pipeline.rules.REMARKS)
+    return rules.remarks(settings, world_size, pipeline_rules.REMARKS)
 
 
 def idle(settings: schema.Config, world_size: int, datasets: Sequence = ()) -> dict[str, str]:
@@ -148,8 +148,9 @@ def idle(settings: schema.Config, world_size: int, datasets: Sequence = ()) -> d
     datasets: (train, valid, test) of the run, which may be None even if --split leaves samples for them
     With --skip-train, settings of the optimizer are not reported: no optimizer setting has an effect then.
     """
-    own = linear_kinds.idle_of(settings.model)
-    table = {**EFFECTS, **megatron.optimizer.rules.idle_of(settings.optimizer), **own, **recipe_of(settings).idle}
+    general = {name: one for name, one in declared("needs", *schema.GROUPS.values()).items() if not one.of_network}
+    of_kinds = optimizer_rules.idle_of(settings.optimizer) | linear_kinds.idle_of(settings.model)
+    table = {**general, **of_kinds, **recipe_of(settings).idle}
     if settings.batch.skip_train:
         table = {name: needs for name, needs in table.items() if not hasattr(settings.optimizer, name)}
     found = without_effect(rules.record(settings, world_size), table)
@@ -165,28 +166,64 @@ def layout_is_open(settings: schema.Config) -> bool:
     return settings.planner.auto_parallel or settings.batch.micro_batch_size == schema.AUTO
 
 
-def filled(c: schema.Config, world: int) -> schema.Config:
+def filled(config: schema.Config, world: int) -> schema.Config:
     """Fill in derived values of valid settings: each field gets the default that its help describes."""
-    m, p, b, o, t = c.model, c.parallel, c.batch, c.optimizer, c.tokenizer
+    p = config.parallel
     dp = world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size)
-    by_iters = b.train_iters is not None and o.lr_decay_iters is None
-    etp = p.expert_tensor_parallel_size
-    by_samples = b.train_samples is not None and o.lr_decay_samples is None and o.lr_decay_iters is None
-    return c.derive(
-        "other settings",
-        ffn_hidden_size=m.ffn_size,
-        kv_channels=m.head_dim,
-        num_query_groups=m.query_groups,
-        max_position_embeddings=m.position_table,
-        data_parallel_size=dp,
-        sharding_degree=p.sharding_degree or dp,
-        expert_tensor_parallel_size=etp if etp is None or _experts(c) else None,  # without experts, 1 has no effect
-        sequence_parallel=p.sequence_parallel and p.tensor_model_parallel_size > 1,
-        global_batch_size=batch.full_size(b, dp),
-        optimizer=o.rule,
-        torch_compile=c.kernels.torch_compile is not False and rules.can_compile(c, world) and c.kernels.torch_compile,
-        optimizer_cpu_offload=o.optimizer_cpu_offload or o.optimizer == "cpu_adam",
-        lr_decay_iters=b.train_iters if by_iters else o.lr_decay_iters,
-        lr_decay_samples=b.train_samples if by_samples else o.lr_decay_samples,
-        tokenizer_type=t.tokenizer_type or tokenizer_type(t, c.data),
-    )
+    return derived(config, DEFAULTS, world, dp)
+
+
+def _compiles(c: schema.Config, world: int, dp: int) -> bool | str:
+    return c.kernels.torch_compile and rules.can_compile(c, world) and c.kernels.torch_compile
+
+
+def _expert_ranks(c: schema.Config, world: int, dp: int) -> int | None:
+    given = c.parallel.expert_tensor_parallel_size
+    return given if given is None or _experts(c) else None  # without experts, 1 has no effect
+
+
+def _decay_iters(c: schema.Config, world: int, dp: int) -> int | None:
+    given = c.optimizer.lr_decay_iters
+    return c.batch.train_iters if given is None else given
+
+
+def _decay_samples(c: schema.Config, world: int, dp: int) -> int | None:
+    given, iters = c.optimizer.lr_decay_samples, c.optimizer.lr_decay_iters
+    return c.batch.train_samples if given is None and iters is None else given
+
+
+SIZES = " ".join(rules.LAYOUT)
+# Values are computed from a config, the number of ranks and that of data parallel ranks.
+DEFAULTS = (
+    default("hidden_size swiglu geglu", "ffn_hidden_size", lambda c, world, dp: c.model.ffn_size),
+    default("hidden_size num_attention_heads", "kv_channels", lambda c, world, dp: c.model.head_dim),
+    default("num_attention_heads", "num_query_groups", lambda c, world, dp: c.model.query_groups),
+    default("seq_length", "max_position_embeddings", lambda c, world, dp: c.model.position_table),
+    default(SIZES, "data_parallel_size", lambda c, world, dp: dp),
+    default(SIZES, "sharding_degree", lambda c, world, dp: c.parallel.sharding_degree or dp),
+    default("model_type num_experts", "expert_tensor_parallel_size", _expert_ranks),
+    default(
+        "tensor_model_parallel_size",
+        "sequence_parallel",
+        lambda c, world, dp: c.parallel.sequence_parallel and c.parallel.tensor_model_parallel_size > 1,
+    ),
+    default(
+        f"micro_batch_size local_batch_size gradient_accumulation_steps {SIZES}",
+        "global_batch_size",
+        lambda c, world, dp: c.batch.full_size(dp),
+    ),
+    default(
+        "optimizer",
+        "optimizer_cpu_offload",
+        lambda c, world, dp: c.optimizer.optimizer_cpu_offload or c.optimizer.optimizer == "cpu_adam",
+    ),
+    default("", "optimizer", lambda c, world, dp: c.optimizer.rule),  # cpu_adam is adam, with --optimizer-cpu-offload
+    default("sharding_stage amp_level precision recompute_modules", "torch_compile", _compiles),
+    default("train_samples lr_decay_iters", "lr_decay_samples", _decay_samples),
+    default("train_iters", "lr_decay_iters", _decay_iters),
+    default(
+        "vocab_file merge_file vocab_size tokenizer_model mock_data",
+        "tokenizer_type",
+        lambda c, world, dp: c.tokenizer.tokenizer_type or tokenizer_type(c.tokenizer, c.data),
+    ),
+)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.guard import processes
+from megatron.storage.processes import adopt_orphans
 from tests.chaos.case import Case, Got
 
 TOLD = 600  # characters of what a case has got that a line keeps
@@ -61,7 +62,7 @@ def conduct(case: Case, seed: int, folder: Path) -> dict[str, Any]:
 
 def _in_child(case: Case, seed: int, folder: Path, send: Connection) -> None:
     """Body of the forked process: its output goes to a file, its descendants end before it does."""
-    processes.adopt_orphans()
+    adopt_orphans()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     log = os.open(folder / "case.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -18,12 +18,11 @@ import numpy as np
 
 from megatron.checkpoint import survey
 from megatron.checkpoint.folder import TRACKER, restore
-from megatron.data import manifest
+from megatron.data import manifest, verify
 from megatron.data.gpt_dataset import build_datasets
 from megatron.data.indexed import IndexedDataset
 from megatron.errors import Failure
 from megatron.settings.schema import Data
-from megatron.tools import verify_data
 from tests.chaos.case import Case, Got
 from tests.chaos.samples import pieces_of, token_files, write_checkpoint
 
@@ -190,7 +189,7 @@ class Tokens(Subject):
 
     def use(self, name: str) -> Optional[str]:
         """As training with --verify-data does, and as `tools.verify_data`."""
-        problems, told = manifest.verify(self.prefix), verify_data.examine(self.prefix, False)[0]
+        problems, told = manifest.verify(self.prefix), verify.examine(self.prefix, False)[0]
         if bool(problems) > bool(told):
             return "tools.verify_data finds nothing"
         return "other tokens, found good" if not problems and self.content() != self.truth else None

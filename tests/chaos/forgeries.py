@@ -26,7 +26,7 @@ from megatron.checkpoint import survey
 from megatron.checkpoint.folder import TRACKER, restore
 from megatron.checkpoint.reader import Reader
 from megatron.convert import huggingface
-from megatron.data import manifest
+from megatron.data import manifest, verify
 from megatron.data.indexed import IndexedDataset
 from megatron.data.merge import common_identity
 from megatron.errors import Failure
@@ -35,7 +35,6 @@ from megatron.optimizer import resumed_schedule
 from megatron.optimizer.scaler import LossScaler
 from megatron.settings import schema
 from megatron.storage.durable import checksum, read_sealed, seal
-from megatron.tools import verify_data
 from megatron.training.state import State
 from tests.chaos.case import Case, Got, surprise_of
 from tests.chaos.damage import SHARD, Checkpoint, IndexCache, Tokens
@@ -303,7 +302,7 @@ def token_index(folder: Path) -> tuple[Forge, Read]:
 
     def read() -> None:
         with contextlib.suppress(Failure):
-            verify_data.contradictions(subject.prefix)
+            verify.contradictions(subject.prefix)
         data = IndexedDataset(subject.prefix)
         for number in range(len(data)):
             with contextlib.suppress(Failure):

@@ -22,6 +22,7 @@ from megatron.checkpoint.folder import checkpoints, read_tracker
 from megatron.errors import Preempted
 from megatron.guard import processes
 from megatron.guard.heartbeat import Beat, read_beats
+from megatron.storage.processes import adopt_orphans
 from tests.chaos.runs import RECOVERED, Job, attempts_in, compare, going_back, launch, record
 from tests.chaos.supervised import command, environment
 from tests.chaos.victim import Fault
@@ -131,7 +132,7 @@ class Hunt:
 
     def run(self, seconds: float) -> None:
         """Fault after fault; then an orderly end."""
-        processes.adopt_orphans()
+        adopt_orphans()
         end = time.monotonic() + seconds
         due = time.monotonic() + self.dice.uniform(*GAP)
         while time.monotonic() < end:

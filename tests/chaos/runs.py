@@ -31,6 +31,7 @@ from megatron.errors import run_main
 from megatron.guard import processes
 from megatron.mpu.forked import renew_threads
 from megatron.storage.durable import checksum
+from megatron.storage.processes import die_with_parent
 from tests.chaos.victim import Fault, arm
 
 STEPS, EVERY = 12, 3  # of a job; between two checkpoints
@@ -203,7 +204,7 @@ def _store(world: int):
     pid = os.fork()
     if pid == 0:
         try:
-            processes.die_with_parent(signal.SIGKILL)
+            die_with_parent(signal.SIGKILL)
             store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
             tell.send(store.port)
             signal.pause()

@@ -17,11 +17,11 @@ from megatron.checkpoint.first_launch import may_begin
 from megatron.checkpoint.folder import TRACKER, Saver, checkpoints, choose, prune, read_tracker, restore
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, Locked, StorageError
-from megatron.guard.processes import state
 from megatron.inference.load import load_model
 from megatron.planner import problems
 from megatron.settings.schema import Checkpoint
 from megatron.storage.durable import Damaged
+from megatron.storage.processes import state
 from megatron.tools import checkpoint as tool
 
 

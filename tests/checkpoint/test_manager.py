@@ -26,9 +26,9 @@ from megatron.checkpoint.manager import CheckpointManager, Snapshot, store_all_g
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, PeerLost, StorageError
-from megatron.guard import processes
 from megatron.settings import schema
 from megatron.settings.parse import parse_pretrain
+from megatron.storage.processes import state as state_of
 from megatron.training.rules import check
 
 
@@ -454,7 +454,7 @@ def test_kill_9_while_the_thread_writes(memory_folder):
             finally:
                 os._exit(1)
         while not (folder / TRACKER).exists():
-            assert processes.state(child) != "Z"
+            assert state_of(child) != "Z"
             time.sleep(0.001)
         time.sleep(chance.random() * 0.05)
         os.kill(child, signal.SIGKILL)

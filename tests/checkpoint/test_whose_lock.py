@@ -18,14 +18,16 @@ import pytest
 from megatron.corpus import commit
 from megatron.data import index_cache
 from megatron.errors import Locked
-from megatron.guard import heartbeat, processes
-from megatron.guard.heartbeat import Beat, process_start_ticks
+from megatron.guard import heartbeat, processes, run_state
+from megatron.guard.heartbeat import Beat
 from megatron.storage import durable, lease
 from megatron.storage.durable import WriterLock, whole_file
 from megatron.storage.lease import Lease
+from megatron.storage.processes import process_start_ticks
 from megatron.storage.urls import location
+from megatron.telemetry.history import History
 from megatron.telemetry.lanes_drawing import RankLanes
-from megatron.tools import status, supervise
+from megatron.tools import supervise
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +226,7 @@ def test_a_half_built_index_is_dead_with_its_process_here_alone(pids):
 
 def test_an_attempt_is_dead_with_its_process_here_alone(pids, tmp_path):
     here = socket.gethostname()
-    start = commit._start_of(pids.waits)
+    start = process_start_ticks(pids.waits)
     rows = [  # process, host -> gone
         (f"{pids.waits}-{start}", here, False),
         (f"{pids.waits}-{int(start) - 1}", here, True),  # an earlier process with that number
@@ -284,7 +286,9 @@ def test_the_status_of_a_run_on_another_machine(pid, host, state, pids, tmp_path
     metrics = tmp_path / "metrics.jsonl"
     metrics.touch()
     launch = dict(host=socket.gethostname() if host == "here" else "elsewhere", pid=getattr(pids, pid))
-    found = status.alive(metrics, launch, [dict(kind="step")], 1.0, metrics.stat().st_mtime)
+    history = History(run=launch)
+    history.add([b'{"kind": "step", "iteration": 1}'])
+    found = run_state.alive(metrics, history, 1.0, metrics.stat().st_mtime)
     assert found[0] == state
 
 
@@ -293,13 +297,13 @@ def test_the_lock_of_a_cache_goes_with_its_holder(tmp_path):
     path = tmp_path / "lock"
     path.write_text(f"process {os.getpid()} on elsewhere")
     with open(path, "a+") as lock:
-        assert index_cache._try_lock(lock)
+        assert durable.try_lock(lock)
         index_cache._note_owner(lock)
         assert path.read_text() == f"process {os.getpid()} on {socket.gethostname()}"
 
         def other():
             with open(path, "a+") as theirs:
-                return index_cache._try_lock(theirs), index_cache._owner(theirs)
+                return durable.try_lock(theirs), index_cache._owner(theirs)
 
         assert in_a_child(other) == str((False, f"process {os.getpid()} on {socket.gethostname()}"))
         fcntl.flock(lock, fcntl.LOCK_UN)

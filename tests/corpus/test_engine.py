@@ -18,12 +18,13 @@ import pytest
 
 from megatron.corpus import commit, driver
 from megatron.corpus.agenda import Agenda, execute
-from megatron.corpus.digests import Digests
+from megatron.corpus.commit import Digests
 from megatron.corpus.driver import check, clean, counts_by_phase, run
 from megatron.corpus.figures import summed
 from megatron.corpus.plan import TASKS, CorpusPlan, make_plan, save_lists
 from megatron.corpus.runners.local import run_local, workers_for
 from megatron.errors import DataError, SettingsError, StorageError
+from megatron.storage.processes import process_start_ticks
 from tests.chaos.disk import watched
 from tests.corpus.conftest import SmallCorpus, final_digest, final_texts
 
@@ -211,7 +212,7 @@ def test_a_second_attempt_drops_its_own_and_a_different_one_is_an_error(tmp_path
 
 def test_only_dead_attempts_are_removed(tmp_path):
     host = os.uname().nodename
-    mine = f"{os.getpid()}-{commit._start_of(os.getpid())}"
+    mine = f"{os.getpid()}-{process_start_ticks(os.getpid())}"
     child = os.fork()
     if child == 0:
         os._exit(0)

@@ -13,7 +13,7 @@ import pytest
 from megatron.corpus import near_duplicates
 from megatron.corpus.agenda import Agenda
 from megatron.corpus.commit import read_receipt
-from megatron.corpus.duplicates.candidates import save_pairs
+from megatron.corpus.duplicates.pairs import save_pairs
 from megatron.corpus.estimate import (
     CorpusNodes,
     Growth,

@@ -19,8 +19,8 @@ import zstandard
 from megatron.corpus import explain, registry
 from megatron.corpus import report as corpus_page
 from megatron.corpus.driver import counts_by_phase
+from megatron.corpus.figures import summary
 from megatron.corpus.plan import load_plan
-from megatron.corpus.summary import summary
 from megatron.data.contamination import NgramIndex
 from megatron.data.indexed import IndexedDataset
 from megatron.tools import corpus
@@ -276,7 +276,7 @@ def files_of(output: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", registry.known_filters())
+@pytest.mark.parametrize("name", registry.FILTERS)
 def test_every_filter(name, folder, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(folder)
     output = tmp_path / "out"

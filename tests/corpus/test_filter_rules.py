@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import regex
 
-from megatron.corpus.filters import build_filter
 from megatron.corpus.filters.repetition import duplicate_characters, top_characters
 from megatron.corpus.filters.words import LETTER, VISIBLE, cut
+from megatron.corpus.registry import build_filter
 
 W, N = r"[\p{L}\p{N}\p{M}_]", r"\p{N}"
 JOINED = rf"{W}(?:{W}|\.(?={W})|(?<={N})[,:/](?={N}))*"

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from megatron.corpus.filters import build_filter
 from megatron.corpus.line_files import LineCleaner, clean_files
+from megatron.corpus.registry import build_filter
 from megatron.data.json_input import find_sources
 from megatron.errors import DataError
 from tests.corpus import hostile
@@ -77,7 +77,7 @@ def test_every_kind_of_file_and_of_line_is_among_the_cases():
 
 BOMBS = """
 import resource, sys
-from megatron.corpus.filters import build_filter
+from megatron.corpus.registry import build_filter
 from megatron.corpus.line_files import LineCleaner, clean_files
 from megatron.data.json_input import find_sources
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

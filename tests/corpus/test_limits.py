@@ -12,15 +12,16 @@ import types
 import numpy as np
 import pytest
 
-from megatron.corpus import commit, digests, lines, near_duplicates
+from megatron.corpus import commit, lines, near_duplicates
 from megatron.corpus.addresses import AddressLists, AddressRules
-from megatron.corpus.duplicates.candidates import load_pairs, save_pairs
 from megatron.corpus.duplicates.compare import ComparedPairs, ShingleStore, doubtful
+from megatron.corpus.duplicates.pairs import load_pairs, save_pairs
 from megatron.corpus.duplicates.signatures import Signing
 from megatron.corpus.exact_substrings import ExactSubstringOptions, repeats, whole_windows
-from megatron.corpus.filters import build_filter, classifier, filter_class, language
+from megatron.corpus.filters import FILTERS, language
 from megatron.corpus.filters.html import depth
 from megatron.corpus.near_duplicates import PRESETS, NearDuplicateOptions
+from megatron.corpus.registry import build_filter, load
 from megatron.errors import DataError, SettingsError
 from megatron.tools.openwebtext import find_duplicates
 
@@ -53,7 +54,7 @@ FIGURES = [  # filter, option, figure, its side
 
 
 def verdict(name, text, **options):
-    return build_filter(name, **options)(dict(text=text))
+    return load(FILTERS[name])(**options)(dict(text=text))
 
 
 def kept(name, text, **options):
@@ -63,7 +64,7 @@ def kept(name, text, **options):
 @pytest.mark.parametrize("name, option, figure, side", FIGURES, ids=lambda word: str(word))
 def test_a_figure_at_its_limit_is_kept(name, option, figure, side):
     """The rule of the option alone, at the figure of a text, and at the next number on the side where it drops."""
-    thresholds = [one for one in inspect.signature(filter_class(name)).parameters if one.startswith(("min_", "max_"))]
+    thresholds = [one for one in inspect.signature(load(FILTERS[name])).parameters if one.startswith(("min_", "max_"))]
     rest = dict.fromkeys(thresholds)
     if name == "gopher-repetition":
         rest |= dict(top_ngrams={}, duplicate_ngrams={})
@@ -96,18 +97,17 @@ DEFAULTS = {  # Rae et al. 2021, A1.1 and table A1; Raffel et al. 2020, 2.2; Pen
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_limits_are_those_of_the_papers(name):
-    parameters = inspect.signature(filter_class(name)).parameters.values()
+    parameters = inspect.signature(load(FILTERS[name])).parameters.values()
     numbers = [one.default for one in parameters if one.name.startswith(("min_", "max_", "short_line"))]
     assert numbers == [None if word == "None" else float(word) for word in DEFAULTS[name].split()]
 
 
 def test_limits_of_ngrams_are_those_of_the_paper():
-    found = {name: inspect.signature(filter_class(name)).parameters for name in DEFAULTS if "repetition" in name}
-    english, chinese = found["gopher-repetition"], found["gopher-repetition-chinese"]
-    assert english["top_ngrams"].default == {2: 0.20, 3: 0.18, 4: 0.16}
-    assert english["duplicate_ngrams"].default == {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
-    assert chinese["top_ngrams"].default == {4: 0.20, 6: 0.18, 8: 0.16}
-    assert chinese["duplicate_ngrams"].default == {10: 0.15, 12: 0.14, 14: 0.13, 16: 0.12, 18: 0.11, 20: 0.10}
+    english, chinese = (load(FILTERS[f"gopher-repetition{more}"])() for more in ("", "-chinese"))
+    assert english.top_ngrams == {2: 0.20, 3: 0.18, 4: 0.16}
+    assert english.duplicate_ngrams == {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
+    assert chinese.top_ngrams == {4: 0.20, 6: 0.18, 8: 0.16}
+    assert chinese.duplicate_ngrams == {10: 0.15, 12: 0.14, 14: 0.13, 16: 0.12, 18: 0.11, 20: 0.10}
 
 
 SENTENCE = "This is one sentence."
@@ -153,7 +153,7 @@ def test_scores_at_a_limit(monkeypatch):
     assert kept("language", "a", min_score=0.75) and not kept("language", "a", min_score=math.nextafter(0.75, 1))
     assert kept("language", "a") and asked == [True, True, False]  # no score is computed for a minimum of 0
     model = types.SimpleNamespace(predict=lambda text, k, threshold: (["__label__hq", "__label__ad"], [0.75, 0.25]))
-    monkeypatch.setattr(classifier, "load_fasttext", lambda path: model)
+    monkeypatch.setattr(language, "load_fasttext", lambda path: model)
     for least, stays in ((0.75, True), (math.nextafter(0.75, 1), False)):
         assert kept("fasttext", "a", model="m", keep={"hq": least}) == stays
         assert kept("fasttext", "a", model="m", drop={"hq": least}) != stays
@@ -299,8 +299,8 @@ def test_a_file_of_just_now_is_read_again(tmp_path, monkeypatch):
     path.write_text("a")
     written = path.stat().st_mtime_ns
     for age, count in ((2_000_000_000, 0), (2_000_000_001, 1)):
-        monkeypatch.setattr(digests.time, "time_ns", lambda age=age: written + age)
-        found = digests.Digests(tmp_path)
+        monkeypatch.setattr(commit.time, "time_ns", lambda age=age: written + age)
+        found = commit.Digests(tmp_path)
         found.of(str(path))
         assert len(found.known) == count
 

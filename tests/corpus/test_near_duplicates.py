@@ -11,10 +11,8 @@ import zstandard
 
 from megatron.corpus import near_duplicates
 from megatron.corpus.duplicates import shingles
-from megatron.corpus.duplicates.candidates import load_pairs, sorted_pairs
-from megatron.corpus.duplicates.key_runs import RunReader, RunWriter
+from megatron.corpus.duplicates.pairs import DocumentGroups, RunReader, RunWriter, load_pairs, sorted_pairs
 from megatron.corpus.duplicates.signatures import sign_texts
-from megatron.corpus.duplicates.union import DocumentGroups
 from megatron.errors import DataError, Failure
 from tests.corpus.run_phases import phases_of, read_shards, run_phases, write_shards
 

@@ -9,7 +9,8 @@ import pytest
 
 ftfy = pytest.importorskip("ftfy", reason="ftfy is not installed")
 
-from megatron.corpus.filters import build_filter, repair  # noqa: E402
+from megatron.corpus.filters import repair  # noqa: E402
+from megatron.corpus.registry import build_filter  # noqa: E402
 
 if sys.version_info >= (3, 11):
     from re import _parser as sre_parse

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from megatron.data.held_out import cut
 from megatron.errors import DataError, SettingsError
 from megatron.tools import get_sample_data
+from megatron.tools.get_sample_data import cut
 
 
 def divide(folder, *flags: str) -> list[list[str]]:

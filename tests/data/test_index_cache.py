@@ -13,6 +13,7 @@ import pytest
 
 from megatron.data import index_cache
 from megatron.data.index_cache import cached_arrays
+from megatron.storage import durable
 
 fork = multiprocessing.get_context("fork")
 
@@ -53,7 +54,7 @@ def test_one_builds_and_the_others_wait(tmp_path):
 
 def test_a_builder_that_died_is_replaced(tmp_path, monkeypatch):
     log, heard, said = tmp_path / "log", tmp_path / "heard", []
-    monkeypatch.setattr(index_cache, "SAY_EVERY", 0.1)
+    monkeypatch.setattr(durable, "SAY_EVERY", 0.1)
     first = fork.Process(target=ask, args=(tmp_path / "cache", log, 0.0, heard))
     first.start()
     while not log.exists():

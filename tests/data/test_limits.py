@@ -11,18 +11,18 @@ import torch
 
 from megatron.data.bert_dataset import BertSamples
 from megatron.data.contamination import cut
-from megatron.data.held_out import hold_out, text_hash
 from megatron.data.index_maps import make_epoch_plan
 from megatron.data.json_input import find_sources
+from megatron.data.masked_settings import whole_weights
 from megatron.data.sentence_samples import build_sentence_samples, kept_documents
 from megatron.data.t5_dataset import T5Samples, _check_room
 from megatron.data.tables import _spoilt
-from megatron.data.task_words import whole_weights
 from megatron.errors import DataError, SettingsError
 from megatron.fused_kernels import TABLE, VARLEN, Case
 from megatron.inference.choices import RowState, probabilities
 from megatron.inference.sampling import Sampling
 from megatron.settings.kernel_sizes import causal_blocks
+from megatron.tools.get_sample_data import hold_out, text_hash
 
 
 @pytest.mark.parametrize("percent, count", [(25, 5), (20, 4), (50, 10)])

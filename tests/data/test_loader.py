@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from megatron.data import masks
+from megatron.data import batch_arrays
 from megatron.data.loader import MicroBatchLoader, cyclic_order
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Data
@@ -113,9 +113,9 @@ def test_masks_of_a_batch():
 
 @given(arrays(np.int64, st.tuples(st.integers(1, 3), st.integers(1, 20)), elements=st.integers(0, 3)))
 def test_masks_against_a_walk(tokens):
-    documents = masks.document_ids(tokens, 0)
-    positions = masks.position_ids(documents)
-    loss = masks.loss_mask(tokens, 0)
+    documents = batch_arrays.document_ids(tokens, 0)
+    positions = batch_arrays.position_ids(documents)
+    loss = batch_arrays.loss_mask(tokens, 0)
     for row in range(len(tokens)):
         position = document = 0
         for at, token in enumerate(tokens[row]):

@@ -9,6 +9,7 @@ import pytest
 import pretrain_gpt
 from megatron.data import manifest
 from megatron.data.indexed import write_index
+from megatron.data.verify import contradictions
 from megatron.errors import DataError, UsageError
 from megatron.tools import verify_data as tool
 
@@ -117,7 +118,7 @@ def test_hostile_headers_are_refused_without_memory(tmp_path):
         for number in (1 << 63, (1 << 64) - 1, 1 << 40, 0):
             (tmp_path / "d.idx").write_bytes(good[:at] + number.to_bytes(8, "little") + good[at + 8 :])
             with pytest.raises(DataError, match="its header promises|documents do not cover"):
-                tool.contradictions(prefix)
+                contradictions(prefix)
 
 
 def test_training_verifies_first(tmp_path, capsys):

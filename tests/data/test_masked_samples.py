@@ -15,8 +15,7 @@ from megatron.data import bert_dataset, t5_dataset
 from megatron.data.indexed import write_index
 from megatron.data.masked_settings import MASKED_RULES, MaskedSettings
 from megatron.data.masking import Masking, Replacement
-from megatron.data.mt19937 import mt19937, mt19937_64
-from megatron.data.sentence_samples import build_sentence_samples, kept_documents
+from megatron.data.sentence_samples import build_sentence_samples, kept_documents, mt19937, mt19937_64
 from megatron.errors import DataError, SettingsError
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.rules import violations

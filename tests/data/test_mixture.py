@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from megatron.data import bert_dataset, t5_dataset
 from megatron.data.labelled import Labelled, read_labelled
-from megatron.data.masked_settings import MASKED_RULES, MaskedSettings
+from megatron.data.masked_settings import MASKED_RULES, MaskedSettings, whole_weights
 from megatron.data.mixture import LabelledDataset, MixtureOrder, MixtureTask, spread, tasks_of
 from megatron.data.sampler import micro_batch_samples
-from megatron.data.task_words import whole_weights
 from megatron.errors import DataError, SettingsError
 from megatron.model.bert.settings import BertSettings
 from megatron.settings.parse import parse_pretrain

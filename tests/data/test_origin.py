@@ -13,10 +13,9 @@ import xxhash
 import merge_datasets
 import preprocess_data
 from megatron.data import contamination, preprocess
-from megatron.data.contamination import Contained, NgramIndex, cut
+from megatron.data.contamination import Contained, NgramIndex, Screen, cut
 from megatron.data.indexed import IndexedDataset
 from megatron.data.origin import find_file, lines_at, open_origins, text_hash
-from megatron.data.preprocess_screen import Screen
 from megatron.errors import DataError, SettingsError
 from megatron.tools import verify_data
 

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 import merge_datasets
-from megatron.data import manifest, paddle
+from megatron.data import formats, manifest, verify
 from megatron.data.blend import parse_blend
 from megatron.data.formats import open_tokens, prefixes_in
 from megatron.data.gpt_dataset import build_datasets
 from megatron.data.indexed import write_index
 from megatron.errors import DataError, Failure
 from megatron.settings.schema import Data
-from megatron.tools import verify_data
 
 LENGTHS = [3, 0, 7, 1, 5, 4]
 DOCUMENTS = [0, 2, 2, 5, 6]  # the second is empty
@@ -76,12 +75,12 @@ def test_the_fleetx_keys_and_wide_ids(tmp_path):
 def test_writes_the_bytes_of_numpy(tmp_path):
     prefix = write(tmp_path / "a")
     pieces = lambda: [np.array(LENGTHS[:2], "i4"), np.array(LENGTHS[2:], "i4")]
-    paddle.stream_npz(tmp_path / "own.npz", 6, 4, pieces, lambda: [np.diff(DOCUMENTS)])
+    formats.stream_npz(tmp_path / "own.npz", 6, 4, pieces, lambda: [np.diff(DOCUMENTS)])
     assert (tmp_path / "own.npz").read_bytes() == open(f"{prefix}_idx.npz", "rb").read()
     for count in (0, 9, 10**15):
         saved = io.BytesIO()
         np.lib.format.write_array_header_1_0(saved, dict(descr="<u2", fortran_order=False, shape=(count,)))
-        assert paddle.npy_head(np.dtype("<u2"), count) == saved.getvalue() and len(saved.getvalue()) == paddle.HEAD
+        assert formats.npy_head(np.dtype("<u2"), count) == saved.getvalue() and len(saved.getvalue()) == formats.HEAD
 
 
 def test_conversion_both_ways_loses_nothing(tmp_path, capsys):
@@ -101,7 +100,7 @@ def test_conversion_both_ways_loses_nothing(tmp_path, capsys):
             ("there_idx.npz", "a_idx.npz"),
         ):
             assert (folder / made).read_bytes() == (folder / wanted).read_bytes(), made
-        assert verify_data.examine(there, False)[0] == verify_data.examine(back, False)[0] == []
+        assert verify.examine(there, False)[0] == verify.examine(back, False)[0] == []
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
@@ -244,7 +243,7 @@ def test_sents_that_point_elsewhere_are_found_by_verify_data(tmp_path):
         sents=np.array([0, 3, 4, 10, 11, 16, 20]),
         docs=np.array(DOCUMENTS),
     )
-    problems, _ = verify_data.examine(prefix, True)
+    problems, _ = verify.examine(prefix, True)
     assert problems == [f"{prefix}_idx.npz: the offset of sequence 2 is not where the one before it ends"]
 
 

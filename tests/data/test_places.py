@@ -7,8 +7,7 @@ import pytest
 from megatron.data.formats import open_tokens
 from megatron.data.gpt_dataset import build_datasets
 from megatron.data.indexed import write_index
-from megatron.data.places import document_of, files_of, find_places, sequences_of_document
-from megatron.data.text_search import search
+from megatron.data.places import document_of, files_of, find_places, search, sequences_of_document
 from megatron.errors import DataError
 from megatron.settings.schema import Data
 

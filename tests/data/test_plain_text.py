@@ -24,7 +24,7 @@ from megatron.corpus.plan import make_plan
 from megatron.corpus.recipe import parse_recipe
 from megatron.corpus.runners.local import run_local
 from megatron.corpus.shards import InputPiece, lines_of
-from megatron.data import plain_text
+from megatron.data import file_formats
 from megatron.data.evaluation_sets import read_items
 from megatron.data.indexed import IndexedDataset
 from megatron.data.json_input import find_sources
@@ -43,11 +43,11 @@ BETWEEN = {"blank-line": "\n\n", "---": "\n---\n", r"\n***\n": "\n***\n"}  # sep
 
 @pytest.fixture(autouse=True)
 def notes_are_said_again():
-    plain_text.note.cache_clear()
+    file_formats.note.cache_clear()
 
 
 def read(text: str, separator: str | None) -> list[str]:
-    stream, out = plain_text.PlainText(io.BytesIO(text.encode()), "x.txt", separator), b""
+    stream, out = file_formats.PlainText(io.BytesIO(text.encode()), "x.txt", separator), b""
     while data := stream.read(1):
         out += data
     return [json.loads(line)["text"] for line in out.splitlines()]
@@ -65,7 +65,7 @@ def split(text: str, separator: str | None) -> list[str]:
 def test_documents_are_those_of_a_split_wherever_a_read_ends(monkeypatch):
     draw = random.Random(3)
     for _ in range(5000):
-        monkeypatch.setattr(plain_text, "BLOCK", draw.randint(1, 5))
+        monkeypatch.setattr(file_formats, "BLOCK", draw.randint(1, 5))
         text = "".join(draw.choices(["a", "b", "\n", "\n", " ", "\t", "\r\n", "==", "=", "\u00fc", '"', "\\"], k=12))
         separator = draw.choice([None, "blank-line", "==", "ab", "\n", "=a="])
         if wanted := split(text, separator):
@@ -105,7 +105,7 @@ def test_a_file_is_a_document(tmp_path, tokens, workers):
 @pytest.mark.parametrize("pack", ["", *PACK])
 @pytest.mark.parametrize("separator", BETWEEN)
 def test_a_separator_parts_documents(tmp_path, tokens, monkeypatch, pack, separator):
-    monkeypatch.setattr(plain_text, "BLOCK", 97)
+    monkeypatch.setattr(file_formats, "BLOCK", 97)
     whole = BETWEEN[separator].join(POEMS).encode()
     path = tmp_path / ("poems.txt" + f".{pack}" * bool(pack))
     path.write_bytes(PACK[pack](whole) if pack else whole)

@@ -23,6 +23,7 @@ from megatron.data.workspace import Workspace
 from megatron.errors import DataError, Failure, Locked, StorageError, exit_code
 from megatron.guard import processes
 from megatron.settings.schema import TokenizerSettings
+from megatron.storage.processes import state
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import Tokenizer
 
@@ -331,7 +332,7 @@ def test_ended_by_a_signal(vocab, tmp_path, root, number, code):
     left = {path.name for path in tmp_path.iterdir()}
     assert left == ({"out.partial"} if number == signal.SIGKILL else set())
     deadline = time.monotonic() + 100
-    while any(processes.state(child) not in ("", "Z") for child in children):
+    while any(state(child) not in ("", "Z") for child in children):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     (tmp_path / "corpus.jsonl").write_text("\n".join(LINES))

@@ -6,9 +6,9 @@ import pytest
 
 import pretrain_gpt
 from megatron.data import manifest
+from megatron.data.epochs import same_order
 from megatron.data.gpt_dataset import build_datasets
 from megatron.data.indexed import write_index
-from megatron.data.same_order import same_order
 from megatron.errors import SettingsError
 from megatron.settings.schema import Data
 

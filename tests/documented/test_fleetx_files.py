@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import SettingsError, UsageError
-from megatron.settings.dialects import fleetx
+from megatron.settings.dialects.fleetx_files import read
+from megatron.settings.dialects.fleetx_joint import purpose_of, translate_entries
 from megatron.settings.rules import range_problem
 from megatron.tools import translate
 from tests.documented.test_fleetx_words import Read, a_file
@@ -48,10 +49,10 @@ def test_the_lists_are_whole():
 @pytest.mark.parametrize("name", [name for name, _ in NAMES.values()])
 def test_each_file_is_read_by_its_command(name, desk):
     path = str(desk / CONFIGS / name)
-    entries = fleetx.read(path)
-    purpose = OTHERS.get(name) or fleetx.purpose_of(entries)
+    entries = read(path)
+    purpose = OTHERS.get(name) or purpose_of(entries)
     if purpose == "prune":
-        assert not fleetx.translate(entries, "prune").problems
+        assert not translate_entries(entries, "prune").problems
         return
     chinese = ["--tokenizer-model", "sentencepiece.model"] * ("_cn_" in name)  # which the file cannot name
     found = Read(purpose, ["-c", path, *chinese])

@@ -8,6 +8,7 @@ import yaml
 
 from megatron.errors import UsageError
 from megatron.settings.dialects import fleetx
+from megatron.settings.dialects.fleetx_files import SECTIONS, read
 from megatron.settings.parse import parse, parse_pretrain
 from megatron.tools.evaluate import EvaluateOptions
 from megatron.tools.generate import GenerateOptions, Sampling
@@ -184,8 +185,8 @@ def test_data_of_an_evaluation_that_are_missing_are_named_by_their_key(tmp_path)
 
 
 def test_every_table_names_keys_of_known_sections():
-    assert all(key.split(".")[0] in fleetx.SECTIONS for key in fleetx.KNOWN)
-    assert set(fleetx.read(str(FILE))) == set(KEYS)
+    assert all(key.split(".")[0] in SECTIONS for key in fleetx.KNOWN)
+    assert set(read(str(FILE))) == set(KEYS)
 
 
 def test_data_of_the_command_line_take_the_place_of_the_files(capsys):

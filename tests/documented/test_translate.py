@@ -12,12 +12,13 @@ import yaml
 
 from megatron.errors import SettingsError, UsageError, run_main
 from megatron.settings.dialects import fleetx
+from megatron.settings.dialects.runs import DIALECTS
 from megatron.settings.dialects.table import TheirSetting, flags_of, sentence
+from megatron.settings.dialects.translate import back, spellings, translate
+from megatron.settings.files import read_python, read_tree
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.rules import range_problem
-from megatron.settings.sources import read_python, read_tree
 from megatron.settings.spelling import spellings_of
-from megatron.settings.translate import DIALECTS, back, spellings, translate
 from megatron.tools import translate as tool
 
 HERE = Path(__file__).parent

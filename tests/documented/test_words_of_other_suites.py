@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from megatron.settings.dialects.launchers import LAUNCHERS, TORCHRUNS
+from megatron.settings.dialects.runs import DIALECTS
+from megatron.settings.dialects.translate import spellings, translate
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.translate import DIALECTS, spellings, translate
 from megatron.tools import translate as tool
 
 HERE = Path(__file__).parent
@@ -72,8 +73,8 @@ def settings(words: tuple[str, ...]) -> dict[str, str]:
 
 def printed(dialect: str, words: list[str]) -> str:
     """What the tool prints for a file or a command."""
-    runs = tool.translations(DIALECTS[dialect], words)
-    texts = ([run] if isinstance(run, str) else tool.shown(run, DIALECTS[dialect], "command") for run in runs)
+    runs = tool.translations(DIALECTS[dialect], words, tool.command_for)
+    texts = ([run] if isinstance(run, str) else tool.lines_of(run, DIALECTS[dialect], "command") for run in runs)
     return "\n".join(line for text in texts for line in text)
 
 

@@ -31,7 +31,7 @@ REACHED = {
             "data/loader.py: to",
             "fused_kernels/__init__.py: describe_document_kernel",
             "fused_kernels/__init__.py: describe_kernels",
-            "fused_kernels/attention.py: mask_padding",
+            "fused_kernels/explicit_attention.py: mask_padding",
             "fused_kernels/documents.py: of",
             "fused_kernels/dropout.py: _masked",
             "model/experts/grouped.py: row_unit",
@@ -58,7 +58,7 @@ REACHED = {
         ),
         "runs",
     ),
-    "fused_kernels/sinks.py: forward": "tests/gpu/test_gpu_triton.py",
+    "fused_kernels/partial_attention.py: forward": "tests/gpu/test_gpu_triton.py",
     "convert/export/load_exported.py: _load_hf": "tests/inference/test_export.py",  # an error on a CPU alone
     "convert/export/programs.py: _with_torch": "tests/inference/test_export.py",
     "inference/load.py: load_model": "tests/inference/test_generation.py",  # an error on a CPU alone

@@ -9,15 +9,16 @@ import torch
 from fake_run import Event, a_device
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.fused_kernels import attention
+from megatron.fused_kernels import attention, explicit_attention
 from megatron.inference import choices, quantize
 from megatron.model.cache import stored_dtype
 from megatron.model.lora_product import LoRAProduct
 from megatron.model.packed_rows import PackedRows
 from megatron.mpu import cross_entropy, initialize, layers, random
 from megatron.pipeline.execute import _OpRunner
-from megatron.telemetry import lanes, memory
-from megatron.training import build, report_facts
+from megatron.telemetry import lanes, memory, report_facts
+from megatron.telemetry.history import Columns
+from megatron.training import build
 from megatron.training.pace import Pace
 
 HALF = torch.bfloat16
@@ -33,19 +34,19 @@ def grouped_queries(window):
 
 
 def added_pair():
-    product = SimpleNamespace(scale=2.0)
+    product = SimpleNamespace(scale=2.0, stacked=0)
     return LoRAProduct.added(product, None, on_device(5, 4), on_device(5, 3), on_device(4, 3))
 
 
 def summed_samples():
     total = on_device(4, 3)
-    attention.add_samples(total, on_device(2, 4, 3))
+    explicit_attention.add_samples(total, on_device(2, 4, 3))
     return total
 
 
 def masked_scores():
     scores = on_device(4, 6, 5)
-    attention.mask_padding(scores, on_device(2, 5, dtype=torch.bool))
+    explicit_attention.mask_padding(scores, on_device(2, 5, dtype=torch.bool))
     return scores
 
 
@@ -107,8 +108,9 @@ def timed():
 
 
 def told_memory():
-    record = dict(kind="memory", bytes=3, iteration=1)
-    return report_facts.memory(SimpleNamespace(memory=[record], run=dict(device="cuda")))[0][1].partition(": ")[2]
+    records = Columns()
+    records.extend([dict(kind="memory", bytes=3, iteration=1)])
+    return report_facts.memory(SimpleNamespace(memory=records, run=dict(device="cuda")))[0][1].partition(": ")[2]
 
 
 CALLS = {

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron.fused_kernels import TABLE, Case, attention, choose_kernel, reference
+from megatron.fused_kernels import TABLE, Case, attention, choose_kernel, explicit_attention, reference
 from megatron.fused_kernels.dropout import DropoutMask
 
 B, SCALE = 2, 0.3
@@ -342,7 +342,7 @@ def test_gradients_of_block_causal_numerically(dropped, softcap, window, queries
     words = torch.randint(-32768, 32768, (B, 4, queries, s), generator=torch.Generator().manual_seed(3)).short()
     more = dict(scale=0.5, causal=True, dropout=DropoutMask(words, THRESHOLD, FACTOR) if dropped else None)
     more |= dict(softcap=softcap, window=window)
-    assert torch.autograd.gradcheck(lambda *x: attention.block_causal(*x, **more), inputs)
+    assert torch.autograd.gradcheck(lambda *x: explicit_attention.in_blocks(*x, **more), inputs)
 
 
 def test_block_causal_in_bf16_is_as_exact_as_the_reference():
@@ -360,9 +360,7 @@ def test_block_causal_in_bf16_is_as_exact_as_the_reference():
         assert mine < 1.3 * plain + 1e-3
 
 
-def test_block_causal_refuses_what_it_does_not_cover():
+def test_causal_queries_are_the_last_of_the_keys():
     inputs = operands(8, 8, 1, 1, 4, torch.float32, "cpu")
-    with pytest.raises(AssertionError, match="keys after a block"):
-        attention.block_causal(*inputs, scale=SCALE, causal=False)
-    with pytest.raises(AssertionError, match="keys after a block"):
-        attention.block_causal(inputs[0], *(x[-3:] for x in inputs[1:]), scale=SCALE, causal=True)
+    with pytest.raises(AssertionError, match="the queries are the last of the keys"):
+        explicit_attention.in_blocks(inputs[0], *(x[-3:] for x in inputs[1:]), scale=SCALE, causal=True)

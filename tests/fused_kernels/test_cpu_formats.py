@@ -16,7 +16,8 @@ import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
 from megatron.fused_kernels import Case, choose_kernel, cpu_ops
-from megatron.fused_kernels.partial_attention import Explicit, FlashOnCPU, Rectangle, Scores
+from megatron.fused_kernels.explicit_attention import Explicit, Rectangle, Scores
+from megatron.fused_kernels.partial_attention import FlashOnCPU
 from megatron.inference.quantize import multiply_int8
 from megatron.model.experts import grouped
 from megatron.mpu.initialize import DTYPES

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.data import masks
+from megatron.data import batch_arrays
 from megatron.data.loader import MicroBatch
-from megatron.fused_kernels import Case, attention
+from megatron.fused_kernels import Case, attention, explicit_attention
 from megatron.fused_kernels.documents import Documents, starts_of
 from megatron.fused_kernels.dropout import DropoutMask
 from megatron.model.gpt.module import GPT
@@ -92,11 +92,11 @@ def test_starts_edges_and_parts_name_the_pairs(layout):
 
 def test_the_loader_and_ids_agree_on_where_documents_begin():
     tokens = np.random.RandomState(0).randint(0, 4, (3, 50))
-    starts = masks.document_starts(masks.document_ids(tokens, 0))
+    starts = batch_arrays.document_starts(batch_arrays.document_ids(tokens, 0))
     for sample, row in zip(tokens, starts, strict=True):
         begins = [0] + [n + 1 for n, token in enumerate(sample[:-1]) if token == 0]
         assert row.tolist() == [max(n for n in begins if n <= place) for place in range(50)]
-    assert (starts_of(torch.from_numpy(masks.document_ids(tokens, 0).T)) == starts).all()
+    assert (starts_of(torch.from_numpy(batch_arrays.document_ids(tokens, 0).T)) == starts).all()
 
 
 # ---- values and gradients --------------------------------------------------------------------------------------------
@@ -132,9 +132,9 @@ def test_one_document_gives_the_bits_of_none():
     inputs = operands(S, S, 2, 2, 16, torch.float32, "cpu")
     for window, softcap in [(None, None), (40, 0.7)]:
         how = dict(scale=SCALE, causal=True, window=window, softcap=softcap)
-        plain = results(partial(attention.block_causal, **how), inputs)
+        plain = results(partial(explicit_attention.in_blocks, **how), inputs)
         documents = Documents.of(np.zeros((B, S), np.int32), "cpu")
-        apart = results(partial(attention.block_causal, documents=documents, **how), inputs)
+        apart = results(partial(explicit_attention.in_blocks, documents=documents, **how), inputs)
         assert all(map(torch.equal, apart, plain))
 
 

@@ -8,7 +8,7 @@ Legend as in test_attention.py.
 import pytest
 import torch
 
-from megatron.fused_kernels import TABLE, Case, choose_kernel, noncausal
+from megatron.fused_kernels import TABLE, Case, choose_kernel, explicit_attention
 from megatron.fused_kernels.dropout import DropoutMask
 from tests.fused_kernels.test_attention import FACTOR, SCALE, THRESHOLD, B, assert_near, operands
 
@@ -81,7 +81,7 @@ def test_many_samples_of_bf16_add_to_a_bias():
     for dtype in (torch.bfloat16, torch.float64):
         given, own = [x.to(dtype) for x in inputs], bias.to(dtype).requires_grad_()
         if dtype == torch.bfloat16:
-            value = noncausal.block_full(*given, scale=SCALE, causal=False, bias=own)
+            value = explicit_attention.in_blocks(*given, scale=SCALE, causal=False, bias=own)
         else:
             value = formula(*given, own, torch.ones(b, s, s, dtype=torch.bool), None)
         found += torch.autograd.grad(value, own, upstream.bfloat16().to(dtype))
@@ -93,6 +93,3 @@ def test_which_kernel_looks_both_ways():
     assert choose_kernel("attention", Case(**case)).name == "block-full"
     assert choose_kernel("attention", Case(**case, causal=True)).name == "block-causal"
     assert choose_kernel("attention", Case(**case | dict(keys=10000))).name == "sdpa (CPU)"
-    inputs = operands(8, 8, 1, 1, 4, torch.float32, "cpu")
-    with pytest.raises(AssertionError, match="every query sees all keys"):
-        noncausal.block_full(*inputs, scale=SCALE, causal=True)

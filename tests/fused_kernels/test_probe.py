@@ -11,9 +11,9 @@ from megatron.fused_kernels import (
     TABLE,
     TRITON,
     Case,
-    attention,
     choose_kernel,
     describe_kernels,
+    explicit_attention,
     reference,
     run_probes,
 )
@@ -108,7 +108,9 @@ def test_what_is_compiled_is_told_what_was_found_before(monkeypatch):
 def test_a_probe_inside_a_layer_that_is_recomputed_and_cast_disturbs_neither(monkeypatch):
     """It runs in the first pass alone. Gradients are those without recomputation; the reference stays in fp32."""
     compare, seen = probe.compare, []
-    on_cpu = lambda op, run, *args: seen.append(compare(op, attention.block_causal, "cpu", FP32, 1e-5)) or seen[-1]
+    on_cpu = lambda op, run, *args: (
+        seen.append(compare(op, explicit_attention.in_blocks, "cpu", FP32, 1e-5)) or seen[-1]
+    )
     monkeypatch.setattr(probe, "compare", on_cpu)
 
     def layer(x):

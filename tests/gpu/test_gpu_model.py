@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron.data.loader import MicroBatch
-from megatron.fused_kernels import TABLE, attention, reference
+from megatron.fused_kernels import TABLE, explicit_attention, reference
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placements
@@ -40,7 +40,7 @@ def test_attention_with_dropout(q):
     keep = dropout.keep((2, 2 * q, 300, 300), torch.tensor([3, 8]), inputs[0].device)
     assert keep.mask().float().mean().item() == pytest.approx(0.9, abs=0.01)
     more = dict(scale=0.125, causal=True, dropout=keep)
-    want, got = reference.attention(*inputs, **more), attention.block_causal(*inputs, **more)
+    want, got = reference.attention(*inputs, **more), explicit_attention.in_blocks(*inputs, **more)
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
     upstream = torch.randn_like(want)
     for mine, theirs in zip(

@@ -10,8 +10,8 @@ import pytest
 
 from megatron.guard import evidence, heartbeat
 from megatron.guard.heartbeat import STOP, Beat, Heartbeat, ask, clear, read_beats
-from megatron.guard.processes import state
 from megatron.guard.stacks import explain
+from megatron.storage.processes import state
 
 
 def micro_batch():

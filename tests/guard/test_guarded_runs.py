@@ -19,12 +19,12 @@ from megatron.checkpoint.reader import Reader
 from megatron.data.gpt_dataset import build_datasets
 from megatron.data.indexed import write_index
 from megatron.errors import CheckpointError, Interrupted, NumericsError, Preempted, SettingsError
+from megatron.guard import run_state
 from megatron.guard.heartbeat import Heartbeat, machine, read_beats
 from megatron.mpu.forked import RankFailed
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Data
-from megatron.telemetry.run_record import read_history
-from megatron.tools import status
+from megatron.telemetry.history import read_history
 from megatron.training.loop import pretrain
 from megatron.training.rules import resolve
 
@@ -168,7 +168,7 @@ def test_ctrl_c_on_one_rank_saves_that_step_and_says_how_to_go_on(more, run_rank
     last = f"the last checkpoint: {tmp_path}/iter_0000003"
     assert answers == [("stopped at iteration 3: interrupted by Ctrl-C", last, go_on)] * 2
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000003"]
-    shown = status.look(tmp_path)
+    shown = run_state.look(tmp_path)
     assert (shown.state, shown.iteration, shown.checkpoint) == ("interrupted", 3, 3)
 
 
@@ -182,7 +182,7 @@ def test_ctrl_c_says_that_nothing_is_saved(tmp_path, capfd):
     answer = _interrupted(0, f"--train-iters 9 --metrics-file {tmp_path}/metrics.jsonl", 1)
     assert answer == ("stopped at iteration 3: interrupted by Ctrl-C", "nothing is saved: there is no --save", None)
     assert "Ctrl-C: stopping after this step, nothing is saved, because there is no --save" in capfd.readouterr().err
-    assert status.look(tmp_path).state == "interrupted"
+    assert run_state.look(tmp_path).state == "interrupted"
 
 
 def test_ctrl_c_that_has_ended_the_reader_of_the_log_saves_all_the_same(tmp_path, monkeypatch):
@@ -207,7 +207,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path, capfd, monkeypatch):
     assert what == "interrupted after iteration 2 of 9" and why.endswith("iter_0000002")
     assert do == f"to resume: {os.environ['MEGATRON_COMMAND']}"  # as it is: it loads what it saves
     assert capfd.readouterr().err.count(f"saving in {tmp_path}; press it again to end immediately") == 1
-    assert status.look(tmp_path).state == "interrupted"
+    assert run_state.look(tmp_path).state == "interrupted"
 
 
 def test_ctrl_c_after_the_last_step_ends_the_evaluation(tmp_path, monkeypatch):

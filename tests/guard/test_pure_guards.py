@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import ledger
+from megatron.data import sampler
 from megatron.errors import SettingsError, UsageError
 from megatron.guard import changes, command
 from megatron.guard.exits import Action, codes_in_log, judge
@@ -35,24 +35,24 @@ from megatron.settings.schema import from_record
 def test_any_split_of_a_step_has_the_same_hash(parts, each, start, shuffle):
     rows = np.random.default_rng(start).integers(0, 50000, (parts * each, 9))
     places = list(range(start, start + len(rows)))
-    whole = ledger.batch_hash(places, rows)
+    whole = sampler.batch_hash(places, rows)
     order = list(range(len(rows)))
     shuffle.shuffle(order)
-    split = [ledger.batch_hash([places[i] for i in order[p::parts]], rows[order[p::parts]]) for p in range(parts)]
-    assert ledger.sum_hashes(split) == whole
+    split = [sampler.batch_hash([places[i] for i in order[p::parts]], rows[order[p::parts]]) for p in range(parts)]
+    assert sampler.sum_hashes(split) == whole
     as_fp64 = np.sum(np.array(split, np.float64), axis=0)  # as ranks add them up
-    assert ledger.to_hex(as_fp64) == ledger.to_hex(whole)
+    assert sampler.to_hex(as_fp64) == sampler.to_hex(whole)
 
 
 def test_a_shifted_repeated_or_changed_sample_shows():
     rows = np.random.default_rng(0).integers(0, 50000, (4, 9))
     hashes = {
-        "right": ledger.batch_hash(range(4), rows),
-        "off by one": ledger.batch_hash(range(1, 5), rows),
-        "swapped": ledger.batch_hash(range(4), rows[[1, 0, 2, 3]]),
-        "repeated": ledger.batch_hash([0, 1, 2, 2], rows[[0, 1, 2, 2]]),
-        "skipped": ledger.batch_hash(range(3), rows[:3]),
-        "a token": ledger.batch_hash(
+        "right": sampler.batch_hash(range(4), rows),
+        "off by one": sampler.batch_hash(range(1, 5), rows),
+        "swapped": sampler.batch_hash(range(4), rows[[1, 0, 2, 3]]),
+        "repeated": sampler.batch_hash([0, 1, 2, 2], rows[[0, 1, 2, 2]]),
+        "skipped": sampler.batch_hash(range(3), rows[:3]),
+        "a token": sampler.batch_hash(
             range(4), rows + np.eye(4, 9, dtype=np.int64)[[0, 0, 0, 0]] * [[0], [1], [0], [0]]
         ),
     }

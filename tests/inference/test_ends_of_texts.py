@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from megatron.inference.answers import _whole, continued, ignored
 from megatron.inference.requests import Output, Request, TokenScore
 from megatron.inference.sampling import Sampling
-from megatron.inference.text_stream import BYTES, TextStream
-from megatron.serving.texts import RunningText
+from megatron.inference.text_stream import BYTES, RunningText, TextStream
 
 WORDS = ["a", " stop", "st", "op", "\n", "x\n"]  # tokens after those of single bytes, which wait for their neighbours
 

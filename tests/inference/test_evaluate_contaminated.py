@@ -16,7 +16,7 @@ from megatron.inference.scoring import score, windows
 from megatron.settings.schema import Data
 from megatron.tasks.contaminated import judge, judge_lines, lines_of_tokens, training_contents
 from megatron.tasks.lambada import Example, find_correct
-from megatron.tasks.wikitext import detokenize
+from megatron.tasks.zeroshot import detokenize
 from megatron.tools import evaluate as tool
 
 SEEN = "the cat sat on the mat and the dog sat on the hat while it was raining"

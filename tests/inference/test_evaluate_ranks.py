@@ -18,7 +18,7 @@ from megatron.inference.scoring import score, windows
 from megatron.model.gpt.module import GPT
 from megatron.mpu import initialize
 from megatron.mpu.mesh import Mesh
-from megatron.tasks.lambada import Example, count_correct
+from megatron.tasks.lambada import Example, find_correct
 from megatron.tools import evaluate as tool
 
 
@@ -52,7 +52,7 @@ def test_ranks_share_the_passages(small_gpt, run_ranks):
     ]
 
     def body(rank):
-        return count_correct(model, examples, longest=32, batch_size=4, axis=Mesh(rank, replicate=3).dp)
+        return find_correct(model, examples, longest=32, batch_size=4, axis=Mesh(rank, replicate=3).dp).sum()
 
     assert run_ranks(3, body) == [14] * 3  # two of three
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.reshard import weights_alone
 from megatron.errors import SettingsError, UsageError
 from megatron.inference import prune as pruning
 from megatron.inference.load import load_model
@@ -160,7 +161,7 @@ def test_a_pruned_checkpoint_needs_no_base():
     state = dict(config=dict(model=asdict(MIXTURE), seed=3), base="elsewhere", iteration=7, optimizer_steps=5)
     smaller = replace(MIXTURE, num_experts=LEFT)
     wanted = dict(config=dict(model=asdict(smaller), seed=3), iteration=7, optimizer_steps=None)
-    assert pruning.pruned_state(state, smaller) == wanted
+    assert weights_alone(pruning.pruned_state(state, smaller)) == wanted
 
 
 def test_gates_are_on_the_outputs_of_experts(tmp_path):

@@ -323,7 +323,7 @@ def test_stored_logits_of_a_teacher(model, tmp_path):
 
 
 def test_the_plan_counts_the_rows(model, capsys):
-    from megatron.model.arguments import parse_any
+    from megatron.model.command_line import parse_any
     from megatron.planner.target import vocabulary_of
 
     config = parse_any(f"{RUN} {model.flags} --mock-data --train-iters 1 --load {model.ours} --finetune".split())

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from megatron.errors import DataError, SettingsError
+from megatron.errors import DataError
 from megatron.inference.generation import generate
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling, Search
@@ -22,9 +22,10 @@ def test_a_search_does_not_depend_on_its_neighbours(small_gpt, mixes):
     model, draw = small_gpt(scale=4.0), random.Random(1)
     texts = requests_of(3, 6, model.vocab_size)
     wanted: list = [alone(model, request) for request in texts]
-    for number, (beams, penalty) in enumerate(itertools.product((2, 3, 5), (0.0, 1.0))):
+    for number, (beams, penalty) in enumerate(itertools.product((2, 3, 5, 6), (0.0, 1.0))):
         prompt = tuple(draw.randrange(model.vocab_size) for _ in range(draw.choice((1, 9, 17, 27))))
-        sampling, search = Sampling(draw.choice((1, 4, 9))), Search(beams, penalty if beams > 2 else 1.0)
+        groups = dict(num_beam_groups=3, diversity_penalty=penalty + 0.5) if beams == 6 else {}
+        sampling, search = Sampling(draw.choice((1, 4, 9))), Search(beams, penalty if beams > 2 else 1.0, **groups)
         [plain] = generate(model, [prompt], Sampling(4, greedy=True), longest=LONGEST)
         end = plain[number % 3]  # so that some texts end early
         texts.append(Request(prompt, sampling, end=end, search=search))
@@ -102,8 +103,6 @@ def test_later_texts_do_not_overtake_a_search(small_gpt):
 
 def test_refusals(small_gpt):
     engine = SearchingEngine(small_gpt(), longest=LONGEST)
-    with pytest.raises(SettingsError, match="groups of beams"):
-        engine.add(Request((1,), Sampling(2), search=Search(4, num_beam_groups=2, diversity_penalty=1.0)))
     with pytest.raises(DataError, match="the model can look at 32"):
         engine.add(Request((1,) * 32, Sampling(2), search=Search(4)))
     assert not engine.busy

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import recipe_of
 from megatron.planner.parity import laid_out, parse_layout, trace
 

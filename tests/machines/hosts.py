@@ -3,7 +3,7 @@
 
     with Hosts(4, folder) as hosts:
         process = hosts[0].start(["python", "-m", "megatron.tools.launch", ...])
-        hosts[2].link("delay 20ms loss 1%")     # of tc netem
+        hosts[2].link("netem delay 20ms loss 1%")
         hosts[3].unplug()
 
 Needs root, and `ip` and `tc` of Debian's iproute2; `lacking()` says what is missing. A process of a host sees its own
@@ -41,6 +41,17 @@ def lacking() -> str:
         return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
 
 
+@cache
+def has_qdisc(words: str) -> bool:
+    """Whether the kernel knows a discipline of `tc qdisc`: netem is a module that not all have."""
+    with Hosts(1, None) as [host]:
+        try:
+            host.link(words)
+        except subprocess.CalledProcessError:
+            return False
+    return True
+
+
 def call(*words: str) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout
 
@@ -76,12 +87,12 @@ class Host:
         call("ip", "-n", self.hosts.switch, "link", "set", self.port, "up")
 
     def link(self, words: str) -> None:
-        """What happens to the packets that it sends and receives, in the words of `tc ... netem`; "": nothing."""
+        """What happens to the packets that it sends and receives, in the words of `tc qdisc`; "": nothing."""
         for place, device in ((self.hosts.switch, self.port), (self.namespace, "eth0")):
             with contextlib.suppress(subprocess.CalledProcessError):  # there is none yet
                 call("tc", "-n", place, "qdisc", "del", "dev", device, "root")
             if words:
-                call("tc", "-n", place, "qdisc", "add", "dev", device, "root", "netem", *words.split())
+                call("tc", "-n", place, "qdisc", "add", "dev", device, "root", *words.split())
 
     def start(self, command: Sequence[str], log: str = "log", **environment: str) -> subprocess.Popen:
         """Start a command on the host, in its folder; standard output and error go to a file there."""

@@ -14,7 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.fused_kernels import TABLE, Case
-from megatron.fused_kernels.partial_attention import Explicit, FlashOnCPU, Scores
+from megatron.fused_kernels.explicit_attention import Explicit, Scores
+from megatron.fused_kernels.partial_attention import FlashOnCPU
 from megatron.model import ring_attention
 from megatron.mpu import collectives
 from megatron.mpu.chunks import chunk_pairs, parts_between, row_numbers

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 
 from megatron.fused_kernels.autocast import Autocast
 from megatron.model.experts import balancing
-from megatron.model.experts.capacity import capacity
+from megatron.model.experts.parts import capacity, expert_sums
 from megatron.model.experts.replay import RoutingRecord, attach
 from megatron.model.experts.router import Router
 from megatron.model.experts.routing import ExpertChoice, choose, normalized_scores, places_of, weights_of
-from megatron.model.experts.sums import expert_sums
 from megatron.model.experts.weights import router as table
 from megatron.mpu.context_parallel import own_rows
 from megatron.mpu.forked import run_ranks
@@ -289,7 +288,7 @@ def test_jitter_is_drawn_by_sample_and_only_in_training():
     assert torch.equal(made.eval()(x).weights, plain(x).weights)
     even = router(moe_input_jitter_eps=0.1, hidden_size=4, seq_length=256)
     even.weight.data.copy_(torch.eye(4))  # logits are inputs
-    factors = even._logits(torch.ones(256, 3, 4), torch.tensor([1, 2, 3]))
+    factors = even.logits(torch.ones(256, 3, 4), torch.tensor([1, 2, 3]))
     assert 0.9 < factors.min() < 0.91 and 1.09 < factors.max() < 1.1 and abs(factors.mean() - 1) < 0.005
 
 

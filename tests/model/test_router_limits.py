@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.model.arguments import parse_any
 from megatron.model.attention import ForwardContext
+from megatron.model.command_line import parse_any
 from megatron.model.experts import balancing
-from megatron.model.experts.capacity import capacity
+from megatron.model.experts.expert_rules import RULES
 from megatron.model.experts.layer import MoELayer
+from megatron.model.experts.parts import balance_loss, capacity
 from megatron.model.experts.replay import RoutingRecord
 from megatron.model.experts.routing import ExpertChoice, best, places_of
-from megatron.model.experts.rules import RULES
 from megatron.model.experts.weights import experts
 from megatron.mpu.mesh import Mesh
 from megatron.settings.rules import record
@@ -35,7 +35,7 @@ def test_the_balance_of_few_tokens(tokens):
     loads = torch.tensor([tokens, 0, 0, 0])
     scores = tensor([[0.7, 0.1, 0.1, 0.1]])
     wanted = 4 * 0.7 if tokens else 0.0
-    torch.testing.assert_close(balancing.balance_loss(scores, loads), tensor([wanted]))
+    torch.testing.assert_close(balance_loss(scores, loads), tensor([wanted]))
 
 
 @pytest.mark.parametrize("counted", [None, torch.tensor([True, False, True, True, True, True])])

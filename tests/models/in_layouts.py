@@ -3,7 +3,7 @@
 
 from functools import cache
 
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import recipe_of
 from megatron.planner.parity import compare, laid_out, parse_layout, trace
 

@@ -41,7 +41,7 @@ class Fp8(LinearProduct):
         return multiply(self.back(x), self.back(weight), bias)
 
     def grad_input(self, multiply, gradient, weight):
-        return multiply(self.back(gradient), self.back(weight).t(), None)
+        return multiply(self.back(gradient), self.back(weight).mT, None)
 
     def grad_weight(self, multiply, gradient, x):
         return multiply(self.back(gradient).t(), self.back(x).t(), None)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from megatron.inference.load import load_model
 from megatron.model import language_model
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.weights import take_prefix
 from megatron.mpu.forked import RankFailed, run_ranks
 from megatron.mpu.placement import Buffer

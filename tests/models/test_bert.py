@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron.data.loader import MicroBatch
-from megatron.model.arguments import parse_any
 from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.hf_names import matches
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import Mesh
 from megatron.training.rules import resolve

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import pretrain_bert
 from megatron.checkpoint.reader import Reader
 from megatron.data.loader import MicroBatch
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import logged_means, recipe_of, sums_of
 from megatron.mpu.mesh import Mesh
 from megatron.planner.parity import compare, laid_out, parse_layout, trace

@@ -15,7 +15,7 @@ import pretrain_gpt
 from megatron.data.mock import MockDataset
 from megatron.errors import NumericsError, SettingsError
 from megatron.inference.load import load_model
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.plain import plain_recipe
 from megatron.model.recipe import facts_of
 from megatron.model.recompute import recompute

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.data.loader import MicroBatch, named_batch
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.gpt.module import GPT
 from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import Mesh

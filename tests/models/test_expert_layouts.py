@@ -12,9 +12,10 @@ import torch
 import pretrain_gpt
 from megatron.fused_kernels import TABLE
 from megatron.inference.load import load_model
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.experts import dispatch, grouped, router
 from megatron.mpu.forked import run_ranks
+from megatron.mpu.layers import LinearOptions, linear
 from megatron.mpu.mesh import Mesh
 from megatron.telemetry.events import read_events
 from megatron.training.entry import start
@@ -273,7 +274,7 @@ def test_products_of_groups_are_one_product_for_each():
         x, w, g = (torch.randn(shape).to(dtype) for shape in ((m, a), (4, b, a), (m, b)))
         weight, x_ = w.clone().requires_grad_(), x.clone().requires_grad_()
         rows = grouped.Rows(torch.tensor(lengths), m)
-        y = grouped._GroupedProduct.apply(x_, weight, rows, None)
+        y = linear(x_, weight, None, LinearOptions(multiply=grouped.MultiplyByExpert(rows)))
         y.backward(g)
         parts = list(zip(x.split(lengths), g.split(lengths), w, strict=True))
         torch.testing.assert_close(y, torch.cat([rows @ own.t() for rows, _, own in parts]))

@@ -19,7 +19,7 @@ from megatron.checkpoint import folder as checkpoint_folder
 from megatron.convert import fitted, megatron_export
 from megatron.errors import Failure
 from megatron.model import language_model
-from megatron.model.experts import balancing, grouped, router, routing
+from megatron.model.experts import balancing, grouped, parts, router, routing
 from megatron.model.gpt import facts, hf_names
 from megatron.model.gpt.hf_match import Match
 from megatron.mpu import collectives, mappings
@@ -71,8 +71,8 @@ def without_tokens(folder, patch):
 
 
 def times_ep(patch):
-    real = grouped.GroupedWgrad.__call__
-    patch.setattr(grouped.GroupedWgrad, "__call__", lambda self: 2 * real(self))
+    real = grouped.outer
+    patch.setattr(grouped, "outer", lambda *words: 2 * real(*words))
 
 
 def reduced_as_dense(patch):
@@ -163,17 +163,17 @@ def norm_of_each_rank(patch):
 
 
 def with_balance(change: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
-    real = balancing.balance_loss
-    return lambda patch: patch.setattr(balancing, "balance_loss", lambda *words: change(real(*words)))
+    real = parts.balance_loss
+    return lambda patch: patch.setattr(parts, "balance_loss", lambda *words: change(real(*words)))
 
 
 def total_over(*axes: str) -> Plant:
-    def total(self, x):
-        for axis in axes:
-            collectives.all_reduce(x, getattr(self, axis))
+    def total(self, x, axis=None):
+        for name in axes if axis is None else ():
+            collectives.all_reduce(x, getattr(self, name))
         return x
 
-    return lambda patch: patch.setattr(Router, "_total", total)
+    return lambda patch: patch.setattr(Router, "total", total)
 
 
 def sum_of_own_rows(patch):
@@ -226,7 +226,7 @@ def loads_of_one_rank(patch):
     def loads(self, experts, counted):
         counted = None if counted is None else counted.t()
         own = routing.count_experts(experts.transpose(0, 1), self.choice.num_experts, counted)
-        return dict.fromkeys(self.kinds, own.sum(0))
+        return dict.fromkeys(self.ways, own.sum(0))
 
     patch.setattr(Router, "_loads", loads)
 

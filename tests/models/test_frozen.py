@@ -12,7 +12,7 @@ import torch
 import pretrain_gpt
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import recipe_of
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.placement import placements

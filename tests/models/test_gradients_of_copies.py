@@ -6,7 +6,7 @@ that their placements ask for, gradients are those of one process. Asked of ever
 import pytest
 import torch
 
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.linear_kinds import chosen, with_own_weights
 from megatron.model.weights import add_prefix, column, row, take_prefix
 from megatron.mpu import collectives

@@ -17,7 +17,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.convert.huggingface import to_hf
 from megatron.errors import SettingsError
 from megatron.inference.load import load_model
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.linear_kinds import chosen
 from megatron.mpu.linear_product import LinearProduct, attach_products
 from megatron.mpu.mesh import Mesh

@@ -22,7 +22,7 @@ from megatron.convert.merged import magnitude, with_norms
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
 from megatron.model import weights
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.dora_product import DoRAProduct
 from megatron.model.lora import own_weights
 from megatron.model.lora_product import LoRAProduct

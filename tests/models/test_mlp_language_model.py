@@ -21,7 +21,7 @@ from megatron.data.indexed import write_index
 from megatron.data.mock import MockDataset
 from megatron.errors import SettingsError, UsageError
 from megatron.guard import changes, command
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of, named_recipe
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh

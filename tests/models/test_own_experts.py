@@ -19,7 +19,7 @@ import pretrain_t5
 from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError
 from megatron.inference.load import load_model
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.mpu import collectives, mappings
 from megatron.mpu.forked import RankFailed, run_ranks
 from megatron.mpu.mesh import mesh_of

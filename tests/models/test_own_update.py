@@ -11,7 +11,7 @@ import torch
 
 import pretrain_gpt
 from megatron.errors import SettingsError, UsageError
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import config_of
 from megatron.optimizer.kinds import Kind
 from megatron.planner.command import training_flags

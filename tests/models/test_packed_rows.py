@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron.data.loader import MicroBatch
-from megatron.fused_kernels import TABLE, Case, choose_kernel, noncausal, reference
+from megatron.fused_kernels import TABLE, Case, choose_kernel, explicit_attention, reference
 from megatron.model import packed_rows
-from megatron.model.arguments import parse_any
 from megatron.model.attention import attention_core
+from megatron.model.command_line import parse_any
 from megatron.model.packed_rows import PackedRows
 from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import Mesh
@@ -92,7 +92,7 @@ def test_a_padded_batch_is_its_samples(case, kernel, monkeypatch):
     if kernel == "reference":
         monkeypatch.setitem(TABLE, "attention", TABLE["attention"][-1:])
     if kernel == "blocks of 48 rows":
-        monkeypatch.setattr(noncausal, "NONCAUSAL_ROWS", 48)
+        monkeypatch.setattr(explicit_attention, "NONCAUSAL_ROWS", 48)
     model, arrays = model_of(CASES[case]), arrays_of(case.split()[0])
     rows = []
     model.blocks["0"].mlp.register_forward_hook(lambda module, inputs, output: rows.append(output.shape[:2]))

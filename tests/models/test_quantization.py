@@ -13,7 +13,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.errors import DataError, SettingsError
 from megatron.inference.load import load_model
 from megatron.model import quantization
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.fake_quantize import FakeQuantizeProduct
 from megatron.model.linear_kinds import chosen
 from megatron.model.recipe import facts_of

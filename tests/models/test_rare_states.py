@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.dora_product import DoRAProduct
 from megatron.model.fake_quantize import FakeQuantizeProduct
 from megatron.model.linear_kinds import chosen, with_own_weights

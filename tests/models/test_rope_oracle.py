@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron.data.loader import MicroBatch
 from megatron.inference.sampling import Sampling
 from megatron.inference.sequences import generate_targets
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import recipe_of
 from megatron.model.t5.layers import DecoderCache
 from megatron.mpu.mesh import Mesh

@@ -8,7 +8,7 @@ import re
 import pytest
 
 import preprocess_data
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import recipe_of
 from megatron.planner.parity import compare, laid_out, parse_layout, trace
 

@@ -14,7 +14,7 @@ import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError
 from megatron.inference.load import load_model
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.fake_quantize import FakeQuantizeProduct
 from megatron.model.linear_kinds import chosen, with_own_weights
 from megatron.model.lora_product import LoRAProduct

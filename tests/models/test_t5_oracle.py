@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.data.loader import MicroBatch
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import recipe_of
 from megatron.model.t5.facts import T5Facts
 from megatron.model.t5.hf_names import matches

@@ -6,9 +6,9 @@ are cut into stages.
 import pytest
 import torch
 
-from megatron.data.mock_masked import MockPairs
+from megatron.data.mock import MockPairs
 from megatron.errors import SettingsError
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of, recipe_of
 from megatron.model.t5.facts import DECODER, T5Facts
 from megatron.mpu.forked import run_ranks

@@ -10,7 +10,7 @@ from megatron.pipeline.draw import diagram, svg
 from megatron.pipeline.schedule import Op, dependencies, problems, stage_map
 from megatron.pipeline.simulate import make_rank_schedules
 from megatron.pipeline.simulate import simulate as simulate_lists
-from megatron.planner.live import ShardingTimes, sharded_span
+from megatron.planner.schedule_time import ShardingTimes, sharded_span
 from tests.pipeline.coarse_messages import coarse
 
 pytestmark = pytest.mark.sampled(5)

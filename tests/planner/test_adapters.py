@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.selection import Selection
 from megatron.planner import speed

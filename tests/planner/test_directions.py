@@ -15,10 +15,10 @@ import torch
 from megatron.errors import SettingsError
 from megatron.planner import choose, dry_run, memory, picture, problems, search, speed, target, text, tuning
 from megatron.planner.layout import Layout
-from megatron.planner.live import ShardingTimes
 from megatron.planner.memory import MemoryReport
 from megatron.planner.parity import Trace, compare
 from megatron.planner.preflight.machines import check_clocks
+from megatron.planner.schedule_time import ShardingTimes
 from megatron.planner.speed import Pass, StepCommunication, StepTime
 from megatron.settings.schema import Recompute
 

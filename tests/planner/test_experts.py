@@ -12,7 +12,7 @@ import torch
 
 import pretrain_gpt
 from megatron.errors import SettingsError
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of
 from megatron.mpu import collectives, mappings
 from megatron.mpu.forked import run_ranks

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from megatron.errors import SettingsError, UsageError
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.planner import choose
 from megatron.planner.choose import automatic, search_layouts
 from megatron.planner.command import command_line

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import pretrain_gpt
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of
 from megatron.planner.device import find
 from megatron.planner.layout import Job, Layout

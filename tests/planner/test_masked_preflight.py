@@ -8,8 +8,8 @@ import torch
 
 import pretrain_bert
 import pretrain_t5
-from megatron.model.arguments import parse_any
 from megatron.model.bert.facts import BertFacts
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of, named_recipe
 from megatron.model.t5.facts import T5Facts
 from megatron.model.t5.module import T5

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.recipe import facts_of
 from megatron.mpu.forked import run_ranks

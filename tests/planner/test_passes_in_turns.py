@@ -4,12 +4,12 @@
 import pytest
 
 import pretrain_gpt
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of
 from megatron.pipeline.schedule import BESIDE, make_schedule
 from megatron.planner.device import find
+from megatron.planner.held_passes import most_held, starts
 from megatron.planner.layout import Job, Layout
-from megatron.planner.live import most_held, starts
 from megatron.planner.memory import step_memory
 from megatron.planner.speed import Cluster, step
 from megatron.training.rules import resolve

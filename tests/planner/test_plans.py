@@ -15,10 +15,11 @@ from megatron.model.gpt.facts import GPTFacts
 from megatron.model.layer_ops import CoreAttention
 from megatron.planner.arithmetic import divisions, least_devices
 from megatron.planner.device import Device, cpu, find
+from megatron.planner.held_passes import most_held
 from megatron.planner.layout import Job, Layout
-from megatron.planner.live import most_held, span
 from megatron.planner.memory import memory_report
 from megatron.planner.problems import inspect, memory_problems
+from megatron.planner.schedule_time import span
 from megatron.planner.search import NOT_OFFLOADED, Space, features, search, simplest
 from megatron.planner.speed import Cluster, _core, split_even, step
 from megatron.planner.target import cluster_of

@@ -14,7 +14,7 @@ from megatron.planner.choose import tolerance
 from megatron.planner.device import GIB, find
 from megatron.planner.layout import Layout
 from megatron.planner.published import SOURCES, accuracy_of, judges, report, runs
-from megatron.planner.reached import (
+from megatron.planner.reached_speed import (
     ACCURACY,
     ATTENTION,
     ATTENTION_BACKWARD,

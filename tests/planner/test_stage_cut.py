@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of
 from megatron.model.t5 import stages as t5_stages
 from megatron.model.t5.facts import T5Facts
@@ -14,11 +14,10 @@ from megatron.pipeline.simulate import bubble_of
 from megatron.pipeline.stages import Pipeline
 from megatron.planner.device import cpu, find
 from megatron.planner.layout import Job, Layout
-from megatron.planner.live import ShardingTimes
+from megatron.planner.schedule_time import ShardingTimes, unequal_span
 from megatron.planner.search import NOT_OFFLOADED, Space, search
 from megatron.planner.speed import Cluster, step
 from megatron.planner.stage_cut import fastest
-from megatron.planner.unequal import unequal_span
 from tests.planner.test_unequal_stages import COMMON, looked_at, simulated
 
 A100 = find("A100-80GB")

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.pipeline.schedule import stage_map
 from megatron.pipeline.simulate import hidden_by_turns, make_rank_schedules, simulate
-from megatron.planner.live import ShardingTimes, is_split
 from megatron.planner.problems import inspect
+from megatron.planner.schedule_time import ShardingTimes, is_split, unequal_span
 from megatron.planner.speed import end_costs, layer_costs, step
 from megatron.planner.target import cluster_of
-from megatron.planner.unequal import unequal_span
 from tests.pipeline.coarse_messages import coarse
 
 SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2)]

@@ -19,7 +19,7 @@ import pytest
 
 from megatron.errors import CheckpointError, UsageError
 from megatron.inference.sampling import Sampling, Search
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.pruning import PruningOptions, TargetSizes, target_sizes
 from megatron.planner.shrink import original, shrunk_jobs_of
 from megatron.settings.parse import parse, parse_pretrain

@@ -11,7 +11,7 @@ import pytest
 from megatron.errors import DataError, SettingsError
 from megatron.inference.requests import Output, Request, TokenScore
 from megatron.inference.sampling import Sampling, Search
-from megatron.inference.text_stream import TextStream
+from megatron.inference.text_stream import RunningText, TextStream
 from megatron.serving import answers, engine_thread, front, replicas, settings
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.errors import ApiError
@@ -27,7 +27,6 @@ from megatron.serving.openai_requests import (
     target_length_of,
 )
 from megatron.serving.served_model import ServedModel
-from megatron.serving.texts import RunningText
 from tests.serving.toy import ByteTokenizer
 
 TALK = [dict(role="user", content="a")]
@@ -263,7 +262,7 @@ def test_scores_are_of_the_tokens_whose_text_is_sent(stop, text, tokens):
         parts.append(running.take(Output(0, TokenScore(ord(letter), -1.0))))
     assert running.ended and parts[-1].finish == "stop" and "".join(part.text for part in parts) == text
     assert [score.token for part in parts for score in part.scores][:tokens] == list(text.encode())
-    assert running.tokens == 4
+    assert len(running.tokens) == 4
 
 
 # ---- replicas and settings ----------------------------------------------------------------------------------------------

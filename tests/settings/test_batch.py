@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.settings.batch import batch_size, full_size, problems, total_iterations, total_samples
+from megatron.settings.batch import batch_size, problems, total_iterations, total_samples
 from megatron.settings.schema import Batch
 
 RAMP = Batch(micro_batch_size=4, global_batch_size=64, rampup_batch_size=[16, 16, 1000], train_samples=2000)
@@ -87,8 +87,8 @@ def test_walking_a_run_step_by_step_agrees_with_its_totals(micro, dp, first, by,
         assert size == num_microbatches * step
         sizes.append(size)
         consumed += size
-    assert sizes == sorted(sizes) and sizes[0] == start and sizes[-1] <= full_size(batch, dp)
-    assert consumed <= total_samples(batch, dp) < max(consumed, ramp + more) + full_size(batch, dp)
+    assert sizes == sorted(sizes) and sizes[0] == start and sizes[-1] <= batch.full_size(dp)
+    assert consumed <= total_samples(batch, dp) < max(consumed, ramp + more) + batch.full_size(dp)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_problems_are_named_in_flags(changes, dp, words):
 )
 def test_what_other_suites_call_the_batch(said, size, words):
     settings = Batch(micro_batch_size=2, train_iters=1, **said)
-    assert full_size(settings, 4) == size
+    assert settings.full_size(4) == size
     assert (words or "") in " ".join(problems(settings, 4)) and bool(words) == bool(problems(settings, 4))
 
 

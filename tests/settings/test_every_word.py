@@ -14,7 +14,7 @@ from itertools import permutations, product
 import pytest
 
 from megatron.errors import UsageError
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.settings import from_checkpoint
 from megatron.settings.parse import parse, parse_pretrain
 from megatron.settings.reader import SHAPE as DECIDED

@@ -10,9 +10,9 @@ import pretrain_gpt
 import pretrain_t5
 from megatron.errors import Failure
 from megatron.inference.load import build_model
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.mpu.mesh import Mesh
-from megatron.settings.schema import layer_pattern
+from megatron.settings.groups.model import layer_pattern
 from megatron.training.rules import idle, resolve
 
 LINE = (

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.errors import SettingsError, UsageError
 from megatron.inference.sampling import Sampling, Search
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.pruning import PruningOptions
 from megatron.settings.parse import parse, parse_pretrain, parse_with_record
 from megatron.settings.rules import violations

@@ -13,7 +13,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError, UsageError
 from megatron.guard import command
 from megatron.guard.resume_command import resumed
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.settings import from_checkpoint, reader
 from megatron.settings.from_checkpoint import shape_of
 from megatron.settings.parse import said

@@ -8,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import SettingsError
+from megatron.model.command_line import derivations, parse_any
+from megatron.model.recipe import named_recipe
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.rules import RULES, record
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import spellings_of
-from megatron.training.rules import check, remarks, resolve, rules_of
+from megatron.training.rules import DEFAULTS, check, remarks, resolve, rules_of
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --mock-data --vocab-size 100 "
@@ -46,6 +48,30 @@ def test_a_working_run_is_filled_in():
     assert (made.model.max_position_embeddings, made.optimizer.lr_decay_iters) == (32, 10)
     assert (made.tokenizer.tokenizer_type, made.parallel.sharding_degree) == ("NullTokenizer", 4)
     assert resolve(made, 4) == made
+
+
+def values(config) -> dict:
+    return {name: value for group in config.groups.values() for name, value in vars(group).items()}
+
+
+@pytest.mark.parametrize(
+    "line, wanted",
+    [
+        ("--quantization --sparsity 0.5 --sequence-parallel", "linear sequence_parallel"),
+        ("--lora-rank 2 --optimizer cpu_adam", "linear train_only optimizer optimizer_cpu_offload"),
+        ("--torch-compile auto --gradient-accumulation-fusion", "torch_compile sharding_degree lr_decay_iters"),
+    ],
+)
+def test_derivations_write_what_they_name(line, wanted):
+    steps = [(one, ()) for one in derivations(named_recipe("GPT"))] + [(one, (4, 4)) for one in DEFAULTS]
+    config, written = parse_pretrain(f"{BASE} {line}".split()), set()
+    for one, inputs in steps:
+        before = values(config)
+        config = one.derive(config, *inputs)
+        changed = {name for name, value in values(config).items() if value != before[name]}
+        assert changed <= set(one.writes.split()) and {*one.reads.split(), *one.writes.split()} <= {*before, "*"}
+        written |= changed
+    assert set(wanted.split()) <= written and config == resolve(parse_any(f"{BASE} {line}".split()), 4)
 
 
 def test_vocabulary_files_say_their_tokenizer():

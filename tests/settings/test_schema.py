@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings themselves: derived widths, defaults that users' runs depend on, and named shapes."""
+"""The settings themselves: derived widths, defaults that users' runs depend on, tests of effects, and named shapes."""
 
+import ast
+from collections import defaultdict
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
 from megatron.settings import schema
+from megatron.settings.declare import dashed, negated
 from megatron.settings.presets import SHAPES, preset
 from megatron.settings.schema import GROUPS, Config, Model
 from megatron.settings.spelling import settings_of, spellings_of
@@ -61,6 +64,23 @@ def test_every_setting_says_what_it_is_and_every_flag_means_one_thing():
     assert all(s.help for s in settings)
     spellings = spellings_of(GROUPS)  # asserts that no flag is claimed twice
     assert all(flag == flag.lower() and "_" not in flag for flag in spellings)
+
+
+def test_each_setting_names_the_test_that_shows_its_effect(root):
+    """`shown` is the name of one function of the tests, whose file mentions the setting."""
+    files = defaultdict(dict)  # function -> file -> its text
+    for path in (root / "tests").rglob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef):
+                files[node.name][path.stem] = text
+    for setting in [setting for kind in GROUPS.values() for setting in fields(kind)]:
+        file, _, function = setting.metadata["shown"].rpartition("::")
+        places = [text for stem, text in files[function].items() if file in ("", stem)]
+        assert len(places) == 1, f"{setting.name}: {len(places)} tests are called {function}"
+        others = [word.partition("=")[0].rstrip("~") for word in setting.metadata["alias"]]
+        words = [setting.name, dashed(setting.name), negated(setting.name), *others]
+        assert any(word in places[0] for word in words), f"{setting.name}: the file of {function} does not mention it"
 
 
 def parameters(name: str) -> float:

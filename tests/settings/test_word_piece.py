@@ -6,7 +6,7 @@ import pytest
 import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --data-path d --train-iters 1".split()
 

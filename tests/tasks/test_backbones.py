@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.convert.huggingface import from_hf
 from megatron.errors import Failure
 from megatron.inference.load import load_model
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of
 from megatron.mpu.random import seed_of
 from megatron.planner.layout import Job, Layout

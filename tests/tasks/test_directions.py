@@ -14,10 +14,10 @@ from megatron.errors import SettingsError
 from megatron.tasks.description import CLUE, GLUE
 from megatron.tasks.metrics import METRICS, figures
 from megatron.telemetry.directions import LARGER, SMALLER, direction_of, is_better
-from megatron.telemetry.run_record import History
+from megatron.telemetry.history import History
+from megatron.telemetry.report_facts import judged
 from megatron.training import measures
 from megatron.training.build import record_rules
-from megatron.training.report_facts import judged
 from megatron.training.state import Losses
 
 GOLD = [0, 1, 1, 0, 1, 1]
@@ -162,9 +162,8 @@ def test_the_report_shows_the_best_evaluation(figure, shown, criterion):
     points = [(5, 0.5), (10, 0.2), (20, 0.9), (30, 0.4)]
     evals = [dict(kind="eval", split="validation", iteration=n, loss=1.0) | {figure: f} for n, f in points]
     measured = type("Own", (measures.Measures,), dict(best_by=figure))(None)
-    history = History(
-        run=dict(criterion=measured.criterion if criterion else None), steps=[dict(loss=1.0)], evals=evals
-    )
+    history = History(run=dict(criterion=measured.criterion if criterion else None), evals=evals)
+    history.steps.extend([dict(iteration=1, loss=1.0)])
     value, remark = shown
     assert judged(history) == (value, figure, remark)
 

@@ -7,9 +7,8 @@ from dataclasses import fields
 import pytest
 
 from megatron.data.epochs import in_samples
-from megatron.model import quantization, sparsity
-from megatron.model.arguments import parse_any
-from megatron.settings.effects import EFFECTS
+from megatron.model.command_line import parse_any
+from megatron.settings.declare import declared
 from megatron.settings.schema import GROUPS
 from megatron.tasks.finetune import recipe
 from megatron.training.rules import check, idle, remarks
@@ -80,11 +79,12 @@ def config(tmp_path_factory):
 
 
 def test_every_setting_is_used_or_refused_or_named():
-    judged = [*USED, *LATER, *REFUSED, *EFFECTS, *quantization.EFFECTS, *sparsity.EFFECTS, *recipe().idle]
+    conditions = {name for name, one in declared("needs", *GROUPS.values()).items() if not one.of_network}
+    judged = [*USED, *LATER, *REFUSED, *conditions, *recipe().idle]
     wanting = {field.name for name, group in GROUPS.items() if name not in ALIKE for field in fields(group)}
     assert wanting <= set(judged), "say what each does in fine-tuning: tasks/finetune.py, or USED here"
     assert len(USED) + len(REFUSED) + len(NAMED) == len({*USED, *REFUSED, *NAMED})
-    assert set(NAMED) <= set(recipe().idle) | set(EFFECTS)
+    assert set(NAMED) <= set(recipe().idle) | conditions
 
 
 @pytest.mark.parametrize("name", REFUSED)

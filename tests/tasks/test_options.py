@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.data import published
 from megatron.data.tables import read_table
 from megatron.errors import Failure
-from megatron.tasks import questions
 from megatron.tasks.description import find_task, read_task
 from megatron.tasks.evaluation import write_predictions
 from megatron.tasks.examples import labels_in, read_examples
@@ -251,7 +251,7 @@ def test_texts_in_the_place_of_lists(name, tmp_path):
             (tmp_path / "other.json").write_text(json.dumps(PASSAGE))
             with pytest.raises(Failure, match=f"other_answer.json.*{words}"):
                 read_examples(find_task(name), {"": tmp_path / "other.json"})
-            questions._answers.cache_clear()
+            published._answers.cache_clear()
 
 
 WRONG = [

@@ -6,7 +6,7 @@ hand, against what `finetune.py --task NAME` trains with where nobody says anyth
 import pytest
 
 from megatron.data.epochs import in_samples
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.optimizer.lr_schedule import Lengths, learning_rate
 from megatron.tasks import finetune
 from megatron.tasks.settings import open_task, task_settings

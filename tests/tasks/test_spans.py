@@ -14,7 +14,7 @@ import torch
 from torch.func import functional_call
 
 from megatron.errors import DataError, Failure
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.tasks.finetune import recipe
 from megatron.tasks.settings import TaskSettings, examples_of
 from megatron.tasks.span_samples import SpanSamples, best_span

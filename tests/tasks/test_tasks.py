@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.errors import DataError
-from megatron.tasks import lambada, wikitext
+from megatron.tasks import lambada, zeroshot
 from megatron.tasks.description import Task, one
 from megatron.tasks.evaluation import write_probabilities
 from megatron.tasks.examples import Examples, TaskExample
@@ -28,12 +28,12 @@ from tests.tokenizer.plain import PlainTokenizer
     ],
 )
 def test_detokenize(split, natural):
-    assert wikitext.detokenize(split) == natural
+    assert zeroshot.detokenize(split) == natural
 
 
 def test_words_are_counted_as_published():
-    assert wikitext.count_words(" \n = A title = \n \n text \n ") == len("= A title = \n \n text".split(" "))
-    assert wikitext.token_ratio(109, 101) == pytest.approx(1.08)
+    assert zeroshot.count_words(" \n = A title = \n \n text \n ") == len("= A title = \n \n text".split(" "))
+    assert zeroshot.token_ratio(109, 101) == pytest.approx(1.08)
 
 
 def test_last_word():
@@ -59,8 +59,8 @@ class Successor:
 
 def test_a_passage_that_is_too_long_loses_its_beginning():
     ends_right, starts_right = lambada.Example([5, 1, 2], 1), lambada.Example([1, 2, 5], 1)
-    assert lambada.count_correct(Successor(), [ends_right], longest=1, batch_size=1) == 1
-    assert lambada.count_correct(Successor(), [starts_right], longest=1, batch_size=1) == 0
+    assert lambada.find_correct(Successor(), [ends_right], longest=1, batch_size=1).sum() == 1
+    assert lambada.find_correct(Successor(), [starts_right], longest=1, batch_size=1).sum() == 0
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
@@ -72,9 +72,11 @@ def test_accuracy_counts_whole_words(tmp_path, batch_size):
     loose = lambada.read_examples(path, tokenizer, strict=False)
     assert strict[-1] == lambada.Example([1, 2, 7], 2) and loose[-1] == lambada.Example([1, 2, 7], 1)
     # right: "cat" after "the" (twice); "mat", "hat" are not successors; "cats" = cat + , of which only cat is right
-    assert lambada.count_correct(Successor(), strict, longest=50, batch_size=batch_size) == 2
-    assert lambada.count_correct(Successor(), loose, longest=50, batch_size=batch_size) == 2
-    assert lambada.count_correct(Successor(), strict, longest=1, batch_size=batch_size) == 2  # only the last two tokens
+    assert lambada.find_correct(Successor(), strict, longest=50, batch_size=batch_size).sum() == 2
+    assert lambada.find_correct(Successor(), loose, longest=50, batch_size=batch_size).sum() == 2
+    assert (
+        lambada.find_correct(Successor(), strict, longest=1, batch_size=batch_size).sum() == 2
+    )  # only the last two tokens
 
 
 def test_bad_files(tmp_path):

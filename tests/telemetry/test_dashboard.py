@@ -18,15 +18,14 @@ import numpy as np
 import pytest
 
 from megatron.errors import DataError, Failure, SettingsError, UsageError
+from megatron.guard.run_state import look_at
 from megatron.storage.urls import location
-from megatron.telemetry.curves import running_mean
+from megatron.telemetry.curves import Curve, running_mean, thinned
 from megatron.telemetry.dashboard.runs import PARTS, Runs, View
-from megatron.telemetry.dashboard.series import Curve, Series, thinned
-from megatron.telemetry.dashboard.tail import PART, Tail
-from megatron.telemetry.run_record import read_history
+from megatron.telemetry.history import History, read_end, read_history
+from megatron.telemetry.report_facts import subtitle
+from megatron.telemetry.tail import PART, Tail
 from megatron.tools import dashboard
-from megatron.tools.report import subtitle
-from megatron.tools.status import look_at
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -77,7 +76,7 @@ def test_a_growing_file_is_read_line_by_line(where, tmp_path):
 
 
 def test_parts_of_a_long_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.telemetry.dashboard.tail.PART", 1000)
+    monkeypatch.setattr("megatron.telemetry.tail.PART", 1000)
     text = [b"%d\n" % n for n in range(2000)]
     (tmp_path / "file").write_bytes(b"".join(text[:700]) + b"z" * 2500 + b"\n" + b"".join(text[700:]))
     tail, found = Tail(tmp_path / "file"), []
@@ -122,20 +121,49 @@ def random_records(seed: int) -> list[dict]:
     return records
 
 
+def counted(records: list[dict]) -> tuple[list[dict], list[dict]]:
+    """(steps, evaluations) that count: those that no later launch or rewind takes back."""
+    steps, evals = [], []
+    for record in records:
+        if record["kind"] in ("run", "rewind"):
+            for undone in (steps, evals):
+                while undone and undone[-1]["iteration"] > record["iteration"]:
+                    undone.pop()
+        elif record["kind"] in ("step", "eval"):
+            (steps if record["kind"] == "step" else evals).append(record)
+    return steps, evals
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_the_same_records_count_as_in_the_report(seed, tmp_path):
+def test_the_same_records_count_in_a_whole_file_and_a_growing_one(seed, tmp_path):
     text, chance = lines(*random_records(seed)), random.Random(seed)
     text.insert(chance.randrange(len(text)), b'{"kind": "step", "itera\n')
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(text))
-    history, series, at = read_history(tmp_path / "metrics.jsonl"), Series(), 0
+    history, growing, at = read_history(tmp_path / "metrics.jsonl"), History(), 0
     while at < len(text):
-        series.add(text[at : at + 7])
+        growing.add(text[at : at + 7])
         at += 7
-    for name in ("iteration", "lm loss", "balance", "consumed_samples"):
-        expected = [math.nan if step.get(name) is None else step[name] for step in history.steps]
-        np.testing.assert_array_equal(series.steps[name], expected)
-    assert (series.evals, series.starts, series.run) == (history.evals, history.starts, history.run)
-    assert series.damaged_lines == history.damaged_lines == 1 and series.loss == history.loss
+    steps, evals = counted(random_records(seed))
+    for found in (history, growing):
+        for name in ("iteration", "lm loss", "balance", "consumed_samples"):
+            expected = [math.nan if step.get(name) is None else step[name] for step in steps]
+            np.testing.assert_array_equal(found.steps[name], expected)
+        assert found.evals == evals and found.damaged_lines == 1
+    assert (growing.starts, growing.run) == (history.starts, history.run)
+    known = [{name: value for name, value in step.items() if name != "kind" and value is not None} for step in steps]
+    assert list(history.steps) == known and history.steps[-1] == known[-1]
+
+
+def test_the_end_of_a_long_file_tells_of_its_newest_launch(tmp_path, monkeypatch):
+    folder = write(tmp_path / "a", launch(), *(step(n) for n in range(1, 100)), launch(50, host="new"))
+    write(folder, *(step(n) for n in range(51, 400)))
+    whole = read_history(folder / "metrics.jsonl")
+    for room in (200, 5_000, 1 << 20):
+        monkeypatch.setattr("megatron.telemetry.history.TAIL", room)
+        end = read_end(folder / "metrics.jsonl")
+        assert (end.run, end.last, end.launches) == (whole.run, whole.last, 2) and end.interleaved == 0
+        assert end.steps[-1] == whole.steps[-1] and end.steps.rows <= 350
+    assert not read_end(tmp_path / "missing").last
 
 
 # -- curves --------------------------------------------------------------------------------------------------------------
@@ -168,41 +196,41 @@ def test_a_running_mean_is_that_of_each_window():
 
 
 def test_axes(tmp_path):
-    series = Series()
-    series.add(lines(launch(), *(step(n, n / 2) for n in range(1, 5))))
-    assert series.axis("samples").tolist() == [4, 8, 12, 16]
-    assert series.axis("tokens").tolist() == [64, 128, 192, 256]
-    assert series.axis("time").tolist() == [0.5, 1.0, 1.5, 2.0]
-    series.add(lines(launch(2), step(3, 9.0)))
-    assert series.axis("time").tolist() == [0.5, 1.0, 1.5] and series.curve("lm loss", "tokens").y.tolist() == [
+    history = History()
+    history.add(lines(launch(), *(step(n, n / 2) for n in range(1, 5))))
+    assert history.axis("samples").tolist() == [4, 8, 12, 16]
+    assert history.axis("tokens").tolist() == [64, 128, 192, 256]
+    assert history.axis("time").tolist() == [0.5, 1.0, 1.5, 2.0]
+    history.add(lines(launch(2), step(3, 9.0)))
+    assert history.axis("time").tolist() == [0.5, 1.0, 1.5] and history.curve("lm loss", "tokens").y.tolist() == [
         0.5,
         1,
         9,
     ]
-    series.add(lines({"kind": "eval", "split": "validation", "iteration": 2, "lm loss": 7.0, "final": False}))
-    series.add(lines({"kind": "eval", "split": "validation", "iteration": 2, "lm loss": 8.0, "final": True}))
-    assert [part.tolist() for part in series.evaluation("lm loss", "tokens")[:2]] == [[128], [7.0]]
+    history.add(lines({"kind": "eval", "split": "validation", "iteration": 2, "lm loss": 7.0, "final": False}))
+    history.add(lines({"kind": "eval", "split": "validation", "iteration": 2, "lm loss": 8.0, "final": True}))
+    assert [part.tolist() for part in history.evaluation("lm loss", "tokens")[:2]] == [[128], [7.0]]
 
 
 def test_a_part_of_the_axis_comes_with_a_point_beyond_each_end():
-    series = Series()
-    series.add(lines(launch(), *(step(n, float(n)) for n in range(1, 101))))
-    assert series.curve("lm loss", between=(40, 44)).x.tolist() == [39, 40, 41, 42, 43, 44, 45]
-    assert series.curve("lm loss", between=(-5, 2)).x.tolist() == [1, 2, 3]
-    assert len(series.curve("lm loss", between=(500, 600)).x) <= 1
+    history = History()
+    history.add(lines(launch(), *(step(n, float(n)) for n in range(1, 101))))
+    assert history.curve("lm loss", between=(40, 44)).x.tolist() == [39, 40, 41, 42, 43, 44, 45]
+    assert history.curve("lm loss", between=(-5, 2)).x.tolist() == [1, 2, 3]
+    assert len(history.curve("lm loss", between=(500, 600)).x) <= 1
 
 
 def test_losses_that_are_not_finite_are_left_out():
-    series = Series()
-    series.add(lines(launch(), step(1, 1.0), step(2, None), step(3, 3.0)))
-    curve = series.curve("lm loss", window=2)
+    history = History()
+    history.add(lines(launch(), step(1, 1.0), step(2, None), step(3, 3.0)))
+    curve = history.curve("lm loss", window=2)
     assert curve.x.tolist() == [1, 3] and np.isfinite(curve.smooth if curve.smooth is not None else curve.y).all()
 
 
 def test_two_runs_in_one_file_are_drawn_in_the_order_of_the_axis():
-    series = Series()
-    series.add(lines(launch(), step(1), step(2), step(1), step(3), step(2)))
-    assert series.curve("lm loss").x.tolist() == [1, 1, 2, 2, 3]
+    history = History()
+    history.add(lines(launch(), step(1), step(2), step(1), step(3), step(2)))
+    assert history.curve("lm loss").x.tolist() == [1, 1, 2, 2, 3]
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------------

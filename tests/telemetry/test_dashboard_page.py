@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.tools import report
 from tests.telemetry.test_dashboard import launch, served, step, write
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
@@ -75,7 +76,7 @@ def visit(browser, url):
             "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
         )
         page.on("pageerror", lambda error: complaints.append(error.stack or str(error)))
-        page.goto(url + address)
+        page.goto(address if "://" in address else url + address)
         page.wait_for_selector('[data-chart="lm loss"] .u-over')
         opened.append(page)
         return page
@@ -115,6 +116,30 @@ def test_curves_of_two_runs_that_go_on(visit, folder):
     page.get_by_role("checkbox", name="wide").uncheck()
     wait_for(page, f"!({CURVE})(['lm loss', '1'])")
     assert page.evaluate(PIXELS, ["lm loss", ORANGE]) == 0 and "hide=wide" in page.url
+
+
+def test_a_report_is_the_page_with_its_data_inside(visit, folder, tmp_path):
+    """One file from a disk: curves, axes, smoothing, heat maps, the pipeline and events, without a server."""
+    report.main([str(folder / "slow"), str(folder / "wide"), "--output", str(tmp_path / "a.html"), "--title", "Two"])
+    page = visit(f"file://{tmp_path / 'a.html'}#smoothing=0")
+    assert page.title() == page.locator("h1").inner_text() == "Two" and not page.locator("#live").is_visible()
+    assert page.evaluate(PIXELS, ["lm loss", BLUE]) > 100 and page.evaluate(PIXELS, ["lm loss", ORANGE]) > 100
+    assert page.evaluate(f"(({CURVE})(['lm loss', '1'])).x.at(-1)") == 200
+    assert "<b>loss</b> far above its median" in page.locator("#events").inner_text()
+    assert page.locator("#ranks canvas").is_visible() and page.locator("#pictures img").is_visible()
+    page.locator("#experts-name").select_option("blocks.1")
+    wait_for(page, "document.querySelector('#experts-note').innerText.includes('of blocks.1')")
+    page.keyboard.press("x")
+    wait_for(
+        page,
+        f"(({CURVE})(['lm loss', '1'])).x.at(-1) === 800 && events.find((one) => one.event === 'spike').at === 200",
+    )
+    page.keyboard.press("]")
+    page.keyboard.press("]")
+    wait_for(page, f"(({CURVE})(['lm loss', '1'])).smooth?.length === 200")
+    assert page.locator("#window").inner_text() == "mean of 16" and "compared with slow" in page.inner_text("main")
+    page.keyboard.press("2")
+    wait_for(page, f"!({CURVE})(['lm loss', '1'])")
 
 
 def test_everything_by_keyboard(visit):

@@ -8,8 +8,9 @@ import pytest
 
 import pretrain_gpt
 from megatron.errors import SettingsError, UsageError
-from megatron.telemetry.events import COMMON, KINDS, LEVELS, EventLog, find_events, read_events
-from megatron.tools.status import look
+from megatron.guard.run_state import look
+from megatron.telemetry.events import COMMON, KINDS, LEVELS, EventLog, read_events
+from megatron.telemetry.run_folder import find_events
 
 
 def test_an_event_has_the_common_fields_then_its_own(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.errors import SettingsError
 from megatron.telemetry import notify, rank_times, timers
-from megatron.telemetry.curves import MOST_POINTS, thin, validation_points
+from megatron.telemetry.curves import extremes
 from megatron.telemetry.event_rules import (
     ABOVE,
     DEFAULTS,
@@ -21,6 +21,7 @@ from megatron.telemetry.event_rules import (
     RecordRules,
     read_rules,
 )
+from megatron.telemetry.history import History
 from megatron.telemetry.memory import MemoryUse, memory_line
 from megatron.telemetry.run_folder import last_saved
 from megatron.telemetry.stragglers import LEAST, Peers, WindowRule, _large, slow_ranks
@@ -183,19 +184,17 @@ def test_events_of_a_level_and_the_end_are_sent_and_all_that_were_not_are_counte
     assert lost == [3]
 
 
-@pytest.mark.parametrize(
-    "count", [1, 2, MOST_POINTS - 1, MOST_POINTS, MOST_POINTS + 1, 2 * MOST_POINTS, 2 * MOST_POINTS + 1]
-)
+@pytest.mark.parametrize("count", [1, 2, 199, 200, 201, 400, 401])
 def test_curves_are_thinned_from_too_many_points_on_and_keep_their_ends(count):
-    places, values = thin([(at, float(at)) for at in range(count)])
-    assert places[0] == 0 and places[-1] == count - 1 and list(map(float, places)) == values
-    assert len(places) <= MOST_POINTS + 1 and (count > MOST_POINTS or len(places) == count)
-    assert len(places) >= min(count, MOST_POINTS // 2)
+    places, values = extremes(np.arange(float(count)), np.arange(float(count)), 100)
+    assert places[0] == 0 and places[-1] == count - 1 and values.tolist() == places.tolist()
+    assert len(places) <= 200 and (count > 200 or len(places) == count)
 
 
 def test_the_first_validation_of_an_iteration_counts():
     record = lambda value, split="validation": {"split": split, "iteration": 5, "a": value}
-    assert validation_points([record(9.0, "test"), record(1.0), record(2.0)], "a") == [(5, 1.0)]
+    curve = History(evals=[record(9.0, "test"), record(1.0), record(2.0)]).evaluation("a")
+    assert (curve.x.tolist(), curve.y.tolist()) == ([5], [1.0])
 
 
 def test_the_line_of_memory_is_of_the_rank_with_the_highest_peak():

@@ -11,8 +11,9 @@ import pytest
 from megatron.errors import SettingsError
 from megatron.settings.schema import Logging
 from megatron.telemetry import metrics as module
+from megatron.telemetry.history import read_history
 from megatron.telemetry.metrics import Metrics, metrics_path
-from megatron.telemetry.run_record import JsonLines, read_history, run_record
+from megatron.telemetry.run_record import JsonLines, run_record
 from megatron.telemetry.step_metrics import RunSizes, StepMetrics
 
 # A pattern that users have for Megatron-LM's log line, field by field.

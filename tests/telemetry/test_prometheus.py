@@ -15,8 +15,8 @@ from megatron.errors import SettingsError
 from megatron.settings.schema import Logging
 from megatron.telemetry import prometheus
 from megatron.telemetry.events import EventLog
+from megatron.telemetry.history import read_history
 from megatron.telemetry.metrics import Metrics
-from megatron.telemetry.run_record import read_history
 from megatron.telemetry.step_metrics import RunSizes, StepMetrics
 from megatron.training.hooks import Hook
 

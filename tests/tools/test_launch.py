@@ -17,8 +17,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from megatron import errors
+from megatron.guard import run_state
 from megatron.guard.processes import descendants
-from megatron.tools import launch, status
+from megatron.tools import launch
 
 # What a rank does, by its first argument, when it has come to life; rank 0 stays until it is ended.
 RANK = """
@@ -386,7 +387,7 @@ def test_ctrl_c_while_training_saves_and_says_how_to_go_on(root, start, tmp_path
     ]
     assert said[-1].startswith("  -> to resume: ") and said[-1].endswith(f"{' '.join(flags)} --load saved")
     assert "-m megatron.tools.launch --nproc-per-node 2 " in said[-1]
-    shown = status.look(tmp_path / "saved")
+    shown = run_state.look(tmp_path / "saved")
     assert (shown.state, shown.iteration, shown.checkpoint) == ("interrupted", iteration, iteration)
 
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from megatron.guard import run_state
 from megatron.settings.schema import Logging
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.run_folder import find_metrics
@@ -51,20 +52,20 @@ def test_status_and_report_follow_the_path_that_a_run_leaves(tmp_path):
     old.rename(tmp_path / "new")
     save = tmp_path / "new" / "checkpoints"
     assert find_metrics(save) == tmp_path / "new" / "metrics.jsonl"
-    line = status.look(save)
+    line = run_state.look(save)
     assert (line.state, line.iteration, line.iterations, line.loss, line.checkpoint) == ("done", 20, 20, 3.0, 20)
     assert line.age < 100
-    assert [path.name for path in status.folders([str(tmp_path)])] == ["new"]
+    assert [path.name for path in run_state.folders([str(tmp_path)])] == ["new"]
     assert "training loss" in report.build(save)
     train(save, steps=10)
-    assert find_metrics(save) == save / "metrics.jsonl" and status.look(save).iteration == 10
+    assert find_metrics(save) == save / "metrics.jsonl" and run_state.look(save).iteration == 10
 
 
 @pytest.mark.parametrize("iteration, state", [(20, "done"), (12, "unknown")])
 def test_without_metrics_the_checkpoint_is_what_is_known(iteration, state, tmp_path, capsys):
     """No age of its own: it was 20,779 days, since 1970."""
     checkpoint(tmp_path / "run", iteration)
-    line = status.look(tmp_path / "run")
+    line = run_state.look(tmp_path / "run")
     assert (line.state, line.iteration, line.iterations, line.checkpoint) == (state, iteration, 20, iteration)
     assert 499 < line.age < 600 and 499 < line.checkpoint_age < 600
     status.main([str(tmp_path / "run")])
@@ -72,7 +73,7 @@ def test_without_metrics_the_checkpoint_is_what_is_known(iteration, state, tmp_p
     assert f"{iteration}/20" in told and "no metrics.jsonl: known from its last checkpoint" in told
     assert not re.search(r"\d+ d ago", told)
     (tmp_path / "run" / f"iter_{iteration:07d}" / "state.json").write_text("{")
-    line = status.look(tmp_path / "run")
+    line = run_state.look(tmp_path / "run")
     assert (line.state, line.iteration, line.iterations) == ("unknown", iteration, None)
 
 
@@ -81,7 +82,7 @@ def test_metrics_that_are_gone_are_none(tmp_path):
     checkpoint(tmp_path / "run", 20)
     (tmp_path / "elsewhere.jsonl").unlink()
     assert find_metrics(tmp_path / "run") is None
-    assert status.look(tmp_path / "run").state == "done"
+    assert run_state.look(tmp_path / "run").state == "done"
 
 
 def test_a_run_of_an_earlier_version_is_found_by_its_checkpoint(tmp_path, monkeypatch):
@@ -93,5 +94,5 @@ def test_a_run_of_an_earlier_version_is_found_by_its_checkpoint(tmp_path, monkey
         train("run", metrics_file="log.jsonl")
         checkpoint(tmp_path / name / "run", 20, metrics_file="log.jsonl")
         (tmp_path / name / "run" / "metrics_file.txt").unlink()
-    assert find_metrics(tmp_path / "two" / "run").read_text() and status.look(tmp_path / "two" / "run").loss == 3.0
+    assert find_metrics(tmp_path / "two" / "run").read_text() and run_state.look(tmp_path / "two" / "run").loss == 3.0
     assert find_metrics(tmp_path / "one" / "run") is None

@@ -7,17 +7,18 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
-pytest.importorskip("matplotlib")
-
 from megatron.errors import DataError
-from megatron.telemetry.curves import smooth
+from megatron.pipeline.recorded import pipeline_of
+from megatron.telemetry.curves import running_mean
 from megatron.telemetry.events import EventLog
+from megatron.telemetry.history import History, read_history
 from megatron.telemetry.report_compare import tiles as compared
-from megatron.telemetry.run_record import History, JsonLines, read_history
-from megatron.tools.report import build, main, perplexity, read_evaluation, tiles
-from megatron.training import report_facts
+from megatron.telemetry.report_facts import perplexity, read_evaluation, tiles
+from megatron.telemetry.run_record import JsonLines
+from megatron.tools.report import build, main
 
 CONFIG = dict(model=dict(num_layers=2, hidden_size=64, seq_length=16), optimizer=dict(lr=0.0006, lr_decay_iters=None))
 
@@ -72,20 +73,57 @@ class Wellformed(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.sources += [value for name, value in attributes if name in ("src", "href")]
-        if tag not in ("meta", "img"):
+        if tag not in ("meta", "img", "link", "input"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
 
+def kept(page):
+    """The data inside a page."""
+    return json.loads(re.search(r'<script type="application/json" id="kept">(.*?)</script>', page)[1])
+
+
+def curves(page):
+    """{title: {kind: curve}} of the first run of a page."""
+    charts = kept(page)["charts"]
+    return {one["title"]: {curve["kind"]: curve for curve in one["curves"] if curve["run"] == "0"} for one in charts}
+
+
 def test_page_is_complete_and_self_contained(tmp_path):
     text = build(write_run(tmp_path, resumed_at=30), title="A & B")
     found = Wellformed(text)
-    assert len(found.sources) == 4 and all(source.startswith("data:image/svg+xml;base64,") for source in found.sources)
-    assert all(b"<svg" in base64.b64decode(source.partition(",")[2]) for source in found.sources)
-    assert not re.search(r'(?:src|href)="?https?:', text) and "url(http" not in text
+    assert found.sources == [source for source in found.sources if source.startswith("data:")]
+    assert not re.search(r'(?:src|href)="?https?:', text) and "url(http" not in text and "EventSource" in text
     assert "<title>A &amp; B</title>" in text and "&lt;here&gt;" in text and "<here>" not in text
+
+
+def test_the_data_inside_the_page_are_the_steps(tmp_path):
+    """All points of a short run; of a long one the extremes, and running means of all steps at their places."""
+    page = build(write_run(tmp_path, steps=60, resumed_at=30))
+    found = curves(page)
+    assert found["Loss"]["steps"]["x"] == list(range(1, 7)) + list(range(8, 61))  # the loss of step 7 is not finite
+    assert found["Loss"]["steps"]["y"] == pytest.approx([2 + 5 / n for n in range(1, 61) if n != 7], rel=1e-4)
+    assert found["Loss"]["validation"]["y"] == pytest.approx([math.log(1000 / n) for n in (20, 40, 60)], rel=1e-4)
+    assert [name for name in found if name != "Loss"] == [
+        "Throughput of all ranks",
+        "Gradient norm before clipping",
+        "Learning rate",
+        "Time of a step",
+        "MFU",
+    ]
+    means = found["Loss"]["steps"]["means"]
+    assert list(means) == ["4", "16"]
+    assert means["4"][20] == pytest.approx(sum(2 + 5 / n for n in range(20, 25)) / 5, rel=1e-4)
+    axes = kept(page)["axes"]["0"]
+    assert (axes["samples"][:2], axes["tokens"][-1], axes["time"][-1]) == ([8, 16], 7680, 30)
+    starts = [event["message"] for event in kept(page)["events"]]
+    assert starts == ["training starts at iteration 0 on <here>", "training starts at iteration 30 on <here>"]
+    (tmp_path / "long").mkdir()
+    long = curves(build(write_run(tmp_path / "long", steps=5000, valid=False)))["Loss"]["steps"]
+    assert len(long["x"]) <= 2000 and (long["x"][0], long["x"][-1]) == (1, 5000) and long["y"][0] == 7.0
+    assert list(long["means"]) == ["4", "16", "64", "256", "1024", "4096"]
 
 
 def test_numbers_of_the_run_are_there(tmp_path):
@@ -155,12 +193,11 @@ def test_sections_without_content_are_left_out(tmp_path):
 
 
 def test_a_short_run_and_one_without_numbers_are_no_problem(tmp_path):
-    text = build(write_run(tmp_path, steps=1))
-    assert "<img" in text
+    assert curves(build(write_run(tmp_path, steps=1)))["Loss"]["steps"]["y"] == [7.0]
     other = tmp_path / "bare"
     other.mkdir()
     JsonLines(other / "metrics.jsonl").write(dict(kind="step", iteration=1, consumed_samples=8))
-    assert "<img" not in build(other)
+    assert "Loss" not in curves(build(other))
 
 
 def test_what_is_missing_or_damaged_is_named(tmp_path):
@@ -203,46 +240,6 @@ def test_a_page_has_one_perplexity_and_says_whose(tmp_path):
     assert perplexity(history, read_evaluation(tmp_path)) == (12.5, "held out: wikitext, 100.0 k tokens, iteration 60")
 
 
-def pictures(page):
-    """{caption: SVG} of a page."""
-    found = re.findall(
-        r'<figcaption>([^<]*)</figcaption><img alt="[^"]*" src="data:image/svg\+xml;base64,([^"]*)"', page
-    )
-    return {caption: base64.b64decode(data).decode() for caption, data in found}
-
-
-def words_of(picture):
-    return re.findall(r"<text[^>]*>([^<]*)</text>", picture)
-
-
-def test_axes_have_labels_and_lines_a_legend(tmp_path):
-    drawn = pictures(build(write_run(tmp_path, resumed_at=30)))
-    expected = {
-        "Loss in training and validation": [
-            "loss (nats a token)",
-            "training, each step (pale)",
-            "validation",
-            "resumed",
-        ],
-        "Learning rate": ["learning rate", "resumed"],
-        "Throughput of all ranks": ["tokens per second", "each step (pale)", "mean of 3 steps"],
-        "Gradient norm before clipping": ["L2 norm of all gradients", "each step (pale)", "mean of 3 steps"],
-    }
-    assert list(drawn) == list(expected)
-    for caption, words in expected.items():
-        assert [word for word in ["iteration", *words] if word not in words_of(drawn[caption])] == [], caption
-
-
-def test_page_and_pictures_have_a_dark_scheme(tmp_path):
-    page = build(write_run(tmp_path))
-    assert page.count("prefers-color-scheme: dark") == 1 and "color-scheme: light dark" in page
-    for picture in pictures(page).values():
-        light, dark = (dict(re.findall(r"(--c\d): (#\w+)", part)) for part in picture.split("@media")[:2])
-        assert light.keys() == dark.keys() and not set(light.values()) & set(dark.values())
-        text_colours = set(re.findall(r"<text[^>]*fill: ([^;\"]+)", picture))
-        assert text_colours and all(colour.startswith("var(--c") for colour in text_colours)
-
-
 def test_schedule_data_memory_and_events_are_told(tmp_path):
     config = dict(
         model=dict(num_layers=8, seq_length=100),
@@ -280,40 +277,36 @@ def test_schedule_data_memory_and_events_are_told(tmp_path):
         "web||75.0% of the samples: about 372, 37.2 k tokens|",
         "books||25.0% of the samples: about 124, 12.4 k tokens|",
         "peak on rank 0||2.00 GB: the whole process|",
-        "iteration 0 \u00b7 2026-11-21 06:22||started on node-7|",
-        "saved 2 times since iteration 10, 500.00 ms each|",
-        "iteration 26 \u00b7 2026-11-21 06:22||spike: loss 9 is far|",
-        "went back to here|",
-        "restarted; the log had reached iteration 26|",
-        "iteration 31||spike: 7.2 deviations above the median|",
-        "ended with exit code 9: asked to stop|",
+        "checkpoints saved||2, 500.00 ms each|",
     ):
         assert shown in text, shown
-    drawn = pictures(page)
-    [schedule] = [picture for caption, picture in drawn.items() if "planned" in caption]
-    assert "27% waiting (simulated, not measured)" in page and schedule.count("<title>") == 4 * 8 * 2  # 3 / (8 + 3)
-    assert "GB (10^9 bytes)" in words_of(drawn["Memory of rank 0, its peak so far"])
-    assert "spike" in words_of(drawn["Loss in training and validation"])
+    data = kept(page)
+    assert [(event["event"], event["iteration"], event["message"]) for event in data["events"]] == [
+        ("start", 0, "training starts at iteration 0 on node-7"),
+        ("save", 10, "checkpoint of iteration 10 was written"),
+        ("save", 20, "checkpoint of iteration 20 was written"),
+        ("spike", 26, "loss 9 is far"),
+        ("rollback", 20, "training went back to iteration 20"),
+        ("start", 20, "training starts at iteration 20 on node-7; the log had reached iteration 26"),
+        ("spike", 31, "7.2 deviations above the median"),
+        ("end", 31, "ended after iteration 31 with exit code 9: asked to stop"),
+    ]  # newest first, but all are of the same second
+    [picture] = data["pictures"]["0"]
+    schedule = base64.b64decode(picture["url"].partition(",")[2]).decode()
+    assert "27% waiting (simulated, not measured)" in picture["caption"]  # 3 / (8 + 3)
+    assert schedule.count("<title>") == 4 * 8 * 2
+    assert curves(page)["Peak memory of rank 0"]["steps"]["y"] == [1.5e9, 2e9]
 
 
 def test_the_end_of_a_smoothed_curve_does_not_jump():
     """It goes on as the least squares line of the last window, as numpy has it, and stays near a level that only shakes."""
-    import numpy as np
-
     shaken = 3.0 + np.random.default_rng(5).normal(0.0, 0.3, 1000)
     shaken[-1] = 5.0
-    found = np.array([value for _, value in smooth(list(enumerate(shaken.tolist())))])
+    found = running_mean(shaken, 15)
     slope, start = np.polyfit(np.arange(969, 1000), shaken[969:], 1)
     assert found[985:] == pytest.approx(start + slope * np.arange(985, 1000))
     assert found[500] == pytest.approx(shaken[485:516].mean())
     assert np.abs(np.diff(found[100:])).max() < 0.1  # the last step alone is 2.0 away
-
-
-def test_smoothing_keeps_lines_and_lengths():
-    line = [(n, 2.0 * n) for n in range(200)]
-    assert [at for at, _ in smooth(line)] == list(range(200))
-    assert [value for _, value in smooth(line)] == pytest.approx([value for _, value in line])
-    assert smooth([]) == [] and smooth([(1, 3.0)]) == [(1, 3.0)]
 
 
 def test_events_and_the_supervisors_account_are_told(tmp_path):
@@ -331,9 +324,7 @@ def test_events_and_the_supervisors_account_are_told(tmp_path):
     page = build(tmp_path)
     text = re.sub(r"<[^>]+>", "|", page)
     for shown in (
-        "saved 2 times since iteration 10, 500.00 ms each|",
-        "warning: loss 9 is far|",
-        "warning: restart 1 of 10: rank killed by SIGKILL|",
+        "checkpoints saved||2, 500.00 ms each|",
         "supervised time||100.00 s|",
         "steps that count||75.00 s, 75.0%|",
         "starting||20.00 s, 20.0%|",
@@ -341,6 +332,8 @@ def test_events_and_the_supervisors_account_are_told(tmp_path):
         "1 restart|",
     ):
         assert shown in text, shown
+    told = {event["message"]: event["level"] for event in kept(page)["events"]}
+    assert told["loss 9 is far"] == told["restart 1 of 10: rank killed by SIGKILL"] == "warning" and len(told) == 8
     supervisor.record("end", "finished", iteration=31, account=account)
     supervisor.record("supervisor_lost", "killed")
     text = re.sub(r"<[^>]+>", "|", build(tmp_path))
@@ -353,9 +346,9 @@ def test_runs_that_write_to_one_file_are_called_interleaved(tmp_path):
     last = read_history(tmp_path / "metrics.jsonl").steps[-1]
     with (tmp_path / "metrics.jsonl").open("a") as file:
         for iteration in (5, last["iteration"] + 1, 6):
-            file.write(json.dumps(last | dict(iteration=iteration)) + "\n")
+            file.write(json.dumps(last | dict(kind="step", iteration=iteration)) + "\n")
     page = build(tmp_path)
-    assert "records of several runs, interleaved" in page and "2 steps of another run" in page
+    assert "records of several runs, interleaved" in page and "2, which wrote to the same file" in page
 
 
 def test_an_interleaved_pipeline_is_called_so(tmp_path):
@@ -365,7 +358,4 @@ def test_an_interleaved_pipeline_is_called_so(tmp_path):
         parallel=dict(pipeline_schedule="1f1b", num_virtual_stages_per_pipeline_rank=2),
     )
     history = History(run=dict(config=config, mesh=dict(pp=2, replicate=1, shard=1)))
-    history.steps = [dict(iteration=1, batch_size=16)]
-    assert dict(report_facts.schedule(history))["pipeline"] == (
-        "interleaved over 2 ranks of 2 chunks, 8 micro-batches a step"
-    )
+    assert str(pipeline_of(history)) == "interleaved over 2 ranks of 2 chunks, 8 micro-batches a step"

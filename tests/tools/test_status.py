@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.errors import DataError, UsageError
+from megatron.guard import run_state
 from megatron.guard.heartbeat import Heartbeat
+from megatron.guard.run_state import folders, look
 from megatron.guard.supervisor_mark import Mark
 from megatron.telemetry.events import EventLog
-from megatron.tools import status
-from megatron.tools.status import folders, look, main
+from megatron.tools.status import main
 
 CONFIG = dict(
     model=dict(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=16),
@@ -120,7 +121,7 @@ def test_long_torn_and_missing_files(run, tmp_path):
 
 
 def test_the_command_prints_a_line_a_run(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: NOW))
+    monkeypatch.setattr(run_state, "time", SimpleNamespace(time=lambda: NOW))
     run(*STEPS, name="one")
     run(*STEPS, end(4, "the file is gone"), name="two")
     main([str(tmp_path)])
@@ -140,7 +141,7 @@ def test_the_command_prints_a_line_a_run(run, tmp_path, capsys, monkeypatch):
 
 
 def test_a_bad_folder_hides_no_other(run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: NOW))
+    monkeypatch.setattr(run_state, "time", SimpleNamespace(time=lambda: NOW))
     run(*STEPS, name="good")
     damaged = run(*STEPS, name="damaged")
     launch = json.loads((damaged / "metrics.jsonl").read_text().splitlines()[0])
@@ -159,7 +160,7 @@ def test_a_bad_folder_hides_no_other(run, tmp_path, capsys, monkeypatch):
 
 
 def test_what_a_supervisor_restarted_says_so_under_its_run(run, capsys, monkeypatch):
-    monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: NOW))
+    monkeypatch.setattr(run_state, "time", SimpleNamespace(time=lambda: NOW))
     main([str(run(*STEPS, launches=3))])
     assert capsys.readouterr().out.splitlines()[-1] == "  2 restarts"
 

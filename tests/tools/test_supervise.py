@@ -19,12 +19,13 @@ from megatron.errors import SettingsError, UsageError
 from megatron.guard.exits import Action, JobVerdict
 from megatron.guard.goodput import Attempt
 from megatron.guard.heartbeat import Beat, machine, read_beats
-from megatron.guard.processes import descendants, die_with_parent, end_descendants, is_gone, signal_of_zombie, state
+from megatron.guard.processes import descendants, end_descendants, is_gone, signal_of_zombie
 from megatron.guard.resume_command import COMMAND, newest_checkpoint
+from megatron.guard.run_state import look
 from megatron.guard.supervisor_mark import SUPERVISOR, Mark, lost_supervisor, read_mark
+from megatron.storage.processes import die_with_parent, state
 from megatron.telemetry.events import count_restarts, read_events
 from megatron.tools import supervise
-from megatron.tools.status import look
 from megatron.tools.supervise import heartbeat_folder
 
 pytestmark = pytest.mark.sampled(5)
@@ -37,7 +38,7 @@ from pathlib import Path
 sys.path.insert(0, os.environ["ROOT"])
 from megatron.guard.command import value_of
 from megatron.guard.heartbeat import Heartbeat, read_beats
-from megatron.guard.processes import die_with_parent
+from megatron.storage.processes import die_with_parent
 
 flags = sys.argv[1:]
 save, ranks = Path(value_of(flags, "--save")), int(os.environ["RANKS"])

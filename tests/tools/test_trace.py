@@ -11,11 +11,11 @@ import pytest
 import preprocess_data
 import pretrain_gpt
 from megatron.data import loader
+from megatron.data.launches import consumed_bounds
 from megatron.errors import DataError, Failure
 from megatron.settings.schema import Batch
-from megatron.telemetry.run_record import read_history
+from megatron.telemetry.history import read_history
 from megatron.tools import trace
-from megatron.training.launches import consumed_bounds
 
 EACH, DOCUMENTS, LENGTH = 30, 12, 16  # ids of a document, documents of a file, tokens of a sample
 EOD = 2 * DOCUMENTS * EACH

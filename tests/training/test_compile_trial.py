@@ -9,7 +9,7 @@ import torch
 
 from megatron.errors import UsageError
 from megatron.guard.heartbeat import Heartbeat, read_beats
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.settings.rules import can_compile
 from megatron.training import compile_trial
 from megatron.training.rules import remarks, resolve

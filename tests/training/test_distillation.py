@@ -16,7 +16,7 @@ import pretrain_t5
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
-from megatron.model.arguments import parse_any
+from megatron.model.command_line import parse_any
 from megatron.model.frozen_settings import frozen_record, frozen_settings, layer_pairs
 from megatron.model.recipe import facts_of, recipe_of, sums_of
 from megatron.mpu import forked

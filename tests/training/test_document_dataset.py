@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data import manifest, paddle
+from megatron.data import formats, manifest
 from megatron.data.epochs import samples_of_epochs
 from megatron.data.gpt_dataset import build_datasets
 from megatron.data.indexed import write_index
@@ -114,7 +114,7 @@ def test_what_cannot_be(tmp_path):
         data = Data(dataset_type="webtext", data_path=[prefix], split="1,0,0")
         train, *_ = build_datasets(data, LENGTH, (9, 0, 0), 1, eod=49, vocab_size=50)
         samples_of(train, range(9))
-    assert paddle.PaddleDataset(token_files(tmp_path / "paddle")).num_documents == len(SHAPES)
+    assert formats.PaddleDataset(token_files(tmp_path / "paddle")).num_documents == len(SHAPES)
 
 
 def mean_loss(samples) -> float:

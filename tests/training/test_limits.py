@@ -12,7 +12,7 @@ import torch
 from megatron.checkpoint import manager
 from megatron.checkpoint.interval import best_interval
 from megatron.errors import NumericsError, StorageError
-from megatron.guard import replicas, stopping
+from megatron.guard import replicas, run_state, stopping
 from megatron.guard.spikes import Recent
 from megatron.guard.watch import StepVerdict, Watch
 from megatron.mpu import cpu_threads
@@ -22,12 +22,12 @@ from megatron.planner.memory import _first_units
 from megatron.planner.preflight.machines import compared
 from megatron.settings.batch import batch_size, total_iterations
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import RANGES
-from megatron.settings.schema import Batch, Guard, Optimizer
+from megatron.settings.schema import GROUPS, Batch, Guard, Optimizer
+from megatron.settings.spelling import settings_of
 from megatron.telemetry.event_rules import RecordRules
+from megatron.telemetry.history import History
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.profiler import Profiler
-from megatron.tools import status
 from megatron.training.measures import Collected, early_end_reason
 from megatron.training.outcome import clip_coefficient
 from megatron.training.pace import Pace
@@ -301,10 +301,11 @@ ENDS = {  # what a message says -> the least and the most that it allows, and th
 
 
 def test_ranges_of_settings_are_what_their_messages_say():
-    assert ENDS.keys() == RANGES.keys()
-    for words, (inside, outside) in ENDS.items():
-        works, _ = RANGES[words]
-        assert all(map(works, inside)) and not any(map(works, outside)), words
+    ranges = {one.range for one in settings_of(GROUPS) if one.range}
+    assert ENDS.keys() == {one.words for one in ranges}
+    for words, holds in ranges:
+        inside, outside = ENDS[words]
+        assert all(map(holds, inside)) and not any(map(holds, outside)), words
 
 
 # ---- replicas, machines, states of runs and shares -------------------------------------------------------------------
@@ -335,17 +336,18 @@ def test_a_machine_is_slow_from_more_than_a_fifth_on():
 def test_a_run_is_stalled_after_a_minute_or_ten_steps_without_a_word(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     metrics.touch()
-    written, steps = metrics.stat().st_mtime, [dict(kind="step")]
-    state = lambda age, records, usual: status.alive(metrics, {}, records, usual, written + age)[0]
-    for age, usual, records, found in (
+    written, steps = metrics.stat().st_mtime, History()
+    steps.add([b'{"kind": "step", "iteration": 1}'])
+    state = lambda age, history, usual: run_state.alive(metrics, history, usual, written + age)[0]
+    for age, usual, history, found in (
         (60, 1.0, steps, "running"),
         (61, 1.0, steps, "stalled"),
         (90, 9.0, steps, "running"),
         (91, 9.0, steps, "stalled"),
-        (1800, 1.0, [], "starting"),
-        (1801, 1.0, [], "stalled"),
+        (1800, 1.0, History(), "starting"),
+        (1801, 1.0, History(), "stalled"),
     ):
-        assert state(age, records, usual) == found, (age, usual)
+        assert state(age, history, usual) == found, (age, usual)
 
 
 def test_whole_units_are_moved_until_their_share_is_reached():
@@ -359,12 +361,12 @@ def test_whole_units_are_moved_until_their_share_is_reached():
 
 
 def test_a_run_is_done_with_its_last_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(status, "last_state", lambda folder: dict(config={}))
-    monkeypatch.setattr(status, "from_record", lambda record: object())
-    monkeypatch.setattr(status, "_total", lambda *_: 10)
+    monkeypatch.setattr(run_state, "last_state", lambda folder: dict(config={}))
+    monkeypatch.setattr(run_state, "from_record", lambda record: object())
+    monkeypatch.setattr(run_state, "_total", lambda *_: 10)
     for iteration, state in ((9, "unknown"), (10, "done"), (11, "done")):
-        monkeypatch.setattr(status, "_checkpoint", lambda folder, at, n=iteration: (n, 1.0))
-        assert status.look_at_checkpoint(tmp_path, 2.0).state == state
+        monkeypatch.setattr(run_state, "_checkpoint", lambda folder, at, n=iteration: (n, 1.0))
+        assert run_state.look_at_checkpoint(tmp_path, 2.0).state == state
 
 
 def test_a_save_that_failed_the_last_time_is_not_waited_for(monkeypatch):

@@ -6,13 +6,13 @@ import json
 import pytest
 
 from megatron.checkpoint.reader import Reader
+from megatron.data.launches import read_run
 from megatron.errors import SettingsError
 from megatron.guard.changes import change_messages
+from megatron.guard.run_state import look
 from megatron.optimizer.lr_schedule import Lengths
 from megatron.optimizer.resumed_schedule import drift, drift_message, lengths_of
 from megatron.settings.parse import parse_pretrain
-from megatron.tools.status import look
-from megatron.training.launches import read_run
 from megatron.training.rules import resolve
 from tests.training.plain_loop import Job, decay_of, rate_of, train
 from tests.training.test_plain_loop import FLAGS, PLAIN, compare, pretrain

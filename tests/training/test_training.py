@@ -17,6 +17,7 @@ import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, NumericsError, SettingsError
 from megatron.guard import processes
+from megatron.storage.processes import state
 from megatron.telemetry.events import read_events
 from tests.chaos.victim import Fault
 
@@ -90,7 +91,7 @@ def test_kill_9_loses_only_what_was_not_saved(root, tmp_path):
     for process in [job.pid, *below]:
         processes.send(process, signal.SIGKILL)
     job.wait()
-    while any(processes.state(process) not in ("", "Z") for process in below):
+    while any(state(process) not in ("", "Z") for process in below):
         time.sleep(0.01)
     assert not (killed / "iter_0000060").exists()
     resumed = subprocess.run([*command, "--save", str(killed), "--load", str(killed)], **quiet)

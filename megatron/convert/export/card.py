@@ -12,8 +12,9 @@ from megatron.data.blend import parse_blend
 from megatron.model.facts import Facts
 from megatron.model.recipe import kind_of
 from megatron.storage.urls import UrlPath
+from megatron.telemetry.history import History, read_history
 from megatron.telemetry.run_folder import find_metrics
-from megatron.telemetry.run_record import OF_EVERY_EVALUATION, History, read_history
+from megatron.telemetry.run_record import OF_EVERY_EVALUATION
 
 Rows = list[tuple[str, str]]
 UNITS = {"lm loss": "nats per token"}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare candidate pairs by their signatures, and doubtful ones by their texts.
 
-Output of a task, with pairs as in `candidates`:
+Output of a task, with pairs as in `pairs.py`:
     accepted.npy, accepted_similarity.npy    near-duplicates by their signatures
     doubtful.npy, doubtful_similarity.npy    to be compared by their texts
     examples.npy, examples_similarity.npy    some of every similarity, for the report; also compared by their texts
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.corpus.duplicates import shingles
-from megatron.corpus.duplicates.candidates import load_pairs, save_pairs
+from megatron.corpus.duplicates.pairs import load_pairs, save_pairs
 from megatron.corpus.duplicates.shards import PieceFile, blocks_of_lines, encoded, text_of
 from megatron.corpus.duplicates.signatures import Fingerprints, Signing
 

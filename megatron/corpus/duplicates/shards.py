@@ -5,7 +5,6 @@ A document's number counts lines over all shards in their order, from 0, indepen
 """
 
 import bisect
-import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,13 +13,12 @@ from typing import Any, Optional
 
 import numpy as np
 
-from megatron.corpus.documents import decode
+from megatron.corpus.documents import DROPPED, SHARD, ShardWriter, decode, names_of
 from megatron.data.json_input import find_sources, read_blocks
 from megatron.errors import DataError
 
 BLOCK = 1 << 21  # bytes of a shard that are processed together: much less than a task's memory, more than a document
 FACTS = "facts.json"
-WRITTEN = "documents.jsonl.zst"
 
 
 def blocks_of_lines(path: Path, block_size: int = BLOCK) -> Iterator[list[bytes]]:
@@ -186,21 +184,19 @@ def copy_without(
     numbers, or folders of fingerprints
     """
     gone = {row: number for number, row in enumerate(removed.rows.tolist())}
-    with shard_writer(output / WRITTEN) as write, open(output / "dropped.jsonl", "wb") as notes:
+    with ShardWriter(output / SHARD, checksum=False) as kept, open(output / DROPPED, "wb") as notes:
         row = 0
         for lines in blocks_of_lines(shard):
-            stay = []
             for line in lines:
                 if row in gone:
                     of_shard, of_row = numbering.place(int(removed.kept[gone[row]]))
                     facts = dict(row=row, reason=reason, of_shard=names[of_shard], of_row=of_row)
                     if removed.similarity is not None:
                         facts["similarity"] = round(float(removed.similarity[gone[row]]), 4)
-                    notes.write(_note(line, facts))
+                    notes.write(json.dumps({**facts, **names_of(document_of(line) or {})}).encode() + b"\n")
                 else:
-                    stay.append(line)
+                    kept.write_line(line)
                 row += 1
-            write(stay)
     return fates(sizes, removed.rows, reason)
 
 
@@ -214,23 +210,3 @@ def fates(sizes: np.ndarray, dropped: np.ndarray, reason: str) -> dict[str, Any]
         bytes=came - went,
         dropped={reason: dict(documents=len(dropped), bytes=went)},
     )
-
-
-def _note(line: bytes, facts: dict[str, Any]) -> bytes:
-    document = document_of(line) or {}
-    known = {key: document[key] for key in ("id", "url") if key in document}
-    return json.dumps({**facts, **known}).encode() + b"\n"
-
-
-@contextlib.contextmanager
-def shard_writer(path: Path):
-    """A context with a function that adds lines to a zstd file. The same lines give the same bytes."""
-    import zstandard
-
-    with open(path, "wb") as file, zstandard.ZstdCompressor(level=1).stream_writer(file, closefd=False) as packed:
-
-        def write(lines: Sequence[bytes]) -> None:
-            if lines:
-                packed.write(b"\n".join(lines) + b"\n")
-
-        yield write

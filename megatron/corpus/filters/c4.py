@@ -7,6 +7,7 @@ in a line that passed the earlier rules, or when the kept lines have too few sen
 """
 
 import re
+from dataclasses import dataclass
 from typing import Optional
 
 from megatron.corpus.stage import Document, Verdict
@@ -20,28 +21,24 @@ _SENTENCE_END = re.compile(r"[.!?]+[\"')\]]*(?=\s|$)")
 _CHINESE_SENTENCE_END = re.compile(r"[.!?]+[\"')\]]*(?=\s|$)|[\u3002\uff01\uff1f]+")
 
 
+@dataclass
 class C4:
-    """Keeps lines that are sentences; drops pages with fewer than `min_sentences` of them."""
+    """Keeps lines that are sentences; drops pages with fewer than `min_sentences` of them.
+
+    Thresholds of the rules, None to disable one, and switches.
+    """
+
+    min_sentences: Optional[int] = 5
+    min_words_a_line: Optional[int] = 3
+    max_word_length: Optional[int] = 1000
+    terminal_punctuation: bool = True
+    lorem_ipsum: bool = True
+    curly_bracket: bool = True
+    javascript: bool = True
+    policy: bool = True
+    citations: bool = True
 
     ends, policies, terminal = _SENTENCE_END, POLICY, TERMINAL
-
-    def __init__(
-        self,
-        min_sentences: Optional[int] = 5,
-        min_words_a_line: Optional[int] = 3,
-        max_word_length: Optional[int] = 1000,
-        terminal_punctuation: bool = True,
-        lorem_ipsum: bool = True,
-        curly_bracket: bool = True,
-        javascript: bool = True,
-        policy: bool = True,
-        citations: bool = True,
-    ):
-        """Thresholds of the rules, None to disable one, and switches."""
-        self.min_sentences, self.min_words, self.max_word_length = min_sentences, min_words_a_line, max_word_length
-        self.terminal_punctuation, self.citations = terminal_punctuation, citations
-        self.lorem_ipsum, self.curly_bracket = lorem_ipsum, curly_bracket
-        self.javascript, self.policy = javascript, policy
 
     def __call__(self, document: Document) -> Verdict:
         text, kept, sentences = document["text"], [], 0
@@ -75,41 +72,21 @@ class C4:
     def _sentence_line(self, line: str) -> Optional[str]:
         """The line without citation marks; None if it does not look like sentences."""
         longest = self.max_word_length
-        words = line.split() if self.min_words is not None or longest is not None and len(line) > longest else ()
+        words = line.split() if self.min_words_a_line is not None or longest is not None and len(line) > longest else ()
         if longest is not None and len(line) > longest and any(len(word) > longest for word in words):
             return None
         if self.citations and "[" in line:
             line = _CITATION.sub("", line)
         if self.terminal_punctuation and (not line.endswith(self.terminal) or line.endswith(ELLIPSIS)):
             return None
-        return None if self.min_words is not None and len(words) < self.min_words else line
+        return None if self.min_words_a_line is not None and len(words) < self.min_words_a_line else line
 
 
+@dataclass
 class C4Chinese(C4):
     """The same with Chinese punctuation and policies, and without the two rules for words between spaces."""
 
-    ends, policies, terminal = _CHINESE_SENTENCE_END, CHINESE_POLICY, CHINESE_TERMINAL
+    min_words_a_line: Optional[int] = None
+    max_word_length: Optional[int] = None
 
-    def __init__(
-        self,
-        min_sentences: Optional[int] = 5,
-        min_words_a_line: Optional[int] = None,
-        max_word_length: Optional[int] = None,
-        terminal_punctuation: bool = True,
-        lorem_ipsum: bool = True,
-        curly_bracket: bool = True,
-        javascript: bool = True,
-        policy: bool = True,
-        citations: bool = True,
-    ):
-        super().__init__(
-            min_sentences,
-            min_words_a_line,
-            max_word_length,
-            terminal_punctuation,
-            lorem_ipsum,
-            curly_bracket,
-            javascript,
-            policy,
-            citations,
-        )
+    ends, policies, terminal = _CHINESE_SENTENCE_END, CHINESE_POLICY, CHINESE_TERMINAL

@@ -5,35 +5,34 @@ Blank lines do not count. Words are the tokens of `words.cut`.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Optional
 
 from megatron.corpus.filters.repetition import repeated
-from megatron.corpus.filters.rules import Rule, above, below, judged
-from megatron.corpus.filters.words import cut
+from megatron.corpus.filters.words import Rule, above, below, cut, judged
 from megatron.corpus.stage import Document, Verdict
 
 
+@dataclass
 class FineWeb:
-    """Rules for lines that end a sentence, short lines, repeated lines, and line breaks per word."""
+    """Rules for lines that end a sentence, short lines, repeated lines, and line breaks per word.
+
+    short_line: characters of the longest short line. terminal_punctuation: characters that end a sentence; default:
+    Unicode's sentence terminators of all scripts
+    """
+
+    min_punctuated_lines: Optional[float] = 0.12
+    max_short_lines: Optional[float] = 0.67
+    short_line: int = 30
+    max_duplicate_line_characters: Optional[float] = 0.01
+    max_newlines: Optional[float] = 0.3
+    terminal_punctuation: str = ""
 
     chinese = False
 
-    def __init__(
-        self,
-        min_punctuated_lines: Optional[float] = 0.12,
-        max_short_lines: Optional[float] = 0.67,
-        short_line: int = 30,
-        max_duplicate_line_characters: Optional[float] = 0.01,
-        max_newlines: Optional[float] = 0.3,
-        terminal_punctuation: str = "",
-    ):
-        """short_line: characters of the longest short line. terminal_punctuation: characters that end a sentence; default:
-        Unicode's sentence terminators of all scripts"""
-        self.min_punctuated_lines = min_punctuated_lines
-        self.max_short_lines, self.short_line = max_short_lines, short_line
-        self.max_duplicates, self.max_newlines = max_duplicate_line_characters, max_newlines
-        self.ends = frozenset(terminal_punctuation) if terminal_punctuation else sentence_ends()
+    def __post_init__(self):
+        self.ends = frozenset(self.terminal_punctuation) if self.terminal_punctuation else sentence_ends()
 
     def __call__(self, document: Document) -> Verdict:
         return judged(document, self._rules(document["text"]))
@@ -50,34 +49,20 @@ class FineWeb:
         share = sum([length <= short for length in lengths]) / len(lines)
         yield from above("short_lines", share, self.max_short_lines, "short_lines")
         share, name = repeated(lines)[1] / (len(text) - len(every) + 1), "duplicate_line_characters"
-        yield from above(name, share, self.max_duplicates, name)
+        yield from above(name, share, self.max_duplicate_line_characters, name)
         if self.max_newlines is not None:
             newlines = (len(every) - 1) / max(len(cut(text, self.chinese)), 1)
             yield from above("newlines", newlines, self.max_newlines, "newlines")
 
 
+@dataclass
 class FineWebChinese(FineWeb):
     """The same for Chinese, without newlines per word. A short line has half as many characters, which carry more."""
 
-    chinese = True
+    short_line: int = 15
+    max_newlines: Optional[float] = None
 
-    def __init__(
-        self,
-        min_punctuated_lines: Optional[float] = 0.12,
-        max_short_lines: Optional[float] = 0.67,
-        short_line: int = 15,
-        max_duplicate_line_characters: Optional[float] = 0.01,
-        max_newlines: Optional[float] = None,
-        terminal_punctuation: str = "",
-    ):
-        super().__init__(
-            min_punctuated_lines,
-            max_short_lines,
-            short_line,
-            max_duplicate_line_characters,
-            max_newlines,
-            terminal_punctuation,
-        )
+    chinese = True
 
 
 @cache

@@ -6,40 +6,32 @@ the tokens of `words.cut`; punctuation counts in ratios to words, but not in the
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Optional
 
-from megatron.corpus.filters.rules import Rule, above, below, judged
-from megatron.corpus.filters.words import LETTER, VISIBLE, cut
+from megatron.corpus.filters.words import LETTER, VISIBLE, Rule, above, below, cut, judged
 from megatron.corpus.stage import Document, Verdict
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 BULLETS, ELLIPSES = ("\u2022", "-"), ("...", "\u2026")
 
 
+@dataclass
 class Gopher:
     """Rules for length, word length, symbols, bullets, ellipses, alphabetic words, stop words."""
 
-    chinese = False
+    min_words: Optional[int] = 50
+    max_words: Optional[int] = 100_000
+    min_mean_word_length: Optional[float] = 3
+    max_mean_word_length: Optional[float] = 10
+    max_symbol_ratio: Optional[float] = 0.1
+    max_bullet_lines: Optional[float] = 0.9
+    max_ellipsis_lines: Optional[float] = 0.3
+    min_alphabetic_words: Optional[float] = 0.8
+    min_stop_words: Optional[int] = 2
+    stop_words: Sequence[str] = STOP_WORDS
 
-    def __init__(
-        self,
-        min_words: Optional[int] = 50,
-        max_words: Optional[int] = 100_000,
-        min_mean_word_length: Optional[float] = 3,
-        max_mean_word_length: Optional[float] = 10,
-        max_symbol_ratio: Optional[float] = 0.1,
-        max_bullet_lines: Optional[float] = 0.9,
-        max_ellipsis_lines: Optional[float] = 0.3,
-        min_alphabetic_words: Optional[float] = 0.8,
-        min_stop_words: Optional[int] = 2,
-        stop_words: Sequence[str] = STOP_WORDS,
-    ):
-        self.min_words, self.max_words = min_words, max_words
-        self.min_mean_word_length, self.max_mean_word_length = min_mean_word_length, max_mean_word_length
-        self.max_symbol_ratio = max_symbol_ratio
-        self.max_bullet_lines, self.max_ellipsis_lines = max_bullet_lines, max_ellipsis_lines
-        self.min_alphabetic_words = min_alphabetic_words
-        self.min_stop_words, self.stop_words = min_stop_words, tuple(dict.fromkeys(stop_words))
+    chinese = False
 
     def __call__(self, document: Document) -> Verdict:
         return judged(document, self._rules(document["text"]))
@@ -61,7 +53,9 @@ class Gopher:
         alphabetic = int(tokens.having(LETTER).sum()) / total
         yield from below("alphabetic_words", alphabetic, self.min_alphabetic_words, "few_alphabetic_words")
         if self.min_stop_words is not None:
-            yield from below("stop_words", tokens.count(self.stop_words), self.min_stop_words, "few_stop_words")
+            yield from below(
+                "stop_words", tokens.count(dict.fromkeys(self.stop_words)), self.min_stop_words, "few_stop_words"
+            )
 
     def _line_rules(self, text: str) -> Iterator[Rule]:
         lines = text.splitlines() or [""]
@@ -72,6 +66,7 @@ class Gopher:
         yield from above("ellipsis_lines", ellipses / len(lines), self.max_ellipsis_lines, "ellipsis_lines")
 
 
+@dataclass
 class GopherChinese(Gopher):
     """Gopher's rules for Chinese, without mean word length and English stop words.
 
@@ -79,30 +74,10 @@ class GopherChinese(Gopher):
     alphabetic words would drop good prose: the default is .7.
     """
 
-    chinese = True
+    min_mean_word_length: Optional[float] = None
+    max_mean_word_length: Optional[float] = None
+    min_alphabetic_words: Optional[float] = 0.7
+    min_stop_words: Optional[int] = None
+    stop_words: Sequence[str] = ()
 
-    def __init__(
-        self,
-        min_words: Optional[int] = 50,
-        max_words: Optional[int] = 100_000,
-        min_mean_word_length: Optional[float] = None,
-        max_mean_word_length: Optional[float] = None,
-        max_symbol_ratio: Optional[float] = 0.1,
-        max_bullet_lines: Optional[float] = 0.9,
-        max_ellipsis_lines: Optional[float] = 0.3,
-        min_alphabetic_words: Optional[float] = 0.7,
-        min_stop_words: Optional[int] = None,
-        stop_words: Sequence[str] = (),
-    ):
-        super().__init__(
-            min_words,
-            max_words,
-            min_mean_word_length,
-            max_mean_word_length,
-            max_symbol_ratio,
-            max_bullet_lines,
-            max_ellipsis_lines,
-            min_alphabetic_words,
-            min_stop_words,
-            stop_words,
-        )
+    chinese = True

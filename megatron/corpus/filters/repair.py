@@ -13,6 +13,8 @@ ftfy processes each line of a text, and does not change most lines. A line that 
 Lines without any of these are kept. Lines with only the first get the replacements of single characters, as ftfy's own
 functions give them, and are checked again; all others are processed by ftfy. tests/corpus/test_repair.py verifies that the
 list is complete for a certain version of ftfy's patterns, branch by branch; with other patterns, ftfy processes every text.
+
+`BinaryGate` is a cheap first filter, which drops binary data and text in a wrong encoding.
 """
 
 import re
@@ -155,3 +157,35 @@ def _replacement(fixes, character: str) -> str:
 
 def _any_of(characters) -> str:
     return f"[{''.join(map(re.escape, characters))}]"
+
+
+# Control characters: Unicode's category Cc without tab, line feed, vertical tab, form feed, carriage return and U+0085,
+# which is a line feed too.
+_CONTROLS = bytes([*range(9), *range(14, 32), 127])
+_OTHERS = re.compile("[\x80-\x84\x86-\x9f\ud800-\udfff]")
+_REPLACEMENT = b"\xef\xbf\xbd"  # U+FFFD, which decoders write for invalid bytes
+
+
+class BinaryGate:
+    """Drops a text with too many U+FFFD, control characters and lone surrogates.
+
+    max_share: their maximal share of all characters, from 0 to 1
+    """
+
+    def __init__(self, max_share: float = 0.02):
+        self.max_share = max_share
+
+    def __call__(self, document: Document) -> Verdict:
+        text = document["text"]
+        share = junk(text) / max(len(text), 1)
+        figures = {"junk": share}
+        return Verdict(None, "binary", figures) if share > self.max_share else Verdict(document, "", figures)
+
+
+def junk(text: str) -> int:
+    """Number of U+FFFD, control characters and lone surrogates in a text."""
+    data = text.encode("utf-8", "surrogatepass")
+    count = len(data) - len(data.translate(None, _CONTROLS))
+    if len(data) == len(text):  # ASCII
+        return count
+    return count + data.count(_REPLACEMENT) + len(_OTHERS.findall(text))

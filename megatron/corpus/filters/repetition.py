@@ -7,12 +7,12 @@ character counted once: after a repeated n-gram, the search continues at its end
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Optional
 
 import numpy as np
 
-from megatron.corpus.filters.rules import Rule, above, judged
-from megatron.corpus.filters.words import Words, cut
+from megatron.corpus.filters.words import Rule, Words, above, cut, judged
 from megatron.corpus.stage import Document, Verdict
 
 Limits = Mapping[int, float]  # n -> maximal share of the text's characters
@@ -23,26 +23,18 @@ CHINESE_TOP, CHINESE_DUPLICATE = ({2 * n: limit for n, limit in limits.items()} 
 _MIXERS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F], np.uint64)
 
 
+@dataclass
 class GopherRepetition:
     """Drops texts with repeated lines, paragraphs or n-grams."""
 
-    chinese = False
+    max_duplicate_lines: Optional[float] = 0.3
+    max_duplicate_paragraphs: Optional[float] = 0.3
+    max_duplicate_line_characters: Optional[float] = 0.2
+    max_duplicate_paragraph_characters: Optional[float] = 0.2
+    top_ngrams: Limits = field(default_factory=lambda: TOP)
+    duplicate_ngrams: Limits = field(default_factory=lambda: DUPLICATE)
 
-    def __init__(
-        self,
-        max_duplicate_lines: Optional[float] = 0.3,
-        max_duplicate_paragraphs: Optional[float] = 0.3,
-        max_duplicate_line_characters: Optional[float] = 0.2,
-        max_duplicate_paragraph_characters: Optional[float] = 0.2,
-        top_ngrams: Limits = TOP,
-        duplicate_ngrams: Limits = DUPLICATE,
-    ):
-        self.max_lines, self.max_line_characters = max_duplicate_lines, max_duplicate_line_characters
-        self.max_paragraphs = max_duplicate_paragraphs
-        self.max_paragraph_characters = max_duplicate_paragraph_characters
-        # Keys of a mapping from JSON are strings.
-        self.top_ngrams = [(int(n), limit) for n, limit in top_ngrams.items()]
-        self.duplicate_ngrams = [(int(n), limit) for n, limit in duplicate_ngrams.items()]
+    chinese = False
 
     def __call__(self, document: Document) -> Verdict:
         return judged(document, self._rules(document["text"]))
@@ -50,46 +42,30 @@ class GopherRepetition:
     def _rules(self, text: str) -> Iterator[Rule]:
         size = len(text)
         yield "characters", size, not size and "empty"
-        pieces = paragraphs(text)
-        count, characters = repeated(pieces)
-        yield from above("duplicate_paragraphs", count / len(pieces), self.max_paragraphs, "duplicate_paragraphs")
-        share, name = characters / size, "duplicate_paragraph_characters"
-        yield from above(name, share, self.max_paragraph_characters, name)
-        pieces = lines(text)
-        count, characters = repeated(pieces)
-        yield from above("duplicate_lines", count / len(pieces), self.max_lines, "duplicate_lines")
-        share, name = characters / size, "duplicate_line_characters"
-        yield from above(name, share, self.max_line_characters, name)
+        for kind, cut_into in (("paragraph", paragraphs), ("line", lines)):
+            pieces = cut_into(text)
+            count, characters = repeated(pieces)
+            yield from self._above(f"duplicate_{kind}s", count / len(pieces))
+            yield from self._above(f"duplicate_{kind}_characters", characters / size)
         words = cut(text, self.chinese)
-        for n, limit in self.top_ngrams:
-            yield from above(f"top_{n}_gram", top_characters(words, n) / size, limit, f"top_{n}_gram")
-        for n, limit in self.duplicate_ngrams:
-            share = duplicate_characters(words, n) / size
+        for n, limit in self.top_ngrams.items():  # keys of a mapping from JSON are strings
+            yield from above(f"top_{n}_gram", top_characters(words, int(n)) / size, limit, f"top_{n}_gram")
+        for n, limit in self.duplicate_ngrams.items():
+            share = duplicate_characters(words, int(n)) / size
             yield from above(f"duplicate_{n}_grams", share, limit, f"duplicate_{n}_grams")
 
+    def _above(self, name: str, share: float) -> Iterator[Rule]:
+        return above(name, share, getattr(self, f"max_{name}"), name)
 
+
+@dataclass
 class GopherRepetitionChinese(GopherRepetition):
     """The same for Chinese, with n-grams of double length: tokens are characters, and a word has about two."""
 
-    chinese = True
+    top_ngrams: Limits = field(default_factory=lambda: CHINESE_TOP)
+    duplicate_ngrams: Limits = field(default_factory=lambda: CHINESE_DUPLICATE)
 
-    def __init__(
-        self,
-        max_duplicate_lines: Optional[float] = 0.3,
-        max_duplicate_paragraphs: Optional[float] = 0.3,
-        max_duplicate_line_characters: Optional[float] = 0.2,
-        max_duplicate_paragraph_characters: Optional[float] = 0.2,
-        top_ngrams: Limits = CHINESE_TOP,
-        duplicate_ngrams: Limits = CHINESE_DUPLICATE,
-    ):
-        super().__init__(
-            max_duplicate_lines,
-            max_duplicate_paragraphs,
-            max_duplicate_line_characters,
-            max_duplicate_paragraph_characters,
-            top_ngrams,
-            duplicate_ngrams,
-        )
+    chinese = True
 
 
 def paragraphs(text: str) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenize a text into words for the rules, in numpy over its code points: some 100 MB/s, in any script.
+"""Tokenize a text into words for rules, in numpy over its code points: some 100 MB/s, in any script.
 
     words = cut(text)            # one token per word, as in English and most languages
     words = cut(text, chinese=True)  # Han characters and kana are tokens of their own
@@ -8,14 +8,24 @@ A token is a run of letters, digits, marks and underscores. A dot between two of
 comma, colon and slash between digits (1,000); an apostrophe between two starts a new token (don 't). Other characters that
 are not white space are tokens of their own, except that consecutive dots, hyphens or tildes are one. This is close to
 spaCy's English tokenizer, which datatrove uses.
+
+The rules of a filter are evaluated until one drops the document (`judged`); those after it are not computed:
+
+    def rules(self, text):
+        words = len(text.split())
+        yield "words", words, words < 50 and "too_few_words"
 """
 
 import sys
 import unicodedata
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from typing import Literal, Optional
 
 import numpy as np
+
+from megatron.corpus.stage import Document, Verdict
 
 WORD, LETTER, SPACE, HAN, VISIBLE, RUN, JOINER, NUMBER = (1 << bit for bit in range(8))  # bits of a character's class
 APOSTROPHES = (ord("'"), 0x2019)
@@ -158,3 +168,28 @@ def _powers(base: int, count: int) -> np.ndarray:
     powers = np.full(count, base, np.uint64)
     powers[0] = 1
     return np.multiply.accumulate(powers)
+
+
+Rule = tuple[str, float, Literal[False] | str]  # the figure's name, the figure, the reason to drop
+
+
+def judged(document: Document, rules: Iterable[Rule]) -> Verdict:
+    """The verdict of rules: the first one with a reason drops the document; figures are those up to it."""
+    figures = {}
+    for name, figure, reason in rules:
+        figures[name] = figure
+        if reason:
+            return Verdict(None, reason, figures)
+    return Verdict(document, "", figures)
+
+
+def below(name: str, figure: float, least: Optional[float], reason: str) -> Iterator[Rule]:
+    """A rule with a lower limit; None disables it."""
+    if least is not None:
+        yield name, figure, figure < least and reason
+
+
+def above(name: str, figure: float, most: Optional[float], reason: str) -> Iterator[Rule]:
+    """A rule with an upper limit; None disables it."""
+    if most is not None:
+        yield name, figure, figure > most and reason

@@ -1,16 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Balancing the loads of experts: auxiliary losses, Sinkhorn's assignment, and a bias that a rule moves. Pure functions.
+"""Pure functions of balanced experts: the z-loss of logits, a bias that a rule moves, entropy, Sinkhorn's assignment. The
+balancing losses: `parts.Balancing`.
 
-The losses are those of Megatron-Core, as a value per token. With c_i the tokens of expert i among T tokens,
-f_i = c_i / (k T) its share, and p_ti the score of token t for it, normalized over experts,
-
-    aux loss = E sum_i f_i (1/T sum_t p_ti) = 1/T sum_t b_t,   b_t = E sum_i f_i p_ti
-
-so the mean over tokens of b_t is the loss. It is 1 if loads are equal. Gradients flow through p only. The losses differ in
-the tokens that c counts: those of the micro-batch (aux_loss, arXiv:2101.03961), of the token's sequence (seq_aux_loss,
-arXiv:2405.04434), or of all ranks and the micro-batches of the step so far (global_aux_loss, arXiv:2501.11873).
-
-Legend: s sequence, b micro-batch, E experts, k experts of a token.
+Legend: n tokens, E experts.
 """
 
 from collections.abc import Callable
@@ -19,12 +11,6 @@ from typing import Optional
 import torch
 
 MOST_PASSES = 200  # of Sinkhorn's iteration, whose tolerance fp32 may not reach
-
-
-def balance_loss(scores: torch.Tensor, loads: torch.Tensor) -> torch.Tensor:
-    """b_t of each token, [s, b], for scores [s, b, E] and loads [b, E] or [E]."""
-    shares = loads.to(scores.dtype) / loads.sum(-1, keepdim=True).clamp_min(1)
-    return scores.shape[-1] * (shares * scores).sum(-1)
 
 
 def router_z_loss(logits: torch.Tensor) -> torch.Tensor:

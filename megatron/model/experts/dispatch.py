@@ -39,7 +39,8 @@ class Counts(NamedTuple):
 
 
 class Dispatcher:
-    """Sends each expert as many rows as it has pairs.
+    """Sends each expert as many rows as it has pairs. A recipe may bring a subclass (`parts.ExpertParts`), with `rows`, the
+    numbers of rows of this rank's experts, `dispatch`, `back` and `combine`; `counts` is what recomputation passes on.
 
     experts: [n, k], the expert of each pair; E marks pairs without one. number: E. drops: whether there may be such pairs.
     counts: those of the first pass, in recomputation

@@ -21,7 +21,8 @@ from torch import nn
 from megatron.fused_kernels import Case, choose_kernel, reference
 from megatron.fused_kernels.cpu_ops import bmm
 from megatron.model.weights import Table
-from megatron.mpu.layers import Given, LinearOptions, create_parameters
+from megatron.mpu.layers import LinearOptions, create_parameters, linear
+from megatron.mpu.linear_product import LinearProduct
 from megatron.mpu.mesh import Axis
 
 
@@ -73,64 +74,41 @@ class GroupedLinear(nn.Module):
     """
 
     weight_grad_store = accumulate = None  # set for pipelines with W passes, and where products add to fp32 gradients
+    product: Optional[LinearProduct] = None  # set by `linear_product.attach_products`
 
     def __init__(self, weights: Table, axes: tuple[Axis, Axis], *, with_bias: bool = True, **factory_kwargs):
         super().__init__()
-        self.with_bias = with_bias
+        self.axes, self.tp, self.with_bias = axes, axes[1], with_bias
         create_parameters(self, weights, axes, **factory_kwargs)
 
     def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
-        handler = LinearOptions(None, None, self.weight_grad_store, self.accumulate).wgrad_handler(x, self.weight)
-        weight = self.weight.detach() if handler else self.weight
-        y = _GroupedProduct.apply(x, weight, rows, handler)
+        x = x if self.product is None else self.product.transform_input(x)
+        options = LinearOptions(
+            deferred=self.weight_grad_store,
+            accumulate=self.accumulate,
+            product=self.product,
+            multiply=MultiplyByExpert(rows),
+        )
+        y = linear(x, self.weight, None, options)
         if self.bias is None:
             return y
         return y + rows.each(self.bias.flatten(1)) * self.with_bias
 
 
-class _GroupedProduct(torch.autograd.Function):
-    """The products of a `GroupedLinear`; handler: takes that for the weight's gradient, instead of autograd."""
+class MultiplyByExpert(NamedTuple):
+    """The kernel of products with experts' matrices, as `LinearProduct` calls it."""
 
-    @staticmethod
-    def forward(ctx, x, weight, rows, handler):
-        ctx.save_for_backward(x, weight)
-        ctx.rows, ctx.handler = rows, handler
-        return times(x, weight.flatten(1, -2).transpose(1, 2), rows)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        gradient, d_x, d_weight = gradient.contiguous(), None, None
-        if ctx.needs_input_grad[0]:
-            d_x = times(gradient, weight.flatten(1, -2), ctx.rows)
-        wgrad = GroupedWgrad(gradient, x, ctx.rows, weight.shape)
-        if ctx.handler:
-            ctx.handler(wgrad)
-        elif ctx.needs_input_grad[1]:
-            d_weight = wgrad()
-        return d_x, d_weight, None, None
-
-
-class GroupedWgrad(NamedTuple):
-    """The pending products for the weights' gradients, with the interface of `mpu.layers.WgradGemm`. That of an expert
-    without tokens is 0.
-    """
-
-    gradient: torch.Tensor  # of the output, [m, outputs]
-    x: torch.Tensor  # [m, inputs]
     rows: Rows
-    shape: torch.Size
+    by_expert = True
 
-    def __call__(self) -> torch.Tensor:
-        """The gradient, [E, outputs..., inputs]."""
-        return outer(self.gradient, self.x, self.rows).view(self.shape)
-
-    def start(self) -> None:
-        """Nothing has to arrive before."""
-
-    def add_to(self, total: torch.Tensor, overwrite: bool) -> None:
-        """Add the gradient to `total`, or copy it there if `overwrite`."""
-        Given(self()).add_to(total, overwrite)
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, bias: None) -> torch.Tensor:
+        """Rows a [m, k] times the matrix of their expert, b [E, n, k] -> [m, n]; or for each expert the product of its rows
+        a [n, m] and b [k, m], which are transposed -> [E, n, k]. That of an expert without tokens is 0.
+        """
+        assert bias is None, "the layer adds it"
+        if b.ndim == 3:
+            return times(a.contiguous(), b.mT, self.rows)
+        return outer(a.t().contiguous(), b.t(), self.rows)
 
 
 # ---- the products ----------------------------------------------------------------------------------------------------

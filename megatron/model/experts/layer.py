@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.model.attention import ForwardContext
-from megatron.model.experts.capacity import capacity
 from megatron.model.experts.dispatch import Dispatcher, PaddedDispatcher
 from megatron.model.experts.grouped import GroupedLinear
+from megatron.model.experts.parts import capacity, parts_of
 from megatron.model.experts.router import Memo, Router, Routing
 from megatron.model.mlp import MLP, Activation
 from megatron.model.recompute import recompute_output
@@ -50,7 +50,7 @@ class MoELayer(nn.Module):
         super().__init__()
         of, own = lambda name: take_prefix(weights, name), dict(dtype=dtype, device=device)
         self.layer, self.tp, self.cut = layer, mesh.tp, mesh.tp.size > 1 and not sequence_parallel
-        self.router = Router(model, layer, of("router"), mesh, seed=seed, **own)
+        self.router = (parts_of(model).router or Router)(model, layer, of("router"), mesh, seed=seed, **own)
         self.experts = Experts(model, mesh, of("experts"), **own)
         self.shared = self.shared_gate = None
         if shared := of("shared"):
@@ -97,6 +97,7 @@ class Experts(Activation):
         super().__init__(model)
         self.ep, self.etp, self.number = mesh.ep, mesh.etp, model.num_experts
         self.capacity_factor, self.padded = model.moe_expert_capacity_factor, model.moe_pad_expert_input_to_capacity
+        self.dispatcher = parts_of(model).dispatcher or Dispatcher
         axes = self.ep, self.etp
         self.up = GroupedLinear(take_prefix(weights, "up"), axes, **factory_kwargs)
         self.down = GroupedLinear(take_prefix(weights, "down"), axes, with_bias=mesh.etp.rank == 0, **factory_kwargs)
@@ -117,7 +118,7 @@ class Experts(Activation):
         if self.padded:
             most = self.etp.size * capacity(n, k, self.number, self.capacity_factor)
             return PaddedDispatcher(experts, self.number, self.ep, most)
-        return Dispatcher(experts, self.number, self.ep, self.capacity_factor is not None, memo.counts)
+        return self.dispatcher(experts, self.number, self.ep, self.capacity_factor is not None, memo.counts)
 
     def _mlp(self, x: torch.Tensor, rows) -> torch.Tensor:
         x = self.up(x, rows)  # [m, f/etp], twice as wide with a gate

@@ -4,8 +4,7 @@
 All experts are assumed to get equally many tokens.
 """
 
-from megatron.model.experts.capacity import capacity
-from megatron.model.experts.sums import expert_sums
+from megatron.model.experts.parts import capacity, expert_sums, ways_of
 from megatron.model.layer_ops import ACTIVATION, MLP, ONCE, Collective, Kernel, LayerOp, Product, Residual
 
 
@@ -39,7 +38,7 @@ def expert_ops(x: Residual, activation: Kernel, shared: tuple[LayerOp, ...]) -> 
         cut,
         Product("router", n, h, experts, kept=of_tokens, given=n * h * e, again=again),
         Kernel("routing", kept=4 * n * experts * 2 + 16 * n * k, moved=4 * n * experts, again=again),
-        *loads * any("aux_loss" in kind for kind, _ in m.balancing),
+        *loads * any(way.label for way in ways_of(m).values()),
         sums,
         over("etp", gathered * h * e, *halves),
         over("etp", 8 * pairs, ("all_gather",)),  # the experts of each token
@@ -58,10 +57,13 @@ def expert_ops(x: Residual, activation: Kernel, shared: tuple[LayerOp, ...]) -> 
 
 def _mlp_ops(x: Residual, activation: Kernel, rows: int, each: float) -> tuple[LayerOp, ...]:
     """The MLPs of a rank's experts. rows: of all of them; each: rows of one expert, without padding."""
-    m, share, h, e = x.model, x.share, x.h, x.share.element
+    m, share, h = x.model, x.share, x.h
     own, f, matrices = m.num_experts // share.ep, m.expert_ffn_size // share.etp, 2 if m.gated else 1
+    product = lambda name, inputs, outputs, times: x.product_of_experts(
+        f"mlp.experts.{name}", rows, each, inputs, outputs, times, again=(MLP,)
+    )
     return (
-        Product("experts", each, h, f, own * matrices, kept=rows * h * e, given=rows * h * e, again=(MLP,)),
+        *product("up", h, f, own * matrices),
         Kernel(
             "experts",
             kept=rows * activation.kept,
@@ -70,5 +72,5 @@ def _mlp_ops(x: Residual, activation: Kernel, rows: int, each: float) -> tuple[L
             workspace=rows * activation.workspace,
             again=(ACTIVATION, MLP),
         ),
-        Product("experts", each, f, h, own, kept=rows * f * e, given=rows * f * e, again=(MLP,)),
+        *product("down", f, h, own),
     )

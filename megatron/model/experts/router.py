@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router of a layer with experts: which experts each token goes to, with which weights, and the losses that balance
-them.
+them. A recipe may bring a subclass (`parts.ExpertParts`), which overrides `logits`, `choose` or both, and `weights` if it
+has others.
 
 Legend: s' tokens of this rank in each sequence (its part along cp and tp), b micro-batch, n = s' b, h hidden, E experts,
 k experts of a token.
@@ -14,20 +15,19 @@ import torch
 from torch import nn
 
 from megatron.model.experts import balancing
-from megatron.model.experts.capacity import capacity
 from megatron.model.experts.dispatch import Counts
+from megatron.model.experts.parts import DROPPED, ENTROPY, ROUTER_Z_LOSS, capacity, ways_of
 from megatron.model.experts.routing import choice_of, choose, count_experts, normalized_scores, places_of, weights_of
-from megatron.model.experts.sums import BALANCING, DROPPED, ENTROPY, ROUTER_Z_LOSS
+from megatron.model.experts.weights import router
 from megatron.model.weights import Table
 from megatron.mpu import collectives, mappings
 from megatron.mpu.context_parallel import own_rows
 from megatron.mpu.layers import create_parameters, linear
-from megatron.mpu.mesh import Mesh
+from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.random import random_words, seed_of
 from megatron.settings.schema import Model
 
 DTYPES = dict(fp32=torch.float32, fp64=torch.float64)
-SINKHORN = "sinkhorn"
 
 
 @dataclass
@@ -62,22 +62,24 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """See `forward`.
 
-    weights: the table of `weight` [E, h], and of the buffers `load` [E], the tokens of each expert in this step, and if the
-             model has them `expert_bias` [E] and `scored_load` [E]
+    table:   of `weight` [E, h], and of the buffers `load` [E], the tokens of each expert in this step, and if the model has
+             them `expert_bias` [E] and those of its ways to balance
     replay:  a `replay.RoutingRecord`, which records the choices or replaces them; None in normal runs
     last_load: [E], the loads of the last step over all ranks
     """
 
     replay = last_load = None
 
-    def __init__(self, model: Model, layer: int, weights: Table, mesh: Mesh, *, seed: int, dtype, device):
+    weights = staticmethod(router)  # (settings) -> the table; needs no torch
+
+    def __init__(self, model: Model, layer: int, table: Table, mesh: Mesh, *, seed: int, dtype, device):
         super().__init__()
-        create_parameters(self, weights, None, dtype=dtype, device=device)
+        create_parameters(self, table, None, dtype=dtype, device=device)
         self.model, self.layer, self.seed, self.choice = model, layer, seed, choice_of(model)
         self.cp, self.tp = mesh.cp, mesh.tp
         self.dtype, self.layers = DTYPES[model.moe_router_dtype], len(model.expert_layers)
-        self.kinds = [kind for kind, _ in model.balancing]
-        self.stage = mesh.stage() if "scored_load" in weights else None
+        self.ways = ways_of(model)
+        self.stage = mesh.stage() if any(way.over_stage for way in self.ways.values()) else None
 
     def forward(
         self,
@@ -92,7 +94,7 @@ class Router(nn.Module):
         None: all count. samples: [b], as for `Dropout`. memo: of the first run, in recomputation
         """
         counted = None if mask is None else mask > 0
-        logits = self._logits(x, samples)  # [s', b, E]
+        logits = self.logits(x, samples)  # [s', b, E]
         scores = normalized_scores(logits, self.choice.score_function)
         if memo is None:
             memo = self._decide(logits, scores, counted, samples)
@@ -107,12 +109,13 @@ class Router(nn.Module):
         if "expert_bias" in self.placements:
             moved = balancing.moved_bias(self.expert_bias, self.load, self.model.moe_router_bias_update_rate)
             self.expert_bias.copy_(moved)
-        for name in {"load", "scored_load"}.intersection(self.placements):
-            getattr(self, name).zero_()
+        self.load.zero_()
+        for way in self.ways.values():
+            way.update(self)
 
     # ---- logits ------------------------------------------------------------------------------------------------------
 
-    def _logits(self, x: torch.Tensor, samples: Optional[torch.Tensor]) -> torch.Tensor:
+    def logits(self, x: torch.Tensor, samples: Optional[torch.Tensor]) -> torch.Tensor:
         """[s', b, E] in fp32 or fp64, whatever the format of the run."""
         x, eps = x.to(self.dtype), self.model.moe_input_jitter_eps
         if eps and self.training and not x.is_meta:
@@ -141,7 +144,7 @@ class Router(nn.Module):
     def _decide(self, logits, scores, counted: Optional[torch.Tensor], samples) -> Memo:
         """Choose experts, drop those above the capacity, and count loads."""
         flat, rows = logits.flatten(0, 1), None if counted is None else counted.flatten()
-        experts = self._chosen(flat, rows)
+        experts = self.choose(flat, rows)
         if self.replay:
             experts = self.replay.take(self, samples, experts)
         if self.training:
@@ -153,12 +156,16 @@ class Router(nn.Module):
         loads = self._loads(plain.view(*logits.shape[:2], -1), counted)
         return Memo(experts, self._kept(experts, flat, rows), loads)
 
-    def _chosen(self, flat: torch.Tensor, rows: Optional[torch.Tensor]) -> torch.Tensor:
-        """The experts [n, k] for logits [n, E]; rows: [n] bool, the tokens that count."""
-        if SINKHORN in self.kinds:
-            even = balancing.sinkhorn(flat, rows, self._total) if self.training else flat
-            return even.topk(self.choice.topk, -1).indices
-        return choose(flat, self.choice, self.expert_bias if "expert_bias" in self.placements else None)
+    def choose(self, logits: torch.Tensor, counted: Optional[torch.Tensor]) -> torch.Tensor:
+        """The experts [n, k] for logits [n, E]; counted: [n] bool, the tokens that count; None: all."""
+        for way in self.ways.values():
+            if way.chooses:
+                return way.choose(self, logits, counted)
+        return choose(logits, self.choice, self.expert_bias if "expert_bias" in self.placements else None)
+
+    def sinkhorn(self, logits: torch.Tensor, counted: Optional[torch.Tensor]) -> torch.Tensor:
+        """See `balancing.sinkhorn`."""
+        return balancing.sinkhorn(logits, counted, self.total)
 
     def _kept(self, experts: torch.Tensor, flat: torch.Tensor, rows: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
         """Which pairs fit into the capacity of their expert; None: all."""
@@ -171,30 +178,23 @@ class Router(nn.Module):
 
     def _loads(self, experts: torch.Tensor, counted: Optional[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The loads that each balancing loss counts, from experts [s', b, k]."""
+        ways = {kind: way for kind, way in self.ways.items() if way.label}
+        if not ways:
+            return {}
         by_sequence = None if counted is None else counted.t()
         own = count_experts(experts.transpose(0, 1), self.choice.num_experts, by_sequence)  # [b, E]
-        sequences = self._total(own.clone()) if {"aux_loss", "seq_aux_loss"}.intersection(self.kinds) else None
-        loads = {}
-        for kind in self.kinds:
-            if kind == "aux_loss":
-                loads[kind] = sequences.sum(0)
-            elif kind == "seq_aux_loss":
-                loads[kind] = sequences
-            elif kind == "global_aux_loss" and self.training:
-                self.scored_load += own.sum(0)  # of this rank in the step so far
-                loads[kind] = collectives.all_reduce(self.scored_load.clone(), self.stage)
-            elif kind == "global_aux_loss":
-                loads[kind] = self._total(own.sum(0))
-        return loads
+        return {kind: way.loads(self, own) for kind, way in ways.items()}
 
-    def _total(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks that have other rows of the same sequences, in place."""
+    def total(self, x: torch.Tensor, axis: Optional[Axis] = None) -> torch.Tensor:
+        """The sum over the ranks of `axis`, in place; default: over those that have other rows of the same sequences."""
+        if axis is not None:
+            return collectives.all_reduce(x, axis)
         return collectives.all_reduce(collectives.all_reduce(x, self.cp), self.tp)
 
     # ---- sums --------------------------------------------------------------------------------------------------------
 
     def _sums(self, logits, scores, mask: Optional[torch.Tensor], memo: Memo) -> dict[str, torch.Tensor]:
-        values = {BALANCING[kind]: balancing.balance_loss(scores, loads) for kind, loads in memo.loads.items()}
+        values = {self.ways[kind].label: self.ways[kind].loss(scores, loads) for kind, loads in memo.loads.items()}
         if self.model.moe_z_loss_coeff:
             values[ROUTER_Z_LOSS] = balancing.router_z_loss(logits)
         if memo.kept is not None:

@@ -21,6 +21,7 @@ from typing import Optional
 
 import torch
 
+from megatron.model.experts.parts import ways_of
 from megatron.settings.schema import Model
 
 TINY = 1e-20  # added to a sum of sigmoids, which may underflow
@@ -41,15 +42,15 @@ class ExpertChoice:
 
 def choice_of(model: Model) -> ExpertChoice:
     """How the tokens of a model choose experts."""
-    sinkhorn = "sinkhorn" in dict(model.balancing)
+    by_itself = any(way.chooses for way in ways_of(model).values())
     return ExpertChoice(
         model.num_experts,
         model.moe_router_topk,
-        ("sigmoid" if model.moe_router_topk == 1 else "softmax") if sinkhorn else model.moe_router_score_function,
-        model.moe_router_pre_softmax or sinkhorn,
+        ("sigmoid" if model.moe_router_topk == 1 else "softmax") if by_itself else model.moe_router_score_function,
+        model.moe_router_pre_softmax or by_itself,
         model.moe_router_num_groups,
         model.moe_router_group_topk,
-        None if sinkhorn else model.moe_router_topk_scaling_factor,
+        None if by_itself else model.moe_router_topk_scaling_factor,
     )
 
 

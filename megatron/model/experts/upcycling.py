@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from megatron.errors import SettingsError
+from megatron.model.experts.parts import ways_of
 from megatron.mpu.placement import Placement
 from megatron.mpu.random import init_parameter
-from megatron.settings.schema import EXPERT_SETTINGS, Model
+from megatron.settings.groups.model import EXPERT_SETTINGS, Model
 
 EXPERTS, ROUTER = ".mlp.experts.", ".mlp.router."
 
@@ -39,10 +40,10 @@ def granularity(model: Model) -> int:
 def refuse_unequal(model: Model) -> None:
     """Raise SettingsError if the mixture would compute something else than the dense model."""
     g, k, f = granularity(model), model.moe_router_topk, model.expert_ffn_size
-    kinds = [kind for kind, _ in model.balancing]
+    choosing = [kind for kind, way in ways_of(model).items() if way.chooses]
     reasons = {
         "--moe-router-pre-softmax: weights of the chosen experts do not add up to 1": model.moe_router_pre_softmax,
-        "--moe-router-load-balancing-type sinkhorn: weights do not add up to 1": "sinkhorn" in kinds,
+        f"--moe-router-load-balancing-type {' '.join(choosing)}: weights do not add up to 1": bool(choosing),
         "--moe-router-topk 1: the weight of one sigmoid is not 1": k == 1
         and model.moe_router_score_function == "sigmoid",
         "--moe-shared-expert-intermediate-size: the dense model has no shared expert": bool(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of a layer's router and experts (`model.weights`). Needs no torch."""
 
+from megatron.model.experts.parts import parts_of, ways_of
 from megatron.model.weights import add_prefix, column, mlp, output_std, row
 from megatron.mpu.placement import Buffer, Constant, Normal, Placement, Table
 from megatron.settings.schema import Model
@@ -14,7 +15,7 @@ def experts(model: Model, sequence_parallel: bool) -> Table:
     m, own = model, dict(bias=not model.disable_bias_linear, experts=model.num_experts)
     f, (rows, cut, parts) = m.expert_ffn_size, ((2,), 1, (0, (1, 1))) if m.gated else ((), 0, None)
     table = {
-        **add_prefix("router", router(model)),
+        **add_prefix("router", getattr(parts_of(m).router, "weights", router)(m)),
         **add_prefix(
             "experts.up", column(m.hidden_size, (*rows, f), m.init_method_std, cut=cut, matrices=parts, **own)
         ),
@@ -41,6 +42,6 @@ def router(model: Model) -> Table:
         table["bias"] = Placement(each, Constant(0.0), partial=("tp",), decay=False)
     if model.moe_router_enable_expert_bias:
         table["expert_bias"] = Placement(each, Constant(0), buffer=Buffer("same", "float32"))
-    if "global_aux_loss" in dict(model.balancing):
-        table["scored_load"] = table["load"]
+    for way in ways_of(model).values():
+        table |= way.buffers(table["load"])
     return table

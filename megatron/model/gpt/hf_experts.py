@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.errors import CheckpointError
+from megatron.model.experts.weights import router
 from megatron.model.gpt.hf_match import Match
 from megatron.model.gpt.hf_rope import refuse
 from megatron.settings.schema import Model
@@ -242,7 +243,7 @@ def expert_matches(kind: str, m: Model, ours: str, theirs: str) -> list[Match]:
 
 def _counts(m: Model, ours: str) -> list[Match]:
     """The loads of experts, which are counts of one step."""
-    names = ["load"] + ["scored_load"] * ("global_aux_loss" in dict(m.balancing))
+    names = [name for name, placed in router(m).items() if placed.buffer and placed.buffer.combine == "sum"]
     zeros = lambda t: torch.zeros(m.num_experts, dtype=torch.int64)
     return [Match(f"{ours}router.{name}", (), zeros, lambda x: []) for name in names]
 

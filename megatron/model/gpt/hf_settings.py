@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from megatron.errors import CheckpointError, SettingsError
 from megatron.model.gpt.hf_experts import DENSE, against_experts, effective_experts, our_experts, their_experts
 from megatron.model.gpt.hf_rope import our_rope, refuse, their_rope
-from megatron.settings.schema import QUICK, Model
+from megatron.settings.declare import dashed
+from megatron.settings.groups.model import QUICK, Model
 
 # The settings that change what a model computes -> their values in a Llama; other settings only change training.
 LLAMA: dict[str, Any] = dict(
@@ -249,7 +250,7 @@ def effective(m: Model) -> dict[str, Any]:
 
 
 def _flag(name: str, value: Any) -> str:
-    flag = f"--{name.replace('_', '-')}"
+    flag = dashed(name)
     if isinstance(value, bool) or value is None:
         return flag if value else f"no {flag}"
     return f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"

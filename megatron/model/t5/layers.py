@@ -123,7 +123,7 @@ class EncoderBlock(Block):
 class CrossAttention(nn.Module):
     """Cross-attention of [t, b, h] over the encoder's output [s, b, h]. weights: `t5.facts.cross_attention(...)`."""
 
-    causal = False
+    causal, case = False, Attention.case
 
     def __init__(self, facts: T5Facts, layer: int, tp: Axis, weights: Table, *, seed: int, kernels: Kernels, **common):
         super().__init__()

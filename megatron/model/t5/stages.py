@@ -17,6 +17,7 @@ from megatron.model.t5.settings import SHORT, T5Settings, own_settings
 from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import TRAINING
 from megatron.pipeline.stages import LAYERS_EACH, chunks_of
+from megatron.settings.declare import dashed
 from megatron.settings.schema import Config, Parallel
 
 SPLIT, OF_ENCODER = "--pipeline-model-parallel-split-rank", "--encoder-pipeline-model-parallel-size"
@@ -122,7 +123,7 @@ def _layer_flags(p: Parallel) -> list[str]:
     names = "pipeline_stage_layers decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
     names += "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
     names += "num_layers_per_virtual_pipeline_stage"
-    return [f"--{name.replace('_', '-')}" for name in names.split() if getattr(p, name)]
+    return [dashed(name) for name in names.split() if getattr(p, name)]
 
 
 def _by_work(config: Config) -> Optional[list[int]]:

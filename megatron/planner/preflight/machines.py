@@ -27,6 +27,7 @@ from megatron.mpu.initialize import RankContext
 from megatron.mpu.mesh import Axis
 from megatron.planner.preflight.verdict import Check
 from megatron.settings import schema
+from megatron.settings.declare import dashed
 from megatron.storage.urls import UrlPath, location
 from megatron.telemetry.run_record import library_versions
 
@@ -135,7 +136,7 @@ def code_hashes() -> dict[str, str]:
 def settings_of(config: schema.Config) -> dict[str, str]:
     """The settings that are not at their defaults."""
     return {
-        f"--{f.name.replace('_', '-')}": str(value)
+        dashed(f.name): str(value)
         for group in config.groups.values()
         for f in fields(group)
         if (value := getattr(group, f.name)) != f.default

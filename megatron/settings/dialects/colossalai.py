@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Colossal-AI's Python configs (ZeRO, pipeline and tensor parallelism of GPT-2), for `settings.translate`."""
+"""Colossal-AI's Python configs (ZeRO, pipeline and tensor parallelism of GPT-2), for `dialects.translate`."""
 
 from megatron.settings.dialects.table import Default, Dialect, NoEffect
 
@@ -124,5 +124,6 @@ COLOSSALAI = Dialect(
         "LinearWarmupLR(total_steps=NUM_EPOCHS, warmup_steps=5)": "its train_gpt.py warms up over 5 epochs, and the"
         " rate changes with each epoch; say it by --lr-warmup-iters or --lr-warmup-fraction, and --lr-step-unit epoch"
     },
+    configs=dict(config="python"),
     kept=("rank", "world_size", "local_rank", "host", "port"),
 )

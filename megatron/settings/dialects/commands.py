@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suites with command lines of Megatron-LM's flags, or close to them, for `settings.translate`.
+"""Suites with command lines of Megatron-LM's flags, or close to them, for `dialects.translate`.
 
 Other flags are read as `settings.parse` reads them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from megatron.settings.dialects.programs import INSTEAD, OURS
 from megatron.settings.dialects.table import VARIABLE, Computed, Default, Dialect, NoEffect, epochs_unless, sentence
@@ -194,13 +194,7 @@ def defaults_of_paddlenlp(words: list[tuple[str, list[str]]], is_said: Callable[
         return notes
     said = [*flags, *(f"{flag}={' '.join(values)}" for flag, values in words)]
     others = [one for one in PADDLENLP.defaults if not is_said(one.flag) and not any(map(one.is_said, said))]
-    return notes + [defaults_note(PADDLENLP, others)] * bool(others)
-
-
-def defaults_note(dialect: Dialect, defaults: Iterable[Default]) -> str:
-    """A note that lists another suite's defaults that differ."""
-    flags = ", ".join(dict.fromkeys(f"{one.flag} {one.word}" for one in defaults))
-    return f"{dialect.title}'s defaults, where this suite has others: {flags} (megatron.tools.translate writes them)"
+    return notes + [PADDLENLP.defaults_note(others)] * bool(others)
 
 
 LLMACC = Dialect(
@@ -215,6 +209,7 @@ LLMACC = Dialect(
     },
     lost={"the task is a GPT; pretrain_bert.py and pretrain_t5.py take --auto-parallel, too": "--task-type"},
     programs=("llmacc.pretrain",),
+    plans=("--world-size", "--world_size"),
     base=True,
     as_is=True,
 )
@@ -243,6 +238,7 @@ MEGATRON_DEEPSPEED = Dialect(
         "parameters stay on the device or on the host, not on disk": "--remote-device",
     },
     programs=("pretrain_gpt.py", "pretrain_llama.py"),
+    configs=dict(deepspeed_config="deepspeed"),
     base=True,
     as_is=True,
 )

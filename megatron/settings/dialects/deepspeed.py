@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's JSON (https://www.deepspeed.ai/docs/config-json/), for `settings.translate`."""
+"""DeepSpeed's JSON (https://www.deepspeed.ai/docs/config-json/), for `dialects.translate`."""
 
 from megatron.settings.dialects.table import Default, Dialect
 

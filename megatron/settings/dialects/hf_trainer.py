@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TrainingArguments of Hugging Face's Trainer, and the flags of its run_clm.py, for `settings.translate`."""
+"""TrainingArguments of Hugging Face's Trainer, and the flags of its run_clm.py, for `dialects.translate`."""
 
 import re
 
@@ -175,6 +175,7 @@ def overrides(words, given):
 
 
 PROGRAMS = ("run_clm.py", "train.py")
+CONFIGS = {"deepspeed": "deepspeed", "": "tree"}  # run_clm.py args.json
 COMPUTED = {
     "warmup_steps": warmup,
     "warmup_ratio": warmup_share,
@@ -203,5 +204,14 @@ DEFAULTS = (
     Default("--dataloader-type", "cyclic"),
 )
 HF_TRAINER = Dialect(
-    "hf-trainer", "Hugging Face Trainer", WORDS, CHANGED, IDLE, LOST, COMPUTED, DEFAULTS, programs=PROGRAMS
+    "hf-trainer",
+    "Hugging Face Trainer",
+    WORDS,
+    CHANGED,
+    IDLE,
+    LOST,
+    COMPUTED,
+    DEFAULTS,
+    programs=PROGRAMS,
+    configs=CONFIGS,
 )

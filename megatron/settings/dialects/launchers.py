@@ -8,6 +8,7 @@ of the environment.
 
 from collections.abc import Mapping
 
+from megatron.settings.declare import dashed
 from megatron.settings.dialects.table import VARIABLE, Dialect, FlagLine, NoEffect, unread
 
 MACHINES = (
@@ -139,7 +140,7 @@ def each_machine(words, given):
 def torchruns_words(words, given):
     """Translate `--extra_launch_args a=1,b=2` of colossalai run."""
     pairs = [pair.partition("=") for pair in ",".join(words).split(",")]
-    return [("--" + name.replace("_", "-"), [value] if value else []) for name, _, value in pairs]
+    return [(dashed(name), [value] if value else []) for name, _, value in pairs]
 
 
 COMPUTED = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nanoGPT's settings: Python configs, and commands with `--key=value`, for `settings.translate`.
+"""nanoGPT's settings: Python configs, and commands with `--key=value`, for `dialects.translate`.
 
 Its words are also recognised where a flag is unknown (MEANT).
 """
@@ -149,6 +149,8 @@ NANOGPT = Dialect(
         "wandb_project": tracked("--wandb-project"),
         "wandb_run_name": tracked("--wandb-exp-name"),
     },
+    configs={"": "python"},  # train.py config/train_gpt2.py
+    apart=True,
     defaults=(
         Default("--num-layers", "12"),
         Default("--hidden-size", "768"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo 1's YAML of a Megatron GPT (megatron_gpt_config.yaml), for `settings.translate`."""
+"""NeMo 1's YAML of a Megatron GPT (megatron_gpt_config.yaml), for `dialects.translate`."""
 
 from megatron.settings.dialects.table import Dialect
 
@@ -196,4 +196,4 @@ COMPUTED = {
     "model.optim.sched.constant_steps": constant,
     "model.nsys_profile.end_step": lambda words, given: [("--profile-step-end", [str(int(words[0]) + 1)])],
 }
-NEMO = Dialect("nemo", "NeMo", WORDS, CHANGED, IDLE, LOST, COMPUTED)
+NEMO = Dialect("nemo", "NeMo", WORDS, CHANGED, IDLE, LOST, COMPUTED, hydra=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `Dialect`: a table from another suite's settings to flags of this one, for `settings.translate`.
+"""The `Dialect`: a table from another suite's settings to flags of this one, for `dialects.translate`.
 
 A line of `words` is a key, or a key with one of its values (in lower case), and after two blanks its meaning here:
 
@@ -18,15 +18,29 @@ Keys of the other tables may be patterns (`zero_optimization.stage3_*`).
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from megatron.settings.declare import dashed
 from megatron.settings.spelling import NO, YES
-from megatron.settings.statements import Statement
+from megatron.settings.statements import SaidBy, Statement
 
 VARIABLE = re.compile(r"\$(\w|[@*(]|\{\w+[}:#%/?+=\[-])")  # of a shell: $X, ${X:-3}, $(nproc)
+
+
+class Word(NamedTuple):
+    """A flag with its words and its source: `--tp 8`, or `tp: 8` in run.yaml:3."""
+
+    flag: str
+    words: list[str]
+    source: SaidBy
+    where: str = ""
+
+    def __str__(self) -> str:
+        """The flag or key as the user wrote it."""
+        return f"{self.where}: {self.flag[2:].replace('-', '_')}" if self.where else self.flag
 
 
 class TheirSetting(NamedTuple):
@@ -122,6 +136,11 @@ class Dialect:
     kept:     keys that this suite's scripts take unchanged
     base:     whether other flags are Megatron-LM's
     as_is:    whether it takes Megatron-LM's flags under their own names
+    configs:  key of a flag (or "": a word) -> how the file that it names is read: python, tree, or another dialect's name
+    apart:    whether a file may follow the value of a flag: `--batch_size=8 config/small.py`
+    hydra:    whether config_path and config_name name a file
+    plans:    flags with which it only plans a run
+    own:      a module with `of_file` and `of_command`, if its files and commands are unlike those of the others
     """
 
     name: str
@@ -138,6 +157,11 @@ class Dialect:
     kept: tuple[str, ...] = ()
     base: bool = False
     as_is: bool = False
+    configs: Mapping[str, str] = field(default_factory=dict)
+    apart: bool = False
+    hydra: bool = False
+    plans: tuple[str, ...] = ()
+    own: Any = None
     table: dict[str, str] = field(init=False)
 
     def __post_init__(self):
@@ -179,6 +203,11 @@ class Dialect:
         spelled = (key, key.replace("_", "-"), "--" + key.removeprefix("--").replace("-", "_"))
         return next(filter(self.names, spelled), key)
 
+    def defaults_note(self, defaults: Iterable[Default]) -> str:
+        """A note that lists this suite's defaults that differ."""
+        flags = ", ".join(dict.fromkeys(f"{one.flag} {one.word}" for one in defaults))
+        return f"{self.title}'s defaults, where this suite has others: {flags} (megatron.tools.translate writes them)"
+
     def names(self, key: str) -> bool:
         """Whether any of the tables has a key."""
         return self.knows(key) or key in self.computed or bool(sentence(self.idle, key) or sentence(self.lost, key))
@@ -209,7 +238,7 @@ def _rows(key: str, meaning: str) -> list[tuple[str, str]]:
     [('--seed', '--seed'), ('--eval_iters', '--eval-iters')]
     """
     if key in "-=":
-        same = lambda one: "--" + one.lstrip("-").rpartition(".")[2].replace("_", "-")
+        same = lambda one: dashed(one.lstrip("-").rpartition(".")[2])
         return [row for one in meaning.split() for row in _rows(one, "-" if key == "-" else same(one))]
     names, equals, values = key.partition("=")
     return [(f"{name}{equals}{value}", meaning.strip()) for name in names.split("|") for value in values.split("|")]
@@ -248,3 +277,57 @@ def sentence(table: Mapping[str, str], key: str) -> str | None:
         if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
             return text
     return None
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A model that a file expects to be quantized or pruned. sizes: of the larger model, before it was pruned"""
+
+    what: str
+    where: str
+    switch: str  # the key that expects it
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+class Guest:
+    """What our commands read of another suite: its flags, its files, and what its programs do where nothing is said.
+
+    There is one for each command line. reader: the `reader.SettingsReader` that asks it. sections: those of its files
+    """
+
+    sections: tuple[str, ...] = ()
+
+    def __init__(self, reader):
+        self.reader = reader
+
+    def reads(self, word: Word) -> bool:
+        """Read a flag or key that is no setting here; False if it is not of this suite."""
+        return False
+
+    def knows(self, flag: str) -> bool:
+        """Whether it would read a flag."""
+        return False
+
+    def reads_file(self, path: str, root) -> bool:
+        """Read a file; False if it is not of this suite. root: its YAML as a node; None, before it is parsed."""
+        return False
+
+    def overrides(self, word: str, turn: int) -> bool:
+        """Read `-o word`; False if it is not of this suite's files."""
+        return False
+
+    def read_all(self, placed: dict[str, list[Word]]) -> None:
+        """Give the reader what all files and -o say together; words of -o are added to their place in `placed`."""
+
+    def fill(self) -> None:
+        """Say what programs of the suite have of their own, such as a vocabulary, where nothing else is given."""
+
+    def note_defaults(self) -> None:
+        """Note defaults of the suite that differ."""
+
+    def note_chosen(self, chosen: Mapping[str, Statement]) -> None:
+        """Note its flags that give way to others. chosen: setting -> the statement that counts"""
+
+    def why_missing(self, name: str) -> list[str]:
+        """Reasons why a required setting is not given."""
+        return []

@@ -5,34 +5,37 @@ runs = Runs(["runs", "s3://bucket/team/a"])
 while True:
     if runs.refresh():              # reads the new lines of the files
         runs.summaries(), runs.charts(runs.ids, View(axis="tokens")), runs.events(runs.ids)
+Runs.of({"a": whole_run(Path("runs/a"), Path("runs/a/metrics.jsonl"))}).kept()      # of a page without a server
 """
 
 import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
 from megatron.errors import DataError, Failure
 from megatron.storage.urls import UrlPath, location
-from megatron.telemetry import expert_map, heat_map
-from megatron.telemetry.dashboard.series import OWN_TIME, Curve, HeatTable, Series
-from megatron.telemetry.dashboard.tail import Tail
-from megatron.telemetry.events import events_path, parse_events
+from megatron.telemetry import heat_map
+from megatron.telemetry.curves import Curve
+from megatron.telemetry.events import count_restarts, parse_events, read_events
 from megatron.telemetry.figures import count
-from megatron.telemetry.run_folder import METRICS, find_metrics, found_below, numbers_by_size, unique_names
-from megatron.telemetry.run_record import LOSS, OF_EVERY_STEP, History, is_metrics, ranks_of
+from megatron.telemetry.history import AXES, OWN_TIME, HeatTable, History, read_history
+from megatron.telemetry.run_events import run_events
+from megatron.telemetry.run_folder import Place, events_path, runs_at, unique_names
+from megatron.telemetry.run_record import LOSS, OF_EVERY_STEP, ranks_of
+from megatron.telemetry.tail import Tail
 
-Place = Union[Path, UrlPath]
 LOOK, SEARCH, REMOTE = 5.0, 5.0, 10.0  # seconds between checks of a run's state, for new runs, of an object store
 MOST_EVENTS = 500  # maximal number of a run's events on the page
 PARTS = 200  # columns of a heat map
+# Of a page without a server: half of the points of a curve, columns of a heat map, steps of the running means.
+KEPT, KEPT_PARTS, WINDOWS = 1000, 64, (4, 16, 64, 256, 1024, 4096)
 
 
 class Chart(NamedTuple):
@@ -79,7 +82,7 @@ class WatchedRun:
     def __init__(self, place: Place, metrics: Place):
         self.place, self.metrics = place, metrics
         self.name, self.id = "", ""
-        self.series, self.tail = Series(), Tail(metrics)
+        self.history, self.tail = History(), Tail(metrics)
         self.events: list[dict] = []
         self._events_tail = Tail(events_path(metrics))
         self.state: dict[str, Any] = {}
@@ -126,8 +129,8 @@ class WatchedRun:
 
     def _take(self, news: "News") -> None:
         if news.again:
-            self.series = Series()
-        self.series.add(news.lines)
+            self.history = History()
+        self.history.add(news.lines)
         if news.events_again:
             self.events = []
         self.events.extend(parse_events(b"".join(news.events)))
@@ -135,7 +138,7 @@ class WatchedRun:
 
     def summary(self) -> dict[str, Any]:
         """The values for the list of runs."""
-        run, series = self.series.run, self.series
+        run, history = self.history.run, self.history
         model, mesh = (run.get("config") or {}).get("model") or {}, run.get("mesh") or {}
         words = []
         if run.get("parameters"):
@@ -145,10 +148,10 @@ class WatchedRun:
         if mesh:
             ranks = ranks_of(mesh)
             words.append(f"{ranks} rank{'s' * (ranks > 1)}")
-        last = series.last_step.get(series.loss)
+        last_step = history.steps[-1] if history.steps.rows else {}
         state = self.state.get("state")
         if state in (None, "unreadable"):  # its metrics may be readable
-            state = _state_of(series)
+            state = _state_of(history)
         return dict(
             id=self.id,
             name=self.name,
@@ -158,63 +161,48 @@ class WatchedRun:
             written=self.tail.written,
             error=self.error,
             version=self.version,
-            iteration=series.iteration,
-            loss=last if isinstance(last, (int, float)) else None,
-            restarts=self.state.get("restarts") or max(0, len(series.starts) - 1),
+            iteration=history.iteration,
+            loss=last_step.get(history.loss),
+            restarts=self.state.get("restarts") or max(0, len(history.starts) - 1),
             warnings=self.state.get("warnings") or 0,
             errors=self.state.get("errors") or 0,
-            damaged_lines=series.damaged_lines,
+            damaged_lines=history.damaged_lines,
             state=state,
             why=self.state.get("why") or "" if state else "",
             slow=list(self.state.get("slow") or ()),
             iterations=self.state.get("iterations"),
-            tokens_per_second=self.state.get("tokens_per_second") or series.last_step.get("tokens_per_second"),
+            tokens_per_second=self.state.get("tokens_per_second") or last_step.get("tokens_per_second"),
             seconds_left=self.state.get("seconds_left"),
             checkpoint_age=self.state.get("checkpoint_age"),
-            has_ranks=any(table.rows for table in series.ranks.values()),
-            has_experts=any(table.rows for table in series.experts.values()),
+            has_ranks=any(table.rows for table in history.ranks.values()),
+            has_experts=any(table.rows for table in history.experts.values()),
         )
 
     def all_events(self) -> list[dict]:
-        """The events of events.jsonl, or for runs without this file the events in their metrics."""
-        events = self.events or [event for record in self.series.events if (event := _as_event(record))]
-        return sorted(events, key=lambda event: event["time"])[-MOST_EVENTS:]
+        """The last events of the run."""
+        return run_events(self.history, self.events)[-MOST_EVENTS:]
 
 
-def _state_of(series: Series) -> str:
-    last = series.events[-1] if series.events else {}
+def whole_run(place: Path, metrics: Path) -> WatchedRun:
+    """A run whose files are read once."""
+    run = WatchedRun(place, metrics)
+    run.history, run.events = read_history(metrics), read_events(metrics)
+    run.state = dict(restarts=count_restarts(run.events)) if run.events else {}
+    return run
+
+
+def _state_of(history: History) -> str:
+    last = history.events[-1] if history.events else {}
     if last.get("kind") == "end":
         return "done" if last.get("code") == 0 else "failed"
     return ""
-
-
-def _as_event(record: dict) -> Optional[dict]:
-    """A record of metrics.jsonl in the form of an event."""
-    kind, at = record["kind"], record["iteration"]
-    level, message = "info", ""
-    if kind == "run":
-        kind, message = "start", f"training starts at iteration {at}"
-    elif kind == "save":
-        message = f"checkpoint of iteration {at} was written"
-    elif kind == "spike":
-        level, message = "warning", str(record.get("why") or "a spike")
-    elif kind == "rewind":
-        kind, level, message = "rollback", "warning", f"training went back to iteration {at}"
-    elif kind == "end":
-        level = "info" if record.get("code") in (0, 9) else "error"
-        message = f"ended after iteration {at} with exit code {record.get('code')}: {record.get('why') or 'done'}"
-    try:
-        when = datetime.fromisoformat(str(record.get("time"))).timestamp()
-    except ValueError:
-        return None
-    return dict(time=when, event=kind, level=level, iteration=at, rank=None, message=message)
 
 
 @dataclass
 class Runs:
     """The runs in some folders or at any depth below them. New runs are added while the dashboard is open.
 
-    look: folder -> state of its run, a dataclass (`tools.status.look_at`). pictures: (caption, data URL) of a run's
+    look: folder -> state of its run, a dataclass (`guard.run_state.look_at`). pictures: (caption, data URL) of a run's
           pipeline. lock: hold it while reading values if another thread calls `refresh`.
     """
 
@@ -240,6 +228,15 @@ class Runs:
                     "a run writes it next to its checkpoints (--save), or to --metrics-file",
                 )
         self._search()
+
+    @classmethod
+    def of(cls, runs: Mapping[str, WatchedRun], pictures=None) -> "Runs":
+        """Runs that were read, by name."""
+        found = cls([], pictures=pictures)
+        for number, (name, run) in enumerate(runs.items()):
+            run.name, run.id = name, str(number)
+            found.runs[run.id] = run
+        return found
 
     @property
     def ids(self) -> list[str]:
@@ -300,36 +297,69 @@ class Runs:
         events = []
         for run in self.chosen(ids):
             own = run.all_events()
-            at = run.series.place(np.array([_number(event.get("iteration")) for event in own]), axis)
+            at = run.history.place(np.array([_number(event.get("iteration")) for event in own]), axis)
             events += [event | dict(run=run.id, at=place) for event, place in zip(own, at.tolist(), strict=True)]
         return sorted(events, key=lambda event: -event["time"])
 
-    def ranks(self, id: str, what: str = "", axis: str = "iteration") -> dict[str, Any]:
+    def ranks(self, id: str, what: str = "", axis: str = "iteration", parts: int = PARTS) -> dict[str, Any]:
         """The time of each rank in a part of the steps, for a heat map: [ranks][parts of the axis].
 
         rows: the ranks, of many only those that differ most; values: seconds of a step; excess: time above that of the
               peers, as a share of the peers' time
         """
         [run] = self.chosen([id]) or [None]
-        stages = lambda number: heat_map.stages_of(run.series.run, number)
+        stages = lambda number: heat_map.stages_of(run.history.run, number)
         peers = lambda values: heat_map.against_peers(values, stages(len(values)))
-        tables = run.series.ranks if run else {}
-        return _heat(run, tables, what if what in tables else OWN_TIME, axis, peers, heat_map.shown_ranks)
+        tables = run.history.ranks if run else {}
+        return _heat(run, tables, what if what in tables else OWN_TIME, axis, parts, peers, heat_map.shown_ranks)
 
-    def experts(self, id: str, layer: str = "", axis: str = "iteration") -> dict[str, Any]:
+    def experts(self, id: str, layer: str = "", axis: str = "iteration", parts: int = PARTS) -> dict[str, Any]:
         """The tokens of each expert of a layer, as `ranks` has seconds; excess: above the mean over the experts."""
         [run] = self.chosen([id]) or [None]
-        tables = run.series.experts if run else {}
-        return _heat(run, tables, layer, axis, lambda values: expert_map.relative(values) - 1)
+        tables = run.history.experts if run else {}
+        return _heat(run, tables, layer, axis, parts, lambda values: heat_map.relative(values) - 1)
 
     def pictures_of(self, id: str) -> list[dict[str, str]]:
         """The pictures of a run's pipeline."""
         found = self.chosen([id])
-        if not (found and self.pictures and found[0].series.run):
+        if not (found and self.pictures and found[0].history.run):
             return []
         [run] = found
         local = run.place if isinstance(run.place, Path) else Path()
-        return [dict(caption=caption, url=url) for caption, url in self.pictures(run.series.history, local)]
+        return [dict(caption=caption, url=url) for caption, url in self.pictures(run.history, local)]
+
+    # -- a page without a server ---------------------------------------------------------------------------------------
+
+    def kept(self) -> dict[str, Any]:
+        """All values of the page across iterations; axes: the places of iterations on the other axes."""
+        charts = self.charts(self.ids, View(width=KEPT))
+        longest = max(run.history.steps.rows for run in self.runs.values())
+        for window in (window for window in WINDOWS if window <= longest):
+            for chart, other in zip(charts, self.charts(self.ids, View(width=KEPT, window=window))):
+                for curve, smooth in zip(chart["curves"], other["curves"]):
+                    if "smooth" in smooth:
+                        curve.setdefault("means", {})[str(window)] = _short(smooth["smooth"])
+        for curve in (curve for chart in charts for curve in chart["curves"]):
+            curve["y"] = _short(curve["y"])
+        return dict(
+            runs=self.summaries(),
+            charts=charts,
+            events=self.events(self.ids),
+            axes={id: _kept_axes(run.history) for id, run in self.runs.items()},
+            ranks={id: self._kept_heats(self.ranks, id, lambda names: names) for id in self.ids},
+            experts={id: self._kept_heats(self.experts, id, self._unequal(id)) for id in self.ids},
+            pictures={id: self.pictures_of(id) for id in self.ids},
+        )
+
+    def _unequal(self, id: str) -> Callable[[list[str]], list[str]]:
+        tables = self.runs[id].history.experts
+        return lambda names: heat_map.shown_layers({name: tables[name].values.T for name in names if tables[name].rows})
+
+    def _kept_heats(self, ask, id: str, chosen: Callable[[list[str]], list[str]]) -> list[dict[str, Any]]:
+        """The heat maps of the chosen tables of a run, first the one that is shown first."""
+        names = chosen(ask(id)["names"])
+        heats = [ask(id, name, parts=KEPT_PARTS) | dict(names=names) for name in names]
+        return [heat | {what: _short(heat[what]) for what in ("values", "excess")} for heat in heats]
 
 
 def _heat(
@@ -337,6 +367,7 @@ def _heat(
     tables: dict[str, HeatTable],
     name: str,
     axis: str,
+    parts: int,
     excess_of: Callable[[np.ndarray], np.ndarray],
     shown_of: Callable[[np.ndarray], list[int]] = lambda excess: list(range(len(excess))),
 ) -> dict[str, Any]:
@@ -344,9 +375,9 @@ def _heat(
     if not tables:
         return dict(names=[], name="", x=[], rows=[], all_rows=0, values=[], excess=[])
     name = name if name in tables else next(iter(tables))
-    x, table = run.series.place(tables[name].iterations, axis), tables[name].values
-    if len(x) > PARTS:
-        first = np.unique(np.linspace(0, len(x), PARTS, endpoint=False).astype(int))
+    x, table = run.history.place(tables[name].iterations, axis), tables[name].values
+    if len(x) > parts:
+        first = np.unique(np.linspace(0, len(x), parts, endpoint=False).astype(int))
         lengths = np.diff(np.append(first, len(x)))
         x, table = x[np.append(first[1:], len(x)) - 1], np.add.reduceat(table, first, axis=0) / lengths[:, None]
     values = table.T
@@ -365,14 +396,14 @@ def _heat(
 
 def _charts_of(runs: list[WatchedRun]) -> list[Chart]:
     """Losses and figures of evaluations first, then the charts of every run, then other sums that models log."""
-    losses = dict.fromkeys(run.series.loss for run in runs)
+    losses = dict.fromkeys(run.history.loss for run in runs)
     charts = [Chart("Loss" if name == LOSS else name, name, "nats a token" * (name == LOSS)) for name in losses]
     charts += CHARTS
     charts.append(Chart("Peak memory of rank 0", MEMORY, "bytes"))
-    figures = dict.fromkeys(name for run in runs for name in run.series.history.figures)
-    sums = dict.fromkeys(name for run in runs for name in run.series.steps.names if name not in OF_EVERY_STEP)
+    figures = dict.fromkeys(name for run in runs for name in run.history.figures)
+    sums = dict.fromkeys(name for run in runs for name in run.history.steps.names if name not in OF_EVERY_STEP)
     charts += [Chart(name, name) for name in {**figures, **sums} if name not in losses]
-    scales = [run.series.steps["loss_scale"] for run in runs if run.series.steps.has("loss_scale")]
+    scales = [run.history.steps["loss_scale"] for run in runs if run.history.steps.has("loss_scale")]
     moves = any(np.nanmin(scale) < np.nanmax(scale) for scale in scales)
     return charts + [Chart("Loss scale", "loss_scale", noisy=False)] * moves
 
@@ -381,15 +412,15 @@ MEMORY = "memory"
 
 
 def _curves(run: WatchedRun, chart: Chart, view: View) -> list[dict[str, Any]]:
-    series = run.series
+    history = run.history
     if chart.column == MEMORY:
-        return [_as_json(run.id, "steps", series.memory_curve(view.axis, view.between, view.width))]
+        return [_as_json(run.id, "steps", history.memory_curve(view.axis, view.between, view.width))]
     curves = []
-    if series.steps.has(chart.column):
+    if history.steps.has(chart.column):
         window = view.window if chart.noisy else 1
-        curve = series.curve(chart.column, view.axis, view.between, view.width, window)
+        curve = history.curve(chart.column, view.axis, view.between, view.width, window)
         curves.append(_as_json(run.id, "steps", curve))
-    points = series.evaluation(chart.column, view.axis, view.between)
+    points = history.evaluation(chart.column, view.axis, view.between)
     if len(points.x) and chart.column not in OF_EVERY_STEP:
         curves.append(_as_json(run.id, "validation", points))
     return curves
@@ -406,38 +437,19 @@ def _places(x: np.ndarray) -> np.ndarray:
     return x.astype(np.int64) if np.array_equal(x, np.rint(x)) else np.round(x, 3)
 
 
+def _short(values: np.ndarray) -> np.ndarray:
+    """Numbers with five digits, which are short as JSON."""
+    values = np.asarray(values, dtype=float)
+    digits = 4 - np.floor(np.log10(np.where(values == 0, 1.0, np.abs(values))))
+    scale, step = 10.0 ** np.maximum(digits, 0), 10.0 ** np.maximum(-digits, 0)
+    return np.ascontiguousarray(np.round(values * scale / step) / scale * step)
+
+
+def _kept_axes(history: History) -> dict[str, np.ndarray]:
+    """The places of up to 2 x KEPT steps on each axis."""
+    steps = np.unique(np.linspace(0, history.steps.rows - 1, 2 * KEPT).astype(int))
+    return {axis: _places(history.axis(axis)[steps]) for axis in AXES}
+
+
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan
-
-
-# -- finding runs --------------------------------------------------------------------------------------------------------
-
-
-def runs_at(place: Place) -> list[tuple[Place, Place]]:
-    """Find (folder, metrics file) of the run of a folder, or of the runs at any depth below it (in a store: directly).
-
-    If `place` is a metrics file, it also stands for the folder: files of other runs may be next to it (--metrics-file).
-    """
-    if metrics := metrics_at(place):
-        return [(metrics.parent if metrics == place and metrics.name == METRICS else place, metrics)]
-    if isinstance(place, Path):
-        return [*found_below(place, _run_at)] if place.is_dir() else []
-    inside = sorted(place.iterdir(), key=numbers_by_size) if place.is_dir() else []
-    return [(folder, metrics) for folder in inside if (metrics := metrics_at(folder))]
-
-
-def _run_at(place: Path) -> Optional[tuple[Place, Place]]:
-    """The run of a folder or of a file inside a folder that was named; other files of JSON lines hold texts or samples."""
-    metrics = metrics_at(place)
-    if metrics is None or metrics == place and not is_metrics(place):
-        return None
-    return place, metrics
-
-
-def metrics_at(place: Place) -> Optional[Place]:
-    """The metrics file of a run's folder, or the file itself."""
-    if place.name.endswith(".jsonl"):
-        return place if place.is_file() else None
-    if isinstance(place, UrlPath):
-        return place / METRICS if (place / METRICS).is_file() else None
-    return find_metrics(place) if place.is_dir() else None

@@ -10,18 +10,16 @@ import ipaddress
 import math
 import socket
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any, Optional
 
 import orjson
 
+from megatron.telemetry.dashboard.page_files import PAGE, body, page_head
 from megatron.telemetry.dashboard.runs import Runs, View
-from megatron.telemetry.dashboard.series import AXES
-from megatron.telemetry.web import COMMON, Headers, PageHead, local_names
+from megatron.telemetry.history import AXES
+from megatron.telemetry.web import COMMON, Headers, local_names
 
-PAGE = Path(__file__).parent / "page"
-FILES = ("uPlot.min.css", "dashboard.css", "uPlot.iife.min.js", "dashboard.js")
-HEAD = PageHead("Runs", "Training runs", FILES, theme_key="d", help_key="?")
+HEAD = page_head("Runs", "Training runs")
 EVERY = 1.0  # seconds between checks of the files
 LOOK = 0.25  # seconds between checks of an open stream for changes
 PING = 15.0  # seconds after which a stream without changes sends a comment: proxies close silent streams
@@ -63,7 +61,7 @@ def app(board: "Board", local: bool = True):
         pictures=board.pictures,
     )
     routes = [Route(f"/api/{name}", board.answer(ask)) for name, ask in answers.items()]
-    page = HEAD.page(PAGE / "body.html")
+    page = HEAD.page(body())
 
     async def whole(request):
         return HTMLResponse(page)  # a new one each time: middleware changes its headers

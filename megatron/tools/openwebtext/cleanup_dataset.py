@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, run_main
+from megatron.settings.declare import dashed
 from megatron.settings.parse import parse
+from megatron.settings.positional import refuse_below
 from megatron.settings.schema import TokenizerSettings, setting
 
 PROG = "python -m megatron.tools.openwebtext.cleanup_dataset"
@@ -94,14 +96,10 @@ def main(argv: list[str]) -> None:
 
 def check(options: CleanupOptions) -> None:
     """Raise SettingsError for numbers out of range."""
-    for name in ("workers", "longest_line", "log_interval"):
-        if getattr(options, name) < 1:
-            raise SettingsError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 1 is needed")
+    refuse_below(options, dict(workers=1, longest_line=1, log_interval=1, min_tokens=0))
     for name in ("max_junk", "min_lang_score"):
         if not 0 <= getattr(options, name) <= 1:
-            raise SettingsError(f"--{name.replace('_', '-')} {getattr(options, name)} is not from 0 to 1")
-    if options.min_tokens < 0:
-        raise SettingsError(f"--min-tokens {options.min_tokens}: at least 0 is needed")
+            raise SettingsError(f"{dashed(name)} {getattr(options, name)} is not from 0 to 1")
     shard_of(options.shard)
 
 
@@ -121,7 +119,7 @@ def shard_of(text: Optional[str]) -> tuple[int, int]:
 
 def filters(options: CleanupOptions, vocabulary: TokenizerSettings) -> list:
     """Build the filters: [(name, filter)], in order."""
-    from megatron.corpus.filters import build_filter
+    from megatron.corpus.registry import build_filter
 
     chosen = []
     if options.max_junk < 1:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.errors import SettingsError, UsageError, run_main
-from megatron.settings.positional import parse_one
+from megatron.errors import UsageError, run_main
+from megatron.settings.positional import parse_one, refuse_below
 from megatron.settings.schema import setting
 
 PROG = "python -m megatron.tools.openwebtext.cleanup_fix_dataset"
@@ -51,9 +51,7 @@ class CleanupFixOptions:
 def main(argv: list[str]) -> None:
     print("parsing the arguments ...", flush=True)
     options = parse_one(argv, CleanupFixOptions, PROG, __doc__)
-    for name in ("workers", "longest_line", "log_interval"):
-        if getattr(options, name) < 1:
-            raise SettingsError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 1 is needed")
+    refuse_below(options, dict(workers=1, longest_line=1, log_interval=1))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
 
     from megatron.corpus.filters.tasks import CleaningTasks

@@ -15,9 +15,9 @@ As there, the questions are used. An index of megatron.tools.contamination works
 
 import json
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -27,7 +27,7 @@ from megatron.data.contamination import Hits, NgramIndex, cut
 from megatron.data.evaluation_sets import read_items
 from megatron.data.json_input import find_sources, read_blocks
 from megatron.errors import DataError, Failure, SettingsError, UsageError, run_main
-from megatron.settings.positional import parse_one
+from megatron.settings.positional import parse_one, refuse_below
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
 
@@ -65,7 +65,7 @@ class FilterOptions:
 
 
 class FilterWork(NamedTuple):
-    """The initial state of a worker process."""
+    """What all processes work with."""
 
     index: NgramIndex
     options: FilterOptions
@@ -98,10 +98,7 @@ def check(options: FilterOptions) -> list[tuple[str, str]]:
     if not 1 <= options.min_ngram_size <= options.max_ngram_size:
         raise SettingsError(f"--min-ngram-size {options.min_ngram_size} --max-ngram-size {options.max_ngram_size}")
     least = dict(num_threads=1, key_threshold=1, splits_count=0, filter_text_char_len=0, remove_char_each_side=0)
-    for name, low in least.items():
-        value = getattr(options, name)
-        if value is not None and value < low:
-            raise SettingsError(f"--{name.replace('_', '-')} {value}: at least {low} is needed")
+    refuse_below(options, least)
     pairs = list(zip(words[::2], words[1::2]))
     for path, _ in pairs:
         source = find_sources([path])[0]
@@ -224,46 +221,18 @@ def records_of(block: bytes, key: str) -> Iterator[Optional[dict[str, Any]]]:
 
 def over_blocks(task: Callable, pairs: list[tuple[str, str]], work: FilterWork) -> Iterator[Any]:
     """Run `task(work, block, key)` on each block of the data in several processes; yields results in order."""
-    from concurrent.futures import ProcessPoolExecutor
-    from concurrent.futures.process import BrokenProcessPool
-    from multiprocessing import get_context
-
+    from megatron.corpus.processes import in_order
     from megatron.data.preprocess import available_cores
 
-    def blocks():
-        for path, key in pairs:
-            for source in find_sources([path]):
-                for block, _ in read_blocks(source, BLOCK):
-                    yield block, key
-
-    count = work.options.num_threads or available_cores()
-    if count == 1:
-        yield from (task(work, block, key) for block, key in blocks())
-        return
-    pool = ProcessPoolExecutor(count, get_context("fork"), initializer=_begin, initargs=(work,))
-    with pool:
-        waiting: deque = deque()
-        try:
-            for block, key in blocks():
-                waiting.append(pool.submit(_in_process, task, block, key))
-                if len(waiting) > 2 * count:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        except BrokenProcessPool:
-            do = "if memory ran out, give fewer --num-threads"
-            raise Failure("a process was killed", "nothing was written", do) from None
-
-
-_work: list[FilterWork] = []  # state of a worker process
-
-
-def _begin(work: FilterWork) -> None:
-    _work[:] = [work]
-
-
-def _in_process(task: Callable, block: bytes, key: str):
-    return task(_work[0], block, key)
+    blocks = (
+        (block, key)
+        for path, key in pairs
+        for source in find_sources([path])
+        for block, _ in read_blocks(source, BLOCK)
+    )
+    do = "if memory ran out, give fewer --num-threads"
+    killed = Failure("a process was killed", "nothing was written", do)
+    return in_order(partial(task, work), blocks, work.options.num_threads or available_cores(), killed)
 
 
 if __name__ == "__main__":

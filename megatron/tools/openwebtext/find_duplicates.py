@@ -15,11 +15,11 @@ rounds. Unlike in Megatron-LM, each run gives the same output, each pair is in i
 import collections
 import io
 import json
-import multiprocessing
+import os
 import sys
 import time
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Optional
@@ -30,7 +30,8 @@ from megatron.corpus.duplicates.shards import encoded
 from megatron.corpus.duplicates.shingles import jaccard, shingle_set
 from megatron.corpus.duplicates.signatures import Signing, band_keys, sign_texts
 from megatron.corpus.openwebtext.duplicate_files import LeftOut, documents, json_line
-from megatron.errors import DataError, SettingsError, UsageError, no_such_file, run_main
+from megatron.corpus.processes import in_order
+from megatron.errors import DataError, Failure, SettingsError, UsageError, no_such_file, run_main
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
@@ -174,37 +175,14 @@ def similar_pairs(collection: Collection, options: FindOptions) -> Iterator[tupl
     """Yield (a line of output or {}, pairs compared for it), band by band; each pair is in one line at most."""
     work = _Work(collection.texts, collection.all_signatures(), collection.how, options)
     written: set[tuple[int, int]] = set()
-    for groups in _all_bands(work, options):
+    processes = min(options.workers or os.cpu_count() or 1, work.how.bands) if options.jaccard_parallel else 1
+    killed = Failure("a process was killed", "nothing was written", "if memory ran out, give fewer --workers")
+    for groups in in_order(work.band, ((band,) for band in range(work.how.bands)), processes, killed):
         for first, others, compared in groups:
             new = [(other, similarity) for other, similarity in others if (first, other) not in written]
             written.update((first, other) for other, _ in new)
             line = [{collection.names[other]: similarity} for other, similarity in new]
             yield ({collection.names[first]: line} if line else {}), compared
-
-
-def _all_bands(work: "_Work", options: FindOptions) -> Iterable[list]:
-    bands = range(work.how.bands)
-    if not options.jaccard_parallel:
-        return map(work.band, bands)
-    return _in_processes(work, bands, options.workers)
-
-
-def _in_processes(work: "_Work", bands: range, workers: Optional[int]) -> Iterator[list]:
-    fork = multiprocessing.get_context("fork")  # texts are shared, not copied
-    workers = min(workers or multiprocessing.cpu_count(), len(bands))
-    with fork.Pool(workers, initializer=_take_work, initargs=(work,)) as pool:
-        yield from pool.imap(_band, bands)
-
-
-_TAKEN: dict[str, "_Work"] = {}  # state of a worker process
-
-
-def _take_work(work: "_Work") -> None:
-    _TAKEN["work"] = work
-
-
-def _band(band: int) -> list:
-    return _TAKEN["work"].band(band)
 
 
 class _Work:

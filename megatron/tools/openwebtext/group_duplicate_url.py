@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from megatron.corpus.duplicates.pairs import DocumentGroups
 from megatron.corpus.openwebtext.duplicate_files import LeftOut, documents, json_line
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.settings.positional import divide, expect, parse_one
@@ -52,30 +55,25 @@ def main(argv: list[str]) -> None:
 
 def groups_of(path: str, threshold: float) -> list[list[str]]:
     """The groups of more than one document. Raises DataError if the file has lines but no pairs."""
-    parent: dict[str, str] = {}
-
-    def root(name: str) -> str:
-        while parent.setdefault(name, name) != name:
-            parent[name] = parent[parent[name]]
-            name = parent[name]
-        return name
-
+    numbers: dict[str, int] = {}  # of documents, in the order of the file
+    near: list[tuple[int, int]] = []
     left_out, understood = LeftOut(path), 0
     for number, _, line in documents(path, left_out):
         pairs = list(pairs_of(line))
         understood += bool(pairs)
         if not pairs:
             left_out.add(number, "no pairs with a similarity")
-        for main_name, other, similarity in pairs:
-            first, second = root(main_name), root(other)
-            if similarity >= threshold:
-                parent[second] = first
+        for *both, similarity in pairs:
+            pair = tuple(numbers.setdefault(name, len(numbers)) for name in both)
+            near += [pair] * (similarity >= threshold)
     left_out.tell()
     if left_out.counts and not understood:
         raise DataError(f"{path}: holds no pairs", do="give the --output of find_duplicates")
-    groups: dict[str, list[str]] = {}
-    for name in parent:  # in the order of the file
-        groups.setdefault(root(name), []).append(name)
+    joined = DocumentGroups(len(numbers))
+    joined.join(np.array(near, np.int64).reshape(-1, 2))
+    groups: dict[int, list[str]] = {}
+    for name, first in zip(numbers, joined.smallest(0, len(numbers)).tolist()):
+        groups.setdefault(first, []).append(name)
     return [names for names in groups.values() if len(names) > 1]
 
 

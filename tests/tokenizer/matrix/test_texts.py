@@ -12,9 +12,9 @@ import pytest
 
 from megatron.data.requests import encode_pair
 from megatron.inference.requests import TokenScore
+from megatron.inference.text_stream import TextPart
 from megatron.serving.openai_api import Completions
 from megatron.serving.served_model import ServedModel
-from megatron.serving.texts import TextPart
 from megatron.tasks.lambada import read_examples
 from tests.tokenizer.matrix.differences import assert_equal
 from tests.tokenizer.matrix.layouts import VARIANTS

@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 
-from megatron.corpus.filters import build_filter
+from megatron.corpus.registry import build_filter
 from megatron.errors import DataError
 from megatron.tools.openwebtext import blacklist_urls
 from megatron.tools.openwebtext.blacklist_urls import Sift

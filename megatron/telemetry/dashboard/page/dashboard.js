@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The page of the dashboard. The server sends the state of the runs when one changes (api/live); the page then asks for the
-// curves that it shows (api/charts), which the server has thinned to its pixels. uPlot draws them.
+// curves that it shows (api/charts), which the server has thinned to its pixels. uPlot draws them. A report is this page
+// with its data inside, which then answers instead of the server.
 "use strict";
 
 const COLOURS = [["#2563eb", "#60a5fa"], ["#ea580c", "#fb923c"], ["#059669", "#34d399"], ["#7c3aed", "#a78bfa"],
@@ -71,9 +72,39 @@ const onAxis = (value) => (view.axis === "time" ? duration(value)
   : view.axis === "iteration" ? Math.round(value).toLocaleString("en") : count(value));
 
 async function ask(path, parameters) {
+  if (kept) return keptAnswer(path, new URLSearchParams(parameters));
   const answer = await fetch(`api/${path}?${new URLSearchParams(parameters)}`);
   if (!answer.ok) throw new Error(`${path}: ${answer.status}`);
   return answer.json();
+}
+
+// -- the data inside a report --------------------------------------------------------------------------------------------
+
+const kept = $("kept") && JSON.parse($("kept").textContent);
+
+function keptPlace(run, iteration, axis) {
+  // The place of an iteration on an axis, on the straight line between the steps that were kept.
+  const at = kept.axes[run].iteration, to = kept.axes[run][axis];
+  if (iteration == null || axis === "iteration" || !at.length) return iteration;
+  const found = at.findIndex((value) => value >= iteration), next = found < 0 ? at.length - 1 : found, before = Math.max(0, next - 1);
+  const share = at[next] === at[before] ? 1 : (iteration - at[before]) / (at[next] - at[before]);
+  return to[before] + Math.min(1, Math.max(0, share)) * (to[next] - to[before]);
+}
+
+function keptCurve(curve, axis, steps) {
+  const window = Object.keys(curve.means ?? {}).map(Number).filter((own) => own <= steps).at(-1);
+  return { ...curve, x: curve.x.map((x) => keptPlace(curve.run, x, axis)), smooth: curve.means?.[window] };
+}
+
+function keptAnswer(path, query) {
+  const ids = query.getAll("run"), axis = query.get("axis"), steps = Number(query.get("window"));
+  const chosen = (list) => list.filter(({ run }) => ids.includes(run));
+  if (path === "charts") return { charts: kept.charts.map((chart) => ({ ...chart, curves: chosen(chart.curves).map((curve) => keptCurve(curve, axis, steps)) })) };
+  if (path === "events") return chosen(kept.events).map((event) => ({ ...event, at: keptPlace(event.run, event.at, axis) }));
+  const found = kept[path][ids[0]];
+  if (path === "pictures") return found;
+  const heat = found.find(({ name }) => name === query.get("name")) ?? found[0];
+  return { ...heat, x: heat.x.map((x) => keptPlace(ids[0], x, axis)) };
 }
 
 // -- charts ------------------------------------------------------------------------------------------------------------
@@ -678,7 +709,7 @@ document.addEventListener("keydown", (event) => {
   if (number >= 1 && number <= 9) { if (runs[number - 1]) toggle(runs[number - 1].name); }
   else if (key === "a") chooseAll(view.hidden.size > 0);
   else if (key === "x") setAxis(AXES[(AXES.indexOf(view.axis) + 1) % AXES.length]);
-  else if (key === "[" || key === "]") set({ smoothing: limited(view.smoothing + (key === "]" ? 1 : -1)) });
+  else if (key === "[" || key === "]") set({ smoothing: limited(view.smoothing + (key === "]" ? 1 : -1) * Number($("smoothing").step)) });
   else if (key === "l") {
     const card = [...cards.values()].find((one) => one.card.contains(document.activeElement));
     card ? setLog(card.id, !isLog(card.chart)) : setAllLog(!$("log").checked);
@@ -692,25 +723,28 @@ document.addEventListener("keydown", (event) => {
 
 // -- live ------------------------------------------------------------------------------------------------------------------
 
+function showRuns(found) {
+  const first = !runs.length;
+  runs = found;
+  if (first && !kept && !location.hash.includes("hide=")) {
+    const newest = runs.toSorted((a, b) => b.written - a.written).slice(0, MOST);
+    view.hidden = new Set(runs.filter((run) => !newest.includes(run)).map((run) => run.name));
+  }
+  if (!kept) document.title = runs.length === 1 ? runs[0].name : `${runs.length} runs`;
+  listRuns();
+  refresh();
+}
+
 function live() {
   const source = new EventSource("api/live");
   const say = (state, text) => { $("live").className = `live ${state}`; $("live").textContent = text; };
   source.onopen = () => say("on", "live");
   source.onerror = () => say("off", "no connection, trying again");
-  source.onmessage = (message) => {
-    const first = !runs.length;
-    runs = JSON.parse(message.data).runs;
-    if (first && !location.hash.includes("hide=")) {
-      const newest = runs.toSorted((a, b) => b.written - a.written).slice(0, MOST);
-      view.hidden = new Set(runs.filter((run) => !newest.includes(run)).map((run) => run.name));
-    }
-    document.title = runs.length === 1 ? runs[0].name : `${runs.length} runs`;
-    listRuns();
-    refresh();
-  };
+  source.onmessage = (message) => showRuns(JSON.parse(message.data).runs);
 }
 
 try { const theme = localStorage.getItem("theme"); if (theme) document.documentElement.dataset.theme = theme; } catch { /* none was kept */ }
 if (matchMedia("(max-width: 860px)").matches) $("list").open = false;
+if (kept) { $("live").hidden = true; $("smoothing").step = 2; }
 restore();
-live();
+kept ? showRuns(kept.runs) : live();

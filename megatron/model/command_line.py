@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parse the command line of a training run of any model: find its recipe, then read the settings with it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Optional
+
+from megatron.model.lora import with_adapters
+from megatron.model.quantization import with_quantization
+from megatron.model.recipe import Recipe, named_recipe
+from megatron.model.sparsity import with_sparsity
+from megatron.settings.derivation import Derivation, derived
+from megatron.settings.parse import parse_pretrain, said
+from megatron.settings.schema import Config
+
+
+def parse_any(
+    argv: list[str],
+    groups: Mapping[str, type] = MappingProxyType({}),
+    description: str = "",
+    recipe: Optional[Recipe] = None,
+) -> Config:
+    """The settings of a training run. recipe: default: that of --model-type. groups: additional groups of settings, for
+    `Config.extra`.
+    """
+    if recipe is None:
+        statement = said(argv).get("model_type")
+        recipe = named_recipe("GPT" if statement is None else str(statement.value))
+    of_model = {"model_type": recipe.model_type}
+    own = recipe.defaults
+
+    def with_type(statements):
+        return of_model | dict(own(statements))
+
+    defaults = with_type if callable(own) else of_model | dict(own)
+    config = parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults, recipe.starts_from)
+    return derived(config, derivations(recipe))
+
+
+def derivations(recipe: Recipe) -> tuple[Derivation, ...]:
+    """The values that follow from a command line, in order."""
+    from megatron.model.frozen_settings import (
+        with_projections,  # it reads checkpoints, with a package that may be missing
+    )
+
+    return (
+        Derivation("sparsity sparsity_layers sparsity_skip quantization linear", "linear sparsity_skip", with_sparsity),
+        Derivation(
+            "quantization quantization_layers quantization_skip linear", "linear quantization_skip", with_quantization
+        ),
+        Derivation("lora_rank lora_target use_dora linear train_only", "linear train_only", with_adapters),
+        Derivation("*", "*", recipe.normalize_config),  # any settings, by the model
+        Derivation(
+            "teacher_load kd_hidden_layers kd_hidden_projections hidden_size num_layers train_only",
+            "kd_hidden_projections train_only",
+            with_projections,
+        ),
+    )
+
+
+def parse_with_options(argv: list[str], options: type, description: str) -> tuple[Config, Any]:
+    """(settings of a training run of the model in --model-type, a tool's own `options`)."""
+    config = parse_any(argv, {"options": options}, description)
+    own = {name: group for name, group in config.extra.items() if name != "options"}
+    return replace(config, extra=own), config.extra["options"]

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PaddleFleetX's files and overrides on a command line of ours."""
+
+from collections.abc import Iterable
+
+from megatron.settings.dialects.fleetx import DEFAULTS, TABLES
+from megatron.settings.dialects.fleetx_files import (
+    COMMAND,
+    SECTIONS,
+    Entries,
+    dropped,
+    in_words,
+    is_fleetx,
+    over,
+    override,
+    read,
+    replaced,
+)
+from megatron.settings.dialects.fleetx_joint import problem_text, translate_entries
+from megatron.settings.dialects.programs import PROMPT
+from megatron.settings.dialects.table import Guest, Word
+from megatron.settings.presets import VOCABULARY, cache_folder, cached
+from megatron.settings.statements import SaidBy, Statement
+
+
+class FleetX(Guest):
+    """PaddleFleetX's files and overrides on a command line of ours."""
+
+    sections = tuple(SECTIONS)
+
+    def __init__(self, reader):
+        super().__init__(reader)
+        self.entries: Entries = {}
+        self.turns: dict[str, int] = {}  # the key of a file -> its turn
+        self.said: dict[int, Entries] = {}  # turn -> the entries of its -o
+        self.given: Entries = {}  # what files and -o say in the end, if there is a file
+        self.emptied: list[str] = []  # sections that are left empty
+
+    def reads_file(self, path: str, root) -> bool:
+        if root is None or not is_fleetx(root):
+            return False
+        own = read(path)
+        self.turns |= dict.fromkeys(own, self.reader.turn)
+        self._put(own, self.entries)
+        return True
+
+    def overrides(self, word: str, turn: int) -> bool:
+        key, equals, value = word.partition("=")
+        if key.partition(".")[0] not in SECTIONS or not equals:
+            return False
+        if not value.strip():
+            self.reader.notes.append(f"-o {word} is empty: {key} is left out, as by {key}=null")
+        below, own = self.said.get(turn, {}), override({}, key, value)
+        self._put(own, below)
+        self.said[turn] = over(below, own)
+        return True
+
+    def _put(self, own: Entries, below: Entries) -> None:
+        """Put entries over the others. below: those of the same source, whose replaced values are noted"""
+        self.entries = over(self.entries, own)
+        self.reader.replaced += map(in_words, replaced(below, own))
+
+    def read_all(self, placed: dict[str, list[Word]]) -> None:
+        reader, entries = self.reader, self.entries
+        if not entries:
+            return
+        translated = translate_entries(entries, reader.purpose, bool(reader.shape))
+        self.emptied = [f"{one.where} {text}" for one, text in dropped(entries)]
+        reader.notes += self.emptied + translated.remarks
+        self.given = translated.given if reader.line.values("--config", "-c") else {}
+        reader.compressed += translated.compressed
+        for flag, words, one in translated.flags:
+            by = [word for word in placed if f"{one.key}.".startswith(word.partition("=")[0] + ".")]
+            on_command = one.where.startswith(COMMAND)
+            word = reader.of_key(flag[2:], words, SaidBy.COMMAND if on_command else SaidBy.FILE, one.where)
+            reader.turn = self.turns.get(one.key, 0)
+            placed[by[-1]].append(word) if on_command else reader.read(word)
+        for sentence, one in translated.notes:
+            reader.notices.setdefault(sentence, []).append(one.where)
+        reader.problems += [problem_text(one, why) for one, why in translated.problems]
+
+    def fill(self) -> None:
+        """GPT-2's vocabulary and a prompt, which its programs have."""
+        reader, said = self.reader, self.reader.given_names()
+        if not self.given:
+            return
+        if reader.purpose == "train" and not said & ({*VOCABULARY, "tokenizer_type"} - {"vocab_size"}):
+            if problem := chinese(self.given):
+                reader.problems.append(problem)
+            elif folder := cached("gpt2"):
+                reader.notes.append(f"the vocabulary is GPT-2's of {folder}, which PaddleFleetX trains with")
+                reader.say(dict(tokenizer_model="gpt2"), SaidBy.PRESET, "PaddleFleetX's vocabulary")
+        if reader.purpose == "generate" and not said & {"prompt", "prompt_file"}:
+            reader.notes.append(
+                f"the prompt is {PROMPT!r}, which PaddleFleetX has in its program: --prompt TEXT is another"
+            )
+            reader.say(dict(prompt=[PROMPT]), SaidBy.PRESET, "PaddleFleetX's prompt")
+
+    def note_defaults(self) -> None:
+        if self.reader.purpose == "train" and any(key.startswith("Engine.") for key in self.given):
+            unsaid = [one for one in DEFAULTS if one.applies(self.given) and not self.reader.is_said(one.flag)]
+            self.reader.notes += [TABLES["train"].defaults_note(unsaid)] * bool(unsaid)
+
+    def why_missing(self, name: str) -> list[str]:
+        for_training = name == "task" and self.given
+        return ["a file for pretraining: pretrain_gpt.py -c FILE"] * bool(for_training) + self.emptied
+
+
+def chinese(entries: Entries) -> str:
+    """The problem of a file for training with a Chinese vocabulary, where none is given; else ""."""
+    name = entries.get("Model.name")
+    if name is None or name.value.lower() != "gpt-cn":
+        return ""
+    return (
+        f"{name.where}: PaddleFleetX's GPT-cn has GPTChineseTokenizer, and no vocabulary is given: say --tokenizer-model "
+        "FILE (its sentencepiece.model) and --tokenizer-type GPTChineseTokenizer"
+    )
+
+
+def lacks_vocabulary(statements: Iterable[Statement]) -> str:
+    """What to do if a key of PaddleFleetX is among the statements, and GPT-2's vocabulary is not found; else ""."""
+    sections = [one.where.rpartition(" ")[2].partition(".") for one in statements]
+    return vocabulary() if any(dot and section in SECTIONS for section, dot, _ in sections) else ""
+
+
+def vocabulary() -> str:
+    """What to do where GPT-2's vocabulary, which PaddleFleetX trains with, is not found."""
+    cache = f"{cache_folder() / 'gpt2'} ($MEGATRON_CACHE/gpt2: vocab.json, merges.txt)"
+    return (
+        f"PaddleFleetX's GPT-2 vocabulary is neither in {cache} nor in ~/.cache/ppfleetx (gpt2-vocab.json, "
+        "gpt2-merges.txt); put it there, or --vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE"
+    )

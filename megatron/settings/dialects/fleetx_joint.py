@@ -1,0 +1,645 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Translate entries of PaddleFleetX's files to flags, for the command that reads them.
+
+    translate_entries(entries, "train") -> Translated(flags=[("--hidden-size", ["1024"], TheirSetting(...)), ...], ...)
+
+A key becomes one flag, or several keys become flags together, or it is noted or refused with its name and place. Any other
+key is unknown, and an error.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Optional
+
+from megatron.errors import did_you_mean
+from megatron.settings.dialects.fleetx import (
+    BELONGS,
+    COMPRESSION,
+    GLUE,
+    IDLE,
+    KNOWN,
+    MODULES,
+    NAME,
+    PARTS,
+    RECOMPUTED,
+    REFUSED,
+    SHAPE,
+    TABLES,
+    TEACHER,
+    TEST_FILES,
+    owners_of,
+)
+from megatron.settings.dialects.fleetx_files import COMMAND, Entries
+from megatron.settings.dialects.table import VARIABLE, Compressed, TheirSetting, sentence, unread
+from megatron.settings.spelling import NO, YES
+
+
+@dataclass
+class Translated:
+    """Entries translated for a command: flags; notes (sentence, entry) of no effect; problems (entry, sentence).
+
+    A function that handles an entry takes it. Entries that none takes are translated one by one, or unknown.
+    """
+
+    given: Entries
+    purpose: str
+    compared: bool = False
+    flags: list[tuple[str, list[str], TheirSetting]] = field(default_factory=list)
+    notes: list[tuple[str, TheirSetting]] = field(default_factory=list)
+    problems: list[tuple[TheirSetting, str]] = field(default_factory=list)
+    taken: set[str] = field(default_factory=set)
+    emptied: Entries = field(default_factory=dict)  # keys and sections that are null
+    remarks: list[str] = field(default_factory=list)  # on keys that have another meaning here
+    compressed: list[Compressed] = field(default_factory=list)  # what the checkpoint to load has to be
+
+    def word(self, key: str, default: str = "") -> str:
+        """The value in lower case."""
+        return self.given[key].value.lower() if key in self.given else default
+
+    def is_on(self, key: str) -> Optional[bool]:
+        """Whether a switch is on; None if it is not given, or has another value, which is refused."""
+        value = self.word(key)
+        if key in self.given and value not in YES + NO:
+            given = self.given[key].value
+            self.refuse(key, unread(given) if VARIABLE.search(given) else f"'{given}' is neither true nor false")
+        return value in YES if value in YES + NO else None
+
+    def left(self, pattern: str) -> list[str]:
+        """Known keys with this prefix that are not taken yet."""
+        return [key for key in self.given if key.startswith(pattern) and key not in self.taken and owners_of(key)]
+
+    def take(self, *keys: str) -> None:
+        self.taken.update(keys)
+
+    def say(self, flag: str, words: Optional[list[str]], *keys: str) -> None:
+        """Add a flag for the first key and take it; words None: its value. The other keys contribute to the value: the
+        flag's place is that of the last key given by -o, but of the first key where -o gives its value, or nothing.
+        """
+        said = [self.given[key] for key in keys if key in self.given]
+        overrides = [one for one in self.given.values() if one in said and one.where.startswith(COMMAND)]
+        own = words is None and said[0] in overrides or not overrides
+        self.flags.append((flag, said[0].words if words is None else words, said[0] if own else overrides[-1]))
+        self.take(keys[0])
+
+    def note(self, why: str, *keys: str) -> None:
+        self.notes += [(why, self.given[key]) for key in keys if key in self.given and key not in self.taken]
+        self.take(*keys)
+
+    def refuse(self, key: str, why: str) -> None:
+        self.problems.append((self.given[key], why))
+        self.take(key)
+
+
+def problem_text(one: TheirSetting, why: str) -> str:
+    return f"{one.where}{'' if why.startswith('is ') else ':'} {why}"
+
+
+def translate_entries(entries: Entries, purpose: str = "train", compared: bool = False) -> Translated:
+    """Translate entries for the command that reads them: train, task (fine-tuning), generate, evaluate, export, or another.
+
+    compared: the command compares SHAPE with a checkpoint
+    """
+    out = Translated({key: one for key, one in entries.items() if one.words is not None}, purpose, compared)
+    out.emptied = {key: one for key, one in entries.items() if one.words is None}
+    if purpose in TABLES:
+        _module(out)
+    another = out.problems[:] if purpose_of(entries) != purpose else None
+    for joint in (_compression, *JOINTS.get(purpose, ())):
+        joint(out)
+    for key in [key for key in out.given if key not in out.taken]:
+        _single(out, key)
+    for key, one in out.emptied.items():
+        if one.where and not owners_of(key) and re.sub(r"^Data\.(Eval|Test)\b", "Data.Train", key) not in PARTS:
+            out.problems.append((one, f"is no known key{did_you_mean(key, KNOWN, 0.8)}"))
+    if another:  # report nothing else about a file for another command
+        out.notes, out.problems = [], another
+    return out
+
+
+def purpose_of(entries: Entries) -> str:
+    """The command that a file is for, by its module or its data."""
+    module, name = (entries[key].text.lower() if key in entries else "" for key in ("Model.module", NAME))
+    return "task" if name in GLUE else next((of for begin, of in MODULES.items() if module.startswith(begin)), "train")
+
+
+def _single(out: Translated, key: str) -> None:
+    """Translate a key on its own, or note that this command does not use it."""
+    table, one, owners = TABLES.get(out.purpose), out.given[key], owners_of(key)
+    if not owners:
+        return out.refuse(key, f"is no known key{did_you_mean(key, KNOWN, 0.8)}")
+    if out.compared and key in SHAPE:
+        table = TABLES["train"]
+    elif table is None or out.purpose not in owners and not table.knows(key):
+        return out.note(BELONGS[owners[0]], key)
+    words, values = one.words, table.values(key)
+    if {"true", "false"} & set(values):
+        if (switch := out.is_on(key)) is None:
+            return
+        words = [str(switch).lower()]
+    flags = table.flags(one._replace(words=words), out.given)
+    if flags is not None:
+        for flag, said in flags:
+            out.say(flag, said, key)
+    elif idle := sentence(IDLE, key):
+        out.note(idle, key)
+    else:
+        refused = sentence(REFUSED, key) or f"there is: {', '.join(values)}"
+        out.refuse(key, f"'{one.value.lower()}' is not supported; {refused}")
+
+
+# Keys that are translated together ------------------------------------------------------------------------------------
+
+
+def _module(out: Translated) -> None:
+    """Check that the file is for this command."""
+    value, name = out.word("Model.module", "gptmodule"), out.word(NAME)
+    meant = next((of for begin, of in MODULES.items() if value.startswith(begin)), None)
+    if out.purpose == "train" and "task" in (meant, purpose_of(out.given)):
+        flags = {flag: " ".join(words) for flag, words, _ in translate_entries(out.given, "task").flags}
+        words = [f"{flag} {flags[flag]}" for flag in ("--data-path", "--pretrained-checkpoint") if flag in flags]
+        command = " ".join(["python finetune.py --task", flags.get("--task", "NAME"), *words])
+        out.refuse(NAME if name in GLUE else "Model.module", f"fine-tuning is {command}, with the same -c and -o")
+    elif out.purpose == "export" and meant in ("generate", "evaluate"):
+        out.say("--kind", ["generation" if meant == "generate" else "lm"], "Model.module")
+    elif meant not in (None, out.purpose):
+        out.refuse("Model.module", f"'{value}' is not supported; {BELONGS[meant]}")
+    elif meant is None and value not in ("gptmodule", "gptmoduleauto"):
+        out.refuse("Model.module", f"'{value}' is not supported; there is: gptmodule, gptmoduleauto")
+    if out.word("Model.name") == "gpt-cn":
+        out.note("a GPT is trained, with the vocabulary of --tokenizer-model", "Model.name")
+    out.take("Model.module")
+
+
+# Key of Quantization -> its flag and the values that are supported; None: any
+QUANTIZATION = dict(
+    weight_quantize_type=("--weight-quantize-type", ("abs_max", "channel_wise_abs_max")),
+    activation_quantize_type=("--activation-quantize-type", ("moving_average_abs_max",)),
+    activation_preprocess_type=("--activation-preprocess-type", ("pact",)),
+    weight_bits=("--weight-bits", None),
+    activation_bits=("--activation-bits", None),
+)
+COLUMN, ROW = "attention.qkv mlp.up".split(), "attention.output mlp.down".split()  # layers, in PaddleFleetX's classes
+LAYER_TYPES = dict(linear=[*COLUMN, *ROW], columnparallellinear=COLUMN, rowparallellinear=ROW)
+
+
+def _quantization(out: Translated) -> None:
+    """The section Quantization, in Compress or on its own, if its switch is on."""
+    sections = [section for section in ("Compress.Quantization", "Quantization") if out.is_on(f"{section}.enable")]
+    for section in sections:
+        if out.purpose != "train":
+            out.compressed.append(Compressed("quantized", out.given[f"{section}.enable"].where, f"{section}.enable"))
+            out.note("the checkpoint has the scales and bits of its training", *out.left(f"{section}."))
+            continue
+        out.say("--quantization", ["true"], f"{section}.enable")
+        for name, (flag, values) in QUANTIZATION.items():
+            if (key := f"{section}.{name}") in out.given:
+                if values is None or out.word(key) in values:
+                    out.say(flag, [out.given[key].value.upper()] if values == ("pact",) else None, key)
+                else:
+                    out.refuse(key, f"'{out.word(key)}' is not supported; there is: {', '.join(values)}")
+        if (key := f"{section}.weight_preprocess_type") in out.given:
+            out.refuse(key, "is not supported: weights are rounded as they are; leave it out")
+        _quantized_layers(out, section)
+        out.note("files have one format, with the scales of layers as tensors", f"{section}.onnx_format")
+        for key in (f"{section}.pretrained", "Compress.pretrained"):
+            if key in out.given and key not in out.taken:
+                out.say("--load", None, key)
+                out.say("--finetune", ["true"], key)
+
+
+def _quantized_layers(out: Translated, section: str) -> None:
+    """Which layers are quantized, and with which scales; whether the embedding is trained."""
+    if (key := f"{section}.quantizable_layer_type") in out.given:
+        _layer_types(out, key)
+    if (each := out.is_on(key := f"{section}.channel_wise_abs_max")) is not None:
+        if f"{section}.weight_quantize_type" in out.given:
+            out.note(f"{section}.weight_quantize_type says it", key)
+        else:
+            out.say("--weight-quantize-type", ["channel_wise_abs_max" if each else "abs_max"], key)
+    _skipped(out, f"{section}.skip_tensor_map.")
+    if out.is_on(key := f"{section}.freeze_embedding"):
+        out.say("--freeze", ["embedding.*"], key)
+    out.take(key)
+
+
+PRUNED_FIRST = (
+    "is a step before training: python -m megatron.tools.prune with this -c and --save DIR; then train with the flags "
+    "that it prints, and -o Compress.Prune.enable=False"
+)
+
+
+def _layer_types(out: Translated, key: str) -> None:
+    types = [word.lower() for word in out.given[key].words]
+    if unknown := [word for word in types if word not in LAYER_TYPES]:
+        return out.refuse(
+            key, f"'{unknown[0]}' is not supported; there is: Linear, ColumnParallelLinear, RowParallelLinear"
+        )
+    layers = dict.fromkeys(layer for word in types for layer in LAYER_TYPES[word])
+    out.say("--quantization-layers", [",".join(layers)], key)
+
+
+SKIPPED = dict(linear1="mlp.up", linear2="mlp.down")  # their names of layers that keep their format
+
+
+def _skipped(out: Translated, section: str) -> None:
+    """`skip_tensor_map: {block_3: ['linear2']}`: layers of single blocks, counted from 0, that are not quantized."""
+    layers, keys = [], []
+    for key in out.left(section):
+        block = re.fullmatch(r"block_(\d+)", key.removeprefix(section))
+        unknown = [word for word in out.given[key].words if word.lower() not in SKIPPED]
+        if not block or unknown:
+            what = f"'{unknown[0]}' is not supported; there is: {', '.join(SKIPPED)}" if block else "blocks are block_N"
+            out.refuse(key, what)
+        else:
+            layers += [f"blocks.{block[1]}.{SKIPPED[word.lower()]}" for word in out.given[key].words]
+            keys.append(key)
+    if layers:
+        out.say("--quantization-skip", [",".join(layers)], *keys)
+        out.take(*keys)
+
+
+# Key of Distillation -> its flag
+DISTILLATION = dict(distill_loss_ratio="--kd-alpha", T="--kd-temperature")
+
+
+def _distillation(out: Translated) -> None:
+    """The section Distillation, in Compress or on its own: its flags, if its switch is on."""
+    for section in ("Compress.Distillation", "Distillation"):
+        if out.purpose != "train" or not out.is_on(f"{section}.enable"):
+            continue
+        given = [(flag, f"{section}.{name}") for name, flag in DISTILLATION.items() if f"{section}.{name}" in out.given]
+        words = [f"{flag} {out.given[key].value}" for flag, key in given]
+        flags = " ".join(["--teacher-load DIR", *words])
+        out.refuse(f"{section}.enable", f"names no checkpoint of the teacher: leave the section out, and say {flags}")
+        out.take(*out.left(f"{section}."))
+
+
+def _prune(out: Translated) -> None:
+    """The section Prune, in Compress or on its own, if its switch is on: for the tool that prunes, before training."""
+    sections = [section for section in ("Compress.Prune", "Prune") if out.is_on(f"{section}.enable")]
+    for section in sections:
+        if out.purpose in ("train", "task"):
+            out.refuse(f"{section}.enable", PRUNED_FIRST)
+            out.take("Compress.pretrained")
+        elif out.purpose == "prune":
+            out.take(f"{section}.enable")
+            for name, flag in dict(criterion="--prune-criterion", ratio="--prune-ratio").items():
+                if (key := f"{section}.{name}") in out.given:
+                    out.say(flag, None, key)
+            out.note("tools.sensitivity measures it", f"{section}.cal_sens")
+            if (key := "Compress.pretrained") in out.given and key not in out.taken:
+                out.say("--load", None, key)
+        else:
+            switch = f"{section}.enable"
+            out.compressed.append(Compressed("pruned", out.given[switch].where, switch, _sizes(out)))
+            others = "Compress.pretrained", "Model.num_attention_heads", "Model.ffn_hidden_size"
+            out.note("the checkpoint has the sizes of the pruned model", *out.left(f"{section}."), *others)
+
+
+def _sizes(out: Translated) -> dict[str, int]:
+    """The sizes of the file's model that pruning changes."""
+    names = dict(num_attention_heads="num_attention_heads", ffn_size="ffn_hidden_size", hidden_size="hidden_size")
+    sizes = {name: int(word) for name, key in names.items() if (word := out.word(f"Model.{key}")).isdecimal()}
+    hidden = sizes.pop("hidden_size", None)
+    return (dict(ffn_size=4 * hidden) if hidden else {}) | sizes
+
+
+def _compression(out: Translated) -> None:
+    """Translate quantization, pruning and distillation, and refuse other keys of compression."""
+    _quantization(out)
+    _prune(out)
+    _distillation(out)
+    for key in [key for key in out.given if key not in out.taken and sentence({"-": COMPRESSION + TEACHER}, key)]:
+        if key == "Compress.pretrained":
+            out.refuse(
+                key, "is the model that is compressed, and no section of Compress is on; say --load DIR --finetune"
+            )
+        elif key.endswith(".enable"):
+            if out.is_on(key):
+                out.refuse(key, "is not supported here: see docs/compression.md and docs/distillation.md")
+            out.take(key)
+        else:
+            switch = ".".join(key.split(".")[: 2 if key.startswith("Compress.") else 1]) + ".enable"
+            out.note(f"{switch} {'is refused' if out.word(switch) in YES else 'is not true'}", key)
+
+
+def _lengths(out: Translated) -> None:
+    """Length of training in steps or epochs. GPTModuleAuto: an epoch has Engine.max_steps, eval_freq counts epochs."""
+    steps, epochs, often, batches = (
+        f"Engine.{name}" for name in "max_steps num_train_epochs eval_freq eval_iters".split()
+    )
+    save, save_epoch, mode = "Engine.save_load.save_steps", "Engine.save_load.save_epoch", "Engine.run_mode"
+    auto, by_epochs = out.word("Model.module").endswith("auto"), out.word(mode) == "epoch"
+    unlimited = [key for key in (save, save_epoch) if out.word(key, "-1").startswith("-")]
+    if out.word(steps, "-1") == "-1":
+        unlimited.append(steps)
+    elif out.word(steps).startswith("-") and not by_epochs:
+        out.refuse(steps, f"'{out.word(steps)}' is no number of steps; -1 stands for those of {epochs}")
+        auto = False
+    counted = by_epochs or steps in unlimited and epochs in out.given
+    if out.word(mode, "step") not in ("step", "epoch"):
+        out.refuse(mode, f"'{out.word(mode)}' is neither step nor epoch")
+    if often in out.given and (out.word(often) == "0" or out.word(often).startswith("-")):
+        out.say("--eval-iters", ["0"], often)
+        out.note(f"{often} asks for no validation", batches)
+    elif often in out.given and (by_epochs or auto and counted):
+        out.say("--eval-epoch", None, often, mode)
+        out.say("--eval-interval", ["1000000000"], often, mode)
+    elif often in out.given and auto:
+        out.say("--eval-interval", [_times(out.word(often), out.word(steps))], often, steps)
+    _tests(out, by_epochs)
+    if by_epochs:
+        out.say("--full-validation", ["true"], mode)
+        out.note("a validation goes over the whole set", batches)
+        out.note(f"training is counted in epochs ({mode})", *(key for key in (steps, save) if key not in unlimited))
+    if counted:
+        out.say("--train-epochs", None if epochs in out.given else ["1"], epochs, mode, steps)
+    elif auto and epochs in out.given:
+        out.say("--train-iters", [_times(out.word(epochs), out.word(steps))], steps, epochs)
+    elif out.word(epochs) != "1":
+        out.note(f"training is as long as {steps} says", epochs)
+    if not counted:
+        out.note("training is counted in steps, not in epochs", *[save_epoch] * (save_epoch not in unlimited))
+        out.note(f"{epochs} says how long training is, where it is given", *[steps] * (steps in unlimited))
+    out.take(mode, epochs, *unlimited)
+
+
+def _tests(out: Translated, by_epochs: bool) -> None:
+    """Batches of the test: a negative number of an epoch's is the whole set, and of steps none. Where nothing is said,
+    their engine takes ten times those of a validation.
+    """
+    validated, tests = "Engine.eval_iters", "Engine.test_iters"
+    if out.word(tests).startswith("-"):
+        if by_epochs:
+            return out.note("a test goes over the whole set", tests)
+        return out.say("--test-iters", ["0"], tests)
+    if tests in out.given or validated in out.taken or out.purpose != "train" or not out.word(validated).isdecimal():
+        return
+    emptied = out.emptied.get(tests)
+    if out.given[validated].where.startswith(COMMAND) or not (emptied and emptied.where):
+        emptied = out.given[validated]
+    out.flags.append(("--test-iters", [_times(out.word(validated), "10")], emptied))
+
+
+def _times(one: str, other: str) -> str:
+    """The product of two numbers as digits; the first word if one is no number, so that the flag refuses it."""
+    return str(int(one) * int(other)) if one.isdecimal() and other.isdecimal() else one
+
+
+def _precision(out: Translated) -> None:
+    """Mixed precision: on by `enable`, by the earlier `use_pure_fp16`, or by a level without either."""
+    at, formats = "Engine.mix_precision.", dict(float16="fp16", bfloat16="bf16")
+    names = "dtype level scale_loss custom_black_list custom_white_list"
+    half, level, scale, *lists = (at + name for name in names.split())
+    on, switches = _switch(out, at + "enable", at + "use_pure_fp16")
+    if not on and (switches or level not in out.given):
+        if switches:
+            out.say("--precision", ["fp32"], *switches)
+        off = (switches or [at + "enable"])[0]
+        return out.note(f"mixed precision is off: {off} is not true", half, level, scale, *lists)
+    known, word = out.word(half, "float16"), out.word(level, "o2")
+    if known not in formats:
+        out.take(level, scale, *lists)
+        return out.refuse(half, f"'{known}' is not supported; there is: float16, bfloat16")
+    out.say("--precision", [formats[known]], half, *(switches or [level]))
+    if word in ("o1", "o2"):
+        out.say("--amp-level", [word.upper()], level, *switches)
+    else:
+        why = "; at o3 the optimizer has weights and moments of fp16 alone, which loses small updates: say o2"
+        out.refuse(level, f"'{word}' is not supported; there is: o1, o2{why if word == 'o3' else ''}")
+    if scale in out.given and known == "float16":
+        out.say("--initial-loss-scale", None, scale, half, *switches)
+    out.note("bf16 needs no loss scale", scale)
+    if word != "o1":
+        out.note("at level O2 formats are not chosen op by op; the lists belong to O1", *lists)
+
+
+def _switch(out: Translated, *names: str) -> tuple[bool, list[str]]:
+    """Resolve a switch with several names: (whether it is on, the names that set it). Names that differ are noted.
+
+    -o overrides files; within one source, a name that is on wins.
+    """
+    states = {key: out.is_on(key) for key in names if key in out.given}
+    own = {key: on for key, on in states.items() if out.given[key].where.startswith(COMMAND)} or states
+    if set(own.values()) == {None}:  # refused
+        return False, []
+    switches = [key for key, on in own.items() if on] or list(own)
+    on = any(own.values())
+    out.note(
+        " and ".join(f"{key} is {str(on).lower()}" for key in switches), *(k for k in states if states[k] is (not on))
+    )
+    out.take(*states)
+    return on, switches
+
+
+def _recompute(out: Translated) -> None:
+    what, kept, *names = RECOMPUTED
+    on, switches = _switch(out, *names)
+    if on:
+        return out.say("--recompute-granularity", None if what in out.given else ["full"], what, *switches)
+    if switches:
+        out.say("--use-recompute", ["false"], *switches)
+    out.note("Model.use_recompute is not true", what, kept)
+
+
+def _sharding(out: Translated) -> None:
+    """Sharding. A degree of 1 shards nothing at any stage. Their dp_degree excludes sharding, except for GPTModuleAuto."""
+    at, dp = "Distributed.sharding.sharding_", "Distributed.dp_degree"
+    degree, stage = at + "degree", at + "stage"
+    if out.word(degree, "1") != "1":
+        out.say("--sharding-stage", None if stage in out.given else ["2"], stage, degree)
+    else:
+        if degree in out.given:
+            out.say("--sharding-stage", ["0"], degree)
+        out.note(f"a {degree} of 1 shards nothing", stage)
+    if dp in out.given and out.word("Model.module").endswith("auto"):
+        out.say("--data-parallel-size", None, dp)
+
+
+def _profiler(out: Translated) -> None:
+    steps = "Profiler.scheduler"
+    if not out.is_on("Profiler.enable"):
+        return out.note(
+            "Profiler.enable is not true", *(key for key in out.left("Profiler.") if key != "Profiler.enable")
+        )
+    numbers = out.word(steps).replace(",", " ").split()
+    if len(numbers) == 2:
+        out.say("--profile-step-start", numbers[:1], steps)
+        out.say("--profile-step-end", numbers[1:], steps)
+    elif numbers:
+        why = "it is the first step and the one to end before: [1, 5]"
+        out.refuse(steps, f"'{out.word(steps)}' is not supported; {why}")
+
+
+def _rates(out: Translated) -> None:
+    """Learning rate and warm-up have two names each; -o wins. A warm-up below 1 is a share of the decay, else steps."""
+    for names in (("max_lr", "learning_rate"), ("warmup_rate", "warmup")):
+        given = [key for name in names if (key := f"Optimizer.lr.{name}") in out.given]
+        own = [key for key in given if out.given[key].where.startswith(COMMAND)]
+        if own:
+            out.note(f"-o {own[-1]} says it", *(key for key in given if key not in own))
+    key = "Optimizer.lr.warmup"
+    if key in out.taken:
+        return
+    try:
+        if float(out.word(key, "0")) >= 1:
+            out.say("--lr-warmup-iters", None, key)
+    except ValueError:
+        pass  # the flag for a share reports it
+
+
+def _data(out: Translated) -> None:
+    """Data: validation takes its part of the training files, unless it has its own files."""
+    train, own, split = (
+        f"Data.{name}" for name in "Train.dataset.input_dir Eval.dataset.input_dir Train.dataset.split".split()
+    )
+    if _has_own_files(out) and out.purpose == "train":
+        out.say("--valid-data-path", None, own)
+        if train in out.given:
+            out.say("--train-data-path", None, train)
+        if _has_test_files(out):
+            out.say("--test-data-path", None, TEST_FILES)
+        out.note("training and validation have files of their own, and all of them", split, "Data.Eval.dataset.split")
+    if out.purpose == "task":
+        _same_task(out)
+        if out.word(NAME) == "gptdataset":
+            out.note("what is learned is --task", NAME)
+        elif NAME in out.given:
+            out.say("--task", None, NAME)
+        out.note("the folder of the task is Data.Train.dataset.root", train)
+        own_split = out.word("Data.Eval.dataset.split")
+        if own_split.startswith("dev_"):
+            out.say("--valid-data", [f"{own_split}.tsv"], "Data.Eval.dataset.split")
+        if out.word(split) == "train":
+            out.take(split)
+        out.note("the task says its files; --train-data names another one", split)
+    for key in ("Data.Train.loader.collate_fn", "Data.Train.collate_fn"):
+        if out.word(key) == "gpt_collate_fn":
+            out.take(key)
+        elif key in out.given and ":" not in out.word(key):
+            why = "say MODULE:FUNCTION for one of your own (docs/extending.md#a-collate-function)"
+            out.refuse(key, f"'{out.word(key)}' is not supported; {why}")
+    _validation(out)
+
+
+CLASSES = dict.fromkeys(GLUE, "2") | dict(mnli="3", stsb="1")
+
+
+def _same_task(out: Translated) -> None:
+    """Refuse another data set for validation than for training, and another number of classes than the task has."""
+    name, classes = out.word(NAME), "Model.num_classes"
+    for part in ("name", "root") if name in GLUE else ():
+        own, train = f"Data.Eval.dataset.{part}", f"Data.Train.dataset.{part}"
+        if own in out.given and out.word(own).rstrip("/") != out.word(train, out.word(own)).rstrip("/"):
+            other = f"'{out.given[own].value}' is not that of {train} ('{out.given[train].value}')"
+            out.refuse(own, f"{other}: a task is trained and validated on one data set; give both the same")
+    if name in GLUE and out.word(classes, CLASSES[name]) != CLASSES[name]:
+        kind = "it is a regression" if name == "stsb" else f"it has {CLASSES[name]} classes"
+        out.refuse(classes, f"'{out.word(classes)}' does not fit {out.given[NAME].value}: {kind}; say {CLASSES[name]}")
+
+
+def _has_own_files(out: Translated) -> bool:
+    """Whether validation has other files than training."""
+    own, train = (out.word(f"Data.{name}.dataset.input_dir") for name in ("Eval", "Train"))
+    return own not in ("", train)
+
+
+def _has_test_files(out: Translated) -> bool:
+    """Whether the test has other files than training, where validation has files of its own, too."""
+    return _has_own_files(out) and out.word(TEST_FILES) not in ("", out.word("Data.Train.dataset.input_dir"))
+
+
+def _validation(out: Translated) -> None:
+    """Note keys of Data.Eval and Data.Test that differ from Data.Train and from what validation and test do."""
+    task, own = out.purpose == "task", _has_own_files(out)
+    done = {"sampler.shuffle": NO, "sampler.drop_last": NO if task else YES}
+    done |= {"dataset.split": ("dev",)} if task else {}
+    for key in out.left("Data.Eval."):
+        name, same = key.removeprefix("Data.Eval."), out.word(key) == out.word(key.replace(".Eval.", ".Train."))
+        if out.word(key) in done[name] if name in done else same:
+            out.take(key)
+    files = "its own files, all of them" if own else "Data.Train's files by its split"
+    files = "the task's files, whole" if task else f"{files}, in order, in full batches"
+    out.note(f"validation is of {files}, of the same samples", *out.left("Data.Eval."))
+    part = "is of Data.Train's files by its split: files of its own need those of Data.Eval, too"
+    if own:
+        part = "is of its own files, all of them" if _has_test_files(out) else "needs Data.Test.dataset.input_dir"
+    out.note(f"a test {'is of the task' if task else part}, in full batches, in order", *out.left("Data.Test."))
+
+
+def _weights(out: Translated) -> None:
+    """The model for generation or evaluation, and its ranks."""
+    saved, exported = "Engine.save_load.ckpt_dir", "Inference.model_dir"
+    if {saved, exported} & set(out.given):
+        out.say("--load", None, *([exported] if exported in out.given else [saved]))
+    out.note(f"{exported} says what is loaded", saved)
+    if "Inference.mp_degree" in out.given:
+        out.say("--tensor-model-parallel-size", None, "Inference.mp_degree")
+        out.note("Inference.mp_degree says it", "Distributed.mp_degree")
+    each = "are commands of their own, each with a part of the texts"
+    for key in ("Inference.dp_degree", "Distributed.dp_degree"):
+        if out.word(key) != "1":
+            out.note(f"replicas {each if out.purpose == 'generate' else 'are the ranks that there are'}", key)
+        out.take(key)
+
+
+def _exported(out: Translated) -> None:
+    """What is exported: a program, as theirs is, for so many ranks."""
+    if "Model.module" in out.given:
+        out.say("--format", ["torch-export"], "Model.module")
+    if "Inference.mp_degree" in out.given:
+        out.say("--tensor-model-parallel-size", None, "Inference.mp_degree")
+        out.note("Inference.mp_degree says it", "Distributed.mp_degree")
+    out.note("the exported model is used from there: tools.generate -c FILE", "Inference.model_dir")
+    for key in ("Inference.dp_degree", "Distributed.dp_degree", "Distributed.pp_degree"):
+        if out.word(key) != "1":
+            out.note("a checkpoint of any layout is exported", key)
+        out.take(key)
+
+
+def _strategy(out: Translated) -> None:
+    """Sampling, greedy or beam search."""
+    at, strategy = "Generation.", "Generation.decode_strategy"
+    beams, penalty = at + "num_beams", at + "length_penalty"
+    groups = [at + "num_beam_groups", at + "diversity_rate"]
+    drawn, how = [at + name for name in ("top_k", "top_p", "temperature")], out.word(strategy, "sampling")
+    if how not in ("sampling", "greedy_search", "beam_search"):
+        return out.refuse(strategy, f"'{how}' is not supported; there is: sampling, greedy_search, beam_search")
+    out.take(strategy)
+    if how != "beam_search":
+        if how == "greedy_search":
+            out.say("--greedy", ["true"], strategy)
+        neutral = {beams: ("1",), groups[0]: ("1",), groups[1]: ("0", "0.0")}
+        out.take(*[key for key, words in neutral.items() if out.word(key) in words])
+        return out.note(f"{strategy} is {how}", beams, penalty, *groups)
+    if out.word(beams, "1") == "1":
+        out.say("--greedy", ["true"], beams, strategy)
+        out.note("one beam is greedy search", penalty, *groups)
+    else:
+        out.say("--num-beams", None, beams, strategy)
+        out.say("--length-penalty", None if penalty in out.given else ["0"], penalty, strategy)
+        if out.word(penalty, "0").strip("0.") and penalty in out.given:
+            why = "divides a text's score by its length n to this power; PaddleFleetX by (n + 5) / 6 to this power"
+            out.remarks.append(f"{out.given[penalty].where} {why}")
+    out.note("beam search draws nothing", *drawn)
+
+
+def _offline(out: Translated) -> None:
+    """Evaluation: perplexity of WikiText, or the last words of LAMBADA."""
+    cloze, path = "Offline_Eval.cloze_eval", "Offline_Eval.eval_path"
+    on = out.is_on(cloze)
+    if cloze in out.given and on is not None or path in out.given:
+        out.say("--task", ["LAMBADA" if on else "WIKITEXT103"], cloze, path)
+
+
+def _clipping(out: Translated) -> None:
+    """Clipping: their optimizers do not clip without `grad_clip`; --clip-grad does by default."""
+    if "Optimizer.name" in out.given and "Optimizer.grad_clip.clip_norm" not in out.given:
+        emptied = [one for key, one in out.emptied.items() if key.startswith("Optimizer.grad_clip") and one.where]
+        out.flags.append(("--clip-grad", ["0"], (emptied or [out.given["Optimizer.name"]])[-1]))
+
+
+TRAINED = (_clipping, _lengths, _precision, _recompute, _sharding, _profiler, _rates, _data)
+JOINTS = dict(
+    train=TRAINED, task=TRAINED, generate=(_weights, _strategy), evaluate=(_weights, _offline), export=(_exported,)
+)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of this machine: whether they live, when they began, and that they end with their parent. Needs no torch."""
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_DEATH_SIGNAL, _SUBREAPER = 1, 36  # prctl(PR_SET_PDEATHSIG, ...), prctl(PR_SET_CHILD_SUBREAPER, ...)
+
+
+def stat_of(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; empty if there is no such process, or no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def state(pid: int) -> str:
+    """State of a process: R running, S sleeping, D in the kernel, T stopped, Z zombie, "" gone."""
+    return next(iter(stat_of(pid)), "")
+
+
+def process_start_ticks(pid: int) -> int:
+    """Start of a process in ticks since boot, which tells it from a later one with the same pid; 0 if there is none."""
+    fields = stat_of(pid)
+    return int(fields[19]) if len(fields) > 19 else 0
+
+
+def exists(pid: int) -> bool:
+    """Whether a process of this number exists. True if the system does not say."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is another user's
+        pass
+    return True
+
+
+def adopt_orphans() -> bool:
+    """Make this process the parent of descendants whose own parent ends. False if the system cannot."""
+    return _prctl(_SUBREAPER, 1)
+
+
+def die_with_parent(number: int = signal.SIGTERM) -> bool:
+    """Let the kernel signal this process when its parent ends: no job outlives its launcher. False if the system cannot."""
+    return _prctl(_DEATH_SIGNAL, number)
+
+
+def _prctl(what: int, value: int) -> bool:
+    try:
+        return ctypes.CDLL(None, use_errno=True).prctl(what, value, 0, 0, 0) == 0
+    except (OSError, AttributeError):
+        return False
