@@ -12,13 +12,10 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Optional
+from typing import Any, Optional
 
 from megatron.errors import PeerLost, SettingsError
 from megatron.telemetry.figures import several
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 FIRST_NOTE, NOTES = 5.0, 30.0  # seconds until the first note on what is waited for, and between two
 NAME_PATIENCE = 60.0  # seconds for a name that is not known: clusters register the names of hosts late
@@ -45,8 +42,8 @@ class NodeRendezvous:
     def place(self) -> str:
         return f"{self.address}:{self.port}"
 
-    def join(self) -> "TCPStore":
-        """Wait for all nodes. Returns the store, which node 0 has to keep as long as the job runs.
+    def join(self) -> Any:
+        """Wait for all nodes. Returns the store (torch's TCPStore), which node 0 has to keep as long as the job runs.
 
         Raises PeerLost if not all have come, SettingsError if they disagree on how many there are.
         """
@@ -74,7 +71,7 @@ class NodeRendezvous:
                 do = "--master-addr: the name or address of node 0, as the other nodes reach it"
                 self._wait(why, f"--master-addr {why}", do, until)
 
-    def _store(self) -> "TCPStore":
+    def _store(self) -> Any:
         from torch.distributed import TCPStore
 
         while self.rank:
@@ -87,7 +84,7 @@ class NodeRendezvous:
                 self._wait(why, why, do)
         return TCPStore(self.address, self.port, None, not self.rank, timedelta(seconds=30), False, True)
 
-    def _register(self, store: "TCPStore") -> bool:
+    def _register(self, store) -> bool:
         """Whether this node has its number; False if another process has it for now. Raises SettingsError."""
         count = int(store.compare_set(f"{KEY}/count", "", str(self.count)))
         if count != self.count:
@@ -107,7 +104,7 @@ class NodeRendezvous:
         )
         return False
 
-    def _wait_for_all(self, store: "TCPStore") -> None:
+    def _wait_for_all(self, store) -> None:
         while missing := [n for n in range(self.count) if not store.check([f"{KEY}/{n}"])]:
             here = [n for n in range(self.count) if n not in missing]
             names = ", ".join(f"{n} ({_name(store.get(f'{KEY}/{n}').decode())})" for n in here[:4])

@@ -8,8 +8,9 @@
 
 Needs root, and `ip` and `tc` of Debian's iproute2; `lacking()` says what is missing. A process of a host sees its own
 interfaces only, reaches the others by address or by name (host0, host1, ...), and finds them in its own /etc/hosts. All
-hosts share the file system: `folder` is the shared one, `folder/hostN` the host's own. Clocks, memory, processes and
-devices are those of the machine, and nothing limits the speed of a link unless `link` does.
+hosts share the file system: `folder` is the shared one, `folder/hostN` the host's own. Each command has process numbers
+of its own, as in a container. Clocks, memory and devices are those of the machine, and nothing limits the speed of a link
+unless `link` does.
 """
 
 import contextlib
@@ -96,7 +97,19 @@ class Host:
 
     def start(self, command: Sequence[str], log: str = "log", **environment: str) -> subprocess.Popen:
         """Start a command on the host, in its folder; standard output and error go to a file there."""
-        inside = ["unshare", "--uts", "sh", "-c", f'hostname {self.name} && exec "$@"', "sh", *command]
+        inside = [
+            "unshare",
+            "--uts",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "sh",
+            "-c",
+            f'hostname {self.name} && exec "$@"',
+            "sh",
+            *command,
+        ]
         env = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()} | environment
         with open(self.folder / log, "ab") as output:
             process = subprocess.Popen(
