@@ -21,7 +21,7 @@ from megatron.mpu.random import Dropout
 from megatron.tasks.backbones import HEAD
 from megatron.tasks.cloze import CHOICES, GAP
 from megatron.tasks.samples import ABOVE, BELOW, OF_SAMPLES, OPTIONS, SHARES
-from megatron.tasks.span_samples import ENDS
+from megatron.tasks.spans import ENDS
 from megatron.tasks.texts import HIDDEN, LENGTHS
 
 LOSS, TOKENS = "loss", "tokens"  # names of the last stage's sums

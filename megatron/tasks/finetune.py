@@ -389,7 +389,7 @@ def build_datasets(config, tokenizer, vocab_size, sizes, log):
 
 def span_datasets(examples_by_split, tokenizer, reader, log):
     """(train, valid, test) samples of a task whose answers are pieces of a text."""
-    from megatron.tasks.span_samples import SpanSamples
+    from megatron.tasks.spans import SpanSamples
 
     made = [
         examples and SpanSamples(examples, tokenizer, reader, whole=split != "train")
@@ -424,7 +424,7 @@ def mock_datasets(config, tokenizer, vocab_size, sizes, log):
             MockPatterns(size, cloze, *common, split, **more) if size else None for split, size in enumerate(sizes)
         )
     from megatron.tasks.samples import MockTaskSamples
-    from megatron.tasks.span_samples import MockSpanSamples
+    from megatron.tasks.spans import MockSpanSamples
 
     reader = find_backbone(settings.backbone).reader_class().of(config, None, vocab_size)
     if task.spans:
@@ -452,7 +452,7 @@ def arrays(config, vocab_size):
 
     text = backbone.reader_class().arrays(config, vocab_size)
     if open_task(settings).task.spans:
-        from megatron.tasks.span_samples import span_arrays
+        from megatron.tasks.spans import span_arrays
 
         return span_arrays(text, config.model.seq_length)
     return sample_arrays(open_task(settings).task, text, settings.word_dropout > 0, soft)

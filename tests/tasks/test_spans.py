@@ -17,8 +17,17 @@ from megatron.errors import DataError, Failure
 from megatron.model.command_line import parse_any
 from megatron.tasks.finetune import recipe
 from megatron.tasks.settings import TaskSettings, examples_of
-from megatron.tasks.span_samples import SpanSamples, best_span
-from megatron.tasks.spans import LONGEST_ANSWER, exact, longest_common, overlap_f1, span_figures, units, windows
+from megatron.tasks.spans import (
+    LONGEST_ANSWER,
+    SpanSamples,
+    best_span,
+    exact,
+    longest_common,
+    overlap_f1,
+    span_figures,
+    units,
+    windows,
+)
 from megatron.tasks.texts import BertReader
 from megatron.training.rules import check
 from tests.tasks.test_backbones import CLS, LAYOUTS, SEP, WORDS, given, model_of, plain_loop  # noqa: F401
