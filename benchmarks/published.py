@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner's times against published runs of other suites, and the fit of its constants to a third of them.
 
-python benchmarks/published.py          # the tables of docs/planning.md#published-runs
-python benchmarks/published.py --write  # into the page
+python benchmarks/published.py          # all tables
+python benchmarks/published.py --write  # the first one into docs/proof/planner.md
 python benchmarks/published.py --fit    # the constants of megatron/planner/reached_speed.py; needs scipy
 """
 
@@ -18,11 +18,11 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.planner import reached_speed, speed  # noqa: E402
 from megatron.planner.device import Device  # noqa: E402
-from megatron.planner.published import PublishedRun, report, runs  # noqa: E402
+from megatron.planner.published import PublishedRun, report, runs, summary  # noqa: E402
 from megatron.telemetry.peak_flops import peak_flops  # noqa: E402
 
-PAGE = ROOT / "docs" / "planning.md"
-TABLES = re.compile(r"(<!-- published -->\n).*?(\n<!-- end -->)", re.S)
+PAGE = ROOT / "docs" / "proof" / "planner.md"
+TABLE = re.compile(r"(<!-- published -->\n).*?(\n<!-- end -->)", re.S)
 START = {  # of the fit
     "linear Ampere": 0.8,
     "linear Hopper": 0.7,
@@ -46,7 +46,7 @@ def main() -> None:
             print(f"{name:17} {value:.4g}")
     elif asked.write:
         text = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(TABLES.sub(lambda found: found[1] + report() + found[2], text), encoding="utf-8")
+        PAGE.write_text(TABLE.sub(lambda found: found[1] + summary(runs()) + found[2], text), encoding="utf-8")
     else:
         print(report())
 

@@ -169,7 +169,7 @@ ARITHMETIC = {
     "storage.processes:_SUBREAPER": 36,
     "optimizer.scratch:PAGE": 4096,
 }
-SIZES = {  # measured to be best: docs/benchmarks.md
+SIZES = {  # measured to be best: docs/proof/benchmarks.md
     "settings.kernel_sizes:CHUNK_BYTES": dict(cpu=4_194_304, cuda=838_860_800),
     "settings.kernel_sizes:BLOCK_BYTES": 134_217_728,
     "settings.kernel_sizes:JOINED": 256,
@@ -194,7 +194,7 @@ SIZES = {  # measured to be best: docs/benchmarks.md
     "planner.device:GIB": 1_073_741_824,
     "planner.memory:FRAGMENTATION": dict(cuda=0.05, cpu=0.0),
 }
-WAITS = {  # seconds, and numbers of tries, that docs/reliability.md and the design promise
+WAITS = {  # seconds, and numbers of tries, that docs/proof/reliability.md and the design promise
     "storage.lease:LASTS": 60.0,
     "storage.lease:RENEWED": 15.0,
     "corpus.commit:STALE": 86_400.0,
@@ -382,7 +382,7 @@ def test_defaults_of_other_suites_are_theirs(dialect):
 
 
 def test_exit_codes_are_those_of_the_documents():
-    """docs/reliability.md; and which of them a supervisor tries again."""
+    """docs/proof/reliability.md; and which of them a supervisor tries again."""
     actions = {code: action.value for code, (action, _) in value_of("guard.exits:MEANINGS").items()}
     stop = dict.fromkeys((2, 3, 4, 5, 8, 10), "stop")
     assert actions == {0: "done", 1: "retry", 6: "retry", 7: "retry", 9: "preempted", 130: "preempted"} | stop

@@ -15,7 +15,7 @@ from megatron.checkpoint.reshard import Rewritten, rewrite
 from megatron.convert.families import prompts_for
 from megatron.errors import CheckpointError, SettingsError, UsageError
 from megatron.inference.load import load_model, refuse_head
-from megatron.model.experts import rules, upcycling
+from megatron.model.experts import expert_rules, upcycling
 from megatron.model.recipe import config_of, facts_of, kind_of
 from megatron.settings.from_checkpoint import located
 from megatron.settings.rules import out_of_range, record
@@ -97,7 +97,7 @@ def upcycled(reader: Reader, config: Config, seed: int) -> Rewritten:
 def refuse_broken(config: Config) -> None:
     """Raise SettingsError if the settings of experts cannot work, as a training run does."""
     s = record(replace(config, parallel=Parallel()), 1)  # the layout of the dense run has no say
-    broken = out_of_range(config.model).values() or [rule.message(s) for rule in rules.RULES if rule.broken(s)]
+    broken = out_of_range(config.model).values() or [rule.message(s) for rule in expert_rules.RULES if rule.broken(s)]
     if broken:
         raise SettingsError("these settings cannot work", "\n  ".join(broken))
 

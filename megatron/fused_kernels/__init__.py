@@ -198,7 +198,7 @@ VARLEN, FLASH_VARLEN = "varlen (CUDA)", "flash-attn varlen"  # specialized for d
 
 
 def _in_triton(op: str, worth: str) -> Implementation:
-    """The row of a kernel in `gpu/`. `worth` counts passes over memory; docs/gpus.md has measured times."""
+    """The row of a kernel in `gpu/`. `worth` counts passes over memory; docs/proof/gpus.md has measured times."""
     lacking = _package("triton", NO_CUDA)
     suits = lambda case: _eager(case) and case.head_dim <= 256  # only of attention
     return Implementation(TRITON, kernel(op), worth, suits, lacking, covers=FUSED, probe=partial(probe, op))

@@ -5,7 +5,7 @@
 
 The count is the rank's share of the cores that its processes may use: those of the affinity mask, or of a container's
 quota. OMP_NUM_THREADS overrides it. The load of other programs does not change the count: rounding depends on it, and next
-to two busy processes two threads that sleep while they wait were faster than one (docs/benchmarks.md).
+to two busy processes two threads that sleep while they wait were faster than one (docs/proof/benchmarks.md).
 
 The load of other programs decides how threads wait for each other, hundreds of times a step, which does not change
 results. By default libgomp lets them spin for some milliseconds. That is faster by 2 % if each has its own core. Next to

@@ -44,7 +44,7 @@ def measure(log, ranks: int = 1) -> Device:
     if kind == "cuda":  # at the measured length; a backward pass has 2.5 times as many FLOPs
         figures |= dict(attention_tokens=0.0, attention_backward=2.5)
     figures |= dict(kind=kind, assumed=False, flops={}, attention={}, bandwidth=_bandwidth(kind))
-    if kind == "cuda":  # times of CPUs agree with runs without it (docs/benchmarks.md)
+    if kind == "cuda":  # times of CPUs agree with runs without it (docs/proof/planner.md)
         figures |= dict(update_bandwidth=_update_bandwidth(kind, 1 << 28))
     log(f"memory: {figures['bandwidth'] / 1e9:.1f} GB/s")
     for precision in ("fp32", "bf16"):

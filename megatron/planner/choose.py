@@ -65,7 +65,7 @@ def with_margin(config: schema.Config, cluster: Cluster) -> Cluster:
 def tolerance(cluster: Cluster) -> float:
     """The relative difference below which two times count as equal: the error of predictions in published runs."""
     if not cluster.device.assumed:
-        return 0.05  # of calibrated CPUs: docs/benchmarks.md#the-planner-against-measured-steps
+        return 0.05  # of calibrated CPUs: docs/proof/planner.md
     return max((one.median for one in cluster.device.accuracies.values() if one.runs >= FEW), default=0.1)
 
 

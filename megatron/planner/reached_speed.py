@@ -2,7 +2,7 @@
 """The share of a GPU's data sheet that training reaches: constants with their sources, and the errors of predictions.
 
 Times are predicted with the speeds of another kind of suite: FSDP with PyTorch's eager ops (`KIND`). Suites with fused
-kernels, such as this one on small models, are faster, as docs/planning.md#published-runs shows.
+kernels, such as this one on small models, are faster, as docs/proof/planner.md shows.
 
 The constants were fitted together to a third of llm-foundry's published runs, which a hash selects (`published.is_fitted`;
 `python benchmarks/published.py --fit` repeats it). All other published runs test them.

@@ -25,7 +25,7 @@ from megatron.planner.schedule_time import ShardingTimes, sharded_span, unequal_
 from megatron.planner.traffic import Transfer, once_a_step
 from megatron.settings.schema import Recompute
 
-# Constants, each with its source. Device speeds: `device.py`. Measured step times: docs/planning.md#how-far-to-trust-it.
+# Constants, each with its source. Device speeds: `device.py`. Measured step times: docs/proof/planner.md.
 DISK = 3e9  # bytes/s of a node's drive, reads and writes together: assumed
 HOST_MEMORY = 20e9  # bytes/s of the host's memory in an offloaded update: assumed
 CPU_BLOCKS = 1.2  # time of block-causal attention on a CPU, relative to half of the pairs at full speed: assumed

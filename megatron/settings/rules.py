@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for combinations of settings: tables that are checked in one pass, so all violations are reported together.
 
-This module has the rules that need no other package; `pipeline/rules.py`, `data/rules.py`, `optimizer/rules.py` and each
-recipe have their own, and `training/rules.py` checks all of them. Rules are pure; files are checked when they are opened.
+This module has the rules that need no other package; `data/data_rules.py`, `optimizer/optimizer_rules.py`,
+`pipeline/pipeline_rules.py` and each recipe have their own, and `training/rules.py` checks all of them. Rules are pure;
+files are checked when they are opened.
 A rule sees all settings under their own names in one record `s`, together with `s.world` (ranks), `s.dp` (data parallel
 ranks) and `s.head` (width of a head).
 """

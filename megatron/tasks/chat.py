@@ -17,7 +17,7 @@ from megatron.data.gpt_dataset import note_repeats
 from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.inference import generation_config
 from megatron.model.recipe import LM_LOSS, Recipe, named_recipe
-from megatron.model.t5.rules import refused
+from megatron.model.t5.t5_rules import refused
 from megatron.settings.declare import Needs, dashed
 from megatron.settings.from_checkpoint import saved_record, settings_of_shape, shape_of
 from megatron.settings.rules import NEVER, Rule

@@ -21,7 +21,7 @@ from megatron.mpu import collectives
 from megatron.telemetry import figures
 
 EAGER, COMPILING, PAIRS = 4, 2, 10  # steps of the three parts; a pair is two steps
-LARGEST_GAIN = 0.06  # share of a step that compiled layers save at most (docs/benchmarks.md, docs/gpus.md)
+LARGEST_GAIN = 0.06  # share of a step that compiled layers save at most (docs/proof)
 COMPILER = 60.0  # seconds that the compiler is assumed to take
 LEAST_GAIN = 0.01  # share of a step that has to be saved: less is noise
 

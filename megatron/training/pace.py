@@ -63,5 +63,5 @@ class Pace:
             return f"{others}: waiting threads sleep from now on instead of spinning; results do not change"
         return (
             f"{others}, and waiting threads spin, which takes cores from working ones: stop, and resume from the last "
-            "checkpoint with OMP_WAIT_POLICY=PASSIVE in the environment (2.1 s a step became 0.3: docs/benchmarks.md)"
+            "checkpoint with OMP_WAIT_POLICY=PASSIVE in the environment (2.1 s a step became 0.3: docs/proof/benchmarks.md)"
         )

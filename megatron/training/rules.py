@@ -10,9 +10,7 @@ import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-import megatron.data.rules
-import megatron.optimizer.rules
-import megatron.pipeline.rules
+from megatron.data import data_rules
 from megatron.errors import SettingsError, numbered
 from megatron.model import linear_kinds
 from megatron.model.layer_ops import ATTENTION, LAYER, MODULES
@@ -20,8 +18,8 @@ from megatron.model.recipe import recipe_of
 from megatron.model.weights import Table
 from megatron.mpu.axis_sizes import expert_sizes, lacking_ranks, sizes_of
 from megatron.mpu.placement import Placement
-from megatron.optimizer import lr_schedule
-from megatron.pipeline import stages
+from megatron.optimizer import lr_schedule, optimizer_rules
+from megatron.pipeline import pipeline_rules, stages
 from megatron.settings import batch, rules, schema
 from megatron.settings.declare import dashed, declared
 from megatron.settings.derivation import default, derived
@@ -39,13 +37,13 @@ WHOLE_SEQUENCES = (
         ),
     ),
 )
-OWNERS = (megatron.data.rules, megatron.optimizer.rules, megatron.pipeline.rules)  # packages with rules of their own
+OWNERS = (data_rules, optimizer_rules, pipeline_rules)  # of packages with settings of their own
 
 
 def rules_of(settings: schema.Config) -> tuple[Rule, ...]:
     """The rules of the recipe and of the packages."""
     recipe = recipe_of(settings)
-    sources = () if recipe.own_data else megatron.data.rules.SOURCE
+    sources = () if recipe.own_data else data_rules.SOURCE
     sequences = () if recipe.shares_sequences else WHOLE_SEQUENCES
     return (*recipe.rules, *sequences, *sources, *(rule for owner in OWNERS for rule in owner.RULES))
 
@@ -141,7 +139,7 @@ def _tables(settings: schema.Config) -> dict[int, Table]:
 
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
     """Remarks for the log on settings that work but are probably not intended, one sentence each."""
-    return rules.remarks(settings, world_size, megatron.pipeline.rules.REMARKS)
+    return rules.remarks(settings, world_size, pipeline_rules.REMARKS)
 
 
 def idle(settings: schema.Config, world_size: int, datasets: Sequence = ()) -> dict[str, str]:
@@ -151,7 +149,7 @@ def idle(settings: schema.Config, world_size: int, datasets: Sequence = ()) -> d
     With --skip-train, settings of the optimizer are not reported: no optimizer setting has an effect then.
     """
     general = {name: one for name, one in declared("needs", *schema.GROUPS.values()).items() if not one.of_network}
-    of_kinds = megatron.optimizer.rules.idle_of(settings.optimizer) | linear_kinds.idle_of(settings.model)
+    of_kinds = optimizer_rules.idle_of(settings.optimizer) | linear_kinds.idle_of(settings.model)
     table = {**general, **of_kinds, **recipe_of(settings).idle}
     if settings.batch.skip_train:
         table = {name: needs for name, needs in table.items() if not hasattr(settings.optimizer, name)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What many cases come to: a summary for the terminal and a table for docs/reliability.md. Needs no torch.
+"""What many cases come to: a summary for the terminal and a table for docs/proof/reliability.md. Needs no torch.
 
 >>> line = dict(id="kill/a", group="kills", good=True, faults=2, seconds=1.5, commit="abc", date="2026-01-31")
 >>> print(table([line]))

@@ -13,11 +13,11 @@ import pretrain_gpt
 from megatron.model.attention import ForwardContext
 from megatron.model.command_line import parse_any
 from megatron.model.experts import balancing
+from megatron.model.experts.expert_rules import RULES
 from megatron.model.experts.layer import MoELayer
 from megatron.model.experts.parts import balance_loss, capacity
 from megatron.model.experts.replay import RoutingRecord
 from megatron.model.experts.routing import ExpertChoice, best, places_of
-from megatron.model.experts.rules import RULES
 from megatron.model.experts.weights import experts
 from megatron.mpu.mesh import Mesh
 from megatron.settings.rules import record

@@ -106,7 +106,7 @@ def bounded(found, shown):
 
 
 def test_time_in_which_ranks_wait_is_what_the_page_says():
-    """docs/encoder_decoder.md, "Through a pipeline"."""
+    """docs/proof/planner.md, "Stages of encoder-decoders"."""
     even, chunks = (6, 6, 6, 6), dict(chunks=2)
     assert bounded(waste("1f1b", 0, even), 34.2) and bounded(waste("1f1b", 32000, even), 32.5)
     assert bounded(waste("1f1b", 0), 20.3) and bounded(waste("1f1b", 32000), 22.1)

@@ -14,11 +14,20 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 PAGES = [
     ROOT / "README.md",
+    ROOT / "AGENTS.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "flags.md"),
+    *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name != "flags.md"),
 ]
 # Files that a page lets its reader write.
-OF_THE_READER = {"my_filters.py", "own_model.py", "pretrain_my_model.py", "my_variant.py", "variant_b.py", "train.py"}
+OF_THE_READER = {
+    "my_gpt.py",
+    "my_filters.py",
+    "own_model.py",
+    "pretrain_my_model.py",
+    "my_variant.py",
+    "variant_b.py",
+    "train.py",
+}
 FOLDERS = "megatron|tests|benchmarks|scripts|docs"
 
 
@@ -58,14 +67,14 @@ def names_in(path: Path) -> frozenset[str]:
 # ---- paths and modules -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_paths_exist(page):
     """Every word that is a path of a Python file, or lies in one of the project's folders."""
     text = page.read_text(encoding="utf-8")
     everywhere = {path.name for home in ("megatron", "tests", "benchmarks") for path in (ROOT / home).rglob("*.py")}
     missing = []
     for word in sorted(set(re.findall(r"(?<![\w./$-])[\w.*-]+(?:/[\w.*-]+)*", text))):
-        name = re.sub(r"^[ab]/(?=megatron/)", "", word.rstrip(".-"))  # as a patch has it
+        name = re.sub(r"^([ab]/(?=megatron/)|(\.\./)+)", "", word.rstrip(".-"))  # as a patch, and a link, have it
         inside = re.match(rf"({FOLDERS})/\w", name)
         if not inside and not name.endswith(".py") or name in OF_THE_READER or name.startswith("runs/"):
             continue
@@ -75,7 +84,7 @@ def test_named_paths_exist(page):
     assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_modules_exist(page):
     modules = set(
         re.findall(r"(?:python -m |`)((?:megatron|tests|pipeline|tools)(?:\.\w+)+)", page.read_text(encoding="utf-8"))
@@ -94,6 +103,25 @@ def test_named_modules_exist(page):
         return False
 
     assert [name for name in sorted(modules) if not name.endswith(".NAME") and not exists(name)] == []
+
+
+def test_pages_that_the_code_names_are_there():
+    """Also the headings: docs/planning.md#search-a-layout."""
+    sources = [path for home in ("megatron", "scripts", "benchmarks", "tests") for path in (ROOT / home).rglob("*.*")]
+    wrong = []
+    for path in [*sources, *ROOT.glob("*.py")]:
+        if path.suffix not in (".py", ".sh", ".sbatch") or path == Path(__file__):
+            continue
+        for page, heading in re.findall(
+            r"(?<![\w/])(docs/(?:proof/|tasks/)?\w+\.md)(?:#([\w-]+))?", path.read_text(encoding="utf-8")
+        ):
+            text = (ROOT / page).read_text(encoding="utf-8") if (ROOT / page).exists() else ""
+            headings = re.findall(r"^#+ +(.*)$", text, re.M)
+            anchors = {re.sub(r"[^\w -]", "", one.lower()).strip().replace(" ", "-") for one in headings}
+            anchors |= set(re.findall(r'<a id="([\w-]+)">', text))
+            if not text or heading and heading not in anchors:
+                wrong.append(f"{path.relative_to(ROOT)}: {page}#{heading}")
+    assert wrong == []
 
 
 # ---- the tour --------------------------------------------------------------------------------------------------------

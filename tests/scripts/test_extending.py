@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/extending.md is true: its Python is that of the files it names, its patches fit, its commands run as they stand."""
+"""docs/extending.md is true: its Python is that of the files it names, its patches fit, its commands run as they stand.
+
+The first section is a file that the reader writes; the commands of all begin with the file of settings of the page's head.
+"""
 
 import os
 import re
@@ -13,19 +16,24 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", PAGE, re.S | re.M))
+SET_UP = "".join(
+    re.findall(r"^```bash\n(.*?)^```", PAGE.partition("\n## ")[0], re.S | re.M)
+)  # the file of the commands
+FIRST = "Change one thing of GPT"
 SAID = {
-    "A model": [r"no problems found", r"2 of 2 pass", r"activity: \d", r"saved checkpoint at iteration +4"],
+    FIRST: [r"iteration +4/ +4", r"2 of 2 pass", r"1 2 3"],
     "A variant of GPT": [r"3 of 3 pass", r"iteration +4/ +4.* added: \d", r"attention\.gate\.weight"],
-    "Position biases: ALiBi": [r"2 of 2 pass", r"iteration +3/ +3"],
-    "A head and a loss": [r"2 of 2 pass", r"iteration +3/ +3.* ahead loss: \d", r"ahead\.weight"],
-    "A kind of linear layer": [r"2 of 2 pass", r"iteration +3/ +3", r"attention\.qkv\.pair_a"],
+    "Position biases: ALiBi": [r"2 of 2 pass", r"iteration +4/ +4"],
+    "A head and a loss": [r"2 of 2 pass", r"iteration +4/ +4.* ahead loss: \d", r"ahead\.weight"],
+    "A kind of linear layer": [r"2 of 2 pass", r"iteration +4/ +4", r"attention\.qkv\.pair_a"],
     "Experts": [
-        r"iteration +4/ +4",
+        r"iteration +5/ +5",
         r"expert-model-parallel size: 2",
         r"blocks\.1\.experts\.up\.weight +float32 +\[8, 128, 32\] 2\n",
     ],
-    "Buffers that training changes": [r"2 of 2 pass", r"iteration +3/ +3", r"10 buffers", r"watch\.seen.* buffer, sum"],
+    "Buffers that training changes": [r"2 of 2 pass", r"iteration +4/ +4", r"10 buffers", r"watch\.seen.* buffer, sum"],
     "Frozen parameters": [r"[\d,]+ parameters are trained, [\d,]+ are frozen", r"of them frozen", r"adapter\.down"],
+    "A model": [r"no problems found", r"2 of 2 pass", r"activity: \d", r"saved checkpoint at iteration +4"],
     "A plain torch module": [r"plain module of [\d,]+ parameters", r"iteration +4/ +4"],
     "A flag": [r"--position-scale X +what learned positions are multiplied with", r"iteration +1/ +1"],
     "A learning-rate schedule": [
@@ -44,11 +52,16 @@ def blocks(section: str, kind: str) -> list[str]:
 
 
 def test_every_section_is_run():
-    assert set(SAID) == set(SECTIONS)
+    assert list(SAID) == list(SECTIONS)
     assert all(blocks(section, "bash") for section in SECTIONS)
 
 
-@pytest.mark.parametrize("section", [name for name in SECTIONS if blocks(name, "python")])
+def test_the_first_section_is_a_file_of_thirty_lines():
+    [source] = blocks(FIRST, "python")
+    assert re.match(r"# my_gpt\.py\nimport ", source) and len(source.splitlines()) <= 30
+
+
+@pytest.mark.parametrize("section", [name for name in SECTIONS if name != FIRST and blocks(name, "python")])
 def test_python_is_that_of_the_files(section):
     named = [
         ROOT / name for name in re.findall(r"`((?:tests/models/(?!test)|megatron/model/)\w+\.py)`", SECTIONS[section])
@@ -89,10 +102,12 @@ def test_patches_fit_and_commands_run(section, tmp_path):
         shutil.copy(script, folder)
     for patch in blocks(section, "diff"):
         apply(patch, folder)
+    if section == FIRST:  # as its reader does
+        (folder / "my_gpt.py").write_text(blocks(FIRST, "python")[0])
     inherited = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-euc", "\n".join(blocks(section, "bash"))],
+        ["bash", "-euc", "\n".join([SET_UP, *blocks(section, "bash")])],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -36,12 +36,14 @@ def test_models_in_the_root(root, tree):
         text = text.replace(f"tests.models.{name}", f"mine_{name}")
         assert text.startswith("from dataclasses")
         (tree / f"mine_{name}.py").write_text(text)
+    page = (root / "docs" / "extending.md").read_text(encoding="utf-8")
+    (tree / "my_gpt.py").write_text(re.search(r"^```python\n(# my_gpt\.py\n.*?)^```", page, re.S | re.M)[1])
+    own = [path.name for pattern in ("mine_*.py", "my_gpt.py") for path in tree.glob(pattern)]
     for words in (["check"], ["format", "--check"]):
-        done = run(tree, "ruff", *words, *(path.name for path in tree.glob("mine_*.py")))
+        done = run(tree, "ruff", *words, *own)
         assert done.returncode == 0, done.stdout
-    chosen = (
-        "mine or pretrain_gpt or circles or installed or licence or ascii or module"  # what such files have a part in
-    )
+    # what such files have a part in
+    chosen = "mine or my_gpt or pretrain_gpt or circles or installed or licence or ascii or module"
     files = ["tests/test_floors.py", "tests/test_source_form.py"]
     done = run(tree, "pytest", "-p", "no:cacheprovider", *files, "-k", chosen)
     assert done.returncode == 0, done.stdout

@@ -25,7 +25,7 @@ from megatron.training.rules import check
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.S)
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.sampled(5)
@@ -38,6 +38,7 @@ def test_the_two_commands(bash):
 SAID = [  # by each further block, in their order
     ["iteration       20/      20", "validation results", "Return the"],
     ["dry run: no problems found", "checks passed", "iteration        3/       3"],
+    re.findall(r"^```\n(the best of .*?)\.\.\.\n```", README, re.S | re.M)[0].splitlines(),
     ["iteration       20/      20", "3 of 3 pass", "ended: finished", "iter_0000020", ": good", "done"],
 ]
 
@@ -45,7 +46,9 @@ SERVER = "python -m megatron.tools.dashboard"  # the only command of the blocks 
 
 
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize("block, said", list(zip(BLOCKS[2:], SAID, strict=True)), ids=["own text", "look", "layouts"])
+@pytest.mark.parametrize(
+    "block, said", list(zip(BLOCKS[2:], SAID, strict=True)), ids=["own text", "look", "plan", "layouts"]
+)
 def test_commands_run_as_written(bash, quickstart, block, said):
     commands = "".join(line for line in block.splitlines(keepends=True) if not line.startswith(SERVER))
     out = bash("-euc", commands).stdout
@@ -181,11 +184,11 @@ LINKS = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)\s]+)\)
 
 def test_the_readme_links_to_every_guide():
     linked = {README_LINK.partition("#")[0] for page, README_LINK in LINKS if page.name == "README.md"}
-    guides = {f"docs/{page.name}" for page in PAGES if page.parent == ROOT / "docs"}
+    guides = {str(page.relative_to(ROOT)) for page in PAGES if page.parent in (ROOT / "docs", ROOT / "docs" / "proof")}
     assert guides - linked == set()
 
 
-@pytest.mark.parametrize("page, link", LINKS, ids=[f"{page.name} to {link}" for page, link in LINKS])
+@pytest.mark.parametrize("page, link", LINKS, ids=[f"{page.parent.name}/{page.name} to {link}" for page, link in LINKS])
 def test_links_lead_somewhere(page, link):
     if "://" in link:
         return
@@ -195,7 +198,9 @@ def test_links_lead_somewhere(page, link):
     assert not anchor or anchor in anchors(target)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "flags.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "flags.md"], ids=lambda page: f"{page.parent.name}/{page.name}"
+)
 def test_named_files_and_modules_exist(page):
     text = page.read_text(encoding="utf-8")
     for name in set(re.findall(r"python -m (megatron[.\w]+\w)", text)):

@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 
 import pretrain_gpt
-from megatron.model.gpt import rules as gpt_rules
-from megatron.optimizer import rules as optimizer_rules
+from megatron.model.gpt import gpt_rules
+from megatron.optimizer import optimizer_rules
 from megatron.settings.declare import declared
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import GROUPS

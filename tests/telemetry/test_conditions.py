@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of tested conditions in docs/events.md: its tests exist and check its events, and no kind is missing."""
+"""The tables of docs/proof/conditions.md: its tests exist and check its events, and no kind is missing."""
 
 import ast
 import re
@@ -9,9 +9,12 @@ from megatron.telemetry.events import KINDS
 
 def conditions(root):
     """(condition, kinds of events, file of the test, its name) of each row."""
-    text = (root / "docs" / "events.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (.+) \| (.+) \| .* \| `([\w/]+\.py)::(\w+)` \|$", text, re.M)
-    return [(what, re.findall(r"`(\w+)`", kinds), file, test) for what, kinds, file, test in rows]
+    text = (root / "docs" / "proof" / "conditions.md").read_text(encoding="utf-8")
+    found = []
+    for file, table in re.findall(r"^## `([\w/]+\.py)`$(.*?)(?=^## |\Z)", text, re.S | re.M):
+        rows = re.findall(r"^\| (.+) \| (.+) \| .* \| `(\w+)` \|$", table, re.M)
+        found += [(what, re.findall(r"`(\w+)`", kinds), file, test) for what, kinds, test in rows]
+    return found
 
 
 def functions(path):
