@@ -29,7 +29,7 @@ from megatron.errors import DataError, no_such_file
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.tasks.description import Task
 from megatron.tasks.examples import Examples, TaskExample, of_files
-from megatron.tasks.texts import Ids, TextReader
+from megatron.tasks.readers import Ids, TextReader
 
 HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 UNIT = re.compile(rf"\s*(?:[{HAN}]|(?:(?![{HAN}])\w)+|[^\w\s])")  # with the blanks before it

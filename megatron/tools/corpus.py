@@ -121,9 +121,9 @@ def _last_plan(asked: CorpusOptions):
 
 
 def run(words: list[str], asked: CorpusOptions) -> None:
+    from megatron.corpus.counts import summary
     from megatron.corpus.driver import FINAL, counts_by_phase
     from megatron.corpus.driver import run as drive
-    from megatron.corpus.figures import summary
     from megatron.corpus.plan import save_plan
     from megatron.corpus.runners.local import run_local, workers_for
 

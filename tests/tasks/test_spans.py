@@ -16,6 +16,7 @@ from torch.func import functional_call
 from megatron.errors import DataError, Failure
 from megatron.model.command_line import parse_any
 from megatron.tasks.finetune import recipe
+from megatron.tasks.readers import BertReader
 from megatron.tasks.settings import TaskSettings, examples_of
 from megatron.tasks.spans import (
     LONGEST_ANSWER,
@@ -28,7 +29,6 @@ from megatron.tasks.spans import (
     units,
     windows,
 )
-from megatron.tasks.texts import BertReader
 from megatron.training.rules import check
 from tests.tasks.test_backbones import CLS, LAYOUTS, SEP, WORDS, given, model_of, plain_loop  # noqa: F401
 from tests.tasks.test_finetune import TUNE, tune
