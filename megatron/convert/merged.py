@@ -19,10 +19,9 @@ from megatron.checkpoint.reshard import OPTIMIZER, Rewritten, rewrite
 from megatron.convert.imported import without_kinds
 from megatron.errors import SettingsError
 from megatron.model import sparsity
-from megatron.model.dora_product import SMALLEST
 from megatron.model.linear_kinds import PLAIN, TOGETHER, choices
 from megatron.model.lora import KIND, MAGNITUDE, OWN, PAIR, parts_of, scale_of
-from megatron.model.lora_product import widened
+from megatron.model.lora_product import SMALLEST, widened
 from megatron.model.recipe import config_of, facts_of
 from megatron.settings.schema import Model
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron.fused_kernels.sinks import scale_weights
+from megatron.fused_kernels.explicit_attention import scale_weights
 
 FEW = 4  # queries that share a key, up to which it is best to read the key for each of them
 

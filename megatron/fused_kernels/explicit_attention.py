@@ -19,7 +19,6 @@ import torch
 from megatron.fused_kernels.cpu_ops import baddbmm, bmm
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import numbers
-from megatron.fused_kernels.sinks import scale_weights
 from megatron.settings.kernel_sizes import NONCAUSAL_ROWS, RING_ROWS, causal_blocks, even_blocks, first_key
 
 ALIGNED = 64  # a block's first key is a multiple of this, in tokens: fewer shapes of products to prepare
@@ -404,6 +403,14 @@ def _hide(scores: torch.Tensor, c: int, rectangle: Rectangle, block: Block, mask
         scores.view(c, -1, n, scores.shape[1] // n, scores.shape[2])[..., -masked:].add_(mask[:, None, :, None])
     if padding is not None:
         mask_padding(scores, padding[:, block.keys])
+
+
+def scale_weights(weights: torch.Tensor, scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Weights [..., keys], the softmax of scores over the keys, become those with sinks [...] in the softmax, in place. The
+    log-sum-exp is that of the largest score and its weight.
+    """
+    lse = scores.amax(-1).float() - weights.amax(-1).float().log_()
+    return weights.mul_(torch.sigmoid(lse - sinks.float()).to(weights.dtype).unsqueeze(-1))
 
 
 def mask_padding(scores: torch.Tensor, padding: torch.Tensor) -> None:

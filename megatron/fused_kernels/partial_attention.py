@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from megatron.fused_kernels.cpu_ops import widens
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.explicit_attention import Gradients, Rectangle, Scores, visible_pairs
-from megatron.fused_kernels.sinks import gradient_of_sinks
 
 
 def merge(total: torch.Tensor, total_lse: torch.Tensor, part: torch.Tensor, lse: torch.Tensor) -> None:
@@ -121,7 +120,12 @@ def flash_with_sinks(
     window: Optional[int] = None,
     **_,
 ) -> torch.Tensor:
-    """`reference.attention` of causal cases with sinks, by torch's flash attention."""
+    """`reference.attention` of causal cases with sinks, by torch's flash attention.
+
+    A sink, of a key without a value (arXiv:2309.17453), changes only the sum that weights are divided by. So a result over
+    the keys alone becomes that with the sink if it is multiplied by the share of the keys in the softmax, sigmoid(log sum
+    exp of scores - sink). The backward pass takes the log-sum-exp that includes the sink.
+    """
     s, b, g, q, d = query.shape
     t = len(key)
     if s < t and documents is None and window is None:
@@ -150,3 +154,10 @@ class _FlashWithSinks(torch.autograd.Function):
         gradient = gradient.contiguous()
         gradients = kernel.backward(gradient, query, key, value, attended, lse, whole, scores)
         return *gradients, gradient_of_sinks(gradient, attended, lse, sinks), None, None
+
+
+def gradient_of_sinks(gradient, attended, lse, sinks: torch.Tensor) -> torch.Tensor:
+    """The gradient of sinks, from results [s, b, h, d], their gradient, and the log-sum-exp [s, b, h] with the sinks."""
+    of_rows = (gradient.float() * attended.float()).sum(-1)  # [s, b, h]
+    weights = (sinks.float().flatten() - lse).exp_()
+    return -(weights * of_rows).sum((0, 1)).view_as(sinks).to(sinks.dtype)

@@ -81,6 +81,11 @@ class Heartbeat:
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         if STACKS_SIGNAL is not None:
             self.stacks = stacks_path(self.path).open("wb", buffering=0)
+            if (
+                signal.getsignal(STACKS_SIGNAL) == signal.SIG_DFL
+                and threading.current_thread() is threading.main_thread()
+            ):
+                signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # one that comes after `close` does not end the rank
             faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
         who = dict(
             rank=rank,

@@ -10,8 +10,8 @@ from typing import NamedTuple, Optional
 
 from megatron.errors import SettingsError, did_you_mean
 from megatron.inference.engine import Engine
-from megatron.inference.generation import BATCH, check_prompts, generate
-from megatron.inference.prompts import no_sentinels, source_of, targets_of
+from megatron.inference.generation import BATCH, check_prompts, generate, generate_targets
+from megatron.inference.prompts import boundaries, no_sentinels, source_of
 from megatron.inference.requests import FinishReason, Request, TokenScore
 from megatron.inference.sampling import Sampling, Search
 from megatron.inference.scoring import ALONE
@@ -104,11 +104,13 @@ def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText 
         asked = replace(asked, use_cache=False)
     asked.check(pairs := hasattr(loaded.model, "decode"))
     asked.sampling.check_tokens(tokenizer.vocab_size)
-    sampling, search, more = asked.sampling, asked.search, dict(best=asked.samples, draws=asked.draws, pp=pp)
+    sampling, search, more = asked.sampling, asked.search, dict(best=asked.samples, draws=asked.draws)
     if pairs:
         sources = [source_of(tokenizer, prompt, number) for number, prompt in enumerate(asked.prompts, 1)]
-        found = targets_of(loaded, tokenizer, sources, sampling, search, **more)
-        rooms = [loaded.model.facts.target] * len(found)
+        facts, (start, end) = loaded.model.facts, boundaries(tokenizer, loaded.model.facts, search)
+        more |= dict(longest=(facts.source, facts.target), start=start, end=end)
+        found = generate_targets(loaded.model, sources, sampling, search, **more)
+        rooms = [facts.target] * len(found)
         return GeneratedTexts(
             _whole(found, rooms, tokenizer, sampling, on_text, [()] * len(found)),
             rooms,
@@ -119,7 +121,7 @@ def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText 
     check_prompts(prompts, loaded.longest)
     rooms = [loaded.longest - len(prompt) for prompt in prompts for _ in range(asked.samples)]
     if search.num_beams > 1 or not asked.use_cache:
-        more |= dict(longest=loaded.longest, end=end, use_cache=asked.use_cache)
+        more |= dict(longest=loaded.longest, end=end, use_cache=asked.use_cache, pp=pp)
         found = generate(loaded.model, prompts, sampling, search, **more)
         befores = [prompt for prompt in prompts for _ in range(asked.samples)]
         return GeneratedTexts(_whole(found, rooms, tokenizer, sampling, on_text, befores), rooms, [])

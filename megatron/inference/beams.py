@@ -74,12 +74,8 @@ def beam_steps(
 
 
 def beam_search(*arguments, **keywords) -> list[list[int]]:
-    """The texts of `beam_steps`."""
-    return texts_of(beam_steps(*arguments, **keywords))
-
-
-def texts_of(steps: Generator[None, None, list[Finished]]) -> list[list[int]]:
-    """The texts that a search finds, without a pause."""
+    """The texts of `beam_steps`, without a pause."""
+    steps = beam_steps(*arguments, **keywords)
     while True:
         try:
             next(steps)

@@ -6,6 +6,7 @@ batch or on the use of the cache. Legend: t tokens so far, b texts, v vocabulary
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Optional
 
 import torch
@@ -14,10 +15,11 @@ from megatron.errors import DataError
 from megatron.inference.beams import beam_search, first_of
 from megatron.inference.blocks import BlockPool, Table
 from megatron.inference.choices import RowState, choose
-from megatron.inference.engine import BLOCK_SIZE, Engine
+from megatron.inference.engine import BLOCK_SIZE, Engine, SharedEngine
 from megatron.inference.requests import Request
 from megatron.inference.sampling import GREEDY, Ends, Sampling, Search
 from megatron.inference.scoring import ALONE
+from megatron.inference.sequence_engine import SequenceEngine
 from megatron.inference.stages import of_last_stage
 from megatron.model.cache import PagedCache
 from megatron.mpu.mesh import Axis
@@ -66,21 +68,78 @@ def generate(
         options = dict(longest=longest, end=end, on_token=on_token, count=len(prompts), pp=pp)
         each = enumerate(zip(prompts, draws, strict=True))
         return [_recomputed(model, prompt, *draw, place=place, **options) for place, (prompt, draw) in each]
-    engine, texts = Engine(model, longest=longest, max_batch=min(len(prompts), BATCH) or 1), [[] for _ in prompts]
+    requests = [
+        Request(tuple(prompt), own, index=index, end=end) for prompt, (own, index) in zip(prompts, draws, strict=True)
+    ]
+    return texts_of(Engine(model, longest=longest, max_batch=min(len(prompts), BATCH) or 1), requests, on_token)
+
+
+@torch.no_grad()
+def generate_targets(
+    model,
+    sources: Sequence[Sequence[int]],
+    sampling: Sampling,
+    beams: Search = GREEDY,
+    *,
+    longest: tuple[int, int],
+    start: int = 0,
+    end: Ends = None,
+    best: int = 1,
+    draws: Optional[Sequence[tuple[Sampling, int]]] = None,
+    on_token: Callable[[list[int]], None] = lambda tokens: None,
+) -> list[list[int]]:
+    """The targets of each source by an encoder-decoder, as token ids without `start` and `end`: one, or `best` of them,
+    those of one source after each other. All ranks that share the model call this, and return the same.
+
+    longest:  the model's context lengths for a source and for a target
+    start:    the token that begins targets; end: the token that ends them
+    best, draws, on_token: as in `generate`
+    Raises DataError for an empty source or one that is too long.
+    """
+    sampling.check()
+    beams.check(sampling)
+    for number, source in enumerate(sources, 1):
+        if not 0 < len(source) <= longest[0]:
+            what = f"source {number} has {len(source)} tokens; the encoder can look at {longest[0]}"
+            raise DataError(what, do="give a shorter text" if source else "give a text that is not empty")
+    cut = lambda own: replace(own, tokens_to_generate=min(own.tokens_to_generate, longest[1]))
+    more = dict(start=start, end=end)
+    if beams.num_beams > 1:
+        requests = [Request(tuple(source), cut(sampling), search=beams, **more) for source in sources]
+    else:
+        sources = [source for source in sources for _ in range(best)]
+        draws = draws or [(sampling, index) for index in range(len(sources))]
+        pairs = zip(sources, draws, strict=True)
+        requests = [Request(tuple(source), cut(own), index=index, **more) for source, (own, index) in pairs]
+    engine = SequenceEngine(model, max_batch=max(1, sum(request.texts for request in requests)))
+    return texts_of(engine, requests, on_token, best)
+
+
+def texts_of(
+    engine: SharedEngine,
+    requests: Sequence[Request],
+    on_token: Callable[[list[int]], None] = lambda tokens: None,
+    best: int = 1,
+) -> list[list[int]]:
+    """The answers of a new engine to these requests alone, on all ranks that share it: a text for each, or the `best` ones
+    of each search. on_token: as in `generate`
+    """
     if not engine.link.is_first:
         engine.follow()
         return engine.link.shared(None)
-    for prompt, (own, index) in zip(prompts, draws, strict=True):
-        engine.add(Request(tuple(prompt), own, index=index, end=end))
+    numbers = [engine.add(request) for request in requests]
+    texts = {number: [[]] for number in numbers}
     while engine.busy:
-        tokens = [-1] * len(prompts)
+        tokens = dict.fromkeys(numbers, -1)
         for output in engine.step():
             if output.new:
                 tokens[output.request] = output.new.token
-                texts[output.request].append(output.new.token)
-        on_token(tokens)
+                texts[output.request][0].append(output.new.token)
+            if output.found:
+                texts[output.request] = first_of([list(one.tokens) for one in output.found], best)
+        on_token(list(tokens.values()))
     engine.close()
-    return engine.link.shared(texts)
+    return engine.link.shared([text for number in numbers for text in texts[number]])
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], longest: int) -> None:

@@ -5,8 +5,7 @@ import re
 from typing import Optional
 
 from megatron.errors import DataError, SettingsError
-from megatron.inference.sampling import GREEDY, Sampling, Search
-from megatron.inference.sequences import generate_targets
+from megatron.inference.sampling import GREEDY, Search
 from megatron.tokenizer.base import SENTINEL
 
 
@@ -59,15 +58,6 @@ def boundaries(tokenizer, facts, search: Search = GREEDY) -> tuple[int, Optional
         if token is not None and not 0 <= token < facts.vocab_size:
             raise SettingsError(f"{flag} {token}: the model knows ids from 0 to {facts.vocab_size - 1}")
     return start or 0, end
-
-
-def targets_of(
-    loaded, tokenizer, sources: list[list[int]], sampling: Sampling, search: Search, pp, **more
-) -> list[list[int]]:
-    """The answers of an encoder-decoder to sources, as token ids. more: `best` and `draws` of `generate_targets`."""
-    facts, (start, end) = loaded.model.facts, boundaries(tokenizer, loaded.model.facts, search)
-    more |= dict(longest=(facts.source, facts.target), start=start, end=end, pp=pp)
-    return generate_targets(loaded.model, sources, sampling, search, **more)
 
 
 def _special(tokenizer, *names: str) -> Optional[int]:

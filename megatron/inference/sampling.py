@@ -14,6 +14,19 @@ from megatron.settings.statements import NONE, Statement, words_of
 Ends = Union[int, Sequence[int], None]  # the tokens that end a text; None: only its length does
 
 
+NUCLEUS = Needs("--top-p between 0 and 1", lambda s: 0 < s.top_p < 1)
+
+
+def _draws(name: str, *neutral: float) -> Needs:
+    """The condition for a sampling setting to have an effect, unless its value is one of `neutral`."""
+
+    def met(s) -> bool:
+        one_token = s.greedy or s.temperature == 0 or s.top_k == 1 or s.beams > 1
+        return not one_token or getattr(s, name) in neutral
+
+    return Needs("sampling, which --greedy, --temperature 0, --top-k 1 and --num-beams leave out", met)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Settings of one text: its length, and how its tokens are chosen from the model's scores.
@@ -41,14 +54,27 @@ class Sampling:
         "--decode-strategy",
         also=dict(greedy_search=True, sampling=False, beam_search=False),
     )
-    temperature: float = setting("below 1: closer to greedy; above 1: more surprising; 0: greedy", 1.0)
-    top_k: int = setting("choose among this many most likely tokens; 0: all; 1: greedy", 0, "--topk")
-    top_p: float = setting(
-        "choose among the fewest tokens that together have this probability; 0 or 1: all", 0.0, "--topp"
+    temperature: float = setting(
+        "below 1: closer to greedy; above 1: more surprising; 0: greedy", 1.0, needs=_draws("temperature", 0, 1)
     )
-    top_p_decay: float = setting("multiply --top-p by this after each new token; 0: no decay", 0.0)
-    top_p_bound: float = setting("--top-p-decay stops at this --top-p", 0.0)
-    min_p: float = setting("leave out tokens less likely than this share of the most likely one; 0: none", 0.0)
+    top_k: int = setting(
+        "choose among this many most likely tokens; 0: all; 1: greedy", 0, "--topk", needs=_draws("top_k", 0, 1)
+    )
+    top_p: float = setting(
+        "choose among the fewest tokens that together have this probability; 0 or 1: all",
+        0.0,
+        "--topp",
+        needs=_draws("top_p", 0, 1),
+    )
+    top_p_decay: float = setting("multiply --top-p by this after each new token; 0: no decay", 0.0, needs=NUCLEUS)
+    top_p_bound: float = setting(
+        "--top-p-decay stops at this --top-p",
+        0.0,
+        needs=Needs("--top-p and --top-p-decay", lambda s: 0 < s.top_p < 1 and s.top_p_decay),
+    )
+    min_p: float = setting(
+        "leave out tokens less likely than this share of the most likely one; 0: none", 0.0, needs=_draws("min_p", 0)
+    )
     decoding_strategy: Optional[Literal["sampling", "topk_sampling", "topp_sampling"]] = setting(
         "PaddleNLP's: which of --top-k and --top-p counts; sampling: neither (default: both)", None
     )
@@ -72,7 +98,9 @@ class Sampling:
     )
     stop_token_ids: Optional[list[int]] = setting("tokens that end a text, beside those of the model", None)
     ignore_eos: bool = setting("the tokens with which the model ends texts do not end this one", False)
-    sampling_seed: int = setting("seed of the choices; the same seed gives the same text", 1234, "--seed")
+    sampling_seed: int = setting(
+        "seed of the choices; the same seed gives the same text", 1234, "--seed", needs=_draws("sampling_seed")
+    )
 
     @property
     def is_greedy(self) -> bool:
@@ -191,30 +219,6 @@ SHARES = ("top_p", "top_p_decay", "top_p_bound", "min_p")  # settings between 0 
 
 def _shown(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-NUCLEUS = Needs("--top-p between 0 and 1", lambda s: 0 < s.top_p < 1)
-
-
-def _draws(name: str, *neutral: float) -> Needs:
-    """The condition for a sampling setting to have an effect, unless its value is one of `neutral`."""
-
-    def met(s) -> bool:
-        one_token = s.greedy or s.temperature == 0 or s.top_k == 1 or s.beams > 1
-        return not one_token or getattr(s, name) in neutral
-
-    return Needs("sampling, which --greedy, --temperature 0, --top-k 1 and --num-beams leave out", met)
-
-
-IDLE = {
-    "temperature": _draws("temperature", 0, 1),
-    "top_k": _draws("top_k", 0, 1),
-    "top_p": _draws("top_p", 0, 1),
-    "min_p": _draws("min_p", 0),
-    "sampling_seed": _draws("sampling_seed"),
-    "top_p_decay": NUCLEUS,
-    "top_p_bound": Needs("--top-p and --top-p-decay", lambda s: 0 < s.top_p < 1 and s.top_p_decay),
-}
 
 
 def cut_off(rooms: Sequence[int], answers: Sequence[Sequence[int]], sampling: Sampling) -> list[str]:

@@ -11,24 +11,30 @@ computes one token of each. A step is a pass of each cohort. New sources form a 
 free, or room for all that wait: otherwise each would soon be one by itself. A beam search is a cohort of its own.
 
 If several ranks share the model, the first one tells the others which cohorts begin, take a step and end.
+
+Legend: s tokens of a source, b targets of a cohort, v vocabulary.
 """
 
 import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Optional
 
 import torch
 
 from megatron.errors import DataError, SettingsError
-from megatron.inference.choices import RowState
-from megatron.inference.engine import EngineStats, SharedEngine
+from megatron.inference.beams import Finished, beam_steps
+from megatron.inference.choices import RowState, choose
+from megatron.inference.engine import EngineStats, SharedEngine, logprobs_of
 from megatron.inference.links import Link
 from megatron.inference.requests import Output, Request, TokenScore
+from megatron.inference.sampling import Ends, Sampling, Search
 from megatron.inference.scoring import ALONE
 from megatron.inference.searches import found_texts
-from megatron.inference.sequences import Decoding, padded, target_search
-from megatron.inference.stages import chunks_of
+from megatron.inference.stages import chunks_of, of_last_stage
+from megatron.model.t5.layers import DecoderCache
+from megatron.model.t5.module import EncodedSource
+from megatron.mpu.mesh import Axis
 
 BEGIN, STEP, END = 5, 6, 7  # what the first rank tells the others, beside those of all engines
 
@@ -155,14 +161,17 @@ class SequenceEngine(SharedEngine):
 
 
 class Cohort:
-    """Targets that began together. running: the numbers of those that have not ended."""
+    """Targets that began together, one token of each at a step. running: the numbers of those that have not ended.
+
+    The encoder runs once; keys and values of its output and of the targets so far are cached.
+    """
 
     def __init__(self, model, numbers: Sequence[int], requests: Sequence[Request], link: Link):
-        self.numbers, self.requests, self.number = numbers, requests, numbers[0]
+        self.model, self.link, self.numbers, self.requests, self.number = model, link, numbers, requests, numbers[0]
         self.running, self.texts = set(numbers), len(numbers)
         asked = [request.logprobs for request in requests if request.logprobs is not None]
         self.top = max(asked) if asked else None
-        rows = [
+        self.rows = [
             RowState(
                 request.sampling,
                 limit=min(request.sampling.tokens_to_generate, model.facts.target),
@@ -171,26 +180,46 @@ class Cohort:
             )
             for request in requests
         ]
-        sources, starts = [request.prompt for request in requests], [request.start for request in requests]
-        self.decoding = Decoding(model, sources, rows, starts, link.pp)
+        self.encoded = model.encode(*padded([request.prompt for request in requests], link.device))
+        self.cache = DecoderCache(max(row.limit for row in self.rows), len(self.rows))
+        starts = [request.start for request in requests]
+        self._last = torch.tensor([starts], dtype=torch.int64, device=link.device)  # [1, b]
         self._open = set(numbers)  # whose end has not been reported, also on ranks that do not know of cancelled ones
 
     def step(self) -> list[Output]:
         """The outputs of a token for each."""
-        tokens, scores = self.decoding.step(self.top)
-        outputs = []
-        for place, (number, request, token) in enumerate(zip(self.numbers, self.requests, tokens)):
+        logits = self.model.decode(self._last, self.encoded, self.cache)  # [1, b, v]; None: the last stage has them
+        chosen = None if logits is None else choose(logits[-1], self.rows)
+        chosen = self._shared(chosen, (len(self.rows),), torch.int64)
+        tokens, outputs, self._last = chosen.tolist(), [], chosen.unsqueeze(0)
+        scores = self._scores(logits, tokens)
+        for number, row, request, token, score in zip(self.numbers, self.rows, self.requests, tokens, scores):
             if number not in self._open:
                 continue
-            new = None
-            if token >= 0:
-                new = TokenScore(token) if request.logprobs is None else _score(token, scores[place], request.logprobs)
-            finish = "stop" if token < 0 else None if self.decoding.running[place] else "length"
+            new, finish = None, "stop"
+            if token not in row.ends:
+                row.append(token)
+                new = TokenScore(token) if request.logprobs is None else _score(token, score, request.logprobs)
+                finish = "length" if len(row.new) == row.limit else None
             outputs.append(Output(number, new, finish))
             if finish:
                 self._open.discard(number)
                 self.running.discard(number)
         return outputs
+
+    def _scores(self, logits: Optional[torch.Tensor], tokens: list[int]) -> list[list[float]]:
+        """For each target the log-probabilities of its token and of the likeliest ones (`engine.logprobs_of`), if asked."""
+        b = len(tokens)
+        if self.top is None:
+            return [[]] * b
+        found = None
+        if logits is not None:
+            found = torch.tensor(logprobs_of(logits[-1].float(), tokens, self.top), dtype=torch.float64)
+            found = found.view(b, -1).to(self.link.device)
+        return self._shared(found, (b, 1 + 2 * self.top), torch.float64).tolist()
+
+    def _shared(self, found: Optional[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return of_last_stage(found, shape, dtype, self.link.device, self.link.pp)
 
 
 class SearchCohort:
@@ -214,6 +243,32 @@ class SearchCohort:
             found = found_texts(end.value, self.limit)
         self.running.clear()
         return [Output(self.number, finish=found[0].finish, found=found)]
+
+
+def padded(sources: Sequence[Sequence[int]], device) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """(padded batch of sources [s, b], their mask [s, b], or None if all have the same length)."""
+    longest = max(map(len, sources))
+    rows = torch.tensor([[*source, *[0] * (longest - len(source))] for source in sources], device=device)
+    lengths = torch.tensor([len(source) for source in sources], device=device)
+    if (lengths == longest).all():
+        return rows.t().contiguous(), None
+    return rows.t().contiguous(), (torch.arange(longest, device=device).unsqueeze(1) < lengths).long()
+
+
+def target_search(
+    model, encoded: EncodedSource, beams: Search, sampling: Sampling, steps: int, start: int, end: Ends, pp: Axis
+) -> Generator[None, None, list[Finished]]:
+    """Beam search for the targets of one source: see `beams.beam_steps`."""
+    k, device = beams.num_beams, encoded.memory.device
+    repeated, cache = EncodedSource(encoded.memory.expand(-1, k, -1), None), DecoderCache(steps, k)
+
+    def next_logits(tokens: torch.Tensor) -> Optional[torch.Tensor]:
+        logits = model.decode(tokens[-1:], repeated, cache)
+        return None if logits is None else logits[-1]
+
+    first = torch.full((1, k), start, dtype=torch.int64, device=device)
+    sizes = dict(vocab_size=model.vocab_size, cache=cache)
+    return beam_steps(next_logits, first, beams, sampling, steps, **sizes, end=end, counted=1, pp=pp)
 
 
 def _score(token: int, numbers: Sequence[float], count: int) -> TokenScore:

@@ -344,7 +344,7 @@ class Facts:
 
     def vocabulary_rows(self, tp: int) -> int:
         """Rows of the embedding on each tensor parallel rank, with padding."""
-        return vocab_embedding(self.settings, self.vocab_size)["weight"].local_shape({"tp": tp})[0]
+        return _vocabulary_rows(self, tp)
 
     def loss_chunks(self, share: RankSetup) -> int:
         """The number of chunks of tokens in the loss of a micro-batch."""
@@ -449,6 +449,11 @@ def _kinds(facts: Facts) -> frozenset[str]:
 @lru_cache(maxsize=1024)
 def _parameters(facts: Facts) -> int:
     return sum(elements(unit.weights) for unit in facts.whole)
+
+
+@lru_cache(maxsize=1024)
+def _vocabulary_rows(facts: Facts, tp: int) -> int:
+    return vocab_embedding(facts.settings, facts.vocab_size)["weight"].local_shape({"tp": tp})[0]
 
 
 @lru_cache(maxsize=1024)

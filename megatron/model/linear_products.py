@@ -2,9 +2,8 @@
 """The classes of the kinds of linear layers: `linear_kinds.KINDS`, which need no torch, have their products here."""
 
 from megatron.model import lora, quantization, sparsity
-from megatron.model.dora_product import DoRAProduct
 from megatron.model.fake_quantize import FakeQuantizeProduct
-from megatron.model.lora_product import LoRAProduct
+from megatron.model.lora_product import DoRAProduct, LoRAProduct
 from megatron.model.sparse_product import SparseProduct
 from megatron.mpu.linear_product import LinearProduct
 from megatron.settings.schema import Model

@@ -15,8 +15,7 @@ With `--use-dora` (arXiv:2402.09353) a pair gives the directions of the weight's
 
     y = c (x W^T + alpha / rank x dropout(x) A^T B^T)     c = (|W| + M) / |W + alpha / rank x B A|, a number for each row
 
-M starts at 0: PEFT's magnitude is |W| + M. As there, c's denominator has no gradient. The products:
-`model/dora_product.py`.
+M starts at 0: PEFT's magnitude is |W| + M. As there, c's denominator has no gradient.
 """
 
 import math

@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple, Optional
 
 from megatron.errors import SettingsError, UsageError, did_you_mean
 from megatron.model.weights import Table
+from megatron.settings.declare import Needs
 from megatron.settings.schema import Model, setting
 
 HEADS, FFN, HIDDEN, EXPERTS = "heads", "ffn", "hidden", "experts"
@@ -43,7 +44,9 @@ class PruningOptions:
         "fraction of the heads (or key-value groups) and of the MLP channels of each layer that goes", None
     )
     prune_skip: Optional[str] = setting(
-        "what --prune-ratio leaves alone: heads or ffn, or the file of tools.sensitivity --output", None
+        "what --prune-ratio leaves alone: heads or ffn, or the file of tools.sensitivity --output",
+        None,
+        needs=Needs("--prune-ratio", lambda s: s.prune_ratio is not None),
     )
 
 

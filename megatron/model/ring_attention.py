@@ -31,8 +31,7 @@ from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
 from megatron.fused_kernels.explicit_attention import Rectangle, Scores
-from megatron.fused_kernels.partial_attention import merge
-from megatron.fused_kernels.sinks import gradient_of_sinks
+from megatron.fused_kernels.partial_attention import gradient_of_sinks, merge
 from megatron.mpu import collectives
 from megatron.mpu.chunks import chunk_pairs, own_chunks, part_of_chunks, parts_between, ring_distances
 from megatron.mpu.mesh import Axis

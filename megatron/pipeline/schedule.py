@@ -286,7 +286,7 @@ def _groups(pp: int, num_microbatches: int) -> list[range]:
     return [range(start, end) for start, end in zip(ends, ends[1:])]
 
 
-@lru_cache(maxsize=8)  # every rank takes its row of the same plan, at every step
+@lru_cache(maxsize=64)  # every rank takes its row of the same plan, at every step; a search, of many plans
 def _packed(pp: int, num_microbatches: int, limit: int, beside: bool = False) -> tuple[tuple[Op, ...], ...]:
     """A V-shaped schedule by simulation: at each tick every idle rank runs its first op with available inputs.
 

@@ -9,7 +9,11 @@ A *stage* is a piece of consecutive layers; a rank holds one or more of them, it
 embedding, the last one the final norm, the output layer and the loss; either may have no layer.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import Optional
 
 from megatron.errors import SettingsError
@@ -32,7 +36,7 @@ class Pipeline:
     chunks: int  # stages of a rank
     stages: StageMap  # stage -> (rank, chunk)
     layers: tuple[range, ...]  # stage -> global numbers of its layers
-    custom: Optional[CustomSchedule] = None
+    custom: Optional[CustomSchedule] = field(default=None, hash=False)  # it has lists
     turns: bool = False  # forward and backward passes take turns (--overlap-moe-expert-parallel-comm, or & in a file)
 
     @classmethod
@@ -77,7 +81,13 @@ class Pipeline:
 
     def stages_of(self, rank: int) -> list[int]:
         """Stages of a rank, by chunk."""
-        return [stage for _, stage in sorted((chunk, n) for n, (at, chunk) in enumerate(self.stages) if at == rank)]
+        return list(self._of_ranks[rank])
+
+    @cached_property
+    def _of_ranks(self) -> dict[int, list[int]]:
+        """The stages of each rank, by chunk."""
+        places = sorted((rank, chunk, stage) for stage, (rank, chunk) in enumerate(self.stages))
+        return {rank: [stage for *_, stage in own] for rank, own in groupby(places, key=itemgetter(0))}
 
     def describe(self, num_microbatches: int) -> str:
         """A line with the layers of each rank, the bubble and the live activations.
@@ -344,3 +354,27 @@ def _near(num_layers: int, number: int, extra: int) -> str:
 
 def _or(values) -> str:
     return " or ".join(map(str, values))
+
+
+def balanced(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[int]:
+    """The number of layers of each stage, at least one: minimizes the largest cost of a stage, then the sum of squares.
+    first, last: additional cost of the first and last stage.
+
+    >>> balanced([1.0, 1.0, 1.0, 0.5, 0.5, 0.5], 3)
+    [1, 2, 3]
+    >>> balanced([1.0] * 4 + [0.41] * 4, 2, last=1.0)
+    [3, 5]
+    """
+    total = [0.0, *accumulate(costs)]
+    count, best = len(costs), {(0, 0): (0.0, 0.0, ())}  # (stages, layers) so far -> (most, squares, counts)
+    for stage in range(1, stages + 1):
+        ends = (first if stage == 1 else 0.0) + (last if stage == stages else 0.0)
+        for layers in range(stage, count - (stages - stage) + 1):
+            options = []
+            for before in range(stage - 1, layers):
+                if (stage - 1, before) in best:
+                    most, squares, counts = best[stage - 1, before]
+                    own = total[layers] - total[before] + ends
+                    options.append((max(most, own), squares + own * own, (*counts, layers - before)))
+            best[stage, layers] = min(options)
+    return list(best[stages, count][2])

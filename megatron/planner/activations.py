@@ -6,8 +6,10 @@ Tests compare with `torch.autograd.graph.saved_tensors_hooks`.
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 from megatron.model.facts import Bytes, Facts
+from megatron.model.layer_ops import RankSetup
 from megatron.model.recompute_plan import recompute_groups
 from megatron.planner.layout import Job, Layout
 from megatron.settings.schema import Recompute
@@ -15,8 +17,15 @@ from megatron.settings.schema import Recompute
 
 def stage_saved_bytes(job: Job, layout: Layout, layers: Sequence[int], first: bool, last: bool) -> Bytes:
     """Bytes saved in one pass of a micro-batch through the layers of a stage (by their index in the whole network)."""
-    facts, share, kept = job.facts, layout.rank_setup(job), Bytes()
-    for (design, modules), count in repeated(facts, layout.recompute, layers, together=True).items():
+    return Bytes(_stage_saved_bytes(job.facts, layout.rank_setup(job), layout.recompute, layers, first, last))
+
+
+@lru_cache(maxsize=65536)
+def _stage_saved_bytes(
+    facts: Facts, share: RankSetup, settings: Recompute, layers: Sequence[int], first: bool, last: bool
+) -> Bytes:
+    kept = Bytes()
+    for (design, modules), count in repeated(facts, settings, layers, together=True).items():
         for name, size in facts.layer_saved_bytes(design.share(share), design.kind, modules).items():
             kept[name] += count * size
     kept.update(facts.ends_saved_bytes(share, first, last))
@@ -44,15 +53,23 @@ def repeated(facts: Facts, settings: Recompute, layers: Sequence[int], together:
 
 def deferred(job: Job, layout: Layout, layers: Sequence[int]) -> int:
     """Bytes of the inputs and output gradients of these layers' deferred products (zero-bubble W)."""
-    share = layout.rank_setup(job)
-    designs = Counter(map(job.facts.design_of, layers))
-    return sum(count * job.facts.deferred_saved_bytes(one.share(share), one.kind) for one, count in designs.items())
+    return _deferred(job.facts, layout.rank_setup(job), layers)
+
+
+@lru_cache(maxsize=65536)
+def _deferred(facts: Facts, share: RankSetup, layers: Sequence[int]) -> int:
+    designs = Counter(map(facts.design_of, layers))
+    return sum(count * facts.deferred_saved_bytes(one.share(share), one.kind) for one, count in designs.items())
 
 
 def workspace(job: Job, layout: Layout, layers: Sequence[int]) -> int:
     """Peak bytes that the backward pass of one of these layers needs in addition to saved ones."""
-    r, share = layout.recompute, layout.rank_setup(job)
-    together = (r.recompute_num_layers or 1) if r.recompute_method != "block" else 1
-    designs = set(map(job.facts.design_of, layers))
-    each = (job.facts.layer_workspace(one.share(share), one.kind, r.modules, together) for one in designs)
+    return _workspace(job.facts, layout.rank_setup(job), layout.recompute, tuple(layers))
+
+
+@lru_cache(maxsize=65536)
+def _workspace(facts: Facts, share: RankSetup, settings: Recompute, layers: tuple[int, ...]) -> int:
+    together = (settings.recompute_num_layers or 1) if settings.recompute_method != "block" else 1
+    designs = set(map(facts.design_of, layers))
+    each = (facts.layer_workspace(one.share(share), one.kind, settings.modules, together) for one in designs)
     return max(each, default=0)

@@ -15,6 +15,7 @@ from megatron.model.weights import Table
 from megatron.mpu.placement import BUFFER_BYTES, DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.mpu.selection import Selection
 from megatron.optimizer.flat import aligned, unit_size
+from megatron.pipeline.stages import Pipeline
 from megatron.planner.layout import Cuts, Job, Layout
 
 Sizes = Mapping[str, int]  # axis -> ranks (`Layout.data_sizes`), or a rank's index on it (`Mesh.coordinates`)
@@ -147,15 +148,19 @@ class Units(tuple):
         return Counter(self)
 
     @cached_property
-    def _sizes(self) -> dict[tuple[int, int], int]:
+    def _sizes(self) -> dict[tuple, int]:
         return {}
+
+    def _cached(self, what: str, sizes: Sizes, size_of: Callable[[UnitSizes], int]) -> int:
+        """A size of all units together, which the axes that shard them decide."""
+        key = what, sizes[DATA_PARALLEL[1]], sizes[EXPERT_DATA_PARALLEL[1]]
+        if key not in self._sizes:
+            self._sizes[key] = self.total(size_of)
+        return self._sizes[key]
 
     def padded(self, sizes: Sizes) -> int:
         """Elements of all buffers of trained parameters."""
-        key = sizes[DATA_PARALLEL[1]], sizes[EXPERT_DATA_PARALLEL[1]]
-        if key not in self._sizes:
-            self._sizes[key] = self.total(lambda unit: unit.padded(sizes))
-        return self._sizes[key]
+        return self._cached("padded", sizes, lambda unit: unit.padded(sizes))
 
     def total(self, size_of: Callable[[UnitSizes], int]) -> int:
         """A size of all units together."""
@@ -163,11 +168,11 @@ class Units(tuple):
 
     def padded_frozen(self, sizes: Sizes) -> int:
         """Elements of all buffers of frozen parameters."""
-        return self.total(lambda unit: unit.padded_frozen(sizes) if unit.frozen else 0)
+        return self._cached("frozen", sizes, lambda unit: unit.padded_frozen(sizes) if unit.frozen else 0)
 
     def owned(self, sizes: Sizes) -> int:
         """Trained elements in a rank's shard."""
-        return self.total(lambda unit: unit.owned(sizes))
+        return self._cached("owned", sizes, lambda unit: unit.owned(sizes))
 
     def whole(self, sizes: Sizes) -> bool:
         """Whether the shard of a rank is all that it holds."""
@@ -184,12 +189,16 @@ LayerOf = tuple[LayerDesign, frozenset[str]]  # the design of a layer, and the n
 
 def rank_units(job: Job, layout: Layout, rank: int) -> Units:
     """The units of a pipeline rank's chunks."""
-    pipeline = layout.pipeline(job.facts.num_layers)
+    return _rank_units(job.facts, job.selection, layout.cuts, layout.sp, layout.pipeline(job.facts.num_layers), rank)
+
+
+@lru_cache(maxsize=65536)
+def _rank_units(facts: Facts, selection: Selection, cuts: Cuts, sp: bool, pipeline: Pipeline, rank: int) -> Units:
     last = len(pipeline.stages) - 1
     stages = tuple((pipeline.layers[stage], stage == 0, stage == last) for stage in pipeline.stages_of(rank))
-    own = tuple((layers_of(job.facts, job.selection, layers), *ends) for layers, *ends in stages)
-    held = sorted(n for layers, *_ in stages for n in layers) if job.facts.settings.kd_hidden_projections else ()
-    return _units(job.facts, job.selection, layout.cuts, layout.sp, own, tuple(held))
+    own = tuple((layers_of(facts, selection, layers), *ends) for layers, *ends in stages)
+    held = sorted(n for layers, *_ in stages for n in layers) if facts.settings.kd_hidden_projections else ()
+    return _units(facts, selection, cuts, sp, own, tuple(held))
 
 
 def first_units(job: Job, layout: Layout, layers: int, last: bool) -> Units:

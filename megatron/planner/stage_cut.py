@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import cache
 from heapq import nsmallest
 
-from megatron.model.balance import balanced
 from megatron.model.t5 import stages as t5_stages
+from megatron.pipeline.stages import balanced
 from megatron.planner import target
 from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster, end_costs, layer_costs, step

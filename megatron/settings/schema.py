@@ -13,6 +13,7 @@ The settings need no torch, and do not read the command line or the environment:
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Optional
 
@@ -53,6 +54,12 @@ GROUPS = dict(
     planner=Planner,
     profiling=Profiling,
 )
+
+
+@lru_cache
+def _names(group: type) -> frozenset[str]:
+    """The settings of a group."""
+    return frozenset(one.name for one in fields(group))
 
 
 @dataclass(frozen=True)
@@ -118,8 +125,8 @@ class Config:
         """A copy with these values, and a record of their source. by: the flag or feature that derives them."""
         statements, groups = dict(self.statements), {}
         for name, group in self.groups.items():
-            own = {one.name: values[one.name] for one in fields(group) if one.name in values}
-            changed = {key: value for key, value in own.items() if value != getattr(group, key)}
+            own = _names(type(group))
+            changed = {key: value for key, value in values.items() if key in own and value != getattr(group, key)}
             if changed:
                 groups[name] = replace(group, **changed)
             for key, value in changed.items():

@@ -35,14 +35,20 @@ class CreateOptions:
     json_keys: Optional[list[str]] = setting("key whose text is taken (default: text)", None, "--json-key")
     split_sentences: bool = setting("one sequence per sentence instead of one per document", False)
     sentence_splitter: Literal["auto", "nltk", "sentencex"] = setting(
-        "of text that is not --chinese; auto: nltk, as PaddleNLP, where it has its punkt data", "auto"
+        "of text that is not --chinese; auto: nltk, as PaddleNLP, where it has its punkt data",
+        "auto",
+        needs="split_sentences",
     )
-    lang: str = setting("language of --split-sentences", "english")
-    chinese: bool = setting("sentences of --split-sentences are lines", False)
+    lang: str = setting("language of --split-sentences", "english", needs="split_sentences")
+    chinese: bool = setting("sentences of --split-sentences are lines", False, needs="split_sentences")
     cn_whole_word_segment: bool = setting("mark the inner characters of Chinese words, for masking whole words", False)
-    cn_seg_func: Literal["jieba", "lac", "seg"] = setting("what finds the words of --cn-whole-word-segment", "jieba")
+    cn_seg_func: Literal["jieba", "lac", "seg"] = setting(
+        "what finds the words of --cn-whole-word-segment",
+        "jieba",
+        needs=Needs("--cn-whole-word-segment", lambda s: s.cn_whole_word_segment and not s.cn_splited),
+    )
     cn_splited: bool = setting("the text is cut into words already: --cn-seg-func is not needed", False)
-    cn_split_dimer: str = setting("what stands between the words of --cn-splited text", " ")
+    cn_split_dimer: str = setting("what stands between the words of --cn-splited text", " ", needs="cn_splited")
     append_eod: bool = setting("put the end-of-document token after each document", False, "--append-eos")
     workers: int = setting("processes; the output does not depend on it", 1)
     on_bad_line: Literal["skip", "stop"] = setting("stop: end with exit code 4 at a line that is no document", "skip")
@@ -56,15 +62,6 @@ class CreateOptions:
     keep_newlines: ClassVar[bool] = False
 
 
-SENTENCES = Needs("--split-sentences", lambda s: s.split_sentences)
-WORDS = Needs("--cn-whole-word-segment", lambda s: s.cn_whole_word_segment)
-IDLE = dict(
-    sentence_splitter=SENTENCES,
-    lang=SENTENCES,
-    chinese=SENTENCES,
-    cn_seg_func=WORDS._replace(met=lambda s: s.cn_whole_word_segment and not s.cn_splited),
-    cn_split_dimer=Needs("--cn-splited", lambda s: s.cn_splited),
-)
 BOTH = Needs(  # WordPiece has one file
     "the other one of --vocab-file and --merge-file: --model-name names both",
     lambda s: s.merge_file and s.vocab_file or s.tokenizer in WORD_PIECE,
@@ -101,7 +98,7 @@ def main(argv: list[str]) -> None:
     of_tokenizer = idle_flags(
         vocabulary, given, declared("needs", vocabulary) | named, tokenizer=tokenizer_type(vocabulary)
     )
-    for sentence in [*idle_flags(settings, given, IDLE), *of_tokenizer]:
+    for sentence in [*idle_flags(settings, given), *of_tokenizer]:
         print(f"note: {sentence}", file=sys.stderr)
     tokenizer = make_tokenizer(settings, vocabulary)
     if settings.append_eod and tokenizer.eod is None:

@@ -42,14 +42,23 @@ class EvaluateOptions:
     task: Optional[Literal["WIKITEXT103", "WIKITEXT2", "LAMBADA"]] = setting(
         "a task on text, from --valid-data", None, "--cloze-eval~=LAMBADA"
     )
-    valid_data: Optional[str] = setting("file of the task: wiki.*.tokens, or lambada_test.jsonl", None, "--eval-path")
-    strict_lambada: bool = setting("LAMBADA: only the strict accuracy (default: both)", False)
+    valid_data: Optional[str] = setting(
+        "file of the task: wiki.*.tokens, or lambada_test.jsonl", None, "--eval-path", needs="task"
+    )
+    strict_lambada: bool = setting(
+        "LAMBADA: only the strict accuracy (default: both)",
+        False,
+        needs=Needs("--task LAMBADA", lambda s: s.task == "LAMBADA"),
+    )
     overlapping_eval: Optional[int] = setting(
         "new tokens of each window; smaller: more context, slower (default: 32 for WikiText, else the whole window)",
         None,
+        needs=Needs("--data-path or --task WIKITEXT103", lambda s: s.task != "LAMBADA"),
     )
     seq_length: Optional[int] = setting("tokens of a window (default: what the model can look at)", None)
-    max_tokens: Optional[int] = setting("look at no more than this many tokens of each --data-path", None)
+    max_tokens: Optional[int] = setting(
+        "look at no more than this many tokens of each --data-path", None, needs="data_path"
+    )
     micro_batch_size: int = setting("windows or passages side by side", 8, "--batch-size")
     tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp")
     pipeline_model_parallel_size: int = setting("ranks that share the layers", 1, "--pp")
@@ -63,14 +72,6 @@ class EvaluateOptions:
         "prefixes of the token files of training, where they have moved: their .contamination says which items they hold",
         None,
     )
-
-
-IDLE = {
-    "valid_data": Needs("--task", lambda s: s.task),
-    "strict_lambada": Needs("--task LAMBADA", lambda s: s.task == "LAMBADA"),
-    "overlapping_eval": Needs("--data-path or --task WIKITEXT103", lambda s: s.task != "LAMBADA"),
-    "max_tokens": Needs("--data-path", lambda s: s.data_path),
-}
 
 
 def main(argv: list[str], serves_training: bool = False) -> None:
@@ -87,7 +88,7 @@ def main(argv: list[str], serves_training: bool = False) -> None:
     settings, quantize = groups["evaluate"], groups["quantize"]
     with failing_in_users_words(given):
         check(settings, given)
-        idle = [*idle_flags(settings, given, IDLE), *idle_flags(quantize, given)]
+        idle = [*idle_flags(settings, given), *idle_flags(quantize, given)]
         for sentence in idle if rank_env.ranks().rank == 0 else ():
             print(f"note: {sentence}", file=sys.stderr)
         tp, pp = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size

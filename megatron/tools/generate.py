@@ -27,10 +27,10 @@ from megatron.guard.job import on_ranks
 from megatron.inference import generation_config
 from megatron.inference.expert_ranks import expert_parallel
 from megatron.inference.kernel_caches import bound_kernel_caches
-from megatron.inference.sampling import IDLE, Sampling, Search, asks_for_beams, cut_off
+from megatron.inference.sampling import Sampling, Search, asks_for_beams, cut_off
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
-from megatron.settings.declare import Needs
+from megatron.settings.declare import Needs, declared
 from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record, said
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
@@ -118,7 +118,7 @@ COMMON = tuple(
 
 
 DRAWN = {
-    "prompt_seeds": IDLE["sampling_seed"],
+    "prompt_seeds": declared("needs", Sampling)["sampling_seed"],
     "num_samples": Needs(
         "sampling or --num-beams: all texts of a prompt are the same", lambda s: s.beams > 1 or not s.is_greedy
     ),
@@ -158,7 +158,7 @@ def main(argv: list[str]) -> None:
         search.check(sampling, given)
         if asks_for_beams(given) and "length_penalty" not in given:
             notes.append("--length-penalty is 1: scores are means over tokens. PaddleNLP's default is 0, sums")
-        notes += idle_flags(sampling, given, IDLE, beams=search.num_beams)
+        notes += idle_flags(sampling, given, beams=search.num_beams)
         notes += idle_flags(groups["quantize"], given)
         notes += idle_flags(
             settings, given, DRAWN, **vars(sampling), is_greedy=sampling.is_greedy, beams=search.num_beams

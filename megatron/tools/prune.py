@@ -36,6 +36,8 @@ from megatron.settings.schema import setting
 from megatron.settings.statements import Statement, failing_in_users_words
 from megatron.storage.urls import UrlPath, location
 
+TEXT = Needs("--prune-criterion taylor or load", lambda s: s.prune_criterion in ON_TEXT)
+
 
 @dataclass(frozen=True)
 class ToolOptions:
@@ -44,27 +46,28 @@ class ToolOptions:
     load: str = setting("folder of checkpoints, or one checkpoint")
     save: str = setting("new folder for the checkpoint of the smaller model", MISSING, "--output")
     calibration_data: Optional[list[str]] = setting(
-        "taylor, load: prefixes of token files, or folders", None, "--data-path"
+        "taylor, load: prefixes of token files, or folders", None, "--data-path", needs=TEXT
     )
-    calibration_samples: int = setting("taylor, load: samples of --calibration-data, evenly spaced", 64, "--calib-size")
-    seq_length: Optional[int] = setting("taylor, load: tokens of a sample (default: what the model can look at)", None)
+    calibration_samples: int = setting(
+        "taylor, load: samples of --calibration-data, evenly spaced", 64, "--calib-size", needs=TEXT
+    )
+    seq_length: Optional[int] = setting(
+        "taylor, load: tokens of a sample (default: what the model can look at)", None, needs=TEXT
+    )
     tensor_model_parallel_size: Optional[int] = setting(
         "tensor parallel size that the smaller model is checked for (default: that of its training)", None, "--tp"
     )
     ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
     device: Literal["auto", "cpu", "cuda"] = setting(
-        "taylor, load: auto: CUDA where there is one", "auto", also=dict(gpu="cuda")
+        "taylor, load: auto: CUDA where there is one", "auto", also=dict(gpu="cuda"), needs=TEXT
     )
     precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting(
-        "taylor, load: format of the passes (default: as trained)", None, "--bf16=bf16", "--fp16=fp16"
+        "taylor, load: format of the passes (default: as trained)", None, "--bf16=bf16", "--fp16=fp16", needs=TEXT
     )
 
 
 # Settings of the smaller model that may differ from those of the larger one
 SHAPE = "num_layers num_experts hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size".split()
-TEXT = Needs("--prune-criterion taylor or load", lambda s: s.prune_criterion in ON_TEXT)
-IDLE = dict.fromkeys(("calibration_data", "calibration_samples", "seq_length", "device", "precision"), TEXT)
-IDLE |= {"prune_skip": Needs("--prune-ratio", lambda s: s.prune_ratio is not None)}
 
 
 def main(argv: list[str]) -> None:
@@ -148,7 +151,7 @@ def check(options: ToolOptions, how: PruningOptions, given: Mapping[str, Stateme
     if options.calibration_samples < 1:
         raise SettingsError(f"--calibration-samples {options.calibration_samples}: has to be at least 1")
     for group in (options, how):
-        for sentence in idle_flags(group, given, IDLE, **(vars(how) if group is options else {})):
+        for sentence in idle_flags(group, given, **(vars(how) if group is options else {})):
             print(f"note: {sentence}", file=sys.stderr)
 
 

@@ -17,12 +17,11 @@ from megatron.errors import PeerLost, SettingsError
 from megatron.guard.endings import guarded
 from megatron.inference import engine, sequence_engine
 from megatron.inference.engine import Engine
-from megatron.inference.generation import generate
+from megatron.inference.generation import generate, generate_targets
 from megatron.inference.load import load_model
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling, Search
 from megatron.inference.sequence_engine import SequenceEngine
-from megatron.inference.sequences import generate_targets
 from megatron.inference.stages import T5Stages, stages_of
 from megatron.model.recipe import named_recipe
 from megatron.model.t5.facts import T5Facts
@@ -84,7 +83,7 @@ def targets(folder, mesh=None, halves=(None, None)):
     """Those of each way of generating, on one process or on ranks of a mesh."""
     mesh = mesh or Mesh()
     model = load_model(str(folder), mesh=mesh, halves=halves).model
-    more = dict(longest=(16, 12), start=START, end=END, pp=mesh.pp)
+    more = dict(longest=(16, 12), start=START, end=END)
     return {name: generate_targets(model, SOURCES, *way, **more) for name, way in WAYS.items()}
 
 
@@ -276,7 +275,7 @@ def test_the_encoder_runs_once_and_a_step_is_one_token(encoder_decoder, run_rank
         model = load_model(str(encoder_decoder), mesh=mesh).model
         through = model.through
         model.through = lambda numbers, shape, run: sent.append((len(numbers), shape)) or through(numbers, shape, run)
-        made = generate_targets(model, SOURCES, Sampling(4, greedy=True), longest=(16, 12), start=START, pp=mesh.pp)
+        made = generate_targets(model, SOURCES, Sampling(4, greedy=True), longest=(16, 12), start=START)
         layers = [sorted(map(int, chunk.blocks)) for chunk in model.chunks]
         return made, sent, layers
 
@@ -316,7 +315,7 @@ def test_a_rank_that_dies_leaves_nobody_waiting(encoder_decoder, run_ranks, tmp_
         began = time.monotonic()
         try:
             with guarded(Guard()):
-                generate_targets(model, SOURCES, Sampling(9), longest=(16, 12), start=START, pp=mesh.pp)
+                generate_targets(model, SOURCES, Sampling(9), longest=(16, 12), start=START)
         except PeerLost as lost:
             (tmp_path / f"{rank}").write_text(f"{time.monotonic() - began:.1f} {lost}")
 
@@ -406,7 +405,7 @@ def test_stages_find_hugging_faces_targets(run_ranks):
                 for name, parameter in chunk.named_parameters():
                     parameter.copy_(weights[name])
         greedy = Sampling(tokens_to_generate=12, greedy=True)
-        more = dict(longest=longest, start=START, pp=mesh.pp)
+        more = dict(longest=longest, start=START)
         return (
             generate_targets(model, whole.SOURCES, greedy, end=END, **more),
             generate_targets(model, whole.SOURCES, greedy, Search(4), **more),

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron.errors import DataError, SettingsError
+from megatron.inference.generation import generate_targets
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling, Search
 from megatron.inference.sequence_engine import SequenceEngine, bytes_of_a_target
-from megatron.inference.sequences import generate_targets
 from tests.models.test_t5_oracle import CASES, SOURCE, TARGET, V, ours_of
 
 LONGEST, START, END = (SOURCE, TARGET), 0, 1

@@ -10,9 +10,10 @@ import torch
 
 from megatron.errors import DataError, SettingsError
 from megatron.inference import prompts
+from megatron.inference.generation import generate_targets
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling, Search
-from megatron.inference.sequences import generate_targets, padded
+from megatron.inference.sequence_engine import padded
 from megatron.model.recipe import named_recipe
 from megatron.model.t5.hf_names import matches
 from megatron.tools import generate as tool

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.fused_kernels.autocast import Autocast
-from megatron.model.experts import balancing
+from megatron.model.experts import routing
 from megatron.model.experts.parts import capacity, expert_sums
 from megatron.model.experts.replay import RoutingRecord, attach
 from megatron.model.experts.router import Router
@@ -118,14 +118,14 @@ def test_places_count_from_zero_for_each_expert_and_padding_comes_last():
 def test_sinkhorn_is_that_of_megatron_core_and_skips_padding():
     (case,) = of("sinkhorn")
     logits = tensor(case["logits"])
-    torch.testing.assert_close(balancing.sinkhorn(logits), tensor(case["scores"]), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(routing.sinkhorn(logits), tensor(case["scores"]), rtol=1e-4, atol=1e-7)
     made = router(**SINKHORN, hidden_size=4)
     made.weight.data.copy_(torch.eye(4))  # its inputs are its logits
     chosen, plain = tensor(case["scores"]).topk(1).indices, logits.topk(1).indices
     assert torch.equal(made(logits.unsqueeze(1)).experts, chosen) and not torch.equal(chosen, plain)
     assert torch.equal(made.eval()(logits.unsqueeze(1)).experts, plain)
     counted = torch.arange(10) < 7
-    torch.testing.assert_close(balancing.sinkhorn(logits, counted)[:7], balancing.sinkhorn(logits[:7]))
+    torch.testing.assert_close(routing.sinkhorn(logits, counted)[:7], routing.sinkhorn(logits[:7]))
 
 
 @pytest.mark.full
@@ -233,7 +233,7 @@ def test_losses_count_the_best_scores_without_the_bias_and_loads_are_exact():
 
 def test_bias_is_moved_by_the_sign_of_the_load():
     (case,) = of("bias")
-    moved = balancing.moved_bias(tensor(case["before"]), torch.tensor(case["loads"]), 1e-3)
+    moved = routing.moved_bias(tensor(case["before"]), torch.tensor(case["loads"]), 1e-3)
     torch.testing.assert_close(moved, tensor(case["after"]), rtol=1e-6, atol=0)
     made = router(dtype=torch.bfloat16, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
     assert made.expert_bias.dtype == torch.float32

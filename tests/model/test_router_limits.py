@@ -12,7 +12,7 @@ import torch
 import pretrain_gpt
 from megatron.model.attention import ForwardContext
 from megatron.model.command_line import parse_any
-from megatron.model.experts import balancing
+from megatron.model.experts import routing
 from megatron.model.experts.expert_rules import RULES
 from megatron.model.experts.layer import MoELayer
 from megatron.model.experts.parts import balance_loss, capacity
@@ -42,7 +42,7 @@ def test_the_balance_of_few_tokens(tokens):
 def test_columns_and_rows_of_sinkhorn_are_even_whatever_the_logits(counted):
     """Also where dozens of passes are needed, and with padding. Each token that counts has 1/n, each expert 1/E of all."""
     logits = tensor([[9.0, 0, 0], [9, 1, 0], [9, 0, 1], [8, 0, 0], [8, 2, 0], [7, 0, 3]])
-    scores = balancing.sinkhorn(logits, counted, tolerance=1e-7)
+    scores = routing.sinkhorn(logits, counted, tolerance=1e-7)
     own = scores if counted is None else scores[counted]
     torch.testing.assert_close(own.sum(0), torch.full((3,), 1 / 3), rtol=1e-3, atol=0)
     torch.testing.assert_close(own.sum(1), torch.full((len(own),), 1 / len(own)), rtol=1e-3, atol=0)
@@ -57,8 +57,8 @@ def test_sinkhorn_goes_on_until_columns_stay_as_they_are():
         before, columns = columns, 1 / (3 * (rows[:, None] * cost).sum(0))
         if (columns - before).abs().mean() < 1e-6:
             break
-    assert 40 < passes < balancing.MOST_PASSES
-    found = balancing.sinkhorn(logits, tolerance=1e-6)
+    assert 40 < passes < routing.MOST_PASSES
+    found = routing.sinkhorn(logits, tolerance=1e-6)
     torch.testing.assert_close(found.double(), columns * cost * rows[:, None], rtol=1e-4, atol=1e-8)
 
 

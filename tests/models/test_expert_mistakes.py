@@ -19,7 +19,7 @@ from megatron.checkpoint import folder as checkpoint_folder
 from megatron.convert import fitted, megatron_export
 from megatron.errors import Failure
 from megatron.model import language_model
-from megatron.model.experts import balancing, grouped, parts, router, routing
+from megatron.model.experts import grouped, parts, router, routing
 from megatron.model.gpt import facts, hf_names
 from megatron.model.gpt.hf_match import Match
 from megatron.mpu import collectives, mappings
@@ -270,7 +270,7 @@ def buffer_in_bf16(name: str) -> Plant:
 
 def moved_in_floats(patch):
     moved = lambda bias, loads, rate: bias + rate * (loads.float().mean() - loads.float()).sign()
-    patch.setattr(balancing, "moved_bias", moved)
+    patch.setattr(router, "moved_bias", moved)
 
 
 def padding_counts(patch):

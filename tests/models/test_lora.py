@@ -23,9 +23,8 @@ from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
 from megatron.model import weights
 from megatron.model.command_line import parse_any
-from megatron.model.dora_product import DoRAProduct
 from megatron.model.lora import own_weights
-from megatron.model.lora_product import LoRAProduct
+from megatron.model.lora_product import DoRAProduct, LoRAProduct
 from megatron.mpu.deferred_wgrad import WeightGradStore, run_deferred_wgrads
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.mesh import Mesh

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from megatron.model.command_line import parse_any
-from megatron.model.dora_product import DoRAProduct
 from megatron.model.fake_quantize import FakeQuantizeProduct
 from megatron.model.linear_kinds import chosen, with_own_weights
 from megatron.model.linear_products import products_of
-from megatron.model.lora_product import LoRAProduct
+from megatron.model.lora_product import DoRAProduct, LoRAProduct
 from megatron.model.sparse_product import SparseProduct
 from megatron.model.weights import add_prefix, column, take_prefix
 from megatron.mpu.layers import ColumnParallelLinear

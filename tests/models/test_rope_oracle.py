@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.data.loader import MicroBatch
+from megatron.inference.generation import generate_targets
 from megatron.inference.sampling import Sampling
-from megatron.inference.sequences import generate_targets
 from megatron.model.command_line import parse_any
 from megatron.model.recipe import recipe_of
 from megatron.model.t5.layers import DecoderCache

@@ -22,7 +22,7 @@ def test_from_corpus_to_a_task(copy, bash):
     counted = re.search(r"naive Bayes\): ([\d.]+)%", said)[1]
     assert "Look at runs/quickstart_t5/report.html and runs/quickstart_t5/task.html" in said
     page, of_task = ((run / name).read_text() for name in ("report.html", "task.html"))
-    assert "Loss in training and validation" in page and "____" in page
+    assert '"title":"Loss"' in page and "____" in page
     assert re.search(r'<div class="tile"><b>[\d.]+</b><span>([^<]*)', of_task)[1] == "accuracy and macro_f1"
     accuracy = float(re.search(r"<td>accuracy, validation</td><td>([\d.]+) at", of_task)[1])
     assert accuracy == pytest.approx(float(right) / 100, abs=6e-4) and "Confusion matrix" in of_task

@@ -105,7 +105,7 @@ class OverStep(Balancing):
 
 
 class Sinkhorn(Balancing):
-    """Chooses by scores of which each expert gets as many as any other (`balancing.sinkhorn`)."""
+    """Chooses by scores of which each expert gets as many as any other (`routing.sinkhorn`)."""
 
     chooses = True
 

@@ -14,10 +14,20 @@ from typing import NamedTuple, Optional
 import torch
 from torch import nn
 
-from megatron.model.experts import balancing
 from megatron.model.experts.dispatch import Counts
 from megatron.model.experts.parts import DROPPED, ENTROPY, ROUTER_Z_LOSS, capacity, ways_of
-from megatron.model.experts.routing import choice_of, choose, count_experts, normalized_scores, places_of, weights_of
+from megatron.model.experts.routing import (
+    choice_of,
+    choose,
+    count_experts,
+    entropy,
+    moved_bias,
+    normalized_scores,
+    places_of,
+    router_z_loss,
+    sinkhorn,
+    weights_of,
+)
 from megatron.model.experts.weights import router
 from megatron.model.weights import Table
 from megatron.mpu import collectives, mappings
@@ -107,7 +117,7 @@ class Router(nn.Module):
         """Once a step, when the loads are those of all ranks: move the expert bias, and count from 0 again."""
         self.last_load = self.load.clone()
         if "expert_bias" in self.placements:
-            moved = balancing.moved_bias(self.expert_bias, self.load, self.model.moe_router_bias_update_rate)
+            moved = moved_bias(self.expert_bias, self.load, self.model.moe_router_bias_update_rate)
             self.expert_bias.copy_(moved)
         self.load.zero_()
         for way in self.ways.values():
@@ -164,8 +174,8 @@ class Router(nn.Module):
         return choose(logits, self.choice, self.expert_bias if "expert_bias" in self.placements else None)
 
     def sinkhorn(self, logits: torch.Tensor, counted: Optional[torch.Tensor]) -> torch.Tensor:
-        """See `balancing.sinkhorn`."""
-        return balancing.sinkhorn(logits, counted, self.total)
+        """See `routing.sinkhorn`."""
+        return sinkhorn(logits, counted, self.total)
 
     def _kept(self, experts: torch.Tensor, flat: torch.Tensor, rows: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
         """Which pairs fit into the capacity of their expert; None: all."""
@@ -196,10 +206,10 @@ class Router(nn.Module):
     def _sums(self, logits, scores, mask: Optional[torch.Tensor], memo: Memo) -> dict[str, torch.Tensor]:
         values = {self.ways[kind].label: self.ways[kind].loss(scores, loads) for kind, loads in memo.loads.items()}
         if self.model.moe_z_loss_coeff:
-            values[ROUTER_Z_LOSS] = balancing.router_z_loss(logits)
+            values[ROUTER_Z_LOSS] = router_z_loss(logits)
         if memo.kept is not None:
             values[DROPPED] = (~memo.kept).float().mean(-1).view(logits.shape[:2])
-        values[ENTROPY] = balancing.entropy(scores.detach())
+        values[ENTROPY] = entropy(scores.detach())
         return {name: self._sum(value.float(), mask) for name, value in values.items()}
 
     def _sum(self, values: torch.Tensor, mask: Optional[torch.Tensor]) -> torch.Tensor:

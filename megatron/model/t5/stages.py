@@ -11,12 +11,11 @@ from dataclasses import replace
 from typing import Optional
 
 from megatron.errors import SettingsError
-from megatron.model.balance import balanced
 from megatron.model.t5.facts import T5Facts, even
 from megatron.model.t5.settings import SHORT, T5Settings, own_settings
 from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import TRAINING
-from megatron.pipeline.stages import LAYERS_EACH, chunks_of
+from megatron.pipeline.stages import LAYERS_EACH, balanced, chunks_of
 from megatron.settings.declare import dashed
 from megatron.settings.schema import Config, Parallel
 
