@@ -307,7 +307,7 @@ def write(
     """
     from megatron.inference.answers import Asked, answered
     from megatron.inference.load import open_tokenizer
-    from megatron.tokenizer.rows import tokenless
+    from megatron.tokenizer.embedding_rows import tokenless
 
     loaded = load_one_model(
         settings.load,
