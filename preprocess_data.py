@@ -81,7 +81,7 @@ COMMON = (
 
 def main(argv: list[str]) -> None:
     start = time.perf_counter()
-    from megatron.settings.effects import idle_flags
+    from megatron.settings.declare import idle_flags
     from megatron.settings.parse import parse_with_record
 
     groups = dict(preprocess=PreprocessOptions, tokenizer=TokenizerSettings)
@@ -95,8 +95,7 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
 
     from megatron.data.json_input import find_sources
-    from megatron.data.preprocess import preprocess
-    from megatron.data.preprocess_output import Reporter, print_totals
+    from megatron.data.preprocess import preprocess_and_report
     from megatron.tokenizer import build_tokenizer, padded_vocab_size, tokenizer_type
 
     find_sources(settings.input)  # what is not there is told before a vocabulary is read
@@ -112,14 +111,7 @@ def main(argv: list[str]) -> None:
     print(f" > padded vocab (size: {size}) with {padded - size} dummy tokens (new size: {padded})")
     print(f"Vocab size: {size}")
     print(f"Output prefix: {settings.output_prefix}", flush=True)
-    reporter = Reporter(settings.log_interval)
-    try:
-        totals = preprocess(settings, tokenizer, log=lambda line: print(line, flush=True), report=reporter)
-    except KeyboardInterrupt:
-        print("\ninterrupted: nothing was written", file=sys.stderr)
-        sys.exit(130)
-    reporter.end()
-    print_totals(totals, time.perf_counter() - start)
+    preprocess_and_report(settings, tokenizer, start)
 
 
 def check(settings: PreprocessOptions) -> PreprocessOptions:

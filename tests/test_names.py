@@ -33,7 +33,7 @@ KNOW_GPT = {  # file pattern -> why it may name GPT
     "megatron/training/datasets.py": "the module of Megatron-LM's order of samples makes --mock-data",
     "megatron/data/gpt_dataset.py": "Megatron-LM's name of this order of samples",
     "megatron/data/masked_dataset.py": "the module of that order divides and mixes files",
-    "megatron/data/places.py": "reads the maps of that order of samples backwards",
+    "megatron/data/find_documents.py": "reads the maps of that order of samples backwards",
     "megatron/training/document_trace.py": "reads the maps of that order of samples backwards",
     "megatron/data/epochs.py": "the module of that order says what is read",
     "megatron/convert/*": "models of other programs",

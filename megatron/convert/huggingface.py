@@ -49,7 +49,7 @@ from megatron.storage.new_folder import new_folder
 from megatron.telemetry import progress
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.rows import RowsTokenizer, within
+from megatron.tokenizer.embedding_rows import RowsTokenizer, within
 from megatron.tokenizer.transformers_files import auto_tokenizer
 
 CLIENT = "transformers"

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Optional
 
+from megatron.corpus.counts import text_bytes
 from megatron.corpus.documents import CUT, DROPPED, SHARD, ShardWriter, names_of, read_documents
-from megatron.corpus.figures import text_bytes
 from megatron.corpus.stage import Counts, Document, Made, StagePhase, Verdict, of_each_shard, options_of
 from megatron.data.contamination import Cutting, NgramIndex, Screen, Screening
 from megatron.errors import DataError, SettingsError

@@ -18,7 +18,7 @@ from typing import Any, Optional
 
 from megatron.corpus.agenda import Agenda, folders_done, read_quarantine
 from megatron.corpus.commit import RECEIPT, read_receipt, remove_dead_attempts, this_process
-from megatron.corpus.figures import removed_lines, summed
+from megatron.corpus.counts import removed_lines, summed
 from megatron.corpus.plan import LIST, LISTS, TASKS, CorpusPlan, save_lists
 from megatron.errors import DataError
 from megatron.storage.durable import replace_file, storage_errors, sync_folder

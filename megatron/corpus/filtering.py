@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 import xxhash
 
+from megatron.corpus.counts import bucket, text_bytes
 from megatron.corpus.documents import SHARD, ShardWriter, encode, read_documents
-from megatron.corpus.figures import bucket, text_bytes
 from megatron.corpus.registry import load
 from megatron.corpus.stage import Document, Verdict
 from megatron.errors import DataError, Failure

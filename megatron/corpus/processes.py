@@ -12,8 +12,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -22,6 +20,7 @@ from itertools import starmap
 from typing import Optional, TypeVar
 
 from megatron.errors import Failure
+from megatron.storage.processes import die_with_parent
 
 Result = TypeVar("Result")
 
@@ -76,13 +75,9 @@ def _begin(parent: int, memory: Optional[int], work: Optional[Callable] = None) 
             resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     if work:
         _HELD["work"] = work
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that
         os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def end(pool: ProcessPoolExecutor) -> None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
+from megatron.corpus.counts import text_bytes
 from megatron.corpus.documents import SHARD, ShardWriter, decode, encode, join_shards
-from megatron.corpus.figures import text_bytes
 from megatron.data.json_input import (
     BYTE_ORDER_MARK,
     BadLine,

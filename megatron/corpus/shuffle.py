@@ -31,8 +31,8 @@ from typing import Any, Optional
 import numpy as np
 import xxhash
 
+from megatron.corpus.counts import text_bytes
 from megatron.corpus.documents import ShardWriter, decode
-from megatron.corpus.figures import text_bytes
 from megatron.corpus.lines import lines
 from megatron.corpus.stage import Counts, Made, StagePhase, TaskInputs, of_each_shard
 from megatron.errors import DataError

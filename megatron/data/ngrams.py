@@ -54,7 +54,7 @@ def ngram_hashes(words: np.ndarray, n: int) -> np.ndarray:
 
 def all_ngram_hashes(words: np.ndarray, lengths: Sequence[int]) -> Iterator[np.ndarray]:
     """`ngram_hashes` for several values of n."""
-    forward, back = _powers(OF_WORDS, len(words) + 1)
+    forward, back = powers(OF_WORDS, len(words) + 1)
     sums = np.zeros(len(words) + 1, np.uint64)
     np.cumsum(words * forward[: len(words)], out=sums[1:])
     for n in lengths:
@@ -106,7 +106,7 @@ def _words_of_chunk(kind: np.ndarray, values: np.ndarray, at: int) -> WordSpans:
         first[1:] &= ~inside[:-1]
         last[:-1] &= ~inside[1:]
     starts, ends = np.flatnonzero(first), np.flatnonzero(last) + 1
-    forward, back = _powers(OF_CHARACTERS, len(kind))
+    forward, back = powers(OF_CHARACTERS, len(kind))
     sums = np.zeros(len(kind) + 1, np.uint64)
     values *= forward[: len(kind)]
     np.cumsum(values, out=sums[1:])
@@ -123,12 +123,12 @@ def _mixed(hashes: np.ndarray) -> np.ndarray:
     return hashes
 
 
-def _powers(base: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+def powers(base: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """(base^i, base^-i) for i below `count` or more, mod 2^64."""
     return _table_of_powers(base, max(CHUNK, 1 << (count - 1).bit_length() if count else 1))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def _table_of_powers(base: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     tables = []
     for factor in (base, pow(base, -1, 1 << 64)):

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import selectors
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from megatron.data.contamination import NgramIndex, Screen
 from megatron.data.formats import FORMATS
 from megatron.data.json_input import BadLine, Source, find_sources, parse_line, read_blocks, read_range
 from megatron.data.preprocess_encode import BlockEncoder, cache_memory
-from megatron.data.preprocess_output import Totals, Written, finish, output_prefixes, replaced
+from megatron.data.preprocess_output import Reporter, Totals, Written, finish, output_prefixes, print_totals, replaced
 from megatron.data.preprocess_worker import BLOCK, FRAME, Feed, Files, Ranges, Shared, TextBlock, Worker
 from megatron.data.sentences import make_splitter
 from megatron.data.workspace import Workspace, storage_error
@@ -94,6 +95,18 @@ def preprocess(
             team.shared, partitions, workspace, form, encoder.screen, sources if encoder.origins else None
         )
         return finish(settings, tokenizer, dtype, written, time.perf_counter() - started)
+
+
+def preprocess_and_report(settings, tokenizer: Tokenizer, start: float, split: Callable | None = None) -> None:
+    """`preprocess` for a command: with progress lines, and totals at the end. start: of the command, `perf_counter`."""
+    reporter = Reporter(settings.log_interval)
+    try:
+        totals = preprocess(settings, tokenizer, lambda line: print(line, flush=True), reporter, split=split)
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing was written", file=sys.stderr)
+        sys.exit(130)
+    reporter.end()
+    print_totals(totals, time.perf_counter() - start)
 
 
 def divide(sources: list[Source], workers: int | None, block_size: int = BLOCK) -> Ranges | Files | Feed:

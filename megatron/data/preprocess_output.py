@@ -22,7 +22,7 @@ from megatron.data.vocabulary import tokenizer_identity
 from megatron.data.workspace import Workspace, append_file, publish, write_at
 from megatron.errors import DataError
 from megatron.storage.durable import replace_file
-from megatron.telemetry.figures import size
+from megatron.telemetry.figures import duration, size
 from megatron.tokenizer.base import Tokenizer
 
 COMPANIONS = (origin.ENDING, contamination.ENDING)  # optional files next to token files
@@ -284,11 +284,6 @@ class Reporter:
     def end(self) -> None:
         if self.terminal and self.last >= 0:
             print(file=sys.stderr)
-
-
-def duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
 def print_totals(totals, seconds: float) -> None:

@@ -292,7 +292,7 @@ def check_vocabulary(
 
     Raises SettingsError for another vocabulary than the model's, because all scores would be wrong.
     """
-    from megatron.tokenizer.rows import has_learned, is_own, within
+    from megatron.tokenizer.embedding_rows import has_learned, is_own, within
 
     learned = loaded.record.get("vocabulary")
     if has_learned(loaded.record, tokenizer) is False:

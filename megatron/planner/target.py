@@ -148,7 +148,7 @@ def vocabulary_of(config: Config) -> tuple[int, str]:
         from megatron.settings.from_checkpoint import found_record
         from megatron.settings.rules import tokenizer_type
         from megatron.tokenizer import build_tokenizer
-        from megatron.tokenizer.rows import rows_of, rows_of_model
+        from megatron.tokenizer.embedding_rows import rows_of, rows_of_model
 
         kind = t.tokenizer_type or tokenizer_type(t, config.data)
         try:

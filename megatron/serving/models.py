@@ -84,7 +84,7 @@ def service_of(settings: ServeSettings, whole: list[Weights]):
     from megatron.serving.served_model import ServedModel
     from megatron.serving.server import Service
     from megatron.tokenizer.chat_template import find_template, template_folders
-    from megatron.tokenizer.rows import tokenless
+    from megatron.tokenizer.embedding_rows import tokenless
 
     metrics, models, background = ServeMetrics(), {}, []
     options, limits, _, given = settings

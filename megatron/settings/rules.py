@@ -11,7 +11,7 @@ ranks) and `s.head` (width of a head).
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import cache
 from os.path import realpath
 from types import MappingProxyType, SimpleNamespace
@@ -90,21 +90,22 @@ def _open_size(settings: schema.Config) -> list[str]:
 
 def _out_of_range(settings: schema.Config) -> tuple[dict[str, str], schema.Config]:
     """Violations of ranges, and the settings with harmless values instead, so that other rules can be checked."""
-    violations = {}
+    violations, groups, given = {}, {}, settings.given_words
     for name in schema.GROUPS:
         group = getattr(settings, name)
-        wrong = out_of_range(group, settings.given_words)
-        violations |= wrong
-        counts = {name for name in wrong if isinstance(getattr(group, name), int)}  # optional numbers may be needed too
-        harmless = {
-            field.name: 1
-            if field.default is MISSING or field.default is None and field.name in counts
-            else field.default
-            for field in fields(group)
-            if field.name in wrong
-        }
-        settings = replace(settings, **{name: replace(group, **harmless)})
-    return violations, settings
+        if wrong := out_of_range(group, given):
+            violations |= wrong
+            groups[name] = replace(
+                group,
+                **{one.name: _harmless(one, getattr(group, one.name)) for one in fields(group) if one.name in wrong},
+            )
+    return violations, replace(settings, **groups)
+
+
+def _harmless(field: Field, value: object) -> object:
+    """A value in range for a setting; optional numbers may be needed, too."""
+    optional_count = field.default is None and isinstance(value, int)
+    return 1 if field.default is MISSING or optional_count else field.default
 
 
 @cache

@@ -48,7 +48,7 @@ class Backbone:
 
     model_type: type of its recipe
     module:     "module:class" of its model, a `LanguageModel` with `of(config, mesh, facts, **stage)`
-    reader:     "module:class" of the conversion of texts to arrays (`texts.TextReader`)
+    reader:     "module:class" of the conversion of texts to arrays (`readers.TextReader`)
     pooled:     the token whose state is the head's input: "last" of the text (causal models), or "first"
     poolings:   other values that --pooling may have
     replaced:   units that the head replaces
@@ -147,7 +147,7 @@ def multiple_above(number: int, size: int) -> int:
 # A row for each kind of model. A bidirectional trunk pools its first token ([CLS]), an encoder-decoder the first output of
 # its decoder, or the mean of its encoder's outputs, without a decoder (arXiv:2108.08877).
 DEFAULT = "GPT"
-_MODEL, _READER = "megatron.model.{}.module:{}", "megatron.tasks.texts:{}Reader"
+_MODEL, _READER = "megatron.model.{}.module:{}", "megatron.tasks.readers:{}Reader"
 _CLOZE = "megatron.tasks.cloze:{}Cloze"
 BACKBONES = {
     "GPT": Backbone(

@@ -20,13 +20,14 @@ from megatron.model.recipe import LM_LOSS, Recipe, named_recipe
 from megatron.model.t5.t5_rules import refused
 from megatron.settings.declare import Needs, dashed
 from megatron.settings.from_checkpoint import saved_record, settings_of_shape, shape_of
-from megatron.settings.rules import NEVER, Rule
+from megatron.settings.rules import Rule
 from megatron.settings.schema import GROUPS, Config
 from megatron.settings.statements import Statement
 from megatron.storage.urls import location
+from megatron.tasks import finetune
 from megatron.tasks.chat_samples import EncodedTexts, TextEncoder, conversation_samples, end_of_turn, pair_samples
 from megatron.tasks.chat_settings import DPO_LOSS, GROUP, REWARDS, ChatSettings, chat_settings
-from megatron.tasks.finetune import LENGTHS, SAID_OTHERWISE, beginning, from_pretrained
+from megatron.tasks.finetune import LENGTHS, beginning, drop_said_otherwise, from_pretrained, no_token_files
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.chat_template import ChatTemplate, find_template, template_folders
 from megatron.training.hooks import Hook
@@ -34,10 +35,7 @@ from megatron.training.hooks import Hook
 MODEL_TYPE = "megatron.tasks.chat"
 SPLITS = ("train", "valid", "test")
 DEFAULTS = dict(
-    dataloader_type="cyclic",
-    full_validation=True,
-    eval_interval=NEVER,
-    num_workers=1,
+    finetune.DEFAULTS,
     lr=2e-5,
     min_lr=0.0,
     lr_decay_style="cosine",
@@ -139,15 +137,7 @@ CHAT_RULES = (
     *refused(
         "reset_position_ids reset_attention_mask eod_mask_loss", "conversations are kept apart by --packing itself"
     ),
-    *(
-        Rule(
-            lambda s, name=name: name in s.paths,
-            lambda s, name=name: (
-                f"--{name}-data-path is for token files, as pretraining has them; conversations are --{name}-data"
-            ),
-        )
-        for name in SPLITS
-    ),
+    *no_token_files("conversations are"),
 )
 TOKEN_FILES = Needs("token files, as pretraining has them: those of conversations are read whole", lambda s: False)
 ALL_TALKS = Needs("batches to count: all conversations of a file are evaluated", lambda s: False)
@@ -183,9 +173,7 @@ def defaults(statements: Mapping[str, Statement]) -> dict[str, Any]:
         chosen["train_epochs"] = EPOCHS.get(task, 1)
     if chosen.get("train_epochs") or values.get("train_epochs"):
         chosen["eval_epoch"] = 1
-    for name, others in SAID_OTHERWISE.items():
-        if set(others) & set(values):
-            chosen.pop(name, None)
+    drop_said_otherwise(chosen, values)
     return chosen
 
 

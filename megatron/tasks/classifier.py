@@ -20,9 +20,9 @@ from megatron.mpu.mesh import Axis
 from megatron.mpu.random import Dropout
 from megatron.tasks.backbones import HEAD
 from megatron.tasks.cloze import CHOICES, GAP
+from megatron.tasks.readers import HIDDEN, LENGTHS
 from megatron.tasks.samples import ABOVE, BELOW, OF_SAMPLES, OPTIONS, SHARES
-from megatron.tasks.span_samples import ENDS
-from megatron.tasks.texts import HIDDEN, LENGTHS
+from megatron.tasks.spans import ENDS
 
 LOSS, TOKENS = "loss", "tokens"  # names of the last stage's sums
 NEVER = -1e9  # the score of a missing option

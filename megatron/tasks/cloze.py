@@ -28,8 +28,8 @@ from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.model.t5.facts import T5Facts
 from megatron.settings.schema import Config
 from megatron.tasks.description import Task
+from megatron.tasks.readers import TOKENS, SampleReader
 from megatron.tasks.samples import sample_arrays
-from megatron.tasks.texts import TOKENS, SampleReader
 
 GAP = "gap"  # array of a sample: the position of a label's first token
 CHOICES = "choices"  # array of a sample: the tokens of all labels, as id + 1; 0: padding

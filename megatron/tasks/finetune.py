@@ -88,6 +88,19 @@ def recipe() -> Recipe:
     )
 
 
+def no_token_files(words: str) -> tuple[Rule, ...]:
+    """The rules that --train-data-path and its like, of pretraining, are not given. words: of what --train-data has"""
+    return tuple(
+        Rule(
+            lambda s, name=name: name in s.paths,
+            lambda s, name=name: (
+                f"--{name}-data-path is for token files, as pretraining has them; {words} --{name}-data"
+            ),
+        )
+        for name in ("train", "valid", "test")
+    )
+
+
 def groups() -> dict[str, type]:
     """Settings of the task, and of the shapes of all trunks."""
     return {GROUP: TaskSettings, **shape_groups()}
@@ -200,15 +213,7 @@ TASK_RULES = (
         lambda s: finds_spans(s) and s.seq_length < 8,
         lambda s: f"--seq-length {s.seq_length} must be at least 8: a question and a part of its text",
     ),
-    *(
-        Rule(
-            lambda s, name=name: name in s.paths,
-            lambda s, name=name: (
-                f"--{name}-data-path is for token files, as pretraining has them; the task's file is --{name}-data"
-            ),
-        )
-        for name in ("train", "valid", "test")
-    ),
+    *no_token_files("the task's file is"),
     Rule(
         lambda s: own(s).backbone != DEFAULT and s.seq_length < 4,
         lambda s: f"--seq-length {s.seq_length} must be at least 4: special tokens take part of it",
@@ -389,7 +394,7 @@ def build_datasets(config, tokenizer, vocab_size, sizes, log):
 
 def span_datasets(examples_by_split, tokenizer, reader, log):
     """(train, valid, test) samples of a task whose answers are pieces of a text."""
-    from megatron.tasks.span_samples import SpanSamples
+    from megatron.tasks.spans import SpanSamples
 
     made = [
         examples and SpanSamples(examples, tokenizer, reader, whole=split != "train")
@@ -414,29 +419,26 @@ def cloze_of(config, tokenizer, vocab_size):
 
 def mock_datasets(config, tokenizer, vocab_size, sizes, log):
     """Mock samples with the same arrays."""
-    settings, common = task_settings(config), (vocab_size, config.logging.seed)
+    settings = task_settings(config)
     task, soft = open_task(settings).task, bool(settings.soft_labels)
+
+    def made(kind: type, *own, **more) -> tuple:
+        common = (*own, vocab_size, config.logging.seed)
+        return tuple(kind(size, *common, split, **more) if size else None for split, size in enumerate(sizes))
+
     if settings.pet_pattern is not None:
         from megatron.tasks.pet import MockPatterns
 
-        cloze, more = cloze_of(config, None, vocab_size), dict(task=None if finds_words(settings) else task, soft=soft)
-        return tuple(
-            MockPatterns(size, cloze, *common, split, **more) if size else None for split, size in enumerate(sizes)
-        )
+        chosen = None if finds_words(settings) else task
+        return made(MockPatterns, cloze_of(config, None, vocab_size), task=chosen, soft=soft)
     from megatron.tasks.samples import MockTaskSamples
-    from megatron.tasks.span_samples import MockSpanSamples
+    from megatron.tasks.spans import MockSpanSamples
 
     reader = find_backbone(settings.backbone).reader_class().of(config, None, vocab_size)
     if task.spans:
-        return tuple(
-            MockSpanSamples(size, reader, *common, split) if size else None for split, size in enumerate(sizes)
-        )
+        return made(MockSpanSamples, reader)
     hidden = reader.hidden_word(None) if settings.word_dropout > 0 else None
-    more = dict(hidden=hidden, soft=soft)
-    return tuple(
-        MockTaskSamples(size, task, reader, *common, split, **more) if size else None
-        for split, size in enumerate(sizes)
-    )
+    return made(MockTaskSamples, task, reader, hidden=hidden, soft=soft)
 
 
 def arrays(config, vocab_size):
@@ -452,7 +454,7 @@ def arrays(config, vocab_size):
 
     text = backbone.reader_class().arrays(config, vocab_size)
     if open_task(settings).task.spans:
-        from megatron.tasks.span_samples import span_arrays
+        from megatron.tasks.spans import span_arrays
 
         return span_arrays(text, config.model.seq_length)
     return sample_arrays(open_task(settings).task, text, settings.word_dropout > 0, soft)
@@ -506,12 +508,17 @@ def defaults(statements: Mapping[str, Statement]) -> dict[str, Any]:
     asked = [name for name in LENGTHS if name in values] or [name for name in LENGTHS if name in of_task]
     asked = asked or ["train_epochs"]
     chosen = {name: value for name, value in chosen.items() if name not in LENGTHS or name in asked}
-    for name, others in SAID_OTHERWISE.items():
-        if set(others) & set(values):
-            chosen.pop(name, None)
+    drop_said_otherwise(chosen, values)
     if "train_epochs" in asked:
         chosen.setdefault("eval_epoch", 1)
     return chosen
+
+
+def drop_said_otherwise(chosen: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Remove the defaults of what other settings specify. values: those that are given"""
+    for name, others in SAID_OTHERWISE.items():
+        if set(others) & set(values):
+            chosen.pop(name, None)
 
 
 def _settings_of(name: str, said: str) -> dict[str, Any]:

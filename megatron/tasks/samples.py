@@ -12,7 +12,7 @@ from megatron.data.labelled import pair_lengths
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.tasks.description import Task
 from megatron.tasks.examples import Examples, TaskExample
-from megatron.tasks.texts import HIDDEN, Arrays, Ids, TextReader
+from megatron.tasks.readers import HIDDEN, Arrays, Ids, TextReader
 
 ABOVE, BELOW = "above", "below"  # the target of a regression: its positive and its negative part
 SHARES = "shares"  # probabilities of classes as the target

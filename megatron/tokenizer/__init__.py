@@ -13,7 +13,7 @@ from megatron.errors import DataError, SettingsError, did_you_mean
 from megatron.settings.declare import dashed
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer.base import SENTINEL, SPECIAL, Tokenizer
-from megatron.tokenizer.named import kind_of, with_files
+from megatron.tokenizer.vocabulary_folders import kind_of, with_files
 
 TYPES = {  # --tokenizer-type -> module with `build`, required settings
     "GPT2BPETokenizer": ("byte_level", ("vocab_file", "merge_file")),

@@ -118,11 +118,11 @@ class Tokenizer:
 
     @property
     def whole(self) -> "Tokenizer":
-        """The tokenizer with all of its tokens, whatever a model has (`rows.RowsTokenizer`)."""
+        """The tokenizer with all of its tokens, whatever a model has (`embedding_rows.RowsTokenizer`)."""
         return self
 
     def refuse(self, ids: Iterable[int], where: str = "the text") -> None:
-        """Raise DataError for an id that the model has no row for (`rows.RowsTokenizer`): here there is none."""
+        """Raise DataError for an id that the model has no row for (`embedding_rows.RowsTokenizer`): here there is none."""
 
     @property
     def begin(self) -> Optional[int]:

@@ -27,6 +27,7 @@ from megatron.errors import DataError, SettingsError, UsageError, did_you_mean, 
 from megatron.settings.declare import dashed
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
+from megatron.telemetry.figures import WIDE, table
 from megatron.telemetry.figures import size as in_units
 
 PROG = "python -m megatron.tools.corpus"
@@ -120,9 +121,9 @@ def _last_plan(asked: CorpusOptions):
 
 
 def run(words: list[str], asked: CorpusOptions) -> None:
+    from megatron.corpus.counts import summary
     from megatron.corpus.driver import FINAL, counts_by_phase
     from megatron.corpus.driver import run as drive
-    from megatron.corpus.figures import summary
     from megatron.corpus.plan import save_plan
     from megatron.corpus.runners.local import run_local, workers_for
 
@@ -379,7 +380,7 @@ def _estimate_lines(rows, facts, asked: EstimateOptions) -> list[str]:
 
     reads: paths that a task is called with; from all: GB read of lists, of which each task takes a part
     """
-    table = [_HEAD] + [
+    cells = [
         [
             row.name,
             f"{row.tasks:,}",
@@ -397,19 +398,12 @@ def _estimate_lines(rows, facts, asked: EstimateOptions) -> list[str]:
         ]
         for row in rows
     ]
-    widths = [max(len(row[at]) for row in table) for at in range(len(_HEAD))]
-    text = [
+    sums = {name: sum(getattr(row, name) for row in rows) for name in ("files", "opened", "shuffled", "written")}
+    return [
         f"{facts.text / 1e12:g} TB of JSON lines, {_short(facts.documents)} documents, {facts.shards:,} shards; "
         f"{asked.nodes} nodes, {facts.workers:,} tasks at a time",
         "",
-    ]
-    for row in table:
-        text.append(
-            "  ".join(cell.ljust(w) if not at else cell.rjust(w) for at, (cell, w) in enumerate(zip(row, widths)))
-        )
-    sums = {name: sum(getattr(row, name) for row in rows) for name in ("files", "opened", "shuffled", "written")}
-    return [
-        *text,
+        table(cells, _HEAD, width=WIDE),
         "",
         f"time: {facts.seconds:,.0f} s ({facts.seconds / 3600:.2f} h), after {facts.digest_seconds:,.0f} s in which the "
         "driver reads the input for its digests",

@@ -16,8 +16,7 @@ from dataclasses import MISSING, dataclass, replace
 from typing import ClassVar, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, run_main
-from megatron.settings.declare import Needs, declared
-from megatron.settings.effects import idle_flags
+from megatron.settings.declare import Needs, declared, idle_flags
 from megatron.settings.groups.tokenizer import WORD_PIECE
 from megatron.settings.positional import refuse_below
 from megatron.settings.schema import TokenizerSettings, setting
@@ -90,8 +89,7 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
 
     from megatron.data.json_input import find_sources
-    from megatron.data.preprocess import preprocess
-    from megatron.data.preprocess_output import Reporter, print_totals
+    from megatron.data.preprocess import preprocess_and_report
     from megatron.tokenizer import tokenizer_type
 
     find_sources(settings.input)  # report missing files before reading a vocabulary
@@ -106,15 +104,7 @@ def main(argv: list[str]) -> None:
         print(f"note: {tokenizer.name} has no token that ends a document: nothing is appended, as in PaddleNLP")
         settings = replace(settings, append_eod=False)
     print(f"> {tokenizer.name}, {tokenizer.vocab_size} tokens", flush=True)
-    reporter = Reporter(settings.log_interval)
-    split = make_split(settings)
-    try:
-        totals = preprocess(settings, tokenizer, lambda line: print(line, flush=True), reporter, split=split)
-    except KeyboardInterrupt:
-        print("\ninterrupted: nothing was written", file=sys.stderr)
-        sys.exit(130)
-    reporter.end()
-    print_totals(totals, time.perf_counter() - start)
+    preprocess_and_report(settings, tokenizer, start, make_split(settings))
 
 
 def take_mark(argv: list[str]) -> tuple[list[str], Optional[str]]:

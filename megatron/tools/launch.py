@@ -26,7 +26,7 @@ import threading
 import time
 import uuid
 from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Optional
 
@@ -44,6 +44,7 @@ from megatron.errors import (
 from megatron.guard import processes
 from megatron.guard.command import config_of
 from megatron.guard.exits import FOR_ANOTHER, judge, to_shell
+from megatron.guard.node_rendezvous import NodeRendezvous
 from megatron.guard.resume_command import COMMAND, last_checkpoint, module_command
 from megatron.guard.stacks import spans
 from megatron.settings.messages import replaced
@@ -363,7 +364,27 @@ def start(args: Namespace) -> None:
     config, program, words = torchrun.config_from_args(args)
     if threads is None:  # torchrun sets it to 1; ranks divide the cores themselves (mpu.initialize)
         os.environ.pop("OMP_NUM_THREADS", None)
+    store = None  # of node 0, for all
+    if args.rdzv_backend == "static" and config.max_nodes > 1 and not args.rdzv_endpoint:
+        place, patience = (args.master_addr, args.master_port, args.node_rank), patience_of(args.training_script_args)
+        note = lambda text: print(f"note: {text}", file=sys.stderr, flush=True)
+        store = NodeRendezvous(*place, config.max_nodes, patience, note).join()
     elastic_launch(config, program)(*words)
+    del store
+
+
+def patience_of(words: Sequence[str], default: float = 600.0) -> float:
+    """Seconds that nodes wait for each other: what the ranks do, --distributed-timeout-minutes.
+
+    >>> patience_of(["--lr", "1", "--distributed_timeout_minutes=0.5"]), patience_of([])
+    (30.0, 600.0)
+    """
+    pairs = [word.partition("=") for word in words]
+    for n, (flag, equals, value) in reversed(list(enumerate(pairs))):
+        if flag.replace("_", "-") == "--distributed-timeout-minutes":
+            with contextlib.suppress(ValueError, IndexError):
+                return 60 * float(value if equals else words[n + 1])
+    return default
 
 
 def failure_of(error: BaseException) -> BaseException:

@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -256,10 +257,14 @@ class Supervisor:
             code=code,
             restarts=number,
             after=self.delay,
+            host=socket.gethostname(),
         )
         rule = rule_of(self.events.rules, "restart_storm")
-        recent = [event for event in self.past_events(time.time() - 3600.0) if event["event"] == "restart"]
-        if len(recent) == int(rule.threshold) + 1 and not rule.off:  # once: the next ones say nothing new
+        past, here = self.past_events(time.time() - 3600.0), socket.gethostname()
+        # The supervisors of other hosts record the same restarts.
+        recent = [one for one in past if one["event"] == "restart" and one.get("host", here) == here]
+        known = any(one["event"] == "restart_storm" for one in past)
+        if len(recent) > rule.threshold and not known and not rule.off:  # once: the next ones say nothing new
             self.events.record(
                 "restart_storm",
                 f"{len(recent)} restarts within an hour; the last one: {attempt.ending_in_words}",

@@ -196,7 +196,7 @@ class Answers:
 
     def show_document(self, prefix: str, document: int, more: Optional[dict] = None) -> None:
         """Print a document and the steps that see it."""
-        from megatron.data.places import epoch_length, sequences_of_document
+        from megatron.data.find_documents import epoch_length, sequences_of_document
 
         tokens = self.trace.files[prefix]
         sequences = sequences_of_document(tokens, document)
@@ -236,7 +236,7 @@ class Answers:
 
     def show_text(self, text: str) -> None:
         """Print the documents that hold a text, and the steps that see them."""
-        from megatron.data.places import search, search_words, variants_of
+        from megatron.data.find_documents import search, search_words, variants_of
 
         if self.trace.tokenizer is None:
             raise SettingsError(
@@ -304,7 +304,7 @@ class Answers:
         return f"\n  {json.dumps(short, ensure_ascii=False)}"
 
     def _show_parts(self, launch, dataset, place: int, where: dict, words: str) -> None:
-        from megatron.data.places import document_of
+        from megatron.data.find_documents import document_of
 
         origin = dataset.origin(self.trace.index(launch, dataset, place))
         tokens = self.trace.files[origin.prefix]

@@ -21,7 +21,7 @@ from megatron.settings.batch import batch_size, total_iterations, total_samples
 from megatron.settings.declare import dashed
 from megatron.settings.statements import in_users_words
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.rows import RowsTokenizer, rows_of, rows_of_model, within
+from megatron.tokenizer.embedding_rows import RowsTokenizer, rows_of, rows_of_model, within
 from megatron.training.state import State
 
 

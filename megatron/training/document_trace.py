@@ -80,8 +80,8 @@ class DocumentTrace:
 
     def places(self, launch, prefix: str, sequences: range) -> np.ndarray:
         """The positions in the order of training (or of a split) with some sequences of a token file."""
+        from megatron.data.find_documents import find_places
         from megatron.data.loader import cyclic_order
-        from megatron.data.places import find_places
 
         dataset = self.dataset(launch)
         samples = find_places(dataset, prefix, sequences)
@@ -168,7 +168,7 @@ class DocumentTrace:
     @cached_property
     def files(self) -> dict[str, Any]:
         """The token files of all launches: prefix -> files."""
-        from megatron.data.places import files_of
+        from megatron.data.find_documents import files_of
 
         return {key: files for launch in self.launches for key, files in files_of(self.dataset(launch)).items()}
 

@@ -19,8 +19,8 @@ import pytest
 from megatron.corpus import commit, driver
 from megatron.corpus.agenda import Agenda, execute
 from megatron.corpus.commit import Digests
+from megatron.corpus.counts import summed
 from megatron.corpus.driver import check, clean, counts_by_phase, run
-from megatron.corpus.figures import summed
 from megatron.corpus.plan import TASKS, CorpusPlan, make_plan, save_lists
 from megatron.corpus.runners.local import run_local, workers_for
 from megatron.errors import DataError, SettingsError, StorageError

@@ -18,8 +18,8 @@ import zstandard
 
 from megatron.corpus import explain, registry
 from megatron.corpus import report as corpus_page
+from megatron.corpus.counts import summary
 from megatron.corpus.driver import counts_by_phase
-from megatron.corpus.figures import summary
 from megatron.corpus.plan import load_plan
 from megatron.data.contamination import NgramIndex
 from megatron.data.indexed import IndexedDataset

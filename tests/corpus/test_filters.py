@@ -10,9 +10,8 @@ import unicodedata
 import pytest
 
 from megatron.corpus.filters import FILTERS
-from megatron.corpus.filters.length import count_pieces
 from megatron.corpus.filters.repair import junk
-from megatron.corpus.filters.tasks import general_cleaning
+from megatron.corpus.filters.tasks import count_pieces, general_cleaning
 from megatron.corpus.registry import build_filter, load
 from megatron.corpus.stage import Verdict
 from megatron.errors import DataError, SettingsError, UsageError

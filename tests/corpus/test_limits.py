@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from megatron.corpus import commit, lines, near_duplicates
-from megatron.corpus.addresses import AddressLists, AddressRules
 from megatron.corpus.duplicates.compare import ComparedPairs, ShingleStore, doubtful
 from megatron.corpus.duplicates.pairs import load_pairs, save_pairs
 from megatron.corpus.duplicates.signatures import Signing
 from megatron.corpus.exact_substrings import ExactSubstringOptions, repeats, whole_windows
 from megatron.corpus.filters import FILTERS, language
 from megatron.corpus.filters.html import depth
+from megatron.corpus.filters.url import AddressLists, AddressRules
 from megatron.corpus.near_duplicates import PRESETS, NearDuplicateOptions
 from megatron.corpus.registry import build_filter, load
 from megatron.errors import DataError, SettingsError

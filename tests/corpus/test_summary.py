@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from megatron.corpus.counts import summary
 from megatron.corpus.driver import FINAL
-from megatron.corpus.figures import summary
 from megatron.errors import DataError
 from megatron.tools import corpus
 from tests.corpus.conftest import final_texts

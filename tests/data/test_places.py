@@ -4,10 +4,10 @@
 import numpy as np
 import pytest
 
+from megatron.data.find_documents import document_of, files_of, find_places, search, sequences_of_document
 from megatron.data.formats import open_tokens
 from megatron.data.gpt_dataset import build_datasets
 from megatron.data.indexed import write_index
-from megatron.data.places import document_of, files_of, find_places, search, sequences_of_document
 from megatron.errors import DataError
 from megatron.settings.schema import Data
 

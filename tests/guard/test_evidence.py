@@ -4,6 +4,8 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -116,3 +118,17 @@ def test_py_spy_sees_a_stopped_process(rank, tmp_path):
 def test_a_rank_that_has_ended_is_no_riddle(tmp_path):
     beat = Beat(3, "n7", 1, 1, 5, "F", 2, machine="another machine", ended=7)
     assert "is gone" in explain(evidence.standstills([beat], tmp_path, {}))[0]
+
+
+def test_a_request_for_stacks_that_comes_late_does_not_end_the_rank(tmp_path):
+    """A supervisor asks while the rank closes its heartbeat."""
+    lines = [
+        "import os, signal, sys",
+        "from megatron.guard.heartbeat import Heartbeat",
+        "beat = Heartbeat(sys.argv[1])",
+        "beat.close()",
+        "os.kill(os.getpid(), signal.SIGUSR2)",
+        "print('alive')",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines), str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout == "alive\n", done

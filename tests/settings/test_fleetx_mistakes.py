@@ -14,7 +14,7 @@ from megatron.settings.parse import parse, parse_pretrain, parse_with_record
 from megatron.settings.rules import violations
 from megatron.settings.schema import GROUPS
 from megatron.tasks import finetune
-from megatron.tokenizer import rows
+from megatron.tokenizer import embedding_rows
 from megatron.tools import evaluate, generate, translate
 from megatron.tools.export import ExportOptions
 
@@ -202,5 +202,7 @@ def test_a_pretrained_folder_that_is_not_there(tmp_path):
 
 def test_rows_without_a_token_are_a_note():
     tokens = lambda count: SimpleNamespace(vocab_size=count)
-    assert rows.tokenless(tokens(8192), 50304).startswith("42112 of 50304 rows of the embedding have no token")
-    assert rows.tokenless(tokens(50257), 50304) == "" == rows.tokenless(tokens(151669), 151936)
+    assert embedding_rows.tokenless(tokens(8192), 50304).startswith(
+        "42112 of 50304 rows of the embedding have no token"
+    )
+    assert embedding_rows.tokenless(tokens(50257), 50304) == "" == embedding_rows.tokenless(tokens(151669), 151936)

@@ -19,7 +19,7 @@ from megatron.settings.from_checkpoint import shape_of
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.presets import NAMES, SHAPES, known, preset, published_rows
 from megatron.settings.schema import Model
-from megatron.tokenizer.rows import rows_of
+from megatron.tokenizer.embedding_rows import rows_of
 from megatron.tools import plan
 from megatron.training.datasets import build_vocabulary
 

@@ -16,10 +16,19 @@ from torch.func import functional_call
 from megatron.errors import DataError, Failure
 from megatron.model.command_line import parse_any
 from megatron.tasks.finetune import recipe
+from megatron.tasks.readers import BertReader
 from megatron.tasks.settings import TaskSettings, examples_of
-from megatron.tasks.span_samples import SpanSamples, best_span
-from megatron.tasks.spans import LONGEST_ANSWER, exact, longest_common, overlap_f1, span_figures, units, windows
-from megatron.tasks.texts import BertReader
+from megatron.tasks.spans import (
+    LONGEST_ANSWER,
+    SpanSamples,
+    best_span,
+    exact,
+    longest_common,
+    overlap_f1,
+    span_figures,
+    units,
+    windows,
+)
 from megatron.training.rules import check
 from tests.tasks.test_backbones import CLS, LAYOUTS, SEP, WORDS, given, model_of, plain_loop  # noqa: F401
 from tests.tasks.test_finetune import TUNE, tune

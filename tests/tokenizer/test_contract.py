@@ -16,7 +16,7 @@ from megatron.inference import generation_config
 from megatron.inference.prompts import source_of
 from megatron.settings.schema import TokenizerSettings
 from megatron.tasks.chat import ends_note
-from megatron.tasks.texts import CausalReader
+from megatron.tasks.readers import CausalReader
 from megatron.tokenizer import build_tokenizer
 from tests.tokenizer.matrix.layouts import files_of, write
 from tests.tokenizer.plain import PlainTokenizer, letters

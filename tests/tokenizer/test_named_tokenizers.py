@@ -14,8 +14,8 @@ from megatron.errors import DataError, SettingsError, UsageError
 from megatron.settings.parse import parse, parse_pretrain
 from megatron.settings.schema import TokenizerSettings as Settings
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.named import with_files
 from megatron.tokenizer.segmenters import make_segmenter
+from megatron.tokenizer.vocabulary_folders import with_files
 from megatron.tokenizer.word_piece import lower_cased
 
 transformers = pytest.importorskip("transformers")

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -677,3 +678,22 @@ def wait_until(condition, job=None):
     while not condition():
         assert time.monotonic() < deadline and (job is None or job.poll() is None)
         time.sleep(0.05)
+
+
+def test_restarts_that_other_hosts_record_do_not_count():
+    """The supervisors of four hosts restart a job once: four records, and no storm."""
+    own, recorded = dict(event="restart", host=socket.gethostname()), []
+    past = [dict(event="restart", host=f"host{n}") for n in range(4)] + [own] * 3
+    events = SimpleNamespace(rules={}, record=lambda kind, *words, **fields: recorded.append(kind))
+    of = SimpleNamespace(
+        attempts=[None],
+        settings=SimpleNamespace(max_restarts=10),
+        events=events,
+        delay=1.0,
+        past_events=lambda since: past,
+    )
+    attempt = SimpleNamespace(code=7, last_step=3, ending_in_words="gone", cause="gone", why=None)
+    for more in ([], [own], [dict(event="restart_storm")]):
+        past += more
+        supervise.Supervisor.record_restart(of, attempt)
+    assert recorded == ["restart", "restart", "restart_storm", "restart"]

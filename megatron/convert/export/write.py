@@ -48,7 +48,7 @@ from megatron.storage.new_folder import check_free, new_folder
 from megatron.storage.urls import UrlPath, location
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import PROBES, Tokenizer
-from megatron.tokenizer.rows import RowsTokenizer
+from megatron.tokenizer.embedding_rows import RowsTokenizer
 
 Form = Literal["hf", "gguf", "onnx", "torch-export"]
 RECORD = "export.json"

@@ -14,11 +14,13 @@ from functools import cache
 
 import numpy as np
 
+from megatron.data.ngrams import powers
+
 FORMAT = 1  # of the hashes: a change invalidates saved fingerprints
 KINDS = ("characters", "words")
 
 _BASE = 0x9E3779B97F4A7C15
-_INVERSE = pow(_BASE, -1, 1 << 64)
+
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
 _PIECE = 1 << 15  # hashes that are computed together: their arrays fit into the cache of a core
 _SEPARATOR, _LETTER, _WORD = 0, 1, 2  # classes of code points
@@ -94,7 +96,7 @@ def word_bounds(codes: np.ndarray, punctuation: bool = False) -> tuple[np.ndarra
 
 def span_hashes(codes: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
     """A hash of each span of code points: a difference of prefix sums, shifted to the span's own start. [spans]"""
-    forward, backward = _powers(_power_of_two(len(codes) + 1))
+    forward, backward = powers(_BASE, len(codes) + 1)
     sums = np.zeros(len(codes) + 1, np.uint64)
     np.cumsum((codes.astype(np.uint64) + np.uint64(1)) * forward[: len(codes)], out=sums[1:])
     return mixed((sums[stops] - sums[starts]) * backward[starts])
@@ -150,24 +152,6 @@ def mixed(hashes: np.ndarray) -> np.ndarray:
 
 def _power(exponent: int) -> np.uint64:
     return np.uint64(pow(_BASE, exponent, 1 << 64))
-
-
-@cache
-def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """BASE^i and BASE^-i modulo 2^64 for i < count, a power of two."""
-    tables = []
-    for base in (_BASE, _INVERSE):
-        table = np.ones(count, np.uint64)
-        have = 1
-        while have < count:
-            table[have : 2 * have] = table[:have] * np.uint64(pow(base, have, 1 << 64))
-            have *= 2
-        tables.append(table)
-    return tables[0], tables[1]
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << max(least - 1, 1).bit_length()
 
 
 def _ends(lengths) -> np.ndarray:

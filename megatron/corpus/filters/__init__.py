@@ -17,7 +17,7 @@ FILTERS: dict[str, str] = {
     "c4-chinese": f"{_HERE}.c4:C4Chinese",
     "fineweb": f"{_HERE}.fineweb:FineWeb",
     "fineweb-chinese": f"{_HERE}.fineweb:FineWebChinese",
-    "megatron": f"{_HERE}.length:ShortDocuments",
+    "megatron": f"{_HERE}.tasks:ShortDocuments",
     "tasks": f"{_HERE}.tasks:CleaningTasks",
     "fasttext": f"{_HERE}.language:FastTextClassifier",
     "perplexity": f"{_HERE}.perplexity:PerplexityFilter",

@@ -26,6 +26,7 @@ from typing import Literal, Optional
 import numpy as np
 
 from megatron.corpus.stage import Document, Verdict
+from megatron.data.ngrams import powers
 
 WORD, LETTER, SPACE, HAN, VISIBLE, RUN, JOINER, NUMBER = (1 << bit for bit in range(8))  # bits of a character's class
 APOSTROPHES = (ord("'"), 0x2019)
@@ -38,8 +39,7 @@ HAN_RANGES = (
     (0x20000, 0x323B0),
 )
 _ANYWHERE = (ord("."), *APOSTROPHES)  # join any two characters of words; other joiners join digits
-BASE = 0x9E3779B97F4A7C15  # odd, so that its powers have inverses modulo 2^64
-INVERSE = pow(BASE, -1, 1 << 64)
+BASE = 0x9E3779B97F4A7C15  # of the hashes
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Words:
     @cached_property
     def sums(self) -> np.ndarray:
         """uint64 [tokens + 1]: prefix sums of hashes before each token, over all characters except white space."""
-        powers = powers_of(BASE, len(self.points))
+        forward, _ = powers(BASE, len(self.points))
         inside = np.flatnonzero((self.kinds & SPACE) == 0)
-        values = (self.points[inside] + np.uint64(1)) * powers[: len(inside)]
+        values = (self.points[inside] + np.uint64(1)) * forward[: len(inside)]
         totals = np.zeros(len(values) + 1, np.uint64)
         np.cumsum(values, out=totals[1:])
         return totals[self.places]
@@ -106,7 +106,7 @@ class Words:
     @cached_property
     def _shifts(self) -> np.ndarray:
         """uint64 [tokens]: factors that shift a sum from a token to the beginning of the text."""
-        return powers_of(INVERSE, len(self.points))[self.places[:-1]]
+        return powers(BASE, len(self.points))[1][self.places[:-1]]
 
 
 @lru_cache(maxsize=1)  # consecutive filters process the same text
@@ -156,18 +156,6 @@ def classes() -> np.ndarray:
         table[first:stop] |= HAN
     table.flags.writeable = False
     return table
-
-
-def powers_of(base: int, count: int) -> np.ndarray:
-    """uint64 [>= count]: base^0, base^1 ... modulo 2^64."""
-    return _powers(base, max(1 << 16, 1 << (count - 1).bit_length()))
-
-
-@lru_cache(maxsize=4)
-def _powers(base: int, count: int) -> np.ndarray:
-    powers = np.full(count, base, np.uint64)
-    powers[0] = 1
-    return np.multiply.accumulate(powers)
 
 
 Rule = tuple[str, float, Literal[False] | str]  # the figure's name, the figure, the reason to drop

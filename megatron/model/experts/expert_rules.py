@@ -133,7 +133,7 @@ RULES = (
     Rule(
         lambda s: _choosing(s) and (s.moe_router_num_groups or s.moe_router_enable_expert_bias),
         lambda s: (
-            f"--moe-router-load-balancing-type {_choosing(s)[0]} chooses experts by itself, without "
+            f"--moe-router-load-balancing-type {''.join(_choosing(s)[:1])} chooses experts by itself, without "
             "--moe-router-num-groups and --moe-router-enable-expert-bias"
         ),
     ),

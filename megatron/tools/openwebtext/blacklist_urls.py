@@ -23,7 +23,7 @@ from typing import Optional
 
 import xxhash
 
-from megatron.corpus.addresses import LONGEST, AddressRules, read_lists
+from megatron.corpus.filters.url import LONGEST, AddressRules, read_lists
 from megatron.corpus.lines import split
 from megatron.data.file_formats import COMPRESSIONS, SUFFIXES
 from megatron.data.json_input import Ahead, Source, compression_of, decompressed
