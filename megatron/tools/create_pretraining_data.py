@@ -17,8 +17,7 @@ from typing import ClassVar, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, run_main
 from megatron.settings import rank_env
-from megatron.settings.declare import Needs, declared
-from megatron.settings.effects import idle_flags
+from megatron.settings.declare import Needs, declared, idle_flags
 from megatron.settings.groups.tokenizer import WORD_PIECE
 from megatron.settings.positional import refuse_below
 from megatron.settings.schema import TokenizerSettings, setting
