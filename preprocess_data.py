@@ -81,7 +81,7 @@ COMMON = (
 
 def main(argv: list[str]) -> None:
     start = time.perf_counter()
-    from megatron.settings.effects import idle_flags
+    from megatron.settings.declare import idle_flags
     from megatron.settings.parse import parse_with_record
 
     groups = dict(preprocess=PreprocessOptions, tokenizer=TokenizerSettings)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from megatron.guard import processes
-from megatron.guard.heartbeat import LOOK, STACKS, STACKS_SIGNAL, Beat, ask
+from megatron.guard.heartbeat import LOOK, STACKS, STACKS_SIGNAL, Beat, ask, beat_path, stacks_path
 from megatron.guard.stacks import Frame, Standstill, parse, parse_spied
 from megatron.storage.processes import state
 
@@ -91,7 +91,7 @@ def request_stacks(beats: list[Beat], folder: Path) -> dict[int, Stacks]:
 
 
 def _path(folder: Path, rank: int) -> Path:
-    return folder / f"rank_{rank:05d}.stacks"
+    return stacks_path(beat_path(folder, rank))
 
 
 def _size(folder: Path, rank: int) -> int:

@@ -77,7 +77,7 @@ class Heartbeat:
             return
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.path = self.folder / f"rank_{rank:05d}.beat"
+        self.path = beat_path(self.folder, rank)
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         if STACKS_SIGNAL is not None:
             self.stacks = stacks_path(self.path).open("wb", buffering=0)
@@ -214,6 +214,11 @@ class Heartbeat:
         elif self.stacks is not None:
             faulthandler.dump_traceback(self.stacks, all_threads=True)
             os.fsync(self.stacks.fileno())
+
+
+def beat_path(folder: Path, rank: int) -> Path:
+    """Path of the heartbeat of a rank."""
+    return folder / f"rank_{rank:05d}.beat"
 
 
 def stacks_path(beat: Path) -> Path:

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron.errors import DataError, Failure, Interrupted, Preempted
 from megatron.guard import processes
-from megatron.guard.heartbeat import read_beats
+from megatron.guard.heartbeat import beat_path, read_beats
 from megatron.guard.supervisor_mark import Mark, lost_supervisor
 from megatron.settings.batch import total_iterations
 from megatron.settings.schema import Config, from_record
@@ -250,7 +250,7 @@ def _beats(launch: dict) -> list[tuple]:
     """(heartbeat, its file) of each rank of this launch, if any."""
     folder = ((launch.get("config") or {}).get("guard") or {}).get("heartbeat_dir")
     beats = read_beats(Path(folder)) if folder and Path(folder).is_dir() else []
-    return [(beat, Path(folder) / f"rank_{beat.rank:05d}.beat") for beat in beats]
+    return [(beat, beat_path(Path(folder), beat.rank)) for beat in beats]
 
 
 def _total(config, mesh: dict, at: dict) -> Optional[int]:

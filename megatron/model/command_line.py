@@ -10,9 +10,8 @@ from megatron.model.lora import with_adapters
 from megatron.model.quantization import with_quantization
 from megatron.model.recipe import Recipe, named_recipe
 from megatron.model.sparsity import with_sparsity
-from megatron.settings.derivation import Derivation, derived
 from megatron.settings.parse import parse_pretrain, said
-from megatron.settings.schema import Config
+from megatron.settings.schema import Config, Derivation, derived
 
 
 def parse_any(

@@ -46,7 +46,7 @@ class Recipe:
     defaults:       of common settings: name -> value, or a function of the given settings (name -> `Statement`)
                     that returns it or None; or one function for all, which can also read the checkpoint
     rules:          invalid combinations of its settings (`settings.rules.Rule`)
-    idle:           name of a setting -> its condition for having an effect in this model (`settings.effects.Needs`)
+    idle:           name of a setting -> its condition for having an effect in this model (`settings.declare.Needs`)
     shares_sequences: its modules support `mesh.cp`: each of these ranks has some rows of every sequence
     schedules:      its own learning-rate schedules: name for --lr-decay-style -> function from the fraction of the decay
                     that is done (0 to 1) to the remaining learning rate (1: all, 0: --min-lr)

@@ -9,15 +9,15 @@
 
 Nothing else declares it: flag, help, YAML key, checks, record in checkpoints and line in docs/flags.md follow. Its name is
 its attribute, its key and (with dashes) its flag; a bool that is true by default becomes `--no-...`. Afterwards run
-`python -m megatron.tools.flag_docs --output docs/flags.md`.
+`python -m megatron.tools.flag_docs --output docs/flags.md`. A given setting whose condition (`Needs`) is not met is logged.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, field, fields
 from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Annotated, NamedTuple, Optional
+from typing import Annotated, Any, NamedTuple, Optional
 
 # What happens if a run resumes from a checkpoint with another value: another model, whose weights do not fit (refused with
 # --finetune, too); refused unless --override names it, because results would silently change; the same in training, and
@@ -99,3 +99,28 @@ def dashed(name: str) -> str:
 def negated(name: str) -> str:
     """The flag that switches a setting off."""
     return "--no-" + name.replace("_", "-")
+
+
+# Given settings without effect: harmless, and a sign that another one was forgotten. Each is logged once.
+
+
+def without_effect(s: SimpleNamespace, table: Mapping[str, Needs]) -> dict[str, str]:
+    """Name -> message, for each given setting that has no effect. s: `rules.record`"""
+    return {
+        name: f"{said.words} has no effect without {needs.words}"
+        for name in s.settings.statements
+        if (needs := table.get(name)) and (said := s.settings.given(name)) and said.is_request and not needs.met(s)
+    }
+
+
+def idle_flags(
+    group: object, said: Mapping[str, Any], table: Optional[Mapping[str, Needs]] = None, **more
+) -> list[str]:
+    """`without_effect` for a tool's group of settings.
+
+    said: setting -> `Statement`; table: conditions in the place of those of the group; more: other inputs of conditions
+    """
+    record = SimpleNamespace(statements=said, given=said.get)
+    table = declared("needs", group) if table is None else table
+    own = {name: needs for name, needs in table.items() if hasattr(group, name)}
+    return list(without_effect(SimpleNamespace(settings=record, **vars(group), **more), own).values())

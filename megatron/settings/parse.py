@@ -7,7 +7,7 @@ A setting takes its value from the last of: its default, the recipe's, a preset 
 a file (`--config run.yaml`), the command line. The environment sets nothing. Underscores in flags are dashes, every switch
 takes an optional value (`--bf16 true`), and all problems of a command line are reported together.
 
-    words.py       the command line as words            files.py, dialects/   files as words
+    argv.py        the command line as words            files.py, dialects/   files as words
     reader.py      words to statements                  statements.py         which statement wins
 """
 

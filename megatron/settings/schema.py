@@ -11,11 +11,11 @@ The settings need no torch, and do not read the command line or the environment:
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from megatron.settings.declare import setting
 from megatron.settings.groups.batch import AUTO, Batch
@@ -158,3 +158,32 @@ def from_record(record: dict, own_groups: Mapping[str, type] = MappingProxyType(
         **{name: made(own_groups.get(name, group), record.get(name, {})) for name, group in GROUPS.items()},
         extra={name: made(group, extra.get(name, {})) for name, group in own_groups.items() if name not in GROUPS},
     )
+
+
+# Values that follow from other settings. A list of derivations is in the order in which they are filled in:
+#   a command line is read:     `model.command_line.derivations`, by the recipe's model and what --lora-rank, ... imply
+#   a training starts:          `data.epochs.in_samples`, the length of --train-epochs
+#                               `planner.tuning.tuned`, a layout, if it is open
+#   its settings are checked:   `training.rules.DEFAULTS`, the defaults that other settings decide
+
+
+class Derivation(NamedTuple):
+    """reads, writes: names of settings; derive: (config, inputs of the list) -> config, by `Config.derive`"""
+
+    reads: str
+    writes: str
+    derive: Callable[..., Config]
+
+
+def default(reads: str, name: str, value: Callable[..., Any]) -> Derivation:
+    """The derivation of one setting. value: (config, inputs of the list) -> its value"""
+    return Derivation(
+        reads, name, lambda config, *inputs: config.derive("other settings", **{name: value(config, *inputs)})
+    )
+
+
+def derived(config: Config, derivations: Iterable[Derivation], *inputs: Any) -> Config:
+    """The settings with all values that follow from others."""
+    for one in derivations:
+        config = one.derive(config, *inputs)
+    return config

@@ -28,8 +28,7 @@ from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
 from megatron.model.recipe import facts_of
 from megatron.settings import rank_env
-from megatron.settings.declare import Count
-from megatron.settings.effects import idle_flags
+from megatron.settings.declare import Count, idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import GROUPS, Config, Model, Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, failing_in_users_words, words_of

@@ -16,8 +16,7 @@ from dataclasses import MISSING, dataclass, replace
 from typing import ClassVar, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, run_main
-from megatron.settings.declare import Needs, declared
-from megatron.settings.effects import idle_flags
+from megatron.settings.declare import Needs, declared, idle_flags
 from megatron.settings.groups.tokenizer import WORD_PIECE
 from megatron.settings.positional import refuse_below
 from megatron.settings.schema import TokenizerSettings, setting

@@ -19,7 +19,7 @@ from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, run_main
 from megatron.model.quantization import QuantizeOptions
-from megatron.settings.effects import idle_flags
+from megatron.settings.declare import idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import TokenizerSettings, setting
 from megatron.settings.statements import failing_in_users_words, given_values, in_users_words, words_of

@@ -30,8 +30,7 @@ from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.inference.sampling import Sampling, Search, asks_for_beams, cut_off
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
-from megatron.settings.declare import Needs, declared
-from megatron.settings.effects import idle_flags
+from megatron.settings.declare import Needs, declared, idle_flags
 from megatron.settings.parse import parse_with_record, said
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, failing_in_users_words, given_values, in_users_words, words_of

@@ -24,8 +24,7 @@ from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
-from megatron.settings.declare import dashed
-from megatron.settings.effects import idle_flags
+from megatron.settings.declare import dashed, idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import given_values

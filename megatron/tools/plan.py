@@ -22,8 +22,7 @@ from megatron.model import quantization
 from megatron.model.command_line import parse_with_options
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import schema
-from megatron.settings.declare import Count, Natural, Needs, Positive, declared
-from megatron.settings.effects import idle_flags
+from megatron.settings.declare import Count, Natural, Needs, Positive, declared, idle_flags
 from megatron.settings.parse import parse, said
 from megatron.settings.schema import setting
 from megatron.settings.statements import failing_in_users_words

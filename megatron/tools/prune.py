@@ -29,8 +29,7 @@ from megatron.model.pruning import (
     unit_words,
     untouched,
 )
-from megatron.settings.declare import Needs, dashed
-from megatron.settings.effects import idle_flags
+from megatron.settings.declare import Needs, dashed, idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import setting
 from megatron.settings.statements import Statement, failing_in_users_words

@@ -26,8 +26,7 @@ from megatron.model import quantization, sparsity
 from megatron.model.pruning import Criterion, ModelSizes
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
-from megatron.settings.declare import Needs, declared
-from megatron.settings.effects import idle_flags
+from megatron.settings.declare import Needs, declared, idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Model, Parallel, setting
 from megatron.settings.statements import failing_in_users_words

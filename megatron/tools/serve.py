@@ -33,7 +33,7 @@ from megatron.serving.settings import (
     read_keys,
 )
 from megatron.settings import rank_env
-from megatron.settings.effects import idle_flags
+from megatron.settings.declare import idle_flags
 from megatron.settings.schema import Parallel
 from megatron.settings.statements import failing_in_users_words
 from megatron.storage.processes import die_with_parent

@@ -21,10 +21,9 @@ from megatron.mpu.placement import Placement
 from megatron.optimizer import lr_schedule, optimizer_rules
 from megatron.pipeline import pipeline_rules, stages
 from megatron.settings import batch, rules, schema
-from megatron.settings.declare import dashed, declared
-from megatron.settings.derivation import default, derived
-from megatron.settings.effects import without_effect
+from megatron.settings.declare import dashed, declared, without_effect
 from megatron.settings.rules import Rule, divisors, either, said, tokenizer_type
+from megatron.settings.schema import default, derived
 from megatron.settings.statements import in_users_words
 
 # For recipes that do not divide sequences among ranks.

@@ -685,9 +685,15 @@ def test_restarts_that_other_hosts_record_do_not_count():
     own, recorded = dict(event="restart", host=socket.gethostname()), []
     past = [dict(event="restart", host=f"host{n}") for n in range(4)] + [own] * 3
     events = SimpleNamespace(rules={}, record=lambda kind, *words, **fields: recorded.append(kind))
-    of = dict(attempts=[None], settings=SimpleNamespace(max_restarts=10), events=events, delay=1.0)
+    of = SimpleNamespace(
+        attempts=[None],
+        settings=SimpleNamespace(max_restarts=10),
+        events=events,
+        delay=1.0,
+        past_events=lambda since: past,
+    )
     attempt = SimpleNamespace(code=7, last_step=3, ending_in_words="gone", cause="gone", why=None)
     for more in ([], [own], [dict(event="restart_storm")]):
         past += more
-        supervise.Supervisor.record_restart(SimpleNamespace(**of, past_events=lambda since: past), attempt)
+        supervise.Supervisor.record_restart(of, attempt)
     assert recorded == ["restart", "restart", "restart_storm", "restart"]

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable
 
+from megatron.settings.dialects.commands import PROMPT
 from megatron.settings.dialects.fleetx import DEFAULTS, TABLES
 from megatron.settings.dialects.fleetx_files import (
     COMMAND,
@@ -17,7 +18,6 @@ from megatron.settings.dialects.fleetx_files import (
     replaced,
 )
 from megatron.settings.dialects.fleetx_joint import problem_text, translate_entries
-from megatron.settings.dialects.programs import PROMPT
 from megatron.settings.dialects.table import Guest, Word
 from megatron.settings.presets import VOCABULARY, cache_folder, cached
 from megatron.settings.statements import SaidBy, Statement

@@ -9,14 +9,13 @@ from pathlib import Path
 from megatron.errors import UsageError, no_such_file
 from megatron.settings.dialects import fleetx_runs
 from megatron.settings.dialects.colossalai import COLOSSALAI
-from megatron.settings.dialects.commands import LLMACC, MEGATRON_DEEPSPEED, PADDLENLP
+from megatron.settings.dialects.commands import ALONE, INSTEAD, LLMACC, MEGATRON_DEEPSPEED, OURS, PADDLENLP
 from megatron.settings.dialects.deepspeed import DEEPSPEED
 from megatron.settings.dialects.fleetx import TABLES
 from megatron.settings.dialects.hf_trainer import HF_TRAINER
 from megatron.settings.dialects.launchers import LAUNCHERS
 from megatron.settings.dialects.nanogpt import NANOGPT
 from megatron.settings.dialects.nemo import NEMO
-from megatron.settings.dialects.programs import ALONE, INSTEAD, OURS
 from megatron.settings.dialects.shell import CLOSES, OPENS, Command, name_among, read_commands, read_words
 from megatron.settings.dialects.start import (
     PYTHON,

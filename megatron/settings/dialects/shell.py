@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from megatron.settings.argv import GLUED, JOINED_LINES
 from megatron.settings.declare import dashed
-from megatron.settings.dialects.programs import INSTEAD, OURS
+from megatron.settings.dialects.commands import INSTEAD, OURS
 from megatron.settings.dialects.table import TheirSetting
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import spellings_of
