@@ -2,6 +2,7 @@
 """PaddleFleetX's files and overrides on a command line of ours."""
 
 from collections.abc import Iterable
+from functools import cached_property
 
 from megatron.settings.dialects.commands import PROMPT
 from megatron.settings.dialects.fleetx import DEFAULTS, TABLES
@@ -19,10 +20,14 @@ class FleetX(Guest):
 
     def __init__(self, reader):
         super().__init__(reader)
-        self.layers = Layers()
         self.turns: dict[str, int] = {}  # the key of a file -> its turn
         self.given: Entries = {}  # what files and -o say in the end, if there is a file
         self.emptied: list[str] = []  # sections that are left empty
+
+    @cached_property
+    def layers(self) -> Layers:
+        """The files and overrides."""
+        return Layers()
 
     def reads_file(self, path: str, root) -> bool:
         if root is None or not is_fleetx(root):
@@ -38,9 +43,9 @@ class FleetX(Guest):
         return True
 
     def read_all(self, placed: dict[str, list[Word]]) -> None:
+        if "layers" not in vars(self):
+            return  # there are no files and overrides
         reader, entries = self.reader, self.layers.entries
-        if not entries:
-            return
         translated = translate_entries(entries, reader.purpose, bool(reader.shape))
         self.emptied = [f"{one.where} {text}" for one, text in dropped(entries)]
         reader.notes += self.layers.notes + self.emptied + translated.remarks
