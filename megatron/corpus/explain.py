@@ -217,9 +217,9 @@ def _through_filters(
         results.append(StageResult(f"{phase}: {step.name}", fate, reason, dict(step.verdict.figures)))
     if after is None:
         return None
-    before = _rows_of(base / stage.reads[at.shard], encode(at.document), at.row)
-    row = _nth(base / stage.makes[at.shard], encode(after), before)
-    return _At(at.shard, -1 if row is None else row, after)
+    before = sum(row < at.row for row in _rows_of(base / stage.reads[at.shard], encode(at.document)))
+    rows = _rows_of(base / stage.makes[at.shard], encode(after))
+    return _At(at.shard, rows[min(before, len(rows) - 1)] if rows else -1, after)
 
 
 def _through_phases(
@@ -298,21 +298,9 @@ def _in_tokens(plan: CorpusPlan, base: Path, stage: PlannedStage, at: _At) -> St
     return StageResult(stage.name, "kept", place=f"document {sum(rows[begin : at.shard]) + at.row}{dataset}, from 0")
 
 
-def _rows_of(path: Path, line: bytes, row: int) -> int:
-    """Number of equal lines before this one."""
-    return sum(1 for number, other in enumerate(read_lines(path)) if number < row and other == line)
-
-
-def _nth(path: Path, line: bytes, number: int) -> Optional[int]:
-    """The row of the line that follows this many equal ones; the last equal one where there are fewer."""
-    last = None
-    for row, other in enumerate(read_lines(path) if path.exists() else ()):
-        if other == line:
-            last = row
-            if number == 0:
-                break
-            number -= 1
-    return last
+def _rows_of(path: Path, line: bytes) -> list[int]:
+    """The rows of a shard that equal this line."""
+    return [row for row, other in enumerate(read_lines(path) if path.exists() else ()) if other == line]
 
 
 def history_lines(history: DocumentHistory) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, Optional
 from megatron.corpus.driver import counts_by_phase
 from megatron.corpus.filtering import KEPT, SAMPLES
 from megatron.corpus.plan import TASKS, CorpusPlan
+from megatron.data.tables import is_number
 from megatron.telemetry.curves import data_url
 from megatron.telemetry.drawing import BLUE, GREEN, INK, LINE, ORANGE, RED, new_figure, plain, svg_of
 from megatron.telemetry.figures import size
@@ -327,7 +328,7 @@ def _figures(counts: dict) -> list[tuple[str, str]]:
     pictures = []
     for totals in counts.values():
         for name, fates in totals.get("figures", {}).items():
-            if all(_is_number(bucket) for one in fates.values() for bucket in one) and len(pictures) < HISTOGRAMS:
+            if all(is_number(bucket) for one in fates.values() for bucket in one) and len(pictures) < HISTOGRAMS:
                 series = {
                     fate: (fates[fate], colour) for fate, colour in ((KEPT, BLUE), ("dropped", RED)) if fate in fates
                 }
@@ -343,13 +344,6 @@ def _histograms(counts: dict) -> list[tuple[str, str]]:
         for name, entry in totals.items():
             if name in ("lengths", "figures", "dropped", "changed", "domains", "rejected", "damaged"):
                 continue
-            if isinstance(entry, dict) and any(entry.values()) and all(_is_number(bucket) for bucket in entry):
+            if isinstance(entry, dict) and any(entry.values()) and all(is_number(bucket) for bucket in entry):
                 pictures.append((f"{phase}: {name}", _columns({name: (entry, BLUE)}, name)))
     return pictures
-
-
-def _is_number(word: str) -> bool:
-    try:
-        return float(word) == float(word) and abs(float(word)) != float("inf")
-    except ValueError:
-        return False

@@ -46,16 +46,8 @@ class TokenizeOptions:
 
 
 OPTIONS = TokenizeOptions
-_OF_TOKENIZER = (
-    *(
-        "tokenizer_type",
-        "vocab_file",
-        "merge_file",
-        "tokenizer_model",
-        "vocab_size",
-        "tiktoken_pattern",
-        "parse_special",
-    ),
+_OF_TOKENIZER = tuple(
+    "tokenizer_type vocab_file merge_file tokenizer_model vocab_size tiktoken_pattern parse_special".split()
 )
 
 

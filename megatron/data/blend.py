@@ -42,7 +42,7 @@ def parse_blend(words: Sequence[str], flag: str, open_folders: bool = True) -> B
         words = without_folders(words)
     if not words:
         raise DataError(f"{flag} names no dataset", do=f"{flag} PREFIX, or {flag} WEIGHT PREFIX WEIGHT PREFIX ...")
-    numbers = [_number(word) for word in words]
+    numbers = [number_in(word) for word in words]
     weights, prefixes = numbers[::2], words[1::2]
     are_weights = [number is not None for number in weights]
     if len(words) % 2 or not any(are_weights):
@@ -69,7 +69,7 @@ def without_folders(words: list[str]) -> list[str]:
     A single folder becomes `TOKENS PREFIX TOKENS PREFIX ...`, or one prefix if it holds one dataset. The weight of a
     folder is divided among its datasets by tokens. Among prefixes without weights it becomes prefixes without weights.
     """
-    weighted = len(words) % 2 == 0 and all(_number(word) is not None for word in words[::2])
+    weighted = len(words) % 2 == 0 and all(number_in(word) is not None for word in words[::2])
     expanded = []
     for place, word in enumerate(words):
         if not is_folder(word) or weighted and place % 2 == 0:
@@ -233,7 +233,8 @@ def _advance(weights: np.ndarray, at: np.ndarray, taken: np.ndarray, steps: int,
     return taken.astype(np.int64)
 
 
-def _number(word: str) -> Optional[float]:
+def number_in(word: str) -> Optional[float]:
+    """The number that a word is, or None."""
     try:
         return float(word)
     except ValueError:

@@ -60,21 +60,14 @@ def _blend_problems(s: SimpleNamespace) -> list[str]:
     """Problems with lists of weights and prefixes."""
     problems = []
     for flag in _given_paths(s):
+        from megatron.data.blend import number_in, parse_blend  # imports numpy
+
         words = getattr(s, flag[2:].replace("-", "_"))
-        if len(words) == 1 and len(words[0].split()) > 1 and _number(words[0].split()[0]) is not None:
+        if len(words) == 1 and len(words[0].split()) > 1 and number_in(words[0].split()[0]) is not None:
             problems.append(f"{flag} '{words[0]}' is one word for the shell; leave out the quotes")
             continue
-        from megatron.data.blend import parse_blend  # imports numpy
-
         try:
             parse_blend(words, flag, open_folders=False)  # their content is data, not a setting
         except DataError as error:
             problems.append(f"{error.what}; {error.do}")
     return problems
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None

@@ -207,38 +207,17 @@ def compression_of(head: bytes) -> str | None:
     return next((name for magic, name in COMPRESSIONS.items() if head.startswith(magic)), None)
 
 
-def read_range(file: BinaryIO, start: int, stop: int) -> bytes:
-    """The lines that start in [start, stop) of an uncompressed file; the last one may end after `stop`."""
-    return read_lines(file, start, stop)[1]
-
-
 def read_lines(file: BinaryIO, start: int, stop: int) -> tuple[int, bytes]:
-    """(offset of the first line, the lines) of `read_range`."""
-    number = file.fileno()
-    begin = max(start - 1, 0)  # the byte before decides whether a line starts at `start`
-    data = _read_at(number, begin, stop)
-    first = data.find(b"\n") + 1 if start else 0
-    if (start and not first) or begin + first >= stop:
-        return stop, b""
-    place, pieces = begin + first, [data[first:]]
-    while not pieces[-1].endswith(b"\n"):
-        end = begin + len(data)
-        data, begin = _read_at(number, end, end + max(1 << 16, stop - start)), end
-        if not data:
-            break
-        pieces.append(data[: data.find(b"\n") + 1] or data)
-    whole = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-    if start == 0 and whole.startswith(BYTE_ORDER_MARK):
-        return len(BYTE_ORDER_MARK), whole[len(BYTE_ORDER_MARK) :]
-    return place, whole
+    """(offset of the first line, the lines) that start in [start, stop) of an uncompressed file, opened without buffer.
 
-
-def _read_at(number: int, start: int, stop: int) -> bytes:
-    """Bytes [start, stop) of a file, fewer only at its end."""
-    data = os.pread(number, stop - start, start)
-    while data and len(data) < stop - start and (more := os.pread(number, stop - start - len(data), start + len(data))):
-        data += more
-    return data
+    The last line may end after `stop`.
+    """
+    part = _Part(file, start, stop)
+    place = part.at
+    lines = b"".join(iter(lambda: part.read(max(1 << 16, stop - start)), b""))
+    if start == 0 and lines.startswith(BYTE_ORDER_MARK):
+        return len(BYTE_ORDER_MARK), lines[len(BYTE_ORDER_MARK) :]
+    return place, lines
 
 
 def read_part(source: Source, start: int, stop: int, block_size: int, longest: int) -> Iterator[bytes]:
@@ -248,28 +227,28 @@ def read_part(source: Source, start: int, stop: int, block_size: int, longest: i
 
 
 class _Part:
-    """A stream of the lines that start in [start, stop) of a file."""
+    """A stream of the lines that start in [start, stop) of a file. at: offset of what the next `read` returns"""
 
     def __init__(self, file: BinaryIO, start: int, stop: int):
-        self._file, self._at, self._stop, self._ended = file, start, stop, start >= stop
+        self._file, self.at, self._stop, self._ended = file, start, stop, start >= stop
         if start and not self._ended:
-            self._at = start - 1  # the byte before decides whether a line starts at `start`
-            self._file.seek(self._at)
+            self.at = start - 1  # the byte before decides whether a line starts at `start`
+            self._file.seek(self.at)
             while data := self._file.read(1 << 16):
                 end = data.find(b"\n") + 1
-                self._at += end or len(data)
+                self.at += end or len(data)
                 if end:
                     break
-            self._ended = self._at >= stop
-        self._file.seek(self._at)
+            self._ended = self.at >= stop
+        self._file.seek(self.at)
 
     def read(self, size: int) -> bytes:
         """At most `size` bytes; b"" at the end."""
         if self._ended:
             return b""
         data = self._file.read(size)
-        last = data.find(b"\n", max(self._stop - 1 - self._at, 0)) + 1  # the end of the last line
-        self._at += len(data)
+        last = data.find(b"\n", max(self._stop - 1 - self.at, 0)) + 1  # the end of the last line
+        self.at += len(data)
         if last:
             self._ended, data = True, data[:last]
         return data

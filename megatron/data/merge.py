@@ -13,9 +13,9 @@ from megatron.data import contamination, origin
 from megatron.data.formats import FORMATS, LAYOUTS, open_tokens
 from megatron.data.indexed import TokenFiles, bare_prefix
 from megatron.data.manifest import manifest_path, verify
-from megatron.data.preprocess_output import COMPANIONS, publish_companions, replaced, write_stats
+from megatron.data.preprocess_output import publish_dataset, replaced, write_stats
 from megatron.data.vocabulary import identity_of, name_of
-from megatron.data.workspace import Workspace, append_file, publish, storage_error, write_at
+from megatron.data.workspace import Workspace, append_file, storage_error, write_at
 from megatron.errors import DataError, SettingsError
 from megatron.telemetry.figures import size
 
@@ -81,10 +81,7 @@ def merge(
                 *([lambda: _pieces(prefixes, _modes)] if multimodal else []),
             )
             notes = join_companions(prefixes, workspace, sizes)
-            for ending in COMPANIONS:
-                Path(output_prefix + ending).unlink(missing_ok=True)
-            publish(workspace, "merged", output_prefix, form.endings)
-            publish_companions(workspace, "merged", output_prefix)
+            publish_dataset(workspace, "merged", output_prefix, form)
             for note in notes:
                 log(note)
     except OSError as error:

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 from megatron.data.contamination import NgramIndex, Screen
 from megatron.data.formats import FORMATS
-from megatron.data.json_input import BadLine, Source, find_sources, parse_line, read_blocks, read_range
+from megatron.data.json_input import BadLine, Source, find_sources, parse_line, read_blocks, read_lines
 from megatron.data.preprocess_encode import BlockEncoder, cache_memory
 from megatron.data.preprocess_output import Reporter, Totals, Written, finish, output_prefixes, print_totals, replaced
 from megatron.data.preprocess_worker import BLOCK, FRAME, Feed, Files, Ranges, Shared, TextBlock, Worker
@@ -317,4 +317,4 @@ def read_places(sources: list[Source]) -> Iterator[bytes]:
         else:
             start = position - (ends[index] - source.size)
             with open(source.path, "rb", buffering=0) as file:
-                yield read_range(file, start, min(start + REACH, source.size))
+                yield read_lines(file, start, min(start + REACH, source.size))[1]

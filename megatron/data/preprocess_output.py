@@ -83,10 +83,7 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
         _write_companions(written, index, parts, sizes)
         outputs[key] = dict(prefix=prefix, documents=sizes[2], sequences=sizes[1], tokens=sizes[0])
     for index, output in enumerate(outputs.values()):
-        for ending in COMPANIONS:  # before publishing: no companion of an older run may stay next to the new files
-            Path(output["prefix"] + ending).unlink(missing_ok=True)
-        publish(workspace, str(index), output["prefix"], written.form.endings)
-        publish_companions(workspace, str(index), output["prefix"])
+        publish_dataset(workspace, str(index), output["prefix"], written.form)
         write_stats(output["prefix"], tokenizer_identity(tokenizer), output)
     contaminated = _publish_list(settings.output_prefix, written, "contaminated")
     summary = describe_contamination(written.screen, shared, contaminated) if written.screen else ""
@@ -154,8 +151,11 @@ def _write_companions(written: Written, index: int, parts: list[tuple[int, int]]
         contamination.Contained(screen.index.hashes, counts, before, about).save(path)
 
 
-def publish_companions(workspace: Workspace, name: str, final: str) -> None:
-    """Rename the companion files of a dataset to their final names."""
+def publish_dataset(workspace: Workspace, name: str, final: str, form: Format) -> None:
+    """Rename token files and their companions to their final names."""
+    for ending in COMPANIONS:  # before publishing: no companion of an older run may stay next to the new files
+        Path(final + ending).unlink(missing_ok=True)
+    publish(workspace, name, final, form.endings)
     for ending in COMPANIONS:
         if os.path.exists(workspace.path(name + ending)):
             os.replace(workspace.path(name + ending), final + ending)

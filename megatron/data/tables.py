@@ -6,6 +6,7 @@ array of objects), or a folder of .txt files with an object per line, as in RACE
 import csv
 import io
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -186,6 +187,14 @@ def _twice(names: Iterable[str]) -> Optional[str]:
     """The first duplicate name; None if there is none."""
     seen: set[str] = set()
     return next((name for name in names if name in seen or seen.add(name)), None)
+
+
+def is_number(word: str) -> bool:
+    """Whether a word is a finite number."""
+    try:
+        return math.isfinite(float(word))
+    except ValueError:
+        return False
 
 
 def refuse_half_letters(text: str, where: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.data.labelled import column, skipped, task_row, task_table, unlike_published
 from megatron.data.published import plain_name
-from megatron.data.tables import Row, label_in, refuse_half_letters, refuse_many_lines, text_in
+from megatron.data.tables import Row, is_number, label_in, refuse_half_letters, refuse_many_lines, text_in
 from megatron.errors import DataError, SettingsError, did_you_mean, no_such_file
 from megatron.tasks.description import TASKS, Task, with_labels
 
@@ -185,7 +185,7 @@ def labels_in(task: Task, paths: Sequence[Path]) -> tuple[str, ...]:
         return with_labels(task, map(str, range(most))).labels
     words = {where: label_in(column(row, task.label, where, "label"), where) for where, row in rows}
     labels = set(words.values()) - set(task.skip) - {""}
-    plain = sorted(labels, key=lambda word: (0, float(word), word) if _is_number(word) else (1, 0.0, word))
+    plain = sorted(labels, key=lambda word: (0, float(word), word) if is_number(word) else (1, 0.0, word))
     if len(plain) < 2:
         if empty := next((where for where, word in words.items() if not word), None):
             raise DataError(f"{empty}: the label is empty", do="give it one, or leave the row out")
@@ -195,13 +195,6 @@ def labels_in(task: Task, paths: Sequence[Path]) -> tuple[str, ...]:
     for where, word in words.items():
         refuse_many_lines(word, where)
     return with_labels(task, plain).labels
-
-
-def _is_number(word: str) -> bool:
-    try:
-        return math.isfinite(float(word))
-    except ValueError:
-        return False
 
 
 def refuse_one_class(task: Task, examples: Examples, path: object) -> list[str]:

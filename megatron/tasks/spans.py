@@ -18,7 +18,7 @@ Legend: s tokens of a sample, n samples.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -267,27 +267,16 @@ class SpanSamples:
         return [(row, n) for row in range(len(self.examples.rows)) for n in range(len(self._windows(row)))]
 
     @cached_property
-    def _texts(self) -> dict[str, TokenizedText]:
-        return {}
+    def _encode(self) -> Callable[[str], Ids]:
+        """The tokens of a question, or of a unit of a text; each is encoded once."""
+        return cache(self.tokenizer.encode)
 
     @cached_property
-    def _questions(self) -> dict[int, Ids]:
-        return {}
-
-    @cached_property
-    def _units(self) -> dict[str, list[int]]:
-        return {}
-
-    def _encode(self, unit: str) -> list[int]:
-        if unit not in self._units:
-            self._units[unit] = self.tokenizer.encode(unit)
-        return self._units[unit]
+    def _tokenized(self) -> Callable[[str], TokenizedText]:
+        return cache(lambda text: tokenized(text, self._encode))
 
     def _text(self, row: int) -> TokenizedText:
-        context = self.examples.rows[row].pair
-        if context not in self._texts:
-            self._texts[context] = tokenized(context, self._encode)
-        return self._texts[context]
+        return self._tokenized(self.examples.rows[row].pair)
 
     @property
     def longest_question(self) -> int:
@@ -297,15 +286,10 @@ class SpanSamples:
     def questions_cut(self, most: int) -> int:
         """How many of the first `most` questions are longer."""
         rows = range(min(most, len(self.examples.rows)))
-        return sum(len(self._whole_question(row)) > self.longest_question for row in rows)
+        return sum(len(self._encode(self.examples.rows[row].text)) > self.longest_question for row in rows)
 
     def _question(self, row: int) -> Ids:
-        return self._whole_question(row)[: self.longest_question]
-
-    def _whole_question(self, row: int) -> Ids:
-        if row not in self._questions:
-            self._questions[row] = self.tokenizer.encode(self.examples.rows[row].text)
-        return self._questions[row]
+        return self._encode(self.examples.rows[row].text)[: self.longest_question]
 
     def _windows(self, row: int) -> list[tuple[int, int]]:
         return windows(len(self._text(row).ids), self.reader.room(True) - len(self._question(row)))

@@ -10,7 +10,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.json_input import BadLine, Source, find_sources, parse_line, read_blocks, read_range
+from megatron.data.json_input import BadLine, Source, find_sources, parse_line, read_blocks, read_lines
 from megatron.errors import DataError
 
 PACK = dict(gz=gzip.compress, bz2=bz2.compress, xz=lzma.compress, zst=zstandard.ZstdCompressor().compress)
@@ -25,7 +25,7 @@ def test_ranges_give_each_line_once(tmp_path_factory, lines, last_newline, size)
     path = tmp_path_factory.mktemp("ranges") / "file"
     path.write_bytes(data)
     with open(path, "rb", buffering=0) as file:
-        pieces = [read_range(file, at, min(at + size, len(data))) for at in range(0, len(data), size)]
+        pieces = [read_lines(file, at, min(at + size, len(data)))[1] for at in range(0, len(data), size)]
     assert b"".join(pieces) == data.removeprefix(b"\xef\xbb\xbf")
     assert all(piece.endswith(b"\n") for piece in pieces[:-1] if piece and not data.endswith(piece))
 

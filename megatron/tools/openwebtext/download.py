@@ -198,7 +198,7 @@ class Turns:
         self._not_before: dict[str, float] = {}
         self._busy: set[str] = set()
         self._held = self._order = 0
-        self._asleep: set[asyncio.Future] = set()  # workers that wait for a turn
+        self._changed = asyncio.get_running_loop().create_future()
 
     async def next(self) -> Optional[tuple[str, PageJob]]:
         """(server, URL); the server is busy until `done`. None: all are done."""
@@ -213,19 +213,12 @@ class Turns:
             if not self._ready and not self._busy:
                 self._wake()
                 return None
-            sleeper = loop.create_future()
-            self._asleep.add(sleeper)
-            alarm = loop.call_at(self._ready[0][0], _rouse, sleeper) if self._ready else None
-            try:
-                await sleeper
-            finally:
-                self._asleep.discard(sleeper)
-                if alarm:
-                    alarm.cancel()
+            await asyncio.wait([self._changed], timeout=self._ready[0][0] - loop.time() if self._ready else None)
 
     def _wake(self) -> None:
-        for sleeper in self._asleep:
-            _rouse(sleeper)
+        """Let the workers that wait for a turn look again."""
+        self._changed.set_result(None)
+        self._changed = asyncio.get_running_loop().create_future()
 
     def done(self, server: str, pause: float, again: Optional[PageJob] = None) -> None:
         """End a try at a server, which then has a pause of `pause` seconds. again: a job to retry."""
@@ -262,11 +255,6 @@ class Turns:
     def _line_up(self, server: str) -> None:
         self._order += 1
         heapq.heappush(self._ready, (self._not_before.get(server, 0.0), self._order, server))
-
-
-def _rouse(sleeper: asyncio.Future) -> None:
-    if not sleeper.done():
-        sleeper.set_result(None)
 
 
 def _server(url: str) -> str:

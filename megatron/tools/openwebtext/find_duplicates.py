@@ -12,7 +12,6 @@ rounds. Unlike in Megatron-LM, each run gives the same output, each pair is in i
 (.npz) without code. All texts are in memory; for larger data use the stage `near-duplicates` of a corpus recipe.
 """
 
-import collections
 import io
 import json
 import os
@@ -21,6 +20,7 @@ import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -189,10 +189,10 @@ class _Work:
     """The texts and their band keys, which decide the comparisons."""
 
     def __init__(self, texts: list[str], signatures: np.ndarray, how: Signing, options: FindOptions):
-        self.texts, self.how, self.options = texts, how, options
+        self.how, self.options = how, options
         self._full = np.array([bool(text) for text in texts], bool)
         self._keys = list(band_keys(signatures, how))
-        self._sets: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
+        self._set = lru_cache(_SETS)(lambda number: shingle_set(texts[number], "characters", WIDTH))
 
     def band(self, band: int) -> list[tuple[int, list[tuple[int, float]], int]]:
         """[(first document, [(similar one, similarity)], pairs compared)] for each round of each bucket."""
@@ -218,14 +218,6 @@ class _Work:
 
     def _similarity(self, one: int, other: int) -> float:
         return round(jaccard(self._set(one), self._set(other), self.options.jaccard), 6)
-
-    def _set(self, number: int) -> np.ndarray:
-        if number not in self._sets:
-            self._sets[number] = shingle_set(self.texts[number], "characters", WIDTH)
-            if len(self._sets) > _SETS:
-                self._sets.popitem(last=False)
-        self._sets.move_to_end(number)
-        return self._sets[number]
 
 
 # ------------------------------------------------------------------------------------------------------- fingerprints
