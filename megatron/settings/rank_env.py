@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Optional
@@ -189,6 +189,12 @@ def _numbers(ranges: str) -> list[str]:
         low, _, high = part.partition("-")
         numbers += [f"{n:0{len(low)}}" for n in range(int(low), int(high) + 1)] if high else [low]
     return numbers
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print notes on standard error, on the first rank alone."""
+    for note in notes if ranks().rank == 0 else ():
+        print(f"note: {note}", file=sys.stderr)
 
 
 def ranks(env: Mapping[str, str] = os.environ) -> Ranks:

@@ -117,8 +117,7 @@ def main(argv: list[str]) -> None:
     with failing_in_users_words(given):
         check(settings, given)
         quantize = groups["quantize"]
-        for sentence in idle_flags(quantize, given) if rank_env.ranks().rank == 0 else ():
-            print(f"note: {sentence}", file=sys.stderr)
+        rank_env.print_notes(idle_flags(quantize, given))
         parallel = Parallel(
             tensor_model_parallel_size=settings.tensor_model_parallel_size,
             pipeline_model_parallel_size=settings.pipeline_model_parallel_size,

@@ -31,6 +31,7 @@ from typing import Literal, Optional
 
 from megatron.errors import CheckpointError, SettingsError, UsageError, did_you_mean, run_main
 from megatron.model.quantization import QuantizeOptions
+from megatron.settings import rank_env
 from megatron.settings.declare import dashed
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import TokenizerSettings, setting
@@ -323,8 +324,7 @@ def open_reader(path: Path, which: WhichCheckpoint):
     from megatron.checkpoint.reader import Reader
 
     choice = choose(path, step=which.ckpt_step)
-    for notice in choice.notices:
-        print(f"note: {notice}", file=sys.stderr)
+    rank_env.print_notes(choice.notices)
     return Reader(choice.paths[0])
 
 

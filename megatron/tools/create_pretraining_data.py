@@ -16,6 +16,7 @@ from dataclasses import MISSING, dataclass, replace
 from typing import ClassVar, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, run_main
+from megatron.settings import rank_env
 from megatron.settings.declare import Needs, declared, idle_flags
 from megatron.settings.groups.tokenizer import WORD_PIECE
 from megatron.settings.positional import refuse_below
@@ -97,8 +98,7 @@ def main(argv: list[str]) -> None:
     of_tokenizer = idle_flags(
         vocabulary, given, declared("needs", vocabulary) | named, tokenizer=tokenizer_type(vocabulary)
     )
-    for sentence in [*idle_flags(settings, given), *of_tokenizer]:
-        print(f"note: {sentence}", file=sys.stderr)
+    rank_env.print_notes([*idle_flags(settings, given), *of_tokenizer])
     tokenizer = make_tokenizer(settings, vocabulary)
     if settings.append_eod and tokenizer.eod is None:
         print(f"note: {tokenizer.name} has no token that ends a document: nothing is appended, as in PaddleNLP")

@@ -88,8 +88,7 @@ def main(argv: list[str], serves_training: bool = False) -> None:
     with failing_in_users_words(given):
         check(settings, given)
         idle = [*idle_flags(settings, given), *idle_flags(quantize, given)]
-        for sentence in idle if rank_env.ranks().rank == 0 else ():
-            print(f"note: {sentence}", file=sys.stderr)
+        rank_env.print_notes(idle)
         tp, pp = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
         parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
         on_ranks(parallel, settings.device, lambda context: evaluate(settings, quantize, given, context))

@@ -12,13 +12,13 @@ onnxruntime, torch) and this suite compute the same tokens: the largest differen
 too much is not written (exit code 5). On CPU.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, run_main
 from megatron.model.quantization import QuantizeOptions
+from megatron.settings import rank_env
 from megatron.settings.declare import idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import TokenizerSettings, setting
@@ -61,8 +61,7 @@ def main(argv: list[str]) -> None:
         common=tuple(ExportOptions.__dataclass_fields__),
     )
     settings = groups["export"]
-    for sentence in idle_flags(groups["quantize"], given):
-        print(f"note: {sentence}", file=sys.stderr)
+    rank_env.print_notes(idle_flags(groups["quantize"], given))
     with failing_in_users_words(given):
         if settings.tensor_model_parallel_size < 1:
             size = words_of(given, "tensor_model_parallel_size", settings.tensor_model_parallel_size)

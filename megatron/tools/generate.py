@@ -163,8 +163,7 @@ def main(argv: list[str]) -> None:
             settings, given, DRAWN, **vars(sampling), is_greedy=sampling.is_greedy, beams=search.num_beams
         )
         here = rank_env.ranks()
-        for note in notes if here.rank == 0 else ():
-            print(f"note: {note}", file=sys.stderr)
+        rank_env.print_notes(notes)
         piped = settings.prompt_file == "-" and here.rank > 0  # standard input is the first rank's
         prompts = None if piped else read_prompts(settings)
 

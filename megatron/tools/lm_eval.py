@@ -12,7 +12,6 @@ hold one model; further ranks divide the batches.
 import json
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,8 +63,7 @@ def main(argv: list[str]) -> None:
     options = replace(options, tasks=[name for word in options.tasks for name in names_in(word)])
     check(options)
     quantize, given = groups["quantize"], given_values(TokenizerSettings, said)
-    for sentence in idle_flags(quantize, said) if rank_env.ranks().rank == 0 else ():
-        print(f"note: {sentence}", file=sys.stderr)
+    rank_env.print_notes(idle_flags(quantize, said))
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     on_ranks(parallel, options.device, lambda context: evaluate(options, given, context, quantize))

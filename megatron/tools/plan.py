@@ -21,7 +21,7 @@ from megatron.errors import SettingsError, StorageError, UsageError, run_main
 from megatron.model import quantization
 from megatron.model.command_line import parse_with_options
 from megatron.model.quantization import QuantizeOptions
-from megatron.settings import schema
+from megatron.settings import rank_env, schema
 from megatron.settings.declare import Count, Natural, Needs, Positive, declared, idle_flags
 from megatron.settings.parse import parse, said
 from megatron.settings.schema import setting
@@ -126,8 +126,7 @@ def main(argv: list[str]) -> None:
             _calibrate(asked.calibrate)
             config = config.derive("--calibrate", calibration=asked.calibrate)
         own = idle_flags(asked, config.statements, IDLE)
-        for note in own + idle_flags(config.batch, config.statements, BATCH, mode=asked.mode):
-            print(f"note: {note}", file=sys.stderr)
+        rank_env.print_notes(own + idle_flags(config.batch, config.statements, BATCH, mode=asked.mode))
         if asked.mode == "inference" and (idle := _of_training(config)):
             print(f"note: of training, and without effect on --mode inference: {', '.join(idle)}", file=sys.stderr)
         (_serve if asked.mode == "inference" else _search)(config, asked)

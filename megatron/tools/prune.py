@@ -13,7 +13,6 @@ smaller, and it computes what the larger model computes without these heads, cha
 (`tools.checkpoint prune` is something else: it deletes old checkpoints of a folder.)
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal, Optional
@@ -29,6 +28,7 @@ from megatron.model.pruning import (
     unit_words,
     untouched,
 )
+from megatron.settings import rank_env
 from megatron.settings.declare import Needs, dashed, idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import setting
@@ -98,8 +98,7 @@ def pruned(
     def plan(network: prune.Network, reader) -> prune.SmallerModel:
         sizes = target_sizes(network.model, how, targets)
         network.check(sizes, options.tensor_model_parallel_size)
-        for sentence in untouched(network.model, how, targets):
-            print(f"note: {sentence}", file=sys.stderr)
+        rank_env.print_notes(untouched(network.model, how, targets))
         if how.prune_criterion in ON_TEXT:
             found = by_text(network, options, how.prune_criterion, sizes)
         else:
@@ -150,8 +149,7 @@ def check(options: ToolOptions, how: PruningOptions, given: Mapping[str, Stateme
     if options.calibration_samples < 1:
         raise SettingsError(f"--calibration-samples {options.calibration_samples}: has to be at least 1")
     for group in (options, how):
-        for sentence in idle_flags(group, given, **(vars(how) if group is options else {})):
-            print(f"note: {sentence}", file=sys.stderr)
+        rank_env.print_notes(idle_flags(group, given, **(vars(how) if group is options else {})))
 
 
 def lines_of(path, before, found, criterion: str) -> list[str]:

@@ -14,7 +14,6 @@ layer at a time; with --prune-ratio (and --prune-skip of tools.prune), the heads
 """
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -147,8 +146,7 @@ def main(argv: list[str]) -> None:
     with failing_in_users_words(given):
         check(options, harm, quantize)
         idle = [*idle_flags(quantize, given, IDLE, **vars(harm)), *idle_flags(harm, given, IDLE)]
-        for sentence in idle if rank_env.ranks().rank == 0 else ():
-            print(f"note: {sentence}", file=sys.stderr)
+        rank_env.print_notes(idle)
         tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
         parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
         on_ranks(parallel, options.device, lambda context: report(options, harm, quantize, context))

@@ -50,8 +50,7 @@ def main(argv: list[str]) -> None:
     with failing_in_users_words(given):
         check(settings, limits, given)
         notes = [] if settings.replica_of else idle_flags(quantize, given)
-        for note in notes if rank_env.ranks().rank == 0 else ():
-            print(f"note: {note}", file=sys.stderr)
+        rank_env.print_notes(notes)
         if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
             raise Failure(f"the server needs {', '.join(missing)}", do="pip install '.[serve]'")
         if settings.replica_of is not None:

@@ -230,7 +230,7 @@ def test_commands_of_the_guide_run_as_written(line):
         "SHRINK": steps,
         "PRINT": "--mock-data",
         "--preflight": "checks passed",
-        "--dry-run": "dry run: nothing",
+        "--dry-run": "dry run: no problems found",
         "megatron.pretrain": "layouts searched",
         "--train-iters": steps,
     }
