@@ -22,6 +22,7 @@ from megatron.corpus.documents import SHARD, ShardWriter, decode, encode, join_s
 from megatron.data.json_input import (
     BYTE_ORDER_MARK,
     BadLine,
+    LinesOfRange,
     Source,
     damage_as_data_error,
     find_sources,
@@ -290,22 +291,13 @@ def lines_of(piece: InputPiece, most: int, separator: Optional[str] = None) -> I
 
 def _lines_of_range(piece: InputPiece, most: int) -> Iterator[InputLine]:
     """The lines with their first byte in the range."""
-    with open(piece.path, "rb") as file:
+    with open(piece.path, "rb", buffering=0) as file:
         if file.seek(0, 2) < piece.stop:
             raise _changed(piece.path)
-        at = file.seek(max(piece.start - 1, 0))  # the byte before shows whether a line starts there
-        partial = piece.start > 0
-        row = 0
-        for data, size, too_long in split_lines(file.read, most):
-            if partial:
-                partial = False
-            elif at >= piece.stop:
-                return
-            else:
-                data = data.removeprefix(BYTE_ORDER_MARK) if at == 0 else data
-                yield InputLine(row, data, size, 0.0, too_long)
-                row += 1
-            at += size
+        stream = LinesOfRange(file, piece.start, piece.stop)
+        for row, (data, size, too_long) in enumerate(split_lines(stream.read, most)):
+            data = data.removeprefix(BYTE_ORDER_MARK) if piece.start == row == 0 else data
+            yield InputLine(row, data, size, 0.0, too_long)
 
 
 def _changed(path: str) -> DataError:

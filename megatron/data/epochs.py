@@ -5,6 +5,7 @@ Epochs are shuffled together, except for a partly read last one (`index_maps.mak
 changes if one more sample needs another epoch of a file, or more of its last one.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Optional
@@ -115,7 +116,4 @@ def same_order(dataset, data: Data, samples: int) -> Optional[range]:
 
 def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
     """The smallest number in [low, high] for which `holds` is True, by bisection."""
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
+    return low + bisect_left(range(low, high), True, key=holds)

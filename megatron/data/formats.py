@@ -23,7 +23,7 @@ import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +40,7 @@ from megatron.data.indexed import (
     TokenFiles,
     bare_prefix,
     map_file,
+    running_sums,
     stream_index,
     token_dtype,
 )
@@ -199,8 +200,8 @@ def stream_npz(
     """
     members = (
         ("lens", LENGTH_TYPE, num_sequences, (piece.astype(LENGTH_TYPE) for piece in lengths())),
-        ("sents", OFFSET_TYPE, num_sequences + 1, _sums(lengths())),
-        ("docs", OFFSET_TYPE, num_documents + 1, _sums(per_document())),
+        ("sents", OFFSET_TYPE, num_sequences + 1, running_sums(lengths())),
+        ("docs", OFFSET_TYPE, num_documents + 1, running_sums(per_document())),
     )
     with open(path, "wb", buffering=1 << 20) as file:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
@@ -211,16 +212,6 @@ def stream_npz(
                 assert written == count * dtype.itemsize, f"{path}: {written} bytes of {name} for {count} numbers"
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sums(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """0 and the running sums of all values."""
-    total = np.zeros(1, OFFSET_TYPE)
-    yield total
-    for piece in pieces:
-        sums = np.cumsum(piece, dtype=OFFSET_TYPE) + total
-        total = sums[-1:] if len(sums) else total
-        yield sums
 
 
 # ---- all formats -----------------------------------------------------------------------------------------------------
@@ -297,20 +288,22 @@ def prefixes_in(folder: str | os.PathLike) -> list[str]:
 
     Raises DataError for a folder without token files, or if one file of a pair is missing.
     """
-    names = sorted(path.name for path in Path(folder).iterdir() if path.is_file())
-    stems = set()
-    for endings in LAYOUTS:
-        for name in names:
-            ending = next((ending for ending in endings if name.endswith(ending)), None)
-            if ending is None or name.startswith("."):
-                continue
-            stem = name.removesuffix(ending)
-            lost = [stem + other for other in endings if stem + other not in names]
-            if lost:
-                do = "copy both, or remove it from the folder"
-                raise DataError(f"{Path(folder, name)} has no {lost[0]} next to it", do=do)
-            stems.add(stem)
-    if not stems:
+    files = [path for path in Path(folder).iterdir() if path.is_file() and not path.name.startswith(".")]
+    prefixes = prefixes_of(files)
+    if not prefixes:
         why = "token files are *.bin with *.idx, *_ids.npy with *_idx.npz, or *_ids.npz; sub-folders are not searched"
         raise DataError(f"there are no token files in the folder {folder}", why, "give a prefix or another folder")
-    return [str(Path(folder, stem)) for stem in sorted(stems)]
+    return prefixes
+
+
+def prefixes_of(files: Iterable[Path]) -> list[str]:
+    """The prefixes of the token files among some files, sorted. Raises DataError if one file of a pair is missing."""
+    paths, prefixes = set(map(str, files)), set()
+    for endings in LAYOUTS:
+        for path in sorted(path for path in paths if path.endswith(endings)):
+            prefix = path.removesuffix(next(ending for ending in endings if path.endswith(ending)))
+            if lost := [prefix + ending for ending in endings if prefix + ending not in paths]:
+                do = "copy both, or remove it from the folder"
+                raise DataError(f"{path} has no {Path(lost[0]).name} next to it", do=do)
+            prefixes.add(prefix)
+    return sorted(prefixes)

@@ -23,7 +23,7 @@ Datasets on token files name the origin of their samples, and check token ids (`
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -196,8 +196,11 @@ def stream_index(
         file.write(HEADER.pack(MAGIC, 1, dtype_code(dtype), num_sequences, num_documents + 1))
         for piece in lengths():
             file.write(np.ascontiguousarray(piece, LENGTH_TYPE).data)
-        _write_sums(file, lengths(), scale=np.dtype(dtype).itemsize, include_last=False)
-        _write_sums(file, per_document(), scale=1, include_last=True)
+        for sums in running_sums(lengths()):
+            file.write((sums * np.dtype(dtype).itemsize).data)
+        file.seek(-OFFSET_TYPE.itemsize, os.SEEK_CUR)  # the total is no start of a sequence
+        for sums in running_sums(per_document()):
+            file.write(sums.data)
         for piece in modes() if modes else ():
             file.write(np.ascontiguousarray(piece, MODE_TYPE).data)
         file.flush()
@@ -206,19 +209,14 @@ def stream_index(
         os.fsync(file.fileno())
 
 
-def _write_sums(file, pieces: Iterable[np.ndarray], scale: int, include_last: bool) -> None:
-    """Write the running sums of all values, starting at 0, and the total if `include_last`."""
-    total = np.int64(0)
+def running_sums(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """0 and the running sums of all values."""
+    total = np.zeros(1, OFFSET_TYPE)
+    yield total
     for piece in pieces:
-        sums = np.empty(len(piece) + 1, OFFSET_TYPE)
-        sums[0] = 0
-        np.cumsum(piece, dtype=OFFSET_TYPE, out=sums[1:])
-        sums *= scale
-        sums += total
-        file.write(sums[:-1].data)
-        total = sums[-1]
-    if include_last:
-        file.write(total.astype(OFFSET_TYPE).tobytes())
+        sums = np.cumsum(piece, dtype=OFFSET_TYPE) + total
+        total = sums[-1:] if len(sums) else total
+        yield sums
 
 
 def dtype_code(dtype) -> int:

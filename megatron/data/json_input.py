@@ -212,7 +212,7 @@ def read_lines(file: BinaryIO, start: int, stop: int) -> tuple[int, bytes]:
 
     The last line may end after `stop`.
     """
-    part = _Part(file, start, stop)
+    part = LinesOfRange(file, start, stop)
     place = part.at
     lines = b"".join(iter(lambda: part.read(max(1 << 16, stop - start)), b""))
     if start == 0 and lines.startswith(BYTE_ORDER_MARK):
@@ -223,10 +223,10 @@ def read_lines(file: BinaryIO, start: int, stop: int) -> tuple[int, bytes]:
 def read_part(source: Source, start: int, stop: int, block_size: int, longest: int) -> Iterator[bytes]:
     """Blocks of the lines that start in [start, stop) of an uncompressed file. longest: as in `read_blocks`."""
     with open(source.path, "rb", buffering=0) as file:
-        yield from _whole_lines(_Part(file, start, stop), block_size, longest)
+        yield from _whole_lines(LinesOfRange(file, start, stop), block_size, longest)
 
 
-class _Part:
+class LinesOfRange:
     """A stream of the lines that start in [start, stop) of a file. at: offset of what the next `read` returns"""
 
     def __init__(self, file: BinaryIO, start: int, stop: int):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data import contamination, origin
-from megatron.data.formats import FORMATS, LAYOUTS, open_tokens
+from megatron.data.formats import FORMATS, open_tokens, prefixes_of
 from megatron.data.indexed import TokenFiles, bare_prefix
 from megatron.data.manifest import manifest_path, verify
 from megatron.data.preprocess_output import publish_dataset, replaced, write_stats
@@ -120,11 +120,14 @@ def join_companions(prefixes: list[str], workspace: Workspace, sizes: dict[str, 
 
 
 def find_prefixes(inputs: list[str], output_prefix: str) -> list[str]:
-    """Prefixes of all datasets of the inputs, sorted, without the output."""
+    """Prefixes of all datasets of the inputs, sorted, without the output. Raises DataError where one file is missing."""
     named = set()
     for given in inputs:
         if os.path.isdir(given):
-            named.update(_below(Path(given)))
+            below = Path(given).rglob("*")
+            named.update(
+                prefixes_of(path for path in below if ".partial" + os.sep not in str(path))
+            )  # an unfinished run
         else:
             named.add(bare_prefix(given))  # opening it reports missing files
     output = os.path.abspath(output_prefix)
@@ -134,20 +137,6 @@ def find_prefixes(inputs: list[str], output_prefix: str) -> list[str]:
         do = "--input takes folders with .bin/.idx files, or prefixes"
         raise DataError(f"nothing to merge in {', '.join(inputs)}", why, do)
     return prefixes
-
-
-def _below(folder: Path) -> Iterator[str]:
-    """Prefixes of the datasets in a folder and its sub-folders. Raises DataError if one file of a pair is missing."""
-    for endings in LAYOUTS:
-        paths = {str(path) for ending in endings for path in folder.rglob(f"*{ending}")}
-        paths = {path for path in paths if ".partial" + os.sep not in path}  # of an unfinished run
-        for path in sorted(paths):
-            prefix = bare_prefix(path)
-            for other in endings:
-                if prefix + other not in paths:
-                    name = Path(prefix + other).name
-                    raise DataError(f"{path} has no {name} next to it", do="copy both, or remove it from the folder")
-            yield prefix
 
 
 def common_identity(prefixes: list[str]) -> dict | None:

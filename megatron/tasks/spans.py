@@ -18,6 +18,7 @@ Legend: s tokens of a sample, n samples.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -208,13 +209,7 @@ def longest_common(one: Sequence[str], other: Sequence[str]) -> int:
     >>> longest_common("xabcy", "zabz"), longest_common("", "a")
     (2, 0)
     """
-    best, before = 0, [0] * (len(other) + 1)
-    for word in one:
-        here = [0]
-        for place, own in enumerate(other):
-            here.append(before[place] + 1 if own == word else 0)
-        best, before = max(best, *here), here
-    return best
+    return SequenceMatcher(None, one, other, autojunk=False).find_longest_match().size
 
 
 ENDS = "ends"  # array of a sample: the row of the answer's last token; that of the first one is its label

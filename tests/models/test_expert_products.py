@@ -11,6 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import pretrain_gpt
+from megatron.checkpoint.reader import Reader
+from megatron.inference.load import load_model
 from megatron.model import fake_quantize, lora, quantization, sparsity, weights
 from megatron.model.command_line import parse_any
 from megatron.model.experts.grouped import GroupedLinear, Rows
@@ -18,6 +21,8 @@ from megatron.model.linear_products import products_of
 from megatron.mpu.deferred_wgrad import WeightGradStore, run_deferred_wgrads
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Model
+from megatron.tools import checkpoint as tool
+from megatron.training.entry import start
 from megatron.training.rules import check
 from tests.models.in_layouts import check_layout
 from tests.models.own_fp8 import Fp8, Fp8Settings
@@ -153,3 +158,18 @@ def test_a_rank_without_tokens_has_no_scale():
     layer.product = fake_quantize.FakeQuantizeProduct(layer, "blocks.0.mlp.experts.up", settings)
     layer(torch.empty(0, INPUTS), Rows(torch.tensor([0, 0]), 0))
     assert layer.input_absmax == 0
+
+
+@pytest.mark.parametrize("command, way", [("merge-lora", "lora"), ("apply-masks", "masks")])
+def test_merged_experts_compute_the_same(command, way, tmp_path):
+    start(f"{FLAGS} {WAYS[way]} --save {tmp_path / 'own'}".split(), pretrain_gpt.recipe())
+    tool.main([command, str(tmp_path / "own"), str(tmp_path / "plain")])
+    tokens = torch.arange(14).view(7, 2)
+    before, after = (load_model(str(tmp_path / name)).model.logits(tokens) for name in ("own", "plain"))
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+    with (
+        Reader(next((tmp_path / "plain").glob("iter_*"))) as plain,
+        Reader(next((tmp_path / "own").glob("iter_*"))) as own,
+    ):
+        name = "blocks.0.mlp.experts.up.weight"
+        assert not torch.equal(plain.read(name), own.read(name)) and not any("lora" in one for one in plain.tensors)

@@ -7,10 +7,11 @@ import preprocess_data
 import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
-from megatron.errors import Failure, SettingsError
-from megatron.settings.parse import parse_pretrain
+from megatron.errors import Failure, SettingsError, UsageError
+from megatron.settings.parse import parse, parse_pretrain
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import spellings_of
+from megatron.tools.benchmark_inference import BenchmarkOptions
 from megatron.training.rules import check, resolve
 
 BASE = dict(num_layers=4, hidden_size=64, num_attention_heads=8, seq_length=32, vocab_size=100, train_iters=10, lr=1e-3)
@@ -94,3 +95,12 @@ def test_a_split_of_nothing(words):
 def test_numbers_of_preprocessing(name):
     with pytest.raises(SettingsError, match=f"--{name.replace('_', '-')} 0: at least 1 is needed"):
         preprocess_data.check(preprocess_data.PreprocessOptions(["i"], "o", **{name: 0}))
+
+
+def test_each_number_of_a_list_is_in_the_range(capsys):
+    options, words = dict(benchmark=BenchmarkOptions), ["--load", "x", "--print-config"]
+    with pytest.raises(SystemExit) as done:
+        parse(words, options)
+    assert not done.value.code and "prompt_length: [128]" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="--prompt-length 4 0 must be at least 1"):
+        parse([*words, "--prompt-length", "4", "0"], options)

@@ -57,16 +57,46 @@ def _inherits(node, where: str) -> bool:
     return word in YES
 
 
-def override(entries: Entries, key: str, text: str) -> Entries:
-    """Apply `-o key=text` to the entries; the override comes last. A mapping replaces the section, as in PaddleFleetX."""
+class Layers:
+    """Files and overrides of a command line, each over those before it.
+
+    entries: what counts; replaced: [(a value, the one of the same source that replaces it)]; notes: on empty overrides
+    """
+
+    def __init__(self):
+        self.entries: Entries = {}
+        self.replaced: list[tuple[TheirSetting, TheirSetting]] = []
+        self.notes: list[str] = []
+        self._said: dict[int, Entries] = {}  # turn -> the entries of its -o
+
+    def read(self, path: str) -> Entries:
+        """Put a file over the others. Returns its entries."""
+        own = read(path)
+        self._put(own, self.entries)
+        return own
+
+    def override(self, word: str, turn: int = 0) -> None:
+        """Put `-o key=value` over all files. A mapping replaces the section, as in PaddleFleetX."""
+        key, _, value = word.partition("=")
+        if not value.strip():
+            self.notes.append(f"-o {word} is empty: {key} is left out, as by {key}=null")
+        below, own = self._said.get(turn, {}), _override(key, value)
+        self._put(own, below)
+        self._said[turn] = over(below, own)
+
+    def _put(self, own: Entries, below: Entries) -> None:
+        self.entries = over(self.entries, own)
+        self.replaced += replaced(below, own)
+
+
+def _override(key: str, text: str) -> Entries:
     import yaml
 
     node = node_of(text)
-    pair = yaml.MappingNode("", [(yaml.ScalarNode("", key), node)])
-    own = _flat(pair, lambda _: COMMAND)
+    own = _flat(yaml.MappingNode("", [(yaml.ScalarNode("", key), node)]), lambda _: COMMAND)
     if node.id == "mapping":
         own = {key: TheirSetting(key, None, f"{COMMAND}{key}", MAPPING)} | own
-    return over(entries, own)
+    return over({}, own)
 
 
 def over(below: Entries, own: Entries) -> Entries:

@@ -2,21 +2,11 @@
 """PaddleFleetX's files and overrides on a command line of ours."""
 
 from collections.abc import Iterable
+from functools import cached_property
 
 from megatron.settings.dialects.commands import PROMPT
 from megatron.settings.dialects.fleetx import DEFAULTS, TABLES
-from megatron.settings.dialects.fleetx_files import (
-    COMMAND,
-    SECTIONS,
-    Entries,
-    dropped,
-    in_words,
-    is_fleetx,
-    over,
-    override,
-    read,
-    replaced,
-)
+from megatron.settings.dialects.fleetx_files import COMMAND, SECTIONS, Entries, Layers, dropped, in_words, is_fleetx
 from megatron.settings.dialects.fleetx_joint import problem_text, translate_entries
 from megatron.settings.dialects.table import Guest, Word
 from megatron.settings.presets import VOCABULARY, cache_folder, cached
@@ -30,43 +20,36 @@ class FleetX(Guest):
 
     def __init__(self, reader):
         super().__init__(reader)
-        self.entries: Entries = {}
         self.turns: dict[str, int] = {}  # the key of a file -> its turn
-        self.said: dict[int, Entries] = {}  # turn -> the entries of its -o
         self.given: Entries = {}  # what files and -o say in the end, if there is a file
         self.emptied: list[str] = []  # sections that are left empty
+
+    @cached_property
+    def layers(self) -> Layers:
+        """The files and overrides."""
+        return Layers()
 
     def reads_file(self, path: str, root) -> bool:
         if root is None or not is_fleetx(root):
             return False
-        own = read(path)
-        self.turns |= dict.fromkeys(own, self.reader.turn)
-        self._put(own, self.entries)
+        self.turns |= dict.fromkeys(self.layers.read(path), self.reader.turn)
         return True
 
     def overrides(self, word: str, turn: int) -> bool:
-        key, equals, value = word.partition("=")
+        key, equals, _ = word.partition("=")
         if key.partition(".")[0] not in SECTIONS or not equals:
             return False
-        if not value.strip():
-            self.reader.notes.append(f"-o {word} is empty: {key} is left out, as by {key}=null")
-        below, own = self.said.get(turn, {}), override({}, key, value)
-        self._put(own, below)
-        self.said[turn] = over(below, own)
+        self.layers.override(word, turn)
         return True
 
-    def _put(self, own: Entries, below: Entries) -> None:
-        """Put entries over the others. below: those of the same source, whose replaced values are noted"""
-        self.entries = over(self.entries, own)
-        self.reader.replaced += map(in_words, replaced(below, own))
-
     def read_all(self, placed: dict[str, list[Word]]) -> None:
-        reader, entries = self.reader, self.entries
-        if not entries:
-            return
+        if "layers" not in vars(self):
+            return  # there are no files and overrides
+        reader, entries = self.reader, self.layers.entries
         translated = translate_entries(entries, reader.purpose, bool(reader.shape))
         self.emptied = [f"{one.where} {text}" for one, text in dropped(entries)]
-        reader.notes += self.emptied + translated.remarks
+        reader.notes += self.layers.notes + self.emptied + translated.remarks
+        reader.replaced += map(in_words, self.layers.replaced)
         self.given = translated.given if reader.line.values("--config", "-c") else {}
         reader.compressed += translated.compressed
         for flag, words, one in translated.flags:

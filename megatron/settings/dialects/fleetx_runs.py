@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron.errors import UsageError
 from megatron.settings.dialects.fleetx import TABLES
-from megatron.settings.dialects.fleetx_files import Entries, dropped, over, override, read, replaced
+from megatron.settings.dialects.fleetx_files import Entries, Layers, dropped
 from megatron.settings.dialects.fleetx_guest import chinese, vocabulary
 from megatron.settings.dialects.fleetx_joint import purpose_of, translate_entries
 from megatron.settings.dialects.shell import Command
@@ -29,26 +29,20 @@ FLAGS = {"-c": "-c", "--config": "-c", "-o": "-o", "--override": "-o"}
 
 def of_file(path: str | None, script: Script, overrides: list[str] | tuple[str, ...] = ()) -> TranslatedRun:
     """A file, and `Section.key=value` over it, as the command that it is for."""
-    entries: Entries = read(path) if path else {}
-    said: Entries = {}
-    gone: list[tuple[TheirSetting, TheirSetting]] = []
-    notes = []
+    layers = Layers()
+    if path:
+        layers.read(path)
     for word in overrides:
-        key, equals, value = word.partition("=")
-        if not equals:
+        if "=" not in word:
             raise UsageError(f"-o {word}: Section.key=value is wanted, as in -o Model.hidden_size=1024")
-        if not value.strip():
-            notes.append(f"-o {word} is empty: {key} is left out, as by {key}=null")
-        own = override({}, key, value)
-        gone += replaced(said, own)
-        said, entries = over(said, own), over(entries, own)
-    program, groups = script.command_for(purpose_of(entries))
+        layers.override(word)
+    program, groups = script.command_for(purpose_of(layers.entries))
     known = spellings_of(groups)
-    found = translate_file(entries, known)
-    found.idle += [(one, overruled(False, by)) for one, by in gone]
+    found = translate_file(layers.entries, known)
+    found.idle += [(one, overruled(False, by)) for one, by in layers.replaced]
     if program == "pretrain_gpt.py":
-        add_vocabulary(found, entries, path or "command")
-    return TranslatedRun(found, ["python"], program, notes=notes, known=known)
+        add_vocabulary(found, layers.entries, path or "command")
+    return TranslatedRun(found, ["python"], program, notes=layers.notes, known=known)
 
 
 def add_vocabulary(found: Translation, entries: Entries, where: str) -> None:
