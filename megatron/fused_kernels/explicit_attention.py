@@ -64,7 +64,7 @@ class Scores(NamedTuple):
     factor: float = 1.0
 
 
-class Block(NamedTuple):
+class ScoreBlock(NamedTuple):
     """Some queries of a rectangle, and the keys that any of them sees; both are counted in the rectangle.
 
     masked: some of the queries do not see some of the last `masked` keys
@@ -77,7 +77,7 @@ class Block(NamedTuple):
     apart: bool
 
 
-def blocks_of(rectangle: Rectangle, spans: list[tuple[int, int]]) -> list[Block]:
+def blocks_of(rectangle: Rectangle, spans: list[tuple[int, int]]) -> list[ScoreBlock]:
     """The blocks of a rectangle for these [start, stop) of its queries, in the order of the backward pass: of causal order
     the last one is first, because it has most keys. With torch.compile documents only change masks, because different
     blocks would trigger recompilation for every sample.
@@ -93,7 +93,7 @@ def blocks_of(rectangle: Rectangle, spans: list[tuple[int, int]]) -> list[Block]
             first = max(first, least[start] // ALIGNED * ALIGNED)
         apart = documents is not None and (most is None or most[stop - 1] > first)
         masked = end - first if apart or window is not None else (stop - start if rectangle.causal else 0)
-        blocks.append(Block(slice(start, stop), slice(first, end), masked, apart))
+        blocks.append(ScoreBlock(slice(start, stop), slice(first, end), masked, apart))
     return blocks[::-1] if rectangle.causal else blocks
 
 
@@ -316,14 +316,14 @@ class Explicit:
         return d_query, *(x.view(b, g, m, d).permute(2, 0, 1, 3) for x in (d_keys, d_values))
 
 
-def _part(query, key, rectangle: Rectangle) -> tuple[int, Rectangle, list[Block]]:
+def _part(query, key, rectangle: Rectangle) -> tuple[int, Rectangle, list[ScoreBlock]]:
     """(queries per group, the rectangle of these operands alone, its blocks)."""
     q = query.shape[2] // key.shape[2]
     own = rectangle._replace(rows=slice(0, len(query)), keys=slice(0, len(key)), samples=slice(None))
     return q, own, blocks_of(own, even_blocks(len(query), RING_ROWS // q))
 
 
-def _logits(rows, keys, c: int, rectangle: Rectangle, block: Block, scores: Scores) -> torch.Tensor:
+def _logits(rows, keys, c: int, rectangle: Rectangle, block: ScoreBlock, scores: Scores) -> torch.Tensor:
     """Scores [c g, n q, m] in fp32, -inf for pairs that do not see each other."""
     logits = _capped(_uncapped(rows, keys, scores, torch.float32), scores)
     _hide(logits, c, rectangle, block, (None, rectangle.documents and rectangle.documents.starts, None))
@@ -349,12 +349,12 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 
-def _rows(block: Block, q: int) -> slice:
+def _rows(block: ScoreBlock, q: int) -> slice:
     """The rows of a block's queries in [c g, n q, d]."""
     return slice(block.queries.start * q, block.queries.stop * q)
 
 
-def _of_block(x: torch.Tensor, block: Block, g: int) -> torch.Tensor:
+def _of_block(x: torch.Tensor, block: ScoreBlock, g: int) -> torch.Tensor:
     """The pairs of a block, [c, g, n, q, m], of a rectangle's, [c, h, n, m]."""
     return x.unflatten(1, (g, -1))[:, :, :, block.queries, block.keys].transpose(2, 3)
 
@@ -371,7 +371,7 @@ def _capped(x: torch.Tensor, scores: Scores) -> torch.Tensor:
     return x if scores.softcap is None else x.div_(scores.softcap).tanh_().mul_(scores.softcap)
 
 
-def _biased_scores(rows, keys, rectangle: Rectangle, block: Block, scores: Scores, bias, shape) -> torch.Tensor:
+def _biased_scores(rows, keys, rectangle: Rectangle, block: ScoreBlock, scores: Scores, bias, shape) -> torch.Tensor:
     """Scores [c g, n q, m] after the cap, and the bias. shape: (c, g, n, q, m)"""
     if bias is None:
         return _capped(_uncapped(rows, keys, scores, rows.dtype), scores)
@@ -388,7 +388,7 @@ def _by_position(bias: torch.Tensor, q: int) -> torch.Tensor:
     return bias.unflatten(0, (-1, q)).transpose(1, 2)
 
 
-def _hide(scores: torch.Tensor, c: int, rectangle: Rectangle, block: Block, masks) -> None:
+def _hide(scores: torch.Tensor, c: int, rectangle: Rectangle, block: ScoreBlock, masks) -> None:
     """Set scores [c g, n q, m] of pairs that do not see each other to -inf. masks: (visible, starts, padding)."""
     visible, starts, padding = masks
     if visible is not None:

@@ -85,7 +85,6 @@ KINDS = {
             "code": "its exit code",
             "restarts": "number of restarts, with this one",
             "after": "seconds until it starts",
-            "host": "the host whose supervisor starts it",
         },
         logged=False,
     ),

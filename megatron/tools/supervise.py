@@ -257,7 +257,6 @@ class Supervisor:
             code=code,
             restarts=number,
             after=self.delay,
-            host=socket.gethostname(),
         )
         rule = rule_of(self.events.rules, "restart_storm")
         past, here = self.past_events(time.time() - 3600.0), socket.gethostname()

@@ -433,12 +433,11 @@ def _core_kept(facts: GPTFacts, share: RankSetup, kernel: str, window: Optional[
             copied += q + n * min(JOINED, m.seq_length) * e
         return turned + views + copied + 4 * n * heads, recomputed
     if kernel == "block-causal":
-        rows = q if own or grouped else fused
         pairs = sum(
             b * call.heads * causal_pairs(call.queries, queries, window, call.keys - call.queries) for call in calls
         )
-        copied = sum(2 * b * call.groups * call.keys * d * e for call in calls)  # keys and values
-        return turned + rows + copied + pairs * (e + (m.attention_dropout > 0)), recomputed
+        copied = q + sum(2 * b * call.groups * call.keys * d * e for call in calls)  # queries, keys and values
+        return turned + copied + pairs * (e + (m.attention_dropout > 0)), recomputed
     stored = stored_weights(m, sum(b * call.heads * call.queries * call.keys for call in calls), e)
     if gathers:
         keys = 2 * kv * share.cp
