@@ -126,6 +126,9 @@ def refuse_another_run(config: Config, saved: dict[str, dict], same_words: bool 
     do = f"give the checkpoint's settings, or --override {names} to continue with these"
     if any(change.name == "kd_hidden_projections" for change in refused):  # other weights: --override is not enough
         do = "give --teacher-load and --kd-hidden-layers as before; or --finetune, which begins a new run with the weights"
+    data = saved.get("data", {})
+    if "data_path" in names.replace("-", "_") and not any(data.get(name) for name in (*DATA_PATHS, "mock_data")):
+        do = "--finetune: the checkpoint holds a model alone, as from-hf writes it, and --finetune begins a run with it"
     _refuse(config, refused, "the checkpoint is of a run with other settings, on which the results depend", do)
 
 

@@ -2,13 +2,16 @@
 """Messages about problems of a command line."""
 
 import difflib
+import re
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Optional
 
 from megatron.errors import UsageError, numbered
 from megatron.settings.dialects.commands import CREATE, ELSEWHERE
+from megatron.settings.dialects.fleetx import BELONGS
 from megatron.settings.dialects.hf_trainer import HF_TRAINER
 from megatron.settings.dialects.megatron_lm import known_flags
 from megatron.settings.dialects.nanogpt import MEANT, NANOGPT
@@ -18,6 +21,8 @@ from megatron.settings.spelling import Setting
 from megatron.settings.statements import SaidBy
 
 FEW = 4  # the number of words that a note lists on one line
+OF_TRAINING = BELONGS["train"]
+PLACE = re.compile(r"(.+):(\d+): (\S+)")  # run.yaml:3: key
 
 
 def unknown(word, flags: Collection[str]) -> str:
@@ -82,25 +87,60 @@ def missing(settings: list[Setting], loading: bool) -> str:
     return "missing: " + ", ".join(s.flag for s in settings) + shape
 
 
-def without_effect(words: list[str], why: str) -> str:
-    """The message for flags and keys without effect: `--x`, `run.yaml:3: x`. More than FEW get a line for each file.
+def without_effect(notices: Mapping[str, list[str]], everything: bool = False) -> list[str]:
+    """Notes on flags and keys without effect: one for the keys of each file, with their lines, and one for each reason.
 
-    >>> print(without_effect(["run.yaml:1: a", "run.yaml:1: b", "run.yaml:3: c", "--d", "--e"], "why"))
-    5 settings have no effect: why
-        run.yaml: a, b, c
-        --d, --e
+    notices: why -> words: `--x`, `-o x`, `run.yaml:3: x`. Keys that are of training alone are counted where they are many
+    and stand in files; everything: list them.
+
+    >>> print(*without_effect({"why": ["d/run.yaml:1: a", "d/run.yaml:2: b", "--c"], "as": ["d/run.yaml:3: d"]}), sep="\\n")
+    --c has no effect: why
+    3 keys of run.yaml have no effect:
+        a (line 1), b (line 2): why
+        d (line 3): as
     """
-    if len(words) <= FEW:
-        return f"{', '.join(words)} {'has' if len(words) == 1 else 'have'} no effect: {why}"
-    files: dict[str, list[str]] = {}
-    for word in words:
-        place, _, key = word.rpartition(": ")
-        files.setdefault(place.rpartition(":")[0], []).append(key)
-    rows = [f"{file}: {', '.join(keys)}" if file else ", ".join(keys) for file, keys in files.items()]
-    wrap = partial(textwrap.fill, width=100, initial_indent=" " * 4, subsequent_indent=" " * 6, break_on_hyphens=False)
-    return "\n".join(
-        [f"{len(words)} settings have no effect: {why}", *(wrap(row, break_long_words=False) for row in rows)]
-    )
+    notes: list[str] = []
+    files: dict[str, dict[str, list[tuple[str, str]]]] = {}  # file -> why -> (key, line)
+    for why, words in notices.items():
+        placed = [(word, PLACE.fullmatch(word)) for word in dict.fromkeys(words)]
+        others = [word for word, place in placed if not place]
+        if len(others) > FEW:
+            notes.append(f"{len(others)} settings have no effect:\n{_row(why, others)}")
+        elif others:
+            notes.append(f"{', '.join(others)} {'has' if len(others) == 1 else 'have'} no effect: {why}")
+        for file, line, key in (place.groups() for _, place in placed if place):
+            files.setdefault(file, {}).setdefault(why, []).append((key, line))
+    short = _short(files)
+    of_training = {short[file]: keys for file, rows in files.items() if (keys := rows.get(OF_TRAINING))}
+    if not everything and (count := sum(map(len, of_training.values()))) > FEW:
+        files = {file: {why: keys for why, keys in rows.items() if why != OF_TRAINING} for file, rows in files.items()}
+        names = ", ".join(of_training)
+        notes.append(f"{count} keys of {names} are of training and have no effect here (--print-config lists them)")
+    return [*notes, *(_in_file(short[file], rows) for file, rows in files.items() if rows)]
+
+
+def _short(files: Collection[str]) -> dict[str, str]:
+    """The names of files without their folders, where no two have the same one."""
+    names = [Path(file).name for file in files]
+    return {file: name if names.count(name) == 1 else file for file, name in zip(files, names)}
+
+
+def _in_file(name: str, rows: Mapping[str, list[tuple[str, str]]]) -> str:
+    """The note on keys of a file. rows: why -> (key, line)"""
+    if (count := sum(map(len, rows.values()))) == 1:
+        [(why, [(key, line)])] = rows.items()
+        return f"{name}:{line}: {key} has no effect: {why}"
+    lines = [_row(why, [f"{key} (line {line})" for key, line in keys]) for why, keys in rows.items()]
+    return "\n".join([f"{count} keys of {name} have no effect:", *lines])
+
+
+def _row(why: str, keys: list[str]) -> str:
+    """An indented line on keys; several lines if they are more than FEW, each cut between keys."""
+    if len(keys) <= FEW:
+        return f"    {', '.join(keys)}: {why}"
+    text = f"{why}: {', '.join(key.replace(' ', chr(160)) for key in keys)}"  # chr(160): a blank that stays in its line
+    wrap = partial(textwrap.fill, width=110, initial_indent=" " * 4, subsequent_indent=" " * 6)
+    return wrap(text, break_long_words=False, break_on_hyphens=False).replace(chr(160), " ")
 
 
 def replaced(pairs: list[tuple[str, str]]) -> list[str]:

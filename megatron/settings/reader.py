@@ -119,7 +119,7 @@ class SettingsReader:
                     why = f"a trained model is given by --load {' '.join(word.words)}"
             self.problems.append(f"{word.flag} is a setting of pretraining; {why}")
         else:  # a file may serve several commands
-            self.notices.setdefault("settings of training, which this command does not do", []).append(str(word))
+            self.notices.setdefault(messages.OF_TRAINING, []).append(str(word))
         return True
 
     def _read_files(self, paths: list[tuple[str, int]], overrides: list[tuple[str, int]]) -> dict[str, list[Word]]:
@@ -363,8 +363,6 @@ class SettingsReader:
     def print_notes(self) -> None:
         """Print the notes, once per job."""
         if os.environ.get("RANK", "0") == "0":
-            for note in self.notes:
+            everything = any(flag == "--print-config" for flag, _ in self.line.words)
+            for note in [*self.notes, *messages.without_effect(self.notices, everything)]:
                 print(f"note: {note}", file=sys.stderr, flush=True)
-            for sentence, flags in self.notices.items():
-                flags = list(dict.fromkeys(flags))
-                print(f"note: {messages.without_effect(flags, sentence)}", file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ can end itself and begin another one.
 
 import json
 import re
+import zlib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -169,6 +170,7 @@ class ChatTemplate:
                 raise RefusedMessages(f"{name}: the model's chat template has no such variable", name)
         self._check_names(messages)
         marks = _unused_marks(messages)
+        self._check_written(messages, more, prompt=True)
         text = self._text(_marked(messages, self._names, marks[0]), more)
         return self._tokens(text, marks[0], ()).ids
 
@@ -195,6 +197,7 @@ class ChatTemplate:
         marks = _unused_marks([*messages, dict(tools=tools)])
         messages = _marked(messages, self._names, marks[0])
         more = dict(tools=_marked(tools, self._names, marks[0])) if tools else {}
+        self._check_written(messages, more, prompt=False)
         text, spans = (self._from_blocks if self.marks_answers else self._from_prefixes)(messages, more, marks)
         return self._tokens(text, marks[0], [span for span in spans if learned(span.message)])
 
@@ -231,11 +234,24 @@ class ChatTemplate:
                 written[content] += 1
             escaped = json.dumps(content, ensure_ascii=False)[1:-1]  # as Llama 3.1's writes the answers of tools
             if max(text.count(content), text.count(escaped)) < written[content]:
-                what = f"{where}: the model's chat template leaves out this message (role {message['role']})"
-                raise RefusedMessages(what, where)
+                raise _left_out(number, message)
             if "name" in message and message["name"] not in text:
                 raise RefusedMessages(f"{where}.name: the chat template has no place for it", f"{where}.name")
         return text
+
+    def _check_written(self, messages, more: Mapping[str, Any], prompt: bool) -> None:
+        """Raise RefusedMessages if the template leaves out a message whose text other messages, or the template, have, too.
+
+        Written again with a text of its own in each message. A template that cannot write those is not asked.
+        """
+        mark = f"x{zlib.crc32(repr(messages).encode()):08x}y"
+        own = [f"{mark}{number}z" if message["content"].strip() else "" for number, message in enumerate(messages)]
+        others = [dict(message, content=text) for message, text in zip(messages, own)]
+        try:
+            self._text(others, more, prompt=prompt)
+        except RefusedMessages as error:
+            if found := re.fullmatch(r"messages\[(\d+)\]", error.param or ""):
+                raise _left_out(int(found[1]), messages[int(found[1])]) from None
 
     def _from_blocks(self, messages, more: Mapping[str, Any], marks: str) -> tuple[str, list[_Span]]:
         """(text, answers) by the template's {% generation %} blocks."""
@@ -350,6 +366,13 @@ def _generation_blocks():
             return edges[0] + caller() + edges[1] if edges else caller()
 
     return GenerationBlocks
+
+
+def _left_out(number: int, message: Mapping[str, Any]) -> RefusedMessages:
+    where = f"messages[{number}]"
+    return RefusedMessages(
+        f"{where}: the model's chat template leaves out this message (role {message['role']})", where
+    )
 
 
 def _unused_marks(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -183,6 +183,14 @@ def test_dangerous_changes_are_refused_unless_overridden(group, name, value):
     assert any(flag in text and "(--override)" in text for text in changes.change_messages(allowed, saved))
 
 
+def test_a_model_alone_begins_a_run_with_finetune():
+    """As from-hf writes it: it has no data, so --override would be the wrong advice."""
+    with pytest.raises(SettingsError, match="--data-path: .*\n.*-> --finetune: the checkpoint holds a model alone"):
+        changes.refuse_another_run(_config(), _record(_config(data=dict(data_path=None))))
+    with pytest.raises(SettingsError, match="--override data-path"):
+        changes.refuse_another_run(_config(), _record(_config(data=dict(data_path=None, mock_data=True))))
+
+
 def test_settings_with_which_loaded_weights_compute_something_else_are_named():
     """By a run with --finetune: not lengths, kinds of linear layers and settings of training."""
     saved = _record(_config(model=dict(moe_router_topk=4, norm_epsilon=1e-6, linear=None, hidden_dropout=0.1)))

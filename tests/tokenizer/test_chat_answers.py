@@ -135,6 +135,27 @@ def test_what_a_template_has_no_place_for_is_refused(template):
         template("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}").encode_answers(TALK)
 
 
+@pytest.mark.parametrize(
+    "rest, messages, left_out",
+    [
+        ("", [("user", "What is two?"), ("tool", "two"), ("assistant", "2")], 1),  # in the question
+        ("user", [("user", "Hello"), ("system", "user"), ("assistant", "ok")], 1),  # in what the template writes
+        ("", [("tool", "two"), ("user", "two"), ("assistant", "one two")], 0),  # in a later one
+        ("", [("user", "two"), ("user", "two"), ("assistant", "two")], None),  # equal ones are all there
+    ],
+)
+def test_a_message_that_is_left_out_is_seen_though_its_text_stands_elsewhere(template, rest, messages, left_out):
+    source = "{% for m in messages if m.role in ('user', 'assistant') %}" + rest + "[{{ m.content }}]{% endfor %}"
+    messages = [dict(role=role, content=content) for role, content in messages]
+    for write in (lambda: template(source).encode(messages[:-1]), lambda: template(source).encode_answers(messages)):
+        if left_out is None:
+            write()
+            continue
+        with pytest.raises(RefusedMessages, match="leaves out this message") as refused:
+            write()
+        assert refused.value.param == f"messages[{left_out}]"
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_role_that_no_server_sends_is_refused(folder, tokenizer, name):
     """`human` would be a turn of its own, which no prompt of a server has."""
