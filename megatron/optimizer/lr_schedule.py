@@ -52,6 +52,8 @@ class Lengths:
             anneal = in_samples(settings.lr_wsd_decay_iters, settings.lr_wsd_decay_samples)
         if settings.lr_warmup_fraction is not None:
             warmup = settings.lr_warmup_fraction * decay
+            if settings.lr_decay_style == "linear-from-start":  # PaddleFleetX warms up for whole steps
+                warmup = math.floor(settings.lr_warmup_fraction * (decay / size)) * size
         by_epoch = settings.lr_step_unit == "epoch" and batch.train_epochs
         epoch = total / batch.train_epochs if by_epoch else None
         return cls(warmup, decay, anneal, total, epoch)
@@ -65,7 +67,8 @@ def learning_rate(settings: Optimizer, lengths: Lengths, samples: int) -> float:
         if samples < lengths.warmup:  # the first of w warm-up epochs has 1/(w+1) of the rate, not 0
             share = (samples + lengths.epoch) / (lengths.warmup + lengths.epoch)
             return settings.lr_warmup_init + (highest - settings.lr_warmup_init) * share
-    if lengths.warmup > 0 and samples <= lengths.warmup:
+    from_start = settings.lr_decay_style == "linear-from-start"
+    if lengths.warmup > 0 and samples <= lengths.warmup and not (from_start and samples == lengths.warmup):
         return settings.lr_warmup_init + (highest - settings.lr_warmup_init) * samples / lengths.warmup
     if settings.lr_decay_style == "constant":
         return highest
@@ -73,7 +76,9 @@ def learning_rate(settings: Optimizer, lengths: Lengths, samples: int) -> float:
         return lowest
     if settings.lr_decay_style == "inverse-square-root":
         return max(lowest, highest * max(lengths.warmup, 1) ** 0.5 / max(samples, 1) ** 0.5)
-    if settings.lr_decay_style == "WSD":
+    if from_start:  # PaddleFleetX's LinearDecayWithWarmup: after a warm-up of 10 % the rate is 90 %, and not 100 %
+        share = CURVES["linear"](samples / lengths.decay)
+    elif settings.lr_decay_style == "WSD":
         share = _annealed_share(curves_of(settings)[settings.lr_wsd_decay_style], lengths, samples)
     else:
         done = (samples - lengths.warmup) / (lengths.decay - lengths.warmup)
@@ -115,7 +120,8 @@ def curves_of(settings: Optimizer) -> dict[str, Curve]:
     return {**CURVES, **settings.own_schedules}
 
 
-WITHOUT_CURVE = ("constant", "inverse-square-root", "WSD")  # values of --lr-decay-style with a formula of their own
+# values of --lr-decay-style with a formula of their own
+WITHOUT_CURVE = ("constant", "inverse-square-root", "WSD", "linear-from-start")
 
 
 def weight_decay(settings: Optimizer, lengths: Lengths, samples: int) -> float:

@@ -98,7 +98,7 @@ Optimizer.weight_decay weight_decay 0.1 0.2
 Optimizer.beta1 adam_beta1 0.8 0.7
 Optimizer.beta2 adam_beta2 0.95 0.99
 Optimizer.epsilon adam_eps 1e-6 1e-7
-Optimizer.lr.name lr_decay_style CosineAnnealingWithWarmupDecay=cosine LinearDecayWithWarmup=linear
+Optimizer.lr.name lr_decay_style CosineAnnealingWithWarmupDecay=cosine LinearDecayWithWarmup=linear-from-start
 Optimizer.lr.run_mode lr_step_unit epoch step=iter
 Optimizer.lr.decay_steps lr_decay_iters 100 200
 Optimizer.lr.warmup_rate lr_warmup_fraction 0.1 0.2

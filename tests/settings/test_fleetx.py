@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """YAML of PaddleFleetX read as settings: sections, `_base_`, `-c` and `-o`."""
 
+import math
 import re
 
 import pytest
@@ -9,6 +10,8 @@ from megatron.errors import SettingsError, UsageError
 from megatron.inference.sampling import Sampling, Search
 from megatron.model.command_line import parse_any
 from megatron.model.pruning import PruningOptions
+from megatron.optimizer.lr_schedule import Lengths, learning_rate
+from megatron.optimizer.lr_schedule import problems as lr_problems
 from megatron.settings.parse import parse, parse_pretrain, parse_with_record
 from megatron.settings.rules import violations
 from megatron.settings.schema import GROUPS
@@ -446,6 +449,61 @@ def test_fine_tuning_reads_its_files(glue, capsys):
     assert made["data"].dataloader_type == "cyclic"
     told = capsys.readouterr().err
     assert "Data.Eval" not in told and "sampler" not in told and "split" not in told
+
+
+def linear_decay_with_warmup(base, steps, warmup):
+    """PaddleFleetX's LinearDecayWithWarmup.get_lr: the rate at step t, counted from 0."""
+    first = warmup if isinstance(warmup, int) else math.floor(warmup * steps)
+    return lambda t: base * t / max(1, first) if t < first else base * max(0.0, 1.0 - t / steps)
+
+
+def cosine_annealing_with_warmup_decay(highest, lowest, steps, warmup, batch):
+    """PaddleFleetX's CosineAnnealingWithWarmupDecay.get_lr, which counts samples."""
+    end, first = steps * batch, warmup * steps * batch
+
+    def rate(t):
+        t *= batch
+        if first > 0 and t <= first:
+            return highest * t / first
+        if t > end:
+            return lowest
+        return lowest + 0.5 * (math.cos(math.pi * (t - first) / (end - first)) + 1) * (highest - lowest)
+
+    return rate
+
+
+def rates_of(text, tmp_path, batch, steps):
+    """The rates of so many steps, by our reading of the section Optimizer.lr."""
+    shape = "Model: {num_layers: 1, hidden_size: 8, num_attention_heads: 1}\n"
+    sizes = f"Global: {{global_batch_size: {batch}}}\nEngine: {{max_steps: {steps}}}\n"
+    (tmp_path / "rates.yaml").write_text(f"{shape}{sizes}Optimizer: {{name: FusedAdamW, lr: {text}}}\n")
+    config = parse_pretrain(["-c", str(tmp_path / "rates.yaml")])
+    assert not lr_problems(config.optimizer, config.batch)
+    lengths = Lengths.of(config.optimizer, config.batch)
+    return [learning_rate(config.optimizer, lengths, batch * t) for t in range(steps + 2)]
+
+
+@pytest.mark.parametrize("warmup", [0, 0.0, 1, 7, 0.1, 0.06, 0.25, 0.3, 0.999])
+@pytest.mark.parametrize("steps", [10, 37, 300])
+def test_linear_decay_with_warmup_is_theirs(warmup, steps, tmp_path):
+    """The decay counts from step 0, and a share of the steps is rounded down."""
+    found = rates_of(f"{{name: LinearDecayWithWarmup, warmup: {warmup}, learning_rate: 2.0e-5}}", tmp_path, 8, steps)
+    assert found == [pytest.approx(linear_decay_with_warmup(2e-5, steps, warmup)(t)) for t in range(steps + 2)]
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.01, 0.06, 0.25])
+@pytest.mark.parametrize("steps, decay", [(40, 30), (37, 37), (20, 90)])
+def test_cosine_annealing_with_warmup_decay_is_theirs(warmup, steps, decay, tmp_path):
+    sizes = f"decay_steps: {decay}, warmup_rate: {warmup}, max_lr: 5.0e-5, min_lr: 1.0e-5, use_increments: True"
+    found = rates_of(f"{{name: CosineAnnealingWithWarmupDecay, {sizes}}}", tmp_path, 8, steps)
+    rate = cosine_annealing_with_warmup_decay(5e-5, 1e-5, decay, warmup, 8)
+    assert found == [pytest.approx(rate(t)) for t in range(steps + 2)]
+
+
+@pytest.mark.parametrize("name", ["CosineDecay", "ViTLRScheduler", "MultiStepDecay"])
+def test_curves_of_vision_models_are_refused(name, tmp_path):
+    with pytest.raises(UsageError, match=f"'{name.lower()}' is not supported; there is: cosineannealing"):
+        rates_of(f"{{name: {name}, learning_rate: 1.0e-5}}", tmp_path, 8, 10)
 
 
 def test_fine_tuning_says_which_command_a_file_of_pretraining_is_for(tmp_path):

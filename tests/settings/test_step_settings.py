@@ -111,6 +111,10 @@ RATES = [  # flags, rate of the step behind i others
         "--lr-warmup-iters 4 --lr-decay-style inverse-square-root",
         lambda i: warm(i) if i <= 4 else RATE * (4 / i) ** 0.5,
     ),
+    (
+        "--min-lr 1e-4 --lr-warmup-iters 4 --lr-decay-style linear-from-start",
+        lambda i: warm(i) if i < 4 else between(1 - i / N),
+    ),
     *(
         (
             f"--min-lr 1e-4 --lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-wsd-decay-style {style}",

@@ -353,6 +353,8 @@ def rate_of(
     """
 
     def rate(samples: int) -> float:
+        if style == "linear-from-start" and samples >= warmup:
+            return lowest + max(0, 1 - samples / end) * (highest - lowest)
         if warmup and samples <= warmup:
             return start + (highest - start) * samples / warmup
         if style == "constant":

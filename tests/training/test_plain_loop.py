@@ -228,6 +228,7 @@ def test_ranks_that_share_sequences_equal_the_plain_loop(case, way, ranks, run_r
 STYLES = {
     "constant": "--lr-warmup-iters 2",
     "linear": "--lr-warmup-fraction 0.4 --lr-decay-iters 5",
+    "linear-from-start": "--lr-warmup-fraction 0.4 --lr-decay-iters 5",
     "cosine": "--lr-warmup-iters 2 --lr-decay-iters 5",
     "inverse-square-root": "--lr-warmup-iters 2 --lr-decay-iters 5",
     "WSD exponential": "--lr-warmup-samples 16 --lr-decay-samples 40 --lr-wsd-decay-samples 17",

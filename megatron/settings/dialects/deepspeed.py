@@ -99,7 +99,7 @@ LOST = {
     "weight decay is decoupled, as AdamW has it": "optimizer.params.adam_w_mode",
     "gradients are summed in fp32, or in bf16": "data_types.*",
     "warm-up is linear": "scheduler.params.warmup_type",
-    "there is --lr-decay-style constant, linear, cosine, inverse-square-root and WSD": "scheduler.*",
+    "there is --lr-decay-style constant, linear, linear-from-start, cosine, inverse-square-root and WSD": "scheduler.*",
     "--optimizer says which there are": "optimizer.*",
     "a tracker of the run is --wandb-project or --tensorboard-dir": "wandb.* tensorboard.* comet.*",
 }

@@ -68,7 +68,7 @@ OTHERS = dict(
         Optimizer.beta2                                  --adam-beta2
         Optimizer.epsilon                                --adam-eps
         Optimizer.lr.name=cosineannealingwithwarmupdecay  --lr-decay-style cosine
-        Optimizer.lr.name=lineardecaywithwarmup          --lr-decay-style linear
+        Optimizer.lr.name=lineardecaywithwarmup          --lr-decay-style linear-from-start
         Optimizer.lr.run_mode=step                       --lr-step-unit iter
         Optimizer.lr.run_mode=epoch                      --lr-step-unit epoch
         Optimizer.grad_clip.clip_norm                    --clip-grad

@@ -91,7 +91,7 @@ LOST = {
     "code from a model's folder is never run": "trust_remote_code",
     "samples have one length, and each is a row of tokens": """group_by_length length_column_name
         train_sampling_strategy neftune_noise_alpha auto_find_batch_size""",
-    "there is --lr-decay-style constant, linear, cosine, inverse-square-root and WSD": "lr_scheduler_*",
+    "there is --lr-decay-style constant, linear, linear-from-start, cosine, inverse-square-root and WSD": "lr_scheduler_*",
     "--optimizer says which there are": "optim optim_args optim_target_modules",
     "checkpoints are saved at steps, and where a signal asks for it: --exit-signal-handler": "enable_jit_checkpoint",
 }

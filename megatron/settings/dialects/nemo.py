@@ -111,7 +111,8 @@ LOST = {
     "layers have the norms of --norm-position": "model.transformer_block_type",
     "the MLP has GeLU, --squared-relu, --swiglu, --geglu or --quick-geglu": "model.activation",
     "there is --normalization LayerNorm and RMSNorm": "model.normalization",
-    "there is --lr-decay-style constant, linear, cosine, inverse-square-root and WSD": "model.optim.sched.*",
+    "there is --lr-decay-style constant, linear, linear-from-start, cosine, inverse-square-root and WSD": """
+        model.optim.sched.*""",
     "gradients are summed in fp32, or in bf16": "model.optim.grad_sync_dtype",
     "--optimizer says which there are": "model.optim.*",
     "the vocabulary is --tokenizer-type, --tokenizer-model, or --vocab-file and --merge-file": "model.tokenizer.*",

@@ -60,8 +60,10 @@ class Optimizer:
     decoupled_min_lr: Optional[float] = shown_by("test_embeddings_have_a_learning_rate_of_their_own")(
         "minimum learning rate of these (default: --min-lr)", None
     )
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = rate(
-        "learning rate decay function", "linear", also=dict(none="constant")
+    lr_decay_style: Literal["constant", "linear", "linear-from-start", "cosine", "inverse-square-root", "WSD"] = rate(
+        "learning rate decay function; linear-from-start: the warm-up is a part of the decay, as in PaddleFleetX",
+        "linear",
+        also=dict(none="constant"),
     )
     lr_step_unit: Literal["iter", "sample", "epoch"] = shown_by("test_rates_that_change_with_the_epoch")(
         "update the learning rate at each step (iter, sample), or at the start of each epoch", "iter"
