@@ -149,16 +149,16 @@ MIGRATING = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
 SECTION = MIGRATING.partition("### PaddleFleetX's commands\n")[2].partition("\n### ")[0]
 ROWS = [[cell.strip() for cell in line.split("|")[1:4]] for line in SECTION.splitlines() if line.startswith("| ")][1:]
 FILES = {  # (page, their program) -> a file of that page
-    ("single_card", "tools/train.py"): "pretrain_gpt_345M_single_card.yaml",
-    ("single_finetune", "tools/train.py"): "finetune_gpt_345M_single_card_glue.yaml",
-    ("auto_parallel", "tools/auto.py"): "auto/pretrain_gpt_1.3B_single_card.yaml",
-    ("single_card", "tools/eval.py"): "eval_gpt_345M_single_card.yaml",
-    ("single_card", "tasks/gpt/generation.py"): "generation_gpt_345M_single_card.yaml",
-    ("inference", "tools/export.py"): "generation_qat_gpt_345M_single_card.yaml",
-    ("auto_parallel", "tools/auto_export.py"): "auto/generation_gpt_345M_mp2.yaml",
-    ("inference", "projects/gpt/inference.py"): "inference_gpt_345M_single_card.yaml",
-    ("quantization_aware_training", "tools/train.py"): "qat_gpt_345M_single_card.yaml",
-    ("structured_pruning", "tools/train.py"): "prune_gpt_345M_single_card.yaml",
+    ("single_card", "tools/train"): "pretrain_gpt_345M_single_card.yaml",
+    ("single_finetune", "tools/train"): "finetune_gpt_345M_single_card_glue.yaml",
+    ("auto_parallel", "tools/auto"): "auto/pretrain_gpt_1.3B_single_card.yaml",
+    ("single_card", "tools/eval"): "eval_gpt_345M_single_card.yaml",
+    ("single_card", "tasks/gpt/generation"): "generation_gpt_345M_single_card.yaml",
+    ("inference", "tools/export"): "generation_qat_gpt_345M_single_card.yaml",
+    ("auto_parallel", "tools/auto_export"): "auto/generation_gpt_345M_mp2.yaml",
+    ("inference", "projects/gpt/inference"): "inference_gpt_345M_single_card.yaml",
+    ("quantization_aware_training", "tools/train"): "qat_gpt_345M_single_card.yaml",
+    ("structured_pruning", "tools/train"): "prune_gpt_345M_single_card.yaml",
 }
 OURS = {"pretrain_gpt.py": "train", "finetune.py": "task"} | {
     f"megatron.tools.{tool}": purpose
@@ -185,7 +185,9 @@ def test_the_commands_of_its_pages(page, there, here, desk, monkeypatch, capsys)
     monkeypatch.chdir(desk)
     assert ours and all(problems_of(one, file) == [] for one in ours)
     if len(ours) == 1:
-        command = f"python {there.strip('`')}".replace(" F", f" {file}").replace("_degree N", "_degree 8")
+        command = f"python {there.strip('`').replace(their, f'{their}.py')}".replace(" F", f" {file}").replace(
+            "_degree N", "_degree 8"
+        )
         text = translated(command, desk, monkeypatch, capsys)
         assert next(one for one in OURS if one in ours[0].split()) in text
 
