@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import SettingsError, UsageError
+from megatron.model.pruning import PruningOptions, TargetSizes
 from megatron.settings.dialects.fleetx_files import read
 from megatron.settings.dialects.fleetx_joint import purpose_of, translate_entries
+from megatron.settings.parse import parse
 from megatron.settings.rules import range_problem
-from megatron.tools import translate
+from megatron.tools import prune, translate
 from tests.documented.test_fleetx_words import Read, a_file
 
 HERE = Path(__file__).parent / "others"
@@ -141,3 +143,59 @@ def test_a_key_that_is_given_twice_with_one_value(tmp_path):
         (tmp_path / "a.yaml").write_text(f"Generation: {text}\n")
         with pytest.raises(UsageError, match="Generation.top_k is given twice"):
             Read("generate", ["-c", str(tmp_path / "a.yaml")])
+
+
+MIGRATING = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
+SECTION = MIGRATING.partition("### PaddleFleetX's commands\n")[2].partition("\n### ")[0]
+ROWS = [[cell.strip() for cell in line.split("|")[1:4]] for line in SECTION.splitlines() if line.startswith("| ")][1:]
+FILES = {  # (page, their program) -> a file of that page
+    ("single_card", "tools/train"): "pretrain_gpt_345M_single_card.yaml",
+    ("single_finetune", "tools/train"): "finetune_gpt_345M_single_card_glue.yaml",
+    ("auto_parallel", "tools/auto"): "auto/pretrain_gpt_1.3B_single_card.yaml",
+    ("single_card", "tools/eval"): "eval_gpt_345M_single_card.yaml",
+    ("single_card", "tasks/gpt/generation"): "generation_gpt_345M_single_card.yaml",
+    ("inference", "tools/export"): "generation_qat_gpt_345M_single_card.yaml",
+    ("auto_parallel", "tools/auto_export"): "auto/generation_gpt_345M_mp2.yaml",
+    ("inference", "projects/gpt/inference"): "inference_gpt_345M_single_card.yaml",
+    ("quantization_aware_training", "tools/train"): "qat_gpt_345M_single_card.yaml",
+    ("structured_pruning", "tools/train"): "prune_gpt_345M_single_card.yaml",
+}
+OURS = {"pretrain_gpt.py": "train", "finetune.py": "task"} | {
+    f"megatron.tools.{tool}": purpose
+    for tool, purpose in dict(evaluate="evaluate", generate="generate", export="export", prune="prune").items()
+}
+
+
+def problems_of(command: str, file: str) -> list[str]:
+    """What is wrong with the words of a documented command of ours."""
+    words = shlex.split(re.sub(r"\bF\b", file, command).replace("_degree N", "_degree 8"))
+    place = next(n for n, word in enumerate(words) if word in OURS)
+    if OURS[words[place]] == "prune":
+        parse(words[place + 1 :], dict(tool=prune.ToolOptions, prune=PruningOptions, targets=TargetSizes))
+        return []
+    return Read(OURS[words[place]], words[place + 1 :]).problems
+
+
+@pytest.mark.parametrize("page, there, here", ROWS, ids=[f"{row[0]}-{row[1].split()[0][1:]}" for row in ROWS])
+def test_the_commands_of_its_pages(page, there, here, desk, monkeypatch, capsys):
+    """Each documented command of ours takes its words, and is what a translation of theirs starts."""
+    their = there.strip("`").split()[0]
+    file = f"{CONFIGS}/{FILES[page.partition(',')[0], their]}"
+    ours = [one for one in re.findall("`(.+?)`", here) if one.split()[0] in ("python", *OURS)]
+    monkeypatch.chdir(desk)
+    assert ours and all(problems_of(one, file) == [] for one in ours)
+    if len(ours) == 1:
+        command = f"python {there.strip('`').replace(their, f'{their}.py')}".replace(" F", f" {file}").replace(
+            "_degree N", "_degree 8"
+        )
+        text = translated(command, desk, monkeypatch, capsys)
+        assert next(one for one in OURS if one in ours[0].split()) in text
+
+
+def test_the_words_for_a_tiny_file(desk, monkeypatch):
+    words = shlex.split(re.search(r"tiny with `([^`]+)`", SECTION)[1])
+    file = desk / CONFIGS / "pretrain_gpt_345M_single_card.yaml"
+    found = Read("train", ["-c", str(file), *words])
+    assert found.problems == [] and words.count("-o") == 9
+    sizes = dict(num_layers=2, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, seq_length=64)
+    assert sizes.items() < found.values.items() and (found.values["train_iters"], found.values["device"]) == (4, "cpu")
