@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Quantization aware training of what pretrain_gpt_6.7B_sharding16.sh has trained, on 2 nodes: 16 ranks share optimizer
-# state and gradients (ZeRO stage 2), with PaddleFleetX's settings.
+# state and gradients (ZeRO stage 2), with the quantization of PaddleFleetX's YAML file.
+# Differs: bf16 (theirs fp16), --adam-beta2 0.95 (0.999), a validation in 1000 steps (500).
 #
 #   PRETRAINED=runs/6.7B CHECKPOINTS=runs/qat_6.7B DATA_PATH=... VOCAB_FILE=vocab.json MERGE_FILE=merges.txt \
 #       bash scripts/qat_gpt_6.7B_sharding16.sh

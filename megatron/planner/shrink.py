@@ -16,6 +16,7 @@ keys, padded vocabulary rows, more micro-batches than stages. Data are synthetic
 """
 
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Optional
 
@@ -31,6 +32,7 @@ from megatron.settings.schema import (
     Distillation,
     Guard,
     Logging,
+    Model,
     Optimizer,
     Parallel,
     Planner,
@@ -113,7 +115,7 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
     small = narrowed(
         config, sizes, num_microbatches=_num_microbatches(num_microbatches, pipeline, sizes.pp), steps=steps
     )
-    model = replace(small.model, num_layers=num_layers)
+    model = _with_near_blocks(replace(small.model, num_layers=num_layers))
     recompute = _recompute(config.recompute, max(map(len, pipeline.layers)), model.num_layers, sizes.layers)
     return ShrunkJob(
         replace(small, model=model, parallel=parallel, recompute=recompute), math.prod(few.values()), tuple(lost)
@@ -178,7 +180,7 @@ def narrowed(config: Config, sizes: Sizes, num_microbatches: Optional[int] = Non
     model = facts.shrunk(sizes.stages * sizes.layers, sizes.tp * sizes.cp)
     return replace(
         config,
-        model=replace(model, kd_hidden_projections=None),
+        model=_with_near_blocks(replace(model, kd_hidden_projections=None)),
         extra=facts.shrunk_groups(config.extra, model),
         batch=batch,
         parallel=replace(
@@ -294,6 +296,15 @@ def _recompute(r: Recompute, stage: int, num_layers: int, each: int) -> Recomput
         size = (each if size >= stage else max(1, each - 1)) if r.recompute_method == "block" else min(size, each)
     kept = "0" if exempt and num_layers > 1 else None
     return replace(r, recompute_num_layers=size, no_recompute_layers=kept)
+
+
+def _with_near_blocks(model: Model) -> Model:
+    """The model with its patterns of linear layers: those of blocks that it has not are for its last block."""
+    near = lambda block: f"blocks.{min(int(block[1]), model.num_layers - 1)}."
+    names = "linear quantization_layers quantization_skip sparsity_layers sparsity_skip lora_target".split()
+    given = {name: text for name in names if "blocks." in (text := getattr(model, name) or "")}
+    words = {name: re.sub(r"\bblocks\.(\d+)\.", near, text).replace(",", " ").split() for name, text in given.items()}
+    return replace(model, **{name: ",".join(dict.fromkeys(each)) for name, each in words.items()})
 
 
 # Model, batch and curves ----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.errors import SettingsError, run_main
+from megatron.model.command_line import parse_any
 from megatron.pipeline.stages import Pipeline
 from megatron.planner.shrink import RANKS, original, reduced, shrunk_job_of, shrunk_jobs_of
 from megatron.settings.parse import parse_pretrain
@@ -179,6 +180,15 @@ def test_a_ramp_and_samples_stay():
     shrunk = shrunk_job_of(config, world, steps=4)
     batch = resolve(shrunk.config, shrunk.world_size).batch
     assert (batch.rampup_batch_size, batch.global_batch_size, batch.train_samples) == ([2, 2, 2], 4, 14)
+
+
+def test_layers_that_are_not_quantized_stay_in_the_blocks_that_are_left():
+    skip = "--quantization-skip blocks.0.mlp.up,blocks.3.mlp.down,blocks.5.mlp.down"
+    argv = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 60 --mock-data --lr 1"
+    config = parse_any(f"{argv} --train-iters 9 --quantization {skip}".split())
+    model = shrunk_job_of(config, 1).config.model
+    assert (model.num_layers, model.quantization_skip) == (2, "blocks.0.mlp.up,blocks.1.mlp.down")
+    assert model.linear == "*=fake_quantize,blocks.0.mlp.up=plain,blocks.1.mlp.down=plain"
 
 
 def test_what_counts_ranks_or_their_batch_goes():

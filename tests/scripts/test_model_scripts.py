@@ -4,6 +4,7 @@
 import contextlib
 import copy
 import importlib
+import json
 import os
 import random
 import re
@@ -25,7 +26,7 @@ from megatron.planner.shrink import original, shrunk_jobs_of
 from megatron.settings.parse import parse, parse_pretrain
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import spellings_of
-from megatron.tools import evaluate, generate
+from megatron.tools import evaluate, generate, prune
 from megatron.tools.script_heads import FOLDER, OWN_VARIABLES, command, head, model_scripts, with_head
 
 pytestmark = pytest.mark.sampled(2)
@@ -651,6 +652,39 @@ def test_pretrain_refuses_other_tasks():
         pretrain.main(ASKED.format(task="BERT").split(), {})
     with pytest.raises(UsageError, match="needs a value"):
         pretrain.main(["--task-type"], {})
+
+
+SKIPPED = {"block_3": ["linear2"], "block_5": ["linear1"], **{f"block_{n}": ["linear2"] for n in (6, 7, 10, 20, 21)}}
+BITS = dict(weight_bits=8, activation_bits=8, onnx_format=True, weight_quantize_type="abs_max")
+BITS |= dict(enable=True, activation_quantize_type="moving_average_abs_max")
+QUANTIZED = {  # Compress.Quantization in the YAML file of PaddleFleetX's script
+    "qat_gpt_345M_mp8": dict(BITS, freeze_embedding=True, skip_tensor_map=SKIPPED),
+    "qat_gpt_345M_single_card": dict(
+        BITS, activation_preprocess_type="PACT", freeze_embedding=True, skip_tensor_map=SKIPPED
+    ),
+    "qat_gpt_6.7B_sharding16": dict(BITS, activation_preprocess_type="PACT"),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_script_quantizes_as_its_yaml_file(name, tmp_path):
+    shape = dict(num_layers=24, hidden_size=64, num_attention_heads=4)
+    path = tmp_path / "qat.yaml"
+    path.write_text(json.dumps(dict(Model=shape, Compress=dict(Quantization=QUANTIZED[name]))))
+    theirs, ours = parse_any(["-c", str(path)]), parse_any(command(SCRIPTS[name]))
+    names = """quantization linear weight_quantize_type activation_quantize_type activation_preprocess_type weight_bits
+        activation_bits quantization_skip""".split()
+    assert {each: getattr(ours.model, each) for each in names} == {each: getattr(theirs.model, each) for each in names}
+    assert ours.optimizer.freeze == theirs.optimizer.freeze
+    assert "with PaddleFleetX's settings" not in SCRIPTS[name].read_text()
+
+
+def test_the_script_prunes_as_its_yaml_file(tmp_path):
+    path = tmp_path / "prune.yaml"
+    path.write_text(json.dumps(dict(Compress=dict(Prune=dict(enable=True, criterion="l1_norm", ratio=0.125)))))
+    [line] = [line for line in SCRIPTS["prune_gpt_345M_single_card"].read_text().splitlines() if "prune_first" in line]
+    groups, where = dict(tool=prune.ToolOptions, prune=PruningOptions), ["--load", "big", "--save", "small"]
+    assert parse(line.split()[1:] + where, groups)["prune"] == parse(["-c", str(path), *where], groups)["prune"]
 
 
 def test_a_model_is_pruned_before_its_training(tmp_path):
