@@ -254,7 +254,7 @@ EVALUATED = "evaluate_gpt_345M eval_qat_gpt_345M_single_card eval_prune_gpt_345M
 )
 def test_scripts_of_tools_say_flags_that_exist(name, tmp_path):
     data = ["--data-path", "held_out"] if name in EVALUATED else []
-    done = bash(name, *data, PRINT="1", CHECKPOINTS=str(tmp_path / "none"))
+    done = bash(name, *data, PRINT="1", MP="1", CHECKPOINTS=str(tmp_path / "none"))  # MP: ranks of run_benchmark
     python, dash_m, module, *words = shlex.split(done.stdout)
     assert (python, dash_m) == (sys.executable, "-m")
     with pytest.raises(CheckpointError, match="none"):
