@@ -143,7 +143,7 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
         raise SettingsError(
             "--device cuda: torch finds no CUDA device",
             f"torch {torch.__version__}",
-            "use --device cpu, or check the driver and CUDA_VISIBLE_DEVICES",
+            "use --device cpu (of a PaddleFleetX file: -o Global.device=cpu), or check the driver and CUDA_VISIBLE_DEVICES",
         )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")

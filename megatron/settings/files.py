@@ -22,8 +22,8 @@ NULL: list[str] = []  # the words of a key that is null; an empty list is anothe
 EMPTY = ("", "~", "null", "Null", "NULL", "None")
 
 
-def compose(path: str):
-    """Parse a file to its root, a mapping of PyYAML's nodes; None if the file is empty.
+def compose(path: str, flag: str = "--config"):
+    """Parse a file to its root, a mapping of PyYAML's nodes; None if the file is empty. flag: as the user wrote it.
 
     Values stay text, so that `1e-4` or `no` have the same meaning as on a command line.
     Raises UsageError if the file is missing, is not YAML (or plain assignments of Python), or is not a mapping.
@@ -31,8 +31,8 @@ def compose(path: str):
     import yaml
 
     if not path:
-        raise UsageError("--config needs the name of a YAML file")
-    text = read_text(path, "--config ")
+        raise UsageError(f"{flag} needs the name of a YAML file")
+    text = read_text(path, f"{flag} ")
     try:
         root = compose_python(text, path) if path.endswith(".py") else yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:

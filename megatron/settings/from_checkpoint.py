@@ -170,7 +170,12 @@ def refuse_another_shape(shape: Mapping[str, Statement], chosen: Mapping[str, St
     plain = lambda value: re.sub(r"[\s()\[\]]", "", value) if isinstance(value, str) else value  # (127, 0) is 127,0
     other = {one.words: saved[name] for name, one in shape.items() if plain(one.value) != plain(saved[name])}
     if wrong := [f"{words}: {value} in the checkpoint" for words, value in other.items()]:
-        hint = "leave settings of the model out: they come from the checkpoint"
+        keys = {
+            one.words: one.where.rpartition(" ")[2] for one in shape.values()
+        }  # those of PaddleFleetX have a section
+        own = [f"-o {keys[words]}={value}" for words, value in other.items() if "Model." in keys[words]]
+        hint = f"say {' '.join(own)}, or " * bool(own)
+        hint += "leave settings of the model out: they come from the checkpoint"
         raise SettingsError(f"{place} holds another model", "\n  ".join(wrong), hint)
 
 

@@ -11,7 +11,8 @@ from typing import Optional
 
 from megatron.errors import UsageError, numbered
 from megatron.settings.dialects.commands import CREATE, ELSEWHERE
-from megatron.settings.dialects.fleetx import BELONGS
+from megatron.settings.dialects.fleetx import BELONGS, keys_beside
+from megatron.settings.dialects.fleetx_files import SECTIONS
 from megatron.settings.dialects.hf_trainer import HF_TRAINER
 from megatron.settings.dialects.megatron_lm import known_flags
 from megatron.settings.dialects.nanogpt import MEANT, NANOGPT
@@ -157,7 +158,22 @@ def replaced(pairs: list[tuple[str, str]]) -> list[str]:
 def usage_error(problems: list[str], prog: str) -> UsageError:
     """One error for all problems of a command line."""
     if len(problems) == 1:
-        return UsageError(problems[0], do=f"{prog} --help (or --help-all) lists the flags")
+        return UsageError(problems[0], do=_hint(problems[0], prog))
     return UsageError(
         f"{len(problems)} problems with the command line:{numbered(problems)}", do=f"{prog} --help (or --help-all)"
     )
+
+
+def _hint(problem: str, prog: str) -> Optional[str]:
+    """What to do about the one problem of a command line. None: the message says it, as for -o and the keys of files."""
+    key = re.match(r"(?:-o |.+:\d+: )([A-Za-z_]\w*\.[\w.]+)", problem)
+    if key is None:
+        return f"{prog} --help (or --help-all) lists the flags"
+    if "there is no section" in problem and "did you mean" not in problem:
+        return f"there are {', '.join(SECTIONS)}"
+    section, names = keys_beside(key[1])
+    if "did you mean" in problem or not section and "unknown" not in problem:
+        return None
+    if section:
+        return f"{section} has {', '.join(names)}" if "is no known key" in problem else None
+    return f"{prog} --help {key[1].partition('.')[0]} lists its settings"

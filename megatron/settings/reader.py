@@ -129,10 +129,11 @@ class SettingsReader:
         """
         placed: dict[str, list[Word]] = {word: [] for word, _ in overrides}
         for path, self.turn in paths:
+            flag = "-c" if ("-c", [path]) in self.line.words else "--config"
             path = os.path.expanduser(path)
             if any(guest.reads_file(path, None) for guest in self.guests):
                 continue
-            root = files.compose(path)
+            root = files.compose(path, flag)
             if root is None:
                 self.notes.append(f"{path} is empty: it sets nothing")
             elif not any(guest.reads_file(path, root) for guest in self.guests):

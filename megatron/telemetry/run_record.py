@@ -25,8 +25,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Optional
 
-import orjson
-
 LIBRARIES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "triton", "flash-attn", "apex")
 
 
@@ -159,6 +157,8 @@ def records(path: Path) -> Iterator[Optional[dict]]:
 
 def parse_record(line: bytes) -> Optional[dict]:
     """The record of a line of a metrics file; None for a damaged line."""
+    import orjson  # a launch without its packages gets as far as the message that says so
+
     try:
         record = orjson.loads(line)
         _ = record["kind"], int(record["iteration"])

@@ -116,6 +116,8 @@ def test_a_model_that_the_checkpoint_does_not_hold_is_refused(main, words, sente
     with pytest.raises(SettingsError, match="holds another model") as refused:
         main([*words.split(), *what, "--load", str(checkpoint)])
     assert refused.value.why.splitlines()[0] == sentence
+    assert refused.value.do.endswith("leave settings of the model out: they come from the checkpoint")
+    assert ("say -o Model.num_layers=2, or" in refused.value.do) == ("fleetx" in words)
 
 
 def test_weights_of_a_blend_are_named(checkpoint, tmp_path, capsys):

@@ -232,8 +232,9 @@ def test_torch_compile_compiles_each_layer(build, monkeypatch):
 
 def test_device(build, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SettingsError, match="--device cuda: torch finds no CUDA device"):
+    with pytest.raises(SettingsError, match="--device cuda: torch finds no CUDA device") as refused:
         build("--device cuda")
+    assert "--device cpu" in refused.value.do and "-o Global.device=cpu" in refused.value.do
     assert build("--device auto").context.device.type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert {parameter.device.type for parameter in build("--device cpu").stages[0].parameters()} == {"cpu"}

@@ -252,6 +252,28 @@ def test_of_two_names_of_a_switch_the_other_is_named(file, words, precision, tol
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words, hint",
+    [
+        ("-o Optimizer.grad_clip.threshold_of_all=3", "Optimizer.grad_clip has clip_norm, name"),
+        ("-o Optimizer.foo.bar=3", "Optimizer has "),
+        ("-o Global.xyz=3", "Global has device, global_batch_size, "),
+        ("-o Model.hiden_size=3", None),  # the message has the nearest
+        ("-o Model.num_layers=many", None),
+        ("-o Zzz.foo=3", "there are Global, Engine, Model, "),
+        ("-o model.zzzz=3", "python -m pytest --help model lists its settings"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_those_of_its_section(read, words, hint):
+    with pytest.raises(UsageError) as refused:
+        read(words)
+    assert refused.value.do is None if hint is None else hint.split("pytest")[-1] in (refused.value.do or "")
+    with pytest.raises(UsageError, match=r"^-c nothere\.yaml: No such file"):
+        parse_pretrain(["-c", "nothere.yaml"])
+    with pytest.raises(UsageError, match=r"^--config nothere\.yaml: No such file"):
+        parse_pretrain(["--config", "nothere.yaml"])
+
+
 def test_of_two_names_of_a_rate_the_one_of_the_command_line_counts(read):
     config, told = read("-o Optimizer.lr.learning_rate=1e-4 -o Optimizer.lr.warmup=10")
     assert (config.optimizer.lr, config.optimizer.lr_warmup_iters, config.optimizer.lr_warmup_fraction) == (

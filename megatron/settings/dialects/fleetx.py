@@ -187,6 +187,19 @@ PATTERNS = " ".join([*IDLE.values(), *REFUSED.values(), COMPRESSION, TEACHER]).s
 PARTS = {key[: dot.start()] for key in (*KNOWN, *PATTERNS) for dot in re.finditer(r"\.", key)} | {*SECTIONS}
 
 
+def keys_beside(key: str) -> tuple[str, list[str]]:
+    """The innermost known section of a key, and the names in it; no section for another first word.
+
+    >>> keys_beside("Optimizer.grad_clip.value")
+    ('Optimizer.grad_clip', ['clip_norm', 'name'])
+    """
+    section = key.rpartition(".")[0]
+    while section and section not in PARTS:
+        section = section.rpartition(".")[0]
+    inside = sorted(one for one in (*KNOWN, *PATTERNS) if section and one.startswith(f"{section}."))
+    return section, list(dict.fromkeys(one[len(section) + 1 :].partition(".")[0] for one in inside))
+
+
 def owners_of(key: str) -> list[str]:
     """The commands that a key is for; empty for an unknown key."""
     section, *rest = key.split(".")
