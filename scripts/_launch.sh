@@ -76,8 +76,13 @@ run_tool_on_ranks() { # the same on NPROC ranks of this machine (default: one pr
     run "$PYTHON" -m megatron.tools.launch --standalone --nproc-per-node "$NPROC" -m "$@"
 }
 
+refuse_to_shrink() { # where there is no shrunk job
+    [ -z "${SHRINK:-}" ] || fail 2 "SHRINK=1 is for training, texts and exports: $(basename "$0") has no shrunk job, run it without"
+}
+
 finetune_on_task() { # task, perhaps a set of its validation files, flags of finetune.py
     local task=$1 data=${DATA:-glue} flags=() out size
+    refuse_to_shrink
     [ -n "$task" ] && [[ $task != -* ]] || fail 2 "which task?" "bash $0 SST2 (CoLA, MRPC, QQP, STSB, MNLI, QNLI, RTE, WNLI ...)"
     shift
     if [ $# -gt 0 ] && [[ $1 != -* ]]; then # the name of a set of validation examples

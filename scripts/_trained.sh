@@ -3,7 +3,7 @@
 # Sourced by the scripts that use a trained model. They say: export_model SIZE RANKS "FLAGS", generate_text SIZE RANKS, or
 # evaluate_model SIZE "FLAGS", and the words of the command line follow.
 #
-#   bash scripts/X.sh --dry-run     memory of so many devices and time per token, predicted; nothing is read or written
+#   bash scripts/X.sh --dry-run     generation on so many devices, predicted: memory and time per token; nothing is read or written
 #   SHRINK=1 bash scripts/X.sh      exports and texts: the same with a tiny model of this shape, which is trained for two steps here first
 #   PRINT=1 bash scripts/X.sh       say the command and do nothing
 #
@@ -14,7 +14,7 @@ export_model() { # size, ranks that will share the model, flags of tools.export,
     local size=$1 ranks=$2 folder=${CHECKPOINTS:-checkpoints/gpt_$1} out flags
     read -ra flags <<<"$3"
     FLAGS=("${@:4}")
-    ! given --dry-run || predict "$size" "$ranks"
+    ! given --dry-run || predict "$size" "$ranks" export
     [ -z "${SHRINK:-}" ] || ranks=$((ranks > 1 ? 2 : 1))
     [ "$ranks" -eq 1 ] || flags+=(--tensor-model-parallel-size "$ranks")
     out=${EXPORT:-$folder-$(form "${flags[@]}" "${FLAGS[@]}")$([ "$ranks" -eq 1 ] || echo "-tp$ranks")}
@@ -50,9 +50,10 @@ generate_text() { # size, ranks that share the model, words of the command line;
 
 evaluate_model() { # size, flags of tools.evaluate, words of the command line; NPROC=N: so many ranks share the work
     local size=$1 flags
+    refuse_to_shrink
     read -ra flags <<<"$2"
     FLAGS=("${@:3}")
-    ! given --dry-run || predict "$size" 1
+    ! given --dry-run || predict "$size" 1 evaluation
     run_tool_on_ranks megatron.tools.evaluate --load "${CHECKPOINTS:-checkpoints/gpt_$size}" --micro-batch-size 8 \
         ${flags[@]+"${flags[@]}"} --then "${FLAGS[@]}"
 }
@@ -67,7 +68,8 @@ form() { # the format that the last of these flags says
     echo "$last"
 }
 
-predict() { # size, ranks
+predict() { # size, ranks, what the script does if that is not predicted
+    [ -n "${PRINT:-}" ] || echo "predicted: generation with the model of $1 on $2 rank$([ "$2" -eq 1 ] || echo s) of A100-80GB${3:+; not the $3 itself}"
     unset RANK LOCAL_RANK WORLD_SIZE
     run_tool megatron.tools.plan --mode inference --model-name-or-path "$1" --bf16 --vocab-size 50304 \
         --world-size "$2" --local-world-size "$(($2 < 8 ? $2 : 8))" --device-name A100-80GB \

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # GPT of 1.3B parameters on the 8 GPUs of a node. The layout is searched for the GPUs that there are when it
 # starts; add --tune-steps 5 and the best three are timed first.
+# Learning rate, batch and precision are this suite's. PaddleFleetX's:
+# python pretrain_gpt.py -c ppfleetx/configs/nlp/gpt/auto/pretrain_gpt_1.3B_dp8.yaml
 #
 # needs      8 x A100-40GB: one node
 # layout     dp8-zero1, micro-batch 4: the planner's choice for these

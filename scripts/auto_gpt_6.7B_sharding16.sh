@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # GPT of 6.7B parameters on 16 GPUs; ZeRO stage 2 is kept, the rest of the layout is searched. The shape is
 # that of GPT-3 (arXiv:2005.14165, table 2.1).
+# Learning rate, batch and precision are this suite's. PaddleFleetX's:
+# python pretrain_gpt.py -c ppfleetx/configs/nlp/gpt/auto/pretrain_gpt_6.7B_sharding16.yaml
 #
 # needs      16 x A100-80GB: 2 nodes of 8
 # layout     dp16-zero2/8, micro-batch 8: the planner's choice for these

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # GPT of 1.3B parameters on the 8 GPUs of a node, data parallel, each with an eighth of the optimizer state.
+# Learning rate, batch and precision are this suite's. PaddleFleetX's:
+# python pretrain_gpt.py -c ppfleetx/configs/nlp/gpt/pretrain_gpt_1.3B_dp8.yaml
 #
 # needs      8 x A100-40GB: one node
 # predicted  26.7 of 42.9 GB on the fullest rank

@@ -1,4 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Another name for pretrain_gpt_1.3B_single.sh.
+# Learning rate, batch and precision are this suite's. PaddleFleetX's:
+# python pretrain_gpt.py -c ppfleetx/configs/nlp/gpt/pretrain_gpt_1.3B_single_card.yaml
 exec bash "$(dirname "$0")/pretrain_gpt_1.3B_single.sh" "$@"

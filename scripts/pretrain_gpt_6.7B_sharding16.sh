@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # GPT of 6.7B parameters on 2 nodes: 16 ranks share optimizer state and gradients (ZeRO stage 2). The shape is
 # that of GPT-3 (arXiv:2005.14165, table 2.1).
+# Learning rate, batch and precision are this suite's. PaddleFleetX's:
+# python pretrain_gpt.py -c ppfleetx/configs/nlp/gpt/pretrain_gpt_6.7B_sharding16.yaml
 #
 # needs      16 x A100-80GB: 2 nodes of 8
 # predicted  61.8 of 85.9 GB on the fullest rank

@@ -7,6 +7,6 @@
 #   MP=1 CHECKPOINTS=checkpoints/gpt_345M bash scripts/run_benchmark.sh
 source "$(dirname "$0")/_trained.sh"
 NPROC=${MP:-${NPROC:-8}} FLAGS=("$@")
-! given --dry-run || predict 175B "$NPROC"
+! given --dry-run || predict 175B "$NPROC" benchmark
 run_tool_on_ranks megatron.tools.benchmark_inference --load "${EXPORT:-${CHECKPOINTS:-checkpoints/gpt_175B}}" \
     --prompt-length 128 --iterations 10 --tensor-model-parallel-size "$NPROC" --then "$@"

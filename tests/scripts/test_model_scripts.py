@@ -42,6 +42,7 @@ LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PO
     LOG_DIR PRINT OMP_NUM_THREADS""".split()
 README = (FOLDER.parent / "README.md").read_text()
 GUIDE = (FOLDER.parent / "docs" / "launching.md").read_text()
+FLEETX_FILES = FOLDER.parent / "tests" / "documented" / "others" / "fleetx_files.txt"
 CLEAN = {
     name: value
     for name, value in os.environ.items()
@@ -253,7 +254,7 @@ EVALUATED = "evaluate_gpt_345M eval_qat_gpt_345M_single_card eval_prune_gpt_345M
 )
 def test_scripts_of_tools_say_flags_that_exist(name, tmp_path):
     data = ["--data-path", "held_out"] if name in EVALUATED else []
-    done = bash(name, *data, PRINT="1", CHECKPOINTS=str(tmp_path / "none"))
+    done = bash(name, *data, PRINT="1", MP="1", CHECKPOINTS=str(tmp_path / "none"))  # MP: ranks of run_benchmark
     python, dash_m, module, *words = shlex.split(done.stdout)
     assert (python, dash_m) == (sys.executable, "-m")
     with pytest.raises(CheckpointError, match="none"):
@@ -290,7 +291,48 @@ def test_scripts_of_trained_models_predict(name):
         8 if "175B" in name or "multi" in name or "benchmark" in name else 2 if "mp2" in name or "tp2" in name else 1
     )
     layout = f"tp{ranks}" if ranks > 1 else "one rank"
-    assert done.stdout.startswith(f"the best layout: {layout}\n") and "(assumed)" in done.stdout, done.stderr
+    what, plan = done.stdout.split("\n", 1)
+    assert re.match(rf"predicted: generation with the model of [\d.]+[MB] on {ranks} ranks? of A100-80GB", what)
+    done_here = (
+        "export" if "export" in name else "evaluation" if "eval" in name else "benchmark" if "bench" in name else ""
+    )
+    assert what.endswith(f"; not the {done_here} itself" if done_here else " A100-80GB")
+    assert plan.startswith(f"the best layout: {layout}\n") and "(assumed)" in plan, done.stderr
+
+
+@pytest.mark.parametrize("name", [*EVALUATED, "finetune_gpt_345M", "finetune_clue"])
+def test_scripts_without_a_shrunk_job_say_so(name, tmp_path):
+    (tmp_path / "afqmc").mkdir()
+    done = bash(name, *["AFQMC"] * ("finetune" in name), SHRINK="1", PRINT="1", DATA=str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr.startswith("error: SHRINK=1 is for training, texts and exports: ") and done.stderr.count("\n") == 1
+    )
+
+
+CONFIGS = "ppfleetx/configs/nlp/gpt"
+
+
+@pytest.mark.parametrize(
+    "name, file",
+    [
+        ("pretrain_gpt_345M_single_card", "pretrain_gpt_345M_single_card"),
+        ("pretrain_gpt_1.3B_single_card", "pretrain_gpt_1.3B_single_card"),
+        ("pretrain_gpt_1.3B_dp8", "pretrain_gpt_1.3B_dp8"),
+        ("pretrain_gpt_6.7B_sharding16", "pretrain_gpt_6.7B_sharding16"),
+        ("pretrain_gpt_175B_mp8_pp16", "pretrain_gpt_175B_mp8_pp16"),
+        ("auto_gpt_345M_single_card", "auto/pretrain_gpt_345M_single_card"),
+        ("auto_gpt_1.3B_single_card", "auto/pretrain_gpt_1.3B_single_card"),
+        ("auto_gpt_1.3B_dp8", "auto/pretrain_gpt_1.3B_dp8"),
+        ("auto_gpt_1.3B_dp8_tuning", "auto/pretrain_gpt_1.3B_dp8_tuning"),
+        ("auto_gpt_6.7B_sharding16", "auto/pretrain_gpt_6.7B_sharding16"),
+    ],
+)
+def test_scripts_of_paddlefleetx_names_say_whose_settings_they_have(name, file):
+    """And which file has PaddleFleetX's: that of its script of this name."""
+    head = (FOLDER / f"{name}.sh").read_text()
+    assert f"this suite's. PaddleFleetX's:\n# python pretrain_gpt.py -c {CONFIGS}/{file}.yaml\n" in head
+    assert f" {file}.yaml " in FLEETX_FILES.read_text() and max(map(len, head.splitlines())) <= 120
 
 
 @pytest.mark.sampled(5)
