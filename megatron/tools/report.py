@@ -93,7 +93,7 @@ def build(place: Path, title: Optional[str] = None) -> str:
 
 def read(place: Path) -> WatchedRun:
     """Read the run of a folder or metrics file. Raises DataError if there is nothing to report on."""
-    path = find_metrics(place) or (place if place.suffix == ".jsonl" else place / METRICS)
+    path = find_metrics(place) or (place / METRICS if place.is_dir() else place)
     if not path.is_file():
         raise DataError(
             f"{path}: {no_such_file(path)}", why="a run writes it next to its checkpoints (--save) or to --metrics-file"
