@@ -92,7 +92,7 @@ def parse_with_record(
     said = " ".join(reader.problems)  # a bad value or a misspelled flag is not reported as missing too
     missing = [s for s in settings if s.required and s.name not in chosen and s.flag not in said and s.name not in said]
     if missing:
-        why = [sentence for guest in reader.guests for sentence in guest.why_missing(missing[0].name)]
+        why = [sentence for suite in reader.other_suites for sentence in suite.why_missing(missing[0].name)]
         reader.problems.append("; ".join([messages.missing(missing, "load" in chosen), *why]))
     if reader.problems:
         raise messages.usage_error(reader.problems, prog)

@@ -16,7 +16,7 @@ from megatron.errors import did_you_mean
 from megatron.settings import files, messages, schema
 from megatron.settings.argv import OWN, THEN, CommandLine, split
 from megatron.settings.declare import ON_RESUME, dashed, declared
-from megatron.settings.dialects.guests import GUESTS
+from megatron.settings.dialects.other_suites import OTHER_SUITES
 from megatron.settings.dialects.table import Word
 from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import NAMES, VOCABULARY, cached, nearest, preset, published_rows
@@ -48,7 +48,7 @@ class SettingsReader:
         self.statements: list[Statement] = []
         self.turn = 0
         self.line = CommandLine()
-        self.guests = [guest(self) for guest in GUESTS]
+        self.other_suites = [suite(self) for suite in OTHER_SUITES]
         self.compressed: list[Any] = []  # `from_checkpoint.Compressed`: what files expect of the checkpoint
         self.problems: list[str] = []
         self.notes: list[str] = []
@@ -72,12 +72,12 @@ class SettingsReader:
             elif flag not in OWN:
                 self.read(Word(flag, words, SaidBy.COMMAND))
         self._read_preset()
-        for guest in self.guests:
-            guest.fill()
+        for suite in self.other_suites:
+            suite.fill()
 
     def read(self, word: Word) -> None:
         """Read one word: a setting, one of another command, or another suite's. Any other is unknown."""
-        readers = (self._of_setting, self._of_another_command, *(guest.reads for guest in self.guests))
+        readers = (self._of_setting, self._of_another_command, *(suite.reads for suite in self.other_suites))
         if not any(reader(word) for reader in readers):
             self.problems.append(messages.unknown(word, self.spellings))
 
@@ -131,18 +131,18 @@ class SettingsReader:
         for path, self.turn in paths:
             flag = "-c" if ("-c", [path]) in self.line.words else "--config"
             path = os.path.expanduser(path)
-            if any(guest.reads_file(path, None) for guest in self.guests):
+            if any(suite.reads_file(path, None) for suite in self.other_suites):
                 continue
             root = files.compose(path, flag)
             if root is None:
                 self.notes.append(f"{path} is empty: it sets nothing")
-            elif not any(guest.reads_file(path, root) for guest in self.guests):
+            elif not any(suite.reads_file(path, root) for suite in self.other_suites):
                 self._read_plain(files.read_settings(root, path), path, getattr(root, "helpers", ()))
         for word, turn in overrides:
-            if not any(guest.overrides(word, turn) for guest in self.guests):
+            if not any(suite.overrides(word, turn) for suite in self.other_suites):
                 placed[word] += self._override(word)
-        for guest in self.guests:
-            guest.read_all(placed)
+        for suite in self.other_suites:
+            suite.read_all(placed)
         self.turn = 0
         return placed
 
@@ -169,7 +169,7 @@ class SettingsReader:
         return []
 
     def _sections(self) -> list[str]:
-        return [section for guest in self.guests for section in guest.sections]
+        return [section for suite in self.other_suites for section in suite.sections]
 
     def _read_plain(
         self, rows: list[tuple[str, Optional[list[str]], int]], path: str, helpers: Collection[str]
@@ -190,7 +190,7 @@ class SettingsReader:
     def _knows(self, flag: str) -> bool:
         """Whether some reader takes a flag."""
         known = self._spelling(flag) or flag in spellings_of(schema.GROUPS)
-        return bool(known) or any(guest.knows(flag) for guest in self.guests)
+        return bool(known) or any(suite.knows(flag) for suite in self.other_suites)
 
     def of_key(self, key: str, words: list[str], source: SaidBy, where: str) -> Word:
         """A key of a file as a word; a list becomes one word for a setting of text: split: [969, 30, 1]"""
@@ -273,8 +273,8 @@ class SettingsReader:
     def resolve(self) -> dict[str, Statement]:
         """Resolve all statements at the end; contradictions are added to the problems."""
         self._drop_replaced_data()
-        for guest in self.guests:
-            guest.note_defaults()
+        for suite in self.other_suites:
+            suite.note_defaults()
         chosen, contradictions = resolve(self.statements)
         self.problems += contradictions
         lists: dict[str, str] = {}  # flags for several values that are given twice
@@ -287,8 +287,8 @@ class SettingsReader:
                 if setting and setting.many and setting.kind is str and one.flag == by.flag:
                     lists[one.flag] = f"several values follow one {one.flag}, as in Megatron-LM: {one.flag} A B"
         self.notes += [*messages.replaced(self.replaced), *lists.values()]
-        for guest in self.guests:
-            guest.note_chosen(chosen)
+        for suite in self.other_suites:
+            suite.note_chosen(chosen)
         return chosen
 
     def _drop_replaced_data(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from megatron.errors import SettingsError, UsageError
 from megatron.model.pruning import PruningOptions, TargetSizes
 from megatron.settings.dialects.fleetx_files import read
-from megatron.settings.dialects.fleetx_joint import purpose_of, translate_entries
+from megatron.settings.dialects.fleetx_keys import purpose_of, translate_entries
 from megatron.settings.parse import parse
 from megatron.settings.rules import range_problem
 from megatron.tools import prune, translate

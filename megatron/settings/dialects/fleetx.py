@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PaddleFleetX's keys, and flags for those that are translated one by one; `fleetx_joint.py` translates the others.
+"""PaddleFleetX's keys, and flags for those that are translated one by one; `fleetx_keys.py` translates the others.
 
 `fleetx_files.py` reads its files. What a key means depends on the command that reads it: a purpose.
 """

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from megatron.errors import UsageError
 from megatron.settings.dialects.fleetx import TABLES
+from megatron.settings.dialects.fleetx_command_line import chinese, vocabulary
 from megatron.settings.dialects.fleetx_files import Entries, Layers, dropped
-from megatron.settings.dialects.fleetx_guest import chinese, vocabulary
-from megatron.settings.dialects.fleetx_joint import purpose_of, translate_entries
+from megatron.settings.dialects.fleetx_keys import purpose_of, translate_entries
 from megatron.settings.dialects.shell import Command
 from megatron.settings.dialects.start import Script, TranslatedRun, WithoutFile, started
 from megatron.settings.dialects.table import VARIABLE, FlagLine, TheirSetting

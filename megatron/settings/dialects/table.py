@@ -289,7 +289,7 @@ class Compressed:
     sizes: dict[str, int] = field(default_factory=dict)
 
 
-class Guest:
+class OtherSuite:
     """What our commands read of another suite: its flags, its files, and what its programs do where nothing is said.
 
     There is one for each command line. reader: the `reader.SettingsReader` that asks it. sections: those of its files

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The suites whose words our own commands read (`table.Guest`), beside those that `megatron.tools.translate` knows."""
+"""The suites whose words our own commands read (`table.OtherSuite`), beside those that `megatron.tools.translate` knows."""
 
 import os
 from pathlib import Path
@@ -16,9 +16,9 @@ from megatron.settings.dialects.commands import (
     defaults_of_paddlenlp,
     profiler_options,
 )
-from megatron.settings.dialects.fleetx_guest import FleetX
+from megatron.settings.dialects.fleetx_command_line import FleetX
 from megatron.settings.dialects.megatron_lm import DATA_FILES, answer, data_in_file
-from megatron.settings.dialects.table import Guest, Word
+from megatron.settings.dialects.table import OtherSuite, Word
 from megatron.settings.files import read_python
 from megatron.settings.schema import GROUPS, Data
 from megatron.settings.spelling import spellings_of
@@ -27,7 +27,7 @@ from megatron.settings.statements import SaidBy, Statement
 DATA = declared("replaces", Data)  # settings that name data
 
 
-class MegatronLM(Guest):
+class MegatronLM(OtherSuite):
     """Flags of Megatron-LM that this suite does not have."""
 
     def reads(self, word: Word) -> bool:
@@ -64,7 +64,7 @@ GIVES_WAY = {("--use-amp", "precision"): "is fp16"}
 GIVES_WAY |= {("--check-accuracy", f"{kind}_dropout"): "is no dropout" for kind in ("hidden", "attention")}
 
 
-class PaddleNLP(Guest):
+class PaddleNLP(OtherSuite):
     """Flags of PaddleNLP that this suite does not have."""
 
     def reads(self, word: Word) -> bool:
@@ -116,7 +116,7 @@ class PaddleNLP(Guest):
                 self.reader.notes.append(f"{one.words} {why}, and gives way to {by.words}")
 
 
-class ColossalAI(Guest):
+class ColossalAI(OtherSuite):
     """Python files of Colossal-AI."""
 
     read_any = False  # whether a file is one
@@ -124,7 +124,7 @@ class ColossalAI(Guest):
     def reads_file(self, path: str, root) -> bool:
         if root is not None or not (path.endswith(".py") and Path(path).is_file()):
             return False
-        from megatron.settings.dialects.translate import translate  # it needs `rules`, which read guests
+        from megatron.settings.dialects.translate import translate  # it needs `rules`, which reads this module
 
         reader = self.reader
         sources = read_python(path, COLOSSALAI.names)
@@ -165,4 +165,4 @@ def _data_by_flags(data: str) -> str:
     )
 
 
-GUESTS = (MegatronLM, PaddleNLP, FleetX, ColossalAI)
+OTHER_SUITES = (MegatronLM, PaddleNLP, FleetX, ColossalAI)

@@ -7,13 +7,13 @@ from functools import cached_property
 from megatron.settings.dialects.commands import PROMPT
 from megatron.settings.dialects.fleetx import DEFAULTS, TABLES
 from megatron.settings.dialects.fleetx_files import COMMAND, SECTIONS, Entries, Layers, dropped, in_words, is_fleetx
-from megatron.settings.dialects.fleetx_joint import problem_text, translate_entries
-from megatron.settings.dialects.table import Guest, Word
+from megatron.settings.dialects.fleetx_keys import problem_text, translate_entries
+from megatron.settings.dialects.table import OtherSuite, Word
 from megatron.settings.presets import VOCABULARY, cache_folder, cached
 from megatron.settings.statements import SaidBy, Statement
 
 
-class FleetX(Guest):
+class FleetX(OtherSuite):
     """PaddleFleetX's files and overrides on a command line of ours."""
 
     sections = tuple(SECTIONS)
