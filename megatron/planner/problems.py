@@ -269,6 +269,11 @@ def fullest(job: Job, layout: Layout, cluster: Cluster) -> list[int]:
     return [memory.memory_report(job, layout, cluster.device, rank).total for rank in range(layout.pp)]
 
 
+def _of(needed: float, capacity: float) -> str:
+    """Both in one unit, unless they are far apart."""
+    return part_of(needed, capacity) if needed < 1000 * capacity else f"{size(needed)} of {size(capacity)}"
+
+
 def memory_problems(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
     """One sentence if a pipeline rank needs more memory than the device has, with remedies; else none."""
     needed, capacity = fullest(job, layout, cluster), cluster.device.usable_bytes
@@ -279,7 +284,7 @@ def memory_problems(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
     others = f" (and on {len(over) - 1} more)" if len(over) > 1 else ""
     return [
         f"out of memory by {size(needed[rank] - capacity)} on pipeline rank {rank}{others}: "
-        f"{part_of(needed[rank], capacity)}; "
+        f"{_of(needed[rank], capacity)}; "
         + remedies(
             job, layout, lambda other: max(fullest(job, other, cluster)), capacity, _unscaled(job, layout, cluster)
         )

@@ -120,7 +120,7 @@ def _find_perplexity(record, name: str) -> Optional[tuple[float, str]]:
     if not isinstance(record, dict):
         return None
     if isinstance(record.get("perplexity"), (int, float)):
-        what = record.get("data") or name or "held-out text"
+        what = str(record.get("data") or name or "held-out text").rpartition("/")[2]  # a tile is narrow
         tokens = f", {count(record['tokens'])} tokens" if record.get("tokens") else ""
         at = f", iteration {record['iteration']:,}" if isinstance(record.get("iteration"), int) else ""
         return float(record["perplexity"]), f"held out: {what}{tokens}{at}"

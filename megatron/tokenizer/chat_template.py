@@ -204,9 +204,9 @@ class ChatTemplate:
     def _check_names(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Raise RefusedMessages if a message has a part that the template does not know."""
         for number, message in enumerate(messages):
-            for name in message:
+            for name, value in message.items():
                 known = name in self.source and (name != REASONING or message["role"] == ASSISTANT)
-                if name not in ("role", "content") and not known:
+                if name not in ("role", "content") and not known and value not in (None, [], ""):
                     where = f"messages[{number}].{name}"
                     raise RefusedMessages(f"{where}: the chat template has no place for it", where)
 
@@ -225,7 +225,8 @@ class ChatTemplate:
         except RefusedMessages:
             raise
         except Exception as error:  # a template is a program: it may raise anything
-            raise RefusedMessages(f"the chat template cannot write these messages: {error}") from None
+            first = "; the first message is an answer" if messages and messages[0]["role"] == ASSISTANT else ""
+            raise RefusedMessages(f"the chat template cannot write these messages: {error}{first}") from None
         written: Counter[str] = Counter()  # how often the text must have a content
         for number, message in enumerate(messages):
             where = f"messages[{number}]"

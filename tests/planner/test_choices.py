@@ -119,7 +119,7 @@ def by_hand(config, world, sizes):
 @pytest.mark.parametrize(
     "world, words, sizes, chosen",
     [
-        (8, "--global-batch-size 96", [1, 2, 3, 4, 6, 12], 1),
+        (8, "--global-batch-size 96", [1, 2, 3, 4, 6, 12], 2),
         (8, "--global-batch-size 96 --recompute-granularity full --sharding-stage 1", [1, 2, 3, 4, 6, 12], None),
         (
             4,

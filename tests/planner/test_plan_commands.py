@@ -344,7 +344,7 @@ def test_dry_run_tells_every_problem_at_once(capsys):
         "--wandb-project",
     ):
         assert words in str(caught.value)
-    with pytest.raises(SettingsError, match=r"out of memory by [\d.]+ GB on pipeline rank 0"):
+    with pytest.raises(SettingsError, match=r"out of memory by [\d.]+ [GM]B on pipeline rank 0"):
         pretrain_gpt.main([*TINY, "--dry-run", "--world-size", "1", "--device-memory-gb", "0.001"])
     assert "memory of a rank" in capsys.readouterr().out
     with pytest.raises(SettingsError, match="is not a multiple of 4, as --cp 2"):

@@ -238,7 +238,7 @@ def test_a_tool_names_what_it_has_no_use_for(name, tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text(f"load: x\n{name}: 1\n")
     parse(["--config", str(path)], groups)
-    assert f"{path}:2: {name}" in capsys.readouterr().err
+    assert f"{path.name}:2: {name}" in capsys.readouterr().err
 
 
 def test_a_tool_compares_what_is_said_of_a_model(tmp_path, capsys, monkeypatch):

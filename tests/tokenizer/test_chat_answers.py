@@ -129,6 +129,11 @@ def test_what_a_template_has_no_place_for_is_refused(template):
     asked = [dict(role="user", content="Hi"), dict(role="assistant", content="", tool_calls=[dict(name="f")])]
     with pytest.raises(RefusedMessages, match=r"messages\[1\].tool_calls: the chat template has no place"):
         template(BLOCKS).encode_answers(asked)
+    plain = [dict(role="user", content="Hi"), dict(role="assistant", content="ok")]
+    empty = [*plain[:1], plain[1] | dict(tool_calls=[], reasoning_content=None)]
+    assert template(BLOCKS).encode_answers(empty) == template(BLOCKS).encode_answers(plain)
+    with pytest.raises(RefusedMessages, match="write these messages: .*; the first message is an answer"):
+        template(BLOCKS + "{{ messages[1].content.wrong.wrong }}").encode_answers(plain[1:])
     with pytest.raises(RefusedMessages, match="tools: the chat template has no place"):
         template(BLOCKS).encode_answers(TALK, [dict(name="f")])
     with pytest.raises(RefusedMessages, match="leaves out this message .role assistant"):
