@@ -178,6 +178,7 @@ def test_pure_modules_reach_no_torch(name):
     assert not has_torch(reached(name, at_start_only=True))
 
 
+@pytest.mark.sampled(5)
 def test_training_starts_without_torchs_compiler():
     """It takes a second and a half to import, in each rank, and some modules of torch bring it along."""
     code = "import sys, pretrain_gpt, megatron.training.loop; sys.exit('torch._dynamo' in sys.modules)"

@@ -222,6 +222,7 @@ def test_the_harness_asks_models_that_continue_texts(kind, messy, monkeypatch):
         lm_eval.main(f"--load {kind} --tasks a --device cpu".split())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("command, flags, code, words", TABLE)
 def test_a_mistake_is_one_message_and_an_exit_code(command, flags, code, words, messy, monkeypatch, capfd):
     monkeypatch.chdir(messy)

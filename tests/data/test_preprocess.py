@@ -165,6 +165,7 @@ def test_partitions_deal_lines_out(vocab, corpus, tmp_path, compressed):
     assert written(tmp_path / "out_text_document") == slow_definition(vocab, DOCUMENTS, "text", False)
 
 
+@pytest.mark.sampled(10)
 def test_sentences(vocab, tmp_path):
     pytest.importorskip("sentencex")
     texts = ["Mr. Smith came. He left!  Why?\n\nNobody knows.", "", "One."]

@@ -54,6 +54,7 @@ def sums(prefix):
     return [hashlib.sha256(open(f"{prefix}{ending}", "rb").read()).hexdigest() for ending in ENDINGS]
 
 
+@pytest.mark.sampled(5)
 def test_what_is_fetched_is_what_lies_there_and_is_fetched_once(here, there, tmp_path):
     told = []
     copy = nearby(there, str(tmp_path / "cache"), told.append)

@@ -53,6 +53,7 @@ def pretend_nltk(monkeypatch, tokenizer) -> None:
     sys.modules["nltk.tokenize"].punkt = punkt
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("keep_newlines", [False, True])
 def test_sentences_are_nltks_own(nltk_data, keep_newlines):
     """Against nltk used as Megatron-LM's preprocess_data.py uses it; `auto` takes it where its data are."""

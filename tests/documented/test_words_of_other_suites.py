@@ -242,7 +242,7 @@ def test_every_row_has_a_line_here(dialect):
 OWN = {int: ["3"], float: ["0.25"], str: ["word"], bool: ["true", "false", ""]}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("dialect", ["megatron-deepspeed", "llmacc", "paddlenlp"])
 def test_own_words_mean_what_they_mean(dialect):
     """Every spelling of every setting, with each of its values: what comes of the translation is what the words say."""

@@ -248,7 +248,7 @@ def test_a_step_runs_and_the_host_waits_for_nothing(found, name):
     assert set(found[name]["waits"]) == (set() if late else OFFLOAD_WAITS) and found[name]["late"] == late
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_the_host_waits_for_counts_of_rows_once_a_layer(found, name):
     """Not with one rank and no drops, nor with padding, nor again in recomputation."""
@@ -260,11 +260,13 @@ def test_times_of_ranks_are_compared_and_the_host_waits_for_nothing(found, name)
     assert (found[name].get("waits"), found[name].get("windows")) == ([], 2), found[name]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", IN_VARLEN)
 def test_a_step_with_documents_runs_in_torchs_kernel_and_waits_for_nothing(found, name):
     assert (found[name].get("waits"), found[name].get("calls")) == ([], IN_VARLEN[name][3]), found[name]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", IN_RING)
 def test_a_ring_runs_in_torchs_kernel_and_waits_for_nothing(found, name):
     """Its messages are waited for by the device, and a step of documents needs nothing of them that the host lacks."""
@@ -272,7 +274,7 @@ def test_a_ring_runs_in_torchs_kernel_and_waits_for_nothing(found, name):
     assert found[name].get("waits") == [] and found[name]["calls"] == (calls or found[name]["calls"]) > 0, found[name]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found_with_its_place(found, name):
     said = found[name]

@@ -332,7 +332,7 @@ def test_one_query(groups):
     torch.testing.assert_close(near, attention.one_query(row, key[-6:], value[-6:], scale=0.3))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("softcap, window", [(None, None), (0.4, None), (None, 0), (0.4, 2)])
 @pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
 @pytest.mark.parametrize("queries", [5, 3])

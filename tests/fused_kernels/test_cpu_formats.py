@@ -139,6 +139,7 @@ RUNS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", RUNS)
 def test_no_product_of_training_is_in_a_format_without_instructions(name, fp32_alone):
     recipe, words = RUNS[name]

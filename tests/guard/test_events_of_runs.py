@@ -172,7 +172,7 @@ def test_a_validation_that_gets_worse(tmp_path):
     assert found[0]["values"][0] < found[0]["values"][1] and found[0]["figure"] == "lm loss"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_slow_steps(tmp_path, monkeypatch):
     """The clock of the metrics goes by what the hook says; from step 81 on steps are five times as long."""
     clock = SimpleNamespace(now=0.0)

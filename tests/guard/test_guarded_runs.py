@@ -55,7 +55,7 @@ def _tensors(path):
 # ---- the ledger ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_the_ledger_does_not_depend_on_the_layout_nor_on_resuming(run_ranks, tmp_path):
     flags = "--train-iters 6 --num-layers 2 --save-interval 3"
     for name, world, more in (
@@ -284,7 +284,7 @@ def _poisoned(module, samples, forward=1.0, backward=1.0, times=None):
 NAN = float("nan")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "layout, fault, where",
     [

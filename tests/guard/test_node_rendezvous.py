@@ -40,6 +40,7 @@ def joined(*nodes: NodeRendezvous, later: float = 0.0) -> list:
         return list(pool.map(join, nodes))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("later", [0.0, 1.0])
 def test_all_come(later, port):
     notes = []
@@ -53,6 +54,7 @@ def test_all_come(later, port):
         assert any(f"node 0 does not answer at localhost:{port} (connection refused)" in note for note in notes)
 
 
+@pytest.mark.sampled(5)
 def test_who_is_missing_is_named_on_every_node(port):
     notes = []
     nodes = [NodeRendezvous("localhost", port, rank, 5, 2.0, notes.append) for rank in (0, 2, 3)]

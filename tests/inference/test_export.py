@@ -468,7 +468,7 @@ def texts(loaded, sampling=DRAWN, search=GREEDY) -> list[list[int]]:
     return [answer.tokens for answer in found.answers]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "shape, words",
     [
@@ -593,7 +593,7 @@ def test_a_gguf_file_is_run_by_llama_cpp(tmp_path):
         load_exported(str(tmp_path))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_paddlenlps_export_and_end(tmp_path, models, monkeypatch, capsys):
     """Its flag exports, and its command for the result generates."""
     monkeypatch.chdir(tmp_path)

@@ -104,6 +104,7 @@ def test_a_model_that_tokenizers_does_not_express(settings, why):
         tokenizer_json(proto, special_of(proto))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind, end, symbols", [("bpe", "<end>", []), ("unigram", "<EOD>", ["<EOD>"])])
 def test_autotokenizer_of_a_sentencepiece_run(new_checkpoint, tmp_path, kind, end, symbols, capsys):
     """SentencePiece's default settings, in transformers: ids, names, and nothing before a prompt or after it."""
@@ -223,6 +224,7 @@ def test_gguf_of_sentencepiece(new_checkpoint, tmp_path, capsys):
         export.main(["--load", str(load), "--output", str(tmp_path / "no"), *words])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rule", ["nmt_nfkc", "identity"])
 def test_gguf_of_unigram(new_checkpoint, tmp_path, rule, capsys):
     """llama.cpp's Unigram has the charsmap, and removes spaces. It compares the ids before the file appears."""
@@ -238,6 +240,7 @@ def test_gguf_of_unigram(new_checkpoint, tmp_path, rule, capsys):
 # ---- all formats -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 def test_programs_and_weights_have_the_same_files(new_checkpoint, vocabulary, tmp_path):
     """And this suite opens the same tokenizer in each."""
     load = new_checkpoint()

@@ -180,6 +180,7 @@ def test_greedy_texts(case, family, run_ranks):
     assert texts == want[:, 9:].tolist() and len({tuple(text) for text in texts}) == 2
 
 
+@pytest.mark.sampled(5)
 @MODELS
 def test_there_and_back(case, family, tmp_path, capsys):
     """The same family with the same settings, and the same tensors. Norms of Gemma lose the last bit of 1 + weight."""

@@ -104,7 +104,7 @@ FULL = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("tp, pp, halves", [*LAYOUTS, *(pytest.param(*one, marks=pytest.mark.full) for one in FULL)])
 def test_ranks_write_the_targets_of_one_process(tp, pp, halves, encoder_decoder, run_ranks):
     wanted = targets(encoder_decoder)

@@ -177,6 +177,7 @@ class Refers:
         return getattr, self.names
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("file", [".metadata", "common.pt", "__0_0.distcp"])
 @pytest.mark.parametrize("kind", ["pickle", "zip of torch"])
 def test_pickles_are_not_run(theirs, tmp_path, file, kind):

@@ -60,7 +60,7 @@ def record_of(out: Path) -> dict:
         return reader.state
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout, form", FORMS)
 def test_each_form_is_the_same_state_to_the_bit(theirs, tmp_path, layout, form):
     state = convert(theirs / layout / form, tmp_path / "ours")

@@ -34,7 +34,7 @@ FULL = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "model, layout, modules", [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)]
 )

@@ -84,7 +84,7 @@ def dense(query, key, value, layer, documents):
     return torch.einsum("bgqst,tbgd->sbgqd", weights, value).reshape(s, b, g * q * d)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("cp", [2, 4])
 def test_attention_is_that_of_the_whole_sequence(cp, run_ranks):
     inputs = [random(0, S, B, 4, 2, 4), random(1, S, B, 4, 4), random(2, S, B, 4, 4)]

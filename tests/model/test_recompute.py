@@ -60,7 +60,7 @@ def assert_same_bits(got, want):
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("shape", [{}, MODERN], ids=["gpt2", "modern"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -72,7 +72,7 @@ def test_same_bits_with_dropout(tiny, batch, settings, shape, dtype):
     assert_same_bits(gradients(tiny(recompute=settings, **shape), *micros), want)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "shape", [{}, dict(MODERN, **DROPOUT), dict(squared_relu=True)], ids=["gpt2", "modern", "relu"]
 )
@@ -114,7 +114,7 @@ def test_same_bits_without_dropout_and_with_documents(tiny, batch, granularity):
         assert_same_bits(gradients(tiny(recompute=Recompute(granularity)), micro), gradients(tiny(), micro))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
 def test_same_bits_on_two_ranks(tiny, batch, run_ranks, sequence_parallel):
     def body(rank):
@@ -161,7 +161,7 @@ def test_saved_bytes(tiny, batch, shape):
     assert full < one_more == three_of_four < everything
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("shape", [{}, MODERN, dict(squared_relu=True)], ids=["gpt2", "modern", "relu"])
 def test_modules_save_what_their_shapes_say(tiny, batch, most_allocated, shape):
     """To the byte, at the end of a forward pass."""

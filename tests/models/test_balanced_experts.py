@@ -76,7 +76,7 @@ def plain():
     return train(initial_weights(EXPERTS), lambda name: True, plain_buffers(), range(4), network, update_buffers)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_is_the_plain_loop(layout, tmp_path):
     world, words = LAYOUTS[layout]
@@ -84,6 +84,7 @@ def test_any_layout_is_the_plain_loop(layout, tmp_path):
     compare(tmp_path, *plain())
 
 
+@pytest.mark.sampled(10)
 def test_a_run_goes_on_with_experts_divided_in_another_way(tmp_path):
     """The bias of a resumed run, and a model for use, are those of the run before, bit for bit."""
     flags = f"--save {tmp_path} --load {tmp_path} --auto-resume"

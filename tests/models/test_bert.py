@@ -156,7 +156,7 @@ RECOMPUTE = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "case",
     [" ".join(case.split()) for case in LAYOUTS]

@@ -195,7 +195,7 @@ def test_rows_of_zeros_change_nothing(layout, kernel, tmp_path, monkeypatch):
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "names",
     [

@@ -134,7 +134,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_any_division_of_experts_is_one_process(way, layout):

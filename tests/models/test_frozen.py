@@ -88,7 +88,7 @@ def test_any_layout_is_the_plain_loop(part, layout, tmp_path):
     check(tmp_path, part)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapters_are_trained_alone(layout, tmp_path):
     world, words = LAYOUTS[layout]

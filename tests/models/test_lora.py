@@ -159,7 +159,7 @@ DROPPED = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-lengt
     --swiglu --group-query-attention --num-query-groups 2 --lora-rank 4 --lora-dropout 0.3 --lora-split-fused"""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", ["tp2", "tp2sp", "cp2", "dp2-zero3", "pp2-zbh1", "tp2sp-pp2"])
 @pytest.mark.parametrize("again", ["", "--recompute-granularity selective --recompute-modules mlp layernorm"])
 def test_dropout_is_the_same_in_each_layout(layout, again):
@@ -310,6 +310,7 @@ def base(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.sampled(10)
 def test_adapters_alone_are_saved_and_go_on_in_any_layout(base, run_ranks, tmp_path):
     """Saved by the stages of a pipeline, and gone on with by ranks of tp."""
     start = f"{PAIRS} --finetune --load {base}"

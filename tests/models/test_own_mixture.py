@@ -59,7 +59,7 @@ def test_a_layer_computes_its_formula():
     torch.testing.assert_close(sums["crowded experts"], crowded)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", ["ep2", "tp2sp", "tp2-ep2", "ep2-zero3", "pp2-zbh1", "cp2"])
 @pytest.mark.parametrize("again", ["", "--recompute-granularity full --recompute-method uniform"])
 def test_any_layout_is_one_process(layout, again):

@@ -87,7 +87,7 @@ def pretrain(rank: int, part: str, flags: str) -> None:
     start(f"{LINE} {own} {flags}".split(), module.recipe())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("part", PARTS)
 def test_any_layout_is_the_plain_loop(part, layout, run_ranks, tmp_path):

@@ -168,6 +168,7 @@ SMALL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "layout, flags",
     [

@@ -197,7 +197,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
         pretrain(0, "5 bits", f"--load {tmp_path / 'part'} --weight-bits 6")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_run_goes_on_in_another_layout(run_ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(quantization, "ALPHA", ALPHA)
     way, line = "pact, 4 bits", f"--save {tmp_path}"
@@ -301,6 +301,7 @@ def test_a_layer_is_torchs_own_fake_quantization():
         torch.testing.assert_close(one, wanted)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("flags", ["--bf16", "--bf16 --amp-level O1", "--fp16 --initial-loss-scale 1024"])
 def test_half_precision_is_near_to_it(flags, tmp_path):
     pretrain(0, "5 bits", f"{flags} --save {tmp_path}")

@@ -56,7 +56,7 @@ FULL = """
 """.strip().splitlines()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "case",
     [" ".join(case.split()) for case in CASES]

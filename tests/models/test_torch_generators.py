@@ -67,7 +67,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "make, flags, world",
     [

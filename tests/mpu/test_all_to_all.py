@@ -38,6 +38,7 @@ def received(sent: list[list[int]], rank: int) -> list[int]:
     return [rows[rank] for rows in sent]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_rows_and_their_gradients(ranks, run_ranks):
     """Counts as lists and tensors, said for both directions or one; gradients to the bit, also of expanded ones."""

@@ -50,7 +50,7 @@ def test_a_cpu_says_which_kernel_takes_the_place_of_flash_attention(capsys):
     assert "computes attention" not in capsys.readouterr().out
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "layout", ["--tensor-model-parallel-size 2 --sequence-parallel", "--sharding-stage 2", "--pp 2"]
 )

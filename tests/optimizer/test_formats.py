@@ -209,6 +209,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_rounds_alike(name, run_ranks):
     sizes, stage = LAYOUTS[name]

@@ -123,6 +123,7 @@ def test_a_matrix_has_one_number_of_state_and_other_weights_two():
     assert size == 8 * matrices + 12 * (table + bias + output)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_data_parallel_ranks_and_shards_move_as_one_process_does(stage, run_ranks):
     settings = replace(TORCHS, muon_fp32_matmul_prec="highest")
@@ -156,7 +157,7 @@ FUSED = {  # matrices, the dim that tp cuts, shape
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("sizes", [{}, dict(tp=2), dict(tp=2, shard=2)], ids=["one rank", "tp2", "tp2 zero1"])
 @pytest.mark.parametrize("case", FUSED)
 def test_each_matrix_of_a_fused_weight_is_torchs_own(case, sizes, run_ranks):

@@ -124,7 +124,7 @@ def _reference(start, ranks):
     return norms, {name: parameter.detach() for name, parameter in named.items()}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     "sizes, stage",
@@ -247,6 +247,7 @@ def test_buffers_of_experts(run_ranks):
     assert whole["own"].tolist() == [10.0, 100.0, 20.0, 200.0] and whole["all"].tolist() == [30.0] * 4
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_copies_of_experts_are_compared(stage, run_ranks):
     def changed(rank):

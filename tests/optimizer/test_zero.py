@@ -98,6 +98,7 @@ def test_equals_torch_adamw():
         torch.testing.assert_close(weight, expected_weights[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "mesh, num_microbatches",
     [(dict(replicate=2), 1), (dict(shard=2), 2), (dict(replicate=2, shard=2), 1), (dict(shard=4), 1)],

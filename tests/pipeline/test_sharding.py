@@ -191,6 +191,7 @@ def test_the_update_waits_for_the_reductions_of_all_ranks():
     assert [times[rank, Op("U", 0)] for rank in range(2)] == [(reduced, reduced + 3.0)] * 2
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "v-half"])
 def test_the_planners_closed_form_is_the_simulation(name):
     """One chunk a rank: equal. More: equal while messages are shorter than passes, and never below."""

@@ -48,7 +48,7 @@ BARE = 200e6  # what the interpreter and torch take at least, without any traini
 LONG_HEADS = "--hidden-size 64 --num-attention-heads 4 --seq-length 4096"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "script, flags, near",  # near: at least this share of what the run has taken
     [

@@ -52,6 +52,7 @@ def test_activations_are_predicted_within_3_percent(more, precision, modules):
     assert sum(kept.values()) == pytest.approx(found, rel=0.03)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "name",
     ["ep2", "etp2, capacity, padded", "tp2", "tp2 dp2, ep4", "cp2, ep over its ranks", "ep2, zero2", "pp2 ep2, zb-h1"]

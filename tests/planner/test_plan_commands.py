@@ -31,7 +31,7 @@ TINY = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 1
     --train-iters 3 --eval-iters 1 --device cpu""".split()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_the_advisors_command_line(capsys, tmp_path):
     script = tmp_path / "best.sh"
     plan.main(

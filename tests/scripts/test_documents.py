@@ -67,6 +67,7 @@ def names_in(path: Path) -> frozenset[str]:
 # ---- paths and modules -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_paths_exist(page):
     """Every word that is a path of a Python file, or lies in one of the project's folders."""

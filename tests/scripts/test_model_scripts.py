@@ -112,7 +112,7 @@ def test_the_head_that_the_guide_shows():
 SEARCHED = ("auto_gpt_1.3B_dp8", "pretrain_gpt_22B_auto")  # another search is long enough to see that it needs no torch
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "name",
     [
@@ -196,7 +196,7 @@ def test_preflight(name, first_with, monkeypatch):
     assert "checks passed" in told[-1] and any(line.split()[:2] == ["PASS", "shrunk"] for line in told), told
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full) if name in LARGE else name for name in SCRIPTS]
 )
@@ -335,7 +335,7 @@ def test_scripts_of_paddlefleetx_names_say_whose_settings_they_have(name, file):
     assert f" {file}.yaml " in FLEETX_FILES.read_text() and max(map(len, head.splitlines())) <= 120
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "name, words, said",
     [

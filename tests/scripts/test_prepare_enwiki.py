@@ -88,6 +88,7 @@ def network(tmp_path) -> dict[str, str]:
     return dict(PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}", TMPDIR=str(tmp_path / "temporary"))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "flags, code, said",
     [

@@ -45,7 +45,7 @@ def tree(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", PAGES)
 def test_the_check_runs(name, tree):
     [commands] = re.findall(r"^```bash\n(.*?)^```", PAGES[name], re.S | re.M)

@@ -78,6 +78,7 @@ def ends_of(folder) -> list[int]:
     return ends if isinstance(ends, list) else [ends]
 
 
+@pytest.mark.sampled(10)
 def test_answers_are_those_of_transformers(models):
     imports = {f"{kind}-{which}": folder / which for kind, folder in models.items() for which in ("our", "tuned")}
     exports = {f"{kind}-back": folder / "back" for kind, folder in models.items()}

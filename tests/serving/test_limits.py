@@ -118,7 +118,7 @@ def test_an_engine_that_fails():
         assert isinstance(toy.service.failure, PeerLost)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("limit, whole", [(20.0, True), (0.3, False)])
 def test_a_server_that_is_told_to_stop(limit, whole):
     """Running answers end, within the limit; nothing new is taken. As SIGTERM does it (`Server.handle_exit`)."""

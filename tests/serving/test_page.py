@@ -160,6 +160,7 @@ def test_stop_dark_and_help_by_keyboard(visit, two):
     assert not page.locator("#keys").is_visible()
 
 
+@pytest.mark.sampled(5)
 def test_a_chat_opens_as_a_chat_within_the_context_and_below_it_stands_the_prompt(visit, two):
     page = visit(two.url)
     wait_for(page, "document.querySelector('#model-0').value === 'base'")
@@ -211,7 +212,7 @@ CUT = """[...document.querySelectorAll("#form :is(input, select)")].filter((fiel
 }).map((field) => field.id)"""  # fields with more text than room
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_a_conversation(visit, two):
     """Each model has the messages before, with its own answers; a stopped one stays, and a refused message does not."""
     page = visit(two.url, allowed=["400 (Bad Request)"])
@@ -291,6 +292,7 @@ def test_a_conversation_beside_a_model_that_refuses(visit, two):
     assert shown == [first, ByteTokenizer().decode(answer(f"<one><{first}><two>", 20, 3))]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_telephone(visit, two, scheme):
     page = visit(two.url, width=400, scheme=scheme)

@@ -95,6 +95,7 @@ def streamed(url: str, **body) -> str:
     return "".join(event["choices"][0]["text"] for event in found)
 
 
+@pytest.mark.sampled(5)
 def test_connections_that_are_cut_at_any_byte():
     with served([ToyEngine()]) as one, served([ToyEngine()]) as two:
         cutters = [Cutter(one.url, 0.2, seed=1), Cutter(two.url, 0.2, seed=2)]
@@ -119,6 +120,7 @@ def test_connections_that_are_cut_at_any_byte():
             wait_for(lambda toy=toy: toy.service.models["toy"].thread.in_flight == 0)
 
 
+@pytest.mark.sampled(5)
 def test_without_a_seed_a_text_goes_on():
     """The front gives one, so that the other replica continues the same text."""
     with served([ToyEngine(pause=0.005)]) as one, served([ToyEngine(pause=0.005)]) as two:

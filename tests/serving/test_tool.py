@@ -110,7 +110,7 @@ def test_a_model_is_served(checkpoint, expected, tmp_path):
         assert 'megatron_serve_iteration{model="cats"} 7.0' in text and 'engine{model="cats",what="blocks"}' in text
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind, how", [("checkpoint", "int8"), ("--load", "int8-dynamic"), ("--load-exported", "int4")])
 def test_exports_and_quantized_models_answer_as_generate(checkpoint, kind, how, tmp_path, capsys):
     """The server's texts are those of tools.generate with the same flags."""
@@ -137,7 +137,7 @@ def test_exports_and_quantized_models_answer_as_generate(checkpoint, kind, how, 
         assert wanted != [plain(text, tokens_to_generate=9, sampling_seed=5) for text in texts]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_an_encoder_decoder_is_served(ranks, tmp_path, capsys):
     """Prompts are its sources: its answers are those of tools.generate, by both interfaces, and do not continue prompts."""
@@ -226,7 +226,7 @@ def test_ranks_serve_together(new_checkpoint, tp, pp, tmp_path):
         assert [choice["text"] for choice in answer["choices"]] == [text] * 3
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_a_newer_checkpoint_is_taken(new_checkpoint, expected, tmp_path):
     """Each answer is that of one set of weights, the one that it names; no request is lost meanwhile."""
     new_checkpoint(tmp_path / "run")

@@ -43,6 +43,7 @@ def same_bits(one, other):
 # ---- formats ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "flags, weights, norms, products",
     [
@@ -207,6 +208,7 @@ def test_flash_attention_version(monkeypatch):
         build(3)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("chunk", [5, 32])
 def test_cross_entropy_chunk_is_the_rows_of_logits_at_a_time(chunk, build):
     more = "--make-vocab-size-divisible-by 104"  # so that nothing else has as many columns

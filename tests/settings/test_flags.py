@@ -538,7 +538,7 @@ def test_print_config_says_who_set_what_and_reads_back(tmp_path, capsys):
     assert values[0] == values[1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @given(st.one_of(st.text(max_size=12), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False)))
 def test_printed_values_are_yaml(value):
     import yaml

@@ -129,6 +129,7 @@ def test_context_parallel_ranks_hold_two_chunks_of_the_sequence(command, run_ran
         assert samples == whole.samples.tolist() and seen == [8] and found == shapes(run)
 
 
+@pytest.mark.sampled(5)
 def test_cp_comm_type_is_what_ranks_send_in_each_layer(command, run_ranks):
     def body(rank, flags):
         run, sent = built(command, f"--context-parallel-size 2 {flags}", 2), []

@@ -149,6 +149,7 @@ def test_short_names():
 RUN = "--micro-batch-size 1 --train-iters 1 --lr 1e-3"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("words", ["--mock-data", "", "--tokenizer-type NullTokenizer", "--data-path x"])
 @pytest.mark.parametrize("name", ["qwen2.5-7b", "llama-3-8b", "gpt2", "22B", "gpt-cpm-large-cn"])
 def test_a_name_has_its_vocabulary(name, words):

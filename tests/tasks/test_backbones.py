@@ -265,7 +265,7 @@ DROPOUT = f"""--backbone T5 --encoder-num-layers 2 --decoder-num-layers 2 --posi
     --attention-dropout 0.3 --no-best-checkpoint --make-vocab-size-divisible-by 8 {WORDS} {TUNE}"""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "words", ["", "--pet-pattern {text}{label} --pet-verbalizer words.json --decoder-seq-length 3"]
 )

@@ -95,6 +95,7 @@ def wait_for(page, expression: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.sampled(5)
 def test_curves_of_two_runs_that_go_on(visit, folder):
     page = visit("#smoothing=0")
     assert page.locator("#runs b").all_inner_texts() == ["slow", "wide"]

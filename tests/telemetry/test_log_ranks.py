@@ -15,6 +15,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("flags, speaking", [("", None), ("--log-ranks 0 1", {0, 1}), ("--log-ranks 1", {1})])
 def test_ranks_that_speak(flags, speaking, run_ranks, tmp_path, capfd):
     run_ranks(2, lambda rank: pretrain_gpt.main(f"{FLAGS} {flags} --save {tmp_path}".split()))

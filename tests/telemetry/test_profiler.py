@@ -44,7 +44,7 @@ def test_chosen_steps_of_chosen_ranks(run_ranks, tmp_path):
     assert "aten::" in tables.partition("\nMemory")[2]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_passes_that_take_turns(run_ranks, tmp_path):
     """Backward passes run in a thread of their own, and are in the trace, too. F0 F1 & B0 F2 & B1 B2."""
     flags = (

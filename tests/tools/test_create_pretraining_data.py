@@ -92,7 +92,7 @@ def bpe_ids(folder):
     return lambda text: model.encode(text).ids, model.token_to_id("<|endoftext|>")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("workers, block", [(1, 1 << 20), (2, 600), (3, 37)])
 @pytest.mark.parametrize("eos", [True, False])
 def test_files_are_those_of_the_rules_for_any_number_of_workers(bpe, tmp_path, monkeypatch, workers, block, eos):
@@ -404,6 +404,7 @@ IDLE = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("words, told", IDLE)
 def test_words_without_effect_are_named(bpe, tmp_path, capsys, words, told):
     (tmp_path / "in.jsonl").write_text('{"text": "a b"}\n')

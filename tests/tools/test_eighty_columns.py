@@ -65,6 +65,7 @@ def test_plan(line, capsys):
     assert too_wide(lines) == [] and without_their_basis(lines, "assumed") == []
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("line", RUNS)
 def test_dry_run(line, capsys):
     lines = told_by(pretrain_gpt.main, f"{line} --dry-run", capsys)

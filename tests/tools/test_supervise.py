@@ -561,7 +561,7 @@ def test_a_real_job_with_a_stopped_rank_ends_with_the_bits_of_a_clean_run(root, 
     assert [name for name in tensors[1] if not torch.equal(tensors[0][name], tensors[1][name])] == []
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_launcher_that_does_not_notice_a_dead_rank_is_ended(root, tmp_path):
     """Its own end is no sign of success: the rank's death is what counts."""
     script = tmp_path / "pretrain_deaf.py"

@@ -326,7 +326,7 @@ def test_its_logits_and_losses_are_those_of_the_loaded_model(teacher):
     torch.testing.assert_close(frozen.token_losses(batch).flatten(), losses, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "hidden", ["", "--hidden-size 32 --kd-hidden-layers 0:0", "--hidden-size 16 --kd-hidden-layers even"]
 )

@@ -74,11 +74,12 @@ def test_what_is_not_finite_is_traced_with_the_weights_of_its_step(run_ranks, tm
     assert [end["iteration"] for end in guarded._records(tmp_path, "end")] == [2]
 
 
+@pytest.mark.sampled(5)
 def test_steps_that_are_not_finite_are_skipped(tmp_path, capsys):
     guarded.test_steps_that_are_not_finite_can_be_skipped_and_are_counted(tmp_path, capsys)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_spike_rolls_back(run_ranks, tmp_path):
     """In step 40, which is read in step 41: that is dropped. The end is that of a run told to leave those steps out."""
     flags = f"{guarded.SPIKY} --save-interval 13 --on-spike rollback --spike-skip-steps 3 --sharding-stage 2"

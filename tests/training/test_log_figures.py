@@ -77,6 +77,7 @@ def test_throughput_stands_where_megatron_has_it(tmp_path):
     assert "(ms): " in plain and not re.search(pattern, plain) and "params norm" not in plain + lines
 
 
+@pytest.mark.sampled(5)
 def test_sizes_of_model_parallel_ranks_and_the_line_of_a_load(run_ranks, tmp_path):
     """In Megatron-LM's words; its counts are those of a rank's own tensors, padding and copies included."""
     flags = [*FLAGS, "--tp", "2", "--pp", "2", "--save", str(tmp_path)]

@@ -89,7 +89,7 @@ def plain_lion():
     return train(Job(**job, optimizer=lambda groups: PlainLion(groups, 0.7, 0.9)))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lion_is_the_published_formula(layout, run_ranks, tmp_path):
     """A sign is a full step however small its argument is: of a hundred elements one may have gone the other way. Of

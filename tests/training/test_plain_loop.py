@@ -217,7 +217,7 @@ def test_a_run_equals_the_plain_loop(case, world, stops, run_ranks, tmp_path):
     compare(tmp_path, expected(case), **LOOSE.get(case[:4], {}))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("way, ranks", [("p2p", 3), ("allgather", 2), ("a2a", 3)])
 @pytest.mark.parametrize("case", ["everything but the defaults", "tokens that do not count", "documents apart"])
 def test_ranks_that_share_sequences_equal_the_plain_loop(case, way, ranks, run_ranks, tmp_path):

@@ -177,7 +177,7 @@ def test_slow_passes_are_named_in_the_log_and_the_events(tmp_path, run_ranks, ca
 # ---- data ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("ranks", [[1], [0, 1]])
 def test_slow_data_are_told_from_slow_ranks(ranks, tmp_path, run_ranks):
     run_ranks(2, train, tmp_path, 2, 32, "", SlowData(ranks))
@@ -301,6 +301,7 @@ def test_a_large_job_writes_fewer_records():
     assert steps == 4 * WINDOW and means.tolist() == (rows / WINDOW).tolist()
 
 
+@pytest.mark.sampled(10)
 def test_results_are_the_same_to_the_bit(tmp_path, run_ranks):
     for name, flags in (("on", ""), ("off", "--no-straggler-detection")):
         (tmp_path / name).mkdir()

@@ -39,7 +39,7 @@ def warnings(capsys):
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("choice", [None, "command", "checkpoint"])
 def test_a_longer_run_follows_the_schedule_that_it_is_told_to(choice, tmp_path, capsys):
     """Trained for 10 steps, then --train-iters 20. The second launch of the longer run finds its own schedule again."""

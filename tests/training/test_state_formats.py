@@ -82,7 +82,7 @@ def alone(tmp_path_factory):
     return folder
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", ["tp3", "pp2", "zero3"])
 def test_layouts_round_at_random_alike(layout, alone, run_ranks, tmp_path):
     """With other random words nearly half of the elements would differ."""

@@ -145,6 +145,7 @@ def test_other_tokens_are_refused(tmp_path):
         made.read(3, tokens[2])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "kind, temperature", [("forward_kl", 1.0), ("forward_kl", 2.0), ("reverse_kl", 2.0), ("js", 1.5)]
 )
