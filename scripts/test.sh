@@ -18,8 +18,8 @@ if ! cmp -s requirements-test.txt .venv/requirements-test.installed; then
     cp requirements-test.txt .venv/requirements-test.installed
 fi
 case $* in
-    "") echo "All tests: about 15 minutes on two cores ..." ;;
-    --unit) echo "The tests of files that take little time: about 8 minutes on two cores ..." ;;
-    --full) echo "All tests, the slow ones too: much longer than the 15 minutes on two cores of the others ..." ;;
+    "") echo "All tests: about 8 minutes on two cores ..." ;;
+    --unit) echo "The tests of files that take little time: about 4 minutes on two cores ..." ;;
+    --full) echo "All tests, the slow ones too: much longer than the 8 minutes on two cores of the others ..." ;;
 esac
 exec python -m pytest -n 3 --dist loadfile --reruns 1 --max-suite-reruns 2 --rerun-show-tracebacks "$@"
