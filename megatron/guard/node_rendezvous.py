@@ -105,7 +105,11 @@ class NodeRendezvous:
         return False
 
     def _wait_for_all(self, store) -> None:
-        while missing := [n for n in range(self.count) if not store.check([f"{KEY}/{n}"])]:
+        while not store.check([f"{KEY}/{n}" for n in range(self.count)]):
+            if time.monotonic() < min(self.next_note, self.until):  # who is missing is asked for when it is said
+                time.sleep(POLL)
+                continue
+            missing = [n for n in range(self.count) if not store.check([f"{KEY}/{n}"])]
             here = [n for n in range(self.count) if n not in missing]
             names = ", ".join(f"{n} ({_name(store.get(f'{KEY}/{n}').decode())})" for n in here[:4])
             which = f"{', '.join(map(str, missing[:8]))}{', ...' * (len(missing) > 8)}"

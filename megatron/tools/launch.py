@@ -26,7 +26,7 @@ import threading
 import time
 import uuid
 from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Optional
 
@@ -42,7 +42,7 @@ from megatron.errors import (
     run_main,
 )
 from megatron.guard import processes
-from megatron.guard.command import config_of
+from megatron.guard.command import config_of, value_of
 from megatron.guard.exits import FOR_ANOTHER, judge, to_shell
 from megatron.guard.node_rendezvous import NodeRendezvous
 from megatron.guard.resume_command import COMMAND, last_checkpoint, module_command
@@ -373,18 +373,17 @@ def start(args: Namespace) -> None:
     del store
 
 
-def patience_of(words: Sequence[str], default: float = 600.0) -> float:
+def patience_of(words: list[str], default: float = 600.0) -> float:
     """Seconds that nodes wait for each other: what the ranks do, --distributed-timeout-minutes.
 
     >>> patience_of(["--lr", "1", "--distributed_timeout_minutes=0.5"]), patience_of([])
     (30.0, 600.0)
     """
-    pairs = [word.partition("=") for word in words]
-    for n, (flag, equals, value) in reversed(list(enumerate(pairs))):
-        if flag.replace("_", "-") == "--distributed-timeout-minutes":
-            with contextlib.suppress(ValueError, IndexError):
-                return 60 * float(value if equals else words[n + 1])
-    return default
+    given = value_of(words, "--distributed-timeout-minutes")
+    try:
+        return default if given is None else 60 * float(given)
+    except ValueError:  # the ranks say so
+        return default
 
 
 def failure_of(error: BaseException) -> BaseException:
