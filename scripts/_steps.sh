@@ -43,13 +43,12 @@ check_flags() { # those of the training, before anything is done or removed; TRA
     }
 }
 step() { printf '\n%s[%s] %s%s\n' "$BOLD" "$1" "$2" "$PLAIN"; }
-# Says how long a step takes when nothing else runs: seconds on the machine that was measured, times how much slower a loop of
-# Python is here than there: the best of several, so that a busy machine makes little difference to it.
-# Programs that keep the cores busy take their share of them.
+# Says how long a step takes: seconds on the machine that was measured, times how much slower a loop of Python is here than
+# there: by its fastest turn, and by the share of a core that one gets next to other programs.
 LOOP=$(python -c 'import time, timeit
-from megatron.mpu.cpu_threads import cores, crowded, load
-share = min(8, max(1, load() / cores())) if crowded(cores()) else 1
-print(share * min(timeit.repeat("sum(i * i for i in range(300_000))", number=1, repeat=12, timer=time.process_time)))')
+start, own = time.perf_counter(), time.process_time()
+fastest = min(timeit.repeat("sum(i * i for i in range(300_000))", number=1, repeat=24, timer=time.process_time))
+print(fastest * (time.perf_counter() - start) / (time.process_time() - own))')
 takes() { expect "$(awk "BEGIN { print $1 * $LOOP / 0.0096 }")"; }
 in_words() { awk "BEGIN { if ($1 < 100) printf \"%d s\", $1 + 0.99; else printf \"%.1f min\", $1 / 60 }"; }
 expect() { # seconds on this machine
@@ -197,7 +196,7 @@ write_report() {
         told 2.5 python -m megatron.tools.report --run "$RUN/metrics.jsonl" --output "$RUN/report.html" --title "$(basename "$RUN")"
 }
 is_made() { [ -e "$1" ] && echo "  already there: $1"; }
-others() { # what other programs take from it, in words; nothing on a quiet machine
-    python -c 'from megatron.mpu.cpu_threads import cores, crowded, load
-if crowded(cores()): print(f"  other programs keep the {cores()} cores busy (load {load():.1f}), so it will take longer")'
+others() { # what other programs use of the machine, in words; nothing on a quiet one
+    python -c 'from megatron.mpu.cpu_threads import busy_cores, cores
+if (busy := busy_cores()) >= 0.3: print(f"  other programs use {busy:.1f} of the {cores()} cores: without them it takes less time")'
 }

@@ -31,6 +31,7 @@ from megatron.corpus.processes import end, process_pool
 from megatron.corpus.wikidump import END, BadPages, DumpSite, WikiDump, WikiPage, pages_of
 from megatron.corpus.wikitext import WikiSite, plain_text
 from megatron.errors import DataError, SettingsError, no_such_file, run_main
+from megatron.mpu.cpu_threads import cores
 from megatron.settings.positional import divide, expect, parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import locked_folder, sync_folder
@@ -173,7 +174,7 @@ class _Task:
 
 def _all_pieces(dump: str, options: WikiOptions) -> Iterator[Extracted]:
     """Extract all pieces, in the order of the dump. A worker that dies is replaced; its page is set aside."""
-    source, workers = WikiDump(dump), options.workers or os.cpu_count() or 1
+    source, workers = WikiDump(dump), options.workers or cores()
     pools: list[Optional[ProcessPoolExecutor]] = [None] * workers
     given: deque[_Task] = deque()
 

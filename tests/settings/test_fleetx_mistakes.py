@@ -206,3 +206,42 @@ def test_rows_without_a_token_are_a_note():
         "42112 of 50304 rows of the embedding have no token"
     )
     assert embedding_rows.tokenless(tokens(50257), 50304) == "" == embedding_rows.tokenless(tokens(151669), 151936)
+
+
+FILE = GPT + "Engine: {max_steps: 4}\nOptimizer: {name: AdamW, lr: {max_lr: 1.0e-3}}\n"
+KINDS = {"true": "'banana' is neither true nor false", "3": "'banana' is not a whole number", "0.5": "is not a number"}
+
+
+@pytest.mark.parametrize(
+    "key, good",
+    [  # no flag, a flag of another command, and a key beside a switch that is off
+        ("Engine.verbose", "true"),
+        ("Optimizer.multi_precision", "true"),
+        ("Optimizer.lr.use_increments", "true"),
+        ("Profiler.record_shapes", "true"),
+        ("Profiler.profile_memory", "true"),
+        ("Profiler.detailed", "true"),
+        ("Profiler.scheduler", "3"),
+        ("Model.type_vocab_size", "3"),
+        ("Data.Train.sampler.batch_size", "3"),
+        ("Data.Eval.sampler.batch_size", "3"),
+        ("Data.Eval.loader.num_workers", "3"),
+        ("Engine.mix_precision.scale_loss", "0.5"),
+        ("Generation.top_k", "3"),
+        ("Generation.temperature", "0.5"),
+        ("Compress.Quantization.weight_bits", "3"),
+    ],
+)
+def test_a_key_without_effect_has_a_value_of_its_kind(key, good, write, capsys):
+    """As in PaddleFleetX, whose programs read the values of all keys."""
+    path = write(FILE)
+    assert parse_pretrain(["-c", path, "-o", f"{key}={good}"]) and f"-o {key} has no effect" in capsys.readouterr().err
+    with pytest.raises(UsageError, match=rf"-o {re.escape(key)}: .*{KINDS[good]}"):
+        parse_pretrain(["-c", path, "-o", f"{key}=banana"])
+
+
+@pytest.mark.parametrize("key", ["Engine.max_steps", "Optimizer.lr.max_lr", "Data.Train.dataset.max_seq_len"])
+def test_keys_of_training_are_read_by_the_commands_that_train_nothing(key, write):
+    path = write(FILE.replace("name: GPT", "name: GPT, module: GPTGenerationModule"))
+    with pytest.raises(UsageError, match=rf"-o {re.escape(key)}: 'banana' is not a"):
+        generate.main(["-c", path, "-o", f"{key}=banana", "--load", "nowhere"])
