@@ -112,7 +112,7 @@ choose_size() { # a function that trains; widths of the model, the largest first
                 { cat "$RUN/said.txt" >&2; exit 1; }
             WIDTH=$width SECONDS_A_STEP=$(median_step) CHOSEN=
             CHOSEN=$(steps_in "$SECONDS_A_STEP")
-            rm -f "$RUN/measured.jsonl" "$RUN/said.txt"
+            rm -f "$RUN"/measured.* "$RUN/said.txt"
             if [[ $width == *[!0-9]* ]]; then printf ' '; else printf '  %s wide:' "$width"; fi
             echo " a step takes $SECONDS_A_STEP s here, so $CHOSEN steps take $(in_words "$(awk "BEGIN { print 8 + 1.05 * $CHOSEN * $SECONDS_A_STEP }")")"
             [ "$CHOSEN" -lt "$ENOUGH" ] || break
@@ -172,7 +172,7 @@ train_gpt() { # seconds of a step, widths, flags of the model: trains it for ITE
         own+=(--override data-order --resume-schedule command)
     fi
     gpt "$WIDTH" --train-iters "$ITERATIONS" --valid-data-path "$RUN/held_out_text_document" \
-        --eval-interval 250 --eval-iters 8 --eval-same-samples --log-interval 10 \
+        $([ "$ITERATIONS" -lt 250 ] || echo --eval-interval 250) --eval-iters 8 --eval-same-samples --log-interval 10 \
         --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 200 --keep-last 2 \
         --metrics-file "$RUN/metrics.jsonl" --log-file "$RUN/train.log" ${own[@]+"${own[@]}"}
     rm -f "$RUN/evaluation.jsonl" "$RUN/samples.txt" "$RUN/report.html" # they belong to an earlier state

@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.errors import CheckpointError, SettingsError, UsageError, run_main
+from megatron.data.formats import open_tokens
+from megatron.errors import CheckpointError, DataError, SettingsError, UsageError, run_main
 from megatron.model import linear_kinds
 from megatron.model.quantization import with_quantization
 from megatron.settings import from_checkpoint
 from megatron.settings.parse import parse, parse_pretrain, parse_with_record
 from megatron.settings.rules import violations
 from megatron.settings.schema import GROUPS
+from megatron.settings.statements import failing_in_users_words
 from megatron.tasks import finetune
 from megatron.tokenizer import embedding_rows
 from megatron.tools import evaluate, generate, translate
@@ -245,3 +247,29 @@ def test_keys_of_training_are_read_by_the_commands_that_train_nothing(key, write
     path = write(FILE.replace("name: GPT", "name: GPT, module: GPTGenerationModule"))
     with pytest.raises(UsageError, match=rf"-o {re.escape(key)}: 'banana' is not a"):
         generate.main(["-c", path, "-o", f"{key}=banana", "--load", "nowhere"])
+
+
+@pytest.mark.parametrize("source", ["-o", "file"])
+@pytest.mark.parametrize("part", ["Train", "Eval"])
+def test_missing_token_files_are_named_with_the_key_that_names_them(part, source, write):
+    """Not by this suite's flag, which nobody has typed."""
+    paths = {"Train": "there/a", "Eval": "there/b"} | {part: "no/where"}
+    section = "  {}: {{dataset: {{input_dir: {}}}}}\n"
+    path = write(FILE + "Data:\n" + "".join(section.format(*row) for row in paths.items()))
+    words, where = (
+        (["-o", f"Data.{part}.dataset.input_dir=no/where"], "-o ")
+        if source == "-o"
+        else ([], f"{path}:{dict(Train=5, Eval=6)[part]}: ")
+    )
+    statements = parse_pretrain(["-c", path, *words]).statements
+    with pytest.raises(DataError) as raised, failing_in_users_words(statements):
+        open_tokens("no/where")
+    assert raised.value.what.startswith(f"{where}Data.{part}.dataset.input_dir: no/where.idx: no such file")
+
+
+def test_validation_with_files_of_its_own_asks_for_no_test(write):
+    """PaddleFleetX tests ten times as many batches as it validates, where there is something to test."""
+    path = write(FILE + "Data:\n  Train: {dataset: {input_dir: a}}\n")
+    of = lambda *words: parse_pretrain(["-c", path, "-o", "Engine.eval_iters=3", *words]).batch.test_iters
+    assert of() == 30 and of("-o", "Data.Eval.dataset.input_dir=b") is None
+    assert of("-o", "Data.Eval.dataset.input_dir=b", "-o", "Data.Test.dataset.input_dir=c") == 30

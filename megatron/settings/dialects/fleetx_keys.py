@@ -397,6 +397,8 @@ def _tests(out: Translated, by_epochs: bool) -> None:
         return out.say("--test-iters", ["0"], tests)
     if tests in out.given or validated in out.taken or out.purpose != "train" or not out.word(validated).isdecimal():
         return
+    if _has_own_files(out) and not _has_test_files(out):
+        return  # there is nothing to test
     emptied = out.emptied.get(tests)
     if out.given[validated].where.startswith(COMMAND) or not (emptied and emptied.where):
         emptied = out.given[validated]
