@@ -93,7 +93,7 @@ make_tokens() { # of the corpus and of the part that is held out
 }
 preprocess() {
     python preprocess_data.py --input "$RUN/$1.jsonl" --output-prefix "$RUN/$1" "${VOCABULARY[@]}" --append-eod --workers 2 |
-        grep -E 'documents num|tokens num| MB in '
+        grep -E 'documents num|tokens num| [kM]B in '
 }
 ENOUGH=300 # steps for which no smaller model is tried
 choose_size() { # a function that trains; widths of the model, the largest first; then its flags: sets WIDTH, and ITERATIONS
@@ -172,7 +172,7 @@ train_gpt() { # seconds of a step, widths, flags of the model: trains it for ITE
         own+=(--override data-order --resume-schedule command)
     fi
     gpt "$WIDTH" --train-iters "$ITERATIONS" --valid-data-path "$RUN/held_out_text_document" \
-        $([ "$ITERATIONS" -lt 250 ] || echo --eval-interval 250) --eval-iters 8 --eval-same-samples --log-interval 10 \
+        --eval-interval $((ITERATIONS < 250 ? ITERATIONS : 250)) --eval-iters 8 --eval-same-samples --log-interval 10 \
         --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 200 --keep-last 2 \
         --metrics-file "$RUN/metrics.jsonl" --log-file "$RUN/train.log" ${own[@]+"${own[@]}"}
     rm -f "$RUN/evaluation.jsonl" "$RUN/samples.txt" "$RUN/report.html" # they belong to an earlier state

@@ -35,6 +35,7 @@ from megatron.mpu.cpu_threads import cores
 from megatron.settings.positional import divide, expect, parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import locked_folder, sync_folder
+from megatron.telemetry.figures import size
 
 PROG = "python -m megatron.tools.wiki"
 SECONDS = 20  # limit for a page: broken markup can take time quadratic in its length
@@ -80,7 +81,7 @@ def main(argv: list[str]) -> None:
     counts, set_aside = extract(dump, options)
     seconds = time.perf_counter() - start
     left_out = " | ".join(f"{name}: {counts[name]:,}" for name in LEFT_OUT if counts[name])
-    speed = f"{counts['bytes'] / 1e6 / seconds:.1f} MB/s"
+    speed = f"{size(counts['bytes'] / seconds)}/s"
     print(f"{counts['articles']:,} articles in {options.output} | {left_out or 'nothing left out'} | {speed}")
     for title in set_aside[:SHOWN]:
         print(f"set aside: {title}", file=sys.stderr)
