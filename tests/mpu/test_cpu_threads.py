@@ -201,7 +201,7 @@ def test_waiting_threads_can_be_told_to_sleep_while_they_run():
     assert (same, threads) == ("True", "2")
 
 
-@pytest.mark.parametrize("name", ["training/entry", "guard/job"])
+@pytest.mark.parametrize("name", ["entry", "guard/job"])
 def test_commands_choose_before_torch_is_loaded(name, root):
     """In the source: the call stands before the first import that brings torch along."""
     tree = ast.parse((root / f"megatron/{name}.py").read_text(encoding="utf-8"))
