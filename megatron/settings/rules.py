@@ -552,7 +552,8 @@ REMARKS = (
             and (s.settings.given("eval_interval") if s.eval_epoch else s.train_iters)
         ),
         lambda s: (
-            f"--eval-interval {s.eval_interval} is beyond {last_step(s)}"
+            f"--eval-interval {s.eval_interval}{'' if s.settings.given('eval_interval') else ', the default,'} is beyond "
+            f"{last_step(s)}"
             f": evaluation happens {'by --eval-epoch and ' * bool(s.eval_epoch)}at the end alone"
         ),
     ),
