@@ -504,6 +504,7 @@ RULES = (
     ),
 )
 
+
 def _known_positions(s) -> int:
     """The positions that a model comes with, if --seq-length goes beyond; otherwise 0."""
     one = s.settings.said("max_position_embeddings")

@@ -682,13 +682,15 @@ def test_an_export_has_the_name_of_its_model_and_no_padding_among_its_tokens(tmp
     need("gguf")
     import gguf
 
-    named = dict(source=dict(name="org/Llama-9", license=None), origin="Hugging Face llama in x", state=dict(iteration=0))
+    named = dict(
+        source=dict(name="org/Llama-9", license=None), origin="Hugging Face llama in x", state=dict(iteration=0)
+    )
     for state, name in ((named, "Llama-9"), (dict(state=dict(iteration=7, consumed_samples=28)), None)):
         load = trained(GPT2, state=state)
         out = export_to(tmp_path / load.name / "gguf", load, "--format", "gguf", "--no-check")
         found = gguf.GGUFReader(out / "model.gguf").fields["general.name"].contents()
         assert found == (name or load.name) and f"\n# {found}\n" in (out / "README.md").read_text()
-    tuned = trained(dict(GPT2, model_type="megatron.tasks.chat"), state=state)
+    tuned = trained(dict(GPT2, model_type="megatron.tasks.chat"), state=state, extra=dict(chat=dict(task="chat")))
     card = (export_to(tmp_path / "out", tuned, "--format", "torch-export", "--no-check") / "README.md").read_text()
     assert "| samples | 28 of at most 32 tokens |" in card
 

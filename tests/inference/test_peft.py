@@ -139,9 +139,9 @@ def test_another_base_than_that_of_the_adapters_is_named(peft, tmp_path, capsys)
         tool.main(["from-hf", str(tmp_path / name), str(tmp_path / f"our_{name}")])
     more = f"{RUN} --train-iters 1 --finetune --load {tmp_path / 'our_right'} --save {tmp_path / 'our_more'}"
     pretrain_gpt.main(more.split())
-    peft.get_peft_model(
-        right, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["o_proj"])
-    ).save_pretrained(tmp_path / "peft")
+    peft.get_peft_model(right, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["o_proj"])).save_pretrained(
+        tmp_path / "peft"
+    )
     file = tmp_path / "peft" / "adapter_config.json"
     folder, config = str(tmp_path / "right"), json.loads(file.read_text())
 

@@ -146,7 +146,7 @@ def _training(record: Mapping[str, Any], history: Optional[History], facts: Fact
     length = (config.get("model") or {}).get("seq_length")
     rows = [("steps", f"{step:,}")] if isinstance(step, int) else []
     if samples:
-        full = kind_of(facts) == "GPT"  # samples of others are padded
+        full = facts.settings.model_type == "GPT"  # samples of others are padded
         count = f", {samples * length:,} tokens" if full else f" of at most {length:,} tokens"
         rows.append(("samples", f"{samples:,}{count if length else ''}"))
     if samples and batch.get("global_batch_size"):
