@@ -63,6 +63,21 @@ PLAIN = (
 {{ message['content'] | trim }}{% endif %}{{ '\\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ '### Assistant\\n' }}{% endif %}"""
 )
+# Qwen3's turns, with the thinking of every answer, so that each prompt is the beginning of what is learned. (Its own template
+# leaves out that of earlier answers.)
+QWEN3 = (
+    EACH
+    + """{% if message['role'] == 'tool' or message['tool_calls'] %}
+{{ raise_exception("calls of tools are written by the model's own template alone") }}{% endif %}
+{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}
+{% generation %}{% if '</think>' in message['content'] %}{{ message['content'] }}{% else %}
+{% set thinking = message['reasoning_content'] if message['reasoning_content'] is string else '' %}
+{{ '<think>\\n' + thinking.strip('\\n') + '\\n</think>\\n\\n' + message['content'].lstrip('\\n') }}{% endif %}
+{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}
+{% if add_generation_prompt %}
+{{ '<|im_start|>assistant\\n' }}{% if enable_thinking is defined and enable_thinking is false %}
+{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+)
 
 
 class NamedTemplate(NamedTuple):
@@ -79,6 +94,7 @@ class NamedTemplate(NamedTuple):
 TEMPLATES = {
     "chatml": NamedTemplate(CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
     "plain": NamedTemplate(PLAIN),
+    "qwen3": NamedTemplate(QWEN3, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
 }
 
 
@@ -284,11 +300,12 @@ class ChatTemplate:
             before = self._text(messages[:number], more)
             through = text if last else self._text(messages[: number + 1], more, prompt=False)
             if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
+                named = "qwen3" if "</think>" in self.source else "chatml"
                 raise RefusedMessages(
                     f"messages[{number}]: the chat template writes this answer, or what precedes it, in another way than "
-                    "in a prompt, so the model would learn from prompts that it never gets; give --chat-template FILE, a "
-                    "copy of the template with {% generation %} and {% endgeneration %} around answers, or --chat-template "
-                    "chatml, if the vocabulary has its tokens",
+                    f"in a prompt, so the model would learn from prompts that it never gets; give --chat-template {named}, if "
+                    "the vocabulary has its tokens, or --chat-template FILE, a copy of the template with {% generation %} "
+                    "and {% endgeneration %} around answers",
                     f"messages[{number}]",
                 )
             ends = [found.end() for found in re.finditer(self._names, through[len(before) :])]
