@@ -82,7 +82,7 @@ SIZES |= {"num_query_groups", "micro_batch_size", "global_batch_size", "num_laye
 def _open_size(settings: schema.Config) -> list[str]:
     """The problem of `--micro-batch-size auto` without a global batch to divide."""
     b, most = settings.batch, settings.planner.max_global_batch_size
-    given = b.global_batch_size or b.local_batch_size or (most and not b.rampup_batch_size)
+    given = b.global_batch_size or b.local_batch_size or (most and not b.changes_size)
     if b.micro_batch_size != schema.AUTO or given:
         return []
     return ["--micro-batch-size auto needs --global-batch-size N: it divides what each rank has of it"]
@@ -568,7 +568,8 @@ REMARKS = (
             and (s.settings.given("eval_interval") if s.eval_epoch else s.train_iters)
         ),
         lambda s: (
-            f"--eval-interval {s.eval_interval} is beyond {last_step(s)}"
+            f"--eval-interval {s.eval_interval}{'' if s.settings.given('eval_interval') else ', the default,'} is beyond "
+            f"{last_step(s)}"
             f": evaluation happens {'by --eval-epoch and ' * bool(s.eval_epoch)}at the end alone"
         ),
     ),

@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.attention import Attention, attention_core
 from megatron.model.block import Block
 from megatron.model.gpt.module import GPT
-from megatron.training.entry import start
 
 
 class AlibiAttention(Attention):

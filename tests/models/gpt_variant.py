@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.attention import Attention
 from megatron.model.block import Block
@@ -13,7 +14,6 @@ from megatron.model.language_model import sum_over_tokens
 from megatron.model.weights import add_prefix, column, take_prefix
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.settings.schema import setting
-from megatron.training.entry import start
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.entry import start
 from megatron.errors import SettingsError, UsageError
 from megatron.model.attention import ForwardContext
 from megatron.model.experts.layer import MoELayer
@@ -15,7 +16,6 @@ from megatron.model.experts.parts import ExpertParts
 from megatron.model.experts.weights import experts
 from megatron.mpu.mesh import Mesh
 from megatron.settings.own_choices import model_group
-from megatron.training.entry import start
 from tests.models import own_mixture
 from tests.models.in_layouts import check_layout
 

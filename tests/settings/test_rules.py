@@ -12,7 +12,7 @@ from megatron.model.command_line import derivations, parse_any
 from megatron.model.recipe import named_recipe
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.rules import RULES, record
-from megatron.settings.schema import GROUPS
+from megatron.settings.schema import GROUPS, derived
 from megatron.settings.spelling import spellings_of
 from megatron.training.rules import DEFAULTS, check, remarks, resolve, rules_of
 
@@ -67,7 +67,7 @@ def test_derivations_write_what_they_name(line, wanted):
     config, written = parse_pretrain(f"{BASE} {line}".split()), set()
     for one, inputs in steps:
         before = values(config)
-        config = one.derive(config, *inputs)
+        config = derived(config, [one], *inputs)
         changed = {name for name, value in values(config).items() if value != before[name]}
         assert changed <= set(one.writes.split()) and {*one.reads.split(), *one.writes.split()} <= {*before, "*"}
         written |= changed
@@ -115,6 +115,11 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ),
         ("--pp 2 --pipeline-schedule zb-h1 --virtual-pp-degree 2", 2, "zb-h1 has one model chunk a rank, not 2"),
         ("--pp 2 --pipeline-schedule own.txt --rampup-batch-size 2 2 8 --global-batch-size 8", 2, "drop one of them"),
+        (
+            "--pp 2 --pipeline-schedule own.txt --step-batch-size-schedule 0:8",
+            2,
+            "-schedule changes it; drop one of them",
+        ),
         ("--pp 2 --decoder-first-pipeline-num-layers 0", 2, "--decoder-first-pipeline-num-layers 0 must be at least 1"),
         ("--tp 3", 3, "--num-attention-heads 8 is not a multiple of --tp 3; nearest: 6 or 9 heads"),
         (
