@@ -504,6 +504,15 @@ RULES = (
     ),
 )
 
+
+def _known_positions(s) -> int:
+    """The positions that a model comes with, if --seq-length goes beyond; otherwise 0."""
+    one = s.settings.said("max_position_embeddings")
+    while one and one.earlier:
+        one = one.earlier
+    return one.value if one and one.value and s.seq_length > one.value else 0
+
+
 REMARKS = (
     Rule(_uncompiled, lambda s: f"--torch-compile auto compiles nothing here: {_uncompiled(s)[0]}"),
     Rule(  # the same --load and --save resume a run from its second start on
@@ -529,6 +538,13 @@ REMARKS = (
         lambda s: (
             f"--num-query-groups {s.num_query_groups} is group-query attention by itself; in Megatron-LM it has no effect "
             "without --group-query-attention"
+        ),
+    ),
+    Rule(
+        _known_positions,  # of a checkpoint or a preset; longer learned positions are refused
+        lambda s: (
+            f"--seq-length {s.seq_length} is more than the {_known_positions(s)} positions of the model "
+            f"(max_position_embeddings): later ones are new to it, and exports will say {s.seq_length}"
         ),
     ),
     Rule(lambda s: not s.save, lambda s: "--save is not given: nothing of this training will be kept"),
