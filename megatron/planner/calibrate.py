@@ -4,7 +4,6 @@
 `python -m megatron.tools.plan --calibrate FILE` calls it and writes the results; `--calibration FILE` uses them.
 """
 
-import os
 import time
 from statistics import median
 
@@ -16,6 +15,7 @@ from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.layer import Layer
 from megatron.mpu import collectives
+from megatron.mpu.cpu_threads import choose_threads
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.mesh import Mesh
@@ -36,8 +36,7 @@ def measure(log, ranks: int = 1) -> Device:
     figures: dict = vars(gpu or target.this_cpu(None, ranks)).copy()
     if kind == "cpu":
         links = run_ranks(2, _links)[0]  # before threads start: they would not survive a fork
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks)))
+        torch.set_num_threads(choose_threads(ranks).count)
         keep_memory()  # as training does
         figures |= dict(inner=links["bandwidth"], outer=links["bandwidth"], latency=links["latency"])
         log(f"collectives of 2 ranks: {links['bandwidth'] / 1e9:.2f} GB/s, {1e6 * links['latency']:.0f} us")

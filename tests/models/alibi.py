@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.attention import Attention, attention_core
 from megatron.model.gpt.facts import SELF_ATTENTION, GPTFacts
-from megatron.training.entry import start
 
 
 class AlibiAttention(Attention):

@@ -4,6 +4,7 @@
 from dataclasses import dataclass, replace
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.attention import Attention
 from megatron.model.gpt.facts import SELF_ATTENTION, GPTFacts
@@ -13,7 +14,6 @@ from megatron.model.layer import Layer
 from megatron.model.weights import add_prefix, column, take_prefix
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.settings.schema import setting
-from megatron.training.entry import start
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.attention import Attention
 from megatron.model.gpt.facts import SELF_ATTENTION, GPTFacts
@@ -17,7 +18,6 @@ from megatron.model.layer import Layer
 from megatron.model.weights import add_prefix, take_prefix
 from megatron.mpu.layers import create_parameters
 from megatron.mpu.placement import Buffer, Constant, Placement
-from megatron.training.entry import start
 
 RATE = 0.05
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.experts.dispatch import Dispatcher
 from megatron.model.experts.grouped import Rows
@@ -22,7 +23,6 @@ from megatron.model.experts.parts import Balancing, ExpertParts
 from megatron.model.experts.router import Router
 from megatron.mpu import collectives, mappings
 from megatron.mpu.placement import Constant, Placement
-from megatron.training.entry import start
 
 
 class Directions(Router):

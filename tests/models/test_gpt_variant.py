@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
@@ -18,7 +19,6 @@ from megatron.model.language_model import sum_over_tokens
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import seed_of
 from megatron.settings.parse import parse_pretrain
-from megatron.training.entry import start
 from megatron.training.rules import resolve
 from tests.models import gpt_variant, plain_gpt
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, initial_weights

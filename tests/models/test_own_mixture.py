@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.entry import start
 from megatron.errors import SettingsError, UsageError
 from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.experts.layer import MoELayer
@@ -16,7 +17,6 @@ from megatron.model.experts.weights import experts
 from megatron.model.gpt.facts import GPTFacts
 from megatron.mpu.mesh import Mesh
 from megatron.settings.own_choices import model_group
-from megatron.training.entry import start
 from tests.models import own_mixture
 from tests.models.in_layouts import check_layout
 
