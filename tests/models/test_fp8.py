@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with fp8 products (`--fp8-format`): whole runs against the same network in plain torch, with casts written from
+the definition; layouts against one process; which layers, and what is refused.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.fused_kernels.fp8 import dequantize
+from megatron.model import weights
+from megatron.model.command_line import parse_any
+from megatron.model.fp8_product import PRODUCTS
+from megatron.model.recipe import recipe_of
+from megatron.mpu import forked
+from megatron.mpu.deferred_wgrad import WeightGradStore
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, linear_products
+from megatron.mpu.mesh import Mesh
+from megatron.planner.parity import compare, laid_out, parse_layout
+from megatron.settings.schema import Precision
+from megatron.training.build import build_run
+from megatron.training.step import train_step
+from tests.models.in_layouts import trained
+from tests.training import plain_loop
+from tests.training.plain_loop import LENGTH, Job, plain_linear, rate_of, train
+from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, records
+
+LINE = f"{FLAGS} {SIX} {ADAM.replace('1e-2', '1e-4')} --hidden-size 128 --num-attention-heads 2"
+TOKENS = 8 * LENGTH  # of a step: what is minimised is divided by them before its gradient goes through the layers
+MICRO = 2  # samples of a micro-batch, which is cast by itself
+
+
+# ---- the layers in plain torch ---------------------------------------------------------------------------------------
+
+
+def rounded(x: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """To fp8 and back, in tiles, by the power of two that brings the largest of a tile into range."""
+    result = torch.empty_like(x)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], columns):
+            tile = x[i : i + rows, j : j + columns]
+            scale = 2.0 ** (tile.abs().max().clamp_min(2.0**-100) / torch.finfo(dtype).max).log2().ceil()
+            result[i : i + rows, j : j + columns] = (tile / scale).float().to(dtype).to(x.dtype) * scale
+    return result
+
+
+ALL = 1 << 30
+TILES = {  # recipe -> of rows and of weights
+    "tensorwise": ((ALL, ALL), (ALL, ALL)),
+    "blockwise": ((1, 128), (128, 128)),
+    "mxfp8": ((1, 32), (1, 32)),
+}
+
+
+class InFp8(torch.autograd.Function):
+    """y = x w^T of a micro-batch, and its gradients. Of x the rows are cast, and what they stand for is cast as columns."""
+
+    @staticmethod
+    def forward(ctx, x, weight, recipe, of_gradients, wgrad):
+        rows, tiles = TILES[recipe]
+        e4m3 = torch.float8_e4m3fn
+        ctx.x, ctx.rows, ctx.of_gradients, ctx.wgrad = x, rows, of_gradients, wgrad
+        ctx.cast, ctx.turned = rounded(x, *rows, e4m3), rounded(weight.T, *tiles, e4m3)
+        return ctx.cast @ rounded(weight, *tiles, e4m3).T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient / TOKENS
+        dx = rounded(gradient, *ctx.rows, ctx.of_gradients) @ ctx.turned.T
+        if ctx.wgrad:
+            columns = rounded(gradient.T, *ctx.rows, ctx.of_gradients)
+            dw = columns @ rounded(ctx.cast.T, *ctx.rows, torch.float8_e4m3fn).T
+        else:
+            dw = gradient.T @ ctx.x
+        return TOKENS * dx, TOKENS * dw, None, None, None
+
+
+def in_fp8(recipe: str, form: str, wgrad: bool = True, only=lambda name: True):
+    of_gradients = torch.float8_e5m2 if form == "hybrid" else torch.float8_e4m3fn
+
+    def linear(weights, name, x):
+        if not only(name):
+            return plain_linear(weights, name, x)
+        weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+        matrix = weight.reshape(-1, weight.shape[-1])
+        parts = [InFp8.apply(one.flatten(0, 1), matrix, recipe, of_gradients, wgrad) for one in x.split(MICRO)]
+        return torch.cat(parts).view(*x.shape[:-1], -1) + bias.reshape(-1)
+
+    return linear
+
+
+CASES = {
+    "tensorwise, hybrid": ("--fp8-format hybrid", in_fp8("tensorwise", "hybrid")),
+    "tensorwise, e4m3": ("--fp8-format e4m3 --fp8-recipe delayed", in_fp8("tensorwise", "e4m3")),
+    "blockwise, e4m3": ("--fp8-format e4m3 --fp8-recipe blockwise", in_fp8("blockwise", "e4m3")),
+    "blockwise, hybrid, no wgrad": (
+        "--fp8-format hybrid --fp8-recipe blockwise --no-fp8-wgrad",
+        in_fp8("blockwise", "hybrid", wgrad=False),
+    ),
+    "tensorwise, no wgrad": ("--fp8-format e4m3 --no-fp8-wgrad", in_fp8("tensorwise", "e4m3", wgrad=False)),
+    "mxfp8": ("--fp8-format e4m3 --fp8-recipe mxfp8", in_fp8("mxfp8", "e4m3")),
+    "some layers": (
+        "--fp8-format hybrid --fp8-layers mlp.* --fp8-skip blocks.1.mlp.down",
+        in_fp8("tensorwise", "hybrid", only=lambda name: ".mlp." in name and name != "blocks.1.mlp.down"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_the_plain_loops(case, monkeypatch, tmp_path):
+    """Fp32 here, fp64 in the plain loop: a number in the middle of two of fp8 may be cast to the other one, which changes
+    a loss by 3e-4. The products by themselves are compared below.
+    """
+    monkeypatch.setattr(plain_loop, "HIDDEN", 128)
+    monkeypatch.setattr(plain_loop, "HEADS", 2)
+    flags, linear = CASES[case]
+    pretrain_gpt.main(f"{LINE} {flags} --train-iters 3 --save {tmp_path}".split())
+    job = Job(**PLAIN | dict(batches=[8] * 3, rate=rate_of("constant", 1e-4, end=1)), linear=linear)
+    found, wanted = records(tmp_path, "step"), train(job).steps
+    for name, near in {"lm loss": 6e-4, "grad_norm": 5e-3}.items():
+        assert [one[name] for one in found] == pytest.approx([one[name] for one in wanted], rel=near)
+
+
+# ---- the products of one layer ---------------------------------------------------------------------------------------
+
+
+def drawn(*shape: int, seed: int, dtype=torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator)
+    return (values * torch.exp(torch.randn(shape, generator=generator))).to(dtype)
+
+
+def made(recipe: str, dtype=torch.bfloat16, tp=None, row: bool = False, **settings):
+    """A layer with 256 inputs and 384 outputs, and its product."""
+    settings = Precision(fp8_format="hybrid", fp8_recipe=recipe, **settings)
+    table = weights.row(256, 384, 1.0) if row else weights.column(256, (3, 128), 1.0)
+    layer = (RowParallelLinear if row else ColumnParallelLinear)(table, tp or Mesh().tp, dtype=dtype)
+    layer.product = PRODUCTS[recipe](layer, "blocks.0.mlp.up", settings)
+    with torch.no_grad():
+        layer.weight.copy_(drawn(*layer.weight.shape, seed=1))
+        layer.bias.copy_(drawn(*layer.bias.shape, seed=2))
+    return layer
+
+
+@pytest.mark.parametrize("tokens", [150, 1, 0])
+@pytest.mark.parametrize("wgrad", [True, False])
+@pytest.mark.parametrize("recipe", TILES)
+def test_three_products_of_a_layer(recipe, wgrad, tokens):
+    """To the error of fp32 sums, with gradients into an fp32 buffer as training has it."""
+    layer, x, dy = made(recipe, fp8_wgrad=wgrad), drawn(tokens, 256, seed=3), drawn(tokens, 384, seed=4)
+    matrix = layer.weight.detach().flatten(0, -2).double()
+    total = torch.zeros(3, 128, 256)
+    layer.accumulate = lambda weight: lambda product: product.add_to(total, overwrite=True)
+    x = x.requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    exact = x.detach().double().requires_grad_(), matrix.requires_grad_()
+    wanted = InFp8.apply(*exact, recipe, torch.float8_e5m2, wgrad)
+    wanted.backward(dy.double() * TOKENS)
+    exact = [one.grad / TOKENS for one in exact]
+    near = dict(rtol=2**-8, atol=1e-5)  # the last bit of bf16
+    torch.testing.assert_close(y.double(), wanted + layer.bias.detach().flatten().double(), **near)
+    torch.testing.assert_close(x.grad.double(), exact[0], **near)
+    torch.testing.assert_close(total.flatten(0, 1).double(), exact[1], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe, scales", [("tensorwise", 256), ("blockwise", 256 * 2), ("mxfp8", 256 * 8)])
+def test_what_is_saved_of_an_input_is_a_byte_a_number(recipe, scales):
+    saved, layer = [], made(recipe)
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+        layer(drawn(256, 256, seed=3).requires_grad_())
+    assert sum(one.nbytes for one in saved if one is not layer.weight) == 256 * 256 + 4 * scales
+
+
+def test_a_gradients_rows_are_freed_before_the_product_for_the_weight():
+    """The W pass of zero-bubble schedules keeps columns alone."""
+    for recipe in TILES:
+        layer, store = made(recipe), WeightGradStore()
+        layer.weight_grad_store = store
+        with store.collect() as products:
+            layer(drawn(256, 256, seed=3).requires_grad_()).backward(drawn(256, 384, seed=4))
+        [(_, wgrad)] = products
+        assert sum(one.nbytes for one in wgrad.gradient if one.element_size() == 1) == 256 * 384
+
+
+def test_weights_are_cast_once_a_step():
+    for recipe in TILES:
+        layer, x = made(recipe), drawn(8, 256, seed=3)
+        before = layer(x)
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        assert torch.equal(layer(x), before)
+        layer.product.weights_changed()
+        bias = layer.bias.flatten().float()
+        torch.testing.assert_close(layer(x).float() - bias, 2 * (before.float() - bias), rtol=1e-2, atol=1.0)
+
+
+def test_infinite_numbers_reach_the_loss():
+    for recipe in TILES:
+        for bad in (float("inf"), float("nan")):
+            x = drawn(8, 256, seed=3)
+            x[3, 7] = bad
+            assert made(recipe)(x)[3].isnan().all()
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+SHAPE = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu "
+    "--ffn-hidden-size 512 --seq-length 64 --micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 1e-3 "
+    "--mock-data --vocab-size 100 --bf16 --fp8-format hybrid"
+)
+LAYOUTS = "tp2 tp2sp tp2-dp2-zero2 pp2-zbh1 pp2-zbv pp2-tp2sp-zbh1 dp2 dp2-zero1 dp2-zero3 cp2 tp2sp-cp2 pp2vp2".split()
+MORE = {
+    "recomputation": "--recompute-granularity full --recompute-method uniform",
+    "recomputed parts": "--recompute-granularity selective --recompute-modules core_attn layernorm mlp_act",
+    "fusion": "--gradient-accumulation-fusion",
+}
+
+
+def first_casts(rank: int, config, recipe) -> dict:
+    """A step in a layout: layer -> (this rank's box of its weight, the first values of fp8, and what they stand for)."""
+    found, run = {}, build_run(config, recipe)
+    for product in linear_products(run.stages):
+        placement, axes = product.layer.placements["weight"], product.layer.axes
+        local = placement.local_shape({axis.name: axis.size for axis in axes})
+        box = placement.box(local, {axis.name: axis.rank for axis in axes})
+
+        def noted(weight, own=product.prepare_weight, product=product, box=box, local=local):
+            operand = own(weight)
+            whole = (operand[0].view(torch.uint8), dequantize(operand[:2], product.weights))
+            found.setdefault(product.name, (box, *(one.reshape(local) for one in whole)))
+            return operand
+
+        product.prepare_weight = noted
+    for stage in run.stages:
+        stage.train()
+    train_step(run)
+    run.close()
+    return found
+
+
+def casts(layout: str, flags: str) -> list[dict]:
+    config, layout = parse_any(f"{SHAPE} {flags}".split()), parse_layout(layout)
+    config = laid_out(config, layout)
+    return forked.run_ranks(layout.world_size, first_casts, config, recipe_of(config), timeout=300)
+
+
+@cache
+def whole_casts(recipe: str) -> dict:
+    [found] = casts("", f"--fp8-recipe {recipe}")
+    return found
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe", TILES)
+def test_weights_have_the_same_fp8_numbers_in_every_layout(recipe, layout):
+    """To the bit: each rank's values, and the numbers that they stand for, are pieces of those of one process."""
+    whole, seen = whole_casts(recipe), set()
+    for rank in casts(layout, f"--fp8-recipe {recipe}"):
+        for name, ((offset, extent), values, numbers) in rank.items():
+            place = tuple(slice(at, at + n) for at, n in zip(offset, extent, strict=True))
+            _, whole_values, whole_numbers = whole[name]
+            assert torch.equal(whole_values[place], values) and torch.equal(whole_numbers[place], numbers), name
+            seen.add(name)
+    assert seen == whole.keys() and len(seen) == 16
+
+
+@cache
+def one_process(flags: str):
+    return trained("", f"{SHAPE} {flags}")
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe", TILES)
+def test_layouts_train_alike(recipe, layout):
+    flags = f"--fp8-recipe {recipe}"
+    difference = compare(one_process(flags), trained(layout, f"{SHAPE} {flags}"))
+    assert difference.passes("fp8"), difference
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("more", MORE)
+@pytest.mark.parametrize("recipe", TILES)
+def test_what_is_recomputed_and_added_is_the_same(recipe, more):
+    """Equal losses and weights: a pass that is made again casts the same numbers to the same."""
+    flags = f"--fp8-recipe {recipe}"
+    same = compare(one_process(flags), trained("", f"{SHAPE} {flags} {MORE[more]}"))
+    exact = 0.0 if more != "fusion" else 1e-2  # gradients are added to fp32 without a rounding to bf16
+    assert max(same.loss, same.norm, same.weight) <= exact, same
