@@ -24,6 +24,13 @@ SMALLEST = 128  # inputs and outputs of a layer; products of smaller ones are sl
 FLAGS = ("fp8_layers", "fp8_skip")
 
 
+def with_recipe(config: Config) -> Config:
+    """The settings with the recipe that `delayed` stands for: scales without a history."""
+    if config.precision.fp8_recipe != "delayed":
+        return config
+    return config.derive("--fp8-recipe delayed", fp8_recipe="tensorwise")
+
+
 class Fp8Layers(NamedTuple):
     """The linear layers of all blocks, by their full names.
 
@@ -73,7 +80,7 @@ def _left_out(
         return None  # `problems` refuses it
     multiple, sizes = MULTIPLE[precision.fp8_recipe], _matrix(weight)
     if min(sizes) < SMALLEST or any(size % multiple for size in sizes):
-        return f"{sizes[0]} x {sizes[1]} is no multiple of {multiple}, or below {SMALLEST}"
+        return f"{sizes[0]} x {sizes[1]}: both have to be multiples of {multiple}, at least {SMALLEST}"
     return None
 
 
@@ -116,7 +123,7 @@ def _cuts(config: Config, layers: Mapping[str, Placement], tp: int) -> list[str]
     for name, weight in layers.items():
         if (run := piece(weight, tp)) % multiple:
             wrong.setdefault(run, []).append(name)
-    if not wrong:
+    if tp == 1 or not wrong:
         return []
     fits = [n for n in range(1, tp) if tp % n == 0 and not any(piece(w, n) % multiple for w in layers.values())]
     short = {run: _short(names) for run, names in wrong.items()}
@@ -130,8 +137,8 @@ def _cuts(config: Config, layers: Mapping[str, Placement], tp: int) -> list[str]
     ]
     tile = "tensor cores multiply" if recipe == "tensorwise" else f"--fp8-recipe {recipe} casts"
     return [
-        f"--tensor-model-parallel-size {tp} cuts weights into runs of {found}, and {tile} {multiple} at a time; "
-        f"fitting: {', or '.join(do)}"
+        f"with --tensor-model-parallel-size {tp} a rank has as many consecutive rows or inputs of a weight: {found}; "
+        f"{tile} {multiple} at a time: give {', or '.join(do)}"
     ]
 
 
@@ -165,18 +172,14 @@ def remarks(config: Config, tables: Mapping[int, Table]) -> list[str]:
     if precision.fp8_format is None:
         return []
     layers = fp8_layers(config, tables)
-    others = "".join(f"; without: {', '.join(_short(names))} ({why})" for why, names in layers.others.items())
+    left = [f"{len(names)} without, {', '.join(_short(names))} ({why})" for why, names in layers.others.items()]
     count = len(layers.fp8) + sum(map(len, layers.others.values()))
     said = [
-        f"{len(layers.fp8)} of {count} linear layers multiply in fp8 ({precision.fp8_recipe}, {precision.fp8_format})"
-        f"{others}"
+        "; ".join([f"{len(layers.fp8)} of {count} linear layers multiply in fp8 ({precision.fp8_recipe})", *left]),
+        "fp8 products have no kernels yet: plain torch computes them on every device, slower than those of bf16. Plans, "
+        "TFLOP/s and MFU take them for products of --precision",
     ]
     given = config.given("fp8_recipe")
-    if given and "delayed" in given.words:
+    if given and given.value == "delayed":
         said.append("--fp8-recipe delayed is tensorwise here: scales of the numbers themselves, and no history of them")
-    said.append(
-        "plans, TFLOP/s and MFU count fp8 products as those of --precision; memory of fp8 weights is not planned"
-    )
-    if config.kernels.device != "cpu":
-        said.append("fp8 products have no kernels yet: they are plain torch on every device, slower than bf16's")
     return said

@@ -9,10 +9,14 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron.checkpoint.reader import Reader
+from megatron.errors import SettingsError
 from megatron.fused_kernels.fp8 import dequantize
+from megatron.inference.load import load_model
 from megatron.model import weights
 from megatron.model.command_line import parse_any
-from megatron.model.fp8_product import PRODUCTS
+from megatron.model.fp8 import Fp8Layers, fp8_layers
+from megatron.model.fp8_product import PRODUCTS, attach_fp8
 from megatron.model.recipe import recipe_of
 from megatron.mpu import forked
 from megatron.mpu.deferred_wgrad import WeightGradStore
@@ -20,6 +24,7 @@ from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, linear_
 from megatron.mpu.mesh import Mesh
 from megatron.planner.parity import compare, laid_out, parse_layout
 from megatron.settings.schema import Precision
+from megatron.training import rules
 from megatron.training.build import build_run
 from megatron.training.step import train_step
 from tests.models.in_layouts import trained
@@ -292,3 +297,147 @@ def test_what_is_recomputed_and_added_is_the_same(recipe, more):
     same = compare(one_process(flags), trained("", f"{SHAPE} {flags} {MORE[more]}"))
     exact = 0.0 if more != "fusion" else 1e-2  # gradients are added to fp32 without a rounding to bf16
     assert max(same.loss, same.norm, same.weight) <= exact, same
+
+
+# ---- which layers, and what is refused -------------------------------------------------------------------------------
+
+
+def settings(flags: str, world: int = 1):
+    return parse_any(f"{SHAPE} {flags}".split()), world
+
+
+def layers_of(flags: str) -> Fp8Layers:
+    config, _ = settings(flags)
+    return fp8_layers(config, rules.tables_of(recipe_of(config).facts(config, 1)))
+
+
+EACH = ["attention.qkv", "attention.output", "mlp.up", "mlp.down"]
+
+
+@pytest.mark.parametrize(
+    "flags, blocks, inside",
+    [
+        ("", range(4), EACH),
+        ("--fp8-layers mlp.*", range(4), EACH[2:]),
+        ("--fp8-skip attention.*,blocks.[01].mlp.down", range(2, 4), EACH[2:]),
+        ("--first-last-layers-bf16", range(1, 3), EACH),
+        ("--first-last-layers-bf16 --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 3", range(1), EACH),
+        ("--fp8-recipe blockwise --ffn-hidden-size 448", range(4), [*EACH[:2], "mlp.up"]),
+        ("--fp8-recipe blockwise --ffn-hidden-size 96", range(4), EACH[:2]),
+        ("--linear mlp.*=fake_quantize", range(4), EACH[:2]),
+        ("--num-experts 4 --fp8-skip *.experts.*", range(4), EACH[:2]),
+    ],
+)
+def test_which_layers_have_fp8_products(flags, blocks, inside):
+    """By the choice, and attached to the modules: a layer of each choice has its product, all others have none."""
+    found = layers_of(flags)
+    wanted = {f"blocks.{n}.{name}" for n in blocks for name in inside}
+    more = {"blocks.0.mlp.up", "blocks.1.mlp.up"} if "skip attention" in flags else set()
+    assert set(found.fp8) == wanted | more
+    config = rules.resolve(*settings(flags))
+    model = pretrain_gpt.recipe().build_model(config, Mesh(), 101, dtype=torch.bfloat16, device="meta")
+    before = {id(product) for product in linear_products([model])}
+    attach_fp8([model], config, rules.tables_of(recipe_of(config).facts(config, 1)))
+    attached = {one.name for one in linear_products([model]) if id(one) not in before}
+    assert attached == set(found.fp8)
+
+
+REFUSED = {
+    "--amp-level O1": (1, "autocast casts the operands of each op itself"),
+    "--no-fuse-attn-qkv": (1, "--no-fuse-attn-qkv makes three of queries, keys and values"),
+    "--bf16 false --fp16": (1, "with --fp16: products of fp8 numbers have the range of bf16"),
+    "--first-last-layers-bf16 --num-layers-at-start-in-bf16 3": (
+        1,
+        "leave none of the 4 layers for --fp8-format hybrid",
+    ),
+    "--num-layers-at-start-in-bf16 -1": (1, "--num-layers-at-start-in-bf16 -1 must be at least 0"),
+    "--fp8-skip mlp.gate": (1, "--fp8-skip: 'mlp.gate' is no linear layer of this model; each block has attention.qkv"),
+    "--fp8-layers q_proj": (1, "--fp8-layers: 'q_proj' is no linear layer of this model; here it is attention.qkv"),
+    "--fp8-layers mlp.* --fp8-skip mlp.*": (
+        1,
+        "has no layer left (--fp8-layers: attention.qkv, attention.output; --fp8-",
+    ),
+    "--hidden-size 64 --ffn-hidden-size 96": (
+        1,
+        "128 x 64: both have to be multiples of 16, at least 128: attention.qkv",
+    ),
+    "--fp8-recipe blockwise --tensor-model-parallel-size 4 --num-query-groups 4": (
+        4,
+        "of a weight: 192 of attention.qkv, 64 of attention.output; --fp8-recipe blockwise casts 128 at a time: give "
+        "--tensor-model-parallel-size 1 or 2, or --fp8-recipe tensorwise or mxfp8, or --fp8-skip attention.qkv,attention.o",
+    ),
+    "--fp8-recipe mxfp8 --ffn-hidden-size 448 --tensor-model-parallel-size 4 --num-query-groups 4": (
+        4,
+        "112 of mlp.up and mlp.down; --fp8-recipe mxfp8 casts 32 at a time: give --tensor-model-parallel-size 1 or 2, or",
+    ),
+    "--num-experts 4": (
+        1,
+        "experts have no fp8 products yet (mlp.experts.up, mlp.experts.down); leave them out by --fp8-",
+    ),
+    "--lora-rank 4": (1, "has no layer left (--linear lora: attention.qkv, attention.output, mlp.up, mlp.down)"),
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_cannot_be_is_refused(flags):
+    world, said = REFUSED[flags]
+    [problem] = rules.check(*settings(flags, world))
+    assert said in problem, problem
+
+
+def test_other_recipes_and_idle_flags_are_named(capsys):
+    config, _ = settings("--fp8-recipe delayed --fp8-margin 1 --fp8-param-gather --first-last-layers-bf16")
+    assert config.precision.fp8_recipe == "tensorwise"
+    told = capsys.readouterr().err
+    assert "--fp8-margin has no effect: scales" in told and "--fp8-param-gather has no effect: parameters are" in told
+    remarks = " ".join(rules.remarks(config, 1))
+    assert "8 of 16 linear layers multiply in fp8 (tensorwise); 8 without, attention.qkv" in remarks
+    assert "--fp8-recipe delayed is tensorwise here" in remarks and "Plans, TFLOP/s and MFU take them for" in remarks
+    config = parse_any(SHAPE.replace("--fp8-format hybrid", "--fp8-recipe blockwise --fp8-skip mlp.*").split())
+    assert [name for name in rules.idle(config, 1) if "fp8" in name] == ["fp8_recipe", "fp8_skip"]
+    with pytest.raises(SettingsError, match="--fp8-format e4m3: this model is a plain torch.nn.Module"):
+        line = f"{LINE} --fp8-format e4m3 --model-type tests.models.plain_module"
+        rules.resolve(parse_any(line.split()), 1)
+
+
+# ---- checkpoints, and whole trainings --------------------------------------------------------------------------------
+
+FP8 = "--fp8-format hybrid --fp8-recipe blockwise"
+
+
+def tensors(folder) -> dict[str, torch.Tensor]:
+    with Reader(folder) as reader:
+        return {name: reader.read(name) for name in reader.tensors}
+
+
+def test_a_run_goes_on_to_the_bit_and_either_format_takes_the_others_checkpoint(tmp_path, capsys):
+    """Checkpoints have no fp8 numbers, and no scales."""
+    run = lambda flags: pretrain_gpt.main(f"{LINE} --train-iters 4 {flags}".split())
+    run(f"{FP8} --save {tmp_path / 'whole'}")
+    run(f"{FP8} --save {tmp_path / 'parts'} --exit-interval 2")
+    run(f"--save {tmp_path / 'plain'} --exit-interval 2")
+    run(f"{FP8} --save {tmp_path / 'parts'} --load {tmp_path / 'parts'}")
+    whole, parts = (tensors(tmp_path / name / "iter_0000004") for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys() == tensors(tmp_path / "plain" / "iter_0000002").keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    for folder, flags, names in (("plain", FP8, "fp8-format,fp8-recipe"), ("parts", "", "fp8-format,fp8-recipe")):
+        load = f"{flags} --load {tmp_path / folder} --train-iters 6 --save {tmp_path / folder / 'on'}"
+        with pytest.raises(SettingsError, match=f"--override {names}"):
+            run(load)
+        run(f"{load} --override {names}")
+    assert load_model(str(tmp_path / "whole")).model is not None
+    assert linear_products([load_model(str(tmp_path / "whole")).model]) == []  # texts are written with the weights
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("recipe", TILES)
+def test_training_is_near_that_of_bf16(recipe, tmp_path):
+    """Forty steps. A loss that falls proves little of products: those are compared above."""
+    losses = {}
+    for name, flags in (("bf16", ""), (recipe, f"--fp8-format hybrid --fp8-recipe {recipe}")):
+        line = f"{LINE} --train-iters 40 --lr 2e-3 --bf16 {flags} --save {tmp_path / name}"
+        pretrain_gpt.main(line.split())
+        losses[name] = [step["lm loss"] for step in records(tmp_path / name, "step")]
+    far = [abs(a - b) for a, b in zip(losses["bf16"], losses[recipe], strict=True)]
+    assert losses[recipe][-1] < losses[recipe][0] - 1
+    assert 0 < sum(far) / len(far) < 0.03, far

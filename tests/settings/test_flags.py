@@ -335,7 +335,7 @@ def test_the_tables_say_one_thing_about_each_flag():
         ("--fp8-output-proj", "attention and the output layer stay in the format of --precision"),
         ("--fp4-format e2m1", "say --fp8-format with --fp8-recipe tensorwise, blockwise or mxfp8"),
         ("--te-precision-config-file f.yaml", "are chosen by --fp8-layers and --fp8-skip"),
-        ("--fp8-recipe custom", "'custom' is none of tensorwise, blockwise, mxfp8"),
+        ("--fp8-recipe custom", "'custom' is none of tensorwise, delayed, blockwise, mxfp8"),
         ("--deepspeed", "DeepSpeed"),
         ("--use_mcore_model", "did you mean --use-mcore-models"),
         ("--bf16;", "did you mean --bf16?"),

@@ -55,12 +55,12 @@ class Precision:
         "--fp8-e4m3=e4m3",
         "--fp8-hybrid=hybrid",
     )
-    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = shown_by(
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = shown_by(
         "test_a_step_is_the_plain_loops", on_resume="refused", needs="fp8_format"
     )(
-        "numbers that share a scale: all of a tensor; 1 x 128 of inputs and gradients, 128 x 128 of weights; 1 x 32",
+        "numbers that share a scale: all of a tensor (delayed is the same); 1 x 128 of inputs and gradients, 128 x 128 of "
+        "weights; 1 x 32",
         "tensorwise",
-        also={"delayed": "tensorwise"},
     )
     fp8_wgrad: bool = fp8("gradients of weights in fp8; --no-fp8-wgrad: in the format of --precision", True)
     fp8_layers: Optional[str] = fp8(
