@@ -58,7 +58,7 @@ def identity_learned(record: Mapping[str, Any]) -> dict | None:
 
 def other_ids(tokenizer: Tokenizer, what: str, fingerprint: str | None) -> list[str]:
     """A note if an earlier version of this suite gave the tokenizer other ids, and `what` was made with those."""
-    if fingerprint not in tokenizer.superseded:
+    if not tokenizer.superseded.get(fingerprint):
         return []
     return [
         f"{what} was made with this tokenizer by an earlier version, which gave wrong ids: "

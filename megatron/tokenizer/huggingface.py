@@ -206,12 +206,14 @@ def _probes_of(name: str) -> tuple[str, ...]:
 
 
 def _fingerprints(files: TokenizerFiles, description: dict, special: set[str]) -> tuple[str, dict[str, str]]:
-    """(the fingerprint, those of earlier versions of this suite that gave other ids -> what is different).
+    """(the fingerprint, those of earlier versions of this suite -> which ids they gave otherwise, "" for none).
 
     Earlier versions removed special tokens from the file, so that added tokens after them got lower ids, left merges that
-    make special tokens of text, and read tokenizer.json alone.
+    make special tokens of text, and read tokenizer.json alone. They hashed the form of the file, too.
     """
-    of = lambda text, version="": fingerprint(f"tokenizer.json{version}", json.dumps(json.loads(text), sort_keys=True))
+    hashed = lambda content, version: fingerprint(f"tokenizer.json{version}", json.dumps(content, sort_keys=True))
+    before = lambda text, version="": hashed(json.loads(text), version)
+    of = lambda text, version="": hashed(_in_one_form(json.loads(text)), version)
     pieces = description["model"].get("vocab") or ()
     pieces = pieces if isinstance(pieces, dict) else {piece for piece, _ in pieces}
     outside = [token["content"] for token in description.get("added_tokens") or [] if token["content"] not in pieces]
@@ -222,10 +224,28 @@ def _fingerprints(files: TokenizerFiles, description: dict, special: set[str]) -
     earlier = {}
     if moved:
         named = f"{', '.join(moved[:4])}{' ...' * (len(moved) > 4)}"
-        earlier[of(files.text)] = f"the ids of {named} were those of other tokens"
+        earlier[before(files.text)] = f"the ids of {named} were those of other tokens"
     if files.replaced and set(files.changed) - {"post_processor", "decoder"}:
         what = f"{' and '.join(files.changed)} of tokenizer.json were not what transformers makes of them"
-        earlier[of(files.replaced)] = what
+        earlier[before(files.replaced)] = what
     elif files.replaced:
         own = of(files.replaced, " 2" if moved else "")
+    if own not in (same := {before(text, " 2" if moved else "") for text in (files.text, files.replaced) if text}):
+        earlier = dict.fromkeys(same, "") | earlier
     return own, earlier
+
+
+BPE = dict(dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None, fuse_unk=False)
+BPE |= dict(byte_fallback=False, ignore_merges=False)  # what a file says that leaves them out
+
+
+def _in_one_form(description: dict) -> dict:
+    """A tokenizer.json in the form of tokenizers 0.20 and later: earlier ones wrote merges as text and left keys out.
+
+    Whether texts are cut or padded is left out: this suite does neither.
+    """
+    model = description["model"]
+    if model.get("type") == "BPE":
+        merges = [one.split(" ") if isinstance(one, str) else one for one in model.get("merges") or ()]
+        model = BPE | model | dict(merges=merges)
+    return description | dict(model=model, truncation=None, padding=None)
