@@ -10,10 +10,10 @@ pretraining.
 docs/finetuning.md and docs/chat.md have more.
 """
 
+from megatron.entry import start
 from megatron.errors import run_main
 from megatron.tasks import finetune
 from megatron.tasks.recipes import recipe_of_command
-from megatron.training.entry import start
 
 recipe = finetune.recipe
 

@@ -10,14 +10,15 @@
 """
 
 from dataclasses import replace
+from typing import Optional
 
+from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.experts.expert_rules import RULES as OF_EXPERTS
 from megatron.model.experts.parts import expert_sums
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.gpt_rules import IDLE, NO_RELATIVE, RULES
 from megatron.model.recipe import Recipe
-from megatron.training.entry import start
 
 
 def main(argv: list[str]) -> None:
@@ -40,15 +41,17 @@ def recipe() -> Recipe:
     )
 
 
-def variant(model_type: str, module: type, *, facts: type[GPTFacts] = GPTFacts, **more) -> Recipe:
+def variant(model_type: str, module: Optional[type] = None, *, facts: type[GPTFacts] = GPTFacts, **more) -> Recipe:
     """The recipe of a variant of GPT (docs/extending.md).
 
-    module: a subclass of `megatron.model.gpt.module.GPT`; facts: the class of its facts
+    module: a subclass of `megatron.model.gpt.module.GPT` (default: itself); facts: the class of its facts
     more:   further fields of the `Recipe`: groups, sums, ...
     """
 
     def build_model(config, mesh, vocab_size, **stage):
-        return module.of(config, mesh, facts.of(config, vocab_size), **stage)
+        from megatron.model.gpt.module import GPT
+
+        return (module or GPT).of(config, mesh, facts.of(config, vocab_size), **stage)
 
     own = dict(model_type=model_type, facts=facts.of, build_model=build_model, starts_from=())
     return replace(recipe(), **own | more)

@@ -11,6 +11,7 @@ docs/encoder_decoder.md says what is where.
 
 from megatron.data.masked_settings import GROUP as MASKED
 from megatron.data.masked_settings import MASKED_IDLE, MASKED_RULES, MaskedSettings
+from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.recipe import Recipe
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
@@ -20,7 +21,6 @@ from megatron.model.t5.t5_rules import IDLE, RULES
 from megatron.planner.stage_cut import normalize_config
 from megatron.settings.declare import Needs
 from megatron.settings.rules import word_piece
-from megatron.training.entry import start
 
 
 def main(argv: list[str]) -> None:

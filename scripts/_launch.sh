@@ -84,6 +84,7 @@ finetune_on_task() { # task, perhaps a set of its validation files, flags of fin
     local task=$1 data=${DATA:-glue} flags=() out size
     refuse_to_shrink
     [ -n "$task" ] && [[ $task != -* ]] || fail 2 "which task?" "bash $0 SST2 (CoLA, MRPC, QQP, STSB, MNLI, QNLI, RTE, WNLI ...)"
+    say_difference
     shift
     if [ $# -gt 0 ] && [[ $1 != -* ]]; then # the name of a set of validation examples
         flags+=(--valid-data "${1%.tsv}.tsv")
@@ -95,6 +96,12 @@ finetune_on_task() { # task, perhaps a set of its validation files, flags of fin
     run_tool_on_ranks megatron.tasks.main --task "$task" --data-path "$data" \
         --pretrained-checkpoint "${CHECKPOINTS:-checkpoints/gpt_345M}" --save "$out" --load "$out" \
         --micro-batch-size $((size > 0 ? size : 1)) --log-interval 50 ${flags[@]+"${flags[@]}"} --then "$@"
+}
+
+say_difference() { # from PaddleFleetX's recipe of the same name: what the script's head says of it
+    local said
+    said=$(sed -nE '/^[^#]/q; /^# (Differs: |Learning rate, batch)/{s/^# //; /:$/{N; s/\n#//}; p}' "$0")
+    [ -z "$said" ] || printf 'note: %s: %s\n' "$(basename "$0")" "$said" >&2
 }
 
 # ---- words of the command line ---------------------------------------------------------------------------------------
@@ -149,6 +156,7 @@ add_mock_data() { # for what needs no data
 # ---- one process, before anything is started -------------------------------------------------------------------------
 
 look() { # what to run: the flags on the ranks that they are made for
+    say_difference
     add_mock_data
     given --world-size --num-gpus || FLAGS+=(--world-size "$MADE_FOR")
     given --local-world-size --gpus-per-node || FLAGS+=(--local-world-size "$((MADE_FOR < 8 ? MADE_FOR : 8))")
@@ -273,6 +281,7 @@ train() {
         [ -z "${LOG_DIR:-}" ] || command+=(--log-dir "$LOG_DIR/ranks-of-node-$NODE_RANK" --redirects 3 --tee 0:3)
     fi
     command+=("$ROOT/pretrain_gpt.py" "${FLAGS[@]}")
+    [ "${RANK:-0}" -gt 0 ] || [ "${NODE_RANK:-0}" -gt 0 ] || say_difference
     if [ -n "${SUPERVISE:-}" ] && [ -z "$EACH" ]; then
         local patience=() logs=()
         [[ $SUPERVISE != -* ]] || read -ra patience <<<"$SUPERVISE"

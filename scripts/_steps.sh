@@ -43,13 +43,12 @@ check_flags() { # those of the training, before anything is done or removed; TRA
     }
 }
 step() { printf '\n%s[%s] %s%s\n' "$BOLD" "$1" "$2" "$PLAIN"; }
-# Says how long a step takes when nothing else runs: seconds on the machine that was measured, times how much slower a loop of
-# Python is here than there: the best of several, so that a busy machine makes little difference to it.
-# Programs that keep the cores busy take their share of them.
+# Says how long a step takes: seconds on the machine that was measured, times how much slower a loop of Python is here than
+# there: by its fastest turn, and by the share of a core that one gets next to other programs.
 LOOP=$(python -c 'import time, timeit
-from megatron.mpu.cpu_threads import cores, crowded, load
-share = min(8, max(1, load() / cores())) if crowded(cores()) else 1
-print(share * min(timeit.repeat("sum(i * i for i in range(300_000))", number=1, repeat=12, timer=time.process_time)))')
+start, own = time.perf_counter(), time.process_time()
+fastest = min(timeit.repeat("sum(i * i for i in range(300_000))", number=1, repeat=24, timer=time.process_time))
+print(fastest * (time.perf_counter() - start) / (time.process_time() - own))')
 takes() { expect "$(awk "BEGIN { print $1 * $LOOP / 0.0096 }")"; }
 in_words() { awk "BEGIN { if ($1 < 100) printf \"%d s\", $1 + 0.99; else printf \"%.1f min\", $1 / 60 }"; }
 expect() { # seconds on this machine
@@ -94,7 +93,7 @@ make_tokens() { # of the corpus and of the part that is held out
 }
 preprocess() {
     python preprocess_data.py --input "$RUN/$1.jsonl" --output-prefix "$RUN/$1" "${VOCABULARY[@]}" --append-eod --workers 2 |
-        grep -E 'documents num|tokens num| MB in '
+        grep -E 'documents num|tokens num| [kM]B in '
 }
 ENOUGH=300 # steps for which no smaller model is tried
 choose_size() { # a function that trains; widths of the model, the largest first; then its flags: sets WIDTH, and ITERATIONS
@@ -113,7 +112,7 @@ choose_size() { # a function that trains; widths of the model, the largest first
                 { cat "$RUN/said.txt" >&2; exit 1; }
             WIDTH=$width SECONDS_A_STEP=$(median_step) CHOSEN=
             CHOSEN=$(steps_in "$SECONDS_A_STEP")
-            rm -f "$RUN/measured.jsonl" "$RUN/said.txt"
+            rm -f "$RUN"/measured.* "$RUN/said.txt"
             if [[ $width == *[!0-9]* ]]; then printf ' '; else printf '  %s wide:' "$width"; fi
             echo " a step takes $SECONDS_A_STEP s here, so $CHOSEN steps take $(in_words "$(awk "BEGIN { print 8 + 1.05 * $CHOSEN * $SECONDS_A_STEP }")")"
             [ "$CHOSEN" -lt "$ENOUGH" ] || break
@@ -173,7 +172,7 @@ train_gpt() { # seconds of a step, widths, flags of the model: trains it for ITE
         own+=(--override data-order --resume-schedule command)
     fi
     gpt "$WIDTH" --train-iters "$ITERATIONS" --valid-data-path "$RUN/held_out_text_document" \
-        --eval-interval 250 --eval-iters 8 --eval-same-samples --log-interval 10 \
+        --eval-interval $((ITERATIONS < 250 ? ITERATIONS : 250)) --eval-iters 8 --eval-same-samples --log-interval 10 \
         --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 200 --keep-last 2 \
         --metrics-file "$RUN/metrics.jsonl" --log-file "$RUN/train.log" ${own[@]+"${own[@]}"}
     rm -f "$RUN/evaluation.jsonl" "$RUN/samples.txt" "$RUN/report.html" # they belong to an earlier state
@@ -197,7 +196,7 @@ write_report() {
         told 2.5 python -m megatron.tools.report --run "$RUN/metrics.jsonl" --output "$RUN/report.html" --title "$(basename "$RUN")"
 }
 is_made() { [ -e "$1" ] && echo "  already there: $1"; }
-others() { # what other programs take from it, in words; nothing on a quiet machine
-    python -c 'from megatron.mpu.cpu_threads import cores, crowded, load
-if crowded(cores()): print(f"  other programs keep the {cores()} cores busy (load {load():.1f}), so it will take longer")'
+others() { # what other programs use of the machine, in words; nothing on a quiet one
+    python -c 'from megatron.mpu.cpu_threads import busy_cores, cores
+if (busy := busy_cores()) >= 0.3: print(f"  other programs use {busy:.1f} of the {cores()} cores: without them it takes less time")'
 }

@@ -3,4 +3,4 @@
 # Another name for auto_gpt_345M_single.sh.
 # Learning rate, batch and precision are this suite's. PaddleFleetX's:
 # python pretrain_gpt.py -c ppfleetx/configs/nlp/gpt/auto/pretrain_gpt_345M_single_card.yaml
-exec bash "$(dirname "$0")/auto_gpt_345M_single.sh" "$@"
+source "$(dirname "$0")/auto_gpt_345M_single.sh" "$@"

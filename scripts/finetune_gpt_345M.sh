@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Fine-tune what pretrain_gpt_345M_single.sh trained on a task of GLUE: TASK [split] [flags]. Batch, learning rate,
-# warm-up and epochs are PaddleFleetX's. Its decay counts from step 0 (--lr-decay-style linear-from-start), here from
-# the end of the warm-up; it trains in fp16.
+# warm-up and epochs are PaddleFleetX's.
+# Differs: the decay counts from the end of the warm-up (theirs from step 0: --lr-decay-style linear-from-start), fp32 (fp16).
 # One GPU, or a CPU; NPROC=8 divides the batches over so many ranks.
 #
 #   DATA=glue CHECKPOINTS=checkpoints/gpt_345M bash scripts/finetune_gpt_345M.sh SST2

@@ -3,4 +3,4 @@
 # Another name for pretrain_gpt_1.3B_single.sh.
 # Learning rate, batch and precision are this suite's. PaddleFleetX's:
 # python pretrain_gpt.py -c ppfleetx/configs/nlp/gpt/pretrain_gpt_1.3B_single_card.yaml
-exec bash "$(dirname "$0")/pretrain_gpt_1.3B_single.sh" "$@"
+source "$(dirname "$0")/pretrain_gpt_1.3B_single.sh" "$@"

@@ -3,4 +3,4 @@
 # Another name for pretrain_gpt_175B_tp8_pp16.sh.
 # Learning rate, batch and precision are this suite's. PaddleFleetX's:
 # python pretrain_gpt.py -c ppfleetx/configs/nlp/gpt/pretrain_gpt_175B_mp8_pp16.yaml
-exec bash "$(dirname "$0")/pretrain_gpt_175B_tp8_pp16.sh" "$@"
+source "$(dirname "$0")/pretrain_gpt_175B_tp8_pp16.sh" "$@"

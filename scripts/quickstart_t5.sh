@@ -34,7 +34,7 @@ make_vocabulary 1024
 step 3/8 "Text to sentences, sentences to tokens"
 preprocess() {
     python preprocess_data.py --input "$RUN/$1.jsonl" --output-prefix "$RUN/$1" "${VOCABULARY[@]}" --split-sentences --workers 2 |
-        grep -E 'documents num|sentences num| MB in '
+        grep -E 'documents num|sentences num| [kM]B in '
 }
 for part in train held_out; do
     is_made "$RUN/${part}_text_sentence.idx" || told 1.5 preprocess "$part"

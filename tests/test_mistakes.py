@@ -165,6 +165,7 @@ SETTINGS = [  # exit code 3: understood, and cannot work
     ("pretrain_gpt", f"{MOCK} --train-samples 100", "--train-iters 4 and --train-samples 100: give one of them"),
     ("pretrain_gpt", f"{MOCK} --rampup-batch-size 2 2", "expected START INCREMENT SAMPLES, three numbers above zero"),
     ("pretrain_gpt", f"{MOCK} --rampup-batch-size 2 2 100", "needs --train-samples instead of --train-iters"),
+    ("pretrain_gpt", f"{MOCK} --step-batch-size-schedule 0:2,1Q:4", "'1Q' is not a number, such as 0, 250000 or 1.5B"),
     ("pretrain_gpt", f"{MOCK} --rampup-batch-size 8 2 100", "start 8 is above --global-batch-size 4"),
     (
         "pretrain_gpt",

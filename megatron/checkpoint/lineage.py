@@ -72,9 +72,22 @@ def ancestors(record: Mapping[str, Any]) -> Iterator[Ancestor]:
         named = source.get("name") or PurePosixPath(str(record.get("origin")).partition(" in ")[2]).name
         yield Ancestor(named, source.get("license"), imported=True)
     if start and not (start.get("source") or start.get("origin")):
-        yield Ancestor(_run_of(start["path"]), None, imported=False)
+        yield Ancestor(run_name(start["path"]), None, imported=False)
     if start:
         yield from ancestors(start)
+
+
+def model_name(record: Mapping[str, Any], checkpoint: Any) -> str:
+    """The name of the model in a checkpoint: of an import that of its source, else that of the run's folder.
+
+    >>> model_name(dict(source=dict(name="Qwen/Qwen3-0.6B")), "runs/qwen/iter_0000000")
+    'Qwen3-0.6B'
+    >>> model_name({}, "runs/mine/iter_0000007")
+    'mine'
+    """
+    path = str(checkpoint) if isinstance(checkpoint, UrlPath) else os.path.abspath(checkpoint)
+    named = (record.get("source") or {}).get("name") or run_name(path)
+    return PurePosixPath(named).name
 
 
 def _of_earlier_versions(record: Mapping[str, Any]) -> Optional[dict[str, Any]]:
@@ -84,10 +97,10 @@ def _of_earlier_versions(record: Mapping[str, Any]) -> Optional[dict[str, Any]]:
     return dict(path=path) if path else None
 
 
-def _run_of(path: str) -> str:
+def run_name(path: str) -> str:
     """The name of a run by the path of its checkpoints.
 
-    >>> _run_of("runs/mine/checkpoints/iter_0000007")
+    >>> run_name("runs/mine/checkpoints/iter_0000007")
     'mine'
     """
     parts = [part for part in PurePosixPath(path).parts if not re.fullmatch(r"checkpoints?|iter_\d+|release", part)]

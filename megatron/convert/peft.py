@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any, Optional
 
@@ -25,7 +25,7 @@ import torch
 from megatron.checkpoint.base_checkpoint import BASE, ReaderWithBase, base_record, open_checkpoint
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver
-from megatron.checkpoint.lineage import ENTRIES, lineage
+from megatron.checkpoint.lineage import ENTRIES, ancestors, lineage
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece
 from megatron.convert import hf_files
@@ -256,6 +256,7 @@ def from_peft(source: Path, out: Path, base: Path, state: dict[str, Any]) -> lis
     shaped = replace(config.model, **model)
     tensors = {}
     with Reader(base) as reader:
+        notices = _other_base(theirs.get("base_model_name_or_path"), reader, found)
         for layer, (match, own) in found.items():
             a, b = _to_ours(source, match, weights[match.ours], shaped, own, family.kind == "gpt2")
             tensors |= {f"{layer}.{PAIR[0]}": a, f"{layer}.{PAIR[1]}": b}
@@ -275,7 +276,30 @@ def from_peft(source: Path, out: Path, base: Path, state: dict[str, Any]) -> lis
     with Saver(out) as saver:
         pieces = [Piece(name, tuple(x.shape), Box.whole(x.shape), x) for name, x in tensors.items()]
         saver.write(0, [pieces], record)
-    return [f"{out}: {len(found)} pairs of rank {theirs['r']} for {model['lora_target']}, on {base}"]
+    return [f"{out}: {len(found)} pairs of rank {theirs['r']} for {model['lora_target']}, on {base}", *notices]
+
+
+def _other_base(named: Optional[str], reader: Reader, found: Mapping[str, "Found"]) -> list[str]:
+    """A note unless the base is the model that adapter_config.json names. named: a folder, whose weights are compared with
+    those of the base, or a name on the hub
+    """
+    if not named:
+        return [f"{CONFIG} names no base: that {reader.folder} is the model of the adapters is not checked"]
+    advice = "--base has to be the model that the adapters were trained on"
+    if (Path(named) / "config.json").is_file():
+        files = hf_files.TensorFiles(Path(named))
+        for match, _ in found.values():
+            for name, ours in zip(match.theirs, match.to_theirs(reader.read(match.ours, dtype=torch.float32))):
+                theirs = files.get(name) if name in files.shapes else ours
+                if theirs.shape != ours.shape or not torch.equal(ours.to(theirs.dtype), theirs):
+                    return [f"{CONFIG} names {named}, whose {name} differs from that of {reader.folder}: {advice}"]
+        return []
+    here = next((one.name for one in ancestors(reader.state) if one.imported), "no import")
+    if PurePath(here).name != PurePath(hf_files.about(Path(named), {})["name"]).name:
+        return [f"{CONFIG} names {named}, and {reader.folder} is of another model ({here}): {advice}"]
+    if reader.state["iteration"] or reader.state.get("started_from"):
+        return [f"{CONFIG} names {named}, and {reader.folder} was trained further: {advice}"]
+    return []
 
 
 def refuse_others(theirs: Mapping[str, Any]) -> None:

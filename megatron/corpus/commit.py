@@ -28,6 +28,7 @@ import xxhash
 
 from megatron import __version__
 from megatron.errors import DataError, Failure
+from megatron.mpu.cpu_threads import cores
 from megatron.storage.durable import read_sealed, replace_file, seal, sync_folder, write_synced
 from megatron.storage.processes import process_start_ticks, state
 from megatron.telemetry.host_memory import most_resident_memory
@@ -254,7 +255,7 @@ class Digests:
         size = sum(os.stat(path).st_size for path in missing)
         if size > 1 << 30:
             self.log(f"reading {size / 1e9:.1f} GB of input once for its digests")
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(min(8, cores())) as pool:
             list(pool.map(self.of, missing))
 
     def of(self, path: str) -> str:

@@ -3,6 +3,8 @@
 
 {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]}          OpenAI's shape
 {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi."}]}              ShareGPT's
+{"prompt": [{"role": "user", ...}], "completion": [{"role": "assistant", ...}]}                        TRL's: answers
+                                                                                of the prompt are not learned
 {"prompt": "Hello", "chosen": "Hi.", "rejected": "No."}                                                a pair of texts
 {"prompt": [{"role": "user", ...}], "chosen": [{"role": "assistant", ...}], "rejected": [...]}         of conversations
 {"chosen": [...], "rejected": [...]}                                            the prompt is their common beginning
@@ -20,6 +22,15 @@ from megatron.tokenizer.chat_template import ASSISTANT
 Message = Mapping[str, Any]
 SHAREGPT = dict(system="system", human="user", user="user", gpt="assistant", assistant="assistant")
 SHAREGPT |= dict(chatgpt="assistant", bing="assistant", bard="assistant", tool="tool", observation="tool")
+NAMED = 3  # lines that a note names
+_AS_TURNS = 'give {{"messages": [{{"role": "user", "content": {}}}, {{"role": "assistant", "content": {}}}]}}'
+# Keys of lines for other purposes -> what to do with them.
+OTHER_SHAPES = {
+    "chosen rejected": "pairs of answers are learned with --task dpo",
+    "prompt completion": _AS_TURNS.format("the prompt", "the completion"),
+    "instruction output": _AS_TURNS.format("instruction and input", "the output"),
+    "text": "texts without turns are learned by pretrain_gpt.py, after preprocess_data.py",
+}
 KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight")
 
 
@@ -43,7 +54,7 @@ class Pair(NamedTuple):
 
 def read_conversations(paths: Sequence[str]) -> tuple[list[Conversation], list[str]]:
     """(conversations of these files, notes on keys that are not used). Raises DataError, and names file and line."""
-    return _read(paths, _conversation, ("messages", "conversations", "system", "tools"))
+    return _read(paths, _conversation, ("messages", "conversations", "system", "tools", "prompt", "completion"))
 
 
 def read_pairs(paths: Sequence[str]) -> tuple[list[Pair], list[str]]:
@@ -55,15 +66,34 @@ def _read(paths: Sequence[str], read, used: Sequence[str]):
     found, notes = [], []
     for path in paths:
         unused: Counter = Counter()
-        count = len(found)
+        count, empty = len(found), []
         for where, row in _rows(path):
             found.append(read(where, row))
+            empty += [where.rpartition(", ")[2]] * has_empty_answer(found[-1])
             unused.update(name for name in row if name not in used)
         if len(found) == count:
             raise DataError(f"{path} is empty", do="give a file of JSON lines with a conversation each")
         if unused:
             notes.append(f"{path}: {', '.join(map(str, unused))} of its lines are not used")
+        if empty:
+            named = ", ".join(empty[:NAMED]) + ", ..." * (len(empty) > NAMED)
+            notes.append(
+                f"{path}: {len(empty):,} of {len(found) - count:,} lines have an empty answer, which is learned ({named}); "
+                'leave them out, or give the message "weight": 0'
+            )
     return found, notes
+
+
+def has_empty_answer(one: Union[Conversation, Pair]) -> bool:
+    """Whether a message of the assistant that is learned has no text and no call of a tool."""
+    parts = [one.messages] if isinstance(one, Conversation) else [one.chosen, one.rejected]
+    return any(
+        message["role"] == ASSISTANT
+        and not (message["content"].strip() or message.get("tool_calls") or message.get("weight") == 0)
+        for part in parts
+        if not isinstance(part, str)
+        for message in part
+    )
 
 
 def _rows(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -78,15 +108,17 @@ def _rows(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _conversation(where: str, row: Mapping[str, Any]) -> Conversation:
+    if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):
+        prompt, answer = (messages_in(row[name], f"{where}, {name}") for name in ("prompt", "completion"))
+        unlearned = (dict(one, weight=0) if one["role"] == ASSISTANT else one for one in prompt)
+        return Conversation(where, (*unlearned, *answer), _tools(row, where))
     shapes = [name for name in ("messages", "conversations") if name in row]
     if len(shapes) != 1:
-        pair = "chosen" in row and "rejected" in row
+        other = next((do for keys, do in OTHER_SHAPES.items() if set(keys.split()) <= row.keys()), "")
         raise DataError(
             f"{where}: {'both messages and conversations' if shapes else 'no messages'}",
             f"it has {', '.join(map(str, row))}" if not shapes else "",
-            "pairs of answers are learned with --task dpo"
-            if pair
-            else 'give {"messages": [{"role": ..., "content": ...}]}',
+            other or 'give {"messages": [{"role": ..., "content": ...}]}',
         )
     given, where_list = row[shapes[0]], f"{where}, {shapes[0]}"
     messages = messages_in(given, where_list, sharegpt=shapes == ["conversations"])

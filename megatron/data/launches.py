@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron.errors import DataError
 from megatron.model.recipe import config_of
-from megatron.settings.batch import batch_size, total_iterations
+from megatron.settings.batch import batch_size, phases_of, total_iterations
 from megatron.settings.from_checkpoint import located, saved_record
 from megatron.settings.schema import Batch, Config
 from megatron.storage.durable import Damaged
@@ -141,13 +141,13 @@ def consumed_bounds(batch: Batch, dp: int, consumed: int, steps: int) -> np.ndar
     >>> consumed_bounds(batch, 2, 960, 3).tolist()
     [960, 1008, 1072, 1136]
     """
-    bounds, ramp = [consumed], batch.rampup_batch_size
-    while len(bounds) <= steps and ramp and bounds[-1] <= ramp[2]:
+    bounds, last = [consumed], phases_of(batch, dp)[-1]
+    while len(bounds) <= steps and bounds[-1] < last.start:
         bounds.append(bounds[-1] + batch_size(batch, dp, bounds[-1])[0])
     left = steps + 1 - len(bounds)
     if left <= 0:
         return np.array(bounds[: steps + 1], np.int64)
-    rest = bounds[-1] + batch_size(batch, dp, bounds[-1])[0] * np.arange(1, left + 1, dtype=np.int64)
+    rest = bounds[-1] + last.size * np.arange(1, left + 1, dtype=np.int64)
     return np.concatenate([np.array(bounds, np.int64), rest])
 
 

@@ -25,6 +25,7 @@ from megatron.data.preprocess_worker import BLOCK, FRAME, Feed, Files, Ranges, S
 from megatron.data.sentences import make_splitter
 from megatron.data.workspace import Workspace, storage_error
 from megatron.errors import DataError, Failure
+from megatron.mpu.cpu_threads import cores
 from megatron.tokenizer.base import Tokenizer
 
 SMALL_INPUT = 1 << 19  # bytes: the reference tokenizer is done before a faster one is loaded and checked
@@ -68,7 +69,7 @@ def preprocess(
     choose_engine(tokenizer, blocks, settings.json_keys, log)
     dtype = form.dtype(tokenizer.vocab_size)
     partitions = 1 if settings.keep_sequential_samples else settings.partitions
-    workers = max(1, min(settings.workers or available_cores(), blocks.most_workers))
+    workers = max(1, min(settings.workers or cores(), blocks.most_workers))
     encoder = BlockEncoder(
         tokenizer,
         settings.json_keys,
@@ -118,13 +119,9 @@ def divide(sources: list[Source], workers: int | None, block_size: int = BLOCK) 
     whole = [source for source in sources if source.whole]
     if not whole:
         return Ranges(sources, block_size)
-    too_few = len(whole) < (workers or available_cores())
+    too_few = len(whole) < (workers or cores())
     endless = any(source.size == 0 for source in whole)  # stdin and pipes
     return Feed(sources, block_size) if too_few or endless else Files(sources, block_size)
-
-
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def screen_of(settings) -> Screen | None:

@@ -273,7 +273,7 @@ class Reporter:
         self.next = progress.documents // self.interval * self.interval + self.interval
         self.last = seconds = progress.seconds
         line = f"Processed {progress.documents} documents ({progress.documents / seconds:.1f} docs/s, "
-        line += f"{progress.text_bytes / seconds / 1e6:.1f} MB/s). {progress.tokens / seconds / 1e6:.2f} M tokens/s"
+        line += f"{size(progress.text_bytes / seconds)}/s). {progress.tokens / seconds / 1e6:.2f} M tokens/s"
         if progress.total_input and progress.input_bytes:
             share = min(1.0, progress.input_bytes / progress.total_input)
             line += f", {share:.0%}, ETA {duration(seconds / share - seconds)}"
@@ -304,4 +304,4 @@ def print_totals(totals, seconds: float) -> None:
         print(f"note: {words}")
     if totals.contamination:
         print(totals.contamination)
-    print(f"{size(totals.text_bytes)} in {seconds:.2f} s ({totals.text_bytes / 1e6 / seconds:.1f} MB/s)")
+    print(f"{size(totals.text_bytes)} in {seconds:.2f} s ({size(totals.text_bytes / seconds)}/s)")

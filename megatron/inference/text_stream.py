@@ -108,7 +108,7 @@ class TextStream:
         if found:
             self.stopped = True
             return TextPiece(text[: min(found)[1]], True)
-        keep = max(_overlap(text, word) for word in self.stop)
+        keep = max(overlap(text, word) for word in self.stop)
         self.held = text[len(text) - keep :]
         return TextPiece(text[: len(text) - keep])
 
@@ -167,10 +167,10 @@ class RunningText:
         return sum(one.logprob or 0.0 for one in self.tokens)
 
 
-def _overlap(text: str, word: str) -> int:
+def overlap(text: str, word: str) -> int:
     """Length of the longest end of a text that begins `word`, and is not all of it.
 
-    >>> _overlap("1 2 3, th", "the end")
+    >>> overlap("1 2 3, th", "the end")
     2
     """
     return next((size for size in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:size])), 0)

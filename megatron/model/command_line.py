@@ -10,6 +10,7 @@ from megatron.model.lora import with_adapters
 from megatron.model.quantization import with_quantization
 from megatron.model.recipe import Recipe, named_recipe
 from megatron.model.sparsity import with_sparsity
+from megatron.settings.batch import SCHEDULE_IN_SAMPLES
 from megatron.settings.parse import parse_pretrain, said
 from megatron.settings.schema import Config, Derivation, derived
 
@@ -44,17 +45,28 @@ def derivations(recipe: Recipe) -> tuple[Derivation, ...]:
     )
 
     return (
-        Derivation("sparsity sparsity_layers sparsity_skip quantization linear", "linear sparsity_skip", with_sparsity),
         Derivation(
-            "quantization quantization_layers quantization_skip linear", "linear quantization_skip", with_quantization
+            "sparsity sparsity_layers sparsity_skip quantization linear",
+            "linear sparsity_skip",
+            with_sparsity,
+            cause="sparsity",
         ),
-        Derivation("lora_rank lora_target use_dora linear train_only", "linear train_only", with_adapters),
+        Derivation(
+            "quantization quantization_layers quantization_skip linear",
+            "linear quantization_skip",
+            with_quantization,
+            cause="quantization",
+        ),
+        Derivation(
+            "lora_rank lora_target use_dora linear train_only", "linear train_only", with_adapters, cause="lora_rank"
+        ),
         Derivation("*", "*", recipe.normalize_config),  # any settings, by the model
         Derivation(
             "teacher_load kd_hidden_layers kd_hidden_projections hidden_size num_layers train_only",
             "kd_hidden_projections train_only",
             with_projections,
         ),
+        SCHEDULE_IN_SAMPLES,
     )
 
 

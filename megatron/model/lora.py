@@ -73,8 +73,6 @@ def with_adapters(config: Config) -> Config:
     Layers may also be given as `--linear PATTERN=lora`. With --train-only, those parameters are trained, too.
     """
     model = config.model
-    if model.lora_rank is None:
-        return config
     named = [part for part in (model.linear or "").replace(",", " ").split() if part.endswith(f"={KIND}")]
     targets = (model.lora_target or ("" if named else "*")).replace(",", " ").split()
     added = [f"{target}={KIND}" for target in targets if f"{target}={KIND}" not in named]

@@ -98,8 +98,6 @@ def with_quantization(config: Config) -> Config:
     --sparsity, which are added.
     """
     model = config.model
-    if not model.quantization:
-        return config
     skip = skipped_layers(model.quantization_skip)
     linear = implied_linear(model.linear, KIND, model.quantization_layers, skip)
     return config.derive("--quantization", linear=linear, quantization_skip=",".join(skip) or None)

@@ -75,8 +75,6 @@ def with_sparsity(config: Config) -> Config:
     come after it.
     """
     model = config.model
-    if not model.sparsity:
-        return config
     skip = skipped_layers(model.sparsity_skip, "--sparsity-skip")
     linear = implied_linear(model.linear, KIND, model.sparsity_layers, skip, added=model.quantization)
     return config.derive("--sparsity", linear=linear, sparsity_skip=",".join(skip) or None)

@@ -19,6 +19,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -46,7 +47,7 @@ def choose_threads(ranks_here: int = 1, env: Mapping[str, str] = os.environ) -> 
     given = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # one number for each level of nesting
     if given.isdecimal() and int(given):
         return Threads(int(given), "OMP_NUM_THREADS", given=True)
-    return share(cores(), quota(), ranks_here)
+    return share(len(affinity()), quota(), ranks_here)
 
 
 def share(cores: int, quota: Optional[float], ranks_here: int) -> Threads:
@@ -55,12 +56,15 @@ def share(cores: int, quota: Optional[float], ranks_here: int) -> Threads:
     >>> share(16, 6.5, 2)
     Threads(count=3, why='16 cores, a quota of 6.5 of them, 2 ranks', given=False)
     """
-    words, usable = [f"{cores} {'core' if cores == 1 else 'cores'}"], cores
-    if quota is not None and int(quota) < cores:
-        usable = max(1, int(quota))
+    words, usable = [f"{cores} {'core' if cores == 1 else 'cores'}"], _within(cores, quota)
+    if usable < cores:
         words.append(f"a quota of {quota:g} of them")
     words.append(f"{ranks_here} {'rank' if ranks_here == 1 else 'ranks'}")
     return Threads(max(1, usable // ranks_here), ", ".join(words))
+
+
+def _within(cores: int, quota: Optional[float]) -> int:
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 SPINNING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # variables that set how threads wait
@@ -125,7 +129,7 @@ def sleep_from_now_on(threads: int) -> bool:
     def hold() -> None:
         run, nothing = ctypes.CDLL(places[0]).GOMP_parallel, ctypes.CDLL(None).getpid
         run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        run(ctypes.cast(nothing, ctypes.c_void_p), None, max(2, cores() - threads + 2), 0)
+        run(ctypes.cast(nothing, ctypes.c_void_p), None, max(2, len(affinity()) - threads + 2), 0)
         made.set()
         threading.Event().wait()  # a team ends with the thread that started it
 
@@ -141,8 +145,23 @@ def waiting(env: Mapping[str, str] = os.environ) -> str:
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
-    return len(affinity())
+    """The number of cores that this process may use: those of its affinity mask, within a container's quota."""
+    return _within(len(affinity()), quota())
+
+
+def busy_cores(seconds: float = 0.5, path: Path = Path("/proc/stat")) -> float:
+    """How many of this process's cores other programs use, measured while it sleeps; 0 if the kernel does not report it."""
+    before = _ticks(path)
+    time.sleep(seconds)
+    passed = [(total - before[core][0], idle - before[core][1]) for core, (total, idle) in _ticks(path).items()]
+    return sum(1 - idle / total for total, idle in passed if total)
+
+
+def _ticks(path: Path) -> dict[int, tuple[int, int]]:
+    """(all, idle) clock ticks of each of this process's cores, since the machine was started."""
+    lines = re.findall(r"^cpu(\d+) (.+)$", _read(path), re.MULTILINE)
+    counts = {int(core): [*map(int, words.split()[:8])] for core, words in lines if int(core) in affinity()}
+    return {core: (sum(ticks), ticks[3] + ticks[4]) for core, ticks in counts.items()}  # idle, waiting for a disk
 
 
 def affinity() -> set[int]:

@@ -324,7 +324,7 @@ def _num_microbatches(num_microbatches: int, pipeline: Pipeline, pp: int) -> int
 def _batch(b: Batch, sizes: Sizes, num_microbatches: int, steps: int) -> Batch:
     micro = min(b.smallest().micro_batch_size, 2)
     least = micro * sizes.dp
-    ramp = bool(b.rampup_batch_size) and num_microbatches > 1
+    ramp = b.changes_size and num_microbatches > 1
     counted = b.train_samples is not None or ramp
     full = least * num_microbatches
     return replace(
@@ -333,6 +333,7 @@ def _batch(b: Batch, sizes: Sizes, num_microbatches: int, steps: int) -> Batch:
         global_batch_size=full,
         local_batch_size=None,
         gradient_accumulation_steps=None,
+        step_batch_size_schedule=None,
         rampup_batch_size=[least, full - least, least] if ramp else None,  # full from the second step on
         train_iters=None if counted else steps,
         train_samples=(least * ramp + (steps - ramp) * full) if counted else None,

@@ -12,6 +12,7 @@ from typing import Optional
 
 from megatron.errors import Failure, SettingsError, UsageError
 from megatron.model.recipe import facts_of
+from megatron.mpu.cpu_threads import cores
 from megatron.planner import device as devices
 from megatron.planner.device import Device
 from megatron.planner.layout import Job
@@ -106,8 +107,7 @@ def device_by_flags(config: Config, env: Mapping[str, str] = os.environ) -> Devi
 
 def this_cpu(memory: Optional[float], local: int) -> Device:
     """A rank's share of this machine's cores and memory."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return devices.cpu(max(1, cores // local), memory or available_memory() / local / 1e9)
+    return devices.cpu(max(1, cores() // local), memory or available_memory() / local / 1e9)
 
 
 def installed_gpu() -> Optional[Device]:

@@ -19,6 +19,7 @@ from megatron.serving.openai_requests import Chat, Completion, TextBody, parse
 from megatron.serving.served_model import ServedModel, named
 from megatron.serving.settings import ServeLimits
 from megatron.serving.texts import TokenTexts, parts_of
+from megatron.serving.tool_calls import CallPart, CallReader
 
 SHORT_ANSWER = 16  # tokens of a completion for which no length is given, as OpenAI's
 LEAST = -9999.0  # stands for a log-probability of -inf, which JSON does not have
@@ -77,7 +78,7 @@ class OpenAI:
         body = parse(Chat, await read_json(request, self.limits))
         model = named(self._models, body.model)
         messages = [message.plain() for message in body.messages]
-        prompt = await model.conversation(messages, body.chat_template_kwargs or {})
+        prompt = await model.conversation(messages, body.chat_template_kwargs or {}, body.callable)
         scores = (body.top_logprobs or 0) if body.logprobs else None
         work = self._work(model, body, [prompt], model.longest_answer, body.n, model.end_of_turn, dict(logprobs=scores))
         return await self._answer(request, work, Chats(work))
@@ -243,19 +244,29 @@ class Chats(Form):
     def __init__(self, work: TextRequest):
         super().__init__(work)
         self.scored = bool(work.body.logprobs)
+        self.readers = [CallReader() if work.body.callable else None for _ in work.requests]
 
     def start(self, place: int) -> list[dict[str, Any]]:
         delta = dict(role="assistant", content="")
         return [dict(index=place, delta=delta, logprobs=None, finish_reason=None)]
 
     def choice(self, place: int, part: TextPart, prompt: int, whole: bool = False) -> dict[str, Any]:
+        reader, new, finish = self.readers[place], CallPart(part.text), part.finish
+        if reader:
+            first = reader.count
+            new = reader.feed(part.text, last=finish is not None)
+            finish = "tool_calls" if finish == "stop" and reader.count else finish
         if whole:
-            said = dict(message=dict(role="assistant", content=part.text, refusal=None))
+            calls = dict(tool_calls=new.calls) if new.calls else {}
+            content = None if calls and not new.text else new.text
+            said = dict(message=dict(role="assistant", content=content, refusal=None, **calls))
         else:
-            said = dict(delta=dict(content=part.text) if part.text else {})
+            calls = [dict(call, index=number) for number, call in enumerate(new.calls, first)] if new.calls else None
+            said = dict(delta=dict(content=new.text) if new.text else {})
+            said["delta"] |= dict(tool_calls=calls) if calls else {}
         scores = [_chat_score(self.model.token_texts, score) for score in part.scores]
         logprobs = dict(content=scores, refusal=None) if self.scored and (scores or whole) else None
-        return dict(index=place, **said, logprobs=logprobs, finish_reason=part.finish)
+        return dict(index=place, **said, logprobs=logprobs, finish_reason=finish)
 
 
 def _chat_score(texts: TokenTexts, score: TokenScore) -> dict[str, Any]:

@@ -5,7 +5,7 @@
     body.sampling(longest_answer)           # the engine's settings
 
 No parameter is dropped: an unknown one, and one that this server cannot honour, is refused by name. Those of OpenAI that
-ask for nothing at one value (`tools: []`) may have that value. Names that OpenAI does not have (`top_k`, `min_p`,
+ask for nothing at one value (`functions: []`) may have that value. Names that OpenAI does not have (`top_k`, `min_p`,
 `repetition_penalty`, `min_tokens`, `stop_token_ids`,
 `ignore_eos`) are those of other servers.
 """
@@ -20,7 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from megatron.errors import did_you_mean
 from megatron.inference.sampling import Sampling
 from megatron.serving.errors import ApiError
+from megatron.serving.tool_calls import Tool, ToolCall
 from megatron.settings.statements import NONE
+from megatron.tokenizer.chat_template import ASSISTANT
 
 SEEDS = 1 << 43  # `choices.uniform_draws` multiplies them by a million
 MOST_TEXTS, MOST_STOPS, MOST_TOP = (
@@ -210,21 +212,39 @@ class Completion(TextBody):
         return self.prompt if several else [self.prompt]
 
 
+EMPTY_IN_ANSWERS = ("refusal", "annotations", "audio", "function_call", "tool_calls")
+
+
 class MessagePart(Strict):
     type: Literal["text"]
     text: str
 
 
 class Message(Strict):
+    """Of a conversation. An answer that calls tools needs no content."""
+
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Union[str, Annotated[list[MessagePart], Field(min_length=1)]]
+    tool_calls: Optional[Annotated[list[ToolCall], Field(min_length=1)]] = None
+    tool_call_id: Optional[str] = None
     name: Optional[str] = None
     reasoning_content: Optional[str] = None  # of the assistant: its thinking before the content
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="before")
+    @classmethod
+    def _as_answered(cls, body: Any) -> Any:
+        """An answer may be sent back as it came, with what it does not have."""
+        if not isinstance(body, dict) or body.get("role") != ASSISTANT:
+            return body
+        body = {key: value for key, value in body.items() if value or key not in EMPTY_IN_ANSWERS}
+        return dict(body, content="") if body.get("tool_calls") and body.get("content") is None else body
+
+    def plain(self) -> dict[str, Any]:
         """The message as chat templates take it."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        calls = [call.plain() for call in self.tool_calls or ()] or None
         more = dict(name=self.name, reasoning_content=self.reasoning_content)
+        more |= dict(tool_calls=calls, tool_call_id=self.tool_call_id)
         return dict(role=self.role, content=text) | {name: value for name, value in more.items() if value is not None}
 
 
@@ -236,6 +256,14 @@ class Chat(TextBody):
     logprobs: Optional[bool] = False
     top_logprobs: Optional[Annotated[int, Field(ge=0, le=MOST_TOP)]] = None
     chat_template_kwargs: Optional[dict[str, Any]] = None
+    tools: Optional[Annotated[list[Tool], Field(max_length=128)]] = None
+    tool_choice: Literal[None, "none", "auto"] = None
+    parallel_tool_calls: Optional[bool] = None
+
+    @property
+    def callable(self) -> list[dict[str, Any]]:
+        """The tools that the model may call, as chat templates take them."""
+        return [] if self.tool_choice == "none" else [tool.plain() for tool in self.tools or ()]
 
     @model_validator(mode="after")
     def _once(self):
@@ -245,6 +273,9 @@ class Chat(TextBody):
             self.max_tokens = self.max_completion_tokens
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs: only with logprobs", param="top_logprobs")
+        if self.callable and self.parallel_tool_calls is False:
+            what = "parallel_tool_calls: false is not supported: an answer may have several calls"
+            raise ApiError(400, what, param="parallel_tool_calls", code="unsupported_parameter")
         if self.max_tokens == 0:
             raise ApiError(400, "max_tokens: has to be at least 1", param="max_tokens")
         return self

@@ -103,19 +103,22 @@ class ServedModel:
         return tuple(prompt)
 
     async def conversation(
-        self, messages: Sequence[Mapping[str, str]], more: Mapping[str, Any] = NONE
+        self, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any] = NONE, tools: Sequence[Any] = ()
     ) -> tuple[int, ...]:
         """The token ids of a conversation. more: further names for the template.
 
-        Raises ApiError without a template, and for messages that it cannot write.
+        Raises ApiError without a template, and for messages that it cannot write, or calls that are not read from answers.
         """
         if self.template is None:
             what = (
                 f"{self.name} has no chat template; use /v1/completions, or start the server with --chat-template FILE"
             )
             raise ApiError(400, what, param="messages", code="no_chat_template")
-        size = sum(len(text) for message in messages for text in message.values())
-        return tuple(await self.in_turn(self.template.encode, messages, dict(more), size=size))
+        if tools and self.template.has_tools and not self.template.calls_as_json:
+            what = "tools: calls are read in the form of Hermes and Qwen alone, <tool_call> with JSON, and"
+            raise ApiError(400, f"{what} the chat template has another", param="tools", code="unsupported_parameter")
+        size = sum(len(str(part)) for message in messages for part in message.values()) + len(str(tools))
+        return tuple(await self.in_turn(self.template.encode, messages, dict(more), tools, size=size))
 
     def _ids(self, prompt: str) -> list[int]:
         return source_of(self.tokenizer, prompt) if self.targets else self.tokenizer.encode_prompt(prompt)

@@ -15,6 +15,7 @@ from megatron.serving.errors import ApiError
 from megatron.serving.openai_requests import Message, Strict, Token, parse
 from megatron.serving.served_model import ServedModel, named
 from megatron.serving.settings import ServeLimits
+from megatron.serving.tool_calls import Tool
 
 
 class Tokenize(Strict):
@@ -23,6 +24,7 @@ class Tokenize(Strict):
     model: Optional[str] = None
     prompt: Optional[str] = None
     messages: Optional[Annotated[list[Message], Field(min_length=1)]] = None
+    tools: Optional[list[Tool]] = None
 
 
 class Detokenize(Strict):
@@ -46,7 +48,9 @@ class TokensApi:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt and messages: give one of them", param="prompt")
         if body.messages is not None:
-            tokens = await model.conversation([message.plain() for message in body.messages])
+            tokens = await model.conversation(
+                [message.plain() for message in body.messages], tools=[tool.plain() for tool in body.tools or ()]
+            )
         else:
             tokens = await model.encode(body.prompt, "prompt") if body.prompt else ()
         found: dict[str, Any] = dict(count=len(tokens), max_model_len=model.longest, tokens=list(tokens))

@@ -82,7 +82,7 @@ SIZES |= {"num_query_groups", "micro_batch_size", "global_batch_size", "num_laye
 def _open_size(settings: schema.Config) -> list[str]:
     """The problem of `--micro-batch-size auto` without a global batch to divide."""
     b, most = settings.batch, settings.planner.max_global_batch_size
-    given = b.global_batch_size or b.local_batch_size or (most and not b.rampup_batch_size)
+    given = b.global_batch_size or b.local_batch_size or (most and not b.changes_size)
     if b.micro_batch_size != schema.AUTO or given:
         return []
     return ["--micro-batch-size auto needs --global-batch-size N: it divides what each rank has of it"]
@@ -91,15 +91,15 @@ def _open_size(settings: schema.Config) -> list[str]:
 def _out_of_range(settings: schema.Config) -> tuple[dict[str, str], schema.Config]:
     """Violations of ranges, and the settings with harmless values instead, so that other rules can be checked."""
     violations, groups, given = {}, {}, settings.given_words
-    for name in schema.GROUPS:
-        group = getattr(settings, name)
+    for name, group in settings.groups.items():  # a recipe's own, too
         if wrong := out_of_range(group, given):
             violations |= wrong
             groups[name] = replace(
                 group,
                 **{one.name: _harmless(one, getattr(group, one.name)) for one in fields(group) if one.name in wrong},
             )
-    return violations, replace(settings, **groups)
+    extra = {name: groups.pop(name, group) for name, group in settings.extra.items()}
+    return violations, replace(settings, **groups, extra=extra)
 
 
 def _harmless(field: Field, value: object) -> object:
@@ -504,6 +504,15 @@ RULES = (
     ),
 )
 
+
+def _known_positions(s) -> int:
+    """The positions that a model comes with, if --seq-length goes beyond; otherwise 0."""
+    one = s.settings.said("max_position_embeddings")
+    while one and one.earlier:
+        one = one.earlier
+    return one.value if one and one.value and s.seq_length > one.value else 0
+
+
 REMARKS = (
     Rule(_uncompiled, lambda s: f"--torch-compile auto compiles nothing here: {_uncompiled(s)[0]}"),
     Rule(  # the same --load and --save resume a run from its second start on
@@ -531,6 +540,13 @@ REMARKS = (
             "without --group-query-attention"
         ),
     ),
+    Rule(
+        _known_positions,  # of a checkpoint or a preset; longer learned positions are refused
+        lambda s: (
+            f"--seq-length {s.seq_length} is more than the {_known_positions(s)} positions of the model "
+            f"(max_position_embeddings): later ones are new to it, and exports will say {s.seq_length}"
+        ),
+    ),
     Rule(lambda s: not s.save, lambda s: "--save is not given: nothing of this training will be kept"),
     Rule(
         lambda s: s.save and s.save_interval is None and not s.skip_train and s.steps > LONG,
@@ -552,7 +568,8 @@ REMARKS = (
             and (s.settings.given("eval_interval") if s.eval_epoch else s.train_iters)
         ),
         lambda s: (
-            f"--eval-interval {s.eval_interval} is beyond {last_step(s)}"
+            f"--eval-interval {s.eval_interval}{'' if s.settings.given('eval_interval') else ', the default,'} is beyond "
+            f"{last_step(s)}"
             f": evaluation happens {'by --eval-epoch and ' * bool(s.eval_epoch)}at the end alone"
         ),
     ),

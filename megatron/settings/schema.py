@@ -101,6 +101,10 @@ class Config:
         by_epochs = b.eval_epoch and b.eval_epoch < (b.train_epochs or math.inf)
         return self.validates and bool(by_epochs or b.eval_interval < (b.steps(dp) or math.inf))
 
+    def value(self, name: str) -> Any:
+        """The value of a setting, of whichever group."""
+        return next(getattr(group, name) for group in self.groups.values() if hasattr(group, name))
+
     def said(self, name: str) -> Optional[Statement]:
         """The statement that gave a setting its value; None if it has its default because nothing set it.
 
@@ -168,11 +172,14 @@ def from_record(record: dict, own_groups: Mapping[str, type] = MappingProxyType(
 
 
 class Derivation(NamedTuple):
-    """reads, writes: names of settings; derive: (config, inputs of the list) -> config, by `Config.derive`"""
+    """reads, writes: names of settings; derive: (config, inputs of the list) -> config, by `Config.derive`; cause: the
+    setting without which nothing follows
+    """
 
     reads: str
     writes: str
     derive: Callable[..., Config]
+    cause: Optional[str] = None
 
 
 def default(reads: str, name: str, value: Callable[..., Any]) -> Derivation:
@@ -185,5 +192,6 @@ def default(reads: str, name: str, value: Callable[..., Any]) -> Derivation:
 def derived(config: Config, derivations: Iterable[Derivation], *inputs: Any) -> Config:
     """The settings with all values that follow from others."""
     for one in derivations:
-        config = one.derive(config, *inputs)
+        if one.cause is None or config.value(one.cause):
+            config = one.derive(config, *inputs)
     return config

@@ -132,9 +132,25 @@ def failing_in_users_words(said: Mapping[str, Statement]) -> Iterator[None]:
     try:
         yield
     except Failure as failure:
-        failure.what = in_users_words(failure.what, said)
+        failure.what = in_users_words(_placed(failure.what, said), said)
         failure.why = failure.why and in_users_words(failure.why, said)
         raise
+
+
+def _placed(text: str, said: Mapping[str, Statement]) -> str:
+    """A message that begins with a path, after the place of the setting that names it: a file, or -o.
+
+    >>> data = Statement("data_path", ["d/x"], SaidBy.FILE, where="run.yaml:3: Data.input_dir")
+    >>> _placed("d/x.idx: no such file", dict(data_path=data))
+    'run.yaml:3: Data.input_dir: d/x.idx: no such file'
+    """
+    for one in said.values():
+        given, values = one.by_user, one.value if isinstance(one.value, list) else [one.value]
+        paths = "|".join(re.escape(value) for value in values if value and isinstance(value, str))
+        unnamed = paths and given and given.where and given.where not in text
+        if unnamed and re.match(rf"({paths})([.:/]|(?<=/))", text):
+            return f"{given.where}: {text}"
+    return text
 
 
 def resolve(statements: Iterable[Statement]) -> tuple[dict[str, Statement], list[str]]:

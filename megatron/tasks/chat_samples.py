@@ -16,7 +16,7 @@ from typing import Optional
 
 import numpy as np
 
-from megatron.data.conversations import Conversation, Message, Pair, read_conversations, read_pairs
+from megatron.data.conversations import NAMED, Conversation, Message, Pair, read_conversations, read_pairs
 from megatron.data.index_cache import cached_arrays
 from megatron.data.indexed import Origin, SamplePart
 from megatron.data.labelled import pair_lengths
@@ -25,8 +25,7 @@ from megatron.errors import DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.chat_template import ChatTemplate, RefusedMessages
 
-VERSION = 2  # of what the cache holds
-NAMED = 3  # lines that a note names
+VERSION = 3  # of what the cache holds
 NAMES = ("tokens", "answers", "ends", "stops", "places", "lines", "notes")
 
 

@@ -31,7 +31,7 @@ class ChatSettings:
         "folder of the checkpoint whose weights a run begins with; --load resumes a run", None, on_resume="logged"
     )
     chat_template: Optional[str] = setting(
-        "Jinja file, or a name: chatml, plain (default: the template in the model's folder or the tokenizer's)",
+        "Jinja file, or a name: chatml, plain, qwen3 (default: the template in the model's folder or the tokenizer's)",
         None,
         on_resume="logged",
     )

@@ -6,14 +6,19 @@
             ...
             done(size)
 
-The bar appears after a second, on stderr, and goes away at the end. (Training has a bar of its own: `console.py`.)
+The bar appears after a second, on stderr, and goes away at the end. (Training has a bar of its own: `console.py`; its
+first step and its evaluations log `ProgressLines`.)
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Optional
 
+from megatron.telemetry.figures import duration
+
 DELAY = 1.0  # seconds
+FIRST = 10.0  # seconds
 
 
 class ProgressBar:
@@ -55,6 +60,20 @@ def followed(things: Iterable, doing: str, total: float, unit: str) -> Iterator:
         for thing in things:
             yield thing
             done()
+
+
+class ProgressLines:
+    """Log lines of something that may take minutes: after `FIRST` seconds, then each time after twice as long as before."""
+
+    def __init__(self, log: Callable[[str], None]):
+        self._log, self._began, self._due = log, time.monotonic(), FIRST
+
+    def __call__(self, what: str, done: float, total: float) -> None:
+        """Log `what` if it is due. done of total: how much is over"""
+        passed = time.monotonic() - self._began
+        if done and passed >= self._due:
+            self._due = 2 * passed
+            self._log(f" > {what} after {duration(passed)}, of about {duration(passed * total / done)}")
 
 
 def is_shown() -> bool:

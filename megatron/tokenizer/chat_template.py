@@ -41,7 +41,7 @@ RESERVED = (
     "documents",
 )
 ASSISTANT = "assistant"  # the role whose messages are answers
-REASONING = "reasoning_content"  # of an answer: the text of its thinking, which precedes it
+OF_ANSWERS = ("reasoning_content", "tool_calls")  # parts of an answer: the text of its thinking, which precedes it
 MARKS = range(0xE000, 0xF900)  # Unicode's private characters: they mark names of special tokens, and answers
 EDGES = "answer_edges"  # the template's variable with the marks around answers
 
@@ -63,6 +63,21 @@ PLAIN = (
 {{ message['content'] | trim }}{% endif %}{{ '\\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ '### Assistant\\n' }}{% endif %}"""
 )
+# Qwen3's turns, with the thinking of every answer, so that each prompt is the beginning of what is learned. Its own
+# template leaves out that of earlier answers.
+QWEN3 = (
+    EACH
+    + """{% if message['role'] == 'tool' or message['tool_calls'] %}
+{{ raise_exception("calls of tools are written by the model's own template alone") }}{% endif %}
+{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}
+{% generation %}{% if '</think>' in message['content'] %}{{ message['content'] }}{% else %}
+{% set thinking = message['reasoning_content'] if message['reasoning_content'] is string else '' %}
+{{ '<think>\\n' + thinking.strip('\\n') + '\\n</think>\\n\\n' + message['content'].lstrip('\\n') }}{% endif %}
+{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}
+{% if add_generation_prompt %}
+{{ '<|im_start|>assistant\\n' }}{% if enable_thinking is defined and enable_thinking is false %}
+{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+)
 
 
 class NamedTemplate(NamedTuple):
@@ -79,6 +94,7 @@ class NamedTemplate(NamedTuple):
 TEMPLATES = {
     "chatml": NamedTemplate(CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
     "plain": NamedTemplate(PLAIN),
+    "qwen3": NamedTemplate(QWEN3, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
 }
 
 
@@ -159,7 +175,22 @@ class ChatTemplate:
         """Names like <|im_end|> in the template that are no special tokens of the vocabulary."""
         return sorted(set(re.findall(r"<\|\w+\|>", self.source)) - self.special.keys())
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any] = NONE) -> list[int]:
+    @property
+    def has_tools(self) -> bool:
+        """Whether the template writes the tools that an answer may call."""
+        return "tools" in self._compiled[1]
+
+    @property
+    def calls_as_json(self) -> bool:
+        """Whether it asks for calls as those of Hermes and Qwen: JSON with name and arguments between <tool_call>."""
+        return "<tool_call>" in self.source and "arguments" in self.source and "<function=" not in self.source
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        more: Mapping[str, Any] = NONE,
+        tools: Optional[Sequence[Any]] = None,
+    ) -> list[int]:
         """A conversation as token ids, up to where the assistant's answer begins. more: variables for the template.
 
         Raises RefusedMessages if the template cannot write the messages.
@@ -168,8 +199,9 @@ class ChatTemplate:
             if name in (*RESERVED, EDGES) or name not in self._compiled[1]:
                 name = f"chat_template_kwargs.{name}"
                 raise RefusedMessages(f"{name}: the model's chat template has no such variable", name)
-        self._check_names(messages)
-        marks = _unused_marks(messages)
+        self._check_names(messages, tools)
+        marks = _unused_marks([*messages, dict(tools=tools)])
+        more = {**more, "tools": _marked(tools, self._names, marks[0])} if tools else more
         self._check_written(messages, more, prompt=True)
         text = self._text(_marked(messages, self._names, marks[0]), more)
         return self._tokens(text, marks[0], ()).ids
@@ -191,9 +223,7 @@ class ChatTemplate:
         Raises RefusedMessages if the template cannot write the messages, or the text up to an edge of an answer has other
         tokens by itself: a prompt ends there.
         """
-        if tools and "tools" not in self._compiled[1]:
-            raise RefusedMessages("tools: the chat template has no place for them", "tools")
-        self._check_names(messages)
+        self._check_names(messages, tools)
         marks = _unused_marks([*messages, dict(tools=tools)])
         messages = _marked(messages, self._names, marks[0])
         more = dict(tools=_marked(tools, self._names, marks[0])) if tools else {}
@@ -201,12 +231,14 @@ class ChatTemplate:
         text, spans = (self._from_blocks if self.marks_answers else self._from_prefixes)(messages, more, marks)
         return self._tokens(text, marks[0], [span for span in spans if learned(span.message)])
 
-    def _check_names(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Raise RefusedMessages if a message has a part that the template does not know."""
+    def _check_names(self, messages: Sequence[Mapping[str, Any]], tools: Optional[Sequence[Any]]) -> None:
+        """Raise RefusedMessages if a message has a part that the template does not know, or there are tools."""
+        if tools and not self.has_tools:
+            raise RefusedMessages("tools: the chat template has no place for them", "tools")
         for number, message in enumerate(messages):
             for name, value in message.items():
-                known = name in self.source and (name != REASONING or message["role"] == ASSISTANT)
-                if name not in ("role", "content") and not known and value not in (None, [], ""):
+                known = name in self.source and (name not in OF_ANSWERS or message["role"] == ASSISTANT)
+                if name not in ("role", "content", "tool_call_id") and not known and value not in (None, [], ""):
                     where = f"messages[{number}].{name}"
                     raise RefusedMessages(f"{where}: the chat template has no place for it", where)
 
@@ -284,11 +316,13 @@ class ChatTemplate:
             before = self._text(messages[:number], more)
             through = text if last else self._text(messages[: number + 1], more, prompt=False)
             if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
+                named = "qwen3" if "</think>" in self.source else "chatml"
                 raise RefusedMessages(
                     f"messages[{number}]: the chat template writes this answer, or what precedes it, in another way than "
-                    "in a prompt, so the model would learn from prompts that it never gets; give --chat-template FILE, a "
-                    "copy of the template with {% generation %} and {% endgeneration %} around answers, or --chat-template "
-                    "chatml, if the vocabulary has its tokens",
+                    "in a prompt, so the model would learn from prompts that it never gets; give "
+                    f"--chat-template {named}, if the vocabulary has its tokens, or "
+                    "--chat-template FILE, a copy of the template with {% generation %} "
+                    "and {% endgeneration %} around answers",
                     f"messages[{number}]",
                 )
             ends = [found.end() for found in re.finditer(self._names, through[len(before) :])]

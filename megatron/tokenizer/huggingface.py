@@ -226,26 +226,45 @@ def _probes_of(name: str) -> tuple[str, ...]:
 
 
 def _fingerprints(files: TokenizerFiles, description: dict, special: set[str]) -> tuple[str, dict[str, str]]:
-    """(the fingerprint, those of earlier versions of this suite that gave other ids -> what is different).
+    """(the fingerprint, those of earlier versions of this suite -> which ids they gave otherwise, "" for none).
 
     Earlier versions removed special tokens from the file, so that added tokens after them got lower ids, left merges that
-    make special tokens of text, and read tokenizer.json alone.
+    make special tokens of text, and read tokenizer.json alone. They hashed the form of the file, too.
     """
-    of = lambda whole, version="": fingerprint(f"tokenizer.json{version}", json.dumps(whole, sort_keys=True))
+    hashed = lambda content, version="": fingerprint(f"tokenizer.json{version}", json.dumps(content, sort_keys=True))
     pieces = description["model"].get("vocab") or ()
     pieces = pieces if isinstance(pieces, dict) else {piece for piece, _ in pieces}
     outside = [token["content"] for token in description.get("added_tokens") or [] if token["content"] not in pieces]
     first = next((place for place, name in enumerate(outside) if name in special), len(outside))
     moved = [name for name in outside[first:] if name not in special]
     moved += _made_of_text(description["model"], special)
-    own = of(description, " 2" if moved else "")
-    earlier = {}
+    version, earlier = " 2" if moved else "", {}
+    contents = [description, *([json.loads(files.replaced)] if files.replaced else [])]
     if moved:
         named = f"{', '.join(moved[:4])}{' ...' * (len(moved) > 4)}"
-        earlier[of(description)] = f"the ids of {named} were those of other tokens"
-    if files.replaced and set(files.changed) - {"post_processor", "decoder"}:
+        earlier[hashed(description)] = f"the ids of {named} were those of other tokens"
+    other = set(files.changed) - {"post_processor", "decoder"}
+    if other:
         what = f"it read tokenizer.json alone, and transformers changes its {' and '.join(files.changed)}"
-        earlier[of(json.loads(files.replaced))] = what
-    elif files.replaced:
-        own = of(json.loads(files.replaced), " 2" if moved else "")
-    return own, earlier
+        earlier[hashed(contents[1])] = what
+    own = description if other else contents[-1]
+    form = _in_one_form(own)
+    if form != own:
+        earlier = {hashed(content, version): "" for content in contents} | earlier
+    return hashed(form, version), earlier
+
+
+BPE = dict(dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None, fuse_unk=False)
+BPE |= dict(byte_fallback=False, ignore_merges=False)  # what a file says that leaves them out
+
+
+def _in_one_form(description: dict) -> dict:
+    """A tokenizer.json in the form of tokenizers 0.20 and later: earlier ones wrote merges as text and left keys out.
+
+    Whether texts are cut or padded is left out: this suite does neither.
+    """
+    model = description["model"]
+    if model.get("type") == "BPE":
+        merges = [one.split(" ") if isinstance(one, str) else one for one in model.get("merges") or ()]
+        model = BPE | model | dict(merges=merges)
+    return description | dict(model=model, truncation=None, padding=None)

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from megatron.errors import run_main
+from megatron.mpu.cpu_threads import cores
 from megatron.telemetry.figures import WIDE, WIDTH, labelled, sentence, several, shortened, size
 
 PACKAGES = {  # package: what it is for
@@ -108,7 +109,7 @@ def _processor() -> dict:
     bf16 = [name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in flags]
     return {
         "name": _cpu_field("model name") or platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "threads of torch": torch.get_num_threads(),
         "vector instructions": torch.backends.cpu.get_cpu_capability(),
         "bf16 instructions": ", ".join(bf16) or "none: --precision bf16 is no faster than fp32 here",

@@ -11,11 +11,11 @@ that such a cluster could have, as `python -m megatron.tools.plan` does, and tra
 import os
 from collections.abc import Mapping
 
+from megatron.entry import start
 from megatron.errors import UsageError, run_main
 from megatron.model.recipe import named_recipe
 from megatron.settings import rank_env
 from megatron.settings.parse import said
-from megatron.training.entry import start
 
 TASKS = ("GPT",)
 

@@ -87,7 +87,7 @@ def convert(options: RawTextOptions) -> Counter:
             totals.update(counts)
             if done % options.log_interval == 0:
                 seconds = time.perf_counter() - start
-                print(f"{done} files, {size(totals['bytes'])}, {totals['bytes'] / 1e6 / seconds:,.1f} MB/s")
+                print(f"{done} files, {size(totals['bytes'])}, {size(totals['bytes'] / seconds)}/s")
         with storage_errors(target):
             if options.no_merge:
                 _keep_apart(source, files, parts, target)

@@ -22,6 +22,7 @@ from megatron.errors import Failure, run_main
 from megatron.guard.job import on_ranks
 from megatron.inference.expert_ranks import expert_parallel
 from megatron.inference.kernel_caches import bound_kernel_caches
+from megatron.mpu.cpu_threads import cores
 from megatron.serving.settings import (
     ServeLimits,
     ServeOptions,
@@ -129,7 +130,7 @@ def environment_of(number: int, count: int) -> dict[str, str]:
     """A GPU for each replica, and its share of the cores."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     own = visible.split(",")[number : number + 1] if visible else [str(number)]
-    share = str(max(1, (os.cpu_count() or 1) // count))
+    share = str(max(1, cores() // count))
     return dict(CUDA_VISIBLE_DEVICES=",".join(own), OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", share))
 
 

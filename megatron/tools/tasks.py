@@ -21,8 +21,8 @@ def main(argv: list[str]) -> None:
         from megatron.tools import evaluate
 
         return evaluate.main(argv, serves_training=True)
+    from megatron.entry import start
     from megatron.tasks.recipes import recipe_of_command
-    from megatron.training.entry import start
 
     argv = _without_keep_last(argv)
     start(argv, recipe_of_command(argv))

@@ -31,9 +31,11 @@ from megatron.corpus.processes import end, process_pool
 from megatron.corpus.wikidump import END, BadPages, DumpSite, WikiDump, WikiPage, pages_of
 from megatron.corpus.wikitext import WikiSite, plain_text
 from megatron.errors import DataError, SettingsError, no_such_file, run_main
+from megatron.mpu.cpu_threads import cores
 from megatron.settings.positional import divide, expect, parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import locked_folder, sync_folder
+from megatron.telemetry.figures import size
 
 PROG = "python -m megatron.tools.wiki"
 SECONDS = 20  # limit for a page: broken markup can take time quadratic in its length
@@ -79,7 +81,7 @@ def main(argv: list[str]) -> None:
     counts, set_aside = extract(dump, options)
     seconds = time.perf_counter() - start
     left_out = " | ".join(f"{name}: {counts[name]:,}" for name in LEFT_OUT if counts[name])
-    speed = f"{counts['bytes'] / 1e6 / seconds:.1f} MB/s"
+    speed = f"{size(counts['bytes'] / seconds)}/s"
     print(f"{counts['articles']:,} articles in {options.output} | {left_out or 'nothing left out'} | {speed}")
     for title in set_aside[:SHOWN]:
         print(f"set aside: {title}", file=sys.stderr)
@@ -173,7 +175,7 @@ class _Task:
 
 def _all_pieces(dump: str, options: WikiOptions) -> Iterator[Extracted]:
     """Extract all pieces, in the order of the dump. A worker that dies is replaced; its page is set aside."""
-    source, workers = WikiDump(dump), options.workers or os.cpu_count() or 1
+    source, workers = WikiDump(dump), options.workers or cores()
     pools: list[Optional[ProcessPoolExecutor]] = [None] * workers
     given: deque[_Task] = deque()
 

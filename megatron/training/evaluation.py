@@ -12,6 +12,7 @@ from megatron.mpu import collectives
 from megatron.pipeline.execute import execute
 from megatron.settings import schema
 from megatron.telemetry.phases import phase
+from megatron.telemetry.progress import ProgressLines
 from megatron.training.garbage import GarbageCollection
 from megatron.training.hooks import evaluation_facts
 from megatron.training.measures import Measures, RequestMeasures, judge, judges
@@ -102,8 +103,10 @@ def evaluate(
     if measures:
         measures.begin(run.stages)
     with phase("evaluate"):
-        for _ in range(num_batches(run, batches, split)):
+        lines, total = ProgressLines(run.metrics.log), num_batches(run, batches, split)
+        for number in range(total):
             run.watch.heartbeat.beat("evaluate")
+            lines(f"{split}: batch {number + 1} of {total}", number, total)
             ops = messages.plan(run.passes.pipeline.ops(run.passes.wire.axis.rank, num_microbatches, training=False))
             more = dict(names=names, seed=run.config.logging.seed, messages=messages)
             micros = micro_batches(run, batches, consumed, num_microbatches)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`train_step`: forward and backward passes of one global batch, their outcome, and the update."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Optional
 
@@ -14,10 +14,12 @@ from megatron.optimizer.lr_schedule import decoupled_learning_rate, learning_rat
 from megatron.optimizer.update import choose
 from megatron.pipeline.data_parallel_messages import passes_of
 from megatron.pipeline.execute import execute
+from megatron.pipeline.schedule import Op
 from megatron.pipeline.stage_outputs import StageOutputs
 from megatron.settings.batch import batch_size
 from megatron.telemetry.memory import peak_bytes
 from megatron.telemetry.phases import phase
+from megatron.telemetry.progress import ProgressLines
 from megatron.telemetry.step_metrics import StepMetrics
 from megatron.training.hooks import step_facts, update_facts
 from megatron.training.loss import make_loss_func
@@ -41,10 +43,13 @@ def train_step(run: Run) -> Optional[StepMetrics]:
     with run.phase("data", step=iteration):
         batches = micro_batches(run, run.loaders.train, consumed, num_microbatches)
     with phase("passes"):
-        sums = forward_backward(run, batches, loss_func, watch.heartbeat.watch, run.passes.returned)
+        on_op = watch.heartbeat.watch
+        if run.passes.returned is not None:  # the first step of this launch
+            on_op = with_progress(run, iteration, num_microbatches, on_op)
+        sums = forward_backward(run, batches, loss_func, on_op, run.passes.returned)
     with run.phase("reduce"):
         totals = run.optimizer.reduce_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
-    if run.passes.returned is not None:  # the first step of this launch
+    if run.passes.returned is not None:
         run.passes.returned.check(watch.all_gather_object)
         run.passes.returned = None
     if not record_unread_outcome(run):
@@ -197,6 +202,23 @@ def forward_backward(
     if record is not None:
         passes.recorder.write(record)
     return sums
+
+
+WEIGHTS = dict(F=1, B=2, I=1, W=1)  # passes by the time that they take, in forward passes
+
+
+def with_progress(run: Run, iteration: int, num_microbatches: int, on_op: Callable[[Op], None]) -> Callable[[Op], None]:
+    """`on_op`, and log lines of how far a long step is: no line of a step says so before its end."""
+    lines, done, total = ProgressLines(run.metrics.log), 0, 3 * num_microbatches * len(run.stages)
+
+    def watch(op: Op) -> None:
+        nonlocal done
+        on_op(op)
+        number = done * num_microbatches // total + 1
+        lines(f"step {iteration}: micro-batch {number} of {num_microbatches}", done, total)
+        done = min(done + WEIGHTS.get(op.kind, 0), total - 1)
+
+    return watch
 
 
 def find_cause(run: Run, outcome: Outcome) -> str:

@@ -36,6 +36,39 @@ def test_shapes_of_conversations(tmp_path, row):
     assert list(found.messages) == TALK and found.where.endswith("rows.jsonl, line 1") and not notes
 
 
+def test_prompt_and_completion_of_trl(tmp_path):
+    """The loss is on the completion alone."""
+    [found], notes = read_conversations(written(tmp_path, dict(prompt=[*TALK, USER], completion=[ANSWER])))
+    assert list(found.messages) == [USER, dict(ANSWER, weight=0), USER, ANSWER] and not notes
+
+
+@pytest.mark.parametrize(
+    "row, advice",
+    [
+        (dict(prompt="Hello", completion="Hi."), "the prompt"),
+        (dict(instruction="Add", input="1 2", output="3"), "instruction and input"),
+        (dict(text="Hello"), "pretrain_gpt.py"),
+        (dict(prompt="a", chosen="b", rejected="c"), "--task dpo"),
+    ],
+)
+def test_rows_of_other_purposes_are_named(tmp_path, row, advice):
+    with pytest.raises(DataError, match="line 2: no messages") as raised:
+        read_conversations(written(tmp_path, dict(messages=TALK), row))
+    assert advice in str(raised.value)
+
+
+def test_empty_answers_are_counted_and_named(tmp_path):
+    """Those that are learned: not an answer of weight 0, and not a call of a tool."""
+    empty, call = dict(role="assistant", content=" \n"), dict(role="assistant", tool_calls=[dict(name="f")])
+    rows = [[USER, ANSWER], [USER, empty], [USER, dict(empty, weight=0), USER, ANSWER], [USER, call]]
+    rows += [[USER, ANSWER, USER, empty, USER, empty]]
+    file = written(tmp_path, *(dict(messages=row) for row in rows))
+    [note] = read_conversations(file)[1]
+    assert note.startswith(f"{file[0]}: 2 of 5 lines have an empty answer, which is learned (line 2, line 5)")
+    [note] = read_pairs(written(tmp_path, dict(prompt=[USER], chosen=[ANSWER], rejected=[empty])))[1]
+    assert "1 of 1 lines have an empty answer" in note
+
+
 def test_keys_beside_the_messages(tmp_path):
     rows = (
         dict(conversations=[{"from": "human", "value": "Hello"}], system="Be kind.", id=3),

@@ -198,7 +198,7 @@ def test_what_it_prints(vocab, corpus, tmp_path, capsys):
     assert re.search(r"^Time to startup: [\d.]+$", out, re.M) and "Done! Now finalizing." in out
     tokens = IndexedDataset(tmp_path / "out_text_document").num_tokens
     assert f"Total documents num: {len(LINES)}\n" in out and f"Total tokens num: {tokens}\n" in out
-    assert re.search(r"^Processed 208 documents \([\d.]+ docs/s, [\d.]+ MB/s\)\. .* 100%, ETA 0:00:00$", err, re.M)
+    assert re.search(r"^Processed 208 documents \([\d.]+ docs/s, [\d.]+ [kM]B/s\)\. .* 100%, ETA 0:00:00$", err, re.M)
     stats = json.loads((tmp_path / "out_text_document.stats.json").read_text())
     assert stats["tokens"] == tokens and stats["tokenizer"]["vocab_size"] == 500
 

@@ -30,6 +30,8 @@ pytestmark = pytest.mark.sampled(5)
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
+SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
+DIFFER = [path.name for path in SCRIPTS if "\n# Differs: " in path.read_text()]
 PRINTED = sorted(
     path.name for path in HERE.iterdir() if path.suffix in (".sh", ".txt", ".yaml") or path.name[:2] == "B_"
 )
@@ -415,6 +417,22 @@ def test_e_config_takes_the_documented_memory(model, gigabytes, capsys):
     sizes = {name: float(size.split()[0]) * dict(GB=1, MB=1e-3, kB=1e-6)[size[-2:]] for name, size in table.items()}
     other = sizes["device context"] + sizes["fragmentation"] + sizes["gradients"] - sizes["weights"]
     assert sizes["total"] - other == pytest.approx(gigabytes, rel=0.1), said
+
+
+@pytest.mark.parametrize("name", [path.name for path in SCRIPTS if "PaddleFleetX's:" in path.read_text()] + DIFFER)
+def test_scripts_of_other_recipes_say_so_first(name):
+    """A script that has the name of PaddleFleetX's, and another recipe, under every name of it."""
+    environment = {**os.environ, "PRINT": "1", "PYTHON": sys.executable}
+    words = ["SST2"] if "finetune" in name else ["--mock-data"]
+    done = subprocess.run(["bash", ROOT / "scripts" / name, *words], capture_output=True, text=True, env=environment)
+    head = (ROOT / "scripts" / name).read_text()
+    if "PaddleFleetX's:" in head:
+        difference = "Learning rate, batch and precision are this suite's. PaddleFleetX's: python pretrain_gpt.py -c "
+        assert f"ppfleetx/configs/nlp/gpt/{head.split('configs/nlp/gpt/')[1].split()[0]}\n" in done.stderr
+    else:
+        difference = "Differs: "
+    assert done.returncode == 0 and done.stderr.startswith(f"note: {name}: {difference}"), done.stderr
+    assert done.stderr.count("note: ") == 1
 
 
 @pytest.mark.parametrize("name", (HERE / "E_scripts.txt").read_text().split())

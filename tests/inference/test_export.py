@@ -646,7 +646,7 @@ def test_the_model_card(tmp_path, trained, vocabulary):
     need("hf")
     card = (export_to(tmp_path / "mine", load) / "README.md").read_text()
     for words in (
-        "# mine",
+        f"# {load.name}",
         "| data | `own_text_document` |",
         'datasets:\n- "own_text_document"\n',
         "| split | 90,10,0 |",
@@ -675,6 +675,24 @@ def test_the_card_of_a_tuned_import_names_its_model_and_its_data(tmp_path, train
     head = 'license: llama9\nbase_model: "org/Llama-9"\ndatasets:\n- "talks"\n- "web"\n'
     assert card.startswith(f"---\n{head}") and "| started from | `more` < `org/Llama-9` |" in card
     assert "| data | `0.3 talks 0.7 web` |" in card and "states llama9" in card and str(tmp_path) not in card
+
+
+def test_an_export_has_the_name_of_its_model_and_no_padding_among_its_tokens(tmp_path, trained):
+    """In the card and as general.name: of an import, or of the run; not of the folder of the export."""
+    need("gguf")
+    import gguf
+
+    named = dict(
+        source=dict(name="org/Llama-9", license=None), origin="Hugging Face llama in x", state=dict(iteration=0)
+    )
+    for state, name in ((named, "Llama-9"), (dict(state=dict(iteration=7, consumed_samples=28)), None)):
+        load = trained(GPT2, state=state)
+        out = export_to(tmp_path / load.name / "gguf", load, "--format", "gguf", "--no-check")
+        found = gguf.GGUFReader(out / "model.gguf").fields["general.name"].contents()
+        assert found == (name or load.name) and f"\n# {found}\n" in (out / "README.md").read_text()
+    tuned = trained(dict(GPT2, model_type="megatron.tasks.chat"), state=state, extra=dict(chat=dict(task="chat")))
+    card = (export_to(tmp_path / "out", tuned, "--format", "torch-export", "--no-check") / "README.md").read_text()
+    assert "| samples | 28 of at most 32 tokens |" in card
 
 
 def test_the_data_of_tasks_has_names():

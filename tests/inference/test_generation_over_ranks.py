@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 
+from megatron.entry import start
 from megatron.errors import PeerLost, SettingsError
 from megatron.guard.endings import guarded
 from megatron.inference import engine, sequence_engine
@@ -29,7 +30,6 @@ from megatron.model.t5.settings import T5Settings
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Guard, Model
 from megatron.tools import generate as tool
-from megatron.training.entry import start
 from tests.inference import test_sequence_engine as pairs
 from tests.inference.engine_mixes import LONGEST, alone, check_mix, requests_of, sizes_of
 

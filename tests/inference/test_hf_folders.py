@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import pretrain_gpt
 from megatron.checkpoint.lineage import imported_config, lineage, source_config
 from megatron.convert import huggingface, peft
 from megatron.errors import Failure, StorageError, UsageError
@@ -86,6 +87,33 @@ def test_an_export_has_the_special_ids_of_the_source(source, tmp_path):
     assert {name: getattr(config, name) for name in SAID} == SAID
     generation = transformers.GenerationConfig.from_pretrained(tmp_path / "theirs")
     assert (generation.bos_token_id, generation.eos_token_id) == (BEGIN, [END])
+
+
+def test_training_beyond_the_positions_of_an_import_is_said_and_exported(source, tmp_path, capsys):
+    imported(source, tmp_path / "ours")
+    words = f"--load {tmp_path / 'ours'} --finetune --mock-data --train-iters 1 --eval-iters 0"
+    said = {}
+    for length in (16, 24):
+        run = f"--seq-length {length} --micro-batch-size 1 --lr 1e-3 --device cpu --save {tmp_path / str(length)}"
+        pretrain_gpt.main([*words.split(), *run.split()])
+        said[length] = [line for line in capsys.readouterr().out.splitlines() if "positions of the model" in line]
+    assert said[16] == [] and len(said[24]) == 1 and "--seq-length 24 is more than the 16 positions" in said[24][0]
+    huggingface.to_hf(tmp_path / "24" / "iter_0000001", tmp_path / "theirs", torch.float32, {}, check=False)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "theirs").max_position_embeddings == 24
+
+
+def test_special_ids_of_a_gguf_are_those_of_llama_cpps_converter(source, tmp_path):
+    """Which reads them with `SpecialVocab`: the tokenizer's, and those of config.json where it has none (Qwen's begin)."""
+    gguf = pytest.importorskip("gguf")
+    from megatron.tools import export
+
+    imported(source, tmp_path / "ours")
+    export.main(f"--load {tmp_path / 'ours'} --output {tmp_path / 'out'} --format gguf --no-check".split())
+    fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
+    found = {name: fields[f"tokenizer.ggml.{name}_token_id"].contents() for name in ("bos", "eos", "padding")}
+    theirs = gguf.SpecialVocab(source).special_token_ids
+    assert found == dict(bos=theirs["bos"], eos=theirs["eos"], padding=theirs["pad"])
+    assert theirs["bos"] == BEGIN != theirs["eos"]
 
 
 def test_trained_models_keep_what_their_source_said():

@@ -129,6 +129,41 @@ def test_their_adapters_here(name, peft, tmp_path):
     assert names == before.keys() or names > before.keys() and "dora" in name  # with the norms of keys and gates
 
 
+def test_another_base_than_that_of_the_adapters_is_named(peft, tmp_path, capsys):
+    """By the weights of a folder; by the name on the hub; and the model itself after more training."""
+    right, other = their_model("llama"), their_model("llama")
+    with torch.no_grad():
+        other.model.layers[1].self_attn.o_proj.weight[0, 0] += 1
+    for name, model in (("right", right), ("other", other)):
+        model.save_pretrained(tmp_path / name)
+        tool.main(["from-hf", str(tmp_path / name), str(tmp_path / f"our_{name}")])
+    more = f"{RUN} --train-iters 1 --finetune --load {tmp_path / 'our_right'} --save {tmp_path / 'our_more'}"
+    pretrain_gpt.main(more.split())
+    peft.get_peft_model(right, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["o_proj"])).save_pretrained(
+        tmp_path / "peft"
+    )
+    file = tmp_path / "peft" / "adapter_config.json"
+    folder, config = str(tmp_path / "right"), json.loads(file.read_text())
+
+    def said(named, base: str) -> list[str]:
+        file.write_text(json.dumps(config | dict(base_model_name_or_path=named)))
+        out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        capsys.readouterr()
+        tool.main(["from-peft", str(tmp_path / "peft"), str(out), "--base", str(tmp_path / base)])
+        return [line.strip() for line in capsys.readouterr().out.splitlines() if "names " in line]
+
+    assert said(folder, "our_right") == said("org/right", "our_right") == []
+    for named, base, words in (
+        (folder, "our_other", f"names {folder}, whose model.layers.1.self_attn.o_proj.weight differs"),
+        (folder, "our_more", f"names {folder}, whose model.layers.0.self_attn.o_proj.weight differs"),
+        ("org/right", "our_other", "is of another model (other)"),
+        ("org/right", "our_more", "was trained further"),
+        (None, "our_right", "names no base"),
+    ):
+        [line] = said(named, base)
+        assert words in line, (named, base, line)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "change, said",

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 
+from megatron.entry import start
 from megatron.errors import DataError, SettingsError
 from megatron.inference import prompts
 from megatron.inference.generation import generate_targets
@@ -17,7 +18,6 @@ from megatron.inference.sequence_engine import padded
 from megatron.model.recipe import named_recipe
 from megatron.model.t5.hf_names import matches
 from megatron.tools import generate as tool
-from megatron.training.entry import start
 from tests.models.test_t5_oracle import CASES, SOURCE, TARGET, V, ours_of, theirs_of
 
 LONGEST, START, END = (SOURCE, TARGET), 0, 1

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.language_model import LOSS, sum_over_tokens
 from megatron.model.recipe import Recipe
@@ -22,7 +23,6 @@ from megatron.mpu.layers import create_parameters
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Buffer, Constant, Placement
 from megatron.settings.schema import Config, setting
-from megatron.training.entry import start
 from tests.models import own_experts
 
 BALANCE = "balance loss"

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.errors import SettingsError, run_main
 from megatron.fused_kernels.autocast import autocast_of
 from megatron.model.facts import Facts
@@ -33,7 +34,6 @@ from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, create_
 from megatron.mpu.placement import Constant, Placement
 from megatron.mpu.random import Dropout
 from megatron.settings.schema import Config, setting
-from megatron.training.entry import start
 
 
 @dataclass(frozen=True)

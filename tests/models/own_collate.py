@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.errors import run_main
-from megatron.training.entry import start
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.errors import run_main
 from megatron.settings.schema import setting
-from megatron.training.entry import start
 
 
 @dataclass(frozen=True)

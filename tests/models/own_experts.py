@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.facts import Facts
 from megatron.model.language_model import LanguageModel
@@ -29,7 +30,6 @@ from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Normal, Placement
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config, setting
-from megatron.training.entry import start
 
 
 @dataclass(frozen=True)

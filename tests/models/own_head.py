@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
@@ -15,7 +16,6 @@ from megatron.mpu.cross_entropy import linear_cross_entropy
 from megatron.mpu.layers import create_parameters
 from megatron.mpu.placement import Normal, Placement
 from megatron.settings.schema import setting
-from megatron.training.entry import start
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.errors import run_main
 from megatron.mpu.linear_product import LinearProduct
 from megatron.mpu.random import seed_of
 from megatron.settings.schema import setting
-from megatron.training.entry import start
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ this without computing the sum, megatron/model/lora_product.py.)
 from dataclasses import dataclass, replace
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.errors import run_main
 from megatron.mpu.linear_product import LinearProduct
 from megatron.mpu.placement import Constant, Normal, beside_inputs, beside_rows
 from megatron.settings.schema import setting
-from megatron.training.entry import start
 
 
 @dataclass(frozen=True)

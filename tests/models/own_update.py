@@ -9,11 +9,11 @@
 from dataclasses import dataclass, replace
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.errors import run_main
 from megatron.optimizer.kinds import Kind
 from megatron.optimizer.update import UpdateRule
 from megatron.settings.schema import setting
-from megatron.training.entry import start
 
 
 @dataclass(frozen=True)

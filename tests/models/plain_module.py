@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.plain import plain_recipe
-from megatron.training.entry import start
 
 
 class Block(nn.Module):

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.entry import start
 from megatron.inference.load import load_model
 from megatron.model import language_model
 from megatron.model.command_line import parse_any
 from megatron.model.weights import take_prefix
 from megatron.mpu.forked import RankFailed, run_ranks
 from megatron.mpu.placement import Buffer
-from megatron.training.entry import start
 from tests.models import balanced_experts
 from tests.models.plain_state import LAYERS, LINE, compare, read_all, train
 from tests.models.test_own_experts import CHOSEN, EP2, ETP1, EXPERTS, PP2, TP2, initial_weights, logits

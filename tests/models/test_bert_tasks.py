@@ -12,13 +12,13 @@ import torch.nn.functional as F
 import pretrain_bert
 from megatron.checkpoint.reader import Reader
 from megatron.data.loader import MicroBatch
+from megatron.entry import start
 from megatron.model.command_line import parse_any
 from megatron.model.recipe import logged_means, recipe_of, sums_of
 from megatron.mpu.mesh import Mesh
 from megatron.planner.parity import compare, laid_out, parse_layout, trace
 from megatron.tasks.finetune import recipe
 from megatron.telemetry.step_metrics import Interval, StepMetrics
-from megatron.training.entry import start
 from megatron.training.rules import idle, resolve
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(40))]

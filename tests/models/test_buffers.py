@@ -13,6 +13,7 @@ import torch
 
 import pretrain_gpt
 from megatron.data.mock import MockDataset
+from megatron.entry import start
 from megatron.errors import NumericsError, SettingsError
 from megatron.inference.load import load_model
 from megatron.model.command_line import parse_any
@@ -29,7 +30,6 @@ from megatron.planner.memory import state
 from megatron.settings.schema import Parallel
 from megatron.tools import checkpoint as tool
 from megatron.training import build
-from megatron.training.entry import start
 from megatron.training.hooks import Hook
 from megatron.training.rules import resolve
 from tests.models import mlp_language_model as mlp

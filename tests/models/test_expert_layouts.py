@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.fused_kernels import TABLE
 from megatron.inference.load import load_model
 from megatron.model.command_line import parse_any
@@ -18,7 +19,6 @@ from megatron.mpu.forked import run_ranks
 from megatron.mpu.layers import LinearOptions, linear
 from megatron.mpu.mesh import Mesh
 from megatron.telemetry.events import read_events
-from megatron.training.entry import start
 from megatron.training.rules import resolve
 from tests.models import plain_experts as plain
 from tests.models.divisions import check_divisions, ranks_of

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import pretrain_gpt
 from megatron.checkpoint.reader import Reader
+from megatron.entry import start
 from megatron.inference.load import load_model
 from megatron.model import fake_quantize, lora, quantization, sparsity, weights
 from megatron.model.command_line import parse_any
@@ -22,7 +23,6 @@ from megatron.mpu.deferred_wgrad import WeightGradStore, run_deferred_wgrads
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Model
 from megatron.tools import checkpoint as tool
-from megatron.training.entry import start
 from megatron.training.rules import check
 from tests.models.in_layouts import check_layout
 from tests.models.own_fp8 import Fp8, Fp8Settings

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
 from megatron.model.command_line import parse_any
@@ -18,7 +19,6 @@ from megatron.mpu.forked import run_ranks
 from megatron.mpu.placement import placements
 from megatron.tools import checkpoint as tool
 from megatron.training import build
-from megatron.training.entry import start
 from megatron.training.rules import resolve
 from megatron.training.step import train_step
 from tests.models import adapters

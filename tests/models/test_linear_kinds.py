@@ -15,6 +15,7 @@ import pretrain_gpt
 import pretrain_t5
 from megatron.checkpoint.reader import Reader
 from megatron.convert.huggingface import to_hf
+from megatron.entry import start
 from megatron.errors import SettingsError
 from megatron.inference.load import load_model
 from megatron.model.command_line import parse_any
@@ -32,7 +33,6 @@ from megatron.planner.preflight.ranks import Design, check_ranks
 from megatron.settings.own_choices import model_group
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import TokenizerSettings
-from megatron.training.entry import start
 from megatron.training.rules import check, idle, resolve
 from tests.models import alibi, own_fp8, own_mask, own_pair
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, Job, logits, plain_linear, train

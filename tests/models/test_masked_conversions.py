@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 
 from megatron.checkpoint.reader import Reader
 from megatron.convert.huggingface import from_hf, to_hf
+from megatron.entry import start
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
 from megatron.model.recipe import named_recipe
 from megatron.training.conversion_commands import fresh_state
-from megatron.training.entry import start
 
 transformers = pytest.importorskip("transformers")
 

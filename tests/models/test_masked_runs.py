@@ -10,12 +10,12 @@ import pytest
 
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.mock import MockMasked, MockPairs
+from megatron.entry import start
 from megatron.errors import DataError, SettingsError
 from megatron.model.command_line import parse_any
 from megatron.model.recipe import named_recipe
 from megatron.settings.schema import Data
 from megatron.tools import evaluate
-from megatron.training.entry import start
 from megatron.training.rules import resolve
 
 SIZES = """--hidden-size 16 --num-attention-heads 2 --seq-length 12 --mock-data --vocab-size 40 --device cpu --num-workers 0

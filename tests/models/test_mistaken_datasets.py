@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron.data.loader import MicroBatch, MicroBatchLoader
+from megatron.entry import start
 from megatron.errors import DataError, SettingsError
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placements
 from megatron.mpu.random import init_parameter
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Data
-from megatron.training.entry import start
 from megatron.training.rules import resolve
 from tests.models import own_dataset
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from megatron.entry import start
 from megatron.errors import SettingsError
 from megatron.mpu.cross_entropy import linear_cross_entropy
 from megatron.mpu.forked import RankFailed, run_ranks
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Placement
-from megatron.training.entry import start
 from tests.models import mlp_language_model as mlp
 from tests.models.test_mlp_language_model import AGAIN, FLAGS, PP, SP, TP, ZERO3
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from megatron.checkpoint.reader import Reader
 from megatron.data.indexed import write_index
 from megatron.data.mock import MockDataset
+from megatron.entry import start
 from megatron.errors import SettingsError, UsageError
 from megatron.guard import changes, command
 from megatron.model.command_line import parse_any
@@ -36,7 +37,6 @@ from megatron.settings.schema import setting
 from megatron.tools import checkpoint as checkpoint_tool
 from megatron.tools import evaluate, generate, plan, verify_layout
 from megatron.tools import shrink as shrink_tool
-from megatron.training.entry import start
 from megatron.training.rules import resolve
 from tests.models import mlp_language_model as mlp
 from tests.planner.test_activations import bytes_kept

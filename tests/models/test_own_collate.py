@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from megatron.entry import start
 from megatron.errors import DataError, SettingsError
-from megatron.training.entry import start
 from tests.models import own_collate
 
 TINY = (

@@ -17,6 +17,7 @@ import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
 from megatron.checkpoint.reader import Reader
+from megatron.entry import start
 from megatron.errors import SettingsError
 from megatron.inference.load import load_model
 from megatron.model.command_line import parse_any
@@ -30,7 +31,6 @@ from megatron.optimizer.units import FlatUnit
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.tools import checkpoint as tool
 from megatron.training.build import build_run
-from megatron.training.entry import start
 from megatron.training.rules import resolve
 from tests.models import mlp_language_model, own_experts
 from tests.models.divisions import check_divisions, ranks_of

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron.checkpoint.reader import Reader
+from megatron.entry import start
 from megatron.errors import SettingsError
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
 from megatron.mpu.random import seed_of
 from megatron.tools import checkpoint as tool
-from megatron.training.entry import start
 from tests.models import alibi, own_head, plain_gpt
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, initial_weights
 from tests.training.test_plain_loop import ADAM, FLAGS, records

@@ -12,6 +12,7 @@ import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.data.loader import MicroBatch
 from megatron.data.mock import MockDataset
+from megatron.entry import start
 from megatron.errors import SettingsError
 from megatron.inference.load import load_model
 from megatron.model.plain import plain_recipe
@@ -21,7 +22,6 @@ from megatron.mpu.placement import Normal, Placement, placements
 from megatron.mpu.random import seed_of
 from megatron.optimizer.sharded import sharded_init
 from megatron.settings.schema import Parallel
-from megatron.training.entry import start
 from tests.models import plain_module
 
 FLAGS = (

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.model.plain import plain_recipe
 from megatron.mpu.forked import run_ranks
-from megatron.training.entry import start
 from tests.models import mlp_language_model as mlp
 from tests.models import plain_module
 from tests.models.test_mlp_language_model import AGAIN, FLAGS, PP, TP, ZERO3, tensors_of

@@ -4,6 +4,7 @@
 import ast
 import math
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -200,7 +201,7 @@ def test_waiting_threads_can_be_told_to_sleep_while_they_run():
     assert (same, threads) == ("True", "2")
 
 
-@pytest.mark.parametrize("name", ["training/entry", "guard/job"])
+@pytest.mark.parametrize("name", ["entry", "guard/job"])
 def test_commands_choose_before_torch_is_loaded(name, root):
     """In the source: the call stands before the first import that brings torch along."""
     tree = ast.parse((root / f"megatron/{name}.py").read_text(encoding="utf-8"))
@@ -237,3 +238,33 @@ def test_entry_scripts_import_the_package_before_torch(root):
         ]
         ours = next(name for name in names if name.partition(".")[0] not in sys.stdlib_module_names)
         assert ours.partition(".")[0] == "megatron", f"{path.name} imports {ours} first"
+
+
+def test_busy_cores_are_those_of_this_process_that_others_use(tmp_path, monkeypatch):
+    """By the kernel's ticks of two moments: core 0 half busy, core 1 idle (a disk makes it wait), core 2 of others."""
+    path = tmp_path / "stat"
+    fields = "cpu{} {} 0 0 {} {} 0 0 0 0 0\n"
+    path.write_text("cpu 1 2 3\n" + "".join(fields.format(core, 100, 500, 7) for core in range(3)))
+    later = [(150, 550, 7), (100, 580, 27), (200, 500, 7)]
+    monkeypatch.setattr(cpu_threads, "affinity", lambda: {0, 1})
+    monkeypatch.setattr(
+        cpu_threads.time,
+        "sleep",
+        lambda seconds: path.write_text("".join(fields.format(core, *ticks) for core, ticks in enumerate(later))),
+    )
+    assert cpu_threads.busy_cores(0.5, path) == 0.5
+    assert cpu_threads.busy_cores(0.5, tmp_path / "none") == 0.0
+
+
+def test_a_quota_limits_the_usable_cores(monkeypatch):
+    monkeypatch.setattr(cpu_threads, "affinity", lambda: set(range(16)))
+    for limit, usable in [(None, 16), (2.5, 2), (0.5, 1), (99.0, 16)]:
+        monkeypatch.setattr(cpu_threads, "quota", lambda limit=limit: limit)
+        assert cores() == usable
+
+
+def test_one_module_counts_the_cores(root):
+    """Each worker pool and thread count follows the affinity mask and the quota of a container."""
+    asks = re.compile(r"\bcpu_count\(|\bsched_getaffinity\(")
+    files = [path for path in (root / "megatron").rglob("*.py") if asks.search(path.read_text(encoding="utf-8"))]
+    assert [path.name for path in files] == ["cpu_threads.py"]

@@ -168,6 +168,7 @@ def test_memory_from_the_environment(monkeypatch, capsys):
         ("--device-name abacus", UsageError),
         ("", SettingsError),
         ("--rampup-batch-size 8 8 100", SettingsError),
+        ("--step-batch-size-schedule 0:8", SettingsError),
     ],
 )
 def test_what_cannot_be_planned(words, error):

@@ -49,7 +49,7 @@ def test_a_tracker_that_is_not_installed_is_told_before_anything_is_built(flag, 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == package else find(name, *more))
     monkeypatch.delitem(__import__("sys").modules, package, raising=False)
-    monkeypatch.setattr("megatron.training.entry.train", lambda *args: pytest.fail("it has begun"))
+    monkeypatch.setattr("megatron.entry.train", lambda *args: pytest.fail("it has begun"))
     with pytest.raises(SettingsError, match=f"{flag} needs the package {package}"):
         pretrain_gpt.main([*TINY.split(), flag, "x"])
     with pytest.raises(SettingsError, match=f"{flag} needs the package {package}"):

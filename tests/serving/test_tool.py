@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.entry import start
 from megatron.errors import CheckpointError, DataError, SettingsError, UsageError
 from megatron.guard import processes
 from megatron.inference.generation import generate
@@ -27,7 +28,6 @@ from megatron.model.recipe import named_recipe
 from megatron.serving.settings import ServeLimits, read_keys
 from megatron.tools import export, serve, text_generation_cli
 from megatron.tools import generate as generate_tool
-from megatron.training.entry import start
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

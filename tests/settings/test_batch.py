@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Golden values were made with megatron-core 0.16.1's calculators of micro-batches."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.settings.batch import batch_size, problems, total_iterations, total_samples
+from megatron.settings.batch import (
+    batch_size,
+    problems,
+    samples_left_out,
+    schedule_phases,
+    total_iterations,
+    total_samples,
+)
 from megatron.settings.schema import Batch
 
 RAMP = Batch(micro_batch_size=4, global_batch_size=64, rampup_batch_size=[16, 16, 1000], train_samples=2000)
@@ -41,9 +48,80 @@ def test_rampup_equals_megatrons(consumed, expected):
     assert batch_size(RAMP, 2, consumed) == expected
 
 
+@given(
+    start=st.integers(1, 9), by=st.integers(1, 4), times=st.integers(1, 12), samples=st.integers(1, 500), data=st.data()
+)
+def test_phases_of_a_rampup_are_megatrons_formula(start, by, times, samples, data):
+    full = start + times * by
+    batch = Batch(global_batch_size=full, rampup_batch_size=[start, by, samples], train_samples=1)
+    for consumed in data.draw(st.lists(st.integers(0, samples + 2), min_size=20, max_size=20)) + [samples, samples + 1]:
+        expected = full if consumed > samples else start + by * int(consumed / (samples / times))
+        assert batch_size(batch, 1, consumed)[0] == expected
+
+
+SCHEDULE = "0:768 250B:1536 500B:3072 750B:6144"
+
+
+@pytest.mark.parametrize(
+    "text, length, phases",
+    [
+        (SCHEDULE, 2048, [(0, 768), (122_070_312, 1536), (244_140_625, 3072), (366_210_937, 6144)]),
+        ("0:4, 1.5k:2K,2.5K:8", 100, [(0, 4), (15, 2000), (25, 8)]),
+        ("3M:8 0:4", 1000, [(0, 4), (3000, 8)]),  # sorted
+        ("0:4 199:8", 100, [(0, 4), (1, 8)]),
+        ("0samples:4 15samples:8", None, [(0, 4), (15, 8)]),
+    ],
+)
+def test_a_schedule_is_read_as_megatrons(text, length, phases):
+    assert list(schedule_phases(text, length)) == phases
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ("4samples:8 8samples:16", "the first threshold has to be 0"),
+        ("0:8 30:16", "30:16: tokens, and no --seq-length"),
+        ("0:8 16", "16 is not THRESHOLD:SIZE"),
+        ("", "the first threshold has to be 0"),
+        ("0:8 9Q:16", "9Q:16: '9Q' is not a number"),
+        ("0:8 -1:16", "-1:16: '-1' is not a number"),
+        ("0:8 nan:16", "is not a number"),
+        ("0:8 1e999:16", "is not a number"),
+        ("0:0", "sizes have to be at least 1"),
+        ("0:8 9samples:16 9samples:24", "two sizes, 16 and 24, from sample 9 on"),
+        ("0:8 9samples:12 10samples:64", "from sample 9 on, size 12 is not a multiple of --micro-batch-size 4 x data"),
+        ("0:8 9samples:32", "ends with 32, not --global-batch-size 64; leave that out"),
+        (dict(rampup_batch_size=[16, 16, 100]), "--rampup-batch-size: give one of them"),
+        (dict(train_samples=None, train_iters=9), "needs --train-samples"),
+    ],
+)
+def test_problems_of_a_schedule(changes, words):
+    changes = dict(step_batch_size_schedule=changes) if isinstance(changes, str) else changes
+    good = replace(RAMP, rampup_batch_size=None, step_batch_size_schedule="0:8 100samples:64")
+    assert problems(good, 2) == []
+    found = problems(replace(good, **changes), 2)
+    assert len(found) == 1 and words in found[0], found
+
+
+def test_steps_of_a_schedule():
+    """Walked step by step; a step that does not fit into the samples is left out."""
+    for samples in range(1, 200):
+        batch = Batch(step_batch_size_schedule="0:3 10samples:12 100samples:5", train_samples=samples)
+        steps = consumed = 0
+        while consumed + (size := 3 if consumed < 10 else 12 if consumed < 100 else 5) <= samples:
+            assert batch_size(batch, 1, consumed) == (size, size)
+            steps, consumed = steps + 1, consumed + size
+        assert (total_iterations(batch, 1), samples_left_out(batch, 1, 0)) == (steps, samples - consumed)
+
+
+def test_two_thresholds_in_one_sample_are_refused():
+    with pytest.raises(ValueError, match="two sizes, 8 and 16, from sample 2 on"):
+        schedule_phases("0:4 200:8 299:16", 100)
+
+
 @pytest.mark.parametrize("samples, steps", [(100, 7), (1000, 39), (1024, 39), (2000, 54), (10_000, 179)])
 def test_iterations_of_a_rampup_equal_megatrons(samples, steps):
-    assert total_iterations(dataclasses.replace(RAMP, train_samples=samples), 2) == steps
+    assert total_iterations(replace(RAMP, train_samples=samples), 2) == steps
 
 
 def test_a_partial_last_batch_is_thrown_away():
@@ -57,7 +135,7 @@ def test_a_run_without_length_is_our_mistake():
 
 
 def test_rampup_that_starts_at_the_full_size_is_constant():
-    batch = dataclasses.replace(RAMP, rampup_batch_size=[64, 16, 1000])
+    batch = replace(RAMP, rampup_batch_size=[64, 16, 1000])
     assert problems(batch, 2) == []
     assert {batch_size(batch, 2, n) for n in (0, 500, 1000, 2000)} == {(64, 8)}
 
@@ -110,7 +188,7 @@ def test_walking_a_run_step_by_step_agrees_with_its_totals(micro, dp, first, by,
     ],
 )
 def test_problems_are_named_in_flags(changes, dp, words):
-    found = problems(dataclasses.replace(RAMP, **changes), dp)
+    found = problems(replace(RAMP, **changes), dp)
     assert any(words in line for line in found), found
 
 
@@ -142,5 +220,5 @@ def test_a_run_that_goes_on_ends_where_it_would_have(batch, dp):
         assert total_iterations(batch, dp, iteration, consumed) == whole
         consumed, iteration = consumed + batch_size(batch, dp, consumed)[0], iteration + 1
     assert total_iterations(batch, dp, iteration, consumed) == whole and consumed <= batch.train_samples
-    other = dataclasses.replace(batch, global_batch_size=128, rampup_batch_size=None)
+    other = replace(batch, global_batch_size=128, rampup_batch_size=None)
     assert total_iterations(other, dp, 10, 424) == 10 + (batch.train_samples - 424) // 128

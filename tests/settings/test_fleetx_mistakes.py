@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.errors import CheckpointError, SettingsError, UsageError, run_main
+from megatron.data.formats import open_tokens
+from megatron.errors import CheckpointError, DataError, SettingsError, UsageError, run_main
 from megatron.model import linear_kinds
 from megatron.model.quantization import with_quantization
 from megatron.settings import from_checkpoint
 from megatron.settings.parse import parse, parse_pretrain, parse_with_record
 from megatron.settings.rules import violations
 from megatron.settings.schema import GROUPS
+from megatron.settings.statements import failing_in_users_words
 from megatron.tasks import finetune
 from megatron.tokenizer import embedding_rows
 from megatron.tools import evaluate, generate, translate
@@ -206,3 +208,68 @@ def test_rows_without_a_token_are_a_note():
         "42112 of 50304 rows of the embedding have no token"
     )
     assert embedding_rows.tokenless(tokens(50257), 50304) == "" == embedding_rows.tokenless(tokens(151669), 151936)
+
+
+FILE = GPT + "Engine: {max_steps: 4}\nOptimizer: {name: AdamW, lr: {max_lr: 1.0e-3}}\n"
+KINDS = {"true": "'banana' is neither true nor false", "3": "'banana' is not a whole number", "0.5": "is not a number"}
+
+
+@pytest.mark.parametrize(
+    "key, good",
+    [  # no flag, a flag of another command, and a key beside a switch that is off
+        ("Engine.verbose", "true"),
+        ("Optimizer.multi_precision", "true"),
+        ("Optimizer.lr.use_increments", "true"),
+        ("Profiler.record_shapes", "true"),
+        ("Profiler.profile_memory", "true"),
+        ("Profiler.detailed", "true"),
+        ("Profiler.scheduler", "3"),
+        ("Model.type_vocab_size", "3"),
+        ("Data.Train.sampler.batch_size", "3"),
+        ("Data.Eval.sampler.batch_size", "3"),
+        ("Data.Eval.loader.num_workers", "3"),
+        ("Engine.mix_precision.scale_loss", "0.5"),
+        ("Generation.top_k", "3"),
+        ("Generation.temperature", "0.5"),
+        ("Compress.Quantization.weight_bits", "3"),
+    ],
+)
+def test_a_key_without_effect_has_a_value_of_its_kind(key, good, write, capsys):
+    """As in PaddleFleetX, whose programs read the values of all keys."""
+    path = write(FILE)
+    assert parse_pretrain(["-c", path, "-o", f"{key}={good}"]) and f"-o {key} has no effect" in capsys.readouterr().err
+    with pytest.raises(UsageError, match=rf"-o {re.escape(key)}: .*{KINDS[good]}"):
+        parse_pretrain(["-c", path, "-o", f"{key}=banana"])
+
+
+@pytest.mark.parametrize("key", ["Engine.max_steps", "Optimizer.lr.max_lr", "Data.Train.dataset.max_seq_len"])
+def test_keys_of_training_are_read_by_the_commands_that_train_nothing(key, write):
+    path = write(FILE.replace("name: GPT", "name: GPT, module: GPTGenerationModule"))
+    with pytest.raises(UsageError, match=rf"-o {re.escape(key)}: 'banana' is not a"):
+        generate.main(["-c", path, "-o", f"{key}=banana", "--load", "nowhere"])
+
+
+@pytest.mark.parametrize("source", ["-o", "file"])
+@pytest.mark.parametrize("part", ["Train", "Eval"])
+def test_missing_token_files_are_named_with_the_key_that_names_them(part, source, write):
+    """Not by this suite's flag, which nobody has typed."""
+    paths = {"Train": "there/a", "Eval": "there/b"} | {part: "no/where"}
+    section = "  {}: {{dataset: {{input_dir: {}}}}}\n"
+    path = write(FILE + "Data:\n" + "".join(section.format(*row) for row in paths.items()))
+    words, where = (
+        (["-o", f"Data.{part}.dataset.input_dir=no/where"], "-o ")
+        if source == "-o"
+        else ([], f"{path}:{dict(Train=5, Eval=6)[part]}: ")
+    )
+    statements = parse_pretrain(["-c", path, *words]).statements
+    with pytest.raises(DataError) as raised, failing_in_users_words(statements):
+        open_tokens("no/where")
+    assert raised.value.what.startswith(f"{where}Data.{part}.dataset.input_dir: no/where.idx: no such file")
+
+
+def test_validation_with_files_of_its_own_asks_for_no_test(write):
+    """PaddleFleetX tests ten times as many batches as it validates, where there is something to test."""
+    path = write(FILE + "Data:\n  Train: {dataset: {input_dir: a}}\n")
+    of = lambda *words: parse_pretrain(["-c", path, "-o", "Engine.eval_iters=3", *words]).batch.test_iters
+    assert of() == 30 and of("-o", "Data.Eval.dataset.input_dir=b") is None
+    assert of("-o", "Data.Eval.dataset.input_dir=b", "-o", "Data.Test.dataset.input_dir=c") == 30

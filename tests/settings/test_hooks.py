@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
+from megatron.entry import start
 from megatron.errors import Failure, NumericsError, SettingsError, exit_code
 from megatron.settings.parse import parse_pretrain
-from megatron.training.entry import start
 from megatron.training.hooks import PLACES, Hook, Hooks, hook_makers, make_hooks
 
 HERE = __name__

@@ -50,6 +50,14 @@ def test_the_batch_grows_as_its_ramp_says(fed, train):
     assert [sum(widths) for widths in fed] == [2, 2, 4, 6, 6]
 
 
+def test_the_batch_has_the_sizes_of_its_schedule(fed, train):
+    length = int(SMALL.split("--seq-length ")[1].split()[0])
+    schedule = f"--step-batch-size-schedule 0:2,{4 * length}:6,{9 * length + 1}:4"
+    run = train(f"{SMALL} --micro-batch-size 2 {schedule} --train-samples 24")
+    assert [sum(widths) for widths in fed] == [2, 2, 6, 4, 4, 4]
+    assert run.steps[-1]["consumed_samples"] == 22  # the seventh step would need 26
+
+
 @pytest.mark.parametrize("flags, steps", [("--train-iters 3", 3), ("--train-samples 14", 3)])
 def test_length_of_training(flags, steps, train):
     assert len(train(f"{SMALL} {flags}").steps) == steps  # of 4 samples each: what is left of 14 is no batch

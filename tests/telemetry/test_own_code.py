@@ -125,7 +125,7 @@ from dataclasses import replace
 
 import pretrain_gpt
 from megatron.errors import run_main
-from megatron.training.entry import start
+from megatron.entry import start
 
 
 def recipe():

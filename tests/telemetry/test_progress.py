@@ -65,3 +65,16 @@ def test_a_quick_command_shows_none_and_a_log_gets_none(tmp_path, monkeypatch, c
     progress.say("comparing")
     assert list(progress.followed("ab", "quantizing", 2, "layers")) == ["a", "b"]
     assert capsys.readouterr() == ("", "")
+
+
+def test_lines_of_something_long(monkeypatch):
+    """After 10 seconds, and each time after twice as long; nothing before the first part is over."""
+    now, said = [100.0], []
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    lines = progress.ProgressLines(said.append)
+    for second in range(101):
+        now[0] = 100.0 + second
+        lines(f"part {second}", max(0, second - 12), 400)
+    numbers = [re.fullmatch(r" > part (\d+) after 0:\d\d:(\d\d), of about (\S+)", line).groups() for line in said]
+    assert [int(part) for part, _, _ in numbers] == [13, 26, 52]
+    assert [when for *_, when in numbers] == ["1:26:40", "0:12:23", "0:08:40"]  # 13 x 400, 26 / 14 x 400, 52 / 40 x 400

@@ -2,6 +2,7 @@
 """Which tokens of a conversation are answers: compared with transformers' mask of the assistant's tokens."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -10,6 +11,7 @@ from megatron.settings.schema import TokenizerSettings
 from megatron.storage.urls import location
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.chat_template import TEMPLATES, RefusedMessages, find_template
+from tests.tokenizer.matrix.templates import blocks
 from tests.tokenizer.turns import WORDS, save_tokenizer
 
 BLOCKS = """{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}
@@ -116,12 +118,12 @@ def test_the_advice_on_thinking_before_the_last_answer_alone(template, folder, t
     answer = "{{ m.content + '<|im_end|>' }}{% else"
     source = WITHOUT.replace(answer, "{% if loop.last %}{{ '<think></think>' }}{% endif %}" + answer)
     template(source).encode_answers(TALK[:3])
-    with pytest.raises(RefusedMessages, match=r"messages\[2\].*give --chat-template FILE.*or --chat-template chatml"):
+    with pytest.raises(RefusedMessages, match=r"messages\[2\].*give --chat-template qwen3.*or --chat-template FILE"):
         template(source).encode_answers(TALK)
     marked = source.replace("{% if loop.last %}", "{% generation %}{% if loop.last %}").replace(
         "{% else", "{% endgeneration %}{% else"
     )
-    for found in (template(marked), find_template([folder], tokenizer, "chatml")):
+    for found in (template(marked), find_template([folder], tokenizer, "qwen3")):
         assert len(found.encode_answers(TALK).ends) == 2
 
 
@@ -166,6 +168,25 @@ def test_a_role_that_no_server_sends_is_refused(folder, tokenizer, name):
     """`human` would be a turn of its own, which no prompt of a server has."""
     with pytest.raises(RefusedMessages, match="the role human is none of system, user, assistant and tool"):
         find_template([folder], tokenizer, name).encode_answers([dict(TALK[1], role="human"), TALK[2]])
+
+
+def test_the_template_of_qwen3_is_its_own_with_all_thinking(folder, tokenizer):
+    """Of one answer it is the text of the published template, and so is a prompt; thinking stays where messages have it."""
+    theirs, named = blocks("qwen3"), find_template([folder], tokenizer, "qwen3")
+    text = partial(theirs_of(folder).apply_chat_template, tokenize=False)
+    for talk, prompt in ((TALK[:3], False), (TALK[:2], True), (TALK[:1], True)):
+        more = dict(add_generation_prompt=prompt)
+        assert text(talk, chat_template=named.source, **more) == text(talk, chat_template=theirs, **more)
+    off = dict(add_generation_prompt=True, enable_thinking=False)
+    assert text(TALK[:2], chat_template=named.source, **off) == text(TALK[:2], chat_template=theirs, **off)
+    thought = "<|im_start|>assistant\n<think>\nOne.\n</think>\n\nHi.<|im_end|>\n"
+    for answer in (dict(content="<think>\nOne.\n</think>\n\nHi."), dict(content="Hi.", reasoning_content="One.")):
+        talk = [TALK[1], dict(answer, role="assistant"), *TALK[3:]]
+        assert thought in text(talk, chat_template=named.source) and len(named.encode_answers(talk).ends) == 2
+    call = [dict(function=dict(name="f"))]
+    for talk in ([*TALK[:2], dict(TALK[2], tool_calls=call)], [*TALK[:3], dict(role="tool", content="1")]):
+        with pytest.raises(RefusedMessages, match="calls of tools are written by the model's own template"):
+            named.encode_answers(talk)
 
 
 def test_calls_of_tools(template):

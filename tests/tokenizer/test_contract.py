@@ -158,3 +158,48 @@ def test_what_llama_cpp_does_not_normalize_is_said(tmp_path):
         True,
     ]
     assert gguf_vocabulary.is_expressed(tmp_path / "llama3", "cafe\u0301")
+
+
+def legacy(description: dict) -> None:
+    description["model"]["merges"] = [" ".join(pair) for pair in description["model"]["merges"]]
+    for name in ("ignore_merges", "byte_fallback"):
+        description["model"].pop(name, None)
+
+
+FORMS = {
+    "another order of keys": lambda content: content.update(dict(reversed([*content.items()]))),
+    "of an earlier version of tokenizers": legacy,
+    "cut at 512 tokens": lambda content: content.update(
+        truncation=dict(direction="Right", max_length=512, strategy="LongestFirst", stride=0)
+    ),
+}
+OTHERS = {
+    "another order of added tokens": lambda content: content["added_tokens"].reverse(),  # which the library numbers
+    "two tokens changed places": lambda content: swap(content["model"]["vocab"]),
+    "a merge less": lambda content: content["model"]["merges"].pop(),
+    "another added token": lambda content: content["added_tokens"][-1].update(content="<other>"),
+    "whole words first": lambda content: content["model"].update(ignore_merges=True),
+}
+
+
+def swap(vocab: dict) -> None:
+    one, other = [name for name in vocab if len(name) > 1][:2]
+    vocab[one], vocab[other] = vocab[other], vocab[one]
+
+
+@pytest.mark.parametrize("name", [*FORMS, *OTHERS])
+def test_fingerprints_are_of_the_content_not_of_the_form(name, folder):
+    """Files with the same ids are one vocabulary, however they were written; checkpoints of before are recognised."""
+    before, path = opened(folder), folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    (FORMS | OTHERS)[name](content)
+    path.write_text(json.dumps(content, indent=1))
+    after = opened(folder)
+    assert (after.fingerprint == before.fingerprint) == (name in FORMS)
+    moved = hashlib.sha256()
+    for piece in ("tokenizer.json 2", json.dumps(json.loads(path.read_text()), sort_keys=True)):
+        moved.update(len(piece.encode()).to_bytes(8, "little") + piece.encode())
+    if name in FORMS:
+        assert moved.hexdigest()[:32] in (after.fingerprint, *after.superseded)
+        text = "hello <think> they're 12 naive \u00e9" * 100
+        assert list(before.encode(text)) == list(after.encode(text))

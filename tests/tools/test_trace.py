@@ -338,11 +338,19 @@ def test_a_run_that_does_not_train(short_run, run_ranks, tmp_path, capsys):
         trace.main(["--load", str(tmp_path / "run"), "--iter", "3"])
 
 
-@pytest.mark.parametrize("ramp", [None, [4, 4, 50], [8, 8, 16]])
-def test_bounds_are_those_of_one_step_after_another(ramp):
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(rampup_batch_size=None),
+        dict(rampup_batch_size=[4, 4, 50]),
+        dict(rampup_batch_size=[8, 8, 16]),
+        dict(step_batch_size_schedule="0:4 48samples:24 100samples:16"),
+    ],
+)
+def test_bounds_are_those_of_one_step_after_another(sizes):
     from megatron.settings.batch import batch_size
 
-    batch = Batch(micro_batch_size=2, global_batch_size=16, rampup_batch_size=ramp, train_samples=1000)
+    batch = Batch(micro_batch_size=2, global_batch_size=16, train_samples=1000, **sizes)
     for start in (0, 7, 48, 51, 400):
         bounds = [start]
         for _ in range(20):

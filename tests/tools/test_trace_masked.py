@@ -9,10 +9,10 @@ import pytest
 
 from megatron.data import loader
 from megatron.data.indexed import write_index
+from megatron.entry import start
 from megatron.errors import DataError
 from megatron.model.recipe import named_recipe
 from megatron.tools import trace
-from megatron.training.entry import start
 
 EACH, DOCUMENTS = 20, 9  # ids of a document, documents of a file
 WORDS = 2 * DOCUMENTS * EACH  # the special tokens lie behind these

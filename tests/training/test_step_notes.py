@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron.telemetry import progress
 from megatron.telemetry.events import read_events
 from megatron.training import start_log
 
@@ -96,3 +97,20 @@ def test_more_ranks_than_cores(nodes, quota, words, monkeypatch):
     monkeypatch.setattr(start_log, "quota", lambda: quota)
     found = start_log.crowded(SimpleNamespace(device=torch.device("cpu"), all_gather_object=lambda own: nodes))
     assert len(found) == (words is not None) and all(words in line for line in found)
+
+
+@pytest.mark.parametrize("schedule", ["", "--pipeline-schedule gpipe"])
+def test_a_long_first_step_and_a_long_evaluation_say_how_far_they_are(schedule, tmp_path, capsys, monkeypatch):
+    """By a clock that makes each pass, and each batch of an evaluation, take 7 seconds."""
+    now = [0.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now.append(now[-1] + 7) or now[-1]))
+    flags = f"--train-iters 2 --global-batch-size 32 --eval-iters 9 --split 90,10,0 {schedule}"
+    lines, *_ = train(tmp_path, flags, capsys)
+    shown = [line for line in lines if "micro-batch " in line and " after 0:" in line]
+    assert shown and all(line.startswith(" > step 1: micro-batch ") for line in shown)  # 16 micro-batches of 2 passes
+    numbers = [int(line.split("micro-batch ")[1].split()[0]) for line in shown]
+    assert numbers == sorted(numbers) and 1 <= numbers[0] < numbers[-1] <= 16 and len(shown) == 5
+    assert all(line.split("micro-batch ")[1].split()[2] == "16" for line in shown)
+    validated = [line for line in lines if line.startswith(" > validation: batch ")]
+    assert [line.split()[3] for line in validated] == ["2", "4", "8"]
+    assert "of 9 after 0:00:14, of about 0:02:06" in validated[0]

@@ -16,10 +16,10 @@ from megatron.data import manifest
 from megatron.data.gpt_dataset import GPTDataset, build_datasets
 from megatron.data.indexed import write_index
 from megatron.data.mock import MockDataset
+from megatron.entry import start
 from megatron.errors import DataError
 from megatron.settings.schema import Data
 from megatron.tools import trace
-from megatron.training.entry import start
 from pretrain_gpt import recipe
 from tests.models import own_dataset
 from tests.training.plain_loop import EOD, LENGTH, Job, initial_weights, token_losses

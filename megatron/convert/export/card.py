@@ -39,7 +39,7 @@ def model_card(
     sections = [
         ("The model", _table(_model(record, facts, tokenizer))),
         ("Use", f"```\n{use}\n```"),
-        ("Training", _table([*_beginning(record), *_data(record["config"]), *_training(record, history)])),
+        ("Training", _table([*_beginning(record), *_data(record["config"]), *_training(record, history, facts)])),
         ("Evaluation", _evaluation(record, history, checkpoint)),
         ("This export", _table(how)),
         ("License", _license(base)),
@@ -138,7 +138,7 @@ def _task_files(config: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def _training(record: Mapping[str, Any], history: Optional[History]) -> Rows:
+def _training(record: Mapping[str, Any], history: Optional[History], facts: Facts) -> Rows:
     config, position = record["config"], record.get("state") or {}
     batch, optimizer = config.get("batch") or {}, config.get("optimizer") or {}
     step = record.get("iteration", position.get("iteration"))
@@ -146,7 +146,9 @@ def _training(record: Mapping[str, Any], history: Optional[History]) -> Rows:
     length = (config.get("model") or {}).get("seq_length")
     rows = [("steps", f"{step:,}")] if isinstance(step, int) else []
     if samples:
-        rows.append(("samples", f"{samples:,}" + (f", {samples * length:,} tokens" if length else "")))
+        full = facts.settings.model_type == "GPT"  # samples of others are padded
+        count = f", {samples * length:,} tokens" if full else f" of at most {length:,} tokens"
+        rows.append(("samples", f"{samples:,}{count if length else ''}"))
     if samples and batch.get("global_batch_size"):
         rows.append(("batch", f"{batch['global_batch_size']} samples"))
     if samples and optimizer.get("lr"):

@@ -117,7 +117,8 @@ def _add_special(writer, folder: Path, exported: ExportedTokenizer, vocab_size: 
     end = own.eod if last is None else last
     begin = own.special("bos") if first is None else first
     ends = [id for id in (exported.end_of_turn, own.eod) if id not in (None, end)]  # of an answer, other than the end
-    ids = dict(bos=end if begin is None else begin, eos=end, eot=ends[0] if ends else None, unk=own.special("unk"))
+    begin = exported.imported.get("bos_token_id", end) if begin is None else begin
+    ids = dict(bos=begin, eos=end, eot=ends[0] if ends else None, unk=own.special("unk"))
     found.special_token_ids |= {name: id for name, id in ids.items() if id is not None}
     found.add_special_token = dict(bos=first is not None, eos=last is not None)
     found.add_to_gguf(writer, quiet=True)

@@ -18,6 +18,7 @@ from typing import Any, Literal, Optional
 import torch
 
 from megatron.checkpoint.folder import choose
+from megatron.checkpoint.lineage import model_name
 from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.convert import compressed_tensors, huggingface
 from megatron.convert.export import gguf_file, gguf_vocabulary, llama_cpp, onnx_quantized, programs
@@ -95,6 +96,11 @@ class ExportSource:
         refuse_head(self.config, self.vocab_size, self.path)
         self.facts: Facts = facts_of(self.config, self.vocab_size)
         self.iteration = int(self.record.get("iteration") or 0)
+
+    @property
+    def name(self) -> str:
+        """The name of the model."""
+        return model_name(self.record, self.trained)
 
     @property
     def longest(self) -> int:
@@ -400,8 +406,7 @@ def _write_gguf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -
         more.append("llama.cpp rounds the inputs of layers in its own way: the file has the weights alone")
     with Reader(source.path) as reader:
         huggingface.refuse_unknown(reader, source.family, products)
-        name = out.resolve().name
-        gguf_file.write(path, reader, source.family, wanted.dtype, tokenizer, name, products)
+        gguf_file.write(path, reader, source.family, wanted.dtype, tokenizer, source.name, products)
     if isinstance(tokenizer.own, RowsTokenizer):
         more.append(f"{tokenizer.own.named}: tokens without a row in the embedding, which {path.name} does not have")
     agreed = _ask_llama_cpp(source, path, wanted, tokenizer.own) if wanted.check else None
@@ -656,7 +661,7 @@ def _card(
     ]
     name, words = out.resolve().name, tokenizer.own and tokenizer.own.name
     use, tags = _use(source, wanted, name), [task, "megatron"]
-    return model_card(name, source.record, source.facts, source.trained, how, use, tags, words)
+    return model_card(source.name, source.record, source.facts, source.trained, how, use, tags, words)
 
 
 def _use(source: ExportSource, wanted: Wanted, name: str) -> str:

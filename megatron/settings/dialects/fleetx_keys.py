@@ -17,6 +17,7 @@ from megatron.settings.dialects.fleetx import (
     COMPRESSION,
     GLUE,
     IDLE,
+    KINDS,
     KNOWN,
     MODULES,
     NAME,
@@ -31,7 +32,8 @@ from megatron.settings.dialects.fleetx import (
 )
 from megatron.settings.dialects.fleetx_files import COMMAND, Entries
 from megatron.settings.dialects.table import VARIABLE, Compressed, TheirSetting, sentence, unread
-from megatron.settings.spelling import NO, YES
+from megatron.settings.schema import GROUPS
+from megatron.settings.spelling import NO, YES, BadValue, one_value, spellings_of
 
 
 @dataclass
@@ -82,12 +84,32 @@ class Translated:
         self.take(keys[0])
 
     def note(self, why: str, *keys: str) -> None:
-        self.notes += [(why, self.given[key]) for key in keys if key in self.given and key not in self.taken]
+        """Note keys that have no effect; a value that is none of the key's kind is refused all the same."""
+        for key in keys:
+            if key in self.given and key not in self.taken:
+                try:
+                    _check_kind(key, self.given[key])
+                except BadValue as bad:
+                    self.refuse(key, str(bad))
+                else:
+                    self.notes.append((why, self.given[key]))
         self.take(*keys)
 
     def refuse(self, key: str, why: str) -> None:
         self.problems.append((self.given[key], why))
         self.take(key)
+
+
+def _check_kind(key: str, one: TheirSetting) -> None:
+    """Raise BadValue for a word that is no number or switch where the key, or the flag that it becomes, takes one."""
+    key, train = re.sub(r"^Data\.(Eval|Test)\b", "Data.Train", key), TABLES["train"]
+    flags = [spellings_of(GROUPS)[flag].setting for flag in train.flags_of_key(key) if flag in spellings_of(GROUPS)]
+    kind, also = (flags[0].kind, flags[0].also) if flags else (sentence(KINDS, key) or str, {})
+    if {"true", "false"} & set(train.values(key)):
+        kind, also = bool, {}
+    if not isinstance(kind, tuple) and not VARIABLE.search(one.value):
+        for word in one.words:
+            one_value(kind, word, also)
 
 
 def problem_text(one: TheirSetting, why: str) -> str:
@@ -375,6 +397,8 @@ def _tests(out: Translated, by_epochs: bool) -> None:
         return out.say("--test-iters", ["0"], tests)
     if tests in out.given or validated in out.taken or out.purpose != "train" or not out.word(validated).isdecimal():
         return
+    if _has_own_files(out) and not _has_test_files(out):
+        return  # there is nothing to test
     emptied = out.emptied.get(tests)
     if out.given[validated].where.startswith(COMMAND) or not (emptied and emptied.where):
         emptied = out.given[validated]

@@ -260,8 +260,6 @@ weight sharding across recomputation groups is not part of this suite
 # Batch, schedule, optimizer.
 count in samples: tokens / --seq-length, as --train-samples, --lr-decay-samples, --lr-warmup-samples
     --train-tokens --lr-decay-tokens --lr-warmup-tokens
-use --rampup-batch-size START INCREMENT SAMPLES
-    --step-batch-size-schedule
 the batch size does not change with the number of ranks
     --decrease-batch-size-if-needed
 embeddings have a learning rate of their own with --decoupled-lr, other parameters share one

@@ -35,6 +35,9 @@ class Batch:
     rampup_batch_size: Optional[list[int]] = shown_by("test_the_batch_grows_as_its_ramp_says")(
         "START INCREMENT SAMPLES: ramp up the global batch size", None
     )
+    step_batch_size_schedule: Optional[str] = shown_by("test_the_batch_has_the_sizes_of_its_schedule")(
+        'global batch sizes from numbers of tokens on: "0:768 250B:1536 500B:3072" (suffixes K, M, B, T)', None
+    )
     train_iters: Optional[Natural] = shown_by("test_length_of_training")(
         "number of steps to train; 0 only with --skip-train", None, "--max-steps"
     )
@@ -110,6 +113,11 @@ class Batch:
     )
 
     @property
+    def changes_size(self) -> bool:
+        """Whether the global batch size changes during training."""
+        return bool(self.rampup_batch_size or self.step_batch_size_schedule)
+
+    @property
     def tested_batches(self) -> int:
         """Number of batches of the evaluation on test data."""
         return self.eval_iters if self.test_iters is None else self.test_iters
@@ -126,7 +134,7 @@ class Batch:
         return replace(self, micro_batch_size=1, gradient_accumulation_steps=None)
 
     def full_size(self, dp: int) -> int:
-        """The global batch size after the ramp-up, on `dp` data parallel ranks.
+        """The global batch size at the end of a ramp-up or schedule, on `dp` data parallel ranks.
 
         `--global-batch-size`, else from `--local-batch-size` or the number of micro-batches, else one micro-batch per rank.
         """
@@ -135,5 +143,5 @@ class Batch:
         return (self.local_batch_size or self.micro_batch_size * (self.gradient_accumulation_steps or 1)) * dp
 
     def steps(self, dp: int) -> int:
-        """The number of steps of a run that does not resume, apart from a ramp-up; 0 if unknown."""
+        """The number of steps of a run that does not resume, at the last batch size; 0 if unknown."""
         return self.train_iters or (self.train_samples or 0) // max(1, self.full_size(dp))

@@ -617,8 +617,9 @@ class Model:
 
     @property
     def position_table(self) -> int:
-        """Rows of the learned position embedding."""
-        return self.max_position_embeddings or self.seq_length
+        """Rows of the learned position embedding; of other positions those that the model has seen."""
+        known = self.max_position_embeddings or self.seq_length
+        return known if self.position_embedding_type == "learned_absolute" else max(known, self.seq_length)
 
     @property
     def context_length(self) -> int:

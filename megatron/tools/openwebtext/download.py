@@ -11,7 +11,6 @@ of private networks are refused, as names, in redirects and as numbers.
 
 import asyncio
 import heapq
-import os
 import signal
 import sys
 import time
@@ -27,6 +26,7 @@ import xxhash
 
 from megatron.corpus.openwebtext.download_record import DownloadRecord, PageOutcome, write_sqlite
 from megatron.errors import DataError, Interrupted, Preempted, SettingsError, run_main
+from megatron.mpu.cpu_threads import cores
 from megatron.settings.positional import divide, expect, parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import storage_errors
@@ -297,7 +297,7 @@ class Download:
             allow_private=options.allow_private,
             connections=options.n_procs + 2,
         )
-        self._scrapers = ScraperPool(options.scrape_procs or os.cpu_count() or 1, options.scraper)
+        self._scrapers = ScraperPool(options.scrape_procs or cores(), options.scraper)
         jobs = islice(enumerate(addresses(self._source)), self._total)
         self._turns = Turns(
             (PageJob(*job) for job in jobs if job[0] not in self._record), max(1000, 20 * options.n_procs)

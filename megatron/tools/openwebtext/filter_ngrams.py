@@ -222,7 +222,7 @@ def records_of(block: bytes, key: str) -> Iterator[Optional[dict[str, Any]]]:
 def over_blocks(task: Callable, pairs: list[tuple[str, str]], work: FilterWork) -> Iterator[Any]:
     """Run `task(work, block, key)` on each block of the data in several processes; yields results in order."""
     from megatron.corpus.processes import in_order
-    from megatron.data.preprocess import available_cores
+    from megatron.mpu.cpu_threads import cores
 
     blocks = (
         (block, key)
@@ -232,7 +232,7 @@ def over_blocks(task: Callable, pairs: list[tuple[str, str]], work: FilterWork) 
     )
     do = "if memory ran out, give fewer --num-threads"
     killed = Failure("a process was killed", "nothing was written", do)
-    return in_order(partial(task, work), blocks, work.options.num_threads or available_cores(), killed)
+    return in_order(partial(task, work), blocks, work.options.num_threads or cores(), killed)
 
 
 if __name__ == "__main__":

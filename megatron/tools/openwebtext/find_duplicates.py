@@ -14,7 +14,6 @@ rounds. Unlike in Megatron-LM, each run gives the same output, each pair is in i
 
 import io
 import json
-import os
 import sys
 import time
 import zipfile
@@ -32,6 +31,7 @@ from megatron.corpus.duplicates.signatures import Signing, band_keys, sign_texts
 from megatron.corpus.openwebtext.duplicate_files import LeftOut, documents, json_line
 from megatron.corpus.processes import in_order
 from megatron.errors import DataError, Failure, SettingsError, UsageError, no_such_file, run_main
+from megatron.mpu.cpu_threads import cores
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
@@ -175,7 +175,7 @@ def similar_pairs(collection: Collection, options: FindOptions) -> Iterator[tupl
     """Yield (a line of output or {}, pairs compared for it), band by band; each pair is in one line at most."""
     work = _Work(collection.texts, collection.all_signatures(), collection.how, options)
     written: set[tuple[int, int]] = set()
-    processes = min(options.workers or os.cpu_count() or 1, work.how.bands) if options.jaccard_parallel else 1
+    processes = min(options.workers or cores(), work.how.bands) if options.jaccard_parallel else 1
     killed = Failure("a process was killed", "nothing was written", "if memory ran out, give fewer --workers")
     for groups in in_order(work.band, ((band,) for band in range(work.how.bands)), processes, killed):
         for first, others, compared in groups:
