@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPT whose layers with experts have parts of their own: a noisy router that compares directions, a dispatcher that gathers
-tokens instead of sending them, and a loss on the scores of crowded experts.
+"""A GPT whose layers with experts have parts of their own: a noisy router that compares directions, a dispatcher that
+gathers tokens instead of sending them, and a loss on the scores of crowded experts.
 
     python -m tests.models.own_mixture --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 \\
         --micro-batch-size 2 --train-iters 4 --lr 1e-2 --mock-data --vocab-size 100 --num-experts 4 \\

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 
 from megatron.entry import start
 from megatron.errors import SettingsError, UsageError
-from megatron.model.attention import ForwardContext
+from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.experts.layer import MoELayer
 from megatron.model.experts.parts import ExpertParts
 from megatron.model.experts.weights import experts
+from megatron.model.gpt.facts import GPTFacts
 from megatron.mpu.mesh import Mesh
 from megatron.settings.own_choices import model_group
 from tests.models import own_mixture
@@ -37,8 +38,7 @@ def test_a_layer_computes_its_formula():
         moe_router_load_balancing_type=["crowded"],
         disable_bias_linear=True,
     )
-    more = dict(seed=1, sequence_parallel=False, dtype=torch.float32, device="cpu")
-    layer = MoELayer(settings, 0, Mesh(), experts(settings, False), **more)
+    layer = MoELayer(experts(settings, False), LayerSetup(GPTFacts(settings, 1), 0, Mesh()))
     for seed, parameter in enumerate(layer.parameters()):
         parameter.data.normal_(generator=torch.Generator().manual_seed(seed))
     layer.router.load.zero_()
