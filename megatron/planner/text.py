@@ -32,7 +32,9 @@ def speeds_note(cluster: Cluster, layout: Layout | None = None) -> str:
 def error_of(cluster: Cluster, layout: Layout) -> str:
     """The error of predicted times, as published runs with the same features show it for this device."""
     known, other = accuracy_of(cluster, layout), cluster.device.other_mixtures
-    return str(known or ("error unknown" if other is None else f"error unknown; of other mixtures up to {other.worst:.0%}"))
+    return str(
+        known or ("error unknown" if other is None else f"error unknown; of other mixtures up to {other.worst:.0%}")
+    )
 
 
 def accuracy_of(cluster: Cluster, layout: Layout) -> Accuracy | None:
@@ -82,7 +84,9 @@ def trust(plan: Plan, cluster: Cluster) -> str:
     else:
         errors = "no published run of this GPU was found to compare them with"
     if not known and (other := device.other_mixtures):
-        errors += f"; {other.runs} runs of other mixtures had a median error of {other.median:.0%}, worst {other.worst:.0%}"
+        errors += (
+            f"; {other.runs} runs of other mixtures had a median error of {other.median:.0%}, worst {other.worst:.0%}"
+        )
     return f"times assume the speeds of {KIND}; {errors}; this suite was measured on one H200 alone (docs/planning.md)"
 
 
