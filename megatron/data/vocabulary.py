@@ -40,9 +40,15 @@ def tokenizer_identity(tokenizer: Tokenizer) -> dict:
     )
 
 
-def learned_vocabulary(tokenizer: Tokenizer | None) -> dict:
-    """The entries of a checkpoint on the vocabulary that its model has learned."""
+def learned_vocabulary(tokenizer: Tokenizer | None, before: str | None = None) -> dict:
+    """The entries of a checkpoint on the vocabulary that its model has learned.
+
+    before: fingerprint in the checkpoint that the run resumed. That of an earlier version of the suite stays: the model has
+    learned ids of that version.
+    """
     identity = None if tokenizer is None else tokenizer_identity(tokenizer)
+    if identity and tokenizer.superseded.get(before):
+        identity["fingerprint"] = before
     return dict(vocabulary=identity and identity["fingerprint"], tokenizer=identity)
 
 

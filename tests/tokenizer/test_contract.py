@@ -10,7 +10,7 @@ import pytest
 
 from megatron.checkpoint.reshard import copy_companions
 from megatron.convert.export import gguf_vocabulary
-from megatron.data.vocabulary import refuse_other_vocabulary
+from megatron.data.vocabulary import learned_vocabulary, refuse_other_vocabulary
 from megatron.errors import DataError
 from megatron.inference import generation_config
 from megatron.inference.prompts import source_of
@@ -64,6 +64,23 @@ def test_token_files_with_ids_of_an_earlier_version_are_named(folder):
 def test_a_tokenizer_whose_ids_were_right_keeps_its_fingerprint(tmp_path):
     save_tokenizer(tmp_path)
     assert opened(tmp_path).fingerprint == earlier_fingerprint(tmp_path) and not opened(tmp_path).superseded
+
+
+def test_an_unknown_token_that_no_text_has_changes_no_fingerprint(tmp_path):
+    """transformers' LlamaTokenizer leaves it out; each byte is a token (Mistral's third vocabulary)."""
+    write(files_of("mistral3"), tmp_path)
+    tokenizer = opened(tmp_path)
+    assert tokenizer.fingerprint == earlier_fingerprint(tmp_path) and not tokenizer.superseded
+    write(files_of("mistral1"), tmp_path / "steps")
+    assert len(opened(tmp_path / "steps").superseded) == 1  # of its own steps
+
+
+def test_a_resumed_run_keeps_the_fingerprint_of_an_earlier_version(folder):
+    """Its model has learned those ids."""
+    tokenizer, earlier = opened(folder), earlier_fingerprint(folder)
+    for before, kept in ((earlier, earlier), (None, tokenizer.fingerprint), ("0" * 32, tokenizer.fingerprint)):
+        entries = learned_vocabulary(tokenizer, before)
+        assert entries["vocabulary"] == entries["tokenizer"]["fingerprint"] == kept
 
 
 def test_names_in_documents_are_text_unless_they_are_parsed(folder):
