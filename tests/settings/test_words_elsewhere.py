@@ -54,7 +54,8 @@ def test_the_page_for_users_of_hugging_face_names_flags_that_there_are(theirs, h
     assert there and there <= {*FLAGS, "--input"}, "flags of the page"
     for word in theirs:
         flag = "--" + word.replace("_", "-")
-        said = FLAGS[flag].setting.flag if flag in FLAGS else messages.unknown(Word(flag, [], SaidBy.COMMAND), FLAGS)
+        ours = FLAGS.get(flag)
+        said = f"{flag} {ours.setting.flag}" if ours else messages.unknown(Word(flag, [], SaidBy.COMMAND), FLAGS)
         assert there & set(re.findall("--[a-z0-9-]+", said)), (word, said)
 
 
