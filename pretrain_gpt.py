@@ -10,6 +10,7 @@
 """
 
 from dataclasses import replace
+from typing import Optional
 
 from megatron.entry import start
 from megatron.errors import run_main
@@ -40,15 +41,17 @@ def recipe() -> Recipe:
     )
 
 
-def variant(model_type: str, module: type, *, facts: type[GPTFacts] = GPTFacts, **more) -> Recipe:
+def variant(model_type: str, module: Optional[type] = None, *, facts: type[GPTFacts] = GPTFacts, **more) -> Recipe:
     """The recipe of a variant of GPT (docs/extending.md).
 
-    module: a subclass of `megatron.model.gpt.module.GPT`; facts: the class of its facts
+    module: a subclass of `megatron.model.gpt.module.GPT` (default: itself); facts: the class of its facts
     more:   further fields of the `Recipe`: groups, sums, ...
     """
 
     def build_model(config, mesh, vocab_size, **stage):
-        return module.of(config, mesh, facts.of(config, vocab_size), **stage)
+        from megatron.model.gpt.module import GPT
+
+        return (module or GPT).of(config, mesh, facts.of(config, vocab_size), **stage)
 
     own = dict(model_type=model_type, facts=facts.of, build_model=build_model, starts_from=())
     return replace(recipe(), **own | more)

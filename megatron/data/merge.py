@@ -149,7 +149,8 @@ def common_identity(prefixes: list[str]) -> dict | None:
         first = next(iter(known))
         other = next(prefix for prefix in known if known[prefix].get("fingerprint") != known[first].get("fingerprint"))
         why = f"{first}: {name_of(known[first])}; {other}: {name_of(known[other])}"
-        raise DataError("the datasets were made with different vocabularies", why, "preprocess them with the same one")
+        do = "preprocess them with the same tokenizer, and with one version: earlier ones gave some tokens other ids"
+        raise DataError("the datasets were made with different vocabularies", why, do)
     return next(iter(known.values()), None)
 
 

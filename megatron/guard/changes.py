@@ -9,7 +9,7 @@ intended, and are logged.
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, NamedTuple, Optional
 
 from megatron.errors import SettingsError, UsageError, did_you_mean
@@ -54,14 +54,18 @@ class Change(NamedTuple):
 
 
 def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
-    """All changes that may matter, dangerous ones first. Ignores settings that only one side has."""
+    """All changes that may matter, dangerous ones first.
+
+    A setting that the checkpoint does not know had its default then; those of groups that only one side has are ignored.
+    """
     result, now = [], config.to_record()
     before = {**saved, **saved.get("extra", {})}
     here = {**now, **now["extra"]}
     idle = ("optimizer",) if config.batch.skip_train else ()  # groups that have no effect here
-    for group, name, what in meanings(config):
-        if what != "irrelevant" and group not in idle and name in before.get(group, {}):
-            was, value = before[group][name], here[group][name]
+    for group, name, what, default in meanings(config):
+        if what != "irrelevant" and group not in idle and group in before:
+            value = here[group][name]
+            was = before[group].get(name, value if default in (MISSING, None) else default)  # None: derived
             if name == "tokenizer_type" and was is None:  # earlier versions did not record what the files imply
                 continue
             if what == REFUSED_IN_TRAINING:
@@ -71,22 +75,24 @@ def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
     return sorted(result, key=lambda change: not change.dangerous)
 
 
-def meanings(config: Config) -> Iterator[tuple[str, str, str]]:
-    """List what a change of each setting means: (group, setting, one of ON_RESUME), including the recipe's own groups."""
+def meanings(config: Config) -> Iterator[tuple[str, str, str, Any]]:
+    """List what a change of each setting means: (group, setting, one of ON_RESUME, default), including the recipe's own
+    groups.
+    """
     groups = {name: (getattr(config, name), BY_GROUP.get(name, "irrelevant")) for name in GROUPS}
     groups |= {name: (group, "refused") for name, group in config.extra.items()}
     for name, (group, default) in groups.items():
         for field in fields(group):
             what = field.metadata.get("on_resume", default)
             assert what in ON_RESUME, f"{field.name}: on_resume {what}"
-            yield name, field.name, what
+            yield name, field.name, what, field.default
 
 
 def overridden(config: Config) -> set[str]:
     """The names in `--override`. Raises UsageError for a name that is not a dangerous setting."""
     words = (config.guard.override or "").split(",")
     names = {word.strip().lstrip("-").replace("-", "_") for word in words} - {""}
-    known = {name for _, name, what in meanings(config) if what in (*DANGEROUS, REFUSED_IN_TRAINING)} | {
+    known = {name for _, name, what, _ in meanings(config) if what in (*DANGEROUS, REFUSED_IN_TRAINING)} | {
         ORDER.replace("-", "_")
     }
     for name in sorted(names - known):

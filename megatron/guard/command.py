@@ -200,7 +200,7 @@ def is_foreign(words: list[str]) -> bool:
         text = script.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise SettingsError(f"{script} cannot be read: {error.strerror}") from None
-    if script.with_name("_launch.sh").exists() and re.search(r"/_launch\.sh|^exec bash ", text, re.MULTILINE):
+    if script.with_name("_launch.sh").exists() and re.search(r"/_launch\.sh|^(exec bash|source) ", text, re.MULTILINE):
         return False
     if not re.search(r"\$[@*]|\$\{[@*]", text):
         raise SettingsError(

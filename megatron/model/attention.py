@@ -10,9 +10,9 @@ of t = s cp.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, Optional
+from dataclasses import replace
+from functools import partial
+from typing import Optional
 
 import numpy as np
 import torch
@@ -25,17 +25,16 @@ from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
 from megatron.model import ring_attention
-from megatron.model.cache import Cache
+from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.facts import Facts
+from megatron.model.layer_ops import ATTENTION, CORE, LAYER
 from megatron.model.norms import NORMS, RMSNormAcrossHeads
 from megatron.model.positions import rotate
 from megatron.model.recompute import recompute
-from megatron.model.ring_attention import Steps, ring_steps
+from megatron.model.ring_attention import ring_steps
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu.chunks import own_chunks
 from megatron.mpu.context_parallel import (
-    UNSHARED,
-    AttentionSharing,
     gather_from_context_parallel_region,
     gathered_again,
     heads_to_rows,
@@ -45,64 +44,7 @@ from megatron.mpu.context_parallel import (
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, create_parameters
 from megatron.mpu.mesh import Axis
 from megatron.mpu.random import Dropout
-from megatron.settings.schema import Config, Kernels, Model
-
-
-@dataclass(frozen=True)
-class ForwardContext:
-    """The inputs that all blocks share in one forward pass.
-
-    batch     the `MicroBatch`; None in inference
-    samples   [b] positions in the order of training samples, for dropout; None in inference
-    angles    cos and sin of RoPE, or None
-    local_angles  those of layers with a window, if they have another base (--rope-local-base-freq)
-    documents the keys that each query sees if documents are packed into samples, for whole sequences, even if this rank
-              has only some rows; None: plain causal attention. For non-causal layers: the sample of each row
-              (`packed_rows`)
-    of_chunks the same for the rank's two chunks of rows, by window: each chunk's queries over the keys sliced for it
-    of_ring   the same for the steps of a ring, by its size and the window
-    allowed   [b, s, s] bool: query may see key. In inference, if samples have several documents
-    cache     keys and values of earlier tokens, or None
-    region    returns the context manager for recomputation
-    bias      [heads/tp, s, t], added to scores: relative positions; or None
-    padding   [b, t] bool: True for keys that are tokens, at least one per sample; None: all
-    routings  layer -> how its first run routed tokens to experts, which recomputation repeats
-    weights   [s, b]: of tokens in the sums that layers return; None: the loss mask. For losses that are no sums over tokens
-    drawn     (queries, keys) of a sample that dropout is drawn for, if padding rows follow them; None: all
-    """
-
-    samples: Optional[torch.Tensor] = None
-    angles: Optional[tuple[torch.Tensor, torch.Tensor]] = None
-    local_angles: Optional[tuple[torch.Tensor, torch.Tensor]] = None
-    documents: Optional[Documents] = None
-    of_chunks: Optional[dict[Optional[int], tuple[Documents, Documents]]] = None
-    of_ring: Optional[dict[tuple[int, Optional[int]], Steps]] = None
-    allowed: Optional[torch.Tensor] = None
-    cache: Optional[Cache] = None
-    region: Callable = nullcontext
-    batch: Any = None
-    bias: Optional[torch.Tensor] = None
-    padding: Optional[torch.Tensor] = None
-    drawn: Optional[tuple[int, int]] = None
-    weights: Optional[torch.Tensor] = None
-    routings: dict[int, Any] = field(default_factory=dict)
-
-    @property
-    def loss_mask(self) -> Optional[torch.Tensor]:
-        """[s, b] float32: what each token counts in the sums of layers; None if all count 1, and in inference."""
-        if self.weights is not None:
-            return self.weights
-        return None if self.batch is None else self.batch.loss_mask
-
-    @cached_property
-    def without_cache(self) -> "ForwardContext":
-        """The context of attention over keys that a cache has returned."""
-        return replace(self, cache=None)
-
-    @property
-    def num_tokens(self) -> Optional[torch.Tensor]:
-        """Tokens of the micro-batch that count in the loss, an fp32 scalar; None in inference."""
-        return None if self.batch is None else self.batch.num_tokens
+from megatron.settings.schema import Config, Kernels
 
 
 def allowed_pairs(documents: torch.Tensor) -> torch.Tensor:
@@ -129,54 +71,41 @@ def documents_of_chunks(starts: np.ndarray, rows: Axis, windows: set[Optional[in
 
 
 class Attention(nn.Module):
-    """Self-attention, [s, b, h] -> [s, b, h]. weights: `model.weights.attention(...)`.
-
-    sharing: ranks that share each sequence; gather_again: gathered keys and values are gathered again in the backward pass
-    instead of being kept.
-    """
+    """Self-attention, [s, b, h] -> [s, b, h]. weights: `model.weights.attention(...)`."""
 
     causal = True  # no query sees a key after it
 
-    def __init__(
-        self,
-        model: Model,
-        layer: int,
-        tp: Axis,
-        weights: Table,
-        *,
-        seed: int,
-        kernels: Kernels,
-        recompute_core=False,
-        sharing: AttentionSharing = UNSHARED,
-        gather_again=False,
-        **common,
-    ):
+    def __init__(self, weights: Table, setup: LayerSetup):
         super().__init__()
-        self.layer, self.head_dim = layer, model.head_dim
+        model, tp, kernels, sharing = setup.model, setup.tp, setup.kernels, setup.sharing
+        self.layer, self.head_dim = setup.layer, model.head_dim
         self.scale = (model.query_pre_attn_scalar or self.head_dim) ** -0.5  # of scores
         self.groups = model.query_groups // tp.size
         self.queries = model.num_attention_heads // model.query_groups
-        self.qkv = ColumnParallelLinear(take_prefix(weights, "qkv"), tp, **common)
-        self.output = RowParallelLinear(take_prefix(weights, "output"), tp, **common)
+        self.qkv = ColumnParallelLinear(take_prefix(weights, "qkv"), tp, **setup.linear)
+        self.output = RowParallelLinear(take_prefix(weights, "output"), tp, **setup.linear)
         self.q_norm = self.k_norm = None
         if model.qk_layernorm:
             norm = partial(RMSNormAcrossHeads, tp) if model.qk_layernorm_across_heads else NORMS[model.normalization]
-            factory_kwargs = dict(dtype=common["dtype"], device=common["device"])
             self.q_norm, self.k_norm = (
-                norm(take_prefix(weights, name), model.norm_epsilon, **factory_kwargs) for name in ("q_norm", "k_norm")
+                norm(take_prefix(weights, name), model.norm_epsilon, **setup.factory) for name in ("q_norm", "k_norm")
             )
         self.has_sinks = model.softmax_type != "vanilla"
         self.register_parameter("softmax_offset", None)
         if learned := {name: placed for name, placed in weights.items() if name == "softmax_offset"}:
-            create_parameters(self, learned, tp, dtype=common["dtype"], device=common["device"])
-        self.sharing, self.gather_again = sharing, gather_again
+            create_parameters(self, learned, tp, **setup.factory)
+        self.sharing, self.recompute_core = sharing, CORE in setup.recompute
+        # Gathered keys and values are gathered again in the backward pass instead of being kept.
+        self.gather_again = not {CORE, ATTENTION, LAYER}.intersection(setup.recompute) and not kernels.torch_compile
         heads = tp if sharing.heads.size == 1 else _divided_by_both(tp, sharing.heads)
-        self.dropout = Dropout(model.attention_dropout, "attention", layer, seed, batch_dim=0, cut=0, axis=heads)
+        self.dropout = Dropout(
+            model.attention_dropout, "attention", self.layer, setup.seed, batch_dim=0, cut=0, axis=heads
+        )
         # Megatron's scaling for fp16: scores are divided by the layer's number before, multiplied after, in fp32.
-        self.score_divisor = float(layer + 1) if model.apply_query_key_layer_scaling else 1.0
+        self.score_divisor = float(self.layer + 1) if model.apply_query_key_layer_scaling else 1.0
         self.softmax_in_fp32 = model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
-        self.softcap, self.window = model.attn_logit_softcapping, model.window_of(layer)
-        self.backend, self.recompute_core = kernels.attention_backend, recompute_core
+        self.softcap, self.window = model.attn_logit_softcapping, model.window_of(self.layer)
+        self.backend = kernels.attention_backend
         self.plain_softmax, self.plain_rope = not kernels.masked_softmax_fusion, not kernels.rope_fusion
         self.fuse_qkv = kernels.fuse_attn_qkv
         self.core = self._usual_core = core_of(self.causal and not sharing.in_ring, kernels)

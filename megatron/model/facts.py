@@ -2,8 +2,8 @@
 """A static description of a model: weights, FLOPs, memory and messages, without building it. Needs no torch.
 
 The planner, the preflight check, parameter counts, FLOP rates and the check that all ranks hold the whole model
-use a model's `Facts`, and none of them depends on the type of model. A new kind of layer is a module, and here a table of
-weights and a list of ops:
+use a model's `Facts`, and none of them depends on the type of model. A new kind of layer is a list of branches
+(`model/branches.py`), or a module, a table of weights and a list of ops:
 
     class MyFacts(Facts):
         def layer_weights(self, kind, sequence_parallel): ...     # the table of a layer's weights
@@ -23,6 +23,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Optional
 
 from megatron.errors import SettingsError
+from megatron.model.branches import Branch, branch_ops, branch_weights
 from megatron.model.layer_ops import ATTENTION, LAYER, Collective, CoreAttention, LayerOp, Product, RankSetup, Residual
 from megatron.model.linear_kinds import WEIGHT, Chosen, chosen_of, linear_layers, with_own_weights
 from megatron.model.lora import PAIR
@@ -63,17 +64,25 @@ class Facts:
     sequences = 1  # per sample
     recomputes: ClassVar[frozenset[str]] = frozenset()  # parts of a layer that can be recomputed alone (`layer_ops`)
 
-    # ---- required methods -------------------------------------------------------------------------------------------
+    # ---- required methods: `branches`, or the other two ---------------------------------------------------------------
+
+    def branches(self, kind: str) -> tuple[Branch, ...]:
+        """The branches of a layer."""
+        raise NotImplementedError
 
     def layer_weights(self, kind: str, sequence_parallel: bool) -> Table:
         """The weights of a layer."""
-        raise NotImplementedError
+        return branch_weights(self, kind, sequence_parallel)
 
     def layer_ops(self, share: RankSetup, kind: str) -> Sequence[LayerOp]:
         """The ops of a layer's forward pass, in order."""
-        raise NotImplementedError
+        return branch_ops(self, share, kind)
 
     # ---- optional methods -------------------------------------------------------------------------------------------
+
+    def residual(self, share: RankSetup, kind: str) -> Residual:
+        """The hidden states between the branches of a layer."""
+        return Residual(self.settings, share, self.settings.seq_length // share.cp * share.micro_batch_size)
 
     def layer_kind(self, layer: int) -> str:
         """The kind of a layer; layers of one kind have equal weights and ops."""

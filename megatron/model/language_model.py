@@ -19,8 +19,10 @@ from megatron.errors import SettingsError
 from megatron.fused_kernels import run_probes
 from megatron.fused_kernels.autocast import Autocast, autocast_of
 from megatron.fused_kernels.gpu.flash_version import use_flash_attention
+from megatron.model.context import LayerSetup
 from megatron.model.facts import PROJECTIONS, Facts
 from megatron.model.graph_dump import dumping_backend
+from megatron.model.layer import Layer, Sums, added
 from megatron.model.linear_products import products_of
 from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions
@@ -40,7 +42,6 @@ from megatron.mpu.random import Draws, Dropout
 from megatron.settings.schema import Config, Kernels, Model, Recompute
 
 LOSS, TOKENS = LM_LOSS, "tokens"  # names of the sums of a last stage
-Sums = dict[str, torch.Tensor]  # name -> fp32 scalar
 HiddenLosses = dict[int, Callable[[torch.Tensor], torch.Tensor]]
 
 
@@ -67,7 +68,7 @@ def choose_fusions(model: nn.Module, kernels: Kernels) -> None:
 class LanguageModel(nn.Module):
     """The layers `layers` (default: all) of a model, with the embedding if `first` and norm, output and loss if `last`.
 
-    A subclass builds a layer (`build_layer`), and may define an input that all layers share (`context`). Layers may
+    A subclass may have other layers (`layer_class`, `build_layer`), and an input that all share (`context`). Layers may
     return sums over tokens with x; those of one name are added up, and any stage returns them.
 
     Parameters are created empty, from the tables of `facts.units`: `mpu.random.init_parameter` fills them as
@@ -78,6 +79,7 @@ class LanguageModel(nn.Module):
     formats per op. cp_comm_type: how ranks of `mesh.cp` share attention, one value for all layers or one for each.
     """
 
+    layer_class: type[Layer] = Layer
     # Of the output layer; set by `deferred_wgrad.attach_weight_grad_store`.
     weight_grad_store: Optional[WeightGradStore] = None
     # For evaluations that need each sample (`training.measures`): called on the last stage with the micro-batch and
@@ -183,9 +185,20 @@ class LanguageModel(nn.Module):
         """Build layer number `layer`: a module whose forward takes (x, context) and returns x, or (x, {name: sum}).
 
         It keeps the shape of x. recompute: names of the parts that it recomputes, from `Facts.recomputes`. With ("full",)
-        the caller recomputes the whole layer.
+        the caller recomputes the whole layer. By default it is a `layer_class`, of the branches in the facts.
         """
-        raise NotImplementedError
+        setup = LayerSetup(
+            self.facts,
+            layer,
+            self.mesh,
+            self.seed,
+            self.kernels,
+            self.sequence_parallel,
+            recompute=recompute,
+            sharing=self.sharing(layer),
+            **self.factory_kwargs,
+        )
+        return self.layer_class(weights, setup)
 
     def build_embedding(self, mesh: Mesh, tables: dict[str, Table]) -> nn.Module:
         """The module that embeds tokens. The output layer may share its `word`, on a last stage without other parts."""
@@ -374,12 +387,12 @@ class LanguageModel(nn.Module):
             shape, x = x.shape, self.blocks[str(n)](x, context)
             if isinstance(x, tuple):
                 x, own = x
-                sums = _added(sums, own)
+                sums = added(sums, own)
             if getattr(x, "shape", None) != shape:
                 raise _shape_error(n, x, shape)
             if n in compared:
                 states = self.hidden_projections[str(n)](x) if str(n) in self.hidden_projections else x
-                sums = _added(sums, {KD_HIDDEN_LOSS: sum_over_tokens(compared[n](states), mask, self)})
+                sums = added(sums, {KD_HIDDEN_LOSS: sum_over_tokens(compared[n](states), mask, self)})
         return x, sums
 
     @property
@@ -395,11 +408,6 @@ class LanguageModel(nn.Module):
     def output_bias(self) -> Optional[torch.Tensor]:
         """[v/tp], added to logits; None: no bias."""
         return None
-
-
-def _added(sums: Sums, own: Sums) -> Sums:
-    """The sums with those of a layer."""
-    return sums | {name: sums[name] + value if name in sums else value for name, value in own.items()}
 
 
 def _shape_error(layer: int, returned: Any, shape: torch.Size) -> SettingsError:

@@ -212,11 +212,13 @@ class Residual:
     """The hidden states between branches, [tokens, h], on one rank, and the ops that read them and add to them.
 
     tokens: inputs of products; with sequence parallelism a rank has 1 / tp of them between branches.
+    kept: whether an earlier op of the branch saves the normalized states
     """
 
     model: Model
     share: RankSetup
     tokens: int
+    kept: bool = False
 
     @property
     def h(self) -> int:
@@ -247,7 +249,7 @@ class Residual:
         layer: str = "",
     ):
         """A column-parallel product. keeps: whether it saves its input (no other op does); layer: its name in the block."""
-        given, learns = self.nbytes if keeps else 0, self.share.keeps_input(layer)
+        given, learns = self.nbytes if keeps and not self.kept else 0, self.share.keeps_input(layer)
         rounding = self._rounding(name, self.elements, given, again, layer)
         product = Product(
             name,

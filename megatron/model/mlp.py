@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.errors import SettingsError
 from megatron.fused_kernels import Case, choose_kernel, cpu_ops, reference
+from megatron.model.context import ForwardContext, LayerSetup
+from megatron.model.layer_ops import ACTIVATION
+from megatron.model.layer_ops import MLP as WHOLE
 from megatron.model.recompute import recompute_output
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.mpu.mesh import Axis
-from megatron.settings.schema import Model
 
 
 class Activation(nn.Module):
@@ -30,8 +32,9 @@ class Activation(nn.Module):
     fusion, unfused = "bias_swiglu_fusion", False
     recompute_activation, region = False, nullcontext
 
-    def __init__(self, model: Model):
+    def __init__(self, setup: LayerSetup):
         super().__init__()
+        model, self.recompute_activation = setup.model, ACTIVATION in setup.recompute and WHOLE not in setup.recompute
         self.swiglu, self.geglu, self.squared = model.swiglu, model.geglu, model.squared_relu
         self.approximate = "tanh" if model.bias_gelu_fusion else "none"
         self.sigmoid_gate, self.gated = model.sigmoid_gate, model.gated
@@ -62,12 +65,18 @@ class MLP(Activation):
     weights: `model.weights.mlp(...)`
     """
 
-    def __init__(self, model: Model, tp: Axis, weights: Table, **common):
-        super().__init__(model)
-        self.up = ColumnParallelLinear(take_prefix(weights, "up"), tp, **common)
-        self.down = RowParallelLinear(take_prefix(weights, "down"), tp, **common)
+    def __init__(self, weights: Table, setup: LayerSetup):
+        super().__init__(setup)
+        if self.recompute_activation and type(self).forward is not MLP.forward:
+            raise SettingsError(
+                f"--recompute-modules mlp_act: {type(self).__name__} has its own forward function",
+                "only that of MLP recomputes its activation",
+                "say mlp, which recomputes all of it",
+            )
+        self.up = ColumnParallelLinear(take_prefix(weights, "up"), setup.tp, **setup.linear)
+        self.down = RowParallelLinear(take_prefix(weights, "down"), setup.tp, **setup.linear)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: Optional[ForwardContext] = None) -> torch.Tensor:
         if self.up.reads_packed(x) and self.is_gelu:
             return self.down(cpu_ops.onednn_gelu(x, self.up.packed, self.up.bias, self.approximate))
         adds_bias = self._bias_gelu(x)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megatron.fused_kernels.documents import Documents
-from megatron.model.attention import ForwardContext
+from megatron.model.context import ForwardContext
 from megatron.settings.schema import Kernels, Model
 
 ROUND = 64  # each sample keeps a multiple of this many rows: a product of a new shape takes milliseconds to prepare

@@ -11,9 +11,9 @@ import torch
 
 from megatron.fused_kernels import Case, choose_kernel, cpu_ops
 from megatron.fused_kernels.cpu import keep_memory
-from megatron.model.attention import ForwardContext
-from megatron.model.block import Block
+from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.gpt.facts import GPTFacts
+from megatron.model.layer import Layer
 from megatron.mpu import collectives
 from megatron.mpu.cpu_threads import choose_threads
 from megatron.mpu.forked import run_ranks
@@ -23,7 +23,7 @@ from megatron.planner import target
 from megatron.planner.device import Device
 from megatron.planner.layout import Job
 from megatron.planner.speed import Cluster, layer_seconds
-from megatron.settings.schema import Kernels, Model
+from megatron.settings.schema import Model
 
 SIZES = dict(cpu=(64, 256, 1024), cuda=(256, 1024, 8192))  # of matrix products: the last is assumed to be fastest
 SHAPE = dict(cpu=(512, 512, 8), cuda=(2048, 4096, 32))  # sequence, hidden size, heads of the block that is measured
@@ -146,9 +146,8 @@ def _ops(kind: str, figures: dict) -> dict:
 def _block_seconds(kind: str, s: int, h: int, heads: int) -> float:
     """Forward and backward pass of one layer in fp32, without dropout."""
     model = Model(1, h, heads, s, hidden_dropout=0.0, attention_dropout=0.0)
-    weights = GPTFacts(model, 1).layer_weights("layer", False)
-    kind_of = dict(dtype=torch.float32, device=kind)
-    block = Block(model, 0, Mesh().tp, weights, seed=1, kernels=Kernels(), sequence_parallel=False, **kind_of)
+    facts = GPTFacts(model, 1)
+    block = Layer(facts.layer_table(0, False), LayerSetup(facts, 0, Mesh(), device=kind))
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.normal_(0, 0.02)

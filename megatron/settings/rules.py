@@ -91,15 +91,15 @@ def _open_size(settings: schema.Config) -> list[str]:
 def _out_of_range(settings: schema.Config) -> tuple[dict[str, str], schema.Config]:
     """Violations of ranges, and the settings with harmless values instead, so that other rules can be checked."""
     violations, groups, given = {}, {}, settings.given_words
-    for name in schema.GROUPS:
-        group = getattr(settings, name)
+    for name, group in settings.groups.items():  # a recipe's own, too
         if wrong := out_of_range(group, given):
             violations |= wrong
             groups[name] = replace(
                 group,
                 **{one.name: _harmless(one, getattr(group, one.name)) for one in fields(group) if one.name in wrong},
             )
-    return violations, replace(settings, **groups)
+    extra = {name: groups.pop(name, group) for name, group in settings.extra.items()}
+    return violations, replace(settings, **groups, extra=extra)
 
 
 def _harmless(field: Field, value: object) -> object:

@@ -16,7 +16,7 @@ from typing import Any, Optional
 import torch
 import torch.nn.functional as F
 
-from megatron.model.attention import ForwardContext
+from megatron.model.context import ForwardContext
 from megatron.model.gpt.module import GPT
 from megatron.model.language_model import TOKENS, Sums
 from megatron.mpu import collectives

@@ -181,16 +181,13 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
 def saving_at_sigterm(script: str, words: list[str]) -> list[str]:
     """The flags of a training of this suite with --exit-signal-handler, unless they say something about it.
 
-    So SIGTERM to the launcher saves, as Ctrl-C does: it comes from `kill`, systemd, docker stop and schedulers.
-
-    >>> saving_at_sigterm("pretrain_gpt.py", ["--save", "a"]), saving_at_sigterm("my_script.py", ["a"])
-    (['--save', 'a', '--exit-signal-handler'], ['a'])
+    So SIGTERM to the launcher saves, as Ctrl-C does: it comes from `kill`, systemd, docker stop and schedulers. A training
+    is a script that imports `megatron.entry`: those of the suite, and a user's own.
     """
     said = any("exit-signal-handler" in word.replace("_", "-") for word in words)
-    return words if said or Path(script).name not in TRAININGS else [*words, "--exit-signal-handler"]
-
-
-TRAININGS = ("pretrain_gpt.py", "pretrain_t5.py", "pretrain_bert.py", "finetune.py")
+    path = Path(script)
+    trains = path.suffix == ".py" and path.is_file() and b"megatron.entry" in path.read_bytes()
+    return [*words, "--exit-signal-handler"] if trains and not said else words
 
 
 def instead_of(flag: str, argv: list[str]) -> str:

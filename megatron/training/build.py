@@ -343,7 +343,7 @@ def origin_of(
         commit=source_commit(),
         code=start.code,
         libraries=library_versions(),
-        **learned_vocabulary(tokenizer),
+        **learned_vocabulary(tokenizer, None if settings.finetune else (start.record or {}).get("vocabulary")),
         untrained=untrained,
         folder=os.getcwd(),
         **lineage(start.record, settings.load if settings.finetune else None),

@@ -190,7 +190,7 @@ def backward(trap: Trap) -> None:
 
         return trapped
 
-    wrap("megatron.model.block", "Block.forward", around)
+    wrap("megatron.model.layer", "Layer.forward", around)
 
 
 def collective(trap: Trap) -> None:

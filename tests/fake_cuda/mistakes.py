@@ -6,8 +6,8 @@ import dataclasses
 import torch
 
 from megatron.data import loader
-from megatron.model import block, positions
-from megatron.model.experts import layer
+from megatron.model import layer, positions
+from megatron.model.experts import layer as experts
 from megatron.optimizer import state, zero
 from megatron.pipeline import wire
 from megatron.telemetry import rank_times
@@ -72,9 +72,9 @@ def a_branch_on_a_value() -> None:
 
 def a_norm_of_numpy() -> None:
     def made(real):
-        return lambda block, x, *args: (x.detach().float().cpu().numpy(), real(block, x, *args))[1]
+        return lambda layer, branch, x, *args: (x.detach().float().cpu().numpy(), real(layer, branch, x, *args))[1]
 
-    instead(block.Block, "_attention_half", made)
+    instead(layer.Layer, "_mixed_norm", made)
 
 
 def samples_sent_to_the_device() -> None:
@@ -98,7 +98,7 @@ def a_weight_of_an_expert_read() -> None:
     def made(real):
         return lambda experts, x, routing: real(experts, x, routing) if routing.weights.sum().item() else x
 
-    instead(layer.Experts, "forward", made)
+    instead(experts.Experts, "forward", made)
 
 
 def times_that_are_read_too_early():

@@ -183,6 +183,17 @@ def test_dangerous_changes_are_refused_unless_overridden(group, name, value):
     assert any(flag in text and "(--override)" in text for text in changes.change_messages(allowed, saved))
 
 
+def test_a_setting_that_the_checkpoint_does_not_know_had_its_default():
+    saved = _record(_config())
+    for group, name in (("model", "squared_relu"), ("model", "seq_length"), ("logging", "seed")):
+        del saved[group][name]
+    changes.refuse_another_run(_config(), {**saved, "logging": saved["logging"] | {"seed": 1234}})
+    with pytest.raises(SettingsError, match="--squared-relu: "):
+        changes.refuse_another_run(_config(model=dict(squared_relu=True)), saved)
+    with pytest.raises(SettingsError, match="--seed: "):
+        changes.refuse_another_run(_config(logging=dict(seed=7)), saved)
+
+
 def test_a_model_alone_begins_a_run_with_finetune():
     """As from-hf writes it: it has no data, so --override would be the wrong advice."""
     with pytest.raises(SettingsError, match="--data-path: .*\n.*-> --finetune: the checkpoint holds a model alone"):

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 from megatron.data.loader import MicroBatch, MicroBatchLoader
 from megatron.errors import SettingsError
-from megatron.model.attention import ForwardContext, attention_core
+from megatron.model.attention import attention_core
+from megatron.model.context import ForwardContext
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Data, Kernels, Model

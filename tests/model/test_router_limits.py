@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.model.attention import ForwardContext
 from megatron.model.command_line import parse_any
+from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.experts import routing
 from megatron.model.experts.expert_rules import RULES
 from megatron.model.experts.layer import MoELayer
@@ -19,6 +19,7 @@ from megatron.model.experts.parts import balance_loss, capacity
 from megatron.model.experts.replay import RoutingRecord
 from megatron.model.experts.routing import ExpertChoice, best, places_of
 from megatron.model.experts.weights import experts
+from megatron.model.gpt.facts import GPTFacts
 from megatron.mpu.mesh import Mesh
 from megatron.settings.rules import record
 from megatron.training.expert_loads import ENOUGH, idle_experts
@@ -69,9 +70,7 @@ def test_ranks_that_share_rows_unevenly_give_all_of_them_back(rows, run_ranks):
 
     def layer(mesh: Mesh) -> torch.Tensor:
         m = model(moe_ffn_hidden_size=8, num_layers=1)
-        made = MoELayer(
-            m, 0, mesh, experts(m, False), seed=5, sequence_parallel=False, dtype=torch.float32, device="cpu"
-        )
+        made = MoELayer(experts(m, False), LayerSetup(GPTFacts(m, 1), 0, mesh, seed=5))
         with torch.no_grad():
             for name, parameter in made.named_parameters():
                 whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
@@ -135,10 +134,10 @@ def test_noise_of_layers_sites_samples_and_seeds_is_not_each_others(site):
     for layer, seed, sample in itertools.product((0, 1), (5, 6), (0, 1)):
         made = router()
         made.layer, made.seed = layer, seed
-        seen[layer, seed, sample] = made._uniform(site, like, torch.tensor([sample]))
+        seen[layer, seed, sample] = made.uniform(site, like, torch.tensor([sample]))
     for one, other in itertools.combinations(seen, 2):
         assert not torch.equal(seen[one], seen[other]), (one, other)
-    assert not torch.equal(made._uniform("another", like, torch.tensor([1])), seen[1, 6, 1])
+    assert not torch.equal(made.uniform("another", like, torch.tensor([1])), seen[1, 6, 1])
 
 
 def test_of_equal_weights_the_first_tokens_have_the_first_places():

@@ -13,9 +13,9 @@ from torch import nn
 import pretrain_gpt
 from megatron.entry import start
 from megatron.errors import run_main
-from megatron.model.block import Block
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
+from megatron.model.layer import Layer
 from megatron.model.weights import add_prefix, frozen, take_prefix
 from megatron.mpu.layers import create_parameters
 from megatron.mpu.placement import Normal, Placement
@@ -55,17 +55,17 @@ class Adapter(nn.Module):
         return x + F.linear(F.relu(F.linear(x, self.down)), self.up)
 
 
-class AdaptedBlock(Block):
-    def __init__(self, model, layer, tp, weights, *, dtype, device, **more):
-        super().__init__(model, layer, tp, weights, dtype=dtype, device=device, **more)
-        self.adapter = Adapter(take_prefix(weights, "adapter"), dtype=dtype, device=device)
+class AdaptedLayer(Layer):
+    def __init__(self, weights, setup):
+        super().__init__(weights, setup)
+        self.adapter = Adapter(take_prefix(weights, "adapter"), **setup.factory)
 
     def forward(self, x, context):
         return self.adapter(super().forward(x, context))
 
 
 class AdaptedGPT(GPT):
-    block_class = AdaptedBlock
+    layer_class = AdaptedLayer
 
 
 def recipe():

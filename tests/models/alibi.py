@@ -9,14 +9,14 @@ import pretrain_gpt
 from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.attention import Attention, attention_core
-from megatron.model.block import Block
-from megatron.model.gpt.module import GPT
+from megatron.model.gpt.facts import SELF_ATTENTION, GPTFacts
 
 
 class AlibiAttention(Attention):
-    def __init__(self, model, layer, tp, weights, **more):
-        super().__init__(model, layer, tp, weights, **more)
-        slopes = 2.0 ** (-8 * torch.arange(1, model.num_attention_heads + 1) / model.num_attention_heads)
+    def __init__(self, weights, setup):
+        super().__init__(weights, setup)
+        heads, tp = setup.model.num_attention_heads, setup.tp
+        slopes = 2.0 ** (-8 * torch.arange(1, heads + 1) / heads)
         self.register_buffer("slopes", slopes.chunk(tp.size)[tp.rank], persistent=False)  # of this rank's heads
         self.core = with_distances
 
@@ -28,17 +28,13 @@ def with_distances(query, key, value, layer, context):  # [s, b, g/tp, q, d], an
     return attention_core(query, key, value, layer, replace(context, bias=bias))
 
 
-class AlibiBlock(Block):
-    attention_class = AlibiAttention
-
-
-class AlibiGPT(GPT):
-    block_class = AlibiBlock
+class AlibiFacts(GPTFacts):
+    mixers = GPTFacts.mixers | {"attention": replace(SELF_ATTENTION, module=AlibiAttention)}
 
 
 def recipe():
-    own = dict(defaults={"position_embedding_type": "none"}, shares_sequences=False)
-    return pretrain_gpt.variant("tests.models.alibi", AlibiGPT, **own)
+    own = dict(facts=AlibiFacts, defaults={"position_embedding_type": "none"}, shares_sequences=False)
+    return pretrain_gpt.variant("tests.models.alibi", **own)
 
 
 if __name__ == "__main__":

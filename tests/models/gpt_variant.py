@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A variant of GPT: attention and MLP beside each other, a gate for each head, and a loss on what layers add."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pretrain_gpt
 from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.attention import Attention
-from megatron.model.block import Block
-from megatron.model.gpt.facts import GPTFacts
+from megatron.model.gpt.facts import SELF_ATTENTION, GPTFacts
 from megatron.model.gpt.module import GPT
 from megatron.model.language_model import sum_over_tokens
+from megatron.model.layer import Layer
 from megatron.model.weights import add_prefix, column, take_prefix
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.settings.schema import setting
@@ -21,34 +21,34 @@ class VariantSettings:
     added_loss_coeff: float = setting("weight of the loss on the mean square of what layers add", 0.0)
 
 
-class VariantFacts(GPTFacts):
-    def layer_weights(self, kind, sequence_parallel):
-        m, weights = self.settings, super().layer_weights(kind, sequence_parallel)
-        gate = column(m.hidden_size, (m.num_attention_heads,), m.init_method_std, bias=False)
-        return {**weights, **add_prefix("attention.gate", gate)}
-
-
 class GatedAttention(Attention):
-    def __init__(self, model, layer, tp, weights, *, sequence_parallel, dtype, device, **more):
-        common = dict(sequence_parallel=sequence_parallel, dtype=dtype, device=device)
-        super().__init__(model, layer, tp, weights, **common, **more)
-        self.gate = ColumnParallelLinear(take_prefix(weights, "gate"), tp, **common)
+    def __init__(self, weights, setup):
+        super().__init__(weights, setup)
+        self.gate = ColumnParallelLinear(take_prefix(weights, "gate"), setup.tp, **setup.linear)
 
     def project(self, attended, x):  # [s, b, heads/tp x head_dim], [s, b, h] or [s/tp, b, h]
         gates = 2 * self.gate(x).sigmoid()  # [s, b, heads/tp]
         return super().project((attended.unflatten(-1, (-1, self.head_dim)) * gates.unsqueeze(-1)).flatten(-2), x)
 
 
-class VariantBlock(Block):
-    attention_class = GatedAttention
+def gated_weights(facts, sequence_parallel):
+    m, weights = facts.settings, SELF_ATTENTION.weights(facts, sequence_parallel)
+    gate = column(m.hidden_size, (m.num_attention_heads,), m.init_method_std, bias=False)
+    return {**weights, **add_prefix("gate", gate)}
 
+
+class VariantFacts(GPTFacts):
+    mixers = GPTFacts.mixers | {"attention": replace(SELF_ATTENTION, module=GatedAttention, weights=gated_weights)}
+
+
+class VariantLayer(Layer):
     def forward(self, x, context):
-        added = self.attention_part(x, context) + self.mlp_part(x, context)
+        added = self.part("attention", x, context) + self.part("mlp", x, context)
         return x + added, {"added": sum_over_tokens(added.float().square().mean(-1), context.loss_mask, self)}
 
 
 class Variant(GPT):
-    block_class = VariantBlock
+    layer_class = VariantLayer
 
 
 def sums(config):

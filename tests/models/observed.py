@@ -3,6 +3,8 @@
 a gradient that evens out how much the channels of a layer's input carry, as a router's bias evens out its experts.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -10,9 +12,9 @@ import pretrain_gpt
 from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.attention import Attention
-from megatron.model.block import Block
-from megatron.model.gpt.facts import GPTFacts
+from megatron.model.gpt.facts import SELF_ATTENTION, GPTFacts
 from megatron.model.gpt.module import GPT
+from megatron.model.layer import Layer
 from megatron.model.weights import add_prefix, take_prefix
 from megatron.mpu.layers import create_parameters
 from megatron.mpu.placement import Buffer, Constant, Placement
@@ -20,21 +22,8 @@ from megatron.mpu.placement import Buffer, Constant, Placement
 RATE = 0.05
 
 
-class ObservedFacts(GPTFacts):
-    def layer_weights(self, kind, sequence_parallel):
-        m, partial = self.settings, ("tp",) if sequence_parallel else ()  # each rank then sees its own tokens
-        zeros = lambda shape, combine, dtype="float32", **more: Placement(
-            shape, Constant(0), buffer=Buffer(combine, dtype), **more
-        )
-        watch = {
-            "largest": zeros((m.hidden_size,), "max", partial=partial),
-            "load": zeros((m.hidden_size,), "sum", partial=partial),
-            "seen": zeros((), "sum", "int64", partial=partial),
-            "bias": zeros((m.hidden_size,), "same"),
-        }
-        heads = zeros((m.num_attention_heads,), "max", cut={"tp": 0})
-        own = {**add_prefix("watch", watch), "attention.heads.largest": heads}
-        return {**super().layer_weights(kind, sequence_parallel), **own}
+def zeros(shape, combine, dtype="float32", **more):
+    return Placement(shape, Constant(0), buffer=Buffer(combine, dtype), **more)
 
 
 class Watch(nn.Module):
@@ -75,27 +64,46 @@ class Heads(nn.Module):
 
 
 class ObservedAttention(Attention):
-    def __init__(self, model, layer, tp, weights, *, dtype, device, **more):
-        super().__init__(model, layer, tp, weights, dtype=dtype, device=device, **more)
-        self.heads = Heads(take_prefix(weights, "heads"), tp, dtype=dtype, device=device)
+    def __init__(self, weights, setup):
+        super().__init__(weights, setup)
+        self.heads = Heads(take_prefix(weights, "heads"), setup.tp, **setup.factory)
 
     def project(self, attended, x):
         return super().project(self.heads(attended), x)
 
 
-class ObservedBlock(Block):
-    attention_class = ObservedAttention
+def observed_weights(facts, sequence_parallel):
+    heads = zeros((facts.settings.num_attention_heads,), "max", cut={"tp": 0})
+    return {**SELF_ATTENTION.weights(facts, sequence_parallel), "heads.largest": heads}
 
-    def __init__(self, model, layer, tp, weights, *, dtype, device, **more):
-        super().__init__(model, layer, tp, weights, dtype=dtype, device=device, **more)
-        self.watch = Watch(take_prefix(weights, "watch"), dtype=dtype, device=device)
+
+class ObservedFacts(GPTFacts):
+    mixers = GPTFacts.mixers | {
+        "attention": replace(SELF_ATTENTION, module=ObservedAttention, weights=observed_weights)
+    }
+
+    def layer_weights(self, kind, sequence_parallel):
+        m, partial = self.settings, ("tp",) if sequence_parallel else ()  # each rank then sees its own tokens
+        watch = {
+            "largest": zeros((m.hidden_size,), "max", partial=partial),
+            "load": zeros((m.hidden_size,), "sum", partial=partial),
+            "seen": zeros((), "sum", "int64", partial=partial),
+            "bias": zeros((m.hidden_size,), "same"),
+        }
+        return {**super().layer_weights(kind, sequence_parallel), **add_prefix("watch", watch)}
+
+
+class ObservedLayer(Layer):
+    def __init__(self, weights, setup):
+        super().__init__(weights, setup)
+        self.watch = Watch(take_prefix(weights, "watch"), **setup.factory)
 
     def forward(self, x, context):
         return super().forward(self.watch(x), context)
 
 
 class ObservedGPT(GPT):
-    block_class = ObservedBlock
+    layer_class = ObservedLayer
 
 
 def recipe():

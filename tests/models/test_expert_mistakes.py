@@ -18,9 +18,9 @@ import pretrain_gpt
 from megatron.checkpoint import folder as checkpoint_folder
 from megatron.convert import fitted, megatron_export
 from megatron.errors import Failure
-from megatron.model import language_model
+from megatron.model import facts, language_model
 from megatron.model.experts import grouped, parts, router, routing
-from megatron.model.gpt import facts, hf_names
+from megatron.model.gpt import hf_names
 from megatron.model.gpt.hf_match import Match
 from megatron.mpu import collectives, mappings
 from megatron.mpu.forked import run_ranks
@@ -91,11 +91,11 @@ def doubled_by_recomputation(patch):
 
 
 def with_router_table(change: Callable[[str, Placement], Placement]) -> Plant:
-    real = facts._layer_weights.__wrapped__  # not the cache, which would keep what is planted
+    real = facts.branch_weights.__wrapped__  # not the cache, which would keep what is planted
     weights = lambda *words: {
         name: change(name, one) if ".router." in name else one for name, one in real(*words).items()
     }
-    return lambda patch: patch.setattr(facts, "_layer_weights", weights)
+    return lambda patch: patch.setattr(facts, "branch_weights", weights)
 
 
 def of_one_tp_rank(which: str) -> Plant:

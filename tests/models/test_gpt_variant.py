@@ -14,7 +14,7 @@ from megatron.entry import start
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
-from megatron.model.attention import ForwardContext
+from megatron.model.context import ForwardContext
 from megatron.model.language_model import sum_over_tokens
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import seed_of
@@ -116,13 +116,13 @@ def test_its_logits_and_its_text_are_the_networks(tmp_path):
 def test_what_a_layer_sees_of_the_batch(monkeypatch, tmp_path):
     """Positions that do not count are ends of documents."""
     seen = []
-    forward = gpt_variant.VariantBlock.forward
+    forward = gpt_variant.VariantLayer.forward
 
     def watched(self, x, context):
         seen.append((context.loss_mask, context.num_tokens, context.batch))
         return forward(self, x, context)
 
-    monkeypatch.setattr(gpt_variant.VariantBlock, "forward", watched)
+    monkeypatch.setattr(gpt_variant.VariantLayer, "forward", watched)
     pretrain(0, f"{LINE} --train-iters 1")
     assert len(seen) == LAYERS * 4
     for mask, count, batch in seen:

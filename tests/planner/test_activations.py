@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron.data.loader import MicroBatch
-from megatron.model.gpt.facts import GPTFacts
+from megatron.model.branches import Branch
+from megatron.model.gpt.facts import DENSE, SELF_ATTENTION, GPTFacts
 from megatron.model.gpt.module import GPT
 from megatron.mpu.discarded import Discarded
 from megatron.mpu.mesh import Mesh
@@ -55,7 +56,17 @@ VOCABULARY = 96
 
 
 def measured(
-    model, layout, mesh, *, backend="auto", dtype=torch.float32, layers=None, first=True, last=True, length=None
+    model,
+    layout,
+    mesh,
+    *,
+    backend="auto",
+    dtype=torch.float32,
+    layers=None,
+    first=True,
+    last=True,
+    length=None,
+    facts=GPTFacts,
 ) -> int:
     """Bytes that the hooks of autograd see in one forward pass, weights left out."""
     layers = range(model.num_layers) if layers is None else layers
@@ -63,6 +74,7 @@ def measured(
         model,
         mesh,
         VOCABULARY,
+        facts=facts(model, VOCABULARY),
         layers=layers,
         first=first,
         last=last,
@@ -119,9 +131,18 @@ def saved_by_autograd(model) -> Iterator[dict[int, torch.UntypedStorage]]:
 
 
 def predicted(
-    model, layout, *, backend="auto", precision="fp32", layers=None, first=True, last=True, documents=False
+    model,
+    layout,
+    *,
+    backend="auto",
+    precision="fp32",
+    layers=None,
+    first=True,
+    last=True,
+    documents=False,
+    facts=GPTFacts,
 ) -> int:
-    job = Job(GPTFacts(model, VOCABULARY), layout.micro_batch_size, precision, "cpu", backend, documents)
+    job = Job(facts(model, VOCABULARY), layout.micro_batch_size, precision, "cpu", backend, documents)
     layers = range(model.num_layers) if layers is None else layers
     kept = stage_saved_bytes(job, layout, layers, first=first, last=last)
     kept.pop("output layer and loss", None)  # of its gradients autograd knows nothing
@@ -227,6 +248,26 @@ def test_stages(layers, first, last):
     model, layout = Model(**GPT_SHAPE), Layout(micro_batch_size=2)
     part = dict(layers=layers, first=first, last=last)
     assert predicted(model, layout, **part) == pytest.approx(measured(model, layout, Mesh(), **part), rel=0.05)
+
+
+class ParallelFacts(GPTFacts):
+    """Attention and MLP of a layer read one norm, and are summed, as in GPT-J and Phi."""
+
+    def branches(self, kind):
+        return (Branch("attention", (SELF_ATTENTION, DENSE), "attention_norm"),)
+
+
+@pytest.mark.parametrize("modules", [[], ["full_attn"], ["full"], *([name] for name in MODULES[:3])])
+@pytest.mark.parametrize("shape", [dict(), LLAMA])
+def test_two_mixers_after_one_norm(run_ranks, shape, modules):
+    whole = modules and modules[0].startswith("full")
+    again = Recompute(modules[0]) if whole else Recompute("core_attn" if modules else None, recompute_modules=modules)
+    model, own = Model(**{**GPT_SHAPE, **shape}), dict(facts=ParallelFacts)
+    one = Layout(micro_batch_size=2, recompute=again)
+    assert predicted(model, one, **own) == pytest.approx(measured(model, one, Mesh(), **own), rel=0.02)
+    two = Layout(tp=2, sp=True, micro_batch_size=2, recompute=again)
+    found = run_ranks(2, lambda rank: measured(model, two, Mesh(rank, tp=2), **own))[0]
+    assert predicted(model, two, **own) == pytest.approx(found, rel=0.02)
 
 
 @pytest.mark.parametrize("sp", [False, True])

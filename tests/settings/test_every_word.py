@@ -13,8 +13,9 @@ from itertools import permutations, product
 
 import pytest
 
-from megatron.errors import UsageError
+from megatron.errors import Failure, UsageError
 from megatron.model.command_line import parse_any
+from megatron.model.recipe import named_recipe
 from megatron.settings import from_checkpoint
 from megatron.settings.parse import parse, parse_pretrain
 from megatron.settings.reader import SHAPE as DECIDED
@@ -22,6 +23,7 @@ from megatron.settings.schema import GROUPS, Model, TokenizerSettings, setting
 from megatron.tasks import finetune
 from megatron.tools.evaluate import EvaluateOptions
 from megatron.tools.plan import PlanOptions
+from megatron.training.rules import check, idle
 
 SHAPE = dict(num_layers="2", hidden_size="8", num_attention_heads="2")
 TRUE, FALSE = ("true", "True", "yes", "on", "1", "ON"), ("false", "FALSE", "no", "off", "0", "Off")
@@ -268,8 +270,6 @@ FILES_AND_SHAPES = """task backbone pooling pretrained_checkpoint encoder_num_la
 @pytest.mark.parametrize("recipe", ["GPT", "T5", "BERT", "finetune", "megatron.tasks.chat"])
 def test_settings_of_each_recipe_arrive(recipe):
     """The groups that a recipe has of its own, and those of a tool next to them, both values of every switch."""
-    from megatron.model.recipe import named_recipe
-
     made = finetune.recipe() if recipe == "finetune" else named_recipe(recipe)
     start = ["--encoder-num-layers", "2", "--decoder-num-layers", "2"] if recipe == "T5" else ["--num-layers", "2"]
     start += ["--hidden-size", "8", "--num-attention-heads", "2"] + ["--task", "SST2"] * (recipe == "finetune")
@@ -283,6 +283,34 @@ def test_settings_of_each_recipe_arrive(recipe):
                 config = parse_any([*start, *word.line], {"plan": PlanOptions}, recipe=made)
                 given = config.given(field.name)
                 assert given is not None and given.value == word.value, word
+
+
+# The settings of a network that all layers of T5 and BERT use; others are refused, or named as without effect.
+USED = set(
+    """hidden_size seq_length max_position_embeddings ffn_hidden_size kv_channels position_embedding_type normalization
+    norm_epsilon swiglu squared_relu bias_gelu_fusion disable_bias_linear quantization lora_rank
+    untie_embeddings_and_output_weights attn_logit_softcapping final_logit_softcapping hidden_dropout attention_dropout
+    label_smoothing z_loss_coeff init_method_std make_vocab_size_divisible_by""".split()
+)
+OF_SIZE = {"T5": "--encoder-num-layers 2 --decoder-num-layers 2 --decoder-seq-length 8", "BERT": "--num-layers 2"}
+JOB = "--hidden-size 8 --num-attention-heads 2 --seq-length 8 --mock-data --vocab-size 90 --train-iters 2 --lr 1"
+
+
+@pytest.mark.parametrize("model, more", [("T5", set()), ("BERT", {"num_layers", "model_name_or_path"})])
+def test_a_network_uses_or_refuses_or_names_each_setting(model, more):
+    recipe, used = named_recipe(model), set()
+    for field in fields(Model):
+        for word in words_of(Model, field):
+            try:
+                config = parse_any([*JOB.split(), *OF_SIZE[model].split(), *word.line], recipe=recipe)
+                said, named = check(config, 1), idle(config, 1)
+            except Failure:
+                continue
+            flags = {"--" + field.name.replace("_", "-"), word.flag}
+            changes = word.value is not ... and getattr(config.model, field.name) != start_of(field)
+            if changes and field.name not in named and not any(flag in line for flag in flags for line in said):
+                used.add(field.name)
+    assert used == USED | more, "refuse what a layer of the model does not use: t5_rules.py, bert_rules.py"
 
 
 def test_a_misspelt_or_impossible_default_of_a_recipe_is_an_error():

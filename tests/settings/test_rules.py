@@ -2,6 +2,8 @@
 """Settings that cannot work together are found, all at once, with values that would work."""
 
 import re
+from dataclasses import dataclass
+from typing import Optional
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from megatron.errors import SettingsError
 from megatron.model.command_line import derivations, parse_any
 from megatron.model.recipe import named_recipe
+from megatron.settings.declare import Count, Share, setting
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.rules import RULES, record
 from megatron.settings.schema import GROUPS, derived
@@ -72,6 +75,20 @@ def test_derivations_write_what_they_name(line, wanted):
         assert changed <= set(one.writes.split()) and {*one.reads.split(), *one.writes.split()} <= {*before, "*"}
         written |= changed
     assert set(wanted.split()) <= written and config == resolve(parse_any(f"{BASE} {line}".split()), 4)
+
+
+def test_ranges_of_a_recipes_own_settings():
+    @dataclass(frozen=True)
+    class Holes:
+        fim_rate: Share = setting("share of documents", 0.5)
+        fim_spans: Optional[list[Count]] = setting("lengths", None)
+
+    def violations(words: str) -> list[str]:
+        return check(parse_pretrain(f"{BASE} {words}".split(), dict(holes=Holes)), 1)
+
+    assert violations("--fim-rate 1 --fim-spans 1 2") == []
+    assert violations("--fim-rate 1.7") == ["--fim-rate 1.7 must be at least 0 and at most 1"]
+    assert violations("--fim-spans 3 0") == ["--fim-spans 3 0 must be at least 1"]
 
 
 def test_vocabulary_files_say_their_tokenizer():

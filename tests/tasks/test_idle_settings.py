@@ -26,8 +26,8 @@ USED = """
     apply_query_key_layer_scaling hidden_dropout
     attention_dropout init_method_std make_vocab_size_divisible_by model_type model_name_or_path
     data_path mock_data full_validation dataloader_type collate_fn num_workers
-    micro_batch_size global_batch_size local_batch_size gradient_accumulation_steps rampup_batch_size train_iters
-    train_samples train_epochs eval_epoch exit_interval exit_duration_in_mins
+    micro_batch_size global_batch_size local_batch_size gradient_accumulation_steps rampup_batch_size
+    step_batch_size_schedule train_iters train_samples train_epochs eval_epoch exit_interval exit_duration_in_mins
     device torch_compile attention_backend flash_attention_version masked_softmax_fusion fuse_attn_qkv
     deterministic_mode manual_gc_interval
 """.split()

@@ -252,6 +252,19 @@ def test_sigterm_before_the_first_step(flags, hint, start):
     assert code == 143 and re.fullmatch("error: rank [01] was ended by SIGTERM", said[0]) and said[-1] == hint
 
 
+def test_trainings_save_at_sigterm(root, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("from megatron.entry import start\n")
+    for script in (
+        own,
+        *(root / f"{name}.py" for name in ("pretrain_gpt", "pretrain_t5", "pretrain_bert", "finetune")),
+    ):
+        assert launch.saving_at_sigterm(str(script), ["--save", "a"]) == ["--save", "a", "--exit-signal-handler"]
+        assert launch.saving_at_sigterm(str(script), ["--exit_signal_handler"]) == ["--exit_signal_handler"]
+    for script in (root / "preprocess_data.py", tmp_path / "missing.py", tmp_path):
+        assert launch.saving_at_sigterm(str(script), ["a"]) == ["a"]
+
+
 def test_a_second_ctrl_c_ends_ranks_that_do_not_end(start, monkeypatch):
     monkeypatch.setattr(launch, "SECOND_CTRL_C", 0.2)
     job = start("rank.py", "goes on")

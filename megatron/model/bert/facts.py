@@ -10,14 +10,14 @@ Legend: n tokens of a micro-batch (s x b), h hidden, v vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Optional
 
 from megatron.model.bert.settings import BertSettings, own_settings
+from megatron.model.branches import Branch
 from megatron.model.facts import Bytes
-from megatron.model.gpt.facts import GPTFacts, mlp_ops, self_attention
-from megatron.model.layer_ops import ATTENTION, NORM, LayerOp, RankSetup, Residual
+from megatron.model.gpt.facts import SELF_ATTENTION, GPTFacts, self_attention
+from megatron.model.layer_ops import LayerOp, RankSetup, Residual
 from megatron.model.t5.facts import full_attention_kernel, noncausal_core
 from megatron.model.weights import Unit, add_prefix, norm, positions, vocab_embedding
 from megatron.mpu.placement import Constant, Normal, Placement
@@ -28,6 +28,11 @@ TASKS = "tasks."  # prefix of the names of the weights of tasks
 TAKEN = ("lm", "sop", "z")  # not allowed as names of tasks: "lm loss" and others are sums of the model itself
 
 
+def _attention_ops(facts, x: Residual, kind: str) -> tuple[LayerOp, ...]:
+    s = x.model.seq_length
+    return self_attention(x, noncausal_core(x.model, x.share, s, s, fused=True))
+
+
 @dataclass(frozen=True)
 class BertFacts(GPTFacts):
     """See `Facts`. own: BERT's own settings."""
@@ -35,6 +40,9 @@ class BertFacts(GPTFacts):
     own: BertSettings = BertSettings()
 
     name = "BERT"
+    mixers = GPTFacts.mixers | {
+        "attention": replace(SELF_ATTENTION, module="megatron.model.bert.module:BertAttention", ops=_attention_ops)
+    }
     word_head = True  # False in a subclass with another head instead
 
     @classmethod
@@ -83,8 +91,11 @@ class BertFacts(GPTFacts):
     def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
         return full_attention_kernel(self.settings, share)
 
-    def layer_ops(self, share: RankSetup, kind: str) -> tuple[LayerOp, ...]:
-        return _layer_ops(self, share)
+    def branches(self, kind: str) -> tuple[Branch, ...]:
+        branches = super().branches(kind)
+        if not self.own.post_norm:
+            return branches
+        return tuple(replace(branch, before="", closing=branch.before) for branch in branches)
 
     @property
     def output_flops(self) -> float:
@@ -109,16 +120,6 @@ def dense(model: Model, outputs: int, sequence_parallel: bool = False) -> dict[s
         "weight": Placement((outputs, model.hidden_size), Normal(model.init_method_std), partial=partial),
         "bias": Placement((outputs,), Constant(0.0), partial=partial, decay=False),
     }
-
-
-@lru_cache(maxsize=4096)
-def _layer_ops(facts: BertFacts, share: RankSetup) -> tuple[LayerOp, ...]:
-    m, s = facts.settings, facts.settings.seq_length
-    x = Residual(m, share, s * share.micro_batch_size)
-    attended = *self_attention(x, noncausal_core(m, share, s, s, fused=True)), x.add()
-    mlp = x.norm(NORM), *mlp_ops(x, m.gated, m.squared_relu, m.geglu), x.add()
-    # With --post-norm the next layer reads the last norm's output, which this layer cannot discard.
-    return (*attended, *mlp, x.norm()) if facts.own.post_norm else (x.norm(NORM, ATTENTION), *attended, *mlp)
 
 
 class TaskHead(NamedTuple):

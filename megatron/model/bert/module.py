@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.model.attention import ForwardContext
+from megatron.model.attention import Attention
 from megatron.model.bert.facts import HEAD, BertFacts
-from megatron.model.block import Block
+from megatron.model.context import ForwardContext
 from megatron.model.language_model import LanguageModel, Sums
+from megatron.model.layer import Layer
 from megatron.model.norms import NORMS
 from megatron.model.packed_rows import PackedRows, may_pack
 from megatron.model.positions import LearnedPositions, Rotary
-from megatron.model.t5.layers import EncoderAttention
 from megatron.model.t5.module import attended
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu import mappings
@@ -32,24 +32,10 @@ from megatron.mpu.random import Dropout
 FOLLOWS = "sop loss"  # Megatron-LM's name of the second head's loss
 
 
-class BertBlock(Block):
-    """A layer with norms before its branches."""
+class BertAttention(Attention):
+    """Every query sees every key that is a token."""
 
-    attention_class = EncoderAttention
-
-
-class PostNormBlock(BertBlock):
-    """A layer with norms after its additions."""
-
-    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        x = self.attention_dropout.add(x, self._attended(x, context), context.samples)
-        x, reading = self._normal(self.attention_norm, x, context)
-        with reading:
-            branch, _ = self._mlp(x, context)
-        return self.mlp_norm(self.mlp_dropout.add(x, branch, context.samples))
-
-    def _attention_half(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        return self.attention(x, context)
+    causal = False
 
 
 class Dense(nn.Module):
@@ -160,20 +146,6 @@ class Bert(LanguageModel):
     def build_embedding(self, mesh: Mesh, tables: dict[str, Table]) -> nn.Module:
         return BertEmbedding(self.facts, mesh, tables, self.seed, self.sequence_parallel, **self.factory_kwargs)
 
-    def build_layer(self, layer: int, weights: Table, recompute: tuple[str, ...]) -> Block:
-        kind = PostNormBlock if self.facts.own.post_norm else BertBlock
-        return kind(
-            self.facts.settings,
-            layer,
-            self.tp,
-            weights,
-            seed=self.seed,
-            kernels=self.kernels,
-            sequence_parallel=self.sequence_parallel,
-            recompute=recompute,
-            **self.factory_kwargs,
-        )
-
     # ---- passes ------------------------------------------------------------------------------------------------------
 
     def context(self, batch) -> ForwardContext:
@@ -219,7 +191,7 @@ class Bert(LanguageModel):
     @property
     def packs(self) -> bool:
         """Whether layers may compute packed rows; other classes of layers may depend on positions in samples."""
-        own = all(type(block) in (BertBlock, PostNormBlock) for block in self.blocks.values())
+        own = all(type(block) is Layer and type(block.attention) is BertAttention for block in self.blocks.values())
         return own and may_pack(self.facts.settings, self.kernels, self.training, self.sequence_parallel)
 
     @property

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.model.attention import ForwardContext
+from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.experts.dispatch import Dispatcher, PaddedDispatcher
 from megatron.model.experts.grouped import GroupedLinear
 from megatron.model.experts.parts import capacity, parts_of
@@ -24,40 +24,27 @@ from megatron.model.recompute import recompute_output
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu import collectives, mappings
 from megatron.mpu.layers import create_parameters
-from megatron.mpu.mesh import Mesh
-from megatron.settings.schema import Model
 
 
 class MoELayer(nn.Module):
     """[s, b, h] (or [s/tp, b, h] under sequence parallelism) -> the same, and the sums of the router.
 
-    weights: `experts.weights.experts(...)`. compiled: whether the layers are (--torch-compile): experts stay out of graphs
+    weights: `experts.weights.experts(...)`
     """
 
-    def __init__(
-        self,
-        model: Model,
-        layer: int,
-        mesh: Mesh,
-        weights: Table,
-        *,
-        seed: int,
-        sequence_parallel: bool,
-        compiled: bool = False,
-        dtype: torch.dtype,
-        device,
-    ):
+    def __init__(self, weights: Table, setup: LayerSetup):
         super().__init__()
-        of, own = lambda name: take_prefix(weights, name), dict(dtype=dtype, device=device)
-        self.layer, self.tp, self.cut = layer, mesh.tp, mesh.tp.size > 1 and not sequence_parallel
-        self.router = (parts_of(model).router or Router)(model, layer, of("router"), mesh, seed=seed, **own)
-        self.experts = Experts(model, mesh, of("experts"), **own)
+        of, model, mesh = lambda name: take_prefix(weights, name), setup.model, setup.mesh
+        self.layer, self.tp, self.cut = setup.layer, mesh.tp, mesh.tp.size > 1 and not setup.sequence_parallel
+        router = parts_of(model).router or Router
+        self.router = router(model, self.layer, of("router"), mesh, seed=setup.seed, **setup.factory)
+        self.experts = Experts(of("experts"), setup)
         self.shared = self.shared_gate = None
         if shared := of("shared"):
-            self.shared = MLP(model, mesh.tp, shared, sequence_parallel=sequence_parallel, **own)
+            self.shared = MLP(shared, setup)
         if gate := of("shared_gate"):
-            self.shared_gate = SharedGate(gate, **own)
-        if compiled:  # a graph would have the sizes of one step
+            self.shared_gate = SharedGate(gate, **setup.factory)
+        if setup.kernels.torch_compile:  # a graph would have the sizes of one step, so experts stay out of graphs
             self.forward = torch.compiler.disable(self.forward)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -93,14 +80,15 @@ class MoELayer(nn.Module):
 class Experts(Activation):
     """Tokens [n, h] and their routing -> [n, h], the weighted sums of what their experts make of them."""
 
-    def __init__(self, model: Model, mesh: Mesh, weights: Table, **factory_kwargs):
-        super().__init__(model)
+    def __init__(self, weights: Table, setup: LayerSetup):
+        super().__init__(setup)
+        model, mesh = setup.model, setup.mesh
         self.ep, self.etp, self.number = mesh.ep, mesh.etp, model.num_experts
         self.capacity_factor, self.padded = model.moe_expert_capacity_factor, model.moe_pad_expert_input_to_capacity
         self.dispatcher = parts_of(model).dispatcher or Dispatcher
         axes = self.ep, self.etp
-        self.up = GroupedLinear(take_prefix(weights, "up"), axes, **factory_kwargs)
-        self.down = GroupedLinear(take_prefix(weights, "down"), axes, with_bias=mesh.etp.rank == 0, **factory_kwargs)
+        self.up = GroupedLinear(take_prefix(weights, "up"), axes, **setup.factory)
+        self.down = GroupedLinear(take_prefix(weights, "down"), axes, with_bias=mesh.etp.rank == 0, **setup.factory)
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         dispatcher = self._dispatcher(routing.experts, routing.memo)

@@ -10,9 +10,9 @@ Legend: n tokens of a micro-batch (s x b), d channels per head, q queries per ke
 """
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple, Optional
 
+from megatron.model.branches import Branch, Mixer
 from megatron.model.experts.ops import expert_ops
 from megatron.model.experts.weights import experts
 from megatron.model.facts import Facts
@@ -30,7 +30,7 @@ from megatron.model.layer_ops import (
     RankSetup,
     Residual,
 )
-from megatron.model.weights import Table, add_prefix, attention, mlp, norm
+from megatron.model.weights import attention, mlp
 from megatron.mpu.chunks import own_chunks, parts_between, ring_distances
 from megatron.mpu.placement import elements
 from megatron.settings.kernel_sizes import JOINED, RING_ROWS, causal_pairs
@@ -40,22 +40,44 @@ HEAD = 8  # width of a head in a shrunk model
 EXPERTS, FULL = "experts", "without window"  # words in the kind of a layer
 
 
+SELF_ATTENTION = Mixer(
+    "attention",
+    "megatron.model.attention:Attention",
+    weights=lambda facts, sequence_parallel: attention(facts.settings, sequence_parallel),
+    ops=lambda facts, x, kind: attention_ops(facts, x, kind),
+    mixes_tokens=True,
+)
+DENSE = Mixer(
+    "mlp",
+    "megatron.model.mlp:MLP",
+    weights=lambda facts, sequence_parallel: mlp(facts.settings, sequence_parallel),
+    ops=lambda facts, x, kind: mlp_ops(x, *kinds_of(x.model)),
+)
+MIXTURE = Mixer(
+    "mlp",
+    "megatron.model.experts.layer:MoELayer",
+    weights=lambda facts, sequence_parallel: experts(facts.settings, sequence_parallel),
+    ops=lambda facts, x, kind: mixture_ops(x),
+    sums=True,
+)
+
+
 class GPTFacts(Facts):
     """See `Facts`."""
 
     name = "GPT"
     recomputes = frozenset({CORE, NORM, ACTIVATION, MLP, ATTENTION})
+    mixers = {"attention": SELF_ATTENTION, "mlp": DENSE, "experts": MIXTURE}  # a variant may have others
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> "GPTFacts":
         """The facts of a run; a variant may read its own settings in `config.extra`."""
         return cls(config.model, vocab_size)
 
-    def layer_weights(self, kind: str, sequence_parallel: bool) -> Table:
-        return _layer_weights(self.settings, sequence_parallel, EXPERTS in kind)
-
-    def layer_ops(self, share: RankSetup, kind: str) -> tuple[LayerOp, ...]:
-        return _layer_ops(self, share, None if FULL in kind else self.settings.window, EXPERTS in kind)
+    def branches(self, kind: str) -> tuple[Branch, ...]:
+        second = self.mixers["experts" if EXPERTS in kind else "mlp"]
+        pairs = ("attention", self.mixers["attention"]), ("mlp", second)
+        return tuple(Branch.at(self.settings.norm_position, slot, mixer) for slot, mixer in pairs)
 
     def layer_kind(self, layer: int) -> str:
         """Layers with experts are a separate kind, and with a sliding window those without it."""
@@ -180,19 +202,6 @@ class GPTFacts(Facts):
         return "flash" if flash and not explicit and share.backend not in ("explicit", "stored") else "block-causal"
 
 
-@lru_cache(maxsize=1024)
-def _layer_weights(model: Model, sequence_parallel: bool, with_experts: bool) -> Table:
-    table, of_norm = {}, norm(model, model.hidden_size, sequence_parallel)
-    second = (experts if with_experts else mlp)(model, sequence_parallel)
-    for name, branch in (("attention", attention(model, sequence_parallel)), ("mlp", second)):
-        if model.norm_position != "post":
-            table |= add_prefix(f"{name}_norm", of_norm)
-        table |= add_prefix(name, branch)
-        if model.norm_position != "pre":
-            table |= add_prefix(f"post_{name}_norm", of_norm)
-    return table
-
-
 class Call(NamedTuple):
     """The sizes of one call of an attention kernel. The queries are the last ones of the keys."""
 
@@ -224,18 +233,11 @@ def _calls(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> list[Cal
     ]
 
 
-@lru_cache(maxsize=65536)
-def _layer_ops(facts: GPTFacts, share: RankSetup, window: Optional[int], with_experts: bool) -> tuple[LayerOp, ...]:
-    m = facts.settings
-    x = Residual(m, share, m.seq_length // share.cp * share.micro_batch_size)
-    core = _exchanged(facts, share, _core(facts, share, window), window)
-    attended = self_attention(x, *_norms_across_heads(x), *core)
-    before, after = m.norm_position != "post", m.norm_position != "pre"
-    ops: list[LayerOp] = []
-    second = mixture_ops(x) if with_experts else mlp_ops(x, *kinds_of(m))
-    for branch, again in ((attended, (ATTENTION,)), (second, ())):
-        ops += [x.norm(NORM, *again)] * before + [*branch] + [x.norm(*again)] * after + [x.add()]
-    return tuple(ops)
+def attention_ops(facts: GPTFacts, x: Residual, kind: str) -> tuple[LayerOp, ...]:
+    """Causal self-attention of a layer."""
+    window = None if FULL in kind else facts.settings.window
+    core = _exchanged(facts, x.share, _core(facts, x.share, window), window)
+    return self_attention(x, *_norms_across_heads(x), *core)
 
 
 def _norms_across_heads(x: Residual) -> tuple[LayerOp, ...]:

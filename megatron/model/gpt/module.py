@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT: a causal language model of `Block`s with learned or rotary positions; training, and generation with a cache."""
+"""GPT: a causal language model of `Layer`s with learned or rotary positions; training, and generation with a cache."""
 
 from typing import Any, Optional
 
@@ -7,14 +7,13 @@ import torch
 
 from megatron.fused_kernels.autocast import autocast_of
 from megatron.fused_kernels.documents import Documents, starts_of
-from megatron.model.attention import ForwardContext, allowed_pairs, documents_of_chunks
-from megatron.model.block import Block
+from megatron.model.attention import allowed_pairs, documents_of_chunks
 from megatron.model.cache import PagedCache
+from megatron.model.context import ForwardContext
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.language_model import LanguageModel
 from megatron.model.positions import Rotary
 from megatron.model.ring_attention import ring_steps_of_documents
-from megatron.model.weights import Table
 from megatron.mpu import mappings
 from megatron.mpu.layers import LinearOptions, linear
 from megatron.mpu.mesh import Mesh
@@ -22,13 +21,11 @@ from megatron.settings.schema import Config, Model
 
 
 class GPT(LanguageModel):
-    """See `LanguageModel` for its keywords. A variant is a subclass with another `block_class`, and its own facts if its
-    layers have other weights: docs/extending.md.
+    """See `LanguageModel` for its keywords. A variant has facts with other mixers or branches, or another `layer_class`:
+    docs/extending.md.
 
     facts: the model's facts (default: those of a GPT)
     """
-
-    block_class: type[Block] = Block
 
     def __init__(self, model: Model, mesh: Mesh, vocab_size: int, *, facts: Optional[GPTFacts] = None, **keywords):
         super().__init__(facts or GPTFacts(model, vocab_size), mesh, **keywords)
@@ -53,22 +50,6 @@ class GPT(LanguageModel):
             autocast=autocast_of(config.precision),
             seed=config.logging.seed,
             **stage,
-        )
-
-    def build_layer(self, layer: int, weights: Table, recompute: tuple[str, ...]) -> Block:
-        return self.block_class(
-            self.facts.settings,
-            layer,
-            self.tp,
-            weights,
-            seed=self.seed,
-            kernels=self.kernels,
-            sequence_parallel=self.sequence_parallel,
-            recompute=recompute,
-            cp=self.cp,
-            sharing=self.sharing(layer),
-            mesh=self.mesh,
-            **self.factory_kwargs,
         )
 
     def context(self, batch) -> ForwardContext:

@@ -16,17 +16,16 @@ Legend: s tokens of a source, t of a target, b micro-batch, h hidden, e bytes pe
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
-from megatron.model.gpt.facts import GPTFacts, mlp_ops, self_attention, stored_weights
-from megatron.model.layer_ops import ATTENTION, NORM, CoreAttention, LayerOp, RankSetup, Residual
+from megatron.model.branches import Branch, Mixer
+from megatron.model.gpt.facts import DENSE, SELF_ATTENTION, GPTFacts, mlp_ops, self_attention, stored_weights
+from megatron.model.layer_ops import ATTENTION, CoreAttention, LayerOp, RankSetup, Residual
 from megatron.model.t5.settings import GROUP, SHORT, T5Settings, own_settings
 from megatron.model.weights import (
     Table,
     Unit,
     add_prefix,
-    attention,
     column,
     mlp,
     norm,
@@ -41,6 +40,27 @@ from megatron.settings.schema import Config, Model
 
 ENCODER, ENCODER_END, DECODER = "encoder layer", "last encoder layer", "decoder layer"
 WIDE = "relative"  # a value of --position-embedding-type
+
+
+ENCODER_ATTENTION = replace(
+    SELF_ATTENTION, module="megatron.model.t5.layers:EncoderAttention", ops=lambda *of: _own_ops(*of)
+)
+DECODER_ATTENTION = replace(ENCODER_ATTENTION, module="megatron.model.t5.layers:DecoderAttention")
+CROSS_ATTENTION = Mixer(
+    "cross",
+    "megatron.model.t5.layers:CrossAttention",
+    weights=lambda facts, sequence_parallel: cross_attention(facts.settings, sequence_parallel),
+    ops=lambda facts, x, kind: _cross_ops(facts, x),
+    mixes_tokens=True,
+)
+FEED_FORWARD = replace(
+    DENSE,
+    module="megatron.model.t5.layers:FeedForward",
+    weights=lambda facts, sequence_parallel: mlp(
+        replace(facts.settings, ffn_hidden_size=facts.settings.ffn_size, swiglu=facts.gated), sequence_parallel
+    ),
+    ops=lambda facts, x, kind: mlp_ops(x, facts.gated),
+)
 
 
 @dataclass(frozen=True)
@@ -135,8 +155,15 @@ class T5Facts(GPTFacts):
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
+    def branches(self, kind: str) -> tuple[Branch, ...]:
+        attended = Branch("attention", (DECODER_ATTENTION if kind == DECODER else ENCODER_ATTENTION,), "attention_norm")
+        crossed = Branch("cross", (CROSS_ATTENTION,), "cross_norm", site="cross attention")
+        fed = Branch("mlp", (FEED_FORWARD,), "mlp_norm", closing="encoder_norm" if kind == ENCODER_END else "")
+        return (attended, crossed, fed) if kind == DECODER else (attended, fed)
+
     def layer_weights(self, kind: str, sequence_parallel: bool) -> Table:
-        return _layer_weights(self.settings, kind, self.gated, sequence_parallel)
+        table = super().layer_weights(kind, sequence_parallel)
+        return {name: table[name] for name in sorted(table, key=lambda name: name.startswith("cross"))}  # as stored
 
     def units(self, layers: Sequence[int], first: bool, last: bool, sequence_parallel: bool = False) -> list[Unit]:
         m, sp = self.settings, sequence_parallel
@@ -183,8 +210,10 @@ class T5Facts(GPTFacts):
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
-    def layer_ops(self, share: RankSetup, kind: str) -> tuple[LayerOp, ...]:
-        return _layer_ops(self, share, kind)
+    def residual(self, share: RankSetup, kind: str) -> Residual:
+        return Residual(
+            self.settings, share, (self.target if kind == DECODER else self.source) * share.micro_batch_size
+        )
 
     def embedded_tokens(self, share: RankSetup) -> int:
         return self.seq_length * share.micro_batch_size
@@ -192,23 +221,6 @@ class T5Facts(GPTFacts):
     def loss_tokens(self, share: RankSetup) -> int:
         """The tokens of targets."""
         return self.target * share.micro_batch_size
-
-
-@lru_cache(maxsize=1024)
-def _layer_weights(model: Model, kind: str, gated: bool, sequence_parallel: bool) -> Table:
-    before = norm(model, model.hidden_size, sequence_parallel)
-    table = {
-        **add_prefix("attention_norm", before),
-        **add_prefix("attention", attention(model, sequence_parallel)),
-        **add_prefix("mlp_norm", before),
-        **add_prefix("mlp", mlp(replace(model, ffn_hidden_size=model.ffn_size, swiglu=gated), sequence_parallel)),
-    }
-    if kind == ENCODER_END:
-        table |= add_prefix("encoder_norm", before)
-    if kind == DECODER:
-        table |= add_prefix("cross_norm", before)
-        table |= add_prefix("cross", cross_attention(model, sequence_parallel))
-    return table
 
 
 def cross_attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
@@ -225,23 +237,22 @@ def cross_attention(model: Model, sequence_parallel: bool) -> dict[str, Placemen
     }
 
 
-@lru_cache(maxsize=4096)
-def _layer_ops(facts: T5Facts, share: RankSetup, kind: str) -> tuple[LayerOp, ...]:
-    m, s, t, b = facts.settings, facts.source, facts.target, share.micro_batch_size
-    rows = t if kind == DECODER else s
-    x, memory = Residual(m, share, rows * b), Residual(m, share, s * b)
-    causal = facts.attention_kernel(share) if kind == DECODER else ""
-    own = self_attention(x, noncausal_core(m, share, rows, rows, fused=True, causal=causal))
-    ops = [x.norm(NORM, ATTENTION), *own, x.add()]
-    if kind == DECODER:
-        queries, keys = m.num_attention_heads * m.head_dim // share.tp, m.query_groups * m.head_dim // share.tp
-        again = dict(again=(ATTENTION,))
-        ops += [x.norm(NORM, ATTENTION), *x.column("attention", queries, **again, layer="cross.q")]
-        ops += memory.column("attention", 2 * keys, keeps=False, **again, layer="cross.kv")
-        output = x.row("attention", queries, **again, layer="cross.output")
-        ops += [noncausal_core(m, share, t, s, fused=False), *output, x.add()]
-    ops += [x.norm(NORM), *mlp_ops(x, facts.gated), x.add()]
-    return (*ops, x.norm()) if kind == ENCODER_END else tuple(ops)
+def _own_ops(facts: T5Facts, x: Residual, kind: str) -> tuple[LayerOp, ...]:
+    causal = facts.attention_kernel(x.share) if kind == DECODER else ""
+    rows = x.tokens // x.share.micro_batch_size
+    return self_attention(x, noncausal_core(x.model, x.share, rows, rows, fused=True, causal=causal))
+
+
+def _cross_ops(facts: T5Facts, x: Residual) -> tuple[LayerOp, ...]:
+    m, share, s, again = x.model, x.share, facts.source, (ATTENTION,)
+    queries, keys = m.num_attention_heads * m.head_dim // share.tp, m.query_groups * m.head_dim // share.tp
+    memory = replace(x, tokens=s * share.micro_batch_size)
+    return (
+        *x.column("attention", queries, again=again, layer="cross.q"),
+        *memory.column("attention", 2 * keys, keeps=False, again=again, layer="cross.kv"),
+        noncausal_core(m, share, facts.target, s, fused=False),
+        *x.row("attention", queries, again=again, layer="cross.output"),
+    )
 
 
 def full_attention_kernel(model: Model, share: RankSetup) -> str:

@@ -11,20 +11,20 @@ Legend: s tokens of a source, t of a target, b micro-batch, h hidden, g key-valu
 per head, tp ranks that divide the groups. With sequence parallelism a rank has s/tp and t/tp rows between layers.
 """
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.model.attention import ForwardContext
-from megatron.model.block import Block
+from megatron.model.context import ForwardContext
 from megatron.model.language_model import LanguageModel, Sums
 from megatron.model.packed_rows import PackedRows, may_pack
 from megatron.model.positions import LearnedPositions, Rotary
 from megatron.model.recompute import recompute as recomputed
 from megatron.model.t5.facts import DECODER, T5Facts
-from megatron.model.t5.layers import DecoderBlock, DecoderCache, EncoderBlock, T5Context
+from megatron.model.t5.layers import DecoderCache
 from megatron.model.t5.positions import RelativeTables, relative_bias
 from megatron.model.t5.settings import own_settings
 from megatron.model.weights import Table, take_prefix
@@ -33,6 +33,19 @@ from megatron.mpu.layers import VocabParallelEmbedding, linear
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import Dropout
 from megatron.settings.schema import Config
+
+
+@dataclass(frozen=True)
+class T5Context:
+    """The shared inputs of all layers of a pass: for the encoder's attention, the decoder's own, and cross-attention.
+
+    rows: the rows of the source that the encoder's layers compute; None: all
+    """
+
+    encoder: ForwardContext
+    decoder: ForwardContext
+    cross: ForwardContext
+    rows: Optional[PackedRows] = None
 
 
 class Halves(NamedTuple):
@@ -124,20 +137,6 @@ class T5(LanguageModel):
     def build_embedding(self, mesh: Mesh, tables: dict[str, Table]) -> nn.Module:
         return PairEmbedding(self.facts, mesh, tables, self.seed, self.sequence_parallel, **self.factory_kwargs)
 
-    def build_layer(self, layer: int, weights: Table, recompute: tuple[str, ...]) -> Block:
-        kind = DecoderBlock if self.facts.layer_kind(layer) == DECODER else EncoderBlock
-        return kind(
-            self.facts,
-            layer,
-            self.tp,
-            weights,
-            seed=self.seed,
-            kernels=self.kernels,
-            sequence_parallel=self.sequence_parallel,
-            recompute=recompute,
-            **self.factory_kwargs,
-        )
-
     # ---- passes ------------------------------------------------------------------------------------------------------
 
     def trunk(self, x, batch) -> tuple[torch.Tensor, Sums]:
@@ -218,8 +217,9 @@ class T5(LanguageModel):
         for n in encoder:
             source = self.blocks[str(n)](source, own)
         source = source if rows is None else rows.unpack(source)
+        own = replace(context.decoder, cross=(source, context.cross))
         for n in layers[len(encoder) :]:
-            target = self.blocks[str(n)](target, source, context)
+            target = self.blocks[str(n)](target, own)
         return Halves(source, target)
 
     # ---- inference ---------------------------------------------------------------------------------------------------
@@ -295,16 +295,13 @@ class T5(LanguageModel):
             if tables is not None:
                 bias = relative_bias(tables[1], self.facts.own, t, end, both_ways=False, first=first)
             common = dict(cache=cache, region=self.region)
-            context = T5Context(
-                ForwardContext(),
-                ForwardContext(angles=self._angles(t, first), bias=bias, **common),
-                ForwardContext(padding=encoded.padding, **common),
-            )
+            cross = encoded.memory, ForwardContext(padding=encoded.padding, **common)
+            context = ForwardContext(angles=self._angles(t, first), bias=bias, cross=cross, **common)
             if self.first:
                 x = self.embedding.target(tokens, None, first)
             for n in map(int, self.blocks):
                 if self.facts.layer_kind(n) == DECODER:
-                    x = self.blocks[str(n)](x, encoded.memory, context)
+                    x = self.blocks[str(n)](x, context)
             if not self.last:
                 return x.to(self.dtype)
             x = self.gather_input(self.word_states(self.final_norm(x[-1:] if last_only else x)), self.tp)

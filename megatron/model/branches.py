@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer as a list of branches: its weights, its ops, and with `layer.Layer` its module. Needs no torch.
+
+A branch: norm -> mixers (one, or several, whose outputs are summed) -> norm -> dropout -> sum with its input -> norm. Each
+norm may be missing: layers of GPT have one before the mixers, after them or both (--norm-position), a post-norm BERT's have
+one after the sum.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Optional, Union
+
+from megatron.model.layer_ops import ATTENTION, NORM, Kernel, LayerOp, RankSetup, Residual
+from megatron.model.weights import Table, add_prefix, norm
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """What a branch computes from normalized hidden states: attention, an MLP, experts.
+
+    name:    of its module in the layer, and of its weights
+    module:  its class, or "module:class", imported when a layer is built. It is called with (weights, `LayerSetup`), its
+             forward function with (x, context); that returns y, or (y, {name: sum})
+    weights: (facts, sequence_parallel) -> its table
+    ops:     (facts, x, kind of layer) -> its ops
+    mixes_tokens: whether a token's output depends on other tokens: `full_attn` recomputes it with its norm, `mlp` not
+    sums:    whether its forward function returns sums
+    """
+
+    name: str
+    module: Union[str, type]
+    weights: Callable[[Any, bool], Table]
+    ops: Callable[[Any, Residual, str], Sequence[LayerOp]]
+    mixes_tokens: bool = False
+    sums: bool = False
+
+
+@dataclass(frozen=True)
+class Branch:
+    """before, after, closing: names of the norms before and after the mixers, and after the sum; "": none.
+
+    slot: the prefix of the names of its norms and of its dropout. site: the dropout's name, from which its masks are drawn
+    """
+
+    slot: str
+    mixers: tuple[Mixer, ...]
+    before: str = ""
+    after: str = ""
+    closing: str = ""
+    site: str = ""
+
+    @classmethod
+    def at(cls, position: str, slot: str, *mixers: Mixer) -> "Branch":
+        """A branch with norms at a `--norm-position`."""
+        before, after = position != "post", position != "pre"
+        return cls(slot, mixers, f"{slot}_norm" * before, f"post_{slot}_norm" * after)
+
+    @property
+    def norms(self) -> list[str]:
+        """The names of its norms, in the order of its weights."""
+        own = [name for name in (self.before, self.after, self.closing) if name]
+        return sorted(own, key=f"{self.slot}_norm".__ne__)
+
+    @property
+    def dropout(self) -> str:
+        return f"{self.slot}_dropout"
+
+    @property
+    def mixes_tokens(self) -> bool:
+        return any(mixer.mixes_tokens for mixer in self.mixers)
+
+
+def in_turn(branches: Sequence[Branch]) -> Iterator[tuple[Branch, Optional[Branch]]]:
+    """Each branch with the one after it, which the last does not have."""
+    return zip(branches, (*branches[1:], None), strict=True)
+
+
+@lru_cache(maxsize=1024)
+def branch_weights(facts, kind: str, sequence_parallel: bool) -> Table:
+    """The weights of a layer of this kind, from `facts.branches`."""
+    table, of_norm = {}, norm(facts.settings, facts.settings.hidden_size, sequence_parallel)
+    for branch in facts.branches(kind):
+        names = branch.norms
+        first = names[:1] if names[:1] == [f"{branch.slot}_norm"] else []
+        for name in first:
+            table |= add_prefix(name, of_norm)
+        for mixer in branch.mixers:
+            table |= add_prefix(mixer.name, mixer.weights(facts, sequence_parallel))
+        for name in names[len(first) :]:
+            table |= add_prefix(name, of_norm)
+    return table
+
+
+@lru_cache(maxsize=65536)
+def branch_ops(facts, share: RankSetup, kind: str) -> tuple[LayerOp, ...]:
+    """The ops of a layer of this kind, from `facts.branches`."""
+    x, ops = facts.residual(share, kind), []
+    for branch, then in in_turn(facts.branches(kind)):
+        again = (ATTENTION,) * branch.mixes_tokens
+        ops += [x.norm(NORM, *again)] * bool(branch.before)
+        first, *others = (mixer.ops(facts, replace(x, kept=n > 0), kind) for n, mixer in enumerate(branch.mixers))
+        ops += first
+        for more in others:
+            more = more if not again else [replace(op, again=(*op.again, *again)) for op in more]
+            ops += [*more, Kernel("sums", moved=3 * x.elements)]
+        ops += [x.norm(*again)] * bool(branch.after) + [x.add()]
+        # What the next layer reads cannot be discarded.
+        ops += [x.norm(*(NORM,) * (then is not None))] * bool(branch.closing)
+    return tuple(ops)
