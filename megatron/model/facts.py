@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Optional
 
 from megatron.errors import SettingsError
-from megatron.model.branches import Branch, branch_ops, branch_weights
+from megatron.model.branches import Branch, LayerKind, branch_ops, branch_weights
 from megatron.model.layer_ops import ATTENTION, LAYER, Collective, CoreAttention, LayerOp, Product, RankSetup, Residual
 from megatron.model.linear_kinds import WEIGHT, Chosen, chosen_of, linear_layers, with_own_weights
 from megatron.model.lora import PAIR
@@ -41,7 +41,7 @@ OUTPUT = "output"  # the output layer, in `RankSetup.frozen`
 class LayerDesign(NamedTuple):
     """A group of identical layers. kind: `Facts.layer_kind`; products: `Facts.products`."""
 
-    kind: str
+    kind: LayerKind
     products: Chosen = ()
 
     def share(self, share: RankSetup) -> RankSetup:
@@ -66,30 +66,30 @@ class Facts:
 
     # ---- required methods: `branches`, or the other two ---------------------------------------------------------------
 
-    def branches(self, kind: str) -> tuple[Branch, ...]:
+    def branches(self, layer: int) -> tuple[Branch, ...]:
         """The branches of a layer."""
-        raise NotImplementedError
+        return ()
 
-    def layer_weights(self, kind: str, sequence_parallel: bool) -> Table:
+    def layer_weights(self, kind: LayerKind, sequence_parallel: bool) -> Table:
         """The weights of a layer."""
         return branch_weights(self, kind, sequence_parallel)
 
-    def layer_ops(self, share: RankSetup, kind: str) -> Sequence[LayerOp]:
+    def layer_ops(self, share: RankSetup, kind: LayerKind) -> Sequence[LayerOp]:
         """The ops of a layer's forward pass, in order."""
         return branch_ops(self, share, kind)
 
     # ---- optional methods -------------------------------------------------------------------------------------------
 
-    def residual(self, share: RankSetup, kind: str) -> Residual:
+    def residual(self, share: RankSetup, kind: LayerKind) -> Residual:
         """The hidden states between the branches of a layer."""
         return Residual(self.settings, share, self.settings.seq_length // share.cp * share.micro_batch_size)
 
-    def layer_kind(self, layer: int) -> str:
+    def layer_kind(self, layer: int) -> LayerKind:
         """The kind of a layer; layers of one kind have equal weights and ops."""
-        return "layer"
+        return LayerKind(self.branches(layer), self.settings.overrides(layer))
 
     @property
-    def layer_kinds(self) -> frozenset[str]:
+    def layer_kinds(self) -> frozenset[LayerKind]:
         """The kinds of all layers."""
         return _kinds(self)
 
@@ -297,7 +297,7 @@ class Facts:
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
-    def layer_saved_bytes(self, share: RankSetup, kind: str, modules: Sequence[str] = ()) -> Bytes:
+    def layer_saved_bytes(self, share: RankSetup, kind: LayerKind, modules: Sequence[str] = ()) -> Bytes:
         """Bytes that a layer's forward pass saves for the backward pass, with recomputation of these modules.
 
         share: of the layer's design (`LayerDesign.share`), as in the methods below
@@ -327,7 +327,7 @@ class Facts:
             kept["output layer and loss"] += self.loss_saved_bytes(share)
         return kept
 
-    def layer_workspace(self, share: RankSetup, kind: str, modules: Sequence[str] = (), together: int = 1) -> int:
+    def layer_workspace(self, share: RankSetup, kind: LayerKind, modules: Sequence[str] = (), together: int = 1) -> int:
         """Peak bytes of a layer's backward pass in addition to saved ones; `together` layers are recomputed at a time."""
         ops = [op for op in self.layer_ops(share, kind) if not isinstance(op, Collective)]
         runs, inside, discarded = [0], False, False  # bytes of each run of recomputed ops
@@ -339,7 +339,7 @@ class Facts:
             inside, discarded = again, op.is_discarded(modules)
         return max(op.workspace for op in ops) + (together if LAYER in modules else 1) * max(runs)
 
-    def deferred_saved_bytes(self, share: RankSetup, kind: str) -> int:
+    def deferred_saved_bytes(self, share: RankSetup, kind: LayerKind) -> int:
         """Bytes of a layer with deferred weight gradients (zero-bubble W): inputs and output gradients of products."""
         products = [op for op in self.layer_ops(share, kind) if isinstance(op, Product)]
         products = [op for op in products if op.pair or not op.frozen]
@@ -451,7 +451,7 @@ def _frozen_flops(facts: Facts, selection: Selection) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _kinds(facts: Facts) -> frozenset[str]:
+def _kinds(facts: Facts) -> frozenset[LayerKind]:
     return frozenset(map(facts.layer_kind, range(facts.num_layers)))
 
 
@@ -466,7 +466,7 @@ def _vocabulary_rows(facts: Facts, tp: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _layer_flops(facts: Facts, kind: str, seen: bool) -> float:
+def _layer_flops(facts: Facts, kind: LayerKind, seen: bool) -> float:
     ops = facts.layer_ops(RankSetup(), kind)
     named = sum(op.flops * (op.seen if seen and isinstance(op, CoreAttention) and op.causal else 1.0) for op in ops)
     # A variant may have matrices without an op: each multiplies every token.

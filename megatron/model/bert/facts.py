@@ -28,7 +28,7 @@ TASKS = "tasks."  # prefix of the names of the weights of tasks
 TAKEN = ("lm", "sop", "z")  # not allowed as names of tasks: "lm loss" and others are sums of the model itself
 
 
-def _attention_ops(facts, x: Residual, kind: str) -> tuple[LayerOp, ...]:
+def _attention_ops(facts, x: Residual) -> tuple[LayerOp, ...]:
     s = x.model.seq_length
     return self_attention(x, noncausal_core(x.model, x.share, s, s, fused=True))
 
@@ -91,8 +91,8 @@ class BertFacts(GPTFacts):
     def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
         return full_attention_kernel(self.settings, share)
 
-    def branches(self, kind: str) -> tuple[Branch, ...]:
-        branches = super().branches(kind)
+    def branches(self, layer: int) -> tuple[Branch, ...]:
+        branches = super().branches(layer)
         if not self.own.post_norm:
             return branches
         return tuple(replace(branch, before="", closing=branch.before) for branch in branches)
