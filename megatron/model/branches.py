@@ -83,6 +83,10 @@ class LayerKind:
     def settings(self, model: Model) -> Model:
         return replace(model, **dict(self.overrides)) if self.overrides else model
 
+    def __lt__(self, other: "LayerKind") -> bool:
+        order = lambda kind: (str(kind), [branch.norms for branch in kind.branches])
+        return order(self) < order(other)
+
     def __str__(self) -> str:
         names = [mixer.name for branch in self.branches for mixer in branch.mixers]
         return ", ".join([*names, *(f"{name} {value}" for name, value in self.overrides)])
