@@ -217,17 +217,28 @@ class Facts:
 
     def units(self, layers: Sequence[int], first: bool, last: bool, sequence_parallel: bool = False) -> list[Unit]:
         """The units of a pipeline stage, in the order in which its module registers them."""
-        m, sp = self.settings, sequence_parallel
-        table = vocab_embedding(m, self.vocab_size)
-        front = [Unit("embedding.word", table, ends=("first", "last") if self.tied else ("first",))]
-        if m.position_embedding_type == "learned_absolute":
-            front.append(Unit("embedding", add_prefix("position", positions(m, sp)), ends=("first",)))
-        back = [Unit("final_norm", norm(m, m.hidden_size, sp), ends=("last",))]
-        if not self.tied:
-            back.append(Unit("output", table, ends=("last",)))
+        sp = sequence_parallel
         middle = [Unit(f"blocks.{n}", self.layer_table(n, sp), layer=n) for n in layers]
         held = lambda units: [unit for unit in units if unit.held_by(first, last)]
-        return held(front) + middle + held(back) + self.projections(layers, sequence_parallel)
+        return held(self.front_units(sp)) + middle + held(self.back_units(sp)) + self.projections(layers, sp)
+
+    def front_units(self, sequence_parallel: bool) -> list[Unit]:
+        """The units before the layers."""
+        m, ends = self.settings, ("first", "last") if self.tied else ("first",)
+        units = [Unit("embedding.word", vocab_embedding(m, self.vocab_size), ends=ends)]
+        inside = self.embedding_weights(sequence_parallel)
+        return [*units, Unit("embedding", inside, ends=("first",))] if inside else units
+
+    def embedding_weights(self, sequence_parallel: bool) -> Table:
+        """The weights of the embedding besides the words'."""
+        learned = self.settings.position_embedding_type == "learned_absolute"
+        return add_prefix("position", positions(self.settings, sequence_parallel)) if learned else {}
+
+    def back_units(self, sequence_parallel: bool) -> list[Unit]:
+        """The units after the layers."""
+        m = self.settings
+        units = [Unit("final_norm", norm(m, m.hidden_size, sequence_parallel), ends=("last",))]
+        return units if self.tied else [*units, Unit("output", vocab_embedding(m, self.vocab_size), ends=("last",))]
 
     def projections(self, layers: Sequence[int], sequence_parallel: bool) -> list[Unit]:
         """The matrices from these layers' outputs to a teacher's hidden size, [its h, h] (--kd-hidden-projections)."""

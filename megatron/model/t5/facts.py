@@ -14,7 +14,7 @@ With --decoder-num-layers 0 it is only the encoder, for fine-tuning: no table, n
 Legend: s tokens of a source, t of a target, b micro-batch, h hidden, e bytes per element.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,18 +22,7 @@ from megatron.model.branches import Branch, LayerKind, Mixer
 from megatron.model.gpt.facts import DENSE, SELF_ATTENTION, GPTFacts, mlp_ops, self_attention, stored_weights
 from megatron.model.layer_ops import ATTENTION, CoreAttention, LayerOp, RankSetup, Residual
 from megatron.model.t5.settings import GROUP, SHORT, T5Settings, own_settings
-from megatron.model.weights import (
-    Table,
-    Unit,
-    add_prefix,
-    column,
-    mlp,
-    norm,
-    output_std,
-    positions,
-    row,
-    vocab_embedding,
-)
+from megatron.model.weights import Table, Unit, add_prefix, column, mlp, output_std, positions, row
 from megatron.mpu.placement import Normal, Placement
 from megatron.settings.kernel_sizes import causal_blocks
 from megatron.settings.schema import Config, Model
@@ -170,26 +159,23 @@ class T5Facts(GPTFacts):
         table = super().layer_weights(kind, sequence_parallel)
         return {name: table[name] for name in sorted(table, key=lambda name: name.startswith("cross"))}  # as stored
 
-    def units(self, layers: Sequence[int], first: bool, last: bool, sequence_parallel: bool = False) -> list[Unit]:
-        m, sp = self.settings, sequence_parallel
-        table = vocab_embedding(m, self.vocab_size)
-        front = [Unit("embedding.word", table, ends=("first", "last") if self.tied else ("first",))]
-        if m.position_embedding_type == "learned_absolute":
-            tables = add_prefix("position", positions(m, sp))
-            if self.has_decoder:
-                of_target = replace(m, max_position_embeddings=max(m.position_table, self.target))
-                tables |= add_prefix("decoder_position", positions(of_target, sp))
-            front.append(Unit("embedding", tables, ends=("first",)))
+    def embedding_weights(self, sequence_parallel: bool) -> Table:
+        m, table = self.settings, super().embedding_weights(sequence_parallel)
+        if not (table and self.has_decoder):
+            return table
+        of_target = replace(m, max_position_embeddings=max(m.position_table, self.target))
+        return table | add_prefix("decoder_position", positions(of_target, sequence_parallel))
+
+    def front_units(self, sequence_parallel: bool) -> list[Unit]:
+        m, units = self.settings, super().front_units(sequence_parallel)
         if self.relative:
             shape = (self.own.relative_attention_num_buckets, m.num_attention_heads)
             one = Placement(shape, Normal(m.init_method_std), cut={"tp": 1})
-            front.append(Unit("relative", {f"{half}.weight": one for half in self.halves}, ends=("first",)))
-        back = [Unit("final_norm", norm(m, m.hidden_size, sp), ends=("last",))] if self.has_decoder else []
-        if not self.tied:
-            back.append(Unit("output", table, ends=("last",)))
-        middle = [Unit(f"blocks.{n}", self.layer_table(n, sp), layer=n) for n in layers]
-        held = lambda units: [unit for unit in units if unit.held_by(first, last)]
-        return held(front) + middle + held(back)
+            units.append(Unit("relative", {f"{half}.weight": one for half in self.halves}, ends=("first",)))
+        return units
+
+    def back_units(self, sequence_parallel: bool) -> list[Unit]:
+        return super().back_units(sequence_parallel)[not self.has_decoder :]
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 
