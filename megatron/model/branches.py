@@ -8,7 +8,7 @@ one after the sum.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Optional, Union
 
 from megatron.model.layer_ops import ATTENTION, NORM, Kernel, LayerOp, RankSetup, Residual
@@ -79,6 +79,13 @@ class LayerKind:
 
     branches: tuple[Branch, ...]
     overrides: tuple[tuple[str, Any], ...] = ()
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.branches, self.overrides))
+
+    def __hash__(self) -> int:
+        return self._hash  # a search looks up kinds millions of times
 
     def settings(self, model: Model) -> Model:
         return replace(model, **dict(self.overrides)) if self.overrides else model

@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple, Optional
 
 from megatron.errors import SettingsError
@@ -86,7 +86,12 @@ class Facts:
 
     def layer_kind(self, layer: int) -> LayerKind:
         """The kind of a layer; layers of one kind have equal weights and ops."""
-        return LayerKind(self.branches(layer), self.settings.overrides(layer))
+        return self._kinds_in_order[layer]
+
+    @cached_property
+    def _kinds_in_order(self) -> tuple[LayerKind, ...]:
+        layers = range(self.num_layers)
+        return tuple(LayerKind(self.branches(layer), self.settings.overrides(layer)) for layer in layers)
 
     @property
     def layer_kinds(self) -> frozenset[LayerKind]:
