@@ -87,7 +87,7 @@ def test_errors_are_those_of_runs_with_the_same_features():
     plan = lambda layout: SimpleNamespace(layout=layout)
     assert "2 published runs on this GPU with the same features (tp, dp over nodes)" in trust(plan(near), h100)
     assert "no published run on this GPU has the same features (tp, cp, dp over nodes)" in trust(plan(far), h100)
-    assert "no every run of this GPU was found" in trust(plan(near), Cluster(find("L4"), 64))
+    assert "no published run of this GPU was found" in trust(plan(near), Cluster(find("L4"), 64))
     experts = Cluster(find("H100"), 64)
     experts = replace(experts, device=replace(experts.device, mixture=True))
     unknown = Layout(dp=64)  # of a mixture without ep there is no run
