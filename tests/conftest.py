@@ -159,14 +159,15 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
     """The longest files come first, so that no worker is alone with one at the end.
 
-    Tests marked `full` are skipped without --full, and of those marked `sampled(n)` all but one of n cases; those marked
-    `gpu` where torch sees no GPU.
+    Tests marked `full` are skipped without --full, and of those marked `sampled(n)` all but one of n cases, unless tests
+    are chosen by name (`-k`, `FILE::TEST`); those marked `gpu` where torch sees no GPU.
     """
     long = long_files()
     items.sort(key=lambda item: -long.get(item.nodeid.partition("::")[0], 0.0))
     if not config.getoption("--full"):
         full = [item for item in items if item.get_closest_marker("full")]
-        for item in [*full, *left_out(items, int(os.environ[PART]))]:
+        named = config.option.keyword or any("::" in argument for argument in config.args)
+        for item in [*full, *(() if named else left_out(items, int(os.environ[PART])))]:
             item.add_marker(pytest.mark.skip(reason="takes long: make test-full"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

@@ -69,7 +69,8 @@ def model_group(linears: Mapping[str, Any], experts: Any = None) -> type[Model]:
                 f"Recipe.linears[{name!r}] is {kind!r}",
                 do="give a subclass of megatron.mpu.linear_product.LinearProduct: docs/extending.md",
             )
-    groups = dict.fromkeys(kind.group for kind in linears.values() if kind.group is not None)
+    kinds = (*linears.values(), *([] if experts is None else [experts]))
+    groups = dict.fromkeys(kind.group for kind in kinds if kind.group is not None)
     own = dict(own_linears=dict(linears), own_experts=experts, __eq__=_same_settings, __hash__=Model.__hash__)
     widened = _widened(Model, {BALANCING: tuple(balancing)})
     return make_dataclass("Model", widened, bases=(*groups, Model), namespace=own, frozen=True, eq=False)

@@ -280,7 +280,7 @@ def test_jitter_is_drawn_by_sample_and_only_in_training():
     again = made(x[:, 1:], None, torch.tensor([5, 6])).weights
     assert torch.equal(first.view(S, B, 2)[:, 1:], again.view(S, 2, 2))
     assert not torch.equal(first, made(x, None, torch.tensor([7, 8, 9])).weights)
-    noise = made._uniform("router jitter", torch.empty(64, 3, 256), torch.tensor([1, 2, 3]))
+    noise = made.uniform("router jitter", torch.empty(64, 3, 256), torch.tensor([1, 2, 3]))
     assert noise.abs().max() < 1
     assert noise.mean().abs() < 0.02
     assert abs(noise.var().item() - 1 / 3) < 0.02

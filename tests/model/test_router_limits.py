@@ -134,10 +134,10 @@ def test_noise_of_layers_sites_samples_and_seeds_is_not_each_others(site):
     for layer, seed, sample in itertools.product((0, 1), (5, 6), (0, 1)):
         made = router()
         made.layer, made.seed = layer, seed
-        seen[layer, seed, sample] = made._uniform(site, like, torch.tensor([sample]))
+        seen[layer, seed, sample] = made.uniform(site, like, torch.tensor([sample]))
     for one, other in itertools.combinations(seen, 2):
         assert not torch.equal(seen[one], seen[other]), (one, other)
-    assert not torch.equal(made._uniform("another", like, torch.tensor([1])), seen[1, 6, 1])
+    assert not torch.equal(made.uniform("another", like, torch.tensor([1])), seen[1, 6, 1])
 
 
 def test_of_equal_weights_the_first_tokens_have_the_first_places():

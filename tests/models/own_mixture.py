@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPT whose layers with experts have parts of their own: a router that compares directions, a dispatcher that gathers
-tokens instead of sending them, and a loss on the scores of crowded experts.
+"""A GPT whose layers with experts have parts of their own: a noisy router that compares directions, a dispatcher that
+gathers tokens instead of sending them, and a loss on the scores of crowded experts.
 
     python -m tests.models.own_mixture --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 \\
         --micro-batch-size 2 --train-iters 4 --lr 1e-2 --mock-data --vocab-size 100 --num-experts 4 \\
@@ -9,7 +9,7 @@ tokens instead of sending them, and a loss on the scores of crowded experts.
 Legend: n tokens of a rank, h hidden, E experts, k experts of a token, m rows of this rank's experts.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,12 @@ from megatron.model.experts.parts import Balancing, ExpertParts
 from megatron.model.experts.router import Router
 from megatron.mpu import collectives, mappings
 from megatron.mpu.placement import Constant, Placement
+from megatron.settings.declare import Share, setting
+
+
+@dataclass(frozen=True)
+class Noise:
+    router_noise: Share = setting("largest noise of the scores that choose experts, in training", 0.0)
 
 
 class Directions(Router):
@@ -33,6 +39,11 @@ class Directions(Router):
     def logits(self, x, samples):  # [s, b, h] -> [s, b, E]
         x, experts = (F.normalize(one.to(self.dtype), dim=-1) for one in (x, self.weight))
         return self.sharpness.to(self.dtype) * (x @ experts.T)
+
+    def choose(self, logits, counted, samples):
+        if self.training and self.model.router_noise and not logits.is_meta:
+            logits = logits + self.model.router_noise * self.uniform("router noise", logits, samples)
+        return super().choose(logits, counted, samples)
 
 
 class Gathering(Dispatcher):
@@ -68,7 +79,7 @@ class Crowded(Balancing):
         return (scores * (loads * len(loads) > loads.sum())).sum(-1)
 
 
-PARTS = ExpertParts(router=Directions, dispatcher=Gathering, balancing={"crowded": Crowded()})
+PARTS = ExpertParts(router=Directions, dispatcher=Gathering, balancing={"crowded": Crowded()}, group=Noise)
 
 
 def recipe():

@@ -55,13 +55,22 @@ def test_a_layer_computes_its_formula():
     torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5)
     loads = (weights > 0).sum((0, 1))
     assert layer.router.load.tolist() == loads.tolist()
+    noisy = replace(settings, router_noise=0.5)
+    layer.router.model = noisy
+    noise = layer.router.uniform("router noise", logits, torch.tensor([3, 4]))
+    assert noise.abs().max() < 1 and noise.unique().numel() > 0.9 * noise.numel()
+    chosen = layer.router(x, samples=torch.tensor([3, 4])).experts
+    assert torch.equal(chosen, (logits + 0.5 * noise).topk(K, -1).indices.flatten(0, 1))
+    assert not torch.equal(chosen, best.indices.flatten(0, 1))
+    assert torch.equal(layer.eval().router(x, samples=torch.tensor([3, 4])).experts, best.indices.flatten(0, 1))
+    layer.train().router.model = settings
     crowded = logits.softmax(-1)[..., loads > 10 * K / E].sum()
     torch.testing.assert_close(sums["crowded experts"], crowded)
 
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", ["ep2", "tp2sp", "tp2-ep2", "ep2-zero3", "pp2-zbh1", "cp2"])
-@pytest.mark.parametrize("again", ["", "--recompute-granularity full --recompute-method uniform"])
+@pytest.mark.parametrize("again", ["--router-noise 0.5", "--recompute-granularity full --recompute-method uniform"])
 def test_any_layout_is_one_process(layout, again):
     check_layout(layout, f"{FLAGS} {again}")
 

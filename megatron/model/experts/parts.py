@@ -130,11 +130,13 @@ class ExpertParts:
     router:     a subclass of `experts.router.Router`
     dispatcher: a subclass of `experts.dispatch.Dispatcher`, or what makes one from the same arguments
     balancing:  its own ways to balance: name for --moe-router-load-balancing-type -> `Balancing`
+    group:      a frozen dataclass of settings of its own, which become settings of the model: `router.model.NAME`
     """
 
     router: Any = None
     dispatcher: Any = None
     balancing: Mapping[str, Balancing] = field(default_factory=dict)
+    group: Any = None
 
 
 def parts_of(model: Model) -> ExpertParts:

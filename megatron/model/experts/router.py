@@ -129,7 +129,7 @@ class Router(nn.Module):
         """[s', b, E] in fp32 or fp64, whatever the format of the run."""
         x, eps = x.to(self.dtype), self.model.moe_input_jitter_eps
         if eps and self.training and not x.is_meta:
-            x = x * (1 + eps * self._uniform("router jitter", x, samples))
+            x = x * (1 + eps * self.uniform("router jitter", x, samples))
         with torch._C.DisableTorchFunction() if torch._C._is_torch_function_mode_enabled() else nullcontext():
             # Without `Autocast`, which computes products in half precision.
             bias = None if self.bias is None else self.bias.to(self.dtype)
@@ -137,9 +137,9 @@ class Router(nn.Module):
         if not self.model.moe_router_force_load_balancing or x.is_meta:
             return logits
         # Uniform numbers choose experts like any other; the gradient is that of the logits.
-        return self._uniform("forced router", logits, samples) + (logits - logits.detach())
+        return self.uniform("forced router", logits, samples) + (logits - logits.detach())
 
-    def _uniform(self, site: str, like: torch.Tensor, samples: Optional[torch.Tensor]) -> torch.Tensor:
+    def uniform(self, site: str, like: torch.Tensor, samples: Optional[torch.Tensor]) -> torch.Tensor:
         """Numbers in (-1, 1) for [s', b, ...], which depend on the sample and the position in it, not on the layout."""
         rows, batch, *width = like.shape
         numbers = [0] * batch if samples is None else samples.tolist()
@@ -154,7 +154,7 @@ class Router(nn.Module):
     def _decide(self, logits, scores, counted: Optional[torch.Tensor], samples) -> Memo:
         """Choose experts, drop those above the capacity, and count loads."""
         flat, rows = logits.flatten(0, 1), None if counted is None else counted.flatten()
-        experts = self.choose(flat, rows)
+        experts = self.choose(logits, counted, samples).flatten(0, -2)
         if self.replay:
             experts = self.replay.take(self, samples, experts)
         if self.training:
@@ -166,12 +166,18 @@ class Router(nn.Module):
         loads = self._loads(plain.view(*logits.shape[:2], -1), counted)
         return Memo(experts, self._kept(experts, flat, rows), loads)
 
-    def choose(self, logits: torch.Tensor, counted: Optional[torch.Tensor]) -> torch.Tensor:
-        """The experts [n, k] for logits [n, E]; counted: [n] bool, the tokens that count; None: all."""
+    def choose(
+        self, logits: torch.Tensor, counted: Optional[torch.Tensor], samples: Optional[torch.Tensor]
+    ) -> torch.Tensor:
+        """The experts, [s', b, k] or [n, k], for logits [s', b, E].
+
+        counted: [s', b] bool, the tokens that count; None: all. samples: [b], for `uniform`
+        """
+        flat, rows = logits.flatten(0, 1), None if counted is None else counted.flatten()
         for way in self.ways.values():
             if way.chooses:
-                return way.choose(self, logits, counted)
-        return choose(logits, self.choice, self.expert_bias if "expert_bias" in self.placements else None)
+                return way.choose(self, flat, rows)
+        return choose(flat, self.choice, self.expert_bias if "expert_bias" in self.placements else None)
 
     def sinkhorn(self, logits: torch.Tensor, counted: Optional[torch.Tensor]) -> torch.Tensor:
         """See `routing.sinkhorn`."""
