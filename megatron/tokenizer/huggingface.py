@@ -18,6 +18,7 @@ from typing import Optional
 
 from megatron.errors import DataError, no_such_file
 from megatron.settings.schema import TokenizerSettings
+from megatron.storage import hub
 from megatron.tokenizer import engines
 from megatron.tokenizer.base import SPECIAL, Encode, Part, PartIds, Tokenizer, fingerprint
 from megatron.tokenizer.transformers_files import NAMED, SPLIT, TokenizerFiles, read_files
@@ -30,7 +31,7 @@ MARKS = range(0xE000, 0xF900)  # Unicode's private characters
 def build(settings: TokenizerSettings, notify=lambda message: None) -> Tokenizer:
     path = Path(settings.tokenizer_model)
     if not path.exists():
-        do = "give a tokenizer.json or a folder with one (hub names are not looked up: download the tokenizer first)"
+        do = hub.hint(path) or "give a tokenizer.json, or a folder with one"
         raise DataError(f"--tokenizer-model {path}: {no_such_file(path)}", do=do)
     return HuggingFaceTokenizer(read_files(path, notify), path)
 

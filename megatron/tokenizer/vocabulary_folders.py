@@ -4,17 +4,20 @@
     --tokenizer-type GPT2BPETokenizer --tokenizer-model gpt2-en
 
 reads vocab.json and merges.txt of $MEGATRON_CACHE/gpt2-en (~/.cache/megatron/gpt2-en if the variable is not set).
-Nothing is downloaded: an error names the missing files.
+A folder that `tools.checkpoint from-hf` wrote has a tokenizer in it, and hf://ORG/NAME is downloaded from the hub. Nothing
+else is: an error names the missing files.
 """
 
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from megatron.errors import DataError
 from megatron.settings.presets import cache_folder, cached, shared
 from megatron.settings.schema import TokenizerSettings
+from megatron.storage import hub
 from megatron.tokenizer.transformers_files import CONFIG, MODEL_CONFIG, TOKENIZER, VOCABULARIES, tokenizer_config
 
 Wanted = Mapping[str, tuple[str, ...]]  # setting -> possible names of its file, the usual one first
@@ -40,7 +43,23 @@ WANTED: dict[str, Wanted] = {
     "TikTokenizer": dict(tokenizer_model=("*.tiktoken",)),
 }
 KINDS = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "GPTSentencePieceTokenizer", "TikTokenizer")
+TOKENIZER_FOLDER, TRACKER = "tokenizer", "latest_checkpointed_iteration.txt"  # in the folder of an import
 _FILES = (".json", ".model", ".tiktoken", ".txt")
+
+
+def here(settings: TokenizerSettings) -> TokenizerSettings:
+    """The settings with a folder of this machine in the place of an import, or of a name on the hub."""
+    given = settings.tokenizer_model
+    if given and hub.is_hub(given):
+        return replace(settings, tokenizer_model=_fetched(given))
+    inside = Path(given or "", TOKENIZER_FOLDER)
+    is_import = given and inside.is_dir() and (Path(given) / TRACKER).is_file()
+    return replace(settings, tokenizer_model=str(inside)) if is_import else settings
+
+
+@cache
+def _fetched(name: str) -> str:
+    return str(hub.fetched(name, hub.TOKENIZER_FILES))
 
 
 def with_files(settings: TokenizerSettings, kind: str) -> TokenizerSettings:
@@ -64,7 +83,8 @@ def with_files(settings: TokenizerSettings, kind: str) -> TokenizerSettings:
     lost = [" or ".join(names) for name, names in wanted.items() if files[name] is None]
     if lost:
         has = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-        raise DataError(f"{folder} lacks {' and '.join(lost)} for {kind}", f"it has: {has}")
+        do = "--load with this folder takes the tokenizer of a run" if (folder / TRACKER).is_file() else None
+        raise DataError(f"{folder} lacks {' and '.join(lost)} for {kind}", f"it has: {has}", do)
     return replace(settings, **(dict(tokenizer_model=None) | files))
 
 

@@ -5,9 +5,11 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+import preprocess_data
 import pretrain_gpt
 from megatron.checkpoint.lineage import imported_config, lineage, source_config
 from megatron.convert import huggingface, peft
@@ -102,6 +104,26 @@ def test_training_beyond_the_positions_of_an_import_is_said_and_exported(source,
     assert transformers.AutoConfig.from_pretrained(tmp_path / "theirs").max_position_embeddings == 24
 
 
+def test_token_files_of_an_import_have_the_ids_of_transformers(source, tmp_path, capsys):
+    """By --load, of an import and of a run; and by --tokenizer-model with the folder of the import."""
+    imported(source, tmp_path / "ours")
+    (tmp_path / "text.jsonl").write_text('{"text": "abc"}\n{"text": "xyz"}\n')
+    run = "--finetune --mock-data --train-iters 1 --eval-iters 0 --micro-batch-size 1 --lr 1e-3 --device cpu"
+    pretrain_gpt.main([*run.split(), "--load", str(tmp_path / "ours"), "--save", str(tmp_path / "run")])
+    theirs = transformers.AutoTokenizer.from_pretrained(source)
+    expected = [id for text in ("abc", "xyz") for id in (*theirs(text)["input_ids"], END)]
+    for number, words in enumerate((["--load", "ours"], ["--load", "run"], ["--tokenizer-model", "ours"])):
+        out = tmp_path / f"out{number}"
+        given = [words[0], str(tmp_path / words[1])]
+        line = ["--input", str(tmp_path / "text.jsonl"), "--output-prefix", str(out), "--append-eod", "--workers", "1"]
+        preprocess_data.main([*line, *given])
+        assert np.fromfile(f"{out}_text_document.bin", np.uint16).tolist() == expected, words
+    for folder, said in ((source, f"--tokenizer-model {source} reads"), (tmp_path / "none", "holds no checkpoint")):
+        with pytest.raises(Failure) as raised:
+            preprocess_data.main([*line, "--load", str(folder)])
+        assert said in str(raised.value)
+
+
 def test_special_ids_of_a_gguf_are_those_of_llama_cpps_converter(source, tmp_path):
     """Which reads them with `SpecialVocab`: the tokenizer's, and those of config.json where it has none (Qwen's begin)."""
     gguf = pytest.importorskip("gguf")
@@ -179,5 +201,5 @@ def test_generate_downloads_a_name_of_the_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(StorageError, match="hf://Org/Nope is not in the cache of the hub"):
         generate.main(["--load-exported", "hf://Org/Nope", "--prompt", "a"])
-    with pytest.raises(UsageError, match="--load-exported hf://Org/Nope, or import it"):
+    with pytest.raises(UsageError, match="import it: .*need no import: --load-exported hf://Org/Nope"):
         generate.main(["--load", "hf://Org/Nope", "--prompt", "a"])
