@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of transformers through the commands: damaged files are named, and an export says what the source said."""
 
+import ast
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +14,10 @@ import torch
 import preprocess_data
 import pretrain_gpt
 from megatron.checkpoint.lineage import imported_config, lineage, source_config
-from megatron.convert import huggingface, peft
+from megatron.convert import fitted, hf_files, huggingface, mxfp4, peft
 from megatron.errors import Failure, StorageError, UsageError
 from megatron.inference.sampling import Sampling
+from megatron.model.gpt import hf_settings
 from megatron.tools import checkpoint as tool
 from megatron.tools import generate
 from megatron.training.conversion_commands import fresh_state
@@ -68,6 +71,27 @@ def test_a_damaged_generation_config_is_refused(copy, tmp_path):
         error = refused("from-hf", copy, tmp_path / "out")
         assert error.code == 5 and str(error).startswith(f"{file}: not a generation config")
         assert "repair or remove it" in str(error) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_is_named_with_what_to_do(copy, tmp_path, name):
+    """Cut, as by a download that ended, and empty."""
+    content = (copy / name).read_bytes()
+    for part in (content[:60], b""):
+        (copy / name).write_bytes(part)
+        error = refused("from-hf", copy, tmp_path / "out")
+        assert error.code in (4, 5) and str(error).startswith(str(copy / name)) and error.do, error
+
+
+def test_every_message_about_files_of_hugging_face_says_what_to_do():
+    for module in (fitted, hf_files, mxfp4, peft, hf_settings):
+        tree = ast.parse(Path(module.__file__).read_text())
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        raised = [call for call in calls if getattr(call.func, "id", "") in ("CheckpointError", "DataError")]
+        without = [
+            ast.unparse(one) for one in raised if len(one.args) < 3 and "do" not in {k.arg for k in one.keywords}
+        ]
+        assert without == [] and (len(raised) > 0), module.__name__
 
 
 def test_unknown_keys_of_a_generation_config_are_named(copy, tmp_path):
