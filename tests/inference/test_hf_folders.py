@@ -16,6 +16,7 @@ import pretrain_gpt
 from megatron.checkpoint.lineage import imported_config, lineage, source_config
 from megatron.convert import fitted, hf_files, huggingface, mxfp4, peft
 from megatron.errors import Failure, StorageError, UsageError
+from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
 from megatron.model.gpt import hf_settings
 from megatron.tools import checkpoint as tool
@@ -126,6 +127,25 @@ def test_training_beyond_the_positions_of_an_import_is_said_and_exported(source,
     assert said[16] == [] and len(said[24]) == 1 and "--seq-length 24 is more than the 16 positions" in said[24][0]
     huggingface.to_hf(tmp_path / "24" / "iter_0000001", tmp_path / "theirs", torch.float32, {}, check=False)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "theirs").max_position_embeddings == 24
+
+
+def test_an_import_that_was_tuned_on_short_texts_keeps_its_context(source, tmp_path):
+    """Its logits at all positions of the source are those of transformers; a model that began here has its own length."""
+    imported(source, tmp_path / "ours")
+    run = "--mock-data --train-iters 1 --eval-iters 0 --micro-batch-size 1 --lr 1e-3 --device cpu --seq-length 8"
+    pretrain_gpt.main([*run.split(), "--finetune", "--load", str(tmp_path / "ours"), "--save", str(tmp_path / "tuned")])
+    path = tmp_path / "tuned" / "iter_0000001"
+    huggingface.to_hf(path, tmp_path / "theirs", torch.float32, {}, check=False)
+    model, tokens = load_model(path), torch.randint(48, (16, 2), generator=torch.Generator().manual_seed(1))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
+    with torch.no_grad():
+        wanted = theirs(tokens.t()).logits.transpose(0, 1)
+        assert (model.model.logits(tokens) - wanted).abs().max() < 1e-4 and model.longest == 16
+    shape = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 48 --position-embedding-type rope"
+    pretrain_gpt.main(
+        [*run.split(), *shape.split(), "--max-position-embeddings", "16", "--save", str(tmp_path / "own")]
+    )
+    assert load_model(tmp_path / "own").longest == 8
 
 
 def test_token_files_of_an_import_have_the_ids_of_transformers(source, tmp_path, capsys):
