@@ -12,10 +12,11 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.data.file_formats import SEPARATOR_HELP
-from megatron.errors import SettingsError, run_main
+from megatron.errors import CheckpointError, SettingsError, run_main
 from megatron.settings.declare import dashed
 from megatron.settings.positional import refuse_below
 from megatron.settings.schema import TokenizerSettings, setting
@@ -27,6 +28,7 @@ class PreprocessOptions:
 
     input: list[str] = setting("JSON lines, or .txt: files, globs, folders, - for stdin; .gz .zst .bz2 .xz .tar too")
     output_prefix: str = setting("files are named <prefix>_<key>_document.bin and .idx")
+    load: Optional[str] = setting("folder of checkpoints (an import, or a run) whose tokenizer is taken", None)
     json_keys: Optional[list[str]] = setting(
         "keys whose texts are taken, each into files of its own (default: text)", None
     )
@@ -64,6 +66,7 @@ class PreprocessOptions:
 COMMON = (
     "input",
     "output_prefix",
+    "load",
     "json_keys",
     "document_separator",
     "append_eod",
@@ -83,6 +86,7 @@ def main(argv: list[str]) -> None:
     start = time.perf_counter()
     from megatron.settings.declare import idle_flags
     from megatron.settings.parse import parse_with_record
+    from megatron.settings.statements import given_values
 
     groups = dict(preprocess=PreprocessOptions, tokenizer=TokenizerSettings)
     parsed, said = parse_with_record(
@@ -101,17 +105,40 @@ def main(argv: list[str]) -> None:
     find_sources(settings.input)  # what is not there is told before a vocabulary is read
     for name in settings.input:
         print(f"Opening {name}")
-    kind = tokenizer_type(parsed["tokenizer"])
-    for sentence in idle_flags(parsed["tokenizer"], said, tokenizer=kind):
+    words = tokenizer_of(settings.load, given_values(TokenizerSettings, said)) if settings.load else parsed["tokenizer"]
+    kind = tokenizer_type(words)
+    for sentence in idle_flags(words, said, tokenizer=kind):
         print(f"warning: {sentence}")
     print(f"> building {kind} tokenizer ...")
-    tokenizer = build_tokenizer(parsed["tokenizer"], print)
+    tokenizer = build_tokenizer(words, print)
     size = tokenizer.vocab_size
     padded = padded_vocab_size(size, settings.make_vocab_size_divisible_by, settings.tensor_model_parallel_size)
     print(f" > padded vocab (size: {size}) with {padded - size} dummy tokens (new size: {padded})")
     print(f"Vocab size: {size}")
     print(f"Output prefix: {settings.output_prefix}", flush=True)
     preprocess_and_report(settings, tokenizer, start)
+
+
+def tokenizer_of(folder: str, given: dict) -> TokenizerSettings:
+    """The tokenizer of the newest checkpoint of a folder. given: flags, which come first
+
+    Raises CheckpointError if there is none, SettingsError for a run of numbers, DataError if its files are gone.
+    """
+    from megatron.settings.from_checkpoint import FILES, Damaged, located, refuse_lost, saved_record
+
+    try:
+        _, record = saved_record(folder)
+    except (Damaged, OSError) as error:
+        of_transformers = Path(folder, "config.json").is_file()
+        do = f"--tokenizer-model {folder} reads the tokenizer of such a folder" if of_transformers else None
+        raise CheckpointError(f"--load {folder}: {error}", do=do) from None
+    refuse_lost(record, "tokenizer", set(given))
+    own = {name: value for name, value in located(record).get("tokenizer", {}).items() if value is not None}
+    if not any(own.get(name) for name in FILES) and not given:
+        raise SettingsError(
+            f"--load {folder}: the run had no tokenizer", do="give one: --tokenizer-model, --vocab-file"
+        )
+    return TokenizerSettings(**own | given)
 
 
 def check(settings: PreprocessOptions) -> PreprocessOptions:

@@ -545,6 +545,6 @@ def test_names_of_layers_in_other_libraries(tmp_path):
     with pytest.raises(SettingsError) as error:
         pretrain_gpt.main([*flags.split(), "q_proj", "down_proj"])
     said = str(error.value)
-    assert "'q_proj' is no linear layer of this model; here it is attention.qkv" in said
+    assert "'q_proj' is no linear layer of this model; here it is attention.qkv, which --lora-split-fused gives" in said
     assert "'down_proj' is no linear layer of this model; here it is mlp.down" in said
     pretrain_gpt.main([*flags.split(), "attention.qkv", "mlp.down"])

@@ -59,13 +59,16 @@ class CheckpointManager:
         all_gather_object: AllGatherObject = alone,
         log: Callable[[str], None] = print,
         events: Optional[EventLog] = None,
+        quiet: bool = False,
     ):
-        """all_gather_object: for saves in the background, one that a thread may use concurrently with collectives.
+        """quiet: no line for a checkpoint that was saved
+
+        all_gather_object: for saves in the background, one that a thread may use concurrently with collectives.
 
         Raises StorageError when the folder cannot be written, Locked when another job writes into it.
         """
         self.settings, self.rank, self.all_gather_object, self.log = settings, rank, all_gather_object, log
-        self._events = events or EventLog(active=False)
+        self._quiet, self._events = quiet, events or EventLog(active=False)
         self._disk_speed = DiskSpeed(self._events)
         self._mirror: Optional[Saver] = None
         self._copies: Optional[Copies] = None
@@ -226,7 +229,8 @@ class CheckpointManager:
         self._writing = seconds if background else 0.0
         if path is not None:
             when = f"durable after {seconds:.2f} s" if background else f"{seconds:.2f} s"
-            self.log(f"  successfully saved checkpoint at iteration {iteration:7d} to {path} ({when})")
+            if not self._quiet:
+                self.log(f"  successfully saved checkpoint at iteration {iteration:7d} to {path} ({when})")
             size, writing = (self._saver if path.parent == self._saver.folder else self._mirror).last_write
             self._events.record(
                 "save",

@@ -7,7 +7,8 @@ transformers converts models of certain families, and treats spaces as those do.
 
 What differs: names of control tokens in a text are special tokens, as everywhere in transformers; with Unigram a name like
 <0x0A> is the byte, and of two segmentations that are equally likely `tokenizers` may choose the other one; and after a
-character that the charsmap replaces, `tokenizers` drops a combining mark.
+character that the charsmap replaces, `tokenizers` drops a combining mark, and it composes no more than five bytes. Where
+the model removes extra spaces, it drops all white space after a special token.
 """
 
 import base64

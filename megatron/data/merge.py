@@ -55,7 +55,7 @@ def merge(
     named = [bare_prefix(one) for one in inputs if not os.path.isdir(one)]
     if named != [prefix for prefix in prefixes if prefix in named]:
         log("note: datasets are joined in the order of their names, each of them once")
-    refuse_damage(prefixes)
+    refuse_damage(prefixes, log)
     identity = common_identity(prefixes)
     dtype, sizes = common_dtype(prefixes)
     form = FORMATS[output_format]
@@ -149,7 +149,8 @@ def common_identity(prefixes: list[str]) -> dict | None:
         first = next(iter(known))
         other = next(prefix for prefix in known if known[prefix].get("fingerprint") != known[first].get("fingerprint"))
         why = f"{first}: {name_of(known[first])}; {other}: {name_of(known[other])}"
-        raise DataError("the datasets were made with different vocabularies", why, "preprocess them with the same one")
+        do = "preprocess them with the same tokenizer, and with one version: earlier ones gave some tokens other ids"
+        raise DataError("the datasets were made with different vocabularies", why, do)
     return next(iter(known.values()), None)
 
 
@@ -180,11 +181,12 @@ def check_modes(prefixes: list[str], multimodal: bool) -> None:
             raise DataError(f"--multimodal: {dataset.index_path} holds no modes of its {len(dataset)} sequences", do=do)
 
 
-def refuse_damage(prefixes: list[str]) -> None:
+def refuse_damage(prefixes: list[str], log: Callable[[str], None]) -> None:
     """Raise DataError if a file does not match its checksums: new checksums of the result would hide the damage."""
-    damaged = {
-        prefix: problems for prefix in prefixes if Path(manifest_path(prefix)).exists() and (problems := verify(prefix))
-    }
+    known = [prefix for prefix in prefixes if Path(manifest_path(prefix)).exists()]
+    if others := [prefix for prefix in prefixes if prefix not in known]:
+        log(f"note: without {manifest_path(others[0])} these bytes are taken as they are: {', '.join(others)}")
+    damaged = {prefix: problems for prefix in known if (problems := verify(prefix))}
     if damaged:
         first = next(iter(damaged))
         what = "; ".join(problem for problems in damaged.values() for problem in problems[:3])

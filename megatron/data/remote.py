@@ -135,7 +135,8 @@ def _fetch(copy: Path, source: UrlPath, there: dict[str, Stat], log: Say) -> Non
         sync_folder(copy.parent)
         replace_file(copy.with_name(RECEIPT), seal(_receipt(source, there))[1])
         shutil.rmtree(aside, ignore_errors=True)
-    log(f"fetched {source} in {time.monotonic() - started:.1f} s")
+    unknown = "" if ".sums.json" in there else "; without .sums.json there, its size alone was compared"
+    log(f"fetched {source} in {time.monotonic() - started:.1f} s{unknown}")
 
 
 def _differences(copy: Path, source: UrlPath, there: dict[str, Stat]) -> list[str]:

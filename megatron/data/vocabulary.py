@@ -40,9 +40,15 @@ def tokenizer_identity(tokenizer: Tokenizer) -> dict:
     )
 
 
-def learned_vocabulary(tokenizer: Tokenizer | None) -> dict:
-    """The entries of a checkpoint on the vocabulary that its model has learned."""
+def learned_vocabulary(tokenizer: Tokenizer | None, before: str | None = None) -> dict:
+    """The entries of a checkpoint on the vocabulary that its model has learned.
+
+    before: fingerprint in the checkpoint that the run resumed. That of an earlier version of the suite stays: the model has
+    learned ids of that version.
+    """
     identity = None if tokenizer is None else tokenizer_identity(tokenizer)
+    if identity and tokenizer.superseded.get(before):
+        identity["fingerprint"] = before
     return dict(vocabulary=identity and identity["fingerprint"], tokenizer=identity)
 
 
@@ -58,7 +64,7 @@ def identity_learned(record: Mapping[str, Any]) -> dict | None:
 
 def other_ids(tokenizer: Tokenizer, what: str, fingerprint: str | None) -> list[str]:
     """A note if an earlier version of this suite gave the tokenizer other ids, and `what` was made with those."""
-    if fingerprint not in tokenizer.superseded:
+    if not tokenizer.superseded.get(fingerprint):
         return []
     return [
         f"{what} was made with this tokenizer by an earlier version, which gave wrong ids: "

@@ -65,7 +65,7 @@ def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
     for group, name, what, default in meanings(config):
         if what != "irrelevant" and group not in idle and group in before:
             value = here[group][name]
-            was = before[group].get(name, value if default is MISSING else default)
+            was = before[group].get(name, value if default in (MISSING, None) else default)  # None: derived
             if name == "tokenizer_type" and was is None:  # earlier versions did not record what the files imply
                 continue
             if what == REFUSED_IN_TRAINING:

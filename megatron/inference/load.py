@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.checkpoint.folder import choose, restore
+from megatron.checkpoint.lineage import ancestors
 from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.data.blend import parse_blend
 from megatron.data.formats import datasets_of
@@ -33,6 +34,7 @@ from megatron.optimizer.buffers import buffer_pieces, fill_buffers
 from megatron.optimizer.units import flat_units_of, materialise, owned_ranges, pieces_of
 from megatron.settings import schema
 from megatron.settings.from_checkpoint import FILES, located, refuse_lost
+from megatron.settings.rank_env import print_notes
 from megatron.settings.rules import violations
 from megatron.settings.statements import NONE
 from megatron.storage.urls import UrlPath, location
@@ -52,8 +54,9 @@ class Loaded:
 
     @property
     def longest(self) -> int:
-        """Tokens of a text that the model can look at."""
-        return self.config.model.context_length
+        """Tokens of a text that the model can look at: of an import, and of one tuned on shorter texts, the source's."""
+        imported = any(one.imported for one in ancestors(self.record))
+        return self.config.model.position_table if imported else self.config.model.context_length
 
     @property
     def continues_texts(self) -> bool:
@@ -273,11 +276,12 @@ def refuse_other_tokens(loaded: Loaded, words: Sequence[str], flag: str) -> None
         refuse_another_identity(prefixes, learned)
 
 
-def open_tokenizer(loaded: Loaded, given: Mapping[str, Any] = NONE, log=lambda text: None):
-    """Build the tokenizer of `tokenizer_settings`, for the model: see `check_vocabulary`."""
+def open_tokenizer(loaded: Loaded, given: Mapping[str, Any] = NONE):
+    """Build the tokenizer of `tokenizer_settings`, for the model: see `check_vocabulary`. Prints notes."""
     from megatron.tokenizer import build_tokenizer
 
     settings = tokenizer_settings(loaded, given)
+    log = lambda note: print_notes([note])
     return check_vocabulary(build_tokenizer(settings, log), loaded, settings, given, log)
 
 

@@ -115,16 +115,19 @@ THEIR_NAMES = (
     | dict.fromkeys(("down_proj", "fc2", "dense_4h_to_h"), "mlp.down")
     | {"all-linear": "*"}
 )
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # of these, names of parts of one layer here
 
 
 def here_it_is(pattern: str) -> str:
     """The name here of a layer that a pattern calls by the name of another library, as the end of a sentence.
 
     >>> here_it_is("*.q_proj"), here_it_is("mlp.up")
-    ('; here it is attention.qkv', '')
+    ('; here it is attention.qkv, which --lora-split-fused gives a pair for each of q_proj, k_proj, v_proj', '')
     """
-    ours = THEIR_NAMES.get(pattern.rpartition(".")[2])
-    return f"; here it is {ours}" if ours else ""
+    name = pattern.rpartition(".")[2]
+    parts = next((parts for parts in FUSED if name in parts), ())
+    split = f", which --lora-split-fused gives a pair for each of {', '.join(parts)}" if parts else ""
+    return f"; here it is {THEIR_NAMES[name]}{split}" if name in THEIR_NAMES else ""
 
 
 def linear_layers(table: Table) -> list[str]:

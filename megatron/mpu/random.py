@@ -43,17 +43,33 @@ def seed_torch(device: torch.device, *position) -> None:
         torch.cuda.manual_seed(seed)
 
 
-@torch.no_grad()
 def init_parameter(name: str, parameter: torch.Tensor, placement: Placement, place: dict[str, int], seed: int) -> None:
-    """Fill the local piece of a logical tensor with its initial values, and its padding with 0.
+    """Fill the local piece of a logical tensor with its initial values, and its padding with 0."""
+    init_rows(name, parameter, 0, tuple(parameter.shape), placement, place, seed)
+
+
+@torch.no_grad()
+def init_rows(
+    name: str,
+    rows: torch.Tensor,
+    first_row: int,
+    shape: tuple[int, ...],
+    placement: Placement,
+    place: dict[str, int],
+    seed: int,
+) -> None:
+    """Fill rows of the local piece of a logical tensor: those from `first_row` on. shape: of the whole local piece
 
     The tensor is drawn in blocks of whole rows on the CPU in fp32, which bounds memory and gives the same values on GPUs.
     """
-    parameter.zero_()
-    offset, extent = placement.box(parameter.shape, place)
+    rows.zero_()
+    offset, extent = placement.box(shape, place)
+    if shape:
+        count = max(0, min(len(rows), extent[0] - first_row))
+        offset, extent = (offset[0] + first_row, *offset[1:]), (count, *extent[1:])
     if 0 in extent:
         return
-    own = parameter[tuple(slice(n) for n in extent)]
+    own = rows[tuple(slice(n) for n in extent)]
     if isinstance(placement.init, Constant):
         own.fill_(placement.init.value)
         return
@@ -64,10 +80,10 @@ def init_parameter(name: str, parameter: torch.Tensor, placement: Placement, pla
     inner = tuple(slice(at, at + n) for at, n in zip(offset[1:], extent[1:]))
     for block in range(first, last):
         start = block * rows_at_a_time
-        rows = min(rows_at_a_time, placement.shape[0] - start)
+        number = min(rows_at_a_time, placement.shape[0] - start)
         generator = torch.Generator().manual_seed(seed_of(seed, name, block))
-        values = torch.empty((rows, *row_shape)).normal_(0.0, placement.init.std, generator=generator)
-        low, high = max(start, offset[0]), min(start + rows, offset[0] + extent[0])
+        values = torch.empty((number, *row_shape)).normal_(0.0, placement.init.std, generator=generator)
+        low, high = max(start, offset[0]), min(start + number, offset[0] + extent[0])
         own[low - offset[0] : high - offset[0]] = values[(slice(low - start, high - start), *inner)]
 
 

@@ -11,6 +11,7 @@ a rank lie end to end too: one buffer holds all weights, another all gradients, 
     shard 0/2 |<--------------------->|
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional, Union
@@ -20,7 +21,7 @@ import torch
 from megatron.checkpoint.store import Piece, flat_pieces
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import DATA_PARALLEL, Own, Placement, placed_buffers, placements
-from megatron.mpu.random import init_parameter
+from megatron.mpu.random import init_rows
 from megatron.optimizer.flat import aligned, unit_size
 
 LAYERS = "blocks"  # the attribute with the layers of a module that does not list its units
@@ -213,15 +214,26 @@ def materialise(unit: FlatUnit, flat: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def initialise(unit: FlatUnit, flat: torch.Tensor, place: dict[str, int], seed: int) -> None:
-    """Write the initial values of a unit's parameters into `flat`: their own, or drawn from (seed, name) alone."""
-    for slot in unit.slots:
-        view = flat[slot.start : slot.stop].view(slot.parameter.shape)
+def initialise(own: OwnedRange, flat: torch.Tensor, place: dict[str, int], seed: int) -> None:
+    """Write the initial values of a range of a unit into `flat`: its parameters' own, or drawn from (seed, name) alone."""
+    for slot, where in own.slots():
+        start = own.low + where.start - own.at - slot.start  # in the parameter
+        part = flat[where.start - own.at : where.stop - own.at]
         if isinstance(slot.placement.init, Own):
-            view.copy_(slot.values)
-            slot.values = None
+            part.copy_(slot.values.flatten()[start : start + len(part)])
             continue
-        init_parameter(slot.name, view, slot.placement, place, seed)
+        shape = tuple(slot.parameter.shape)
+        width = math.prod(shape[1:])
+        first, last = start // width, -(-(start + len(part)) // width)
+        skipped = start - first * width
+        if (last - first) * width == len(part):
+            init_rows(slot.name, part.view(shape and (-1, *shape[1:])), first, shape, slot.placement, place, seed)
+        else:  # the range begins or ends inside a row
+            rows = part.new_empty((last - first, *shape[1:]))
+            init_rows(slot.name, rows, first, shape, slot.placement, place, seed)
+            part.copy_(rows.flatten()[skipped : skipped + len(part)])
+    for slot in own.unit.slots:
+        slot.values = None
 
 
 def pieces_of(

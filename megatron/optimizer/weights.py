@@ -70,13 +70,6 @@ class ParameterBuffers:
 
     # ---- filling and freeing ---------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def fill(self, unit: FlatUnit, values: torch.Tensor) -> None:
-        """Fill a unit's parameters from `values`, if parameters are kept whole."""
-        if self.keep:
-            self.memory[unit.name].flat.copy_(values)
-            self.memory[unit.name].ready = True
-
     def invalidate(self, frozen: bool = True) -> None:
         """Mark parameters to be gathered again, because their shards have changed. frozen: include frozen units."""
         for memory in self.memory.values():

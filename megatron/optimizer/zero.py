@@ -77,6 +77,7 @@ class DistributedOptimizer:
     mesh:     `shard` is the axis that divides optimizer state, `replicate` the one that copies it
     parallel: the ZeRO stage, and which communication overlaps with computation
     stable:   allow pieces that outlast steps (`pieces`); state in files then takes twice its size on disk
+    draws:    give the weights their initial values; otherwise they are 0 until a checkpoint fills them, or `draw`
     Buffers of the model go to the device; those with a placement are in `buffers`.
     Raises StorageError when the disk has no space for state in files.
     """
@@ -92,6 +93,7 @@ class DistributedOptimizer:
         device,
         seed: int,
         stable: bool = False,
+        draws: bool = True,
     ):
         parallel = parallel or schema.Parallel()
         keep = STAGES[parallel.sharding_stage]
@@ -130,7 +132,9 @@ class DistributedOptimizer:
         self.everything: list[OwnedState] = [*self.states, *self.frozen]  # the weights of all units
         self.shards = self._parameter_shards()
         self.sources = {own.unit.name: (own, state) for state in self.everything for own in state.owned}
-        self._initialize(seed)
+        self.drawn = False
+        if draws:
+            self.draw()
         self.buffers.commit()
         how = Sharding(
             parallel.sharding_stage,
@@ -177,15 +181,17 @@ class DistributedOptimizer:
             shards.append(main if same else torch.empty_like(main, dtype=self.dtype, device=self._shard_device))
         return shards
 
-    def _initialize(self, seed: int) -> None:
-        """Initialize weights unit by unit, so that a rank of a sharded model never holds more than one whole unit."""
+    def draw(self) -> None:
+        """Give the weights their initial values. Each rank draws what it owns, and parameters are gathered from it."""
         for state in self.everything:
             for own in state.owned:
-                whole = torch.zeros(own.unit.size, dtype=torch.float32, device=self.device)
-                initialise(own.unit, whole, self.mesh.coordinates, seed)
-                state.main[state.slice_of(own)] = whole[own.low : own.high].to(state.main.device)
-                self.weights.fill(own.unit, whole)
+                values = torch.zeros(own.high - own.low, dtype=torch.float32, device=self.device)
+                initialise(own, values, self.mesh.coordinates, self.seed)
+                state.main[state.slice_of(own)] = values.to(state.main.device)
         self._fill(self.everything)
+        if self.weights.keep:
+            self.weights.need(*self.weights.memory.values())
+        self.drawn = True
 
     def _targets(self, state: OwnedState) -> Targets:
         """Parameters or their shards that copy main weights: (range of the state, memory)."""

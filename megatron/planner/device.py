@@ -23,6 +23,7 @@ from megatron.planner.reached_speed import (
     EXPERTS,
     EXPOSED,
     LINEAR,
+    MIXTURES,
     ROWS,
     UNFUSED,
     Accuracy,
@@ -92,6 +93,11 @@ class Device:
         if not self.assumed or self.kind != "cuda":
             return {}
         return {one: errors for one, errors in accuracies(self.name).items() if one.startswith(EXPERTS) is self.mixture}
+
+    @property
+    def other_mixtures(self) -> Optional[Accuracy]:
+        """The errors of all published runs of mixtures, if this is a device for one with assumed speeds."""
+        return MIXTURES if self.mixture and self.assumed and self.kind == "cuda" else None
 
     @property
     def context_bytes(self) -> int:

@@ -68,6 +68,7 @@ ACCURACY = {
     ("H800", "experts, pp, ep"): Accuracy(0.21, 0.27, 2),
     ("H800", "experts, tp, pp, ep"): Accuracy(0.15, 0.27, 2),
 }
+MIXTURES = Accuracy(0.22, 0.55, 27)  # all runs with experts, of every GPU
 OTHERS = ("PCIe", "NVL", "GH200")  # variants of a GPU with other speeds
 
 

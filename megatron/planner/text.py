@@ -31,7 +31,10 @@ def speeds_note(cluster: Cluster, layout: Layout | None = None) -> str:
 
 def error_of(cluster: Cluster, layout: Layout) -> str:
     """The error of predicted times, as published runs with the same features show it for this device."""
-    return str(accuracy_of(cluster, layout) or "error unknown")
+    known, other = accuracy_of(cluster, layout), cluster.device.other_mixtures
+    return str(
+        known or ("error unknown" if other is None else f"error unknown; of other mixtures up to {other.worst:.0%}")
+    )
 
 
 def accuracy_of(cluster: Cluster, layout: Layout) -> Accuracy | None:
@@ -60,8 +63,8 @@ def choice(searched: SearchedPlans, tolerance: float) -> str:
         return ""
     slower = best.per_sample / fastest.per_sample - 1
     return (
-        f"chosen as the simplest, with most memory free, of {searched.alike:,} plans within the error of {tolerance:.0%} "
-        f"of the fastest; {fastest.layout.short()} is predicted to be {slower:.1%} faster"
+        f"chosen as the simplest, with most memory free, of {searched.alike:,} plans within {tolerance:.0%} of the "
+        f"fastest; {fastest.layout.short()} is predicted to be {slower:.1%} faster"
     )
 
 
@@ -80,6 +83,10 @@ def trust(plan: Plan, cluster: Cluster) -> str:
         errors = f"their error is unknown: no published run on this GPU has the same features ({features})"
     else:
         errors = "no published run of this GPU was found to compare them with"
+    if not known and (other := device.other_mixtures):
+        errors += (
+            f"; {other.runs} runs of other mixtures had a median error of {other.median:.0%}, worst {other.worst:.0%}"
+        )
     return f"times assume the speeds of {KIND}; {errors}; this suite was measured on one H200 alone (docs/planning.md)"
 
 

@@ -13,7 +13,7 @@ from megatron.errors import UsageError, numbered
 from megatron.settings.dialects.commands import CREATE, ELSEWHERE
 from megatron.settings.dialects.fleetx import BELONGS, keys_beside
 from megatron.settings.dialects.fleetx_files import SECTIONS
-from megatron.settings.dialects.hf_trainer import HF_TRAINER
+from megatron.settings.dialects.hf_trainer import HERE, HF_TRAINER
 from megatron.settings.dialects.megatron_lm import known_flags
 from megatron.settings.dialects.nanogpt import MEANT, NANOGPT
 from megatron.settings.dialects.table import sentence
@@ -42,6 +42,10 @@ def unknown(word, flags: Collection[str]) -> str:
     if theirs := of_trainers(word.flag, flags):
         suite, meant, translated = theirs
         return f"{where}{spell(word.flag)} is {suite}'s word: say {' and '.join(map(spell, meant))}{translated}"
+    key = word.flag.lstrip("-").replace("-", "_")
+    here = next((text for keys, text in HERE.items() if key in keys.split()), "")
+    if any(flag in flags for flag in re.findall("--[a-z-]+", here)):
+        return f"{where}there is no {spell(word.flag)}: {here}"
     if near == [word.flag]:  # a flag of Megatron-LM, in a command that trains nothing
         return f"{where}{spell(word.flag)} is for training; this command has no use for it"
     own = sorted(flag for flag in flags if not flag.startswith("--no-"))

@@ -24,6 +24,7 @@ MODEL_FILES = (  # of a model, without pickled weights and other libraries' form
     "model.safetensors.index.json tokenizer* *.model vocab.* merges.txt special_tokens_map.json added_tokens.json "
     "chat_template* additional_chat_templates/* README.md LICENSE*"
 ).split()
+TOKENIZER_FILES = [one for one in MODEL_FILES if "safetensors" not in one and one != "adapter_config.json"]
 _PACKED = ("", ".gz", ".zst", ".xz", ".bz2")
 DATA_FILES = [f"*{ending}{packed}" for ending in (".jsonl", ".json", ".txt") for packed in _PACKED]
 DATA_FILES += ["*.parquet", "*.arrow", "*.tar", "*.tar.gz", "*.tgz"]

@@ -56,7 +56,8 @@ def location(text: Union[str, os.PathLike, "UrlPath"]) -> Union[Path, "UrlPath"]
     if protocol == "hf":
         raise UsageError(
             f"{os.fspath(text)}: a model of the Hugging Face hub is no folder of checkpoints",
-            do=f"--load-exported {os.fspath(text)}, or import it: tools.checkpoint from-hf {os.fspath(text)} OUT",
+            do=f"import it: python -m megatron.tools.checkpoint from-hf {os.fspath(text)} OUT, then --load OUT; generate, "
+            f"evaluate and serve need no import: --load-exported {os.fspath(text)}",
         )
     if protocol not in PACKAGES:
         raise UsageError(

@@ -13,7 +13,7 @@ from megatron.errors import DataError, SettingsError, did_you_mean
 from megatron.settings.declare import dashed
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer.base import SENTINEL, SPECIAL, Tokenizer
-from megatron.tokenizer.vocabulary_folders import kind_of, with_files
+from megatron.tokenizer.vocabulary_folders import here, kind_of, with_files
 
 TYPES = {  # --tokenizer-type -> module with `build`, required settings
     "GPT2BPETokenizer": ("byte_level", ("vocab_file", "merge_file")),
@@ -70,6 +70,7 @@ def resolved(settings: TokenizerSettings) -> TokenizerSettings:
 
     Raises SettingsError if no tokenizer is given, DataError for a name that is not in the cache.
     """
+    settings = here(settings)
     kind = tokenizer_type(settings)
     return with_files(replace(settings, tokenizer_type=kind), kind)
 
@@ -103,6 +104,7 @@ def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tp: int = 1) -> 
 
 def tokenizer_type(settings: TokenizerSettings) -> str:
     """The --tokenizer-type, or the type that the given vocabulary files imply."""
+    settings = here(settings)
     if settings.tokenizer_type:
         return settings.tokenizer_type
     if settings.vocab_file and settings.merge_file:

@@ -66,7 +66,7 @@ class Tokenizer:
     `prefix`, `suffix`: the ids that the tokenizer puts before and after a prompt.
     `before_documents`: the ids that begin each document of a token file.
     `parse_special`: whether names of special tokens are recognised in all texts, not in prompts alone.
-    `superseded`: fingerprint of this tokenizer in an earlier version of the suite -> which of its ids were wrong.
+    `superseded`: fingerprint of this tokenizer in an earlier version of the suite -> which of its ids were wrong, or "".
     `probes`: further texts on which engines are compared.
     """
 

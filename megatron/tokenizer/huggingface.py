@@ -10,12 +10,15 @@ import functools
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Optional, Union
+from typing import Optional
 
 from megatron.errors import DataError, no_such_file
 from megatron.settings.schema import TokenizerSettings
+from megatron.storage import hub
 from megatron.tokenizer import engines
 from megatron.tokenizer.base import SPECIAL, Encode, Part, PartIds, Tokenizer, fingerprint
 from megatron.tokenizer.transformers_files import NAMED, SPLIT, TokenizerFiles, read_files
@@ -28,7 +31,7 @@ MARKS = range(0xE000, 0xF900)  # Unicode's private characters
 def build(settings: TokenizerSettings, notify=lambda message: None) -> Tokenizer:
     path = Path(settings.tokenizer_model)
     if not path.exists():
-        do = "give a tokenizer.json or a folder with one (hub names are not looked up: download the tokenizer first)"
+        do = hub.hint(path) or "give a tokenizer.json, or a folder with one"
         raise DataError(f"--tokenizer-model {path}: {no_such_file(path)}", do=do)
     return HuggingFaceTokenizer(read_files(path, notify), path)
 
@@ -37,13 +40,13 @@ class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer of the library `tokenizers`."""
 
     def __init__(self, files: TokenizerFiles, path: Path):
-        description = json.loads(files.text)
+        description = files.description
         self._text, self._whole = files.text, _load(files.text, path)
         self._whole.encode_special_tokens = bool(files.config.get(SPLIT))
         vocab = self._whole.get_vocab(with_added_tokens=True)
-        added = description.get("added_tokens") or []
-        self._special_names = {token["content"] for token in added if token.get("special")} | set(files.named)
-        self._plain_added = [token for token in added if token["content"] not in self._special_names]
+        self._added, self._normalizes = description.get("added_tokens") or [], bool(description.get("normalizer"))
+        self._special_names = {token["content"] for token in self._added if token.get("special")} | set(files.named)
+        self._plain_added = [token for token in self._added if token["content"] not in self._special_names]
         self._marked = functools.lru_cache(maxsize=2)(self._with_mark)  # cached, so that forked workers share it
         fast = {"gigatoken": self._gigatoken} if description["model"]["type"] == "BPE" else {}
         own, earlier = _fingerprints(files, description, self._special_names)
@@ -87,7 +90,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _around(self) -> tuple[list[int], list[int]]:
         """The ids that the tokenizer puts before and after a prompt."""
-        for text in ("a", "0", *self._whole.get_vocab(with_added_tokens=True)):  # some tokenizers have no letters
+        for text in chain(("a", "0"), self.pieces):  # some tokenizers have no letters
             whole, inner = self._whole.encode(text, add_special_tokens=True).ids, self.encode_special(text)
             places = [place for place in range(len(whole)) if whole[place : place + len(inner)] == inner]
             if inner and len(places) == 1:
@@ -97,16 +100,27 @@ class HuggingFaceTokenizer(Tokenizer):
     # ---- libraries ---------------------------------------------------------------------------------------------------
 
     def _with_mark(self, mark: str) -> "MarkedNames":
-        return MarkedNames(json.loads(self._text), self._special_names, self._whole, mark)
+        return MarkedNames(self._with_added, self._added, self._special_names, self._whole, mark)
+
+    @cached_property
+    def _others(self) -> str:
+        """tokenizer.json without added tokens, and without pieces that are names of special tokens."""
+        description = json.loads(self._text)
+        description.pop("added_tokens", None)
+        steps = dict(post_processor=None, truncation=None, padding=None)
+        steps["model"] = _without_pieces(description["model"], self._special_names)
+        return json.dumps(description | steps, ensure_ascii=False)
+
+    def _with_added(self, tokens: Sequence[Mapping]) -> str:
+        """The same with added tokens."""
+        return f'{{"added_tokens": {json.dumps(tokens)}, {self._others[1:]}'
 
     def _gigatoken(self) -> Encode:
         """gigatoken without added tokens. A text that has one of their names is encoded by the reference."""
-        description, exact = json.loads(self._text), self._engines["tokenizers"]
-        if any(token.get("normalized") for token in self._plain_added) and description.get("normalizer"):
+        exact = self._engines["tokenizers"]
+        if any(token.get("normalized") for token in self._plain_added) and self._normalizes:
             raise ValueError("added tokens are searched for in normalized text")
-        more = dict(added_tokens=[], post_processor=None, truncation=None, padding=None)
-        more["model"] = _without_pieces(description["model"], self._special_names)
-        fast = engines.gigatoken_engine(json.dumps({**description, **more}, ensure_ascii=False), exact)
+        fast = engines.gigatoken_engine(self._with_added(()), exact)
         names, slow = [token["content"] for token in self._plain_added], functools.cache(exact)
         if not names:
             return fast
@@ -119,16 +133,20 @@ class MarkedNames:
 
     Names without the mark are ordinary text. Nothing else changes: neither ids of other added tokens, nor where a text
     begins. A Unigram model would still match names as pieces, so these pieces are renamed, too.
+
+    describe: added tokens -> tokenizer.json; added: those of the tokenizer
     """
 
-    def __init__(self, description: dict, special: set[str], whole, mark: str):
-        added = description.get("added_tokens") or []
+    def __init__(
+        self,
+        describe: Callable[[Sequence[Mapping]], str],
+        added: Sequence[Mapping],
+        special: set[str],
+        whole,
+        mark: str,
+    ):
         marked = [{**one, "content": mark * (one["content"] in special) + one["content"]} for one in added]
-        model = _without_pieces(description["model"], special)
-        steps = dict(added_tokens=marked, model=model, post_processor=None, truncation=None, padding=None)
-        self._library = library = _load(
-            json.dumps({**description, **steps}, ensure_ascii=False), Path("tokenizer.json")
-        )
+        self._library = library = _load(describe(marked), Path("tokenizer.json"))
         own = {one["content"]: library.token_to_id(new["content"]) for new, one in zip(marked, added, strict=True)}
         self._special = {own[name] for name in special if name in own}
         self._ids = {id: whole.token_to_id(name) for name, id in own.items()}
@@ -164,21 +182,24 @@ def _without_pieces(model: dict, special: set[str]) -> dict:
         return model
     model = {**model, "vocab": {f"\x00{id}\x00" if piece in names else piece: id for piece, id in vocab.items()}}
     if model["type"] == "BPE":
-        model["merges"] = [pair for pair in model["merges"] if names.isdisjoint(_tokens_of(pair, model))]
+        both = zip(model["merges"], _tokens_of_merges(model), strict=True)
+        model["merges"] = [pair for pair, tokens in both if names.isdisjoint(tokens)]
     return model
 
 
 def _made_of_text(model: dict, special: set[str]) -> list[str]:
     """Special tokens that a BPE model would make of text."""
     names = special.intersection(model["vocab"]) if model["type"] == "BPE" else ()
-    made = {_tokens_of(pair, model)[-1] for pair in model["merges"]} if names else set()
+    made = {tokens[-1] for tokens in _tokens_of_merges(model)} if names else set()
     return sorted(made.intersection(names) - {model.get("unk_token")})
 
 
-def _tokens_of(pair: Union[str, Sequence[str]], model: dict) -> tuple[str, str, str]:
-    """The tokens of a merge of a BPE model: those that it joins, and the one that it makes."""
-    left, right = pair.split(" ") if isinstance(pair, str) else pair
-    return left, right, left + right.removeprefix(model.get("continuing_subword_prefix") or "")
+def _tokens_of_merges(model: dict) -> list[tuple[str, str, str]]:
+    """The tokens of each merge of a BPE model: those that it joins, and the one that it makes."""
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    if prefix := model.get("continuing_subword_prefix"):
+        return [(left, right, left + right.removeprefix(prefix)) for left, right in pairs]
+    return [(left, right, left + right) for left, right in pairs]
 
 
 def _load(text: str, path: Path):
@@ -206,26 +227,45 @@ def _probes_of(name: str) -> tuple[str, ...]:
 
 
 def _fingerprints(files: TokenizerFiles, description: dict, special: set[str]) -> tuple[str, dict[str, str]]:
-    """(the fingerprint, those of earlier versions of this suite that gave other ids -> what is different).
+    """(the fingerprint, those of earlier versions of this suite -> which ids they gave otherwise, "" for none).
 
     Earlier versions removed special tokens from the file, so that added tokens after them got lower ids, left merges that
-    make special tokens of text, and read tokenizer.json alone.
+    make special tokens of text, and read tokenizer.json alone. They hashed the form of the file, too.
     """
-    of = lambda text, version="": fingerprint(f"tokenizer.json{version}", json.dumps(json.loads(text), sort_keys=True))
+    hashed = lambda content, version="": fingerprint(f"tokenizer.json{version}", json.dumps(content, sort_keys=True))
     pieces = description["model"].get("vocab") or ()
     pieces = pieces if isinstance(pieces, dict) else {piece for piece, _ in pieces}
     outside = [token["content"] for token in description.get("added_tokens") or [] if token["content"] not in pieces]
     first = next((place for place, name in enumerate(outside) if name in special), len(outside))
     moved = [name for name in outside[first:] if name not in special]
     moved += _made_of_text(description["model"], special)
-    own = of(files.text, " 2" if moved else "")
-    earlier = {}
+    version, earlier = " 2" if moved else "", {}
+    contents = [description, *([json.loads(files.replaced)] if files.replaced else [])]
     if moved:
         named = f"{', '.join(moved[:4])}{' ...' * (len(moved) > 4)}"
-        earlier[of(files.text)] = f"the ids of {named} were those of other tokens"
-    if files.replaced and set(files.changed) - {"post_processor", "decoder"}:
-        what = f"{' and '.join(files.changed)} of tokenizer.json were not what transformers makes of them"
-        earlier[of(files.replaced)] = what
-    elif files.replaced:
-        own = of(files.replaced, " 2" if moved else "")
-    return own, earlier
+        earlier[hashed(description)] = f"the ids of {named} were those of other tokens"
+    other = set(files.changed) - {"post_processor", "decoder"}
+    if other:
+        what = f"it read tokenizer.json alone, and transformers changes its {' and '.join(files.changed)}"
+        earlier[hashed(contents[1])] = what
+    own = description if other else contents[-1]
+    form = _in_one_form(own)
+    if form != own:
+        earlier = {hashed(content, version): "" for content in contents} | earlier
+    return hashed(form, version), earlier
+
+
+BPE = dict(dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None, fuse_unk=False)
+BPE |= dict(byte_fallback=False, ignore_merges=False)  # what a file says that leaves them out
+
+
+def _in_one_form(description: dict) -> dict:
+    """A tokenizer.json in the form of tokenizers 0.20 and later: earlier ones wrote merges as text and left keys out.
+
+    Whether texts are cut or padded is left out: this suite does neither.
+    """
+    model = description["model"]
+    if model.get("type") == "BPE":
+        merges = [one.split(" ") if isinstance(one, str) else one for one in model.get("merges") or ()]
+        model = BPE | model | dict(merges=merges)
+    return description | dict(model=model, truncation=None, padding=None)

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Optional
 
@@ -50,6 +51,11 @@ class TokenizerFiles:
     replaced: Optional[str] = None
     changed: tuple[str, ...] = ()
 
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        """The content of `text`."""
+        return json.loads(self.text)
+
     def name(self, token: str) -> Optional[str]:
         """The name of a special token such as eos_token; None if there is none."""
         return content_of(self.config.get(token))
@@ -74,17 +80,15 @@ def read_files(path: Path, notify: Callable[[str], None] = lambda message: None)
     config = tokenizer_config(folder)
     if path.is_dir() and not file.exists():
         return _asked(folder, config, None)
-    text = read_text(str(file), "--tokenizer-model")
+    files = TokenizerFiles(text := read_text(str(file), "--tokenizer-model"), config)
     try:
-        description = json.loads(text)
-        description["model"]["type"]  # noqa: B018
+        files.description["model"]["type"]  # noqa: B018
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         cut = isinstance(error, json.JSONDecodeError)
         why = f"it is not JSON: {error}" if cut else "it has no model with a type"
         do = "get the whole file of the model" if cut else ""
         raise DataError(f"{file}: not a tokenizer.json", why, do) from None
-    files = TokenizerFiles(text, config)
-    reason = file.name == TOKENIZER and _more_than_the_file(description, files, folder)
+    reason = file.name == TOKENIZER and _more_than_the_file(files, folder)
     if not reason:
         return files
     try:
@@ -112,9 +116,9 @@ def _config(path: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
-def _more_than_the_file(description: dict, files: TokenizerFiles, folder: Path) -> Optional[str]:
+def _more_than_the_file(files: TokenizerFiles, folder: Path) -> Optional[str]:
     """What may make transformers read a tokenizer.json otherwise than `tokenizers` does; None if nothing can."""
-    config, added = files.config, {token["content"]: token for token in description.get("added_tokens") or ()}
+    config, added = files.config, {token["content"]: token for token in files.description.get("added_tokens") or ()}
     if kind := _config(folder / MODEL_CONFIG).get("model_type"):
         return f"model_type {kind}"
     if config.get("tokenizer_class") not in PLAIN_CLASSES:
@@ -158,9 +162,17 @@ def _asked(folder: Path, config: dict, own: Optional[str]) -> TokenizerFiles:
         return TokenizerFiles(text, config)
     as_file, changed = json.loads(_canonical(own)), []
     for part, value in json.loads(text).items():
-        if part not in ("truncation", "padding") and value != as_file.get(part):
+        same = part in ("truncation", "padding") or value == as_file.get(part)
+        if not same and not (part == "model" and _differ_in_unknown(value, as_file[part])):
             changed.append(part)
     return TokenizerFiles(text if changed else own, config, own if changed else None, tuple(changed))
+
+
+def _differ_in_unknown(model: dict, other: dict) -> bool:
+    """Whether models differ in the unknown token alone, which no text has: each byte is a token."""
+    kept = lambda one: {key: value for key, value in one.items() if key not in ("unk_token", "fuse_unk")}
+    of_bytes = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+    return bool(of_bytes) and kept(model) == kept(other)
 
 
 def _canonical(text: str) -> str:

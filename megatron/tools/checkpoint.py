@@ -124,7 +124,7 @@ def main(argv: list[str]) -> None:
     name = words[0] if words else ""
     if name not in COMMANDS:
         what = f"'{name}' is not a command" if name else "no command is given"
-        near = did_you_mean(name, COMMANDS)
+        near = f"; did you mean {SAID_FOR[name]}?" if name in SAID_FOR else did_you_mean(name, COMMANDS)
         raise UsageError(
             f"{what}; there are: {', '.join(COMMANDS)}{near}", do="python -m megatron.tools.checkpoint --help"
         )
@@ -408,6 +408,16 @@ COMMANDS = dict(
         "to-peft": (ToPeftOptions, ("PATH", "OUT"), to_peft, TokenizerSettings),
         "from-peft": (FromPeftOptions, ("PATH", "OUT"), from_peft),
     },
+)
+
+SAID_FOR = dict(  # words that are no commands -> the command that is meant
+    **dict.fromkeys(("compare", "cmp"), "diff"),
+    **dict.fromkeys(("show", "info", "list", "ls", "print"), "inspect"),
+    **dict.fromkeys(("check", "validate"), "verify"),
+    **dict.fromkeys(("convert", "import", "export", "hf"), "from-hf or to-hf"),
+    **dict.fromkeys(("merge", "lora"), "merge-lora"),
+    **dict.fromkeys(("delete", "remove", "rm", "clean"), "prune"),
+    **dict.fromkeys(("copy", "cp", "split"), "reshard"),
 )
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ from megatron.training.checkpointing import (
     check_later_checkpoints,
     check_samples,
     earlier_wandb_run,
+    keeps_initial_values,
     load,
     load_folder,
     open_checkpoint_manager,
@@ -141,14 +142,16 @@ def build_run(
     watch = build_watch(config, context, heartbeat, events)
     heartbeat.beat("model")
     config = pick_vocabulary(pick_precision(config, context))
-    tokenizer, vocab_size = build_vocabulary(config, log, record_to_load(config, context))
+    record = record_to_load(config, context)
+    tokenizer, vocab_size = build_vocabulary(config, log, record)
     if config.tokenizer.vocab_size is None and vocab_size != tokenizer.whole.vocab_size:
         config = config.derive("--load", vocab_size=vocab_size)  # written, so that later runs have the same rows
     # Open it first: a locked or read-only folder is reported before the slow work.
     checkpoint_manager = open_checkpoint_manager(config.checkpoint, context, log, events)
     for note in refuse_other_vocabulary(all_paths(config.data, log), tokenizer):
         log(f"note: {note}")
-    model = build_model(config, recipe, context, tokenizer, vocab_size)
+    draws = record is None or keeps_initial_values(config.checkpoint)
+    model = build_model(config, recipe, context, tokenizer, vocab_size, draws)
     heartbeat.beat("load")
     start = load_start(config, recipe, context, model, events)
     heartbeat.beat("index")
@@ -230,8 +233,13 @@ def pick_vocabulary(config: schema.Config) -> schema.Config:
     return config.derive("the vocabulary's files", **asdict(resolved(config.tokenizer)))
 
 
-def build_model(config: schema.Config, recipe: Recipe, context: RankContext, tokenizer, vocab_size: int) -> BuiltModel:
-    """Build this rank's stages without memory for weights, then the optimizer, which allocates them."""
+def build_model(
+    config: schema.Config, recipe: Recipe, context: RankContext, tokenizer, vocab_size: int, draws: bool = True
+) -> BuiltModel:
+    """Build this rank's stages without memory for weights, then the optimizer, which allocates them.
+
+    draws: weights get initial values; a run that resumes has all of them in its checkpoint
+    """
     dtype = weight_format(config.precision)
     facts, selection = recipe.facts(config, vocab_size), Selection.of(config.optimizer)
     selection.check(facts.weights)
@@ -242,7 +250,7 @@ def build_model(config: schema.Config, recipe: Recipe, context: RankContext, tok
         attach_fp8(stages, config, tables_of(facts))
     refuse_idle(config.optimizer, facts)
     check_model_complete(stages, context.mesh, context.all_gather_object, facts.weights)
-    optimizer = build_optimizer(config, context, stages, dtype)
+    optimizer = build_optimizer(config, context, stages, dtype, draws)
     return BuiltModel(tokenizer, vocab_size, dtype, facts, selection, pipeline, stages, optimizer)
 
 
@@ -346,7 +354,7 @@ def origin_of(
         commit=source_commit(),
         code=start.code,
         libraries=library_versions(),
-        **learned_vocabulary(tokenizer),
+        **learned_vocabulary(tokenizer, None if settings.finetune else (start.record or {}).get("vocabulary")),
         untrained=untrained,
         folder=os.getcwd(),
         **lineage(start.record, settings.load if settings.finetune else None),
@@ -374,7 +382,7 @@ def build_console(logging: schema.Logging, context: RankContext) -> Console:
 
 
 def build_optimizer(
-    config: schema.Config, context: RankContext, stages: list[torch.nn.Module], dtype: torch.dtype
+    config: schema.Config, context: RankContext, stages: list[torch.nn.Module], dtype: torch.dtype, draws: bool = True
 ) -> DistributedOptimizer:
     """Build the optimizer, which owns the weights of this rank's stages."""
     return DistributedOptimizer(
@@ -386,6 +394,7 @@ def build_optimizer(
         device=context.device,
         seed=config.logging.seed,
         stable=config.checkpoint.async_save,
+        draws=draws,
     )
 
 

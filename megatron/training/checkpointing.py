@@ -67,6 +67,11 @@ def load_folder(settings: schema.Checkpoint, all_gather_object) -> Path | UrlPat
     return all_gather_object(newest)[0]
 
 
+def keeps_initial_values(settings: schema.Checkpoint) -> bool:
+    """Whether weights that a checkpoint lacks keep their initial values; otherwise it has to have all of them."""
+    return settings.finetune or settings.load_strictness in ("warn-missing", "warn-all")
+
+
 def load(
     config: schema.Config,
     context: RankContext,
@@ -107,6 +112,8 @@ def load(
         reinitialize=_reinitialize(config) if settings.finetune else lambda name, stored: False,
     )
     if restored is None:
+        if not optimizer.drawn:  # a checkpoint that was there when the model was built is gone
+            optimizer.draw()
         return fresh, None, [f"no checkpoint in {settings.load} yet: starting from iteration 0"]
     record = all_gather_object(restored.state)[0]
     upcycled = _upcycle(config, restored, pieces)

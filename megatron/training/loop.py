@@ -119,6 +119,8 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
         if batches and not (validated and split == "validation"):
             evaluate(run, batches, split, final=True)
     evaluate_requests(run, final=True)
+    if run.losses.measures and run.losses.measures.folder and not run.config.data.mock_data:
+        run.metrics.log(f" > predictions: {run.losses.measures.folder}")
 
 
 def run_periodic_checks(run: Run, epoch: int, planned_memory: Sequence[int]) -> None:

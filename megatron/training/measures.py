@@ -64,6 +64,7 @@ class Measures:
     better:     SMALLER or LARGER, for a figure that is not in telemetry/directions.py
     keeps_best: whether to save the weights of the best evaluation
     of_choices: whether samples are possible continuations, for which a mean loss is meaningless
+    folder:     where the final evaluations write predictions; None: nowhere
     patience:   end training after so many consecutive evaluations without a better one
     """
 
@@ -71,6 +72,7 @@ class Measures:
     better: Optional[str] = None
     keeps_best = True
     of_choices = False
+    folder: Optional[str] = None
     patience: Optional[int] = None
 
     def __init__(self, config: schema.Config):
@@ -133,6 +135,7 @@ def best_manager(config: schema.Config, measures: Optional[Measures], context: R
         rank=context.mesh.rank,
         all_gather_object=context.all_gather_object,
         log=log,
+        quiet=True,  # `judge` logs them
     )
 
 

@@ -92,7 +92,7 @@ def _optimizer(config, world_size: int, rank: int) -> DistributedOptimizer:
     build = partial(pretrain_gpt.build_model, config, mesh, 90, dtype=torch.float32, device="meta")
     stages = build_stages(build, pipeline, mesh)
     return DistributedOptimizer(
-        stages, mesh, config.optimizer, config.parallel, dtype=torch.float32, device="cpu", seed=1
+        stages, mesh, config.optimizer, config.parallel, dtype=torch.float32, device="cpu", seed=1, draws=False
     )
 
 

@@ -6,6 +6,7 @@ import json
 import threading
 from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from megatron.convert.hf_files import read_json
 from megatron.data.json_input import find_sources, read_blocks
 from megatron.errors import CheckpointError, DataError, StorageError, UsageError
+from megatron.settings.schema import TokenizerSettings
 from megatron.storage import hub
+from megatron.tokenizer.vocabulary_folders import here
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -104,6 +107,12 @@ def test_the_files_of_a_model_are_downloaded_once(server, capsys):
     assert [path for path in Hub.asked if "/resolve/" in path] == files
     out, err = capsys.readouterr()
     assert not out and len(err.splitlines()) == 2 and err.startswith("hf://org/small: ")  # no bars without a terminal
+
+
+def test_the_files_of_a_tokenizer_are_downloaded_alone(server):
+    found = Path(here(TokenizerSettings(tokenizer_model="hf://org/small")).tokenizer_model)
+    names = {path.name for path in found.iterdir()}
+    assert "tokenizer.json" in names and not names & {"model.safetensors", "pytorch_model.bin", "onnx"}
 
 
 def test_lines_of_a_dataset_are_read(server, capsys):

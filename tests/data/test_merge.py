@@ -82,7 +82,7 @@ def test_output_inside_of_the_input_is_not_its_own_input(parts):
 
 
 @pytest.mark.parametrize("ending", [".bin", ".idx"])
-def test_damage_is_not_given_new_checksums(parts, tmp_path, ending):
+def test_damage_is_not_given_new_checksums(parts, tmp_path, ending, capsys):
     folder, _ = parts
     (folder / "p_10_text_document.sums.json").unlink()  # files of others have none
     path = folder / f"p_9_text_document{ending}"
@@ -95,7 +95,10 @@ def test_damage_is_not_given_new_checksums(parts, tmp_path, ending):
     assert not list(tmp_path.glob("merged*"))
     if ending == ".bin":  # its numbers agree: it may have been changed on purpose
         verify_data.main([str(folder / "p_9_text_document"), "--write"])
+        capsys.readouterr()
         merge_datasets.main(["--input", str(folder), "--output-prefix", str(tmp_path / "merged")])
+        [note] = [line for line in capsys.readouterr().out.splitlines() if "are taken as they are" in line]
+        assert note.endswith(f": {folder / 'p_10_text_document'}")
 
 
 def test_small_pieces_change_nothing(parts, tmp_path, monkeypatch):
@@ -119,7 +122,7 @@ def test_copies_where_the_kernel_cannot(parts, tmp_path, monkeypatch):
 def test_other_dtypes_and_vocabularies_are_refused(parts, tmp_path):
     folder, _ = parts
     preprocess(folder / "other", "big", ["1 2"], 70000)
-    with pytest.raises(DataError, match="different vocabularies"):
+    with pytest.raises(DataError, match="different vocabularies(.|\n)*with one version: earlier ones gave"):
         merge_datasets.main(["--input", str(folder), "--output-prefix", str(tmp_path / "merged")])
     for path in folder.rglob("*.stats.json"):
         path.unlink()  # as of files that Megatron-LM made

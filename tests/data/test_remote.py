@@ -63,6 +63,13 @@ def test_what_is_fetched_is_what_lies_there_and_is_fetched_once(here, there, tmp
     assert nearby(here, None) == here and nearby(f"file://{here}", None) == here
 
 
+def test_what_has_no_checksums_is_named(here, there, tmp_path):
+    (location(f"{there}.sums.json")).unlink()
+    told = []
+    nearby(there, str(tmp_path / "cache"), told.append)
+    assert told[-1].endswith("; without .sums.json there, its size alone was compared")
+
+
 def test_samples_are_those_of_the_local_files(here, there, tmp_path):
     cache = str(tmp_path / "cache")
     sets = [

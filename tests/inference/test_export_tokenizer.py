@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from megatron.convert.sentence_piece import read_model, tokenizer_json
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, SettingsError
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import build_tokenizer
 from megatron.tools import checkpoint as tool
@@ -125,6 +125,20 @@ def test_autotokenizer_of_a_sentencepiece_run(new_checkpoint, tmp_path, kind, en
     assert ends["bos_token_id"] == ends["eos_token_id"] == own[end]  # documents follow an end, and no <s>
 
 
+@pytest.mark.parametrize("rule, dropped", [("nmt_nfkc", False), ("nfkc", True), ("nfkc_cf", True)])
+def test_white_space_after_special_tokens(new_checkpoint, tmp_path, rule, dropped, capsys):
+    """A charsmap that leaves line ends is exported, and what differs is said: transformers drops them there."""
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "t.model").write_bytes(trained_model(normalization_rule_name=rule))
+    load = new_checkpoint(**NONE, tokenizer_model=str(tmp_path / "t.model"), rows=400)
+    tool.main(["to-hf", str(load), str(tmp_path / "hf"), "--dtype", "fp32"])
+    assert ("white space after special tokens is dropped there" in capsys.readouterr().out) == dropped
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ours = build_tokenizer(TokenizerSettings(tokenizer_model=str(tmp_path / "t.model")))
+    for text, same in (("<s>  a", True), ("the cat</s>sat", True), ("a</s>\nb", not dropped)):
+        assert (theirs(text)["input_ids"] == ours.encode_prompt(text)) == same, text
+
+
 def test_autotokenizer_of_a_run_with_llama2_tokenizer(new_checkpoint, tmp_path, capsys):
     """Prompts begin with <s> there, too."""
     transformers = pytest.importorskip("transformers")
@@ -221,6 +235,10 @@ def test_gguf_of_sentencepiece(new_checkpoint, tmp_path, capsys):
     assert special == [1, 3, 0, False]
     load = new_checkpoint(**NONE, tokenizer_model=str(tmp_path / "normal.model"), rows=400)
     with pytest.raises(CheckpointError, match=r"(?s)other ids for the text.*normalizes no texts \(nmt_nfkc\)"):
+        export.main(["--load", str(load), "--output", str(tmp_path / "no"), *words])
+    (tmp_path / "plain.model").write_bytes(trained_model(byte_fallback=False, **plain))
+    load = new_checkpoint(**NONE, tokenizer_model=str(tmp_path / "plain.model"), rows=400)
+    with pytest.raises(SettingsError, match="ends at a character that is no piece, and this model has no bytes"):
         export.main(["--load", str(load), "--output", str(tmp_path / "no"), *words])
 
 

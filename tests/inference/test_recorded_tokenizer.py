@@ -10,7 +10,8 @@ import torch
 from megatron.data.indexed import write_index
 from megatron.errors import DataError
 from megatron.tools import checkpoint as tool
-from megatron.tools import evaluate, prune
+from megatron.tools import evaluate, generate, prune
+from tests.tokenizer.test_contract import THINK, earlier_fingerprint
 
 UNTYPED = dict(tokenizer_type=None, vocab_file=None, merge_file=None)  # as --tokenizer-model FOLDER was recorded
 TEXT = "the cat sat on the mat, they say.\n  A dog"
@@ -43,6 +44,29 @@ def test_an_export_of_a_run_of_numbers_takes_a_given_vocabulary(new_checkpoint, 
     assert "the run had no tokenizer, so the export has none" in capsys.readouterr().out
     tool.main(["to-hf", str(numbers), str(tmp_path / "hf"), "--unchecked", "--tokenizer-model", str(vocabulary)])
     assert "no tokenizer" not in capsys.readouterr().out and (tmp_path / "hf/vocab.json").is_file()
+
+
+def test_a_checkpoint_with_ids_of_an_earlier_version_is_named(new_checkpoint, vocabulary, tmp_path, capsys):
+    """Added tokens that follow a special one: earlier versions gave them other ids."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    whole = tmp_path / "tokenizer.json"
+    ByteLevelBPETokenizer(str(vocabulary / "vocab.json"), str(vocabulary / "merges.txt")).save(str(whole))
+    content = json.loads(whole.read_text())
+    size = len(content["model"]["vocab"])
+    content["added_tokens"] = [THINK | dict(id=size, content="<|end|>", special=True), THINK | dict(id=size + 1)]
+    whole.write_text(json.dumps(content))
+    words = dict(tokenizer_type="HuggingFaceTokenizer", vocab_file=None, merge_file=None, tokenizer_model=str(whole))
+    load = str(new_checkpoint(**words, rows=size + 2, record=dict(vocabulary=earlier_fingerprint(tmp_path))))
+    (tmp_path / "passages.jsonl").write_text(json.dumps(dict(text=TEXT)) + "\n")
+    for command, more in (
+        (generate, ["--prompt", "the cat", "--tokens-to-generate", "1"]),
+        (evaluate, ["--task", "LAMBADA", "--valid-data", str(tmp_path / "passages.jsonl"), "--device", "cpu"]),
+        (tool, []),
+    ):
+        command.main(["to-hf", load, str(tmp_path / "hf")] if command is tool else ["--load", load, *more])
+        [note] = [line for line in capsys.readouterr().err.splitlines() if "earlier version" in line]
+        assert note.startswith("note: ") and "the ids of <think> were those of other tokens" in note
 
 
 @pytest.mark.parametrize(

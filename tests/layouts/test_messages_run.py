@@ -62,8 +62,8 @@ class Noted:
         return noted
 
     def watch(self, run):
-        """Look at the layers of a run."""
-        self.run = run
+        """Look at the layers of a run, from its first step on."""
+        self.run, self.sent, self.events[:] = run, 0, []
         for number, stage in enumerate(run.stages):
             for layer, block in enumerate(stage.blocks.values()):
                 block.register_forward_pre_hook(lambda *_, at=(number, layer): self.layer("F", *at))

@@ -2,14 +2,16 @@
 """Flat, sharded AdamW against torch's own, and one layout against another."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron.mpu import random
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.placement import Constant, Normal, Placement, placements
+from megatron.mpu.placement import Constant, Normal, Own, Placement, placements
 from megatron.optimizer.flat import ALIGN
-from megatron.optimizer.units import flat_units_of
+from megatron.optimizer.units import OwnedRange, Slot, flat_units_of, initialise
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings import schema
 
@@ -65,6 +67,46 @@ def _train(rank, mesh_sizes, steps, num_microbatches=2, dtype=torch.float32, cli
         seen.append((sums[0].item(), norm))
     weights = {name: parameter.detach().clone() for name, (parameter, _) in placements(model).items()}
     return seen, weights, sum(state.main.numel() for state in optimizer.states)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("tp, at", [(1, 0), (2, 0), (2, 1)])
+def test_ranges_of_initial_values_are_those_of_whole_parameters(ranks, tp, at, monkeypatch):
+    """Ranges begin inside rows and blocks; rows of padding are 0."""
+    monkeypatch.setattr(random, "BLOCK", 30)
+    placed = {
+        "matrix": Placement((11, 6), Normal(0.5), cut={"tp": 0}),
+        "bias": Placement((11,), Constant(3.0), cut={"tp": 0}),
+        "scalar": Placement((), Constant(2.0)),
+        "wide": Placement((7, 4, 5), Normal(0.1), cut={"tp": 1}),
+        "norm": Placement((6,), Constant(1.0)),
+        "own": Placement((4, 3), Own()),
+    }
+    shapes = dict(
+        matrix=(-(-11 // tp), 6), bias=(-(-11 // tp),), scalar=(), wide=(7, 4 // tp, 5), norm=(6,), own=(4, 3)
+    )
+    wanted, slots, start = [], [], 0
+    for name, shape in shapes.items():
+        whole = torch.full(shape, 9.0)
+        if name == "own":
+            whole = torch.arange(12.0).view(shape)
+        else:
+            random.init_parameter(name, whole, placed[name], {"tp": at}, 7)
+        slots.append(Slot(name, torch.empty(shape, device="meta"), placed[name], start, start + whole.numel()))
+        slots[-1].values = whole if name == "own" else None
+        wanted.append(whole.flatten())
+        start += whole.numel()
+    wanted = torch.cat(wanted)
+    unit, each, found = SimpleNamespace(slots=slots, size=len(wanted)), -(-len(wanted) // ranks), []
+    for low in range(0, len(wanted), each):
+        own = OwnedRange(unit, low, min(low + each, len(wanted)), 100)
+        values = {slot.name: slot.values for slot in slots}
+        part = torch.full((own.high - own.low,), 5.0)
+        initialise(own, part, {"tp": at}, 7)
+        for slot in slots:
+            slot.values = values[slot.name]
+        found.append(part)
+    assert torch.equal(torch.cat(found), wanted)
 
 
 def _torch_reference(steps):

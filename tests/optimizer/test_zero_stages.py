@@ -345,6 +345,7 @@ def _events(rank, num_microbatches, loop=_passes, **parallel):
     with pytest.MonkeyPatch.context() as patch:
         log.watch(patch)
         model, optimizer = _optimizer(rank, {"shard" if "sharding_stage" in parallel else "replicate": 2}, **parallel)
+        log.clear()  # of how initial weights were gathered
         log.layers(model)
         loop(model, optimizer, [INPUT] * num_microbatches)
         log.append("totals")

@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Words of other suites where they are no flags: the message names the flag that is meant, or the command that takes it."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from megatron.errors import UsageError
+from megatron.inference.sampling import Sampling
+from megatron.settings import messages
 from megatron.settings.dialects.hf_trainer import HF_TRAINER
 from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.dialects.nanogpt import MEANT
+from megatron.settings.dialects.table import Word
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import spellings_of
+from megatron.settings.statements import SaidBy
+from megatron.tasks.chat_settings import ChatSettings
 
 SHAPE = "--num-layers 2 --hidden-size 8 --num-attention-heads 2".split()
 KNOWN = spellings_of(GROUPS)
@@ -31,6 +39,24 @@ def test_the_flag_that_is_meant_is_named(key):
         parse_pretrain([*SHAPE, flag, "1"])
     meant = MEANT[key].split(" and ") if key in MEANT else HF_TRAINER.flags_of_key(key)
     assert all(one in str(refused.value) for one in meant)
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+ROWS = PAGE.partition("## Words of Trainer, TRL and PEFT\n")[2].partition("\n## ")[0].splitlines()
+CELLS = [[re.findall("`([^`]+)`", cell) for cell in row.split(" | ")] for row in ROWS if row.startswith("| `")]
+FLAGS = {**spellings_of(dict(sampling=Sampling)), **spellings_of({**GROUPS, "chat": ChatSettings})}
+
+
+@pytest.mark.parametrize("theirs, here", [pytest.param(*cells, id=cells[0][0]) for cells in CELLS])
+def test_the_page_for_users_of_hugging_face_names_flags_that_there_are(theirs, here):
+    """Each word is a flag of ours, or the message for an unknown one names what the page has beside it."""
+    there = set(re.findall("--[a-z0-9-]+", " ".join(here)))
+    assert there and there <= {*FLAGS, "--input"}, "flags of the page"
+    for word in theirs:
+        flag = "--" + word.replace("_", "-")
+        ours = FLAGS.get(flag)
+        said = f"{flag} {ours.setting.flag}" if ours else messages.unknown(Word(flag, [], SaidBy.COMMAND), FLAGS)
+        assert there & set(re.findall("--[a-z0-9-]+", said)), (word, said)
 
 
 def test_words_of_paddle_in_the_other_command_for_data(capsys):

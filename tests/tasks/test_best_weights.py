@@ -42,6 +42,9 @@ def test_the_last_checkpoint_knows_the_best_weights(line, tmp_path, capsys):
     """The last step's evaluation is the best one: the same command again, and a longer run, have its weights."""
     run = tmp_path / "run"
     tune(0, line)
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == f" > predictions: {run}/predictions"
+    assert f"{run}/best" in said and said.count("successfully saved checkpoint") == said.count(f"to {run}/iter_")
     (_, first, _), (_, best, _), (_, final, _) = validations(run)
     assert best == final > first and kept(run) == ["iter_0000005"]
     assert saved_record(str(run))[1]["state"]["best_iteration"] == 5

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.checkpoint.reshard import copy_companions
 from megatron.convert.export import gguf_vocabulary
-from megatron.data.vocabulary import refuse_other_vocabulary
+from megatron.data.vocabulary import learned_vocabulary, refuse_other_vocabulary
 from megatron.errors import DataError
 from megatron.inference import generation_config
 from megatron.inference.prompts import source_of
@@ -64,6 +64,23 @@ def test_token_files_with_ids_of_an_earlier_version_are_named(folder):
 def test_a_tokenizer_whose_ids_were_right_keeps_its_fingerprint(tmp_path):
     save_tokenizer(tmp_path)
     assert opened(tmp_path).fingerprint == earlier_fingerprint(tmp_path) and not opened(tmp_path).superseded
+
+
+def test_an_unknown_token_that_no_text_has_changes_no_fingerprint(tmp_path):
+    """transformers' LlamaTokenizer leaves it out; each byte is a token (Mistral's third vocabulary)."""
+    write(files_of("mistral3"), tmp_path)
+    tokenizer = opened(tmp_path)
+    assert tokenizer.fingerprint == earlier_fingerprint(tmp_path) and not tokenizer.superseded
+    write(files_of("mistral1"), tmp_path / "steps")
+    assert len(opened(tmp_path / "steps").superseded) == 1  # of its own steps
+
+
+def test_a_resumed_run_keeps_the_fingerprint_of_an_earlier_version(folder):
+    """Its model has learned those ids."""
+    tokenizer, earlier = opened(folder), earlier_fingerprint(folder)
+    for before, kept in ((earlier, earlier), (None, tokenizer.fingerprint), ("0" * 32, tokenizer.fingerprint)):
+        entries = learned_vocabulary(tokenizer, before)
+        assert entries["vocabulary"] == entries["tokenizer"]["fingerprint"] == kept
 
 
 def test_names_in_documents_are_text_unless_they_are_parsed(folder):
@@ -141,3 +158,48 @@ def test_what_llama_cpp_does_not_normalize_is_said(tmp_path):
         True,
     ]
     assert gguf_vocabulary.is_expressed(tmp_path / "llama3", "cafe\u0301")
+
+
+def legacy(description: dict) -> None:
+    description["model"]["merges"] = [" ".join(pair) for pair in description["model"]["merges"]]
+    for name in ("ignore_merges", "byte_fallback"):
+        description["model"].pop(name, None)
+
+
+FORMS = {
+    "another order of keys": lambda content: content.update(dict(reversed([*content.items()]))),
+    "of an earlier version of tokenizers": legacy,
+    "cut at 512 tokens": lambda content: content.update(
+        truncation=dict(direction="Right", max_length=512, strategy="LongestFirst", stride=0)
+    ),
+}
+OTHERS = {
+    "another order of added tokens": lambda content: content["added_tokens"].reverse(),  # which the library numbers
+    "two tokens changed places": lambda content: swap(content["model"]["vocab"]),
+    "a merge less": lambda content: content["model"]["merges"].pop(),
+    "another added token": lambda content: content["added_tokens"][-1].update(content="<other>"),
+    "whole words first": lambda content: content["model"].update(ignore_merges=True),
+}
+
+
+def swap(vocab: dict) -> None:
+    one, other = [name for name in vocab if len(name) > 1][:2]
+    vocab[one], vocab[other] = vocab[other], vocab[one]
+
+
+@pytest.mark.parametrize("name", [*FORMS, *OTHERS])
+def test_fingerprints_are_of_the_content_not_of_the_form(name, folder):
+    """Files with the same ids are one vocabulary, however they were written; checkpoints of before are recognised."""
+    before, path = opened(folder), folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    (FORMS | OTHERS)[name](content)
+    path.write_text(json.dumps(content, indent=1))
+    after = opened(folder)
+    assert (after.fingerprint == before.fingerprint) == (name in FORMS)
+    moved = hashlib.sha256()
+    for piece in ("tokenizer.json 2", json.dumps(json.loads(path.read_text()), sort_keys=True)):
+        moved.update(len(piece.encode()).to_bytes(8, "little") + piece.encode())
+    if name in FORMS:
+        assert moved.hexdigest()[:32] in (after.fingerprint, *after.superseded)
+        text = "hello <think> they're 12 naive \u00e9" * 100
+        assert list(before.encode(text)) == list(after.encode(text))

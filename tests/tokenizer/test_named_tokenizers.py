@@ -276,7 +276,7 @@ def test_names_of_the_cache(cache, byte_level, vocab, chinese_model, monkeypatch
         ),
         ("ErnieTokenizer", "ernie-1.0", DataError, "no vocabulary 'ernie-1.0'|put vocab.txt into|cache/ernie-1.0"),
         ("GPTChineseTokenizer", "gpt-cpm-large-cn", DataError, "put sentencepiece.model into"),
-        ("HuggingFaceTokenizer", "org/model", DataError, "org/model: no such file|hub names are not looked up"),
+        ("HuggingFaceTokenizer", "org/model", DataError, "org/model: no such file|hub? hf://org/model downloads it"),
         ("GPT2BPETokenizer", "half", DataError, "lacks merges.txt or gpt-en-merges.txt|it has: vocab.json"),
         ("BertTokenizer", "half", DataError, "lacks vocab.txt"),
         ("BertTokenizer", "none/vocab.txt", SettingsError, "BertTokenizer needs --vocab-file"),

@@ -318,6 +318,8 @@ def test_prune_deletes_nothing_when_the_newest_is_damaged_or_a_job_writes(folder
     [
         ([], UsageError, "no command is given"),
         (["explode", "x"], UsageError, "'explode' is not a command"),
+        (["compare", "x", "y"], UsageError, "did you mean diff"),
+        (["convert", "x", "y"], UsageError, "did you mean from-hf or to-hf"),
         (["diff", "A"], UsageError, "diff takes A and B; got "),
         (["inspect"], UsageError, "got nothing"),
         (["inspect", "A", "--writers", "2"], UsageError, "unknown flag --writers"),

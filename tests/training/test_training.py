@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,10 @@ import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, NumericsError, SettingsError
 from megatron.guard import processes
+from megatron.optimizer.zero import DistributedOptimizer
 from megatron.storage.processes import state
 from megatron.telemetry.events import read_events
+from megatron.training import build as training_build
 from tests.chaos.victim import Fault
 
 TINY = (
@@ -142,6 +145,41 @@ def test_nothing_is_updated_when_the_loss_is_not_finite(tmp_path):
     with pytest.raises(NumericsError, match="iteration 2: .*not finite"):
         _pretrain(0, f"--train-iters 5 --save {tmp_path} --save-interval 1 --lr 1e38 --clip-grad 0 --precision fp32")
     assert not (tmp_path / "iter_0000002").exists()
+
+
+def test_a_resumed_run_draws_no_weights(tmp_path, monkeypatch):
+    run = f"--train-iters 4 --precision bf16 --save {tmp_path}"
+    _pretrain(0, f"{run} --save-interval 2")
+    whole = _tensors(tmp_path / "iter_0000004")
+    shutil.rmtree(tmp_path / "iter_0000004")
+
+    def refuse(*_):
+        raise AssertionError("initial weights were drawn")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DistributedOptimizer, "draw", refuse)
+        _pretrain(0, f"{run} --load {tmp_path}")
+        for words in ("--finetune", "--load-strictness warn-missing"):  # which may need initial values
+            with pytest.raises(AssertionError, match="were drawn"):
+                _pretrain(0, f"{run} --load {tmp_path} {words}")
+    again = _tensors(tmp_path / "iter_0000004")
+    assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_a_checkpoint_that_goes_away_while_the_model_is_built_leaves_initial_weights(tmp_path, monkeypatch):
+    """All weights are those of a run that found none."""
+    _pretrain(0, f"--train-iters 1 --save {tmp_path / 'a'}")
+    _pretrain(0, f"--train-iters 1 --save {tmp_path / 'b'}")
+    build = training_build.build_model
+
+    def removing(*args):
+        shutil.rmtree(tmp_path / "b")
+        return build(*args)
+
+    monkeypatch.setattr(training_build, "build_model", removing)
+    _pretrain(0, f"--train-iters 1 --save {tmp_path / 'c'} --load {tmp_path / 'b'} --auto-resume")
+    first, second = (_tensors(tmp_path / name / "iter_0000001") for name in "ac")
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_ramp_up_of_the_batch_size(tmp_path):

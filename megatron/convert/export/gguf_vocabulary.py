@@ -174,6 +174,11 @@ def _sentence_piece(writer, folder: Path, own: Tokenizer) -> dict[int, Entry]:
     kind, spec = proto.trainer_spec.model_type, proto.normalizer_spec
     if kind not in (BPE, UNIGRAM):
         raise SettingsError("--format gguf: llama.cpp has SentencePiece's BPE and Unigram alone", do="--format hf")
+    if kind == BPE and not proto.trainer_spec.byte_fallback:
+        raise SettingsError(
+            "--format gguf: llama.cpp's SentencePiece ends at a character that is no piece, and this model has no bytes",
+            do="--format hf keeps it; train a vocabulary with byte_fallback",
+        )
     writer.add_tokenizer_model("llama" if kind == BPE else "t5")
     writer.add_tokenizer_pre("default")
     entries = {number: Entry(one.piece, one.type, one.score) for number, one in enumerate(proto.pieces)}

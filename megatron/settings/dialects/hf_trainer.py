@@ -73,6 +73,26 @@ IDLE = {
     "the vocabulary is written into the token files' record": "overwrite_cache cache_dir streaming",
     "compiled layers take torch's own choices": "torch_compile_backend torch_compile_mode",
 }
+# Words of TRL, PEFT and `generate` of transformers that are no flags -> what is meant here.
+HERE = {
+    "max_length max_seq_length": "say --seq-length",
+    "dataset_name": "conversations are --train-data FILE; preprocess_data.py --input hf://datasets/ORG/NAME reads texts",
+    "dataset_text_field": "preprocess_data.py --json-keys names the text",
+    "assistant_only_loss completion_only_loss": "the loss is on answers alone, unless --train-on-prompt is given",
+    "chat_template_path": "say --chat-template",
+    "beta": "say --dpo-beta",
+    "use_peft": "say --lora-rank R",
+    "r lora_r": "say --lora-rank",
+    "target_modules lora_target_modules": "say --lora-target, which names layers as they are called here",
+    "modules_to_save lora_modules_to_save": "say --train-only PATTERN, beside --lora-rank",
+    "load_in_4bit load_in_8bit": "a base of --lora-rank is not quantized in training (see checkpoint quantize)",
+    "merge_and_unload": "checkpoint merge-lora does it, and to-hf by itself, of a run with --lora-rank",
+    "neftune_noise_alpha": "no noise is added to embeddings (--hidden-dropout)",
+    "eval_strategy save_strategy": "say --eval-interval, --save-interval, or --save-epoch",
+    "report_to": "say --wandb-project, or --tensorboard-dir",
+    "do_sample": "tokens are drawn (--temperature, --top-k, --top-p) unless --greedy is given",
+    "gpu gpus n_gpu": "--device cuda; megatron.tools.launch --nproc-per-node N starts a process for each GPU",
+}
 LOST = {
     "it counts steps or epochs: --save-interval, --save-epoch, --eval-interval, --eval-epoch": """logging_strategy
         eval_strategy evaluation_strategy save_strategy""",

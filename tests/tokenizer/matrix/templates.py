@@ -106,11 +106,17 @@ _SOURCES = dict(
 {%- else %}{{ '<|assistant|>\\n' }}@<{{ message['content'] + eos_token }}@>
 {%- if not loop.last %}{{ '\\n' }}{% endif %}{% endif %}
 {%- if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}""",
-    chatml="""{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}
-{{- '<|im_start|>system\\nYou are a model<|im_end|>\\n' }}{% endif %}
-{%- if message['role'] == 'assistant' %}{{ '<|im_start|>assistant\\n' }}@<
-{{- message['content'] + '<|im_end|>' }}@>{{ '\\n' }}
-{%- else %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endif %}{% endfor %}
+    chatml="""{% for message in messages %}
+    {% if loop.first and messages[0]['role'] != 'system' %}
+{{ '<|im_start|>system\\nYou are a model<|im_end|>' }}
+    {% endif %}
+    {% if message['role'] == 'assistant' %}
+{{ '<|im_start|>assistant\\n' }}@<{{- message['content'] + '<|im_end|>' }}@>{{ '\\n' }}
+{%- else %}
+{{ '<|im_start|>' + message['role'] }}
+{{ message['content'] + '<|im_end|>' }}
+    {% endif %}
+{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
     falcon="""{% for message in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}
 {%- if message['role'] == 'system' %}{{ message['content'] }}

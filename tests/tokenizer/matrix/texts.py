@@ -55,6 +55,7 @@ def texts_of(names: Sequence[str]) -> dict[str, str]:
     for name in names:
         found |= {
             f"{name} alone": name,
+            f"{name} first": f"{name}Hello world",
             f"{name} among": f"a {name}b  {name}  c\n{name}\n{name}{name}d",
             f"{name} in part": f"{name[:-1]} {name[1:]} x{name.swapcase()} {name[0]} {name[1:]} {name}s",
         }
