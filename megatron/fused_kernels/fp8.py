@@ -25,16 +25,16 @@ _BIAS, _MANTISSA, _THREE_QUARTERS = 127, 0x7FFFFF, 0x600000  # of fp32
 Scaled = tuple[torch.Tensor, torch.Tensor]  # (q [n, k] in fp8, s [tiles of n, tiles of k] in fp32)
 
 
-class Tile(NamedTuple):
+class ScaleTile(NamedTuple):
     """Neighbours that share a scale: rows x columns; 0: all."""
 
     rows: int
     columns: int
 
     @property
-    def mT(self) -> "Tile":
+    def mT(self) -> "ScaleTile":
         """The tile of the transposed matrix."""
-        return Tile(self.columns, self.rows)
+        return ScaleTile(self.columns, self.rows)
 
 
 def scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -55,7 +55,7 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
     return x.abs().amax().float().view(1, 1) if x.numel() else x.new_zeros((1, 1), dtype=torch.float32)
 
 
-def quantize(x: torch.Tensor, tile: Tile, dtype: torch.dtype, amax: Optional[torch.Tensor] = None) -> Scaled:
+def quantize(x: torch.Tensor, tile: ScaleTile, dtype: torch.dtype, amax: Optional[torch.Tensor] = None) -> Scaled:
     """Cast x [n, k]; the last tiles may be smaller. amax: of the tiles, if it is known, as over several ranks."""
     (n, k), (rows, columns) = x.shape, _sizes(x, tile)
     if not x.numel():
@@ -68,14 +68,14 @@ def quantize(x: torch.Tensor, tile: Tile, dtype: torch.dtype, amax: Optional[tor
     return values.view(padded.shape)[:n, :k].contiguous(), scales
 
 
-def dequantize(scaled: Scaled, tile: Tile) -> torch.Tensor:
+def dequantize(scaled: Scaled, tile: ScaleTile) -> torch.Tensor:
     """The numbers that q and s stand for, [n, k] in fp32."""
     (values, scales), (rows, columns) = scaled, _sizes(scaled[0], tile)
     n, k = values.shape
     return values.float() * scales.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
 
 
-def turn(scaled: Scaled, tile: Tile) -> Scaled:
+def turn(scaled: Scaled, tile: ScaleTile) -> Scaled:
     """The transpose of a cast x, with tiles of the same shape: q^T [k, n], cast again from what q and s stand for."""
     return quantize(dequantize(scaled, tile).t().contiguous(), tile, scaled[0].dtype)
 
@@ -93,5 +93,5 @@ def multiply(a: torch.Tensor, b: torch.Tensor, partial: int = 0) -> torch.Tensor
     return total
 
 
-def _sizes(x: torch.Tensor, tile: Tile) -> tuple[int, int]:
+def _sizes(x: torch.Tensor, tile: ScaleTile) -> tuple[int, int]:
     return tile.rows or max(len(x), 1), tile.columns or max(x.shape[1], 1)

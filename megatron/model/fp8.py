@@ -76,17 +76,19 @@ def _left_out(
         return "--first-last-layers-bf16"
     if kind is not None:
         return f"--linear {kind}"
-    if weight.stacked:
-        return None  # `problems` refuses it
-    multiple, sizes = MULTIPLE[precision.fp8_recipe], _matrix(weight)
+    multiple, sizes = _multiple(precision, weight), _matrix(weight)
     if min(sizes) < SMALLEST or any(size % multiple for size in sizes):
         return f"{sizes[0]} x {sizes[1]}: both have to be multiples of {multiple}, at least {SMALLEST}"
     return None
 
 
 def _matrix(weight: Placement) -> tuple[int, int]:
-    """(outputs, inputs)."""
-    return math.prod(weight.shape[:-1]), weight.shape[-1]
+    """(outputs, inputs), of an expert."""
+    return math.prod(weight.shape[weight.stacked : -1]), weight.shape[-1]
+
+
+def _multiple(precision: Precision, weight: Placement) -> int:
+    return MULTIPLE["tensorwise" if weight.stacked else precision.fp8_recipe]
 
 
 def problems(config: Config, tables: Mapping[int, Table], tp: int) -> list[str]:
@@ -104,12 +106,6 @@ def problems(config: Config, tables: Mapping[int, Table], tp: int) -> list[str]:
     if unknown:
         return unknown
     layers = fp8_layers(config, tables)
-    if experts := [name for name, weight in layers.fp8.items() if weight.stacked]:
-        inside = _short(experts)
-        return [
-            f"--fp8-format {config.precision.fp8_format}: experts have no fp8 products yet ({', '.join(inside)}); leave "
-            f"them out by --fp8-skip {_with_skip(config.precision, inside)}"
-        ]
     if not layers.fp8:
         why = "; ".join(f"{reason}: {', '.join(_short(names))}" for reason, names in layers.others.items())
         return [f"--fp8-format {config.precision.fp8_format} has no layer left ({why}); leave the flag out"]
@@ -118,8 +114,10 @@ def problems(config: Config, tables: Mapping[int, Table], tp: int) -> list[str]:
 
 def _cuts(config: Config, layers: Mapping[str, Placement], tp: int) -> list[str]:
     """The problem of ranks whose pieces of weights are no whole tiles."""
-    recipe = config.precision.fp8_recipe
-    multiple, wrong = MULTIPLE[recipe], {}
+    recipe, multiple, wrong = config.precision.fp8_recipe, MULTIPLE[config.precision.fp8_recipe], {}
+    layers = {
+        name: weight for name, weight in layers.items() if not weight.stacked
+    }  # rows have one scale over all ranks
     for name, weight in layers.items():
         if (run := piece(weight, tp)) % multiple:
             wrong.setdefault(run, []).append(name)

@@ -26,20 +26,20 @@ from typing import Optional
 import torch
 from torch import nn
 
-from megatron.fused_kernels.fp8 import E4M3, E5M2, Tile, amax_of, dequantize, multiply, quantize, turn
+from megatron.fused_kernels.fp8 import E4M3, E5M2, ScaleTile, amax_of, dequantize, multiply, quantize, turn
 from megatron.model.fp8 import fp8_layers
 from megatron.model.weights import Table
 from megatron.mpu import collectives
 from megatron.mpu.linear_product import LinearProduct, Operand, attach_products
 from megatron.settings.schema import Config
 
-KIND = "fp8"
+KIND, EXPERTS = "fp8", "fp8 of experts"
 
 
 class BlockwiseProduct(LinearProduct):
     """Tiles of 1 x 128, and of weights 128 x 128 (DeepSeek-V3, arXiv:2412.19437)."""
 
-    rows, weights, partial = Tile(1, 128), Tile(128, 128), 128
+    rows, weights, partial = ScaleTile(1, 128), ScaleTile(128, 128), 128
     once_a_step = True
 
     def __init__(self, layer, name, settings):
@@ -95,7 +95,7 @@ class BlockwiseProduct(LinearProduct):
 class Mxfp8Product(BlockwiseProduct):
     """Tiles of 1 x 32 along what is summed (OCP MX): a weight is cast along its rows, and along its columns."""
 
-    rows, weights, partial = Tile(1, 32), Tile(1, 32), 0
+    rows, weights, partial = ScaleTile(1, 32), ScaleTile(1, 32), 0
 
     def prepare_weight(self, weight: torch.Tensor) -> Operand:
         return *super().prepare_weight(weight), *super().prepare_weight(weight.t().contiguous())
@@ -107,7 +107,7 @@ class Mxfp8Product(BlockwiseProduct):
 class TensorwiseProduct(BlockwiseProduct):
     """One scale for each tensor. That of x and dy is repeated for each row, as an operand has to have rows."""
 
-    rows, weights, partial = Tile(1, 0), Tile(0, 0), 0
+    rows, weights, partial = ScaleTile(1, 0), ScaleTile(0, 0), 0
     _amax: Optional[torch.Tensor] = None  # of the weight on all ranks, until it changes
 
     def prepare_weight(self, weight: torch.Tensor) -> Operand:
@@ -149,23 +149,63 @@ class TensorwiseProduct(BlockwiseProduct):
         return multiply(dequantize(gradient, self.rows).t(), self.turned_input(x))
 
 
+class ExpertsProduct(LinearProduct):
+    """Experts, with every recipe: rows of x and dy, and rows and columns of each matrix, have one scale each; dw is that of
+    --precision. No expert has columns of its own tokens to cast, and none needs padding (torchao's and nanochat's choice).
+
+    Numbers of fp8 and their scales are exact in bf16: the grouped kernel multiplies these.
+    """
+
+    once_a_step = True
+    rows = ScaleTile(1, 0)
+
+    def prepare_weight(self, weight: torch.Tensor) -> Operand:
+        cut = weight_cut(self.layer)
+        inputs = cut == len(self.whole_shape) - 1
+        return *self.cast_rows(weight, inputs), *self.cast_rows(weight.mT, cut is not None and not inputs)
+
+    def cast_rows(self, weight: torch.Tensor, parts: bool) -> Operand:
+        """Values [E, o, i] and scales [E, o, 1] of rows. parts: ranks of etp have parts of them."""
+        amax = weight.abs().amax(-1, keepdim=True).float()
+        if parts and self.layer.tp.size > 1 and not amax.is_meta:
+            collectives.all_reduce(amax, self.layer.tp, "max")
+        values, scales = quantize(weight.flatten(0, 1), self.rows, E4M3, amax.flatten(0, 1))
+        return values.view(weight.shape), scales.view(amax.shape)
+
+    def cast(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The numbers that rows of x [n, i] are cast to, in the format of the layer."""
+        return dequantize(quantize(x, self.rows, dtype), self.rows).to(x.dtype)
+
+    def forward(self, kernel, x: Operand, weight: Operand, bias: Optional[torch.Tensor]) -> torch.Tensor:
+        return kernel(self.cast(x[0], E4M3), (weight[0].float() * weight[1]).to(x[0].dtype), bias)
+
+    def grad_input(self, kernel, gradient: Operand, weight: Operand) -> torch.Tensor:
+        of_gradients = E5M2 if self.settings.fp8_format == "hybrid" else E4M3
+        return kernel(self.cast(gradient[0], of_gradients), (weight[2].float() * weight[3]).to(gradient[0].dtype), None)
+
+
+def weight_cut(layer: nn.Module) -> Optional[int]:
+    """The dim of an expert's weight that ranks of etp divide; None: each has whole experts."""
+    return layer.placements["weight"].cut.get(layer.tp.name)
+
+
 PRODUCTS = dict(tensorwise=TensorwiseProduct, blockwise=BlockwiseProduct, mxfp8=Mxfp8Product)
 
 
 def attach_fp8(stages: Iterable[nn.Module], config: Config, tables: dict[int, Table]) -> None:
     """Attach the products of --fp8-format to the linear layers of a rank's stages. tables: as in `fp8_layers`."""
     chosen: dict[int, list[tuple[str, str]]] = {}
-    for name in fp8_layers(config, tables).fp8:
+    for name, weight in fp8_layers(config, tables).fp8.items():
         _, layer, inside = name.split(".", 2)
-        chosen.setdefault(int(layer), []).append((inside, KIND))
-    kind = PRODUCTS[config.precision.fp8_recipe]
+        chosen.setdefault(int(layer), []).append((inside, EXPERTS if weight.stacked else KIND))
+    kinds = {KIND: PRODUCTS[config.precision.fp8_recipe], EXPERTS: ExpertsProduct}
     if config.parallel.sharding_stage == 3:  # cast after each gather: a cache would hold whole weights
-        kind = type(kind.__name__, (kind,), {"once_a_step": False})
+        kinds = {name: type(kind.__name__, (kind,), {"once_a_step": False}) for name, kind in kinds.items()}
     for stage in stages if chosen else ():
         attach_products(
             stage.blocks,
             config.precision,
-            {KIND: kind},
+            kinds,
             lambda layer: chosen.get(layer, ()),
             compiled=bool(config.kernels.torch_compile),
         )

@@ -17,7 +17,7 @@ import math
 import pytest
 import torch
 
-from megatron.fused_kernels.fp8 import E4M3, E5M2, Tile, amax_of, dequantize, multiply, quantize, scale_of, turn
+from megatron.fused_kernels.fp8 import E4M3, E5M2, ScaleTile, amax_of, dequantize, multiply, quantize, scale_of, turn
 
 OF_TE = {  # (shape, tile, format) -> digests of q and of the scales
     ((5, 384), (1, 128), E4M3): ("5cbf6d3a148c7e974b59aa71", "98dd82770391f45fbee22c0f"),
@@ -71,7 +71,7 @@ def digest(x: torch.Tensor) -> str:
 @pytest.mark.parametrize("case", [*OF_TE, *OF_MX], ids=str)
 def test_casts_are_those_of_transformer_engine_and_torchao(case):
     shape, tile, dtype = case
-    values, scales = quantize(numbers(*shape), Tile(*tile), dtype)
+    values, scales = quantize(numbers(*shape), ScaleTile(*tile), dtype)
     assert (digest(values), digest(scales)) == (OF_TE | OF_MX)[case]
 
 
@@ -85,7 +85,7 @@ def test_scales_of_the_largest_and_the_smallest_numbers(dtype):
 @pytest.mark.parametrize("recipe, tile, of_gradients", [("tensorwise", (0, 0), E5M2), ("rowwise", (1, 0), E4M3)])
 def test_three_products_are_those_of_torchao(recipe, tile, of_gradients):
     x, w, dy = narrow(48, 128), narrow(64, 128) * 2.0**-6, narrow(48, 64) * 2.0**-8
-    cast = lambda one, dtype=E4M3: dequantize(quantize(one.contiguous(), Tile(*tile), dtype), Tile(*tile))
+    cast = lambda one, dtype=E4M3: dequantize(quantize(one.contiguous(), ScaleTile(*tile), dtype), ScaleTile(*tile))
     y = multiply(cast(x), cast(w))
     dx = multiply(cast(dy, of_gradients), cast(w.t()))
     dw = multiply(cast(dy.t(), of_gradients), cast(x.t()))
@@ -98,7 +98,7 @@ def test_a_cast_is_the_nearest_number_of_the_format(dtype):
     every = torch.arange(256, dtype=torch.uint8).view(dtype).double()
     every = every[every.isfinite()].unique()
     x = numbers(6, 256)
-    values, scales = quantize(x, Tile(1, 128), dtype)
+    values, scales = quantize(x, ScaleTile(1, 128), dtype)
     for row, columns in ((row, slice(at, at + 128)) for row in range(6) for at in (0, 128)):
         tile, scale = x[row, columns].double(), scales[row, columns.start // 128].item()
         powers = [2.0**e for e in range(-126, 128) if tile.abs().max() / 2.0**e <= every.max()]
@@ -110,26 +110,26 @@ def test_a_cast_is_the_nearest_number_of_the_format(dtype):
 def test_tiles_without_a_number_and_tiles_that_are_none():
     x = numbers(4, 256).float()
     x[0, :128], x[1, 3], x[2, 200] = 0, math.inf, math.nan
-    back = dequantize(quantize(x, Tile(1, 128), E4M3), Tile(1, 128))
+    back = dequantize(quantize(x, ScaleTile(1, 128), E4M3), ScaleTile(1, 128))
     assert torch.equal(back[0, :128], torch.zeros(128)) and back[0, 128:].isfinite().all() and back[3].isfinite().all()
     assert back[1, :128].isnan().all() and back[1, 128:].isfinite().all()
     assert back[2, 128:].isnan().all() and back[2, :128].isfinite().all()
     product = multiply(back, torch.ones(3, 256), 128)
     assert [row.isnan().all().item() for row in product] == [False, True, True, False]
-    for tile in (Tile(1, 128), Tile(128, 128), Tile(0, 0)):
+    for tile in (ScaleTile(1, 128), ScaleTile(128, 128), ScaleTile(0, 0)):
         values, scales = quantize(torch.ones(0, 256), tile, E4M3)
         assert values.shape == (0, 256) and multiply(dequantize((values, scales), tile), x, 128).shape == (0, 4)
-    turned = turn(quantize(torch.ones(0, 256), Tile(1, 128), E4M3), Tile(1, 128))
-    assert torch.equal(multiply(dequantize(turned, Tile(1, 128)), torch.ones(2, 0)), torch.zeros(256, 2))
+    turned = turn(quantize(torch.ones(0, 256), ScaleTile(1, 128), E4M3), ScaleTile(1, 128))
+    assert torch.equal(multiply(dequantize(turned, ScaleTile(1, 128)), torch.ones(2, 0)), torch.zeros(256, 2))
     assert amax_of(torch.ones(0, 256)).item() == 0
 
 
 def test_pieces_of_whole_tiles_are_cast_as_the_whole():
     """Cuts along either dim at multiples of 128 give equal bits; a cut inside of a tile does not."""
     w = numbers(768, 512)
-    whole = quantize(w, Tile(128, 128), E4M3)
+    whole = quantize(w, ScaleTile(128, 128), E4M3)
     for dim, parts, same in ((0, 2, True), (0, 3, True), (1, 4, True), (0, 4, False), (1, 8, False)):
-        pieces = [quantize(one.contiguous(), Tile(128, 128), E4M3)[0] for one in w.chunk(parts, dim)]
+        pieces = [quantize(one.contiguous(), ScaleTile(128, 128), E4M3)[0] for one in w.chunk(parts, dim)]
         joined = torch.cat([one.view(torch.uint8) for one in pieces], dim)
         assert torch.equal(joined, whole[0].view(torch.uint8)) == same, (dim, parts)
 
@@ -137,22 +137,23 @@ def test_pieces_of_whole_tiles_are_cast_as_the_whole():
 def test_turned_rows_stand_for_nearly_the_same_numbers():
     """Powers of two: what a scale 2^n times as large changes are numbers that become subnormal."""
     x = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
-    scaled = quantize(x, Tile(1, 128), E4M3)
-    before, after = dequantize(scaled, Tile(1, 128)), dequantize(turn(scaled, Tile(1, 128)), Tile(1, 128)).t()
+    tile = ScaleTile(1, 128)
+    scaled = quantize(x, tile, E4M3)
+    before, after = dequantize(scaled, tile), dequantize(turn(scaled, tile), tile).t()
     assert (before != after).float().mean() < 1e-3
-    assert torch.equal(after, dequantize(quantize(before.t(), Tile(1, 128), E4M3), Tile(1, 128)).t())
+    assert torch.equal(after, dequantize(quantize(before.t(), tile, E4M3), tile).t())
 
 
 def test_sums_of_128_are_added_up():
     """As TransformerEngine's: y += (q_a q_b) s_a s_b for each 128 of k. Scales of powers of two commute with rounding."""
     a, b = numbers(4, 384), numbers(130, 384)
-    (qa, sa), (qb, sb) = quantize(a, Tile(1, 128), E4M3), quantize(b, Tile(128, 128), E4M3)
+    (qa, sa), (qb, sb) = quantize(a, ScaleTile(1, 128), E4M3), quantize(b, ScaleTile(128, 128), E4M3)
     y = torch.zeros(4, 130)
     for at in range(3):
         columns = slice(128 * at, 128 * at + 128)
         sums = qa[:, columns].float() @ qb[:, columns].float().t()
         y += sums * sa[:, at, None] * sb[:, at].repeat_interleave(128)[:130]
-    mine = multiply(dequantize((qa, sa), Tile(1, 128)), dequantize((qb, sb), Tile(128, 128)), 128)
+    mine = multiply(dequantize((qa, sa), ScaleTile(1, 128)), dequantize((qb, sb), ScaleTile(128, 128)), 128)
     assert torch.equal(y, mine)
-    exact = dequantize((qa, sa), Tile(1, 128)).double() @ dequantize((qb, sb), Tile(128, 128)).double().t()
+    exact = dequantize((qa, sa), ScaleTile(1, 128)).double() @ dequantize((qb, sb), ScaleTile(128, 128)).double().t()
     torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5 * exact.abs().max().item())

@@ -15,14 +15,15 @@ from megatron.fused_kernels.fp8 import dequantize
 from megatron.inference.load import load_model
 from megatron.model import weights
 from megatron.model.command_line import parse_any
+from megatron.model.experts.grouped import GroupedLinear, Rows
 from megatron.model.fp8 import Fp8Layers, fp8_layers
-from megatron.model.fp8_product import PRODUCTS, attach_fp8
+from megatron.model.fp8_product import PRODUCTS, ExpertsProduct, attach_fp8
 from megatron.model.recipe import recipe_of
 from megatron.mpu import forked
 from megatron.mpu.deferred_wgrad import WeightGradStore
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, linear_products
 from megatron.mpu.mesh import Mesh
-from megatron.planner.parity import compare, laid_out, parse_layout
+from megatron.planner.parity import compare, laid_out, parse_layout, trace
 from megatron.settings.schema import Precision
 from megatron.training import rules
 from megatron.training.build import build_run
@@ -235,7 +236,10 @@ def first_casts(rank: int, config, recipe) -> dict:
 
         def noted(weight, own=product.prepare_weight, product=product, box=box, local=local):
             operand = own(weight)
-            whole = (operand[0].view(torch.uint8), dequantize(operand[:2], product.weights))
+            values, scales = operand[:2]
+            stacked = product.stacked  # experts, whose rows have scales
+            numbers = values.float() * scales if stacked else dequantize((values, scales), product.weights)
+            whole = values.view(torch.uint8), numbers
             found.setdefault(product.name, (box, *(one.reshape(local) for one in whole)))
             return operand
 
@@ -272,6 +276,66 @@ def test_weights_have_the_same_fp8_numbers_in_every_layout(recipe, layout):
             assert torch.equal(whole_values[place], values) and torch.equal(whole_numbers[place], numbers), name
             seen.add(name)
     assert seen == whole.keys() and len(seen) == 16
+
+
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 128"
+EXPERT_LAYOUTS = "ep2 tp2sp tp2-ep2 ep2-zero3 pp2-ep2-zbh1".split()
+
+
+@cache
+def whole_experts() -> dict:
+    [found] = casts("", EXPERTS)
+    return found
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_experts_have_the_same_fp8_numbers_in_every_layout(layout):
+    whole, seen = whole_experts(), set()
+    for rank in casts(layout, EXPERTS):
+        for name, ((offset, extent), *found) in rank.items():
+            place = tuple(slice(at, at + n) for at, n in zip(offset, extent, strict=True))
+            assert all(torch.equal(a[place], b) for a, b in zip(whole[name][1:], found, strict=True)), name
+            seen.add(name)
+    assert seen == whole.keys() and sum("experts" in name for name in seen) == 8
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_experts_train_alike(layout):
+    one = one_process(EXPERTS)
+    config, tested = parse_any(f"{SHAPE} {EXPERTS}".split()), parse_layout(layout)
+    other = trace(laid_out(config, tested), recipe_of(config), tested.world_size, 2, replayed=one.choices)
+    difference = compare(one, other)
+    assert difference.passes("fp8"), difference
+
+
+COUNTS = [5, 0, 3]
+
+
+@pytest.mark.parametrize("form", ["hybrid", "e4m3"])
+def test_an_expert_is_a_layer_by_itself(form):
+    """Rows of 16, in plain torch; one expert has no token, and one layer has none."""
+    table = weights.column(16, (2, 24), 1.0, cut=1, bias=False, experts=3)
+    layer = GroupedLinear(table, (Mesh().ep, Mesh().etp), dtype=torch.float32, device=None)
+    layer.product = ExpertsProduct(layer, "blocks.0.mlp.experts.up", Precision(fp8_format=form))
+    with torch.no_grad():
+        layer.weight.copy_(drawn(*layer.weight.shape, seed=1))
+    of_gradients = torch.float8_e5m2 if form == "hybrid" else torch.float8_e4m3fn
+    cast = lambda one, dtype=torch.float8_e4m3fn: rounded(one.double(), 1, ALL, dtype)
+    for counts in (COUNTS, [0, 0, 0]):
+        x = drawn(sum(counts), 16, seed=3, dtype=torch.float32).requires_grad_()
+        dy = drawn(sum(counts), 48, seed=4, dtype=torch.float32)
+        y = layer(x, Rows(torch.tensor(counts), sum(counts)))
+        layer.weight.grad = None
+        y.backward(dy)
+        matrices = [one.flatten(0, 1) for one in layer.weight.detach()]
+        parts = list(zip(x.detach().split(counts), dy.split(counts), matrices, strict=True))
+        wanted = [cast(rows) @ cast(matrix).T for rows, _, matrix in parts]
+        dx = [cast(gradient, of_gradients) @ cast(matrix.T).T for _, gradient, matrix in parts]
+        dw = [gradient.double().T @ rows.double() for rows, gradient, _ in parts]
+        for found, exact in ((y, torch.cat(wanted)), (x.grad, torch.cat(dx)), (layer.weight.grad, torch.stack(dw))):
+            torch.testing.assert_close(found.double().view(exact.shape), exact, rtol=1e-5, atol=1e-4)
 
 
 @cache
@@ -312,6 +376,7 @@ def layers_of(flags: str) -> Fp8Layers:
 
 
 EACH = ["attention.qkv", "attention.output", "mlp.up", "mlp.down"]
+OF_EXPERTS = [*EACH[:2], "mlp.experts.up", "mlp.experts.down"]
 
 
 @pytest.mark.parametrize(
@@ -325,7 +390,9 @@ EACH = ["attention.qkv", "attention.output", "mlp.up", "mlp.down"]
         ("--fp8-recipe blockwise --ffn-hidden-size 448", range(4), [*EACH[:2], "mlp.up"]),
         ("--fp8-recipe blockwise --ffn-hidden-size 96", range(4), EACH[:2]),
         ("--linear mlp.*=fake_quantize", range(4), EACH[:2]),
+        ("--num-experts 4", range(4), OF_EXPERTS),
         ("--num-experts 4 --fp8-skip *.experts.*", range(4), EACH[:2]),
+        ("--num-experts 4 --fp8-recipe mxfp8 --ffn-hidden-size 208", range(4), OF_EXPERTS),
     ],
 )
 def test_which_layers_have_fp8_products(flags, blocks, inside):
@@ -369,10 +436,6 @@ REFUSED = {
     "--fp8-recipe mxfp8 --ffn-hidden-size 448 --tensor-model-parallel-size 4 --num-query-groups 4": (
         4,
         "112 of mlp.up and mlp.down; --fp8-recipe mxfp8 casts 32 at a time: give --tensor-model-parallel-size 1 or 2, or",
-    ),
-    "--num-experts 4": (
-        1,
-        "experts have no fp8 products yet (mlp.experts.up, mlp.experts.down); leave them out by --fp8-",
     ),
     "--lora-rank 4": (1, "has no layer left (--linear lora: attention.qkv, attention.output, mlp.up, mlp.down)"),
 }

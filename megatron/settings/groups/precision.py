@@ -11,14 +11,15 @@ DYNAMIC_SCALE = Needs("--fp16, and no --loss-scale", lambda s: s.precision == "f
 HALF = Needs("--bf16 or --fp16", lambda s: s.precision != "fp32")
 O1 = Needs("--amp-level O1, and --bf16 or --fp16", lambda s: s.amp_level == "O1" and s.precision != "fp32")
 
-FIRST_LAST = Needs("--fp8-format and --first-last-layers-bf16", lambda s: s.fp8_format and s.first_last_layers_bf16)
+IN_FP8 = Needs("--fp8-format", lambda s: s.fp8_format)
+FIRST_LAST = Needs("--fp8-format, and --first-last-layers-bf16", lambda s: s.fp8_format and s.first_last_layers_bf16)
 
 # Tests that show effects
 FP8 = "test_which_layers_have_fp8_products"
 SCALE = "test_loss_scales_of_fp16"
 FORMATS = "test_formats"
 
-fp8 = shown_by(FP8, on_resume="refused", needs="fp8_format")
+fp8 = shown_by(FP8, on_resume="refused", needs=IN_FP8)
 dynamic = shown_by(SCALE, needs=DYNAMIC_SCALE)
 
 
@@ -56,17 +57,19 @@ class Precision:
         "--fp8-hybrid=hybrid",
     )
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = shown_by(
-        "test_a_step_is_the_plain_loops", on_resume="refused", needs="fp8_format"
+        "test_a_step_is_the_plain_loops", on_resume="refused", needs=IN_FP8
     )(
         "numbers that share a scale: all of a tensor (delayed is the same); 1 x 128 of inputs and gradients, 128 x 128 of "
         "weights; 1 x 32",
         "tensorwise",
     )
-    fp8_wgrad: bool = fp8("gradients of weights in fp8; --no-fp8-wgrad: in the format of --precision", True)
+    fp8_wgrad: bool = fp8(
+        "gradients of weights in fp8; --no-fp8-wgrad: in the format of --precision", True, "--disable-fp8-wgrad=false"
+    )
     fp8_layers: Optional[str] = fp8(
         "patterns of the layers with fp8 products, as mlp.*,attention.qkv (default: all linear layers of blocks)", None
     )
     fp8_skip: Optional[str] = fp8("patterns of the layers without, as blocks.0.*,mlp.down", None)
     first_last_layers_bf16: bool = fp8("leave the first and the last layers of the model without fp8 products", False)
-    num_layers_at_start_in_bf16: Natural = fp8("--first-last-layers-bf16: first layers", 1, needs=FIRST_LAST)
-    num_layers_at_end_in_bf16: Natural = fp8("--first-last-layers-bf16: last layers", 1, needs=FIRST_LAST)
+    num_layers_at_start_in_bf16: Natural = fp8("--first-last-layers-bf16: first layers; 0: none", 1, needs=FIRST_LAST)
+    num_layers_at_end_in_bf16: Natural = fp8("--first-last-layers-bf16: last layers; 0: none", 1, needs=FIRST_LAST)
