@@ -21,7 +21,7 @@ from megatron.storage.durable import storage_errors
 from megatron.telemetry.progress import ProgressBar
 from megatron.tokenizer.byte_level import END_OF_TEXT
 from megatron.tokenizer.chat_template import FILE as TEMPLATE
-from megatron.tokenizer.transformers_files import NAMED, VOCABULARIES, content_of, read_files, write_files
+from megatron.tokenizer.transformers_files import MODEL_CONFIG, NAMED, VOCABULARIES, content_of, read_files, write_files
 
 FILE_BYTES = 5 * 10**9  # of one safetensors file, as transformers cuts them
 WHOLE = "get its files again: hf download ORG/NAME --local-dir FOLDER, or a copy whose sizes are those of the source"
@@ -249,7 +249,8 @@ def tokenizer_of(folder: Path, of_gpt2: bool) -> Optional[schema.TokenizerSettin
         return as_settings("GPT2BPETokenizer")
     if there("HuggingFaceTokenizer"):
         return as_settings("HuggingFaceTokenizer")
-    if (folder / _CONFIG).is_file() and any((folder / name).is_file() for name in VOCABULARIES):
+    any_of = lambda *names: any((folder / name).is_file() for name in names)
+    if any_of(_CONFIG, MODEL_CONFIG) and any_of(*VOCABULARIES):  # transformers chooses its class by either
         return schema.TokenizerSettings("HuggingFaceTokenizer", tokenizer_model=str(folder))
     if there("GPTSentencePieceTokenizer"):
         return as_settings("GPTSentencePieceTokenizer")

@@ -104,7 +104,7 @@ class Attention(nn.Module):
         # Megatron's scaling for fp16: scores are divided by the layer's number before, multiplied after, in fp32.
         self.score_divisor = float(self.layer + 1) if model.apply_query_key_layer_scaling else 1.0
         self.softmax_in_fp32 = model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
-        self.softcap, self.window = model.attn_logit_softcapping, model.window_of(self.layer)
+        self.softcap, self.window = model.attn_logit_softcapping, model.window
         self.backend = kernels.attention_backend
         self.plain_softmax, self.plain_rope = not kernels.masked_softmax_fusion, not kernels.rope_fusion
         self.fuse_qkv = kernels.fuse_attn_qkv

@@ -8,30 +8,32 @@ one after the sum.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Optional, Union
 
 from megatron.model.layer_ops import ATTENTION, NORM, Kernel, LayerOp, RankSetup, Residual
 from megatron.model.weights import Table, add_prefix, norm
+from megatron.settings.schema import Model
 
 
 @dataclass(frozen=True)
 class Mixer:
     """What a branch computes from normalized hidden states: attention, an MLP, experts.
 
-    name:    of its module in the layer, and of its weights
+    slot:    the name of its module in the layer, and of its weights
     module:  its class, or "module:class", imported when a layer is built. It is called with (weights, `LayerSetup`), its
              forward function with (x, context); that returns y, or (y, {name: sum})
-    weights: (facts, sequence_parallel) -> its table
-    ops:     (facts, x, kind of layer) -> its ops
+    weights: (facts, settings of the layer, sequence_parallel) -> its table
+    ops:     (facts, hidden states of the layer) -> its ops
     mixes_tokens: whether a token's output depends on other tokens: `full_attn` recomputes it with its norm, `mlp` not
     sums:    whether its forward function returns sums
     """
 
     name: str
+    slot: str
     module: Union[str, type]
-    weights: Callable[[Any, bool], Table]
-    ops: Callable[[Any, Residual, str], Sequence[LayerOp]]
+    weights: Callable[[Any, Model, bool], Table]
+    ops: Callable[[Any, Residual], Sequence[LayerOp]]
     mixes_tokens: bool = False
     sums: bool = False
 
@@ -71,35 +73,62 @@ class Branch:
         return any(mixer.mixes_tokens for mixer in self.mixers)
 
 
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers of one kind have equal weights and ops. overrides: `Model.overrides`, their settings besides the model's."""
+
+    branches: tuple[Branch, ...]
+    overrides: tuple[tuple[str, Any], ...] = ()
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.branches, self.overrides))
+
+    def __hash__(self) -> int:
+        return self._hash  # a search looks up kinds millions of times
+
+    def settings(self, model: Model) -> Model:
+        return replace(model, **dict(self.overrides)) if self.overrides else model
+
+    def __lt__(self, other: "LayerKind") -> bool:
+        order = lambda kind: (str(kind), [branch.norms for branch in kind.branches])
+        return order(self) < order(other)
+
+    def __str__(self) -> str:
+        names = [mixer.name for branch in self.branches for mixer in branch.mixers]
+        return ", ".join([*names, *(f"{name} {value}" for name, value in self.overrides)])
+
+
 def in_turn(branches: Sequence[Branch]) -> Iterator[tuple[Branch, Optional[Branch]]]:
     """Each branch with the one after it, which the last does not have."""
     return zip(branches, (*branches[1:], None), strict=True)
 
 
 @lru_cache(maxsize=1024)
-def branch_weights(facts, kind: str, sequence_parallel: bool) -> Table:
-    """The weights of a layer of this kind, from `facts.branches`."""
-    table, of_norm = {}, norm(facts.settings, facts.settings.hidden_size, sequence_parallel)
-    for branch in facts.branches(kind):
+def branch_weights(facts, kind: LayerKind, sequence_parallel: bool) -> Table:
+    """The weights of a layer of this kind."""
+    model, table = kind.settings(facts.settings), {}
+    of_norm = norm(model, model.hidden_size, sequence_parallel)
+    for branch in kind.branches:
         names = branch.norms
         first = names[:1] if names[:1] == [f"{branch.slot}_norm"] else []
         for name in first:
             table |= add_prefix(name, of_norm)
         for mixer in branch.mixers:
-            table |= add_prefix(mixer.name, mixer.weights(facts, sequence_parallel))
+            table |= add_prefix(mixer.slot, mixer.weights(facts, model, sequence_parallel))
         for name in names[len(first) :]:
             table |= add_prefix(name, of_norm)
     return table
 
 
 @lru_cache(maxsize=65536)
-def branch_ops(facts, share: RankSetup, kind: str) -> tuple[LayerOp, ...]:
-    """The ops of a layer of this kind, from `facts.branches`."""
-    x, ops = facts.residual(share, kind), []
-    for branch, then in in_turn(facts.branches(kind)):
+def branch_ops(facts, share: RankSetup, kind: LayerKind) -> tuple[LayerOp, ...]:
+    """The ops of a layer of this kind."""
+    x, ops = replace(facts.residual(share, kind), model=kind.settings(facts.settings)), []
+    for branch, then in in_turn(kind.branches):
         again = (ATTENTION,) * branch.mixes_tokens
         ops += [x.norm(NORM, *again)] * bool(branch.before)
-        first, *others = (mixer.ops(facts, replace(x, kept=n > 0), kind) for n, mixer in enumerate(branch.mixers))
+        first, *others = (mixer.ops(facts, replace(x, kept=n > 0)) for n, mixer in enumerate(branch.mixers))
         ops += first
         for more in others:
             more = more if not again else [replace(op, again=(*op.again, *again)) for op in more]

@@ -40,9 +40,10 @@ class LayerSetup:
     recompute: tuple[str, ...] = ()
     sharing: AttentionSharing = UNSHARED
 
-    @property
+    @cached_property
     def model(self) -> Model:
-        return self.facts.settings
+        """The settings of the layer."""
+        return self.facts.layer_kind(self.layer).settings(self.facts.settings)
 
     @property
     def tp(self) -> Axis:

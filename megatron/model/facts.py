@@ -19,11 +19,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple, Optional
 
 from megatron.errors import SettingsError
-from megatron.model.branches import Branch, branch_ops, branch_weights
+from megatron.model.branches import Branch, LayerKind, branch_ops, branch_weights
 from megatron.model.layer_ops import ATTENTION, LAYER, Collective, CoreAttention, LayerOp, Product, RankSetup, Residual
 from megatron.model.linear_kinds import WEIGHT, Chosen, chosen_of, linear_layers, with_own_weights
 from megatron.model.lora import PAIR
@@ -41,7 +41,7 @@ OUTPUT = "output"  # the output layer, in `RankSetup.frozen`
 class LayerDesign(NamedTuple):
     """A group of identical layers. kind: `Facts.layer_kind`; products: `Facts.products`."""
 
-    kind: str
+    kind: LayerKind
     products: Chosen = ()
 
     def share(self, share: RankSetup) -> RankSetup:
@@ -66,30 +66,35 @@ class Facts:
 
     # ---- required methods: `branches`, or the other two ---------------------------------------------------------------
 
-    def branches(self, kind: str) -> tuple[Branch, ...]:
+    def branches(self, layer: int) -> tuple[Branch, ...]:
         """The branches of a layer."""
-        raise NotImplementedError
+        return ()
 
-    def layer_weights(self, kind: str, sequence_parallel: bool) -> Table:
+    def layer_weights(self, kind: LayerKind, sequence_parallel: bool) -> Table:
         """The weights of a layer."""
         return branch_weights(self, kind, sequence_parallel)
 
-    def layer_ops(self, share: RankSetup, kind: str) -> Sequence[LayerOp]:
+    def layer_ops(self, share: RankSetup, kind: LayerKind) -> Sequence[LayerOp]:
         """The ops of a layer's forward pass, in order."""
         return branch_ops(self, share, kind)
 
     # ---- optional methods -------------------------------------------------------------------------------------------
 
-    def residual(self, share: RankSetup, kind: str) -> Residual:
+    def residual(self, share: RankSetup, kind: LayerKind) -> Residual:
         """The hidden states between the branches of a layer."""
         return Residual(self.settings, share, self.settings.seq_length // share.cp * share.micro_batch_size)
 
-    def layer_kind(self, layer: int) -> str:
+    def layer_kind(self, layer: int) -> LayerKind:
         """The kind of a layer; layers of one kind have equal weights and ops."""
-        return "layer"
+        return self._kinds_in_order[layer]
+
+    @cached_property
+    def _kinds_in_order(self) -> tuple[LayerKind, ...]:
+        layers = range(self.num_layers)
+        return tuple(LayerKind(self.branches(layer), self.settings.overrides(layer)) for layer in layers)
 
     @property
-    def layer_kinds(self) -> frozenset[str]:
+    def layer_kinds(self) -> frozenset[LayerKind]:
         """The kinds of all layers."""
         return _kinds(self)
 
@@ -217,17 +222,28 @@ class Facts:
 
     def units(self, layers: Sequence[int], first: bool, last: bool, sequence_parallel: bool = False) -> list[Unit]:
         """The units of a pipeline stage, in the order in which its module registers them."""
-        m, sp = self.settings, sequence_parallel
-        table = vocab_embedding(m, self.vocab_size)
-        front = [Unit("embedding.word", table, ends=("first", "last") if self.tied else ("first",))]
-        if m.position_embedding_type == "learned_absolute":
-            front.append(Unit("embedding", add_prefix("position", positions(m, sp)), ends=("first",)))
-        back = [Unit("final_norm", norm(m, m.hidden_size, sp), ends=("last",))]
-        if not self.tied:
-            back.append(Unit("output", table, ends=("last",)))
+        sp = sequence_parallel
         middle = [Unit(f"blocks.{n}", self.layer_table(n, sp), layer=n) for n in layers]
         held = lambda units: [unit for unit in units if unit.held_by(first, last)]
-        return held(front) + middle + held(back) + self.projections(layers, sequence_parallel)
+        return held(self.front_units(sp)) + middle + held(self.back_units(sp)) + self.projections(layers, sp)
+
+    def front_units(self, sequence_parallel: bool) -> list[Unit]:
+        """The units before the layers."""
+        m, ends = self.settings, ("first", "last") if self.tied else ("first",)
+        units = [Unit("embedding.word", vocab_embedding(m, self.vocab_size), ends=ends)]
+        inside = self.embedding_weights(sequence_parallel)
+        return [*units, Unit("embedding", inside, ends=("first",))] if inside else units
+
+    def embedding_weights(self, sequence_parallel: bool) -> Table:
+        """The weights of the embedding besides the words'."""
+        learned = self.settings.position_embedding_type == "learned_absolute"
+        return add_prefix("position", positions(self.settings, sequence_parallel)) if learned else {}
+
+    def back_units(self, sequence_parallel: bool) -> list[Unit]:
+        """The units after the layers."""
+        m = self.settings
+        units = [Unit("final_norm", norm(m, m.hidden_size, sequence_parallel), ends=("last",))]
+        return units if self.tied else [*units, Unit("output", vocab_embedding(m, self.vocab_size), ends=("last",))]
 
     def projections(self, layers: Sequence[int], sequence_parallel: bool) -> list[Unit]:
         """The matrices from these layers' outputs to a teacher's hidden size, [its h, h] (--kd-hidden-projections)."""
@@ -297,7 +313,7 @@ class Facts:
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
-    def layer_saved_bytes(self, share: RankSetup, kind: str, modules: Sequence[str] = ()) -> Bytes:
+    def layer_saved_bytes(self, share: RankSetup, kind: LayerKind, modules: Sequence[str] = ()) -> Bytes:
         """Bytes that a layer's forward pass saves for the backward pass, with recomputation of these modules.
 
         share: of the layer's design (`LayerDesign.share`), as in the methods below
@@ -327,7 +343,7 @@ class Facts:
             kept["output layer and loss"] += self.loss_saved_bytes(share)
         return kept
 
-    def layer_workspace(self, share: RankSetup, kind: str, modules: Sequence[str] = (), together: int = 1) -> int:
+    def layer_workspace(self, share: RankSetup, kind: LayerKind, modules: Sequence[str] = (), together: int = 1) -> int:
         """Peak bytes of a layer's backward pass in addition to saved ones; `together` layers are recomputed at a time."""
         ops = [op for op in self.layer_ops(share, kind) if not isinstance(op, Collective)]
         runs, inside, discarded = [0], False, False  # bytes of each run of recomputed ops
@@ -339,7 +355,7 @@ class Facts:
             inside, discarded = again, op.is_discarded(modules)
         return max(op.workspace for op in ops) + (together if LAYER in modules else 1) * max(runs)
 
-    def deferred_saved_bytes(self, share: RankSetup, kind: str) -> int:
+    def deferred_saved_bytes(self, share: RankSetup, kind: LayerKind) -> int:
         """Bytes of a layer with deferred weight gradients (zero-bubble W): inputs and output gradients of products."""
         products = [op for op in self.layer_ops(share, kind) if isinstance(op, Product)]
         products = [op for op in products if op.pair or not op.frozen]
@@ -451,7 +467,7 @@ def _frozen_flops(facts: Facts, selection: Selection) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _kinds(facts: Facts) -> frozenset[str]:
+def _kinds(facts: Facts) -> frozenset[LayerKind]:
     return frozenset(map(facts.layer_kind, range(facts.num_layers)))
 
 
@@ -466,7 +482,7 @@ def _vocabulary_rows(facts: Facts, tp: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _layer_flops(facts: Facts, kind: str, seen: bool) -> float:
+def _layer_flops(facts: Facts, kind: LayerKind, seen: bool) -> float:
     ops = facts.layer_ops(RankSetup(), kind)
     named = sum(op.flops * (op.seen if seen and isinstance(op, CoreAttention) and op.causal else 1.0) for op in ops)
     # A variant may have matrices without an op: each multiplies every token.

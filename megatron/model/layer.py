@@ -31,9 +31,9 @@ class Layer(nn.Module):
         super().__init__()
         model, self.recompute = setup.model, setup.recompute
         self.tp, self.sequence_parallel = setup.tp, setup.sequence_parallel
-        self.branches: tuple[Branch, ...] = setup.facts.branches(setup.facts.layer_kind(setup.layer))
+        self.branches: tuple[Branch, ...] = setup.facts.branches(setup.layer)
         norms = {name for branch in self.branches for name in branch.norms}
-        mixers = {mixer.name: mixer for branch in self.branches for mixer in branch.mixers}
+        mixers = {mixer.slot: mixer for branch in self.branches for mixer in branch.mixers}
         for name in dict.fromkeys(full.partition(".")[0] for full in weights):
             table = take_prefix(weights, name)
             if name in norms:
@@ -106,7 +106,7 @@ class Layer(nn.Module):
         """The sum of the mixers' outputs, and the norm after it; with sums (y, sums)."""
         y, total = None, {}
         for mixer in branch.mixers:
-            module = getattr(self, mixer.name)
+            module = getattr(self, mixer.slot)
             if MLP in self.recompute and not mixer.mixes_tokens:
                 own = recompute(module, normal, context, inside=context.region, of=(module,))
             else:

@@ -83,8 +83,9 @@ def test_flops_of_windows_counted_by_hand():
     linear = 4 * 2 * (3 * 8 * 8 + 8 * 8 + 2 * 8 * 32)
     assert GPTFacts(model, 11).flops() == 3 * (linear + 2 * 2 * (3 * 5 + 100) * 8 + 2 * 8 * 11)
     assert GPTFacts(Model(**shape, seq_length=3), 11).flops() == 3 * (linear + 2 * 2 * (4 * 3) * 8 + 2 * 8 * 11)
-    assert GPTFacts(dataclasses.replace(model, window_size="-1,0"), 11).layer_kinds == {"layer"}
-    assert [GPTFacts(model, 11).layer_kind(n) for n in range(4)] == ["layer", "layer", "layer without window", "layer"]
+    assert len(GPTFacts(dataclasses.replace(model, window_size="-1,0"), 11).layer_kinds) == 1
+    kinds = [str(GPTFacts(model, 11).layer_kind(n)) for n in range(4)]
+    assert kinds == ["attention, MLP", "attention, MLP", "attention, MLP, window_size None", "attention, MLP"]
 
 
 def test_work_of_a_window_is_that_of_its_pairs():
@@ -93,7 +94,7 @@ def test_work_of_a_window_is_that_of_its_pairs():
         model = Model(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=s, window_size=f"{left},0")
         pairs = sum(min(i + 1, left + 1) for i in range(s))
         for share in (RankSetup(micro_batch_size=3, device="cpu"), RankSetup(micro_batch_size=3, backend="flash")):
-            ops = GPTFacts(model, 11).layer_ops(share, "layer")
+            ops = GPTFacts(model, 11).layer_ops(share, GPTFacts(model, 11).layer_kind(0))
             [core] = [op for op in ops if isinstance(op, CoreAttention)]
             assert core.pairs / 2 == pytest.approx(3 * pairs * 2, rel=0.01)
 

@@ -31,8 +31,8 @@ class GatedAttention(Attention):
         return super().project((attended.unflatten(-1, (-1, self.head_dim)) * gates.unsqueeze(-1)).flatten(-2), x)
 
 
-def gated_weights(facts, sequence_parallel):
-    m, weights = facts.settings, SELF_ATTENTION.weights(facts, sequence_parallel)
+def gated_weights(facts, m, sequence_parallel):
+    weights = SELF_ATTENTION.weights(facts, m, sequence_parallel)
     gate = column(m.hidden_size, (m.num_attention_heads,), m.init_method_std, bias=False)
     return {**weights, **add_prefix("gate", gate)}
 

@@ -72,9 +72,9 @@ class ObservedAttention(Attention):
         return super().project(self.heads(attended), x)
 
 
-def observed_weights(facts, sequence_parallel):
-    heads = zeros((facts.settings.num_attention_heads,), "max", cut={"tp": 0})
-    return {**SELF_ATTENTION.weights(facts, sequence_parallel), "heads.largest": heads}
+def observed_weights(facts, model, sequence_parallel):
+    heads = zeros((model.num_attention_heads,), "max", cut={"tp": 0})
+    return {**SELF_ATTENTION.weights(facts, model, sequence_parallel), "heads.largest": heads}
 
 
 class ObservedFacts(GPTFacts):

@@ -10,7 +10,7 @@ from megatron.data.mock import MockPairs
 from megatron.errors import SettingsError
 from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of, recipe_of
-from megatron.model.t5.facts import DECODER, T5Facts
+from megatron.model.t5.facts import T5Facts
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
 from megatron.planner.activations import stage_saved_bytes
@@ -130,7 +130,7 @@ def test_the_flags_of_megatron_lm_are_stages():
     again = parse_any(f"{SHAPE} --pipeline-model-parallel-split-rank 3".split())
     assert recipe_of(again).normalize_config(again) == again
     facts = T5Facts.of(again, 32000)
-    assert [facts.layer_kind(n) == DECODER for n in range(24)] == [False] * 12 + [True] * 12
+    assert [facts.decodes(n) for n in range(24)] == [False] * 12 + [True] * 12
 
 
 def test_an_output_layer_makes_the_last_stage_shorter():

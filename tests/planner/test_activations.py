@@ -253,7 +253,7 @@ def test_stages(layers, first, last):
 class ParallelFacts(GPTFacts):
     """Attention and MLP of a layer read one norm, and are summed, as in GPT-J and Phi."""
 
-    def branches(self, kind):
+    def branches(self, layer):
         return (Branch("attention", (SELF_ATTENTION, DENSE), "attention_norm"),)
 
 

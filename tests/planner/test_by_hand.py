@@ -107,11 +107,13 @@ def test_a_ring_hides_its_messages_beside_attention(bandwidth):
     layout = Layout(cp=4, micro_batch_size=1)
     share, device = layout.rank_setup(JOB), replace(DEVICE, inner=bandwidth)
     cluster = Cluster(device, 4)
-    ops = FACTS.layer_ops(share, "layer")
+    ops = FACTS.layer_ops(share, FACTS.layer_kind(0))
     [ahead] = [op for op in ops if isinstance(op, Collective) and op.in_ring and op.ahead]
     core = sum(speed._core(JOB, op, device) for op in ops if isinstance(op, CoreAttention))
     sent = sum(cluster.seconds(call, ahead.size, 1, 4, 1) for call in ahead.ahead)
-    alone, shared = (speed._layer(JOB, one.rank_setup(JOB), "layer", (), cluster) for one in (Layout(), layout))
+    alone, shared = (
+        speed._layer(JOB, one.rank_setup(JOB), FACTS.layer_kind(0), (), cluster) for one in (Layout(), layout)
+    )
     returned = sum(
         cluster.seconds(call, op.size, 1, 4, 1)
         for op in ops

@@ -117,7 +117,9 @@ def test_activations_are_divided():
     whole, *others = (memory_report(job_of(s), layout, NODE.device).device for layout in layouts)
     assert all(whole["activations"] / 8 <= own["activations"] < 1.1 * whole["activations"] / 8 for own in others)
     job, keys_and_values = job_of(s), 2 * s * b * 8 * 128 * 2
-    gather, _, ring, _ = (job.facts.layer_workspace(layout.rank_setup(job), "layer") for layout in layouts[1:])
+    gather, _, ring, _ = (
+        job.facts.layer_workspace(layout.rank_setup(job), job.facts.layer_kind(0)) for layout in layouts[1:]
+    )
     assert gather >= 4 * keys_and_values and ring < 0.6 * gather
 
 

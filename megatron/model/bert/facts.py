@@ -9,7 +9,6 @@ predicts whether the second sentence follows.
 Legend: n tokens of a micro-batch (s x b), h hidden, v vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Optional
 
@@ -19,7 +18,7 @@ from megatron.model.facts import Bytes
 from megatron.model.gpt.facts import SELF_ATTENTION, GPTFacts, self_attention
 from megatron.model.layer_ops import LayerOp, RankSetup, Residual
 from megatron.model.t5.facts import full_attention_kernel, noncausal_core
-from megatron.model.weights import Unit, add_prefix, norm, positions, vocab_embedding
+from megatron.model.weights import Table, Unit, add_prefix, norm
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.settings.schema import Config, Model
 
@@ -28,7 +27,7 @@ TASKS = "tasks."  # prefix of the names of the weights of tasks
 TAKEN = ("lm", "sop", "z")  # not allowed as names of tasks: "lm loss" and others are sums of the model itself
 
 
-def _attention_ops(facts, x: Residual, kind: str) -> tuple[LayerOp, ...]:
+def _attention_ops(facts, x: Residual) -> tuple[LayerOp, ...]:
     s = x.model.seq_length
     return self_attention(x, noncausal_core(x.model, x.share, s, s, fused=True))
 
@@ -49,27 +48,19 @@ class BertFacts(GPTFacts):
     def of(cls, config: Config, vocab_size: int) -> "BertFacts":
         return cls(config.model, vocab_size, own_settings(config))
 
-    def units(self, layers: Sequence[int], first: bool, last: bool, sequence_parallel: bool = False) -> list[Unit]:
-        m, own, sp = self.settings, self.own, sequence_parallel
-        table, before = vocab_embedding(m, self.vocab_size), norm(m, m.hidden_size, sp)
-        front, inside = [Unit("embedding.word", table, ends=("first", "last") if self.tied else ("first",))], {}
-        if m.position_embedding_type == "learned_absolute":
-            inside |= add_prefix("position", positions(m, sp))
+    def embedding_weights(self, sequence_parallel: bool) -> Table:
+        m, own, table = self.settings, self.own, super().embedding_weights(sequence_parallel)
         if own.num_tokentypes:
-            shape, partial = (own.num_tokentypes, m.hidden_size), ("tp",) if sp else ()
-            inside["tokentype.weight"] = Placement(shape, Normal(m.init_method_std), partial=partial)
-        if own.post_norm:
-            inside |= add_prefix("norm", before)
-        front += [Unit("embedding", inside, ends=("first",))] if inside else []
-        back = [] if own.post_norm else [Unit("final_norm", before, ends=("last",))]
-        back.append(Unit(HEAD, self.head_weights(sp), ends=("last",)))
-        if own.bert_binary_head:
-            back.append(Unit("binary", self.binary_weights(), ends=("last",)))
-        if not self.tied:
-            back.append(Unit("output", table, ends=("last",)))
-        middle = [Unit(f"blocks.{n}", self.layer_table(n, sp), layer=n) for n in layers]
-        held = lambda units: [unit for unit in units if unit.held_by(first, last)]
-        return held(front) + middle + held(back)
+            shape, partial = (own.num_tokentypes, m.hidden_size), ("tp",) if sequence_parallel else ()
+            table["tokentype.weight"] = Placement(shape, Normal(m.init_method_std), partial=partial)
+        return table | (add_prefix("norm", norm(m, m.hidden_size, sequence_parallel)) if own.post_norm else {})
+
+    def back_units(self, sequence_parallel: bool) -> list[Unit]:
+        units = super().back_units(sequence_parallel)
+        heads = [Unit(HEAD, self.head_weights(sequence_parallel), ends=("last",))]
+        if self.own.bert_binary_head:
+            heads.append(Unit("binary", self.binary_weights(), ends=("last",)))
+        return units[: not self.own.post_norm] + heads + units[1:]
 
     def head_weights(self, sequence_parallel: bool) -> dict[str, Placement]:
         """The weights of the head for masked tokens, before the output layer, and the output layer's bias [v]."""
@@ -91,8 +82,8 @@ class BertFacts(GPTFacts):
     def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
         return full_attention_kernel(self.settings, share)
 
-    def branches(self, kind: str) -> tuple[Branch, ...]:
-        branches = super().branches(kind)
+    def branches(self, layer: int) -> tuple[Branch, ...]:
+        branches = super().branches(layer)
         if not self.own.post_norm:
             return branches
         return tuple(replace(branch, before="", closing=branch.before) for branch in branches)
@@ -143,9 +134,9 @@ class TaskFacts(BertFacts):
 
     heads: tuple[TaskHead, ...] = ()
 
-    def units(self, layers: Sequence[int], first: bool, last: bool, sequence_parallel: bool = False) -> list[Unit]:
-        m, units = self.settings, super().units(layers, first, last, sequence_parallel)
-        for head in self.heads if last else ():
+    def back_units(self, sequence_parallel: bool) -> list[Unit]:
+        m, units = self.settings, super().back_units(sequence_parallel)
+        for head in self.heads:
             pooler = add_prefix("pooler", dense(m, m.hidden_size))
             units.append(Unit(head.unit, {**pooler, **add_prefix("scores", dense(m, head.classes))}, ends=("last",)))
         return units

@@ -37,27 +37,29 @@ from megatron.settings.kernel_sizes import JOINED, RING_ROWS, causal_pairs
 from megatron.settings.schema import Config, Model
 
 HEAD = 8  # width of a head in a shrunk model
-EXPERTS, FULL = "experts", "without window"  # words in the kind of a layer
 
 
 SELF_ATTENTION = Mixer(
     "attention",
+    "attention",
     "megatron.model.attention:Attention",
-    weights=lambda facts, sequence_parallel: attention(facts.settings, sequence_parallel),
-    ops=lambda facts, x, kind: attention_ops(facts, x, kind),
+    weights=lambda facts, model, sequence_parallel: attention(model, sequence_parallel),
+    ops=lambda facts, x: attention_ops(facts, x),
     mixes_tokens=True,
 )
 DENSE = Mixer(
+    "MLP",
     "mlp",
     "megatron.model.mlp:MLP",
-    weights=lambda facts, sequence_parallel: mlp(facts.settings, sequence_parallel),
-    ops=lambda facts, x, kind: mlp_ops(x, *kinds_of(x.model)),
+    weights=lambda facts, model, sequence_parallel: mlp(model, sequence_parallel),
+    ops=lambda facts, x: mlp_ops(x, *kinds_of(x.model)),
 )
 MIXTURE = Mixer(
+    "experts",
     "mlp",
     "megatron.model.experts.layer:MoELayer",
-    weights=lambda facts, sequence_parallel: experts(facts.settings, sequence_parallel),
-    ops=lambda facts, x, kind: mixture_ops(x),
+    weights=lambda facts, model, sequence_parallel: experts(model, sequence_parallel),
+    ops=lambda facts, x: mixture_ops(x),
     sums=True,
 )
 
@@ -74,17 +76,10 @@ class GPTFacts(Facts):
         """The facts of a run; a variant may read its own settings in `config.extra`."""
         return cls(config.model, vocab_size)
 
-    def branches(self, kind: str) -> tuple[Branch, ...]:
-        second = self.mixers["experts" if EXPERTS in kind else "mlp"]
+    def branches(self, layer: int) -> tuple[Branch, ...]:
+        second = self.mixers["experts" if self.settings.has_experts(layer) else "mlp"]
         pairs = ("attention", self.mixers["attention"]), ("mlp", second)
         return tuple(Branch.at(self.settings.norm_position, slot, mixer) for slot, mixer in pairs)
-
-    def layer_kind(self, layer: int) -> str:
-        """Layers with experts are a separate kind, and with a sliding window those without it."""
-        m = self.settings
-        words = [EXPERTS] if m.has_experts(layer) else []
-        words += [FULL] if m.window is not None and m.window_of(layer) is None else []
-        return f"{super().layer_kind(layer)}{' with' * (words[:1] == [EXPERTS])} {' '.join(words)}".strip()
 
     @property
     def has_shape(self) -> bool:
@@ -233,9 +228,9 @@ def _calls(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> list[Cal
     ]
 
 
-def attention_ops(facts: GPTFacts, x: Residual, kind: str) -> tuple[LayerOp, ...]:
+def attention_ops(facts: GPTFacts, x: Residual) -> tuple[LayerOp, ...]:
     """Causal self-attention of a layer."""
-    window = None if FULL in kind else facts.settings.window
+    window = x.model.window
     core = _exchanged(facts, x.share, _core(facts, x.share, window), window)
     return self_attention(x, *_norms_across_heads(x), *core)
 

@@ -14,52 +14,45 @@ With --decoder-num-layers 0 it is only the encoder, for fine-tuning: no table, n
 Legend: s tokens of a source, t of a target, b micro-batch, h hidden, e bytes per element.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.model.branches import Branch, Mixer
+from megatron.model.branches import Branch, LayerKind, Mixer
 from megatron.model.gpt.facts import DENSE, SELF_ATTENTION, GPTFacts, mlp_ops, self_attention, stored_weights
 from megatron.model.layer_ops import ATTENTION, CoreAttention, LayerOp, RankSetup, Residual
 from megatron.model.t5.settings import GROUP, SHORT, T5Settings, own_settings
-from megatron.model.weights import (
-    Table,
-    Unit,
-    add_prefix,
-    column,
-    mlp,
-    norm,
-    output_std,
-    positions,
-    row,
-    vocab_embedding,
-)
+from megatron.model.weights import Table, Unit, add_prefix, column, mlp, output_std, positions, row
 from megatron.mpu.placement import Normal, Placement
 from megatron.settings.kernel_sizes import causal_blocks
 from megatron.settings.schema import Config, Model
 
-ENCODER, ENCODER_END, DECODER = "encoder layer", "last encoder layer", "decoder layer"
 WIDE = "relative"  # a value of --position-embedding-type
 
 
 ENCODER_ATTENTION = replace(
-    SELF_ATTENTION, module="megatron.model.t5.layers:EncoderAttention", ops=lambda *of: _own_ops(*of)
+    SELF_ATTENTION, module="megatron.model.t5.layers:EncoderAttention", ops=lambda facts, x: _own_ops(x)
 )
-DECODER_ATTENTION = replace(ENCODER_ATTENTION, module="megatron.model.t5.layers:DecoderAttention")
+DECODER_ATTENTION = replace(
+    SELF_ATTENTION,
+    module="megatron.model.t5.layers:DecoderAttention",
+    ops=lambda facts, x: _own_ops(x, facts.attention_kernel(x.share)),
+)
 CROSS_ATTENTION = Mixer(
+    "cross-attention",
     "cross",
     "megatron.model.t5.layers:CrossAttention",
-    weights=lambda facts, sequence_parallel: cross_attention(facts.settings, sequence_parallel),
-    ops=lambda facts, x, kind: _cross_ops(facts, x),
+    weights=lambda facts, model, sequence_parallel: cross_attention(model, sequence_parallel),
+    ops=lambda facts, x: _cross_ops(facts, x),
     mixes_tokens=True,
 )
 FEED_FORWARD = replace(
     DENSE,
     module="megatron.model.t5.layers:FeedForward",
-    weights=lambda facts, sequence_parallel: mlp(
-        replace(facts.settings, ffn_hidden_size=facts.settings.ffn_size, swiglu=facts.gated), sequence_parallel
+    weights=lambda facts, model, sequence_parallel: mlp(
+        replace(model, ffn_hidden_size=model.ffn_size, swiglu=facts.gated), sequence_parallel
     ),
-    ops=lambda facts, x, kind: mlp_ops(x, facts.gated),
+    ops=lambda facts, x: mlp_ops(x, facts.gated),
 )
 
 
@@ -119,10 +112,9 @@ class T5Facts(GPTFacts):
         """Tokens of a sample: its source and its target."""
         return self.source + self.target
 
-    def layer_kind(self, layer: int) -> str:
-        if layer >= self.encoder_layers:
-            return DECODER
-        return ENCODER_END if layer == self.encoder_layers - 1 else ENCODER
+    def decodes(self, layer: int) -> bool:
+        """Whether a layer belongs to the decoder."""
+        return layer >= self.encoder_layers
 
     @property
     def gated(self) -> bool:
@@ -155,36 +147,35 @@ class T5Facts(GPTFacts):
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def branches(self, kind: str) -> tuple[Branch, ...]:
-        attended = Branch("attention", (DECODER_ATTENTION if kind == DECODER else ENCODER_ATTENTION,), "attention_norm")
+    def branches(self, layer: int) -> tuple[Branch, ...]:
+        closing = "encoder_norm" if layer == self.encoder_layers - 1 else ""
+        fed = Branch("mlp", (FEED_FORWARD,), "mlp_norm", closing=closing)
+        if not self.decodes(layer):
+            return Branch.at("pre", "attention", ENCODER_ATTENTION), fed
         crossed = Branch("cross", (CROSS_ATTENTION,), "cross_norm", site="cross attention")
-        fed = Branch("mlp", (FEED_FORWARD,), "mlp_norm", closing="encoder_norm" if kind == ENCODER_END else "")
-        return (attended, crossed, fed) if kind == DECODER else (attended, fed)
+        return Branch.at("pre", "attention", DECODER_ATTENTION), crossed, fed
 
-    def layer_weights(self, kind: str, sequence_parallel: bool) -> Table:
+    def layer_weights(self, kind: LayerKind, sequence_parallel: bool) -> Table:
         table = super().layer_weights(kind, sequence_parallel)
         return {name: table[name] for name in sorted(table, key=lambda name: name.startswith("cross"))}  # as stored
 
-    def units(self, layers: Sequence[int], first: bool, last: bool, sequence_parallel: bool = False) -> list[Unit]:
-        m, sp = self.settings, sequence_parallel
-        table = vocab_embedding(m, self.vocab_size)
-        front = [Unit("embedding.word", table, ends=("first", "last") if self.tied else ("first",))]
-        if m.position_embedding_type == "learned_absolute":
-            tables = add_prefix("position", positions(m, sp))
-            if self.has_decoder:
-                of_target = replace(m, max_position_embeddings=max(m.position_table, self.target))
-                tables |= add_prefix("decoder_position", positions(of_target, sp))
-            front.append(Unit("embedding", tables, ends=("first",)))
+    def embedding_weights(self, sequence_parallel: bool) -> Table:
+        m, table = self.settings, super().embedding_weights(sequence_parallel)
+        if not (table and self.has_decoder):
+            return table
+        of_target = replace(m, max_position_embeddings=max(m.position_table, self.target))
+        return table | add_prefix("decoder_position", positions(of_target, sequence_parallel))
+
+    def front_units(self, sequence_parallel: bool) -> list[Unit]:
+        m, units = self.settings, super().front_units(sequence_parallel)
         if self.relative:
             shape = (self.own.relative_attention_num_buckets, m.num_attention_heads)
             one = Placement(shape, Normal(m.init_method_std), cut={"tp": 1})
-            front.append(Unit("relative", {f"{half}.weight": one for half in self.halves}, ends=("first",)))
-        back = [Unit("final_norm", norm(m, m.hidden_size, sp), ends=("last",))] if self.has_decoder else []
-        if not self.tied:
-            back.append(Unit("output", table, ends=("last",)))
-        middle = [Unit(f"blocks.{n}", self.layer_table(n, sp), layer=n) for n in layers]
-        held = lambda units: [unit for unit in units if unit.held_by(first, last)]
-        return held(front) + middle + held(back)
+            units.append(Unit("relative", {f"{half}.weight": one for half in self.halves}, ends=("first",)))
+        return units
+
+    def back_units(self, sequence_parallel: bool) -> list[Unit]:
+        return super().back_units(sequence_parallel)[not self.has_decoder :]
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 
@@ -210,10 +201,9 @@ class T5Facts(GPTFacts):
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
-    def residual(self, share: RankSetup, kind: str) -> Residual:
-        return Residual(
-            self.settings, share, (self.target if kind == DECODER else self.source) * share.micro_batch_size
-        )
+    def residual(self, share: RankSetup, kind: LayerKind) -> Residual:
+        rows = self.target if any(branch.slot == "cross" for branch in kind.branches) else self.source
+        return Residual(self.settings, share, rows * share.micro_batch_size)
 
     def embedded_tokens(self, share: RankSetup) -> int:
         return self.seq_length * share.micro_batch_size
@@ -237,8 +227,8 @@ def cross_attention(model: Model, sequence_parallel: bool) -> dict[str, Placemen
     }
 
 
-def _own_ops(facts: T5Facts, x: Residual, kind: str) -> tuple[LayerOp, ...]:
-    causal = facts.attention_kernel(x.share) if kind == DECODER else ""
+def _own_ops(x: Residual, causal: str = "") -> tuple[LayerOp, ...]:
+    """Self-attention of all tokens; causal: the kernel of causal attention; "": non-causal."""
     rows = x.tokens // x.share.micro_batch_size
     return self_attention(x, noncausal_core(x.model, x.share, rows, rows, fused=True, causal=causal))
 

@@ -23,7 +23,7 @@ from megatron.model.language_model import LanguageModel, Sums
 from megatron.model.packed_rows import PackedRows, may_pack
 from megatron.model.positions import LearnedPositions, Rotary
 from megatron.model.recompute import recompute as recomputed
-from megatron.model.t5.facts import DECODER, T5Facts
+from megatron.model.t5.facts import T5Facts
 from megatron.model.t5.layers import DecoderCache
 from megatron.model.t5.positions import RelativeTables, relative_bias
 from megatron.model.t5.settings import own_settings
@@ -196,7 +196,7 @@ class T5(LanguageModel):
 
     def _bias(self, tables: Optional[torch.Tensor], half: int, s: int) -> Optional[torch.Tensor]:
         """The relative position bias of all pairs of s tokens; None if the stage has no layer of that half."""
-        if tables is None or not any((self.facts.layer_kind(int(n)) == DECODER) == (half == 1) for n in self.blocks):
+        if tables is None or not any(self.facts.decodes(int(n)) == (half == 1) for n in self.blocks):
             return None
         return relative_bias(tables[half], self.facts.own, s, s, both_ways=half == 0)
 
@@ -210,7 +210,7 @@ class T5(LanguageModel):
         return halves
 
     def _some_layers(self, layers, source: torch.Tensor, target: torch.Tensor, context: T5Context) -> Halves:
-        encoder = [n for n in layers if self.facts.layer_kind(n) != DECODER]
+        encoder = [n for n in layers if not self.facts.decodes(n)]
         rows, own = context.rows if encoder else None, context.encoder
         if rows is not None:
             source, own = rows.pack(source), rows.context(own)
@@ -271,7 +271,7 @@ class T5(LanguageModel):
             if self.first:
                 x = self.embedding.source(tokens, None)
             for n in map(int, self.blocks):
-                if self.facts.layer_kind(n) != DECODER:
+                if not self.facts.decodes(n):
                     x = self.blocks[str(n)](x, context)
             return x.to(self.dtype)
 
@@ -300,7 +300,7 @@ class T5(LanguageModel):
             if self.first:
                 x = self.embedding.target(tokens, None, first)
             for n in map(int, self.blocks):
-                if self.facts.layer_kind(n) == DECODER:
+                if self.facts.decodes(n):
                     x = self.blocks[str(n)](x, context)
             if not self.last:
                 return x.to(self.dtype)

@@ -609,6 +609,10 @@ class Model:
         skipped = self.window_attn_skip_freq is not None and (layer + 1) % self.window_attn_skip_freq == 0
         return None if skipped else self.window
 
+    def overrides(self, layer: int) -> tuple[tuple[str, Any], ...]:
+        """The settings of a layer that differ from the model's."""
+        return () if self.window_of(layer) == self.window else (("window_size", None),)
+
     @property
     def yarn_stretch(self) -> float:
         """YaRN's attention factor, which multiplies rotated queries and keys."""
