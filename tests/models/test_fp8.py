@@ -263,7 +263,7 @@ def whole_casts(recipe: str) -> dict:
     return found
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recipe", TILES)
 def test_weights_have_the_same_fp8_numbers_in_every_layout(recipe, layout):
@@ -343,7 +343,7 @@ def one_process(flags: str):
     return trained("", f"{SHAPE} {flags}")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recipe", TILES)
 def test_layouts_train_alike(recipe, layout):
@@ -352,7 +352,7 @@ def test_layouts_train_alike(recipe, layout):
     assert difference.passes("fp8"), difference
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("recipe", TILES)
 def test_what_is_recomputed_and_added_is_the_same(recipe, more):
