@@ -17,9 +17,10 @@ OFF_DEVICE = (
     "megatron/settings",
     "megatron/tools",
     "megatron/model/facts",
-    "megatron/model/gpt/facts",
+    "megatron/model/kinds/attention/kind",
+    "megatron/model/kinds/attention/full",
 )
-OFF_DEVICE += ("megatron/model/t5/facts", "megatron/model/layer_ops", "megatron/fused_kernels/gpu")  # pure, or Triton's
+OFF_DEVICE += ("megatron/model/kinds/mlp/kind", "megatron/model/layer_ops", "megatron/fused_kernels/gpu")  # pure, or Triton's
 
 
 # file: function -> where its branch for a device is asked: "runs", by the training runs of test_fake_cuda.py (checked with
