@@ -4,8 +4,8 @@
 A module creates its parameters from its table (`mpu.layers.create_parameters`). The planner, parameter counts, ZeRO's
 units, the check that all ranks together hold the model, and conversions read the same tables.
 
-    >>> list(mlp(Model(num_layers=2, hidden_size=8, num_attention_heads=2), sequence_parallel=False))
-    ['up.weight', 'up.bias', 'down.weight', 'down.bias']
+    >>> [(name, placed.shape) for name, placed in column(inputs=8, rows=(32,), std=0.02).items()]
+    [('weight', (32, 8)), ('bias', (32,))]
 
 Legend: h hidden, v vocabulary, g key-value groups, q queries of a group, d channels of a head.
 """
