@@ -13,7 +13,7 @@ import torch
 
 from megatron.convert import compressed_tensors
 from megatron.convert.families import Family, imported
-from megatron.convert.hf_files import TensorFiles
+from megatron.convert.hf_files import WHOLE, TensorFiles
 from megatron.convert.mxfp4 import MXFP4Files, is_mxfp4
 from megatron.errors import CheckpointError
 from megatron.model.gpt.hf_match import Match
@@ -56,7 +56,7 @@ def fit(folder: Path, settings: dict[str, Any]) -> Fitted:
     files = TensorFiles(folder)
     if family.facts.num_layers > len(files.shapes):
         raise CheckpointError(
-            f"{folder} holds {len(files.shapes)} tensors, config.json says {family.facts.num_layers:,} layers"
+            f"{folder} holds {len(files.shapes)} tensors, config.json says {family.facts.num_layers:,} layers", do=WHOLE
         )
     files = MXFP4Files(files) if is_mxfp4(settings) else files
     family, notices = _with_head_of(files, folder, settings, family)
@@ -100,7 +100,8 @@ def _check_copies(folder: Path, files, family: Family, names: Mapping[str, str])
     for copy, original in family.copies.items():
         if copy in files.shapes and names[original] != copy and not _same(files, copy, names[original]):
             raise CheckpointError(
-                f"{copy} in {folder} differs from {names[original]}, of which it is a copy in the models that are read here"
+                f"{copy} in {folder} differs from {names[original]}, of which it is a copy in this model",
+                do="load the model in transformers and save it again, which writes what it computes with",
             )
 
 
@@ -129,6 +130,7 @@ def _check_complete(folder: Path, files, family: Family, names: Mapping[str, str
             f"{folder} does not hold the {family.kind} of its config.json: {len(missing)} tensors are missing, "
             f"{len(unknown)} are unknown",
             "\n  ".join(lines),
+            "a config.json of another model, or an incomplete download: " + WHOLE,
         )
     return [f"no part of this model, and left out as in transformers: {', '.join(left)}"] if left else []
 
@@ -143,5 +145,6 @@ def _check_shapes(folder: Path, files, family: Family, names: Mapping[str, str],
         for name, expected in zip(match.theirs, shapes):
             if name not in rounded and files.shapes[names[name]] != tuple(expected.shape):
                 raise CheckpointError(
-                    f"{names[name]} in {folder} is {files.shapes[names[name]]}, config.json says {tuple(expected.shape)}"
+                    f"{names[name]} in {folder} is {files.shapes[names[name]]}, config.json says {tuple(expected.shape)}",
+                    do="a config.json of another model? " + WHOLE,
                 )

@@ -21,9 +21,10 @@ from megatron.storage.durable import storage_errors
 from megatron.telemetry.progress import ProgressBar
 from megatron.tokenizer.byte_level import END_OF_TEXT
 from megatron.tokenizer.chat_template import FILE as TEMPLATE
-from megatron.tokenizer.transformers_files import NAMED, VOCABULARIES, content_of, read_files, write_files
+from megatron.tokenizer.transformers_files import MODEL_CONFIG, NAMED, VOCABULARIES, content_of, read_files, write_files
 
 FILE_BYTES = 5 * 10**9  # of one safetensors file, as transformers cuts them
+WHOLE = "get its files again: hf download ORG/NAME --local-dir FOLDER, or a copy whose sizes are those of the source"
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
 _JSON_LIMIT = 1 << 28
 _HEAD = 1 << 16  # characters of a README.md in which its license is looked for
@@ -144,7 +145,7 @@ class TensorFiles:
                 for key in file.keys():
                     self.shapes[key], self._files[key] = tuple(file.get_slice(key).get_shape()), file
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{folder / name} cannot be read: {error}") from None
+                raise CheckpointError(f"{folder / name} cannot be read: {error}", do=WHOLE) from None
 
     def get(self, name: str) -> torch.Tensor:
         """Read one tensor."""
@@ -164,11 +165,11 @@ def _file_names(folder: Path) -> list[str]:
         )
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict):
-        raise CheckpointError(f"{index} has no weight_map")
+        raise CheckpointError(f"{index} has no weight_map", do=WHOLE)
     names = sorted({str(name) for name in listed.values()})
     for name in names:
         if not _PLAIN.fullmatch(name):
-            raise CheckpointError(f"{index} names {name!r}, which is no file of its folder")
+            raise CheckpointError(f"{index} names {name!r}, which is no file of its folder", do=WHOLE)
     return names
 
 
@@ -176,20 +177,20 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object of bounded size. Raises CheckpointError if it is missing or invalid."""
     try:
         if path.stat().st_size > _JSON_LIMIT:
-            raise CheckpointError(f"{path} is too large for what it should be")
+            raise CheckpointError(f"{path} is too large for what it should be", do=WHOLE)
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if not path.parent.is_dir():
             raise CheckpointError(
                 f"{path.parent}: no such folder", do=hub.hint(path.parent) or "check the path"
             ) from None
-        raise CheckpointError(f"{path} cannot be read: No such file or directory") from None
+        raise CheckpointError(f"{path} cannot be read: No such file or directory", do=WHOLE) from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", do="check its permissions") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from None
+        raise CheckpointError(f"{path} is not JSON: {error}", do=WHOLE) from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
+        raise CheckpointError(f"{path} is not a JSON object", do=WHOLE)
     return content
 
 
@@ -248,7 +249,8 @@ def tokenizer_of(folder: Path, of_gpt2: bool) -> Optional[schema.TokenizerSettin
         return as_settings("GPT2BPETokenizer")
     if there("HuggingFaceTokenizer"):
         return as_settings("HuggingFaceTokenizer")
-    if (folder / _CONFIG).is_file() and any((folder / name).is_file() for name in VOCABULARIES):
+    any_of = lambda *names: any((folder / name).is_file() for name in names)
+    if any_of(_CONFIG, MODEL_CONFIG) and any_of(*VOCABULARIES):  # transformers chooses its class by either
         return schema.TokenizerSettings("HuggingFaceTokenizer", tokenizer_model=str(folder))
     if there("GPTSentencePieceTokenizer"):
         return as_settings("GPTSentencePieceTokenizer")

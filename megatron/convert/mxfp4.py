@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.convert.hf_files import TensorFiles
+from megatron.convert.hf_files import WHOLE, TensorFiles
 from megatron.errors import CheckpointError
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -35,7 +35,8 @@ class MXFP4Files:
             if whole == name or f"{whole}{SCALES}" not in files.shapes:
                 continue
             if len(shape) != 4 or shape[3] != 16 or files.shapes[f"{whole}{SCALES}"] != shape[:3]:
-                raise CheckpointError(f"{name} is {shape}, and its scales {files.shapes[f'{whole}{SCALES}']}: no MXFP4")
+                scales = files.shapes[f"{whole}{SCALES}"]
+                raise CheckpointError(f"{name} is {shape}, and its scales {scales}: no MXFP4", do=WHOLE)
             experts, rows, blocks, _ = shape
             self.shapes[whole] = experts, 32 * blocks, rows
             del self.shapes[name], self.shapes[f"{whole}{SCALES}"]

@@ -46,6 +46,7 @@ from megatron.storage.new_folder import new_folder
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 NAMELESS = f"{CONFIG} names no base: no record says which Hugging Face model it is; --base-model NAME_OR_FOLDER does"
+MERGE_THERE = "merge the adapters into the model with PEFT (merge_and_unload), and import that: from-hf"
 # Entries of adapter_config.json that are read, or that change nothing.
 READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights"}
 VECTOR = "lora_magnitude_vector"
@@ -305,7 +306,7 @@ def _other_base(named: Optional[str], reader: Reader, found: Mapping[str, "Found
 def refuse_others(theirs: Mapping[str, Any]) -> None:
     """Raise CheckpointError for entries of adapter_config.json that have no counterpart here."""
     if theirs.get("peft_type") != "LORA":
-        raise CheckpointError(f"{CONFIG} is of {theirs.get('peft_type')}; LORA is what can be read")
+        raise CheckpointError(f"{CONFIG} is of {theirs.get('peft_type')}; LORA is what can be read", do=MERGE_THERE)
     odd = {name: value for name, value in theirs.items() if name not in READ and name not in IRRELEVANT and value}
     odd = {name: value for name, value in odd.items() if (name, value) != ("bias", "none")}
     if theirs.get("init_lora_weights", True) not in PLAIN_START:
@@ -314,11 +315,11 @@ def refuse_others(theirs: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{CONFIG} has {', '.join(f'{name}: {json.dumps(value)}' for name, value in odd.items())}",
             "no adapters of ours do the same",
-            "merge them into the model with PEFT (merge_and_unload), and import that: from-hf",
+            MERGE_THERE,
         )
     wrong = [name for name in ("r", "lora_alpha") if not isinstance(theirs.get(name), (int, float))]
     if wrong or theirs["r"] < 1:
-        raise CheckpointError(f"{CONFIG} has no valid {' and '.join(wrong) or 'r'}")
+        raise CheckpointError(f"{CONFIG} has no valid {' and '.join(wrong) or 'r'}", do=hf_files.WHOLE)
 
 
 def _read_pairs(source: Path, rank: int, dora: bool) -> dict[str, PeftPair]:
@@ -329,7 +330,7 @@ def _read_pairs(source: Path, rank: int, dora: bool) -> dict[str, PeftPair]:
     try:
         tensors = load_file(source / TENSORS)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{source / TENSORS} cannot be read: {error}") from None
+        raise CheckpointError(f"{source / TENSORS} cannot be read: {error}", do=hf_files.WHOLE) from None
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for name, x in tensors.items():
         module, _, kind = name.removeprefix(PREFIX).replace(".default.", ".").removesuffix(WEIGHT).rpartition(".")
@@ -342,12 +343,12 @@ def _read_pairs(source: Path, rank: int, dora: bool) -> dict[str, PeftPair]:
         norms = kind == VECTOR and x.dim() == 1
         if not norms and (kind not in ("lora_A", "lora_B") or x.dim() != 2 or x.shape[kind == "lora_B"] != rank):
             raise CheckpointError(
-                f"{source / TENSORS}: {name} {list(x.shape)} is no half of a pair of rank {rank}",
-                do="merge the adapters into the model with PEFT (merge_and_unload), and import that: from-hf",
+                f"{source / TENSORS}: {name} {list(x.shape)} is no half of a pair of rank {rank}", do=MERGE_THERE
             )
         halves.setdefault(module, {})[kind] = x.float()
     if alone := sorted(name for name, pair in halves.items() if len(pair) < 2 + dora):
-        raise CheckpointError(f"{source / TENSORS} has half of a pair{' or no norms' * dora}: {', '.join(alone[:6])}")
+        half = f"half of a pair{' or no norms' * dora}"
+        raise CheckpointError(f"{source / TENSORS} has {half}: {', '.join(alone[:6])}", do=hf_files.WHOLE)
     return {name: PeftPair(pair["lora_A"], pair["lora_B"], pair.get(VECTOR)) for name, pair in halves.items()}
 
 
@@ -372,6 +373,7 @@ def _by_layer(source: Path, pairs: Mapping[str, PeftPair], matches: list[Match],
             if left
             else f"{source / TENSORS} has no pairs",
             "pairs belong to the linear layers of blocks, not to embeddings and the output layer",
+            f"give the model of the adapters as --base; or {MERGE_THERE}",
         )
     return found
 
@@ -392,10 +394,11 @@ def _to_ours(
         if pair is not None and (pair.a.shape[1], pair.b.shape[0]) != (columns, rows):
             raise CheckpointError(
                 f"{source / TENSORS}: the pair of {name.removesuffix(WEIGHT)} is of a weight "
-                f"{[pair.b.shape[0], pair.a.shape[1]]}, the base has {[rows, columns]}"
+                f"{[pair.b.shape[0], pair.a.shape[1]]}, the base has {[rows, columns]}",
+                do="give the model of the adapters as --base",
             )
     if r > inputs:
-        raise CheckpointError(f"{match.ours}: rank {r} is larger than its {inputs} inputs, which is not read here")
+        raise CheckpointError(f"{match.ours}: rank {r} is larger than its {inputs} inputs", do=MERGE_THERE)
     padded = [
         torch.nn.functional.pad(torch.zeros(rows, r) if pair is None else pair.b, (0, inputs - r))
         for pair, (rows, _) in zip(own, shapes)

@@ -227,6 +227,16 @@ def _fraction(a: Arguments, language: str) -> str:
     return " ".join([*whole, f"{top}/{bottom}".strip("/")])
 
 
+def _height(a: Arguments, language: str) -> str:
+    """`{{height|ft=5|in=6}}` -> "5 ft 6 in", `{{height|m=1.75}}` -> "1.75 m"."""
+    return " ".join(f"{a[unit]} {unit}" for unit in ("m", "cm", "ft", "in") if a[unit])
+
+
+def _before(mark: str) -> Callable[[Arguments, str], str]:
+    """A mark, and the number that follows it, if there is one."""
+    return lambda a, language: mark + a["1"]
+
+
 def _ordinal(a: Arguments, language: str) -> str:
     number = a["1"]
     teen = number[-2:] in ("11", "12", "13")
@@ -383,8 +393,13 @@ TEMPLATES: dict[str, Callable[[Arguments, str], str]] = {
     "val": _value,
     "e": lambda a, language: _power_of_ten(a["1"]),
     "10^": lambda a, language: f"10^{a['1']}",
+    "x10^": lambda a, language: f"\u00d710^{a['1']}",
+    "gaps": lambda a, language: a["lhs"] + " ".join(a.words) + _power_of_ten(a["e"]),
+    "height": _height,
+    **dict.fromkeys(("\u00b1", "+-", "plusminus"), _before("\u00b1")),
+    **dict.fromkeys(("deg", "degree", "degrees"), lambda a, language: f"{a['1']}\u00b0{a['2']}"),
+    **dict.fromkeys(("sqrt", "radic"), _before("\u221a")),
     "ordinal": _ordinal,
-    "sqrt": lambda a, language: f"\u221a{a['1']}",
     "as of": _as_of,
     "oldstyledate": lambda a, language: f"{a['1']} [O.S. {a['3']}] {a['2']}".strip(),
     "ipa": _pronounced,

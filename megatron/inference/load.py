@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.checkpoint.folder import choose, restore
+from megatron.checkpoint.lineage import ancestors
 from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.data.blend import parse_blend
 from megatron.data.formats import datasets_of
@@ -53,8 +54,9 @@ class Loaded:
 
     @property
     def longest(self) -> int:
-        """Tokens of a text that the model can look at."""
-        return self.config.model.context_length
+        """Tokens of a text that the model can look at: of an import, and of one tuned on shorter texts, the source's."""
+        imported = any(one.imported for one in ancestors(self.record))
+        return self.config.model.position_table if imported else self.config.model.context_length
 
     @property
     def continues_texts(self) -> bool:

@@ -25,6 +25,7 @@ from megatron.errors import DataError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.chat_template import ChatTemplate, RefusedMessages
 
+WASTE = 4  # times the longest conversation: a note about padding
 VERSION = 3  # of what the cache holds
 NAMES = ("tokens", "answers", "ends", "stops", "places", "lines", "notes")
 
@@ -220,6 +221,11 @@ def conversation_samples(
         },
     )
     used = np.flatnonzero(~silent & ~lost)
+    if not packing and len(used) and seq_length > WASTE * (longest := int(kept[used].max())):
+        notes.append(
+            f"the longest conversation has {longest:,} tokens, and each is padded to --seq-length {seq_length}: "
+            f"--seq-length {longest} trains the same in less time and memory; --packing fills samples"
+        )
     if not len(used):
         raise DataError(f"{', '.join(map(str, files))}: no conversation with an answer", "; ".join(notes))
     rows = pack(kept[used], room, used) if packing else [[int(number)] for number in used]

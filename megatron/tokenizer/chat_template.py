@@ -12,6 +12,7 @@ can end itself and begin another one.
 
 import json
 import re
+import traceback
 import zlib
 from bisect import bisect_right
 from collections import Counter
@@ -43,6 +44,7 @@ RESERVED = (
 ASSISTANT = "assistant"  # the role whose messages are answers
 OF_ANSWERS = ("reasoning_content", "tool_calls")  # parts of an answer: the text of its thinking, which precedes it
 MARKS = range(0xE000, 0xF900)  # Unicode's private characters: they mark names of special tokens, and answers
+TEMPLATE = "<template>"  # Jinja's name of a template's file in tracebacks
 EDGES = "answer_edges"  # the template's variable with the marks around answers
 
 EACH = """{% for message in messages %}
@@ -257,8 +259,13 @@ class ChatTemplate:
         except RefusedMessages:
             raise
         except Exception as error:  # a template is a program: it may raise anything
-            first = "; the first message is an answer" if messages and messages[0]["role"] == ASSISTANT else ""
-            raise RefusedMessages(f"the chat template cannot write these messages: {error}{first}") from None
+            if not messages:
+                what = "the first message is an answer, and the chat template cannot write a prompt without messages"
+                raise RefusedMessages(what, "messages[0]") from None
+            first = "; the first message is an answer" if messages[0]["role"] == ASSISTANT else ""
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == TEMPLATE]
+            where = f"{self.place}, line {lines[-1]}" if lines else self.place
+            raise RefusedMessages(f"the chat template cannot write these messages ({where}): {error}{first}") from None
         written: Counter[str] = Counter()  # how often the text must have a content
         for number, message in enumerate(messages):
             where = f"messages[{number}]"

@@ -18,7 +18,7 @@ from megatron.errors import DataError
 from megatron.settings.presets import cache_folder, cached, shared
 from megatron.settings.schema import TokenizerSettings
 from megatron.storage import hub
-from megatron.tokenizer.transformers_files import CONFIG, TOKENIZER, VOCABULARIES, tokenizer_config
+from megatron.tokenizer.transformers_files import CONFIG, MODEL_CONFIG, TOKENIZER, VOCABULARIES, tokenizer_config
 
 Wanted = Mapping[str, tuple[str, ...]]  # setting -> possible names of its file, the usual one first
 
@@ -77,7 +77,7 @@ def with_files(settings: TokenizerSettings, kind: str) -> TokenizerSettings:
     if not path.is_dir() and (os.sep in given or given.endswith(_FILES)):
         return settings  # a missing file: opening it reports the error
     folder = path if path.is_dir() else _cached(given, wanted)
-    if kind == "HuggingFaceTokenizer" and _is_of_transformers(folder):
+    if kind == "HuggingFaceTokenizer" and _is_of_transformers(folder, CONFIG, MODEL_CONFIG):
         return replace(settings, tokenizer_model=str(folder))  # transformers makes a tokenizer.json of it
     files = {name: _find(folder, names) for name, names in wanted.items()}
     lost = [" or ".join(names) for name, names in wanted.items() if files[name] is None]
@@ -92,17 +92,17 @@ def kind_of(given: str) -> str | None:
     """The type of tokenizer whose files a folder has, here or in the cache; else that of the model with this name."""
     of_model = {"gpt2": "GPT2BPETokenizer", "gpt-cpm": "GPTChineseTokenizer"}.get(shared(given))
     folder = Path(given) if Path(given).is_dir() else cached(given)
-    if folder and _is_of_transformers(folder) and not _is_of_gpt2(folder):
+    if folder and _is_of_transformers(folder, CONFIG) and not _is_of_gpt2(folder):
         return "HuggingFaceTokenizer"
     kinds = [of_model, *KINDS] if of_model else KINDS
     there = (kind for kind in kinds if folder and all(_find(folder, names) for names in WANTED[kind].values()))
     return next(there, of_model)
 
 
-def _is_of_transformers(folder: Path) -> bool:
-    """Whether a folder has a tokenizer of transformers without tokenizer.json, whose settings are in another file."""
+def _is_of_transformers(folder: Path, *configs: str) -> bool:
+    """Whether a folder has a tokenizer of transformers without tokenizer.json. configs: files that name its class."""
     there = lambda name: (folder / name).is_file()
-    return there(CONFIG) and not there(TOKENIZER) and any(map(there, VOCABULARIES))
+    return any(map(there, configs)) and not there(TOKENIZER) and any(map(there, VOCABULARIES))
 
 
 def _is_of_gpt2(folder: Path) -> bool:

@@ -68,6 +68,10 @@ WORDS = {
         "at 13\u00b019\u2032N 169\u00b09\u2032W or 13.3\u00b0N 169.1\u00b0W"
     ),
     "{{As of|2010|5|3}}, {{as of|2010|lc=y}}, {{birth date|1900|1|2}}": "As of 3 May 2010, as of 2010, 2 January 1900",
+    "{{gaps|1|234|567}} {{height|ft=5|in=6}} {{height|m=1.75}} 5{{\u00b1|1}} 2{{x10^|5}} {{radic|2}} {{deg|7|C}}": (
+        f"1 234 567 5 ft 6 in 1.75 m 5\u00b11 2{TIMES}10^5 \u221a2 7\u00b0C"
+    ),
+    "{{not a typo|teh}} {{color|red|warm}} {{centered pull quote|as said}}": "teh warm\n\nas said",
     "{{circa|1900|1910}} {{OldStyleDate|May 2|1905|April 19}}": "c. 1900\u20131910 May 2 [O.S. April 19] 1905",
     "said {{blockquote|text=a ''notable'' [[x|work]] of {{val|3|u=kg}}|author=G}} and {{quote|1=x = y|2=z}}": (
         "said\n\na notable work of 3 kg\n\nand\n\nx = y"

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of transformers through the commands: damaged files are named, and an export says what the source said."""
 
+import ast
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,9 +14,11 @@ import torch
 import preprocess_data
 import pretrain_gpt
 from megatron.checkpoint.lineage import imported_config, lineage, source_config
-from megatron.convert import huggingface, peft
+from megatron.convert import fitted, hf_files, huggingface, mxfp4, peft
 from megatron.errors import Failure, StorageError, UsageError
+from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
+from megatron.model.gpt import hf_settings
 from megatron.tools import checkpoint as tool
 from megatron.tools import generate
 from megatron.training.conversion_commands import fresh_state
@@ -70,6 +74,27 @@ def test_a_damaged_generation_config_is_refused(copy, tmp_path):
         assert "repair or remove it" in str(error) and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_is_named_with_what_to_do(copy, tmp_path, name):
+    """Cut, as by a download that ended, and empty."""
+    content = (copy / name).read_bytes()
+    for part in (content[:60], b""):
+        (copy / name).write_bytes(part)
+        error = refused("from-hf", copy, tmp_path / "out")
+        assert error.code in (4, 5) and str(error).startswith(str(copy / name)) and error.do, error
+
+
+def test_every_message_about_files_of_hugging_face_says_what_to_do():
+    for module in (fitted, hf_files, mxfp4, peft, hf_settings):
+        tree = ast.parse(Path(module.__file__).read_text())
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        raised = [call for call in calls if getattr(call.func, "id", "") in ("CheckpointError", "DataError")]
+        without = [
+            ast.unparse(one) for one in raised if len(one.args) < 3 and "do" not in {k.arg for k in one.keywords}
+        ]
+        assert without == [] and (len(raised) > 0), module.__name__
+
+
 def test_unknown_keys_of_a_generation_config_are_named(copy, tmp_path):
     file = copy / "generation_config.json"
     file.write_text(json.dumps(dict(temprature=0.5, typical_p=0.9, no_repeat_ngram_size=3, top_p=0.9)))
@@ -102,6 +127,25 @@ def test_training_beyond_the_positions_of_an_import_is_said_and_exported(source,
     assert said[16] == [] and len(said[24]) == 1 and "--seq-length 24 is more than the 16 positions" in said[24][0]
     huggingface.to_hf(tmp_path / "24" / "iter_0000001", tmp_path / "theirs", torch.float32, {}, check=False)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "theirs").max_position_embeddings == 24
+
+
+def test_an_import_that_was_tuned_on_short_texts_keeps_its_context(source, tmp_path):
+    """Its logits at all positions of the source are those of transformers; a model that began here has its own length."""
+    imported(source, tmp_path / "ours")
+    run = "--mock-data --train-iters 1 --eval-iters 0 --micro-batch-size 1 --lr 1e-3 --device cpu --seq-length 8"
+    pretrain_gpt.main([*run.split(), "--finetune", "--load", str(tmp_path / "ours"), "--save", str(tmp_path / "tuned")])
+    path = tmp_path / "tuned" / "iter_0000001"
+    huggingface.to_hf(path, tmp_path / "theirs", torch.float32, {}, check=False)
+    model, tokens = load_model(path), torch.randint(48, (16, 2), generator=torch.Generator().manual_seed(1))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
+    with torch.no_grad():
+        wanted = theirs(tokens.t()).logits.transpose(0, 1)
+        assert (model.model.logits(tokens) - wanted).abs().max() < 1e-4 and model.longest == 16
+    shape = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 48 --position-embedding-type rope"
+    pretrain_gpt.main(
+        [*run.split(), *shape.split(), "--max-position-embeddings", "16", "--save", str(tmp_path / "own")]
+    )
+    assert load_model(tmp_path / "own").longest == 8
 
 
 def test_token_files_of_an_import_have_the_ids_of_transformers(source, tmp_path, capsys):

@@ -53,6 +53,8 @@ def said(notes, words: str) -> int:
 
 
 @given(st.lists(TEXT, min_size=1, max_size=8), st.integers(1, 7), st.booleans())
+@example([[0, 1], [0, 0, 1]], 12, False)  # exactly four times the longest one
+@example([[0, 1], [0, 0, 1]], 13, False)
 @example([[0, 1, 1], [1, 1, 0, 1]], 6, True)  # a text that begins with an answer, after another one
 @example([[0, 1], [0, 0, 0, 1]], 5, True)  # they fill a sample
 def test_samples_of_conversations(texts, seq_length, packing):
@@ -68,6 +70,8 @@ def test_samples_of_conversations(texts, seq_length, packing):
     assert said(notes, "lose their end") == sum(len(texts[number]) > room for number in used)
     lost = sum(bool(learned(text, 99)) and not learned(text, room) for text in texts)
     assert said(notes, "have no answer within") == lost
+    longest = max(min(len(texts[number]), room) for number in used)
+    assert any("is padded to" in note for note in notes) == (not packing and seq_length > 4 * longest)
     for row, sample in zip(samples.rows, samples, strict=False):
         assert packing or len(row) == 1
         ids, mask, documents = [], [], []

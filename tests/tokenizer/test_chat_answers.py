@@ -134,8 +134,13 @@ def test_what_a_template_has_no_place_for_is_refused(template):
     plain = [dict(role="user", content="Hi"), dict(role="assistant", content="ok")]
     empty = [*plain[:1], plain[1] | dict(tool_calls=[], reasoning_content=None)]
     assert template(BLOCKS).encode_answers(empty) == template(BLOCKS).encode_answers(plain)
-    with pytest.raises(RefusedMessages, match="write these messages: .*; the first message is an answer"):
+    where = r"write these messages \(.*chat.jinja, line 3\): .*; the first message is an answer"
+    with pytest.raises(RefusedMessages, match=where):
         template(BLOCKS + "{{ messages[1].content.wrong.wrong }}").encode_answers(plain[1:])
+    with pytest.raises(
+        RefusedMessages, match="an answer, and the chat template cannot write a prompt without messages"
+    ):
+        template("{{ messages[0].content }}" + WITHOUT).encode_answers(plain[1:])
     with pytest.raises(RefusedMessages, match="tools: the chat template has no place"):
         template(BLOCKS).encode_answers(TALK, [dict(name="f")])
     with pytest.raises(RefusedMessages, match="leaves out this message .role assistant"):

@@ -391,12 +391,13 @@ def our_settings(theirs: dict[str, Any], others: tuple[str, ...] = ()) -> tuple[
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(
             f"model_type {kind!r} in config.json is not read here",
-            REFUSED.get(str(kind)) or f"there are: {', '.join((*FAMILIES, *others))}",
+            REFUSED.get(str(kind)),
+            f"there are {', '.join((*FAMILIES, *others))}",
         )
     try:
         model, vocab_size = _from_gpt2(theirs) if kind == "gpt2" else _from_decoder(kind, theirs)
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise CheckpointError(f"config.json is not complete: {error!r}") from None
+        raise CheckpointError(f"config.json is not complete: {error!r}", do="get the whole file of the model") from None
     sizes = (
         model.num_layers,
         model.hidden_size,
@@ -408,7 +409,8 @@ def our_settings(theirs: dict[str, Any], others: tuple[str, ...] = ()) -> tuple[
         vocab_size,
     )
     if not all(0 < size < 1 << 31 for size in sizes):
-        raise CheckpointError(f"config.json describes no model: sizes {', '.join(map(str, sizes))}")
+        what = f"config.json describes no model: sizes {', '.join(map(str, sizes))}"
+        raise CheckpointError(what, do="get the whole file of the model")
     return kind, model, vocab_size
 
 
@@ -536,7 +538,8 @@ def _our_windows(kind: str, c: dict[str, Any]) -> dict[str, Any]:
     if window is None or not c.get("use_sliding_window", True):
         return {}
     if int(window) < 1:
-        raise CheckpointError(f"sliding_window {window!r} in config.json cannot be expressed here")
+        what = f"sliding_window {window!r} in config.json cannot be expressed here"
+        raise CheckpointError(what, do="give a number from 1, or null for no window")
     size = dict(window_size=f"{int(window) - 1},0")
     types = None if kind in ("mistral", "mixtral", "phi3", "qwen3_moe") else c.get("layer_types")
     if types is None:
@@ -562,5 +565,6 @@ def _our_windows(kind: str, c: dict[str, Any]) -> dict[str, Any]:
 def _refuse_windows(where: str) -> None:
     raise CheckpointError(
         f"windows {where} (layer_types in config.json) cannot be expressed here",
-        "known: in every layer, or in all but each N-th",
+        None,
+        "there are windows in every layer, and in all but each N-th",
     )

@@ -99,6 +99,11 @@ def late_tokens(files: Files) -> None:
     files["added_tokens.json"] = {"<late>": first, "<later>": first + 1}
 
 
+def without_config(files: Files) -> None:
+    """transformers chooses the class by config.json."""
+    del files[CONFIG]
+
+
 def merges_of_names(files: Files) -> None:
     """Merges, or words, that make names of special tokens of pieces of text: a vocabulary that was trained on markup."""
     model, names = files[JSON]["model"], [one["content"] for one in files[JSON]["added_tokens"] if one["special"]]
@@ -181,31 +186,34 @@ CHANGES: dict[str, Any] = dict(
     slow_added=(more_tokens, slow()),
     slow_old=(tokens_of_old_files, slow()),
     slow_unnamed=slow(without_names),
+    slow_alone=(of_model(), late_tokens, slow(without_config)),
 )
 # transformers 5.23 does not read the slow files of a model of type olmo2, phi3 (Phi-4) or mistral (Tekken): it looks for
 # tokenizer.json or tokenizer.model alone. Of Gemma 2's tokenizer.model it makes what that of Gemma 3 is.
 _TABLE = """
 llama2: usual bos no_bos eos legacy no_space parsed model alone listed added old merged unnamed classed slow slow_no_bos
-    slow_eos slow_legacy slow_no_space slow_model slow_listed slow_added slow_old slow_unnamed
-mistral1: usual new classed model old slow slow_new slow_model slow_added
+    slow_eos slow_legacy slow_no_space slow_model slow_listed slow_added slow_old slow_unnamed slow_alone
+mistral1: usual new classed model old slow slow_new slow_model slow_added slow_alone
 mistral3: usual legacy model alone added slow slow_legacy slow_model slow_listed
-phi3: usual bos model added unnamed slow slow_model slow_listed slow_added
+phi3: usual bos model added unnamed slow slow_model slow_listed slow_added slow_alone
 gemma2: usual bos no_bos eos model alone listed added old merged
-gemma3: usual model added slow slow_model slow_listed
+gemma3: usual model added slow slow_model slow_listed slow_alone
 llama3: usual bos no_bos eos model alone listed added late old as_llama unnamed parsed
-qwen2: usual bos eos space model alone added late old unnamed slow slow_bos slow_model slow_listed slow_added slow_old
+qwen2: usual bos eos space model alone added late old unnamed slow slow_bos slow_model slow_listed slow_added
+    slow_old slow_alone
 qwen3: usual model added slow slow_listed
 tekken: usual classed model alone old merged
 phi4: usual bos classed model alone slow slow_listed
 deepseek3: usual bos no_bos model alone as_llama
-gpt2: usual bos space model alone added slow slow_bos slow_space slow_model slow_listed slow_added slow_old slow_unnamed
+gpt2: usual bos space model alone added slow slow_bos slow_space slow_model slow_listed slow_added
+    slow_old slow_unnamed slow_alone
 gpt_oss: usual model alone added old
 olmo2: usual model alone added slow_listed
 smollm: usual bos model slow slow_bos
 starcoder: usual model alone slow slow_space
 falcon: usual no_bos model alone added old
-t5: usual classed model alone added slow slow_added
-bert: usual cased model alone added merged slow slow_cased slow_added
+t5: usual classed model alone added slow slow_added slow_alone
+bert: usual cased model alone added merged slow slow_cased slow_added slow_alone
 """
 
 
