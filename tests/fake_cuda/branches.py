@@ -12,15 +12,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ASKED = ("'cuda'", "'cpu'", "is_cuda", "cuda.is_initialized")  # in the test of an `if`
-OFF_DEVICE = (
-    "megatron/planner",
-    "megatron/settings",
-    "megatron/tools",
-    "megatron/model/facts",
-    "megatron/model/kinds/attention/kind",
-    "megatron/model/kinds/attention/full",
+OFF_DEVICE = tuple(  # pure, or Triton's
+    f"megatron/{part}"
+    for part in "planner settings tools model/facts model/layer_ops fused_kernels/gpu model/kinds/mlp/kind "
+    "model/kinds/attention/kind model/kinds/attention/full".split()
 )
-OFF_DEVICE += ("megatron/model/kinds/mlp/kind", "megatron/model/layer_ops", "megatron/fused_kernels/gpu")  # pure, or Triton's
 
 
 # file: function -> where its branch for a device is asked: "runs", by the training runs of test_fake_cuda.py (checked with
