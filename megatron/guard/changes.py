@@ -129,9 +129,10 @@ def refuse_another_run(config: Config, saved: dict[str, dict], same_words: bool 
     allowed = overridden(config) | (VOCABULARY if same_words else set())
     refused = [change for change in dangerous if change.name not in allowed]
     names = ",".join([*(change.name.replace("_", "-") for change in refused), *_with_other_samples(config, refused)])
-    do = f"give the checkpoint's settings, or --override {names} to continue with these"
+    anew = "--finetune, which begins a new run with the weights"
+    do = f"give the checkpoint's settings, or --override {names} to continue with these, or {anew}"
     if any(change.name == "kd_hidden_projections" for change in refused):  # other weights: --override is not enough
-        do = "give --teacher-load and --kd-hidden-layers as before; or --finetune, which begins a new run with the weights"
+        do = f"give --teacher-load and --kd-hidden-layers as before; or {anew}"
     data = saved.get("data", {})
     if "data_path" in names.replace("-", "_") and not any(data.get(name) for name in (*DATA_PATHS, "mock_data")):
         do = "--finetune: the checkpoint holds a model alone, as from-hf writes it, and --finetune begins a run with it"
