@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from megatron.model.experts.grouped import GroupedLinear, Rows
 
 import pretrain_gpt
 from megatron.checkpoint.reader import Reader
@@ -15,7 +16,6 @@ from megatron.fused_kernels.fp8 import dequantize
 from megatron.inference.load import load_model
 from megatron.model import weights
 from megatron.model.command_line import parse_any
-from megatron.model.experts.grouped import GroupedLinear, Rows
 from megatron.model.fp8 import Fp8Layers, fp8_layers
 from megatron.model.fp8_product import PRODUCTS, ExpertsProduct, attach_fp8
 from megatron.model.recipe import recipe_of
