@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 import torch
-from megatron.model.experts.grouped import GroupedLinear, Rows
 
 import pretrain_gpt
 from megatron.checkpoint.reader import Reader
@@ -18,6 +17,7 @@ from megatron.model import weights
 from megatron.model.command_line import parse_any
 from megatron.model.fp8 import Fp8Layers, fp8_layers
 from megatron.model.fp8_product import PRODUCTS, ExpertsProduct, attach_fp8
+from megatron.model.kinds.experts.grouped import GroupedLinear, Rows
 from megatron.model.recipe import recipe_of
 from megatron.mpu import forked
 from megatron.mpu.deferred_wgrad import WeightGradStore
