@@ -174,7 +174,7 @@ def test_three_products_of_a_layer(recipe, wgrad, tokens):
 
 
 def halved(recipe: str, kind: str, mesh: Mesh):
-    """(y, gradient of x, gradient of the weight), in fp32, of a rank whose numbers are 64 times those of the rank before."""
+    """(y, gradients of x and of the weight) of a rank, in fp32; its numbers are 64 times as large as those of the rank before."""
     row, sequence = kind == "row", kind == "column, sp"
     whole = 64.0 ** (torch.arange(256) // 128)
     x, dy = drawn(256, 256, seed=3, dtype=torch.float32), drawn(256, 512, seed=4, dtype=torch.float32)
