@@ -14,10 +14,10 @@ from typing import Optional
 
 from megatron.entry import start
 from megatron.errors import run_main
-from megatron.model.experts.expert_rules import RULES as OF_EXPERTS
-from megatron.model.experts.parts import expert_sums
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.gpt_rules import IDLE, NO_RELATIVE, RULES
+from megatron.model.kinds.experts.expert_rules import RULES as OF_EXPERTS
+from megatron.model.kinds.experts.parts import expert_sums
 from megatron.model.recipe import Recipe
 
 

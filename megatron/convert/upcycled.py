@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a mixture of experts from the checkpoint of a dense model, as `model.experts.upcycling` says."""
+"""Write a mixture of experts from the checkpoint of a dense model, as `model.kinds.experts.upcycling` says."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ from megatron.checkpoint.reshard import Rewritten, rewrite
 from megatron.convert.families import prompts_for
 from megatron.errors import CheckpointError, SettingsError, UsageError
 from megatron.inference.load import load_model, refuse_head
-from megatron.model.experts import expert_rules, upcycling
+from megatron.model.kinds.experts import expert_rules, upcycling
 from megatron.model.recipe import config_of, facts_of, kind_of
 from megatron.settings.from_checkpoint import located
 from megatron.settings.rules import out_of_range, record

@@ -65,7 +65,9 @@ def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
     for group, name, what, default in meanings(config):
         if what != "irrelevant" and group not in idle and group in before:
             value = here[group][name]
-            was = before[group].get(name, value if default in (MISSING, None) else default)  # None: derived
+            # Of a recipe's own settings, as of those whose default is derived (None), it is not known.
+            unknown = group in config.extra or default in (MISSING, None)
+            was = before[group].get(name, value if unknown else default)
             if name == "tokenizer_type" and was is None:  # earlier versions did not record what the files imply
                 continue
             if what == REFUSED_IN_TRAINING:
@@ -129,9 +131,10 @@ def refuse_another_run(config: Config, saved: dict[str, dict], same_words: bool 
     allowed = overridden(config) | (VOCABULARY if same_words else set())
     refused = [change for change in dangerous if change.name not in allowed]
     names = ",".join([*(change.name.replace("_", "-") for change in refused), *_with_other_samples(config, refused)])
-    do = f"give the checkpoint's settings, or --override {names} to continue with these"
+    anew = "--finetune, which begins a new run with the weights"
+    do = f"give the checkpoint's settings, or --override {names} to continue with these, or {anew}"
     if any(change.name == "kd_hidden_projections" for change in refused):  # other weights: --override is not enough
-        do = "give --teacher-load and --kd-hidden-layers as before; or --finetune, which begins a new run with the weights"
+        do = f"give --teacher-load and --kd-hidden-layers as before; or {anew}"
     data = saved.get("data", {})
     if "data_path" in names.replace("-", "_") and not any(data.get(name) for name in (*DATA_PATHS, "mock_data")):
         do = "--finetune: the checkpoint holds a model alone, as from-hf writes it, and --finetune begins a run with it"

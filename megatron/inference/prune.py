@@ -27,9 +27,9 @@ from megatron.checkpoint.reshard import Rewritten, rewrite
 from megatron.data.loader import MicroBatch
 from megatron.errors import SettingsError
 from megatron.inference.load import Loaded
-from megatron.model.experts.router import Router
-from megatron.model.experts.routing import count_experts
 from megatron.model.facts import Facts
+from megatron.model.kinds.experts.router import Router
+from megatron.model.kinds.experts.routing import count_experts
 from megatron.model.language_model import LOSS
 from megatron.model.pruning import EXPERTS, FFN, HEADS, HIDDEN, KINDS, Cut, ModelSizes, cuts, owner, unit_words
 from megatron.model.recipe import config_of, recipe_of

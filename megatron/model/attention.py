@@ -71,7 +71,7 @@ def documents_of_chunks(starts: np.ndarray, rows: Axis, windows: set[Optional[in
 
 
 class Attention(nn.Module):
-    """Self-attention, [s, b, h] -> [s, b, h]. weights: `model.weights.attention(...)`."""
+    """Self-attention, [s, b, h] -> [s, b, h]. weights: `kinds.attention.kind.attention(...)`."""
 
     causal = True  # no query sees a key after it
 

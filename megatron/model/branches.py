@@ -6,36 +6,15 @@ norm may be missing: layers of GPT have one before the mixers, after them or bot
 one after the sum.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
-from megatron.model.layer_ops import ATTENTION, NORM, Kernel, LayerOp, RankSetup, Residual
+from megatron.model.kinds import Mixer
+from megatron.model.layer_ops import ATTENTION, NORM, Kernel, LayerOp, RankSetup
 from megatron.model.weights import Table, add_prefix, norm
 from megatron.settings.schema import Model
-
-
-@dataclass(frozen=True)
-class Mixer:
-    """What a branch computes from normalized hidden states: attention, an MLP, experts.
-
-    slot:    the name of its module in the layer, and of its weights
-    module:  its class, or "module:class", imported when a layer is built. It is called with (weights, `LayerSetup`), its
-             forward function with (x, context); that returns y, or (y, {name: sum})
-    weights: (facts, settings of the layer, sequence_parallel) -> its table
-    ops:     (facts, hidden states of the layer) -> its ops
-    mixes_tokens: whether a token's output depends on other tokens: `full_attn` recomputes it with its norm, `mlp` not
-    sums:    whether its forward function returns sums
-    """
-
-    name: str
-    slot: str
-    module: Union[str, type]
-    weights: Callable[[Any, Model, bool], Table]
-    ops: Callable[[Any, Residual], Sequence[LayerOp]]
-    mixes_tokens: bool = False
-    sums: bool = False
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Activation(nn.Module):
 class MLP(Activation):
     """[s, b, h] -> [s, b, h] through a hidden layer of width `ffn_size`, divided over tp.
 
-    weights: `model.weights.mlp(...)`
+    weights: `kinds.mlp.kind.mlp(...)`
     """
 
     def __init__(self, weights: Table, setup: LayerSetup):

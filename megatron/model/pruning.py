@@ -4,7 +4,7 @@
 A smaller model is the same network with smaller settings, and nothing else: `smaller` computes them. Where its weights are
 smaller follows from the tables of weights (`Facts.weights`), so this module names no weight:
 
-    >>> from megatron.model.weights import attention
+    >>> from megatron.model.kinds.attention.kind import attention
     >>> model = Model(num_layers=1, hidden_size=8, num_attention_heads=4, num_query_groups=2)
     >>> for name, cut in cuts(lambda model: attention(model, False), model, HEADS).items():
     ...     print(name, cut)

@@ -4,8 +4,8 @@
 A module creates its parameters from its table (`mpu.layers.create_parameters`). The planner, parameter counts, ZeRO's
 units, the check that all ranks together hold the model, and conversions read the same tables.
 
-    >>> list(mlp(Model(num_layers=2, hidden_size=8, num_attention_heads=2), sequence_parallel=False))
-    ['up.weight', 'up.bias', 'down.weight', 'down.bias']
+    >>> [(name, placed.shape) for name, placed in column(inputs=8, rows=(32,), std=0.02).items()]
+    [('weight', (32, 8)), ('bias', (32,))]
 
 Legend: h hidden, v vocabulary, g key-value groups, q queries of a group, d channels of a head.
 """
@@ -143,40 +143,3 @@ def positions(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
 def output_std(model: Model) -> float:
     """The initial standard deviation of layers that write to the residual stream: its variance must not grow with depth."""
     return model.init_method_std / math.sqrt(2 * model.num_layers)
-
-
-def attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
-    """The weights of self-attention. The fused weight is [g, q + 2, d, h]: of each group queries, then key, then value."""
-    m, bias = model, not model.disable_bias_linear
-    queries = m.num_attention_heads // m.query_groups
-    rows, parts = (m.query_groups, queries + 2, m.head_dim), (1, (queries, 1, 1))
-    width = m.num_attention_heads * m.head_dim
-    table = {
-        **add_prefix("qkv", column(m.hidden_size, rows, m.init_method_std, bias=m.qkv_bias, matrices=parts)),
-        **add_prefix(
-            "output", row(width, m.hidden_size, output_std(m), bias=bias, sequence_parallel=sequence_parallel)
-        ),
-    }
-    for name, heads in (("q_norm", queries), ("k_norm", 1)) if m.qk_layernorm else ():
-        if m.qk_layernorm_across_heads:
-            shape = (m.query_groups, heads, m.head_dim)
-            table[f"{name}.weight"] = Placement(shape, Constant(1.0), cut={"tp": 0}, decay=False)
-        else:  # one weight for all heads, of which a rank sees some
-            table |= add_prefix(name, norm(m, m.head_dim, partial=True))
-    if m.softmax_type == "learnable":
-        shape = (m.query_groups, queries)
-        table["softmax_offset"] = Placement(shape, Normal(m.init_method_std), cut={"tp": 0}, decay=False)
-    return table
-
-
-def mlp(model: Model, sequence_parallel: bool, width: Optional[int] = None) -> dict[str, Placement]:
-    """The weights of a layer's MLP. With a gate its two input matrices are one, [2, ffn, h]: gate, then values.
-
-    width: its hidden size (default: `ffn_size`)
-    """
-    m, f, bias = model, width or model.ffn_size, not model.disable_bias_linear
-    rows, cut, parts = ((2, f), 1, (0, (1, 1))) if m.gated else ((f,), 0, None)
-    return {
-        **add_prefix("up", column(m.hidden_size, rows, m.init_method_std, cut=cut, bias=bias, matrices=parts)),
-        **add_prefix("down", row(f, m.hidden_size, output_std(m), bias=bias, sequence_parallel=sequence_parallel)),
-    }

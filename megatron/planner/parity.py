@@ -17,7 +17,7 @@ from typing import Optional
 
 import torch
 
-from megatron.model.experts.replay import Choices, RoutingRecord, attach
+from megatron.model.kinds.experts.replay import Choices, RoutingRecord, attach
 from megatron.model.recipe import Recipe, recipe_of
 from megatron.mpu.axis_sizes import lacking_ranks
 from megatron.mpu.forked import run_ranks

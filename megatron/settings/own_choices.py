@@ -48,7 +48,7 @@ def model_group(linears: Mapping[str, Any], experts: Any = None) -> type[Model]:
     """`schema.Model`, or its subclass with a recipe's own kinds of linear layers, and its own parts of experts.
 
     linears: name -> subclass of `mpu.linear_product.LinearProduct`
-    experts: `model.experts.parts.ExpertParts`, or None
+    experts: `model.kinds.experts.parts.ExpertParts`, or None
 
     Raises SettingsError for invalid names and classes.
     """
@@ -60,7 +60,7 @@ def model_group(linears: Mapping[str, Any], experts: Any = None) -> type[Model]:
         if not callable(getattr(way, "loss", None)):
             raise SettingsError(
                 f"Recipe.experts.balancing[{name!r}] is {way!r}",
-                do="give a megatron.model.experts.parts.Balancing: docs/extending.md",
+                do="give a megatron.model.kinds.experts.parts.Balancing: docs/extending.md",
             )
     for name, kind in linears.items():
         _check_name("linears", name, ["plain"])

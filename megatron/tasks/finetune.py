@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.errors import CheckpointError, DataError, SettingsError, StorageError, UsageError, did_you_mean
-from megatron.model.experts.parts import expert_sums
+from megatron.model.kinds.experts.parts import expert_sums
 from megatron.model.recipe import SCRIPTS, Recipe
 from megatron.model.t5.t5_rules import refused
 from megatron.settings.declare import Needs, dashed

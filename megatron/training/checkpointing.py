@@ -19,7 +19,7 @@ from megatron.data.epochs import same_order
 from megatron.data.loader import MicroBatchLoader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.guard import changes
-from megatron.model.experts.upcycling import (
+from megatron.model.kinds.experts.upcycling import (
     EXPERTS,
     ROUTER,
     experts_of,

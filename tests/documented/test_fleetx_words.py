@@ -272,8 +272,8 @@ train Quantization.activation_preprocess_type 8
 train Compress.Quantization.activation_preprocess_type 8
 train Quantization.quantizable_layer_type 8
 train Compress.Quantization.quantizable_layer_type 8
-train Quantization.onnx_format 8
-train Compress.Quantization.onnx_format 8
+train Quantization.onnx_format true
+train Compress.Quantization.onnx_format true
 train Quantization.channel_wise_abs_max True
 train Compress.Quantization.channel_wise_abs_max False
 train Quantization.freeze_embedding True

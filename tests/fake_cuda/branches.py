@@ -12,14 +12,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ASKED = ("'cuda'", "'cpu'", "is_cuda", "cuda.is_initialized")  # in the test of an `if`
-OFF_DEVICE = (
-    "megatron/planner",
-    "megatron/settings",
-    "megatron/tools",
-    "megatron/model/facts",
-    "megatron/model/gpt/facts",
+OFF_DEVICE = tuple(  # pure, or Triton's
+    f"megatron/{part}"
+    for part in "planner settings tools model/facts model/layer_ops fused_kernels/gpu model/kinds/mlp/kind "
+    "model/kinds/attention/kind model/kinds/attention/full".split()
 )
-OFF_DEVICE += ("megatron/model/t5/facts", "megatron/model/layer_ops", "megatron/fused_kernels/gpu")  # pure, or Triton's
 
 
 # file: function -> where its branch for a device is asked: "runs", by the training runs of test_fake_cuda.py (checked with
@@ -34,7 +31,7 @@ REACHED = {
             "fused_kernels/explicit_attention.py: mask_padding",
             "fused_kernels/documents.py: of",
             "fused_kernels/dropout.py: _masked",
-            "model/experts/grouped.py: row_unit",
+            "model/kinds/experts/grouped.py: row_unit",
             "model/t5/module.py: attended",
             "mpu/collectives.py: _begin_gather",
             "mpu/collectives.py: _begin_scatter",
@@ -63,8 +60,8 @@ REACHED = {
     "convert/export/programs.py: _with_torch": "tests/inference/test_export.py",
     "inference/load.py: load_model": "tests/inference/test_generation.py",  # an error on a CPU alone
     "model/attention.py: describe_kernel": "tests/model/test_attention_choice.py",
-    "model/experts/grouped.py: lacking_grouped": "tests/gpu/test_gpu_experts.py",  # a trial run
-    "model/experts/grouped.py: _refusing_waits": "tests/gpu/test_gpu_experts.py",
+    "model/kinds/experts/grouped.py: lacking_grouped": "tests/gpu/test_gpu_experts.py",  # a trial run
+    "model/kinds/experts/grouped.py: _refusing_waits": "tests/gpu/test_gpu_experts.py",
     "mpu/initialize.py: join_job": "tests/gpu/test_gpu_training.py",
     "mpu/random.py: random_words": "tests/gpu/test_gpu_triton.py",  # Triton's
     "mpu/two_passes.py: _random_states": "tests/gpu/test_gpu_training.py",

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.fused_kernels import TABLE
 from megatron.guard.stopping import StopRequests
 from megatron.model.command_line import parse_any
-from megatron.model.experts import grouped, router
+from megatron.model.kinds.experts import grouped, router
 from megatron.model.recipe import recipe_of
 from megatron.mpu import collectives, random
 from megatron.training import build, step

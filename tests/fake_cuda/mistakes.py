@@ -7,7 +7,7 @@ import torch
 
 from megatron.data import loader
 from megatron.model import layer, positions
-from megatron.model.experts import layer as experts
+from megatron.model.kinds.experts import layer as experts
 from megatron.optimizer import state, zero
 from megatron.pipeline import wire
 from megatron.telemetry import rank_times

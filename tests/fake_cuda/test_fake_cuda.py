@@ -117,7 +117,7 @@ IN_RING = {  # name: flags, rank, ranks, calls of its forward pass in two steps
         None,
     ),
 }
-COUNTS = "tolist in megatron/model/experts/dispatch.py: _counted"  # how many rows go to each rank
+COUNTS = "tolist in megatron/model/kinds/experts/dispatch.py: _counted"  # how many rows go to each rank
 EXPERTS = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 EP, CAPACITY = "--expert-model-parallel-size 2", "--moe-expert-capacity-factor 1.0"
 FULL, TURNS = "--recompute-granularity full", "--overlap-moe-expert-parallel-comm"
@@ -174,7 +174,7 @@ MISTAKES = {  # name in mistakes.py: (more flags, what is said of it)
     "documents_read_from_the_device": ("--reset-attention-mask", "cpu in megatron/fused_kernels/documents.py"),
     "samples_sent_to_the_device": (DROPOUT, "tolist in megatron/mpu/random.py"),
     "a_sum_of_two_devices": ("", "megatron/training/step.py"),
-    "a_weight_of_an_expert_read": (EXPERTS, "item in megatron/model/experts/layer.py"),
+    "a_weight_of_an_expert_read": (EXPERTS, "item in megatron/model/kinds/experts/layer.py"),
     "times_that_are_read_too_early": ("", "wait for an event of this step in megatron/telemetry/rank_times.py"),
 }
 

@@ -19,7 +19,7 @@ from megatron.fused_kernels import Case, choose_kernel, cpu_ops
 from megatron.fused_kernels.explicit_attention import Explicit, Rectangle, Scores
 from megatron.fused_kernels.partial_attention import FlashOnCPU
 from megatron.inference.quantize import multiply_int8
-from megatron.model.experts import grouped
+from megatron.model.kinds.experts import grouped
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.layers import pack_weights
 from tests.inference.conftest import make_small_gpt

@@ -7,8 +7,8 @@ import torch
 from megatron.data.loader import MicroBatch
 from megatron.fused_kernels import TABLE, reference
 from megatron.fused_kernels.gpu import probe
-from megatron.model.experts import grouped, replay
 from megatron.model.gpt.module import GPT
+from megatron.model.kinds.experts import grouped, replay
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placements
 from megatron.mpu.random import init_parameter

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.model.experts.grouped import lacking_grouped
+from megatron.model.kinds.experts.grouped import lacking_grouped
 from megatron.settings.parse import parse_pretrain
 from megatron.training import step as training_step
 from megatron.training.build import build_run

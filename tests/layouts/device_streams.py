@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from megatron.fused_kernels import partial_attention, reference
-from megatron.model.experts import grouped
+from megatron.model.kinds.experts import grouped
 from megatron.mpu import collectives, cross_entropy, layers
 
 

@@ -85,7 +85,7 @@ def test_flops_of_windows_counted_by_hand():
     assert GPTFacts(Model(**shape, seq_length=3), 11).flops() == 3 * (linear + 2 * 2 * (4 * 3) * 8 + 2 * 8 * 11)
     assert len(GPTFacts(dataclasses.replace(model, window_size="-1,0"), 11).layer_kinds) == 1
     kinds = [str(GPTFacts(model, 11).layer_kind(n)) for n in range(4)]
-    assert kinds == ["attention, MLP", "attention, MLP", "attention, MLP, window_size None", "attention, MLP"]
+    assert kinds == ["attention, mlp", "attention, mlp", "attention, mlp, window_size None", "attention, mlp"]
 
 
 def test_work_of_a_window_is_that_of_its_pairs():

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from megatron.errors import SettingsError
 from megatron.fused_kernels import reference
 from megatron.model import mlp
-from megatron.model.gpt.facts import DENSE, GPTFacts
+from megatron.model.gpt.facts import GPTFacts
+from megatron.model.kinds import KINDS
 from megatron.model.mlp import MLP
 from megatron.model.recompute_plan import recompute_groups
 from megatron.model.t5.layers import FeedForward
@@ -195,7 +196,7 @@ def test_an_mlp_with_a_forward_of_its_own_is_not_ignored(tiny, batch, monkeypatc
         def forward(self, x, context):
             return super().forward(x) * 2
 
-    monkeypatch.setattr(GPTFacts, "mixers", GPTFacts.mixers | {"mlp": replace(DENSE, module=Own)})
+    monkeypatch.setattr(GPTFacts, "mixers", KINDS | {"mlp": replace(KINDS["mlp"], module=Own)})
     with pytest.raises(SettingsError, match="mlp_act: Own has its own forward function"):
         tiny(recompute=modules("mlp_act"))
     assert_same_bits(gradients(tiny(recompute=modules("mlp", "mlp_act")), batch()), gradients(tiny(), batch()))

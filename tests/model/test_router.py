@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron.fused_kernels.autocast import Autocast
-from megatron.model.experts import routing
-from megatron.model.experts.parts import capacity, expert_sums
-from megatron.model.experts.replay import RoutingRecord, attach
-from megatron.model.experts.router import Router
-from megatron.model.experts.routing import ExpertChoice, choose, normalized_scores, places_of, weights_of
-from megatron.model.experts.weights import router as table
+from megatron.model.kinds.experts import routing
+from megatron.model.kinds.experts.parts import capacity, expert_sums
+from megatron.model.kinds.experts.replay import RoutingRecord, attach
+from megatron.model.kinds.experts.router import Router
+from megatron.model.kinds.experts.routing import ExpertChoice, choose, normalized_scores, places_of, weights_of
+from megatron.model.kinds.experts.weights import router as table
 from megatron.mpu.context_parallel import own_rows
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.layers import linear

@@ -12,14 +12,14 @@ import torch
 import pretrain_gpt
 from megatron.model.command_line import parse_any
 from megatron.model.context import ForwardContext, LayerSetup
-from megatron.model.experts import routing
-from megatron.model.experts.expert_rules import RULES
-from megatron.model.experts.layer import MoELayer
-from megatron.model.experts.parts import balance_loss, capacity
-from megatron.model.experts.replay import RoutingRecord
-from megatron.model.experts.routing import ExpertChoice, best, places_of
-from megatron.model.experts.weights import experts
 from megatron.model.gpt.facts import GPTFacts
+from megatron.model.kinds.experts import routing
+from megatron.model.kinds.experts.expert_rules import RULES
+from megatron.model.kinds.experts.layer import MoELayer
+from megatron.model.kinds.experts.parts import balance_loss, capacity
+from megatron.model.kinds.experts.replay import RoutingRecord
+from megatron.model.kinds.experts.routing import ExpertChoice, best, places_of
+from megatron.model.kinds.experts.weights import experts
 from megatron.mpu.mesh import Mesh
 from megatron.settings.rules import record
 from megatron.training.expert_loads import ENOUGH, idle_experts

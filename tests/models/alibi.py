@@ -9,7 +9,8 @@ import pretrain_gpt
 from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.attention import Attention, attention_core
-from megatron.model.gpt.facts import SELF_ATTENTION, GPTFacts
+from megatron.model.gpt.facts import GPTFacts
+from megatron.model.kinds import KINDS
 
 
 class AlibiAttention(Attention):
@@ -29,7 +30,7 @@ def with_distances(query, key, value, layer, context):  # [s, b, g/tp, q, d], an
 
 
 class AlibiFacts(GPTFacts):
-    mixers = GPTFacts.mixers | {"attention": replace(SELF_ATTENTION, module=AlibiAttention)}
+    mixers = KINDS | {"attention": replace(KINDS["attention"], module=AlibiAttention)}
 
 
 def recipe():

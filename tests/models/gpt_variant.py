@@ -7,8 +7,9 @@ import pretrain_gpt
 from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.attention import Attention
-from megatron.model.gpt.facts import SELF_ATTENTION, GPTFacts
+from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
+from megatron.model.kinds import KINDS
 from megatron.model.language_model import sum_over_tokens
 from megatron.model.layer import Layer
 from megatron.model.weights import add_prefix, column, take_prefix
@@ -32,13 +33,13 @@ class GatedAttention(Attention):
 
 
 def gated_weights(facts, m, sequence_parallel):
-    weights = SELF_ATTENTION.weights(facts, m, sequence_parallel)
+    weights = KINDS["attention"].weights(facts, m, sequence_parallel)
     gate = column(m.hidden_size, (m.num_attention_heads,), m.init_method_std, bias=False)
     return {**weights, **add_prefix("gate", gate)}
 
 
 class VariantFacts(GPTFacts):
-    mixers = GPTFacts.mixers | {"attention": replace(SELF_ATTENTION, module=GatedAttention, weights=gated_weights)}
+    mixers = KINDS | {"attention": replace(KINDS["attention"], module=GatedAttention, weights=gated_weights)}
 
 
 class VariantLayer(Layer):

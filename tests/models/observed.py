@@ -12,8 +12,9 @@ import pretrain_gpt
 from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.attention import Attention
-from megatron.model.gpt.facts import SELF_ATTENTION, GPTFacts
+from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
+from megatron.model.kinds import KINDS
 from megatron.model.layer import Layer
 from megatron.model.weights import add_prefix, take_prefix
 from megatron.mpu.layers import create_parameters
@@ -74,13 +75,11 @@ class ObservedAttention(Attention):
 
 def observed_weights(facts, model, sequence_parallel):
     heads = zeros((model.num_attention_heads,), "max", cut={"tp": 0})
-    return {**SELF_ATTENTION.weights(facts, model, sequence_parallel), "heads.largest": heads}
+    return {**KINDS["attention"].weights(facts, model, sequence_parallel), "heads.largest": heads}
 
 
 class ObservedFacts(GPTFacts):
-    mixers = GPTFacts.mixers | {
-        "attention": replace(SELF_ATTENTION, module=ObservedAttention, weights=observed_weights)
-    }
+    mixers = KINDS | {"attention": replace(KINDS["attention"], module=ObservedAttention, weights=observed_weights)}
 
     def layer_weights(self, kind, sequence_parallel):
         m, partial = self.settings, ("tp",) if sequence_parallel else ()  # each rank then sees its own tokens

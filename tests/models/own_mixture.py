@@ -17,10 +17,10 @@ import torch.nn.functional as F
 import pretrain_gpt
 from megatron.entry import start
 from megatron.errors import run_main
-from megatron.model.experts.dispatch import Dispatcher
-from megatron.model.experts.grouped import Rows
-from megatron.model.experts.parts import Balancing, ExpertParts
-from megatron.model.experts.router import Router
+from megatron.model.kinds.experts.dispatch import Dispatcher
+from megatron.model.kinds.experts.grouped import Rows
+from megatron.model.kinds.experts.parts import Balancing, ExpertParts
+from megatron.model.kinds.experts.router import Router
 from megatron.mpu import collectives, mappings
 from megatron.mpu.placement import Constant, Placement
 from megatron.settings.declare import Share, setting

@@ -14,7 +14,7 @@ from megatron.entry import start
 from megatron.fused_kernels import TABLE
 from megatron.inference.load import load_model
 from megatron.model.command_line import parse_any
-from megatron.model.experts import dispatch, grouped, router
+from megatron.model.kinds.experts import dispatch, grouped, router
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.layers import LinearOptions, linear
 from megatron.mpu.mesh import Mesh

@@ -19,9 +19,9 @@ from megatron.checkpoint import folder as checkpoint_folder
 from megatron.convert import fitted, megatron_export
 from megatron.errors import Failure
 from megatron.model import facts, language_model
-from megatron.model.experts import grouped, parts, router, routing
 from megatron.model.gpt import hf_names
 from megatron.model.gpt.hf_match import Match
+from megatron.model.kinds.experts import grouped, parts, router, routing
 from megatron.mpu import collectives, mappings
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.placement import Buffer, Placement

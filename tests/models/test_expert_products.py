@@ -17,7 +17,7 @@ from megatron.entry import start
 from megatron.inference.load import load_model
 from megatron.model import fake_quantize, lora, quantization, sparsity, weights
 from megatron.model.command_line import parse_any
-from megatron.model.experts.grouped import GroupedLinear, Rows
+from megatron.model.kinds.experts.grouped import GroupedLinear, Rows
 from megatron.model.linear_products import products_of
 from megatron.mpu.deferred_wgrad import WeightGradStore, run_deferred_wgrads
 from megatron.mpu.mesh import Mesh

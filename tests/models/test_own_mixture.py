@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from megatron.entry import start
 from megatron.errors import SettingsError, UsageError
 from megatron.model.context import ForwardContext, LayerSetup
-from megatron.model.experts.layer import MoELayer
-from megatron.model.experts.parts import ExpertParts
-from megatron.model.experts.weights import experts
 from megatron.model.gpt.facts import GPTFacts
+from megatron.model.kinds.experts.layer import MoELayer
+from megatron.model.kinds.experts.parts import ExpertParts
+from megatron.model.kinds.experts.weights import experts
 from megatron.mpu.mesh import Mesh
 from megatron.settings.own_choices import model_group
 from tests.models import own_mixture
@@ -89,7 +89,7 @@ def test_it_trains_and_logs_its_loss(capsys):
 def test_refusals():
     with pytest.raises(SettingsError, match="'aux_loss' is a built-in name"):
         model_group({}, ExpertParts(balancing={"aux_loss": own_mixture.Crowded()}))
-    with pytest.raises(SettingsError, match="give a megatron.model.experts.parts.Balancing"):
+    with pytest.raises(SettingsError, match="give a megatron.model.kinds.experts.parts.Balancing"):
         model_group({}, ExpertParts(balancing={"own": print}))
     own = replace(own_mixture.recipe(), experts=None)
     with pytest.raises(UsageError, match="'crowded' is none of aux_loss"):

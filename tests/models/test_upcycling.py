@@ -10,7 +10,7 @@ import pretrain_gpt
 from megatron.convert import upcycled
 from megatron.errors import CheckpointError, SettingsError, UsageError
 from megatron.inference.load import load_model
-from megatron.model.experts.upcycling import experts_of
+from megatron.model.kinds.experts.upcycling import experts_of
 from megatron.settings.schema import Model
 from megatron.tools import checkpoint as tool
 from tests.inference.test_convert import GPT2, LLAMA, S, V, loaded, save

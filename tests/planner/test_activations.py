@@ -10,8 +10,9 @@ import torch
 
 from megatron.data.loader import MicroBatch
 from megatron.model.branches import Branch
-from megatron.model.gpt.facts import DENSE, SELF_ATTENTION, GPTFacts
+from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
+from megatron.model.kinds import KINDS
 from megatron.mpu.discarded import Discarded
 from megatron.mpu.mesh import Mesh
 from megatron.planner.activations import stage_saved_bytes
@@ -254,7 +255,7 @@ class ParallelFacts(GPTFacts):
     """Attention and MLP of a layer read one norm, and are summed, as in GPT-J and Phi."""
 
     def branches(self, layer):
-        return (Branch("attention", (SELF_ATTENTION, DENSE), "attention_norm"),)
+        return (Branch("attention", (KINDS["attention"], KINDS["mlp"]), "attention_norm"),)
 
 
 @pytest.mark.parametrize("modules", [[], ["full_attn"], ["full"], *([name] for name in MODULES[:3])])

@@ -217,7 +217,7 @@ KINDS = {"true": "'banana' is neither true nor false", "3": "'banana' is not a w
 @pytest.mark.parametrize(
     "key, good",
     [  # no flag, a flag of another command, and a key beside a switch that is off
-        ("Engine.verbose", "true"),
+        ("Engine.verbose", "3"),
         ("Optimizer.multi_precision", "true"),
         ("Optimizer.lr.use_increments", "true"),
         ("Profiler.record_shapes", "true"),

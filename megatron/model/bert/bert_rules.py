@@ -2,9 +2,9 @@
 """Rules for combinations of BERT's settings (`settings.rules`)."""
 
 from megatron.model.bert.settings import own_settings
-from megatron.model.experts.expert_rules import NO_EXPERTS
 from megatron.model.gpt.gpt_rules import IDLE, NO_RELATIVE
 from megatron.model.gpt.gpt_rules import RULES as GPT_RULES
+from megatron.model.kinds.experts.expert_rules import NO_EXPERTS
 from megatron.model.t5.t5_rules import NO_SINKS, refused
 from megatron.settings.rules import Rule
 

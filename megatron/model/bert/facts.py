@@ -15,9 +15,11 @@ from typing import NamedTuple, Optional
 from megatron.model.bert.settings import BertSettings, own_settings
 from megatron.model.branches import Branch
 from megatron.model.facts import Bytes
-from megatron.model.gpt.facts import SELF_ATTENTION, GPTFacts, self_attention
+from megatron.model.gpt.facts import GPTFacts
+from megatron.model.kinds import KINDS
+from megatron.model.kinds.attention.full import full_attention_kernel, noncausal_core
+from megatron.model.kinds.attention.kind import self_attention
 from megatron.model.layer_ops import LayerOp, RankSetup, Residual
-from megatron.model.t5.facts import full_attention_kernel, noncausal_core
 from megatron.model.weights import Table, Unit, add_prefix, norm
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.settings.schema import Config, Model
@@ -39,8 +41,8 @@ class BertFacts(GPTFacts):
     own: BertSettings = BertSettings()
 
     name = "BERT"
-    mixers = GPTFacts.mixers | {
-        "attention": replace(SELF_ATTENTION, module="megatron.model.bert.module:BertAttention", ops=_attention_ops)
+    mixers = KINDS | {
+        "attention": replace(KINDS["attention"], module="megatron.model.bert.module:BertAttention", ops=_attention_ops)
     }
     word_head = True  # False in a subclass with another head instead
 

@@ -5,71 +5,28 @@ autograd saves, the messages of ranks and the counts of published models.
     >>> gpt_175b = GPTFacts(Model(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048), 51200)
     >>> f"{gpt_175b.parameters / 1e9:.1f} B, {gpt_175b.flops() / 1e12:.3f} TFLOP per token"
     '174.6 B, 1.076 TFLOP per token'
-
-Legend: n tokens of a micro-batch (s x b), d channels per head, q queries per key-value group, e bytes per element.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
-from megatron.model.branches import Branch, Mixer
-from megatron.model.experts.ops import expert_ops
-from megatron.model.experts.weights import experts
+from megatron.model.branches import Branch
 from megatron.model.facts import Facts
-from megatron.model.layer_ops import (
-    ACTIVATION,
-    ALWAYS,
-    ATTENTION,
-    CORE,
-    MLP,
-    NORM,
-    Collective,
-    CoreAttention,
-    Kernel,
-    LayerOp,
-    RankSetup,
-    Residual,
-)
-from megatron.model.weights import attention, mlp
-from megatron.mpu.chunks import own_chunks, parts_between, ring_distances
+from megatron.model.kinds import KINDS
+from megatron.model.kinds.attention.kind import causal_kernel
+from megatron.model.layer_ops import NORM, RankSetup
 from megatron.mpu.placement import elements
-from megatron.settings.kernel_sizes import JOINED, RING_ROWS, causal_pairs
 from megatron.settings.schema import Config, Model
 
 HEAD = 8  # width of a head in a shrunk model
-
-
-SELF_ATTENTION = Mixer(
-    "attention",
-    "attention",
-    "megatron.model.attention:Attention",
-    weights=lambda facts, model, sequence_parallel: attention(model, sequence_parallel),
-    ops=lambda facts, x: attention_ops(facts, x),
-    mixes_tokens=True,
-)
-DENSE = Mixer(
-    "MLP",
-    "mlp",
-    "megatron.model.mlp:MLP",
-    weights=lambda facts, model, sequence_parallel: mlp(model, sequence_parallel),
-    ops=lambda facts, x: mlp_ops(x, *kinds_of(x.model)),
-)
-MIXTURE = Mixer(
-    "experts",
-    "mlp",
-    "megatron.model.experts.layer:MoELayer",
-    weights=lambda facts, model, sequence_parallel: experts(model, sequence_parallel),
-    ops=lambda facts, x: mixture_ops(x),
-    sums=True,
-)
 
 
 class GPTFacts(Facts):
     """See `Facts`."""
 
     name = "GPT"
-    recomputes = frozenset({CORE, NORM, ACTIVATION, MLP, ATTENTION})
-    mixers = {"attention": SELF_ATTENTION, "mlp": DENSE, "experts": MIXTURE}  # a variant may have others
+    recomputes = frozenset({NORM}).union(*(kind.recomputes for kind in KINDS.values()))
+    mixers = KINDS  # a variant may have others
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> "GPTFacts":
@@ -133,12 +90,9 @@ class GPTFacts(Facts):
         )
 
     def divisible_by_tp(self) -> dict[str, int]:
-        m = self.settings
-        sizes = {"heads": m.num_attention_heads, "key-value heads": m.query_groups}
-        if len(m.expert_layers) < m.num_layers:
-            sizes["ffn"] = m.ffn_size
-        shared = m.moe_shared_expert_intermediate_size
-        return {**sizes, **({"shared expert": shared} if shared and m.mixture else {})}
+        branches = [branch for kind in sorted(self.layer_kinds) for branch in kind.branches]
+        sizes = [mixer.divided(self.settings) for branch in branches for mixer in branch.mixers]
+        return {name: size for own in sizes for name, size in own.items()}
 
     def shares_heads(self, tp: int, cp: int) -> bool:
         return self.settings.query_groups % (tp * cp) == 0
@@ -163,290 +117,4 @@ class GPTFacts(Facts):
         return self.parameters - all_experts + all_experts * m.moe_router_topk // m.num_experts
 
     def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
-        """The kernel that `fused_kernels.choose_kernel` will select. In a ring explicit attention stores no weights."""
-        m = self.settings
-        if share.ring:
-            return self._ring_kernel(share)
-        if share.backend == "stored" or share.plain_softmax and share.backend == "explicit":
-            return "reference"
-        drops, scaled = m.attention_dropout > 0, m.apply_query_key_layer_scaling and share.precision == "fp16"
-        capped = m.attn_logit_softcapping is not None
-        if scaled and (drops or capped or share.device == "cpu"):
-            return "reference"
-        sinks = m.softmax_type != "vanilla"
-        if capped and not sinks and share.device == "cuda" and share.backend == "flash":
-            return "flash"  # of the package flash-attn; torch has no soft caps
-        if drops or capped:
-            return "reference" if share.plain_softmax else "block-causal"
-        if sinks and share.device == "cuda" and (share.precision == "fp32" or m.head_dim > 256):
-            return "reference" if share.plain_softmax or scaled else "block-causal"
-        if share.device == "cuda" and share.backend == "explicit":
-            return "reference" if scaled else "block-causal"
-        if share.device == "cuda":
-            return "flash"
-        reach = m.seq_length if window is None else min(m.seq_length, window + 1)
-        if share.plain_softmax or reach > 4096:
-            return "reference" if share.backend == "explicit" else "flash"
-        return "flash" if share.backend == "sdpa" else "block-causal"
-
-    def _ring_kernel(self, share: RankSetup) -> str:
-        m, on_cuda = self.settings, share.device == "cuda"
-        scaled = m.apply_query_key_layer_scaling and share.precision == "fp16"
-        flash = share.precision != "fp32" and m.head_dim <= 256 if on_cuda else not scaled
-        explicit = m.attention_dropout > 0 or m.attn_logit_softcapping is not None
-        return "flash" if flash and not explicit and share.backend not in ("explicit", "stored") else "block-causal"
-
-
-class Call(NamedTuple):
-    """The sizes of one call of an attention kernel. The queries are the last ones of the keys."""
-
-    queries: int
-    keys: int
-    heads: int
-    groups: int
-
-
-def _calls(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> list[Call]:
-    """The calls of a rank for the attention of a sample.
-
-    If ranks share a sequence: the rank's two chunks, each with all keys up to its end, or those in its window; or the
-    rectangles of a ring; or all rows of some heads.
-    """
-    m, s, rows = facts.settings, facts.settings.seq_length, share.cp_rows
-    heads, groups = (n // share.tp // share.cp_heads for n in (m.num_attention_heads, m.query_groups))
-    if rows == 1:
-        return [Call(s, s, heads, groups)]
-    # Without a window all ranks have equally many pairs; with one, the last rank has most.
-    if share.ring:
-        parts = (part for source in range(rows) for part in parts_between(s, rows - 1, source, rows, window))
-        lengths = lambda one: one[1] - one[0]
-        return [Call(lengths(part.rows), lengths(part.keys), heads, groups) for part in parts]
-    chunks = own_chunks(s, rows - 1, rows)
-    return [
-        Call(stop - start, stop - (0 if window is None else max(0, start - window)), heads, groups)
-        for start, stop in chunks
-    ]
-
-
-def attention_ops(facts: GPTFacts, x: Residual) -> tuple[LayerOp, ...]:
-    """Causal self-attention of a layer."""
-    window = x.model.window
-    core = _exchanged(facts, x.share, _core(facts, x.share, window), window)
-    return self_attention(x, *_norms_across_heads(x), *core)
-
-
-def _norms_across_heads(x: Residual) -> tuple[LayerOp, ...]:
-    """The sums of squares of each token's queries and keys, with --qk-layernorm-across-heads."""
-    sums = Collective("attention", "tp", x.share.tp, 4 * x.tokens, ("all_reduce",), ("all_reduce",), again=(ATTENTION,))
-    return (sums, sums) if x.model.qk_layernorm and x.model.qk_layernorm_across_heads else ()
-
-
-def self_attention(x: Residual, *core: LayerOp) -> tuple[LayerOp, ...]:
-    """The product for queries, keys and values, softmax(q k) v, and the output's product."""
-    m, tp = x.model, x.share.tp
-    queries, keys = m.num_attention_heads * m.head_dim // tp, m.query_groups * m.head_dim // tp
-    fused = x.column("attention", queries + 2 * keys, again=(ATTENTION,), layer="attention.qkv")
-    return *fused, *core, *x.row("attention", queries, again=(ATTENTION,), layer="attention.output")
-
-
-def mlp_ops(
-    x: Residual,
-    gated: bool,
-    squared: bool = False,
-    gelu: bool = False,
-    sigmoid: Optional[tuple] = None,
-    *,
-    width: Optional[int] = None,
-    keeps: bool = True,
-) -> tuple[LayerOp, ...]:
-    """The products of an MLP and its activation. gelu: that of the gate, which has no fused kernel; sigmoid: its
-    `sigmoid_gate`; width: its hidden size (default: `ffn_size`); keeps: whether it saves its input, which no other op does
-    """
-    n, e, ffn = x.tokens, x.share.element, (width or x.model.ffn_size) // x.share.tp
-    up = 2 if gated else 1
-    one = activation_of(x.share, ffn, gated, squared, gelu, sigmoid)
-    input_ = n * x.h * (2 if x.share.sp else 1) * e  # sp: with the input, gathered
-    sizes = dict(kept=n * one.kept, given=n * one.given, moved=n * one.moved, workspace=n * one.workspace + input_)
-    before = x.column("mlp", ffn, up, keeps=keeps, again=(MLP,), layer="mlp.up")
-    return *before, replace(one, **sizes), *x.row("mlp", ffn, again=(MLP,), layer="mlp.down")
-
-
-def kinds_of(m: Model) -> tuple:
-    """What `mlp_ops` needs to know of a model's activation."""
-    return m.gated, m.squared_relu, m.geglu, m.sigmoid_gate
-
-
-def activation_of(
-    share: RankSetup, ffn: int, gated: bool, squared: bool, gelu: bool, sigmoid: Optional[tuple] = None
-) -> Kernel:
-    """The activation of an MLP for one token."""
-    e, up = share.element, 2 if gated else 1
-    fused = share.device == "cuda" and not share.plain_activation and not gelu
-    kept = (2 if fused else 3) if gated else 1  # the input of GeLU; relu(x) before its square; gate, value, silu(gate)
-    work = 1 + up
-    if sigmoid:  # its input alone; in torch's ops also sigmoid, gate, value and clamped gate
-        kept, work = (5 + (sigmoid[1] is not None), 4) if share.plain_activation else (2, 8)
-    return Kernel(
-        "mlp",
-        kept=ffn * kept * e,
-        given=ffn * up * e,
-        moved=ffn * (5 if gated else 4 if squared else 2),
-        workspace=work * ffn * e,
-        again=(ACTIVATION, MLP),
-    )
-
-
-def mixture_ops(x: Residual) -> tuple[LayerOp, ...]:
-    """The ops of router, experts and shared expert."""
-    m, kinds = x.model, kinds_of(x.model)
-    width = m.moe_shared_expert_intermediate_size
-    kept = x.share.element == 4 and x.share.tp == 1  # by the router
-    shared = mlp_ops(x, *kinds, width=width, keeps=not kept) if width else ()
-    return expert_ops(x, activation_of(x.share, m.expert_ffn_size // x.share.etp, *kinds), shared)
-
-
-def _exchanged(facts: GPTFacts, share: RankSetup, core: CoreAttention, window: Optional[int]) -> tuple[LayerOp, ...]:
-    """Attention with the messages of context parallel ranks: rows for heads, then keys and values of other rows."""
-    m, e, b = facts.settings, share.element, share.micro_batch_size
-    queries, keys = m.num_attention_heads * m.head_dim // share.tp, m.query_groups * m.head_dim // share.tp
-    n, rows, ops = m.seq_length // share.cp * b, share.cp_rows, (core,)
-    levels = rows > 1 and share.cp_heads > 1
-    if rows > 1:
-        axis, own = "cp_outer" if levels else "cp", 2 * n * keys * e  # of a rank
-        if share.ring:
-            steps = len(ring_distances(m.seq_length, rows, window))
-            ahead, back = ("shift",) * (steps - 1), ("shift",) * (steps if steps > 1 else 0)
-            gradients = own * 4 // e  # in fp32
-            travelling = (
-                Collective("attention", axis, rows, own, ahead, ahead, again=core.again, in_ring=True),
-                Collective("attention", axis, rows, gradients, back=back, in_ring=True),
-            )
-            # The present block and the next one; gradients of the present one, and those that are sent and arrive.
-            ops = *travelling, replace(core, workspace=core.workspace + 2 * own + 3 * gradients)
-        else:
-            again = (ALWAYS,) if core.kernel == "flash" else core.again  # a flash kernel would save them unchanged
-            size = own * rows
-            gathered = Collective("attention", axis, rows, size, ("all_gather",), ("reduce_scatter",), again=again)
-            # Gathered again: gradients of each chunk, their sum, and that in rank order.
-            ops = gathered, replace(core, workspace=core.workspace + 4 * size)
-    if share.cp_heads > 1:
-        axis, both = "cp_inner" if levels else "cp", (("all_to_all",), ("all_to_all",))
-        swap = Collective("attention", axis, share.cp_heads, n * queries * e, *both, again=(ATTENTION,))
-        into = replace(swap, size=n * (queries + 2 * keys) * e, again=core.again)
-        *before, last = ops
-        ops = into, *before, replace(last, workspace=last.workspace + 2 * into.size), swap  # gradients in flight
-    return ops
-
-
-def _masked(share: RankSetup, window: Optional[int], sinks: bool) -> bool:
-    """Whether a flash kernel takes a window as a mask, shared by all layers, and computes every pair.
-
-    torch's kernels do, except those for documents and for sinks, on CUDA in half precision.
-    """
-    varlen = (share.documents or sinks) and share.device == "cuda" and share.precision != "fp32"
-    return window is not None and share.backend != "flash" and not varlen
-
-
-def _core(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> CoreAttention:
-    m, s, b, e = facts.settings, facts.settings.seq_length, share.micro_batch_size, share.element
-    n, heads, d = s // share.cp * b, m.num_attention_heads // share.tp, m.head_dim
-    sinks = m.softmax_type != "vanilla"
-    kernel, calls = facts.attention_kernel(share, window), _calls(facts, share, window)
-    keys = s  # twice the mean number of keys per query
-    if window is not None and kernel != "reference":
-        reach = min(window + 1, s)
-        whole = kernel == "flash" and _masked(share, window, sinks) and not share.ring
-        seen = 2 * sum(call.keys for call in calls) // len(calls)
-        keys = seen if whole else min(s, 2 * reach - reach * (reach - 1) / s)
-    if share.ring:
-        workspace = _ring_workspace(facts, share, kernel, calls, window)
-    elif kernel == "flash":
-        masked = [
-            call
-            for call in calls
-            if _masked(share, window, sinks) or call.queries < call.keys and share.device == "cpu"
-        ]
-        workspace = max((call.queries * call.keys * e for call in masked), default=0)
-        if share.documents and share.device == "cpu":  # gradients of queries, keys and values, concatenated twice
-            workspace += 2 * n * (heads + 2 * (m.query_groups // share.tp)) * d * e
-    else:
-        whole = window is None or kernel == "reference"
-        of_block = lambda call: call.keys if whole else min(call.keys, window + 256)  # keys of a block of queries
-        matrices = 3 if m.attn_logit_softcapping else 2
-        workspace = max(matrices * b * call.heads * call.queries * of_block(call) * e for call in calls)
-    kept, given = _core_kept(facts, share, kernel, window)
-    all_keys = s if window is None else min(s, window + 1)
-    sizes = dict(kept=kept, given=given, moved=4 * n * heads * d, flops=4.0 * n * all_keys * heads * d)
-    sizes |= dict(seen=1 - all_keys / (2 * s))  # the first queries see fewer keys than the window has
-    pairs, drops = n * keys * heads, m.attention_dropout > 0
-    return CoreAttention("attention core", kernel, pairs, (d, d), drops, workspace=workspace, **sizes)
-
-
-def _ring_workspace(facts: GPTFacts, share: RankSetup, kernel: str, calls: list[Call], window: Optional[int]) -> int:
-    """Bytes of the backward pass of a ring's largest rectangle, and the gradients of queries in fp32."""
-    m, e, b = facts.settings, share.element, share.micro_batch_size
-    most = max(calls, key=lambda call: call.queries * call.keys)
-    d, masked = m.head_dim, window is not None or share.documents
-    gradients = b * d * (most.queries * most.heads + 2 * most.keys * most.groups)
-    if kernel == "flash":
-        masks = b * most.queries * most.keys * e * (masked and share.device == "cpu")
-        return 4 * b * d * calls[0].heads * m.seq_length // share.cp_rows + gradients * e + masks
-    of_block = 4 * b * most.heads * min(most.queries, RING_ROWS * most.groups // most.heads or 1) * most.keys
-    matrices = 3 + (m.attn_logit_softcapping is not None)
-    return 4 * b * d * calls[0].heads * m.seq_length // share.cp_rows + 4 * gradients + matrices * of_block
-
-
-def _core_kept(facts: GPTFacts, share: RankSetup, kernel: str, window: Optional[int]) -> tuple[int, int]:
-    """(bytes saved, bytes saved if softmax(q k) v is recomputed), op by op as in `model.attention` and the kernels."""
-    m, e, b = facts.settings, share.element, share.micro_batch_size
-    n, exchanged = m.seq_length // share.cp * b, share.cp_heads > 1
-    heads, groups, d = m.num_attention_heads // share.tp, m.query_groups // share.tp, m.head_dim
-    q, kv = n * heads * d * e, n * groups * d * e
-    fused, turned = q + 2 * kv, 0
-    own = m.position_embedding_type == "rope" or m.qk_layernorm  # queries and keys are separate tensors
-    if m.qk_layernorm:
-        turned += fused
-        for number in (heads, groups):
-            width = number * d if m.qk_layernorm_across_heads else d
-            turned += share.norm_bytes(m, n * number * d, width, shared_input=True)
-    views = q + kv + (0 if m.qk_layernorm else fused) if own else fused  # q, k, and v as a part of the fused output
-    recomputed = turned + views
-    gathers, queries = share.cp_rows > 1 and not share.ring, m.num_attention_heads // m.query_groups
-    own, grouped = own and not exchanged, queries > 1  # exchanged parts arrive as one tensor
-    if exchanged:
-        views = fused
-    elif gathers:
-        views = (q if own else fused) + 2 * kv * (1 if kernel == "flash" else share.cp)  # flash: gathered again
-    calls = _calls(facts, share, window)
-    if share.ring:  # the output is that of the next layer's input, unless rows come back for heads
-        copied = q * (grouped and not own and calls[0].groups > 1) + q * exchanged
-        drops = n * heads * m.seq_length * (m.attention_dropout > 0)
-        return turned + views + copied + 4 * n * heads + drops, recomputed
-    if kernel == "flash":
-        # A copy, if no other op saves the queries; with cp also the output, which the next layer does not save.
-        copied = q if grouped and not own and calls[0].groups > 1 else 0
-        copied += q if share.cp > 1 else 0
-        if share.documents and share.device == "cpu":  # outputs of a call for each; at most the masks of short ones
-            copied += q + n * min(JOINED, m.seq_length) * e
-        return turned + views + copied + 4 * n * heads, recomputed
-    if kernel == "block-causal":
-        pairs = sum(
-            b * call.heads * causal_pairs(call.queries, queries, window, call.keys - call.queries) for call in calls
-        )
-        copied = q + sum(2 * b * call.groups * call.keys * d * e for call in calls)  # queries, keys and values
-        return turned + copied + pairs * (e + (m.attention_dropout > 0)), recomputed
-    stored = stored_weights(m, sum(b * call.heads * call.queries * call.keys for call in calls), e)
-    if gathers:
-        keys = 2 * kv * share.cp
-    else:
-        keys = fused if not own else kv + (0 if m.qk_layernorm else fused)
-    return turned + keys + q + stored, recomputed
-
-
-def stored_weights(m: Model, pairs: int, e: int) -> int:
-    """Bytes that unfused attention saves for these pairs: a softmax, a cap's tanh, and weights if they differ from it."""
-    wide = pairs * (4 if m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling else e)
-    capped = wide if m.attn_logit_softcapping else 0
-    if m.attention_dropout > 0:
-        return wide + capped + pairs * (e + 1)
-    return wide + capped + (pairs * e if wide != pairs * e else 0)
+        return causal_kernel(self.settings, share, window)

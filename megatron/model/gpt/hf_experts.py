@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.errors import CheckpointError
-from megatron.model.experts.weights import router
 from megatron.model.gpt.hf_match import Match
 from megatron.model.gpt.hf_rope import refuse
+from megatron.model.kinds.experts.weights import router
 from megatron.settings.schema import Model
 
 # The settings of experts that change what a model computes -> their values in a dense model.

@@ -18,36 +18,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.model.branches import Branch, LayerKind, Mixer
-from megatron.model.gpt.facts import DENSE, SELF_ATTENTION, GPTFacts, mlp_ops, self_attention, stored_weights
-from megatron.model.layer_ops import ATTENTION, CoreAttention, LayerOp, RankSetup, Residual
+from megatron.model.branches import Branch, LayerKind
+from megatron.model.gpt.facts import GPTFacts
+from megatron.model.kinds import KINDS
+from megatron.model.kinds.attention.full import WIDE, noncausal_core
+from megatron.model.kinds.attention.kind import self_attention
+from megatron.model.kinds.mlp.kind import mlp, mlp_ops
+from megatron.model.layer_ops import LayerOp, RankSetup, Residual
 from megatron.model.t5.settings import GROUP, SHORT, T5Settings, own_settings
-from megatron.model.weights import Table, Unit, add_prefix, column, mlp, output_std, positions, row
+from megatron.model.weights import Table, Unit, add_prefix, positions
 from megatron.mpu.placement import Normal, Placement
-from megatron.settings.kernel_sizes import causal_blocks
 from megatron.settings.schema import Config, Model
 
-WIDE = "relative"  # a value of --position-embedding-type
-
-
 ENCODER_ATTENTION = replace(
-    SELF_ATTENTION, module="megatron.model.t5.layers:EncoderAttention", ops=lambda facts, x: _own_ops(x)
+    KINDS["attention"], module="megatron.model.t5.layers:EncoderAttention", ops=lambda facts, x: _own_ops(x)
 )
 DECODER_ATTENTION = replace(
-    SELF_ATTENTION,
+    KINDS["attention"],
     module="megatron.model.t5.layers:DecoderAttention",
     ops=lambda facts, x: _own_ops(x, facts.attention_kernel(x.share)),
 )
-CROSS_ATTENTION = Mixer(
-    "cross-attention",
-    "cross",
-    "megatron.model.t5.layers:CrossAttention",
-    weights=lambda facts, model, sequence_parallel: cross_attention(model, sequence_parallel),
-    ops=lambda facts, x: _cross_ops(facts, x),
-    mixes_tokens=True,
-)
 FEED_FORWARD = replace(
-    DENSE,
+    KINDS["mlp"],
     module="megatron.model.t5.layers:FeedForward",
     weights=lambda facts, model, sequence_parallel: mlp(
         replace(model, ffn_hidden_size=model.ffn_size, swiglu=facts.gated), sequence_parallel
@@ -152,7 +144,7 @@ class T5Facts(GPTFacts):
         fed = Branch("mlp", (FEED_FORWARD,), "mlp_norm", closing=closing)
         if not self.decodes(layer):
             return Branch.at("pre", "attention", ENCODER_ATTENTION), fed
-        crossed = Branch("cross", (CROSS_ATTENTION,), "cross_norm", site="cross attention")
+        crossed = Branch("cross", (KINDS["cross"],), "cross_norm", site="cross attention")
         return Branch.at("pre", "attention", DECODER_ATTENTION), crossed, fed
 
     def layer_weights(self, kind: LayerKind, sequence_parallel: bool) -> Table:
@@ -213,85 +205,10 @@ class T5Facts(GPTFacts):
         return self.target * share.micro_batch_size
 
 
-def cross_attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
-    """The weights of cross-attention: queries [g, q, d, h] of the target, keys and values [g, 2, d, h] of the source."""
-    m, bias = model, not model.disable_bias_linear
-    queries, width = m.num_attention_heads // m.query_groups, m.num_attention_heads * m.head_dim
-    of_query, of_memory = ((m.query_groups, number, m.head_dim) for number in (queries, 2))
-    return {
-        **add_prefix("q", column(m.hidden_size, of_query, m.init_method_std, bias=bias, matrices=(1, (queries,)))),
-        **add_prefix("kv", column(m.hidden_size, of_memory, m.init_method_std, bias=bias, matrices=(1, (1, 1)))),
-        **add_prefix(
-            "output", row(width, m.hidden_size, output_std(m), bias=bias, sequence_parallel=sequence_parallel)
-        ),
-    }
-
-
 def _own_ops(x: Residual, causal: str = "") -> tuple[LayerOp, ...]:
     """Self-attention of all tokens; causal: the kernel of causal attention; "": non-causal."""
     rows = x.tokens // x.share.micro_batch_size
     return self_attention(x, noncausal_core(x.model, x.share, rows, rows, fused=True, causal=causal))
-
-
-def _cross_ops(facts: T5Facts, x: Residual) -> tuple[LayerOp, ...]:
-    m, share, s, again = x.model, x.share, facts.source, (ATTENTION,)
-    queries, keys = m.num_attention_heads * m.head_dim // share.tp, m.query_groups * m.head_dim // share.tp
-    memory = replace(x, tokens=s * share.micro_batch_size)
-    return (
-        *x.column("attention", queries, again=again, layer="cross.q"),
-        *memory.column("attention", 2 * keys, keeps=False, again=again, layer="cross.kv"),
-        noncausal_core(m, share, facts.target, s, fused=False),
-        *x.row("attention", queries, again=again, layer="cross.output"),
-    )
-
-
-def full_attention_kernel(model: Model, share: RankSetup) -> str:
-    """The kernel that `fused_kernels.choose_kernel` will select for non-causal attention."""
-    if share.backend == "stored":
-        return "reference"
-    if not (model.attention_dropout or model.attn_logit_softcapping):
-        if share.backend == "sdpa" or (share.device == "cuda" or share.plain_softmax) and share.backend != "explicit":
-            return "flash"
-    return "reference" if share.plain_softmax else "block-full"
-
-
-def noncausal_core(model: Model, share: RankSetup, s: int, t: int, *, fused: bool, causal: str = "") -> CoreAttention:
-    """Attention of s queries over t keys. fused: queries, keys and values are one tensor. causal: the kernel of causal
-    attention; "": non-causal attention.
-    """
-    m, e, b, d = model, share.element, share.micro_batch_size, model.head_dim
-    heads, groups = m.num_attention_heads // share.tp, m.query_groups // share.tp
-    kernel = causal or full_attention_kernel(m, share)
-    if fused and kernel == "flash" and m.position_embedding_type == WIDE and share.device == "cpu":
-        kernel = "reference"  # torch stores all scores if the bias needs a gradient
-    q, kv = s * b * heads * d * e, t * b * groups * d * e
-    inputs = q + 2 * kv
-    views = inputs + (q + kv if fused and m.position_embedding_type == "rope" else 0)
-    if kernel == "flash":
-        kept = views + 4 * s * b * heads
-    elif kernel == "reference":
-        kept = views + stored_weights(m, b * heads * s * t, e)
-    else:
-        pairs = _pairs(s, t, m.num_attention_heads // m.query_groups, bool(causal))
-        kept = inputs + 2 * kv + b * heads * pairs * (e + (m.attention_dropout > 0))  # rows, copies, weights
-    whole = 1 if causal else 2  # `CoreAttention` counts causal pairs twice
-    kind = "block-causal" if kernel == "block-full" else kernel
-    pairs = b * s * t * heads
-    sizes = dict(
-        kept=kept,
-        given=views,
-        workspace=(3 if m.attn_logit_softcapping else 2) * pairs * e,  # with a cap, scores are computed again
-        moved=4 * s * b * heads * d,
-        flops=4.0 * pairs * d,
-    )
-    return CoreAttention("attention core", kind, pairs * whole, (d, d), m.attention_dropout > 0, bool(causal), **sizes)
-
-
-def _pairs(s: int, t: int, shared: int, causal: bool) -> int:
-    """The pairs of query and key per head whose weights explicit attention saves."""
-    if not causal:
-        return s * t
-    return sum((stop - start) * stop for start, stop in causal_blocks(s, shared))
 
 
 def even(layers: int, stages: int) -> list[int]:

@@ -3,9 +3,9 @@
 
 from types import SimpleNamespace
 
-from megatron.model.experts.expert_rules import NO_EXPERTS
 from megatron.model.gpt.gpt_rules import IDLE as OF_GPT
 from megatron.model.gpt.gpt_rules import RULES as GPT_RULES
+from megatron.model.kinds.experts.expert_rules import NO_EXPERTS
 from megatron.model.t5.settings import own_settings
 from megatron.settings.declare import Needs, dashed
 from megatron.settings.rules import Rule, either, multiples

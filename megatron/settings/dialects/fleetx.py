@@ -127,13 +127,14 @@ IDLE = {
 }
 # The kinds of values of keys that become no flag of training.
 KINDS = {
-    bool: """Profiler.record_shapes Profiler.profile_memory Profiler.summary.* Optimizer.multi_precision Engine.verbose
+    bool: """Profiler.record_shapes Profiler.profile_memory Profiler.summary.* Optimizer.multi_precision
         Optimizer.lr.use_increments Generation.use_topp_sampling Generation.inference Generation.use_cache
         Model.use_recompute Engine.use_recompute Offline_Eval.cloze_eval *.enable *Quantization.onnx_format
         *Quantization.freeze_embedding *Quantization.channel_wise_abs_max""",
-    int: """Data.Train.sampler.batch_size Model.type_vocab_size Model.num_classes Profiler.scheduler Inference.mp_degree
-        Inference.dp_degree Generation.*_token_id Generation.top_k Generation.m??_dec_len Generation.num_*
-        Offline_Eval.logging_freq Offline_Eval.batch_size Offline_Eval.overlapping_eval Offline_Eval.max_seq_len
+    int: """Engine.verbose Data.Train.sampler.batch_size Model.type_vocab_size Model.num_classes Profiler.scheduler
+        Inference.mp_degree Inference.dp_degree Generation.*_token_id Generation.top_k Generation.m??_dec_len
+        Generation.num_* Offline_Eval.logging_freq Offline_Eval.batch_size Offline_Eval.overlapping_eval
+        Offline_Eval.max_seq_len
         *Quantization.weight_bits *Quantization.activation_bits""",
     float: """Generation.top_p Generation.temperature Generation.repetition_penalty Generation.length_penalty
         Generation.diversity_rate *Prune.ratio *Distillation.distill_loss_ratio *Distillation.T""",

@@ -114,7 +114,7 @@ NARROW = Network(
 
 
 def any_way(s: Any, attribute: str, suites: str) -> bool:
-    """Whether a chosen way to balance has an attribute of `model.experts.parts.Balancing`; the suite's own have it if
+    """Whether a chosen way to balance has an attribute of `model.kinds.experts.parts.Balancing`; the suite's own have it if
     `suites` is in their names.
     """
     own = getattr(s.settings.model.own_experts, "balancing", {})
@@ -176,7 +176,7 @@ class Model:
 
     # A recipe's kinds of linear layers: name -> `mpu.linear_product.LinearProduct` (`own_choices.model_group`).
     own_linears: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    own_experts: ClassVar[Any] = None  # its parts of layers with experts: `model.experts.parts.ExpertParts`
+    own_experts: ClassVar[Any] = None  # its parts of layers with experts: `model.kinds.experts.parts.ExpertParts`
 
     num_layers: Count = shape("number of transformer layers")
     hidden_size: Count = shape("transformer hidden size")

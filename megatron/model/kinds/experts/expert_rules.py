@@ -3,7 +3,7 @@
 
 from types import SimpleNamespace
 
-from megatron.model.experts.parts import known_ways
+from megatron.model.kinds.experts.parts import known_ways
 from megatron.settings.rules import Rule, divisors, either, said
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.fused_kernels import Case, choose_kernel
-from megatron.model.experts.grouped import Rows, row_unit
+from megatron.model.kinds.experts.grouped import Rows, row_unit
 from megatron.mpu import collectives, mappings
 from megatron.mpu.mesh import Axis
 

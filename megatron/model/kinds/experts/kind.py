@@ -4,7 +4,10 @@
 All experts are assumed to get equally many tokens.
 """
 
-from megatron.model.experts.parts import capacity, expert_sums, ways_of
+from megatron.model.kinds import Mixer
+from megatron.model.kinds.experts.parts import capacity, expert_sums, ways_of
+from megatron.model.kinds.experts.weights import experts
+from megatron.model.kinds.mlp.kind import activation_of, kinds_of, mlp_ops
 from megatron.model.layer_ops import ACTIVATION, MLP, ONCE, Collective, Kernel, LayerOp, Product, Residual
 
 
@@ -55,6 +58,15 @@ def expert_ops(x: Residual, activation: Kernel, shared: tuple[LayerOp, ...]) -> 
     )
 
 
+def mixture_ops(x: Residual) -> tuple[LayerOp, ...]:
+    """The ops of router, experts and shared expert."""
+    m, kinds = x.model, kinds_of(x.model)
+    width = m.moe_shared_expert_intermediate_size
+    kept = x.share.element == 4 and x.share.tp == 1  # by the router
+    shared = mlp_ops(x, *kinds, width=width, keeps=not kept) if width else ()
+    return expert_ops(x, activation_of(x.share, m.expert_ffn_size // x.share.etp, *kinds), shared)
+
+
 def _mlp_ops(x: Residual, activation: Kernel, rows: int, each: float) -> tuple[LayerOp, ...]:
     """The MLPs of a rank's experts. rows: of all of them; each: rows of one expert, without padding."""
     m, share, h = x.model, x.share, x.h
@@ -74,3 +86,15 @@ def _mlp_ops(x: Residual, activation: Kernel, rows: int, each: float) -> tuple[L
         ),
         *product("down", f, h, own),
     )
+
+
+KIND = Mixer(
+    "experts",
+    "mlp",
+    "megatron.model.kinds.experts.layer:MoELayer",
+    weights=lambda facts, model, sequence_parallel: experts(model, sequence_parallel),
+    ops=lambda facts, x: mixture_ops(x),
+    sums=True,
+    recomputes=(ACTIVATION, MLP),
+    divided=lambda model: {"shared expert": width} if (width := model.moe_shared_expert_intermediate_size) else {},
+)

@@ -14,9 +14,9 @@ from typing import NamedTuple, Optional
 import torch
 from torch import nn
 
-from megatron.model.experts.dispatch import Counts
-from megatron.model.experts.parts import DROPPED, ENTROPY, ROUTER_Z_LOSS, capacity, ways_of
-from megatron.model.experts.routing import (
+from megatron.model.kinds.experts.dispatch import Counts
+from megatron.model.kinds.experts.parts import DROPPED, ENTROPY, ROUTER_Z_LOSS, capacity, ways_of
+from megatron.model.kinds.experts.routing import (
     choice_of,
     choose,
     count_experts,
@@ -28,7 +28,7 @@ from megatron.model.experts.routing import (
     sinkhorn,
     weights_of,
 )
-from megatron.model.experts.weights import router
+from megatron.model.kinds.experts.weights import router
 from megatron.model.weights import Table
 from megatron.mpu import collectives, mappings
 from megatron.mpu.context_parallel import own_rows

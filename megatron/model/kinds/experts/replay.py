@@ -11,7 +11,7 @@ from typing import Optional
 import torch
 from torch import nn
 
-from megatron.model.experts.router import Router
+from megatron.model.kinds.experts.router import Router
 from megatron.mpu import collectives
 from megatron.mpu.context_parallel import in_order, own_rows
 

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.model.context import ForwardContext, LayerSetup
-from megatron.model.experts.dispatch import Dispatcher, PaddedDispatcher
-from megatron.model.experts.grouped import GroupedLinear
-from megatron.model.experts.parts import capacity, parts_of
-from megatron.model.experts.router import Memo, Router, Routing
+from megatron.model.kinds.experts.dispatch import Dispatcher, PaddedDispatcher
+from megatron.model.kinds.experts.grouped import GroupedLinear
+from megatron.model.kinds.experts.parts import capacity, parts_of
+from megatron.model.kinds.experts.router import Memo, Router, Routing
 from megatron.model.mlp import MLP, Activation
 from megatron.model.recompute import recompute_output
 from megatron.model.weights import Table, take_prefix

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron.errors import SettingsError
-from megatron.model.experts.parts import ways_of
+from megatron.model.kinds.experts.parts import ways_of
 from megatron.mpu.placement import Placement
 from megatron.mpu.random import init_parameter
 from megatron.settings.groups.model import EXPERT_SETTINGS, Model

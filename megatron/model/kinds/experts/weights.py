@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of a layer's router and experts (`model.weights`). Needs no torch."""
 
-from megatron.model.experts.parts import parts_of, ways_of
-from megatron.model.weights import add_prefix, column, mlp, output_std, row
+from megatron.model.kinds.experts.parts import parts_of, ways_of
+from megatron.model.kinds.mlp.kind import mlp
+from megatron.model.weights import add_prefix, column, output_std, row
 from megatron.mpu.placement import Buffer, Constant, Normal, Placement, Table
 from megatron.settings.schema import Model
 

@@ -23,7 +23,7 @@ from typing import Optional
 
 import torch
 
-from megatron.model.experts.parts import ways_of
+from megatron.model.kinds.experts.parts import ways_of
 from megatron.settings.schema import Model
 
 TINY = 1e-20  # added to a sum of sigmoids, which may underflow
