@@ -174,12 +174,14 @@ def test_three_products_of_a_layer(recipe, wgrad, tokens):
 
 
 def halved(recipe: str, kind: str, mesh: Mesh):
-    """(y, gradients of x and of the weight) of a rank, in fp32; its numbers are 64 times as large as those of the rank before."""
+    """(y, gradients of x and of the weight) of a rank; its numbers are 64 times those of the rank before."""
     row, sequence = kind == "row", kind == "column, sp"
     whole = 64.0 ** (torch.arange(256) // 128)
     x, dy = drawn(256, 256, seed=3, dtype=torch.float32), drawn(256, 512, seed=4, dtype=torch.float32)
     weight = drawn(512, 256, seed=1, dtype=torch.float32)
-    x, weight = (x, weight * whole) if row else (x * whole[:, None], weight * 64.0 ** (torch.arange(512) // 256)[:, None])
+    x, weight = (
+        (x, weight * whole) if row else (x * whole[:, None], weight * 64.0 ** (torch.arange(512) // 256)[:, None])
+    )
     layer = made(recipe, torch.float32, mesh.tp, row, sequence, outputs=512)
     cut = lambda one, dim: one.chunk(mesh.tp.size, dim)[mesh.tp.rank].contiguous()
     with torch.no_grad():
