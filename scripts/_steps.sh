@@ -95,11 +95,12 @@ preprocess() {
     python preprocess_data.py --input "$RUN/$1.jsonl" --output-prefix "$RUN/$1" "${VOCABULARY[@]}" --append-eod --workers 2 |
         grep -E 'documents num|tokens num| [kM]B in '
 }
+START=8 # seconds from the command to the first step, where that was not measured
 ENOUGH=300 # steps for which no smaller model is tried
 choose_size() { # a function that trains; widths of the model, the largest first; then its flags: sets WIDTH, and ITERATIONS
     # unless they were given, so that training takes two minutes here, by steps that are measured; SECONDS_A_STEP: empty if
     # none were
-    local width train=$1
+    local width train=$1 before
     shift
     if [ -s "$RUN/size.txt" ]; then
         read -r WIDTH CHOSEN SECONDS_A_STEP <"$RUN/size.txt"
@@ -108,13 +109,15 @@ choose_size() { # a function that trains; widths of the model, the largest first
     else
         echo "  measuring a step ..."
         for width in $1; do
+            before=$SECONDS
             "$train" "$width" --train-iters 6 --eval-iters 0 --metrics-file "$RUN/measured.jsonl" "${@:2}" >"$RUN/said.txt" 2>&1 ||
                 { cat "$RUN/said.txt" >&2; exit 1; }
             WIDTH=$width SECONDS_A_STEP=$(median_step) CHOSEN=
             CHOSEN=$(steps_in "$SECONDS_A_STEP")
+            START=$(awk "BEGIN { start = $((SECONDS - before)) - 6 * $SECONDS_A_STEP; print (start > 8 ? start : 8) }")
             rm -f "$RUN"/measured.* "$RUN/said.txt"
             if [[ $width == *[!0-9]* ]]; then printf ' '; else printf '  %s wide:' "$width"; fi
-            echo " a step takes $SECONDS_A_STEP s here, so $CHOSEN steps take $(in_words "$(awk "BEGIN { print 8 + 1.05 * $CHOSEN * $SECONDS_A_STEP }")")"
+            echo " a step takes $SECONDS_A_STEP s here, so $CHOSEN steps take $(in_words "$(awk "BEGIN { print $START + 1.05 * $CHOSEN * $SECONDS_A_STEP }")")"
             [ "$CHOSEN" -lt "$ENOUGH" ] || break
         done
     fi
@@ -136,7 +139,7 @@ LEAST=50
 expect_training() { # seconds of a step where none was measured: says how long the steps behind REACHED take
     local left
     left=$((ITERATIONS > REACHED ? ITERATIONS - REACHED : 0))
-    if [ -n "$SECONDS_A_STEP" ]; then expect "$(awk "BEGIN { print 8 + 1.05 * $left * $SECONDS_A_STEP }")"; else takes "$(awk "BEGIN { print 5 + $left * $1 }")"; fi
+    if [ -n "$SECONDS_A_STEP" ]; then expect "$(awk "BEGIN { print $START + 1.05 * $left * $SECONDS_A_STEP }")"; else takes "$(awk "BEGIN { print 5 + $left * $1 }")"; fi
     others
 }
 steps_done() { # sets REACHED, of the checkpoints of RUN

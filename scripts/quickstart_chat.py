@@ -118,14 +118,19 @@ def ask(url: str, question: str) -> str:
         return json.load(answer)["choices"][0]["message"]["content"]
 
 
-def ask_all(url: str, folder: Path) -> None:
-    """Ask the questions that were held out, and some that nobody has answered."""
-    for _ in range(600):
+def wait(url: str, seconds: float = 300) -> None:
+    """Return when the server at this address answers."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
         try:
-            urllib.request.urlopen(f"{url}/health", timeout=5).close()
-            break
+            return urllib.request.urlopen(f"{url}/health", timeout=5).close()
         except (urllib.error.URLError, OSError):
             time.sleep(0.1)
+    sys.exit(f"error: the server did not answer within {seconds:.0f} s; see serve.log")
+
+
+def ask_all(url: str, folder: Path) -> None:
+    """Ask the questions that were held out, and some that nobody has answered."""
     rows = [json.loads(line)["messages"] for line in (folder / "valid.jsonl").read_text(encoding="utf-8").splitlines()]
     right, shown = 0, 0
     for question, wanted in rows:
@@ -149,5 +154,7 @@ if __name__ == "__main__":
     command, *words = sys.argv[1:]
     if command == "talks":
         write_talks(Path(words[0]))
+    elif command == "wait":
+        wait(words[0])
     else:
         ask_all(words[0], Path(words[1]))

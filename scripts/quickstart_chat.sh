@@ -45,6 +45,7 @@ port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); 
 python -m megatron.tools.serve --load "$RUN/checkpoints" --port "$port" --no-access-log >"$RUN/serve.log" 2>&1 &
 server=$!
 trap 'kill $server 2>/dev/null || true' EXIT
+told 6 python scripts/quickstart_chat.py wait "http://127.0.0.1:$port"
 python scripts/quickstart_chat.py ask "http://127.0.0.1:$port" "$RUN"
 kill "$server"
 wait "$server" || true

@@ -55,7 +55,7 @@ choose_size t5 192
 echo "  $ITERATIONS steps of 32 samples"
 expect_training 0.16
 t5 192 --train-iters "$ITERATIONS" --valid-data-path "$RUN/held_out_text_sentence" \
-    --eval-interval 400 --eval-iters 8 --eval-same-samples --log-interval 50 \
+    --eval-interval $((ITERATIONS < 400 ? ITERATIONS : 400)) --eval-iters 8 --eval-same-samples --log-interval 50 \
     --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 400 --keep-last 2
 samples() { # of text, as the model sees them
     python -m megatron.tools.dump_samples --model-type T5 --data-path "$RUN/$1_text_sentence" --split 1,0,0 "${SAMPLES[@]}" \

@@ -65,7 +65,9 @@ def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
     for group, name, what, default in meanings(config):
         if what != "irrelevant" and group not in idle and group in before:
             value = here[group][name]
-            was = before[group].get(name, value if default in (MISSING, None) else default)  # None: derived
+            # Of a recipe's own settings, as of those whose default is derived (None), it is not known.
+            unknown = group in config.extra or default in (MISSING, None)
+            was = before[group].get(name, value if unknown else default)
             if name == "tokenizer_type" and was is None:  # earlier versions did not record what the files imply
                 continue
             if what == REFUSED_IN_TRAINING:
