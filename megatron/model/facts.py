@@ -201,10 +201,16 @@ class Facts:
         own = {f"{unit.name}.weight" for unit in self.projections(range(self.num_layers), False)}
         if self.settings.linear is None:
             return own
-        tables = {n: self.layer_weights(self.layer_kind(n), False) for n in range(self.num_layers)}
         return own | {
-            f"blocks.{n}.{name}" for n, table in tables.items() for name in self.layer_table(n, False).keys() - table
+            f"blocks.{n}.{name}"
+            for n, table in self.tables.items()
+            for name in self.layer_table(n, False).keys() - table
         }
+
+    @property
+    def tables(self) -> dict[int, Table]:
+        """The weights of each layer, without those that kinds of linear layers add."""
+        return {n: self.layer_weights(self.layer_kind(n), False) for n in range(self.num_layers)}
 
     @property
     def num_layers(self) -> int:

@@ -15,7 +15,6 @@ from megatron.errors import SettingsError, numbered
 from megatron.model import linear_kinds
 from megatron.model.layer_ops import ATTENTION, LAYER, MODULES
 from megatron.model.recipe import recipe_of
-from megatron.model.weights import Table
 from megatron.mpu.axis_sizes import expert_sizes, lacking_ranks, sizes_of
 from megatron.mpu.placement import Placement
 from megatron.optimizer import lr_schedule, optimizer_rules
@@ -71,7 +70,7 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
     others += lr_schedule.problems(s.settings.optimizer, s.settings.batch, s.dp)
     violations += rules.of_given_values(others, s)
     violations = violations or [
-        *linear_kinds.problems(settings.model, lambda: _tables(settings), s.tp),
+        *linear_kinds.problems(settings.model, lambda: recipe_of(settings).facts(settings, 1).tables, s.tp),
         *expert_problems(s),
         *recompute_problems(settings),
     ]
@@ -128,12 +127,6 @@ def recompute_problems(settings: schema.Config) -> list[str]:
 def _experts(settings: schema.Config) -> dict[str, Placement]:
     """The weights of experts of a run's model."""
     return recipe_of(settings).facts(settings, 1).experts
-
-
-def _tables(settings: schema.Config) -> dict[int, Table]:
-    """The weights of each layer of a run's model, without the weights that linear kinds add."""
-    facts = recipe_of(settings).facts(settings, 1)
-    return {layer: facts.layer_weights(facts.layer_kind(layer), False) for layer in range(facts.num_layers)}
 
 
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
