@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 from megatron.data import data_rules
 from megatron.errors import SettingsError, numbered
-from megatron.model import linear_kinds
+from megatron.model import fp8, linear_kinds
 from megatron.model.layer_ops import ATTENTION, LAYER, MODULES
 from megatron.model.recipe import recipe_of
+from megatron.model.weights import Table
 from megatron.mpu.axis_sizes import expert_sizes, lacking_ranks, sizes_of
 from megatron.mpu.placement import Placement
 from megatron.optimizer import lr_schedule, optimizer_rules
@@ -70,7 +71,8 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
     others += lr_schedule.problems(s.settings.optimizer, s.settings.batch, s.dp)
     violations += rules.of_given_values(others, s)
     violations = violations or [
-        *linear_kinds.problems(settings.model, lambda: recipe_of(settings).facts(settings, 1).tables, s.tp),
+        *linear_kinds.problems(settings.model, lambda: _tables(settings), s.tp),
+        *(fp8.problems(settings, _tables(settings), s.tp) if settings.precision.fp8_format else ()),
         *expert_problems(s),
         *recompute_problems(settings),
     ]
@@ -129,9 +131,14 @@ def _experts(settings: schema.Config) -> dict[str, Placement]:
     return recipe_of(settings).facts(settings, 1).experts
 
 
+def _tables(settings: schema.Config) -> dict[int, Table]:
+    return recipe_of(settings).facts(settings, 1).tables
+
+
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
     """Remarks for the log on settings that work but are probably not intended, one sentence each."""
-    return rules.remarks(settings, world_size, pipeline_rules.REMARKS)
+    found = rules.remarks(settings, world_size, pipeline_rules.REMARKS)
+    return found + (fp8.remarks(settings, _tables(settings)) if settings.precision.fp8_format else [])
 
 
 def idle(settings: schema.Config, world_size: int, datasets: Sequence = ()) -> dict[str, str]:
