@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Optional
 
+from megatron.model.fp8 import with_recipe
 from megatron.model.lora import with_adapters
 from megatron.model.quantization import with_quantization
 from megatron.model.recipe import Recipe, named_recipe
@@ -57,6 +58,7 @@ def derivations(recipe: Recipe) -> tuple[Derivation, ...]:
             with_quantization,
             cause="quantization",
         ),
+        Derivation("fp8_recipe", "fp8_recipe", with_recipe, cause="fp8_format"),
         Derivation(
             "lora_rank lora_target use_dora linear train_only", "linear train_only", with_adapters, cause="lora_rank"
         ),

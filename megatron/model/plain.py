@@ -115,6 +115,7 @@ def refuse_split(config: Config) -> None:
         f"--expert-tensor-parallel-size {p.expert_tensor_parallel_size}": (p.expert_tensor_parallel_size or 1) > 1,
         f"--recompute-granularity {granularity}": granularity is not None,
         f"--linear {config.model.linear}": config.model.linear is not None,
+        f"--fp8-format {config.precision.fp8_format}": config.precision.fp8_format is not None,
         "--amp-level O1": config.precision.amp_level == "O1",
         "--torch-compile": config.kernels.torch_compile,
         f"--z-loss-coeff {config.model.z_loss_coeff:g}": config.model.z_loss_coeff > 0,

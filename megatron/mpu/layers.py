@@ -8,6 +8,7 @@ Legend: s sequence, b micro-batch, h hidden, v padded vocabulary, tp size of the
 Under sequence parallelism the input of a column layer and the output of a row layer are [s/tp, b, h].
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -205,7 +206,8 @@ class _Linear(torch.autograd.Function):
             weight, wgrad = product.weight_operand(*weights), WgradGemm(rows, _Columns(*operand, gather), ctx.multiply)
         else:
             weight, gradients_of = product.for_backward(weights, ctx.trained, later=waits)
-            wgrad = OwnWgrad(gradients_of, ctx.multiply, prepared, _Operand(operand, gather))
+            kept = product.gradient_of_weight(prepared)
+            wgrad = OwnWgrad(gradients_of, ctx.multiply, kept, _Operand(operand, gather))
         # Communication is launched before the product that it overlaps with: on a GPU it then runs before the product
         # fills the device. The all-gather overlaps with the first product, the reduction with the second.
         if by_autograd or handler and not waits:
@@ -264,7 +266,7 @@ class _Operand:
     """Returns a whole operand, from this rank's rows; gathered over the axis if there is one."""
 
     def __init__(self, parts: Operand, axis: Axis | None):
-        self.parts = [_Columns(part.reshape(len(part), -1), axis) for part in parts]
+        self.parts = [_Columns(part.reshape(len(part), math.prod(part.shape[1:])), axis) for part in parts]
         self.shapes = [part.shape[1:] for part in parts]
 
     def start(self) -> None:

@@ -34,7 +34,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from megatron.errors import SettingsError
 from megatron.mpu.placement import Placement
 from megatron.mpu.random import Draws
-from megatron.settings.schema import Model
+from megatron.settings.schema import Model, Precision
 
 Operand = tuple[torch.Tensor, ...]  # of a product: a matrix, or its representation, such as quantized values and scales
 Multiply = Callable[..., torch.Tensor]  # (a [m, k], b [n, k], bias [n] or None) -> a b^T + bias, the suite's kernel; of
@@ -48,7 +48,8 @@ class LinearProduct:
     layer: a `ColumnParallelLinear`, `RowParallelLinear` or `GroupedLinear`, with `placements`, and `tp`, the axis that
     divides each of its matrices. A subclass may register non-persistent buffers in it. Its parameters are allocated later:
     use those passed to `transform`, do not store them.
-    name: the layer's name in the whole model, such as `blocks.3.mlp.up`. settings: of the model, with those of `group`.
+    name: the layer's name in the whole model, such as `blocks.3.mlp.up`. settings: of the model, with those of `group`; of
+    products in fp8 `Precision`.
     """
 
     group: ClassVar[Optional[type]] = None  # a frozen dataclass of this kind's own settings
@@ -60,7 +61,7 @@ class LinearProduct:
     stacked = 0  # dims of the weight before those of a matrix: 1 for experts
     _kept: Optional[Operand] = None
 
-    def __init__(self, layer: nn.Module, name: str, settings: Model):
+    def __init__(self, layer: nn.Module, name: str, settings: Model | Precision):
         self.layer, self.name, self.settings = layer, name, settings
         self.whole_shape, self.stacked = layer.placements["weight"].shape, layer.placements["weight"].stacked
         own = self.own_weights(settings, layer.placements["weight"])
@@ -110,6 +111,10 @@ class LinearProduct:
     def prepare_gradient(self, gradient: torch.Tensor) -> Operand:
         """The gradient of the output [n, o], for `grad_input` and `grad_weight`."""
         return (gradient,)
+
+    def gradient_of_weight(self, gradient: Operand) -> Operand:
+        """What `grad_weight` gets of `prepare_gradient`; the rest is freed after `grad_input`."""
+        return gradient
 
     def forward(self, multiply: Multiply, x: Operand, weight: Operand, bias: Optional[torch.Tensor]) -> torch.Tensor:
         """The output, [n, o]."""
@@ -282,25 +287,25 @@ def composed(*kinds: type[LinearProduct]) -> type[LinearProduct]:
 
 def attach_products(
     blocks: Mapping[str, nn.Module],
-    settings: Model,
+    settings: Model | Precision,
     kinds: Mapping[str, type[LinearProduct]],
     picked_of: Callable[[int], Iterable[tuple[str, str]]],
-    draws: Callable[[], Draws],
+    draws: Callable[[], Draws] = Draws,
     compiled: bool = False,
 ) -> None:
     """Attach a `LinearProduct` to linear layers of a stage's blocks (number -> module).
 
-    kinds: name -> class. picked_of: number of a block -> (linear layer, kind) pairs that --linear selects; a kind may be
-    several names with + between them. draws: makes the `Draws` of a block. compiled: the blocks are compiled; these layers
-    are then excluded, because torch cannot trace the code of a kind.
+    settings: those that products get. kinds: name -> class. picked_of: number of a block -> (linear layer, kind) pairs, as
+    --linear selects them; a kind may be several names with + between them. draws: makes the `Draws` of a block. compiled:
+    the blocks are compiled; these layers are then excluded, because torch cannot trace the code of a kind.
     """
-    for number, block in blocks.items() if settings.linear else ():
+    for number, block in blocks.items():
         products = []
         for name, kind in picked_of(int(number)):
             layer, full = block.get_submodule(name), f"blocks.{number}.{name}"
             if not hasattr(layer, "product"):
                 raise SettingsError(
-                    f"--linear {settings.linear}: {full} is a {type(layer).__name__}, whose product is its own",
+                    f"--linear: {full} is a {type(layer).__name__}, whose product is its own",
                     do="pick layers that are ColumnParallelLinear or RowParallelLinear (megatron/mpu/layers.py), such as "
                     "attention.*, or experts' GroupedLinear",
                 )

@@ -26,15 +26,16 @@ from megatron.optimizer.kinds import knows_matrices
 from megatron.pipeline.stages import chunks_of
 from megatron.planner.shrink import gentle, without_traces
 from megatron.settings import schema
-from megatron.settings.schema import Profiling
+from megatron.settings.schema import Precision, Profiling
 from megatron.training.rules import resolve
 
 # The largest relative differences after ten AdamW steps that count as rounding. bf16 rounds activations to 3 digits, and
-# sums in another order round differently.
+# sums in another order round differently. fp8: of products (--fp8-format), in any format of --precision.
 TOLERANCE = dict(
     fp32=dict(loss=1e-5, norm=1e-3, weight=1e-4),
     bf16=dict(loss=5e-3, norm=1e-1, weight=3e-1),
     fp16=dict(loss=5e-3, norm=1e-1, weight=3e-1),
+    fp8=dict(loss=1e-2, norm=2e-1, weight=6e-1),
 )
 
 
@@ -320,6 +321,11 @@ def _train_on_rank(rank: int, config: schema.Config, recipe: Recipe, steps: int,
         pieces = [piece._replace(tensor=piece.tensor.clone()) for piece in run.optimizer.pieces(moments=False)]
         run.close()
     return results, pieces, record.choices, (record.changed, record.seen)
+
+
+def rounding_of(precision: Precision) -> str:
+    """The format whose `TOLERANCE` is that of a run."""
+    return "fp8" if precision.fp8_format else precision.precision
 
 
 @dataclass(frozen=True)

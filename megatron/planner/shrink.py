@@ -198,7 +198,7 @@ def narrowed(config: Config, sizes: Sizes, num_microbatches: Optional[int] = Non
             data_cache_path=None,
             **dict.fromkeys(PATHS),
         ),
-        precision=gentle(config.precision),
+        precision=replace(gentle(config.precision), fp8_format=None),  # its layers are larger
         kernels=replace(
             config.kernels,
             device="cpu",

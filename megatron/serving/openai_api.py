@@ -23,6 +23,7 @@ from megatron.serving.tool_calls import CallPart, CallReader
 
 SHORT_ANSWER = 16  # tokens of a completion for which no length is given, as OpenAI's
 LEAST = -9999.0  # stands for a log-probability of -inf, which JSON does not have
+NEAR = 8  # characters that a tokenizer drops or changes in one place of a text
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,7 @@ class Completions(Form):
         self.texts, self.echo, self.prompts = texts, bool(work.body.echo), work.prompts
         self.streams: dict[int, TextStream] = {}
         self.repeated: set[int] = set()
+        self.longer: dict[int, int] = {}  # characters that a prompt has more than what it is decoded to
 
     def choice(self, place: int, part: TextPart, prompt: int, whole: bool = False) -> dict[str, Any]:
         text, scores = part.text, list(part.scores)
@@ -233,9 +235,38 @@ class Completions(Form):
             )
             tokens, offsets = tokens[hidden:], [0] * hidden
         for token in tokens:
-            offsets.append(self.streams[place].position)
+            offsets.append(self.streams[place].position + self.longer.get(place, 0))
             self.streams[place].feed(token)
+        if self.echo and place not in self.longer:
+            text, decoded = self.texts[prompt], tokenizer.decode(ids[hidden:])
+            places = places_in(text, decoded) if decoded != text else range(len(text) + 1)
+            self.longer[place] = more = len(text) - len(decoded)
+            of_prompt, others = offsets[hidden : len(ids)], offsets[len(ids) :]
+            moved = [places[offset] for offset in of_prompt] + [offset + more for offset in others]
+            offsets[hidden:] = moved
         return offsets
+
+
+def places_in(text: str, decoded: str) -> list[int]:
+    """For each place in a decoded prompt, and for its end, the place in the text that was encoded.
+
+    They differ where a tokenizer drops spaces or normalizes: the nearest three characters that are the same follow.
+
+    >>> places_in("<a> b", "<a>b"), places_in("e\u0301 for", "\xe9 for")
+    ([0, 1, 2, 4, 5], [0, 2, 3, 4, 5, 6])
+    """
+    places: list[int] = []
+    steps = [(total - right, right) for total in range(1, NEAR) for right in range(total + 1)]
+    at = 0
+    while (here := len(places)) < len(decoded):
+        left = right = 1
+        if decoded[here] != text[at : at + 1]:
+            ahead, below = decoded[here : here + NEAR + 3], text[at : at + NEAR + 3]
+            same = (step for step in steps if ahead[step[0] : step[0] + 3] == below[step[1] : step[1] + 3])
+            left, right = next(same, (1, 1))
+        places += [min(at, len(text))] * left
+        at += right
+    return [*places, min(at, len(text))]
 
 
 class Chats(Form):

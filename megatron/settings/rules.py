@@ -242,6 +242,39 @@ RULES = (
         ),
     ),
     Rule(
+        lambda s: s.fp8_format and s.precision == "fp16",
+        lambda s: (
+            f"--fp8-format {s.fp8_format} with --fp16: products of fp8 numbers have the range of bf16, which fp16 cannot "
+            "hold; say --bf16"
+        ),
+    ),
+    Rule(
+        lambda s: s.fp8_format and s.amp_level == "O1" and s.precision != "fp32",
+        lambda s: (
+            f"--fp8-format {s.fp8_format} with --amp-level O1: autocast casts the operands of each op itself; leave one of "
+            "the two out"
+        ),
+    ),
+    Rule(
+        lambda s: s.fp8_format and not s.fuse_attn_qkv,
+        lambda s: (
+            f"--fp8-format {s.fp8_format} is for a layer's one product, and --no-fuse-attn-qkv makes three of queries, "
+            "keys and values; leave one of the two out"
+        ),
+    ),
+    Rule(
+        lambda s: (
+            s.fp8_format
+            and s.first_last_layers_bf16
+            and s.num_layers_at_start_in_bf16 + s.num_layers_at_end_in_bf16 >= s.num_layers
+        ),
+        lambda s: (
+            f"--num-layers-at-start-in-bf16 {s.num_layers_at_start_in_bf16} and --num-layers-at-end-in-bf16 "
+            f"{s.num_layers_at_end_in_bf16} leave none of the {s.num_layers} layers for --fp8-format {s.fp8_format}; give "
+            "smaller numbers, or leave --fp8-format out"
+        ),
+    ),
+    Rule(
         lambda s: s.teacher_load and s.teacher_logits,
         lambda s: (
             f"--teacher-load {s.teacher_load} and --teacher-logits {s.teacher_logits} are two sources of the same logits; "

@@ -232,7 +232,8 @@ def _fingerprints(files: TokenizerFiles, description: dict, special: set[str]) -
     Earlier versions removed special tokens from the file, so that added tokens after them got lower ids, left merges that
     make special tokens of text, and read tokenizer.json alone. They hashed the form of the file, too.
     """
-    hashed = lambda content, version="": fingerprint(f"tokenizer.json{version}", json.dumps(content, sort_keys=True))
+    written = lambda content: json.dumps(content, sort_keys=True)
+    hashed = lambda text, version="": fingerprint(f"tokenizer.json{version}", text)
     pieces = description["model"].get("vocab") or ()
     pieces = pieces if isinstance(pieces, dict) else {piece for piece, _ in pieces}
     outside = [token["content"] for token in description.get("added_tokens") or [] if token["content"] not in pieces]
@@ -241,18 +242,19 @@ def _fingerprints(files: TokenizerFiles, description: dict, special: set[str]) -
     moved += _made_of_text(description["model"], special)
     version, earlier = " 2" if moved else "", {}
     contents = [description, *([json.loads(files.replaced)] if files.replaced else [])]
+    texts = list(map(written, contents))
     if moved:
         named = f"{', '.join(moved[:4])}{' ...' * (len(moved) > 4)}"
-        earlier[hashed(description)] = f"the ids of {named} were those of other tokens"
+        earlier[hashed(texts[0])] = f"the ids of {named} were those of other tokens"
     other = set(files.changed) - {"post_processor", "decoder"}
     if other:
         what = f"it read tokenizer.json alone, and transformers changes its {' and '.join(files.changed)}"
-        earlier[hashed(contents[1])] = what
-    own = description if other else contents[-1]
-    form = _in_one_form(own)
-    if form != own:
-        earlier = {hashed(content, version): "" for content in contents} | earlier
-    return hashed(form, version), earlier
+        earlier[hashed(texts[1])] = what
+    place = 0 if other else -1
+    form = _in_one_form(contents[place])
+    if form == contents[place]:
+        return hashed(texts[place], version), earlier
+    return hashed(written(form), version), {hashed(text, version): "" for text in texts} | earlier
 
 
 BPE = dict(dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None, fuse_unk=False)

@@ -50,11 +50,11 @@ def verify(argv: list[str]) -> None:
     if asked.steps < 1:
         raise SettingsError(f"--steps {asked.steps} must be at least 1")
 
-    from megatron.planner.parity import ALONE, TOLERANCE, compare, one_process
+    from megatron.planner.parity import ALONE, TOLERANCE, compare, one_process, rounding_of
 
     config, layouts = wanted(config, asked)
-    precision = config.precision.precision
-    if precision == "auto":
+    precision = rounding_of(config.precision)
+    if config.precision.precision == "auto":
         raise SettingsError("--precision auto is not a number format to compare in", do="say fp32 or bf16")
     if [layout.text for layout in layouts] == [ALONE] and not asked.layouts:
         raise UsageError("one process alone: nothing to compare", do=f"{EXAMPLE}, or the flags of a layout")

@@ -28,6 +28,7 @@ from megatron.guard.supervisor_mark import SUPERVISOR
 from megatron.guard.watch import Watch
 from megatron.model.attention import describe_kernel
 from megatron.model.facts import Facts
+from megatron.model.fp8_product import attach_fp8
 from megatron.model.recipe import Recipe, module_of, sums_of
 from megatron.mpu import collectives, initialize
 from megatron.mpu.initialize import RankContext, weight_format
@@ -83,7 +84,7 @@ from megatron.training.frozen_model import attach_frozen
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.rank_watch import RankWatch
 from megatron.training.resume import ResumeChanges, resume
-from megatron.training.rules import idle, remarks
+from megatron.training.rules import idle, remarks, tables_of
 from megatron.training.start_log import crowded, end_of_document, left_out, log_notices, nothing_left, resumed, summary
 from megatron.training.state import Checkpoints, Loaders, Losses, Passes, Pending, Run, State
 
@@ -245,6 +246,8 @@ def build_model(
     pipeline = build_pipeline(config, context)
     build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
     stages = build_stages(build, pipeline, context.mesh, selection)
+    if config.precision.fp8_format:
+        attach_fp8(stages, config, tables_of(facts))
     refuse_idle(config.optimizer, facts)
     check_model_complete(stages, context.mesh, context.all_gather_object, facts.weights)
     optimizer = build_optimizer(config, context, stages, dtype, draws)

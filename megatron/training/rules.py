@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 from megatron.data import data_rules
 from megatron.errors import SettingsError, numbered
-from megatron.model import linear_kinds
+from megatron.model import fp8, linear_kinds
+from megatron.model.facts import Facts
 from megatron.model.layer_ops import ATTENTION, LAYER, MODULES
 from megatron.model.recipe import recipe_of
 from megatron.model.weights import Table
@@ -72,6 +73,7 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
     violations += rules.of_given_values(others, s)
     violations = violations or [
         *linear_kinds.problems(settings.model, lambda: _tables(settings), s.tp),
+        *(fp8.problems(settings, _tables(settings), s.tp) if settings.precision.fp8_format else ()),
         *expert_problems(s),
         *recompute_problems(settings),
     ]
@@ -131,14 +133,18 @@ def _experts(settings: schema.Config) -> dict[str, Placement]:
 
 
 def _tables(settings: schema.Config) -> dict[int, Table]:
-    """The weights of each layer of a run's model, without the weights that linear kinds add."""
-    facts = recipe_of(settings).facts(settings, 1)
+    return tables_of(recipe_of(settings).facts(settings, 1))
+
+
+def tables_of(facts: Facts) -> dict[int, Table]:
+    """The weights of each layer of a model, without the weights that linear kinds add."""
     return {layer: facts.layer_weights(facts.layer_kind(layer), False) for layer in range(facts.num_layers)}
 
 
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
     """Remarks for the log on settings that work but are probably not intended, one sentence each."""
-    return rules.remarks(settings, world_size, pipeline_rules.REMARKS)
+    found = rules.remarks(settings, world_size, pipeline_rules.REMARKS)
+    return found + (fp8.remarks(settings, _tables(settings)) if settings.precision.fp8_format else [])
 
 
 def idle(settings: schema.Config, world_size: int, datasets: Sequence = ()) -> dict[str, str]:

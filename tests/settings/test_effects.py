@@ -125,6 +125,11 @@ CASES = {
         "--bf16 | --amp-level O1",
         "--bf16 --amp-level O1 | --fp16 --amp-level O1",
     ),
+    "--fp8-format": ("", "--fp8-format e4m3"),
+    "--fp8-format, and --first-last-layers-bf16": (
+        "--fp8-format e4m3 | --first-last-layers-bf16",
+        "--fp8-format e4m3 --first-last-layers-bf16",
+    ),
     "--fp16": ("--bf16", "--fp16"),
     "--fp16, and no --loss-scale": (" | --fp16 --loss-scale 8 | --precision auto | --bf16", "--fp16"),
     "--save-interval auto": ("--save-interval 4", "--save-interval auto"),

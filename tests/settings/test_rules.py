@@ -35,7 +35,7 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 def flags_of(text: str) -> set[str]:
     """The flags that a text names, as whole words."""
-    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*(?:\d+\b)?", text))
+    return set(re.findall(r"(?<![\w-])--[a-z](?:[a-z-]|\d+(?:\b|-))*", text))
 
 
 def without(*flags: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from megatron.model.recipe import Recipe
 from megatron.mpu.forked import RankFailed
-from megatron.planner.parity import TOLERANCE, compare, laid_out, layout_of, one_process, trace
+from megatron.planner.parity import TOLERANCE, compare, laid_out, layout_of, one_process, rounding_of, trace
 from megatron.planner.preflight.verdict import Check
 from megatron.planner.shrink import ShrunkJob, shrunk_jobs_of
 from megatron.settings import schema
@@ -29,7 +29,7 @@ def check_shrunk_job(config: schema.Config, world_size: int, recipe: Recipe, ste
 
 def compared(shrunk: ShrunkJob, recipe: Recipe, steps: int) -> Check:
     """Compare a shrunk job with one process."""
-    started, precision = time.perf_counter(), shrunk.config.precision.precision
+    started, precision = time.perf_counter(), rounding_of(shrunk.config.precision)
     layout, limits = layout_of(shrunk.config, shrunk.world_size), TOLERANCE[precision]
     try:
         reference = trace(one_process(shrunk.config), recipe, 1, steps)

@@ -63,7 +63,7 @@ LOST = {
         --venv_script --deepspeed_* -x""",
     "--auto-parallel searches the layout": "--autotuning",
     "a program that is not Python is started by torchrun --no-python": "--no_python",
-    "formats are --bf16 and --fp16": "--mixed_precision --fp8_*",
+    "formats are --bf16 and --fp16; --bf16 --fp8-format hybrid has fp8 products": "--mixed_precision --fp8_*",
     "state is on the device, on the host, or in files: --nvme-offload-fraction": "--offload_*",
     "it is one of --torch-compile's choices, which are torch's own": "--dynamo_*",
     "layouts are --tensor-model-parallel-size and other flags": "--use_megatron_lm --megatron_lm_* --parallelism_*",

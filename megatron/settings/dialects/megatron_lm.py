@@ -135,7 +135,13 @@ experts are grouped products where these are faster than one product for each
     --moe-grouped-gemm --moe-use-legacy-grouped-gemm --moe-use-grouped-tensor --use-grouped-gemm-*
 metrics.jsonl has the load of each expert in each layer
     --moe-per-layer-logging
-padding of experts' tokens is for 8-bit products
+scales of fp8 numbers are those of the numbers themselves, as with Megatron-LM's --fp8-recipe tensorwise
+    --fp8-margin --fp8-interval --fp8-amax-history-len --fp8-amax-compute-algo --tp-only-amax-red
+parameters are gathered in the format of --precision: fp8 products have the same numbers
+    --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag
+transposed fp8 weights are views of the others
+    --keep-fp8-transpose-cache
+padding of experts' tokens is for fp8 products of experts
     --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
 ranks are always ordered tensor, context, data, pipeline
     --use-tp-pp-dp-mapping
@@ -301,9 +307,12 @@ say --model-name-or-path gpt-oss-20b, which sets the whole shape
     --enable-gpt-oss
 Mamba layers, and hybrids of them and attention, are not part of this suite
     --hybrid-* --mamba-* --is-hybrid-model --disable-mamba-mem-eff-path
-8- and 4-bit training is not part of this suite; use --bf16
-    --fp8-* --fp4-* --no-fp8-wgrad --disable-fp8-wgrad --first-last-layers-bf16 --num-layers-at-*-in-bf16
-    --te-precision-config-file --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag
+attention and the output layer stay in the format of --precision; --fp8-format is for linear layers of blocks
+    --fp8-output-proj --fp8-dot-product-attention --fp8-multi-head-attention
+say --fp8-format with --fp8-recipe tensorwise, blockwise or mxfp8
+    --fp8-* --fp4-*
+layers with fp8 products are chosen by --fp8-layers and --fp8-skip
+    --te-precision-config-file
 residuals and embeddings have the format of --precision
     --fp32-residual-connection --embedding-weights-in-fp32
 leave out --no-bias-gelu-fusion: the tanh form is this suite's default
@@ -401,14 +410,13 @@ VALUES = {"--shard-strategy": ("tensor", "bucket")}
 NEUTRAL = """
 --main-params-dtype=fp32
 --num-distributed-optimizer-instances=1
---fp8-recipe=delayed
 --pp-recompute-interval=1 --error-injection-rate=0 --nnodes=1 --inference-max-requests=8
 """
 
 
 # Megatron-LM's values that have another name here, and that name.
 INSTEAD = {
-    "fp8": "8-bit numbers are not part of this suite: say bf16",
+    "fp8": "fp8 is for products of linear layers (--fp8-format): say bf16",
     "fp16": "fp16 would need a scale for each tensor: say bf16, which has the range of fp32",
     "O3": "half precision for weights and optimizer alone loses small updates: say O2, which keeps fp32 ones beside them",
     "shared_experts": "say mlp, which recomputes experts and shared experts",

@@ -104,7 +104,7 @@ LOST = {
     "checkpoints are kept by age (--keep-last), not by a figure": """exp_manager.checkpoint_callback_params.monitor
         exp_manager.checkpoint_callback_params.mode exp_manager.checkpoint_callback_params.*""",
     "gradient accumulation follows from --global-batch-size": "trainer.accumulate_grad_batches",
-    "8-bit training is not part of this suite; use --bf16": "model.fp8* model.reduce_amax",
+    "say --fp8-format hybrid, with --fp8-recipe (docs/fp8.md)": "model.fp8* model.reduce_amax",
     "this is not part of --moe-*": "model.moe_*",
     "residuals and the loss have the format of --precision, the loss fp32": """model.fp32_residual_connection
         model.fp16_lm_cross_entropy""",

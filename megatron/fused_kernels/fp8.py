@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8 numbers in plain torch: casts with a scale for each tile, and products. It runs on every device, and defines what
+kernels compute.
+
+    x ~ q s        q = cast(clamp(x / s, -top, top)), top = 448 (e4m3) or 57344 (e5m2)
+                   s = 2^ceil(log2(amax / top)), one for each tile of x; at least 2^-126
+                   1 for a tile of zeros; inf if amax is inf or NaN: then the tile stands for NaN, which guards see
+
+Scales are powers of two: rows can be turned into columns without a loss of precision, pieces of a whole tile have nearly
+the numbers of the whole, and a product of q s is exact in fp32. Values and scales are TransformerEngine's blockwise ones
+(`pow_2_scales`) and torchao's RCEIL of MX formats (`tests/fused_kernels/test_fp8.py`). Tiles of 1 x 128 and 128 x 128 are
+those of DeepSeek-V3 (arXiv:2412.19437, section 3.3), 1 x 32 those of the OCP MX specification.
+"""
+
+from typing import NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# The exponent of the largest number, which is 1.75 x 2^exponent in both formats.
+_TOP_EXPONENT = {E4M3: 8, E5M2: 15}
+_BIAS, _MANTISSA, _THREE_QUARTERS = 127, 0x7FFFFF, 0x600000  # of fp32
+
+Scaled = tuple[torch.Tensor, torch.Tensor]  # (q [n, k] in fp8, s [tiles of n, tiles of k] in fp32)
+
+
+class ScaleTile(NamedTuple):
+    """Neighbours that share a scale: rows x columns; 0: all."""
+
+    rows: int
+    columns: int
+
+    @property
+    def mT(self) -> "ScaleTile":
+        """The tile of the transposed matrix."""
+        return ScaleTile(self.columns, self.rows)
+
+
+def scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The scale of tiles with these largest absolute values, in fp32.
+
+    >>> scale_of(torch.tensor([448.0, 449.0, 1.0, 0.0, float("inf")]), E4M3).tolist()
+    [1.0, 2.0, 0.00390625, 1.0, inf]
+    """
+    bits = amax.float().contiguous().view(torch.int32)
+    exponent = (bits >> 23) - _TOP_EXPONENT[dtype] + ((bits & _MANTISSA) > _THREE_QUARTERS)
+    scale = (exponent.clamp(1, 2 * _BIAS) << 23).view(torch.float32)
+    scale = torch.where(amax == 0, 1.0, scale)
+    return torch.where(amax.isfinite(), scale, torch.inf)
+
+
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value, [1, 1] in fp32; 0 of no values."""
+    return x.abs().amax().float().view(1, 1) if x.numel() else x.new_zeros((1, 1), dtype=torch.float32)
+
+
+def quantize(x: torch.Tensor, tile: ScaleTile, dtype: torch.dtype, amax: Optional[torch.Tensor] = None) -> Scaled:
+    """Cast x [n, k]; the last tiles may be smaller. amax: of the tiles, if it is known, as over several ranks."""
+    (n, k), (rows, columns) = x.shape, _sizes(x, tile)
+    if not x.numel():
+        return x.to(dtype), x.new_ones((-(-n // rows), -(-k // columns)), dtype=torch.float32)
+    padded = F.pad(x.float(), (0, -k % columns, 0, -n % rows))
+    tiles = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    scales = scale_of(tiles.abs().amax((1, 3)) if amax is None else amax, dtype)
+    top = torch.finfo(dtype).max
+    values = (tiles / scales[:, None, :, None]).clamp(-top, top).to(dtype)
+    return values.view(padded.shape)[:n, :k].contiguous(), scales
+
+
+def dequantize(scaled: Scaled, tile: ScaleTile) -> torch.Tensor:
+    """The numbers that q and s stand for, [n, k] in fp32."""
+    (values, scales), (rows, columns) = scaled, _sizes(scaled[0], tile)
+    n, k = values.shape
+    return values.float() * scales.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+
+
+def turn(scaled: Scaled, tile: ScaleTile) -> Scaled:
+    """The transpose of a cast x, with tiles of the same shape: q^T [k, n], cast again from what q and s stand for."""
+    return quantize(dequantize(scaled, tile).t().contiguous(), tile, scaled[0].dtype)
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, partial: int = 0) -> torch.Tensor:
+    """a [m, k] b[n, k]^T in fp32, of numbers from `dequantize`.
+
+    partial: as many products are added by themselves, and their sums added up: 128 in DeepSeek-V3; 0: all
+    """
+    if not partial or a.shape[1] <= partial:
+        return a @ b.t()
+    total = a[:, :partial] @ b[:, :partial].t()
+    for left, right in zip(a.split(partial, 1)[1:], b.split(partial, 1)[1:]):
+        total += left @ right.t()
+    return total
+
+
+def _sizes(x: torch.Tensor, tile: ScaleTile) -> tuple[int, int]:
+    return tile.rows or max(len(x), 1), tile.columns or max(x.shape[1], 1)

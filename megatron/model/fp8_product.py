@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The products of a linear layer in fp8 (`model/fp8.py` says of which), in the arithmetic of `fused_kernels/fp8.py`.
+
+                     tensorwise               blockwise                           mxfp8
+    x, dy            one scale                1 x 128                             1 x 32
+    w                one scale                128 x 128                           1 x 32
+    y = x w^T        rows                     rows                                rows
+    dx = dy w        rows; w turned           rows; w turned, scales as well      rows; w cast again along its columns
+    dw = dy^T x      both turned              x turned from its saved numbers; dy cast along its columns
+
+x and w are e4m3; dy is e5m2 with --fp8-format hybrid. Sums are fp32, those of blockwise of 128 each. Of x fp8 numbers are
+saved, and under sequence parallelism gathered. dw is fp32, until it is added to a gradient. Biases are added before y is
+rounded.
+
+The scale of tensorwise is that of a whole tensor as far as ranks have parts of it in one place: of a weight, and of an
+input that is gathered, over tp: a message of 4 bytes. An input of a row-parallel layer, and the gradient of a
+column-parallel layer's output, are parts that no rank has whole: each part has its own scale. Never over data, context or
+pipeline parallel ranks: another micro-batch is another tensor.
+
+Legend: n tokens, i inputs, o outputs of this rank.
+"""
+
+from collections.abc import Iterable
+from typing import Optional
+
+import torch
+from torch import nn
+
+from megatron.fused_kernels.fp8 import E4M3, E5M2, ScaleTile, amax_of, dequantize, multiply, quantize, turn
+from megatron.model.fp8 import fp8_layers
+from megatron.model.weights import Table
+from megatron.mpu import collectives
+from megatron.mpu.linear_product import LinearProduct, Operand, attach_products
+from megatron.settings.schema import Config
+
+KIND, EXPERTS = "fp8", "fp8 of experts"
+
+
+class BlockwiseProduct(LinearProduct):
+    """Tiles of 1 x 128, and of weights 128 x 128 (DeepSeek-V3, arXiv:2412.19437)."""
+
+    rows, weights, partial = ScaleTile(1, 128), ScaleTile(128, 128), 128
+    once_a_step = True
+
+    def __init__(self, layer, name, settings):
+        super().__init__(layer, name, settings)
+        self.of_gradients = E5M2 if settings.fp8_format == "hybrid" else E4M3
+
+    # ---- casts --------------------------------------------------------------------------------------------------------
+
+    def prepare_weight(self, weight: torch.Tensor) -> Operand:
+        return quantize(weight, self.weights, E4M3)
+
+    def prepare_input(self, x: torch.Tensor) -> Operand:
+        return self.cast_input(x) if self.settings.fp8_wgrad else (x,)
+
+    def cast_input(self, x: torch.Tensor) -> Operand:
+        """Values and scales of the input, with a row for each of its rows."""
+        return quantize(x, self.rows, E4M3)
+
+    def prepare_gradient(self, gradient: torch.Tensor) -> Operand:
+        """(Values and scales of rows for dx; values and scales of columns for dw, or the gradient itself.)"""
+        rows = quantize(gradient, self.rows, self.of_gradients)
+        if not self.settings.fp8_wgrad:
+            return *rows, gradient
+        return *rows, *quantize(gradient.t().contiguous(), self.rows, self.of_gradients)
+
+    def gradient_of_weight(self, gradient: Operand) -> Operand:
+        return gradient[2:]
+
+    def turned_weight(self, weight: Operand) -> torch.Tensor:
+        """w^T [i, o], the numbers for dx."""
+        return dequantize(weight, self.weights).t()
+
+    def turned_input(self, x: Operand) -> torch.Tensor:
+        """x^T [i, n], the numbers for dw."""
+        return dequantize(turn(x, self.rows), self.rows)
+
+    # ---- products -----------------------------------------------------------------------------------------------------
+
+    def forward(self, kernel, x: Operand, weight: Operand, bias: Optional[torch.Tensor]) -> torch.Tensor:
+        x = x if self.settings.fp8_wgrad else self.cast_input(x[0])
+        y = multiply(dequantize(x, self.rows), dequantize(weight[:2], self.weights), self.partial)
+        return (y if bias is None else y + bias).to(self.layer.weight.dtype)
+
+    def grad_input(self, kernel, gradient: Operand, weight: Operand) -> torch.Tensor:
+        return multiply(dequantize(gradient[:2], self.rows), self.turned_weight(weight), self.partial)
+
+    def grad_weight(self, kernel, gradient: Operand, x: Operand) -> torch.Tensor:
+        if not self.settings.fp8_wgrad:
+            return gradient[0].t().float() @ x[0].float()
+        return multiply(dequantize(gradient, self.rows), self.turned_input(x), self.partial)
+
+
+class Mxfp8Product(BlockwiseProduct):
+    """Tiles of 1 x 32 along what is summed (OCP MX): a weight is cast along its rows, and along its columns."""
+
+    rows, weights, partial = ScaleTile(1, 32), ScaleTile(1, 32), 0
+
+    def prepare_weight(self, weight: torch.Tensor) -> Operand:
+        return *super().prepare_weight(weight), *super().prepare_weight(weight.t().contiguous())
+
+    def turned_weight(self, weight: Operand) -> torch.Tensor:
+        return dequantize(weight[2:], self.weights)
+
+
+class TensorwiseProduct(BlockwiseProduct):
+    """One scale for each tensor. That of x and dy is repeated for each row, as an operand has to have rows."""
+
+    rows, weights, partial = ScaleTile(1, 0), ScaleTile(0, 0), 0
+    _amax: Optional[torch.Tensor] = None  # of the weight on all ranks, until it changes
+
+    def prepare_weight(self, weight: torch.Tensor) -> Operand:
+        if self._amax is None:
+            self._amax = self.over_tp(amax_of(weight), self.layer.placements["weight"].cut)
+        return quantize(weight, self.weights, E4M3, self._amax)
+
+    def after_update(self) -> None:
+        self._amax = None
+
+    def over_tp(self, amax: torch.Tensor, parts: object) -> torch.Tensor:
+        """The largest of the ranks of tp, if these have parts of a tensor."""
+        if parts and self.layer.tp.size > 1 and not amax.is_meta:
+            collectives.all_reduce(amax, self.layer.tp, "max")
+        return amax
+
+    def cast_input(self, x: torch.Tensor) -> Operand:
+        # With --no-fp8-wgrad the input is whole when it is cast.
+        parts = getattr(self.layer, "gather", None) if self.settings.fp8_wgrad else None
+        return self.cast_rows(x, E4M3, self.over_tp(amax_of(x), parts))
+
+    def cast_rows(self, x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor) -> Operand:
+        values, scale = quantize(x, self.weights, dtype, amax)
+        return values, scale.expand(len(x), 1).contiguous()
+
+    def prepare_gradient(self, gradient: torch.Tensor) -> Operand:
+        rows = self.cast_rows(gradient, self.of_gradients, amax_of(gradient))
+        return rows if self.settings.fp8_wgrad else (*rows, gradient)
+
+    def gradient_of_weight(self, gradient: Operand) -> Operand:
+        return gradient if self.settings.fp8_wgrad else gradient[2:]
+
+    def turned_input(self, x: Operand) -> torch.Tensor:
+        return dequantize(x, self.rows).t()
+
+    def grad_weight(self, kernel, gradient: Operand, x: Operand) -> torch.Tensor:
+        if not self.settings.fp8_wgrad:
+            return super().grad_weight(kernel, gradient, x)
+        return multiply(dequantize(gradient, self.rows).t(), self.turned_input(x))
+
+
+class ExpertsProduct(LinearProduct):
+    """Experts, with every recipe: rows of x and dy, and rows and columns of each matrix, have one scale each; dw is that of
+    --precision. No expert has columns of its own tokens to cast, and none needs padding (torchao's and nanochat's choice).
+
+    Numbers of fp8 and their scales are exact in bf16: the grouped kernel multiplies these.
+    """
+
+    once_a_step = True
+    rows = ScaleTile(1, 0)
+
+    def prepare_weight(self, weight: torch.Tensor) -> Operand:
+        cut = weight_cut(self.layer)
+        inputs = cut == len(self.whole_shape) - 1
+        return *self.cast_rows(weight, inputs), *self.cast_rows(weight.mT, cut is not None and not inputs)
+
+    def cast_rows(self, weight: torch.Tensor, parts: bool) -> Operand:
+        """Values [E, o, i] and scales [E, o, 1] of rows. parts: ranks of etp have parts of them."""
+        amax = weight.abs().amax(-1, keepdim=True).float()
+        if parts and self.layer.tp.size > 1 and not amax.is_meta:
+            collectives.all_reduce(amax, self.layer.tp, "max")
+        values, scales = quantize(weight.flatten(0, 1), self.rows, E4M3, amax.flatten(0, 1))
+        return values.view(weight.shape), scales.view(amax.shape)
+
+    def cast(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The numbers that rows of x [n, i] are cast to, in the format of the layer."""
+        return dequantize(quantize(x, self.rows, dtype), self.rows).to(x.dtype)
+
+    def forward(self, kernel, x: Operand, weight: Operand, bias: Optional[torch.Tensor]) -> torch.Tensor:
+        return kernel(self.cast(x[0], E4M3), (weight[0].float() * weight[1]).to(x[0].dtype), bias)
+
+    def grad_input(self, kernel, gradient: Operand, weight: Operand) -> torch.Tensor:
+        of_gradients = E5M2 if self.settings.fp8_format == "hybrid" else E4M3
+        return kernel(self.cast(gradient[0], of_gradients), (weight[2].float() * weight[3]).to(gradient[0].dtype), None)
+
+
+def weight_cut(layer: nn.Module) -> Optional[int]:
+    """The dim of an expert's weight that ranks of etp divide; None: each has whole experts."""
+    return layer.placements["weight"].cut.get(layer.tp.name)
+
+
+PRODUCTS = dict(tensorwise=TensorwiseProduct, blockwise=BlockwiseProduct, mxfp8=Mxfp8Product)
+
+
+def attach_fp8(stages: Iterable[nn.Module], config: Config, tables: dict[int, Table]) -> None:
+    """Attach the products of --fp8-format to the linear layers of a rank's stages. tables: as in `fp8_layers`."""
+    chosen: dict[int, list[tuple[str, str]]] = {}
+    for name, weight in fp8_layers(config, tables).fp8.items():
+        _, layer, inside = name.split(".", 2)
+        chosen.setdefault(int(layer), []).append((inside, EXPERTS if weight.stacked else KIND))
+    kinds = {KIND: PRODUCTS[config.precision.fp8_recipe], EXPERTS: ExpertsProduct}
+    if config.parallel.sharding_stage == 3:  # cast after each gather: a cache would hold whole weights
+        kinds = {name: type(kind.__name__, (kind,), {"once_a_step": False}) for name, kind in kinds.items()}
+    for stage in stages if chosen else ():
+        attach_products(
+            stage.blocks,
+            config.precision,
+            kinds,
+            lambda layer: chosen.get(layer, ()),
+            compiled=bool(config.kernels.torch_compile),
+        )
