@@ -32,6 +32,7 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP = "--num-layers 4 --pipeline-model-parallel-size 2"
 IN_BF16 = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+FP8 = "--hidden-size 256 --ffn-hidden-size 512 --fp8-format hybrid"
 CASES = {  # name: flags, rank, ranks
     "fp16": ("--precision fp16", 0, 1),
     "O1": (f"--precision bf16 --amp-level O1 {DROPOUT}", 0, 1),
@@ -40,6 +41,9 @@ CASES = {  # name: flags, rank, ranks
         0,
         1,
     ),
+    "fp8 of tensors, tp2 sp": (f"{FP8} {TP}", 1, 2),
+    "fp8 of blocks, zero3": (f"{FP8} {LLAMA} --fp8-recipe blockwise --sharding-stage 3", 1, 2),
+    "mxfp8, recomputed": (f"{FP8} --fp8-recipe mxfp8 --recompute-granularity full", 0, 1),
     "offload": ("--optimizer-cpu-offload", 0, 1),
     "bf16 state, dp2 zero1": (f"{IN_BF16} --grad-reduce-in-bf16 --sharding-stage 1", 1, 2),
     "bf16 state, zero3, Muon": (f"{IN_BF16} --main-grads-dtype bf16 --sharding-stage 3 --optimizer muon", 1, 2),
