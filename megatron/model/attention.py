@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Optional
+from typing import ClassVar, Optional
 
 import numpy as np
 import torch
@@ -74,6 +74,8 @@ class Attention(nn.Module):
     """Self-attention, [s, b, h] -> [s, b, h]. weights: `kinds.attention.kind.attention(...)`."""
 
     causal = True  # no query sees a key after it
+    inputs: ClassVar[tuple[str, ...]] = ("qkv",)  # names of the products before the core
+    site = "attention"  # the name of its dropout
 
     def __init__(self, weights: Table, setup: LayerSetup):
         super().__init__()
@@ -82,10 +84,11 @@ class Attention(nn.Module):
         self.scale = (model.query_pre_attn_scalar or self.head_dim) ** -0.5  # of scores
         self.groups = model.query_groups // tp.size
         self.queries = model.num_attention_heads // model.query_groups
-        self.qkv = ColumnParallelLinear(take_prefix(weights, "qkv"), tp, **setup.linear)
+        for name in self.inputs:
+            self.add_module(name, ColumnParallelLinear(take_prefix(weights, name), tp, **setup.linear))
         self.output = RowParallelLinear(take_prefix(weights, "output"), tp, **setup.linear)
         self.q_norm = self.k_norm = None
-        if model.qk_layernorm:
+        if take_prefix(weights, "q_norm"):
             norm = partial(RMSNormAcrossHeads, tp) if model.qk_layernorm_across_heads else NORMS[model.normalization]
             self.q_norm, self.k_norm = (
                 norm(take_prefix(weights, name), model.norm_epsilon, **setup.factory) for name in ("q_norm", "k_norm")
@@ -98,9 +101,8 @@ class Attention(nn.Module):
         # Gathered keys and values are gathered again in the backward pass instead of being kept.
         self.gather_again = not {CORE, ATTENTION, LAYER}.intersection(setup.recompute) and not kernels.torch_compile
         heads = tp if sharing.heads.size == 1 else _divided_by_both(tp, sharing.heads)
-        self.dropout = Dropout(
-            model.attention_dropout, "attention", self.layer, setup.seed, batch_dim=0, cut=0, axis=heads
-        )
+        drops = dict(batch_dim=0, cut=0, axis=heads)
+        self.dropout = Dropout(model.attention_dropout, self.site, self.layer, setup.seed, **drops)
         # Megatron's scaling for fp16: scores are divided by the layer's number before, multiplied after, in fp32.
         self.score_divisor = float(self.layer + 1) if model.apply_query_key_layer_scaling else 1.0
         self.softmax_in_fp32 = model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
@@ -120,11 +122,15 @@ class Attention(nn.Module):
         key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
         if context.cache is not None:
             attended = context.cache.attend(self, query, key, value, context)
-        elif self.recompute_core:
-            attended = recompute(self.core, query, key, value, self, context, inside=context.region, of=(self,))
         else:
-            attended = self.core(query, key, value, self, context)
+            attended = self.attended(query, key, value, context)
         return self.project(attended, x)
+
+    def attended(self, query, key, value, context: ForwardContext) -> torch.Tensor:
+        """`core`, recomputed if it is to be."""
+        if self.recompute_core:
+            return recompute(self.core, query, key, value, self, context, inside=context.region, of=(self,))
+        return self.core(query, key, value, self, context)
 
     def decode_kernel(self, like: torch.Tensor) -> Optional[Callable]:
         """A kernel that attends for the newest token of each of several texts (`reference.decode_attention`), in the format
@@ -180,6 +186,36 @@ class Attention(nn.Module):
         parts = [n * self.head_dim for n in (self.queries, 1, 1)]
         qkv = qkv.view(s, b, self.groups, sum(parts)).split(parts, 3)
         return tuple(part.unflatten(3, (-1, self.head_dim)) for part in qkv)
+
+
+class BidirectionalAttention(Attention):
+    """Every query sees every key that is a token."""
+
+    causal = False
+
+
+class CrossAttention(BidirectionalAttention):
+    """Attention over `context.cross`, the states [t, b, h] of another sequence. weights: those of `kinds.cross`."""
+
+    inputs, site = ("q", "kv"), "cross attention"
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        memory, context = context.cross
+        query = self.q(x)
+        query = query.view(*query.shape[:2], self.groups, self.queries, self.head_dim)
+        return self.output(self.attended(query, *self.keys_and_values(memory, context), context))
+
+    def keys_and_values(self, memory: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """[t, b, g/tp, d] each. Generation computes them once and keeps them in the cache."""
+        cache = context.cache
+        if cache is not None and self.layer in cache.cross:
+            return cache.cross[self.layer]
+        both = self.kv(memory)
+        both = both.view(*both.shape[:2], self.groups, 2, self.head_dim)
+        key_value = both.unbind(3)
+        if cache is not None:
+            cache.cross[self.layer] = key_value
+        return key_value
 
 
 def describe_kernel(config: Config, facts: Facts, device: str) -> list[str]:

@@ -2,8 +2,8 @@
 """A layer as a list of branches: its weights, its ops, and with `layer.Layer` its module. Needs no torch.
 
 A branch: norm -> mixers (one, or several, whose outputs are summed) -> norm -> dropout -> sum with its input -> norm. Each
-norm may be missing: layers of GPT have one before the mixers, after them or both (--norm-position), a post-norm BERT's have
-one after the sum.
+norm may be missing: --norm-position selects the first, the second or both of those next to the mixers; with --post-norm
+there is only the one after the sum.
 """
 
 from collections.abc import Iterator, Sequence

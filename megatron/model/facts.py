@@ -70,6 +70,10 @@ class Facts:
         """The branches of a layer."""
         return ()
 
+    def overrides(self, layer: int) -> tuple[tuple[str, Any], ...]:
+        """The settings of a layer that differ from the model's."""
+        return self.settings.overrides(layer)
+
     def layer_weights(self, kind: LayerKind, sequence_parallel: bool) -> Table:
         """The weights of a layer."""
         return branch_weights(self, kind, sequence_parallel)
@@ -91,7 +95,7 @@ class Facts:
     @cached_property
     def _kinds_in_order(self) -> tuple[LayerKind, ...]:
         layers = range(self.num_layers)
-        return tuple(LayerKind(self.branches(layer), self.settings.overrides(layer)) for layer in layers)
+        return tuple(LayerKind(self.branches(layer), self.overrides(layer)) for layer in layers)
 
     @property
     def layer_kinds(self) -> frozenset[LayerKind]:
@@ -197,10 +201,16 @@ class Facts:
         own = {f"{unit.name}.weight" for unit in self.projections(range(self.num_layers), False)}
         if self.settings.linear is None:
             return own
-        tables = {n: self.layer_weights(self.layer_kind(n), False) for n in range(self.num_layers)}
         return own | {
-            f"blocks.{n}.{name}" for n, table in tables.items() for name in self.layer_table(n, False).keys() - table
+            f"blocks.{n}.{name}"
+            for n, table in self.tables.items()
+            for name in self.layer_table(n, False).keys() - table
         }
+
+    @property
+    def tables(self) -> dict[int, Table]:
+        """The weights of each layer, without those that kinds of linear layers add."""
+        return {n: self.layer_weights(self.layer_kind(n), False) for n in range(self.num_layers)}
 
     @property
     def num_layers(self) -> int:

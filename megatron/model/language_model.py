@@ -164,6 +164,7 @@ class LanguageModel(nn.Module):
             facts,
             mesh,
             sequence_parallel=config.parallel.sequence_parallel,
+            cp_comm_type=config.parallel.cp_comm_types,
             kernels=config.kernels,
             recompute=config.recompute,
             autocast=autocast_of(config.precision),

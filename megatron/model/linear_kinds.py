@@ -140,8 +140,7 @@ def chosen_layers(facts: Any, how: quantization.QuantizeOptions) -> list[str]:
 
     Raises SettingsError for a pattern that is no layer.
     """
-    tables = {layer: facts.layer_weights(facts.layer_kind(layer), False) for layer in range(facts.num_layers)}
-    names = {f"blocks.{layer}.{name}": name for layer, table in tables.items() for name in linear_layers(table)}
+    names = {f"blocks.{layer}.{name}": name for layer, table in facts.tables.items() for name in linear_layers(table)}
     skip = [LinearChoice(pattern, "") for pattern in quantization.skipped_layers(how.quantize_skip, "--quantize-skip")]
     for choice in skip:
         if not any(map(choice.matches, names)):

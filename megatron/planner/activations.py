@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
-from megatron.model.facts import Bytes, Facts
+from megatron.model.facts import Bytes, Facts, LayerDesign
 from megatron.model.layer_ops import RankSetup
 from megatron.model.recompute_plan import recompute_groups
 from megatron.planner.layout import Job, Layout
@@ -26,22 +26,28 @@ def _stage_saved_bytes(
 ) -> Bytes:
     kept = Bytes()
     for (design, modules), count in repeated(facts, settings, layers, together=True).items():
-        for name, size in facts.layer_saved_bytes(design.share(share), design.kind, modules).items():
+        for name, size in _layer_saved_bytes(facts, share, design, modules).items():
             kept[name] += count * size
     kept.update(facts.ends_saved_bytes(share, first, last))
     return kept
+
+
+@lru_cache(maxsize=65536)
+def _layer_saved_bytes(facts: Facts, share: RankSetup, design: LayerDesign, modules: tuple[str, ...]) -> Bytes:
+    return facts.layer_saved_bytes(design.share(share), design.kind, modules)
 
 
 def largest_layer(job: Job, layout: Layout, layers: Sequence[int]) -> int:
     """The most bytes that the forward pass of one of these layers saves for a micro-batch."""
     share = layout.rank_setup(job)
     each = (
-        sum(job.facts.layer_saved_bytes(design.share(share), design.kind, modules).values())
-        for design, modules in repeated(job.facts, layout.recompute, layers, together=True)
+        sum(_layer_saved_bytes(job.facts, share, design, modules).values())
+        for design, modules in repeated(job.facts, layout.recompute, tuple(layers), together=True)
     )
     return max(each, default=0)
 
 
+@lru_cache(maxsize=65536)
 def repeated(facts: Facts, settings: Recompute, layers: Sequence[int], together: bool = False) -> Counter:
     """Count layers by (design, recomputed modules). together: count a group that is recomputed together once."""
     counts = Counter()
@@ -58,8 +64,13 @@ def deferred(job: Job, layout: Layout, layers: Sequence[int]) -> int:
 
 @lru_cache(maxsize=65536)
 def _deferred(facts: Facts, share: RankSetup, layers: Sequence[int]) -> int:
-    designs = Counter(map(facts.design_of, layers))
-    return sum(count * facts.deferred_saved_bytes(one.share(share), one.kind) for one, count in designs.items())
+    designs = repeated(facts, Recompute(), layers).items()
+    return sum(count * _layer_deferred(facts, share, one) for (one, _), count in designs)
+
+
+@lru_cache(maxsize=65536)
+def _layer_deferred(facts: Facts, share: RankSetup, design: LayerDesign) -> int:
+    return facts.deferred_saved_bytes(design.share(share), design.kind)
 
 
 def workspace(job: Job, layout: Layout, layers: Sequence[int]) -> int:
@@ -70,6 +81,12 @@ def workspace(job: Job, layout: Layout, layers: Sequence[int]) -> int:
 @lru_cache(maxsize=65536)
 def _workspace(facts: Facts, share: RankSetup, settings: Recompute, layers: tuple[int, ...]) -> int:
     together = (settings.recompute_num_layers or 1) if settings.recompute_method != "block" else 1
-    designs = set(map(facts.design_of, layers))
-    each = (facts.layer_workspace(one.share(share), one.kind, settings.modules, together) for one in designs)
-    return max(each, default=0)
+    designs = {design for design, _ in repeated(facts, Recompute(), layers)}
+    return max((_layer_workspace(facts, share, one, settings.modules, together) for one in designs), default=0)
+
+
+@lru_cache(maxsize=65536)
+def _layer_workspace(
+    facts: Facts, share: RankSetup, design: LayerDesign, modules: tuple[str, ...], together: int
+) -> int:
+    return facts.layer_workspace(design.share(share), design.kind, modules, together)

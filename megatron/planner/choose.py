@@ -273,8 +273,8 @@ def automatic(config: schema.Config, log) -> tuple[schema.Config, list[Plan], Se
     log(
         sentence(
             f"--auto-parallel: {searched.num_layouts:,} layouts of {cluster.world_size} ranks ({cluster.device.name}, "
-            f"{cluster.device.memory_gb:.1f} GB, {outcome.source}), {searched.too_large:,} do not fit; "
-            f"in {outcome.seconds:.2f} s",
+            f"{cluster.device.memory_gb:.1f} GB, {outcome.source}), of "
+            f"{searched.evaluated:,} evaluated {searched.too_large:,} do not fit; in {outcome.seconds:.2f} s",
             width,
         )
     )

@@ -302,9 +302,11 @@ class Layout:
 
     def rank_setup(self, job: Job) -> RankSetup:
         """The sizes and formats of a rank's work on the job's model."""
-        return job.rank_setup(
-            self.tp, self.sp, self.micro_batch_size, self.cp, self.cp_heads, self.gathers, *self.cuts[1:]
-        )
+        last_job, setup = self.__dict__.get("_setup", (None, None))  # each figure of a layout asks for it
+        if last_job is not job:
+            own = self.tp, self.sp, self.micro_batch_size, self.cp, self.cp_heads, self.gathers
+            self.__dict__["_setup"] = job, (setup := job.rank_setup(*own, *self.cuts[1:]))
+        return setup
 
     def num_microbatches(self, job: Job) -> int:
         """Micro-batches per step on each rank."""

@@ -121,7 +121,7 @@ class Units(tuple):
     def largest_layer(self, size_of: Callable[[UnitSizes], int]) -> int:
         """The size of the largest layer, with its experts."""
         most: dict[tuple[str, str], int] = {}
-        for unit in set(self.layers):
+        for unit in self.layers.counts:
             key = unit.name, unit.sharded
             most[key] = max(most.get(key, 0), size_of(unit))
         kinds = {name for name, _ in most}

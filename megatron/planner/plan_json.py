@@ -26,6 +26,7 @@ def record(config: Config, outcome: SearchResult, top: int, rejected: int, comma
         vocab_size=outcome.job.facts.vocab_size,
         remarks=outcome.remarks,
         layouts=searched.num_layouts,
+        evaluated=searched.evaluated,
         alike=searched.alike,
         fastest=searched.fastest.layout.short() if searched.fastest else None,
         too_large=searched.too_large,

@@ -2,15 +2,16 @@
 """Search all layouts of a job on a cluster: which of them fit, their speed, and why the others do not fit.
 
 The search covers the full grid: tp, pp, model chunks, schedule, sequence parallel, micro-batch, recomputation, ZeRO stage,
-sharding degree, offload. Figures that do not depend on inner choices are computed outside their loops, so that a hundred
-thousand layouts take seconds. The best ones are then refined: layers without recomputation, uneven stages.
+sharding degree, offload. It begins with the layouts that have the least work, and ends where the work alone takes longer
+than the best plans: of a million layouts a few thousand are evaluated. Figures that do not depend on inner choices are
+computed outside their loops. The best plans are then refined: layers without recomputation, uneven stages.
 """
 
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Optional
 
 from megatron.model.layer_ops import ACTIVATION, ATTENTION, CORE, LAYER, NORM, CoreAttention, RankSetup
@@ -131,7 +132,8 @@ class Rejected:
 @dataclass
 class SearchedPlans:
     """The result of a search: the chosen plan and others from fast to slow, the closest rejected layouts, and impossible
-    sizes. alike: plans that are as fast as the fastest, within the tolerance.
+    sizes. alike: plans that are as fast as the fastest, within the tolerance. evaluated: of `num_layouts`; the others are
+    slower by their work alone. too_large: of these, how many do not fit
     """
 
     plans: list[Plan] = field(default_factory=list)
@@ -140,6 +142,7 @@ class SearchedPlans:
     rejected: list[Rejected] = field(default_factory=list)
     impossible: list[str] = field(default_factory=list)
     num_layouts: int = 0
+    evaluated: int = 0
     too_large: int = 0
 
 
@@ -148,10 +151,15 @@ def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> Searche
     if space.only:
         return _of(job, cluster, space)
     result = SearchedPlans()
-    good, close = _Fastest(keep), _Shortlist(keep)
+    good, close = _Fastest(keep, space.tolerance), _Shortlist(keep)
     bases = list(_bases(job, cluster, space, result))
-    for base, sized in followed(bases, "searching layouts", len(bases), "groups"):
-        _try_shardings(base, sized, cluster, space, result, good, close)
+    least = [speed.least_seconds(sized, base, cluster) / sized.global_batch for base, sized in bases]
+    result.num_layouts = sum(_number_of_choices(base.dp, base.cp, space) for base, _ in bases)
+    in_order = sorted(range(len(bases)), key=least.__getitem__)
+    for index in followed(in_order, "searching layouts", len(bases), "groups"):
+        if least[index] > good.worst:
+            break
+        _try_shardings(*bases[index], cluster, space, result, good, close)
     best = _in_order(_plan(*entry, cluster) for entry in good.entries())
     refined = [better for plan in best[:REFINED] for better in _refined(plan, cluster, space)]
     plans = _in_order(best + refined)
@@ -164,7 +172,8 @@ def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> Searche
 
 def _of(job: Job, cluster: Cluster, space: Space) -> SearchedPlans:
     """Evaluate the layouts in `space.only`."""
-    result, most = SearchedPlans(num_layouts=len(space.only)), space.global_batch or space.max_global_batch
+    count = len(space.only)
+    result, most = SearchedPlans(num_layouts=count, evaluated=count), space.global_batch or space.max_global_batch
     for layout in space.only:
         sized = replace(
             job, global_batch=most // (layout.micro_batch_size * layout.dp) * layout.micro_batch_size * layout.dp
@@ -226,16 +235,22 @@ class _Shortlist:
 
 
 class _Fastest:
-    """The fastest plans, and the fastest for each number of features: simpler plans may be as fast within the error."""
+    """The fastest plans, and the fastest for each number of features: simpler plans may be as fast within the tolerance."""
 
-    def __init__(self, size: int):
-        self.all, self.by_features = _Shortlist(size), {}
+    def __init__(self, size: int, tolerance: float):
+        self.all, self.by_features, self.tolerance, self.best = _Shortlist(size), {}, tolerance, float("inf")
+
+    @property
+    def worst(self) -> float:
+        """The cost above which no plan is kept."""
+        return max(self.all.limit, self.best * (1 + self.tolerance))
 
     def limit(self, count: int) -> float:
         """The cost above which a plan with this number of features is dropped."""
-        return max(self.all.limit, self._simple(count).limit)
+        return max(self.all.limit, min(self._simple(count).limit, self.best * (1 + self.tolerance)))
 
     def offer(self, count: int, cost: float, *entry) -> None:
+        self.best = min(self.best, cost)
         self.all.offer(cost, *entry)
         self._simple(count).offer(cost, *entry)
 
@@ -420,9 +435,13 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, resul
     """Evaluate the base with each way to shard or offload its state."""
     device, ranks = cluster.device, _fullest(base, job)
     room = [device.usable_bytes - sum(memory.step_memory(job, base, device, rank)[0].values()) for rank in ranks]
+    if -min(room) >= close.limit:  # too large by the passes alone
+        choices = _number_of_choices(base.dp, base.cp, space)
+        result.evaluated, result.too_large = result.evaluated + choices, result.too_large + choices
+        return
     work, num_microbatches, count = speed.passes(job, base, cluster), base.num_microbatches(job), features(base)
-    for (zero, shard, offload), held, host, once in _options(base, job, cluster, space, tuple(ranks)):
-        result.num_layouts += 1
+    for (zero, shard, offload), held, host, communication in _options(base, job, cluster, space, tuple(ranks)):
+        result.evaluated += 1
         over, rank = max((own - free, rank) for own, free, rank in zip(held, room, ranks))
         away = host - space.host_bytes if space.host_bytes else 0
         if over > 0 or away > 0:
@@ -436,10 +455,12 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, resul
                     away > over,
                 )
             continue
-        without_messages = work.length + once.after_reductions
         own = count + _state_features(zero, shard, base.weight_ranks, offload)
         limit = good.limit(own)
-        if without_messages / job.global_batch >= limit:
+        if work.length / job.global_batch >= limit:
+            continue
+        once = communication()
+        if (work.length + once.after_reductions) / job.global_batch >= limit:
             continue
         cost = speed.seconds(work, base, num_microbatches, once) / job.global_batch
         if cost < limit:
@@ -449,7 +470,9 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, resul
 
 
 def _options(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tuple[int, ...]) -> list[tuple]:
-    """For each sharding of the state: (choice, bytes of each rank, most bytes on the host, communication once per step)."""
+    """For each sharding of the state: (choice, bytes of each rank, most bytes on the host, function for the communication
+    once per step).
+    """
     # Only with the inputs of these figures, for the cache.
     key = replace(base, micro_batch_size=base.num_microbatches(job), recompute=Recompute())
     return _options_of(
@@ -470,7 +493,7 @@ def _options_of(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: t
                 choice,
                 [sum(own.values()) for own, _ in held],
                 max(sum(away.values()) for _, away in held),
-                speed.step_communication(job, layout, cluster),
+                cache(partial(speed.step_communication, job, layout, cluster)),
             )
         )
     return options
@@ -484,6 +507,11 @@ def _shared(base: Layout, zero: int, shard: int, offload: float, space: Space, d
 
 def _plan(layout: Layout, job: Job, size: int, rank: int, cluster: Cluster) -> Plan:
     return Plan(layout, job, speed.step(job, layout, cluster), size, rank)
+
+
+@lru_cache(maxsize=4096)
+def _number_of_choices(dp: int, cp: int, space: Space) -> int:
+    return len(list(_state_choices(Layout(dp=dp, cp=cp), space)))
 
 
 def _state_choices(base: Layout, space: Space) -> Iterator[tuple[int, int, float]]:

@@ -259,6 +259,16 @@ def passes(job: Job, layout: Layout, cluster: Cluster) -> Work:
     return Work(forward, backward, length)
 
 
+def least_seconds(job: Job, layout: Layout, cluster: Cluster) -> float:
+    """A time that no sharding of this layout goes below: `passes` with the work of all stages divided evenly, without
+    bubbles and messages. A search leaves out what is too slow by this alone.
+    """
+    facts = job.facts
+    whole = _layers(facts, layout.recompute, range(facts.num_layers))
+    work = _stage(job, layout.rank_setup(job), whole, True, True, cluster).both
+    return layout.num_microbatches(job) * work / layout.pp
+
+
 def _stage_passes(job: Job, layout: Layout, cluster: Cluster) -> list[Pass]:
     """A micro-batch through each stage, without messages between stages."""
     share, facts = layout.rank_setup(job), job.facts

@@ -296,9 +296,8 @@ def _show(outcome, asked: PlanOptions, wide: bool) -> None:
 
     found, cluster, width = outcome.searched, outcome.cluster, WIDE if wide else WIDTH
     best = found.plans[0] if found.plans else None
-    fit = found.num_layouts - found.too_large
     if best:
-        print(f"the best of {fit:,} layouts that fit: {text.rate(best, cluster)}")
+        print(f"the best of {found.num_layouts:,} layouts: {text.rate(best, cluster)}")
         print(f"  layout: {best.layout.short()}, micro-batch {best.layout.micro_batch_size}")
         print(text.verdict(best, cluster))
     else:
@@ -309,7 +308,11 @@ def _show(outcome, asked: PlanOptions, wide: bool) -> None:
         print(sentence(line, width))
     for remark in outcome.remarks:
         print(sentence(f"note: {remark}", width))
-    print(f"{found.num_layouts:,} layouts searched in {seconds(outcome.seconds)}, {found.too_large:,} do not fit\n")
+    searched = f"{found.num_layouts:,} layouts searched in {seconds(outcome.seconds)}"
+    slower = "; the others are slower by their work alone" if found.evaluated < found.num_layouts else ""
+    print(
+        sentence(f"{searched}: of {found.evaluated:,} evaluated {found.too_large:,} do not fit{slower}", width) + "\n"
+    )
     if best:
         print(text.plans(found, cluster, asked.top, width))
     if found.rejected or found.impossible:

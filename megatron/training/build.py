@@ -84,7 +84,7 @@ from megatron.training.frozen_model import attach_frozen
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.rank_watch import RankWatch
 from megatron.training.resume import ResumeChanges, resume
-from megatron.training.rules import idle, remarks, tables_of
+from megatron.training.rules import idle, remarks
 from megatron.training.start_log import crowded, end_of_document, left_out, log_notices, nothing_left, resumed, summary
 from megatron.training.state import Checkpoints, Loaders, Losses, Passes, Pending, Run, State
 
@@ -247,7 +247,7 @@ def build_model(
     build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
     stages = build_stages(build, pipeline, context.mesh, selection)
     if config.precision.fp8_format:
-        attach_fp8(stages, config, tables_of(facts))
+        attach_fp8(stages, config, facts.tables)
     refuse_idle(config.optimizer, facts)
     check_model_complete(stages, context.mesh, context.all_gather_object, facts.weights)
     optimizer = build_optimizer(config, context, stages, dtype, draws)

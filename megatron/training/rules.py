@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from megatron.data import data_rules
 from megatron.errors import SettingsError, numbered
 from megatron.model import fp8, linear_kinds
-from megatron.model.facts import Facts
 from megatron.model.layer_ops import ATTENTION, LAYER, MODULES
 from megatron.model.recipe import recipe_of
 from megatron.model.weights import Table
@@ -133,12 +132,7 @@ def _experts(settings: schema.Config) -> dict[str, Placement]:
 
 
 def _tables(settings: schema.Config) -> dict[int, Table]:
-    return tables_of(recipe_of(settings).facts(settings, 1))
-
-
-def tables_of(facts: Facts) -> dict[int, Table]:
-    """The weights of each layer of a model, without the weights that linear kinds add."""
-    return {layer: facts.layer_weights(facts.layer_kind(layer), False) for layer in range(facts.num_layers)}
+    return recipe_of(settings).facts(settings, 1).tables
 
 
 def remarks(settings: schema.Config, world_size: int) -> list[str]:

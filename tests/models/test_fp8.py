@@ -434,7 +434,7 @@ def settings(flags: str, world: int = 1):
 
 def layers_of(flags: str) -> Fp8Layers:
     config, _ = settings(flags)
-    return fp8_layers(config, rules.tables_of(recipe_of(config).facts(config, 1)))
+    return fp8_layers(config, recipe_of(config).facts(config, 1).tables)
 
 
 EACH = ["attention.qkv", "attention.output", "mlp.up", "mlp.down"]
@@ -466,7 +466,7 @@ def test_which_layers_have_fp8_products(flags, blocks, inside):
     config = rules.resolve(*settings(flags))
     model = pretrain_gpt.recipe().build_model(config, Mesh(), 101, dtype=torch.bfloat16, device="meta")
     before = {id(product) for product in linear_products([model])}
-    attach_fp8([model], config, rules.tables_of(recipe_of(config).facts(config, 1)))
+    attach_fp8([model], config, recipe_of(config).facts(config, 1).tables)
     attached = {one.name for one in linear_products([model]) if id(one) not in before}
     assert attached == set(found.fp8)
 

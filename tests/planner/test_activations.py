@@ -72,10 +72,8 @@ def measured(
     """Bytes that the hooks of autograd see in one forward pass, weights left out."""
     layers = range(model.num_layers) if layers is None else layers
     stage = GPT(
-        model,
+        facts(model, VOCABULARY),
         mesh,
-        VOCABULARY,
-        facts=facts(model, VOCABULARY),
         layers=layers,
         first=first,
         last=last,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron.errors import UsageError
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.layer_ops import CoreAttention
+from megatron.planner import speed
 from megatron.planner.arithmetic import divisions, least_devices
 from megatron.planner.device import Device, cpu, find
 from megatron.planner.held_passes import most_held
@@ -196,6 +197,23 @@ def test_no_message_is_hidden_beside_less_work_than_it_takes():
         found = step(job, layout, cluster)
         assert found.seconds > max(moving, found.parts["compute"])
     assert found.parts["data parallel"] > 0.9 * moving  # nothing much to hide behind
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.1])
+@pytest.mark.parametrize("world, facts", [(8, GPTFacts(Model(8, 512, 8), 8000)), (16, None)])
+def test_a_search_that_ends_early_finds_the_plans_of_one_that_does_not(world, facts, tolerance, monkeypatch):
+    """And its bound is below the time of every layout."""
+    mixture = Model(4, 256, 8, num_experts=8, moe_ffn_hidden_size=512, moe_router_topk=2)
+    job, cluster = Job(facts or GPTFacts(mixture, 8000), 64), Cluster(replace(A100, memory_gb=2.0), world)
+    space = Space(global_batch=64, tolerance=tolerance)
+    found = search(job, cluster, space, keep=20)
+    least = speed.least_seconds
+    bound_of = lambda plan: least(plan.job, plan.layout, cluster)
+    monkeypatch.setattr(speed, "least_seconds", lambda *args: 0.0)
+    whole = search(job, cluster, space, keep=20)
+    assert found.evaluated < whole.evaluated and found.num_layouts == whole.num_layouts
+    assert (found.plans[0], found.fastest, found.alike) == (whole.plans[0], whole.fastest, whole.alike)
+    assert all(bound_of(plan) <= plan.step.seconds * (1 + 1e-9) for plan in whole.plans)
 
 
 @pytest.mark.full

@@ -17,9 +17,8 @@ from megatron.model.branches import Branch
 from megatron.model.facts import Bytes
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.kinds import KINDS
-from megatron.model.kinds.attention.full import full_attention_kernel, noncausal_core
-from megatron.model.kinds.attention.kind import self_attention
-from megatron.model.layer_ops import LayerOp, RankSetup, Residual
+from megatron.model.kinds.attention.full import BIDIRECTIONAL, full_attention_kernel
+from megatron.model.layer_ops import RankSetup, Residual
 from megatron.model.weights import Table, Unit, add_prefix, norm
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.settings.schema import Config, Model
@@ -29,11 +28,6 @@ TASKS = "tasks."  # prefix of the names of the weights of tasks
 TAKEN = ("lm", "sop", "z")  # not allowed as names of tasks: "lm loss" and others are sums of the model itself
 
 
-def _attention_ops(facts, x: Residual) -> tuple[LayerOp, ...]:
-    s = x.model.seq_length
-    return self_attention(x, noncausal_core(x.model, x.share, s, s, fused=True))
-
-
 @dataclass(frozen=True)
 class BertFacts(GPTFacts):
     """See `Facts`. own: BERT's own settings."""
@@ -41,9 +35,7 @@ class BertFacts(GPTFacts):
     own: BertSettings = BertSettings()
 
     name = "BERT"
-    mixers = KINDS | {
-        "attention": replace(KINDS["attention"], module="megatron.model.bert.module:BertAttention", ops=_attention_ops)
-    }
+    mixers = KINDS | {"attention": BIDIRECTIONAL}
     word_head = True  # False in a subclass with another head instead
 
     @classmethod

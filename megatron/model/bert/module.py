@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.model.attention import Attention
+from megatron.model.attention import BidirectionalAttention
 from megatron.model.bert.facts import HEAD, BertFacts
 from megatron.model.context import ForwardContext
 from megatron.model.language_model import LanguageModel, Sums
@@ -30,12 +30,6 @@ from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import Dropout
 
 FOLLOWS = "sop loss"  # Megatron-LM's name of the second head's loss
-
-
-class BertAttention(Attention):
-    """Every query sees every key that is a token."""
-
-    causal = False
 
 
 class Dense(nn.Module):
@@ -191,7 +185,9 @@ class Bert(LanguageModel):
     @property
     def packs(self) -> bool:
         """Whether layers may compute packed rows; other classes of layers may depend on positions in samples."""
-        own = all(type(block) is Layer and type(block.attention) is BertAttention for block in self.blocks.values())
+        own = all(
+            type(block) is Layer and type(block.attention) is BidirectionalAttention for block in self.blocks.values()
+        )
         return own and may_pack(self.facts.settings, self.kernels, self.training, self.sequence_parallel)
 
     @property

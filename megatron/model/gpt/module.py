@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT: a causal language model of `Layer`s with learned or rotary positions; training, and generation with a cache."""
 
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 
-from megatron.fused_kernels.autocast import autocast_of
 from megatron.fused_kernels.documents import Documents, starts_of
 from megatron.model.attention import allowed_pairs, documents_of_chunks
 from megatron.model.cache import PagedCache
@@ -17,40 +16,24 @@ from megatron.model.ring_attention import ring_steps_of_documents
 from megatron.mpu import mappings
 from megatron.mpu.layers import LinearOptions, linear
 from megatron.mpu.mesh import Mesh
-from megatron.settings.schema import Config, Model
+from megatron.settings.schema import Model
 
 
 class GPT(LanguageModel):
     """See `LanguageModel` for its keywords. A variant has facts with other mixers or branches, or another `layer_class`:
     docs/extending.md.
 
-    facts: the model's facts (default: those of a GPT)
+    model: its facts; or settings, of a GPT with `vocab_size` rows of the embedding
     """
 
-    def __init__(self, model: Model, mesh: Mesh, vocab_size: int, *, facts: Optional[GPTFacts] = None, **keywords):
-        super().__init__(facts or GPTFacts(model, vocab_size), mesh, **keywords)
+    def __init__(self, model: Union[Model, GPTFacts], mesh: Mesh, vocab_size: int = 0, **keywords):
+        super().__init__(model if isinstance(model, GPTFacts) else GPTFacts(model, vocab_size), mesh, **keywords)
+        model = self.facts.settings
         self.rotary = self.local_rotary = None
         if model.position_embedding_type == "rope":
             self.rotary = Rotary(model)
             if model.rope_local_base_freq is not None:
                 self.local_rotary = Rotary(model, model.rope_local_base_freq)
-
-    @classmethod
-    def of(cls, config: Config, mesh: Mesh, facts: GPTFacts, **stage) -> "GPT":
-        """Build a stage from all settings of a run. stage: the keywords layers, first, last, dtype, device."""
-        return cls(
-            facts.settings,
-            mesh,
-            facts.vocab_size,
-            facts=facts,
-            sequence_parallel=config.parallel.sequence_parallel,
-            cp_comm_type=config.parallel.cp_comm_types,
-            kernels=config.kernels,
-            recompute=config.recompute,
-            autocast=autocast_of(config.precision),
-            seed=config.logging.seed,
-            **stage,
-        )
 
     def context(self, batch) -> ForwardContext:
         angles = self._angles(len(batch.tokens), batch.position_ids)

@@ -21,22 +21,16 @@ from typing import Any
 from megatron.model.branches import Branch, LayerKind
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.kinds import KINDS
-from megatron.model.kinds.attention.full import WIDE, noncausal_core
-from megatron.model.kinds.attention.kind import self_attention
+from megatron.model.kinds.attention.full import BIDIRECTIONAL, WIDE, attention_over_all
 from megatron.model.kinds.mlp.kind import mlp, mlp_ops
-from megatron.model.layer_ops import LayerOp, RankSetup, Residual
+from megatron.model.layer_ops import RankSetup, Residual
 from megatron.model.t5.settings import GROUP, SHORT, T5Settings, own_settings
 from megatron.model.weights import Table, Unit, add_prefix, positions
 from megatron.mpu.placement import Normal, Placement
 from megatron.settings.schema import Config, Model
 
-ENCODER_ATTENTION = replace(
-    KINDS["attention"], module="megatron.model.t5.layers:EncoderAttention", ops=lambda facts, x: _own_ops(x)
-)
 DECODER_ATTENTION = replace(
-    KINDS["attention"],
-    module="megatron.model.t5.layers:DecoderAttention",
-    ops=lambda facts, x: _own_ops(x, facts.attention_kernel(x.share)),
+    KINDS["attention"], ops=lambda facts, x: attention_over_all(x, facts.attention_kernel(x.share))
 )
 FEED_FORWARD = replace(
     KINDS["mlp"],
@@ -143,9 +137,12 @@ class T5Facts(GPTFacts):
         closing = "encoder_norm" if layer == self.encoder_layers - 1 else ""
         fed = Branch("mlp", (FEED_FORWARD,), "mlp_norm", closing=closing)
         if not self.decodes(layer):
-            return Branch.at("pre", "attention", ENCODER_ATTENTION), fed
+            return Branch.at("pre", "attention", BIDIRECTIONAL), fed
         crossed = Branch("cross", (KINDS["cross"],), "cross_norm", site="cross attention")
         return Branch.at("pre", "attention", DECODER_ATTENTION), crossed, fed
+
+    def overrides(self, layer: int) -> tuple[tuple[str, Any], ...]:
+        return (*super().overrides(layer), *[("query_pre_attn_scalar", 1)] * self.own.unscaled_attention)
 
     def layer_weights(self, kind: LayerKind, sequence_parallel: bool) -> Table:
         table = super().layer_weights(kind, sequence_parallel)
@@ -203,12 +200,6 @@ class T5Facts(GPTFacts):
     def loss_tokens(self, share: RankSetup) -> int:
         """The tokens of targets."""
         return self.target * share.micro_batch_size
-
-
-def _own_ops(x: Residual, causal: str = "") -> tuple[LayerOp, ...]:
-    """Self-attention of all tokens; causal: the kernel of causal attention; "": non-causal."""
-    rows = x.tokens // x.share.micro_batch_size
-    return self_attention(x, noncausal_core(x.model, x.share, rows, rows, fused=True, causal=causal))
 
 
 def even(layers: int, stages: int) -> list[int]:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of attention that is not causal, or has another length of keys than of queries. Needs no torch."""
 
-from megatron.model.kinds.attention.kind import stored_weights
-from megatron.model.layer_ops import CoreAttention, RankSetup
+from dataclasses import replace
+
+from megatron.model.kinds.attention.kind import KIND, self_attention, stored_weights
+from megatron.model.layer_ops import CoreAttention, LayerOp, RankSetup, Residual
 from megatron.settings.kernel_sizes import causal_blocks
 from megatron.settings.schema import Model
 
@@ -56,3 +58,14 @@ def _pairs(s: int, t: int, shared: int, causal: bool) -> int:
     if not causal:
         return s * t
     return sum((stop - start) * stop for start, stop in causal_blocks(s, shared))
+
+
+def attention_over_all(x: Residual, causal: str = "") -> tuple[LayerOp, ...]:
+    """Self-attention of a whole sequence. causal: as in `noncausal_core`."""
+    rows = x.tokens // x.share.micro_batch_size
+    return self_attention(x, noncausal_core(x.model, x.share, rows, rows, fused=True, causal=causal))
+
+
+BIDIRECTIONAL = replace(
+    KIND, module="megatron.model.attention:BidirectionalAttention", ops=lambda facts, x: attention_over_all(x)
+)

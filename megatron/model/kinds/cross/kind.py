@@ -40,7 +40,7 @@ def _cross_ops(facts, x: Residual) -> tuple[LayerOp, ...]:
 KIND = Mixer(
     "cross",
     "cross",
-    "megatron.model.t5.layers:CrossAttention",
+    "megatron.model.attention:CrossAttention",
     weights=lambda facts, model, sequence_parallel: cross_attention(model, sequence_parallel),
     ops=_cross_ops,
     mixes_tokens=True,

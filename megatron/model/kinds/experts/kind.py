@@ -11,11 +11,12 @@ from megatron.model.kinds.mlp.kind import activation_of, kinds_of, mlp_ops
 from megatron.model.layer_ops import ACTIVATION, MLP, ONCE, Collective, Kernel, LayerOp, Product, Residual
 
 
-def expert_ops(x: Residual, activation: Kernel, shared: tuple[LayerOp, ...]) -> tuple[LayerOp, ...]:
-    """Router, dispatch, experts, and the way back; then the shared expert.
-
-    x: hidden states. activation: that of the MLP for one token, of the width of one expert. shared: the ops of an MLP
-    """
+def expert_ops(x: Residual) -> tuple[LayerOp, ...]:
+    """Router, dispatch, experts, and the way back; then the shared expert."""
+    words, width = kinds_of(x.model), x.model.moe_shared_expert_intermediate_size
+    kept = x.share.element == 4 and x.share.tp == 1  # by the router
+    shared = mlp_ops(x, *words, width=width, keeps=not kept) if width else ()
+    activation = activation_of(x.share, x.model.expert_ffn_size // x.share.etp, *words)  # of one token
     m, share, h, e, again = x.model, x.share, x.h, x.share.element, (MLP,)
     n, k, experts = x.tokens // share.tp, m.moe_router_topk, m.num_experts
     gathered = n * share.etp
@@ -58,15 +59,6 @@ def expert_ops(x: Residual, activation: Kernel, shared: tuple[LayerOp, ...]) -> 
     )
 
 
-def mixture_ops(x: Residual) -> tuple[LayerOp, ...]:
-    """The ops of router, experts and shared expert."""
-    m, kinds = x.model, kinds_of(x.model)
-    width = m.moe_shared_expert_intermediate_size
-    kept = x.share.element == 4 and x.share.tp == 1  # by the router
-    shared = mlp_ops(x, *kinds, width=width, keeps=not kept) if width else ()
-    return expert_ops(x, activation_of(x.share, m.expert_ffn_size // x.share.etp, *kinds), shared)
-
-
 def _mlp_ops(x: Residual, activation: Kernel, rows: int, each: float) -> tuple[LayerOp, ...]:
     """The MLPs of a rank's experts. rows: of all of them; each: rows of one expert, without padding."""
     m, share, h = x.model, x.share, x.h
@@ -93,7 +85,7 @@ KIND = Mixer(
     "mlp",
     "megatron.model.kinds.experts.layer:MoELayer",
     weights=lambda facts, model, sequence_parallel: experts(model, sequence_parallel),
-    ops=lambda facts, x: mixture_ops(x),
+    ops=lambda facts, x: expert_ops(x),
     sums=True,
     recomputes=(ACTIVATION, MLP),
     divided=lambda model: {"shared expert": width} if (width := model.moe_shared_expert_intermediate_size) else {},
