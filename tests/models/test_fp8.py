@@ -11,7 +11,7 @@ import torch
 import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError
-from megatron.fused_kernels.fp8 import dequantize
+from megatron.fused_kernels.fp8 import ScaleTile, dequantize
 from megatron.inference.load import load_model
 from megatron.model import weights
 from megatron.model.command_line import parse_any
@@ -138,10 +138,10 @@ def drawn(*shape: int, seed: int, dtype=torch.bfloat16) -> torch.Tensor:
     return (values * torch.exp(torch.randn(shape, generator=generator))).to(dtype)
 
 
-def made(recipe: str, dtype=torch.bfloat16, tp=None, row=False, sequence=False, outputs=384, **settings):
-    """A layer with 256 inputs, and its product."""
+def made(recipe: str, dtype=torch.bfloat16, tp=None, row=False, sequence=False, outputs=384, inputs=256, **settings):
+    """A layer and its product."""
     settings = Precision(fp8_format="hybrid", fp8_recipe=recipe, **settings)
-    table = weights.row(256, outputs, 1.0) if row else weights.column(256, (outputs,), 1.0)
+    table = weights.row(inputs, outputs, 1.0) if row else weights.column(inputs, (outputs,), 1.0)
     kind, axis = RowParallelLinear if row else ColumnParallelLinear, tp or Mesh().tp
     layer = kind(table, axis, sequence_parallel=sequence, dtype=dtype)
     layer.product = PRODUCTS[recipe](layer, "blocks.0.mlp.up", settings)
@@ -151,26 +151,49 @@ def made(recipe: str, dtype=torch.bfloat16, tp=None, row=False, sequence=False, 
     return layer
 
 
-@pytest.mark.parametrize("tokens", [150, 1, 0])
+@pytest.mark.parametrize("dtype, tokens", [("float32", 150), ("bfloat16", 150), ("bfloat16", 1), ("bfloat16", 0)])
 @pytest.mark.parametrize("wgrad", [True, False])
 @pytest.mark.parametrize("recipe", TILES)
-def test_three_products_of_a_layer(recipe, wgrad, tokens):
-    """To the error of fp32 sums, with gradients into an fp32 buffer as training has it."""
-    layer, x, dy = made(recipe, fp8_wgrad=wgrad), drawn(tokens, 256, seed=3), drawn(tokens, 384, seed=4)
-    matrix = layer.weight.detach().flatten(0, -2).double()
+def test_three_products_of_a_layer(recipe, wgrad, dtype, tokens):
+    """To the error of fp32 sums, with gradients into an fp32 buffer as training has it; in bf16 to its last bit."""
+    dtype = getattr(torch, dtype)
+    layer = made(recipe, dtype, fp8_wgrad=wgrad)
+    x, dy = drawn(tokens, 256, seed=3, dtype=dtype).requires_grad_(), drawn(tokens, 384, seed=4, dtype=dtype)
     total = torch.zeros(384, 256)
     layer.accumulate = lambda weight: lambda product: product.add_to(total, overwrite=True)
-    x = x.requires_grad_()
     y = layer(x)
     y.backward(dy)
-    exact = x.detach().double().requires_grad_(), matrix.requires_grad_()
+    exact = x.detach().double().requires_grad_(), layer.weight.detach().double().requires_grad_()
     wanted = InFp8.apply(*exact, recipe, torch.float8_e5m2, wgrad)
     wanted.backward(dy.double() * TOKENS)
-    exact = [one.grad / TOKENS for one in exact]
-    near = dict(rtol=2**-8, atol=1e-5)  # the last bit of bf16
-    torch.testing.assert_close(y.double(), wanted + layer.bias.detach().flatten().double(), **near)
-    torch.testing.assert_close(x.grad.double(), exact[0], **near)
-    torch.testing.assert_close(total.double(), exact[1], rtol=1e-5, atol=1e-4)
+    wanted = wanted.detach() + layer.bias.detach().double()
+    sums, last_bit = 3e-7 * 256**0.5, 2**-8 if dtype == torch.bfloat16 else 0.0
+    dx, dw = (one.grad / TOKENS for one in exact)
+    for found, one, rounded_by in ((y, wanted, last_bit), (x.grad, dx, last_bit), (total, dw, 0.0)):
+        size = one.abs().max().item() if one.numel() else 0.0
+        torch.testing.assert_close(found.double(), one, rtol=rounded_by, atol=sums * size)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_columns_are_cast_from_the_numbers_themselves(recipe):
+    """Not from the rows: of numbers that far apart these have lost some. And sums of 128 are added up."""
+    layer = made(recipe, torch.float32, inputs=512)
+    wide = lambda *shape, seed: drawn(*shape, seed=seed, dtype=torch.float32) ** 9
+    dy, weight = wide(150, 384, seed=4), wide(384, 512, seed=5)
+    rows, tiles = TILES[recipe]
+    tile = ScaleTile(*rows)
+    for operand, cast in ((layer.product.prepare_gradient(dy), dy), (layer.product.prepare_weight(weight), weight)):
+        kind = torch.float8_e5m2 if cast is dy else torch.float8_e4m3fn
+        if cast is dy or recipe == "mxfp8":
+            assert torch.equal(dequantize(operand[:2], tile).double(), rounded(cast.double(), *rows, kind))
+            assert torch.equal(dequantize(operand[2:], tile).double(), rounded(cast.T.double(), *rows, kind))
+    x, weight = drawn(150, 512, seed=3, dtype=torch.float32), layer.weight.detach()
+    with torch.no_grad():
+        layer.bias.zero_()
+        kind, step = torch.float8_e4m3fn, 128 if recipe == "blockwise" else 512
+        cast_x, cast_w = rounded(x.double(), *rows, kind).float(), rounded(weight.double(), *tiles, kind).float()
+        sums = [a @ b.T for a, b in zip(cast_x.split(step, 1), cast_w.split(step, 1), strict=True)]
+        assert torch.equal(layer(x), sum(sums[1:], sums[0]))
 
 
 def halved(recipe: str, kind: str, mesh: Mesh):

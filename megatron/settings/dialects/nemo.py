@@ -52,6 +52,7 @@ model.activations_checkpoint_granularity=selective          --recompute-granular
 model.activations_checkpoint_method                         --recompute-method
 model.activations_checkpoint_num_layers                     --recompute-num-layers
 model.resume_from_checkpoint                                --load
+model.fp8=true                                              --fp8-format hybrid
 model.nsys_profile.enabled=true                             --profile
 model.nsys_profile.start_step                               --profile-step-start
 model.nsys_profile.ranks                                    --profile-ranks
@@ -78,6 +79,8 @@ model.bias_dropout_add_fusion                  --bias-dropout-fusion
 """
 
 IDLE = {
+    "scales of fp8 numbers are those of the numbers themselves, and gradients of outputs are e5m2": """model.fp8_hybrid
+        model.fp8_margin model.fp8_interval model.fp8_amax_* model.reduce_amax""",
     "training is as long as --train-iters says": "trainer.max_epochs trainer.check_val_every_n_epoch",
     "this suite has its own loop, samplers, logs and files": """trainer.logger trainer.enable_checkpointing
         trainer.replace_sampler_ddp trainer.use_distributed_sampler trainer.benchmark trainer.enable_model_summary
@@ -104,7 +107,7 @@ LOST = {
     "checkpoints are kept by age (--keep-last), not by a figure": """exp_manager.checkpoint_callback_params.monitor
         exp_manager.checkpoint_callback_params.mode exp_manager.checkpoint_callback_params.*""",
     "gradient accumulation follows from --global-batch-size": "trainer.accumulate_grad_batches",
-    "say --fp8-format hybrid, with --fp8-recipe (docs/fp8.md)": "model.fp8* model.reduce_amax",
+    "say --fp8-format e4m3 and other flags of docs/fp8.md": "model.fp8_*",
     "this is not part of --moe-*": "model.moe_*",
     "residuals and the loss have the format of --precision, the loss fp32": """model.fp32_residual_connection
         model.fp16_lm_cross_entropy""",
