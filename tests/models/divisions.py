@@ -22,7 +22,7 @@ from tests.models.plain_state import LAYERS
 
 def ranks_of(config: Config, world: int, build_model: Callable) -> Ranks:
     """The optimizers of all ranks of a layout, one after the other, without process groups."""
-    kind, optimizers = dict(dtype=torch.float32, device="cpu", seed=1), []
+    kind, optimizers = dict(dtype=torch.float32, device="cpu", seed=1, draws=False), []
     for rank in range(world):
         mesh = mesh_of(config.parallel, rank, world, create_groups=False)
         build = partial(build_model, config, mesh, 101, dtype=torch.float32, device="meta")
