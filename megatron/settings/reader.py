@@ -369,4 +369,4 @@ class SettingsReader:
         if os.environ.get("RANK", "0") == "0":
             everything = any(flag == "--print-config" for flag, _ in self.line.words)
             for note in [*self.notes, *messages.without_effect(self.notices, everything)]:
-                print(f"note: {note}", file=sys.stderr, flush=True)
+                print(note if note.startswith("WARNING") else f"note: {note}", file=sys.stderr, flush=True)
