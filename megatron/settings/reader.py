@@ -358,8 +358,11 @@ class SettingsReader:
             )
             return
         said = {name for name, one in chosen.items() if one.source > SaidBy.RECIPE}
-        self.say(shape_of(record, settings_of_shape(groups), said), SaidBy.PRESET, f"{origin} {where}")
-        self.notes.append(f"the shape of the model, and its tokenizer, are those of {where} ({origin})")
+        shape = shape_of(record, settings_of_shape(groups), said)
+        self.say(shape, SaidBy.PRESET, f"{origin} {where}")
+        rank = shape.get("lora_rank")
+        adapters = f", its adapters (--lora-rank {rank}), which this run continues to train" if rank else ""
+        self.notes.append(f"the shape of the model{adapters}, and its tokenizer, are those of {where} ({origin})")
 
     def print_notes(self) -> None:
         """Print the notes, once per job."""

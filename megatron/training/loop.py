@@ -148,6 +148,7 @@ def log_end_of_training(run: Run) -> None:
     """Log Megatron-LM's line, the reason of an early end, and the mean throughput if requested."""
     if (why := early_end_reason(run)) and run.state.iteration < run.train_iters:
         run.metrics.log(f" > training ends at iteration {run.state.iteration} of {run.train_iters}: {why}")
+    run.notes.finish(run)
     if not run.config.batch.skip_train:
         run.metrics.log_mean_throughput(run.state.iteration)
         run.metrics.log(f"[after training is done] datetime: {time.strftime('%Y-%m-%d %H:%M:%S')}")
