@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Optional
 
+from megatron.checkpoint.first_launch import same_place
 from megatron.errors import SettingsError
 from megatron.guard.endings import guarded
 from megatron.guard.replicas import check_replicas
@@ -45,7 +46,8 @@ def pretrain(
     """
     events = open_events(config.logging, config.checkpoint.save, active=rank_env.ranks().rank == 0)
     # The heartbeat reports the end before the last events are sent, so a supervisor does not wait for them.
-    with recorded_end(events), guarded(config.guard, config) as heartbeat:
+    resumes = same_place(config.checkpoint.load, config.checkpoint.save)
+    with recorded_end(events, resumes), guarded(config.guard, config) as heartbeat:
         makers = hook_makers(config, recipe.hooks)  # report unknown names first
         run = build_run(config, recipe, heartbeat, refusal, events)
         try:
