@@ -46,6 +46,9 @@ def start(argv: list[str], recipe: Recipe) -> None:
 
 def _start(config: Config, recipe: Recipe) -> None:
     if config.planner.dry_run:
+        here = rank_env.ranks()
+        if here.rank and here.local_world_size:  # the first of the ranks that a launcher has started reports for all
+            return
         from megatron.planner.dry_run import dry_run
 
         return dry_run(config)

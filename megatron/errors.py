@@ -85,6 +85,12 @@ class UsageError(Failure):
     code = 2
 
 
+def missing_file(path: str | os.PathLike, flag: str = "", what: str = "file") -> "DataError":
+    """The error for a missing file. flag: the one that names it; what: instead of "file" """
+    where = None if os.path.isabs(path) else f"the working directory is {os.getcwd()}"
+    return DataError(f"{flag} {path}".lstrip() + f": {no_such_file(path, what)}", where, "check the path")
+
+
 class SettingsError(Failure):
     """The settings are valid one by one, but cannot work together or on this many ranks."""
 

@@ -23,6 +23,7 @@ from megatron import errors
 from megatron.data.indexed import write_index
 from megatron.data.json_input import find_sources
 from megatron.errors import DataError, SettingsError, explain, no_such_file, run_main
+from megatron.model.lora import with_adapters
 from megatron.settings.parse import parse_pretrain
 from megatron.tools import (
     checkpoint,
@@ -548,3 +549,8 @@ def test_names_of_layers_in_other_libraries(tmp_path):
     assert "'q_proj' is no linear layer of this model; here it is attention.qkv, which --lora-split-fused gives" in said
     assert "'down_proj' is no linear layer of this model; here it is mlp.down" in said
     pretrain_gpt.main([*flags.split(), "attention.qkv", "mlp.down"])
+    linears = [
+        with_adapters(parse_pretrain([*flags.split()[:-1], *target])).model.linear
+        for target in (["--lora-target", "all-linear"], ["--lora-target", "*"], [])
+    ]
+    assert linears == ["*=lora"] * 3

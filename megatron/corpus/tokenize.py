@@ -100,6 +100,7 @@ def preprocess_settings(wanted: TokenizeOptions, shard: Path, prefix: Path) -> S
         tensor_model_parallel_size=1,
         dataset_impl="mmap",
         chunk_size=None,
+        load=None,
         debug=False,
     )
 

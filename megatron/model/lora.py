@@ -74,7 +74,8 @@ def with_adapters(config: Config) -> Config:
     """
     model = config.model
     named = [part for part in (model.linear or "").replace(",", " ").split() if part.endswith(f"={KIND}")]
-    targets = (model.lora_target or ("" if named else "*")).replace(",", " ").split()
+    given = (model.lora_target or ("" if named else "*")).replace(",", " ").split()
+    targets = ["*" if target == "all-linear" else target for target in given]  # PEFT's word
     added = [f"{target}={KIND}" for target in targets if f"{target}={KIND}" not in named]
     linear = ",".join([*filter(None, [model.linear]), *added])
     kept = config.optimizer.train_only or []

@@ -358,12 +358,15 @@ class SettingsReader:
             )
             return
         said = {name for name, one in chosen.items() if one.source > SaidBy.RECIPE}
-        self.say(shape_of(record, settings_of_shape(groups), said), SaidBy.PRESET, f"{origin} {where}")
-        self.notes.append(f"the shape of the model, and its tokenizer, are those of {where} ({origin})")
+        shape = shape_of(record, settings_of_shape(groups), said)
+        self.say(shape, SaidBy.PRESET, f"{origin} {where}")
+        rank = shape.get("lora_rank")
+        adapters = f", its adapters (--lora-rank {rank}), which this run continues to train" if rank else ""
+        self.notes.append(f"the shape of the model{adapters}, and its tokenizer, are those of {where} ({origin})")
 
     def print_notes(self) -> None:
         """Print the notes, once per job."""
         if os.environ.get("RANK", "0") == "0":
             everything = any(flag == "--print-config" for flag, _ in self.line.words)
             for note in [*self.notes, *messages.without_effect(self.notices, everything)]:
-                print(f"note: {note}", file=sys.stderr, flush=True)
+                print(note if note.startswith("WARNING") else f"note: {note}", file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from megatron.errors import DataError, no_such_file
+from megatron.errors import DataError, missing_file
 
 MAGIC = b"MEGARRAY"
 LENGTH = struct.Struct("<I")
@@ -92,7 +92,7 @@ def read_arrays(path, kind: str, version: int, verify: bool = False) -> ArrayFil
                 raise _refused(path, kind, "it does not begin like one")
             head = file.read(length)
     except FileNotFoundError:
-        raise DataError(f"{path}: {no_such_file(path)}") from None
+        raise missing_file(path) from None
     try:
         content = json.loads(head)
         arrays = content["arrays"]

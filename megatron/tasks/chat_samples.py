@@ -22,7 +22,7 @@ from megatron.data.index_cache import cached_arrays
 from megatron.data.indexed import Origin, SamplePart
 from megatron.data.labelled import pair_lengths
 from megatron.data.loader import DOCUMENTS, IDS, MASK
-from megatron.errors import DataError
+from megatron.errors import DataError, missing_file
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.chat_template import ChatTemplate, RefusedMessages
 
@@ -176,8 +176,10 @@ class TextEncoder:
 def _digest(file: str) -> str:
     try:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except FileNotFoundError:
+        raise missing_file(file) from None
     except OSError as error:
-        raise DataError(f"{file}: {error.strerror or error}") from None
+        raise DataError(f"{file}: {error.strerror or error}", do="give a file of JSON lines") from None
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Optional
 from megatron.data.labelled import column, skipped, task_row, task_table, unlike_published
 from megatron.data.published import plain_name
 from megatron.data.tables import Row, is_number, label_in, refuse_half_letters, refuse_many_lines, text_in
-from megatron.errors import DataError, SettingsError, did_you_mean, no_such_file
+from megatron.errors import DataError, SettingsError, did_you_mean, missing_file, no_such_file
 from megatron.tasks.description import TASKS, Task, with_labels
 
 
@@ -53,7 +53,7 @@ def file_of(task: Task, folder: Optional[str], names: Sequence[str], given: Opti
         known = [names for sets in (task.train, task.valid, task.test) for names in sets.values() if given in names]
         path = file_of(task, folder, known[0] if known else (given,))
         if path is None:
-            raise DataError(f"{given}: {no_such_file(given)}{f' (nor one in {folder})' if folder else ''}")
+            raise missing_file(given, what=f"file (nor one in {folder})" if folder else "file")
         return path
     if folder is not None and not Path(folder).is_dir():
         raise DataError(

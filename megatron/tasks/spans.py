@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 
 from megatron.data.tables import json_in, text_in
-from megatron.errors import DataError, no_such_file
+from megatron.errors import DataError, missing_file
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.tasks.description import Task
 from megatron.tasks.examples import Examples, TaskExample, of_files
@@ -71,7 +71,7 @@ def _questions(task: Task, path: Path, labelled: bool) -> Iterator[TaskExample]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise DataError(f"{path}: {no_such_file(path)}") from None
+        raise missing_file(path) from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: {error}") from None
     content = json_in(text, str(path), "give a file in SQuAD's form: data, paragraphs, context, qas")

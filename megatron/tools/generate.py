@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Optional
 
 from megatron.convert.given_model import EXPORTED, check_one_model, load_one_model
-from megatron.errors import DataError, SettingsError, UsageError, no_such_file, run_main
+from megatron.errors import DataError, SettingsError, UsageError, missing_file, run_main
 from megatron.guard.job import on_ranks
 from megatron.inference import generation_config
 from megatron.inference.expert_ranks import expert_parallel
@@ -381,7 +381,7 @@ def read_prompts(settings: GenerateOptions) -> list[str]:
         try:
             prompts = Path(settings.prompt_file).read_text(encoding="utf-8").split("\n")
         except FileNotFoundError:
-            raise DataError(f"--prompt-file {settings.prompt_file}: {no_such_file(settings.prompt_file)}") from None
+            raise missing_file(settings.prompt_file, "--prompt-file") from None
         except (IsADirectoryError, UnicodeDecodeError) as error:
             raise DataError(f"--prompt-file {settings.prompt_file}: not a UTF-8 text file", str(error)) from None
     prompts = [prompt for prompt in prompts if prompt]

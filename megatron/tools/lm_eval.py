@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Optional
 
-from megatron.errors import DataError, Failure, SettingsError, did_you_mean, no_such_file, run_main
+from megatron.errors import DataError, Failure, SettingsError, did_you_mean, missing_file, run_main
 from megatron.guard.job import check_shares, on_ranks
 from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.model import quantization
@@ -87,9 +87,9 @@ def check(options: HarnessOptions) -> None:
             raise SettingsError(f"{dashed(name)} {value} has to be at least {least}")
     for name in options.tasks:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
-            raise DataError(f"--tasks {name}: {no_such_file(name)}")
+            raise missing_file(name, "--tasks")
     if options.include_path and not Path(options.include_path).is_dir():
-        raise DataError(f"--include-path {options.include_path}: {no_such_file(options.include_path, 'folder')}")
+        raise missing_file(options.include_path, "--include-path", "folder")
     if options.offline:  # read when the packages are imported
         os.environ |= dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 

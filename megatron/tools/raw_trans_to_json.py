@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.corpus.processes import in_order
-from megatron.errors import DataError, Failure, SettingsError, no_such_file, run_main
+from megatron.errors import DataError, Failure, SettingsError, missing_file, run_main
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import storage_errors, sync_folder, whole_file
@@ -104,7 +104,7 @@ def find_texts(source: Path) -> list[str]:
     if source.is_file():
         return [str(source)]
     if not source.is_dir():
-        raise DataError(f"--input_path {source}: {no_such_file(source, 'file or folder')}")
+        raise missing_file(source, "--input_path", "file or folder")
     paths = sorted(
         os.path.join(folder, name) for folder, _, names in os.walk(source) for name in names if not name.startswith(".")
     )

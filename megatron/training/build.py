@@ -85,7 +85,16 @@ from megatron.training.measures import best_manager, measures_of
 from megatron.training.rank_watch import RankWatch
 from megatron.training.resume import ResumeChanges, resume
 from megatron.training.rules import idle, remarks
-from megatron.training.start_log import crowded, end_of_document, left_out, log_notices, nothing_left, resumed, summary
+from megatron.training.start_log import (
+    crowded,
+    end_of_document,
+    left_out,
+    log_notices,
+    nothing_left,
+    random_weights,
+    resumed,
+    summary,
+)
 from megatron.training.state import Checkpoints, Loaders, Losses, Passes, Pending, Run, State
 
 
@@ -312,6 +321,9 @@ def log_start(
     notices += describe_kernel(config, model.facts, context.device.type)
     notices += crowded(context) + end_of_document(config, recipe, model.tokenizer, model.vocab_size)
     warnings = [*idle(config, mesh.world_size, datasets).values(), *start.warnings]
+    if not record:
+        random_notes, random_warnings = random_weights(config, recipe)
+        notices, warnings = notices + random_notes, warnings + random_warnings
     log_notices(log, [*remarks(config, mesh.world_size), *notices], warnings)
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Optional
 
+from megatron.checkpoint.first_launch import same_place
 from megatron.errors import (
     Failure,
     Interrupted,
@@ -20,12 +21,13 @@ from megatron.errors import (
     in_a_line,
 )
 from megatron.guard.disk import shortage
+from megatron.guard.supervisor_mark import SUPERVISOR
 from megatron.settings import rank_env, schema
 from megatron.settings.parse import said
 from megatron.storage.durable import WriterLock
 from megatron.storage.urls import local_folder
 from megatron.telemetry.event_rules import rule_of
-from megatron.telemetry.events import EventLog
+from megatron.telemetry.events import EventLog, read_events
 from megatron.telemetry.notify import open_events
 
 QUIET = (0, Preempted.code, Interrupted.code)  # exit codes of runs that ended as requested
@@ -80,7 +82,10 @@ def recorded_refusal(config: schema.Config) -> Iterator[None]:
     except Failure:
         if not config.parallel.print_topology and not _is_written(config.checkpoint.save):
             events = open_events(config.logging, config.checkpoint.save, active=rank_env.ranks().rank == 0)
-            with contextlib.suppress(Failure), recorded_end(events):
+            with (
+                contextlib.suppress(Failure),
+                recorded_end(events, same_place(config.checkpoint.load, config.checkpoint.save)),
+            ):
                 raise
         raise
 
@@ -98,7 +103,7 @@ def record_refused_words(argv: list[str], refused: UsageError) -> None:
         known = {one.name for one in fields(schema.Logging)}
         logging = schema.Logging(**{name: value for name, value in found.items() if name in known})
         events = open_events(logging, save, active=rank_env.ranks().rank == 0)
-        with contextlib.suppress(Failure), recorded_end(events):
+        with contextlib.suppress(Failure), recorded_end(events, same_place(found.get("load"), save)):
             raise refused
 
 
@@ -114,18 +119,34 @@ def _is_written(save: Optional[str]) -> bool:
 
 
 @contextlib.contextmanager
-def recorded_end(events: EventLog) -> Iterator[None]:
-    """A context that records the end of a launch that failed before its run was built, and sends the last events."""
+def recorded_end(events: EventLog, resumes: bool) -> Iterator[None]:
+    """A context that records the end of a launch that failed before its run was built, and sends the last events.
+
+    The file of a run that is finished, or that has started and is not resumed, stays as it is.
+    """
+    another = events.path is not None and _holds_another_run(events.path, resumes)
     try:
         yield
     except BaseException as error:
         if not events.ended:
-            if isinstance(error, Locked) or not (events.path and events.path.parent.is_dir()):
+            if another or isinstance(error, Locked) or not (events.path and events.path.parent.is_dir()):
                 events.path = None  # the folder belongs to another job, or was not created yet
             record_end(events, exit_code(error), first_line(error))
         raise
     finally:
         events.close()
+
+
+def _holds_another_run(path: Path, resumes: bool) -> bool:
+    """Whether an events file is of a run that reached its last step, or of one that has started and is not resumed."""
+    try:
+        past = [event for event in read_events(path) if event["event"] in ("start", "end")]
+    except OSError:
+        return False
+    last = past[-1] if past else {}
+    if last.get("event") == "end" and last.get("code") == 0 and not last.get("why"):
+        return True
+    return not (resumes or SUPERVISOR in os.environ) and any(event["event"] == "start" for event in past)
 
 
 def record_end(

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Optional
 
+from megatron.checkpoint.first_launch import same_place
 from megatron.errors import SettingsError
 from megatron.guard.endings import guarded
 from megatron.guard.replicas import check_replicas
@@ -45,7 +46,8 @@ def pretrain(
     """
     events = open_events(config.logging, config.checkpoint.save, active=rank_env.ranks().rank == 0)
     # The heartbeat reports the end before the last events are sent, so a supervisor does not wait for them.
-    with recorded_end(events), guarded(config.guard, config) as heartbeat:
+    resumes = same_place(config.checkpoint.load, config.checkpoint.save)
+    with recorded_end(events, resumes), guarded(config.guard, config) as heartbeat:
         makers = hook_makers(config, recipe.hooks)  # report unknown names first
         run = build_run(config, recipe, heartbeat, refusal, events)
         try:
@@ -146,6 +148,7 @@ def log_end_of_training(run: Run) -> None:
     """Log Megatron-LM's line, the reason of an early end, and the mean throughput if requested."""
     if (why := early_end_reason(run)) and run.state.iteration < run.train_iters:
         run.metrics.log(f" > training ends at iteration {run.state.iteration} of {run.train_iters}: {why}")
+    run.notes.finish(run)
     if not run.config.batch.skip_train:
         run.metrics.log_mean_throughput(run.state.iteration)
         run.metrics.log(f"[after training is done] datetime: {time.strftime('%Y-%m-%d %H:%M:%S')}")

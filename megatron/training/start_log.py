@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.model.facts import Facts, RankSetup
-from megatron.model.recipe import Recipe
+from megatron.model.recipe import MODEL_TYPES, Recipe
 from megatron.mpu.cpu_threads import affinity, quota
 from megatron.mpu.initialize import RankContext
 from megatron.mpu.selection import Selection
@@ -17,6 +17,8 @@ from megatron.optimizer.lr_schedule import Lengths, learning_rate
 from megatron.pipeline.stages import Pipeline
 from megatron.settings import schema
 from megatron.settings.batch import batch_size, samples_left_out
+from megatron.settings.presets import preset
+from megatron.settings.reader import IMPORT
 from megatron.training.state import State
 
 
@@ -26,6 +28,19 @@ def log_notices(log, notices: list[str], warnings: list[str]) -> None:
         log(f"note: {notice}")
     for warning in warnings:
         log(f"warning: {warning}")
+
+
+def random_weights(config: schema.Config, recipe: Recipe) -> tuple[list[str], list[str]]:
+    """(notes, warnings) on a model that starts with random weights, where published or trained ones may be expected."""
+    named, named_shape = config.given("model_name_or_path"), []
+    published = f"published ones: {IMPORT.format('ORG/NAME')}"
+    if named and named.flag == "--model-name-or-path" and preset(str(named.value)):
+        named_shape = [f"{named.words} is a shape, and its weights are random; {published}"]
+    if recipe.model_type in MODEL_TYPES or not recipe.starts_from or config.batch.skip_train:
+        return named_shape, []
+    load = config.checkpoint.load
+    found = f"--load {load} holds no checkpoint" if load else "there is no --load"
+    return [], [f"{found}: fine-tuning starts with random weights; {published}"]
 
 
 def summary(

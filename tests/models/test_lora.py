@@ -370,6 +370,12 @@ def test_adapters_begin_with_adapters_and_are_not_dropped(base, tmp_path, capsys
     assert "new: 6 pairs of LoRA weights\n" in told and "not out of the checkpoint" not in told
     with pytest.raises(SettingsError, match=r"has adapters \(--lora-rank 4\), which this run would drop"):
         pretrain(0, f"--finetune --load {ours} --save {tmp_path / 'no'}")
+    capsys.readouterr()
+    found = parse_any(f"--finetune --load {ours} --micro-batch-size 1 --lr 1 --train-iters 1 --mock-data".split())
+    assert (found.model.lora_rank, found.model.lora_alpha) == (4, 6.0)
+    assert (
+        "its adapters (--lora-rank 4), which this run continues to train, and its tokenizer" in capsys.readouterr().err
+    )
     with pytest.raises(SettingsError, match="--lora-alpha: 6.0 in the checkpoint, 7.0 now"):
         pretrain(0, f"{PAIRS.replace('6', '7')} --load {ours} --save {tmp_path / 'no'}")
     with pytest.raises(SettingsError, match="were trained without --use-dora, this run is with it"):

@@ -390,6 +390,27 @@ def test_validation_data_of_its_own(read):
     assert (config.data.data_path, config.data.train_data_path) == (["mine"], None)
 
 
+def test_one_folder_of_training_and_validation(read, tmp_path, monkeypatch):
+    """./data/ of the base file, in other spellings; a folder that is left at the base file's value is warned of."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "link").symlink_to("data")
+    monkeypatch.chdir(tmp_path)
+    for same in ("./data", "data/", f"{tmp_path}/data", "link/"):
+        config, told = read(f"-o Data.Train.dataset.input_dir={same}")
+        assert (config.data.data_path, config.data.valid_data_path, config.data.split) == ([same], None, "949,50,1")
+        assert config.batch.test_iters == 100 and "Data." not in told and "WARNING" not in told
+    for words in ("copy", "copy -o Data.Train.sampler.shuffle=True"):
+        config, told = read(f"-o Data.Train.dataset.input_dir={words}")
+        assert (config.data.train_data_path, config.data.valid_data_path) == (["copy"], ["./data/"])
+        [line] = [line for line in told.splitlines() if line.startswith("WARNING: ")]
+        for part in ("is copy", "./data/", "without the split", "-o Data.Eval.dataset.input_dir=copy"):
+            assert part in line
+    assert "WARNING" not in read("-o Data.Train.dataset.input_dir=a -o Data.Eval.dataset.input_dir=b")[1]
+    assert "WARNING" not in read("-o Data.Eval.dataset.input_dir=b")[1]
+    config, told = read("-o Data.Train.dataset.input_dir=a -o Data.Eval.dataset.input_dir=a/")
+    assert (config.data.data_path, config.data.valid_data_path) == (["a"], None) and "WARNING" not in told
+
+
 def test_what_yaml_can_write(tmp_path):
     """Quotes, anchors, merges, empty values, lists; a section that does not inherit, and one that is emptied."""
     (tmp_path / "base.yaml").write_text(

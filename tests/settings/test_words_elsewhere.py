@@ -57,6 +57,8 @@ def test_the_page_for_users_of_hugging_face_names_flags_that_there_are(theirs, h
         ours = FLAGS.get(flag)
         said = f"{flag} {ours.setting.flag}" if ours else messages.unknown(Word(flag, [], SaidBy.COMMAND), FLAGS)
         assert there & set(re.findall("--[a-z0-9-]+", said)), (word, said)
+        alone = messages.unknown(Word(flag, [], SaidBy.COMMAND), KNOWN)  # in pretrain_gpt.py
+        assert "did you mean" not in alone or there & set(re.findall("--[a-z0-9-]+", alone)), (word, alone)
 
 
 def test_words_of_paddle_in_the_other_command_for_data(capsys):

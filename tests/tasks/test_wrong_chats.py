@@ -5,7 +5,7 @@ import pytest
 
 import finetune
 from megatron.errors import Failure
-from tests.tasks.chats import TUNE, talks, write_base, write_lines
+from tests.tasks.chats import SHAPE, TUNE, talks, write_base, write_lines, write_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,7 @@ TRAIN = "--task chat --train-data {file} --load {base} --global-batch-size 2 --t
         (TRAIN.replace("plain", "chatml"), [TALK], 3, "needs the tokens <.im_start.> and <.im_end.>"),
         (TRAIN.replace("plain", "{base}/bad.jinja"), [TALK], 4, "not a chat template"),
         (TRAIN.replace("plain", "{base}/turns.jinja"), [TALK, dict(messages=TALK["messages"][1:])], 4, "line 2: .*turns"),
+        (TRAIN.replace("{file}", "{file}x"), [TALK], 4, "talks.jsonlx: no such file; did you mean .*talks.jsonl?"),
         (TRAIN + " --seq-length 20", [TALK, TALK], 4, "no conversation with an answer"),
         (TRAIN, [dict(messages=TALK["messages"][:1])], 4, "no conversation with an answer"),
         (TRAIN, [TALK, dict(messages=[*TALK["messages"], dict(role="assistant", content="x", foo=1)])], 4, "foo: the chat"),
@@ -71,10 +72,20 @@ def test_names_of_special_tokens_in_messages_are_noted(base, tmp_path, capsys):
     for _ in range(2):  # the second time from the index cache
         finetune.main(f"{TRAIN.format(file=file, base=base)} {TUNE} --eval-iters 0".split())
         said = [line for line in capsys.readouterr().out.splitlines() if "in a message" in line]
-        assert (
-            len(said) == 1
-            and f"2 of 3 lines have <|endoftext|> in a message, which is text there ({file}, line 1; " in (said[0])
-        )
+        [line] = said
+        assert f"2 of 3 lines have <|endoftext|> in a message, which is text there ({file}, line 1; " in line
+
+
+@pytest.mark.parametrize("flags, warned", [(SHAPE, True), ("--load {base}", False)])
+def test_a_model_without_a_checkpoint(flags, warned, base, tmp_path, capsys):
+    """A step at learning rate 0, the first one of a warm-up, changes nothing; nor does a random model answer."""
+    line = TRAIN.replace("--load {base}", f"{flags} {write_vocabulary(tmp_path)}") + f" {TUNE} --lr-warmup-fraction 0.1"
+    finetune.main(line.format(file=write(tmp_path, TALK, TALK), base=base).split())
+    told = capsys.readouterr().out.splitlines()
+    found = [line for line in told if line.startswith("warning: there is no --load: fine-tuning starts with random")]
+    assert len(found) == warned
+    [line] = [line for line in told if line.startswith("warning: no step of this launch changed a weight: ")]
+    assert "the only one was at learning rate 0 (warm-up of 0.1 steps" in line
 
 
 def test_what_is_cut_and_left_out_is_counted(base, tmp_path, capsys):

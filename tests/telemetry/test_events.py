@@ -133,3 +133,41 @@ def test_words_that_are_not_understood_are_the_newest_end_of_the_run(tmp_path, m
             pretrain_gpt.main([*flags, *more])
         assert len(read_events(tmp_path)) == 2
         job.stdin.close()
+
+
+@pytest.mark.parametrize(
+    "past, more, recorded",
+    [
+        (["start"], "--load {}", True),
+        (["start"], "", False),
+        (["start"], "--load {}/other", False),
+        (["start", "end 0 "], "--load {}", False),
+        (["end 0 "], "", False),
+        (["start", "end 0 --exit-interval"], "--load {}", True),
+        (["start", "end 9 stopped"], "--load {}", True),
+        (["start", "end 0 ", "start"], "--load {}", True),
+        (["start", "end 1 lost"], "", False),
+    ],
+)
+@pytest.mark.parametrize("words, error", [("--num-layers 2 --lr x", UsageError), ("{} --tp 2", SettingsError)])
+def test_a_refused_command_leaves_other_runs_alone(tmp_path, monkeypatch, past, more, recorded, words, error):
+    """A finished run, and one that the command does not resume."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(dict(kind="run")) + "\n")
+    for kind, code, why in ((f"{one}  ".split(" ", 2)) for one in past):
+        EventLog(tmp_path / "events.jsonl").record(
+            kind, kind, **({"code": int(code), "why": why.strip()} if code else {})
+        )
+    small = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --mock-data --vocab-size 9 --lr 1 "
+    small += "--micro-batch-size 1 --train-iters 2"
+    flags = f"{words.format(small)} --save {tmp_path} {more.format(tmp_path)}".split()
+
+    def ends():
+        with pytest.raises(error):
+            pretrain_gpt.main(flags)
+        return len(read_events(tmp_path)) - len(past)
+
+    assert ends() == recorded
+    monkeypatch.setenv("MEGATRON_SUPERVISOR", str(tmp_path / "supervisor.json"))
+    assert ends() == recorded + (past[-1] != "end 0 ")

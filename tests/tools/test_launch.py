@@ -252,6 +252,18 @@ def test_sigterm_before_the_first_step(flags, hint, start):
     assert code == 143 and re.fullmatch("error: rank [01] was ended by SIGTERM", said[0]) and said[-1] == hint
 
 
+def test_a_dry_run_of_several_ranks_reports_once(root):
+    words = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --mock-data --vocab-size 90 --lr 1e-3"
+    )
+    command = [sys.executable, "-m", "megatron.tools.launch", "--nproc-per-node", "2", str(root / "pretrain_gpt.py")]
+    command += [*words.split(), "--train-iters", "2", "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("dry run: no problems found") == 1, done.stderr
+    done = subprocess.run([*command, "--tp", "4"], capture_output=True, text=True)
+    assert done.returncode == 3 and (done.stdout + done.stderr).count("dry run:") == 1
+
+
 def test_trainings_save_at_sigterm(root, tmp_path):
     own = tmp_path / "own.py"
     own.write_text("from megatron.entry import start\n")

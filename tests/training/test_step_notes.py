@@ -63,7 +63,42 @@ def test_a_rate_of_0_for_the_rest_of_a_run(flags, first, tmp_path, capsys):
 def test_a_run_that_goes_on_past_its_decay(tmp_path, capsys):
     train(tmp_path, "--train-iters 3", capsys)
     lines, _, notes = train(tmp_path, "--train-iters 6 --lr-decay-iters 3", capsys)
-    assert len(told(lines, RATE)) == 1 and [note["iteration"] for note in notes] == [4]
+    assert len(told(lines, RATE)) == 1 and [note["iteration"] for note in notes] == [4, 6]
+
+
+WARMUP = "at learning rate 0 (warm-up of {} steps begins at --lr-warmup-init 0"
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--train-iters 1 --lr-warmup-fraction 0.1", f"the only one was {WARMUP.format(0.1)}"),
+        ("--train-samples 4 --lr-warmup-samples 1", "at learning rate 0 (warm-up of 1 samples"),
+        ("--train-iters 2 --lr-warmup-iters 1", None),
+        ("--train-iters 3 --fp16 --initial-loss-scale 1e30 --hysteresis 1", "all 3 were skipped (gradients overflow"),
+        ("--train-iters 3 --fp16 --initial-loss-scale 8 --hysteresis 1", None),
+        ("--train-iters 2 --iterations-to-skip 1 2", "all 2 were skipped"),
+        ("--train-iters 2 --iterations-to-skip 2 --lr-warmup-iters 1", f"1 was {WARMUP.format(1)}"),
+    ],
+)
+def test_a_run_that_changes_no_weight(flags, said, tmp_path, capsys):
+    lines, steps, notes = train(tmp_path / "a", f"{flags} --log-params-norm --log-interval 1", capsys)
+    found = told(lines, "warning: no step of this launch changed a weight: ")
+    norms = {step["params_norm"] for step in steps if "params_norm" in step}
+    assert (len(norms) > 1 and not found) if said is None else len(norms) < 2 and len(found) == 1 and said in found[0]
+    if said:
+        assert [note["what"] for note in notes] == ["unchanged weights"] and not told(lines, RATE)
+
+
+def test_a_shape_of_a_published_name_has_random_weights(tmp_path, capsys):
+    """Trainer's users mean its weights by --model-name-or-path, and not by --preset."""
+    what = "gpt2 is a shape, and its weights are random; published ones: python -m megatron.tools.checkpoint from-hf"
+    flags = dict(a="--model-name-or-path gpt2", b="--model_name_or_path gpt2", c="--preset gpt2")
+    for folder, named in flags.items():
+        lines, *_ = train(tmp_path / folder, f"{named} --train-iters 1", capsys)
+        assert len([line for line in lines if line.startswith("note: ") and what in line]) == (folder != "c")
+    lines, *_ = train(tmp_path / "a", f"{flags['a']} --train-iters 2", capsys)
+    assert not any(what in line for line in lines)  # it goes on from a checkpoint
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 """Files of the three commands for duplicates: written completely or not at all; read by line, with messages on bad ones."""
 
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.corpus.duplicates.shards import blocks_of_lines
-from megatron.errors import DataError, no_such_file
+from megatron.errors import missing_file
 
 
 class LeftOut:
@@ -41,7 +40,7 @@ def documents(path: str | Path, left_out: LeftOut) -> Iterator[tuple[int, bytes,
     Raises DataError if the file is not there.
     """
     if not Path(path).exists():
-        raise DataError(f"{path}: {no_such_file(path)}", f"the working directory is {os.getcwd()}", "check the path")
+        raise missing_file(path)
     number = 0
     for lines in blocks_of_lines(Path(path)):
         for line in lines:

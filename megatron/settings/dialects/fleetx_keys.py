@@ -7,6 +7,7 @@ A key becomes one flag, or several keys become flags together, or it is noted or
 key is unknown, and an error.
 """
 
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Optional
@@ -517,12 +518,10 @@ def _data(out: Translated) -> None:
     train, own, split = (
         f"Data.{name}" for name in "Train.dataset.input_dir Eval.dataset.input_dir Train.dataset.split".split()
     )
-    if _has_own_files(out) and out.purpose == "train":
-        out.say("--valid-data-path", None, own)
-        if train in out.given:
-            out.say("--train-data-path", None, train)
-        if _has_test_files(out):
-            out.say("--test-data-path", None, TEST_FILES)
+    if not _has_own_files(out):
+        out.take(own)
+    elif out.purpose == "train":
+        _own_files(out, train, own)
         out.note("training and validation have files of their own, and all of them", split, "Data.Eval.dataset.split")
     if out.purpose == "task":
         _same_task(out)
@@ -562,15 +561,40 @@ def _same_task(out: Translated) -> None:
         out.refuse(classes, f"'{out.word(classes)}' does not fit {out.given[NAME].value}: {kind}; say {CLASSES[name]}")
 
 
+def _differ(out: Translated, key: str, train: str) -> bool:
+    """Whether a key names other folders than that of training. Spellings of one folder (./data, data/) are the same."""
+    folders = [[os.path.realpath(word) for word in out.given[one].words] for one in (key, train) if one in out.given]
+    return bool(out.word(key)) and (train not in out.given or folders[0] != folders[1])
+
+
 def _has_own_files(out: Translated) -> bool:
     """Whether validation has other files than training."""
-    own, train = (out.word(f"Data.{name}.dataset.input_dir") for name in ("Eval", "Train"))
-    return own not in ("", train)
+    return _differ(out, "Data.Eval.dataset.input_dir", "Data.Train.dataset.input_dir")
 
 
 def _has_test_files(out: Translated) -> bool:
     """Whether the test has other files than training, where validation has files of its own, too."""
-    return _has_own_files(out) and out.word(TEST_FILES) not in ("", out.word("Data.Train.dataset.input_dir"))
+    return _has_own_files(out) and _differ(out, TEST_FILES, "Data.Train.dataset.input_dir")
+
+
+def _own_files(out: Translated, train: str, own: str) -> None:
+    """Flags of files that validation has for itself. Warn where -o, or a file over a base file, changed the folder of
+    training alone.
+    """
+    out.say("--valid-data-path", None, own)
+    if _has_test_files(out):
+        out.say("--test-data-path", None, TEST_FILES)
+    if train not in out.given:
+        return
+    out.say("--train-data-path", None, train)
+    keys, source = list(out.given), lambda key: out.given[key].where.removesuffix(key).rstrip("0123456789: ")
+    if source(train) != source(own) and keys.index(train) > keys.index(own):
+        folder, other = out.given[train], out.given[own]
+        out.remarks.append(
+            f"WARNING: {folder.where} is {folder.value}, and {other.where} is still {other.value}: training reads all "
+            f"documents of the one and validation all of the other, without the split; to split {folder.value}, add "
+            f"-o {own}={','.join(folder.words)}"
+        )
 
 
 def _validation(out: Translated) -> None:

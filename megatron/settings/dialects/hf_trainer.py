@@ -76,7 +76,8 @@ IDLE = {
 # Words of TRL, PEFT and `generate` of transformers that are no flags -> what is meant here.
 HERE = {
     "max_length max_seq_length": "say --seq-length",
-    "dataset_name": "conversations are --train-data FILE; preprocess_data.py --input hf://datasets/ORG/NAME reads texts",
+    "dataset_name": "conversations are finetune.py --train-data FILE; preprocess_data.py --input hf://datasets/ORG/NAME "
+    "makes token files of texts, for --data-path",
     "dataset_text_field": "preprocess_data.py --json-keys names the text",
     "assistant_only_loss completion_only_loss": "the loss is on answers alone, unless --train-on-prompt is given",
     "chat_template_path": "say --chat-template",

@@ -30,7 +30,7 @@ from megatron.corpus.duplicates.shingles import jaccard, shingle_set
 from megatron.corpus.duplicates.signatures import Signing, band_keys, sign_texts
 from megatron.corpus.openwebtext.duplicate_files import LeftOut, documents, json_line
 from megatron.corpus.processes import in_order
-from megatron.errors import DataError, Failure, SettingsError, UsageError, no_such_file, run_main
+from megatron.errors import DataError, Failure, SettingsError, UsageError, missing_file, run_main
 from megatron.mpu.cpu_threads import cores
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
@@ -241,7 +241,7 @@ def load(path: str, into: Collection) -> None:
     """Add the documents of a file of fingerprints. Raises DataError for another file, or other signing options."""
     do = f"make it with {PROG} --save-fingerprints; pickles of Megatron-LM can run code and are not read"
     if not Path(path).is_file():
-        raise DataError(f"--load-fingerprints {path}: {no_such_file(path)}")
+        raise missing_file(path, "--load-fingerprints")
     try:
         with np.load(io.FileIO(path), allow_pickle=False) as arrays:
             facts = json.loads(arrays["facts"].tobytes())
