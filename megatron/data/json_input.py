@@ -58,6 +58,7 @@ class Source:
 
     table: the kind of a file with rows (`file_formats.TABLE_KINDS`); columns: those to read, None: all
     text: the file is plain text; separator: separates documents of plain text, in an archive too
+    lines_only: plain text is refused, in an archive too
     """
 
     path: str
@@ -66,6 +67,7 @@ class Source:
     archive: bool = False  # an uncompressed tar archive
     text: bool = False
     separator: str | None = None
+    lines_only: bool = False
     table: str | None = None
     columns: tuple[str, ...] | None = None
 
@@ -75,17 +77,22 @@ class Source:
         return bool(self.compression or self.archive or self.text or self.table or self.path == STDIN)
 
 
-def find_sources(inputs: list[str], separator: str | None = None, columns: Sequence[str] | None = None) -> list[Source]:
+def find_sources(
+    inputs: list[str], separator: str | None = None, columns: Sequence[str] | None = None, lines_only: bool = False
+) -> list[Source]:
     """The files of `--input`: each input is a file, a glob, a folder (searched recursively) or `-` for stdin.
 
     Files of a glob or folder are sorted by path, so that the order of documents does not depend on the file system.
-    columns: of files with rows
+    columns: of files with rows; lines_only: refuse plain text
     Raises DataError for inputs that do not exist or are empty.
     """
     paths = [path for given in inputs for path in expand(given)]
     if paths.count(STDIN) > 1:
         raise DataError("--input - is given twice: stdin can be read once")
-    sources = with_separator([_source(path) for path in paths], separator)
+    sources = with_separator([replace(_source(path), lines_only=lines_only) for path in paths], separator)
+    if lines_only:
+        for source in [source for source in sources if source.text]:
+            refuse_plain_text(source.path)
     return [replace(source, columns=columns and tuple(columns)) if source.table else source for source in sources]
 
 
@@ -315,9 +322,22 @@ def _as_lines(stream: "Ahead", name: str, source: Source) -> "Ahead":
     is_text = source.text if name == source.path else _is_text(name.rpartition("/")[2])
     if not is_text:
         return stream
+    if source.lines_only:
+        refuse_plain_text(name)
     if stream.peek(1) == b"{":
         note(f"{name} begins as JSON lines do, and is read as plain text: lines of JSON want a name with .jsonl")
     return Ahead(PlainText(stream, name, source.separator))
+
+
+def refuse_plain_text(name: str) -> None:
+    """Raise DataError for a plain text where JSON lines are wanted."""
+    do = f"{to_lines(name)}; if it holds JSON lines, give it a name with .jsonl"
+    raise DataError(f"{name} is plain text (.txt), and --data-format JSON is one JSON object a line", do=do)
+
+
+def to_lines(name: str) -> str:
+    """The command that makes JSON lines of a plain text."""
+    return f"python -m megatron.tools.raw_trans_to_json --input_path {name} --output_path OUT makes OUT.jsonl of a text"
 
 
 def _lines_of_archive(stream: "Ahead", source: Source) -> Iterator["Ahead"]:

@@ -61,7 +61,8 @@ def preprocess(
     if settings.append_eod and tokenizer.eod is None:
         raise DataError("--append-eod: this vocabulary has no token for the end of a document", do="drop --append-eod")
     started = time.perf_counter()
-    sources = find_sources(settings.input, getattr(settings, "document_separator", None), settings.json_keys)
+    separator, lines_only = getattr(settings, "document_separator", None), hasattr(settings, "data_format")
+    sources = find_sources(settings.input, separator, settings.json_keys, lines_only)
     form = FORMATS[settings.output_format]
     if settings.split_sentences and split is None:
         split = make_splitter(settings.sentence_splitter, settings.lang, settings.keep_newlines, log)

@@ -16,7 +16,7 @@ from megatron.data import contamination, origin
 from megatron.data.contamination import Screen
 from megatron.data.formats import MEGATRON, Format, endings_of, open_tokens
 from megatron.data.indexed import LENGTH_TYPE
-from megatron.data.json_input import STDIN, Source
+from megatron.data.json_input import STDIN, Source, to_lines
 from megatron.data.preprocess_worker import KINDS, Shared
 from megatron.data.vocabulary import tokenizer_identity
 from megatron.data.workspace import Workspace, append_file, publish, write_at
@@ -69,7 +69,8 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
             why += f", {int(shared.screened[:, 0].sum())} texts with n-grams of evaluation sets"
         do = "check --input and --json-keys" + (f"; all of them: {rejected_path}" if rejected else "")
         if "not JSON" in reason:
-            do = "a document is a line of JSON; plain text is read from a file whose name ends in .txt"
+            text = "plain text is read from a file whose name ends in .txt"
+            do = f"a document is a line of JSON; {to_lines(settings.input[0]) if hasattr(settings, 'data_format') else text}"
         raise DataError(f"no text in {', '.join(settings.input)}", why, do)
     outputs = {}
     for index, (key, prefix) in enumerate(

@@ -93,7 +93,7 @@ def main(argv: list[str]) -> None:
     from megatron.data.preprocess import preprocess_and_report
     from megatron.tokenizer import tokenizer_type
 
-    find_sources(settings.input)  # report missing files before reading a vocabulary
+    find_sources(settings.input, lines_only=True)  # report wrong files before reading a vocabulary
     named = dict(vocab_file=BOTH, merge_file=BOTH) if settings.model_name else {}
     of_tokenizer = idle_flags(
         vocabulary, given, declared("needs", vocabulary) | named, tokenizer=tokenizer_type(vocabulary)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import types
 from pathlib import Path
 
@@ -304,6 +305,7 @@ MISTAKES = [
     ("--input_path {t}/none.jsonl", 4, "no such file"),
     ("--input_path {t}/empty", 4, "holds no JSON lines"),
     ("--input_path {t}/blank.jsonl", 4, "no text in"),
+    *((f"--input_path {{t}}/{raw}", 4, "raw_trans_to_json") for raw in "raw.txt raw.txt.gz raw.tar raw raws".split()),
     ("--json_key body", 4, "no key 'body'"),
     ("--json_key text title", 3, "one key fills one pair of files"),
     ("--on-bad-line stop --input_path {t}/bad.jsonl", 4, "bad.jsonl, line 2"),
@@ -339,6 +341,12 @@ def test_a_mistake_is_one_message_and_leaves_nothing(bpe, word_pieces, tmp_path,
     (tmp_path / "blank.jsonl").write_text("\n \n")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     (tmp_path / "old.idx").write_text("")
+    (tmp_path / "raws").mkdir()
+    for name in ("raw.txt", "raw", "raws/a.txt"):
+        (tmp_path / name).write_text("First document.\nOf two lines.\n\nSecond document.\n")
+    (tmp_path / "raw.txt.gz").write_bytes(gzip.compress(b"First.\n\nSecond.\n"))
+    with tarfile.open(tmp_path / "raw.tar", "w") as archive:
+        archive.add(tmp_path / "raw.txt", "raw.txt")
     source = write_lines(tmp_path / "in.jsonl", TEXTS)
     before = sorted(path.name for path in tmp_path.rglob("*"))
     line = flags(bpe, "GPTTokenizer", source, tmp_path / "out")
