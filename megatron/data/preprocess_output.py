@@ -69,8 +69,9 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
             why += f", {int(shared.screened[:, 0].sum())} texts with n-grams of evaluation sets"
         do = "check --input and --json-keys" + (f"; all of them: {rejected_path}" if rejected else "")
         if "not JSON" in reason:
-            text = "plain text is read from a file whose name ends in .txt"
-            do = f"a document is a line of JSON; {to_lines(settings.input[0]) if hasattr(settings, 'data_format') else text}"
+            plain = "plain text is read from a file whose name ends in .txt"
+            plain = to_lines(settings.input[0]) if hasattr(settings, "data_format") else plain
+            do = f"a document is a line of JSON; {plain}"
         raise DataError(f"no text in {', '.join(settings.input)}", why, do)
     outputs = {}
     for index, (key, prefix) in enumerate(
