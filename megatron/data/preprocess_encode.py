@@ -86,7 +86,8 @@ class SpecialNames:
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        self.names = [] if tokenizer.parse_special else list(tokenizer.special_tokens)
+        ids = {} if tokenizer.parse_special else tokenizer.special_tokens
+        self.names = sorted(ids, key=ids.get)
         self._find = re.compile(tokenizer.special_names).findall
 
     def count(self, texts: list[str]) -> list[int]:

@@ -17,6 +17,7 @@ from megatron.data.contamination import Screen
 from megatron.data.formats import MEGATRON, Format, endings_of, open_tokens
 from megatron.data.indexed import LENGTH_TYPE
 from megatron.data.json_input import STDIN, Source, to_lines
+from megatron.data.preprocess_encode import SpecialNames
 from megatron.data.preprocess_worker import KINDS, Shared
 from megatron.data.vocabulary import tokenizer_identity
 from megatron.data.workspace import Workspace, append_file, publish, write_at
@@ -106,9 +107,8 @@ def notes_of(settings, tokenizer: Tokenizer, shared: Shared) -> Iterator[str]:
         )
     searched, named, *counts = shared.named.sum(axis=0).tolist()
     if named:
-        names = [
-            name for count, name in sorted(zip(counts, tokenizer.special_tokens), key=lambda one: -one[0]) if count
-        ]
+        found = sorted(zip(counts, SpecialNames(tokenizer).names), key=lambda one: -one[0])
+        names = [name for count, name in found if count]
         more = f" and {len(names) - NAMES} more" * (len(names) > NAMES)
         sample = "" if searched == shared.progress[:, 0].sum() else " that were searched"
         yield (
