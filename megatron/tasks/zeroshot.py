@@ -10,6 +10,7 @@ detokenized first, with the substitutions that published results use. The token 
 loss per original word.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -177,10 +178,25 @@ def without(judged, clean: Optional[tuple[str, dict]]) -> dict:
     return dict(judged=str(judged), clean_line=line, contamination=record | dict(without=numbers))
 
 
+def refuse_json_lines(path: str, text: str) -> None:
+    """Raise DataError for a text whose first line is a JSON object, as in LAMBADA's file."""
+    try:
+        first = json.loads(text.lstrip("\ufeff \n").partition("\n")[0])
+    except ValueError:
+        return
+    if isinstance(first, dict):
+        why, do = (
+            "WikiText is plain text",
+            "--task LAMBADA (PaddleFleetX: -o Offline_Eval.cloze_eval=True) for its passages",
+        )
+        raise DataError(f"{path} is JSON lines", why, f"{do}; or give wiki.*.tokens")
+
+
 def wikitext(work: Evaluation) -> list[dict]:
     """Perplexity per token, and adjusted: per word of the original text."""
     options, tokenizer = work.options, work.tokenizer
     original = read_valid_data(options.valid_data)
+    refuse_json_lines(options.valid_data, original)
     tokens = np.array(tokenizer.encode(detokenize(original)), np.int64)
     words = count_words(original)
     if len(tokens) < 2 or words < 2:

@@ -471,7 +471,8 @@ def test_an_export_is_a_program_of_the_files_module(module, kind, tmp_path):
     assert (named.values["format"], named.values["tensor_model_parallel_size"]) == ("onnx", 1)
 
 
-OF_THE_SHAPE = [f"Model.{name}" for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")]
+SIZES = "num_layers hidden_size num_attention_heads ffn_hidden_size max_position_embeddings"
+OF_THE_SHAPE = [f"Model.{name}" for name in SIZES.split()]
 
 
 def owners(key: str) -> set[str]:

@@ -101,6 +101,10 @@ def test_megatrons_command_line_as_it_is_written(checkpoint, tmp_path, capsys):
         ("-c plain.yaml", "--num-layers 7 (plain.yaml:2): 2 in the checkpoint"),
         ("-c window.yaml", "--window-size 4,0 (window.yaml:1): None in the checkpoint"),
         ("-c fleetx.yaml", "--num-layers 7 (fleetx.yaml:1: Model.num_layers): 2 in the checkpoint"),
+        (
+            "-o Model.max_position_embeddings=7",
+            "--max-position-embeddings 7 (-o Model.max_position_embeddings): 32 in the checkpoint",
+        ),
         ("-c plain.yaml -o num_layers=2 --hidden-size 64", "--hidden-size 64: 32 in the checkpoint"),
         ("--normalization LayerNorm --num-query-groups 2", "--num-query-groups 2: 4 in the checkpoint"),
     ],
@@ -118,6 +122,7 @@ def test_a_model_that_the_checkpoint_does_not_hold_is_refused(main, words, sente
     assert refused.value.why.splitlines()[0] == sentence
     assert refused.value.do.endswith("leave settings of the model out: they come from the checkpoint")
     assert ("say -o Model.num_layers=2, or" in refused.value.do) == ("fleetx" in words)
+    assert ("say -o Model.max_position_embeddings=32, or" in refused.value.do) == ("embeddings" in words)
 
 
 def test_weights_of_a_blend_are_named(checkpoint, tmp_path, capsys):
@@ -257,6 +262,18 @@ def test_mistakes(checkpoint, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "fine words"}\n{"text": "one"}\n')
     with pytest.raises(DataError, match="line 2"):
         run(checkpoint, "--task", "LAMBADA", "--valid-data", str(tmp_path / "bad.jsonl"))
+
+
+@pytest.mark.parametrize("words", ["--task WIKITEXT103 --valid-data {}", "-o Offline_Eval.eval_path={}"])
+def test_json_lines_are_no_text_of_wikitext(words, checkpoint, tmp_path):
+    """LAMBADA's file without the switch for it: a perplexity of braces and keys."""
+    path = tmp_path / "lambada_test.jsonl"
+    path.write_text('\ufeff\n{"text": "fine words"}\n{"text": "more words"}\n', encoding="utf-8")
+    with pytest.raises(DataError, match="is JSON lines") as refused:
+        run(checkpoint, *words.format(path).split())
+    assert "--task LAMBADA" in refused.value.do and "-o Offline_Eval.cloze_eval=True" in refused.value.do
+    path.write_text(" = A title = \n{ braces } of a text , and some more words \n")
+    run(checkpoint, *words.format(path).split())
 
 
 def test_a_tokenizer_flag_at_its_default_wins_over_the_checkpoints(new_checkpoint, tmp_path, capsys):

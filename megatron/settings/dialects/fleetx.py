@@ -45,7 +45,10 @@ SAME = dict(
         Offline_Eval: eval_path overlapping_eval batch_size""",
     export="",
 )
-SHAPE = [f"Model.{name}" for name in "num_layers hidden_size num_attention_heads ffn_hidden_size".split()]
+SHAPE = [
+    f"Model.{name}"
+    for name in "num_layers hidden_size num_attention_heads ffn_hidden_size max_position_embeddings".split()
+]
 # Other keys, and single values of them (in lower case; true or false for switches).
 OTHERS = dict(
     train="""
