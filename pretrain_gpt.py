@@ -53,8 +53,9 @@ def variant(model_type: str, module: Optional[type] = None, *, facts: type[GPTFa
 
         return (module or GPT).of(config, mesh, facts.of(config, vocab_size), **stage)
 
-    own = dict(model_type=model_type, facts=facts.of, build_model=build_model, starts_from=())
-    return replace(recipe(), **own | more)
+    plain = module is None and facts is GPTFacts  # only its data or its training differ
+    own = {} if plain else dict(facts=facts.of, build_model=build_model)
+    return replace(recipe(), **dict(model_type=model_type, starts_from=()) | own | more)
 
 
 def facts(config, vocab_size) -> GPTFacts:

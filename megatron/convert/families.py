@@ -11,6 +11,7 @@ from typing import Any, Optional
 import torch
 
 from megatron.convert.watched_config import WatchedConfig
+from megatron.errors import SettingsError
 from megatron.model.bert import hf_names as bert_names
 from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.settings import GROUP as BERT
@@ -19,7 +20,7 @@ from megatron.model.gpt import hf_names as gpt_names
 from megatron.model.gpt import hf_settings as gpt_settings
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_match import Match
-from megatron.model.recipe import facts_of
+from megatron.model.recipe import computes_its_own, facts_of, recipe_of
 from megatron.model.t5 import hf_names as t5_names
 from megatron.model.t5.facts import T5Facts
 from megatron.model.t5.settings import GROUP as ENCODER_DECODER
@@ -90,8 +91,14 @@ class Family:
 def exported(config: Config, vocab_size: int) -> Family:
     """The family of a pretrained model, or one fine-tuned with a pattern.
 
-    Raises SettingsError if transformers has no model of its shape.
+    Raises SettingsError if transformers has no model of its shape, or the module is a user's own.
     """
+    if computes_its_own(recipe_of(config)):
+        raise SettingsError(
+            f"model type {config.model.model_type}: other libraries have no such model",
+            "its file may compute something else from the same tensors",
+            "python -m megatron.tools.export --format onnx or torch-export writes a program of it",
+        )
     facts = facts_of(config, vocab_size)
     if isinstance(facts, T5Facts):
         t5_names.refuse_other(facts)

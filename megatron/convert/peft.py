@@ -225,10 +225,11 @@ def _around_number(name: str) -> tuple[str, str, str]:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def from_peft(source: Path, out: Path, base: Path, state: dict[str, Any]) -> list[str]:
+def from_peft(source: Path, out: Path, base: Path, state: dict[str, Any], check: bool = True) -> list[str]:
     """Write a folder of PEFT as a checkpoint of adapters on `base`, a checkpoint of ours; returns notices.
 
-    state: a run's position, as saved. Raises CheckpointError for what cannot be expressed, by name.
+    state: a run's position, as saved. check: compare the base with the model that adapter_config.json names. Raises
+    CheckpointError for what cannot be expressed, by name, and for another base.
     """
     theirs = hf_files.read_json(source / CONFIG)
     refuse_others(theirs)
@@ -257,7 +258,9 @@ def from_peft(source: Path, out: Path, base: Path, state: dict[str, Any]) -> lis
     shaped = replace(config.model, **model)
     tensors = {}
     with Reader(base) as reader:
-        notices = _other_base(theirs.get("base_model_name_or_path"), reader, found)
+        named = theirs.get("base_model_name_or_path")
+        unchecked = f"{base} was not compared with {named or 'the model of the adapters'} (--unchecked)"
+        notices = _other_base(named, reader, found) if check else [unchecked]
         for layer, (match, own) in found.items():
             a, b = _to_ours(source, match, weights[match.ours], shaped, own, family.kind == "gpt2")
             tensors |= {f"{layer}.{PAIR[0]}": a, f"{layer}.{PAIR[1]}": b}
@@ -271,7 +274,8 @@ def from_peft(source: Path, out: Path, base: Path, state: dict[str, Any]) -> lis
     }
     frozen = sorted(name for name in known if not name.startswith("optimizer."))
     record |= dict(untrained={**(saved.get("untrained") or {}), "frozen": frozen}, mesh={})
-    origin = dict(origin=f"PEFT in {source.resolve()}", source=hf_files.about(source, theirs))
+    of_base = f" (of the base {named})" if named else ""
+    origin = dict(origin=f"PEFT{of_base} in {source.resolve()}", source=hf_files.about(source, theirs))
     record = {name: value for name, value in record.items() if name not in ENTRIES} | lineage(saved, str(base)) | origin
     record[BASE] = base_record(base, str(out))
     with Saver(out) as saver:
@@ -282,7 +286,7 @@ def from_peft(source: Path, out: Path, base: Path, state: dict[str, Any]) -> lis
 
 def _other_base(named: Optional[str], reader: Reader, found: Mapping[str, "Found"]) -> list[str]:
     """A note unless the base is the model that adapter_config.json names. named: a folder, whose weights are compared with
-    those of the base, or a name on the hub
+    those of the base, or a name on the hub. Raises CheckpointError for other weights.
     """
     if not named:
         return [f"{CONFIG} names no base: that {reader.folder} is the model of the adapters is not checked"]
@@ -293,7 +297,11 @@ def _other_base(named: Optional[str], reader: Reader, found: Mapping[str, "Found
             for name, ours in zip(match.theirs, match.to_theirs(reader.read(match.ours, dtype=torch.float32))):
                 theirs = files.get(name) if name in files.shapes else ours
                 if theirs.shape != ours.shape or not torch.equal(ours.to(theirs.dtype), theirs):
-                    return [f"{CONFIG} names {named}, whose {name} differs from that of {reader.folder}: {advice}"]
+                    raise CheckpointError(
+                        f"{CONFIG} names {named}, whose {name} differs from that of {reader.folder}",
+                        "on other weights the adapters are another model",
+                        f"give the model of the adapters as --base: from-hf {named} DIR; or --unchecked",
+                    )
         return []
     here = next((one.name for one in ancestors(reader.state) if one.imported), "no import")
     if PurePath(here).name != PurePath(hf_files.about(Path(named), {})["name"]).name:

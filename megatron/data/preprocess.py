@@ -163,7 +163,8 @@ class Team:
         self.blocks, self.partitions, self.workspace = blocks, partitions, workspace
         self.context = multiprocessing.get_context("fork")
         keys, ngrams = len(settings.json_keys), len(encoder.screen.index.hashes) if encoder.screen else 0
-        self.shared = Shared(self.context, blocks.lanes, keys * partitions, workers, keys, ngrams)
+        sizes = (blocks.lanes, keys * partitions, workers, keys, ngrams, len(encoder.special.names))
+        self.shared = Shared(self.context, *sizes)
         self.total_input = sum(source.size for source in blocks.sources)
         self.workers = [
             Worker(i, blocks, encoder, self.shared, workspace, partitions, settings.on_bad_line == "stop", head)

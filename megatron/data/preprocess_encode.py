@@ -3,6 +3,8 @@
 
 import contextlib
 import io
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -23,6 +25,7 @@ except ImportError:  # three times slower, otherwise the same
 # Bytes by which the tokenizer's cache of words may grow a process. gigatoken's table doubles, so the peak is about three
 # times this. 100 MB of web pages fill about 170 MB, and a full cache is three times as fast as an empty one.
 LEAST_CACHE, MOST_CACHE = 64 << 20, 256 << 20
+SEARCHED = 1 << 16  # characters of a block in which names of special tokens are searched
 
 
 @dataclass
@@ -58,6 +61,7 @@ class Encoded:
     rejected: list[tuple[int, str]]
     screening: Screening | None = None
     crlf: int = 0  # line ends of Windows inside texts
+    named: list[int] = field(default_factory=list)  # see `SpecialNames`
 
 
 @dataclass
@@ -73,6 +77,30 @@ class _Bin:
         tokens = np.concatenate(self.pieces, dtype=dtype, casting="unsafe") if self.pieces else np.empty(0, dtype)
         origins = NO_ORIGINS if starts is None else origins_of(starts, self.lines, self.hashes)
         return EncodedDocuments(tokens, np.array(self.lengths, np.int32), np.array(self.counts, np.int32), origins)
+
+
+class SpecialNames:
+    """Counts texts with names of special tokens, which become text (without --parse-special).
+
+    It searches the first SEARCHED characters of a block, so that it takes no time that can be measured.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        ids = {} if tokenizer.parse_special else tokenizer.special_tokens
+        self.names = sorted(ids, key=ids.get)
+        self._find = re.compile(tokenizer.special_names).findall
+
+    def count(self, texts: list[str]) -> list[int]:
+        """Numbers of texts that were searched, of those with a name, and of those with each of `names`."""
+        found: Counter[str] = Counter()
+        searched, named, room = 0, 0, SEARCHED
+        for text in texts if self.names else ():
+            if room <= 0:
+                break
+            there = set(self._find(text[:room]))
+            found.update(there)
+            searched, named, room = searched + 1, named + bool(there), room - len(text)
+        return [searched, named, *(found[name] for name in self.names)]
 
 
 class BlockEncoder:
@@ -92,7 +120,7 @@ class BlockEncoder:
         origins: bool = False,
         screen: Screen | None = None,
     ):
-        self.origins, self.screen = origins, screen
+        self.origins, self.screen, self.special = origins, screen, SpecialNames(tokenizer)
         self._tokenizer, self._encode = tokenizer, tokenizer.document_encoder
         self._keeps_empty = keeps_empty
         self._cache_memory, self._memory_limit = cache_memory, None
@@ -102,7 +130,7 @@ class BlockEncoder:
     def __call__(self, block: bytes) -> Encoded:
         lines = io.BytesIO(block).readlines()  # each with its newline; five times as fast as `split`
         bins = [[_Bin() for _ in range(self._partitions)] for _ in self._keys]
-        rejected = []
+        rejected, first = [], []
         screening = self.screen(self._readable(lines)) if self.screen else None
         for number, line in enumerate(lines):
             try:
@@ -117,6 +145,8 @@ class BlockEncoder:
                 rejected.append((number, str(error)))
                 continue
             for key, part, value, pieces, lengths in documents:
+                if len(first) < 1000:
+                    first.append(value if type(value) is str else "\n".join(value))
                 bin = bins[key][number % self._partitions]
                 bin.pieces += pieces
                 bin.lengths += lengths
@@ -128,7 +158,8 @@ class BlockEncoder:
         self._bound_memory()
         starts = np.cumsum([0] + [len(line) for line in lines]) if self.origins else None
         targets = [bin.documents(self._dtype, starts) for row in bins for bin in row]
-        return Encoded(targets, len(lines), len(block), rejected, screening, block.count(CRLF))
+        named = self.special.count(first)
+        return Encoded(targets, len(lines), len(block), rejected, screening, block.count(CRLF), named)
 
     def _readable(self, lines: list[bytes]) -> Iterator[tuple[int, list]]:
         """(number, texts) of each line with texts."""

@@ -17,6 +17,7 @@ from megatron.data.contamination import Screen
 from megatron.data.formats import MEGATRON, Format, endings_of, open_tokens
 from megatron.data.indexed import LENGTH_TYPE
 from megatron.data.json_input import STDIN, Source, to_lines
+from megatron.data.preprocess_encode import SpecialNames
 from megatron.data.preprocess_worker import KINDS, Shared
 from megatron.data.vocabulary import tokenizer_identity
 from megatron.data.workspace import Workspace, append_file, publish, write_at
@@ -25,6 +26,7 @@ from megatron.storage.durable import replace_file
 from megatron.telemetry.figures import duration, size
 from megatron.tokenizer.base import Tokenizer
 
+NAMES = 4  # of special tokens in a note
 COMPANIONS = (origin.ENDING, contamination.ENDING)  # optional files next to token files
 
 
@@ -92,16 +94,26 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
     contaminated = _publish_list(settings.output_prefix, written, "contaminated")
     summary = describe_contamination(written.screen, shared, contaminated) if written.screen else ""
     text_bytes = int(shared.progress[:, 1].sum())
-    notes = tuple(notes_of(settings, tokenizer, int(shared.progress[:, 5].sum())))
+    notes = tuple(notes_of(settings, tokenizer, shared))
     return Totals(outputs, rejected, rejected_path, reason, lines, text_bytes, seconds, notes, summary)
 
 
-def notes_of(settings, tokenizer: Tokenizer, crlf: int) -> Iterator[str]:
-    """What a user may not have meant in texts that became tokens as they are. crlf: line ends of Windows inside texts"""
-    if crlf:
+def notes_of(settings, tokenizer: Tokenizer, shared: Shared) -> Iterator[str]:
+    """What a user may not have meant in texts that became tokens as they are."""
+    if crlf := int(shared.progress[:, 5].sum()):
         yield (
             rf"{crlf:,} line ends inside texts are those of Windows (\r\n), which become other tokens than \n: dos2unix "
             "changes a .txt; in JSON, replace them before it is written"
+        )
+    searched, named, *counts = shared.named.sum(axis=0).tolist()
+    if named:
+        found = sorted(zip(counts, SpecialNames(tokenizer).names), key=lambda one: -one[0])
+        names = [name for count, name in found if count]
+        more = f" and {len(names) - NAMES} more" * (len(names) > NAMES)
+        sample = "" if searched == shared.progress[:, 0].sum() else " that were searched"
+        yield (
+            f"{named:,} of {searched:,} documents{sample} have {', '.join(names[:NAMES])}{more}, which are text here; "
+            "--parse-special makes them tokens"
         )
     if not settings.append_eod and not settings.split_sentences and tokenizer.eod is not None:
         yield (

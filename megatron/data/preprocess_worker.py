@@ -41,16 +41,17 @@ class Shared:
 
     totals int64 [lanes, targets, 3]: tokens, sequences, documents reserved so far. lines int64 [lanes].
     progress int64 [workers, 6]: documents, bytes of text, tokens, bytes of input, rejected lines, line ends of Windows.
+    named int64 [workers, 2 + names]: of `preprocess_encode.SpecialNames`.
     ngrams int64 [keys, n-grams]: occurrences of each n-gram of an index. screened int64 [keys, 2]: texts with n-grams,
     documents that remain of them.
     """
 
-    def __init__(self, context, lanes: int, targets: int, workers: int, keys: int = 1, ngrams: int = 0):
-        sizes = [4, lanes, lanes * targets * 3, workers * 6]
+    def __init__(self, context, lanes: int, targets: int, workers: int, keys: int = 1, ngrams: int = 0, names: int = 0):
+        sizes = [4, lanes, lanes * targets * 3, workers * 6, workers * (2 + names)]
         memory = np.frombuffer(mmap.mmap(-1, 8 * sum(sizes)), np.int64)
-        head, self.lines, totals, progress = np.split(memory, np.cumsum(sizes)[:-1])
+        head, self.lines, totals, progress, named = np.split(memory, np.cumsum(sizes)[:-1])
         self.totals = totals.reshape(lanes, targets, 3)
-        self.progress = progress.reshape(workers, 6)
+        self.progress, self.named = progress.reshape(workers, 6), named.reshape(workers, 2 + names)
         counts = np.frombuffer(mmap.mmap(-1, 8 * keys * (ngrams + 2)), np.int64).reshape(keys, ngrams + 2)
         self.screened, self.ngrams = counts[:, :2], counts[:, 2:]
         self._task, self.turn, self.source, self.source_lines = (head[i : i + 1] for i in range(4))
@@ -181,7 +182,7 @@ class Worker:
         """head: bytes to reserve before the tokens of a file."""
         self.blocks, self.encode, self.shared, self.workspace = source_of_blocks, encoder, shared, workspace
         self.partitions, self.stop_on_bad_line, self.head = partitions, stop_on_bad_line, head
-        self.progress = shared.progress[index]
+        self.progress, self.named = shared.progress[index], shared.named[index]
         self.lane, self.files = None, contextlib.ExitStack()
 
     def run(self) -> None:
@@ -233,6 +234,7 @@ class Worker:
         documents = int(sizes[: self.partitions, 2].sum())
         tokens, rejected = int(sizes[:, 0].sum()), len(encoded.rejected)
         self.progress += [documents, encoded.text_bytes, tokens, block.input_bytes, rejected, encoded.crlf]
+        self.named += encoded.named
 
     def _target(self, index: int, shift: int) -> int:
         """The target of lines with local residue `index % partitions` in a block whose first line has residue `shift`."""

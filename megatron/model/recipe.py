@@ -156,6 +156,15 @@ def config_of(record: Mapping) -> Config:
     return replace(config, model=replace(config.model, kd_hidden_projections=None))
 
 
+def computes_its_own(recipe: Recipe) -> bool:
+    """Whether a recipe outside of the suite has facts, a module or experts that no recipe of the suite has."""
+    if recipe.model_type in MODEL_TYPES or recipe.model_type.startswith("megatron."):
+        return False
+    return (recipe.facts, recipe.build_model, recipe.experts) not in [
+        (one.facts, one.build_model, one.experts) for one in map(named_recipe, MODEL_TYPES)
+    ]
+
+
 def kind_of(facts: Facts) -> str:
     """The kind of a model in messages: GPT, T5 or BERT; for other recipes the name of the network, as GPT after
     instruction tuning.

@@ -7,6 +7,7 @@ Legend: s sequence length, n tokens.
 
 import hashlib
 import json
+import re
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.chat_template import ChatTemplate, RefusedMessages
 
 WASTE = 4  # times the longest conversation: a note about padding
-VERSION = 3  # of what the cache holds
+VERSION = 4  # of what the cache holds
 NAMES = ("tokens", "answers", "ends", "stops", "places", "lines", "notes")
 
 
@@ -90,7 +91,7 @@ class TextEncoder:
 
         def build():
             texts, notes = (read_pairs if self.pairs else read_conversations)(files)
-            said = np.frombuffer(json.dumps(notes).encode(), np.uint8)
+            said = np.frombuffer(json.dumps([*notes, *self._named_in(texts)]).encode(), np.uint8)
             return dict(self._arrays(texts, files), notes=said)
 
         folder = Path(cache) if cache else Path(files[0]).parent / "index_cache"
@@ -107,6 +108,23 @@ class TextEncoder:
         name = f"{Path(files[0]).stem}-{'dpo' if self.pairs else 'chat'}"
         arrays = cached_arrays(folder, name, key, build, log=log, required=bool(cache), names=NAMES)
         return EncodedTexts(*(arrays[name] for name in NAMES))
+
+    def _named_in(self, texts: Sequence[Conversation | Pair]) -> list[str]:
+        """A note on messages with names of special tokens, which the template writes as text."""
+        names, places = set(), []
+        for one in texts if self.template else ():
+            parts = [one.messages] if isinstance(one, Conversation) else [one.prompt, one.chosen, one.rejected]
+            said = (message["content"] for part in parts if not isinstance(part, str) for message in part)
+            if there := re.findall(self.template.names, "\n".join(said)):
+                names.update(there)
+                places.append(one.where)
+        if not places:
+            return []
+        named = "; ".join(places[:NAMED]) + ", ..." * (len(places) > NAMED)
+        return [
+            f"{len(places):,} of {len(texts):,} lines have {', '.join(sorted(names))} in a message, which is text there "
+            f"({named}): leave it out, the template writes the special tokens of turns"
+        ]
 
     def _arrays(self, texts: Sequence[Conversation | Pair], files: Sequence[str]) -> dict[str, np.ndarray]:
         tokens, answers, ends, stops, places, lines = [], [], [], [], [], []
@@ -151,7 +169,7 @@ class TextEncoder:
                 plain, tools, lambda number: number >= first and messages[number].get("weight", 1) != 0
             )
         except RefusedMessages as error:
-            raise DataError(f"{where}: {error}") from None
+            raise DataError(f"{where}: {error}", do=error.do) from None
         return found.ids, found.counted, found.ends[-1] if found.ends else -1
 
 

@@ -47,6 +47,12 @@ MARKS = range(0xE000, 0xF900)  # Unicode's private characters: they mark names o
 TEMPLATE = "<template>"  # Jinja's name of a template's file in tracebacks
 EDGES = "answer_edges"  # the template's variable with the marks around answers
 
+MARKED = (  # what a template can be that writes earlier answers in another way than the last one
+    "--chat-template FILE, a copy of the template with {% generation %} and {% endgeneration %} around answers "
+    "(docs/chat.md#the-loss)"
+)
+WITH_TOOLS = f"no template with a name writes calls of tools: give a model's own template that does, or {MARKED}"
+
 EACH = """{% for message in messages %}
 {% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}
 {{ raise_exception('the role ' + message['role'] + ' is none of system, user, assistant and tool') }}{% endif %}
@@ -69,7 +75,7 @@ PLAIN = (
 # template leaves out that of earlier answers.
 QWEN3 = (
     EACH
-    + """{% if message['role'] == 'tool' or message['tool_calls'] %}
+    + """{% if message['role'] == 'tool' %}
 {{ raise_exception("calls of tools are written by the model's own template alone") }}{% endif %}
 {{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}
 {% generation %}{% if '</think>' in message['content'] %}{{ message['content'] }}{% else %}
@@ -101,11 +107,13 @@ TEMPLATES = {
 
 
 class RefusedMessages(ValueError):
-    """Messages that a template cannot write. param: the part of a request that is at fault, as `messages[2]`."""
+    """Messages that a template cannot write. param: the part of a request that is at fault, as `messages[2]`; do: what
+    helps in training.
+    """
 
-    def __init__(self, message: str, param: str = "messages"):
+    def __init__(self, message: str, param: str = "messages", do: Optional[str] = None):
         super().__init__(message)
-        self.param = param
+        self.param, self.do = param, do
 
 
 class AnsweredTokens(NamedTuple):
@@ -203,9 +211,9 @@ class ChatTemplate:
                 raise RefusedMessages(f"{name}: the model's chat template has no such variable", name)
         self._check_names(messages, tools)
         marks = _unused_marks([*messages, dict(tools=tools)])
-        more = {**more, "tools": _marked(tools, self._names, marks[0])} if tools else more
+        more = {**more, "tools": _marked(tools, self.names, marks[0])} if tools else more
         self._check_written(messages, more, prompt=True)
-        text = self._text(_marked(messages, self._names, marks[0]), more)
+        text = self._text(_marked(messages, self.names, marks[0]), more)
         return self._tokens(text, marks[0], ()).ids
 
     def encode_answers(
@@ -227,8 +235,8 @@ class ChatTemplate:
         """
         self._check_names(messages, tools)
         marks = _unused_marks([*messages, dict(tools=tools)])
-        messages = _marked(messages, self._names, marks[0])
-        more = dict(tools=_marked(tools, self._names, marks[0])) if tools else {}
+        messages = _marked(messages, self.names, marks[0])
+        more = dict(tools=_marked(tools, self.names, marks[0])) if tools else {}
         self._check_written(messages, more, prompt=False)
         text, spans = (self._from_blocks if self.marks_answers else self._from_prefixes)(messages, more, marks)
         return self._tokens(text, marks[0], [span for span in spans if learned(span.message)])
@@ -236,16 +244,17 @@ class ChatTemplate:
     def _check_names(self, messages: Sequence[Mapping[str, Any]], tools: Optional[Sequence[Any]]) -> None:
         """Raise RefusedMessages if a message has a part that the template does not know, or there are tools."""
         if tools and not self.has_tools:
-            raise RefusedMessages("tools: the chat template has no place for them", "tools")
+            raise RefusedMessages("tools: the chat template has no place for them", "tools", WITH_TOOLS)
         for number, message in enumerate(messages):
             for name, value in message.items():
                 known = name in self.source and (name not in OF_ANSWERS or message["role"] == ASSISTANT)
                 if name not in ("role", "content", "tool_call_id") and not known and value not in (None, [], ""):
                     where = f"messages[{number}].{name}"
-                    raise RefusedMessages(f"{where}: the chat template has no place for it", where)
+                    do = WITH_TOOLS if name == "tool_calls" else None
+                    raise RefusedMessages(f"{where}: the chat template has no place for it", where, do)
 
     @property
-    def _names(self) -> str:
+    def names(self) -> str:
         """A regular expression of the names of special tokens."""
         return "|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or "(?!)"
 
@@ -324,15 +333,15 @@ class ChatTemplate:
             through = text if last else self._text(messages[: number + 1], more, prompt=False)
             if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
                 named = "qwen3" if "</think>" in self.source else "chatml"
+                named = f"--chat-template {named}, if the vocabulary has its tokens, or "
+                calls = more.get("tools") or any(one["role"] == "tool" or one.get("tool_calls") for one in messages)
                 raise RefusedMessages(
                     f"messages[{number}]: the chat template writes this answer, or what precedes it, in another way than "
-                    "in a prompt, so the model would learn from prompts that it never gets; give "
-                    f"--chat-template {named}, if the vocabulary has its tokens, or "
-                    "--chat-template FILE, a copy of the template with {% generation %} "
-                    "and {% endgeneration %} around answers",
+                    "in a prompt, so the model would learn from prompts that it never gets",
                     f"messages[{number}]",
+                    f"give {MARKED}" if calls else f"give {named}{MARKED}",
                 )
-            ends = [found.end() for found in re.finditer(self._names, through[len(before) :])]
+            ends = [found.end() for found in re.finditer(self.names, through[len(before) :])]
             stop = len(before) + ends[-1] if ends else len(through)
             spans.append(_Span(number, len(before), len(through) if through[stop:].strip() else stop))
         return text, spans
@@ -342,7 +351,7 @@ class ChatTemplate:
     def _tokens(self, text: str, mark: str, spans: Sequence[_Span]) -> AnsweredTokens:
         """The tokens of a text, and those of its answers. mark: is in names of special tokens that are ordinary text."""
         ids, places = self.tokenizer.encode_parts(self._parts(text, mark))
-        special = [found.start() for found in re.finditer(self._names, text)]
+        special = [found.start() for found in re.finditer(self.names, text)]
         anchors = (
             [(0, 0), *zip(special, places)] if len(special) == len(places) else [(0, 0)]
         )  # in the text, in the ids
@@ -364,7 +373,7 @@ class ChatTemplate:
 
     def _parts(self, text: str, mark: str) -> list[Part]:
         """A text cut at the special tokens that the template has written."""
-        pieces = re.split(f"({self._names})", text)
+        pieces = re.split(f"({self.names})", text)
         return [self.special.get(piece, piece.replace(mark, "")) for piece in pieces if piece]
 
     def _place(self, text: str, mark: str, edge: int, ids: list[int], anchors: list[tuple[int, int]]) -> Optional[int]:

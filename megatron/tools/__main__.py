@@ -49,7 +49,7 @@ def listing() -> str:
     others = {name: f"({whose}) {known[name]}" for name, whose in OTHERS.items()}
     return "\n".join(
         [
-            "Training, with the scripts of the checkout (each has --help):",
+            "Training, with the scripts of the checkout, elsewhere python -m pretrain_gpt (each has --help):",
             *_rows(SCRIPTS),
             "",
             "Commands: python -m megatron.tools.NAME (each has --help)",

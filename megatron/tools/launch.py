@@ -14,6 +14,7 @@ SIGTERM, SIGHUP and SIGQUIT are forwarded too, and ranks that do not end are kil
 """
 
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -165,17 +166,27 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
         raise UsageError(
             f"--nproc-per-node {args.nproc_per_node}: give the number of ranks on this machine, or gpu, cpu, auto"
         )
-    script = args.training_script
-    if not (args.module or args.no_python) and not Path(script).is_file():
-        from megatron.settings.dialects.commands import here_for
-
-        scripts = [str(path) for path in Path(script).parent.glob("*.py")]
-        ours = here_for(Path(script).name)
-        near = f"; here it is {ours}" if ours else did_you_mean(script, scripts)
-        raise UsageError(f"{script}: no such script{near}")
-    if args.no_python and shutil.which(script) is None:
-        raise UsageError(f"{script}: no such program")
+    if args.no_python and shutil.which(args.training_script) is None:
+        raise UsageError(f"{args.training_script}: no such program")
+    if not (args.module or args.no_python):
+        args.training_script = script_of(args.training_script)
     return args
+
+
+def script_of(script: str) -> str:
+    """The path of a script: here, or of an entry script that is installed (finetune.py in any folder)."""
+    if Path(script).is_file():
+        return script
+    name = script.removesuffix(".py")
+    found = importlib.util.find_spec(name) if name != script and name.isidentifier() else None
+    if found and found.origin and trains(Path(found.origin)):
+        return found.origin
+    from megatron.settings.dialects.commands import here_for
+
+    scripts = [str(path) for path in Path(script).parent.glob("*.py")]
+    ours = here_for(Path(script).name)
+    near = f"; here it is {ours}" if ours else did_you_mean(script, scripts)
+    raise UsageError(f"{script}: no such script{near}")
 
 
 def saving_at_sigterm(script: str, words: list[str]) -> list[str]:
@@ -185,9 +196,12 @@ def saving_at_sigterm(script: str, words: list[str]) -> list[str]:
     is a script that imports `megatron.entry`: those of the suite, and a user's own.
     """
     said = any("exit-signal-handler" in word.replace("_", "-") for word in words)
-    path = Path(script)
-    trains = path.suffix == ".py" and path.is_file() and b"megatron.entry" in path.read_bytes()
-    return [*words, "--exit-signal-handler"] if trains and not said else words
+    return [*words, "--exit-signal-handler"] if trains(Path(script)) and not said else words
+
+
+def trains(path: Path) -> bool:
+    """Whether a file is a training script of this suite, or a user's own."""
+    return path.suffix == ".py" and path.is_file() and b"megatron.entry" in path.read_bytes()
 
 
 def instead_of(flag: str, argv: list[str]) -> str:

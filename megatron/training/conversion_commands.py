@@ -100,6 +100,7 @@ class FromPeftOptions:
     """Options of the import from PEFT."""
 
     base: Optional[str] = setting("checkpoint of the model that they belong to (from-hf writes it)", None)
+    unchecked: bool = setting("do not compare --base with the model that adapter_config.json names", False)
 
 
 def to_hf(path: Path, out: Path, which, how: ToHFOptions, given: Mapping[str, Any]) -> None:
@@ -245,7 +246,7 @@ def from_peft(path: Path, out: Path, which, how: FromPeftOptions) -> None:
         raise UsageError("from-peft needs the model of the adapters", do="--base DIR, which from-hf writes")
     check_free(out)
     choice = choose(location(how.base), step=which.ckpt_step)
-    notes = peft.from_peft(path, out, choice.paths[0], fresh_state())
+    notes = peft.from_peft(path, out, choice.paths[0], fresh_state(), check=not how.unchecked)
     print("\n  ".join([*notes, *choice.notices, f"train on with --load {out} --finetune"]))
 
 

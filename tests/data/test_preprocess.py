@@ -26,6 +26,7 @@ from megatron.settings.schema import TokenizerSettings
 from megatron.storage.processes import state
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import Tokenizer
+from tests.tokenizer.turns import save_tokenizer
 
 pytestmark = pytest.mark.sampled(5)
 
@@ -418,6 +419,41 @@ def test_vocabulary_flags_without_effect_are_told(corpus, tmp_path, capsys):
     preprocess_data.main(["--input", str(corpus), "--output-prefix", str(tmp_path / "out"), *words.split()])
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert told == ["warning: --merge-file m.txt has no effect without --tokenizer-type GPT2BPETokenizer"]
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", "stdin"])
+@pytest.mark.parametrize(
+    "texts, more, said",
+    [
+        (
+            ["<|im_start|>user\nq<|im_end|>\n"] * 20,
+            "",
+            "20 of 20 documents have <|im_start|>, <|im_end|>, which are text here",
+        ),
+        (["q", "a<|im_end|><|im_end|>", "<|im_end|"] * 3, "", "3 of 9 documents have <|im_end|>, which are text here"),
+        (["<|im_start|>user\nq<|im_end|>\n"] * 20, "--parse-special", None),
+        (["q", "<|im_end|"], "", None),
+        (["<|im_end|>" + "x" * 99_990] * 30, "", "of 30 documents"),
+    ],
+)
+def test_names_of_special_tokens_in_documents_are_counted(tmp_path, capsys, kind, texts, more, said, monkeypatch):
+    save_tokenizer(tmp_path, "q a user x")
+    data = "".join(json.dumps(dict(text=text)) + "\n" for text in texts).encode()
+    file = tmp_path / f"a{kind}"
+    file.write_bytes(gzip.compress(data) if kind.endswith("gz") else data)
+    if kind == "stdin":
+        monkeypatch.setattr("sys.stdin", open(file))
+    words = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path} --append-eod --workers 2 {more}"
+    inputs = ["--input", "-" if kind == "stdin" else str(file), "--output-prefix", str(tmp_path / "out")]
+    preprocess_data.main([*inputs, *words.split()])
+    [*notes] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    if len(texts) == 30:  # a sample: the first characters of each block of 1 MB
+        [[named, searched]] = [
+            re.findall(r"(\d+) of (\d+) documents that were searched have", note)[0] for note in notes
+        ]
+        assert named == searched and 3 <= int(searched) < 30
+    else:
+        assert notes == ([f"note: {said}; --parse-special makes them tokens"] if said else [])
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placements
 from megatron.settings import schema
+from megatron.tools import checkpoint as checkpoint_tool
 from megatron.tools import evaluate, export
 from megatron.tools import generate as tool
 
@@ -355,6 +356,61 @@ def test_encoder_decoders_and_encoders(tmp_path, trained, kind, form, capsys):
     if form != "hf":
         with pytest.raises(SettingsError, match=f"a program of a {kind}, and those of GPTs are run here"):
             load_exported(str(tmp_path / "out"))
+
+
+PARALLEL = """
+import pretrain_gpt
+from megatron.model.branches import Branch
+from megatron.model.gpt.facts import GPTFacts
+from megatron.model.kinds import KINDS
+
+class ParallelFacts(GPTFacts):
+    def branches(self, layer):
+        return (Branch("attention", (KINDS["attention"], KINDS["mlp"]), before="attention_norm"),)
+
+def recipe():
+    return pretrain_gpt.variant("parallel_gpt", facts=ParallelFacts)
+"""
+SAME = """
+import pretrain_gpt
+
+def recipe():
+    return pretrain_gpt.variant("same_gpt", sums={"lm loss": 2.0})
+"""
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("shape", [GPT2, LLAMA])
+@pytest.mark.parametrize(
+    "kind", ["parallel_gpt", "tests.models.gpt_variant", "tests.models.own_head", "tests.models.alibi"]
+)
+def test_models_of_a_user_are_no_models_of_others(tmp_path, trained, shape, kind, monkeypatch):
+    """Whatever the names of their tensors are; nobody compares here. onnx and torch-export record what they compute."""
+    need("gguf")
+    (tmp_path / "parallel_gpt.py").write_text(PARALLEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    if kind == "tests.models.alibi":
+        shape = dict(shape, position_embedding_type="none")
+    load, out = trained(dict(shape, model_type=kind)), tmp_path / "out"
+    for command in (
+        lambda: checkpoint_tool.main(["to-hf", str(load), str(out), "--unchecked"]),
+        lambda: export_to(out, load, "--format", "hf", "--no-check"),
+        lambda: export_to(out, load, "--format", "gguf", "--no-check"),
+    ):
+        with pytest.raises(SettingsError, match=f"^model type {kind}: other libraries have no such model") as refused:
+            command()
+        assert "--format onnx or torch-export" in refused.value.do and not out.exists()
+    if kind != "tests.models.alibi":  # its biases are for one length
+        assert (export_to(out, load, "--format", "torch-export") / "model.pt2").exists()
+
+
+def test_a_recipe_that_trains_a_gpt_in_its_own_way_is_exported(tmp_path, trained, monkeypatch, capsys):
+    need("hf")
+    (tmp_path / "same_gpt.py").write_text(SAME)
+    monkeypatch.syspath_prepend(tmp_path)
+    for kind in ("same_gpt", "tests.models.own_collate"):
+        checkpoint_tool.main(["to-hf", str(trained(dict(LLAMA, model_type=kind))), str(tmp_path / kind)])
+        assert "both models agree" in (said := capsys.readouterr().out) or "checked: " in said
 
 
 # ---- the gate --------------------------------------------------------------------------------------------------------

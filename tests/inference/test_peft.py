@@ -145,17 +145,26 @@ def test_another_base_than_that_of_the_adapters_is_named(peft, tmp_path, capsys)
     file = tmp_path / "peft" / "adapter_config.json"
     folder, config = str(tmp_path / "right"), json.loads(file.read_text())
 
-    def said(named, base: str) -> list[str]:
+    def said(named, base: str, *more: str) -> list[str]:
         file.write_text(json.dumps(config | dict(base_model_name_or_path=named)))
         out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
         capsys.readouterr()
-        tool.main(["from-peft", str(tmp_path / "peft"), str(out), "--base", str(tmp_path / base)])
-        return [line.strip() for line in capsys.readouterr().out.splitlines() if "names " in line]
+        tool.main(["from-peft", str(tmp_path / "peft"), str(out), "--base", str(tmp_path / base), *more])
+        tool.main(["inspect", str(out)])
+        said = capsys.readouterr().out
+        assert (f"origin: PEFT (of the base {named}) in " if named else "origin: PEFT in ") in said
+        return [line.strip() for line in said.splitlines() if "names " in line or "not compared" in line]
 
     assert said(folder, "our_right") == said("org/right", "our_right") == []
+    for base, layer in (("our_other", 1), ("our_more", 0)):
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises(CheckpointError, match="--unchecked") as refused:
+            said(folder, base)
+        assert f"names {folder}, whose model.layers.{layer}.self_attn.o_proj.weight differs" in str(refused.value)
+        assert refused.value.code == 5 and sorted(tmp_path.iterdir()) == before
+        [line] = said(folder, base, "--unchecked")
+        assert f"was not compared with {folder} (--unchecked)" in line
     for named, base, words in (
-        (folder, "our_other", f"names {folder}, whose model.layers.1.self_attn.o_proj.weight differs"),
-        (folder, "our_more", f"names {folder}, whose model.layers.0.self_attn.o_proj.weight differs"),
         ("org/right", "our_other", "is of another model (other)"),
         ("org/right", "our_more", "was trained further"),
         (None, "our_right", "names no base"),

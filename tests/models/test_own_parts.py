@@ -14,7 +14,6 @@ from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
 from megatron.mpu.random import seed_of
-from megatron.tools import checkpoint as tool
 from tests.models import alibi, own_head, plain_gpt
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, initial_weights
 from tests.training.test_plain_loop import ADAM, FLAGS, records
@@ -117,17 +116,6 @@ def test_its_logits_and_its_text_are_the_networks(part, tmp_path):
     greedy = Sampling(tokens_to_generate=LENGTH - 2, greedy=True)
     for use in (True, False):
         assert generate(model, [[5, 7]], greedy, longest=LENGTH, use_cache=use)[0] == text[2:]
-
-
-@pytest.mark.parametrize(
-    "part, said", [("head", "gpt2 of Hugging Face has no ahead.weight"), ("alibi", "no model of this shape")]
-)
-@pytest.mark.parametrize("more", [[], ["--unchecked"]])
-def test_what_others_do_not_have_is_not_exported(part, said, more, tmp_path):
-    pretrain(0, part, f"--train-iters 1 --save {tmp_path / 'ours'}")
-    with pytest.raises(SettingsError, match=said):
-        tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), *more])
-    assert not (tmp_path / "theirs").exists()
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -17,6 +17,7 @@ def write(folder, *rows):
     return write_lines(folder / "talks.jsonl", rows)
 
 
+NAMED_ANSWERS = ("b<|endoftext|>", "a <|endoftext> b", "<|endoftext|> c <|endoftext|>")
 TALK = dict(messages=talks()[1])
 TRAIN = "--task chat --train-data {file} --load {base} --global-batch-size 2 --train-iters 1 --chat-template plain"
 
@@ -36,7 +37,7 @@ TRAIN = "--task chat --train-data {file} --load {base} --global-batch-size 2 --t
         (TRAIN + " --seq-length 20", [TALK, TALK], 4, "no conversation with an answer"),
         (TRAIN, [dict(messages=TALK["messages"][:1])], 4, "no conversation with an answer"),
         (TRAIN, [TALK, dict(messages=[*TALK["messages"], dict(role="assistant", content="x", foo=1)])], 4, "foo: the chat"),
-        (TRAIN, [TALK, dict(messages=TALK["messages"], tools=[dict(name="f")])], 4, "line 2: tools: the chat template"),
+        (TRAIN, [TALK, dict(messages=TALK["messages"], tools=[dict(name="f")])], 4, "no place for them\n  -> no templa"),
         (TRAIN + " --data-path {file}", [TALK], 3, "both name what is learned"),
         (TRAIN.replace("--train-data {file}", "--data-path {base}"), [TALK], 4, "has no train.jsonl"),
         (TRAIN + " --reset-attention-mask", [TALK], 3, "--reset-attention-mask: conversations are kept apart"),
@@ -63,6 +64,16 @@ def test_one_message(flags, rows, code, said, base, tmp_path):
     with pytest.raises(Failure, match=said) as error:
         finetune.main(line.split())
     assert error.value.code == code, error.value
+
+
+def test_names_of_special_tokens_in_messages_are_noted(base, tmp_path, capsys):
+    rows = [[dict(role="user", content="q"), dict(role="assistant", content=answer)] for answer in NAMED_ANSWERS]
+    file = write(tmp_path, *(dict(messages=row) for row in rows))
+    for _ in range(2):  # the second time from the index cache
+        finetune.main(f"{TRAIN.format(file=file, base=base)} {TUNE} --eval-iters 0".split())
+        said = [line for line in capsys.readouterr().out.splitlines() if "in a message" in line]
+        [line] = said
+        assert f"2 of 3 lines have <|endoftext|> in a message, which is text there ({file}, line 1; " in line
 
 
 @pytest.mark.parametrize("flags, warned", [(SHAPE, True), ("--load {base}", False)])

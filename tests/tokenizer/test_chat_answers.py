@@ -2,6 +2,7 @@
 """Which tokens of a conversation are answers: compared with transformers' mask of the assistant's tokens."""
 
 import json
+import re
 from functools import partial
 
 import pytest
@@ -118,13 +119,41 @@ def test_the_advice_on_thinking_before_the_last_answer_alone(template, folder, t
     answer = "{{ m.content + '<|im_end|>' }}{% else"
     source = WITHOUT.replace(answer, "{% if loop.last %}{{ '<think></think>' }}{% endif %}" + answer)
     template(source).encode_answers(TALK[:3])
-    with pytest.raises(RefusedMessages, match=r"messages\[2\].*give --chat-template qwen3.*or --chat-template FILE"):
+    with pytest.raises(RefusedMessages, match=r"messages\[2\]: the chat template writes this answer") as refused:
         template(source).encode_answers(TALK)
+    assert re.search("give --chat-template qwen3.*or --chat-template FILE", refused.value.do)
     marked = source.replace("{% if loop.last %}", "{% generation %}{% if loop.last %}").replace(
         "{% else", "{% endgeneration %}{% else"
     )
     for found in (template(marked), find_template([folder], tokenizer, "qwen3")):
         assert len(found.encode_answers(TALK).ends) == 2
+
+
+@pytest.mark.parametrize("tools, calls", [(True, False), (False, True), (False, False)])
+def test_the_advice_for_lines_with_tools_names_no_template_that_refuses_them(template, folder, tokenizer, tools, calls):
+    source = WITHOUT.replace(
+        "{{ m.content + '<|im_end|>' }}{% else",
+        "{{ (m.tool_calls | tojson) if m.tool_calls else '' }}{% if loop.last %}{{ '<think></think>' }}{% endif %}"
+        "{{ m.content + '<|im_end|>' }}{% else",
+    )
+    source = "{% if tools %}{{ tools | tojson }}{% endif %}" + source
+    call = dict(tool_calls=[dict(type="function", function=dict(name="sum", arguments={}))]) if calls else {}
+    talk, given = [*TALK[:2], TALK[2] | call, *TALK[3:]], [dict(name="sum")] if tools else None
+    with pytest.raises(RefusedMessages, match="in another way than in a prompt") as refused:
+        template(source).encode_answers(talk, given)
+    named = re.findall(r"--chat-template (\w+)", refused.value.do)
+    assert named == ["FILE"] if tools or calls else named == ["qwen3", "FILE"]
+    for name in ("qwen3", "chatml"):  # no advice leads back to the first template as it is
+        if tools or calls:
+            with pytest.raises(RefusedMessages) as refused:
+                find_template([folder], tokenizer, name).encode_answers(talk, given)
+            assert "a copy of the template with {% generation %}" in refused.value.do
+        else:
+            find_template([folder], tokenizer, name).encode_answers(talk, given)
+    marked = source.replace("{{ (m.tool_calls", "{% generation %}{{ (m.tool_calls").replace(
+        "{% else", "{% endgeneration %}{% else"
+    )
+    assert len(template(marked).encode_answers(talk, given).ends) == 2
 
 
 def test_what_a_template_has_no_place_for_is_refused(template):
@@ -189,8 +218,11 @@ def test_the_template_of_qwen3_is_its_own_with_all_thinking(folder, tokenizer):
         talk = [TALK[1], dict(answer, role="assistant"), *TALK[3:]]
         assert thought in text(talk, chat_template=named.source) and len(named.encode_answers(talk).ends) == 2
     call = [dict(function=dict(name="f"))]
-    for talk in ([*TALK[:2], dict(TALK[2], tool_calls=call)], [*TALK[:3], dict(role="tool", content="1")]):
-        with pytest.raises(RefusedMessages, match="calls of tools are written by the model's own template"):
+    for talk, said in (
+        ([*TALK[:2], dict(TALK[2], tool_calls=call)], "tool_calls: the chat template has no place for it"),
+        ([*TALK[:3], dict(role="tool", content="1")], "calls of tools are written by the model's own template"),
+    ):
+        with pytest.raises(RefusedMessages, match=said):
             named.encode_answers(talk)
 
 

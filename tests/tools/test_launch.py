@@ -290,6 +290,22 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_end(start, monkeypatch):
     assert job.end() == (130, ["interrupted: ended immediately, nothing was saved"])
 
 
+@pytest.mark.parametrize("name", ["finetune", "pretrain_gpt", "pretrain_t5"])
+def test_entry_scripts_are_found_from_any_folder(name, tmp_path, root, monkeypatch):
+    """In a folder without it the script that `python -m` would run; a file here comes first."""
+    from torch.distributed.run import get_args_parser
+
+    monkeypatch.chdir(tmp_path)
+    given = lambda *words: launch.parse(get_args_parser(), [*words]).training_script
+    assert os.path.samefile(given(f"{name}.py"), os.path.join(root, f"{name}.py"))
+    assert given("-m", name) == name
+    for other in (f"x/{name}.py", name, "json.py", "numpy.py", "preprocess_data.py", "a-b.py"):
+        with pytest.raises(errors.UsageError, match="no such script"):
+            given(other)
+    (tmp_path / f"{name}.py").touch()
+    assert given(f"{name}.py") == f"{name}.py"
+
+
 @pytest.mark.parametrize(
     "words, text",
     [

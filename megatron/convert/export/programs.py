@@ -153,5 +153,5 @@ def _recording() -> Iterator[None]:
         raise SettingsError(
             f"the model cannot be recorded as a program: {type(error).__name__}: {lines[0] if lines else ''}",
             f"at {where[1]}:{where[2]}" if where else None,
-            "--format hf exports weights; a model that it refuses may have --format torch-export",
+            "--format hf exports weights, if transformers has the model; tools.generate and tools.serve read checkpoints",
         ) from error

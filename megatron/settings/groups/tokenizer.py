@@ -95,8 +95,8 @@ class TokenizerSettings:
         on_resume="refused",
     )
     parse_special: bool = shown_by("test_names_in_documents_are_text_unless_they_are_parsed")(
-        "names of special tokens in documents and messages become these tokens (default: in prompts alone; elsewhere they "
-        "are ordinary text)",
+        "names of special tokens in documents become these tokens (default: in prompts alone; elsewhere, and always in "
+        "messages of chats, they are ordinary text)",
         False,
         needs=Needs("a tokenizer of texts", lambda s: s.tokenizer != "NullTokenizer"),
         on_resume="refused",
