@@ -19,7 +19,9 @@ TALK = [
 ]
 DROPPED = "white space after special tokens is dropped there, and here spaces alone"
 KEPT = "nothing was written; --unchecked writes it without a comparison"
-PARSED = "names of special tokens are recognised in prompts; in messages and documents they are text (documents: --parse-special)"
+PARSED = (
+    "names of special tokens are recognised in prompts; elsewhere they are text (in documents without --parse-special)"
+)
 
 
 def same_ids(theirs: Any, ours: Tokenizer, template: Optional[ChatTemplate]) -> str:
