@@ -25,6 +25,7 @@ QAT = (
     "Compress:\n  Quantization:\n    enable: True\n    skip_tensor_map: {block_0: ['linear1'], block_1: ['linear2']}\n"
 )
 PRUNED = "Compress: {Prune: {enable: True, ratio: 0.5}}\n"
+STSB = "Data.Train.dataset.name=STSB Data.Eval.dataset.name=STSB Model.num_classes=1"
 GLUE = """
 Model: {module: GPTFinetuneModule, name: GPT, num_layers: 2, hidden_size: 8, num_attention_heads: 2, num_classes: 2}
 Data:
@@ -165,15 +166,27 @@ def test_translate_prints_no_command_without_its_file(write, tmp_path, capsys):
         ("Data.Train.dataset.name=STSB Data.Eval.dataset.name=STSB", "Model.num_classes: '2' does not fit STSB"),
         ("Data.Train.dataset.name=MNLI Data.Eval.dataset.name=MNLI Model.num_classes=3", ""),
         ("Data.Train.dataset.name=STSB Data.Eval.dataset.name=STSB Model.num_classes=1", ""),
+        (
+            "Model.loss.train.name=MSELoss",
+            "-o Model.loss.train.name: 'MSELoss' does not fit SST2: say CrossEntropyLoss",
+        ),
+        ("Model.loss.eval.name=MSELoss", "-o Model.loss.eval.name: 'MSELoss' does not fit SST2"),
+        (f"{STSB} Model.loss.train.name=CrossEntropyLoss", "'CrossEntropyLoss' does not fit STSB: say MSELoss"),
+        (f"{STSB} Model.loss.train.name=MSELoss Model.loss.eval.name=MSELoss", ""),
+        ("Data.Eval.dataset.split=train", "-o Data.Eval.dataset.split: 'train' is not supported for SST2"),
+        ("Data.Eval.dataset.split=test", "-o Data.Eval.dataset.split: 'test' is not supported for SST2"),
+        ("Data.Eval.dataset.split=dev_matched", "'dev_matched' is not supported for SST2"),
+        ("Data.Train.dataset.name=MRPC Data.Eval.dataset.name=MRPC Data.Eval.dataset.split=test", ""),
     ],
 )
-def test_a_task_is_validated_on_its_own_data(words, refused, write):
+def test_a_task_is_validated_on_its_own_data(words, refused, write, capsys):
     argv = ["-c", write(GLUE), *(part for word in words.split() for part in ("-o", word))]
     if refused:
         with pytest.raises(UsageError, match=refused):
             parse(argv, {**GROUPS, **finetune.groups()})
     else:
         parse(argv, {**GROUPS, **finetune.groups()})
+        assert "Data.Eval.dataset.split" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("order", (1, -1))

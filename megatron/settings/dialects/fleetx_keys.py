@@ -533,6 +533,8 @@ def _data(out: Translated) -> None:
         own_split = out.word("Data.Eval.dataset.split")
         if own_split.startswith("dev_"):
             out.say("--valid-data", [f"{own_split}.tsv"], "Data.Eval.dataset.split")
+        elif (own_split, out.word(NAME)) == ("test", "mrpc"):  # what it publishes with labels, besides its training set
+            out.take("Data.Eval.dataset.split")
         if out.word(split) == "train":
             out.take(split)
         out.note("the task says its files; --train-data names another one", split)
@@ -545,11 +547,12 @@ def _data(out: Translated) -> None:
     _validation(out)
 
 
+MNLI_SETS = ["dev_matched", "dev_mismatched"]
 CLASSES = dict.fromkeys(GLUE, "2") | dict(mnli="3", stsb="1")
 
 
 def _same_task(out: Translated) -> None:
-    """Refuse another data set for validation than for training, and another number of classes than the task has."""
+    """Refuse another data set for validation than for training, and other classes and another loss than the task has."""
     name, classes = out.word(NAME), "Model.num_classes"
     for part in ("name", "root") if name in GLUE else ():
         own, train = f"Data.Eval.dataset.{part}", f"Data.Train.dataset.{part}"
@@ -559,6 +562,16 @@ def _same_task(out: Translated) -> None:
     if name in GLUE and out.word(classes, CLASSES[name]) != CLASSES[name]:
         kind = "it is a regression" if name == "stsb" else f"it has {CLASSES[name]} classes"
         out.refuse(classes, f"'{out.word(classes)}' does not fit {out.given[NAME].value}: {kind}; say {CLASSES[name]}")
+    if name not in GLUE:
+        return
+    loss = "MSELoss" if name == "stsb" else "CrossEntropyLoss"
+    for key in ("Model.loss.train.name", "Model.loss.eval.name"):
+        if out.word(key, loss.lower()) != loss.lower() and not VARIABLE.search(out.given[key].value):
+            out.refuse(key, f"'{out.given[key].value}' does not fit {out.given[NAME].value}: say {loss}")
+    own, known = "Data.Eval.dataset.split", ["dev", *{"mrpc": ["test"], "mnli": MNLI_SETS}.get(name, [])]
+    if out.word(own, "dev") not in known and not VARIABLE.search(out.given[own].value):
+        there = f"there is: {', '.join(known)}; --valid-data FILE names another file"
+        out.refuse(own, f"'{out.given[own].value}' is not supported for {out.given[NAME].value}; {there}")
 
 
 def _differ(out: Translated, key: str, train: str) -> bool:
