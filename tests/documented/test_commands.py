@@ -238,7 +238,7 @@ def test_b_data_of_the_environment_are_named(calls, desk, capsys, monkeypatch):
         config.write("DATA = 'x.json'\n")
     parse_pretrain([*own, "--input_dir", "other"])
     line = len(Path("gpt2_configs/gpt2_zero3.py").read_text().splitlines())
-    assert f"gpt2_zero3.py:{line}: DATA has no effect: --input-dir says the data" in capsys.readouterr().err
+    assert f"DATA (line {line}): --input-dir says the data" in capsys.readouterr().err
     with pytest.raises(UsageError, match=f"gpt2_zero3.py:{line}: DATA = 'x.json': lines of text become tokens first"):
         parse_pretrain(own)
 
