@@ -15,6 +15,7 @@ from megatron.errors import (
     Locked,
     NumericsError,
     Preempted,
+    SettingsError,
     UsageError,
     exit_code,
     explain,
@@ -122,14 +123,19 @@ def _is_written(save: Optional[str]) -> bool:
 def recorded_end(events: EventLog, resumes: bool) -> Iterator[None]:
     """A context that records the end of a launch that failed before its run was built, and sends the last events.
 
-    The file of a run that is finished, or that has started and is not resumed, stays as it is.
+    The file of a run that has started and is not resumed stays as it is, and that of a finished run if the command was
+    refused (exit codes 2 and 3).
     """
-    another = events.path is not None and _holds_another_run(events.path, resumes)
+    past = _past_of(events.path) if events.path else []
+    resumed = resumes or SUPERVISOR in os.environ
+    finished = bool(past) and past[-1]["event"] == "end" and past[-1].get("code") == 0 and not past[-1].get("why")
+    another = not resumed and (finished or any(event["event"] == "start" for event in past))
     try:
         yield
     except BaseException as error:
         if not events.ended:
-            if another or isinstance(error, Locked) or not (events.path and events.path.parent.is_dir()):
+            refused = isinstance(error, (UsageError, SettingsError))
+            if another or finished and refused or isinstance(error, Locked) or not (events.path and events.path.parent.is_dir()):
                 events.path = None  # the folder belongs to another job, or was not created yet
             record_end(events, exit_code(error), first_line(error))
         raise
@@ -137,16 +143,12 @@ def recorded_end(events: EventLog, resumes: bool) -> Iterator[None]:
         events.close()
 
 
-def _holds_another_run(path: Path, resumes: bool) -> bool:
-    """Whether an events file is of a run that reached its last step, or of one that has started and is not resumed."""
+def _past_of(path: Path) -> list[dict]:
+    """The starts and ends of earlier launches in an events file."""
     try:
-        past = [event for event in read_events(path) if event["event"] in ("start", "end")]
+        return [event for event in read_events(path) if event["event"] in ("start", "end")]
     except OSError:
-        return False
-    last = past[-1] if past else {}
-    if last.get("event") == "end" and last.get("code") == 0 and not last.get("why"):
-        return True
-    return not (resumes or SUPERVISOR in os.environ) and any(event["event"] == "start" for event in past)
+        return []
 
 
 def record_end(
