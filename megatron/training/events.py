@@ -134,8 +134,8 @@ def recorded_end(events: EventLog, resumes: bool) -> Iterator[None]:
         yield
     except BaseException as error:
         if not events.ended:
-            refused = isinstance(error, (UsageError, SettingsError))
-            if another or finished and refused or isinstance(error, Locked) or not (events.path and events.path.parent.is_dir()):
+            another |= isinstance(error, Locked) or finished and isinstance(error, (UsageError, SettingsError))
+            if another or not (events.path and events.path.parent.is_dir()):
                 events.path = None  # the folder belongs to another job, or was not created yet
             record_end(events, exit_code(error), first_line(error))
         raise
