@@ -158,7 +158,8 @@ def config_of(record: Mapping) -> Config:
 
 def computes_its_own(recipe: Recipe) -> bool:
     """Whether a recipe outside of the suite has facts, a module or experts that no recipe of the suite has."""
-    if recipe.model_type in MODEL_TYPES or recipe.model_type.startswith("megatron."):
+    of_suite = (*MODEL_TYPES, "finetune")  # the script's name is that of its recipe
+    if recipe.model_type in of_suite or recipe.model_type.startswith("megatron."):
         return False
     return (recipe.facts, recipe.build_model, recipe.experts) not in [
         (one.facts, one.build_model, one.experts) for one in map(named_recipe, MODEL_TYPES)
