@@ -7,10 +7,10 @@ from megatron.settings.rules import Rule
 
 RULES = (
     Rule(
-        lambda s: is_file(s.pipeline_schedule) and s.settings.batch.changes_size,
+        lambda s: is_file(s.pipeline_schedule) and s.settings.batch.size_flag,
         lambda s: (
             f"--pipeline-schedule {s.pipeline_schedule} is for one number of micro-batches, and "
-            f"{'--rampup-batch-size' if s.rampup_batch_size else '--step-batch-size-schedule'} changes it; drop one of them"
+            f"{s.settings.batch.size_flag} changes it; drop one of them"
         ),
     ),
     Rule(

@@ -173,10 +173,9 @@ def kept(config: schema.Config) -> list[str]:
 def space_of(config: schema.Config, cluster: Cluster) -> Space:
     """The search space of the settings: layout settings that the user gave are fixed, even at their defaults."""
     p, b, o = config.parallel, config.batch, config.optimizer
-    if b.changes_size:
-        flag = "--rampup-batch-size" if b.rampup_batch_size else "--step-batch-size-schedule"
+    if b.size_flag:
         raise SettingsError(
-            f"{flag} changes the batch while training, and a layout is searched for one size",
+            f"{b.size_flag} changes the batch while training, and a layout is searched for one size",
             do="search for the full size, then add the flag to the command line",
         )
 

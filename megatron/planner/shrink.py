@@ -324,7 +324,7 @@ def _num_microbatches(num_microbatches: int, pipeline: Pipeline, pp: int) -> int
 def _batch(b: Batch, sizes: Sizes, num_microbatches: int, steps: int) -> Batch:
     micro = min(b.smallest().micro_batch_size, 2)
     least = micro * sizes.dp
-    ramp = b.changes_size and num_microbatches > 1
+    ramp = bool(b.size_flag) and num_microbatches > 1
     counted = b.train_samples is not None or ramp
     full = least * num_microbatches
     return replace(

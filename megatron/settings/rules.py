@@ -82,7 +82,7 @@ SIZES |= {"num_query_groups", "micro_batch_size", "global_batch_size", "num_laye
 def _open_size(settings: schema.Config) -> list[str]:
     """The problem of `--micro-batch-size auto` without a global batch to divide."""
     b, most = settings.batch, settings.planner.max_global_batch_size
-    given = b.global_batch_size or b.local_batch_size or (most and not b.changes_size)
+    given = b.global_batch_size or b.local_batch_size or (most and not b.size_flag)
     if b.micro_batch_size != schema.AUTO or given:
         return []
     return ["--micro-batch-size auto needs --global-batch-size N: it divides what each rank has of it"]

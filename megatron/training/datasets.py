@@ -142,7 +142,7 @@ def check_datasets(
     batch, cyclic = config.batch, config.data.dataloader_type == "cyclic"
     size = batch.global_batch_size
     count = f"--train-samples {batch.train_samples}" if batch.train_samples else f"--train-iters {batch.train_iters}"
-    if not batch.train_samples and not batch.changes_size:
+    if not batch.train_samples and not batch.size_flag:
         count += f" x --global-batch-size {size}"
     once = f"--eval-iters {batch.eval_iters} x --global-batch-size {size}"
     test = once if batch.test_iters is None else f"--test-iters {batch.test_iters} x --global-batch-size {size}"

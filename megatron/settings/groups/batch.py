@@ -113,9 +113,11 @@ class Batch:
     )
 
     @property
-    def changes_size(self) -> bool:
-        """Whether the global batch size changes during training."""
-        return bool(self.rampup_batch_size or self.step_batch_size_schedule)
+    def size_flag(self) -> str:
+        """The flag by which the global batch size changes during training; "": it does not."""
+        if self.rampup_batch_size:
+            return "--rampup-batch-size"
+        return "--step-batch-size-schedule" if self.step_batch_size_schedule else ""
 
     @property
     def tested_batches(self) -> int:
