@@ -3,8 +3,8 @@
 
 The search covers the full grid: tp, pp, model chunks, schedule, sequence parallel, micro-batch, recomputation, ZeRO stage,
 sharding degree, offload. It begins with the layouts that have the least work, and ends where the work alone takes longer
-than the best plans: a mixture on 64 ranks has 2.5 million, of which an eighth is evaluated. Figures that do not depend on
-inner choices are computed outside their loops. The best plans are then refined: layers without recomputation, uneven stages.
+than the best plans: of 2.5 million layouts of a mixture an eighth is evaluated. Figures that do not depend on inner
+choices are computed outside their loops. The best plans are then refined: layers without recomputation, uneven stages.
 """
 
 import heapq
