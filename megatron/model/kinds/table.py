@@ -67,7 +67,7 @@ KINDS: Mapping[str, Mixer] = {module.KIND.name: module.KIND for module in parts(
 
 
 def chosen(kinds: Mapping[str, Mixer], place: str, model: Model, layer: int) -> Mixer:
-    """The kind that is a branch of a transformer layer: the first one that takes it, else the one that others leave it to."""
+    """The kind that is a branch of a transformer layer: the first that takes it, else the one without `takes`."""
     able = [kind for kind in kinds.values() if kind.place == place]
     taking = (kind for kind in able if kind.takes is not None and kind.takes(model, layer))
     return next(taking, None) or next(kind for kind in able if kind.takes is None)
