@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters of a rank's model chunks, in the model's number format: kept whole, or gathered around each use.
 
-`keep` (ZeRO 0-2): one buffer holds all of them, and one those that are exact (`Placement.exact`), which are fp32. Otherwise (ZeRO 3) a layer's parameters are gathered before its forward
-pass and freed after it, and again around its backward pass. Other units (embedding, final norm, output layer) are used
-throughout a chunk: they stay from the start of a micro-batch's forward pass to the end of its backward pass.
+`keep` (ZeRO 0-2): one buffer holds all of them, and one the exact ones (`Placement.exact`), which are fp32. Otherwise
+(ZeRO 3) a layer's parameters are gathered before its forward pass and freed after it, and again around its backward pass.
+Other units (embedding, final norm, output layer) are used throughout a chunk: they stay from the start of a micro-batch's
+forward pass to the end of its backward pass.
 
 The list of ops of a step (`pipeline/data_parallel_messages.py`), which `messages.py` runs, says when that happens. NCCL
 runs the operations of a group in order, so waiting for one waits for all earlier ones. Gathers therefore start in the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact weights: fp32 numbers that a bf16 model computes with, in every ZeRO stage, as one process of plain torch has them."""
+"""Exact weights: fp32 numbers that a bf16 model computes with, in every ZeRO stage, as one process of plain torch."""
 
 import pytest
 import torch
