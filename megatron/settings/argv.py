@@ -43,8 +43,9 @@ def split(argv: list[str], flags: Collection[str]) -> CommandLine:
     line = CommandLine()
     argv = [with_dashes(part) for word in argv if not _refused(word, flags, line) for part in _parts(word, flags, line)]
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
-    # Values, not flags: -1e-4, which argparse before 3.14 takes for a flag, and only dashes (--document-separator ---).
-    parser._negative_number_matcher = re.compile(r"-[.\d]|-{3,}$")
+    # Values, not flags: -1e-4, which argparse before 3.14 takes for a flag, only dashes (--document-separator ---), and
+    # patterns of layers (--hybrid-layer-pattern -*-*).
+    parser._negative_number_matcher = re.compile(r"-[.\d*|+]|-{3,}$")
     met = [word.partition("=")[0] for word in argv if re.match("--?[A-Za-z]", word)]
     for flag in dict.fromkeys([*OWN, *met]):
         parser.add_argument(flag, nargs="*", action=_Record, dest="words")

