@@ -12,8 +12,8 @@ differences, which are never positive, are exponentiated.
 
 It keeps its inputs. The backward pass computes the states at the starts of chunks again, and goes back through the chunks.
 
-Legend: s tokens, b samples, H heads of P channels in G groups, r = H / G heads per group, which share B and C; N channels
-of the state; c tokens of a chunk.
+Legend: s tokens, b samples, G groups of r heads of P channels, which share B and C; N channels of the state; c tokens of a
+chunk.
 """
 
 from collections.abc import Iterator
@@ -40,28 +40,22 @@ def ssd(
     state: Optional[torch.Tensor] = None,
     chunk: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y [s, b, H, P] in the format of x, and the state after the last token, [b, H, P, N] in fp32.
+    """y [s, b, G, r, P] in the format of x, and the state after the last token, [b, G, r, P, N] in fp32.
 
-    x: [s, b, H, P]; dt: [s, b, H] > 0; A: [H] < 0; B, C: [s, b, G, N]; D: [H]
+    x: [s, b, G, r, P]; dt: [s, b, G, r] > 0; A: [G, r] < 0; B, C: [s, b, G, N]; D: [G, r]
     documents: of the s tokens: each begins with a state of zeros
-    state: [b, H, P, N], from which the first document goes on; None: zeros
+    state: [b, G, r, P, N], from which the first document goes on; None: zeros
 
-    >>> ones = torch.ones(3, 1, 1, 1)
-    >>> y, state = ssd(ones, ones[..., 0], -torch.ones(1), ones, ones, torch.zeros(1))
+    >>> ones = torch.ones(3, 1, 1, 1, 1)
+    >>> y, state = ssd(ones, ones[..., 0], -torch.ones(1, 1), ones[..., 0], ones[..., 0], torch.zeros(1, 1))
     >>> y.flatten().mul(100).round().tolist(), round(state.item(), 2)  # 1, 1 + 1/e, 1 + 1/e + 1/e^2
     ([100.0, 137.0, 150.0], 1.5)
     """
-    groups, n = B.shape[2:]
-    if state is None:
-        state = x.new_zeros(*x.shape[1:], n, dtype=torch.float32)
     starts = None if documents is None else documents.starts
-    y, state = _SSD.apply(x, dt, A, B, C, D, _by_group(state, groups), starts, chunk)
-    return y, state.unflatten(2, (-1, x.shape[-1])).flatten(1, 2)
-
-
-def _by_group(state: torch.Tensor, groups: int) -> torch.Tensor:
-    """[b, H, P, N] -> [b, G, r P, N] in fp32: the heads of a group share B and C, so they are one product."""
-    return state.float().unflatten(1, (groups, -1)).flatten(2, 3)
+    # [b, G, r P, N]: the heads of a group share B and C, so they are one product.
+    before = None if state is None else state.float().flatten(2, 3)
+    y, state = _SSD.apply(x, dt, A, B, C, D, before, starts, chunk)
+    return y, state.unflatten(2, (-1, x.shape[-1]))
 
 
 class _SSD(torch.autograd.Function):
@@ -69,6 +63,7 @@ class _SSD(torch.autograd.Function):
     def forward(ctx, x, dt, A, B, C, D, state, starts, chunk):
         ctx.save_for_backward(x, dt, A, B, C, D, state, starts)
         ctx.chunk = chunk
+        state = _zeros(x, B) if state is None else state
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for rows in _chunks(len(x), chunk):
             part = _Chunk.of(x, dt, A, B, C, starts, rows)
@@ -78,7 +73,8 @@ class _SSD(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_y, d_state):
-        x, dt, A, B, C, D, state, starts = ctx.saved_tensors
+        x, dt, A, B, C, D, before, starts = ctx.saved_tensors
+        state = _zeros(x, B) if before is None else before
         d_x, d_dt, d_B, d_C = (torch.empty_like(t) for t in (x, dt, B, C))
         d_A, d_D = (torch.zeros_like(t, dtype=torch.float32) for t in (A, D))
         parts, states = [], []
@@ -93,8 +89,15 @@ class _SSD(torch.autograd.Function):
             d_x[rows] = (of_inputs * steps.unsqueeze(-1)).addcmul_(d_y[rows].float(), D.float().unsqueeze(-1))
             d_dt[rows] = (of_inputs * wide).sum(-1).addcmul_(of_decays, A.float())
             d_A += (of_decays * steps).sum((0, 1))
-            d_D += (d_y[rows].float() * wide).sum((0, 1, 3))
+            d_D += (d_y[rows].float() * wide).sum((0, 1, 4))
+        d_state = None if before is None else d_state
         return d_x, d_dt, d_A.to(A.dtype), d_B, d_C, d_D.to(D.dtype), d_state, None, None
+
+
+def _zeros(x: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    """A state [b, G, r P, N]."""
+    _, b, groups, r, width = x.shape
+    return x.new_zeros(b, groups, r * width, B.shape[-1], dtype=torch.float32)
 
 
 def _chunks(s: int, chunk: int) -> Iterator[slice]:
@@ -121,8 +124,8 @@ class _Chunk(NamedTuple):
 
     @classmethod
     def of(cls, x, dt, A, B, C, starts, rows: slice) -> "_Chunk":
-        groups, steps, begin = B.shape[2], dt[rows].float(), None
-        by_group = lambda t: t.movedim(0, 2).unflatten(1, (groups, -1))  # [c, b, H, ...] -> [b, G, r, c, ...]
+        steps, begin = dt[rows].float(), None
+        by_group = lambda t: t.movedim(0, 3)  # [c, b, G, r, ...] -> [b, G, r, c, ...]
         sums = by_group((steps * A.float()).double().cumsum(0))
         start, end = sums.exp().float(), (sums[..., -1:] - sums).exp().float()
         if starts is not None:
@@ -144,7 +147,7 @@ class _Chunk(NamedTuple):
         return between.masked_fill_(unseen, float("-inf")).exp_()
 
     def read(self, state: torch.Tensor) -> torch.Tensor:
-        """What the tokens read, from a state before the chunk [b, G, r P, N]: [c, b, H, P]."""
+        """What the tokens read, from a state before the chunk [b, G, r P, N]: [c, b, G, r, P]."""
         weights = self.decays().mul_((self.C @ self.B.mT).unsqueeze(2))
         return _by_token((weights @ self.x).addcmul_(self.start.unsqueeze(-1), self._of_heads(self.C @ state.mT)))
 
@@ -153,11 +156,11 @@ class _Chunk(NamedTuple):
         return (self.x * self.end.unsqueeze(-1)).transpose(3, 4).flatten(2, 3) @ self.B + self._decayed(state)
 
     def gradients(self, state, d_y, d_after) -> tuple[torch.Tensor, ...]:
-        """The gradients of dt x [c, b, H, P], of A dt [c, b, H], of B and C [c, b, G, N], and of the state before.
+        """The gradients of dt x [c, b, G, r, P], of A dt [c, b, G, r], of B and C [c, b, G, N], and of the state before.
 
-        state: before the chunk; d_y: [c, b, H, P]; d_after: of the state after it
+        state: before the chunk; d_y: [c, b, G, r, P]; d_after: of the state after it
         """
-        d_y = d_y.permute(1, 2, 0, 3).unflatten(1, self.B.shape[1:2] + (-1,)).contiguous()  # [b, G, r, c, P]
+        d_y = d_y.movedim(0, 3).contiguous()  # [b, G, r, c, P]
         scores, of_weights = (self.C @ self.B.mT).unsqueeze(2), d_y @ self.x.mT
         decays = self.decays()
         of_scores = (of_weights * decays).sum(2)  # [b, G, c, c]
@@ -177,13 +180,7 @@ class _Chunk(NamedTuple):
         whole = self._decayed(state).mul_(d_after).unflatten(2, (self.x.shape[2], -1)).sum((-1, -2))  # [b, G, r]
         d_decays += of_end.cumsum(-1) - of_end + whole.unsqueeze(-1)
         tokens_first = lambda t: t.permute(2, 0, 1, 3)
-        return (
-            _by_token(d_inputs),
-            d_decays.flatten(1, 2).movedim(-1, 0),
-            tokens_first(d_B),
-            tokens_first(d_C),
-            d_before,
-        )
+        return (_by_token(d_inputs), d_decays.movedim(-1, 0), tokens_first(d_B), tokens_first(d_C), d_before)
 
     def _of_heads(self, product: torch.Tensor) -> torch.Tensor:
         """[b, G, c, r P] -> [b, G, r, c, P]."""
@@ -199,5 +196,5 @@ def _rows(heads: torch.Tensor) -> torch.Tensor:
 
 
 def _by_token(heads: torch.Tensor) -> torch.Tensor:
-    """[b, G, r, c, P] -> [c, b, H, P]."""
-    return heads.flatten(1, 2).permute(2, 0, 1, 3)
+    """[b, G, r, c, P] -> [c, b, G, r, P]."""
+    return heads.movedim(3, 0)

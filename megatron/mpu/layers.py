@@ -327,6 +327,7 @@ def create_parameters(
     """Register the parameters and buffers of a table of weights in a module: this rank's pieces, uninitialized.
 
     axes: that split them: the tensor parallel axis, or for experts `(mesh.ep, mesh.etp)`; None: no axis
+    dtype: of parameters, except of those that are `exact`
     """
     sizes = {axis.name: axis.size for axis in ([axes] if isinstance(axes, Axis) else axes or ())}
     for name, placement in weights.items():
@@ -334,7 +335,8 @@ def create_parameters(
         if buffer:
             module.register_buffer(name, torch.empty(shape, dtype=getattr(torch, buffer.dtype), device=device))
         else:
-            module.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+            own = torch.float32 if placement.exact else dtype
+            module.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=own, device=device)))
     if "bias" not in weights:
         module.register_parameter("bias", None)
     module.placements = dict(weights)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scan of Mamba-2 equals its recurrence in fp64, token by token, and transformers' own scan: values, states, gradients.
 
-Legend: s tokens, b samples, H heads of P channels in G groups, N channels of the state.
+Legend: s tokens, b samples, G groups of R heads of P channels, H = G R; N channels of the state.
 """
 
 import pytest
@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from megatron.fused_kernels.documents import Documents, starts_of
 from megatron.fused_kernels.ssd import ssd
 
-S, B, H, G, P, N = 75, 2, 6, 2, 5, 7
+S, B, G, R, P, N = 75, 2, 2, 3, 5, 7
 BEGINS = [0, 1, 15, 16, 17, 32, 60], [0, 33, 74]  # around the edges of chunks of 16, of one token, over several chunks
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}  # of the norm of a tensor
 
 
 def recurrence(x, dt, decay, B, C, D, ids=None, state=None):
     """h <- exp(A dt) h + dt x B^T, y = h C + D x; a new document begins with zeros."""
-    B, C = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (B, C))
+    B, C = B.unsqueeze(3), C.unsqueeze(3)  # the heads of a group share them
     h, ys = x.new_zeros(*x.shape[1:], B.shape[-1]) if state is None else state, []
     for t in range(len(x)):
         if ids is not None and t:
-            h = h * (ids[t] == ids[t - 1]).view(-1, 1, 1, 1)
+            h = h * (ids[t] == ids[t - 1]).view(-1, 1, 1, 1, 1)
         h = h * (decay * dt[t]).exp()[..., None, None] + (dt[t].unsqueeze(-1) * x[t]).unsqueeze(-1) * B[t].unsqueeze(-2)
         ys.append((h * C[t].unsqueeze(-2)).sum(-1) + D.unsqueeze(-1) * x[t])
     return torch.stack(ys), h
@@ -36,9 +36,9 @@ def ids_of_documents(s: int = S) -> torch.Tensor:
 def inputs(dtype=torch.float32, s: int = S) -> list[torch.Tensor]:
     """As of a new network: A in -1..-16, dt in .001.. .1 before a random part."""
     torch.manual_seed(1)
-    x, B_, C = (torch.randn(s, B, *shape).to(dtype) for shape in ((H, P), (G, N), (G, N)))
-    dt = F.softplus(torch.randn(s, B, H) - 3)
-    return [x, dt, -torch.empty(H).uniform_(1, 16), B_, C, torch.rand(H)]
+    x, B_, C = (torch.randn(s, B, *shape).to(dtype) for shape in ((G, R, P), (G, N), (G, N)))
+    dt = F.softplus(torch.randn(s, B, G, R) - 3)
+    return [x, dt, -torch.empty(G, R).uniform_(1, 16), B_, C, torch.rand(G, R)]
 
 
 def results(function, given) -> list[torch.Tensor]:
@@ -60,14 +60,15 @@ def assert_same(got, want, bound: float):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("chunk", [1, 16, 64, 128])
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "documents"])
-def test_equals_the_recurrence(dtype, chunk, packed):
+def test_equals_the_recurrence(device, dtype, chunk, packed):
     """75 tokens: of the last chunk some are missing."""
     given, ids = inputs(dtype), ids_of_documents() if packed else None
-    documents = Documents.of(starts_of(ids), "cpu") if packed else None
-    found = results(lambda *t: ssd(*t, documents=documents, chunk=chunk), given)
+    documents = Documents.of(starts_of(ids), device) if packed else None
+    found = results(lambda *t: ssd(*t, documents=documents, chunk=chunk), [t.to(device) for t in given])
     assert [t.dtype for t in found[2:]] == [t.dtype for t in given] and found[1].dtype == torch.float32
     wanted = results(lambda *t: recurrence(*t, ids=ids), [t.double() for t in given])
-    assert_same(found, wanted, TOLERANCE[dtype])
+    bound = TOLERANCE[dtype] if device == "cpu" else 1e-2  # of products in TF32
+    assert_same([t.cpu() for t in found], wanted, bound)
 
 
 @pytest.mark.parametrize("cuts", [(40,), (1, 2, 33), range(1, S)], ids=["two", "short ones", "token by token"])
@@ -81,7 +82,7 @@ def test_pieces_that_continue_equal_the_whole(cuts):
             ys.append(y)
         return torch.cat(ys), state
 
-    given = [*inputs(), torch.randn(B, H, P, N)]
+    given = [*inputs(), torch.randn(B, G, R, P, N)]
     wanted = results(lambda *t: recurrence(*t[:6], state=t[6]), [t.double() for t in given])
     assert_same(results(in_pieces, given), wanted, TOLERANCE[torch.float32])
 
@@ -107,10 +108,9 @@ def test_equals_the_scan_of_transformers():
 
     def theirs(x, dt, A, B, C, D):
         first = lambda t: t.transpose(0, 1)
-        y, state = mamba2_chunk_scan(
-            first(x), first(dt), A, first(B), first(C), 64, D=D, return_final_states=True
-        )  # fmt: skip
-        return first(y), state
+        heads = (first(x.flatten(2, 3)), first(dt.flatten(2)), A.flatten(), first(B), first(C), 64)
+        y, state = mamba2_chunk_scan(*heads, D=D.flatten(), return_final_states=True)
+        return first(y).unflatten(2, (G, R)), state.unflatten(1, (G, R))
 
     found = results(ssd, given)
     assert_same(found, [t.double() for t in results(theirs, given)], 1e-5)
@@ -135,4 +135,4 @@ def test_only_inputs_are_kept():
     given, kept = [t.requires_grad_() for t in inputs()], []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         ssd(*given, chunk=16)
-    assert sum(t.numel() for t in kept) == sum(t.numel() for t in given) + B * H * P * N  # and the state at the start
+    assert sum(t.numel() for t in kept) == sum(t.numel() for t in given)
