@@ -339,7 +339,7 @@ class Facts:
                 continue
             again, given = op.runs_again(modules), op.given
             if not again:
-                kept[op.name] += op.kept - given * (discarded and op.reads)
+                kept[op.name] += op.kept - op.input_kept * discarded
             elif not inside:  # the input of a run of recomputed ops
                 kept["inputs of recomputed layers" if whole else op.name] += given
             inside, discarded = again, op.is_discarded(modules)
