@@ -39,6 +39,7 @@ class Mixer:
     divided: settings of the layer -> the sizes that tensor parallelism divides, by name
     heads:   settings of the layer -> the heads that ranks of context parallelism can exchange for rows; None: it has none
     rotated: settings of the model -> the channels of each head that rotary positions turn; None: no positions
+    cached:  (settings of the layer, size of tensor parallelism) -> the numbers of a token that a rank caches in generation
     used:    settings of the layer -> (how many of its experts a token uses, of how many); None: it uses all weights
     has_shape: whether the settings describe a valid shape. May raise ValueError or ZeroDivisionError instead
     shrunk:  (settings of the model, those of a small one, size of tensor parallelism) -> its settings in the small one
@@ -60,6 +61,7 @@ class Mixer:
     divided: Callable[[Model], dict[str, int]] = lambda model: {}
     heads: Optional[Callable[[Model], int]] = None
     rotated: Optional[Callable[[Model], int]] = None
+    cached: Callable[[Model, int], int] = lambda model, tp: 0
     used: Optional[Callable[[Model], tuple[int, int]]] = None
     has_shape: Callable[[Model], bool] = lambda model: True
     shrunk: Callable[[Model, Model, int], dict[str, Any]] = lambda model, small, tp: {}

@@ -346,6 +346,7 @@ KIND = Mixer(
     divided=lambda model: {"heads": model.num_attention_heads, "key-value heads": model.query_groups},
     heads=lambda model: model.query_groups,
     rotated=rotated,
+    cached=lambda model, tp: 2 * model.query_groups // tp * model.head_dim,
     has_shape=_has_shape,
     shrunk=_shrunk,
 )

@@ -80,7 +80,7 @@ class Attention(nn.Module):
     def __init__(self, weights: Table, setup: LayerSetup):
         super().__init__()
         model, tp, kernels, sharing = setup.model, setup.tp, setup.kernels, setup.sharing
-        self.layer, self.head_dim = setup.layer, model.head_dim
+        self.layer, self.head_dim, self.value_dim = setup.layer, model.head_dim, model.head_dim
         self.scale = (model.query_pre_attn_scalar or self.head_dim) ** -0.5  # of scores
         self.groups = model.query_groups // tp.size
         self.queries = model.num_attention_heads // model.query_groups

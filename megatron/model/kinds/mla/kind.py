@@ -41,5 +41,6 @@ KIND = Mixer(
     divided=lambda model: {"heads": model.num_attention_heads},
     heads=lambda model: model.num_attention_heads,
     rotated=lambda model: model.qk_pos_emb_head_dim,
+    cached=lambda model, tp: model.kv_lora_rank + model.qk_pos_emb_head_dim,
     shrunk=_shrunk,
 )

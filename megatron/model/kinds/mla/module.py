@@ -18,6 +18,7 @@ from torch import nn
 
 from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.kinds.attention.module import Attention
+from megatron.model.kinds.mla.decode import CachedLatents
 from megatron.model.layer_ops import UP
 from megatron.model.norms import NORMS
 from megatron.model.positions import rotate
@@ -34,7 +35,8 @@ class LatentAttention(Attention):
         super().__init__(weights, setup)
         model = setup.model
         self.scale, self.queries, self.groups = model.latent_scale, 1, model.num_attention_heads // setup.tp.size
-        self.latent, self.key_width, self.value_width = model.kv_lora_rank, model.qk_head_dim, model.v_head_dim
+        self.latent, self.key_width, self.value_dim = model.kv_lora_rank, model.qk_head_dim, model.v_head_dim
+        self.row_width = model.kv_lora_rank + model.qk_pos_emb_head_dim  # of a token in the cache
         self.recompute_up = UP in setup.recompute
         sequence_parallel = setup.sequence_parallel and setup.tp.size > 1
         self.tp, self.shared_by_heads = setup.tp, mappings.copy_to_tensor_model_parallel_region
@@ -58,7 +60,11 @@ class LatentAttention(Attention):
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         source, latent, shared = self.latents(x)
-        if self.recompute_up:
+        if context.cache is not None:
+            row = torch.cat((latent, self.rotated_key(shared, context.angles).squeeze(2)), -1)
+            query = self.rotated_queries(source, context.angles)
+            attended = context.cache.attend(CachedLatents(self), query, row.unsqueeze(2), None, context)
+        elif self.recompute_up:
             joined, reading = recompute_output(
                 self.joined, source, latent, shared, context.angles, inside=context.region, of=(self,)
             )
@@ -74,21 +80,27 @@ class LatentAttention(Attention):
         With sequence parallelism the first two are [s/tp, b, ...].
         """
         source = x if self.q is not None else self.q_norm(self.q_down(x))
-        latent, shared = self.kv_down(x).split((self.latent, self.kv_down.weight.shape[0] - self.latent), -1)
+        latent, shared = self.kv_down(x).split((self.latent, self.row_width - self.latent), -1)
         return source, self.kv_norm(latent), self.shared_by_heads(shared, self.tp)
 
     def of_heads(self, source, latent, shared, angles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [s, b, g/tp, 1, d], keys [s, b, g/tp, d] and values [s, b, g/tp, v], from `latents`."""
         query = self.rotated_queries(source, angles)
-        own, value = self.kv_up(latent).unflatten(-1, (self.groups, -1)).split((self.key_width, self.value_width), -1)
-        shared = rotate(shared[:, :, None, None], angles, self.plain_rope).squeeze(3)  # [s, b, 1, ro]
-        key = torch.cat((shared.expand(-1, -1, self.groups, -1), own), -1)
-        return query, key, value
+        return query, *self.keys_and_values(latent, self.rotated_key(shared, angles))
 
     def rotated_queries(self, source, angles) -> torch.Tensor:
         """[s, b, g/tp, 1, d]"""
         query = (self.q_up if self.q is None else self.q)(source).unflatten(-1, (self.groups, 1, -1))
         return rotate(query, angles, self.plain_rope)
+
+    def rotated_key(self, shared, angles) -> torch.Tensor:
+        """[s, b, 1, ro]"""
+        return rotate(shared[:, :, None, None], angles, self.plain_rope).squeeze(3)
+
+    def keys_and_values(self, latent, shared) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of all heads, from normalized latents [s, b, kv] and rotated keys [s, b, 1, ro]."""
+        own, value = self.kv_up(latent).unflatten(-1, (self.groups, -1)).split((self.key_width, self.value_dim), -1)
+        return torch.cat((shared.expand(-1, -1, self.groups, -1), own), -1), value
 
     def joined(self, source, latent, shared, angles) -> torch.Tensor:
         """`of_heads` as one tensor, [s, b, g/tp, 2 d + v], which the backward pass computes again."""
@@ -97,6 +109,6 @@ class LatentAttention(Attention):
 
     def split(self, joined: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The three tensors of `joined`."""
-        d = (joined.shape[-1] - self.value_width) // 2
-        query, key, value = joined.split((d, d, self.value_width), -1)
+        d = (joined.shape[-1] - self.value_dim) // 2
+        query, key, value = joined.split((d, d, self.value_dim), -1)
         return query.unsqueeze(3), key, value

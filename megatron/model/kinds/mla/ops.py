@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Optional
 
 from megatron.model.kinds.attention.kind import Heads, calls_of, causal_core, stored_weights
-from megatron.model.layer_ops import ATTENTION, UP, Kernel, LayerOp, Product, RankSetup, Residual
+from megatron.model.layer_ops import ATTENTION, UP, CoreAttention, Kernel, LayerOp, Product, RankSetup, Residual
 from megatron.settings.kernel_sizes import JOINED, causal_pairs
 from megatron.settings.schema import Model
 
@@ -22,7 +22,7 @@ def heads_of(m: Model) -> Heads:
 def latent_ops(facts, x: Residual) -> tuple[LayerOp, ...]:
     """Multi-latent attention of a layer."""
     results = x.model.num_attention_heads * x.model.v_head_dim // x.share.tp
-    core = causal_core(facts, x, heads_of(x.model), _core_kept)
+    core = [_reading(x, op) for op in causal_core(facts, x, heads_of(x.model), _core_kept)]
     output = x.row("attention", results, again=(ATTENTION,), layer="attention.output")
     return *_latents(x), *_of_heads(x), *core, *output
 
@@ -71,6 +71,22 @@ def _of_heads(x: Residual) -> list[LayerOp]:
     return [*before, replace(product, given=read), *map(kept, expanded), joined]
 
 
+def _reading(x: Residual, op: LayerOp) -> LayerOp:
+    """Of the core, how many bytes of queries, keys and values it saves as they are; others it copies."""
+    if not isinstance(op, CoreAttention):
+        return op
+    m, n, e, share = x.model, x.tokens, x.share.element, x.share
+    queries, both, _ = (n * size * e for size in heads_of(m).divided(share.tp))
+    values = n * m.num_attention_heads // share.tp * (m.qk_head_dim + m.v_head_dim) * e
+    if share.cp_heads > 1 or op.kernel == "block-causal" and not share.ring:
+        return replace(op, reads=0)
+    if share.ring or op.kernel == "reference":
+        return replace(op, reads=queries * (1 + share.ring) + values)
+    if share.cp_rows > 1:  # where keys are gathered again, the joined tensor is saved for the queries
+        return replace(op, reads=-both)
+    return replace(op, reads=2 * queries + values * (m.v_head_dim == m.latent_key_dim))
+
+
 def _core_kept(facts, share: RankSetup, kernel: str, window: Optional[int]) -> tuple[int, int]:
     """(bytes saved, bytes saved if softmax(q k) v is recomputed). Values are views of a product that has keys, too."""
     m, e, b = facts.settings, share.element, share.micro_batch_size
@@ -89,7 +105,7 @@ def _core_kept(facts, share: RankSetup, kernel: str, window: Optional[int]) -> t
         kept = read + 4 * n * g + results * (share.cp > 1)
         if pads:  # values with zeros behind them, and results for these
             wide = sum(b * call.groups * call.keys * of.key * e for call in calls)
-            kept = queries + (both if gathers else keys) + wide + queries + 4 * n * g
+            kept = queries + (both if gathers or exchanged else keys) + wide + queries + 4 * n * g
         return kept + (n * min(JOINED, m.seq_length) * e + results * (not pads)) * (
             share.documents and share.device == "cpu"
         ), given

@@ -17,7 +17,9 @@ class LatentSettings:
     """Keys and values of all heads come from one narrow latent of each token."""
 
     multi_latent_attention: bool = shown_by("test_mla::test_a_network_is_the_plain_loop", on_resume="another model")(
-        "multi-latent attention, as in DeepSeek-V2 and V3 (docs/hybrid.md)", False
+        "multi-latent attention, as in DeepSeek-V2 and V3 (docs/hybrid.md)",
+        False,
+        also_sets={"--multi-latent-attention": dict(rope_type="yarn")},  # as in Megatron-LM
     )
     q_lora_rank: Optional[Count] = size("size of the latent of queries (default: none, one product)", None)
     kv_lora_rank: Count = size("size of the latent of keys and values", 32)
