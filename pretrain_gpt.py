@@ -16,6 +16,8 @@ from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.gpt_rules import IDLE, NO_RELATIVE, RULES
+from megatron.model.hybrid import RULES as OF_PATTERNS
+from megatron.model.hybrid import number_of_layers, with_pattern
 from megatron.model.kinds.experts.expert_rules import RULES as OF_EXPERTS
 from megatron.model.kinds.experts.parts import expert_sums
 from megatron.model.recipe import Recipe
@@ -33,11 +35,13 @@ def recipe() -> Recipe:
         facts,
         build_model,
         build_datasets,
-        rules=(*RULES, NO_RELATIVE, *OF_EXPERTS),
+        defaults=dict(num_layers=number_of_layers),
+        rules=(*RULES, NO_RELATIVE, *OF_EXPERTS, *OF_PATTERNS),
         idle=IDLE,
         sums=lambda config: {"lm loss": 1.0, **expert_sums(config.model)},
         shares_sequences=True,
         starts_from=("megatron.tasks.chat",),  # a GPT after instruction tuning
+        normalize_config=with_pattern,
     )
 
 

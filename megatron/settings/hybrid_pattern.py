@@ -68,6 +68,30 @@ def read_pattern(text: str, kinds: Mapping[str, str]) -> Pattern:
     return Pattern(tuple(network.split(CUT)), ahead[0] if ahead else "", len(ahead) if any(ahead) else 0)
 
 
+def letters_of(text: str) -> str:
+    """The characters of all layers that a pattern lists.
+
+    >>> letters_of("M-|*-/M")
+    'M-*-'
+    """
+    return text.partition(AHEAD)[0].replace(CUT, "")
+
+
+def shortened(letters: str, num_layers: int) -> str:
+    """A pattern with so many layers, in the order of `letters`, which has all of its kinds if it is long enough.
+
+    >>> shortened("M-M-M-*-M-M-", 4), shortened("*-", 4), shortened("MMMM*-", 3)
+    ('M-*-', '*-*-', 'M*-')
+    """
+    if num_layers >= len(letters):
+        return "".join(letters[place % len(letters)] for place in range(num_layers))
+    kept = sorted(map(letters.index, dict.fromkeys(letters)))[:num_layers]  # the first of each kind
+    others = [place for place in range(len(letters)) if place not in kept]
+    more = num_layers - len(kept)
+    kept += [others[number * len(others) // more] for number in range(more)]
+    return "".join(letters[place] for place in sorted(kept))
+
+
 def _check_letters(text: str, part: str, kinds: Mapping[str, str]) -> None:
     for place, letter in enumerate(part):
         if letter == CUT:

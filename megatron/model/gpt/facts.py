@@ -12,10 +12,11 @@ from typing import Any, Optional
 
 from megatron.model.branches import Branch
 from megatron.model.facts import Facts
-from megatron.model.kinds import KINDS
+from megatron.model.kinds import KINDS, Mixer
 from megatron.model.kinds.attention.kind import causal_kernel
 from megatron.model.layer_ops import NORM, RankSetup
 from megatron.mpu.placement import elements
+from megatron.settings.hybrid_pattern import shortened
 from megatron.settings.schema import Config, Model
 
 HEAD = 8  # width of a head in a shrunk model
@@ -34,9 +35,16 @@ class GPTFacts(Facts):
         return cls(config.model, vocab_size)
 
     def branches(self, layer: int) -> tuple[Branch, ...]:
+        if letters := self.settings.letters:
+            return (Branch.at(self.settings.norm_position, *self.of_letter(letters[layer])),)
         second = self.mixers["experts" if self.settings.has_experts(layer) else "mlp"]
         pairs = ("attention", self.mixers["attention"]), ("mlp", second)
         return tuple(Branch.at(self.settings.norm_position, slot, mixer) for slot, mixer in pairs)
+
+    def of_letter(self, letter: str) -> tuple[str, Mixer]:
+        """(slot, mixer) of a character of --hybrid-layer-pattern."""
+        mixer = next(mixer for mixer in self.mixers.values() if mixer.symbol == letter)
+        return mixer.slot, mixer
 
     @property
     def has_shape(self) -> bool:
@@ -61,6 +69,7 @@ class GPTFacts(Facts):
         return replace(
             m,
             num_layers=num_layers,
+            hybrid_layer_pattern=m.letters and shortened(m.letters, num_layers) or None,
             hidden_size=HEAD * heads,
             num_attention_heads=heads,
             num_query_groups=groups if shared > 1 else None,
@@ -81,7 +90,7 @@ class GPTFacts(Facts):
         m = self.settings
         if not m.mixture:
             return {}
-        dense = num_layers > 1 and len(m.expert_layers) < m.num_layers
+        dense = num_layers > 1 and len(m.expert_layers) < m.num_layers and not m.letters
         shared = width if m.moe_shared_expert_intermediate_size else None
         return dict(
             moe_layer_freq=f"[0]+[1]*{num_layers - 1}" if dense else "1",

@@ -19,6 +19,7 @@ class Mixer:
     """What a branch computes from normalized hidden states: attention, an MLP, experts.
 
     name:    of its folder
+    symbol:  its character in --hybrid-layer-pattern; "": it is in none
     slot:    the name of its module in the layer, and of its weights
     module:  its class, or "module:class", imported when a layer is built. It is called with (weights, `LayerSetup`), its
              forward function with (x, context); that returns y, or (y, {name: sum})
@@ -39,6 +40,7 @@ class Mixer:
     sums: bool = False
     recomputes: tuple[str, ...] = ()
     divided: Callable[[Model], dict[str, int]] = lambda model: {}
+    symbol: str = ""
 
 
 def _found() -> dict[str, Mixer]:

@@ -22,6 +22,7 @@ from megatron.settings.declare import (
     shown_by,
 )
 from megatron.settings.groups.precision import HALF
+from megatron.settings.hybrid_pattern import letters_of
 
 
 def window_numbers(text: str) -> tuple[int, int]:
@@ -74,6 +75,7 @@ def _listed(node: ast.expr, most: int) -> Optional[tuple[bool, ...]]:
     return None
 
 
+EXPERTS = "E"  # of --hybrid-layer-pattern
 QUICK = 1.702  # x sigmoid(1.702 x) is close to GeLU (arXiv:1606.08415, section 2)
 
 
@@ -183,6 +185,13 @@ class Model:
     num_attention_heads: Count = shape("number of attention heads")
     seq_length: Count = shown_by("test_seq_length_is_that_of_the_samples")(
         "maximum sequence length, in tokens", 1024, "--max-seq-len", "--encoder-seq-length", on_resume="refused"
+    )
+    hybrid_layer_pattern: Optional[str] = shown_by("test_hybrid_patterns::test_any_layout_is_the_plain_loop")(
+        "the kind of each layer, a character for each: * attention, - an MLP, E experts; | cuts pipeline stages "
+        "(docs/hybrid.md)",
+        None,
+        "--hybrid-override-pattern",
+        on_resume="another model",
     )
     max_position_embeddings: Optional[Count] = formula(
         "size of the learned position embedding (default: --seq-length)", None
@@ -539,13 +548,27 @@ class Model:
     @property
     def expert_layers(self) -> tuple[int, ...]:
         """The layers with experts, numbered from 0. Raises ValueError for a bad `moe_layer_freq`."""
-        return tuple(
-            n for n, has in enumerate(layer_pattern(self.moe_layer_freq, self.num_layers)) if has and self.mixture
-        )
+        return tuple(n for n, has in enumerate(self._which_have_experts) if has and self.mixture)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, numbered from 0, has experts instead of an MLP."""
-        return self.mixture and layer_pattern(self.moe_layer_freq, self.num_layers)[layer]
+        return self.mixture and self._which_have_experts[layer]
+
+    @property
+    def _which_have_experts(self) -> tuple[bool, ...]:
+        if self.letters:
+            return tuple(letter == EXPERTS for letter in self.letters)
+        return layer_pattern(self.moe_layer_freq, self.num_layers)
+
+    @property
+    def letters(self) -> str:
+        """The kinds of the layers, a character for each, of `hybrid_layer_pattern`; "": a layer is attention and MLP."""
+        return letters_of(self.hybrid_layer_pattern or "")
+
+    @property
+    def residual_sums(self) -> int:
+        """How many sums the residual stream has from the embedding to the final norm."""
+        return self.num_layers if self.letters else 2 * self.num_layers
 
     @property
     def expert_ffn_size(self) -> int:

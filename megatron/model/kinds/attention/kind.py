@@ -284,4 +284,5 @@ KIND = Mixer(
     mixes_tokens=True,
     recomputes=(CORE, ATTENTION),
     divided=lambda model: {"heads": model.num_attention_heads, "key-value heads": model.query_groups},
+    symbol="*",
 )

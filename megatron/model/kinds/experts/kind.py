@@ -89,4 +89,5 @@ KIND = Mixer(
     sums=True,
     recomputes=(ACTIVATION, MLP),
     divided=lambda model: {"shared expert": width} if (width := model.moe_shared_expert_intermediate_size) else {},
+    symbol="E",
 )

@@ -79,4 +79,5 @@ KIND = Mixer(
     ops=lambda facts, x: mlp_ops(x, *kinds_of(x.model)),
     recomputes=(ACTIVATION, MLP),
     divided=lambda model: {"ffn": model.ffn_size},
+    symbol="-",
 )
