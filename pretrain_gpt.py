@@ -17,10 +17,11 @@ from megatron.errors import run_main
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.gpt_rules import IDLE, NO_RELATIVE, RULES
 from megatron.model.hybrid import RULES as OF_PATTERNS
-from megatron.model.hybrid import number_of_layers, with_pattern
+from megatron.model.hybrid import with_pattern
 from megatron.model.kinds.experts.expert_rules import RULES as OF_EXPERTS
 from megatron.model.kinds.experts.parts import expert_sums
 from megatron.model.recipe import Recipe
+from megatron.settings.hybrid_pattern import number_of_layers
 
 
 def main(argv: list[str]) -> None:

@@ -16,10 +16,9 @@ from megatron.model.kinds import KINDS, Mixer
 from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import TRAINING, default_chunks
 from megatron.settings.declare import dashed
-from megatron.settings.hybrid_pattern import CUT, FLAG, Pattern, letters_of, read_pattern
+from megatron.settings.hybrid_pattern import CUT, FLAG, LayerPattern, read_pattern
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config
-from megatron.settings.statements import Statement
 
 # Settings that set the stages, or the number of a rank's, without --hybrid-layer-pattern
 OTHER_CUTS = (
@@ -27,12 +26,6 @@ OTHER_CUTS = (
     "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
     "account_for_loss_in_pipeline_split"
 ).split()
-
-
-def number_of_layers(said: Mapping[str, Statement]) -> Optional[int]:
-    """The default of --num-layers: the characters of a given pattern."""
-    pattern = said.get("hybrid_layer_pattern")
-    return len(letters_of(str(pattern.value))) if pattern and pattern.value else None
 
 
 def with_pattern(config: Config, mixers: Mapping[str, Mixer] = KINDS) -> Config:
@@ -55,7 +48,7 @@ def with_pattern(config: Config, mixers: Mapping[str, Mixer] = KINDS) -> Config:
     return config.derive(FLAG, **layers, **_stages(config, pattern))
 
 
-def _stages(config: Config, pattern: Pattern) -> dict[str, Any]:
+def _stages(config: Config, pattern: LayerPattern) -> dict[str, Any]:
     """The settings of the stages that the cuts make. On one pipeline rank, they have no effect."""
     p = config.parallel
     if len(pattern.stages) == 1:
@@ -88,7 +81,7 @@ def required_pattern(config: Config) -> Config:
     if config.model.hybrid_layer_pattern is None:
         raise UsageError(
             f"{FLAG} is missing: the kind of each layer",
-            do=f'give it, as in {FLAG} "*-*-"; a model of attention and MLP in every layer is trained by pretrain_gpt.py, too',
+            do=f'give it, as in {FLAG} "*-*-" for attention and an MLP in turn',
         )
     return with_pattern(config)
 
