@@ -31,7 +31,7 @@ from megatron.mpu.layers import place_buffers
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placed_buffers
 from megatron.optimizer.buffers import buffer_pieces, fill_buffers
-from megatron.optimizer.units import flat_units_of, materialise, owned_ranges, pieces_of
+from megatron.optimizer.units import flat_memory, flat_units_of, materialise, owned_ranges, pieces_of
 from megatron.settings import schema
 from megatron.settings.from_checkpoint import FILES, located, refuse_lost
 from megatron.settings.rank_env import print_notes
@@ -166,7 +166,9 @@ def quantized(loaded: Loaded, how: QuantizeOptions) -> Loaded:
 
 
 class Built(NamedTuple):
-    """A model whose weights are allocated, and not set; weights: all of them in one tensor; pieces: for `restore`."""
+    """A model whose weights are allocated, and not set; weights: those in the model's format in one tensor, so without
+    exact ones; pieces: for `restore`.
+    """
 
     model: torch.nn.Module
     weights: torch.Tensor
@@ -208,14 +210,14 @@ def allocated(model: torch.nn.Module, chunks: list[torch.nn.Module], mesh: Mesh,
         place_buffers(chunk, device)
     axis_of = partial(getattr, mesh)
     units = flat_units_of(chunks, axis_of)
-    weights = torch.zeros(sum(unit.size for unit in units), dtype=dtype, device=device)
+    buffers, flats = flat_memory([(unit, unit.size) for unit in units], dtype=dtype, device=device)
     pieces = []
     for own in owned_ranges(units, axis_of):
-        materialise(own.unit, weights[own.unit.buffer_slice])
-        pieces += pieces_of(own, weights.__getitem__, mesh.coordinates)
+        materialise(own.unit, flats[own.unit.name])
+        pieces += pieces_of(own, own.part(flats[own.unit.name]), mesh.coordinates)
     for name, buffer in placed_buffers(chunks).items():
         pieces += buffer_pieces(name, buffer, mesh.coordinates)
-    return Built(model, weights, pieces)
+    return Built(model, buffers[dtype], pieces)
 
 
 def refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:

@@ -22,6 +22,7 @@ from megatron.model.pruning import KINDS
 from megatron.model.quantization import PLAIN, QuantizeOptions
 from megatron.model.sparse_product import mask_of
 from megatron.model.sparsity import pattern_of
+from megatron.mpu.linear_product import divided_over
 from megatron.settings.schema import Model
 
 Probe = tuple[str, AbstractContextManager]
@@ -48,7 +49,8 @@ def masked(loaded: Loaded, sparsity: Model) -> Iterator[Probe]:
                 do=f"groups of {pattern.group} have to divide them",
             )
         total = math.prod(layer.placements["weight"].shape)
-        yield name, _zeros(layer.weight, mask_of(layer.weight, pattern or float(sparsity.sparsity), total, layer.tp))
+        mask = mask_of(layer.weight, pattern or float(sparsity.sparsity), total, divided_over(layer))
+        yield name, _zeros(layer.weight, mask)
 
 
 def pruned(

@@ -31,7 +31,7 @@ from megatron.model.quantization import QuantizeOptions
 from megatron.model.sparse_product import SparseProduct
 from megatron.model.sparsity import MASK
 from megatron.mpu import collectives
-from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, linear_products, matmul
+from megatron.mpu.layers import LINEAR, linear_products, matmul
 from megatron.mpu.linear_product import LinearProduct, Multiply, Operand
 from megatron.settings.schema import Model
 
@@ -270,7 +270,7 @@ def linear_layers(chunks: Iterable[nn.Module]) -> Iterable[tuple[str, nn.Module]
     """(name, layer) of the linear layers of a model's blocks."""
     for chunk in chunks:
         for name, layer in chunk.named_modules():
-            if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and "blocks." in name:
+            if isinstance(layer, LINEAR) and "blocks." in name:
                 yield name[name.index("blocks.") :], layer
 
 

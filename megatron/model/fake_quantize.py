@@ -28,8 +28,8 @@ class FakeQuantizeProduct(LinearProduct):
         self.rounds_inputs = settings.activation_quantize_type != "none"
         self.of_tokens = settings.activation_quantize_type == OF_TOKENS
         self.observes = self.rounds_inputs and not self.of_tokens
-        # A column-parallel layer without sequence parallelism has the whole input on each rank.
-        self.copies = 1 if has_part(layer) or getattr(layer, "gather", None) is not None else layer.tp.size
+        # Without sequence parallelism each rank has the whole input, except of a row-parallel layer.
+        self.copies = 1 if has_part(layer) or getattr(layer, "row_axis", None) is not None else layer.tp.size
         self.weight_levels, self.input_levels = levels(settings.weight_bits), levels(settings.activation_bits)
         self.token_levels = 2**settings.activation_bits - 1
         self._largest: torch.Tensor | None = None

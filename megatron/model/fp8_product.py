@@ -126,7 +126,7 @@ class TensorwiseProduct(BlockwiseProduct):
 
     def cast_input(self, x: torch.Tensor) -> Operand:
         # With --no-fp8-wgrad the input is whole when it is cast.
-        parts = getattr(self.layer, "gather", None) if self.settings.fp8_wgrad else None
+        parts = getattr(self.layer, "row_axis", None) if self.settings.fp8_wgrad else None
         return self.cast_rows(x, E4M3, self.over_tp(amax_of(x), parts))
 
     def cast_rows(self, x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor) -> Operand:

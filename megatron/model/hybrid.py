@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 from megatron.errors import SettingsError, UsageError
-from megatron.model.kinds import KINDS, Mixer
+from megatron.model.kinds.table import KINDS, Mixer
 from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import TRAINING, default_chunks
 from megatron.settings.declare import dashed
@@ -28,16 +28,12 @@ OTHER_CUTS = (
 ).split()
 
 
-def with_pattern(config: Config, mixers: Mapping[str, Mixer] = KINDS) -> Config:
-    """`Recipe.normalize_config` of models whose layers a pattern may list. Raises SettingsError.
-
-    mixers: the kinds that the model has
-    """
+def with_pattern(config: Config) -> Config:
+    """`Recipe.normalize_config` of models whose layers a pattern may list. Raises SettingsError."""
     text = config.model.hybrid_layer_pattern
     if text is None:
         return config
-    known = {mixer.symbol: mixer.name for mixer in mixers.values() if mixer.symbol}
-    pattern = read_pattern(text, known)
+    pattern = read_pattern(text, {kind.symbol: kind.name for kind in _kinds(config).values() if kind.symbol})
     if pattern.depths:
         raise SettingsError(
             f"{FLAG} {text}: /{pattern.ahead} are layers of multi-token prediction",
@@ -46,6 +42,10 @@ def with_pattern(config: Config, mixers: Mapping[str, Mixer] = KINDS) -> Config:
         )
     layers = dict(hybrid_layer_pattern=pattern.letters, num_layers=len(pattern.letters))
     return config.derive(FLAG, **layers, **_stages(config, pattern))
+
+
+def _kinds(config: Config) -> Mapping[str, Mixer]:
+    return {**KINDS, **config.model.own_kinds}
 
 
 def _stages(config: Config, pattern: LayerPattern) -> dict[str, Any]:
@@ -96,19 +96,19 @@ def _letters(s) -> str:
     return s.settings.model.letters
 
 
+def _unlisted(s) -> list[Mixer]:
+    """The kinds that other settings ask for, and that the pattern does not list."""
+    model = s.settings.model
+    kinds = _kinds(s.settings).values() if model.letters else ()
+    return [kind for kind in kinds if kind.symbol and kind.symbol not in model.letters and kind.asked(model)]
+
+
 RULES = (
     Rule(
-        lambda s: _letters(s) and s.settings.given("moe_layer_freq") and s.settings.given("moe_layer_freq").is_request,
-        lambda s: (
-            f"--moe-layer-freq {s.moe_layer_freq}: {FLAG} lists the layers with experts (E); leave the one or the other out"
+        _unlisted,
+        lambda s: "; ".join(
+            f"{kind.asked(s.settings.model)}: {FLAG} {_letters(s)} lists no layer of {kind.name} ({kind.symbol})"
+            for kind in _unlisted(s)
         ),
-    ),
-    Rule(
-        lambda s: "E" in _letters(s) and not s.settings.model.mixture,
-        lambda s: f"{FLAG} {_letters(s)} has layers with experts (E): add --num-experts",
-    ),
-    Rule(
-        lambda s: _letters(s) and s.settings.model.mixture and "E" not in _letters(s),
-        lambda s: f"--num-experts {s.num_experts}: no layer of {FLAG} {_letters(s)} has experts (E); leave it out",
     ),
 )

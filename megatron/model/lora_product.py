@@ -108,7 +108,7 @@ class LoRAProduct(LinearProduct):
         """Ranks of tp have parts of the rows of x (sequence parallelism), or parts of a row (row-parallel layers)."""
         placement, tp = self.layer.placements["weight"], self.layer.tp
         by_row = placement.cut.get("tp") == len(placement.shape) - 1
-        axis = tp if by_row or getattr(self.layer, "gather", None) else None
+        axis = tp if by_row or getattr(self.layer, "row_axis", None) else None
         return Dropout(
             self.settings.lora_dropout,
             f"lora {self.name}",

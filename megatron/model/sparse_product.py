@@ -19,7 +19,7 @@ import torch
 
 from megatron.model.sparsity import MASK, STEP, GroupPattern, is_due, pattern_of, share
 from megatron.mpu import collectives
-from megatron.mpu.linear_product import LinearProduct
+from megatron.mpu.linear_product import LinearProduct, divided_over
 
 LARGEST = 0x7F800000  # the bits of infinity in fp32: those of finite |w| are smaller, in the order of |w|
 
@@ -50,7 +50,7 @@ class SparseProduct(LinearProduct):
     def mask_at(self, weight: torch.Tensor, step: int) -> torch.Tensor:
         """The mask of this rank's piece of a weight at a step, [rows..., i] bool."""
         zeros, total = self.pattern or share(self.settings, step), math.prod(self.whole_shape[self.stacked :])
-        return mask_of(weight, zeros, total, self.layer.tp, self.stacked)
+        return mask_of(weight, zeros, total, divided_over(self.layer), self.stacked)
 
     def _is_due(self) -> bool:
         if self._step is None or is_due(self.settings, self._step):

@@ -116,6 +116,20 @@ def row(
     return table
 
 
+def replicated(
+    inputs: int, outputs: int, std: float, *, bias: bool = True, sequence_parallel: bool = False, parts=None
+) -> dict[str, Placement]:
+    """The weights of a linear layer that each tensor parallel rank has whole: [outputs, inputs]. With sequence parallelism
+    a rank's gradients are those of its own tokens. parts: rows of its separate matrices, if it has several.
+    """
+    partial = ("tp",) if sequence_parallel else ()
+    matrices = (0, parts or (outputs,))
+    table = {"weight": Placement((outputs, inputs), Normal(std), partial=partial, matrices=matrices)}
+    if bias:
+        table["bias"] = Placement((outputs,), Constant(0.0), partial=partial, decay=False)
+    return table
+
+
 def norm(model: Model, width: int, partial: bool) -> dict[str, Placement]:
     """The weights of LayerNorm or RMSNorm. partial: each tensor parallel rank's gradient is a part of a sum, because it
     sees a part of the tokens (sequence parallelism) or of the heads (query-key norm).

@@ -12,7 +12,7 @@ Gathered sequences are in their original order; over an axis of size 1 each mapp
 Legend: s tokens, cp ranks, c = s / (2 cp) tokens per chunk.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -53,13 +53,12 @@ class AttentionSharing:
 
 def attention_sharing(cp: Axis, comm_type: str, inner: Axis, outer: Axis) -> AttentionSharing:
     """The ranks of a layer with this --cp-comm-type. inner, outer: the two levels of a2a+p2p (`Mesh.cp_inner`)."""
-    alone = replace(cp, ranks=(cp.ranks[cp.rank],), rank=0, group=None)
     if comm_type == "a2a":
-        return AttentionSharing(cp, alone)
+        return AttentionSharing(cp, cp.alone)
     if comm_type == "a2a+p2p":
         assert inner.size * outer.size == cp.size, "a2a+p2p needs Mesh(cp_levels=...)"
         return AttentionSharing(inner, outer)
-    return AttentionSharing(alone, cp, ring=comm_type == "p2p")
+    return AttentionSharing(cp.alone, cp, ring=comm_type == "p2p")
 
 
 UNSHARED = AttentionSharing(Axis("cp", (0,)), Axis("cp", (0,)))  # one rank has whole sequences

@@ -162,7 +162,7 @@ def pack_weights(model: nn.Module, output: nn.Module | None = None) -> list[nn.M
 
     output: the output layer. Returns the layers; set their `packed` to None when their weights change.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, (ColumnParallelLinear, RowParallelLinear))]
+    layers = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
     layers = [layer for layer in [*layers, *([output] if output else [])] if layer.packed is None]
     layers = [layer for layer in layers if getattr(layer, "product", None) is None and cpu_ops.packs(layer.weight)]
     for layer in layers:
@@ -327,6 +327,7 @@ def create_parameters(
     """Register the parameters and buffers of a table of weights in a module: this rank's pieces, uninitialized.
 
     axes: that split them: the tensor parallel axis, or for experts `(mesh.ep, mesh.etp)`; None: no axis
+    dtype: of parameters, except of those that are `exact`
     """
     sizes = {axis.name: axis.size for axis in ([axes] if isinstance(axes, Axis) else axes or ())}
     for name, placement in weights.items():
@@ -334,7 +335,8 @@ def create_parameters(
         if buffer:
             module.register_buffer(name, torch.empty(shape, dtype=getattr(torch, buffer.dtype), device=device))
         else:
-            module.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+            own = torch.float32 if placement.exact else dtype
+            module.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=own, device=device)))
     if "bias" not in weights:
         module.register_parameter("bias", None)
     module.placements = dict(weights)
@@ -416,7 +418,7 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
         super().__init__()
-        self.tp, self.axes, self.gather = tp, (tp,), tp if sequence_parallel and tp.size > 1 else None
+        self.tp, self.axes, self.row_axis = tp, (tp,), _row_axis(tp, sequence_parallel)
         create_parameters(self, weights, tp, dtype=dtype, device=device)
 
     def reads_packed(self, x: torch.Tensor) -> bool:
@@ -426,10 +428,12 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor, add_bias: bool = True) -> torch.Tensor:
         """add_bias: False if a later kernel adds it."""
         x = x if self.product is None else self.product.transform_input(x)
-        reduce = self.tp if self.tp.size > 1 and not self.gather else None
+        reduce = self.tp if self.tp.size > 1 and not self.row_axis else None
         if reduce and not self.overlap:
             x, reduce = mappings.copy_to_tensor_model_parallel_region(x, self.tp), None
-        options = LinearOptions(self.gather, reduce, self.weight_grad_store, self.accumulate, self.product, self.packed)
+        options = LinearOptions(
+            self.row_axis, reduce, self.weight_grad_store, self.accumulate, self.product, self.packed
+        )
         bias = self.bias if add_bias else None
         if bias is not None and self.unfused:
             return linear(x, self.weight, None, options) + bias.flatten()
@@ -441,9 +445,9 @@ class ColumnParallelLinear(nn.Module):
         Autograd concatenates the gradients of the parts, so their products are not deferred and do not accumulate into
         the optimizer's gradients.
         """
-        if self.tp.size > 1 and not self.gather:
+        if self.tp.size > 1 and not self.row_axis:
             x = mappings.copy_to_tensor_model_parallel_region(x, self.tp)
-        options = LinearOptions(self.gather)
+        options = LinearOptions(self.row_axis)
         biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes, 1)
         products = [linear(x, w, b, options) for w, b in zip(self.weight.split(sizes, 1), biases)]
         return tuple(y.view(*y.shape[:-1], -1, size, *self.weight.shape[2:-1]) for y, size in zip(products, sizes))
@@ -479,6 +483,40 @@ class RowParallelLinear(nn.Module):
             return linear(x, self.weight, self.bias, options)
         x = self.reduce_output(linear(x, self.weight, None, options), self.tp)  # all-reduce over tp
         return x if self.bias is None else x + self.bias  # once, after the sum
+
+
+class ReplicatedLinear(nn.Module):
+    """[s, b, h] -> [s, b, rows]: each rank has the whole weight. With sequence parallelism [s/tp, b, h] -> [s/tp, b, rows]
+    of its own tokens, and gradients of the weights are parts of sums (`Placement.partial`). Nothing is sent.
+
+    The gradient of the output has to be complete on each rank: what follows is a column-parallel layer, which sums it, or
+    `mappings.copy_to_tensor_model_parallel_region`.
+
+    weights: `model.weights.replicated(...)`: the weight [rows, h], and optionally a bias [rows].
+    """
+
+    weight_grad_store: WeightGradStore | None = None
+    accumulate: Callable | None = None
+    product: LinearProduct | None = None
+    packed: torch.Tensor | None = None
+
+    def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
+        super().__init__()
+        self.tp, self.axes, self.row_axis = tp, (tp,), _row_axis(tp, sequence_parallel)
+        create_parameters(self, weights, tp, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.product is None else self.product.transform_input(x)
+        options = LinearOptions(None, None, self.weight_grad_store, self.accumulate, self.product, self.packed)
+        return linear(x, self.weight, self.bias, options)
+
+
+LINEAR = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
+
+
+def _row_axis(tp: Axis, sequence_parallel: bool) -> Axis | None:
+    """The axis whose ranks have other rows of a layer's input; None: all have the same."""
+    return tp if sequence_parallel and tp.size > 1 else None
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -32,6 +32,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from megatron.errors import SettingsError
+from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Placement
 from megatron.mpu.random import Draws
 from megatron.settings.schema import Model, Precision
@@ -45,9 +46,9 @@ Gradients = Callable[[Multiply, Operand, Operand], Operand]  # (multiply, gradie
 class LinearProduct:
     """The plain products of one layer; a subclass is a kind for `--linear PATTERN=KIND` (`Recipe.linears`).
 
-    layer: a `ColumnParallelLinear`, `RowParallelLinear` or `GroupedLinear`, with `placements`, and `tp`, the axis that
-    divides each of its matrices. A subclass may register non-persistent buffers in it. Its parameters are allocated later:
-    use those passed to `transform`, do not store them.
+    layer: a `ColumnParallelLinear`, `RowParallelLinear`, `ReplicatedLinear` or `GroupedLinear`, with `placements`, and
+    `tp`, the axis whose ranks have parts or copies of its matrices. A subclass may register non-persistent buffers in it.
+    Its parameters are allocated later: use those passed to `transform`, do not store them.
     name: the layer's name in the whole model, such as `blocks.3.mlp.up`. settings: of the model, with those of `group`; of
     products in fp8 `Precision`.
     """
@@ -252,6 +253,11 @@ class LinearProduct:
         self.after_update()
 
 
+def divided_over(layer: nn.Module) -> Axis:
+    """The axis whose ranks have parts of each matrix of a layer: its `tp`, or this rank alone if they have copies."""
+    return layer.tp if layer.tp.name in layer.placements["weight"].cut else layer.tp.alone
+
+
 PLAIN, PLAIN_OF_EXPERTS = LinearProduct.of_any_layer(), LinearProduct.of_any_layer(stacked=1)
 
 
@@ -306,8 +312,8 @@ def attach_products(
             if not hasattr(layer, "product"):
                 raise SettingsError(
                     f"--linear: {full} is a {type(layer).__name__}, whose product is its own",
-                    do="pick layers that are ColumnParallelLinear or RowParallelLinear (megatron/mpu/layers.py), such as "
-                    "attention.*, or experts' GroupedLinear",
+                    do="pick layers that are ColumnParallelLinear, RowParallelLinear or ReplicatedLinear "
+                    "(megatron/mpu/layers.py), such as attention.*, or experts' GroupedLinear",
                 )
             layer.product = composed(*(kinds[one] for one in kind.split("+")))(layer, full, settings)
             products.append(layer.product)

@@ -87,6 +87,11 @@ class Axis:
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def alone(self) -> "Axis":
+        """An axis of this name with this rank only."""
+        return replace(self, ranks=(self.ranks[self.rank],), rank=0, group=None)
+
 
 class Mesh:
     """The grid of a job and the axes of one rank.

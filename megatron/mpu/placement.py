@@ -40,8 +40,38 @@ class Constant(NamedTuple):
     value: float
 
 
+class Uniform(NamedTuple):
+    """Drawn evenly from [low, high)."""
+
+    low: float
+    high: float
+
+
+class LogUniform(NamedTuple):
+    """exp of numbers drawn evenly from [log low, log high), none below `least`."""
+
+    low: float
+    high: float
+    least: float = 0.0
+
+
+class LogOf(NamedTuple):
+    """The natural logarithm of positive numbers, in fp32: of decay rates, which a layer stores as logarithms."""
+
+    of: Union[Uniform, LogUniform]
+
+
+class InverseSoftplus(NamedTuple):
+    """x with softplus(x) = y, for positive numbers y, in fp32: of step sizes, which a layer stores before its softplus."""
+
+    of: Union[Uniform, LogUniform]
+
+
 class Own(NamedTuple):
     """Filled by the module's own code, with the same values on every rank: for whole tensors, created on the CPU."""
+
+
+Init = Union[Normal, Constant, Uniform, LogUniform, LogOf, InverseSoftplus, Own]
 
 
 @dataclass(frozen=True)
@@ -87,6 +117,8 @@ class Placement:
     fused:    matrices in each of these, along the next dim: 2 for the gate and the values of each expert, (0, (1,) * E) of
               [E, 2, f, h]
     frozen:   a parameter that is not trained: it has no gradient and no optimizer state, and no step changes it
+    exact:    the model computes with the fp32 main weight also if its other parameters have 16 bits: few numbers whose
+              rounding matters, such as logarithms of decay rates
     buffer:   set if the tensor is a buffer
 
     A local tensor may be larger than its box in the logical tensor (padded vocabulary rows). The rest is not part of the
@@ -94,7 +126,7 @@ class Placement:
     """
 
     shape: tuple[int, ...]
-    init: Union[Normal, Constant, Own]
+    init: Init
     cut: dict[str, int] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
     decay: bool = True
@@ -103,6 +135,7 @@ class Placement:
     matrices: Optional[tuple[int, tuple[int, ...]]] = None
     fused: int = 1
     frozen: bool = False
+    exact: bool = False
     buffer: Optional[Buffer] = None
 
     def __post_init__(self):

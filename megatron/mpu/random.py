@@ -17,7 +17,7 @@ from megatron.fused_kernels import TABLE, Case, choose_kernel
 from megatron.fused_kernels.dropout import DropoutMask, drop
 from megatron.mpu.context_parallel import own_rows
 from megatron.mpu.mesh import Axis
-from megatron.mpu.placement import Constant, Placement
+from megatron.mpu.placement import Constant, Init, InverseSoftplus, LogOf, LogUniform, Normal, Placement, Uniform
 
 BLOCK = 1 << 20  # number of elements of a logical tensor to draw at a time
 
@@ -82,9 +82,29 @@ def init_rows(
         start = block * rows_at_a_time
         number = min(rows_at_a_time, placement.shape[0] - start)
         generator = torch.Generator().manual_seed(seed_of(seed, name, block))
-        values = torch.empty((number, *row_shape)).normal_(0.0, placement.init.std, generator=generator)
+        values = _drawn(placement.init, (number, *row_shape), generator)
         low, high = max(start, offset[0]), min(start + number, offset[0] + extent[0])
         own[low - offset[0] : high - offset[0]] = values[(slice(low - start, high - start), *inner)]
+
+
+def _drawn(init: Init, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Initial values of a block, fp32 on the CPU. Functions of draws are taken of the whole block: vector instructions and
+    the rest behind them may round differently, so pieces would not be equal in each bit.
+    """
+    values = torch.empty(shape)
+    match init:
+        case Normal(std):
+            return values.normal_(0.0, std, generator=generator)
+        case Uniform(low, high):
+            return values.uniform_(low, high, generator=generator)
+        case LogUniform(low, high, least):
+            return values.uniform_(math.log(low), math.log(high), generator=generator).exp_().clamp_(min=least)
+        case LogOf(of):
+            return _drawn(of, shape, generator).log_()
+        case InverseSoftplus(of):
+            values = _drawn(of, shape, generator)
+            return values + torch.log(-torch.expm1(-values))  # log(exp(y) - 1), which overflows for large y
+    raise TypeError(f"{init} are no initial values that are drawn")
 
 
 def random_words(shape: tuple[int, ...], seeds: list[int], device: torch.device) -> torch.Tensor:

@@ -49,7 +49,7 @@ class FlatUnit:
     """A unit's range [start, start + size) in the rank's buffers. The first `decay` elements have weight decay.
 
     part: the prefix of its parameters' names; a part becomes a unit for each of its kinds of parameters: dense ones and
-          experts, trained and frozen
+          experts, exact and others, trained and frozen
     """
 
     name: str
@@ -61,6 +61,11 @@ class FlatUnit:
     layer: bool  # used in one place; other units are used throughout their chunk
     axes: tuple[str, str] = DATA_PARALLEL  # mesh axes: the first replicates the unit, the second shards it
     frozen: bool = False  # it has weights but neither gradients nor state
+    exact: bool = False  # its weights are fp32 in any run
+
+    def dtype(self, others: torch.dtype) -> torch.dtype:
+        """The number format of its weights, in a model with this format."""
+        return torch.float32 if self.exact else others
 
     @property
     def buffer_slice(self) -> slice:
@@ -105,6 +110,10 @@ class OwnedRange(NamedTuple):
         """The range's position in the rank's shard of all units."""
         return slice(self.at, self.at + self.high - self.low)
 
+    def part(self, flat: torch.Tensor) -> Callable[[slice], torch.Tensor]:
+        """A function from ranges of the rank's shard to their values, in memory `flat` of this range alone."""
+        return lambda where: flat[where.start - self.at : where.stop - self.at]
+
     def slots(self) -> Iterable[tuple[Slot, slice]]:
         """The parameters that this rank owns at least in part, each with its range in the rank's shard."""
         for slot in self.unit.slots:
@@ -132,17 +141,18 @@ def as_chunks(model: Chunks) -> list[torch.nn.Module]:
 def flat_units_of(model: Chunks, axis_of: AxisOf) -> list[FlatUnit]:
     """The units of a rank's model chunks, each padded to a multiple of the ranks that shard it. Allocates nothing.
 
-    Units are in registration order. Units of experts follow, and frozen units are last. A parameter that several chunks
-    share is one slot.
+    Units are in registration order. Units of experts follow, and frozen units are last; of each of these, exact ones are
+    the last. A parameter that several chunks share is one slot.
     """
-    members: dict[tuple[UnitName, tuple[str, str], bool], list[Slot]] = {}
+    members: dict[tuple[UnitName, tuple[str, str], bool, bool], list[Slot]] = {}
     unit_of = {name: unit for chunk in as_chunks(model) for name, unit in units_of(chunk).items()}
     for slot in _slots(as_chunks(model)):
-        key = unit_of[slot.name], slot.placement.data_axes, slot.placement.frozen
+        placed = slot.placement
+        key = unit_of[slot.name], placed.data_axes, placed.frozen, placed.exact
         members.setdefault(key, []).append(slot)
     units, start = [], 0
-    for key in sorted(members, key=lambda key: (key[2], key[1] != DATA_PARALLEL)):
-        (part, layer), axes, frozen = key
+    for key in sorted(members, key=lambda key: (key[2], key[1] != DATA_PARALLEL, key[3])):
+        (part, layer), axes, frozen, exact = key
         slots = members[key]
         slots.sort(key=lambda slot: not slot.placement.decay)  # stable: decayed first
         at, decay = 0, 0
@@ -151,9 +161,9 @@ def flat_units_of(model: Chunks, axis_of: AxisOf) -> list[FlatUnit]:
             at += aligned(slot.parameter.numel())
             decay = at if slot.placement.decay else decay
         size = unit_size((slot.parameter.numel() for slot in slots), axis_of(axes[1]).size)
-        kinds = ["experts"] * (axes != DATA_PARALLEL) + ["frozen"] * frozen
+        kinds = ["experts"] * (axes != DATA_PARALLEL) + ["frozen"] * frozen + ["exact"] * exact
         name = f"{part} ({', '.join(kinds)})" if kinds else part
-        units.append(FlatUnit(name, part, slots, start, size, decay, layer, axes, frozen))
+        units.append(FlatUnit(name, part, slots, start, size, decay, layer, axes, frozen, exact))
         start += size
     return units
 
@@ -196,6 +206,24 @@ def _slots(chunks: list[torch.nn.Module]) -> Iterable[Slot]:
             slot.chunks.append(number)
     assert len({slot.name for slot in slots.values()}) == len(slots), "two parameters of one name"
     return slots.values()
+
+
+def flat_memory(
+    sizes: Iterable[tuple[FlatUnit, int]], *, dtype: torch.dtype, device
+) -> tuple[dict[torch.dtype, torch.Tensor], dict[str, torch.Tensor]]:
+    """Memory for weights of units: (a buffer of 0 for each number format, a unit's name -> its part of one, in order).
+
+    sizes: units, and how many elements of each; dtype: the model's number format, which exact units do not follow
+    """
+    formats: dict[torch.dtype, list[tuple[str, int]]] = {dtype: []}
+    for unit, size in sizes:
+        formats.setdefault(unit.dtype(dtype), []).append((unit.name, size))
+    buffers, parts = {}, {}
+    for own, held in formats.items():
+        names, lengths = zip(*held) if held else ((), ())
+        buffers[own] = torch.zeros(sum(lengths), dtype=own, device=device)
+        parts.update(zip(names, buffers[own].split(list(lengths))))
+    return buffers, parts
 
 
 @torch.no_grad()

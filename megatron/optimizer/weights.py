@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters of a rank's model chunks, in the model's number format: kept whole, or gathered around each use.
 
-`keep` (ZeRO 0-2): one buffer holds all of them. Otherwise (ZeRO 3) a layer's parameters are gathered before its forward
-pass and freed after it, and again around its backward pass. Other units (embedding, final norm, output layer) are used
-throughout a chunk: they stay from the start of a micro-batch's forward pass to the end of its backward pass.
+`keep` (ZeRO 0-2): one buffer holds all of them, and one the exact ones (`Placement.exact`), which are fp32. Otherwise
+(ZeRO 3) a layer's parameters are gathered before its forward pass and freed after it, and again around its backward pass.
+Other units (embedding, final norm, output layer) are used throughout a chunk: they stay from the start of a micro-batch's
+forward pass to the end of its backward pass.
 
 The list of ops of a step (`pipeline/data_parallel_messages.py`), which `messages.py` runs, says when that happens. NCCL
 runs the operations of a group in order, so waiting for one waits for all earlier ones. Gathers therefore start in the
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron.mpu import collectives
-from megatron.optimizer.units import AxisOf, FlatUnit, materialise
+from megatron.optimizer.units import AxisOf, FlatUnit, flat_memory, materialise
 
 User = tuple[int, int, bool]  # a pass: micro-batch, chunk, whether it is a backward one
 
@@ -38,7 +39,8 @@ class ParameterBuffers:
     """Memory of all parameters of a rank, which gathers fill.
 
     axis_of:  axis name -> the axis on this rank
-    piece_of: unit -> this rank's shard of it, in `dtype` on `device`
+    piece_of: unit -> this rank's shard of it, in the unit's format on `device`
+    whole:    with `keep`, the buffers by their format
     """
 
     def __init__(
@@ -52,12 +54,11 @@ class ParameterBuffers:
         keep: bool,
     ):
         self.axis_of, self.piece_of, self.keep = axis_of, piece_of, keep
-        self.whole = None
-        if keep:
-            self.whole = torch.zeros(sum(unit.size for unit in units), dtype=dtype, device=device)
+        sizes = [(unit, unit.size) for unit in units] if keep else []
+        self.whole, flats = flat_memory(sizes, dtype=dtype, device=device)
         self.memory: dict[str, UnitParameters] = {}
         for unit in units:
-            flat = self.whole[unit.buffer_slice] if keep else torch.empty(unit.size, dtype=dtype, device=device)
+            flat = flats[unit.name] if keep else torch.empty(unit.size, dtype=unit.dtype(dtype), device=device)
             materialise(unit, flat)
             self.memory[unit.name] = memory = UnitParameters(unit, flat)
             self.free(memory)
@@ -65,8 +66,8 @@ class ParameterBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes held now."""
-        flats = (memory.flat.untyped_storage() for memory in self.memory.values())
-        return self.whole.nbytes if self.keep else sum(storage.nbytes() for storage in flats)
+        flats = self.whole.values() if self.keep else (memory.flat for memory in self.memory.values())
+        return sum(flat.untyped_storage().nbytes() for flat in flats)
 
     # ---- filling and freeing ---------------------------------------------------------------------------------------
 

@@ -153,7 +153,7 @@ class DistributedOptimizer:
         if self.dtype != torch.float32 or keep and not all(own.whole for own in self.owned):
             return None
         if keep:
-            return self.weights.whole[span]
+            return self.weights.whole[torch.float32][span]
         return torch.zeros(span.stop - span.start, dtype=torch.float32, device=self._shard_device)
 
     @property
@@ -168,18 +168,26 @@ class DistributedOptimizer:
             if self.weights.keep:
                 memory = self.weights.memory[own.unit.name].flat[own.low : own.high]
             else:
-                memory = torch.zeros(own.high - own.low, dtype=self.dtype, device=self._shard_device)
+                dtype = own.unit.dtype(self.dtype)
+                memory = torch.zeros(own.high - own.low, dtype=dtype, device=self._shard_device)
             states.append(FrozenState(own, self.rule, memory))
         return states
 
     def _parameter_shards(self) -> list[torch.Tensor]:
-        """The shards from which stage 3 gathers parameters: each state's main weights in the parameters' format."""
+        """The shards from which stage 3 gathers parameters: each state's main weights in the parameters' format.
+
+        Exact units are gathered from the main weights.
+        """
         shards = []
         for state in () if self.weights.keep else self.everything:
-            main = state.main
-            same = main.dtype == self.dtype and main.device == self._shard_device and not state.offload
-            shards.append(main if same else torch.empty_like(main, dtype=self.dtype, device=self._shard_device))
+            main, dtype = state.main, self._format_of(state)
+            same = main.dtype == dtype and main.device == self._shard_device and not state.offload
+            shards.append(main if same else torch.empty_like(main, dtype=dtype, device=self._shard_device))
         return shards
+
+    def _format_of(self, state: OwnedState) -> torch.dtype:
+        """The format of the model's weights for a state: fp32 for a frozen exact unit."""
+        return state.main.dtype if isinstance(state, FrozenState) else self.dtype
 
     def draw(self) -> None:
         """Give the weights their initial values. Each rank draws what it owns, and parameters are gathered from it."""
@@ -214,9 +222,10 @@ class DistributedOptimizer:
         if self.weights.keep and state.direct:
             piece = self.weights.memory[unit.name].flat[own.low : own.high]
             return piece if own.whole else piece.clone()  # the gather writes to its memory
-        flat = state.main if self.weights.keep else self.shards[self.everything.index(state)]
+        kept = self.weights.keep or unit.exact and not unit.frozen
+        flat = state.main if kept else self.shards[self.everything.index(state)]
         piece = flat[state.slice_of(own)]
-        return piece if own.whole else piece.to(self.device, self.dtype)
+        return piece if own.whole else piece.to(self.device, unit.dtype(self.dtype))
 
     @property
     def reduced(self) -> torch.Tensor:

@@ -127,7 +127,7 @@ def _stages(job: Job, layout: Layout, needed, cluster: Cluster, width: int) -> s
     for rank in range(layout.pp):
         own = [_range(pipeline.layers[stage]) for stage in pipeline.stages_of(rank)]
         ends = ["embedding"] * (pipeline.stages[0][0] == rank) + ["output, loss"] * (pipeline.stages[-1][0] == rank)
-        parameters = sum(unit.exact for unit in rank_units(job, layout, rank))
+        parameters = sum(unit.elements for unit in rank_units(job, layout, rank))
         total = needed[rank].total
         rows.append(
             [

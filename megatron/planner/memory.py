@@ -65,8 +65,8 @@ def teacher_weights(job: Job, layout: Layout, rank: int) -> int:
     units = teacher_units(job, layout, rank)
     if not units:
         return 0
-    layers = units.layers.total(lambda unit: unit.shared(layout.teacher_shard))
-    return (layers + units.others.total(lambda unit: unit.shared(1))) * job.teacher.element + units.buffers
+    layers = units.layers.bytes_of(lambda unit: unit.shared(layout.teacher_shard), job.teacher.element)
+    return layers + units.others.bytes_of(lambda unit: unit.shared(1), job.teacher.element) + units.buffers
 
 
 def teacher_units(job: Job, layout: Layout, rank: int) -> Units:
@@ -93,13 +93,14 @@ def teacher_pass(teacher: Job, layout: Layout) -> tuple[int, int]:
 def _state(units: Units, job: Job, layout: Layout, place: Sizes, cuda: bool):
     element, moments, sizes = job.element, sum(job.moments), layout.data_sizes
     gradient = job.shard_gradients(layout.zero)
-    whole, frozen, own = units.padded(sizes), units.padded_frozen(sizes), units.owned(sizes)
+    whole, own = units.padded(sizes), units.owned(sizes)
+    weights = units.bytes_of(lambda unit: unit.padded(sizes) + unit.padded_frozen(sizes), element)
     away, filed = _shares(units, layout)
     here = own - away - filed
     keeps_all = layout.zero < 3
     shared = keeps_all and units.whole(sizes) and element == 4  # fp32 weights are the main weights
     device = {
-        "weights": (whole + frozen) * element if keeps_all else 0,
+        "weights": weights if keeps_all else 0,
         "gradients": gradient * own,
         "main weights": 0 if shared else 4 * here,
     }
@@ -108,8 +109,8 @@ def _state(units: Units, job: Job, layout: Layout, place: Sizes, cuda: bool):
         device["gradients"] += job.gradients * whole
     if not keeps_all:
         same = element == 4 and not (layout.param_offload and cuda)
-        pieces = units.total(lambda unit: unit.padded_frozen(sizes) // sizes[unit.sharded])
-        low = ((0 if same else here) + away + filed + pieces) * element  # the shards to gather
+        pieces = units.bytes_of(lambda unit: unit.padded_frozen(sizes) // sizes[unit.sharded], element)
+        low = ((0 if same else here) + away + filed) * element + pieces  # the shards to gather
         (host if layout.param_offload and cuda else device)["weights"] += low
     device["optimizer moments"] = moments * here - _spared(units, job, layout, place)
     if units.buffers:
@@ -187,8 +188,9 @@ def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[di
         layer += activations.largest_layer(job, layout, layers)
     passing, comparing = teacher_pass(job.teacher, layout.of_teacher) if has_teacher(job, layout, rank) else (0, 0)
     if layout.teacher_shard > 1 and job.teacher:  # a layer is gathered
-        whole = lambda unit: unit.shared(layout.teacher_shard) * layout.teacher_shard
-        passing += teacher_units(job, layout, rank).largest_layer(whole) * job.teacher.element
+        pieces = layout.teacher_shard
+        whole = lambda unit: unit.bytes_of(unit.shared(pieces) * pieces, job.teacher.element)
+        passing += teacher_units(job, layout, rank).largest_layer(whole)
     entries = {
         "activations": sum(kept.values()),
         "logits": loss + most,
@@ -301,9 +303,10 @@ def _gathered(units: Units, job: Job, layout: Layout) -> int:
     """
     if layout.zero < 3:
         return 0
-    size_of = lambda unit: unit.padded(layout.data_sizes) + unit.padded_frozen(layout.data_sizes)
+    sizes = layout.data_sizes
+    size_of = lambda unit: unit.bytes_of(unit.padded(sizes) + unit.padded_frozen(sizes), job.element)
     layers = (1 + layout.overlap) * (1 + layout.turns)
-    return (units.others.total(size_of) + layers * units.largest_layer(size_of)) * job.element
+    return units.others.total(size_of) + layers * units.largest_layer(size_of)
 
 
 def _buffers(units: Units, job: Job, layout: Layout) -> int:

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from megatron.model.facts import Facts, LayerDesign
@@ -33,8 +34,9 @@ class ParameterSize(NamedTuple):
 
 
 class UnitSizes(NamedTuple):
-    """A unit's parameters in memory order; a layer's experts are a unit of their own. name: its name, or the kind of a
-    layer; ends: see `model.weights.Unit`; axes: see `Placement.data_axes`.
+    """A unit's parameters in memory order; a layer's experts are a unit of their own, and so are exact parameters, which
+    are fp32 in any run. name: its name, or the kind of a layer; ends: see `model.weights.Unit`; axes: see
+    `Placement.data_axes`.
 
     slots:   trained parameters, which have gradients and optimizer state
     frozen:  frozen parameters, a separate unit in memory
@@ -48,6 +50,11 @@ class UnitSizes(NamedTuple):
     frozen: tuple[ParameterSize, ...] = ()
     buffers: int = 0
     axes: tuple[str, str] = DATA_PARALLEL
+    exact: bool = False
+
+    def bytes_of(self, elements: int, element: int) -> int:
+        """Bytes of this many weights; element: bytes of a number in the model's format."""
+        return elements * (4 if self.exact else element)
 
     @property
     def sharded(self) -> str:
@@ -91,7 +98,7 @@ class UnitSizes(NamedTuple):
         return elements
 
     @property
-    def exact(self) -> int:
+    def elements(self) -> int:
         """Elements without padding, including frozen ones."""
         return sum(slot.size for slot in (*self.slots, *self.frozen))
 
@@ -120,12 +127,12 @@ class Units(tuple):
 
     def largest_layer(self, size_of: Callable[[UnitSizes], int]) -> int:
         """The size of the largest layer, with its experts."""
-        most: dict[tuple[str, str], int] = {}
+        most: dict[tuple[str, ...], int] = {}
         for unit in self.layers.counts:
-            key = unit.name, unit.sharded
+            key = unit.name, unit.sharded, unit.exact
             most[key] = max(most.get(key, 0), size_of(unit))
-        kinds = {name for name, _ in most}
-        return max((sum(size for (name, _), size in most.items() if name == kind) for kind in kinds), default=0)
+        kinds = {name for name, *_ in most}
+        return max((sum(size for (name, *_), size in most.items() if name == kind) for kind in kinds), default=0)
 
     @cached_property
     def over(self) -> dict[tuple[str, str], "Units"]:
@@ -165,6 +172,10 @@ class Units(tuple):
     def total(self, size_of: Callable[[UnitSizes], int]) -> int:
         """A size of all units together."""
         return sum(count * size_of(unit) for unit, count in self.counts.items())
+
+    def bytes_of(self, size_of: Callable[[UnitSizes], int], element: int) -> int:
+        """Bytes of weights of all units; size_of: how many of a unit; element: bytes of a number in the model's format."""
+        return self.total(lambda unit: unit.bytes_of(size_of(unit), element))
 
     def padded_frozen(self, sizes: Sizes) -> int:
         """Elements of all buffers of frozen parameters."""
@@ -246,7 +257,7 @@ def _units(
         (front if "first" in unit.ends else back).extend(
             _sizes(unit.name, unit.weights, frozen, cuts, ends=unit.ends, shared=("tied",) * shared)
         )
-    return Units(sorted(front + layers + back, key=lambda unit: unit.axes != DATA_PARALLEL))
+    return Units(sorted(front + layers + back, key=lambda unit: (unit.axes != DATA_PARALLEL, unit.exact)))
 
 
 def _sizes(
@@ -259,12 +270,14 @@ def _sizes(
     ends: tuple[str, ...] = (),
     shared: tuple[str, ...] = (),
 ) -> tuple[UnitSizes, ...]:
-    """The sizes of dense weights, and of experts if there are any. frozen: their names; shared: axes of other copies."""
+    """The sizes of dense weights, and of experts and exact ones if there are any. frozen: their names; shared: axes of
+    other copies.
+    """
     units = []
-    for axes in (DATA_PARALLEL, EXPERT_DATA_PARALLEL):
-        own = {key: placed for key, placed in table.items() if placed.data_axes == axes}
-        if not own and axes != DATA_PARALLEL:
-            break
+    for axes, exact in product((DATA_PARALLEL, EXPERT_DATA_PARALLEL), (False, True)):
+        own = {key: placed for key, placed in table.items() if (placed.data_axes, placed.exact) == (axes, exact)}
+        if not own and (axes, exact) != (DATA_PARALLEL, False):
+            continue
         parameters = {key: placed for key, placed in own.items() if not placed.buffer}
         trained = {key: placed for key, placed in parameters.items() if key not in frozen}
         kept = {key: placed for key, placed in parameters.items() if key in frozen}
@@ -272,7 +285,7 @@ def _sizes(
         size = sum(math.prod(one.local_shape(cuts._asdict())) * BUFFER_BYTES[one.buffer.dtype] for one in buffers)
         # A buffer has a copy, from before the step.
         slots = _slots(trained, cuts, shared), layer, ends, _slots(kept, cuts)
-        units.append(UnitSizes(name, *slots, 2 * size, axes))
+        units.append(UnitSizes(name, *slots, 2 * size, axes, exact))
     return tuple(units)
 
 

@@ -223,10 +223,12 @@ class ServingShare:
         """Bytes of the weights of a pipeline rank, as `inference.load` allocates them, and of constants beside them."""
         units = rank_units(self.job, self.layout, rank)
         sizes, element, layers = self.layout.data_sizes, self.job.element, self._layers(rank)
-        plain = (units.padded(sizes) + units.padded_frozen(sizes)) * element + units.buffers // 2
+        plain = (
+            units.bytes_of(lambda unit: unit.padded(sizes) + unit.padded_frozen(sizes), element) + units.buffers // 2
+        )
         if not self.quantize.quantize:
             return plain
-        plain = units.total(lambda unit: unit.exact) * element + units.buffers // 2  # each weight has its own memory
+        plain = units.bytes_of(lambda unit: unit.elements, element) + units.buffers // 2  # each has its own memory
         weights = [placed for layer, placed in quantized_weights(self.job.facts, self.quantize) if layer in layers]
         saved = sum(math.prod(placed.local_shape({"tp": self.tp})) * element for placed in weights)
         return plain - saved + sum(quantized_bytes(self.quantize, placed, self.tp, element) for placed in weights)

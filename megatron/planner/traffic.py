@@ -131,8 +131,9 @@ def _data_parallel(job: Job, layout: Layout, rank: int) -> Iterator[Transfer]:
             rounds = num_microbatches if layout.zero >= 2 else 1
             size = rounds * _reduced(units, job, layout, rank)
             yield Transfer("gradients", "reduce_scatter", shard, size, rounds * count, beside)
-            size, calls = (units.padded(sizes), count) if layout.zero < 3 else _gathered(units, job, layout, rank)
-            yield Transfer("weights", "all_gather", shard, size * job.element, calls, beside)
+            size, calls = units.bytes_of(lambda unit: unit.padded(sizes), job.element), count
+            size, calls = _gathered(units, job, layout, rank) if layout.zero == 3 else (size, calls)
+            yield Transfer("weights", "all_gather", shard, size, calls, beside)
         if sizes[replicate] > 1:
             size = job.shard_gradients(layout.zero) * units.owned(sizes)
             yield Transfer("gradients", "all_reduce", replicate, size, 1, beside)
@@ -147,11 +148,12 @@ def _reduced(units: Units, job: Job, layout: Layout, rank: int) -> int:
 
 
 def _gathered(units: Units, job: Job, layout: Layout, rank: int) -> tuple[int, int]:
-    """(elements, calls) of all-gathers in a step of stage 3: layers before each pass, others when its chunk begins."""
+    """(bytes, calls) of all-gathers in a step of stage 3: layers before each pass, others when its chunk begins."""
     pipeline, num_microbatches = layout.pipeline(job.facts.num_layers), layout.num_microbatches(job)
     stages, axes = pipeline.stages_of(rank), {unit.axes for unit in units}
-    whole = lambda unit: unit.padded(layout.data_sizes) + unit.padded_frozen(layout.data_sizes)
-    layers = elements = calls = 0  # of the layers of one micro-batch; then of the other units
+    sizes = layout.data_sizes
+    whole = lambda unit: unit.bytes_of(unit.padded(sizes) + unit.padded_frozen(sizes), job.element)
+    layers = size = calls = 0  # of the layers of one micro-batch; then of the other units
     for stage in stages:
         held = [layer for layer in pipeline.layers[stage] for _ in range(2)]  # before the forward and the backward pass
         for group in recompute_groups(pipeline.layers[stage], layout.recompute):
@@ -165,9 +167,9 @@ def _gathered(units: Units, job: Job, layout: Layout, rank: int) -> tuple[int, i
     for unit in units.others:
         among = tuple(chunk for chunk, stage in enumerate(stages) if _used(unit.ends, stage, len(pipeline.stages)))
         begun = starts(layout.order, layout.pp, num_microbatches, layout.chunks, rank, among)
-        elements += begun * whole(unit)
+        size += begun * whole(unit)
         calls += begun * (bool(unit.slots) + bool(unit.frozen))
-    return elements + num_microbatches * layers, calls
+    return size + num_microbatches * layers, calls
 
 
 def _used(ends: tuple[str, ...], stage: int, stages: int) -> bool:

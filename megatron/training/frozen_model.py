@@ -34,7 +34,7 @@ from megatron.mpu.layers import place_buffers
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.placement import placed_buffers
 from megatron.optimizer.buffers import buffer_pieces, fill_buffers
-from megatron.optimizer.units import OwnedRange, flat_units_of, materialise, pieces_of
+from megatron.optimizer.units import OwnedRange, flat_memory, flat_units_of, materialise, pieces_of
 from megatron.optimizer.weights import ParameterBuffers
 from megatron.settings import schema
 from megatron.storage.urls import location
@@ -165,20 +165,21 @@ def with_sharded_layers(model: torch.nn.Module, mesh: Mesh, shard: Axis, *, dtyp
         low, high = unit.shard(shard.rank, shard.size) if unit.layer else (0, unit.size)
         own[unit.name] = OwnedRange(unit, low, high, at)
         at += high - low
-    weights = torch.zeros(at, dtype=dtype, device=device)
+    sizes = [(one.unit, one.high - one.low) for one in own.values()]
+    buffers, shards = flat_memory(sizes, dtype=dtype, device=device)
     for one in own.values():
         if not one.unit.layer:
-            materialise(one.unit, weights[one.shard_slice])
+            materialise(one.unit, shards[one.unit.name])
     layers = [one.unit for one in own.values() if one.unit.layer]
-    piece_of = lambda unit: weights[own[unit.name].shard_slice]
+    piece_of = lambda unit: shards[unit.name]
     gathered = ParameterBuffers(layers, lambda name: shard, piece_of, dtype=dtype, device=device, keep=False)
     for number, block in model.blocks.items():
         gather_around(block, gathered, [unit.name for unit in layers if unit.part == f"blocks.{number}"])
     for one in own.values():
-        pieces += pieces_of(one, weights.__getitem__, mesh.coordinates)
+        pieces += pieces_of(one, one.part(shards[one.unit.name]), mesh.coordinates)
     for name, buffer in placed_buffers([model]).items():
         pieces += buffer_pieces(name, buffer, mesh.coordinates)
-    return Built(model, weights, pieces)
+    return Built(model, buffers[dtype], pieces)
 
 
 def gather_around(block: torch.nn.Module, gathered: ParameterBuffers, names: Sequence[str]) -> None:

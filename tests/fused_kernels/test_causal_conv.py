@@ -106,6 +106,14 @@ def test_documents_of_a_piece_that_continues(cut):
     assert_same([torch.cat((y, later))], [whole], 1e-6)
 
 
+def test_channels_in_groups():
+    """Channels may be several dims; the result has them, too."""
+    x, weight, bias = inputs(4)
+    grouped = causal_conv(x.unflatten(2, (2, 3)), weight.unflatten(0, (2, 3)), bias.view(2, 3), documents=documents())
+    flat = causal_conv(x, weight, bias, documents=documents())
+    assert all(one.flatten(2).equal(other) for one, other in zip(grouped, flat, strict=True))
+
+
 def test_last_rows_of_documents():
     """Zeros where the last document has fewer rows: whoever continues it must not see another one."""
     x, weight, bias = inputs(4)

@@ -8,9 +8,9 @@ import torch
 
 from megatron.model.command_line import parse_any
 from megatron.model.linear_kinds import chosen, with_own_weights
-from megatron.model.weights import add_prefix, column, row, take_prefix
+from megatron.model.weights import add_prefix, column, replicated, row, take_prefix
 from megatron.mpu import collectives
-from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.mpu.mesh import Mesh
 from tests.models.test_rare_states import KINDS
 from tests.training.test_plain_loop import FLAGS, SIX
@@ -21,6 +21,8 @@ DIVIDED = {
     "column, sequence parallel": (ColumnParallelLinear, column(INPUTS, (OUTPUTS,), 1.0), True),
     "row": (RowParallelLinear, row(INPUTS, OUTPUTS, 1.0), False),
     "row, sequence parallel": (RowParallelLinear, row(INPUTS, OUTPUTS, 1.0, sequence_parallel=True), True),
+    "replicated": (ReplicatedLinear, replicated(INPUTS, OUTPUTS, 1.0), False),
+    "replicated, sequence parallel": (ReplicatedLinear, replicated(INPUTS, OUTPUTS, 1.0, sequence_parallel=True), True),
 }
 
 
@@ -52,9 +54,9 @@ def gradients(kind: str, way: str, tp) -> dict[str, torch.Tensor]:
     layer.product = product(layer, "blocks.0.mlp.up", settings)
     by_rows = lambda x: x.chunk(tp.size)[tp.rank] if sequence_parallel else x
     by_columns = lambda x: x.chunk(tp.size, -1)[tp.rank]
-    is_row = layer_type is RowParallelLinear
-    y = layer(by_columns(X) if is_row else by_rows(X))
-    (y[0] if isinstance(y, tuple) else y).backward(by_rows(UPSTREAM) if is_row else by_columns(UPSTREAM))
+    y = layer(by_columns(X) if layer_type is RowParallelLinear else by_rows(X))
+    upstream = by_columns(UPSTREAM) if layer_type is ColumnParallelLinear else by_rows(UPSTREAM)
+    (y[0] if isinstance(y, tuple) else y).backward(upstream)
     found = {}
     for name, parameter in sorted(layer.named_parameters()):
         if not parameter.requires_grad:

@@ -212,7 +212,7 @@ WRONG = {
     "*M": "M is Mamba-2",
     "*-/*-": "/*- are layers of multi-token prediction",
     "*E": "add --num-experts",
-    "*- --num-experts 4": "no layer of --hybrid-layer-pattern *- has experts",
+    "*- --num-experts 4": "--num-experts 4: --hybrid-layer-pattern *- lists no layer of experts (E)",
     "*E --num-experts 4 --moe-layer-freq 2": "--moe-layer-freq 2: --hybrid-layer-pattern lists the layers with experts",
     "*-|*-|*- --pipeline-model-parallel-size 2": "3 stages, and --pipeline-model-parallel-size is 2",
     "*-|*- --pipeline-model-parallel-size 2 --pipeline-stage-layers 2,2": "and --pipeline-stage-layers 2,2 both cut",

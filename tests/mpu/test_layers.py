@@ -13,7 +13,15 @@ from megatron.fused_kernels import reference
 from megatron.model import weights
 from megatron.mpu import collectives, layers
 from megatron.mpu.deferred_wgrad import WeightGradStore, run_deferred_wgrads
-from megatron.mpu.layers import ColumnParallelLinear, LinearOptions, RowParallelLinear, WgradGemm, linear
+from megatron.mpu.layers import (
+    ColumnParallelLinear,
+    LinearOptions,
+    ReplicatedLinear,
+    RowParallelLinear,
+    WgradGemm,
+    linear,
+    pack_weights,
+)
 from megatron.mpu.mesh import Axis, Mesh
 
 S, B, H, OUT = 6, 2, 5, 8
@@ -296,3 +304,56 @@ def test_a_product_that_is_deferred_comes_in_pass_w_by_autograd(accumulate):
     assert weight.grad is None and len(products) == 1
     run_deferred_wgrads(products)
     torch.testing.assert_close(weight.grad, whole()[2])
+
+
+# ---- layers that each rank has whole -----------------------------------------------------------------------------------
+
+
+def replicated(tp, sequence_parallel: bool) -> ReplicatedLinear:
+    table = weights.replicated(H, OUT, 1.0, sequence_parallel=sequence_parallel)
+    layer = ReplicatedLinear(table, tp, sequence_parallel=sequence_parallel)
+    with torch.no_grad():
+        layer.weight.copy_(WEIGHT)
+        layer.bias.copy_(BIAS)
+    return layer
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["", "deferred"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
+def test_a_replicated_layer_sends_nothing_and_its_gradients_are_parts_of_sums(sequence_parallel, waits, run_ranks):
+    def body(rank):
+        mesh, events = Mesh(rank, tp=2), Events()
+        layer, mine = replicated(mesh.tp, sequence_parallel), lambda x: pieces(x, mesh, sequence_parallel)
+        layer.weight_grad_store = WeightGradStore() if waits else None
+        events.listen()
+        x = mine(INPUT).clone().requires_grad_()
+        y = layer(x)
+        if waits:
+            with layer.weight_grad_store.collect() as products:
+                y.backward(mine(UPSTREAM))
+            assert layer.weight.grad is None and len(products) == 1
+            run_deferred_wgrads(products)
+        else:
+            y.backward(mine(UPSTREAM))
+        assert not any("start" in event for event in events)
+        partial = ["tp" in layer.placements[name].partial for name in ("weight", "bias")]
+        return y.detach(), x.grad, layer.weight.grad, layer.bias.grad, partial
+
+    y, x, weight, bias = whole()
+    found = run_ranks(2, body)
+    for rank, (*own, partial) in enumerate(found):
+        assert partial == [sequence_parallel] * 2
+        piece = lambda tensor, rank=rank: tensor.chunk(2)[rank] if sequence_parallel else tensor
+        torch.testing.assert_close(own[:2], [piece(y), piece(x)])
+    for number, wanted in ((2, weight), (3, bias)):
+        parts = [one[number] for one in found]
+        for total in [sum(parts)] if sequence_parallel else parts:
+            torch.testing.assert_close(total, wanted)
+
+
+def test_packed_weights_of_a_replicated_layer():
+    layer = replicated(Mesh().tp, False)
+    if not pack_weights(torch.nn.ModuleList([layer])):
+        pytest.skip("this torch packs no weights")
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(INPUT), INPUT @ WEIGHT.t() + BIAS)

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from megatron.mpu.mesh import Axis
-from megatron.mpu.placement import Constant, Normal, Placement
+from megatron.mpu.placement import Constant, InverseSoftplus, LogOf, LogUniform, Normal, Placement, Uniform
 from megatron.mpu.random import BLOCK, Dropout, init_parameter, seed_of
 
 
@@ -40,6 +40,36 @@ def test_weights_depend_on_name_and_seed():
     assert not torch.equal(base, _filled((4, 4), placement, name="v"))
     assert not torch.equal(base, _filled((4, 4), placement, seed=2))
     assert torch.equal(_filled((3,), Placement((3,), Constant(1.0))), torch.ones(3))
+
+
+STARTS = (
+    Uniform(-0.5, 0.25),
+    LogOf(Uniform(1, 16)),
+    LogUniform(1e-3, 0.1),
+    InverseSoftplus(LogUniform(1e-3, 0.1, 2e-3)),
+)
+
+
+@pytest.mark.parametrize("init", STARTS, ids=lambda init: type(init).__name__)
+def test_other_starts_are_cut_from_the_same_weights_too(init):
+    shape = (1000, 7)  # pieces of 250 x 7 and 1000 x 1: other remainders behind a vector instruction
+    whole = _filled(shape, Placement(shape, init))
+    for dim, cut, ranks in ((0, (250, 7), 4), (1, (1000, 1), 7)):
+        pieces = [_filled(cut, Placement(shape, init, cut={"tp": dim}), {"tp": rank}) for rank in range(ranks)]
+        assert torch.equal(torch.cat(pieces, dim), whole)
+    assert not torch.equal(whole, _filled(shape, Placement(shape, init), name="v"))
+
+
+def test_other_starts_have_their_distributions():
+    """Moments and borders of the numbers behind them, in fp64."""
+    even, logs, rates, steps = (_filled((400, 50), Placement((400, 50), init)).double() for init in STARTS)
+    assert -0.5 <= even.min() < -0.499 and 0.249 < even.max() < 0.25 and abs(even.mean() + 0.125) < 4e-3
+    assert 1 <= logs.exp().min() < 1.01 and 15.99 < logs.exp().max() < 16.001 and abs(logs.exp().mean() - 8.5) < 0.1
+    assert abs(rates.log10().mean() + 2) < 0.02 and 1e-3 <= rates.min() < 1.01e-3 and 0.099 < rates.max() <= 0.1
+    found = torch.nn.functional.softplus(steps)  # of Mamba: softplus gives the step size back
+    assert abs(found.min() - 2e-3) < 1e-8 and 0.099 < found.max() < 0.1001
+    above = rates.log10()[rates > 2e-3].mean()
+    assert abs(found.log10()[found > 2.001e-3].mean() - above) < 0.02
 
 
 def test_seeds_are_the_same_for_ever():

@@ -167,7 +167,7 @@ def test_bf16_weights_are_rounded_main_weights():
         optimizer.finalize_grads(torch.zeros(2))
         optimizer.step(1e-5, 0.0, 1.0)
     assert (state.main - before).abs().max() > 1e-6  # steps far below bf16's resolution are not lost
-    assert torch.equal(optimizer.weights.whole, state.main.bfloat16())
+    assert torch.equal(optimizer.weights.whole[torch.bfloat16], state.main.bfloat16())
 
 
 def test_gradients_accumulate_and_a_step_starts_anew():

@@ -176,11 +176,11 @@ def test_buffers_of_a_rank():
     "overlap, turns, layers", [(False, False, 1), (True, False, 2), (False, True, 2), (True, True, 4)]
 )
 def test_gathered_layers_of_zero_3(overlap, turns, layers):
-    """The next layer beside it with overlap, and those of the other pass."""
+    """The next layer beside it with overlap, and those of the other pass. Sizes are bytes."""
     size = SimpleNamespace(total=lambda of: 1000)
     units = SimpleNamespace(others=size, largest_layer=lambda of: 70)
     layout = SimpleNamespace(zero=3, overlap=overlap, turns=turns, data_sizes={})
-    assert memory._gathered(units, JOB, layout) == (1000 + layers * 70) * 2
+    assert memory._gathered(units, JOB, layout) == 1000 + layers * 70
 
 
 def test_shards_of_a_mesh_with_context_parallelism():
