@@ -146,7 +146,7 @@ class Attention(nn.Module):
         return partial(run, scale=self.scale, softcap=self.softcap, window=self.window, sinks=sinks)
 
     def case(self, like: torch.Tensor, queries: int, keys: int, **more) -> Case:
-        """The case of a call with queries `like` these, [any, any, g, q, d], for the choice of its kernel. more: its fields"""
+        """The case of a call with queries [any, any, g, q, d] `like` these, to choose its kernel. more: fields of `Case`"""
         return Case(
             like.device.type,
             like.dtype,
