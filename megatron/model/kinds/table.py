@@ -38,6 +38,8 @@ class Mixer:
     recomputes: the words of `Recompute.modules` that select parts of it
     divided: settings of the layer -> the sizes that tensor parallelism divides, by name
     heads:   settings of the layer -> the heads that ranks of context parallelism can exchange for rows; None: it has none
+    all_rows: whether it needs all rows of a sequence: context parallel ranks exchange them for `heads`, whatever
+             --cp-comm-type says
     used:    settings of the layer -> (how many of its experts a token uses, of how many); None: it uses all weights
     has_shape: whether the settings describe a valid shape. May raise ValueError or ZeroDivisionError instead
     shrunk:  (settings of the model, those of a small one, size of tensor parallelism) -> its settings in the small one
@@ -58,6 +60,7 @@ class Mixer:
     recomputes: tuple[str, ...] = ()
     divided: Callable[[Model], dict[str, int]] = lambda model: {}
     heads: Optional[Callable[[Model], int]] = None
+    all_rows: bool = False
     used: Optional[Callable[[Model], tuple[int, int]]] = None
     has_shape: Callable[[Model], bool] = lambda model: True
     shrunk: Callable[[Model, Model, int], dict[str, Any]] = lambda model, small, tp: {}
