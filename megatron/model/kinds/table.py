@@ -39,6 +39,8 @@ class Mixer:
     recomputes: the words of `Recompute.modules` that select parts of it
     divided: settings of the layer -> the sizes that tensor parallelism divides, by name
     heads:   settings of the layer -> the heads that ranks of context parallelism can exchange for rows; None: it has none
+    all_rows: whether it needs all rows of a sequence: context parallel ranks exchange them for `heads`, whatever
+             --cp-comm-type says
     used:    settings of the layer -> (how many of its experts a token uses, of how many); None: it uses all weights
     has_shape: whether the settings describe a valid shape. May raise ValueError or ZeroDivisionError instead
     hf_matches: (family, settings, our prefix of its weights, their prefix of the layer, function that matches a norm) ->
@@ -62,6 +64,7 @@ class Mixer:
     recomputes: tuple[str, ...] = ()
     divided: Callable[[Model], dict[str, int]] = lambda model: {}
     heads: Optional[Callable[[Model], int]] = None
+    all_rows: bool = False
     used: Optional[Callable[[Model], tuple[int, int]]] = None
     has_shape: Callable[[Model], bool] = lambda model: True
     hf_matches: Union[str, Callable[..., list], None] = None
