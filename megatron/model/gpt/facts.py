@@ -92,6 +92,9 @@ class GPTFacts(Facts):
     def shares_heads(self, tp: int, cp: int) -> bool:
         return all(mixer.heads(self.settings) % (tp * cp) == 0 for mixer in self._present if mixer.heads)
 
+    def allows_cp(self, tp: int, cp: int) -> bool:
+        return cp == 1 or all(m.heads(self.settings) % (tp * cp) == 0 for m in self._present if m.all_rows)
+
     def describe(self, count: str) -> str:
         m, active = self.settings, ""
         for mixer in self._present:

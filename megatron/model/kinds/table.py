@@ -7,6 +7,7 @@ what else it needs. A recipe's own kinds are in `Recipe.kinds`.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Optional, Union
 
 from megatron.model.kinds import parts
@@ -39,8 +40,13 @@ class Mixer:
     recomputes: the words of `Recompute.modules` that select parts of it
     divided: settings of the layer -> the sizes that tensor parallelism divides, by name
     heads:   settings of the layer -> the heads that ranks of context parallelism can exchange for rows; None: it has none
+    all_rows: whether it needs all rows of a sequence: context parallel ranks exchange them for `heads`, whatever
+             --cp-comm-type says
     used:    settings of the layer -> (how many of its experts a token uses, of how many); None: it uses all weights
     has_shape: whether the settings describe a valid shape. May raise ValueError or ZeroDivisionError instead
+    hf_matches: (family, settings, our prefix of its weights, their prefix of the layer, function that matches a norm) ->
+             the matches of its weights in the files of Hugging Face (`hf_match.Match`), or "module:function"; None: it is
+             in no family of theirs
     shrunk:  (settings of the model, those of a small one, size of tensor parallelism) -> its settings in the small one
     """
 
@@ -60,12 +66,22 @@ class Mixer:
     recomputes: tuple[str, ...] = ()
     divided: Callable[[Model], dict[str, int]] = lambda model: {}
     heads: Optional[Callable[[Model], int]] = None
+    all_rows: bool = False
     used: Optional[Callable[[Model], tuple[int, int]]] = None
     has_shape: Callable[[Model], bool] = lambda model: True
+    hf_matches: Union[str, Callable[..., list], None] = None
     shrunk: Callable[[Model, Model, int], dict[str, Any]] = lambda model, small, tp: {}
 
 
 KINDS: Mapping[str, Mixer] = {module.KIND.name: module.KIND for module in parts("kind")}
+
+
+def resolved(reference: Union[str, Any]) -> Any:
+    """The class or function of a reference "module:name"; others are returned as they are."""
+    if not isinstance(reference, str):
+        return reference
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)
 
 
 def chosen(kinds: Mapping[str, Mixer], place: str, model: Model, layer: int) -> Mixer:

@@ -307,6 +307,7 @@ KIND = Mixer(
     place="attention",
     settings=AttentionSettings,
     rules=RULES,
+    hf_matches="megatron.model.kinds.attention.hf:matches",
     mixes_tokens=True,
     recomputes=(CORE, ATTENTION),
     divided=lambda model: {"heads": model.num_attention_heads, "key-value heads": model.query_groups},

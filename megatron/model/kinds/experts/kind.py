@@ -109,6 +109,7 @@ KIND = Mixer(
     asked=lambda model: f"--num-experts {model.num_experts}" if model.mixture else "",
     settings=ExpertSettings,
     rules=RULES,
+    hf_matches="megatron.model.kinds.experts.hf:matches",
     sums=expert_sums,
     recomputes=(ACTIVATION, MLP),
     divided=lambda model: {"shared expert": width} if (width := model.moe_shared_expert_intermediate_size) else {},

@@ -83,6 +83,7 @@ KIND = Mixer(
     place="mlp",
     settings=MLPSettings,
     rules=RULES,
+    hf_matches="megatron.model.kinds.mlp.hf:matches",
     recomputes=(ACTIVATION, MLP),
     divided=lambda model: {"ffn": model.ffn_size},
     shrunk=lambda model, small, tp: dict(
