@@ -16,8 +16,7 @@ from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.gpt_rules import IDLE, NO_RELATIVE, RULES
-from megatron.model.kinds.experts.expert_rules import RULES as OF_EXPERTS
-from megatron.model.kinds.experts.parts import expert_sums
+from megatron.model.kinds.table import KINDS, rules_of, sums_of_kinds
 from megatron.model.recipe import Recipe
 
 
@@ -33,9 +32,9 @@ def recipe() -> Recipe:
         facts,
         build_model,
         build_datasets,
-        rules=(*RULES, NO_RELATIVE, *OF_EXPERTS),
+        rules=(*RULES, NO_RELATIVE, *rules_of(*KINDS)),
         idle=IDLE,
-        sums=lambda config: {"lm loss": 1.0, **expert_sums(config.model)},
+        sums=lambda config: {"lm loss": 1.0, **sums_of_kinds(config.model)},
         shares_sequences=True,
         starts_from=("megatron.tasks.chat",),  # a GPT after instruction tuning
     )

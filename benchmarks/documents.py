@@ -22,7 +22,7 @@ import torch
 from megatron.fused_kernels import attention, explicit_attention
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.fused_kernels.documents import Documents
-from megatron.model.attention import allowed_pairs
+from megatron.model.kinds.attention.module import allowed_pairs
 
 HEADS, WIDTH = 12, 64
 CONTENDERS = {  # name: kernel, how it is told; the first two of each kernel make a ratio

@@ -10,8 +10,8 @@ from typing import Any, Optional
 from megatron.convert import megatron_experts
 from megatron.convert.megatron_names import our_name
 from megatron.errors import CheckpointError, SettingsError
+from megatron.model.kinds.attention.settings import window_numbers
 from megatron.settings import schema
-from megatron.settings.groups.model import window_numbers
 
 SAME = (
     "rotary_percent normalization qk_layernorm swiglu squared_relu add_qkv_bias untie_embeddings_and_output_weights "

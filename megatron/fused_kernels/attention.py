@@ -2,11 +2,13 @@
 """Fast implementations of `reference.attention`; the table in `__init__.py` specifies the cases that each covers.
 
 Legend: s new tokens, t all tokens, b micro-batch, g key-value groups, q queries per group, d channels per head.
-query is [s, b, g, q, d], key and value are [t, b, g, d], results [s, b, g q d].
+query is [s, b, g, q, d], key and value are [t, b, g, d], results [s, b, g q d]. If values have v < d channels, results have
+them, too: kernels for one width get values with zeros behind them (`same_width`).
 """
 
 import inspect
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, wraps
 from typing import Optional
 
 import torch
@@ -17,6 +19,21 @@ from megatron.fused_kernels.explicit_attention import visible_keys
 from megatron.fused_kernels.reference import in_window
 
 
+def same_width(kernel: Callable) -> Callable:
+    """A kernel for values as wide as keys, for narrower ones."""
+
+    @wraps(kernel)
+    def run(query, key, value, **more):
+        narrow, wide = value.shape[-1], key.shape[-1]
+        if narrow == wide:
+            return kernel(query, key, value, **more)
+        attended = kernel(query, key, F.pad(value, (0, wide - narrow)), **more)
+        return attended.unflatten(2, (-1, wide))[..., :narrow].flatten(2)
+
+    return run
+
+
+@same_width
 def sdpa(
     query,
     key,
@@ -122,13 +139,14 @@ def _shared_bias(s: int, t: int, window: int, dtype: torch.dtype, device: torch.
 
 def one_query(query, key, value, *, scale: float, window: Optional[int] = None, **_) -> torch.Tensor:
     """Attention of the last token: the queries of a group are rows of one product."""
-    _, b, g, q, d = query.shape
+    b = query.shape[1]
     first = 0 if window is None else max(0, len(key) - 1 - window)
     key, value = (x[first:].permute(1, 2, 0, 3) for x in (key, value))  # [b, g, t, d]
     attended = F.scaled_dot_product_attention(query.squeeze(0), key, value, scale=scale)
-    return attended.reshape(1, b, g * q * d)
+    return attended.reshape(1, b, -1)
 
 
+@same_width
 def flash_attn(query, key, value, *, scale: float, causal: bool, softcap=None, window=None, **_) -> torch.Tensor:
     """The flash-attn package (arXiv:2307.08691)."""
     from flash_attn import flash_attn_func
@@ -142,6 +160,7 @@ def flash_attn(query, key, value, *, scale: float, causal: bool, softcap=None, w
     return attended.transpose(0, 1).reshape(s, b, g * q * d)
 
 
+@same_width
 def varlen(query, key, value, *, scale: float, documents: Documents, window=None, **_) -> torch.Tensor:
     """torch's flash attention of packed documents."""
     from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo, which takes a second
@@ -156,6 +175,7 @@ def varlen(query, key, value, *, scale: float, documents: Documents, window=None
     return _unpacked(varlen_attn(*packed, *edges, scale=scale, **more)[..., :d], query)
 
 
+@same_width
 def flash_attn_varlen(
     query, key, value, *, scale: float, documents: Documents, softcap=None, window=None, **_
 ) -> torch.Tensor:

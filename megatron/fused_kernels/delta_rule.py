@@ -52,10 +52,8 @@ def delta_rule(
     >>> o.flatten().mul(100).round().tolist()  # half of the way from what the state says to 4, each time
     [200.0, 300.0, 350.0]
     """
-    if state is None:
-        state = v.new_zeros(*v.shape[1:4], k.shape[-1], v.shape[-1], dtype=torch.float32)
     starts = None if documents is None else documents.starts
-    return _DeltaRule.apply(q, k, v, g, beta, state.float(), starts, chunk)
+    return _DeltaRule.apply(q, k, v, g, beta, None if state is None else state.float(), starts, chunk)
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -63,6 +61,7 @@ class _DeltaRule(torch.autograd.Function):
     def forward(ctx, q, k, v, g, beta, state, starts, chunk):
         ctx.save_for_backward(q, k, v, g, beta, state, starts)
         ctx.chunk = chunk
+        state = _zeros(k, v) if state is None else state
         o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         for rows in chunks(len(v), chunk):
             part = _Chunk.of(q, k, v, g, beta, starts, rows)
@@ -73,10 +72,10 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_o, d_state):
-        q, k, v, g, beta, state, starts = ctx.saved_tensors
-        inputs, visits = (q, k, v, g, beta), []
+        *inputs, before, starts = ctx.saved_tensors
+        state, visits = _zeros(*inputs[1:3]) if before is None else before, []
         found = [torch.empty_like(one) for one in inputs]
-        for rows in chunks(len(v), ctx.chunk):
+        for rows in chunks(len(d_o), ctx.chunk):
             part = _Chunk.of(*inputs, starts, rows)
             written = part.write(state)
             visits.append((rows, state, written))
@@ -87,7 +86,12 @@ class _DeltaRule(torch.autograd.Function):
             *those, d_state = part.gradients(state, written, of_o, d_state)
             for whole, own in zip(found, those, strict=True):
                 whole[rows] = own
-        return *found, d_state, None, None
+        return *found, None if before is None else d_state, None, None
+
+
+def _zeros(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """A state [b, G, r, K, V]."""
+    return v.new_zeros(*v.shape[1:4], k.shape[-1], v.shape[-1], dtype=torch.float32)
 
 
 class _Chunk(NamedTuple):

@@ -9,7 +9,8 @@ Operands are first copied to [c g, n q, d] and [c g, m, d]: batched products of 
 rows of a group's queries are in the order (n, q), so that a block of positions is one slice of rows.
 
 Legend: s queries, t keys, b micro-batch; of a rectangle n queries, m keys, c samples; g key-value groups, q queries per
-group, h = g q heads, d channels per head. query is [s, b, g, q, d], key and value are [t, b, g, d].
+group, h = g q heads, d channels per head, v of its values, often d. query is [s, b, g, q, d], key [t, b, g, d], value
+[t, b, g, v].
 """
 
 from typing import NamedTuple, Optional
@@ -195,8 +196,8 @@ class _InBlocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, bias, sinks, visible, starts, padding, dropout, how, parts):
-        s, b, g, q, d = query.shape
-        attended = query.new_empty(query.shape)
+        s, b, g, q, _ = query.shape
+        attended = query.new_empty((s, b, g, q, value.shape[-1]))
         saved = []  # of each rectangle: rows, keys and values; of each of its blocks: weights [c g, n q, m], and a mask
         for rectangle, blocks in parts:
             at = rectangle.rows, rectangle.samples
@@ -219,23 +220,23 @@ class _InBlocks(torch.autograd.Function):
                 result = bmm(weights, values[:, block.keys])
                 _put(attended[at][block.queries], result, how.factor)
         ctx.save_for_backward(*saved)
-        ctx.shape, ctx.key_shape, ctx.how, ctx.parts, ctx.drops = (
-            query.shape,
-            key.shape,
+        ctx.shapes, ctx.how, ctx.parts, ctx.drops = (
+            (query.shape, key.shape, value.shape),
             how,
             parts,
             dropout is not None,
         )
         ctx.bias_shape = None if bias is None else bias.shape
         ctx.sinks_dtype = None if sinks is None else sinks.dtype
-        return attended.view(s, b, g * q * d)
+        return attended.flatten(2)
 
     @staticmethod
     def backward(ctx, gradient):
-        saved, (_, _, g, q, _), gradient = iter(ctx.saved_tensors), ctx.shape, gradient.view(ctx.shape)
-        d_query, d_key, d_value = (gradient.new_empty(shape) for shape in (ctx.shape, *[ctx.key_shape] * 2))
+        saved, (_, b, g, q, _) = iter(ctx.saved_tensors), ctx.shapes[0]
+        gradient = gradient.unflatten(2, (g, q, -1))
+        d_query, d_key, d_value = map(gradient.new_empty, ctx.shapes)
         # For few samples, sum in the format of the terms: adding bf16 to fp32 converts each time.
-        few = not ctx.parts[0][0].causal and ctx.shape[1] * len(ctx.parts) <= FEW_SAMPLES
+        few = not ctx.parts[0][0].causal and b * len(ctx.parts) <= FEW_SAMPLES
         exact = gradient.dtype if few else torch.float32
         d_bias = gradient.new_zeros(ctx.bias_shape, dtype=exact) if ctx.needs_input_grad[3] else None
         d_sinks = gradient.new_zeros(g, q, dtype=torch.float32) if ctx.needs_input_grad[4] else None
@@ -276,11 +277,12 @@ class Explicit:
     def forward(
         query, key, value, rectangle: Rectangle, scores: Scores, kept=None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(result [n, b, h, d], log-sum-exp [n, b, h]). kept: [b, h, n, m] bool, the weights that dropout keeps."""
+        """(result [n, b, h, v], log-sum-exp [n, b, h]). kept: [b, h, n, m] bool, the weights that dropout keeps."""
         by_group = lambda x: x.unflatten(2, (key.shape[2], -1))
         q, rectangle, blocks = _part(query, key, rectangle)
         rows, keys, values = _operands(by_group(query), key, value, rectangle)
-        out, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+        out = query.new_empty((*query.shape[:3], value.shape[-1]))
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         for block in blocks:
             logits = _logits(rows[:, _rows(block, q)], keys[:, block.keys], query.shape[1], rectangle, block, scores)
             of_block = logits.logsumexp(-1, keepdim=True)
@@ -300,7 +302,7 @@ class Explicit:
         of_rows = _heads_first(by_group((gradient.float() * out.float()).sum(-1, keepdim=True)))  # [c g, n q, 1]
         sums, above = _heads_first(by_group(lse.unsqueeze(-1))), _above(by_group(gradient), scores)
         d_query = torch.empty_like(query)
-        d_keys, d_values = (keys.new_zeros(keys.shape, dtype=torch.float32) for _ in range(2))
+        d_keys, d_values = (x.new_zeros(x.shape, dtype=torch.float32) for x in (keys, values))
         for block in blocks:
             mine = _rows(block, q)
             own = rows[:, mine], keys[:, block.keys], values[:, block.keys]
@@ -312,8 +314,8 @@ class Explicit:
             _put(by_group(d_query[block.queries]), bmm(d_scores, own[1]))
             d_keys[:, block.keys] += bmm(d_scores.transpose(1, 2), own[0])
             d_values[:, block.keys] += bmm(dropped.transpose(1, 2), above[:, mine])
-        m, b, g, d = key.shape
-        return d_query, *(x.view(b, g, m, d).permute(2, 0, 1, 3) for x in (d_keys, d_values))
+        b, g = key.shape[1:3]
+        return d_query, *(x.unflatten(0, (b, g)).permute(2, 0, 1, 3) for x in (d_keys, d_values))
 
 
 def _part(query, key, rectangle: Rectangle) -> tuple[int, Rectangle, list[ScoreBlock]]:
@@ -334,7 +336,7 @@ def _logits(rows, keys, c: int, rectangle: Rectangle, block: ScoreBlock, scores:
 
 
 def _operands(query, key, value, rectangle: Rectangle) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[c g, n q, d] and twice [c g, m, d]."""
+    """[c g, n q, d], [c g, m, d] and [c g, m, v]."""
     at = rectangle.keys, rectangle.samples
     return tuple(map(_heads_first, (query[rectangle.rows, rectangle.samples], key[at], value[at])))
 

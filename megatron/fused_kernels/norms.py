@@ -2,6 +2,7 @@
 """Fast implementations of the norms. n: tokens, h: width."""
 
 import torch
+import torch.nn.functional as F
 
 
 def apex_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -73,3 +74,38 @@ class _RMSNorm(torch.autograd.Function):
         inverse = inverse.to(x.dtype)
         d_x = (gradient * weight).addcmul_(x, mean.to(x.dtype), value=-1).mul_(inverse)
         return d_x.view(shape), inverse.view(-1) @ both, None
+
+
+def gated_rms_norm(y: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """RMSNorm of y silu(gate) over the last dim (arXiv:2405.21060, section 7.1), in fp32, in the format of y. Keeps its
+    inputs. y, gate: [s, b, G, d]; weight: [G, d], of each of G groups
+    """
+    return _GatedRMSNorm.apply(y, gate, weight, epsilon)
+
+
+class _GatedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, gate, weight, epsilon):
+        ctx.save_for_backward(y, gate, weight)
+        ctx.epsilon = epsilon
+        gated = y.float() * F.silu(gate.float())
+        return (gated * _inverse(gated, epsilon) * weight.float()).to(y.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """With r = inverse, n = r y silu(gate): d_gated = r (g w - n mean(g w n)), d_weight = sum over tokens of g n."""
+        y, gate, weight = ctx.saved_tensors
+        wide, z = y.float(), gate.float()
+        share = z.sigmoid()
+        gated = wide * z * share
+        inverse = _inverse(gated, ctx.epsilon)
+        normal, gradient = gated * inverse, gradient.float()
+        d_weight = (gradient * normal).sum((0, 1))
+        gradient = gradient * weight.float()
+        d_gated = (gradient - normal * (gradient * normal).mean(-1, keepdim=True)) * inverse
+        d_gate = d_gated * wide * share * (1 + z * (1 - share))  # SiLU'
+        return (d_gated * z * share).to(y.dtype), d_gate.to(gate.dtype), d_weight.to(weight.dtype), None
+
+
+def _inverse(x: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()

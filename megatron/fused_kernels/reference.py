@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Definitions in plain PyTorch of every op that has fast implementations.
 
-Legend: s new tokens, t all tokens, b micro-batch, g key-value groups, q queries per group, d channels per head.
+Legend: s new tokens, t all tokens, b micro-batch, g key-value groups, q queries per group, d channels per head, v of its
+values, often d.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ def attention(
     padding: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax attention of query [s, b, g, q, d] over key, value [t, b, g, d] -> [s, b, g q d].
+    """Softmax attention of query [s, b, g, q, d] over key [t, b, g, d] and value [t, b, g, v] -> [s, b, g q v].
 
     causal:    no query sees a later key; the queries are the last s <= t of the tokens. Otherwise every query
                sees every key, and s and t are independent: bidirectional self-attention, or cross-attention
@@ -53,7 +54,7 @@ def attention(
     s, b, g, q, d = query.shape
     t = key.shape[0]
     rows = query.permute(1, 2, 3, 0, 4).reshape(b * g, q * s, d)  # the queries of a group share its keys
-    keys, values = (x.reshape(t, b * g, d).transpose(0, 1) for x in (key, value))  # [b g, t, d]
+    keys, values = (x.reshape(t, b * g, x.shape[-1]).transpose(0, 1) for x in (key, value))  # [b g, t, d or v]
     scores = torch.bmm(rows * (scale / score_divisor), keys.transpose(1, 2)).view(b, g * q, s, t)
     if softmax_in_fp32 or score_divisor != 1.0:
         scores = scores.float() * score_divisor
@@ -83,8 +84,8 @@ def attention(
     weights = scores.softmax(-1)[..., :t].to(value.dtype)
     if dropout is not None:
         weights = weights * dropout.mask() * dropout.factor
-    attended = torch.bmm(weights.reshape(b * g, q * s, t), values)  # [b g, q s, d]
-    attended = attended.view(b, g, q, s, d).permute(3, 0, 1, 2, 4).reshape(s, b, g * q * d)
+    attended = torch.bmm(weights.reshape(b * g, q * s, t), values)  # [b g, q s, v]
+    attended = attended.view(b, g, q, s, -1).permute(3, 0, 1, 2, 4).reshape(s, b, -1)
     return attended if blind is None else attended.masked_fill(blind, 0.0)
 
 
@@ -99,8 +100,8 @@ def decode_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attention` of the newest token of each of n texts over all of its tokens: query [n, g, q, d], keys and values
-    [places, g, d], of which each text has some -> [n, g q d].
+    """`attention` of the newest token of each of n texts over all of its tokens: query [n, g, q, d], keys [places, g, d]
+    and values [places, g, v], of which each text has some -> [n, g q v].
     """
     attended = []
     for row, own in zip(query, places.of_texts, strict=True):

@@ -50,11 +50,10 @@ def ssd(
     >>> y.flatten().mul(100).round().tolist(), round(state.item(), 2)  # 1, 1 + 1/e, 1 + 1/e + 1/e^2
     ([100.0, 137.0, 150.0], 1.5)
     """
-    if state is None:
-        state = x.new_zeros(*x.shape[1:], B.shape[-1], dtype=torch.float32)
     starts = None if documents is None else documents.starts
     # [b, G, r P, N]: the heads of a group share B and C, so they are one product.
-    y, state = _SSD.apply(x, dt, A, B, C, D, state.float().flatten(2, 3), starts, chunk)
+    before = None if state is None else state.float().flatten(2, 3)
+    y, state = _SSD.apply(x, dt, A, B, C, D, before, starts, chunk)
     return y, state.unflatten(2, (-1, x.shape[-1]))
 
 
@@ -63,6 +62,7 @@ class _SSD(torch.autograd.Function):
     def forward(ctx, x, dt, A, B, C, D, state, starts, chunk):
         ctx.save_for_backward(x, dt, A, B, C, D, state, starts)
         ctx.chunk = chunk
+        state = _zeros(x, B) if state is None else state
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for rows in chunks(len(x), chunk):
             part = _Chunk.of(x, dt, A, B, C, starts, rows)
@@ -72,7 +72,8 @@ class _SSD(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_y, d_state):
-        x, dt, A, B, C, D, state, starts = ctx.saved_tensors
+        x, dt, A, B, C, D, before, starts = ctx.saved_tensors
+        state = _zeros(x, B) if before is None else before
         d_x, d_dt, d_B, d_C = (torch.empty_like(t) for t in (x, dt, B, C))
         d_A, d_D = (torch.zeros_like(t, dtype=torch.float32) for t in (A, D))
         parts, states = [], []
@@ -88,7 +89,14 @@ class _SSD(torch.autograd.Function):
             d_dt[rows] = (of_inputs * wide).sum(-1).addcmul_(of_decays, A.float())
             d_A += (of_decays * steps).sum((0, 1))
             d_D += (d_y[rows].float() * wide).sum((0, 1, 4))
+        d_state = None if before is None else d_state
         return d_x, d_dt, d_A.to(A.dtype), d_B, d_C, d_D.to(D.dtype), d_state, None, None
+
+
+def _zeros(x: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    """A state [b, G, r P, N]."""
+    _, b, groups, r, width = x.shape
+    return x.new_zeros(b, groups, r * width, B.shape[-1], dtype=torch.float32)
 
 
 class _Chunk(NamedTuple):

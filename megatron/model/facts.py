@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from megatron.errors import SettingsError
 from megatron.model.branches import Branch, LayerKind, branch_ops, branch_weights
@@ -62,7 +62,11 @@ class Facts:
 
     name = "language model"
     sequences = 1  # per sample
-    recomputes: ClassVar[frozenset[str]] = frozenset()  # parts of a layer that can be recomputed alone (`layer_ops`)
+
+    @property
+    def recomputes(self) -> frozenset[str]:
+        """The parts of a layer that can be recomputed alone (`layer_ops`)."""
+        return frozenset()
 
     # ---- required methods: `branches`, or the other two ---------------------------------------------------------------
 
@@ -140,6 +144,10 @@ class Facts:
     def shares_heads(self, tp: int, cp: int) -> bool:
         """Whether context parallel ranks can exchange rows for heads."""
         return False
+
+    def allows_cp(self, tp: int, cp: int) -> bool:
+        """Whether its layers allow so many context parallel ranks."""
+        return True
 
     def message(self, share: RankSetup) -> tuple[int, ...]:
         """The shape of the hidden states that one pipeline stage sends to the next."""
@@ -282,7 +290,7 @@ class Facts:
     def experts(self) -> dict[str, Placement]:
         """The weights of experts in its layers, each by its name in a layer."""
         tables = (self.layer_weights(kind, False) for kind in self.layer_kinds)
-        return {name: placed for table in tables for name, placed in table.items() if placed.model_axes == EXPERT_AXES}
+        return {name: placed for table in tables for name, placed in experts_in(table).items()}
 
     @property
     def parameters(self) -> int:
@@ -474,6 +482,11 @@ def _frozen_flops(facts: Facts, selection: Selection) -> float:
                     op.inputs * op.stacks + op.outputs * op.times
                 )
     return still / facts.seq_length + facts.output_flops * (OUTPUT in frozen)
+
+
+def experts_in(table: Table) -> Table:
+    """The weights of experts in a layer's table."""
+    return {name: placed for name, placed in table.items() if placed.model_axes == EXPERT_AXES}
 
 
 @lru_cache(maxsize=1024)

@@ -39,7 +39,7 @@ class Layer(nn.Module):
             if name in norms:
                 self.add_module(name, NORMS[model.normalization](table, model.norm_epsilon, **setup.factory))
             elif name in mixers:
-                self._check_sums(mixers[name])
+                self._check_sums(mixers[name], setup)
                 self.add_module(name, _class_of(mixers[name])(table, setup))
         axis = self.tp if self.sequence_parallel else None
         for branch in self.branches:
@@ -71,12 +71,12 @@ class Layer(nn.Module):
         branch = next(branch for branch in self.branches if branch.slot == slot)
         return getattr(self, branch.dropout)(self._branch(branch, x, context), context.samples)
 
-    def _check_sums(self, mixer: Mixer) -> None:
-        if mixer.sums and type(self).forward is not Layer.forward:
+    def _check_sums(self, mixer: Mixer, setup: LayerSetup) -> None:
+        if mixer.sums(setup.model) and type(self).forward is not Layer.forward:
             raise SettingsError(
-                f"--num-experts: {type(self).__name__} has its own forward function",
-                "experts return sums, which the forward function of Layer returns with x",
-                "leave out --num-experts, or see docs/extending.md#experts",
+                f"{mixer.asked(setup.facts.settings) or mixer.name}: {type(self).__name__} has its own forward function",
+                f"{mixer.name} return sums, which the forward function of Layer returns with x",
+                "leave them out, or see docs/extending.md#experts",
             )
 
     def _norm_joins_sum(self, branch: Branch, then: Branch) -> bool:

@@ -189,6 +189,19 @@ class CoreAttention(Kernel):
 
 
 @dataclass(frozen=True)
+class Scan(Kernel):
+    """A scan over tokens with a state for each head, computed in chunks; `flops` are those of the recurrence.
+
+    products: FLOPs of the matrix products of the chunks, in the forward pass
+    smallest: the smallest dim of these products
+    """
+
+    products: float
+    smallest: int
+    again: tuple[str, ...] = field(default=(CORE, ATTENTION), kw_only=True)
+
+
+@dataclass(frozen=True)
 class Collective(LayerOp):
     """Communication between the `ranks` of an axis: each call covers `size` bytes of the whole tensor.
 

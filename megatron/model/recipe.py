@@ -53,6 +53,7 @@ class Recipe:
     optimizers:     its own optimizers: name for --optimizer -> `optimizer.kinds.Kind` with `update`
     linears:        its own kinds of linear layers: name for --linear PATTERN=KIND -> a subclass of
                     `mpu.linear_product.LinearProduct`
+    kinds:          its own kinds of mixers, and those that replace the suite's: name -> `model.kinds.table.Mixer`
     experts:        its own router, dispatcher and ways to balance, for layers with experts: `experts.parts.ExpertParts`
     sums:           name of a sum over tokens that stages return -> its weight in the loss; 0: only logged;
                     or (config) -> such weights. `sums_of` adds those that all models have
@@ -94,6 +95,7 @@ class Recipe:
     schedules: Mapping[str, Callable[[float], float]] = field(default_factory=dict)
     optimizers: Mapping[str, Any] = field(default_factory=dict)
     linears: Mapping[str, Any] = field(default_factory=dict)
+    kinds: Mapping[str, Any] = field(default_factory=dict)
     experts: Any = None
     sums: Mapping[str, float] | Callable[[Config], Mapping[str, float]] = field(
         default_factory=lambda: {"lm loss": 1.0}
@@ -116,8 +118,8 @@ class Recipe:
     @property
     def setting_groups(self) -> dict[str, type]:
         """The recipe's own groups of settings, and its extended versions of common groups."""
-        own = self.linears or self.experts is not None
-        model = {"model": model_group(self.linears, self.experts)} if own else {}
+        own = self.linears or self.kinds or self.experts is not None
+        model = {"model": model_group(self.linears, self.experts, self.kinds)} if own else {}
         return {**self.groups, **model, "optimizer": optimizer_group(self.schedules, self.optimizers)}
 
 
@@ -161,8 +163,8 @@ def computes_its_own(recipe: Recipe) -> bool:
     of_suite = (*MODEL_TYPES, "finetune")  # the script's name is that of its recipe
     if recipe.model_type in of_suite or recipe.model_type.startswith("megatron."):
         return False
-    return (recipe.facts, recipe.build_model, recipe.experts) not in [
-        (one.facts, one.build_model, one.experts) for one in map(named_recipe, MODEL_TYPES)
+    return (recipe.facts, recipe.build_model, recipe.experts, recipe.kinds) not in [
+        (one.facts, one.build_model, one.experts, one.kinds) for one in map(named_recipe, MODEL_TYPES)
     ]
 
 

@@ -17,7 +17,8 @@ Chunks of zigzag order that no query sees (`mpu.chunks`) are not computed: each 
 on each rank. Blocks skip ranks that see none of their keys, because of a window or documents. No rank holds more than three
 blocks of keys and values: its own, the present one and the arriving one.
 
-Legend: s rows of a rank, t all rows of a sequence, b micro-batch, g key-value groups, q queries per group, d channels.
+Legend: s rows of a rank, t all rows of a sequence, b micro-batch, g key-value groups, q queries per group, d channels of
+keys, v of values, often d.
 """
 
 from functools import lru_cache
@@ -109,7 +110,7 @@ def _rectangle(part, **more) -> Rectangle:
 def scaled_dot_product_attention(
     query, key, value, layer, steps: Steps, dropout: Optional[DropoutMask] = None
 ) -> torch.Tensor:
-    """softmax(q k) v over the rows of all ranks of a ring: [s, b, g, q, d] over [s, b, g, d] -> [s, b, g q d].
+    """softmax(q k) v over the rows of all ranks of a ring: [s, b, g, q, d] over [s, b, g, d or v] -> [s, b, g q v].
 
     layer: an `Attention`, with the ring. dropout: words of the rank's own queries, [b, g q, s, t], in the sequence's order
     """
@@ -122,24 +123,24 @@ def scaled_dot_product_attention(
     query = query.reshape(s, b, g * q, d)
     sinks = layer.sinks(g) if layer.has_sinks else None
     attended = _RingAttention.apply(query, key, value, sinks, kept, layer.sharing.rows, steps, kernel, scores)
-    return attended.view(s, b, g * q * d)
+    return attended.flatten(2)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, kept, ring, steps, kernel, scores):
-        total = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+        total = query.new_zeros((*query.shape[:3], value.shape[-1]), dtype=torch.float32)
         lse = total.new_full(query.shape[:3], float("-inf"))
         if sinks is not None:  # as a part of the keys, without values
             lse.copy_(sinks.detach().flatten().expand_as(lse))
-        arriving, message = torch.stack((key, value), 2), collectives.Done()
+        arriving, message = torch.cat((key, value), -1), collectives.Done()
         for step, places in zip(steps, _moves(steps, ring)):
             message.wait()
             present = arriving
             if step is not steps[-1]:
                 arriving, message = collectives.start_shift(present, ring, places)
             for rectangle in step.rectangles:
-                operands = (query[rectangle.rows, rectangle.samples], *_of_keys(present, rectangle))
+                operands = (query[rectangle.rows, rectangle.samples], *_of_keys(present, rectangle, key.shape[-1]))
                 result = kernel.forward(*operands, rectangle, scores, _of_pairs(kept, rectangle, ring, step.distance))
                 at = rectangle.rows, rectangle.samples
                 merge(total[at], lse[at], *result)
@@ -151,9 +152,9 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         (query, key, value, attended, lse, sinks, kept), (ring, steps, kernel, scores) = ctx.saved_tensors, ctx.of
-        gradient = gradient.contiguous()
+        gradient, d = gradient.contiguous(), key.shape[-1]
         d_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-        arriving, message = torch.stack((key, value), 2), collectives.Done()
+        arriving, message = torch.cat((key, value), -1), collectives.Done()
         sums, sums_message = None, collectives.Done()  # gradients of the present keys and values by the ranks before
         for step, places in zip(steps, _moves(steps, ring)):
             message.wait()
@@ -163,17 +164,17 @@ class _RingAttention(torch.autograd.Function):
             own = torch.zeros(present.shape, dtype=torch.float32, device=present.device)
             for rectangle in step.rectangles:
                 at = rectangle.rows, rectangle.samples
-                operands = (gradient[at], query[at], *_of_keys(present, rectangle), attended[at], lse[at])
+                operands = (gradient[at], query[at], *_of_keys(present, rectangle, d), attended[at], lse[at])
                 parts = kernel.backward(*operands, rectangle, scores, _of_pairs(kept, rectangle, ring, step.distance))
                 d_query[at] += parts[0]
-                for total, part in zip(_of_keys(own, rectangle), parts[1:]):
+                for total, part in zip(_of_keys(own, rectangle, d), parts[1:]):
                     total += part
             sums_message.wait()
             if sums is not None:
                 own += sums
             sums, sums_message = collectives.start_shift(own, ring, places)
         sums_message.wait()
-        d_key, d_value = sums.unbind(2)
+        d_key, d_value = sums[..., :d], sums[..., d:]
         d_sinks = None if sinks is None else gradient_of_sinks(gradient, attended, lse, sinks)
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), d_sinks, *[None] * 5
 
@@ -184,9 +185,10 @@ def _moves(steps: Steps, ring: Axis) -> list[int]:
     return [after - before for before, after in zip(distances, distances[1:])]
 
 
-def _of_keys(both: torch.Tensor, rectangle: Rectangle) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of a rectangle, from [s, b, 2, g, d]."""
-    return both[rectangle.keys, rectangle.samples].unbind(2)
+def _of_keys(both: torch.Tensor, rectangle: Rectangle, d: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of a rectangle, from [s, b, g, d + v]."""
+    own = both[rectangle.keys, rectangle.samples]
+    return own[..., :d], own[..., d:]
 
 
 def _of_pairs(kept: Optional[torch.Tensor], rectangle: Rectangle, ring: Axis, distance: int) -> Optional[torch.Tensor]:

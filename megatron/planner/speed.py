@@ -14,7 +14,7 @@ from itertools import chain
 from typing import NamedTuple, Optional
 
 from megatron.model.facts import OUTPUT, Facts, LayerDesign
-from megatron.model.layer_ops import LAYER, Collective, CoreAttention, Kernel, LayerOp, Product, RankSetup
+from megatron.model.layer_ops import LAYER, Collective, CoreAttention, Kernel, LayerOp, Product, RankSetup, Scan
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.pipeline.stages import Pipeline
 from megatron.planner import activations
@@ -405,9 +405,11 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
 
 
 def arithmetic_seconds(job: Job, op: LayerOp, d: Device) -> float:
-    """Seconds of a product, or of attention."""
+    """Seconds of a product, of attention, or of the products of a scan."""
     if isinstance(op, Product):
         return op.flops / d.reached(job.precision, max(1, min(op.rows, op.inputs, op.outputs)))
+    if isinstance(op, Scan):
+        return op.products / d.reached(job.precision, op.smallest)
     return _core(job, op, d) if isinstance(op, CoreAttention) else 0.0
 
 

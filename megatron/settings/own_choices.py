@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe's own learning-rate schedules, optimizers, kinds of linear layers and parts of experts. Needs no torch.
+"""A recipe's own learning-rate schedules, optimizers, kinds of mixers and linear layers, and parts of experts. Needs no
+torch.
 
 A recipe that defines some replaces `schema.Optimizer` (for layers, `schema.Model`) by a subclass. Its choices
 include their names, its extra fields are their settings, and it holds the function of each name. So flags, help, files,
@@ -9,12 +10,14 @@ checks and checkpoints treat them as built-in ones.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import field, fields, make_dataclass
+from types import MappingProxyType
 from typing import Any, Literal, Optional, get_args, get_type_hints
 
 from megatron.errors import SettingsError
 from megatron.settings.schema import Model, Optimizer
 
 BALANCING = "moe_router_load_balancing_type"  # the setting of which a recipe's own ways to balance are choices
+NONE: Mapping[str, Any] = MappingProxyType({})
 SCHEDULES = ("lr_decay_style", "lr_wsd_decay_style")  # the settings that a recipe's own schedules are choices of
 
 
@@ -44,16 +47,23 @@ def optimizer_group(schedules: Mapping[str, Callable], optimizers: Mapping[str, 
     return _group(schedules, optimizers)
 
 
-def model_group(linears: Mapping[str, Any], experts: Any = None) -> type[Model]:
-    """`schema.Model`, or its subclass with a recipe's own kinds of linear layers, and its own parts of experts.
+def model_group(linears: Mapping[str, Any], experts: Any = None, mixers: Mapping[str, Any] = NONE) -> type[Model]:
+    """`schema.Model`, or its subclass with a recipe's own kinds of linear layers and of mixers, and its parts of experts.
 
     linears: name -> subclass of `mpu.linear_product.LinearProduct`
     experts: `model.kinds.experts.parts.ExpertParts`, or None
+    mixers: name -> `model.kinds.table.Mixer`
 
     Raises SettingsError for invalid names and classes.
     """
-    if not linears and experts is None:
+    if not linears and experts is None and not mixers:
         return Model
+    for name, kind in mixers.items():
+        if getattr(kind, "name", None) != name or not callable(getattr(kind, "weights", None)):
+            raise SettingsError(
+                f"Recipe.kinds[{name!r}] is {kind!r}",
+                do=f"give a megatron.model.kinds.table.Mixer with the name {name!r}: docs/extending.md",
+            )
     balancing = {} if experts is None else experts.balancing
     for name, way in balancing.items():
         _check_name("experts.balancing", name, _choices(BALANCING, Model))
@@ -71,9 +81,23 @@ def model_group(linears: Mapping[str, Any], experts: Any = None) -> type[Model]:
             )
     kinds = (*linears.values(), *([] if experts is None else [experts]))
     groups = dict.fromkeys(kind.group for kind in kinds if kind.group is not None)
-    own = dict(own_linears=dict(linears), own_experts=experts, __eq__=_same_settings, __hash__=Model.__hash__)
+    more = (kind.settings for kind in mixers.values())
+    groups |= dict.fromkeys(group for group in more if group is not None and not issubclass(Model, group))
+    for group in groups:
+        _check_fields(group)
+    parts = dict(own_linears=dict(linears), own_experts=experts, own_kinds=dict(mixers))
+    own = dict(**parts, __eq__=_same_settings, __hash__=Model.__hash__)
     widened = _widened(Model, {BALANCING: tuple(balancing)})
     return make_dataclass("Model", widened, bases=(*groups, Model), namespace=own, frozen=True, eq=False)
+
+
+def _check_fields(group: type) -> None:
+    taken = {one.name for one in fields(Model)} & {one.name for one in fields(group)}
+    if taken:
+        raise SettingsError(
+            f"{group.__name__}: the suite has settings of these names: {', '.join(sorted(taken))}",
+            do="give yours other names",
+        )
 
 
 def _same_settings(one: Any, other: object) -> bool:

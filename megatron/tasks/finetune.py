@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.errors import CheckpointError, DataError, SettingsError, StorageError, UsageError, did_you_mean
-from megatron.model.kinds.experts.parts import expert_sums
+from megatron.model.kinds.table import sums_of_kinds
 from megatron.model.recipe import SCRIPTS, Recipe
 from megatron.model.t5.t5_rules import refused
 from megatron.settings.declare import Needs, dashed
@@ -343,7 +343,7 @@ def build_model(config, mesh, vocab_size, **stage):
 
 
 def sums(config) -> dict[str, float]:
-    return {LM_LOSS if finds_words(task_settings(config)) else LOSS: 1.0, **expert_sums(config.model)}
+    return {LM_LOSS if finds_words(task_settings(config)) else LOSS: 1.0, **sums_of_kinds(config.model)}
 
 
 def epoch_samples(config) -> int:

@@ -26,9 +26,9 @@ from megatron.guard.alarm import Alarm
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.supervisor_mark import SUPERVISOR
 from megatron.guard.watch import Watch
-from megatron.model.attention import describe_kernel
 from megatron.model.facts import Facts
 from megatron.model.fp8_product import attach_fp8
+from megatron.model.kinds.attention.module import describe_kernel
 from megatron.model.recipe import Recipe, module_of, sums_of
 from megatron.mpu import collectives, initialize
 from megatron.mpu.initialize import RankContext, weight_format

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, Optional, get_type_hints
 
 from megatron.errors import UsageError
+from megatron.model.kinds.experts.settings import ExpertSettings
 from megatron.model.quantization import QuantizeOptions
-from megatron.settings.groups.model import EXPERT_SETTINGS
-from megatron.settings.schema import Model, setting
+from megatron.settings.schema import setting
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ class UpcycleOptions:
 
 def _of_experts() -> type:
     """The settings of `Model` for experts, as options of a command."""
-    hints = get_type_hints(Model)
-    own = [f for f in fields(Model) if f.name in EXPERT_SETTINGS]
+    hints, own = get_type_hints(ExpertSettings), fields(ExpertSettings)
     options = [(f.name, hints[f.name], field(default=f.default, metadata=f.metadata)) for f in own]
     return make_dataclass("ExpertOptions", options, frozen=True)
 

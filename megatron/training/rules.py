@@ -44,7 +44,8 @@ def rules_of(settings: schema.Config) -> tuple[Rule, ...]:
     recipe = recipe_of(settings)
     sources = () if recipe.own_data else data_rules.SOURCE
     sequences = () if recipe.shares_sequences else WHOLE_SEQUENCES
-    return (*recipe.rules, *sequences, *sources, *(rule for owner in OWNERS for rule in owner.RULES))
+    kinds = (rule for kind in recipe.kinds.values() for rule in kind.rules)
+    return (*recipe.rules, *kinds, *sequences, *sources, *(rule for owner in OWNERS for rule in owner.RULES))
 
 
 def resolve(settings: schema.Config, world_size: int) -> schema.Config:

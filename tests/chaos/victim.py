@@ -342,7 +342,7 @@ PLACES: dict[str, Callable[[Trap], Any]] = {
     "rendezvous": before("torch.distributed", "init_process_group"),
     "index build": before("megatron.data.gpt_dataset", "build_index_maps"),
     "data": before("megatron.data.loader", "MicroBatchLoader.step"),
-    "forward": before("megatron.model.mlp", "MLP.forward"),
+    "forward": before("megatron.model.kinds.mlp.module", "MLP.forward"),
     "backward": backward,
     "collective": collective,
     "optimizer": optimizer,

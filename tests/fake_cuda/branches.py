@@ -59,7 +59,7 @@ REACHED = {
     "convert/export/load_exported.py: _load_hf": "tests/inference/test_export.py",  # an error on a CPU alone
     "convert/export/programs.py: _with_torch": "tests/inference/test_export.py",
     "inference/load.py: load_model": "tests/inference/test_generation.py",  # an error on a CPU alone
-    "model/attention.py: describe_kernel": "tests/model/test_attention_choice.py",
+    "model/kinds/attention/module.py: describe_kernel": "tests/model/test_attention_choice.py",
     "model/kinds/experts/grouped.py: lacking_grouped": "tests/gpu/test_gpu_experts.py",  # a trial run
     "model/kinds/experts/grouped.py: _refusing_waits": "tests/gpu/test_gpu_experts.py",
     "mpu/initialize.py: join_job": "tests/gpu/test_gpu_training.py",

@@ -57,6 +57,19 @@ def rms_norm(x, weight, epsilon):
 
 
 @DTYPES
+def test_gated_norm_of_a_scan(device, dtype):
+    """The gate is before the norm, which is over each group; the parts are cut out of a wider tensor."""
+
+    def formula(y, gate, weight):
+        return rms_norm(y * gate / (1 + (-gate).exp()), weight, 1e-5)
+
+    both = drawn(7, 2, 3, 40, device=device).to(dtype)
+    weight = drawn(3, 20, device=device, seed=2).mul(0.2).add(1.0).to(dtype)
+    run = lambda *inputs: norms.gated_rms_norm(*inputs, 1e-5)
+    assert_equal_results(run, formula, [both[..., :20], both[..., 20:], weight], TOLERANCE[device, dtype])
+
+
+@DTYPES
 @pytest.mark.parametrize("op, formula", [("layer_norm", layer_norm), ("rms_norm", rms_norm)])
 @pytest.mark.parametrize("epsilon, size", [(1e-5, 1.0), (1e-2, 0.1)], ids=["", "epsilon as large as the variance"])
 def test_norms(device, dtype, op, formula, epsilon, size):

@@ -60,14 +60,15 @@ def assert_same(got, want, bound: float):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("chunk", [1, 16, 64, 128])
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "documents"])
-def test_equals_the_recurrence(dtype, chunk, packed):
+def test_equals_the_recurrence(device, dtype, chunk, packed):
     """75 tokens: of the last chunk some are missing."""
     given, ids = inputs(dtype), ids_of_documents() if packed else None
-    documents = Documents.of(starts_of(ids), "cpu") if packed else None
-    found = results(lambda *t: ssd(*t, documents=documents, chunk=chunk), given)
+    documents = Documents.of(starts_of(ids), device) if packed else None
+    found = results(lambda *t: ssd(*t, documents=documents, chunk=chunk), [t.to(device) for t in given])
     assert [t.dtype for t in found[2:]] == [t.dtype for t in given] and found[1].dtype == torch.float32
     wanted = results(lambda *t: recurrence(*t, ids=ids), [t.double() for t in given])
-    assert_same(found, wanted, TOLERANCE[dtype])
+    bound = TOLERANCE[dtype] if device == "cpu" else 1e-2  # of products in TF32
+    assert_same([t.cpu() for t in found], wanted, bound)
 
 
 @pytest.mark.parametrize("cuts", [(40,), (1, 2, 33), range(1, S)], ids=["two", "short ones", "token by token"])
@@ -134,6 +135,4 @@ def test_only_inputs_are_kept():
     given, kept = [t.requires_grad_() for t in inputs()], []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         ssd(*given, chunk=16)
-    assert (
-        sum(t.numel() for t in kept) == sum(t.numel() for t in given) + B * G * R * P * N
-    )  # and the state at the start
+    assert sum(t.numel() for t in kept) == sum(t.numel() for t in given)

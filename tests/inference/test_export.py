@@ -362,7 +362,7 @@ PARALLEL = """
 import pretrain_gpt
 from megatron.model.branches import Branch
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.kinds import KINDS
+from megatron.model.kinds.table import KINDS
 
 class ParallelFacts(GPTFacts):
     def branches(self, layer):

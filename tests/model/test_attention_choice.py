@@ -11,10 +11,10 @@ import pretrain_gpt
 from megatron.data.loader import MicroBatch
 from megatron.errors import run_main
 from megatron.fused_kernels import TABLE, Case, choose_kernel
-from megatron.model import attention
 from megatron.model.facts import RankSetup
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
+from megatron.model.kinds.attention import module as attention
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Kernels, Model
 from megatron.training.rules import check

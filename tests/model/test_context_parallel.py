@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from megatron.data.loader import MicroBatch, MicroBatchLoader
 from megatron.errors import SettingsError
-from megatron.model.attention import attention_core
 from megatron.model.context import ForwardContext
 from megatron.model.gpt.module import GPT
+from megatron.model.kinds.attention.module import attention_core
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Data, Kernels, Model
 from tests.model.test_huggingface import HEADS, LLAMA, THEIR_LLAMA, H, V, llama_in_our_names

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from megatron.errors import SettingsError
 from megatron.fused_kernels import reference
-from megatron.model import mlp
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.kinds import KINDS
-from megatron.model.mlp import MLP
+from megatron.model.kinds.mlp import module as mlp
+from megatron.model.kinds.mlp.module import MLP
+from megatron.model.kinds.table import KINDS
 from megatron.model.recompute_plan import recompute_groups
 from megatron.model.t5.layers import FeedForward
 from megatron.mpu.mesh import Mesh

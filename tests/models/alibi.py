@@ -8,9 +8,8 @@ import torch
 import pretrain_gpt
 from megatron.entry import start
 from megatron.errors import run_main
-from megatron.model.attention import Attention, attention_core
-from megatron.model.gpt.facts import GPTFacts
-from megatron.model.kinds import KINDS
+from megatron.model.kinds.attention.module import Attention, attention_core
+from megatron.model.kinds.table import KINDS
 
 
 class AlibiAttention(Attention):
@@ -29,12 +28,12 @@ def with_distances(query, key, value, layer, context):  # [s, b, g/tp, q, d], an
     return attention_core(query, key, value, layer, replace(context, bias=bias))
 
 
-class AlibiFacts(GPTFacts):
-    mixers = KINDS | {"attention": replace(KINDS["attention"], module=AlibiAttention)}
-
-
 def recipe():
-    own = dict(facts=AlibiFacts, defaults={"position_embedding_type": "none"}, shares_sequences=False)
+    own = dict(
+        kinds={"attention": replace(KINDS["attention"], module=AlibiAttention)},
+        defaults={"position_embedding_type": "none"},
+        shares_sequences=False,
+    )
     return pretrain_gpt.variant("tests.models.alibi", **own)
 
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 import pretrain_gpt
 from megatron.entry import start
 from megatron.errors import run_main
-from megatron.model.attention import Attention
-from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
-from megatron.model.kinds import KINDS
+from megatron.model.kinds.attention.module import Attention
+from megatron.model.kinds.table import KINDS
 from megatron.model.language_model import sum_over_tokens
 from megatron.model.layer import Layer
 from megatron.model.weights import add_prefix, column, take_prefix
@@ -38,8 +37,7 @@ def gated_weights(facts, m, sequence_parallel):
     return {**weights, **add_prefix("gate", gate)}
 
 
-class VariantFacts(GPTFacts):
-    mixers = KINDS | {"attention": replace(KINDS["attention"], module=GatedAttention, weights=gated_weights)}
+GATED = replace(KINDS["attention"], module=GatedAttention, weights=gated_weights)
 
 
 class VariantLayer(Layer):
@@ -57,7 +55,7 @@ def sums(config):
 
 
 def recipe():
-    own = dict(facts=VariantFacts, sums=sums, groups={"variant": VariantSettings})
+    own = dict(kinds={"attention": GATED}, sums=sums, groups={"variant": VariantSettings})
     return pretrain_gpt.variant("tests.models.gpt_variant", Variant, **own)
 
 

@@ -11,10 +11,10 @@ from torch import nn
 import pretrain_gpt
 from megatron.entry import start
 from megatron.errors import run_main
-from megatron.model.attention import Attention
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
-from megatron.model.kinds import KINDS
+from megatron.model.kinds.attention.module import Attention
+from megatron.model.kinds.table import KINDS
 from megatron.model.layer import Layer
 from megatron.model.weights import add_prefix, take_prefix
 from megatron.mpu.layers import create_parameters
@@ -79,8 +79,6 @@ def observed_weights(facts, model, sequence_parallel):
 
 
 class ObservedFacts(GPTFacts):
-    mixers = KINDS | {"attention": replace(KINDS["attention"], module=ObservedAttention, weights=observed_weights)}
-
     def layer_weights(self, kind, sequence_parallel):
         m, partial = self.settings, ("tp",) if sequence_parallel else ()  # each rank then sees its own tokens
         watch = {
@@ -106,7 +104,8 @@ class ObservedGPT(GPT):
 
 
 def recipe():
-    own = dict(facts=ObservedFacts, shares_sequences=False)
+    attention = replace(KINDS["attention"], module=ObservedAttention, weights=observed_weights)
+    own = dict(facts=ObservedFacts, kinds={"attention": attention}, shares_sequences=False)
     return pretrain_gpt.variant("tests.models.observed", ObservedGPT, **own)
 
 

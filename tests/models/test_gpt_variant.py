@@ -15,6 +15,7 @@ from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
 from megatron.model.context import ForwardContext
+from megatron.model.gpt.facts import GPTFacts
 from megatron.model.language_model import sum_over_tokens
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import seed_of
@@ -134,7 +135,7 @@ def test_what_a_layer_sees_of_the_batch(monkeypatch, tmp_path):
 
 
 @dataclass(frozen=True)
-class ScaledFacts(gpt_variant.VariantFacts):
+class ScaledFacts(GPTFacts):
     coeff: float = 0.0
 
     @classmethod

@@ -11,8 +11,8 @@ import torch
 from megatron.data.loader import MicroBatch
 from megatron.fused_kernels import TABLE, Case, choose_kernel, explicit_attention, reference
 from megatron.model import packed_rows
-from megatron.model.attention import attention_core
 from megatron.model.command_line import parse_any
+from megatron.model.kinds.attention.module import attention_core
 from megatron.model.packed_rows import PackedRows
 from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import Mesh

@@ -42,7 +42,9 @@ def test_a_cpu_says_which_kernel_takes_the_place_of_flash_attention(capsys):
     used = []
     choose = fused_kernels.choose_kernel
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron.model.attention.choose_kernel", lambda *args: used.append(choose(*args)) or used[-1])
+        patch.setattr(
+            "megatron.model.kinds.attention.module.choose_kernel", lambda *args: used.append(choose(*args)) or used[-1]
+        )
         pretrain_gpt.main([*tiny, "--use-flash-attn"])
         said = capsys.readouterr().out
         assert f"the {used[0].name} kernel computes attention on this CPU" in said

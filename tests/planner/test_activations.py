@@ -12,7 +12,7 @@ from megatron.data.loader import MicroBatch
 from megatron.model.branches import Branch
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
-from megatron.model.kinds import KINDS
+from megatron.model.kinds.table import KINDS
 from megatron.mpu.discarded import Discarded
 from megatron.mpu.mesh import Mesh
 from megatron.planner.activations import stage_saved_bytes

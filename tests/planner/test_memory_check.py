@@ -17,6 +17,7 @@ import pretrain_gpt
 import pretrain_t5
 from megatron.errors import SettingsError
 from megatron.model.command_line import parse_any
+from megatron.model.gpt.facts import GPTFacts
 from megatron.planner import memory_check
 from megatron.planner.memory_check import Demand, check_room
 from megatron.settings.rank_env import Ranks
@@ -161,7 +162,7 @@ def test_all_machines_end_where_one_has_too_little(run_ranks):
     assert other == f"rank 1, on its machine: {own}"
 
 
-class Wrong(gpt_variant.VariantFacts):
+class Wrong(GPTFacts):
     def layer_ops(self, share, kind):
         return 1 / 0
 

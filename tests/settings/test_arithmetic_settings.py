@@ -7,8 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.errors import SettingsError
 from megatron.fused_kernels import cpu_ops
-from megatron.model import attention, recompute
+from megatron.model import recompute
 from megatron.model.gpt.module import GPT
+from megatron.model.kinds.attention import module as attention
 from megatron.mpu import initialize
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Kernels, Model

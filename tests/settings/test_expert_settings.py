@@ -12,7 +12,7 @@ from megatron.errors import Failure
 from megatron.inference.load import build_model
 from megatron.model.command_line import parse_any
 from megatron.mpu.mesh import Mesh
-from megatron.settings.groups.model import layer_pattern
+from megatron.settings.network import layer_pattern
 from megatron.training.rules import idle, resolve
 
 LINE = (

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from megatron.fused_kernels import FUSED, TABLE, Implementation, reference
-from megatron.model import attention
 from megatron.model.facts import RankSetup
+from megatron.model.kinds.attention import module as attention
 from megatron.mpu import layers
 from tests.settings.test_arithmetic_settings import Seen, step
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 import pretrain_gpt
 from megatron.errors import SettingsError, UsageError
-from megatron.model.attention import scaled_dot_product_attention
 from megatron.model.context import ForwardContext
+from megatron.model.kinds.attention.module import scaled_dot_product_attention
 from megatron.model.recipe import named_recipe
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model

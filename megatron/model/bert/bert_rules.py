@@ -4,14 +4,14 @@
 from megatron.model.bert.settings import own_settings
 from megatron.model.gpt.gpt_rules import IDLE, NO_RELATIVE
 from megatron.model.gpt.gpt_rules import RULES as GPT_RULES
-from megatron.model.kinds.experts.expert_rules import NO_EXPERTS
+from megatron.model.kinds.table import rules_of
 from megatron.model.t5.t5_rules import NO_SINKS, refused
 from megatron.settings.rules import Rule
 
 RULES = (
     *GPT_RULES,
     NO_RELATIVE,
-    NO_EXPERTS,
+    *rules_of("attention", "mlp"),
     Rule(
         lambda s: own_settings(s.settings).num_tokentypes < 0,
         lambda s: f"--num-tokentypes {own_settings(s.settings).num_tokentypes} must be 0 (none) or more",

@@ -16,8 +16,8 @@ from megatron.model.bert.settings import BertSettings, own_settings
 from megatron.model.branches import Branch
 from megatron.model.facts import Bytes
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.kinds import KINDS
 from megatron.model.kinds.attention.full import BIDIRECTIONAL, full_attention_kernel
+from megatron.model.kinds.table import KINDS
 from megatron.model.layer_ops import RankSetup, Residual
 from megatron.model.weights import Table, Unit, add_prefix, norm
 from megatron.mpu.placement import Constant, Normal, Placement
@@ -35,7 +35,7 @@ class BertFacts(GPTFacts):
     own: BertSettings = BertSettings()
 
     name = "BERT"
-    mixers = KINDS | {"attention": BIDIRECTIONAL}
+    kinds = KINDS | {"attention": BIDIRECTIONAL}
     word_head = True  # False in a subclass with another head instead
 
     @classmethod

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.model.attention import BidirectionalAttention
 from megatron.model.bert.facts import HEAD, BertFacts
 from megatron.model.context import ForwardContext
+from megatron.model.kinds.attention.module import BidirectionalAttention
 from megatron.model.language_model import LanguageModel, Sums
 from megatron.model.layer import Layer
 from megatron.model.norms import NORMS

@@ -7,13 +7,15 @@ autograd saves, the messages of ranks and the counts of published models.
     '174.6 B, 1.076 TFLOP per token'
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Optional
+from functools import cached_property
+from typing import ClassVar, Optional
 
 from megatron.model.branches import Branch
-from megatron.model.facts import Facts
-from megatron.model.kinds import KINDS
+from megatron.model.facts import Facts, experts_in
 from megatron.model.kinds.attention.kind import causal_kernel
+from megatron.model.kinds.table import KINDS, PLACES, Mixer, chosen
 from megatron.model.layer_ops import NORM, RankSetup
 from megatron.mpu.placement import elements
 from megatron.settings.schema import Config, Model
@@ -25,83 +27,76 @@ class GPTFacts(Facts):
     """See `Facts`."""
 
     name = "GPT"
-    recomputes = frozenset({NORM}).union(*(kind.recomputes for kind in KINDS.values()))
-    mixers = KINDS  # a variant may have others
+    kinds: ClassVar[Mapping[str, Mixer]] = KINDS  # that its layers choose from; a subclass may have others
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> "GPTFacts":
         """The facts of a run; a variant may read its own settings in `config.extra`."""
         return cls(config.model, vocab_size)
 
+    @cached_property
+    def mixers(self) -> Mapping[str, Mixer]:
+        """All kinds, a recipe's own first."""
+        own = self.settings.own_kinds
+        return {**own, **{name: kind for name, kind in self.kinds.items() if name not in own}}
+
+    @property
+    def recomputes(self) -> frozenset[str]:
+        return frozenset({NORM}).union(*(kind.recomputes for kind in self.mixers.values()))
+
     def branches(self, layer: int) -> tuple[Branch, ...]:
-        second = self.mixers["experts" if self.settings.has_experts(layer) else "mlp"]
-        pairs = ("attention", self.mixers["attention"]), ("mlp", second)
-        return tuple(Branch.at(self.settings.norm_position, slot, mixer) for slot, mixer in pairs)
+        pairs = ((place, chosen(self.mixers, place, self.settings, layer)) for place in PLACES)
+        return tuple(Branch.at(self.settings.norm_position, mixer.slot, mixer) for place, mixer in pairs)
 
     @property
     def has_shape(self) -> bool:
-        m = self.settings
-        if m.num_attention_heads < 1 or (m.num_query_groups is not None and m.num_query_groups < 1):
-            return False
         try:
-            m.window_of(0), m.expert_layers
+            return all(kind.has_shape(self.settings) for kind in self.mixers.values())
         except (ValueError, ZeroDivisionError):
             return False
-        return m.kv_channels is not None or m.hidden_size % m.num_attention_heads == 0
 
     def shrunk(self, num_layers: int, tp: int) -> Model:
-        """Keeps the ratios: groups of heads, heads wider than hidden / heads, more positions than sequence."""
-        m, shared = self.settings, self.settings.num_attention_heads // self.settings.query_groups
-        groups = 1 if m.query_groups == 1 else 2 * max(2, tp) // (2 if shared > 1 else 1)
-        heads = max(2, tp) * 2 if shared > 1 else groups
-        wide = m.kv_channels is not None and m.kv_channels * m.num_attention_heads != m.hidden_size
-        head, s = (HEAD + 4 if wide else HEAD), 8 * max(2, tp)
-        rotary = int(head * m.rotary_percent)
+        """Keeps the ratios: more positions than sequence, and those of each kind."""
+        m, s = self.settings, 8 * max(2, tp)
+        heads = 1 if m.num_attention_heads == 1 else 2 * max(2, tp)
         learned = m.position_embedding_type == "learned_absolute"
-        return replace(
+        small = replace(
             m,
             num_layers=num_layers,
             hidden_size=HEAD * heads,
             num_attention_heads=heads,
-            num_query_groups=groups if shared > 1 else None,
-            group_query_attention=shared > 1,
-            kv_channels=head if wide else None,
-            ffn_hidden_size=2 * HEAD * heads if m.ffn_hidden_size or m.gated else None,
             seq_length=s,
             max_position_embeddings=(s + 8 if m.position_table > m.seq_length else s) if learned else None,
-            window_size=None if m.window is None else f"{min(m.window, s // 2)},0",
-            rotary_percent=m.rotary_percent if rotary % 2 == 0 and rotary > 1 else 0.5,
             make_vocab_size_divisible_by=min(m.make_vocab_size_divisible_by, 8),
             model_name_or_path=None,
-            **self._shrunk_experts(num_layers, HEAD * heads),
         )
-
-    def _shrunk_experts(self, num_layers: int, width: int) -> dict[str, Any]:
-        """The experts of `shrunk`: as many, narrow ones; a dense layer first if some are dense."""
-        m = self.settings
-        if not m.mixture:
-            return {}
-        dense = num_layers > 1 and len(m.expert_layers) < m.num_layers
-        shared = width if m.moe_shared_expert_intermediate_size else None
-        return dict(
-            moe_layer_freq=f"[0]+[1]*{num_layers - 1}" if dense else "1",
-            moe_ffn_hidden_size=width,
-            moe_shared_expert_intermediate_size=shared,
-        )
+        own = {name: value for kind in self.mixers.values() for name, value in kind.shrunk(m, small, tp).items()}
+        small = replace(small, **own)
+        rotary = int(small.head_dim * m.rotary_percent)
+        return replace(small, rotary_percent=m.rotary_percent if rotary % 2 == 0 and rotary > 1 else 0.5)
 
     def divisible_by_tp(self) -> dict[str, int]:
-        branches = [branch for kind in sorted(self.layer_kinds) for branch in kind.branches]
-        sizes = [mixer.divided(self.settings) for branch in branches for mixer in branch.mixers]
+        sizes = [mixer.divided(self.settings) for mixer in self._present]
         return {name: size for own in sizes for name, size in own.items()}
 
+    @property
+    def _present(self) -> list[Mixer]:
+        """The kinds of its layers."""
+        return [mixer for kind in sorted(self.layer_kinds) for branch in kind.branches for mixer in branch.mixers]
+
     def shares_heads(self, tp: int, cp: int) -> bool:
-        return self.settings.query_groups % (tp * cp) == 0
+        return all(mixer.heads(self.settings) % (tp * cp) == 0 for mixer in self._present if mixer.heads)
+
+    def allows_cp(self, tp: int, cp: int) -> bool:
+        return cp == 1 or all(m.heads(self.settings) % (tp * cp) == 0 for m in self._present if m.all_rows)
 
     def describe(self, count: str) -> str:
         m, active = self.settings, ""
-        if m.mixture:
-            share = self.active_parameters / self.parameters
-            active = f", {m.moe_router_topk} of {m.num_experts} experts for each token ({share:.1%} of the parameters)"
+        for mixer in self._present:
+            if mixer.used:
+                used, of = mixer.used(m)
+                share = self.active_parameters / self.parameters
+                active = f", {used} of {of} {mixer.name} for each token ({share:.1%} of the parameters)"
         return (
             f"{self.name} of {count} parameters{active}: {m.num_layers} layers, hidden {m.hidden_size}, "
             f"{m.num_attention_heads} heads, sequence {m.seq_length}, vocabulary {self.vocab_size}"
@@ -110,11 +105,13 @@ class GPTFacts(Facts):
     @property
     def active_parameters(self) -> int:
         """Parameters that a token uses: those of its experts only."""
-        m = self.settings
-        if not m.mixture:
-            return self.parameters
-        all_experts = len(m.expert_layers) * elements(self.experts)
-        return self.parameters - all_experts + all_experts * m.moe_router_topk // m.num_experts
+        unused = 0
+        for layer in range(self.num_layers):
+            kind = self.layer_kind(layer)
+            for mixer in (mixer for branch in kind.branches for mixer in branch.mixers if mixer.used):
+                used, of = mixer.used(self.settings)
+                unused += elements(experts_in(self.layer_weights(kind, False))) * (of - used) // of
+        return self.parameters - unused
 
     def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
         return causal_kernel(self.settings, share, window)

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for combinations of GPT's settings (`settings.rules`)."""
+"""Rules for combinations of the settings that all kinds of layers share (`settings.rules`)."""
 
-from itertools import combinations
 from types import SimpleNamespace
 
-from megatron.settings.declare import dashed, declared
-from megatron.settings.groups.model import bad_window
-from megatron.settings.rules import Rule, divisors, either, multiples
+from megatron.settings.declare import declared
+from megatron.settings.rules import Rule
 from megatron.settings.schema import GROUPS
 
 
@@ -27,90 +25,6 @@ NO_RELATIVE = Rule(
     ),
 )
 RULES = (
-    Rule(
-        lambda s: bad_window(s.window_size),
-        lambda s: (
-            f"--window-size {s.window_size} must be the keys before and after its own that a token sees, with a comma "
-            "between, as 4095,0; before: -1 for all; after: 0, because attention is causal"
-        ),
-    ),
-    Rule(
-        lambda s: s.num_attention_heads % s.tp,
-        lambda s: (
-            f"--num-attention-heads {s.num_attention_heads} is not a multiple of --tensor-model-parallel-size "
-            f"{s.tp}; nearest: {either(multiples(s.num_attention_heads, s.tp))} heads, or tensor parallel size "
-            f"{either(divisors(s.num_attention_heads, s.tp))}"
-        ),
-    ),
-    *(
-        Rule(
-            lambda s, name=name: s.tp > 1 and s.num_attention_heads % s.tp == 0 and getattr(s, name) % s.tp,
-            lambda s, name=name, what=what: (
-                f"{what.format(getattr(s, name))} cannot be divided by "
-                f"--tensor-model-parallel-size {s.tp}; nearest: {either(multiples(getattr(s, name), s.tp))}, or tensor "
-                f"parallel size {either(divisors(getattr(s, name), s.tp))}"
-            ),
-        )
-        for name, what in (("groups", "--num-query-groups {}"), ("ffn", "--ffn-hidden-size {}"))
-    ),
-    Rule(
-        lambda s: s.groups % s.tp == 0 and s.groups // s.tp % s.cp_inner,
-        lambda s: (
-            f"--cp-comm-type a2a+p2p divides the {s.groups // s.tp} key-value heads of each tensor parallel rank by the "
-            f"first of --hierarchical-context-parallel-sizes, {s.cp_inner}; use p2p, or "
-            f"{either(divisors(s.groups // s.tp, s.cp_inner))} there"
-        ),
-    ),
-    Rule(
-        lambda s: "a2a" in s.cp_comm and s.groups % s.tp == 0 and s.groups // s.tp % s.cp,
-        lambda s: (
-            f"--cp-comm-type a2a divides the {s.groups // s.tp} key-value heads of each tensor parallel rank by "
-            f"--context-parallel-size {s.cp}; use p2p or allgather, or a context parallel size of "
-            f"{either(divisors(s.groups // s.tp, s.cp))}"
-        ),
-    ),
-    Rule(
-        lambda s: s.kv_channels is None and s.hidden_size % s.num_attention_heads,
-        lambda s: (
-            f"--hidden-size {s.hidden_size} is not a multiple of --num-attention-heads {s.num_attention_heads}; "
-            f"nearest: {either(multiples(s.hidden_size, s.num_attention_heads))}, or "
-            f"{either(divisors(s.hidden_size, s.num_attention_heads))} heads (or set --kv-channels)"
-        ),
-    ),
-    Rule(
-        lambda s: s.num_query_groups and s.num_attention_heads % s.num_query_groups,
-        lambda s: (
-            f"--num-attention-heads {s.num_attention_heads} cannot be shared by --num-query-groups "
-            f"{s.num_query_groups}; nearest: {either(divisors(s.num_attention_heads, s.num_query_groups))} groups"
-        ),
-    ),
-    Rule(
-        lambda s: s.group_query_attention and s.num_query_groups is None,
-        lambda s: (
-            "--group-query-attention needs --num-query-groups: 1, "
-            f"{either(divisors(s.num_attention_heads, s.num_attention_heads**0.5))} ..."
-        ),
-    ),
-    Rule(
-        lambda s: s.attn_logit_softcapping and s.attention_backend == "sdpa",
-        lambda s: (
-            "--attention-backend sdpa has no --attn-logit-softcapping; use auto, explicit, or flash (with the package "
-            "flash-attn)"
-        ),
-    ),
-    *(
-        Rule(
-            lambda s, one=one, other=other: getattr(s, one) and getattr(s, other),
-            lambda s, one=one, other=other: (
-                f"{dashed(one)} and {dashed(other)} are two activations of the MLP; give one of them"
-            ),
-        )
-        for one, other in combinations(("squared_relu", "swiglu", "geglu", "quick_geglu"), 2)
-    ),
-    Rule(
-        lambda s: s.qk_layernorm and s.qk_layernorm_across_heads and s.normalization != "RMSNorm",
-        lambda s: f"--qk-layernorm-across-heads is for --normalization RMSNorm; {s.normalization} is over each head",
-    ),
     Rule(
         lambda s: (
             (s.position_embedding_type == "learned_absolute" or s.settings.given("max_position_embeddings"))

@@ -6,10 +6,10 @@ from typing import Any, Optional, Union
 import torch
 
 from megatron.fused_kernels.documents import Documents, starts_of
-from megatron.model.attention import allowed_pairs, documents_of_chunks
 from megatron.model.cache import PagedCache
 from megatron.model.context import ForwardContext
 from megatron.model.gpt.facts import GPTFacts
+from megatron.model.kinds.attention.module import allowed_pairs, documents_of_chunks
 from megatron.model.language_model import LanguageModel
 from megatron.model.positions import Rotary
 from megatron.model.ring_attention import ring_steps_of_documents

@@ -20,9 +20,9 @@ from typing import Any
 
 from megatron.model.branches import Branch, LayerKind
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.kinds import KINDS
 from megatron.model.kinds.attention.full import BIDIRECTIONAL, WIDE, attention_over_all
 from megatron.model.kinds.mlp.kind import mlp, mlp_ops
+from megatron.model.kinds.table import KINDS
 from megatron.model.layer_ops import RankSetup, Residual
 from megatron.model.t5.settings import GROUP, SHORT, T5Settings, own_settings
 from megatron.model.weights import Table, Unit, add_prefix, positions

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from megatron.fused_kernels import Case, choose_kernel
 from megatron.model.context import ForwardContext, LayerSetup
-from megatron.model.mlp import MLP
+from megatron.model.kinds.mlp.module import MLP
 from megatron.model.weights import Table
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from megatron.model.gpt.gpt_rules import IDLE as OF_GPT
 from megatron.model.gpt.gpt_rules import RULES as GPT_RULES
-from megatron.model.kinds.experts.expert_rules import NO_EXPERTS
+from megatron.model.kinds.table import rules_of
 from megatron.model.t5.settings import own_settings
 from megatron.settings.declare import Needs, dashed
 from megatron.settings.rules import Rule, either, multiples
@@ -40,7 +40,7 @@ DIVISIBLE_TARGET = Rule(
 )
 RULES = (
     *GPT_RULES,
-    NO_EXPERTS,
+    *rules_of("attention", "mlp", "cross"),
     Rule(lambda s: _target(s) < 1, lambda s: f"--decoder-seq-length {_target(s)} must be at least 1"),
     DIVISIBLE_TARGET,
     Rule(

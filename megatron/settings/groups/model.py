@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the network: its shape and its arithmetic."""
+"""The settings of the network: its shape and its arithmetic. Those of a kind of mixer are in the kind's folder,
+`megatron/model/kinds/NAME/settings.py`: a frozen dataclass, whose fields `Model` has, too.
+"""
 
-import ast
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import lru_cache, partial
+from dataclasses import dataclass, is_dataclass
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Optional
 
@@ -21,74 +22,10 @@ from megatron.settings.declare import (
     PositiveShare,
     shown_by,
 )
-from megatron.settings.groups.precision import HALF
-
-
-def window_numbers(text: str) -> tuple[int, int]:
-    """(keys before, keys after) of --window-size. Raises ValueError.
-
-    >>> window_numbers("(127, 0)")
-    (127, 0)
-    """
-    left, right = text.strip(" ()[]").split(",")
-    return int(left), int(right)
-
-
-@lru_cache
-def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Which layers have experts, from --moe-layer-freq: every N-th, or sums and multiples of lists of 0 and 1.
-
-    Raises ValueError.
-
-    >>> layer_pattern("[0]*1+[1]*2", 3), layer_pattern("2", 3), layer_pattern("([1]+[0])*2", 4)
-    ((False, True, True), (True, False, True), (True, False, True, False))
-    """
-    words = text.strip(" '\"")
-    if words.isdecimal() and int(words):
-        return tuple(n % int(words) == 0 for n in range(num_layers))
-    try:
-        result = _listed(ast.parse(words, mode="eval").body, num_layers)
-    except (SyntaxError, RecursionError, MemoryError):
-        result = None
-    if result is None:
-        raise ValueError("no list of 0 and 1")
-    if len(result) != num_layers:
-        raise ValueError(f"it is for {len(result)} layers")
-    return result
-
-
-def _listed(node: ast.expr, most: int) -> Optional[tuple[bool, ...]]:
-    """The value of an expression of lists of 0 and 1, + and *; None: it is another one. Raises ValueError above `most`."""
-    match node:
-        case ast.List(elements):
-            values = [element.value if isinstance(element, ast.Constant) else None for element in elements]
-            return tuple(map(bool, values)) if all(value in (0, 1) for value in values) else None
-        case ast.BinOp(left, ast.Add(), right):
-            parts = _listed(left, most), _listed(right, most)
-            return None if None in parts else parts[0] + parts[1]
-        case ast.BinOp(left, ast.Mult(), ast.Constant(int(times))):
-            once = _listed(left, most)
-            if once and len(once) * times > most:
-                raise ValueError(f"it is for {len(once) * times} layers")
-            return None if once is None else once * times
-    return None
-
-
-QUICK = 1.702  # x sigmoid(1.702 x) is close to GeLU (arXiv:1606.08415, section 2)
-
-
-def bad_window(text: Optional[str]) -> bool:
-    """Whether --window-size is no window of a causal model."""
-    try:
-        left, right = (-1, 0) if text is None else window_numbers(text)
-    except ValueError:
-        return True
-    return left < -1 or right not in (-1, 0)
-
+from megatron.settings.network import PLAIN, Network, formula, shape
 
 # Conditions for effects --------------------------------------------------------------------------------------------------
 
-Network = partial(Needs, of_network=True)
 ROPE = Network("--position-embedding-type rope", lambda s: s.position_embedding_type == "rope")
 LOCAL_ROPE = Network(
     "--position-embedding-type rope and a --window-size",
@@ -100,42 +37,6 @@ SCALABLE = Network(
 )
 LLAMA3 = Network("--use-rope-scaling", lambda s: s.use_rope_scaling)
 YARN = Network("--rope-type yarn", lambda s: s.rope_type == "yarn")
-QK_NORM = Network("--qk-layernorm", lambda s: s.qk_layernorm)
-NO_BIAS = Network("--disable-bias-linear", lambda s: s.disable_bias_linear)
-GELU = Network(
-    "GeLU (no --swiglu, --squared-relu or --quick-geglu)", lambda s: not (s.swiglu or s.squared_relu or s.quick_geglu)
-)
-SIGMOID_GATE = Network("--swiglu or --quick-geglu", lambda s: s.swiglu or s.quick_geglu)
-WINDOW = Network("--window-size", lambda s: s.window_size is not None)
-NARROW = Network(
-    "a --seq-length that is longer than the window",
-    lambda s: bad_window(s.window_size) or (s.settings.model.window or s.seq_length) < s.seq_length - 1,
-)
-
-
-def any_way(s: Any, attribute: str, suites: str) -> bool:
-    """Whether a chosen way to balance has an attribute of `model.kinds.experts.parts.Balancing`; the suite's own have it if
-    `suites` is in their names.
-    """
-    own = getattr(s.settings.model.own_experts, "balancing", {})
-    return any(getattr(own.get(kind), attribute, suites in kind) for kind in s.settings.model.balancing_kinds)
-
-
-MIXED = Network("--num-experts above 1", lambda s: s.settings.model.mixture)
-SCORED = Network(
-    "--num-experts above 1, and with --moe-router-load-balancing-type sinkhorn",
-    lambda s: MIXED.met(s) and not any_way(s, "chooses", "sinkhorn"),
-)
-BEFORE = Network(
-    "--num-experts above 1 and --moe-router-score-function softmax, and with --moe-router-load-balancing-type sinkhorn",
-    lambda s: SCORED.met(s) and s.moe_router_score_function == "softmax",
-)
-LOSSES = Network(
-    "--num-experts above 1 and a --moe-router-load-balancing-type with a loss",
-    lambda s: MIXED.met(s) and (any_way(s, "label", "aux_loss") or not any(s.moe_aux_loss_coeff or ())),
-)
-BIASED = Network("--moe-router-enable-expert-bias", lambda s: MIXED.met(s) and s.moe_router_enable_expert_bias)
-CAPPED = Network("--moe-expert-capacity-factor", lambda s: MIXED.met(s) and s.moe_expert_capacity_factor is not None)
 
 FAKE_QUANTIZE = "fake_quantize"  # the kind of linear layers that --quantization chooses
 QUANTIZED = Needs("--quantization", lambda s: s.quantization or FAKE_QUANTIZE in (s.linear or ""))
@@ -150,33 +51,29 @@ GROWS = Needs(
 )
 
 # Tests that show effects
-PLAIN = "test_a_network_is_the_plain_one"
-EXPERT = "test_expert_layouts::test_any_layout_is_the_plain_loop"
 QUANTIZING = "test_quantization::test_any_layout_is_the_plain_loop"
 MASKING = "test_sparsity::test_any_layout_is_the_plain_loop"
 SCALING = "test_frequencies_and_stretch"
 PAIRS = "test_lora::test_any_layout_is_the_plain_loop"
 
-shape = shown_by(PLAIN, on_resume="another model")
-formula = shown_by(PLAIN, on_resume="refused")
 scaling = shown_by(SCALING, on_resume="refused")
 llama3 = shown_by(SCALING, needs=LLAMA3, on_resume="refused")
 yarn = shown_by(SCALING, needs=YARN, on_resume="refused")
-expert = shown_by(EXPERT, needs=MIXED)
-router = shown_by(EXPERT, needs=MIXED, on_resume="refused")
-expert_shape = shown_by(EXPERT, needs=MIXED, on_resume="another model")
 quantized = shown_by(QUANTIZING, on_resume="refused")
 masked = shown_by(MASKING, on_resume="refused")
 pair = shown_by(PAIRS, on_resume="refused")
 
 
-@dataclass(frozen=True)
-class Model:
-    """The shape and the arithmetic of the network."""
+def _of_kinds() -> list[type]:
+    """The settings of each kind that has its own."""
+    modules = import_module("megatron.model.kinds").parts("settings")
+    found = [(module.__name__, one) for module in modules for one in vars(module).values()]
+    return [one for name, one in found if is_dataclass(one) and one.__module__ == name]
 
-    # A recipe's kinds of linear layers: name -> `mpu.linear_product.LinearProduct` (`own_choices.model_group`).
-    own_linears: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    own_experts: ClassVar[Any] = None  # its parts of layers with experts: `model.kinds.experts.parts.ExpertParts`
+
+@dataclass(frozen=True)
+class Shape:
+    """The settings that all kinds of mixers share."""
 
     num_layers: Count = shape("number of transformer layers")
     hidden_size: Count = shape("transformer hidden size")
@@ -186,16 +83,6 @@ class Model:
     )
     max_position_embeddings: Optional[Count] = formula(
         "size of the learned position embedding (default: --seq-length)", None
-    )
-    ffn_hidden_size: Optional[Count] = shape(
-        "hidden size of the MLP (default: 4 x hidden size, 8/3 x with --swiglu or --geglu)", None
-    )
-    kv_channels: Optional[Count] = shape("size of an attention head (default: hidden size / heads)", None)
-    group_query_attention: bool = shown_by("test_groups_need_a_number")(
-        "grouped-query attention (see --num-query-groups)", False
-    )
-    num_query_groups: Optional[Count] = shape(
-        "key-value heads (default: one per query head)", None, "--num-key-value-heads"
     )
     position_embedding_type: Literal["learned_absolute", "rope", "none", "relative"] = shape(
         "position embedding type (relative: encoder-decoder models only)",
@@ -250,112 +137,7 @@ class Model:
         "OLMo 2 (post), or both, as in Gemma 2 (sandwich)",
         "pre",
     )
-    qk_layernorm: bool = shape("normalize the queries and keys of each head", False)
-    qk_layernorm_across_heads: bool = shape(
-        "--qk-layernorm normalizes over all heads together, as in OLMo 2", False, needs=QK_NORM
-    )
-    swiglu: bool = shape("gated SiLU in the MLP instead of GeLU", False)
-    geglu: bool = shape("gated GeLU in the MLP instead of GeLU", False)
-    squared_relu: bool = shape("relu(x)^2 in the MLP instead of GeLU", False)
-    quick_geglu: bool = shape("gated x sigmoid(1.702 x) in the MLP instead of GeLU, as in gpt-oss", False)
-    activation_func_clamp_value: Optional[Positive] = formula(
-        "with --swiglu or --quick-geglu: gates are at most this, and values between minus this and this",
-        None,
-        needs=SIGMOID_GATE,
-    )
-    glu_linear_offset: float = formula(
-        "with --swiglu or --quick-geglu: any number, added to the values after the clamp", 0.0, needs=SIGMOID_GATE
-    )
-    num_experts: Optional[Natural] = shown_by(EXPERT)(
-        "experts of a layer that has them instead of an MLP; 0 or 1: none (docs/experts.md)",
-        None,
-        "--num-moe-experts",
-        on_resume="another model",
-    )
-    moe_layer_freq: str = expert_shape(
-        "layers with experts: every N-th, the first included, or a pattern such as [0]*1+[1]*27 or ([1]*3+[0])*2", "1"
-    )
-    moe_ffn_hidden_size: Optional[Count] = expert_shape("hidden size of each expert (default: --ffn-hidden-size)", None)
-    moe_shared_expert_intermediate_size: Optional[Count] = expert_shape(
-        "hidden size of an MLP that sees every token beside the experts, of all shared experts together", None
-    )
-    moe_shared_expert_gate: bool = expert_shape(
-        "multiply the output of the shared expert by the sigmoid of a product of its input", False
-    )
-    moe_router_topk: Count = router("experts that each token goes to", 2)
-    moe_router_score_function: Literal["softmax", "sigmoid"] = shown_by(EXPERT)(
-        "scores of experts from the router's logits", "softmax", needs=SCORED, on_resume="refused"
-    )
-    moe_router_pre_softmax: bool = shown_by(EXPERT)(
-        "softmax over all experts before the choice, instead of over the chosen ones",
-        False,
-        needs=BEFORE,
-        on_resume="refused",
-    )
-    moe_router_num_groups: Optional[Count] = shown_by("test_choices_and_weights_are_those_of_megatron_core")(
-        "groups of experts, of which a token chooses --moe-router-group-topk first",
-        None,
-        needs=MIXED,
-        on_resume="refused",
-    )
-    moe_router_group_topk: Optional[Count] = shown_by("test_choices_and_weights_are_those_of_megatron_core")(
-        "groups that each token chooses experts from", None, needs=MIXED, on_resume="refused"
-    )
-    moe_router_topk_scaling_factor: Optional[Positive] = shown_by(EXPERT)(
-        "multiply the weights of the chosen experts by this", None, needs=SCORED, on_resume="refused"
-    )
-    moe_router_dtype: Literal["fp32", "fp64"] = shown_by("test_logits_are_fp32_whatever_the_format")(
-        "format of the router's logits and scores", "fp32", needs=MIXED
-    )
-    moe_router_load_balancing_type: Optional[
-        list[Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]]
-    ] = expert(
-        "how experts get equally many tokens, one word or several: a loss over each micro-batch, each sequence or the "
-        "global batch, by sinkhorn, or not at all (default: aux_loss)",
-        None,
-    )
-    moe_aux_loss_coeff: Optional[list[float]] = shown_by(EXPERT)(
-        "weight of each balancing loss; 0: it is only logged (default: 0)", None, needs=LOSSES
-    )
-    moe_z_loss_coeff: Optional[FromZero] = expert(
-        "weight of the square of log sum exp of the router's logits, which keeps them small; 0: none", None
-    )
-    moe_router_enable_expert_bias: bool = expert_shape(
-        "balance by a bias of each expert's score, which counts for the choice only and rises for experts with few tokens",
-        False,
-    )
-    moe_router_bias_update_rate: FromZero = shown_by(EXPERT)(
-        "by how much a step changes these biases; 0: they are constant", 1e-3, needs=BIASED
-    )
-    moe_input_jitter_eps: Optional[Fraction] = shown_by("test_jitter_is_drawn_by_sample_and_only_in_training")(
-        "multiply the router's input by random numbers between 1 - this and 1 + this; 0: do not", None, needs=MIXED
-    )
-    moe_router_force_load_balancing: bool = shown_by("test_forced_balance_chooses_by_numbers_and_keeps_the_gradient")(
-        "choose experts by random numbers, so that they get equally many tokens on average, for measurements",
-        False,
-        needs=MIXED,
-        on_resume="refused",
-    )
-    moe_expert_capacity_factor: Optional[Positive] = router(
-        "drop an expert's tokens above this x its equal share of a rank's micro-batch (default: none are dropped)", None
-    )
-    moe_pad_expert_input_to_capacity: bool = expert(
-        "pad each expert's tokens to its capacity, so that no size depends on the data", False
-    )
-    moe_token_drop_policy: Literal["probs", "position"] = shown_by(EXPERT)(
-        "tokens that are dropped above the capacity: those with the lowest probability, or the last",
-        "probs",
-        needs=CAPPED,
-        on_resume="refused",
-    )
-    bias_gelu_fusion: bool = formula("fuse the bias with tanh GeLU; off: erf GeLU", True, needs=GELU)
     disable_bias_linear: bool = shape("linear layers without bias", False, "--add-bias-linear=false")
-    add_qkv_bias: bool = shape(
-        "with --disable-bias-linear: a bias for queries, keys and values alone, as in Qwen2",
-        False,
-        "--qkv-bias",
-        needs=NO_BIAS,
-    )
     linear: Optional[str] = shown_by("test_linear_kinds::test_any_layout_is_the_plain_loop")(
         "PATTERN=KIND, ...: the kind of the linear layers that match, such as mlp.*=mask; kinds are plain, lora, "
         "fake_quantize (--quantization), sparse (--sparsity) and those that the recipe defines; +KIND adds one",
@@ -457,34 +239,6 @@ class Model:
         "multiply the embeddings of tokens by the root of --hidden-size, as in Gemma", False
     )
     untie_embeddings_and_output_weights: bool = shape("give the output layer its own weight", False)
-    apply_query_key_layer_scaling: bool = shown_by("test_query_key_layer_scaling_keeps_scores_in_the_range_of_fp16")(
-        "scale attention scores by 1 / layer number and compute their softmax in fp32 (for fp16)",
-        False,
-        "--no-query-key-layer-scaling=false",
-        "--scale-qk-by-layer-num",
-    )
-    query_pre_attn_scalar: Optional[Positive] = formula(
-        "divide attention scores by the root of this (default: size of an attention head)", None
-    )
-    attention_softmax_in_fp32: bool = shown_by("test_softmax_in_fp32_is_that_of_the_rounded_scores")(
-        "compute the softmax of attention in fp32", False, needs=HALF._replace(of_network=True)
-    )
-    window_size: Optional[str] = formula(
-        "sliding window attention: keys before and after a token that it sees, as 4095,0 (default, or -1: all before)",
-        None,
-        needs=NARROW,
-    )
-    window_attn_skip_freq: Optional[Count] = formula(
-        "with --window-size: every N-th layer uses full attention (4: the 4th, the 8th ...)", None, needs=WINDOW
-    )
-    attn_logit_softcapping: Optional[Positive] = formula(
-        "attention scores become cap x tanh(score / cap), as in Gemma 2", None, "--attention-logit-softcapping"
-    )
-    softmax_type: Literal["vanilla", "learnable", "off-by-one"] = shape(
-        "softmax of attention over the keys alone, or with a sink: a logit of each head without a value, learned as in "
-        "gpt-oss, or 0",
-        "vanilla",
-    )
     final_logit_softcapping: Optional[Positive] = formula(
         "logits become cap x tanh(logit / cap), as in Gemma 2", None, "--output-logit-softcapping"
     )
@@ -494,9 +248,6 @@ class Model:
         "--check-accuracy~=0",
         "--hidden-dropout-prob",
         also_sets={"--check-accuracy": dict(attention_dropout=0.0)},
-    )
-    attention_dropout: Fraction = shown_by("test_attention_dropout_drops_attention_weights")(
-        "dropout of attention weights; 0: none", 0.1, "--attention-probs-dropout-prob"
     )
     label_smoothing: Fraction = shown_by("test_label_smoothing_is_torchs_in_training_alone")(
         "label smoothing in training: target probability spread over the vocabulary", 0.0
@@ -523,95 +274,10 @@ class Model:
         "a named shape (gpt2-medium, gpt3-6.7B ...; other flags override it), or a folder to --load", None, "--preset"
     )
 
-    def __hash__(self):  # lists have none; equal settings have equal sizes
-        return hash((self.num_layers, self.hidden_size, self.seq_length, self.ffn_hidden_size, self.num_experts))
-
     @property
     def published_shape(self) -> Optional[str]:
         """The name that may have the rows of a published embedding (`presets.published_rows`); None for other models."""
         return self.model_name_or_path if self.model_type == "GPT" else None
-
-    @property
-    def mixture(self) -> bool:
-        """Whether layers have experts."""
-        return (self.num_experts or 0) > 1
-
-    @property
-    def expert_layers(self) -> tuple[int, ...]:
-        """The layers with experts, numbered from 0. Raises ValueError for a bad `moe_layer_freq`."""
-        return tuple(
-            n for n, has in enumerate(layer_pattern(self.moe_layer_freq, self.num_layers)) if has and self.mixture
-        )
-
-    def has_experts(self, layer: int) -> bool:
-        """Whether a layer, numbered from 0, has experts instead of an MLP."""
-        return self.mixture and layer_pattern(self.moe_layer_freq, self.num_layers)[layer]
-
-    @property
-    def expert_ffn_size(self) -> int:
-        """Width inside an expert."""
-        return self.moe_ffn_hidden_size or self.ffn_size
-
-    @property
-    def balancing_kinds(self) -> list[str]:
-        """The ways in which experts are balanced."""
-        return self.moe_router_load_balancing_type or ["aux_loss"]
-
-    @property
-    def balancing(self) -> tuple[tuple[str, float], ...]:
-        """The ways in which experts are balanced, each with its coefficient."""
-        kinds = self.balancing_kinds
-        coefficients = self.moe_aux_loss_coeff or [0.0]
-        return tuple(zip(kinds, coefficients if len(coefficients) > 1 else coefficients * len(kinds)))
-
-    @property
-    def ffn_size(self) -> int:
-        """Width inside the MLP; a gate keeps the parameter count of 4h with 8/3 h, rounded down to 64 (Megatron)."""
-        if self.ffn_hidden_size is not None:
-            return self.ffn_hidden_size
-        narrow = self.swiglu or self.geglu
-        return max(64, self.hidden_size * 8 // 3 // 64 * 64) if narrow else 4 * self.hidden_size
-
-    @property
-    def gated(self) -> bool:
-        """Whether the MLP has a gate."""
-        return self.swiglu or self.geglu or self.quick_geglu
-
-    @property
-    def sigmoid_gate(self) -> Optional[tuple[float, Optional[float], float]]:
-        """(alpha, limit, offset) of a gate with x sigmoid(alpha x), unless it is that of plain SwiGLU, or another one."""
-        changed = self.activation_func_clamp_value is not None or self.glu_linear_offset != 0
-        if not (self.quick_geglu or self.swiglu and changed):
-            return None
-        return QUICK if self.quick_geglu else 1.0, self.activation_func_clamp_value, self.glu_linear_offset
-
-    @property
-    def qkv_bias(self) -> bool:
-        """Whether the product for queries, keys and values has a bias."""
-        return self.add_qkv_bias or not self.disable_bias_linear
-
-    @property
-    def head_dim(self) -> int:
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    @property
-    def query_groups(self) -> int:
-        return self.num_query_groups or self.num_attention_heads
-
-    @property
-    def window(self) -> Optional[int]:
-        """Number of keys before a token that it attends to in layers with a window; None: all of them."""
-        left = -1 if self.window_size is None else window_numbers(self.window_size)[0]
-        return None if left < 0 else left
-
-    def window_of(self, layer: int) -> Optional[int]:
-        """The `window` of a layer, numbered from 0."""
-        skipped = self.window_attn_skip_freq is not None and (layer + 1) % self.window_attn_skip_freq == 0
-        return None if skipped else self.window
-
-    def overrides(self, layer: int) -> tuple[tuple[str, Any], ...]:
-        """The settings of a layer that differ from the model's."""
-        return () if self.window_of(layer) == self.window else (("window_size", None),)
 
     @property
     def yarn_stretch(self) -> float:
@@ -631,5 +297,18 @@ class Model:
         return self.position_table if self.position_embedding_type == "learned_absolute" else self.seq_length
 
 
-# The settings of layers with experts.
-EXPERT_SETTINGS = tuple(f.name for f in fields(Model) if f.name == "num_experts" or f.name.startswith("moe_"))
+@dataclass(frozen=True)
+class Model(*reversed(_of_kinds()), Shape):
+    """The shape and the arithmetic of the network."""
+
+    # A recipe's kinds of linear layers: name -> `mpu.linear_product.LinearProduct` (`own_choices.model_group`).
+    own_linears: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    own_experts: ClassVar[Any] = None  # its parts of layers with experts: `model.kinds.experts.parts.ExpertParts`
+    own_kinds: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # its kinds of mixers: name -> `kinds.table.Mixer`
+
+    def __hash__(self):  # lists have none; equal settings have equal sizes
+        return hash((self.num_layers, self.hidden_size, self.seq_length, self.ffn_hidden_size, self.num_experts))
+
+    def overrides(self, layer: int) -> tuple[tuple[str, Any], ...]:
+        """The settings of a layer that differ from the model's."""
+        return () if self.window_of(layer) == self.window else (("window_size", None),)

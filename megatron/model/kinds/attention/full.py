@@ -67,5 +67,7 @@ def attention_over_all(x: Residual, causal: str = "") -> tuple[LayerOp, ...]:
 
 
 BIDIRECTIONAL = replace(
-    KIND, module="megatron.model.attention:BidirectionalAttention", ops=lambda facts, x: attention_over_all(x)
+    KIND,
+    module="megatron.model.kinds.attention.module:BidirectionalAttention",
+    ops=lambda facts, x: attention_over_all(x),
 )

@@ -5,9 +5,11 @@ Legend: n tokens of a micro-batch (s x b), d channels per head, q queries per ke
 """
 
 from dataclasses import replace
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
-from megatron.model.kinds import Mixer
+from megatron.model.kinds.attention.attention_rules import RULES
+from megatron.model.kinds.attention.settings import AttentionSettings
+from megatron.model.kinds.table import Mixer
 from megatron.model.layer_ops import ALWAYS, ATTENTION, CORE, Collective, CoreAttention, LayerOp, RankSetup, Residual
 from megatron.model.weights import add_prefix, column, norm, output_std, row
 from megatron.mpu.chunks import own_chunks, parts_between, ring_distances
@@ -220,7 +222,7 @@ def _ring_workspace(facts, share: RankSetup, kernel: str, calls: list[Call], win
 
 
 def _core_kept(facts, share: RankSetup, kernel: str, window: Optional[int]) -> tuple[int, int]:
-    """(bytes saved, bytes saved if softmax(q k) v is recomputed), op by op as in `model.attention` and the kernels."""
+    """(bytes saved, bytes saved if softmax(q k) v is recomputed), op by op as in `module.py` and the kernels."""
     m, e, b = facts.settings, share.element, share.micro_batch_size
     n, exchanged = m.seq_length // share.cp * b, share.cp_heads > 1
     heads, groups, d = m.num_attention_heads // share.tp, m.query_groups // share.tp, m.head_dim
@@ -275,13 +277,39 @@ def stored_weights(m: Model, pairs: int, e: int) -> int:
     return wide + capped + (pairs * e if wide != pairs * e else 0)
 
 
+def _has_shape(model: Model) -> bool:
+    if model.num_attention_heads < 1 or (model.num_query_groups is not None and model.num_query_groups < 1):
+        return False
+    model.window_of(0)
+    return model.kv_channels is not None or model.hidden_size % model.num_attention_heads == 0
+
+
+def _shrunk(model: Model, small: Model, tp: int) -> dict[str, Any]:
+    """Keeps the ratios: groups of heads, heads wider than hidden / heads."""
+    shared = model.query_groups < model.num_attention_heads
+    wide = model.kv_channels is not None and model.kv_channels * model.num_attention_heads != model.hidden_size
+    groups = 1 if model.query_groups == 1 else small.num_attention_heads // (2 if shared else 1)
+    return dict(
+        num_query_groups=groups if shared else None,
+        group_query_attention=shared,
+        kv_channels=small.hidden_size // small.num_attention_heads + 4 if wide else None,
+        window_size=None if model.window is None else f"{min(model.window, small.seq_length // 2)},0",
+    )
+
+
 KIND = Mixer(
     "attention",
     "attention",
-    "megatron.model.attention:Attention",
+    "megatron.model.kinds.attention.module:Attention",
     weights=lambda facts, model, sequence_parallel: attention(model, sequence_parallel),
     ops=attention_ops,
+    place="attention",
+    settings=AttentionSettings,
+    rules=RULES,
     mixes_tokens=True,
     recomputes=(CORE, ATTENTION),
     divided=lambda model: {"heads": model.num_attention_heads, "key-value heads": model.query_groups},
+    heads=lambda model: model.query_groups,
+    has_shape=_has_shape,
+    shrunk=_shrunk,
 )

@@ -3,8 +3,8 @@
 
 from dataclasses import replace
 
-from megatron.model.kinds import Mixer
 from megatron.model.kinds.attention.full import noncausal_core
+from megatron.model.kinds.table import Mixer
 from megatron.model.layer_ops import ATTENTION, CORE, LayerOp, Residual
 from megatron.model.weights import add_prefix, column, output_std, row
 from megatron.mpu.placement import Placement
@@ -40,7 +40,7 @@ def _cross_ops(facts, x: Residual) -> tuple[LayerOp, ...]:
 KIND = Mixer(
     "cross",
     "cross",
-    "megatron.model.attention:CrossAttention",
+    "megatron.model.kinds.cross.module:CrossAttention",
     weights=lambda facts, model, sequence_parallel: cross_attention(model, sequence_parallel),
     ops=_cross_ops,
     mixes_tokens=True,

@@ -161,6 +161,3 @@ RULES = (
         lambda s: "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size",
     ),
 )
-
-# Models without experts.
-NO_EXPERTS = Rule(_mixture, lambda s: f"--num-experts {s.num_experts}: this kind of model has no experts; leave it out")

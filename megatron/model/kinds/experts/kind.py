@@ -4,11 +4,16 @@
 All experts are assumed to get equally many tokens.
 """
 
-from megatron.model.kinds import Mixer
+from typing import Any
+
+from megatron.model.kinds.experts.expert_rules import RULES
 from megatron.model.kinds.experts.parts import capacity, expert_sums, ways_of
+from megatron.model.kinds.experts.settings import ExpertSettings
 from megatron.model.kinds.experts.weights import experts
 from megatron.model.kinds.mlp.kind import activation_of, kinds_of, mlp_ops
+from megatron.model.kinds.table import Mixer
 from megatron.model.layer_ops import ACTIVATION, MLP, ONCE, Collective, Kernel, LayerOp, Product, Residual
+from megatron.settings.schema import Model
 
 
 def expert_ops(x: Residual) -> tuple[LayerOp, ...]:
@@ -80,13 +85,33 @@ def _mlp_ops(x: Residual, activation: Kernel, rows: int, each: float) -> tuple[L
     )
 
 
+def _shrunk(model: Model, small: Model, tp: int) -> dict[str, Any]:
+    """As many experts, narrow ones; a dense layer first if some are dense."""
+    if not model.mixture:
+        return {}
+    dense = small.num_layers > 1 and len(model.expert_layers) < model.num_layers
+    return dict(
+        moe_layer_freq=f"[0]+[1]*{small.num_layers - 1}" if dense else "1",
+        moe_ffn_hidden_size=small.hidden_size,
+        moe_shared_expert_intermediate_size=small.hidden_size if model.moe_shared_expert_intermediate_size else None,
+    )
+
+
 KIND = Mixer(
     "experts",
     "mlp",
     "megatron.model.kinds.experts.layer:MoELayer",
     weights=lambda facts, model, sequence_parallel: experts(model, sequence_parallel),
     ops=lambda facts, x: expert_ops(x),
-    sums=True,
+    place="mlp",
+    takes=lambda model, layer: model.has_experts(layer),
+    asked=lambda model: f"--num-experts {model.num_experts}" if model.mixture else "",
+    settings=ExpertSettings,
+    rules=RULES,
+    sums=expert_sums,
     recomputes=(ACTIVATION, MLP),
     divided=lambda model: {"shared expert": width} if (width := model.moe_shared_expert_intermediate_size) else {},
+    used=lambda model: (model.moe_router_topk, model.num_experts),
+    has_shape=lambda model: len(model.expert_layers) >= 0,
+    shrunk=_shrunk,
 )

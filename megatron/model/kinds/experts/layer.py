@@ -19,7 +19,7 @@ from megatron.model.kinds.experts.dispatch import Dispatcher, PaddedDispatcher
 from megatron.model.kinds.experts.grouped import GroupedLinear
 from megatron.model.kinds.experts.parts import capacity, parts_of
 from megatron.model.kinds.experts.router import Memo, Router, Routing
-from megatron.model.mlp import MLP, Activation
+from megatron.model.kinds.mlp.module import MLP, Activation
 from megatron.model.recompute import recompute_output
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu import collectives, mappings

@@ -12,24 +12,24 @@ A scaling factor s of the weights divides the outputs by s.
 Legend: E experts, k experts of a token, F width of the MLP, f = F / G width of an expert.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from megatron.errors import SettingsError
 from megatron.model.kinds.experts.parts import ways_of
+from megatron.model.kinds.experts.settings import ExpertSettings
 from megatron.mpu.placement import Placement
 from megatron.mpu.random import init_parameter
-from megatron.settings.groups.model import EXPERT_SETTINGS, Model
+from megatron.settings.schema import Model
 
 EXPERTS, ROUTER = ".mlp.experts.", ".mlp.router."
 
 
 def dense(model: Model) -> Model:
     """The dense model that a mixture starts from: the same shape without experts."""
-    plain = Model(num_layers=1, hidden_size=1, num_attention_heads=1)
-    return replace(model, **{name: getattr(plain, name) for name in EXPERT_SETTINGS})
+    return replace(model, **vars(ExpertSettings()))
 
 
 def granularity(model: Model) -> int:
@@ -93,4 +93,4 @@ def router_of(name: str, placed: Placement, model: Model, seed: int) -> torch.Te
 
 def upcycled_settings(saved: dict[str, Any], model: Model) -> dict[str, Any]:
     """The saved settings of the dense model with the experts of the mixture."""
-    return saved | {name: getattr(model, name) for name in EXPERT_SETTINGS}
+    return saved | {one.name: getattr(model, one.name) for one in fields(ExpertSettings)}

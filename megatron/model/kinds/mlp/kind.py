@@ -4,7 +4,9 @@
 from dataclasses import replace
 from typing import Optional
 
-from megatron.model.kinds import Mixer
+from megatron.model.kinds.mlp.mlp_rules import RULES
+from megatron.model.kinds.mlp.settings import MLPSettings
+from megatron.model.kinds.table import Mixer
 from megatron.model.layer_ops import ACTIVATION, MLP, Kernel, LayerOp, RankSetup, Residual
 from megatron.model.weights import add_prefix, column, output_std, row
 from megatron.mpu.placement import Placement
@@ -74,9 +76,15 @@ def activation_of(
 KIND = Mixer(
     "mlp",
     "mlp",
-    "megatron.model.mlp:MLP",
+    "megatron.model.kinds.mlp.module:MLP",
     weights=lambda facts, model, sequence_parallel: mlp(model, sequence_parallel),
     ops=lambda facts, x: mlp_ops(x, *kinds_of(x.model)),
+    place="mlp",
+    settings=MLPSettings,
+    rules=RULES,
     recomputes=(ACTIVATION, MLP),
     divided=lambda model: {"ffn": model.ffn_size},
+    shrunk=lambda model, small, tp: dict(
+        ffn_hidden_size=2 * small.hidden_size if model.ffn_hidden_size or model.gated else None
+    ),
 )

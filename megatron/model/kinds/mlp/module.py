@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MLP of a block: GeLU, squared ReLU (arXiv:2109.08668), or a gate with SiLU or GeLU (SwiGLU, GeGLU, arXiv:2002.05202),
+"""The MLP of a layer: GeLU, squared ReLU (arXiv:2109.08668), or a gate with SiLU or GeLU (SwiGLU, GeGLU, arXiv:2002.05202),
 whose parts may be clamped.
 """
 

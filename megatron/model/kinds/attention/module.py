@@ -4,8 +4,8 @@ caps, sinks and a key-value cache. Ranks of context parallelism share sequences 
 them, or by exchanging rows for heads.
 
 Legend: s new tokens, t all tokens (t = s without a cache), b micro-batch, h hidden, g key-value groups, q queries
-per group, d channels per head, tp ranks that divide the groups, cp ranks that divide the tokens: s is one rank's part
-of t = s cp.
+per group, d channels per head, v of its values, often d, tp ranks that divide the groups, cp ranks that divide the tokens:
+s is one rank's part of t = s cp.
 """
 
 from collections.abc import Callable
@@ -146,19 +146,19 @@ class Attention(nn.Module):
         return partial(run, scale=self.scale, softcap=self.softcap, window=self.window, sinks=sinks)
 
     def case(self, like: torch.Tensor, queries: int, keys: int, **more) -> Case:
-        """The case of a call with queries `like` these, for the choice of its kernel. more: fields of `Case`"""
+        """The case of a call with queries [any, any, g, q, d] `like` these, to choose its kernel. more: fields of `Case`"""
         return Case(
             like.device.type,
             like.dtype,
             queries,
             keys,
             causal=self.causal,
-            grouped=self.queries > 1,
+            grouped=like.shape[3] > 1,
             scaled_softmax=self.score_divisor != 1.0 and like.dtype == torch.float16,
             softcap=self.softcap is not None,
             window=self.window,
             unfused=self.plain_softmax,
-            head_dim=self.head_dim,
+            head_dim=like.shape[-1],
             sinks=self.has_sinks,
             **more,
         )
@@ -194,30 +194,6 @@ class BidirectionalAttention(Attention):
     causal = False
 
 
-class CrossAttention(BidirectionalAttention):
-    """Attention over `context.cross`, the states [t, b, h] of another sequence. weights: those of `kinds.cross`."""
-
-    inputs, site = ("q", "kv"), "cross attention"
-
-    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        memory, context = context.cross
-        query = self.q(x)
-        query = query.view(*query.shape[:2], self.groups, self.queries, self.head_dim)
-        return self.output(self.attended(query, *self.keys_and_values(memory, context), context))
-
-    def keys_and_values(self, memory: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """[t, b, g/tp, d] each. Generation computes them once and keeps them in the cache."""
-        cache = context.cache
-        if cache is not None and self.layer in cache.cross:
-            return cache.cross[self.layer]
-        both = self.kv(memory)
-        both = both.view(*both.shape[:2], self.groups, 2, self.head_dim)
-        key_value = both.unbind(3)
-        if cache is not None:
-            cache.cross[self.layer] = key_value
-        return key_value
-
-
 def describe_kernel(config: Config, facts: Facts, device: str) -> list[str]:
     """Log lines with the attention kernels of a run that packs documents into samples; else none."""
     model, precision = config.model, config.precision.precision
@@ -249,7 +225,7 @@ def describe_kernel(config: Config, facts: Facts, device: str) -> list[str]:
 
 
 def attention_core(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
-    """[s, b, g/tp, q, d] over [s, b, g/tp, d] (with a cache [t, b, g/tp, d]) -> [s, b, g/tp q d]."""
+    """[s, b, g/tp, q, d] over keys [s, b, g/tp, d] and values [s, b, g/tp, v] (with a cache t) -> [s, b, g/tp q v]."""
     sharing = layer.sharing
     if sharing.size == 1:
         return scaled_dot_product_attention(query, key, value, layer, context)
@@ -260,9 +236,11 @@ def attention_core(query, key, value, layer: Attention, context: ForwardContext)
             "leave --context-parallel-size at 1, and give the recipe shares_sequences=False",
         )
     if sharing.heads.size > 1:  # rows for heads (Ulysses, arXiv:2309.14509)
-        qkv = torch.cat((query, key.unsqueeze(3), value.unsqueeze(3)), 3)  # [s, b, g/tp, q + 2, d]
-        query, key, value = rows_to_heads(qkv, sharing.heads).split((layer.queries, 1, 1), 3)
-        key, value = key.squeeze(3), value.squeeze(3)  # [s heads, b, g/(tp heads), d]
+        q = query.shape[3]
+        qkv = torch.cat((query.flatten(3), key, value), -1)  # [s, b, g/tp, q d + d + v]
+        parts = (q * query.shape[-1], key.shape[-1], value.shape[-1])
+        query, key, value = rows_to_heads(qkv, sharing.heads).split(parts, -1)  # [s heads, b, g/(tp heads), ...]
+        query = query.unflatten(3, (q, -1))
     attend = scaled_dot_product_attention
     if sharing.rows.size > 1:
         attend = attention_in_a_ring if sharing.in_ring else attention_over_gathered_keys
@@ -295,9 +273,10 @@ def attention_over_gathered_keys(query, key, value, layer: Attention, context: F
     recomputed.
     """
     rows_axis = layer.sharing.rows
-    own = torch.stack((key, value), 2)
-    whole = gather_from_context_parallel_region(own, rows_axis)  # [t, b, 2, g/tp, d]
-    (key, value), t, c, attended = whole.unbind(2), len(whole), len(query) // 2, []
+    own = torch.cat((key, value), -1)
+    whole = gather_from_context_parallel_region(own, rows_axis)  # [t, b, g/tp, d + v]
+    (key, value), t = whole.split((key.shape[-1], value.shape[-1]), -1), len(whole)
+    c, attended = len(query) // 2, []
     dropout = weights_kept(layer, query, t, t, context)
     with gathered_again(whole, own, rows_axis) if layer.gather_again else nullcontext():
         for number, (start, stop) in enumerate(own_chunks(t, rows_axis.rank, rows_axis.size)):
@@ -331,7 +310,7 @@ def weights_kept(layer: Attention, query, s: int, t: int, context: ForwardContex
 def scaled_dot_product_attention(
     query, key, value, layer: Attention, context: ForwardContext, dropout: Optional[DropoutMask] = None
 ) -> torch.Tensor:
-    """softmax(q k) v by the best kernel for the case: [s, b, g/tp, q, d] over [t, b, g/tp, d] -> [s, b, g/tp q d]. The
+    """softmax(q k) v by the best kernel for the case: [s, b, g/tp, q, d] over [t, b, g/tp, d or v] -> [s, b, g/tp q v]. The
     queries are the last s of the t tokens. dropout: the weights to keep; default: drawn here.
     """
     packed = context.documents is not None and not layer.causal
