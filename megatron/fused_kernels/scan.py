@@ -3,7 +3,7 @@
 
 A scan carries a state from token to token, which decays by exp(log decay) at each. Sums of log decays grow far beyond
 their differences, so they are taken in fp64 and kept as two fp32 numbers; only differences, which are never positive, are
-exponentiated, and those of tokens that do not see each other are -inf before that.
+exponentiated; those of tokens that do not see each other are -inf before that.
 
 Legend: b samples, G groups of r heads, c tokens of a chunk.
 """
