@@ -29,6 +29,7 @@ class Mixer:
              forward function with (x, context); that returns y, or (y, {name: sum})
     weights: (facts, settings of the layer, sequence_parallel) -> its table
     ops:     (facts, hidden states of the layer) -> its ops
+    symbol:  its character in --hybrid-layer-pattern; "": it is in none
     place:   the branch of a transformer layer that it may be, one of PLACES; "": none
     takes:   (settings of the model, layer) -> whether it is that branch of a layer; None: if no other kind is
     asked:   settings of the model -> the words that ask for such layers; "": they have none
@@ -54,6 +55,7 @@ class Mixer:
     module: Union[str, type]
     weights: Callable[[Any, Model, bool], Table]
     ops: Callable[[Any, Residual], Sequence[LayerOp]]
+    symbol: str = ""
     place: str = ""
     takes: Optional[Callable[[Model, int], bool]] = None
     asked: Callable[[Model], str] = lambda model: ""
@@ -87,6 +89,11 @@ def chosen(kinds: Mapping[str, Mixer], place: str, model: Model, layer: int) -> 
     able = [kind for kind in kinds.values() if kind.place == place]
     taking = (kind for kind in able if kind.takes is not None and kind.takes(model, layer))
     return next(taking, None) or next(kind for kind in able if kind.takes is None)
+
+
+def of_letter(kinds: Mapping[str, Mixer], letter: str) -> Mixer:
+    """The kind with a character of --hybrid-layer-pattern."""
+    return next(kind for kind in kinds.values() if kind.symbol == letter)
 
 
 def rules_of(*own: str) -> tuple[Rule, ...]:

@@ -303,6 +303,7 @@ KIND = Mixer(
     "megatron.model.kinds.attention.module:Attention",
     weights=lambda facts, model, sequence_parallel: attention(model, sequence_parallel),
     ops=attention_ops,
+    symbol="*",
     place="attention",
     settings=AttentionSettings,
     rules=RULES,

@@ -79,6 +79,7 @@ KIND = Mixer(
     "megatron.model.kinds.mlp.module:MLP",
     weights=lambda facts, model, sequence_parallel: mlp(model, sequence_parallel),
     ops=lambda facts, x: mlp_ops(x, *kinds_of(x.model)),
+    symbol="-",
     place="mlp",
     settings=MLPSettings,
     rules=RULES,
