@@ -73,7 +73,9 @@ def test_the_trained_model_computes_its_formula(trained):
         "blocks.1.maxout_norm.weight",
     }
     with torch.no_grad():
-        torch.testing.assert_close(model.logits(ids), plain_scores(weights, ids)[..., : model.vocab_size], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            model.logits(ids), plain_scores(weights, ids)[..., : model.vocab_size], rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.sampled(5)
