@@ -19,7 +19,7 @@ from megatron.model.facts import Facts
 from megatron.model.gpt import hf_names as gpt_names
 from megatron.model.gpt import hf_settings as gpt_settings
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.gpt.hf_match import Match
+from megatron.model.hf_match import Match
 from megatron.model.recipe import computes_its_own, facts_of, recipe_of
 from megatron.model.t5 import hf_names as t5_names
 from megatron.model.t5.facts import T5Facts

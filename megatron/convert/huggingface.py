@@ -38,7 +38,7 @@ from megatron.inference.load import Loaded, load_model, refuse_head, without_mod
 from megatron.inference.quantize import Rounded
 from megatron.inference.quantized import STORED_OF_LAYER, refuse_quantized
 from megatron.model.facts import PROJECTIONS
-from megatron.model.gpt.hf_names import Match
+from megatron.model.hf_match import Match
 from megatron.model.recipe import config_of
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.placement import Placement
