@@ -125,8 +125,8 @@ def test_equals_the_rule_of_transformers(packed):
             return alone(*given)
         samples = []
         for sample, begins in enumerate(BEGINS):
-            edges = zip(begins, [*begins[1:], s], strict=True)
-            samples.append([alone(*(t[rows, sample : sample + 1] for t in given)) for rows in map(slice, *zip(*edges))])
+            parts = map(slice, begins, [*begins[1:], s])
+            samples.append([alone(*(t[rows, sample : sample + 1] for t in given)) for rows in parts])
         return (
             torch.cat([torch.cat([o for o, _ in parts]) for parts in samples], 1),
             torch.cat([parts[-1][1] for parts in samples]),
