@@ -16,8 +16,11 @@ from megatron.entry import start
 from megatron.errors import run_main
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.gpt_rules import IDLE, NO_RELATIVE, RULES
+from megatron.model.hybrid import RULES as OF_PATTERNS
+from megatron.model.hybrid import with_pattern
 from megatron.model.kinds.table import KINDS, rules_of, sums_of_kinds
 from megatron.model.recipe import Recipe
+from megatron.settings.hybrid_pattern import number_of_layers
 
 
 def main(argv: list[str]) -> None:
@@ -32,11 +35,13 @@ def recipe() -> Recipe:
         facts,
         build_model,
         build_datasets,
-        rules=(*RULES, NO_RELATIVE, *rules_of(*KINDS)),
+        defaults=dict(num_layers=number_of_layers),
+        rules=(*RULES, NO_RELATIVE, *OF_PATTERNS, *rules_of(*KINDS)),
         idle=IDLE,
         sums=lambda config: {"lm loss": 1.0, **sums_of_kinds(config.model)},
         shares_sequences=True,
         starts_from=("megatron.tasks.chat",),  # a GPT after instruction tuning
+        normalize_config=with_pattern,
     )
 
 

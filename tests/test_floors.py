@@ -32,7 +32,7 @@ FLOORS = (  # lowest first: a package imports from itself and from lower floors
     "planner tasks serving",
     "entry",
     "tools",
-    "pretrain_gpt pretrain_t5 pretrain_bert finetune preprocess_data merge_datasets setup",
+    "pretrain_gpt pretrain_hybrid pretrain_t5 pretrain_bert finetune preprocess_data merge_datasets setup",
 )
 PURE = (  # what settings are checked and launches are planned with; others say "Needs no torch" in their docstring
     "errors settings.* storage.* telemetry.run_record telemetry.metrics telemetry.events telemetry.rank_logger "

@@ -19,7 +19,7 @@ from megatron.convert.families import Family
 from megatron.convert.hf_files import TensorGroup
 from megatron.errors import SettingsError
 from megatron.inference.quantize import MIDDLE, Codes, Int4, Int8Dynamic, Int8OfTokens, Int8Static, Rounded
-from megatron.model.gpt.hf_names import Match
+from megatron.model.hf_match import Match
 from megatron.model.quantization import QuantizeOptions
 
 METHOD = "compressed-tensors"

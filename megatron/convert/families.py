@@ -19,7 +19,7 @@ from megatron.model.facts import Facts
 from megatron.model.gpt import hf_names as gpt_names
 from megatron.model.gpt import hf_settings as gpt_settings
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.gpt.hf_match import Match
+from megatron.model.hf_match import Match
 from megatron.model.recipe import computes_its_own, facts_of, recipe_of
 from megatron.model.t5 import hf_names as t5_names
 from megatron.model.t5.facts import T5Facts
@@ -98,6 +98,11 @@ def exported(config: Config, vocab_size: int) -> Family:
             f"model type {config.model.model_type}: other libraries have no such model",
             "its file may compute something else from the same tensors",
             "python -m megatron.tools.export --format onnx or torch-export writes a program of it",
+        )
+    if config.model.letters:
+        raise SettingsError(
+            f"--hybrid-layer-pattern {config.model.letters}: other libraries do not name layers so",
+            do="train or load it as layers of attention and MLP, with --num-layers in the place of the pattern",
         )
     facts = facts_of(config, vocab_size)
     if isinstance(facts, T5Facts):

@@ -16,7 +16,7 @@ from megatron.convert.families import Family, imported
 from megatron.convert.hf_files import WHOLE, TensorFiles
 from megatron.convert.mxfp4 import MXFP4Files, is_mxfp4
 from megatron.errors import CheckpointError
-from megatron.model.gpt.hf_match import Match
+from megatron.model.hf_match import Match
 
 TIED = "tie_word_embeddings"
 ROWS = 4096  # of two tensors that are compared at a time

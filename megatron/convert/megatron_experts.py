@@ -18,7 +18,7 @@ import torch
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError
-from megatron.model.gpt.hf_experts import pattern_of
+from megatron.model.kinds.experts.hf import pattern_of
 from megatron.mpu.placement import Placement
 
 _EXPERT = re.compile(

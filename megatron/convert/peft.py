@@ -34,7 +34,7 @@ from megatron.convert.hf_tokenizer import write_tokenizer
 from megatron.convert.merged import delta, has_adapters, magnitude
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import refuse_head, without_model
-from megatron.model.gpt.hf_match import Match
+from megatron.model.hf_match import Match
 from megatron.model.linear_kinds import WEIGHT, linear_layers
 from megatron.model.lora import KIND, MAGNITUDE, OWN, PAIR, parts_of, trained
 from megatron.model.recipe import config_of, facts_of

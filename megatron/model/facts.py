@@ -145,6 +145,10 @@ class Facts:
         """Whether context parallel ranks can exchange rows for heads."""
         return False
 
+    def allows_cp(self, tp: int, cp: int) -> bool:
+        """Whether its layers allow so many context parallel ranks."""
+        return True
+
     def message(self, share: RankSetup) -> tuple[int, ...]:
         """The shape of the hidden states that one pipeline stage sends to the next."""
         return (

@@ -361,6 +361,8 @@ class LanguageModel(nn.Module):
     def sharing(self, layer: int) -> AttentionSharing:
         """How context parallel ranks share the attention of a layer."""
         comm_type = self.cp_comm_type[layer if len(self.cp_comm_type) > 1 else 0]
+        if any(mixer.all_rows for branch in self.facts.branches(layer) for mixer in branch.mixers):
+            comm_type = "a2a"
         return attention_sharing(self.cp, comm_type, *self.cp_levels)
 
     def run_layers(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A transformer layer: a list of branches (`model.branches`), each a sum of its input and what mixers make of it."""
 
-import importlib
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 from megatron.errors import SettingsError
 from megatron.model.branches import Branch, Mixer, in_turn
 from megatron.model.context import ForwardContext, LayerSetup
+from megatron.model.kinds.table import resolved
 from megatron.model.layer_ops import ATTENTION, MLP, NORM
 from megatron.model.norms import NORMS
 from megatron.model.recompute import recompute, recompute_output
@@ -40,7 +40,7 @@ class Layer(nn.Module):
                 self.add_module(name, NORMS[model.normalization](table, model.norm_epsilon, **setup.factory))
             elif name in mixers:
                 self._check_sums(mixers[name], setup)
-                self.add_module(name, _class_of(mixers[name])(table, setup))
+                self.add_module(name, resolved(mixers[name].module)(table, setup))
         axis = self.tp if self.sequence_parallel else None
         for branch in self.branches:
             site = f"after {branch.site or branch.slot}"
@@ -129,10 +129,3 @@ class Layer(nn.Module):
 def added(sums: Sums, more: Sums) -> Sums:
     """The sums with more of them; those of one name are added up."""
     return sums | {name: sums[name] + value if name in sums else value for name, value in more.items()}
-
-
-def _class_of(mixer: Mixer) -> type:
-    if not isinstance(mixer.module, str):
-        return mixer.module
-    module, _, name = mixer.module.partition(":")
-    return getattr(importlib.import_module(module), name)

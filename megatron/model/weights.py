@@ -156,4 +156,4 @@ def positions(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
 
 def output_std(model: Model) -> float:
     """The initial standard deviation of layers that write to the residual stream: its variance must not grow with depth."""
-    return model.init_method_std / math.sqrt(2 * model.num_layers)
+    return model.init_method_std / math.sqrt(model.residual_sums)

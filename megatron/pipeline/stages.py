@@ -267,8 +267,6 @@ def _wrong_list(text: str, num_layers: int, pp: int, chunks: int) -> list[str]:
         )
     if sum(counts) != num_layers:
         wrong.append(f"{LAYERS_EACH} {text} is {sum(counts)} layers, and --num-layers is {num_layers}")
-    if 0 in counts[1:-1]:
-        wrong.append(f"{LAYERS_EACH} {text}: only the first and the last stage may have no layers")
     if wrong and num_layers >= number:
         wrong[-1] += f"; {_even_list(num_layers, number)} would work"
     return wrong

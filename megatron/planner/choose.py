@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Optional
 
 from megatron.errors import SettingsError
+from megatron.model.hybrid import cut_by_pattern
 from megatron.model.recipe import recipe_of
 from megatron.optimizer.kinds import knows_matrices
 from megatron.pipeline import stages
@@ -189,6 +190,7 @@ def space_of(config: schema.Config, cluster: Cluster) -> Space:
     return Space(
         **_global_batch(config),
         **{axis: getattr(p, name) for name, axis in AXES.items() if given(name)},
+        **({"stage_layers": p.pipeline_stage_layers} if cut_by_pattern(config) else {}),
         cp=cp if recipe_of(config).shares_sequences else 1,
         cp_comm=None if p.cp_comm_type is None else _comm_type(p),
         cp_levels=p.cp_levels,

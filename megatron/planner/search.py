@@ -320,7 +320,9 @@ def _context_sizes(job: Job, tp: int, ranks: int, space: Space) -> list[tuple[in
     """(cp, cp_heads, gathers) of layouts: all for long sequences, else one rank."""
     s, options = job.facts.seq_length, []
     for cp in [space.cp] if space.cp else divisors(ranks):
-        if ranks % cp or cp > 1 and (s % (2 * cp) or not space.cp and s // cp < SHARED_TOKENS):
+        if ranks % cp or not job.facts.allows_cp(tp, cp):
+            continue
+        if cp > 1 and (s % (2 * cp) or not space.cp and s // cp < SHARED_TOKENS):
             continue
         options += [(cp, *way) for way in _sharing_ways(job, tp, cp, space)] if cp > 1 else [(1, 1, False)]
     return options

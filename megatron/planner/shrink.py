@@ -23,6 +23,7 @@ from typing import Optional
 from megatron.model.recipe import facts_of
 from megatron.mpu.axis_sizes import lacking_ranks
 from megatron.pipeline.stages import Pipeline
+from megatron.settings.hybrid_pattern import shortened
 from megatron.settings.schema import (
     GROUPS,
     Batch,
@@ -92,7 +93,7 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
         few["shard"] * few["replicate"],
         few["cp"],
         few["pp"] * chunks,
-        min(2, max(map(len, pipeline.layers))),
+        min(_layers_of_all_kinds(config, few["pp"] * chunks), max(map(len, pipeline.layers))),
     )
     parallel, num_layers = _stages(p, pipeline, sizes, chunks)
     parallel = replace(
@@ -115,11 +116,18 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
     small = narrowed(
         config, sizes, num_microbatches=_num_microbatches(num_microbatches, pipeline, sizes.pp), steps=steps
     )
-    model = _with_near_blocks(replace(small.model, num_layers=num_layers))
+    letters = config.model.letters
+    model = replace(small.model, num_layers=num_layers, hybrid_layer_pattern=shortened(letters, num_layers) or None)
+    model = _with_near_blocks(model)
     recompute = _recompute(config.recompute, max(map(len, pipeline.layers)), model.num_layers, sizes.layers)
     return ShrunkJob(
         replace(small, model=model, parallel=parallel, recompute=recompute), math.prod(few.values()), tuple(lost)
     )
+
+
+def _layers_of_all_kinds(config: Config, stages: int) -> int:
+    """Layers of a stage of the shrunk job: two, or as many as it takes to have every kind in one."""
+    return max(2, -(-len(set(config.model.letters)) // stages))
 
 
 def _few_ranks(

@@ -11,8 +11,10 @@ Pure. The characters are those of the kinds that a model has (`model.kinds`).
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Optional
 
 from megatron.errors import SettingsError
+from megatron.settings.statements import Statement
 
 FLAG = "--hybrid-layer-pattern"
 # Characters of Megatron-LM and its relatives for kinds of layers; those of kinds that a model has are not looked up.
@@ -31,7 +33,7 @@ CUT, AHEAD = "|", "/"
 
 
 @dataclass(frozen=True)
-class Pattern:
+class LayerPattern:
     """stages: the characters of each pipeline stage, where an empty one has no layer; one stage: it is not cut.
     ahead: those of a depth of multi-token prediction, and depths: their number.
     """
@@ -51,7 +53,7 @@ class Pattern:
         return ",".join(str(len(stage)) for stage in self.stages)
 
 
-def read_pattern(text: str, kinds: Mapping[str, str]) -> Pattern:
+def read_pattern(text: str, kinds: Mapping[str, str]) -> LayerPattern:
     """The pattern that a text lists. Raises SettingsError.
 
     kinds: character -> the kind of layer in words, of those that the model has
@@ -65,7 +67,37 @@ def read_pattern(text: str, kinds: Mapping[str, str]) -> Pattern:
         )
     if any(ahead):
         _check_depths(text, ahead)
-    return Pattern(tuple(network.split(CUT)), ahead[0] if ahead else "", len(ahead) if any(ahead) else 0)
+    return LayerPattern(tuple(network.split(CUT)), ahead[0] if ahead else "", len(ahead) if any(ahead) else 0)
+
+
+def letters_of(text: str) -> str:
+    """The characters of all layers that a pattern lists.
+
+    >>> letters_of("M-|*-/M")
+    'M-*-'
+    """
+    return text.partition(AHEAD)[0].replace(CUT, "")
+
+
+def number_of_layers(said: Mapping[str, Statement]) -> Optional[int]:
+    """The default of --num-layers: the characters of a given pattern."""
+    pattern = said.get("hybrid_layer_pattern")
+    return len(letters_of(str(pattern.value))) if pattern and pattern.value else None
+
+
+def shortened(letters: str, num_layers: int) -> str:
+    """A pattern with so many layers, in the order of `letters`, which has all of its kinds if it is long enough.
+
+    >>> shortened("M-M-M-*-M-M-", 4), shortened("*-", 4), shortened("MMMM*-", 3)
+    ('M-*-', '*-*-', 'M*-')
+    """
+    if num_layers >= len(letters):
+        return "".join(letters[place % len(letters)] for place in range(num_layers if letters else 0))
+    kept = sorted(map(letters.index, dict.fromkeys(letters)))[:num_layers]  # the first of each kind
+    others = [place for place in range(len(letters)) if place not in kept]
+    more = num_layers - len(kept)
+    kept += [others[number * len(others) // more] for number in range(more)]
+    return "".join(letters[place] for place in sorted(kept))
 
 
 def _check_letters(text: str, part: str, kinds: Mapping[str, str]) -> None:

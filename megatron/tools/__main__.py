@@ -11,6 +11,7 @@ from megatron.errors import UsageError, did_you_mean, run_main
 TOOLS = Path(__file__).parent
 SCRIPTS = {  # entry scripts at the root of a checkout
     "pretrain_gpt.py": "Train GPT, Llama, Qwen, Mixtral and other decoders.",
+    "pretrain_hybrid.py": "Train a model whose layers a pattern lists.",
     "pretrain_t5.py, pretrain_bert.py": "Train an encoder-decoder, or a masked encoder.",
     "finetune.py": "Fine-tune on tasks, conversations or preferences; LoRA.",
     "preprocess_data.py": "Tokenize text into token files.",

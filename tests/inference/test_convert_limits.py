@@ -17,10 +17,10 @@ from megatron.convert import families, fitted, megatron_arguments, megatron_expe
 from megatron.convert.compressed_tensors import pack, unpack
 from megatron.convert.mxfp4 import dequantized
 from megatron.errors import CheckpointError, SettingsError
-from megatron.model.gpt.hf_experts import our_experts, pattern_of
-from megatron.model.gpt.hf_match import Match
 from megatron.model.gpt.hf_rope import our_rope
 from megatron.model.gpt.hf_settings import kind_of, our_settings, their_settings
+from megatron.model.hf_match import Match
+from megatron.model.kinds.experts.hf import our_experts, pattern_of
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.settings.schema import Model
 from tests.inference.test_hf_settings import BASES, GEMMA_2_2B, V

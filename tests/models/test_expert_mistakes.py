@@ -19,9 +19,8 @@ from megatron.checkpoint import folder as checkpoint_folder
 from megatron.convert import fitted, megatron_export
 from megatron.errors import Failure
 from megatron.model import facts, language_model
-from megatron.model.gpt import hf_names
-from megatron.model.gpt.hf_match import Match
-from megatron.model.kinds.experts import grouped, parts, router, routing
+from megatron.model.hf_match import Match
+from megatron.model.kinds.experts import grouped, hf, parts, router, routing
 from megatron.mpu import collectives, mappings
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.placement import Buffer, Placement
@@ -432,8 +431,8 @@ def zeros_for_missing(files, wanted):
 
 
 def with_matches(change: Callable[[Match], Match]) -> Plant:
-    real = hf_names.expert_matches
-    return lambda patch: patch.setattr(hf_names, "expert_matches", lambda *words: list(map(change, real(*words))))
+    real = hf.matches
+    return lambda patch: patch.setattr(hf, "matches", lambda *words: list(map(change, real(*words))))
 
 
 def transposed(match: Match) -> Match:
@@ -450,7 +449,7 @@ def experts_of_the_first_rank(patch):
 
 
 def rules_are_missing(patch):
-    patch.setattr(pretrain_gpt, "OF_EXPERTS", ())
+    patch.setattr(pretrain_gpt, "rules_of", lambda *kinds: ())
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------

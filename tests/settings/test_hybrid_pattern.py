@@ -5,7 +5,7 @@ import pytest
 
 from megatron.errors import SettingsError
 from megatron.settings.argv import split
-from megatron.settings.hybrid_pattern import Pattern, read_pattern, spread_evenly
+from megatron.settings.hybrid_pattern import LayerPattern, read_pattern, spread_evenly
 
 KINDS = {
     "*": "attention",
@@ -34,7 +34,7 @@ KINDS = {
 )
 def test_patterns_of_megatron(text, stages, ahead, depths):
     pattern = read_pattern(text, KINDS)
-    assert pattern == Pattern(stages, ahead, depths)
+    assert pattern == LayerPattern(stages, ahead, depths)
     assert pattern.letters == text.partition("/")[0].replace("|", "")
     assert [int(number) for number in pattern.stage_layers.split(",")] == [len(stage) for stage in stages]
 

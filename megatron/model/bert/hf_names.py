@@ -17,7 +17,7 @@ import torch
 from megatron.errors import CheckpointError, SettingsError
 from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.settings import BertSettings
-from megatron.model.gpt.hf_match import Match
+from megatron.model.hf_match import Match
 from megatron.settings.schema import Model
 
 

@@ -15,9 +15,10 @@ from typing import ClassVar, Optional
 from megatron.model.branches import Branch
 from megatron.model.facts import Facts, experts_in
 from megatron.model.kinds.attention.kind import causal_kernel
-from megatron.model.kinds.table import KINDS, PLACES, Mixer, chosen
+from megatron.model.kinds.table import KINDS, PLACES, Mixer, chosen, of_letter
 from megatron.model.layer_ops import NORM, RankSetup
 from megatron.mpu.placement import elements
+from megatron.settings.hybrid_pattern import shortened
 from megatron.settings.schema import Config, Model
 
 HEAD = 8  # width of a head in a shrunk model
@@ -45,8 +46,11 @@ class GPTFacts(Facts):
         return frozenset({NORM}).union(*(kind.recomputes for kind in self.mixers.values()))
 
     def branches(self, layer: int) -> tuple[Branch, ...]:
-        pairs = ((place, chosen(self.mixers, place, self.settings, layer)) for place in PLACES)
-        return tuple(Branch.at(self.settings.norm_position, mixer.slot, mixer) for place, mixer in pairs)
+        if letters := self.settings.letters:
+            mixers = [of_letter(self.mixers, letters[layer])]
+        else:
+            mixers = [chosen(self.mixers, place, self.settings, layer) for place in PLACES]
+        return tuple(Branch.at(self.settings.norm_position, mixer.slot, mixer) for mixer in mixers)
 
     @property
     def has_shape(self) -> bool:
@@ -63,6 +67,7 @@ class GPTFacts(Facts):
         small = replace(
             m,
             num_layers=num_layers,
+            hybrid_layer_pattern=shortened(m.letters, num_layers) or None,
             hidden_size=HEAD * heads,
             num_attention_heads=heads,
             seq_length=s,
@@ -91,6 +96,9 @@ class GPTFacts(Facts):
 
     def shares_heads(self, tp: int, cp: int) -> bool:
         return all(mixer.heads(self.settings) % (tp * cp) == 0 for mixer in self._present if mixer.heads)
+
+    def allows_cp(self, tp: int, cp: int) -> bool:
+        return cp == 1 or all(m.heads(self.settings) % (tp * cp) == 0 for m in self._present if m.all_rows)
 
     def describe(self, count: str) -> str:
         m, active = self.settings, ""

@@ -12,17 +12,11 @@ stores q_proj, k_proj and v_proj as one qkv_proj, gate_proj and up_proj as one g
 1 + weight, ours by the weight: conversions add 1 and subtract it, in fp32.
 """
 
-from collections.abc import Callable
-from functools import partial
-
-import torch
-
-from megatron.model.gpt.hf_experts import expert_matches
-from megatron.model.gpt.hf_match import Match, Tensors
+from megatron.model.hf_match import Match
+from megatron.model.kinds.table import KINDS, PLACES, chosen, resolved
 from megatron.settings.schema import Model
 
 CENTRED = ("gemma", "gemma2", "gemma3_text")  # their norms multiply by 1 + weight
-FUSED = ("phi3",)  # queries, keys and values are one tensor, and so are gate and values of the MLP
 
 
 def matches(kind: str, model: Model) -> list[Match]:
@@ -77,11 +71,8 @@ def _decoder(kind: str, model: Model) -> list[Match]:
     for n in range(model.num_layers):
         ours, theirs = f"blocks.{n}.", f"model.layers.{n}."
         result += [norm(f"{ours}{mine}", f"{theirs}{name}") for mine, name in _norm_names(model)]
-        result += _attention(kind, model, f"{ours}attention.", f"{theirs}self_attn.", norm)
-        if model.has_experts(n):
-            result += expert_matches(kind, model, f"{ours}mlp.", theirs)
-        else:
-            result += _mlp(kind, model, f"{ours}mlp.", f"{theirs}mlp.")
+        for mixer in (chosen(KINDS, place, model, n) for place in PLACES):
+            result += resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, norm)
     return result + [norm("final_norm", "model.norm")] + _output(model)
 
 
@@ -104,59 +95,6 @@ def _norm(ours: str, theirs: str) -> Match:
 
 def _centred_norm(ours: str, theirs: str) -> Match:
     return _norm(ours, theirs)._replace(to_ours=lambda t: t[0] + 1, to_theirs=lambda x: [x - 1])
-
-
-def _attention(kind: str, model: Model, ours: str, theirs: str, norm: Callable[[str, str], Match]) -> list[Match]:
-    g, q, d = model.query_groups, model.num_attention_heads // model.query_groups, model.head_dim
-    sizes = [g * heads * d for heads in (q, 1, 1)]
-
-    def joined(rest: tuple[int, ...], parts: Tensors) -> torch.Tensor:
-        parts = parts[0].split(sizes) if kind in FUSED else parts
-        return torch.cat([part.reshape(g, -1, d, *rest) for part in parts], 1)
-
-    def separate(rest: tuple[int, ...], x: torch.Tensor) -> Tensors:
-        parts = [part.reshape(-1, *rest) for part in x.split((q, 1, 1), 1)]
-        return [torch.cat(parts)] if kind in FUSED else parts
-
-    names = ("qkv",) if kind in FUSED else tuple("qkv")
-    kinds = {"weight": (model.hidden_size,), **({"bias": ()} if model.qkv_bias else {})}
-    result = [
-        Match(
-            f"{ours}qkv.{what}",
-            tuple(f"{theirs}{name}_proj.{what}" for name in names),
-            partial(joined, rest),
-            partial(separate, rest),
-        )
-        for what, rest in kinds.items()
-    ]
-    result += _linear(model, f"{ours}output", f"{theirs}o_proj")
-    if model.softmax_type == "learnable":
-        of_heads = lambda t: t[0].view(g, q)
-        result.append(Match(f"{ours}softmax_offset", (f"{theirs}sinks",), of_heads, lambda x: [x.flatten()]))
-    if model.qk_layernorm and model.qk_layernorm_across_heads:
-        for name, heads in (("q_norm", q), ("k_norm", 1)):
-            split = lambda t, heads=heads: t[0].view(g, heads, d)
-            result.append(Match(f"{ours}{name}.weight", (f"{theirs}{name}.weight",), split, lambda x: [x.flatten()]))
-    elif model.qk_layernorm:
-        result += [norm(f"{ours}{name}", f"{theirs}{name}") for name in ("q_norm", "k_norm")]
-    return result
-
-
-def _mlp(kind: str, model: Model, ours: str, theirs: str) -> list[Match]:
-    whats = ("weight",) if model.disable_bias_linear else ("weight", "bias")
-    if kind in FUSED:
-        split, join = lambda t: t[0].unflatten(0, (2, -1)), lambda x: [x.flatten(0, 1)]
-        up = [Match(f"{ours}up.{what}", (f"{theirs}gate_up_proj.{what}",), split, join) for what in whats]
-    else:
-        names = ("gate_proj", "up_proj")
-        theirs_of = lambda what: tuple(f"{theirs}{name}.{what}" for name in names)
-        up = [Match(f"{ours}up.{what}", theirs_of(what), torch.stack, lambda x: list(x)) for what in whats]
-    return up + _linear(model, f"{ours}down", f"{theirs}down_proj")
-
-
-def _linear(model: Model, ours: str, theirs: str) -> list[Match]:
-    whats = ("weight",) if model.disable_bias_linear else ("weight", "bias")
-    return [Match(f"{ours}.{what}", (f"{theirs}.{what}",)) for what in whats]
 
 
 def _output(model: Model) -> list[Match]:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron.errors import CheckpointError, SettingsError
-from megatron.model.gpt.hf_experts import DENSE, against_experts, effective_experts, our_experts, their_experts
 from megatron.model.gpt.hf_rope import our_rope, refuse, their_rope
+from megatron.model.kinds.experts.hf import DENSE, against_experts, effective_experts, our_experts, their_experts
 from megatron.model.kinds.mlp.settings import QUICK
 from megatron.settings.declare import dashed
 from megatron.settings.groups.model import Model

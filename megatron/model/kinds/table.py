@@ -7,6 +7,8 @@ what else it needs. A recipe's own kinds are in `Recipe.kinds`.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from importlib import import_module
 from typing import Any, Optional, Union
 
 from megatron.model.kinds import parts
@@ -28,8 +30,11 @@ class Mixer:
              forward function with (x, context); that returns y, or (y, {name: sum})
     weights: (facts, settings of the layer, sequence_parallel) -> its table
     ops:     (facts, hidden states of the layer) -> its ops
+    symbol:  its character in --hybrid-layer-pattern; "": it is in none
+    listed:  the settings of a model whose pattern lists it
     place:   the branch of a transformer layer that it may be, one of PLACES; "": none
     takes:   (settings of the model, layer) -> whether it is that branch of a layer; None: if no other kind is
+    chooses: (for each transformer layer, whether it has this kind) -> the settings that say so; {}: there are none
     asked:   settings of the model -> the words that ask for such layers; "": they have none
     settings: a frozen dataclass of its own `setting`s, whose fields `Model` has, too
     rules:   invalid combinations of settings, in models that may have it
@@ -40,8 +45,13 @@ class Mixer:
     heads:   settings of the layer -> the heads that ranks of context parallelism can exchange for rows; None: it has none
     rotated: settings of the model -> the channels of each head that rotary positions turn; None: no positions
     cached:  (settings of the layer, size of tensor parallelism) -> the numbers of a token that a rank caches in generation
+    all_rows: whether it needs all rows of a sequence: context parallel ranks exchange them for `heads`, whatever
+             --cp-comm-type says
     used:    settings of the layer -> (how many of its experts a token uses, of how many); None: it uses all weights
     has_shape: whether the settings describe a valid shape. May raise ValueError or ZeroDivisionError instead
+    hf_matches: (family, settings, our prefix of its weights, their prefix of the layer, function that matches a norm) ->
+             the matches of its weights in the files of Hugging Face (`hf_match.Match`), or "module:function"; None: it is
+             in no family of theirs
     shrunk:  (settings of the model, those of a small one, size of tensor parallelism) -> its settings in the small one
     """
 
@@ -50,8 +60,11 @@ class Mixer:
     module: Union[str, type]
     weights: Callable[[Any, Model, bool], Table]
     ops: Callable[[Any, Residual], Sequence[LayerOp]]
+    symbol: str = ""
+    listed: Mapping[str, Any] = MappingProxyType({})
     place: str = ""
     takes: Optional[Callable[[Model, int], bool]] = None
+    chooses: Callable[[Sequence[bool]], dict[str, Any]] = lambda layers: {}
     asked: Callable[[Model], str] = lambda model: ""
     settings: Optional[type] = None
     rules: tuple[Rule, ...] = ()
@@ -62,12 +75,22 @@ class Mixer:
     heads: Optional[Callable[[Model], int]] = None
     rotated: Optional[Callable[[Model], int]] = None
     cached: Callable[[Model, int], int] = lambda model, tp: 0
+    all_rows: bool = False
     used: Optional[Callable[[Model], tuple[int, int]]] = None
     has_shape: Callable[[Model], bool] = lambda model: True
+    hf_matches: Union[str, Callable[..., list], None] = None
     shrunk: Callable[[Model, Model, int], dict[str, Any]] = lambda model, small, tp: {}
 
 
 KINDS: Mapping[str, Mixer] = {module.KIND.name: module.KIND for module in parts("kind")}
+
+
+def resolved(reference: Union[str, Any]) -> Any:
+    """The class or function of a reference "module:name"; others are returned as they are."""
+    if not isinstance(reference, str):
+        return reference
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)
 
 
 def chosen(kinds: Mapping[str, Mixer], place: str, model: Model, layer: int) -> Mixer:
@@ -75,6 +98,11 @@ def chosen(kinds: Mapping[str, Mixer], place: str, model: Model, layer: int) -> 
     able = [kind for kind in kinds.values() if kind.place == place]
     taking = (kind for kind in able if kind.takes is not None and kind.takes(model, layer))
     return next(taking, None) or next(kind for kind in able if kind.takes is None)
+
+
+def of_letter(kinds: Mapping[str, Mixer], letter: str) -> Mixer:
+    """The kind with a character of --hybrid-layer-pattern."""
+    return next(kind for kind in kinds.values() if kind.symbol == letter)
 
 
 def rules_of(*own: str) -> tuple[Rule, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron.errors import CheckpointError, SettingsError
-from megatron.model.gpt.hf_match import Match
+from megatron.model.hf_match import Match
 from megatron.model.t5.facts import T5Facts
 from megatron.model.t5.settings import T5Settings
 from megatron.settings.schema import Model

@@ -91,6 +91,7 @@ RULES = (
         "this model's attention does not have it",
     ),
     NO_SINKS,
+    *refused("hybrid_layer_pattern", "each layer of this model is attention and an MLP"),
     *refused("geglu", "say --feed-forward-proj gated-gelu"),
     *refused(
         "scale_embedding quick_geglu activation_func_clamp_value glu_linear_offset", "this model does not have it"

@@ -22,6 +22,7 @@ from megatron.settings.declare import (
     PositiveShare,
     shown_by,
 )
+from megatron.settings.hybrid_pattern import letters_of
 from megatron.settings.network import PLAIN, Network, formula, shape
 
 # Conditions for effects --------------------------------------------------------------------------------------------------
@@ -80,6 +81,13 @@ class Shape:
     num_attention_heads: Count = shape("number of attention heads")
     seq_length: Count = shown_by("test_seq_length_is_that_of_the_samples")(
         "maximum sequence length, in tokens", 1024, "--max-seq-len", "--encoder-seq-length", on_resume="refused"
+    )
+    hybrid_layer_pattern: Optional[str] = shown_by("test_hybrid_patterns::test_any_layout_is_the_plain_loop")(
+        "the kind of each layer, a character for each: * attention, - an MLP, E experts; | cuts pipeline stages "
+        "(docs/hybrid.md)",
+        None,
+        "--hybrid-override-pattern",
+        on_resume="another model",
     )
     max_position_embeddings: Optional[Count] = formula(
         "size of the learned position embedding (default: --seq-length)", None
@@ -278,6 +286,16 @@ class Shape:
     def published_shape(self) -> Optional[str]:
         """The name that may have the rows of a published embedding (`presets.published_rows`); None for other models."""
         return self.model_name_or_path if self.model_type == "GPT" else None
+
+    @property
+    def letters(self) -> str:
+        """The kinds of the layers, a character for each, of `hybrid_layer_pattern`; "": a layer is attention and MLP."""
+        return letters_of(self.hybrid_layer_pattern or "")
+
+    @property
+    def residual_sums(self) -> int:
+        """How many sums the residual stream has from the embedding to the final norm."""
+        return self.num_layers if self.letters else 2 * self.num_layers
 
     @property
     def yarn_stretch(self) -> float:

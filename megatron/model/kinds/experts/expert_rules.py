@@ -4,6 +4,7 @@
 from types import SimpleNamespace
 
 from megatron.model.kinds.experts.parts import known_ways
+from megatron.model.kinds.experts.settings import SYMBOL
 from megatron.settings.rules import Rule, divisors, either, said
 
 
@@ -13,6 +14,8 @@ def _mixture(s: SimpleNamespace) -> bool:
 
 def _pattern_error(s: SimpleNamespace) -> str:
     """What is wrong with --moe-layer-freq; "" if nothing is."""
+    if s.settings.model.letters:
+        return ""
     try:
         layers = s.settings.model.expert_layers
     except ValueError as error:
@@ -64,6 +67,19 @@ def _cannot_be_divided(flag: str, size: int, words: str, ranks: int) -> str:
 
 
 RULES = (
+    Rule(
+        lambda s: s.settings.model.letters and (given := s.settings.given("moe_layer_freq")) and given.is_request,
+        lambda s: (
+            f"{s.settings.given('moe_layer_freq').words}: --hybrid-layer-pattern lists the layers with experts ({SYMBOL}); "
+            "leave the one or the other out"
+        ),
+    ),
+    Rule(
+        lambda s: SYMBOL in s.settings.model.letters and not _mixture(s),
+        lambda s: (
+            f"--hybrid-layer-pattern {s.settings.model.letters} has layers with experts ({SYMBOL}); add --num-experts"
+        ),
+    ),
     Rule(
         lambda s: _mixture(s) and s.num_experts % max(1, s.expert_model_parallel_size),
         lambda s: _cannot_be_divided(

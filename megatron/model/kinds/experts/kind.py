@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.model.kinds.experts.expert_rules import RULES
 from megatron.model.kinds.experts.parts import capacity, expert_sums, ways_of
-from megatron.model.kinds.experts.settings import ExpertSettings
+from megatron.model.kinds.experts.settings import SYMBOL, ExpertSettings
 from megatron.model.kinds.experts.weights import experts
 from megatron.model.kinds.mlp.kind import activation_of, kinds_of, mlp_ops
 from megatron.model.kinds.table import Mixer
@@ -89,7 +89,7 @@ def _shrunk(model: Model, small: Model, tp: int) -> dict[str, Any]:
     """As many experts, narrow ones; a dense layer first if some are dense."""
     if not model.mixture:
         return {}
-    dense = small.num_layers > 1 and len(model.expert_layers) < model.num_layers
+    dense = small.num_layers > 1 and len(model.expert_layers) < model.num_layers and not model.letters
     return dict(
         moe_layer_freq=f"[0]+[1]*{small.num_layers - 1}" if dense else "1",
         moe_ffn_hidden_size=small.hidden_size,
@@ -103,11 +103,16 @@ KIND = Mixer(
     "megatron.model.kinds.experts.layer:MoELayer",
     weights=lambda facts, model, sequence_parallel: experts(model, sequence_parallel),
     ops=lambda facts, x: expert_ops(x),
+    symbol=SYMBOL,
     place="mlp",
     takes=lambda model, layer: model.has_experts(layer),
+    chooses=lambda layers: dict(
+        moe_layer_freq="1" if all(layers) or not any(layers) else str([int(has) for has in layers]).replace(" ", "")
+    ),
     asked=lambda model: f"--num-experts {model.num_experts}" if model.mixture else "",
     settings=ExpertSettings,
     rules=RULES,
+    hf_matches="megatron.model.kinds.experts.hf:matches",
     sums=expert_sums,
     recomputes=(ACTIVATION, MLP),
     divided=lambda model: {"shared expert": width} if (width := model.moe_shared_expert_intermediate_size) else {},

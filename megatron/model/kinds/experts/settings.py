@@ -7,6 +7,8 @@ from typing import Any, Literal, Optional
 from megatron.settings.declare import Count, Fraction, FromZero, Natural, Positive, shown_by
 from megatron.settings.network import Network, layer_pattern
 
+SYMBOL = "E"  # of layers with experts, in --hybrid-layer-pattern
+
 
 def any_way(s: Any, attribute: str, suites: str) -> bool:
     """Whether a chosen way to balance has an attribute of `model.kinds.experts.parts.Balancing`; the suite's own have it if
@@ -133,13 +135,17 @@ class ExpertSettings:
     @property
     def expert_layers(self) -> tuple[int, ...]:
         """The layers with experts, numbered from 0. Raises ValueError for a bad `moe_layer_freq`."""
-        return tuple(
-            n for n, has in enumerate(layer_pattern(self.moe_layer_freq, self.num_layers)) if has and self.mixture
-        )
+        return tuple(n for n, has in enumerate(self._which_have_experts) if has and self.mixture)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, numbered from 0, has experts instead of an MLP."""
-        return self.mixture and layer_pattern(self.moe_layer_freq, self.num_layers)[layer]
+        return self.mixture and self._which_have_experts[layer]
+
+    @property
+    def _which_have_experts(self) -> tuple[bool, ...]:
+        if self.letters:
+            return tuple(letter == SYMBOL for letter in self.letters)
+        return layer_pattern(self.moe_layer_freq, self.num_layers)
 
     @property
     def expert_ffn_size(self) -> int:

@@ -28,6 +28,13 @@ def _refused(s) -> list[str]:
 
 RULES = (
     Rule(
+        lambda s: {"*", "+"} <= set(s.settings.model.letters or ""),
+        lambda s: (
+            f"--hybrid-layer-pattern {s.settings.model.letters} lists attention (*) and multi-latent attention (+): a model "
+            "has one of them"
+        ),
+    ),
+    Rule(
         lambda s: UP in s.settings.recompute.modules and not latent(s),
         lambda s: f"--recompute-modules {UP} is a part of --multi-latent-attention, which these layers do not have",
     ),

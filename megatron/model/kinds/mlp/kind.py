@@ -79,9 +79,11 @@ KIND = Mixer(
     "megatron.model.kinds.mlp.module:MLP",
     weights=lambda facts, model, sequence_parallel: mlp(model, sequence_parallel),
     ops=lambda facts, x: mlp_ops(x, *kinds_of(x.model)),
+    symbol="-",
     place="mlp",
     settings=MLPSettings,
     rules=RULES,
+    hf_matches="megatron.model.kinds.mlp.hf:matches",
     recomputes=(ACTIVATION, MLP),
     divided=lambda model: {"ffn": model.ffn_size},
     shrunk=lambda model, small, tp: dict(

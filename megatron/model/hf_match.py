@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from megatron.settings.schema import Model
+
 Tensors = list[torch.Tensor]
+FUSED = ("phi3",)  # queries, keys and values are one tensor, and so are gate and values of the MLP
 
 
 class Match(NamedTuple):
@@ -20,3 +23,9 @@ class Match(NamedTuple):
     to_ours: Callable[[Tensors], torch.Tensor] = lambda theirs: theirs[0]
     to_theirs: Callable[[torch.Tensor], Tensors] = lambda ours: [ours]
     exact: bool = False
+
+
+def linear_matches(model: Model, ours: str, theirs: str) -> list[Match]:
+    """The matches of a linear layer that both have: its weight, and its bias if it has one."""
+    whats = ("weight",) if model.disable_bias_linear else ("weight", "bias")
+    return [Match(f"{ours}.{what}", (f"{theirs}.{what}",)) for what in whats]

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.errors import CheckpointError
-from megatron.model.gpt.hf_match import Match
 from megatron.model.gpt.hf_rope import refuse
+from megatron.model.hf_match import Match
 from megatron.model.kinds.experts.weights import router
 from megatron.settings.schema import Model
 
@@ -211,7 +211,7 @@ def pattern_of(layers: Sequence[bool]) -> str:
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def expert_matches(kind: str, m: Model, ours: str, theirs: str) -> list[Match]:
+def matches(kind: str, m: Model, ours: str, theirs: str, norm: Callable[[str, str], Match]) -> list[Match]:
     """The matches of a layer's router and experts. ours: `blocks.7.mlp.`; theirs: `model.layers.7.`"""
     if kind == "gpt_oss":
         return _fused_matches(m, ours, f"{theirs}mlp.")

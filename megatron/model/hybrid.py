@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What --hybrid-layer-pattern says about layers and pipeline stages: its characters are the layers of the model, its cuts
+are layout. Needs no torch.
+
+    python pretrain_hybrid.py --hybrid-layer-pattern "*-*-|*E*E" --pipeline-model-parallel-size 2 ...
+
+The model's record keeps the characters alone; the cuts become --pipeline-stage-layers and
+--num-virtual-stages-per-pipeline-rank. So a run may go on with other cuts, and not with other characters.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Optional
+
+from megatron.errors import SettingsError, UsageError
+from megatron.model.kinds.table import KINDS, Mixer
+from megatron.pipeline.custom_schedule import is_file
+from megatron.pipeline.schedule import TRAINING, default_chunks
+from megatron.settings.declare import dashed
+from megatron.settings.hybrid_pattern import CUT, FLAG, LayerPattern, read_pattern
+from megatron.settings.rules import Rule
+from megatron.settings.schema import Config
+
+# Settings that set the stages, or the number of a rank's, without --hybrid-layer-pattern
+OTHER_CUTS = (
+    "pipeline_stage_layers num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage "
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
+    "account_for_loss_in_pipeline_split"
+).split()
+
+
+def with_pattern(config: Config) -> Config:
+    """`Recipe.normalize_config` of models whose layers a pattern may list. Raises SettingsError."""
+    text = config.model.hybrid_layer_pattern
+    if text is None:
+        return config
+    pattern = read_pattern(text, {kind.symbol: kind.name for kind in kinds_of(config).values() if kind.symbol})
+    if pattern.depths:
+        raise SettingsError(
+            f"{FLAG} {text}: /{pattern.ahead} are layers of multi-token prediction",
+            "this suite's models predict one token",
+            f"leave out what follows the first /, as in {text.partition('/')[0]}",
+        )
+    layers = dict(hybrid_layer_pattern=pattern.letters, num_layers=len(pattern.letters))
+    for kind in kinds_of(config).values():
+        layers |= kind.listed if kind.symbol and kind.symbol in pattern.letters else {}
+    return config.derive(FLAG, **layers, **_stages(config, pattern))
+
+
+def kinds_of(config: Config) -> Mapping[str, Mixer]:
+    """The kinds that a model's layers may have, a recipe's own included."""
+    return {**KINDS, **config.model.own_kinds}
+
+
+def _stages(config: Config, pattern: LayerPattern) -> dict[str, Any]:
+    """The settings of the stages that the cuts make. On one pipeline rank, they have no effect."""
+    p = config.parallel
+    if len(pattern.stages) == 1:
+        return {}
+    if others := [one.words for name in OTHER_CUTS if (one := config.given(name)) and one.is_request]:
+        raise SettingsError(
+            f"{FLAG} {config.model.hybrid_layer_pattern} and {', '.join(others)} both cut the layers into stages",
+            do=f"leave out {', '.join(dashed(name) for name in OTHER_CUTS if config.given(name))}, or every {CUT}",
+        )
+    if config.planner.auto_parallel:
+        return dict(pipeline_stage_layers=pattern.stage_layers)
+    pp, stages = p.pipeline_model_parallel_size, len(pattern.stages)
+    if pp == 1:
+        return {}
+    if stages % pp:
+        fits = [n for n in range(2, stages + 1) if stages % n == 0]
+        raise SettingsError(
+            f"{FLAG} has {stages} stages, and --pipeline-model-parallel-size is {pp}",
+            f"each rank has equally many of the parts between its {CUT}",
+            f"--pipeline-model-parallel-size {' or '.join(map(str, fits))}, or cut it into a multiple of {pp}",
+        )
+    chunks, schedule = stages // pp, p.pipeline_schedule
+    usual = None if is_file(schedule) or schedule not in TRAINING else default_chunks(schedule)
+    own = chunks if usual is not None and chunks != usual else None  # a file has the number itself
+    return dict(pipeline_stage_layers=pattern.stage_layers, num_virtual_stages_per_pipeline_rank=own)
+
+
+def required_pattern(config: Config) -> Config:
+    """`with_pattern`, for a script that trains nothing else."""
+    if config.model.hybrid_layer_pattern is None:
+        raise UsageError(
+            f"{FLAG} is missing: the kind of each layer",
+            do=f'give it, as in {FLAG} "*-*-" for attention and an MLP in turn',
+        )
+    return with_pattern(config)
+
+
+def cut_by_pattern(config: Config) -> Optional[str]:
+    """The given pattern, if it has cuts."""
+    given = config.given("hybrid_layer_pattern")
+    return str(given.value) if given and CUT in str(given.value) else None
+
+
+def _letters(s) -> str:
+    return s.settings.model.letters
+
+
+def _unlisted(s) -> list[Mixer]:
+    """The kinds that other settings ask for, and that the pattern does not list."""
+    model = s.settings.model
+    kinds = kinds_of(s.settings).values() if model.letters else ()
+    return [kind for kind in kinds if kind.symbol and kind.symbol not in model.letters and kind.asked(model)]
+
+
+RULES = (
+    Rule(
+        _unlisted,
+        lambda s: "; ".join(
+            f"{kind.asked(s.settings.model)}: {FLAG} {_letters(s)} lists no layer of {kind.name} ({kind.symbol})"
+            for kind in _unlisted(s)
+        ),
+    ),
+)

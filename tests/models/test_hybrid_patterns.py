@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPTs whose layers a pattern lists, in all kinds of layouts, against the same layers in plain torch, in one process, in
+fp64; what their cuts mean; and each wrong use.
+"""
+
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import pretrain_hybrid
+from megatron.errors import Failure
+from megatron.inference.load import load_model
+from megatron.model.command_line import parse_any
+from megatron.model.recipe import facts_of
+from megatron.mpu.random import seed_of
+from megatron.pipeline.stages import Pipeline
+from megatron.planner.shrink import shrunk_job_of
+from megatron.settings.schema import Model
+from megatron.training.rules import check
+from tests.models import plain_gpt
+from tests.training.plain_loop import HEADS, HIDDEN, LENGTH, VOCABULARY
+from tests.training.test_plain_loop import ADAM, FLAGS, records
+
+STEPS, EXPERTS, WIDTH, CHOSEN = 3, 4, 16, 2
+LETTERS = "-*E**-E*"
+LINE = FLAGS.replace("--num-layers 2", "") + (
+    f" --global-batch-size 8 --train-iters {STEPS} --eval-iters 0 {ADAM} --eod-mask-loss --log-interval 1 "
+    f"--lr-decay-style constant --num-experts {EXPERTS} --moe-router-topk {CHOSEN} --moe-ffn-hidden-size {WIDTH}"
+)
+PP, TP, EP = "--pipeline-model-parallel-size", "--tensor-model-parallel-size", "--expert-model-parallel-size"
+MODULES = "--recompute-granularity selective --recompute-modules"
+LAYOUTS = {
+    "one process": (1, LETTERS, ""),
+    "recomputed parts": (1, LETTERS, f"{MODULES} core_attn layernorm mlp_act"),
+    "recomputed mixers": (1, LETTERS, f"{MODULES} mlp"),
+    "tp3 with sequence parallelism": (3, LETTERS, f"{TP} 3 --sequence-parallel --expert-tensor-parallel-size 1"),
+    "cp2": (2, LETTERS, "--context-parallel-size 2 --micro-batch-size 1"),
+    "ep2": (2, LETTERS, f"{EP} 2"),
+    "zero1": (2, LETTERS, "--sharding-stage 1 --overlap-grad-reduce --overlap-param-gather"),
+    "zero2, attention recomputed": (2, LETTERS, "--sharding-stage 2 --recompute-granularity full_attn"),
+    "zero3, all recomputed": (2, LETTERS, "--sharding-stage 3 --recompute-granularity full"),
+    "pp2": (2, "-*|E**-E*", f"{PP} 2"),
+    "pp2, even": (2, LETTERS, f"{PP} 2 --pipeline-schedule gpipe"),
+    "pp2, interleaved, an empty stage": (2, "-||*E|**-E*", f"{PP} 2 --micro-batch-size 1"),
+    "pp2, zb-h1": (2, "-*E*|*-E*", f"{PP} 2 --pipeline-schedule zb-h1 --micro-batch-size 1"),
+    "pp2 in a V, no layer at the ends": (
+        2,
+        "|-*E|**-E*|",
+        f"{PP} 2 --pipeline-schedule zb-v --micro-batch-size 1 --recompute-granularity full",
+    ),
+    "pp2 ep2, interleaved, zero3": (4, "-*|E*|*-|E*", f"{PP} 2 {EP} 2 --sharding-stage 3 --micro-batch-size 1"),
+    "pp2 cp2, zb-h1": (
+        4,
+        "-*E|**-E*",
+        f"{PP} 2 --context-parallel-size 2 --pipeline-schedule zb-h1 --micro-batch-size 1",
+    ),
+}
+LONG = {"pp2 ep2, interleaved, zero3", "pp2 cp2, zb-h1", "recomputed mixers", "zero1", "pp2, even"}
+
+
+# ---- the same in plain torch -----------------------------------------------------------------------------------------
+
+
+def initial_weights() -> dict[str, torch.Tensor]:
+    """Output products start with the standard deviation divided by the root of the number of layers."""
+    std, small = 0.02, 0.02 / len(LETTERS) ** 0.5
+    of_letter = {
+        "*": {
+            "attention.qkv": ((HEADS, 3, HIDDEN // HEADS, HIDDEN), std),
+            "attention.output": ((HIDDEN, HIDDEN), small),
+        },
+        "-": {"mlp.up": ((4 * HIDDEN, HIDDEN), std), "mlp.down": ((HIDDEN, 4 * HIDDEN), small)},
+        "E": {"mlp.experts.up": ((EXPERTS, WIDTH, HIDDEN), std), "mlp.experts.down": ((EXPERTS, HIDDEN, WIDTH), small)},
+    }
+    drawn = {"embedding.word.weight": ((VOCABULARY, HIDDEN), std), "embedding.position.weight": ((LENGTH, HIDDEN), std)}
+    weights, norms = {}, ["final_norm"]
+    for n, letter in enumerate(LETTERS):
+        drawn |= {f"blocks.{n}.{name}.weight": how for name, how in of_letter[letter].items()}
+        weights |= {f"blocks.{n}.{name}.bias": torch.zeros(how[0][:-1]) for name, how in of_letter[letter].items()}
+        if letter == "E":
+            drawn[f"blocks.{n}.mlp.router.weight"] = (EXPERTS, HIDDEN), std
+            weights[f"blocks.{n}.mlp.router.bias"] = torch.zeros(EXPERTS)
+        norms.append(f"blocks.{n}.{'attention' if letter == '*' else 'mlp'}_norm")
+    for name in norms:
+        weights |= {f"{name}.weight": torch.ones(HIDDEN), f"{name}.bias": torch.zeros(HIDDEN)}
+    for name, (shape, scale) in drawn.items():
+        generator = torch.Generator().manual_seed(seed_of(1234, name, 0))
+        weights[name] = torch.empty(shape).normal_(0.0, scale, generator=generator)
+    return {name: values.double() for name, values in weights.items()}
+
+
+def network(weights, tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens [b, s] -> logits [b, s, vocabulary]."""
+    linear, norm = (partial(layer, weights) for layer in (plain_gpt.linear, plain_gpt.norm))
+    gelu = partial(F.gelu, approximate="tanh")
+    b, s = tokens.shape
+    x = weights["embedding.word.weight"][tokens] + weights["embedding.position.weight"][:s]
+    for n, letter in enumerate(LETTERS):
+        own = f"blocks.{n}."
+        if letter == "*":
+            qkv = linear(own + "attention.qkv", norm(own + "attention_norm", x)).view(b, s, HEADS, 3, -1)
+            q, k, v = qkv.permute(3, 0, 2, 1, 4)
+            scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(
+                torch.ones(s, s).triu(1) > 0, -torch.inf
+            )
+            x = x + linear(own + "attention.output", (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, -1))
+            continue
+        u = norm(own + "mlp_norm", x)
+        if letter == "-":
+            x = x + linear(own + "mlp.down", gelu(linear(own + "mlp.up", u)))
+            continue
+        logits = linear(own + "mlp.router", u)
+        least = logits.topk(CHOSEN).values[..., -1:]
+        parts = logits.masked_fill(logits < least, -torch.inf).softmax(-1)
+        for e in range(EXPERTS):
+            wide = gelu(u @ weights[own + "mlp.experts.up.weight"][e].T + weights[own + "mlp.experts.up.bias"][e])
+            out = wide @ weights[own + "mlp.experts.down.weight"][e].T + weights[own + "mlp.experts.down.bias"][e]
+            x = x + parts[..., e : e + 1] * out
+    return norm("final_norm", x) @ weights["embedding.word.weight"].T
+
+
+@cache
+def plain() -> tuple[list[dict], dict[str, torch.Tensor]]:
+    def losses(weights, samples, counts):
+        return {"lm loss": plain_gpt.cross_entropies(network(weights, samples[:, :-1]), samples[:, 1:])[counts].mean()}
+
+    return plain_gpt.train(initial_weights(), losses, STEPS, 0.0)
+
+
+def pretrain(rank: int, flags: str) -> None:
+    pretrain_hybrid.main(flags.split())
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.full] * (name in LONG)) for name in LAYOUTS])
+def test_any_layout_is_the_plain_loop(layout, run_ranks, tmp_path):
+    world, pattern, words = LAYOUTS[layout]
+    line = f"{LINE} --hybrid-layer-pattern {pattern} {words} --save {tmp_path}"
+    pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
+    steps, weights = plain()
+    found = [{name: step[name] for name in ("lm loss", "grad_norm")} for step in records(tmp_path, "step")]
+    assert found == [pytest.approx(step, rel=2e-5) for step in steps]
+    loaded = load_model(str(tmp_path))
+    assert {name for name, _ in loaded.model.named_parameters()} == set(weights)
+    for name, parameter in loaded.model.named_parameters():
+        wanted = weights[name]
+        assert (parameter[: len(wanted)].double() - wanted).abs().max() < 2e-5, name  # rows that pad the vocabulary
+
+
+# ---- layers and stages -----------------------------------------------------------------------------------------------
+
+SHAPE = "--hidden-size 24 --num-attention-heads 3 --seq-length 12 --mock-data --vocab-size 100 --micro-batch-size 1"
+SHAPE += " --global-batch-size 8 --train-iters 2 --lr 1e-2 --device cpu --hybrid-layer-pattern"
+
+
+def parsed(words: str):
+    return parse_any(f"{SHAPE} {words}".split())
+
+
+@pytest.mark.parametrize(
+    "pattern, pp, layers",
+    [  # as Megatron-LM numbers them: the segment of (rank, chunk) is chunk * pp + rank
+        ("*-*-|*-", 2, [[range(0, 4)], [range(4, 6)]]),
+        ("*-|*|-*|-", 2, [[range(0, 2), range(3, 5)], [range(2, 3), range(5, 6)]]),
+        ("||*-|*|-|", 3, [[range(0, 0), range(2, 3)], [range(0, 0), range(3, 4)], [range(0, 2), range(4, 4)]]),
+    ],
+)
+def test_layers_of_the_stages_of_a_pattern(pattern, pp, layers):
+    config = parsed(f"{pattern} --pipeline-model-parallel-size {pp}")
+    assert not check(config, pp)
+    pipeline = Pipeline.of(config.parallel, config.model.num_layers)
+    assert [pipeline.layers_of(rank) for rank in range(pp)] == layers
+    assert config.model.hybrid_layer_pattern == pattern.replace("|", "")  # cuts are layout
+
+
+def test_what_a_pattern_without_a_part_means():
+    """A cut has no effect on one pipeline rank, and a last / no layers."""
+    for words in ("*-|*-", "*-*-/", "*-*-"):
+        config = parsed(words)
+        assert config.model.hybrid_layer_pattern == "*-*-" and config.model.num_layers == 4
+        assert Pipeline.of(config.parallel, 4).layers == (range(4),)
+    assert parsed("*-*- --num-layers 2").model.num_layers == 4  # the pattern counts, as in Megatron-LM
+    assert parse_any(f"{SHAPE.replace('layer', 'override')} *-*-".split()).model.letters == "*-*-"
+
+
+def test_branches_and_parameters_are_those_of_the_letters():
+    facts = facts_of(parsed("*E*-- --num-experts 4"), 101)
+    names = [[mixer.name for branch in facts.branches(n) for mixer in branch.mixers] for n in range(5)]
+    assert names == [["attention"], ["experts"], ["attention"], ["mlp"], ["mlp"]]
+    h, ffn, vocabulary = 24, 96, 101
+    attention, mlp, norm = 4 * h * h + 4 * h, 2 * h * ffn + ffn + h, 2 * h
+    experts = 4 * mlp + 4 * h + 4  # with the router
+    wanted = vocabulary * h + 12 * h + 2 * attention + 2 * mlp + experts + 6 * norm
+    assert facts.parameters == wanted and facts.settings.expert_layers == (1,)
+    assert facts.active_parameters == wanted - 2 * mlp  # two of four experts
+
+
+def test_a_shrunk_job_has_every_kind():
+    words = "*--*--*--*--*--*--*--*--*E|*--*--*--*--*--*--*--*--*- --num-experts 4 --pipeline-model-parallel-size 2"
+    small = shrunk_job_of(parsed(words), 2).config
+    letters = small.model.hybrid_layer_pattern
+    assert set(letters) == set("*-E") and len(letters) == small.model.num_layers <= 6
+    assert not check(small, 2)
+    pairs = Model(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8)
+    assert pairs.residual_sums == 4 and small.model.residual_sums == len(letters)
+
+
+WRONG = {
+    "": "--hybrid-layer-pattern",
+    "*M": "M is Mamba-2",
+    "*-/*-": "/*- are layers of multi-token prediction",
+    "*E": "add --num-experts",
+    "*- --num-experts 4": "--num-experts 4: --hybrid-layer-pattern *- lists no layer of experts (E)",
+    "*E --num-experts 4 --moe-layer-freq 2": "--moe-layer-freq 2: --hybrid-layer-pattern lists the layers with experts",
+    "*-|*-|*- --pipeline-model-parallel-size 2": "3 stages, and --pipeline-model-parallel-size is 2",
+    "*-|*- --pipeline-model-parallel-size 2 --pipeline-stage-layers 2,2": "and --pipeline-stage-layers 2,2 both cut",
+    "*-|*- --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 1": (
+        "--num-virtual-stages-per-pipeline-rank 1 both cut"
+    ),
+    "*-|*- --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1": (
+        "--num-layers-per-virtual-pipeline-stage 1 both cut"
+    ),
+    "*-|*- --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1": (
+        "--decoder-first-pipeline-num-layers 1 both cut"
+    ),
+    "*-|*- --pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split": "split both cut",
+    "*-|*|-|* --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1": "zb-h1",
+    "*-- --pipeline-model-parallel-size 2": "cannot be cut into 2 even stages",
+    "*-*- --no-recompute-layers 4 --recompute-granularity full": "must be numbers of layers from 0 to 3",
+    "*-*- --model-type T5 --encoder-num-layers 2": "--hybrid-layer-pattern: ",
+    "*-*- --model-type BERT --num-layers 2": "--hybrid-layer-pattern: ",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_use_has_one_clear_message(words):
+    with pytest.raises((Failure, AssertionError)) as error:
+        config = parsed(words)
+        pp = config.parallel.pipeline_model_parallel_size
+        problems = check(config, pp)
+        assert not problems, "\n".join(problems)
+    assert WRONG[words] in str(error.value)
+
+
+def test_the_script_needs_a_pattern(capsys):
+    with pytest.raises(Failure, match="--hybrid-layer-pattern is missing: the kind of each layer"):
+        pretrain_hybrid.main(f"{SHAPE.replace('--hybrid-layer-pattern', '--num-layers 2')}".split())
