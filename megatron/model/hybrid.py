@@ -42,7 +42,7 @@ def with_pattern(config: Config) -> Config:
         )
     layers = dict(hybrid_layer_pattern=pattern.letters, num_layers=len(pattern.letters))
     for kind in kinds_of(config).values():
-        layers |= kind.listed if kind.symbol and kind.symbol in pattern.letters else {}
+        layers |= dict(kind.listed) if kind.symbol and kind.symbol in pattern.letters else {}
     return config.derive(FLAG, **layers, **_stages(config, pattern))
 
 

@@ -7,7 +7,6 @@ what else it needs. A recipe's own kinds are in `Recipe.kinds`.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from importlib import import_module
 from typing import Any, Optional, Union
 
@@ -31,7 +30,7 @@ class Mixer:
     weights: (facts, settings of the layer, sequence_parallel) -> its table
     ops:     (facts, hidden states of the layer) -> its ops
     symbol:  its character in --hybrid-layer-pattern; "": it is in none
-    listed:  the settings of a model whose pattern lists it
+    listed:  the (setting, value) pairs of a model whose pattern lists it
     place:   the branch of a transformer layer that it may be, one of PLACES; "": none
     takes:   (settings of the model, layer) -> whether it is that branch of a layer; None: if no other kind is
     chooses: (for each transformer layer, whether it has this kind) -> the settings that say so; {}: there are none
@@ -61,7 +60,7 @@ class Mixer:
     weights: Callable[[Any, Model, bool], Table]
     ops: Callable[[Any, Residual], Sequence[LayerOp]]
     symbol: str = ""
-    listed: Mapping[str, Any] = MappingProxyType({})
+    listed: tuple[tuple[str, Any], ...] = ()
     place: str = ""
     takes: Optional[Callable[[Model, int], bool]] = None
     chooses: Callable[[Sequence[bool]], dict[str, Any]] = lambda layers: {}

@@ -48,7 +48,7 @@ def rotated(model: Model) -> int:
     return int(model.head_dim * model.rotary_percent) // 2 * 2
 
 
-class Heads(NamedTuple):
+class AttentionHeads(NamedTuple):
     """The heads of a layer, on all ranks: of queries, and of keys and values; channels of a key, and of a value."""
 
     queries: int
@@ -57,7 +57,7 @@ class Heads(NamedTuple):
     value: int
 
     @classmethod
-    def of(cls, m: Model) -> "Heads":
+    def of(cls, m: Model) -> "AttentionHeads":
         """Those of self-attention."""
         return cls(m.num_attention_heads, m.query_groups, m.head_dim, m.head_dim)
 
@@ -76,7 +76,7 @@ class Call(NamedTuple):
     groups: int
 
 
-def calls_of(facts, share: RankSetup, window: Optional[int], of: Heads) -> list[Call]:
+def calls_of(facts, share: RankSetup, window: Optional[int], of: AttentionHeads) -> list[Call]:
     """The calls of a rank for the attention of a sample.
 
     If ranks share a sequence: the rank's two chunks, each with all keys up to its end, or those in its window; or the
@@ -100,13 +100,13 @@ def calls_of(facts, share: RankSetup, window: Optional[int], of: Heads) -> list[
 
 def attention_ops(facts, x: Residual) -> tuple[LayerOp, ...]:
     """Causal self-attention of a layer."""
-    return self_attention(x, *_norms_across_heads(x), *causal_core(facts, x, Heads.of(x.model), _core_kept))
+    return self_attention(x, *_norms_across_heads(x), *causal_core(facts, x, AttentionHeads.of(x.model), _core_kept))
 
 
 Kept = Callable[[Any, RankSetup, str, Optional[int]], tuple[int, int]]  # see `_core_kept`
 
 
-def causal_core(facts, x: Residual, of: Heads, kept: Kept) -> tuple[LayerOp, ...]:
+def causal_core(facts, x: Residual, of: AttentionHeads, kept: Kept) -> tuple[LayerOp, ...]:
     """softmax(q k) v of causal attention with these heads, and the messages of context parallel ranks."""
     window = x.model.window
     return _exchanged(facts, x.share, _core(facts, x.share, window, of, kept), window, of)
@@ -162,7 +162,9 @@ def _ring_kernel(m: Model, share: RankSetup) -> str:
     return "flash" if flash and not explicit and share.backend not in ("explicit", "stored") else "block-causal"
 
 
-def _exchanged(facts, share: RankSetup, core: CoreAttention, window: Optional[int], of: Heads) -> tuple[LayerOp, ...]:
+def _exchanged(
+    facts, share: RankSetup, core: CoreAttention, window: Optional[int], of: AttentionHeads
+) -> tuple[LayerOp, ...]:
     """Attention with the messages of context parallel ranks: rows for heads, then keys and values of other rows."""
     m, e, b = facts.settings, share.element, share.micro_batch_size
     queries, keys, results = of.divided(share.tp)
@@ -204,7 +206,7 @@ def _masked(share: RankSetup, window: Optional[int], sinks: bool) -> bool:
     return window is not None and share.backend != "flash" and not varlen
 
 
-def _core(facts, share: RankSetup, window: Optional[int], of: Heads, kept_of: Kept) -> CoreAttention:
+def _core(facts, share: RankSetup, window: Optional[int], of: AttentionHeads, kept_of: Kept) -> CoreAttention:
     m, s, b, e = facts.settings, facts.settings.seq_length, share.micro_batch_size, share.element
     n, heads, (queries, both, results) = s // share.cp * b, of.queries // share.tp, of.divided(share.tp)
     sinks = m.softmax_type != "vanilla"
@@ -241,7 +243,9 @@ def _core(facts, share: RankSetup, window: Optional[int], of: Heads, kept_of: Ke
     return CoreAttention("attention core", kernel, pairs, widths, drops, workspace=workspace, **sizes)
 
 
-def _ring_workspace(facts, share: RankSetup, kernel: str, calls: list[Call], window: Optional[int], of: Heads) -> int:
+def _ring_workspace(
+    facts, share: RankSetup, kernel: str, calls: list[Call], window: Optional[int], of: AttentionHeads
+) -> int:
     """Bytes of the backward pass of a ring's largest rectangle, and the gradients of queries in fp32."""
     m, e, b = facts.settings, share.element, share.micro_batch_size
     most = max(calls, key=lambda call: call.queries * call.keys)
@@ -276,7 +280,7 @@ def _core_kept(facts, share: RankSetup, kernel: str, window: Optional[int]) -> t
         views = fused
     elif gathers:
         views = (q if own else fused) + 2 * kv * (1 if kernel == "flash" else share.cp)  # flash: gathered again
-    calls = calls_of(facts, share, window, Heads.of(m))
+    calls = calls_of(facts, share, window, AttentionHeads.of(m))
     if share.ring:  # the output is that of the next layer's input, unless rows come back for heads
         copied = q * (grouped and not own and calls[0].groups > 1) + q * exchanged
         drops = n * heads * m.seq_length * (m.attention_dropout > 0)

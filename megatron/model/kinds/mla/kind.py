@@ -32,7 +32,7 @@ KIND = Mixer(
     weights=lambda facts, model, sequence_parallel: latent_attention(model, sequence_parallel),
     ops=latent_ops,
     symbol="+",
-    listed=dict(multi_latent_attention=True),
+    listed=(("multi_latent_attention", True),),
     place="attention",
     takes=lambda model, layer: model.multi_latent_attention,
     asked=lambda model: "--multi-latent-attention" if model.multi_latent_attention else "",

@@ -30,8 +30,8 @@ RULES = (
     Rule(
         lambda s: {"*", "+"} <= set(s.settings.model.letters or ""),
         lambda s: (
-            f"--hybrid-layer-pattern {s.settings.model.letters} lists attention (*) and multi-latent attention (+): a model "
-            "has one of them"
+            f"--hybrid-layer-pattern {s.settings.model.letters} lists attention (*) and multi-latent attention (+), and a "
+            "model has one of them"
         ),
     ),
     Rule(

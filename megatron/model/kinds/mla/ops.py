@@ -8,15 +8,15 @@ the latent, e bytes per element.
 from dataclasses import replace
 from typing import Optional
 
-from megatron.model.kinds.attention.kind import Heads, calls_of, causal_core, stored_weights
+from megatron.model.kinds.attention.kind import AttentionHeads, calls_of, causal_core, stored_weights
 from megatron.model.layer_ops import ATTENTION, UP, CoreAttention, Kernel, LayerOp, Product, RankSetup, Residual
 from megatron.settings.kernel_sizes import JOINED, causal_pairs
 from megatron.settings.schema import Model
 
 
-def heads_of(m: Model) -> Heads:
+def heads_of(m: Model) -> AttentionHeads:
     """Keys and values of each head are its own once they are expanded."""
-    return Heads(m.num_attention_heads, m.num_attention_heads, m.latent_key_dim, m.v_head_dim)
+    return AttentionHeads(m.num_attention_heads, m.num_attention_heads, m.latent_key_dim, m.v_head_dim)
 
 
 def latent_ops(facts, x: Residual) -> tuple[LayerOp, ...]:
