@@ -154,9 +154,8 @@ class Rule:
 
 def record(settings: schema.Config, world: int) -> SimpleNamespace:
     """The record that rules see: all settings under their own names, and numbers derived from them."""
-    s = SimpleNamespace(
-        **{f.name: getattr(getattr(settings, g), f.name) for g in schema.GROUPS for f in fields(schema.GROUPS[g])}
-    )
+    groups = (getattr(settings, name) for name in schema.GROUPS)  # a recipe's own kinds may have added settings
+    s = SimpleNamespace(**{f.name: getattr(group, f.name) for group in groups for f in fields(group)})
     s.tp, s.pp, s.cp = s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size
     s.settings, s.world, s.model_ranks = settings, world, s.tp * s.pp * s.cp
     s.cp_comm = settings.parallel.cp_comm_types if s.cp > 1 else ()

@@ -148,7 +148,8 @@ def idle(settings: schema.Config, world_size: int, datasets: Sequence = ()) -> d
     datasets: (train, valid, test) of the run, which may be None even if --split leaves samples for them
     With --skip-train, settings of the optimizer are not reported: no optimizer setting has an effect then.
     """
-    general = {name: one for name, one in declared("needs", *schema.GROUPS.values()).items() if not one.of_network}
+    groups = (getattr(settings, name) for name in schema.GROUPS)  # with those of the recipe's own kinds
+    general = {name: one for name, one in declared("needs", *groups).items() if not one.of_network}
     of_kinds = optimizer_rules.idle_of(settings.optimizer) | linear_kinds.idle_of(settings.model)
     table = {**general, **of_kinds, **recipe_of(settings).idle}
     if settings.batch.skip_train:

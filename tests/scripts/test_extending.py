@@ -23,6 +23,7 @@ FIRST = "Change one thing of GPT"
 SAID = {
     FIRST: [r"iteration +4/ +4", r"2 of 2 pass", r"1 2 3"],
     "A variant of GPT": [r"3 of 3 pass", r"iteration +4/ +4.* added: \d", r"attention\.gate\.weight"],
+    "A kind of mixers": [r"2 of 2 pass", r"iteration +4/ +4", r"1 2 3"],
     "Position biases: ALiBi": [r"2 of 2 pass", r"iteration +4/ +4"],
     "A head and a loss": [r"2 of 2 pass", r"iteration +4/ +4.* ahead loss: \d", r"ahead\.weight"],
     "A kind of linear layer": [r"2 of 2 pass", r"iteration +4/ +4", r"attention\.qkv\.pair_a"],
