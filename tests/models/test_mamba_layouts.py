@@ -6,22 +6,13 @@ fp64, whose scan goes token by token; documents; figures of a layer; and each wr
 import math
 from functools import cache, partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import pretrain_hybrid
-from megatron.fused_kernels.documents import Documents
 from megatron.inference.load import load_model
-from megatron.model.context import ForwardContext, LayerSetup
-from megatron.model.gpt.facts import GPTFacts
-from megatron.model.layer import Layer
-from megatron.model.layer_ops import RankSetup
-from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import seed_of
-from megatron.settings.schema import Model
-from megatron.training.rules import check
 from tests.models import plain_gpt
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LENGTH, VOCABULARY
 from tests.training.test_plain_loop import ADAM, FLAGS, records

@@ -13,7 +13,7 @@ from megatron.model.kinds.mamba.settings import SYMBOL, MambaSettings
 from megatron.model.kinds.table import Mixer
 from megatron.model.layer_ops import ATTENTION, CORE, Collective, LayerOp, Residual, Scan
 from megatron.model.weights import add_prefix, column, output_std, row
-from megatron.mpu.placement import Constant, InverseSoftplus, LogOf, LogUniform, Placement, Table, Uniform
+from megatron.mpu.placement import Constant, InverseSoftplus, LogOf, LogUniform, Placement, Uniform
 from megatron.settings.schema import Model
 
 TAPS = 4
@@ -126,6 +126,7 @@ KIND = Mixer(
     divided=lambda model: {"Mamba-2 groups": model.mamba_num_groups},
     heads=lambda model: model.mamba_num_groups,
     all_rows=True,
+    stateful=True,
     has_shape=lambda model: SYMBOL not in model.letters or model.mamba_heads % model.mamba_num_groups == 0,
     shrunk=_shrunk,
 )

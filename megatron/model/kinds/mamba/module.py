@@ -46,19 +46,20 @@ class Mamba(nn.Module):
     def core(self, y: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """What is between the two projections: [s, b, G/tp (2 r P + 2 N + r)] -> [s, b, G/tp r P]."""
         r, width, n = self.heads, self.heads * self.head_dim, self.state_dim
+        documents = context.all_documents
         y = rows_to_heads(y.unflatten(-1, (len(self.A_log), -1)), self.shared)
         gate, mixed, dt = y.split((width, width + 2 * n, r), -1)
-        mixed, _ = causal_conv(mixed, self.own("conv_weight"), self.own("conv_bias"), documents=context.documents)
+        mixed, _ = causal_conv(mixed, self.own("conv_weight"), self.own("conv_bias"), documents=documents)
         x, B, C = mixed.split((width, n, n), -1)
         x = x.unflatten(-1, (r, self.head_dim))  # [s, b, G/tp, r, P]
         dt = F.softplus(dt.float() + self.own("dt_bias").float())
         A = -self.own("A_log").float().exp()
-        x, _ = ssd(x, dt, A, B, C, self.own("D"), documents=context.documents)
+        x, _ = ssd(x, dt, A, B, C, self.own("D"), documents=documents)
         x = gated_rms_norm(x.flatten(-2), gate, self.own("norm_weight"), self.epsilon)
         return heads_to_rows(x, self.shared).flatten(2)
 
     def own(self, name: str) -> torch.Tensor:
-        """A weight [G/tp, ...] of the groups that this rank has while ranks of context parallelism exchange rows for them."""
+        """A weight [G/tp, ...], of the groups that this rank has while ranks exchange rows for them."""
         weight, ranks = getattr(self, name), self.shared
         count = len(weight) // ranks.size
         return weight if ranks.size == 1 else weight.narrow(0, ranks.rank * count, count)
