@@ -75,7 +75,7 @@ def test_it_is_transformers_mixer(pair):
     y, want = ours(inputs[0], ForwardContext()), theirs(inputs[1].transpose(0, 1)).transpose(0, 1)
     torch.testing.assert_close(y, want, rtol=2e-5, atol=2e-5 * want.abs().max().item())
     factor = torch.randn_like(y)
-    found, wanted = (torch.autograd.grad((one * factor).sum(), given)[0] for one, given in zip((y, want), inputs, strict=True))
+    [found], [wanted] = (torch.autograd.grad((one * factor).sum(), x) for one, x in zip((y, want), inputs, strict=True))
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5 * wanted.abs().max().item())
 
 
