@@ -301,8 +301,7 @@ the load of each expert is in metrics.jsonl
     --save-tokens-per-expert-interval
 attention is multi-head or grouped-query (--group-query-attention)
     --multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
-    --mla-down-proj-fusion --cache-mla-latents --experimental-attention-variant --linear-* --dsa-* --no-dsa-*
-    --disable-dsa-* --gdp-* --attention-output-gate --qk-clip* --qk-l2-norm
+    --mla-down-proj-fusion --cache-mla-latents --dsa-* --no-dsa-* --disable-dsa-* --gdp-* --qk-clip* --qk-l2-norm
 say --model-name-or-path gpt-oss-20b, which sets the whole shape
     --enable-gpt-oss
 Mamba layers, and hybrids of them and attention, are not part of this suite

@@ -23,13 +23,13 @@ def linear_layers(text: str, num_layers: int) -> tuple[bool, ...]:
     return layer_pattern(text, num_layers)
 
 
-LETTERS = Network("no --hybrid-layer-pattern", lambda s: not s.settings.model.letters)
 VARIANT = Network(
     "--experimental-attention-variant",
     lambda s: s.experimental_attention_variant is not None and not s.settings.model.letters,
 )
 PRESENT = Network(
-    f"--experimental-attention-variant, or {SYMBOL} in --hybrid-layer-pattern", lambda s: s.settings.model.has_gdn
+    f"gated delta nets (--experimental-attention-variant, or {SYMBOL} in --hybrid-layer-pattern)",
+    lambda s: s.settings.model.has_gdn,
 )
 TEST = "test_gdn_layouts::test_any_layout_is_the_plain_loop"
 shape = shown_by(TEST, on_resume="another model", needs=PRESENT)
@@ -40,7 +40,7 @@ class GDNSettings:
     """Which layers of a transformer are gated delta nets, and their heads."""
 
     experimental_attention_variant: Optional[Literal["gated_delta_net", "gdn"]] = shown_by(
-        TEST, on_resume="another model", needs=LETTERS
+        TEST, on_resume="another model"
     )("linear attention in place of attention: gated delta nets, in the layers of --linear-attention-freq", None)
     linear_attention_freq: Optional[str] = shown_by(TEST, on_resume="another model", needs=VARIANT)(
         "layers with linear attention: all but every N-th, or a pattern, 1 for linear, such as ([1]*3+[0]*1)*12", None
