@@ -19,8 +19,8 @@ from megatron.settings.schema import Model
 
 
 def attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
-    """The weights of self-attention. The fused weight is [g, q + 2, d, h]: of each group queries, then key, then value; with
-    --attention-output-gate [g, 2 q + 2, d, h]: queries, their gates, key, value.
+    """The weights of self-attention. The fused weight is [g, q + 2, d, h]: of each group queries, then key, then value;
+    with --attention-output-gate [g, 2 q + 2, d, h]: queries, their gates, key, value.
     """
     m, bias = model, not model.disable_bias_linear
     queries = m.num_attention_heads // m.query_groups

@@ -179,7 +179,7 @@ class Attention(nn.Module):
         return self.output(attended)
 
     def _parts(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[s, b, h] -> [s, b, g/tp, n, d] with n = q queries, their gates if they have some, 1 key, 1 value; by one product,
+        """[s, b, h] -> [s, b, g/tp, n, d] with n = q queries, their gates if they have some, 1 key, 1 value; by one product
         or one for each.
         """
         if not self.fuse_qkv:
