@@ -5,11 +5,12 @@ Legend: n tokens of a micro-batch (s x b), G key heads of K channels, each of r 
 convolution, e bytes per element.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.model.kinds.gdn.gdn_rules import RULES
-from megatron.model.kinds.gdn.settings import SYMBOL, GDNSettings
+from megatron.model.kinds.gdn.settings import SYMBOL, GDNSettings, linear_layers
 from megatron.model.kinds.table import Mixer
 from megatron.model.layer_ops import ATTENTION, CORE, Collective, LayerOp, Residual, Scan
 from megatron.model.weights import add_prefix, column, output_std, row
@@ -122,6 +123,15 @@ def _shrunk(model: Model, small: Model, tp: int) -> dict:
     return sizes | dict(linear_attention_freq=f"[1]*{small.num_layers - softmax}" + "+[0]" * softmax)
 
 
+def _chosen(layers: Sequence[bool]) -> dict:
+    """The settings of these layers, in the shortest words."""
+    if not any(layers):
+        return dict(experimental_attention_variant=None, linear_attention_freq=None)
+    every = next((n for n in range(1, len(layers) + 1) if linear_layers(str(n), len(layers)) == tuple(layers)), None)
+    words = str(every) if every else str([int(linear) for linear in layers]).replace(" ", "")
+    return dict(experimental_attention_variant="gated_delta_net", linear_attention_freq=words)
+
+
 def _has_shape(model: Model) -> bool:
     return not model.has_gdn or model.linear_num_value_heads % model.linear_num_key_heads == 0
 
@@ -135,6 +145,7 @@ KIND = Mixer(
     symbol=SYMBOL,
     place="attention",
     takes=lambda model, layer: model.is_linear(layer),
+    chooses=_chosen,
     asked=lambda model: (
         f"--experimental-attention-variant {variant}" if (variant := model.experimental_attention_variant) else ""
     ),
@@ -145,6 +156,7 @@ KIND = Mixer(
     divided=lambda model: {"key heads of gated delta nets": model.linear_num_key_heads},
     heads=lambda model: model.linear_num_key_heads,
     all_rows=True,
+    stateful=True,
     has_shape=_has_shape,
     shrunk=_shrunk,
 )

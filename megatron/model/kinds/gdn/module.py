@@ -44,7 +44,7 @@ class GatedDeltaNet(nn.Module):
 
     def core(self, y: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """What is between the two projections: [s, b, G/tp (2 K + 2 r V + 2 r)] -> [s, b, G/tp r V]."""
-        sizes, documents = self.sizes, context.documents
+        sizes, documents = self.sizes, context.all_documents
         y = rows_to_heads(y.unflatten(-1, (len(self.A_log), -1)), self.shared)
         mixed, gate, beta, a = y.split((sizes.mixed, *sizes.parts[3:]), -1)
         mixed, _ = causal_conv(mixed, self.own("conv_weight"), documents=documents)
