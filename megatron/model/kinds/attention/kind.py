@@ -76,7 +76,7 @@ def _calls(facts, share: RankSetup, window: Optional[int]) -> list[Call]:
 def attention_ops(facts, x: Residual) -> tuple[LayerOp, ...]:
     """Causal self-attention of a layer."""
     window = x.model.window
-    core = _exchanged(facts, x.share, _core(facts, x.share, window), window)
+    core = _exchanged(facts, x.share, _core(facts, x.share, window, x.model), window)
     return self_attention(x, *_norms_across_heads(x), *core)
 
 
@@ -172,7 +172,7 @@ def _masked(share: RankSetup, window: Optional[int], sinks: bool) -> bool:
     return window is not None and share.backend != "flash" and not varlen
 
 
-def _core(facts, share: RankSetup, window: Optional[int]) -> CoreAttention:
+def _core(facts, share: RankSetup, window: Optional[int], layer: Model) -> CoreAttention:
     m, s, b, e = facts.settings, facts.settings.seq_length, share.micro_batch_size, share.element
     n, heads, d = s // share.cp * b, m.num_attention_heads // share.tp, m.head_dim
     sinks = m.softmax_type != "vanilla"
@@ -199,7 +199,7 @@ def _core(facts, share: RankSetup, window: Optional[int]) -> CoreAttention:
         of_block = lambda call: call.keys if whole else min(call.keys, window + 256)  # keys of a block of queries
         matrices = 3 if m.attn_logit_softcapping else 2
         workspace = max(matrices * b * call.heads * call.queries * of_block(call) * e for call in calls)
-    kept, given = _core_kept(facts, share, kernel, window)
+    kept, given = _core_kept(facts, share, kernel, window, layer.position_embedding_type == "rope")
     all_keys = s if window is None else min(s, window + 1)
     sizes = dict(kept=kept, given=given, moved=4 * n * heads * d, flops=4.0 * n * all_keys * heads * d)
     sizes |= dict(seen=1 - all_keys / (2 * s))  # the first queries see fewer keys than the window has
@@ -221,14 +221,14 @@ def _ring_workspace(facts, share: RankSetup, kernel: str, calls: list[Call], win
     return 4 * b * d * calls[0].heads * m.seq_length // share.cp_rows + 4 * gradients + matrices * of_block
 
 
-def _core_kept(facts, share: RankSetup, kernel: str, window: Optional[int]) -> tuple[int, int]:
+def _core_kept(facts, share: RankSetup, kernel: str, window: Optional[int], rotated: bool) -> tuple[int, int]:
     """(bytes saved, bytes saved if softmax(q k) v is recomputed), op by op as in `module.py` and the kernels."""
     m, e, b = facts.settings, share.element, share.micro_batch_size
     n, exchanged = m.seq_length // share.cp * b, share.cp_heads > 1
     heads, groups, d = m.num_attention_heads // share.tp, m.query_groups // share.tp, m.head_dim
     q, kv = n * heads * d * e, n * groups * d * e
     fused, turned = q + 2 * kv, 0
-    own = m.position_embedding_type == "rope" or m.qk_layernorm  # queries and keys are separate tensors
+    own = rotated or m.qk_layernorm  # queries and keys are separate tensors
     if m.qk_layernorm:
         turned += fused
         for number in (heads, groups):
