@@ -115,9 +115,7 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
     number = _num_microbatches(num_microbatches, pipeline, sizes.pp)
     small = narrowed(config, sizes, num_microbatches=number, steps=steps, num_layers=num_layers)
     recompute = _recompute(config.recompute, max(map(len, pipeline.layers)), num_layers, sizes.layers)
-    return ShrunkJob(
-        replace(small, parallel=parallel, recompute=recompute), math.prod(few.values()), tuple(lost)
-    )
+    return ShrunkJob(replace(small, parallel=parallel, recompute=recompute), math.prod(few.values()), tuple(lost))
 
 
 def _layers_of_all_kinds(config: Config, stages: int) -> int:
@@ -196,9 +194,7 @@ def narrowed(
         model=_with_near_blocks(replace(model, kd_hidden_projections=None)),
         extra=facts.shrunk_groups(config.extra, model),
         batch=batch,
-        parallel=replace(
-            config.parallel, cp_comm_type=_of_layers(config.parallel.cp_comm_type, num_layers)
-        ),
+        parallel=replace(config.parallel, cp_comm_type=_of_layers(config.parallel.cp_comm_type, num_layers)),
         optimizer=_optimizer(config.optimizer, batch, steps),
         recompute=_recompute(config.recompute, config.model.num_layers, num_layers, sizes.layers),
         tokenizer=TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY),

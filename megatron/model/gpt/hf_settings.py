@@ -334,11 +334,8 @@ def _to_decoder(kind: str, m: Model) -> dict[str, Any]:
     )
     windows = dict(sliding_window=_their_window(m))
     common |= their_experts(kind, m)
-    if kind == "llama":
-        return common | dict(mlp_bias=not m.disable_bias_linear)
-    if kind == "smollm3":
-        rotated = [int(m.rotates(n)) for n in range(m.num_layers)]
-        return common | dict(no_rope_layers=rotated, mlp_bias=False, use_sliding_window=False)
+    if kind in ("llama", "smollm3"):
+        return common | dict(mlp_bias=not m.disable_bias_linear) | _their_rotation(kind, m)
     if kind in ("mistral", "mixtral"):
         return common | windows
     if kind == "qwen2_moe":
@@ -382,6 +379,12 @@ def _to_decoder(kind: str, m: Model) -> dict[str, Any]:
 def _their_window(m: Model) -> int | None:
     """Their window includes a token's own key."""
     return None if m.window is None else m.window + 1
+
+
+def _their_rotation(kind: str, m: Model) -> dict[str, Any]:
+    """The layers of a SmolLM3 that rotate."""
+    rotated = [int(m.rotates(n)) for n in range(m.num_layers)]
+    return dict(no_rope_layers=rotated, use_sliding_window=False) if kind == "smollm3" else {}
 
 
 def _layer_types(m: Model) -> list[str]:
