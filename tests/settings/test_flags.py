@@ -341,7 +341,7 @@ def test_the_tables_say_one_thing_about_each_flag():
         ("--bf16;", "did you mean --bf16?"),
         ("--optimizer lamb", "'lamb' is none of adam"),
         ("--tokenizer-type Llama3Tokenizer", "; say TikTokenizer for its tokenizer.model, HuggingFaceTokenizer"),
-        ("--hybrid-override-pattern M*M*", "Mamba layers, and hybrids of them"),
+        ("--disable-mamba-mem-eff-path", "layers are listed by --hybrid-layer-pattern"),
         ("--enable-gpt-oss", "say --model-name-or-path gpt-oss-20b"),
         ("--spec a b", "--model-type MODULE, docs/extending.md"),
         ("--adlr-autoresume", "supervise --on-preempt requeue"),

@@ -43,6 +43,7 @@ class Mixer:
     heads:   settings of the layer -> the heads that ranks of context parallelism can exchange for rows; None: it has none
     all_rows: whether it needs all rows of a sequence: context parallel ranks exchange them for `heads`, whatever
              --cp-comm-type says
+    stateful: whether later tokens need a state of earlier ones, which no cache of generation has
     used:    settings of the layer -> (how many of its experts a token uses, of how many); None: it uses all weights
     has_shape: whether the settings describe a valid shape. May raise ValueError or ZeroDivisionError instead
     hf_matches: (family, settings, our prefix of its weights, their prefix of the layer, function that matches a norm) ->
@@ -69,6 +70,7 @@ class Mixer:
     divided: Callable[[Model], dict[str, int]] = lambda model: {}
     heads: Optional[Callable[[Model], int]] = None
     all_rows: bool = False
+    stateful: bool = False
     used: Optional[Callable[[Model], tuple[int, int]]] = None
     has_shape: Callable[[Model], bool] = lambda model: True
     hf_matches: Union[str, Callable[..., list], None] = None
