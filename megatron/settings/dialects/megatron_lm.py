@@ -305,7 +305,7 @@ attention is multi-head or grouped-query (--group-query-attention)
     --disable-dsa-* --gdp-* --attention-output-gate --qk-clip* --qk-l2-norm
 say --model-name-or-path gpt-oss-20b, which sets the whole shape
     --enable-gpt-oss
-layers are listed by --hybrid-layer-pattern; of Mamba-2 there are --mamba-state-dim, --mamba-head-dim, --mamba-num-groups and --mamba-num-heads
+layers are listed by --hybrid-layer-pattern; --mamba-state-dim, -head-dim, -num-heads, -num-groups size those of Mamba-2
     --hybrid-* --mamba-* --is-hybrid-model --disable-mamba-mem-eff-path
 attention and the output layer stay in the format of --precision; --fp8-format is for linear layers of blocks
     --fp8-output-proj --fp8-dot-product-attention --fp8-multi-head-attention
