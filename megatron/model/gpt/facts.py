@@ -91,6 +91,11 @@ class GPTFacts(Facts):
         """The kinds of its layers."""
         return [mixer for kind in sorted(self.layer_kinds) for branch in kind.branches for mixer in branch.mixers]
 
+    @property
+    def rotated(self) -> Optional[int]:
+        """The channels of each head that rotary positions turn; None: no layer has positions."""
+        return next((mixer.rotated(self.settings) for mixer in self._present if mixer.rotated), None)
+
     def shares_heads(self, tp: int, cp: int) -> bool:
         return all(mixer.heads(self.settings) % (tp * cp) == 0 for mixer in self._present if mixer.heads)
 
