@@ -15,6 +15,7 @@ WITHOUT = {
     "softmax_type": ("vanilla", "its heads have no sinks"),
     "attention_output_gate": (False, "its heads have no gates"),
     "rope_local_base_freq": (None, "its rotary key is one for all layers"),
+    "no_rope_freq": (None, "its rotary channels are rotated in all layers"),
 }
 
 
