@@ -44,6 +44,8 @@ LLAMA: dict[str, Any] = dict(
     window_attn_skip_freq=None,
     attn_logit_softcapping=None,
     softmax_type="vanilla",
+    attention_output_gate=False,
+    experimental_attention_variant=None,
     final_logit_softcapping=None,
     **DENSE,
 )
