@@ -83,7 +83,7 @@ _LATENT = dict(
     num_nextn_predict_layers=0,
 )
 _TEMPERATURE = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16)
-_TEMPERATURE |= dict(beta_fast=4.0, beta_slow=1.0, mscale=0.6, mscale_all_dim=0.8)
+_TEMPERATURE |= dict(beta_fast=4.0, beta_slow=1.0, mscale=0.6, mscale_all_dim=0.8, truncate=True)
 CASES |= {
     # Groups by their best expert, of which there are others than topk / topk_group.
     "deepseek_v2": dict(
@@ -95,7 +95,7 @@ CASES |= {
         routed_scaling_factor=4.0,
         rope_parameters=_TEMPERATURE,
     ),
-    "deepseek_v2, lite": dict(_LATENT, q_lora_rank=None, num_experts_per_tok=3),
+    "deepseek_v2, lite": dict(_LATENT, q_lora_rank=None, num_experts_per_tok=3, n_group=1, topk_group=1),
     # Groups by their two best experts.
     "deepseek_v3": dict(_LATENT, num_experts_per_tok=3, n_group=4, topk_group=3, rope_parameters=_TEMPERATURE),
     "deepseek_v3, one group": dict(_LATENT, num_experts_per_tok=4, n_group=1, topk_group=1, first_k_dense_replace=0),

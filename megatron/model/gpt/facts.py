@@ -55,6 +55,7 @@ class GPTFacts(Facts):
     @property
     def has_shape(self) -> bool:
         try:
+            self.overrides(0)
             return all(kind.has_shape(self.settings) for kind in self.mixers.values())
         except (ValueError, ZeroDivisionError):
             return False
@@ -68,6 +69,7 @@ class GPTFacts(Facts):
             m,
             num_layers=num_layers,
             hybrid_layer_pattern=shortened(m.letters, num_layers) or None,
+            no_rope_freq=m.no_rope_freq and f"[0]*{num_layers - 1}+[1]",
             hidden_size=HEAD * heads,
             num_attention_heads=heads,
             seq_length=s,

@@ -104,9 +104,14 @@ def _temperature(c: dict[str, Any], rope: dict[str, Any]) -> dict[str, float]:
     return dict(mscale=(stretch * (heat * all_dim + 1) - 1) / heat, mscale_all_dim=all_dim)
 
 
-def their_temperature(kind: str, m: Model) -> dict[str, float]:
-    """Entries of `rope_parameters` beside those of all families."""
-    return dict(mscale_all_dim=m.mscale_all_dim) if kind in FAMILIES and m.rope_type == "yarn" else {}
+def with_temperature(kind: str, m: Model, rope: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` with what scores are multiplied by; as in DeepSeek's files, if they can say it."""
+    if kind not in FAMILIES or m.rope_type != "yarn":
+        return rope
+    if not (m.mscale and m.mscale_all_dim):
+        return rope | dict(mscale_all_dim=m.mscale_all_dim)
+    both = dict(mscale=m.mscale, mscale_all_dim=m.mscale_all_dim)
+    return {name: value for name, value in rope.items() if name != "attention_factor"} | both
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
