@@ -137,9 +137,7 @@ _GPT_OSS = dict(
     swiglu_alpha=QUICK,
 )
 _QWEN = dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=28, use_sliding_window=False)
-_LATENT = dict(
-    SCALED, **SHARED, **GROUPED, **dict.fromkeys(SIGMOID, ANY), multi_latent_attention=True, qk_layernorm=True
-)
+_LATENT = dict(SCALED, **SHARED, **GROUPED, multi_latent_attention=True, qk_layernorm=True)
 FAMILIES: dict[str, DecoderFamily] = {  # model_type -> family
     "gpt2": DecoderFamily(
         "GPT-2",
@@ -241,7 +239,11 @@ FAMILIES: dict[str, DecoderFamily] = {  # model_type -> family
         "DeepSeek-V2", "DeepseekV2ForCausalLM", _LATENT, DEFAULTS["deepseek_v2"], against=_latent("deepseek_v2")
     ),
     "deepseek_v3": DecoderFamily(
-        "DeepSeek-V3", "DeepseekV3ForCausalLM", _LATENT, DEFAULTS["deepseek_v3"], against=_latent("deepseek_v3")
+        "DeepSeek-V3",
+        "DeepseekV3ForCausalLM",
+        dict(_LATENT, **dict.fromkeys(SIGMOID, ANY)),
+        DEFAULTS["deepseek_v3"],
+        against=_latent("deepseek_v3"),
     ),
     "gpt_oss": DecoderFamily("gpt-oss", "GptOssForCausalLM", GPT_OSS, _GPT_OSS, against=against_experts("gpt_oss")),
 }

@@ -116,7 +116,8 @@ def against_experts(kind: str) -> Callable[[Model], dict[str, bool]]:
         return {
             f"--moe-layer-freq {m.moe_layer_freq}": words.first_dense and m.expert_layers != dense_first,
             f"--moe-shared-expert-intermediate-size {shared}": words.first_dense and (shared or 0) % width != 0,
-            f"--moe-router-group-topk {groups}, by the best {scored(m)} of each": bool(groups) and scored(m) != best,
+            f"--moe-router-group-topk {groups} of --moe-router-num-groups {m.moe_router_num_groups} by "
+            f"--moe-router-group-score-topk {scored(m)}": bool(groups) and scored(m) != best,
             f"--kv-channels {m.head_dim}": kind == "olmoe" and m.head_dim * m.num_attention_heads != m.hidden_size,
             "no --activation-func-clamp-value": kind == "gpt_oss" and m.activation_func_clamp_value is None,
             "no --moe-shared-expert-intermediate-size": kind in ALWAYS_SHARED and not shared,
@@ -213,7 +214,8 @@ def _choice(kind: str, c: dict[str, Any], number: int, k: int) -> dict[str, Any]
     if kind == "deepseek_v2":
         ways = ("greedy", "group_limited_greedy")
         refuse(c, norm_topk_prob=(False, None), topk_method=ways, scoring_func=("softmax",))
-        groups = _groups(c, number, k, best=1) if c["topk_method"] == ways[1] else {}
+        groups = _groups(c, number, k, best=1)
+        groups = groups if c["topk_method"] == ways[1] else {}
         return dict(moe_router_pre_softmax=True, **groups)
     if kind not in ("dots1", "deepseek_v3"):
         return {}
