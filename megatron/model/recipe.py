@@ -123,6 +123,11 @@ class Recipe:
         return {**self.groups, **model, "optimizer": optimizer_group(self.schedules, self.optimizers)}
 
 
+def mtp_loss(depth: int) -> str:
+    """The name of the sum of the losses of a depth of multi-token prediction, as Megatron-LM logs it. depth: from 0"""
+    return f"mtp_{depth + 1} loss"
+
+
 def recipe_of(config: Config) -> Recipe:
     """The recipe of a run's model. Raises SettingsError if there is none."""
     return named_recipe(config.model.model_type)
@@ -191,8 +196,11 @@ def sums_of(recipe: Recipe, config: Config) -> dict[str, float]:
                 f"Recipe.sums of {recipe.model_type}: the weight of {name!r} is {weight!r}",
                 do="give a finite number; 0 for a sum that is only logged",
             )
-    z_loss = {Z_LOSS: config.model.z_loss_coeff} if config.model.z_loss_coeff else {}
-    return {**own, **z_loss, **_distilled(recipe, own, config.distillation)}
+    m = config.model
+    more = {Z_LOSS: m.z_loss_coeff} if m.z_loss_coeff else {}
+    if m.depths and own.get(LM_LOSS):
+        more |= {mtp_loss(depth): m.mtp_loss_scaling_factor / m.depths for depth in range(m.depths)}
+    return {**own, **more, **_distilled(recipe, own, config.distillation)}
 
 
 def _distilled(recipe: Recipe, own: Mapping[str, float], settings: Distillation) -> dict[str, float]:

@@ -49,6 +49,7 @@ class GPTFacts(Facts):
         if letters := self.settings.letters:
             mixers = [of_letter(self.mixers, letters[layer])]
         else:
+            layer = min(layer, self.num_layers - 1)  # a depth of multi-token prediction has a layer as the last one
             mixers = [chosen(self.mixers, place, self.settings, layer) for place in PLACES]
         return tuple(Branch.at(self.settings.norm_position, mixer.slot, mixer) for mixer in mixers)
 

@@ -55,6 +55,7 @@ GROWS = Needs(
 QUANTIZING = "test_quantization::test_any_layout_is_the_plain_loop"
 MASKING = "test_sparsity::test_any_layout_is_the_plain_loop"
 SCALING = "test_frequencies_and_stretch"
+AHEAD = "test_mtp::test_any_layout_is_the_plain_loop"
 PAIRS = "test_lora::test_any_layout_is_the_plain_loop"
 
 scaling = shown_by(SCALING, on_resume="refused")
@@ -269,6 +270,15 @@ class Shape:
     init_method_std: Positive = shown_by("test_initial_weights_have_their_standard_deviation")(
         "standard deviation of the initial weights", 0.02
     )
+    mtp_num_layers: Optional[Natural] = shown_by(AHEAD)(
+        "multi-token prediction: depths after the network, each of which predicts one token further (arXiv:2412.19437); 0: "
+        "none",
+        None,
+        on_resume="another model",
+    )
+    mtp_loss_scaling_factor: FromZero = shown_by(AHEAD)(
+        "weight of the mean loss of all depths of --mtp-num-layers", 0.1, needs="mtp_num_layers"
+    )
     make_vocab_size_divisible_by: Count = shown_by(PLAIN)(
         "pad the vocabulary to a multiple of this x tensor parallel size", 128, "--vocab-size-divisible-unit"
     )
@@ -281,6 +291,11 @@ class Shape:
     model_name_or_path: Optional[str] = shown_by("test_a_named_shape_has_the_published_sizes")(
         "a named shape (gpt2-medium, gpt3-6.7B ...; other flags override it), or a folder to --load", None, "--preset"
     )
+
+    @property
+    def depths(self) -> int:
+        """Depths of multi-token prediction."""
+        return self.mtp_num_layers or 0
 
     @property
     def published_shape(self) -> Optional[str]:
