@@ -24,7 +24,17 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.errors import SettingsError
 from megatron.model.branches import Branch, LayerKind, branch_ops, branch_weights
-from megatron.model.layer_ops import ATTENTION, LAYER, Collective, CoreAttention, LayerOp, Product, RankSetup, Residual
+from megatron.model.layer_ops import (
+    ATTENTION,
+    LAYER,
+    Collective,
+    CoreAttention,
+    Kernel,
+    LayerOp,
+    Product,
+    RankSetup,
+    Residual,
+)
 from megatron.model.linear_kinds import WEIGHT, Chosen, chosen_of, linear_layers, with_own_weights
 from megatron.model.lora import PAIR
 from megatron.model.weights import Table, Unit, add_prefix, logical, norm, positions, replicated, vocab_embedding
@@ -340,7 +350,12 @@ class Facts:
         and an earlier key count, half of them, as in Megatron-LM today.
         """
         layers = sum(self.layer_flops(layer, seen) for layer in range(self.num_layers))
-        return 3.0 * (layers / self.seq_length + self.output_flops)
+        return 3.0 * (layers / self.seq_length + self.output_flops + self.settings.depths * self._depth_flops(seen))
+
+    def _depth_flops(self, seen: bool) -> float:
+        """FLOPs of a depth of multi-token prediction, per token, forward."""
+        layers = sum(self.layer_flops(layer, seen) for layer in self.layers_ahead)
+        return layers / self.seq_length + 4.0 * self.settings.hidden_size**2 + self.output_flops
 
     def trained_flops(self, selection: Selection, seen: bool = False) -> float:
         """`flops` of a run with frozen weights, which have no products for gradients, and with the products of adapters."""
@@ -391,8 +406,23 @@ class Facts:
             kept["dropout masks"] += x.add().kept
         if last:
             kept["norms"] += Residual(self.settings, share, self.loss_tokens(share)).norm().kept
-            kept["output layer and loss"] += self.loss_saved_bytes(share)
+            kept["output layer and loss"] += (1 + self.settings.depths) * self.loss_saved_bytes(share)
         return kept
+
+    def depth_ops(self, share: RankSetup) -> tuple[LayerOp, ...]:
+        """The ops of a depth of multi-token prediction besides those of its layers and of the output layer."""
+        x, e = Residual(self.settings, share, self.loss_tokens(share)), share.element
+        rows = x.elements // x.h
+        joined = Product(
+            "multi-token prediction", rows, 2 * x.h, x.h, kept=2 * rows * x.h * e, given=2 * rows * x.h * e
+        )
+        embedded = Kernel("token numbers", kept=8 * x.tokens + (x.tokens if share.tp > 1 else 0) + x.add().kept)
+        return x.summed, embedded, x.norm(), x.norm(), joined, x.norm()
+
+    @property
+    def designs_ahead(self) -> list[LayerDesign]:
+        """The designs of the layers of a depth of multi-token prediction, which have plain products."""
+        return [LayerDesign(self.layer_kind(layer)) for layer in self.layers_ahead]
 
     def layer_workspace(self, share: RankSetup, kind: LayerKind, modules: Sequence[str] = (), together: int = 1) -> int:
         """Peak bytes of a layer's backward pass in addition to saved ones; `together` layers are recomputed at a time."""

@@ -29,7 +29,7 @@ from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions
 from megatron.model.recipe import KD_HIDDEN_LOSS, KD_LOSS, LM_LOSS, Z_LOSS, mtp_loss
 from megatron.model.recompute import recompute as recomputed
-from megatron.model.recompute_plan import recompute_groups
+from megatron.model.recompute_plan import last_modules, recompute_groups
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu import mappings
 from megatron.mpu.context_parallel import AttentionSharing, attention_sharing, own_rows
@@ -127,7 +127,8 @@ class LanguageModel(nn.Module):
         modules = {n: group.modules for group in self.recompute_groups for n in group.layers}
         self.blocks = nn.ModuleDict({str(n): self.build_layer(n, tables[f"blocks.{n}"], modules[n]) for n in layers})
         depths = range(model.depths if last else 0)
-        self.mtp = nn.ModuleList(self.build_depth(n, tables[f"{AHEAD}.{n}"], modules[max(modules)]) for n in depths)
+        again = last_modules(layers, recompute or Recompute())
+        self.mtp = nn.ModuleList(self.build_depth(n, tables[f"{AHEAD}.{n}"], again) for n in depths)
         self.overlap = autocast is None  # as in `ColumnParallelLinear`, for the output layer
         for module in (*self.blocks.modules(), *self.mtp.modules()) if autocast else ():
             if hasattr(module, "overlap"):
@@ -344,7 +345,7 @@ class LanguageModel(nn.Module):
         x, sums = self.trunk(x, batch)
         if not self.last:
             return x, sums
-        sums = {**sums, **self.head_sums(x, batch)}
+        sums = added(sums, self.head_sums(x, batch))
         x = self.word_states(x)
         return (self.gather_input(x, self.tp) if gather else x), sums
 

@@ -15,6 +15,7 @@ from megatron.errors import SettingsError
 from megatron.inference.load import load_model
 from megatron.mpu.random import seed_of
 from tests.models import plain_gpt
+from tests.models.in_layouts import check_layout
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, Job, documents, initial_weights
 from tests.training.test_plain_loop import ADAM, FLAGS, records
 
@@ -194,3 +195,16 @@ def test_a_wrong_use_has_one_message(flags, said):
     with pytest.raises(SettingsError, match="--mtp-num-layers") as refused:
         pretrain(0, flags)
     assert said in str(refused.value)
+
+
+MIXED = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2
+    --global-batch-size 4 --train-iters 2 --eval-iters 0 --lr 1e-2 --mock-data --vocab-size 100 --device cpu
+    --precision fp32 --mtp-num-layers 2
+    --position-embedding-type rope --num-experts 4 --moe-ffn-hidden-size 16 --moe-aux-loss-coeff 0.1
+    --moe-router-enable-expert-bias --moe-router-score-function sigmoid --qk-layernorm"""
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("layout", ["ep2", "tp2sp", "tp2-ep2", "ep2-zero3", "pp2-zbh1", "cp2"])
+def test_depths_have_experts_and_dropout_in_any_layout(layout):
+    check_layout(layout, MIXED)
