@@ -15,7 +15,7 @@ The base is an entry `base` of state.json:
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Optional
 
@@ -94,6 +94,12 @@ class ReaderWithBase(Reader):
         frozen = (self.state.get("untrained") or {}).get("frozen") or ()
         more = {name: base.tensors[name] for name in frozen if name in base.tensors and name not in self.own}
         self.tensors = {**self.tensors, **more}
+
+    def rename(self, names: Callable[[str], str]) -> None:
+        """See `Reader`."""
+        super().rename(names)
+        self.base.rename(names)
+        self.own = set(map(names, self.own))
 
     def read(self, name: str, box: Optional[Box] = None, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
         """See `Reader`."""

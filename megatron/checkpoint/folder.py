@@ -189,6 +189,7 @@ def restore(
     strictness: Strictness = "strict",
     reinitialize: Callable[[str, bool], bool] = lambda name, stored: False,
     check: Callable[[dict[str, Any]], None] = lambda state: None,
+    view: Callable[[Reader], None] = lambda reader: None,
     rank: int = 0,
     all_gather_object: AllGatherObject = alone,
 ) -> Optional[Restored]:
@@ -199,6 +200,7 @@ def restore(
 
     names, cast, strictness:  as in `Reader.load`
     reinitialize:             (name of a piece, whether the checkpoint has it) -> whether it keeps its initial values
+    view:                     may give the reader's tensors other names, and it another state, before anything else
     check:                    gets the state before any tensor is read, and may raise
     """
     folder, pieces = location(folder), list(pieces)
@@ -209,7 +211,7 @@ def restore(
     for path in choice.paths:
         try:
             loaded = _on_all_ranks(
-                lambda path=path: _load(path, pieces, names, cast, strictness, reinitialize, check, rank),
+                lambda path=path: _load(path, pieces, names, cast, strictness, reinitialize, check, view, rank),
                 all_gather_object,
             )
         except Damaged as problem:
@@ -229,10 +231,11 @@ def restore(
 
 
 def _load(
-    path: CheckpointPath, pieces: list[Piece], names, cast, strictness, reinitialize, check, rank: int
+    path: CheckpointPath, pieces: list[Piece], names, cast, strictness, reinitialize, check, view, rank: int
 ) -> tuple[Any, list[str], set[str], int, int]:
     """Load a rank's pieces: (state on rank 0, notices, names of reinitialized tensors, bytes read, bytes of all files)."""
     with open_checkpoint(path) as reader:
+        view(reader)
         check(reader.state)
         new = {piece.name for piece in pieces if reinitialize(piece.name, piece.name in reader.tensors)}
         wanted = [piece for piece in pieces if piece.name not in new]

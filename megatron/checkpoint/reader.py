@@ -83,6 +83,10 @@ class Reader:
     def __exit__(self, *_) -> None:
         self._files.clear()
 
+    def rename(self, names: Callable[[str], str]) -> None:
+        """Give the tensors other logical names, by a function of those in the checkpoint."""
+        self.tensors = {names(name): tensor for name, tensor in self.tensors.items()}
+
     def needed(self, key: str) -> Any:
         """The value of `key` in state.json. Raises CheckpointError if there is none."""
         if key not in self.state:

@@ -103,6 +103,11 @@ def exported(config: Config, vocab_size: int) -> Family:
             "its file may compute something else from the same tensors",
             "python -m megatron.tools.export --format onnx or torch-export writes a program of it",
         )
+    if config.model.letters:
+        raise SettingsError(
+            f"--hybrid-layer-pattern {config.model.letters}: other libraries do not name layers so",
+            do="train or load it as layers of attention and MLP, with --num-layers in the place of the pattern",
+        )
     facts = facts_of(config, vocab_size)
     if isinstance(facts, T5Facts):
         t5_names.refuse_other(facts)

@@ -29,7 +29,7 @@ from megatron.convert.families import Family, exported, prompts_for
 from megatron.convert.fitted import fit
 from megatron.convert.hf_tokenizer import ExportedTokenizer, own_template, write_tokenizer
 from megatron.convert.imported import imported_state
-from megatron.convert.merged import merged_first
+from megatron.convert.merged import for_export
 from megatron.convert.same_ids import same_ids
 from megatron.data.vocabulary import learned_vocabulary
 from megatron.errors import CheckpointError, DataError, SettingsError
@@ -79,7 +79,7 @@ def to_hf(
     Raises SettingsError for an unsupported model, CheckpointError if the exported model gives other results.
     """
     trained = path
-    with merged_first(path, out) as path, Reader(path) as reader, new_folder(out) as folder:
+    with for_export(path, out, "Hugging Face") as path, Reader(path) as reader, new_folder(out) as folder:
         family, files, tokenizer = write_hf(reader, folder, dtype, given, trained, file_bytes)
         notices = list(tokenizer.notices)
         if check and tokenizer.by_transformers:

@@ -29,7 +29,7 @@ from megatron.convert.families import prompts_for
 from megatron.convert.megatron_arguments import COMPARED, their_arguments, unknown_settings
 from megatron.convert.megatron_lm import open_classic
 from megatron.convert.megatron_names import Implementation, their_name
-from megatron.convert.merged import merged_first
+from megatron.convert.merged import for_export
 from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.inference.agreement import agreement
 from megatron.inference.load import Loaded, load_model, tokenizer_settings, without_model
@@ -95,7 +95,7 @@ def to_megatron(
     Raises SettingsError for an unsupported model or layout, CheckpointError if the comparison fails.
     """
     trained = path
-    with merged_first(path, out) as path, Reader(path) as reader:
+    with for_export(path, out, "this form of Megatron-LM's") as path, Reader(path) as reader:
         refuse_quantized(reader, "to-megatron")
         reader.needed("config")
         config = schema.from_record(located(reader.state))

@@ -19,6 +19,7 @@ from megatron.checkpoint.reshard import OPTIMIZER, Rewritten, rewrite
 from megatron.convert.imported import without_kinds
 from megatron.errors import SettingsError
 from megatron.model import sparsity
+from megatron.model.hybrid_names import Rename, as_transformer
 from megatron.model.linear_kinds import PLAIN, TOGETHER, choices
 from megatron.model.lora import KIND, MAGNITUDE, OWN, PAIR, parts_of, scale_of
 from megatron.model.lora_product import SMALLEST, widened
@@ -63,6 +64,27 @@ def merged_first(path: Path, out: Path) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tmp-merged-", dir=out.parent) as folder:
         yield merged(path, Path(folder))
+
+
+@contextmanager
+def for_export(path: Path, out: Path, what: str) -> Iterator[Path]:
+    """`merged_first`, with transformer layers: those that a pattern lists are read as such, if they are. For programs that
+    know no others; what: which, in words. Raises SettingsError for another pattern.
+    """
+    with merged_first(path, out) as path:
+        with Reader(path) as reader:
+            seen = as_transformer(reader.state, what)
+        if seen is None:
+            yield path
+            return
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".tmp-layers-", dir=out.parent) as folder:
+            yield rewrite(path, Path(folder), partial(_renamed, *seen))
+
+
+def _renamed(names: Rename, state: dict[str, Any], reader: Reader) -> Rewritten:
+    reader.rename(names)
+    return Rewritten(_tensors_without(reader, ()), reader.read, state)
 
 
 def has_adapters(reader: Reader) -> bool:

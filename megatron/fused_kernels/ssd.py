@@ -7,8 +7,7 @@ Each head has a state h [P, N]. Token t changes it and reads it:
 
 `ssd` computes a chunk of tokens at a time: what tokens of the chunk give each other is a product of C B^T, weighted with
 the decays between them, and x, as in attention; what earlier chunks give them comes from the state at its start. All of it
-is in fp32. Sums of A dt grow far beyond their differences, so they are taken in fp64 and kept as two fp32 numbers, and only
-differences, which are never positive, are exponentiated.
+is in fp32 (`scan.py`: decays).
 
 It keeps its inputs. The backward pass computes the states at the starts of chunks again, and goes back through the chunks.
 
@@ -16,13 +15,13 @@ Legend: s tokens, b samples, G groups of r heads of P channels, which share B an
 chunk.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple, Optional
 
 import torch
 
 from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.documents import Documents
+from megatron.fused_kernels.scan import Decays, chunks
 
 CHUNK = 128  # of 32 tokens, both passes take 1.11 times as long on a CPU, of 64 as long, of 256 2.2 times
 
@@ -65,7 +64,7 @@ class _SSD(torch.autograd.Function):
         ctx.chunk = chunk
         state = _zeros(x, B) if state is None else state
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for rows in _chunks(len(x), chunk):
+        for rows in chunks(len(x), chunk):
             part = _Chunk.of(x, dt, A, B, C, starts, rows)
             y[rows] = part.read(state).addcmul_(D.float().unsqueeze(-1), x[rows].float())
             state = part.after(state)
@@ -78,7 +77,7 @@ class _SSD(torch.autograd.Function):
         d_x, d_dt, d_B, d_C = (torch.empty_like(t) for t in (x, dt, B, C))
         d_A, d_D = (torch.zeros_like(t, dtype=torch.float32) for t in (A, D))
         parts, states = [], []
-        for rows in _chunks(len(x), ctx.chunk):
+        for rows in chunks(len(x), ctx.chunk):
             parts.append(rows)
             states.append(state)
             state = _Chunk.of(x, dt, A, B, C, starts, rows).after(state) if rows.stop < len(x) else state
@@ -100,60 +99,36 @@ def _zeros(x: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
     return x.new_zeros(b, groups, r * width, B.shape[-1], dtype=torch.float32)
 
 
-def _chunks(s: int, chunk: int) -> Iterator[slice]:
-    return (slice(first, min(first + chunk, s)) for first in range(0, s, chunk))
-
-
 class _Chunk(NamedTuple):
     """The tokens of a chunk, group by group.
 
     x:      [b, G, r, c, P], dt x. B, C: [b, G, c, N]
-    sums:   [b, G, r, c] of A dt, up to each token, in fp64
-    begin:  [b, c] the first token of each token's document; None: one document
-    start:  [b, G, r, c], the decay from the state before the chunk to each token; 0 if its document began in the chunk
-    end:    [b, G, r, c], from each token to the state after the chunk; 0 if its document ends in it
+    decays: of the chunk, exp of A dt at each token
     """
 
     x: torch.Tensor
     B: torch.Tensor
     C: torch.Tensor
-    sums: torch.Tensor
-    begin: Optional[torch.Tensor]
-    start: torch.Tensor
-    end: torch.Tensor
+    decays: Decays
 
     @classmethod
     def of(cls, x, dt, A, B, C, starts, rows: slice) -> "_Chunk":
-        steps, begin = dt[rows].float(), None
+        steps = dt[rows].float()
         by_group = lambda t: t.movedim(0, 3)  # [c, b, G, r, ...] -> [b, G, r, c, ...]
-        sums = by_group((steps * A.float()).double().cumsum(0))
-        start, end = sums.exp().float(), (sums[..., -1:] - sums).exp().float()
-        if starts is not None:
-            begin = starts[:, rows]
-            start = start * (begin <= max(rows.start - 1, 0))[:, None, None]
-            end = end * (begin == begin[:, -1:])[:, None, None]
         inputs = by_group(x[rows].float() * steps.unsqueeze(-1)).contiguous()
         B, C = (t[rows].float().permute(1, 2, 0, 3) for t in (B, C))
-        return cls(inputs, B, C, sums, begin, start, end)
-
-    def decays(self) -> torch.Tensor:
-        """[b, G, r, c, c], from the token of a column to that of a row; 0 if it is later, or of another document."""
-        c, high = self.sums.shape[-1], self.sums.float()
-        low = (self.sums - high).float()
-        unseen = torch.ones(c, c, dtype=torch.bool, device=high.device).triu(1)
-        if self.begin is not None:
-            unseen = (unseen | (self.begin.unsqueeze(-1) != self.begin.unsqueeze(-2)))[:, None, None]
-        between = (high.unsqueeze(-1) - high.unsqueeze(-2)).add_(low.unsqueeze(-1) - low.unsqueeze(-2))
-        return between.masked_fill_(unseen, float("-inf")).exp_()
+        return cls(inputs, B, C, Decays.of(steps * A.float(), starts, rows))
 
     def read(self, state: torch.Tensor) -> torch.Tensor:
         """What the tokens read, from a state before the chunk [b, G, r P, N]: [c, b, G, r, P]."""
-        weights = self.decays().mul_((self.C @ self.B.mT).unsqueeze(2))
-        return _by_token((weights @ self.x).addcmul_(self.start.unsqueeze(-1), self._of_heads(self.C @ state.mT)))
+        weights = self.decays.between().mul_((self.C @ self.B.mT).unsqueeze(2))
+        return _by_token(
+            (weights @ self.x).addcmul_(self.decays.start.unsqueeze(-1), self._of_heads(self.C @ state.mT))
+        )
 
     def after(self, state: torch.Tensor) -> torch.Tensor:
         """The state after the chunk, from that before it."""
-        return (self.x * self.end.unsqueeze(-1)).transpose(3, 4).flatten(2, 3) @ self.B + self._decayed(state)
+        return (self.x * self.decays.end.unsqueeze(-1)).transpose(3, 4).flatten(2, 3) @ self.B + self._decayed(state)
 
     def gradients(self, state, d_y, d_after) -> tuple[torch.Tensor, ...]:
         """The gradients of dt x [c, b, G, r, P], of A dt [c, b, G, r], of B and C [c, b, G, N], and of the state before.
@@ -162,32 +137,28 @@ class _Chunk(NamedTuple):
         """
         d_y = d_y.movedim(0, 3).contiguous()  # [b, G, r, c, P]
         scores, of_weights = (self.C @ self.B.mT).unsqueeze(2), d_y @ self.x.mT
-        decays = self.decays()
+        start, end, decays = self.decays.start.unsqueeze(-1), self.decays.end.unsqueeze(-1), self.decays.between()
         of_scores = (of_weights * decays).sum(2)  # [b, G, c, c]
         weights = decays.mul_(scores)
         of_between = of_weights.mul_(weights)  # of the logarithms of decays
-        from_start, to_end = d_y * self.start.unsqueeze(-1), self.x * self.end.unsqueeze(-1)
+        from_start, to_end = d_y * start, self.x * end
         of_read, of_kept = self._of_heads(self.C @ state.mT), self._of_heads(self.B @ d_after.mT)  # [b, G, r, c, P]
-        d_inputs = (weights.mT @ d_y).addcmul_(of_kept, self.end.unsqueeze(-1))
+        d_inputs = (weights.mT @ d_y).addcmul_(of_kept, end)
         d_C = of_scores @ self.B + _rows(from_start) @ state
         d_B = of_scores.mT @ self.C + _rows(to_end) @ d_after
         d_before = from_start.transpose(3, 4).flatten(2, 3) @ self.C + self._decayed(d_after)
-        # A decay of token t is in what later tokens, or it, read from earlier ones, or from the state before the chunk;
-        # and in what the state after the chunk has of these. Sums of only such terms cancel nothing.
-        crossing = torch.ones_like(of_between[0, 0, 0]).triu() @ of_between  # of rows from t on
-        d_decays = crossing.tril_(-1).sum(-1) + (from_start * of_read).sum(-1).flip(-1).cumsum(-1).flip(-1)
-        of_end = (to_end * of_kept).sum(-1)
         whole = self._decayed(state).mul_(d_after).unflatten(2, (self.x.shape[2], -1)).sum((-1, -2))  # [b, G, r]
-        d_decays += of_end.cumsum(-1) - of_end + whole.unsqueeze(-1)
+        of_start, of_end = (from_start * of_read).sum(-1), (to_end * of_kept).sum(-1)
+        d_decays = Decays.gradients(of_between, of_start, of_end, whole)
         tokens_first = lambda t: t.permute(2, 0, 1, 3)
-        return (_by_token(d_inputs), d_decays.movedim(-1, 0), tokens_first(d_B), tokens_first(d_C), d_before)
+        return (_by_token(d_inputs), d_decays, tokens_first(d_B), tokens_first(d_C), d_before)
 
     def _of_heads(self, product: torch.Tensor) -> torch.Tensor:
         """[b, G, c, r P] -> [b, G, r, c, P]."""
         return product.unflatten(-1, (self.x.shape[2], -1)).transpose(2, 3)
 
     def _decayed(self, state: torch.Tensor) -> torch.Tensor:
-        return (state.unflatten(2, (self.x.shape[2], -1)) * self.start[..., -1, None, None]).flatten(2, 3)
+        return (state.unflatten(2, (self.x.shape[2], -1)) * self.decays.whole[..., None, None]).flatten(2, 3)
 
 
 def _rows(heads: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ def with_pattern(config: Config) -> Config:
     text = config.model.hybrid_layer_pattern
     if text is None:
         return config
-    pattern = read_pattern(text, {kind.symbol: kind.name for kind in _kinds(config).values() if kind.symbol})
+    pattern = read_pattern(text, {kind.symbol: kind.name for kind in kinds_of(config).values() if kind.symbol})
     if pattern.depths:
         raise SettingsError(
             f"{FLAG} {text}: /{pattern.ahead} are layers of multi-token prediction",
@@ -44,7 +44,8 @@ def with_pattern(config: Config) -> Config:
     return config.derive(FLAG, **layers, **_stages(config, pattern))
 
 
-def _kinds(config: Config) -> Mapping[str, Mixer]:
+def kinds_of(config: Config) -> Mapping[str, Mixer]:
+    """The kinds that a model's layers may have, a recipe's own included."""
     return {**KINDS, **config.model.own_kinds}
 
 
@@ -99,7 +100,7 @@ def _letters(s) -> str:
 def _unlisted(s) -> list[Mixer]:
     """The kinds that other settings ask for, and that the pattern does not list."""
     model = s.settings.model
-    kinds = _kinds(s.settings).values() if model.letters else ()
+    kinds = kinds_of(s.settings).values() if model.letters else ()
     return [kind for kind in kinds if kind.symbol and kind.symbol not in model.letters and kind.asked(model)]
 
 

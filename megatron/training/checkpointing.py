@@ -13,12 +13,14 @@ from megatron.checkpoint.base_checkpoint import BASE, base_names, base_record, o
 from megatron.checkpoint.first_launch import may_begin, same_place
 from megatron.checkpoint.folder import Restored, checkpoints, restore
 from megatron.checkpoint.manager import CheckpointManager, store_all_gather_object
+from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import copy_companions
 from megatron.checkpoint.store import Piece
 from megatron.data.epochs import same_order
 from megatron.data.loader import MicroBatchLoader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.guard import changes
+from megatron.model.hybrid_names import fresh_layers, seen_as
 from megatron.model.kinds.experts.upcycling import (
     EXPERTS,
     ROUTER,
@@ -106,6 +108,7 @@ def load(
         step=settings.ckpt_step,
         allow_empty=partial(may_begin, settings, metrics_path(config.logging, settings.save)),
         check=partial(_refuse_unfit, config, vocabulary, vocab_size),
+        view=partial(_with_layers_of, config),
         rank=context.mesh.rank,
         all_gather_object=all_gather_object,
         strictness=settings.load_strictness,
@@ -132,6 +135,13 @@ def load(
     if not weights_only:
         optimizer.step_count = record["optimizer_steps"]
     return fresh.restored(record["state"]), record, notices
+
+
+def _with_layers_of(config: schema.Config, reader: Reader) -> None:
+    """Read layers of attention and MLP as those of this run's pattern, and the other way round."""
+    if seen := seen_as(config, reader.state):
+        rename, reader.state = seen
+        reader.rename(rename)
 
 
 def _loads_weights_only(config: schema.Config) -> bool:
@@ -221,7 +231,10 @@ def _reinitialize(config: schema.Config) -> Callable[[str, bool], bool]:
     """`Recipe.reinitialize`, extended by weights of linear kinds that the checkpoint does not have."""
     recipe = recipe_of(config)
     brought = recipe.facts(config, 1).brought if config.model.linear or config.model.kd_hidden_projections else ()
-    made = lambda name: config.checkpoint.moe_use_upcycling and (EXPERTS in name or ROUTER in name)
+    anew = tuple(f"blocks.{n}." for n in fresh_layers(config)) if config.checkpoint.finetune else ()
+    made = lambda name: (
+        name.startswith(anew) or config.checkpoint.moe_use_upcycling and (EXPERTS in name or ROUTER in name)
+    )
     return lambda name, stored: recipe.reinitialize(name, stored) or not stored and (name in brought or made(name))
 
 

@@ -26,7 +26,7 @@ from megatron.convert.export.card import model_card
 from megatron.convert.export.tracing import program_of
 from megatron.convert.families import Family, exported, prompts_for
 from megatron.convert.hf_tokenizer import ExportedTokenizer, write_tokenizer
-from megatron.convert.merged import merged_first
+from megatron.convert.merged import for_export
 from megatron.data.vocabulary import learned_vocabulary
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.agreement import Agreement, agreement
@@ -247,7 +247,7 @@ def export(load: str, out: Path, wanted: Wanted, *, step: Optional[int] = None, 
     if not isinstance(path, UrlPath) and out.resolve() in (path.resolve(), path.resolve().parent):
         raise SettingsError(f"{out} is where the checkpoint is", do="give another folder")
     check_free(out)
-    with merged_first(path, out) as merged:
+    with for_export(path, out, f"--format {wanted.form}") as merged:
         return [*_export(ExportSource(merged, path, given), out, wanted), *choice.notices]
 
 

@@ -32,6 +32,7 @@ class Mixer:
     symbol:  its character in --hybrid-layer-pattern; "": it is in none
     place:   the branch of a transformer layer that it may be, one of PLACES; "": none
     takes:   (settings of the model, layer) -> whether it is that branch of a layer; None: if no other kind is
+    chooses: (for each transformer layer, whether it has this kind) -> the settings that say so; {}: there are none
     asked:   settings of the model -> the words that ask for such layers; "": they have none
     settings: a frozen dataclass of its own `setting`s, whose fields `Model` has, too
     rules:   invalid combinations of settings, in models that may have it
@@ -58,6 +59,7 @@ class Mixer:
     symbol: str = ""
     place: str = ""
     takes: Optional[Callable[[Model, int], bool]] = None
+    chooses: Callable[[Sequence[bool]], dict[str, Any]] = lambda layers: {}
     asked: Callable[[Model], str] = lambda model: ""
     settings: Optional[type] = None
     rules: tuple[Rule, ...] = ()

@@ -106,6 +106,9 @@ KIND = Mixer(
     symbol=SYMBOL,
     place="mlp",
     takes=lambda model, layer: model.has_experts(layer),
+    chooses=lambda layers: dict(
+        moe_layer_freq="1" if all(layers) or not any(layers) else str([int(has) for has in layers]).replace(" ", "")
+    ),
     asked=lambda model: f"--num-experts {model.num_experts}" if model.mixture else "",
     settings=ExpertSettings,
     rules=RULES,

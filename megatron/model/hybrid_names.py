@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of transformer layers, attention and MLP, as the layers that a pattern lists; and the other way round.
+
+The i-th attention of a pattern is that of layer i, and so is the i-th MLP, whatever is between them (as in Megatron-LM):
+
+    blocks.1.attention.qkv.weight  <->  blocks.2.attention.qkv.weight     of *-*-, and of optimizer state likewise
+    blocks.1.mlp_norm.weight       <->  blocks.3.mlp_norm.weight
+
+No number changes: a reader gives its tensors other names. Needs no torch.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Optional
+
+from megatron.errors import SettingsError
+from megatron.model.branches import Branch
+from megatron.model.facts import Facts
+from megatron.model.hybrid import kinds_of
+from megatron.model.kinds.table import PLACES, Mixer, of_letter
+from megatron.model.recipe import config_of, facts_of
+from megatron.settings.hybrid_pattern import FLAG, letters_of
+from megatron.settings.schema import Config
+
+Rename = Callable[[str], str]
+Pairs = tuple[tuple[int, int], ...]  # of each transformer layer: the layers of a pattern that are its two branches
+PART = re.compile(r"\bblocks\.(\d+)\.(\w+)")  # a layer, and one of its modules
+
+
+def pairs_of(letters: str, kinds: Mapping[str, Mixer]) -> Pairs:
+    """The layers of a pattern that are attention and MLP of the same transformer layer; (): they are not as many."""
+    found = [[n for n, letter in enumerate(letters) if of_letter(kinds, letter).place == place] for place in PLACES]
+    return tuple(zip(*found)) if len(set(map(len, found))) == 1 else ()
+
+
+def in_turn(letters: str, pairs: Pairs) -> bool:
+    """Whether the layers of a pattern are transformer layers, one after the other."""
+    return pairs == tuple((n, n + 1) for n in range(0, len(letters), 2))
+
+
+def seen_as(config: Config, state: Mapping[str, Any]) -> Optional[tuple[Rename, dict[str, Any]]]:
+    """(the names of a checkpoint's tensors in a run with these settings, its state with the run's layers), if the one
+    has transformer layers and the other those of a pattern, and these are the same ones; None: it is read as it is.
+
+    With --finetune the layers of a pattern may be in another order, and others between them start anew.
+    """
+    saved = state.get("config", {}).get("model", {})
+    theirs = letters_of(str(saved.get("hybrid_layer_pattern") or ""))
+    letters = config.model.letters or theirs
+    if bool(theirs) == bool(config.model.letters) or saved.get("model_type") != config.model.model_type:
+        return None
+    if config.model.lora_rank or saved.get("lora_rank"):  # the base of adapters keeps its names
+        return None
+    pairs = pairs_of(letters, kinds_of(config))
+    if not pairs or not in_turn(letters, pairs) and not (config.model.letters and config.checkpoint.finetune):
+        return None
+    layers = saved["num_layers"] if not theirs else config.model.num_layers
+    if len(pairs) != layers:
+        return None
+    other = facts_of(replace(config_of(state["config"]), extra=config.extra), 1)
+    mine = facts_of(config, 1)
+    names = _names(*((mine, other) if theirs else (other, mine)), pairs)
+    if names is None:
+        return None
+    to_letters = {(n, part): pairs[n][place] for (n, part), place in names.items()}
+    table = {(n, part): layer for (layer, part), n in to_letters.items()} if theirs else to_letters
+    return _renaming(table), _with_layers(state, config)
+
+
+def _names(paired: Facts, lettered: Facts, pairs: Pairs) -> Optional[dict[tuple[int, str], int]]:
+    """(transformer layer, name of a module) -> which of its two branches has it; None: the layers are not the same."""
+    found = {}
+    for layer, both in enumerate(pairs):
+        products = {}
+        for place, (branch, n) in enumerate(zip(paired.branches(layer), both)):
+            (own,) = lettered.branches(n)
+            if branch != own or dict(paired.overrides(layer)) != dict(lettered.overrides(n)):
+                return None
+            products |= dict(lettered.products(n))
+            found |= dict.fromkeys(((layer, part) for part in _parts(branch)), place)
+        if products != dict(paired.products(layer)):
+            return None
+    return found
+
+
+def _parts(branch: Branch) -> list[str]:
+    return [*branch.norms, *(mixer.slot for mixer in branch.mixers)]
+
+
+def _renaming(table: Mapping[tuple[int, str], int]) -> Rename:
+    def renamed(match: re.Match) -> str:
+        layer, part = int(match[1]), match[2]
+        return f"blocks.{table.get((layer, part), layer)}.{part}"
+
+    return lambda name: PART.sub(renamed, name)
+
+
+def _with_layers(state: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """The state of a checkpoint, with the settings of a run that say which layer is what."""
+    of_kinds = (kind.chooses((True,)) for kind in kinds_of(config).values())
+    names = ["num_layers", "hybrid_layer_pattern", *(name for settings in of_kinds for name in settings)]
+    own = {name: getattr(config.model, name) for name in names}
+    record = state["config"]
+    return {**state, "config": {**record, "model": {**record["model"], **own}}}
+
+
+def fresh_layers(config: Config) -> frozenset[int]:
+    """The layers of a pattern that no transformer layer has."""
+    letters = config.model.letters
+    pairs = pairs_of(letters, kinds_of(config))
+    return frozenset(range(len(letters)) if pairs else ()) - {n for both in pairs for n in both}
+
+
+def as_transformer(state: Mapping[str, Any], what: str) -> Optional[tuple[Rename, dict[str, Any]]]:
+    """`seen_as`, for a program that knows transformer layers alone; None: the checkpoint has no pattern.
+
+    what: the program, in words. Raises SettingsError if the pattern is no sequence of them.
+    """
+    config = config_of(state["config"])
+    letters, kinds = config.model.letters, kinds_of(config)
+    if not letters:
+        return None
+    pairs = pairs_of(letters, kinds)
+    if not in_turn(letters, pairs):
+        raise SettingsError(
+            f"{FLAG} {letters}: {what} knows layers of attention and MLP, in turn",
+            "the layers of this checkpoint are others",
+            "it trains, evaluates and generates in this suite",
+        )
+    chosen = {}
+    for kind in kinds.values():
+        chosen |= kind.chooses(tuple(kind.symbol in (letters[first], letters[second]) for first, second in pairs))
+    layers = dict(num_layers=len(pairs), hybrid_layer_pattern=None, **chosen)
+    paired = replace(config, model=replace(config.model, **layers))
+    found = seen_as(paired, state)
+    if found is None:
+        raise SettingsError(
+            f"{FLAG} {letters}: the settings of its layers have no form for {what}",
+            "one of them counts layers, as --window-attn-skip-freq does",
+        )
+    return found
