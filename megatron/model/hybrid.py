@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 from megatron.errors import SettingsError, UsageError
-from megatron.model.kinds.table import KINDS, Mixer
+from megatron.model.kinds.mixer import Mixer
+from megatron.model.kinds.table import KINDS
 from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import TRAINING, default_chunks
 from megatron.settings.declare import dashed

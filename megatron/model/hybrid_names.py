@@ -18,7 +18,8 @@ from megatron.errors import SettingsError
 from megatron.model.branches import Branch
 from megatron.model.facts import Facts
 from megatron.model.hybrid import kinds_of
-from megatron.model.kinds.table import PLACES, Mixer, of_letter
+from megatron.model.kinds.mixer import PLACES, Mixer
+from megatron.model.kinds.table import of_letter
 from megatron.model.recipe import config_of, facts_of
 from megatron.settings.hybrid_pattern import FLAG, letters_of
 from megatron.settings.schema import Config

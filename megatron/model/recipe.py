@@ -53,7 +53,7 @@ class Recipe:
     optimizers:     its own optimizers: name for --optimizer -> `optimizer.kinds.Kind` with `update`
     linears:        its own kinds of linear layers: name for --linear PATTERN=KIND -> a subclass of
                     `mpu.linear_product.LinearProduct`
-    kinds:          its own kinds of mixers, and those that replace the suite's: name -> `model.kinds.table.Mixer`
+    kinds:          its own kinds of mixers, and those that replace the suite's: name -> `model.kinds.mixer.Mixer`
     experts:        its own router, dispatcher and ways to balance, for layers with experts: `experts.parts.ExpertParts`
     sums:           name of a sum over tokens that stages return -> its weight in the loss; 0: only logged;
                     or (config) -> such weights. `sums_of` adds those that all models have

@@ -104,7 +104,7 @@ TRAINING = """hidden_dropout attention_dropout label_smoothing z_loss_coeff init
 ROUNDING = """quantization weight_quantize_type activation_quantize_type activation_preprocess_type weight_bits
     activation_bits quantization_layers quantization_skip sparsity initial_sparsity sparsity_begin_step
     sparsity_end_step sparsity_frequency sparsity_layers sparsity_skip""".split()
-SIZES = """moe_ffn_hidden_size moe_router_topk
+SIZES = """mtp_num_layers mtp_loss_scaling_factor moe_ffn_hidden_size moe_router_topk
     hybrid_layer_pattern
     num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
     group_query_attention num_query_groups rotary_base norm_epsilon untie_embeddings_and_output_weights""".split()

@@ -15,7 +15,8 @@ from typing import ClassVar, Optional
 from megatron.model.branches import Branch
 from megatron.model.facts import Facts, experts_in
 from megatron.model.kinds.attention.kind import causal_kernel
-from megatron.model.kinds.table import KINDS, PLACES, Mixer, chosen, of_letter
+from megatron.model.kinds.mixer import PLACES, Mixer
+from megatron.model.kinds.table import KINDS, chosen, of_letter
 from megatron.model.layer_ops import NORM, RankSetup
 from megatron.mpu.placement import elements
 from megatron.settings.hybrid_pattern import shortened

@@ -277,7 +277,7 @@ class Shape:
         on_resume="another model",
     )
     mtp_loss_scaling_factor: FromZero = shown_by(AHEAD)(
-        "weight of the mean loss of all depths of --mtp-num-layers", 0.1, needs="mtp_num_layers"
+        "weight of the mean loss of all depths of --mtp-num-layers; 0: it is only logged", 0.1, needs="mtp_num_layers"
     )
     make_vocab_size_divisible_by: Count = shown_by(PLAIN)(
         "pad the vocabulary to a multiple of this x tensor parallel size", 128, "--vocab-size-divisible-unit"
@@ -337,7 +337,7 @@ class Model(*reversed(_of_kinds()), Shape):
     # A recipe's kinds of linear layers: name -> `mpu.linear_product.LinearProduct` (`own_choices.model_group`).
     own_linears: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     own_experts: ClassVar[Any] = None  # its parts of layers with experts: `model.kinds.experts.parts.ExpertParts`
-    own_kinds: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # its kinds of mixers: name -> `kinds.table.Mixer`
+    own_kinds: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # its kinds of mixers: name -> `kinds.mixer.Mixer`
 
     def __hash__(self):  # lists have none; equal settings have equal sizes
         return hash((self.num_layers, self.hidden_size, self.seq_length, self.ffn_hidden_size, self.num_experts))
