@@ -39,7 +39,7 @@ def causal_conv(
     """
     taps, reach = weight.shape[-1], None
     if documents is not None:
-        reach = torch.where(documents.starts == 0, taps, documents.places()).t()
+        reach = torch.where(documents.starts == 0, taps, documents.places().clamp_(max=taps)).to(torch.uint8).t()
         reach = reach.view(*reach.shape, *(1 for _ in weight.shape[1:]))  # [s, b, 1]
     x = x if before is None else torch.cat((before.to(x.dtype), x))
     return _CausalConv.apply(x, weight, bias, reach, 0 if before is None else taps - 1), _last(x, taps - 1, reach)

@@ -140,7 +140,7 @@ class Engine(SharedEngine):
     chunk:      tokens of prompts that one step computes at most, beside the new tokens of texts
     packed:     keep a second copy of the weights, on a CPU, in the order that products read (`mpu.layers.pack_weights`);
                 default: if it fits into half of the memory that is left
-    Raises SettingsError if the cache is too small for one text.
+    Raises SettingsError if the cache is too small for one text, or layers have states (`refuse_states`).
     """
 
     has_token = "the prompt has the token {}"
@@ -158,6 +158,7 @@ class Engine(SharedEngine):
         packed: Optional[bool] = None,
     ):
         super().__init__(model)
+        refuse_states(model)
         self.longest = longest
         one = -(-longest // block_size)
         if memory is not None:
@@ -400,10 +401,22 @@ def _score(numbers, token: int, request: Request) -> TokenScore:
     return TokenScore(token, logprob, tuple((int(next(numbers)), next(numbers)) for _ in range(count)))
 
 
+def refuse_states(model: torch.nn.Module) -> None:
+    """Raise SettingsError for a model with layers whose states of texts no cache holds."""
+    facts = model.facts
+    kinds = {mixer for kind in facts.layer_kinds for branch in kind.branches for mixer in branch.mixers}
+    if names := sorted(mixer.name for mixer in kinds if mixer.stateful):
+        raise SettingsError(
+            f"layers of {' and '.join(names)} cannot generate with a cache",
+            "later tokens need their states, which the cache of keys and values does not hold",
+            "tools.generate --no-use-cache computes all tokens again for each new one; a server cannot",
+        )
+
+
 def bytes_of_a_token(model: torch.nn.Module) -> int:
-    """The memory of a token's keys and values on the rank with most layers."""
-    settings, own = model.facts.settings, next(model.parameters())
+    """The memory of a token's keys and values on the rank with most of them."""
+    facts, own = model.facts, next(model.parameters())
     pipeline = getattr(model, "pipeline", None)
-    layers = settings.num_layers if pipeline is None else max(map(len, pipeline.layers))
+    stages = [range(facts.num_layers)] if pipeline is None else pipeline.layers
     tp = (model if pipeline is None else model.chunks[0]).tp
-    return 2 * layers * (settings.query_groups // tp.size) * settings.head_dim * stored_dtype(own).itemsize
+    return max(facts.cached_numbers(layers, tp.size) for layers in stages) * stored_dtype(own).itemsize

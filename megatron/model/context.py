@@ -109,6 +109,14 @@ class ForwardContext:
         return None if self.batch is None else self.batch.loss_mask
 
     @cached_property
+    def all_documents(self) -> Optional[Documents]:
+        """`documents`, or those that `allowed` separates: of layers that need to know where documents start."""
+        if self.allowed is None:
+            return self.documents
+        starts = self.allowed.byte().argmax(-1).to(torch.int32)  # the first token that each sees
+        return Documents.of(starts.cpu().numpy(), starts.device)
+
+    @cached_property
     def without_cache(self) -> "ForwardContext":
         """The context of attention over keys that a cache has returned."""
         return replace(self, cache=None)

@@ -53,6 +53,8 @@ def seen_as(config: Config, state: Mapping[str, Any]) -> Optional[tuple[Rename, 
         return None
     if config.model.lora_rank or saved.get("lora_rank"):  # the base of adapters keeps its names
         return None
+    if config.model.depths:  # layers of multi-token prediction keep theirs, too
+        return None
     pairs = pairs_of(letters, kinds_of(config))
     if not pairs or not in_turn(letters, pairs) and not (config.model.letters and config.checkpoint.finetune):
         return None

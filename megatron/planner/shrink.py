@@ -23,7 +23,6 @@ from typing import Optional
 from megatron.model.recipe import facts_of
 from megatron.mpu.axis_sizes import lacking_ranks
 from megatron.pipeline.stages import Pipeline
-from megatron.settings.hybrid_pattern import shortened
 from megatron.settings.schema import (
     GROUPS,
     Batch,
@@ -116,8 +115,8 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
     small = narrowed(
         config, sizes, num_microbatches=_num_microbatches(num_microbatches, pipeline, sizes.pp), steps=steps
     )
-    letters = config.model.letters
-    model = replace(small.model, num_layers=num_layers, hybrid_layer_pattern=shortened(letters, num_layers) or None)
+    pattern = config.model.pattern_of(num_layers)
+    model = replace(small.model, num_layers=num_layers, hybrid_layer_pattern=pattern)
     model = _with_near_blocks(model)
     recompute = _recompute(config.recompute, max(map(len, pipeline.layers)), model.num_layers, sizes.layers)
     return ShrunkJob(

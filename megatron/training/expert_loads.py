@@ -10,7 +10,7 @@ ENOUGH = 20  # tokens of an expert on average: with fewer, one without tokens ma
 
 
 def expert_loads(run) -> dict[str, list[int]]:
-    """Layer -> tokens of each expert in the last step, over all ranks: {"blocks.1": [12, 9, ...]}; "mtp.0" is the layer of
+    """Layer -> tokens of each expert in the last step, over all ranks: {"blocks.1": [12, 9, ...]}, and "mtp.0.layers.0" of
     a depth of multi-token prediction. {} without experts.
 
     All ranks call it. run: `training.state.Run`
@@ -19,8 +19,10 @@ def expert_loads(run) -> dict[str, list[int]]:
     if not model.mixture:
         return {}
     names = {layer: f"blocks.{layer}" for layer in model.expert_layers}
-    if model.num_layers - 1 in names:  # the layer of each depth is like the last one
-        names |= {model.num_layers + depth: f"mtp.{depth}" for depth in range(model.depths)}
+    ahead = [model.has_experts(layer) for layer in model.layers_ahead]
+    for depth in range(model.depths):
+        first = model.num_layers + depth * len(ahead)
+        names |= {first + number: f"mtp.{depth}.layers.{number}" for number, has in enumerate(ahead) if has}
     layers = list(names)
     loads = torch.zeros((len(layers), model.num_experts), dtype=torch.int64, device=run.context.device)
     if all(mesh.coordinates[axis] == 0 for axis in (*DATA_PARALLEL, "cp", "tp")):  # others of the stage have the same

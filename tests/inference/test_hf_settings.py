@@ -105,8 +105,9 @@ ROUNDING = """quantization weight_quantize_type activation_quantize_type activat
     activation_bits quantization_layers quantization_skip sparsity initial_sparsity sparsity_begin_step
     sparsity_end_step sparsity_frequency sparsity_layers sparsity_skip""".split()
 SIZES = """mtp_num_layers mtp_loss_scaling_factor moe_ffn_hidden_size moe_router_topk
-    hybrid_layer_pattern
+    hybrid_layer_pattern mamba_num_heads mamba_head_dim mamba_state_dim mamba_num_groups
     num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
+    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     group_query_attention num_query_groups rotary_base norm_epsilon untie_embeddings_and_output_weights""".split()
 OF_SCALING = ("rope_scaling_", "yarn_", "mscale", "rotary_scaling_factor")  # of use_rope_scaling and rope_type
 

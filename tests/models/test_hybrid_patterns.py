@@ -209,7 +209,7 @@ def test_a_shrunk_job_has_every_kind():
 
 WRONG = {
     "": "--hybrid-layer-pattern",
-    "*M": "M is Mamba-2",
+    "*P": "P is attention and Mamba-2 side by side",
     "*-/*-": "/*- are layers of multi-token prediction",
     "*E": "add --num-experts",
     "*- --num-experts 4": "--num-experts 4: --hybrid-layer-pattern *- lists no layer of experts (E)",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-token prediction (--mtp-num-layers) against the same network and its losses in plain torch, in every layout."""
 
+import re
 from functools import cache, partial
 
 import numpy as np
@@ -11,9 +12,13 @@ import torch.nn.functional as F
 import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.data import batch_arrays
+from megatron.data.loader import MicroBatch
 from megatron.errors import SettingsError
 from megatron.inference.load import load_model
+from megatron.model.gpt.module import GPT
+from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import seed_of
+from megatron.settings.schema import Model
 from tests.models import plain_gpt
 from tests.models.in_layouts import check_layout
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, Job, documents, initial_weights
@@ -208,3 +213,37 @@ MIXED = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 
 @pytest.mark.parametrize("layout", ["ep2", "tp2sp", "tp2-ep2", "ep2-zero3", "pp2-zbh1", "cp2"])
 def test_depths_have_experts_and_dropout_in_any_layout(layout):
     check_layout(layout, MIXED)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("layout", ["ep2", "tp2sp", "pp2-zbh1", "dp2-zero3"])
+def test_depths_of_a_pattern_have_its_letters_in_any_layout(layout):
+    check_layout(
+        layout,
+        f"{MIXED.replace('--num-layers 2', '').replace('--mtp-num-layers 2', '')} --hybrid-layer-pattern *E*-/*E/*E",
+    )
+
+
+def test_a_pattern_of_pairs_is_the_network_of_layers():
+    """With the same weights: the layer of a depth is two letters after the /."""
+    shape = dict(hidden_size=32, num_attention_heads=2, seq_length=16, hidden_dropout=0.0, attention_dropout=0.0)
+    shape |= dict(position_embedding_type="rope", mtp_num_layers=2)
+    paired = GPT(Model(num_layers=2, **shape), Mesh(), 64)
+    lettered = GPT(Model(num_layers=4, hybrid_layer_pattern="*-*-/*-/*-", **shape), Mesh(), 64)
+    mine, theirs = dict(paired.named_parameters()), dict(lettered.named_parameters())
+    numbers = lambda match: f"{match[1]}{2 * int(match[2]) + match[3].startswith('mlp')}.{match[3]}"
+    for name, values in mine.items():
+        values.data.normal_(0, 0.05, generator=torch.Generator().manual_seed(len(name)))
+        theirs.pop(re.sub(r"(blocks\.|layers\.)(\d+)\.(\w+)", numbers, name)).data.copy_(values)
+    assert not theirs
+    rows = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(0))
+    ahead = batch_arrays.ahead(rows.numpy(), 2, None, None)
+    batch = MicroBatch(
+        *(rows[:, at : at + 16].T for at in (0, 1)),
+        torch.arange(2),
+        ahead=tuple(torch.from_numpy(one).mT for one in ahead),
+    )
+    (_, one), (_, other) = paired(None, batch), lettered(None, batch)
+    assert one.keys() == other.keys() >= {"lm loss", "mtp_1 loss", "mtp_2 loss"}
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-6, atol=0)

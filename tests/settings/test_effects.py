@@ -17,6 +17,7 @@ from megatron.training.rules import idle, resolve
 # condition, or setting -> (flags that do not meet it, flags that do); between |: alternatives, "2:": on so many ranks
 # A condition that is not here is itself what meets it, and no flags do not.
 CASES = {
+    "a Mamba-2 layer (M in --hybrid-layer-pattern)": (" | --hybrid-layer-pattern *-", "--hybrid-layer-pattern M-"),
     "--position-embedding-type rope": (" | --position-embedding-type none", "--position-embedding-type rope"),
     "--position-embedding-type rope and a --window-size": (
         "--position-embedding-type rope",

@@ -327,9 +327,11 @@ def test_the_tables_say_one_thing_about_each_flag():
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("--recompute-modules mla_up_proj", "models here have no latent attention: leave it out"),
         ("--recompute-modules shared_experts", "say mlp, which recomputes experts and shared experts"),
-        ("--recompute-modules gdn_norm_out", "'gdn_norm_out' is none of core_attn, layernorm, mlp_act, mlp"),
+        (
+            "--recompute-modules gdn_norm_out",
+            "'gdn_norm_out' is none of core_attn, layernorm, mlp_act, mlp, mla_up_proj",
+        ),
         ("--train-tokens 300000000000", "--train-samples"),
         ("--nproc_per_node 8", "torchrun"),
         ("--fp8-output-proj", "attention and the output layer stay in the format of --precision"),
@@ -341,6 +343,7 @@ def test_the_tables_say_one_thing_about_each_flag():
         ("--bf16;", "did you mean --bf16?"),
         ("--optimizer lamb", "'lamb' is none of adam"),
         ("--tokenizer-type Llama3Tokenizer", "; say TikTokenizer for its tokenizer.model, HuggingFaceTokenizer"),
+        ("--disable-mamba-mem-eff-path", "layers are listed by --hybrid-layer-pattern"),
         ("--enable-gpt-oss", "say --model-name-or-path gpt-oss-20b"),
         ("--spec a b", "--model-type MODULE, docs/extending.md"),
         ("--adlr-autoresume", "supervise --on-preempt requeue"),
@@ -465,7 +468,9 @@ def test_keys_without_a_value_are_named(tmp_path, capsys):
     assert note == f"note: {file}: without a value, and left out as by null: seed (line 1), data (line 5)"
     for nothing in ("", "null", "~"):
         file.write_text(f"lr: 1e-4\nnum_layer: {nothing}\n")
-        assert f"{file}:2: unknown key num_layer; did you mean num_layers or mtp_num_layers?" in refused(f"--config {file}")
+        assert f"{file}:2: unknown key num_layer; did you mean num_layers or mtp_num_layers?" in refused(
+            f"--config {file}"
+        )
 
 
 def test_a_folder_as_model_name_is_loaded(tmp_path):

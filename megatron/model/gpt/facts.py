@@ -19,7 +19,6 @@ from megatron.model.kinds.mixer import PLACES, Mixer
 from megatron.model.kinds.table import KINDS, chosen, of_letter
 from megatron.model.layer_ops import NORM, RankSetup
 from megatron.mpu.placement import elements
-from megatron.settings.hybrid_pattern import shortened
 from megatron.settings.schema import Config, Model
 
 HEAD = 8  # width of a head in a shrunk model
@@ -48,7 +47,10 @@ class GPTFacts(Facts):
 
     def branches(self, layer: int) -> tuple[Branch, ...]:
         if letters := self.settings.letters:
-            mixers = [of_letter(self.mixers, letters[layer])]
+            own, layer = (
+                (letters, layer) if layer < len(letters) else (self.settings.letters_ahead, layer - len(letters))
+            )
+            mixers = [of_letter(self.mixers, own[layer % len(own)])]
         else:
             layer = min(layer, self.num_layers - 1)  # a depth of multi-token prediction has a layer as the last one
             mixers = [chosen(self.mixers, place, self.settings, layer) for place in PLACES]
@@ -69,7 +71,7 @@ class GPTFacts(Facts):
         small = replace(
             m,
             num_layers=num_layers,
-            hybrid_layer_pattern=shortened(m.letters, num_layers) or None,
+            hybrid_layer_pattern=m.pattern_of(num_layers),
             hidden_size=HEAD * heads,
             num_attention_heads=heads,
             seq_length=s,
@@ -90,6 +92,11 @@ class GPTFacts(Facts):
     def _present(self) -> list[Mixer]:
         """The kinds of its layers."""
         return [mixer for kind in sorted(self.layer_kinds) for branch in kind.branches for mixer in branch.mixers]
+
+    @property
+    def rotated(self) -> Optional[int]:
+        """The channels of each head that rotary positions turn; None: no layer has positions."""
+        return next((mixer.rotated(self.settings) for mixer in self._present if mixer.rotated), None)
 
     def shares_heads(self, tp: int, cp: int) -> bool:
         return all(mixer.heads(self.settings) % (tp * cp) == 0 for mixer in self._present if mixer.heads)

@@ -3,6 +3,7 @@
 
 from types import SimpleNamespace
 
+from megatron.model.kinds.attention.attention_rules import has_heads
 from megatron.settings.declare import declared
 from megatron.settings.rules import Rule
 from megatron.settings.schema import GROUPS
@@ -39,7 +40,7 @@ RULES = (
         ),
     ),
     Rule(
-        lambda s: s.position_embedding_type == "rope" and (s.rotary % 2 or s.rotary < 2),
+        lambda s: s.position_embedding_type == "rope" and has_heads(s) and (s.rotary % 2 or s.rotary < 2),
         lambda s: (
             f"rotary positions turn pairs: {s.rotary} of {s.head} (--rotary-percent {s.rotary_percent:g} of the "
             f"width of a head) is not an even number above zero; {_even_rotary(s)}"

@@ -27,6 +27,7 @@ LLAMA: dict[str, Any] = dict(
     norm_position="pre",
     qk_layernorm=False,
     qk_layernorm_across_heads=False,
+    multi_latent_attention=False,
     swiglu=True,
     geglu=False,
     squared_relu=False,

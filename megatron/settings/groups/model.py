@@ -22,7 +22,8 @@ from megatron.settings.declare import (
     PositiveShare,
     shown_by,
 )
-from megatron.settings.hybrid_pattern import letters_of
+from megatron.settings.hybrid_pattern import AHEAD as DEPTH
+from megatron.settings.hybrid_pattern import letters_ahead, letters_of, shortened
 from megatron.settings.network import PLAIN, Network, formula, shape
 
 # Conditions for effects --------------------------------------------------------------------------------------------------
@@ -306,6 +307,22 @@ class Shape:
     def letters(self) -> str:
         """The kinds of the layers, a character for each, of `hybrid_layer_pattern`; "": a layer is attention and MLP."""
         return letters_of(self.hybrid_layer_pattern or "")
+
+    @property
+    def letters_ahead(self) -> str:
+        """The kinds of the layers of a depth of multi-token prediction; "": one layer, as the last of the network."""
+        return letters_ahead(self.hybrid_layer_pattern or "")
+
+    @property
+    def layers_ahead(self) -> range:
+        """The numbers of the layers of a depth of multi-token prediction, after those of the network."""
+        return range(self.num_layers, self.num_layers + (len(self.letters_ahead) or 1) * bool(self.depths))
+
+    def pattern_of(self, num_layers: int) -> Optional[str]:
+        """The pattern of a model like this one with so many layers; None: it has none."""
+        if not self.letters:
+            return None
+        return DEPTH.join([shortened(self.letters, num_layers), *[self.letters_ahead] * self.depths])
 
     @property
     def residual_sums(self) -> int:

@@ -80,19 +80,12 @@ class Attention(nn.Module):
     def __init__(self, weights: Table, setup: LayerSetup):
         super().__init__()
         model, tp, kernels, sharing = setup.model, setup.tp, setup.kernels, setup.sharing
-        self.layer, self.head_dim = setup.layer, model.head_dim
+        self.layer, self.head_dim, self.value_dim = setup.layer, model.head_dim, model.head_dim
         self.scale = (model.query_pre_attn_scalar or self.head_dim) ** -0.5  # of scores
         self.groups = model.query_groups // tp.size
         self.queries = model.num_attention_heads // model.query_groups
-        for name in self.inputs:
-            self.add_module(name, ColumnParallelLinear(take_prefix(weights, name), tp, **setup.linear))
+        self.create_inputs(weights, setup)
         self.output = RowParallelLinear(take_prefix(weights, "output"), tp, **setup.linear)
-        self.q_norm = self.k_norm = None
-        if take_prefix(weights, "q_norm"):
-            norm = partial(RMSNormAcrossHeads, tp) if model.qk_layernorm_across_heads else NORMS[model.normalization]
-            self.q_norm, self.k_norm = (
-                norm(take_prefix(weights, name), model.norm_epsilon, **setup.factory) for name in ("q_norm", "k_norm")
-            )
         self.has_sinks = model.softmax_type != "vanilla"
         self.register_parameter("softmax_offset", None)
         if learned := {name: placed for name, placed in weights.items() if name == "softmax_offset"}:
@@ -111,6 +104,18 @@ class Attention(nn.Module):
         self.plain_softmax, self.plain_rope = not kernels.masked_softmax_fusion, not kernels.rope_fusion
         self.fuse_qkv = kernels.fuse_attn_qkv
         self.core = self._usual_core = core_of(self.causal and not sharing.in_ring, kernels)
+
+    def create_inputs(self, weights: Table, setup: LayerSetup) -> None:
+        """Create the products before the core, and the norms between."""
+        model, tp = setup.model, setup.tp
+        for name in self.inputs:
+            self.add_module(name, ColumnParallelLinear(take_prefix(weights, name), tp, **setup.linear))
+        self.q_norm = self.k_norm = None
+        if take_prefix(weights, "q_norm"):
+            norm = partial(RMSNormAcrossHeads, tp) if model.qk_layernorm_across_heads else NORMS[model.normalization]
+            self.q_norm, self.k_norm = (
+                norm(take_prefix(weights, name), model.norm_epsilon, **setup.factory) for name in ("q_norm", "k_norm")
+            )
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         query, key, value = self._query_key_value(x)

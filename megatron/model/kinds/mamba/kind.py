@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba-2: its weights and ops. Needs no torch.
+
+Legend: n tokens of a micro-batch (s x b), G groups of r heads of P channels, N channels of the state, W taps of the
+convolution, e bytes per element.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron.model.kinds.mamba.mamba_rules import RULES
+from megatron.model.kinds.mamba.settings import SYMBOL, MambaSettings
+from megatron.model.kinds.table import Mixer
+from megatron.model.layer_ops import ATTENTION, CORE, Collective, LayerOp, Residual, Scan
+from megatron.model.weights import add_prefix, column, output_std, row
+from megatron.mpu.placement import Constant, InverseSoftplus, LogOf, LogUniform, Placement, Uniform
+from megatron.settings.schema import Model
+
+TAPS = 4
+CHUNK = 128  # tokens of a chunk: `fused_kernels.ssd`
+STEPS = LogUniform(0.001, 0.1, 1e-4)  # initial step sizes
+RATES = Uniform(1.0, 16.0)  # initial decay rates
+
+
+class Sizes(NamedTuple):
+    """groups G, heads r of a group, channels P of a head, channels N of the state."""
+
+    groups: int
+    heads: int
+    channels: int
+    state: int
+
+    @classmethod
+    def of(cls, m: Model) -> "Sizes":
+        groups = m.mamba_num_groups
+        return cls(groups, m.mamba_heads // groups, m.mamba_head_dim, m.mamba_state_dim)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The rows of a group in the first projection: gate, x, B, C, step sizes."""
+        inner = self.heads * self.channels
+        return inner, inner, self.state, self.state, self.heads
+
+
+def mamba(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
+    """The weights of a Mamba-2 layer, in the order of groups: a rank of tensor parallelism has whole groups.
+
+    The numbers that decide what states keep, `A_log`, `dt_bias` and `D`, are exact: bf16 has three digits.
+    """
+    sizes, std = Sizes.of(model), model.init_method_std
+    g, inner, mixed = sizes.groups, sizes.parts[0], sum(sizes.parts[1:4])
+    own = lambda shape, init, **more: Placement((g, *shape), init, cut={"tp": 0}, decay=len(shape) > 1, **more)
+    of_heads = lambda init: own((sizes.heads,), init, exact=True)
+    taps = Uniform(-(TAPS**-0.5), TAPS**-0.5)
+    fused = column(model.hidden_size, (g, sum(sizes.parts)), std, bias=False, matrices=(1, sizes.parts))
+    return {
+        **add_prefix("in_proj", fused),
+        "conv_weight": own((mixed, TAPS), taps),
+        "conv_bias": own((mixed,), taps),
+        "dt_bias": of_heads(InverseSoftplus(STEPS)),
+        "A_log": of_heads(LogOf(RATES)),
+        "D": of_heads(Constant(1.0)),
+        "norm_weight": own((inner,), Constant(1.0)),
+        **add_prefix("out_proj", row(g * inner, model.hidden_size, output_std(model), bias=False)),
+    }
+
+
+def mamba_ops(x: Residual) -> tuple[LayerOp, ...]:
+    """The two projections, and between them the convolution, the scan and the gated norm, of a rank's groups.
+
+    FLOPs of the convolution are those of its weight, which multiplies every token (`Facts.flops`).
+    """
+    share, n, e = x.share, x.tokens, x.share.element
+    sizes = Sizes.of(x.model)
+    groups, (inner, mixed, heads) = sizes.groups // share.tp, (sizes.parts[0], sum(sizes.parts[1:4]), sizes.heads)
+    projected, channels = groups * sum(sizes.parts), groups * inner
+    # The projection; what the convolution gives; step sizes before and after their softplus, in fp32; what the scan gives.
+    kept = n * (projected * e + groups * mixed * e + 2 * 4 * groups * heads + channels * e)
+    kept += 2 * 4 * groups // share.cp * heads  # decay rates, as the exponential and with their sign
+    kept += (n * share.cp + (TAPS - 1) * share.micro_batch_size) * share.documents  # which taps reach beyond a document
+    states = n * share.cp // CHUNK * channels // share.cp * sizes.state * 4
+    blocks = 6 * 4 * share.micro_batch_size * groups // share.cp * heads * CHUNK**2
+    of_norm, of_scan = 8 * 4 * n * channels, n * (channels + groups * mixed) * e + states + blocks
+    scan = Scan(
+        "mamba",
+        kept=kept,
+        given=n * projected * e,
+        workspace=n * projected * e + max(of_norm, of_scan, 6 * 4 * n * groups * mixed),
+        moved=n * (2 * projected + 4 * groups * mixed + 8 * channels),
+        flops=4.0 * n * channels * sizes.state,
+        products=n * groups * (4.0 * inner * sizes.state + 2.0 * CHUNK * (inner + sizes.state)),
+        smallest=min(CHUNK, sizes.channels, sizes.state),
+    )
+    ops = (scan,)
+    if share.cp > 1:
+        both = (("all_to_all",), ("all_to_all",))
+        swap = Collective("mamba", "cp", share.cp, n * channels * e, *both, again=(ATTENTION,))
+        into = replace(swap, size=n * projected * e, again=scan.again)
+        ops = into, replace(scan, workspace=scan.workspace + 2 * into.size), swap
+    fused = x.column("mamba", projected, again=(ATTENTION,), layer="mamba.in_proj")
+    return *fused, *ops, *x.row("mamba", channels, again=(ATTENTION,), layer="mamba.out_proj")
+
+
+def _shrunk(model: Model, small: Model, tp: int) -> dict[str, int]:
+    """Groups as many as ranks divide them, two heads in each if they have several; narrow heads and states."""
+    groups, several = max(2, tp), model.mamba_heads > model.mamba_num_groups
+    return dict(
+        mamba_num_groups=groups,
+        mamba_num_heads=groups * (2 if several else 1),
+        mamba_head_dim=8,
+        mamba_state_dim=min(model.mamba_state_dim, 16),
+    )
+
+
+KIND = Mixer(
+    "mamba",
+    "mamba",
+    "megatron.model.kinds.mamba.module:Mamba",
+    weights=lambda facts, model, sequence_parallel: mamba(model, sequence_parallel),
+    ops=lambda facts, x: mamba_ops(x),
+    symbol=SYMBOL,
+    settings=MambaSettings,
+    rules=RULES,
+    mixes_tokens=True,
+    recomputes=(CORE, ATTENTION),
+    divided=lambda model: {"Mamba-2 groups": model.mamba_num_groups},
+    heads=lambda model: model.mamba_num_groups,
+    all_rows=True,
+    stateful=True,
+    has_shape=lambda model: SYMBOL not in model.letters or model.mamba_heads % model.mamba_num_groups == 0,
+    shrunk=_shrunk,
+)
