@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron.model.kinds.mamba.mamba_rules import RULES
 from megatron.model.kinds.mamba.settings import SYMBOL, MambaSettings
-from megatron.model.kinds.table import Mixer
+from megatron.model.kinds.mixer import Mixer
 from megatron.model.layer_ops import ATTENTION, CORE, Collective, LayerOp, Residual, Scan
 from megatron.model.weights import add_prefix, column, output_std, row
 from megatron.mpu.placement import Constant, InverseSoftplus, LogOf, LogUniform, Placement, Uniform
