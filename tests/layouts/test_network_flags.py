@@ -19,6 +19,7 @@ FLAGS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-g
     --squared-relu --softmax-type learnable
     --window-size 5,0 --window-attn-skip-freq 2 --attn-logit-softcapping 1 --final-logit-softcapping 5
     --z-loss-coeff 0.02 --position-embedding-type rope --rope-type yarn --rotary-scaling-factor 4 --rotary-base 100
+    --no-rope-freq 2
     --yarn-original-max-position-embeddings 16 --yarn-beta-fast 2 --yarn-beta-slow 0.1 --untie-embeddings-and-output-weights
     """
 
@@ -51,6 +52,7 @@ CHANGED = dict(
     softmax_type="off-by-one",
     window_size="6,0",
     window_attn_skip_freq=3,
+    no_rope_freq="4",
     attn_logit_softcapping=None,
     final_logit_softcapping=4.0,
     rope_type="rope",

@@ -59,6 +59,7 @@ class GPTFacts(Facts):
     @property
     def has_shape(self) -> bool:
         try:
+            self.overrides(0)
             return all(kind.has_shape(self.settings) for kind in self.mixers.values())
         except (ValueError, ZeroDivisionError):
             return False
@@ -71,7 +72,12 @@ class GPTFacts(Facts):
         small = replace(
             m,
             num_layers=num_layers,
+<<<<<<< HEAD
             hybrid_layer_pattern=m.pattern_of(num_layers),
+=======
+            hybrid_layer_pattern=shortened(m.letters, num_layers) or None,
+            no_rope_freq=m.no_rope_freq and f"[0]*{num_layers - 1}+[1]",
+>>>>>>> main
             hidden_size=HEAD * heads,
             num_attention_heads=heads,
             seq_length=s,

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 from megatron.model.kinds.attention.attention_rules import has_heads
 from megatron.settings.declare import declared
+from megatron.settings.network import last_of_each
 from megatron.settings.rules import Rule
 from megatron.settings.schema import GROUPS
 
@@ -16,6 +17,14 @@ def _scalings(s: SimpleNamespace) -> dict[str, bool]:
         "--use-rope-scaling": s.use_rope_scaling,
         "--rope-type yarn": s.rope_type == "yarn",
     }
+
+
+def _rotation_error(s: SimpleNamespace) -> str:
+    """What is wrong with --no-rope-freq; "" if nothing is."""
+    try:
+        return s.no_rope_freq and last_of_each(s.no_rope_freq, s.num_layers) and ""
+    except ValueError as error:
+        return str(error)
 
 
 NO_RELATIVE = Rule(
@@ -47,6 +56,7 @@ RULES = (
         ),
     ),
     Rule(
+<<<<<<< HEAD
         lambda s: s.mtp_num_layers and s.pp > 1 and s.position_embedding_type == "learned_absolute",
         lambda s: (
             f"--mtp-num-layers {s.mtp_num_layers} embeds tokens on the last stage, which has no learned positions; use "
@@ -58,6 +68,12 @@ RULES = (
         lambda s: (
             f"--mtp-num-layers {s.mtp_num_layers}: a sample of --seq-length {s.seq_length} has no tokens so far ahead; "
             f"give at most {s.seq_length - 1}"
+=======
+        lambda s: _rotation_error(s),
+        lambda s: (
+            f"--no-rope-freq {s.no_rope_freq} for --num-layers {s.num_layers}: {_rotation_error(s)}; give N for the last "
+            "of each N layers, or a 0 or 1 for each layer, as [0]*3+[1]"
+>>>>>>> main
         ),
     ),
     Rule(

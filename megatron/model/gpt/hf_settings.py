@@ -23,6 +23,7 @@ LLAMA: dict[str, Any] = dict(
     use_rope_scaling=False,
     rope_type="rope",
     rope_local_base_freq=None,
+    no_rope_freq=None,
     normalization="RMSNorm",
     norm_position="pre",
     qk_layernorm=False,
@@ -141,6 +142,12 @@ FAMILIES: dict[str, DecoderFamily] = {  # model_type -> family
         against=_gpt2,
     ),
     "llama": DecoderFamily("Llama", "LlamaForCausalLM", dict(SCALED, disable_bias_linear=ANY)),
+    "smollm3": DecoderFamily(
+        "SmolLM3",
+        "SmolLM3ForCausalLM",
+        dict(SCALED, no_rope_freq=ANY),
+        dict(num_key_value_heads=4, rope_theta=2e6, tie_word_embeddings=True),
+    ),
     "mistral": DecoderFamily("Mistral", "MistralForCausalLM", dict(SCALED, window_size=ANY), _MISTRAL),
     "qwen2": DecoderFamily("Qwen2", "Qwen2ForCausalLM", dict(SCALED, **WINDOWS, add_qkv_bias=True), _QWEN),
     "qwen3": DecoderFamily(
@@ -238,6 +245,7 @@ def effective(m: Model) -> dict[str, Any]:
         use_rope_scaling=not rope,
         rope_type=not rope or m.rotary_scaling_factor <= 1,
         rope_local_base_freq=not rope or not windowed,
+        no_rope_freq=not rope or all(map(m.rotates, range(m.num_layers))),
         qk_layernorm_across_heads=not m.qk_layernorm,
         bias_gelu_fusion=m.swiglu or m.squared_relu or m.quick_geglu,
         activation_func_clamp_value=m.sigmoid_gate is None,
@@ -327,8 +335,8 @@ def _to_decoder(kind: str, m: Model) -> dict[str, Any]:
     )
     windows = dict(sliding_window=_their_window(m))
     common |= their_experts(kind, m)
-    if kind == "llama":
-        return common | dict(mlp_bias=not m.disable_bias_linear)
+    if kind in ("llama", "smollm3"):
+        return common | dict(mlp_bias=not m.disable_bias_linear) | _their_rotation(kind, m)
     if kind in ("mistral", "mixtral"):
         return common | windows
     if kind == "qwen2_moe":
@@ -372,6 +380,12 @@ def _to_decoder(kind: str, m: Model) -> dict[str, Any]:
 def _their_window(m: Model) -> int | None:
     """Their window includes a token's own key."""
     return None if m.window is None else m.window + 1
+
+
+def _their_rotation(kind: str, m: Model) -> dict[str, Any]:
+    """The layers of a SmolLM3 that rotate."""
+    rotated = [int(m.rotates(n)) for n in range(m.num_layers)]
+    return dict(no_rope_layers=rotated, use_sliding_window=False) if kind == "smollm3" else {}
 
 
 def _layer_types(m: Model) -> list[str]:
@@ -466,6 +480,8 @@ def _from_decoder(kind: str, c: dict[str, Any]) -> tuple[Model, int]:
     )
     if differs.get("activation_func_clamp_value") is ANY:
         own |= dict(activation_func_clamp_value=float(c["swiglu_limit"]))
+    if "no_rope_freq" in differs:
+        own |= dict(no_rope_freq=_our_rotation(c))
     windows = _our_windows(kind, c) if "window_size" in differs else {}
     model = Model(
         num_layers=int(c["num_hidden_layers"]),
@@ -532,6 +548,18 @@ def _two_ropes(c: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         return c, {}
     refuse(local, rope_type=("default", None))
     return c, dict(rope_local_base_freq=float(local["rope_theta"]))
+
+
+def _our_rotation(c: dict[str, Any]) -> str | None:
+    """--no-rope-freq of a SmolLM3, whose lists have a 1 for each layer that rotates."""
+    refuse(c, use_sliding_window=(False, None))
+    layers, every = int(c["num_hidden_layers"]), int(c.get("no_rope_layer_interval") or 4)
+    rotated = c.get("no_rope_layers")
+    rotated = [int((n + 1) % every != 0) for n in range(layers)] if rotated is None else list(map(int, rotated))
+    if len(rotated) != layers:
+        what = f"no_rope_layers in config.json is for {len(rotated)} layers, and num_hidden_layers is {layers}"
+        raise CheckpointError(what, do="get the whole file of the model")
+    return None if all(rotated) else str([1 - one for one in rotated]).replace(" ", "")
 
 
 def _our_windows(kind: str, c: dict[str, Any]) -> dict[str, Any]:

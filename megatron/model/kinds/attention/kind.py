@@ -6,6 +6,7 @@ Legend: n tokens of a micro-batch (s x b), d channels per head, q queries per ke
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Optional
 
 from megatron.model.kinds.attention.attention_rules import RULES
@@ -100,7 +101,8 @@ def calls_of(facts, share: RankSetup, window: Optional[int], of: AttentionHeads)
 
 def attention_ops(facts, x: Residual) -> tuple[LayerOp, ...]:
     """Causal self-attention of a layer."""
-    return self_attention(x, *_norms_across_heads(x), *causal_core(facts, x, AttentionHeads.of(x.model), _core_kept))
+    kept = partial(_core_kept, rotates=x.model.position_embedding_type == "rope")
+    return self_attention(x, *_norms_across_heads(x), *causal_core(facts, x, AttentionHeads.of(x.model), kept))
 
 
 Kept = Callable[[Any, RankSetup, str, Optional[int]], tuple[int, int]]  # see `_core_kept`
@@ -259,14 +261,14 @@ def _ring_workspace(
     return 4 * b * d * calls[0].heads * m.seq_length // share.cp_rows + 4 * gradients + matrices * of_block
 
 
-def _core_kept(facts, share: RankSetup, kernel: str, window: Optional[int]) -> tuple[int, int]:
+def _core_kept(facts, share: RankSetup, kernel: str, window: Optional[int], rotates: bool) -> tuple[int, int]:
     """(bytes saved, bytes saved if softmax(q k) v is recomputed), op by op as in `module.py` and the kernels."""
     m, e, b = facts.settings, share.element, share.micro_batch_size
     n, exchanged = m.seq_length // share.cp * b, share.cp_heads > 1
     heads, groups, d = m.num_attention_heads // share.tp, m.query_groups // share.tp, m.head_dim
     q, kv = n * heads * d * e, n * groups * d * e
     fused, turned = q + 2 * kv, 0
-    own = m.position_embedding_type == "rope" or m.qk_layernorm  # queries and keys are separate tensors
+    own = rotates or m.qk_layernorm  # queries and keys are separate tensors
     if m.qk_layernorm:
         turned += fused
         for number in (heads, groups):

@@ -99,6 +99,7 @@ class Attention(nn.Module):
         # Megatron's scaling for fp16: scores are divided by the layer's number before, multiplied after, in fp32.
         self.score_divisor = float(self.layer + 1) if model.apply_query_key_layer_scaling else 1.0
         self.softmax_in_fp32 = model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
+        self.rotates = model.position_embedding_type == "rope"  # --no-rope-freq: not in all layers
         self.softcap, self.window = model.attn_logit_softcapping, model.window
         self.backend = kernels.attention_backend
         self.plain_softmax, self.plain_rope = not kernels.masked_softmax_fusion, not kernels.rope_fusion
@@ -122,7 +123,7 @@ class Attention(nn.Module):
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         angles = context.angles if context.local_angles is None or self.window is None else context.local_angles
-        if angles is not None:
+        if angles is not None and self.rotates:
             query, key = (rotate(part, angles, self.plain_rope) for part in (query, key))
         key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
         if context.cache is not None:

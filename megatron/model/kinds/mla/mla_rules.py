@@ -14,6 +14,7 @@ WITHOUT = {
     "query_pre_attn_scalar": (None, "scores are divided by the root of the channels of a key"),
     "softmax_type": ("vanilla", "its heads have no sinks"),
     "rope_local_base_freq": (None, "its rotary key is one for all layers"),
+    "no_rope_freq": (None, "its rotary channels are rotated in all layers"),
 }
 
 
