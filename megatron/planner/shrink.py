@@ -112,23 +112,10 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
         distributed_backend=None,
         print_topology=False,
     )
-<<<<<<< HEAD
-    small = narrowed(
-        config, sizes, num_microbatches=_num_microbatches(num_microbatches, pipeline, sizes.pp), steps=steps
-    )
-    pattern = config.model.pattern_of(num_layers)
-    model = replace(small.model, num_layers=num_layers, hybrid_layer_pattern=pattern)
-    model = _with_near_blocks(model)
-    recompute = _recompute(config.recompute, max(map(len, pipeline.layers)), model.num_layers, sizes.layers)
-    return ShrunkJob(
-        replace(small, model=model, parallel=parallel, recompute=recompute), math.prod(few.values()), tuple(lost)
-    )
-=======
     number = _num_microbatches(num_microbatches, pipeline, sizes.pp)
     small = narrowed(config, sizes, num_microbatches=number, steps=steps, num_layers=num_layers)
     recompute = _recompute(config.recompute, max(map(len, pipeline.layers)), num_layers, sizes.layers)
     return ShrunkJob(replace(small, parallel=parallel, recompute=recompute), math.prod(few.values()), tuple(lost))
->>>>>>> main
 
 
 def _layers_of_all_kinds(config: Config, stages: int) -> int:

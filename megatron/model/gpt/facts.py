@@ -72,12 +72,8 @@ class GPTFacts(Facts):
         small = replace(
             m,
             num_layers=num_layers,
-<<<<<<< HEAD
             hybrid_layer_pattern=m.pattern_of(num_layers),
-=======
-            hybrid_layer_pattern=shortened(m.letters, num_layers) or None,
             no_rope_freq=m.no_rope_freq and f"[0]*{num_layers - 1}+[1]",
->>>>>>> main
             hidden_size=HEAD * heads,
             num_attention_heads=heads,
             seq_length=s,

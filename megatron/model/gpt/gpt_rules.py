@@ -56,7 +56,6 @@ RULES = (
         ),
     ),
     Rule(
-<<<<<<< HEAD
         lambda s: s.mtp_num_layers and s.pp > 1 and s.position_embedding_type == "learned_absolute",
         lambda s: (
             f"--mtp-num-layers {s.mtp_num_layers} embeds tokens on the last stage, which has no learned positions; use "
@@ -68,12 +67,13 @@ RULES = (
         lambda s: (
             f"--mtp-num-layers {s.mtp_num_layers}: a sample of --seq-length {s.seq_length} has no tokens so far ahead; "
             f"give at most {s.seq_length - 1}"
-=======
+        ),
+    ),
+    Rule(
         lambda s: _rotation_error(s),
         lambda s: (
             f"--no-rope-freq {s.no_rope_freq} for --num-layers {s.num_layers}: {_rotation_error(s)}; give N for the last "
             "of each N layers, or a 0 or 1 for each layer, as [0]*3+[1]"
->>>>>>> main
         ),
     ),
     Rule(

@@ -92,11 +92,8 @@ RULES = (
     ),
     NO_SINKS,
     *refused("hybrid_layer_pattern", "each layer of this model is attention and an MLP"),
-<<<<<<< HEAD
     *refused("mtp_num_layers", "this model does not predict tokens further ahead"),
-=======
     *refused("no_rope_freq", "all layers of this model have the same positions"),
->>>>>>> main
     *refused("geglu", "say --feed-forward-proj gated-gelu"),
     *refused(
         "scale_embedding quick_geglu activation_func_clamp_value glu_linear_offset", "this model does not have it"

@@ -22,14 +22,9 @@ from megatron.settings.declare import (
     PositiveShare,
     shown_by,
 )
-<<<<<<< HEAD
 from megatron.settings.hybrid_pattern import AHEAD as DEPTH
 from megatron.settings.hybrid_pattern import letters_ahead, letters_of, shortened
-from megatron.settings.network import PLAIN, Network, formula, shape
-=======
-from megatron.settings.hybrid_pattern import letters_of
 from megatron.settings.network import PLAIN, Network, formula, last_of_each, shape
->>>>>>> main
 
 # Conditions for effects --------------------------------------------------------------------------------------------------
 
