@@ -87,7 +87,7 @@ RULES = (
         "reset_position_ids reset_attention_mask eod_mask_loss", "samples of an encoder-decoder hold one text each"
     ),
     *refused(
-        "window_size qk_layernorm apply_query_key_layer_scaling add_qkv_bias query_pre_attn_scalar",
+        "window_size qk_layernorm apply_query_key_layer_scaling add_qkv_bias query_pre_attn_scalar attention_output_gate",
         "this model's attention does not have it",
     ),
     NO_SINKS,

@@ -304,8 +304,7 @@ experts have the hidden size of their input, and router and dispatch are those o
 the load of each expert is in metrics.jsonl
     --save-tokens-per-expert-interval
 attention is multi-head, grouped-query (--group-query-attention) or multi-latent (--multi-latent-attention)
-    --experimental-attention-variant --linear-* --dsa-* --no-dsa-*
-    --disable-dsa-* --gdp-* --attention-output-gate --qk-clip* --qk-l2-norm
+    --dsa-* --no-dsa-* --disable-dsa-* --gdp-* --qk-clip* --qk-l2-norm
 say --model-name-or-path gpt-oss-20b, which sets the whole shape
     --enable-gpt-oss
 layers are listed by --hybrid-layer-pattern; --mamba-state-dim, -head-dim, -num-heads, -num-groups size those of Mamba-2

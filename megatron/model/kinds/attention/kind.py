@@ -21,10 +21,12 @@ from megatron.settings.schema import Model
 
 
 def attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
-    """The weights of self-attention. The fused weight is [g, q + 2, d, h]: of each group queries, then key, then value."""
+    """The weights of self-attention. The fused weight is [g, q + 2, d, h]: of each group queries, then key, then value;
+    with --attention-output-gate [g, 2 q + 2, d, h]: queries, their gates, key, value.
+    """
     m, bias = model, not model.disable_bias_linear
     queries = m.num_attention_heads // m.query_groups
-    rows, parts = (m.query_groups, queries + 2, m.head_dim), (1, (queries, 1, 1))
+    rows, parts = (m.query_groups, sum(m.qkv_parts), m.head_dim), (1, m.qkv_parts)
     width = m.num_attention_heads * m.head_dim
     table = {
         **add_prefix("qkv", column(m.hidden_size, rows, m.init_method_std, bias=m.qkv_bias, matrices=parts)),
@@ -124,7 +126,7 @@ def self_attention(x: Residual, *core: LayerOp) -> tuple[LayerOp, ...]:
     """The product for queries, keys and values, softmax(q k) v, and the output's product."""
     m, tp = x.model, x.share.tp
     queries, keys = m.num_attention_heads * m.head_dim // tp, m.query_groups * m.head_dim // tp
-    fused = x.column("attention", queries + 2 * keys, again=(ATTENTION,), layer="attention.qkv")
+    fused = x.column("attention", sum(m.qkv_parts) * keys, again=(ATTENTION,), layer="attention.qkv")
     return *fused, *core, *x.row("attention", queries, again=(ATTENTION,), layer="attention.output")
 
 
@@ -267,7 +269,8 @@ def _core_kept(facts, share: RankSetup, kernel: str, window: Optional[int], rota
     n, exchanged = m.seq_length // share.cp * b, share.cp_heads > 1
     heads, groups, d = m.num_attention_heads // share.tp, m.query_groups // share.tp, m.head_dim
     q, kv = n * heads * d * e, n * groups * d * e
-    fused, turned = q + 2 * kv, 0
+    sent, gates = q + 2 * kv, q * m.attention_output_gate
+    fused, turned = sent + gates, 2 * gates  # the sigmoid, and what it multiplies
     own = rotates or m.qk_layernorm  # queries and keys are separate tensors
     if m.qk_layernorm:
         turned += fused
@@ -279,7 +282,7 @@ def _core_kept(facts, share: RankSetup, kernel: str, window: Optional[int], rota
     gathers, queries = share.cp_rows > 1 and not share.ring, m.num_attention_heads // m.query_groups
     own, grouped = own and not exchanged, queries > 1  # exchanged parts arrive as one tensor
     if exchanged:
-        views = fused
+        views = sent
     elif gathers:
         views = (q if own else fused) + 2 * kv * (1 if kernel == "flash" else share.cp)  # flash: gathered again
     calls = calls_of(facts, share, window, AttentionHeads.of(m))

@@ -83,7 +83,7 @@ class Attention(nn.Module):
         self.layer, self.head_dim, self.value_dim = setup.layer, model.head_dim, model.head_dim
         self.scale = (model.query_pre_attn_scalar or self.head_dim) ** -0.5  # of scores
         self.groups = model.query_groups // tp.size
-        self.queries = model.num_attention_heads // model.query_groups
+        self.queries, self.parts = model.num_attention_heads // model.query_groups, model.qkv_parts
         self.create_inputs(weights, setup)
         self.output = RowParallelLinear(take_prefix(weights, "output"), tp, **setup.linear)
         self.has_sinks = model.softmax_type != "vanilla"
@@ -119,7 +119,7 @@ class Attention(nn.Module):
             )
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        query, key, value = self._query_key_value(x)
+        query, *gate, key, value = self._parts(x)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         angles = context.angles if context.local_angles is None or self.window is None else context.local_angles
@@ -130,6 +130,8 @@ class Attention(nn.Module):
             attended = context.cache.attend(self, query, key, value, context)
         else:
             attended = self.attended(query, key, value, context)
+        if gate:
+            attended = attended * gate[0].flatten(2).sigmoid()
         return self.project(attended, x)
 
     def attended(self, query, key, value, context: ForwardContext) -> torch.Tensor:
@@ -182,14 +184,16 @@ class Attention(nn.Module):
         """Project the attention output [s, b, g/tp q d] to [s, b, h]. x: the layer's input, for variants."""
         return self.output(attended)
 
-    def _query_key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[s, b, h] -> [s, b, g/tp, n, d] with n = q queries, 1 key, 1 value; by one product, or three."""
+    def _parts(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[s, b, h] -> [s, b, g/tp, n, d] with n = q queries, their gates if they have some, 1 key, 1 value; by one product
+        or one for each.
+        """
         if not self.fuse_qkv:
-            return self.qkv.parts(x, (self.queries, 1, 1))
+            return self.qkv.parts(x, self.parts)
         qkv = self.qkv(x)
         s, b = qkv.shape[:2]
         # Split in the last dim: torch joins gradients there in one kernel, and in an inner dim in one for each.
-        parts = [n * self.head_dim for n in (self.queries, 1, 1)]
+        parts = [n * self.head_dim for n in self.parts]
         qkv = qkv.view(s, b, self.groups, sum(parts)).split(parts, 3)
         return tuple(part.unflatten(3, (-1, self.head_dim)) for part in qkv)
 

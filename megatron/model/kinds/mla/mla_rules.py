@@ -13,6 +13,7 @@ WITHOUT = {
     "add_qkv_bias": (False, "its products have no bias"),
     "query_pre_attn_scalar": (None, "scores are divided by the root of the channels of a key"),
     "softmax_type": ("vanilla", "its heads have no sinks"),
+    "attention_output_gate": (False, "its heads have no gates"),
     "rope_local_base_freq": (None, "its rotary key is one for all layers"),
     "no_rope_freq": (None, "its rotary channels are rotated in all layers"),
 }
