@@ -321,8 +321,8 @@ leave out --no-bias-gelu-fusion: the tanh form is this suite's default
     --openai-gelu
 the MLP has GeLU (tanh, or erf with --no-bias-gelu-fusion), --squared-relu, --swiglu, --geglu or --quick-geglu
     --onnx-safe
-rotary positions rotate halves (as Llama does), in all layers
-    --rotary-interleaved --no-rope-freq --mrope-section --relative-attention-*
+rotary positions rotate halves, as Llama does
+    --rotary-interleaved --mrope-section --relative-attention-*
 weights start from N(0, --init-method-std), output layers scaled by depth
     --init-method-xavier-uniform --embedding-init-method-std --data-parallel-random-init --use-mup --mup-*
 residuals are added to what the norm before them read; see --norm-position
