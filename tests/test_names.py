@@ -40,6 +40,7 @@ KNOW_GPT = {  # file pattern -> why it may name GPT
     "megatron/convert/export/*": "models of other programs",
     "megatron/training/conversion_commands.py": "models of other programs",
     "megatron/model/kinds/*/settings.py": "gpt-oss, whose arithmetic settings have",
+    "megatron/model/kinds/*/hf.py": "names in files of Hugging Face",
     "megatron/planner/calibrate.py": "the layer that is measured",
     "megatron/planner/published.py": "models of published runs",
     "megatron/planner/target.py": "GPT-2's vocabulary is assumed where none is given",

@@ -76,35 +76,45 @@ class _RMSNorm(torch.autograd.Function):
         return d_x.view(shape), inverse.view(-1) @ both, None
 
 
-def gated_rms_norm(y: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def gated_rms_norm(
+    y: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float, gate_first: bool = True
+) -> torch.Tensor:
     """RMSNorm of y silu(gate) over the last dim (arXiv:2405.21060, section 7.1), in fp32, in the format of y. Keeps its
-    inputs. y, gate: [s, b, G, d]; weight: [G, d], of each of G groups
+    inputs. y, gate: [s, b, G, ..., d]; weight: [d], or [G, d] of each of G groups
+
+    gate_first: otherwise the norm of y, times silu(gate), as in gated delta nets
     """
-    return _GatedRMSNorm.apply(y, gate, weight, epsilon)
+    return _GatedRMSNorm.apply(y, gate, weight, epsilon, gate_first)
 
 
 class _GatedRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, gate, weight, epsilon):
+    def forward(ctx, y, gate, weight, epsilon, gate_first):
         ctx.save_for_backward(y, gate, weight)
-        ctx.epsilon = epsilon
-        gated = y.float() * F.silu(gate.float())
-        return (gated * _inverse(gated, epsilon) * weight.float()).to(y.dtype)
+        ctx.epsilon, ctx.gate_first = epsilon, gate_first
+        wide, passed = y.float(), F.silu(gate.float())
+        gated = wide * passed if gate_first else wide
+        result = gated * _inverse(gated, epsilon) * weight.float()
+        return (result if gate_first else result * passed).to(y.dtype)
 
     @staticmethod
     def backward(ctx, gradient):
-        """With r = inverse, n = r y silu(gate): d_gated = r (g w - n mean(g w n)), d_weight = sum over tokens of g n."""
+        """With r = inverse, n = r x, of the norm's input x: d_x = r (g w - n mean(g w n)), d_weight = sum over tokens of
+        g n, for the gradient g of its output.
+        """
         y, gate, weight = ctx.saved_tensors
-        wide, z = y.float(), gate.float()
+        wide, z, gradient = y.float(), gate.float(), gradient.float()
         share = z.sigmoid()
-        gated = wide * z * share
-        inverse = _inverse(gated, ctx.epsilon)
-        normal, gradient = gated * inverse, gradient.float()
-        d_weight = (gradient * normal).sum((0, 1))
-        gradient = gradient * weight.float()
-        d_gated = (gradient - normal * (gradient * normal).mean(-1, keepdim=True)) * inverse
-        d_gate = d_gated * wide * share * (1 + z * (1 - share))  # SiLU'
-        return (d_gated * z * share).to(y.dtype), d_gate.to(gate.dtype), d_weight.to(weight.dtype), None
+        passed, of_gate = z * share, share * (1 + z * (1 - share))  # SiLU, SiLU'
+        x = wide * passed if ctx.gate_first else wide
+        inverse = _inverse(x, ctx.epsilon)
+        normal = x * inverse
+        given = gradient if ctx.gate_first else gradient * passed
+        d_weight = (given * normal).sum(tuple(range(y.dim() - weight.dim())))
+        scaled = given * weight.float()
+        d_x = (scaled - normal * (scaled * normal).mean(-1, keepdim=True)) * inverse
+        d_y, d_gate = (d_x * passed, d_x * wide) if ctx.gate_first else (d_x, gradient * normal * weight.float())
+        return d_y.to(y.dtype), (d_gate * of_gate).to(gate.dtype), d_weight.to(weight.dtype), None, None
 
 
 def _inverse(x: torch.Tensor, epsilon: float) -> torch.Tensor:

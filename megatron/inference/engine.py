@@ -414,9 +414,9 @@ def refuse_states(model: torch.nn.Module) -> None:
 
 
 def bytes_of_a_token(model: torch.nn.Module) -> int:
-    """The memory of a token's keys and values on the rank with most layers."""
-    settings, own = model.facts.settings, next(model.parameters())
+    """The memory of a token's keys and values on the rank with most of them."""
+    facts, own = model.facts, next(model.parameters())
     pipeline = getattr(model, "pipeline", None)
-    layers = settings.num_layers if pipeline is None else max(map(len, pipeline.layers))
+    stages = [range(facts.num_layers)] if pipeline is None else pipeline.layers
     tp = (model if pipeline is None else model.chunks[0]).tp
-    return 2 * layers * (settings.query_groups // tp.size) * settings.head_dim * stored_dtype(own).itemsize
+    return max(facts.cached_numbers(layers, tp.size) for layers in stages) * stored_dtype(own).itemsize

@@ -17,7 +17,7 @@ class Cache(Protocol):
     """What layers need of a cache: it adds the keys and values of new tokens, and attends to those of all tokens."""
 
     def attend(
-        self, layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context
+        self, layer, query: torch.Tensor, key: torch.Tensor, value: Optional[torch.Tensor], context
     ) -> torch.Tensor:  # [s, b, g/tp, q, d] and [s, b, g/tp, d] -> [s, b, g/tp q d]
         ...
 
@@ -52,7 +52,7 @@ class PagedCache:
 
     def __init__(self, blocks: int, block_size: int):
         self.blocks, self.block_size = blocks, block_size
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values, [blocks block_size, g/tp, d]
+        self._layers: dict[int, tuple[torch.Tensor, ...]] = {}  # keys and values, [blocks block_size, g/tp, d]; or one
         self.parts: list[TextInPass] = []
         self._slots: list[int] = []  # the place of each new token
         self._positions: list[int] = []
@@ -79,10 +79,13 @@ class PagedCache:
         """[n, 1] int64, of the new tokens in their texts."""
         return self._tensor("positions", self._positions, device).unsqueeze(1)
 
-    def attend(self, layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context) -> torch.Tensor:
+    def attend(
+        self, layer, query: torch.Tensor, key: torch.Tensor, value: Optional[torch.Tensor], context
+    ) -> torch.Tensor:
         """Add keys and values [n, 1, g/tp, d] of new tokens to the cache, and attend to all of their texts.
 
-        layer: the `Attention`; query [n, 1, g/tp, q, d]. Returns [n, 1, g/tp q d].
+        layer: the `Attention`; query [n, 1, g/tp, q, d]. value: None if keys are all that the layer caches, of any shape
+        [n, 1, ...], and its values follow from them. Returns [n, 1, g/tp q v], with the channels of its values.
         """
         keys, values = self._write(layer.layer, key, value)
         dtype, query = query.dtype, query.to(keys.dtype)
@@ -90,7 +93,7 @@ class PagedCache:
         if decode and len(self._single) == len(query):
             attended = decode(query.squeeze(1), keys, values, self._places(query.device))
             return attended.unsqueeze(1).to(dtype)
-        attended = query.new_empty((len(query), 1, query[0].numel()))
+        attended = query.new_empty((len(query), 1, query.shape[2] * query.shape[3] * layer.value_dim))
         if decode:
             rows = self._tensor("single", self._single, query.device)
             attended[rows, 0] = decode(query[rows, 0], keys, values, self._places(query.device))
@@ -110,19 +113,16 @@ class PagedCache:
             blocks = stored.view(self.blocks, self.block_size, *stored.shape[1:])
             blocks[[to for _, to in pairs]] = blocks[[source for source, _ in pairs]]
 
-    def _write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        slots = self._tensor("slots", self._slots, key.device)
+    def _write(self, layer: int, key: torch.Tensor, value: Optional[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """All stored keys and values; keys in place of values that there are none of."""
+        slots, new = self._tensor("slots", self._slots, key.device), (key,) if value is None else (key, value)
         if layer not in self._layers:
-            shape = (self.blocks * self.block_size, *key.shape[2:])
-            dtype = stored_dtype(key)
-            self._layers[layer] = (
-                key.new_empty(shape, dtype=dtype),
-                value.new_empty((shape[0], *value.shape[2:]), dtype=dtype),
-            )
+            places, dtype = self.blocks * self.block_size, stored_dtype(key)
+            self._layers[layer] = tuple(one.new_empty((places, *one.shape[2:]), dtype=dtype) for one in new)
         stored = self._layers[layer]
-        for tensor, new in zip(stored, (key, value), strict=True):
-            tensor.index_copy_(0, slots, new.squeeze(1).to(tensor.dtype))
-        return stored
+        for tensor, one in zip(stored, new, strict=True):
+            tensor.index_copy_(0, slots, one.squeeze(1).to(tensor.dtype))
+        return stored[0], stored[-1]
 
     def _places(self, device) -> Places:
         """Of the texts with one new token."""

@@ -220,6 +220,18 @@ class Facts:
         """The weights of each layer, without those that kinds of linear layers add."""
         return {n: self.layer_weights(self.layer_kind(n), False) for n in range(self.num_layers)}
 
+    def cached_numbers(self, layers: Sequence[int], tp: int) -> int:
+        """The numbers of a token that a rank with these layers caches in generation."""
+        kinds = map(self.layer_kind, layers)
+        mixers = ((kind, mixer) for kind in kinds for branch in kind.branches for mixer in branch.mixers)
+        return sum(mixer.cached(kind.settings(self.settings), tp) for kind, mixer in mixers)
+
+    @property
+    def caches_heads(self) -> bool:
+        """Whether what layers cache are a key and a value of each key-value head."""
+        m = self.settings
+        return self.cached_numbers(range(m.num_layers), 1) == 2 * m.num_layers * m.query_groups * m.head_dim
+
     @property
     def num_layers(self) -> int:
         return self.settings.num_layers
@@ -343,7 +355,7 @@ class Facts:
                 continue
             again, given = op.runs_again(modules), op.given
             if not again:
-                kept[op.name] += op.kept - given * (discarded and op.reads)
+                kept[op.name] += op.kept - op.input_kept * discarded
             elif not inside:  # the input of a run of recomputed ops
                 kept["inputs of recomputed layers" if whole else op.name] += given
             inside, discarded = again, op.is_discarded(modules)

@@ -41,6 +41,8 @@ def with_pattern(config: Config) -> Config:
             f"leave out what follows the first /, as in {text.partition('/')[0]}",
         )
     layers = dict(hybrid_layer_pattern=pattern.letters, num_layers=len(pattern.letters))
+    for kind in kinds_of(config).values():
+        layers |= dict(kind.listed) if kind.symbol and kind.symbol in pattern.letters else {}
     return config.derive(FLAG, **layers, **_stages(config, pattern))
 
 

@@ -95,9 +95,9 @@ class RankSetup:
 
 # The parts of a layer that can be recomputed (`Recompute.modules`): those of --recompute-modules, then the attention half
 # (without the sum after it) and whole layers, as --recompute-granularity names them.
-CORE, NORM, ACTIVATION, MLP = MODULES = ("core_attn", "layernorm", "mlp_act", "mlp")
+CORE, NORM, ACTIVATION, MLP, UP = MODULES = ("core_attn", "layernorm", "mlp_act", "mlp", "mla_up_proj")
 ATTENTION, LAYER = "full_attn", "full"
-DISCARDING = {NORM, ACTIVATION}  # the op that reads such a module's output does not save it either
+DISCARDING = {NORM, ACTIVATION, UP}  # the op that reads such a module's output does not save it either
 ALWAYS = "backward pass"  # not a module: the backward pass always repeats the op
 ONCE = "first pass"  # not a module: recomputation has the op's result
 
@@ -109,7 +109,7 @@ class LayerOp:
     name:      of its saved tensors, in memory reports
     kept:      bytes saved for the backward pass
     given:     bytes of its input, saved instead if recomputation begins here
-    reads:     whether `kept` has the input, if it is not 0
+    reads:     whether `kept` has the input, if it is not 0; or how many of its bytes
     workspace: bytes that its backward pass needs in addition to saved ones
     again:     the modules with the op, in addition to the whole layer: their recomputation repeats it
     """
@@ -118,11 +118,16 @@ class LayerOp:
     _: KW_ONLY
     kept: int = 0
     given: int = 0
-    reads: bool = True
+    reads: int = True
     workspace: int = 0
     again: tuple[str, ...] = ()
 
     flops = 0.0  # of the forward pass, as throughput counts them
+
+    @property
+    def input_kept(self) -> int:
+        """The bytes of `kept` that are its input."""
+        return self.given if self.reads is True else int(self.reads)
 
     def runs_again(self, modules: Sequence[str]) -> bool:
         """Whether recomputation of these modules repeats the op."""
@@ -226,16 +231,18 @@ class Residual:
 
     tokens: inputs of products; with sequence parallelism a rank has 1 / tp of them between branches.
     kept: whether an earlier op of the branch saves the normalized states
+    width: of other states of these tokens, such as a latent; None: the hidden size
     """
 
     model: Model
     share: RankSetup
     tokens: int
     kept: bool = False
+    width: Optional[int] = None
 
     @property
     def h(self) -> int:
-        return self.model.hidden_size
+        return self.width or self.model.hidden_size
 
     @property
     def elements(self) -> int:
@@ -284,6 +291,26 @@ class Residual:
             return ops
         gather = ("all_gather",)  # of a pair's mask, with the input, and for the gradient of the input
         return Collective("activations", "tp", self.share.tp, masks, gather, 2 * gather, again=again), *ops
+
+    def whole(
+        self, name: str, outputs: int, *, keeps: bool = True, again: tuple[str, ...] = (), layer: str = ""
+    ) -> tuple[LayerOp, ...]:
+        """The product of a layer that each rank has whole, with its own tokens. See `column`."""
+        given, learns = self.nbytes if keeps and not self.kept else 0, self.share.keeps_input(layer)
+        rounding = self._rounding(name, self.elements, given, again, layer)
+        product = Product(
+            name,
+            self.elements // self.h,
+            self.h,
+            outputs,
+            kept=(self.nbytes if rounding else given) * learns + self.share.mask_bytes(layer, self.elements),
+            given=given,
+            reads=learns,
+            workspace=self._weight_workspace(layer, self.h * outputs),
+            again=again,
+            **self._learned(layer),
+        )
+        return *rounding, product
 
     def row(self, name: str, inputs: int, again: tuple[str, ...] = (), layer: str = "") -> tuple[LayerOp, ...]:
         """A row-parallel product."""

@@ -28,15 +28,16 @@ class LearnedPositions(nn.Module):
 class Rotary:
     """Rotary position embedding: rotates pairs of channels by position x frequency (RoFormer, arXiv:2104.09864).
 
-    Channel i is paired with channel i + n/2 of the n = `rotary_percent` x head_dim rotated ones, as in Megatron-LM and
-    in Hugging Face's Llama; the rest are unchanged. Frequencies may be scaled for sequences longer than the original
-    length (`scaled_frequencies`), and YaRN also scales the rotated channels.
+    Channel i is paired with channel i + n/2 of the n rotated ones, as in Megatron-LM and in Hugging Face's Llama; the rest
+    are unchanged. Frequencies may be scaled for sequences longer than the original length (`scaled_frequencies`), and YaRN
+    also scales the rotated channels.
 
-    base: another base of the frequencies, which are not scaled then (--rope-local-base-freq)
+    base: another base of the frequencies, which are not scaled then (--rope-local-base-freq). width: n (default:
+    `rotary_percent` x head_dim)
     """
 
-    def __init__(self, model: Model, base: Optional[float] = None):
-        self.width = int(model.head_dim * model.rotary_percent) // 2 * 2
+    def __init__(self, model: Model, base: Optional[float] = None, width: Optional[int] = None):
+        self.width = int(model.head_dim * model.rotary_percent) // 2 * 2 if width is None else width
         self.model, self.scaled = model, base is None
         self.base = model.rotary_base if base is None else base
         self.stretch = model.yarn_stretch if model.rope_type == "yarn" and self.scaled else 1.0

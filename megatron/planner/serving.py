@@ -235,8 +235,8 @@ class ServingShare:
 
     def cache_bytes(self, rank: int) -> int:
         """Bytes of a token's keys and values on a pipeline rank; in fp32 on a CPU (`model.cache.stored_dtype`)."""
-        m, element = self.job.facts.settings, 4 if self.job.device == "cpu" else self.job.element
-        return 2 * len(self._layers(rank)) * m.query_groups // self.tp * m.head_dim * element
+        element = 4 if self.job.device == "cpu" else self.job.element
+        return self.job.facts.cached_numbers(self._layers(rank), self.tp) * element
 
     def workspace_bytes(self, texts: int) -> int:
         """An estimate of everything else: the driver and libraries, buffers of collectives, the tensors of a pass."""

@@ -23,7 +23,6 @@ from typing import Optional
 from megatron.model.recipe import facts_of
 from megatron.mpu.axis_sizes import lacking_ranks
 from megatron.pipeline.stages import Pipeline
-from megatron.settings.hybrid_pattern import shortened
 from megatron.settings.schema import (
     GROUPS,
     Batch,
@@ -113,16 +112,10 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
         distributed_backend=None,
         print_topology=False,
     )
-    small = narrowed(
-        config, sizes, num_microbatches=_num_microbatches(num_microbatches, pipeline, sizes.pp), steps=steps
-    )
-    letters = config.model.letters
-    model = replace(small.model, num_layers=num_layers, hybrid_layer_pattern=shortened(letters, num_layers) or None)
-    model = _with_near_blocks(model)
-    recompute = _recompute(config.recompute, max(map(len, pipeline.layers)), model.num_layers, sizes.layers)
-    return ShrunkJob(
-        replace(small, model=model, parallel=parallel, recompute=recompute), math.prod(few.values()), tuple(lost)
-    )
+    number = _num_microbatches(num_microbatches, pipeline, sizes.pp)
+    small = narrowed(config, sizes, num_microbatches=number, steps=steps, num_layers=num_layers)
+    recompute = _recompute(config.recompute, max(map(len, pipeline.layers)), num_layers, sizes.layers)
+    return ShrunkJob(replace(small, parallel=parallel, recompute=recompute), math.prod(few.values()), tuple(lost))
 
 
 def _layers_of_all_kinds(config: Config, stages: int) -> int:
@@ -181,21 +174,29 @@ def shrunk_jobs_of(config: Config, world_size: int, steps: int = 3) -> list[Shru
     return [replace(shrunk, lost=()), shrunk_job_of(replace(config, parallel=others), world_size // tp, steps)]
 
 
-def narrowed(config: Config, sizes: Sizes, num_microbatches: Optional[int] = None, steps: int = 10) -> Config:
-    """The same kind of model, batch and schedules with the least work that `sizes` allow, on synthetic data and the CPU."""
+def narrowed(
+    config: Config,
+    sizes: Sizes,
+    num_microbatches: Optional[int] = None,
+    steps: int = 10,
+    num_layers: Optional[int] = None,
+) -> Config:
+    """The same kind of model, batch and schedules with the least work that `sizes` allow, on synthetic data and the CPU.
+
+    num_layers: default: as many in each stage
+    """
+    num_layers = num_layers or sizes.stages * sizes.layers
     batch = _batch(config.batch, sizes, num_microbatches or max(2, sizes.pp), steps)
     guard, facts = config.guard, facts_of(config, VOCABULARY)
-    model = facts.shrunk(sizes.stages * sizes.layers, sizes.tp * sizes.cp)
+    model = facts.shrunk(num_layers, sizes.tp * sizes.cp)
     return replace(
         config,
         model=_with_near_blocks(replace(model, kd_hidden_projections=None)),
         extra=facts.shrunk_groups(config.extra, model),
         batch=batch,
-        parallel=replace(
-            config.parallel, cp_comm_type=_of_layers(config.parallel.cp_comm_type, sizes.stages * sizes.layers)
-        ),
+        parallel=replace(config.parallel, cp_comm_type=_of_layers(config.parallel.cp_comm_type, num_layers)),
         optimizer=_optimizer(config.optimizer, batch, steps),
-        recompute=_recompute(config.recompute, config.model.num_layers, sizes.stages * sizes.layers, sizes.layers),
+        recompute=_recompute(config.recompute, config.model.num_layers, num_layers, sizes.layers),
         tokenizer=TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY),
         data=replace(
             config.data,

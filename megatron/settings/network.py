@@ -36,6 +36,23 @@ def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     return result
 
 
+@lru_cache
+def last_of_each(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Which layers a list of 0 and 1 selects, as in `layer_pattern`; a number N: the last of each N layers.
+
+    Raises ValueError.
+
+    >>> last_of_each("4", 8) == last_of_each("([0]*3+[1])*2", 8) == (False, False, False, True) * 2
+    True
+    """
+    words = text.strip(" '\"")
+    if not words.isdecimal() or not int(words):
+        return layer_pattern(text, num_layers)
+    if num_layers % int(words):
+        raise ValueError(f"{num_layers} layers are not a multiple of {int(words)}")
+    return tuple((n + 1) % int(words) == 0 for n in range(num_layers))
+
+
 def _listed(node: ast.expr, most: int) -> Optional[tuple[bool, ...]]:
     """The value of an expression of lists of 0 and 1, + and *; None: it is another one. Raises ValueError above `most`."""
     match node:

@@ -57,15 +57,17 @@ def rms_norm(x, weight, epsilon):
 
 
 @DTYPES
-def test_gated_norm_of_a_scan(device, dtype):
-    """The gate is before the norm, which is over each group; the parts are cut out of a wider tensor."""
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_gated_norm_of_a_scan(device, dtype, gate_first):
+    """The gate is before the norm, which is over each group, or after it; the parts are cut out of a wider tensor."""
 
     def formula(y, gate, weight):
-        return rms_norm(y * gate / (1 + (-gate).exp()), weight, 1e-5)
+        passed = gate / (1 + (-gate).exp())
+        return rms_norm(y * passed, weight, 1e-5) if gate_first else rms_norm(y, weight, 1e-5) * passed
 
     both = drawn(7, 2, 3, 40, device=device).to(dtype)
-    weight = drawn(3, 20, device=device, seed=2).mul(0.2).add(1.0).to(dtype)
-    run = lambda *inputs: norms.gated_rms_norm(*inputs, 1e-5)
+    weight = drawn(*((3, 20) if gate_first else (20,)), device=device, seed=2).mul(0.2).add(1.0).to(dtype)
+    run = lambda *inputs: norms.gated_rms_norm(*inputs, 1e-5, gate_first)
     assert_equal_results(run, formula, [both[..., :20], both[..., 20:], weight], TOLERANCE[device, dtype])
 
 

@@ -32,6 +32,7 @@ SIGMOID = dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bia
 BASES = {
     "gpt2": GPT2,
     "llama": OURS,
+    "smollm3": dict(OURS, no_rope_freq="[0,1,0,0]"),
     "mistral": dict(OURS, window_size="4,0"),
     "qwen2": dict(OURS, add_qkv_bias=True),
     "qwen3": QWEN3,
@@ -94,6 +95,7 @@ OTHER = dict(  # another value of a setting that changes what a model computes, 
     norm_position=dict(norm_position="sandwich"),
     qk_layernorm_across_heads=dict(qk_layernorm=True, qk_layernorm_across_heads=True),
     query_pre_attn_scalar=dict(query_pre_attn_scalar=3.0),
+    no_rope_freq=dict(no_rope_freq="2"),
     window_size=dict(window_size="5,0"),
     window_attn_skip_freq=dict(window_size="5,0", window_attn_skip_freq=2),
     attn_logit_softcapping=dict(attn_logit_softcapping=2.0),
@@ -102,6 +104,14 @@ OTHER = dict(  # another value of a setting that changes what a model computes, 
     activation_func_clamp_value=dict(activation_func_clamp_value=0.2),
     glu_linear_offset=dict(glu_linear_offset=0.5),
     add_qkv_bias=dict(add_qkv_bias=True, disable_bias_linear=True),
+    experimental_attention_variant=dict(
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq="2",
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
     num_experts=dict(num_experts=4),
     moe_layer_freq=dict(num_experts=4, moe_layer_freq="2"),
     moe_shared_expert_intermediate_size=dict(num_experts=4, moe_shared_expert_intermediate_size=48),
@@ -128,8 +138,11 @@ ROUNDING = """quantization weight_quantize_type activation_quantize_type activat
     activation_bits quantization_layers quantization_skip sparsity initial_sparsity sparsity_begin_step
     sparsity_end_step sparsity_frequency sparsity_layers sparsity_skip""".split()
 SIZES = """moe_ffn_hidden_size moe_router_topk
+    linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+    linear_num_key_heads linear_num_value_heads
     mamba_num_heads mamba_head_dim mamba_state_dim mamba_num_groups
     num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
+    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     group_query_attention num_query_groups rotary_base norm_epsilon untie_embeddings_and_output_weights""".split()
 OF_SCALING = ("rope_scaling_", "yarn_", "mscale", "rotary_scaling_factor")  # of use_rope_scaling and rope_type
 

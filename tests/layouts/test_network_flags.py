@@ -16,9 +16,10 @@ from megatron.settings.parse import parse_pretrain
 
 FLAGS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --seq-length 16 --mock-data
     --vocab-size 90 --lr 1e-3 --global-batch-size 4 --micro-batch-size 1 --train-iters 10 --eval-iters 1 --precision fp32
-    --squared-relu --softmax-type learnable
+    --squared-relu --softmax-type learnable --attention-output-gate
     --window-size 5,0 --window-attn-skip-freq 2 --attn-logit-softcapping 1 --final-logit-softcapping 5
     --z-loss-coeff 0.02 --position-embedding-type rope --rope-type yarn --rotary-scaling-factor 4 --rotary-base 100
+    --no-rope-freq 2
     --yarn-original-max-position-embeddings 16 --yarn-beta-fast 2 --yarn-beta-slow 0.1 --untie-embeddings-and-output-weights
     """
 
@@ -51,6 +52,7 @@ CHANGED = dict(
     softmax_type="off-by-one",
     window_size="6,0",
     window_attn_skip_freq=3,
+    no_rope_freq="4",
     attn_logit_softcapping=None,
     final_logit_softcapping=4.0,
     rope_type="rope",

@@ -23,6 +23,14 @@ CASES = {
         "--position-embedding-type rope",
         "--position-embedding-type rope --window-size 3,0",
     ),
+    "--experimental-attention-variant": (
+        "",
+        "--experimental-attention-variant gdn --linear-attention-freq 2 --linear-num-key-heads 2",
+    ),
+    "gated delta nets (--experimental-attention-variant, or G in --hybrid-layer-pattern)": (
+        " | --hybrid-layer-pattern *-",
+        "--experimental-attention-variant gdn --linear-attention-freq 2 | --hybrid-layer-pattern G-",
+    ),
     "--qk-layernorm": ("--normalization RMSNorm", "--normalization RMSNorm --qk-layernorm"),
     "a --seq-length that is longer than the window": ("", "--seq-length 9"),
     "--window-size": ("", "--window-size 3,0"),

@@ -327,9 +327,11 @@ def test_the_tables_say_one_thing_about_each_flag():
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("--recompute-modules mla_up_proj", "models here have no latent attention: leave it out"),
         ("--recompute-modules shared_experts", "say mlp, which recomputes experts and shared experts"),
-        ("--recompute-modules gdn_norm_out", "'gdn_norm_out' is none of core_attn, layernorm, mlp_act, mlp"),
+        (
+            "--recompute-modules gdn_norm_out",
+            "'gdn_norm_out' is none of core_attn, layernorm, mlp_act, mlp, mla_up_proj",
+        ),
         ("--train-tokens 300000000000", "--train-samples"),
         ("--nproc_per_node 8", "torchrun"),
         ("--fp8-output-proj", "attention and the output layer stay in the format of --precision"),

@@ -42,6 +42,7 @@ def shapes(
     before=True,
     after=False,
     sink="",
+    gate=False,
 ):
     """Name -> shape of every weight that a GPT of these sizes has."""
     groups, d, ffn = groups or heads, d or h // heads, ffn or 4 * h
@@ -63,7 +64,7 @@ def shapes(
         elif qk_norm:
             norms |= {f"{block}.attention.q_norm": d, f"{block}.attention.k_norm": d}
         linears = {
-            "attention.qkv": ((groups, heads // groups + 2, d), h),
+            "attention.qkv": ((groups, heads // groups * (1 + gate) + 2, d), h),
             "attention.output": ((h,), heads * d),
             "mlp.up": ((2, ffn) if gated else (ffn,), h),
             "mlp.down": ((h,), ffn),
@@ -130,7 +131,10 @@ def attention(
     further score without a value, "learnable" or 0.
     """
     d = w[f"{name}.qkv.weight"].shape[2]
-    qkv = linear(w, f"{name}.qkv", x).view(*x.shape[:2], groups, heads // groups + 2, d)
+    qkv = linear(w, f"{name}.qkv", x).view(
+        *x.shape[:2], groups, -1, d
+    )  # queries, their gates if they have some, key, value
+    gated = qkv.shape[3] > heads // groups + 2
     if across:  # all heads of a token have one root of the mean square
         parts = []
         for which, part in (("q", qkv[:, :, :, :-2]), ("k", qkv[:, :, :, -2:-1])):
@@ -155,6 +159,8 @@ def attention(
             further = own.expand(*scores.shape[:2], 1)
         weights = torch.cat((scores, further), -1).softmax(-1)[:, :, : len(x)]
         outputs.append(torch.einsum("bij,jbd->ibd", weights, v))
+        if gated:
+            outputs[-1] = outputs[-1] / (1 + torch.exp(-qkv[:, :, group, heads // groups + place]))
     return linear(w, f"{name}.output", torch.cat(outputs, -1))
 
 
@@ -185,6 +191,7 @@ def plain(
     over=None,
     local=None,
     sink="",
+    plain=(),
     alpha=None,
     limit=math.inf,
     offset=0.0,
@@ -210,7 +217,7 @@ def plain(
             norm,
             epsilon,
             qk_norm,
-            position,
+            "none" if n in plain else position,
             base if local is None or windows[n] is None else local,
             share,
             score_cap,
@@ -246,6 +253,7 @@ NO_SHAPE = (
     "cap",
     "score_cap",
     "windows",
+    "plain",
     "gelu_gate",
     "scaled",
     "over",
@@ -271,6 +279,16 @@ CASES = [  # flags, what the plain transformer is then told, and what would give
     (f"{ROPE} --rotary-base 100", dict(positions=0, position="rope", base=100.0), dict(base=1e4)),
     (f"{ROPE} --rotary-percent 0.25", dict(positions=0, position="rope", share=0.25), dict(share=1.0)),
     (f"{ROPE} --rotary-percent 0.5", dict(positions=0, position="rope", share=0.5), dict(share=0.25)),
+    (
+        f"{ROPE} --no-rope-freq 2 --num-layers 4",
+        dict(positions=0, position="rope", layers=4, plain=(1, 3), windows=(None,) * 4),
+        dict(plain=(0, 2)),
+    ),
+    (
+        f"{ROPE} --no-rope-freq [1]+[0]*2 --num-layers 3",
+        dict(positions=0, position="rope", layers=3, plain=(0,)),
+        dict(plain=(2,)),
+    ),
     ("--normalization RMSNorm", dict(norm="RMSNorm"), None),
     ("--norm-epsilon 0.3", dict(epsilon=0.3), dict(epsilon=1e-5)),
     ("--norm-epsilon 0.3 --normalization RMSNorm", dict(epsilon=0.3, norm="RMSNorm"), dict(epsilon=1e-5)),
@@ -317,6 +335,8 @@ CASES = [  # flags, what the plain transformer is then told, and what would give
         dict(sink="learnable", groups=2, windows=(4, 4)),
         dict(sink="zero"),
     ),
+    ("--attention-output-gate", dict(gate=True), None),
+    ("--attention-output-gate --num-query-groups 2 --kv-channels 12", dict(gate=True, groups=2, d=12), None),
     ("--scale-embedding", dict(scaled=True), dict(scaled=False)),
     ("--query-pre-attn-scalar 3", dict(over=3), dict(over=8)),
     (

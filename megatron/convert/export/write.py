@@ -314,6 +314,12 @@ def _complete(source: ExportSource, wanted: Wanted) -> tuple[Wanted, list[str]]:
                 f"--kind generation is of GPTs, and {source.path} holds a {source.config.model.model_type}",
                 do="--kind lm",
             )
+        elif not source.facts.caches_heads:
+            raise SettingsError(
+                "--kind generation: a program's cache has keys and values of each head, and layers of this model cache "
+                "something else",
+                do="--kind lm",
+            )
     if wanted.tp > 1:
         notices += _refuse_ranks(source, wanted)
     return replace(wanted, dtype=dtype), notices

@@ -31,11 +31,12 @@ RULES = (
         "reset_position_ids reset_attention_mask eod_mask_loss", "samples of masked words hold one text or a pair"
     ),
     *refused(
-        "window_size qk_layernorm apply_query_key_layer_scaling add_qkv_bias query_pre_attn_scalar",
+        "window_size qk_layernorm apply_query_key_layer_scaling add_qkv_bias query_pre_attn_scalar attention_output_gate",
         "this model's attention does not have it",
     ),
     NO_SINKS,
     *refused("hybrid_layer_pattern", "each layer of this model is attention and an MLP"),
+    *refused("no_rope_freq", "all layers of this model have the same positions"),
     *refused(
         "geglu scale_embedding quick_geglu activation_func_clamp_value glu_linear_offset", "this model does not have it"
     ),

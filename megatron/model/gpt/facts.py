@@ -55,6 +55,7 @@ class GPTFacts(Facts):
     @property
     def has_shape(self) -> bool:
         try:
+            self.overrides(0)
             return all(kind.has_shape(self.settings) for kind in self.mixers.values())
         except (ValueError, ZeroDivisionError):
             return False
@@ -68,6 +69,7 @@ class GPTFacts(Facts):
             m,
             num_layers=num_layers,
             hybrid_layer_pattern=shortened(m.letters, num_layers) or None,
+            no_rope_freq=m.no_rope_freq and f"[0]*{num_layers - 1}+[1]",
             hidden_size=HEAD * heads,
             num_attention_heads=heads,
             seq_length=s,
@@ -88,6 +90,11 @@ class GPTFacts(Facts):
     def _present(self) -> list[Mixer]:
         """The kinds of its layers."""
         return [mixer for kind in sorted(self.layer_kinds) for branch in kind.branches for mixer in branch.mixers]
+
+    @property
+    def rotated(self) -> Optional[int]:
+        """The channels of each head that rotary positions turn; None: no layer has positions."""
+        return next((mixer.rotated(self.settings) for mixer in self._present if mixer.rotated), None)
 
     def shares_heads(self, tp: int, cp: int) -> bool:
         return all(mixer.heads(self.settings) % (tp * cp) == 0 for mixer in self._present if mixer.heads)

@@ -3,7 +3,9 @@
 
 from types import SimpleNamespace
 
+from megatron.model.kinds.attention.attention_rules import has_heads
 from megatron.settings.declare import declared
+from megatron.settings.network import last_of_each
 from megatron.settings.rules import Rule
 from megatron.settings.schema import GROUPS
 
@@ -15,6 +17,14 @@ def _scalings(s: SimpleNamespace) -> dict[str, bool]:
         "--use-rope-scaling": s.use_rope_scaling,
         "--rope-type yarn": s.rope_type == "yarn",
     }
+
+
+def _rotation_error(s: SimpleNamespace) -> str:
+    """What is wrong with --no-rope-freq; "" if nothing is."""
+    try:
+        return s.no_rope_freq and last_of_each(s.no_rope_freq, s.num_layers) and ""
+    except ValueError as error:
+        return str(error)
 
 
 NO_RELATIVE = Rule(
@@ -39,10 +49,17 @@ RULES = (
         ),
     ),
     Rule(
-        lambda s: s.position_embedding_type == "rope" and (s.rotary % 2 or s.rotary < 2),
+        lambda s: s.position_embedding_type == "rope" and has_heads(s) and (s.rotary % 2 or s.rotary < 2),
         lambda s: (
             f"rotary positions turn pairs: {s.rotary} of {s.head} (--rotary-percent {s.rotary_percent:g} of the "
             f"width of a head) is not an even number above zero; {_even_rotary(s)}"
+        ),
+    ),
+    Rule(
+        lambda s: _rotation_error(s),
+        lambda s: (
+            f"--no-rope-freq {s.no_rope_freq} for --num-layers {s.num_layers}: {_rotation_error(s)}; give N for the last "
+            "of each N layers, or a 0 or 1 for each layer, as [0]*3+[1]"
         ),
     ),
     Rule(

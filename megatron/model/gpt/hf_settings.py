@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron.errors import CheckpointError, SettingsError
 from megatron.model.gpt import hf_hybrid
+from megatron.model.gpt.hf_layers import layer_types, our_rotation, our_windows, their_rotation, their_window, two_ropes
 from megatron.model.gpt.hf_rope import our_rope, refuse, their_rope
 from megatron.model.kinds.experts.hf import DENSE, against_experts, effective_experts, our_experts, their_experts
 from megatron.model.kinds.mlp.settings import QUICK
@@ -24,10 +25,12 @@ LLAMA: dict[str, Any] = dict(
     use_rope_scaling=False,
     rope_type="rope",
     rope_local_base_freq=None,
+    no_rope_freq=None,
     normalization="RMSNorm",
     norm_position="pre",
     qk_layernorm=False,
     qk_layernorm_across_heads=False,
+    multi_latent_attention=False,
     swiglu=True,
     geglu=False,
     squared_relu=False,
@@ -43,6 +46,8 @@ LLAMA: dict[str, Any] = dict(
     window_attn_skip_freq=None,
     attn_logit_softcapping=None,
     softmax_type="vanilla",
+    attention_output_gate=False,
+    experimental_attention_variant=None,
     final_logit_softcapping=None,
     hybrid_layer_pattern=None,
     **DENSE,
@@ -145,6 +150,12 @@ FAMILIES: dict[str, DecoderFamily] = {  # model_type -> family
         against=_gpt2,
     ),
     "llama": DecoderFamily("Llama", "LlamaForCausalLM", dict(SCALED, disable_bias_linear=ANY)),
+    "smollm3": DecoderFamily(
+        "SmolLM3",
+        "SmolLM3ForCausalLM",
+        dict(SCALED, no_rope_freq=ANY),
+        dict(num_key_value_heads=4, rope_theta=2e6, tie_word_embeddings=True),
+    ),
     "mistral": DecoderFamily("Mistral", "MistralForCausalLM", dict(SCALED, window_size=ANY), _MISTRAL),
     "qwen2": DecoderFamily("Qwen2", "Qwen2ForCausalLM", dict(SCALED, **WINDOWS, add_qkv_bias=True), _QWEN),
     "qwen3": DecoderFamily(
@@ -251,6 +262,7 @@ def effective(m: Model) -> dict[str, Any]:
         use_rope_scaling=not rope,
         rope_type=not rope or m.rotary_scaling_factor <= 1,
         rope_local_base_freq=not rope or not windowed,
+        no_rope_freq=not rope or all(map(m.rotates, range(m.num_layers))),
         qk_layernorm_across_heads=not m.qk_layernorm,
         bias_gelu_fusion=m.swiglu or m.squared_relu or m.quick_geglu,
         activation_func_clamp_value=m.sigmoid_gate is None,
@@ -338,10 +350,10 @@ def _to_decoder(kind: str, m: Model) -> dict[str, Any]:
         hidden_act="silu",
         attention_bias=not m.disable_bias_linear,
     )
-    windows = dict(sliding_window=_their_window(m))
+    windows = dict(sliding_window=their_window(m))
     common |= their_experts(kind, m)
-    if kind == "llama":
-        return common | dict(mlp_bias=not m.disable_bias_linear)
+    if kind in ("llama", "smollm3"):
+        return common | dict(mlp_bias=not m.disable_bias_linear) | their_rotation(kind, m)
     if kind in ("mistral", "mixtral"):
         return common | windows
     if kind == "qwen2_moe":
@@ -349,10 +361,10 @@ def _to_decoder(kind: str, m: Model) -> dict[str, Any]:
     if kind == "qwen3_moe":
         return common | windows | dict(use_sliding_window=m.window is not None)
     if kind == "dots1":
-        return common | dict(sliding_window=None, layer_types=_layer_types(m))
+        return common | dict(sliding_window=None, layer_types=layer_types(m))
     if kind in ("qwen2", "qwen3"):
         used = m.window is not None
-        return common | windows | dict(use_sliding_window=used, max_window_layers=0, layer_types=_layer_types(m))
+        return common | windows | dict(use_sliding_window=used, max_window_layers=0, layer_types=layer_types(m))
     if kind == "phi3":
         drops, part = dict(resid_pdrop=m.hidden_dropout, embd_pdrop=m.hidden_dropout), m.rotary_percent
         rope["partial_rotary_factor"] = part
@@ -362,17 +374,17 @@ def _to_decoder(kind: str, m: Model) -> dict[str, Any]:
         return common | dict(hidden_act="gelu_pytorch_tanh")
     if kind == "gpt_oss":
         gate = dict(swiglu_alpha=QUICK, swiglu_limit=m.activation_func_clamp_value)
-        windows = dict(sliding_window=_their_window(m) or m.position_table, layer_types=_layer_types(m))
+        windows = dict(sliding_window=their_window(m) or m.position_table, layer_types=layer_types(m))
         return common | windows | gate | dict(attention_bias=True)
     if kind in ("gemma2", "gemma3_text"):
         common |= windows | dict(
             hidden_activation="gelu_pytorch_tanh",
             query_pre_attn_scalar=int(m.query_pre_attn_scalar or m.head_dim),
-            layer_types=_layer_types(m),
+            layer_types=layer_types(m),
             final_logit_softcapping=m.final_logit_softcapping,
             attn_logit_softcapping=m.attn_logit_softcapping,
         )
-        common["sliding_window"] = _their_window(m) or m.position_table  # it builds a mask even if no layer uses it
+        common["sliding_window"] = their_window(m) or m.position_table  # it builds a mask even if no layer uses it
         del common["hidden_act"]
     if kind == "gemma3_text":
         base = m.rope_local_base_freq
@@ -380,18 +392,6 @@ def _to_decoder(kind: str, m: Model) -> dict[str, Any]:
         common |= dict(rope_parameters=dict(full_attention=rope, sliding_attention=dict(local)))
         common |= dict(rope_local_base_freq=local["rope_theta"])
     return common
-
-
-def _their_window(m: Model) -> int | None:
-    """Their window includes a token's own key."""
-    return None if m.window is None else m.window + 1
-
-
-def _layer_types(m: Model) -> list[str]:
-    return [FULL if m.window_of(n) is None else SLIDING for n in range(m.num_layers)]
-
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 # ---- from config.json ------------------------------------------------------------------------------------------------
@@ -464,7 +464,7 @@ def _from_decoder(kind: str, c: dict[str, Any]) -> tuple[Model, int]:
     _refuse_other(kind, c, gated_gelu)
     local = {}
     if kind == "gemma3_text":
-        c, local = _two_ropes(c)
+        c, local = two_ropes(c)
     rope = c.get("rope_scaling") or c.get("rope_parameters") or {}  # in this order, as transformers reads them
     part = rope.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0
     if "rotary_percent" not in differs:
@@ -479,7 +479,9 @@ def _from_decoder(kind: str, c: dict[str, Any]) -> tuple[Model, int]:
     )
     if differs.get("activation_func_clamp_value") is ANY:
         own |= dict(activation_func_clamp_value=float(c["swiglu_limit"]))
-    windows = _our_windows(kind, c) if "window_size" in differs else {}
+    if "no_rope_freq" in differs:
+        own |= dict(no_rope_freq=our_rotation(c))
+    windows = our_windows(kind, c) if "window_size" in differs else {}
     model = Model(
         num_layers=int(c["num_hidden_layers"]),
         hidden_size=int(c["hidden_size"]),
@@ -530,59 +532,6 @@ def _refuse_other(kind: str, c: dict[str, Any], gated_gelu: bool) -> None:
         refuse(c, attention_bias=off, mlp_bias=off)
     if kind == "gemma3_text":
         refuse(c, attn_logit_softcapping=(None,))  # transformers does not use it
-
-
-def _two_ropes(c: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(config.json with the rope_parameters of layers without a window, our settings for those with one), of a Gemma 3."""
-    both = c.get("rope_parameters") or {}
-    whole = dict(both.get(FULL) or {}) | (c.get("rope_scaling") or {})
-    local = dict(both.get(SLIDING) or {})
-    c = c | dict(rope_scaling=None, rope_parameters=whole)
-    whole.setdefault("rope_theta", c["rope_theta"])
-    refuse(whole, rope_type=("default", "linear", None))
-    local.setdefault("rope_theta", c["rope_local_base_freq"])
-    if local == whole:
-        return c, {}
-    refuse(local, rope_type=("default", None))
-    return c, dict(rope_local_base_freq=float(local["rope_theta"]))
-
-
-def _our_windows(kind: str, c: dict[str, Any]) -> dict[str, Any]:
-    """--window-size and --window-attn-skip-freq: their window includes a token's own key."""
-    window, layers = c.get("sliding_window"), int(c["num_hidden_layers"])
-    if window is None or not c.get("use_sliding_window", True):
-        return {}
-    if int(window) < 1:
-        what = f"sliding_window {window!r} in config.json cannot be expressed here"
-        raise CheckpointError(what, do="give a number from 1, or null for no window")
-    size = dict(window_size=f"{int(window) - 1},0")
-    types = None if kind in ("mistral", "mixtral", "phi3", "qwen3_moe") else c.get("layer_types")
-    if types is None:
-        every = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": c.get("sliding_window_pattern") or 6}.get(kind)
-        if every:
-            if int(every) < 2:
-                _refuse_windows(f"by sliding_window_pattern {every}")
-            return size | (dict(window_attn_skip_freq=int(every)) if int(every) <= layers else {})
-        first = 0 if kind == "qwen3_moe" else int(c.get("max_window_layers") or 0)  # Qwen has windows from a layer on
-        if first >= layers:
-            return {}
-        if first > 0:
-            _refuse_windows(f"from layer {first} on")
-        return size
-    if SLIDING not in types:
-        return {}
-    skip = types.index(FULL) + 1 if FULL in types else len(types) + 1
-    if len(types) != layers or types != [SLIDING if (n + 1) % skip else FULL for n in range(layers)]:
-        _refuse_windows(f"in layers of {', '.join(map(str, types[:12]))}")
-    return size | (dict(window_attn_skip_freq=skip) if FULL in types else {})
-
-
-def _refuse_windows(where: str) -> None:
-    raise CheckpointError(
-        f"windows {where} (layer_types in config.json) cannot be expressed here",
-        None,
-        "there are windows in every layer, and in all but each N-th",
-    )
 
 
 # ---- families with a config.json of their own ------------------------------------------------------------------------

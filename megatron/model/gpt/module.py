@@ -31,9 +31,10 @@ class GPT(LanguageModel):
         model = self.facts.settings
         self.rotary = self.local_rotary = None
         if model.position_embedding_type == "rope":
-            self.rotary = Rotary(model)
+            width = self.facts.rotated
+            self.rotary = Rotary(model, width=width)
             if model.rope_local_base_freq is not None:
-                self.local_rotary = Rotary(model, model.rope_local_base_freq)
+                self.local_rotary = Rotary(model, model.rope_local_base_freq, width)
 
     def context(self, batch) -> ForwardContext:
         angles = self._angles(len(batch.tokens), batch.position_ids)

@@ -30,6 +30,7 @@ class Mixer:
     weights: (facts, settings of the layer, sequence_parallel) -> its table
     ops:     (facts, hidden states of the layer) -> its ops
     symbol:  its character in --hybrid-layer-pattern; "": it is in none
+    listed:  the (setting, value) pairs of a model whose pattern lists it
     place:   the branch of a transformer layer that it may be, one of PLACES; "": none
     takes:   (settings of the model, layer) -> whether it is that branch of a layer; None: if no other kind is
     chooses: (for each transformer layer, whether it has this kind) -> the settings that say so; {}: there are none
@@ -41,6 +42,8 @@ class Mixer:
     recomputes: the words of `Recompute.modules` that select parts of it
     divided: settings of the layer -> the sizes that tensor parallelism divides, by name
     heads:   settings of the layer -> the heads that ranks of context parallelism can exchange for rows; None: it has none
+    rotated: settings of the model -> the channels of each head that rotary positions turn; None: no positions
+    cached:  (settings of the layer, size of tensor parallelism) -> the numbers of a token that a rank caches in generation
     all_rows: whether it needs all rows of a sequence: context parallel ranks exchange them for `heads`, whatever
              --cp-comm-type says
     stateful: whether later tokens need a state of earlier ones, which no cache of generation has
@@ -58,6 +61,7 @@ class Mixer:
     weights: Callable[[Any, Model, bool], Table]
     ops: Callable[[Any, Residual], Sequence[LayerOp]]
     symbol: str = ""
+    listed: tuple[tuple[str, Any], ...] = ()
     place: str = ""
     takes: Optional[Callable[[Model, int], bool]] = None
     chooses: Callable[[Sequence[bool]], dict[str, Any]] = lambda layers: {}
@@ -69,6 +73,8 @@ class Mixer:
     recomputes: tuple[str, ...] = ()
     divided: Callable[[Model], dict[str, int]] = lambda model: {}
     heads: Optional[Callable[[Model], int]] = None
+    rotated: Optional[Callable[[Model], int]] = None
+    cached: Callable[[Model, int], int] = lambda model, tp: 0
     all_rows: bool = False
     stateful: bool = False
     used: Optional[Callable[[Model], tuple[int, int]]] = None

@@ -106,6 +106,10 @@ kernels are chosen by what is installed; fused or not, the result is the same
     --disable-symmetric-registration
 the formats of moments and gradients, --exp-avg-dtype, --exp-avg-sq-dtype and --main-grads-dtype, need no other flag
     --use-precision-aware-optimizer
+two products of one input are two products, with the same result
+    --mla-down-proj-fusion
+generation with --multi-latent-attention always caches latents
+    --cache-mla-latents
 it allows for features that are experimental in Megatron-LM, and changes nothing by itself
     --enable-experimental
 gradients are accumulated and reduced in fp32, or in bf16 with --grad-reduce-in-bf16
@@ -299,10 +303,8 @@ experts have the hidden size of their input, and router and dispatch are those o
     --moe-* --expert-tensor-parallel-num-weight-shards --mlp-type --topk
 the load of each expert is in metrics.jsonl
     --save-tokens-per-expert-interval
-attention is multi-head or grouped-query (--group-query-attention)
-    --multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
-    --mla-down-proj-fusion --cache-mla-latents --experimental-attention-variant --linear-* --dsa-* --no-dsa-*
-    --disable-dsa-* --gdp-* --attention-output-gate --qk-clip* --qk-l2-norm
+attention is multi-head, grouped-query (--group-query-attention) or multi-latent (--multi-latent-attention)
+    --dsa-* --no-dsa-* --disable-dsa-* --gdp-* --qk-clip* --qk-l2-norm
 say --model-name-or-path gpt-oss-20b, which sets the whole shape
     --enable-gpt-oss
 layers are listed by --hybrid-layer-pattern; --mamba-state-dim, -head-dim, -num-heads, -num-groups size those of Mamba-2
@@ -420,7 +422,6 @@ INSTEAD = {
     "fp16": "fp16 would need a scale for each tensor: say bf16, which has the range of fp32",
     "O3": "half precision for weights and optimizer alone loses small updates: say O2, which keeps fp32 ones beside them",
     "shared_experts": "say mlp, which recomputes experts and shared experts",
-    "mla_up_proj": "models here have no latent attention: leave it out",
     "Llama3Tokenizer": "say TikTokenizer for its tokenizer.model, HuggingFaceTokenizer for a tokenizer.json",
 }
 

@@ -23,7 +23,7 @@ from megatron.settings.declare import (
     shown_by,
 )
 from megatron.settings.hybrid_pattern import letters_of
-from megatron.settings.network import PLAIN, Network, formula, shape
+from megatron.settings.network import PLAIN, Network, formula, last_of_each, shape
 
 # Conditions for effects --------------------------------------------------------------------------------------------------
 
@@ -108,6 +108,11 @@ class Shape:
         needs=LOCAL_ROPE,
     )
     rotary_percent: PositiveShare = formula("fraction of each head to rotate", 1.0, needs=ROPE)
+    no_rope_freq: Optional[str] = formula(
+        "layers without rotation: the last of each N, or a list such as [0]*3+[1] with a 1 for each of them",
+        None,
+        needs=ROPE,
+    )
     rotary_seq_len_interpolation_factor: Optional[FromOne] = scaling(
         "linear scaling of RoPE: divide positions by this", None, needs=ROPE
     )
@@ -297,6 +302,11 @@ class Shape:
         """How many sums the residual stream has from the embedding to the final norm."""
         return self.num_layers if self.letters else 2 * self.num_layers
 
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer, numbered from 0, rotates queries and keys. Raises ValueError for a bad `no_rope_freq`."""
+        without = self.no_rope_freq and last_of_each(self.no_rope_freq, self.num_layers)[layer]
+        return self.position_embedding_type == "rope" and not without
+
     @property
     def yarn_stretch(self) -> float:
         """YaRN's attention factor, which multiplies rotated queries and keys."""
@@ -329,4 +339,6 @@ class Model(*reversed(_of_kinds()), Shape):
 
     def overrides(self, layer: int) -> tuple[tuple[str, Any], ...]:
         """The settings of a layer that differ from the model's."""
-        return () if self.window_of(layer) == self.window else (("window_size", None),)
+        window = () if self.window_of(layer) == self.window else (("window_size", None),)
+        plain = self.position_embedding_type == "rope" and not self.rotates(layer)
+        return (*window, *((("position_embedding_type", "none"),) if plain else ()))

@@ -38,9 +38,10 @@ class Recompute:
     no_recompute_layers: Optional[str] = again(
         "layers not to recompute, numbered from 0: 0,1,5", None, needs="recompute_granularity"
     )
-    recompute_modules: Optional[list[Literal["core_attn", "layernorm", "mlp_act", "mlp"]]] = again(
+    recompute_modules: Optional[list[Literal["core_attn", "layernorm", "mlp_act", "mlp", "mla_up_proj"]]] = again(
         "--recompute-granularity selective: modules of a layer to recompute: softmax(q k) v, the norms before attention "
-        "and MLP, the activation of MLP and experts, the MLP or all of a layer's experts (default: core_attn)",
+        "and MLP, the activation of MLP and experts, the MLP or all of a layer's experts, the heads' queries, keys and "
+        "values of multi-latent attention (default: core_attn)",
         None,
         also=dict(moe="mlp", moe_act="mlp_act"),
     )

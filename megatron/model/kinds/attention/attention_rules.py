@@ -1,8 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for combinations of the settings of self-attention (`settings.rules`)."""
 
+from types import SimpleNamespace
+
 from megatron.model.kinds.attention.settings import bad_window
 from megatron.settings.rules import Rule, divisors, either, multiples
+
+
+def has_heads(s: SimpleNamespace) -> bool:
+    """Whether layers have heads of --hidden-size / --num-attention-heads channels, or --kv-channels."""
+    return not s.settings.model.multi_latent_attention
+
 
 RULES = (
     Rule(
@@ -44,7 +52,7 @@ RULES = (
         ),
     ),
     Rule(
-        lambda s: s.kv_channels is None and s.hidden_size % s.num_attention_heads,
+        lambda s: has_heads(s) and s.kv_channels is None and s.hidden_size % s.num_attention_heads,
         lambda s: (
             f"--hidden-size {s.hidden_size} is not a multiple of --num-attention-heads {s.num_attention_heads}; "
             f"nearest: {either(multiples(s.hidden_size, s.num_attention_heads))}, or "

@@ -4,7 +4,9 @@
 Legend: n tokens of a micro-batch (s x b), d channels per head, q queries per key-value group, e bytes per element.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Optional
 
 from megatron.model.kinds.attention.attention_rules import RULES
@@ -19,10 +21,12 @@ from megatron.settings.schema import Model
 
 
 def attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
-    """The weights of self-attention. The fused weight is [g, q + 2, d, h]: of each group queries, then key, then value."""
+    """The weights of self-attention. The fused weight is [g, q + 2, d, h]: of each group queries, then key, then value;
+    with --attention-output-gate [g, 2 q + 2, d, h]: queries, their gates, key, value.
+    """
     m, bias = model, not model.disable_bias_linear
     queries = m.num_attention_heads // m.query_groups
-    rows, parts = (m.query_groups, queries + 2, m.head_dim), (1, (queries, 1, 1))
+    rows, parts = (m.query_groups, sum(m.qkv_parts), m.head_dim), (1, m.qkv_parts)
     width = m.num_attention_heads * m.head_dim
     table = {
         **add_prefix("qkv", column(m.hidden_size, rows, m.init_method_std, bias=m.qkv_bias, matrices=parts)),
@@ -42,6 +46,30 @@ def attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
     return table
 
 
+def rotated(model: Model) -> int:
+    """The channels of a head that rotary positions turn."""
+    return int(model.head_dim * model.rotary_percent) // 2 * 2
+
+
+class AttentionHeads(NamedTuple):
+    """The heads of a layer, on all ranks: of queries, and of keys and values; channels of a key, and of a value."""
+
+    queries: int
+    groups: int
+    key: int
+    value: int
+
+    @classmethod
+    def of(cls, m: Model) -> "AttentionHeads":
+        """Those of self-attention."""
+        return cls(m.num_attention_heads, m.query_groups, m.head_dim, m.head_dim)
+
+    def divided(self, tp: int) -> tuple[int, int, int]:
+        """Channels of all queries, of all keys and values together, and of all results, on a rank of tp."""
+        queries, groups = self.queries // tp, self.groups // tp
+        return queries * self.key, groups * (self.key + self.value), queries * self.value
+
+
 class Call(NamedTuple):
     """The sizes of one call of an attention kernel. The queries are the last ones of the keys."""
 
@@ -51,14 +79,14 @@ class Call(NamedTuple):
     groups: int
 
 
-def _calls(facts, share: RankSetup, window: Optional[int]) -> list[Call]:
+def calls_of(facts, share: RankSetup, window: Optional[int], of: AttentionHeads) -> list[Call]:
     """The calls of a rank for the attention of a sample.
 
     If ranks share a sequence: the rank's two chunks, each with all keys up to its end, or those in its window; or the
     rectangles of a ring; or all rows of some heads.
     """
-    m, s, rows = facts.settings, facts.settings.seq_length, share.cp_rows
-    heads, groups = (n // share.tp // share.cp_heads for n in (m.num_attention_heads, m.query_groups))
+    s, rows = facts.settings.seq_length, share.cp_rows
+    heads, groups = (n // share.tp // share.cp_heads for n in (of.queries, of.groups))
     if rows == 1:
         return [Call(s, s, heads, groups)]
     # Without a window all ranks have equally many pairs; with one, the last rank has most.
@@ -75,9 +103,17 @@ def _calls(facts, share: RankSetup, window: Optional[int]) -> list[Call]:
 
 def attention_ops(facts, x: Residual) -> tuple[LayerOp, ...]:
     """Causal self-attention of a layer."""
+    kept = partial(_core_kept, rotates=x.model.position_embedding_type == "rope")
+    return self_attention(x, *_norms_across_heads(x), *causal_core(facts, x, AttentionHeads.of(x.model), kept))
+
+
+Kept = Callable[[Any, RankSetup, str, Optional[int]], tuple[int, int]]  # see `_core_kept`
+
+
+def causal_core(facts, x: Residual, of: AttentionHeads, kept: Kept) -> tuple[LayerOp, ...]:
+    """softmax(q k) v of causal attention with these heads, and the messages of context parallel ranks."""
     window = x.model.window
-    core = _exchanged(facts, x.share, _core(facts, x.share, window), window)
-    return self_attention(x, *_norms_across_heads(x), *core)
+    return _exchanged(facts, x.share, _core(facts, x.share, window, of, kept), window, of)
 
 
 def _norms_across_heads(x: Residual) -> tuple[LayerOp, ...]:
@@ -90,7 +126,7 @@ def self_attention(x: Residual, *core: LayerOp) -> tuple[LayerOp, ...]:
     """The product for queries, keys and values, softmax(q k) v, and the output's product."""
     m, tp = x.model, x.share.tp
     queries, keys = m.num_attention_heads * m.head_dim // tp, m.query_groups * m.head_dim // tp
-    fused = x.column("attention", queries + 2 * keys, again=(ATTENTION,), layer="attention.qkv")
+    fused = x.column("attention", sum(m.qkv_parts) * keys, again=(ATTENTION,), layer="attention.qkv")
     return *fused, *core, *x.row("attention", queries, again=(ATTENTION,), layer="attention.output")
 
 
@@ -130,14 +166,16 @@ def _ring_kernel(m: Model, share: RankSetup) -> str:
     return "flash" if flash and not explicit and share.backend not in ("explicit", "stored") else "block-causal"
 
 
-def _exchanged(facts, share: RankSetup, core: CoreAttention, window: Optional[int]) -> tuple[LayerOp, ...]:
+def _exchanged(
+    facts, share: RankSetup, core: CoreAttention, window: Optional[int], of: AttentionHeads
+) -> tuple[LayerOp, ...]:
     """Attention with the messages of context parallel ranks: rows for heads, then keys and values of other rows."""
     m, e, b = facts.settings, share.element, share.micro_batch_size
-    queries, keys = m.num_attention_heads * m.head_dim // share.tp, m.query_groups * m.head_dim // share.tp
+    queries, keys, results = of.divided(share.tp)
     n, rows, ops = m.seq_length // share.cp * b, share.cp_rows, (core,)
     levels = rows > 1 and share.cp_heads > 1
     if rows > 1:
-        axis, own = "cp_outer" if levels else "cp", 2 * n * keys * e  # of a rank
+        axis, own = "cp_outer" if levels else "cp", n * keys * e  # of a rank
         if share.ring:
             steps = len(ring_distances(m.seq_length, rows, window))
             ahead, back = ("shift",) * (steps - 1), ("shift",) * (steps if steps > 1 else 0)
@@ -156,8 +194,8 @@ def _exchanged(facts, share: RankSetup, core: CoreAttention, window: Optional[in
             ops = gathered, replace(core, workspace=core.workspace + 4 * size)
     if share.cp_heads > 1:
         axis, both = "cp_inner" if levels else "cp", (("all_to_all",), ("all_to_all",))
-        swap = Collective("attention", axis, share.cp_heads, n * queries * e, *both, again=(ATTENTION,))
-        into = replace(swap, size=n * (queries + 2 * keys) * e, again=core.again)
+        swap = Collective("attention", axis, share.cp_heads, n * results * e, *both, again=(ATTENTION,))
+        into = replace(swap, size=n * (queries + keys) * e, again=core.again)
         *before, last = ops
         ops = into, *before, replace(last, workspace=last.workspace + 2 * into.size), swap  # gradients in flight
     return ops
@@ -172,11 +210,11 @@ def _masked(share: RankSetup, window: Optional[int], sinks: bool) -> bool:
     return window is not None and share.backend != "flash" and not varlen
 
 
-def _core(facts, share: RankSetup, window: Optional[int]) -> CoreAttention:
+def _core(facts, share: RankSetup, window: Optional[int], of: AttentionHeads, kept_of: Kept) -> CoreAttention:
     m, s, b, e = facts.settings, facts.settings.seq_length, share.micro_batch_size, share.element
-    n, heads, d = s // share.cp * b, m.num_attention_heads // share.tp, m.head_dim
+    n, heads, (queries, both, results) = s // share.cp * b, of.queries // share.tp, of.divided(share.tp)
     sinks = m.softmax_type != "vanilla"
-    kernel, calls = facts.attention_kernel(share, window), _calls(facts, share, window)
+    kernel, calls = facts.attention_kernel(share, window), calls_of(facts, share, window, of)
     keys = s  # twice the mean number of keys per query
     if window is not None and kernel != "reference":
         reach = min(window + 1, s)
@@ -184,7 +222,7 @@ def _core(facts, share: RankSetup, window: Optional[int]) -> CoreAttention:
         seen = 2 * sum(call.keys for call in calls) // len(calls)
         keys = seen if whole else min(s, 2 * reach - reach * (reach - 1) / s)
     if share.ring:
-        workspace = _ring_workspace(facts, share, kernel, calls, window)
+        workspace = _ring_workspace(facts, share, kernel, calls, window, of)
     elif kernel == "flash":
         masked = [
             call
@@ -193,26 +231,30 @@ def _core(facts, share: RankSetup, window: Optional[int]) -> CoreAttention:
         ]
         workspace = max((call.queries * call.keys * e for call in masked), default=0)
         if share.documents and share.device == "cpu":  # gradients of queries, keys and values, concatenated twice
-            workspace += 2 * n * (heads + 2 * (m.query_groups // share.tp)) * d * e
+            workspace += 2 * n * (queries + both) * e
     else:
         whole = window is None or kernel == "reference"
         of_block = lambda call: call.keys if whole else min(call.keys, window + 256)  # keys of a block of queries
         matrices = 3 if m.attn_logit_softcapping else 2
         workspace = max(matrices * b * call.heads * call.queries * of_block(call) * e for call in calls)
-    kept, given = _core_kept(facts, share, kernel, window)
+    kept, given = kept_of(facts, share, kernel, window)
     all_keys = s if window is None else min(s, window + 1)
-    sizes = dict(kept=kept, given=given, moved=4 * n * heads * d, flops=4.0 * n * all_keys * heads * d)
+    sizes = dict(
+        kept=kept, given=given, moved=2 * n * (queries + results), flops=2.0 * n * all_keys * (queries + results)
+    )
     sizes |= dict(seen=1 - all_keys / (2 * s))  # the first queries see fewer keys than the window has
-    pairs, drops = n * keys * heads, m.attention_dropout > 0
-    return CoreAttention("attention core", kernel, pairs, (d, d), drops, workspace=workspace, **sizes)
+    pairs, widths, drops = n * keys * heads, (of.key, of.value), m.attention_dropout > 0
+    return CoreAttention("attention core", kernel, pairs, widths, drops, workspace=workspace, **sizes)
 
 
-def _ring_workspace(facts, share: RankSetup, kernel: str, calls: list[Call], window: Optional[int]) -> int:
+def _ring_workspace(
+    facts, share: RankSetup, kernel: str, calls: list[Call], window: Optional[int], of: AttentionHeads
+) -> int:
     """Bytes of the backward pass of a ring's largest rectangle, and the gradients of queries in fp32."""
     m, e, b = facts.settings, share.element, share.micro_batch_size
     most = max(calls, key=lambda call: call.queries * call.keys)
-    d, masked = m.head_dim, window is not None or share.documents
-    gradients = b * d * (most.queries * most.heads + 2 * most.keys * most.groups)
+    d, masked = of.key, window is not None or share.documents
+    gradients = b * (most.queries * most.heads * d + most.keys * most.groups * (d + of.value))
     if kernel == "flash":
         masks = b * most.queries * most.keys * e * (masked and share.device == "cpu")
         return 4 * b * d * calls[0].heads * m.seq_length // share.cp_rows + gradients * e + masks
@@ -221,14 +263,15 @@ def _ring_workspace(facts, share: RankSetup, kernel: str, calls: list[Call], win
     return 4 * b * d * calls[0].heads * m.seq_length // share.cp_rows + 4 * gradients + matrices * of_block
 
 
-def _core_kept(facts, share: RankSetup, kernel: str, window: Optional[int]) -> tuple[int, int]:
+def _core_kept(facts, share: RankSetup, kernel: str, window: Optional[int], rotates: bool) -> tuple[int, int]:
     """(bytes saved, bytes saved if softmax(q k) v is recomputed), op by op as in `module.py` and the kernels."""
     m, e, b = facts.settings, share.element, share.micro_batch_size
     n, exchanged = m.seq_length // share.cp * b, share.cp_heads > 1
     heads, groups, d = m.num_attention_heads // share.tp, m.query_groups // share.tp, m.head_dim
     q, kv = n * heads * d * e, n * groups * d * e
-    fused, turned = q + 2 * kv, 0
-    own = m.position_embedding_type == "rope" or m.qk_layernorm  # queries and keys are separate tensors
+    sent, gates = q + 2 * kv, q * m.attention_output_gate
+    fused, turned = sent + gates, 2 * gates  # the sigmoid, and what it multiplies
+    own = rotates or m.qk_layernorm  # queries and keys are separate tensors
     if m.qk_layernorm:
         turned += fused
         for number in (heads, groups):
@@ -239,10 +282,10 @@ def _core_kept(facts, share: RankSetup, kernel: str, window: Optional[int]) -> t
     gathers, queries = share.cp_rows > 1 and not share.ring, m.num_attention_heads // m.query_groups
     own, grouped = own and not exchanged, queries > 1  # exchanged parts arrive as one tensor
     if exchanged:
-        views = fused
+        views = sent
     elif gathers:
         views = (q if own else fused) + 2 * kv * (1 if kernel == "flash" else share.cp)  # flash: gathered again
-    calls = _calls(facts, share, window)
+    calls = calls_of(facts, share, window, AttentionHeads.of(m))
     if share.ring:  # the output is that of the next layer's input, unless rows come back for heads
         copied = q * (grouped and not own and calls[0].groups > 1) + q * exchanged
         drops = n * heads * m.seq_length * (m.attention_dropout > 0)
@@ -281,7 +324,8 @@ def _has_shape(model: Model) -> bool:
     if model.num_attention_heads < 1 or (model.num_query_groups is not None and model.num_query_groups < 1):
         return False
     model.window_of(0)
-    return model.kv_channels is not None or model.hidden_size % model.num_attention_heads == 0
+    own_sizes = model.kv_channels is not None or model.multi_latent_attention
+    return own_sizes or model.hidden_size % model.num_attention_heads == 0
 
 
 def _shrunk(model: Model, small: Model, tp: int) -> dict[str, Any]:
@@ -312,6 +356,8 @@ KIND = Mixer(
     recomputes=(CORE, ATTENTION),
     divided=lambda model: {"heads": model.num_attention_heads, "key-value heads": model.query_groups},
     heads=lambda model: model.query_groups,
+    rotated=rotated,
+    cached=lambda model, tp: 2 * model.query_groups // tp * model.head_dim,
     has_shape=_has_shape,
     shrunk=_shrunk,
 )

@@ -80,19 +80,12 @@ class Attention(nn.Module):
     def __init__(self, weights: Table, setup: LayerSetup):
         super().__init__()
         model, tp, kernels, sharing = setup.model, setup.tp, setup.kernels, setup.sharing
-        self.layer, self.head_dim = setup.layer, model.head_dim
+        self.layer, self.head_dim, self.value_dim = setup.layer, model.head_dim, model.head_dim
         self.scale = (model.query_pre_attn_scalar or self.head_dim) ** -0.5  # of scores
         self.groups = model.query_groups // tp.size
-        self.queries = model.num_attention_heads // model.query_groups
-        for name in self.inputs:
-            self.add_module(name, ColumnParallelLinear(take_prefix(weights, name), tp, **setup.linear))
+        self.queries, self.parts = model.num_attention_heads // model.query_groups, model.qkv_parts
+        self.create_inputs(weights, setup)
         self.output = RowParallelLinear(take_prefix(weights, "output"), tp, **setup.linear)
-        self.q_norm = self.k_norm = None
-        if take_prefix(weights, "q_norm"):
-            norm = partial(RMSNormAcrossHeads, tp) if model.qk_layernorm_across_heads else NORMS[model.normalization]
-            self.q_norm, self.k_norm = (
-                norm(take_prefix(weights, name), model.norm_epsilon, **setup.factory) for name in ("q_norm", "k_norm")
-            )
         self.has_sinks = model.softmax_type != "vanilla"
         self.register_parameter("softmax_offset", None)
         if learned := {name: placed for name, placed in weights.items() if name == "softmax_offset"}:
@@ -106,24 +99,39 @@ class Attention(nn.Module):
         # Megatron's scaling for fp16: scores are divided by the layer's number before, multiplied after, in fp32.
         self.score_divisor = float(self.layer + 1) if model.apply_query_key_layer_scaling else 1.0
         self.softmax_in_fp32 = model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
+        self.rotates = model.position_embedding_type == "rope"  # --no-rope-freq: not in all layers
         self.softcap, self.window = model.attn_logit_softcapping, model.window
         self.backend = kernels.attention_backend
         self.plain_softmax, self.plain_rope = not kernels.masked_softmax_fusion, not kernels.rope_fusion
         self.fuse_qkv = kernels.fuse_attn_qkv
         self.core = self._usual_core = core_of(self.causal and not sharing.in_ring, kernels)
 
+    def create_inputs(self, weights: Table, setup: LayerSetup) -> None:
+        """Create the products before the core, and the norms between."""
+        model, tp = setup.model, setup.tp
+        for name in self.inputs:
+            self.add_module(name, ColumnParallelLinear(take_prefix(weights, name), tp, **setup.linear))
+        self.q_norm = self.k_norm = None
+        if take_prefix(weights, "q_norm"):
+            norm = partial(RMSNormAcrossHeads, tp) if model.qk_layernorm_across_heads else NORMS[model.normalization]
+            self.q_norm, self.k_norm = (
+                norm(take_prefix(weights, name), model.norm_epsilon, **setup.factory) for name in ("q_norm", "k_norm")
+            )
+
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        query, key, value = self._query_key_value(x)
+        query, *gate, key, value = self._parts(x)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         angles = context.angles if context.local_angles is None or self.window is None else context.local_angles
-        if angles is not None:
+        if angles is not None and self.rotates:
             query, key = (rotate(part, angles, self.plain_rope) for part in (query, key))
         key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
         if context.cache is not None:
             attended = context.cache.attend(self, query, key, value, context)
         else:
             attended = self.attended(query, key, value, context)
+        if gate:
+            attended = attended * gate[0].flatten(2).sigmoid()
         return self.project(attended, x)
 
     def attended(self, query, key, value, context: ForwardContext) -> torch.Tensor:
@@ -176,14 +184,16 @@ class Attention(nn.Module):
         """Project the attention output [s, b, g/tp q d] to [s, b, h]. x: the layer's input, for variants."""
         return self.output(attended)
 
-    def _query_key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[s, b, h] -> [s, b, g/tp, n, d] with n = q queries, 1 key, 1 value; by one product, or three."""
+    def _parts(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[s, b, h] -> [s, b, g/tp, n, d] with n = q queries, their gates if they have some, 1 key, 1 value; by one product
+        or one for each.
+        """
         if not self.fuse_qkv:
-            return self.qkv.parts(x, (self.queries, 1, 1))
+            return self.qkv.parts(x, self.parts)
         qkv = self.qkv(x)
         s, b = qkv.shape[:2]
         # Split in the last dim: torch joins gradients there in one kernel, and in an inner dim in one for each.
-        parts = [n * self.head_dim for n in (self.queries, 1, 1)]
+        parts = [n * self.head_dim for n in self.parts]
         qkv = qkv.view(s, b, self.groups, sum(parts)).split(parts, 3)
         return tuple(part.unflatten(3, (-1, self.head_dim)) for part in qkv)
 

@@ -81,6 +81,9 @@ class AttentionSettings:
     attn_logit_softcapping: Optional[Positive] = formula(
         "attention scores become cap x tanh(score / cap), as in Gemma 2", None, "--attention-logit-softcapping"
     )
+    attention_output_gate: bool = shape(
+        "each head's output is multiplied by the sigmoid of a product of the layer's input, as in Qwen3-Next", False
+    )
     softmax_type: Literal["vanilla", "learnable", "off-by-one"] = shape(
         "softmax of attention over the keys alone, or with a sink: a logit of each head without a value, learned as in "
         "gpt-oss, or 0",
@@ -94,6 +97,12 @@ class AttentionSettings:
     def qkv_bias(self) -> bool:
         """Whether the product for queries, keys and values has a bias."""
         return self.add_qkv_bias or not self.disable_bias_linear
+
+    @property
+    def qkv_parts(self) -> tuple[int, ...]:
+        """The heads of each part of a group in the first product: queries, their gates if they have some, key, value."""
+        queries = self.num_attention_heads // self.query_groups
+        return (queries, queries, 1, 1) if self.attention_output_gate else (queries, 1, 1)
 
     @property
     def head_dim(self) -> int:

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated delta net: its weights and ops. Needs no torch.
+
+Legend: n tokens of a micro-batch (s x b), G key heads of K channels, each of r value heads of V channels, W taps of the
+convolution, e bytes per element.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron.model.kinds.gdn.gdn_rules import RULES
+from megatron.model.kinds.gdn.settings import SYMBOL, GDNSettings, linear_layers
+from megatron.model.kinds.table import Mixer
+from megatron.model.layer_ops import ATTENTION, CORE, Collective, LayerOp, Residual, Scan
+from megatron.model.weights import add_prefix, column, output_std, row
+from megatron.mpu.placement import Constant, LogOf, Placement, Table, Uniform
+from megatron.settings.schema import Model
+
+CHUNK = 64  # tokens of a chunk: `fused_kernels.delta_rule`
+RATES = Uniform(1.0, 16.0)  # initial decay rates
+
+
+class Sizes(NamedTuple):
+    """G key heads, r value heads of each, K channels of a key, V of a value."""
+
+    groups: int
+    heads: int
+    keys: int
+    values: int
+
+    @classmethod
+    def of(cls, m: Model) -> "Sizes":
+        groups = m.linear_num_key_heads
+        return cls(groups, m.linear_num_value_heads // groups, m.linear_key_head_dim, m.linear_value_head_dim)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The rows of a key head in the first projection: query, key, values, gates, write strengths, decays."""
+        inner = self.heads * self.values
+        return self.keys, self.keys, inner, inner, self.heads, self.heads
+
+    @property
+    def mixed(self) -> int:
+        """Channels of a key head that the convolution mixes: query, key, values."""
+        return sum(self.parts[:3])
+
+
+def gdn(model: Model, sequence_parallel: bool) -> Table:
+    """The weights of a gated delta net, in the order of key heads: a rank of tensor parallelism has whole ones.
+
+    The numbers that decide what states keep, `A_log` and `dt_bias`, are exact: bf16 has three digits. The norm's weight is
+    one for all value heads, of which a rank sees some: its gradient is partial, with and without sequence parallelism.
+    """
+    m, sizes, taps = model, Sizes.of(model), model.linear_conv_kernel_dim
+    g, inner = sizes.groups, sizes.heads * sizes.values
+    own = lambda shape, init, **more: Placement((g, *shape), init, cut={"tp": 0}, decay=len(shape) > 1, **more)
+    fused = column(m.hidden_size, (g, sum(sizes.parts)), m.init_method_std, bias=False, matrices=(1, sizes.parts))
+    return {
+        **add_prefix("in_proj", fused),
+        "conv_weight": own((sizes.mixed, taps), Uniform(-(taps**-0.5), taps**-0.5)),
+        "dt_bias": own((sizes.heads,), Constant(1.0), exact=True),
+        "A_log": own((sizes.heads,), LogOf(RATES), exact=True),
+        "norm_weight": Placement((sizes.values,), Constant(1.0), partial=("tp",), decay=False),
+        **add_prefix("out_proj", row(g * inner, m.hidden_size, output_std(m), bias=False)),
+    }
+
+
+def gdn_ops(x: Residual) -> tuple[LayerOp, ...]:
+    """The two projections, and between them the convolution, the delta rule and the gated norm, of a rank's key heads.
+
+    FLOPs of the convolution are those of its weight, which multiplies every token (`Facts.flops`).
+    """
+    share, n, e, b = x.share, x.tokens, x.share.element, x.share.micro_batch_size
+    sizes, taps = Sizes.of(x.model), x.model.linear_conv_kernel_dim
+    groups, heads = sizes.groups // share.tp, sizes.groups // share.tp * sizes.heads
+    projected, mixed, channels = groups * sum(sizes.parts), groups * sizes.mixed, heads * sizes.values
+    # The projection; what the convolution gives; in fp32 write strengths, decays, and these before and after the softplus;
+    # what the delta rule gives.
+    kept = n * ((projected + mixed + channels) * e + 4 * 4 * heads)
+    kept += 2 * 4 * heads // share.cp  # decay rates, as the exponential and with their sign
+    kept += (n * share.cp + (taps - 1) * b) * share.documents  # which taps reach beyond a document
+    states = 4 * -(-n * share.cp // (CHUNK * b)) * b * heads // share.cp * sizes.keys * sizes.values
+    blocks = 10 * 4 * b * heads // share.cp * CHUNK**2
+    of_norm, of_scan = 6 * 4 * n * channels, states + blocks + n * (4 * channels + (mixed + channels) * e)
+    scan = Scan(
+        "gdn",
+        kept=kept,
+        given=n * projected * e,
+        workspace=n * projected * e + max(of_norm, of_scan, 6 * 4 * n * mixed),
+        moved=n * (2 * projected + 4 * mixed + 8 * channels),
+        flops=6.0 * n * channels * sizes.keys,
+        products=n * (6.0 * channels * sizes.keys + CHUNK * (3.0 * channels + 4.0 * groups * sizes.keys)),
+        smallest=min(CHUNK, sizes.keys, sizes.values),
+    )
+    ops = (scan,)
+    if share.cp > 1:
+        both = (("all_to_all",), ("all_to_all",))
+        swap = Collective("gdn", "cp", share.cp, n * channels * e, *both, again=(ATTENTION,))
+        into = replace(swap, size=n * projected * e, again=scan.again)
+        ops = into, replace(scan, workspace=scan.workspace + 2 * into.size), swap
+    fused = x.column("gdn", projected, again=(ATTENTION,), layer="gdn.in_proj")
+    return *fused, *ops, *x.row("gdn", channels, again=(ATTENTION,), layer="gdn.out_proj")
+
+
+def _shrunk(model: Model, small: Model, tp: int) -> dict:
+    """Key heads as many as ranks divide them, two value heads in each if they have several; narrow heads; both kinds of
+    layers if the model has both.
+    """
+    if not model.has_gdn:
+        return {}
+    groups, several = max(2, tp), model.linear_num_value_heads > model.linear_num_key_heads
+    sizes = dict(
+        linear_num_key_heads=groups,
+        linear_num_value_heads=groups * (2 if several else 1),
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
+    if model.letters:
+        return sizes
+    linear = [model.is_linear(n) for n in range(model.num_layers)]
+    softmax = not all(linear) and small.num_layers > 1
+    return sizes | dict(linear_attention_freq=f"[1]*{small.num_layers - softmax}" + "+[0]" * softmax)
+
+
+def _chosen(layers: Sequence[bool]) -> dict:
+    """The settings of these layers, in the shortest words."""
+    if not any(layers):
+        return dict(experimental_attention_variant=None, linear_attention_freq=None)
+    every = next((n for n in range(1, len(layers) + 1) if linear_layers(str(n), len(layers)) == tuple(layers)), None)
+    words = str(every) if every else str([int(linear) for linear in layers]).replace(" ", "")
+    return dict(experimental_attention_variant="gated_delta_net", linear_attention_freq=words)
+
+
+def _has_shape(model: Model) -> bool:
+    return not model.has_gdn or model.linear_num_value_heads % model.linear_num_key_heads == 0
+
+
+KIND = Mixer(
+    "gdn",
+    "gdn",
+    "megatron.model.kinds.gdn.module:GatedDeltaNet",
+    weights=lambda facts, model, sequence_parallel: gdn(model, sequence_parallel),
+    ops=lambda facts, x: gdn_ops(x),
+    symbol=SYMBOL,
+    place="attention",
+    takes=lambda model, layer: model.is_linear(layer),
+    chooses=_chosen,
+    asked=lambda model: (
+        f"--experimental-attention-variant {variant}" if (variant := model.experimental_attention_variant) else ""
+    ),
+    settings=GDNSettings,
+    rules=RULES,
+    mixes_tokens=True,
+    recomputes=(CORE, ATTENTION),
+    divided=lambda model: {"key heads of gated delta nets": model.linear_num_key_heads},
+    heads=lambda model: model.linear_num_key_heads,
+    all_rows=True,
+    stateful=True,
+    has_shape=_has_shape,
+    shrunk=_shrunk,
+)
