@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mapping between config.json of Hugging Face's models whose layers are single mixers, and ours with a pattern: Mamba-2, and
-Nemotron-H, which has attention and MLPs between its Mamba-2 layers. `hf_names` has their tensors.
+"""Mapping between config.json of Hugging Face's models whose layers are single mixers, and ours with a pattern: Mamba-2,
+and Nemotron-H, which has attention and MLPs between its Mamba-2 layers. `hf_names` has their tensors.
 
-transformers' Nemotron-H has no step size below `time_step_min`, NVIDIA's own code and Megatron-LM have: exports say a number
-so small that it makes no difference, and imports are compared with it.
+transformers' Nemotron-H has no step size below `time_step_min`; NVIDIA's own code and Megatron-LM have. Exports say
+a number so small that it makes no difference, and imports are compared with it.
 """
 
 from typing import Any
