@@ -15,7 +15,7 @@ from megatron.errors import SettingsError
 from megatron.model.bert import hf_names as bert_names
 from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.settings import GROUP as BERT
-from megatron.model.facts import Facts
+from megatron.model.facts import AHEAD, Facts
 from megatron.model.gpt import hf_names as gpt_names
 from megatron.model.gpt import hf_settings as gpt_settings
 from megatron.model.gpt.facts import GPTFacts
@@ -32,6 +32,10 @@ OF_TRAINING = dict(  # keys of config.json that are not converted -> the flag of
 )
 NOTHING = re.compile(r"(?!)")  # no name
 PROMPT = 48  # most tokens of a comparison
+LEFT_OUT = (
+    f"the weights {AHEAD}.* are left out: the depths of --mtp-num-layers serve training, and no file of Hugging Face's "
+    "decoders has them"
+)
 COPIED = (
     "lm_head.weight is a copy of the embedding: theirs divides by the root of the width before a tied output layer, and "
     "this model, without --scale-tied-output, does not"
@@ -113,7 +117,8 @@ def exported(config: Config, vocab_size: int) -> Family:
     if isinstance(facts, BertFacts):
         bert_names.refuse_other(facts)
         return _bert(facts)
-    return _gpt(GPTFacts.of(config, vocab_size))
+    family = _gpt(GPTFacts.of(config, vocab_size))
+    return replace(family, notices=(*family.notices, LEFT_OUT)) if config.model.depths else family
 
 
 def names_layers(config: Config) -> bool:

@@ -37,7 +37,7 @@ from megatron.inference.agreement import agreement
 from megatron.inference.load import Loaded, load_model, refuse_head, without_model
 from megatron.inference.quantize import Rounded
 from megatron.inference.quantized import STORED_OF_LAYER, refuse_quantized
-from megatron.model.facts import PROJECTIONS
+from megatron.model.facts import AHEAD, PROJECTIONS
 from megatron.model.hf_match import Match
 from megatron.model.recipe import config_of
 from megatron.mpu.initialize import DTYPES
@@ -160,7 +160,9 @@ def refuse_unknown(reader: Reader, family: Family, products: Mapping[str, Rounde
     known = {match.ours for match in family.matches}
     known |= {f"{layer}.{part}" for layer in products for part in STORED_OF_LAYER}
     unknown = sorted(
-        name for name in reader.tensors if name not in known and not name.startswith((OPTIMIZER, f"{PROJECTIONS}."))
+        name
+        for name in reader.tensors
+        if name not in known and not name.startswith((OPTIMIZER, f"{PROJECTIONS}.", f"{AHEAD}."))
     )
     if unknown:
         named = ", ".join(unknown[:6]) + f" and {len(unknown) - 6} more" * (len(unknown) > 6)

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 from megatron.errors import SettingsError, UsageError
-from megatron.model.kinds.table import KINDS, Mixer
+from megatron.model.kinds.mixer import Mixer
+from megatron.model.kinds.table import KINDS
 from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import TRAINING, default_chunks
 from megatron.settings.declare import dashed
-from megatron.settings.hybrid_pattern import CUT, FLAG, LayerPattern, read_pattern
+from megatron.settings.hybrid_pattern import AHEAD, CUT, FLAG, LayerPattern, read_pattern
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config
 
@@ -34,13 +35,15 @@ def with_pattern(config: Config) -> Config:
     if text is None:
         return config
     pattern = read_pattern(text, {kind.symbol: kind.name for kind in kinds_of(config).values() if kind.symbol})
-    if pattern.depths:
+    if config.model.depths and not pattern.depths:
         raise SettingsError(
-            f"{FLAG} {text}: /{pattern.ahead} are layers of multi-token prediction",
-            "this suite's models predict one token",
-            f"leave out what follows the first /, as in {text.partition('/')[0]}",
+            f"{FLAG} {text} lists no layers of the depths of --mtp-num-layers {config.model.depths}",
+            f"each depth is a {AHEAD} and its layers",
+            f"add them, as in {text.rstrip(AHEAD)}{f'{AHEAD}*-' * config.model.depths}, or leave --mtp-num-layers out",
         )
-    layers = dict(hybrid_layer_pattern=pattern.letters, num_layers=len(pattern.letters))
+    layers = dict(hybrid_layer_pattern=pattern.uncut, num_layers=len(pattern.letters))
+    if pattern.depths:
+        layers |= dict(mtp_num_layers=pattern.depths)
     for kind in kinds_of(config).values():
         layers |= dict(kind.listed) if kind.symbol and kind.symbol in pattern.letters else {}
     return config.derive(FLAG, **layers, **_stages(config, pattern))

@@ -18,7 +18,8 @@ from megatron.errors import SettingsError
 from megatron.model.branches import Branch
 from megatron.model.facts import Facts
 from megatron.model.hybrid import kinds_of
-from megatron.model.kinds.table import PLACES, Mixer, of_letter
+from megatron.model.kinds.mixer import PLACES, Mixer
+from megatron.model.kinds.table import of_letter
 from megatron.model.recipe import config_of, facts_of
 from megatron.settings.hybrid_pattern import FLAG, letters_of
 from megatron.settings.schema import Config
@@ -51,6 +52,8 @@ def seen_as(config: Config, state: Mapping[str, Any]) -> Optional[tuple[Rename, 
     if bool(theirs) == bool(config.model.letters) or saved.get("model_type") != config.model.model_type:
         return None
     if config.model.lora_rank or saved.get("lora_rank"):  # the base of adapters keeps its names
+        return None
+    if config.model.depths:  # layers of multi-token prediction keep theirs, too
         return None
     pairs = pairs_of(letters, kinds_of(config))
     if not pairs or not in_turn(letters, pairs) and not (config.model.letters and config.checkpoint.finetune):

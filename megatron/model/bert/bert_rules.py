@@ -35,6 +35,7 @@ RULES = (
         "this model's attention does not have it",
     ),
     NO_SINKS,
+    *refused("mtp_num_layers", "this model does not predict tokens further ahead"),
     *refused("hybrid_layer_pattern", "each layer of this model is attention and an MLP"),
     *refused("no_rope_freq", "all layers of this model have the same positions"),
     *refused(

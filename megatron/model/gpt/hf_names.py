@@ -13,7 +13,8 @@ stores q_proj, k_proj and v_proj as one qkv_proj, gate_proj and up_proj as one g
 """
 
 from megatron.model.hf_match import MIXERS, Match
-from megatron.model.kinds.table import KINDS, PLACES, chosen, of_letter, resolved
+from megatron.model.kinds.mixer import PLACES
+from megatron.model.kinds.table import KINDS, chosen, of_letter, resolved
 from megatron.settings.schema import Model
 
 CENTRED = ("gemma", "gemma2", "gemma3_text")  # their norms multiply by 1 + weight

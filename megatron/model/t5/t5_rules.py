@@ -92,6 +92,7 @@ RULES = (
     ),
     NO_SINKS,
     *refused("hybrid_layer_pattern", "each layer of this model is attention and an MLP"),
+    *refused("mtp_num_layers", "this model does not predict tokens further ahead"),
     *refused("no_rope_freq", "all layers of this model have the same positions"),
     *refused("geglu", "say --feed-forward-proj gated-gelu"),
     *refused(

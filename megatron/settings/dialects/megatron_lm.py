@@ -321,16 +321,18 @@ leave out --no-bias-gelu-fusion: the tanh form is this suite's default
     --openai-gelu
 the MLP has GeLU (tanh, or erf with --no-bias-gelu-fusion), --squared-relu, --swiglu, --geglu or --quick-geglu
     --onnx-safe
-rotary positions rotate halves (as Llama does), in all layers
-    --rotary-interleaved --no-rope-freq --mrope-section --relative-attention-*
+rotary positions rotate halves, as Llama does
+    --rotary-interleaved --mrope-section --relative-attention-*
 weights start from N(0, --init-method-std), output layers scaled by depth
     --init-method-xavier-uniform --embedding-init-method-std --data-parallel-random-init --use-mup --mup-*
 residuals are added to what the norm before them read; see --norm-position
     --apply-residual-connection-post-layernorm
-all layers are alike and predict one token
-    --heterogeneous-* --mtp-* --mhc-* --enable-mhc-connections --freeze-all-layers
+all layers of a kind are alike
+    --heterogeneous-* --mhc-* --enable-mhc-connections --freeze-all-layers
 a model of your own is a module with a function recipe(): --model-type MODULE, docs/extending.md
     --spec
+each depth of --mtp-num-layers has layers and a norm of its own, and its gradients reach the network
+    --mtp-use-repeated-layer --mtp-detach-heads --mtp-hsm --mtp-standalone --mtp-hybrid-override-pattern
 the vocabulary is padded to a multiple of --make-vocab-size-divisible-by
     --padded-vocab-size --no-pad-vocab-size --disable-pad-vocab-size
 encoder-decoders are trained by pretrain_t5.py

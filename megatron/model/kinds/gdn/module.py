@@ -16,7 +16,7 @@ from megatron.fused_kernels.causal_conv import causal_conv
 from megatron.fused_kernels.delta_rule import delta_rule
 from megatron.fused_kernels.norms import gated_rms_norm
 from megatron.model.context import ForwardContext, LayerSetup
-from megatron.model.kinds.gdn.kind import Sizes
+from megatron.model.kinds.gdn.kind import DeltaSizes
 from megatron.model.layer_ops import CORE
 from megatron.model.recompute import recompute
 from megatron.model.weights import Table, take_prefix
@@ -29,7 +29,7 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, weights: Table, setup: LayerSetup):
         super().__init__()
-        self.sizes, self.shared = Sizes.of(setup.model), setup.sharing.heads
+        self.sizes, self.shared = DeltaSizes.of(setup.model), setup.sharing.heads
         self.in_proj = ColumnParallelLinear(take_prefix(weights, "in_proj"), setup.tp, **setup.linear)
         own = {name: placed for name, placed in weights.items() if "." not in name}
         create_parameters(self, own, setup.tp, **setup.factory)

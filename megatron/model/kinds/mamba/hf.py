@@ -16,13 +16,13 @@ from functools import partial
 import torch
 
 from megatron.model.hf_match import Match, Tensors, module_of
-from megatron.model.kinds.mamba.kind import Sizes
+from megatron.model.kinds.mamba.kind import ScanSizes
 from megatron.settings.schema import Model
 
 
 def matches(kind: str, model: Model, ours: str, theirs: str, norm: Callable[[str, str], Match]) -> list[Match]:
     """The matches of a Mamba-2 layer. ours: `blocks.7.mamba.`; theirs: `backbone.layers.7.`"""
-    theirs, sizes = module_of(kind, theirs, "mamba"), Sizes.of(model)
+    theirs, sizes = module_of(kind, theirs, "mamba"), ScanSizes.of(model)
     mixed = sizes.parts[1:4]
     by_group, whole = partial(_by_group, sizes.groups), partial(_whole, sizes.parts)
     of_heads = lambda t: t[0].view(sizes.groups, -1)
