@@ -121,6 +121,7 @@ KIND = Mixer(
     symbol=SYMBOL,
     settings=MambaSettings,
     rules=RULES,
+    hf_matches="megatron.model.kinds.mamba.hf:matches",
     mixes_tokens=True,
     recomputes=(CORE, ATTENTION),
     divided=lambda model: {"Mamba-2 groups": model.mamba_num_groups},
