@@ -17,7 +17,7 @@ from megatron.model.kinds.table import KINDS
 from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import TRAINING, default_chunks
 from megatron.settings.declare import dashed
-from megatron.settings.hybrid_pattern import AHEAD, CUT, FLAG, LayerPattern, read_pattern
+from megatron.settings.hybrid_pattern import AHEAD, CUT, FLAG, LayerPattern, read_pattern, spread_evenly
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config
 
@@ -31,6 +31,7 @@ OTHER_CUTS = (
 
 def with_pattern(config: Config) -> Config:
     """`Recipe.normalize_config` of models whose layers a pattern may list. Raises SettingsError."""
+    config = _spread(config)
     text = config.model.hybrid_layer_pattern
     if text is None:
         return config
@@ -47,6 +48,23 @@ def with_pattern(config: Config) -> Config:
     for kind in kinds_of(config).values():
         layers |= dict(kind.listed) if kind.symbol and kind.symbol in pattern.letters else {}
     return config.derive(FLAG, **layers, **_stages(config, pattern))
+
+
+def _spread(config: Config) -> Config:
+    """The pattern that --hybrid-attention-ratio and --hybrid-mlp-ratio stand for."""
+    m, shares = config.model, (config.model.hybrid_attention_ratio, config.model.hybrid_mlp_ratio)
+    if not any(shares) or not all(0 <= share <= 1 for share in shares):  # what is out of range, the rules report
+        return config
+    given = (config.given(name) for name in ("hybrid_attention_ratio", "hybrid_mlp_ratio"))
+    words = " and ".join(one.words for one in given if one)
+    if m.hybrid_layer_pattern is not None:
+        raise SettingsError(
+            f"{FLAG} {m.hybrid_layer_pattern} and {words} both say what the layers are", do="give the pattern alone"
+        )
+    if sum(shares) > 1:
+        raise SettingsError(f"{words}: together they are more than all layers", do="lower one of them")
+    pattern = spread_evenly(m.num_layers, *shares)
+    return config.derive(words, hybrid_layer_pattern=pattern, hybrid_attention_ratio=0.0, hybrid_mlp_ratio=0.0)
 
 
 def kinds_of(config: Config) -> Mapping[str, Mixer]:

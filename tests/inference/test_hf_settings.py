@@ -115,7 +115,8 @@ ROUNDING = """quantization weight_quantize_type activation_quantize_type activat
     activation_bits quantization_layers quantization_skip sparsity initial_sparsity sparsity_begin_step
     sparsity_end_step sparsity_frequency sparsity_layers sparsity_skip""".split()
 SIZES = """mtp_num_layers mtp_loss_scaling_factor moe_ffn_hidden_size moe_router_topk
-    hybrid_layer_pattern linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+    hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio
+    linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
     linear_num_key_heads linear_num_value_heads
     mamba_num_heads mamba_head_dim mamba_state_dim mamba_num_groups
     num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels

@@ -110,6 +110,8 @@ two products of one input are two products, with the same result
     --mla-down-proj-fusion
 generation with --multi-latent-attention always caches latents
     --cache-mla-latents
+--hybrid-layer-pattern lists the kinds of layers, and says it by itself
+    --is-hybrid-model
 it allows for features that are experimental in Megatron-LM, and changes nothing by itself
     --enable-experimental
 gradients are accumulated and reduced in fp32, or in bf16 with --grad-reduce-in-bf16
@@ -308,7 +310,7 @@ attention is multi-head, grouped-query (--group-query-attention) or multi-latent
 say --model-name-or-path gpt-oss-20b, which sets the whole shape
     --enable-gpt-oss
 layers are listed by --hybrid-layer-pattern; --mamba-state-dim, -head-dim, -num-heads, -num-groups size those of Mamba-2
-    --hybrid-* --mamba-* --is-hybrid-model --disable-mamba-mem-eff-path
+    --hybrid-* --mamba-* --disable-mamba-mem-eff-path
 attention and the output layer stay in the format of --precision; --fp8-format is for linear layers of blocks
     --fp8-output-proj --fp8-dot-product-attention --fp8-multi-head-attention
 say --fp8-format with --fp8-recipe tensorwise, blockwise or mxfp8

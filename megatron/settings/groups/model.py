@@ -20,6 +20,7 @@ from megatron.settings.declare import (
     Needs,
     Positive,
     PositiveShare,
+    Share,
     shown_by,
 )
 from megatron.settings.hybrid_pattern import AHEAD as DEPTH
@@ -64,6 +65,7 @@ llama3 = shown_by(SCALING, needs=LLAMA3, on_resume="refused")
 yarn = shown_by(SCALING, needs=YARN, on_resume="refused")
 quantized = shown_by(QUANTIZING, on_resume="refused")
 masked = shown_by(MASKING, on_resume="refused")
+ratio = shown_by("test_ratios_are_the_pattern_that_they_spread", on_resume="irrelevant")
 pair = shown_by(PAIRS, on_resume="refused")
 
 
@@ -91,6 +93,11 @@ class Shape:
         "--hybrid-override-pattern",
         on_resume="another model",
     )
+    hybrid_attention_ratio: Share = ratio(
+        "share of layers with attention, evenly among Mamba layers; the pattern that Megatron-LM made of it up to 0.16",
+        0.0,
+    )
+    hybrid_mlp_ratio: Share = ratio("share of layers with an MLP, as --hybrid-attention-ratio", 0.0)
     max_position_embeddings: Optional[Count] = formula(
         "size of the learned position embedding (default: --seq-length)", None
     )
