@@ -19,7 +19,8 @@ from megatron.model.facts import AHEAD, Facts
 from megatron.model.gpt import hf_names as gpt_names
 from megatron.model.gpt import hf_settings as gpt_settings
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.hf_match import Match
+from megatron.model.gpt.hf_hybrid import ANY_STEP
+from megatron.model.hf_match import MIXERS, Match
 from megatron.model.recipe import computes_its_own, facts_of, recipe_of
 from megatron.model.t5 import hf_names as t5_names
 from megatron.model.t5.facts import T5Facts
@@ -103,7 +104,7 @@ def exported(config: Config, vocab_size: int) -> Family:
             "its file may compute something else from the same tensors",
             "python -m megatron.tools.export --format onnx or torch-export writes a program of it",
         )
-    if config.model.letters:
+    if config.model.letters and not names_layers(config):
         raise SettingsError(
             f"--hybrid-layer-pattern {config.model.letters}: other libraries do not name layers so",
             do="train or load it as layers of attention and MLP, with --num-layers in the place of the pattern",
@@ -118,6 +119,11 @@ def exported(config: Config, vocab_size: int) -> Family:
         return _bert(facts)
     family = _gpt(GPTFacts.of(config, vocab_size))
     return replace(family, notices=(*family.notices, LEFT_OUT)) if config.model.depths else family
+
+
+def names_layers(config: Config) -> bool:
+    """Whether there is a family of models whose layers a pattern lists, as this one's."""
+    return any(not family.reasons(config.model) for family in gpt_settings.FAMILIES.values() if config.model.letters)
 
 
 def imported(settings: dict[str, Any], tied: Optional[bool] = None) -> Family:
@@ -156,12 +162,14 @@ def prompts_for(facts: Facts) -> torch.Tensor:
 def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
     model = facts.settings
     kind = kind or gpt_settings.kind_of(model)
-    table = "transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"
+    table = {"gpt2": "transformer.wte.weight"} | dict.fromkeys(MIXERS, "backbone.embeddings.weight")
+    table = table.get(kind, "model.embed_tokens.weight")
     tied = not model.untie_embeddings_and_output_weights
     constants = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias" if kind == "gpt2" else r".*\.rotary_emb\.inv_freq"
 
     def run(transformers, folder, prompts, **more):
         plain = dict(dtype=torch.float32, attn_implementation="eager")  # the only attention there with soft caps
+        plain |= dict(time_step_min=ANY_STEP) if kind == "nemotron_h" else {}
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **plain, **more).eval()
         return theirs(prompts.t()).logits.transpose(0, 1)
 
