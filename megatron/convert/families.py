@@ -72,6 +72,11 @@ class Family:
     unread: tuple[str, ...] = ()
 
     @property
+    def form(self) -> str:
+        """Of the comparison of both models (`agreement.LIMITS`)."""
+        return "hf with states" if self.facts.stateful else "hf"
+
+    @property
     def tied(self) -> bool:
         """Whether the output layer is the embedding."""
         return self.head in self.copies
@@ -170,6 +175,7 @@ def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
         table=table,
         copies={"lm_head.weight": table} if tied else {},
         constants=re.compile(constants),
+        unused=re.compile(r"mtp\..*") if kind == "qwen3_next" else NOTHING,  # predicts a second token
     )
 
 

@@ -403,9 +403,7 @@ def _score(numbers, token: int, request: Request) -> TokenScore:
 
 def refuse_states(model: torch.nn.Module) -> None:
     """Raise SettingsError for a model with layers whose states of texts no cache holds."""
-    facts = model.facts
-    kinds = {mixer for kind in facts.layer_kinds for branch in kind.branches for mixer in branch.mixers}
-    if names := sorted(mixer.name for mixer in kinds if mixer.stateful):
+    if names := model.facts.stateful:
         raise SettingsError(
             f"layers of {' and '.join(names)} cannot generate with a cache",
             "later tokens need their states, which the cache of keys and values does not hold",

@@ -106,6 +106,12 @@ class Facts:
         """The kinds of all layers."""
         return _kinds(self)
 
+    @property
+    def stateful(self) -> list[str]:
+        """The names of kinds whose layers have states of texts, which no cache of generation holds."""
+        mixers = {mixer for kind in self.layer_kinds for branch in kind.branches for mixer in branch.mixers}
+        return sorted(mixer.name for mixer in mixers if mixer.stateful)
+
     def divisible_by_tp(self) -> dict[str, int]:
         """The sizes that tensor parallelism divides: name -> number."""
         return {"ffn": self.settings.ffn_size}
