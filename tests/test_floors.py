@@ -255,3 +255,16 @@ def test_answers_without_torch_and_quickly(command, code, tmp_path):
     )
     assert done.returncode == code, done.stderr
     assert "torch was imported" not in done.stderr
+
+
+def test_each_module_of_a_kind_is_imported_alone():
+    """A kind is found by its folder; no module of it may need that the others were imported before."""
+    names = [f"megatron.{name}" for name in PATHS if name.startswith("model.kinds.") and not name.endswith(".module")]
+    code = f"""
+import importlib, sys
+for name in {names}:
+    for known in [known for known in sys.modules if known.startswith("megatron")]:
+        del sys.modules[known]
+    importlib.import_module(name)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -15,11 +15,12 @@ from megatron.errors import SettingsError
 from megatron.model.bert import hf_names as bert_names
 from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.settings import GROUP as BERT
-from megatron.model.facts import Facts
+from megatron.model.facts import AHEAD, Facts
 from megatron.model.gpt import hf_names as gpt_names
 from megatron.model.gpt import hf_settings as gpt_settings
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.hf_match import Match
+from megatron.model.gpt.hf_hybrid import ANY_STEP
+from megatron.model.hf_match import MIXERS, Match
 from megatron.model.recipe import computes_its_own, facts_of, recipe_of
 from megatron.model.t5 import hf_names as t5_names
 from megatron.model.t5.facts import T5Facts
@@ -31,6 +32,10 @@ OF_TRAINING = dict(  # keys of config.json that are not converted -> the flag of
 )
 NOTHING = re.compile(r"(?!)")  # no name
 PROMPT = 48  # most tokens of a comparison
+LEFT_OUT = (
+    f"the weights {AHEAD}.* are left out: the depths of --mtp-num-layers serve training, and no file of Hugging Face's "
+    "decoders has them"
+)
 COPIED = (
     "lm_head.weight is a copy of the embedding: theirs divides by the root of the width before a tied output layer, and "
     "this model, without --scale-tied-output, does not"
@@ -74,7 +79,7 @@ class Family:
     @property
     def form(self) -> str:
         """Of the comparison of both models (`agreement.LIMITS`)."""
-        return "hf with states" if self.facts.stateful else "hf"
+        return "hf with states" if self.facts.state_bytes(range(self.facts.num_layers), 1, 4) else "hf"
 
     @property
     def tied(self) -> bool:
@@ -104,7 +109,7 @@ def exported(config: Config, vocab_size: int) -> Family:
             "its file may compute something else from the same tensors",
             "python -m megatron.tools.export --format onnx or torch-export writes a program of it",
         )
-    if config.model.letters:
+    if config.model.letters and not names_layers(config):
         raise SettingsError(
             f"--hybrid-layer-pattern {config.model.letters}: other libraries do not name layers so",
             do="train or load it as layers of attention and MLP, with --num-layers in the place of the pattern",
@@ -117,7 +122,13 @@ def exported(config: Config, vocab_size: int) -> Family:
     if isinstance(facts, BertFacts):
         bert_names.refuse_other(facts)
         return _bert(facts)
-    return _gpt(GPTFacts.of(config, vocab_size))
+    family = _gpt(GPTFacts.of(config, vocab_size))
+    return replace(family, notices=(*family.notices, LEFT_OUT)) if config.model.depths else family
+
+
+def names_layers(config: Config) -> bool:
+    """Whether there is a family of models whose layers a pattern lists, as this one's."""
+    return any(not family.reasons(config.model) for family in gpt_settings.FAMILIES.values() if config.model.letters)
 
 
 def imported(settings: dict[str, Any], tied: Optional[bool] = None) -> Family:
@@ -156,12 +167,14 @@ def prompts_for(facts: Facts) -> torch.Tensor:
 def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
     model = facts.settings
     kind = kind or gpt_settings.kind_of(model)
-    table = "transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"
+    table = {"gpt2": "transformer.wte.weight"} | dict.fromkeys(MIXERS, "backbone.embeddings.weight")
+    table = table.get(kind, "model.embed_tokens.weight")
     tied = not model.untie_embeddings_and_output_weights
     constants = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias" if kind == "gpt2" else r".*\.rotary_emb\.inv_freq"
 
     def run(transformers, folder, prompts, **more):
         plain = dict(dtype=torch.float32, attn_implementation="eager")  # the only attention there with soft caps
+        plain |= dict(time_step_min=ANY_STEP) if kind == "nemotron_h" else {}
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **plain, **more).eval()
         return theirs(prompts.t()).logits.transpose(0, 1)
 

@@ -25,7 +25,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import OPTIMIZER
 from megatron.checkpoint.store import Piece
 from megatron.convert import compressed_tensors, hf_files
-from megatron.convert.families import Family, exported, prompts_for
+from megatron.convert.families import Family, exported, names_layers, prompts_for
 from megatron.convert.fitted import fit
 from megatron.convert.hf_tokenizer import ExportedTokenizer, own_template, write_tokenizer
 from megatron.convert.imported import imported_state
@@ -37,7 +37,7 @@ from megatron.inference.agreement import agreement
 from megatron.inference.load import Loaded, load_model, refuse_head, without_model
 from megatron.inference.quantize import Rounded
 from megatron.inference.quantized import STORED_OF_LAYER, refuse_quantized
-from megatron.model.facts import PROJECTIONS
+from megatron.model.facts import AHEAD, PROJECTIONS
 from megatron.model.hf_match import Match
 from megatron.model.recipe import config_of
 from megatron.mpu.initialize import DTYPES
@@ -79,7 +79,7 @@ def to_hf(
     Raises SettingsError for an unsupported model, CheckpointError if the exported model gives other results.
     """
     trained = path
-    with for_export(path, out, "Hugging Face") as path, Reader(path) as reader, new_folder(out) as folder:
+    with for_export(path, out, "Hugging Face", names_layers) as path, Reader(path) as reader, new_folder(out) as folder:
         family, files, tokenizer = write_hf(reader, folder, dtype, given, trained, file_bytes)
         notices = list(tokenizer.notices)
         if check and tokenizer.by_transformers:
@@ -160,7 +160,9 @@ def refuse_unknown(reader: Reader, family: Family, products: Mapping[str, Rounde
     known = {match.ours for match in family.matches}
     known |= {f"{layer}.{part}" for layer in products for part in STORED_OF_LAYER}
     unknown = sorted(
-        name for name in reader.tensors if name not in known and not name.startswith((OPTIMIZER, f"{PROJECTIONS}."))
+        name
+        for name in reader.tensors
+        if name not in known and not name.startswith((OPTIMIZER, f"{PROJECTIONS}.", f"{AHEAD}."))
     )
     if unknown:
         named = ", ".join(unknown[:6]) + f" and {len(unknown) - 6} more" * (len(unknown) > 6)

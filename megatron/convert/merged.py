@@ -6,7 +6,7 @@ LoRA        W + alpha / rank x B A
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from megatron.model.linear_kinds import PLAIN, TOGETHER, choices
 from megatron.model.lora import KIND, MAGNITUDE, OWN, PAIR, parts_of, scale_of
 from megatron.model.lora_product import SMALLEST, widened
 from megatron.model.recipe import config_of, facts_of
-from megatron.settings.schema import Model
+from megatron.settings.schema import Config, Model
 
 MASK_SETTINGS = "sparsity initial_sparsity sparsity_begin_step sparsity_end_step sparsity_frequency".split()
 MASK_SETTINGS += ["sparsity_layers", "sparsity_skip"]
@@ -67,13 +67,16 @@ def merged_first(path: Path, out: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def for_export(path: Path, out: Path, what: str) -> Iterator[Path]:
+def for_export(
+    path: Path, out: Path, what: str, knows: Callable[[Config], bool] = lambda config: False
+) -> Iterator[Path]:
     """`merged_first`, with transformer layers: those that a pattern lists are read as such, if they are. For programs that
-    know no others; what: which, in words. Raises SettingsError for another pattern.
+    know no others; what: which, in words; knows: whether they know the layers of a model as its pattern lists them. Raises
+    SettingsError for another pattern.
     """
     with merged_first(path, out) as path:
         with Reader(path) as reader:
-            seen = as_transformer(reader.state, what)
+            seen = None if knows(config_of(reader.state["config"])) else as_transformer(reader.state, what)
         if seen is None:
             yield path
             return

@@ -22,7 +22,9 @@ ELSEWHERE = frozenset(
     summary_first_dropout summary_proj_to_labels summary_type summary_use_proj initializer_factor
     initializer_range classifier_dropout n_ctx max_window_layers embd_pdrop dense_act_fn layer_types
     _sliding_window_pattern sliding_window_pattern original_max_position_embeddings rope_theta rope_parameters
-    partial_rotary_factor initial_context_length experts_per_token""".split()
+    partial_rotary_factor initial_context_length experts_per_token chunk_size expand mamba_ssm_cache_dtype
+    num_logits_to_keep rescale_prenorm_residual time_step_floor time_step_max time_step_min time_step_rank
+    use_mamba_kernels""".split()
 )
 
 

@@ -14,6 +14,7 @@ it ends, unless samples name their documents themselves. b: batch, s: sequence.
 (array([[0, 0, 0, 1, 1]], dtype=int32), array([[0, 1, 2, 0, 1]]), array([[1., 1., 0., 1., 1.]], dtype=float32))"""
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Optional
 
 import numpy as np
 
@@ -117,3 +118,33 @@ def loss_mask(tokens: np.ndarray, eod: int) -> np.ndarray:
     The end of a document is predicted; the first token of the next document is not.
     """
     return (tokens != eod).astype(np.float32)
+
+
+def ahead(
+    rows: np.ndarray, depths: int, mask: Optional[np.ndarray], documents: Optional[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What multi-token prediction needs of samples: (tokens, labels, weights of their losses), [depths, b, s] each.
+
+    Depth k (from 1) has at a position the token k places later, and as its label the token after that. Both are of the same
+    document, or the loss does not count. The weights of a sample's tokens have the sum that `mask` has for it, so that each
+    depth has the mean of its own tokens, and none depends on how samples are grouped.
+
+    rows: [b, s + 1] ids; mask: [b, s], or None if all tokens count; documents: [b, s], or None for one document
+
+    >>> tokens, labels, weights = ahead(np.array([[5, 6, 7, 8]]), 1, None, None)
+    >>> tokens.tolist(), labels.tolist(), weights.tolist()
+    ([[[6, 7, 0]]], [[[7, 8, 0]]], [[[1.5, 1.5, 0.0]]])
+    """
+    b, s = rows.shape[0], rows.shape[1] - 1
+    counted = np.ones((b, s), np.float32) if mask is None else mask
+    documents = np.zeros((b, s), np.int32) if documents is None else documents
+    tokens, labels = (np.zeros((depths, b, s), np.int64) for _ in range(2))
+    weights = np.zeros((depths, b, s), np.float32)
+    for k in range(1, min(depths, s - 1) + 1):
+        same = documents[:, k:] == documents[:, :-k]
+        tokens[k - 1, :, :-k] = np.where(same, rows[:, k:-1], 0)
+        labels[k - 1, :, :-k] = np.where(same, rows[:, k + 1 :], 0)
+        own = np.where(same, counted[:, k:], 0)
+        total = own.sum(1, keepdims=True)
+        weights[k - 1, :, :-k] = own * np.divide(counted.sum(1, keepdims=True), total, where=total > 0, out=total * 0)
+    return tokens, labels, weights

@@ -40,6 +40,8 @@ class MicroBatch:
     document_starts [b, s] int32: position of the first token of each token's document, of all rows; always in host
                     memory, because kernel launches need it there. None: computed from `document_ids`
     whole_tokens    if the rank has some of the rows: number of tokens of all rows that count, fp32 scalar
+    ahead           for multi-token prediction: tokens, labels and weights of their losses (`batch_arrays.ahead`), each
+                    [depths, s, b]; or None
     hash            of samples and tokens, for the ledger (data/sampler.py)
     arrays          for recipes with named arrays (`Recipe.arrays`): name -> [length, b], or [b]. Tokens are the first of
                     them then; labels and loss mask have their names
@@ -53,6 +55,7 @@ class MicroBatch:
     document_ids: Optional[torch.Tensor] = None
     document_starts: Optional[np.ndarray] = None
     whole_tokens: Optional[torch.Tensor] = None
+    ahead: Optional[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = None
     hash: tuple[int, int] = (0, 0)
     arrays: Optional[Mapping[str, torch.Tensor]] = None
 
@@ -84,12 +87,11 @@ class MicroBatch:
         if self.arrays is not None:
             arrays = {name: function(tensor) for name, tensor in self.arrays.items()}
             return named_batch(arrays, self.samples, self.hash)
-        others = ("samples", "document_starts", "hash", "arrays")
+        others = ("samples", "document_starts", "ahead", "hash", "arrays")
         names = [field.name for field in fields(self) if field.name not in others]
         tensors = {name: getattr(self, name) for name in names}
-        return replace(
-            self, **{name: tensor if tensor is None else function(tensor) for name, tensor in tensors.items()}
-        )
+        mapped = {name: tensor if tensor is None else function(tensor) for name, tensor in tensors.items()}
+        return replace(self, ahead=self.ahead and tuple(map(function, self.ahead)), **mapped)
 
 
 def named_batch(
@@ -127,6 +129,7 @@ class MicroBatchLoader:
         collate: Optional[Callable[[list], Sequence]] = None,
         arrays: Optional[Mapping[str, SampleArray]] = None,
         refuse: batch_arrays.Refuse = lambda ids, where: None,
+        depths: int = 0,
     ):
         """seq_length, vocab_size: every sample is checked against these. cp_rank, cp_size: select the rank's rows of its
         samples.
@@ -136,6 +139,7 @@ class MicroBatchLoader:
         collate: items of the dataset -> as many samples, as `sample` returns them (`Recipe.collate`); --collate-fn
         overrides it
         arrays: the arrays of samples that are dicts (`Recipe.arrays`)
+        depths: of multi-token prediction (`MicroBatch.ahead`)
         refuse: (ids, their sample) -> raises DataError, in the words of the tokenizer, if one is out of the vocabulary
         """
         wanting = [
@@ -153,7 +157,7 @@ class MicroBatchLoader:
             self.collate = import_callable(
                 "--collate-fn", data.collate_fn, "a function that makes samples of what it is given"
             )
-        self.arrays, self.refuse = arrays, refuse
+        self.arrays, self.refuse, self.depths = arrays, refuse, depths
         self.pool = ThreadPoolExecutor(data.num_workers, "batches") if data.num_workers > 0 else None
         self.ahead: dict[tuple[int, int], Future] = {}  # (consumed, micro) -> prefetched micro-batch
 
@@ -188,11 +192,12 @@ class MicroBatchLoader:
         documents, restart, apart = self._documents(tokens, [sample.documents for sample in samples])
 
         def column_major(array):
-            return torch.from_numpy(np.ascontiguousarray(array.T))  # [b, s] -> [s, b]
+            return torch.from_numpy(np.ascontiguousarray(array.swapaxes(-1, -2)))  # [..., b, s] -> [..., s, b]
 
         if self.whole and positions.stop > len(self.dataset):
             loss_mask = np.ones(tokens.shape, np.float32) if loss_mask is None else loss_mask
             loss_mask[np.asarray(positions) >= len(self.dataset)] = 0.0
+        ahead = batch_arrays.ahead(rows, self.depths, loss_mask, documents) if self.depths else None
         whole_tokens = None
         if self.cp_size > 1:
             whole_tokens = torch.full((), float(tokens.size if loss_mask is None else loss_mask.sum()))
@@ -206,6 +211,7 @@ class MicroBatchLoader:
             document_ids=column_major(documents) if apart else None,
             document_starts=batch_arrays.document_starts(documents) if apart else None,
             whole_tokens=whole_tokens,
+            ahead=ahead and tuple(column_major(array[:, :, own]) for array in ahead),
         )
         return batch.pinned() if self.pin_memory else batch
 

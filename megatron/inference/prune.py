@@ -108,6 +108,12 @@ class Network:
         """
         before = ModelSizes.of(self.model)
         kinds = changed_units(before, sizes)
+        if self.model.depths:
+            raise SettingsError(
+                f"the model has depths of multi-token prediction, --mtp-num-layers {self.model.depths}",
+                "they would keep their sizes",
+                "prune a model that was trained without them",
+            )
         if self.model.linear is not None:
             raise SettingsError(
                 f"the model has special linear layers, --linear {self.model.linear}",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Optional
 
-from megatron.model.kinds.table import Mixer
+from megatron.model.kinds.mixer import Mixer
 from megatron.model.layer_ops import ATTENTION, NORM, Kernel, LayerOp, RankSetup
 from megatron.model.weights import Table, add_prefix, norm
 from megatron.settings.schema import Model

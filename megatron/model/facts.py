@@ -24,10 +24,20 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.errors import SettingsError
 from megatron.model.branches import Branch, LayerKind, branch_ops, branch_weights
-from megatron.model.layer_ops import ATTENTION, LAYER, Collective, CoreAttention, LayerOp, Product, RankSetup, Residual
+from megatron.model.layer_ops import (
+    ATTENTION,
+    LAYER,
+    Collective,
+    CoreAttention,
+    Kernel,
+    LayerOp,
+    Product,
+    RankSetup,
+    Residual,
+)
 from megatron.model.linear_kinds import WEIGHT, Chosen, chosen_of, linear_layers, with_own_weights
 from megatron.model.lora import PAIR
-from megatron.model.weights import Table, Unit, add_prefix, logical, norm, positions, vocab_embedding
+from megatron.model.weights import Table, Unit, add_prefix, logical, norm, positions, replicated, vocab_embedding
 from megatron.mpu.placement import EXPERT_AXES, Normal, Placement, elements
 from megatron.mpu.selection import Selection
 from megatron.settings.kernel_sizes import LossChunks
@@ -35,6 +45,7 @@ from megatron.settings.schema import Model, Parallel
 
 Bytes = Counter  # kind -> bytes
 PROJECTIONS = "hidden_projections"
+AHEAD = "mtp"  # the units of multi-token prediction: `mtp.0`, ...
 OUTPUT = "output"  # the output layer, in `RankSetup.frozen`
 
 
@@ -94,23 +105,20 @@ class Facts:
 
     def layer_kind(self, layer: int) -> LayerKind:
         """The kind of a layer; layers of one kind have equal weights and ops."""
+        if layer >= self.num_layers:  # all depths of multi-token prediction have the same layers
+            layer = self.num_layers + (layer - self.num_layers) % len(self.layers_ahead)
         return self._kinds_in_order[layer]
 
     @cached_property
     def _kinds_in_order(self) -> tuple[LayerKind, ...]:
-        layers = range(self.num_layers)
-        return tuple(LayerKind(self.branches(layer), self.overrides(layer)) for layer in layers)
+        layers = range(self.layers_ahead.stop)
+        own = lambda layer: self.overrides(min(layer, self.num_layers - 1))
+        return tuple(LayerKind(self.branches(layer), own(layer)) for layer in layers)
 
     @property
     def layer_kinds(self) -> frozenset[LayerKind]:
         """The kinds of all layers."""
         return _kinds(self)
-
-    @property
-    def stateful(self) -> list[str]:
-        """The names of kinds whose layers have states of texts, which no cache of generation holds."""
-        mixers = {mixer for kind in self.layer_kinds for branch in kind.branches for mixer in branch.mixers}
-        return sorted(mixer.name for mixer in mixers if mixer.stateful)
 
     def divisible_by_tp(self) -> dict[str, int]:
         """The sizes that tensor parallelism divides: name -> number."""
@@ -232,6 +240,12 @@ class Facts:
         mixers = ((kind, mixer) for kind in kinds for branch in kind.branches for mixer in branch.mixers)
         return sum(mixer.cached(kind.settings(self.settings), tp) for kind, mixer in mixers)
 
+    def state_bytes(self, layers: Sequence[int], tp: int, element: int) -> int:
+        """Bytes of a text's states that a rank with these layers keeps in generation. element: bytes of activations"""
+        kinds = map(self.layer_kind, layers)
+        mixers = ((kind, mixer) for kind in kinds for branch in kind.branches for mixer in branch.mixers)
+        return sum(mixer.state(kind.settings(self.settings), tp, element) for kind, mixer in mixers)
+
     @property
     def caches_heads(self) -> bool:
         """Whether what layers cache are a key and a value of each key-value head."""
@@ -256,6 +270,11 @@ class Facts:
         """Whether the output layer shares the embedding's weight."""
         return not self.settings.untie_embeddings_and_output_weights
 
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the last stage has the embedding, too: as its output layer, or for multi-token prediction."""
+        return self.tied or self.settings.depths > 0
+
     def units(self, layers: Sequence[int], first: bool, last: bool, sequence_parallel: bool = False) -> list[Unit]:
         """The units of a pipeline stage, in the order in which its module registers them."""
         sp = sequence_parallel
@@ -265,7 +284,7 @@ class Facts:
 
     def front_units(self, sequence_parallel: bool) -> list[Unit]:
         """The units before the layers."""
-        m, ends = self.settings, ("first", "last") if self.tied else ("first",)
+        m, ends = self.settings, ("first", "last") if self.shares_embedding else ("first",)
         units = [Unit("embedding.word", vocab_embedding(m, self.vocab_size), ends=ends)]
         inside = self.embedding_weights(sequence_parallel)
         return [*units, Unit("embedding", inside, ends=("first",))] if inside else units
@@ -279,7 +298,31 @@ class Facts:
         """The units after the layers."""
         m = self.settings
         units = [Unit("final_norm", norm(m, m.hidden_size, sequence_parallel), ends=("last",))]
-        return units if self.tied else [*units, Unit("output", vocab_embedding(m, self.vocab_size), ends=("last",))]
+        if not self.tied:
+            units.append(Unit("output", vocab_embedding(m, self.vocab_size), ends=("last",)))
+        depths = range(m.depths)
+        return units + [
+            Unit(f"{AHEAD}.{depth}", self.depth_weights(sequence_parallel), ends=("last",)) for depth in depths
+        ]
+
+    def depth_weights(self, sequence_parallel: bool) -> Table:
+        """The weights of a depth of multi-token prediction: norms of what it reads, the matrix [h, 2 h] from both to hidden
+        states, its layers, and their norm.
+        """
+        m, sp = self.settings, sequence_parallel
+        of_norm = norm(m, m.hidden_size, sp)
+        table = {**add_prefix("enorm", of_norm), **add_prefix("hnorm", of_norm)}
+        table |= add_prefix(
+            "eh_proj", replicated(2 * m.hidden_size, m.hidden_size, m.init_method_std, bias=False, sequence_parallel=sp)
+        )
+        for number, layer in enumerate(self.layers_ahead):
+            table |= add_prefix(f"layers.{number}", self.layer_weights(self.layer_kind(layer), sp))
+        return table | add_prefix("final_norm", of_norm)
+
+    @property
+    def layers_ahead(self) -> range:
+        """The numbers of the layers of a depth of multi-token prediction, after those of the network."""
+        return self.settings.layers_ahead
 
     def projections(self, layers: Sequence[int], sequence_parallel: bool) -> list[Unit]:
         """The matrices from these layers' outputs to a teacher's hidden size, [its h, h] (--kd-hidden-projections)."""
@@ -325,7 +368,12 @@ class Facts:
         and an earlier key count, half of them, as in Megatron-LM today.
         """
         layers = sum(self.layer_flops(layer, seen) for layer in range(self.num_layers))
-        return 3.0 * (layers / self.seq_length + self.output_flops)
+        return 3.0 * (layers / self.seq_length + self.output_flops + self.settings.depths * self._depth_flops(seen))
+
+    def _depth_flops(self, seen: bool) -> float:
+        """FLOPs of a depth of multi-token prediction, per token, forward."""
+        layers = sum(self.layer_flops(layer, seen) for layer in self.layers_ahead)
+        return layers / self.seq_length + 4.0 * self.settings.hidden_size**2 + self.output_flops
 
     def trained_flops(self, selection: Selection, seen: bool = False) -> float:
         """`flops` of a run with frozen weights, which have no products for gradients, and with the products of adapters."""
@@ -376,8 +424,23 @@ class Facts:
             kept["dropout masks"] += x.add().kept
         if last:
             kept["norms"] += Residual(self.settings, share, self.loss_tokens(share)).norm().kept
-            kept["output layer and loss"] += self.loss_saved_bytes(share)
+            kept["output layer and loss"] += (1 + self.settings.depths) * self.loss_saved_bytes(share)
         return kept
+
+    def depth_ops(self, share: RankSetup) -> tuple[LayerOp, ...]:
+        """The ops of a depth of multi-token prediction besides those of its layers and of the output layer."""
+        x, e = Residual(self.settings, share, self.loss_tokens(share)), share.element
+        rows = x.elements // x.h
+        joined = Product(
+            "multi-token prediction", rows, 2 * x.h, x.h, kept=2 * rows * x.h * e, given=2 * rows * x.h * e
+        )
+        embedded = Kernel("token numbers", kept=8 * x.tokens + (x.tokens if share.tp > 1 else 0) + x.add().kept)
+        return x.summed, embedded, x.norm(), x.norm(), joined, x.norm()
+
+    @property
+    def designs_ahead(self) -> list[LayerDesign]:
+        """The designs of the layers of a depth of multi-token prediction, which have plain products."""
+        return [LayerDesign(self.layer_kind(layer)) for layer in self.layers_ahead]
 
     def layer_workspace(self, share: RankSetup, kind: LayerKind, modules: Sequence[str] = (), together: int = 1) -> int:
         """Peak bytes of a layer's backward pass in addition to saved ones; `together` layers are recomputed at a time."""

@@ -11,6 +11,8 @@ from megatron.settings.schema import Model
 Tensors = list[torch.Tensor]
 FUSED = ("phi3",)  # queries, keys and values are one tensor, and so are gate and values of the MLP
 
+MIXERS = ("mamba2", "nemotron_h")  # a layer has a norm and a `mixer`, whatever its kind
+
 
 class Match(NamedTuple):
     """A tensor of ours and the tensors of theirs with the same values.
@@ -23,6 +25,11 @@ class Match(NamedTuple):
     to_ours: Callable[[Tensors], torch.Tensor] = lambda theirs: theirs[0]
     to_theirs: Callable[[torch.Tensor], Tensors] = lambda ours: [ours]
     exact: bool = False
+
+
+def module_of(kind: str, layer: str, name: str) -> str:
+    """The prefix of the names of a layer's module: `model.layers.7.self_attn.`."""
+    return f"{layer}{'mixer' if kind in MIXERS else name}."
 
 
 def linear_matches(model: Model, ours: str, theirs: str) -> list[Match]:

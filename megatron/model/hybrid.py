@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from typing import Any, Optional
 
 from megatron.errors import SettingsError, UsageError
-from megatron.model.kinds.table import KINDS, Mixer
+from megatron.model.kinds.mixer import Mixer
+from megatron.model.kinds.table import KINDS
 from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import TRAINING, default_chunks
 from megatron.settings.declare import dashed
-from megatron.settings.hybrid_pattern import CUT, FLAG, LayerPattern, read_pattern
+from megatron.settings.hybrid_pattern import AHEAD, CUT, FLAG, LayerPattern, read_pattern, spread_evenly
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config
 
@@ -30,20 +31,40 @@ OTHER_CUTS = (
 
 def with_pattern(config: Config) -> Config:
     """`Recipe.normalize_config` of models whose layers a pattern may list. Raises SettingsError."""
+    config = _spread(config)
     text = config.model.hybrid_layer_pattern
     if text is None:
         return config
     pattern = read_pattern(text, {kind.symbol: kind.name for kind in kinds_of(config).values() if kind.symbol})
-    if pattern.depths:
+    if config.model.depths and not pattern.depths:
         raise SettingsError(
-            f"{FLAG} {text}: /{pattern.ahead} are layers of multi-token prediction",
-            "this suite's models predict one token",
-            f"leave out what follows the first /, as in {text.partition('/')[0]}",
+            f"{FLAG} {text} lists no layers of the depths of --mtp-num-layers {config.model.depths}",
+            f"each depth is a {AHEAD} and its layers",
+            f"add them, as in {text.rstrip(AHEAD)}{f'{AHEAD}*-' * config.model.depths}, or leave --mtp-num-layers out",
         )
-    layers = dict(hybrid_layer_pattern=pattern.letters, num_layers=len(pattern.letters))
+    layers = dict(hybrid_layer_pattern=pattern.uncut, num_layers=len(pattern.letters))
+    if pattern.depths:
+        layers |= dict(mtp_num_layers=pattern.depths)
     for kind in kinds_of(config).values():
         layers |= dict(kind.listed) if kind.symbol and kind.symbol in pattern.letters else {}
     return config.derive(FLAG, **layers, **_stages(config, pattern))
+
+
+def _spread(config: Config) -> Config:
+    """The pattern that --hybrid-attention-ratio and --hybrid-mlp-ratio stand for."""
+    m, shares = config.model, (config.model.hybrid_attention_ratio, config.model.hybrid_mlp_ratio)
+    if not any(shares) or not all(0 <= share <= 1 for share in shares):  # what is out of range, the rules report
+        return config
+    given = (config.given(name) for name in ("hybrid_attention_ratio", "hybrid_mlp_ratio"))
+    words = " and ".join(one.words for one in given if one)
+    if m.hybrid_layer_pattern is not None:
+        raise SettingsError(
+            f"{FLAG} {m.hybrid_layer_pattern} and {words} both say what the layers are", do="give the pattern alone"
+        )
+    if sum(shares) > 1:
+        raise SettingsError(f"{words}: together they are more than all layers", do="lower one of them")
+    pattern = spread_evenly(m.num_layers, *shares)
+    return config.derive(words, hybrid_layer_pattern=pattern, hybrid_attention_ratio=0.0, hybrid_mlp_ratio=0.0)
 
 
 def kinds_of(config: Config) -> Mapping[str, Mixer]:

@@ -18,13 +18,15 @@ from megatron.errors import SettingsError
 from megatron.model.branches import Branch
 from megatron.model.facts import Facts
 from megatron.model.hybrid import kinds_of
-from megatron.model.kinds.table import PLACES, Mixer, of_letter
+from megatron.model.kinds.mixer import PLACES, Mixer
+from megatron.model.kinds.table import of_letter
 from megatron.model.recipe import config_of, facts_of
 from megatron.settings.hybrid_pattern import FLAG, letters_of
 from megatron.settings.schema import Config
 
 Rename = Callable[[str], str]
 Pairs = tuple[tuple[int, int], ...]  # of each transformer layer: the layers of a pattern that are its two branches
+COUNTING = ("no_rope_freq", "window_attn_skip_freq")  # settings of `Model.overrides` that count layers
 PART = re.compile(r"\bblocks\.(\d+)\.(\w+)")  # a layer, and one of its modules
 
 
@@ -52,6 +54,10 @@ def seen_as(config: Config, state: Mapping[str, Any]) -> Optional[tuple[Rename, 
         return None
     if config.model.lora_rank or saved.get("lora_rank"):  # the base of adapters keeps its names
         return None
+    if config.model.depths or saved.get("mtp_num_layers"):
+        return None
+    if config.model.depths:  # layers of multi-token prediction keep theirs, too
+        return None
     pairs = pairs_of(letters, kinds_of(config))
     if not pairs or not in_turn(letters, pairs) and not (config.model.letters and config.checkpoint.finetune):
         return None
@@ -75,7 +81,8 @@ def _names(paired: Facts, lettered: Facts, pairs: Pairs) -> Optional[dict[tuple[
         products = {}
         for place, (branch, n) in enumerate(zip(paired.branches(layer), both)):
             (own,) = lettered.branches(n)
-            if branch != own or dict(paired.overrides(layer)) != dict(lettered.overrides(n)):
+            other = branch.mixes_tokens and dict(paired.overrides(layer)) != dict(lettered.overrides(n))
+            if branch != own or other:
                 return None
             products |= dict(lettered.products(n))
             found |= dict.fromkeys(((layer, part) for part in _parts(branch)), place)
@@ -99,7 +106,7 @@ def _renaming(table: Mapping[tuple[int, str], int]) -> Rename:
 def _with_layers(state: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """The state of a checkpoint, with the settings of a run that say which layer is what."""
     of_kinds = (kind.chooses((True,)) for kind in kinds_of(config).values())
-    names = ["num_layers", "hybrid_layer_pattern", *(name for settings in of_kinds for name in settings)]
+    names = ["num_layers", "hybrid_layer_pattern", *COUNTING, *(name for settings in of_kinds for name in settings)]
     own = {name: getattr(config.model, name) for name in names}
     record = state["config"]
     return {**state, "config": {**record, "model": {**record["model"], **own}}}

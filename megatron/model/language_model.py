@@ -20,15 +20,16 @@ from megatron.fused_kernels import run_probes
 from megatron.fused_kernels.autocast import Autocast, autocast_of
 from megatron.fused_kernels.gpu.flash_version import use_flash_attention
 from megatron.model.context import LayerSetup
-from megatron.model.facts import PROJECTIONS, Facts
+from megatron.model.facts import AHEAD, PROJECTIONS, Facts
 from megatron.model.graph_dump import dumping_backend
 from megatron.model.layer import Layer, Sums, added
 from megatron.model.linear_products import products_of
+from megatron.model.mtp import PredictionDepth
 from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions
-from megatron.model.recipe import KD_HIDDEN_LOSS, KD_LOSS, LM_LOSS, Z_LOSS
+from megatron.model.recipe import KD_HIDDEN_LOSS, KD_LOSS, LM_LOSS, Z_LOSS, mtp_loss
 from megatron.model.recompute import recompute as recomputed
-from megatron.model.recompute_plan import recompute_groups
+from megatron.model.recompute_plan import last_modules, recompute_groups
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu import mappings
 from megatron.mpu.context_parallel import AttentionSharing, attention_sharing, own_rows
@@ -125,8 +126,11 @@ class LanguageModel(nn.Module):
         self.recompute_groups = recompute_groups(layers, recompute or Recompute())
         modules = {n: group.modules for group in self.recompute_groups for n in group.layers}
         self.blocks = nn.ModuleDict({str(n): self.build_layer(n, tables[f"blocks.{n}"], modules[n]) for n in layers})
+        depths = range(model.depths if last else 0)
+        again = last_modules(layers, recompute or Recompute())
+        self.mtp = nn.ModuleList(self.build_depth(n, tables[f"{AHEAD}.{n}"], again) for n in depths)
         self.overlap = autocast is None  # as in `ColumnParallelLinear`, for the output layer
-        for module in self.blocks.modules() if autocast else ():
+        for module in (*self.blocks.modules(), *self.mtp.modules()) if autocast else ():
             if hasattr(module, "overlap"):
                 module.overlap = False
             if hasattr(module, "region"):
@@ -206,6 +210,22 @@ class LanguageModel(nn.Module):
         settings = self.facts.settings
         return Embedding(settings, mesh, tables, self.seed, self.sequence_parallel, **self.factory_kwargs)
 
+    def build_depth(self, depth: int, weights: Table, recompute: tuple[str, ...]) -> nn.Module:
+        """Build a depth of multi-token prediction, from 0."""
+        return PredictionDepth(
+            self.facts,
+            depth,
+            weights,
+            lambda layer, table: self.build_layer(layer, table, recompute),
+            tp=self.tp,
+            cp=self.cp,
+            seed=self.seed,
+            sequence_parallel=self.sequence_parallel,
+            modules=recompute,
+            region=self.region,
+            **self.factory_kwargs,
+        )
+
     def context(self, batch) -> Any:
         """The input that all layers of a pass share, from the micro-batch."""
         return batch
@@ -242,8 +262,9 @@ class LanguageModel(nn.Module):
         labels: torch.Tensor,
         mask: Optional[torch.Tensor],
         teacher: Optional[DistillationLoss] = None,
+        z_loss: Optional[float] = None,
     ) -> tuple[torch.Tensor, ...]:
-        """`linear_cross_entropy` of the output layer."""
+        """`linear_cross_entropy` of the output layer. z_loss: its coefficient (default: --z-loss-coeff)"""
         tp = self.tp if self.overlap and self.tp.size > 1 else None
         return linear_cross_entropy(
             rows,
@@ -255,7 +276,7 @@ class LanguageModel(nn.Module):
             tp=self.tp,
             label_smoothing=self.label_smoothing if self.training else 0.0,
             softcap=self.softcap,
-            z_loss=self.z_loss,
+            z_loss=self.z_loss if z_loss is None else z_loss,
             chunk=self.kernels.cross_entropy_chunk,
             deferred=self.weight_grad_store,
             unfused=not self.kernels.cross_entropy_loss_fusion,
@@ -324,13 +345,22 @@ class LanguageModel(nn.Module):
         x, sums = self.trunk(x, batch)
         if not self.last:
             return x, sums
-        sums = {**sums, **self.head_sums(x, batch)}
+        sums = added(sums, self.head_sums(x, batch))
         x = self.word_states(x)
         return (self.gather_input(x, self.tp) if gather else x), sums
 
     def head_sums(self, x: torch.Tensor, batch) -> Sums:
         """Sums over tokens of heads other than the output layer, from the last stage's states [s or s/tp, b, h]."""
-        return {}
+        if not self.mtp or batch.ahead is None:
+            return {}
+        context, places, total = self.context(batch), self.positions(len(batch.tokens), batch.position_ids), {}
+        most = self.facts.settings.position_table - 1
+        for depth, (part, tokens, labels, weights) in enumerate(zip(self.mtp, *batch.ahead)):
+            x, sums = part(x, self.embedding.embed(tokens, (places + depth + 1).clamp(max=most)), context)
+            rows = (x if self.overlap else self.gather_input(x, self.tp)).flatten(0, 1)
+            loss, *_ = self.cross_entropy(rows, labels.flatten(), weights.flatten(), z_loss=0.0)
+            total = added(total, {mtp_loss(depth): loss, **sums})
+        return total
 
     def word_states(self, x: torch.Tensor) -> torch.Tensor:
         """The input of the output layer, from the last stage's hidden states."""
@@ -360,7 +390,7 @@ class LanguageModel(nn.Module):
 
     def sharing(self, layer: int) -> AttentionSharing:
         """How context parallel ranks share the attention of a layer."""
-        comm_type = self.cp_comm_type[layer if len(self.cp_comm_type) > 1 else 0]
+        comm_type = self.cp_comm_type[min(layer, len(self.cp_comm_type) - 1)]
         if any(mixer.all_rows for branch in self.facts.branches(layer) for mixer in branch.mixers):
             comm_type = "a2a"
         return attention_sharing(self.cp, comm_type, *self.cp_levels)
@@ -457,6 +487,10 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, samples) -> torch.Tensor:
         """tokens [s, b], position_ids [s, b or 1]."""
+        return self.dropout(self.embed(tokens, position_ids), samples)
+
+    def embed(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """`forward` without dropout."""
         x = self.word(tokens)
         if self.scale is not None:
             x = x * self.scale
@@ -464,4 +498,4 @@ class Embedding(nn.Module):
             if self.sequence_parallel:
                 position_ids = position_ids.chunk(self.tp.size)[self.tp.rank]
             x = x + self.position(position_ids)
-        return self.dropout(x, samples)
+        return x

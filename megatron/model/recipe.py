@@ -53,7 +53,7 @@ class Recipe:
     optimizers:     its own optimizers: name for --optimizer -> `optimizer.kinds.Kind` with `update`
     linears:        its own kinds of linear layers: name for --linear PATTERN=KIND -> a subclass of
                     `mpu.linear_product.LinearProduct`
-    kinds:          its own kinds of mixers, and those that replace the suite's: name -> `model.kinds.table.Mixer`
+    kinds:          its own kinds of mixers, and those that replace the suite's: name -> `model.kinds.mixer.Mixer`
     experts:        its own router, dispatcher and ways to balance, for layers with experts: `experts.parts.ExpertParts`
     sums:           name of a sum over tokens that stages return -> its weight in the loss; 0: only logged;
                     or (config) -> such weights. `sums_of` adds those that all models have
@@ -121,6 +121,11 @@ class Recipe:
         own = self.linears or self.kinds or self.experts is not None
         model = {"model": model_group(self.linears, self.experts, self.kinds)} if own else {}
         return {**self.groups, **model, "optimizer": optimizer_group(self.schedules, self.optimizers)}
+
+
+def mtp_loss(depth: int) -> str:
+    """The name of the sum of the losses of a depth of multi-token prediction, as Megatron-LM logs it. depth: from 0"""
+    return f"mtp_{depth + 1} loss"
 
 
 def recipe_of(config: Config) -> Recipe:
@@ -191,8 +196,11 @@ def sums_of(recipe: Recipe, config: Config) -> dict[str, float]:
                 f"Recipe.sums of {recipe.model_type}: the weight of {name!r} is {weight!r}",
                 do="give a finite number; 0 for a sum that is only logged",
             )
-    z_loss = {Z_LOSS: config.model.z_loss_coeff} if config.model.z_loss_coeff else {}
-    return {**own, **z_loss, **_distilled(recipe, own, config.distillation)}
+    m = config.model
+    more = {Z_LOSS: m.z_loss_coeff} if m.z_loss_coeff else {}
+    if m.depths and own.get(LM_LOSS):
+        more |= {mtp_loss(depth): m.mtp_loss_scaling_factor / m.depths for depth in range(m.depths)}
+    return {**own, **more, **_distilled(recipe, own, config.distillation)}
 
 
 def _distilled(recipe: Recipe, own: Mapping[str, float], settings: Distillation) -> dict[str, float]:

@@ -45,3 +45,9 @@ def recompute_groups(layers: Sequence[int], settings: Recompute) -> list[Recompu
         modules, step = (settings.modules, size) if recomputed else ((), 1)
         groups += [RecomputeGroup(members[at : at + step], modules) for at in range(0, len(members), step)]
     return groups
+
+
+def last_modules(layers: Sequence[int], settings: Recompute) -> tuple[str, ...]:
+    """The recomputed parts of the last of these layers; the depths of multi-token prediction after it have the same."""
+    groups = recompute_groups(layers, settings)
+    return groups[-1].modules if groups else ()

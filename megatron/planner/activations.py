@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from megatron.model.facts import Bytes, Facts, LayerDesign
-from megatron.model.layer_ops import RankSetup
-from megatron.model.recompute_plan import recompute_groups
+from megatron.model.layer_ops import LAYER, RankSetup, Residual
+from megatron.model.recompute_plan import last_modules, recompute_groups
 from megatron.planner.layout import Job, Layout
 from megatron.settings.schema import Recompute
 
@@ -29,7 +29,24 @@ def _stage_saved_bytes(
         for name, size in _layer_saved_bytes(facts, share, design, modules).items():
             kept[name] += count * size
     kept.update(facts.ends_saved_bytes(share, first, last))
+    if last and facts.settings.depths:
+        for name, size in _depth_saved_bytes(facts, share, last_modules(layers, settings)).items():
+            kept[name] += facts.settings.depths * size
     return kept
+
+
+def _depth_saved_bytes(facts: Facts, share: RankSetup, modules: tuple[str, ...]) -> Bytes:
+    """Bytes that a depth of multi-token prediction saves, besides its loss."""
+    kept = Bytes()
+    if LAYER in modules:  # it is recomputed whole, from two inputs, of which one went through dropout
+        kept["inputs of recomputed layers"] += 2 * Residual(facts.settings, share, facts.loss_tokens(share)).nbytes
+        kept["token numbers"] += sum(op.kept for op in facts.depth_ops(share) if op.name == "token numbers")
+        return kept
+    for design in facts.designs_ahead:
+        kept.update(_layer_saved_bytes(facts, share, design, modules))
+    for op in facts.depth_ops(share):
+        kept[op.name] += op.kept
+    return +kept  # without those of 0 bytes
 
 
 @lru_cache(maxsize=65536)

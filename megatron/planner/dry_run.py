@@ -123,10 +123,11 @@ def _stages(job: Job, layout: Layout, needed, cluster: Cluster, width: int) -> s
     """The layers and the memory of each pipeline rank."""
     from megatron.planner.parameters import rank_units
 
-    pipeline, rows = layout.pipeline(job.facts.num_layers), []
+    pipeline, rows, depths = layout.pipeline(job.facts.num_layers), [], job.facts.settings.depths
+    last = "output, loss" + f", {several(depths, 'depth')} further ahead" * bool(depths)
     for rank in range(layout.pp):
         own = [_range(pipeline.layers[stage]) for stage in pipeline.stages_of(rank)]
-        ends = ["embedding"] * (pipeline.stages[0][0] == rank) + ["output, loss"] * (pipeline.stages[-1][0] == rank)
+        ends = ["embedding"] * (pipeline.stages[0][0] == rank) + [last] * (pipeline.stages[-1][0] == rank)
         parameters = sum(unit.elements for unit in rank_units(job, layout, rank))
         total = needed[rank].total
         rows.append(

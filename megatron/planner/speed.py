@@ -323,9 +323,23 @@ def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster:
         softmax = LOSS_BYTES * n * rows * d.unfused / d.bandwidth
         # The loss computes its gradients in the forward pass, except the weight's.
         of_weight = 0.0 if OUTPUT in share.frozen else product
-        total += Pass(2 * product + softmax + tp_seconds * sp, of_weight + tp_seconds, tp_seconds * (1 + sp))
+        losses = Pass(2 * product + softmax + tp_seconds * sp, of_weight + tp_seconds, tp_seconds * (1 + sp))
+        total += losses.times(1 + facts.settings.depths)
+        if facts.settings.depths:
+            total += _depth(job, share, layers[-1][0][1] if layers else (), cluster).times(facts.settings.depths)
         total += _teacher(job.teacher, share, cluster) if job.teacher else Pass()
     return total
+
+
+def _depth(job: Job, share: RankSetup, modules: tuple[str, ...], cluster: Cluster) -> Pass:
+    """A micro-batch through a depth of multi-token prediction, without its loss."""
+    total = Pass()
+    for design in job.facts.designs_ahead:
+        total += _layer(job, share, design.kind, modules, cluster)
+    ops, d = job.facts.depth_ops(share), cluster.device
+    seconds = sum(arithmetic_seconds(job, op, d) for op in ops)
+    moved = d.unfused * sum(op.moved for op in ops if isinstance(op, Kernel)) * job.element / d.bandwidth
+    return total + Pass(seconds + moved, 2 * seconds + moved)
 
 
 def _teacher(job: Job, share: RankSetup, cluster: Cluster) -> Pass:

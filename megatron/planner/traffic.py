@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.model.layer_ops import Collective, LayerOp, Residual, ops_again
-from megatron.model.recompute_plan import recompute_groups
+from megatron.model.recompute_plan import last_modules, recompute_groups
 from megatron.mpu.placement import DATA_PARALLEL
 from megatron.planner.held_passes import starts
 from megatron.planner.layout import Job, Layout
@@ -72,7 +72,11 @@ def _in_layers(job: Job, layout: Layout, rank: int) -> list[Transfer]:
         if stage == 0:
             calls += calls_of([stream(facts.embedded_tokens(share)).summed], ())
         if stage == len(pipeline.stages) - 1 and facts.score_sums(share) is None:
-            calls += calls_of([replace(stream(facts.loss_tokens(share)).copied, overlapped=())], ())
+            copied = replace(stream(facts.loss_tokens(share)).copied, overlapped=())
+            calls += calls_of([copied] * (1 + facts.settings.depths), ())
+            modules = last_modules(pipeline.layers[stage], layout.recompute)
+            ops = [op for design in facts.designs_ahead for op in facts.layer_ops(share, design.kind)]
+            calls += [*calls_of(ops, modules), *calls_of(facts.depth_ops(share), ())] * facts.settings.depths
         for op, call in calls:
             key = op.axis, call, op.name, op.in_ring
             sent[key] += number * op.size
@@ -101,6 +105,7 @@ def _of_loss(job: Job, layout: Layout, rank: int) -> list[Transfer]:
     if (scores := job.facts.score_sums(share)) is not None:
         return [Transfer("scores", "all_reduce", "tp", number * sum(scores), number * len(scores))]
     n, chunks = job.facts.loss_tokens(share), number * job.facts.loss_chunks(share)
+    number, chunks = (one * (1 + job.facts.settings.depths) for one in (number, chunks))
     return [
         Transfer("loss", "all_gather", "tp", 4 * n * layout.tp * number, chunks),
         Transfer("loss", "all_reduce", "tp", 4 * n * number, chunks),
@@ -179,7 +184,7 @@ def _used(ends: tuple[str, ...], stage: int, stages: int) -> bool:
 
 def _shares_table(job: Job, layout: Layout, rank: int) -> bool:
     stages = layout.pipeline(job.facts.num_layers).stages
-    return job.facts.tied and len(stages) > 1 and stages[0][0] == stages[-1][0] == rank
+    return job.facts.shares_embedding and len(stages) > 1 and stages[0][0] == stages[-1][0] == rank
 
 
 def _partial(job: Job, layout: Layout, rank: int, place: Sizes) -> list[Transfer]:

@@ -48,6 +48,11 @@ class LayerPattern:
         return "".join(self.stages)
 
     @property
+    def uncut(self) -> str:
+        """The pattern without its cuts."""
+        return AHEAD.join([self.letters, *[self.ahead] * self.depths])
+
+    @property
     def stage_layers(self) -> str:
         """The number of layers of each stage, as in --pipeline-stage-layers."""
         return ",".join(str(len(stage)) for stage in self.stages)
@@ -77,6 +82,15 @@ def letters_of(text: str) -> str:
     'M-*-'
     """
     return text.partition(AHEAD)[0].replace(CUT, "")
+
+
+def letters_ahead(text: str) -> str:
+    """The characters of the layers of a depth of multi-token prediction; "" without depths.
+
+    >>> letters_ahead("M-|*-/M*/M*"), letters_ahead("M-*-/")
+    ('M*', '')
+    """
+    return text.partition(AHEAD)[2].partition(AHEAD)[0]
 
 
 def number_of_layers(said: Mapping[str, Statement]) -> Optional[int]:

@@ -52,7 +52,7 @@ def model_group(linears: Mapping[str, Any], experts: Any = None, mixers: Mapping
 
     linears: name -> subclass of `mpu.linear_product.LinearProduct`
     experts: `model.kinds.experts.parts.ExpertParts`, or None
-    mixers: name -> `model.kinds.table.Mixer`
+    mixers: name -> `model.kinds.mixer.Mixer`
 
     Raises SettingsError for invalid names and classes.
     """
@@ -62,7 +62,7 @@ def model_group(linears: Mapping[str, Any], experts: Any = None, mixers: Mapping
         if getattr(kind, "name", None) != name or not callable(getattr(kind, "weights", None)):
             raise SettingsError(
                 f"Recipe.kinds[{name!r}] is {kind!r}",
-                do=f"give a megatron.model.kinds.table.Mixer with the name {name!r}: docs/extending.md",
+                do=f"give a megatron.model.kinds.mixer.Mixer with the name {name!r}: docs/extending.md",
             )
     balancing = {} if experts is None else experts.balancing
     for name, way in balancing.items():

@@ -20,6 +20,7 @@ from megatron.settings import schema
 from megatron.settings.declare import Range, dashed, declared
 from megatron.settings.dialects.fleetx_command_line import lacks_vocabulary
 from megatron.settings.groups.tokenizer import WORD_PIECE
+from megatron.settings.hybrid_pattern import CUT
 from megatron.settings.presets import where_to_put
 from megatron.settings.rank_env import launch_command
 from megatron.settings.spelling import settings_of
@@ -577,6 +578,19 @@ REMARKS = (
         lambda s: (
             f"--seq-length {s.seq_length} is more than the {_known_positions(s)} positions of the model "
             f"(max_position_embeddings): later ones are new to it, and exports will say {s.seq_length}"
+        ),
+    ),
+    Rule(
+        lambda s: s.hybrid_layer_pattern and (said := s.settings.given("num_layers")) and said.value != s.num_layers,
+        lambda s: (
+            f"{s.settings.given('num_layers').words}: --hybrid-layer-pattern lists {s.num_layers} layers, and counts"
+        ),
+    ),
+    Rule(
+        lambda s: s.pp == 1 and (said := s.settings.given("hybrid_layer_pattern")) and CUT in str(said.value),
+        lambda s: (
+            f"{s.settings.given('hybrid_layer_pattern').words}: {CUT} cuts pipeline stages, and "
+            "--pipeline-model-parallel-size is 1"
         ),
     ),
     Rule(lambda s: not s.save, lambda s: "--save is not given: nothing of this training will be kept"),

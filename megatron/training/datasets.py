@@ -200,6 +200,7 @@ def build_batches(
             collate=recipe.collate,
             arrays=recipe.arrays and recipe.arrays(config, vocab_size),
             refuse=tokenizer.refuse if tokenizer else lambda ids, where: None,
+            depths=config.model.depths,
         )
         for dataset, sizes, whole in zip(
             datasets,

@@ -10,21 +10,27 @@ ENOUGH = 20  # tokens of an expert on average: with fewer, one without tokens ma
 
 
 def expert_loads(run) -> dict[str, list[int]]:
-    """Layer -> tokens of each expert in the last step, over all ranks: {"blocks.1": [12, 9, ...]}. {} without experts.
+    """Layer -> tokens of each expert in the last step, over all ranks: {"blocks.1": [12, 9, ...]}, and "mtp.0.layers.0" of
+    a depth of multi-token prediction. {} without experts.
 
     All ranks call it. run: `training.state.Run`
     """
     model, mesh = run.config.model, run.context.mesh
     if not model.mixture:
         return {}
-    layers = model.expert_layers
+    names = {layer: f"blocks.{layer}" for layer in model.expert_layers}
+    ahead = [model.has_experts(layer) for layer in model.layers_ahead]
+    for depth in range(model.depths):
+        first = model.num_layers + depth * len(ahead)
+        names |= {first + number: f"mtp.{depth}.layers.{number}" for number, has in enumerate(ahead) if has}
+    layers = list(names)
     loads = torch.zeros((len(layers), model.num_experts), dtype=torch.int64, device=run.context.device)
     if all(mesh.coordinates[axis] == 0 for axis in (*DATA_PARALLEL, "cp", "tp")):  # others of the stage have the same
         for module in run.optimizer.buffers.updating:
             if getattr(module, "last_load", None) is not None:
                 loads[layers.index(module.layer)] = module.last_load
     total = collectives.all_reduce(loads, mesh.world)
-    return {f"blocks.{layer}": own for layer, own in zip(layers, total.tolist())}
+    return dict(zip(names.values(), total.tolist()))
 
 
 def idle_experts(layer: str, loads: list[int], iteration: int) -> str:

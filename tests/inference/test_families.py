@@ -76,7 +76,7 @@ CASES = {  # family -> settings of its configuration class
     "dots1": dict(DOTS, num_experts_per_tok=4, n_routed_experts=8, moe_intermediate_size=24),
 }
 MIXTURES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "dots1", "gpt_oss")
-STATES = ("qwen3_next",)  # of texts, which no cache holds
+STATES = ("qwen3_next",)
 CENTRED = ("gemma", "gemma2", "gemma3_text", "qwen3_next")  # norms multiply by 1 + weight
 RARE = ("olmoe", "qwen2_moe", "qwen3_moe")  # whose parts others have, too
 MODELS = pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_greedy_texts(case, family, run_ranks):
 
     def continued(mesh=None):
         model = load_model(str(ours), mesh=mesh).model
-        more = {"use_cache": case not in STATES} if mesh is None else dict(pp=mesh.pp)
+        more = {} if mesh is None else dict(pp=mesh.pp)
         return generate(model, prompts.tolist(), Sampling(20, greedy=True), longest=64, **more)
 
     want = theirs.generate(prompts, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(prompts))

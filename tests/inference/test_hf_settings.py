@@ -77,6 +77,28 @@ BASES["gpt_oss"] = dict(
     ffn_hidden_size=32,
     moe_ffn_hidden_size=32,
 )
+MIXERS = dict(
+    OURS,
+    position_embedding_type="none",
+    swiglu=False,
+    squared_relu=True,
+    mamba_num_groups=2,
+    mamba_head_dim=8,
+    mamba_num_heads=8,
+    mamba_state_dim=6,
+    rotary_base=1e4,
+)
+BASES["mamba2"] = dict(
+    MIXERS,
+    hybrid_layer_pattern="MM",
+    num_layers=2,
+    num_attention_heads=8,
+    kv_channels=8,
+    num_query_groups=None,
+    ffn_hidden_size=None,
+    seq_length=2048,
+)
+BASES["nemotron_h"] = dict(MIXERS, hybrid_layer_pattern="M*-", num_layers=3)
 OTHER = dict(  # another value of a setting that changes what a model computes, with what gives it an effect
     rotary_percent=dict(rotary_percent=0.5),
     rotary_seq_len_interpolation_factor=dict(rotary_seq_len_interpolation_factor=3.0),
@@ -90,6 +112,7 @@ OTHER = dict(  # another value of a setting that changes what a model computes, 
     window_size=dict(window_size="5,0"),
     window_attn_skip_freq=dict(window_size="5,0", window_attn_skip_freq=2),
     attn_logit_softcapping=dict(attn_logit_softcapping=2.0),
+    hybrid_layer_pattern=dict(hybrid_layer_pattern="*-*-", num_layers=4),
     final_logit_softcapping=dict(final_logit_softcapping=3.0),
     activation_func_clamp_value=dict(activation_func_clamp_value=0.2),
     glu_linear_offset=dict(glu_linear_offset=0.5),
@@ -127,8 +150,9 @@ TRAINING = """hidden_dropout attention_dropout label_smoothing z_loss_coeff init
 ROUNDING = """quantization weight_quantize_type activation_quantize_type activation_preprocess_type weight_bits
     activation_bits quantization_layers quantization_skip sparsity initial_sparsity sparsity_begin_step
     sparsity_end_step sparsity_frequency sparsity_layers sparsity_skip""".split()
-SIZES = """moe_ffn_hidden_size moe_router_topk
-    hybrid_layer_pattern linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+SIZES = """mtp_num_layers mtp_loss_scaling_factor moe_ffn_hidden_size moe_router_topk
+    hybrid_attention_ratio hybrid_mlp_ratio
+    linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
     linear_num_key_heads linear_num_value_heads
     mamba_num_heads mamba_head_dim mamba_state_dim mamba_num_groups
     num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
@@ -188,6 +212,7 @@ def test_settings_come_back(kind):
     found, back, rows = our_settings(their_settings(model, V, None, "bfloat16"))
     assert (found, rows) == (kind, V)
     skipped = {"group_query_attention", "num_query_groups", "ffn_hidden_size", "kv_channels", "max_position_embeddings"}
+    skipped |= {"attention_dropout"} if kind == "mamba2" else set()  # it has no attention
     skipped |= {"query_pre_attn_scalar"} if back.query_pre_attn_scalar == model.head_dim else set()
     different = {
         field.name: (getattr(model, field.name), getattr(back, field.name))
@@ -412,6 +437,7 @@ MORE = {  # entries without which a default has no effect, or which a family's o
     "qwen3": [dict(use_sliding_window=True, num_hidden_layers=28), dict(use_sliding_window=True, max_window_layers=0)],
     "qwen3_moe": [dict(use_sliding_window=True)],
     "dots1": [dict(n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2, norm_topk_prob=True)],
+    "nemotron_h": [dict(layers_block_type=["linear_attention", "mlp", "full_attention"])],  # its own has experts
     "gemma3_text": [dict(layer_types=None, num_hidden_layers=12)],
 }
 
@@ -425,7 +451,7 @@ def test_entries_that_are_missing_have_the_values_of_transformers(kind):
         facts = imported(dict(theirs)).facts
         return facts.settings, facts.vocab_size, getattr(facts, "own", None)
 
-    for more in MORE.get(kind, []) + [{}] * (kind != "dots1"):
+    for more in MORE.get(kind, []) + [{}] * (kind not in ("dots1", "nemotron_h")):
         whole = json.loads(json.dumps(classes[kind](**more).to_dict())) | dict(model_type=kind)
         if kind.startswith("qwen"):
             whole.pop("layer_types", None)  # which the class makes of the entries that are asked here

@@ -15,7 +15,7 @@ from torch import nn
 import pretrain_gpt
 from megatron.entry import start
 from megatron.errors import run_main
-from megatron.model.kinds.table import Mixer
+from megatron.model.kinds.mixer import Mixer
 from megatron.model.layer_ops import MLP, Kernel
 from megatron.model.weights import add_prefix, column, output_std, row, take_prefix
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear

@@ -96,6 +96,17 @@ def test_a_pattern_of_pairs_is_the_transformer_to_the_bit(case, tmp_path):
     equal(tensors(own), tensors(back))
 
 
+def test_layers_without_rotation_go_on(tmp_path):
+    """The second of two layers, which is the third of four letters."""
+    flags = "--position-embedding-type rope"
+    train(1, f"--num-layers 2 {flags} --no-rope-freq 2 --train-iters 2", tmp_path / "start")
+    line = f"{flags} --train-iters 4 --load {tmp_path}/start"
+    steps = train(1, f"--num-layers 2 --no-rope-freq 2 {line}", tmp_path / "own")
+    assert steps == train(1, f"--hybrid-layer-pattern *-*- --no-rope-freq [0]*2+[1,0] {line}", tmp_path / "other")
+    with pytest.raises(Failure, match="the checkpoint is of another model"):
+        pretrain(0, f"--hybrid-layer-pattern *-*- --no-rope-freq 4 {line}")
+
+
 # ---- what else reads such a checkpoint -------------------------------------------------------------------------------
 
 
@@ -135,8 +146,12 @@ REFUSED = {
     "more layers": ("--hybrid-layer-pattern *-*-*-", "--hybrid-layer-pattern: None in the checkpoint, *-*-*- now"),
     "another kind": ("--hybrid-layer-pattern *E*E --num-experts 4", "--num-experts: None in the checkpoint, 4 now"),
     "layers that a window counts": (
-        "--hybrid-layer-pattern *-*- --window-size 4,0 --window-attn-skip-freq 2",
+        "--hybrid-layer-pattern *-*- --window-size 4,0 --window-attn-skip-freq 3",
         "--hybrid-layer-pattern: None in the checkpoint, *-*- now",
+    ),
+    "another window": (
+        "--hybrid-layer-pattern *-*- --window-size 4,0",
+        "--window-size: None in the checkpoint, 4,0 now",
     ),
 }
 
@@ -145,7 +160,7 @@ REFUSED = {
 def test_another_model_is_refused(case, both, tmp_path):
     flags, said = REFUSED[case]
     own = LLAMA.replace(" --norm-position sandwich", "") + " --untie-embeddings-and-output-weights"
-    with pytest.raises(Failure, match="the checkpoint is of another model") as error:
+    with pytest.raises(Failure, match="the checkpoint is of ") as error:
         pretrain(0, f"{flags} {own} --train-iters 3 --load {both[0]}")
     assert said in str(error.value)
 

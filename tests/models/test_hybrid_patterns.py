@@ -13,12 +13,12 @@ import pretrain_hybrid
 from megatron.errors import Failure
 from megatron.inference.load import load_model
 from megatron.model.command_line import parse_any
-from megatron.model.recipe import facts_of
+from megatron.model.recipe import facts_of, named_recipe
 from megatron.mpu.random import seed_of
 from megatron.pipeline.stages import Pipeline
 from megatron.planner.shrink import shrunk_job_of
 from megatron.settings.schema import Model
-from megatron.training.rules import check
+from megatron.training.rules import check, remarks
 from tests.models import plain_gpt
 from tests.training.plain_loop import HEADS, HIDDEN, LENGTH, VOCABULARY
 from tests.training.test_plain_loop import ADAM, FLAGS, records
@@ -185,6 +185,21 @@ def test_what_a_pattern_without_a_part_means():
     assert parse_any(f"{SHAPE.replace('layer', 'override')} *-*-".split()).model.letters == "*-*-"
 
 
+def test_ratios_are_the_pattern_that_they_spread():
+    shape = SHAPE.replace("--hybrid-layer-pattern", "--num-layers 10 --mamba-num-heads 8 --mamba-head-dim 6")
+    config = parse_any(f"{shape} --hybrid-attention-ratio 0.2 --hybrid-mlp-ratio 0.3".split())
+    assert config.model.hybrid_layer_pattern == "MM-*M-*MM-" and config.model.hybrid_mlp_ratio == 0
+    assert config == named_recipe("GPT").normalize_config(config)
+
+
+def test_what_counts_is_said():
+    said = remarks(parsed("*-|*- --num-layers 2"), 1)
+    assert "--num-layers 2: --hybrid-layer-pattern lists 4 layers, and counts" in said
+    assert any("| cuts pipeline stages, and --pipeline-model-parallel-size is 1" in one for one in said)
+    said = remarks(parsed("*-|*- --pipeline-model-parallel-size 2"), 2)
+    assert not any("hybrid" in one for one in said)
+
+
 def test_branches_and_parameters_are_those_of_the_letters():
     facts = facts_of(parsed("*E*-- --num-experts 4"), 101)
     names = [[mixer.name for branch in facts.branches(n) for mixer in branch.mixers] for n in range(5)]
@@ -210,7 +225,7 @@ def test_a_shrunk_job_has_every_kind():
 WRONG = {
     "": "--hybrid-layer-pattern",
     "*P": "P is attention and Mamba-2 side by side",
-    "*-/*-": "/*- are layers of multi-token prediction",
+    "*-*-/*-/-*": "the parts behind / differ: *-, -*",
     "*E": "add --num-experts",
     "*- --num-experts 4": "--num-experts 4: --hybrid-layer-pattern *- lists no layer of experts (E)",
     "*E --num-experts 4 --moe-layer-freq 2": "--moe-layer-freq 2: --hybrid-layer-pattern lists the layers with experts",
@@ -227,6 +242,7 @@ WRONG = {
     ),
     "*-|*- --pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split": "split both cut",
     "*-|*|-|* --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1": "zb-h1",
+    "*- --hybrid-mlp-ratio 0.5": "--hybrid-layer-pattern *- and --hybrid-mlp-ratio 0.5 both say what the layers are",
     "*-- --pipeline-model-parallel-size 2": "cannot be cut into 2 even stages",
     "*-*- --no-recompute-layers 4 --recompute-granularity full": "must be numbers of layers from 0 to 3",
     "*-*- --model-type T5 --encoder-num-layers 2": "--hybrid-layer-pattern: ",

@@ -122,7 +122,7 @@ def test_its_program_is_exported_and_other_libraries_have_no_such_model(trained,
 def test_wrong_uses(capsys):
     with pytest.raises(SettingsError, match="--maxout-pieces 1: the largest of one is linear"):
         start([*FLAGS.replace("pieces 3", "pieces 1").split()], own_kind.recipe())
-    with pytest.raises(SettingsError, match="give a megatron.model.kinds.table.Mixer with the name 'maxout'"):
+    with pytest.raises(SettingsError, match="give a megatron.model.kinds.mixer.Mixer with the name 'maxout'"):
         model_group({}, None, {"maxout": print})
 
     @dataclass(frozen=True)

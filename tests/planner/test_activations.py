@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -96,7 +97,8 @@ def bytes_kept(stage, layout, first=True, length=None) -> int:
     s, b = model.seq_length // layout.cp, layout.micro_batch_size
     tokens = torch.randint(0, VOCABULARY, (s, b))
     ids = None if length is None else (torch.arange(model.seq_length) // length).int().unsqueeze(1).expand(-1, b)
-    batch = MicroBatch(tokens=tokens, labels=tokens, samples=torch.arange(b), document_ids=ids)
+    ahead = (tokens.expand(model.depths, s, b),) * 2 + (torch.ones(model.depths, s, b),) if model.depths else None
+    batch = MicroBatch(tokens=tokens, labels=tokens, samples=torch.arange(b), document_ids=ids, ahead=ahead)
     x = None if first else torch.randn(s // (layout.tp if layout.sp else 1), b, model.hidden_size).to(dtype)
     with saved_by_autograd(stage) as seen:
         result = stage(x if first else x.requires_grad_(), batch)
@@ -311,3 +313,16 @@ def test_context_parallel(run_ranks, shape, backend, way):
     found = run_ranks(2, lambda rank: [measured(model, lay, Mesh(rank, cp=2), backend=backend) for lay in layouts])[1]
     for layout, bytes_seen in zip(layouts, found, strict=True):
         assert predicted(model, layout, backend=backend) == pytest.approx(bytes_seen, rel=0.05), layout.recompute
+
+
+@pytest.mark.parametrize("again", [None, "full", "core_attn"])
+@pytest.mark.parametrize("shape", [PLAIN, LLAMA, dict(hidden_dropout=0.1, position_embedding_type="rope")])
+@pytest.mark.parametrize("dtype, precision", [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
+def test_depths_of_multi_token_prediction(shape, again, dtype, precision):
+    model = Model(**{**GPT_SHAPE, **shape}, mtp_num_layers=2)
+    layout = Layout(micro_batch_size=2, recompute=Recompute(again))
+    last = dict(layers=range(2, 3), first=False)
+    found = measured(model, layout, Mesh(), dtype=dtype, **last)
+    assert predicted(model, layout, precision=precision, **last) == pytest.approx(found, rel=0.03)
+    alone = replace(model, mtp_num_layers=None)
+    assert found > 1.5 * measured(alone, layout, Mesh(), dtype=dtype, **last) or again == "full"

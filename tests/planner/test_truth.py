@@ -29,7 +29,14 @@ LLAMA = f"""{PLAIN} --swiglu --normalization RMSNorm --position-embedding-type r
 MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
 ADAPTERS = "--lora-rank 4 --train-only *.lora_* embedding.word.*"
+AHEAD = "--mtp-num-layers 2"
 CASES = [
+    ("", AHEAD),
+    ("tp2", f"{AHEAD} --recompute-granularity full"),
+    ("tp2sp", f"{LLAMA} {AHEAD}"),
+    ("pp2", f"{LLAMA} {AHEAD}"),
+    ("pp2-tp2sp-zbh1", f"{LLAMA} {AHEAD}"),
+    ("dp2-zero3", f"{LLAMA} {AHEAD} --recompute-granularity full"),
     ("", ""),
     ("", LLAMA),
     ("tp2", ""),

@@ -76,6 +76,7 @@ CASES = {
     "a CUDA device": ("--device cpu", "--device cuda"),
     "biases (no --disable-bias-linear)": ("--disable-bias-linear", ""),
     "--bf16 or --fp16": ("", "--bf16"),
+    "--mtp-num-layers": ("", "--mtp-num-layers 1"),
     "--position-embedding-type learned_absolute or rope": (
         "--position-embedding-type none",
         "--position-embedding-type rope",

@@ -98,7 +98,6 @@ WRONG = [  # ranks, flags, words of the message
         f"{MIXED} --moe-use-upcycling",
         "--moe-use-upcycling makes experts from a dense model's weights: add --finetune",
     ),
-    (1, f"{MIXED} --mtp-num-layers 1", "--mtp-num-layers is not supported"),
     (2, "--ep 2", "--model-type GPT has no experts here; leave the flags out"),
     (
         4,

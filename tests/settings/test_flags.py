@@ -139,14 +139,14 @@ def test_a_wrong_flag_is_answered(line, words):
 
 
 def test_all_problems_come_at_once():
-    text = refused("--lr x --seq-length --bf16 --fp16 --frobnicate --mtp-num-layers 8", shape=[])
+    text = refused("--lr x --seq-length --bf16 --fp16 --frobnicate --mtp-detach-heads", shape=[])
     for words in (
         "6 problems",
         "--lr 'x'",
         "--seq-length takes one",
         "--bf16 and --fp16",
         "unknown flag --frobnicate",
-        "--mtp-num-layers is not supported",
+        "--mtp-detach-heads is not supported",
         "missing: --num-layers, --hidden-size, --num-attention-heads",
     ):
         assert words in text
@@ -468,7 +468,9 @@ def test_keys_without_a_value_are_named(tmp_path, capsys):
     assert note == f"note: {file}: without a value, and left out as by null: seed (line 1), data (line 5)"
     for nothing in ("", "null", "~"):
         file.write_text(f"lr: 1e-4\nnum_layer: {nothing}\n")
-        assert f"{file}:2: unknown key num_layer; did you mean num_layers?" in refused(f"--config {file}")
+        assert f"{file}:2: unknown key num_layer; did you mean num_layers or mtp_num_layers?" in refused(
+            f"--config {file}"
+        )
 
 
 def test_a_folder_as_model_name_is_loaded(tmp_path):
@@ -480,7 +482,7 @@ def test_a_folder_as_model_name_is_loaded(tmp_path):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("num_layer: 3", ":1: unknown key num_layer; did you mean num_layers?"),
+        ("num_layer: 3", ":1: unknown key num_layer; did you mean num_layers or mtp_num_layers?"),
         ("\nlr: x", ":2: lr 'x' is not a number"),
         ("lr: 1\nlr: 2", ":2: lr is given twice (also in line 1)"),
         ("- 1", "expected lines of `key: value`"),

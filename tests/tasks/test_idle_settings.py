@@ -17,7 +17,8 @@ from tests.tasks.classification import SIZE, Toy
 # Settings of these groups are about how a model is trained, whatever its loss and its samples are.
 ALIKE = "parallel tokenizer optimizer recompute precision checkpoint guard logging planner profiling".split()
 USED = """
-    hybrid_layer_pattern no_rope_freq experimental_attention_variant attention_output_gate
+    hybrid_layer_pattern mtp_num_layers no_rope_freq hybrid_attention_ratio hybrid_mlp_ratio
+    experimental_attention_variant attention_output_gate
     num_layers num_experts hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
     group_query_attention num_query_groups multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim
     v_head_dim position_embedding_type normalization norm_epsilon norm_position qk_layernorm

@@ -15,10 +15,10 @@ from typing import ClassVar, Optional
 from megatron.model.branches import Branch
 from megatron.model.facts import Facts, experts_in
 from megatron.model.kinds.attention.kind import causal_kernel
-from megatron.model.kinds.table import KINDS, PLACES, Mixer, chosen, of_letter
+from megatron.model.kinds.mixer import PLACES, Mixer
+from megatron.model.kinds.table import KINDS, chosen, of_letter
 from megatron.model.layer_ops import NORM, RankSetup
 from megatron.mpu.placement import elements
-from megatron.settings.hybrid_pattern import shortened
 from megatron.settings.schema import Config, Model
 
 HEAD = 8  # width of a head in a shrunk model
@@ -47,8 +47,12 @@ class GPTFacts(Facts):
 
     def branches(self, layer: int) -> tuple[Branch, ...]:
         if letters := self.settings.letters:
-            mixers = [of_letter(self.mixers, letters[layer])]
+            own, layer = (
+                (letters, layer) if layer < len(letters) else (self.settings.letters_ahead, layer - len(letters))
+            )
+            mixers = [of_letter(self.mixers, own[layer % len(own)])]
         else:
+            layer = min(layer, self.num_layers - 1)  # a depth of multi-token prediction has a layer as the last one
             mixers = [chosen(self.mixers, place, self.settings, layer) for place in PLACES]
         return tuple(Branch.at(self.settings.norm_position, mixer.slot, mixer) for mixer in mixers)
 
@@ -68,7 +72,7 @@ class GPTFacts(Facts):
         small = replace(
             m,
             num_layers=num_layers,
-            hybrid_layer_pattern=shortened(m.letters, num_layers) or None,
+            hybrid_layer_pattern=m.pattern_of(num_layers),
             no_rope_freq=m.no_rope_freq and f"[0]*{num_layers - 1}+[1]",
             hidden_size=HEAD * heads,
             num_attention_heads=heads,

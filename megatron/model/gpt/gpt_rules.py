@@ -56,6 +56,20 @@ RULES = (
         ),
     ),
     Rule(
+        lambda s: s.mtp_num_layers and s.pp > 1 and s.position_embedding_type == "learned_absolute",
+        lambda s: (
+            f"--mtp-num-layers {s.mtp_num_layers} embeds tokens on the last stage, which has no learned positions; use "
+            "--position-embedding-type rope, or --pipeline-model-parallel-size 1"
+        ),
+    ),
+    Rule(
+        lambda s: (s.mtp_num_layers or 0) >= s.seq_length,
+        lambda s: (
+            f"--mtp-num-layers {s.mtp_num_layers}: a sample of --seq-length {s.seq_length} has no tokens so far ahead; "
+            f"give at most {s.seq_length - 1}"
+        ),
+    ),
+    Rule(
         lambda s: _rotation_error(s),
         lambda s: (
             f"--no-rope-freq {s.no_rope_freq} for --num-layers {s.num_layers}: {_rotation_error(s)}; give N for the last "

@@ -12,8 +12,9 @@ stores q_proj, k_proj and v_proj as one qkv_proj, gate_proj and up_proj as one g
 1 + weight, ours by the weight: conversions add 1 and subtract it, in fp32.
 """
 
-from megatron.model.hf_match import Match
-from megatron.model.kinds.table import KINDS, PLACES, chosen, resolved
+from megatron.model.hf_match import MIXERS, Match
+from megatron.model.kinds.mixer import PLACES
+from megatron.model.kinds.table import KINDS, chosen, of_letter, resolved
 from megatron.settings.schema import Model
 
 CENTRED = ("gemma", "gemma2", "gemma3_text", "qwen3_next")  # their norms multiply by 1 + weight
@@ -21,6 +22,8 @@ CENTRED = ("gemma", "gemma2", "gemma3_text", "qwen3_next")  # their norms multip
 
 def matches(kind: str, model: Model) -> list[Match]:
     """The matches of all tensors of a model of `kind`, a `model_type` of transformers."""
+    if kind in MIXERS:
+        return _mixers(kind, model)
     return _gpt2(model) if kind == "gpt2" else _decoder(kind, model)
 
 
@@ -75,6 +78,16 @@ def _decoder(kind: str, model: Model) -> list[Match]:
         for mixer in mixers:
             result += resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, norm)
     return result + [norm("final_norm", "model.norm")] + _output(model)
+
+
+def _mixers(kind: str, model: Model) -> list[Match]:
+    """Of models whose layers are a norm and a mixer each."""
+    result = [Match("embedding.word.weight", ("backbone.embeddings.weight",))]
+    for n, letter in enumerate(model.letters):
+        ours, theirs, mixer = f"blocks.{n}.", f"backbone.layers.{n}.", of_letter(KINDS, letter)
+        result.append(_norm(f"{ours}{mixer.slot}_norm", f"{theirs}norm"))
+        result += resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, _norm)
+    return result + [_norm("final_norm", "backbone.norm_f")] + _output(model)
 
 
 def _norm_names(model: Model, slot: str) -> list[tuple[str, str]]:

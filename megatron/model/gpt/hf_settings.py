@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron.errors import CheckpointError, SettingsError
+from megatron.model.gpt import hf_hybrid
 from megatron.model.gpt.hf_layers import layer_types, our_rotation, our_windows, their_rotation, their_window, two_ropes
 from megatron.model.gpt.hf_rope import our_rope, refuse, their_rope
 from megatron.model.kinds.experts.hf import DENSE, against_experts, effective_experts, our_experts, their_experts
@@ -49,6 +50,7 @@ LLAMA: dict[str, Any] = dict(
     attention_output_gate=False,
     experimental_attention_variant=None,
     final_logit_softcapping=None,
+    hybrid_layer_pattern=None,
     **DENSE,
 )
 ANY = object()  # any value of a setting
@@ -72,6 +74,9 @@ GPT_OSS = dict(
 )
 GEMMA = dict(swiglu=False, geglu=True, scale_embedding=True)
 GEMMA_2 = dict(GEMMA, **WINDOWS, norm_position="sandwich", query_pre_attn_scalar=ANY, final_logit_softcapping=ANY)
+
+
+MIXERS = dict(position_embedding_type="none", swiglu=False, hybrid_layer_pattern=ANY)
 
 
 def _uneven_heads(m: Model) -> dict[str, bool]:
@@ -260,6 +265,12 @@ FAMILIES: dict[str, DecoderFamily] = {  # model_type -> family
         against=against_experts("deepseek"),
     ),
     "gpt_oss": DecoderFamily("gpt-oss", "GptOssForCausalLM", GPT_OSS, _GPT_OSS, against=against_experts("gpt_oss")),
+    "mamba2": DecoderFamily(
+        "Mamba-2", "Mamba2ForCausalLM", dict(MIXERS, swiglu=ANY, squared_relu=ANY), against=hf_hybrid.against_mamba2
+    ),
+    "nemotron_h": DecoderFamily(
+        "Nemotron-H", "NemotronHForCausalLM", dict(MIXERS, squared_relu=True), against=hf_hybrid.against_nemotron_h
+    ),
 }
 # Known families that are refused -> the reason.
 REFUSED = dict(
@@ -334,7 +345,7 @@ def their_settings(model: Model, vocab_size: int, end: int | None, dtype: str) -
         dtype=dtype,
         use_cache=True,
     )
-    return shared | (_to_gpt2(model) if kind == "gpt2" else _to_decoder(kind, model))
+    return shared | (THEIRS[kind](model) if kind in THEIRS else _to_decoder(kind, model))
 
 
 def _to_gpt2(model: Model) -> dict[str, Any]:
@@ -429,7 +440,7 @@ def our_settings(theirs: dict[str, Any], others: tuple[str, ...] = ()) -> tuple[
             f"there are {', '.join((*FAMILIES, *others))}",
         )
     try:
-        model, vocab_size = _from_gpt2(theirs) if kind == "gpt2" else _from_decoder(kind, theirs)
+        model, vocab_size = OURS[kind](theirs) if kind in OURS else _from_decoder(kind, theirs)
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(f"config.json is not complete: {error!r}", do="get the whole file of the model") from None
     sizes = (
@@ -437,7 +448,7 @@ def our_settings(theirs: dict[str, Any], others: tuple[str, ...] = ()) -> tuple[
         model.hidden_size,
         model.num_attention_heads,
         model.seq_length,
-        model.ffn_hidden_size,
+        model.ffn_size,
         model.query_groups,
         model.head_dim,
         vocab_size,
@@ -553,3 +564,13 @@ def _refuse_other(kind: str, c: dict[str, Any], gated_gelu: bool) -> None:
         refuse(c, attention_bias=off, mlp_bias=off)
     if kind == "gemma3_text":
         refuse(c, attn_logit_softcapping=(None,))  # transformers does not use it
+
+
+# ---- families with a config.json of their own ------------------------------------------------------------------------
+
+THEIRS: dict[str, Callable[[Model], dict[str, Any]]] = dict(
+    gpt2=_to_gpt2, mamba2=hf_hybrid.to_mamba2, nemotron_h=hf_hybrid.to_nemotron_h
+)
+OURS: dict[str, Callable[[dict[str, Any]], tuple[Model, int]]] = dict(
+    gpt2=_from_gpt2, mamba2=hf_hybrid.from_mamba2, nemotron_h=hf_hybrid.from_nemotron_h
+)

@@ -91,7 +91,11 @@ RULES = (
         "this model's attention does not have it",
     ),
     NO_SINKS,
-    *refused("hybrid_layer_pattern", "each layer of this model is attention and an MLP"),
+    *refused(
+        "hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio",
+        "each layer of this model is attention and an MLP",
+    ),
+    *refused("mtp_num_layers", "this model does not predict tokens further ahead"),
     *refused("no_rope_freq", "all layers of this model have the same positions"),
     *refused("geglu", "say --feed-forward-proj gated-gelu"),
     *refused(

@@ -110,6 +110,8 @@ two products of one input are two products, with the same result
     --mla-down-proj-fusion
 generation with --multi-latent-attention always caches latents
     --cache-mla-latents
+--hybrid-layer-pattern lists the kinds of layers, and says it by itself
+    --is-hybrid-model
 it allows for features that are experimental in Megatron-LM, and changes nothing by itself
     --enable-experimental
 gradients are accumulated and reduced in fp32, or in bf16 with --grad-reduce-in-bf16
@@ -308,7 +310,7 @@ attention is multi-head, grouped-query (--group-query-attention) or multi-latent
 say --model-name-or-path gpt-oss-20b, which sets the whole shape
     --enable-gpt-oss
 layers are listed by --hybrid-layer-pattern; --mamba-state-dim, -head-dim, -num-heads, -num-groups size those of Mamba-2
-    --hybrid-* --mamba-* --is-hybrid-model --disable-mamba-mem-eff-path
+    --hybrid-* --mamba-* --disable-mamba-mem-eff-path
 attention and the output layer stay in the format of --precision; --fp8-format is for linear layers of blocks
     --fp8-output-proj --fp8-dot-product-attention --fp8-multi-head-attention
 say --fp8-format with --fp8-recipe tensorwise, blockwise or mxfp8
@@ -321,16 +323,18 @@ leave out --no-bias-gelu-fusion: the tanh form is this suite's default
     --openai-gelu
 the MLP has GeLU (tanh, or erf with --no-bias-gelu-fusion), --squared-relu, --swiglu, --geglu or --quick-geglu
     --onnx-safe
-rotary positions rotate halves (as Llama does), in all layers
-    --rotary-interleaved --no-rope-freq --mrope-section --relative-attention-*
+rotary positions rotate halves, as Llama does
+    --rotary-interleaved --mrope-section --relative-attention-*
 weights start from N(0, --init-method-std), output layers scaled by depth
     --init-method-xavier-uniform --embedding-init-method-std --data-parallel-random-init --use-mup --mup-*
 residuals are added to what the norm before them read; see --norm-position
     --apply-residual-connection-post-layernorm
-all layers are alike and predict one token
-    --heterogeneous-* --mtp-* --mhc-* --enable-mhc-connections --freeze-all-layers
+all layers of a kind are alike
+    --heterogeneous-* --mhc-* --enable-mhc-connections --freeze-all-layers
 a model of your own is a module with a function recipe(): --model-type MODULE, docs/extending.md
     --spec
+each depth of --mtp-num-layers has layers and a norm of its own, and its gradients reach the network
+    --mtp-use-repeated-layer --mtp-detach-heads --mtp-hsm --mtp-standalone --mtp-hybrid-override-pattern
 the vocabulary is padded to a multiple of --make-vocab-size-divisible-by
     --padded-vocab-size --no-pad-vocab-size --disable-pad-vocab-size
 encoder-decoders are trained by pretrain_t5.py

@@ -20,9 +20,11 @@ from megatron.settings.declare import (
     Needs,
     Positive,
     PositiveShare,
+    Share,
     shown_by,
 )
-from megatron.settings.hybrid_pattern import letters_of
+from megatron.settings.hybrid_pattern import AHEAD as DEPTH
+from megatron.settings.hybrid_pattern import letters_ahead, letters_of, shortened
 from megatron.settings.network import PLAIN, Network, formula, last_of_each, shape
 
 # Conditions for effects --------------------------------------------------------------------------------------------------
@@ -55,6 +57,7 @@ GROWS = Needs(
 QUANTIZING = "test_quantization::test_any_layout_is_the_plain_loop"
 MASKING = "test_sparsity::test_any_layout_is_the_plain_loop"
 SCALING = "test_frequencies_and_stretch"
+AHEAD = "test_mtp::test_any_layout_is_the_plain_loop"
 PAIRS = "test_lora::test_any_layout_is_the_plain_loop"
 
 scaling = shown_by(SCALING, on_resume="refused")
@@ -62,6 +65,7 @@ llama3 = shown_by(SCALING, needs=LLAMA3, on_resume="refused")
 yarn = shown_by(SCALING, needs=YARN, on_resume="refused")
 quantized = shown_by(QUANTIZING, on_resume="refused")
 masked = shown_by(MASKING, on_resume="refused")
+ratio = shown_by("test_ratios_are_the_pattern_that_they_spread", on_resume="irrelevant")
 pair = shown_by(PAIRS, on_resume="refused")
 
 
@@ -89,6 +93,11 @@ class Shape:
         "--hybrid-override-pattern",
         on_resume="another model",
     )
+    hybrid_attention_ratio: Share = ratio(
+        "share of layers with attention, evenly among Mamba layers; the pattern that Megatron-LM made of it up to 0.16",
+        0.0,
+    )
+    hybrid_mlp_ratio: Share = ratio("share of layers with an MLP, as --hybrid-attention-ratio", 0.0)
     max_position_embeddings: Optional[Count] = formula(
         "size of the learned position embedding (default: --seq-length)", None
     )
@@ -274,6 +283,15 @@ class Shape:
     init_method_std: Positive = shown_by("test_initial_weights_have_their_standard_deviation")(
         "standard deviation of the initial weights", 0.02
     )
+    mtp_num_layers: Optional[Natural] = shown_by(AHEAD)(
+        "multi-token prediction: depths after the network, each of which predicts one token further (arXiv:2412.19437); 0: "
+        "none",
+        None,
+        on_resume="another model",
+    )
+    mtp_loss_scaling_factor: FromZero = shown_by(AHEAD)(
+        "weight of the mean loss of all depths of --mtp-num-layers; 0: it is only logged", 0.1, needs="mtp_num_layers"
+    )
     make_vocab_size_divisible_by: Count = shown_by(PLAIN)(
         "pad the vocabulary to a multiple of this x tensor parallel size", 128, "--vocab-size-divisible-unit"
     )
@@ -288,6 +306,11 @@ class Shape:
     )
 
     @property
+    def depths(self) -> int:
+        """Depths of multi-token prediction."""
+        return self.mtp_num_layers or 0
+
+    @property
     def published_shape(self) -> Optional[str]:
         """The name that may have the rows of a published embedding (`presets.published_rows`); None for other models."""
         return self.model_name_or_path if self.model_type == "GPT" else None
@@ -296,6 +319,22 @@ class Shape:
     def letters(self) -> str:
         """The kinds of the layers, a character for each, of `hybrid_layer_pattern`; "": a layer is attention and MLP."""
         return letters_of(self.hybrid_layer_pattern or "")
+
+    @property
+    def letters_ahead(self) -> str:
+        """The kinds of the layers of a depth of multi-token prediction; "": one layer, as the last of the network."""
+        return letters_ahead(self.hybrid_layer_pattern or "")
+
+    @property
+    def layers_ahead(self) -> range:
+        """The numbers of the layers of a depth of multi-token prediction, after those of the network."""
+        return range(self.num_layers, self.num_layers + (len(self.letters_ahead) or 1) * bool(self.depths))
+
+    def pattern_of(self, num_layers: int) -> Optional[str]:
+        """The pattern of a model like this one with so many layers; None: it has none."""
+        if not self.letters:
+            return None
+        return DEPTH.join([shortened(self.letters, num_layers), *[self.letters_ahead] * self.depths])
 
     @property
     def residual_sums(self) -> int:
@@ -332,7 +371,7 @@ class Model(*reversed(_of_kinds()), Shape):
     # A recipe's kinds of linear layers: name -> `mpu.linear_product.LinearProduct` (`own_choices.model_group`).
     own_linears: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     own_experts: ClassVar[Any] = None  # its parts of layers with experts: `model.kinds.experts.parts.ExpertParts`
-    own_kinds: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # its kinds of mixers: name -> `kinds.table.Mixer`
+    own_kinds: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # its kinds of mixers: name -> `kinds.mixer.Mixer`
 
     def __hash__(self):  # lists have none; equal settings have equal sizes
         return hash((self.num_layers, self.hidden_size, self.seq_length, self.ffn_hidden_size, self.num_experts))

@@ -6,13 +6,13 @@ from functools import partial
 
 import torch
 
-from megatron.model.hf_match import FUSED, Match, Tensors, linear_matches
+from megatron.model.hf_match import FUSED, Match, Tensors, linear_matches, module_of
 from megatron.settings.schema import Model
 
 
 def matches(kind: str, model: Model, ours: str, theirs: str, norm: Callable[[str, str], Match]) -> list[Match]:
     """The matches of a layer's attention. ours: `blocks.7.attention.`; theirs: `model.layers.7.`"""
-    theirs = f"{theirs}self_attn."
+    theirs = module_of(kind, theirs, "self_attn")
     g, q, d = model.query_groups, model.num_attention_heads // model.query_groups, model.head_dim
     sizes = [g * heads * d for heads in (q, 1, 1)]
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.model.kinds.attention.attention_rules import RULES
 from megatron.model.kinds.attention.settings import AttentionSettings
-from megatron.model.kinds.table import Mixer
+from megatron.model.kinds.mixer import Mixer
 from megatron.model.layer_ops import ALWAYS, ATTENTION, CORE, Collective, CoreAttention, LayerOp, RankSetup, Residual
 from megatron.model.weights import add_prefix, column, norm, output_std, row
 from megatron.mpu.chunks import own_chunks, parts_between, ring_distances

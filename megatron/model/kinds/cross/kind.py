@@ -4,7 +4,7 @@
 from dataclasses import replace
 
 from megatron.model.kinds.attention.full import noncausal_core
-from megatron.model.kinds.table import Mixer
+from megatron.model.kinds.mixer import Mixer
 from megatron.model.layer_ops import ATTENTION, CORE, LayerOp, Residual
 from megatron.model.weights import add_prefix, column, output_std, row
 from megatron.mpu.placement import Placement

@@ -70,7 +70,7 @@ RULES = (
     Rule(
         lambda s: s.settings.model.letters and (given := s.settings.given("moe_layer_freq")) and given.is_request,
         lambda s: (
-            f"{s.settings.given('moe_layer_freq').words}: --hybrid-layer-pattern lists the layers with experts ({SYMBOL}); "
+            f"{said(s, 'moe_layer_freq')}: --hybrid-layer-pattern lists the layers with experts ({SYMBOL}); "
             "leave the one or the other out"
         ),
     ),

@@ -10,8 +10,8 @@ from megatron.model.kinds.experts.expert_rules import RULES
 from megatron.model.kinds.experts.parts import capacity, expert_sums, ways_of
 from megatron.model.kinds.experts.settings import SYMBOL, ExpertSettings
 from megatron.model.kinds.experts.weights import experts
+from megatron.model.kinds.mixer import Mixer
 from megatron.model.kinds.mlp.kind import activation_of, kinds_of, mlp_ops
-from megatron.model.kinds.table import Mixer
 from megatron.model.layer_ops import ACTIVATION, MLP, ONCE, Collective, Kernel, LayerOp, Product, Residual
 from megatron.settings.schema import Model
 

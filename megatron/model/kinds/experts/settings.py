@@ -138,8 +138,12 @@ class ExpertSettings:
         return tuple(n for n, has in enumerate(self._which_have_experts) if has and self.mixture)
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, numbered from 0, has experts instead of an MLP."""
-        return self.mixture and self._which_have_experts[layer]
+        """Whether a layer, numbered from 0, has experts instead of an MLP; after the network: one of a depth of multi-token
+        prediction.
+        """
+        if layer >= self.num_layers and self.letters_ahead:
+            return self.mixture and self.letters_ahead[layer - self.num_layers] == SYMBOL
+        return self.mixture and self._which_have_experts[min(layer, self.num_layers - 1)]
 
     @property
     def _which_have_experts(self) -> tuple[bool, ...]:

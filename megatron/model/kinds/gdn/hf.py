@@ -13,7 +13,7 @@ import torch
 
 from megatron.errors import CheckpointError
 from megatron.model.hf_match import Match
-from megatron.model.kinds.gdn.kind import Sizes, settings_of
+from megatron.model.kinds.gdn.kind import DeltaSizes, settings_of
 from megatron.settings.schema import Model
 
 KIND = "qwen3_next"
@@ -47,7 +47,7 @@ def our_layers(c: dict[str, Any]) -> dict[str, Any]:
 
 def matches(kind: str, model: Model, ours: str, theirs: str, norm: Callable[[str, str], Match]) -> list[Match]:
     """The matches of a gated delta net. ours: `blocks.7.gdn.`; theirs: `model.layers.7.`"""
-    sizes, theirs = Sizes.of(model), f"{theirs}linear_attn."
+    sizes, theirs = DeltaSizes.of(model), f"{theirs}linear_attn."
     g, first = sizes.groups, sum(sizes.parts[:4])
     channels = [g * width for width in sizes.parts[:3]]  # of their convolution
     return [

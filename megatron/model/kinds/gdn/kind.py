@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron.model.kinds.gdn.gdn_rules import RULES
 from megatron.model.kinds.gdn.settings import SYMBOL, GDNSettings, linear_layers
-from megatron.model.kinds.table import Mixer
+from megatron.model.kinds.mixer import Mixer
 from megatron.model.layer_ops import ATTENTION, CORE, Collective, LayerOp, Residual, Scan
 from megatron.model.weights import add_prefix, column, output_std, row
 from megatron.mpu.placement import Constant, LogOf, Placement, Table, Uniform
@@ -21,7 +21,7 @@ CHUNK = 64  # tokens of a chunk: `fused_kernels.delta_rule`
 RATES = Uniform(1.0, 16.0)  # initial decay rates
 
 
-class Sizes(NamedTuple):
+class DeltaSizes(NamedTuple):
     """G key heads, r value heads of each, K channels of a key, V of a value."""
 
     groups: int
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
     values: int
 
     @classmethod
-    def of(cls, m: Model) -> "Sizes":
+    def of(cls, m: Model) -> "DeltaSizes":
         groups = m.linear_num_key_heads
         return cls(groups, m.linear_num_value_heads // groups, m.linear_key_head_dim, m.linear_value_head_dim)
 
@@ -46,13 +46,20 @@ class Sizes(NamedTuple):
         return sum(self.parts[:3])
 
 
+def _state(model: Model, tp: int, element: int) -> int:
+    """Bytes of the rows that the convolution needs, and of the states, which are fp32."""
+    sizes, g = DeltaSizes.of(model), model.linear_num_key_heads // tp
+    rows = (model.linear_conv_kernel_dim - 1) * g * sizes.mixed * element
+    return rows + 4 * g * sizes.heads * sizes.keys * sizes.values
+
+
 def gdn(model: Model, sequence_parallel: bool) -> Table:
     """The weights of a gated delta net, in the order of key heads: a rank of tensor parallelism has whole ones.
 
     The numbers that decide what states keep, `A_log` and `dt_bias`, are exact: bf16 has three digits. The norm's weight is
     one for all value heads, of which a rank sees some: its gradient is partial, with and without sequence parallelism.
     """
-    m, sizes, taps = model, Sizes.of(model), model.linear_conv_kernel_dim
+    m, sizes, taps = model, DeltaSizes.of(model), model.linear_conv_kernel_dim
     g, inner = sizes.groups, sizes.heads * sizes.values
     own = lambda shape, init, **more: Placement((g, *shape), init, cut={"tp": 0}, decay=len(shape) > 1, **more)
     fused = column(m.hidden_size, (g, sum(sizes.parts)), m.init_method_std, bias=False, matrices=(1, sizes.parts))
@@ -72,7 +79,7 @@ def gdn_ops(x: Residual) -> tuple[LayerOp, ...]:
     FLOPs of the convolution are those of its weight, which multiplies every token (`Facts.flops`).
     """
     share, n, e, b = x.share, x.tokens, x.share.element, x.share.micro_batch_size
-    sizes, taps = Sizes.of(x.model), x.model.linear_conv_kernel_dim
+    sizes, taps = DeltaSizes.of(x.model), x.model.linear_conv_kernel_dim
     groups, heads = sizes.groups // share.tp, sizes.groups // share.tp * sizes.heads
     projected, mixed, channels = groups * sum(sizes.parts), groups * sizes.mixed, heads * sizes.values
     # The projection; what the convolution gives; in fp32 write strengths, decays, and these before and after the softplus;
@@ -156,7 +163,7 @@ KIND = Mixer(
     divided=lambda model: {"key heads of gated delta nets": model.linear_num_key_heads},
     heads=lambda model: model.linear_num_key_heads,
     all_rows=True,
-    stateful=True,
+    state=_state,
     has_shape=_has_shape,
     hf_matches="megatron.model.kinds.gdn.hf:matches",
     shrunk=_shrunk,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron.model.kinds.mamba.mamba_rules import RULES
 from megatron.model.kinds.mamba.settings import SYMBOL, MambaSettings
-from megatron.model.kinds.table import Mixer
+from megatron.model.kinds.mixer import Mixer
 from megatron.model.layer_ops import ATTENTION, CORE, Collective, LayerOp, Residual, Scan
 from megatron.model.weights import add_prefix, column, output_std, row
 from megatron.mpu.placement import Constant, InverseSoftplus, LogOf, LogUniform, Placement, Uniform
@@ -22,7 +22,7 @@ STEPS = LogUniform(0.001, 0.1, 1e-4)  # initial step sizes
 RATES = Uniform(1.0, 16.0)  # initial decay rates
 
 
-class Sizes(NamedTuple):
+class ScanSizes(NamedTuple):
     """groups G, heads r of a group, channels P of a head, channels N of the state."""
 
     groups: int
@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
     state: int
 
     @classmethod
-    def of(cls, m: Model) -> "Sizes":
+    def of(cls, m: Model) -> "ScanSizes":
         groups = m.mamba_num_groups
         return cls(groups, m.mamba_heads // groups, m.mamba_head_dim, m.mamba_state_dim)
 
@@ -42,12 +42,19 @@ class Sizes(NamedTuple):
         return inner, inner, self.state, self.state, self.heads
 
 
+def _state(model: Model, tp: int, element: int) -> int:
+    """Bytes of the rows that the convolution needs, and of the states, which are fp32."""
+    sizes, g = ScanSizes.of(model), model.mamba_num_groups // tp
+    rows = (TAPS - 1) * g * sum(sizes.parts[1:4]) * element
+    return rows + 4 * g * sizes.heads * sizes.channels * sizes.state
+
+
 def mamba(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
     """The weights of a Mamba-2 layer, in the order of groups: a rank of tensor parallelism has whole groups.
 
     The numbers that decide what states keep, `A_log`, `dt_bias` and `D`, are exact: bf16 has three digits.
     """
-    sizes, std = Sizes.of(model), model.init_method_std
+    sizes, std = ScanSizes.of(model), model.init_method_std
     g, inner, mixed = sizes.groups, sizes.parts[0], sum(sizes.parts[1:4])
     own = lambda shape, init, **more: Placement((g, *shape), init, cut={"tp": 0}, decay=len(shape) > 1, **more)
     of_heads = lambda init: own((sizes.heads,), init, exact=True)
@@ -71,7 +78,7 @@ def mamba_ops(x: Residual) -> tuple[LayerOp, ...]:
     FLOPs of the convolution are those of its weight, which multiplies every token (`Facts.flops`).
     """
     share, n, e = x.share, x.tokens, x.share.element
-    sizes = Sizes.of(x.model)
+    sizes = ScanSizes.of(x.model)
     groups, (inner, mixed, heads) = sizes.groups // share.tp, (sizes.parts[0], sum(sizes.parts[1:4]), sizes.heads)
     projected, channels = groups * sum(sizes.parts), groups * inner
     # The projection; what the convolution gives; step sizes before and after their softplus, in fp32; what the scan gives.
@@ -121,12 +128,13 @@ KIND = Mixer(
     symbol=SYMBOL,
     settings=MambaSettings,
     rules=RULES,
+    hf_matches="megatron.model.kinds.mamba.hf:matches",
     mixes_tokens=True,
     recomputes=(CORE, ATTENTION),
     divided=lambda model: {"Mamba-2 groups": model.mamba_num_groups},
     heads=lambda model: model.mamba_num_groups,
     all_rows=True,
-    stateful=True,
+    state=_state,
     has_shape=lambda model: SYMBOL not in model.letters or model.mamba_heads % model.mamba_num_groups == 0,
     shrunk=_shrunk,
 )

@@ -3,11 +3,11 @@
 
 from typing import Any
 
+from megatron.model.kinds.mixer import Mixer
 from megatron.model.kinds.mla.mla_rules import RULES
 from megatron.model.kinds.mla.ops import latent_ops
 from megatron.model.kinds.mla.settings import LatentSettings
 from megatron.model.kinds.mla.weights import latent_attention
-from megatron.model.kinds.table import Mixer
 from megatron.model.layer_ops import ATTENTION, CORE, UP
 from megatron.settings.schema import Model
 

@@ -4,9 +4,9 @@
 from dataclasses import replace
 from typing import Optional
 
+from megatron.model.kinds.mixer import Mixer
 from megatron.model.kinds.mlp.mlp_rules import RULES
 from megatron.model.kinds.mlp.settings import MLPSettings
-from megatron.model.kinds.table import Mixer
 from megatron.model.layer_ops import ACTIVATION, MLP, Kernel, LayerOp, RankSetup, Residual
 from megatron.model.weights import add_prefix, column, output_std, row
 from megatron.mpu.placement import Placement

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba-2 and Nemotron-H of Hugging Face, with random weights, over more than two chunks of odd length: logits over ranks,
+gradients, packed documents are transformers' own, and tensors come back as they were; what cannot be read is refused.
+"""
+
+import json
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import pretrain_hybrid
+from megatron.convert.families import imported
+from megatron.convert.hf_files import TensorFiles
+from megatron.data.loader import MicroBatch
+from megatron.errors import CheckpointError, Failure
+from megatron.inference.load import load_model
+from megatron.model.gpt.hf_hybrid import ANY_STEP
+from megatron.model.gpt.hf_settings import our_settings
+from megatron.mpu.mesh import Mesh
+from megatron.tools import checkpoint as tool
+from tests.inference.test_convert import loaded
+from tests.inference.test_families import gradients_by_name
+from tests.models.test_mamba_layouts import LINE
+
+transformers = pytest.importorskip("transformers")
+
+V, S, B = 96, 301, 2
+COMMON = dict(vocab_size=V, hidden_size=32, n_groups=2, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+CASES = {
+    "mamba2": dict(num_hidden_layers=3, num_heads=16, head_dim=4, state_size=6, tie_word_embeddings=True),
+    "nemotron_h": dict(
+        layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        max_position_embeddings=512,
+        mamba_num_heads=6,
+        mamba_head_dim=8,
+        ssm_state_size=10,
+        time_step_min=ANY_STEP,
+    ),
+}
+LETTERS = {"mamba2": "MMM", "nemotron_h": "M-*M-"}
+KINDS = pytest.mark.parametrize("kind", CASES)
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """`family(kind)`: (transformers' model, its folder, the folder of our import)."""
+    made = {}
+
+    def make(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            config = transformers.AutoConfig.for_model(kind, **COMMON, **CASES[kind])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            generator = torch.Generator().manual_seed(7)
+            with torch.no_grad():
+                for name, parameter in theirs.named_parameters():
+                    noise = torch.randn(parameter.shape, generator=generator)
+                    wide = parameter.dim() > 1 and "conv1d" not in name
+                    parameter.copy_(0.15 * noise if wide else parameter + 0.2 * noise)
+            theirs.save_pretrained(folder / "theirs")
+            tool.main(["from-hf", str(folder / "theirs"), str(folder / "ours")])
+            made[kind] = theirs, folder / "theirs", folder / "ours"
+        return made[kind]
+
+    return make
+
+
+def tokens(seed: int = 1) -> torch.Tensor:
+    return torch.randint(V, (S, B), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_near(found: torch.Tensor, want: torch.Tensor, name: str = ""):
+    error = (found - want).abs().max() / want.abs().max()
+    assert error < 2e-5, f"{name}: {error:.1e}"
+
+
+@KINDS
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (2, 2)])
+def test_logits_over_ranks(kind, tp, pp, family, run_ranks):
+    theirs, _, ours = family(kind)
+    with torch.no_grad():
+        want = theirs(tokens().t()).logits.transpose(0, 1)
+        assert want.abs().max() > 0.3
+        run = lambda rank: load_model(str(ours), mesh=Mesh(rank, tp=tp, pp=pp)).model.logits(tokens())
+        *_, found = run_ranks(tp * pp, run) if tp * pp > 1 else [run(0)]
+    assert_near(found, want)
+
+
+@KINDS
+def test_gradients(kind, family, tmp_path):
+    theirs, folder, ours = family(kind)
+    model = load_model(str(ours)).model.train()
+    inputs, labels = tokens(), tokens(seed=2)
+    theirs.zero_grad()
+    F.cross_entropy(theirs(inputs.t()).logits.reshape(-1, V), labels.t().reshape(-1)).backward()
+    sums = model(None, MicroBatch(inputs, labels, torch.arange(B)))[1]
+    (sums["lm loss"] / sums["tokens"]).backward()
+    found, wanted = dict(model.named_parameters()), gradients_by_name(theirs, tmp_path)
+    matches = imported(json.loads((folder / "config.json").read_text())).matches
+    assert {match.ours for match in matches} == set(found)
+    for match in matches:
+        want = match.to_ours([wanted.get(name) for name in match.theirs])
+        assert_near(found[match.ours].grad[: len(want)], want, match.ours)
+
+
+@KINDS
+def test_packed_documents_are_each_alone(kind, family):
+    """In training and in scores: no state, tap or key crosses a start."""
+    theirs, _, ours = family(kind)
+    model, begins, inputs = load_model(str(ours)).model, [0, 1, 3, 127, 128, 130, 256, 300], tokens()
+    ids = torch.bucketize(torch.arange(S), torch.tensor(begins), right=True).unsqueeze(1).expand(S, B)
+    with torch.no_grad():
+        parts = inputs.tensor_split(begins[1:])
+        want = torch.cat([theirs(part.t()).logits.transpose(0, 1) for part in parts])
+        assert_near(model.logits(inputs, document_ids=ids), want)
+        labels, count = tokens(seed=2), S * B
+        batch = MicroBatch(inputs, labels, torch.arange(B), document_ids=ids)
+        loss = model(None, batch)[1]["lm loss"] / count
+        torch.testing.assert_close(loss, F.cross_entropy(want.reshape(-1, V), labels.reshape(-1)), rtol=1e-5, atol=0)
+
+
+@KINDS
+def test_there_and_back(kind, family, tmp_path, capsys):
+    """The same family with the same settings, and the same tensors."""
+    theirs, folder, ours = family(kind)
+    capsys.readouterr()
+    tool.main(["to-hf", str(ours), str(tmp_path / "out"), "--dtype", "fp32"])
+    assert "both models agree" in capsys.readouterr().out
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    before, after = theirs.state_dict(), again.state_dict()
+    assert set(before) == set(after) and type(again) is type(theirs)
+    assert all(tensor.equal(after[name]) for name, tensor in before.items())
+    old, new = (json.loads((place / "config.json").read_text()) for place in (folder, tmp_path / "out"))
+    ignored = {"residual_in_fp32", "transformers_version"}
+    assert {name for name in old if name in new and new[name] != old[name]} <= ignored
+    assert our_settings(new)[1].letters == LETTERS[kind]
+    tool.main(["from-hf", str(tmp_path / "out"), str(tmp_path / "back")])
+    assert all(tensor.equal(loaded(ours)[name]) for name, tensor in loaded(tmp_path / "back").items())
+
+
+def test_numbers_of_the_scan_are_fp32_in_files(family, tmp_path):
+    """Of an export in bf16, which loses nothing of the rates."""
+    theirs, _, ours = family("nemotron_h")
+    tool.main(["to-hf", str(ours), str(tmp_path / "out"), "--dtype", "bf16"])
+    files = TensorFiles(tmp_path / "out")
+    for name in ("A_log", "dt_bias", "D"):
+        want = theirs.state_dict()[f"model.layers.0.mixer.{name}"]
+        assert files.get(f"backbone.layers.0.mixer.{name}").equal(want), name
+    assert files.get("backbone.layers.0.mixer.in_proj.weight").dtype == torch.bfloat16
+
+
+OTHER = {
+    "layers_block_type": (["linear_attention", "moe"], "layers of moe"),
+    "use_conv_bias": (False, "use_conv_bias"),
+    "conv_kernel": (3, "conv_kernel"),
+    "mlp_hidden_act": ("silu", "mlp_hidden_act"),
+    "num_nextn_predict_layers": (1, "num_nextn_predict_layers"),
+    "time_step_limit": ([0.01, 0.1], "time_step_limit"),
+}
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_what_cannot_be_expressed_is_refused(key, family):
+    _, folder, _ = family("nemotron_h")
+    value, said = OTHER[key]
+    config = json.loads((folder / "config.json").read_text()) | {key: value}
+    with pytest.raises(CheckpointError, match=said):
+        our_settings(config)
+
+
+def test_published_words_of_old_files():
+    """Files of 2025 have a pattern, and name the width of heads otherwise."""
+    config = COMMON | CASES["nemotron_h"] | dict(model_type="nemotron_h", hybrid_override_pattern="M-*M")
+    config |= dict(attention_head_dim=12, conv_kernel=4)
+    del config["layers_block_type"], config["head_dim"]
+    model = our_settings(config)[1]
+    assert (model.letters, model.kv_channels, model.num_layers) == ("M-*M", 12, 4)
+
+
+def test_other_patterns_are_refused_by_name(tmp_path):
+    line = f"{LINE} --hybrid-layer-pattern M*- --save {tmp_path} --train-iters 1"
+    pretrain_hybrid.main(line.split())
+    with pytest.raises(Failure, match="--hybrid-layer-pattern M\\*-"):
+        tool.main(["to-hf", str(tmp_path), str(tmp_path / "hf")])
