@@ -19,7 +19,7 @@ Legend: n tokens of a pass, w of them whose successors are wanted, v vocabulary,
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Optional
 
@@ -140,7 +140,7 @@ class Engine(SharedEngine):
     chunk:      tokens of prompts that one step computes at most, beside the new tokens of texts
     packed:     keep a second copy of the weights, on a CPU, in the order that products read (`mpu.layers.pack_weights`);
                 default: if it fits into half of the memory that is left
-    Raises SettingsError if the cache is too small for one text, or layers have states (`refuse_states`).
+    Raises SettingsError if the cache is too small for one text.
     """
 
     has_token = "the prompt has the token {}"
@@ -158,11 +158,10 @@ class Engine(SharedEngine):
         packed: Optional[bool] = None,
     ):
         super().__init__(model)
-        refuse_states(model)
         self.longest = longest
         one = -(-longest // block_size)
         if memory is not None:
-            blocks = memory // (block_size * bytes_of_a_token(model))
+            blocks = (memory - max_batch * bytes_of_a_state(model)) // (block_size * max(1, bytes_of_a_token(model)))
         blocks = max_batch * one if blocks is None else blocks
         if blocks < one:
             raise SettingsError(
@@ -172,6 +171,7 @@ class Engine(SharedEngine):
         self.stage = Stage(model, PagedCache(blocks, block_size), self.link, self.device, packed)
         self.pool = BlockPool(blocks, block_size)
         sizes = dict(longest=longest, max_batch=max_batch, chunk=chunk, stages=self.link.under_way)
+        sizes |= dict(shares=not bytes_of_a_state(model))  # a state is one of a whole text, and of no beginning of it
         self._scheduler = Scheduler(self.pool, **sizes)
         self._texts: dict[int, Text] = {}
         self._known: set[int] = set()  # texts that the last stage has a state of
@@ -335,7 +335,9 @@ class Stage:
     def compute(self, planned: PassPlan) -> Optional[list[float]]:
         """Compute a pass. Returns the answer to the first rank if this is the first rank, too; others send it."""
         rows, link = planned.rows, self.link
-        self.cache.begin([(row.stop, row.runs) for row in rows], [row.start for row in rows])
+        self.cache.forget(planned.ended)
+        texts, starts = [(row.stop, row.runs) for row in rows], [row.start for row in rows]
+        self.cache.begin(texts, starts, [row.number for row in rows])
         tokens = torch.tensor(planned.tokens, device=self.device).unsqueeze(1)  # [n, 1]
         wanted = torch.tensor(planned.wanted, dtype=torch.int64, device=self.device)
         logits = self.model.logits(tokens, cache=self.cache, wanted=wanted)  # of the last stage
@@ -401,22 +403,19 @@ def _score(numbers, token: int, request: Request) -> TokenScore:
     return TokenScore(token, logprob, tuple((int(next(numbers)), next(numbers)) for _ in range(count)))
 
 
-def refuse_states(model: torch.nn.Module) -> None:
-    """Raise SettingsError for a model with layers whose states of texts no cache holds."""
-    facts = model.facts
-    kinds = {mixer for kind in facts.layer_kinds for branch in kind.branches for mixer in branch.mixers}
-    if names := sorted(mixer.name for mixer in kinds if mixer.stateful):
-        raise SettingsError(
-            f"layers of {' and '.join(names)} cannot generate with a cache",
-            "later tokens need their states, which the cache of keys and values does not hold",
-            "tools.generate --no-use-cache computes all tokens again for each new one; a server cannot",
-        )
-
-
 def bytes_of_a_token(model: torch.nn.Module) -> int:
     """The memory of a token's keys and values on the rank with most of them."""
-    facts, own = model.facts, next(model.parameters())
+    return _most(model, model.facts.cached_numbers) * stored_dtype(next(model.parameters())).itemsize
+
+
+def bytes_of_a_state(model: torch.nn.Module) -> int:
+    """The memory of a text's states on the rank with most of them."""
+    element = next(model.parameters()).element_size()
+    return _most(model, lambda layers, tp: model.facts.state_bytes(layers, tp, element))
+
+
+def _most(model: torch.nn.Module, of: Callable[[Sequence[int], int], int]) -> int:
     pipeline = getattr(model, "pipeline", None)
-    stages = [range(facts.num_layers)] if pipeline is None else pipeline.layers
+    stages = [range(model.facts.num_layers)] if pipeline is None else pipeline.layers
     tp = (model if pipeline is None else model.chunks[0]).tp
-    return max(facts.cached_numbers(layers, tp.size) for layers in stages) * stored_dtype(own).itemsize
+    return max(of(layers, tp.size) for layers in stages)

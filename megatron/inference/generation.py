@@ -15,7 +15,7 @@ from megatron.errors import DataError
 from megatron.inference.beams import beam_search, first_of
 from megatron.inference.blocks import BlockPool, Table
 from megatron.inference.choices import RowState, choose
-from megatron.inference.engine import BLOCK_SIZE, Engine, SharedEngine, refuse_states
+from megatron.inference.engine import BLOCK_SIZE, Engine, SharedEngine
 from megatron.inference.requests import Request
 from megatron.inference.sampling import GREEDY, Ends, Sampling, Search
 from megatron.inference.scoring import ALONE
@@ -184,8 +184,6 @@ def _best_of_beams(
     """Beam search for one prompt, best first; the prompt is computed once."""
     steps = min(sampling.tokens_to_generate, longest - len(prompt))
     first = torch.tensor(prompt, dtype=torch.int64, device=next(model.parameters()).device).unsqueeze(1)  # [n, 1]
-    if use_cache:
-        refuse_states(model)
     cache = BeamCache(len(prompt), steps, beams.num_beams) if use_cache else None
 
     def next_logits(tokens: torch.Tensor) -> Optional[torch.Tensor]:
@@ -221,6 +219,7 @@ class BeamCache:
 
     def reorder(self, order: torch.Tensor) -> None:
         """Text n continues text order[n]."""
+        self.paged.reorder(order.tolist())
         before, self.tables = self.tables, [self.pool.fork(self.tables[text]) for text in order.tolist()]
         for table in before:
             self.pool.release(table)

@@ -87,12 +87,15 @@ class PlannedRow(NamedTuple):
 
 class Scheduler:
     """longest: tokens of a text; max_batch: texts that run; chunk: tokens of prompts in a pass; stages: passes that may be
-    under way at once.
+    under way at once; shares: whether a text may begin with the blocks of another one.
     """
 
-    def __init__(self, pool: BlockPool, *, longest: int, max_batch: int, chunk: int, stages: int = 1):
+    def __init__(
+        self, pool: BlockPool, *, longest: int, max_batch: int, chunk: int, stages: int = 1, shares: bool = True
+    ):
         assert pool.blocks * pool.size >= longest, f"{pool.blocks} blocks of {pool.size} tokens for texts of {longest}"
         self.pool, self.longest, self.max_batch, self.chunk, self.stages = pool, longest, max_batch, chunk, stages
+        self.shares = shares
         self.running: list[Text] = []  # both oldest first
         self.waiting: list[Text] = []
         self.preemptions, self._count = 0, 0
@@ -186,7 +189,7 @@ class Scheduler:
         most = len(text.tokens) - 1
         if text.request.prompt_logprobs:
             most = min(most, text.scored)
-        most //= self.pool.size
+        most = most // self.pool.size if self.shares else 0
         found, unused = self.pool.found(text.tokens, most)
         start, needed = found * self.pool.size, -(-len(text.tokens) // self.pool.size) - found
         if self._end_of_chunk(text, start) - start > left or needed > self.pool.free - unused:

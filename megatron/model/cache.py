@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key-value cache, so that generation computes each token only once.
+"""The cache of generation, which computes each token only once: keys and values of tokens, states of texts.
 
 Legend: n tokens of a pass, t tokens of one text, g key-value groups, q queries per group, d channels per head, tp ranks
 that divide the groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Optional, Protocol
 
 import torch
@@ -21,20 +21,34 @@ class Cache(Protocol):
     ) -> torch.Tensor:  # [s, b, g/tp, q, d] and [s, b, g/tp, d] -> [s, b, g/tp q d]
         ...
 
+    def scan(self, layer: int, y: torch.Tensor, core: "Scan") -> torch.Tensor:  # [s, b, ...] -> [s, b, ...]
+        """The output of a layer whose tokens read a state of earlier ones, which it keeps for later ones."""
+        ...
+
+
+State = tuple[torch.Tensor, ...]  # what a layer knows of a text, [b, ...] each
+Scan = Callable[
+    [torch.Tensor, Optional[State]], tuple[torch.Tensor, State]
+]  # (y, state before) -> (output, state after)
+
 
 class TextInPass(NamedTuple):
     """The tokens of one text in a pass.
 
     rows:   of the pass
+    name:   of the text, and whether tokens of it were computed before
     places: of the keys and values of all tokens of the text so far, as slices of the cache; the last ones are the rows'
     """
 
     rows: slice
+    name: int
+    continues: bool
     places: tuple[slice, ...]
 
 
 class PagedCache:
-    """Keys and values of texts, in blocks of `block_size` tokens, which `inference.blocks` gives to texts.
+    """What layers keep of texts. Keys and values are in blocks of `block_size` tokens, which `inference.blocks` gives to
+    texts.
 
     A pass packs new tokens of several texts into one row of tokens [n, 1], since only attention needs to know which tokens
     belong together. `begin` says so before the pass, with the place of each new token in the cache:
@@ -48,11 +62,15 @@ class PagedCache:
     Layers attend to each text by itself, or to all texts with one new token in one call that does not mix them
     (`fused_kernels.decode_attention`): a result does not depend on the other texts of the pass. The tensors of a layer are
     allocated at its first pass.
+
+    A state is one for each text and layer, and replaced by each pass that computes tokens of the text. A text whose first
+    token is computed begins without one.
     """
 
     def __init__(self, blocks: int, block_size: int):
         self.blocks, self.block_size = blocks, block_size
         self._layers: dict[int, tuple[torch.Tensor, ...]] = {}  # keys and values, [blocks block_size, g/tp, d]; or one
+        self._states: dict[int, dict[int, State]] = {}  # text -> layer -> [1, ...]
         self.parts: list[TextInPass] = []
         self._slots: list[int] = []  # the place of each new token
         self._positions: list[int] = []
@@ -60,19 +78,27 @@ class PagedCache:
         self._on_device: dict[str, torch.Tensor] = {}
         self._single_places: Optional[Places] = None
 
-    def begin(self, texts: Sequence[tuple[int, Sequence[tuple[int, int]]]], starts: Sequence[int]) -> None:
+    def begin(
+        self,
+        texts: Sequence[tuple[int, Sequence[tuple[int, int]]]],
+        starts: Sequence[int],
+        names: Optional[Sequence[int]] = None,
+    ) -> None:
         """Describe the next pass. texts: (tokens so far, blocks as (first, number) of consecutive ones); starts: the
-        first token that the pass computes.
+        first token that the pass computes; names: by which their states are known (default: their numbers in order).
         """
         self.parts, self._slots, self._positions, self._on_device, row = [], [], [], {}, 0
-        for (tokens, runs), start in zip(texts, starts, strict=True):
+        names = range(len(texts)) if names is None else names
+        for (tokens, runs), start, name in zip(texts, starts, names, strict=True):
             places = tuple(_cut(runs, self.block_size, 0, tokens))
-            self.parts.append(TextInPass(slice(row, row + tokens - start), places))
+            self.parts.append(TextInPass(slice(row, row + tokens - start), name, start > 0, places))
+            if start == 0:
+                self._states[name] = {}
             for run in _cut(runs, self.block_size, start, tokens):
                 self._slots.extend(range(run.start, run.stop))
             self._positions.extend(range(start, tokens))
             row += tokens - start
-        self._single = [rows.start for rows, _ in self.parts if rows.stop - rows.start == 1]
+        self._single = [part.rows.start for part in self.parts if part.rows.stop - part.rows.start == 1]
         self._single_places = None
 
     def position_ids(self, device) -> torch.Tensor:
@@ -97,13 +123,42 @@ class PagedCache:
         if decode:
             rows = self._tensor("single", self._single, query.device)
             attended[rows, 0] = decode(query[rows, 0], keys, values, self._places(query.device))
-        for rows, places in self.parts:
+        for rows, _, _, places in self.parts:
             count = rows.stop - rows.start
             if not decode or count > 1:
                 places = places if layer.window is None else last_places(places, count + layer.window)
                 own, theirs = (_taken(stored, places).to(dtype) for stored in (keys, values))
                 attended[rows] = layer.core(query[rows].to(dtype), own, theirs, layer, context.without_cache)
         return attended.to(dtype)
+
+    def scan(self, layer: int, y: torch.Tensor, core: Scan) -> torch.Tensor:
+        """y: [n, 1, ...] of all new tokens. Texts that go on by one token are computed together, the others one by one."""
+        groups, single, out = [], [], None
+        for part in self.parts:
+            if part.continues and part.rows.stop - part.rows.start == 1:
+                single.append(part)
+            else:
+                groups.append((part.rows, [part.name], part.continues))
+        if single:
+            groups.append(([part.rows.start for part in single], [part.name for part in single], True))
+        for rows, names, continues in groups:
+            before = [self._states[name][layer] for name in names] if continues else []
+            own = y[rows] if len(names) == 1 else y[rows].transpose(0, 1)  # [s, b, ...]
+            new, after = core(own, tuple(map(torch.cat, zip(*before))) if before else None)
+            out = y.new_empty((len(y), 1, *new.shape[2:])) if out is None else out
+            out[rows] = new if len(names) == 1 else new.transpose(0, 1)
+            for number, name in enumerate(names):
+                self._states[name][layer] = tuple(one[number : number + 1] for one in after)
+        return out
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Text n goes on with the states of text order[n]."""
+        self._states = {name: dict(self._states.get(text, {})) for name, text in enumerate(order)}
+
+    def forget(self, names: Sequence[int]) -> None:
+        """Drop the states of texts that have ended."""
+        for name in names:
+            self._states.pop(name, None)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, as (from, to): a text is about to write into a block that another one has, too."""
@@ -127,7 +182,7 @@ class PagedCache:
     def _places(self, device) -> Places:
         """Of the texts with one new token."""
         if self._single_places is None:
-            of_texts = [places for rows, places in self.parts if rows.stop - rows.start == 1]
+            of_texts = [part.places for part in self.parts if part.rows.stop - part.rows.start == 1]
             self._single_places = Places(of_texts, self.block_size, device)
         return self._single_places
 

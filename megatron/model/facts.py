@@ -240,6 +240,12 @@ class Facts:
         mixers = ((kind, mixer) for kind in kinds for branch in kind.branches for mixer in branch.mixers)
         return sum(mixer.cached(kind.settings(self.settings), tp) for kind, mixer in mixers)
 
+    def state_bytes(self, layers: Sequence[int], tp: int, element: int) -> int:
+        """Bytes of a text's states that a rank with these layers keeps in generation. element: bytes of activations"""
+        kinds = map(self.layer_kind, layers)
+        mixers = ((kind, mixer) for kind in kinds for branch in kind.branches for mixer in branch.mixers)
+        return sum(mixer.state(kind.settings(self.settings), tp, element) for kind, mixer in mixers)
+
     @property
     def caches_heads(self) -> bool:
         """Whether what layers cache are a key and a value of each key-value head."""

@@ -53,7 +53,7 @@ class ServingPlan:
     """A layout: each of `replicas` copies of the model is shared by tp x pp ranks.
 
     weights, workspace:  bytes of the fullest rank
-    cache:               bytes of a text's keys and values there
+    cache:               bytes of a text's keys, values and states there
     texts:               texts at a time of a replica; room: those that would fit
     first, token:        seconds from a prompt to its first token (alone), and from token to token
     prompt:              seconds for which a prompt occupies the slowest stage
@@ -188,17 +188,17 @@ def plan_of(
     """Memory and times of one layout."""
     replicas, device, ranks = cluster.world_size // (tp * pp), cluster.device, range(pp)
     share = ServingShare(job, cluster, tp, pp, quantize)
-    weights, cache = [share.weight_bytes(rank) for rank in ranks], [share.cache_bytes(rank) for rank in ranks]
-    blocks = -(-requests.length // BLOCK) * BLOCK
+    weights, length = [share.weight_bytes(rank) for rank in ranks], -(-requests.length // BLOCK) * BLOCK
+    cache = [max(1, length * share.cache_bytes(rank) + share.state_bytes(rank)) for rank in ranks]  # of a text
     asked = -(-requests.texts // replicas) if requests.texts else None
     workspace = share.workspace_bytes(asked or MOST_TEXTS)
-    room = min((device.usable_bytes - workspace - w) // (blocks * c) for w, c in zip(weights, cache))
+    room = min((device.usable_bytes - workspace - w) // c for w, c in zip(weights, cache))
     texts = asked or max(1, min(MOST_TEXTS, room))
-    fullest = max(ranks, key=lambda rank: weights[rank] + cache[rank] * blocks * texts)
+    fullest = max(ranks, key=lambda rank: weights[rank] + cache[rank] * texts)
     token, parts = share.token_seconds(texts, requests.prompt + requests.output // 2)
     first, prompt = share.prompt_seconds(requests.prompt)
     return ServingPlan(
-        *(tp, pp, replicas, weights[fullest], workspace, cache[fullest] * blocks, texts, max(0, room)),
+        *(tp, pp, replicas, weights[fullest], workspace, cache[fullest], texts, max(0, room)),
         *(first, token, prompt, requests.output, parts),
     )
 
@@ -237,6 +237,10 @@ class ServingShare:
         """Bytes of a token's keys and values on a pipeline rank; in fp32 on a CPU (`model.cache.stored_dtype`)."""
         element = 4 if self.job.device == "cpu" else self.job.element
         return self.job.facts.cached_numbers(self._layers(rank), self.tp) * element
+
+    def state_bytes(self, rank: int) -> int:
+        """Bytes of a text's states on a pipeline rank."""
+        return self.job.facts.state_bytes(self._layers(rank), self.tp, self.job.element)
 
     def workspace_bytes(self, texts: int) -> int:
         """An estimate of everything else: the driver and libraries, buffers of collectives, the tensors of a pass."""
@@ -297,6 +301,7 @@ class ServingShare:
         return {
             "weights and arithmetic": sum(arithmetic) + core,
             "keys and values": texts * cached * self.cache_bytes(rank) / bandwidth,
+            "states": 2 * texts * self.state_bytes(rank) / bandwidth,  # they are read and written
             "other kernels": moved / bandwidth,
             "starting kernels": starts * device.launch,
             "tensor parallel": sum(sums),

@@ -11,7 +11,6 @@ import pretrain_gpt
 import pretrain_hybrid
 from megatron.errors import SettingsError
 from megatron.fused_kernels.documents import Documents
-from megatron.inference.engine import Engine
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
@@ -110,16 +109,13 @@ def test_a_bf16_run_keeps_decay_rates_in_fp32(trained):
     assert not torch.equal(rates, rates.bfloat16().float()) and (rates > 0).all()
 
 
-def test_texts_without_a_cache_and_a_refusal_with_one(trained):
+def test_texts_with_a_cache_and_without_one(trained):
     model, text = load_model(trained, precision="fp32").model, [5, 7]
     for _ in range(6):
         text.append(model.logits(torch.tensor(text)[:, None])[-1, 0].argmax().item())
     greedy = Sampling(tokens_to_generate=6, greedy=True)
-    assert generate(model, [[5, 7]], greedy, longest=12, use_cache=False)[0] == text[2:]
-    with pytest.raises(SettingsError, match=r"layers of gdn cannot generate with a cache"):
-        generate(model, [[5, 7]], greedy, longest=12)
-    with pytest.raises(SettingsError, match="layers of gdn cannot generate with a cache"):
-        Engine(model, longest=12)
+    for use_cache in (True, False):
+        assert generate(model, [[5, 7]], greedy, longest=12, use_cache=use_cache)[0] == text[2:]
 
 
 WRONG = {

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Mamba-2 layer: transformers' own mixer, exact weights, figures for plans, generation, each wrong use."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
 
 import pretrain_hybrid
-from megatron.errors import SettingsError
 from megatron.fused_kernels.documents import Documents, starts_of
-from megatron.inference.engine import Engine
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
-from megatron.inference.sampling import Sampling, Search
+from megatron.inference.sampling import Sampling
 from megatron.model.command_line import parse_any
 from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.gpt.facts import GPTFacts
@@ -170,21 +166,13 @@ def trained(tmp_path_factory):
     return load_model(str(folder)).model
 
 
-def test_texts_without_a_cache(trained):
+def test_texts_with_a_cache_and_without_one(trained):
     start, text = [5, 7], [5, 7]
     for _ in range(6):
         text.append(trained.logits(torch.tensor(text)[:, None])[-1, 0].argmax().item())
     greedy = Sampling(tokens_to_generate=6, greedy=True)
-    assert generate(trained, [start], greedy, longest=12, use_cache=False)[0] == text[2:]
-
-
-def test_generation_with_a_cache_is_refused_by_name(trained):
-    message = r"layers of mamba cannot generate with a cache\s+later tokens need their states"
-    for beams in (Search(), Search(num_beams=2)):
-        with pytest.raises(SettingsError, match=message):
-            generate(trained, [[5, 7]], Sampling(2, greedy=True), beams, longest=12)
-    with pytest.raises(SettingsError, match=re.escape("tools.generate --no-use-cache computes all tokens again")):
-        Engine(trained, longest=12)
+    for use_cache in (True, False):
+        assert generate(trained, [start], greedy, longest=12, use_cache=use_cache)[0] == text[2:]
 
 
 WRONG = {

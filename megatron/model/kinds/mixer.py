@@ -44,7 +44,8 @@ class Mixer:
     cached:  (settings of the layer, size of tensor parallelism) -> the numbers of a token that a rank caches in generation
     all_rows: whether it needs all rows of a sequence: context parallel ranks exchange them for `heads`, whatever
              --cp-comm-type says
-    stateful: whether later tokens need a state of earlier ones, which no cache of generation has
+    state:   (settings of the layer, size of tensor parallelism, bytes of an activation) -> bytes of the state of earlier
+             tokens that later ones of a text need, on a rank in generation
     used:    settings of the layer -> (how many of its experts a token uses, of how many); None: it uses all weights
     has_shape: whether the settings describe a valid shape. May raise ValueError or ZeroDivisionError instead
     hf_matches: (family, settings, our prefix of its weights, their prefix of the layer, function that matches a norm) ->
@@ -74,7 +75,7 @@ class Mixer:
     rotated: Optional[Callable[[Model], int]] = None
     cached: Callable[[Model, int], int] = lambda model, tp: 0
     all_rows: bool = False
-    stateful: bool = False
+    state: Callable[[Model, int, int], int] = lambda model, tp, element: 0
     used: Optional[Callable[[Model], tuple[int, int]]] = None
     has_shape: Callable[[Model], bool] = lambda model: True
     hf_matches: Union[str, Callable[..., list], None] = None

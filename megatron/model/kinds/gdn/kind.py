@@ -46,6 +46,13 @@ class DeltaSizes(NamedTuple):
         return sum(self.parts[:3])
 
 
+def _state(model: Model, tp: int, element: int) -> int:
+    """Bytes of the rows that the convolution needs, and of the states, which are fp32."""
+    sizes, g = DeltaSizes.of(model), model.linear_num_key_heads // tp
+    rows = (model.linear_conv_kernel_dim - 1) * g * sizes.mixed * element
+    return rows + 4 * g * sizes.heads * sizes.keys * sizes.values
+
+
 def gdn(model: Model, sequence_parallel: bool) -> Table:
     """The weights of a gated delta net, in the order of key heads: a rank of tensor parallelism has whole ones.
 
@@ -156,7 +163,7 @@ KIND = Mixer(
     divided=lambda model: {"key heads of gated delta nets": model.linear_num_key_heads},
     heads=lambda model: model.linear_num_key_heads,
     all_rows=True,
-    stateful=True,
+    state=_state,
     has_shape=_has_shape,
     shrunk=_shrunk,
 )

@@ -42,6 +42,13 @@ class ScanSizes(NamedTuple):
         return inner, inner, self.state, self.state, self.heads
 
 
+def _state(model: Model, tp: int, element: int) -> int:
+    """Bytes of the rows that the convolution needs, and of the states, which are fp32."""
+    sizes, g = ScanSizes.of(model), model.mamba_num_groups // tp
+    rows = (TAPS - 1) * g * sum(sizes.parts[1:4]) * element
+    return rows + 4 * g * sizes.heads * sizes.channels * sizes.state
+
+
 def mamba(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
     """The weights of a Mamba-2 layer, in the order of groups: a rank of tensor parallelism has whole groups.
 
@@ -127,7 +134,7 @@ KIND = Mixer(
     divided=lambda model: {"Mamba-2 groups": model.mamba_num_groups},
     heads=lambda model: model.mamba_num_groups,
     all_rows=True,
-    stateful=True,
+    state=_state,
     has_shape=lambda model: SYMBOL not in model.letters or model.mamba_heads % model.mamba_num_groups == 0,
     shrunk=_shrunk,
 )
