@@ -10,6 +10,7 @@ from typing import Any, Optional
 
 import torch
 
+from megatron.convert.fp8_blocks import is_fp8
 from megatron.convert.watched_config import WatchedConfig
 from megatron.errors import SettingsError
 from megatron.model.bert import hf_names as bert_names
@@ -25,7 +26,7 @@ from megatron.model.recipe import computes_its_own, facts_of, recipe_of
 from megatron.model.t5 import hf_names as t5_names
 from megatron.model.t5.facts import T5Facts
 from megatron.model.t5.settings import GROUP as ENCODER_DECODER
-from megatron.settings.schema import Config
+from megatron.settings.schema import Config, Model
 
 OF_TRAINING = dict(  # keys of config.json that are not converted -> the flag of pretraining
     router_aux_loss_coef="--moe-aux-loss-coeff"
@@ -145,8 +146,9 @@ def _imported(settings: dict[str, Any], tied: Optional[bool]) -> Family:
     if kind == "bert":
         model, own, vocab_size = bert_names.our_settings(settings)
         return _bert(BertFacts(model, vocab_size, own))
-    kind, model, vocab_size = gpt_settings.our_settings(settings, others=("t5", "bert"))
-    return _gpt(GPTFacts(model, vocab_size), kind)
+    known, model, vocab_size = gpt_settings.our_settings(settings, others=("t5", "bert"))
+    family = _gpt(GPTFacts(model, vocab_size), known)
+    return family if known == kind and not is_fp8(settings) else replace(family, run=None)
 
 
 def prompts_for(facts: Facts) -> torch.Tensor:
@@ -183,7 +185,13 @@ def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
         table=table,
         copies={"lm_head.weight": table} if tied else {},
         constants=re.compile(constants),
+        unused=ahead(model) if kind == "deepseek_v3" else NOTHING,
     )
+
+
+def ahead(model: Model) -> re.Pattern[str]:
+    """The names of layers behind the last one, which predict tokens ahead."""
+    return re.compile(rf"model\.layers\.{model.num_layers}\..*")
 
 
 # ---- T5 --------------------------------------------------------------------------------------------------------------

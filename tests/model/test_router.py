@@ -130,6 +130,7 @@ def test_sinkhorn_is_that_of_megatron_core_and_skips_padding():
 
 @pytest.mark.full
 def test_routers_of_transformers_choose_the_same():
+    from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
     from transformers.models.mixtral import modeling_mixtral as mixtral
     from transformers.models.olmoe import modeling_olmoe as olmoe
@@ -140,7 +141,26 @@ def test_routers_of_transformers_choose_the_same():
     )
     theirs = dict(n_routed_experts=8, num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=2.5)
     plain = dict(num_experts=E, num_experts_per_tok=2, hidden_size=H)
+    second = dict(n_routed_experts=8, num_experts_per_tok=5, n_group=4, topk_group=3, routed_scaling_factor=2.5)
+    best = dict(
+        num_experts=8,
+        moe_router_topk=5,
+        moe_router_num_groups=4,
+        moe_router_group_topk=3,
+        moe_router_topk_scaling_factor=2.5,
+    )
+    greedy = dict(topk_method="group_limited_greedy", norm_topk_prob=False)
     pairs = [
+        (
+            deepseek_v2.DeepseekV2TopkRouter(
+                deepseek_v2.DeepseekV2Config(**second, **greedy, hidden_size=H, num_attention_heads=2)
+            ),
+            router(**best, moe_router_pre_softmax=True, moe_router_group_score_topk=1),
+        ),
+        (
+            deepseek.DeepseekV3TopkRouter(deepseek.DeepseekV3Config(**second, hidden_size=H)),
+            router(**(sigmoid | best), moe_router_group_score_topk=2),
+        ),
         (mixtral.MixtralTopKRouter(mixtral.MixtralConfig(num_local_experts=E, hidden_size=H)), router()),
         (olmoe.OlmoeTopKRouter(olmoe.OlmoeConfig(**plain, norm_topk_prob=True)), router()),
         (olmoe.OlmoeTopKRouter(olmoe.OlmoeConfig(**plain)), router(moe_router_pre_softmax=True)),

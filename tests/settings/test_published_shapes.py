@@ -48,6 +48,35 @@ GEMMA_2 = dict(
 SHORT, LONG = dict(max_position_embeddings=32768), dict(max_position_embeddings=131072)
 TIED, COARSE = dict(tie_word_embeddings=True), dict(rms_norm_eps=1e-5)
 
+LATENT = dict(LLAMA, rms_norm_eps=1e-6, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, kv_lora_rank=512)
+YARN = dict(type="yarn", beta_fast=32, beta_slow=1, original_max_position_embeddings=4096)
+V2_LITE = dict(
+    LATENT,
+    model_type="deepseek_v2",
+    q_lora_rank=None,
+    max_position_embeddings=163840,
+    rope_scaling=dict(YARN, factor=40, mscale=0.707, mscale_all_dim=0.707),
+    **dict(n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1408),
+    **dict(first_k_dense_replace=1, topk_method="greedy", scoring_func="softmax", routed_scaling_factor=1.0),
+)
+V3 = dict(
+    LATENT,
+    model_type="deepseek_v3",
+    q_lora_rank=1536,
+    max_position_embeddings=163840,
+    rope_scaling=dict(YARN, factor=40, mscale=1.0, mscale_all_dim=1.0),
+    **dict(n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=2048),
+    **dict(first_k_dense_replace=3, topk_method="noaux_tc", scoring_func="sigmoid", routed_scaling_factor=2.5),
+    **dict(n_group=8, topk_group=4, norm_topk_prob=True),
+)
+KIMI_K2 = V3 | dict(
+    model_type="kimi_k2",
+    max_position_embeddings=131072,
+    rope_theta=50000.0,
+    rope_scaling=dict(YARN, factor=32.0, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
+    **dict(n_routed_experts=384, first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=2.827),
+)
+
 # Name: sizes (`SIZES`), parameters as the repository on the hub counts them, the rest of config.json
 PUBLISHED = {
     "llama-2-7b": (32000, 32, 4096, 32, 32, 128, 11008, 6_738_415_616, LLAMA | dict(max_position_embeddings=4096)),
@@ -82,6 +111,10 @@ PUBLISHED = {
     "gemma-2-2b": (256000, 26, 2304, 8, 4, 256, 9216, 2_614_341_888, GEMMA_2),
     "gemma-2-9b": (256000, 42, 3584, 16, 8, 256, 14336, 9_241_705_984, GEMMA_2),
     "gemma-2-27b": (*(256000, 46, 4608, 32, 16, 128, 36864, 27_227_128_320), GEMMA_2 | dict(query_pre_attn_scalar=144)),
+    "deepseek-v2-lite": (102400, 27, 2048, 16, 16, 64, 10944, 15_706_484_224, V2_LITE),
+    # Without the layer of its files that predicts a second token; the biases of experts are no parameters here.
+    "deepseek-v3": (129280, 61, 7168, 128, 128, 64, 18432, 671_026_404_352, V3),
+    "kimi-k2": (163840, 61, 7168, 64, 64, 64, 18432, 1_026_408_209_408, KIMI_K2),
 }
 FREE = {"model_name_or_path", "init_method_std", "num_query_groups"}  # the last has an effect as `query_groups`
 

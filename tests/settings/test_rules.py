@@ -207,9 +207,9 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
             "--rope-scaling-low-freq-factor 4 must be below --rope-scaling-high-freq-factor 4, as 1 and 4 are",
         ),
         (
-            "--rope-type yarn --yarn-beta-fast 1",
+            "--rope-type yarn --yarn-beta-fast 0.5",
             1,
-            "--yarn-beta-slow 1 must be below --yarn-beta-fast 1, as 1 and 32 are",
+            "--yarn-beta-slow 1 must be at most --yarn-beta-fast 0.5, as 1 and 32 are",
         ),
         (
             "--rope-type yarn --rotary-base 1",

@@ -91,9 +91,9 @@ RULES = (
         ),
     ),
     Rule(
-        lambda s: s.rope_type == "yarn" and s.yarn_beta_slow >= s.yarn_beta_fast,
+        lambda s: s.rope_type == "yarn" and s.yarn_beta_slow > s.yarn_beta_fast,
         lambda s: (
-            f"--yarn-beta-slow {s.yarn_beta_slow:g} must be below --yarn-beta-fast {s.yarn_beta_fast:g}, as 1 and 32 are"
+            f"--yarn-beta-slow {s.yarn_beta_slow:g} must be at most --yarn-beta-fast {s.yarn_beta_fast:g}, as 1 and 32 are"
         ),
     ),
     Rule(

@@ -6,6 +6,7 @@ that has all of its settings; if there is none, the error names the settings tha
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron.errors import CheckpointError, SettingsError
@@ -13,6 +14,7 @@ from megatron.model.gpt import hf_hybrid
 from megatron.model.gpt.hf_layers import layer_types, our_rotation, our_windows, their_rotation, their_window, two_ropes
 from megatron.model.gpt.hf_rope import our_rope, refuse, their_rope
 from megatron.model.kinds.experts.hf import DENSE, against_experts, effective_experts, our_experts, their_experts
+from megatron.model.kinds.mla.hf import ALIASES, DEFAULTS, against_latents, our_latents, their_latents, with_temperature
 from megatron.model.kinds.mlp.settings import QUICK
 from megatron.settings.declare import dashed
 from megatron.settings.groups.model import Model
@@ -58,6 +60,7 @@ EXPERTS = dict(num_experts=ANY)
 LAYERS_DENSE = dict(EXPERTS, moe_layer_freq=ANY, moe_router_pre_softmax=ANY)
 SHARED = dict(LAYERS_DENSE, moe_shared_expert_intermediate_size=ANY)
 GROUPED = dict(moe_router_num_groups=ANY, moe_router_group_topk=ANY, moe_router_topk_scaling_factor=ANY)
+GROUPED |= dict(moe_router_group_score_topk=ANY)
 SIGMOID = dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
 WINDOWS = dict.fromkeys(("window_size", "window_attn_skip_freq"), ANY)
 GPT_OSS = dict(
@@ -92,6 +95,11 @@ def _gpt2(m: Model) -> dict[str, bool]:
         f"--num-query-groups {m.query_groups}": m.query_groups != m.num_attention_heads,
         f"--kv-channels {m.head_dim}": m.head_dim * m.num_attention_heads != m.hidden_size,
     }
+
+
+def _latent(kind: str) -> Callable[[Model], dict[str, bool]]:
+    even = _uneven_heads if kind == "deepseek_v2" else lambda model: {}
+    return lambda model: against_experts(kind)(model) | against_latents(model) | even(model)
 
 
 class DecoderFamily(NamedTuple):
@@ -135,6 +143,7 @@ _GPT_OSS = dict(
     swiglu_alpha=QUICK,
 )
 _QWEN = dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=28, use_sliding_window=False)
+_LATENT = dict(SCALED, **SHARED, **GROUPED, multi_latent_attention=True, qk_layernorm=True)
 FAMILIES: dict[str, DecoderFamily] = {  # model_type -> family
     "gpt2": DecoderFamily(
         "GPT-2",
@@ -232,6 +241,16 @@ FAMILIES: dict[str, DecoderFamily] = {  # model_type -> family
         dict(moe_intermediate_size=1407),
         against=against_experts("deepseek"),
     ),
+    "deepseek_v2": DecoderFamily(
+        "DeepSeek-V2", "DeepseekV2ForCausalLM", _LATENT, DEFAULTS["deepseek_v2"], against=_latent("deepseek_v2")
+    ),
+    "deepseek_v3": DecoderFamily(
+        "DeepSeek-V3",
+        "DeepseekV3ForCausalLM",
+        dict(_LATENT, **dict.fromkeys(SIGMOID, ANY)),
+        DEFAULTS["deepseek_v3"],
+        against=_latent("deepseek_v3"),
+    ),
     "gpt_oss": DecoderFamily("gpt-oss", "GptOssForCausalLM", GPT_OSS, _GPT_OSS, against=against_experts("gpt_oss")),
     "mamba2": DecoderFamily(
         "Mamba-2", "Mamba2ForCausalLM", dict(MIXERS, swiglu=ANY, squared_relu=ANY), against=hf_hybrid.against_mamba2
@@ -245,8 +264,6 @@ REFUSED = dict(
     gemma3="it has a vision tower; save its language model alone, as a Gemma3ForCausalLM",
     phi="its layers run attention and MLP in parallel, and its output layer has a bias",
     phimoe="its router is trained by SparseMixer, and its layers have biases",
-    deepseek_v2="its attention compresses keys and values (MLA)",
-    deepseek_v3="its attention compresses keys and values (MLA)",
 )
 
 
@@ -348,7 +365,8 @@ def _to_decoder(kind: str, m: Model) -> dict[str, Any]:
         attention_bias=not m.disable_bias_linear,
     )
     windows = dict(sliding_window=their_window(m))
-    common |= their_experts(kind, m)
+    rope = with_temperature(kind, m, rope)
+    common |= their_experts(kind, m) | their_latents(kind, m) | dict(rope_parameters=rope)
     if kind in ("llama", "smollm3"):
         return common | dict(mlp_bias=not m.disable_bias_linear) | their_rotation(kind, m)
     if kind in ("mistral", "mixtral"):
@@ -400,6 +418,7 @@ def our_settings(theirs: dict[str, Any], others: tuple[str, ...] = ()) -> tuple[
     others: model types that the caller reads, for the message
     """
     kind = theirs.get("model_type")
+    kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(
             f"model_type {kind!r} in config.json is not read here",
@@ -479,6 +498,7 @@ def _from_decoder(kind: str, c: dict[str, Any]) -> tuple[Model, int]:
     if "no_rope_freq" in differs:
         own |= dict(no_rope_freq=our_rotation(c))
     windows = our_windows(kind, c) if "window_size" in differs else {}
+    latents = our_latents(kind, c, rope)
     model = Model(
         num_layers=int(c["num_hidden_layers"]),
         hidden_size=int(c["hidden_size"]),
@@ -508,6 +528,7 @@ def _from_decoder(kind: str, c: dict[str, Any]) -> tuple[Model, int]:
         **our_rope(c, rope),
         **our_experts(kind, c),
     )
+    model = replace(model, num_query_groups=None, kv_channels=None, **latents) if latents else model
     return model, int(c["vocab_size"])
 
 

@@ -49,7 +49,13 @@ def _bad_groups(s: SimpleNamespace) -> str:
         return ""
     if chosen > groups:
         return f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}"
-    if k % chosen or k // chosen > s.num_experts // groups:
+    of_score, members = s.moe_router_group_score_topk, s.num_experts // groups
+    if of_score and (of_score > members or k > chosen * members):
+        return (
+            f"--moe-router-topk {k} and --moe-router-group-score-topk {of_score} from --moe-router-group-topk {chosen} "
+            f"groups of {members} experts: there are not as many"
+        )
+    if not of_score and (k % chosen or k // chosen > members):
         return (
             f"--moe-router-topk {k} from --moe-router-group-topk {chosen} groups of {s.num_experts // groups} experts: it "
             "must be a multiple, and each group must have as many"

@@ -30,6 +30,7 @@ DENSE: dict[str, Any] = dict(
     moe_router_pre_softmax=False,
     moe_router_num_groups=None,
     moe_router_group_topk=None,
+    moe_router_group_score_topk=None,
     moe_router_topk_scaling_factor=None,
     moe_router_enable_expert_bias=False,
     moe_router_force_load_balancing=False,
@@ -62,8 +63,14 @@ WORDS = {
     "qwen3_moe": ExpertWords("num_experts"),
     "dots1": ExpertWords("n_routed_experts", shared="shared_experts", first_dense=True),
     "gpt_oss": ExpertWords("num_local_experts", "intermediate_size"),  # its tensors: `_fused_matches`
-    "deepseek": ExpertWords("n_routed_experts", shared="shared_experts", first_dense=True),
+    **dict.fromkeys(
+        ("deepseek", "deepseek_v2", "deepseek_v3"),
+        ExpertWords("n_routed_experts", shared="shared_experts", first_dense=True),
+    ),
 }
+
+
+ALWAYS_SHARED = ("dots1", "qwen2_moe", "deepseek_v2", "deepseek_v3")  # their layers with experts have a shared one
 
 
 def effective_experts(m: Model) -> dict[str, Any]:
@@ -80,10 +87,21 @@ def effective_experts(m: Model) -> dict[str, Any]:
         moe_router_pre_softmax=m.moe_router_pre_softmax and not sigmoid,
         moe_router_num_groups=None if one_group else m.moe_router_num_groups,
         moe_router_group_topk=None if one_group else m.moe_router_group_topk,
+        moe_router_group_score_topk=None if one_group or scored(m) == _usual_score(m) else scored(m),
         moe_router_topk_scaling_factor=None
         if m.moe_router_topk_scaling_factor == 1
         else m.moe_router_topk_scaling_factor,
     )
+
+
+def _usual_score(m: Model) -> int:
+    """The best experts of a group by whose scores it is chosen without --moe-router-group-score-topk."""
+    return m.moe_router_topk // (m.moe_router_group_topk or 1)
+
+
+def scored(m: Model) -> int:
+    """The best experts of a group by whose scores it is chosen."""
+    return m.moe_router_group_score_topk or _usual_score(m)
 
 
 def against_experts(kind: str) -> Callable[[Model], dict[str, bool]]:
@@ -91,17 +109,23 @@ def against_experts(kind: str) -> Callable[[Model], dict[str, bool]]:
 
     def reasons(m: Model) -> dict[str, bool]:
         if not m.mixture:
-            return {"no --num-experts": True}
+            return {"no --num-experts": kind != "deepseek_v3"}  # whose layers may all be dense ones
         words, width, shared = WORDS[kind], m.expert_ffn_size, m.moe_shared_expert_intermediate_size
-        k, groups = m.moe_router_topk, effective_experts(m)["moe_router_group_topk"]
+        groups, best = effective_experts(m)["moe_router_group_topk"], 1 if kind == "deepseek_v2" else 2
         dense_first = tuple(range(m.num_layers - len(m.expert_layers), m.num_layers))
         return {
             f"--moe-layer-freq {m.moe_layer_freq}": words.first_dense and m.expert_layers != dense_first,
             f"--moe-shared-expert-intermediate-size {shared}": words.first_dense and (shared or 0) % width != 0,
-            f"--moe-router-topk {k} from --moe-router-group-topk {groups} groups": bool(groups) and k // groups != 2,
+            f"--moe-router-group-topk {groups} of --moe-router-num-groups {m.moe_router_num_groups} by "
+            f"--moe-router-group-score-topk {scored(m)}": bool(groups) and scored(m) != best,
             f"--kv-channels {m.head_dim}": kind == "olmoe" and m.head_dim * m.num_attention_heads != m.hidden_size,
             "no --activation-func-clamp-value": kind == "gpt_oss" and m.activation_func_clamp_value is None,
-            "no --moe-shared-expert-intermediate-size": kind in ("dots1", "qwen2_moe") and not shared,
+            "no --moe-shared-expert-intermediate-size": kind in ALWAYS_SHARED and not shared,
+            "no --moe-router-pre-softmax": kind == "deepseek_v2" and not m.moe_router_pre_softmax,
+            f"--moe-router-score-function {m.moe_router_score_function}": kind == "deepseek_v3"
+            and m.moe_router_score_function != "sigmoid",
+            "no --moe-router-enable-expert-bias": kind == "deepseek_v3" and not m.moe_router_enable_expert_bias,
+            "--moe-router-topk 1": kind == "deepseek_v3" and m.moe_router_topk == 1,  # which they divide by itself
         }
 
     return reasons
@@ -116,6 +140,8 @@ def their_experts(kind: str, m: Model) -> dict[str, Any]:
     if words is None:
         return {}
     dense = m.num_layers - len(m.expert_layers)
+    if not m.mixture:
+        return dict(first_k_dense_replace=dense)
     theirs: dict[str, Any] = {
         words.number: m.num_experts,
         words.width: m.expert_ffn_size,
@@ -132,9 +158,12 @@ def their_experts(kind: str, m: Model) -> dict[str, Any]:
         shared = (m.moe_shared_expert_intermediate_size or 0) // m.expert_ffn_size
         theirs |= dict(first_k_dense_replace=dense, n_shared_experts=shared or None)
         theirs |= dict(routed_scaling_factor=m.moe_router_topk_scaling_factor or 1.0)
-    if kind == "dots1":
-        groups = dict(n_group=m.moe_router_num_groups or 1, topk_group=m.moe_router_group_topk or 1)
+    groups = dict(n_group=m.moe_router_num_groups or 1, topk_group=m.moe_router_group_topk or 1)
+    if kind in ("dots1", "deepseek_v3"):
         theirs |= dict(norm_topk_prob=True, **groups)
+    if kind == "deepseek_v2":
+        method = "group_limited_greedy" if groups["n_group"] > 1 else "greedy"
+        theirs |= dict(norm_topk_prob=False, topk_method=method, **groups)
     if kind == "deepseek":
         theirs |= dict(moe_layer_freq=1, scoring_func="softmax", auto_map=_DEEPSEEK)
     return theirs
@@ -151,6 +180,8 @@ def our_experts(kind: str, c: dict[str, Any]) -> dict[str, Any]:
     """Our settings for the experts of a config.json. Raises CheckpointError for those that we do not have."""
     words = WORDS.get(kind)
     if words is None:
+        return {}
+    if words.first_dense and int(c.get("first_k_dense_replace") or 0) >= int(c["num_hidden_layers"]):
         return {}
     number = int(
         c["num_local_experts"] if "num_local_experts" in c else c[words.number]
@@ -175,15 +206,35 @@ def our_experts(kind: str, c: dict[str, Any]) -> dict[str, Any]:
         ours |= dict(moe_shared_expert_intermediate_size=width * int(c["n_shared_experts"]))
     if kind == "deepseek":
         refuse(c, scoring_func=("softmax", None))
-    if kind == "dots1":
-        refuse(c, norm_topk_prob=(True,))
-        groups, chosen = int(c.get("n_group") or 1), int(c.get("topk_group") or 1)
-        ours |= dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
-        if groups != chosen:
-            if number % groups or k // chosen != 2:  # they rank groups by their best two experts
-                raise CheckpointError(f"config.json has {groups} groups of {number} experts, {chosen} for {k} experts")
-            ours |= dict(moe_router_num_groups=groups, moe_router_group_topk=chosen)
-    return ours
+    return ours | _choice(kind, c, number, k)
+
+
+def _choice(kind: str, c: dict[str, Any], number: int, k: int) -> dict[str, Any]:
+    """Our settings for how tokens choose experts in the families of DeepSeek-V2 and V3."""
+    if kind == "deepseek_v2":
+        ways = ("greedy", "group_limited_greedy")
+        refuse(c, norm_topk_prob=(False, None), topk_method=ways, scoring_func=("softmax",))
+        groups = _groups(c, number, k, best=1)
+        groups = groups if c["topk_method"] == ways[1] else {}
+        return dict(moe_router_pre_softmax=True, **groups)
+    if kind not in ("dots1", "deepseek_v3"):
+        return {}
+    refuse(c, norm_topk_prob=(True,), topk_method=("noaux_tc",), scoring_func=("sigmoid",))
+    if kind == "deepseek_v3":
+        refuse(dict(num_experts_per_tok=k), num_experts_per_tok=tuple(range(2, number + 1)))
+    sigmoid = dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+    return sigmoid | _groups(c, number, k, best=2)
+
+
+def _groups(c: dict[str, Any], number: int, k: int, best: int) -> dict[str, int]:
+    """Our settings for groups of experts that are chosen by the sum of their best so many scores."""
+    groups, chosen = int(c.get("n_group") or 1), int(c.get("topk_group") or 1)
+    if groups == chosen:
+        return {}
+    if number % groups or number // groups < best or k > chosen * number // groups:
+        raise CheckpointError(f"config.json has {groups} groups of {number} experts, {chosen} for {k} experts")
+    score = {} if k % chosen == 0 and k // chosen == best else dict(moe_router_group_score_topk=best)
+    return dict(moe_router_num_groups=groups, moe_router_group_topk=chosen, **score)
 
 
 def _layers_with_experts(kind: str, c: dict[str, Any]) -> list[bool]:

@@ -11,7 +11,8 @@ All are pure functions, with the definitions of Megatron-Core:
 | sigmoid              | sigmoid + the expert bias   | sigmoids, divided by their sum if k > 1  | DeepSeek-V3          |
 
 Every weight is multiplied by the scaling factor. With groups, a token first chooses `group_topk` groups of experts, by the
-sum of the best k / group_topk in each, and then its experts in these (DeepSeek-V2, arXiv:2405.04434).
+sum of the best k / group_topk in each (or of so many as `group_score_topk` says: one in DeepSeek-V2, arXiv:2405.04434, two
+in V3), and then its experts in these.
 
 Legend: n tokens of this rank, E experts, k experts of a token.
 """
@@ -40,6 +41,7 @@ class ExpertChoice:
     pre_softmax: bool = False
     num_groups: Optional[int] = None
     group_topk: Optional[int] = None
+    group_score_topk: Optional[int] = None
     topk_scaling_factor: Optional[float] = None
 
 
@@ -53,6 +55,7 @@ def choice_of(model: Model) -> ExpertChoice:
         model.moe_router_pre_softmax or by_itself,
         model.moe_router_num_groups,
         model.moe_router_group_topk,
+        model.moe_router_group_score_topk,
         None if by_itself else model.moe_router_topk_scaling_factor,
     )
 
@@ -85,7 +88,7 @@ def best(scores: torch.Tensor, rule: ExpertChoice) -> torch.Tensor:
     """The experts [n, k] with the highest scores [n, E], the highest first, in the chosen groups if there are groups."""
     if rule.group_topk is not None:
         groups = scores.unflatten(-1, (rule.num_groups, -1))  # [n, groups, experts of a group]
-        best_sums = groups.topk(rule.topk // rule.group_topk, -1).values.sum(-1)
+        best_sums = groups.topk(rule.group_score_topk or rule.topk // rule.group_topk, -1).values.sum(-1)
         others = torch.ones_like(best_sums, dtype=torch.bool).scatter(
             -1, best_sums.topk(rule.group_topk, -1).indices, False
         )

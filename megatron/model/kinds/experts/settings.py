@@ -18,6 +18,7 @@ def any_way(s: Any, attribute: str, suites: str) -> bool:
     return any(getattr(own.get(kind), attribute, suites in kind) for kind in s.settings.model.balancing_kinds)
 
 
+GROUPS_OF_EXPERTS = Network("--moe-router-group-topk", lambda s: MIXED.met(s) and s.moe_router_group_topk)
 MIXED = Network("--num-experts above 1", lambda s: s.settings.model.mixture)
 SCORED = Network(
     "--num-experts above 1, and with --moe-router-load-balancing-type sinkhorn",
@@ -78,6 +79,13 @@ class ExpertSettings:
     )
     moe_router_group_topk: Optional[Count] = shown_by("test_choices_and_weights_are_those_of_megatron_core")(
         "groups that each token chooses experts from", None, needs=MIXED, on_resume="refused"
+    )
+    moe_router_group_score_topk: Optional[Count] = shown_by("test_routers_of_transformers_choose_the_same")(
+        "a group of experts is chosen by the sum of its best so many scores (default: --moe-router-topk / "
+        "--moe-router-group-topk)",
+        None,
+        needs=GROUPS_OF_EXPERTS,
+        on_resume="refused",
     )
     moe_router_topk_scaling_factor: Optional[Positive] = shown_by(EXPERT)(
         "multiply the weights of the chosen experts by this", None, needs=SCORED, on_resume="refused"
