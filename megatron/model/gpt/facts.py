@@ -114,7 +114,7 @@ class GPTFacts(Facts):
                 share = self.active_parameters / self.parameters
                 active = f", {used} of {of} {mixer.name} for each token ({share:.1%} of the parameters)"
         return (
-            f"{self.name} of {count} parameters{active}: {m.num_layers} layers, hidden {m.hidden_size}, "
+            f"{self.name} of {count} parameters{active}: {m.num_layers} layers{f' {m.letters}' * bool(m.letters)}, hidden {m.hidden_size}, "
             f"{m.num_attention_heads} heads, sequence {m.seq_length}, vocabulary {self.vocab_size}"
         )
 
