@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published shapes of decoders with rotary positions, for `--model-name-or-path`, and the rows of their embeddings.
 
-From the config.json of each model: Llama 2 and 3, Mistral, Qwen2.5, Qwen3, Phi-3, OLMo 2, Gemma 2 and 3; with experts
-Mixtral, Qwen3, Qwen3-Next, Qwen1.5, OLMoE, gpt-oss and DeepSeek-MoE.
+From the config.json of each model: Llama 2 and 3, Mistral, Qwen2.5, Qwen3, Phi-3, OLMo 2, Gemma 2 and 3; Nemotron-H;
+with experts Mixtral, Qwen3, Qwen3-Next, Qwen1.5, OLMoE, gpt-oss and DeepSeek-MoE.
 
     >>> DECODERS["gemma-2-2b"]["window_attn_skip_freq"], DECODERS["qwen3-0.6b"]["kv_channels"], ROWS["qwen2.5-7b"]
     (2, 128, 152064)
@@ -142,6 +142,17 @@ _GPT_OSS = dict(
     moe_router_topk=4,
 )
 
+_NEMOTRON_H = dict(
+    _LLAMA | _UNTIED,
+    position_embedding_type="none",
+    norm_epsilon=1e-5,
+    swiglu=False,
+    squared_relu=True,
+    mamba_head_dim=64,
+    mamba_state_dim=128,
+    mamba_num_groups=8,
+)
+
 
 def _shape(
     of: dict[str, Any],
@@ -211,6 +222,13 @@ _PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             *(_GEMMA, 26, 1152, 4, 1, 256, 6912, 32768),
             **dict(qk_layernorm=True, window_size="511,0", window_attn_skip_freq=6, rotary_base=1e6),
             rope_local_base_freq=1e4,
+        ),
+    ),
+    "nemotron-h-8b": (
+        131072,
+        _shape(
+            *(_NEMOTRON_H, 52, 4096, 32, 8, 128, 21504, 8192),
+            **dict(hybrid_layer_pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-", mamba_num_heads=128),
         ),
     ),
     "mixtral-8x7b": (32000, _shape(_MIXTRAL, 32, 4096, 32, 8, 128, 14336, 32768)),

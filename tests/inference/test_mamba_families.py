@@ -16,9 +16,12 @@ from megatron.convert.hf_files import TensorFiles
 from megatron.data.loader import MicroBatch
 from megatron.errors import CheckpointError, Failure
 from megatron.inference.load import load_model
+from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_hybrid import ANY_STEP
 from megatron.model.gpt.hf_settings import our_settings
 from megatron.mpu.mesh import Mesh
+from megatron.settings.presets import preset, published_rows
+from megatron.settings.schema import Model
 from megatron.tools import checkpoint as tool
 from tests.inference.test_convert import loaded
 from tests.inference.test_families import gradients_by_name
@@ -183,6 +186,19 @@ def test_published_words_of_old_files():
     del config["layers_block_type"], config["head_dim"]
     model = our_settings(config)[1]
     assert (model.letters, model.kv_channels, model.num_layers) == ("M-*M", 12, 4)
+
+
+def test_the_published_shape_has_the_parameters_of_transformers_class():
+    """Nemotron-H 8B in the words of its config.json: 24 Mamba-2 layers, 24 MLPs, 4 of attention."""
+    sizes = dict(hidden_size=4096, intermediate_size=21504, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    sizes |= dict(mamba_num_heads=128, mamba_head_dim=64, ssm_state_size=128, n_groups=8, vocab_size=131072)
+    pattern = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+    config = transformers.NemotronHConfig(**sizes, hybrid_override_pattern=pattern, max_position_embeddings=8192)
+    with torch.device("meta"):
+        theirs = transformers.NemotronHForCausalLM(config)
+    ours = Model(**preset("nemotron-h-8b"))
+    assert ours.letters == pattern and our_settings(json.loads(config.to_json_string()))[1].letters == pattern
+    assert GPTFacts(ours, published_rows("nemotron-h-8b")).parameters == theirs.num_parameters()
 
 
 def test_other_patterns_are_refused_by_name(tmp_path):
