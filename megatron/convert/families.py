@@ -81,7 +81,7 @@ class Family:
     @property
     def form(self) -> str:
         """Of the comparison of both models (`agreement.LIMITS`)."""
-        return "hf with states" if self.facts.state_bytes(range(self.facts.num_layers), 1, 4) else "hf"
+        return "hf with states" if self.facts.with_states else "hf"
 
     @property
     def tied(self) -> bool:
