@@ -73,3 +73,26 @@ def test_only_these_files_know_gpt():
 def test_units_say_what_they_are():
     """Nothing reads the kind of a parameter off the beginning of its name."""
     assert [name for name, text in SOURCES.items() if re.search(r"startswith\(\(?[\"']blocks", text)] == []
+
+
+def test_the_core_names_no_kind_of_layer():
+    """A kind is its folder: what builds, plans, updates, saves and decodes layers asks `KINDS`."""
+    core = (
+        "model model/gpt/module.py planner planner/preflight pipeline optimizer checkpoint mpu inference data".split()
+    )
+    may = {  # experts: their choices are replayed in comparisons, and their number is cut
+        "megatron/planner/parity.py",
+        "megatron/inference/prune.py",
+        "megatron/model/pruning.py",
+        "megatron/model/gpt/module.py",  # masks of documents for attention
+    }
+    names = [path.name for path in (ROOT / "megatron" / "model" / "kinds").iterdir() if (path / "kind.py").exists()]
+    assert len(names) >= 7
+    imported = re.compile(rf"model\.kinds\.({'|'.join(names)})\b|\b(gdn|mamba|mla)\b", re.IGNORECASE)
+    found = {
+        name: match[0]
+        for name, text in SOURCES.items()
+        if {name, str(Path(name).parent)} & {f"megatron/{place}" for place in core} and name not in may
+        if (match := imported.search(text))
+    }
+    assert found == {}

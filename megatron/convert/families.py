@@ -32,6 +32,7 @@ OF_TRAINING = dict(  # keys of config.json that are not converted -> the flag of
     router_aux_loss_coef="--moe-aux-loss-coeff"
 )
 NOTHING = re.compile(r"(?!)")  # no name
+OF_NEXT = re.compile(r"mtp\..*")  # Qwen3-Next's, which predict a second token
 PROMPT = 48  # most tokens of a comparison
 LEFT_OUT = (
     f"the weights {AHEAD}.* are left out: the depths of --mtp-num-layers serve training, and no file of Hugging Face's "
@@ -76,6 +77,11 @@ class Family:
     unused: re.Pattern[str] = NOTHING
     notices: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+
+    @property
+    def form(self) -> str:
+        """Of the comparison of both models (`agreement.LIMITS`)."""
+        return "hf with states" if self.facts.with_states else "hf"
 
     @property
     def tied(self) -> bool:
@@ -185,7 +191,7 @@ def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
         table=table,
         copies={"lm_head.weight": table} if tied else {},
         constants=re.compile(constants),
-        unused=ahead(model) if kind == "deepseek_v3" else NOTHING,
+        unused=ahead(model) if kind == "deepseek_v3" else OF_NEXT if kind == "qwen3_next" else NOTHING,
     )
 
 

@@ -241,7 +241,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
         elif check:
             progress.say(RUNNING)
             ours = _outputs(family, load_model(folder, precision="fp32"))
-            agreed = agreement("hf", "fp32", CLIENT, ours, _outputs_of_transformers(family, source))
+            agreed = agreement(family.form, "fp32", CLIENT, ours, _outputs_of_transformers(family, source))
             notices.append(f"both models agree: {agreed.sentence}")
         return notices
 
@@ -299,7 +299,7 @@ def _compare_export(family: Family, trained: Path, path: Path, folder: Path, dty
     loaded = loaded if path == trained else load_model(path, precision="fp32")
     _round(loaded.model, family, DTYPES[dtype])
     ours, theirs = _outputs(family, loaded), _outputs_of_transformers(family, folder)
-    agreed = agreement("hf", dtype, CLIENT, ours, theirs, checkpoint=checkpoint)
+    agreed = agreement(family.form, dtype, CLIENT, ours, theirs, checkpoint=checkpoint)
     return ("checked: " if agreed.rounded else "both models agree: ") + agreed.sentence
 
 

@@ -275,6 +275,8 @@ def plan(
     else:
         layers = [layer for layer in range(before.layers) if layer not in set(layers_to_go)]
     model, order = sizes.settings(network.model), dict(enumerate(layers))
+    if letters := network.model.letters:
+        model = replace(model, hybrid_layer_pattern="".join(letters[old] for old in layers))
     facts = network.with_model(model)
     for new, old in order.items():
         was, now = network.facts.layer_kind(old), facts.layer_kind(new)

@@ -247,6 +247,12 @@ class Facts:
         return sum(mixer.state(kind.settings(self.settings), tp, element) for kind, mixer in mixers)
 
     @property
+    def with_states(self) -> list[str]:
+        """The names of kinds of layers that keep a state of each text in generation."""
+        kinds = ((kind, mixer) for kind in self.layer_kinds for branch in kind.branches for mixer in branch.mixers)
+        return sorted({mixer.name for kind, mixer in kinds if mixer.state(kind.settings(self.settings), 1, 4)})
+
+    @property
     def caches_heads(self) -> bool:
         """Whether what layers cache are a key and a value of each key-value head."""
         m = self.settings

@@ -8,7 +8,7 @@ The model's record keeps the characters alone; the cuts become --pipeline-stage-
 --num-virtual-stages-per-pipeline-rank. So a run may go on with other cuts, and not with other characters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from megatron.errors import SettingsError, UsageError
@@ -20,6 +20,7 @@ from megatron.settings.declare import dashed
 from megatron.settings.hybrid_pattern import AHEAD, CUT, FLAG, LayerPattern, read_pattern, spread_evenly
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config
+from megatron.settings.stage_layout import LAYOUT, PARTS, read_layout
 
 # Settings that set the stages, or the number of a rank's, without --hybrid-layer-pattern
 OTHER_CUTS = (
@@ -31,7 +32,7 @@ OTHER_CUTS = (
 
 def with_pattern(config: Config) -> Config:
     """`Recipe.normalize_config` of models whose layers a pattern may list. Raises SettingsError."""
-    config = _spread(config)
+    config = with_stage_layout(_spread(config))
     text = config.model.hybrid_layer_pattern
     if text is None:
         return config
@@ -74,7 +75,6 @@ def kinds_of(config: Config) -> Mapping[str, Mixer]:
 
 def _stages(config: Config, pattern: LayerPattern) -> dict[str, Any]:
     """The settings of the stages that the cuts make. On one pipeline rank, they have no effect."""
-    p = config.parallel
     if len(pattern.stages) == 1:
         return {}
     if others := [one.words for name in OTHER_CUTS if (one := config.given(name)) and one.is_request]:
@@ -84,20 +84,35 @@ def _stages(config: Config, pattern: LayerPattern) -> dict[str, Any]:
         )
     if config.planner.auto_parallel:
         return dict(pipeline_stage_layers=pattern.stage_layers)
-    pp, stages = p.pipeline_model_parallel_size, len(pattern.stages)
+    return cut(config, FLAG, [len(stage) for stage in pattern.stages])
+
+
+def with_stage_layout(config: Config) -> Config:
+    """The settings of the stages that --pipeline-model-parallel-layout lists. Raises SettingsError."""
+    text = config.parallel.pipeline_stage_layers
+    if not PARTS & set(text or ""):
+        return config
+    return config.derive(LAYOUT, **dict(pipeline_stage_layers=None) | cut(config, LAYOUT, read_layout(text).counts))
+
+
+def cut(config: Config, flag: str, counts: Sequence[int]) -> dict[str, Any]:
+    """The settings of stages with so many layers each, which a flag lists: model chunks follow from their number."""
+    p, stages = config.parallel, len(counts)
+    pp = p.pipeline_model_parallel_size
     if pp == 1:
         return {}
     if stages % pp:
         fits = [n for n in range(2, stages + 1) if stages % n == 0]
         raise SettingsError(
-            f"{FLAG} has {stages} stages, and --pipeline-model-parallel-size is {pp}",
+            f"{flag} has {stages} stages, and --pipeline-model-parallel-size is {pp}",
             f"each rank has equally many of the parts between its {CUT}",
             f"--pipeline-model-parallel-size {' or '.join(map(str, fits))}, or cut it into a multiple of {pp}",
         )
     chunks, schedule = stages // pp, p.pipeline_schedule
     usual = None if is_file(schedule) or schedule not in TRAINING else default_chunks(schedule)
     own = chunks if usual is not None and chunks != usual else None  # a file has the number itself
-    return dict(pipeline_stage_layers=pattern.stage_layers, num_virtual_stages_per_pipeline_rank=own)
+    layers = ",".join(map(str, counts))
+    return dict(pipeline_stage_layers=layers, num_virtual_stages_per_pipeline_rank=own)
 
 
 def required_pattern(config: Config) -> Config:

@@ -11,7 +11,7 @@ No number changes: a reader gives its tensors other names. Needs no torch.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Optional
 
 from megatron.errors import SettingsError
@@ -104,9 +104,12 @@ def _renaming(table: Mapping[tuple[int, str], int]) -> Rename:
 
 
 def _with_layers(state: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The state of a checkpoint, with the settings of a run that say which layer is what."""
+    """The state of a checkpoint, with the settings of a run that say which layer is what, and of kinds that are new."""
     of_kinds = (kind.chooses((True,)) for kind in kinds_of(config).values())
     names = ["num_layers", "hybrid_layer_pattern", *COUNTING, *(name for settings in of_kinds for name in settings)]
+    new = {config.model.letters[n] for n in fresh_layers(config)}
+    groups = (kind.settings for kind in kinds_of(config).values() if kind.symbol in new and kind.settings)
+    names += [one.name for group in groups for one in fields(group)]
     own = {name: getattr(config.model, name) for name in names}
     record = state["config"]
     return {**state, "config": {**record, "model": {**record["model"], **own}}}

@@ -4,6 +4,7 @@
 from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.stages import chunks_of
 from megatron.settings.rules import Rule
+from megatron.settings.stage_layout import LAYOUT, PARTS, read_layout
 
 RULES = (
     Rule(
@@ -37,9 +38,24 @@ REMARKS = (
             "(--pipeline-schedule interleaved)"
         ),
     ),
+    Rule(
+        lambda s: s.pp > 1 and _depths_before_the_loss(s),
+        lambda s: (
+            f"{LAYOUT} has m in a stage before the last: here depths of multi-token prediction are on the last stage, "
+            "with the loss"
+        ),
+    ),
 )
 
 SEVERAL_STAGES = ("gpipe", "zb-h1", "zb-v", "v-half")  # `interleaved` is refused on one stage
+
+
+def _depths_before_the_loss(s) -> bool:
+    given = s.settings.given("pipeline_stage_layers")
+    if given is None or not PARTS & set(str(given.value)):
+        return False
+    layout = read_layout(str(given.value))
+    return layout.ahead not in (None, len(layout.counts) - 1)
 
 
 def _given(s) -> bool:

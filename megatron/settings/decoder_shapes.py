@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published shapes of decoders with rotary positions, for `--model-name-or-path`, and the rows of their embeddings.
 
-From the config.json of each model: Llama 2 and 3, Mistral, Qwen2.5, Qwen3, Phi-3, OLMo 2, Gemma 2 and 3; with experts
-Mixtral, Qwen3, Qwen1.5, OLMoE, gpt-oss and DeepSeek-MoE.
+From the config.json of each model: Llama 2 and 3, Mistral, Qwen2.5, Qwen3, Phi-3, OLMo 2, Gemma 2 and 3; Nemotron-H;
+with experts Mixtral, Qwen3, Qwen3-Next, Qwen1.5, OLMoE, gpt-oss and DeepSeek-MoE.
 
     >>> DECODERS["gemma-2-2b"]["window_attn_skip_freq"], DECODERS["qwen3-0.6b"]["kv_channels"], ROWS["qwen2.5-7b"]
     (2, 128, 152064)
@@ -37,6 +37,19 @@ _QWEN_3 = dict(_QWEN, qk_layernorm=True)
 
 _MIXTRAL = dict(_LLAMA | _UNTIED, norm_epsilon=1e-5, rotary_base=1e6, num_experts=8, moe_router_topk=2)
 _QWEN_MOE = dict(_QWEN | _UNTIED, num_experts=128, moe_router_topk=8, qk_layernorm=True)
+_QWEN_NEXT = dict(
+    _QWEN_MOE,
+    num_experts=512,
+    moe_router_topk=10,
+    moe_ffn_hidden_size=512,
+    moe_shared_expert_intermediate_size=512,
+    moe_shared_expert_gate=True,
+    rotary_base=1e7,
+    rotary_percent=0.25,
+    attention_output_gate=True,
+    experimental_attention_variant="gated_delta_net",
+    linear_attention_freq="4",
+)
 _OLMOE = dict(
     _LLAMA | _UNTIED,
     norm_epsilon=1e-5,
@@ -129,6 +142,17 @@ _GPT_OSS = dict(
     moe_router_topk=4,
 )
 
+_NEMOTRON_H = dict(
+    _LLAMA | _UNTIED,
+    position_embedding_type="none",
+    norm_epsilon=1e-5,
+    swiglu=False,
+    squared_relu=True,
+    mamba_head_dim=64,
+    mamba_state_dim=128,
+    mamba_num_groups=8,
+)
+
 
 def _shape(
     of: dict[str, Any],
@@ -200,10 +224,18 @@ _PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             rope_local_base_freq=1e4,
         ),
     ),
+    "nemotron-h-8b": (
+        131072,
+        _shape(
+            *(_NEMOTRON_H, 52, 4096, 32, 8, 128, 21504, 8192),
+            **dict(hybrid_layer_pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-", mamba_num_heads=128),
+        ),
+    ),
     "mixtral-8x7b": (32000, _shape(_MIXTRAL, 32, 4096, 32, 8, 128, 14336, 32768)),
     "mixtral-8x22b": (32768, _shape(_MIXTRAL, 56, 6144, 48, 8, 128, 16384, 65536)),
     "qwen3-30b-a3b": (151936, _shape(_QWEN_MOE, 48, 2048, 32, 4, 128, 6144, 40960, moe_ffn_hidden_size=768)),
     "qwen3-235b-a22b": (151936, _shape(_QWEN_MOE, 94, 4096, 64, 4, 128, 12288, 40960, moe_ffn_hidden_size=1536)),
+    "qwen3-next-80b-a3b": (151936, _shape(_QWEN_NEXT, 48, 2048, 16, 2, 256, 5120, 262144)),
     "qwen1.5-moe-a2.7b": (151936, _shape(_QWEN_SHARED, 24, 2048, 16, 16, 128, 5632, 8192)),
     "olmoe-1b-7b": (50304, _shape(_OLMOE, 16, 2048, 16, 16, 128, 1024, 4096)),
     "gpt-oss-20b": (201088, _shape(_GPT_OSS, 24, 2880, 64, 8, 64, 2880, 131072, num_experts=32)),

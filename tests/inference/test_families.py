@@ -50,6 +50,11 @@ GPT_OSS_ROPE = dict(rope_type="yarn", rope_theta=150.0, factor=4.0, truncate=Fal
 GPT_OSS_ROPE |= dict(beta_fast=32.0, beta_slow=1.0, attention_factor=0.1 * math.log(4) + 1)
 GPT_OSS = dict(swiglu_limit=0.5, sliding_window=6, rope_parameters=GPT_OSS_ROPE, head_dim=16)
 GPT_OSS |= dict(intermediate_size=32)  # square matrices: a wrong transpose has the same shape
+QWEN3_NEXT = dict(
+    EXPERTS, head_dim=16, shared_expert_intermediate_size=40, linear_num_key_heads=2, linear_conv_kernel_dim=3
+)
+QWEN3_NEXT |= dict(linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12, norm_topk_prob=True)
+QWEN3_NEXT |= dict(layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"])
 CASES = {  # family -> settings of its configuration class
     "llama": dict(attention_bias=True, mlp_bias=True, head_dim=16),
     "qwen2": dict(tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
@@ -66,6 +71,7 @@ CASES = {  # family -> settings of its configuration class
     "olmoe": dict(num_experts=8, num_experts_per_tok=3),
     "qwen2_moe": dict(EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[0, 2]),
     "qwen3_moe": dict(EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1]),
+    "qwen3_next": QWEN3_NEXT,
     "gpt_oss": dict(GPT_OSS, num_local_experts=8, num_experts_per_tok=4),
     "dots1": dict(DOTS, num_experts_per_tok=4, n_routed_experts=8, moe_intermediate_size=24),
 }
@@ -101,8 +107,20 @@ CASES |= {
     "deepseek_v3, one group": dict(_LATENT, num_experts_per_tok=4, n_group=1, topk_group=1, first_k_dense_replace=0),
     "deepseek_v3, dense": dict(_LATENT, first_k_dense_replace=4),
 }
-MIXTURES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "dots1", "gpt_oss", "deepseek_v2", "deepseek_v2, lite")
+MIXTURES = (
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "dots1",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v2, lite",
+)
 MIXTURES += ("deepseek_v3", "deepseek_v3, one group")
+STATES = ("qwen3_next",)
+CENTRED = ("gemma", "gemma2", "gemma3_text", "qwen3_next")  # norms multiply by 1 + weight
 RARE = ("olmoe", "qwen2_moe", "qwen3_moe")  # whose parts others have, too
 MODELS = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.full) if case in RARE else case for case in CASES]
@@ -117,6 +135,7 @@ def family(tmp_path_factory):
     def make(case):
         if case not in made:
             folder = tmp_path_factory.mktemp("family")
+            torch.manual_seed(0)  # for decay rates, which their classes draw
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 config = transformers.AutoConfig.for_model(case.split(",")[0], **COMMON | CASES[case])
@@ -125,7 +144,9 @@ def family(tmp_path_factory):
             with torch.no_grad():
                 for parameter in theirs.parameters():
                     noise = torch.randn(parameter.shape, generator=generator)
-                    parameter.copy_(0.15 * noise if parameter.dim() > 1 else parameter + 0.2 * noise)
+                    # Norms of states' small outputs magnify rounding: their reads are kept away from 0.
+                    scale = 0.05 if case in STATES else 0.15
+                    parameter.copy_(scale * noise if parameter.dim() > 1 else parameter + 0.2 * noise)
                 for name, buffer in theirs.named_buffers():
                     if "e_score_correction_bias" in name:
                         buffer.copy_(-torch.rand(buffer.shape, generator=generator))
@@ -224,7 +245,7 @@ def test_there_and_back(case, family, tmp_path, capsys):
     before, after = theirs.state_dict(), again.state_dict()
     assert set(before) == set(after) and type(again) is type(theirs)
     for name, tensor in before.items():
-        lost = 2**-23 if "gemma" in case and "norm" in name else 0.0
+        lost = 2**-23 if case in CENTRED and "norm" in name else 0.0
         assert (tensor - after[name]).abs().max() <= lost, name
     skipped = {"transformers_version", "dtype", "max_window_layers", "original_max_position_embeddings"}
     old, new = (

@@ -47,6 +47,19 @@ BASES = {
     ),
     "qwen2_moe": dict(SHARED, moe_shared_expert_gate=True, add_qkv_bias=True),
     "qwen3_moe": dict(MIXTURE, qk_layernorm=True, moe_layer_freq="[0]*2+[1]*2"),
+    "qwen3_next": dict(
+        SHARED,
+        moe_shared_expert_gate=True,
+        qk_layernorm=True,
+        attention_output_gate=True,
+        rotary_percent=0.5,
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq="2",
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=6,
+    ),
     "dots1": dict(SHARED, **SIGMOID, qk_layernorm=True),
     "deepseek": dict(SHARED, moe_layer_freq="[0]*1+[1]*3", moe_router_pre_softmax=True),
 }
@@ -435,6 +448,7 @@ def test_published_models(published, parameters, want):
         ("qwen3-30b-a3b", 151936, 30_532_122_624),
         ("qwen3-235b-a22b", 151936, 235_093_634_560),
         ("qwen1.5-moe-a2.7b", 151936, 14_315_784_192),
+        ("qwen3-next-80b-a3b", 151936, 79_674_391_296),
         ("olmoe-1b-7b", 50304, 6_919_161_856),
         ("deepseek-moe-16b", 102400, 16_375_728_128),
     ],
@@ -445,7 +459,7 @@ def test_named_shapes(name, vocabulary, parameters):
     assert GPTFacts(model, vocabulary).parameters == parameters
     kind = their_settings(model, vocabulary, None, "bfloat16")["model_type"]
     family = {"phi-3": "mistral", "gemma-3": "gemma3_text", "qwen2": "qwen2"}  # a Phi-3 has the shape of a Mistral
-    family |= {"qwen3-30b": "qwen3_moe", "qwen3-235b": "qwen3_moe", "qwen1.5": "qwen2_moe"}
+    family |= {"qwen3-30b": "qwen3_moe", "qwen3-235b": "qwen3_moe", "qwen3-next": "qwen3_next", "qwen1.5": "qwen2_moe"}
     first = next((kind for start, kind in family.items() if name.startswith(start)), name.replace("-", ""))
     assert first.startswith(kind[:6])
 

@@ -15,10 +15,15 @@ from megatron.convert.families import imported
 from megatron.convert.hf_files import TensorFiles
 from megatron.data.loader import MicroBatch
 from megatron.errors import CheckpointError, Failure
+from megatron.inference.generation import generate
 from megatron.inference.load import load_model
+from megatron.inference.sampling import Sampling
+from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_hybrid import ANY_STEP
 from megatron.model.gpt.hf_settings import our_settings
 from megatron.mpu.mesh import Mesh
+from megatron.settings.presets import preset, published_rows
+from megatron.settings.schema import Model
 from megatron.tools import checkpoint as tool
 from tests.inference.test_convert import loaded
 from tests.inference.test_families import gradients_by_name
@@ -128,6 +133,25 @@ def test_packed_documents_are_each_alone(kind, family):
 
 
 @KINDS
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 2)])
+def test_greedy_texts(kind, tp, pp, family, run_ranks):
+    """Of prompts of different lengths, one longer than a chunk, with states of texts."""
+    theirs, _, ours = family(kind)
+    prompts = [tokens(seed=3)[:200, 0].tolist(), tokens(seed=4)[:7, 0].tolist()]
+
+    def continued(rank):
+        model = load_model(str(ours), mesh=Mesh(rank, tp=tp, pp=pp)).model
+        more = dict(pp=model.pp) if pp > 1 else {}
+        return generate(model, prompts, Sampling(20, greedy=True), longest=256, **more)
+
+    texts = run_ranks(tp * pp, continued)[0] if tp * pp > 1 else continued(0)
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = torch.tensor([prompt])
+        want = theirs.generate(ids, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(ids))
+        assert text == want[0, len(prompt) :].tolist()
+
+
+@KINDS
 def test_there_and_back(kind, family, tmp_path, capsys):
     """The same family with the same settings, and the same tensors."""
     theirs, folder, ours = family(kind)
@@ -183,6 +207,19 @@ def test_published_words_of_old_files():
     del config["layers_block_type"], config["head_dim"]
     model = our_settings(config)[1]
     assert (model.letters, model.kv_channels, model.num_layers) == ("M-*M", 12, 4)
+
+
+def test_the_published_shape_has_the_parameters_of_transformers_class():
+    """Nemotron-H 8B in the words of its config.json: 24 Mamba-2 layers, 24 MLPs, 4 of attention."""
+    sizes = dict(hidden_size=4096, intermediate_size=21504, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    sizes |= dict(mamba_num_heads=128, mamba_head_dim=64, ssm_state_size=128, n_groups=8, vocab_size=131072)
+    pattern = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+    config = transformers.NemotronHConfig(**sizes, hybrid_override_pattern=pattern, max_position_embeddings=8192)
+    with torch.device("meta"):
+        theirs = transformers.NemotronHForCausalLM(config)
+    ours = Model(**preset("nemotron-h-8b"))
+    assert ours.letters == pattern and our_settings(json.loads(config.to_json_string()))[1].letters == pattern
+    assert GPTFacts(ours, published_rows("nemotron-h-8b")).parameters == theirs.num_parameters()
 
 
 def test_other_patterns_are_refused_by_name(tmp_path):

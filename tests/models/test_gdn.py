@@ -22,6 +22,7 @@ from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import elements
 from megatron.planner.layout import Layout
 from megatron.settings.schema import Model, Recompute
+from megatron.tools import export
 from tests.planner.test_activations import measured, predicted
 
 G, R, K, V, TAPS, HIDDEN, S, B = 4, 2, 16, 24, 4, 64, 128, 2
@@ -116,6 +117,13 @@ def test_texts_with_a_cache_and_without_one(trained):
     greedy = Sampling(tokens_to_generate=6, greedy=True)
     for use_cache in (True, False):
         assert generate(model, [[5, 7]], greedy, longest=12, use_cache=use_cache)[0] == text[2:]
+
+
+@pytest.mark.parametrize("words", ["--format torch-export", "--format onnx"])
+def test_a_program_is_refused_by_name(trained, tmp_path, words):
+    with pytest.raises(SettingsError, match="layers of gdn have no program for texts of any length"):
+        export.main(["--load", trained, "--output", str(tmp_path / "out"), *words.split()])
+    assert not (tmp_path / "out").exists()
 
 
 WRONG = {

@@ -21,6 +21,7 @@ from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
 from megatron.mpu.forked import run_ranks
 from megatron.storage.urls import location
+from megatron.tools import prune
 from tests.training.test_plain_loop import records
 
 LINE = (
@@ -194,3 +195,39 @@ def test_other_programs_refuse_other_patterns(letters, tmp_path):
     ):
         export(str(tmp_path / "run"), tmp_path / "out", Wanted("gguf"), given={})
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_go_with_their_letters(tmp_path):
+    pretrain(0, f"--hybrid-layer-pattern -*--** --train-iters 1 --save {tmp_path}/run")
+    prune.main(f"--load {tmp_path}/run --save {tmp_path}/small --prune-layers 0 4".split())
+    loaded = load_model(f"{tmp_path}/small")
+    assert loaded.config.model.hybrid_layer_pattern == "*--*"
+    before, after = tensors(tmp_path / "run"), tensors(tmp_path / "small")
+    for new, old in enumerate((1, 2, 3, 5)):
+        own = {name.replace(f"blocks.{old}.", "") for name in before if name.startswith(f"blocks.{old}.")}
+        assert own and all(torch.equal(before[f"blocks.{old}.{name}"], after[f"blocks.{new}.{name}"]) for name in own)
+
+
+@pytest.mark.parametrize("letters", ["-*--**", "*-*E-E"])
+def test_any_pattern_generates(letters, tmp_path):
+    """With a cache as without."""
+    experts = "--num-experts 4 --moe-ffn-hidden-size 16" if "E" in letters else ""
+    pretrain(0, f"--hybrid-layer-pattern {letters} {experts} --train-iters 2 --save {tmp_path}")
+    model, greedy = load_model(str(tmp_path)).model, Sampling(tokens_to_generate=6, greedy=True)
+    texts = [generate(model, [[5, 7], [1, 2, 3]], greedy, longest=12, use_cache=use) for use in (True, False)]
+    assert texts[0] == texts[1]
+
+
+def test_new_layers_between_those_of_a_transformer(both, tmp_path):
+    """Mamba-2 has no counterpart in a transformer, and starts anew with --finetune."""
+    own = LLAMA.replace(" --norm-position sandwich", "") + " --untie-embeddings-and-output-weights"
+    mamba = "--mamba-num-heads 4 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 8"
+    line = f"--hybrid-layer-pattern M*-M*- {mamba} {own} --load {both[0]}"
+    pretrain(0, f"{line} --train-iters 1 --lr 1e-30 --finetune --save {tmp_path}")
+    wanted, found = tensors(both[0]), tensors(tmp_path)
+    for layer in range(2):
+        for part, n in (("attention.qkv", 3 * layer + 1), ("mlp.up", 3 * layer + 2), ("mlp_norm", 3 * layer + 2)):
+            assert torch.equal(wanted[f"blocks.{layer}.{part}.weight"], found[f"blocks.{n}.{part}.weight"])
+        assert f"blocks.{3 * layer}.mamba.in_proj.weight" in found
+    with pytest.raises(Failure, match="the checkpoint is of another model"):
+        pretrain(0, f"{line} --train-iters 3")

@@ -16,6 +16,7 @@ from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of, named_recipe
 from megatron.mpu.random import seed_of
 from megatron.pipeline.stages import Pipeline
+from megatron.planner.choose import search_layouts
 from megatron.planner.shrink import shrunk_job_of
 from megatron.settings.schema import Model
 from megatron.training.rules import check, remarks
@@ -210,6 +211,18 @@ def test_branches_and_parameters_are_those_of_the_letters():
     wanted = vocabulary * h + 12 * h + 2 * attention + 2 * mlp + experts + 6 * norm
     assert facts.parameters == wanted and facts.settings.expert_layers == (1,)
     assert facts.active_parameters == wanted - 2 * mlp  # two of four experts
+
+
+@pytest.mark.parametrize("given, stages", [("", {2, 4}), ("--pipeline-model-parallel-size 4", {4})])
+def test_a_search_keeps_the_cuts(given, stages):
+    """And tries the numbers of ranks that divide the parts."""
+    config = parsed(f"*-*-|*-|*-|*-*-* {given} --auto-parallel --world-size 8 --device-name A100-80GB")
+    found = search_layouts(config)
+    assert {plan.layout.pp for plan in found.searched.plans} == stages
+    for plan in found.searched.plans:
+        assert plan.layout.stage_layers == "4,2,2,5" and plan.layout.pp * plan.layout.chunks == 4
+    free = search_layouts(parsed("*-*-*-*-*-* --auto-parallel --world-size 4 --device-name A100-80GB"))
+    assert {1, 2, 4} <= {plan.layout.pp for plan in free.searched.plans}
 
 
 def test_a_shrunk_job_has_every_kind():

@@ -26,6 +26,8 @@ PLAIN = "--hidden-dropout 0 --attention-dropout 0"
 LLAMA = f"""{PLAIN} --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm
     --untie-embeddings-and-output-weights"""
 
+GDN = f"""{PLAIN} --experimental-attention-variant gdn --linear-attention-freq 2 --linear-num-key-heads 4
+    --linear-num-value-heads 8 --linear-key-head-dim 8 --linear-value-head-dim 8 --attention-output-gate"""
 MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
 ADAPTERS = "--lora-rank 4 --train-only *.lora_* embedding.word.*"
@@ -117,6 +119,13 @@ CASES = [
     ("cp4a2a2", f"{LLAMA} --recompute-granularity full_attn --bf16"),
     ("cp4-zero1", f"{LLAMA} --recompute-granularity full"),
     ("cp4", f"{PLAIN} --window-size 1,0 --window-attn-skip-freq 2"),
+    # Gated delta nets: exact weights beside bf16 ones, rows exchanged for heads.
+    ("tp2", f"{GDN} --bf16"),
+    ("dp2-zero1", f"{GDN} --bf16"),
+    ("dp2-zero3", f"{GDN} --bf16 --recompute-granularity full"),
+    ("dp2-zero3", f"{GDN} --bf16 --freeze *.A_log blocks.1.* --optimizer-cpu-offload --optimizer-offload-fraction 0.5"),
+    ("tp2sp-cp2-zero3", f"{GDN} --recompute-granularity core_attn"),
+    ("pp2-dp2-zero2", f"{GDN} --bf16 --optimizer muon"),
 ]
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron import fused_kernels
+from megatron.errors import SettingsError
 from megatron.fused_kernels import reference
 from megatron.model.bert.facts import BertFacts
 from megatron.model.facts import Facts
@@ -37,7 +38,16 @@ class Program(NamedTuple):
 
 
 def program_of(model: nn.Module, facts: Facts, kind: str, longest: int) -> Program:
-    """The program of a model; kind: `lm` (scores at every position) or `generation` (of the next token, with a cache)."""
+    """The program of a model; kind: `lm` (scores at every position) or `generation` (of the next token, with a cache).
+
+    Raises SettingsError for layers whose ops depend on the length of a text.
+    """
+    if names := facts.with_states:
+        raise SettingsError(
+            f"layers of {' and '.join(names)} have no program for texts of any length",
+            "they go through a text chunk by chunk, and a program has as many chunks as the text that it is recorded with",
+            "--format hf exports weights, if transformers has the model; tools.generate and tools.serve read checkpoints",
+        )
     dim, tokens = torch.export.Dim, torch.zeros(2, 3, dtype=torch.int64)
     b, s = dim("batch", min=1), dim("sequence", min=1, max=longest)
     if isinstance(facts, T5Facts):

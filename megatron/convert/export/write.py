@@ -204,7 +204,9 @@ class ExportSource:
         """The row of `agreement.LIMITS` for an export."""
         trained = self.trained_to_round and self.config.model.activation_quantize_type != "none"
         dynamic = "int8-dynamic" in (wanted.quantize.quantize, self.record.get(QUANTIZED, {}).get("quantize"))
-        return f"{wanted.form}{ROUNDED_INPUTS}" if trained or dynamic else wanted.form
+        if trained or dynamic:
+            return f"{wanted.form}{ROUNDED_INPUTS}"
+        return "hf with states" if wanted.form == "hf" and self.facts.with_states else wanted.form
 
     def model_of(self, wanted: Wanted) -> torch.nn.Module:
         """The model that an export has to agree with, in fp32."""

@@ -17,7 +17,7 @@ from megatron.model.kinds.mixer import PLACES
 from megatron.model.kinds.table import KINDS, chosen, of_letter, resolved
 from megatron.settings.schema import Model
 
-CENTRED = ("gemma", "gemma2", "gemma3_text")  # their norms multiply by 1 + weight
+CENTRED = ("gemma", "gemma2", "gemma3_text", "qwen3_next")  # their norms multiply by 1 + weight
 
 
 def matches(kind: str, model: Model) -> list[Match]:
@@ -73,8 +73,9 @@ def _decoder(kind: str, model: Model) -> list[Match]:
     result = [Match("embedding.word.weight", ("model.embed_tokens.weight",))]
     for n in range(model.num_layers):
         ours, theirs = f"blocks.{n}.", f"model.layers.{n}."
-        result += [norm(f"{ours}{mine}", f"{theirs}{name}") for mine, name in _norm_names(model)]
-        for mixer in (chosen(KINDS, place, model, n) for place in PLACES):
+        mixers = [chosen(KINDS, place, model, n) for place in PLACES]
+        result += [norm(f"{ours}{mine}", f"{theirs}{name}") for mine, name in _norm_names(model, mixers[0].slot)]
+        for mixer in mixers:
             result += resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, norm)
     return result + [norm("final_norm", "model.norm")] + _output(model)
 
@@ -89,9 +90,12 @@ def _mixers(kind: str, model: Model) -> list[Match]:
     return result + [_norm("final_norm", "backbone.norm_f")] + _output(model)
 
 
-def _norm_names(model: Model) -> list[tuple[str, str]]:
-    """The norms of a layer, ours and theirs: theirs after attention is before the sum, but in a Llama before the MLP."""
-    before, after = ("attention_norm", "input_layernorm"), ("post_attention_norm", "post_attention_layernorm")
+def _norm_names(model: Model, slot: str) -> list[tuple[str, str]]:
+    """The norms of a layer, ours and theirs: theirs after attention is before the sum, but in a Llama before the MLP.
+
+    slot: of its attention
+    """
+    before, after = (f"{slot}_norm", "input_layernorm"), (f"post_{slot}_norm", "post_attention_layernorm")
     last = ("post_mlp_norm", "post_feedforward_layernorm")
     if model.norm_position == "pre":
         return [before, ("mlp_norm", "post_attention_layernorm")]

@@ -14,6 +14,7 @@ from megatron.model.gpt import hf_hybrid
 from megatron.model.gpt.hf_layers import layer_types, our_rotation, our_windows, their_rotation, their_window, two_ropes
 from megatron.model.gpt.hf_rope import our_rope, refuse, their_rope
 from megatron.model.kinds.experts.hf import DENSE, against_experts, effective_experts, our_experts, their_experts
+from megatron.model.kinds.gdn.hf import our_layers, their_layers
 from megatron.model.kinds.mla.hf import ALIASES, DEFAULTS, against_latents, our_latents, their_latents, with_temperature
 from megatron.model.kinds.mlp.settings import QUICK
 from megatron.settings.declare import dashed
@@ -143,6 +144,22 @@ _GPT_OSS = dict(
     swiglu_alpha=QUICK,
 )
 _QWEN = dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=28, use_sliding_window=False)
+_QWEN3_NEXT = dict(
+    num_key_value_heads=2,
+    head_dim=256,
+    intermediate_size=5632,
+    num_experts=512,
+    num_experts_per_tok=10,
+    norm_topk_prob=True,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+    partial_rotary_factor=0.25,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+)
 _LATENT = dict(SCALED, **SHARED, **GROUPED, multi_latent_attention=True, qk_layernorm=True)
 FAMILIES: dict[str, DecoderFamily] = {  # model_type -> family
     "gpt2": DecoderFamily(
@@ -227,6 +244,21 @@ FAMILIES: dict[str, DecoderFamily] = {  # model_type -> family
         | dict(use_sliding_window=False),
         against=against_experts("qwen3_moe"),
     ),
+    "qwen3_next": DecoderFamily(
+        "Qwen3-Next",
+        "Qwen3NextForCausalLM",
+        dict(
+            SCALED,
+            **SHARED,
+            moe_shared_expert_gate=True,
+            qk_layernorm=True,
+            attention_output_gate=True,
+            experimental_attention_variant=ANY,
+            rotary_percent=ANY,
+        ),
+        _QWEN3_NEXT,
+        against=against_experts("qwen3_next"),
+    ),
     "dots1": DecoderFamily(
         "dots.llm1",
         "Dots1ForCausalLM",
@@ -283,6 +315,7 @@ def effective(m: Model) -> dict[str, Any]:
         glu_linear_offset=m.sigmoid_gate is None,
         add_qkv_bias=not m.disable_bias_linear,
         query_pre_attn_scalar=m.query_pre_attn_scalar == m.head_dim,
+        experimental_attention_variant=not any(map(m.is_linear, range(m.num_layers))),
         window_size=not windowed,
         window_attn_skip_freq=all(m.window_of(n) == m.window for n in range(m.num_layers)),
     )
@@ -348,7 +381,8 @@ def _to_gpt2(model: Model) -> dict[str, Any]:
 
 
 def _to_decoder(kind: str, m: Model) -> dict[str, Any]:
-    rope = dict(rope_theta=m.rotary_base, **their_rope(m))
+    part = dict(partial_rotary_factor=m.rotary_percent) if "rotary_percent" in FAMILIES[kind].differs else {}
+    rope = dict(rope_theta=m.rotary_base, **their_rope(m), **part)
     common = dict(
         hidden_size=m.hidden_size,
         intermediate_size=m.ffn_size,
@@ -363,10 +397,11 @@ def _to_decoder(kind: str, m: Model) -> dict[str, Any]:
         rope_parameters=rope,
         hidden_act="silu",
         attention_bias=not m.disable_bias_linear,
+        **part,
     )
     windows = dict(sliding_window=their_window(m))
     rope = with_temperature(kind, m, rope)
-    common |= their_experts(kind, m) | their_latents(kind, m) | dict(rope_parameters=rope)
+    common |= their_experts(kind, m) | their_latents(kind, m) | their_layers(kind, m) | dict(rope_parameters=rope)
     if kind in ("llama", "smollm3"):
         return common | dict(mlp_bias=not m.disable_bias_linear) | their_rotation(kind, m)
     if kind in ("mistral", "mixtral"):
@@ -381,10 +416,8 @@ def _to_decoder(kind: str, m: Model) -> dict[str, Any]:
         used = m.window is not None
         return common | windows | dict(use_sliding_window=used, max_window_layers=0, layer_types=layer_types(m))
     if kind == "phi3":
-        drops, part = dict(resid_pdrop=m.hidden_dropout, embd_pdrop=m.hidden_dropout), m.rotary_percent
-        rope["partial_rotary_factor"] = part
-        own = dict(partial_rotary_factor=part, original_max_position_embeddings=m.position_table)
-        return common | windows | drops | own
+        drops = dict(resid_pdrop=m.hidden_dropout, embd_pdrop=m.hidden_dropout)
+        return common | windows | drops | dict(original_max_position_embeddings=m.position_table)
     if kind == "gemma":
         return common | dict(hidden_act="gelu_pytorch_tanh")
     if kind == "gpt_oss":
@@ -491,10 +524,12 @@ def _from_decoder(kind: str, c: dict[str, Any]) -> tuple[Model, int]:
     own = {name: c[name] and float(c[name]) for name in caps if differs.get(name) is ANY and name in c}
     fixed = (
         *("norm_position", "qk_layernorm", "qk_layernorm_across_heads", "add_qkv_bias", "scale_embedding"),
-        *("softmax_type", "quick_geglu", "glu_linear_offset"),
+        *("softmax_type", "quick_geglu", "glu_linear_offset", "attention_output_gate"),
     )
     if differs.get("activation_func_clamp_value") is ANY:
         own |= dict(activation_func_clamp_value=float(c["swiglu_limit"]))
+    if kind == "qwen3_next":
+        own |= our_layers(c)
     if "no_rope_freq" in differs:
         own |= dict(no_rope_freq=our_rotation(c))
     windows = our_windows(kind, c) if "window_size" in differs else {}

@@ -236,7 +236,7 @@ activations are kept on the device, or computed again; see --recompute-granulari
 --sequence-parallel divides what is kept among tensor parallel ranks
     --distribute-checkpointed-activations --distribute-saved-activations
 see --pipeline-stage-layers
-    --pipeline-model-parallel-layout --allow-padding-num-layers --standalone-embedding-stage
+    --allow-padding-num-layers --standalone-embedding-stage
 say --pipeline-schedule zb-h1, zb-v or v-half
     --enable-zero-bubble --enable-zb* --zero-bubble-*
 say --optimizer-cpu-offload, --optimizer-offload-fraction or --param-cpu-offload; activations are never moved to the host

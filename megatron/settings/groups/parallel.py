@@ -91,7 +91,11 @@ class Parallel:
     num_virtual_stages_per_pipeline_rank: Optional[Count] = shown_by(CUT)(
         "number of model chunks per rank (interleaved schedule)", None, "--virtual-pp-degree"
     )
-    pipeline_stage_layers: Optional[str] = stage_cut("number of layers of each pipeline stage: 2,1,1,1", None)
+    pipeline_stage_layers: Optional[str] = stage_cut(
+        "number of layers of each pipeline stage, as 2,1,1,1, or Megatron-LM's layout, as Et*2|t|t|tL",
+        None,
+        "--pipeline-model-parallel-layout",
+    )
     decoder_first_pipeline_num_layers: Optional[Count] = stage_cut("number of layers of the first pipeline rank", None)
     decoder_last_pipeline_num_layers: Optional[Count] = stage_cut("number of layers of the last pipeline rank", None)
     account_for_embedding_in_pipeline_split: bool = stage_cut(

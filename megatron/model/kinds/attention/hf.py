@@ -18,10 +18,16 @@ def matches(kind: str, model: Model, ours: str, theirs: str, norm: Callable[[str
 
     def joined(rest: tuple[int, ...], parts: Tensors) -> torch.Tensor:
         parts = parts[0].split(sizes) if kind in FUSED else parts
+        if model.attention_output_gate:  # of each head its query, then its gate
+            both = parts[0].reshape(g, q, 2, d, *rest)
+            parts = [both[:, :, 0], both[:, :, 1], *parts[1:]]
         return torch.cat([part.reshape(g, -1, d, *rest) for part in parts], 1)
 
     def separate(rest: tuple[int, ...], x: torch.Tensor) -> Tensors:
-        parts = [part.reshape(-1, *rest) for part in x.split((q, 1, 1), 1)]
+        parts = list(x.split(model.qkv_parts, 1))
+        if model.attention_output_gate:
+            parts = [torch.stack(parts[:2], 2), *parts[2:]]
+        parts = [part.reshape(-1, *rest) for part in parts]
         return [torch.cat(parts)] if kind in FUSED else parts
 
     names = ("qkv",) if kind in FUSED else tuple("qkv")

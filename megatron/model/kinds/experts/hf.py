@@ -61,6 +61,7 @@ WORDS = {
     "olmoe": ExpertWords("num_experts", "intermediate_size"),
     "qwen2_moe": ExpertWords("num_experts", shared="shared_expert"),
     "qwen3_moe": ExpertWords("num_experts"),
+    "qwen3_next": ExpertWords("num_experts", shared="shared_expert"),
     "dots1": ExpertWords("n_routed_experts", shared="shared_experts", first_dense=True),
     "gpt_oss": ExpertWords("num_local_experts", "intermediate_size"),  # its tensors: `_fused_matches`
     **dict.fromkeys(
@@ -70,7 +71,9 @@ WORDS = {
 }
 
 
-ALWAYS_SHARED = ("dots1", "qwen2_moe", "deepseek_v2", "deepseek_v3")  # their layers with experts have a shared one
+QWEN = ("qwen2_moe", "qwen3_moe", "qwen3_next")  # their words for the layers with experts
+GATED = ("qwen2_moe", "qwen3_next")  # their shared expert has a gate
+ALWAYS_SHARED = ("dots1", *GATED, "deepseek_v2", "deepseek_v3")  # their layers with experts have a shared one
 
 
 def effective_experts(m: Model) -> dict[str, Any]:
@@ -147,12 +150,12 @@ def their_experts(kind: str, m: Model) -> dict[str, Any]:
         words.width: m.expert_ffn_size,
         "num_experts_per_tok": m.moe_router_topk,
     }
-    if kind in ("olmoe", "qwen2_moe", "qwen3_moe", "deepseek"):
+    if kind in ("olmoe", *QWEN, "deepseek"):
         theirs |= dict(norm_topk_prob=not m.moe_router_pre_softmax)
-    if kind in ("qwen2_moe", "qwen3_moe"):
+    if kind in QWEN:
         without = [n for n in range(m.num_layers) if not m.has_experts(n)]
         theirs |= dict(decoder_sparse_step=1, mlp_only_layers=without)
-    if kind == "qwen2_moe":
+    if kind in GATED:
         theirs |= dict(shared_expert_intermediate_size=m.moe_shared_expert_intermediate_size)
     if words.first_dense:
         shared = (m.moe_shared_expert_intermediate_size or 0) // m.expert_ffn_size
@@ -196,9 +199,9 @@ def our_experts(kind: str, c: dict[str, Any]) -> dict[str, Any]:
         ours |= dict(moe_router_topk_scaling_factor=scaling)
     if kind == "olmoe":
         refuse(c, clip_qkv=(None,))
-    if kind in ("olmoe", "qwen2_moe", "qwen3_moe", "deepseek"):
+    if kind in ("olmoe", *QWEN, "deepseek"):
         ours |= dict(moe_router_pre_softmax=not c.get("norm_topk_prob"))
-    if kind == "qwen2_moe":
+    if kind in GATED:
         refuse(c, use_sliding_window=(False, None), qkv_bias=(True, None))
         size = int(c["shared_expert_intermediate_size"])
         ours |= dict(moe_shared_expert_intermediate_size=size, moe_shared_expert_gate=True)
@@ -239,7 +242,7 @@ def _groups(c: dict[str, Any], number: int, k: int, best: int) -> dict[str, int]
 
 def _layers_with_experts(kind: str, c: dict[str, Any]) -> list[bool]:
     layers = range(int(c["num_hidden_layers"]))
-    if kind in ("qwen2_moe", "qwen3_moe"):
+    if kind in QWEN:
         step, without = int(c.get("decoder_sparse_step") or 1), c.get("mlp_only_layers") or []
         return [n not in without and (n + 1) % step == 0 for n in layers]
     if WORDS[kind].first_dense:

@@ -130,7 +130,7 @@ def _shrunk(model: Model, small: Model, tp: int) -> dict:
     return sizes | dict(linear_attention_freq=f"[1]*{small.num_layers - softmax}" + "+[0]" * softmax)
 
 
-def _chosen(layers: Sequence[bool]) -> dict:
+def settings_of(layers: Sequence[bool]) -> dict:
     """The settings of these layers, in the shortest words."""
     if not any(layers):
         return dict(experimental_attention_variant=None, linear_attention_freq=None)
@@ -152,7 +152,7 @@ KIND = Mixer(
     symbol=SYMBOL,
     place="attention",
     takes=lambda model, layer: model.is_linear(layer),
-    chooses=_chosen,
+    chooses=settings_of,
     asked=lambda model: (
         f"--experimental-attention-variant {variant}" if (variant := model.experimental_attention_variant) else ""
     ),
@@ -165,5 +165,6 @@ KIND = Mixer(
     all_rows=True,
     state=_state,
     has_shape=_has_shape,
+    hf_matches="megatron.model.kinds.gdn.hf:matches",
     shrunk=_shrunk,
 )
