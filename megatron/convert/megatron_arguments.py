@@ -11,8 +11,11 @@ from megatron.convert import megatron_experts
 from megatron.convert.megatron_names import our_name
 from megatron.errors import CheckpointError, SettingsError
 from megatron.model.kinds.attention.settings import window_numbers
+from megatron.model.kinds.table import KINDS
 from megatron.settings import schema
+from megatron.settings.hybrid_pattern import LayerPattern, read_pattern
 
+READ = ("attention", "mlp", "experts")  # kinds of layers of a pattern
 SAME = (
     "rotary_percent normalization qk_layernorm swiglu squared_relu add_qkv_bias untie_embeddings_and_output_weights "
     "apply_query_key_layer_scaling hidden_dropout attention_dropout init_method_std make_vocab_size_divisible_by "
@@ -89,6 +92,34 @@ def their_arguments(m: schema.Model, legacy: bool) -> dict[str, Any]:
     )
 
 
+def pattern_of(args: dict) -> Optional[LayerPattern]:
+    """The layers of a HybridModel or MambaModel. Raises CheckpointError for those that are not read here."""
+    text = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
+    if not text:
+        return None
+    try:
+        pattern = read_pattern(str(text), {kind.symbol: kind.name for kind in KINDS.values() if kind.name in READ})
+    except SettingsError as error:
+        raise CheckpointError(f"the checkpoint's layers are not read here: {error.what}", error.why) from None
+    if pattern.depths:
+        raise CheckpointError(f"the checkpoint has layers of multi-token prediction ({text}), which are not read here")
+    return pattern
+
+
+def first_layers(args: dict, num_layers: int, stages: int) -> list[int]:
+    """The number of the first layer of each stage. Raises CheckpointError if the stages' sizes are not known."""
+    pattern = pattern_of(args)
+    if pattern and len(pattern.stages) > 1:
+        counts = list(map(len, pattern.stages))
+    elif num_layers % stages == 0:
+        counts = [num_layers // stages] * stages
+    else:
+        counts = []
+    if len(counts) != stages:
+        raise CheckpointError(f"{num_layers} layers on {stages} pipeline stages of unknown sizes")
+    return [sum(counts[:stage]) for stage in range(stages)]
+
+
 def settings_of(
     facts: dict,
     shapes: dict[str, tuple[int, ...]],
@@ -107,9 +138,10 @@ def settings_of(
         raise CheckpointError("the number of attention heads was not saved", do="give --num-attention-heads N")
     keys = [key.partition("/") for key in shapes]
     layers = {(file, found[0]) for file, _, name in keys if (found := our_name(name)) and found[0] is not None}
+    pattern = pattern_of(args)
     model = _model_of(
         args,
-        num_layers=args.get("num_layers") or len(layers) * sizes[1],
+        num_layers=len(pattern.letters) if pattern else args.get("num_layers") or len(layers) * sizes[1],
         hidden=words[1],
         heads=heads,
         positions=named.get((None, "embedding.position.weight")),
@@ -136,9 +168,12 @@ def _model_of(
 ) -> schema.Model:
     """The settings of the model. positions: shape of the table of learned positions, or None."""
     rope = args.get("position_embedding_type") == "rope" or bool(args.get("use_rotary_position_embeddings"))
+    pattern, plain = pattern_of(args), args.get("no_rope_freq")
     groups = args.get("num_query_groups") if args.get("group_query_attention") else None
     return schema.Model(
         num_layers=num_layers,
+        hybrid_layer_pattern=pattern and pattern.letters,
+        no_rope_freq=str(plain).replace(" ", "") if plain and rope else None,
         hidden_size=hidden,
         num_attention_heads=heads,
         seq_length=args.get("seq_length") or (positions or (1024,))[0],
@@ -153,7 +188,7 @@ def _model_of(
         bias_gelu_fusion=bool(args.get("bias_gelu_fusion", True) or args.get("openai_gelu")),
         disable_bias_linear=args.get("add_bias_linear") is False,
         **{name: args[name] for name in (*SAME, *OF_CORE, "kv_channels") if args.get(name) is not None},
-        **megatron_experts.our_arguments(args, num_layers),
+        **megatron_experts.our_arguments(args | dict(moe_layer_freq=1) if pattern else args, num_layers),
     )
 
 

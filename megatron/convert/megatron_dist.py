@@ -32,7 +32,7 @@ from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.store import Piece
 from megatron.convert import megatron_experts
 from megatron.convert.imported import ModelImport, check_complete
-from megatron.convert.megatron_arguments import settings_of
+from megatron.convert.megatron_arguments import first_layers, settings_of
 from megatron.convert.megatron_metadata import (
     EXPERTS,
     METADATA,
@@ -166,7 +166,8 @@ def _buffer_shards(
     layers, ranks = model.num_layers, {chunk.name.split("/")[0] for chunk in content.buffers}
     ep = (args.get("expert_model_parallel_size") or 1) if model.mixture else 1
     numbers = {str(number) for number in range(tp * pp)} | {f"{n}{EXPERTS}" for n in range(tp * ep * pp) if ep > 1}
-    if ranks != numbers or layers % (pp * vp):
+    first = first_layers(args, layers, pp * vp)
+    if ranks != numbers or first != [layers // (pp * vp) * stage for stage in range(pp * vp)]:
         raise CheckpointError(
             f"{folder} has buffers of {len(ranks)} ranks for {layers} layers on {tp} x {pp} x {vp} parallel parts"
             + f" and {ep} parts of experts" * (ep > 1),

@@ -26,7 +26,7 @@ from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.store import Piece
 from megatron.convert import megatron_experts
 from megatron.convert.imported import ModelImport, check_complete
-from megatron.convert.megatron_arguments import settings_of
+from megatron.convert.megatron_arguments import first_layers, settings_of
 from megatron.convert.megatron_names import SINKS, our_name
 from megatron.convert.megatron_optimizer import (
     ALIGNMENT,
@@ -182,9 +182,7 @@ def _parameters(
     """The parameters in one of their files, in the order of the module. experts: of each layer in it."""
     tp, pp = sizes
     part, chunks = file.part, max(1, file.facts["chunks"])
-    if model.num_layers % (pp * chunks):
-        raise CheckpointError(f"{model.num_layers} layers on {pp} x {chunks} pipeline stages of unknown sizes")
-    a_stage = model.num_layers // (pp * chunks)
+    starts = first_layers(file.facts["args"], model.num_layers, pp * chunks)
     for key, shape in file.shapes.items():
         found = our_name(key.partition("/")[2])
         if found is None and not key.endswith(".weight"):
@@ -193,7 +191,7 @@ def _parameters(
         layer, name = found or (None, "output.weight")
         if layer is not None:
             stage = int(key.partition("/")[0]) * pp + part.pp
-            name = f"blocks.{stage * a_stage + layer}.{name}"
+            name = f"blocks.{starts[stage] + layer}.{name}"
         elif name == "output.weight" and not model.untie_embeddings_and_output_weights:
             _refuse_own_head(file, key)
             yield LocalParameter(key, shape, matches, no_pieces)  # the last stage's copy of the embedding
