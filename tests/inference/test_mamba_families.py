@@ -15,7 +15,9 @@ from megatron.convert.families import imported
 from megatron.convert.hf_files import TensorFiles
 from megatron.data.loader import MicroBatch
 from megatron.errors import CheckpointError, Failure
+from megatron.inference.generation import generate
 from megatron.inference.load import load_model
+from megatron.inference.sampling import Sampling
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_hybrid import ANY_STEP
 from megatron.model.gpt.hf_settings import our_settings
@@ -128,6 +130,25 @@ def test_packed_documents_are_each_alone(kind, family):
         batch = MicroBatch(inputs, labels, torch.arange(B), document_ids=ids)
         loss = model(None, batch)[1]["lm loss"] / count
         torch.testing.assert_close(loss, F.cross_entropy(want.reshape(-1, V), labels.reshape(-1)), rtol=1e-5, atol=0)
+
+
+@KINDS
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 2)])
+def test_greedy_texts(kind, tp, pp, family, run_ranks):
+    """Of prompts of different lengths, one longer than a chunk, with states of texts."""
+    theirs, _, ours = family(kind)
+    prompts = [tokens(seed=3)[:200, 0].tolist(), tokens(seed=4)[:7, 0].tolist()]
+
+    def continued(rank):
+        model = load_model(str(ours), mesh=Mesh(rank, tp=tp, pp=pp)).model
+        more = dict(pp=model.pp) if pp > 1 else {}
+        return generate(model, prompts, Sampling(20, greedy=True), longest=256, **more)
+
+    texts = run_ranks(tp * pp, continued)[0] if tp * pp > 1 else continued(0)
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = torch.tensor([prompt])
+        want = theirs.generate(ids, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(ids))
+        assert text == want[0, len(prompt) :].tolist()
 
 
 @KINDS

@@ -133,6 +133,30 @@ def test_kept_bytes_are_those_of_autograd(dtype, words, packed):
     assert y.shape == x.shape
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("groups, heads, width, state", [(2, 16, 16, 16), (1, 4, 64, 128), (8, 8, 64, 128)])
+def test_most_memory_of_a_pass(dtype, groups, heads, width, state, most_allocated):
+    """A forward and a backward pass: what is kept, and what the backward pass needs besides, within a sixth."""
+    sizes = dict(mamba_num_heads=heads, mamba_head_dim=width, mamba_state_dim=state, mamba_num_groups=groups)
+    facts = GPTFacts(Model(1, 128, 4, 1024, hybrid_layer_pattern="M", **sizes, **PLAIN), 40)
+    share = RankSetup(device="cpu", precision="fp32" if dtype == torch.float32 else "bf16", element=dtype.itemsize)
+    kind = facts.layer_kind(0)
+    layer = Layer(facts.layer_weights(kind, False), LayerSetup(facts, 0, Mesh(), dtype=dtype))
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.1)
+
+    def run():
+        x = torch.randn(1024, 1, 128).to(dtype).requires_grad_()
+        y = layer(x, ForwardContext())
+        y.backward(torch.ones_like(y))
+        layer.zero_grad()
+
+    run()
+    [scan] = [op for op in facts.layer_ops(share, kind) if isinstance(op, Scan)]
+    wanted = facts.layer_saved_bytes(share, kind, ()).total() + scan.workspace
+    assert 6 / 7 < most_allocated(run) / wanted < 7 / 6
+
+
 def test_parameters_flops_and_shapes():
     """Multiply-adds count 2; those of the scan are a state's update and its reading."""
     facts = GPTFacts(MODEL, 40)

@@ -114,8 +114,8 @@ class GPTFacts(Facts):
                 share = self.active_parameters / self.parameters
                 active = f", {used} of {of} {mixer.name} for each token ({share:.1%} of the parameters)"
         return (
-            f"{self.name} of {count} parameters{active}: {m.num_layers} layers, hidden {m.hidden_size}, "
-            f"{m.num_attention_heads} heads, sequence {m.seq_length}, vocabulary {self.vocab_size}"
+            f"{self.name} of {count} parameters{active}: {m.num_layers} layers{f' {m.letters}' * bool(m.letters)}, "
+            f"hidden {m.hidden_size}, {m.num_attention_heads} heads, sequence {m.seq_length}, vocabulary {self.vocab_size}"
         )
 
     @property

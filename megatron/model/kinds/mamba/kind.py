@@ -87,12 +87,14 @@ def mamba_ops(x: Residual) -> tuple[LayerOp, ...]:
     kept += (n * share.cp + (TAPS - 1) * share.micro_batch_size) * share.documents  # which taps reach beyond a document
     states = n * share.cp // CHUNK * channels // share.cp * sizes.state * 4
     blocks = 6 * 4 * share.micro_batch_size * groups // share.cp * heads * CHUNK**2
-    of_norm, of_scan = 8 * 4 * n * channels, n * (channels + groups * mixed) * e + states + blocks
+    half = e < 4  # inputs are copied to fp32
+    of_norm, of_scan = (11 + 4 * half) * 4 * n * channels, n * (channels + groups * mixed) * e + states + blocks
+    of_conv = (5 + half) * 4 * n * groups * mixed
     scan = Scan(
         "mamba",
         kept=kept,
         given=n * projected * e,
-        workspace=n * projected * e + max(of_norm, of_scan, 6 * 4 * n * groups * mixed),
+        workspace=max(of_norm, n * channels * e + max(of_scan, of_conv)),  # the gradient of gates waits
         moved=n * (2 * projected + 4 * groups * mixed + 8 * channels),
         flops=4.0 * n * channels * sizes.state,
         products=n * groups * (4.0 * inner * sizes.state + 2.0 * CHUNK * (inner + sizes.state)),
