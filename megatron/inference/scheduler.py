@@ -51,6 +51,7 @@ class Text:
     finish    why it has ended; None while it goes on
     order     texts of lower ones go first; by default the number
     source    the snapshot of states from which it begins, before its first pass
+    kept      the digest of its tokens at the last snapshot, if it has new ones there
     """
 
     number: int
@@ -66,6 +67,7 @@ class Text:
     finish: Optional[FinishReason] = None
     order: int = 0
     source: int = NONE
+    kept: bytes = b""
 
     def __lt__(self, other: "Text") -> bool:
         return (self.order, self.number) < (other.order, other.number)
@@ -121,8 +123,14 @@ class Snapshots:
         self._numbers.move_to_end(digest)
         return self._numbers[digest]
 
-    def keep(self, digest: bytes) -> int:
-        """The number of a new copy, of the pass that is being planned; NONE: there is one of these tokens."""
+    def keep(self, digest: bytes, replaced: bytes = b"") -> int:
+        """The number of a new copy, of the pass that is being planned; NONE: there is one of these tokens.
+
+        replaced: the digest of a copy that is not needed any more
+        """
+        if replaced in self._numbers:
+            self._dropped.append(self._numbers.pop(replaced))
+            self._new.discard(replaced)
         if digest in self._numbers:
             self._numbers.move_to_end(digest)
             return NONE
@@ -254,7 +262,11 @@ class Scheduler:
         if self.snapshots is None:
             return row
         source, text.source = text.source, NONE
-        keep = self.snapshots.keep(text.table.digests[-1]) if stop % self.pool.size == 0 else NONE
+        if stop % self.pool.size:
+            return row._replace(source=source)
+        digest, own = text.table.digests[-1], start >= len(text.request.prompt)
+        keep = self.snapshots.keep(digest, text.kept)
+        text.kept = digest if own and keep != NONE else b""  # of its new tokens, one copy: the last
         return row._replace(source=source, keep=keep)
 
     def _admit(self, text: Text, left: int) -> bool:
