@@ -216,7 +216,7 @@ def _begin_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
     GroupListener.notify(axis.label)
     if piece.element_size() == 1 and piece.is_floating_point():  # fp8 is sent as bytes: gloo does not support it
         whole, piece = whole.view(torch.uint8), piece.view(torch.uint8)
-    if whole.device.type == "cpu" and whole.nbytes >= LARGE:
+    if whole.device.type == "cpu" and _is_large(whole):
         places = whole.view(-1).chunk(axis.size)
         places[axis.rank].copy_(piece.view(-1))
         return _traced("all-gather", axis, _Exchange([places[axis.rank]] * axis.size, places, axis))
@@ -232,6 +232,11 @@ def _begin_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
 
 # Size in bytes from which point-to-point messages are faster than gloo's collectives; for small ones latency is higher.
 LARGE = 2 << 20
+
+
+def _is_large(x: torch.Tensor) -> bool:
+    """Whether `x.nbytes` is at least `LARGE`; torch.compile has no `nbytes` of sizes that it does not know."""
+    return math.prod(x.shape) * x.element_size() >= LARGE
 
 
 class _Exchange:
@@ -259,7 +264,7 @@ class _Sum:
 
     def __init__(self, piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
         self.piece, whole = piece.view(-1), whole.view(-1)
-        if whole.nbytes < LARGE:
+        if not _is_large(whole):
             arrived = torch.empty_like(whole)
             self.work = dist.all_to_all_single(arrived, whole, group=axis.group, async_op=True)
             self.parts = arrived.chunk(axis.size)

@@ -64,6 +64,7 @@ MAXOUT = Mixer(
     Maxout,
     weights,
     ops,
+    symbol="X",  # in --hybrid-layer-pattern "*-*X"
     place="mlp",
     takes=lambda model, layer: bool(model.maxout_pieces) and layer >= model.maxout_from_layer,
     settings=MaxoutSettings,

@@ -23,6 +23,7 @@ from megatron.mpu.placement import elements
 from megatron.planner.layout import Layout
 from megatron.settings.schema import Kernels, Model, Recompute
 from megatron.training.rules import check, idle
+from tests.models.in_layouts import check_layout
 from tests.models.plain_latent import FAMILIES
 from tests.models.plain_state import LINE, compare
 from tests.planner.test_activations import measured, predicted
@@ -63,6 +64,7 @@ LAYOUTS = {
     "tp2 cp2, heads for rows": (4, "both", f"{SP} {CP} --cp-comm-type a2a"),
     "tp2 pp2, zb-h1": (4, "both", f"{SP} {PP} --pipeline-schedule zb-h1 --micro-batch-size 1"),
 }
+LATENT_FLAGS = FAMILIES["both"].flags
 LONG = {"tp2 cp2, heads for rows", "tp2 pp2, zb-h1"}
 
 
@@ -84,6 +86,32 @@ def test_a_network_is_the_plain_loop(layout, tmp_path):
     steps, wanted = trained(family)
     tensors = compare(tmp_path, steps, wanted)
     assert max((tensors[name].double() - values).abs().max().item() for name, values in wanted.items()) < 2e-6
+
+
+PACKED = "--reset-attention-mask --reset-position-ids"
+DROPS = "--attention-dropout 0.1 --hidden-dropout 0.1"
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    "layout, more",
+    [
+        ("tp2sp", "--lora-rank 2"),
+        ("pp2zbh1", "--lora-rank 2"),
+        ("tp2sp", "--quantization --weight-bits 4 --activation-bits 8"),
+        ("tp2", "--sparsity 0.5"),
+        ("tp2sp", PACKED),
+        ("cp2", PACKED),
+        ("cp2a2a", PACKED),
+        ("cp2gather", PACKED),
+        ("tp2sp", DROPS),
+        ("cp2", DROPS),
+        ("cp2a2a", DROPS),
+    ],
+)
+def test_layouts_are_one_process(layout, more):
+    """Products of other kinds, packed documents, dropout."""
+    check_layout(layout, f"{LINE} {LATENT_FLAGS} --precision fp32 {more}")
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
@@ -177,7 +205,6 @@ def test_what_ranks_save_is_predicted(way, backend):
 
 # ---- what cannot be combined -------------------------------------------------------------------------------------------
 
-LATENT_FLAGS = FAMILIES["both"].flags
 WRONG = {
     "--group-query-attention --num-query-groups 2": "--multi-latent-attention has no --group-query-attention: keys and "
     "values of all heads come from one latent; leave it out",

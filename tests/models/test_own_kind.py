@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from megatron.entry import start
 from megatron.errors import SettingsError
 from megatron.inference.load import load_model
+from megatron.model.command_line import parse_any
 from megatron.model.gpt.facts import GPTFacts
+from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import elements
 from megatron.planner.layout import Layout
@@ -83,6 +85,17 @@ def test_the_trained_model_computes_its_formula(trained):
 @pytest.mark.parametrize("again", ["", "--recompute-granularity selective --recompute-modules mlp"])
 def test_any_layout_is_one_process(layout, again):
     check_layout(layout, f"{FLAGS} {again}")
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("layout", ["tp2sp", "pp2-zbh1", "dp2-zero3", "cp2"])
+def test_a_pattern_lists_it(layout):
+    """In layers of its own, before attention and after it; its own settings that choose layers are not asked."""
+    flags = FLAGS.replace("--num-layers 2", "--hybrid-layer-pattern X*-X").replace("--maxout-from-layer 1", "")
+    check_layout(layout, flags)
+    facts = recipe_of(parse_any(flags.split())).facts(parse_any(flags.split()), 101)
+    kinds = [mixer.name for n in range(4) for branch in facts.branches(n) for mixer in branch.mixers]
+    assert kinds == ["maxout", "attention", "mlp", "maxout"]
 
 
 def test_it_is_planned(capsys):
