@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scans of Mamba-2 and of gated delta nets beside transformers' own chunked forms in torch: seconds of processor time of
-a forward and a backward pass on one thread, in turns, and the ratio to theirs.
+"""The scans of Mamba-2 and of gated delta nets beside transformers' own chunked forms in torch: processor time of a
+forward and a backward pass on one thread, in turns, and the ratio to theirs.
 
     python -m benchmarks.scans --tokens 2048 --rounds 5
 """
