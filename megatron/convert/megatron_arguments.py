@@ -38,6 +38,8 @@ _OF_TRAINING = (  # not of the weights
 )
 _REFUSED = (
     "multi_latent_attention",
+    "experimental_attention_variant",
+    "attention_output_gate",
     "apply_layernorm_1p",
     "rotary_interleaved",
     "apply_residual_connection_post_layernorm",

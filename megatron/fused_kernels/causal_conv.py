@@ -73,7 +73,7 @@ class _CausalConv(torch.autograd.Function):
         sums = _sums(wide, taps, bias, reach, ctx.lead)
         share = sums.sigmoid()
         of_sums = gradient.float() * share * (1 + sums * (1 - share))  # SiLU'
-        d_x, d_weight = torch.zeros_like(wide), torch.empty_like(taps)
+        d_x, d_weight = torch.zeros_like(wide), torch.zeros_like(taps)  # there may be more taps than rows
         for tap, rows, inputs in _taps(x, taps, ctx.lead):
             part = _seen(of_sums[rows], reach, rows, tap)
             d_x[inputs].addcmul_(part, taps[..., -1 - tap])

@@ -71,9 +71,14 @@ def test_equals_conv1d(device, dtype, taps, packed):
 
 
 def test_without_a_bias_and_shorter_than_the_taps():
-    x, weight, _ = inputs(4, s=2)
-    y, last = causal_conv(x, weight)
-    assert_same([y], [formula(x.double(), weight.double(), None)], 1e-6)
+    """Taps that reach no row have a gradient of 0."""
+    x, weight, _ = inputs(9, s=2)
+    weight, factor = weight[:, :4], torch.randn(2, B, C).bfloat16()
+    _, last = causal_conv(x, weight)
+    torch.empty(1000, 4).fill_(float("inf"))  # what memory may hold that is taken next
+    found = results(lambda *given: causal_conv(*given)[0], [x, weight], factor)
+    assert_same(found, results(lambda *given: formula(*given, None), [x.double(), weight.double()], factor), 1e-6)
+    assert found[2][:, :2].equal(torch.zeros(C, 2))
     assert last.equal(torch.cat((torch.zeros(1, B, C), x)))
 
 

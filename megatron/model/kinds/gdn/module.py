@@ -40,6 +40,8 @@ class GatedDeltaNet(nn.Module):
         create_parameters(self, own, setup.tp, **setup.factory)
         self.out_proj = RowParallelLinear(take_prefix(weights, "out_proj"), setup.tp, **setup.linear)
         self.epsilon, self.recompute_core = setup.model.norm_epsilon, CORE in setup.recompute
+        # A graph would have the ops of each chunk: minutes of compilation for each length.
+        self.rule = torch.compiler.disable(delta_rule) if setup.kernels.torch_compile else delta_rule
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         y = self.in_proj(x)
@@ -69,7 +71,7 @@ class GatedDeltaNet(nn.Module):
         q, k, v = mixed.split(sizes.parts[:3], -1)
         by_head = lambda t: t.unflatten(-1, (sizes.heads, sizes.values))  # [s, b, G/tp, r, V]
         g = -self.own("A_log").float().exp() * F.softplus(a.float() + self.own("dt_bias").float())
-        o, state = delta_rule(q, k, by_head(v), g, beta.float().sigmoid(), documents=documents, state=state)
+        o, state = self.rule(q, k, by_head(v), g, beta.float().sigmoid(), documents=documents, state=state)
         o = gated_rms_norm(o, by_head(gate), self.norm_weight, self.epsilon, gate_first=False)
         return o.flatten(3), (rows.movedim(0, 1), state)
 
