@@ -110,6 +110,15 @@ class BlockPool:
             blocks.append(self._block[digest])
         return len(blocks), int((self._uses[blocks] == 0).sum()) if blocks else 0
 
+    def known(self, tokens: Sequence[int], most: int) -> list[bytes]:
+        """The digests of the blocks that `share` would find."""
+        digests = []
+        for digest in self._digests(tokens, [], most, self._root):
+            if digest not in self._block:
+                break
+            digests.append(digest)
+        return digests
+
     def remember(self, table: Table, tokens: Sequence[int]) -> None:
         """The table's blocks hold these tokens: let other texts find those that are full."""
         known = len(table.digests)

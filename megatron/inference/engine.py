@@ -31,7 +31,7 @@ from megatron.inference.choices import RowState, adjusted, choose
 from megatron.inference.links import Link
 from megatron.inference.passes import PassPlan, PassRow
 from megatron.inference.requests import Output, Request, TokenScore
-from megatron.inference.scheduler import PlannedRow, Scheduler, Text
+from megatron.inference.scheduler import NONE, SNAPSHOTS, PlannedRow, Scheduler, Snapshots, Text
 from megatron.inference.scoring import ALONE
 from megatron.inference.stages import chunks_of
 from megatron.model.cache import PagedCache, stored_dtype
@@ -161,7 +161,8 @@ class Engine(SharedEngine):
         self.longest = longest
         one = -(-longest // block_size)
         if memory is not None:
-            blocks = (memory - max_batch * bytes_of_a_state(model)) // (block_size * max(1, bytes_of_a_token(model)))
+            states = (1 + SNAPSHOTS) * max_batch * bytes_of_a_state(model)
+            blocks = (memory - states) // (block_size * max(1, bytes_of_a_token(model)))
         blocks = max_batch * one if blocks is None else blocks
         if blocks < one:
             raise SettingsError(
@@ -171,7 +172,8 @@ class Engine(SharedEngine):
         self.stage = Stage(model, PagedCache(blocks, block_size), self.link, self.device, packed)
         self.pool = BlockPool(blocks, block_size)
         sizes = dict(longest=longest, max_batch=max_batch, chunk=chunk, stages=self.link.under_way)
-        sizes |= dict(shares=not bytes_of_a_state(model))  # a state is one of a whole text, and of no beginning of it
+        if bytes_of_a_state(model):
+            sizes |= dict(snapshots=Snapshots(SNAPSHOTS * max_batch))
         self._scheduler = Scheduler(self.pool, **sizes)
         self._texts: dict[int, Text] = {}
         self._known: set[int] = set()  # texts that the last stage has a state of
@@ -245,6 +247,8 @@ class Engine(SharedEngine):
     def weights_changed(self) -> None:
         """Call this after a change of the model's weights on all ranks: later requests do not use what the cache holds."""
         self.pool.forget()
+        if self._scheduler.snapshots is not None:
+            self._scheduler.snapshots.forget()
         self._tell(RENEW)
         self.stage.renew()
 
@@ -253,7 +257,9 @@ class Engine(SharedEngine):
         texts = [row.text for row in rows if row.text.number not in self._known]
         self._known.update(text.number for text in texts)
         new = tuple((text.number, text.request, text.limit) for text in texts)
-        planned = PassPlan(tuple(map(PassRow.of, rows)), new, tuple(self._ended))
+        snapshots = self._scheduler.snapshots
+        dropped = () if snapshots is None else snapshots.dropped()
+        planned = PassPlan(tuple(map(PassRow.of, rows)), new, tuple(self._ended), dropped)
         self._ended.clear()
         if not self.link.alone:
             self._tell(COMPUTE, *planned.encoded())
@@ -337,10 +343,11 @@ class Stage:
         rows, link = planned.rows, self.link
         self.cache.forget(planned.ended)
         texts, starts = [(row.stop, row.runs) for row in rows], [row.start for row in rows]
-        self.cache.begin(texts, starts, [row.number for row in rows])
+        self.cache.begin(texts, starts, [row.number for row in rows], [row.source for row in rows])
         tokens = torch.tensor(planned.tokens, device=self.device).unsqueeze(1)  # [n, 1]
         wanted = torch.tensor(planned.wanted, dtype=torch.int64, device=self.device)
         logits = self.model.logits(tokens, cache=self.cache, wanted=wanted)  # of the last stage
+        self.cache.keep({row.keep: row.number for row in rows if row.keep != NONE}, planned.dropped)
         if link.answers:
             answer = self._answered(logits, planned)
             if link.is_first:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron.inference.requests import Request
-from megatron.inference.scheduler import PlannedRow
+from megatron.inference.scheduler import NONE, PlannedRow
 
 
 class PassRow(NamedTuple):
@@ -29,11 +29,13 @@ class PassRow(NamedTuple):
     scores: range
     runs: tuple[tuple[int, int], ...]
     tokens: tuple[int, ...]
+    source: int = NONE
+    keep: int = NONE
 
     @classmethod
     def of(cls, row: PlannedRow) -> "PassRow":
         tokens = tuple(row.text.tokens[row.start : row.stop])
-        return cls(row.text.number, row.start, row.chooses, row.scores, row.runs, tokens)
+        return cls(row.text.number, row.start, row.chooses, row.scores, row.runs, tokens, row.source, row.keep)
 
     @property
     def stop(self) -> int:
@@ -52,11 +54,14 @@ class PassRow(NamedTuple):
 
 
 class PassPlan(NamedTuple):
-    """The texts of a pass; (number, request, limit of new tokens) of new ones; the numbers of those that have ended."""
+    """The texts of a pass; (number, request, limit of new tokens) of new ones; the numbers of those that have ended, and of
+    snapshots that are dropped after it.
+    """
 
     rows: tuple[PassRow, ...]
     new: tuple[tuple[int, Request, int], ...] = ()
     ended: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> list[int]:
@@ -72,9 +77,9 @@ class PassPlan(NamedTuple):
         return places
 
     def encoded(self) -> tuple[list[int], bytes]:
-        numbers = [len(self.rows), len(self.ended), *self.ended]
+        numbers = [len(self.rows), len(self.ended), len(self.dropped), *self.ended, *self.dropped]
         for row in self.rows:
-            numbers += [row.number, row.start, row.chooses, row.scores.start, row.scores.stop]
+            numbers += [row.number, row.start, row.chooses, row.scores.start, row.scores.stop, row.source, row.keep]
             numbers += [len(row.runs), len(row.tokens), *(number for run in row.runs for number in run), *row.tokens]
         return numbers, pickle.dumps(self.new) if self.new else b""
 
@@ -82,13 +87,15 @@ class PassPlan(NamedTuple):
     def decoded(cls, numbers: list[int], requests: bytes) -> "PassPlan":
         each = iter(numbers)
         take = lambda count: tuple(next(each) for _ in range(count))
-        rows, ended = take(2)
-        return cls(ended=take(ended), rows=tuple(_row(take) for _ in range(rows)), new=pickle.loads(requests or EMPTY))
+        rows, ended, dropped = take(3)
+        names = dict(ended=take(ended), dropped=take(dropped))
+        return cls(rows=tuple(_row(take) for _ in range(rows)), new=pickle.loads(requests or EMPTY), **names)
 
 
 EMPTY = pickle.dumps(())
 
 
 def _row(take) -> PassRow:
-    number, start, chooses, first, last, runs, tokens = take(7)
-    return PassRow(number, start, bool(chooses), range(first, last), tuple(take(2) for _ in range(runs)), take(tokens))
+    number, start, chooses, first, last, source, keep, runs, tokens = take(9)
+    runs = tuple(take(2) for _ in range(runs))
+    return PassRow(number, start, bool(chooses), range(first, last), runs, take(tokens), source, keep)

@@ -24,11 +24,16 @@ soon as the pass that fills it, or last reads it, is planned.
 """
 
 from bisect import insort
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
 from megatron.inference.blocks import BlockPool, Table
 from megatron.inference.requests import FinishReason, Request
+
+NONE = -1  # in the place of a snapshot's number
+SNAPSHOTS = 2  # of states, for each text that may run
 
 
 @dataclass(eq=False)
@@ -45,6 +50,8 @@ class Text:
     ends      tokens that end it
     finish    why it has ended; None while it goes on
     order     texts of lower ones go first; by default the number
+    source    the snapshot of states from which it begins, before its first pass
+    kept      the digest of its tokens at the last snapshot, if it has new ones there
     """
 
     number: int
@@ -59,6 +66,8 @@ class Text:
     waits: bool = False
     finish: Optional[FinishReason] = None
     order: int = 0
+    source: int = NONE
+    kept: bytes = b""
 
     def __lt__(self, other: "Text") -> bool:
         return (self.order, self.number) < (other.order, other.number)
@@ -75,6 +84,8 @@ class PlannedRow(NamedTuple):
     runs:    blocks of the text, as (first, number) of consecutive ones
     chooses: the pass chooses the text's next token
     scores:  the tokens of the prompt whose successors the pass scores
+    source:  the snapshot of states from which the text begins; NONE: zeros, or its own
+    keep:    the number of the snapshot of its states after the pass; NONE: it keeps none
     """
 
     text: Text
@@ -83,19 +94,85 @@ class PlannedRow(NamedTuple):
     runs: tuple[tuple[int, int], ...]
     chooses: bool
     scores: range
+    source: int = NONE
+    keep: int = NONE
+
+
+class Snapshots:
+    """Copies of the states of texts, by the digest of their tokens: a state is one of all tokens so far, so a text that
+    begins with the blocks of another one begins with a copy of its state there, too.
+
+    most: copies that are kept; the least recently used go first
+    """
+
+    def __init__(self, most: int):
+        self.most, self._numbers, self._new, self._dropped = most, OrderedDict(), set(), []
+        self._count = 0
+
+    def begin_pass(self) -> None:
+        """Copies of the passes before can be used from now on."""
+        self._new.clear()
+
+    def longest(self, digests: Sequence[bytes]) -> int:
+        """How many of the blocks with these digests a text can begin with."""
+        able = (n for n in range(len(digests), 0, -1) if digests[n - 1] in self._numbers.keys() - self._new)
+        return next(able, 0)
+
+    def number(self, digest: bytes) -> int:
+        """The number of a copy, which is used."""
+        self._numbers.move_to_end(digest)
+        return self._numbers[digest]
+
+    def keep(self, digest: bytes, replaced: bytes = b"") -> int:
+        """The number of a new copy, of the pass that is being planned; NONE: there is one of these tokens.
+
+        replaced: the digest of a copy that is not needed any more
+        """
+        if replaced in self._numbers:
+            self._dropped.append(self._numbers.pop(replaced))
+            self._new.discard(replaced)
+        if digest in self._numbers:
+            self._numbers.move_to_end(digest)
+            return NONE
+        self._count += 1
+        self._numbers[digest] = self._count
+        self._new.add(digest)
+        while len(self._numbers) > self.most:
+            oldest, number = self._numbers.popitem(last=False)
+            self._new.discard(oldest)
+            self._dropped.append(number)
+        return self._count
+
+    def forget(self) -> None:
+        """Drop all copies."""
+        self._dropped += self._numbers.values()
+        self._numbers.clear()
+        self._new.clear()
+
+    def dropped(self) -> tuple[int, ...]:
+        """The numbers of copies that ranks may drop after the pass that was planned; each is named once."""
+        numbers, self._dropped = tuple(self._dropped), []
+        return numbers
 
 
 class Scheduler:
     """longest: tokens of a text; max_batch: texts that run; chunk: tokens of prompts in a pass; stages: passes that may be
-    under way at once; shares: whether a text may begin with the blocks of another one.
+    under way at once; snapshots: of a model whose layers have states
     """
 
     def __init__(
-        self, pool: BlockPool, *, longest: int, max_batch: int, chunk: int, stages: int = 1, shares: bool = True
+        self,
+        pool: BlockPool,
+        *,
+        longest: int,
+        max_batch: int,
+        chunk: int,
+        stages: int = 1,
+        snapshots: Optional[Snapshots] = None,
     ):
         assert pool.blocks * pool.size >= longest, f"{pool.blocks} blocks of {pool.size} tokens for texts of {longest}"
         self.pool, self.longest, self.max_batch, self.chunk, self.stages = pool, longest, max_batch, chunk, stages
-        self.shares = shares
+        self.snapshots = snapshots
         self.running: list[Text] = []  # both oldest first
         self.waiting: list[Text] = []
         self.preemptions, self._count = 0, 0
@@ -117,6 +194,8 @@ class Scheduler:
     def plan(self) -> list[PlannedRow]:
         """The next pass; empty if no text can be computed now."""
         rows: list[PlannedRow] = []
+        if self.snapshots is not None:
+            self.snapshots.begin_pass()
         most, left = self._most_rows(), self.chunk
         ready = [text for text in self.running if not text.waits]
         for text in ready:
@@ -179,7 +258,16 @@ class Scheduler:
             text.scored = scores.stop
         if stop // self.pool.size > len(text.table.digests):
             self.pool.remember(text.table, text.tokens[:stop])
-        return PlannedRow(text, start, stop, tuple(map(tuple, text.table.runs)), chooses, scores)
+        row = PlannedRow(text, start, stop, tuple(map(tuple, text.table.runs)), chooses, scores)
+        if self.snapshots is None:
+            return row
+        source, text.source = text.source, NONE
+        if stop % self.pool.size:
+            return row._replace(source=source)
+        digest, own = text.table.digests[-1], start >= len(text.request.prompt)
+        keep = self.snapshots.keep(digest, text.kept)
+        text.kept = digest if own and keep != NONE else b""  # of its new tokens, one copy: the last
+        return row._replace(source=source, keep=keep)
 
     def _admit(self, text: Text, left: int) -> bool:
         """Let a text run, with the beginning that the cache has of it, if the rest fits into the cache and its first chunk
@@ -189,12 +277,16 @@ class Scheduler:
         most = len(text.tokens) - 1
         if text.request.prompt_logprobs:
             most = min(most, text.scored)
-        most = most // self.pool.size if self.shares else 0
+        most //= self.pool.size
+        if self.snapshots is not None:
+            most = self.snapshots.longest(self.pool.known(text.tokens, most))
         found, unused = self.pool.found(text.tokens, most)
         start, needed = found * self.pool.size, -(-len(text.tokens) // self.pool.size) - found
         if self._end_of_chunk(text, start) - start > left or needed > self.pool.free - unused:
             return False
         text.computed = self.pool.share(text.table, text.tokens, most)
+        if self.snapshots is not None and most:
+            text.source = self.snapshots.number(text.table.digests[-1])
         if text.cached is None:
             text.cached = text.computed
         self.waiting.remove(text)

@@ -5,7 +5,7 @@ Legend: n tokens of a pass, t tokens of one text, g key-value groups, q queries 
 that divide the groups.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Optional, Protocol
 
 import torch
@@ -71,6 +71,7 @@ class PagedCache:
         self.blocks, self.block_size = blocks, block_size
         self._layers: dict[int, tuple[torch.Tensor, ...]] = {}  # keys and values, [blocks block_size, g/tp, d]; or one
         self._states: dict[int, dict[int, State]] = {}  # text -> layer -> [1, ...]
+        self._snapshots: dict[int, dict[int, State]] = {}  # of states, by number
         self.parts: list[TextInPass] = []
         self._slots: list[int] = []  # the place of each new token
         self._positions: list[int] = []
@@ -83,9 +84,11 @@ class PagedCache:
         texts: Sequence[tuple[int, Sequence[tuple[int, int]]]],
         starts: Sequence[int],
         names: Optional[Sequence[int]] = None,
+        sources: Sequence[int] = (),
     ) -> None:
         """Describe the next pass. texts: (tokens so far, blocks as (first, number) of consecutive ones); starts: the
-        first token that the pass computes; names: by which their states are known (default: their numbers in order).
+        first token that the pass computes; names: by which their states are known (default: their numbers in order);
+        sources: numbers of snapshots from which their states begin.
         """
         self.parts, self._slots, self._positions, self._on_device, row = [], [], [], {}, 0
         names = range(len(texts)) if names is None else names
@@ -98,6 +101,9 @@ class PagedCache:
                 self._slots.extend(range(run.start, run.stop))
             self._positions.extend(range(start, tokens))
             row += tokens - start
+        for name, source in zip(names, sources):
+            if source in self._snapshots:
+                self._states[name] = dict(self._snapshots[source])
         self._single = [part.rows.start for part in self.parts if part.rows.stop - part.rows.start == 1]
         self._single_places = None
 
@@ -154,6 +160,14 @@ class PagedCache:
     def reorder(self, order: Sequence[int]) -> None:
         """Text n goes on with the states of text order[n]."""
         self._states = {name: dict(self._states.get(text, {})) for name, text in enumerate(order)}
+
+    def keep(self, snapshots: Mapping[int, int], dropped: Sequence[int]) -> None:
+        """Copy states, after a pass, and drop earlier copies. snapshots: number of the copy -> text"""
+        for number, name in snapshots.items():
+            states = self._states[name].items()
+            self._snapshots[number] = {layer: tuple(one.clone() for one in state) for layer, state in states}
+        for number in dropped:
+            self._snapshots.pop(number, None)
 
     def forget(self, names: Sequence[int]) -> None:
         """Drop the states of texts that have ended."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.errors import SettingsError
+from megatron.inference.scheduler import SNAPSHOTS
 from megatron.inference.stage_layers import decoder_layers
 from megatron.model.facts import Facts
 from megatron.model.layer_ops import Collective, CoreAttention, Kernel, LayerOp, Product, RankSetup
@@ -189,7 +190,9 @@ def plan_of(
     replicas, device, ranks = cluster.world_size // (tp * pp), cluster.device, range(pp)
     share = ServingShare(job, cluster, tp, pp, quantize)
     weights, length = [share.weight_bytes(rank) for rank in ranks], -(-requests.length // BLOCK) * BLOCK
-    cache = [max(1, length * share.cache_bytes(rank) + share.state_bytes(rank)) for rank in ranks]  # of a text
+    cache = [
+        max(1, length * share.cache_bytes(rank) + (1 + SNAPSHOTS) * share.state_bytes(rank)) for rank in ranks
+    ]  # of a text
     asked = -(-requests.texts // replicas) if requests.texts else None
     workspace = share.workspace_bytes(asked or MOST_TEXTS)
     room = min((device.usable_bytes - workspace - w) // c for w, c in zip(weights, cache))
@@ -239,7 +242,7 @@ class ServingShare:
         return self.job.facts.cached_numbers(self._layers(rank), self.tp) * element
 
     def state_bytes(self, rank: int) -> int:
-        """Bytes of a text's states on a pipeline rank."""
+        """Bytes of a text's states on a pipeline rank, without snapshots."""
         return self.job.facts.state_bytes(self._layers(rank), self.tp, self.job.element)
 
     def workspace_bytes(self, texts: int) -> int:

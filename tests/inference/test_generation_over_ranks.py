@@ -79,6 +79,15 @@ def decoder(run_ranks, tmp_path_factory):
     return trained(run_ranks, tmp_path_factory.mktemp("gpt"), "GPT", flags, 2, "--pipeline-model-parallel-size 2")
 
 
+@pytest.fixture(scope="module")
+def hybrid(run_ranks, tmp_path_factory):
+    """Two of its four layers have states."""
+    flags = """--hybrid-layer-pattern MG-* --max-position-embeddings 32 --linear-num-key-heads 2 --linear-num-value-heads 4
+        --linear-key-head-dim 8 --linear-value-head-dim 6 --mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 8
+        --mamba-state-dim 6"""
+    return trained(run_ranks, tmp_path_factory.mktemp("hybrid"), "GPT", flags, 2, "--tensor-model-parallel-size 2")
+
+
 def targets(folder, mesh=None, halves=(None, None)):
     """Those of each way of generating, on one process or on ranks of a mesh."""
     mesh = mesh or Mesh()
@@ -143,6 +152,20 @@ def test_ranks_continue_texts_as_one_process_does(tp, pp, decoder, run_ranks):
 )
 def test_ranks_serve_mixes_as_each_text_is_alone(tp, pp, decoder, run_ranks):
     """With cancellations, small caches and several passes under way; other ranks follow until the first one closes."""
+    sums = check_mixes(decoder, tp, pp, run_ranks)
+    assert min(sums.values()) > 0, sums
+
+
+@pytest.mark.parametrize("tp, pp", [(2, 2), *(pytest.param(*one, marks=pytest.mark.full) for one in ((2, 1), (1, 4)))])
+def test_ranks_serve_mixes_of_layers_with_states(tp, pp, hybrid, run_ranks):
+    sums = check_mixes(hybrid, tp, pp, run_ranks)
+    assert min(sums[name] for name in ("preempted", "cancelled", "texts")) > 0, (
+        sums
+    )  # few begin where a state was copied
+
+
+def check_mixes(decoder, tp, pp, run_ranks) -> dict[str, int]:
+    """Counts of events, over all mixes."""
     requests = requests_of(3, 30, 64)
     model = load_model(str(decoder)).model
     wanted = [alone(model, request) for request in requests]
@@ -160,7 +183,7 @@ def test_ranks_serve_mixes_as_each_text_is_alone(tp, pp, decoder, run_ranks):
         return sums
 
     sums, *_ = run_ranks(tp * pp, body)
-    assert min(sums.values()) > 0, sums
+    return sums
 
 
 @pytest.mark.sampled(10)

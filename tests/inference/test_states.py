@@ -14,6 +14,7 @@ from megatron.model.cache import PagedCache
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Model
+from tests.inference.engine_mixes import alone, check_mix, requests_of
 
 LONGEST, VOCABULARY = 40, 60
 COMMON = dict(hidden_size=32, num_attention_heads=4, seq_length=LONGEST, hidden_dropout=0.0, attention_dropout=0.0)
@@ -70,7 +71,7 @@ def test_scores_do_not_depend_on_where_a_text_is_cut(model, cuts):
 
 @pytest.mark.parametrize("sizes", [dict(max_batch=3), dict(max_batch=4, blocks=14, block_size=4, chunk=8)])
 def test_texts_that_come_and_go_are_those_of_full_passes(model, sizes):
-    """With few blocks, texts are preempted and computed again; one with a known beginning is computed whole."""
+    """With few blocks, texts are preempted and computed again; one begins as another does."""
     texts = prompts(9, 1, 17, 5, 12)
     texts.append(texts[2][:16] + texts[0])
     engine, wanted = Engine(model, longest=LONGEST, **sizes), {}
@@ -83,7 +84,47 @@ def test_texts_that_come_and_go_are_those_of_full_passes(model, sizes):
     assert found == wanted
     if "blocks" in sizes:
         assert engine.stats().preemptions > 0
-    assert len(engine.stage.cache._states) <= len(texts) and engine.stats().cached_tokens == 0
+    assert len(engine.stage.cache._states) <= len(texts)
+    assert len(engine.stage.cache._snapshots) <= 2 * sizes["max_batch"] + 2
+    engine.close()
+
+
+def test_mixes_are_as_each_text_is_alone(model):
+    """Random lengths, draws, cancellations, beginnings in common, small caches."""
+    requests = requests_of(5, 12, VOCABULARY)
+    wanted = [alone(model, request) for request in requests]
+    for seed in range(4):
+        check_mix(model, requests, wanted, seed)
+
+
+def test_a_beginning_is_taken_over_with_its_state(model):
+    """Of a text that has ended, at the last block whose state was copied; and not after a change of the weights."""
+    first, more = prompts(21, 6)
+    engine = Engine(model, longest=LONGEST, max_batch=2, block_size=4, chunk=8)
+
+    def answer(prompt: list[int], count: int) -> tuple[list[int], int]:
+        engine.add(Request(tuple(prompt), Sampling(count, greedy=True)))
+        new, before = [], engine.stats().cached_tokens
+        while engine.busy:
+            new += [output.new.token for output in engine.step() if output.new]
+        return new, engine.stats().cached_tokens - before
+
+    reply, cached = answer(first, 6)
+    assert (reply, cached) == (continued(model, first, 6), 0)
+    second = first + reply + more
+    again, cached = answer(second, 6)
+    assert again == continued(model, second, 6)
+    assert cached in (20, 24)  # the end of a chunk, or of a block of the reply
+    other = first[:8] + more  # a part of it
+    found, cached = answer(other, 6)
+    assert found == continued(model, other, 6) and cached in (0, 8)  # the first copies may have gone
+    with torch.no_grad():
+        model.embedding.word.weight.mul_(-1)
+    engine.weights_changed()
+    found, cached = answer(second, 6)
+    assert (found, cached) == (continued(model, second, 6), 0)
+    with torch.no_grad():
+        model.embedding.word.weight.mul_(-1)
     engine.close()
 
 
