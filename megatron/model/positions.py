@@ -66,15 +66,16 @@ def scaled_frequencies(frequencies: torch.Tensor, model: Model) -> torch.Tensor:
         kept = ((turns - low) / (high - low)).clamp(0, 1)  # 1: enough turns in the original length
         return frequencies * (kept + (1 - kept) / model.rope_scaling_factor)
     if model.rope_type == "yarn":
-        kept = 1 - _yarn_ramp(len(frequencies), model).to(frequencies)
+        kept = 1 - _yarn_ramp(frequencies, model)
         return frequencies * (kept + (1 - kept) / model.rotary_scaling_factor)
     return frequencies
 
 
-def _yarn_ramp(half: int, model: Model) -> torch.Tensor:
+def _yarn_ramp(like: torch.Tensor, model: Model) -> torch.Tensor:
     """YaRN's ramp [half]: 0 for channels with more than beta_fast turns in the original length, 1 for those with fewer than
-    beta_slow turns, and linear between.
+    beta_slow turns, and linear between. like: the frequencies.
     """
+    half = len(like)
 
     def channel(turns: float) -> float:  # index of the frequency with this many turns
         waves = model.yarn_original_max_position_embeddings / (2 * math.pi * turns)
@@ -84,7 +85,8 @@ def _yarn_ramp(half: int, model: Model) -> torch.Tensor:
     if model.yarn_correction_range_round_to_int:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * half - 1)
-    return ((torch.arange(half, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    places = torch.arange(half, dtype=torch.float32, device=like.device)
+    return ((places - low) / max(high - low, 0.001)).clamp(0, 1).to(like.dtype)
 
 
 def rotate(x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], unfused: bool = False) -> torch.Tensor:

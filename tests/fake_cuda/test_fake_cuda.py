@@ -32,8 +32,20 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP = "--num-layers 4 --pipeline-model-parallel-size 2"
 IN_BF16 = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+LATENT = """--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --qk-layernorm
+    --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"""
 FP8 = "--hidden-size 256 --ffn-hidden-size 512 --fp8-format hybrid"
 CASES = {  # name: flags, rank, ranks
+    "latent attention, tp2 sp, up products again": (
+        f"{LATENT} {TP} --recompute-granularity selective --recompute-modules mla_up_proj --rotary-scaling-factor 4",
+        1,
+        2,
+    ),
+    "latent attention, documents, pp2 zb-h1": (
+        f"{LATENT} {PP} --pipeline-schedule zb-h1 --global-batch-size 8 --reset-attention-mask --precision bf16",
+        0,
+        2,
+    ),
     "fp16": ("--precision fp16", 0, 1),
     "O1": (f"--precision bf16 --amp-level O1 {DROPOUT}", 0, 1),
     "masks, accumulation": (
