@@ -186,7 +186,7 @@ MISTAKES = {  # name in mistakes.py: (more flags, what is said of it)
     "a_step_count_made_on_the_host": ("", "megatron/optimizer/state.py"),
     "a_loss_read_for_the_log": ("", "item in megatron/training/step.py"),
     "a_branch_on_a_value": ("", "__bool__ in megatron/optimizer/zero.py"),
-    "a_norm_of_numpy": ("", "cpu in megatron/model/block.py"),
+    "a_norm_of_numpy": ("", "cpu in megatron/model/layer.py"),
     "documents_read_from_the_device": ("--reset-attention-mask", "cpu in megatron/fused_kernels/documents.py"),
     "samples_sent_to_the_device": (DROPOUT, "tolist in megatron/mpu/random.py"),
     "a_sum_of_two_devices": ("", "megatron/training/step.py"),

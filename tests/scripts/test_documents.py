@@ -26,6 +26,7 @@ OF_THE_READER = {
     "pretrain_my_model.py",
     "my_variant.py",
     "variant_b.py",
+    "run_clm.py",
     "train.py",
 }
 FOLDERS = "megatron|tests|benchmarks|scripts|docs"
