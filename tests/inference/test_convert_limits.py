@@ -250,7 +250,7 @@ def test_layers_of_interleaved_stages(pp, chunks, a_stage):
         first = {chunk: chunk * (layers // chunks) + rank * a_stage for chunk in range(chunks)}
         file = megatron_lm.OpenFile(
             megatron_lm.RankFile(0, rank, Path("model.pt"), 0),
-            dict(chunks=chunks, version=3.0),
+            dict(chunks=chunks, version=3.0, args={}),
             {key: (4,) for key in keys},
             lambda key, keys=keys: torch.full((4,), float(keys[key])),
             [],
