@@ -110,7 +110,7 @@ def shortened(letters: str, num_layers: int) -> str:
     kept = sorted(map(letters.index, dict.fromkeys(letters)))[:num_layers]  # the first of each kind
     others = [place for place in range(len(letters)) if place not in kept]
     more = num_layers - len(kept)
-    kept += [others[number * len(others) // more] for number in range(more)]
+    kept += [others[(2 * number + 1) * len(others) // (2 * more)] for number in range(more)]
     return "".join(letters[place] for place in sorted(kept))
 
 

@@ -173,7 +173,7 @@ def test_fp32(device, order, masked, dropped):
         assert "reference" in check(device, torch.float32, order, masked, dropped, shape)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("masked", MASKS)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
@@ -332,7 +332,7 @@ def test_one_query(groups):
     torch.testing.assert_close(near, attention.one_query(row, key[-6:], value[-6:], scale=0.3))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("softcap, window", [(None, None), (0.4, None), (None, 0), (0.4, 2)])
 @pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
 @pytest.mark.parametrize("queries", [5, 3])

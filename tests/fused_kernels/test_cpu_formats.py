@@ -69,7 +69,7 @@ def test_int8_in_fp32(fp32_alone):
     test_sums_of_int8_do_not_overflow(1000)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_the_marked_tests_pass_with_avx2(root):
     """A CPU of an ordinary laptop: oneDNN may use AVX2, and neither AVX-512 nor bf16 nor VNNI."""
     mark = "@pytest.mark.plain_" + "cpu\n"
@@ -139,7 +139,7 @@ RUNS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", RUNS)
 def test_no_product_of_training_is_in_a_format_without_instructions(name, fp32_alone):
     recipe, words = RUNS[name]

@@ -117,7 +117,7 @@ SETTINGS = [  # window, cap, dropout, g, q
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_kernel(device, layout, rows):
@@ -297,7 +297,7 @@ def largest(s: int, begins, backend: str, window=None) -> tuple[int, int]:
     return seen.elements, sum(x.untyped_storage().nbytes() for x in kept.values())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 def test_memory_is_linear_in_the_sequence(backend):
     """Twice the documents are twice the memory, and no tensor is of all pairs; a single document's are as large as a block

@@ -32,7 +32,7 @@ def formula(query, key, value, bias, pairs, kept):
     return (weights @ values).permute(2, 0, 1, 3).reshape(s, b, g * q * d)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
 def test_padding_and_bias(order, dropped):

@@ -108,7 +108,7 @@ def check(found: list[dict]) -> None:
     assert not bad, json.dumps(bad, indent=1)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_kernels_fit_an_h100(tmp_path):
     found = compiled([dict(case, arch=90, dtype="bfloat16") for case in FEW], tmp_path)
     assert len(found) == 2 * len(FEW) - 1  # forward and backward, or two steps; one of the loss

@@ -208,7 +208,7 @@ def test_settings_with_which_loaded_weights_compute_something_else_are_named():
     named = [
         text.split()[0] for text in changes.other_arithmetic(_config(model=dict(activation_func_clamp_value=7)), saved)
     ]
-    assert named == ["--norm-epsilon", "--activation-func-clamp-value", "--moe-router-topk"]
+    assert named == ["--norm-epsilon", "--moe-router-topk", "--activation-func-clamp-value"]
     same = _config(
         model=dict(
             seq_length=64,

@@ -15,7 +15,7 @@ from tests.inference.test_convert import LLAMA, save
 from tests.inference.test_families import CASES, COMMON
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(5)
 
 TOTAL = re.compile(r"differ by at most (\S+) of \S+ from the checkpoint's")
 SHARES = re.compile(r"rounding to (\S+) explains (\S+), (\S+) is left \(allowed: (\S+)\)")

@@ -186,7 +186,7 @@ def test_stop_strings_are_typed_with_escapes(run, loaded):
     assert [record["text"] for record in records(run(line, r"\n")[0])] == ["", ""]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "flags, words",
     [

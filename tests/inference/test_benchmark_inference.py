@@ -51,7 +51,7 @@ def test_a_checkpoint_and_its_table(checkpoint, capsys):
         tool.main([*line, "--then", "--seq-len", "40"])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_an_export_is_measured(checkpoint, tmp_path, capsys):
     """A program, by PaddleFleetX's own words: it computes all texts of a batch at once."""
     for kind in ("generation", "lm"):
@@ -71,7 +71,7 @@ def test_an_export_is_measured(checkpoint, tmp_path, capsys):
         tool.main([*line.split(), "--device", "cpu", "--then", "--seq-len", "40"])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_ranks_share_the_model(run_ranks, capfd):
     def body(rank):
         torch.set_num_threads(1)

@@ -24,7 +24,7 @@ from megatron.mpu.placement import placed_buffers, placements
 from megatron.settings import schema
 from megatron.tools import checkpoint as tool
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 V, H, HEADS, LAYERS, S = 50, 32, 4, 4, 16
 GPT2 = dict(num_layers=LAYERS, hidden_size=H, num_attention_heads=HEADS, seq_length=S, max_position_embeddings=S)

@@ -113,7 +113,7 @@ def test_what_hugging_face_cannot_express_is_named(settings, why):
         their_settings(Model(**settings), V, None, "float32")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "args, settings",
     [

@@ -62,7 +62,7 @@ def run(engine: Engine, requests) -> dict[int, list]:
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.plain_cpu
 @DTYPES
 def test_log_probabilities_are_equal_to_the_bit(small_gpt, dtype):

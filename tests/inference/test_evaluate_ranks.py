@@ -101,7 +101,7 @@ def test_the_first_rank_alone_says_what_one_process_says(checkpoint, data, run_r
     assert [rank[1] for rank in found] == [[("cpu", 0)], [("cpu", 1)]]  # each its own device
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", ["--tp 2", "--pp 2", pytest.param("--tp 2 --pp 2", marks=pytest.mark.full)])
 def test_ranks_that_share_a_model_say_what_one_process_says(checkpoint, data, run_ranks, tmp_path, layout):
     """Also beside others that share the work; sums are of other partial sums where ranks have a part of each matrix."""

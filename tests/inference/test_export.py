@@ -35,7 +35,7 @@ from megatron.tools import checkpoint as checkpoint_tool
 from megatron.tools import evaluate, export
 from megatron.tools import generate as tool
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 S = 32
 GPT2 = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=S, max_position_embeddings=S)
@@ -165,7 +165,7 @@ def test_clients_compute_the_same(models, exported_to, shape, form):
         np.testing.assert_allclose(by_client(form, folder, ids), ours, atol=2e-5 * ours.abs().max().item(), rtol=0)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_llama_cpp_writes_the_same_text(models, exported_to, shape):
     """Greedy, token for token, and from a text, so with the exported vocabulary."""
@@ -215,7 +215,7 @@ FAMILIES = {  # of llama.cpp; the windows are shorter than the compared prompts
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_families_of_hugging_face_in_llama_cpp(tmp_path, vocabulary, case, capsys):
     for form in ("hf", "gguf"):
@@ -255,7 +255,7 @@ def test_what_llama_cpp_cannot_use_is_not_written(tmp_path, models, monkeypatch)
     assert nothing_in(tmp_path)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_adapters_are_merged(tmp_path):
     """Of LoRA, into a program of the whole model."""
     import pretrain_gpt
@@ -308,7 +308,7 @@ def test_a_program_moves_to_another_device(exported_to):
     assert [(x.device.type, list(x.shape)) for x in found][1:] == [("meta", [2, 1, 3, 2, 16])] * 2
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "form, dtype", [key if key[0] == "gguf" else full(*key) for key in LIMITS if key[1] not in ("any", "fp32")]
 )
@@ -333,7 +333,7 @@ def said_as_it_is(folder: Path, load: Path, form: str) -> dict:
     return said
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_the_difference_said_is_that_of_the_file(tmp_path, models, capsys):
     """And not that of a model with rounded weights, which is left after the share of rounding."""
     said = said_as_it_is(export_to(tmp_path / "out", models["llama"], "--dtype", "bf16"), models["llama"], "hf")
@@ -341,7 +341,7 @@ def test_the_difference_said_is_that_of_the_file(tmp_path, models, capsys):
     assert f"from the checkpoint's: rounding to bf16 explains {said['rounding']:.2e}, " in capsys.readouterr().out
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind, form", [full("T5", "onnx"), ("T5", "torch-export"), ("BERT", "onnx"), ("T5", "hf")])
 def test_encoder_decoders_and_encoders(tmp_path, trained, kind, form, capsys):
     need(form)
@@ -379,7 +379,7 @@ def recipe():
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shape", [GPT2, LLAMA])
 @pytest.mark.parametrize(
     "kind", ["parallel_gpt", "tests.models.gpt_variant", "tests.models.own_head", "tests.models.alibi"]
@@ -545,7 +545,7 @@ def test_an_export_writes_the_checkpoints_texts(models, exported_to, shape, word
     assert (loaded.iteration, loaded.longest) == (7, S)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", ["generation", full("lm")])
 def test_a_program_for_each_of_two_ranks(tmp_path, models, kind, run_ranks):
     words = f"--format torch-export --tensor-model-parallel-size 2 --kind {kind}".split()
@@ -557,7 +557,7 @@ def test_a_program_for_each_of_two_ranks(tmp_path, models, kind, run_ranks):
         load_exported(str(folder))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("sizes", [dict(tp=2), dict(pp=2)])
 def test_weights_of_hugging_face_on_ranks(models, exported_to, sizes, run_ranks):
     """Each rank reads its part of the same files."""
@@ -575,7 +575,7 @@ def test_weights_of_hugging_face_on_ranks(models, exported_to, sizes, run_ranks)
         np.testing.assert_allclose(x, whole, atol=1e-4, rtol=0)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("words", ["--format hf", "--format torch-export"])
 def test_evaluation_of_an_export(tmp_path, models, exported_to, words, capsys):
     from megatron.data.indexed import write_index
@@ -632,7 +632,7 @@ def test_a_record_that_is_damaged(tmp_path, change, said):
     assert said in str(no.value)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_files_of_a_program_that_are_damaged(tmp_path, exported_to):
     shutil.copytree(exported_to("llama", PROGRAM), tmp_path / "out")
     (tmp_path / "out" / "model.pt2").write_bytes(b"PK" + bytes(99))

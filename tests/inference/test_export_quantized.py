@@ -73,7 +73,7 @@ def aware(tmp_path_factory):
     return of
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_loads_whole_numbers(kind, models, tmp_path):  # noqa: F811
     """With its own quantizer of compressed-tensors; and this suite reads the folder back, on several ranks, too."""
@@ -113,7 +113,7 @@ def test_ranks_share_whole_numbers_of_a_folder(models, tmp_path, run_ranks):  # 
     "form, inputs",
     [
         ("hf", "moving_average_abs_max"),
-        pytest.param("hf", "token_wise_min_max", marks=pytest.mark.sampled(5)),
+        pytest.param("hf", "token_wise_min_max", marks=pytest.mark.sampled(10)),
         pytest.param("onnx", "moving_average_abs_max", marks=pytest.mark.full),
         pytest.param("onnx", "token_wise_min_max", marks=pytest.mark.full),
         pytest.param("torch-export", "token_wise_min_max", marks=pytest.mark.full),
@@ -142,7 +142,7 @@ def test_other_programs_round_inputs_as_training_did(form, inputs, aware, tmp_pa
     close(by_onnxruntime(out), ours(aware), 1e-2)  # an input at a tie may fall to either side
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_program_that_forgets_to_round_its_inputs_is_refused(models, tmp_path, monkeypatch):  # noqa: F811
     """Rounding them changes a two-hundredth of the logits, or less: the limit is a part of that."""
     need("onnx")
@@ -180,7 +180,7 @@ def test_onnx_keeps_whole_numbers(kind, models, tmp_path):  # noqa: F811
     assert len(whole) >= 8 and len(matrices) - len(whole) <= 3  # embedding and output
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["int8", "int4", "symmetric"])
 def test_blocks_of_gguf_have_the_numbers(kind, models, tmp_path):  # noqa: F811
     """As the package gguf reads them."""

@@ -19,7 +19,7 @@ from megatron.tools import export
 sentencepiece = pytest.importorskip("sentencepiece")
 tokenizers = pytest.importorskip("tokenizers")
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(5)
 WORDS = "the cat sat on the mat and the dog ran up a hill , they say : 12 + 7 is 19 ! caf\u00e9 na\u00efve "
 WORDS += "\u4e2d\u6587 \uff21\uff22 \ufb01ne"
 TEXTS = (
@@ -104,7 +104,7 @@ def test_a_model_that_tokenizers_does_not_express(settings, why):
         tokenizer_json(proto, special_of(proto))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind, end, symbols", [("bpe", "<end>", []), ("unigram", "<EOD>", ["<EOD>"])])
 def test_autotokenizer_of_a_sentencepiece_run(new_checkpoint, tmp_path, kind, end, symbols, capsys):
     """SentencePiece's default settings, in transformers: ids, names, and nothing before a prompt or after it."""
@@ -242,7 +242,7 @@ def test_gguf_of_sentencepiece(new_checkpoint, tmp_path, capsys):
         export.main(["--load", str(load), "--output", str(tmp_path / "no"), *words])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("rule", ["nmt_nfkc", "identity"])
 def test_gguf_of_unigram(new_checkpoint, tmp_path, rule, capsys):
     """llama.cpp's Unigram has the charsmap, and removes spaces. It compares the ids before the file appears."""
@@ -258,7 +258,7 @@ def test_gguf_of_unigram(new_checkpoint, tmp_path, rule, capsys):
 # ---- all formats -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_programs_and_weights_have_the_same_files(new_checkpoint, vocabulary, tmp_path):
     """And this suite opens the same tokenizer in each."""
     load = new_checkpoint()

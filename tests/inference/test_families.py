@@ -24,7 +24,7 @@ from tests.inference.test_convert import loaded
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(5)
 V, S = 96, 24
 COMMON = dict(
     vocab_size=V,
@@ -214,7 +214,7 @@ def test_gradients(case, family, tmp_path):
         )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @MODELS
 def test_greedy_texts(case, family, run_ranks):
     """With a cache, on prompts that are longer than the windows; of two families over ranks, too."""
@@ -234,7 +234,7 @@ def test_greedy_texts(case, family, run_ranks):
     assert texts == want[:, 9:].tolist() and len({tuple(text) for text in texts}) == 2
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @MODELS
 def test_there_and_back(case, family, tmp_path, capsys):
     """The same family with the same settings, and the same tensors. Norms of Gemma lose the last bit of 1 + weight."""

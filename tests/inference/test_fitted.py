@@ -96,7 +96,7 @@ def assert_as_in_transformers(folder: Path, tmp_path: Path) -> list[str]:
     return notices
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", CASES)
 def test_a_head_that_differs_from_a_tied_embedding_is_used(tied, kind, tmp_path):
     folder = changed(tied(kind), tmp_path / "theirs", with_own_head(kind))
@@ -104,7 +104,7 @@ def test_a_head_that_differs_from_a_tied_embedding_is_used(tied, kind, tmp_path)
     assert any(f"{CASES[kind][2]} differs from {CASES[kind][3]}: the model has its own" in one for one in notices)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", CASES)
 def test_a_head_in_the_place_of_a_tied_embedding_is_the_embedding(tied, kind, tmp_path):
     *_, head, table = CASES[kind]

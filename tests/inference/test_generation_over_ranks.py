@@ -33,7 +33,7 @@ from megatron.tools import generate as tool
 from tests.inference import test_sequence_engine as pairs
 from tests.inference.engine_mixes import LONGEST, alone, check_mix, requests_of, sizes_of
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 COMMON = """--hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 64 --lr 1e-2
     --init-method-std 0.6 --global-batch-size 4 --micro-batch-size 2 --train-iters 1 --eval-iters 0 --precision fp32

@@ -112,7 +112,7 @@ def logits_on(rank: int, path: str, how: QuantizeOptions):
     return load_model(path, mesh=Mesh(rank, tp=3), quantize=how).model.logits(TOKENS)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ["int8", "int4"])
 def test_tensor_parallel_ranks_round_as_one_does(how, trained, run_ranks):
     path, prefix = trained
@@ -146,7 +146,7 @@ def stored_on(rank: int, path: str, sizes: dict):
     return score(loaded.model, TOKENS.t().flatten().numpy(), length=LENGTH, stride=LENGTH, batch_size=4).loss
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("how", list(KINDS))
 def test_a_quantized_checkpoint_is_loaded_by_any_layout(how, trained, stored, run_ranks):
     own = QuantizeOptions(how, GROUP, "blocks.0.mlp.up")

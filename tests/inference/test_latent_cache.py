@@ -67,7 +67,7 @@ def test_a_text_cut_anywhere_is_the_whole_text(small_gpt, settings, cut, form):
     torch.testing.assert_close(torch.cat(found), whole, atol=1e-5 * whole.abs().max().item(), rtol=0)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("settings", [LATENT, ONE_PRODUCT], ids=["two latents", "one latent"])
 def test_a_text_does_not_depend_on_its_neighbours(small_gpt, settings):
     """Mixes with small caches, cancellations and common beginnings, against each request alone without a cache."""
@@ -93,7 +93,7 @@ def test_beams(small_gpt):
     assert generate(model, *way, longest=32) == generate(model, *way, longest=32, use_cache=False)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", ["tp", "pp"])
 def test_ranks_share_a_model(run_ranks, tmp_path, way):
     """Two ranks of tp, whose caches are equal; two stages."""

@@ -113,7 +113,7 @@ def convert(folder, out, *words):
     tool.main(["from-megatron", str(folder), str(out), "--vocab-size", str(V), *words])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "model, style, dim",
     [
@@ -177,7 +177,7 @@ class Refers:
         return getattr, self.names
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("file", [".metadata", "common.pt", "__0_0.distcp"])
 @pytest.mark.parametrize("kind", ["pickle", "zip of torch"])
 def test_pickles_are_not_run(theirs, tmp_path, file, kind):

@@ -56,7 +56,7 @@ def test_each_form_is_the_same_state_to_the_bit(theirs, tmp_path, run, form):
         assert torch.equal(rounded, values), name
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_each_expert_has_its_own_moments(theirs, tmp_path):
     """Read from their file by number: an optimizer's main weight says which expert of which matrix it is."""
     ours = convert(theirs / "ep2" / "whole", tmp_path / "ours")
@@ -80,7 +80,7 @@ def test_each_expert_has_its_own_moments(theirs, tmp_path):
     assert len(found) == len(set(found)) == 4 * 4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_gpt_oss_is_megatron_cores(theirs, tmp_path):
     """Its logits with sinks, clamped gates, an offset and a router's bias; and what is exported is the same again."""
     before = convert(theirs / "gpt_oss" / "numbered", tmp_path / "ours")

@@ -19,7 +19,7 @@ from megatron.tools import checkpoint as tool
 from tests.inference.test_convert import GPT2, LLAMA, assert_same, loaded, save
 from tests.inference.test_hf_settings import SIGMOID
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 ARGS = dict(
     num_layers=2,

@@ -27,7 +27,7 @@ from tests.inference.test_convert import (
     weights_of,
 )
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 PADDED_TO = dict(make_vocab_size_divisible_by=8)
 

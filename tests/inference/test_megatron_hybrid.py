@@ -11,7 +11,7 @@ from megatron.errors import CheckpointError
 from megatron.tools import checkpoint as tool
 from tests.inference.test_convert import GPT2, LLAMA, TIED, V, assert_same, loaded, megatron_files
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 
 def hybrid_files(folder, model, tp, pattern, argument="hybrid_layer_pattern"):

@@ -26,7 +26,7 @@ from megatron.training.loop import pretrain
 from megatron.training.rules import resolve
 from tests.inference.test_convert import assert_same, loaded
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 FORMS = [
     ("dp2", "dp_reshardable"),

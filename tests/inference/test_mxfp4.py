@@ -58,7 +58,7 @@ def published(tmp_path):
     return tmp_path / "theirs", wanted
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_published_weights_are_dequantized(published, tmp_path, capsys):
     folder, wanted = published
     tool.main(["from-hf", str(folder), str(tmp_path / "ours")])
@@ -75,7 +75,7 @@ def test_published_weights_are_dequantized(published, tmp_path, capsys):
     assert all(torch.equal(x[: len(ours[name])], ours[name]) for name, x in opened.items())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_blocks_that_do_not_fit_are_named(published, tmp_path):
     folder, _ = published
     files = load_file(folder / "model.safetensors")

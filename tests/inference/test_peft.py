@@ -15,7 +15,7 @@ from megatron.inference.load import load_model
 from megatron.tools import checkpoint as tool
 from tests.training.test_plain_loop import records
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 RUN = """--mock-data --device cpu --micro-batch-size 4 --eval-iters 0 --precision fp32 --lr 3e-2
     --lr-decay-style constant --log-interval 1"""

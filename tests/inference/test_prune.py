@@ -224,7 +224,7 @@ def test_the_smaller_model_is_the_larger_one_with_closed_gates(kind, criterion, 
     assert f"-> {count:,} parameters" in said
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("criterion", ["l2_norm", "taylor"])
 def test_layers_go_by_importance_or_as_listed(criterion, tmp_path, capsys):
     weights = weights_of(LLAMA)
@@ -314,7 +314,7 @@ def test_what_cannot_be_is_said_before_anything_is_written(tmp_path):
     prune.main(f"--load {tmp_path / 'windows'} --save {out} --prune-layers 0 1".split())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "flags, kinds",
     [

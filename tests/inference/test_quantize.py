@@ -104,7 +104,7 @@ def logits_on(rank: int, path: str, how: str):
     return load_model(path, mesh=mesh, quantize=quantize).model.logits(TOKENS)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "how, name",
     [*((how, "plain") for how in FORMATS), *((how, name) for name in ("qat", "tokens") for how in ("int8", "none"))],

@@ -25,7 +25,7 @@ from tests.tokenizer.matrix import llama
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(5)
 SPECIAL = ("<eos>", "<user>", "<pad>")
 TEMPLATE = "{% for m in messages %}{{ '<user>' if m.role == 'user' else '' }}{{ m.content }}{{ '<eos>' }}{% endfor %}"
 RUN = "--device cpu --num-workers 0 --micro-batch-size 1 --eval-iters 0 --lr 1e-3 --log-interval 1"
@@ -333,7 +333,7 @@ def test_the_plan_counts_the_rows(model, capsys):
 # ---- other programs --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("form", ["hf", "gguf", pytest.param("torch-export", marks=pytest.mark.full)])
 def test_exports(model, form, tmp_path, capsys):
     """The comparison before they appear, and the texts of what comes out. (GGUF: its likeliest tokens are compared.)"""

@@ -15,7 +15,7 @@ from megatron.inference.searches import SearchingEngine
 from tests.inference.engine_mixes import LONGEST, alone, requests_of, sizes_of
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("mixes", [12, pytest.param(300, marks=pytest.mark.full)])
 def test_a_search_does_not_depend_on_its_neighbours(small_gpt, mixes):
     """Searches and texts in random mixes with small caches, against `generate`, which has no engine for beams."""
@@ -60,7 +60,7 @@ def test_a_search_does_not_depend_on_its_neighbours(small_gpt, mixes):
     assert searches > 2 * mixes and cancelled and preempted
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_scores_are_those_of_the_definition(small_gpt):
     """Of all texts of up to three tokens the best, without those that have a bad word, each scored by itself."""
     v, end, steps, penalty = 6, 1, 3, 0.5

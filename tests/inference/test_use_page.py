@@ -47,7 +47,7 @@ def test_a_text(commands, newcomer, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("The module")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_server_and_its_client(commands, newcomer, root):
     """With a free port in the place of 8000, which another program may use."""
     for package in server.PACKAGES:

@@ -15,7 +15,7 @@ from megatron.pipeline.data_parallel_messages import ChunkPieces, Sharding, grou
 from megatron.pipeline.schedule import parse_op
 from megatron.training import loop
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 LAYERS = 4
 TINY = (

@@ -71,7 +71,7 @@ TENSOR_PARALLEL = {  # flags: exposed and hidden messages of a micro-batch
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("fusion", ["", "--gradient-accumulation-fusion"], ids=["", "fused"])
 @pytest.mark.parametrize("flags", TENSOR_PARALLEL, ids=["tp", "tp, sp"])
 def test_tensor_parallel_messages_of_a_backward_pass_are_hidden(flags, fusion, run_ranks):
@@ -79,7 +79,7 @@ def test_tensor_parallel_messages_of_a_backward_pass_are_hidden(flags, fusion, r
         assert _counted(messages, "tp") == TENSOR_PARALLEL[flags]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("stage, kind", [(0, "all_reduce"), (1, "reduce_scatter"), (2, "reduce_scatter")])
 def test_reductions_begin_while_earlier_layers_have_their_backward_pass(stage, kind, run_ranks):
     """Of the units those of the norm and of all layers but the first have products behind them."""
@@ -118,7 +118,7 @@ def test_stage_3_gathers_each_layer_beside_another_one(run_ranks):
 # ---- rings ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("cp, flags", [(2, ""), (4, ""), (4, "a2a+p2p --hierarchical-context-parallel-sizes 2 2")])
 def test_messages_of_a_ring_are_hidden(cp, flags, run_ranks):
     """Each beside the attention of a step, but for the last gradients of a layer, which no step comes after. A message
@@ -223,7 +223,7 @@ def pipelined(run_ranks) -> dict[str, list[list[str]]]:
     return found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_receive_is_posted_before_all_that_is_computed_meanwhile(name, pipelined):
     """Right behind the message before it was asked for: before the pass that uses that one, and passes that use none."""

@@ -16,7 +16,7 @@ from megatron.planner.parity import Trace, compare, laid_out, parse_layout
 from megatron.settings.parse import parse_pretrain
 from megatron.tools import verify_layout
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 FLAGS = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --mock-data --vocab-size 50257
     --lr 1e-3 --train-iters 100000 --global-batch-size 512 --micro-batch-size 4 --shrink --steps 3"""
@@ -48,7 +48,7 @@ def test_bf16_has_limits_of_its_own(capsys):
     assert code == 0 and "limits for bf16" in text
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_matrices_are_orthogonalised_in_fp32_here(capsys):
     """Whatever --muon-fp32-matmul-prec says: bf16 would round layouts apart by more than the limits of fp32."""
     shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 100 --mock-data"

@@ -21,7 +21,7 @@ from tests.models import balanced_experts
 from tests.models.plain_state import LAYERS, LINE, compare, read_all, train
 from tests.models.test_own_experts import CHOSEN, EP2, ETP1, EXPERTS, PP2, TP2, initial_weights, logits
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 RATE, COEFF = 0.004, 0.5
 BALANCED = f"--bias-rate {RATE} --balance-coeff {COEFF}"
@@ -211,7 +211,7 @@ MISTAKES = {  # who makes it, in which layout, and what the run says (None: noth
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_that_others_made_are_seen(mistake, tmp_path, monkeypatch):
     """Each is made here; then the run fails, or differs from the plain loop."""

@@ -167,7 +167,7 @@ def test_layout_trains_the_same_model(case):
     check_layout(layout, flags_of(features))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_bf16_over_two_processes():
     check_bf16(flags_of(["post"]))
 

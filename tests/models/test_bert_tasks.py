@@ -90,7 +90,7 @@ def test_tasks_may_have_names_of_attributes(flags):
     assert {"tasks.type.scores.weight", "tasks.training.pooler.bias"} <= names and model.tasks.training is True
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "case",
     ["tp2sp 4", *(pytest.param(case, marks=pytest.mark.full) for case in ("dp2-zero3 2", "pp2-zbh1 8", "tp2sp-pp2 4"))],

@@ -41,7 +41,7 @@ from tests.models.test_plain_module import batch_of
 from tests.planner.test_truth import counted_step
 from tests.training.test_plain_loop import records
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 DATA = pretrain_gpt.build_datasets
 GAIN = torch.linspace(0.5, 1.5, HIDDEN)
@@ -323,7 +323,7 @@ def test_what_is_no_rule(rule, dtype, said):
         Buffer(rule, dtype)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_model_out_of_a_checkpoint_has_them(tmp_path, capsys):
     run_ranks(2, observe, f"{TP} --save {tmp_path}")
     model, found = load_model(str(tmp_path)).model, read_all(tmp_path)

@@ -115,7 +115,7 @@ def test_every_place_layer_sample_and_seed_has_words_of_its_own(family, monkeypa
         assert torch.equal(again[place][0][[2, 0]], words[[0, 2]])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("granularity", AGAIN)
 @pytest.mark.parametrize("family", ["GPT", "BERT post", "T5"])
 def test_what_is_computed_again_drops_the_same(family, granularity, monkeypatch):
@@ -130,7 +130,7 @@ def test_what_is_computed_again_drops_the_same(family, granularity, monkeypatch)
         assert all(torch.equal(each, plain[place][0]) for each in words)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("parallel", ["", "--sequence-parallel"], ids=["tp", "tp+sp"])
 @pytest.mark.parametrize("family", ["GPT", "BERT", "T5"])
 def test_ranks_have_pieces_of_one_whole_or_all_of_it(family, parallel, monkeypatch, run_ranks):

@@ -27,7 +27,7 @@ from tests.models.test_own_experts import EP2, EP4, ETP1, ETP2, PP2
 from tests.models.test_own_experts import TP2 as SP
 from tests.training.test_plain_loop import records
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 GATED = "--swiglu --disable-bias-linear --moe-ffn-hidden-size 16"
 BOTH = plain.both(plain.sequence_balance(0.5, 2), plain.z_loss(0.05))
@@ -165,7 +165,7 @@ def test_any_layout_is_the_plain_loop(layout, tmp_path):
             assert values.any() and torch.equal(steps(tensors[name]), steps(values)), name
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_half_precision_leaves_biases_exact(tmp_path):
     """Loads are whole numbers, and biases what the rule makes of them, in fp32."""
     pretrain(0, f"{FAMILIES['plain'].flags} --bf16 --save {tmp_path}")
@@ -179,7 +179,7 @@ def test_half_precision_leaves_biases_exact(tmp_path):
         torch.testing.assert_close(tensors[f"blocks.{n}.mlp.router.expert_bias"], bias, rtol=0, atol=0)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "layout, kernel", [("one process, biases", 0), ("capacity", 0), ("ep2", -1), ("ep2, capacity", 0), ("etp2", -1)]
 )
@@ -212,7 +212,7 @@ def test_a_run_goes_on_with_experts_divided_in_another_way(names, tmp_path):
     check(tmp_path, "plain")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_any_division_of_experts_reads_any_other_to_the_bit(tmp_path):
     names, layouts = ["one process", "ep4, zero3, recomputed", "tp2 dp2, ep2 etp2", "pp2 ep2 in a V, zero3"], {}
     eight = 8, "plain", "--expert-model-parallel-size 8 --micro-batch-size 1 --sharding-stage 1"
@@ -248,7 +248,7 @@ def test_ranks_without_tokens(layout, tmp_path, monkeypatch):
     ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_generation_divides_experts_over_tensor_parallel_ranks(tmp_path):
     """Scores of a checkpoint in one process, and of ranks that hold different experts, also for fewer tokens than ranks."""
     pretrain(0, f"{FAMILIES['gated'].flags} --save {tmp_path} --exit-interval 1")

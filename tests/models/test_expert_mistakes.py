@@ -587,7 +587,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "mistake", [pytest.param(name, marks=[pytest.mark.full] * one.test.full) for name, one in MISTAKES.items()]
 )

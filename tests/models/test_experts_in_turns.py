@@ -25,7 +25,7 @@ from tests.models.test_expert_layouts import (
     pretrain,
 )
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 TURNS = "--overlap-moe-expert-parallel-comm"
 ONE = f"{EP2} --micro-batch-size 1"

@@ -114,6 +114,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_the_plain_loops(case, monkeypatch, tmp_path):
     """Fp32 here, fp64 in the plain loop: a number in the middle of two of fp8 may be cast to the other one, which changes
@@ -325,7 +326,7 @@ def whole_casts(recipe: str) -> dict:
     return found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recipe", TILES)
 def test_weights_have_the_same_fp8_numbers_in_every_layout(recipe, layout):
@@ -350,7 +351,7 @@ def whole_experts() -> dict:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_experts_have_the_same_fp8_numbers_in_every_layout(layout):
     whole, seen = whole_experts(), set()
@@ -362,7 +363,7 @@ def test_experts_have_the_same_fp8_numbers_in_every_layout(layout):
     assert seen == whole.keys() and sum("experts" in name for name in seen) == 8
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_experts_train_alike(layout):
     one = one_process(EXPERTS)
@@ -405,7 +406,7 @@ def one_process(flags: str):
     return trained("", f"{SHAPE} {flags}")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recipe", TILES)
 def test_layouts_train_alike(recipe, layout):
@@ -414,7 +415,7 @@ def test_layouts_train_alike(recipe, layout):
     assert difference.passes("fp8"), difference
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("recipe", TILES)
 def test_what_is_recomputed_and_added_is_the_same(recipe, more):
@@ -554,7 +555,7 @@ def test_a_run_goes_on_to_the_bit_and_either_format_takes_the_others_checkpoint(
     assert linear_products([load_model(str(tmp_path / "whole")).model]) == []  # texts are written with the weights
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("recipe", TILES)
 def test_training_is_near_that_of_bf16(recipe, tmp_path):
     """Forty steps. A loss that falls proves little of products: those are compared above."""

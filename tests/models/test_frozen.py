@@ -25,7 +25,7 @@ from tests.models import adapters
 from tests.models.plain_state import LINE, WIDTH, compare, freezing, initial_weights, read_all, scores, train
 from tests.training.test_plain_loop import records
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 LAYOUTS = {

@@ -63,7 +63,7 @@ def test_kept_bytes_are_those_of_autograd(dtype, words, packed):
     assert y.shape == x.shape
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("recompute", [Recompute(), CORE, Recompute("full")], ids=["nothing", "core", "layers"])
 def test_it_is_planned(recompute):
     """Bytes of a step of three layers, of which the last has softmax attention with an output gate."""

@@ -82,7 +82,7 @@ def pretrain(rank: int, flags: str) -> None:
     start(flags.split(), gpt_variant.recipe())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_is_the_plain_loop(layout, run_ranks, tmp_path):
     world, words = LAYOUTS[layout]

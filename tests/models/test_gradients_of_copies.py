@@ -73,7 +73,7 @@ def all_of_them(rank: int) -> dict:
     return {(kind, way): gradients(kind, way, tp) for kind in KINDS for way in DIVIDED}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_gradients_are_those_of_one_process(run_ranks):
     parts = run_ranks(RANKS, all_of_them)
     for (kind, way), found in parts[0].items():

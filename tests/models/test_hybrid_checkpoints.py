@@ -78,7 +78,7 @@ def equal(ours: dict, theirs: dict) -> None:
         assert values.dtype == theirs[name].dtype and torch.equal(values, theirs[name]), name
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", CASES)
 def test_a_pattern_of_pairs_is_the_transformer_to_the_bit(case, tmp_path):
     """Two steps of a transformer, then two as a pattern, then two more as a transformer, beside six of the transformer."""

@@ -38,7 +38,7 @@ from tests.models import alibi, own_fp8, own_mask, own_pair
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, Job, logits, plain_linear, train
 from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, records
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 LINE = f"{FLAGS} {SIX} {ADAM}"
 TOKENS = 8 * LENGTH  # of a step: what is minimised is divided by them before its gradient goes through the layers
@@ -312,7 +312,7 @@ def test_pairs_are_put_on_a_model_that_has_none(tmp_path, capsys):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_run_goes_on_in_another_layout(run_ranks, tmp_path):
     line = f"--save {tmp_path}"
     run_ranks(2, pretrain, "pair", f"--pipeline-model-parallel-size 2 {line} --exit-interval 3")

@@ -37,7 +37,7 @@ from tests.tasks.classification import SIZE, Toy
 from tests.training.plain_loop import HEADS, HIDDEN, LAYERS, Job, plain_linear, train
 from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, records
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 LINE = f"{FLAGS} {SIX} {ADAM}"
 TP3, PP2 = "--tensor-model-parallel-size 3", "--pipeline-model-parallel-size 2"

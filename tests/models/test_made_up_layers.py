@@ -338,7 +338,7 @@ def measured(rank, name, ranks, sp, again):
     return kept, held, (ahead.get_total_flops(), back.get_total_flops()), dict(sent)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)).strip())
 def test_figures_are_those_of_a_real_pass(run_ranks, case):
     name, ranks, sp, again = case

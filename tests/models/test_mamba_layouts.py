@@ -167,7 +167,7 @@ def pretrain(rank: int, flags: str) -> None:
     pretrain_hybrid.main(flags.split())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.full] * (name in LONG)) for name in LAYOUTS])
 def test_any_layout_is_the_plain_loop(layout, run_ranks, tmp_path):
     world, pattern, words = LAYOUTS[layout]

@@ -59,7 +59,7 @@ def test_there_and_back_keeps_every_bit(tmp_path, name):
     assert ours.extra.keys() == theirs.extra.keys() and ours.model.num_layers == theirs.model.num_layers
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tied_output_that_is_not_scaled_is_theirs_with_a_copy_of_the_table(tmp_path, dtype):
     """Their T5 divides by the root of its width where it shares the table, and there alone; so it does when saved again."""

@@ -36,7 +36,7 @@ def losses(folder) -> list[float]:
     return [record["lm loss"] for record in records if record["kind"] == "step"]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", ["T5", pytest.param("BERT", marks=pytest.mark.full)])
 def test_a_checkpoint_goes_on_in_another_layout(tmp_path, kind, run_ranks):
     pretrain(0, kind, f"--train-iters 4 --save {tmp_path / 'whole'}")

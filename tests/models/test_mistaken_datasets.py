@@ -97,7 +97,7 @@ def test_without_a_length():
         train(((x for x in ()), None, None), "--train-iters 10")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("interval", [3, 10])
 def test_an_evaluation_that_fails_does_not_cost_the_run(interval, tmp_path):
     """The last one, in the loop or behind it; the state that is kept is that of a run whose evaluation goes well."""

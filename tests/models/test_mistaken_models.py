@@ -49,7 +49,7 @@ def cut(layer, x, sums):
     return (x[:-1] if layer == 2 else x), sums
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "world, flags, said",
     [
@@ -136,7 +136,7 @@ EVERY = {"one": (1, ""), "pp": (2, PP), "tp sp": (2, f"{TP} {SP}"), "zero 3": (2
 SOME = [(name, "pp") for name in RETURNED] + [(name, "one") for name in RETURNED]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name, layout", [*SOME, ("no tokens", "tp sp"), ("no tokens", "zero 3")])
 def test_what_a_stage_returns_is_compared_on_all_ranks(name, layout):
     """Every rank raises the same: the first stage learns what the last one has not returned, and the reverse."""

@@ -92,7 +92,7 @@ PACKED = "--reset-attention-mask --reset-position-ids"
 DROPS = "--attention-dropout 0.1 --hidden-dropout 0.1"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "layout, more",
     [
@@ -191,7 +191,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_ranks_save_is_predicted(way, backend):

@@ -42,7 +42,7 @@ from tests.models import mlp_language_model as mlp
 from tests.planner.test_activations import bytes_kept
 from tests.planner.test_truth import counted_step
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 TYPE = "tests.models.mlp_language_model"
 LAYERS, HIDDEN, LENGTH, WINDOW, STEPS = 4, 24, 16, 3, 4

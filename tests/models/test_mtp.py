@@ -215,7 +215,7 @@ def test_depths_have_experts_and_dropout_in_any_layout(layout):
     check_layout(layout, MIXED)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", ["ep2", "tp2sp", "pp2-zbh1", "dp2-zero3"])
 def test_depths_of_a_pattern_have_its_letters_in_any_layout(layout):
     check_layout(

@@ -36,7 +36,7 @@ from tests.models import mlp_language_model, own_experts
 from tests.models.divisions import check_divisions, ranks_of
 from tests.models.plain_state import HIDDEN, LAYERS, LENGTH, LINE, VOCABULARY, compare, freezing, train
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 EXPERTS, CHOSEN, FFN = 8, 2, 4 * HIDDEN
 EP2, ETP2 = "--expert-model-parallel-size 2", "--expert-tensor-parallel-size 2"
@@ -187,7 +187,7 @@ def test_ranks_without_tokens(layout, tmp_path, monkeypatch):
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "names",
     [
@@ -203,7 +203,7 @@ def test_a_run_goes_on_with_experts_divided_in_another_way(names, tmp_path):
     check(tmp_path, "")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_any_division_of_experts_reads_any_other_to_the_bit(tmp_path):
     names, layouts = ["one process", "ep4, zero3, recomputation", "tp2 dp2, ep2 etp2", "pp2 ep2 in a V, zero3"], {}
     for name in names:
@@ -243,7 +243,7 @@ def test_what_is_frozen_beside_experts(frozen, layout, tmp_path):
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_ranks_hold_their_part_of_the_experts():
     """--expert-model-parallel-size and --expert-tensor-parallel-size; without the latter experts are divided as tp is."""
 

@@ -80,14 +80,14 @@ def test_the_trained_model_computes_its_formula(trained):
         )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", ["tp2sp", "pp2-zbh1", "dp2-zero3", "tp2-dp2-zero1", "cp2"])
 @pytest.mark.parametrize("again", ["", "--recompute-granularity selective --recompute-modules mlp"])
 def test_any_layout_is_one_process(layout, again):
     check_layout(layout, f"{FLAGS} {again}")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", ["tp2sp", "pp2-zbh1", "dp2-zero3", "cp2"])
 def test_a_pattern_lists_it(layout):
     """In layers of its own, before attention and after it; its own settings that choose layers are not asked."""

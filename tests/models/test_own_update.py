@@ -44,7 +44,7 @@ def plain_adagrad():
     return train(Job(**job, optimizer=lambda groups: torch.optim.Adagrad(groups, lr=1.0, eps=1e-4)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "world, layout", [(1, ""), (2, "--sharding-stage 1"), (2, "--sharding-stage 3 --overlap-param-gather")]
 )

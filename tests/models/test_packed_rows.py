@@ -19,7 +19,7 @@ from megatron.mpu.mesh import Mesh
 from megatron.planner.parity import compare, laid_out, parse_layout, trace
 from megatron.training.rules import resolve
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 V, S, T, LENGTHS = 50, 200, 20, (200, 70, 64, 1)
 B = len(LENGTHS)

@@ -67,7 +67,7 @@ def main(rank: int, words: str, init: str = "module") -> None:
     start(words.split(), recipe if init == "suite" else plain_module.recipe())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "world, flags, init",
     [
@@ -174,7 +174,7 @@ class Odd(torch.nn.Module):
         torch.nn.init.orthogonal_(self.blocks[0].weight)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "stage, dtype", [(0, torch.float32), (0, torch.bfloat16), (3, torch.float32), (3, torch.bfloat16)]
 )

@@ -301,7 +301,7 @@ def test_a_layer_is_torchs_own_fake_quantization():
         torch.testing.assert_close(one, wanted)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("flags", ["--bf16", "--bf16 --amp-level O1", "--fp16 --initial-loss-scale 1024"])
 def test_half_precision_is_near_to_it(flags, tmp_path):
     pretrain(0, "5 bits", f"{flags} --save {tmp_path}")

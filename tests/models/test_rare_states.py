@@ -70,7 +70,7 @@ def test_every_kind_of_the_suite_is_asked():
     assert found == {product for name, (_, product) in KINDS.items() if name != "both"}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("steps", [0, 1, 3, 6])
 @pytest.mark.parametrize("kind", KINDS)

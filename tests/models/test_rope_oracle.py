@@ -148,7 +148,7 @@ def test_logits_and_gradients_are_those_of_the_definition(case):
         assert wanted.abs().max() > 1e-6, f"{name}: nothing depends on it, so nothing was compared"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_decoding_with_a_cache_is_the_definition_without(case):

@@ -40,7 +40,7 @@ T5 = "--model-type T5 --encoder-num-layers 2 --decoder-num-layers 2 --decoder-se
 BERT = "--model-type BERT --num-layers 2"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("model", "mixed", "layout"),
     [(T5, True, "pp2"), (BERT, False, "dp2-zero1")]

@@ -119,7 +119,7 @@ def tensors(folder) -> dict[str, torch.Tensor]:
         return {name: reader.read(name) for name in reader.tensors}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("way", ["a growing share", "a growing share, rounded"])
 @pytest.mark.parametrize("stop", [2, 3])
 def test_a_resumed_run_is_the_same_to_the_bit(stop, way, tmp_path):
@@ -169,7 +169,7 @@ def test_a_plain_run_goes_on_with_masks_which_are_applied_at_the_end(tmp_path, c
         checkpoint.main(["apply-masks", str(base), str(tmp_path / "none")])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_masked_model_is_trained_for_few_bits(tmp_path, capsys):
     """--finetune of a run with masks, with --quantization, keeps them. With zeros applied the model computes the same."""
     base, own, zeros = (tmp_path / name for name in ("base", "own", "zeros"))
@@ -199,7 +199,7 @@ def test_a_masked_model_is_trained_for_few_bits(tmp_path, capsys):
         torch.testing.assert_close(integers, wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_masked_model_is_quantized_with_its_zeros(tmp_path):
     pretrain(0, "2:4", f"--save {tmp_path} --train-iters 2")
     model = load_model(str(tmp_path), quantize=QuantizeOptions("int8")).model
@@ -368,7 +368,7 @@ def test_which_weights_stay():
         assert torch.equal(largest_of_all(own, 2100, Mesh().tp), own.abs() >= threshold)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("flags", ["--bf16", "--bf16 --amp-level O1"])
 def test_half_precision_is_near_to_it(flags, tmp_path):
     pretrain(0, "2:4", f"{flags} --save {tmp_path}")

@@ -87,7 +87,7 @@ def batch_of(padded: int = 17) -> tuple[MicroBatch, torch.Tensor]:
     return batch, mask
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case, padded", [*((case, 17) for case in CASES), ("T5 1.1", 100)])  # 100: rows are left out
 def test_logits_and_gradients_are_theirs(case, padded):
     kind, flags, more = CASES[case]

@@ -77,7 +77,7 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules"
 PLAINLY = "--no-masked-softmax-fusion"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "more",
     [
@@ -176,7 +176,7 @@ def test_layers_and_stages_that_cannot_be(flags):
         parse_any(f"{SHAPE} {flags}".split())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("flags", REFUSED)
 def test_settings_that_cannot_work(flags):
     config = parse_any(f"{SHAPE} {flags}".split())

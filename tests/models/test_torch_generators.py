@@ -17,7 +17,7 @@ from tests.models import mlp_language_model as mlp
 from tests.models import plain_module
 from tests.models.test_mlp_language_model import AGAIN, FLAGS, PP, TP, ZERO3, tensors_of
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 
 def noisy(drawn=None):

@@ -34,7 +34,7 @@ def logits(folder) -> torch.Tensor:
         return load_model(str(folder)).model.logits(tokens)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["biases", "gated"])
 @pytest.mark.parametrize("flags", WAYS)
 def test_the_mixture_computes_what_the_dense_model_does(flags, shape, tmp_path, capsys):

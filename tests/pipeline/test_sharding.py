@@ -13,7 +13,7 @@ from megatron.pipeline.simulate import simulate as simulate_lists
 from megatron.planner.schedule_time import ShardingTimes, sharded_span
 from tests.pipeline.coarse_messages import coarse
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 COST = dict(F=1.0, B=2.0, I=1.0, W=1.0)
 PLANS = [

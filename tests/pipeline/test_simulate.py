@@ -127,7 +127,7 @@ def test_bubble_of_gpipe_and_zb_h1_is_the_formulas():
             assert max(zb_h1.live) <= min(pp, num_microbatches)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @SOME
 @pytest.mark.parametrize("name, limit", [("zb-v", lambda pp: 2 * pp), ("v-half", lambda pp: pp + 2)])
 def test_v_shapes_keep_to_their_memory(name, limit, micros):

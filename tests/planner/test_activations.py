@@ -20,7 +20,7 @@ from megatron.planner.activations import stage_saved_bytes
 from megatron.planner.layout import Job, Layout
 from megatron.settings.schema import Kernels, Model, Recompute
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 GPT_SHAPE = dict(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=128)
 PLAIN = dict(hidden_dropout=0.0, attention_dropout=0.0)

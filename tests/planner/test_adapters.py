@@ -45,7 +45,7 @@ def planned(words: str, dp: int = 1):
     return config, Job.of(config, facts, dp=dp, device="cpu")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("again", ["", "core_attn", "mlp", "layernorm mlp_act", "full"])
 @pytest.mark.parametrize("name", WORDS)
 def test_saved_activations_are_those_of_autograd(name, again):
@@ -64,7 +64,7 @@ def test_saved_activations_are_those_of_autograd(name, again):
     assert 0 <= bytes_kept(stage, layout) - sum(kept.values()) - positions <= bounds
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("sp", [False, True])
 def test_rounded_inputs_of_tensor_parallel_ranks(sp, run_ranks):
     way = f"--tensor-model-parallel-size 2 {'--sequence-parallel' if sp else ''}"

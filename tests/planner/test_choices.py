@@ -204,7 +204,7 @@ def test_auto_is_no_number_where_nothing_chooses_and_no_search_of_its_own(capsys
     assert parse_pretrain(shlex.split(command)).batch.micro_batch_size not in (1, AUTO)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_micro_batch_is_measured_trained_with_and_kept_in_the_record(tmp_path, capfd, run_ranks):
     line = [*TINY, "--micro-batch-size", "auto", "--global-batch-size", "8", "--tp", "2", "--log-interval", "1"]
 

@@ -72,7 +72,7 @@ def found_on(request):
     return cache(found)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {case[1]}".strip())
 def test_figures_are_those_of_a_run(case, found_on):
     """Memory of each rank by kind, and its messages. Exchanges between ranks of ep are as uneven as the experts' loads: of
@@ -107,7 +107,7 @@ def checks(case):
     }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "case, ranks, divided",
     [
@@ -136,7 +136,7 @@ def without_scatter(patch):
     patch.setattr(mappings, "reduce_scatter_to_sequence_parallel_region", lambda x, axis: x)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "bug, found",
     [
@@ -193,7 +193,7 @@ def verify(words):
     verify_layout.main(f"--model-type tests.models.own_experts {LINE} {words} --steps 2".split())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_layouts_with_experts_are_verified(capsys, monkeypatch):
     verify("--layouts ep2,tp2sp-ep2etp1,pp2ep2-zero3")
     assert len(re.findall("PASS", capsys.readouterr().out)) == 3

@@ -17,7 +17,7 @@ from megatron.tools import plan as plan_tool
 from megatron.tools import pretrain as searched_pretrain
 from megatron.training.rules import filled
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 MODEL = """--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 512 --mock-data --bf16
     --train-iters 2 --lr 1e-4 --hidden-dropout 0 --attention-dropout 0""".split()

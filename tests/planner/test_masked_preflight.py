@@ -54,7 +54,7 @@ def checks(kind: str, more: str = "", world: int = 8) -> dict:
     return {check.name: check for check in check_ranks(design)}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "kind, more",
     [("T5", ""), ("T5", "--num-virtual-stages-per-pipeline-rank 2"), ("T5", "--pipeline-schedule zb-v"), ("BERT", "")],

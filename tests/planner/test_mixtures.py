@@ -23,7 +23,7 @@ from tests.models.test_expert_layouts import FAMILIES, LAYOUTS
 from tests.planner.test_activations import GPT_SHAPE, LLAMA, VOCABULARY, measured
 from tests.planner.test_truth import counted_step
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 SHAPE = dict(GPT_SHAPE, **LLAMA) | dict(num_experts=8, moe_ffn_hidden_size=96)
 

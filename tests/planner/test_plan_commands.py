@@ -109,7 +109,7 @@ def test_a_picture_of_the_plans(tmp_path, capsys):
         plan.main([*flags, "--picture", str(tmp_path / "nowhere" / "plan.svg")])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_colour_of_a_picture_has_one_meaning(tmp_path, capsys):
     """In the legends of one picture, and for every kind of bytes and seconds that plans have."""
     from megatron.planner.picture import COLOURS
@@ -396,7 +396,7 @@ def test_auto_parallel_trains(capfd, run_ranks):
         assert words in told
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_the_commands_of_the_guide_run(root, tmp_path, monkeypatch, capsys):
     text = (root / "docs" / "planning.md").read_text(encoding="utf-8")
     lines = "".join(re.findall(r"```bash\n(.*?)```", text, re.S)).replace("\\\n", " ").splitlines()

@@ -28,7 +28,7 @@ from megatron.planner.traffic import once_a_step
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model, Recompute
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 A100, LONG = find("A100-80GB"), dict(seq_length=2048, max_position_embeddings=2048)
 
@@ -296,7 +296,7 @@ def test_alternatives_of_a_model_on_64_small_cards():
     assert {32, 64} <= ways
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_nothing_fits():
     space = Space(global_batch=64, offload=NOT_OFFLOADED)
     found = search(Job(GPTFacts(Model(96, 12288, 96, **LONG), 51200), 64), Cluster(A100, 8), space)

@@ -27,7 +27,7 @@ from megatron.planner.target import cluster_of
 from megatron.settings.parse import parse_pretrain
 from megatron.training.rules import resolve
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 SHAPE = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --bf16"
 GPT_175B = f"""{SHAPE} --tokenizer-type NullTokenizer --vocab-size 51200 --tp 8 --pp 16
@@ -36,7 +36,7 @@ GPT_175B = f"""{SHAPE} --tokenizer-type NullTokenizer --vocab-size 51200 --tp 8 
     --device-name A100-80GB"""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_175b_passes_in_seconds(capsys, root):
     """The command of docs/planning.md."""
     commands = re.findall(r"```bash\n(.*?)```", (root / "docs" / "planning.md").read_text(encoding="utf-8"), re.S)

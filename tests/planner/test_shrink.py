@@ -246,7 +246,7 @@ MANY = f"""{BIG} --tp 8 --pp 12 --sequence-parallel --use-distributed-optimizer 
     --world-size 384 --eval-iters 0"""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_the_tool_trains_with_everything_on(capfd):
     tool.main(f"{MANY} --data-path /nowhere/text --steps 2".replace("--mock-data", "").split())
     told = capfd.readouterr().out

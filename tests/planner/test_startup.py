@@ -75,7 +75,7 @@ def test_a_job_of_16384_ranks_with_experts():
     assert start < with_experts < 1.15 * start
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_experts_over_64_ranks_are_planned(capsys):
     """ep takes ranks of tp, cp and dp."""
     layout = "--tp 2 --cp 2 --pp 16 --sequence-parallel --ep 64 --etp 1 --use-distributed-optimizer"
@@ -127,7 +127,7 @@ def test_a_timeout_that_is_too_short_is_told():
     assert 60 * least >= waited > 60 * (least - 0.5)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_the_planner_says_groups_and_start(capsys):
     layout = "--tp 8 --pp 16 --use-distributed-optimizer --world-size 16384 --device-name H100"
     for asked in (plan, pretrain_gpt.main):

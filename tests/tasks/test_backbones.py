@@ -27,7 +27,7 @@ from tests.tasks.test_finetune import STEPS, TUNE, tune, weights_of
 from tests.training.plain_loop import EOD, LENGTH
 from tests.training.test_plain_loop import records
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 CLS, SEP, MASK, PAD, BOS, EOS = range(EOD + 1, EOD + 7)  # what --vocab-extra-ids adds, and one sentinel
 SENTINEL = EOS + 1
@@ -228,7 +228,7 @@ def test_any_layout_is_hugging_faces_model_with_a_head(kind, layout, given, tmp_
     assert [row.split("\t")[1] for row in told] == [LABELS[one] for one in scores.argmax(1).tolist()]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_a_run_on_the_encoder_alone_is_like_any_other(given, tmp_path, capsys, run_ranks):
     """It begins with the encoder's weights, goes on in another layout, is evaluated, and is what a new head is put on."""
     trunk, toy = given("T5"), Toy(tmp_path / "toy")

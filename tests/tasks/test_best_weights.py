@@ -15,7 +15,7 @@ from tests.tasks.classification import SIZE, Toy
 from tests.tasks.test_finetune import TUNE, trunk, tune  # noqa: F401
 from tests.training.test_plain_loop import records
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 
 def validations(folder) -> list[tuple[int, float, bool]]:

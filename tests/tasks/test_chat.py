@@ -57,7 +57,7 @@ def base(tmp_path_factory):
     return write_base(tmp_path_factory.mktemp("base"))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
 )
@@ -101,7 +101,7 @@ def test_a_run_that_goes_on_finds_the_template(tuned, tmp_path):
     assert (tmp_path / "chat_template.jinja").read_text() == (tuned / "chat_template.jinja").read_text()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_an_export_has_the_template(tuned, tmp_path):
     transformers = pytest.importorskip("transformers")
     to_hf(Path(tuned) / "iter_0000001", tmp_path / "hf", torch.float32, {}, check=False)

@@ -123,7 +123,7 @@ def test_any_layout_is_the_plain_loop(layout, base, run_ranks, tmp_path):
         assert (values[: len(weights[name])].double() - weights[name]).abs().max() < 2e-5, name
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_a_run_that_goes_on_keeps_its_reference(base, tmp_path):
     """To the bit. The checkpoint says where the reference is."""
     whole, parts = (tmp_path / name for name in ("whole", "parts"))

@@ -16,7 +16,7 @@ from tests.tasks.classification import SIZE, Toy, balance, hidden, train
 from tests.tasks.test_finetune import STEPS, TUNE, check_evaluations
 from tests.training.test_plain_loop import records
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 EXPERTS = "--num-experts 6 --moe-router-topk 2 --moe-ffn-hidden-size 18"
 COEFFICIENT = 0.05

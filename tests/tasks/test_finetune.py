@@ -17,7 +17,7 @@ from tests.tasks.classification import LABELS, SIZE, Toy, losses, outputs, train
 from tests.tools.test_report import curves
 from tests.training.test_plain_loop import records
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 TUNE = (
     "--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-decay-style constant --lr-warmup-fraction 0 --adam-eps 1e-4 "

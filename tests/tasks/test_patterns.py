@@ -19,7 +19,7 @@ from tests.tasks.test_finetune import STEPS, TUNE, tune, weights_of
 from tests.training.plain_loop import EOD, LENGTH
 from tests.training.test_plain_loop import records
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 SENTINEL = EOS + 1
 SPOKEN = {"red": [11, 17], "green": [12, 13], "blue": [14, 15, 16]}

@@ -27,7 +27,7 @@ PUBLISHED = {
 BATCH, EXAMPLES = 32, 100 * 32
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_task_is_trained_as_published(name, tmp_path):
     epochs, outputs, metrics, sets, header, row, labels = PUBLISHED[name]

@@ -75,7 +75,7 @@ LAYOUTS = {
 SLOW = [pytest.param(name, marks=pytest.mark.full) if name in ("tp3 sp, zero3", "cp2") else name for name in LAYOUTS]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", SLOW)
 def test_requests_in_the_loop_are_those_of_the_plain_network(layout, run_ranks, tmp_path):
     world, words = LAYOUTS[layout]

@@ -24,7 +24,7 @@ def line_of(kind: str, toy: Toy, folder) -> str:
     return f"{line} --save {folder}"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", ["T5", pytest.param("BERT", marks=pytest.mark.full)])
 @pytest.mark.parametrize("before, after", [("", SHARED), pytest.param(SHARED, "", marks=pytest.mark.full)])
 def test_a_run_goes_on_in_another_layout(kind, before, after, tmp_path, run_ranks):

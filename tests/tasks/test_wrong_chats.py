@@ -22,7 +22,7 @@ TALK = dict(messages=talks()[1])
 TRAIN = "--task chat --train-data {file} --load {base} --global-batch-size 2 --train-iters 1 --chat-template plain"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "flags, rows, code, said",
     [

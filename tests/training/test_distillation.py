@@ -142,7 +142,7 @@ def plain_hidden(teacher: str, way: str):
     return train(Job(**PLAIN, teacher=of_logits(weights), alpha=0.5, hidden_teacher=of_states))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("way, layout", cases("mse", FEW) + [("cosine", FEW[0])])
 def test_hidden_states_are_those_of_the_plain_loop(way, layout, wide_teacher, run_ranks, tmp_path):
     """Layers of every stage are compared; other stages have the teacher's first layers alone."""
@@ -205,7 +205,7 @@ def test_narrow_states_are_projected_to_those_of_the_teacher(layout, teacher, ru
     compare(tmp_path, plain_projected(teacher))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_projections_are_resumed_in_another_layout_and_left_out_later(teacher, run_ranks, tmp_path, capsys):
     line = f"{LINE} --teacher-load {teacher} {PROJECTED} --save {tmp_path}"
     run_ranks(2, pretrain, f"{line} {PP2} --sharding-stage 3 --exit-interval 3")
@@ -235,7 +235,7 @@ def test_even_pairs(wide_teacher):
     assert parse_any(narrow).optimizer.train_only == ["*.lora_a", "*.lora_b", "hidden_projections.*"]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "layout",
     ["pp2-zbv", *(pytest.param(each, marks=FULL) for each in ("pp2vp2", "tp2sp-cp2a2a-zero1", "cp2-pp2-zbh1"))],
@@ -268,7 +268,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "layout",
     [
@@ -326,7 +326,7 @@ def test_its_logits_and_losses_are_those_of_the_loaded_model(teacher):
     torch.testing.assert_close(frozen.token_losses(batch).flatten(), losses, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "hidden", ["", "--hidden-size 32 --kd-hidden-layers 0:0", "--hidden-size 16 --kd-hidden-layers even"]
 )

@@ -48,7 +48,7 @@ def test_a_step_is_read_in_the_next_one(monkeypatch):
     run.close()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "case, world, stops",
     [(GROWING, 1, [3, 4]), (GROWING, 2, []), (MEANS, 1, []), (NOT_FINITE, 2, []), ("batches that grow", 1, [])],
@@ -74,7 +74,7 @@ def test_what_is_not_finite_is_traced_with_the_weights_of_its_step(run_ranks, tm
     assert [end["iteration"] for end in guarded._records(tmp_path, "end")] == [2]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_steps_that_are_not_finite_are_skipped(tmp_path, capsys):
     guarded.test_steps_that_are_not_finite_can_be_skipped_and_are_counted(tmp_path, capsys)
 

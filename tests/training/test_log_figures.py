@@ -27,7 +27,7 @@ def _figures(text):
     return [(int(zeros), float(norm)) for zeros, norm in found]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("more", ["", UNTIED], ids=["tied", "untied"])
 def test_figures_of_all_ranks_do_not_depend_on_the_layout(more, run_ranks, tmp_path, monkeypatch):
     """Against one rank's gradient element by element, and the norm of what the checkpoint holds."""
@@ -77,7 +77,7 @@ def test_throughput_stands_where_megatron_has_it(tmp_path):
     assert "(ms): " in plain and not re.search(pattern, plain) and "params norm" not in plain + lines
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_sizes_of_model_parallel_ranks_and_the_line_of_a_load(run_ranks, tmp_path):
     """In Megatron-LM's words; its counts are those of a rank's own tensors, padding and copies included."""
     flags = [*FLAGS, "--tp", "2", "--pp", "2", "--save", str(tmp_path)]

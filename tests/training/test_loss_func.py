@@ -28,7 +28,7 @@ def test_only_sums_of_weight_are_minimised():
 
 def sums(own, z_loss=0.0):
     own_settings = dict(extra={"mine": SimpleNamespace(coeff=0.25)}, distillation=Distillation())
-    config = SimpleNamespace(model=SimpleNamespace(z_loss_coeff=z_loss), **own_settings)
+    config = SimpleNamespace(model=SimpleNamespace(depths=0, z_loss_coeff=z_loss), **own_settings)
     return sums_of(Recipe("mine", None, None, None, sums=own), config)
 
 

@@ -22,7 +22,7 @@ from megatron.training.rules import resolve
 from tests.training.plain_loop import HEADS, HIDDEN, LENGTH, Job, rate_of, train
 from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, pretrain, records, run
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 LAYOUTS = {
     "one rank": (1, ""),
@@ -49,7 +49,7 @@ def plain_sgd(momentum: float):
     return train(Job(**job, optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0, momentum=momentum)))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sgd_is_torchs(layout, run_ranks, tmp_path):
     run_in(layout, f"--optimizer sgd --sgd-momentum 0.8 --lr 0.3 {CONSTANT}", run_ranks, tmp_path)
@@ -177,7 +177,7 @@ def plain_muon():
     return replace(outcome, tensors={name: tensor for name, tensor in outcome.tensors.items() if kept(name)})
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_muon_is_its_description(layout, run_ranks, tmp_path):
     run_in(layout, f"{MUON} --weight-decay 0.1", run_ranks, tmp_path)

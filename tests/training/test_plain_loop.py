@@ -238,7 +238,7 @@ STYLES = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("style", STYLES)
 def test_every_curve_of_the_learning_rate_in_a_run(style, tmp_path):
     name, _, anneal = style.partition(" ")
@@ -254,7 +254,7 @@ def test_every_curve_of_the_learning_rate_in_a_run(style, tmp_path):
     compare(tmp_path, train(Job(**PLAIN | dict(rate=rate_of(style, 1e-2, 1e-3, warmup=16, end=40, anneal=last)))))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("style", STYLES)
 def test_curves_of_the_learning_rate_at_every_sample(style):
     """Warm-ups, decay lengths and annealing of all kinds, in iterations, samples and as a share."""
@@ -288,7 +288,7 @@ def test_curves_of_weight_decay_at_every_sample(style):
             assert found == pytest.approx([expected(samples) for samples in range(70)], rel=1e-12, abs=1e-15)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "world, words",
     [

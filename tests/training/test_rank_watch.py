@@ -20,7 +20,7 @@ from megatron.training import loop
 from megatron.training.rank_watch import RANKS_A_RECORD, WINDOW
 from megatron.training.rules import resolve
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 TINY = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --mock-data --vocab-size 100 --lr 1e-2 "
@@ -144,7 +144,7 @@ def records(folder, kind):
 # ---- a slow rank ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "world, flags, victim",
     [
@@ -164,7 +164,7 @@ def test_a_rank_that_is_stopped_in_a_loop_is_named_within_twenty_steps(world, fl
     assert event["message"].startswith(f"rank {victim} (")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_slow_passes_are_named_in_the_log_and_the_events(tmp_path, run_ranks, capfd):
     run_ranks(2, train, tmp_path, 2, 30, "--log-interval 10", SlowPasses([0]))
     [event] = events(tmp_path)
@@ -186,7 +186,7 @@ def test_slow_data_are_told_from_slow_ranks(ranks, tmp_path, run_ranks):
     assert event["iteration"] <= FIRST + 20 and 0.03 < event["seconds"] < event["step_seconds"]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_one_process_waits_for_its_data(tmp_path):
     train(0, tmp_path, 1, 22, "", SlowData([0], first=1))
     [event] = events(tmp_path)

@@ -39,7 +39,7 @@ def warnings(capsys):
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("choice", [None, "command", "checkpoint"])
 def test_a_longer_run_follows_the_schedule_that_it_is_told_to(choice, tmp_path, capsys):
     """Trained for 10 steps, then --train-iters 20. The second launch of the longer run finds its own schedule again."""
@@ -221,7 +221,7 @@ def test_both_of_them_contradict_each_other():
         config("--train-iters 1 --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("size, steps", [(4, 20), (16, 5)])
 def test_other_batches_train_on_the_samples_that_are_left(size, steps, tmp_path, capsys):
     """--train-samples 160: ten steps of 8 samples, then batches of another size, as many as the other 80 samples make. The

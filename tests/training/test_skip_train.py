@@ -28,7 +28,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", ["", "--tp 2", "--pp 2", "--sharding-stage 3"])
 def test_the_last_evaluation_of_training_in_another_layout(layout, trained, run_ranks, tmp_path, monkeypatch):
     """The same samples of validation as training would have had next: those behind iteration 3's."""

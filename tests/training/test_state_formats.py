@@ -82,7 +82,7 @@ def alone(tmp_path_factory):
     return folder
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", ["tp3", "pp2", "zero3"])
 def test_layouts_round_at_random_alike(layout, alone, run_ranks, tmp_path):
     """With other random words nearly half of the elements would differ."""
@@ -102,7 +102,7 @@ def test_a_run_goes_on_to_the_bit(tmp_path):
     assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "straight")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("before, after", [("", MOMENTS), (MOMENTS, "")], ids=["to bf16", "to fp32"])
 def test_a_checkpoint_changes_its_format_with_a_note(before, after, tmp_path, capsys, run_ranks):
     """Saved by one process and loaded by two that share the state; the loss goes on."""

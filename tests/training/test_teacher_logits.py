@@ -47,7 +47,7 @@ def test_all_logits_equal_the_teacher(teacher, all_logits, tmp_path):  # noqa: F
     pretrain(0, f"{line} --teacher-logits {all_logits} --seed 5 --micro-batch-size 4 --train-iters 1")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "world, flags",
     [
@@ -63,7 +63,7 @@ def test_layouts_read_the_same(world, flags, all_logits, run_ranks, tmp_path):
     assert difference(tmp_path / "many", tmp_path / "one") < 2e-5
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_ranks_store_the_same(teacher_of_pairs, run_ranks, tmp_path, monkeypatch):  # noqa: F811
     """Two models of two tensor parallel ranks, and one process; files of 7 samples."""
     monkeypatch.setattr("megatron.data.teacher_logits.FILE_BYTES", 7 * 16 * (9 * 6 + 4))
@@ -145,7 +145,7 @@ def test_other_tokens_are_refused(tmp_path):
         made.read(3, tokens[2])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "kind, temperature", [("forward_kl", 1.0), ("forward_kl", 2.0), ("reverse_kl", 2.0), ("js", 1.5)]
 )

@@ -44,7 +44,7 @@ def _steps(folder):
     return [record for record in map(json.loads, lines) if record["kind"] == "step"]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_resume_is_bit_identical(world, precision, run_ranks, tmp_path):
@@ -120,7 +120,7 @@ def test_data_parallel_and_accumulation_give_the_same_training(run_ranks, tmp_pa
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4 if name.endswith("bias") else 1e-5)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_the_loss_falls(tmp_path):
     _pretrain(0, f"--train-iters 60 --precision auto --save {tmp_path} --lr-decay-style cosine --hidden-dropout 0")
     steps = _steps(tmp_path)

@@ -25,7 +25,7 @@ from tests.models import own_dataset
 from tests.training.plain_loop import EOD, LENGTH, Job, initial_weights, token_losses
 from tests.training.test_plain_loop import FLAGS, PLAIN, pretrain, records
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(10)
 
 STILL = "--lr 1e-12 --lr-decay-style constant --global-batch-size 8 --train-iters 4 --eval-interval 2"
 
@@ -57,7 +57,7 @@ def loss_of(*files) -> float:
     return losses[counts].mean().item()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "samples, world, layout",
     [
