@@ -49,6 +49,7 @@ CASES = {
     "--use-rope-scaling": ("--position-embedding-type rope", "--position-embedding-type rope --use-rope-scaling"),
     "--rope-type yarn": ("--position-embedding-type rope", "--position-embedding-type rope --rope-type yarn"),
     "--num-experts above 1": ("", "--num-experts 4"),
+    "--moe-router-group-topk": ("", "--num-experts 4 --moe-router-num-groups 2 --moe-router-group-topk 1"),
     "--num-experts above 1, and with --moe-router-load-balancing-type sinkhorn": ("", "--num-experts 4"),
     "--num-experts above 1 and --moe-router-score-function softmax, and with --moe-router-load-balancing-type sinkhorn": (
         "",
