@@ -71,7 +71,11 @@ COMMANDS = {
 
 USAGE = [  # exit code 2: the command line cannot be understood
     ("pretrain_gpt", "", "missing: --num-layers, --hidden-size, --num-attention-heads (or a whole shape:"),
-    ("pretrain_gpt", f"{MOCK} --num-layer 2", "unknown flag --num-layer; did you mean --num-layers?"),
+    (
+        "pretrain_gpt",
+        f"{MOCK} --num-layer 2",
+        "unknown flag --num-layer; did you mean --num-layers or --mtp-num-layers?",
+    ),
     ("pretrain_gpt", f"{MOCK} --lr-decay-style cosin", "inverse-square-root, WSD, none; did you mean cosine?"),
     ("pretrain_gpt", f"{MOCK} --lr-decay-style wds", "did you mean WSD?"),
     ("pretrain_gpt", f"{MOCK} --model-name-or-path gpt2-medum", "did you mean gpt2-medium?"),

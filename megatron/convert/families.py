@@ -196,7 +196,7 @@ def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
 
 
 def ahead(model: Model) -> re.Pattern[str]:
-    """The names of layers behind the last one, which predict tokens ahead."""
+    """The names of layers after the last one, which predict tokens ahead."""
     return re.compile(rf"model\.layers\.{model.num_layers}\..*")
 
 

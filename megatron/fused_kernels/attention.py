@@ -3,7 +3,7 @@
 
 Legend: s new tokens, t all tokens, b micro-batch, g key-value groups, q queries per group, d channels per head.
 query is [s, b, g, q, d], key and value are [t, b, g, d], results [s, b, g q d]. If values have v < d channels, results have
-them, too: kernels for one width get values with zeros behind them (`same_width`).
+them, too: kernels for one width get values with zeros after them (`same_width`).
 """
 
 import inspect

@@ -128,7 +128,7 @@ class _Chunk(NamedTuple):
     def end(self) -> torch.Tensor:
         return self.decays.end.unsqueeze(-1)
 
-    def told(self) -> torch.Tensor:
+    def corrections(self) -> torch.Tensor:
         """[b, G, r, c, c]: how much of what the token of a column writes that of a row takes back."""
         return ((self.k @ self.k.mT) * self.between * self.beta).tril(-1)
 
@@ -142,7 +142,7 @@ class _Chunk(NamedTuple):
 
     def write(self, state: torch.Tensor) -> torch.Tensor:
         """N: what the tokens add to the state along their keys, [b, G, r, c, V]."""
-        return _solve(self.told(), self.beta * self.missing(state))
+        return _solve(self.corrections(), self.beta * self.missing(state))
 
     def read(self, state: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
         """What the tokens read, [b, G, r, c, V]."""
@@ -154,24 +154,24 @@ class _Chunk(NamedTuple):
 
     def gradients(self, state, written, d_o, d_after) -> tuple[torch.Tensor, ...]:
         """The gradients of q, k [c, b, G, K], v [c, b, G, r, V], g, beta [c, b, G, r], and of the state before."""
-        told, seen = self.told(), self.seen()
+        corrections, seen = self.corrections(), self.seen()
         kept = self.k @ d_after  # [b, G, r, c, V]
-        right = _solve(told, seen.mT @ d_o + self.end * kept, transposed=True)
+        right = _solve(corrections, seen.mT @ d_o + self.end * kept, transposed=True)
         d_v = self.beta * right
-        of_seen, of_told = d_o @ written.mT, (right @ written.mT).neg_().tril_(-1)
+        of_seen, of_corrections = d_o @ written.mT, (right @ written.mT).neg_().tril_(-1)
         from_start, from_missing = self.start * d_o, self.start * d_v
         said, asked, to_end = self.k @ state, self.q @ state, self.end * written
         # between keys and queries, and between keys, for all value heads of a key head
         of_qk = (of_seen * self.between).sum(2, keepdim=True)
-        of_kk = (of_told * self.between * self.beta).sum(2, keepdim=True)
+        of_kk = (of_corrections * self.between * self.beta).sum(2, keepdim=True)
         per_key = lambda t: t.sum(2, keepdim=True)
         d_q = of_qk @ self.k + per_key(from_start @ state.mT)
         d_k = of_qk.mT @ self.q + (of_kk + of_kk.mT) @ self.k
         d_k += per_key(to_end @ d_after.mT - from_missing @ state.mT)
         d_before = self.q.mT @ from_start - self.k.mT @ from_missing + self._decayed(d_after)
-        d_beta = (right * self.missing(state)).sum(-1) + (of_told * (self.k @ self.k.mT) * self.between).sum(-1)
+        d_beta = (right * self.missing(state)).sum(-1) + (of_corrections * (self.k @ self.k.mT) * self.between).sum(-1)
         d_g = Decays.gradients(
-            of_seen.mul_(seen).add_(of_told.mul_(told)),
+            of_seen.mul_(seen).add_(of_corrections.mul_(corrections)),
             (from_start * asked - from_missing * said).sum(-1),
             (to_end * kept).sum(-1),
             (self._decayed(state) * d_after).sum((-1, -2)),

@@ -7,7 +7,7 @@ attention does: it recomputes the weights exp(score - log-sum-exp), so nothing o
 
 Legend: n queries, m keys, b samples, h heads, g key-value heads, d channels, v of values, often d. query is [n, b, h, d],
 key [m, b, g, d], value [m, b, g, v], a log-sum-exp is [n, b, h] in fp32. Flash kernels are for one width: narrower values
-get zeros behind them.
+get zeros after them.
 """
 
 from typing import Optional

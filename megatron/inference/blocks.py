@@ -103,11 +103,7 @@ class BlockPool:
 
     def found(self, tokens: Sequence[int], most: int) -> tuple[int, int]:
         """(blocks that `share` would find, those of them that no text uses)."""
-        blocks = []
-        for digest in self._digests(tokens, [], most, self._root):
-            if digest not in self._block:
-                break
-            blocks.append(self._block[digest])
+        blocks = [self._block[digest] for digest in self.known(tokens, most)]
         return len(blocks), int((self._uses[blocks] == 0).sum()) if blocks else 0
 
     def known(self, tokens: Sequence[int], most: int) -> list[bytes]:

@@ -115,8 +115,8 @@ class Snapshots:
 
     def longest(self, digests: Sequence[bytes]) -> int:
         """How many of the blocks with these digests a text can begin with."""
-        able = (n for n in range(len(digests), 0, -1) if digests[n - 1] in self._numbers.keys() - self._new)
-        return next(able, 0)
+        has = lambda digest: digest in self._numbers and digest not in self._new
+        return next((n for n in range(len(digests), 0, -1) if has(digests[n - 1])), 0)
 
     def number(self, digest: bytes) -> int:
         """The number of a copy, which is used."""

@@ -17,13 +17,14 @@ parallelism, activations between layers are divided by tp.
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Optional
 
 from megatron.errors import SettingsError
 from megatron.model.branches import Branch, LayerKind, branch_ops, branch_weights
+from megatron.model.kinds.mixer import Mixer
 from megatron.model.layer_ops import (
     ATTENTION,
     LAYER,
@@ -106,12 +107,12 @@ class Facts:
     def layer_kind(self, layer: int) -> LayerKind:
         """The kind of a layer; layers of one kind have equal weights and ops."""
         if layer >= self.num_layers:  # all depths of multi-token prediction have the same layers
-            layer = self.num_layers + (layer - self.num_layers) % len(self.layers_ahead)
+            layer = self.num_layers + (layer - self.num_layers) % len(self.settings.layers_ahead)
         return self._kinds_in_order[layer]
 
     @cached_property
     def _kinds_in_order(self) -> tuple[LayerKind, ...]:
-        layers = range(self.layers_ahead.stop)
+        layers = range(self.settings.layers_ahead.stop)
         own = lambda layer: self.overrides(min(layer, self.num_layers - 1))
         return tuple(LayerKind(self.branches(layer), own(layer)) for layer in layers)
 
@@ -234,23 +235,25 @@ class Facts:
         """The weights of each layer, without those that kinds of linear layers add."""
         return {n: self.layer_weights(self.layer_kind(n), False) for n in range(self.num_layers)}
 
+    def mixers_of(self, layers: Sequence[int]) -> Iterator[tuple[Model, Mixer]]:
+        """The mixers of layers, in order, each with the settings of its layer."""
+        for kind in map(self.layer_kind, layers):
+            settings = kind.settings(self.settings)
+            yield from ((settings, mixer) for branch in kind.branches for mixer in branch.mixers)
+
     def cached_numbers(self, layers: Sequence[int], tp: int) -> int:
         """The numbers of a token that a rank with these layers caches in generation."""
-        kinds = map(self.layer_kind, layers)
-        mixers = ((kind, mixer) for kind in kinds for branch in kind.branches for mixer in branch.mixers)
-        return sum(mixer.cached(kind.settings(self.settings), tp) for kind, mixer in mixers)
+        return sum(mixer.cached(settings, tp) for settings, mixer in self.mixers_of(layers))
 
     def state_bytes(self, layers: Sequence[int], tp: int, element: int) -> int:
         """Bytes of a text's states that a rank with these layers keeps in generation. element: bytes of activations"""
-        kinds = map(self.layer_kind, layers)
-        mixers = ((kind, mixer) for kind in kinds for branch in kind.branches for mixer in branch.mixers)
-        return sum(mixer.state(kind.settings(self.settings), tp, element) for kind, mixer in mixers)
+        return sum(mixer.state(settings, tp, element) for settings, mixer in self.mixers_of(layers))
 
     @property
     def with_states(self) -> list[str]:
         """The names of kinds of layers that keep a state of each text in generation."""
-        kinds = ((kind, mixer) for kind in self.layer_kinds for branch in kind.branches for mixer in branch.mixers)
-        return sorted({mixer.name for kind, mixer in kinds if mixer.state(kind.settings(self.settings), 1, 4)})
+        mixers = self.mixers_of(range(self.num_layers))
+        return sorted({mixer.name for settings, mixer in mixers if mixer.state(settings, 1, 4)})
 
     @property
     def caches_heads(self) -> bool:
@@ -321,14 +324,9 @@ class Facts:
         table |= add_prefix(
             "eh_proj", replicated(2 * m.hidden_size, m.hidden_size, m.init_method_std, bias=False, sequence_parallel=sp)
         )
-        for number, layer in enumerate(self.layers_ahead):
+        for number, layer in enumerate(self.settings.layers_ahead):
             table |= add_prefix(f"layers.{number}", self.layer_weights(self.layer_kind(layer), sp))
         return table | add_prefix("final_norm", of_norm)
-
-    @property
-    def layers_ahead(self) -> range:
-        """The numbers of the layers of a depth of multi-token prediction, after those of the network."""
-        return self.settings.layers_ahead
 
     def projections(self, layers: Sequence[int], sequence_parallel: bool) -> list[Unit]:
         """The matrices from these layers' outputs to a teacher's hidden size, [its h, h] (--kd-hidden-projections)."""
@@ -378,7 +376,7 @@ class Facts:
 
     def _depth_flops(self, seen: bool) -> float:
         """FLOPs of a depth of multi-token prediction, per token, forward."""
-        layers = sum(self.layer_flops(layer, seen) for layer in self.layers_ahead)
+        layers = sum(self.layer_flops(layer, seen) for layer in self.settings.layers_ahead)
         return layers / self.seq_length + 4.0 * self.settings.hidden_size**2 + self.output_flops
 
     def trained_flops(self, selection: Selection, seen: bool = False) -> float:
@@ -446,7 +444,7 @@ class Facts:
     @property
     def designs_ahead(self) -> list[LayerDesign]:
         """The designs of the layers of a depth of multi-token prediction, which have plain products."""
-        return [LayerDesign(self.layer_kind(layer)) for layer in self.layers_ahead]
+        return [LayerDesign(self.layer_kind(layer)) for layer in self.settings.layers_ahead]
 
     def layer_workspace(self, share: RankSetup, kind: LayerKind, modules: Sequence[str] = (), together: int = 1) -> int:
         """Peak bytes of a layer's backward pass in addition to saved ones; `together` layers are recomputed at a time."""

@@ -8,7 +8,7 @@ The model's record keeps the characters alone; the cuts become --pipeline-stage-
 --num-virtual-stages-per-pipeline-rank. So a run may go on with other cuts, and not with other characters.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Optional
 
 from megatron.errors import SettingsError, UsageError
@@ -82,9 +82,7 @@ def _stages(config: Config, pattern: LayerPattern) -> dict[str, Any]:
             f"{FLAG} {config.model.hybrid_layer_pattern} and {', '.join(others)} both cut the layers into stages",
             do=f"leave out {', '.join(dashed(name) for name in OTHER_CUTS if config.given(name))}, or every {CUT}",
         )
-    if config.planner.auto_parallel:
-        return dict(pipeline_stage_layers=pattern.stage_layers)
-    return cut(config, FLAG, [len(stage) for stage in pattern.stages])
+    return cut(config, FLAG, pattern.stage_layers)
 
 
 def with_stage_layout(config: Config) -> Config:
@@ -92,12 +90,15 @@ def with_stage_layout(config: Config) -> Config:
     text = config.parallel.pipeline_stage_layers
     if not PARTS & set(text or ""):
         return config
-    return config.derive(LAYOUT, **dict(pipeline_stage_layers=None) | cut(config, LAYOUT, read_layout(text).counts))
+    layers = ",".join(map(str, read_layout(text).counts))
+    return config.derive(LAYOUT, **dict(pipeline_stage_layers=None) | cut(config, LAYOUT, layers))
 
 
-def cut(config: Config, flag: str, counts: Sequence[int]) -> dict[str, Any]:
-    """The settings of stages with so many layers each, which a flag lists: model chunks follow from their number."""
-    p, stages = config.parallel, len(counts)
+def cut(config: Config, flag: str, layers: str) -> dict[str, Any]:
+    """The settings of the stages that a flag lists: model chunks follow from their number. layers: of each, as 2,1,1,1"""
+    if config.planner.auto_parallel:
+        return dict(pipeline_stage_layers=layers)
+    p, stages = config.parallel, 1 + layers.count(",")
     pp = p.pipeline_model_parallel_size
     if pp == 1:
         return {}
@@ -111,7 +112,6 @@ def cut(config: Config, flag: str, counts: Sequence[int]) -> dict[str, Any]:
     chunks, schedule = stages // pp, p.pipeline_schedule
     usual = None if is_file(schedule) or schedule not in TRAINING else default_chunks(schedule)
     own = chunks if usual is not None and chunks != usual else None  # a file has the number itself
-    layers = ",".join(map(str, counts))
     return dict(pipeline_stage_layers=layers, num_virtual_stages_per_pipeline_rank=own)
 
 

@@ -45,7 +45,7 @@ def seen_as(config: Config, state: Mapping[str, Any]) -> Optional[tuple[Rename, 
     """(the names of a checkpoint's tensors in a run with these settings, its state with the run's layers), if the one
     has transformer layers and the other those of a pattern, and these are the same ones; None: it is read as it is.
 
-    With --finetune the layers of a pattern may be in another order, and others between them start anew.
+    With --finetune the layers of a pattern may be in another order, and others between them start from new values.
     """
     saved = state.get("config", {}).get("model", {})
     theirs = letters_of(str(saved.get("hybrid_layer_pattern") or ""))

@@ -345,12 +345,16 @@ class LanguageModel(nn.Module):
         x, sums = self.trunk(x, batch)
         if not self.last:
             return x, sums
-        sums = added(sums, self.head_sums(x, batch))
+        sums = added(added(sums, self.depth_sums(x, batch)), self.head_sums(x, batch))
         x = self.word_states(x)
         return (self.gather_input(x, self.tp) if gather else x), sums
 
     def head_sums(self, x: torch.Tensor, batch) -> Sums:
         """Sums over tokens of heads other than the output layer, from the last stage's states [s or s/tp, b, h]."""
+        return {}
+
+    def depth_sums(self, x: torch.Tensor, batch) -> Sums:
+        """The losses of multi-token prediction, from the last stage's states [s or s/tp, b, h], and sums of its layers."""
         if not self.mtp or batch.ahead is None:
             return {}
         context, places, total = self.context(batch), self.positions(len(batch.tokens), batch.position_ids), {}
@@ -391,7 +395,7 @@ class LanguageModel(nn.Module):
     def sharing(self, layer: int) -> AttentionSharing:
         """How context parallel ranks share the attention of a layer."""
         comm_type = self.cp_comm_type[min(layer, len(self.cp_comm_type) - 1)]
-        if any(mixer.all_rows for branch in self.facts.branches(layer) for mixer in branch.mixers):
+        if any(mixer.all_rows for _, mixer in self.facts.mixers_of([layer])):
             comm_type = "a2a"
         return attention_sharing(self.cp, comm_type, *self.cp_levels)
 

@@ -31,7 +31,7 @@ class Layer(nn.Module):
         super().__init__()
         model, self.recompute = setup.model, setup.recompute
         self.tp, self.sequence_parallel = setup.tp, setup.sequence_parallel
-        self.branches: tuple[Branch, ...] = setup.facts.branches(setup.layer)
+        self.branches: tuple[Branch, ...] = setup.facts.layer_kind(setup.layer).branches
         norms = {name for branch in self.branches for name in branch.norms}
         mixers = {mixer.slot: mixer for branch in self.branches for mixer in branch.mixers}
         for name in dict.fromkeys(full.partition(".")[0] for full in weights):

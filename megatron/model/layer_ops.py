@@ -398,6 +398,20 @@ class Residual:
         return Collective("activations", "tp", self.share.tp, self.tokens * self.h * self.share.element, *calls)
 
 
+def rows_for_heads(name: str, axis: str, ranks: int, into: int, back: int, *ops: LayerOp) -> tuple[LayerOp, ...]:
+    """Ops of all rows of some heads, the last of them a kernel, with the exchanges of context parallel ranks around them.
+
+    into, back: bytes of what ranks exchange before and after them
+    """
+    if ranks == 1:
+        return ops
+    *before, last = ops
+    both = (("all_to_all",), ("all_to_all",))
+    first = Collective(name, axis, ranks, into, *both, again=last.again)
+    last = replace(last, workspace=last.workspace + 2 * into)  # gradients in flight
+    return first, *before, last, Collective(name, axis, ranks, back, *both, again=(ATTENTION,))
+
+
 def ops_again(ops: Sequence[LayerOp], modules: Sequence[str]) -> list[LayerOp]:
     """The ops of jointly recomputed layers that run again: up to the last one that saves something."""
     again = [op for op in ops if op.runs_again(modules)]

@@ -59,7 +59,7 @@ class PredictionDepth(nn.Module):
         self.eh_proj = ReplicatedLinear(
             take_prefix(weights, "eh_proj"), tp, sequence_parallel=sequence_parallel, **factory
         )
-        first, numbers = depth * len(facts.layers_ahead), facts.layers_ahead
+        first, numbers = depth * len(model.layers_ahead), model.layers_ahead
         tables = [take_prefix(weights, f"layers.{number}") for number in range(len(numbers))]
         self.layers = nn.ModuleList(build_layer(first + number, table) for number, table in zip(numbers, tables))
         self.final_norm = of_norm("final_norm")

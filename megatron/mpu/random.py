@@ -89,7 +89,7 @@ def init_rows(
 
 def _drawn(init: Init, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Initial values of a block, fp32 on the CPU. Functions of draws are taken of the whole block: vector instructions and
-    the rest behind them may round differently, so pieces would not be equal in each bit.
+    the rest after them may round differently, so pieces would not be equal in each bit.
     """
     values = torch.empty(shape)
     match init:

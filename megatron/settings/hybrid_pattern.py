@@ -118,7 +118,7 @@ def _check_letters(text: str, part: str, kinds: Mapping[str, str]) -> None:
     for place, letter in enumerate(part):
         if letter == CUT:
             raise SettingsError(
-                f"{FLAG} {text}: {CUT} behind a {AHEAD}",
+                f"{FLAG} {text}: {CUT} after a {AHEAD}",
                 "the layers of multi-token prediction are on the last stage",
                 f"cut the layers before the first {AHEAD} alone",
             )
@@ -141,7 +141,7 @@ def _check_letters(text: str, part: str, kinds: Mapping[str, str]) -> None:
 def _check_depths(text: str, ahead: Sequence[str]) -> None:
     if len(set(ahead)) > 1:
         raise SettingsError(
-            f"{FLAG} {text}: the parts behind {AHEAD} differ: {', '.join(part or 'an empty one' for part in ahead)}",
+            f"{FLAG} {text}: the parts after {AHEAD} differ: {', '.join(part or 'an empty one' for part in ahead)}",
             "each is a depth of multi-token prediction, and all depths have the same layers",
             f"repeat one, as in {AHEAD.join([text.partition(AHEAD)[0], *[ahead[0] or ahead[-1]] * len(ahead)])}",
         )

@@ -231,9 +231,9 @@ def _reinitialize(config: schema.Config) -> Callable[[str, bool], bool]:
     """`Recipe.reinitialize`, extended by weights of linear kinds that the checkpoint does not have."""
     recipe = recipe_of(config)
     brought = recipe.facts(config, 1).brought if config.model.linear or config.model.kd_hidden_projections else ()
-    anew = tuple(f"blocks.{n}." for n in fresh_layers(config)) if config.checkpoint.finetune else ()
+    fresh = tuple(f"blocks.{n}." for n in fresh_layers(config)) if config.checkpoint.finetune else ()
     made = lambda name: (
-        name.startswith(anew) or config.checkpoint.moe_use_upcycling and (EXPERTS in name or ROUTER in name)
+        name.startswith(fresh) or config.checkpoint.moe_use_upcycling and (EXPERTS in name or ROUTER in name)
     )
     return lambda name, stored: recipe.reinitialize(name, stored) or not stored and (name in brought or made(name))
 

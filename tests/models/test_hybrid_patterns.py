@@ -238,7 +238,7 @@ def test_a_shrunk_job_has_every_kind():
 WRONG = {
     "": "--hybrid-layer-pattern",
     "*P": "P is attention and Mamba-2 side by side",
-    "*-*-/*-/-*": "the parts behind / differ: *-, -*",
+    "*-*-/*-/-*": "the parts after / differ: *-, -*",
     "*E": "add --num-experts",
     "*- --num-experts 4": "--num-experts 4: --hybrid-layer-pattern *- lists no layer of experts (E)",
     "*E --num-experts 4 --moe-layer-freq 2": "--moe-layer-freq 2: --hybrid-layer-pattern lists the layers with experts",

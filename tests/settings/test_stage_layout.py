@@ -45,6 +45,16 @@ def test_stages_and_model_chunks_follow():
     assert alone.parallel.pipeline_stage_layers is None and check(alone, 1) == []
 
 
+def test_a_search_keeps_the_stages():
+    """As it keeps --pipeline-stage-layers."""
+    words = "--num-layers 4 --auto-parallel --world-size 4"
+    made = config(f"{words} --pipeline-model-parallel-layout Et|tttL")
+    assert (
+        made.parallel.pipeline_stage_layers
+        == config(f"{words} --pipeline-stage-layers 1,3").parallel.pipeline_stage_layers
+    )
+
+
 def test_depths_before_the_last_stage_are_named():
     words = "--num-layers 4 --mtp-num-layers 1 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout"
     [said] = [one for one in remarks(config(f"{words} Ett|t|tm|L"), 4) if "layout" in one]

@@ -50,7 +50,7 @@ class GPTFacts(Facts):
             own, layer = (
                 (letters, layer) if layer < len(letters) else (self.settings.letters_ahead, layer - len(letters))
             )
-            mixers = [of_letter(self.mixers, own[layer % len(own)])]
+            mixers = [of_letter(self.mixers, own[layer])]
         else:
             layer = min(layer, self.num_layers - 1)  # a depth of multi-token prediction has a layer as the last one
             mixers = [chosen(self.mixers, place, self.settings, layer) for place in PLACES]
@@ -90,7 +90,7 @@ class GPTFacts(Facts):
         sizes = [mixer.divided(self.settings) for mixer in self._present]
         return {name: size for own in sizes for name, size in own.items()}
 
-    @property
+    @cached_property
     def _present(self) -> list[Mixer]:
         """The kinds of its layers."""
         return [mixer for kind in sorted(self.layer_kinds) for branch in kind.branches for mixer in branch.mixers]
@@ -123,10 +123,12 @@ class GPTFacts(Facts):
         """Parameters that a token uses: those of its experts only."""
         unused = 0
         for layer in range(self.num_layers):
-            kind = self.layer_kind(layer)
-            for mixer in (mixer for branch in kind.branches for mixer in branch.mixers if mixer.used):
-                used, of = mixer.used(self.settings)
-                unused += elements(experts_in(self.layer_weights(kind, False))) * (of - used) // of
+            for settings, mixer in self.mixers_of([layer]):
+                if mixer.used:
+                    used, of = mixer.used(settings)
+                    unused += (
+                        elements(experts_in(self.layer_weights(self.layer_kind(layer), False))) * (of - used) // of
+                    )
         return self.parameters - unused
 
     def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:

@@ -335,7 +335,7 @@ a model of your own is a module with a function recipe(): --model-type MODULE, d
     --spec
 each depth of --mtp-num-layers has layers and a norm of its own, and its gradients reach the network
     --mtp-use-repeated-layer --mtp-detach-heads --mtp-hsm --mtp-standalone
-write the layers of each depth behind a / in --hybrid-layer-pattern, as in *-*-/*-/*-
+write the layers of each depth after a / in --hybrid-layer-pattern, as in *-*-/*-/*-
     --mtp-hybrid-override-pattern
 the vocabulary is padded to a multiple of --make-vocab-size-divisible-by
     --padded-vocab-size --no-pad-vocab-size --disable-pad-vocab-size

@@ -12,7 +12,17 @@ from typing import Any, NamedTuple, Optional
 from megatron.model.kinds.attention.attention_rules import RULES
 from megatron.model.kinds.attention.settings import AttentionSettings
 from megatron.model.kinds.mixer import Mixer
-from megatron.model.layer_ops import ALWAYS, ATTENTION, CORE, Collective, CoreAttention, LayerOp, RankSetup, Residual
+from megatron.model.layer_ops import (
+    ALWAYS,
+    ATTENTION,
+    CORE,
+    Collective,
+    CoreAttention,
+    LayerOp,
+    RankSetup,
+    Residual,
+    rows_for_heads,
+)
 from megatron.model.weights import add_prefix, column, norm, output_std, row
 from megatron.mpu.chunks import own_chunks, parts_between, ring_distances
 from megatron.mpu.placement import Constant, Normal, Placement
@@ -192,13 +202,8 @@ def _exchanged(
             gathered = Collective("attention", axis, rows, size, ("all_gather",), ("reduce_scatter",), again=again)
             # Gathered again: gradients of each chunk, their sum, and that in rank order.
             ops = gathered, replace(core, workspace=core.workspace + 4 * size)
-    if share.cp_heads > 1:
-        axis, both = "cp_inner" if levels else "cp", (("all_to_all",), ("all_to_all",))
-        swap = Collective("attention", axis, share.cp_heads, n * results * e, *both, again=(ATTENTION,))
-        into = replace(swap, size=n * (queries + keys) * e, again=core.again)
-        *before, last = ops
-        ops = into, *before, replace(last, workspace=last.workspace + 2 * into.size), swap  # gradients in flight
-    return ops
+    axis, into = "cp_inner" if levels else "cp", n * (queries + keys) * e
+    return rows_for_heads("attention", axis, share.cp_heads, into, n * results * e, *ops)
 
 
 def _masked(share: RankSetup, window: Optional[int], sinks: bool) -> bool:

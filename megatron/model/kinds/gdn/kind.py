@@ -6,13 +6,12 @@ convolution, e bytes per element.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.model.kinds.gdn.gdn_rules import RULES
 from megatron.model.kinds.gdn.settings import SYMBOL, GDNSettings, linear_layers
 from megatron.model.kinds.mixer import Mixer
-from megatron.model.layer_ops import ATTENTION, CORE, Collective, LayerOp, Residual, Scan
+from megatron.model.layer_ops import ATTENTION, CORE, LayerOp, Residual, Scan, rows_for_heads
 from megatron.model.weights import add_prefix, column, output_std, row
 from megatron.mpu.placement import Constant, LogOf, Placement, Table, Uniform
 from megatron.settings.schema import Model
@@ -100,12 +99,7 @@ def gdn_ops(x: Residual) -> tuple[LayerOp, ...]:
         products=n * (6.0 * channels * sizes.keys + CHUNK * (3.0 * channels + 4.0 * groups * sizes.keys)),
         smallest=min(CHUNK, sizes.keys, sizes.values),
     )
-    ops = (scan,)
-    if share.cp > 1:
-        both = (("all_to_all",), ("all_to_all",))
-        swap = Collective("gdn", "cp", share.cp, n * channels * e, *both, again=(ATTENTION,))
-        into = replace(swap, size=n * projected * e, again=scan.again)
-        ops = into, replace(scan, workspace=scan.workspace + 2 * into.size), swap
+    ops = rows_for_heads("gdn", "cp", share.cp, n * projected * e, n * channels * e, scan)
     fused = x.column("gdn", projected, again=(ATTENTION,), layer="gdn.in_proj")
     return *fused, *ops, *x.row("gdn", channels, again=(ATTENTION,), layer="gdn.out_proj")
 

@@ -5,13 +5,12 @@ Legend: n tokens of a micro-batch (s x b), G groups of r heads of P channels, N 
 convolution, e bytes per element.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.model.kinds.mamba.mamba_rules import RULES
 from megatron.model.kinds.mamba.settings import SYMBOL, MambaSettings
 from megatron.model.kinds.mixer import Mixer
-from megatron.model.layer_ops import ATTENTION, CORE, Collective, LayerOp, Residual, Scan
+from megatron.model.layer_ops import ATTENTION, CORE, LayerOp, Residual, Scan, rows_for_heads
 from megatron.model.weights import add_prefix, column, output_std, row
 from megatron.mpu.placement import Constant, InverseSoftplus, LogOf, LogUniform, Placement, Uniform
 from megatron.settings.schema import Model
@@ -100,12 +99,7 @@ def mamba_ops(x: Residual) -> tuple[LayerOp, ...]:
         products=n * groups * (4.0 * inner * sizes.state + 2.0 * CHUNK * (inner + sizes.state)),
         smallest=min(CHUNK, sizes.channels, sizes.state),
     )
-    ops = (scan,)
-    if share.cp > 1:
-        both = (("all_to_all",), ("all_to_all",))
-        swap = Collective("mamba", "cp", share.cp, n * channels * e, *both, again=(ATTENTION,))
-        into = replace(swap, size=n * projected * e, again=scan.again)
-        ops = into, replace(scan, workspace=scan.workspace + 2 * into.size), swap
+    ops = rows_for_heads("mamba", "cp", share.cp, n * projected * e, n * channels * e, scan)
     fused = x.column("mamba", projected, again=(ATTENTION,), layer="mamba.in_proj")
     return *fused, *ops, *x.row("mamba", channels, again=(ATTENTION,), layer="mamba.out_proj")
 

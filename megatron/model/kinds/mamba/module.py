@@ -2,8 +2,7 @@
 """Mamba-2 (arXiv:2405.21060, section 7): one projection to gate, inputs, B, C and step sizes; a short convolution; a scan;
 a norm of what the gate lets through; a projection back.
 
-A group is r heads that share B and C. Weights and activations are in the order of groups, so tensor parallelism gives each
-rank whole groups, and so does context parallelism, whose ranks exchange their rows for groups: the scan needs all rows.
+A group is r heads that share B and C.
 
 Legend: s tokens, b micro-batch, h hidden, G groups of r heads of P channels, N channels of the state, W taps.
 """
@@ -12,49 +11,25 @@ from typing import Optional
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from megatron.fused_kernels.causal_conv import causal_conv
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.norms import gated_rms_norm
 from megatron.fused_kernels.ssd import ssd
 from megatron.model.cache import State
-from megatron.model.context import ForwardContext, LayerSetup
-from megatron.model.layer_ops import CORE
-from megatron.model.recompute import recompute
-from megatron.model.weights import Table, take_prefix
-from megatron.mpu.context_parallel import heads_to_rows, rows_to_heads
-from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, create_parameters
+from megatron.model.context import LayerSetup
+from megatron.model.kinds.scan_layer import ScanLayer
+from megatron.model.weights import Table
 
 
-class Mamba(nn.Module):
+class Mamba(ScanLayer):
     """[s, b, h] -> [s, b, h]. weights: `kinds.mamba.kind.mamba(...)`."""
 
     def __init__(self, weights: Table, setup: LayerSetup):
-        super().__init__()
-        m, self.layer, self.shared = setup.model, setup.layer, setup.sharing.heads
-        self.in_proj = ColumnParallelLinear(take_prefix(weights, "in_proj"), setup.tp, **setup.linear)
-        own = {name: placed for name, placed in weights.items() if "." not in name}
-        create_parameters(self, own, setup.tp, **setup.factory)
-        self.out_proj = RowParallelLinear(take_prefix(weights, "out_proj"), setup.tp, **setup.linear)
-        self.head_dim, self.state_dim, self.epsilon = m.mamba_head_dim, m.mamba_state_dim, m.norm_epsilon
+        super().__init__(weights, setup)
+        m = setup.model
+        self.head_dim, self.state_dim = m.mamba_head_dim, m.mamba_state_dim
         self.heads = m.mamba_heads // m.mamba_num_groups  # of a group
-        self.recompute_core = CORE in setup.recompute
-
-    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        y = self.in_proj(x)
-        if self.recompute_core:
-            return self.out_proj(recompute(self.core, y, context, inside=context.region, of=(self,)))
-        return self.out_proj(self.core(y, context))
-
-    def core(self, y: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """What is between the two projections: [s, b, G/tp (2 r P + 2 N + r)] -> [s, b, G/tp r P]."""
-        y = rows_to_heads(y.unflatten(-1, (len(self.A_log), -1)), self.shared)
-        if context.cache is not None:
-            x = context.cache.scan(self.layer, y, self.scan)
-        else:
-            x, _ = self.scan(y, documents=context.all_documents)
-        return heads_to_rows(x, self.shared).flatten(2)
 
     def scan(
         self, y: torch.Tensor, before: Optional[State] = None, *, documents: Optional[Documents] = None
@@ -74,9 +49,3 @@ class Mamba(nn.Module):
         x, state = ssd(x, dt, A, B, C, self.own("D"), documents=documents, state=state)
         x = gated_rms_norm(x.flatten(-2), gate, self.own("norm_weight"), self.epsilon)
         return x, (rows.movedim(0, 1), state)
-
-    def own(self, name: str) -> torch.Tensor:
-        """A weight [G/tp, ...], of the groups that this rank has while ranks exchange rows for them."""
-        weight, ranks = getattr(self, name), self.shared
-        count = len(weight) // ranks.size
-        return weight if ranks.size == 1 else weight.narrow(0, ranks.rank * count, count)

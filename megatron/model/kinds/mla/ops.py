@@ -103,7 +103,7 @@ def _core_kept(facts, share: RankSetup, kernel: str, window: Optional[int]) -> t
         return read + results * exchanged + 4 * n * g + n * g * m.seq_length * drops, given
     if kernel == "flash":
         kept = read + 4 * n * g + results * (share.cp > 1)
-        if pads:  # values with zeros behind them, and results for these
+        if pads:  # values with zeros after them, and results for these
             wide = sum(b * call.groups * call.keys * of.key * e for call in calls)
             kept = queries + (both if gathers or exchanged else keys) + wide + queries + 4 * n * g
         return kept + (n * min(JOINED, m.seq_length) * e + results * (not pads)) * (

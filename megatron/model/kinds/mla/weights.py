@@ -10,7 +10,7 @@ from megatron.settings.schema import Model
 
 
 def latent_attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
-    """`q` is [g, ro + no, h], or behind a latent `q_down` [q_lora, h] and `q_up` [g, ro + no, q_lora]; `kv_down` is
+    """`q` is [g, ro + no, h], or after a latent `q_down` [q_lora, h] and `q_up` [g, ro + no, q_lora]; `kv_down` is
     [kv + ro, h], the latent before the rotary key of all heads, and `kv_up` [g, no + v, kv], a head's key before its value.
 
     Rotated channels come first in queries and keys: they are those that `rotate` turns. Latents are normalized with

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What layers with a recurrent state have in common: a projection in, a scan over tokens, a projection back.
+
+Weights and activations are in the order of groups, each with its heads, so tensor parallelism gives each rank whole groups,
+and so does context parallelism, whose ranks exchange their rows for groups: a scan needs all rows.
+"""
+
+from typing import Optional
+
+import torch
+from torch import nn
+
+from megatron.fused_kernels.documents import Documents
+from megatron.model.cache import State
+from megatron.model.context import ForwardContext, LayerSetup
+from megatron.model.layer_ops import CORE
+from megatron.model.recompute import recompute
+from megatron.model.weights import Table, take_prefix
+from megatron.mpu.context_parallel import heads_to_rows, rows_to_heads
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, create_parameters
+
+
+class ScanLayer(nn.Module):
+    """[s, b, h] -> [s, b, h]. A subclass defines `scan`.
+
+    weights: those of the linear layers `in_proj`, whose rows begin with groups, and `out_proj`; others are its own, among
+    them `A_log` [groups, ...]
+    """
+
+    def __init__(self, weights: Table, setup: LayerSetup):
+        super().__init__()
+        self.layer, self.shared = setup.layer, setup.sharing.heads
+        self.in_proj = ColumnParallelLinear(take_prefix(weights, "in_proj"), setup.tp, **setup.linear)
+        own = {name: placed for name, placed in weights.items() if "." not in name}
+        create_parameters(self, own, setup.tp, **setup.factory)
+        self.out_proj = RowParallelLinear(take_prefix(weights, "out_proj"), setup.tp, **setup.linear)
+        self.epsilon, self.recompute_core = setup.model.norm_epsilon, CORE in setup.recompute
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        y = self.in_proj(x)
+        if self.recompute_core:
+            return self.out_proj(recompute(self.core, y, context, inside=context.region, of=(self,)))
+        return self.out_proj(self.core(y, context))
+
+    def core(self, y: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """What is between the two projections: [s, b, outputs of the first] -> [s, b, inputs of the second]."""
+        y = rows_to_heads(y.unflatten(-1, (len(self.A_log), -1)), self.shared)
+        if context.cache is not None:
+            y = context.cache.scan(self.layer, y, self.scan)
+        else:
+            y, _ = self.scan(y, documents=context.all_documents)
+        return heads_to_rows(y, self.shared).flatten(2)
+
+    def scan(
+        self, y: torch.Tensor, before: Optional[State] = None, *, documents: Optional[Documents] = None
+    ) -> tuple[torch.Tensor, State]:
+        """([s, b, groups, outputs of one], the state before) -> ([s, b, groups, inputs of one], the state after)."""
+        raise NotImplementedError
+
+    def own(self, name: str) -> torch.Tensor:
+        """A weight [groups, ...], of the groups that this rank has while ranks of context parallelism exchange rows."""
+        weight, ranks = getattr(self, name), self.shared
+        count = len(weight) // ranks.size
+        return weight if ranks.size == 1 else weight.narrow(0, ranks.rank * count, count)
