@@ -13,12 +13,12 @@ from typing import Any, Optional
 
 from megatron.errors import SettingsError, UsageError
 from megatron.model.kinds.mixer import Mixer
-from megatron.model.kinds.table import KINDS
+from megatron.model.kinds.table import KINDS, letters_of, listed, words_of
 from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import TRAINING, default_chunks
 from megatron.settings.declare import dashed
 from megatron.settings.hybrid_pattern import AHEAD, CUT, FLAG, LayerPattern, read_pattern, spread_evenly
-from megatron.settings.rules import Rule
+from megatron.settings.rules import Rule, divisors, either
 from megatron.settings.schema import Config
 from megatron.settings.stage_layout import LAYOUT, PARTS, read_layout
 
@@ -36,7 +36,7 @@ def with_pattern(config: Config) -> Config:
     text = config.model.hybrid_layer_pattern
     if text is None:
         return config
-    pattern = read_pattern(text, {kind.symbol: kind.name for kind in kinds_of(config).values() if kind.symbol})
+    pattern = read_pattern(text, words_of(kinds_of(config)))
     if config.model.depths and not pattern.depths:
         raise SettingsError(
             f"{FLAG} {text} lists no layers of the depths of --mtp-num-layers {config.model.depths}",
@@ -46,8 +46,8 @@ def with_pattern(config: Config) -> Config:
     layers = dict(hybrid_layer_pattern=pattern.uncut, num_layers=len(pattern.letters))
     if pattern.depths:
         layers |= dict(mtp_num_layers=pattern.depths)
-    for kind in kinds_of(config).values():
-        layers |= dict(kind.listed) if kind.symbol and kind.symbol in pattern.letters else {}
+    for kind in listed(kinds_of(config), pattern.letters):
+        layers |= dict(kind.listed)
     return config.derive(FLAG, **layers, **_stages(config, pattern))
 
 
@@ -138,11 +138,30 @@ def _letters(s) -> str:
 def _unlisted(s) -> list[Mixer]:
     """The kinds that other settings ask for, and that the pattern does not list."""
     model = s.settings.model
-    kinds = kinds_of(s.settings).values() if model.letters else ()
-    return [kind for kind in kinds if kind.symbol and kind.symbol not in model.letters and kind.asked(model)]
+    kinds = kinds_of(s.settings) if model.letters else {}
+    there = listed(kinds, model.letters)
+    return [kind for kind in kinds.values() if kind.symbol and kind not in there and kind.asked(model)]
+
+
+def _undivided(s) -> list[Mixer]:
+    """The kinds beside one that needs all rows, whose heads ranks of context parallelism cannot divide."""
+    model, known = s.settings.model, letters_of(kinds_of(s.settings))
+    layers = [known[letter] for letter in dict.fromkeys(model.letters) if letter in known]
+    beside = [kind for own in layers if any(one.all_rows for one in own) for kind in own if not kind.all_rows and kind.heads]
+    return [kind for kind in beside if kind.heads(model) % s.tp == 0 and kind.heads(model) // s.tp % s.cp]
+
+
+def _said_of(s, kind: Mixer) -> str:
+    own = kind.heads(s.settings.model) // s.tp
+    return (
+        f"{FLAG} {_letters(s)}: ranks of context parallelism exchange rows for heads where {kind.name} is beside another "
+        f"kind, and its {own} key-value heads of each tensor parallel rank cannot be divided by --context-parallel-size "
+        f"{s.cp}; use a context parallel size of {either(divisors(own, s.cp))}"
+    )
 
 
 RULES = (
+    Rule(lambda s: s.cp > 1 and _undivided(s), lambda s: "; ".join(_said_of(s, kind) for kind in _undivided(s))),
     Rule(
         _unlisted,
         lambda s: "; ".join(

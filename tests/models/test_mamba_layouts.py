@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba-2 beside attention and MLPs in all kinds of layouts, against the same layers in plain torch, in one process, in
-fp64, whose scan goes token by token; documents; figures of a layer; and each wrong use.
+"""Mamba-2 between attention and MLPs, and beside attention after one norm, in all kinds of layouts, against the same layers
+in plain torch, in one process, in fp64, whose scan goes token by token; documents.
 """
 
 import math
@@ -17,7 +17,7 @@ from tests.models import plain_gpt
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LENGTH, VOCABULARY
 from tests.training.test_plain_loop import ADAM, FLAGS, records
 
-STEPS, LETTERS = 3, "M-*M"
+STEPS, LETTERS, BESIDE = 3, "M-*M", "P-PM"
 GROUPS, HEADS_OF_GROUP, WIDTH, STATE, TAPS = 6, 2, 4, 5, 4
 INNER = HEADS_OF_GROUP * WIDTH  # channels of a group
 PARTS = (INNER, INNER, STATE, STATE, HEADS_OF_GROUP)  # gate, x, B, C, step sizes
@@ -48,10 +48,25 @@ LAYOUTS = {
     "pp2, interleaved": (2, "M|-|*|M", f"{PP} 2 {ONE}"),
     "pp2, zb-h1": (2, "M-|*M", f"{PP} 2 --pipeline-schedule zb-h1 {ONE} {PACKED}"),
     "pp2 in a V": (2, "M|-*|M|", f"{PP} 2 --pipeline-schedule zb-v {ONE} --recompute-granularity full"),
+    "beside attention": (1, BESIDE, "--no-mamba-rms-norm"),
+    "beside attention, documents": (1, BESIDE, f"--mamba-norm-before-gate {PACKED}"),
+    "beside attention, recomputed core": (1, BESIDE, f"--no-mamba-rms-norm {MODULES} core_attn layernorm {PACKED}"),
+    "beside attention, recomputed layers": (1, BESIDE, f"--no-mamba-rms-norm --recompute-granularity full_attn {PACKED}"),
+    "beside attention, tp3": (3, BESIDE, f"--no-mamba-rms-norm {TP} 3"),
+    "beside attention, tp3 with sequence parallelism": (3, BESIDE, f"{TP} 3 --sequence-parallel {PACKED}"),
+    "beside attention, cp3": (3, BESIDE, f"--no-mamba-rms-norm {CP} 3 {ONE} {PACKED}"),
+    "beside attention, pp2, zb-h1": (
+        *(2, "P-|PM"),
+        f"--no-mamba-rms-norm {PP} 2 --pipeline-schedule zb-h1 {ONE} {PACKED}",
+    ),
+    "beside attention, pp2, interleaved": (2, "P|-|P|M", f"--no-mamba-rms-norm {PP} 2 {ONE}"),
+    "beside attention, zero2": (2, BESIDE, f"--no-mamba-rms-norm --sharding-stage 2 {PACKED}"),
+    "beside attention, zero3": (2, BESIDE, "--mamba-norm-before-gate --sharding-stage 3 --recompute-granularity full"),
     "zero1": (2, LETTERS, "--sharding-stage 1"),
     "zero2": (2, LETTERS, f"--sharding-stage 2 {PACKED}"),
     "zero3": (2, LETTERS, "--sharding-stage 3 --recompute-granularity full"),
 }
+NORMS = ("--no-mamba-rms-norm", "--mamba-norm-before-gate")
 LONG = {"tp3 cp2", "zero1", "pp2", "recomputed layers", "cp3, all exchange rows"}
 
 
@@ -62,7 +77,7 @@ def uniform(name: str, shape: tuple[int, ...], low: float, high: float) -> torch
     return torch.empty(shape).uniform_(low, high, generator=torch.Generator().manual_seed(seed_of(1234, name, 0)))
 
 
-def of_mamba(own: str) -> dict[str, torch.Tensor]:
+def of_mamba(own: str, normed: bool) -> dict[str, torch.Tensor]:
     """Rates log of 1 to 16, steps .001 to .1 by their logarithms, before the softplus; taps within 1 / sqrt(taps)."""
     heads, mixed, most = (GROUPS, HEADS_OF_GROUP), sum(PARTS[1:4]), TAPS**-0.5
     steps = uniform(own + "dt_bias", heads, math.log(0.001), math.log(0.1)).exp()
@@ -72,13 +87,13 @@ def of_mamba(own: str) -> dict[str, torch.Tensor]:
         own + "dt_bias": steps + torch.log(-torch.expm1(-steps)),
         own + "A_log": uniform(own + "A_log", heads, 1, 16).log(),
         own + "D": torch.ones(heads),
-        own + "norm_weight": torch.ones(GROUPS, INNER),
+        **({own + "norm_weight": torch.ones(GROUPS, INNER)} if normed else {}),
     }
 
 
-def initial_weights() -> dict[str, torch.Tensor]:
+def initial_weights(letters: str, normed: bool) -> dict[str, torch.Tensor]:
     """Output products start with the standard deviation divided by the root of the number of layers."""
-    std, small = 0.02, 0.02 / len(LETTERS) ** 0.5
+    std, small = 0.02, 0.02 / len(letters) ** 0.5
     of_letter = {
         "M": {
             "mamba.in_proj": ((GROUPS, sum(PARTS), HIDDEN), std),
@@ -92,13 +107,14 @@ def initial_weights() -> dict[str, torch.Tensor]:
     }
     drawn = {"embedding.word.weight": ((VOCABULARY, HIDDEN), std), "embedding.position.weight": ((LENGTH, HIDDEN), std)}
     weights, norms = {}, ["final_norm"]
-    for n, letter in enumerate(LETTERS):
-        drawn |= {f"blocks.{n}.{name}.weight": how for name, how in of_letter[letter].items()}
-        if letter == "M":
-            weights |= of_mamba(f"blocks.{n}.mamba.")
-        else:
-            weights |= {f"blocks.{n}.{name}.bias": torch.zeros(how[0][:-1]) for name, how in of_letter[letter].items()}
-        norms.append(f"blocks.{n}.{ {'*': 'attention', '-': 'mlp', 'M': 'mamba'}[letter] }_norm")
+    for n, letter in enumerate(letters):
+        for one in letter.replace("P", "*M"):
+            drawn |= {f"blocks.{n}.{name}.weight": how for name, how in of_letter[one].items()}
+            if one == "M":
+                weights |= of_mamba(f"blocks.{n}.mamba.", normed)
+            else:
+                weights |= {f"blocks.{n}.{name}.bias": torch.zeros(how[0][:-1]) for name, how in of_letter[one].items()}
+        norms.append(f"blocks.{n}.{ {'*': 'attention', 'P': 'attention', '-': 'mlp', 'M': 'mamba'}[letter] }_norm")
     for name in norms:
         weights |= {f"{name}.weight": torch.ones(HIDDEN), f"{name}.bias": torch.zeros(HIDDEN)}
     for name, (shape, scale) in drawn.items():
@@ -107,7 +123,7 @@ def initial_weights() -> dict[str, torch.Tensor]:
     return {name: values.double() for name, values in weights.items()}
 
 
-def scan(weights, own: str, u: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def scan(weights, own: str, u: torch.Tensor, ids: torch.Tensor, norm_first: bool) -> torch.Tensor:
     """Mamba-2 of [b, s, h], token by token; ids [b, s] of documents."""
     projected = torch.einsum("bsh,gph->bsgp", u, weights[own + "in_proj.weight"])
     gate, mixed, dt = projected.split((INNER, sum(PARTS[1:4]), HEADS_OF_GROUP), -1)
@@ -127,27 +143,35 @@ def scan(weights, own: str, u: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         given = torch.einsum("bgr,bgrp,bgn->bgrpn", dt[:, t], x[:, t], B[:, t])
         state = state * (-rates * dt[:, t]).exp()[..., None, None] + given
         ys.append(torch.einsum("bgrpn,bgn->bgrp", state, C[:, t]) + weights[own + "D"][..., None] * x[:, t])
-    gated = torch.stack(ys, 1).flatten(-2) * gate / (1 + (-gate).exp())
-    normal = gated / (gated.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[own + "norm_weight"]
-    return normal.flatten(2) @ weights[own + "out_proj.weight"].T
+    y, passed = torch.stack(ys, 1).flatten(-2), gate / (1 + (-gate).exp())
+    weight = weights.get(own + "norm_weight")
+    norm = lambda x: x if weight is None else x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    y = norm(y) * passed if norm_first else norm(y * passed)
+    return y.flatten(2) @ weights[own + "out_proj.weight"].T
 
 
-def network(weights, tokens: torch.Tensor, packed: bool) -> torch.Tensor:
+def network(weights, tokens: torch.Tensor, packed: bool, letters: str, norm_first: bool) -> torch.Tensor:
     """Tokens [b, s] -> logits [b, s, vocabulary]. packed: a document begins after each end of one."""
     linear, norm = (partial(layer, weights) for layer in (plain_gpt.linear, plain_gpt.norm))
     b, s = tokens.shape
     ids = F.pad((tokens == EOD).long().cumsum(1), (1, 0))[:, :-1] * packed
     hidden = (ids[:, None, :, None] != ids[:, None, None, :]) | (torch.ones(s, s).triu(1) > 0)
     x = weights["embedding.word.weight"][tokens] + weights["embedding.position.weight"][:s]
-    for n, letter in enumerate(LETTERS):
+
+    def attention(own, u):
+        q, k, v = linear(own + "attention.qkv", u).view(b, s, HEADS, 3, -1).permute(3, 0, 2, 1, 4)
+        scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
+        return linear(own + "attention.output", (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, -1))
+
+    for n, letter in enumerate(letters):
         own = f"blocks.{n}."
         if letter == "M":
-            x = x + scan(weights, own + "mamba.", norm(own + "mamba_norm", x), ids)
+            x = x + scan(weights, own + "mamba.", norm(own + "mamba_norm", x), ids, norm_first)
         elif letter == "*":
-            qkv = linear(own + "attention.qkv", norm(own + "attention_norm", x)).view(b, s, HEADS, 3, -1)
-            q, k, v = qkv.permute(3, 0, 2, 1, 4)
-            scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
-            x = x + linear(own + "attention.output", (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, -1))
+            x = x + attention(own, norm(own + "attention_norm", x))
+        elif letter == "P":
+            u = norm(own + "attention_norm", x)
+            x = x + attention(own, u) + scan(weights, own + "mamba.", u, ids, norm_first)
         else:
             wide = F.gelu(linear(own + "mlp.up", norm(own + "mlp_norm", x)), approximate="tanh")
             x = x + linear(own + "mlp.down", wide)
@@ -155,12 +179,12 @@ def network(weights, tokens: torch.Tensor, packed: bool) -> torch.Tensor:
 
 
 @cache
-def plain(packed: bool) -> tuple[list[dict], dict[str, torch.Tensor]]:
+def plain(letters: str, packed: bool, normed: bool, norm_first: bool) -> tuple[list[dict], dict[str, torch.Tensor]]:
     def losses(weights, samples, counts):
-        scores = network(weights, samples[:, :-1], packed)
+        scores = network(weights, samples[:, :-1], packed, letters, norm_first)
         return {"lm loss": plain_gpt.cross_entropies(scores, samples[:, 1:])[counts].mean()}
 
-    return plain_gpt.train(initial_weights(), losses, STEPS, 0.0)
+    return plain_gpt.train(initial_weights(letters, normed), losses, STEPS, 0.0)
 
 
 def pretrain(rank: int, flags: str) -> None:
@@ -173,7 +197,8 @@ def test_any_layout_is_the_plain_loop(layout, run_ranks, tmp_path):
     world, pattern, words = LAYOUTS[layout]
     line = f"{LINE} --hybrid-layer-pattern {pattern} {words} --save {tmp_path}"
     pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
-    steps, weights = plain(PACKED in words)
+    none, first = (word in words for word in NORMS)
+    steps, weights = plain(pattern.replace("|", ""), PACKED in words, not none, first)
     found = [{name: step[name] for name in ("lm loss", "grad_norm")} for step in records(tmp_path, "step")]
     assert found == [pytest.approx(step, rel=2e-5) for step in steps]
     loaded = load_model(str(tmp_path))
