@@ -147,7 +147,9 @@ def _undivided(s) -> list[Mixer]:
     """The kinds beside one that needs all rows, whose heads ranks of context parallelism cannot divide."""
     model, known = s.settings.model, letters_of(kinds_of(s.settings))
     layers = [known[letter] for letter in dict.fromkeys(model.letters) if letter in known]
-    beside = [kind for own in layers if any(one.all_rows for one in own) for kind in own if not kind.all_rows and kind.heads]
+    beside = [
+        kind for own in layers if any(one.all_rows for one in own) for kind in own if not kind.all_rows and kind.heads
+    ]
     return [kind for kind in beside if kind.heads(model) % s.tp == 0 and kind.heads(model) // s.tp % s.cp]
 
 

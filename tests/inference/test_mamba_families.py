@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba-2, Nemotron-H and Falcon-H1 of Hugging Face, with random weights, over more than two chunks of odd length: logits over ranks,
-gradients, packed documents are transformers' own, and tensors come back as they were; what cannot be read is refused.
+"""Mamba-2, Nemotron-H and Falcon-H1 of Hugging Face, with random weights, over more than two chunks of odd length: logits
+over ranks, gradients, packed documents are transformers' own, and tensors come back; what cannot be read is refused.
 """
 
 import json

@@ -227,9 +227,9 @@ WRONG = {
     "--tp 3 --mamba-num-groups 2": "--mamba-num-groups 2 cannot be divided by --tp 3; nearest: 3",
     "--context-parallel-size 2 --mamba-num-groups 3": "the 3 groups of each tensor parallel rank (--mamba-num-groups) are "
     "divided by --context-parallel-size 2; use a context parallel size of 1 or 3",
-    f"{BESIDE_CP} --num-attention-heads 4": "exchange rows for "
-    "heads where attention is beside another kind, and its 4 key-value heads of each tensor parallel rank cannot be divided "
-    "by --context-parallel-size 3; use a context parallel size of 2 or 4",
+    f"{BESIDE_CP} --num-attention-heads 4": "exchange rows for heads where attention is beside another kind, and its 4 "
+    "key-value heads of each tensor parallel rank cannot be divided by --context-parallel-size 3; use a context parallel "
+    "size of 2 or 4",
     f"--multi-latent-attention {ROPE} --hybrid-layer-pattern P-": "lists no layer of mla (+)",
     f"{ROPE} --hybrid-layer-pattern P+": "lists attention and multi-latent attention (+)",
     "--mamba-num-groups 0": "--mamba-num-groups 0 must be",
@@ -244,4 +244,5 @@ def test_a_wrong_use_has_one_clear_message(words):
     head = "" if "head-dim" in words else "--mamba-head-dim 8"
     config = parse_any(f"{line} {head} {words}".split())
     world = config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
-    assert [said for said in check(config, world) if WRONG[words] in said] == check(config, world)
+    found = check(config, world)
+    assert found and all(WRONG[words] in said for said in found), found

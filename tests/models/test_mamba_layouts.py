@@ -51,7 +51,11 @@ LAYOUTS = {
     "beside attention": (1, BESIDE, "--no-mamba-rms-norm"),
     "beside attention, documents": (1, BESIDE, f"--mamba-norm-before-gate {PACKED}"),
     "beside attention, recomputed core": (1, BESIDE, f"--no-mamba-rms-norm {MODULES} core_attn layernorm {PACKED}"),
-    "beside attention, recomputed layers": (1, BESIDE, f"--no-mamba-rms-norm --recompute-granularity full_attn {PACKED}"),
+    "beside attention, recomputed layers": (
+        1,
+        BESIDE,
+        f"--no-mamba-rms-norm --recompute-granularity full_attn {PACKED}",
+    ),
     "beside attention, tp3": (3, BESIDE, f"--no-mamba-rms-norm {TP} 3"),
     "beside attention, tp3 with sequence parallelism": (3, BESIDE, f"{TP} 3 --sequence-parallel {PACKED}"),
     "beside attention, cp3": (3, BESIDE, f"--no-mamba-rms-norm {CP} 3 {ONE} {PACKED}"),

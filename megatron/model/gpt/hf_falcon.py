@@ -168,7 +168,9 @@ def _factors(of: dict[str, list[float]], model: Model) -> dict[str, list[float]]
     inside, (gate, down) = of_one["attention_in_multiplier"], of["mlp_multipliers"]
     embedding, head = of_one["embedding_multiplier"], of_one["lm_head_multiplier"]
     parts = [part * model.mamba_num_groups for part in ScanSizes.of(model).parts]
-    rows = [of_one["ssm_in_multiplier"] * factor for factor, part in zip(of["ssm_multipliers"], parts) for _ in range(part)]
+    rows = [
+        of_one["ssm_in_multiplier"] * factor for factor, part in zip(of["ssm_multipliers"], parts) for _ in range(part)
+    ]
     own = model.untie_embeddings_and_output_weights
     return {
         "embed_tokens.weight": [embedding],

@@ -600,10 +600,7 @@ def _refuse_other(kind: str, c: dict[str, Any], gated_gelu: bool) -> None:
 # ---- families with a config.json of their own ------------------------------------------------------------------------
 
 THEIRS: dict[str, Callable[[Model], dict[str, Any]]] = dict(
-    gpt2=_to_gpt2,
-    mamba2=hf_hybrid.to_mamba2,
-    nemotron_h=hf_hybrid.to_nemotron_h,
-    falcon_h1=hf_falcon.to_falcon_h1,
+    gpt2=_to_gpt2, mamba2=hf_hybrid.to_mamba2, nemotron_h=hf_hybrid.to_nemotron_h, falcon_h1=hf_falcon.to_falcon_h1
 )
 OURS: dict[str, Callable[[dict[str, Any]], tuple[Model, int]]] = dict(
     gpt2=_from_gpt2,

@@ -12,7 +12,9 @@ BESIDE = "P"  # beside attention, after one norm
 PRESENT = Network(
     f"a Mamba-2 layer ({SYMBOL} or {BESIDE} in --hybrid-layer-pattern)", lambda s: s.settings.model.has_mamba
 )
-NORMED = Network("Mamba-2 layers with a norm, and without --no-mamba-rms-norm", lambda s: PRESENT.met(s) and s.mamba_rms_norm)
+NORMED = Network(
+    "Mamba-2 layers with a norm, and without --no-mamba-rms-norm", lambda s: PRESENT.met(s) and s.mamba_rms_norm
+)
 shape = shown_by("test_mamba_layouts::test_any_layout_is_the_plain_loop", on_resume="another model", needs=PRESENT)
 
 
