@@ -130,6 +130,18 @@ def exported(config: Config, vocab_size: int) -> Family:
     return replace(family, notices=(*family.notices, LEFT_OUT)) if config.model.depths else family
 
 
+def adapted(config: Config, vocab_size: int) -> Family:
+    """`exported`, of a model whose adapters belong to the published weights. Raises SettingsError if ours are others."""
+    family = exported(config, vocab_size)
+    if family.kind == hf_falcon.KIND:
+        raise SettingsError(
+            f"adapters of a {family.kind} are not converted",
+            "its published weights have multipliers in config.json, which are in the weights here",
+            "python -m megatron.tools.checkpoint merge-lora, then to-hf, write a whole model",
+        )
+    return family
+
+
 def names_layers(config: Config) -> bool:
     """Whether there is a family of models whose layers a pattern lists, as this one's."""
     return any(not family.reasons(config.model) for family in gpt_settings.FAMILIES.values() if config.model.letters)

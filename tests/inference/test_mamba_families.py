@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import pretrain_hybrid
-from megatron.convert.families import imported
+from megatron.convert.families import adapted, imported
 from megatron.convert.hf_files import TensorFiles
 from megatron.data.loader import MicroBatch
-from megatron.errors import CheckpointError, Failure
+from megatron.errors import CheckpointError, Failure, SettingsError
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
@@ -257,6 +257,20 @@ def test_the_published_shape_has_the_parameters_of_transformers_class():
     ours = Model(**preset("nemotron-h-8b"))
     assert ours.letters == pattern and our_settings(json.loads(config.to_json_string()))[1].letters == pattern
     assert GPTFacts(ours, published_rows("nemotron-h-8b")).parameters == theirs.num_parameters()
+
+
+def test_adapters_for_weights_without_multipliers_are_refused(family):
+    _, _, ours = family("falcon_h1")
+    with pytest.raises(SettingsError, match="adapters of a falcon_h1 are not converted"):
+        adapted(load_model(str(ours)).config, V)
+
+
+@pytest.mark.parametrize("name, value", [("key_multiplier", 0.0), ("ssm_multipliers", [1.0] * 4), ("mlp_bias", True)])
+def test_what_no_weight_can_express_is_refused(name, value, family):
+    _, folder, _ = family("falcon_h1")
+    config = json.loads((folder / "config.json").read_text()) | {name: value}
+    with pytest.raises(CheckpointError, match=f"{name} .* cannot be expressed here"):
+        imported(config)
 
 
 def test_other_patterns_are_refused_by_name(tmp_path):
