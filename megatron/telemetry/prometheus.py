@@ -61,7 +61,14 @@ COUNTERS = {
 }
 OF_A_STEP = ("iteration", "consumed_samples", "batch_size", "learning_rate", "grad_norm", "params_norm", "loss_scale")
 # Keys of a step's record that are gauges of this name.
-OF_A_STEP += ("max_attention_logit", "tokens_per_second", "tflops_per_rank", "mfu", "tflops_per_rank_causal", "mfu_causal")
+OF_A_STEP += (
+    "max_attention_logit",
+    "tokens_per_second",
+    "tflops_per_rank",
+    "mfu",
+    "tflops_per_rank_causal",
+    "mfu_causal",
+)
 NORMS = ("params_norm", "num_zeros", "max_attention_logit")
 NO_VALUES = {"kind", "split", "iteration", "consumed_samples", "time", "final", "first_sample", "samples", "seconds"}
 
