@@ -40,6 +40,7 @@ class Heads:
     window: int = LENGTH
     cap: float = 0.0
     apart: bool = False
+    ffn: int = 4 * HIDDEN
     largest: Largest = field(default_factory=Largest)
 
     @property
@@ -48,11 +49,16 @@ class Heads:
 
     def initial_weights(self) -> Tensors:
         weights, rows = initial_weights(), self.queries * (1 + self.gated) + 2
-        for n in range(LAYERS):
-            name, shape = f"blocks.{n}.attention.qkv.weight", (self.groups, rows, WIDTH, HIDDEN)
-            generator = torch.Generator().manual_seed(seed_of(1234, name, 0))
-            weights[name] = torch.empty(shape).normal_(0.0, 0.05, generator=generator).double()
-            weights[name.replace("weight", "bias")] = torch.zeros(shape[:-1]).double()
+        small = 0.05 / math.sqrt(2 * LAYERS)
+        drawn = {
+            "attention.qkv": ((self.groups, rows, WIDTH, HIDDEN), 0.05),
+            "mlp.up": ((self.ffn, HIDDEN), 0.05),
+            "mlp.down": ((HIDDEN, self.ffn), small),
+        }
+        for name, (shape, std) in ((f"blocks.{n}.{name}", how) for n in range(LAYERS) for name, how in drawn.items()):
+            generator = torch.Generator().manual_seed(seed_of(1234, f"{name}.weight", 0))
+            weights[f"{name}.weight"] = torch.empty(shape).normal_(0.0, std, generator=generator).double()
+            weights[f"{name}.bias"] = torch.zeros(shape[:-1]).double()
         return weights
 
     def network(self, weights: Tensors, tokens: torch.Tensor, buffers=None) -> torch.Tensor:
@@ -144,6 +150,8 @@ GROUPS = "--group-query-attention --num-query-groups 2"
 FAMILIES = {
     "heads": Heads(0.2),
     "groups": Heads(0.2, GROUPS, groups=2),
+    # Shards of ZeRO end inside the weights of queries and keys, and inside a head.
+    "narrow": Heads(0.2, f"{GROUPS} --ffn-hidden-size 8", groups=2, ffn=8),
     "gates": Heads(0.15, f"{GROUPS} --attention-output-gate", groups=2, gated=True),
     "documents, window": Heads(0.15, "--reset-attention-mask --window-size 3,0", window=3, apart=True),
     "cap": Heads(0.2, "--attn-logit-softcapping 0.1", cap=0.1),

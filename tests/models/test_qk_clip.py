@@ -61,9 +61,9 @@ LAYOUTS = {
     "pp2, zb-v": (2, "groups", f"{PP} --pipeline-schedule zb-v --micro-batch-size 1"),
     "pp2, interleaved": (2, "heads", f"{PP} --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 1"),
     "dp2": (2, "groups", ""),
-    "zero1": (2, "groups", "--sharding-stage 1 --overlap-grad-reduce --overlap-param-gather"),
+    "zero1": (2, "narrow", "--sharding-stage 1 --overlap-grad-reduce --overlap-param-gather"),
     "zero2": (2, "latent", "--sharding-stage 2"),
-    "zero3": (2, "gates", "--sharding-stage 3 --overlap-param-gather"),
+    "zero3": (2, "narrow", "--sharding-stage 3 --overlap-param-gather"),
     "cp2 in a ring": (2, "groups", CP),
     "cp2 in a ring, documents": (2, "documents, window", CP),
     "cp2, gathered": (2, "documents, window", f"{CP} --cp-comm-type allgather"),
@@ -121,13 +121,13 @@ HOW = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("how", HOW)
 def test_an_update_is_scaled_after_it(how, tmp_path):
     """Main weights are those of the update times eta, moments those of the update; and the model has its part: a run that
     reads the main weights goes on alike, to the bit.
     """
-    (world, words), one = HOW[how], FAMILIES["groups"]
+    (world, words), one = HOW[how], FAMILIES["narrow"]
     words = f"{one.flags} {words} --adam-eps 1e-8"
     words += f" --nvme-offload-dir {tmp_path}" if "nvme" in words else ""
     clip = f"{words} --qk-clip --qk-clip-alpha {ALPHA} --qk-clip-threshold {one.threshold}"
