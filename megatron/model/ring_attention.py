@@ -122,14 +122,14 @@ def scaled_dot_product_attention(
     kept = None if dropout is None else dropout.mask()
     query = query.reshape(s, b, g * q, d)
     sinks = layer.sinks(g) if layer.has_sinks else None
-    watch = partial(layer.see_logits, largest=largest_in)
+    watch = layer.max_logits and partial(layer.see_logits, largest=largest_in)
     attended = _RingAttention.apply(query, key, value, sinks, kept, layer.sharing.rows, steps, kernel, scores, watch)
     return attended.flatten(2)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, sinks, kept, ring, steps, kernel, scores, watch):
+    def forward(ctx, query, key, value, sinks, kept, ring, steps, kernel, scores, watch=None):
         total = query.new_zeros((*query.shape[:3], value.shape[-1]), dtype=torch.float32)
         lse = total.new_full(query.shape[:3], float("-inf"))
         if sinks is not None:  # as a part of the keys, without values
@@ -140,8 +140,9 @@ class _RingAttention(torch.autograd.Function):
             present = arriving
             if step is not steps[-1]:
                 arriving, message = collectives.start_shift(present, ring, places)
-            by_group, keys = query.unflatten(2, (key.shape[2], -1)), present[..., : key.shape[-1]]
-            watch(by_group, key=keys, rectangles=step.rectangles, scale=scores.scale)
+            if watch is not None:
+                by_group, keys = query.unflatten(2, (key.shape[2], -1)), present[..., : key.shape[-1]]
+                watch(by_group, key=keys, rectangles=step.rectangles, scale=scores.scale)
             for rectangle in step.rectangles:
                 operands = (query[rectangle.rows, rectangle.samples], *_of_keys(present, rectangle, key.shape[-1]))
                 result = kernel.forward(*operands, rectangle, scores, _of_pairs(kept, rectangle, ring, step.distance))
