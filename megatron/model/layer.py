@@ -29,7 +29,8 @@ class Layer(nn.Module):
 
     def __init__(self, weights: Table, setup: LayerSetup):
         super().__init__()
-        model, self.recompute = setup.model, setup.recompute
+        self.settings, self.recompute = setup.model, setup.recompute
+        model = self.settings
         self.tp, self.sequence_parallel = setup.tp, setup.sequence_parallel
         self.branches: tuple[Branch, ...] = setup.facts.layer_kind(setup.layer).branches
         norms = {name for branch in self.branches for name in branch.norms}
