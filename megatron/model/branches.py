@@ -113,8 +113,6 @@ def _mixer_ops(facts, x: Residual, mixer: Mixer) -> Sequence[LayerOp]:
 def branch_ops(facts, share: RankSetup, kind: LayerKind) -> tuple[LayerOp, ...]:
     """The ops of a layer of this kind."""
     x, ops = replace(facts.residual(share, kind), model=kind.settings(facts.settings)), []
-    if any(mixer.all_rows for branch in kind.branches for mixer in branch.mixers):  # `LanguageModel.sharing`
-        x = replace(x, share=replace(x.share, cp_heads=share.cp, gathers=False))
     for branch, then in in_turn(kind.branches):
         again = (ATTENTION,) * branch.mixes_tokens
         ops += [x.norm(NORM, *again)] * bool(branch.before)

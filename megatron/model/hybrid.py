@@ -13,12 +13,12 @@ from typing import Any, Optional
 
 from megatron.errors import SettingsError, UsageError
 from megatron.model.kinds.mixer import Mixer
-from megatron.model.kinds.table import KINDS, letters_of, listed, words_of
+from megatron.model.kinds.table import KINDS, listed, words_of
 from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import TRAINING, default_chunks
 from megatron.settings.declare import dashed
 from megatron.settings.hybrid_pattern import AHEAD, CUT, FLAG, LayerPattern, read_pattern, spread_evenly
-from megatron.settings.rules import Rule, divisors, either
+from megatron.settings.rules import Rule
 from megatron.settings.schema import Config
 from megatron.settings.stage_layout import LAYOUT, PARTS, read_layout
 
@@ -143,27 +143,7 @@ def _unlisted(s) -> list[Mixer]:
     return [kind for kind in kinds.values() if kind.symbol and kind not in there and kind.asked(model)]
 
 
-def _undivided(s) -> list[Mixer]:
-    """The kinds beside one that needs all rows, whose heads ranks of context parallelism cannot divide."""
-    model, known = s.settings.model, letters_of(kinds_of(s.settings))
-    layers = [known[letter] for letter in dict.fromkeys(model.letters) if letter in known]
-    beside = [
-        kind for own in layers if any(one.all_rows for one in own) for kind in own if not kind.all_rows and kind.heads
-    ]
-    return [kind for kind in beside if kind.heads(model) % s.tp == 0 and kind.heads(model) // s.tp % s.cp]
-
-
-def _said_of(s, kind: Mixer) -> str:
-    own = kind.heads(s.settings.model) // s.tp
-    return (
-        f"{FLAG} {_letters(s)}: ranks of context parallelism exchange rows for heads where {kind.name} is beside another "
-        f"kind, and its {own} key-value heads of each tensor parallel rank cannot be divided by --context-parallel-size "
-        f"{s.cp}; use a context parallel size of {either(divisors(own, s.cp))}"
-    )
-
-
 RULES = (
-    Rule(lambda s: s.cp > 1 and _undivided(s), lambda s: "; ".join(_said_of(s, kind) for kind in _undivided(s))),
     Rule(
         _unlisted,
         lambda s: "; ".join(

@@ -3,7 +3,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,8 +23,8 @@ from megatron.mpu.placement import elements
 from megatron.planner.layout import Layout
 from megatron.settings.schema import Model, Recompute
 from megatron.training.rules import check
-from tests.models.test_mamba_layouts import LINE
-from tests.planner.test_activations import measured, predicted
+from tests.models.test_scan_layouts import LINE
+from tests.planner.test_activations import measured, predicted, saved_by_layer
 
 S, B, H, GROUPS, HEADS, WIDTH, STATE = 300, 2, 24, 2, 6, 8, 5
 SIZES = dict(mamba_num_heads=HEADS, mamba_head_dim=WIDTH, mamba_state_dim=STATE, mamba_num_groups=GROUPS)
@@ -110,36 +109,16 @@ def test_numbers_of_the_scan_stay_in_fp32(pair):
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("words", [(), ("core_attn",), ("full_attn",)], ids=lambda words: " ".join(words) or "all kept")
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "documents"])
 @pytest.mark.parametrize("of", [{}, WITHOUT_NORM, BESIDE], ids=["alone", "without a norm", "beside attention"])
-def test_kept_bytes_are_those_of_autograd(dtype, words, packed, of):
-    facts = GPTFacts(replace(MODEL, **of), 40)
-    precision = dict(precision="fp32" if dtype == torch.float32 else "bf16", element=dtype.itemsize)
-    share = RankSetup(device="cpu", micro_batch_size=B, documents=packed, **precision)
-    kind, documents, seen = facts.layer_kind(0), None, {}
-    layer = Layer(facts.layer_weights(kind, False), LayerSetup(facts, 0, Mesh(), dtype=dtype, recompute=words))
-    ignored = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    if packed:
-        length = S if of is BESIDE else 100  # attention keeps most where a document is a sample
-        documents = Documents.of(np.arange(S, dtype=np.int32)[None].repeat(B, 0) // length * length, "cpu")
-        ignored.add(documents.starts.untyped_storage().data_ptr())  # that all layers share
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in ignored:
-            seen[storage.data_ptr()] = storage.nbytes(), storage
-        return tensor
-
-    x, angles = torch.randn(S, B, H).to(dtype).requires_grad_(), None
-    if facts.settings.position_embedding_type == "rope":
-        angles = tuple(torch.randn(S, 1, 1, 1, H // 4, dtype=dtype) for _ in range(2))
-        ignored |= {one.untyped_storage().data_ptr() for one in angles}
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = layer(x, ForwardContext(documents=documents, angles=angles))
-    assert sum(size for size, _ in seen.values()) == facts.layer_saved_bytes(share, kind, words).total()
-    assert y.shape == x.shape
+def test_kept_bytes_are_those_of_autograd(precision, words, packed, of):
+    """Attention keeps most where a document is a sample."""
+    facts, element = GPTFacts(replace(MODEL, **of), 40), dict(fp32=4, bf16=2)[precision]
+    share = RankSetup(device="cpu", micro_batch_size=B, documents=packed, precision=precision, element=element)
+    found = saved_by_layer(facts, share, words, (S if of is BESIDE else 100) if packed else None)
+    assert found == facts.layer_saved_bytes(share, facts.layer_kind(0), words).total()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -220,16 +199,10 @@ def test_texts_with_a_cache_and_without_one(trained):
 
 
 ROPE = "--position-embedding-type rope --mamba-num-groups 2"
-BESIDE_CP = "--context-parallel-size 3 --mamba-num-groups 3 --hybrid-layer-pattern P-"
 WRONG = {
     "--mamba-num-groups 4": "6 heads of a Mamba-2 layer cannot be divided by --mamba-num-groups 4; nearest: 2 or 3 groups",
     "--mamba-head-dim 7 --mamba-num-groups 1": "--mamba-head-dim 7 does not divide 48, twice --hidden-size",
     "--tp 3 --mamba-num-groups 2": "--mamba-num-groups 2 cannot be divided by --tp 3; nearest: 3",
-    "--context-parallel-size 2 --mamba-num-groups 3": "the 3 groups of each tensor parallel rank (--mamba-num-groups) are "
-    "divided by --context-parallel-size 2; use a context parallel size of 1 or 3",
-    f"{BESIDE_CP} --num-attention-heads 4": "exchange rows for heads where attention is beside another kind, and its 4 "
-    "key-value heads of each tensor parallel rank cannot be divided by --context-parallel-size 3; use a context parallel "
-    "size of 2 or 4",
     f"--multi-latent-attention {ROPE} --hybrid-layer-pattern P-": "lists no layer of mla (+)",
     f"{ROPE} --hybrid-layer-pattern P+": "lists attention and multi-latent attention (+)",
     "--mamba-num-groups 0": "--mamba-num-groups 0 must be",
@@ -243,6 +216,5 @@ def test_a_wrong_use_has_one_clear_message(words):
     line = f"{shape} --global-batch-size 6 --train-iters 2 --lr 1e-2 --device cpu --hybrid-layer-pattern M*"
     head = "" if "head-dim" in words else "--mamba-head-dim 8"
     config = parse_any(f"{line} {head} {words}".split())
-    world = config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
-    found = check(config, world)
+    found = check(config, config.parallel.tensor_model_parallel_size)
     assert found and all(WRONG[words] in said for said in found), found

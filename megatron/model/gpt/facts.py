@@ -101,12 +101,8 @@ class GPTFacts(Facts):
         return next((mixer.rotated(self.settings) for mixer in self._present if mixer.rotated), None)
 
     def shares_heads(self, tp: int, cp: int) -> bool:
-        return all(mixer.heads(self.settings) % (tp * cp) == 0 for mixer in self._present if mixer.heads)
-
-    def allows_cp(self, tp: int, cp: int) -> bool:
-        layers = [[mixer for branch in kind.branches for mixer in branch.mixers] for kind in self.layer_kinds]
-        shared = [mixer for own in layers if any(one.all_rows for one in own) for mixer in own if mixer.heads]
-        return cp == 1 or all(mixer.heads(self.settings) % (tp * cp) == 0 for mixer in shared)
+        heads = [mixer.heads(self.settings) for mixer in self._present if mixer.heads and not mixer.scans]
+        return bool(heads) and all(number % (tp * cp) == 0 for number in heads)
 
     def describe(self, count: str) -> str:
         m, active = self.settings, ""

@@ -15,7 +15,7 @@ PRESENT = Network(
 NORMED = Network(
     "Mamba-2 layers with a norm, and without --no-mamba-rms-norm", lambda s: PRESENT.met(s) and s.mamba_rms_norm
 )
-shape = shown_by("test_mamba_layouts::test_any_layout_is_the_plain_loop", on_resume="another model", needs=PRESENT)
+shape = shown_by("test_scan_layouts::test_any_layout_is_the_plain_loop", on_resume="another model", needs=PRESENT)
 
 
 @dataclass(frozen=True)
