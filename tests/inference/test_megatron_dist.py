@@ -257,8 +257,8 @@ def test_forged_descriptions_are_refused(theirs, tmp_path):
 
 
 def test_settings_that_change_the_arithmetic_are_refused(tmp_path, run_ranks):
-    write(run_ranks, tmp_path / "theirs", GPT2, "stacked", ranks=1, multi_latent_attention=True)
-    with pytest.raises(CheckpointError, match="uses multi_latent_attention"):
+    write(run_ranks, tmp_path / "theirs", GPT2, "stacked", ranks=1, rotary_interleaved=True)
+    with pytest.raises(CheckpointError, match="uses rotary_interleaved"):
         convert(tmp_path / "theirs", tmp_path / "ours")
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "mine").touch()
