@@ -8,6 +8,7 @@ from typing import Any, Optional
 
 from megatron.convert.megatron_names import WORDS, outside, place_of
 from megatron.errors import CheckpointError, SettingsError
+from megatron.model.gpt.facts import GPTFacts
 from megatron.model.kinds.attention.settings import window_numbers
 from megatron.model.kinds.table import KINDS, resolved
 from megatron.model.megatron_form import MegatronForm, same_settings
@@ -72,8 +73,10 @@ def their_arguments(m: schema.Model, legacy: bool, stages: int = 1) -> dict[str,
     Raises SettingsError if Megatron-LM computes such layers otherwise.
     """
     of_kinds = {}
-    for form in _forms().values():
-        of_kinds |= {name: getattr(m, name) for name in form.same} | form.theirs(m)
+    branches = (branch for kind in GPTFacts(m, 1).layer_kinds for branch in kind.branches)
+    present = {mixer.name for branch in branches for mixer in branch.mixers}
+    for kind, form in _forms().items():
+        of_kinds |= {name: getattr(m, name) for name in form.same if kind in present} | form.theirs(m)
     return _of_all_models(m, legacy) | of_kinds | _of_pattern(m, stages)
 
 

@@ -4,7 +4,8 @@
     iter_0000100/
         .metadata         a pickle: shape, chunks and their locations of every tensor (torch.distributed.checkpoint)
         __0_0.distcp      concatenated chunks, each a file of torch.save; `__RANK_NUMBER.distcp`
-        common.pt         the arguments of the run and other non-tensor values
+        common.pt         the arguments of the run and other non-tensor values; newer ones have these as an object
+                          `common_state` among the chunks
         metadata.json     the name of the format
 
 No pickled code is executed (`megatron_metadata`).
@@ -36,6 +37,7 @@ from megatron.convert.megatron_metadata import (
     METADATA,
     Chunk,
     Metadata,
+    copy_object,
     read_chunks,
     read_metadata,
     read_objects,
@@ -96,11 +98,12 @@ def open_distributed(
     if folder is None:
         raise CheckpointError(f"{source} holds no {METADATA}")
     with tempfile.TemporaryDirectory(prefix="megatron-") as name:
-        if not (folder / COMMON).is_file():
-            raise CheckpointError(f"{folder} has no {COMMON}", "it holds the arguments of the run that saved it")
-        extract(folder / COMMON, Path(name))
-        facts = json.loads((Path(name) / "facts.json").read_text())
         content = read_metadata(folder, Path(name))
+        common = folder / COMMON
+        if not common.is_file() and not content.common:
+            raise CheckpointError(f"{folder} has no {COMMON}", "it holds the arguments of the run that saved it")
+        extract(common if common.is_file() else copy_object(folder, content.common, Path(name)), Path(name))
+        facts = json.loads((Path(name) / "facts.json").read_text())
         if optimizer and content.objects:
             facts |= read_objects(folder, content.objects, Path(name), facts)
     shapes = {f"0/{name}": shape for chunk in content.weights for name, shape in _by_layer(chunk)}

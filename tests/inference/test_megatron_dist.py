@@ -211,11 +211,12 @@ def test_damage_is_named(theirs, tmp_path):
         with pytest.raises(CheckpointError, match=f"{first.name} {told}"):
             convert(theirs.parent, tmp_path / "ours")
     first.write_bytes(raw)
+    (theirs / "common.pt").rename(theirs / "common")
+    with pytest.raises(CheckpointError, match="no common.pt"):
+        convert(theirs.parent, tmp_path / "ours")
+    (theirs / "common").rename(theirs / "common.pt")
     second.unlink()
     with pytest.raises(CheckpointError, match=f"{second.name} is missing"):
-        convert(theirs.parent, tmp_path / "ours")
-    (theirs / "common.pt").unlink()
-    with pytest.raises(CheckpointError, match="no common.pt"):
         convert(theirs.parent, tmp_path / "ours")
     (theirs / ".metadata").write_bytes(pickle.dumps(dict(a=1)))
     torch.save(dict(args=None), theirs / "common.pt")
