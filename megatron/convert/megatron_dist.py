@@ -220,7 +220,8 @@ class RankStage(NamedTuple):
 def _orders(folder: Path, chunks: list[Chunk], stage: RankStage, reading: Reading) -> list[list[LocalParameter]]:
     """The parameters of a stage in the orders of Megatron-Core's modules, without and with Transformer Engine."""
     model, weights = reading.model, reading.weights
-    kinds = product((True, False), range(3) if model.mixture else (0,))
+    older = (False, True) if reading.names.has_older else (False,)
+    kinds = product((True, False), range(3) if model.mixture else (0,), older)
     names = [_module_order(reading, stage, *kind) for kind in kinds]
     boxes = {}
     for name in {name.partition("@")[0] for name in names[0]}:
@@ -269,23 +270,25 @@ def _tied(name: str, model: schema.Model) -> str:
     return WORDS if tied else name
 
 
-def _module_order(reading: Reading, stage: RankStage, norms_apart: bool, experts: int) -> list[str]:
+def _module_order(
+    reading: Reading, stage: RankStage, norms_apart: bool, experts: int, older: bool = False
+) -> list[str]:
     """Our names of a stage's parameters in the order of Megatron-Core's modules.
 
     norms_apart: norms are modules before the linear layers, otherwise parts of them (Transformer Engine)
-    experts: how they are ordered (`_expert_order`)
+    experts: how they are ordered (`_expert_order`). older: as in Megatron-LM up to 0.16
     """
     model, weights = reading.model, reading.weights
     each = model.num_layers // stage.stages
     first, last = stage.stage == 0, stage.stage == stage.stages - 1
     names = ["embedding.word", *["embedding.position"] * first] if first or (last and model.depths) else []
     for n in range(each * stage.stage, each * (stage.stage + 1)):
-        names += reading.names.in_order(f"blocks.{n}.", n, norms_apart)
+        names += reading.names.in_order(f"blocks.{n}.", n, norms_apart, older)
     names += ["final_norm"] if last else []
     for depth in range(model.depths if last else 0):
         names += [f"{AHEAD}.{depth}.{name}" for name in ("enorm", "hnorm", "eh_proj")]
         for number, n in enumerate(model.layers_ahead):
-            names += reading.names.in_order(f"{AHEAD}.{depth}.layers.{number}.", n, norms_apart)
+            names += reading.names.in_order(f"{AHEAD}.{depth}.layers.{number}.", n, norms_apart, older)
         names.append(f"{AHEAD}.{depth}.final_norm")
     of_experts = {name.rpartition(".")[0].rpartition(".")[0] for name, placed in weights.items() if "ep" in placed.cut}
     found, done = [], set()

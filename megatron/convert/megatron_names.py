@@ -12,6 +12,7 @@
 
 import re
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple, Optional
 
 from megatron.errors import CheckpointError
@@ -101,15 +102,20 @@ def is_norm(placed: Placement) -> bool:
 
 class _LayerNames(NamedTuple):
     """theirs: our module or tensor of a layer -> their names, in the order of their modules. rows: our tensor -> its rows
-    kinds: (its slot, `MegatronForm`) of each. apart: the names of `theirs` in the order of modules if norms are modules of
-    their own. divided: `KindNames.divided`
+    kinds: (its slot, `MegatronForm`) of each. divided: `KindNames.divided`
+    orders: (whether norms are modules of their own, whether of Megatron-LM up to 0.16) -> the names of `theirs` in order
     """
 
     theirs: dict[str, Names]
     rows: dict[str, Rows]
     kinds: list
-    apart: list[str]
     divided: set[str]
+    orders: dict[tuple[bool, bool], list[str]]
+
+    @property
+    def has_older(self) -> bool:
+        """Whether Megatron-LM up to 0.16 had another order."""
+        return any(self.orders[apart, True] != self.orders[apart, False] for apart in (True, False))
 
 
 class Dictionary:
@@ -183,10 +189,14 @@ class Dictionary:
                 return whole.removesuffix(inside) + form.their_expert(rest.removeprefix(f"{slot}."), number, grouped)
         raise AssertionError(f"{ours} is no expert's")
 
-    def in_order(self, prefix: str, n: int, apart: bool) -> list[str]:
+    def in_order(self, prefix: str, n: int, apart: bool, older: bool = False) -> list[str]:
         """Our modules and tensors of layer n in the order of their modules. apart: norms are modules of their own"""
-        layer = self._layer(n)
-        return [prefix + name for name in (layer.apart if apart else layer.theirs)]
+        return [prefix + name for name in self._layer(n).orders[apart, older]]
+
+    @property
+    def has_older(self) -> bool:
+        """Whether modules of some layer had another order in Megatron-LM up to 0.16."""
+        return any(self._layer(n).has_older for n in range(self.model.layers_ahead.stop))
 
     @cached_property
     def _outside(self) -> dict[str, Names]:
@@ -208,7 +218,7 @@ class Dictionary:
         return self._layers[kind]
 
     def _layer_names(self, kind: LayerKind) -> _LayerNames:
-        model, found = kind.settings(self.model), _LayerNames({}, {}, [], [], set())
+        model, found = kind.settings(self.model), _LayerNames({}, {}, [], set(), {})
         for branch in kind.branches:
             for mixer in branch.mixers:
                 if not mixer.in_megatron:
@@ -218,8 +228,9 @@ class Dictionary:
                 named = lambda name, mixer=mixer, branch=branch: (
                     branch.before if name == NORM else f"{mixer.slot}.{name}" if name else mixer.slot
                 )
-                found.theirs.update({named(name): names.modules[name] for name in names.in_order(False)})
-                found.apart.extend(map(named, names.in_order(True)))
+                found.theirs.update({named(name): own for name, own in names.modules.items()})
+                for order in product((True, False), repeat=2):
+                    found.orders.setdefault(order, []).extend(map(named, names.in_order(*order)))
                 found.rows.update({f"{mixer.slot}.{name}": rows for name, rows in names.rows.items()})
                 found.kinds.append((mixer.slot, form))
                 found.divided.update(f"{mixer.slot}.{name}" for name in names.divided)

@@ -77,15 +77,17 @@ class KindNames(NamedTuple):
              In the order of their module with Transformer Engine
     rows:    our tensor -> its rows
     divided: our tensors that each of our tensor parallel ranks has whole, and theirs by rows, without Transformer Engine
+    older:   the order of `modules` in Megatron-LM up to 0.16; empty: the same
     """
 
     modules: Mapping[str, Names]
     rows: Mapping[str, Rows] = MappingProxyType({})
     divided: tuple[str, ...] = ()
+    older: tuple[str, ...] = ()
 
-    def in_order(self, apart: bool) -> list[str]:
+    def in_order(self, apart: bool, older: bool = False) -> list[str]:
         """The names of `modules` in the order of their parameters. apart: norms are modules of their own"""
-        order = list(self.modules)
+        order = list(older and self.older or self.modules)
         if not apart:
             return order
         inside = [name for name in order if self.modules[name].fused and name != NORM]  # are built last then

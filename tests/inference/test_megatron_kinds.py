@@ -14,10 +14,14 @@ import pytest
 import torch
 
 from megatron.checkpoint.reader import Reader
+from megatron.convert.megatron_arguments import settings_of
+from megatron.convert.megatron_dist import RankStage, Reading, _module_order
+from megatron.convert.megatron_names import Dictionary
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
+from megatron.model.gpt.facts import GPTFacts
 from megatron.tools import checkpoint as tool
-from tests.inference.make_megatron_kinds import LAST, S, arguments, drawn, tokens
+from tests.inference.make_megatron_kinds import LAST, S, V, arguments, drawn, tokens
 from tests.inference.test_convert import GPT2, LLAMA, assert_same, loaded, save
 
 pytestmark = pytest.mark.sampled(10)
@@ -135,16 +139,8 @@ LATENT = dict(
     qk_pos_emb_head_dim=4,
     v_head_dim=8,
 )
-SCANS = dict(
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=4,
-    linear_value_head_dim=6,
-    mamba_num_groups=2,
-    mamba_num_heads=4,
-    mamba_head_dim=4,
-    mamba_state_dim=6,
-)
+DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=4, linear_value_head_dim=6)
+SCANS = DELTA | dict(mamba_num_groups=2, mamba_num_heads=4, mamba_head_dim=4, mamba_state_dim=6)
 MIXED = dict(num_experts=4, moe_ffn_hidden_size=24)
 SHAPES = {
     "queries without a latent": LATENT,
@@ -152,7 +148,7 @@ SHAPES = {
     | MIXED
     | dict(q_lora_rank=8, qk_layernorm=True, moe_layer_freq="[0]*1+[1]*3", mtp_num_layers=2),
     "gated delta nets in turn": DECODER
-    | SCANS
+    | DELTA
     | dict(experimental_attention_variant="gated_delta_net", linear_attention_freq="2", attention_output_gate=True),
     "a pattern": DECODER | SCANS | MIXED | dict(num_layers=8, hybrid_layer_pattern="MEG*-M-G"),
     "a pattern with latents and depths": LATENT
@@ -195,6 +191,21 @@ def test_moments_have_the_rows_of_their_weights(name, tmp_path):
     for one, x in trained.items():
         assert torch.equal(found[f"optimizer.exp_avg.{one}"], 2 * x), one
         assert torch.equal(found[f"optimizer.exp_avg_sq.{one}"], 3 * x.abs()), one
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_buffers_have_the_order_of_modules(name, tmp_path):
+    """The order of parameters is that of the optimizer's buffers. The norm before Mamba-2 is in `in_proj` in its runs."""
+    args = vars(arguments(name))
+    model, vocab_size, _ = settings_of(
+        dict(args=args), {"0/embedding.word_embeddings.weight": (V, 16)}, (1, 1), V, None
+    )
+    facts = GPTFacts(model, vocab_size)
+    names = Dictionary(facts)
+    asked = [names.ours(one).name for one in recorded()[name]["parameters"] if "layers.0.norm" not in one]
+    stage = RankStage(0, 1, 0, 1, V)
+    found = _module_order(Reading(names, facts.weights, False), stage, norms_apart=True, experts=0)
+    assert [one for one in found if "mamba_norm" not in one] == asked
 
 
 @pytest.mark.parametrize("name", NAMES)

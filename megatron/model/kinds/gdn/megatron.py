@@ -57,10 +57,10 @@ def _ours(args: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _theirs(model: Model) -> dict[str, Any]:
-    if not model.has_gdn:
+    if not model.has_gdn or model.letters:
         return {}
     linear = [int(model.is_linear(n)) for n in range(model.num_layers)]
-    return dict(experimental_attention_variant="gdn", linear_attention_freq=None if model.letters else linear)
+    return dict(experimental_attention_variant="gdn", linear_attention_freq=linear)
 
 
 FORM = MegatronForm(

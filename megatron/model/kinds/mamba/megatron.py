@@ -20,11 +20,11 @@ EPSILON = 1e-5
 def _names(model: Model, version: float) -> KindNames:
     parts = ScanSizes.of(model).parts
     modules = {
+        "conv_weight": Names("mixer.conv1d_weight", also=("mixer.conv1d.weight",)),  # up to 0.16 a module
+        "conv_bias": Names("mixer.conv1d_bias", also=("mixer.conv1d.bias",)),
         "dt_bias": Names("mixer.dt_bias"),
         "A_log": Names("mixer.A_log"),
         "D": Names("mixer.D"),
-        "conv_weight": Names("mixer.conv1d_weight", also=("mixer.conv1d.weight",)),  # up to 0.16 a module
-        "conv_bias": Names("mixer.conv1d_bias", also=("mixer.conv1d.bias",)),
         NORM: Names("norm.", fused="mixer.in_proj.layer_norm_"),
         "in_proj": Names("mixer.in_proj."),
         "norm_weight": Names("mixer.norm.weight"),
@@ -33,7 +33,8 @@ def _names(model: Model, version: float) -> KindNames:
     mixed = PARTS[1:4], parts[1:4]
     rows = {"in_proj.weight": in_parts(PARTS, parts)}
     rows |= {"conv_weight": in_parts(*mixed, taps=True), "conv_bias": in_parts(*mixed)}
-    return KindNames(modules, rows)
+    older = ("dt_bias", "A_log", "D", NORM, "in_proj", "conv_weight", "conv_bias", "norm_weight", "out_proj")
+    return KindNames(modules, rows, older=older)
 
 
 def _ours(args: Mapping[str, Any], layers: int) -> dict[str, Any]:
