@@ -42,7 +42,7 @@ from megatron.convert.megatron_metadata import (
     read_metadata,
     read_objects,
 )
-from megatron.convert.megatron_names import WORDS, Dictionary, Target
+from megatron.convert.megatron_names import WORDS, Dictionary, OurTensor
 from megatron.convert.megatron_optimizer import (
     LEAVE_OUT,
     PREFIX,
@@ -411,7 +411,7 @@ def _in_tensor(theirs: str, shape: tuple[int, ...], box: Box, x: torch.Tensor, r
 
 
 def _in_matrix(
-    theirs: str, target: Target, ours: tuple[int, ...], shape: tuple[int, ...], box: Box, x: torch.Tensor
+    theirs: str, target: OurTensor, ours: tuple[int, ...], shape: tuple[int, ...], box: Box, x: torch.Tensor
 ) -> Iterator[tuple[Box, torch.Tensor]]:
     """(box, values) in our tensor of shape `ours`, for a box [rows, inputs] or [rows] of theirs."""
     lead, columns = split_shape(target.name, target.rows, ours)

@@ -23,7 +23,7 @@ from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.store import Piece
 from megatron.convert.imported import ModelImport, check_complete
 from megatron.convert.megatron_arguments import first_layers, settings_of
-from megatron.convert.megatron_names import WORDS, Dictionary, Target, outside, place_of
+from megatron.convert.megatron_names import WORDS, Dictionary, OurTensor, outside, place_of
 from megatron.convert.megatron_optimizer import (
     ALIGNMENT,
     LEAVE_OUT,
@@ -186,7 +186,7 @@ def _parameters(
         if place is None and not theirs.endswith(".weight"):
             continue  # state of fp8, a buffer
         stage = int(chunk) * pp + part.pp
-        target = names.ours(theirs, starts[stage]) or Target("output.weight")
+        target = names.ours(theirs, starts[stage]) or OurTensor("output.weight")
         name = target.name
         matches = lambda values, key=key: torch.equal(values.to((own := file.get(key)).dtype), own)
         tied = not model.untie_embeddings_and_output_weights
@@ -222,7 +222,7 @@ def _refuse_own_head(file: OpenFile, head: str) -> None:
 
 
 def _pieces_of(
-    file: OpenFile, target: Target, placed: Placement, tp: int
+    file: OpenFile, target: OurTensor, placed: Placement, tp: int
 ) -> Callable[[str, torch.Tensor], list[Piece]]:
     """The function that makes pieces of a parameter or its moments: (prefix of our name, their tensor) -> pieces."""
     centred = bool(file.facts["args"].get("apply_layernorm_1p"))

@@ -19,7 +19,7 @@ from megatron.errors import CheckpointError
 from megatron.model.branches import LayerKind
 from megatron.model.facts import AHEAD, Facts
 from megatron.model.kinds.table import resolved
-from megatron.model.megatron_form import AS_OURS, NORM, Implementation, Names, Rows
+from megatron.model.megatron_form import AS_OURS, NORM, Implementation, Names, RowOrder
 from megatron.mpu.placement import Constant, Placement
 
 WORDS, PROJECTION = "embedding.word.weight", "eh_proj"
@@ -58,13 +58,13 @@ class Place(NamedTuple):
     rest: str
 
 
-class Target(NamedTuple):
+class OurTensor(NamedTuple):
     """A tensor of ours. name: its full name. rows: of theirs; part: their name's end, if theirs is a part of it
     number: of the expert on its rank, if theirs is one of those
     """
 
     name: str
-    rows: Rows = AS_OURS
+    rows: RowOrder = AS_OURS
     part: str = ""
     number: Optional[int] = None
 
@@ -107,7 +107,7 @@ class _LayerNames(NamedTuple):
     """
 
     theirs: dict[str, Names]
-    rows: dict[str, Rows]
+    rows: dict[str, RowOrder]
     kinds: list
     divided: set[str]
     orders: dict[tuple[bool, bool], list[str]]
@@ -125,7 +125,7 @@ class Dictionary:
         self.facts, self.model, self.version = facts, facts.settings, version
         self._layers: dict[LayerKind, _LayerNames] = {}
 
-    def ours(self, theirs: str, first: int = 0) -> Optional[Target]:
+    def ours(self, theirs: str, first: int = 0) -> Optional[OurTensor]:
         """The tensor of ours that one of theirs is, or is a part of; None for tensors that are not weights.
 
         first: number of the first layer of its stage. Raises CheckpointError for an unknown one.
@@ -138,7 +138,7 @@ class Dictionary:
             if place.depth is not None:
                 prefix, table = f"{AHEAD}.{place.depth}.", _ours_of(_DEPTH)
             if found := _found(table, place.rest):
-                return Target(prefix + found)
+                return OurTensor(prefix + found)
             raise CheckpointError(f"tensor {theirs} is not known")
         n, ahead = first + place.layer, self.model.layers_ahead
         prefix = f"blocks.{n}."
@@ -167,7 +167,7 @@ class Dictionary:
         own = f"mtp_model_layer.layers.{layer}" if self.model.letters else "mtp_model_layer"
         return f"mtp.layers.{depth}.{own}.{inside}"
 
-    def rows(self, ours: str) -> Rows:
+    def rows(self, ours: str) -> RowOrder:
         """The rows of a tensor of theirs."""
         n, rest = self._place(ours)
         return AS_OURS if n is None else self._layer(n).rows.get(rest, AS_OURS)
@@ -236,20 +236,20 @@ class Dictionary:
                 found.divided.update(f"{mixer.slot}.{name}" for name in names.divided)
         return found
 
-    def _in_layer(self, layer: _LayerNames, rest: str) -> Optional[Target]:
+    def _in_layer(self, layer: _LayerNames, rest: str) -> Optional[OurTensor]:
         """The tensor of a layer, without the layer in its name."""
         for slot, form in layer.kinds:
             if expert := form.one_of_experts(rest):
                 name = f"{slot}.{expert[0]}"
-                return Target(name, layer.rows.get(name, AS_OURS), number=expert[1])
+                return OurTensor(name, layer.rows.get(name, AS_OURS), number=expert[1])
         table = _ours_of(layer.theirs)
         if found := _found(table, rest):
-            return Target(found, layer.rows.get(found, AS_OURS))
+            return OurTensor(found, layer.rows.get(found, AS_OURS))
         ends = {part: rows for rows in layer.rows.values() for part in rows.parts}
         for part in ends:
             found = rest.endswith(part) and _found(table, rest.removesuffix(part))
             if found and part in layer.rows.get(found, AS_OURS).parts:
-                return Target(found, layer.rows[found], part)
+                return OurTensor(found, layer.rows[found], part)
         return None
 
     def _name_of(self, table: dict[str, Names], ours: str, implementation: Implementation) -> str:

@@ -2,7 +2,7 @@
 """Tensors of Megatron-LM's checkpoints as boxes of ours, and back: their rows are our leading dims, flattened.
 
 qkv.weight [g, q + 2, d, h]      linear_qkv.weight [g (q + 2) d, h]
-in_proj.weight [groups, n, h]    in_proj.weight [groups n, h], part after part (`megatron_form.Rows`)
+in_proj.weight [groups, n, h]    in_proj.weight [groups n, h], part after part (`megatron_form.RowOrder`)
 """
 
 from collections.abc import Iterator
@@ -12,15 +12,15 @@ import torch
 
 from megatron.checkpoint.boxes import Box, flat_to_boxes
 from megatron.checkpoint.store import Piece
-from megatron.convert.megatron_names import Target, is_norm
+from megatron.convert.megatron_names import OurTensor, is_norm
 from megatron.errors import CheckpointError
-from megatron.model.megatron_form import Rows
+from megatron.model.megatron_form import RowOrder
 from megatron.mpu.placement import Placement
 
 Part = tuple[Box, torch.Tensor]
 
 
-def split_shape(name: str, rows: Rows, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def split_shape(name: str, rows: RowOrder, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(dims that their rows flatten, dims after these) of a tensor of ours."""
     columns = rows.taps or (name.endswith(".weight") and len(shape) > 1)
     return (shape[:-1], shape[-1:]) if columns else (shape, ())
@@ -40,7 +40,7 @@ def boxes_of_rows(lead: tuple[int, ...], numbers: torch.Tensor, x: torch.Tensor)
             at += box.size
 
 
-def local_parts(target: Target, placed: Placement, x: torch.Tensor, rank: int, ranks: int, where: str) -> list[Part]:
+def local_parts(target: OurTensor, placed: Placement, x: torch.Tensor, rank: int, ranks: int, where: str) -> list[Part]:
     """The boxes of our tensor in a tensor of one of their tensor parallel ranks. where: its file, for messages"""
     whole, dim = placed.shape, placed.cut.get("tp")
     if dim is None and x.numel() * ranks == prod(whole) and ranks > 1:
@@ -60,12 +60,12 @@ def local_parts(target: Target, placed: Placement, x: torch.Tensor, rank: int, r
     return [(box, x[Box.whole(box.extent).slices()].contiguous())]
 
 
-def _fits(rows: Rows, lead: tuple[int, ...], columns: tuple[int, ...], x: torch.Tensor) -> bool:
+def _fits(rows: RowOrder, lead: tuple[int, ...], columns: tuple[int, ...], x: torch.Tensor) -> bool:
     flat = (prod(lead), *((1,) if rows.taps else ()), *columns)
     return tuple(x.shape) == flat or x.numel() == prod(flat) and x.dim() > len(flat)
 
 
-def _rows_of_rank(target: Target, whole: tuple[int, ...], x: torch.Tensor, rank: int) -> list[Part]:
+def _rows_of_rank(target: OurTensor, whole: tuple[int, ...], x: torch.Tensor, rank: int) -> list[Part]:
     """Of a tensor that their ranks divide by rows, and each of ours has whole."""
     lead, columns = split_shape(target.name, target.rows, whole)
     x = x.reshape(-1, *columns)
@@ -75,7 +75,7 @@ def _rows_of_rank(target: Target, whole: tuple[int, ...], x: torch.Tensor, rank:
     return [(Box((*box.offset, *zeros), (*box.extent, *columns)), part.contiguous()) for box, part in parts]
 
 
-def their_rows(name: str, rows: Rows, x: torch.Tensor) -> torch.Tensor:
+def their_rows(name: str, rows: RowOrder, x: torch.Tensor) -> torch.Tensor:
     """A rank's part of a tensor of ours as theirs: a matrix [rows, inputs], a vector, or a convolution's weight."""
     lead, columns = split_shape(name, rows, tuple(x.shape))
     x = x.reshape(prod(lead), *columns)

@@ -33,7 +33,7 @@ class Names(NamedTuple):
         return own or self.core
 
 
-class Rows(NamedTuple):
+class RowOrder(NamedTuple):
     """The rows of a tensor of theirs, if they have another order than ours or are several tensors.
 
     order: sizes of dims -> for each of their rows the number of ours; None: ours, or that of `parts`
@@ -54,10 +54,10 @@ class Rows(NamedTuple):
         return torch.cat([ours[index].flatten() for index in indices]) if indices else ours.flatten()
 
 
-AS_OURS = Rows()
+AS_OURS = RowOrder()
 
 
-def in_parts(names: Sequence[str], sizes: Sequence[int], taps: bool = False) -> Rows:
+def in_parts(names: Sequence[str], sizes: Sequence[int], taps: bool = False) -> RowOrder:
     """Rows of a tensor [groups, sum of sizes, ...] of ours that theirs has part after part, each of all groups.
 
     names: of the parts in torch_dist
@@ -67,7 +67,7 @@ def in_parts(names: Sequence[str], sizes: Sequence[int], taps: bool = False) -> 
     """
     ends = list(accumulate(sizes))
     slices = [slice(end - size, end) for size, end in zip(sizes, ends)]
-    return Rows(parts={f".{name}": (slice(None), part) for name, part in zip(names, slices)}, taps=taps)
+    return RowOrder(parts={f".{name}": (slice(None), part) for name, part in zip(names, slices)}, taps=taps)
 
 
 class KindNames(NamedTuple):
@@ -81,7 +81,7 @@ class KindNames(NamedTuple):
     """
 
     modules: Mapping[str, Names]
-    rows: Mapping[str, Rows] = MappingProxyType({})
+    rows: Mapping[str, RowOrder] = MappingProxyType({})
     divided: tuple[str, ...] = ()
     older: tuple[str, ...] = ()
 

@@ -7,7 +7,7 @@ version 0, and [heads, d, 3, h] in version 1. With --attention-output-gate a gro
 
 import torch
 
-from megatron.model.megatron_form import NORM, KindNames, MegatronForm, Names, Rows
+from megatron.model.megatron_form import NORM, KindNames, MegatronForm, Names, RowOrder
 from megatron.settings.schema import Model
 
 
@@ -24,7 +24,7 @@ def _names(model: Model, version: float) -> KindNames:
     }
     if version >= 2:
         return KindNames(modules)
-    old = Rows(_version_0 if version < 1 else _version_1)
+    old = RowOrder(_version_0 if version < 1 else _version_1)
     return KindNames(modules, {"qkv.weight": old, "qkv.bias": old})
 
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron.errors import CheckpointError
 from megatron.model.kinds.mla.settings import LatentSettings
-from megatron.model.megatron_form import NORM, KindNames, MegatronForm, Names, Rows, same_settings
+from megatron.model.megatron_form import NORM, KindNames, MegatronForm, Names, RowOrder, same_settings
 from megatron.settings.schema import Model
 
 SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
@@ -37,8 +37,8 @@ def halves_of(pairs: int) -> torch.Tensor:
 def _names(model: Model, version: float) -> KindNames:
     no, ro, kv = model.qk_head_dim, model.qk_pos_emb_head_dim, model.kv_lora_rank
     of_head = torch.cat((ro + torch.arange(no), halves_of(ro // 2)))
-    of_heads = Rows(lambda lead: (torch.arange(lead[0]).unsqueeze(1) * (no + ro) + of_head).flatten())
-    of_latent = Rows(lambda lead: torch.cat((torch.arange(kv), kv + halves_of(ro // 2))))
+    of_heads = RowOrder(lambda lead: (torch.arange(lead[0]).unsqueeze(1) * (no + ro) + of_head).flatten())
+    of_latent = RowOrder(lambda lead: torch.cat((torch.arange(kv), kv + halves_of(ro // 2))))
     at = "self_attention."
     queries = {"q": Names(f"{at}linear_q_proj.")}
     if model.q_lora_rank is not None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """MLPs in Megatron-LM's checkpoints: of a gated one, the rows of the gate, then those of values."""
 
-from megatron.model.megatron_form import NORM, KindNames, MegatronForm, Names, Rows
+from megatron.model.megatron_form import NORM, KindNames, MegatronForm, Names, RowOrder
 from megatron.settings.schema import Model
 
-PARTS = Rows(parts={"_w": (0,), "_v": (1,)})
+PARTS = RowOrder(parts={"_w": (0,), "_v": (1,)})
 
 
 def _names(model: Model, version: float) -> KindNames:
