@@ -273,6 +273,19 @@ def test_what_no_weight_can_express_is_refused(name, value, family):
         imported(config)
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("P-", "Megatron-LM has no layers of attention beside Mamba-2"),
+        ("M- --no-mamba-rms-norm", "with mamba_rms_norm is not"),
+    ],
+)
+def test_megatron_lm_has_none_of_it(words, said, tmp_path):
+    pretrain_hybrid.main(f"{LINE} --hybrid-layer-pattern {words} --save {tmp_path} --train-iters 1".split())
+    with pytest.raises(Failure, match=said):
+        tool.main(["to-megatron", str(tmp_path), str(tmp_path / "out")])
+
+
 def test_other_patterns_are_refused_by_name(tmp_path):
     line = f"{LINE} --hybrid-layer-pattern M*- --save {tmp_path} --train-iters 1"
     pretrain_hybrid.main(line.split())
