@@ -56,6 +56,7 @@ class Mixer:
     hf_matches: (family, settings, our prefix of its weights, their prefix of the layer, function that matches a norm) ->
              the matches of its weights in the files of Hugging Face (`hf_match.Match`), or "module:function"; None: it is
              in no family of theirs
+    in_megatron: its `megatron_form.MegatronForm`, as "module:name"; "": it is in no checkpoint of Megatron-LM
     shrunk:  (settings of the model, those of a small one, size of tensor parallelism) -> its settings in the small one
     """
 
@@ -85,4 +86,5 @@ class Mixer:
     used: Optional[Callable[[Model], tuple[int, int]]] = None
     has_shape: Callable[[Model], bool] = lambda model: True
     hf_matches: Union[str, Callable[..., list], None] = None
+    in_megatron: str = ""
     shrunk: Callable[[Model, Model, int], dict[str, Any]] = lambda model, small, tp: {}

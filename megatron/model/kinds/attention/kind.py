@@ -375,6 +375,7 @@ KIND = Mixer(
     settings=AttentionSettings,
     rules=RULES,
     hf_matches="megatron.model.kinds.attention.hf:matches",
+    in_megatron="megatron.model.kinds.attention.megatron:FORM",
     mixes_tokens=True,
     recomputes=(CORE, ATTENTION),
     divided=lambda model: {"heads": model.num_attention_heads, "key-value heads": model.query_groups},

@@ -167,5 +167,6 @@ KIND = Mixer(
     state=_state,
     has_shape=_has_shape,
     hf_matches="megatron.model.kinds.gdn.hf:matches",
+    in_megatron="megatron.model.kinds.gdn.megatron:FORM",
     shrunk=_shrunk,
 )

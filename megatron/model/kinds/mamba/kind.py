@@ -128,6 +128,7 @@ KIND = Mixer(
     settings=MambaSettings,
     rules=RULES,
     hf_matches="megatron.model.kinds.mamba.hf:matches",
+    in_megatron="megatron.model.kinds.mamba.megatron:FORM",
     mixes_tokens=True,
     recomputes=(CORE, ATTENTION),
     divided=lambda model: {"Mamba-2 groups": model.mamba_num_groups},
