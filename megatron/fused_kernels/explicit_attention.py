@@ -3,7 +3,8 @@
 
 A rectangle is computed a block of queries at a time, over the keys that any of these queries sees: of causal order half of
 the scores or more are never computed. `in_blocks` stores the weights for its backward pass. `Explicit` computes a part of
-the keys for a ring, and computes its weights again from the log-sum-exp over all keys.
+the keys for a ring, and computes its weights again from the log-sum-exp over all keys. `largest_scores` keeps only the
+largest score of each head, beside a kernel that does not return scores.
 
 Operands are first copied to [c g, n q, d] and [c g, m, d]: batched products of contiguous matrices are 1.4 x as fast. The
 rows of a group's queries are in the order (n, q), so that a block of positions is one slice of rows.
@@ -13,6 +14,7 @@ group, h = g q heads, d channels per head, v of its values, often d. query is [s
 [t, b, g, v].
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple, Optional
 
 import torch
@@ -20,7 +22,7 @@ import torch
 from megatron.fused_kernels.cpu_ops import baddbmm, bmm
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import numbers
-from megatron.settings.kernel_sizes import NONCAUSAL_ROWS, RING_ROWS, causal_blocks, even_blocks, first_key
+from megatron.settings.kernel_sizes import NONCAUSAL_ROWS, RING_ROWS, SCORE_BYTES, causal_blocks, even_blocks, first_key
 
 ALIGNED = 64  # a block's first key is a multiple of this, in tokens: fewer shapes of products to prepare
 FEW_SAMPLES = 16  # a bias gradient of up to so many may be summed in bf16: over 64 the error is that of four roundings
@@ -140,16 +142,10 @@ def in_blocks(
 ) -> torch.Tensor:
     """`reference.attention`. In causal cases the queries are the last s of the t tokens."""
     (s, _, _, q, _), t, visible, blind = query.shape, len(key), None, None
-    assert not causal or s <= t, "of causal order the queries are the last of the keys"
     if allowed is not None:
         visible, blind = visible_keys(allowed, causal, window)
-    if causal:
-        whole = Rectangle(slice(0, s), slice(0, t), True, window, documents)
-        if allowed is not None:  # a mask of all pairs includes them
-            whole = whole._replace(documents=None)
-        parts = [(whole, causal_blocks(s, q))]
-    else:
-        parts = [(one, even_blocks(one.shape[0], NONCAUSAL_ROWS // q)) for one in _samples(s, t, documents)]
+    spans_of = lambda n: causal_blocks(n, q) if causal else even_blocks(n, NONCAUSAL_ROWS // q)
+    parts = [(one, spans_of(one.shape[0])) for one in rectangles_of(s, t, causal, window, documents, allowed)]
     parts = [(one._replace(documents=None), blocks_of(one, spans)) for one, spans in parts]
     starts = documents.starts if causal and documents is not None and allowed is None else None
     how = Scores(scale, softcap=softcap, factor=1.0 if dropout is None else dropout.factor)
@@ -175,8 +171,13 @@ def visible_keys(
     return allowed | blind, blind.transpose(0, 1)
 
 
-def _samples(s: int, t: int, documents: Optional[Documents]) -> list[Rectangle]:
-    """The rectangles of non-causal attention: one, or that of each sample of a row that has several."""
+def rectangles_of(s: int, t: int, causal: bool, window: Optional[int], documents, allowed) -> list[Rectangle]:
+    """The rectangles of attention of s queries over t keys: one; of non-causal attention that of each sample of a row that
+    has several. allowed: a mask of all pairs, which includes documents.
+    """
+    if causal:
+        assert s <= t, "of causal order the queries are the last of the keys"
+        return [Rectangle(slice(0, s), slice(0, t), True, window, documents if allowed is None else None)]
     if documents is None:
         return [Rectangle(slice(0, s), slice(0, t), False)]
     found, first = [], 0
@@ -332,7 +333,58 @@ def _logits(rows, keys, c: int, rectangle: Rectangle, block: ScoreBlock, scores:
     return logits
 
 
-# ---- what both share -------------------------------------------------------------------------------------------------
+# ---- the largest scores ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def largest_scores(
+    query, key, *, scale: float, causal: bool, window=None, allowed=None, documents=None, padding=None
+) -> torch.Tensor:
+    """[g, q] fp32: the largest scaled product of a query [s, b, g, q, d] of each head and a key [t, b, g, d] that it sees,
+    before a cap and a bias; -inf if it sees none. The other arguments are those of `reference.attention`.
+    """
+    visible = None
+    if allowed is not None:
+        visible, blind = visible_keys(allowed, causal, window)
+        visible = visible & ~blind.transpose(0, 1)
+    parts = rectangles_of(len(query), len(key), causal, window, documents, allowed)
+    return largest_in(query, key, parts, scale, (visible, padding))
+
+
+@torch.no_grad()
+def largest_in(query, key, rectangles: Iterable[Rectangle], scale: float, masks: tuple = (None, None)) -> torch.Tensor:
+    """`largest_scores` of the pairs in rectangles. masks: (visible, padding)
+
+    A block of scores has at most `SCORE_BYTES`, or one position.
+    """
+    _, _, g, q, _ = query.shape
+    result = query.new_full((g, q), float("-inf"), dtype=torch.float32)
+    visible, padding = masks
+    for one in rectangles:
+        rows = _heads_first(query[one.rows, one.samples])  # [c g, n q, d]
+        keys = _heads_first(key[one.keys, one.samples])  # [c g, m, d]
+        n, m = one.shape
+        starts = None if one.documents is None else one.documents.starts
+        own = visible, starts, None if padding is None else padding[one.samples, one.keys]
+        size = SCORE_BYTES[query.device.type] // (4 * len(rows) * q * m)
+        for block in blocks_of(one, even_blocks(n, size)):
+            scores = _product(rows[:, _rows(block, q)], keys[:, block.keys])
+            _hide(scores, len(rows) // g, one, block, own)
+            largest = scores.view(len(rows) // g, g, -1, q, scores.shape[-1]).amax((0, 2, 4))
+            torch.maximum(result, largest, out=result)
+    return result.mul_(scale)
+
+
+def _product(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """rows [c g, n q, d] times keys [c g, m, d] -> [c g, n q, m] fp32: a rounded maximum would clip too much or too little,
+    and one of fp16 may be infinite.
+    """
+    if rows.is_cuda and rows.dtype != torch.float32:
+        return torch.bmm(rows, keys.transpose(1, 2), out_dtype=torch.float32)
+    return bmm(rows.float(), keys.float().transpose(1, 2))
+
+
+# ---- what all share --------------------------------------------------------------------------------------------------
 
 
 def _operands(query, key, value, rectangle: Rectangle) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

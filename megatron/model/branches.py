@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Optional
 
 from megatron.model.kinds.mixer import Mixer
-from megatron.model.layer_ops import ATTENTION, NORM, Kernel, LayerOp, RankSetup
+from megatron.model.layer_ops import ATTENTION, NORM, CoreAttention, Kernel, LargestScores, LayerOp, RankSetup, Residual
 from megatron.model.weights import Table, add_prefix, norm
 from megatron.settings.schema import Model
 
@@ -100,6 +100,15 @@ def branch_weights(facts, kind: LayerKind, sequence_parallel: bool) -> Table:
     return table
 
 
+def _mixer_ops(facts, x: Residual, mixer: Mixer) -> Sequence[LayerOp]:
+    """The ops of a mixer, and if it keeps the largest scores of its heads, the product for them before each kernel."""
+    ops = mixer.ops(facts, x)
+    if not (x.share.largest_scores and mixer.clipped):
+        return ops
+    beside = lambda op: [LargestScores.beside(op, x.share), op] if isinstance(op, CoreAttention) else [op]
+    return [one for op in ops for one in beside(op)]
+
+
 @lru_cache(maxsize=65536)
 def branch_ops(facts, share: RankSetup, kind: LayerKind) -> tuple[LayerOp, ...]:
     """The ops of a layer of this kind."""
@@ -107,7 +116,7 @@ def branch_ops(facts, share: RankSetup, kind: LayerKind) -> tuple[LayerOp, ...]:
     for branch, then in in_turn(kind.branches):
         again = (ATTENTION,) * branch.mixes_tokens
         ops += [x.norm(NORM, *again)] * bool(branch.before)
-        first, *others = (mixer.ops(facts, replace(x, kept=n > 0)) for n, mixer in enumerate(branch.mixers))
+        first, *others = (_mixer_ops(facts, replace(x, kept=n > 0), mixer) for n, mixer in enumerate(branch.mixers))
         ops += first
         for more in others:
             more = more if not again else [replace(op, again=(*op.again, *again)) for op in more]

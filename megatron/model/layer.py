@@ -29,7 +29,8 @@ class Layer(nn.Module):
 
     def __init__(self, weights: Table, setup: LayerSetup):
         super().__init__()
-        model, self.recompute = setup.model, setup.recompute
+        self.settings, self.recompute = setup.model, setup.recompute
+        model = self.settings
         self.tp, self.sequence_parallel = setup.tp, setup.sequence_parallel
         self.branches: tuple[Branch, ...] = setup.facts.layer_kind(setup.layer).branches
         norms = {name for branch in self.branches for name in branch.norms}
@@ -40,7 +41,7 @@ class Layer(nn.Module):
                 self.add_module(name, NORMS[model.normalization](table, model.norm_epsilon, **setup.factory))
             elif name in mixers:
                 self._check_sums(mixers[name], setup)
-                self.add_module(name, resolved(mixers[name].module)(table, setup))
+                self.add_module(name, resolved(mixers[name].module)(table, setup.of(mixers[name])))
         axis = self.tp if self.sequence_parallel else None
         for branch in self.branches:
             site = f"after {branch.site or branch.slot}"

@@ -23,6 +23,7 @@ from megatron.model.lora import KIND as LORA
 from megatron.model.quantization import KIND as QUANTIZED
 from megatron.model.quantization import OF_TOKENS
 from megatron.model.sparsity import KIND as SPARSE
+from megatron.settings.kernel_sizes import SCORE_BYTES
 from megatron.settings.schema import Model
 
 
@@ -39,7 +40,8 @@ class RankSetup:
     a ring. documents: they are packed into samples (--reset-attention-mask). ep, etp: ranks that hold different experts of
     a layer, and parts of each. frozen: linear layers of blocks ("attention.qkv") whose weight has no gradient in any block,
     and "output" for the output layer's. pairs: (linear layer, rows of A) of LoRA's; pairs_drop: with --lora-dropout.
-    kinds: (linear layer, kind) of the present layer (`Facts.products`).
+    kinds: (linear layer, kind) of the present layer (`Facts.products`). largest_scores: of each head are kept (--qk-clip,
+    --log-max-attention-logit).
     """
 
     tp: int = 1
@@ -63,6 +65,7 @@ class RankSetup:
     pairs: tuple[tuple[str, int], ...] = ()
     pairs_drop: bool = False
     kinds: tuple[tuple[str, str], ...] = ()
+    largest_scores: bool = False
 
     def keeps_input(self, layer: str) -> bool:
         """Whether the product of a linear layer saves its input."""
@@ -204,6 +207,28 @@ class Scan(Kernel):
     products: float
     smallest: int
     again: tuple[str, ...] = field(default=(CORE, ATTENTION), kw_only=True)
+
+
+@dataclass(frozen=True)
+class LargestScores(Kernel):
+    """The product of queries and keys beside an attention kernel, of which only the largest scores are kept (--qk-clip). It
+    has no gradient.
+
+    products: its FLOPs. smallest: the smallest dim of the product
+    """
+
+    products: float
+    smallest: int
+    again: tuple[str, ...] = field(default=(CORE, ATTENTION), kw_only=True)
+
+    @classmethod
+    def beside(cls, core: CoreAttention, share: RankSetup) -> "LargestScores":
+        """That of an attention kernel."""
+        keys, values = core.widths
+        products = core.flops * (core.seen if core.causal else 1.0) * keys / (keys + values)
+        scores = products / (2 * keys)  # fp32, written and read
+        most = min(4 * int(scores), SCORE_BYTES[share.device])
+        return cls("largest scores", products=products, smallest=keys, moved=scores * 8 / share.element, workspace=most)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ Legend: s rows of a rank, t all rows of a sequence, b micro-batch, g key-value g
 keys, v of values, often d.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, Optional
 
 import numpy as np
@@ -31,7 +31,7 @@ from megatron.fused_kernels import choose_kernel
 from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
-from megatron.fused_kernels.explicit_attention import Rectangle, Scores
+from megatron.fused_kernels.explicit_attention import Rectangle, Scores, largest_in
 from megatron.fused_kernels.partial_attention import gradient_of_sinks, merge
 from megatron.mpu import collectives
 from megatron.mpu.chunks import chunk_pairs, own_chunks, part_of_chunks, parts_between, ring_distances
@@ -122,13 +122,14 @@ def scaled_dot_product_attention(
     kept = None if dropout is None else dropout.mask()
     query = query.reshape(s, b, g * q, d)
     sinks = layer.sinks(g) if layer.has_sinks else None
-    attended = _RingAttention.apply(query, key, value, sinks, kept, layer.sharing.rows, steps, kernel, scores)
+    watch = layer.max_logits and partial(layer.see_logits, largest=largest_in)
+    attended = _RingAttention.apply(query, key, value, sinks, kept, layer.sharing.rows, steps, kernel, scores, watch)
     return attended.flatten(2)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, sinks, kept, ring, steps, kernel, scores):
+    def forward(ctx, query, key, value, sinks, kept, ring, steps, kernel, scores, watch=None):
         total = query.new_zeros((*query.shape[:3], value.shape[-1]), dtype=torch.float32)
         lse = total.new_full(query.shape[:3], float("-inf"))
         if sinks is not None:  # as a part of the keys, without values
@@ -139,6 +140,9 @@ class _RingAttention(torch.autograd.Function):
             present = arriving
             if step is not steps[-1]:
                 arriving, message = collectives.start_shift(present, ring, places)
+            if watch is not None:
+                by_group, keys = query.unflatten(2, (key.shape[2], -1)), present[..., : key.shape[-1]]
+                watch(by_group, key=keys, rectangles=step.rectangles, scale=scores.scale)
             for rectangle in step.rectangles:
                 operands = (query[rectangle.rows, rectangle.samples], *_of_keys(present, rectangle, key.shape[-1]))
                 result = kernel.forward(*operands, rectangle, scores, _of_pairs(kept, rectangle, ring, step.distance))
@@ -176,7 +180,7 @@ class _RingAttention(torch.autograd.Function):
         sums_message.wait()
         d_key, d_value = sums[..., :d], sums[..., d:]
         d_sinks = None if sinks is None else gradient_of_sinks(gradient, attended, lse, sinks)
-        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), d_sinks, *[None] * 5
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), d_sinks, *[None] * 6
 
 
 def _moves(steps: Steps, ring: Axis) -> list[int]:

@@ -351,15 +351,16 @@ def register_buffer(
     shape: tuple[int, ...] | None = None,
     cut: Mapping[str, int] | None = None,
     partial: tuple[str, ...] = (),
+    saved: bool = True,
 ) -> None:
     """Register a buffer that training changes in a module, with its initial values, a CPU tensor.
 
-    combine: how the values of ranks are combined, once a step (`placement.Buffer`)
+    combine, saved: how the values of ranks are combined, once a step, and whether checkpoints have it (`placement.Buffer`)
     shape, cut, partial: of the logical tensor, as in `Placement`; without them each rank has all of it
     Raises SettingsError for an unknown rule or format.
     """
     module.register_buffer(name, tensor)
-    kind = Buffer(combine, str(tensor.dtype).removeprefix("torch."))
+    kind = Buffer(combine, str(tensor.dtype).removeprefix("torch."), saved)
     placed = Placement(
         tuple(shape or tensor.shape), Own(), cut=dict(cut or {}), partial=partial, decay=False, buffer=kind
     )

@@ -83,12 +83,14 @@ class Buffer:
              changes in this step. The ranks are those of data and context parallelism, and of the axes in
              `Placement.partial`.
     dtype:   by torch's name
+    saved:   whether checkpoints have it; not if every step begins with its initial values
 
     Raises SettingsError for an unknown rule or format.
     """
 
     combine: str = "same"
     dtype: str = "float32"
+    saved: bool = True
 
     def __post_init__(self):
         for word, known, what in ((self.combine, COMBINE, "rule"), (self.dtype, BUFFER_BYTES, "format")):

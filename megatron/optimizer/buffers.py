@@ -133,6 +133,7 @@ class BufferStore:
         return [
             piece
             for held in self.held
+            if held.placement.buffer.saved
             if not unique or held.placement.is_primary(place) and all(place[axis] == 0 for axis in held.copies)
             for piece in buffer_pieces(held.name, held.place, place)
         ]

@@ -23,7 +23,7 @@ do not apply. `buffers.py` handles buffers with a placement.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -32,6 +32,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from megatron.checkpoint.store import Piece, StablePiece, share
+from megatron.model.max_logits import WatchedHeads
 from megatron.mpu import collectives
 from megatron.mpu.layers import attach_wgrad_accumulator, linear_products, place_buffers
 from megatron.mpu.mesh import Mesh
@@ -39,6 +40,7 @@ from megatron.optimizer.buffers import BufferStore
 from megatron.optimizer.gradients import GradientBuffers
 from megatron.optimizer.messages import Messages
 from megatron.optimizer.offload import build_states
+from megatron.optimizer.qk_clip import QKClip, largest_logit
 from megatron.optimizer.rounding import Noise, norms
 from megatron.optimizer.state import FrozenState, OwnedState, Targets
 from megatron.optimizer.units import (
@@ -77,6 +79,8 @@ class DistributedOptimizer:
     mesh:     `shard` is the axis that divides optimizer state, `replicate` the one that copies it
     parallel: the ZeRO stage, and which communication overlaps with computation
     stable:   allow pieces that outlast steps (`pieces`); state in files then takes twice its size on disk
+    heads:    for --qk-clip and the log: the heads whose largest logits the model keeps (`model.max_logits`);
+              None: neither is asked for
     draws:    give the weights their initial values; otherwise they are 0 until a checkpoint fills them, or `draw`
     Buffers of the model go to the device; those with a placement are in `buffers`.
     Raises StorageError when the disk has no space for state in files.
@@ -93,6 +97,7 @@ class DistributedOptimizer:
         device,
         seed: int,
         stable: bool = False,
+        heads: Optional[Sequence[WatchedHeads]] = None,
         draws: bool = True,
     ):
         parallel = parallel or schema.Parallel()
@@ -130,6 +135,8 @@ class DistributedOptimizer:
         )
         self.frozen = self._frozen_states(owned_ranges([unit for unit in self.units if unit.frozen], axis_of))
         self.everything: list[OwnedState] = [*self.states, *self.frozen]  # the weights of all units
+        still = {slot.name for state in self.frozen for own in state.owned for slot, _ in own.slots()}
+        self.heads, self.clip = heads, QKClip(heads or (), settings, still) if settings.qk_clip else None
         self.shards = self._parameter_shards()
         self.sources = {own.unit.name: (own, state) for state in self.everything for own in state.owned}
         self.drawn = False
@@ -322,6 +329,12 @@ class DistributedOptimizer:
                 total += torch.stack(torch._foreach_norm(views)).double().square().sum().to(self.device)
         return collectives.all_reduce(total, self.mesh.world).sqrt().item()
 
+    def max_attention_logit(self) -> Optional[torch.Tensor]:
+        """The largest attention logit of the last step, [1] on the device; None if the model does not keep it. All ranks
+        call it.
+        """
+        return None if self.heads is None else largest_logit(self.heads, self.mesh.world, self.device)
+
     @torch.no_grad()
     def num_zeros_in_grad(self) -> int:
         """The number of zeros in the step's gradient over all ranks, without padding. Call it after `finalize_grads`."""
@@ -375,6 +388,8 @@ class DistributedOptimizer:
             self.rule.prepare(self.states, reduced, self.mesh)
             for state in reversed(self.states):  # the GPU's state first: the host continues meanwhile
                 state.step(reduced, self.step_count, rates, self._targets(state))
+            if self.clip is not None:
+                self.clip.scale(self.states, self._targets, skip)
         self.step_count += 1
         self.copy_main_params_to_model_params(read=False)
 

@@ -77,6 +77,7 @@ class Job:
     frozen: frozenset[str] = frozenset()  # linear layers, as in `RankSetup`
     pairs: tuple[tuple[str, int], ...] = ()
     teacher: Optional["Job"] = None  # passes of --teacher-load
+    largest_scores: bool = False  # of heads are kept
     compared: tuple[tuple[int, int], ...] = ()  # (layer, layer of the teacher) of --kd-hidden-layers
 
     @classmethod
@@ -102,6 +103,7 @@ class Job:
             plain_loss=not config.kernels.cross_entropy_loss_fusion,
             plain_activation=not config.kernels.bias_swiglu_fusion,
             selection=selection,
+            largest_scores=config.optimizer.qk_clip or config.logging.log_max_attention_logit,
             ns_steps=config.optimizer.muon_num_ns_steps if knows_matrices(config.optimizer) else 0,
             **dict(zip(("frozen", "pairs"), facts.learned(selection))),
             **({} if alone else teaching(config, facts, dp, device)),
@@ -131,6 +133,7 @@ class Job:
         shared = (cp, cp_heads, gathers, self.documents, *experts)
         sequences = micro_batch_size * self.facts.sequences
         own = dict(frozen=self.frozen, pairs=self.pairs, pairs_drop=self.facts.settings.lora_dropout > 0)
+        own |= dict(largest_scores=self.largest_scores)
         return RankSetup(tp, sp, sequences, self.device, self.precision, self.element, *kernels, *shared, **own)
 
 

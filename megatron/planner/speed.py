@@ -14,7 +14,17 @@ from itertools import chain
 from typing import NamedTuple, Optional
 
 from megatron.model.facts import OUTPUT, Facts, LayerDesign
-from megatron.model.layer_ops import LAYER, Collective, CoreAttention, Kernel, LayerOp, Product, RankSetup, Scan
+from megatron.model.layer_ops import (
+    LAYER,
+    Collective,
+    CoreAttention,
+    Kernel,
+    LargestScores,
+    LayerOp,
+    Product,
+    RankSetup,
+    Scan,
+)
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.pipeline.stages import Pipeline
 from megatron.planner import activations
@@ -348,7 +358,7 @@ def _teacher(job: Job, share: RankSetup, cluster: Cluster) -> Pass:
     share: of the student on this rank
     """
     facts, d = job.facts, cluster.device
-    share = replace(share, frozen=frozenset(), pairs=())
+    share = replace(share, frozen=frozenset(), pairs=(), largest_scores=False)
     kinds = Counter(facts.layer_kind(layer) for layer in range(facts.num_layers))
     total = Pass()
     for kind, count in kinds.items():
@@ -408,6 +418,8 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
             back += sent(op, op.back) + sent(op, op.ahead) * op.runs_again(modules)
     pairs = [sum(of_pass) for of_pass in zip(*(_pair(job, op, d) for op in ops if isinstance(op, Product)), (0.0, 0.0))]
     still = sum(arithmetic_seconds(job, op, d) for op in ops if isinstance(op, Product) and op.frozen)
+    ahead_alone = [op for op in ops if isinstance(op, LargestScores)]
+    still += 2 * (sum(arithmetic_seconds(job, op, d) for op in ahead_alone) + elementwise(ahead_alone))
     return Pass(
         work + pairs[0] + sums * each + ahead,
         2 * work + pairs[1] - still + longer + sums * each + repeated + messages * each + back,
@@ -419,10 +431,10 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
 
 
 def arithmetic_seconds(job: Job, op: LayerOp, d: Device) -> float:
-    """Seconds of a product, of attention, or of the products of a scan."""
+    """Seconds of a product, of attention, or of the products of a scan or of scores."""
     if isinstance(op, Product):
         return op.flops / d.reached(job.precision, max(1, min(op.rows, op.inputs, op.outputs)))
-    if isinstance(op, Scan):
+    if isinstance(op, (Scan, LargestScores)):
         return op.products / d.reached(job.precision, op.smallest)
     return _core(job, op, d) if isinstance(op, CoreAttention) else 0.0
 

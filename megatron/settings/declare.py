@@ -42,6 +42,7 @@ Positive = Annotated[float, Range("above 0", lambda value: value > 0)]
 Fraction = Annotated[float, Range("at least 0 and below 1", lambda value: 0 <= value < 1)]
 Share = Annotated[float, Range("at least 0 and at most 1", lambda value: 0 <= value <= 1)]
 PositiveShare = Annotated[float, Range("above 0 and at most 1", lambda value: 0 < value <= 1)]
+Between = Annotated[float, Range("above 0 and below 1", lambda value: 0 < value < 1)]
 Bits = Annotated[int, Range("at least 2 and at most 8", lambda value: 2 <= value <= 8)]
 
 

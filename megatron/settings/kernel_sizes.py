@@ -10,6 +10,7 @@ BLOCK_BYTES = 128 << 20  # of the logits of one product, which their gradients o
 
 NONCAUSAL_ROWS = 512  # of queries in a block of non-causal attention
 RING_ROWS = 256  # the same of explicit attention in a ring
+SCORE_BYTES = dict(cpu=4 << 20, cuda=256 << 20)  # of fp32 scores, of which only the largest are kept
 
 
 class LossChunks(NamedTuple):

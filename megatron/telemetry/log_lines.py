@@ -36,6 +36,7 @@ def console_line(
         *([] if step.grad_norm is None else [f"grad norm: {float(step.grad_norm):.3f}"]),
         *([] if step.num_zeros is None else [f"num zeros: {step.num_zeros}"]),
         *([] if step.params_norm is None else [f"params norm: {step.params_norm:.3f}"]),
+        *([] if step.max_attention_logit is None else [f"max attention logit: {step.max_attention_logit:.3f}"]),
         f"number of skipped iterations: {interval.skipped:3d}",
         f"number of nan iterations: {interval.nan:3d}",
         f"tokens per second: {rates['tokens_per_second']:.1f}",

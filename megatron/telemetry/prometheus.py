@@ -36,6 +36,7 @@ GAUGES = {  # name without prefix -> help
     "learning_rate": "Learning rate of the last step",
     "grad_norm": "Norm of the gradient before clipping",
     "params_norm": "Norm of the parameters (--log-params-norm)",
+    "max_attention_logit": "Largest attention logit of the last step (--log-max-attention-logit)",
     "expert_load": "Largest and smallest load of a layer's experts in the last logged step, in means over them",
     "loss_scale": "Loss scale",
     "batch_size": "Samples of the last step",
@@ -60,8 +61,15 @@ COUNTERS = {
 }
 OF_A_STEP = ("iteration", "consumed_samples", "batch_size", "learning_rate", "grad_norm", "params_norm", "loss_scale")
 # Keys of a step's record that are gauges of this name.
-OF_A_STEP += ("tokens_per_second", "tflops_per_rank", "mfu", "tflops_per_rank_causal", "mfu_causal")
-NORMS = ("params_norm", "num_zeros")
+OF_A_STEP += (
+    "max_attention_logit",
+    "tokens_per_second",
+    "tflops_per_rank",
+    "mfu",
+    "tflops_per_rank_causal",
+    "mfu_causal",
+)
+NORMS = ("params_norm", "num_zeros", "max_attention_logit")
 NO_VALUES = {"kind", "split", "iteration", "consumed_samples", "time", "final", "first_sample", "samples", "seconds"}
 
 

@@ -47,12 +47,15 @@ class StepMetrics:
     ledger: str = ""  # hash of the samples of the step
     num_zeros: Optional[int] = None  # elements of the gradient (--log-num-zeros-in-grad)
     params_norm: Optional[float] = None  # after the update (--log-params-norm)
+    max_attention_logit: Optional[float] = None  # of all heads (--log-max-attention-logit)
     extra: dict[str, float] = field(default_factory=dict)  # written to files, not to the console
 
     @property
     def optional_values(self) -> dict[str, float]:
         """Values that only some steps have, by their names in files."""
-        values = dict(num_zeros=self.num_zeros, params_norm=self.params_norm)
+        values = dict(
+            num_zeros=self.num_zeros, params_norm=self.params_norm, max_attention_logit=self.max_attention_logit
+        )
         return {name: float(value) for name, value in values.items() if value is not None}
 
 
@@ -108,7 +111,8 @@ def step_tags(step: StepMetrics, losses: dict[str, float]) -> dict[str, float]:
     tags = {"learning-rate": step.learning_rate, "batch-size": step.batch_size, "loss-scale": float(step.loss_scale)}
     if step.grad_norm is not None:
         tags["grad-norm"] = float(step.grad_norm)
-    tags |= {name.replace("_", "-"): value for name, value in step.optional_values.items()}
+    same = ("max_attention_logit",)  # Megatron-LM's tag
+    tags |= {name if name in same else name.replace("_", "-"): value for name, value in step.optional_values.items()}
     return tags | losses | {name: float(value) for name, value in step.extra.items()}
 
 

@@ -29,6 +29,7 @@ from megatron.guard.watch import Watch
 from megatron.model.facts import Facts
 from megatron.model.fp8_product import attach_fp8
 from megatron.model.kinds.attention.module import describe_kernel
+from megatron.model.max_logits import watch_heads
 from megatron.model.recipe import Recipe, module_of, sums_of
 from megatron.mpu import collectives, initialize
 from megatron.mpu.initialize import RankContext, weight_format
@@ -376,7 +377,7 @@ def origin_of(
 
 def untrained(selection: Selection, facts: Facts, stages: list[torch.nn.Module]) -> dict[str, Any]:
     """The frozen parameters and the buffers (name -> rule) of a run, for its checkpoints."""
-    own = {name: held.placement for name, held in placed_buffers(stages).items()}
+    own = {name: held.placement for name, held in placed_buffers(stages).items() if held.placement.buffer.saved}
     buffers = {name: placed.buffer.combine for name, placed in {**facts.weights, **own}.items() if placed.buffer}
     return dict(frozen=sorted(selection.frozen(facts.weights)), buffers=buffers)
 
@@ -398,6 +399,9 @@ def build_optimizer(
     config: schema.Config, context: RankContext, stages: list[torch.nn.Module], dtype: torch.dtype, draws: bool = True
 ) -> DistributedOptimizer:
     """Build the optimizer, which owns the weights of this rank's stages."""
+    heads = None
+    if config.optimizer.qk_clip or config.logging.log_max_attention_logit:
+        heads = watch_heads(stages, bool(config.kernels.torch_compile))
     return DistributedOptimizer(
         stages,
         context.mesh,
@@ -407,6 +411,7 @@ def build_optimizer(
         device=context.device,
         seed=config.logging.seed,
         stable=config.checkpoint.async_save,
+        heads=heads,
         draws=draws,
     )
 

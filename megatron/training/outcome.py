@@ -66,6 +66,7 @@ class Outcome:
     figures: InitVar[Figures]
     skip: Optional[torch.Tensor] = None
     num_zeros: Optional[int] = None  # zeros in the gradient, if they are logged at this step
+    max_logit: Optional[Arriving] = None  # the largest attention logit, if it is logged
     repeated: bool = False  # the passes were repeated to find a cause, and gradients of a later step are lost
 
     def __post_init__(self, figures: Figures):

@@ -10,6 +10,7 @@ import torch
 from megatron.data.loader import MicroBatch, MicroBatchLoader
 from megatron.guard.watch import StepVerdict
 from megatron.model.recipe import logged_means
+from megatron.mpu.transfer import Arriving
 from megatron.optimizer.lr_schedule import decoupled_learning_rate, learning_rate, weight_decay
 from megatron.optimizer.update import choose
 from megatron.pipeline.data_parallel_messages import passes_of
@@ -79,6 +80,8 @@ def train_step(run: Run) -> Optional[StepMetrics]:
         decay = weight_decay(config.optimizer, run.lengths, state.scheduled_samples)
         with run.phase("update"):
             run.optimizer.step(outcome.rate, decay, outcome.factor, outcome.decoupled, outcome.skip)
+        largest = run.optimizer.max_attention_logit()
+        outcome.max_logit = None if largest is None else Arriving(largest)
     run.state = state.advanced(size)
     if late:
         run.pending.outcome = outcome
@@ -150,6 +153,7 @@ def record_unread_outcome(run: Run) -> bool:
 def record_outcome(run: Run, outcome: Outcome, verdict: StepVerdict) -> StepMetrics:
     """Update `run.state` with the outcome of the last step, and return the step's metrics."""
     loss, spike = next(iter(outcome.means.values())), run.watch.spike
+    updated = verdict is not StepVerdict.SKIP
     run.state = run.state.judged(outcome.size, verdict, loss, outcome.norm, window=run.config.guard.spike_window)
     return StepMetrics(
         outcome.iteration,
@@ -159,10 +163,11 @@ def record_outcome(run: Run, outcome: Outcome, verdict: StepVerdict) -> StepMetr
         learning_rate=outcome.rate,
         grad_norm=outcome.norm,
         loss_scale=run.state.scaler.scale,
-        skipped=verdict is StepVerdict.SKIP,
+        skipped=not updated,
         ledger=run.watch.ledger,
         num_zeros=outcome.num_zeros,
         params_norm=run.params_norm(outcome.iteration),
+        max_attention_logit=outcome.max_logit.read()[0] if updated and outcome.max_logit else None,
         extra=({"spike": spike.score} if spike else {})
         | ({} if outcome.decoupled is None else {"decoupled_learning_rate": outcome.decoupled}),
     )

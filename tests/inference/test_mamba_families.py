@@ -27,7 +27,7 @@ from megatron.settings.schema import Model
 from megatron.tools import checkpoint as tool
 from tests.inference.test_convert import loaded
 from tests.inference.test_families import gradients_by_name
-from tests.models.test_mamba_layouts import LINE
+from tests.models.test_scan_layouts import LINE
 
 transformers = pytest.importorskip("transformers")
 

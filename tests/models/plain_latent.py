@@ -90,8 +90,12 @@ class Latent:
             key, value = (latent @ weights[f"{own}kv_up.weight"][g].T).split((self.own, self.value), -1)
             scores = self.turned(turned) @ shared.transpose(1, 2) + plain @ key.transpose(1, 2)
             scores = (scores * (self.scale or (self.own + self.rotated) ** -0.5)).masked_fill(hidden, -torch.inf)
+            self.watch(own, g, scores)
             heads.append(scores.softmax(-1) @ value)
         return torch.cat(heads, -1)
+
+    def watch(self, own: str, head: int, scores: torch.Tensor) -> None:
+        """Called with the masked scores [b, s, s] of each head."""
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
         """Pairs of channels (i, i + n/2) turned by position x 10000^(-2i/n), and stretched."""

@@ -109,11 +109,13 @@ def train(
     steps: range = range(STEPS),
     network: Callable = scores,
     update_buffers: Callable[[Tensors], None] | None = None,
+    after_update: Callable[[Tensors], dict] = lambda weights: {},
 ) -> tuple[list[dict], Tensors]:
     """([{lm loss, grad_norm} of each step], weights and buffers at the end).
 
     trained: whether the weight of a name is. network: (weights, tokens, buffers) -> logits, or (logits, {name of another
     mean over tokens: (its value, its weight in the loss)}). update_buffers: called before each update.
+    after_update: called after it, and returns further values of the step.
     """
     update_buffers = update_buffers or move_bias
     weights = {name: values.clone().requires_grad_(trained(name)) for name, values in weights.items()}
@@ -137,6 +139,8 @@ def train(
             update_buffers(buffers)
         adam.step()
         values = {name: value.item() for name, (value, _) in others.items()}
+        with torch.no_grad():
+            values |= after_update(weights)
         results.append({"lm loss": loss.item(), **values, "grad_norm": norm})
     return results, {name: values.detach() for name, values in (weights | (buffers or {})).items()}
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Mamba-2 layer: transformers' own mixer, exact weights, figures for plans, generation, each wrong use."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,8 +21,8 @@ from megatron.mpu.placement import elements
 from megatron.planner.layout import Layout
 from megatron.settings.schema import Model, Recompute
 from megatron.training.rules import check
-from tests.models.test_mamba_layouts import LINE
-from tests.planner.test_activations import measured, predicted
+from tests.models.test_scan_layouts import LINE
+from tests.planner.test_activations import measured, predicted, saved_by_layer
 
 S, B, H, GROUPS, HEADS, WIDTH, STATE = 300, 2, 24, 2, 6, 8, 5
 SIZES = dict(mamba_num_heads=HEADS, mamba_head_dim=WIDTH, mamba_state_dim=STATE, mamba_num_groups=GROUPS)
@@ -106,31 +105,14 @@ def test_numbers_of_the_scan_stay_in_fp32(pair):
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("words", [(), ("core_attn",), ("full_attn",)], ids=lambda words: " ".join(words) or "all kept")
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "documents"])
-def test_kept_bytes_are_those_of_autograd(dtype, words, packed):
-    facts = GPTFacts(MODEL, 40)
-    precision = dict(precision="fp32" if dtype == torch.float32 else "bf16", element=dtype.itemsize)
-    share = RankSetup(device="cpu", micro_batch_size=B, documents=packed, **precision)
-    kind, documents, seen = facts.layer_kind(0), None, {}
-    layer = Layer(facts.layer_weights(kind, False), LayerSetup(facts, 0, Mesh(), dtype=dtype, recompute=words))
-    ignored = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    if packed:
-        documents = Documents.of(np.arange(S, dtype=np.int32)[None].repeat(B, 0) // 100 * 100, "cpu")
-        ignored.add(documents.starts.untyped_storage().data_ptr())  # that all layers share
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in ignored:
-            seen[storage.data_ptr()] = storage.nbytes(), storage
-        return tensor
-
-    x = torch.randn(S, B, H).to(dtype).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = layer(x, ForwardContext(documents=documents))
-    assert sum(size for size, _ in seen.values()) == facts.layer_saved_bytes(share, kind, words).total()
-    assert y.shape == x.shape
+def test_kept_bytes_are_those_of_autograd(precision, words, packed):
+    facts, element = GPTFacts(MODEL, 40), dict(fp32=4, bf16=2)[precision]
+    share = RankSetup(device="cpu", micro_batch_size=B, documents=packed, precision=precision, element=element)
+    found = saved_by_layer(facts, share, words, 100 if packed else None)
+    assert found == facts.layer_saved_bytes(share, facts.layer_kind(0), words).total()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -203,8 +185,6 @@ WRONG = {
     "--mamba-num-groups 4": "6 heads of a Mamba-2 layer cannot be divided by --mamba-num-groups 4; nearest: 2 or 3 groups",
     "--mamba-head-dim 7 --mamba-num-groups 1": "--mamba-head-dim 7 does not divide 48, twice --hidden-size",
     "--tp 3 --mamba-num-groups 2": "--mamba-num-groups 2 cannot be divided by --tp 3; nearest: 3",
-    "--context-parallel-size 2 --mamba-num-groups 3": "the 3 groups of each tensor parallel rank (--mamba-num-groups) are "
-    "divided by --context-parallel-size 2; use a context parallel size of 1 or 3",
     "--mamba-num-groups 0": "--mamba-num-groups 0 must be",
     "--mamba-state-dim -1 --mamba-num-groups 2": "--mamba-state-dim -1 must be",
 }
@@ -216,5 +196,5 @@ def test_a_wrong_use_has_one_clear_message(words):
     line = f"{shape} --global-batch-size 6 --train-iters 2 --lr 1e-2 --device cpu --hybrid-layer-pattern M*"
     head = "" if "head-dim" in words else "--mamba-head-dim 8"
     config = parse_any(f"{line} {head} {words}".split())
-    world = config.parallel.tensor_model_parallel_size * config.parallel.context_parallel_size
-    assert [said for said in check(config, world) if WRONG[words] in said] == check(config, world)
+    found = check(config, config.parallel.tensor_model_parallel_size)
+    assert [said for said in found if WRONG[words] in said] == found

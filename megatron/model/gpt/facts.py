@@ -101,10 +101,8 @@ class GPTFacts(Facts):
         return next((mixer.rotated(self.settings) for mixer in self._present if mixer.rotated), None)
 
     def shares_heads(self, tp: int, cp: int) -> bool:
-        return all(mixer.heads(self.settings) % (tp * cp) == 0 for mixer in self._present if mixer.heads)
-
-    def allows_cp(self, tp: int, cp: int) -> bool:
-        return cp == 1 or all(m.heads(self.settings) % (tp * cp) == 0 for m in self._present if m.all_rows)
+        heads = [mixer.heads(self.settings) for mixer in self._present if mixer.heads and not mixer.scans]
+        return bool(heads) and all(number % (tp * cp) == 0 for number in heads)
 
     def describe(self, count: str) -> str:
         m, active = self.settings, ""

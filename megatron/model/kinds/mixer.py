@@ -14,6 +14,8 @@ from megatron.mpu.placement import Table
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Model
 
+Parts = tuple[tuple[int, float], ...]  # consecutive rows of each group in a weight [groups, rows, ...], and a power
+
 PLACES = ("attention", "mlp")  # the two branches of a transformer layer
 
 
@@ -42,15 +44,19 @@ class Mixer:
     heads:   settings of the layer -> the heads that ranks of context parallelism can exchange for rows; None: it has none
     rotated: settings of the model -> the channels of each head that rotary positions turn; None: no positions
     cached:  (settings of the layer, size of tensor parallelism) -> the numbers of a token that a rank caches in generation
-    all_rows: whether it needs all rows of a sequence: context parallel ranks exchange them for `heads`, whatever
-             --cp-comm-type says
+    scans:   whether it scans along a sequence with a state for each head: whatever --cp-comm-type says, context parallel
+             ranks exchange rows for `heads` where these are enough (`mpu.chunks.exchanging`), and pass states on elsewhere
     state:   (settings of the layer, size of tensor parallelism, bytes of an activation) -> bytes of the state of earlier
              tokens that later ones of a text need, on a rank in generation
+    clipped: (settings of the layer, alpha) -> weights of queries and keys, by their names in the mixer -> their `Parts`:
+             --qk-clip multiplies these rows by eta to that power. Its module has `watch_logits` (`Attention`); None: it has
+             no attention logits
     used:    settings of the layer -> (how many of its experts a token uses, of how many); None: it uses all weights
     has_shape: whether the settings describe a valid shape. May raise ValueError or ZeroDivisionError instead
     hf_matches: (family, settings, our prefix of its weights, their prefix of the layer, function that matches a norm) ->
              the matches of its weights in the files of Hugging Face (`hf_match.Match`), or "module:function"; None: it is
              in no family of theirs
+    in_megatron: its `megatron_form.MegatronForm`, as "module:name"; "": it is in no checkpoint of Megatron-LM
     shrunk:  (settings of the model, those of a small one, size of tensor parallelism) -> its settings in the small one
     """
 
@@ -74,9 +80,11 @@ class Mixer:
     heads: Optional[Callable[[Model], int]] = None
     rotated: Optional[Callable[[Model], int]] = None
     cached: Callable[[Model, int], int] = lambda model, tp: 0
-    all_rows: bool = False
+    scans: bool = False
     state: Callable[[Model, int, int], int] = lambda model, tp, element: 0
+    clipped: Optional[Callable[[Model, float], Mapping[str, Parts]]] = None
     used: Optional[Callable[[Model], tuple[int, int]]] = None
     has_shape: Callable[[Model], bool] = lambda model: True
     hf_matches: Union[str, Callable[..., list], None] = None
+    in_megatron: str = ""
     shrunk: Callable[[Model, Model, int], dict[str, Any]] = lambda model, small, tp: {}

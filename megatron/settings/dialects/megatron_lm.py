@@ -209,7 +209,7 @@ every figure that the run logs goes to TensorBoard as well, at --log-interval
 this figure is not logged yet
     --log-memory-to-tensorboard --log-optimizer-states-to-tensorboard
     --log-world-size-to-tensorboard --log-device-memory-used --log-energy
-    --log-max-attention-logit --measure-activation-memory
+    --measure-activation-memory
 times of ranks are measured from the start, at almost no cost; --log-straggler logs them (--no-straggler-detection: neither)
     --disable-straggler-on-startup --straggler-ctrlr-port
 the log has one level; --console and --timing-log-level say what is in it
@@ -306,7 +306,7 @@ experts have the hidden size of their input, and router and dispatch are those o
 the load of each expert is in metrics.jsonl
     --save-tokens-per-expert-interval
 attention is multi-head, grouped-query (--group-query-attention) or multi-latent (--multi-latent-attention)
-    --dsa-* --no-dsa-* --disable-dsa-* --gdp-* --qk-clip* --qk-l2-norm
+    --dsa-* --no-dsa-* --disable-dsa-* --gdp-* --qk-l2-norm
 say --model-name-or-path gpt-oss-20b, which sets the whole shape
     --enable-gpt-oss
 layers are listed by --hybrid-layer-pattern; --mamba-state-dim, -head-dim, -num-heads, -num-groups size those of Mamba-2

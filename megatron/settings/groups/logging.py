@@ -75,6 +75,9 @@ class Logging:
     log_num_zeros_in_grad: bool = shown_by("test_figures_of_all_ranks_do_not_depend_on_the_layout")(
         "log the number of zeros in the gradient every --log-interval steps", False
     )
+    log_max_attention_logit: bool = shown_by("test_qk_clip::test_any_layout_is_the_plain_loop")(
+        "log the largest attention logit of each step over all heads, as --qk-clip does", False
+    )
     straggler_detection: bool = shown_by("test_without_detection_nothing_is_measured")(
         "measure each rank's own time in the parts of a step; report slow ranks, data and stages", True
     )

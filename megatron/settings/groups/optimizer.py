@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Optional
 
-from megatron.settings.declare import Count, Fraction, FromZero, Natural, Needs, Positive, Share, shown_by
+from megatron.settings.declare import Between, Count, Fraction, FromZero, Natural, Needs, Positive, Share, shown_by
 
 FALLING = Needs("--lr-decay-style other than constant", lambda s: s.lr_decay_style != "constant")
 DECAYING = Needs(
@@ -21,6 +21,7 @@ UPDATES = "test_updates_are_those_of_torchs_adamw"
 MUON = "test_muon_is_its_description"
 ROUNDED = "test_updates_are_the_explicit_arithmetic"
 IN_BF16 = "test_a_reduction_is_the_sum_in_bf16"
+CLIP = "test_qk_clip::test_any_layout_is_the_plain_loop"
 WHERE = "test_state_on_the_host_or_in_files_changes_nothing_else"
 
 rate = shown_by(RATES)
@@ -122,6 +123,22 @@ class Optimizer:
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = shown_by(
         "test_products_are_computed_as_they_are_told"
     )("precision of Newton-Schulz products: bf16; TF32 if the device has it; fp32", "medium", also=dict(low="medium"))
+    qk_clip: bool = shown_by(CLIP)(
+        "after each update, scale the weights of queries and keys of heads whose largest attention logit was above "
+        "--qk-clip-threshold, as in MuonClip (arXiv:2507.20534)",
+        False,
+        on_resume="logged",
+    )
+    qk_clip_alpha: Between = shown_by(CLIP)(
+        "share of --qk-clip that queries get: they are multiplied by eta ** alpha, keys by eta ** (1 - alpha)",
+        0.5,
+        needs="qk_clip",
+    )
+    qk_clip_threshold: Positive = shown_by(CLIP)(
+        "largest attention logit that --qk-clip leaves alone: eta = min(threshold / largest logit, 1)",
+        100.0,
+        needs="qk_clip",
+    )
     optimizer_cpu_offload: bool = shown_by(WHERE)(
         "keep optimizer state in CPU memory and update it there", False, "--sharding-offload"
     )

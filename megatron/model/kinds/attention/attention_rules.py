@@ -81,6 +81,14 @@ RULES = (
         ),
     ),
     Rule(
+        lambda s: s.qk_clip and s.qk_layernorm and has_heads(s),
+        lambda s: (
+            "--qk-clip scales weights of queries and keys, and --qk-layernorm normalizes queries and keys after them: no "
+            "logit would become smaller, and weights would shrink at every step; leave one of them out, or say "
+            "--log-max-attention-logit, which only logs"
+        ),
+    ),
+    Rule(
         lambda s: s.qk_layernorm and s.qk_layernorm_across_heads and s.normalization != "RMSNorm",
         lambda s: f"--qk-layernorm-across-heads is for --normalization RMSNorm; {s.normalization} is over each head",
     ),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.model.kinds.attention.attention_rules import RULES
 from megatron.model.kinds.attention.settings import AttentionSettings
-from megatron.model.kinds.mixer import Mixer
+from megatron.model.kinds.mixer import Mixer, Parts
 from megatron.model.layer_ops import (
     ALWAYS,
     ATTENTION,
@@ -325,6 +325,12 @@ def stored_weights(m: Model, pairs: int, e: int) -> int:
     return wide + capped + (pairs * e if wide != pairs * e else 0)
 
 
+def clipped(model: Model, alpha: float) -> dict[str, Parts]:
+    """What --qk-clip scales: see `Mixer.clipped`."""
+    queries, *gates, key, value = model.qkv_parts
+    return {"qkv.weight": ((queries, alpha), *((rows, 0.0) for rows in gates), (key, 1 - alpha), (value, 0.0))}
+
+
 def _has_shape(model: Model) -> bool:
     if model.num_attention_heads < 1 or (model.num_query_groups is not None and model.num_query_groups < 1):
         return False
@@ -357,11 +363,13 @@ KIND = Mixer(
     settings=AttentionSettings,
     rules=RULES,
     hf_matches="megatron.model.kinds.attention.hf:matches",
+    in_megatron="megatron.model.kinds.attention.megatron:FORM",
     mixes_tokens=True,
     recomputes=(CORE, ATTENTION),
     divided=lambda model: {"heads": model.num_attention_heads, "key-value heads": model.query_groups},
     heads=lambda model: model.query_groups,
     rotated=rotated,
+    clipped=clipped,
     cached=lambda model, tp: 2 * model.query_groups // tp * model.head_dim,
     has_shape=_has_shape,
     shrunk=_shrunk,

@@ -24,10 +24,12 @@ from megatron.fused_kernels import Case, choose_kernel, describe_document_kernel
 from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
+from megatron.fused_kernels.explicit_attention import largest_scores
 from megatron.model import ring_attention
 from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.facts import Facts
 from megatron.model.layer_ops import ATTENTION, CORE, LAYER
+from megatron.model.max_logits import MaxLogits
 from megatron.model.norms import NORMS, RMSNormAcrossHeads
 from megatron.model.positions import rotate
 from megatron.model.recompute import recompute
@@ -104,6 +106,7 @@ class Attention(nn.Module):
         self.backend = kernels.attention_backend
         self.plain_softmax, self.plain_rope = not kernels.masked_softmax_fusion, not kernels.rope_fusion
         self.fuse_qkv = kernels.fuse_attn_qkv
+        self.max_logits: Optional[MaxLogits] = None  # set by `watch_logits`
         self.core = self._usual_core = core_of(self.causal and not sharing.in_ring, kernels)
 
     def create_inputs(self, weights: Table, setup: LayerSetup) -> None:
@@ -139,6 +142,20 @@ class Attention(nn.Module):
         if self.recompute_core:
             return recompute(self.core, query, key, value, self, context, inside=context.region, of=(self,))
         return self.core(query, key, value, self, context)
+
+    def watch_logits(self, tp: int, compiled: bool) -> MaxLogits:
+        """Keep the largest logit of each head in training. tp: ranks that divide the heads; compiled: the layer is."""
+        self.max_logits = MaxLogits(self.groups, self.queries, tp)
+        if compiled:  # buffers change outside of graphs
+            self.core = torch.compiler.disable(self.core)
+        return self.max_logits
+
+    def see_logits(self, query: torch.Tensor, largest: Callable[..., torch.Tensor], *args, **more) -> None:
+        """Keep the largest logits of a pass in training, `largest(query, ...)` -> [g, q]: of all groups, or of a part if
+        ranks exchange rows for heads.
+        """
+        if self.max_logits is not None and self.training and not query.is_meta:
+            self.max_logits.see(largest(query, *args, **more), self.sharing.heads.rank)
 
     def decode_kernel(self, like: torch.Tensor) -> Optional[Callable]:
         """A kernel that attends for the newest token of each of several texts (`reference.decode_attention`), in the format
@@ -335,6 +352,17 @@ def scaled_dot_product_attention(
         biased=context.bias is not None,
         padded=context.padding is not None,
         packed=packed,
+    )
+    layer.see_logits(
+        query,
+        largest_scores,
+        key,
+        scale=layer.scale,
+        causal=case.causal,
+        window=layer.window,
+        allowed=context.allowed,
+        documents=context.documents,
+        padding=context.padding,
     )
     if dropout is None:
         dropout = weights_kept(layer, query, query.shape[0], key.shape[0], context)

@@ -4,7 +4,7 @@
 from dataclasses import replace
 
 from megatron.model.kinds.attention.full import noncausal_core
-from megatron.model.kinds.mixer import Mixer
+from megatron.model.kinds.mixer import Mixer, Parts
 from megatron.model.layer_ops import ATTENTION, CORE, LayerOp, Residual
 from megatron.model.weights import add_prefix, column, output_std, row
 from megatron.mpu.placement import Placement
@@ -37,6 +37,11 @@ def _cross_ops(facts, x: Residual) -> tuple[LayerOp, ...]:
     )
 
 
+def _clipped(model: Model, alpha: float) -> dict[str, Parts]:
+    queries = model.num_attention_heads // model.query_groups
+    return {"q.weight": ((queries, alpha),), "kv.weight": ((1, 1 - alpha), (1, 0.0))}
+
+
 KIND = Mixer(
     "cross",
     "cross",
@@ -45,4 +50,5 @@ KIND = Mixer(
     ops=_cross_ops,
     mixes_tokens=True,
     recomputes=(CORE, ATTENTION),
+    clipped=_clipped,
 )

@@ -9,7 +9,7 @@ from megatron.settings.network import Network
 
 SYMBOL = "M"
 PRESENT = Network(f"a Mamba-2 layer ({SYMBOL} in --hybrid-layer-pattern)", lambda s: SYMBOL in s.settings.model.letters)
-shape = shown_by("test_mamba_layouts::test_any_layout_is_the_plain_loop", on_resume="another model", needs=PRESENT)
+shape = shown_by("test_scan_layouts::test_any_layout_is_the_plain_loop", on_resume="another model", needs=PRESENT)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from megatron.model.kinds.mixer import Mixer
+from megatron.model.kinds.mixer import Mixer, Parts
 from megatron.model.kinds.mla.mla_rules import RULES
 from megatron.model.kinds.mla.ops import latent_ops
 from megatron.model.kinds.mla.settings import LatentSettings
@@ -25,6 +25,13 @@ def _shrunk(model: Model, small: Model, tp: int) -> dict[str, Any]:
     )
 
 
+def _clipped(model: Model, alpha: float) -> dict[str, Parts]:
+    """The rotary key is one for all heads, and stays: rotated channels of queries have all of eta (arXiv:2507.20534)."""
+    rotated, own, value = model.qk_pos_emb_head_dim, model.qk_head_dim, model.v_head_dim
+    queries = "q.weight" if model.q_lora_rank is None else "q_up.weight"
+    return {queries: ((rotated, 1.0), (own, alpha)), "kv_up.weight": ((own, 1 - alpha), (value, 0.0))}
+
+
 KIND = Mixer(
     "mla",
     "attention",
@@ -41,9 +48,11 @@ KIND = Mixer(
     mixes_tokens=True,
     recomputes=(CORE, UP, ATTENTION),
     hf_matches="megatron.model.kinds.mla.hf:matches",
+    in_megatron="megatron.model.kinds.mla.megatron:FORM",
     divided=lambda model: {"heads": model.num_attention_heads},
     heads=lambda model: model.num_attention_heads,
     rotated=lambda model: model.qk_pos_emb_head_dim,
+    clipped=_clipped,
     cached=lambda model, tp: model.kv_lora_rank + model.qk_pos_emb_head_dim,
     shrunk=_shrunk,
 )
