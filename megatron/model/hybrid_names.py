@@ -20,6 +20,7 @@ from megatron.model.facts import Facts
 from megatron.model.hybrid import kinds_of
 from megatron.model.kinds.mixer import PLACES, Mixer
 from megatron.model.kinds.table import of_letter
+from megatron.model.layer_rules import refuse
 from megatron.model.recipe import config_of, facts_of
 from megatron.settings.hybrid_pattern import FLAG, letters_of
 from megatron.settings.schema import Config
@@ -56,7 +57,7 @@ def seen_as(config: Config, state: Mapping[str, Any]) -> Optional[tuple[Rename, 
         return None
     if config.model.depths or saved.get("mtp_num_layers"):
         return None
-    if config.model.depths:  # layers of multi-token prediction keep theirs, too
+    if config.model.layer_settings or saved.get("layer_settings"):
         return None
     pairs = pairs_of(letters, kinds_of(config))
     if not pairs or not in_turn(letters, pairs) and not (config.model.letters and config.checkpoint.finetune):
@@ -128,6 +129,7 @@ def as_transformer(state: Mapping[str, Any], what: str) -> Optional[tuple[Rename
     what: the program, in words. Raises SettingsError if the pattern is no sequence of them.
     """
     config = config_of(state["config"])
+    refuse(config.model, what)
     letters, kinds = config.model.letters, kinds_of(config)
     if not letters:
         return None

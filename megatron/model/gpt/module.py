@@ -116,7 +116,8 @@ class GPT(LanguageModel):
         starts = starts_of(batch.document_ids) if batch.document_starts is None else batch.document_starts
         by_sharing = {}  # the windows of layers with the same way to share attention
         for layer in map(int, self.blocks):
-            by_sharing.setdefault(self.sharing(layer), set()).add(self.facts.settings.window_of(layer))
+            own = self.facts.layer_kind(layer).settings(self.facts.settings)
+            by_sharing.setdefault(self.sharing(layer), set()).add(own.window)
         whole, of_chunks, of_ring = None, {}, {}
         for sharing, windows in by_sharing.items():
             if sharing.rows.size == 1:
