@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a GPT and the arguments that Megatron-LM saves with it, in both directions.
-
-Those of experts are in `megatron_experts`.
+"""The settings of a model and the arguments that Megatron-LM saves with it, in both directions. Those of kinds of layers
+are in their `MegatronForm`.
 """
 
 from dataclasses import fields
 from typing import Any, Optional
 
-from megatron.convert import megatron_experts
-from megatron.convert.megatron_names import our_name
+from megatron.convert.megatron_names import WORDS, outside, place_of
 from megatron.errors import CheckpointError, SettingsError
+from megatron.model.gpt.facts import GPTFacts
 from megatron.model.kinds.attention.settings import window_numbers
-from megatron.model.kinds.table import KINDS
+from megatron.model.kinds.table import KINDS, resolved
+from megatron.model.megatron_form import MegatronForm, same_settings
 from megatron.settings import schema
-from megatron.settings.hybrid_pattern import LayerPattern, read_pattern
+from megatron.settings.hybrid_pattern import AHEAD, CUT, LayerPattern, read_pattern
 
-READ = ("attention", "mlp", "experts")  # kinds of layers of a pattern
 SAME = (
     "rotary_percent normalization qk_layernorm swiglu squared_relu add_qkv_bias untie_embeddings_and_output_weights "
     "apply_query_key_layer_scaling hidden_dropout attention_dropout init_method_std make_vocab_size_divisible_by "
@@ -36,11 +35,11 @@ _SIZES = (  # behind properties of COMPARED
 _OF_TRAINING = (  # not of the weights
     "label_smoothing z_loss_coeff attention_softmax_in_fp32 model_type model_name_or_path".split()
 )
+_AHEAD = ("mtp_num_layers", "mtp_loss_scaling_factor")
+_OF_PATTERN = ("hybrid_layer_pattern", "no_rope_freq", *_AHEAD)
+# Arguments that --use-checkpoint-args does not read, beside those of kinds whose `MegatronForm.flags` says so
+_GIVEN = ("attention_output_gate",)
 _REFUSED = (
-    "multi_latent_attention",
-    "experimental_attention_variant",
-    "attention_output_gate",
-    "apply_layernorm_1p",
     "rotary_interleaved",
     "apply_residual_connection_post_layernorm",
     "decoder_first_pipeline_num_layers",
@@ -51,16 +50,61 @@ _REFUSED = (
 
 def unknown_settings(model: schema.Model, legacy: bool) -> list[str]:
     """Names of settings that their arguments do not have. legacy: the arguments of --use-legacy-models"""
-    known = {*COMPARED, *_SIZES, *_OF_TRAINING, *megatron_experts.SAME, *megatron_experts.OTHER}
+    known = {*COMPARED, *_SIZES, *_OF_TRAINING, *_OF_PATTERN}
+    newer = {"qk_layernorm", *OF_CORE, *_OF_PATTERN}
+    for form in _forms().values():
+        known |= {*form.same, *form.other}
+        newer |= {*form.same, *form.other}
     given = [f.name for f in fields(model) if getattr(model, f.name) != f.default]
-    not_legacy = [name for name in given if name in ("qk_layernorm", *OF_CORE)] + ["num_experts"] * model.mixture
+    not_legacy = [name for name in given if name in newer]
     return [name for name in given if name not in known] + [
         f"{name} (with --use-legacy-models)" for name in not_legacy if legacy
     ]
 
 
-def their_arguments(m: schema.Model, legacy: bool) -> dict[str, Any]:
-    """The arguments of a Megatron-LM run that describe the model. legacy: with --use-legacy-models"""
+def _forms() -> dict[str, MegatronForm]:
+    """Of each kind that has one, by its name."""
+    return {name: resolved(kind.in_megatron) for name, kind in KINDS.items() if kind.in_megatron}
+
+
+def their_arguments(m: schema.Model, legacy: bool, stages: int = 1) -> dict[str, Any]:
+    """The arguments of a Megatron-LM run that describe the model. legacy: with --use-legacy-models; stages: of the pipeline
+
+    Raises SettingsError if Megatron-LM computes such layers otherwise.
+    """
+    of_kinds = {}
+    branches = (branch for kind in GPTFacts(m, 1).layer_kinds for branch in kind.branches)
+    present = {mixer.name for branch in branches for mixer in branch.mixers}
+    for kind, form in _forms().items():
+        of_kinds |= {name: getattr(m, name) for name in form.same if kind in present} | form.theirs(m)
+    return _of_all_models(m, legacy) | of_kinds | _of_pattern(m, stages)
+
+
+def flags_to_give(m: schema.Model) -> str:
+    """The flags of a run that --use-checkpoint-args does not read from the file, each with a blank before it."""
+    plain = their_arguments(schema.Model(num_layers=m.num_layers, hidden_size=8, num_attention_heads=1), False)
+    names = {name for form in _forms().values() if form.flags for name in (*form.same, *form.theirs(m))} | {*_GIVEN}
+    own = their_arguments(m, False)
+    changed = [name for name in own if name in names and own[name] != plain.get(name)]
+    words = {name: own[name] for name in changed}
+    text = lambda value: "" if value is True else " " + str(value).replace(" ", "")
+    return "".join(f" --{name.replace('_', '-')}{text(value)}" for name, value in words.items())
+
+
+def _of_pattern(m: schema.Model, stages: int) -> dict[str, Any]:
+    """The arguments of layers that a pattern lists, and of multi-token prediction."""
+    ahead = {name: getattr(m, name) for name in _AHEAD} if m.depths else dict(mtp_num_layers=None)
+    if m.no_rope_freq and m.position_embedding_type == "rope":
+        ahead |= dict(no_rope_freq=[int(not m.rotates(n)) for n in range(m.num_layers)])
+    if not m.letters:
+        return ahead
+    each, layers = len(m.letters) // stages, m.letters
+    cut = CUT.join(layers[n * each : (n + 1) * each] for n in range(stages))
+    pattern = AHEAD.join([cut, *[m.letters_ahead] * m.depths])
+    return ahead | dict(hybrid_layer_pattern=pattern, is_hybrid_model=True)
+
+
+def _of_all_models(m: schema.Model, legacy: bool) -> dict[str, Any]:
     tanh_without_bias = m.bias_gelu_fusion and m.disable_bias_linear  # its fused GeLU needs a bias
     learned = m.position_embedding_type == "learned_absolute"
     return {name: getattr(m, name) for name in (*SAME, *OF_CORE)} | dict(
@@ -92,18 +136,25 @@ def their_arguments(m: schema.Model, legacy: bool) -> dict[str, Any]:
     )
 
 
+def _in_new_words(args: dict) -> dict:
+    """The arguments with a pattern as newer runs have it: with what is after a /, and under its present name."""
+    text = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
+    if not text:
+        return args
+    if own := args.get("mtp_hybrid_override_pattern"):
+        text = AHEAD.join([str(text), *[str(own)] * int(args.get("mtp_num_layers") or 0)])
+    return args | dict(hybrid_layer_pattern=str(text))
+
+
 def pattern_of(args: dict) -> Optional[LayerPattern]:
     """The layers of a HybridModel or MambaModel. Raises CheckpointError for those that are not read here."""
-    text = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
+    text = _in_new_words(args).get("hybrid_layer_pattern")
     if not text:
         return None
     try:
-        pattern = read_pattern(str(text), {kind.symbol: kind.name for kind in KINDS.values() if kind.name in READ})
+        return read_pattern(text, {kind.symbol: kind.name for kind in KINDS.values() if kind.symbol})
     except SettingsError as error:
         raise CheckpointError(f"the checkpoint's layers are not read here: {error.what}", error.why) from None
-    if pattern.depths:
-        raise CheckpointError(f"the checkpoint has layers of multi-token prediction ({text}), which are not read here")
-    return pattern
 
 
 def first_layers(args: dict, num_layers: int, stages: int) -> list[int]:
@@ -128,23 +179,24 @@ def settings_of(
     heads: Optional[int],
 ) -> tuple[schema.Model, int, list[str]]:
     """(model, vocabulary size without padding, notices) from the saved arguments, or else from shapes."""
-    args = facts["args"]
+    args = _in_new_words(facts["args"])
     _refuse_unknown(args)
-    named = {our_name(key.partition("/")[2]): shape for key, shape in shapes.items()}
-    words, heads = named.get((None, "embedding.word.weight")), heads or args.get("num_attention_heads")
+    named = {outside(key.partition("/")[2]): shape for key, shape in shapes.items()}
+    words, heads = named.get(WORDS), heads or args.get("num_attention_heads")
     if words is None:
         raise CheckpointError("the first file has no word embedding")
     if not heads:
         raise CheckpointError("the number of attention heads was not saved", do="give --num-attention-heads N")
     keys = [key.partition("/") for key in shapes]
-    layers = {(file, found[0]) for file, _, name in keys if (found := our_name(name)) and found[0] is not None}
+    places = ((file, place_of(name)) for file, _, name in keys)
+    layers = {(file, at.layer) for file, at in places if at and at.layer is not None and at.depth is None}
     pattern = pattern_of(args)
     model = _model_of(
         args,
         num_layers=len(pattern.letters) if pattern else args.get("num_layers") or len(layers) * sizes[1],
         hidden=words[1],
         heads=heads,
-        positions=named.get((None, "embedding.position.weight")),
+        positions=named.get("embedding.position.weight"),
     )
     vocab_size, notices = _vocabulary_of(args, words[0] * sizes[0], vocab_size)
     return model, vocab_size, notices
@@ -170,9 +222,9 @@ def _model_of(
     rope = args.get("position_embedding_type") == "rope" or bool(args.get("use_rotary_position_embeddings"))
     pattern, plain = pattern_of(args), args.get("no_rope_freq")
     groups = args.get("num_query_groups") if args.get("group_query_attention") else None
-    return schema.Model(
+    known = dict(
         num_layers=num_layers,
-        hybrid_layer_pattern=pattern and pattern.letters,
+        hybrid_layer_pattern=pattern and pattern.uncut,
         no_rope_freq=str(plain).replace(" ", "") if plain and rope else None,
         hidden_size=hidden,
         num_attention_heads=heads,
@@ -187,9 +239,16 @@ def _model_of(
         window_size=",".join(map(str, args["window_size"])) if args.get("window_size") else None,
         bias_gelu_fusion=bool(args.get("bias_gelu_fusion", True) or args.get("openai_gelu")),
         disable_bias_linear=args.get("add_bias_linear") is False,
-        **{name: args[name] for name in (*SAME, *OF_CORE, "kv_channels") if args.get(name) is not None},
-        **megatron_experts.our_arguments(args | dict(moe_layer_freq=1) if pattern else args, num_layers),
     )
+    known |= same_settings((*SAME, *OF_CORE, *_AHEAD, "kv_channels"), args)
+    if pattern:
+        known |= dict(mtp_num_layers=pattern.depths or None)
+    letters = pattern.letters + pattern.ahead if pattern else ""
+    for name, form in _forms().items():
+        if KINDS[name].symbol in letters if letters else form.asked(args):
+            known |= same_settings(form.same, args) | form.ours(args, num_layers)
+            known |= dict(KINDS[name].listed) if letters else {}
+    return schema.Model(**known)
 
 
 def _vocabulary_of(args: dict, rows: int, vocab_size: Optional[int]) -> tuple[int, list[str]]:

@@ -4,7 +4,8 @@
     iter_0000100/
         .metadata         a pickle: shape, chunks and their locations of every tensor (torch.distributed.checkpoint)
         __0_0.distcp      concatenated chunks, each a file of torch.save; `__RANK_NUMBER.distcp`
-        common.pt         the arguments of the run and other non-tensor values
+        common.pt         the arguments of the run and other non-tensor values; newer ones have these as an object
+                          `common_state` among the chunks
         metadata.json     the name of the format
 
 No pickled code is executed (`megatron_metadata`).
@@ -21,16 +22,14 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, chain, product
-from math import prod
 from pathlib import Path
 from typing import NamedTuple, Optional
 
 import torch
 
-from megatron.checkpoint.boxes import Box, flat_to_boxes
+from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.store import Piece
-from megatron.convert import megatron_experts
 from megatron.convert.imported import ModelImport, check_complete
 from megatron.convert.megatron_arguments import first_layers, settings_of
 from megatron.convert.megatron_metadata import (
@@ -38,12 +37,12 @@ from megatron.convert.megatron_metadata import (
     METADATA,
     Chunk,
     Metadata,
+    copy_object,
     read_chunks,
     read_metadata,
     read_objects,
 )
-from megatron.convert.megatron_names import EXPERTS as EXPERTS_HERE
-from megatron.convert.megatron_names import IN_LAYER, SINKS, our_name
+from megatron.convert.megatron_names import WORDS, Dictionary, OurTensor
 from megatron.convert.megatron_optimizer import (
     LEAVE_OUT,
     PREFIX,
@@ -54,14 +53,16 @@ from megatron.convert.megatron_optimizer import (
     with_moments,
 )
 from megatron.convert.megatron_pickle import extract
+from megatron.convert.megatron_pieces import boxes_of_rows, split_shape, with_ones, zero_counts
 from megatron.errors import CheckpointError
+from megatron.model.facts import AHEAD
 from megatron.model.gpt.facts import GPTFacts
 from megatron.mpu.placement import Placement
 from megatron.settings import schema
 
 COMMON = "common.pt"
+_KINDS = ("softmax_offset", "weight", "bias")
 _STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")  # of all layers: no number after `layers`
-_HALVES = {"weight_w": 0, "weight_v": 1, "bias_w": 0, "bias_v": 1}  # a gated layer's two matrices as separate tensors
 
 
 def is_distributed(source: Path, step: Optional[int]) -> bool:
@@ -97,16 +98,19 @@ def open_distributed(
     if folder is None:
         raise CheckpointError(f"{source} holds no {METADATA}")
     with tempfile.TemporaryDirectory(prefix="megatron-") as name:
-        if not (folder / COMMON).is_file():
-            raise CheckpointError(f"{folder} has no {COMMON}", "it holds the arguments of the run that saved it")
-        extract(folder / COMMON, Path(name))
-        facts = json.loads((Path(name) / "facts.json").read_text())
         content = read_metadata(folder, Path(name))
+        common = folder / COMMON
+        if not common.is_file() and not content.common:
+            raise CheckpointError(f"{folder} has no {COMMON}", "it holds the arguments of the run that saved it")
+        extract(common if common.is_file() else copy_object(folder, content.common, Path(name)), Path(name))
+        facts = json.loads((Path(name) / "facts.json").read_text())
         if optimizer and content.objects:
             facts |= read_objects(folder, content.objects, Path(name), facts)
-    shapes = {f"0/{_half(name)[0]}": shape for chunk in content.weights for name, shape in _by_layer(chunk)}
+    shapes = {f"0/{name}": shape for chunk in content.weights for name, shape in _by_layer(chunk)}
     model, vocab_size, notices = settings_of(facts, shapes, (1, 1), vocab_size, heads)
-    weights = GPTFacts(model, vocab_size).weights
+    facts_of_model = GPTFacts(model, vocab_size)
+    weights = facts_of_model.weights
+    reading = Reading(Dictionary(facts_of_model), weights, bool(facts["args"].get("apply_layernorm_1p")))
     has_state = optimizer and bool(content.state or content.buffers)
     if optimizer and content.unknown and not has_state:
         why = f"it holds {content.unknown}"
@@ -116,9 +120,9 @@ def open_distributed(
 
     def shards() -> Iterator[list[Piece]]:
         whole = chain(
-            filter(None, [megatron_experts.zero_counts(weights)]),
-            _shards(folder, _without_main(content) if has_state else content.weights, model, weights, log),
-            _buffer_shards(folder, content, facts["args"], model, weights, log) if has_state else (),
+            filter(None, [zero_counts(weights)]),
+            _shards(folder, _without_main(content, reading) if has_state else content.weights, reading, log),
+            _buffer_shards(folder, content, facts["args"], reading, log) if has_state else (),
         )
         return check_complete(source, wanted, whole)
 
@@ -126,13 +130,23 @@ def open_distributed(
     return ModelImport(model, vocab_size, origin, notices, shards, facts if has_state else None)
 
 
-def _shards(
-    folder: Path, chunks: list[Chunk], model: schema.Model, weights: dict[str, Placement], log: Callable[[str], None]
-) -> Iterator[list[Piece]]:
+class Reading(NamedTuple):
+    """What a chunk is read with. centred: norms are stored less 1 (--apply-layernorm-1p)"""
+
+    names: Dictionary
+    weights: dict[str, Placement]
+    centred: bool
+
+    @property
+    def model(self) -> schema.Model:
+        return self.names.model
+
+
+def _shards(folder: Path, chunks: list[Chunk], reading: Reading, log: Callable[[str], None]) -> Iterator[list[Piece]]:
     """The pieces in each file of a checkpoint."""
     for file, own in _by_file(chunks).items():
         log(f"reading {folder / file}")
-        yield [piece for chunk, x in read_chunks(folder, own) for piece in pieces_of(chunk, x, model, weights)]
+        yield [piece for chunk, x in read_chunks(folder, own) for piece in pieces_of(chunk, x, reading)]
 
 
 def _by_file(chunks: Iterable[Chunk]) -> dict[str, list[Chunk]]:
@@ -143,26 +157,24 @@ def _by_file(chunks: Iterable[Chunk]) -> dict[str, list[Chunk]]:
     return files
 
 
-def _without_main(content: Metadata) -> list[Chunk]:
+def _without_main(content: Metadata, reading: Reading) -> list[Chunk]:
     """The chunks of weights and of state without the weights that the state has as main weights in fp32."""
     if content.buffers:  # which have no biases of experts
-        return [chunk for chunk in content.weights if chunk.name.endswith(megatron_experts.BIAS)] + content.state
+        biases = {name for name, placed in reading.weights.items() if placed.buffer}
+        target = lambda chunk: reading.names.ours(next(_by_layer(chunk))[0])
+        return [chunk for chunk in content.weights if (one := target(chunk)) and one.name in biases] + content.state
     main = {chunk.name for chunk in content.state if not PREFIX[chunk.kind]}
     return [chunk for chunk in content.weights if chunk.name not in main] + content.state
 
 
 def _buffer_shards(
-    folder: Path,
-    content: Metadata,
-    args: dict,
-    model: schema.Model,
-    weights: dict[str, Placement],
-    log: Callable[[str], None],
+    folder: Path, content: Metadata, args: dict, reading: Reading, log: Callable[[str], None]
 ) -> Iterator[list[Piece]]:
     """The pieces in the buffers of each tensor and pipeline parallel rank."""
     if not content.buffers:
         return
     tp, pp, vp = (args.get(f"{name}_model_parallel_size") or 1 for name in ("tensor", "pipeline", "virtual_pipeline"))
+    model = reading.model
     layers, ranks = model.num_layers, {chunk.name.split("/")[0] for chunk in content.buffers}
     ep = (args.get("expert_model_parallel_size") or 1) if model.mixture else 1
     numbers = {str(number) for number in range(tp * pp)} | {f"{n}{EXPERTS}" for n in range(tp * ep * pp) if ep > 1}
@@ -183,7 +195,7 @@ def _buffer_shards(
             experts = None if ep == 1 else name.endswith(EXPERTS)
             stage = RankStage(*place, experts, within // tp, ep)
             parts = _read_buffers(folder, [c for c in content.buffers if c.name.startswith(f"{name}/{part}/")])
-            orders = _orders(folder, content.weights, stage, model, weights)
+            orders = _orders(folder, content.weights, stage, reading)
             if parts or any(orders):
                 pieces += from_buffer(f"{folder} (rank {name}, part {part})", orders, parts)
         yield pieces
@@ -205,22 +217,22 @@ class RankStage(NamedTuple):
     ep: int = 1
 
 
-def _orders(
-    folder: Path, chunks: list[Chunk], stage: RankStage, model: schema.Model, weights: dict[str, Placement]
-) -> list[list[LocalParameter]]:
+def _orders(folder: Path, chunks: list[Chunk], stage: RankStage, reading: Reading) -> list[list[LocalParameter]]:
     """The parameters of a stage in the orders of Megatron-Core's modules, without and with Transformer Engine."""
-    kinds = product((True, False), range(3) if model.mixture else (0,))
-    names = [_module_order(model, stage, *kind, weights) for kind in kinds]
+    model, weights = reading.model, reading.weights
+    older = (False, True) if reading.names.has_older else (False,)
+    kinds = product((True, False), range(3) if model.mixture else (0,), older)
+    names = [_module_order(reading, stage, *kind) for kind in kinds]
     boxes = {}
     for name in {name.partition("@")[0] for name in names[0]}:
         placed = weights[_tied(name, model)]
         sizes = {"tp": stage.tp, "etp": stage.tp, "ep": stage.ep}
         local = list(placed.local_shape(sizes))
-        if name in ("embedding.word.weight", "output.weight"):
+        if name in (WORDS, "output.weight"):
             local[0] = stage.rows
         ranks = {"tp": stage.tp_rank, "etp": stage.tp_rank, "ep": stage.ep_rank}
         boxes[name] = tuple(local), Box(*placed.box(tuple(local), ranks))
-    values = _read_boxes(folder, chunks, {_tied(name, model): box for name, (_, box) in boxes.items()}, model, weights)
+    values = _read_boxes(folder, chunks, {_tied(name, model): box for name, (_, box) in boxes.items()}, reading)
 
     def parameter(name: str) -> LocalParameter:
         whole, _, number = name.partition("@")
@@ -230,46 +242,63 @@ def _orders(
             box = Box((box.offset[0] + int(number), *box.offset[1:]), (1, *box.extent[1:]))
             local, own = (1, *local[1:]), own[int(number)].unsqueeze(0)
         real = Box.whole(box.extent).slices()
-        copy = source != whole or not {"tp", "etp"} & set(placed.cut) and stage.tp_rank > 0
-        make = lambda prefix, x: [Piece(prefix + whole, placed.shape, box, x[real].contiguous())]
-        return LocalParameter(
-            name, local, lambda x: torch.equal(x[real].to(own.dtype), own), no_pieces if copy else make
-        )
+        embedded = whole == WORDS and stage.stage > 0
+        copy = embedded or source != whole or not {"tp", "etp"} & set(placed.cut) and stage.tp_rank > 0
+        ours = lambda x: _in_our_order(reading, whole, x)
+        ones = lambda prefix, x: with_ones(reading.centred, placed, prefix, x)
+        make = lambda prefix, x: [Piece(prefix + whole, placed.shape, box, ones(prefix, ours(x)[real]).contiguous())]
+        matches = lambda x: torch.equal(ones("", ours(x)[real]).to(own.dtype), own)
+        return LocalParameter(name, local, matches, no_pieces if copy else make)
 
     return [[parameter(name) for name in order] for order in names]
+
+
+def _in_our_order(reading: Reading, name: str, x: torch.Tensor) -> torch.Tensor:
+    """Values of one of their tensors, in the shape of ours, with their rows in our order."""
+    rows = reading.names.rows(name)
+    if rows.order is None and not rows.parts or "ep" in reading.weights[name].cut:
+        return x
+    lead, columns = split_shape(name, rows, tuple(x.shape))
+    ours = torch.empty_like(x).reshape(-1, *columns)
+    ours[rows.numbers(lead)] = x.reshape(-1, *columns)
+    return ours.view(x.shape)
 
 
 def _tied(name: str, model: schema.Model) -> str:
     """The weight that a parameter is a copy of, or itself."""
     tied = name == "output.weight" and not model.untie_embeddings_and_output_weights
-    return "embedding.word.weight" if tied else name
+    return WORDS if tied else name
 
 
 def _module_order(
-    model: schema.Model, stage: RankStage, norms_apart: bool, experts: int, weights: dict[str, Placement]
+    reading: Reading, stage: RankStage, norms_apart: bool, experts: int, older: bool = False
 ) -> list[str]:
     """Our names of a stage's parameters in the order of Megatron-Core's modules.
 
     norms_apart: norms are modules before the linear layers, otherwise parts of them (Transformer Engine)
-    experts: how they are ordered (`_expert_order`)
+    experts: how they are ordered (`_expert_order`). older: as in Megatron-LM up to 0.16
     """
-    order = list(dict.fromkeys(EXPERTS_HERE if EXPERTS_HERE in module else module for module in IN_LAYER))
-    order[0] = SINKS
-    if norms_apart:
-        order.insert(0, order.pop(order.index("attention_norm")))
+    model, weights = reading.model, reading.weights
     each = model.num_layers // stage.stages
     first, last = stage.stage == 0, stage.stage == stage.stages - 1
-    names = ["embedding.word", "embedding.position"] if first else []
+    names = ["embedding.word", *["embedding.position"] * first] if first or (last and model.depths) else []
     for n in range(each * stage.stage, each * (stage.stage + 1)):
-        names += [f"blocks.{n}.{module}" for module in order]
+        names += reading.names.in_order(f"blocks.{n}.", n, norms_apart, older)
     names += ["final_norm"] if last else []
-    found = []
+    for depth in range(model.depths if last else 0):
+        names += [f"{AHEAD}.{depth}.{name}" for name in ("enorm", "hnorm", "eh_proj")]
+        for number, n in enumerate(model.layers_ahead):
+            names += reading.names.in_order(f"{AHEAD}.{depth}.layers.{number}.", n, norms_apart, older)
+        names.append(f"{AHEAD}.{depth}.final_norm")
+    of_experts = {name.rpartition(".")[0].rpartition(".")[0] for name, placed in weights.items() if "ep" in placed.cut}
+    found, done = [], set()
     for name in names:
-        if name.endswith(EXPERTS_HERE) and f"{name}.up.weight" in weights:
-            found += _expert_order(name, experts, model.num_experts // stage.ep, weights)
+        if (module := name.rpartition(".")[0]) in of_experts:
+            found += [] if module in done else _expert_order(module, experts, model.num_experts // stage.ep, weights)
+            done.add(module)
         else:
             found += [name] * (name in weights)
-            found += [full for kind in ("weight", "bias") if (full := f"{name}.{kind}") in weights]
+            found += [full for kind in _KINDS if (full := f"{name}.{kind}") in weights and not weights[full].buffer]
     own_output = "output.weight" in weights or stage.stages > 1
     found += ["output.weight"] * (last and own_output)
     return found if stage.experts is None else [name for name in found if ("@" in name) == stage.experts]
@@ -290,21 +319,19 @@ def _expert_order(name: str, kind: int, count: int, weights: dict[str, Placement
     return [full for matrix in ("up", "down") for one in kinds for full in of([f"{matrix}.{one}"], numbers)]
 
 
-def _read_boxes(
-    folder: Path, chunks: list[Chunk], boxes: dict[str, Box], model: schema.Model, weights: dict[str, Placement]
-) -> dict[str, torch.Tensor]:
+def _read_boxes(folder: Path, chunks: list[Chunk], boxes: dict[str, Box], reading: Reading) -> dict[str, torch.Tensor]:
     """Boxes of our tensors, by name, in the checkpoint's number format. Raises CheckpointError if a part is missing."""
     there = lambda piece: piece.name in boxes and piece.box.intersection(boxes[piece.name])
     needed = [
         chunk
         for chunk in chunks
-        if any(map(there, pieces_of(chunk, torch.empty(chunk.box.extent, device="meta"), model, weights)))
+        if any(map(there, pieces_of(chunk, torch.empty(chunk.box.extent, device="meta"), reading)))
     ]
     found: dict[str, torch.Tensor] = {}
     filled = dict.fromkeys(boxes, 0)
     for own_chunks in _by_file(needed).values():
         for chunk, x in read_chunks(folder, own_chunks):
-            for piece in filter(there, pieces_of(chunk, x, model, weights)):
+            for piece in filter(there, pieces_of(chunk, x, reading)):
                 box = boxes[piece.name]
                 own = found.setdefault(piece.name, torch.empty(box.extent, dtype=x.dtype))
                 common = piece.box.intersection(box)
@@ -342,18 +369,9 @@ def _by_layer(chunk: Chunk) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{match[1]}.{layer}.{match[2]}", chunk.shape[1:]
 
 
-def _half(name: str) -> tuple[str, Optional[int]]:
-    """(name of the fused tensor, 0 or 1) for a separate matrix of a gated layer, else (name, None).
-
-    >>> _half("decoder.layers.0.mlp.linear_fc1.weight_v")
-    ('decoder.layers.0.mlp.linear_fc1.weight', 1)
-    """
-    half = _HALVES.get(name.rpartition(".")[2])
-    return (name, None) if half is None else (name[:-2], half)
-
-
-def pieces_of(chunk: Chunk, tensor: torch.Tensor, model: schema.Model, wanted: dict[str, Placement]) -> Iterator[Piece]:
+def pieces_of(chunk: Chunk, tensor: torch.Tensor, reading: Reading) -> Iterator[Piece]:
     """The pieces of our tensors in a chunk. Raises CheckpointError if it does not fit the model."""
+    prefix = PREFIX[chunk.kind] if chunk.kind else ""
     for part, x in chunk.parts(tensor):
         if _STACKED.fullmatch(part.name):
             inner = Box(part.box.offset[1:], part.box.extent[1:])
@@ -361,60 +379,48 @@ def pieces_of(chunk: Chunk, tensor: torch.Tensor, model: schema.Model, wanted: d
         else:
             boxes = [(part.name, part.shape, part.box, x)]
         for name, shape, box, values in boxes:
-            for piece in _in_tensor(name, shape, box, values, model, wanted):
-                yield piece._replace(name=PREFIX[chunk.kind] + piece.name) if chunk.kind else piece
+            for piece in _in_tensor(name, shape, box, values, reading):
+                values = with_ones(reading.centred, reading.weights[piece.name], prefix, piece.tensor)
+                yield piece._replace(name=prefix + piece.name, tensor=values)
 
 
-def _in_tensor(
-    theirs: str, shape: tuple[int, ...], box: Box, x: torch.Tensor, model: schema.Model, wanted: dict[str, Placement]
-) -> Iterator[Piece]:
+def _in_tensor(theirs: str, shape: tuple[int, ...], box: Box, x: torch.Tensor, reading: Reading) -> Iterator[Piece]:
     """The boxes of our tensor in a box [rows, inputs] or [rows] of theirs."""
-    plain, half = _half(theirs)
-    found = our_name(plain)
-    if found is None:
+    target = reading.names.ours(theirs)
+    if target is None:
         return
-    layer, name = found
-    name = name if layer is None else f"blocks.{layer}.{name}"
-    if name == "output.weight" and not model.untie_embeddings_and_output_weights:
+    name = target.name
+    if name == "output.weight" and not reading.model.untie_embeddings_and_output_weights:
         raise CheckpointError(  # a tied one is stored once, by the name of the embedding
             f"{theirs}: the saved arguments say that the output layer is the embedding, and here is one of its own",
             "they lack --untie-embeddings-and-output-weights",
         )
-    if name not in wanted:
+    if name not in reading.weights:
         raise CheckpointError(f"{theirs} would be {name}, which this model does not have")
-    ours = wanted[name].shape
-    if ".mlp.experts." not in name:
-        boxes = _in_matrix(theirs, name, ours, half, shape, box, x)
-        yield from (Piece(name, ours, own, part) for own, part in boxes)
+    ours = reading.weights[name].shape
+    if target.rows.taps and len(shape) == 3:  # [rows, 1, taps]
+        shape, x = (shape[0], shape[2]), x.squeeze(1)
+        box = Box((box.offset[0], box.offset[2]), (box.extent[0], box.extent[2]))
+    if "ep" not in reading.weights[name].cut:
+        yield from (Piece(name, ours, own, part) for own, part in _in_matrix(theirs, target, ours, shape, box, x))
         return
     for number in range(box.extent[0]):  # of all experts: [E, rows, inputs] or [E, rows]
         expert, inner = box.offset[0] + number, Box(box.offset[1:], box.extent[1:])
-        for own, part in _in_matrix(theirs, name, ours[1:], half, shape[1:], inner, x[number]):
+        for own, part in _in_matrix(theirs, target, ours[1:], shape[1:], inner, x[number]):
             yield Piece(name, ours, Box((expert, *own.offset), (1, *own.extent)), part.unsqueeze(0))
 
 
 def _in_matrix(
-    theirs: str,
-    name: str,
-    ours: tuple[int, ...],
-    half: Optional[int],
-    shape: tuple[int, ...],
-    box: Box,
-    x: torch.Tensor,
+    theirs: str, target: OurTensor, ours: tuple[int, ...], shape: tuple[int, ...], box: Box, x: torch.Tensor
 ) -> Iterator[tuple[Box, torch.Tensor]]:
-    """(box, values) in our tensor of shape `ours`, for a box [rows, inputs] or [rows] of theirs. half: see `_half`"""
-    columns = ours[-1:] if name.endswith(".weight") and len(ours) > 1 else ()
-    lead = ours[: len(ours) - len(columns)]  # the dimensions that their rows flatten
-    if half is not None:
-        lead = lead[1:]
-    rows, padded = prod(lead), name in ("embedding.word.weight", "output.weight")
+    """(box, values) in our tensor of shape `ours`, for a box [rows, inputs] or [rows] of theirs."""
+    lead, columns = split_shape(target.name, target.rows, ours)
+    numbers = target.rows.numbers(lead, target.part)
+    rows, padded = len(numbers), target.name in (WORDS, "output.weight")
     if shape[1:] != columns or (shape[0] < rows if padded else shape[0] != rows):
         raise CheckpointError(f"{theirs} has shape {shape}, expected {(rows, *columns)}")
-    start, at = box.offset[0], 0
-    for run in flat_to_boxes(lead, start, min(start + box.extent[0], rows)):
-        part = x[at : at + run.size].reshape(*run.extent, *x.shape[1:])
-        at += run.size
-        own = Box((*run.offset, *box.offset[1:]), (*run.extent, *box.extent[1:]))
-        if half is not None:
-            own, part = Box((half, *own.offset), (1, *own.extent)), part.unsqueeze(0)
-        yield own, part.float().contiguous()
+    start = box.offset[0]
+    own = numbers[start : min(start + box.extent[0], rows)]
+    for found, part in boxes_of_rows(lead, own, x[: len(own)]):
+        where = Box((*found.offset, *box.offset[1:]), (*found.extent, *box.extent[1:]))
+        yield where, part.float().contiguous()

@@ -12,9 +12,10 @@ add at most log(1 + p/v) to any loss, and are never the likeliest.
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from functools import cache, partial
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,17 +25,20 @@ import torch
 from megatron.checkpoint.boxes import Box, find_flaw
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.reader import Reader
-from megatron.convert import megatron_experts
 from megatron.convert.families import prompts_for
-from megatron.convert.megatron_arguments import COMPARED, their_arguments, unknown_settings
+from megatron.convert.megatron_arguments import flags_to_give, their_arguments, unknown_settings
 from megatron.convert.megatron_lm import open_classic
-from megatron.convert.megatron_names import Implementation, their_name
+from megatron.convert.megatron_names import WORDS, Dictionary
+from megatron.convert.megatron_pieces import their_rows
 from megatron.convert.merged import for_export
 from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.inference.agreement import agreement
 from megatron.inference.load import Loaded, load_model, tokenizer_settings, without_model
 from megatron.inference.quantized import refuse_quantized
 from megatron.model.gpt.facts import GPTFacts
+from megatron.model.hybrid import kinds_of
+from megatron.model.hybrid_names import in_turn, pairs_of
+from megatron.model.megatron_form import Implementation
 from megatron.model.recipe import SCRIPTS
 from megatron.model.weights import add_prefix
 from megatron.mpu.initialize import DTYPES
@@ -67,9 +71,13 @@ class Export:
         """Whether experts are TEGroupedMLP (--moe-grouped-gemm)."""
         return self.implementation == "transformer_engine"
 
-    @property
+    @cached_property
     def facts(self) -> GPTFacts:
         return GPTFacts(self.model, self.vocab_size)
+
+    @cached_property
+    def names(self) -> Dictionary:
+        return Dictionary(self.facts)
 
     @property
     def padded_vocab(self) -> int:
@@ -95,7 +103,7 @@ def to_megatron(
     Raises SettingsError for an unsupported model or layout, CheckpointError if the comparison fails.
     """
     trained = path
-    with for_export(path, out, "this form of Megatron-LM's") as path, Reader(path) as reader:
+    with for_export(path, out, "this form of Megatron-LM's", _is_hybrid) as path, Reader(path) as reader:
         refuse_quantized(reader, "to-megatron")
         reader.needed("config")
         config = schema.from_record(located(reader.state))
@@ -119,7 +127,14 @@ def to_megatron(
         notices.append(f"{added} rows of padding hold the mean of all rows: Megatron-LM's softmax counts them")
     layout = f"tensor parallel {tp} x pipeline parallel {pp}" + (f", expert parallel {ep}" if ep > 1 else "")
     flags = f"--load {out} --ckpt-format torch" + (" --use-legacy-models" if implementation == "legacy" else "")
-    return [f"{out}: {layout}, names of {implementation}", *notices, f"in Megatron-LM: {flags} --use-checkpoint-args"]
+    flags += f" --use-checkpoint-args{flags_to_give(export.model)}"
+    return [f"{out}: {layout}, names of {implementation}", *notices, f"in Megatron-LM: {flags}"]
+
+
+def _is_hybrid(config: schema.Config) -> bool:
+    """Whether a model is a HybridModel there, and no GPT."""
+    letters = config.model.letters
+    return bool(letters) and (config.model.depths > 0 or not in_turn(letters, pairs_of(letters, kinds_of(config))))
 
 
 def check_expressible(export: Export) -> None:
@@ -157,26 +172,24 @@ def rank_tensors(
     first, last = pipeline == 0, pipeline == export.pp - 1
     a_stage = export.model.num_layers // export.pp
     layers = range(pipeline * a_stage, (pipeline + 1) * a_stage)
-    flat = {}
+    names, flat = export.names, {}
     for unit in export.facts.units(layers, first, last):
         for name, placed in add_prefix(unit.name, unit.weights).items():
-            layer = None if unit.layer is None else unit.layer - layers.start
-            ours = name if layer is None else name.removeprefix(f"{unit.name}.")
-            their = partial(their_name, ours, layer, export.implementation)
-            if ".mlp.experts." in name:
-                at = f"decoder.layers.{layer}."
+            if "ep" in placed.cut:
                 for number, x in _experts(export, reader, name, placed, tensor, expert):
-                    flat[at + megatron_experts.their_expert(ours, number, export.grouped)] = x
+                    flat[names.their_expert(name, number, export.grouped, layers.start)] = x
                 continue
+            their = names.theirs(name, export.implementation, layers.start)
             if placed.buffer:
-                if name.endswith(megatron_experts.BIAS):  # fp32: rounded it would choose other experts
-                    flat[their()] = reader.read(name)
+                if placed.buffer.combine == "same":  # fp32: rounded it would choose other experts
+                    flat[their] = reader.read(name)
                 continue  # counts are 0
             local = _local(export, reader, padding, name, placed, tensor)
-            if ours == "embedding.word.weight" and not first:  # the last stage's copy of a tied table
+            copy = name == WORDS and not first  # of the last stage
+            if not copy or export.model.depths:
+                flat[their] = local
+            if copy and export.facts.tied:
                 flat[COPY_OF_TABLE[export.implementation == "legacy"]] = local
-            else:
-                flat[their(layer is not None and export.model.has_experts(unit.layer))] = local
     return _nested(flat) if export.implementation == "legacy" else _with_extra_state(flat)
 
 
@@ -184,10 +197,11 @@ def _local(export: Export, reader: Reader, padding, name: str, placed: Placement
     """One rank's part of a tensor, as a matrix [rows, inputs] or a vector, with padding rows."""
     shape = placed.local_shape({"tp": export.tp})
     box = Box(*placed.box(shape, {"tp": tensor}))
-    x = reader.read(name, box, export.dtype)
+    x = reader.read(name, box, torch.float32 if placed.exact else export.dtype)
     if box.extent[0] < shape[0]:
         x = torch.cat([x, padding(name).to(export.dtype).expand(shape[0] - box.extent[0], -1)])
-    return x.flatten(0, -2) if name.endswith(".weight") and x.dim() > 1 else x.flatten()
+    x = their_rows(name, export.names.rows(name), x)
+    return x.chunk(export.tp)[tensor] if export.names.divided(name, export.implementation) else x
 
 
 def _experts(export: Export, reader: Reader, name: str, placed: Placement, tensor: int, expert: int):
@@ -214,14 +228,8 @@ def _padding_rows(reader: Reader, rows: int = 4096) -> Callable[[str], torch.Ten
 
 def _with_extra_state(flat: dict[str, Any]) -> dict[str, Any]:
     """Add the fp8 state that Megatron-Core's linear layers save with their weights; it is None without fp8."""
-    linear = (
-        "linear_qkv.weight",
-        "linear_proj.weight",
-        "linear_fc1.weight",
-        "linear_fc2.weight",
-        "output_layer.weight",
-    )
-    states = {name.removesuffix("weight") + "_extra_state": None for name in flat if name.endswith(linear)}
+    linear = re.compile(r".*\.(linear_\w+|in_proj|out_proj|eh_proj)\.weight|output_layer\.weight")
+    states = {name.removesuffix("weight") + "_extra_state": None for name in flat if linear.fullmatch(name)}
     return flat | states
 
 
@@ -266,8 +274,8 @@ def arguments(export: Export, tokenizer: schema.TokenizerSettings, iteration: in
     named = {f.name: getattr(tokenizer, f.name) for f in fields(tokenizer)}
     files = {name: named.get(name) for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")}
     return argparse.Namespace(
-        **their_arguments(m, legacy),
-        **megatron_experts.their_arguments(m, export.ep, export.tp, export.grouped),
+        **their_arguments(m, legacy, export.pp),
+        **(_of_experts(export) if m.mixture else {}),
         vocab_size=export.vocab_size,
         padded_vocab_size=export.padded_vocab,
         tensor_model_parallel_size=export.tp,
@@ -290,25 +298,27 @@ def arguments(export: Export, tokenizer: schema.TokenizerSettings, iteration: in
     )
 
 
+def _of_experts(export: Export) -> dict[str, Any]:
+    """The arguments of how experts are divided."""
+    sizes = dict(expert_model_parallel_size=export.ep, expert_tensor_parallel_size=export.tp)
+    return sizes | dict(moe_grouped_gemm=export.grouped)
+
+
 # ---- verification ----------------------------------------------------------------------------------------------------
 
 
 def compare(export: Export, reader: Reader, folder: Path) -> str:
     """Read the export as `from-megatron` does; returns a notice. Raises CheckpointError if it is another model."""
     found = open_classic(folder, None, None, None, optimizer=False, log=lambda text: None)
-    ours, theirs = export.model, found.model
-    same = [
-        *COMPARED,
-        *(("expert_ffn_size", "expert_layers", "balancing", *megatron_experts.SAME) if ours.mixture else ()),
-    ]
-    same = [name for name in same if name != "moe_ffn_hidden_size"]  # may be the default
-    differ = [f"{name} {getattr(theirs, name)}" for name in same if getattr(ours, name) != getattr(theirs, name)]
+    ours, theirs = (their_arguments(model, legacy=False) for model in (export.model, found.model))
+    differ = [f"{name} {theirs.get(name)}" for name in ours if ours[name] != theirs.get(name)]
     if found.vocab_size != export.vocab_size:
         differ.append(f"vocabulary {found.vocab_size}")
     boxes: dict[str, list[Box]] = {name: [] for name in export.facts.weights}
     for piece in _pieces(found.shards()):
         boxes[piece.name].append(piece.box)
-        dtype = torch.float32 if export.facts.weights[piece.name].buffer else export.dtype
+        placed = export.facts.weights[piece.name]
+        dtype = torch.float32 if placed.buffer or placed.exact else export.dtype
         if not torch.equal(reader.read(piece.name, piece.box, dtype).float(), piece.tensor.float()):
             differ.append(piece.name)
     shapes = {name: placed.shape for name, placed in export.facts.weights.items()}

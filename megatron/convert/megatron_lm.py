@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Import GPTs from Megatron-LM's classic checkpoints: `iter_0000100/mp_rank_XX[_YYY]/model_optim_rng.pt`, any tp, pp and
-chunks; with experts of any ep, `mp_rank_XX[_YYY][_ZZZ]` (`megatron_experts`).
+chunks; with experts of any ep, `mp_rank_XX[_YYY][_ZZZ]`.
 
 `megatron_pickle` reads each file in a separate process, one after another. A file holds a box of each logical tensor, so
 nothing is merged: the boxes of one of their files become one of our files. `megatron_optimizer` has the optimizer's state.
-
-QKV is stored [g, q + 2, d, h] since format version 2, which is our order too; [3, heads, d, h] in version 0, and
-[heads, d, 3, h] in version 1.
 """
 
 import contextlib
 import json
+import math
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,13 +19,11 @@ from typing import NamedTuple, Optional
 import torch
 from safetensors.torch import load_file
 
-from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.store import Piece
-from megatron.convert import megatron_experts
 from megatron.convert.imported import ModelImport, check_complete
 from megatron.convert.megatron_arguments import first_layers, settings_of
-from megatron.convert.megatron_names import SINKS, our_name
+from megatron.convert.megatron_names import WORDS, Dictionary, OurTensor, outside, place_of
 from megatron.convert.megatron_optimizer import (
     ALIGNMENT,
     LEAVE_OUT,
@@ -39,10 +35,10 @@ from megatron.convert.megatron_optimizer import (
     with_moments,
 )
 from megatron.convert.megatron_pickle import EXPERTS, extract, extract_buffers
+from megatron.convert.megatron_pieces import expert_piece, local_parts, with_ones, zero_counts
 from megatron.errors import CheckpointError
 from megatron.model.gpt.facts import GPTFacts
 from megatron.mpu.placement import Placement
-from megatron.settings import schema
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -81,18 +77,19 @@ def open_classic(
     notices += state_notices(first.facts, optimizer, has_state=facts is not None)
     weights = GPTFacts(model, vocab_size).weights
     wanted = with_moments(weights) if facts else weights
+    names = Dictionary(GPTFacts(model, vocab_size), float(first.facts["version"] or 0))
 
     experts = model.num_experts // (max(part.ep for part in parts) + 1) if model.mixture else 0  # of a file
 
     def shards() -> Iterator[list[Piece]]:
-        if counts := megatron_experts.zero_counts(weights):
+        if counts := zero_counts(weights):
             yield counts
         for part in parts:
             log(f"reading {part.path}")
             with _opened(part, facts is not None) as file:
-                parameters = list(_parameters(file, model, weights, sizes, experts))
+                parameters = list(_parameters(file, names, weights, sizes, experts))
                 if facts:
-                    buffers = [one for one in parameters if one.key.endswith(megatron_experts.BIAS)]
+                    buffers = [one for one in parameters if one.is_buffer]
                     trained = [one for one in parameters if one not in buffers]
                     yield [*_weight_pieces(file, buffers), *_state_pieces(file, trained)]
                 else:
@@ -177,42 +174,46 @@ def _opened(part: RankFile, optimizer: bool) -> Iterator[OpenFile]:
 
 
 def _parameters(
-    file: OpenFile, model: schema.Model, wanted: dict[str, Placement], sizes: tuple[int, int], experts: int
+    file: OpenFile, names: Dictionary, wanted: dict[str, Placement], sizes: tuple[int, int], experts: int
 ) -> Iterator[LocalParameter]:
     """The parameters in one of their files, in the order of the module. experts: of each layer in it."""
     tp, pp = sizes
-    part, chunks = file.part, max(1, file.facts["chunks"])
+    part, chunks, model = file.part, max(1, file.facts["chunks"]), names.model
     starts = first_layers(file.facts["args"], model.num_layers, pp * chunks)
     for key, shape in file.shapes.items():
-        found = our_name(key.partition("/")[2])
-        if found is None and not key.endswith(".weight"):
+        chunk, _, theirs = key.partition("/")
+        place = place_of(theirs)
+        if place is None and not theirs.endswith(".weight"):
             continue  # state of fp8, a buffer
+        stage = int(chunk) * pp + part.pp
+        target = names.ours(theirs, starts[stage]) or OurTensor("output.weight")
+        name = target.name
         matches = lambda values, key=key: torch.equal(values.to((own := file.get(key)).dtype), own)
-        layer, name = found or (None, "output.weight")
-        if layer is not None:
-            stage = int(key.partition("/")[0]) * pp + part.pp
-            name = f"blocks.{starts[stage] + layer}.{name}"
-        elif name == "output.weight" and not model.untie_embeddings_and_output_weights:
+        tied = not model.untie_embeddings_and_output_weights
+        if name == "output.weight" and tied:
             _refuse_own_head(file, key)
+        if name == "output.weight" and tied or name == WORDS and stage > 0:
             yield LocalParameter(key, shape, matches, no_pieces)  # the last stage's copy of the embedding
             continue
-        name, _, expert = name.partition("@")
         if name not in wanted:
             raise CheckpointError(f"{part.path}: {key} would be {name}, which this model does not have")
-        cut = wanted[name].cut
-        copy = not {"tp", "etp"} & set(cut) and part.tp > 0 or "ep" not in cut and part.ep > 0
-        pieces = _pieces_of(file, name, model, wanted[name], tp)
-        if expert:
-            number = part.ep * experts + int(expert)
+        placed = wanted[name]
+        of_expert = "ep" in placed.cut
+        smaller = not of_expert and math.prod(shape) < math.prod(placed.shape)  # theirs is divided, ours is not
+        copy = not ({"tp", "etp"} & set(placed.cut) or smaller) and part.tp > 0 or not of_expert and part.ep > 0
+        pieces = _pieces_of(file, target, placed, tp)
+        if target.number is not None:
+            number = part.ep * experts + target.number
             if number >= model.num_experts:
                 raise CheckpointError(f"{part.path}: {key} would be expert {number} of {model.num_experts}")
-            pieces = _expert_pieces(file, name, wanted[name], number)
-        yield LocalParameter(key, shape, matches, no_pieces if copy else pieces)
+            pieces = _expert_pieces(file, name, placed, number)
+        is_buffer = placed.buffer is not None
+        yield LocalParameter(key, shape, matches, no_pieces if copy else pieces, of_expert, is_buffer)
 
 
 def _refuse_own_head(file: OpenFile, head: str) -> None:
     """Raise CheckpointError if the copy of the embedding `head` differs from it. Both are there with one pipeline stage."""
-    tables = (key for key in file.shapes if our_name(key.partition("/")[2]) == (None, "embedding.word.weight"))
+    tables = (key for key in file.shapes if outside(key.partition("/")[2]) == WORDS)
     if any(not torch.equal(file.get(table), file.get(head)) for table in tables):
         raise CheckpointError(
             f"{file.part.path}: {head} differs from the embedding, and the saved arguments say that both are one",
@@ -221,16 +222,15 @@ def _refuse_own_head(file: OpenFile, head: str) -> None:
 
 
 def _pieces_of(
-    file: OpenFile, name: str, model: schema.Model, placed: Placement, tp: int
+    file: OpenFile, target: OurTensor, placed: Placement, tp: int
 ) -> Callable[[str, torch.Tensor], list[Piece]]:
     """The function that makes pieces of a parameter or its moments: (prefix of our name, their tensor) -> pieces."""
+    centred = bool(file.facts["args"].get("apply_layernorm_1p"))
 
     def pieces(prefix: str, x: torch.Tensor) -> list[Piece]:
-        local = _reshaped(name, x, model, placed, tp, float(file.facts["version"] or 0))
-        box = Box(*placed.box(tuple(local.shape), {"tp": file.part.tp}))
-        if any(n != full for d, (n, full) in enumerate(zip(local.shape, placed.shape)) if d != placed.cut.get("tp")):
-            raise CheckpointError(f"{file.part.path}: {name} has shape {tuple(local.shape)}, expected {placed.shape}")
-        return [Piece(prefix + name, placed.shape, box, local[Box.whole(box.extent).slices()].contiguous())]
+        x = with_ones(centred, placed, prefix, x)
+        parts = local_parts(target, placed, x, file.part.tp, tp, str(file.part.path))
+        return [Piece(prefix + target.name, placed.shape, box, part) for box, part in parts]
 
     return pieces
 
@@ -238,7 +238,7 @@ def _pieces_of(
 def _expert_pieces(file: OpenFile, name: str, placed: Placement, number: int):
     """As `_pieces_of`, for one expert."""
     where = str(file.part.path)
-    return lambda prefix, x: [megatron_experts.expert_piece(prefix + name, placed, x, number, file.part.tp, where)]
+    return lambda prefix, x: [expert_piece(prefix + name, placed, x, number, file.part.tp, where)]
 
 
 def _weight_pieces(file: OpenFile, parameters: list[LocalParameter]) -> Iterator[Piece]:
@@ -280,35 +280,10 @@ def _by_optimizer(parameters: list[LocalParameter], apart: bool) -> dict[str, li
     """The parameters of each of their optimizers: with ep, experts have a second one. apart: they have"""
     if not apart:
         return {"": parameters}
-    of_experts = [one for one in parameters if ".mlp.experts." in one.key]
+    of_experts = [one for one in parameters if one.of_expert]
     return {"": [one for one in parameters if one not in of_experts], EXPERTS: of_experts}
 
 
 def _elsewhere(file: OpenFile, prefix: str) -> bool:
     """Whether another rank's file has an optimizer's buffers: data parallel ranks share those of dense weights."""
     return not prefix and file.part.ep > 0
-
-
-def _reshaped(
-    name: str, x: torch.Tensor, model: schema.Model, placed: Placement, tp: int, version: float
-) -> torch.Tensor:
-    """Their local tensor in our shape."""
-    try:
-        if ".attention.qkv." in name:
-            d, tail = model.head_dim, x.shape[1:]
-            if version >= 2:
-                return x.view(-1, model.num_attention_heads // model.query_groups + 2, d, *tail)
-            heads = model.num_attention_heads // tp
-            order = (
-                x.view(3, heads, d, *tail).transpose(0, 1)
-                if version < 1
-                else x.view(heads, d, 3, *tail).transpose(1, 2)
-            )
-            return order.contiguous()
-        if name.endswith(SINKS):
-            return x.view(-1, placed.shape[1])
-        if (".mlp.up." in name or ".mlp.shared.up." in name) and model.gated:
-            return x.view(2, -1, *x.shape[1:])
-        return x.view(-1, *placed.shape[1:]) if x.dim() == len(placed.shape) and placed.cut.get("tp") == 0 else x
-    except RuntimeError:
-        raise CheckpointError(f"{name} has shape {tuple(x.shape)}, which does not fit {placed.shape}") from None

@@ -30,6 +30,7 @@ _BUFFER = re.compile(
     r"(?:chained_(\d)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.+\.bucket_idx_(\d+)\.(\w+)"
 )
 _OBJECT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.(?:optimizer|grad_scaler)/.*")
+_COMMON = re.compile(r"common_state/.*")
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\b.*")
 _NOT_WEIGHTS = re.compile(r"(opt_param_scheduler|rng_state|rerun_state_machine_state)\b.*|.*_extra_state.*")
 _GROUP = 1 << 30  # bytes of chunks that a child process passes at a time
@@ -100,6 +101,7 @@ class Metadata(NamedTuple):
     state: chunks of the optimizer's state that have the names of weights. buffers: of its buffers, named
     RANK/BUFFER/BUCKET, or RANKe/BUFFER/BUCKET for those of experts, which have an optimizer of their own if ep is above 1
     objects: (file, offset, length) of pickles that have the number of updates. unknown: another name of the optimizer's
+    common: the place of the arguments of the run in newer checkpoints; empty: they are in a file of their own
     """
 
     weights: list[Chunk]
@@ -107,6 +109,7 @@ class Metadata(NamedTuple):
     buffers: list[Chunk]
     objects: list[tuple[str, int, int]]
     unknown: str
+    common: tuple = ()
 
 
 def read_metadata(folder: Path, work: Path) -> Metadata:
@@ -120,7 +123,14 @@ def read_metadata(folder: Path, work: Path) -> Metadata:
             content = MetadataUnpickler(file).load()
         try:
             result.write_text(
-                json.dumps(dict(chunks=_chunks(content), objects=_objects(content), names=_unknown(content)))
+                json.dumps(
+                    dict(
+                        chunks=_chunks(content),
+                        objects=_objects(content, _OBJECT),
+                        common=_objects(content, _COMMON),
+                        names=_unknown(content),
+                    )
+                )
             )
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"it does not describe tensors ({error!r})") from None
@@ -138,7 +148,8 @@ def read_metadata(folder: Path, work: Path) -> Metadata:
     state = [chunk for chunk in chunks if chunk.kind and not chunk.name[0].isdigit()]
     if not weights:
         raise CheckpointError(f"{source} names no weights")
-    return Metadata(weights, state, buffers, [tuple(where) for where in listed["objects"]], listed["names"])
+    objects, common = ([tuple(where) for where in listed[name]] for name in ("objects", "common"))
+    return Metadata(weights, state, buffers, objects, listed["names"], next(iter(common), ()))
 
 
 def _check(source: Path, chunk: Chunk) -> None:
@@ -217,12 +228,12 @@ def _places(metadata: Content) -> dict[tuple, dict]:
     return places
 
 
-def _objects(metadata: Content) -> list[tuple]:
-    """(name, file, offset, length) of the pickled objects of the first rank's optimizer."""
+def _objects(metadata: Content, names: re.Pattern) -> list[tuple]:
+    """(name, file, offset, length) of the pickled objects of these names."""
     return [
         (name, str(info["relative_path"]), int(info["offset"]), int(info["length"]))
         for (name, _), info in _places(metadata).items()
-        if _OBJECT.fullmatch(name)
+        if names.fullmatch(name)
     ]
 
 
@@ -235,12 +246,8 @@ def _unknown(metadata: Content) -> str:
 def read_objects(folder: Path, objects: list[tuple], work: Path, facts: dict) -> dict[str, Any]:
     """The number of updates and the loss scale in the pickled objects of an optimizer, as in `facts`."""
     updates, scale = set(facts["updates"]), dict(facts["scale"])
-    for name, file, offset, length in objects:
-        _check_place(folder / METADATA, name, file, offset, length)
-        copy, result = work / "object.pt", work / "object.json"
-        with (folder / file).open("rb") as stream:
-            stream.seek(offset)
-            copy.write_bytes(stream.read(length))
+    for name, file, *where in objects:
+        copy, result = copy_object(folder, (name, file, *where), work), work / "object.json"
         kind = "grad_scaler" if "grad_scaler/" in name else "optimizer"
 
         def in_child(copy=copy, result=result, kind=kind) -> None:
@@ -251,6 +258,17 @@ def read_objects(folder: Path, objects: list[tuple], work: Path, facts: dict) ->
         updates |= set(own["updates"])
         scale |= own["scale"]
     return dict(updates=sorted(updates), scale=scale)
+
+
+def copy_object(folder: Path, place: tuple, work: Path) -> Path:
+    """A file in `work` with a pickled object alone. place: its name, file, offset and length"""
+    name, file, offset, length = place
+    _check_place(folder / METADATA, name, file, offset, length)
+    copy = work / "object.pt"
+    with (folder / file).open("rb") as stream:
+        stream.seek(offset)
+        copy.write_bytes(stream.read(length))
+    return copy
 
 
 # ---- chunks ----------------------------------------------------------------------------------------------------------

@@ -53,12 +53,15 @@ class LocalParameter(NamedTuple):
     shape:    of their tensor
     matches:  whether main weights of that shape round to the parameter
     pieces:   (prefix, tensor of that shape) -> pieces of our tensors; none if another rank has the same parameter
+    of_expert: whether it is one of experts. is_buffer: whether it is none, and has no state
     """
 
     key: str
     shape: tuple[int, ...]
     matches: Callable[[torch.Tensor], bool]
     pieces: Callable[[str, torch.Tensor], Iterable[Piece]]
+    of_expert: bool = False
+    is_buffer: bool = False
 
     def state_pieces(self, state: Mapping[str, torch.Tensor]) -> Iterator[Piece]:
         """The pieces of this parameter's state. state: kind -> tensor of its number of elements."""

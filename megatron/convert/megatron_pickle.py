@@ -46,7 +46,12 @@ def extract(source: Path, folder: Path, optimizer: bool = False) -> None:
 
     optimizer: also the optimizer's state
     """
-    refused_in_child(source, folder, lambda: _write(load(source), folder, optimizer))
+
+    def in_child() -> None:
+        content = load(source)
+        _write(content[0] if isinstance(content, list) and len(content) == 1 else content, folder, optimizer)
+
+    refused_in_child(source, folder, in_child)
 
 
 def extract_buffers(source: Path, folder: Path) -> None:

@@ -41,13 +41,15 @@ def causal_conv(
     if documents is not None:
         reach = torch.where(documents.starts == 0, taps, documents.places().clamp_(max=taps)).to(torch.uint8).t()
         reach = reach.view(*reach.shape, *(1 for _ in weight.shape[1:]))  # [s, b, 1]
-    x = x if before is None else torch.cat((before.to(x.dtype), x))
-    return _CausalConv.apply(x, weight, bias, reach, 0 if before is None else taps - 1), _last(x, taps - 1, reach)
+    before = None if before is None else before.to(x.dtype)
+    return _CausalConv.apply(x, weight, bias, reach, before), _last(x, before, taps - 1, reach)
 
 
-def _last(x: torch.Tensor, n: int, reach: Optional[torch.Tensor]) -> torch.Tensor:
-    """The last n rows of x, with zeros before its start and before that of its last document."""
-    rows = torch.cat((x.new_zeros(n - len(x), *x.shape[1:]), x)) if len(x) < n else x[len(x) - n :]
+def _last(x: torch.Tensor, before: Optional[torch.Tensor], n: int, reach: Optional[torch.Tensor]) -> torch.Tensor:
+    """The last n rows of before and x, with zeros before their start and before that of the last document."""
+    if len(x) < n:
+        x = torch.cat((x.new_zeros(n, *x.shape[1:]) if before is None else before, x))
+    rows = x[len(x) - n :]
     if reach is None or n == 0:
         return rows
     back = torch.arange(n - 1, -1, -1, device=x.device).view(n, *(1 for _ in x.shape[1:]))  # from the last row to each
@@ -55,47 +57,54 @@ def _last(x: torch.Tensor, n: int, reach: Optional[torch.Tensor]) -> torch.Tenso
 
 
 class _CausalConv(torch.autograd.Function):
-    """x: [lead + s, b, c], of which the first rows are only read. reach: [s, b, 1] rows before its own that a token sees.
+    """x: [s, b, c]; before: [W - 1, b, c] or None. reach: [s, b, 1] rows before its own that a token sees.
 
     Keeps its inputs; the backward pass computes the sums before the SiLU again.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, reach, lead):
-        ctx.save_for_backward(x, weight, bias, reach)
-        ctx.lead = lead
-        return F.silu(_sums(x.float(), weight.float(), bias, reach, lead)).to(x.dtype)
+    def forward(ctx, x, weight, bias, reach, before):
+        ctx.save_for_backward(x, weight, bias, reach, before)
+        return F.silu(_sums(x.float(), weight.float(), bias, reach, before)).to(x.dtype)
 
     @staticmethod
     def backward(ctx, gradient):
-        x, weight, bias, reach = ctx.saved_tensors
+        x, weight, bias, reach, before = ctx.saved_tensors
         wide, taps = x.float(), weight.float()
-        sums = _sums(wide, taps, bias, reach, ctx.lead)
+        sums = _sums(wide, taps, bias, reach, before)
         share = sums.sigmoid()
         of_sums = gradient.float() * share * (1 + sums * (1 - share))  # SiLU'
-        d_x, d_weight = torch.zeros_like(wide), torch.zeros_like(taps)  # there may be more taps than rows
-        for tap, rows, inputs in _taps(x, taps, ctx.lead):
+        sources = [wide] if before is None else [wide, before.float()]
+        found, d_weight = [torch.zeros_like(source) for source in sources], torch.zeros_like(taps)
+        for tap, rows, source, inputs in _taps(x, taps, before):
             part = _seen(of_sums[rows], reach, rows, tap)
-            d_x[inputs].addcmul_(part, taps[..., -1 - tap])
-            d_weight[..., -1 - tap] = (part * wide[inputs]).sum((0, 1))
+            found[source][inputs].addcmul_(part, taps[..., -1 - tap])
+            d_weight[..., -1 - tap] += (part * sources[source][inputs]).sum((0, 1))
         d_bias = None if bias is None else of_sums.sum((0, 1)).to(bias.dtype)
-        return d_x.to(x.dtype), d_weight.to(weight.dtype), d_bias, None, None
+        d_x, d_before = (*(one.to(x.dtype) for one in found), None)[:2]
+        return d_x, d_weight.to(weight.dtype), d_bias, None, d_before
 
 
-def _sums(x, weight, bias, reach, lead: int) -> torch.Tensor:
+def _sums(x, weight, bias, reach, before) -> torch.Tensor:
     """[s, b, c] in fp32: the weighted sums of rows, plus the bias."""
-    y = x[lead:] * weight[..., -1]
-    for tap, rows, inputs in _taps(x, weight, lead):
+    y = x * weight[..., -1]
+    for tap, rows, source, inputs in _taps(x, weight, before):
         if tap:
-            y[rows].addcmul_(_seen(x[inputs], reach, rows, tap), weight[..., -1 - tap])
+            read = (before if source else x)[inputs].float()
+            y[rows].addcmul_(_seen(read, reach, rows, tap), weight[..., -1 - tap])
     return y if bias is None else y.add_(bias.float())
 
 
-def _taps(x, weight, lead: int) -> Iterator[tuple[int, slice, slice]]:
-    """For each tap how far back it reaches, the rows of the result that have it, and the rows of x that it reads."""
-    s = len(x) - lead
-    for tap in range(min(weight.shape[-1], len(x))):
-        yield tap, slice(max(tap - lead, 0), s), slice(max(lead - tap, 0), len(x) - tap)
+def _taps(x, weight, before) -> Iterator[tuple[int, slice, int, slice]]:
+    """For each tap how far back it reaches, the rows of the result that have it, whether they read x (0) or the rows before
+    it (1), and which rows of these; there may be more taps than rows.
+    """
+    s, last = len(x), weight.shape[-1] - 1
+    for tap in range(last + 1):
+        if tap < s:
+            yield tap, slice(tap, s), 0, slice(0, s - tap)
+        if tap and before is not None:
+            yield tap, slice(0, min(tap, s)), 1, slice(last - tap, last - tap + min(tap, s))
 
 
 def _seen(values: torch.Tensor, reach, rows: slice, tap: int) -> torch.Tensor:

@@ -5,7 +5,8 @@ pairs of query and key. Memory is linear in the sequence.
 Legend: s queries, which are the last of t keys, b samples.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Optional
 
@@ -34,6 +35,7 @@ class Documents:
     longest      largest number of queries and of keys of a document
     on_host      `starts` in CPU memory: a kernel that skips blocks needs them before its launch
     parts        the documents of each sample, in order
+    past         [b] int32, of parts of longer samples (`of_parts`): tokens of a part's first document before it; else None
 
     Built on the host by `of` and copied to the device asynchronously, once for all layers of a pass.
     """
@@ -44,6 +46,7 @@ class Documents:
     longest: tuple[int, int]
     on_host: np.ndarray
     parts: tuple[tuple[Part, ...], ...]
+    past: Optional[torch.Tensor] = None
 
     @classmethod
     def of(cls, starts: np.ndarray, device, *, rows: Optional[tuple[int, int]] = None, first: int = 0) -> "Documents":
@@ -68,6 +71,18 @@ class Documents:
             packed = packed.pin_memory().to(device, non_blocking=True)
         query_edges, key_edges, places = packed.split((edges.shape[1], edges.shape[1], own.size))
         return cls(places.view(own.shape), query_edges, key_edges, longest, own, parts)
+
+    @classmethod
+    def of_parts(cls, starts: np.ndarray, parts: Sequence[tuple[int, int]], device) -> "Documents":
+        """Build for samples that are equally long parts, [start, stop), of b samples: the first of each, then the second.
+
+        >>> halves = Documents.of_parts(np.array([[0, 0, 2, 2, 2, 5]]), ((0, 3), (3, 6)), "cpu")
+        >>> halves.starts.tolist(), halves.past.tolist()
+        ([[0, 0, 2], [0, 0, 2]], [0, 1])
+        """
+        own = np.concatenate([starts[:, start:stop] - start for start, stop in parts]).astype(np.int32)
+        past = torch.from_numpy(np.maximum(-own[:, 0], 0)).to(device)
+        return replace(cls.of(np.maximum(own, 0), device), past=past)
 
     @cached_property
     def bounds(self) -> tuple[list[int], list[int]]:

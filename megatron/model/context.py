@@ -12,8 +12,9 @@ import torch
 from megatron.fused_kernels.documents import Documents
 from megatron.model.cache import Cache
 from megatron.model.facts import Facts
+from megatron.model.kinds.mixer import Mixer
 from megatron.model.ring_attention import Steps
-from megatron.mpu.context_parallel import UNSHARED, AttentionSharing
+from megatron.mpu.context_parallel import UNSHARED, AttentionSharing, scan_sharing
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.settings.schema import Kernels, Model
 
@@ -26,7 +27,7 @@ class LayerSetup:
     layer:     its index in the whole network, from 0
     mesh:      the ranks that have parts of it
     recompute: the parts that are recomputed in the backward pass (`Facts.recomputes`); the caller handles "full"
-    sharing:   how ranks of `mesh.cp` share the attention of a sequence
+    sharing:   how ranks of `mesh.cp` share a sequence: in attention, and in a mixer after `of`
     """
 
     facts: Facts
@@ -45,6 +46,10 @@ class LayerSetup:
         """The settings of the layer."""
         return self.facts.layer_kind(self.layer).settings(self.facts.settings)
 
+    def of(self, mixer: Mixer) -> "LayerSetup":
+        """That of a mixer of the layer."""
+        return replace(self, sharing=sharing_of(mixer, self.model, self.mesh, self.sharing))
+
     @property
     def tp(self) -> Axis:
         return self.mesh.tp
@@ -60,6 +65,13 @@ class LayerSetup:
         return dict(sequence_parallel=self.sequence_parallel, **self.factory)
 
 
+def sharing_of(mixer: Mixer, model: Model, mesh: Mesh, attention: AttentionSharing) -> AttentionSharing:
+    """How a mixer's ranks share a sequence. model: settings of the layer; attention: how those of attention do"""
+    if not mixer.scans or attention.size == 1:
+        return attention
+    return scan_sharing(mixer.heads(model) // mesh.tp.size, mesh.cp, mesh.cp_inner, mesh.cp_outer)
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """The inputs that all blocks share in one forward pass.
@@ -73,6 +85,7 @@ class ForwardContext:
               (`packed_rows`)
     of_chunks the same for the rank's two chunks of rows, by window: each chunk's queries over the keys sliced for it
     of_ring   the same for the steps of a ring, by its size and the window
+    of_halves the documents of the rank's two chunks, each for itself, by the number of ranks that pass states on
     allowed   [b, s, s] bool: query may see key. In inference, if samples have several documents
     cache     keys and values of earlier tokens, or None
     region    returns the context manager for recomputation
@@ -90,6 +103,7 @@ class ForwardContext:
     documents: Optional[Documents] = None
     of_chunks: Optional[dict[Optional[int], tuple[Documents, Documents]]] = None
     of_ring: Optional[dict[tuple[int, Optional[int]], Steps]] = None
+    of_halves: Optional[dict[int, Documents]] = None
     allowed: Optional[torch.Tensor] = None
     cache: Optional[Cache] = None
     region: Callable = nullcontext

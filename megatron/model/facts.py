@@ -157,12 +157,8 @@ class Facts:
         )
 
     def shares_heads(self, tp: int, cp: int) -> bool:
-        """Whether context parallel ranks can exchange rows for heads."""
+        """Whether context parallel ranks can exchange rows for heads in attention."""
         return False
-
-    def allows_cp(self, tp: int, cp: int) -> bool:
-        """Whether its layers allow so many context parallel ranks."""
-        return True
 
     def message(self, share: RankSetup) -> tuple[int, ...]:
         """The shape of the hidden states that one pipeline stage sends to the next."""

@@ -395,8 +395,6 @@ class LanguageModel(nn.Module):
     def sharing(self, layer: int) -> AttentionSharing:
         """How context parallel ranks share the attention of a layer."""
         comm_type = self.cp_comm_type[min(layer, len(self.cp_comm_type) - 1)]
-        if any(mixer.all_rows for _, mixer in self.facts.mixers_of([layer])):
-            comm_type = "a2a"
         return attention_sharing(self.cp, comm_type, *self.cp_levels)
 
     def run_layers(

@@ -41,7 +41,7 @@ class Layer(nn.Module):
                 self.add_module(name, NORMS[model.normalization](table, model.norm_epsilon, **setup.factory))
             elif name in mixers:
                 self._check_sums(mixers[name], setup)
-                self.add_module(name, resolved(mixers[name].module)(table, setup))
+                self.add_module(name, resolved(mixers[name].module)(table, setup.of(mixers[name])))
         axis = self.tp if self.sequence_parallel else None
         for branch in self.branches:
             site = f"after {branch.site or branch.slot}"

@@ -88,8 +88,6 @@ def with_blocks(config: Config) -> Config:
     """The settings of layers that a file of blocks lists. Raises SettingsError."""
     m = config.model
     path, text = m.heterogeneous_layers_config_path, m.heterogeneous_layers_config_encoded_json
-    if not (path or text):
-        return config
     said = FILE if path else TEXT
     if path and text:
         raise SettingsError(f"{FILE} and {TEXT} both list the blocks", do="give one of them")

@@ -24,6 +24,16 @@ def row_numbers(s: int, rank: int, size: int) -> list[int]:
     return [row for start, stop in own_chunks(s, rank, size) for row in range(start, stop)]
 
 
+def exchanging(groups: int, cp: int, inner: int) -> int:
+    """How many ranks of cp exchange rows for heads in a scan with so many groups of heads on each: all if they divide
+    these, else the inner ones of a2a+p2p, else one. States are passed on between those with other rows.
+
+    >>> exchanging(4, 4, 1), exchanging(4, 8, 2), exchanging(1, 2, 1)
+    (4, 2, 1)
+    """
+    return next(ranks for ranks in (cp, inner, 1) if groups % ranks == 0)
+
+
 class VisiblePart(NamedTuple):
     """Queries [start, stop) that see keys [start, stop), each counted on its rank; as `partial_attention.Rectangle`."""
 

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from megatron.mpu import collectives
-from megatron.mpu.chunks import own_chunks
+from megatron.mpu.chunks import exchanging, own_chunks
 from megatron.mpu.discarded import Discarded
 from megatron.mpu.mappings import conjugate
 from megatron.mpu.mesh import Axis
@@ -26,11 +26,11 @@ from megatron.mpu.mesh import Axis
 
 @dataclass(frozen=True)
 class AttentionSharing:
-    """How the ranks of context parallelism share a layer's attention (--cp-comm-type).
+    """How the ranks of context parallelism share a layer's attention (--cp-comm-type), or its scan.
 
     heads: ranks that exchange rows for heads (a2a); the rows of them all are zigzag chunks of a sequence, too
-    rows:  ranks that have the same heads and other rows, and need each other's keys and values
-    ring:  these travel round a ring of these ranks (p2p); False: they are gathered (allgather)
+    rows:  ranks that have the same heads and other rows, and need each other's keys and values, or states
+    ring:  keys and values travel round a ring of these ranks (p2p); False: they are gathered (allgather)
 
     Both axes together have all ranks. Four ranks with a2a+p2p in groups of two: ranks 0 and 1 exchange rows for heads, and
     afterwards ranks 0 and 2 are a ring.
@@ -59,6 +59,12 @@ def attention_sharing(cp: Axis, comm_type: str, inner: Axis, outer: Axis) -> Att
         assert inner.size * outer.size == cp.size, "a2a+p2p needs Mesh(cp_levels=...)"
         return AttentionSharing(inner, outer)
     return AttentionSharing(cp.alone, cp, ring=comm_type == "p2p")
+
+
+def scan_sharing(groups: int, cp: Axis, inner: Axis, outer: Axis) -> AttentionSharing:
+    """The ranks of a scan with so many groups of heads on this rank, whatever --cp-comm-type says: see `exchanging`."""
+    heads = {cp.size: (cp, cp.alone), inner.size: (inner, outer), 1: (cp.alone, cp)}
+    return AttentionSharing(*heads[exchanging(groups, cp.size, inner.size)], ring=False)
 
 
 UNSHARED = AttentionSharing(Axis("cp", (0,)), Axis("cp", (0,)))  # one rank has whole sequences

@@ -320,7 +320,7 @@ def _context_sizes(job: Job, tp: int, ranks: int, space: Space) -> list[tuple[in
     """(cp, cp_heads, gathers) of layouts: all for long sequences, else one rank."""
     s, options = job.facts.seq_length, []
     for cp in [space.cp] if space.cp else divisors(ranks):
-        if ranks % cp or not job.facts.allows_cp(tp, cp):
+        if ranks % cp:
             continue
         if cp > 1 and (s % (2 * cp) or not space.cp and s // cp < SHARED_TOKENS):
             continue

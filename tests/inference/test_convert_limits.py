@@ -13,10 +13,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron.convert import families, fitted, megatron_arguments, megatron_experts, megatron_lm, peft, upcycled
+from megatron.convert import families, fitted, megatron_arguments, megatron_lm, peft, upcycled
 from megatron.convert.compressed_tensors import pack, unpack
+from megatron.convert.megatron_names import Dictionary
+from megatron.convert.megatron_pieces import local_parts
 from megatron.convert.mxfp4 import dequantized
 from megatron.errors import CheckpointError, SettingsError
+from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_rope import our_rope
 from megatron.model.gpt.hf_settings import kind_of, our_settings, their_settings
 from megatron.model.hf_match import Match
@@ -112,8 +115,10 @@ def test_rows_of_queries_keys_and_values_of_each_version(version):
     }
     x = torch.tensor(orders[min(2, int(version))]).unsqueeze(1)
     model = Model(num_layers=1, hidden_size=heads * d, num_attention_heads=heads)
-    placed = Placement((heads, 3, d, 1), Normal(1.0))
-    found = megatron_lm._reshaped("blocks.0.attention.qkv.weight", x, model, placed, 1, version).reshape(heads, 3, d)
+    placed = Placement((heads, 3, d, 1), Normal(1.0), cut={"tp": 0})
+    target = Dictionary(GPTFacts(model, 8), version).ours("decoder.layers.0.self_attention.linear_qkv.weight")
+    [(_, found)] = local_parts(target, placed, x, 0, 1, "model.pt")
+    found = found.reshape(heads, 3, d)
     assert found.tolist() == [[[row(kind, head, at) for at in range(d)] for kind in range(3)] for head in range(heads)]
 
 
@@ -134,10 +139,11 @@ def test_arguments_that_were_not_saved_have_megatrons_defaults():
 
 @pytest.mark.parametrize("experts", [None, 0, 1, 2, 4])
 def test_a_mixture_has_two_experts_at_least_and_its_first_layer_has_some(experts):
-    found = megatron_experts.our_arguments(dict(num_experts=experts, moe_layer_freq=2), 5)
-    assert bool(found) == ((experts or 0) >= 2)
-    if found:
-        assert found["moe_layer_freq"] == "[1]*1+[0]*1+[1]*1+[0]*1+[1]*1"
+    args = dict(num_experts=experts, moe_layer_freq=2)
+    made = megatron_arguments._model_of(args, num_layers=5, hidden=8, heads=2, positions=None)
+    assert made.mixture == ((experts or 0) >= 2)
+    if made.mixture:
+        assert made.moe_layer_freq == "[1]*1+[0]*1+[1]*1+[0]*1+[1]*1"
 
 
 # ---- tensors ------------------------------------------------------------------------------------------------------------
@@ -243,7 +249,7 @@ def test_two_thirds_of_a_prompt_are_the_source(length, cut):
 def test_layers_of_interleaved_stages(pp, chunks, a_stage):
     """Megatron-LM gives a rank's chunk n the n-th of as many runs of layers, and of it the rank's part."""
     layers, name = a_stage * pp * chunks, "decoder.layers.{}.self_attention.linear_proj.bias"
-    model = SimpleNamespace(num_layers=layers, num_experts=None, untie_embeddings_and_output_weights=False)
+    names = Dictionary(GPTFacts(Model(layers, 4, 1), 8))
     wanted = {f"blocks.{n}.attention.output.bias": Placement((4,), Constant(0.0)) for n in range(layers)}
     for rank in range(pp):
         keys = {f"{chunk}/{name.format(n)}": n + a_stage * chunk for chunk in range(chunks) for n in range(a_stage)}
@@ -256,7 +262,7 @@ def test_layers_of_interleaved_stages(pp, chunks, a_stage):
             [],
             None,
         )
-        for own in megatron_lm._parameters(file, model, wanted, (1, pp), 0):
+        for own in megatron_lm._parameters(file, names, wanted, (1, pp), 0):
             [piece] = own.pieces("", file.get(own.key))
             chunk, layer = divmod(keys[own.key], a_stage)
             assert piece.name == f"blocks.{first[chunk] + layer}.attention.output.bias"

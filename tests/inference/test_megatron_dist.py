@@ -211,11 +211,12 @@ def test_damage_is_named(theirs, tmp_path):
         with pytest.raises(CheckpointError, match=f"{first.name} {told}"):
             convert(theirs.parent, tmp_path / "ours")
     first.write_bytes(raw)
+    (theirs / "common.pt").rename(theirs / "common")
+    with pytest.raises(CheckpointError, match="no common.pt"):
+        convert(theirs.parent, tmp_path / "ours")
+    (theirs / "common").rename(theirs / "common.pt")
     second.unlink()
     with pytest.raises(CheckpointError, match=f"{second.name} is missing"):
-        convert(theirs.parent, tmp_path / "ours")
-    (theirs / "common.pt").unlink()
-    with pytest.raises(CheckpointError, match="no common.pt"):
         convert(theirs.parent, tmp_path / "ours")
     (theirs / ".metadata").write_bytes(pickle.dumps(dict(a=1)))
     torch.save(dict(args=None), theirs / "common.pt")
@@ -257,8 +258,8 @@ def test_forged_descriptions_are_refused(theirs, tmp_path):
 
 
 def test_settings_that_change_the_arithmetic_are_refused(tmp_path, run_ranks):
-    write(run_ranks, tmp_path / "theirs", GPT2, "stacked", ranks=1, multi_latent_attention=True)
-    with pytest.raises(CheckpointError, match="uses multi_latent_attention"):
+    write(run_ranks, tmp_path / "theirs", GPT2, "stacked", ranks=1, rotary_interleaved=True)
+    with pytest.raises(CheckpointError, match="uses rotary_interleaved"):
         convert(tmp_path / "theirs", tmp_path / "ours")
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "mine").touch()

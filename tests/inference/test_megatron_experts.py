@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.convert.megatron_experts import our_expert, their_expert
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
+from megatron.model.kinds.experts.megatron import our_expert, their_expert
 from megatron.tools import checkpoint as tool
 from tests.inference.test_convert import GPT2, LLAMA, assert_same, loaded, save
 from tests.inference.test_hf_settings import SIGMOID

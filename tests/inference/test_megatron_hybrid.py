@@ -71,9 +71,9 @@ def test_the_older_argument(tmp_path):
 @pytest.mark.parametrize(
     "pattern, said",
     [
-        ("M-" * 4, "M is Mamba-2"),
-        ("*-*-*-G-", "G is gated delta nets"),
-        ("*-*-*-*-/*-", "multi-token prediction"),
+        ("M-" * 4, "linear_qkv.layer_norm_weight is not known: blocks.0 is mamba"),
+        ("*-*-*-D-", "D is sparse latent attention"),
+        ("*-*-*-*-/*-", "mtp.0.eh_proj.weight"),
         ("*-*-|*-*-|", "of unknown sizes"),
     ],
 )

@@ -3,27 +3,23 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 import pretrain_gpt
 import pretrain_hybrid
 from megatron.errors import SettingsError
-from megatron.fused_kernels.documents import Documents
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
-from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.layer import Layer
 from megatron.model.layer_ops import RankSetup
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import elements
 from megatron.planner.layout import Layout
 from megatron.settings.schema import Model, Recompute
 from megatron.tools import export
-from tests.planner.test_activations import measured, predicted
+from tests.planner.test_activations import measured, predicted, saved_by_layer
 
 G, R, K, V, TAPS, HIDDEN, S, B = 4, 2, 16, 24, 4, 64, 128, 2
 SIZES = dict(linear_num_key_heads=G, linear_num_value_heads=G * R, linear_key_head_dim=K, linear_value_head_dim=V)
@@ -35,32 +31,16 @@ MODEL = Model(
 CORE = Recompute("selective", recompute_modules=("core_attn",))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("words", [(), ("core_attn",), ("full_attn",)], ids=lambda words: " ".join(words) or "all kept")
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "documents"])
-def test_kept_bytes_are_those_of_autograd(dtype, words, packed):
-    """Of a layer, its MLP too, to the byte."""
+def test_kept_bytes_are_those_of_autograd(precision, words, packed):
+    """Of a layer, to the byte."""
     facts = GPTFacts(replace(MODEL, hybrid_layer_pattern="G*-", experimental_attention_variant=None), 40)
-    precision = dict(precision="fp32" if dtype == torch.float32 else "bf16", element=dtype.itemsize)
-    share = RankSetup(device="cpu", micro_batch_size=B, documents=packed, **precision)
-    kind, documents, seen = facts.layer_kind(0), None, {}
-    layer = Layer(facts.layer_weights(kind, False), LayerSetup(facts, 0, Mesh(), dtype=dtype, recompute=words))
-    ignored = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    if packed:
-        documents = Documents.of(np.arange(S, dtype=np.int32)[None].repeat(B, 0) // 50 * 50, "cpu")
-        ignored.add(documents.starts.untyped_storage().data_ptr())  # that all layers share
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in ignored:
-            seen[storage.data_ptr()] = storage.nbytes(), storage
-        return tensor
-
-    x = torch.randn(S, B, HIDDEN).to(dtype).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = layer(x, ForwardContext(documents=documents))
-    assert sum(size for size, _ in seen.values()) == facts.layer_saved_bytes(share, kind, words).total()
-    assert y.shape == x.shape
+    element = dict(fp32=4, bf16=2)[precision]
+    share = RankSetup(device="cpu", micro_batch_size=B, documents=packed, precision=precision, element=element)
+    found = saved_by_layer(facts, share, words, 50 if packed else None)
+    assert found == facts.layer_saved_bytes(share, facts.layer_kind(0), words).total()
 
 
 @pytest.mark.sampled(5)
@@ -132,7 +112,6 @@ WRONG = {
     f"{GPT} --linear-attention-freq often": "--linear-attention-freq often for --num-layers 2: no list of 0 and 1",
     f"{GPT} --linear-num-value-heads 3": "--linear-num-value-heads 3 is not a multiple of --linear-num-key-heads 2",
     f"{GPT} --linear-num-key-heads 1 --tp 2": "--linear-num-key-heads 1 cannot be divided by --tp 2",
-    f"{GPT} --cp 4 --micro-batch-size 1": r"the 2 key heads of each tensor parallel rank \(--linear-num-key-heads\) are",
     f"{GPT} --hybrid-layer-pattern G-": "--hybrid-layer-pattern lists the gated delta nets",
 }
 
@@ -141,9 +120,8 @@ WRONG = {
 def test_wrong_uses(words):
     program = pretrain_hybrid if "pattern" in words else pretrain_gpt
     line = words.replace("--num-layers 2", "") if "pattern" in words else words
-    world = "4" if "--cp" in words else "2"
     with pytest.raises(SettingsError, match=WRONG[words]):
-        program.main([*FLAGS.split(), *line.split(), "--dry-run", "--world-size", world])
+        program.main([*FLAGS.split(), *line.split(), "--dry-run", "--world-size", "2"])
 
 
 def test_settings_without_effect_are_said(capsys):

@@ -3,7 +3,7 @@
 fp64; what their cuts mean; and each wrong use.
 """
 
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -11,18 +11,18 @@ import torch.nn.functional as F
 
 import pretrain_hybrid
 from megatron.errors import Failure
-from megatron.inference.load import load_model
 from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of, named_recipe
-from megatron.mpu.random import seed_of
 from megatron.pipeline.stages import Pipeline
 from megatron.planner.choose import search_layouts
 from megatron.planner.shrink import shrunk_job_of
 from megatron.settings.schema import Model
 from megatron.training.rules import check, remarks
-from tests.models import plain_gpt
-from tests.training.plain_loop import HEADS, HIDDEN, LENGTH, VOCABULARY
-from tests.training.test_plain_loop import ADAM, FLAGS, records
+from tests.models import plain_layers
+from tests.models.plain_gpt import linear
+from tests.models.plain_layers import ATTENTION, MLP, Plain, letters
+from tests.training.plain_loop import HIDDEN
+from tests.training.test_plain_loop import ADAM, FLAGS
 
 STEPS, EXPERTS, WIDTH, CHOSEN = 3, 4, 16, 2
 LETTERS = "-*E**-E*"
@@ -64,70 +64,31 @@ LONG = {"pp2 ep2, interleaved, zero3", "pp2 cp2, zb-h1", "recomputed mixers", "z
 # ---- the same in plain torch -----------------------------------------------------------------------------------------
 
 
-def initial_weights() -> dict[str, torch.Tensor]:
-    """Output products start with the standard deviation divided by the root of the number of layers."""
-    std, small = 0.02, 0.02 / len(LETTERS) ** 0.5
-    of_letter = {
-        "*": {
-            "attention.qkv": ((HEADS, 3, HIDDEN // HEADS, HIDDEN), std),
-            "attention.output": ((HIDDEN, HIDDEN), small),
-        },
-        "-": {"mlp.up": ((4 * HIDDEN, HIDDEN), std), "mlp.down": ((HIDDEN, 4 * HIDDEN), small)},
-        "E": {"mlp.experts.up": ((EXPERTS, WIDTH, HIDDEN), std), "mlp.experts.down": ((EXPERTS, HIDDEN, WIDTH), small)},
-    }
-    drawn = {"embedding.word.weight": ((VOCABULARY, HIDDEN), std), "embedding.position.weight": ((LENGTH, HIDDEN), std)}
-    weights, norms = {}, ["final_norm"]
-    for n, letter in enumerate(LETTERS):
-        drawn |= {f"blocks.{n}.{name}.weight": how for name, how in of_letter[letter].items()}
-        weights |= {f"blocks.{n}.{name}.bias": torch.zeros(how[0][:-1]) for name, how in of_letter[letter].items()}
-        if letter == "E":
-            drawn[f"blocks.{n}.mlp.router.weight"] = (EXPERTS, HIDDEN), std
-            weights[f"blocks.{n}.mlp.router.bias"] = torch.zeros(EXPERTS)
-        norms.append(f"blocks.{n}.{'attention' if letter == '*' else 'mlp'}_norm")
-    for name in norms:
-        weights |= {f"{name}.weight": torch.ones(HIDDEN), f"{name}.bias": torch.zeros(HIDDEN)}
-    for name, (shape, scale) in drawn.items():
-        generator = torch.Generator().manual_seed(seed_of(1234, name, 0))
-        weights[name] = torch.empty(shape).normal_(0.0, scale, generator=generator)
-    return {name: values.double() for name, values in weights.items()}
+def choose(weights, own: str, u: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Experts of [b, s, h]."""
+    logits, y = linear(weights, own + "router", u), torch.zeros_like(u)
+    least = logits.topk(CHOSEN).values[..., -1:]
+    parts = logits.masked_fill(logits < least, -torch.inf).softmax(-1)
+    of_expert = lambda name, x, e: (
+        x @ weights[f"{own}experts.{name}.weight"][e].T + weights[f"{own}experts.{name}.bias"][e]
+    )
+    for e in range(EXPERTS):
+        wide = F.gelu(of_expert("up", u, e), approximate="tanh")
+        y = y + parts[..., e : e + 1] * of_expert("down", wide, e)
+    return y
 
 
-def network(weights, tokens: torch.Tensor) -> torch.Tensor:
-    """Tokens [b, s] -> logits [b, s, vocabulary]."""
-    linear, norm = (partial(layer, weights) for layer in (plain_gpt.linear, plain_gpt.norm))
-    gelu = partial(F.gelu, approximate="tanh")
-    b, s = tokens.shape
-    x = weights["embedding.word.weight"][tokens] + weights["embedding.position.weight"][:s]
-    for n, letter in enumerate(LETTERS):
-        own = f"blocks.{n}."
-        if letter == "*":
-            qkv = linear(own + "attention.qkv", norm(own + "attention_norm", x)).view(b, s, HEADS, 3, -1)
-            q, k, v = qkv.permute(3, 0, 2, 1, 4)
-            scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(
-                torch.ones(s, s).triu(1) > 0, -torch.inf
-            )
-            x = x + linear(own + "attention.output", (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, -1))
-            continue
-        u = norm(own + "mlp_norm", x)
-        if letter == "-":
-            x = x + linear(own + "mlp.down", gelu(linear(own + "mlp.up", u)))
-            continue
-        logits = linear(own + "mlp.router", u)
-        least = logits.topk(CHOSEN).values[..., -1:]
-        parts = logits.masked_fill(logits < least, -torch.inf).softmax(-1)
-        for e in range(EXPERTS):
-            wide = gelu(u @ weights[own + "mlp.experts.up.weight"][e].T + weights[own + "mlp.experts.up.bias"][e])
-            out = wide @ weights[own + "mlp.experts.down.weight"][e].T + weights[own + "mlp.experts.down.bias"][e]
-            x = x + parts[..., e : e + 1] * out
-    return norm("final_norm", x) @ weights["embedding.word.weight"].T
+PRODUCTS = {
+    "router": (EXPERTS, HIDDEN),
+    "experts.up": (EXPERTS, WIDTH, HIDDEN),
+    "experts.down": (EXPERTS, HIDDEN, WIDTH),
+}
+KINDS = {"*": ATTENTION, "-": MLP, "E": Plain("mlp", PRODUCTS, choose)}
 
 
 @cache
 def plain() -> tuple[list[dict], dict[str, torch.Tensor]]:
-    def losses(weights, samples, counts):
-        return {"lm loss": plain_gpt.cross_entropies(network(weights, samples[:, :-1]), samples[:, 1:])[counts].mean()}
-
-    return plain_gpt.train(initial_weights(), losses, STEPS, 0.0)
+    return plain_layers.train(letters(LETTERS), KINDS, False, STEPS)
 
 
 def pretrain(rank: int, flags: str) -> None:
@@ -140,14 +101,7 @@ def test_any_layout_is_the_plain_loop(layout, run_ranks, tmp_path):
     world, pattern, words = LAYOUTS[layout]
     line = f"{LINE} --hybrid-layer-pattern {pattern} {words} --save {tmp_path}"
     pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
-    steps, weights = plain()
-    found = [{name: step[name] for name in ("lm loss", "grad_norm")} for step in records(tmp_path, "step")]
-    assert found == [pytest.approx(step, rel=2e-5) for step in steps]
-    loaded = load_model(str(tmp_path))
-    assert {name for name, _ in loaded.model.named_parameters()} == set(weights)
-    for name, parameter in loaded.model.named_parameters():
-        wanted = weights[name]
-        assert (parameter[: len(wanted)].double() - wanted).abs().max() < 2e-5, name  # rows that pad the vocabulary
+    plain_layers.compare(tmp_path, *plain())
 
 
 # ---- layers and stages -----------------------------------------------------------------------------------------------
@@ -237,7 +191,7 @@ def test_a_shrunk_job_has_every_kind():
 
 WRONG = {
     "": "--hybrid-layer-pattern",
-    "*P": "P is attention and Mamba-2 side by side",
+    "*K": "K is Kimi's delta attention",
     "*-*-/*-/-*": "the parts after / differ: *-, -*",
     "*E": "add --num-experts",
     "*- --num-experts 4": "--num-experts 4: --hybrid-layer-pattern *- lists no layer of experts (E)",

@@ -128,6 +128,8 @@ def test_facts_count_each_layer():
     assert facts.parameters == sum(layers) + (50 + 48) * h + norm
     assert [facts.cached_numbers([n], 1) for n in range(3)] == [2 * 2 * 8, 2 * 1 * 8, 0] and not facts.caches_heads
     assert {size for name, size in facts.divisible_by_tp().items() if "key" in name} == {1, 2}
+    windows = Model(**SHAPE, window_size="9,0", window_attn_skip_freq=3, layer_settings="2: window_size=7,0")
+    assert [GPTFacts(windows, 50).layer_kind(n).settings(windows).window for n in range(3)] == [9, 9, 7]
     small = facts.shrunk(3, 2)
     assert (
         GPTFacts(small, 50).layer_kind(2).branches == facts.layer_kind(2).branches

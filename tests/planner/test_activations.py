@@ -14,6 +14,7 @@ from megatron.model.branches import Branch
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
 from megatron.model.kinds.table import KINDS
+from megatron.model.layer_ops import RankSetup
 from megatron.mpu.discarded import Discarded
 from megatron.mpu.mesh import Mesh
 from megatron.planner.activations import stage_saved_bytes
@@ -104,6 +105,29 @@ def bytes_kept(stage, layout, first=True, length=None) -> int:
         result = stage(x if first else x.requires_grad_(), batch)
     del result
     return sum(storage.nbytes() for storage in seen.values())
+
+
+def saved_by_layer(facts, share: RankSetup, modules=(), length=None, mesh=None) -> int:
+    """Bytes that autograd saves of the first layer. length: of packed documents, whose tensors all layers share"""
+    dtype, mesh = dict(fp32=torch.float32, bf16=torch.bfloat16)[share.precision], mesh or Mesh()
+    network = GPT(facts, mesh, layers=range(1), last=False, dtype=dtype, recompute=recomputed(modules), device="cpu")
+    s, b, layer = facts.settings.seq_length // mesh.cp.size, share.micro_batch_size, network.blocks["0"]
+    tokens = torch.zeros(s, b, dtype=torch.long)
+    ids = None if length is None else (torch.arange(s * mesh.cp.size) // length).unsqueeze(1).expand(-1, b)
+    context = network.context(MicroBatch(tokens, tokens, torch.arange(b), document_ids=ids))
+    shared = [one for one in (context.documents, *(context.of_halves or {}).values()) if one is not None]
+    shared = [t for one in shared for t in (one.starts, one.past) if t is not None]
+    shared = {t.untyped_storage().data_ptr() for t in (*shared, *(context.angles or ()))}
+    with saved_by_autograd(layer) as seen:
+        y = layer(torch.randn(s, b, facts.settings.hidden_size).to(dtype).requires_grad_(), context)
+    del y
+    return sum(storage.nbytes() for address, storage in seen.items() if address not in shared)
+
+
+def recomputed(modules) -> Recompute:
+    if set(modules) & {"full_attn", "full"}:
+        return Recompute(*modules)
+    return Recompute("core_attn" if modules else None, recompute_modules=list(modules) or None)
 
 
 @contextmanager

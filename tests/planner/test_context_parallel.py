@@ -100,6 +100,25 @@ def test_messages_and_their_time():
     )  # the attention of so many tokens hides it
 
 
+def test_states_and_their_time():
+    """Of eight groups on sixteen ranks: the last three rows of chunks, and their gradients; states of chunks and a decay of
+    each head in fp32, and their gradients with the decays again.
+    """
+    layers, cp, heads, width, state, groups = 8, 16, 64, 64, 128, 8
+    sizes = dict(mamba_num_heads=heads, mamba_head_dim=width, mamba_state_dim=state, mamba_num_groups=groups)
+    model = Model(seq_length=131072, hybrid_layer_pattern="M" * layers, **sizes, **SHAPE)
+    job, layout, cluster = Job(GPTFacts(model, 32000), 2), Layout(cp=cp), Cluster(find("H100-80GB"), cp, local_size=cp)
+    found = {one.op: (one.bytes, one.calls) for one in transfers(job, layout, 0) if one.axis == "cp"}
+    times, rows = 2 * layers, 2 * cp * 3 * (heads * width + 2 * groups * state) * 2
+    states = 2 * cp * heads * (width * state + 1) * 4
+    assert found == {"all_gather": (times * (rows + 2 * states), 3 * times), "reduce_scatter": (times * rows, times)}
+    moved = times * (2 * rows + 2 * states) * (cp - 1) / cp / cluster.device.inner
+    took = step(job, layout, cluster).parts["context parallel"]
+    assert took == pytest.approx(moved + 4 * times * 4 * cluster.device.latency, rel=0.001)
+    plans = search(job, Cluster(find("H100-80GB"), cp, local_size=cp), Space(global_batch=2, cp=cp, tp=1)).plans
+    assert {(plan.layout.cp_heads, plan.layout.gathers) for plan in plans} == {(1, False)}
+
+
 def test_a_short_step_does_not_hide_a_message():
     """Of 512 tokens a rank between nodes: what the attention of a step does not hide."""
     job, cluster = job_of(4096, 8), Cluster(find("H100-80GB"), 8, local_size=1)

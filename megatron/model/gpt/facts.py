@@ -16,7 +16,7 @@ from megatron.model.branches import Branch
 from megatron.model.facts import Facts, experts_in
 from megatron.model.kinds.attention.kind import causal_kernel
 from megatron.model.kinds.mixer import PLACES, Mixer
-from megatron.model.kinds.table import KINDS, chosen, of_letter
+from megatron.model.kinds.table import KINDS, chosen, letters_of
 from megatron.model.layer_ops import NORM, RankSetup
 from megatron.mpu.placement import elements
 from megatron.settings.layer_settings import NO_OP, written
@@ -51,12 +51,12 @@ class GPTFacts(Facts):
             own, layer = (
                 (letters, layer) if layer < len(letters) else (self.settings.letters_ahead, layer - len(letters))
             )
-            mixers = [of_letter(self.mixers, own[layer])]
+            branches = [letters_of(self.mixers)[own[layer]]]
         else:
             layer = min(layer, self.num_layers - 1)  # a depth of multi-token prediction has a layer as the last one
             places = [place for place in PLACES if place != self.settings.lacks(layer)]
-            mixers = [chosen(self.mixers, place, self.settings, layer) for place in places]
-        return tuple(Branch.at(self.settings.norm_position, mixer.slot, mixer) for mixer in mixers)
+            branches = [(chosen(self.mixers, place, self.settings, layer),) for place in places]
+        return tuple(Branch.at(self.settings.norm_position, mixers[0].slot, *mixers) for mixers in branches)
 
     @property
     def has_shape(self) -> bool:
@@ -92,6 +92,8 @@ class GPTFacts(Facts):
         """--layer-settings of a shrunk model: those of the first layers, with sizes that fit."""
         m, found = self.settings, {}
         for layer in range(min(small.num_layers, m.num_layers) if m.layer_settings else 0):
+            if small.letters[layer : layer + 1] != m.letters[layer : layer + 1]:  # of another kind
+                continue
             own = m.settings_of_layer(layer)
             of_layer, part = replace(m, layer_settings=None, **own), m.lacks(layer)
             found[layer] = {NO_OP: part} if part else {}
@@ -119,10 +121,8 @@ class GPTFacts(Facts):
         return next((mixer.rotated(self.settings) for _, mixer in self._present if mixer.rotated), None)
 
     def shares_heads(self, tp: int, cp: int) -> bool:
-        return all(mixer.heads(own) % (tp * cp) == 0 for own, mixer in self._present if mixer.heads)
-
-    def allows_cp(self, tp: int, cp: int) -> bool:
-        return cp == 1 or all(m.heads(own) % (tp * cp) == 0 for own, m in self._present if m.all_rows)
+        heads = [mixer.heads(own) for own, mixer in self._present if mixer.heads and not mixer.scans]
+        return bool(heads) and all(number % (tp * cp) == 0 for number in heads)
 
     def describe(self, count: str) -> str:
         m, active = self.settings, ""

@@ -12,9 +12,9 @@ stores q_proj, k_proj and v_proj as one qkv_proj, gate_proj and up_proj as one g
 1 + weight, ours by the weight: conversions add 1 and subtract it, in fp32.
 """
 
-from megatron.model.hf_match import MIXERS, Match
+from megatron.model.hf_match import BESIDE, MIXERS, Match
 from megatron.model.kinds.mixer import PLACES
-from megatron.model.kinds.table import KINDS, chosen, of_letter, resolved
+from megatron.model.kinds.table import KINDS, chosen, letters_of, resolved
 from megatron.settings.schema import Model
 
 CENTRED = ("gemma", "gemma2", "gemma3_text", "qwen3_next")  # their norms multiply by 1 + weight
@@ -24,6 +24,8 @@ def matches(kind: str, model: Model) -> list[Match]:
     """The matches of all tensors of a model of `kind`, a `model_type` of transformers."""
     if kind in MIXERS:
         return _mixers(kind, model)
+    if kind in BESIDE:
+        return _beside(kind, model)
     return _gpt2(model) if kind == "gpt2" else _decoder(kind, model)
 
 
@@ -84,10 +86,22 @@ def _mixers(kind: str, model: Model) -> list[Match]:
     """Of models whose layers are a norm and a mixer each."""
     result = [Match("embedding.word.weight", ("backbone.embeddings.weight",))]
     for n, letter in enumerate(model.letters):
-        ours, theirs, mixer = f"blocks.{n}.", f"backbone.layers.{n}.", of_letter(KINDS, letter)
+        ours, theirs, (mixer,) = f"blocks.{n}.", f"backbone.layers.{n}.", letters_of(KINDS)[letter]
         result.append(_norm(f"{ours}{mixer.slot}_norm", f"{theirs}norm"))
         result += resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, _norm)
     return result + [_norm("final_norm", "backbone.norm_f")] + _output(model)
+
+
+def _beside(kind: str, model: Model) -> list[Match]:
+    """Of models whose layers are two of ours: mixers beside each other after one norm, and an MLP."""
+    result = [Match("embedding.word.weight", ("model.embed_tokens.weight",))]
+    for n, letter in enumerate(model.letters):
+        ours, theirs, mixers = f"blocks.{n}.", f"model.layers.{n // 2}.", letters_of(KINDS)[letter]
+        norm = ("input_layernorm", "pre_ff_layernorm")[n % 2]
+        result.append(_norm(f"{ours}{mixers[0].slot}_norm", f"{theirs}{norm}"))
+        for mixer in mixers:
+            result += resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, _norm)
+    return result + [_norm("final_norm", "model.final_layernorm")] + _output(model)
 
 
 def _norm_names(model: Model, slot: str) -> list[tuple[str, str]]:

@@ -7,10 +7,11 @@ import torch
 
 from megatron.fused_kernels.documents import Documents, starts_of
 from megatron.model.cache import PagedCache
-from megatron.model.context import ForwardContext
+from megatron.model.context import ForwardContext, sharing_of
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.kinds.attention.module import allowed_pairs, documents_of_chunks
 from megatron.model.language_model import LanguageModel
+from megatron.model.passed_states import documents_of_halves
 from megatron.model.positions import Rotary
 from megatron.model.ring_attention import ring_steps_of_documents
 from megatron.mpu import mappings
@@ -114,17 +115,22 @@ class GPT(LanguageModel):
             return {}
         device = batch.document_ids.device
         starts = starts_of(batch.document_ids) if batch.document_starts is None else batch.document_starts
-        by_sharing = {}  # the windows of layers with the same way to share attention
-        for layer in map(int, self.blocks):
-            own = self.facts.layer_kind(layer).settings(self.facts.settings)
-            by_sharing.setdefault(self.sharing(layer), set()).add(own.window)
-        whole, of_chunks, of_ring = None, {}, {}
-        for sharing, windows in by_sharing.items():
-            if sharing.rows.size == 1:
+        by_sharing = {}  # the windows of mixers with the same way to share sequences
+        for layer in (*map(int, self.blocks), *(self.facts.settings.layers_ahead if self.mtp else ())):
+            for model, mixer in self.facts.mixers_of([layer]):
+                if mixer.mixes_tokens:
+                    sharing = sharing_of(mixer, model, self.mesh, self.sharing(layer))
+                    by_sharing.setdefault((mixer.scans, sharing), set()).add(model.window)
+        whole, of_chunks, of_ring, of_halves = None, {}, {}, {}
+        for (scans, sharing), windows in by_sharing.items():
+            rows = sharing.rows
+            if rows.size == 1:
                 whole = whole or Documents.of(starts, device)
+            elif scans:
+                of_halves[rows.size] = documents_of_halves(starts, rows, device)
             elif sharing.ring:
-                ring = sharing.rows
-                of_ring |= {(ring.size, w): ring_steps_of_documents(starts, ring, w, device) for w in windows}
+                of_ring |= {(rows.size, w): ring_steps_of_documents(starts, rows, w, device) for w in windows}
             else:
-                of_chunks |= documents_of_chunks(starts, sharing.rows, windows, device)
-        return dict(documents=whole, of_chunks=of_chunks or None, of_ring=of_ring or None)
+                of_chunks |= documents_of_chunks(starts, rows, windows, device)
+        found = dict(of_chunks=of_chunks, of_ring=of_ring, of_halves=of_halves)
+        return dict(documents=whole, **{name: of or None for name, of in found.items()})

@@ -30,6 +30,7 @@ class Mixer:
     weights: (facts, settings of the layer, sequence_parallel) -> its table
     ops:     (facts, hidden states of the layer) -> its ops
     symbol:  its character in --hybrid-layer-pattern; "": it is in none
+    beside:  (character, name of another kind) of layers that are both, after one norm, with the sum of what they make of it
     listed:  the (setting, value) pairs of a model whose pattern lists it
     place:   the branch of a transformer layer that it may be, one of PLACES; "": none
     takes:   (settings of the model, layer) -> whether it is that branch of a layer; None: if no other kind is
@@ -45,8 +46,8 @@ class Mixer:
     heads:   settings of the layer -> the heads that ranks of context parallelism can exchange for rows; None: it has none
     rotated: settings of the model -> the channels of each head that rotary positions turn; None: no positions
     cached:  (settings of the layer, size of tensor parallelism) -> the numbers of a token that a rank caches in generation
-    all_rows: whether it needs all rows of a sequence: context parallel ranks exchange them for `heads`, whatever
-             --cp-comm-type says
+    scans:   whether it scans along a sequence with a state for each head: whatever --cp-comm-type says, context parallel
+             ranks exchange rows for `heads` where these are enough (`mpu.chunks.exchanging`), and pass states on elsewhere
     state:   (settings of the layer, size of tensor parallelism, bytes of an activation) -> bytes of the state of earlier
              tokens that later ones of a text need, on a rank in generation
     clipped: (settings of the layer, alpha) -> weights of queries and keys, by their names in the mixer -> their `Parts`:
@@ -57,6 +58,7 @@ class Mixer:
     hf_matches: (family, settings, our prefix of its weights, their prefix of the layer, function that matches a norm) ->
              the matches of its weights in the files of Hugging Face (`hf_match.Match`), or "module:function"; None: it is
              in no family of theirs
+    in_megatron: its `megatron_form.MegatronForm`, as "module:name"; "": it is in no checkpoint of Megatron-LM
     shrunk:  (settings of the model, those of a small one, size of tensor parallelism) -> its settings in the small one
     """
 
@@ -66,6 +68,7 @@ class Mixer:
     weights: Callable[[Any, Model, bool], Table]
     ops: Callable[[Any, Residual], Sequence[LayerOp]]
     symbol: str = ""
+    beside: tuple[tuple[str, str], ...] = ()
     listed: tuple[tuple[str, Any], ...] = ()
     place: str = ""
     takes: Optional[Callable[[Model, int], bool]] = None
@@ -81,10 +84,11 @@ class Mixer:
     heads: Optional[Callable[[Model], int]] = None
     rotated: Optional[Callable[[Model], int]] = None
     cached: Callable[[Model, int], int] = lambda model, tp: 0
-    all_rows: bool = False
+    scans: bool = False
     state: Callable[[Model, int, int], int] = lambda model, tp, element: 0
     clipped: Optional[Callable[[Model, float], Mapping[str, Parts]]] = None
     used: Optional[Callable[[Model], tuple[int, int]]] = None
     has_shape: Callable[[Model], bool] = lambda model: True
     hf_matches: Union[str, Callable[..., list], None] = None
+    in_megatron: str = ""
     shrunk: Callable[[Model, Model, int], dict[str, Any]] = lambda model, small, tp: {}

@@ -113,6 +113,7 @@ KIND = Mixer(
     settings=ExpertSettings,
     rules=RULES,
     hf_matches="megatron.model.kinds.experts.hf:matches",
+    in_megatron="megatron.model.kinds.experts.megatron:FORM",
     sums=expert_sums,
     recomputes=(ACTIVATION, MLP),
     divided=lambda model: {"shared expert": width} if (width := model.moe_shared_expert_intermediate_size) else {},

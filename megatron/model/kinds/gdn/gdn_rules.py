@@ -53,14 +53,4 @@ RULES = (
             f"{either(divisors(s.linear_num_key_heads, s.tp))}"
         ),
     ),
-    Rule(
-        lambda s: (
-            PRESENT.met(s) and s.cp > 1 and s.linear_num_key_heads % s.tp == 0 and s.linear_num_key_heads // s.tp % s.cp
-        ),
-        lambda s: (
-            f"the {s.linear_num_key_heads // s.tp} key heads of each tensor parallel rank (--linear-num-key-heads) are "
-            f"divided by --context-parallel-size {s.cp}; use a context parallel size of "
-            f"{either(divisors(s.linear_num_key_heads // s.tp, s.cp))}"
-        ),
-    ),
 )

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from megatron.model.kinds.gdn.gdn_rules import RULES
 from megatron.model.kinds.gdn.settings import SYMBOL, GDNSettings, linear_layers
 from megatron.model.kinds.mixer import Mixer
-from megatron.model.layer_ops import ATTENTION, CORE, LayerOp, Residual, Scan, rows_for_heads
+from megatron.model.kinds.scan_ops import SharedScan
+from megatron.model.layer_ops import ATTENTION, CORE, LayerOp, Residual, Scan
 from megatron.model.weights import add_prefix, column, output_std, row
 from megatron.mpu.placement import Constant, LogOf, Placement, Table, Uniform
 from megatron.settings.schema import Model
@@ -77,18 +78,24 @@ def gdn_ops(x: Residual) -> tuple[LayerOp, ...]:
 
     FLOPs of the convolution are those of its weight, which multiplies every token (`Facts.flops`).
     """
-    share, n, e, b = x.share, x.tokens, x.share.element, x.share.micro_batch_size
+    share, n, e = x.share, x.tokens, x.share.element
     sizes, taps = DeltaSizes.of(x.model), x.model.linear_conv_kernel_dim
     groups, heads = sizes.groups // share.tp, sizes.groups // share.tp * sizes.heads
     projected, mixed, channels = groups * sum(sizes.parts), groups * sizes.mixed, heads * sizes.values
+    own, numbers = SharedScan.of(share, sizes.groups, n), sizes.heads * sizes.keys  # rows of a group's states
+    passed = taps, sizes.mixed, numbers * sizes.values, numbers * sizes.keys
     # The projection; what the convolution gives; in fp32 write strengths, decays, and these before and after the softplus;
     # what the delta rule gives.
     kept = n * ((projected + mixed + channels) * e + 4 * 4 * heads)
-    kept += 2 * 4 * heads // share.cp  # decay rates, as the exponential and with their sign
-    kept += (n * share.cp + (taps - 1) * b) * share.documents  # which taps reach beyond a document
-    states = 4 * -(-n * share.cp // (CHUNK * b)) * b * heads // share.cp * sizes.keys * sizes.values
-    blocks = 10 * 4 * b * heads // share.cp * CHUNK**2
+    kept += 2 * 4 * own.groups * sizes.heads  # decay rates, as the exponential and with their sign
+    kept += own.kept(*passed)
+    states = 4 * -(-own.length // CHUNK) * own.samples * own.groups * numbers * sizes.values
+    blocks = 10 * 4 * own.samples * own.groups * sizes.heads * CHUNK**2
     of_norm, of_scan = 6 * 4 * n * channels, states + blocks + n * (4 * channels + (mixed + channels) * e)
+    products = n * (6.0 * channels * sizes.keys + CHUNK * (3.0 * channels + 4.0 * groups * sizes.keys))
+    if own.passes:  # the states that chunks leave, and their maps, which are states of as many values as keys
+        wide = channels + heads * sizes.keys
+        products += n * (4.0 * wide * sizes.keys + CHUNK * (wide + 2.0 * groups * sizes.keys))
     scan = Scan(
         "gdn",
         kept=kept,
@@ -96,10 +103,10 @@ def gdn_ops(x: Residual) -> tuple[LayerOp, ...]:
         workspace=n * projected * e + max(of_norm, of_scan, 6 * 4 * n * mixed),
         moved=n * (2 * projected + 4 * mixed + 8 * channels),
         flops=6.0 * n * channels * sizes.keys,
-        products=n * (6.0 * channels * sizes.keys + CHUNK * (3.0 * channels + 4.0 * groups * sizes.keys)),
+        products=products,
         smallest=min(CHUNK, sizes.keys, sizes.values),
     )
-    ops = rows_for_heads("gdn", "cp", share.cp, n * projected * e, n * channels * e, scan)
+    ops = own.exchanged(scan, n * projected * e, n * channels * e, *passed)
     fused = x.column("gdn", projected, again=(ATTENTION,), layer="gdn.in_proj")
     return *fused, *ops, *x.row("gdn", channels, again=(ATTENTION,), layer="gdn.out_proj")
 
@@ -156,9 +163,10 @@ KIND = Mixer(
     recomputes=(CORE, ATTENTION),
     divided=lambda model: {"key heads of gated delta nets": model.linear_num_key_heads},
     heads=lambda model: model.linear_num_key_heads,
-    all_rows=True,
+    scans=True,
     state=_state,
     has_shape=_has_shape,
     hf_matches="megatron.model.kinds.gdn.hf:matches",
+    in_megatron="megatron.model.kinds.gdn.megatron:FORM",
     shrunk=_shrunk,
 )

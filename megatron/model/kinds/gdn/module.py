@@ -12,7 +12,6 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 
-from megatron.fused_kernels.causal_conv import causal_conv
 from megatron.fused_kernels.delta_rule import delta_rule
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.norms import gated_rms_norm
@@ -20,6 +19,7 @@ from megatron.model.cache import State
 from megatron.model.context import LayerSetup
 from megatron.model.kinds.gdn.kind import DeltaSizes
 from megatron.model.kinds.scan_layer import ScanLayer
+from megatron.model.passed_states import PassedStates
 from megatron.model.weights import Table
 
 
@@ -33,18 +33,23 @@ class GatedDeltaNet(ScanLayer):
         self.rule = torch.compiler.disable(delta_rule) if setup.kernels.torch_compile else delta_rule
 
     def scan(
-        self, y: torch.Tensor, before: Optional[State] = None, *, documents: Optional[Documents] = None
+        self,
+        y: torch.Tensor,
+        before: Optional[State] = None,
+        *,
+        documents: Optional[Documents] = None,
+        passing: Optional[PassedStates] = None,
     ) -> tuple[torch.Tensor, State]:
         """([s, b, G, 2 K + 2 r V + 2 r], the state before) -> ([s, b, G, r V], the state after: rows of the convolution
         [b, W - 1, G, 2 K + r V], and that of the rule [b, G, r, K, V]).
         """
-        sizes = self.sizes
-        rows, state = (None, None) if before is None else (before[0].movedim(0, 1), before[1])
+        sizes, state = self.sizes, before and before[1]
         mixed, gate, beta, a = y.split((sizes.mixed, *sizes.parts[3:]), -1)
-        mixed, rows = causal_conv(mixed, self.own("conv_weight"), documents=documents, before=rows)
+        mixed, rows = self.mixed(mixed, before, documents, passing)
         q, k, v = mixed.split(sizes.parts[:3], -1)
         by_head = lambda t: t.unflatten(-1, (sizes.heads, sizes.values))  # [s, b, G/tp, r, V]
         g = -self.own("A_log").float().exp() * F.softplus(a.float() + self.own("dt_bias").float())
-        o, state = self.rule(q, k, by_head(v), g, beta.float().sigmoid(), documents=documents, state=state)
+        beta = beta.float().sigmoid()
+        o, state = self.rule(q, k, by_head(v), g, beta, documents=documents, state=state, passing=passing)
         o = gated_rms_norm(o, by_head(gate), self.norm_weight, self.epsilon, gate_first=False)
-        return o.flatten(3), (rows.movedim(0, 1), state)
+        return o.flatten(3), (rows, state)

@@ -31,7 +31,7 @@ PRESENT = Network(
     f"gated delta nets (--experimental-attention-variant, or {SYMBOL} in --hybrid-layer-pattern)",
     lambda s: s.settings.model.has_gdn,
 )
-TEST = "test_gdn_layouts::test_any_layout_is_the_plain_loop"
+TEST = "test_scan_layouts::test_any_layout_is_the_plain_loop"
 shape = shown_by(TEST, on_resume="another model", needs=PRESENT)
 
 

@@ -8,9 +8,10 @@ convolution, e bytes per element.
 from typing import NamedTuple
 
 from megatron.model.kinds.mamba.mamba_rules import RULES
-from megatron.model.kinds.mamba.settings import SYMBOL, MambaSettings
+from megatron.model.kinds.mamba.settings import BESIDE, SYMBOL, MambaSettings
 from megatron.model.kinds.mixer import Mixer
-from megatron.model.layer_ops import ATTENTION, CORE, LayerOp, Residual, Scan, rows_for_heads
+from megatron.model.kinds.scan_ops import SharedScan
+from megatron.model.layer_ops import ATTENTION, CORE, LayerOp, Residual, Scan
 from megatron.model.weights import add_prefix, column, output_std, row
 from megatron.mpu.placement import Constant, InverseSoftplus, LogOf, LogUniform, Placement, Uniform
 from megatron.settings.schema import Model
@@ -59,6 +60,7 @@ def mamba(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
     of_heads = lambda init: own((sizes.heads,), init, exact=True)
     taps = Uniform(-(TAPS**-0.5), TAPS**-0.5)
     fused = column(model.hidden_size, (g, sum(sizes.parts)), std, bias=False, matrices=(1, sizes.parts))
+    norm = {"norm_weight": own((inner,), Constant(1.0))} if model.mamba_rms_norm else {}
     return {
         **add_prefix("in_proj", fused),
         "conv_weight": own((mixed, TAPS), taps),
@@ -66,7 +68,7 @@ def mamba(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
         "dt_bias": of_heads(InverseSoftplus(STEPS)),
         "A_log": of_heads(LogOf(RATES)),
         "D": of_heads(Constant(1.0)),
-        "norm_weight": own((inner,), Constant(1.0)),
+        **norm,
         **add_prefix("out_proj", row(g * inner, model.hidden_size, output_std(model), bias=False)),
     }
 
@@ -80,15 +82,18 @@ def mamba_ops(x: Residual) -> tuple[LayerOp, ...]:
     sizes = ScanSizes.of(x.model)
     groups, (inner, mixed, heads) = sizes.groups // share.tp, (sizes.parts[0], sum(sizes.parts[1:4]), sizes.heads)
     projected, channels = groups * sum(sizes.parts), groups * inner
+    own, passed = SharedScan.of(share, sizes.groups, n), (TAPS, mixed, inner * sizes.state, heads)
     # The projection; what the convolution gives; step sizes before and after their softplus, in fp32; what the scan gives.
     kept = n * (projected * e + groups * mixed * e + 2 * 4 * groups * heads + channels * e)
-    kept += 2 * 4 * groups // share.cp * heads  # decay rates, as the exponential and with their sign
-    kept += (n * share.cp + (TAPS - 1) * share.micro_batch_size) * share.documents  # which taps reach beyond a document
-    states = n * share.cp // CHUNK * channels // share.cp * sizes.state * 4
-    blocks = 6 * 4 * share.micro_batch_size * groups // share.cp * heads * CHUNK**2
+    kept += 2 * 4 * own.groups * heads  # decay rates, as the exponential and with their sign
+    kept += own.kept(*passed)
+    states = own.tokens // CHUNK * own.groups * inner * sizes.state * 4
+    blocks = 6 * 4 * own.samples * own.groups * heads * CHUNK**2
     half = e < 4  # inputs are copied to fp32
-    of_norm, of_scan = (11 + 4 * half) * 4 * n * channels, n * (channels + groups * mixed) * e + states + blocks
+    of_gate = 11 + 4 * half if x.model.mamba_rms_norm else 4 + 3 * half
+    of_norm, of_scan = of_gate * 4 * n * channels, n * (channels + groups * mixed) * e + states + blocks
     of_conv = (5 + half) * 4 * n * groups * mixed
+    once = 2.0 * inner * sizes.state  # of a state's update, which chunks whose states are passed on compute twice
     scan = Scan(
         "mamba",
         kept=kept,
@@ -96,10 +101,10 @@ def mamba_ops(x: Residual) -> tuple[LayerOp, ...]:
         workspace=max(of_norm, n * channels * e + max(of_scan, of_conv)),  # the gradient of gates waits
         moved=n * (2 * projected + 4 * groups * mixed + 8 * channels),
         flops=4.0 * n * channels * sizes.state,
-        products=n * groups * (4.0 * inner * sizes.state + 2.0 * CHUNK * (inner + sizes.state)),
+        products=n * groups * ((2 + own.passes) * once + 2.0 * CHUNK * (inner + sizes.state)),
         smallest=min(CHUNK, sizes.channels, sizes.state),
     )
-    ops = rows_for_heads("mamba", "cp", share.cp, n * projected * e, n * channels * e, scan)
+    ops = own.exchanged(scan, n * projected * e, n * channels * e, *passed)
     fused = x.column("mamba", projected, again=(ATTENTION,), layer="mamba.in_proj")
     return *fused, *ops, *x.row("mamba", channels, again=(ATTENTION,), layer="mamba.out_proj")
 
@@ -122,15 +127,17 @@ KIND = Mixer(
     weights=lambda facts, model, sequence_parallel: mamba(model, sequence_parallel),
     ops=lambda facts, x: mamba_ops(x),
     symbol=SYMBOL,
+    beside=((BESIDE, "attention"),),
     settings=MambaSettings,
     rules=RULES,
     hf_matches="megatron.model.kinds.mamba.hf:matches",
+    in_megatron="megatron.model.kinds.mamba.megatron:FORM",
     mixes_tokens=True,
     recomputes=(CORE, ATTENTION),
     divided=lambda model: {"Mamba-2 groups": model.mamba_num_groups},
     heads=lambda model: model.mamba_num_groups,
-    all_rows=True,
+    scans=True,
     state=_state,
-    has_shape=lambda model: SYMBOL not in model.letters or model.mamba_heads % model.mamba_num_groups == 0,
+    has_shape=lambda model: not model.has_mamba or model.mamba_heads % model.mamba_num_groups == 0,
     shrunk=_shrunk,
 )

@@ -32,12 +32,4 @@ RULES = (
             f"{either(divisors(s.mamba_num_groups, s.tp))}"
         ),
     ),
-    Rule(
-        lambda s: PRESENT.met(s) and s.cp > 1 and s.mamba_num_groups % s.tp == 0 and s.mamba_num_groups // s.tp % s.cp,
-        lambda s: (
-            f"the {s.mamba_num_groups // s.tp} groups of each tensor parallel rank (--mamba-num-groups) are divided by "
-            f"--context-parallel-size {s.cp}; use a context parallel size of "
-            f"{either(divisors(s.mamba_num_groups // s.tp, s.cp))}"
-        ),
-    ),
 )

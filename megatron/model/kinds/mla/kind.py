@@ -49,6 +49,7 @@ KIND = Mixer(
     mixes_tokens=True,
     recomputes=(CORE, UP, ATTENTION),
     hf_matches="megatron.model.kinds.mla.hf:matches",
+    in_megatron="megatron.model.kinds.mla.megatron:FORM",
     divided=lambda model: {"heads": model.num_attention_heads},
     heads=lambda model: model.num_attention_heads,
     rotated=lambda model: model.qk_pos_emb_head_dim,

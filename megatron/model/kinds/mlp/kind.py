@@ -84,6 +84,7 @@ KIND = Mixer(
     settings=MLPSettings,
     rules=RULES,
     hf_matches="megatron.model.kinds.mlp.hf:matches",
+    in_megatron="megatron.model.kinds.mlp.megatron:FORM",
     recomputes=(ACTIVATION, MLP),
     divided=lambda model: {"ffn": model.ffn_size},
     shrunk=lambda model, small, tp: dict(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in Megatron-LM's checkpoints: their names, their parts, and the settings in the arguments of a run.
+"""Experts in Megatron-LM's checkpoints: their names, and the settings in the arguments of a run.
 
     mlp.router.weight, mlp.router.expert_bias
     mlp.experts.local_experts.3.linear_fc1.weight    SequentialMLP
@@ -11,21 +11,19 @@ Distributed checkpoints have all experts of a layer as one tensor, `mlp.experts.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any, Optional
 
-import torch
-
-from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError
 from megatron.model.kinds.experts.hf import pattern_of
-from megatron.mpu.placement import Placement
+from megatron.model.kinds.mlp.megatron import PARTS
+from megatron.model.megatron_form import NORM, KindNames, MegatronForm, Names, same_settings
+from megatron.settings.schema import Model
 
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)|linear_fc([12])\.(weight|bias)(\d+))"
 )
 _MATRIX = {"1": "up", "2": "down"}
-BIAS = "mlp.router.expert_bias"
 SAME = (  # settings with the same name and meaning in Megatron-LM
     "num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk "
     "moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
@@ -34,60 +32,52 @@ SAME = (  # settings with the same name and meaning in Megatron-LM
     "moe_token_drop_policy"
 ).split()
 OTHER = ("moe_layer_freq", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_dtype")
-REFUSED = ("moe_latent_size", "moe_apply_probs_on_input", "mtp_num_layers")
+REFUSED = ("moe_latent_size", "moe_apply_probs_on_input")
+
+
+def _names(model: Model, version: float) -> KindNames:
+    modules = {
+        NORM: Names(
+            "pre_mlp_layernorm.",
+            legacy="post_attention_layernorm.",
+            also=("post_attention_norm.", "mlp.linear_fc1.layer_norm_"),
+        ),
+        "router": Names("mlp.router."),
+        "experts.up": Names("mlp.experts.experts.linear_fc1."),  # of distributed checkpoints: [E, 2 f, h]
+        "experts.down": Names("mlp.experts.experts.linear_fc2."),
+        "shared_gate": Names("mlp.shared_experts.gate_"),
+        "shared.up": Names("mlp.shared_experts.linear_fc1."),
+        "shared.down": Names("mlp.shared_experts.linear_fc2."),
+    }
+    gated = [f"{name}.up.{what}" for name in ("experts", "shared") for what in ("weight", "bias")]
+    return KindNames(modules, dict.fromkeys(gated, PARTS) if model.gated else {})
 
 
 def our_expert(theirs: str) -> Optional[tuple[str, int]]:
-    """(our name, number of the expert on its rank) of a tensor in a layer; None: it is no expert's.
+    """(our tensor, number of the expert on its rank) of a tensor in a layer; None: it is no expert's.
 
     >>> our_expert("mlp.experts.linear_fc2.weight11")
-    ('mlp.experts.down.weight', 11)
+    ('experts.down.weight', 11)
     """
     found = _EXPERT.fullmatch(theirs)
     if not found:
         return None
     number, matrix, kind = found.group(1, 2, 3) if found[1] else found.group(6, 4, 5)
-    return f"mlp.experts.{_MATRIX[matrix]}.{kind}", int(number)
+    return f"experts.{_MATRIX[matrix]}.{kind}", int(number)
 
 
 def their_expert(ours: str, number: int, grouped: bool) -> str:
     """Their name of an expert's tensor. grouped: of TEGroupedMLP, otherwise of SequentialMLP."""
-    matrix, kind = ours.removeprefix("mlp.experts.").split(".")
+    matrix, kind = ours.removeprefix("experts.").split(".")
     layer = f"linear_fc{1 if matrix == 'up' else 2}"
     return f"mlp.experts.{layer}.{kind}{number}" if grouped else f"mlp.experts.local_experts.{number}.{layer}.{kind}"
-
-
-def expert_piece(name: str, placed: Placement, x: torch.Tensor, number: int, tensor: int, file: str) -> Piece:
-    """The piece of our tensor of all experts that is one of their tensors. tensor: its tensor parallel rank."""
-    inner, cut = list(placed.shape[1:]), placed.cut.get("etp")
-    if cut is not None:
-        inner[cut - 1] = x.numel() * inner[cut - 1] // max(1, _size(inner))
-    if x.numel() != _size(inner):
-        raise CheckpointError(f"{file}: an expert of {name} has shape {tuple(x.shape)}, expected {placed.shape[1:]}")
-    box = Box(*placed.box((1, *inner), {"ep": number, "etp": tensor}))
-    return Piece(name, placed.shape, box, x.reshape(1, *inner).contiguous())
-
-
-def _size(shape) -> int:
-    return torch.Size(shape).numel()
-
-
-def zero_counts(weights: dict[str, Placement]) -> list[Piece]:
-    """The loads of experts, which their files do not have: 0 between steps."""
-    counts = {name: one for name, one in weights.items() if one.buffer and one.buffer.combine == "sum"}
-    return [
-        Piece(name, one.shape, Box.whole(one.shape), torch.zeros(one.shape, dtype=getattr(torch, one.buffer.dtype)))
-        for name, one in counts.items()
-    ]
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
-def our_arguments(args: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """Our settings from the arguments of a run with experts; empty without experts. Raises CheckpointError."""
-    if (args.get("num_experts") or 0) < 2:
-        return {}
+def _ours(args: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Our settings from the arguments of a run with experts. Raises CheckpointError."""
     if refused := [name for name in REFUSED if args.get(name)]:
         raise CheckpointError(f"the checkpoint uses {', '.join(refused)}, which cannot be expressed here")
     tp, etp = args.get("tensor_model_parallel_size") or 1, args.get("expert_tensor_parallel_size")
@@ -96,8 +86,8 @@ def our_arguments(args: dict[str, Any], num_layers: int) -> dict[str, Any]:
             f"its experts are divided over {etp} ranks and other layers over {tp}",
             do="save it in the format torch_dist, or with --expert-tensor-parallel-size equal to tp",
         )
-    ours = {name: args[name] for name in SAME if args.get(name) is not None}
-    frequency = args.get("moe_layer_freq", 1)
+    ours = same_settings(SAME, args)
+    frequency = 1 if args.get("hybrid_layer_pattern") else args.get("moe_layer_freq", 1)
     layers = frequency if isinstance(frequency, list) else [n % int(frequency) == 0 for n in range(num_layers)]
     kinds, weight = args.get("moe_router_load_balancing_type"), args.get("moe_aux_loss_coeff")
     as_list = lambda value: value if isinstance(value, list) or value is None else [value]
@@ -110,7 +100,7 @@ def our_arguments(args: dict[str, Any], num_layers: int) -> dict[str, Any]:
     )
 
 
-def their_arguments(m, ep: int, tp: int, grouped: bool) -> dict[str, Any]:
+def _theirs(m: Model) -> dict[str, Any]:
     """The arguments of a run with the experts of a model."""
     if not m.mixture:
         return dict(num_experts=None)
@@ -122,7 +112,15 @@ def their_arguments(m, ep: int, tp: int, grouped: bool) -> dict[str, Any]:
         moe_router_load_balancing_type=kinds[0] if only else kinds,
         moe_aux_loss_coeff=weights[0] if only else weights,
         moe_router_dtype=m.moe_router_dtype,
-        moe_grouped_gemm=grouped,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=tp,
     )
+
+
+FORM = MegatronForm(
+    _names,
+    other=(*SAME, *OTHER),
+    asked=lambda args: (args.get("num_experts") or 0) > 1,
+    ours=_ours,
+    theirs=_theirs,
+    one_of_experts=our_expert,
+    their_expert=their_expert,
+)
