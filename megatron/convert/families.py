@@ -17,7 +17,7 @@ from megatron.model.bert import hf_names as bert_names
 from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.settings import GROUP as BERT
 from megatron.model.facts import AHEAD, Facts
-from megatron.model.gpt import hf_ahead
+from megatron.model.gpt import hf_ahead, hf_falcon
 from megatron.model.gpt import hf_names as gpt_names
 from megatron.model.gpt import hf_settings as gpt_settings
 from megatron.model.gpt.facts import GPTFacts
@@ -39,6 +39,7 @@ COPIED = (
     "lm_head.weight is a copy of the embedding: theirs divides by the root of the width before a tied output layer, and "
     "this model, without --scale-tied-output, does not"
 )
+FOLDED = "{} of config.json: multiplied into the weights, and an export of them has no multipliers"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Family:
     optional: more of them, under whose names files do not have the other
     constants: names of tensors of old files that transformers computes
     unused:   names of tensors that transformers leaves out of this model
-    notices:  notices for the user of an export
+    notices:  notices for the user of an export, or of an import
     unread:   keys of an imported config.json that have no counterpart here
     """
 
@@ -134,6 +135,18 @@ def _with_copies(family: Family) -> Family:
     return replace(family, matches=[*family.matches, *(Match(ours, (theirs,)) for theirs, ours in own.items())])
 
 
+def adapted(config: Config, vocab_size: int) -> Family:
+    """`exported`, of a model whose adapters belong to the published weights. Raises SettingsError if ours are others."""
+    family = exported(config, vocab_size)
+    if family.kind == hf_falcon.KIND:
+        raise SettingsError(
+            f"adapters of a {family.kind} are not converted",
+            "its published weights have multipliers in config.json, which are in the weights here",
+            "python -m megatron.tools.checkpoint merge-lora, then to-hf, write a whole model",
+        )
+    return family
+
+
 def names_layers(config: Config) -> bool:
     """Whether there is a family of models whose layers a pattern lists, as this one's."""
     return any(not family.reasons(config.model) for family in gpt_settings.FAMILIES.values() if config.model.letters)
@@ -164,6 +177,9 @@ def _imported(settings: dict[str, Any], tied: Optional[bool], depths: int) -> Fa
     letters = letters_ahead(settings) if depths and known == "nemotron_h" else ""
     settings.get("num_nextn_predict_layers")
     family = _gpt(GPTFacts(hf_ahead.with_depths(known, model, depths, letters), vocab_size), known)
+    if known == hf_falcon.KIND and (names := hf_falcon.are_multiplied(settings)):
+        matches = hf_falcon.folded(family.matches, settings, model)
+        family = replace(family, matches=matches, notices=(FOLDED.format(", ".join(names)),))
     return family if known == kind and not is_fp8(settings) else replace(family, run=None)
 
 

@@ -235,7 +235,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True, 
         notices = [f"{out}: {kind} of {sum(math.prod(placed.shape) for placed in placements.values()):,} parameters"]
         notices.append(f"its tokenizer is in {out / 'tokenizer'}" if tokenizer else f"{source} holds no tokenizer")
         notices.append(_said_of_numbers(len(wanted), inexact))
-        notices += [*fitted.notices, *of_generation, *of_words]
+        notices += [*family.notices, *fitted.notices, *of_generation, *of_words]
         if check and family.run is None:
             notices.append(f"{ALONE.format(kind)}: the models were not compared")
         elif check:

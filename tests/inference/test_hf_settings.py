@@ -113,6 +113,8 @@ BASES["mamba2"] = dict(
     seq_length=2048,
 )
 BASES["nemotron_h"] = dict(MIXERS, hybrid_layer_pattern="M*-", num_layers=3)
+BESIDE = dict(position_embedding_type="rope", swiglu=True, squared_relu=False, rotary_base=3e4, mamba_rms_norm=False)
+BASES["falcon_h1"] = dict(MIXERS, hybrid_layer_pattern="P-P-", num_layers=4) | BESIDE
 OTHER = dict(  # another value of a setting that changes what a model computes, with what gives it an effect
     rotary_percent=dict(rotary_percent=0.5),
     rotary_seq_len_interpolation_factor=dict(rotary_seq_len_interpolation_factor=3.0),

@@ -16,7 +16,7 @@ from megatron.model.branches import Branch
 from megatron.model.facts import Facts, experts_in
 from megatron.model.kinds.attention.kind import causal_kernel
 from megatron.model.kinds.mixer import PLACES, Mixer
-from megatron.model.kinds.table import KINDS, chosen, of_letter
+from megatron.model.kinds.table import KINDS, chosen, letters_of
 from megatron.model.layer_ops import NORM, RankSetup
 from megatron.mpu.placement import elements
 from megatron.settings.schema import Config, Model
@@ -50,11 +50,11 @@ class GPTFacts(Facts):
             own, layer = (
                 (letters, layer) if layer < len(letters) else (self.settings.letters_ahead, layer - len(letters))
             )
-            mixers = [of_letter(self.mixers, own[layer])]
+            branches = [letters_of(self.mixers)[own[layer]]]
         else:
             layer = min(layer, self.num_layers - 1)  # a depth of multi-token prediction has a layer as the last one
-            mixers = [chosen(self.mixers, place, self.settings, layer) for place in PLACES]
-        return tuple(Branch.at(self.settings.norm_position, mixer.slot, mixer) for mixer in mixers)
+            branches = [(chosen(self.mixers, place, self.settings, layer),) for place in PLACES]
+        return tuple(Branch.at(self.settings.norm_position, mixers[0].slot, *mixers) for mixers in branches)
 
     @property
     def has_shape(self) -> bool:

@@ -13,9 +13,9 @@ stores q_proj, k_proj and v_proj as one qkv_proj, gate_proj and up_proj as one g
 """
 
 from megatron.model.gpt import hf_ahead
-from megatron.model.hf_match import MIXERS, Match
+from megatron.model.hf_match import BESIDE, MIXERS, Match
 from megatron.model.kinds.mixer import PLACES
-from megatron.model.kinds.table import KINDS, chosen, of_letter, resolved
+from megatron.model.kinds.table import KINDS, chosen, letters_of, resolved
 from megatron.settings.schema import Model
 
 CENTRED = ("gemma", "gemma2", "gemma3_text", "qwen3_next")  # their norms multiply by 1 + weight
@@ -25,6 +25,8 @@ def matches(kind: str, model: Model) -> list[Match]:
     """The matches of all tensors of a model of `kind`, a `model_type` of transformers."""
     if kind in MIXERS:
         return _mixers(kind, model)
+    if kind in BESIDE:
+        return _beside(kind, model)
     return _gpt2(model) if kind == "gpt2" else _decoder(kind, model)
 
 
@@ -91,7 +93,7 @@ def _mixers(kind: str, model: Model) -> list[Match]:
     result, letters = [Match("embedding.word.weight", ("backbone.embeddings.weight",))], model.letters
 
     def layer(n: int, ours: str, theirs: str) -> list[Match]:
-        mixer = of_letter(KINDS, (letters + model.letters_ahead)[n])
+        (mixer,) = letters_of(KINDS)[(letters + model.letters_ahead)[n]]
         found = [_norm(f"{ours}{mixer.slot}_norm", f"{theirs}norm")]
         return found + resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, _norm)
 
@@ -99,6 +101,18 @@ def _mixers(kind: str, model: Model) -> list[Match]:
         result += layer(n, f"blocks.{n}.", f"backbone.layers.{n}.")
     ahead = hf_ahead.matches(kind, model, _norm, layer)
     return result + [_norm("final_norm", "backbone.norm_f")] + _output(model) + ahead
+
+
+def _beside(kind: str, model: Model) -> list[Match]:
+    """Of models whose layers are two of ours: mixers beside each other after one norm, and an MLP."""
+    result = [Match("embedding.word.weight", ("model.embed_tokens.weight",))]
+    for n, letter in enumerate(model.letters):
+        ours, theirs, mixers = f"blocks.{n}.", f"model.layers.{n // 2}.", letters_of(KINDS)[letter]
+        norm = ("input_layernorm", "pre_ff_layernorm")[n % 2]
+        result.append(_norm(f"{ours}{mixers[0].slot}_norm", f"{theirs}{norm}"))
+        for mixer in mixers:
+            result += resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, _norm)
+    return result + [_norm("final_norm", "model.final_layernorm")] + _output(model)
 
 
 def _norm_names(model: Model, slot: str) -> list[tuple[str, str]]:

@@ -30,6 +30,7 @@ class Mixer:
     weights: (facts, settings of the layer, sequence_parallel) -> its table
     ops:     (facts, hidden states of the layer) -> its ops
     symbol:  its character in --hybrid-layer-pattern; "": it is in none
+    beside:  (character, name of another kind) of layers that are both, after one norm, with the sum of what they make of it
     listed:  the (setting, value) pairs of a model whose pattern lists it
     place:   the branch of a transformer layer that it may be, one of PLACES; "": none
     takes:   (settings of the model, layer) -> whether it is that branch of a layer; None: if no other kind is
@@ -66,6 +67,7 @@ class Mixer:
     weights: Callable[[Any, Model, bool], Table]
     ops: Callable[[Any, Residual], Sequence[LayerOp]]
     symbol: str = ""
+    beside: tuple[tuple[str, str], ...] = ()
     listed: tuple[tuple[str, Any], ...] = ()
     place: str = ""
     takes: Optional[Callable[[Model, int], bool]] = None
