@@ -29,7 +29,7 @@ from megatron.checkpoint.lineage import ENTRIES, ancestors, lineage
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece
 from megatron.convert import hf_files
-from megatron.convert.families import exported
+from megatron.convert.families import adapted
 from megatron.convert.hf_tokenizer import write_tokenizer
 from megatron.convert.merged import delta, has_adapters, magnitude
 from megatron.errors import CheckpointError, SettingsError
@@ -82,7 +82,7 @@ def to_peft(
         config, vocab_size = config_of(located(reader.state)), reader.state["vocab_size"]
         refuse_head(config, vocab_size, path)
         _refuse_other_weights(path, reader)
-        family, weights = exported(config, vocab_size), facts_of(config, vocab_size).weights
+        family, weights = adapted(config, vocab_size), facts_of(config, vocab_size).weights
         pairs: dict[str, PeftPair] = {}
         for match in family.matches:
             layer = match.ours.removesuffix(WEIGHT)
@@ -241,7 +241,7 @@ def from_peft(source: Path, out: Path, base: Path, state: dict[str, Any], check:
                 f"{base} is no plain model: it has special linear layers", do="merge its adapters first"
             )
         config = config_of(saved["config"])
-        family, weights = exported(config, saved["vocab_size"]), facts_of(config, saved["vocab_size"]).weights
+        family, weights = adapted(config, saved["vocab_size"]), facts_of(config, saved["vocab_size"]).weights
         known = set(reader.tensors)
     found = _by_layer(source, pairs, family.matches, set(linear_layers(weights)))
     split = not all(_shares_a(match, own) for match, own in found.values())

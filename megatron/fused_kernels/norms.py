@@ -117,5 +117,25 @@ class _GatedRMSNorm(torch.autograd.Function):
         return d_y.to(y.dtype), (d_gate * of_gate).to(gate.dtype), d_weight.to(weight.dtype), None, None
 
 
+def gated(y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """y silu(gate), in fp32, in the format of y. Keeps its inputs."""
+    return _Gated.apply(y, gate)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, gate):
+        ctx.save_for_backward(y, gate)
+        return (y.float() * F.silu(gate.float())).to(y.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        y, gate = ctx.saved_tensors
+        z, gradient = gate.float(), gradient.float()
+        share = z.sigmoid()
+        d_gate = gradient * y.float() * share * (1 + z * (1 - share))  # SiLU'
+        return (gradient * z * share).to(y.dtype), d_gate.to(gate.dtype)
+
+
 def _inverse(x: torch.Tensor, epsilon: float) -> torch.Tensor:
     return (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()

@@ -259,8 +259,8 @@ class Facts:
     @property
     def caches_heads(self) -> bool:
         """Whether what layers cache are a key and a value of each key-value head."""
-        m = self.settings
-        return self.cached_numbers(range(m.num_layers), 1) == 2 * m.num_layers * m.query_groups * m.head_dim
+        each = 2 * self.settings.query_groups * self.settings.head_dim
+        return all(self.cached_numbers([layer], 1) == each for layer in range(self.num_layers))
 
     @property
     def num_layers(self) -> int:

@@ -12,6 +12,8 @@ Tensors = list[torch.Tensor]
 FUSED = ("phi3",)  # queries, keys and values are one tensor, and so are gate and values of the MLP
 
 MIXERS = ("mamba2", "nemotron_h")  # a layer has a norm and a `mixer`, whatever its kind
+BESIDE = ("falcon_h1",)  # a layer has attention beside another mixer, then an MLP
+OTHER = {"falcon_h1": {"mlp": "feed_forward"}}  # names of modules
 
 
 class Match(NamedTuple):
@@ -29,7 +31,7 @@ class Match(NamedTuple):
 
 def module_of(kind: str, layer: str, name: str) -> str:
     """The prefix of the names of a layer's module: `model.layers.7.self_attn.`."""
-    return f"{layer}{'mixer' if kind in MIXERS else name}."
+    return f"{layer}{'mixer' if kind in MIXERS else OTHER.get(kind, {}).get(name, name)}."
 
 
 def linear_matches(model: Model, ours: str, theirs: str) -> list[Match]:

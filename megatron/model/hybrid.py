@@ -13,7 +13,9 @@ from typing import Any, Optional
 
 from megatron.errors import SettingsError, UsageError
 from megatron.model.kinds.mixer import Mixer
-from megatron.model.kinds.table import KINDS
+from megatron.model.kinds.table import KINDS, listed, words_of
+from megatron.model.layer_rules import RULES as OF_LAYERS
+from megatron.model.layer_rules import with_blocks
 from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import TRAINING, default_chunks
 from megatron.settings.declare import dashed
@@ -33,10 +35,12 @@ OTHER_CUTS = (
 def with_pattern(config: Config) -> Config:
     """`Recipe.normalize_config` of models whose layers a pattern may list. Raises SettingsError."""
     config = with_stage_layout(_spread(config))
+    if config.model.heterogeneous_layers_config_path or config.model.heterogeneous_layers_config_encoded_json:
+        config = with_blocks(config)
     text = config.model.hybrid_layer_pattern
     if text is None:
         return config
-    pattern = read_pattern(text, {kind.symbol: kind.name for kind in kinds_of(config).values() if kind.symbol})
+    pattern = read_pattern(text, words_of(kinds_of(config)))
     if config.model.depths and not pattern.depths:
         raise SettingsError(
             f"{FLAG} {text} lists no layers of the depths of --mtp-num-layers {config.model.depths}",
@@ -46,8 +50,8 @@ def with_pattern(config: Config) -> Config:
     layers = dict(hybrid_layer_pattern=pattern.uncut, num_layers=len(pattern.letters))
     if pattern.depths:
         layers |= dict(mtp_num_layers=pattern.depths)
-    for kind in kinds_of(config).values():
-        layers |= dict(kind.listed) if kind.symbol and kind.symbol in pattern.letters else {}
+    for kind in listed(kinds_of(config), pattern.letters):
+        layers |= dict(kind.listed)
     return config.derive(FLAG, **layers, **_stages(config, pattern))
 
 
@@ -138,11 +142,13 @@ def _letters(s) -> str:
 def _unlisted(s) -> list[Mixer]:
     """The kinds that other settings ask for, and that the pattern does not list."""
     model = s.settings.model
-    kinds = kinds_of(s.settings).values() if model.letters else ()
-    return [kind for kind in kinds if kind.symbol and kind.symbol not in model.letters and kind.asked(model)]
+    kinds = kinds_of(s.settings) if model.letters else {}
+    there = listed(kinds, model.letters)
+    return [kind for kind in kinds.values() if kind.symbol and kind not in there and kind.asked(model)]
 
 
 RULES = (
+    *OF_LAYERS,
     Rule(
         _unlisted,
         lambda s: "; ".join(

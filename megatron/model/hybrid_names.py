@@ -19,7 +19,9 @@ from megatron.model.branches import Branch
 from megatron.model.facts import Facts
 from megatron.model.hybrid import kinds_of
 from megatron.model.kinds.mixer import PLACES, Mixer
-from megatron.model.kinds.table import of_letter
+from megatron.model.kinds.table import letters_of as kinds_of_letters
+from megatron.model.kinds.table import listed
+from megatron.model.layer_rules import refuse
 from megatron.model.recipe import config_of, facts_of
 from megatron.settings.hybrid_pattern import FLAG, letters_of
 from megatron.settings.schema import Config
@@ -32,7 +34,9 @@ PART = re.compile(r"\bblocks\.(\d+)\.(\w+)")  # a layer, and one of its modules
 
 def pairs_of(letters: str, kinds: Mapping[str, Mixer]) -> Pairs:
     """The layers of a pattern that are attention and MLP of the same transformer layer; (): they are not as many."""
-    found = [[n for n, letter in enumerate(letters) if of_letter(kinds, letter).place == place] for place in PLACES]
+    known = kinds_of_letters(kinds)
+    places = [known[letter][0].place if len(known[letter]) == 1 else "" for letter in letters]
+    found = [[n for n, own in enumerate(places) if own == place] for place in PLACES]
     return tuple(zip(*found)) if len(set(map(len, found))) == 1 else ()
 
 
@@ -56,7 +60,7 @@ def seen_as(config: Config, state: Mapping[str, Any]) -> Optional[tuple[Rename, 
         return None
     if config.model.depths or saved.get("mtp_num_layers"):
         return None
-    if config.model.depths:  # layers of multi-token prediction keep theirs, too
+    if config.model.layer_settings or saved.get("layer_settings"):
         return None
     pairs = pairs_of(letters, kinds_of(config))
     if not pairs or not in_turn(letters, pairs) and not (config.model.letters and config.checkpoint.finetune):
@@ -108,7 +112,7 @@ def _with_layers(state: Mapping[str, Any], config: Config) -> dict[str, Any]:
     of_kinds = (kind.chooses((True,)) for kind in kinds_of(config).values())
     names = ["num_layers", "hybrid_layer_pattern", *COUNTING, *(name for settings in of_kinds for name in settings)]
     new = {config.model.letters[n] for n in fresh_layers(config)}
-    groups = (kind.settings for kind in kinds_of(config).values() if kind.symbol in new and kind.settings)
+    groups = (kind.settings for kind in listed(kinds_of(config), "".join(new)) if kind.settings)
     names += [one.name for group in groups for one in fields(group)]
     own = {name: getattr(config.model, name) for name in names}
     record = state["config"]
@@ -128,6 +132,7 @@ def as_transformer(state: Mapping[str, Any], what: str) -> Optional[tuple[Rename
     what: the program, in words. Raises SettingsError if the pattern is no sequence of them.
     """
     config = config_of(state["config"])
+    refuse(config.model, what)
     letters, kinds = config.model.letters, kinds_of(config)
     if not letters:
         return None

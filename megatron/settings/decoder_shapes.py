@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published shapes of decoders with rotary positions, for `--model-name-or-path`, and the rows of their embeddings.
 
-From the config.json of each model: Llama 2 and 3, Mistral, Qwen2.5, Qwen3, Phi-3, OLMo 2, Gemma 2 and 3; Nemotron-H;
-with experts Mixtral, Qwen3, Qwen3-Next, Qwen1.5, OLMoE, gpt-oss and DeepSeek-MoE.
+From the config.json of each model: Llama 2 and 3, Mistral, Qwen2.5, Qwen3, Phi-3, OLMo 2, Gemma 2 and 3; with states
+Nemotron-H and Falcon-H1; with experts Mixtral, Qwen3, Qwen3-Next, Qwen1.5, OLMoE, gpt-oss and DeepSeek-MoE.
 
     >>> DECODERS["gemma-2-2b"]["window_attn_skip_freq"], DECODERS["qwen3-0.6b"]["kv_channels"], ROWS["qwen2.5-7b"]
     (2, 128, 152064)
@@ -152,6 +152,9 @@ _NEMOTRON_H = dict(
     mamba_state_dim=128,
     mamba_num_groups=8,
 )
+_FALCON_H1 = dict(
+    _LLAMA | _UNTIED, norm_epsilon=1e-5, rotary_base=1e11, mamba_head_dim=64, mamba_num_groups=1, mamba_rms_norm=False
+)
 
 
 def _shape(
@@ -229,6 +232,13 @@ _PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         _shape(
             *(_NEMOTRON_H, 52, 4096, 32, 8, 128, 21504, 8192),
             **dict(hybrid_layer_pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-", mamba_num_heads=128),
+        ),
+    ),
+    "falcon-h1-0.5b": (
+        32784,
+        _shape(
+            *(_FALCON_H1, 72, 1024, 8, 2, 64, 2048, 16384),
+            **dict(hybrid_layer_pattern="P-" * 36, mamba_num_heads=24, mamba_state_dim=128),
         ),
     ),
     "mixtral-8x7b": (32000, _shape(_MIXTRAL, 32, 4096, 32, 8, 128, 14336, 32768)),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba-2 and Nemotron-H of Hugging Face, with random weights, over more than two chunks of odd length: logits over ranks,
-gradients, packed documents are transformers' own, and tensors come back as they were; what cannot be read is refused.
+"""Mamba-2, Nemotron-H and Falcon-H1 of Hugging Face, with random weights, over more than two chunks of odd length: logits
+over ranks, gradients, packed documents are transformers' own, and tensors come back; what cannot be read is refused.
 """
 
 import json
@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import pretrain_hybrid
-from megatron.convert.families import imported
+from megatron.convert.families import adapted, imported
 from megatron.convert.hf_files import TensorFiles
 from megatron.data.loader import MicroBatch
-from megatron.errors import CheckpointError, Failure
+from megatron.errors import CheckpointError, Failure, SettingsError
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
@@ -32,10 +32,39 @@ from tests.models.test_scan_layouts import LINE
 transformers = pytest.importorskip("transformers")
 
 V, S, B = 96, 301, 2
-COMMON = dict(vocab_size=V, hidden_size=32, n_groups=2, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+COMMON = dict(vocab_size=V, hidden_size=32, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+FALCON = dict(
+    num_hidden_layers=2,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=12,
+    max_position_embeddings=512,
+    mamba_d_ssm=48,
+    mamba_n_heads=6,
+    mamba_n_groups=2,
+    mamba_d_state=10,
+    mamba_norm_before_gate=False,
+    rope_parameters=dict(rope_type="default", rope_theta=1e11),
+)
+MULTIPLIERS = dict(
+    embedding_multiplier=5.65,
+    lm_head_multiplier=0.3,
+    key_multiplier=0.39,
+    attention_in_multiplier=1.25,
+    attention_out_multiplier=0.9375,
+    ssm_in_multiplier=1.2,
+    ssm_out_multiplier=0.35,
+    mlp_multipliers=[0.88, 0.59],
+    ssm_multipliers=[0.7, 0.5, 0.8, 1.5, 0.35],
+)
 CASES = {
-    "mamba2": dict(num_hidden_layers=3, num_heads=16, head_dim=4, state_size=6, tie_word_embeddings=True),
+    "mamba2": dict(num_hidden_layers=3, num_heads=16, head_dim=4, state_size=6, n_groups=2, tie_word_embeddings=True),
+    "falcon_h1": FALCON | MULTIPLIERS,
+    "falcon_h1 tied": FALCON | MULTIPLIERS | dict(tie_word_embeddings=True, mamba_rms_norm=True),
+    "falcon_h1 plain": FALCON | dict(mamba_rms_norm=True, mamba_norm_before_gate=True),
     "nemotron_h": dict(
+        n_groups=2,
         layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
         intermediate_size=48,
         num_attention_heads=4,
@@ -48,7 +77,8 @@ CASES = {
         time_step_min=ANY_STEP,
     ),
 }
-LETTERS = {"mamba2": "MMM", "nemotron_h": "M-*M-"}
+LETTERS = {"mamba2": "MMM", "nemotron_h": "M-*M-"} | dict.fromkeys((name for name in CASES if "falcon" in name), "P-P-")
+MULTIPLIED = {name for name in CASES if "key_multiplier" in CASES[name]}
 KINDS = pytest.mark.parametrize("kind", CASES)
 
 
@@ -60,7 +90,7 @@ def family(tmp_path_factory):
     def make(kind):
         if kind not in made:
             folder = tmp_path_factory.mktemp(kind)
-            config = transformers.AutoConfig.for_model(kind, **COMMON, **CASES[kind])
+            config = transformers.AutoConfig.for_model(kind.split()[0], **COMMON, **CASES[kind])
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -101,6 +131,7 @@ def test_logits_over_ranks(kind, tp, pp, family, run_ranks):
 
 @KINDS
 def test_gradients(kind, family, tmp_path):
+    """A weight that has a multiplier is that many times theirs, and its gradient so many times smaller."""
     theirs, folder, ours = family(kind)
     model = load_model(str(ours)).model.train()
     inputs, labels = tokens(), tokens(seed=2)
@@ -112,7 +143,8 @@ def test_gradients(kind, family, tmp_path):
     matches = imported(json.loads((folder / "config.json").read_text())).matches
     assert {match.ours for match in matches} == set(found)
     for match in matches:
-        want = match.to_ours([wanted.get(name) for name in match.theirs])
+        want = [wanted.get(name) for name in match.theirs]
+        want = match.to_ours(want) / match.to_ours([torch.ones_like(one) for one in want]).square()
         assert_near(found[match.ours].grad[: len(want)], want, match.ours)
 
 
@@ -161,9 +193,14 @@ def test_there_and_back(kind, family, tmp_path, capsys):
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     before, after = theirs.state_dict(), again.state_dict()
     assert set(before) == set(after) and type(again) is type(theirs)
-    assert all(tensor.equal(after[name]) for name, tensor in before.items())
+    if kind in MULTIPLIED:
+        with torch.no_grad():
+            assert_near(again(tokens().t()).logits, theirs(tokens().t()).logits)
+    else:
+        assert all(tensor.equal(after[name]) for name, tensor in before.items())
     old, new = (json.loads((place / "config.json").read_text()) for place in (folder, tmp_path / "out"))
-    ignored = {"residual_in_fp32", "transformers_version"}
+    ignored = {"residual_in_fp32", "transformers_version", *MULTIPLIERS}
+    assert kind not in MULTIPLIED or new["key_multiplier"] == 1.0
     assert {name for name in old if name in new and new[name] != old[name]} <= ignored
     assert our_settings(new)[1].letters == LETTERS[kind]
     tool.main(["from-hf", str(tmp_path / "out"), str(tmp_path / "back")])
@@ -186,7 +223,6 @@ OTHER = {
     "use_conv_bias": (False, "use_conv_bias"),
     "conv_kernel": (3, "conv_kernel"),
     "mlp_hidden_act": ("silu", "mlp_hidden_act"),
-    "num_nextn_predict_layers": (1, "num_nextn_predict_layers"),
     "time_step_limit": ([0.01, 0.1], "time_step_limit"),
 }
 
@@ -220,6 +256,33 @@ def test_the_published_shape_has_the_parameters_of_transformers_class():
     ours = Model(**preset("nemotron-h-8b"))
     assert ours.letters == pattern and our_settings(json.loads(config.to_json_string()))[1].letters == pattern
     assert GPTFacts(ours, published_rows("nemotron-h-8b")).parameters == theirs.num_parameters()
+
+
+def test_adapters_for_weights_without_multipliers_are_refused(family):
+    _, _, ours = family("falcon_h1")
+    with pytest.raises(SettingsError, match="adapters of a falcon_h1 are not converted"):
+        adapted(load_model(str(ours)).config, V)
+
+
+@pytest.mark.parametrize("name, value", [("key_multiplier", 0.0), ("ssm_multipliers", [1.0] * 4), ("mlp_bias", True)])
+def test_what_no_weight_can_express_is_refused(name, value, family):
+    _, folder, _ = family("falcon_h1")
+    config = json.loads((folder / "config.json").read_text()) | {name: value}
+    with pytest.raises(CheckpointError, match=f"{name} .* cannot be expressed here"):
+        imported(config)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("P-", "Megatron-LM has no layers of attention beside Mamba-2"),
+        ("M- --no-mamba-rms-norm", "with mamba_rms_norm is not"),
+    ],
+)
+def test_megatron_lm_has_none_of_it(words, said, tmp_path):
+    pretrain_hybrid.main(f"{LINE} --hybrid-layer-pattern {words} --save {tmp_path} --train-iters 1".split())
+    with pytest.raises(Failure, match=said):
+        tool.main(["to-megatron", str(tmp_path), str(tmp_path / "out")])
 
 
 def test_other_patterns_are_refused_by_name(tmp_path):

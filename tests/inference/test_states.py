@@ -26,6 +26,7 @@ SHAPES = {
         num_layers=3, experimental_attention_variant="gated_delta_net", linear_attention_freq="[1,0,1]", **DELTA
     ),
     "Mamba-2": dict(num_layers=5, hybrid_layer_pattern="M*-M-", **MAMBA),
+    "Mamba-2 beside attention": dict(num_layers=5, hybrid_layer_pattern="P-P*P", mamba_rms_norm=False, **MAMBA),
     "both": dict(num_layers=4, hybrid_layer_pattern="MG-*", **MAMBA, **DELTA),
 }
 

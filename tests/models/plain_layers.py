@@ -9,6 +9,7 @@ compare(folder, steps, weights)
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from tests.training.plain_loop import EOD, HEADS, HIDDEN, LENGTH, VOCABULARY
 from tests.training.test_plain_loop import records
 
 SEED, STD = 1234, 0.02
-Branches = tuple[tuple[str, str], ...]  # (prefix of its weights, kind) of each
+Branches = tuple[
+    tuple[str, str], ...
+]  # (prefix of its weights, kind) of each; or kinds, which are summed after one norm
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,9 @@ ATTENTION = Plain("attention", {"qkv": (HEADS, 3, HIDDEN // HEADS, HIDDEN), "out
 MLP = Plain("mlp", {"up": (4 * HIDDEN, HIDDEN), "down": (HIDDEN, 4 * HIDDEN)}, widen)
 
 
-def letters(pattern: str) -> Branches:
-    return tuple((f"blocks.{n}.", letter) for n, letter in enumerate(pattern))
+def letters(pattern: str, several: Mapping[str, str] = MappingProxyType({})) -> Branches:
+    """several: letter -> the kinds that it stands for, if it is none itself."""
+    return tuple((f"blocks.{n}.", several.get(letter, letter)) for n, letter in enumerate(pattern))
 
 
 def generator(name: str) -> torch.Generator:
@@ -73,14 +77,14 @@ def initial_weights(branches: Branches, kinds: Mapping[str, Plain]) -> Weights:
     """Products that add to the hidden states start with the standard deviation divided by the root of their number."""
     drawn = {"embedding.word.weight": ((VOCABULARY, HIDDEN), STD), "embedding.position.weight": ((LENGTH, HIDDEN), STD)}
     weights, norms = {}, ["final_norm"]
-    for prefix, letter in branches:
-        kind = kinds[letter]
-        own, last = f"{prefix}{kind.slot}.", list(kind.products)[-1]
-        for name, shape in kind.products.items():
-            drawn[f"{own}{name}.weight"] = shape, STD / len(branches) ** 0.5 if name == last else STD
-            weights |= {f"{own}{name}.bias": torch.zeros(shape[:-1])} if kind.biased else {}
-        weights |= kind.others(own)
-        norms.append(f"{prefix}{kind.slot}_norm")
+    for prefix, beside in branches:
+        for kind in map(kinds.get, beside):
+            own, last = f"{prefix}{kind.slot}.", list(kind.products)[-1]
+            for name, shape in kind.products.items():
+                drawn[f"{own}{name}.weight"] = shape, STD / len(branches) ** 0.5 if name == last else STD
+                weights |= {f"{own}{name}.bias": torch.zeros(shape[:-1])} if kind.biased else {}
+            weights |= kind.others(own)
+        norms.append(f"{prefix}{kinds[beside[0]].slot}_norm")
     for name in norms:
         weights |= {f"{name}.weight": torch.ones(HIDDEN), f"{name}.bias": torch.zeros(HIDDEN)}
     for name, (shape, scale) in drawn.items():
@@ -93,9 +97,9 @@ def network(weights: Weights, branches: Branches, kinds, tokens: torch.Tensor, p
     norm, s = partial(plain_gpt.norm, weights), tokens.shape[1]
     ids = F.pad((tokens == EOD).long().cumsum(1), (1, 0))[:, :-1] * packed
     x = weights["embedding.word.weight"][tokens] + weights["embedding.position.weight"][:s]
-    for prefix, letter in branches:
-        slot = kinds[letter].slot
-        x = x + kinds[letter].adds(weights, f"{prefix}{slot}.", norm(f"{prefix}{slot}_norm", x), ids)
+    for prefix, beside in branches:
+        u = norm(f"{prefix}{kinds[beside[0]].slot}_norm", x)
+        x = x + sum(kind.adds(weights, f"{prefix}{kind.slot}.", u, ids) for kind in map(kinds.get, beside))
     return norm("final_norm", x) @ weights["embedding.word.weight"].T
 
 

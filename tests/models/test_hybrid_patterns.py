@@ -191,7 +191,7 @@ def test_a_shrunk_job_has_every_kind():
 
 WRONG = {
     "": "--hybrid-layer-pattern",
-    "*P": "P is attention and Mamba-2 side by side",
+    "*K": "K is Kimi's delta attention",
     "*-*-/*-/-*": "the parts after / differ: *-, -*",
     "*E": "add --num-experts",
     "*- --num-experts 4": "--num-experts 4: --hybrid-layer-pattern *- lists no layer of experts (E)",

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Mamba-2 layer: transformers' own mixer, exact weights, figures for plans, generation, each wrong use."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -28,6 +30,8 @@ S, B, H, GROUPS, HEADS, WIDTH, STATE = 300, 2, 24, 2, 6, 8, 5
 SIZES = dict(mamba_num_heads=HEADS, mamba_head_dim=WIDTH, mamba_state_dim=STATE, mamba_num_groups=GROUPS)
 PLAIN = dict(hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm")
 MODEL = Model(3, H, 4, S, hybrid_layer_pattern="M*-", **SIZES, **PLAIN)
+BESIDE = dict(hybrid_layer_pattern="P-P", position_embedding_type="rope", mamba_rms_norm=False)
+WITHOUT_NORM = dict(hybrid_layer_pattern="M-P", mamba_rms_norm=False)
 INNER = HEADS * WIDTH
 
 
@@ -108,19 +112,22 @@ def test_numbers_of_the_scan_stay_in_fp32(pair):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("words", [(), ("core_attn",), ("full_attn",)], ids=lambda words: " ".join(words) or "all kept")
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "documents"])
-def test_kept_bytes_are_those_of_autograd(precision, words, packed):
-    facts, element = GPTFacts(MODEL, 40), dict(fp32=4, bf16=2)[precision]
+@pytest.mark.parametrize("of", [{}, WITHOUT_NORM, BESIDE], ids=["alone", "without a norm", "beside attention"])
+def test_kept_bytes_are_those_of_autograd(precision, words, packed, of):
+    """Attention keeps most where a document is a sample."""
+    facts, element = GPTFacts(replace(MODEL, **of), 40), dict(fp32=4, bf16=2)[precision]
     share = RankSetup(device="cpu", micro_batch_size=B, documents=packed, precision=precision, element=element)
-    found = saved_by_layer(facts, share, words, 100 if packed else None)
+    found = saved_by_layer(facts, share, words, (S if of is BESIDE else 100) if packed else None)
     assert found == facts.layer_saved_bytes(share, facts.layer_kind(0), words).total()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("groups, heads, width, state", [(2, 16, 16, 16), (1, 4, 64, 128), (8, 8, 64, 128)])
-def test_most_memory_of_a_pass(dtype, groups, heads, width, state, most_allocated):
+@pytest.mark.parametrize("normed", [True, False], ids=["a norm", "none"])
+def test_most_memory_of_a_pass(dtype, groups, heads, width, state, normed, most_allocated):
     """A forward and a backward pass: what is kept, and what the backward pass needs besides, within a sixth."""
     sizes = dict(mamba_num_heads=heads, mamba_head_dim=width, mamba_state_dim=state, mamba_num_groups=groups)
-    facts = GPTFacts(Model(1, 128, 4, 1024, hybrid_layer_pattern="M", **sizes, **PLAIN), 40)
+    facts = GPTFacts(Model(1, 128, 4, 1024, hybrid_layer_pattern="M", mamba_rms_norm=normed, **sizes, **PLAIN), 40)
     share = RankSetup(device="cpu", precision="fp32" if dtype == torch.float32 else "bf16", element=dtype.itemsize)
     kind = facts.layer_kind(0)
     layer = Layer(facts.layer_weights(kind, False), LayerSetup(facts, 0, Mesh(), dtype=dtype))
@@ -136,7 +143,7 @@ def test_most_memory_of_a_pass(dtype, groups, heads, width, state, most_allocate
     run()
     [scan] = [op for op in facts.layer_ops(share, kind) if isinstance(op, Scan)]
     wanted = facts.layer_saved_bytes(share, kind, ()).total() + scan.workspace
-    assert 6 / 7 < most_allocated(run) / wanted < 7 / 6
+    assert 5 / 6 < most_allocated(run) / wanted < 7 / 6
 
 
 def test_parameters_flops_and_shapes():
@@ -153,13 +160,23 @@ def test_parameters_flops_and_shapes():
     assert [(op.inputs, op.outputs) for op in products] == [(H, rows // 2), (INNER // 2, H)]
 
 
-@pytest.mark.parametrize("words", [None, "core_attn", "full"])
-def test_it_is_planned(words):
+@pytest.mark.parametrize("words", [None, "core_attn", "full", "full_attn"])
+@pytest.mark.parametrize("of", [dict(hybrid_layer_pattern="M-M"), BESIDE], ids=["alone", "beside attention"])
+def test_it_is_planned(words, of):
     """Bytes of a step of training as the planner predicts them."""
-    recompute = {None: Recompute(), "full": Recompute("full")}.get(words, Recompute("selective"))
-    model = Model(3, 64, 4, 256, hybrid_layer_pattern="M-M", mamba_num_groups=2, **PLAIN)
-    layout = Layout(micro_batch_size=2, recompute=recompute)
+    model = Model(3, 64, 4, 256, **of, mamba_num_groups=2, **PLAIN)
+    layout = Layout(micro_batch_size=2, recompute=Recompute(words))
     assert predicted(model, layout) == pytest.approx(measured(model, layout, Mesh()), rel=0.05)
+
+
+@pytest.mark.parametrize("words", [None, "core_attn"])
+@pytest.mark.parametrize("layout", [dict(tp=2), dict(tp=2, sp=True), dict(cp=2)], ids=str)
+def test_it_is_planned_over_ranks(words, layout, run_ranks):
+    """Where attention is beside it, ranks of context parallelism exchange rows for its heads, too."""
+    model = Model(3, 64, 4, 256, **BESIDE, mamba_num_groups=2, **PLAIN)
+    layout = Layout(**layout, micro_batch_size=2, recompute=Recompute(words))
+    found = run_ranks(2, lambda rank: measured(model, layout, Mesh(rank, tp=layout.tp, cp=layout.cp)))[0]
+    assert predicted(model, layout) == pytest.approx(found, rel=0.02)
 
 
 # ---- generation, and wrong uses --------------------------------------------------------------------------------------
@@ -181,10 +198,13 @@ def test_texts_with_a_cache_and_without_one(trained):
         assert generate(trained, [start], greedy, longest=12, use_cache=use_cache)[0] == text[2:]
 
 
+ROPE = "--position-embedding-type rope --mamba-num-groups 2"
 WRONG = {
     "--mamba-num-groups 4": "6 heads of a Mamba-2 layer cannot be divided by --mamba-num-groups 4; nearest: 2 or 3 groups",
     "--mamba-head-dim 7 --mamba-num-groups 1": "--mamba-head-dim 7 does not divide 48, twice --hidden-size",
     "--tp 3 --mamba-num-groups 2": "--mamba-num-groups 2 cannot be divided by --tp 3; nearest: 3",
+    f"--multi-latent-attention {ROPE} --hybrid-layer-pattern P-": "lists no layer of mla (+)",
+    f"{ROPE} --hybrid-layer-pattern P+": "lists attention and multi-latent attention (+)",
     "--mamba-num-groups 0": "--mamba-num-groups 0 must be",
     "--mamba-state-dim -1 --mamba-num-groups 2": "--mamba-state-dim -1 must be",
 }
@@ -197,4 +217,4 @@ def test_a_wrong_use_has_one_clear_message(words):
     head = "" if "head-dim" in words else "--mamba-head-dim 8"
     config = parse_any(f"{line} {head} {words}".split())
     found = check(config, config.parallel.tensor_model_parallel_size)
-    assert [said for said in found if WRONG[words] in said] == found
+    assert found and all(WRONG[words] in said for said in found), found

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated delta nets and Mamba-2 beside attention and MLPs in all kinds of layouts, against the same layers in plain torch,
-in one process, in fp64, whose scans go token by token; as letters of a pattern, and as the attention of a transformer.
+"""Gated delta nets and Mamba-2 between attention and MLPs, and Mamba-2 beside attention after one norm, in all kinds of
+layouts, against the same layers in plain torch, in one process, in fp64, whose scans go token by token; as letters of a
+pattern, and as the attention of a transformer.
 
 A sequence has 12 tokens, so chunks of context parallel ranks have fewer than the convolutions see.
 """
 
 import math
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from tests.models.plain_layers import ATTENTION, MLP, Plain, letters, uniform
 from tests.training.plain_loop import HIDDEN
 from tests.training.test_plain_loop import ADAM, FLAGS
 
-STEPS, LETTERS = 3, "GM-*MG"
+STEPS, LETTERS, BESIDE = 3, "GM-*MG", "P-PM"
 G, R, K, V, TAPS = 3, 2, 4, 5, 3  # key heads of a gated delta net, value heads of each, channels of both, taps
 DELTA = (K, K, R * V, R * V, R, R)  # query, key, values, gates, write strengths, decays of a key head
 GROUPS, HEADS_OF_GROUP, WIDTH, STATE, M_TAPS = 3, 2, 4, 5, 4
@@ -43,6 +45,7 @@ PP, TP, CP = "--pipeline-model-parallel-size", "--tensor-model-parallel-size", "
 MODULES = "--recompute-granularity selective --recompute-modules"
 ONE = "--micro-batch-size 1"
 GPT = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2"
+NONE, FIRST = "--no-mamba-rms-norm", "--mamba-norm-before-gate"
 LAYOUTS = {  # of three groups: two ranks of cp pass states on, three exchange rows for groups
     "one process": (1, LETTERS, ""),
     "documents": (1, LETTERS, PACKED),
@@ -70,6 +73,19 @@ LAYOUTS = {  # of three groups: two ranks of cp pass states on, three exchange r
     "zero2": (2, LETTERS, f"--sharding-stage 2 {PACKED}"),
     "zero3": (2, LETTERS, "--sharding-stage 3 --recompute-granularity full"),
     "zero3 over cp2, states": (2, LETTERS, f"{CP} 2 --sharding-stage 3 --recompute-granularity full {PACKED}"),
+    "beside attention": (1, BESIDE, NONE),
+    "beside attention, documents": (1, BESIDE, f"{FIRST} {PACKED}"),
+    "beside attention, recomputed core": (1, BESIDE, f"{NONE} {MODULES} core_attn layernorm {PACKED}"),
+    "beside attention, recomputed layers": (1, BESIDE, f"{NONE} --recompute-granularity full_attn {PACKED}"),
+    "beside attention, tp3": (3, BESIDE, f"{NONE} {TP} 3"),
+    "beside attention, tp3 with sequence parallelism": (3, BESIDE, f"{TP} 3 --sequence-parallel {PACKED}"),
+    "beside attention, cp2, states and a ring": (2, BESIDE, f"{NONE} {CP} 2 {PACKED}"),
+    "beside attention, cp3, all exchange rows": (3, BESIDE, f"{NONE} {CP} 3 --cp-comm-type a2a {ONE} {PACKED}"),
+    "beside attention, tp3 cp2, states": (6, BESIDE, f"{FIRST} {TP} 3 --sequence-parallel {CP} 2 {ONE} {PACKED}"),
+    "beside attention, pp2, zb-h1": (2, "P-|PM", f"{NONE} {PP} 2 --pipeline-schedule zb-h1 {ONE} {PACKED}"),
+    "beside attention, pp2, interleaved": (2, "P|-|P|M", f"{NONE} {PP} 2 {ONE}"),
+    "beside attention, zero2": (2, BESIDE, f"{NONE} --sharding-stage 2 {PACKED}"),
+    "beside attention, zero3": (2, BESIDE, f"{FIRST} --sharding-stage 3 --recompute-granularity full"),
     "GPT": (1, "", f"{GPT} {PACKED}"),
     "GPT, a list of layers, tp3": (3, "", f"{GPT[:-1]} [1]+[0] {TP} 3 --sequence-parallel {PACKED}"),
     "GPT, pp2, full recomputation": (2, "", f"{GPT} {PP} 2 {ONE} --recompute-granularity full"),
@@ -84,6 +100,7 @@ LONG = {
     "pp2, interleaved",
     "GPT, zero3",
 }
+LONG |= {"beside attention, tp3 cp2, states", "beside attention, zero2", "beside attention, pp2, interleaved"}
 LONG |= {"cp6 in two levels", "cp6, states and a gather"}
 
 
@@ -135,8 +152,8 @@ def of_delta(own: str) -> dict[str, torch.Tensor]:
     }
 
 
-def mamba(weights, own: str, u: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Mamba-2 of [b, s, h], token by token; ids [b, s] of documents."""
+def mamba(weights, own: str, u: torch.Tensor, ids: torch.Tensor, norm_first: bool = False) -> torch.Tensor:
+    """Mamba-2 of [b, s, h], token by token; ids [b, s] of documents. norm_first: before the gate; without a weight none"""
     projected = torch.einsum("bsh,gph->bsgp", u, weights[own + "in_proj.weight"])
     gate, mixed, dt = projected.split((INNER, sum(PARTS[1:4]), HEADS_OF_GROUP), -1)
     mixed = convolved(mixed, weights[own + "conv_weight"], weights[own + "conv_bias"], ids)
@@ -148,12 +165,13 @@ def mamba(weights, own: str, u: torch.Tensor, ids: torch.Tensor) -> torch.Tensor
         given = torch.einsum("bgr,bgrp,bgn->bgrpn", dt[:, t], x[:, t], B[:, t])
         state = reset(state, ids, t) * (-rates * dt[:, t]).exp()[..., None, None] + given
         ys.append(torch.einsum("bgrpn,bgn->bgrp", state, C[:, t]) + weights[own + "D"][..., None] * x[:, t])
-    gated = torch.stack(ys, 1).flatten(-2) * gate / (1 + (-gate).exp())
-    normal = gated / (gated.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[own + "norm_weight"]
-    return normal.flatten(2) @ weights[own + "out_proj.weight"].T
+    y, passed, weight = torch.stack(ys, 1).flatten(-2), gate / (1 + (-gate).exp()), weights.get(own + "norm_weight")
+    norm = lambda x: x if weight is None else x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    y = norm(y) * passed if norm_first else norm(y * passed)
+    return y.flatten(2) @ weights[own + "out_proj.weight"].T
 
 
-def of_mamba(own: str) -> dict[str, torch.Tensor]:
+def of_mamba(own: str, normed: bool = True) -> dict[str, torch.Tensor]:
     """Rates log of 1 to 16, steps .001 to .1 by their logarithms, before the softplus; taps within 1 / sqrt(taps)."""
     heads, channels, most = (GROUPS, HEADS_OF_GROUP), sum(PARTS[1:4]), M_TAPS**-0.5
     steps = uniform(own + "dt_bias", heads, math.log(0.001), math.log(0.1)).exp()
@@ -163,7 +181,7 @@ def of_mamba(own: str) -> dict[str, torch.Tensor]:
         own + "dt_bias": steps + torch.log(-torch.expm1(-steps)),
         own + "A_log": uniform(own + "A_log", heads, 1, 16).log(),
         own + "D": torch.ones(heads),
-        own + "norm_weight": torch.ones(GROUPS, INNER),
+        **({own + "norm_weight": torch.ones(GROUPS, INNER)} if normed else {}),
     }
 
 
@@ -182,8 +200,10 @@ PAIRS = (("blocks.0.", "G"), ("blocks.0.", "-"), ("blocks.1.", "*"), ("blocks.1.
 
 
 @cache
-def plain(pattern: bool, packed: bool) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    return plain_layers.train(letters(LETTERS) if pattern else PAIRS, KINDS, packed, STEPS)
+def plain(pattern: str, packed: bool, normed: bool, norm_first: bool) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    own = replace(KINDS["M"], adds=partial(mamba, norm_first=norm_first), others=partial(of_mamba, normed=normed))
+    layers = letters(pattern, {"P": "*M"}) if pattern else PAIRS
+    return plain_layers.train(layers, KINDS | {"M": own}, packed, STEPS)
 
 
 def pretrain(rank: int, program, flags: str) -> None:
@@ -197,4 +217,5 @@ def test_any_layout_is_the_plain_loop(layout, run_ranks, tmp_path):
     own = f"{LINE} --hybrid-layer-pattern {pattern}" if pattern else f"{FLAGS} {COMMON}"
     run = pretrain_hybrid if pattern else pretrain_gpt, f"{own} {GDN} {words} --save {tmp_path}"
     pretrain(0, *run) if world == 1 else run_ranks(world, pretrain, *run)
-    plain_layers.compare(tmp_path, *plain(bool(pattern), PACKED in words))
+    wanted = plain(pattern.replace("|", ""), PACKED in words, NONE not in words, FIRST in words)
+    plain_layers.compare(tmp_path, *wanted)

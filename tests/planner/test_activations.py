@@ -116,7 +116,8 @@ def saved_by_layer(facts, share: RankSetup, modules=(), length=None, mesh=None) 
     ids = None if length is None else (torch.arange(s * mesh.cp.size) // length).unsqueeze(1).expand(-1, b)
     context = network.context(MicroBatch(tokens, tokens, torch.arange(b), document_ids=ids))
     shared = [one for one in (context.documents, *(context.of_halves or {}).values()) if one is not None]
-    shared = {t.untyped_storage().data_ptr() for one in shared for t in (one.starts, one.past) if t is not None}
+    shared = [t for one in shared for t in (one.starts, one.past) if t is not None]
+    shared = {t.untyped_storage().data_ptr() for t in (*shared, *(context.angles or ()))}
     with saved_by_autograd(layer) as seen:
         y = layer(torch.randn(s, b, facts.settings.hidden_size).to(dtype).requires_grad_(), context)
     del y

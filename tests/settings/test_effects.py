@@ -17,7 +17,14 @@ from megatron.training.rules import idle, resolve
 # condition, or setting -> (flags that do not meet it, flags that do); between |: alternatives, "2:": on so many ranks
 # A condition that is not here is itself what meets it, and no flags do not.
 CASES = {
-    "a Mamba-2 layer (M in --hybrid-layer-pattern)": (" | --hybrid-layer-pattern *-", "--hybrid-layer-pattern M-"),
+    "a Mamba-2 layer (M or P in --hybrid-layer-pattern)": (
+        " | --hybrid-layer-pattern *-",
+        "--hybrid-layer-pattern M- | --hybrid-layer-pattern P-",
+    ),
+    "Mamba-2 layers with a norm, and without --no-mamba-rms-norm": (
+        " | --hybrid-layer-pattern M- --no-mamba-rms-norm",
+        "--hybrid-layer-pattern M-",
+    ),
     "--position-embedding-type rope": (" | --position-embedding-type none", "--position-embedding-type rope"),
     "--position-embedding-type rope and a --window-size": (
         "--position-embedding-type rope",

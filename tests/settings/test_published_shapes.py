@@ -76,6 +76,19 @@ KIMI_K2 = V3 | dict(
     rope_scaling=dict(YARN, factor=32.0, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
     **dict(n_routed_experts=384, first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=2.827),
 )
+FALCON_H1 = dict(
+    model_type="falcon_h1",
+    max_position_embeddings=16384,
+    rope_theta=1e11,
+    tie_word_embeddings=False,
+    **dict(mamba_d_ssm=1536, mamba_n_heads=24, mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1),
+    **dict(mamba_rms_norm=False, mamba_norm_before_gate=False, mamba_chunk_size=128, mamba_use_mlp=True),
+    **dict(embedding_multiplier=5.656854249492381, lm_head_multiplier=0.0390625, key_multiplier=0.39062499999999994),
+    **dict(attention_in_multiplier=1.0, attention_out_multiplier=0.9375, ssm_in_multiplier=1.25),
+    ssm_out_multiplier=0.23570226039551587,
+    mlp_multipliers=[0.8838834764831844, 0.5859375],
+    ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+)
 
 # Name: sizes (`SIZES`), parameters as the repository on the hub counts them, the rest of config.json
 PUBLISHED = {
@@ -114,6 +127,7 @@ PUBLISHED = {
     "deepseek-v2-lite": (102400, 27, 2048, 16, 16, 64, 10944, 15_706_484_224, V2_LITE),
     # Without the layer of its files that predicts a second token; the biases of experts are no parameters here.
     "deepseek-v3": (129280, 61, 7168, 128, 128, 64, 18432, 671_026_404_352, V3),
+    "falcon-h1-0.5b": (32784, 36, 1024, 8, 2, 64, 2048, 521_411_104, FALCON_H1),
     "kimi-k2": (163840, 61, 7168, 64, 64, 64, 18432, 1_026_408_209_408, KIMI_K2),
 }
 FREE = {"model_name_or_path", "init_method_std", "num_query_groups"}  # the last has an effect as `query_groups`

@@ -12,9 +12,10 @@ stores q_proj, k_proj and v_proj as one qkv_proj, gate_proj and up_proj as one g
 1 + weight, ours by the weight: conversions add 1 and subtract it, in fp32.
 """
 
-from megatron.model.hf_match import MIXERS, Match
+from megatron.model.gpt import hf_ahead
+from megatron.model.hf_match import BESIDE, MIXERS, Match
 from megatron.model.kinds.mixer import PLACES
-from megatron.model.kinds.table import KINDS, chosen, of_letter, resolved
+from megatron.model.kinds.table import KINDS, chosen, letters_of, resolved
 from megatron.settings.schema import Model
 
 CENTRED = ("gemma", "gemma2", "gemma3_text", "qwen3_next")  # their norms multiply by 1 + weight
@@ -24,6 +25,8 @@ def matches(kind: str, model: Model) -> list[Match]:
     """The matches of all tensors of a model of `kind`, a `model_type` of transformers."""
     if kind in MIXERS:
         return _mixers(kind, model)
+    if kind in BESIDE:
+        return _beside(kind, model)
     return _gpt2(model) if kind == "gpt2" else _decoder(kind, model)
 
 
@@ -71,23 +74,45 @@ def _gpt2(model: Model) -> list[Match]:
 def _decoder(kind: str, model: Model) -> list[Match]:
     norm = _centred_norm if kind in CENTRED else _norm
     result = [Match("embedding.word.weight", ("model.embed_tokens.weight",))]
-    for n in range(model.num_layers):
-        ours, theirs = f"blocks.{n}.", f"model.layers.{n}."
-        mixers = [chosen(KINDS, place, model, n) for place in PLACES]
-        result += [norm(f"{ours}{mine}", f"{theirs}{name}") for mine, name in _norm_names(model, mixers[0].slot)]
+
+    def layer(n: int, ours: str, theirs: str) -> list[Match]:
+        mixers = [chosen(KINDS, place, model, min(n, model.num_layers - 1)) for place in PLACES]
+        found = [norm(f"{ours}{mine}", f"{theirs}{name}") for mine, name in _norm_names(model, mixers[0].slot)]
         for mixer in mixers:
-            result += resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, norm)
-    return result + [norm("final_norm", "model.norm")] + _output(model)
+            found += resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, norm)
+        return found
+
+    for n in range(model.num_layers):
+        result += layer(n, f"blocks.{n}.", f"model.layers.{n}.")
+    ahead = hf_ahead.matches(kind, model, norm, layer)
+    return result + [norm("final_norm", "model.norm")] + _output(model) + ahead
 
 
 def _mixers(kind: str, model: Model) -> list[Match]:
     """Of models whose layers are a norm and a mixer each."""
-    result = [Match("embedding.word.weight", ("backbone.embeddings.weight",))]
+    result, letters = [Match("embedding.word.weight", ("backbone.embeddings.weight",))], model.letters
+
+    def layer(n: int, ours: str, theirs: str) -> list[Match]:
+        (mixer,) = letters_of(KINDS)[(letters + model.letters_ahead)[n]]
+        found = [_norm(f"{ours}{mixer.slot}_norm", f"{theirs}norm")]
+        return found + resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, _norm)
+
+    for n in range(len(letters)):
+        result += layer(n, f"blocks.{n}.", f"backbone.layers.{n}.")
+    ahead = hf_ahead.matches(kind, model, _norm, layer)
+    return result + [_norm("final_norm", "backbone.norm_f")] + _output(model) + ahead
+
+
+def _beside(kind: str, model: Model) -> list[Match]:
+    """Of models whose layers are two of ours: mixers beside each other after one norm, and an MLP."""
+    result = [Match("embedding.word.weight", ("model.embed_tokens.weight",))]
     for n, letter in enumerate(model.letters):
-        ours, theirs, mixer = f"blocks.{n}.", f"backbone.layers.{n}.", of_letter(KINDS, letter)
-        result.append(_norm(f"{ours}{mixer.slot}_norm", f"{theirs}norm"))
-        result += resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, _norm)
-    return result + [_norm("final_norm", "backbone.norm_f")] + _output(model)
+        ours, theirs, mixers = f"blocks.{n}.", f"model.layers.{n // 2}.", letters_of(KINDS)[letter]
+        norm = ("input_layernorm", "pre_ff_layernorm")[n % 2]
+        result.append(_norm(f"{ours}{mixers[0].slot}_norm", f"{theirs}{norm}"))
+        for mixer in mixers:
+            result += resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, _norm)
+    return result + [_norm("final_norm", "model.final_layernorm")] + _output(model)
 
 
 def _norm_names(model: Model, slot: str) -> list[tuple[str, str]]:

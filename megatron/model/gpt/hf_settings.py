@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron.errors import CheckpointError, SettingsError
-from megatron.model.gpt import hf_hybrid
+from megatron.model.gpt import hf_ahead, hf_falcon, hf_hybrid
 from megatron.model.gpt.hf_layers import layer_types, our_rotation, our_windows, their_rotation, their_window, two_ropes
 from megatron.model.gpt.hf_rope import our_rope, refuse, their_rope
 from megatron.model.kinds.experts.hf import DENSE, against_experts, effective_experts, our_experts, their_experts
@@ -29,6 +29,7 @@ LLAMA: dict[str, Any] = dict(
     rope_type="rope",
     rope_local_base_freq=None,
     no_rope_freq=None,
+    layer_settings=None,
     normalization="RMSNorm",
     norm_position="pre",
     qk_layernorm=False,
@@ -53,6 +54,8 @@ LLAMA: dict[str, Any] = dict(
     experimental_attention_variant=None,
     final_logit_softcapping=None,
     hybrid_layer_pattern=None,
+    mamba_rms_norm=True,
+    mamba_norm_before_gate=False,
     **DENSE,
 )
 ANY = object()  # any value of a setting
@@ -290,6 +293,12 @@ FAMILIES: dict[str, DecoderFamily] = {  # model_type -> family
     "nemotron_h": DecoderFamily(
         "Nemotron-H", "NemotronHForCausalLM", dict(MIXERS, squared_relu=True), against=hf_hybrid.against_nemotron_h
     ),
+    "falcon_h1": DecoderFamily(
+        "Falcon-H1",
+        "FalconH1ForCausalLM",
+        dict(SCALED, hybrid_layer_pattern=ANY, mamba_rms_norm=ANY, mamba_norm_before_gate=ANY),
+        against=hf_falcon.against,
+    ),
 }
 # Known families that are refused -> the reason.
 REFUSED = dict(
@@ -316,6 +325,8 @@ def effective(m: Model) -> dict[str, Any]:
         add_qkv_bias=not m.disable_bias_linear,
         query_pre_attn_scalar=m.query_pre_attn_scalar == m.head_dim,
         experimental_attention_variant=not any(map(m.is_linear, range(m.num_layers))),
+        mamba_rms_norm=not m.has_mamba,
+        mamba_norm_before_gate=not m.has_mamba or not m.mamba_rms_norm,
         window_size=not windowed,
         window_attn_skip_freq=all(m.window_of(n) == m.window for n in range(m.num_layers)),
     )
@@ -362,7 +373,8 @@ def their_settings(model: Model, vocab_size: int, end: int | None, dtype: str) -
         dtype=dtype,
         use_cache=True,
     )
-    return shared | (THEIRS[kind](model) if kind in THEIRS else _to_decoder(kind, model))
+    ahead = dict(num_nextn_predict_layers=model.depths) if model.depths and not hf_ahead.reason(kind, model) else {}
+    return shared | (THEIRS[kind](model) if kind in THEIRS else _to_decoder(kind, model)) | ahead
 
 
 def _to_gpt2(model: Model) -> dict[str, Any]:
@@ -590,8 +602,11 @@ def _refuse_other(kind: str, c: dict[str, Any], gated_gelu: bool) -> None:
 # ---- families with a config.json of their own ------------------------------------------------------------------------
 
 THEIRS: dict[str, Callable[[Model], dict[str, Any]]] = dict(
-    gpt2=_to_gpt2, mamba2=hf_hybrid.to_mamba2, nemotron_h=hf_hybrid.to_nemotron_h
+    gpt2=_to_gpt2, mamba2=hf_hybrid.to_mamba2, nemotron_h=hf_hybrid.to_nemotron_h, falcon_h1=hf_falcon.to_falcon_h1
 )
 OURS: dict[str, Callable[[dict[str, Any]], tuple[Model, int]]] = dict(
-    gpt2=_from_gpt2, mamba2=hf_hybrid.from_mamba2, nemotron_h=hf_hybrid.from_nemotron_h
+    gpt2=_from_gpt2,
+    mamba2=hf_hybrid.from_mamba2,
+    nemotron_h=hf_hybrid.from_nemotron_h,
+    falcon_h1=hf_falcon.from_falcon_h1,
 )

@@ -30,12 +30,14 @@ class Mixer:
     weights: (facts, settings of the layer, sequence_parallel) -> its table
     ops:     (facts, hidden states of the layer) -> its ops
     symbol:  its character in --hybrid-layer-pattern; "": it is in none
+    beside:  (character, name of another kind) of layers that are both, after one norm, with the sum of what they make of it
     listed:  the (setting, value) pairs of a model whose pattern lists it
     place:   the branch of a transformer layer that it may be, one of PLACES; "": none
     takes:   (settings of the model, layer) -> whether it is that branch of a layer; None: if no other kind is
     chooses: (for each transformer layer, whether it has this kind) -> the settings that say so; {}: there are none
     asked:   settings of the model -> the words that ask for such layers; "": they have none
     settings: a frozen dataclass of its own `setting`s, whose fields `Model` has, too
+    reads:   settings of other kinds that single layers may have for themselves, and that it reads, too
     rules:   invalid combinations of settings, in models that may have it
     mixes_tokens: whether a token's output depends on other tokens: `full_attn` recomputes it with its norm, `mlp` not
     sums:    settings of the model -> name of a sum over tokens that its forward function returns -> its weight in the loss
@@ -66,12 +68,14 @@ class Mixer:
     weights: Callable[[Any, Model, bool], Table]
     ops: Callable[[Any, Residual], Sequence[LayerOp]]
     symbol: str = ""
+    beside: tuple[tuple[str, str], ...] = ()
     listed: tuple[tuple[str, Any], ...] = ()
     place: str = ""
     takes: Optional[Callable[[Model, int], bool]] = None
     chooses: Callable[[Sequence[bool]], dict[str, Any]] = lambda layers: {}
     asked: Callable[[Model], str] = lambda model: ""
     settings: Optional[type] = None
+    reads: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     mixes_tokens: bool = False
     sums: Callable[[Model], Mapping[str, float]] = lambda model: {}

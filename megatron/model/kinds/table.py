@@ -28,9 +28,24 @@ def chosen(kinds: Mapping[str, Mixer], place: str, model: Model, layer: int) -> 
     return next(taking, None) or next(kind for kind in able if kind.takes is None)
 
 
-def of_letter(kinds: Mapping[str, Mixer], letter: str) -> Mixer:
-    """The kind with a character of --hybrid-layer-pattern."""
-    return next(kind for kind in kinds.values() if kind.symbol == letter)
+def letters_of(kinds: Mapping[str, Mixer]) -> dict[str, tuple[Mixer, ...]]:
+    """Character of --hybrid-layer-pattern -> the kinds of such a layer: one, or several after one norm."""
+    found = {kind.symbol: (kind,) for kind in kinds.values() if kind.symbol}
+    return found | {
+        letter: (kinds[other], kind) for kind in kinds.values() for letter, other in kind.beside if other in kinds
+    }
+
+
+def words_of(kinds: Mapping[str, Mixer]) -> dict[str, str]:
+    """Character of --hybrid-layer-pattern -> the kinds of such a layer, in words."""
+    return {letter: " beside ".join(kind.name for kind in own) for letter, own in letters_of(kinds).items()}
+
+
+def listed(kinds: Mapping[str, Mixer], letters: str) -> list[Mixer]:
+    """The kinds of the layers that a pattern lists."""
+    known = letters_of(kinds)
+    names = {kind.name for letter in letters for kind in known.get(letter, ())}
+    return [kind for kind in kinds.values() if kind.name in names]
 
 
 def rules_of(*own: str) -> tuple[Rule, ...]:

@@ -26,6 +26,7 @@ def matches(kind: str, model: Model, ours: str, theirs: str, norm: Callable[[str
     mixed = sizes.parts[1:4]
     by_group, whole = partial(_by_group, sizes.groups), partial(_whole, sizes.parts)
     of_heads = lambda t: t[0].view(sizes.groups, -1)
+    of_norm = Match(f"{ours}norm_weight", (f"{theirs}norm.weight",), of_heads, lambda x: [x.flatten()])
     return [
         Match(f"{ours}in_proj.weight", (f"{theirs}in_proj.weight",), partial(by_group, sizes.parts), whole),
         Match(
@@ -39,7 +40,7 @@ def matches(kind: str, model: Model, ours: str, theirs: str, norm: Callable[[str
             Match(f"{ours}{name}", (f"{theirs}{name}",), of_heads, lambda x: [x.flatten()], exact=True)
             for name in ("dt_bias", "A_log", "D")
         ),
-        Match(f"{ours}norm_weight", (f"{theirs}norm.weight",), of_heads, lambda x: [x.flatten()]),
+        *[of_norm] * model.mamba_rms_norm,
         Match(f"{ours}out_proj.weight", (f"{theirs}out_proj.weight",)),
     ]
 

@@ -8,7 +8,7 @@ convolution, e bytes per element.
 from typing import NamedTuple
 
 from megatron.model.kinds.mamba.mamba_rules import RULES
-from megatron.model.kinds.mamba.settings import SYMBOL, MambaSettings
+from megatron.model.kinds.mamba.settings import BESIDE, SYMBOL, MambaSettings
 from megatron.model.kinds.mixer import Mixer
 from megatron.model.kinds.scan_ops import SharedScan
 from megatron.model.layer_ops import ATTENTION, CORE, LayerOp, Residual, Scan
@@ -60,6 +60,7 @@ def mamba(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
     of_heads = lambda init: own((sizes.heads,), init, exact=True)
     taps = Uniform(-(TAPS**-0.5), TAPS**-0.5)
     fused = column(model.hidden_size, (g, sum(sizes.parts)), std, bias=False, matrices=(1, sizes.parts))
+    norm = {"norm_weight": own((inner,), Constant(1.0))} if model.mamba_rms_norm else {}
     return {
         **add_prefix("in_proj", fused),
         "conv_weight": own((mixed, TAPS), taps),
@@ -67,7 +68,7 @@ def mamba(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
         "dt_bias": of_heads(InverseSoftplus(STEPS)),
         "A_log": of_heads(LogOf(RATES)),
         "D": of_heads(Constant(1.0)),
-        "norm_weight": own((inner,), Constant(1.0)),
+        **norm,
         **add_prefix("out_proj", row(g * inner, model.hidden_size, output_std(model), bias=False)),
     }
 
@@ -89,7 +90,8 @@ def mamba_ops(x: Residual) -> tuple[LayerOp, ...]:
     states = own.tokens // CHUNK * own.groups * inner * sizes.state * 4
     blocks = 6 * 4 * own.samples * own.groups * heads * CHUNK**2
     half = e < 4  # inputs are copied to fp32
-    of_norm, of_scan = (11 + 4 * half) * 4 * n * channels, n * (channels + groups * mixed) * e + states + blocks
+    of_gate = 11 + 4 * half if x.model.mamba_rms_norm else 4 + 3 * half
+    of_norm, of_scan = of_gate * 4 * n * channels, n * (channels + groups * mixed) * e + states + blocks
     of_conv = (5 + half) * 4 * n * groups * mixed
     once = 2.0 * inner * sizes.state  # of a state's update, which chunks whose states are passed on compute twice
     scan = Scan(
@@ -125,6 +127,7 @@ KIND = Mixer(
     weights=lambda facts, model, sequence_parallel: mamba(model, sequence_parallel),
     ops=lambda facts, x: mamba_ops(x),
     symbol=SYMBOL,
+    beside=((BESIDE, "attention"),),
     settings=MambaSettings,
     rules=RULES,
     hf_matches="megatron.model.kinds.mamba.hf:matches",
@@ -135,6 +138,6 @@ KIND = Mixer(
     heads=lambda model: model.mamba_num_groups,
     scans=True,
     state=_state,
-    has_shape=lambda model: SYMBOL not in model.letters or model.mamba_heads % model.mamba_num_groups == 0,
+    has_shape=lambda model: not model.has_mamba or model.mamba_heads % model.mamba_num_groups == 0,
     shrunk=_shrunk,
 )

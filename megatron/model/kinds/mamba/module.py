@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.fused_kernels.documents import Documents
-from megatron.fused_kernels.norms import gated_rms_norm
+from megatron.fused_kernels.norms import gated, gated_rms_norm
 from megatron.fused_kernels.ssd import ssd
 from megatron.model.cache import State
 from megatron.model.context import LayerSetup
@@ -30,6 +30,7 @@ class Mamba(ScanLayer):
         m = setup.model
         self.head_dim, self.state_dim = m.mamba_head_dim, m.mamba_state_dim
         self.heads = m.mamba_heads // m.mamba_num_groups  # of a group
+        self.normed, self.gate_first = m.mamba_rms_norm, not m.mamba_norm_before_gate
 
     def scan(
         self,
@@ -50,5 +51,9 @@ class Mamba(ScanLayer):
         dt = F.softplus(dt.float() + self.own("dt_bias").float())
         A, state = -self.own("A_log").float().exp(), before and before[1]
         x, state = ssd(x, dt, A, B, C, self.own("D"), documents=documents, state=state, passing=passing)
-        x = gated_rms_norm(x.flatten(-2), gate, self.own("norm_weight"), self.epsilon)
+        x = x.flatten(-2)
+        if self.normed:
+            x = gated_rms_norm(x, gate, self.own("norm_weight"), self.epsilon, self.gate_first)
+        else:
+            x = gated(x, gate)
         return x, (rows, state)

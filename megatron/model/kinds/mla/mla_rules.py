@@ -30,9 +30,9 @@ def _refused(s) -> list[str]:
 
 RULES = (
     Rule(
-        lambda s: {"*", "+"} <= set(s.settings.model.letters or ""),
+        lambda s: "+" in s.settings.model.letters and set("*P") & set(s.settings.model.letters),
         lambda s: (
-            f"--hybrid-layer-pattern {s.settings.model.letters} lists attention (*) and multi-latent attention (+), and a "
+            f"--hybrid-layer-pattern {s.settings.model.letters} lists attention and multi-latent attention (+), and a "
             "model has one of them"
         ),
     ),
