@@ -156,6 +156,11 @@ class Facts:
             f"sequence {m.seq_length}, vocabulary {self.vocab_size}"
         )
 
+    def attention_kernel(self, share: RankSetup) -> Optional[str]:
+        """The kernel of the first layer with attention; None: there is none."""
+        ops = (op for layer in range(self.num_layers) for op in self.layer_ops(share, self.layer_kind(layer)))
+        return next((op.kernel for op in ops if isinstance(op, CoreAttention)), None)
+
     def shares_heads(self, tp: int, cp: int) -> bool:
         """Whether context parallel ranks can exchange rows for heads in attention."""
         return False
