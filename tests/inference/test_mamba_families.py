@@ -223,7 +223,6 @@ OTHER = {
     "use_conv_bias": (False, "use_conv_bias"),
     "conv_kernel": (3, "conv_kernel"),
     "mlp_hidden_act": ("silu", "mlp_hidden_act"),
-    "num_nextn_predict_layers": (1, "num_nextn_predict_layers"),
     "time_step_limit": ([0.01, 0.1], "time_step_limit"),
 }
 
