@@ -236,9 +236,10 @@ MIXED = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 
 
 
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize("layout", ["ep2", "tp2sp", "tp2-ep2", "ep2-zero3", "pp2-zbh1", "cp2"])
+@pytest.mark.parametrize("layout", ["ep2", "tp2sp", "tp2-ep2", "ep2-zero3", "pp2-zbh1", "cp2", "ep2-zero3 repeated"])
 def test_depths_have_experts_and_dropout_in_any_layout(layout):
-    check_layout(layout, MIXED)
+    layout, _, repeated = layout.partition(" ")
+    check_layout(layout, f"{MIXED} {AGAIN if repeated else ''}")
 
 
 @pytest.mark.sampled(10)
