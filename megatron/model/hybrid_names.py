@@ -22,6 +22,7 @@ from megatron.model.hybrid import kinds_of
 from megatron.model.kinds.mixer import PLACES, Mixer
 from megatron.model.kinds.table import letters_of as kinds_of_letters
 from megatron.model.kinds.table import listed
+from megatron.model.layer_rules import refuse
 from megatron.model.recipe import config_of, facts_of
 from megatron.settings.hybrid_pattern import FLAG, letters_of
 from megatron.settings.schema import Config
@@ -60,6 +61,8 @@ def seen_as(config: Config, state: Mapping[str, Any]) -> Optional[tuple[Rename, 
     if config.model.lora_rank or saved.get("lora_rank"):  # the base of adapters keeps its names
         return None
     if config.model.depths != (saved.get("mtp_num_layers") or 0):
+        return None
+    if config.model.layer_settings or saved.get("layer_settings"):
         return None
     pairs = pairs_of(letters, kinds_of(config))
     if not pairs or not in_turn(letters, pairs) and not (config.model.letters and config.checkpoint.finetune):
@@ -150,6 +153,7 @@ def as_transformer(state: Mapping[str, Any], what: str) -> Optional[tuple[Rename
     what: the program, in words. Raises SettingsError if the pattern is no sequence of them.
     """
     config = config_of(state["config"])
+    refuse(config.model, what)
     letters, kinds = config.model.letters, kinds_of(config)
     if not letters:
         return None

@@ -29,6 +29,7 @@ LLAMA: dict[str, Any] = dict(
     rope_type="rope",
     rope_local_base_freq=None,
     no_rope_freq=None,
+    layer_settings=None,
     normalization="RMSNorm",
     norm_position="pre",
     qk_layernorm=False,

@@ -54,7 +54,9 @@ class ExpertSettings:
     moe_layer_freq: str = expert_shape(
         "layers with experts: every N-th, the first included, or a pattern such as [0]*1+[1]*27 or ([1]*3+[0])*2", "1"
     )
-    moe_ffn_hidden_size: Optional[Count] = expert_shape("hidden size of each expert (default: --ffn-hidden-size)", None)
+    moe_ffn_hidden_size: Optional[Count] = expert_shape(
+        "hidden size of each expert (default: --ffn-hidden-size)", None, by_layer=int
+    )
     moe_shared_expert_intermediate_size: Optional[Count] = expert_shape(
         "hidden size of an MLP that sees every token beside the experts, of all shared experts together", None
     )
