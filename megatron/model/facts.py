@@ -318,7 +318,7 @@ class Facts:
         units = [Unit("final_norm", norm(m, m.hidden_size, sequence_parallel), ends=("last",))]
         if not self.tied:
             units.append(Unit("output", vocab_embedding(m, self.vocab_size), ends=("last",)))
-        depths = range(m.depths)
+        depths = range(m.own_depths)
         return units + [
             Unit(f"{AHEAD}.{depth}", self.depth_weights(sequence_parallel), ends=("last",)) for depth in depths
         ]
