@@ -69,6 +69,7 @@ LAYOUTS = {
     "cp2, gathered": (2, "documents, window", f"{CP} --cp-comm-type allgather"),
     "cp2, heads for rows": (2, "groups", f"{CP} --cp-comm-type a2a"),
     "cp2 in a ring, latent": (2, "latent", CP),
+    "cp2, gathered latents": (2, "latent", f"{CP} --cp-comm-type allgather"),
     "cp2, heads for rows, latent": (2, "latent", f"{CP} --cp-comm-type a2a --recompute-granularity full"),
     "tp2 cp2, heads for rows": (4, "heads", f"{SP} {CP} --cp-comm-type a2a"),
     "tp2 pp2, zb-h1, zero3": (
