@@ -159,6 +159,7 @@ def test_an_update_is_scaled_after_it(how, tmp_path):
     assert all(torch.equal(straight[name], values) for name, values in resumed.items())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("late", [False, True])
 def test_a_skipped_step_clips_nothing(late, monkeypatch, tmp_path):
     """Every step overflows: the host decides, or a flag on the device."""
@@ -226,7 +227,7 @@ def visible(layer, context, query, key) -> torch.Tensor:
     return seen
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", MODELS)
 def test_heads_of_every_kind(name, monkeypatch):
     """The largest logits are those of all pairs; weights are those of a run without clipping, times eta."""
