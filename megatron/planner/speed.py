@@ -25,6 +25,7 @@ from megatron.model.layer_ops import (
     RankSetup,
     Scan,
 )
+from megatron.model.recompute_plan import last_modules
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.pipeline.stages import Pipeline
 from megatron.planner import activations
@@ -233,20 +234,21 @@ def useful_flops(job: Job, seen: bool = False) -> float:
 def layer_costs(job: Job, layout: Layout, cluster: Cluster) -> list[float]:
     """Seconds of a micro-batch through each layer, forward and backward."""
     facts, modules, share = job.facts, layout.recompute.modules, layout.rank_setup(job)
-    one = lambda layer: _stage(job, share, (((facts.design_of(layer), modules), 1),), False, False, cluster).both
+    one = lambda layer: _stage(job, share, _one(facts.design_of(layer), modules), False, False, cluster).both
     return [one(layer) for layer in range(facts.num_layers)]
 
 
 def end_costs(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, float]:
     """Seconds of a micro-batch in the first and in the last stage, without their layers."""
     share = layout.rank_setup(job)
-    return _stage(job, share, (), True, False, cluster).both, _stage(job, share, (), False, True, cluster).both
+    none = StageLayers()
+    return _stage(job, share, none, True, False, cluster).both, _stage(job, share, none, False, True, cluster).both
 
 
 def stage_seconds(job: Job, layout: Layout, cluster: Cluster, first: bool, last: bool) -> float:
     """Seconds of a micro-batch through one layer, forward and backward, with the ends of the first or last stage."""
-    layer = ((job.facts.design_of(0), layout.recompute.modules), 1)
-    return _stage(job, layout.rank_setup(job), (layer,), first, last, cluster).both
+    layer = _one(job.facts.design_of(0), layout.recompute.modules)
+    return _stage(job, layout.rank_setup(job), layer, first, last, cluster).both
 
 
 def passes(job: Job, layout: Layout, cluster: Cluster) -> Work:
@@ -304,18 +306,30 @@ def _stages(facts: Facts, pipeline: Pipeline, settings: Recompute) -> frozenset[
     return frozenset(tuple(sorted(map(kinds.__getitem__, pipeline.stages_of(rank)))) for rank in range(pipeline.pp))
 
 
-@lru_cache(maxsize=65536)
-def _layers(
-    facts: Facts, settings: Recompute, layers: range
-) -> tuple[tuple[tuple[LayerDesign, tuple[str, ...]], int], ...]:
-    return tuple(sorted(activations.repeated(facts, settings, layers).items()))
+class StageLayers(NamedTuple):
+    """The layers of a stage: ((design, recomputed modules), count), ...
+
+    after: the modules that depths of multi-token prediction recompute after them
+    """
+
+    counts: tuple[tuple[tuple[LayerDesign, tuple[str, ...]], int], ...] = ()
+    after: tuple[str, ...] = ()
+
+
+def _one(design: LayerDesign, modules: tuple[str, ...]) -> StageLayers:
+    return StageLayers((((design, modules), 1),), modules)
 
 
 @lru_cache(maxsize=65536)
-def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster: Cluster) -> Pass:
-    """layers: ((design, recomputed modules), count), ..."""
+def _layers(facts: Facts, settings: Recompute, layers: range) -> StageLayers:
+    after = last_modules(layers, settings) if facts.settings.depths else ()
+    return StageLayers(tuple(sorted(activations.repeated(facts, settings, layers).items())), after)
+
+
+@lru_cache(maxsize=65536)
+def _stage(job: Job, share: RankSetup, layers: StageLayers, first: bool, last: bool, cluster: Cluster) -> Pass:
     total, sp = Pass(), share.sp
-    for (design, modules), count in layers:
+    for (design, modules), count in layers.counts:
         total += _layer(job, design.share(share), design.kind, modules, cluster).times(count)
     facts, h, e, d = job.facts, job.facts.settings.hidden_size, job.element, cluster.device
     if first:
@@ -336,7 +350,7 @@ def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster:
         losses = Pass(2 * product + softmax + tp_seconds * sp, of_weight + tp_seconds, tp_seconds * (1 + sp))
         total += losses.times(1 + facts.settings.depths)
         if facts.settings.depths:
-            total += _depth(job, share, layers[-1][0][1] if layers else (), cluster).times(facts.settings.depths)
+            total += _depth(job, share, layers.after, cluster).times(facts.settings.depths)
         total += _teacher(job.teacher, share, cluster) if job.teacher else Pass()
     return total
 
@@ -378,7 +392,7 @@ def layer_seconds(job: Job, cluster: Cluster) -> float:
 def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], cluster: Cluster) -> Pass:
     """A micro-batch through a layer: its ops one after another, and recomputed ones again."""
     ops, d = job.facts.layer_ops(share, kind), cluster.device
-    kernels = [op for op in ops if isinstance(op, Kernel)]
+    kernels = [op for op in ops if isinstance(op, (Kernel, Product))]
     elementwise = lambda kernels: d.unfused * sum(op.moved for op in kernels) * job.element / d.bandwidth
     work = (
         sum(arithmetic_seconds(job, op, d) for op in ops)
@@ -387,8 +401,12 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
     )
     flash = [op for op in ops if isinstance(op, CoreAttention) and op.kernel == "flash"]
     longer = (d.attention_backward - 2) * sum(_core(job, op, d) for op in flash)  # other ops: two products for one
+    still_plain = [op for op in ops if isinstance(op, Product) and op.fp8 and not (op.wgrad or op.frozen)]
+    longer += sum(
+        arithmetic_seconds(job, replace(op, fp8=""), d) - arithmetic_seconds(job, op, d) for op in still_plain
+    )
     again = [op for op in ops if op.runs_again(modules)]
-    between = [op for op in again if isinstance(op, Kernel) and not isinstance(op, CoreAttention)]
+    between = [op for op in again if isinstance(op, (Kernel, Product)) and not isinstance(op, CoreAttention)]
     repeated = work if LAYER in modules else sum(arithmetic_seconds(job, op, d) for op in again) + elementwise(between)
     sums, each = _tensor_parallel_sums(job, share, ops, cluster)
     messages = sum(len(op.ahead) for op in again if isinstance(op, Collective) and op.axis == "tp")
@@ -433,10 +451,27 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
 def arithmetic_seconds(job: Job, op: LayerOp, d: Device) -> float:
     """Seconds of a product, of attention, or of the products of a scan or of scores."""
     if isinstance(op, Product):
-        return op.flops / d.reached(job.precision, max(1, min(op.rows, op.inputs, op.outputs)))
+        smallest = max(1, min(op.rows, op.inputs, op.outputs))
+        plain = d.reached(job.precision, smallest)
+        return op.flops / (d.reached_in_fp8(op.fp8, job.precision, smallest) if op.fp8 else plain)
     if isinstance(op, (Scan, LargestScores)):
         return op.products / d.reached(job.precision, op.smallest)
     return _core(job, op, d) if isinstance(op, CoreAttention) else 0.0
+
+
+def slower_in_fp8(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
+    """The linear layers, as --fp8-skip names them, whose products take longer in fp8, with the casts of their operands."""
+    share, facts, found = layout.rank_setup(job), job.facts, {}
+    for design in {facts.design_of(layer): None for layer in range(facts.num_layers)}:
+        for name in design.in_fp8:
+            alone, none = design._replace(in_fp8=(name,)), design._replace(in_fp8=())
+            times = [
+                (one := _layer(job, of.share(share), of.kind, (), cluster)).forward + one.backward
+                for of in (alone, none)
+            ]
+            if times[0] > times[1]:
+                found[name] = None
+    return list(found)
 
 
 def _pair(job: Job, op: Product, d: Device) -> tuple[float, float]:

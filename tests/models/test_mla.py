@@ -63,7 +63,11 @@ LAYOUTS = {
     "cp2, gathered, up products again": (2, "both", f"{CP} --cp-comm-type allgather {AGAIN} mla_up_proj"),
     "cp2, gathered, core again": (2, "keys and values", f"{CP} --cp-comm-type allgather {AGAIN} core_attn"),
     "tp2 cp2, gathered, both again": (4, "both", f"{TP} {CP} --cp-comm-type allgather {AGAIN} mla_up_proj core_attn"),
-    "tp2 cp2, gathered, sequence parallelism": (4, "both", f"{SP} {CP} --cp-comm-type allgather {AGAIN} mla_up_proj"),
+    "tp2 cp3, gathered, sequence parallelism": (
+        6,
+        "both",
+        f"{SP} --context-parallel-size 3 --cp-comm-type allgather {AGAIN} mla_up_proj",
+    ),
     "pp2 cp2, gathered, zb-h1": (
         4,
         "keys and values",

@@ -14,10 +14,9 @@ from typing import ClassVar, Optional
 
 from megatron.model.branches import Branch
 from megatron.model.facts import Facts, experts_in
-from megatron.model.kinds.attention.kind import causal_kernel
 from megatron.model.kinds.mixer import PLACES, Mixer
 from megatron.model.kinds.table import KINDS, chosen, letters_of
-from megatron.model.layer_ops import NORM, RankSetup
+from megatron.model.layer_ops import NORM
 from megatron.mpu.placement import elements
 from megatron.settings.layer_settings import NO_OP, written
 from megatron.settings.schema import Config, Model
@@ -149,6 +148,3 @@ class GPTFacts(Facts):
                         elements(experts_in(self.layer_weights(self.layer_kind(layer), False))) * (of - used) // of
                     )
         return self.parameters - unused
-
-    def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
-        return causal_kernel(self.settings, share, window)

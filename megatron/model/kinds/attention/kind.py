@@ -231,7 +231,7 @@ def _core(facts, share: RankSetup, window: Optional[int], of: AttentionHeads, ke
     m, s, b, e = facts.settings, facts.settings.seq_length, share.micro_batch_size, share.element
     n, heads, (queries, both, results) = s // share.cp * b, of.queries // share.tp, of.divided(share.tp)
     sinks = m.softmax_type != "vanilla"
-    kernel, calls = facts.attention_kernel(share, window), calls_of(facts, share, window, of)
+    kernel, calls = causal_kernel(m, share, window), calls_of(facts, share, window, of)
     keys = s  # twice the mean number of keys per query
     if window is not None and kernel != "reference":
         reach = min(window + 1, s)

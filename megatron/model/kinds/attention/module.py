@@ -28,7 +28,7 @@ from megatron.fused_kernels.explicit_attention import largest_scores
 from megatron.model import ring_attention
 from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.facts import Facts
-from megatron.model.layer_ops import ATTENTION, CORE, LAYER
+from megatron.model.layer_ops import ATTENTION, CORE, LAYER, RankSetup
 from megatron.model.max_logits import MaxLogits
 from megatron.model.norms import NORMS, RMSNormAcrossHeads
 from megatron.model.positions import rotate
@@ -233,7 +233,7 @@ class BidirectionalAttention(Attention):
 def describe_kernel(config: Config, facts: Facts, device: str) -> list[str]:
     """Log lines with the attention kernels of a run that packs documents into samples; else none."""
     model, precision = config.model, config.precision.precision
-    if not (config.data.reset_attention_mask and hasattr(facts, "attention_kernel")):
+    if not (config.data.reset_attention_mask and facts.attention_kernel(RankSetup(device=device, precision=precision))):
         return []
     case = Case(
         device,
