@@ -33,7 +33,8 @@ OF_TRAINING = dict(  # keys of config.json that are not converted -> the flag of
     router_aux_loss_coef="--moe-aux-loss-coeff"
 )
 NOTHING = re.compile(r"(?!)")  # no name
-OF_NEXT = re.compile(r"mtp\..*")  # Qwen3-Next's, which predict a second token
+OF_NEXT = re.compile(r"mtp\..*")  # those that predict more tokens
+PREDICTING = ("qwen3_next", "nemotron_h")  # families with such names
 PROMPT = 48  # most tokens of a comparison
 LEFT_OUT = (
     f"the weights {AHEAD}.* are left out: the depths of --mtp-num-layers serve training, and no file of Hugging Face's "
@@ -208,7 +209,7 @@ def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
         table=table,
         copies={"lm_head.weight": table} if tied else {},
         constants=re.compile(constants),
-        unused=ahead(model) if kind == "deepseek_v3" else OF_NEXT if kind == "qwen3_next" else NOTHING,
+        unused=ahead(model) if kind == "deepseek_v3" else OF_NEXT if kind in PREDICTING else NOTHING,
     )
 
 

@@ -113,6 +113,8 @@ BASES["mamba2"] = dict(
     seq_length=2048,
 )
 BASES["nemotron_h"] = dict(MIXERS, hybrid_layer_pattern="M*-", num_layers=3)
+BASES["nemotron_h"] |= dict(hybrid_layer_pattern="M*-E", num_layers=4, **SIGMOID, num_experts=4, moe_ffn_hidden_size=24)
+BASES["nemotron_h"] |= dict(moe_shared_expert_intermediate_size=40)
 BESIDE = dict(position_embedding_type="rope", swiglu=True, squared_relu=False, rotary_base=3e4, mamba_rms_norm=False)
 BASES["falcon_h1"] = dict(MIXERS, hybrid_layer_pattern="P-P-", num_layers=4) | BESIDE
 OTHER = dict(  # another value of a setting that changes what a model computes, with what gives it an effect
@@ -144,6 +146,7 @@ OTHER = dict(  # another value of a setting that changes what a model computes, 
     num_experts=dict(num_experts=4),
     moe_layer_freq=dict(num_experts=4, moe_layer_freq="2"),
     moe_shared_expert_intermediate_size=dict(num_experts=4, moe_shared_expert_intermediate_size=48),
+    moe_latent_size=dict(num_experts=4, moe_latent_size=8),
     moe_shared_expert_gate=dict(num_experts=4, moe_shared_expert_intermediate_size=48, moe_shared_expert_gate=True),
     moe_router_load_balancing_type=dict(num_experts=4, moe_router_load_balancing_type=["sinkhorn"]),
     moe_router_score_function=dict(num_experts=4, moe_router_score_function="sigmoid"),

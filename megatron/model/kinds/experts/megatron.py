@@ -25,8 +25,8 @@ _EXPERT = re.compile(
 )
 _MATRIX = {"1": "up", "2": "down"}
 SAME = (  # settings with the same name and meaning in Megatron-LM
-    "num_experts moe_ffn_hidden_size moe_latent_size moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk "
-    "moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
+    "num_experts moe_ffn_hidden_size moe_latent_size moe_shared_expert_intermediate_size moe_shared_expert_gate "
+    "moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
     "moe_router_topk_scaling_factor moe_z_loss_coeff moe_router_enable_expert_bias moe_router_bias_update_rate "
     "moe_input_jitter_eps moe_router_force_load_balancing moe_expert_capacity_factor moe_pad_expert_input_to_capacity "
     "moe_token_drop_policy"
