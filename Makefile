@@ -30,6 +30,9 @@ test-full:       ## set-up and all tests, the slow ones too
 gpu:             ## on a machine with a GPU: its tests, then speed and memory beside torch's own best, into runs/gpu (15 minutes or more)
 	$(PYTHON) -m pytest -n 8 -m gpu tests
 	$(PYTHON) benchmarks/gpu_train.py --output runs/gpu
+	$(PYTHON) benchmarks/gpu_fp8.py --output runs/gpu-fp8
+	$(PYTHON) benchmarks/gpu_train.py --skip-calibration --models 1.3B:8 llama-3-8b:1 --output runs/gpu-fp8 \
+	    --contenders suite suite-fp8-tensorwise suite-fp8-blockwise
 
 quickstart:      ## corpus, vocabulary, training, evaluation, samples, report
 	bash scripts/quickstart.sh

@@ -3,6 +3,7 @@
 
     python benchmarks/gpu_train.py                                   # 124M, 1.3B, 6.7B and experts, about fifteen minutes
     python benchmarks/gpu_train.py --models 345M:16 --contenders suite-compiled torch-compiled --output runs/gpu-345M
+    python benchmarks/gpu_train.py --models 1.3B:8 llama-3-8b:1 --contenders suite suite-fp8-tensorwise suite-fp8-blockwise
     python benchmarks/gpu_train.py --device cpu --models 124M:1 --layers 1 --steps 2    # to see that it runs
 
 MODEL:N is a shape of `megatron/settings/presets.py` and its micro-batch. A model too large for the device is trained with
@@ -29,6 +30,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 VOCABULARY = 50256  # tokens; with the end of a document 50257, padded to 50304
 MODELS = ["124M:32", "1.3B:8", "6.7B:4", "olmoe-1b-7b:4"]
 CONTENDERS = ["suite", "suite-compiled", "torch", "torch-compiled"]
+IN_FP8 = {
+    "suite-fp8-tensorwise": "--fp8-format hybrid",
+    "suite-fp8-blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
+}
 SHAPES = {"124M": "gpt2-small"}  # names that presets.py does not have
 WINDOW = 5  # steps that are timed together
 COLUMNS = ["ms a step", "tokens/s", "TFLOP/s", "MFU", "peak GiB", "planned ms", "planned GiB"]
@@ -95,7 +100,7 @@ def main() -> None:
 def read_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="MODEL:MICRO_BATCH")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS, *IN_FP8], default=CONTENDERS)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--layers", type=int, help="of every model (default: as many as fit)")
@@ -138,7 +143,7 @@ def measure(asked) -> Measured:
 
     (contender,), ((name, _, micro),) = asked.contenders, (model.partition(":") for model in asked.models)
     micro, compiled, ours = int(micro), contender.endswith("compiled"), contender.startswith("suite")
-    config = settings(name, micro, asked.layers, asked.device, compiled)
+    config = settings(name, micro, asked.layers, asked.device, compiled, IN_FP8.get(contender, ""))
     job, layout, cluster = planned(config, asked.device, Path(asked.output) / "calibration.json")
     if ours:
         step, close = suite_step(config)
@@ -172,7 +177,7 @@ def measure(asked) -> Measured:
     )
 
 
-def settings(name: str, micro: int, layers: int | None, device: str, compiled: bool = False):
+def settings(name: str, micro: int, layers: int | None, device: str, compiled: bool = False, more: str = ""):
     """Resolved settings of the suite for a model."""
     from megatron.settings.parse import parse_pretrain
     from megatron.training.rules import resolve
@@ -180,8 +185,8 @@ def settings(name: str, micro: int, layers: int | None, device: str, compiled: b
     flags = f"""--model-name-or-path {SHAPES.get(name, name)} --mock-data --vocab-size {VOCABULARY} --device {device}
         --micro-batch-size {micro} --train-iters 100000 --lr 1e-4 --hidden-dropout 0 --attention-dropout 0 --bf16
         --eval-iters 0 --log-interval 1000000"""
-    more = ["--num-layers", str(layers)] * bool(layers) + ["--torch-compile"] * compiled
-    return resolve(parse_pretrain([*flags.split(), *more]), 1)
+    flags += f" --num-layers {layers}" * bool(layers) + " --torch-compile" * compiled
+    return resolve(parse_pretrain([*flags.split(), *more.split()]), 1)
 
 
 def planned(config, device: str, calibration: Path):

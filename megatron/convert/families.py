@@ -12,16 +12,16 @@ import torch
 
 from megatron.convert.fp8_blocks import is_fp8
 from megatron.convert.watched_config import WatchedConfig
-from megatron.errors import SettingsError
+from megatron.errors import CheckpointError, SettingsError
 from megatron.model.bert import hf_names as bert_names
 from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.settings import GROUP as BERT
 from megatron.model.facts import AHEAD, Facts
-from megatron.model.gpt import hf_falcon
+from megatron.model.gpt import hf_ahead, hf_falcon
 from megatron.model.gpt import hf_names as gpt_names
 from megatron.model.gpt import hf_settings as gpt_settings
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.gpt.hf_hybrid import ANY_STEP
+from megatron.model.gpt.hf_hybrid import ANY_STEP, letters_ahead
 from megatron.model.hf_match import MIXERS, Match
 from megatron.model.recipe import computes_its_own, facts_of, recipe_of
 from megatron.model.t5 import hf_names as t5_names
@@ -33,13 +33,8 @@ OF_TRAINING = dict(  # keys of config.json that are not converted -> the flag of
     router_aux_loss_coef="--moe-aux-loss-coeff"
 )
 NOTHING = re.compile(r"(?!)")  # no name
-OF_NEXT = re.compile(r"mtp\..*")  # those that predict more tokens
-PREDICTING = ("qwen3_next", "nemotron_h")  # families with such names
 PROMPT = 48  # most tokens of a comparison
-LEFT_OUT = (
-    f"the weights {AHEAD}.* are left out: the depths of --mtp-num-layers serve training, and no file of Hugging Face's "
-    "decoders has them"
-)
+LEFT_OUT = f"the weights {AHEAD}.* are left out: the depths of {hf_ahead.FLAG} serve training, and "
 COPIED = (
     "lm_head.weight is a copy of the embedding: theirs divides by the root of the width before a tied output layer, and "
     "this model, without --scale-tied-output, does not"
@@ -60,6 +55,7 @@ class Family:
     extra:    the model's own groups of settings
     table:    their embedding; head: their output layer, which is a copy of it, or one of `matches`
     copies:   their tensors that files may have beside another with the same values -> the other
+    optional: more of them, under whose names files do not have the other
     constants: names of tensors of old files that transformers computes
     unused:   names of tensors that transformers leaves out of this model
     notices:  notices for the user of an export, or of an import
@@ -76,6 +72,7 @@ class Family:
     table: str = "model.embed_tokens.weight"
     head: str = "lm_head.weight"
     copies: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)
     constants: re.Pattern[str] = NOTHING
     unused: re.Pattern[str] = NOTHING
     notices: tuple[str, ...] = ()
@@ -128,7 +125,14 @@ def exported(config: Config, vocab_size: int) -> Family:
         bert_names.refuse_other(facts)
         return _bert(facts)
     family = _gpt(GPTFacts.of(config, vocab_size))
-    return replace(family, notices=(*family.notices, LEFT_OUT)) if config.model.depths else family
+    why = hf_ahead.reason(family.kind, config.model) if config.model.depths else ""
+    return replace(_with_copies(family), notices=(*family.notices, LEFT_OUT + why) if why else family.notices)
+
+
+def _with_copies(family: Family) -> Family:
+    """The family with the copies of tables that files have for depths of multi-token prediction."""
+    own = hf_ahead.copies(family.kind, family.facts.settings)
+    return replace(family, matches=[*family.matches, *(Match(ours, (theirs,)) for theirs, ours in own.items())])
 
 
 def adapted(config: Config, vocab_size: int) -> Family:
@@ -148,17 +152,19 @@ def names_layers(config: Config) -> bool:
     return any(not family.reasons(config.model) for family in gpt_settings.FAMILIES.values() if config.model.letters)
 
 
-def imported(settings: dict[str, Any], tied: Optional[bool] = None) -> Family:
+def imported(settings: dict[str, Any], tied: Optional[bool] = None, depths: int = 0) -> Family:
     """The family of a Hugging Face folder, from its config.json. Raises CheckpointError for unsupported models.
 
-    tied: whether the output layer is the embedding; None: as config.json says
+    tied: whether the output layer is the embedding; None: as config.json says. depths: of multi-token prediction to import
     """
     watched = WatchedConfig(settings)
-    return replace(_imported(watched, tied), unread=tuple(watched.unread()))
+    return replace(_imported(watched, tied, depths), unread=tuple(watched.unread()))
 
 
-def _imported(settings: dict[str, Any], tied: Optional[bool]) -> Family:
+def _imported(settings: dict[str, Any], tied: Optional[bool], depths: int) -> Family:
     kind = settings.get("model_type")
+    if depths and kind in ("t5", "bert"):
+        raise CheckpointError(f"{hf_ahead.FLAG} {depths} of a {kind}: it predicts no tokens further ahead")
     if kind == "t5":
         model, own, vocab_size, scaled = t5_names.our_settings(settings, tied)
         family = _t5(T5Facts(model, vocab_size, own))
@@ -168,7 +174,9 @@ def _imported(settings: dict[str, Any], tied: Optional[bool]) -> Family:
         model, own, vocab_size = bert_names.our_settings(settings)
         return _bert(BertFacts(model, vocab_size, own))
     known, model, vocab_size = gpt_settings.our_settings(settings, others=("t5", "bert"))
-    family = _gpt(GPTFacts(model, vocab_size), known)
+    letters = letters_ahead(settings) if depths and known == "nemotron_h" else ""
+    settings.get("num_nextn_predict_layers")
+    family = _gpt(GPTFacts(hf_ahead.with_depths(known, model, depths, letters), vocab_size), known)
     if known == hf_falcon.KIND and (names := hf_falcon.are_multiplied(settings)):
         matches = hf_falcon.folded(family.matches, settings, model)
         family = replace(family, matches=matches, notices=(FOLDED.format(", ".join(names)),))
@@ -208,14 +216,16 @@ def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
         None if kind == "deepseek" else run,
         table=table,
         copies={"lm_head.weight": table} if tied else {},
+        optional=_copies_ahead(kind, model, table),
         constants=re.compile(constants),
-        unused=ahead(model) if kind == "deepseek_v3" else OF_NEXT if kind in PREDICTING else NOTHING,
+        unused=hf_ahead.unused(kind, model),
     )
 
 
-def ahead(model: Model) -> re.Pattern[str]:
-    """The names of layers after the last one, which predict tokens ahead."""
-    return re.compile(rf"model\.layers\.{model.num_layers}\..*")
+def _copies_ahead(kind: str, model: Model, table: str) -> dict[str, str]:
+    """The copies of tables that depths of multi-token prediction have in files -> the name of the table."""
+    theirs = {"embedding.word.weight": table, "output.weight": "lm_head.weight"}
+    return {name: theirs[ours] for name, ours in hf_ahead.copies(kind, model).items()}
 
 
 # ---- T5 --------------------------------------------------------------------------------------------------------------

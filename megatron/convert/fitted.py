@@ -5,7 +5,8 @@ An output layer is tied or not as the tensors say: transformers 5 ties only an `
 that the files lack, whatever config.json says.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from megatron.convert.fp8_blocks import FP8Files, is_fp8
 from megatron.convert.hf_files import WHOLE, TensorFiles
 from megatron.convert.mxfp4 import MXFP4Files, is_mxfp4
 from megatron.errors import CheckpointError
+from megatron.model.gpt import hf_ahead
 from megatron.model.hf_match import Match
 
 TIED = "tie_word_embeddings"
@@ -48,19 +50,20 @@ class Fitted(NamedTuple):
         return all(torch.equal(*_in_one_format(own, x)) for own, x in parts)
 
 
-def fit(folder: Path, settings: dict[str, Any]) -> Fitted:
-    """Match the tensors of a folder to the model of its config.json. settings: its content.
+def fit(folder: Path, settings: dict[str, Any], depths: int = 0) -> Fitted:
+    """Match the tensors of a folder to the model of its config.json. settings: its content. depths: of multi-token
+    prediction to read
 
     Raises CheckpointError, with names, for tensors that are missing or unknown, or have another shape.
     """
-    family = imported(settings)  # whose errors say more than those of files
+    family = imported(settings, depths=depths)  # whose errors say more than those of files
     files = TensorFiles(folder)
     if family.facts.num_layers > len(files.shapes):
         raise CheckpointError(
             f"{folder} holds {len(files.shapes)} tensors, config.json says {family.facts.num_layers:,} layers", do=WHOLE
         )
     files = MXFP4Files(files) if is_mxfp4(settings) else FP8Files(files, settings) if is_fp8(settings) else files
-    family, notices = _with_head_of(files, folder, settings, family)
+    family, notices = _with_head_of(files, folder, partial(imported, settings, depths=depths), family)
     wanted = [name for match in family.matches for name in match.theirs]
     names = {name: _name_in(files, family, name) for name in wanted}
     rounded = frozenset(name for name, own in names.items() if compressed_tensors.is_quantized(own, files.shapes))
@@ -70,16 +73,19 @@ def fit(folder: Path, settings: dict[str, Any]) -> Fitted:
     return Fitted(family, files, names, rounded, [*family.unread_notices(folder / "config.json"), *notices])
 
 
-def _with_head_of(files, folder: Path, settings: dict[str, Any], family: Family) -> tuple[Family, list[str]]:
-    """The family of config.json, with an output layer that is tied or not as the files have it; and notices."""
+def _with_head_of(files, folder: Path, again: Callable[..., Family], family: Family) -> tuple[Family, list[str]]:
+    """The family of config.json, with an output layer that is tied or not as the files have it; and notices.
+
+    again: makes the family, tied or not
+    """
     head, table = family.head, family.table
     there = head in files.shapes and _name_in(files, family, table) in files.shapes
     own = there and not _same(files, head, _name_in(files, family, table))
     if family.tied and own:
         why = f"{TIED} is true in {folder / 'config.json'}, and {head} differs from {table}"
-        return imported(settings, tied=False), [f"{why}: the model has its own output layer, as in transformers 5"]
+        return again(tied=False), [f"{why}: the model has its own output layer, as in transformers 5"]
     if family.kind == "t5" and not family.tied and not own:  # which transformers 5 ties, whatever config.json says
-        return imported(settings, tied=True), []
+        return again(tied=True), []
     if not family.tied and head not in files.shapes:
         raise CheckpointError(
             f"{folder} has no {head}",
@@ -98,7 +104,7 @@ def _name_in(files, family: Family, name: str) -> str:
 
 def _check_copies(folder: Path, files, family: Family, names: Mapping[str, str]) -> None:
     """Raise CheckpointError if what should be a copy of a tensor differs from it: transformers computes with both."""
-    for copy, original in family.copies.items():
+    for copy, original in (family.copies | family.optional).items():
         if copy in files.shapes and names[original] != copy and not _same(files, copy, names[original]):
             raise CheckpointError(
                 f"{copy} in {folder} differs from {names[original]}, of which it is a copy in this model",
@@ -122,7 +128,7 @@ def _check_complete(folder: Path, files, family: Family, names: Mapping[str, str
     """Raise CheckpointError for missing or unknown tensors. Returns a notice on those that transformers leaves out, too."""
     missing = [name for name, own in names.items() if own not in files.shapes and name not in rounded]
     parts = {part for name in rounded for part in compressed_tensors.names_of(names[name])}
-    left = sorted(set(files.shapes) - set(names.values()) - set(family.copies) - parts)
+    left = sorted(set(files.shapes) - set(names.values()) - {*family.copies, *family.optional} - parts)
     left = [name for name in left if not family.constants.fullmatch(name)]
     unknown = [name for name in left if not family.unused.fullmatch(name)]
     if missing or unknown:
@@ -134,7 +140,10 @@ def _check_complete(folder: Path, files, family: Family, names: Mapping[str, str
             "a config.json of another model, or an incomplete download: " + WHOLE,
         )
     more = f" and {len(left) - 12} more" if len(left) > 12 else ""
-    return [f"no part of this model, and left out as in transformers: {', '.join(left[:12])}{more}"] if left else []
+    notice = f"no part of this model, and left out as in transformers: {', '.join(left[:12])}{more}"
+    if any(map(hf_ahead.unused(family.kind, family.facts.settings).fullmatch, left)):
+        notice += f"; from-hf {hf_ahead.FLAG} 1 imports depths of multi-token prediction"
+    return [notice] if left else []
 
 
 def _check_shapes(folder: Path, files, family: Family, names: Mapping[str, str], rounded: frozenset) -> None:

@@ -184,18 +184,18 @@ def compare_ids(folder: Path, tokenizer) -> str:
 # ---- import ----------------------------------------------------------------------------------------------------------
 
 
-def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) -> list[str]:
+def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True, depths: int = 0) -> list[str]:
     """Import a Hugging Face folder as a checkpoint of iteration 0, for loading with --finetune.
 
-    state: a run's position as saved (`run.State.record`). Raises CheckpointError for an unsupported model, missing or
-    unknown tensors, or if our model gives other results.
+    state: a run's position as saved (`run.State.record`). depths: of multi-token prediction to import
+    Raises CheckpointError for an unsupported model, missing or unknown tensors, or if our model gives other results.
     """
     if source.is_dir() and not (source / "config.json").exists():
         adapters = (source / "adapter_config.json").exists()
         do = "from-peft imports adapters" if adapters else "give the folder with config.json and model.safetensors"
         raise CheckpointError(f"{source}: not a model's folder: no config.json", do=do)
     settings = hf_files.read_json(source / "config.json")
-    fitted = fit(source, settings)
+    fitted = fit(source, settings, depths)
     family = fitted.family
     if fitted.rounded:
         raise CheckpointError(

@@ -143,6 +143,8 @@ def check_expressible(export: Export) -> None:
     other = unknown_settings(model, export.implementation == "legacy")
     if model.model_type not in ("GPT", *SCRIPTS):
         other.append(f"model_type {model.model_type}")
+    if any(len(branch.mixers) > 1 for kind in export.facts.layer_kinds for branch in kind.branches):
+        other.append("mixers beside each other")
     if other:
         raise SettingsError(f"a model with {', '.join(other)} is not exported to Megatron-LM")
     if export.ep > 1 and not model.mixture:

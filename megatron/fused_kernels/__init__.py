@@ -27,6 +27,7 @@ from megatron.fused_kernels import (
     norms,
     partial_attention,
     reference,
+    scaled_mm,
 )
 from megatron.fused_kernels.gpu.probe import kernel, probe
 
@@ -153,18 +154,21 @@ def _flash_attn(*orders: str) -> frozenset[str]:
     return frozenset({*orders, "grouped", "unfused"} | {ask for ask, of in newer.items() if release >= of})
 
 
-def describe_kernels(device: str, dtype: torch.dtype) -> list[str]:
-    """The log line with the Triton kernels of a run, and why others are not used; none on a CPU."""
+def describe_kernels(device: str, dtype: torch.dtype, fp8_recipe: Optional[str] = None) -> list[str]:
+    """The log line with the Triton kernels of a run and its products in fp8, and why others are not used; none on a CPU."""
     if device != "cuda":
         return []
-    case, used, others = Case(device, dtype), [], {}
+    case, used, others = Case(device, dtype), {}, {}
     for op, entries in TABLE.items():
+        if op.startswith("fp8_") and (not fp8_recipe or op not in FP8_CASTS and fp8_recipe not in op):
+            continue
         for entry in entries:
-            if entry.name == TRITON:
+            if entry.name in (TRITON, SCALED_MM):
                 why = entry.lacking or ("" if entry.suits(case) else f"not for {dtype}") or entry.probe()
-                others.setdefault(why, []).append(op) if why else used.append(op)
-    words = [f"{', '.join(ops)} by torch, because {why}" for why, ops in others.items()]
-    return ["kernels: " + "; ".join([*([f"{', '.join(used)} in Triton"] if used else []), *words])]
+                (others.setdefault(why, []) if why else used.setdefault(entry.name, [])).append(op)
+    words = [f"{', '.join(ops)} {'in' if name == TRITON else 'by'} {name}" for name, ops in used.items()]
+    words += [f"{', '.join(ops)} by torch, because {why}" for why, ops in others.items()]
+    return ["kernels: " + "; ".join(words)]
 
 
 def describe_document_kernel(case: Case, backend: str) -> list[str]:
@@ -194,6 +198,8 @@ def _eager(case: Case, device: str = "cuda") -> bool:
 
 
 TRITON = "Triton"
+SCALED_MM = "scaled_mm"
+FP8_CASTS = ("fp8_cast", "fp8_turn")
 VARLEN, FLASH_VARLEN = "varlen (CUDA)", "flash-attn varlen"  # specialized for documents
 
 
@@ -206,6 +212,13 @@ def _in_triton(op: str, worth: str) -> Implementation:
 
 def _on(device: str, *dtypes: torch.dtype) -> Callable[[Case], bool]:
     return lambda case: case.device == device and (not dtypes or case.dtype in dtypes)
+
+
+def _scaled_mm(op: str, worth: str) -> list[Implementation]:
+    """The rows of a product of fp8 numbers."""
+    lacking = NO_CUDA or scaled_mm.LACKING
+    fast = Implementation(SCALED_MM, getattr(scaled_mm, op), worth, _eager, lacking, probe=partial(probe, op))
+    return [fast, Implementation("torch", getattr(reference, op), "the same sums, of numbers turned into fp32")]
 
 
 def _many(case: Case) -> bool:
@@ -470,4 +483,16 @@ TABLE: dict[str, list[Implementation]] = {
         _in_triton("cross_entropy", "logits are read twice and gradients written once, none of them in fp32"),
         Implementation("torch", reference.cross_entropy, "torch's softmax, in fp32, a chunk of tokens at a time"),
     ],
+    "fp8_cast": [
+        _in_triton("fp8_cast", "numbers are read once, for rows, columns and scales"),
+        Implementation("torch", reference.fp8_cast, "largest numbers, division and cast, one after the other"),
+    ],
+    "fp8_turn": [
+        _in_triton("fp8_turn", "bytes are read and written, no numbers of fp32"),
+        Implementation("torch", reference.fp8_turn, "numbers turned into fp32, and cast again"),
+    ],
+    "fp8_tensorwise": _scaled_mm("fp8_tensorwise", "tensor cores of sm_89 and later ones"),
+    "fp8_blockwise": _scaled_mm("fp8_blockwise", "tensor cores of sm_90, with cuBLASLt 12.9"),
+    "fp8_blockwise_square": _scaled_mm("fp8_blockwise_square", "the same, times a weight"),
+    "fp8_mxfp8": _scaled_mm("fp8_mxfp8", "tensor cores of sm_100"),
 }

@@ -12,6 +12,8 @@ the numbers of the whole, and a product of q s is exact in fp32. Values and scal
 those of DeepSeek-V3 (arXiv:2412.19437, section 3.3), 1 x 32 those of the OCP MX specification.
 """
 
+import math
+from functools import partial
 from typing import NamedTuple, Optional
 
 import torch
@@ -19,8 +21,9 @@ import torch.nn.functional as F
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # The exponent of the largest number, which is 1.75 x 2^exponent in both formats.
-_TOP_EXPONENT = {E4M3: 8, E5M2: 15}
+TOP_EXPONENT = {E4M3: 8, E5M2: 15}
 _BIAS, _MANTISSA, _THREE_QUARTERS = 127, 0x7FFFFF, 0x600000  # of fp32
+UNIT = 16  # tensor cores multiply rows whose lengths are multiples of it
 
 Scaled = tuple[torch.Tensor, torch.Tensor]  # (q [n, k] in fp8, s [tiles of n, tiles of k] in fp32)
 
@@ -31,10 +34,11 @@ class ScaleTile(NamedTuple):
     rows: int
     columns: int
 
-    @property
-    def mT(self) -> "ScaleTile":
-        """The tile of the transposed matrix."""
-        return ScaleTile(self.columns, self.rows)
+
+WHOLE, BLOCKS, SQUARES, MX = ScaleTile(0, 0), ScaleTile(1, 128), ScaleTile(128, 128), ScaleTile(1, 32)
+
+
+# ---- casts --------------------------------------------------------------------------------------------------------------
 
 
 def scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -44,7 +48,7 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     [1.0, 2.0, 0.00390625, 1.0, inf]
     """
     bits = amax.float().contiguous().view(torch.int32)
-    exponent = (bits >> 23) - _TOP_EXPONENT[dtype] + ((bits & _MANTISSA) > _THREE_QUARTERS)
+    exponent = (bits >> 23) - TOP_EXPONENT[dtype] + ((bits & _MANTISSA) > _THREE_QUARTERS)
     scale = (exponent.clamp(1, 2 * _BIAS) << 23).view(torch.float32)
     scale = torch.where(amax == 0, 1.0, scale)
     return torch.where(amax.isfinite(), scale, torch.inf)
@@ -52,7 +56,9 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
     """The largest absolute value, [1, 1] in fp32; 0 of no values."""
-    return x.abs().amax().float().view(1, 1) if x.numel() else x.new_zeros((1, 1), dtype=torch.float32)
+    if not x.numel():
+        return x.new_zeros((1, 1), dtype=torch.float32)
+    return torch.linalg.vector_norm(x, math.inf).float().view(1, 1)  # reads x once, and stores nothing of its size
 
 
 def quantize(x: torch.Tensor, tile: ScaleTile, dtype: torch.dtype, amax: Optional[torch.Tensor] = None) -> Scaled:
@@ -75,22 +81,83 @@ def dequantize(scaled: Scaled, tile: ScaleTile) -> torch.Tensor:
     return values.float() * scales.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
 
 
-def turn(scaled: Scaled, tile: ScaleTile) -> Scaled:
-    """The transpose of a cast x, with tiles of the same shape: q^T [k, n], cast again from what q and s stand for."""
-    return quantize(dequantize(scaled, tile).t().contiguous(), tile, scaled[0].dtype)
+def padded_to(n: int, tile: ScaleTile) -> int:
+    """The length of the rows of a transpose that had n rows: whole tiles, or what tensor cores multiply."""
+    unit = tile.columns or UNIT
+    return -(-n // unit) * unit
 
 
-def multiply(a: torch.Tensor, b: torch.Tensor, partial: int = 0) -> torch.Tensor:
+def fp8_cast(
+    x: torch.Tensor,
+    tile: ScaleTile,
+    dtype: torch.dtype,
+    amax: Optional[torch.Tensor] = None,
+    rows: bool = True,
+    columns: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """Cast x [n, k] to what products read: (q, s) of its rows, and then (q, s) of its columns, which are transposed.
+
+    Columns [k, `padded_to` n] have zeros after n. amax: the largest absolute value of a tensor that x is a part of, [1, 1],
+    for a tile that is all of x.
+    """
+    found = quantize(x, tile, dtype, amax) if rows else ()
+    if not columns:
+        return found
+    turned = F.pad(x.t(), (0, padded_to(len(x), tile) - len(x)))
+    return *found, *quantize(turned.contiguous(), tile, dtype, amax)
+
+
+def fp8_turn(scaled: Scaled, tile: ScaleTile) -> Scaled:
+    """The columns of x, as `fp8_cast` has them, from its rows: cast again from the numbers that these stand for.
+
+    With a scale for all the numbers stay as they are.
+    """
+    values, scales = scaled
+    if not tile.columns:
+        turned = F.pad(values.view(torch.uint8).t(), (0, padded_to(len(values), tile) - len(values)))
+        return turned.contiguous().view(values.dtype), scales
+    return fp8_cast(dequantize(scaled, tile), tile, values.dtype, rows=False, columns=True)
+
+
+# ---- products -----------------------------------------------------------------------------------------------------------
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, sums_of: int = 0) -> torch.Tensor:
     """a [m, k] b[n, k]^T in fp32, of numbers from `dequantize`.
 
-    partial: as many products are added by themselves, and their sums added up: 128 in DeepSeek-V3; 0: all
+    sums_of: as many products are added by themselves, and their sums added up: 128 in DeepSeek-V3; 0: all
     """
-    if not partial or a.shape[1] <= partial:
+    if not sums_of or a.shape[1] <= sums_of:
         return a @ b.t()
-    total = a[:, :partial] @ b[:, :partial].t()
-    for left, right in zip(a.split(partial, 1)[1:], b.split(partial, 1)[1:]):
+    total = a[:, :sums_of] @ b[:, :sums_of].t()
+    for left, right in zip(a.split(sums_of, 1)[1:], b.split(sums_of, 1)[1:]):
         total += left @ right.t()
     return total
+
+
+def _product(
+    a: Scaled,
+    b: Scaled,
+    dtype: torch.dtype,
+    bias: Optional[torch.Tensor] = None,
+    fast: bool = False,
+    *,
+    tile: ScaleTile,
+    of_b: Optional[ScaleTile] = None,
+    sums_of: int = 0,
+) -> torch.Tensor:
+    """a [m, k] b[n, k]^T + bias, in `dtype`.
+
+    tile: of a, and of b without of_b. fast: an H100 may add up in 14 bits instead of fp32; here it makes no difference
+    """
+    y = multiply(dequantize(a, tile), dequantize(b, of_b or tile), sums_of)
+    return (y if bias is None else y + bias).to(dtype)
+
+
+fp8_tensorwise = partial(_product, tile=WHOLE)
+fp8_blockwise = partial(_product, tile=BLOCKS, sums_of=128)  # b has tiles of 1 x 128
+fp8_blockwise_square = partial(_product, tile=BLOCKS, of_b=SQUARES, sums_of=128)  # b is a weight
+fp8_mxfp8 = partial(_product, tile=MX)
 
 
 def _sizes(x: torch.Tensor, tile: ScaleTile) -> tuple[int, int]:

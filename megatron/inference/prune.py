@@ -31,6 +31,7 @@ from megatron.model.facts import Facts
 from megatron.model.kinds.experts.router import Router
 from megatron.model.kinds.experts.routing import count_experts
 from megatron.model.language_model import LOSS
+from megatron.model.layer_rules import refuse
 from megatron.model.pruning import EXPERTS, FFN, HEADS, HIDDEN, KINDS, Cut, ModelSizes, cuts, owner, unit_words
 from megatron.model.recipe import config_of, recipe_of
 from megatron.model.weights import add_prefix
@@ -106,6 +107,7 @@ class Network:
 
         tp: the ranks that divide them (default: those of its training)
         """
+        refuse(self.model, "pruning")
         before = ModelSizes.of(self.model)
         kinds = changed_units(before, sizes)
         if self.model.depths:

@@ -113,6 +113,8 @@ def _mixer_ops(facts, x: Residual, mixer: Mixer) -> Sequence[LayerOp]:
 def branch_ops(facts, share: RankSetup, kind: LayerKind) -> tuple[LayerOp, ...]:
     """The ops of a layer of this kind."""
     x, ops = replace(facts.residual(share, kind), model=kind.settings(facts.settings)), []
+    if kind.overrides:  # what mixers read of the model is that of the layer
+        facts = replace(facts, settings=x.model)
     for branch, then in in_turn(kind.branches):
         again = (ATTENTION,) * branch.mixes_tokens
         ops += [x.norm(NORM, *again)] * bool(branch.before)

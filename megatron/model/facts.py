@@ -156,6 +156,11 @@ class Facts:
             f"sequence {m.seq_length}, vocabulary {self.vocab_size}"
         )
 
+    def attention_kernel(self, share: RankSetup) -> Optional[str]:
+        """The kernel of the first layer with attention; None: there is none."""
+        ops = (op for layer in range(self.num_layers) for op in self.layer_ops(share, self.layer_kind(layer)))
+        return next((op.kernel for op in ops if isinstance(op, CoreAttention)), None)
+
     def shares_heads(self, tp: int, cp: int) -> bool:
         """Whether context parallel ranks can exchange rows for heads in attention."""
         return False
@@ -254,8 +259,8 @@ class Facts:
     @property
     def caches_heads(self) -> bool:
         """Whether what layers cache are a key and a value of each key-value head."""
-        m = self.settings
-        return self.cached_numbers(range(m.num_layers), 1) == 2 * m.num_layers * m.query_groups * m.head_dim
+        each = 2 * self.settings.query_groups * self.settings.head_dim
+        return all(self.cached_numbers([layer], 1) == each for layer in range(self.num_layers))
 
     @property
     def num_layers(self) -> int:

@@ -174,8 +174,8 @@ def remarks(config: Config, tables: Mapping[int, Table]) -> list[str]:
     count = len(layers.fp8) + sum(map(len, layers.others.values()))
     said = [
         "; ".join([f"{len(layers.fp8)} of {count} linear layers multiply in fp8 ({precision.fp8_recipe})", *left]),
-        "fp8 products have no kernels yet: plain torch computes them on every device, slower than those of bf16. Plans, "
-        "TFLOP/s and MFU take them for products of --precision",
+        "fp8 products have kernels for H100 and later GPUs (mxfp8: B200), which were never run; elsewhere plain torch "
+        "computes them, slower than those of bf16. Plans, TFLOP/s and MFU take them for products of --precision",
     ]
     given = config.given("fp8_recipe")
     if given and given.value == "delayed":

@@ -20,13 +20,14 @@ pipeline parallel ranks: another micro-batch is another tensor.
 Legend: n tokens, i inputs, o outputs of this rank.
 """
 
-from collections.abc import Iterable
-from typing import Optional
+from collections.abc import Callable, Iterable
+from typing import ClassVar, Optional
 
 import torch
 from torch import nn
 
-from megatron.fused_kernels.fp8 import E4M3, E5M2, ScaleTile, amax_of, dequantize, multiply, quantize, turn
+from megatron.fused_kernels import Case, choose_kernel
+from megatron.fused_kernels.fp8 import BLOCKS, E4M3, E5M2, MX, SQUARES, WHOLE, ScaleTile, amax_of, dequantize, quantize
 from megatron.model.fp8 import fp8_layers
 from megatron.model.weights import Table
 from megatron.mpu import collectives
@@ -37,9 +38,15 @@ KIND, EXPERTS = "fp8", "fp8 of experts"
 
 
 class BlockwiseProduct(LinearProduct):
-    """Tiles of 1 x 128, and of weights 128 x 128 (DeepSeek-V3, arXiv:2412.19437)."""
+    """Tiles of 1 x 128, and of weights 128 x 128 (DeepSeek-V3, arXiv:2412.19437).
 
-    rows, weights, partial = ScaleTile(1, 128), ScaleTile(128, 128), 128
+    Operands of products are rows along what is summed: those of H100's tensor cores have to be. So a weight, and a
+    gradient, are (q, s) of rows and (q, s) of columns.
+    """
+
+    rows, weights = BLOCKS, SQUARES
+    times_weight, times_rows = "fp8_blockwise_square", "fp8_blockwise"  # ops of the table of kernels
+    fast: ClassVar[bool] = False  # the forward pass may add up in less than fp32
     once_a_step = True
 
     def __init__(self, layer, name, settings):
@@ -49,71 +56,66 @@ class BlockwiseProduct(LinearProduct):
     # ---- casts --------------------------------------------------------------------------------------------------------
 
     def prepare_weight(self, weight: torch.Tensor) -> Operand:
-        return quantize(weight, self.weights, E4M3)
+        return kernel("fp8_cast", weight)(weight, self.weights, E4M3, columns=True)
 
     def prepare_input(self, x: torch.Tensor) -> Operand:
         return self.cast_input(x) if self.settings.fp8_wgrad else (x,)
 
     def cast_input(self, x: torch.Tensor) -> Operand:
         """Values and scales of the input, with a row for each of its rows."""
-        return quantize(x, self.rows, E4M3)
+        return kernel("fp8_cast", x)(x, self.rows, E4M3)
 
     def prepare_gradient(self, gradient: torch.Tensor) -> Operand:
-        """(Values and scales of rows for dx; values and scales of columns for dw, or the gradient itself.)"""
-        rows = quantize(gradient, self.rows, self.of_gradients)
-        if not self.settings.fp8_wgrad:
-            return *rows, gradient
-        return *rows, *quantize(gradient.t().contiguous(), self.rows, self.of_gradients)
+        """(q and s of rows for dx; q and s of columns for dw, or the gradient itself.)"""
+        wgrad = self.settings.fp8_wgrad
+        cast = kernel("fp8_cast", gradient)(gradient, self.rows, self.of_gradients, self.amax(gradient), columns=wgrad)
+        return cast if wgrad else (*cast, gradient)
+
+    def amax(self, x: torch.Tensor) -> Optional[torch.Tensor]:
+        """The largest absolute value, for a tile of all of x."""
 
     def gradient_of_weight(self, gradient: Operand) -> Operand:
         return gradient[2:]
 
-    def turned_weight(self, weight: Operand) -> torch.Tensor:
-        """w^T [i, o], the numbers for dx."""
-        return dequantize(weight, self.weights).t()
-
-    def turned_input(self, x: Operand) -> torch.Tensor:
-        """x^T [i, n], the numbers for dw."""
-        return dequantize(turn(x, self.rows), self.rows)
+    def scaled(self, operand: Operand) -> Operand:
+        """(q, s) of an input, as products and `fp8_turn` read it."""
+        return operand
 
     # ---- products -----------------------------------------------------------------------------------------------------
 
-    def forward(self, kernel, x: Operand, weight: Operand, bias: Optional[torch.Tensor]) -> torch.Tensor:
-        x = x if self.settings.fp8_wgrad else self.cast_input(x[0])
-        y = multiply(dequantize(x, self.rows), dequantize(weight[:2], self.weights), self.partial)
-        return (y if bias is None else y + bias).to(self.layer.weight.dtype)
+    def forward(self, multiply, x: Operand, weight: Operand, bias: Optional[torch.Tensor]) -> torch.Tensor:
+        x = self.scaled(x if self.settings.fp8_wgrad else self.cast_input(x[0]))
+        return kernel(self.times_weight, x[0])(x, weight[:2], self.layer.weight.dtype, bias, self.fast)
 
-    def grad_input(self, kernel, gradient: Operand, weight: Operand) -> torch.Tensor:
-        return multiply(dequantize(gradient[:2], self.rows), self.turned_weight(weight), self.partial)
+    def grad_input(self, multiply, gradient: Operand, weight: Operand) -> torch.Tensor:
+        return kernel(self.times_weight, gradient[0])(gradient[:2], weight[2:], self.layer.weight.dtype)
 
-    def grad_weight(self, kernel, gradient: Operand, x: Operand) -> torch.Tensor:
+    def grad_weight(self, multiply, gradient: Operand, x: Operand) -> torch.Tensor:
         if not self.settings.fp8_wgrad:
-            return gradient[0].t().float() @ x[0].float()
-        return multiply(dequantize(gradient, self.rows), self.turned_input(x), self.partial)
+            return product_in_fp32(gradient[0].t(), x[0])
+        turned = kernel("fp8_turn", x[0])(self.scaled(x), self.rows)
+        return kernel(self.times_rows, x[0])(gradient, turned, torch.float32)
 
 
 class Mxfp8Product(BlockwiseProduct):
     """Tiles of 1 x 32 along what is summed (OCP MX): a weight is cast along its rows, and along its columns."""
 
-    rows, weights, partial = ScaleTile(1, 32), ScaleTile(1, 32), 0
-
-    def prepare_weight(self, weight: torch.Tensor) -> Operand:
-        return *super().prepare_weight(weight), *super().prepare_weight(weight.t().contiguous())
-
-    def turned_weight(self, weight: Operand) -> torch.Tensor:
-        return dequantize(weight[2:], self.weights)
+    rows = weights = MX
+    times_weight = times_rows = "fp8_mxfp8"
 
 
 class TensorwiseProduct(BlockwiseProduct):
-    """One scale for each tensor. That of x and dy is repeated for each row, as an operand has to have rows."""
+    """One scale for each tensor. That of x is repeated for each row, as an operand has to have rows."""
 
-    rows, weights, partial = ScaleTile(1, 0), ScaleTile(0, 0), 0
+    rows = weights = WHOLE
+    times_weight = times_rows = "fp8_tensorwise"
+    fast = True
     _amax: Optional[torch.Tensor] = None  # of the weight on all ranks, until it changes
 
     def prepare_weight(self, weight: torch.Tensor) -> Operand:
         if self._amax is None:
             self._amax = self.over_tp(amax_of(weight), self.layer.placements["weight"].cut)
-        return quantize(weight, self.weights, E4M3, self._amax)
+        return kernel("fp8_cast", weight)(weight, self.weights, E4M3, self._amax, columns=True)
 
     def after_update(self) -> None:
         self._amax = None
@@ -124,29 +126,28 @@ class TensorwiseProduct(BlockwiseProduct):
             collectives.all_reduce(amax, self.layer.tp, "max")
         return amax
 
+    def amax(self, x: torch.Tensor) -> torch.Tensor:
+        return amax_of(x)
+
     def cast_input(self, x: torch.Tensor) -> Operand:
         # With --no-fp8-wgrad the input is whole when it is cast.
         parts = getattr(self.layer, "row_axis", None) if self.settings.fp8_wgrad else None
-        return self.cast_rows(x, E4M3, self.over_tp(amax_of(x), parts))
-
-    def cast_rows(self, x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor) -> Operand:
-        values, scale = quantize(x, self.weights, dtype, amax)
+        values, scale = kernel("fp8_cast", x)(x, self.rows, E4M3, self.over_tp(amax_of(x), parts))
         return values, scale.expand(len(x), 1).contiguous()
 
-    def prepare_gradient(self, gradient: torch.Tensor) -> Operand:
-        rows = self.cast_rows(gradient, self.of_gradients, amax_of(gradient))
-        return rows if self.settings.fp8_wgrad else (*rows, gradient)
+    def scaled(self, operand: Operand) -> Operand:
+        values, scales = operand
+        return values, scales[:1] if len(scales) else scales.new_ones((1, 1))
 
-    def gradient_of_weight(self, gradient: Operand) -> Operand:
-        return gradient if self.settings.fp8_wgrad else gradient[2:]
 
-    def turned_input(self, x: Operand) -> torch.Tensor:
-        return dequantize(x, self.rows).t()
+def kernel(op: str, x: torch.Tensor) -> Callable:
+    """The kernel of an op on the device of x."""
+    return choose_kernel(op, Case(x.device.type, torch.bfloat16)).run
 
-    def grad_weight(self, kernel, gradient: Operand, x: Operand) -> torch.Tensor:
-        if not self.settings.fp8_wgrad:
-            return super().grad_weight(kernel, gradient, x)
-        return multiply(dequantize(gradient, self.rows).t(), self.turned_input(x))
+
+def product_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a b of operands in the format of --precision."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 class ExpertsProduct(LinearProduct):
@@ -176,12 +177,14 @@ class ExpertsProduct(LinearProduct):
         """The numbers that rows of x [n, i] are cast to, in the format of the layer."""
         return dequantize(quantize(x, self.rows, dtype), self.rows).to(x.dtype)
 
-    def forward(self, kernel, x: Operand, weight: Operand, bias: Optional[torch.Tensor]) -> torch.Tensor:
-        return kernel(self.cast(x[0], E4M3), (weight[0].float() * weight[1]).to(x[0].dtype), bias)
+    def forward(self, multiply, x: Operand, weight: Operand, bias: Optional[torch.Tensor]) -> torch.Tensor:
+        return multiply(self.cast(x[0], E4M3), (weight[0].float() * weight[1]).to(x[0].dtype), bias)
 
-    def grad_input(self, kernel, gradient: Operand, weight: Operand) -> torch.Tensor:
+    def grad_input(self, multiply, gradient: Operand, weight: Operand) -> torch.Tensor:
         of_gradients = E5M2 if self.settings.fp8_format == "hybrid" else E4M3
-        return kernel(self.cast(gradient[0], of_gradients), (weight[2].float() * weight[3]).to(gradient[0].dtype), None)
+        return multiply(
+            self.cast(gradient[0], of_gradients), (weight[2].float() * weight[3]).to(gradient[0].dtype), None
+        )
 
 
 def weight_cut(layer: nn.Module) -> Optional[int]:

@@ -14,6 +14,8 @@ from typing import Any, Optional
 from megatron.errors import SettingsError, UsageError
 from megatron.model.kinds.mixer import Mixer
 from megatron.model.kinds.table import KINDS, listed, words_of
+from megatron.model.layer_rules import RULES as OF_LAYERS
+from megatron.model.layer_rules import with_blocks
 from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import TRAINING, default_chunks
 from megatron.settings.declare import dashed
@@ -33,6 +35,8 @@ OTHER_CUTS = (
 def with_pattern(config: Config) -> Config:
     """`Recipe.normalize_config` of models whose layers a pattern may list. Raises SettingsError."""
     config = with_stage_layout(_spread(config))
+    if config.model.heterogeneous_layers_config_path or config.model.heterogeneous_layers_config_encoded_json:
+        config = with_blocks(config)
     text = config.model.hybrid_layer_pattern
     if text is None:
         return config
@@ -144,6 +148,7 @@ def _unlisted(s) -> list[Mixer]:
 
 
 RULES = (
+    *OF_LAYERS,
     Rule(
         _unlisted,
         lambda s: "; ".join(

@@ -21,6 +21,7 @@ from megatron.model.hybrid import kinds_of
 from megatron.model.kinds.mixer import PLACES, Mixer
 from megatron.model.kinds.table import letters_of as kinds_of_letters
 from megatron.model.kinds.table import listed
+from megatron.model.layer_rules import refuse
 from megatron.model.recipe import config_of, facts_of
 from megatron.settings.hybrid_pattern import FLAG, letters_of
 from megatron.settings.schema import Config
@@ -59,7 +60,7 @@ def seen_as(config: Config, state: Mapping[str, Any]) -> Optional[tuple[Rename, 
         return None
     if config.model.depths or saved.get("mtp_num_layers"):
         return None
-    if config.model.depths:  # layers of multi-token prediction keep theirs, too
+    if config.model.layer_settings or saved.get("layer_settings"):
         return None
     pairs = pairs_of(letters, kinds_of(config))
     if not pairs or not in_turn(letters, pairs) and not (config.model.letters and config.checkpoint.finetune):
@@ -131,6 +132,7 @@ def as_transformer(state: Mapping[str, Any], what: str) -> Optional[tuple[Rename
     what: the program, in words. Raises SettingsError if the pattern is no sequence of them.
     """
     config = config_of(state["config"])
+    refuse(config.model, what)
     letters, kinds = config.model.letters, kinds_of(config)
     if not letters:
         return None

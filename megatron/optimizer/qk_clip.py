@@ -70,7 +70,7 @@ class QKClip:
 def balancing_eta(largest: torch.Tensor, threshold: float) -> torch.Tensor:
     """[g], from the largest logits [g, queries]: 1 for those that are not positive or not finite.
 
-    >>> balancing_eta(torch.tensor([[5.0, 200.0], [0.0, -1.0], [3.0, torch.inf]]), 100.0).tolist()
+    >>> balancing_eta(torch.tensor([[5.0, 200.0], [-2.0, -1.0], [3.0, torch.inf]]), 100.0).tolist()
     [0.5, 1.0, 1.0]
     """
     most = largest.amax(1)

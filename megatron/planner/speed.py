@@ -25,6 +25,7 @@ from megatron.model.layer_ops import (
     RankSetup,
     Scan,
 )
+from megatron.model.recompute_plan import last_modules
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.pipeline.stages import Pipeline
 from megatron.planner import activations
@@ -233,20 +234,21 @@ def useful_flops(job: Job, seen: bool = False) -> float:
 def layer_costs(job: Job, layout: Layout, cluster: Cluster) -> list[float]:
     """Seconds of a micro-batch through each layer, forward and backward."""
     facts, modules, share = job.facts, layout.recompute.modules, layout.rank_setup(job)
-    one = lambda layer: _stage(job, share, (((facts.design_of(layer), modules), 1),), False, False, cluster).both
+    one = lambda layer: _stage(job, share, _one(facts.design_of(layer), modules), False, False, cluster).both
     return [one(layer) for layer in range(facts.num_layers)]
 
 
 def end_costs(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, float]:
     """Seconds of a micro-batch in the first and in the last stage, without their layers."""
     share = layout.rank_setup(job)
-    return _stage(job, share, (), True, False, cluster).both, _stage(job, share, (), False, True, cluster).both
+    none = StageLayers()
+    return _stage(job, share, none, True, False, cluster).both, _stage(job, share, none, False, True, cluster).both
 
 
 def stage_seconds(job: Job, layout: Layout, cluster: Cluster, first: bool, last: bool) -> float:
     """Seconds of a micro-batch through one layer, forward and backward, with the ends of the first or last stage."""
-    layer = ((job.facts.design_of(0), layout.recompute.modules), 1)
-    return _stage(job, layout.rank_setup(job), (layer,), first, last, cluster).both
+    layer = _one(job.facts.design_of(0), layout.recompute.modules)
+    return _stage(job, layout.rank_setup(job), layer, first, last, cluster).both
 
 
 def passes(job: Job, layout: Layout, cluster: Cluster) -> Work:
@@ -304,18 +306,30 @@ def _stages(facts: Facts, pipeline: Pipeline, settings: Recompute) -> frozenset[
     return frozenset(tuple(sorted(map(kinds.__getitem__, pipeline.stages_of(rank)))) for rank in range(pipeline.pp))
 
 
-@lru_cache(maxsize=65536)
-def _layers(
-    facts: Facts, settings: Recompute, layers: range
-) -> tuple[tuple[tuple[LayerDesign, tuple[str, ...]], int], ...]:
-    return tuple(sorted(activations.repeated(facts, settings, layers).items()))
+class StageLayers(NamedTuple):
+    """The layers of a stage: ((design, recomputed modules), count), ...
+
+    after: the modules that depths of multi-token prediction recompute after them
+    """
+
+    counts: tuple[tuple[tuple[LayerDesign, tuple[str, ...]], int], ...] = ()
+    after: tuple[str, ...] = ()
+
+
+def _one(design: LayerDesign, modules: tuple[str, ...]) -> StageLayers:
+    return StageLayers((((design, modules), 1),), modules)
 
 
 @lru_cache(maxsize=65536)
-def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster: Cluster) -> Pass:
-    """layers: ((design, recomputed modules), count), ..."""
+def _layers(facts: Facts, settings: Recompute, layers: range) -> StageLayers:
+    after = last_modules(layers, settings) if facts.settings.depths else ()
+    return StageLayers(tuple(sorted(activations.repeated(facts, settings, layers).items())), after)
+
+
+@lru_cache(maxsize=65536)
+def _stage(job: Job, share: RankSetup, layers: StageLayers, first: bool, last: bool, cluster: Cluster) -> Pass:
     total, sp = Pass(), share.sp
-    for (design, modules), count in layers:
+    for (design, modules), count in layers.counts:
         total += _layer(job, design.share(share), design.kind, modules, cluster).times(count)
     facts, h, e, d = job.facts, job.facts.settings.hidden_size, job.element, cluster.device
     if first:
@@ -336,7 +350,7 @@ def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster:
         losses = Pass(2 * product + softmax + tp_seconds * sp, of_weight + tp_seconds, tp_seconds * (1 + sp))
         total += losses.times(1 + facts.settings.depths)
         if facts.settings.depths:
-            total += _depth(job, share, layers[-1][0][1] if layers else (), cluster).times(facts.settings.depths)
+            total += _depth(job, share, layers.after, cluster).times(facts.settings.depths)
         total += _teacher(job.teacher, share, cluster) if job.teacher else Pass()
     return total
 

@@ -318,7 +318,8 @@ def log_start(
         log(resumed(config, record, state, start.lengths, mesh.logged_sizes))
         notices += nothing_left(config.batch, state, mesh.dp.size)
     notices += left_out(config.batch, state, mesh.dp.size)
-    notices += fused_kernels.describe_kernels(context.device.type, model.dtype)
+    fp8_recipe = config.precision.fp8_format and config.precision.fp8_recipe
+    notices += fused_kernels.describe_kernels(context.device.type, model.dtype, fp8_recipe)
     notices += describe_kernel(config, model.facts, context.device.type)
     notices += crowded(context) + end_of_document(config, recipe, model.tokenizer, model.vocab_size)
     warnings = [*idle(config, mesh.world_size, datasets).values(), *start.warnings]

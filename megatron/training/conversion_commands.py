@@ -27,6 +27,9 @@ class ToHFOptions:
 class FromHFOptions:
     """Options of the import from Hugging Face."""
 
+    mtp_num_layers: int = setting(
+        "depths of multi-token prediction to import, of files that have some; 0: none, as transformers reads them", 0
+    )
     unchecked: bool = setting("do not run both models first (for models larger than memory)", False)
 
 
@@ -147,7 +150,9 @@ def from_hf(path: Path, out: Path, which, how: FromHFOptions) -> None:
     """Import a decoder, T5 or BERT of Hugging Face transformers; nothing is written if both models do not agree."""
     from megatron.convert import huggingface
 
-    notes = huggingface.from_hf(path, out, fresh_state(), check=not how.unchecked)
+    if how.mtp_num_layers < 0:
+        raise UsageError(f"--mtp-num-layers {how.mtp_num_layers}: a number from 0")
+    notes = huggingface.from_hf(path, out, fresh_state(), check=not how.unchecked, depths=how.mtp_num_layers)
     print("\n  ".join([*notes, f"train on with --load {out} --finetune"]))
 
 

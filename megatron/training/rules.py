@@ -14,6 +14,7 @@ from megatron.data import data_rules
 from megatron.errors import SettingsError, numbered
 from megatron.model import fp8, linear_kinds
 from megatron.model.layer_ops import ATTENTION, LAYER, MODULES
+from megatron.model.layer_rules import layer_problems
 from megatron.model.recipe import recipe_of
 from megatron.model.weights import Table
 from megatron.mpu.axis_sizes import expert_sizes, lacking_ranks, sizes_of
@@ -22,6 +23,7 @@ from megatron.optimizer import lr_schedule, optimizer_rules
 from megatron.pipeline import pipeline_rules, stages
 from megatron.settings import batch, rules, schema
 from megatron.settings.declare import dashed, declared, without_effect
+from megatron.settings.layer_settings import FLAG
 from megatron.settings.rules import Rule, divisors, either, said, tokenizer_type
 from megatron.settings.schema import default, derived
 from megatron.settings.statements import in_users_words
@@ -75,9 +77,20 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
         *linear_kinds.problems(settings.model, lambda: _tables(settings), s.tp),
         *(fp8.problems(settings, _tables(settings), s.tp) if settings.precision.fp8_format else ()),
         *expert_problems(s),
+        *own_layer_problems(settings, world_size),
         *recompute_problems(settings),
     ]
     return [in_users_words(sentence, settings.statements) for sentence in violations]
+
+
+def own_layer_problems(settings: schema.Config, world: int) -> list[str]:
+    """The problems of layers with settings of their own."""
+    if not settings.model.layer_settings:
+        return []
+    facts = recipe_of(settings).facts(settings, 1)
+    if not facts.branches(0):
+        return [f"{FLAG}: --model-type {settings.model.model_type} has layers of its own; leave it out"]
+    return layer_problems(settings, facts, world, rules_of(settings))
 
 
 def expert_problems(s: SimpleNamespace) -> list[str]:

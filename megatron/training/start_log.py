@@ -106,10 +106,10 @@ def kernel_instead(config: schema.Config, context: RankContext, facts: Facts) ->
     """A note if --attention-backend is not available on this device, with the kernel that replaces it."""
     if context.device.type == "cuda" or config.kernels.attention_backend != "flash":
         return []
-    kernel = getattr(facts, "attention_kernel", None)
     setup = RankSetup(device="cpu", precision=config.precision.precision, backend="flash")
     names = {"flash": "torch's scaled_dot_product_attention", "reference": "the reference kernel"}
-    name = kernel and names.get(kernel(setup), f"the {kernel(setup)} kernel")
+    kernel = facts.attention_kernel(setup)
+    name = kernel and names.get(kernel, f"the {kernel} kernel")
     return [f"note: --attention-backend flash is for CUDA: {name or 'another kernel'} computes attention on this CPU"]
 
 

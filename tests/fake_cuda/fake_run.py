@@ -14,6 +14,7 @@ import mistakes
 import torch
 import torch._dynamo  # FakeTensorMode imports it: here once, not after each case's fork
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +29,7 @@ from megatron.training import build, step
 from megatron.training.rules import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
+SCALED_MM = F.scaled_mm
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
 
 
@@ -140,6 +142,7 @@ def a_device():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", pinned))
         stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", lambda self: getattr(self, "pinned", False)))
+        stack.enter_context(mock.patch.object(F, "scaled_mm", scaled_mm))
         for module in (random, router):
             stack.enter_context(mock.patch.object(module, "random_words", words_of_no_generator))
         stack.enter_context(mock.patch.object(grouped, "lacking_grouped", lambda device, dtype: ""))  # no trial run
@@ -164,16 +167,30 @@ def a_job(rank: int, world: int):
 
 
 def be_there(kernel: str) -> list:
-    """Make a kernel of attention that a GPU would have one of this process; a list that grows with its calls."""
-    names = {(op, entry.name): number for op in TABLE for number, entry in enumerate(TABLE[op]) if "attention" in op}
-    [(op, number)] = [(op, number) for (op, name), number in names.items() if name == kernel]
-    entry, calls = TABLE[op][number], []
-    run = entry.run if op == "attention" else entry.run.forward
-    counted = lambda *args, **kwargs: calls.append(1) or run(*args, **kwargs)
-    if op != "attention":
-        counted = SimpleNamespace(forward=counted, backward=entry.run.backward)
-    TABLE[op][number] = replace(entry, run=counted, lacking="", probe=lambda: "")
+    """Make a kernel that a GPU would have one of this process; a list that grows with its calls."""
+    calls = []
+    for entries in TABLE.values():
+        for number, entry in enumerate(entries):
+            if entry.name == kernel:
+                entries[number] = replace(entry, run=noted(entry.run, calls), lacking="", probe=lambda: "")
+    assert any(entry.name == kernel for entries in TABLE.values() for entry in entries)
     return calls
+
+
+def noted(run, calls: list):
+    """A kernel, or a class with the passes of one, whose calls are noted."""
+    if isinstance(run, type):
+        return SimpleNamespace(forward=noted(run.forward, calls), backward=run.backward)
+    return lambda *args, **kwargs: calls.append(1) or run(*args, **kwargs)
+
+
+def scaled_mm(a, b, scale_a, kind_a, scale_b, kind_b, *, bias=None, output_dtype, **more):
+    """torch's, with what a device asks for, and fake tensors do not look at."""
+    e5m2 = torch.float8_e5m2
+    assert not (a.dtype == b.dtype == e5m2), "cuBLAS has no product of two e5m2"
+    assert {scale_a.device.type, scale_b.device.type} == {"cuda"}, "scales lie on the device"
+    assert bias is None or bias.dtype == output_dtype == torch.bfloat16, f"a {bias.dtype} bias, {output_dtype} outputs"
+    return SCALED_MM(a, b, scale_a, kind_a, scale_b, kind_b, bias=bias, output_dtype=output_dtype, **more)
 
 
 def run(

@@ -46,6 +46,11 @@ CASES = {  # name: flags, rank, ranks
         0,
         2,
     ),
+    "QK-clip, tp2 sp, accumulation": (
+        f"{TP} --qk-clip --log-max-attention-logit --global-batch-size 8 --hidden-dropout 0 --attention-dropout 0",
+        1,
+        4,
+    ),
     "fp16": ("--precision fp16", 0, 1),
     "O1": (f"--precision bf16 --amp-level O1 {DROPOUT}", 0, 1),
     "masks, accumulation": (
@@ -53,9 +58,6 @@ CASES = {  # name: flags, rank, ranks
         0,
         1,
     ),
-    "fp8 of tensors, tp2 sp": (f"{FP8} {TP}", 1, 2),
-    "fp8 of blocks, zero3": (f"{FP8} {LLAMA} --fp8-recipe blockwise --sharding-stage 3", 1, 2),
-    "mxfp8, recomputed": (f"{FP8} --fp8-recipe mxfp8 --recompute-granularity full", 0, 1),
     "offload": ("--optimizer-cpu-offload", 0, 1),
     "bf16 state, dp2 zero1": (f"{IN_BF16} --grad-reduce-in-bf16 --sharding-stage 1", 1, 2),
     "bf16 state, zero3, Muon": (f"{IN_BF16} --main-grads-dtype bf16 --sharding-stage 3 --optimizer muon", 1, 2),
@@ -120,6 +122,31 @@ IN_VARLEN = {  # name: flags, rank, ranks, calls in two steps
         3,
         4,
         16,
+    ),
+}
+SCALED_MM = "scaled_mm"  # torch's products of fp8 numbers
+IN_FP8 = {  # name: flags, rank, ranks, products in two steps
+    # 2 layers x 4 linear ones x 2 steps x 3 products.
+    "fp8 of tensors, tp2 sp": (f"{FP8} {TP}", 1, 2, 48),
+    "fp8 of tensors, recomputed, 33 tokens": (
+        f"{FP8} --seq-length 33 --micro-batch-size 1 --recompute-granularity full",
+        0,
+        1,
+        64,
+    ),
+    "fp8 of blocks, zero3": (f"{FP8} {LLAMA} --fp8-recipe blockwise --sharding-stage 3", 1, 2, 48),
+    "fp8 of blocks, biases, accumulation": (
+        f"{FP8} --fp8-recipe blockwise --global-batch-size 4 --gradient-accumulation-fusion",
+        0,
+        1,
+        96,
+    ),
+    "mxfp8, 33 tokens": (f"{FP8} --fp8-recipe mxfp8 --seq-length 33 --micro-batch-size 1", 0, 1, 48),
+    "fp8, weights' gradients in bf16, pp2 zb-h1": (
+        f"{FP8} {PP} --no-fp8-wgrad --pipeline-schedule zb-h1 --global-batch-size 8",
+        0,
+        2,
+        2 * 4 * 2 * 2 * 4,
     ),
 }
 FLASH = "flash (CUDA)"  # of a part of the keys
@@ -233,6 +260,8 @@ def found(tmp_path_factory, request) -> dict:
         cases[name] = dict(flags=flags, rank=rank, world=world, kernel=VARLEN)
     for name, (flags, rank, world, _) in IN_RING.items():
         cases[name] = dict(flags=flags, rank=rank, world=world, kernel=FLASH)
+    for name, (flags, rank, world, _) in IN_FP8.items():
+        cases[name] = dict(flags=flags, rank=rank, world=world, kernel=SCALED_MM)
     for name, (flags, rank, world, _) in WITH_EXPERTS.items():
         cases[name] = dict(flags=flags, rank=rank, world=world)
     cases[MEASURED] = dict(flags=f"{TP} --train-iters 100", rank=0, world=4, steps=18)
@@ -258,9 +287,9 @@ def found(tmp_path_factory, request) -> dict:
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_runs_and_the_host_waits_for_nothing(found, name):
-    """Not even for what the guards judge: that is read in the next step."""
+    """Not even for what the guards judge, and the largest logit: they are read in the next step."""
     assert "waits" in found[name], found[name]
-    late = name != "offload"
+    late = 0 if name == "offload" else 1 + ("--log-max-attention-logit" in CASES[name][0])
     assert set(found[name]["waits"]) == (set() if late else OFFLOAD_WAITS) and found[name]["late"] == late
 
 
@@ -280,6 +309,13 @@ def test_times_of_ranks_are_compared_and_the_host_waits_for_nothing(found, name)
 @pytest.mark.parametrize("name", IN_VARLEN)
 def test_a_step_with_documents_runs_in_torchs_kernel_and_waits_for_nothing(found, name):
     assert (found[name].get("waits"), found[name].get("calls")) == ([], IN_VARLEN[name][3]), found[name]
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", IN_FP8)
+def test_products_in_fp8_are_torchs_and_wait_for_nothing(found, name):
+    """With the layouts of scales, paddings and formats that an H100's kernels ask for."""
+    assert (found[name].get("waits"), found[name].get("calls")) == ([], IN_FP8[name][3]), found[name]
 
 
 @pytest.mark.sampled(5)

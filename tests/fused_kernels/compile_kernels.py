@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from megatron.fused_kernels import fp8
 from megatron.fused_kernels.decode_attention import Places
 from megatron.fused_kernels.dropout import DropoutMask
 from megatron.fused_kernels.gpu import probe
@@ -104,6 +105,14 @@ def launch(op: str, dtype: torch.dtype, shapes: list[list[int]], part: dict | No
         places = Places([(slice(k * places // n, (k + 1) * places // n),) for k in range(n)], 16, torch.device("meta"))
         sinks = torch.empty(shapes[0][1:3], dtype=dtype, device="meta") if part else None
         run(*(x.detach() for x in inputs), places, scale=0.1, sinks=sinks)
+        return
+    if op.startswith("fp8_"):  # part: the name of a tile, and which sides are written
+        part, x = dict(part or {}), inputs[0].detach()
+        tile = getattr(fp8, part.pop("tile"))
+        if op == "fp8_turn":
+            run(probe.reference.fp8_cast(x, tile, fp8.E4M3), tile)
+        else:
+            run(x, tile, fp8.E5M2 if part.get("columns") else fp8.E4M3, fp8.amax_of(x), **part)
         return
     if op == "rotate":  # queries as a part of the fused product, as attention has them
         s, b, g, q, d = shapes[0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the Triton kernels in Triton's interpreter, on the CPU in fp32, against `reference.py` in fp64.
 
-    TRITON_INTERPRET=1 python tests/fused_kernels/interpret_kernels.py      # {case: [relative errors of tensors]} as JSON
+    TRITON_INTERPRET=1 python tests/fused_kernels/interpret_kernels.py [CASE ...]      # {case: [relative errors]} as JSON
 
 A process of its own, because the variable is read when a kernel is decorated. The interpreter rounds bf16 its own way, and
 sees neither races nor reads out of bounds: formats are looked at on a GPU alone (tests/gpu).
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from megatron.data.loader import MicroBatch
-from megatron.fused_kernels import TABLE, TRITON, reference
+from megatron.fused_kernels import TABLE, TRITON, fp8, reference
 from megatron.fused_kernels.decode_attention import Places
 from megatron.fused_kernels.dropout import DropoutMask
 from megatron.fused_kernels.gpu import probe
@@ -29,11 +29,14 @@ from megatron.fused_kernels.reference import VocabularyPart
 from megatron.inference.engine import Engine
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
+from megatron.model.fp8_product import PRODUCTS
 from megatron.model.gpt.module import GPT
+from megatron.mpu.layers import linear_products
+from megatron.mpu.linear_product import attach_products
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placements
 from megatron.mpu.random import init_parameter
-from megatron.settings.schema import Model
+from megatron.settings.schema import Model, Precision
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -248,7 +251,41 @@ def generation(**settings) -> list[float]:
     return errors([found[0]], [found[1]])
 
 
-def network(**settings) -> list[float]:
+def casts(n: int, k: int, dtype: torch.dtype, tile: fp8.ScaleTile, kind: torch.dtype) -> list[float]:
+    """Shares of fp8 numbers and scales that are not the reference's to the bit: rows, columns, both, and turned rows; with
+    numbers of forty powers of two, a tile of zeros, inf, NaN and subnormal ones.
+    """
+    x = drawn(n, k) * torch.logspace(-6, 3, n)[:, None]
+    x[0, :128] = 0
+    if n > 64 and tile.columns:
+        x[5, 3], x[n - 9, k - 1], x[9, 9], x[10] = math.inf, math.nan, 1e30, 1e-38
+    x = x.to(dtype)
+    amax = None if tile.columns else 2 * fp8.amax_of(x)
+    pairs = [
+        (of(x, tile, kind, amax, rows, columns) for of in (probe.kernel("fp8_cast"), fp8.fp8_cast))
+        for rows, columns in ((True, False), (False, True), (True, True))
+    ]
+    if tile.rows <= 1:  # weights are not turned
+        rows = fp8.fp8_cast(x, tile, kind, amax)
+        pairs.append(of(rows, tile) for of in (probe.kernel("fp8_turn"), fp8.fp8_turn))
+    return [unequal(*both) for pair in pairs for both in zip(*pair, strict=True)]
+
+
+def unequal(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype
+    either = found.float().isnan() & wanted.float().isnan()
+    bits = [one.contiguous().view(torch.uint8 if one.itemsize == 1 else torch.int32) for one in (found, wanted)]
+    return ((bits[0] != bits[1]) & ~either).float().mean().item()
+
+
+def in_fp8(recipe: str) -> Callable[[GPT], None]:
+    """Attaches products in fp8 to the linear layers of a network."""
+    names = [(f"{name}", "fp8") for name in ("attention.qkv", "attention.output", "mlp.up", "mlp.down")]
+    settings = Precision(fp8_format="hybrid", fp8_recipe=recipe)
+    return lambda model: attach_products(model.blocks, settings, dict(fp8=PRODUCTS[recipe]), lambda layer: names)
+
+
+def network(attach: Callable[[GPT], None] = lambda model: None, **settings) -> list[float]:
     """Loss and all gradients of a network: by the kernels, and by the reference."""
     sizes = dict(num_layers=2, hidden_size=24, num_attention_heads=2, seq_length=10, hidden_dropout=0.2)
     tokens = torch.randint(0, 60, (11, 2), generator=torch.Generator().manual_seed(4))
@@ -258,6 +295,7 @@ def network(**settings) -> list[float]:
         init_parameter(name, parameter, placement, Mesh().coordinates, seed=1)
         with torch.no_grad():  # no bias is 0
             parameter.add_(0.05 * drawn(*parameter.shape, seed=len(name)))
+    attach(model)
     found = []
     for lacking in ("left out", ""):
         used = {op: [*entries] for op, entries in TABLE.items()}
@@ -265,6 +303,8 @@ def network(**settings) -> list[float]:
             if entries[0].name == TRITON:
                 here = replace(entries[0], lacking=lacking, suits=lambda case: True, probe=lambda: "", run=noted(op))
                 TABLE[op] = [here, *entries[1:]]
+        for product in linear_products([model]):
+            product.weights_changed()  # weights are cast anew
         loss = model(None, batch)[1]["lm loss"]
         found.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
         TABLE.update(used)
@@ -308,6 +348,25 @@ CASES = {
         5, 64, 4, 45, label=0.9, everywhere=0.1 / 45, softcap=4.0, z_loss=0.1
     ),
     "cross_entropy of far rows": far_rows,
+    **{
+        f"fp8 {name}, {n} x {k}": lambda tile=tile, n=n, k=k, of=of, kind=kind: casts(n, k, of, tile, kind)
+        for name, tile, kind in (
+            ("blocks", fp8.BLOCKS, fp8.E4M3),
+            ("gradients in blocks", fp8.BLOCKS, fp8.E5M2),
+            ("mx", fp8.MX, fp8.E4M3),
+            ("tensors", fp8.WHOLE, fp8.E5M2),
+        )
+        for n, k, of in ((150, 256, torch.bfloat16), (1, 128, torch.float32), (257, 128, torch.float32))
+    },
+    "fp8 squares": lambda: casts(256, 384, torch.bfloat16, fp8.SQUARES, fp8.E4M3),
+    "fp8 mx, odd blocks": lambda: casts(40, 160, torch.bfloat16, fp8.MX, fp8.E4M3),
+    "fp8 tensors, odd blocks": lambda: casts(40, 144, torch.float32, fp8.WHOLE, fp8.E4M3),
+    **{
+        f"GPT in fp8, {recipe}": lambda recipe=recipe: network(
+            in_fp8(recipe), hidden_size=128, num_layers=1, hidden_dropout=0.0
+        )
+        for recipe in PRODUCTS
+    },
     "permute": lambda: permute(9, 3, 100),
     "permute, dropped pairs and empty rows": lambda: permute(9, 3, 33, rows=40, dropped=5),
     "permute of wide rows, of one expert": lambda: permute(5, 1, 2100),
@@ -342,7 +401,7 @@ CASES = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    found = {name: case() for name, case in CASES.items()}
+    found = {name: CASES[name]() for name in sys.argv[1:] or CASES}
     found = {name: [x if math.isfinite(x) else 1e9 for x in told] for name, told in found.items()}
     print(json.dumps(dict(errors=found, used=sorted(USED))))
 

@@ -9,10 +9,20 @@ import torch
 import torch.nn.functional as F
 
 from megatron.fused_kernels.delta_rule import delta_rule
-from megatron.fused_kernels.documents import Documents, starts_of
+from tests.fused_kernels.scans import (
+    BEGINS,
+    CUTS,
+    B,
+    S,
+    assert_same,
+    check_that_inputs_are_kept,
+    doubles,
+    ids_of_documents,
+    packed_documents,
+    results,
+)
 
-S, B, G, R, K, V = 75, 2, 2, 3, 6, 5
-BEGINS = [0, 1, 15, 16, 17, 32, 60], [0, 33, 74]  # around the edges of chunks of 16, of one token, over several chunks
+G, R, K, V = 2, 3, 6, 5
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3}  # of the norm of a tensor
 
 
@@ -33,33 +43,12 @@ def recurrence(q, k, v, g, beta, ids=None, state=None):
     return torch.stack(found), own
 
 
-def ids_of_documents(s: int = S) -> torch.Tensor:
-    """[s, b]."""
-    return torch.stack([torch.tensor([sum(begin <= n for begin in begins) for n in range(s)]) for begins in BEGINS], 1)
-
-
 def inputs(dtype=torch.float32, s: int = S, speed: float = 1.0) -> list[torch.Tensor]:
     """As of a new network with speed 1: rates in 1..16, steps softplus of about 1; slower: states reach over the text."""
     torch.manual_seed(1)
     q, k = (torch.randn(s, B, G, K).to(dtype) for _ in range(2))
     v, rates = torch.randn(s, B, G, R, V).to(dtype), torch.empty(G, R).uniform_(1, 16) * speed
     return [q, k, v, -rates * F.softplus(torch.randn(s, B, G, R) + 1), torch.randn(s, B, G, R).sigmoid()]
-
-
-def results(function, given) -> list[torch.Tensor]:
-    """Values, states and the gradients of all inputs, of a sum that reads both."""
-    given = [t.detach().requires_grad_() for t in given]
-    o, state = function(*given)
-    factors = [torch.randn(t.shape, generator=torch.Generator().manual_seed(2)).bfloat16() for t in (o, state)]
-    total = (o * factors[0].to(o)).sum() + (state * factors[1].to(state)).sum()
-    return [o.detach(), state.detach(), *torch.autograd.grad(total, given)]
-
-
-def assert_same(got, want, bound: float):
-    names = "o state q k v g beta before".split()
-    for name, mine, theirs in zip(names, got, want):  # noqa: B905
-        error = ((mine.double() - theirs).norm() / theirs.norm()).item()
-        assert error < bound, f"{name}: {error:.1e}"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])
@@ -69,14 +58,14 @@ def assert_same(got, want, bound: float):
 def test_equals_the_recurrence(dtype, chunk, packed, speed):
     """75 tokens: of the last chunk some are missing."""
     given, ids = inputs(dtype, speed=speed), ids_of_documents() if packed else None
-    documents = Documents.of(starts_of(ids), "cpu") if packed else None
+    documents = packed_documents() if packed else None
     found = results(lambda *t: delta_rule(*t, documents=documents, chunk=chunk), given)
     assert [t.dtype for t in found[2:]] == [t.dtype for t in given] and found[1].dtype == torch.float32
-    wanted = results(lambda *t: recurrence(*t, ids=ids), [t.double() for t in given])
+    wanted = results(lambda *t: recurrence(*t, ids=ids), doubles(given))
     assert_same(found, wanted, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("cuts", [(40,), (1, 2, 33), range(1, S)], ids=["two", "short ones", "token by token"])
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 def test_pieces_that_continue_equal_the_whole(cuts):
     """Each begins with the state that the one before returned; the first with that of an earlier text."""
 
@@ -88,18 +77,17 @@ def test_pieces_that_continue_equal_the_whole(cuts):
         return torch.cat(found), state
 
     given = [*inputs(speed=0.02), torch.randn(B, G, R, K, V)]
-    wanted = results(lambda *t: recurrence(*t[:5], state=t[5]), [t.double() for t in given])
+    wanted = results(lambda *t: recurrence(*t[:5], state=t[5]), doubles(given))
     assert_same(results(in_pieces, given), wanted, TOLERANCE[torch.float32])
 
 
 def test_documents_of_a_piece_that_continues():
     """Only the first document of a piece goes on from the given state."""
     given, ids, cut = inputs(speed=0.02), ids_of_documents(), 20
-    starts = starts_of(ids)
-    whole, last = recurrence(*(t.double() for t in given), ids=ids)
+    whole, last = recurrence(*doubles(given), ids=ids)
     part = lambda rows: [t[rows] for t in given]
-    o, state = delta_rule(*part(slice(0, cut)), documents=Documents.of(starts[:, :cut], "cpu"), chunk=16)
-    rest = Documents.of(starts, "cpu", rows=(cut, S), first=cut)
+    o, state = delta_rule(*part(slice(0, cut)), documents=packed_documents(cut), chunk=16)
+    rest = packed_documents(rows=(cut, S), first=cut)
     later, state = delta_rule(*part(slice(cut, S)), documents=rest, state=state, chunk=16)
     assert_same([torch.cat((o, later)), state], [whole, last], TOLERANCE[torch.float32])
 
@@ -132,9 +120,9 @@ def test_equals_the_rule_of_transformers(packed):
             torch.cat([parts[-1][1] for parts in samples]),
         )
 
-    documents = Documents.of(starts_of(ids_of_documents(s)), "cpu") if packed else None
+    documents = packed_documents(s) if packed else None
     found = results(lambda *t: delta_rule(*t, documents=documents), given)
-    assert_same(found, [t.double() for t in results(theirs, given)], 1e-5)
+    assert_same(found, doubles(results(theirs, given)), 1e-5)
     halves = zip(*(t.tensor_split(2, 2) for t in given), strict=True)
     assert torch.equal(torch.cat([delta_rule(*half, documents=documents)[0] for half in halves], 2), found[0])
 
@@ -144,12 +132,8 @@ def test_strong_decays_and_long_sums_leave_no_error():
     given = inputs(s=192)
     given[3][:64] *= 1000
     given[3][64:] *= 0.001
-    assert_same(results(delta_rule, given), results(recurrence, [t.double() for t in given]), 1e-5)
+    assert_same(results(delta_rule, given), results(recurrence, doubles(given)), 1e-5)
 
 
 def test_only_inputs_are_kept():
-    """Neither states nor decays of a pass are."""
-    given, kept = [t.requires_grad_() for t in inputs()], []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        delta_rule(*given, chunk=16)
-    assert sum(t.numel() for t in kept) == sum(t.numel() for t in given)
+    check_that_inputs_are_kept(lambda *given: delta_rule(*given, chunk=16), inputs())

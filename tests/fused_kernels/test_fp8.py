@@ -17,7 +17,22 @@ import math
 import pytest
 import torch
 
-from megatron.fused_kernels.fp8 import E4M3, E5M2, ScaleTile, amax_of, dequantize, multiply, quantize, scale_of, turn
+from megatron.fused_kernels import scaled_mm
+from megatron.fused_kernels.fp8 import (
+    BLOCKS,
+    E4M3,
+    E5M2,
+    MX,
+    WHOLE,
+    ScaleTile,
+    amax_of,
+    dequantize,
+    fp8_cast,
+    fp8_turn,
+    multiply,
+    quantize,
+    scale_of,
+)
 
 OF_TE = {  # (shape, tile, format) -> digests of q and of the scales
     ((5, 384), (1, 128), E4M3): ("5cbf6d3a148c7e974b59aa71", "98dd82770391f45fbee22c0f"),
@@ -119,7 +134,7 @@ def test_tiles_without_a_number_and_tiles_that_are_none():
     for tile in (ScaleTile(1, 128), ScaleTile(128, 128), ScaleTile(0, 0)):
         values, scales = quantize(torch.ones(0, 256), tile, E4M3)
         assert values.shape == (0, 256) and multiply(dequantize((values, scales), tile), x, 128).shape == (0, 4)
-    turned = turn(quantize(torch.ones(0, 256), ScaleTile(1, 128), E4M3), ScaleTile(1, 128))
+    turned = fp8_turn(quantize(torch.ones(0, 256), ScaleTile(1, 128), E4M3), ScaleTile(1, 128))
     assert torch.equal(multiply(dequantize(turned, ScaleTile(1, 128)), torch.ones(2, 0)), torch.zeros(256, 2))
     assert amax_of(torch.ones(0, 256)).item() == 0
 
@@ -139,7 +154,7 @@ def test_turned_rows_stand_for_nearly_the_same_numbers():
     x = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
     tile = ScaleTile(1, 128)
     scaled = quantize(x, tile, E4M3)
-    before, after = dequantize(scaled, tile), dequantize(turn(scaled, tile), tile).t()
+    before, after = dequantize(scaled, tile), dequantize(fp8_turn(scaled, tile), tile).t()
     assert (before != after).float().mean() < 1e-3
     assert torch.equal(after, dequantize(quantize(before.t(), tile, E4M3), tile).t())
 
@@ -157,3 +172,27 @@ def test_sums_of_128_are_added_up():
     assert torch.equal(y, mine)
     exact = dequantize((qa, sa), ScaleTile(1, 128)).double() @ dequantize((qb, sb), ScaleTile(128, 128)).double().t()
     torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("n, tiles", [(1, 1), (130, 5), (256, 8)])
+def test_scales_of_mx_lie_where_tensor_cores_read_them(n, tiles):
+    """cuBLAS, "1D block scaling factors layout": place by place."""
+    scales = 2.0 ** (mixed(n, tiles) % 20 - 10).float().view(n, tiles)
+    scales[0, 0] = math.inf
+    found, across = scaled_mm.mx_scales(scales).float(), -(-tiles // 4)
+    assert len(found) == -(-n // 128) * 128 * across * 4
+    for row in range(n):
+        for tile in range(tiles):
+            place = (row // 128 * across + tile // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + tile % 4
+            assert found[place].item() == scales[row, tile] or (row, tile) == (0, 0) and found[place].isnan()
+
+
+def test_columns_are_padded_with_zeros_that_no_scale_sees():
+    """To whole tiles, and to what tensor cores multiply at a time."""
+    x = numbers(150, 256)
+    for tile, length in ((BLOCKS, 256), (MX, 160), (WHOLE, 160)):
+        values, scales = fp8_cast(x, tile, E4M3, amax_of(x) if tile == WHOLE else None, rows=False, columns=True)
+        assert values.shape == (256, length) and not values[:, 150:].float().any()
+        assert torch.equal(values[:, :150].float(), quantize(x.t().contiguous(), tile, E4M3)[0].float())
+        assert fp8_turn(quantize(x, tile, E4M3), tile)[0].shape == (256, length)
+    assert amax_of(torch.tensor([[1.0, math.nan]])).isnan() and amax_of(-x).item() == x.abs().max()

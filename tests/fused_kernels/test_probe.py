@@ -24,14 +24,14 @@ from megatron.model.recompute import recompute
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize("op", [*probe.MODULES, "attention"])
+@pytest.mark.parametrize("op", [*probe.MODULES, *probe.OF_TORCH])
 def test_a_probe_lets_rounding_pass_and_a_factor_not(op):
     """The small cases, on the CPU: the reference in bf16 passes for itself; 5 % more is seen."""
     right = getattr(reference, op)
 
     def wrong(*args, **kwargs):
         found = right(*args, **kwargs)
-        return tuple(x * 1.05 for x in found) if isinstance(found, tuple) else found * 1.05
+        return tuple(x.float() * 1.05 for x in found) if isinstance(found, tuple) else found * 1.05
 
     assert probe.compare(op, right, "cpu", BF16) == ""
     assert probe.compare(op, wrong, "cpu", FP32).startswith("relative errors")
@@ -71,7 +71,10 @@ def test_what_passes_is_taken_on_cuda_alone(monkeypatch):
         assert choose_kernel(op, Case("cuda", BF16, unfused=True)).name != TRITON
         assert choose_kernel(op, Case("cuda", torch.float64)).name != TRITON
         assert choose_kernel(op, Case("cpu", BF16)).name != TRITON
-    [line] = describe_kernels("cuda", BF16)
+    [line] = describe_kernels("cuda", BF16, "blockwise")
+    line, products = line.split("; fp8_blockwise")
+    assert products.startswith(", fp8_blockwise_square by torch, because ")
+    assert "fp8" not in describe_kernels("cuda", BF16)[0]
     assert set(line.removeprefix("kernels: ").removesuffix(" in Triton").split(", ")) == set(probe.MODULES)
     assert describe_kernels("cpu", BF16) == []
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)

@@ -8,11 +8,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.fused_kernels.documents import Documents, starts_of
 from megatron.fused_kernels.ssd import ssd
+from tests.fused_kernels.scans import (
+    CUTS,
+    B,
+    S,
+    assert_same,
+    check_that_inputs_are_kept,
+    doubles,
+    ids_of_documents,
+    packed_documents,
+    results,
+)
 
-S, B, G, R, P, N = 75, 2, 2, 3, 5, 7
-BEGINS = [0, 1, 15, 16, 17, 32, 60], [0, 33, 74]  # around the edges of chunks of 16, of one token, over several chunks
+G, R, P, N = 2, 3, 5, 7
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}  # of the norm of a tensor
 
 
@@ -28,11 +37,6 @@ def recurrence(x, dt, decay, B, C, D, ids=None, state=None):
     return torch.stack(ys), h
 
 
-def ids_of_documents(s: int = S) -> torch.Tensor:
-    """[s, b]."""
-    return torch.stack([torch.tensor([sum(begin <= n for begin in begins) for n in range(s)]) for begins in BEGINS], 1)
-
-
 def inputs(dtype=torch.float32, s: int = S) -> list[torch.Tensor]:
     """As of a new network: A in -1..-16, dt in .001.. .1 before a random part."""
     torch.manual_seed(1)
@@ -41,37 +45,21 @@ def inputs(dtype=torch.float32, s: int = S) -> list[torch.Tensor]:
     return [x, dt, -torch.empty(G, R).uniform_(1, 16), B_, C, torch.rand(G, R)]
 
 
-def results(function, given) -> list[torch.Tensor]:
-    """Values, states and the gradients of all inputs, of a sum that reads both."""
-    given = [t.detach().requires_grad_() for t in given]
-    y, state = function(*given)
-    factors = [torch.randn(t.shape, generator=torch.Generator().manual_seed(2)).bfloat16() for t in (y, state)]
-    total = (y * factors[0].to(y)).sum() + (state * factors[1].to(state)).sum()
-    return [y.detach(), state.detach(), *torch.autograd.grad(total, given)]
-
-
-def assert_same(got, want, bound: float):
-    names = "y state x dt A B C D before".split()
-    for name, mine, theirs in zip(names, got, want):  # noqa: B905
-        error = ((mine.double() - theirs).norm() / theirs.norm()).item()
-        assert error < bound, f"{name}: {error:.1e}"
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("chunk", [1, 16, 64, 128])
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "documents"])
 def test_equals_the_recurrence(device, dtype, chunk, packed):
     """75 tokens: of the last chunk some are missing."""
     given, ids = inputs(dtype), ids_of_documents() if packed else None
-    documents = Documents.of(starts_of(ids), device) if packed else None
+    documents = packed_documents(device=device) if packed else None
     found = results(lambda *t: ssd(*t, documents=documents, chunk=chunk), [t.to(device) for t in given])
     assert [t.dtype for t in found[2:]] == [t.dtype for t in given] and found[1].dtype == torch.float32
-    wanted = results(lambda *t: recurrence(*t, ids=ids), [t.double() for t in given])
+    wanted = results(lambda *t: recurrence(*t, ids=ids), doubles(given))
     bound = TOLERANCE[dtype] if device == "cpu" else 1e-2  # of products in TF32
     assert_same([t.cpu() for t in found], wanted, bound)
 
 
-@pytest.mark.parametrize("cuts", [(40,), (1, 2, 33), range(1, S)], ids=["two", "short ones", "token by token"])
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 def test_pieces_that_continue_equal_the_whole(cuts):
     """Each begins with the state that the one before returned; the first with that of an earlier text."""
 
@@ -83,19 +71,19 @@ def test_pieces_that_continue_equal_the_whole(cuts):
         return torch.cat(ys), state
 
     given = [*inputs(), torch.randn(B, G, R, P, N)]
-    wanted = results(lambda *t: recurrence(*t[:6], state=t[6]), [t.double() for t in given])
+    wanted = results(lambda *t: recurrence(*t[:6], state=t[6]), doubles(given))
     assert_same(results(in_pieces, given), wanted, TOLERANCE[torch.float32])
 
 
 def test_documents_of_a_piece_that_continues():
     """Only the first document of a piece goes on from the given state."""
     given, ids = inputs(), ids_of_documents()
-    starts, cut = starts_of(ids), 20
-    whole, last = recurrence(*(t.double() for t in given), ids=ids)
+    cut = 20
+    whole, last = recurrence(*doubles(given), ids=ids)
     x, dt, A, B_, C, D = given
     halves = lambda rows: (x[rows], dt[rows], A, B_[rows], C[rows], D)
-    y, state = ssd(*halves(slice(0, cut)), documents=Documents.of(starts[:, :cut], "cpu"), chunk=16)
-    rest = Documents.of(starts, "cpu", rows=(cut, S), first=cut)
+    y, state = ssd(*halves(slice(0, cut)), documents=packed_documents(cut), chunk=16)
+    rest = packed_documents(rows=(cut, S), first=cut)
     later, state = ssd(*halves(slice(cut, S)), documents=rest, state=state, chunk=16)
     assert_same([torch.cat((y, later)), state], [whole, last], TOLERANCE[torch.float32])
 
@@ -113,7 +101,7 @@ def test_equals_the_scan_of_transformers():
         return first(y).unflatten(2, (G, R)), state.unflatten(1, (G, R))
 
     found = results(ssd, given)
-    assert_same(found, [t.double() for t in results(theirs, given)], 1e-5)
+    assert_same(found, doubles(results(theirs, given)), 1e-5)
     x, dt, A, B_, C, D = given
     cut = lambda t, dim: t.tensor_split(2, dim)
     halves = zip(cut(x, 2), cut(dt, 2), cut(A, 0), cut(B_, 2), cut(C, 2), cut(D, 0), strict=True)
@@ -126,13 +114,9 @@ def test_strong_decays_and_long_sums_leave_no_error():
     given[1][:64] *= 1000
     given[1][64:] *= 0.01
     found = results(lambda *t: ssd(*t, chunk=128), given)
-    wanted = results(recurrence, [t.double() for t in given])
+    wanted = results(recurrence, doubles(given))
     assert_same(found, wanted, 1e-5)
 
 
 def test_only_inputs_are_kept():
-    """Neither states nor decays of a pass are."""
-    given, kept = [t.requires_grad_() for t in inputs()], []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        ssd(*given, chunk=16)
-    assert sum(t.numel() for t in kept) == sum(t.numel() for t in given)
+    check_that_inputs_are_kept(lambda *given: ssd(*given, chunk=16), inputs())

@@ -43,6 +43,14 @@ def experts(op: str, k: int, width: int) -> dict:
     return dict(op=op, shapes=[[TOKENS * k, width], [TOKENS, k]])
 
 
+def casts(tile: str, **part) -> dict:
+    return dict(op="fp8_cast", shapes=[[TOKENS, 4096]], part=dict(tile=tile, **part))
+
+
+def turned(tile: str) -> dict:
+    return dict(op="fp8_turn", shapes=[[TOKENS, 4096]], part=dict(tile=tile))
+
+
 FEW = [
     norm("add_layer_norm", 12288),  # blocks of rows
     dict(op="swiglu", shapes=[[TOKENS, 2, 28672 // 8 * 2]]),
@@ -52,6 +60,14 @@ FEW = [
     decode(16, 8, 4, 128),
     *[experts(op, 8, 2048) for op in ("permute", "unpermute")],
 ]
+OF_FP8 = [  # in bf16, for GPUs that have fp8
+    casts("BLOCKS"),
+    casts("BLOCKS", columns=True),
+    casts("SQUARES", columns=True),
+    casts("WHOLE"),
+    turned("BLOCKS"),
+]
+MORE_OF_FP8 = [casts("WHOLE", columns=True), casts("MX"), casts("MX", columns=True), turned("MX"), turned("WHOLE")]
 MORE = [
     *[decode(n, g, q, d) for n, g, q, d in ((1, 12, 1, 64), (16, 32, 1, 128), (4, 2, 8, 96), (64, 8, 8, 256))],
     decode(16, 8, 8, 64, sinks=True),
@@ -110,8 +126,8 @@ def check(found: list[dict]) -> None:
 
 @pytest.mark.sampled(10)
 def test_kernels_fit_an_h100(tmp_path):
-    found = compiled([dict(case, arch=90, dtype="bfloat16") for case in FEW], tmp_path)
-    assert len(found) == 2 * len(FEW) - 1  # forward and backward, or two steps; one of the loss
+    found = compiled([dict(case, arch=90, dtype="bfloat16") for case in [*FEW, *OF_FP8]], tmp_path)
+    assert len(found) == 2 * len(FEW) - 1 + len(OF_FP8)  # forward and backward, or two steps; one of the loss
     check(found)
 
 
@@ -125,4 +141,6 @@ def test_kernels_fit_every_gpu(tmp_path, arch, path):
         for case in [*FEW, *MORE]
         for dtype in ("bfloat16", *(["float16", "float32"] if case in FEW else []))
     ]
+    if arch >= 90:
+        cases += [dict(case, arch=arch, dtype="bfloat16") for case in OF_FP8 + MORE_OF_FP8]
     check(compiled(cases, tmp_path, path))

@@ -20,9 +20,21 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+NETWORKS = ("GPT", "Llama", "mixture", "generation", "GPT in fp8, blockwise")  # they use every kernel
+
+
 @pytest.fixture(scope="module")
-def told() -> dict:
-    command = [sys.executable, str(Path(__file__).with_name("interpret_kernels.py"))]
+def told(request) -> dict:
+    """Of the networks, and of the cases that run."""
+    items = [
+        item for item in request.session.items if not item.get_closest_marker("skip") and hasattr(item, "callspec")
+    ]
+    named = [item.callspec.params["name"] for item in items if item.fspath == request.node.fspath]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("interpret_kernels.py")),
+        *dict.fromkeys([*NETWORKS, *named]),
+    ]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -53,7 +53,7 @@ def test_the_probe_passes_and_the_kernel_is_chosen(op):
     assert probe.probe(op) == ""
     assert choose_kernel(op, Case("cuda", torch.bfloat16)).name == TRITON
     assert choose_kernel(op, Case("cuda", torch.bfloat16, unfused=True)).name != TRITON
-    assert op in describe_kernels("cuda", torch.bfloat16)[0]
+    assert op in describe_kernels("cuda", torch.bfloat16, "blockwise")[0]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -127,6 +127,7 @@ OTHER = dict(  # another value of a setting that changes what a model computes, 
     qk_layernorm_across_heads=dict(qk_layernorm=True, qk_layernorm_across_heads=True),
     query_pre_attn_scalar=dict(query_pre_attn_scalar=3.0),
     no_rope_freq=dict(no_rope_freq="2"),
+    layer_settings=dict(layer_settings="0: no_op=mlp"),
     window_size=dict(window_size="5,0"),
     window_attn_skip_freq=dict(window_size="5,0", window_attn_skip_freq=2),
     attn_logit_softcapping=dict(attn_logit_softcapping=2.0),
@@ -177,7 +178,7 @@ ROUNDING = """quantization weight_quantize_type activation_quantize_type activat
     activation_bits quantization_layers quantization_skip sparsity initial_sparsity sparsity_begin_step
     sparsity_end_step sparsity_frequency sparsity_layers sparsity_skip""".split()
 SIZES = """mtp_num_layers mtp_loss_scaling_factor moe_ffn_hidden_size moe_router_topk
-    hybrid_attention_ratio hybrid_mlp_ratio
+    hybrid_attention_ratio hybrid_mlp_ratio heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
     linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
     linear_num_key_heads linear_num_value_heads
     mamba_num_heads mamba_head_dim mamba_state_dim mamba_num_groups

@@ -236,6 +236,9 @@ def test_what_is_not_read_or_written_is_named(tmp_path):
     save(tmp_path / "ours", SHAPES["a pattern"] | dict(norm_epsilon=1e-6))
     with pytest.raises(SettingsError, match="gated norms of Mamba-2 have 1e-05"):
         tool.main(["to-megatron", str(tmp_path / "ours"), str(tmp_path / "out")])
+    save(tmp_path / "beside", SHAPES["a pattern"] | dict(hybrid_layer_pattern="P-P-", num_layers=4))
+    with pytest.raises(SettingsError, match="a model with mixers beside each other is not exported"):
+        tool.main(["to-megatron", str(tmp_path / "beside"), str(tmp_path / "out")])
     save(tmp_path / "latent", SHAPES["queries without a latent"])
     with pytest.raises(SettingsError, match="multi_latent_attention .with --use-legacy-models"):
         tool.main(["to-megatron", str(tmp_path / "latent"), str(tmp_path / "out"), "--use-legacy-models"])

@@ -53,6 +53,7 @@ CHANGED = dict(
     window_size="6,0",
     window_attn_skip_freq=3,
     no_rope_freq="4",
+    layer_settings="1: ffn_hidden_size=24",
     attn_logit_softcapping=None,
     final_logit_softcapping=4.0,
     rope_type="rope",

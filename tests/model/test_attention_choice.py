@@ -15,6 +15,7 @@ from megatron.model.facts import RankSetup
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
 from megatron.model.kinds.attention import module as attention
+from megatron.model.kinds.attention.kind import causal_kernel
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Kernels, Model
 from megatron.training.rules import check
@@ -74,7 +75,7 @@ def test_layers_ask_for_what_they_need(monkeypatch, backend, settings, packed):
         assert case.sinks == (model.softmax_type == "learnable")
         assert (case.softcap, case.documents) == (model.attn_logit_softcapping is not None, packed) and not case.masked
         share = RankSetup(device="cpu", precision="fp32", element=4, backend=backend)
-        assert GPTFacts(model, 50).attention_kernel(share, case.window) == NAMES[chosen.name]
+        assert causal_kernel(model, share, case.window) == NAMES[chosen.name]
     assert len(asked) == 2
 
 
@@ -85,10 +86,10 @@ def test_facts_of_long_sequences_name_the_kernel_that_the_table_gives(window):
     for capped, sinks in ((None, {}), (5.0, {}), (None, SINKS), (5.0, SINKS)):
         marks = dict(softcap=capped is not None, sinks=bool(sinks))
         case = Case("cpu", torch.float32, 9000, 9000, causal=True, window=window, **marks)
-        facts = GPTFacts(Model(**long, attn_logit_softcapping=capped, **sinks), 50)
+        model = Model(**long, attn_logit_softcapping=capped, **sinks)
         for backend in ("auto", "explicit", "sdpa"):
             chosen = choose_kernel("attention", case, backend).name
-            assert facts.attention_kernel(RankSetup(device="cpu", backend=backend), window) == NAMES[chosen]
+            assert causal_kernel(model, RankSetup(device="cpu", backend=backend), window) == NAMES[chosen]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_facts_name_the_kernel_of_sinks_on_a_gpu(dtype, precision, monkeypatch):
             case = causal_case(model, "cuda", dtype, 64, sinks=True, unfused=unfused)
             share = RankSetup(device="cuda", precision=precision, backend=backend, plain_softmax=unfused)
             chosen = choose_kernel("attention", case, backend).name
-            assert GPTFacts(model, 50).attention_kernel(share, model.window) == NAMES[chosen], (settings, case, backend)
+            assert causal_kernel(model, share, model.window) == NAMES[chosen], (settings, case, backend)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_facts_name_the_kernel_of_a_ring(device, dtype, precision, monkeypatch):
             case = causal_case(model, device, dtype, 32, sinks=settings == SINKS)
             share = RankSetup(device=device, precision=precision, backend=backend, cp=2)
             chosen = choose_kernel("partial_attention", case, backend).name
-            assert GPTFacts(model, 50).attention_kernel(share) == names[chosen], (settings, backend)
+            assert causal_kernel(model, share) == names[chosen], (settings, backend)
 
 
 def test_the_log_names_the_kernel_of_documents_in_a_ring(monkeypatch):

@@ -4,7 +4,7 @@ arXiv:2507.20534 (section 2.1) and Megatron-LM have it, head by head.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -41,25 +41,37 @@ class Heads:
     cap: float = 0.0
     apart: bool = False
     ffn: int = 4 * HIDDEN
+    lacks: str = ""
+    own: dict[int, dict] = field(default_factory=dict)  # layer -> what it has for itself
     largest: Largest = field(default_factory=Largest)
 
     @property
     def queries(self) -> int:
         return HEADS // self.groups
 
-    def initial_weights(self) -> Tensors:
-        weights, rows = initial_weights(), self.queries * (1 + self.gated) + 2
-        small = 0.05 / math.sqrt(2 * LAYERS)
-        drawn = {
+    def at(self, layer: int) -> "Heads":
+        """What a layer is."""
+        return replace(self, own={}, **self.own.get(layer, {}))
+
+    def matrices(self) -> dict[str, tuple[tuple[int, ...], float]]:
+        """Name in a layer -> shape and standard deviation."""
+        small, rows = 0.05 / math.sqrt(2 * LAYERS), self.queries * (1 + self.gated) + 2
+        return {
             "attention.qkv": ((self.groups, rows, WIDTH, HIDDEN), 0.05),
             "mlp.up": ((self.ffn, HIDDEN), 0.05),
             "mlp.down": ((HIDDEN, self.ffn), small),
         }
-        for name, (shape, std) in ((f"blocks.{n}.{name}", how) for n in range(LAYERS) for name, how in drawn.items()):
+
+    def initial_weights(self) -> Tensors:
+        weights = initial_weights()
+        for name, (shape, std) in (
+            (f"blocks.{n}.{name}", how) for n in range(LAYERS) for name, how in self.at(n).matrices().items()
+        ):
             generator = torch.Generator().manual_seed(seed_of(1234, f"{name}.weight", 0))
             weights[f"{name}.weight"] = torch.empty(shape).normal_(0.0, std, generator=generator).double()
             weights[f"{name}.bias"] = torch.zeros(shape[:-1]).double()
-        return weights
+        gone = tuple(f"blocks.{n}.{part}" for n in range(LAYERS) if (part := self.at(n).lacks))
+        return {name: values for name, values in weights.items() if not (gone and name.startswith(gone))}
 
     def network(self, weights: Tensors, tokens: torch.Tensor, buffers=None) -> torch.Tensor:
         """Tokens [b, s] -> logits [b, s, vocabulary]."""
@@ -72,37 +84,45 @@ class Heads:
             return F.layer_norm(x, (HIDDEN,), weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5)
 
         b, s = tokens.shape
+        x = weights["embedding.word.weight"][tokens] + weights["embedding.position.weight"][:s]
+        for n in range(LAYERS):
+            own, layer = f"blocks.{n}.", self.at(n)
+            if layer.lacks != "attention":
+                attended = layer.attention(own, linear(f"{own}attention.qkv", norm(f"{own}attention_norm", x)), tokens)
+                x = x + linear(f"{own}attention.output", attended)
+            if layer.lacks != "mlp":
+                wide = F.gelu(linear(f"{own}mlp.up", norm(f"{own}mlp_norm", x)), approximate="tanh")
+                x = x + linear(f"{own}mlp.down", wide)
+        return norm("final_norm", x) @ weights["embedding.word.weight"].T
+
+    def attention(self, own: str, qkv: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The outputs of all heads, from their queries, keys and values."""
+        b, s = tokens.shape
         seen = torch.ones(s, s, dtype=torch.bool).tril().triu(-self.window).repeat(b, 1, 1)
         for row, at in (tokens == EOD).nonzero().tolist() if self.apart else ():
             seen[row, at + 1 :, : at + 1] = False
-        x = weights["embedding.word.weight"][tokens] + weights["embedding.position.weight"][:s]
-        for n in range(LAYERS):
-            own = f"blocks.{n}."
-            parts = linear(f"{own}attention.qkv", norm(f"{own}attention_norm", x)).view(b, s, self.groups, -1, WIDTH)
-            results = []
-            for head in range(HEADS):
-                group, place = divmod(head, self.queries)
-                query, (key, value) = parts[:, :, group, place], parts[:, :, group, -2:].unbind(2)
-                scores = (query @ key.transpose(1, 2) / math.sqrt(WIDTH)).masked_fill(~seen, -torch.inf)
-                self.largest.see(own, head, scores)
-                scores = self.cap * (scores / self.cap).tanh() if self.cap else scores
-                result = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
-                if self.gated:
-                    result = result * parts[:, :, group, self.queries + place].sigmoid()
-                results.append(result)
-            x = x + linear(f"{own}attention.output", torch.cat(results, -1))
-            wide = F.gelu(linear(f"{own}mlp.up", norm(f"{own}mlp_norm", x)), approximate="tanh")
-            x = x + linear(f"{own}mlp.down", wide)
-        return norm("final_norm", x) @ weights["embedding.word.weight"].T
+        parts, results = qkv.view(b, s, self.groups, -1, WIDTH), []
+        for head in range(HEADS):
+            group, place = divmod(head, self.queries)
+            query, (key, value) = parts[:, :, group, place], parts[:, :, group, -2:].unbind(2)
+            scores = (query @ key.transpose(1, 2) / math.sqrt(WIDTH)).masked_fill(~seen, -torch.inf)
+            self.largest.see(own, head, scores)
+            scores = self.cap * (scores / self.cap).tanh() if self.cap else scores
+            result = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
+            if self.gated:
+                result = result * parts[:, :, group, self.queries + place].sigmoid()
+            results.append(result)
+        return torch.cat(results, -1)
 
     def clip(self, weights: Tensors) -> dict:
         """Scale the weights of heads, and forget their logits."""
         for n in range(LAYERS):
-            for group in range(self.groups):
-                own, first = f"blocks.{n}.", group * self.queries
-                eta = self.largest.eta(own, range(first, first + self.queries), self.threshold)
+            own, layer = f"blocks.{n}.", self.at(n)
+            for group in range(layer.groups if layer.lacks != "attention" else 0):
+                first = group * layer.queries
+                eta = self.largest.eta(own, range(first, first + layer.queries), self.threshold)
                 rows = weights[f"{own}attention.qkv.weight"][group]
-                rows[: self.queries] *= eta**ALPHA
+                rows[: layer.queries] *= eta**ALPHA
                 rows[-2] *= eta ** (1 - ALPHA)
         return forget(self.largest)
 

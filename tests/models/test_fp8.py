@@ -187,7 +187,8 @@ def test_columns_are_cast_from_the_numbers_themselves(recipe):
         kind = torch.float8_e5m2 if cast is dy else torch.float8_e4m3fn
         if cast is dy or recipe == "mxfp8":
             assert torch.equal(dequantize(operand[:2], tile).double(), rounded(cast.double(), *rows, kind))
-            assert torch.equal(dequantize(operand[2:], tile).double(), rounded(cast.T.double(), *rows, kind))
+            columns = dequantize(operand[2:], tile).double()[:, : len(cast)]
+            assert torch.equal(columns, rounded(cast.T.double(), *rows, kind))
     x, weight = drawn(150, 512, seed=3, dtype=torch.float32), layer.weight.detach()
     with torch.no_grad():
         layer.bias.zero_()

@@ -60,12 +60,25 @@ LAYOUTS = {
     "cp2 in a ring": (2, "both", CP),
     "cp2, gathered": (2, "both", f"{CP} --cp-comm-type allgather"),
     "cp2, gathered, flash attention": (2, "both", f"{CP} --cp-comm-type allgather --attention-backend sdpa"),
+    "cp2, gathered, up products again": (2, "both", f"{CP} --cp-comm-type allgather {AGAIN} mla_up_proj"),
+    "cp2, gathered, core again": (2, "keys and values", f"{CP} --cp-comm-type allgather {AGAIN} core_attn"),
+    "tp2 cp2, gathered, both again": (4, "both", f"{TP} {CP} --cp-comm-type allgather {AGAIN} mla_up_proj core_attn"),
+    "tp2 cp3, gathered, sequence parallelism": (
+        6,
+        "both",
+        f"{SP} --context-parallel-size 3 --cp-comm-type allgather {AGAIN} mla_up_proj",
+    ),
+    "pp2 cp2, gathered, zb-h1": (
+        4,
+        "keys and values",
+        f"{PP} {CP} --cp-comm-type allgather --pipeline-schedule zb-h1 --micro-batch-size 1",
+    ),
     "cp2, heads for rows": (2, "keys and values", f"{CP} --cp-comm-type a2a"),
     "tp2 cp2, heads for rows": (4, "both", f"{SP} {CP} --cp-comm-type a2a"),
     "tp2 pp2, zb-h1": (4, "both", f"{SP} {PP} --pipeline-schedule zb-h1 --micro-batch-size 1"),
 }
 LATENT_FLAGS = FAMILIES["both"].flags
-LONG = {"tp2 cp2, heads for rows", "tp2 pp2, zb-h1"}
+LONG = {"tp2 cp2, heads for rows", "tp2 pp2, zb-h1", "tp2 cp2, gathered, both again", "pp2 cp2, gathered, zb-h1"}
 
 
 def pretrain(rank: int, words: str) -> None:
@@ -104,6 +117,8 @@ DROPS = "--attention-dropout 0.1 --hidden-dropout 0.1"
         ("cp2", PACKED),
         ("cp2a2a", PACKED),
         ("cp2gather", PACKED),
+        ("cp2gather", "--lora-rank 2"),
+        ("cp2gather", "--lora-rank 2 --lora-dropout 0.3"),
         ("tp2sp", DROPS),
         ("cp2", DROPS),
         ("cp2a2a", DROPS),

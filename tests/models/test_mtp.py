@@ -13,13 +13,14 @@ import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.data import batch_arrays
 from megatron.data.loader import MicroBatch
+from megatron.entry import start
 from megatron.errors import SettingsError
 from megatron.inference.load import load_model
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import seed_of
 from megatron.settings.schema import Model
-from tests.models import plain_gpt
+from tests.models import own_head, plain_gpt
 from tests.models.in_layouts import check_layout
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, Job, documents, initial_weights
 from tests.training.test_plain_loop import ADAM, FLAGS, records
@@ -161,6 +162,17 @@ def test_any_layout_is_the_plain_loop(layout, run_ranks, tmp_path):
         assert {name for name in reader.tensors if not name.startswith("optimizer.")} == set(weights)
         for name, wanted in weights.items():
             assert (reader.read(name).double() - wanted).abs().max() < 2e-5, name
+
+
+def test_a_recipe_with_a_head_of_its_own_has_the_depths(tmp_path):
+    """With a weight of 0 its loss changes nothing; it is logged beside those of the depths, which train as without it."""
+    start(f"{LINE} --ahead-loss-coeff 0 --save {tmp_path}".split(), own_head.recipe())
+    steps, _ = plain()
+    found = records(tmp_path, "step")
+    assert [{name: step[name] for name in steps[0]} for step in found] == [
+        pytest.approx(step, rel=2e-5) for step in steps
+    ]
+    assert {"mtp_1 loss", "mtp_2 loss"} < set(steps[0]) and all(step["ahead loss"] > 1 for step in found)
 
 
 def test_tokens_ahead_are_those_of_the_same_document():

@@ -2,6 +2,7 @@
 """The time of recomputed modules in a plan: the FLOPs and bytes that their sizes say, on devices with one finite speed."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,3 +77,19 @@ def test_a_backward_pass_has_these_products_more(shape, up):
     plain = flops("")
     assert flops("layernorm mlp_act") == plain
     assert flops("layernorm mlp") - plain == 2 * 2 * ROWS * H * FFN * (up + 1)
+
+
+def test_depths_recompute_what_the_last_layer_does():
+    """One layer in two is recomputed, and a depth of multi-token prediction only after the second."""
+    infinite = dict(attention={"fp32": math.inf}, bandwidth=math.inf, inner=math.inf)
+    cluster = Cluster(Device("one", "cpu", flops={"fp32": 1.0}, rows=0.0, launch=0, latency=0, **infinite), 1, 1)
+
+    def took(depths, again=None, left_out=None) -> float:
+        model = replace(model_of("gpt2"), mtp_num_layers=depths)
+        layout = Layout(micro_batch_size=B, recompute=Recompute(again, no_recompute_layers=left_out))
+        return speed.step(Job(GPTFacts(model, 40), B, "fp32", "cpu"), layout, cluster).seconds
+
+    layer = took(None, "full", "1") - took(None)
+    assert layer > 0
+    assert took(2, "full", "1") - took(2) == pytest.approx(layer)
+    assert took(2, "full", "0") - took(2) == pytest.approx(3 * layer)

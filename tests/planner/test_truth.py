@@ -28,6 +28,8 @@ LLAMA = f"""{PLAIN} --swiglu --normalization RMSNorm --position-embedding-type r
 
 GDN = f"""{PLAIN} --experimental-attention-variant gdn --linear-attention-freq 2 --linear-num-key-heads 4
     --linear-num-value-heads 8 --linear-key-head-dim 8 --linear-value-head-dim 8 --attention-output-gate"""
+LATENT = f"""{PLAIN} --multi-latent-attention --position-embedding-type rope --normalization RMSNorm --qk-layernorm
+    --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8"""
 # Of groups and key heads that ranks of cp cannot divide: they pass states on
 STATES = f"""{PLAIN} --hybrid-layer-pattern M*GM --linear-num-key-heads 2 --linear-num-value-heads 4
     --linear-key-head-dim 8 --linear-value-head-dim 6 --mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 8"""
@@ -129,6 +131,10 @@ CASES = [
     ("dp2-zero3", f"{GDN} --bf16 --freeze *.A_log blocks.1.* --optimizer-cpu-offload --optimizer-offload-fraction 0.5"),
     ("tp2sp-cp2-zero3", f"{GDN} --recompute-granularity core_attn"),
     ("pp2-dp2-zero2", f"{GDN} --bf16 --optimizer muon"),
+    ("cp2gather", f"{LATENT} --attention-backend sdpa"),
+    ("tp2-cp2gather", f"{LATENT} --recompute-granularity selective --recompute-modules core_attn mla_up_proj"),
+    ("tp2sp-cp2gather-zero1", f"{LATENT} --q-lora-rank 12 --micro-batch-size 2"),
+    ("tp2sp-cp2gather", f"{LATENT} --recompute-granularity full"),
     ("tp2sp-cp2", f"{STATES} --recompute-granularity core_attn"),
     ("cp4gather", f"{STATES} --linear-conv-kernel-dim 1 --micro-batch-size 2"),
     ("cp4a2a2-zero1", f"{STATES} --linear-num-key-heads 6 --linear-num-value-heads 6 --bf16"),

@@ -18,6 +18,7 @@ from tests.tasks.classification import SIZE, Toy
 ALIKE = "parallel tokenizer optimizer recompute precision checkpoint guard logging planner profiling".split()
 USED = """
     hybrid_layer_pattern mtp_num_layers no_rope_freq hybrid_attention_ratio hybrid_mlp_ratio
+    layer_settings heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
     experimental_attention_variant attention_output_gate
     num_layers num_experts hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
     group_query_attention num_query_groups multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim

@@ -16,10 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from megatron.fused_kernels import attention, reference
+from megatron.fused_kernels import attention, fp8, reference, scaled_mm
 from megatron.fused_kernels.decode_attention import Places
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
+from megatron.fused_kernels.fp8 import BLOCKS, E4M3, E5M2, MX, SQUARES, WHOLE
 
 MODULES = dict(
     layer_norm="norms",
@@ -34,7 +35,13 @@ MODULES = dict(
     unpermute="expert_rows",
     cross_entropy="cross_entropy",
     decode_attention="decode_attention",
+    fp8_cast="fp8_casts",
+    fp8_turn="fp8_casts",
 )
+OF_TORCH = {  # ops whose probe tries a kernel of torch, which differs between releases and devices
+    "attention": attention.varlen,
+    **{op: getattr(scaled_mm, op) for op in ("fp8_tensorwise", "fp8_blockwise", "fp8_blockwise_square", "fp8_mxfp8")},
+}
 TOLERANCE = 2e-2  # relative to the norm of a tensor: both sides round to bf16
 NO_VALUES = "tensors have no values here"
 RESULTS: dict[str, str] = {}  # of this process's probes, for layers that are compiled later
@@ -50,9 +57,7 @@ def kernel(op: str) -> Callable:
 
 
 def probe(op: str) -> str:
-    """Why the Triton kernel of an op cannot be used on the CUDA device; "" if it can. For attention: torch's kernel for
-    documents, whose signature and devices differ between releases.
-    """
+    """Why the Triton kernel of an op, or torch's (`OF_TORCH`), cannot be used on the CUDA device; "" if it can."""
     if torch.compiler.is_compiling():
         return RESULTS.get(op, "it was not probed before it was compiled")  # tracing cannot run a probe
     if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
@@ -69,8 +74,7 @@ def _probe(op: str) -> str:
     uncast = torch._C.DisableTorchFunction()  # disables `Autocast`
     try:
         with torch.inference_mode(False), torch.enable_grad(), apart, uncast:
-            run = attention.varlen if op == "attention" else kernel(op)
-            wrong = compare(op, run, "cuda", torch.bfloat16)
+            wrong = compare(op, OF_TORCH.get(op) or kernel(op), "cuda", torch.bfloat16)
     except Exception as error:  # of the compiler, the driver or the device: any of them selects torch's ops
         return f"the probe failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return f"the probe found {wrong}" if wrong else ""
@@ -175,7 +179,43 @@ def _cross_entropy_case(device, dtype):
     return [_drawn((len(labels), 300), device, dtype, 0)], call
 
 
+def _cast_case(device, dtype):
+    """Rows and columns of blocks of 1 x 128 and 1 x 32, squares, and whole tensors, with a tile of zeros; a transpose."""
+
+    def call(run, x):
+        x = x.detach()
+        x[3, :128] = 0
+        tiles = (BLOCKS, E4M3), (MX, E5M2), (SQUARES, E4M3), (WHOLE, E4M3)
+        found = [run(x, tile, kind, fp8.amax_of(x), columns=True) for tile, kind in tiles[3:]]
+        found += [run(x, tile, kind, columns=True) for tile, kind in tiles[:3]]
+        return tuple(one.float() for cast in found for one in cast)
+
+    return [_drawn((150, 256), device, dtype, 0)], call
+
+
+def _turn_case(device, dtype):
+    def call(run, x):
+        casts = [(fp8.quantize(x.detach(), tile, E4M3), tile) for tile in (BLOCKS, MX, WHOLE)]
+        return tuple(one.float() for cast in casts for one in run(*cast))
+
+    return [_drawn((150, 256), device, dtype, 0)], call
+
+
+def _product_case(tile: fp8.ScaleTile, of_b: fp8.ScaleTile) -> Callable:
+    def call(run, a, b):
+        casts = fp8.quantize(a.detach(), tile, E4M3), fp8.quantize(b.detach(), of_b, E4M3)
+        return tuple(run(*casts, kind).float() for kind in (torch.bfloat16, torch.float32))
+
+    return lambda device, dtype: ([_drawn((144, 640), device, dtype, 0), _drawn((256, 640), device, dtype, 1)], call)
+
+
 CASES = dict(
+    fp8_cast=_cast_case,
+    fp8_turn=_turn_case,
+    fp8_tensorwise=_product_case(WHOLE, WHOLE),
+    fp8_blockwise=_product_case(BLOCKS, BLOCKS),
+    fp8_blockwise_square=_product_case(BLOCKS, SQUARES),
+    fp8_mxfp8=_product_case(MX, MX),
     layer_norm=_norm_case(0, 2),
     rms_norm=_norm_case(0, 1),
     add_layer_norm=_norm_case(1, 2),

@@ -10,13 +10,13 @@ Legend: n tokens of a micro-batch (s x b), h hidden, v vocabulary.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from megatron.model.bert.settings import BertSettings, own_settings
 from megatron.model.branches import Branch
 from megatron.model.facts import Bytes
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.kinds.attention.full import BIDIRECTIONAL, full_attention_kernel
+from megatron.model.kinds.attention.full import BIDIRECTIONAL
 from megatron.model.kinds.table import KINDS
 from megatron.model.layer_ops import RankSetup, Residual
 from megatron.model.weights import Table, Unit, add_prefix, norm
@@ -72,9 +72,6 @@ class BertFacts(GPTFacts):
         """The weights of the head for the next sentence: the pooler, and two scores."""
         m = self.settings
         return {**add_prefix("pooler", dense(m, m.hidden_size)), **add_prefix("scores", dense(m, 2))}
-
-    def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
-        return full_attention_kernel(self.settings, share)
 
     def branches(self, layer: int) -> tuple[Branch, ...]:
         branches = super().branches(layer)

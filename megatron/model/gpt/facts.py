@@ -14,11 +14,11 @@ from typing import ClassVar, Optional
 
 from megatron.model.branches import Branch
 from megatron.model.facts import Facts, experts_in
-from megatron.model.kinds.attention.kind import causal_kernel
 from megatron.model.kinds.mixer import PLACES, Mixer
 from megatron.model.kinds.table import KINDS, chosen, letters_of
-from megatron.model.layer_ops import NORM, RankSetup
+from megatron.model.layer_ops import NORM
 from megatron.mpu.placement import elements
+from megatron.settings.layer_settings import NO_OP, written
 from megatron.settings.schema import Config, Model
 
 HEAD = 8  # width of a head in a shrunk model
@@ -53,7 +53,8 @@ class GPTFacts(Facts):
             branches = [letters_of(self.mixers)[own[layer]]]
         else:
             layer = min(layer, self.num_layers - 1)  # a depth of multi-token prediction has a layer as the last one
-            branches = [(chosen(self.mixers, place, self.settings, layer),) for place in PLACES]
+            places = [place for place in PLACES if place != self.settings.lacks(layer)]
+            branches = [(chosen(self.mixers, place, self.settings, layer),) for place in places]
         return tuple(Branch.at(self.settings.norm_position, mixers[0].slot, *mixers) for mixers in branches)
 
     @property
@@ -82,37 +83,56 @@ class GPTFacts(Facts):
             model_name_or_path=None,
         )
         own = {name: value for kind in self.mixers.values() for name, value in kind.shrunk(m, small, tp).items()}
-        small = replace(small, **own)
+        small = replace(small, **own, layer_settings=self._small_layers(small, tp))
         rotary = int(small.head_dim * m.rotary_percent)
         return replace(small, rotary_percent=m.rotary_percent if rotary % 2 == 0 and rotary > 1 else 0.5)
 
+    def _small_layers(self, small: Model, tp: int) -> Optional[str]:
+        """--layer-settings of a shrunk model: those of the first layers, with sizes that fit."""
+        m, found = self.settings, {}
+        for layer in range(min(small.num_layers, m.num_layers) if m.layer_settings else 0):
+            if small.letters[layer : layer + 1] != m.letters[layer : layer + 1]:  # of another kind
+                continue
+            own = m.settings_of_layer(layer)
+            of_layer, part = replace(m, layer_settings=None, **own), m.lacks(layer)
+            found[layer] = {NO_OP: part} if part else {}
+            for kind in self.mixers.values():
+                sizes = kind.shrunk(of_layer, small, tp).items()
+                found[layer] |= {name: value for name, value in sizes if name in own and value != getattr(small, name)}
+        return written(found) or None
+
     def divisible_by_tp(self) -> dict[str, int]:
-        sizes = [mixer.divided(self.settings) for mixer in self._present]
-        return {name: size for own in sizes for name, size in own.items()}
+        found: dict[str, int] = {}
+        for settings, mixer in self._present:
+            for name, size in mixer.divided(settings).items():  # layers may have other sizes
+                found[name if found.get(name, size) == size else f"{name} of other layers ({size})"] = size
+        return found
 
     @cached_property
-    def _present(self) -> list[Mixer]:
-        """The kinds of its layers."""
-        return [mixer for kind in sorted(self.layer_kinds) for branch in kind.branches for mixer in branch.mixers]
+    def _present(self) -> list[tuple[Model, Mixer]]:
+        """The kinds of its layers, with the settings of these layers."""
+        kinds = ((kind.settings(self.settings), kind) for kind in sorted(self.layer_kinds))
+        return [(own, mixer) for own, kind in kinds for branch in kind.branches for mixer in branch.mixers]
 
     @property
     def rotated(self) -> Optional[int]:
         """The channels of each head that rotary positions turn; None: no layer has positions."""
-        return next((mixer.rotated(self.settings) for mixer in self._present if mixer.rotated), None)
+        return next((mixer.rotated(self.settings) for _, mixer in self._present if mixer.rotated), None)
 
     def shares_heads(self, tp: int, cp: int) -> bool:
-        heads = [mixer.heads(self.settings) for mixer in self._present if mixer.heads and not mixer.scans]
+        heads = [mixer.heads(own) for own, mixer in self._present if mixer.heads and not mixer.scans]
         return bool(heads) and all(number % (tp * cp) == 0 for number in heads)
 
     def describe(self, count: str) -> str:
         m, active = self.settings, ""
-        for mixer in self._present:
+        for own, mixer in self._present:
             if mixer.used:
-                used, of = mixer.used(m)
+                used, of = mixer.used(own)
                 share = self.active_parameters / self.parameters
                 active = f", {used} of {of} {mixer.name} for each token ({share:.1%} of the parameters)"
         return (
-            f"{self.name} of {count} parameters{active}: {m.num_layers} layers{f' {m.letters}' * bool(m.letters)}, "
+            f"{self.name} of {count} parameters{active}: {m.num_layers} layers{f' {m.letters}' * bool(m.letters)}"
+            f"{f' ({m.layer_settings})' * bool(m.layer_settings)}, "
             f"hidden {m.hidden_size}, {m.num_attention_heads} heads, sequence {m.seq_length}, vocabulary {self.vocab_size}"
         )
 
@@ -128,6 +148,3 @@ class GPTFacts(Facts):
                         elements(experts_in(self.layer_weights(self.layer_kind(layer), False))) * (of - used) // of
                     )
         return self.parameters - unused
-
-    def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
-        return causal_kernel(self.settings, share, window)

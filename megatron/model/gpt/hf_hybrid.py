@@ -6,6 +6,7 @@ transformers' Nemotron-H has no step size below `time_step_min`; NVIDIA's own co
 a number so small that it makes no difference, and imports are compared with it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.errors import CheckpointError
@@ -43,7 +44,7 @@ def against_mamba2(m: Model) -> dict[str, bool]:
 
 def against_nemotron_h(m: Model) -> dict[str, bool]:
     return {
-        f"--hybrid-layer-pattern {m.letters}": bool(m.letters.strip("M*-E")),
+        f"--hybrid-layer-pattern {m.letters}": bool((m.letters + m.letters_ahead).strip("M*-E")),
         "--disable-bias-linear is missing": m.qkv_bias,
     } | against_experts("nemotron_h")(m)
 
@@ -61,16 +62,12 @@ def from_nemotron_h(c: dict[str, Any]) -> tuple[Model, int]:
     refuse(c, mamba_hidden_act=("silu",), mlp_hidden_act=("relu2",), sliding_window=OFF, residual_in_fp32=OFF)
     refuse(c, **dict.fromkeys(("use_bias", "mamba_proj_bias", "attention_bias", "mlp_bias"), OFF))
     refuse(c, use_conv_bias=(True, None), conv_kernel=(TAPS, None), **UNUSED)
+    c.get("num_nextn_predict_layers")
     words = c.get("layers_block_type") or c.get("hybrid_override_pattern") or ()
-    if other := sorted({str(word) for word in words} - set(WORDS)):
-        raise CheckpointError(
-            f"layers of {', '.join(other)} (layers_block_type in config.json) cannot be expressed here",
-            f"a Nemotron-H has layers of {', '.join(word for word in WORDS if len(word) > 1)}",
-        )
     for key in UNREAD:
         c.get(key)
     heads, groups = int(c["num_attention_heads"]), int(c.get("num_key_value_heads") or 8)
-    letters = "".join(WORDS[word] for word in words)
+    letters = _letters(words, "layers_block_type")
     layers = dict(
         hybrid_layer_pattern=letters,
         num_attention_heads=heads,
@@ -84,6 +81,21 @@ def from_nemotron_h(c: dict[str, Any]) -> tuple[Model, int]:
         **(mixer_experts(EXPERTS | c) if "E" in letters else {}),
     )
     return _model(c, int(c["max_position_embeddings"]), **layers), int(c["vocab_size"])
+
+
+def letters_ahead(c: dict[str, Any]) -> str:
+    """The layers of a depth of multi-token prediction of a Nemotron-H."""
+    words = c.get("mtp_layers_block_type") or c.get("mtp_hybrid_override_pattern") or ("full_attention", "moe")
+    return _letters(words, "mtp_layers_block_type")
+
+
+def _letters(words: Sequence[str], key: str) -> str:
+    if other := sorted({str(word) for word in words} - set(WORDS)):
+        raise CheckpointError(
+            f"layers of {', '.join(other)} ({key} in config.json) cannot be expressed here",
+            f"a Nemotron-H has layers of {', '.join(word for word in WORDS if len(word) > 1)}",
+        )
+    return "".join(WORDS[word] for word in words)
 
 
 def _model(c: dict[str, Any], length: int, **layers: Any) -> Model:
@@ -121,6 +133,8 @@ def to_nemotron_h(m: Model) -> dict[str, Any]:
     words = {letter: word for word, letter in reversed(WORDS.items()) if len(word) > 1}
     return _common(m) | dict(
         layers_block_type=[words[letter] for letter in m.letters],
+        num_nextn_predict_layers=m.depths,
+        **(dict(mtp_layers_block_type=[words[letter] for letter in m.letters_ahead]) if m.depths else {}),
         num_attention_heads=m.num_attention_heads,
         num_key_value_heads=m.query_groups,
         head_dim=m.head_dim,

@@ -12,6 +12,7 @@ stores q_proj, k_proj and v_proj as one qkv_proj, gate_proj and up_proj as one g
 1 + weight, ours by the weight: conversions add 1 and subtract it, in fp32.
 """
 
+from megatron.model.gpt import hf_ahead
 from megatron.model.hf_match import BESIDE, MIXERS, Match
 from megatron.model.kinds.mixer import PLACES
 from megatron.model.kinds.table import KINDS, chosen, letters_of, resolved
@@ -73,23 +74,33 @@ def _gpt2(model: Model) -> list[Match]:
 def _decoder(kind: str, model: Model) -> list[Match]:
     norm = _centred_norm if kind in CENTRED else _norm
     result = [Match("embedding.word.weight", ("model.embed_tokens.weight",))]
-    for n in range(model.num_layers):
-        ours, theirs = f"blocks.{n}.", f"model.layers.{n}."
-        mixers = [chosen(KINDS, place, model, n) for place in PLACES]
-        result += [norm(f"{ours}{mine}", f"{theirs}{name}") for mine, name in _norm_names(model, mixers[0].slot)]
+
+    def layer(n: int, ours: str, theirs: str) -> list[Match]:
+        mixers = [chosen(KINDS, place, model, min(n, model.num_layers - 1)) for place in PLACES]
+        found = [norm(f"{ours}{mine}", f"{theirs}{name}") for mine, name in _norm_names(model, mixers[0].slot)]
         for mixer in mixers:
-            result += resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, norm)
-    return result + [norm("final_norm", "model.norm")] + _output(model)
+            found += resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, norm)
+        return found
+
+    for n in range(model.num_layers):
+        result += layer(n, f"blocks.{n}.", f"model.layers.{n}.")
+    ahead = hf_ahead.matches(kind, model, norm, layer)
+    return result + [norm("final_norm", "model.norm")] + _output(model) + ahead
 
 
 def _mixers(kind: str, model: Model) -> list[Match]:
     """Of models whose layers are a norm and a mixer each."""
-    result = [Match("embedding.word.weight", ("backbone.embeddings.weight",))]
-    for n, letter in enumerate(model.letters):
-        ours, theirs, (mixer,) = f"blocks.{n}.", f"backbone.layers.{n}.", letters_of(KINDS)[letter]
-        result.append(_norm(f"{ours}{mixer.slot}_norm", f"{theirs}norm"))
-        result += resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, _norm)
-    return result + [_norm("final_norm", "backbone.norm_f")] + _output(model)
+    result, letters = [Match("embedding.word.weight", ("backbone.embeddings.weight",))], model.letters
+
+    def layer(n: int, ours: str, theirs: str) -> list[Match]:
+        (mixer,) = letters_of(KINDS)[(letters + model.letters_ahead)[n]]
+        found = [_norm(f"{ours}{mixer.slot}_norm", f"{theirs}norm")]
+        return found + resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, _norm)
+
+    for n in range(len(letters)):
+        result += layer(n, f"blocks.{n}.", f"backbone.layers.{n}.")
+    ahead = hf_ahead.matches(kind, model, _norm, layer)
+    return result + [_norm("final_norm", "backbone.norm_f")] + _output(model) + ahead
 
 
 def _beside(kind: str, model: Model) -> list[Match]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron.errors import CheckpointError, SettingsError
-from megatron.model.gpt import hf_falcon, hf_hybrid
+from megatron.model.gpt import hf_ahead, hf_falcon, hf_hybrid
 from megatron.model.gpt.hf_layers import layer_types, our_rotation, our_windows, their_rotation, their_window, two_ropes
 from megatron.model.gpt.hf_rope import our_rope, refuse, their_rope
 from megatron.model.kinds.experts.hf import DENSE, against_experts, effective_experts, our_experts, their_experts
@@ -29,6 +29,7 @@ LLAMA: dict[str, Any] = dict(
     rope_type="rope",
     rope_local_base_freq=None,
     no_rope_freq=None,
+    layer_settings=None,
     normalization="RMSNorm",
     norm_position="pre",
     qk_layernorm=False,
@@ -375,7 +376,8 @@ def their_settings(model: Model, vocab_size: int, end: int | None, dtype: str) -
         dtype=dtype,
         use_cache=True,
     )
-    return shared | (THEIRS[kind](model) if kind in THEIRS else _to_decoder(kind, model))
+    ahead = dict(num_nextn_predict_layers=model.depths) if model.depths and not hf_ahead.reason(kind, model) else {}
+    return shared | (THEIRS[kind](model) if kind in THEIRS else _to_decoder(kind, model)) | ahead
 
 
 def _to_gpt2(model: Model) -> dict[str, Any]:

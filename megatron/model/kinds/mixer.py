@@ -37,6 +37,7 @@ class Mixer:
     chooses: (for each transformer layer, whether it has this kind) -> the settings that say so; {}: there are none
     asked:   settings of the model -> the words that ask for such layers; "": they have none
     settings: a frozen dataclass of its own `setting`s, whose fields `Model` has, too
+    reads:   settings of other kinds that single layers may have for themselves, and that it reads, too
     rules:   invalid combinations of settings, in models that may have it
     mixes_tokens: whether a token's output depends on other tokens: `full_attn` recomputes it with its norm, `mlp` not
     sums:    settings of the model -> name of a sum over tokens that its forward function returns -> its weight in the loss
@@ -74,6 +75,7 @@ class Mixer:
     chooses: Callable[[Sequence[bool]], dict[str, Any]] = lambda layers: {}
     asked: Callable[[Model], str] = lambda model: ""
     settings: Optional[type] = None
+    reads: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     mixes_tokens: bool = False
     sums: Callable[[Model], Mapping[str, float]] = lambda model: {}

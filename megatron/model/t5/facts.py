@@ -21,6 +21,7 @@ from typing import Any
 from megatron.model.branches import Branch, LayerKind
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.kinds.attention.full import BIDIRECTIONAL, WIDE, attention_over_all
+from megatron.model.kinds.attention.kind import causal_kernel
 from megatron.model.kinds.mlp.kind import mlp, mlp_ops
 from megatron.model.kinds.table import KINDS
 from megatron.model.layer_ops import RankSetup, Residual
@@ -30,7 +31,7 @@ from megatron.mpu.placement import Normal, Placement
 from megatron.settings.schema import Config, Model
 
 DECODER_ATTENTION = replace(
-    KINDS["attention"], ops=lambda facts, x: attention_over_all(x, facts.attention_kernel(x.share))
+    KINDS["attention"], ops=lambda facts, x: attention_over_all(x, causal_kernel(facts.settings, x.share))
 )
 FEED_FORWARD = replace(
     KINDS["mlp"],

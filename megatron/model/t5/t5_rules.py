@@ -97,6 +97,10 @@ RULES = (
     ),
     *refused("mtp_num_layers", "this model does not predict tokens further ahead"),
     *refused("no_rope_freq", "all layers of this model have the same positions"),
+    *refused(
+        "layer_settings heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json",
+        "all layers of this model have the same sizes",
+    ),
     *refused("geglu", "say --feed-forward-proj gated-gelu"),
     *refused(
         "scale_embedding quick_geglu activation_func_clamp_value glu_linear_offset", "this model does not have it"

@@ -330,7 +330,7 @@ weights start from N(0, --init-method-std), output layers scaled by depth
 residuals are added to what the norm before them read; see --norm-position
     --apply-residual-connection-post-layernorm
 all layers of a kind are alike
-    --heterogeneous-* --mhc-* --enable-mhc-connections --freeze-all-layers
+    --mhc-* --enable-mhc-connections --freeze-all-layers
 a model of your own is a module with a function recipe(): --model-type MODULE, docs/extending.md
     --spec
 each depth of --mtp-num-layers has layers and a norm of its own, and its gradients reach the network

@@ -5,7 +5,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Optional
@@ -25,6 +26,7 @@ from megatron.settings.declare import (
 )
 from megatron.settings.hybrid_pattern import AHEAD as DEPTH
 from megatron.settings.hybrid_pattern import letters_ahead, letters_of, shortened
+from megatron.settings.layer_settings import NO_OP, read_layer_settings
 from megatron.settings.network import PLAIN, Network, formula, last_of_each, shape
 
 # Conditions for effects --------------------------------------------------------------------------------------------------
@@ -66,6 +68,7 @@ yarn = shown_by(SCALING, needs=YARN, on_resume="refused")
 quantized = shown_by(QUANTIZING, on_resume="refused")
 masked = shown_by(MASKING, on_resume="refused")
 ratio = shown_by("test_ratios_are_the_pattern_that_they_spread", on_resume="irrelevant")
+blocks = shown_by("test_files_of_blocks_become_settings_of_layers", on_resume="irrelevant")
 pair = shown_by(PAIRS, on_resume="refused")
 
 
@@ -92,6 +95,18 @@ class Shape:
         None,
         "--hybrid-override-pattern",
         on_resume="another model",
+    )
+    layer_settings: Optional[str] = shown_by("test_layer_settings::test_any_layout_is_the_plain_loop")(
+        "settings of single layers: '3,7-9: ffn_hidden_size=1024; 0: num_query_groups=2 no_op=mlp'; layers count from 0 "
+        "(docs/hybrid.md#layers-of-other-sizes)",
+        None,
+        on_resume="another model",
+    )
+    heterogeneous_layers_config_path: Optional[str] = blocks(
+        "JSON file whose block_configs become --layer-settings, as Megatron-LM and Llama-Nemotron have it", None
+    )
+    heterogeneous_layers_config_encoded_json: Optional[str] = blocks(
+        "the content of --heterogeneous-layers-config-path", None
     )
     hybrid_attention_ratio: Share = ratio(
         "share of layers with attention, evenly among Mamba layers; the pattern that Megatron-LM made of it up to 0.16",
@@ -377,7 +392,24 @@ class Model(*reversed(_of_kinds()), Shape):
         return hash((self.num_layers, self.hidden_size, self.seq_length, self.ffn_hidden_size, self.num_experts))
 
     def overrides(self, layer: int) -> tuple[tuple[str, Any], ...]:
-        """The settings of a layer that differ from the model's."""
-        window = () if self.window_of(layer) == self.window else (("window_size", None),)
-        plain = self.position_embedding_type == "rope" and not self.rotates(layer)
-        return (*window, *((("position_embedding_type", "none"),) if plain else ()))
+        """The settings of a layer that differ from the model's. Raises ValueError for a bad `layer_settings`."""
+        own = {} if self.window_of(layer) == self.window else {"window_size": None}
+        if self.position_embedding_type == "rope" and not self.rotates(layer):
+            own["position_embedding_type"] = "none"
+        if self.layer_settings:
+            own |= self.settings_of_layer(layer)
+        return tuple((name, value) for name, value in own.items() if value != getattr(self, name))
+
+    @cached_property
+    def by_layer(self) -> Mapping[str, type]:
+        """The settings that layers may have for themselves -> the types of their values."""
+        return {one.name: read for one in fields(self) if (read := one.metadata.get("by_layer"))}
+
+    def settings_of_layer(self, layer: int) -> dict[str, Any]:
+        """What --layer-settings says of a layer, but for `NO_OP`. Raises ValueError."""
+        own = read_layer_settings(self.layer_settings).get(layer, {}) if self.layer_settings else {}
+        return {name: self.by_layer[name](value) for name, value in own.items() if name != NO_OP}
+
+    def lacks(self, layer: int) -> str:
+        """The part of a transformer layer that it does not have, attention or mlp; "": it has both."""
+        return read_layer_settings(self.layer_settings).get(layer, {}).get(NO_OP, "") if self.layer_settings else ""

@@ -117,13 +117,19 @@ def attention_ops(facts, x: Residual) -> tuple[LayerOp, ...]:
     return self_attention(x, *_norms_across_heads(x), *causal_core(facts, x, AttentionHeads.of(x.model), kept))
 
 
+Gathered = tuple[LayerOp, ...]  # the messages, and what follows them on each rank
 Kept = Callable[[Any, RankSetup, str, Optional[int]], tuple[int, int]]  # see `_core_kept`
 
 
-def causal_core(facts, x: Residual, of: AttentionHeads, kept: Kept) -> tuple[LayerOp, ...]:
-    """softmax(q k) v of causal attention with these heads, and the messages of context parallel ranks."""
+def causal_core(
+    facts, x: Residual, of: AttentionHeads, kept: Kept, gathered: Optional[Gathered] = None
+) -> tuple[LayerOp, ...]:
+    """softmax(q k) v of causal attention with these heads, and the messages of context parallel ranks.
+
+    gathered: of ranks that gather something else than keys and values
+    """
     window = x.model.window
-    return _exchanged(facts, x.share, _core(facts, x.share, window, of, kept), window, of)
+    return _exchanged(facts, x.share, _core(facts, x.share, window, of, kept), window, of, gathered)
 
 
 def _norms_across_heads(x: Residual) -> tuple[LayerOp, ...]:
@@ -177,7 +183,12 @@ def _ring_kernel(m: Model, share: RankSetup) -> str:
 
 
 def _exchanged(
-    facts, share: RankSetup, core: CoreAttention, window: Optional[int], of: AttentionHeads
+    facts,
+    share: RankSetup,
+    core: CoreAttention,
+    window: Optional[int],
+    of: AttentionHeads,
+    gathered: Optional[Gathered],
 ) -> tuple[LayerOp, ...]:
     """Attention with the messages of context parallel ranks: rows for heads, then keys and values of other rows."""
     m, e, b = facts.settings, share.element, share.micro_batch_size
@@ -199,9 +210,10 @@ def _exchanged(
         else:
             again = (ALWAYS,) if core.kernel == "flash" else core.again  # a flash kernel would save them unchanged
             size = own * rows
-            gathered = Collective("attention", axis, rows, size, ("all_gather",), ("reduce_scatter",), again=again)
+            whole = Collective("attention", axis, rows, size, ("all_gather",), ("reduce_scatter",), again=again)
             # Gathered again: gradients of each chunk, their sum, and that in rank order.
-            ops = gathered, replace(core, workspace=core.workspace + 4 * size)
+            core = replace(core, workspace=core.workspace + 4 * size)
+            ops = (whole, core) if gathered is None else (core, *gathered)
     axis, into = "cp_inner" if levels else "cp", n * (queries + keys) * e
     return rows_for_heads("attention", axis, share.cp_heads, into, n * results * e, *ops)
 
@@ -219,7 +231,7 @@ def _core(facts, share: RankSetup, window: Optional[int], of: AttentionHeads, ke
     m, s, b, e = facts.settings, facts.settings.seq_length, share.micro_batch_size, share.element
     n, heads, (queries, both, results) = s // share.cp * b, of.queries // share.tp, of.divided(share.tp)
     sinks = m.softmax_type != "vanilla"
-    kernel, calls = facts.attention_kernel(share, window), calls_of(facts, share, window, of)
+    kernel, calls = causal_kernel(m, share, window), calls_of(facts, share, window, of)
     keys = s  # twice the mean number of keys per query
     if window is not None and kernel != "reference":
         reach = min(window + 1, s)

@@ -9,7 +9,7 @@ s is one rank's part of t = s cp.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Optional
@@ -28,7 +28,7 @@ from megatron.fused_kernels.explicit_attention import largest_scores
 from megatron.model import ring_attention
 from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.facts import Facts
-from megatron.model.layer_ops import ATTENTION, CORE, LAYER
+from megatron.model.layer_ops import ATTENTION, CORE, LAYER, RankSetup
 from megatron.model.max_logits import MaxLogits
 from megatron.model.norms import NORMS, RMSNormAcrossHeads
 from megatron.model.positions import rotate
@@ -157,6 +157,15 @@ class Attention(nn.Module):
         if self.max_logits is not None and self.training and not query.is_meta:
             self.max_logits.see(largest(query, *args, **more), self.sharing.heads.rank)
 
+    def gathered(self, query, key, value, context: ForwardContext) -> tuple[tuple, AbstractContextManager]:
+        """(query, key, value), the latter two with the rows of all ranks of context parallelism, [t, b, g/tp, d or v];
+        and a context for what reads them.
+        """
+        own = torch.cat((key, value), -1)
+        whole = gather_from_context_parallel_region(own, self.sharing.rows)
+        reading = gathered_again(whole, own, self.sharing.rows) if self.gather_again else nullcontext()
+        return (query, *whole.split((key.shape[-1], value.shape[-1]), -1)), reading
+
     def decode_kernel(self, like: torch.Tensor) -> Optional[Callable]:
         """A kernel that attends for the newest token of each of several texts (`reference.decode_attention`), in the format
         of `like`; None: the texts attend one after the other, by `core`.
@@ -224,7 +233,7 @@ class BidirectionalAttention(Attention):
 def describe_kernel(config: Config, facts: Facts, device: str) -> list[str]:
     """Log lines with the attention kernels of a run that packs documents into samples; else none."""
     model, precision = config.model, config.precision.precision
-    if not (config.data.reset_attention_mask and hasattr(facts, "attention_kernel")):
+    if not (config.data.reset_attention_mask and facts.attention_kernel(RankSetup(device=device, precision=precision))):
         return []
     case = Case(
         device,
@@ -299,13 +308,10 @@ def attention_over_gathered_keys(query, key, value, layer: Attention, context: F
     keys up to its end, or to those in its window. The backward pass gathers them again, unless the whole layer is
     recomputed.
     """
-    rows_axis = layer.sharing.rows
-    own = torch.cat((key, value), -1)
-    whole = gather_from_context_parallel_region(own, rows_axis)  # [t, b, g/tp, d + v]
-    (key, value), t = whole.split((key.shape[-1], value.shape[-1]), -1), len(whole)
-    c, attended = len(query) // 2, []
+    (query, key, value), reading = layer.gathered(query, key, value, context)
+    rows_axis, t, c, attended = layer.sharing.rows, len(key), len(query) // 2, []
     dropout = weights_kept(layer, query, t, t, context)
-    with gathered_again(whole, own, rows_axis) if layer.gather_again else nullcontext():
+    with reading:
         for number, (start, stop) in enumerate(own_chunks(t, rows_axis.rank, rows_axis.size)):
             rows = slice(number * c, number * c + c)
             keys = chunk_keys((start, stop), layer.window)

@@ -46,7 +46,7 @@ class AttentionSettings:
         "grouped-query attention (see --num-query-groups)", False
     )
     num_query_groups: Optional[Count] = shape(
-        "key-value heads (default: one per query head)", None, "--num-key-value-heads"
+        "key-value heads (default: one per query head)", None, "--num-key-value-heads", by_layer=int
     )
     qk_layernorm: bool = shape("normalize the queries and keys of each head", False)
     qk_layernorm_across_heads: bool = shape(
@@ -74,6 +74,7 @@ class AttentionSettings:
         "sliding window attention: keys before and after a token that it sees, as 4095,0 (default, or -1: all before)",
         None,
         needs=NARROW,
+        by_layer=str,
     )
     window_attn_skip_freq: Optional[Count] = formula(
         "with --window-size: every N-th layer uses full attention (4: the 4th, the 8th ...)", None, needs=WINDOW

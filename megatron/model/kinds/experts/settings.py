@@ -54,7 +54,9 @@ class ExpertSettings:
     moe_layer_freq: str = expert_shape(
         "layers with experts: every N-th, the first included, or a pattern such as [0]*1+[1]*27 or ([1]*3+[0])*2", "1"
     )
-    moe_ffn_hidden_size: Optional[Count] = expert_shape("hidden size of each expert (default: --ffn-hidden-size)", None)
+    moe_ffn_hidden_size: Optional[Count] = expert_shape(
+        "hidden size of each expert (default: --ffn-hidden-size)", None, by_layer=int
+    )
     moe_latent_size: Optional[Count] = expert_shape(
         "size of the latents in which experts compute: a product of each token's hidden states before they are sent, and "
         "one back to hidden states (default: none)",

@@ -44,6 +44,7 @@ def refuse_unequal(model: Model) -> None:
     reasons = {
         "--moe-router-pre-softmax: weights of the chosen experts do not add up to 1": model.moe_router_pre_softmax,
         f"--moe-router-load-balancing-type {' '.join(choosing)}: weights do not add up to 1": bool(choosing),
+        "--layer-settings: its MLPs are of one width": bool(model.layer_settings),
         "--moe-router-topk 1: the weight of one sigmoid is not 1": k == 1
         and model.moe_router_score_function == "sigmoid",
         "--moe-shared-expert-intermediate-size: the dense model has no shared expert": bool(

@@ -44,6 +44,7 @@ KIND = Mixer(
     takes=lambda model, layer: model.multi_latent_attention,
     asked=lambda model: "--multi-latent-attention" if model.multi_latent_attention else "",
     settings=LatentSettings,
+    reads=("window_size",),
     rules=RULES,
     mixes_tokens=True,
     recomputes=(CORE, UP, ATTENTION),

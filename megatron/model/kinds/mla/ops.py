@@ -9,7 +9,18 @@ from dataclasses import replace
 from typing import Optional
 
 from megatron.model.kinds.attention.kind import AttentionHeads, calls_of, causal_core, stored_weights
-from megatron.model.layer_ops import ATTENTION, UP, CoreAttention, Kernel, LayerOp, Product, RankSetup, Residual
+from megatron.model.layer_ops import (
+    ALWAYS,
+    ATTENTION,
+    UP,
+    Collective,
+    CoreAttention,
+    Kernel,
+    LayerOp,
+    Product,
+    RankSetup,
+    Residual,
+)
 from megatron.settings.kernel_sizes import JOINED, causal_pairs
 from megatron.settings.schema import Model
 
@@ -22,9 +33,32 @@ def heads_of(m: Model) -> AttentionHeads:
 def latent_ops(facts, x: Residual) -> tuple[LayerOp, ...]:
     """Multi-latent attention of a layer."""
     results = x.model.num_attention_heads * x.model.v_head_dim // x.share.tp
-    core = [_reading(x, op) for op in causal_core(facts, x, heads_of(x.model), _core_kept)]
+    gathered = _gathered(x) if sends_latents(x.share) else None
+    core = [_reading(x, op) for op in causal_core(facts, x, heads_of(x.model), _core_kept, gathered)]
     output = x.row("attention", results, again=(ATTENTION,), layer="attention.output")
     return *_latents(x), *_of_heads(x), *core, *output
+
+
+def sends_latents(share: RankSetup) -> bool:
+    """Whether ranks of context parallelism gather latents, as `LatentAttention.sends_latents`."""
+    drops = share.pairs_drop and "attention.kv_up" in dict(share.pairs)
+    return share.cp_rows > 1 and not share.ring and not drops
+
+
+def _gathered(x: Residual) -> tuple[LayerOp, ...]:
+    """Latents and rotated keys of all ranks of context parallelism, and the product that expands them, which the backward
+    pass repeats."""
+    m, share, again = x.model, x.share, dict(again=(ALWAYS,))
+    kv, ro, whole = m.kv_lora_rank, m.qk_pos_emb_head_dim, replace(x, tokens=x.tokens * share.cp_rows)
+    both = ("all_gather",), ("reduce_scatter",)
+    sent = lambda size: Collective("attention", "cp", share.cp_rows, size * share.element, *both, **again)
+    outputs = m.num_attention_heads // share.tp * (m.qk_head_dim + m.v_head_dim)
+    latents = replace(whole, width=kv)
+    expanded = latents.column("attention", outputs, layer="attention.kv_up", **again)
+    expanded = (replace(op, given=0) if isinstance(op, Product) else op for op in expanded)
+    kept = whole.tokens * heads_of(m).divided(share.tp)[1] * share.element  # keys and values
+    joined = Kernel("attention", kept=kept, moved=3 * whole.tokens * outputs, starts=3, **again)
+    return sent(latents.elements), sent(whole.tokens * ro), *expanded, joined
 
 
 def _latents(x: Residual) -> list[LayerOp]:
@@ -65,6 +99,10 @@ def _of_heads(x: Residual) -> list[LayerOp]:
         queries = x.column("attention", g * (no + ro), keeps=keeps, layer="attention.q", **again)
     read = latent + key + (source.nbytes if source else 0)
     *before, product = queries
+    if sends_latents(x.share):  # what `_gathered` begins with is kept
+        kept = Kernel("attention", kept=latent + x.tokens * ro * e, again=(ATTENTION,))
+        turned = Kernel("attention", moved=2 * x.tokens * g * (no + ro), starts=1, **again)
+        return [kept, *before, replace(product, given=source.nbytes if source else 0), turned]
     expanded = replace(x, width=kv).column("attention", g * (no + v), layer="attention.kv_up", **again)
     kept = lambda op: replace(op, kept=op.kept + latent - held * kv * e) if isinstance(op, Product) else op
     joined = Kernel("attention", moved=3 * x.tokens * g * (no + ro), starts=3, **again)
@@ -82,6 +120,8 @@ def _reading(x: Residual, op: LayerOp) -> LayerOp:
         return replace(op, reads=0)
     if share.ring or op.kernel == "reference":
         return replace(op, reads=queries * (1 + share.ring) + values)
+    if sends_latents(share):
+        return replace(op, reads=queries)
     if share.cp_rows > 1:  # where keys are gathered again, the joined tensor is saved for the queries
         return replace(op, reads=-both)
     return replace(op, reads=2 * queries + values * (m.v_head_dim == m.latent_key_dim))
@@ -94,18 +134,19 @@ def _core_kept(facts, share: RankSetup, kernel: str, window: Optional[int]) -> t
     queries, both, results = (size * n * e for size in of.divided(share.tp))
     keys, g, pads = queries, of.queries // share.tp, of.value < of.key
     expanded = n * g * (m.qk_head_dim + m.v_head_dim) * e
-    given, gathers = queries + keys + expanded, share.cp_rows > 1 and not share.ring
+    given, gathers, sends = queries + keys + expanded, share.cp_rows > 1 and not share.ring, sends_latents(share)
+    given = queries if sends else given
     read = queries + both if exchanged else given
     calls, drops = calls_of(facts, share, window, of), m.attention_dropout > 0
     if gathers:
-        read = queries + both * (1 if kernel == "flash" else share.cp)
+        read = queries + both * (not sends if kernel == "flash" else share.cp)
     if share.ring:
         return read + results * exchanged + 4 * n * g + n * g * m.seq_length * drops, given
     if kernel == "flash":
         kept = read + 4 * n * g + results * (share.cp > 1)
         if pads:  # values with zeros after them, and results for these
             wide = sum(b * call.groups * call.keys * of.key * e for call in calls)
-            kept = queries + (both if gathers or exchanged else keys) + wide + queries + 4 * n * g
+            kept = queries + (0 if sends else both if gathers or exchanged else keys) + wide + queries + 4 * n * g
         return kept + (n * min(JOINED, m.seq_length) * e + results * (not pads)) * (
             share.documents and share.device == "cpu"
         ), given

@@ -21,7 +21,7 @@ class MLPSettings:
     """The width of the MLP, and its activation."""
 
     ffn_hidden_size: Optional[Count] = shape(
-        "hidden size of the MLP (default: 4 x hidden size, 8/3 x with --swiglu or --geglu)", None
+        "hidden size of the MLP (default: 4 x hidden size, 8/3 x with --swiglu or --geglu)", None, by_layer=int
     )
     swiglu: bool = shape("gated SiLU in the MLP instead of GeLU", False)
     geglu: bool = shape("gated GeLU in the MLP instead of GeLU", False)
