@@ -291,7 +291,7 @@ def test_what_no_weight_can_express_is_refused(name, value, family):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("P-", "Megatron-LM has no layers of attention beside Mamba-2"),
+        ("P-", "with mixers beside each other is not exported"),
         ("M- --no-mamba-rms-norm", "with mamba_rms_norm is not"),
     ],
 )
