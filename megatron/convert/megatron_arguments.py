@@ -35,7 +35,7 @@ _SIZES = (  # behind properties of COMPARED
 _OF_TRAINING = (  # not of the weights
     "label_smoothing z_loss_coeff attention_softmax_in_fp32 model_type model_name_or_path".split()
 )
-_AHEAD = ("mtp_num_layers", "mtp_loss_scaling_factor")
+_AHEAD = ("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_use_repeated_layer", "mtp_detach_heads")
 _OF_PATTERN = ("hybrid_layer_pattern", "no_rope_freq", *_AHEAD)
 # Arguments that --use-checkpoint-args does not read, beside those of kinds whose `MegatronForm.flags` says so
 _GIVEN = ("attention_output_gate",)

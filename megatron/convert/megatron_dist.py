@@ -285,7 +285,7 @@ def _module_order(
     for n in range(each * stage.stage, each * (stage.stage + 1)):
         names += reading.names.in_order(f"blocks.{n}.", n, norms_apart, older)
     names += ["final_norm"] if last else []
-    for depth in range(model.depths if last else 0):
+    for depth in range(model.own_depths if last else 0):
         names += [f"{AHEAD}.{depth}.{name}" for name in ("enorm", "hnorm", "eh_proj")]
         for number, n in enumerate(model.layers_ahead):
             names += reading.names.in_order(f"{AHEAD}.{depth}.layers.{number}.", n, norms_apart, older)

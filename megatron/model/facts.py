@@ -18,7 +18,7 @@ parallelism, activations between layers are divided by tp.
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Optional
 
@@ -35,6 +35,7 @@ from megatron.model.layer_ops import (
     Product,
     RankSetup,
     Residual,
+    cast_bytes,
 )
 from megatron.model.linear_kinds import WEIGHT, Chosen, chosen_of, linear_layers, with_own_weights
 from megatron.model.lora import PAIR
@@ -51,26 +52,33 @@ OUTPUT = "output"  # the output layer, in `RankSetup.frozen`
 
 
 class LayerDesign(NamedTuple):
-    """A group of identical layers. kind: `Facts.layer_kind`; products: `Facts.products`."""
+    """A group of identical layers. kind: `Facts.layer_kind`; products: `Facts.products`; in_fp8: its linear layers whose
+    products are in fp8.
+    """
 
     kind: LayerKind
     products: Chosen = ()
+    in_fp8: tuple[str, ...] = ()
 
     def share(self, share: RankSetup) -> RankSetup:
         """`share`, for ops of such a layer."""
-        return replace(share, kinds=self.products) if self.products else share
+        if not (self.products or self.in_fp8):
+            return share
+        return replace(share, kinds=self.products, in_fp8=self.in_fp8)
 
 
 @dataclass(frozen=True)
 class Facts:
     """The facts of a language model: embedding, layers, final norm, output layer and loss.
 
-    settings: its shape. vocab_size: rows of the embedding before padding.
+    settings: its shape. vocab_size: rows of the embedding before padding. in_fp8: the linear layers of each layer whose
+    products are in fp8 (--fp8-format), if there are any.
     A subclass defines `layer_weights` and `layer_ops`, and may override the other methods.
     """
 
     settings: Model
     vocab_size: int
+    in_fp8: tuple[tuple[str, ...], ...] = field(default=(), kw_only=True)
 
     name = "language model"
     sequences = 1  # per sample
@@ -209,7 +217,7 @@ class Facts:
 
     def design_of(self, layer: int) -> LayerDesign:
         """The design of a layer: layers of one design have equal weights and equal ops."""
-        return LayerDesign(self.layer_kind(layer), self.products(layer))
+        return LayerDesign(self.layer_kind(layer), self.products(layer), self.in_fp8[layer] if self.in_fp8 else ())
 
     def design_weights(self, design: LayerDesign, sequence_parallel: bool) -> Table:
         """The weights of a layer of this design: those of its kind, and those added by kinds of linear layers."""
@@ -310,7 +318,7 @@ class Facts:
         units = [Unit("final_norm", norm(m, m.hidden_size, sequence_parallel), ends=("last",))]
         if not self.tied:
             units.append(Unit("output", vocab_embedding(m, self.vocab_size), ends=("last",)))
-        depths = range(m.depths)
+        depths = range(m.own_depths)
         return units + [
             Unit(f"{AHEAD}.{depth}", self.depth_weights(sequence_parallel), ends=("last",)) for depth in depths
         ]
@@ -384,6 +392,16 @@ class Facts:
         """`flops` of a run with frozen weights, which have no products for gradients, and with the products of adapters."""
         adapted = selection or self.settings.lora_rank
         return self.flops(seen) - (_frozen_flops(self, selection) if adapted else 0.0)
+
+    def fp8_share(self, recipe: str, wgrad: bool) -> float:
+        """The share of the FLOPs of training that products in fp8 have (`in_fp8`). wgrad: those for weights have, too"""
+        share, layers = RankSetup(fp8=recipe, fp8_wgrad=wgrad), range(self.num_layers)
+        designs = Counter(self.design_of(layer) for layer in layers if self.in_fp8)
+        flops = lambda design: sum(
+            op.flops for op in self.layer_ops(design.share(share), design.kind) if isinstance(op, Product) and op.fp8
+        )
+        forward = sum(count * flops(design) for design, count in designs.items())
+        return (3 if wgrad else 2) * forward / (self.flops() * self.seq_length)
 
     def learned(self, selection: Selection) -> tuple[frozenset[str], tuple[tuple[str, int], ...]]:
         """(linear layers of blocks whose weight is frozen in all of them, and "output"; (linear layer, rows of A) of LoRA
@@ -463,7 +481,11 @@ class Facts:
         """Bytes of a layer with deferred weight gradients (zero-bubble W): inputs and output gradients of products."""
         products = [op for op in self.layer_ops(share, kind) if isinstance(op, Product)]
         products = [op for op in products if op.pair or not op.frozen]
-        return sum(op.kept + round(op.rows * op.outputs * op.times) * share.element for op in products)
+        gradient = lambda op: round(op.rows * op.outputs * op.times)
+        return sum(
+            op.kept + (cast_bytes(op.fp8, op.outputs, gradient(op)) if op.fp8 else gradient(op) * share.element)
+            for op in products
+        )
 
     def message_bytes(self, share: RankSetup) -> int:
         """Bytes of a message between pipeline stages."""

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple, Optional
 
+from megatron.model.facts import Facts
 from megatron.model.linear_kinds import WEIGHT, LinearChoice, chosen_of, here_it_is, linear_layers
 from megatron.model.weights import Table
 from megatron.mpu.placement import Placement
@@ -60,6 +61,17 @@ def fp8_layers(config: Config, tables: Mapping[int, Table]) -> Fp8Layers:
             else:
                 found.fp8[full] = weight
     return found
+
+
+def layers_in_fp8(config: Config, facts: Facts) -> tuple[tuple[str, ...], ...]:
+    """The linear layers of each layer with products in fp8, as `Facts.in_fp8`; () without any."""
+    if config.precision.fp8_format is None:
+        return ()
+    found: dict[int, list[str]] = {layer: [] for layer in range(facts.num_layers)}
+    for name in fp8_layers(config, facts.tables).fp8:
+        _, layer, inside = name.split(".", 2)
+        found[int(layer)].append(inside)
+    return tuple(map(tuple, found.values())) if any(found.values()) else ()
 
 
 def _left_out(
@@ -175,7 +187,7 @@ def remarks(config: Config, tables: Mapping[int, Table]) -> list[str]:
     said = [
         "; ".join([f"{len(layers.fp8)} of {count} linear layers multiply in fp8 ({precision.fp8_recipe})", *left]),
         "fp8 products have kernels for H100 and later GPUs (mxfp8: B200), which were never run; elsewhere plain torch "
-        "computes them, slower than those of bf16. Plans, TFLOP/s and MFU take them for products of --precision",
+        "computes them, slower than those of bf16",
     ]
     given = config.given("fp8_recipe")
     if given and given.value == "delayed":

@@ -5,6 +5,7 @@ The i-th attention of a pattern is that of layer i, and so is the i-th MLP, what
 
     blocks.1.attention.qkv.weight  <->  blocks.2.attention.qkv.weight     of *-*-, and of optimizer state likewise
     blocks.1.mlp_norm.weight       <->  blocks.3.mlp_norm.weight
+    mtp.0.layers.0.mlp.up.weight   <->  mtp.0.layers.1.mlp.up.weight       of *-*-/*-
 
 No number changes: a reader gives its tensors other names. Needs no torch.
 """
@@ -16,7 +17,7 @@ from typing import Any, Optional
 
 from megatron.errors import SettingsError
 from megatron.model.branches import Branch
-from megatron.model.facts import Facts
+from megatron.model.facts import AHEAD, Facts
 from megatron.model.hybrid import kinds_of
 from megatron.model.kinds.mixer import PLACES, Mixer
 from megatron.model.kinds.table import letters_of as kinds_of_letters
@@ -29,7 +30,8 @@ from megatron.settings.schema import Config
 Rename = Callable[[str], str]
 Pairs = tuple[tuple[int, int], ...]  # of each transformer layer: the layers of a pattern that are its two branches
 COUNTING = ("no_rope_freq", "window_attn_skip_freq")  # settings of `Model.overrides` that count layers
-PART = re.compile(r"\bblocks\.(\d+)\.(\w+)")  # a layer, and one of its modules
+# A layer, and one of its modules; and of a depth of multi-token prediction, whose layers have numbers of their own
+PART = re.compile(rf"\b(blocks|{AHEAD}\.\d+\.layers)\.(\d+)\.(\w+)")
 
 
 def pairs_of(letters: str, kinds: Mapping[str, Mixer]) -> Pairs:
@@ -58,7 +60,7 @@ def seen_as(config: Config, state: Mapping[str, Any]) -> Optional[tuple[Rename, 
         return None
     if config.model.lora_rank or saved.get("lora_rank"):  # the base of adapters keeps its names
         return None
-    if config.model.depths or saved.get("mtp_num_layers"):
+    if config.model.depths != (saved.get("mtp_num_layers") or 0):
         return None
     if config.model.layer_settings or saved.get("layer_settings"):
         return None
@@ -68,29 +70,46 @@ def seen_as(config: Config, state: Mapping[str, Any]) -> Optional[tuple[Rename, 
     layers = saved["num_layers"] if not theirs else config.model.num_layers
     if len(pairs) != layers:
         return None
+    pairs = dict(enumerate(pairs))
     other = facts_of(replace(config_of(state["config"]), extra=config.extra), 1)
     mine = facts_of(config, 1)
-    names = _names(*((mine, other) if theirs else (other, mine)), pairs)
-    if names is None:
-        return None
-    to_letters = {(n, part): pairs[n][place] for (n, part), place in names.items()}
-    table = {(n, part): layer for (layer, part), n in to_letters.items()} if theirs else to_letters
-    return _renaming(table), _with_layers(state, config)
+    paired, lettered = (mine, other) if theirs else (other, mine)
+    tables = []
+    for all_pairs in (pairs, _ahead(paired, lettered)):
+        names = _names(paired, lettered, all_pairs)
+        if names is None:
+            return None
+        to_letters = {(n, part): all_pairs[n][place] for (n, part), place in names.items()}
+        tables.append({(n, part): layer for (layer, part), n in to_letters.items()} if theirs else to_letters)
+    blocks, ahead = tables
+    first = [facts.num_layers for facts in ((lettered, paired) if theirs else (paired, lettered))]
+    ahead = {(n - first[0], part): layer - first[1] for (n, part), layer in ahead.items()}
+    return _renaming(blocks, ahead), _with_layers(state, config)
 
 
-def _names(paired: Facts, lettered: Facts, pairs: Pairs) -> Optional[dict[tuple[int, str], int]]:
+def _ahead(paired: Facts, lettered: Facts) -> dict[int, tuple[int, int]]:
+    """The layer of a depth of multi-token prediction -> its two layers in a pattern, by the numbers of `Facts`."""
+    m = lettered.settings
+    own = pairs_of(m.letters_ahead, lettered.mixers) if m.depths else ()
+    return {paired.num_layers: tuple(m.num_layers + n for n in own[0])} if own else {}
+
+
+def _names(
+    paired: Facts, lettered: Facts, pairs: Mapping[int, tuple[int, int]]
+) -> Optional[dict[tuple[int, str], int]]:
     """(transformer layer, name of a module) -> which of its two branches has it; None: the layers are not the same."""
     found = {}
-    for layer, both in enumerate(pairs):
+    for layer, both in pairs.items():
         products = {}
         for place, (branch, n) in enumerate(zip(paired.branches(layer), both)):
             (own,) = lettered.branches(n)
-            other = branch.mixes_tokens and dict(paired.overrides(layer)) != dict(lettered.overrides(n))
+            kinds = paired.layer_kind(layer), lettered.layer_kind(n)
+            other = branch.mixes_tokens and dict(kinds[0].overrides) != dict(kinds[1].overrides)
             if branch != own or other:
                 return None
-            products |= dict(lettered.products(n))
+            products |= dict(lettered.products(n)) if n < lettered.num_layers else {}
             found |= dict.fromkeys(((layer, part) for part in _parts(branch)), place)
-        if products != dict(paired.products(layer)):
+        if products != (dict(paired.products(layer)) if layer < paired.num_layers else {}):
             return None
     return found
 
@@ -99,10 +118,12 @@ def _parts(branch: Branch) -> list[str]:
     return [*branch.norms, *(mixer.slot for mixer in branch.mixers)]
 
 
-def _renaming(table: Mapping[tuple[int, str], int]) -> Rename:
+def _renaming(blocks: Mapping[tuple[int, str], int], ahead: Mapping[tuple[int, str], int]) -> Rename:
+    """ahead: of a depth of multi-token prediction"""
+
     def renamed(match: re.Match) -> str:
-        layer, part = int(match[1]), match[2]
-        return f"blocks.{table.get((layer, part), layer)}.{part}"
+        layer, part = int(match[2]), match[3]
+        return f"{match[1]}.{(blocks if match[1] == 'blocks' else ahead).get((layer, part), layer)}.{part}"
 
     return lambda name: PART.sub(renamed, name)
 

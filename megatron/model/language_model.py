@@ -126,7 +126,7 @@ class LanguageModel(nn.Module):
         self.recompute_groups = recompute_groups(layers, recompute or Recompute())
         modules = {n: group.modules for group in self.recompute_groups for n in group.layers}
         self.blocks = nn.ModuleDict({str(n): self.build_layer(n, tables[f"blocks.{n}"], modules[n]) for n in layers})
-        depths = range(model.depths if last else 0)
+        depths = range(model.own_depths if last else 0)
         again = last_modules(layers, recompute or Recompute())
         self.mtp = nn.ModuleList(self.build_depth(n, tables[f"{AHEAD}.{n}"], again) for n in depths)
         self.overlap = autocast is None  # as in `ColumnParallelLinear`, for the output layer
@@ -263,12 +263,15 @@ class LanguageModel(nn.Module):
         mask: Optional[torch.Tensor],
         teacher: Optional[DistillationLoss] = None,
         z_loss: Optional[float] = None,
+        weight: Optional[torch.Tensor] = None,
     ) -> tuple[torch.Tensor, ...]:
-        """`linear_cross_entropy` of the output layer. z_loss: its coefficient (default: --z-loss-coeff)"""
+        """`linear_cross_entropy` of the output layer. z_loss: its coefficient (default: --z-loss-coeff); weight: another
+        matrix
+        """
         tp = self.tp if self.overlap and self.tp.size > 1 else None
         return linear_cross_entropy(
             rows,
-            self.output_weight,
+            self.output_weight if weight is None else weight,
             labels,
             mask=mask,
             bias=self.output_bias,
@@ -358,11 +361,16 @@ class LanguageModel(nn.Module):
         if not self.mtp or batch.ahead is None:
             return {}
         context, places, total = self.context(batch), self.positions(len(batch.tokens), batch.position_ids), {}
-        most = self.facts.settings.position_table - 1
-        for depth, (part, tokens, labels, weights) in enumerate(zip(self.mtp, *batch.ahead)):
-            x, sums = part(x, self.embedding.embed(tokens, (places + depth + 1).clamp(max=most)), context)
+        m, most = self.facts.settings, self.facts.settings.position_table - 1
+        if m.mtp_detach_heads:
+            x = x.detach().requires_grad_()  # recomputed parts need an input with a gradient
+        for depth, (tokens, labels, weights) in enumerate(zip(*batch.ahead)):
+            embedded = self.embedding.embed(tokens, (places + depth + 1).clamp(max=most))
+            embedded = embedded.detach() if m.mtp_detach_heads else embedded
+            x, sums = self.mtp[min(depth, len(self.mtp) - 1)](x, embedded, context)
             rows = (x if self.overlap else self.gather_input(x, self.tp)).flatten(0, 1)
-            loss, *_ = self.cross_entropy(rows, labels.flatten(), weights.flatten(), z_loss=0.0)
+            head = self.output_weight.detach() if m.mtp_detach_heads else None
+            loss, *_ = self.cross_entropy(rows, labels.flatten(), weights.flatten(), z_loss=0.0, weight=head)
             total = added(total, {mtp_loss(depth): loss, **sums})
         return total
 

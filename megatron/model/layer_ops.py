@@ -40,8 +40,9 @@ class RankSetup:
     a ring. documents: they are packed into samples (--reset-attention-mask). ep, etp: ranks that hold different experts of
     a layer, and parts of each. frozen: linear layers of blocks ("attention.qkv") whose weight has no gradient in any block,
     and "output" for the output layer's. pairs: (linear layer, rows of A) of LoRA's; pairs_drop: with --lora-dropout.
-    kinds: (linear layer, kind) of the present layer (`Facts.products`). largest_scores: of each head are kept (--qk-clip,
-    --log-max-attention-logit).
+    kinds: (linear layer, kind) of the present layer (`Facts.products`). in_fp8: its linear layers with products in fp8;
+    fp8: --fp8-recipe of a run with such layers; fp8_wgrad: whether those for gradients of weights are. largest_scores: of
+    each head are kept (--qk-clip, --log-max-attention-logit).
     """
 
     tp: int = 1
@@ -66,10 +67,21 @@ class RankSetup:
     pairs_drop: bool = False
     kinds: tuple[tuple[str, str], ...] = ()
     largest_scores: bool = False
+    in_fp8: tuple[str, ...] = ()
+    fp8: str = ""
+    fp8_wgrad: bool = True
+
+    def recipe_of(self, layer: str) -> str:
+        """The fp8 recipe of a linear layer of the present layer, or none."""
+        return self.fp8 if layer in self.in_fp8 else ""
 
     def keeps_input(self, layer: str) -> bool:
         """Whether the product of a linear layer saves its input."""
         return layer not in self.frozen or layer in dict(self.pairs)
+
+    def keeps_whole_input(self, layer: str) -> bool:
+        """Whether it saves its input as it is, so that another product of it need not."""
+        return self.keeps_input(layer) and not (self.recipe_of(layer) and self.fp8_wgrad)
 
     def kinds_of(self, layer: str) -> list[str]:
         """The kinds of a linear layer of the present layer."""
@@ -94,6 +106,12 @@ class RankSetup:
         if model.normalization == "LayerNorm":
             return 2 * rows * (4 if self.device == "cuda" else self.element) + own
         return 4 * rows + own
+
+
+def cast_bytes(recipe: str, width: int, elements: int) -> int:
+    """Bytes of fp8 numbers in rows of this width, and of their scales."""
+    tiles = elements // {"tensorwise": width, "blockwise": 128, "mxfp8": 32}[recipe]
+    return elements + 4 * tiles
 
 
 # The parts of a layer that can be recomputed (`Recompute.modules`): those of --recompute-modules, then the attention half
@@ -146,10 +164,11 @@ class LayerOp:
 @dataclass(frozen=True)
 class Product(LayerOp):
     """A matrix product, [rows, inputs] x [inputs, outputs]; times: number of such products, for example of experts, whose
-    mean number of rows may be a fraction.
+    mean number of rows may be a fraction. moved, starts: of its casts, as of a kernel.
 
     frozen: the backward pass computes no gradient of its weight; pair: rows of A of a LoRA pair beside it; stacks: experts,
-    which have a pair each
+    which have a pair each; fp8: the recipe of its numbers; wgrad: whether those for the weight's gradient have it, too;
+    in_rows: fp8 of experts, whose numbers are turned into those of --precision before the product
     """
 
     rows: float
@@ -160,10 +179,24 @@ class Product(LayerOp):
     frozen: bool = False
     pair: int = 0
     stacks: int = 1
+    fp8: str = ""
+    wgrad: bool = True
+    in_rows: bool = False
+    moved: float = 0
+    starts: int = 0
 
     @property
     def flops(self) -> float:
         return 2.0 * self.rows * self.inputs * self.outputs * self.times
+
+    @property
+    def weight_in_fp8(self) -> int:
+        """Bytes of the weight's rows and columns in fp8, with their scales."""
+        number = self.inputs * self.outputs * self.times
+        if self.in_rows:  # of each row and column of an expert
+            return 2 * number + 4 * (self.times * self.outputs + self.stacks * self.inputs)
+        tile = {"": 0, "tensorwise": number, "blockwise": 128 * 128, "mxfp8": 32}[self.fp8]
+        return 2 * (number + 4 * (number // tile)) if tile else 0
 
 
 @dataclass(frozen=True)
@@ -310,7 +343,7 @@ class Residual:
             **self._learned(layer),
         )
         copied = self.copied if learns else replace(self.copied, overlapped=())  # the input is not gathered again
-        ops = *rounding, replace(copied, again=again), product
+        ops = *rounding, replace(copied, again=again), self._in_fp8(product, layer, self.elements)
         masks = self.share.mask_bytes(layer, self.tokens * self.h) if self.share.sp else 0
         if not masks:
             return ops
@@ -335,7 +368,7 @@ class Residual:
             again=again,
             **self._learned(layer),
         )
-        return *rounding, product
+        return *rounding, self._in_fp8(product, layer, self.elements)
 
     def row(self, name: str, inputs: int, again: tuple[str, ...] = (), layer: str = "") -> tuple[LayerOp, ...]:
         """A row-parallel product."""
@@ -353,7 +386,7 @@ class Residual:
             again=again,
             **self._learned(layer),
         )
-        return *self._rounding(name, elements, given, again, layer), product, self.summed
+        return *self._rounding(name, elements, given, again, layer), self._in_fp8(product, layer, elements), self.summed
 
     def product_of_experts(
         self, layer: str, rows: int, each: float, inputs: int, outputs: int, times: int, again: tuple[str, ...] = ()
@@ -372,9 +405,33 @@ class Residual:
             workspace=self._weight_workspace(layer, inputs * outputs * times),
             again=again,
             stacks=self.model.num_experts // self.share.ep,
+            in_rows=bool(self.share.recipe_of(layer)),
             **self._learned(layer),
         )
         return *self._rounding("experts", rows * inputs, given, again, layer), product
+
+    def _in_fp8(self, product: Product, layer: str, elements: int) -> Product:
+        """The product as it is, or in fp8: then a byte for each of these elements of the input is saved, and the backward
+        pass has columns of the input beside rows and columns of the gradient.
+        """
+        if not (recipe := self.share.recipe_of(layer)):
+            return product
+        p, wgrad, e = product, self.share.fp8_wgrad and not product.frozen, self.share.element
+        inputs, outputs = int(p.rows) * p.inputs, int(p.rows) * p.outputs * p.times
+        largest = recipe == "tensorwise"  # of a tensor: it is read once more
+        # Bytes that casts read and write in both directions; a third of them, as kernels count.
+        moved = inputs * (e + 1 + e * largest) + outputs * (e + 1 + wgrad + e * largest) + 2 * inputs * wgrad
+        kept = cast_bytes(recipe, p.inputs, elements) if wgrad else p.kept
+        return replace(
+            p,
+            kept=kept,
+            reads=0 if wgrad else p.reads,
+            workspace=p.workspace + outputs * (1 + wgrad) + inputs * wgrad,
+            fp8=recipe,
+            wgrad=wgrad,
+            moved=moved / e / 3,
+            starts=3,
+        )
 
     def _rounding(self, name: str, elements: int, given: int, again: tuple[str, ...], layer: str) -> tuple[Kernel, ...]:
         """Rounds the input of a product in quantization aware training: none, or an op that keeps a byte for each element,

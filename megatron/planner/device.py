@@ -22,6 +22,7 @@ from megatron.planner.reached_speed import (
     ATTENTION_TOKENS,
     EXPERTS,
     EXPOSED,
+    FP8,
     LINEAR,
     MIXTURES,
     ROWS,
@@ -30,7 +31,7 @@ from megatron.planner.reached_speed import (
     accuracies,
     generation,
 )
-from megatron.telemetry.peak_flops import PEAK_TFLOPS, peak_flops
+from megatron.telemetry.peak_flops import PEAK_TFLOPS, fp8_peak, peak_flops
 
 GIB = 2**30
 
@@ -116,6 +117,13 @@ class Device:
         best = self.flops.get(precision) or min(self.flops.values())
         return best * smallest / (smallest + self.rows)
 
+    def reached_in_fp8(self, recipe: str, precision: str, smallest: float) -> float:
+        """The same of a product in fp8. A device without this recipe's products computes them in fp32."""
+        peak = fp8_peak(self.name, recipe)
+        if not peak:
+            return self.reached("fp32", smallest)
+        return self.reached(precision, smallest) * FP8[recipe] * peak / self.peak(precision)
+
 
 # Name: memory in GiB, memory GB/s, NVLink or PCIe GB/s, adapter GB/s. Peaks are in `peak_flops.PEAK_TFLOPS`.
 TABLE = {
@@ -174,7 +182,7 @@ def find(name: str) -> Device:
 def _of_table(name: str) -> Device:
     memory, bandwidth, inner, outer = TABLE[name]
     own = generation(name)
-    peaks = {kind: peak * 1e12 for kind, peak in PEAK_TFLOPS[name.rpartition("-")[0]].items()}
+    peaks = {kind: peak * 1e12 for kind, peak in PEAK_TFLOPS[name.rpartition("-")[0]].items() if kind != "fp8"}
     return Device(
         name,
         "cuda",

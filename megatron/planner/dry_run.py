@@ -2,6 +2,7 @@
 """`--dry-run`: report all properties and all problems of a training that are known without a device."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron.errors import Failure
 from megatron.model.recipe import recipe_of
@@ -15,7 +16,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import MemoryReport, memory_report, on_disk
 from megatron.planner.problems import inspect, prefixes, refusal
 from megatron.planner.search import Plan
-from megatron.planner.speed import Cluster, step
+from megatron.planner.speed import Cluster, slower_in_fp8, step
 from megatron.planner.startup import describe_groups, groups_of, slow_start
 from megatron.planner.traffic import transfers
 from megatron.settings import batch, schema
@@ -45,7 +46,12 @@ def dry_run(config: schema.Config, log=print) -> None:
         for section in _sections(inspection.resolved, plan, needed, cluster, source, width):
             log(section + "\n")
         slow = slow_start(inspection.resolved, inspection.layout, cluster.device.kind)
-        for remark in [*remarks, *text.far(inspection.layout, cluster), *[slow] * bool(slow)]:
+        for remark in [
+            *remarks,
+            *gain_of_fp8(plan, cluster),
+            *text.far(inspection.layout, cluster),
+            *[slow] * bool(slow),
+        ]:
             log(sentence(f"note: {remark}", width))
         for warning in rules.idle(config, cluster.world_size).values():
             log(sentence(f"warning: {warning}", width))
@@ -58,6 +64,20 @@ def _plan(job: Job, layout: Layout, cluster: Cluster) -> tuple[Plan, list[Memory
     needed = [memory_report(job, layout, cluster.device, rank) for rank in range(layout.pp)]
     worst = max(needed, key=lambda one: one.total)
     return Plan(layout, job, step(job, layout, cluster), worst.total, worst.rank), needed
+
+
+def gain_of_fp8(plan: Plan, cluster: Cluster) -> list[str]:
+    """What products in fp8 change of the step's time, and the linear layers that are slower with them."""
+    job, layout = plan.job, plan.layout
+    if not job.fp8:
+        return []
+    plain = replace(job, facts=replace(job.facts, in_fp8=()), fp8="")
+    gain = step(plain, layout, cluster).seconds / plan.step.seconds
+    losing = slower_in_fp8(job, layout, cluster)
+    words = f"; slower with it: {', '.join(losing)}: --fp8-skip {','.join(losing)}" if losing else ""
+    basis = "which were never measured" if cluster.device.kind == "cuda" else "in plain torch"
+    factor = f"a step takes {1 / gain:.2f} x as long as without it"
+    return [f"--fp8-format: {factor}, by assumed speeds of products, {basis}{words}"]
 
 
 def _sections(

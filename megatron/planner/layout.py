@@ -16,6 +16,7 @@ from typing import NamedTuple, Optional
 
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts, RankSetup
+from megatron.model.fp8 import layers_in_fp8
 from megatron.model.frozen_settings import frozen_record, frozen_settings, layer_pairs
 from megatron.model.layer_ops import LAYER, MLP
 from megatron.model.recipe import recipe_of
@@ -55,6 +56,7 @@ class Job:
     main_gradients: bytes of a gradient in the shards of ZeRO 2 and 3
     ns_steps: Newton-Schulz steps that orthogonalize matrices
     selection: the trained weights
+    fp8, fp8_wgrad: as in `RankSetup`
     """
 
     facts: Facts
@@ -79,6 +81,8 @@ class Job:
     teacher: Optional["Job"] = None  # passes of --teacher-load
     largest_scores: bool = False  # of heads are kept
     compared: tuple[tuple[int, int], ...] = ()  # (layer, layer of the teacher) of --kd-hidden-layers
+    fp8: str = ""  # --fp8-recipe, if the facts have layers with products in fp8
+    fp8_wgrad: bool = True
 
     @classmethod
     def of(cls, config: Config, facts: Facts, *, dp: int, device: str, alone: bool = False) -> "Job":
@@ -86,7 +90,8 @@ class Job:
         selection = Selection.of(config.optimizer)
         if selection:
             selection.check(facts.weights)
-        precision = config.precision.precision
+        precision, in_fp8 = config.precision.precision, () if alone else layers_in_fp8(config, facts)
+        facts = replace(facts, in_fp8=in_fp8) if in_fp8 else facts
         return cls(
             facts,
             config.batch.full_size(dp),
@@ -106,6 +111,7 @@ class Job:
             largest_scores=config.optimizer.qk_clip or config.logging.log_max_attention_logit,
             ns_steps=config.optimizer.muon_num_ns_steps if knows_matrices(config.optimizer) else 0,
             **dict(zip(("frozen", "pairs"), facts.learned(selection))),
+            **(dict(fp8=config.precision.fp8_recipe, fp8_wgrad=config.precision.fp8_wgrad) if in_fp8 else {}),
             **({} if alone else teaching(config, facts, dp, device)),
         )
 
@@ -133,7 +139,7 @@ class Job:
         shared = (cp, cp_heads, gathers, self.documents, *experts)
         sequences = micro_batch_size * self.facts.sequences
         own = dict(frozen=self.frozen, pairs=self.pairs, pairs_drop=self.facts.settings.lora_dropout > 0)
-        own |= dict(largest_scores=self.largest_scores)
+        own |= dict(largest_scores=self.largest_scores, fp8=self.fp8, fp8_wgrad=self.fp8_wgrad)
         return RankSetup(tp, sp, sequences, self.device, self.precision, self.element, *kernels, *shared, **own)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Optional
 
+from megatron.model.layer_ops import Product
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.optimizer.flat import WIDENED
 from megatron.optimizer.scratch import buffer_bytes, file_bytes, part_size
@@ -169,8 +170,24 @@ def static_memory(job: Job, layout: Layout, rank: int) -> tuple[dict[str, int], 
     units = rank_units(job, layout, rank)
     return held | {
         "gathered weights": _gathered(units, job, layout),
+        "weights in fp8": _weights_in_fp8(job, layout, rank),
         "gradient buffers": _buffers(units, job, layout),
     }, host
+
+
+def _weights_in_fp8(job: Job, layout: Layout, rank: int) -> int:
+    """Bytes of cast weights, rows and columns: of all layers of a rank until the update, or with ZeRO 3 of the largest."""
+    if not job.fp8:
+        return 0
+    share, facts = layout.rank_setup(job), job.facts
+    layers = [layer for held in layout.pipeline(facts.num_layers).layers_of(rank) for layer in held]
+    designs = Counter(map(facts.design_of, layers))
+    bytes_of = lambda design: [
+        op.weight_in_fp8 for op in facts.layer_ops(design.share(share), design.kind) if isinstance(op, Product)
+    ]
+    if layout.zero == 3:
+        return max((size for design in designs for size in bytes_of(design)), default=0)
+    return sum(count * sum(bytes_of(design)) for design, count in designs.items())
 
 
 def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[dict[str, int], Counter]:

@@ -392,7 +392,7 @@ def layer_seconds(job: Job, cluster: Cluster) -> float:
 def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], cluster: Cluster) -> Pass:
     """A micro-batch through a layer: its ops one after another, and recomputed ones again."""
     ops, d = job.facts.layer_ops(share, kind), cluster.device
-    kernels = [op for op in ops if isinstance(op, Kernel)]
+    kernels = [op for op in ops if isinstance(op, (Kernel, Product))]
     elementwise = lambda kernels: d.unfused * sum(op.moved for op in kernels) * job.element / d.bandwidth
     work = (
         sum(arithmetic_seconds(job, op, d) for op in ops)
@@ -401,8 +401,12 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
     )
     flash = [op for op in ops if isinstance(op, CoreAttention) and op.kernel == "flash"]
     longer = (d.attention_backward - 2) * sum(_core(job, op, d) for op in flash)  # other ops: two products for one
+    still_plain = [op for op in ops if isinstance(op, Product) and op.fp8 and not (op.wgrad or op.frozen)]
+    longer += sum(
+        arithmetic_seconds(job, replace(op, fp8=""), d) - arithmetic_seconds(job, op, d) for op in still_plain
+    )
     again = [op for op in ops if op.runs_again(modules)]
-    between = [op for op in again if isinstance(op, Kernel) and not isinstance(op, CoreAttention)]
+    between = [op for op in again if isinstance(op, (Kernel, Product)) and not isinstance(op, CoreAttention)]
     repeated = work if LAYER in modules else sum(arithmetic_seconds(job, op, d) for op in again) + elementwise(between)
     sums, each = _tensor_parallel_sums(job, share, ops, cluster)
     messages = sum(len(op.ahead) for op in again if isinstance(op, Collective) and op.axis == "tp")
@@ -447,10 +451,27 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
 def arithmetic_seconds(job: Job, op: LayerOp, d: Device) -> float:
     """Seconds of a product, of attention, or of the products of a scan or of scores."""
     if isinstance(op, Product):
-        return op.flops / d.reached(job.precision, max(1, min(op.rows, op.inputs, op.outputs)))
+        smallest = max(1, min(op.rows, op.inputs, op.outputs))
+        plain = d.reached(job.precision, smallest)
+        return op.flops / (d.reached_in_fp8(op.fp8, job.precision, smallest) if op.fp8 else plain)
     if isinstance(op, (Scan, LargestScores)):
         return op.products / d.reached(job.precision, op.smallest)
     return _core(job, op, d) if isinstance(op, CoreAttention) else 0.0
+
+
+def slower_in_fp8(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
+    """The linear layers, as --fp8-skip names them, whose products take longer in fp8, with the casts of their operands."""
+    share, facts, found = layout.rank_setup(job), job.facts, {}
+    for design in {facts.design_of(layer): None for layer in range(facts.num_layers)}:
+        for name in design.in_fp8:
+            alone, none = design._replace(in_fp8=(name,)), design._replace(in_fp8=())
+            times = [
+                (one := _layer(job, of.share(share), of.kind, (), cluster)).forward + one.backward
+                for of in (alone, none)
+            ]
+            if times[0] > times[1]:
+                found[name] = None
+    return list(found)
 
 
 def _pair(job: Job, op: Product, d: Device) -> tuple[float, float]:

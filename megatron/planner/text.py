@@ -14,7 +14,7 @@ from megatron.planner.search import Plan, SearchedPlans
 from megatron.planner.speed import Cluster, StepTime
 from megatron.planner.traffic import Transfer
 from megatron.telemetry.figures import WIDTH, count, part_of, seconds, sentence, size, table
-from megatron.telemetry.peak_flops import peak_flops
+from megatron.telemetry.peak_flops import fp8_peak, joint_peak, peak_flops
 
 
 def basis(cluster: Cluster) -> str:
@@ -52,7 +52,9 @@ def rate(plan: Plan, cluster: Cluster, seen: bool = False) -> str:
 
 def share_of_peak(plan: Plan, cluster: Cluster, seen: bool = False) -> float | None:
     """MFU of a plan; None for a device whose peak is not known. seen: as in `Facts.flops`."""
-    peak = peak_flops(cluster.device.name, plan.job.precision)
+    job, name = plan.job, cluster.device.name
+    fp8 = job.fp8 and job.facts.fp8_share(job.fp8, job.fp8_wgrad)
+    peak = joint_peak(peak_flops(name, job.precision), fp8_peak(name, job.fp8), fp8 or 0.0)
     return plan.step.tflops_per_rank(cluster.world_size, seen) * 1e12 / peak if peak else None
 
 

@@ -326,6 +326,8 @@ class Metrics:
         tokens = per_second * self.run.sample_tokens
         flops = tokens * self.run.flops_per_token / self.run.ranks
         mfu = {"mfu": flops / self.run.peak_flops} if self.run.peak_flops else {}
+        if mfu and self.run.plain_peak_flops not in (None, self.run.peak_flops):
+            mfu["mfu_bf16_peak"] = flops / self.run.plain_peak_flops
         if 0 < self.run.seen_flops_per_token < self.run.flops_per_token:
             seen = self.run.seen_flops_per_token / self.run.flops_per_token
             mfu |= {f"{name}_causal": seen * value for name, value in {"tflops_per_rank": flops / 1e12, **mfu}.items()}

@@ -44,7 +44,8 @@ GAUGES = {  # name without prefix -> help
     "step_age_seconds": "Time since the last step ended",
     "tokens_per_second": "Tokens per second of all ranks in the last step",
     "tflops_per_rank": "Model TFLOP/s of a rank in the last step",
-    "mfu": "Model FLOPs utilization, from 0 to 1",
+    "mfu": "Model FLOPs utilization, from 0 to 1; with --fp8-format of the peaks of both formats",
+    "mfu_bf16_peak": "With --fp8-format, model FLOPs over the peak of --precision alone",
     "tflops_per_rank_causal": "Model TFLOP/s of a rank in the last step, with only the seen pairs of causal attention",
     "mfu_causal": "Model FLOPs utilization with only the seen pairs of causal attention, from 0 to 1",
     "memory_peak_bytes": "Peak memory of rank 0: tensors on a GPU, the process on a CPU",
@@ -66,6 +67,7 @@ OF_A_STEP += (
     "tokens_per_second",
     "tflops_per_rank",
     "mfu",
+    "mfu_bf16_peak",
     "tflops_per_rank_causal",
     "mfu_causal",
 )

@@ -19,6 +19,7 @@ class RunSizes:
     flops_per_token: float = 0.0
     seen_flops_per_token: float = 0.0
     peak_flops: Optional[float] = None  # FLOP/s of one rank's device; None: unknown, no MFU is given
+    plain_peak_flops: Optional[float] = None  # without products in fp8
     device: str = "cpu"
     perplexities: tuple[str, ...] = ("lm loss",)  # losses for which an evaluation also gives exp(loss)
     epoch_samples: Optional[float] = None  # samples of an epoch (--train-epochs)

@@ -27,6 +27,7 @@ from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.supervisor_mark import SUPERVISOR
 from megatron.guard.watch import Watch
 from megatron.model.facts import Facts
+from megatron.model.fp8 import layers_in_fp8
 from megatron.model.fp8_product import attach_fp8
 from megatron.model.kinds.attention.module import describe_kernel
 from megatron.model.max_logits import watch_heads
@@ -53,7 +54,7 @@ from megatron.telemetry.event_rules import RecordRules
 from megatron.telemetry.events import EventLog
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.own_code import code_notes, code_record
-from megatron.telemetry.peak_flops import peak_flops
+from megatron.telemetry.peak_flops import fp8_peak, joint_peak, peak_flops
 from megatron.telemetry.phases import PHASES
 from megatron.telemetry.profiler import Profiler
 from megatron.telemetry.run_record import library_versions, now, run_record, source_commit
@@ -514,7 +515,8 @@ def build_metrics(
         data_ranks=mesh.dp.size,
         flops_per_token=facts.trained_flops(model.selection),
         seen_flops_per_token=facts.trained_flops(model.selection, seen=True),
-        peak_flops=peak_of(config, context, name),
+        peak_flops=joint_peak_of(config, facts, context, name),
+        plain_peak_flops=peak_of(config, context, name),
         device=context.device.type,
         perplexities=recipe.perplexities,
         epoch_samples=config.batch.train_samples / config.batch.train_epochs if config.batch.train_epochs else None,
@@ -597,6 +599,15 @@ def peak_of(config: schema.Config, context: RankContext, name: str) -> Optional[
     if config.logging.peak_tflops:
         return config.logging.peak_tflops * 1e12
     return None if context.device.type == "cpu" else peak_flops(name, config.precision.precision)
+
+
+def joint_peak_of(config: schema.Config, facts: Facts, context: RankContext, name: str) -> Optional[float]:
+    """`peak_of`, of a run with products in fp8 that of both formats together."""
+    plain, layers = peak_of(config, context, name), layers_in_fp8(config, facts)
+    if not layers or config.logging.peak_tflops:
+        return plain
+    recipe, wgrad = config.precision.fp8_recipe, config.precision.fp8_wgrad
+    return joint_peak(plain, fp8_peak(name, recipe), replace(facts, in_fp8=layers).fp8_share(recipe, wgrad))
 
 
 def peak_source(config: schema.Config, context: RankContext, name: str) -> str:

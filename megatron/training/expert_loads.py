@@ -20,7 +20,7 @@ def expert_loads(run) -> dict[str, list[int]]:
         return {}
     names = {layer: f"blocks.{layer}" for layer in model.expert_layers}
     ahead = [model.has_experts(layer) for layer in model.layers_ahead]
-    for depth in range(model.depths):
+    for depth in range(model.own_depths):
         first = model.num_layers + depth * len(ahead)
         names |= {first + number: f"mtp.{depth}.layers.{number}" for number, has in enumerate(ahead) if has}
     layers = list(names)

@@ -177,8 +177,9 @@ TRAINING = """hidden_dropout attention_dropout label_smoothing z_loss_coeff init
 ROUNDING = """quantization weight_quantize_type activation_quantize_type activation_preprocess_type weight_bits
     activation_bits quantization_layers quantization_skip sparsity initial_sparsity sparsity_begin_step
     sparsity_end_step sparsity_frequency sparsity_layers sparsity_skip""".split()
-SIZES = """mtp_num_layers mtp_loss_scaling_factor moe_ffn_hidden_size moe_router_topk
-    hybrid_attention_ratio hybrid_mlp_ratio heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
+SIZES = """mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads moe_ffn_hidden_size
+    moe_router_topk hybrid_attention_ratio hybrid_mlp_ratio heterogeneous_layers_config_path
+    heterogeneous_layers_config_encoded_json
     linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
     linear_num_key_heads linear_num_value_heads
     mamba_num_heads mamba_head_dim mamba_state_dim mamba_num_groups

@@ -519,7 +519,7 @@ def test_other_recipes_and_idle_flags_are_named(capsys):
     assert "--fp8-margin has no effect: scales" in told and "--fp8-param-gather has no effect: parameters are" in told
     remarks = " ".join(rules.remarks(config, 1))
     assert "8 of 16 linear layers multiply in fp8 (tensorwise); 8 without, attention.qkv" in remarks
-    assert "--fp8-recipe delayed is tensorwise here" in remarks and "Plans, TFLOP/s and MFU take them for" in remarks
+    assert "--fp8-recipe delayed is tensorwise here" in remarks and "kernels for H100 and later GPUs" in remarks
     config = parse_any(SHAPE.replace("--fp8-format hybrid", "--fp8-recipe blockwise --fp8-skip mlp.*").split())
     assert [name for name in rules.idle(config, 1) if "fp8" in name] == ["fp8_recipe", "fp8_skip"]
     with pytest.raises(SettingsError, match="--fp8-format e4m3: this model is a plain torch.nn.Module"):

@@ -47,6 +47,15 @@ CASES = {
     "zero1": (2, "--sharding-stage 1 --overlap-grad-reduce --overlap-param-gather", 2, "*-*-", "*-*-", ""),
     "zero3": (2, f"{LLAMA} --sharding-stage 3", 2, "*-*-", "*-*-", ""),
     "cp2": (2, f"{LLAMA} --context-parallel-size 2", 2, "*-*-", "*-*-", ""),
+    "depths of prediction": (1, LLAMA, 2, "*-*-", "*-*-/*-/*-", "--mtp-num-layers 2"),
+    "a repeated depth with experts, pp2": (
+        2,
+        f"{EXPERTS} {PP} --mtp-use-repeated-layer",
+        2,
+        "*-*E",
+        "*-|*E/*E/*E",
+        "--mtp-num-layers 2 --moe-layer-freq [0,1]",
+    ),
 }
 
 
@@ -68,8 +77,9 @@ def tensors(folder) -> dict[str, torch.Tensor]:
 
 def lettered(name: str) -> str:
     """The name of a transformer layer's tensor in *-*-...: attention in every second layer, an MLP after it."""
-    number = lambda found: str(2 * int(found[1]) + ("mlp" in found[2]))
-    return re.sub(r"(?<=blocks\.)(\d+)\.(\w+)", lambda found: f"{number(found)}.{found[2]}", name)
+    number = lambda found: str(2 * int(found[2]) + ("mlp" in found[3]))
+    in_a_layer = r"(blocks|mtp\.\d+\.layers)\.(\d+)\.(\w+)"
+    return re.sub(in_a_layer, lambda found: f"{found[1]}.{number(found)}.{found[3]}", name)
 
 
 def equal(ours: dict, theirs: dict) -> None:

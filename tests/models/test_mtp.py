@@ -31,6 +31,7 @@ LINE = (
     f"--mtp-num-layers {DEPTHS} --mtp-loss-scaling-factor {FACTOR}"
 )
 APART = "--eod-mask-loss --reset-position-ids --reset-attention-mask"
+AGAIN, DETACHED = "--mtp-use-repeated-layer", "--mtp-detach-heads"
 LAYOUTS = {
     "one process": (1, ""),
     "documents": (1, APART),
@@ -41,6 +42,13 @@ LAYOUTS = {
     "cp2": (2, f"--context-parallel-size 2 {APART}"),
     "dp2, micro-batches of 1": (2, f"--micro-batch-size 1 {APART}"),
     "zero3": (2, "--sharding-stage 3 --recompute-granularity full --recompute-method uniform"),
+    "repeated": (1, f"{AGAIN} {APART}"),
+    "repeated, tp3 with sequence parallelism": (3, f"{AGAIN} --tensor-model-parallel-size 3 --sequence-parallel"),
+    "repeated, zero3": (2, f"{AGAIN} --sharding-stage 3"),
+    "repeated, zero2, overlapped": (2, f"{AGAIN} --sharding-stage 2 --overlap-grad-reduce --overlap-param-gather"),
+    "detached, recomputed": (1, f"{DETACHED} --recompute-granularity full --recompute-method uniform"),
+    "detached, untied, zero3": (2, f"{DETACHED} --untie-embeddings-and-output-weights --sharding-stage 3"),
+    "detached and repeated, cp2": (2, f"{DETACHED} {AGAIN} --context-parallel-size 2"),
 }
 STAGED = {  # positions are learned on the first stage alone
     "pp2": (2, "--pipeline-model-parallel-size 2"),
@@ -50,15 +58,20 @@ STAGED = {  # positions are learned on the first stage alone
         "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --untie-embeddings-and-output-weights --num-layers 4",
     ),
 }
+STAGED |= {
+    "repeated, pp2 zero-bubble": (2, f"{AGAIN} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
+    "detached, pp2": (2, f"{DETACHED} --pipeline-model-parallel-size 2"),
+    "detached, pp2, untied": (2, f"{DETACHED} --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"),
+}
 ROPE = "--position-embedding-type rope"
 
 
-def first_weights(untied: bool, rope: bool, layers: int) -> dict[str, torch.Tensor]:
+def first_weights(untied: bool, rope: bool, layers: int, depths: int) -> dict[str, torch.Tensor]:
     weights = initial_weights(1234)
     small = 0.02 / (2 * layers) ** 0.5
     new = {"output.weight": ((VOCABULARY, HIDDEN), 0.02)} if untied else {}
     norms = []
-    for own in [*(f"blocks.{n}." for n in range(layers)), *(f"mtp.{k}.layers.0." for k in range(DEPTHS))]:
+    for own in [*(f"blocks.{n}." for n in range(layers)), *(f"mtp.{k}.layers.0." for k in range(depths))]:
         new |= {
             f"{own}attention.qkv.weight": ((HEADS, 3, HIDDEN // HEADS, HIDDEN), 0.02),
             f"{own}attention.output.weight": ((HIDDEN, HIDDEN), small),
@@ -66,7 +79,7 @@ def first_weights(untied: bool, rope: bool, layers: int) -> dict[str, torch.Tens
             f"{own}mlp.down.weight": ((HIDDEN, 4 * HIDDEN), small),
         }
         norms += [f"{own}attention_norm", f"{own}mlp_norm"]
-    for k in range(DEPTHS):
+    for k in range(depths):
         new[f"mtp.{k}.eh_proj.weight"] = ((HIDDEN, 2 * HIDDEN), 0.02)
         norms += [f"mtp.{k}.{name}" for name in ("enorm", "hnorm", "final_norm")]
     for name, (shape, std) in new.items():
@@ -103,8 +116,19 @@ def layer(weights, own: str, x: torch.Tensor, places: torch.Tensor, allowed: tor
 
 
 @cache
-def plain(apart: bool = False, untied: bool = False, rope: bool = False, layers: int = LAYERS):
-    """({its losses, grad_norm} of each step, weights at the end) of the training of LINE, token by token."""
+def plain(
+    apart: bool = False,
+    untied: bool = False,
+    rope: bool = False,
+    layers: int = LAYERS,
+    again: bool = False,
+    detached: bool = False,
+):
+    """({its losses, grad_norm} of each step, weights at the end) of the training of LINE, token by token.
+
+    again: all depths have the weights of the first. detached: their losses train themselves alone
+    """
+    alone = torch.Tensor.detach if detached else lambda x: x
     job = Job([], None, None, restart_positions=apart, cut_attention=apart)
 
     def embedded(weights, tokens, places):
@@ -121,7 +145,9 @@ def plain(apart: bool = False, untied: bool = False, rope: bool = False, layers:
             x = layer(weights, f"blocks.{n}.", x, places, allowed, rope)
         x = norm("final_norm", x)
         found = {"lm loss": plain_gpt.cross_entropies(x @ head, samples[:, 1:])[counts].mean()}
+        x, scores = alone(x), alone(head)
         for k in range(DEPTHS):
+            own = f"mtp.{0 if again else k}."
             new = torch.zeros_like(tokens)  # of the token k + 1 places later, in the same document
             wanted = torch.zeros_like(tokens)
             mask = torch.zeros(tokens.shape, dtype=torch.bool)
@@ -130,17 +156,17 @@ def plain(apart: bool = False, untied: bool = False, rope: bool = False, layers:
                 if j < LENGTH and not (apart and (tokens[b, i:j] == EOD).any()):
                     new[b, i], wanted[b, i], mask[b, i] = samples[b, j], samples[b, j + 1], counts[b, j]
             both = torch.cat(
-                (norm(f"mtp.{k}.enorm", embedded(weights, new, places + k + 1)), norm(f"mtp.{k}.hnorm", x)), -1
+                (norm(f"{own}enorm", alone(embedded(weights, new, places + k + 1))), norm(f"{own}hnorm", x)), -1
             )
-            x = layer(weights, f"mtp.{k}.layers.0.", both @ weights[f"mtp.{k}.eh_proj.weight"].T, places, allowed, rope)
-            x = norm(f"mtp.{k}.final_norm", x)
-            each = plain_gpt.cross_entropies(x @ head, wanted) * mask
+            x = layer(weights, f"{own}layers.0.", both @ weights[f"{own}eh_proj.weight"].T, places, allowed, rope)
+            x = norm(f"{own}final_norm", x)
+            each = plain_gpt.cross_entropies(x @ scores, wanted) * mask
             # The mean of each sample, weighted by the tokens that count in its first loss.
             means = each.sum(1) / mask.sum(1).clamp(min=1)
             found[f"mtp_{k + 1} loss"] = (means * counts.sum(1)).sum() / counts.sum()
         return found
 
-    return plain_gpt.train(first_weights(untied, rope, layers), losses, STEPS, FACTOR / DEPTHS)
+    return plain_gpt.train(first_weights(untied, rope, layers, 1 if again else DEPTHS), losses, STEPS, FACTOR / DEPTHS)
 
 
 def pretrain(rank: int, flags: str) -> None:
@@ -155,7 +181,7 @@ def test_any_layout_is_the_plain_loop(layout, run_ranks, tmp_path):
     flags = f"{words} --save {tmp_path} {ROPE * rope}"
     pretrain(0, flags) if world == 1 else run_ranks(world, pretrain, flags)
     layers = 4 if "--num-layers 4" in words else LAYERS
-    steps, weights = plain(APART in words, "--untie" in words, rope, layers)
+    steps, weights = plain(APART in words, "--untie" in words, rope, layers, AGAIN in words, DETACHED in words)
     found = [{name: step[name] for name in steps[0]} for step in records(tmp_path, "step")]
     assert found == [pytest.approx(step, rel=2e-5) for step in steps]
     with Reader(tmp_path / f"iter_{STEPS:07d}") as reader:
@@ -222,9 +248,10 @@ MIXED = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 
 
 
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize("layout", ["ep2", "tp2sp", "tp2-ep2", "ep2-zero3", "pp2-zbh1", "cp2"])
+@pytest.mark.parametrize("layout", ["ep2", "tp2sp", "tp2-ep2", "ep2-zero3", "pp2-zbh1", "cp2", "ep2-zero3 repeated"])
 def test_depths_have_experts_and_dropout_in_any_layout(layout):
-    check_layout(layout, MIXED)
+    layout, _, repeated = layout.partition(" ")
+    check_layout(layout, f"{MIXED} {AGAIN if repeated else ''}")
 
 
 @pytest.mark.sampled(10)
@@ -234,6 +261,15 @@ def test_depths_of_a_pattern_have_its_letters_in_any_layout(layout):
         layout,
         f"{MIXED.replace('--num-layers 2', '').replace('--mtp-num-layers 2', '')} --hybrid-layer-pattern *E*-/*E/*E",
     )
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("pattern", ["M-/*-/*-", "*-/M-/M-"])
+def test_depths_know_documents_that_the_network_has_in_another_form(pattern):
+    """A ring cuts documents in other ways than a scan whose states are passed on."""
+    words = MIXED.split("--num-experts")[0].replace("--num-layers 2", "").replace("--mtp-num-layers 2", "")
+    groups = "--mamba-num-groups 1 --mamba-head-dim 16 --mamba-state-dim 4"
+    check_layout("cp2", f"{words} {groups} --hybrid-layer-pattern {pattern} --reset-attention-mask")
 
 
 def test_a_pattern_of_pairs_is_the_network_of_layers():

@@ -91,13 +91,15 @@ def test_the_ends_of_a_model():
     """
     share, cluster = Layout(micro_batch_size=3).rank_setup(JOB), Cluster(DEVICE, 1)
     n, h, rows = 3 * 256, 128, FACTS.vocabulary_rows(1)
-    first, last = (speed._stage(JOB, share, (), *ends, cluster) for ends in ((True, False), (False, True)))
+    first, last = (
+        speed._stage(JOB, share, speed.StageLayers(), *ends, cluster) for ends in ((True, False), (False, True))
+    )
     assert first.forward == first.backward == pytest.approx(4 * n * h * 2 / 1e12)
     product = 2 * n * h * rows / (100e12 * 128 / (128 + 16))
     assert last.forward == pytest.approx(2 * product + 16 * n * rows * 3.0 / 1e12)
     assert last.backward == pytest.approx(product)
     teacher = replace(JOB, facts=GPTFacts(replace(MODEL, num_layers=0), 1000))
-    taught = speed._stage(replace(JOB, teacher=teacher), share, (), False, True, cluster)
+    taught = speed._stage(replace(JOB, teacher=teacher), share, speed.StageLayers(), False, True, cluster)
     assert taught.forward - last.forward == pytest.approx(product + 80 * n * rows * 3.0 / 1e12)
 
 

@@ -139,14 +139,14 @@ def test_a_wrong_flag_is_answered(line, words):
 
 
 def test_all_problems_come_at_once():
-    text = refused("--lr x --seq-length --bf16 --fp16 --frobnicate --mtp-detach-heads", shape=[])
+    text = refused("--lr x --seq-length --bf16 --fp16 --frobnicate --mtp-hsm", shape=[])
     for words in (
         "6 problems",
         "--lr 'x'",
         "--seq-length takes one",
         "--bf16 and --fp16",
         "unknown flag --frobnicate",
-        "--mtp-detach-heads is not supported",
+        "--mtp-hsm is not supported",
         "missing: --num-layers, --hidden-size, --num-attention-heads",
     ):
         assert words in text

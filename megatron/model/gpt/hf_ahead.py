@@ -78,7 +78,7 @@ def reason(kind: str, m: Model) -> str:
     """Why the depths of a model are not those of a family, in words; "": they are."""
     if kind not in FAMILIES:
         return "no file of its family has them"
-    if m.depths > FAMILIES[kind].most:
+    if m.own_depths > FAMILIES[kind].most:
         return f"its family has at most {FAMILIES[kind].most}"
     if not m.letters and m.is_linear(m.num_layers - 1):
         return "their layer has softmax attention there"
@@ -110,7 +110,7 @@ def matches(kind: str, m: Model, norm: Callable[[str, str], Match], layer: Calla
     if reason(kind, m):
         return []
     found = []
-    for depth in range(m.depths):
+    for depth in range(m.own_depths):
         names, ours = FAMILIES[kind].names(m, depth), f"{AHEAD}.{depth}."
         found += [norm(f"{ours}{name}", getattr(names, name)) for name in ("enorm", "hnorm", "final_norm")]
         found.append(Match(f"{ours}eh_proj.weight", (f"{names.eh_proj}.weight",)))
@@ -121,7 +121,7 @@ def matches(kind: str, m: Model, norm: Callable[[str, str], Match], layer: Calla
 
 def copies(kind: str, m: Model) -> dict[str, str]:
     """Their copies of the embedding and the output layer -> the name of our tensor."""
-    names = [FAMILIES[kind].names(m, depth) for depth in range(m.depths)] if not reason(kind, m) else []
+    names = [FAMILIES[kind].names(m, depth) for depth in range(m.own_depths)] if not reason(kind, m) else []
     head = "output.weight" if m.untie_embeddings_and_output_weights else "embedding.word.weight"
     tables = {f"{one.table}.weight": "embedding.word.weight" for one in names if one.table}
     return tables | {f"{one.head}.weight": head for one in names if one.head}

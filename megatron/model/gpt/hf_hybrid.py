@@ -133,7 +133,7 @@ def to_nemotron_h(m: Model) -> dict[str, Any]:
     words = {letter: word for word, letter in reversed(WORDS.items()) if len(word) > 1}
     return _common(m) | dict(
         layers_block_type=[words[letter] for letter in m.letters],
-        num_nextn_predict_layers=m.depths,
+        num_nextn_predict_layers=m.own_depths,
         **(dict(mtp_layers_block_type=[words[letter] for letter in m.letters_ahead]) if m.depths else {}),
         num_attention_heads=m.num_attention_heads,
         num_key_value_heads=m.query_groups,

@@ -376,7 +376,7 @@ def their_settings(model: Model, vocab_size: int, end: int | None, dtype: str) -
         dtype=dtype,
         use_cache=True,
     )
-    ahead = dict(num_nextn_predict_layers=model.depths) if model.depths and not hf_ahead.reason(kind, model) else {}
+    ahead = dict(num_nextn_predict_layers=model.own_depths) if model.depths and not hf_ahead.reason(kind, model) else {}
     return shared | (THEIRS[kind](model) if kind in THEIRS else _to_decoder(kind, model)) | ahead
 
 

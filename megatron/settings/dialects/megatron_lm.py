@@ -333,8 +333,8 @@ all layers of a kind are alike
     --mhc-* --enable-mhc-connections --freeze-all-layers
 a model of your own is a module with a function recipe(): --model-type MODULE, docs/extending.md
     --spec
-each depth of --mtp-num-layers has layers and a norm of its own, and its gradients reach the network
-    --mtp-use-repeated-layer --mtp-detach-heads --mtp-hsm --mtp-standalone
+depths of --mtp-num-layers read the states of the one before, on the last stage
+    --mtp-hsm --mtp-standalone
 write the layers of each depth after a / in --hybrid-layer-pattern, as in *-*-/*-/*-
     --mtp-hybrid-override-pattern
 the vocabulary is padded to a multiple of --make-vocab-size-divisible-by

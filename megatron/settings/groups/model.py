@@ -307,6 +307,17 @@ class Shape:
     mtp_loss_scaling_factor: FromZero = shown_by(AHEAD)(
         "weight of the mean loss of all depths of --mtp-num-layers; 0: it is only logged", 0.1, needs="mtp_num_layers"
     )
+    mtp_use_repeated_layer: bool = shown_by(AHEAD)(
+        "all depths of --mtp-num-layers are one, with the same weights, applied again and again",
+        False,
+        needs="mtp_num_layers",
+        on_resume="another model",
+    )
+    mtp_detach_heads: bool = shown_by(AHEAD)(
+        "the losses of depths train the depths alone, and not the network, the embedding or the output layer",
+        False,
+        needs="mtp_num_layers",
+    )
     make_vocab_size_divisible_by: Count = shown_by(PLAIN)(
         "pad the vocabulary to a multiple of this x tensor parallel size", 128, "--vocab-size-divisible-unit"
     )
@@ -324,6 +335,11 @@ class Shape:
     def depths(self) -> int:
         """Depths of multi-token prediction."""
         return self.mtp_num_layers or 0
+
+    @property
+    def own_depths(self) -> int:
+        """Depths with weights of their own."""
+        return min(self.depths, 1) if self.mtp_use_repeated_layer else self.depths
 
     @property
     def published_shape(self) -> Optional[str]:

@@ -64,7 +64,7 @@ def their_latents(kind: str, m: Model) -> dict[str, Any]:
         v_head_dim=m.v_head_dim,
         head_dim=m.qk_pos_emb_head_dim,
         num_key_value_heads=m.num_attention_heads,
-        **(dict(rope_interleave=True, num_nextn_predict_layers=m.depths) if kind == "deepseek_v3" else {}),
+        **(dict(rope_interleave=True, num_nextn_predict_layers=m.own_depths) if kind == "deepseek_v3" else {}),
     )
 
 

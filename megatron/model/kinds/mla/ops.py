@@ -68,7 +68,7 @@ def _latents(x: Residual) -> list[LayerOp]:
     if m.q_lora_rank:
         ops += x.whole("attention", m.q_lora_rank, layer="attention.q_down", **again)
         ops += _norm(x, m.q_lora_rank)
-        first = not x.share.keeps_input("attention.q_down")
+        first = not x.share.keeps_whole_input("attention.q_down")
     ops += x.whole("attention", kv + ro, keeps=first, layer="attention.kv_down", **again)
     ops += _norm(x, kv, held * ro * e)  # it reads a part of the product's output
     return [*ops, replace(x.copied, size=x.tokens * ro * e, overlapped=(), **again)]
@@ -95,7 +95,7 @@ def _of_heads(x: Residual) -> list[LayerOp]:
         source = replace(x, width=m.q_lora_rank)
         queries = source.column("attention", g * (no + ro), layer="attention.q_up", **again)
     else:
-        source, keeps = None, not x.share.keeps_input("attention.kv_down")
+        source, keeps = None, not x.share.keeps_whole_input("attention.kv_down")
         queries = x.column("attention", g * (no + ro), keeps=keeps, layer="attention.q", **again)
     read = latent + key + (source.nbytes if source else 0)
     *before, product = queries
