@@ -290,10 +290,7 @@ def test_what_no_weight_can_express_is_refused(name, value, family):
 
 @pytest.mark.parametrize(
     "words, said",
-    [
-        ("P-", "with mixers beside each other is not exported"),
-        ("M- --no-mamba-rms-norm", "with mamba_rms_norm is not"),
-    ],
+    [("P-", "with mixers beside each other is not exported"), ("M- --no-mamba-rms-norm", "with mamba_rms_norm is not")],
 )
 def test_megatron_lm_has_none_of_it(words, said, tmp_path):
     pretrain_hybrid.main(f"{LINE} --hybrid-layer-pattern {words} --save {tmp_path} --train-iters 1".split())
