@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Optional
 
+import numpy as np
 import torch
 
 from megatron.fused_kernels.documents import Documents
@@ -49,9 +50,7 @@ class PassedStates:
         return self.ranks.rank, 2 * self.ranks.size - 1 - self.ranks.rank
 
     def rows_before(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        """The n rows before each half [c, 2 b, ...] in its sequence and document, with zeros where there are none: [n, 2 b,
-        ...].
-        """
+        """[n, 2 b, ...]: the n rows before each half [c, 2 b, ...] in its sequence and document; zeros where none are."""
         if n == 0:
             return x[:0]
         last = whole(x[len(x) - min(n, len(x)) :])
@@ -62,9 +61,8 @@ class PassedStates:
         rows = torch.cat(tuple(padded), 1)
         if self.documents is None:
             return rows
-        back = torch.arange(n, 0, -1, device=x.device).view(
-            n, *(1 for _ in x.shape[1:])
-        )  # from the first token to each
+        # how far each is before the first token of a half
+        back = torch.arange(n, 0, -1, device=x.device).view(n, *(1 for _ in x.shape[1:]))
         return rows.masked_fill(back > self.documents.past.view(-1, *(1 for _ in x.shape[2:])), 0.0)
 
     def states(self, states: torch.Tensor, maps: torch.Tensor, mapped: Callable) -> torch.Tensor:
@@ -95,6 +93,6 @@ class PassedStates:
         return torch.cat([found[number] for number in self.chunks])
 
 
-def documents_of_halves(starts, ranks: Axis, device) -> Documents:
+def documents_of_halves(starts: np.ndarray, ranks: Axis, device) -> Documents:
     """The documents of the rank's halves, from the start positions [b, whole s] of documents in whole samples."""
     return Documents.of_parts(starts, own_chunks(starts.shape[1], ranks.rank, ranks.size), device)

@@ -263,6 +263,15 @@ def test_depths_of_a_pattern_have_its_letters_in_any_layout(layout):
     )
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("pattern", ["M-/*-/*-", "*-/M-/M-"])
+def test_depths_know_documents_that_the_network_has_in_another_form(pattern):
+    """A ring cuts documents in other ways than a scan whose states are passed on."""
+    words = MIXED.split("--num-experts")[0].replace("--num-layers 2", "").replace("--mtp-num-layers 2", "")
+    groups = "--mamba-num-groups 1 --mamba-head-dim 16 --mamba-state-dim 4"
+    check_layout("cp2", f"{words} {groups} --hybrid-layer-pattern {pattern} --reset-attention-mask")
+
+
 def test_a_pattern_of_pairs_is_the_network_of_layers():
     """With the same weights: the layer of a depth is two letters after the /."""
     shape = dict(hidden_size=32, num_attention_heads=2, seq_length=16, hidden_dropout=0.0, attention_dropout=0.0)
