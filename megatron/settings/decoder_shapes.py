@@ -30,6 +30,10 @@ _GEMMA = dict(
 _GEMMA_2 = dict(
     _GEMMA, window_size="4095,0", window_attn_skip_freq=2, attn_logit_softcapping=50.0, final_logit_softcapping=30.0
 )
+_GEMMA_3 = dict(
+    _GEMMA, qk_layernorm=True, window_size="511,0", window_attn_skip_freq=6, rotary_base=1e6, rope_local_base_freq=1e4
+)
+_GEMMA_3_LONG = dict(_GEMMA_3, window_size="1023,0", rotary_seq_len_interpolation_factor=8.0)
 _QWEN = dict(_LLAMA, rotary_base=1e6)
 _QWEN_2 = dict(_QWEN, add_qkv_bias=True)
 _QWEN_2_LARGE = dict(_QWEN_2 | _UNTIED, norm_epsilon=1e-5)
@@ -152,6 +156,16 @@ _NEMOTRON_H = dict(
     mamba_state_dim=128,
     mamba_num_groups=8,
 )
+_NEMOTRON_3 = dict(
+    _NEMOTRON_H,
+    num_experts=128,
+    moe_router_topk=6,
+    moe_ffn_hidden_size=1856,
+    moe_shared_expert_intermediate_size=3712,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_topk_scaling_factor=2.5,
+)
 _FALCON_H1 = dict(
     _LLAMA | _UNTIED, norm_epsilon=1e-5, rotary_base=1e11, mamba_head_dim=64, mamba_num_groups=1, mamba_rms_norm=False
 )
@@ -219,19 +233,23 @@ _PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "gemma-2-2b": (256000, _shape(_GEMMA_2, 26, 2304, 8, 4, 256, 9216, 8192)),
     "gemma-2-9b": (256000, _shape(_GEMMA_2, 42, 3584, 16, 8, 256, 14336, 8192)),
     "gemma-2-27b": (256000, _shape(_GEMMA_2, 46, 4608, 32, 16, 128, 36864, 8192, query_pre_attn_scalar=144.0)),
-    "gemma-3-1b": (
-        262144,
-        _shape(
-            *(_GEMMA, 26, 1152, 4, 1, 256, 6912, 32768),
-            **dict(qk_layernorm=True, window_size="511,0", window_attn_skip_freq=6, rotary_base=1e6),
-            rope_local_base_freq=1e4,
-        ),
-    ),
+    "gemma-3-270m": (262144, _shape(_GEMMA_3, 18, 640, 4, 1, 256, 2048, 32768)),
+    "gemma-3-1b": (262144, _shape(_GEMMA_3, 26, 1152, 4, 1, 256, 6912, 32768)),
+    "gemma-3-4b": (262208, _shape(_GEMMA_3_LONG, 34, 2560, 8, 4, 256, 10240, 131072)),
+    "gemma-3-12b": (262208, _shape(_GEMMA_3_LONG, 48, 3840, 16, 8, 256, 15360, 131072)),
+    "gemma-3-27b": (262208, _shape(_GEMMA_3_LONG, 62, 5376, 32, 16, 128, 21504, 131072, query_pre_attn_scalar=168.0)),
     "nemotron-h-8b": (
         131072,
         _shape(
             *(_NEMOTRON_H, 52, 4096, 32, 8, 128, 21504, 8192),
             **dict(hybrid_layer_pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-", mamba_num_heads=128),
+        ),
+    ),
+    "nemotron-3-nano-30b-a3b": (
+        131072,
+        _shape(
+            *(_NEMOTRON_3, 52, 2688, 32, 2, 128, 1856, 262144),
+            **dict(hybrid_layer_pattern="MEMEM*E" * 5 + "MEMEMEM*EMEMEMEME", mamba_num_heads=64),
         ),
     ),
     "falcon-h1-0.5b": (

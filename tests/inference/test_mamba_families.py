@@ -77,7 +77,20 @@ CASES = {
         time_step_min=ANY_STEP,
     ),
 }
-LETTERS = {"mamba2": "MMM", "nemotron_h": "M-*M-"} | dict.fromkeys((name for name in CASES if "falcon" in name), "P-P-")
+NEMOTRON = CASES["nemotron_h"]
+CASES["nemotron_h experts"] = NEMOTRON | dict(
+    layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=20,
+    moe_shared_expert_intermediate_size=28,
+    moe_latent_size=12,
+    routed_scaling_factor=2.5,
+)
+CASES["nemotron_h groups"] = CASES["nemotron_h experts"] | dict(moe_latent_size=None, n_group=4, topk_group=2)
+LETTERS = {"mamba2": "MMM", "nemotron_h": "M-*M-"}
+LETTERS |= dict.fromkeys(("nemotron_h experts", "nemotron_h groups"), "ME*E")
+LETTERS |= dict.fromkeys((name for name in CASES if "falcon" in name), "P-P-")
 MULTIPLIED = {name for name in CASES if "key_multiplier" in CASES[name]}
 KINDS = pytest.mark.parametrize("kind", CASES)
 
@@ -100,6 +113,9 @@ def family(tmp_path_factory):
                     noise = torch.randn(parameter.shape, generator=generator)
                     wide = parameter.dim() > 1 and "conv1d" not in name
                     parameter.copy_(0.15 * noise if wide else parameter + 0.2 * noise)
+                for name, buffer in theirs.named_buffers():
+                    if "correction_bias" in name:
+                        buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
             theirs.save_pretrained(folder / "theirs")
             tool.main(["from-hf", str(folder / "theirs"), str(folder / "ours")])
             made[kind] = theirs, folder / "theirs", folder / "ours"
@@ -141,8 +157,8 @@ def test_gradients(kind, family, tmp_path):
     (sums["lm loss"] / sums["tokens"]).backward()
     found, wanted = dict(model.named_parameters()), gradients_by_name(theirs, tmp_path)
     matches = imported(json.loads((folder / "config.json").read_text())).matches
-    assert {match.ours for match in matches} == set(found)
-    for match in matches:
+    assert {match.ours for match in matches} == set(found) | set(dict(model.named_buffers(remove_duplicate=False)))
+    for match in [one for one in matches if one.ours in found]:
         want = [wanted.get(name) for name in match.theirs]
         want = match.to_ours(want) / match.to_ours([torch.ones_like(one) for one in want]).square()
         assert_near(found[match.ours].grad[: len(want)], want, match.ours)
@@ -219,7 +235,7 @@ def test_numbers_of_the_scan_are_fp32_in_files(family, tmp_path):
 
 
 OTHER = {
-    "layers_block_type": (["linear_attention", "moe"], "layers of moe"),
+    "layers_block_type": (["linear_attention", "rnn"], "layers of rnn"),
     "use_conv_bias": (False, "use_conv_bias"),
     "conv_kernel": (3, "conv_kernel"),
     "mlp_hidden_act": ("silu", "mlp_hidden_act"),
@@ -274,10 +290,7 @@ def test_what_no_weight_can_express_is_refused(name, value, family):
 
 @pytest.mark.parametrize(
     "words, said",
-    [
-        ("P-", "Megatron-LM has no layers of attention beside Mamba-2"),
-        ("M- --no-mamba-rms-norm", "with mamba_rms_norm is not"),
-    ],
+    [("P-", "with mixers beside each other is not exported"), ("M- --no-mamba-rms-norm", "with mamba_rms_norm is not")],
 )
 def test_megatron_lm_has_none_of_it(words, said, tmp_path):
     pretrain_hybrid.main(f"{LINE} --hybrid-layer-pattern {words} --save {tmp_path} --train-iters 1".split())

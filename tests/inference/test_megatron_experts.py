@@ -179,8 +179,8 @@ def test_what_is_not_read_is_named(tmp_path):
         CheckpointError, match=r"lacks 1 tensors, or parts of them\n  blocks.1.mlp.experts.down.weight: expert 3"
     ):
         tool.main(["from-megatron", str(tmp_path / "lacking"), str(tmp_path / "c")])
-    write(tmp_path / "latent", {"mp_rank_00": weights()}, moe_latent_size=8)
-    with pytest.raises(CheckpointError, match="uses moe_latent_size"):
+    write(tmp_path / "latent", {"mp_rank_00": weights()}, moe_apply_probs_on_input=True)
+    with pytest.raises(CheckpointError, match="uses moe_apply_probs_on_input"):
         tool.main(["from-megatron", str(tmp_path / "latent"), str(tmp_path / "d")])
     save(tmp_path / "dense", LLAMA)
     with pytest.raises(SettingsError, match="--target-expert-model-parallel-size 2: the model has no experts"):

@@ -150,7 +150,7 @@ SHAPES = {
     "gated delta nets in turn": DECODER
     | DELTA
     | dict(experimental_attention_variant="gated_delta_net", linear_attention_freq="2", attention_output_gate=True),
-    "a pattern": DECODER | SCANS | MIXED | dict(num_layers=8, hybrid_layer_pattern="MEG*-M-G"),
+    "a pattern": DECODER | SCANS | MIXED | dict(num_layers=8, hybrid_layer_pattern="MEG*-M-G", moe_latent_size=10),
     "a pattern with latents and depths": LATENT
     | SCANS
     | dict(num_layers=4, hybrid_layer_pattern="M+-G/+-/+-", mtp_num_layers=2),

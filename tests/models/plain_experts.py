@@ -34,6 +34,7 @@ class Family:
     width: int = 16
     gated: bool = True
     shared: int = 0
+    latent: int = 0
     bias: bool = False
     capacity: int = 0
     rows: int = 2
@@ -50,12 +51,15 @@ class Family:
                 "attention.qkv": ((HEADS, 3, HIDDEN // HEADS, HIDDEN), 0.05),
                 "attention.output": ((HIDDEN, HIDDEN), small),
             }
-            up = lambda width: ((2, width, HIDDEN) if self.gated else (width, HIDDEN), 0.05)
+            up = lambda width, h=HIDDEN: ((2, width, h) if self.gated else (width, h), 0.05)
             if n in self.layers:
-                (shape, std), number = up(self.width), (self.experts,)
+                (shape, std), number = up(self.width, self.latent or HIDDEN), (self.experts,)
                 own["mlp.router"] = (*number, HIDDEN), 0.05
                 own["mlp.experts.up"] = (*number, *shape), std
-                own["mlp.experts.down"] = (*number, HIDDEN, self.width), small
+                own["mlp.experts.down"] = (*number, self.latent or HIDDEN, self.width), small
+                if self.latent:
+                    own["mlp.latent_down"] = (self.latent, HIDDEN), 0.05
+                    own["mlp.latent_up"] = (HIDDEN, self.latent), small
                 if self.shared:
                     own |= {"mlp.shared.up": up(self.shared), "mlp.shared.down": ((HIDDEN, self.shared), small)}
                     own["mlp.shared_gate"] = (1, HIDDEN), 0.05
@@ -114,7 +118,8 @@ class Family:
             for name, (value, weight) in self.losses(logits, chosen).items():
                 sums.setdefault(name, []).append((value, weight))
             parts = parts * self.kept(parts) if self.capacity else parts
-            y = 0
+            y, states = 0, x
+            x = linear(f"{own}.latent_down", x) if self.latent else x
             for e in range(self.experts):
                 of = lambda name, e=e: (
                     weights[f"{own}.experts.{name}.weight"][e],
@@ -122,9 +127,10 @@ class Family:
                 )
                 up, up_bias = of("up")
                 down, down_bias = of("down")
-                inner = x @ up.reshape(-1, HIDDEN).T + (0 if up_bias is None else up_bias[e].reshape(-1))
+                inner = x @ up.reshape(-1, x.shape[-1]).T + (0 if up_bias is None else up_bias[e].reshape(-1))
                 outer = activation(inner) @ down.T + (0 if down_bias is None else down_bias[e])
                 y = y + parts[..., e : e + 1] * outer
+            x, y = states, linear(f"{own}.latent_up", y) if self.latent else y
             if self.shared:
                 also = linear(f"{own}.shared.down", activation(linear(f"{own}.shared.up", x)))
                 y = y + linear(f"{own}.shared_gate", x).sigmoid() * also

@@ -69,6 +69,20 @@ FAMILIES = {
         plain.softmax_of_chosen(2),
         plain.batch_balance("global load balancing loss", 0.5, rows=2),
     ),
+    "latent": plain.Family(
+        f"{GATED} --moe-latent-size 10 --moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate",
+        plain.softmax_of_chosen(2),
+        shared=12,
+        latent=10,
+    ),
+    "latent, biases": plain.Family(
+        "--moe-layer-freq 2 --moe-router-score-function sigmoid --moe-router-topk 3 --moe-ffn-hidden-size 16 "
+        "--moe-router-topk-scaling-factor 1.5 --moe-latent-size 10",
+        plain.sigmoid(3, 1.5),
+        layers=(0, 2),
+        gated=False,
+        latent=10,
+    ),
     "one expert": plain.Family(f"{GATED} --moe-router-pre-softmax --moe-router-topk 1", plain.softmax_of_all(1)),
 }
 PAD = "--moe-pad-expert-input-to-capacity"
@@ -117,6 +131,17 @@ LAYOUTS = {
     "pp2 ep2, zb-h1, capacity, padded": (4, "capacity", f"{PP2} {EP2} --pipeline-schedule zb-h1 {PAD}"),
     "ep2, zero3, capacity, recomputed": (2, "first come", f"{EP2} --sharding-stage 3 {FULL}"),
     "pp2 ep2 in a V, zero3": (4, "gated", f"{PP2} {EP2} {V} --sharding-stage 3"),
+    "latent": (1, "latent", f"{MODULES} mlp layernorm"),
+    "latent, biases": (1, "latent, biases", f"{MODULES} mlp_act core_attn"),
+    "latent, ep2, zero3": (2, "latent, biases", f"{EP2} --sharding-stage 3 --overlap-param-gather"),
+    "latent, etp2": (2, "latent, biases", ETP2),
+    "latent, tp2": (2, "latent", TP),
+    "latent, tp2, whole experts": (2, "latent, biases", f"{TP} {ETP1}"),
+    "latent, tp2 dp2, ep2 etp2": (4, "latent", f"{SP} {EP2} {ETP2}"),
+    "latent, tp2, ep over its ranks": (2, "latent", f"{SP} {ETP1} {EP2} {FULL}"),
+    "latent, ep2, zero2": (4, "latent", f"{EP2} --sharding-stage 2 --micro-batch-size 1 --overlap-grad-reduce"),
+    "latent, pp2 ep2, zb-h1": (4, "latent, biases", f"{PP2} {EP2} {ZB}"),
+    "latent, cp2 ep2": (2, "latent", f"{CP2} {EP2}"),
     "aux loss": (1, "aux loss", ""),
     "cp2 ep2, aux loss, recomputed": (2, "aux loss", f"{CP2} {EP2} {FULL}"),
     "pp2 ep2, aux loss, interleaved": (4, "aux loss", f"{PP2} {EP2} {INTERLEAVED}"),
@@ -126,6 +151,10 @@ LAYOUTS = {
     "pp2 ep2 in a V, one expert": (4, "one expert", f"{PP2} {EP2} {V}"),
 }
 LONG = {  # with --full: of four ranks, or like others
+    "latent, tp2 dp2, ep2 etp2",
+    "latent, ep2, zero2",
+    "latent, cp2 ep2",
+    "latent, etp2",
     "ep2, zero3, capacity, recomputed",
     "pp2 ep2, zb-h1, capacity, padded",
     "cp2 ep2, aux loss, recomputed",

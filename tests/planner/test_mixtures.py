@@ -37,6 +37,10 @@ SHAPE = dict(GPT_SHAPE, **LLAMA) | dict(num_experts=8, moe_ffn_hidden_size=96)
         (dict(moe_shared_expert_intermediate_size=64), "fp32"),
         (dict(moe_shared_expert_intermediate_size=64, moe_router_topk=3), "bf16"),
         (dict(swiglu=False, disable_bias_linear=False, moe_layer_freq="2"), "fp32"),
+        (dict(moe_latent_size=24), "fp32"),
+        (dict(moe_latent_size=24), "bf16"),
+        (dict(moe_latent_size=24, moe_shared_expert_intermediate_size=64), "fp32"),
+        (dict(moe_latent_size=24, moe_shared_expert_intermediate_size=64), "bf16"),
         (dict(moe_expert_capacity_factor=1.25, moe_pad_expert_input_to_capacity=True), "fp32"),
     ],
 )
@@ -56,7 +60,7 @@ def test_activations_are_predicted_within_3_percent(more, precision, modules):
 @pytest.mark.parametrize(
     "name",
     ["ep2", "etp2, capacity, padded", "tp2", "tp2 dp2, ep4", "cp2, ep over its ranks", "ep2, zero2", "pp2 ep2, zb-h1"]
-    + ["cp2 tp2, ep4, recomputed"],
+    + ["cp2 tp2, ep4, recomputed", "latent, tp2", "latent, tp2 dp2, ep2 etp2", "latent, ep2, zero2"],
 )
 def test_state_and_messages_are_those_of_a_run(name):
     """Exchanges between ranks of ep are as uneven as the experts' loads: of these, those of all ranks together. The sums of

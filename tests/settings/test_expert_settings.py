@@ -104,7 +104,6 @@ WRONG = [  # ranks, flags, words of the message
         f"{MIXED} --ep 2 --pp 2 --pipeline-schedule gpipe --overlap-moe-expert-parallel-comm",
         "all backward passes come after all forward passes; 1f1b would work",
     ),
-    (1, f"{MIXED} --moe-latent-size 8", "--moe-latent-size is not supported"),
     (1, f"{MIXED} --moe-aux-loss-coef 0.1", "; did you mean --moe-aux-loss-coeff?"),
     (1, f"{MIXED} --recompute-granularity selective --recompute-modules shared_experts", "say mlp, which recomputes"),
 ]

@@ -487,7 +487,7 @@ def test_a_folder_as_model_name_is_loaded(tmp_path):
         ("lr: 1\nlr: 2", ":2: lr is given twice (also in line 1)"),
         ("- 1", "expected lines of `key: value`"),
         ("a: [1\nb: 2", ":2: not YAML"),
-        ("moe_latent_size: 2", ":1: moe_latent_size is not supported"),
+        ("moe_apply_probs_on_input: true", ":1: moe_apply_probs_on_input is not supported"),
         ("bf16: true\nfp16: true", "contradict each other"),
     ],
 )

@@ -76,6 +76,29 @@ KIMI_K2 = V3 | dict(
     rope_scaling=dict(YARN, factor=32.0, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0),
     **dict(n_routed_experts=384, first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=2.827),
 )
+GEMMA_3 = GEMMA_2 | dict(
+    model_type="gemma3_text",
+    rope_theta=1000000.0,
+    rope_local_base_freq=10000,
+    sliding_window_pattern=6,
+    attn_logit_softcapping=None,
+    final_logit_softcapping=None,
+)
+GEMMA_3_SHORT = GEMMA_3 | dict(sliding_window=512, max_position_embeddings=32768)
+GEMMA_3_LONG = GEMMA_3 | dict(
+    sliding_window=1024, max_position_embeddings=131072, rope_scaling=dict(rope_type="linear", factor=8.0)
+)
+NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+NEMOTRON_3 = dict(
+    model_type="nemotron_h",
+    hybrid_override_pattern=NANO,
+    max_position_embeddings=262144,
+    tie_word_embeddings=False,
+    **dict(mamba_num_heads=64, mamba_head_dim=64, ssm_state_size=128, n_groups=8, layer_norm_epsilon=1e-5),
+    **dict(n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856, norm_topk_prob=True),
+    **dict(moe_shared_expert_intermediate_size=3712, n_shared_experts=1, routed_scaling_factor=2.5),
+    **dict(n_group=1, topk_group=1, mlp_hidden_act="relu2", residual_in_fp32=False, rope_theta=10000),
+)
 FALCON_H1 = dict(
     model_type="falcon_h1",
     max_position_embeddings=16384,
@@ -127,6 +150,16 @@ PUBLISHED = {
     "deepseek-v2-lite": (102400, 27, 2048, 16, 16, 64, 10944, 15_706_484_224, V2_LITE),
     # Without the layer of its files that predicts a second token; the biases of experts are no parameters here.
     "deepseek-v3": (129280, 61, 7168, 128, 128, 64, 18432, 671_026_404_352, V3),
+    # Those of Gemma 3 without vision towers: embedding and others as in arXiv:2503.19786, table 1.
+    "gemma-3-270m": (262144, 18, 640, 4, 1, 256, 2048, 268_098_176, GEMMA_3_SHORT),
+    "gemma-3-1b": (262144, 26, 1152, 4, 1, 256, 6912, 999_885_952, GEMMA_3_SHORT),
+    "gemma-3-4b": (262208, 34, 2560, 8, 4, 256, 10240, 3_880_263_168, GEMMA_3_LONG),
+    "gemma-3-12b": (262208, 48, 3840, 16, 8, 256, 15360, 11_766_034_176, GEMMA_3_LONG),
+    "gemma-3-27b": (
+        *(262208, 62, 5376, 32, 16, 128, 21504, 27_009_346_304),
+        GEMMA_3_LONG | dict(query_pre_attn_scalar=168),
+    ),
+    "nemotron-3-nano-30b-a3b": (131072, 52, 2688, 32, 2, 128, 1856, 31_577_937_344, NEMOTRON_3),
     "falcon-h1-0.5b": (32784, 36, 1024, 8, 2, 64, 2048, 521_411_104, FALCON_H1),
     "kimi-k2": (163840, 61, 7168, 64, 64, 64, 18432, 1_026_408_209_408, KIMI_K2),
 }

@@ -11,18 +11,26 @@ from typing import Any
 
 from megatron.errors import CheckpointError
 from megatron.model.gpt.hf_rope import refuse
+from megatron.model.kinds.experts.hf import against_experts, mixer_experts, their_mixer_experts
 from megatron.model.kinds.mamba.kind import TAPS
 from megatron.settings.groups.model import Model
 
 ANY_STEP = 1e-9  # of time_step_min, which must not be 0
 LENGTH = 2048  # of the texts that Mamba-2 was trained on; its config.json says none
-WORDS = dict(
-    linear_attention="M", mamba="M", full_attention="*", attention="*", mlp="-", **{letter: letter for letter in "M*-"}
-)
+WORDS = dict(linear_attention="M", mamba="M", full_attention="*", attention="*", mlp="-", moe="E")
+WORDS |= {letter: letter for letter in "M*-E"}
 OFF = (False, None)
-OF_EXPERTS = """moe_intermediate_size moe_latent_size moe_shared_expert_intermediate_size moe_shared_expert_overlap n_group
+# Of layers that a model may lack, and of predictions of more tokens, which transformers leaves out, too
+UNREAD = """moe_intermediate_size moe_latent_size moe_shared_expert_intermediate_size moe_shared_expert_overlap n_group
     n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok routed_scaling_factor topk_group
-    output_router_logits mtp_layers_block_type""".split()  # without layers of them
+    output_router_logits mtp_layers_block_type mtp_hybrid_override_pattern num_nextn_predict_layers norm_eps""".split()
+EXPERTS = dict(  # what its class has for missing entries
+    n_routed_experts=8,
+    moe_intermediate_size=7688,
+    moe_shared_expert_intermediate_size=7688,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+)
 UNUSED = dict(time_step_limit=([0.0, {"__float__": "Infinity"}], [0.0, float("inf")], None))
 
 
@@ -36,9 +44,9 @@ def against_mamba2(m: Model) -> dict[str, bool]:
 
 def against_nemotron_h(m: Model) -> dict[str, bool]:
     return {
-        f"--hybrid-layer-pattern {m.letters}": bool((m.letters + m.letters_ahead).strip("M*-")),
+        f"--hybrid-layer-pattern {m.letters}": bool((m.letters + m.letters_ahead).strip("M*-E")),
         "--disable-bias-linear is missing": m.qkv_bias,
-    }
+    } | against_experts("nemotron_h")(m)
 
 
 def from_mamba2(c: dict[str, Any]) -> tuple[Model, int]:
@@ -56,11 +64,12 @@ def from_nemotron_h(c: dict[str, Any]) -> tuple[Model, int]:
     refuse(c, use_conv_bias=(True, None), conv_kernel=(TAPS, None), **UNUSED)
     c.get("num_nextn_predict_layers")
     words = c.get("layers_block_type") or c.get("hybrid_override_pattern") or ()
-    for key in OF_EXPERTS:
+    for key in UNREAD:
         c.get(key)
     heads, groups = int(c["num_attention_heads"]), int(c.get("num_key_value_heads") or 8)
+    letters = _letters(words, "layers_block_type")
     layers = dict(
-        hybrid_layer_pattern=_letters(words, "layers_block_type"),
+        hybrid_layer_pattern=letters,
         num_attention_heads=heads,
         num_query_groups=groups,
         group_query_attention=groups != heads,
@@ -69,6 +78,7 @@ def from_nemotron_h(c: dict[str, Any]) -> tuple[Model, int]:
         mamba_num_heads=int(c["mamba_num_heads"]),
         mamba_head_dim=int(c["mamba_head_dim"]),
         mamba_state_dim=int(c["ssm_state_size"]),
+        **(mixer_experts(EXPERTS | c) if "E" in letters else {}),
     )
     return _model(c, int(c["max_position_embeddings"]), **layers), int(c["vocab_size"])
 
@@ -83,7 +93,7 @@ def _letters(words: Sequence[str], key: str) -> str:
     if other := sorted({str(word) for word in words} - set(WORDS)):
         raise CheckpointError(
             f"layers of {', '.join(other)} ({key} in config.json) cannot be expressed here",
-            "a Nemotron-H has Mamba-2, attention and MLPs in this suite; those with experts come later",
+            f"a Nemotron-H has layers of {', '.join(word for word in WORDS if len(word) > 1)}",
         )
     return "".join(WORDS[word] for word in words)
 
@@ -137,6 +147,7 @@ def to_nemotron_h(m: Model) -> dict[str, Any]:
         mamba_head_dim=m.mamba_head_dim,
         ssm_state_size=m.mamba_state_dim,
         time_step_min=ANY_STEP,
+        **their_mixer_experts(m),
     )
 
 

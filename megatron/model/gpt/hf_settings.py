@@ -291,7 +291,10 @@ FAMILIES: dict[str, DecoderFamily] = {  # model_type -> family
         "Mamba-2", "Mamba2ForCausalLM", dict(MIXERS, swiglu=ANY, squared_relu=ANY), against=hf_hybrid.against_mamba2
     ),
     "nemotron_h": DecoderFamily(
-        "Nemotron-H", "NemotronHForCausalLM", dict(MIXERS, squared_relu=True), against=hf_hybrid.against_nemotron_h
+        "Nemotron-H",
+        "NemotronHForCausalLM",
+        dict(MIXERS, **SHARED, **GROUPED, **dict.fromkeys(SIGMOID, ANY), squared_relu=True, moe_latent_size=ANY),
+        against=hf_hybrid.against_nemotron_h,
     ),
     "falcon_h1": DecoderFamily(
         "Falcon-H1",

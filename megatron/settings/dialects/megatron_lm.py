@@ -453,3 +453,7 @@ _IGNORED, _REFUSED = _by_name(IGNORED), _by_name(REFUSED)
 _NEUTRAL: dict[str, list[str]] = {}
 for _pair in NEUTRAL.split():
     _NEUTRAL.setdefault(_pair.partition("=")[0], []).append(_pair.partition("=")[2])
+# The layers of a pattern, which it lists itself.
+_NEUTRAL["--spec"] = [
+    f"megatron.core.models.{kind}.{kind}_layer_specs {kind}_stack_spec" for kind in ("mamba", "hybrid")
+]

@@ -25,6 +25,7 @@ DENSE: dict[str, Any] = dict(
     moe_layer_freq="1",
     moe_shared_expert_intermediate_size=None,
     moe_shared_expert_gate=False,
+    moe_latent_size=None,
     moe_router_load_balancing_type=None,
     moe_router_score_function="softmax",
     moe_router_pre_softmax=False,
@@ -43,7 +44,7 @@ class ExpertWords(NamedTuple):
 
     number, width: of experts, and inside one: entries of config.json
     part:          of a layer, before the names of experts and router
-    matrices:      of an expert: gate, values, output
+    matrices:      of an expert: gate, values, output; those without SwiGLU have no gate
     shared:        the expert that all tokens share, in a layer; None: it has none
     first_dense:   whether only the first layers may lack experts (first_k_dense_replace)
     """
@@ -64,6 +65,7 @@ WORDS = {
     "qwen3_next": ExpertWords("num_experts", shared="shared_expert"),
     "dots1": ExpertWords("n_routed_experts", shared="shared_experts", first_dense=True),
     "gpt_oss": ExpertWords("num_local_experts", "intermediate_size"),  # its tensors: `_fused_matches`
+    "nemotron_h": ExpertWords("n_routed_experts", part="mixer", shared="shared_experts"),
     **dict.fromkeys(
         ("deepseek", "deepseek_v2", "deepseek_v3"),
         ExpertWords("n_routed_experts", shared="shared_experts", first_dense=True),
@@ -73,7 +75,13 @@ WORDS = {
 
 QWEN = ("qwen2_moe", "qwen3_moe", "qwen3_next")  # their words for the layers with experts
 GATED = ("qwen2_moe", "qwen3_next")  # their shared expert has a gate
-ALWAYS_SHARED = ("dots1", *GATED, "deepseek_v2", "deepseek_v3")  # their layers with experts have a shared one
+ALWAYS_SHARED = (
+    "dots1",
+    *GATED,
+    "deepseek_v2",
+    "deepseek_v3",
+    "nemotron_h",
+)  # their layers with experts have a shared one
 
 
 def effective_experts(m: Model) -> dict[str, Any]:
@@ -112,8 +120,9 @@ def against_experts(kind: str) -> Callable[[Model], dict[str, bool]]:
 
     def reasons(m: Model) -> dict[str, bool]:
         if not m.mixture:
-            return {"no --num-experts": kind != "deepseek_v3"}  # whose layers may all be dense ones
+            return {"no --num-experts": kind not in ("deepseek_v3", "nemotron_h")}  # whose layers may all be dense ones
         words, width, shared = WORDS[kind], m.expert_ffn_size, m.moe_shared_expert_intermediate_size
+        sigmoid = kind in ("deepseek_v3", "nemotron_h")
         groups, best = effective_experts(m)["moe_router_group_topk"], 1 if kind == "deepseek_v2" else 2
         dense_first = tuple(range(m.num_layers - len(m.expert_layers), m.num_layers))
         return {
@@ -125,10 +134,10 @@ def against_experts(kind: str) -> Callable[[Model], dict[str, bool]]:
             "no --activation-func-clamp-value": kind == "gpt_oss" and m.activation_func_clamp_value is None,
             "no --moe-shared-expert-intermediate-size": kind in ALWAYS_SHARED and not shared,
             "no --moe-router-pre-softmax": kind == "deepseek_v2" and not m.moe_router_pre_softmax,
-            f"--moe-router-score-function {m.moe_router_score_function}": kind == "deepseek_v3"
+            f"--moe-router-score-function {m.moe_router_score_function}": sigmoid
             and m.moe_router_score_function != "sigmoid",
-            "no --moe-router-enable-expert-bias": kind == "deepseek_v3" and not m.moe_router_enable_expert_bias,
-            "--moe-router-topk 1": kind == "deepseek_v3" and m.moe_router_topk == 1,  # which they divide by itself
+            "no --moe-router-enable-expert-bias": sigmoid and not m.moe_router_enable_expert_bias,
+            "--moe-router-topk 1": sigmoid and m.moe_router_topk == 1,  # which they divide by itself
         }
 
     return reasons
@@ -212,6 +221,43 @@ def our_experts(kind: str, c: dict[str, Any]) -> dict[str, Any]:
     return ours | _choice(kind, c, number, k)
 
 
+def mixer_experts(c: dict[str, Any]) -> dict[str, Any]:
+    """Our settings for the experts of a Nemotron-H, whose layers its pattern lists."""
+    number, k, width = int(c["n_routed_experts"]), int(c["num_experts_per_tok"]), int(c["moe_intermediate_size"])
+    refuse(c, norm_topk_prob=(True,))
+    refuse(dict(num_experts_per_tok=k), num_experts_per_tok=tuple(range(2, number + 1)))
+    scaling, latent = float(c.get("routed_scaling_factor") or 1.0), c.get("moe_latent_size")
+    return dict(
+        num_experts=number,
+        moe_ffn_hidden_size=width,
+        moe_router_topk=k,
+        moe_latent_size=latent and int(latent),
+        moe_shared_expert_intermediate_size=int(c["moe_shared_expert_intermediate_size"]),
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_topk_scaling_factor=None if scaling == 1 else scaling,
+        **_groups(c, number, k, best=2),
+    )
+
+
+def their_mixer_experts(m: Model) -> dict[str, Any]:
+    """The entries of config.json for the experts of a Nemotron-H."""
+    if not m.mixture:
+        return {}
+    return dict(
+        n_routed_experts=m.num_experts,
+        moe_intermediate_size=m.expert_ffn_size,
+        moe_latent_size=m.moe_latent_size,
+        moe_shared_expert_intermediate_size=m.moe_shared_expert_intermediate_size,
+        n_shared_experts=1,
+        num_experts_per_tok=m.moe_router_topk,
+        norm_topk_prob=True,
+        routed_scaling_factor=m.moe_router_topk_scaling_factor or 1.0,
+        n_group=m.moe_router_num_groups or 1,
+        topk_group=m.moe_router_group_topk or 1,
+    )
+
+
 def _choice(kind: str, c: dict[str, Any], number: int, k: int) -> dict[str, Any]:
     """Our settings for how tokens choose experts in the families of DeepSeek-V2 and V3."""
     if kind == "deepseek_v2":
@@ -272,15 +318,15 @@ def matches(kind: str, m: Model, ours: str, theirs: str, norm: Callable[[str, st
     words, e, shared = WORDS[kind], m.num_experts, bool(m.moe_shared_expert_intermediate_size)
     part = f"{theirs}{words.part}."
     names = lambda *which: tuple(f"{part}experts.{n}.{matrix}.weight" for n in range(e) for matrix in which)
-    gate, values, output = words.matrices
+    *inside, output = words.matrices if m.gated else words.matrices[1:]
     result = [
         Match(f"{ours}router.weight", (f"{part}gate.weight",)),
         *_counts(m, ours),
         Match(
             f"{ours}experts.up.weight",
-            names(gate, values),
-            lambda t: torch.stack(t).unflatten(0, (e, 2)),
-            lambda x: list(x.flatten(0, 1)),
+            names(*inside),
+            lambda t: torch.stack(t).unflatten(0, (e, 2)) if m.gated else torch.stack(t),
+            lambda x: list(x.flatten(0, 1)) if m.gated else list(x),
         ),
         Match(f"{ours}experts.down.weight", names(output), torch.stack, list),
     ]
@@ -288,8 +334,12 @@ def matches(kind: str, m: Model, ours: str, theirs: str, norm: Callable[[str, st
         result.append(Match(f"{ours}router.expert_bias", (f"{part}gate.e_score_correction_bias",), exact=True))
     if shared:
         of = lambda *which: tuple(f"{part}{words.shared}.{matrix}.weight" for matrix in which)
-        result.append(Match(f"{ours}shared.up.weight", of(gate, values), torch.stack, list))
+        up = Match(f"{ours}shared.up.weight", of(*inside))
+        result.append(up._replace(to_ours=torch.stack, to_theirs=list) if m.gated else up)
         result.append(Match(f"{ours}shared.down.weight", of(output)))
+    if m.moe_latent_size:
+        pairs = ("latent_down", "fc1_latent_proj"), ("latent_up", "fc2_latent_proj")
+        result += [Match(f"{ours}{mine}.weight", (f"{part}{name}.weight",)) for mine, name in pairs]
     if m.moe_shared_expert_gate:
         result.append(Match(f"{ours}shared_gate.weight", (f"{part}shared_expert_gate.weight",)))
     return result

@@ -4,6 +4,7 @@
 All experts are assumed to get equally many tokens.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from megatron.model.kinds.experts.expert_rules import RULES
@@ -19,10 +20,16 @@ from megatron.settings.schema import Model
 def expert_ops(x: Residual) -> tuple[LayerOp, ...]:
     """Router, dispatch, experts, and the way back; then the shared expert."""
     words, width = kinds_of(x.model), x.model.moe_shared_expert_intermediate_size
-    kept = x.share.element == 4 and x.share.tp == 1  # by the router
+    latent = x.model.moe_latent_size
+    kept = x.share.tp == 1 and (x.share.element == 4 or bool(latent))  # by the router, or the product to latents
     shared = mlp_ops(x, *words, width=width, keeps=not kept) if width else ()
     activation = activation_of(x.share, x.model.expert_ffn_size // x.share.etp, *words)  # of one token
     m, share, h, e, again = x.model, x.share, x.h, x.share.element, (MLP,)
+    w, own = m.expert_hidden_size, replace(x, share=replace(share, sp=True))  # a rank's own tokens, in any case
+    down, up = (), ()
+    if latent:
+        down = own.whole("experts", w, keeps=e < 4, again=again, layer="mlp.latent_down")
+        up = replace(own, width=w).whole("experts", h, again=again, layer="mlp.latent_up")
     n, k, experts = x.tokens // share.tp, m.moe_router_topk, m.num_experts
     gathered = n * share.etp
     pairs = gathered * k  # sent by a rank, and on average as many arrive
@@ -33,7 +40,7 @@ def expert_ops(x: Residual) -> tuple[LayerOp, ...]:
     over = lambda axis, size, *calls, again=again: Collective(
         "experts", axis, getattr(share, axis), size, *calls, again=again
     )
-    exchange = over("ep", rows * h * e, ("all_to_all",), ("all_to_all",))
+    exchange = over("ep", rows * w * e, ("all_to_all",), ("all_to_all",))
     cuts = share.tp > 1 and not share.sp  # each rank of tp takes its part of the rows
     ours = x.tokens * h * e * cuts
     cut, join = (
@@ -49,16 +56,18 @@ def expert_ops(x: Residual) -> tuple[LayerOp, ...]:
         Kernel("routing", kept=4 * n * experts * 2 + 16 * n * k, moved=4 * n * experts, again=again),
         *loads * any(way.label for way in ways_of(m).values()),
         sums,
-        over("etp", gathered * h * e, *halves),
+        *down,
+        over("etp", gathered * w * e, *halves),
         over("etp", 8 * pairs, ("all_gather",)),  # the experts of each token
         over("etp", 4 * pairs, *halves),  # and their weights
         over("ep", 8 * experts, *[("all_to_all",)] * (not m.moe_pad_expert_input_to_capacity), again=(ONCE,)),  # counts
-        Kernel("routing", kept=orders, moved=2 * rows * h, again=again),
+        Kernel("routing", kept=orders, moved=2 * rows * w, again=again),
         exchange,
         *_mlp_ops(x, activation, rows, pairs * share.ep / experts),
         exchange,
-        Kernel("experts", kept=rows * h * e + 4 * pairs, moved=2 * rows * h, again=again),
-        over("etp", gathered * h * e, *reversed(halves)),
+        Kernel("experts", kept=rows * w * e + 4 * pairs, moved=2 * rows * w, again=again),
+        over("etp", gathered * w * e, *reversed(halves)),
+        *up,
         join,
         *shared,
     )
@@ -66,13 +75,13 @@ def expert_ops(x: Residual) -> tuple[LayerOp, ...]:
 
 def _mlp_ops(x: Residual, activation: Kernel, rows: int, each: float) -> tuple[LayerOp, ...]:
     """The MLPs of a rank's experts. rows: of all of them; each: rows of one expert, without padding."""
-    m, share, h = x.model, x.share, x.h
+    m, share, w = x.model, x.share, x.model.expert_hidden_size
     own, f, matrices = m.num_experts // share.ep, m.expert_ffn_size // share.etp, 2 if m.gated else 1
     product = lambda name, inputs, outputs, times: x.product_of_experts(
         f"mlp.experts.{name}", rows, each, inputs, outputs, times, again=(MLP,)
     )
     return (
-        *product("up", h, f, own * matrices),
+        *product("up", w, f, own * matrices),
         Kernel(
             "experts",
             kept=rows * activation.kept,
@@ -81,7 +90,7 @@ def _mlp_ops(x: Residual, activation: Kernel, rows: int, each: float) -> tuple[L
             workspace=rows * activation.workspace,
             again=(ACTIVATION, MLP),
         ),
-        *product("down", f, h, own),
+        *product("down", f, w, own),
     )
 
 
@@ -93,6 +102,7 @@ def _shrunk(model: Model, small: Model, tp: int) -> dict[str, Any]:
     return dict(
         moe_layer_freq=f"[0]+[1]*{small.num_layers - 1}" if dense else "1",
         moe_ffn_hidden_size=small.hidden_size,
+        moe_latent_size=small.hidden_size // 2 if model.moe_latent_size else None,
         moe_shared_expert_intermediate_size=small.hidden_size if model.moe_shared_expert_intermediate_size else None,
     )
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's experts in the place of its MLP: router, dispatch, experts, and an expert that all tokens share.
+"""A layer's experts in the place of its MLP: router, dispatch, experts, and an expert that all tokens share. Experts may
+compute in latents, which are narrower than hidden states: of these, router and shared expert see nothing.
 
 Ranks of tp route different tokens. With sequence parallelism each has its own anyway; without it, each takes its part of
 the rows, and they gather the results. So tp may be any part of the ranks that experts are divided over.
@@ -8,6 +9,7 @@ Legend: s sequence (a rank's part with context parallelism), b micro-batch, n to
 k experts of a token, f width of an expert.
 """
 
+from functools import partial
 from typing import Optional
 
 import torch
@@ -23,7 +25,7 @@ from megatron.model.kinds.mlp.module import MLP, Activation
 from megatron.model.recompute import recompute_output
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu import collectives, mappings
-from megatron.mpu.layers import create_parameters
+from megatron.mpu.layers import ReplicatedLinear, create_parameters
 
 
 class MoELayer(nn.Module):
@@ -39,6 +41,10 @@ class MoELayer(nn.Module):
         router = parts_of(model).router or Router
         self.router = router(model, self.layer, of("router"), mesh, seed=setup.seed, **setup.factory)
         self.experts = Experts(of("experts"), setup)
+        self.latent_down = self.latent_up = nn.Identity()
+        if of("latent_down"):  # each rank of tp has its own tokens there
+            whole = partial(ReplicatedLinear, tp=setup.tp, sequence_parallel=True, **setup.factory)
+            self.latent_down, self.latent_up = whole(of("latent_down")), whole(of("latent_up"))
         self.shared = self.shared_gate = None
         if shared := of("shared"):
             self.shared = MLP(shared, setup)
@@ -51,7 +57,8 @@ class MoELayer(nn.Module):
         rows, memo = self._own_rows(x), context.routings.get(self.layer)
         routing = self.router(rows, self._own_mask(x, context.loss_mask), context.samples, memo=memo)
         context.routings[self.layer] = routing.memo
-        y = self.experts(rows.flatten(0, 1), routing).view_as(rows)
+        y = self.latent_down(rows)
+        y = self.latent_up(self.experts(y.flatten(0, 1), routing).view_as(y))
         if self.cut:
             y = mappings.join_rows(y, self.tp)[: len(x)]
         if self.shared is not None:

@@ -25,14 +25,14 @@ _EXPERT = re.compile(
 )
 _MATRIX = {"1": "up", "2": "down"}
 SAME = (  # settings with the same name and meaning in Megatron-LM
-    "num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk "
-    "moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
+    "num_experts moe_ffn_hidden_size moe_latent_size moe_shared_expert_intermediate_size moe_shared_expert_gate "
+    "moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
     "moe_router_topk_scaling_factor moe_z_loss_coeff moe_router_enable_expert_bias moe_router_bias_update_rate "
     "moe_input_jitter_eps moe_router_force_load_balancing moe_expert_capacity_factor moe_pad_expert_input_to_capacity "
     "moe_token_drop_policy"
 ).split()
 OTHER = ("moe_layer_freq", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_dtype")
-REFUSED = ("moe_latent_size", "moe_apply_probs_on_input")
+REFUSED = ("moe_apply_probs_on_input",)
 
 
 def _names(model: Model, version: float) -> KindNames:
@@ -45,6 +45,8 @@ def _names(model: Model, version: float) -> KindNames:
         "router": Names("mlp.router."),
         "experts.up": Names("mlp.experts.experts.linear_fc1."),  # of distributed checkpoints: [E, 2 f, h]
         "experts.down": Names("mlp.experts.experts.linear_fc2."),
+        "latent_down": Names("mlp.fc1_latent_proj."),
+        "latent_up": Names("mlp.fc2_latent_proj."),
         "shared_gate": Names("mlp.shared_experts.gate_"),
         "shared.up": Names("mlp.shared_experts.linear_fc1."),
         "shared.down": Names("mlp.shared_experts.linear_fc2."),

@@ -57,6 +57,11 @@ class ExpertSettings:
     moe_ffn_hidden_size: Optional[Count] = expert_shape(
         "hidden size of each expert (default: --ffn-hidden-size)", None, by_layer=int
     )
+    moe_latent_size: Optional[Count] = expert_shape(
+        "size of the latents in which experts compute: a product of each token's hidden states before they are sent, and "
+        "one back to hidden states (default: none)",
+        None,
+    )
     moe_shared_expert_intermediate_size: Optional[Count] = expert_shape(
         "hidden size of an MLP that sees every token beside the experts, of all shared experts together", None
     )
@@ -160,6 +165,11 @@ class ExpertSettings:
         if self.letters:
             return tuple(letter == SYMBOL for letter in self.letters)
         return layer_pattern(self.moe_layer_freq, self.num_layers)
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Channels that an expert reads and writes: the hidden size, or that of latents."""
+        return self.moe_latent_size or self.hidden_size
 
     @property
     def expert_ffn_size(self) -> int:

@@ -50,6 +50,7 @@ def refuse_unequal(model: Model) -> None:
         "--moe-shared-expert-intermediate-size: the dense model has no shared expert": bool(
             model.moe_shared_expert_intermediate_size
         ),
+        f"--moe-latent-size {model.moe_latent_size}: the dense model has no latents": bool(model.moe_latent_size),
         f"--moe-ffn-hidden-size {f}: it must divide the MLP's width {model.ffn_size}": model.ffn_size % f != 0,
         f"--moe-router-topk {k}: it must be a multiple of {g}, the experts that one MLP becomes": g > 0 and k % g != 0,
         f"--num-experts {model.num_experts}: it must be a multiple of {g}, the experts that one MLP becomes": g > 0

@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron.errors import CheckpointError, SettingsError
 from megatron.model.kinds.mamba.kind import ScanSizes
-from megatron.model.kinds.mamba.settings import BESIDE
 from megatron.model.megatron_form import NORM, KindNames, MegatronForm, Names, in_parts
 from megatron.settings.schema import Model
 
@@ -48,14 +47,7 @@ def _ours(args: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _theirs(model: Model) -> dict[str, Any]:
-    if not model.has_mamba:
-        return {}
-    if BESIDE in model.letters + model.letters_ahead:
-        raise SettingsError(
-            f"--hybrid-layer-pattern {model.letters}: Megatron-LM has no layers of attention beside Mamba-2 ({BESIDE})",
-            do="to-hf exports those of Falcon-H1",
-        )
-    if model.norm_epsilon != EPSILON:
+    if model.has_mamba and model.norm_epsilon != EPSILON:
         raise SettingsError(
             f"--norm-epsilon {model.norm_epsilon:g}: gated norms of Mamba-2 have {EPSILON:g} in Megatron-LM",
             "other norms have that of the flag",
