@@ -95,7 +95,9 @@ def with_blocks(config: Config) -> Config:
         raise SettingsError(f"{said} and {PATTERN} both list the layers", do="give one of them")
     if config.given("layer_settings") and m.layer_settings:
         raise SettingsError(f"{said} and {FLAG} both have the settings of layers", do="give one of them")
-    return config.derive(said, layer_settings=written(_blocks(_content(path, text, said), m, said)) or None)
+    layers = written(_blocks(_content(path, text, said), m, said)) or None
+    files = dict(heterogeneous_layers_config_path=None, heterogeneous_layers_config_encoded_json=None)
+    return config.derive(said, layer_settings=layers, **files)
 
 
 def _content(path: Optional[str], text: Optional[str], said: str) -> dict[str, Any]:

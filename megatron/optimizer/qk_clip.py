@@ -23,9 +23,17 @@ from megatron.settings.schema import Optimizer
 
 
 class QKClip:
-    """heads: of this rank's stages. frozen: names of weights that no step changes; SettingsError if heads have one."""
+    """heads: of this rank's stages. frozen: names of weights that no step changes.
 
-    def __init__(self, heads: Sequence[WatchedHeads], settings: Optimizer, frozen: Iterable[str] = ()):
+    Raises SettingsError if heads have one of these, and for a model whose heads nobody watches (None).
+    """
+
+    def __init__(self, heads: Optional[Sequence[WatchedHeads]], settings: Optimizer, frozen: Iterable[str] = ()):
+        if heads is None:
+            raise SettingsError(
+                "--qk-clip: this model's largest attention logits are not kept",
+                do="give the optimizer the result of model.max_logits.watch_heads, or leave it out",
+            )
         self.threshold = settings.qk_clip_threshold
         self.heads = [(one, one.clipped(settings.qk_clip_alpha)) for one in heads]
         scaled = {f"{one.name}.{weight}" for one, clipped in self.heads for weight in clipped}

@@ -136,7 +136,7 @@ class DistributedOptimizer:
         self.frozen = self._frozen_states(owned_ranges([unit for unit in self.units if unit.frozen], axis_of))
         self.everything: list[OwnedState] = [*self.states, *self.frozen]  # the weights of all units
         still = {slot.name for state in self.frozen for own in state.owned for slot, _ in own.slots()}
-        self.heads, self.clip = heads, QKClip(heads or (), settings, still) if settings.qk_clip else None
+        self.heads, self.clip = heads, QKClip(heads, settings, still) if settings.qk_clip else None
         self.shards = self._parameter_shards()
         self.sources = {own.unit.name: (own, state) for state in self.everything for own in state.owned}
         self.drawn = False

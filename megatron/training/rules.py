@@ -78,6 +78,7 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
         *(fp8.problems(settings, _tables(settings), s.tp) if settings.precision.fp8_format else ()),
         *expert_problems(s),
         *own_layer_problems(settings, world_size),
+        *logit_problems(settings),
         *recompute_problems(settings),
     ]
     return [in_users_words(sentence, settings.statements) for sentence in violations]
@@ -91,6 +92,18 @@ def own_layer_problems(settings: schema.Config, world: int) -> list[str]:
     if not facts.branches(0):
         return [f"{FLAG}: --model-type {settings.model.model_type} has layers of its own; leave it out"]
     return layer_problems(settings, facts, world, rules_of(settings))
+
+
+def logit_problems(settings: schema.Config) -> list[str]:
+    """Whether the largest attention logits of a model are asked for that has none."""
+    asked = dict(qk_clip=settings.optimizer.qk_clip, log_max_attention_logit=settings.logging.log_max_attention_logit)
+    flags = [dashed(name) for name, on in asked.items() if on]
+    if not flags:
+        return []
+    mixers = recipe_of(settings).facts(settings, 1).mixers_of(range(settings.model.num_layers))
+    if any(mixer.clipped for _, mixer in mixers):
+        return []
+    return [f"{' and '.join(flags)}: no layer of this model has attention logits that the suite computes; leave it out"]
 
 
 def expert_problems(s: SimpleNamespace) -> list[str]:

@@ -145,9 +145,8 @@ def test_nothing_is_written_when_the_models_differ(tmp_path, monkeypatch):
     tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--unchecked"])
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config | dict(layer_norm_epsilon=0.1)))
-    monkeypatch.setattr(
-        hf_settings, "_from_gpt2", lambda c, old=hf_settings._from_gpt2: old(c | dict(layer_norm_epsilon=1e-5))
-    )
+    read = hf_settings.OURS["gpt2"]
+    monkeypatch.setitem(hf_settings.OURS, "gpt2", lambda c: read(c | dict(layer_norm_epsilon=1e-5)))
     with pytest.raises(CheckpointError, match="computes something else"):
         tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back")])
     assert not (tmp_path / "back").exists() and not list(tmp_path.glob(".tmp*"))

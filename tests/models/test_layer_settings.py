@@ -207,6 +207,7 @@ def test_files_of_blocks_become_settings_of_layers(tmp_path):
     words = ["--heterogeneous-layers-config-path", str(tmp_path / "config.json")]
     config = parse_any([*LIKE.split(), *words])
     assert config.model.layer_settings == wanted and not check(config, 1)
+    assert config.model.heterogeneous_layers_config_path is None  # a checkpoint does not look for the file
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,15 @@ from megatron.mpu.forked import run_ranks
 from megatron.planner.device import find
 from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster, _layer
+from megatron.settings.kernel_sizes import SCORE_BYTES
 from megatron.settings.schema import Model
+from megatron.telemetry.log_lines import console_line
+from megatron.telemetry.step_metrics import Interval, RunSizes, StepMetrics, step_record, step_tags
 from megatron.training import build
 from megatron.training.rules import check, resolve
 from megatron.training.step import train_step
+from tests.model.test_ring_attention import _Largest as LargestTensor
+from tests.models.in_layouts import check_layout
 from tests.models.plain_clip import ALPHA, FAMILIES
 from tests.models.plain_state import EOD, LAYERS, LENGTH, LINE, VOCABULARY, compare, read_all
 from tests.training.test_plain_loop import records
@@ -69,6 +74,7 @@ LAYOUTS = {
     "cp2, gathered": (2, "documents, window", f"{CP} --cp-comm-type allgather"),
     "cp2, heads for rows": (2, "groups", f"{CP} --cp-comm-type a2a"),
     "cp2 in a ring, latent": (2, "latent", CP),
+    "cp2, gathered, latent": (2, "latent", f"{CP} --cp-comm-type allgather"),
     "cp2, heads for rows, latent": (2, "latent", f"{CP} --cp-comm-type a2a --recompute-granularity full"),
     "tp2 cp2, heads for rows": (4, "heads", f"{SP} {CP} --cp-comm-type a2a"),
     "tp2 pp2, zb-h1, zero3": (
@@ -99,6 +105,12 @@ def test_any_layout_is_the_plain_loop(layout, tmp_path):
     run_ranks(world, pretrain, f"{one.flags} {clip} {words} --save {tmp_path} --check-replicas-interval 2")
     steps, wanted = trained(family)
     compare(tmp_path, steps, wanted)
+
+
+@pytest.mark.full
+def test_two_ways_of_context_parallelism_are_one_process():
+    sizes = "--seq-length 16 --precision fp32 --qk-clip --qk-clip-threshold 0.1 --hidden-dropout 0.1"
+    check_layout("cp4a2a2", f"{LINE} {sizes}".replace("--seq-length 12", ""))
 
 
 # ---- single updates --------------------------------------------------------------------------------------------------
@@ -149,6 +161,7 @@ def test_an_update_is_scaled_after_it(how, tmp_path):
     assert all(torch.equal(straight[name], values) for name, values in resumed.items())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("late", [False, True])
 def test_a_skipped_step_clips_nothing(late, monkeypatch, tmp_path):
     """Every step overflows: the host decides, or a flag on the device."""
@@ -162,6 +175,17 @@ def test_a_skipped_step_clips_nothing(late, monkeypatch, tmp_path):
     assert [("max_attention_logit" in step, step["skipped"]) for step in records(tmp_path, "step")] == [
         (False, True)
     ] * 2
+
+
+def test_logs_have_megatrons_words():
+    step = StepMetrics(1, 8, 8, {}, 1e-3, max_attention_logit=12.3456)
+    rates = dict(tokens_per_second=1.0, tflops_per_rank=1.0)
+    assert " | max attention logit: 12.346 | number of skipped" in console_line(
+        step, Interval(1.0, 8, 1), RunSizes(2, 8), rates
+    )
+    assert (
+        step_tags(step, {})["max_attention_logit"] == 12.3456 == step_record(step, {}, 1.0, {})["max_attention_logit"]
+    )
 
 
 def test_a_run_goes_on_with_it(tmp_path):
@@ -216,7 +240,7 @@ def visible(layer, context, query, key) -> torch.Tensor:
     return seen
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", MODELS)
 def test_heads_of_every_kind(name, monkeypatch):
     """The largest logits are those of all pairs; weights are those of a run without clipping, times eta."""
@@ -292,6 +316,13 @@ def test_scores_are_computed_in_blocks(size, monkeypatch):
             )
 
 
+def test_scores_of_long_sequences_take_a_block():
+    query, key = torch.randn(2048, 1, 2, 2, 8), torch.randn(2048, 1, 2, 8)
+    with LargestTensor() as seen:
+        largest_scores(query, key, scale=1.0, causal=True)
+    assert seen.largest <= SCORE_BYTES["cpu"] < 4 * 4 * 2048**2 / 10
+
+
 @pytest.mark.parametrize("own", [{}, dict(window_size="7,0"), dict(num_query_groups=2, num_attention_heads=8)])
 def test_plans_have_the_product(own):
     """It adds time to the forward pass, and neither model FLOPs nor saved bytes."""
@@ -318,6 +349,11 @@ def test_what_cannot_be_clipped():
     ):
         with pytest.raises(SettingsError, match=said):
             resolve(parse_any(f"{LINE} --qk-clip {words}".split()), 1)
+    for words in ("--hybrid-layer-pattern M-M- --mamba-num-heads 8", "--model-type tests.models.mlp_language_model"):
+        said = check(parse_any(f"{LINE} {words} --qk-clip --log-max-attention-logit".split()), 1)
+        assert [one for one in said if one.startswith("--qk-clip and --log-max-attention-logit: no layer of this")], (
+            said
+        )
     for words in ("--lora-rank 2", "--freeze blocks.1.*"):
         config = resolve(parse_any(f"{LINE} {words} --qk-clip".split()), 1)
         with pytest.raises(SettingsError, match=r"--qk-clip scales .* blocks.*attention.qkv.weight.* frozen"):
