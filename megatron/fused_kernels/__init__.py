@@ -24,6 +24,7 @@ from megatron.fused_kernels import (
     decode_attention,
     expert_rows,
     explicit_attention,
+    fla,
     norms,
     partial_attention,
     reference,
@@ -219,6 +220,11 @@ def _scaled_mm(op: str, worth: str) -> list[Implementation]:
     lacking = NO_CUDA or scaled_mm.LACKING
     fast = Implementation(SCALED_MM, getattr(scaled_mm, op), worth, _eager, lacking, probe=partial(probe, op))
     return [fast, Implementation("torch", getattr(reference, op), "the same sums, of numbers turned into fp32")]
+
+
+def _in_fla(case: Case) -> bool:
+    """Of keys that its kernels were made for."""
+    return _eager(case) and _HALF_ON_CUDA(case) and case.head_dim in (64, 128, 256)
 
 
 def _many(case: Case) -> bool:
@@ -482,6 +488,17 @@ TABLE: dict[str, list[Implementation]] = {
     "cross_entropy": [
         _in_triton("cross_entropy", "logits are read twice and gradients written once, none of them in fp32"),
         Implementation("torch", reference.cross_entropy, "torch's softmax, in fp32, a chunk of tokens at a time"),
+    ],
+    "delta_rule": [
+        Implementation(
+            "fla",
+            fla.delta_rule,
+            "a chunk's products and its triangular system in Triton",
+            _in_fla,
+            _package("fla", NO_CUDA).replace("fla is", "fla-core is"),
+            probe=partial(probe, "delta_rule"),
+        ),
+        Implementation("torch", reference.delta_rule, "a chunk of tokens at a time, in fp32"),
     ],
     "fp8_cast": [
         _in_triton("fp8_cast", "numbers are read once, for rows, columns and scales"),

@@ -90,6 +90,12 @@ class Documents:
         return self.on_host.min(0).tolist(), self.on_host.max(0).tolist()
 
     @cached_property
+    def edges_on_host(self) -> torch.Tensor:
+        """`key_edges` in CPU memory, [n + 1] int64."""
+        lengths = [part.keys for sample in self.parts for part in sample]
+        return torch.tensor([0, *lengths]).cumsum(0)
+
+    @cached_property
     def runs(self) -> tuple[tuple[Part, ...], ...]:
         """`parts`, with neighbours joined while they have at most `JOINED` keys together."""
         return tuple(_joined(sample) for sample in self.parts)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.fused_kernels.decode_attention import Places
+from megatron.fused_kernels.delta_rule import delta_rule as delta_rule
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask, drop
 from megatron.fused_kernels.explicit_attention import Explicit, visible_keys

@@ -248,7 +248,9 @@ class ServingShare:
     def workspace_bytes(self, texts: int) -> int:
         """An estimate of everything else: the driver and libraries, buffers of collectives, the tensors of a pass."""
         m, device = self.job.facts.settings, self.cluster.device
-        width = 4 * m.hidden_size + (3 * m.ffn_size + 3 * m.num_attention_heads * m.head_dim) // self.tp
+        of_layers = [kind.settings(m) for kind in self.job.facts.layer_kinds]  # of which the widest needs most
+        width = max(3 * own.ffn_size + 3 * own.num_attention_heads * own.head_dim for own in of_layers) // self.tp
+        width += 4 * m.hidden_size
         logits = 3 * 4 * texts * self.job.facts.vocabulary_rows(1)
         axes = (self.tp > 1) + (self.pp > 1)
         return device.context_bytes + axes * device.communication_bytes + CHUNK * width * self.job.element + logits

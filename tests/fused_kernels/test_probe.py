@@ -24,7 +24,7 @@ from megatron.model.recompute import recompute
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize("op", [*probe.MODULES, *probe.OF_TORCH])
+@pytest.mark.parametrize("op", [*probe.MODULES, *probe.OF_PACKAGES])
 def test_a_probe_lets_rounding_pass_and_a_factor_not(op):
     """The small cases, on the CPU: the reference in bf16 passes for itself; 5 % more is seen."""
     right = getattr(reference, op)

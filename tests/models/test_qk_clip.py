@@ -26,6 +26,8 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster, _layer
 from megatron.settings.kernel_sizes import SCORE_BYTES
 from megatron.settings.schema import Model
+from megatron.telemetry.log_lines import console_line
+from megatron.telemetry.step_metrics import Interval, RunSizes, StepMetrics, step_record, step_tags
 from megatron.training import build
 from megatron.training.rules import check, resolve
 from megatron.training.step import train_step
@@ -173,6 +175,17 @@ def test_a_skipped_step_clips_nothing(late, monkeypatch, tmp_path):
     assert [("max_attention_logit" in step, step["skipped"]) for step in records(tmp_path, "step")] == [
         (False, True)
     ] * 2
+
+
+def test_logs_have_megatrons_words():
+    step = StepMetrics(1, 8, 8, {}, 1e-3, max_attention_logit=12.3456)
+    rates = dict(tokens_per_second=1.0, tflops_per_rank=1.0)
+    assert " | max attention logit: 12.346 | number of skipped" in console_line(
+        step, Interval(1.0, 8, 1), RunSizes(2, 8), rates
+    )
+    assert (
+        step_tags(step, {})["max_attention_logit"] == 12.3456 == step_record(step, {}, 1.0, {})["max_attention_logit"]
+    )
 
 
 def test_a_run_goes_on_with_it(tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import pretrain_gpt
 from megatron.data.loader import MicroBatch
 from megatron.model.command_line import parse_any
 from megatron.model.facts import Facts
@@ -171,3 +172,29 @@ def test_a_plan_says_what_fp8_changes_and_which_layers_lose(capsys):
     parsed(f"{FLAGS} {LARGE} --precision bf16 --device-name H100-80GB --dry-run")
     out = " ".join(capsys.readouterr().out.split())
     assert 0.6 < float(out.partition("--fp8-format: a step takes ")[2].split()[0]) < 0.9 and "slower with it" not in out
+
+
+LLAMA_3_8B = """--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192
+    --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0
+    --swiglu --init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p --untie-embeddings-and-output-weights
+    --disable-bias-linear --micro-batch-size 1 --global-batch-size 128 --train-samples 1953125000 --lr-decay-samples
+    1949218748 --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5
+    --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16
+    --grad-reduce-in-bf16 --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1
+    --exit-duration-in-mins 235 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --fp8-format hybrid
+    --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather --tensor-model-parallel-size 1
+    --context-parallel-size 1 --sequence-parallel --mock-data --tokenizer-type NullTokenizer --vocab-size 128256
+    --data-cache-path cache --tiktoken-pattern v2 --split 99,1,0 --no-create-attention-mask-in-dataloader
+    --no-mmap-bin-files --num-workers 1 --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000
+    --log-throughput --profile --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist
+    --distributed-timeout-minutes 60 --save x --load x --tensorboard-dir t --dry-run --world-size 8
+    --device-name H200-141GB"""
+
+
+def test_megatron_lms_script_of_llama_3_8b_in_fp8_is_planned(capsys):
+    """The arguments of its examples/llama/train_llama3_8b_h100_fp8.sh, unchanged."""
+    pretrain_gpt.main(LLAMA_3_8B.split())
+    out = " ".join(capsys.readouterr().out.split())
+    assert "dry run: no problems found" in out and "GPT of 8.0 B parameters" in out
+    assert "128 of 128 linear layers multiply in fp8 (tensorwise)" in out

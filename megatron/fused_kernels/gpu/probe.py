@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from megatron.fused_kernels import attention, fp8, reference, scaled_mm
+from megatron.fused_kernels import attention, fla, fp8, reference, scaled_mm
 from megatron.fused_kernels.decode_attention import Places
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
@@ -38,7 +38,8 @@ MODULES = dict(
     fp8_cast="fp8_casts",
     fp8_turn="fp8_casts",
 )
-OF_TORCH = {  # ops whose probe tries a kernel of torch, which differs between releases and devices
+OF_PACKAGES = {  # ops whose probe tries a kernel of torch or fla, which differs between releases and devices
+    "delta_rule": fla.delta_rule,
     "attention": attention.varlen,
     **{op: getattr(scaled_mm, op) for op in ("fp8_tensorwise", "fp8_blockwise", "fp8_blockwise_square", "fp8_mxfp8")},
 }
@@ -57,7 +58,7 @@ def kernel(op: str) -> Callable:
 
 
 def probe(op: str) -> str:
-    """Why the Triton kernel of an op, or torch's (`OF_TORCH`), cannot be used on the CUDA device; "" if it can."""
+    """Why an op's kernel in Triton, or that of a package, cannot be used on the CUDA device; "" if it can."""
     if torch.compiler.is_compiling():
         return RESULTS.get(op, "it was not probed before it was compiled")  # tracing cannot run a probe
     if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
@@ -74,7 +75,7 @@ def _probe(op: str) -> str:
     uncast = torch._C.DisableTorchFunction()  # disables `Autocast`
     try:
         with torch.inference_mode(False), torch.enable_grad(), apart, uncast:
-            wrong = compare(op, OF_TORCH.get(op) or kernel(op), "cuda", torch.bfloat16)
+            wrong = compare(op, OF_PACKAGES.get(op) or kernel(op), "cuda", torch.bfloat16)
     except Exception as error:  # of the compiler, the driver or the device: any of them selects torch's ops
         return f"the probe failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return f"the probe found {wrong}" if wrong else ""
@@ -179,6 +180,23 @@ def _cross_entropy_case(device, dtype):
     return [_drawn((len(labels), 300), device, dtype, 0)], call
 
 
+def _delta_case(device, dtype):
+    """Keys of 64 and of 128 channels, documents, two value heads for a key."""
+    starts = np.array([[0] * 40 + [40] * 60, [0] * 99 + [99]], np.int32)
+    documents = Documents.of(starts, device)
+
+    def call(run, *x):
+        found = []
+        for at, edges in ((0, None), (5, documents)):
+            q, k, v, g, beta = x[at : at + 5]
+            found.append(run(q, k, v, -g.float().exp(), beta.float().sigmoid(), documents=edges)[0])
+        return tuple(found)
+
+    rows = 100, 2, 1
+    shapes = [(*rows, *own) for n in (64, 128) for own in ((n,), (n,), (2, n), (2,), (2,))]
+    return [_drawn(shape, device, dtype, n) for n, shape in enumerate(shapes)], call
+
+
 def _cast_case(device, dtype):
     """Rows and columns of blocks of 1 x 128 and 1 x 32, squares, and whole tensors, with a tile of zeros; a transpose."""
 
@@ -210,6 +228,7 @@ def _product_case(tile: fp8.ScaleTile, of_b: fp8.ScaleTile) -> Callable:
 
 
 CASES = dict(
+    delta_rule=_delta_case,
     fp8_cast=_cast_case,
     fp8_turn=_turn_case,
     fp8_tensorwise=_product_case(WHOLE, WHOLE),

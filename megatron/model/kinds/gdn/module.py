@@ -7,11 +7,13 @@ A group is a key head with its value heads.
 Legend: s tokens, b micro-batch, h hidden, G key heads of K channels, each of r value heads of V channels.
 """
 
+from collections.abc import Callable
 from typing import Optional
 
 import torch
 import torch.nn.functional as F
 
+from megatron.fused_kernels import Case, choose_kernel
 from megatron.fused_kernels.delta_rule import delta_rule
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.norms import gated_rms_norm
@@ -29,8 +31,7 @@ class GatedDeltaNet(ScanLayer):
     def __init__(self, weights: Table, setup: LayerSetup):
         super().__init__(weights, setup)
         self.sizes = DeltaSizes.of(setup.model)
-        # A graph would have the ops of each chunk: minutes of compilation for each length.
-        self.rule = torch.compiler.disable(delta_rule) if setup.kernels.torch_compile else delta_rule
+        self.compiled = bool(setup.kernels.torch_compile)
 
     def scan(
         self,
@@ -50,6 +51,16 @@ class GatedDeltaNet(ScanLayer):
         by_head = lambda t: t.unflatten(-1, (sizes.heads, sizes.values))  # [s, b, G/tp, r, V]
         g = -self.own("A_log").float().exp() * F.softplus(a.float() + self.own("dt_bias").float())
         beta = beta.float().sigmoid()
-        o, state = self.rule(q, k, by_head(v), g, beta, documents=documents, state=state, passing=passing)
+        o, state = self.rule(q, documents, state, passing)(
+            q, k, by_head(v), g, beta, documents=documents, state=state, passing=passing
+        )
         o = gated_rms_norm(o, by_head(gate), self.norm_weight, self.epsilon, gate_first=False)
         return o.flatten(3), (rows, state)
+
+    def rule(self, q: torch.Tensor, documents, state, passing) -> Callable:
+        """The kernel of the delta rule for such a call."""
+        run = delta_rule
+        if passing is None and (documents is None or state is None):
+            run = choose_kernel("delta_rule", Case(q.device.type, q.dtype, head_dim=q.shape[-1])).run
+        # A graph would have the ops of each chunk: minutes of compilation for each length.
+        return torch.compiler.disable(run) if self.compiled else run
