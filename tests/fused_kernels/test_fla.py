@@ -18,7 +18,17 @@ from tests.fused_kernels.interpret_kernels import drawn
 
 
 def recurrence(
-    q, k, v, g, beta, *, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens=None, cu_seqlens_cpu=None
+    q,
+    k,
+    v,
+    g,
+    beta,
+    *,
+    initial_state,
+    output_final_state,
+    use_qk_l2norm_in_kernel,
+    cu_seqlens=None,
+    cu_seqlens_cpu=None,
 ):
     """[B, T, H, K] and [B, T, HV, V] -> [B, T, HV, V]; states [N, HV, K, V]."""
     assert use_qk_l2norm_in_kernel and all(x.is_contiguous() for x in (q, k, v, g, beta))
@@ -58,9 +68,7 @@ def inputs(s=19, b=2, groups=3, r=2, K=8, V=5):
 @pytest.mark.parametrize("of", ["whole", "documents", "continued"])
 def test_the_package_gets_what_the_rule_says(of):
     documents = Documents.of(np.array([[0] * 7 + [7] * 12, [0] * 18 + [18]], np.int32), "cpu")
-    more = dict(
-        whole={}, documents=dict(documents=documents), continued=dict(state=drawn(2, 3, 2, 8, 5, seed=9))
-    )[of]
+    more = dict(whole={}, documents=dict(documents=documents), continued=dict(state=drawn(2, 3, 2, 8, 5, seed=9)))[of]
     found, wanted = fla.delta_rule(*inputs(), **more), delta_rule(*inputs(), **more)
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-6)
     if of == "documents":
