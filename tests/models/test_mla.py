@@ -26,7 +26,7 @@ from megatron.training.rules import check, idle
 from tests.models.in_layouts import check_layout
 from tests.models.plain_latent import FAMILIES
 from tests.models.plain_state import LINE, compare
-from tests.planner.test_activations import measured, predicted
+from tests.planner.test_activations import measured, predicted, saved_by_layer
 
 TP = "--tensor-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
@@ -216,6 +216,17 @@ def test_what_ranks_save_is_predicted(way, backend):
     body = lambda rank: [measured(model, layout, Mesh(rank, **sizes), backend=backend) for layout in layouts]
     for layout, found in zip(layouts, run_ranks(2, body)[1], strict=True):
         assert predicted(model, layout, backend=backend) == pytest.approx(found, rel=0.02), layout.recompute
+
+
+@pytest.mark.parametrize("norms", [True, False])
+def test_of_gathered_latents_ranks_save_their_own(norms):
+    """To the byte; not keys and values of all heads."""
+    facts, words = GPTFacts(Model(**SHAPE, **{**LATENT, "qk_layernorm": norms}), 50), ("", "core_attn", "mla_up_proj")
+    cases = [tuple(names.split()) for names in (*words, "mla_up_proj core_attn", "full_attn")]
+    share = RankSetup(device="cpu", precision="fp32", element=4, micro_batch_size=2, cp=2, gathers=True)
+    wanted = [facts.layer_saved_bytes(share, facts.layer_kind(0), case).total() for case in cases]
+    body = lambda rank: [saved_by_layer(facts, share, case, mesh=Mesh(rank, cp=2)) for case in cases]
+    assert run_ranks(2, body) == [wanted] * 2
 
 
 # ---- what cannot be combined -------------------------------------------------------------------------------------------

@@ -108,9 +108,12 @@ def bytes_kept(stage, layout, first=True, length=None) -> int:
 
 
 def saved_by_layer(facts, share: RankSetup, modules=(), length=None, mesh=None) -> int:
-    """Bytes that autograd saves of the first layer. length: of packed documents, whose tensors all layers share"""
+    """Bytes that autograd saves of the first layer, without what all layers share: rotations, and tensors of packed
+    documents of this length.
+    """
     dtype, mesh = dict(fp32=torch.float32, bf16=torch.bfloat16)[share.precision], mesh or Mesh()
-    network = GPT(facts, mesh, layers=range(1), last=False, dtype=dtype, recompute=recomputed(modules), device="cpu")
+    own = dict(cp_comm_type=["allgather" if share.gathers else "p2p"], recompute=recomputed(modules))
+    network = GPT(facts, mesh, layers=range(1), last=False, dtype=dtype, device="cpu", **own)
     s, b, layer = facts.settings.seq_length // mesh.cp.size, share.micro_batch_size, network.blocks["0"]
     tokens = torch.zeros(s, b, dtype=torch.long)
     ids = None if length is None else (torch.arange(s * mesh.cp.size) // length).unsqueeze(1).expand(-1, b)

@@ -188,7 +188,8 @@ LLAMA_3_8B = """--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidd
     --data-cache-path cache --tiktoken-pattern v2 --split 99,1,0 --no-create-attention-mask-in-dataloader
     --no-mmap-bin-files --num-workers 1 --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000
     --log-throughput --profile --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist
-    --distributed-timeout-minutes 60 --save x --load x --tensorboard-dir t --dry-run --world-size 8 --device-name H200-141GB"""
+    --distributed-timeout-minutes 60 --save x --load x --tensorboard-dir t --dry-run --world-size 8
+    --device-name H200-141GB"""
 
 
 def test_megatron_lms_script_of_llama_3_8b_in_fp8_is_planned(capsys):

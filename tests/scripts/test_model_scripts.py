@@ -37,7 +37,7 @@ PROMISED = """prune_gpt_345M_single_card qat_gpt_345M_single_card qat_gpt_345M_m
     pretrain_gpt_1.3B_dp8 pretrain_gpt_2.7B pretrain_gpt_6.7B_sharding16 pretrain_gpt_13B pretrain_gpt_22B_auto
     pretrain_gpt_39B pretrain_gpt_76B pretrain_gpt_175B_tp8_pp16 pretrain_gpt_530B pretrain_gpt_1T auto_gpt_345M_single
     auto_gpt_1.3B_single auto_gpt_1.3B_dp8 auto_gpt_6.7B_sharding16 pretrain_llama_1B pretrain_llama_8B
-    pretrain_llama_70B pretrain_mixtral_8x7B pretrain_qwen3_30B_a3B pretrain_gpt_oss_20B""".split()
+    pretrain_llama_70B pretrain_mixtral_8x7B pretrain_qwen3_30B_a3B pretrain_gpt_oss_20B pretrain_nemotron_h_8B""".split()
 LAUNCHERS = """RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT NNODES NODE_RANK NPROC SUPERVISE
     LOG_DIR PRINT OMP_NUM_THREADS""".split()
 README = (FOLDER.parent / "README.md").read_text()
@@ -168,7 +168,7 @@ def first_with():
 
 # The larger ones' shrunk jobs take longest: with `--full` alone. That of 175B is run as the guide has it.
 LARGE = """pretrain_gpt_39B pretrain_gpt_76B pretrain_gpt_530B pretrain_gpt_1T pretrain_llama_70B pretrain_mixtral_8x7B
-    pretrain_qwen3_30B_a3B pretrain_gpt_oss_20B""".split()
+    pretrain_qwen3_30B_a3B pretrain_gpt_oss_20B pretrain_nemotron_h_8B""".split()
 
 
 @pytest.mark.sampled(10)
