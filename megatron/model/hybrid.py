@@ -50,7 +50,7 @@ def with_pattern(config: Config) -> Config:
     layers = dict(hybrid_layer_pattern=pattern.uncut, num_layers=len(pattern.letters))
     if pattern.depths:
         layers |= dict(mtp_num_layers=pattern.depths)
-    for kind in listed(kinds_of(config), pattern.letters):
+    for kind in listed(kinds_of(config), pattern.letters + pattern.ahead):
         layers |= dict(kind.listed)
     return config.derive(FLAG, **layers, **_stages(config, pattern))
 
@@ -136,14 +136,15 @@ def cut_by_pattern(config: Config) -> Optional[str]:
 
 
 def _letters(s) -> str:
-    return s.settings.model.letters
+    """The characters of all layers, those of depths included."""
+    return s.settings.model.letters + s.settings.model.letters_ahead
 
 
 def _unlisted(s) -> list[Mixer]:
     """The kinds that other settings ask for, and that the pattern does not list."""
     model = s.settings.model
     kinds = kinds_of(s.settings) if model.letters else {}
-    there = listed(kinds, model.letters)
+    there = listed(kinds, _letters(s))
     return [kind for kind in kinds.values() if kind.symbol and kind not in there and kind.asked(model)]
 
 
@@ -152,7 +153,8 @@ RULES = (
     Rule(
         _unlisted,
         lambda s: "; ".join(
-            f"{kind.asked(s.settings.model)}: {FLAG} {_letters(s)} lists no layer of {kind.name} ({kind.symbol})"
+            f"{kind.asked(s.settings.model)}: {FLAG} {s.settings.model.hybrid_layer_pattern} lists no layer of {kind.name} "
+            f"({kind.symbol}); add one, or leave out {kind.asked(s.settings.model).split()[0]}"
             for kind in _unlisted(s)
         ),
     ),

@@ -72,7 +72,7 @@ def layer_problems(settings: Config, facts: Facts, world: int, rules: Iterable[R
         read = {one.name for mixer in mixers if mixer.settings for one in fields(mixer.settings)}
         read |= {name for mixer in mixers for name in mixer.reads}
         names = " and ".join(mixer.name for mixer in mixers)
-        found += [f"{FLAG}: layer {layer}, of {names}, has no {name}" for name in own if name not in read]
+        found += [f"{FLAG}: layer {layer}, of {names}, has no {name}; leave it out" for name in own if name not in read]
         alike.setdefault(tuple(own.items()), []).append(layer)
     for own, layers in alike.items():
         of_layer = replace(settings, model=replace(m, layer_settings=None, **dict(own)))
@@ -101,12 +101,14 @@ def with_blocks(config: Config) -> Config:
 
 
 def _content(path: Optional[str], text: Optional[str], said: str) -> dict[str, Any]:
+    where = f"{said} {path}" if path else said
     try:
         content = json.loads(location(path).read_text() if path else text)
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{said} {path or ''}: {error}", do="give a JSON object with block_configs") from None
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise SettingsError(f"{where}: {why}", do="give a JSON object with block_configs") from None
     if not isinstance(content, dict) or not isinstance(content.get("block_configs"), list):
-        raise SettingsError(f"{said} {path or ''} has no list block_configs", do="give a config.json of such a model")
+        raise SettingsError(f"{where} has no list block_configs", do="give a config.json of such a model")
     return content
 
 

@@ -3,8 +3,9 @@
 
 from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.stages import chunks_of
-from megatron.settings.rules import Rule
-from megatron.settings.stage_layout import LAYOUT, PARTS, read_layout
+from megatron.settings.rules import Rule, said
+from megatron.settings.stage_layout import LAYOUT, PARTS, StageLayout, read_layout
+from megatron.telemetry.figures import several
 
 RULES = (
     Rule(
@@ -19,6 +20,13 @@ RULES = (
         lambda s: (
             "--overlap-moe-expert-parallel-comm lets a forward and a backward pass take turns, and with "
             "--pipeline-schedule gpipe all backward passes come after all forward passes; 1f1b would work"
+        ),
+    ),
+    Rule(
+        lambda s: _layout(s).depths not in (0, s.settings.model.depths),
+        lambda s: (
+            f"{said(s, 'pipeline_stage_layers')} has {several(_layout(s).depths, 'depth')} of multi-token prediction (m), "
+            f"and --mtp-num-layers is {s.settings.model.depths}; give as many m as depths"
         ),
     ),
 )
@@ -50,11 +58,14 @@ REMARKS = (
 SEVERAL_STAGES = ("gpipe", "zb-h1", "zb-v", "v-half")  # `interleaved` is refused on one stage
 
 
-def _depths_before_the_loss(s) -> bool:
+def _layout(s) -> StageLayout:
+    """What a given --pipeline-model-parallel-layout lists; without one, nothing."""
     given = s.settings.given("pipeline_stage_layers")
-    if given is None or not PARTS & set(str(given.value)):
-        return False
-    layout = read_layout(str(given.value))
+    return read_layout(str(given.value)) if given and PARTS & set(str(given.value)) else StageLayout(())
+
+
+def _depths_before_the_loss(s) -> bool:
+    layout = _layout(s)
     return layout.ahead not in (None, len(layout.counts) - 1)
 
 

@@ -202,7 +202,10 @@ def _conflicts(p: Parallel) -> list[str]:
             *weights,
             *["--num-layers-per-virtual-pipeline-stage"] * bool(p.num_layers_per_virtual_pipeline_stage),
         ]
-        wrong.append(f"{LAYERS_EACH} sets the number of layers of each stage; leave out {', '.join(others)}")
+        wrong.append(
+            f"{LAYERS_EACH} {p.pipeline_stage_layers} sets the number of layers of each stage; leave out "
+            f"{', '.join(others)}"
+        )
     elif ends and weights:
         wrong.append(
             f"{', '.join(ends)} and {', '.join(weights)} are two ways to even out the stages; give one of them"

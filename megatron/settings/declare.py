@@ -66,6 +66,7 @@ def setting(help: str, default=MISSING, *alias: str, needs: Optional[Needs | str
 
     also: other words for a value, as `{"gpu": "cuda"}`. joined: several words are a list with commas.
     also_sets: a spelling -> values of other settings, as a preset has them. replaces: the settings whose place it takes.
+    gives: the settings that follow from it.
     by_layer: layers may have values of their own (--layer-settings), which this type reads from text.
     requires: (another setting, why that must be given, too). needs: the condition for an effect, or a setting without
     which it has none. on_resume: one of ON_RESUME (default: see `guard/changes.py`). shown: see `shown_by`.

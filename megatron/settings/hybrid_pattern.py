@@ -30,6 +30,7 @@ ELSEWHERE = {
     "P": "attention and Mamba-2 side by side",
 }
 CUT, AHEAD = "|", "/"
+DASHES = "\u2010\u2011\u2012\u2013\u2014\u2212"
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,12 @@ def read_pattern(text: str, kinds: Mapping[str, str]) -> LayerPattern:
     network, *ahead = text.split(AHEAD)
     for part in (network.replace(CUT, ""), *ahead):
         _check_letters(text, part, kinds)
+    if "*" in text and "+" in text:
+        raise SettingsError(
+            f"{FLAG} {text}: * and + are two kinds of attention",
+            "the layers of a network have one of them, as in Megatron-LM",
+            "use the one or the other",
+        )
     if not network.strip(CUT):
         raise SettingsError(
             f"{FLAG} {text or repr(text)} lists no layer", do=f"give a character for each layer: {_known(kinds)}"
@@ -129,13 +136,11 @@ def _check_letters(text: str, part: str, kinds: Mapping[str, str]) -> None:
             what, why = f"{FLAG} {text}: {letter} is {ELSEWHERE[letter]}", "this model has no such layers"
         elif letter.isdigit() or letter in "()[]{}":
             why = "nothing stands for a repetition: each layer has its own character"
+        elif letter in DASHES:
+            why = "this dash is not the one of a keyboard, -; editors and web pages replace it"
+        elif letter.isspace() or letter in "\"',;":
+            why = "characters follow each other, with nothing between them and without quotes inside the value"
         raise SettingsError(what, why, f"the kinds are {_known(kinds)}{_upper(letter, kinds)}")
-    if "*" in part and "+" in part:
-        raise SettingsError(
-            f"{FLAG} {text}: * and + are two kinds of attention",
-            "the layers of a network have one of them, as in Megatron-LM",
-            "use the one or the other",
-        )
 
 
 def _check_depths(text: str, ahead: Sequence[str]) -> None:

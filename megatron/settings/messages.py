@@ -4,7 +4,7 @@
 import difflib
 import re
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Optional
@@ -83,12 +83,16 @@ def of_trainers(flag: str, flags: Collection[str]) -> Optional[tuple[str, list[s
     return None
 
 
-def missing(settings: list[Setting], loading: bool) -> str:
-    """The message for missing required settings. loading: there is a checkpoint that has them."""
+def missing(settings: list[Setting], loading: bool, givers: Sequence[str] = ()) -> str:
+    """The message for missing required settings. loading: there is a checkpoint that has them; givers: flags from which the
+    first one follows.
+    """
     shape = ""
     if settings[0].name in (preset("gpt2") or ()):
         there = ", or the checkpoint's: --use-checkpoint-args" if loading else ""
-        shape = f" (or a whole shape: --model-name-or-path gpt2-medium{there})"
+        shape = (
+            f" (or a whole shape: --model-name-or-path gpt2-medium{there}{''.join(f'; or {one}' for one in givers)})"
+        )
     return "missing: " + ", ".join(s.flag for s in settings) + shape
 
 

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.settings import messages, schema
+from megatron.settings.declare import dashed, declared
 from megatron.settings.plan_file import refuse_another_model
 from megatron.settings.reader import FOR_USE, SettingsReader
 from megatron.settings.spelling import settings_of
@@ -90,10 +91,17 @@ def parse_with_record(
     plan = reader.read_plan()
     chosen = reader.resolve()
     said = " ".join(reader.problems)  # a bad value or a misspelled flag is not reported as missing too
-    missing = [s for s in settings if s.required and s.name not in chosen and s.flag not in said and s.name not in said]
+    gives = declared("gives", *groups.values())
+    wrong = {one.setting.name for flag, one in reader.spellings.items() if flag in said.split()}
+    unread = {name for giver in wrong & gives.keys() for name in gives[giver]} | {
+        s.name for s in settings if s.flag in said or s.name in said
+    }
+    missing = [s for s in settings if s.required and s.name not in chosen and s.name not in unread]
     if missing:
         why = [sentence for suite in reader.other_suites for sentence in suite.why_missing(missing[0].name)]
-        reader.problems.append("; ".join([messages.missing(missing, "load" in chosen), *why]))
+        follows = not callable(defaults) and callable(defaults.get(missing[0].name))
+        givers = [dashed(giver) for giver, names in gives.items() if follows and missing[0].name in names]
+        reader.problems.append("; ".join([messages.missing(missing, "load" in chosen, givers), *why]))
     if reader.problems:
         raise messages.usage_error(reader.problems, prog)
     reader.print_notes()

@@ -93,6 +93,8 @@ class Setting:
         if len(words) != 1:
             takes = " or ".join(map(str, self.kind)) if isinstance(self.kind, tuple) else _A[self.kind]
             got = f"got {len(words)}: {' '.join(words)}" if words else "got none"
+            if len(words) > 1 and self.kind is str:
+                got += " (a value with * or spaces stands in quotes: a shell replaces * by the names of files)"
             if not words and self.kind is str:
                 got += f" (of one that begins with a dash, both are one word: {self.flag}=VALUE)"
             raise BadValue(f"takes one value ({takes}), {got}")

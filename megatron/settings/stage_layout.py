@@ -22,10 +22,13 @@ REPEATED = re.compile(r"\(([^()]*)\)\*(\d+)|([EtmL|])\*(\d+)")
 
 @dataclass(frozen=True)
 class StageLayout:
-    """counts: layers of each stage. ahead: the stage with depths of multi-token prediction; None: there are none"""
+    """counts: layers of each stage. ahead: the first stage with depths of multi-token prediction; None: there are none.
+    depths: their number
+    """
 
     counts: tuple[int, ...]
     ahead: Optional[int] = None
+    depths: int = 0
 
 
 def read_layout(text: str) -> StageLayout:
@@ -49,4 +52,4 @@ def read_layout(text: str) -> StageLayout:
             do="write it as Et|tt|tt|tL",
         )
     ahead = next((number for number, stage in enumerate(stages) if "m" in stage), None)
-    return StageLayout(tuple(stage.count("t") for stage in stages), ahead)
+    return StageLayout(tuple(stage.count("t") for stage in stages), ahead, whole.count("m"))

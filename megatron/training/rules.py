@@ -164,8 +164,25 @@ def _tables(settings: schema.Config) -> dict[int, Table]:
 
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
     """Remarks for the log on settings that work but are probably not intended, one sentence each."""
-    found = rules.remarks(settings, world_size, pipeline_rules.REMARKS)
+    found = rules.remarks(settings, world_size, pipeline_rules.REMARKS) + rotation_remarks(settings)
     return found + (fp8.remarks(settings, _tables(settings)) if settings.precision.fp8_format else [])
+
+
+def rotation_remarks(settings: schema.Config) -> list[str]:
+    """A remark on a --no-rope-freq whose layers have no positions: with a pattern, it counts characters."""
+    m = settings.model
+    if not (m.letters and m.no_rope_freq and m.position_embedding_type == "rope"):
+        return []
+    try:
+        chosen = [layer for layer in range(m.num_layers) if not m.rotates(layer)]
+    except ValueError:  # a rule refuses it
+        return []
+    if any(mixer.rotated for _, mixer in recipe_of(settings).facts(settings, 1).mixers_of(chosen)):
+        return []
+    return [
+        f"--no-rope-freq {m.no_rope_freq} has no effect: it counts the characters of --hybrid-layer-pattern, and none of "
+        "its layers has attention"
+    ]
 
 
 def idle(settings: schema.Config, world_size: int, datasets: Sequence = ()) -> dict[str, str]:

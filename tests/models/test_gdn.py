@@ -112,6 +112,9 @@ WRONG = {
     f"{GPT} --linear-attention-freq often": "--linear-attention-freq often for --num-layers 2: no list of 0 and 1",
     f"{GPT} --linear-num-value-heads 3": "--linear-num-value-heads 3 is not a multiple of --linear-num-key-heads 2",
     f"{GPT} --linear-num-key-heads 1 --tp 2": "--linear-num-key-heads 1 cannot be divided by --tp 2",
+    f"{GPT} --linear-attention-freq 1": "--linear-attention-freq 1 for --num-layers 2: no layer has linear attention then",
+    f"{GPT} --linear-key-head-dim 0": "--linear-key-head-dim 0 must be at least 1$",
+    f"{GPT} --linear-conv-kernel-dim 0": "--linear-conv-kernel-dim 0 must be at least 1$",
     f"{GPT} --hybrid-layer-pattern G-": "--hybrid-layer-pattern lists the gated delta nets",
 }
 

@@ -195,6 +195,12 @@ WRONG = {
     "*-*-/*-/-*": "the parts after / differ: *-, -*",
     "*E": "add --num-experts",
     "*- --num-experts 4": "--num-experts 4: --hybrid-layer-pattern *- lists no layer of experts (E)",
+    "*-/*E": "--hybrid-layer-pattern *-/*E has experts (E) in depths of multi-token prediction alone",
+    "*-/*E --num-experts 4": "--hybrid-layer-pattern *-/*E has experts (E) in depths of multi-token prediction alone",
+    "*-/+-": "* and + are two kinds of attention",
+    "P-/+- --mamba-num-groups 1": "lists attention and multi-latent attention (+)",
+    "*-/G- --linear-num-key-heads 3": "--linear-num-value-heads 32 is not a multiple of --linear-num-key-heads 3",
+    "*-/*- --multi-latent-attention": "--hybrid-layer-pattern *-/*- lists no layer of mla (+); add one, or leave out --m",
     "*E --num-experts 4 --moe-layer-freq 2": "--moe-layer-freq 2: --hybrid-layer-pattern lists the layers with experts",
     "*-|*-|*- --pipeline-model-parallel-size 2": "3 stages, and --pipeline-model-parallel-size is 2",
     "*-|*- --pipeline-model-parallel-size 2 --pipeline-stage-layers 2,2": "and --pipeline-stage-layers 2,2 both cut",
@@ -225,6 +231,25 @@ def test_a_wrong_use_has_one_clear_message(words):
         problems = check(config, pp)
         assert not problems, "\n".join(problems)
     assert WRONG[words] in str(error.value)
+
+
+@pytest.mark.parametrize("words", ["*E", "*-/*E", "*- --layer-settings 0:ffn=2", "*- --layer-settings 0:window_size=3"])
+def test_a_dry_run_says_the_same(words):
+    with pytest.raises(Failure) as error:
+        pretrain_hybrid.main(f"{SHAPE} {words} --dry-run".split())
+    assert str(error.value) == "\n".join(check(parsed(words), 1))
+
+
+def test_depths_alone_may_rotate():
+    own = "--position-embedding-type rope --qk-pos-emb-head-dim 6 --mamba-num-groups 1"
+    made = parsed(f"M-/+- {own}")
+    assert made.model.multi_latent_attention and facts_of(made, 100).rotated == 6
+
+
+@pytest.mark.parametrize("freq, said", [("2", True), ("[1,0,0,0]", False), ("[0,1,1,0]", False), ("[0,0,0,1]", True)])
+def test_rotation_is_of_attention(freq, said):
+    found = remarks(parsed(f"*-*- --position-embedding-type rope --no-rope-freq {freq}"), 1)
+    assert any(f"--no-rope-freq {freq} has no effect: it counts the characters" in one for one in found) == said
 
 
 def test_the_script_needs_a_pattern(capsys):

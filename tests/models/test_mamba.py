@@ -206,6 +206,8 @@ WRONG = {
     f"--multi-latent-attention {ROPE} --hybrid-layer-pattern P-": "lists no layer of mla (+)",
     f"{ROPE} --hybrid-layer-pattern P+": "lists attention and multi-latent attention (+)",
     "--mamba-num-groups 0": "--mamba-num-groups 0 must be",
+    "--mamba-num-heads 0 --mamba-num-groups 2": "--mamba-num-heads 0 must be at least 1",
+    "--mamba-head-dim 7 --mamba-num-groups 4": "--mamba-head-dim 7 does not divide 48, twice --hidden-size",
     "--mamba-state-dim -1 --mamba-num-groups 2": "--mamba-state-dim -1 must be",
 }
 

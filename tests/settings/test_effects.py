@@ -144,6 +144,7 @@ CASES = {
         "--bf16 --amp-level O1 | --fp16 --amp-level O1",
     ),
     "--fp8-format": ("", "--fp8-format e4m3"),
+    "heads of one size: those of --multi-latent-attention have others": ("--multi-latent-attention", ""),
     "--fp8-format, and --first-last-layers-bf16": (
         "--fp8-format e4m3 | --first-last-layers-bf16",
         "--fp8-format e4m3 --first-last-layers-bf16",

@@ -152,6 +152,18 @@ def test_all_problems_come_at_once():
         assert words in text
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--hybrid-layer-pattern a.py b.py", "got 2: a.py b.py (a value with * or spaces stands in quotes"),
+        ("--hybrid-override-pattern -M*-", "--hybrid-override-pattern takes one value (a word), got none"),
+    ],
+)
+def test_what_follows_from_a_wrong_value_is_not_missing(words, said):
+    text = refused(words, shape=[])
+    assert said in text and "missing: --hidden-size, --num-attention-heads" in text
+
+
 def test_a_tilde_is_the_home_folder_in_flags_and_files(tmp_path, monkeypatch):
     """Shells leave it alone in --flag=~/x, and config files know no shell."""
     monkeypatch.setenv("HOME", "/users/me")

@@ -13,21 +13,20 @@ from megatron.training.rules import check, remarks
 
 FLAGS = """--hidden-size 8 --num-attention-heads 2 --seq-length 8 --mock-data --vocab-size 20 --micro-batch-size 1
     --global-batch-size 8 --train-iters 1 --lr 1e-3 --position-embedding-type rope"""
-# Layouts as Megatron-LM and its recipes write them -> layers of each stage, stage of the depths
+# Layouts as Megatron-LM and its recipes write them -> layers of each stage, stage and number of the depths
 READ = {
-    "Et*3|(tt|)*29m|L": ((3, *[2] * 29, 0, 0), 30),
+    "Et*3|(tt|)*29m|L": ((3, *[2] * 29, 0, 0), 30, 1),
     "Et|(tt|)*30L": ((1, *[2] * 30, 0), None),
-    "E|t*3|(t|)*4,mL": ((0, 3, 1, 1, 1, 1, 0), 6),
+    "E|t*3|(t|)*4,mL": ((0, 3, 1, 1, 1, 1, 0), 6, 1),
     "Ett|tt|ttL": ((2, 2, 2), None),
-    "Et*2 | t*2m*2L": ((2, 2), 1),
+    "Et*2 | t*2m*2L": ((2, 2), 1, 2),
     "E(t|t)*2L": ((1, 2, 1), None),
 }
 
 
 @pytest.mark.parametrize("text", READ)
 def test_layouts_are_read(text):
-    counts, ahead = READ[text]
-    assert read_layout(text) == StageLayout(counts, ahead)
+    assert read_layout(text) == StageLayout(*READ[text])
 
 
 def config(words: str):
@@ -70,6 +69,9 @@ WRONG = {
     "EtL|tt": "the last ends with the loss (L)",
     "Et*999999|L": "has too many parts",
     "Ett|tt|ttL": "has 3 stages, and --pipeline-model-parallel-size is 2",
+    "Ett|ttmL": "Ett|ttmL has 1 depth of multi-token prediction (m), and --mtp-num-layers is 0; give as many",
+    "Ett|ttmmL --mtp-num-layers 1": "Ett|ttmmL has 2 depths of multi-token prediction (m), and --mtp-num-layers is 1",
+    "Ett|ttL --num-layers-per-virtual-pipeline-stage 1": "--pipeline-model-parallel-layout Ett|ttL sets the number of",
     "Ett|tL": "is 3 layers, and --num-layers is 4",
 }
 

@@ -17,8 +17,10 @@ from megatron.model.facts import Facts, experts_in
 from megatron.model.kinds.mixer import PLACES, Mixer
 from megatron.model.kinds.table import KINDS, chosen, letters_of
 from megatron.model.layer_ops import NORM
+from megatron.model.layer_rules import problem_of
 from megatron.mpu.placement import elements
 from megatron.settings.layer_settings import NO_OP, written
+from megatron.settings.rules import out_of_range
 from megatron.settings.schema import Config, Model
 
 HEAD = 8  # width of a head in a shrunk model
@@ -59,9 +61,13 @@ class GPTFacts(Facts):
 
     @property
     def has_shape(self) -> bool:
+        m = self.settings
         try:
-            self.overrides(0)
-            return all(kind.has_shape(self.settings) for kind in self.mixers.values())
+            if out_of_range(m) or problem_of(m):
+                return False
+            alone = {m.overrides(layer) for layer in range(m.num_layers)}
+            sizes = [m, *(replace(m, layer_settings=None, **dict(own)) for own in alone if own)]
+            return all(kind.has_shape(of_layer) for of_layer in sizes for kind in self.mixers.values())
         except (ValueError, ZeroDivisionError):
             return False
 
@@ -117,7 +123,8 @@ class GPTFacts(Facts):
     @property
     def rotated(self) -> Optional[int]:
         """The channels of each head that rotary positions turn; None: no layer has positions."""
-        return next((mixer.rotated(self.settings) for _, mixer in self._present if mixer.rotated), None)
+        there = (*self._present, *self.mixers_of(self.settings.layers_ahead))
+        return next((mixer.rotated(self.settings) for _, mixer in there if mixer.rotated), None)
 
     def shares_heads(self, tp: int, cp: int) -> bool:
         heads = [mixer.heads(own) for own, mixer in self._present if mixer.heads and not mixer.scans]

@@ -95,6 +95,7 @@ class Shape:
         None,
         "--hybrid-override-pattern",
         on_resume="another model",
+        gives=("num_layers",),
     )
     layer_settings: Optional[str] = shown_by("test_layer_settings::test_any_layout_is_the_plain_loop")(
         "settings of single layers: '3,7-9: ffn_hidden_size=1024; 0: num_query_groups=2 no_op=mlp'; layers count from 0 "

@@ -30,6 +30,9 @@ def bad_window(text: Optional[str]) -> bool:
 
 NO_BIAS = Network("--disable-bias-linear", lambda s: s.disable_bias_linear)
 QK_NORM = Network("--qk-layernorm", lambda s: s.qk_layernorm)
+HEADS = Network(
+    "heads of one size: those of --multi-latent-attention have others", lambda s: not s.multi_latent_attention
+)
 WINDOW = Network("--window-size", lambda s: s.window_size is not None)
 NARROW = Network(
     "a --seq-length that is longer than the window",
@@ -41,7 +44,7 @@ NARROW = Network(
 class AttentionSettings:
     """The heads of self-attention, and the arithmetic of its scores."""
 
-    kv_channels: Optional[Count] = shape("size of an attention head (default: hidden size / heads)", None)
+    kv_channels: Optional[Count] = shape("size of an attention head (default: hidden size / heads)", None, needs=HEADS)
     group_query_attention: bool = shown_by("test_groups_need_a_number")(
         "grouped-query attention (see --num-query-groups)", False
     )

@@ -81,6 +81,13 @@ RULES = (
         ),
     ),
     Rule(
+        lambda s: SYMBOL in s.settings.model.letters_ahead and SYMBOL not in s.settings.model.letters,
+        lambda s: (
+            f"--hybrid-layer-pattern {s.settings.model.hybrid_layer_pattern} has experts ({SYMBOL}) in depths of "
+            "multi-token prediction alone; give layers of the network experts, too, or write - in the depths"
+        ),
+    ),
+    Rule(
         lambda s: SYMBOL in s.settings.model.letters and not _mixture(s),
         lambda s: (
             f"--hybrid-layer-pattern {s.settings.model.letters} has layers with experts ({SYMBOL}); add --num-experts"

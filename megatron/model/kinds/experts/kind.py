@@ -94,6 +94,10 @@ def _mlp_ops(x: Residual, activation: Kernel, rows: int, each: float) -> tuple[L
     )
 
 
+def _has_shape(model: Model) -> bool:
+    return len(model.expert_layers) >= 0 and (model.mixture or SYMBOL not in model.letters + model.letters_ahead)
+
+
 def _shrunk(model: Model, small: Model, tp: int) -> dict[str, Any]:
     """As many experts, narrow ones; a dense layer first if some are dense."""
     if not model.mixture:
@@ -128,6 +132,6 @@ KIND = Mixer(
     recomputes=(ACTIVATION, MLP),
     divided=lambda model: {"shared expert": width} if (width := model.moe_shared_expert_intermediate_size) else {},
     used=lambda model: (model.moe_router_topk, model.num_experts),
-    has_shape=lambda model: len(model.expert_layers) >= 0,
+    has_shape=_has_shape,
     shrunk=_shrunk,
 )

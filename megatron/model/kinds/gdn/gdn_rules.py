@@ -9,10 +9,10 @@ def _pattern_error(s) -> str:
     if not VARIANT.met(s) or s.linear_attention_freq is None:
         return ""
     try:
-        linear_layers(s.linear_attention_freq, s.num_layers)
+        linear = linear_layers(s.linear_attention_freq, s.num_layers)
     except ValueError as error:
         return str(error)
-    return ""
+    return "" if any(linear) else "no layer has linear attention then"
 
 
 RULES = (

@@ -54,7 +54,9 @@ class GDNSettings:
     @property
     def has_gdn(self) -> bool:
         """Whether layers are gated delta nets."""
-        return SYMBOL in self.letters if self.letters else self.experimental_attention_variant is not None
+        if self.letters:
+            return SYMBOL in self.letters + self.letters_ahead
+        return self.experimental_attention_variant is not None
 
     def is_linear(self, layer: int) -> bool:
         """Whether the attention of a transformer layer is a gated delta net."""
