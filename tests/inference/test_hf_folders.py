@@ -237,7 +237,7 @@ def test_a_broken_chat_template_has_a_line(copy, tmp_path):
 
 def test_a_mistyped_flag_of_a_command_with_few_lists_them(tmp_path):
     said = str(refused("from-hf", tmp_path, tmp_path / "out", "--dtyp", "bf16"))
-    assert "unknown flag --dtyp; there are --ckpt-step, --unchecked" in said
+    assert "unknown flag --dtyp; there are --ckpt-step, --mtp-num-layers, --unchecked" in said
 
 
 def test_generate_downloads_a_name_of_the_hub(monkeypatch):

@@ -18,7 +18,7 @@ from megatron.model.quantization import QuantizeOptions
 from megatron.mpu.linear_product import LinearProduct
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Model
-from megatron.tools import checkpoint, export, prune
+from megatron.tools import export, prune
 from tests.inference.engine_mixes import alone, check_mix, requests_of
 from tests.inference.test_convert import save
 
@@ -140,12 +140,6 @@ def test_rounded_weights(tmp_path, kind):
     model = load_model(str(tmp_path), quantize=QuantizeOptions(quantize=kind, quantize_group_size=2)).model
     way = (PROMPTS, Sampling(6, greedy=True))
     assert generate(model, *way, longest=16) == generate(model, *way, longest=16, use_cache=False)
-
-
-def test_megatron_lm_is_refused(tmp_path):
-    save(tmp_path / "ours", dict(SIZES, **LATENT))
-    with pytest.raises(SettingsError, match="a model with multi_latent_attention, .* is not exported to Megatron-LM"):
-        checkpoint.main(["to-megatron", str(tmp_path / "ours"), str(tmp_path / "theirs")])
 
 
 def test_a_program_with_a_cache_is_refused(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron.data.loader import MicroBatch
+from megatron.fused_kernels.delta_rule import delta_rule
 from megatron.fused_kernels.ssd import ssd
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
@@ -72,14 +73,12 @@ def wanted(letter: str, packed: bool) -> list[torch.Tensor]:
     return [y.detach(), of_x.transpose(0, 1), *others]
 
 
-def computed(rank: int, letter: str, cp: int, heads: int, chunk: int, packed: bool) -> list[torch.Tensor]:
+def computed(rank: int, letter: str, cp: int, heads: int, packed: bool) -> list[torch.Tensor]:
     mesh, rows = Mesh(rank, cp=cp, cp_levels=(heads, cp // heads) if heads > 1 else None), rows_of(rank, cp, S)
     network, slot = GPT(facts_of(letter), mesh, device="cpu"), KINDS[letter].slot
     mixer = getattr(network.blocks["0"], slot)
     own = {name.removeprefix(f"{slot}."): values for name, values in weights_of(letter).items()}
     mixer.load_state_dict(own)
-    if letter == "G":
-        mixer.rule = partial(mixer.rule, chunk=chunk)
     tokens, x = torch.zeros(len(rows), B, dtype=torch.long), X[rows].clone().requires_grad_()
     batch = MicroBatch(tokens, tokens, torch.arange(B), document_ids=IDS if packed else None)
     y = mixer(x, network.context(batch))
@@ -92,7 +91,8 @@ def computed(rank: int, letter: str, cp: int, heads: int, chunk: int, packed: bo
 @pytest.mark.parametrize("cp, heads, chunk, packed", CASES)
 def test_passed_states_are_those_of_the_whole_sequence(cp, heads, chunk, packed, run_ranks, monkeypatch):
     monkeypatch.setattr("megatron.model.kinds.mamba.module.ssd", partial(ssd, chunk=chunk))
-    of_letters = run_ranks(cp, lambda rank: [computed(rank, letter, cp, heads, chunk, packed) for letter in "GM"])
+    monkeypatch.setattr("megatron.model.kinds.gdn.module.delta_rule", partial(delta_rule, chunk=chunk))
+    of_letters = run_ranks(cp, lambda rank: [computed(rank, letter, cp, heads, packed) for letter in "GM"])
     for letter, *of_ranks in zip("GM", *of_letters, strict=True):
         want = wanted(letter, packed)
         for place, whole in enumerate(want):

@@ -295,6 +295,7 @@ ENDS = {  # what a message says -> the least and the most that it allows, and th
     "at least 0": ((0, 0.0), (-1, -5e-324)),
     "above 0": ((5e-324,), (0, 0.0)),
     "at least 0 and below 1": ((0.0, math.nextafter(1.0, 0)), (-5e-324, 1.0)),
+    "above 0 and below 1": ((5e-324, math.nextafter(1.0, 0)), (0.0, 1.0)),
     "at least 0 and at most 1": ((0.0, 1.0), (-5e-324, math.nextafter(1.0, 2))),
     "above 0 and at most 1": ((5e-324, 1.0), (0.0, math.nextafter(1.0, 2))),
 }
