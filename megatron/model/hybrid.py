@@ -121,7 +121,8 @@ def cut(config: Config, flag: str, layers: str) -> dict[str, Any]:
 
 def required_pattern(config: Config) -> Config:
     """`with_pattern`, for a script that trains nothing else."""
-    if config.model.hybrid_layer_pattern is None:
+    m = config.model
+    if m.hybrid_layer_pattern is None and not m.hybrid_attention_ratio and not m.hybrid_mlp_ratio:
         raise UsageError(
             f"{FLAG} is missing: the kind of each layer",
             do=f'give it, as in {FLAG} "*-*-" for attention and an MLP in turn',

@@ -138,6 +138,11 @@ IDLE |= dict(use_prefill_window_in_sink_attention=(False, None))
 
 def _of_block(block: Mapping[str, Any], m: Model, where: str) -> dict[str, object]:
     """The settings of a layer that differ from the model's."""
+    if not isinstance(block, dict):
+        raise SettingsError(f"{where}: {block!r} is no object", do='give one, as {"attention": {...}, "ffn": {...}}')
+    for key in ("attention", "ffn", "mlp"):
+        if block.get(key) and not isinstance(block[key], dict):
+            raise SettingsError(f"{where}: {key} {block[key]!r} is no object", do=f'give one, as {{"{NO_OP}": false}}')
     parallel = block.get("parallel_blocks")
     if unknown := sorted({*block} - {"attention", "ffn", "mlp", "parallel_blocks"}) + ["parallel_blocks"] * bool(
         parallel
@@ -147,7 +152,7 @@ def _of_block(block: Mapping[str, Any], m: Model, where: str) -> dict[str, objec
     gone = [name for name, part in parts.items() if _is_gone(part, f"of {name}", where)]
     if len(gone) == len(parts):
         raise SettingsError(f"{where} has neither attention nor an MLP", do="leave it out, and lower --num-layers")
-    sizes = dict(num_query_groups=_groups(parts["attention"], m, where), ffn_hidden_size=_width(parts["mlp"], m))
+    sizes = dict(num_query_groups=_groups(parts["attention"], m, where), ffn_hidden_size=_width(parts["mlp"], m, where))
     for name, part in parts.items():
         if part:
             raise SettingsError(f"{where}: {next(iter(part))} of {name} is not supported", do="leave it out")
@@ -172,8 +177,16 @@ def _is_gone(part: dict[str, Any], of: str, where: str) -> bool:
     return bool(part.pop(NO_OP, False))
 
 
+def _number(part: dict[str, Any], key: str, where: str, kind: type | tuple = int) -> Any:
+    """Take a size above zero out of a part; None: it has none."""
+    value = part.pop(key, None)
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < float("inf")):
+        raise SettingsError(f"{where}: {key} {value!r} is no number above zero", do="give one, or leave it out")
+    return value
+
+
 def _groups(attention: dict[str, Any], m: Model, where: str) -> Optional[int]:
-    groups, shared = attention.pop("num_query_groups", None), attention.pop("n_heads_in_group", None)
+    groups, shared = (_number(attention, key, where) for key in ("num_query_groups", "n_heads_in_group"))
     if groups is None and shared is not None:
         if m.num_attention_heads % shared:
             raise SettingsError(f"{where}: n_heads_in_group {shared} does not divide {m.num_attention_heads} heads")
@@ -181,9 +194,9 @@ def _groups(attention: dict[str, Any], m: Model, where: str) -> Optional[int]:
     return groups
 
 
-def _width(mlp: dict[str, Any], m: Model) -> Optional[int]:
+def _width(mlp: dict[str, Any], m: Model, where: str) -> Optional[int]:
     """As Megatron-LM has it: two thirds of `ffn_mult` hidden sizes, up to a multiple of 256."""
-    width, times = mlp.pop("ffn_hidden_size", None), mlp.pop("ffn_mult", None)
+    width, times = (_number(mlp, key, where, (int, float)) for key in ("ffn_hidden_size", "ffn_mult"))
     if width is None and times is not None:
         width = -(-int(2 * times * m.hidden_size / 3) // 256) * 256
     return None if width is None else int(width)

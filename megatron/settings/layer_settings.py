@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 FLAG, NO_OP, PARTS = "--layer-settings", "no_op", ("attention", "mlp")
+MOST = 1 << 16  # layers that a range may reach
 _NAME = re.compile(r"(?:^|[\s,])(?:--)?([A-Za-z][\w-]*)\s*=")
 
 
@@ -68,6 +69,8 @@ def _numbers(text: str) -> list[int]:
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
         if not match or match[2] and int(match[2]) < int(match[1]):
             raise ValueError(f"{part.strip()!r} is no layer, and no range of layers such as 7-9")
+        if int(match[2] or match[1]) > MOST:
+            raise ValueError(f"{part.strip()!r} is beyond the layers of any model")
         found += range(int(match[1]), int(match[2] or match[1]) + 1)
     return found
 

@@ -587,6 +587,13 @@ REMARKS = (
         ),
     ),
     Rule(
+        lambda s: (said := s.settings.given("mtp_num_layers")) and said.value != (s.mtp_num_layers or 0),
+        lambda s: (
+            f"{s.settings.given('mtp_num_layers').words}: the parts after / in --hybrid-layer-pattern are "
+            f"{s.mtp_num_layers}, and count"
+        ),
+    ),
+    Rule(
         lambda s: s.pp == 1 and (said := s.settings.given("hybrid_layer_pattern")) and CUT in str(said.value),
         lambda s: (
             f"{s.settings.given('hybrid_layer_pattern').words}: {CUT} cuts pipeline stages, and "

@@ -246,10 +246,25 @@ def test_depths_alone_may_rotate():
     assert made.model.multi_latent_attention and facts_of(made, 100).rotated == 6
 
 
+@pytest.mark.parametrize("number, said", [(0, True), (1, True), (2, False)])
+def test_depths_are_those_of_the_pattern(number, said):
+    found = remarks(parsed(f"*-/*-/*- --position-embedding-type rope --mtp-num-layers {number}"), 1)
+    words = f"--mtp-num-layers {number}: the parts after / in --hybrid-layer-pattern are 2, and count"
+    assert (words in found) == said
+
+
 @pytest.mark.parametrize("freq, said", [("2", True), ("[1,0,0,0]", False), ("[0,1,1,0]", False), ("[0,0,0,1]", True)])
 def test_rotation_is_of_attention(freq, said):
     found = remarks(parsed(f"*-*- --position-embedding-type rope --no-rope-freq {freq}"), 1)
     assert any(f"--no-rope-freq {freq} has no effect: it counts the characters" in one for one in found) == said
+
+
+def test_the_script_takes_ratios(capsys):
+    line = SHAPE.replace("--hybrid-layer-pattern", "--num-layers 4 --mamba-head-dim 8 --mamba-num-groups 1 --dry-run")
+    pretrain_hybrid.main(f"{line} --hybrid-attention-ratio 0.25 --hybrid-mlp-ratio 0.25".split())
+    assert "no problems found" in capsys.readouterr().out
+    with pytest.raises(Failure, match="--hybrid-attention-ratio 1.5 must be at least 0 and at most 1"):
+        pretrain_hybrid.main(f"{line} --hybrid-attention-ratio 1.5".split())
 
 
 def test_the_script_needs_a_pattern(capsys):

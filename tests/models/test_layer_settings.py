@@ -153,6 +153,7 @@ WRONG = {
     "2-1: ffn_hidden_size=8": "'2-1' is no layer, and no range of layers",
     "1: ffn_hidden_size=8; 0-1: ffn_hidden_size=6": "layer 1 has ffn_hidden_size 8 and 6",
     "2: ffn_hidden_size=0": "layer 2: --ffn-hidden-size 0 must be at least 1",
+    "0-99999999999: ffn_hidden_size=8": "'0-99999999999' is beyond the layers of any model",
     "0: window_size=3": "layer 0: --window-size 3 must be the keys before and after",
 }
 
@@ -233,6 +234,14 @@ def test_files_that_belong_to_another_model():
         (dict(block_configs=BLOCKS, hidden_size=256), "has hidden_size 256, and --hidden-size is 128"),
         (dict(block_configs=BLOCKS, hidden_act="gelu"), "has hidden_act gelu"),
         ([], "has no list block_configs"),
+        (dict(block_configs=[None] * 4), "block 0: None is no object"),
+        (dict(block_configs=[dict(attention=3)] * 4), "block 0: attention 3 is no object"),
+        (
+            dict(block_configs=[dict(attention=dict(n_heads_in_group=0))] * 4),
+            "n_heads_in_group 0 is no number above zero",
+        ),
+        (dict(block_configs=[dict(ffn=dict(ffn_mult="big"))] * 4), "ffn_mult 'big' is no number above zero"),
+        (dict(block_configs=[dict(ffn=dict(ffn_hidden_size="x"))] * 4), "ffn_hidden_size 'x' is no number above zero"),
     ):
         with pytest.raises(SettingsError, match=said):
             parsed(content, flag)
