@@ -66,9 +66,7 @@ class Documents:
         np.cumsum([part.queries for part in every], out=edges[0, 1:])
         np.cumsum([part.keys for part in every], out=edges[1, 1:])
         longest = max(part.queries for part in every), max(part.keys for part in every)
-        packed = torch.from_numpy(np.concatenate((edges.ravel(), own.ravel())))  # one copy for the three
-        if torch.device(device).type == "cuda":
-            packed = packed.pin_memory().to(device, non_blocking=True)
+        packed = _sent(np.concatenate((edges.ravel(), own.ravel())), device)  # one copy for the three
         query_edges, key_edges, places = packed.split((edges.shape[1], edges.shape[1], own.size))
         return cls(places.view(own.shape), query_edges, key_edges, longest, own, parts)
 
@@ -81,8 +79,8 @@ class Documents:
         ([[0, 0, 2], [0, 0, 2]], [0, 1])
         """
         own = np.concatenate([starts[:, start:stop] - start for start, stop in parts]).astype(np.int32)
-        past = torch.from_numpy(np.maximum(-own[:, 0], 0)).to(device)
-        return replace(cls.of(np.maximum(own, 0), device), past=past)
+        past = np.maximum(-own[:, 0], 0)
+        return replace(cls.of(np.maximum(own, 0), device), past=_sent(past, device))
 
     @cached_property
     def bounds(self) -> tuple[list[int], list[int]]:
@@ -111,6 +109,12 @@ class Documents:
     def places(self) -> torch.Tensor:
         """[b, t] int64: the position of each token in its document."""
         return torch.arange(self.starts.shape[1], device=self.starts.device) - self.starts
+
+
+def _sent(numbers: np.ndarray, device) -> torch.Tensor:
+    """Numbers on the device, for which the host does not wait."""
+    tensor = torch.from_numpy(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor
 
 
 def starts_of(document_ids: torch.Tensor) -> np.ndarray:

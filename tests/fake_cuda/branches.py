@@ -30,7 +30,7 @@ REACHED = {
             "fused_kernels/__init__.py: describe_kernels",
             "fused_kernels/explicit_attention.py: _product",
             "fused_kernels/explicit_attention.py: mask_padding",
-            "fused_kernels/documents.py: of",
+            "fused_kernels/documents.py: _sent",
             "fused_kernels/dropout.py: _masked",
             "model/fp8_product.py: product_in_fp32",
             "model/kinds/experts/grouped.py: row_unit",

@@ -46,6 +46,13 @@ CASES = {  # name: flags, rank, ranks
         0,
         2,
     ),
+    "states, cp2, documents": (
+        "--hybrid-layer-pattern MG --mamba-num-groups 1 --mamba-head-dim 16 --mamba-state-dim 8 --linear-num-key-heads 1 "
+        "--linear-num-value-heads 2 --linear-key-head-dim 8 --linear-value-head-dim 8 --hidden-dropout 0 "
+        "--context-parallel-size 2 --reset-attention-mask",
+        1,
+        2,
+    ),
     "QK-clip, tp2 sp, accumulation": (
         f"{TP} --qk-clip --log-max-attention-logit --global-batch-size 8 --hidden-dropout 0 --attention-dropout 0",
         1,
