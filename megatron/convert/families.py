@@ -175,7 +175,7 @@ def _imported(settings: dict[str, Any], tied: Optional[bool], depths: int) -> Fa
         return _bert(BertFacts(model, vocab_size, own))
     known, model, vocab_size = gpt_settings.our_settings(settings, others=("t5", "bert"))
     letters = letters_ahead(settings) if depths and known == "nemotron_h" else ""
-    settings.get("num_nextn_predict_layers")
+    settings.get("num_nextn_predict_layers")  # known: depths are those that were asked for
     family = _gpt(GPTFacts(hf_ahead.with_depths(known, model, depths, letters), vocab_size), known)
     if known == hf_falcon.KIND and (names := hf_falcon.are_multiplied(settings)):
         matches = hf_falcon.folded(family.matches, settings, model)

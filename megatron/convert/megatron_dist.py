@@ -53,7 +53,7 @@ from megatron.convert.megatron_optimizer import (
     with_moments,
 )
 from megatron.convert.megatron_pickle import extract
-from megatron.convert.megatron_pieces import boxes_of_rows, split_shape, with_ones, zero_counts
+from megatron.convert.megatron_pieces import boxes_of_rows, our_rows, split_shape, with_ones, zero_counts
 from megatron.errors import CheckpointError
 from megatron.model.facts import AHEAD
 from megatron.model.gpt.facts import GPTFacts
@@ -255,13 +255,8 @@ def _orders(folder: Path, chunks: list[Chunk], stage: RankStage, reading: Readin
 
 def _in_our_order(reading: Reading, name: str, x: torch.Tensor) -> torch.Tensor:
     """Values of one of their tensors, in the shape of ours, with their rows in our order."""
-    rows = reading.names.rows(name)
-    if rows.order is None and not rows.parts or "ep" in reading.weights[name].cut:
-        return x
-    lead, columns = split_shape(name, rows, tuple(x.shape))
-    ours = torch.empty_like(x).reshape(-1, *columns)
-    ours[rows.numbers(lead)] = x.reshape(-1, *columns)
-    return ours.view(x.shape)
+    of_experts = "ep" in reading.weights[name].cut
+    return x if of_experts else our_rows(name, reading.names.rows(name), x, tuple(x.shape))
 
 
 def _tied(name: str, model: schema.Model) -> str:

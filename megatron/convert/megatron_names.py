@@ -39,6 +39,14 @@ _DEPTH = {  # of a depth of multi-token prediction, without its layers
     PROJECTION: Names("eh_proj."),
     "final_norm": Names("final_layernorm."),
 }
+
+
+def _ours_of(table: dict[str, Names]) -> dict[str, str]:
+    """Each of their names in a table -> our module or tensor."""
+    return {name: module for module, (*names, also) in table.items() for name in (*names, *also) if name}
+
+
+_OURS_OUTSIDE, _OURS_DEPTH = _ours_of(_OUTSIDE), _ours_of(_DEPTH)
 _KINDS = ("softmax_offset", "expert_bias", "weight", "bias")
 _LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
 _AHEAD = re.compile(
@@ -91,7 +99,7 @@ def place_of(theirs: str) -> Optional[Place]:
 def outside(theirs: str) -> Optional[str]:
     """The name of a tensor of ours that is in no layer; None: it is in a layer, or no weight."""
     place = place_of(theirs)
-    found = place and place.layer is None and place.depth is None and _found(_ours_of(_OUTSIDE), place.rest)
+    found = place and place.layer is None and place.depth is None and _found(_OURS_OUTSIDE, place.rest)
     return found or None
 
 
@@ -104,6 +112,7 @@ class _LayerNames(NamedTuple):
     """theirs: our module or tensor of a layer -> their names, in the order of their modules. rows: our tensor -> its rows
     kinds: (its slot, `MegatronForm`) of each. divided: `KindNames.divided`
     orders: (whether norms are modules of their own, whether of Megatron-LM up to 0.16) -> the names of `theirs` in order
+    ours: each of their names -> ours, as `_ours_of`
     """
 
     theirs: dict[str, Names]
@@ -111,6 +120,7 @@ class _LayerNames(NamedTuple):
     kinds: list
     divided: set[str]
     orders: dict[tuple[bool, bool], list[str]]
+    ours: dict[str, str]
 
     @property
     def has_older(self) -> bool:
@@ -134,9 +144,9 @@ class Dictionary:
         if place is None:
             return None
         if place.layer is None:
-            prefix, table = "", _ours_of(_OUTSIDE)
+            prefix, table = "", _OURS_OUTSIDE
             if place.depth is not None:
-                prefix, table = f"{AHEAD}.{place.depth}.", _ours_of(_DEPTH)
+                prefix, table = f"{AHEAD}.{place.depth}.", _OURS_DEPTH
             if found := _found(table, place.rest):
                 return OurTensor(prefix + found)
             raise CheckpointError(f"tensor {theirs} is not known")
@@ -218,7 +228,7 @@ class Dictionary:
         return self._layers[kind]
 
     def _layer_names(self, kind: LayerKind) -> _LayerNames:
-        model, found = kind.settings(self.model), _LayerNames({}, {}, [], set(), {})
+        model, found = kind.settings(self.model), _LayerNames({}, {}, [], set(), {}, {})
         for branch in kind.branches:
             for mixer in branch.mixers:
                 if not mixer.in_megatron:
@@ -234,6 +244,7 @@ class Dictionary:
                 found.rows.update({f"{mixer.slot}.{name}": rows for name, rows in names.rows.items()})
                 found.kinds.append((mixer.slot, form))
                 found.divided.update(f"{mixer.slot}.{name}" for name in names.divided)
+        found.ours.update(_ours_of(found.theirs))
         return found
 
     def _in_layer(self, layer: _LayerNames, rest: str) -> Optional[OurTensor]:
@@ -242,12 +253,10 @@ class Dictionary:
             if expert := form.one_of_experts(rest):
                 name = f"{slot}.{expert[0]}"
                 return OurTensor(name, layer.rows.get(name, AS_OURS), number=expert[1])
-        table = _ours_of(layer.theirs)
-        if found := _found(table, rest):
+        if found := _found(layer.ours, rest):
             return OurTensor(found, layer.rows.get(found, AS_OURS))
-        ends = {part: rows for rows in layer.rows.values() for part in rows.parts}
-        for part in ends:
-            found = rest.endswith(part) and _found(table, rest.removesuffix(part))
+        for part in {part for rows in layer.rows.values() for part in rows.parts}:
+            found = rest.endswith(part) and _found(layer.ours, rest.removesuffix(part))
             if found and part in layer.rows.get(found, AS_OURS).parts:
                 return OurTensor(found, layer.rows[found], part)
         return None
@@ -257,11 +266,6 @@ class Dictionary:
             return table[ours].of(implementation)
         module, _, kind = ours.rpartition(".")
         return table[module].of(implementation) + kind
-
-
-def _ours_of(table: dict[str, Names]) -> dict[str, str]:
-    """Each of their names in a table -> our module or tensor."""
-    return {name: module for module, (*names, also) in table.items() for name in (*names, *also) if name}
 
 
 def _found(table: dict[str, str], theirs: str) -> Optional[str]:

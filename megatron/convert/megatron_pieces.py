@@ -52,11 +52,7 @@ def local_parts(target: OurTensor, placed: Placement, x: torch.Tensor, rank: int
     if not _fits(target.rows, lead, columns, x):
         error = f"{where}: {target.name} has shape {tuple(x.shape)}, which does not fit {whole}"
         raise CheckpointError(error)
-    if target.rows.order is not None or target.rows.parts:
-        rows = torch.empty_like(x.reshape(-1, *columns))
-        rows[target.rows.numbers(lead)] = x.reshape(-1, *columns)
-        x = rows
-    x, box = x.reshape(local), Box(*placed.box(tuple(local), {"tp": rank}))
+    x, box = our_rows(target.name, target.rows, x, tuple(local)), Box(*placed.box(tuple(local), {"tp": rank}))
     return [(box, x[Box.whole(box.extent).slices()].contiguous())]
 
 
@@ -75,12 +71,21 @@ def _rows_of_rank(target: OurTensor, whole: tuple[int, ...], x: torch.Tensor, ra
     return [(Box((*box.offset, *zeros), (*box.extent, *columns)), part.contiguous()) for box, part in parts]
 
 
+def our_rows(name: str, rows: RowOrder, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of one of their ranks as a part of ours, which has this shape: the inverse of `their_rows`."""
+    if not rows.is_ours:
+        lead, columns = split_shape(name, rows, shape)
+        theirs = x.reshape(-1, *columns)
+        x = torch.empty_like(theirs)
+        x[rows.numbers(lead)] = theirs
+    return x.reshape(shape)
+
+
 def their_rows(name: str, rows: RowOrder, x: torch.Tensor) -> torch.Tensor:
     """A rank's part of a tensor of ours as theirs: a matrix [rows, inputs], a vector, or a convolution's weight."""
     lead, columns = split_shape(name, rows, tuple(x.shape))
     x = x.reshape(prod(lead), *columns)
-    if rows.order is not None or rows.parts:
-        x = x[rows.numbers(lead)]
+    x = x if rows.is_ours else x[rows.numbers(lead)]
     return x.unsqueeze(1) if rows.taps else x
 
 

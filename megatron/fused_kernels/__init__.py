@@ -141,8 +141,10 @@ def run_probes(op: str) -> None:
             entry.probe()
 
 
-def _package(name: str, cuda: str) -> str:
-    return cuda or ("" if importlib.util.find_spec(name) else f"the package {name.replace('_', '-')} is not installed")
+def _package(name: str, cuda: str, called: str = "") -> str:
+    """Why a package cannot be used. called: its name on PyPI, if it is another one"""
+    called = called or name.replace("_", "-")
+    return cuda or ("" if importlib.util.find_spec(name) else f"the package {called} is not installed")
 
 
 def _flash_attn(*orders: str) -> frozenset[str]:
@@ -495,7 +497,7 @@ TABLE: dict[str, list[Implementation]] = {
             fla.delta_rule,
             "a chunk's products and its triangular system in Triton",
             _in_fla,
-            _package("fla", NO_CUDA).replace("fla is", "fla-core is"),
+            _package("fla", NO_CUDA, "fla-core"),
             probe=partial(probe, "delta_rule"),
         ),
         Implementation("torch", reference.delta_rule, "a chunk of tokens at a time, in fp32"),

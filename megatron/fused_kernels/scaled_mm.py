@@ -22,9 +22,9 @@ def fp8_tensorwise(
 ) -> torch.Tensor:
     """See `fp8.fp8_tensorwise`."""
     one = F.ScalingType.TensorWise
-    within = bias if dtype != torch.float32 else None  # cuBLAS adds a bias to half-precision outputs
-    y = _multiply(a[0], b[0], a[1], one, b[1], one, bias=within, output_dtype=dtype, use_fast_accum=fast)
-    return y if bias is None or within is not None else y + bias
+    if dtype == torch.float32:  # cuBLAS adds a bias to outputs of 16 bits alone
+        return _multiply(a[0], b[0], a[1], one, b[1], one, dtype, bias, use_fast_accum=fast)
+    return _multiply(a[0], b[0], a[1], one, b[1], one, dtype, bias=None, inside=bias, use_fast_accum=fast)
 
 
 def fp8_blockwise(
@@ -32,7 +32,7 @@ def fp8_blockwise(
 ) -> torch.Tensor:
     """See `fp8.fp8_blockwise`."""
     one = F.ScalingType.BlockWise1x128
-    return _plus(_multiply(a[0], b[0], _outer(a[1]), one, _outer(b[1]), one, output_dtype=dtype), bias)
+    return _multiply(a[0], b[0], _outer(a[1]), one, _outer(b[1]), one, dtype, bias)
 
 
 def fp8_blockwise_square(
@@ -42,7 +42,7 @@ def fp8_blockwise_square(
     one, square = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
     # Of b, tiles along k are neighbours, and as many as a multiple of 4 (torch's, of cuBLASLt).
     scales = F.pad(b[1], (0, -b[1].shape[1] % 4), value=1.0).t()
-    return _plus(_multiply(a[0], b[0], _outer(a[1]), one, scales, square, output_dtype=dtype), bias)
+    return _multiply(a[0], b[0], _outer(a[1]), one, scales, square, dtype, bias)
 
 
 def fp8_mxfp8(
@@ -50,8 +50,8 @@ def fp8_mxfp8(
 ) -> torch.Tensor:
     """See `fp8.fp8_mxfp8`."""
     one, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
-    scales = dict(swizzle_a=order, swizzle_b=order, output_dtype=dtype)
-    return _plus(_multiply(a[0], b[0], mx_scales(a[1]), one, mx_scales(b[1]), one, **scales), bias)
+    scales = mx_scales(a[1]), one, mx_scales(b[1]), one
+    return _multiply(a[0], b[0], *scales, dtype, bias, swizzle_a=order, swizzle_b=order)
 
 
 def mx_scales(scales: torch.Tensor) -> torch.Tensor:
@@ -69,11 +69,11 @@ def _outer(scales: torch.Tensor) -> torch.Tensor:
     return scales.t().contiguous().t()
 
 
-def _plus(y: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
-    return y if bias is None else y + bias
-
-
-def _multiply(a: torch.Tensor, b: torch.Tensor, scale_a, kind_a, scale_b, kind_b, **more) -> torch.Tensor:
+def _multiply(
+    a: torch.Tensor, b: torch.Tensor, scale_a, kind_a, scale_b, kind_b, dtype: torch.dtype, bias, inside=None, **more
+) -> torch.Tensor:
+    """a b^T + bias. inside: a bias that the product adds before it rounds"""
     if not (a.numel() and b.numel()):
-        return a.new_zeros((len(a), len(b)), dtype=more["output_dtype"])
-    return F.scaled_mm(a, b.t(), scale_a, kind_a, scale_b, kind_b, **more)
+        return a.new_zeros((len(a), len(b)), dtype=dtype)
+    y = F.scaled_mm(a, b.t(), scale_a, kind_a, scale_b, kind_b, bias=inside, output_dtype=dtype, **more)
+    return y if bias is None else y + bias

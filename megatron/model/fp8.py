@@ -41,6 +41,15 @@ class Fp8Layers(NamedTuple):
     fp8: dict[str, Placement]
     others: dict[str, list[str]]
 
+    @property
+    def by_layer(self) -> dict[int, dict[str, Placement]]:
+        """Layer -> name within it -> weight, of those with products in fp8."""
+        found: dict[int, dict[str, Placement]] = {}
+        for full, weight in self.fp8.items():
+            _, layer, name = full.split(".", 2)
+            found.setdefault(int(layer), {})[name] = weight
+        return found
+
 
 def patterns(text: Optional[str]) -> list[LinearChoice]:
     """The patterns of a flag."""
@@ -67,11 +76,8 @@ def layers_in_fp8(config: Config, facts: Facts) -> tuple[tuple[str, ...], ...]:
     """The linear layers of each layer with products in fp8, as `Facts.in_fp8`; () without any."""
     if config.precision.fp8_format is None:
         return ()
-    found: dict[int, list[str]] = {layer: [] for layer in range(facts.num_layers)}
-    for name in fp8_layers(config, facts.tables).fp8:
-        _, layer, inside = name.split(".", 2)
-        found[int(layer)].append(inside)
-    return tuple(map(tuple, found.values())) if any(found.values()) else ()
+    found = fp8_layers(config, facts.tables).by_layer
+    return tuple(tuple(found.get(layer, ())) for layer in range(facts.num_layers)) if found else ()
 
 
 def _left_out(

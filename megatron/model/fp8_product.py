@@ -197,10 +197,10 @@ PRODUCTS = dict(tensorwise=TensorwiseProduct, blockwise=BlockwiseProduct, mxfp8=
 
 def attach_fp8(stages: Iterable[nn.Module], config: Config, tables: dict[int, Table]) -> None:
     """Attach the products of --fp8-format to the linear layers of a rank's stages. tables: as in `fp8_layers`."""
-    chosen: dict[int, list[tuple[str, str]]] = {}
-    for name, weight in fp8_layers(config, tables).fp8.items():
-        _, layer, inside = name.split(".", 2)
-        chosen.setdefault(int(layer), []).append((inside, EXPERTS if weight.stacked else KIND))
+    chosen = {
+        layer: [(name, EXPERTS if weight.stacked else KIND) for name, weight in own.items()]
+        for layer, own in fp8_layers(config, tables).by_layer.items()
+    }
     kinds = {KIND: PRODUCTS[config.precision.fp8_recipe], EXPERTS: ExpertsProduct}
     if config.parallel.sharding_stage == 3:  # cast after each gather: a cache would hold whole weights
         kinds = {name: type(kind.__name__, (kind,), {"once_a_step": False}) for name, kind in kinds.items()}

@@ -136,16 +136,11 @@ def cut_by_pattern(config: Config) -> Optional[str]:
     return str(given.value) if given and CUT in str(given.value) else None
 
 
-def _letters(s) -> str:
-    """The characters of all layers, those of depths included."""
-    return s.settings.model.letters + s.settings.model.letters_ahead
-
-
 def _unlisted(s) -> list[Mixer]:
     """The kinds that other settings ask for, and that the pattern does not list."""
     model = s.settings.model
     kinds = kinds_of(s.settings) if model.letters else {}
-    there = listed(kinds, _letters(s))
+    there = listed(kinds, model.all_letters)
     return [kind for kind in kinds.values() if kind.symbol and kind not in there and kind.asked(model)]
 
 

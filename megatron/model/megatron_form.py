@@ -45,6 +45,11 @@ class RowOrder(NamedTuple):
     parts: Mapping[str, tuple] = MappingProxyType({})
     taps: bool = False
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether their rows have our order."""
+        return self.order is None and not self.parts
+
     def numbers(self, lead: Lead, part: str = "") -> torch.Tensor:
         """For each of their rows, or of those of a part, the number of ours."""
         if not part and self.order is not None:

@@ -115,6 +115,11 @@ class Job:
             **({} if alone else teaching(config, facts, dp, device)),
         )
 
+    @property
+    def without_fp8(self) -> "Job":
+        """The same job with all products in its precision."""
+        return replace(self, facts=replace(self.facts, in_fp8=()), fp8="")
+
     def shard_gradients(self, zero: int) -> int:
         """Bytes of a gradient in a rank's shard."""
         return self.main_gradients if zero >= 2 else self.gradients

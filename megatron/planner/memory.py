@@ -181,13 +181,16 @@ def _weights_in_fp8(job: Job, layout: Layout, rank: int) -> int:
         return 0
     share, facts = layout.rank_setup(job), job.facts
     layers = [layer for held in layout.pipeline(facts.num_layers).layers_of(rank) for layer in held]
-    designs = Counter(map(facts.design_of, layers))
-    bytes_of = lambda design: [
-        op.weight_in_fp8 for op in facts.layer_ops(design.share(share), design.kind) if isinstance(op, Product)
+    each = [
+        (
+            count,
+            [op.weight_in_fp8 for op in facts.layer_ops(design.share(share), design.kind) if isinstance(op, Product)],
+        )
+        for (design, _), count in activations.repeated(facts, Recompute(), tuple(layers)).items()
     ]
     if layout.zero == 3:
-        return max((size for design in designs for size in bytes_of(design)), default=0)
-    return sum(count * sum(bytes_of(design)) for design, count in designs.items())
+        return max((size for _, sizes in each for size in sizes), default=0)
+    return sum(count * sum(sizes) for count, sizes in each)
 
 
 def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[dict[str, int], Counter]:

@@ -452,8 +452,9 @@ def arithmetic_seconds(job: Job, op: LayerOp, d: Device) -> float:
     """Seconds of a product, of attention, or of the products of a scan or of scores."""
     if isinstance(op, Product):
         smallest = max(1, min(op.rows, op.inputs, op.outputs))
-        plain = d.reached(job.precision, smallest)
-        return op.flops / (d.reached_in_fp8(op.fp8, job.precision, smallest) if op.fp8 else plain)
+        if op.fp8:
+            return op.flops / d.reached_in_fp8(op.fp8, job.precision, smallest)
+        return op.flops / d.reached(job.precision, smallest)
     if isinstance(op, (Scan, LargestScores)):
         return op.products / d.reached(job.precision, op.smallest)
     return _core(job, op, d) if isinstance(op, CoreAttention) else 0.0
@@ -461,17 +462,15 @@ def arithmetic_seconds(job: Job, op: LayerOp, d: Device) -> float:
 
 def slower_in_fp8(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
     """The linear layers, as --fp8-skip names them, whose products take longer in fp8, with the casts of their operands."""
-    share, facts, found = layout.rank_setup(job), job.facts, {}
-    for design in {facts.design_of(layer): None for layer in range(facts.num_layers)}:
-        for name in design.in_fp8:
-            alone, none = design._replace(in_fp8=(name,)), design._replace(in_fp8=())
-            times = [
-                (one := _layer(job, of.share(share), of.kind, (), cluster)).forward + one.backward
-                for of in (alone, none)
-            ]
-            if times[0] > times[1]:
-                found[name] = None
-    return list(found)
+    share, facts = layout.rank_setup(job), job.facts
+
+    def seconds(design: LayerDesign, *in_fp8: str) -> float:
+        own = design._replace(in_fp8=in_fp8)
+        return _layer(job, own.share(share), own.kind, (), cluster).both
+
+    designs = dict.fromkeys(map(facts.design_of, range(facts.num_layers)))
+    losing = (name for one in designs for name in one.in_fp8 if seconds(one, name) > seconds(one))
+    return list(dict.fromkeys(losing))
 
 
 def _pair(job: Job, op: Product, d: Device) -> tuple[float, float]:

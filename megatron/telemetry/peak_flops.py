@@ -33,13 +33,17 @@ PEAK_TFLOPS = {
 }
 
 
+def _words(device_name: str) -> list[str]:
+    return device_name.upper().replace("-", " ").split()
+
+
 def peak_flops(device_name: str, precision: str) -> Optional[float]:
     """Dense peak FLOP/s of a device by its driver's name; None for one that is not in the table.
 
     >>> peak_flops("NVIDIA A100-SXM4-80GB", "bf16"), peak_flops("NVIDIA H100 PCIe", "fp16"), peak_flops("Abacus", "fp32")
     (312000000000000.0, 756500000000000.0, None)
     """
-    words = device_name.upper().replace("-", " ").split()
+    words = _words(device_name)
     for name, peaks in PEAK_TFLOPS.items():
         wanted = name.upper().split()
         if any(words[at : at + len(wanted)] == wanted for at in range(len(words))) and precision in peaks:
@@ -58,7 +62,7 @@ def fp8_peak(device_name: str, recipe: str) -> Optional[float]:
     >>> fp8_peak("NVIDIA H100 80GB HBM3", "blockwise"), fp8_peak("NVIDIA H100 80GB HBM3", "mxfp8")
     (1978900000000000.0, None)
     """
-    words = device_name.upper().replace("-", " ").split()
+    words = _words(device_name)
     has = recipe not in FP8_DEVICES or any(name in words for name in FP8_DEVICES[recipe])
     return peak_flops(device_name, "fp8") if has else None
 

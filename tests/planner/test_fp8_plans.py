@@ -3,8 +3,6 @@
 arithmetic by hand.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -87,7 +85,7 @@ def test_saved_inputs_and_cast_weights_to_the_byte(flags, modules):
     plain = [layer for layer in stage.modules() if getattr(layer, "product", None) is not None]
     layout = Layout(micro_batch_size=2, recompute=recomputed(modules))
     sums = lambda job: sum(activations.stage_saved_bytes(job, layout, range(3), True, False).values())
-    predicted = sums(job) - sums(replace(job, facts=replace(job.facts, in_fp8=()), fp8=""))
+    predicted = sums(job) - sums(job.without_fp8)
     found = saved(stage)
     products = [layer.product for layer in plain]
     for layer in plain:
@@ -117,14 +115,9 @@ def test_gradients_that_wait_are_a_byte_a_number(recipe):
     assert waiting == pytest.approx(activations.deferred(job, layout, range(3)), rel=1e-2)
 
 
-def seconds(flags: str, name: str) -> float:
+def seconds(flags: str, name: str, plain: bool = False) -> float:
     job, _ = job_of(f"--precision bf16 --global-batch-size 16 --attention-backend auto {flags}", "cuda")
-    return step_time(job, Layout(micro_batch_size=1), Cluster(find(name), 1)).seconds
-
-
-def seconds_of_plain(flags: str, name: str) -> float:
-    job, _ = job_of(f"--precision bf16 --global-batch-size 16 --attention-backend auto {flags}", "cuda")
-    job = replace(job, facts=replace(job.facts, in_fp8=()), fp8="")
+    job = job.without_fp8 if plain else job
     return step_time(job, Layout(micro_batch_size=1), Cluster(find(name), 1)).seconds
 
 
@@ -133,15 +126,15 @@ LARGE = f"{LLAMA} --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-hea
 
 def test_large_products_gain_and_small_ones_lose():
     for recipe, least, most in (("tensorwise", 1.15, 1.6), ("blockwise", 1.1, 1.55)):
-        gain = seconds_of_plain(LARGE, "H100-80GB") / seconds(f"{LARGE} --fp8-recipe {recipe}", "H100-80GB")
+        gain = seconds(LARGE, "H100-80GB", plain=True) / seconds(f"{LARGE} --fp8-recipe {recipe}", "H100-80GB")
         assert least < gain < most
     no_wgrad = seconds(f"{LARGE} --no-fp8-wgrad", "H100-80GB")
-    assert seconds(LARGE, "H100-80GB") < no_wgrad < seconds_of_plain(LARGE, "H100-80GB")
+    assert seconds(LARGE, "H100-80GB") < no_wgrad < seconds(LARGE, "H100-80GB", plain=True)
     small = f"{LLAMA} --hidden-size 768 --ffn-hidden-size 2048 --num-attention-heads 12 --seq-length 1024"
-    assert seconds(small, "H100-80GB") > seconds_of_plain(small, "H100-80GB")
+    assert seconds(small, "H100-80GB") > seconds(small, "H100-80GB", plain=True)
     for recipe, name in (("tensorwise", "A100-80GB"), ("mxfp8", "H100-80GB"), ("blockwise", "B200-180GB")):
-        assert seconds(f"{LARGE} --fp8-recipe {recipe}", name) > 2 * seconds_of_plain(
-            LARGE, name
+        assert seconds(f"{LARGE} --fp8-recipe {recipe}", name) > 2 * seconds(
+            LARGE, name, plain=True
         )  # plain torch, in fp32
 
 

@@ -44,7 +44,7 @@ def against_mamba2(m: Model) -> dict[str, bool]:
 
 def against_nemotron_h(m: Model) -> dict[str, bool]:
     return {
-        f"--hybrid-layer-pattern {m.letters}": bool((m.letters + m.letters_ahead).strip("M*-E")),
+        f"--hybrid-layer-pattern {m.letters}": bool(m.all_letters.strip("M*-E")),
         "--disable-bias-linear is missing": m.qkv_bias,
     } | against_experts("nemotron_h")(m)
 

@@ -90,14 +90,14 @@ def _decoder(kind: str, model: Model) -> list[Match]:
 
 def _mixers(kind: str, model: Model) -> list[Match]:
     """Of models whose layers are a norm and a mixer each."""
-    result, letters = [Match("embedding.word.weight", ("backbone.embeddings.weight",))], model.letters
+    result = [Match("embedding.word.weight", ("backbone.embeddings.weight",))]
 
     def layer(n: int, ours: str, theirs: str) -> list[Match]:
-        (mixer,) = letters_of(KINDS)[(letters + model.letters_ahead)[n]]
+        (mixer,) = letters_of(KINDS)[model.all_letters[n]]
         found = [_norm(f"{ours}{mixer.slot}_norm", f"{theirs}norm")]
         return found + resolved(mixer.hf_matches)(kind, model, f"{ours}{mixer.slot}.", theirs, _norm)
 
-    for n in range(len(letters)):
+    for n in range(len(model.letters)):
         result += layer(n, f"blocks.{n}.", f"backbone.layers.{n}.")
     ahead = hf_ahead.matches(kind, model, _norm, layer)
     return result + [_norm("final_norm", "backbone.norm_f")] + _output(model) + ahead

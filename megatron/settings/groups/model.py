@@ -358,6 +358,11 @@ class Shape:
         return letters_ahead(self.hybrid_layer_pattern or "")
 
     @property
+    def all_letters(self) -> str:
+        """The kinds of all layers that a pattern lists, those of a depth of multi-token prediction last."""
+        return self.letters + self.letters_ahead
+
+    @property
     def layers_ahead(self) -> range:
         """The numbers of the layers of a depth of multi-token prediction, after those of the network."""
         return range(self.num_layers, self.num_layers + (len(self.letters_ahead) or 1) * bool(self.depths))

@@ -75,13 +75,8 @@ WORDS = {
 
 QWEN = ("qwen2_moe", "qwen3_moe", "qwen3_next")  # their words for the layers with experts
 GATED = ("qwen2_moe", "qwen3_next")  # their shared expert has a gate
-ALWAYS_SHARED = (
-    "dots1",
-    *GATED,
-    "deepseek_v2",
-    "deepseek_v3",
-    "nemotron_h",
-)  # their layers with experts have a shared one
+V3_ROUTERS = ("deepseek_v3", "nemotron_h")  # their routers are DeepSeek-V3's
+ALWAYS_SHARED = ("dots1", *GATED, "deepseek_v2", *V3_ROUTERS)  # their layers with experts have a shared one
 
 
 def effective_experts(m: Model) -> dict[str, Any]:
@@ -120,9 +115,9 @@ def against_experts(kind: str) -> Callable[[Model], dict[str, bool]]:
 
     def reasons(m: Model) -> dict[str, bool]:
         if not m.mixture:
-            return {"no --num-experts": kind not in ("deepseek_v3", "nemotron_h")}  # whose layers may all be dense ones
+            return {"no --num-experts": kind not in V3_ROUTERS}  # whose layers may all be dense ones
         words, width, shared = WORDS[kind], m.expert_ffn_size, m.moe_shared_expert_intermediate_size
-        sigmoid = kind in ("deepseek_v3", "nemotron_h")
+        sigmoid = kind in V3_ROUTERS
         groups, best = effective_experts(m)["moe_router_group_topk"], 1 if kind == "deepseek_v2" else 2
         dense_first = tuple(range(m.num_layers - len(m.expert_layers), m.num_layers))
         return {
@@ -224,8 +219,6 @@ def our_experts(kind: str, c: dict[str, Any]) -> dict[str, Any]:
 def mixer_experts(c: dict[str, Any]) -> dict[str, Any]:
     """Our settings for the experts of a Nemotron-H, whose layers its pattern lists."""
     number, k, width = int(c["n_routed_experts"]), int(c["num_experts_per_tok"]), int(c["moe_intermediate_size"])
-    refuse(c, norm_topk_prob=(True,))
-    refuse(dict(num_experts_per_tok=k), num_experts_per_tok=tuple(range(2, number + 1)))
     scaling, latent = float(c.get("routed_scaling_factor") or 1.0), c.get("moe_latent_size")
     return dict(
         num_experts=number,
@@ -233,10 +226,8 @@ def mixer_experts(c: dict[str, Any]) -> dict[str, Any]:
         moe_router_topk=k,
         moe_latent_size=latent and int(latent),
         moe_shared_expert_intermediate_size=int(c["moe_shared_expert_intermediate_size"]),
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
         moe_router_topk_scaling_factor=None if scaling == 1 else scaling,
-        **_groups(c, number, k, best=2),
+        **_choice("nemotron_h", c, number, k),
     )
 
 
@@ -259,17 +250,19 @@ def their_mixer_experts(m: Model) -> dict[str, Any]:
 
 
 def _choice(kind: str, c: dict[str, Any], number: int, k: int) -> dict[str, Any]:
-    """Our settings for how tokens choose experts in the families of DeepSeek-V2 and V3."""
+    """Our settings for how tokens choose experts in the families of DeepSeek-V2 and V3, and in Nemotron-H."""
     if kind == "deepseek_v2":
         ways = ("greedy", "group_limited_greedy")
         refuse(c, norm_topk_prob=(False, None), topk_method=ways, scoring_func=("softmax",))
         groups = _groups(c, number, k, best=1)
         groups = groups if c["topk_method"] == ways[1] else {}
         return dict(moe_router_pre_softmax=True, **groups)
-    if kind not in ("dots1", "deepseek_v3"):
+    if kind not in ("dots1", *V3_ROUTERS):
         return {}
-    refuse(c, norm_topk_prob=(True,), topk_method=("noaux_tc",), scoring_func=("sigmoid",))
-    if kind == "deepseek_v3":
+    refuse(c, norm_topk_prob=(True,))
+    if kind != "nemotron_h":  # whose files do not say it
+        refuse(c, topk_method=("noaux_tc",), scoring_func=("sigmoid",))
+    if kind in V3_ROUTERS:
         refuse(dict(num_experts_per_tok=k), num_experts_per_tok=tuple(range(2, number + 1)))
     sigmoid = dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
     return sigmoid | _groups(c, number, k, best=2)

@@ -95,7 +95,7 @@ def _mlp_ops(x: Residual, activation: Kernel, rows: int, each: float) -> tuple[L
 
 
 def _has_shape(model: Model) -> bool:
-    return len(model.expert_layers) >= 0 and (model.mixture or SYMBOL not in model.letters + model.letters_ahead)
+    return len(model.expert_layers) >= 0 and (model.mixture or SYMBOL not in model.all_letters)
 
 
 def _shrunk(model: Model, small: Model, tp: int) -> dict[str, Any]:

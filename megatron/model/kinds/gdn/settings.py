@@ -55,7 +55,7 @@ class GDNSettings:
     def has_gdn(self) -> bool:
         """Whether layers are gated delta nets."""
         if self.letters:
-            return SYMBOL in self.letters + self.letters_ahead
+            return SYMBOL in self.all_letters
         return self.experimental_attention_variant is not None
 
     def is_linear(self, layer: int) -> bool:

@@ -34,7 +34,7 @@ class MambaSettings:
     @property
     def has_mamba(self) -> bool:
         """Whether the pattern lists such layers."""
-        return not {SYMBOL, BESIDE}.isdisjoint(self.letters + self.letters_ahead)
+        return not {SYMBOL, BESIDE}.isdisjoint(self.all_letters)
 
     @property
     def mamba_heads(self) -> int:

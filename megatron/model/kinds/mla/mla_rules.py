@@ -23,10 +23,6 @@ def latent(s) -> bool:
     return s.settings.model.multi_latent_attention
 
 
-def _letters(s) -> str:
-    return s.settings.model.letters + s.settings.model.letters_ahead
-
-
 def _refused(s) -> list[str]:
     same = lambda name: name == "num_query_groups" and s.num_query_groups == s.num_attention_heads
     return [name for name, (off, _) in WITHOUT.items() if getattr(s, name) != off and not same(name)]
@@ -34,7 +30,7 @@ def _refused(s) -> list[str]:
 
 RULES = (
     Rule(
-        lambda s: "+" in _letters(s) and set("*P") & set(_letters(s)),
+        lambda s: "+" in s.settings.model.all_letters and set("*P") & set(s.settings.model.all_letters),
         lambda s: (
             f"--hybrid-layer-pattern {s.settings.model.hybrid_layer_pattern} lists attention and multi-latent attention "
             "(+), and a model has one of them"

@@ -13,8 +13,7 @@ Ranks of context parallelism that gather (`allgather`) send latents and rotated 
 for its heads; the backward pass gathers and expands them again.
 
 Legend: s new tokens, b micro-batch, h hidden, g heads, of a head's keys d = ro + no channels, of its values v, kv channels
-of the latent, tp ranks that divide the heads, t tokens of all ranks of
-context parallelism.
+of the latent, tp ranks that divide the heads, t tokens of all ranks of context parallelism.
 """
 
 from contextlib import nullcontext
