@@ -87,6 +87,8 @@ def test_verify_data_reads_every_byte_first(corpus, build, tmp_path):
     build(flags)
     with pytest.raises(DataError, match="differ from what was written"):
         build(f"{flags} --verify-data")
+    with pytest.raises(SettingsError, match="--verify-data reads every token, and --object-storage-cache-path only"):
+        parse_pretrain(f"{NUMBERS} {LONG} --data-path s3://b/a --object-storage-cache-path c --verify-data".split())
 
 
 def test_mock_data_needs_no_files_and_is_the_same_each_time(build):
