@@ -21,7 +21,7 @@ from megatron.tokenizer.chat_template import ASSISTANT, ChatTemplate, RefusedMes
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatPrompt:
     """A conversation that waits for an answer. without: answers that were left out at its end"""
 
     messages: tuple[Message, ...]
@@ -41,11 +41,11 @@ class Chat:
             raise DataError(f"{where}: {error}") from None
 
 
-def chat_in(prompt: str, system: Optional[str] = None, where: str = "the prompt") -> Chat:
+def chat_in(prompt: str, system: Optional[str] = None, where: str = "the prompt") -> ChatPrompt:
     """The conversation that a prompt stands for. system: the system's message, of conversations that have none
 
     >>> chat_in('[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]', "Be brief.")
-    Chat(messages=({'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Hi'}), tools=None, without=1)
+    ChatPrompt(messages=({'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Hi'}), tools=None, without=1)
     """
     given = _as_json(prompt)
     if given is None:
@@ -64,7 +64,7 @@ def chat_in(prompt: str, system: Optional[str] = None, where: str = "the prompt"
         )
     if system is not None and messages[0]["role"] != "system":
         messages, whole = ({"role": "system", "content": system}, *messages), whole + 1
-    return Chat(messages, tools, whole - len(messages))
+    return ChatPrompt(messages, tools, whole - len(messages))
 
 
 def _as_json(prompt: str) -> Any:

@@ -410,7 +410,7 @@ def write(
 def talk(settings: GenerateOptions, loaded, template, asked, notes: list[str], context) -> None:
     """Answer the messages that the first rank reads from standard input, each after those before it."""
     from megatron.inference.answers import answered
-    from megatron.inference.chats import Chat, typed
+    from megatron.inference.chats import ChatPrompt, typed
     from megatron.mpu.collectives import broadcast_object
 
     first, tokenizer = context.is_rank_zero, template.tokenizer
@@ -419,7 +419,7 @@ def talk(settings: GenerateOptions, loaded, template, asked, notes: list[str], c
     turns = typed(settings.system_prompt) if first else None
     while True:
         messages = next(turns, None) if first else None
-        ids = broadcast_object(messages and Chat(tuple(messages)).encoded(template), context.mesh.world)
+        ids = broadcast_object(messages and ChatPrompt(tuple(messages)).encoded(template), context.mesh.world)
         if ids is None:
             return
         asked = replace(asked, prompts=[messages[-1]["content"] if first else ""], ids=[ids])
