@@ -84,7 +84,13 @@ def first_failure(ends: Iterable[End]) -> Optional[End]:
 
     def order(end: End) -> tuple:
         effect = end.code == 7 or _kind(end.code) == "ended"
-        return effect, FOR_ANOTHER not in end.why if effect else False, end.at, PRIORITY.index(_kind(end.code)), end.rank
+        return (
+            effect,
+            FOR_ANOTHER not in end.why if effect else False,
+            end.at,
+            PRIORITY.index(_kind(end.code)),
+            end.rank,
+        )
 
     return min((end for end in ends if end.code), key=order, default=None)
 

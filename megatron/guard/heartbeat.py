@@ -89,11 +89,7 @@ class Heartbeat:
                 signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # one that comes after `close` does not end the rank
             faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
         who = dict(
-            rank=rank,
-            host=node_name(),
-            pid=os.getpid(),
-            born=process_start_ticks(os.getpid()),
-            machine=machine(),
+            rank=rank, host=node_name(), pid=os.getpid(), born=process_start_ticks(os.getpid()), machine=machine()
         )
         words = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
         if all(words):

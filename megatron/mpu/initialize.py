@@ -162,7 +162,7 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def has_silent_gpus(driver: str = "/dev/nvidiactl") -> bool:
-    """Whether this torch is made for CUDA and the node has NVIDIA's driver, so that `auto` must not fall back to the CPU."""
+    """Whether torch is made for CUDA and the node has a driver: then `auto` must not fall back to the CPU."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
     return torch.version.cuda is not None and not hidden and os.path.exists(driver)
 

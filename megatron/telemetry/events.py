@@ -258,7 +258,7 @@ class EventLog:
     listeners: called with each event, such as the sender of --webhook; they must return immediately
     rules:     kind -> `event_rules.EventRule`: its level, and whether it is switched off
     outboxes:  listeners to close with the log
-    supervised: whether a supervisor will report the failures of the run (`REPORTED_BY_SUPERVISOR`), once and with what it does
+    supervised: whether a supervisor reports the failures of the run (`REPORTED_BY_SUPERVISOR`)
     """
 
     def __init__(

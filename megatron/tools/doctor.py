@@ -44,9 +44,13 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--all", action="store_true", help="every kernel: its use, and why it is missing")
     parser.add_argument(
-        "--node", nargs="?", type=int, const=-1, metavar="GPUS",
+        "--node",
+        nargs="?",
+        type=int,
+        const=-1,
+        metavar="GPUS",
         help="only whether a rank can start here: so many GPUs (default: what SLURM or CUDA_VISIBLE_DEVICES gave), each of "
-        "which computes, without a fatal Xid in the kernel's log; else exit code 11. A supervisor runs it on nodes that failed",
+        "which computes, without a fatal Xid in the kernel's log; else exit code 11",
     )
     parser.add_argument("--path", default=".", help="folder whose disk is looked at")
     arguments = parser.parse_args(argv)
@@ -91,9 +95,17 @@ def check_node(expected: int) -> None:
     print(f"{node_name()}: {several(len(gpus), 'GPU')}, no problems")
 
 
-# Errors of the driver after which a GPU needs a reset or a repair (NVIDIA's list of Xids): double-bit ECC, remapping failed,
-# NVLink, off the bus, uncontained ECC, firmware (GSP) does not answer.
-FATAL_XIDS = {48: "ECC", 64: "ECC", 74: "NVLink", 79: "fallen off the bus", 95: "ECC", 119: "GSP", 120: "GSP", 140: "ECC"}
+# Errors of the driver after which a GPU needs a reset or a repair (NVIDIA's list of Xids).
+FATAL_XIDS = {
+    48: "ECC",
+    64: "ECC",
+    74: "NVLink",
+    79: "fallen off the bus",
+    95: "ECC",
+    119: "GSP",
+    120: "GSP",
+    140: "ECC",
+}
 RECENT = 3600.0  # seconds: an older Xid may have been repaired by a reset
 
 

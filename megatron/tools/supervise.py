@@ -4,10 +4,10 @@
     python -m megatron.tools.supervise --max-restarts 20 -- torchrun --nproc-per-node 8 pretrain_gpt.py --save ckpt ...
 
 The job's exit code decides what follows: errors in settings, data or checkpoints stop it (they would repeat), lost
-processes and storage are retried, a preempted job is left to be resumed. A lost GPU, or a rank that no longer starts, is
-the node's fault: nodes are checked, and the job goes on without those that fail, on spare ones, on fewer, or in the queue. The job resumes from its --save: --load is set
-to it as soon as it holds a checkpoint. With --min-world-size a job that repeatedly loses a rank continues with fewer, at
-the same global batch. At the end an account of the time is logged.
+processes and storage are retried, a preempted job is left to be resumed. A lost GPU, or a job that no longer starts, is a
+node's fault: nodes are checked, and the job goes on without those that fail, on spare ones, on fewer, or in the queue. It
+resumes from its --save: --load is set to that as soon as it holds a checkpoint. With --min-world-size a job that
+repeatedly loses a rank continues with fewer, at the same global batch. At the end an account of the time is logged.
 Exit code 0: the job has finished; else that of the job.
 
 Under SLURM it replaces the batch script, and srun is part of the command (docs/survival.md):
@@ -31,7 +31,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.errors import DeviceLost, Failure, Interrupted, PeerLost, Preempted, SettingsError, StorageError, UsageError, run_main
+from megatron.errors import (
+    DeviceLost,
+    Failure,
+    Interrupted,
+    PeerLost,
+    Preempted,
+    SettingsError,
+    StorageError,
+    UsageError,
+    run_main,
+)
 from megatron.guard import command as commands
 from megatron.guard import processes, slurm
 from megatron.guard.evidence import standstills
@@ -69,6 +79,7 @@ from megatron.telemetry.run_folder import newest_checkpoint
 FRESH_START = 600.0  # seconds of an attempt after which the back-off is reset
 LINGER = 10.0  # seconds that a launcher has to notice that a rank is gone, and to report how
 COMMAND_ERRORS = (UsageError.code, SettingsError.code)  # that cannot be, where the same command has trained
+QUEUED = "back in the queue"  # of SLURM: the outcome of a job that it starts again
 LATE = 0.5  # seconds beyond --poll between two checks that still count as silence
 
 
@@ -189,8 +200,7 @@ class Supervisor:
         try:
             if self.settings.node_check and (bad := self.nodes.failing(self.command)):
                 if outcome := self.go_on_without(bad):
-                    queued = Preempted.code if "queue" in outcome else DeviceLost.code
-                    return self.report(outcome, JobVerdict(Action.PREEMPTED, outcome, queued))
+                    return self.report(outcome, JobVerdict(Action.STOP, outcome, DeviceLost.code))
             while True:
                 verdict = self.attempt()
                 if self.asked_to_stop and verdict.action is Action.RETRY:  # for example, it had nothing to save yet
@@ -231,7 +241,7 @@ class Supervisor:
             if verdict.code == Interrupted.code:
                 return "interrupted by Ctrl-C"
             requeued = settings.on_preempt == "requeue" and self.requeue()
-            return "preempted" + (", back in the queue" if requeued else "")
+            return "preempted" + (f", {QUEUED}" if requeued else "")
         no_longer_starts = not attempt.made_a_step and self.has_trained()
         if verdict.action is Action.STOP and not (no_longer_starts and verdict.code in COMMAND_ERRORS):
             return f"stopped: {verdict.cause}"
@@ -280,7 +290,7 @@ class Supervisor:
         elif least and self.shrink(least, len(left) * each if on_srun else None):
             action, self.change = "fewer", f"without {names}, on {self.ranks} ranks"
         elif settings.on_preempt == "requeue" and self.requeue(self.nodes.all_excluded()):
-            action, outcome = "queue", f"back in the queue, without {names} ({why})"
+            action, outcome = "queue", f"{QUEUED}, without {names} ({why})"
         else:
             do = "--spare-nodes, --min-nodes, --on-preempt requeue" if on_srun else "--min-world-size"
             outcome = f"given up: {names} failed ({why}), and nothing is left to run on ({do})"
@@ -385,6 +395,8 @@ class Supervisor:
 
     def report(self, outcome: str, verdict: JobVerdict) -> int:
         """Log the account and write it to goodput.json; returns the exit code."""
+        if outcome.startswith(QUEUED):
+            verdict = JobVerdict(Action.PREEMPTED, verdict.cause, Preempted.code)
         code = to_shell(verdict.code)
         saved = self.saved()
         summary = account(self.attempts, outcome, code, time.monotonic() - self.began, saved)
@@ -398,19 +410,19 @@ class Supervisor:
         self.leave_mark(outcome)
         why, last = outcome, self.attempts[-1] if self.attempts else Attempt(0, self.ranks)
         if verdict.action in (Action.STOP, Action.RETRY, Action.REPLACE) and self.attempts:
-            why += f": {last.ending_in_words.removeprefix(last.cause).lstrip(':, ')}" if last.cause in outcome else (
-                f": {last.ending_in_words}"
-            )
+            said = last.ending_in_words
+            said = said.removeprefix(last.cause).lstrip(":, ") if last.cause in outcome else said
+            why += f": {said}" * bool(said)
         self.events.record(
             "end",
-            f"the supervised job {why.removesuffix(': ')}, after {duration(summary.wall)}: {summary.steps} steps, {summary.restarts} "
+            f"the supervised job {why}, after {duration(summary.wall)}: {summary.steps} steps, {summary.restarts} "
             f"restarts, goodput {summary.goodput:.0%}",
             level="info" if code in (0, Preempted.code, Interrupted.code) else "error",
             iteration=max((attempt.last_step for attempt in self.attempts), default=0) or None,
             rank=last.rank if code else None,
             rank_host=last.host if code else None,
             code=code,
-            why=why.removesuffix(": "),
+            why=why,
             account=summary.brief(),
         )
         return code
@@ -608,7 +620,9 @@ class Supervisor:
         else:
             retry = self.settings.on_numerics == "retry"
             verdict = judge(codes or [returned or 1], retry)
-            if first and verdict.code and verdict.code in {end.code for end in ends}:  # else it is of a rank without a heartbeat
+            if (
+                first and verdict.code and verdict.code in {end.code for end in ends}
+            ):  # else it is of a rank without a heartbeat
                 verdict = judge([first.code], retry)
         attempt.ended = time.monotonic() - self.began
         attempt.ending = time.monotonic() - (self.ending_since or time.monotonic())
@@ -621,6 +635,9 @@ class Supervisor:
         if hung:
             attempt.why = self.hang
         elif verdict.code:
+            unheard = [beat for beat in beats if beat.ended is None and processes.is_gone(beat)]
+            if verdict.code < 0 and not self.killed and len(unheard) == 1:  # only its launcher knows the signal
+                first = End(unheard[0].at, unheard[0].rank, unheard[0].host, verdict.code)
             self.note_reason(attempt, first, output)
         log(f"attempt {attempt.number} ended: {attempt.ending_in_words}")
         return verdict

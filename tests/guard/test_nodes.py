@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes of a supervised SLURM job: which are left out, and what the job runs on then. SLURM's programs are scripts here."""
+"""The nodes of a supervised SLURM job: which are left out, and what it runs on then. SLURM's programs are scripts here."""
 
 import shlex
 import sys
@@ -12,11 +12,12 @@ from megatron.guard.exits import Action, End, JobVerdict, first_failure
 from megatron.guard.goodput import Attempt
 from megatron.guard.nodes import Nodes, failure_here
 from megatron.guard.supervisor_mark import SUPERVISOR
+from megatron.telemetry.events import read_events
 from megatron.tools import supervise
 
 FLAGS = """--num-layers 2 --hidden-size 8 --num-attention-heads 2 --mock-data --vocab-size 9 --micro-batch-size 1 --lr 1
     --global-batch-size 24 --train-iters 3"""
-# Answers for each node of the list, as its check says. n2 is broken where `broken` has its name; a node that is down is silent.
+# Runs the check for each node of the list; a node that is down is silent.
 SRUN = """#!/bin/bash
 echo "$@" >> FOLDER/calls
 for word in "$@"; do case $word in --nodelist=*) names=${word#*=};; esac; done
@@ -49,7 +50,7 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv(SUPERVISOR, "")
     monkeypatch.setattr(slurm.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(slurm.signal, "signal", lambda *_: None)
-    check = f"! grep -q \"^$SLURMD_NODENAME$\" {tmp_path}/broken || (echo GPU 3: gone; exit 1)"
+    check = f'! grep -q "^$SLURMD_NODENAME$" {tmp_path}/broken || (echo GPU 3: gone; exit 1)'
 
     def start(words, **settings):
         given = dict(log_dir=str(tmp_path / "logs"), heartbeat_dir=str(tmp_path / "beats"), node_check=check) | settings
@@ -122,11 +123,19 @@ def test_fewer_nodes_make_the_same_batch(cluster, tmp_path):
 
 def test_without_nodes_the_job_waits_in_the_queue_for_others(cluster, tmp_path):
     supervisor = cluster(TORCHRUN.replace("4", "5", 1), on_preempt="requeue")
+    (tmp_path / "logs").mkdir(exist_ok=True)
     (tmp_path / "save").mkdir()
     (tmp_path / "save" / "bad_nodes").write_text("n9\n")
     (tmp_path / "broken").write_text("n5\n")
-    assert lose(supervisor) == "back in the queue, without n5 (GPU 3: gone)"
-    calls = [line for line in (tmp_path / "calls").read_text().splitlines() if line.split()[0] in ("requeuehold", "update", "release")]
+    outcome = lose(supervisor)
+    assert outcome == "back in the queue, without n5 (GPU 3: gone)"
+    assert supervisor.report(outcome, JobVerdict(Action.REPLACE, "lost", 11)) == 9
+    assert read_events(tmp_path / "save")[-1]["level"] == "info"
+    calls = [
+        line
+        for line in (tmp_path / "calls").read_text().splitlines()
+        if line.split()[0] in ("requeuehold", "update", "release")
+    ]
     assert calls == ["requeuehold 77", "update JobId=77 ExcNodeList=n5,n9", "release 77"]
 
 

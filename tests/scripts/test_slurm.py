@@ -97,7 +97,9 @@ def losses(path: Path, tolerance: float = 0.0) -> dict[int, float]:
     for record in map(json.loads, path.read_text().splitlines()):
         if "lm loss" in record:
             step, loss = record["iteration"], record["lm loss"]
-            assert abs(found.setdefault(step, loss) - loss) <= tolerance * loss, f"step {step}: {found[step]} and {loss}"
+            assert abs(found.setdefault(step, loss) - loss) <= tolerance * loss, (
+                f"step {step}: {found[step]} and {loss}"
+            )
     return found
 
 
