@@ -81,6 +81,38 @@ def dequantize(scaled: Scaled, tile: ScaleTile) -> torch.Tensor:
     return values.float() * scales.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
 
 
+def _tiles_of_part(part: torch.Tensor, first: int, width: int, tile: ScaleTile) -> tuple[torch.Tensor, int, int]:
+    """Elements [first, first + n) of a matrix with rows of this width, in whole tiles [a, rows, b, columns] with zeros around
+    them; the first row of tiles; and the first element in it.
+    """
+    block = tile.rows * width
+    top, before = divmod(first, block)
+    padded = F.pad(part, (before, -(before + len(part)) % block))
+    return padded.view(-1, tile.rows, width // tile.columns, tile.columns), top, before
+
+
+def amax_of_part(part: torch.Tensor, first: int, width: int, tile: ScaleTile, into: torch.Tensor) -> None:
+    """Write the largest absolute values of a part of a matrix (`cast_part`) to those of its tiles, [tiles of n, tiles of k]."""
+    if not tile.columns:
+        into.copy_(amax_of(part))
+        return
+    tiles, top, _ = _tiles_of_part(part, first, width, tile)
+    into[top : top + len(tiles)] = tiles.abs().amax((1, 3))
+
+
+def cast_part(part: torch.Tensor, first: int, width: int, tile: ScaleTile, scales: torch.Tensor) -> torch.Tensor:
+    """The values in e4m3 of elements [first, first + n) of a matrix, whose tiles are whole: those of `quantize` of all of it.
+
+    width: of its rows; scales: of all its tiles. Scales are powers of two, so a quotient in bf16 is exact, or rounds to 0.
+    """
+    top = torch.finfo(E4M3).max
+    if not tile.columns:
+        return (part / scales.to(part.dtype).view(1)).clamp_(-top, top).to(E4M3)
+    tiles, row, before = _tiles_of_part(part, first, width, tile)
+    own = scales[row : row + len(tiles), None, :, None].to(part.dtype)
+    return (tiles / own).clamp_(-top, top).to(E4M3).flatten()[before : before + len(part)]
+
+
 def padded_to(n: int, tile: ScaleTile) -> int:
     """The length of the rows of a transpose that had n rows: whole tiles, or what tensor cores multiply."""
     unit = tile.columns or UNIT

@@ -72,13 +72,15 @@ class Facts:
     """The facts of a language model: embedding, layers, final norm, output layer and loss.
 
     settings: its shape. vocab_size: rows of the embedding before padding. in_fp8: the linear layers of each layer whose
-    products are in fp8 (--fp8-format), if there are any.
+    products are in fp8 (--fp8-format), if there are any. gathered_in_fp8: the recipe in which ranks keep and gather the
+    weights of these layers, if they do (--fp8-param-gather).
     A subclass defines `layer_weights` and `layer_ops`, and may override the other methods.
     """
 
     settings: Model
     vocab_size: int
     in_fp8: tuple[tuple[str, ...], ...] = field(default=(), kw_only=True)
+    gathered_in_fp8: str = field(default="", kw_only=True)
 
     name = "language model"
     sequences = 1  # per sample

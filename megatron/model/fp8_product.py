@@ -28,7 +28,7 @@ from torch import nn
 
 from megatron.fused_kernels import Case, choose_kernel
 from megatron.fused_kernels.fp8 import BLOCKS, E4M3, E5M2, MX, SQUARES, WHOLE, ScaleTile, amax_of, dequantize, quantize
-from megatron.model.fp8 import fp8_layers
+from megatron.model.fp8 import fp8_layers, gathered_in_fp8
 from megatron.model.weights import Table
 from megatron.mpu import collectives
 from megatron.mpu.linear_product import LinearProduct, Operand, attach_products
@@ -48,6 +48,7 @@ class BlockwiseProduct(LinearProduct):
     times_weight, times_rows = "fp8_blockwise_square", "fp8_blockwise"  # ops of the table of kernels
     fast: ClassVar[bool] = False  # the forward pass may add up in less than fp32
     once_a_step = True
+    held: Optional[Operand] = None  # values and scales of the weight, if the optimizer keeps it so
 
     def __init__(self, layer, name, settings):
         super().__init__(layer, name, settings)
@@ -57,6 +58,12 @@ class BlockwiseProduct(LinearProduct):
 
     def prepare_weight(self, weight: torch.Tensor) -> Operand:
         return kernel("fp8_cast", weight)(weight, self.weights, E4M3, columns=True)
+
+    def hold(self, values: torch.Tensor, scales: torch.Tensor) -> None:
+        self.held = values, scales
+
+    def weight_operand(self, weight: Optional[torch.Tensor], *own: torch.Tensor) -> Operand:
+        return self.held or super().weight_operand(weight, *own)
 
     def prepare_input(self, x: torch.Tensor) -> Operand:
         return self.cast_input(x) if self.settings.fp8_wgrad else (x,)
@@ -88,7 +95,7 @@ class BlockwiseProduct(LinearProduct):
         return kernel(self.times_weight, x[0])(x, weight[:2], self.layer.weight.dtype, bias, self.fast)
 
     def grad_input(self, multiply, gradient: Operand, weight: Operand) -> torch.Tensor:
-        return kernel(self.times_weight, gradient[0])(gradient[:2], weight[2:], self.layer.weight.dtype)
+        return kernel(self.times_weight, gradient[0])(gradient[:2], weight[2:] or turned(weight), self.layer.weight.dtype)
 
     def grad_weight(self, multiply, gradient: Operand, x: Operand) -> torch.Tensor:
         if not self.settings.fp8_wgrad:
@@ -122,9 +129,7 @@ class TensorwiseProduct(BlockwiseProduct):
 
     def over_tp(self, amax: torch.Tensor, parts: object) -> torch.Tensor:
         """The largest of the ranks of tp, if these have parts of a tensor."""
-        if parts and self.layer.tp.size > 1 and not amax.is_meta:
-            collectives.all_reduce(amax, self.layer.tp, "max")
-        return amax
+        return collectives.all_reduce_amax(amax, self.layer.tp) if parts else amax
 
     def amax(self, x: torch.Tensor) -> torch.Tensor:
         return amax_of(x)
@@ -143,6 +148,12 @@ class TensorwiseProduct(BlockwiseProduct):
 def kernel(op: str, x: torch.Tensor) -> Callable:
     """The kernel of an op on the device of x."""
     return choose_kernel(op, Case(x.device.type, torch.bfloat16)).run
+
+
+def turned(weight: Operand) -> Operand:
+    """The columns of a weight, whose tiles are squares: the same numbers."""
+    values, scales = weight
+    return kernel("fp8_turn", values)((values, scales), WHOLE)[0], scales.t().contiguous()
 
 
 def product_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -168,8 +179,7 @@ class ExpertsProduct(LinearProduct):
     def cast_rows(self, weight: torch.Tensor, parts: bool) -> Operand:
         """Values [E, o, i] and scales [E, o, 1] of rows. parts: ranks of etp have parts of them."""
         amax = weight.abs().amax(-1, keepdim=True).float()
-        if parts and self.layer.tp.size > 1 and not amax.is_meta:
-            collectives.all_reduce(amax, self.layer.tp, "max")
+        amax = collectives.all_reduce_amax(amax, self.layer.tp) if parts else amax
         values, scales = quantize(weight.flatten(0, 1), self.rows, E4M3, amax.flatten(0, 1))
         return values.view(weight.shape), scales.view(amax.shape)
 
@@ -201,9 +211,13 @@ def attach_fp8(stages: Iterable[nn.Module], config: Config, tables: dict[int, Ta
         layer: [(name, EXPERTS if weight.stacked else KIND) for name, weight in own.items()]
         for layer, own in fp8_layers(config, tables).by_layer.items()
     }
-    kinds = {KIND: PRODUCTS[config.precision.fp8_recipe], EXPERTS: ExpertsProduct}
+    product = PRODUCTS[config.precision.fp8_recipe]
+    kinds, own = {KIND: product, EXPERTS: ExpertsProduct}, {}
     if config.parallel.sharding_stage == 3:  # cast after each gather: a cache would hold whole weights
-        kinds = {name: type(kind.__name__, (kind,), {"once_a_step": False}) for name, kind in kinds.items()}
+        own = dict.fromkeys(kinds, {"once_a_step": False})
+    if gathered_in_fp8(config.precision):
+        own[KIND] = {"gathered_as": product.weights}
+    kinds |= {name: type(kinds[name].__name__, (kinds[name],), attributes) for name, attributes in own.items()}
     for stage in stages if chosen else ():
         attach_products(
             stage.blocks,

@@ -136,12 +136,12 @@ IN_FP8 = {  # name: flags, rank, ranks, products in two steps
     # 2 layers x 4 linear ones x 2 steps x 3 products.
     "fp8 of tensors, tp2 sp": (f"{FP8} {TP}", 1, 2, 48),
     "fp8 of tensors, recomputed, 33 tokens": (
-        f"{FP8} --seq-length 33 --micro-batch-size 1 --recompute-granularity full",
+        f"{FP8} --seq-length 33 --micro-batch-size 1 --recompute-granularity full --precision bf16 --fp8-param-gather",
         0,
         1,
         64,
     ),
-    "fp8 of blocks, zero3": (f"{FP8} {LLAMA} --fp8-recipe blockwise --sharding-stage 3", 1, 2, 48),
+    "fp8 of blocks, zero3": (f"{FP8} {LLAMA} --fp8-recipe blockwise --sharding-stage 3 --precision bf16 --fp8-param-gather", 1, 2, 48),
     "fp8 of blocks, biases, accumulation": (
         f"{FP8} --fp8-recipe blockwise --global-batch-size 4 --gradient-accumulation-fusion",
         0,
