@@ -82,8 +82,8 @@ def dequantize(scaled: Scaled, tile: ScaleTile) -> torch.Tensor:
 
 
 def _tiles_of_part(part: torch.Tensor, first: int, width: int, tile: ScaleTile) -> tuple[torch.Tensor, int, int]:
-    """Elements [first, first + n) of a matrix with rows of this width, in whole tiles [a, rows, b, columns] with zeros around
-    them; the first row of tiles; and the first element in it.
+    """Elements [first, first + n) of a matrix with rows of this width, in whole tiles [a, rows, b, columns] with zeros
+    around them; the first row of tiles; and the first element in it.
     """
     block = tile.rows * width
     top, before = divmod(first, block)
@@ -92,7 +92,7 @@ def _tiles_of_part(part: torch.Tensor, first: int, width: int, tile: ScaleTile) 
 
 
 def amax_of_part(part: torch.Tensor, first: int, width: int, tile: ScaleTile, into: torch.Tensor) -> None:
-    """Write the largest absolute values of a part of a matrix (`cast_part`) to those of its tiles, [tiles of n, tiles of k]."""
+    """Write the largest absolute values in a part of a matrix (see `cast_part`) to those of the matrix's tiles."""
     if not tile.columns:
         into.copy_(amax_of(part))
         return
@@ -101,7 +101,7 @@ def amax_of_part(part: torch.Tensor, first: int, width: int, tile: ScaleTile, in
 
 
 def cast_part(part: torch.Tensor, first: int, width: int, tile: ScaleTile, scales: torch.Tensor) -> torch.Tensor:
-    """The values in e4m3 of elements [first, first + n) of a matrix, whose tiles are whole: those of `quantize` of all of it.
+    """The values in e4m3 of elements [first, first + n) of a matrix whose tiles are whole: those of `quantize` of it all.
 
     width: of its rows; scales: of all its tiles. Scales are powers of two, so a quotient in bf16 is exact, or rounds to 0.
     """

@@ -95,7 +95,9 @@ class BlockwiseProduct(LinearProduct):
         return kernel(self.times_weight, x[0])(x, weight[:2], self.layer.weight.dtype, bias, self.fast)
 
     def grad_input(self, multiply, gradient: Operand, weight: Operand) -> torch.Tensor:
-        return kernel(self.times_weight, gradient[0])(gradient[:2], weight[2:] or turned(weight), self.layer.weight.dtype)
+        return kernel(self.times_weight, gradient[0])(
+            gradient[:2], weight[2:] or turned(weight), self.layer.weight.dtype
+        )
 
     def grad_weight(self, multiply, gradient: Operand, x: Operand) -> torch.Tensor:
         if not self.settings.fp8_wgrad:

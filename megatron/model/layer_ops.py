@@ -427,7 +427,9 @@ class Residual:
         weight = p.inputs * p.outputs * (self.share.fp8_held and not p.frozen)  # that is turned
         largest = recipe == "tensorwise"  # of a tensor: it is read once more
         # Bytes that casts read and write in both directions; a third of them, as kernels count.
-        moved = inputs * (e + 1 + e * largest) + outputs * (e + 1 + wgrad + e * largest) + 2 * inputs * wgrad + 2 * weight
+        moved = (
+            inputs * (e + 1 + e * largest) + outputs * (e + 1 + wgrad + e * largest) + 2 * inputs * wgrad + 2 * weight
+        )
         kept = cast_bytes(recipe, p.inputs, elements) if wgrad else p.kept
         return replace(
             p,

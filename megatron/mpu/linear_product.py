@@ -61,7 +61,7 @@ class LinearProduct:
     input_in_grad = False  # `grad_input` gets all tensors of `prepare_input` but the first, after those of the gradient
     draws: Optional[Draws] = None  # of its block, if `draws_samples`
     stacked = 0  # dims of the weight before those of a matrix: 1 for experts
-    gathered_as: ClassVar[Optional[ScaleTile]] = None  # tiles of the weight: the optimizer keeps and gathers it in fp8 (`hold`)
+    gathered_as: ClassVar[Optional[ScaleTile]] = None  # tiles of a weight that the optimizer keeps in fp8 (`hold`)
     _kept: Optional[Operand] = None
 
     def __init__(self, layer: nn.Module, name: str, settings: Model | Precision):

@@ -39,8 +39,8 @@ class ParameterSize(NamedTuple):
 
 class UnitSizes(NamedTuple):
     """A unit's parameters in memory order; a layer's experts are a unit of their own, and so are exact parameters, which
-    are fp32 in any run, and cast ones, which are kept in fp8. name: its name, or the kind of a layer; ends: see `model.weights.Unit`; axes: see
-    `Placement.data_axes`.
+    are fp32 in any run, and cast ones, which are kept in fp8. name: its name, or the kind of a layer; ends: see
+    `model.weights.Unit`; axes: see `Placement.data_axes`.
 
     slots:   trained parameters, which have gradients and optimizer state
     frozen:  frozen parameters, a separate unit in memory
@@ -284,8 +284,8 @@ def _sizes(
     shared: tuple[str, ...] = (),
     cast: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[UnitSizes, ...]:
-    """The sizes of dense weights, and of experts, exact and cast ones if there are any. frozen: their names; shared: axes of
-    other copies; cast: name -> elements that share a scale, 0: all.
+    """The sizes of dense weights, and of experts, exact and cast ones if there are any. frozen: their names; shared: axes
+    of other copies; cast: name -> elements that share a scale, 0: all.
     """
     units = []
     for kind in product((DATA_PARALLEL, EXPERT_DATA_PARALLEL), (False, True), (False, True)):

@@ -141,7 +141,12 @@ IN_FP8 = {  # name: flags, rank, ranks, products in two steps
         1,
         64,
     ),
-    "fp8 of blocks, zero3": (f"{FP8} {LLAMA} --fp8-recipe blockwise --sharding-stage 3 --precision bf16 --fp8-param-gather", 1, 2, 48),
+    "fp8 of blocks, zero3": (
+        f"{FP8} {LLAMA} --fp8-recipe blockwise --sharding-stage 3 --precision bf16 --fp8-param-gather",
+        1,
+        2,
+        48,
+    ),
     "fp8 of blocks, biases, accumulation": (
         f"{FP8} --fp8-recipe blockwise --global-batch-size 4 --gradient-accumulation-fusion",
         0,

@@ -523,7 +523,9 @@ def test_other_recipes_and_idle_flags_are_named(capsys):
     config, _ = settings("--fp8-recipe delayed --fp8-margin 1 --keep-fp8-transpose-cache --first-last-layers-bf16")
     assert config.precision.fp8_recipe == "tensorwise"
     told = capsys.readouterr().err
-    assert "--fp8-margin has no effect: scales" in told and "--keep-fp8-transpose-cache has no effect: transposes" in told
+    assert (
+        "--fp8-margin has no effect: scales" in told and "--keep-fp8-transpose-cache has no effect: transposes" in told
+    )
     remarks = " ".join(rules.remarks(config, 1))
     assert "8 of 16 linear layers multiply in fp8 (tensorwise); 8 without, attention.qkv" in remarks
     assert "--fp8-recipe delayed is tensorwise here" in remarks and "kernels for H100 and later GPUs" in remarks
@@ -532,8 +534,9 @@ def test_other_recipes_and_idle_flags_are_named(capsys):
     [idle] = rules.idle(settings("--fp8-recipe mxfp8 --fp8-param-gather")[0], 1)
     assert idle == "fp8_param_gather"
     config = rules.resolve(*settings("--fp8-param-gather --num-experts 4"))
-    assert "weights of 8 of them are kept and gathered as fp8 numbers (--fp8-param-gather); those of experts in bf16" in (
-        " ".join(rules.remarks(config, 1))
+    assert (
+        "weights of 8 of them are kept and gathered as fp8 numbers (--fp8-param-gather); those of experts in bf16"
+        in (" ".join(rules.remarks(config, 1)))
     )
     with pytest.raises(SettingsError, match="--fp8-format e4m3: this model is a plain torch.nn.Module"):
         line = f"{LINE} --fp8-format e4m3 --model-type tests.models.plain_module"

@@ -24,10 +24,11 @@ SPECIAL = [0.0, -0.0, 2.0**-130, -(2.0**-126), 1e-30, 447.9, 449.0, -3e38, float
 
 @pytest.mark.parametrize("tile", [WHOLE, SQUARES], ids=["whole", "squares"])
 def test_parts_are_cast_as_the_whole(tile):
-    """Wherever shards cut it, inside rows and tiles; tiles of zeros, of very different sizes, with infinite numbers and NaN."""
+    """Wherever shards cut it, inside rows and tiles; with zeros, very different numbers, infinite ones and NaN."""
     n, k, e4m3 = 384, 256, torch.float8_e4m3fn
     generator = torch.Generator().manual_seed(1)
-    matrix = torch.randn(n, k, generator=generator) * 2.0 ** torch.randint(-60, 60, (n // 128, k), generator=generator).repeat(128, 1)
+    sizes = torch.randint(-60, 60, (n // 128, k), generator=generator).repeat(128, 1)
+    matrix = torch.randn(n, k, generator=generator) * 2.0**sizes
     matrix[:128, :128] = 0.0
     matrix[128:256, 128:] *= 2.0**-110
     if tile == SQUARES:
@@ -35,7 +36,8 @@ def test_parts_are_cast_as_the_whole(tile):
         matrix[0, 200:205] = torch.tensor(SPECIAL[:5])
     flat = matrix.bfloat16().flatten()
     values, scales = quantize(flat.view(n, k), tile, e4m3)
-    for borders in ([0, n * k], [0, 5, 128 * k + 77, 128 * k + 80, 256 * k, n * k], [0, 0, 64 * k, n * k - 1, n * k, n * k]):
+    end = n * k
+    for borders in ([0, end], [0, 5, 128 * k + 77, 128 * k + 80, 256 * k, end], [0, 0, 64 * k, end - 1, end, end]):
         parts = list(zip(borders[:-1], borders[1:], strict=True))
         largest = torch.zeros(len(parts), *scales.shape)
         for one, (start, stop) in zip(largest, parts, strict=True):
@@ -59,7 +61,9 @@ def test_a_nan_of_one_rank_reaches_all(run_ranks):
 class Layer(torch.nn.Module):
     def __init__(self, tp):
         super().__init__()
-        self.up = ColumnParallelLinear(weights.column(128, (2, 256), 0.1, cut=1), tp, dtype=torch.bfloat16, device="meta")
+        self.up = ColumnParallelLinear(
+            weights.column(128, (2, 256), 0.1, cut=1), tp, dtype=torch.bfloat16, device="meta"
+        )
         self.down = RowParallelLinear(weights.row(512, 128, 0.3), tp, dtype=torch.bfloat16, device="meta")
 
     def forward(self, x):
@@ -146,8 +150,8 @@ def test_weights_are_kept_and_gathered_in_fp8(recipe, layout, run_ranks):
             numbers, live, _, bytes_of = found[step]
             assert set(bytes_of.values()) == {0}
             for name, stands_for in numbers.items():
-                weight, dim = whole[f"{name}.weight"].bfloat16(), 1
-                cut = lambda one, dim=dim: one.chunk(tp, dim)[rank % tp].contiguous() if tp > 1 else one
+                weight = whole[f"{name}.weight"].bfloat16()
+                cut = lambda one, part=rank % tp: one.chunk(tp, 1)[part].contiguous()
                 assert torch.equal(live[name], cut(weight))
                 # Pieces of tp have whole tiles, and with one scale that of all of them.
                 cast = rounded(weight.double().flatten(0, -2), *tile, torch.float8_e4m3fn).view(weight.shape)
@@ -186,12 +190,13 @@ def test_training_has_the_bits_of_a_gather_in_bf16(layout):
 
 
 def test_checkpoints_and_evaluations_do_not_depend_on_it(tmp_path):
-    """A run goes on with the flag, and then without it, to the bits of one without it; ranks' copies are compared between."""
+    """A run goes on with the flag, and then without it, to the bits of one without it; ranks' copies are compared."""
     line = f"{SHAPE.replace('--train-iters 2', '--train-iters 6')} --num-layers 2 --eval-interval 2 --eval-iters 1"
     run = lambda folder, more: pretrain_gpt.main(f"{line} --save {tmp_path / folder} {more}".split())
     run("whole", "")
     run("parts", "--exit-interval 2")
-    run("parts", f"--load {tmp_path / 'parts'} --exit-interval 4 --fp8-param-gather --check-weight-hash-across-dp-replicas-interval 1")
+    compares = "--check-weight-hash-across-dp-replicas-interval 1"
+    run("parts", f"--load {tmp_path / 'parts'} --exit-interval 4 --fp8-param-gather {compares}")
     run("parts", f"--load {tmp_path / 'parts'}")
     whole, parts = (tensors(tmp_path / name / "iter_0000006") for name in ("whole", "parts"))
     assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
