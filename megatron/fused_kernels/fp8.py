@@ -13,6 +13,7 @@ those of DeepSeek-V3 (arXiv:2412.19437, section 3.3), 1 x 32 those of the OCP MX
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Optional
 
@@ -36,6 +37,7 @@ class ScaleTile(NamedTuple):
 
 
 WHOLE, BLOCKS, SQUARES, MX = ScaleTile(0, 0), ScaleTile(1, 128), ScaleTile(128, 128), ScaleTile(1, 32)
+ROWS = ScaleTile(1, 0)
 
 
 # ---- casts --------------------------------------------------------------------------------------------------------------
@@ -130,7 +132,7 @@ def fp8_cast(
     """Cast x [n, k] to what products read: (q, s) of its rows, and then (q, s) of its columns, which are transposed.
 
     Columns [k, `padded_to` n] have zeros after n. amax: the largest absolute value of a tensor that x is a part of, [1, 1],
-    for a tile that is all of x.
+    for a tile that is all of x; of rows [n, 1]. A tile of whole rows has no columns.
     """
     found = quantize(x, tile, dtype, amax) if rows else ()
     if not columns:
@@ -190,6 +192,22 @@ fp8_tensorwise = partial(_product, tile=WHOLE)
 fp8_blockwise = partial(_product, tile=BLOCKS, sums_of=128)  # b has tiles of 1 x 128
 fp8_blockwise_square = partial(_product, tile=BLOCKS, of_b=SQUARES, sums_of=128)  # b is a weight
 fp8_mxfp8 = partial(_product, tile=MX)
+
+
+def fp8_grouped(
+    a: Scaled,
+    b: Scaled,
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+    multiply: Callable[..., torch.Tensor],
+    fast: bool = False,
+) -> torch.Tensor:
+    """Rows a [m, k] times the matrix of their group, b [E, n, k] -> [m, n], in `dtype`. Rows have a scale each, both.
+
+    ends: the row after each group's last, [E] int32. multiply: (rows, matrices, None) -> the same product of numbers in
+    `dtype`, where q s is exact
+    """
+    return multiply(dequantize(a, ROWS).to(dtype), (b[0].float() * b[1]).to(dtype), None)
 
 
 def _sizes(x: torch.Tensor, tile: ScaleTile) -> tuple[int, int]:

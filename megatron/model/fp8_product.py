@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from megatron.fused_kernels import Case, choose_kernel
-from megatron.fused_kernels.fp8 import BLOCKS, E4M3, E5M2, MX, SQUARES, WHOLE, ScaleTile, amax_of, dequantize, quantize
+from megatron.fused_kernels.fp8 import BLOCKS, E4M3, E5M2, MX, ROWS, SQUARES, WHOLE, amax_of
 from megatron.model.fp8 import fp8_layers, gathered_in_fp8
 from megatron.model.weights import Table
 from megatron.mpu import collectives
@@ -164,14 +164,12 @@ def product_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class ExpertsProduct(LinearProduct):
-    """Experts, with every recipe: rows of x and dy, and rows and columns of each matrix, have one scale each; dw is that of
-    --precision. No expert has columns of its own tokens to cast, and none needs padding (torchao's and nanochat's choice).
-
-    Numbers of fp8 and their scales are exact in bf16: the grouped kernel multiplies these.
+    """Experts, with every recipe and format: rows of x and dy, and rows and columns of each matrix, are e4m3 with a scale
+    each; dw is that of --precision. No expert has columns of its own tokens to cast, and none needs padding (torchao's and
+    nanochat's choice).
     """
 
     once_a_step = True
-    rows = ScaleTile(1, 0)
 
     def prepare_weight(self, weight: torch.Tensor) -> Operand:
         cut = weight_cut(self.layer)
@@ -182,21 +180,19 @@ class ExpertsProduct(LinearProduct):
         """Values [E, o, i] and scales [E, o, 1] of rows. parts: ranks of etp have parts of them."""
         amax = weight.abs().amax(-1, keepdim=True).float()
         amax = collectives.all_reduce_amax(amax, self.layer.tp) if parts else amax
-        values, scales = quantize(weight.flatten(0, 1), self.rows, E4M3, amax.flatten(0, 1))
+        values, scales = kernel("fp8_cast", weight)(weight.flatten(0, 1), ROWS, E4M3, amax.flatten(0, 1))
         return values.view(weight.shape), scales.view(amax.shape)
 
-    def cast(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The numbers that rows of x [n, i] are cast to, in the format of the layer."""
-        return dequantize(quantize(x, self.rows, dtype), self.rows).to(x.dtype)
+    def times(self, multiply, x: torch.Tensor, matrices: Operand, fast: bool = False) -> torch.Tensor:
+        """Rows x [n, k] times the matrix of their expert, [E, m, k]."""
+        rows = kernel("fp8_cast", x)(x, ROWS, E4M3)
+        return kernel("fp8_grouped", x)(rows, matrices, multiply.rows.ends, x.dtype, multiply, fast)
 
     def forward(self, multiply, x: Operand, weight: Operand, bias: Optional[torch.Tensor]) -> torch.Tensor:
-        return multiply(self.cast(x[0], E4M3), (weight[0].float() * weight[1]).to(x[0].dtype), bias)
+        return self.times(multiply, x[0], weight[:2], fast=True)
 
     def grad_input(self, multiply, gradient: Operand, weight: Operand) -> torch.Tensor:
-        of_gradients = E5M2 if self.settings.fp8_format == "hybrid" else E4M3
-        return multiply(
-            self.cast(gradient[0], of_gradients), (weight[2].float() * weight[3]).to(gradient[0].dtype), None
-        )
+        return self.times(multiply, gradient[0], weight[2:])
 
 
 def weight_cut(layer: nn.Module) -> Optional[int]:

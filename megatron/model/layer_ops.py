@@ -110,6 +110,9 @@ class RankSetup:
         return 4 * rows + own
 
 
+IN_ROWS = "rows"  # fp8 of experts, in every recipe
+
+
 def cast_bytes(recipe: str, width: int, elements: int) -> int:
     """Bytes of fp8 numbers in rows of this width, and of their scales."""
     tiles = elements // {"tensorwise": width, "blockwise": 128, "mxfp8": 32}[recipe]
@@ -169,9 +172,8 @@ class Product(LayerOp):
     mean number of rows may be a fraction. moved, starts: of its casts, as of a kernel.
 
     frozen: the backward pass computes no gradient of its weight; pair: rows of A of a LoRA pair beside it; stacks: experts,
-    which have a pair each; fp8: the recipe of its numbers; wgrad: whether those for the weight's gradient have it, too;
-    in_rows: fp8 of experts, whose numbers are turned into those of --precision before the product; held: the weight is
-    kept in fp8, by rows, and turned in the backward pass
+    which have a pair each; fp8: the recipe of its numbers, of experts IN_ROWS; wgrad: whether those for the weight's
+    gradient have it, too; held: the weight is kept in fp8, by rows, and turned in the backward pass
     """
 
     rows: float
@@ -184,7 +186,6 @@ class Product(LayerOp):
     stacks: int = 1
     fp8: str = ""
     wgrad: bool = True
-    in_rows: bool = False
     held: bool = False
     moved: float = 0
     starts: int = 0
@@ -197,7 +198,7 @@ class Product(LayerOp):
     def weight_in_fp8(self) -> int:
         """Bytes of the weight's rows and columns in fp8, with their scales, beside the weight."""
         number = self.inputs * self.outputs * self.times
-        if self.in_rows:  # of each row and column of an expert
+        if self.fp8 == IN_ROWS:  # a scale for each row and column of an expert
             return 2 * number + 4 * (self.times * self.outputs + self.stacks * self.inputs)
         if self.held:
             return 0
@@ -411,10 +412,19 @@ class Residual:
             workspace=self._weight_workspace(layer, inputs * outputs * times),
             again=again,
             stacks=self.model.num_experts // self.share.ep,
-            in_rows=bool(self.share.recipe_of(layer)),
             **self._learned(layer),
         )
+        if self.share.recipe_of(layer):
+            product = self._rows_in_fp8(product, rows * inputs)
         return *self._rounding("experts", rows * inputs, given, again, layer), product
+
+    def _rows_in_fp8(self, p: Product, inputs: int) -> Product:
+        """A product of experts in fp8, except that for the weight's gradient: casts read these elements of the input, and
+        those of the gradient, twice.
+        """
+        outputs, e = int(p.rows * p.outputs * p.times), self.share.element
+        moved = (inputs + outputs) * (2 * e + 1) / e / 3
+        return replace(p, workspace=p.workspace + outputs, fp8=IN_ROWS, wgrad=False, moved=moved, starts=2)
 
     def _in_fp8(self, product: Product, layer: str, elements: int) -> Product:
         """The product as it is, or in fp8: then a byte for each of these elements of the input is saved, and the backward

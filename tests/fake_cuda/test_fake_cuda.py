@@ -154,6 +154,13 @@ IN_FP8 = {  # name: flags, rank, ranks, products in two steps
         96,
     ),
     "mxfp8, 33 tokens": (f"{FP8} --fp8-recipe mxfp8 --seq-length 33 --micro-batch-size 1", 0, 1, 48),
+    # Two products of each linear layer of experts: gradients of weights are in bf16.
+    "fp8 of experts": (
+        f"{FP8} {LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128 --precision bf16",
+        0,
+        1,
+        2 * 2 * (2 * 3 + 2 * 2),
+    ),
     "fp8, weights' gradients in bf16, pp2 zb-h1": (
         f"{FP8} {PP} --no-fp8-wgrad --pipeline-schedule zb-h1 --global-batch-size 8",
         0,

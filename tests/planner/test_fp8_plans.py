@@ -139,6 +139,20 @@ def test_large_products_gain_and_small_ones_lose():
         )  # plain torch, in fp32
 
 
+def test_experts_gain_where_products_of_groups_are():
+    """Two of three products, on H100 and B200; elsewhere they are those of bf16, and casts are additional."""
+    mixture = f"{LARGE} --num-experts 8 --moe-router-topk 2 --fp8-layers mlp.experts.*"
+    for name in ("H100-80GB", "B200-180GB"):
+        assert 1.05 < seconds(mixture, name, plain=True) / seconds(mixture, name) < 1.35
+    for name in ("L40S-48GB", "A100-80GB"):
+        assert 1 < seconds(mixture, name) / seconds(mixture, name, plain=True) < 1.1
+    job, _ = job_of(f"{mixture} --precision bf16 --moe-ffn-hidden-size 14336", "cuda")
+    h, f, s, layers = 4096, 14336, 8192, 3
+    experts, others = layers * 2 * 2 * 3 * h * f, layers * 2 * (3 * h * h + h * h + 8 * h)
+    forward = experts + others + layers * 4 * s * h + 2 * h * 100
+    assert job.facts.fp8_share("tensorwise", True) == pytest.approx(2 / 3 * experts / forward)
+
+
 def test_mfu_is_of_the_peaks_of_both_formats():
     """By hand: a third of layers' products in fp8 is left to bf16 without those for weights."""
     job, _ = job_of(f"{LARGE} --precision bf16", "cuda")
