@@ -9,6 +9,7 @@ Neither says what model it is: a config.json of Hugging Face does. Moments have 
 functions that turn weights into ours turn moments, too. They have to move elements only: see `_only_moves`.
 """
 
+import inspect
 import json
 import math
 import re
@@ -21,7 +22,7 @@ import torch
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece
-from megatron.convert.dcp_files import DCPFolder, LaterTensor, ShardedFiles, StoredTensor, write_dcp
+from megatron.convert.dcp_files import DCPFolder, LaterTensor, ShardedFiles, write_dcp
 from megatron.convert.families import Family, exported, imported, names_layers
 from megatron.convert.fitted import fit_files
 from megatron.convert.hf_files import read_json
@@ -118,10 +119,12 @@ def open_dcp(
     def shards() -> Iterator[list[Piece]]:
         for own in _in_groups(family.matches, weights):
             log(f"reading {own[0].ours} and {len(own) - 1} more of {place.model}")
-            yield [_piece("", match.ours, fitted.read(match), weights) for match in own]
+            yield _pieces("", own, files.read({name: fitted.names[name] for name in _theirs(own)}), weights)
         for own in _in_groups(matches, weights) if state else ():
             log(f"reading the state of {own[0].ours} and {len(own) - 1} more of {place.state}")
-            yield _moments(state, own, fitted.names, weights)
+            for kind in MOMENTS:
+                stored = {name: state.state[kind][fitted.names.get(name, name)] for name in _theirs(own)}
+                yield _pieces(PREFIX[kind], own, state.read_stored(stored), weights)
 
     wanted = with_moments(weights) if state else weights
     origin = f"{form_name(form)} in {place.model.resolve()}"
@@ -187,7 +190,7 @@ def _check_state(state: DCPFolder, matches: list[Match], family: Family, names: 
         raise CheckpointError(
             f"{state.folder} has a state of {unknown[0]}, which the model does not have", do=LEAVE_OUT
         )
-    steps = {float(x) for x in state.read(state.state.get("step", {})).values()}
+    steps = {float(x) for x in state.read_stored(state.state.get("step", {})).values()}
     if len(steps) != 1:
         why = f"its parameters have {sorted(steps)[:4]}" if steps else "it has no `step`"
         raise CheckpointError(f"{state.folder} does not say how many updates its optimizer made", why, LEAVE_OUT)
@@ -253,26 +256,18 @@ def _in_groups(matches: list[Match], weights) -> Iterator[list[Match]]:
     yield group
 
 
-def _piece(prefix: str, name: str, x: torch.Tensor, weights) -> Piece:
-    shape = weights[name].shape
-    x = x if weights[name].buffer else x.float()
-    return Piece(prefix + name, shape, Box.whole(shape), x.reshape(shape).contiguous())
+def _theirs(matches: list[Match]) -> list[str]:
+    return [name for match in matches for name in match.theirs]
 
 
-def _moments(state: DCPFolder, matches: list[Match], names: Mapping[str, str], weights) -> list[Piece]:
-    """The pieces of both moments of some of our tensors."""
-    wanted: dict[tuple[str, str], StoredTensor] = {
-        (kind, name): state.state[kind][names.get(name, name)]
-        for match in matches
-        for name in match.theirs
-        for kind in MOMENTS
-    }
-    found = state.read(wanted)
-    return [
-        _piece(PREFIX[kind], match.ours, match.to_ours([found[kind, name].float() for name in match.theirs]), weights)
-        for match in matches
-        for kind in MOMENTS
-    ]
+def _pieces(prefix: str, matches: list[Match], found: Mapping[str, torch.Tensor], weights) -> list[Piece]:
+    """The pieces of some of our tensors, from theirs."""
+    pieces = []
+    for match in matches:
+        shape = weights[match.ours].shape
+        x = match.to_ours([found[name].float() for name in match.theirs])
+        pieces.append(Piece(prefix + match.ours, shape, Box.whole(shape), x.reshape(shape).contiguous()))
+    return pieces
 
 
 # ---- export ----------------------------------------------------------------------------------------------------------
@@ -286,7 +281,6 @@ def to_dcp(
     given: Mapping[str, Any],
     optimizer: bool = True,
     check: bool = True,
-    log: Callable[[str], None] = print,
 ) -> list[str]:
     """Export a checkpoint directory as DCP; returns notices for the user. Adapters are merged.
 
@@ -327,7 +321,7 @@ def to_dcp(
             write_dcp(folder / f"step-{step}", content)
             (folder / CONFIG).write_text(json.dumps(family.theirs(None, str(dtype).removeprefix("torch.")), indent=2))
             notices.append('in torchtitan: --checkpoint.exclude_from_loading "dataloader"')
-        read = [_compare(reader, folder, dtype, with_state, log)] if check else []
+        read = [_compare(reader, folder, family, dtype, with_state)] if check else []
     state = "weights and Adam's state" if with_state else "weights"
     return [f"{out}: {state} of iteration {step}, names of {names}", *notices, *read]
 
@@ -368,8 +362,9 @@ def _optimizer(reader: Reader, family: Family, matches: list[Match], config, nam
     samples = reader.state["state"]["scheduled_samples"]
     rate = learning_rate(settings, lengths, samples) if lengths else settings.lr
     decay = weight_decay(settings, lengths, samples) if lengths else settings.weight_decay
-    group = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).state_dict()["param_groups"][0]
-    group |= dict(lr=rate, initial_lr=settings.lr, eps=settings.adam_eps)
+    group = {name: one.default for name, one in inspect.signature(torch.optim.AdamW).parameters.items()}
+    group |= dict(decoupled_weight_decay=True, lr=rate, initial_lr=settings.lr, eps=settings.adam_eps)
+    del group["params"]
     group |= dict(betas=(settings.adam_beta1, settings.adam_beta2))
     found: dict[str, Any] = {}
     for match in matches:
@@ -382,7 +377,7 @@ def _optimizer(reader: Reader, family: Family, matches: list[Match], config, nam
         own = group | dict(weight_decay=decay if placed.decay else 0.0)
         for name in match.theirs:
             found[f"state.{name}.step"] = torch.tensor(float(reader.needed("optimizer_steps")))
-            found |= {f"param_groups.{name}.{key}": value for key, value in own.items() if key != "params"}
+            found |= {f"param_groups.{name}.{key}": value for key, value in own.items()}
     return found
 
 
@@ -392,16 +387,17 @@ def _tokens(reader: Reader) -> int:
     return reader.state["state"]["consumed_samples"] * (model.get("seq_length") or 0)
 
 
-def _compare(reader: Reader, folder: Path, dtype: torch.dtype, with_state: bool, log: Callable) -> str:
+def _compare(reader: Reader, folder: Path, family: Family, dtype: torch.dtype, with_state: bool) -> str:
     """Read an export as `from-dcp` does; returns a notice. Raises CheckpointError if it is another model."""
     found = open_dcp(folder, None, None, 1, with_state, lambda text: None)
-    count, differ = 0, []
-    for pieces in found.shards():
-        for piece in pieces:
-            ours = reader.read(piece.name, piece.box)
-            ours = ours if piece.name.startswith("optimizer.") else ours.to(dtype)
-            differ += [] if torch.equal(ours.float(), piece.tensor.float()) else [piece.name]
-            count += 1
+    matches, count, differ = {match.ours: match for match in family.matches}, 0, []
+    for piece in (piece for pieces in found.shards() for piece in pieces):
+        ours = reader.read(piece.name).float()
+        if match := matches.get(piece.name):  # as the files round it
+            own = torch.float32 if match.exact else dtype
+            ours = match.to_ours([x.to(own).float() for x in match.to_theirs(ours)])
+        differ += [] if torch.equal(ours, piece.tensor) else [piece.name]
+        count += 1
     if differ:
         raise CheckpointError(
             f"what was written is read back as another model: {len(differ)} differences",

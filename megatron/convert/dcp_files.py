@@ -76,9 +76,13 @@ class DCPFolder:
 
     def get(self, name: str) -> torch.Tensor:
         """Read one weight."""
-        return self.read({name: self.weights[name]})[name]
+        return self.read({name: name})[name]
 
-    def read(self, wanted: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    def read(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """Read weights. names: the caller's -> that in the folder"""
+        return self.read_stored({key: self.weights[name] for key, name in names.items()})
+
+    def read_stored(self, wanted: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
         """Read tensors whole, each file once. The keys are the caller's."""
         owners: dict[Chunk, list[str]] = {}
         for name, stored in wanted.items():
@@ -112,7 +116,7 @@ def _prefix(names: set[str]) -> str:
 
 
 class ShardedFiles:
-    """The weights in safetensors files that each have boxes of tensors, as Automodel's `model` has. `shapes`, `get`."""
+    """The weights in safetensors files that each have boxes of tensors, as Automodel's `model` has."""
 
     def __init__(self, folder: Path):
         """Raises CheckpointError if a file cannot be read, or a part of a tensor is missing."""
@@ -143,6 +147,10 @@ class ShardedFiles:
         for box, x in parts:
             whole[box.slices()] = x
         return whole
+
+    def read(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        """Read tensors. names: the caller's -> that in the folder"""
+        return {key: self.get(name) for key, name in names.items()}
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver, checkpoints
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece
+from megatron.convert import torchtitan_names
 from megatron.convert.dcp_files import DCPFolder
 from megatron.convert.megatron_optimizer import MOMENTS
 from megatron.errors import CheckpointError, SettingsError
@@ -85,7 +86,7 @@ def automodel(rank):
     return plain.AutomodelTrainer(rank, transformers.LlamaForCausalLM(config))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "names, trainer", [("torchtitan-0.2", titan(False)), ("torchtitan", titan(True)), ("automodel", automodel)]
 )
@@ -136,7 +137,7 @@ def checkpoint(folder, model, moments=True, **settings):
     return own
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("names", ["torchtitan", "torchtitan-0.2", "automodel"])
 @pytest.mark.parametrize("model", [LLAMA, LLAMA | TIED, GEMMA], ids=["llama", "tied", "gemma"])
 def test_there_and_back_keeps_every_bit(tmp_path, names, model, capsys):
@@ -152,9 +153,11 @@ def test_there_and_back_keeps_every_bit(tmp_path, names, model, capsys):
     tool.main(words)
     batch = ["--global-batch-size", "4"]
     tool.main(["from-dcp", str(tmp_path / "out"), str(tmp_path / "back"), *batch])
-    assert_same(loaded(tmp_path / "back"), own)
-    if model is GEMMA:
+    back = loaded(tmp_path / "back")
+    if model is GEMMA:  # whose norms are 1 less in the files
+        assert set(back) == set(own) and all(torch.allclose(back[name], x, atol=1e-6) for name, x in own.items())
         return
+    assert_same(back, own)
     [path] = checkpoints(tmp_path / "back").values()
     with Reader(path) as reader:
         optimizer, state = reader.state["config"]["optimizer"], reader.state["state"]
@@ -184,9 +187,9 @@ def change(folder, edit):
     dcp.save(flat, checkpoint_id=folder, no_dist=True)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 def test_what_is_missing_or_other_is_named(tmp_path, capsys):
-    checkpoint(tmp_path / "ours", LLAMA)
+    checkpoint(tmp_path / "ours", dict(LLAMA, num_layers=2))
     tool.main(["to-dcp", str(tmp_path / "ours"), str(tmp_path / "out"), "--names", "torchtitan-0.2"])
     whole, batch = tmp_path / "out" / "step-7", ["--global-batch-size", "4"]
 
@@ -215,6 +218,8 @@ def test_what_is_missing_or_other_is_named(tmp_path, capsys):
     refused("was refused", lambda flat: flat.update(runs))
     assert not (tmp_path / "ran").exists()
 
+    (tmp_path / "alone").mkdir()
+    whole = whole.rename(tmp_path / "alone" / whole.name)
     change(whole, lambda flat: flat.update({"optimizer.param_groups.norm.weight.weight_decay": 0.1}))
     tool.main(["from-dcp", str(whole), str(tmp_path / "decayed"), *batch, "--hf-config", str(tmp_path / "out")])
     assert "norms had weight decay 0.1: here they have none" in capsys.readouterr().out
@@ -222,7 +227,7 @@ def test_what_is_missing_or_other_is_named(tmp_path, capsys):
         tool.main(["from-dcp", str(whole), str(tmp_path / "back")])
     next(whole.glob("*.distcp")).unlink()
     with pytest.raises(CheckpointError, match="is missing"):
-        tool.main(["from-dcp", str(tmp_path / "out"), str(tmp_path / "back"), *batch])
+        tool.main(["from-dcp", str(whole.parent), str(tmp_path / "back"), *batch, "--hf-config", str(tmp_path / "out")])
 
 
 def more_state(flat):
@@ -233,12 +238,11 @@ def test_what_has_no_place_there_is_refused(tmp_path, monkeypatch):
     checkpoint(tmp_path / "gemma", GEMMA)
     with pytest.raises(SettingsError, match="moments are not exported"):
         tool.main(["to-dcp", str(tmp_path / "gemma"), str(tmp_path / "out"), "--names", "automodel"])
-    own = save(tmp_path / "ours", LLAMA, {"optimizer.momentum_buffer.final_norm.weight": torch.ones(H)})
+    save(tmp_path / "ours", LLAMA, {"optimizer.momentum_buffer.final_norm.weight": torch.ones(H)})
     with pytest.raises(SettingsError, match="not Adam alone"):
         tool.main(["to-dcp", str(tmp_path / "ours"), str(tmp_path / "out")])
-    read = Reader.read
-    monkeypatch.setattr(Reader, "read", lambda self, name, *box: read(self, name, *box) + len(box))
-    with pytest.raises(CheckpointError, match=f"read back as another model: {len(own) - 1} differences"):
+    monkeypatch.setattr(torchtitan_names, "_pairs", lambda x, heads: x)
+    with pytest.raises(CheckpointError, match=f"read back as another model: {LAYERS} differences"):
         tool.main(["to-dcp", str(tmp_path / "ours"), str(tmp_path / "out"), "--weights-only"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gemma", "ours"]
 
