@@ -50,24 +50,24 @@ _KEEP = "a config.json of another model, or a copy that lacks files"
 _DECAY = "norms had weight decay {}: here they have none, so the next losses differ a little"
 
 
-class Place(NamedTuple):
+class DCPPlace(NamedTuple):
     """A checkpoint of DCP. model, state: folders of weights and of the optimizer's state, which are one in torchtitan"""
 
     model: Path
     state: Optional[Path]
 
 
-def find_place(source: Path, step: Optional[int]) -> Place:
+def find_place(source: Path, step: Optional[int]) -> DCPPlace:
     """The checkpoint in a folder: the newest, or that of `step`. Raises CheckpointError if there is none."""
     found = {int(match[1]): path for path in source.glob("*") if (match := STEP.fullmatch(path.name))}
     if found and step not in (None, *found):
         raise CheckpointError(f"{source} has no checkpoint of step {step}; it has {sorted(found)[-8:]}")
     folder = found[max(found) if step is None else step] if found else source
     if (folder / METADATA).exists():
-        return Place(folder, folder)
+        return DCPPlace(folder, folder)
     model, state = folder / "model", folder / "optim"
     if (model / METADATA).exists() or any(model.glob("*.safetensors")) or any(model.glob("consolidated/*.safetensors")):
-        return Place(model, state if (state / METADATA).exists() else None)
+        return DCPPlace(model, state if (state / METADATA).exists() else None)
     raise CheckpointError(
         f"{source} holds no checkpoint of torch.distributed.checkpoint",
         f"no {METADATA} in it, in step-N, or in epoch_E_step_N/model",
@@ -138,7 +138,7 @@ def form_name(form) -> str:
     return "torchtitan" if form else "torch.distributed.checkpoint with names of Hugging Face"
 
 
-def find_config(given: Optional[Path], place: Place, source: Path) -> Path:
+def find_config(given: Optional[Path], place: DCPPlace, source: Path) -> Path:
     """The config.json of the model. Raises CheckpointError if there is none."""
     if given is not None:
         return given / CONFIG if given.is_dir() else given
@@ -153,7 +153,7 @@ def find_config(given: Optional[Path], place: Place, source: Path) -> Path:
     )
 
 
-def _opened(place: Place, optimizer: bool) -> tuple[Any, Optional[DCPFolder]]:
+def _opened(place: DCPPlace, optimizer: bool) -> tuple[Any, Optional[DCPFolder]]:
     """(the weights' files, the folder of the optimizer's state)."""
     if place.model == place.state:
         both = DCPFolder(place.model)

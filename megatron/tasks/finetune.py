@@ -11,7 +11,7 @@ from megatron.model.kinds.table import sums_of_kinds
 from megatron.model.recipe import SCRIPTS, Recipe
 from megatron.model.t5.t5_rules import refused
 from megatron.settings.declare import Needs, dashed
-from megatron.settings.from_checkpoint import found_record, shape_of
+from megatron.settings.from_checkpoint import foreign_format, found_record, shape_of
 from megatron.settings.groups.kernels import CUDA
 from megatron.settings.rules import NEVER, Rule
 from megatron.settings.schema import GROUPS
@@ -237,6 +237,7 @@ TASK_IDLE = {
     "cross_entropy_chunk": WORDS_LOSS,
     "cross_entropy_loss_fusion": both(CUDA, WORDS_LOSS),
     **dict.fromkeys(("split", "dataset_type", "data_cache_path", "verify_data"), TOKEN_FILES),
+    **dict.fromkeys(("object_storage_cache_path", "mmap_bin_files"), TOKEN_FILES),
     **dict.fromkeys(("eval_iters", "test_iters", "eval_same_samples"), ALL_EXAMPLES),
     "pooling": Needs("a head on one state of a text; answers have scores at each token", lambda s: not finds_spans(s)),
     "patience": JUDGED,
@@ -594,6 +595,8 @@ def _record(folder: Optional[str], step: Optional[int]) -> Optional[dict[str, An
             f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
             do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT",
         )
+    if place and (problem := foreign_format(place)):
+        raise CheckpointError(problem)
     return record
 
 
