@@ -212,7 +212,8 @@ def halved(recipe: str, kind: str, mesh: Mesh):
     cut = lambda one, dim: one.chunk(mesh.tp.size, dim)[mesh.tp.rank].contiguous()
     with torch.no_grad():
         layer.weight.copy_(cut(weight, int(row)).view(layer.weight.shape))
-        layer.bias.zero_()
+        bias = 50 * drawn(512, seed=2, dtype=torch.float32)
+        layer.bias.copy_((bias if row else cut(bias, 0)).view(layer.bias.shape))
     x = (cut(x, 1) if row else cut(x, 0) if sequence else x).requires_grad_()
     y = layer(x)
     y.backward(dy if row else cut(dy, 1))
