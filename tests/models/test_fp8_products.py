@@ -89,6 +89,8 @@ def test_the_first_and_last_layers_are_those_of_the_model():
     facts = pretrain_gpt.facts(config, 101)
     for layers, inside in ((range(2), {1}), (range(2, 4), {2})):
         ends = dict(first=0 in layers, last=3 in layers)
-        stage = pretrain_gpt.build_model(config, Mesh(), 101, layers=layers, dtype=torch.bfloat16, device="meta", **ends)
+        stage = pretrain_gpt.build_model(
+            config, Mesh(), 101, layers=layers, dtype=torch.bfloat16, device="meta", **ends
+        )
         attach_fp8([stage], config, tables_of(facts))
         assert {int(product.name.split(".")[1]) for product in linear_products([stage])} == inside
