@@ -192,6 +192,7 @@ class CheckpointManager:
             all_gather_object=self.all_gather_object,
             in_use=lambda: self._copies.present if self._copies else None,
             log=self.log,
+            verified=self.settings.verify_saves,
         )
 
     def _schedule_next(self, iteration: int, stall: float) -> None:
