@@ -17,7 +17,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece, commit, merge_group, write_shard
 from megatron.errors import CheckpointError, StorageError
 from megatron.storage.durable import Damaged, read_sealed, seal
-from megatron.storage.urls import location
+from megatron.storage.urls import UrlPath, location
 
 LAYERS, WRITERS = 12, 5
 TENSORS = {f"blocks.{layer}.weight": torch.arange(40.0).view(10, 4) + 100 * layer for layer in range(LAYERS)}
@@ -112,12 +112,15 @@ def test_a_wrong_entry_is_damage_for_those_who_load_it(lie, parted):
         reader.load(wanted(4))
 
 
-@pytest.mark.parametrize("harm", ["gone", "cut", "flipped", "another's"])
+@pytest.mark.parametrize("harm", ["gone", "cut", "flipped", "another's", "another step's"])
 def test_a_damaged_part_is_noticed(harm, parted):
     path = parted / "index_00003.json"
     raw = path.read_bytes()
     if harm == "gone":
         path.unlink()
+    elif harm == "another step's":
+        _, content = read_sealed(path)
+        path.write_bytes(seal({"tensors": content["tensors"], "step": 2})[1])
     elif harm == "another's":
         shutil.copy(parted / "index_00004.json", path)
     else:
@@ -175,6 +178,13 @@ def test_parts_in_an_object_store_go_with_their_checkpoint(bucket, parted, tmp_p
         assert {*reader.index.tables, *reader.index.files, reader.index.state_file, "index.json"} == set(names)
     pieces = wanted(2, 8)
     restore(folder, pieces)
+    with Saver(folder) as saver, monkeypatch.context() as patch:  # a store that loses bytes of one
+        write = UrlPath.write_bytes
+        patch.setattr(
+            UrlPath, "write_bytes", lambda self, raw: write(self, raw[: 99 if "index_00001" in self.name else None])
+        )
+        with pytest.raises(StorageError, match="wrong sizes\n.*index_00001"):
+            saver.save(2, pieces_of(0, 1), {})
     assert holds(pieces)
     copy_checkpoint(parted, tmp_path)
     assert survey.verify(tmp_path / "iter_0000001")[1] == []
