@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.errors import Failure, PeerLost, SettingsError
+from megatron.errors import DeviceLost, Failure, PeerLost, SettingsError, node_name
 from megatron.fused_kernels import cpu_ops
 from megatron.mpu import collectives, device_variables, parallel_state
 from megatron.mpu.cpu_threads import choose_threads, waiting
@@ -133,23 +133,33 @@ def prepare_device(parallel: schema.Parallel, kernels: schema.Kernels, rank: int
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
-    """The device of this rank. `auto` is CUDA if available; each rank of a node uses the device of its local rank."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise SettingsError(
-            "--device cuda: torch finds no CUDA device",
-            f"torch {torch.__version__}",
+    """The device of this rank. `auto` is CUDA if available; each rank of a node uses the device of its local rank.
+
+    Raises DeviceLost if there is none: a supervisor then looks at the node, because a job that has trained there lost it.
+    """
+    there = torch.cuda.is_available()
+    if not there and (wanted == "cuda" or wanted == "auto" and has_silent_gpus()):
+        raise DeviceLost(
+            f"--device {wanted}: torch finds no CUDA device",
+            f"torch {torch.__version__} on {node_name()}",
             "use --device cpu (of a PaddleFleetX file: -o Global.device=cpu), or check the driver and CUDA_VISIBLE_DEVICES",
         )
-    if wanted == "cpu" or not torch.cuda.is_available():
+    if wanted == "cpu" or not there:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
-        raise SettingsError(
-            f"local rank {local_rank} has no CUDA device of its own: there are {count}",
+        raise DeviceLost(
+            f"local rank {local_rank} has no CUDA device of its own: there are {count} on {node_name()}",
             do=f"start at most {count} processes on this node (--nproc-per-node {count})",
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def has_silent_gpus(driver: str = "/dev/nvidiactl") -> bool:
+    """Whether torch is made for CUDA and the node has a driver: then `auto` must not fall back to the CPU."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
+    return torch.version.cuda is not None and not hidden and os.path.exists(driver)
 
 
 def repeat_bit_by_bit() -> None:
