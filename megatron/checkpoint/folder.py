@@ -23,7 +23,7 @@ from megatron.checkpoint.backends import TRACKER, CheckpointPath, backend_of
 from megatron.checkpoint.base_checkpoint import open_checkpoint
 from megatron.checkpoint.index import ShardFile, differing_blocks
 from megatron.checkpoint.reader import Reader, Strictness
-from megatron.checkpoint.store import FAN, Parts, Piece, Written, commit, merge_group, single_part, write_shard
+from megatron.checkpoint.store import FAN, Parts, Piece, ShardRecord, commit, merge_group, single_part, write_shard
 from megatron.errors import CheckpointError, Failure, StorageError
 from megatron.settings.from_checkpoint import foreign_format, megatron_format_problem
 from megatron.storage import hub
@@ -413,7 +413,7 @@ class Saver:
             remove(doomed)
 
 
-def read_back(path: CheckpointPath, written: Written, every: int = 1, turn: int = 0) -> None:
+def read_back(path: CheckpointPath, written: ShardRecord, every: int = 1, turn: int = 0) -> None:
     """Read back a file that this process has just written, from the disk and not from the page cache if possible.
 
     every, turn: only every so many blocks, from block `turn` on

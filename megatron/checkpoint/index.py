@@ -50,7 +50,7 @@ class Tensor(NamedTuple):
     stored: list[Stored]
 
 
-class Table(NamedTuple):
+class IndexTable(NamedTuple):
     """A file with the entries of some tensors."""
 
     bytes: int
@@ -64,7 +64,7 @@ class Index(NamedTuple):
     block:           bytes under one checksum
     files:           file name -> (bytes, checksum of its header)
     tensors:         name -> Tensor
-    tables:          file name -> Table, of an index in parts
+    tables:          file name -> IndexTable, of an index in parts
     """
 
     block: int
@@ -72,7 +72,7 @@ class Index(NamedTuple):
     tensors: Mapping[str, Tensor]
     state_checksum: str
     state_file: str = "state.json"
-    tables: Mapping[str, Table] = MappingProxyType({})
+    tables: Mapping[str, IndexTable] = MappingProxyType({})
 
 
 class TensorsInParts(Mapping):
@@ -81,7 +81,7 @@ class TensorsInParts(Mapping):
     bytes_read: of the files read so far. Looking up a name raises Damaged if its file or entry is.
     """
 
-    def __init__(self, folder: Path, block: int, files: dict, tables: Mapping[str, Table]):
+    def __init__(self, folder: Path, block: int, files: dict, tables: Mapping[str, IndexTable]):
         self.folder, self.block, self.files, self.tables = folder, block, files, tables
         self.file_of = {name: file for file, table in tables.items() for name in table.names}
         self.bytes_read = 0
@@ -161,11 +161,11 @@ def _refuse_shared(tensors: Iterable[Tensor]) -> None:
     _demand(len(set(pairs)) == len(pairs), "two boxes share the same bytes")
 
 
-def _table(name: str, entry: dict) -> Table:
+def _table(name: str, entry: dict) -> IndexTable:
     _demand(_TABLE_NAME.fullmatch(name) is not None, f"file name {name!r}")
     names = entry["names"]
     _demand(type(names) is list and all(type(one) is str for one in names), f"names in {name}")
-    return Table(_count(entry["bytes"]), str(entry["checksum"]), names)
+    return IndexTable(_count(entry["bytes"]), str(entry["checksum"]), names)
 
 
 def _demand(condition: bool, message: str) -> None:

@@ -70,7 +70,7 @@ class Piece(NamedTuple):
     tensor: torch.Tensor
 
 
-class Written(NamedTuple):
+class ShardRecord(NamedTuple):
     """A file that a writer has written: its bytes, and its part of the index."""
 
     size: int
@@ -134,7 +134,7 @@ def single_part(piece: Piece) -> Iterable[torch.Tensor]:
 
 def write_shard(
     folder: CheckpointPath, writer: int, pieces: Iterable[Piece], block: int = BLOCK, parts: Parts = single_part
-) -> Written:
+) -> ShardRecord:
     """Write this writer's file and its part of the index into `folder`, durably.
 
     An empty piece only declares that its tensor exists. `parts` generates the content of a piece while it is written, for
@@ -158,7 +158,7 @@ def write_shard(
             tensors[piece.name]["boxes"].append([*map(list, piece.box), path.name, _key(piece), sums])
     files = {path.name: {"bytes": size, "header": checksum(header)}}
     _write_entries(_entries_file(folder, writer), {"block": block, "files": files, "tensors": tensors})
-    return Written(size, block, files, tensors)
+    return ShardRecord(size, block, files, tensors)
 
 
 def _entries_file(folder: CheckpointPath, writer: int) -> CheckpointPath:
