@@ -24,6 +24,7 @@ from megatron.model.layer_ops import (
     Product,
     RankSetup,
     Scan,
+    ops_again,
 )
 from megatron.model.recompute_plan import last_modules
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
@@ -424,16 +425,15 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
     ahead = exposed(sum(sent(op, op.ahead) for op in rings), core)
     back = exposed(sum(sent(op, op.back) for op in rings), d.attention_backward * core)
     back += ahead * any(op.runs_again(modules) for op in rings)
-    moved, moved_back = 0.0, 0.0  # by exchanges whose gradients are exchanged, too
-    for op in others:
-        if op.axis == "ep" and op.back:
-            # If it runs again, half of a backward pass comes after the last turn of the forward pass beside it.
-            again = op.runs_again(modules)
-            moved += sent(op, op.ahead)
-            moved_back += (sent(op, op.back) + sent(op, op.ahead) * again) / (1 + again)
-        if not op.in_ring:
-            ahead += sent(op, op.ahead)
-            back += sent(op, op.back) + sent(op, op.ahead) * op.runs_again(modules)
+    others_again = [op for op in ops_again(ops, modules) if isinstance(op, Collective) and op.axis != "tp"]
+    exchanges, repeated_exchanges = ([op for op in one if op.axis == "ep" and op.back] for one in (others, others_again))
+    moved = sum(sent(op, op.ahead) for op in exchanges)  # by exchanges whose gradients are exchanged, too
+    moved_back = sum(sent(op, op.back) for op in exchanges) + sum(sent(op, op.ahead) for op in repeated_exchanges)
+    # A backward pass has turns for those that run again, too, and the forward pass beside it has not as many.
+    moved_back *= len(exchanges) / max(1, len(exchanges) + len(repeated_exchanges))
+    ahead += sum(sent(op, op.ahead) for op in others if not op.in_ring)
+    back += sum(sent(op, op.back) for op in others if not op.in_ring)
+    back += sum(sent(op, op.ahead) for op in others_again if not op.in_ring)
     pairs = [sum(of_pass) for of_pass in zip(*(_pair(job, op, d) for op in ops if isinstance(op, Product)), (0.0, 0.0))]
     still = sum(arithmetic_seconds(job, op, d) for op in ops if isinstance(op, Product) and op.frozen)
     ahead_alone = [op for op in ops if isinstance(op, LargestScores)]

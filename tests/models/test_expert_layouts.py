@@ -324,7 +324,8 @@ def test_rows_of_experts_are_those_of_their_tokens(unit, drops, monkeypatch):
         experts[2, 0] = experts[7, 1] = number
     x = torch.arange(1.0, n + 1).unsqueeze(1)
     dispatcher = dispatch.Dispatcher(experts, number, Mesh().ep, drops)
-    rows, lengths = dispatcher.dispatch(x), dispatcher.rows.lengths
+    (rows, weights), lengths = dispatcher.dispatch(x, 0.5 * x.expand(n, 2)), dispatcher.rows.lengths
+    assert torch.equal(weights, 0.5 * rows)
     assert len(rows) == dispatcher.rows.total == sum(lengths)
     for expert, own in enumerate(rows.split(lengths)):
         tokens = [token + 1.0 for token in range(n) if expert in experts[token]]
@@ -354,8 +355,8 @@ def test_dispatch_is_a_sum_over_the_experts_of_each_token(padded):
         dispatcher = dispatch.PaddedDispatcher(experts, number, Mesh().ep, n)
     else:
         dispatcher = dispatch.Dispatcher(experts, number, Mesh().ep, True)
-    y = dispatcher.dispatch(x)
-    result = dispatcher.combine(dispatcher.back(y * dispatcher.rows.each(scale.unsqueeze(1))), weights)
+    y, own = dispatcher.dispatch(x, weights)
+    result = dispatcher.combine(y * own * dispatcher.rows.each(scale.unsqueeze(1)))
     factors = torch.cat((scale, scale.new_zeros(1)))[experts] * weights
     expected = factors.sum(1, keepdim=True) * x
     torch.testing.assert_close(result, expected)

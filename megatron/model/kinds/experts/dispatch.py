@@ -6,6 +6,9 @@ order of their experts, and within an expert in the order of tokens, so equal ro
 
     x [n, h] -> rows of all experts -> all-to-all over ep -> rows of this rank's experts -> experts -> back -> [n, h]
 
+The weight of a pair goes with its row, and the expert multiplies it in before its second product, as in Megatron-Core: what
+comes back is only added, so no output of an expert is kept for the backward pass.
+
 Without padding, sizes depend on the data (`Dispatcher`): ranks exchange how many rows they send, which the host reads
 once for each layer; with ep 1 and no drops it reads nothing. With padding to a capacity (`PaddedDispatcher`) all sizes
 are fixed, and the host reads nothing.
@@ -40,7 +43,7 @@ class Counts(NamedTuple):
 
 class Dispatcher:
     """Sends each expert as many rows as it has pairs. A recipe may bring a subclass (`parts.ExpertParts`), with `rows`, the
-    numbers of rows of this rank's experts, `dispatch`, `back` and `combine`; `counts` is what recomputation passes on.
+    numbers of rows of this rank's experts, `dispatch` and `combine`; `counts` is what recomputation passes on.
 
     experts: [n, k], the expert of each pair; E marks pairs without one. number: E. drops: whether there may be such pairs.
     counts: those of the first pass, in recomputation
@@ -70,25 +73,32 @@ class Dispatcher:
             self.order, self.place, self.rows = _aligned(self.place, flat, self.rows, unit)
             self.whole = False
 
-    def dispatch(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n, h] -> the rows of this rank's experts, [m, h]."""
+    def dispatch(self, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [n, h] and the weights of its pairs, [n, k] -> the rows of this rank's experts, [m, h], and their weights, [m, 1];
+        0 for a row without a pair.
+        """
+        leaving = self._leaving(x, weights)
+        if self.ep.size == 1:
+            return leaving
+        arrived = mappings.all_to_all_of(leaving, self.ep, self.sent, self.received)
+        rows, own = (_permuted(one, self.by_expert, self.by_rank, whole=self.filled) for one in arrived)
+        return rows, own
+
+    def _leaving(self, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of all experts from this rank, and their weights."""
         rows = _permuted(x, self.order, self.place, self.k, self.whole)
-        if self.ep.size == 1:
-            return rows
-        arrived = mappings.all_to_all(rows, self.ep, self.sent, self.received)
-        return _permuted(arrived, self.by_expert, self.by_rank, whole=self.filled)
+        return rows, _permuted(weights.reshape(-1, 1), self.order, self.place, whole=self.whole)
 
-    def back(self, y: torch.Tensor) -> torch.Tensor:
-        """The outputs of this rank's experts, [m, h] -> those for this rank's pairs, in the order of `combine`."""
-        if self.ep.size == 1:
-            return y
-        y = _permuted(y, self.by_rank, self.by_expert, whole=self.filled)
-        return mappings.all_to_all(y, self.ep, self.received, self.sent)
+    def combine(self, y: torch.Tensor) -> torch.Tensor:
+        """The outputs of this rank's experts, [m, h] -> their sums for each token, [n, h]."""
+        if self.ep.size > 1:
+            y = _permuted(y, self.by_rank, self.by_expert, whole=self.filled)
+            y = mappings.all_to_all(y, self.ep, self.received, self.sent)
+        return self._sums(y)
 
-    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sums of the outputs for each token, [n, h]. weights: [n, k], of each pair."""
+    def _sums(self, y: torch.Tensor) -> torch.Tensor:
         unpermute = choose_kernel("unpermute", Case(y.device.type, y.dtype)).run
-        return unpermute(y, weights, self.order, self.place, self.whole)
+        return unpermute(y, self.order, self.place, self.k, self.whole)
 
 
 class PaddedDispatcher(Dispatcher):
@@ -110,12 +120,13 @@ class PaddedDispatcher(Dispatcher):
         self.order = torch.full((slots + 1,), len(flat), device=flat.device).scatter_(0, slot, order)[:-1]
         self.rows = Rows(torch.full((own,), even, device=flat.device), own * even, [even] * own, even)
 
-    def dispatch(self, x: torch.Tensor) -> torch.Tensor:
-        rows = _permuted(x, self.order, self.place, self.k, self.whole)
-        return self._turned(mappings.all_to_all(rows, self.ep), self.ep.size, -1)
+    def dispatch(self, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        arrived = mappings.all_to_all_of(self._leaving(x, weights), self.ep)
+        rows, own = (self._turned(one, self.ep.size, -1) for one in arrived)
+        return rows, own
 
-    def back(self, y: torch.Tensor) -> torch.Tensor:
-        return mappings.all_to_all(self._turned(y, -1, self.ep.size), self.ep)
+    def combine(self, y: torch.Tensor) -> torch.Tensor:
+        return self._sums(mappings.all_to_all(self._turned(y, -1, self.ep.size), self.ep))
 
     def _turned(self, rows: torch.Tensor, first: int, second: int) -> torch.Tensor:
         """Rows [first, second, C] -> [second, first, C]."""

@@ -40,7 +40,7 @@ def expert_ops(x: Residual) -> tuple[LayerOp, ...]:
     over = lambda axis, size, *calls, again=again: Collective(
         "experts", axis, getattr(share, axis), size, *calls, again=again
     )
-    exchange = over("ep", rows * w * e, ("all_to_all",), ("all_to_all",))
+    exchange = lambda row: over("ep", rows * row, ("all_to_all",), ("all_to_all",))
     cuts = share.tp > 1 and not share.sp  # each rank of tp takes its part of the rows
     ours = x.tokens * h * e * cuts
     cut, join = (
@@ -56,20 +56,20 @@ def expert_ops(x: Residual) -> tuple[LayerOp, ...]:
         Kernel("routing", kept=4 * n * experts * 2 + 16 * n * k, moved=4 * n * experts, again=again),
         *loads * any(way.label for way in ways_of(m).values()),
         sums,
+        *shared,
         *down,
         over("etp", gathered * w * e, *halves),
         over("etp", 8 * pairs, ("all_gather",)),  # the experts of each token
         over("etp", 4 * pairs, *halves),  # and their weights
         over("ep", 8 * experts, *[("all_to_all",)] * (not m.moe_pad_expert_input_to_capacity), again=(ONCE,)),  # counts
         Kernel("routing", kept=orders, moved=2 * rows * w, again=again),
-        exchange,
+        exchange(w * e + 4),  # and the weights of rows
         *_mlp_ops(x, activation, rows, pairs * share.ep / experts),
-        exchange,
-        Kernel("experts", kept=rows * w * e + 4 * pairs, moved=2 * rows * w, again=again),
+        exchange(w * e),
+        Kernel("experts", moved=2 * rows * w, again=again),
         over("etp", gathered * w * e, *reversed(halves)),
         *up,
         join,
-        *shared,
     )
 
 
@@ -82,12 +82,12 @@ def _mlp_ops(x: Residual, activation: Kernel, rows: int, each: float) -> tuple[L
     )
     return (
         *product("up", w, f, own * matrices),
-        Kernel(
+        Kernel(  # times the weights of rows: its input and these are kept, and it is computed again for their gradient
             "experts",
-            kept=rows * activation.kept,
-            given=rows * activation.given,
-            moved=rows * activation.moved,
-            workspace=rows * activation.workspace,
+            kept=rows * (activation.given + 4),
+            given=rows * (activation.given + 4),
+            moved=rows * (2 * activation.moved + 5 * f),
+            workspace=rows * (activation.workspace + 8 * f),
             again=(ACTIVATION, MLP),
         ),
         *product("down", f, w, own),
