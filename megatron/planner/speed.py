@@ -47,6 +47,7 @@ DIVERGENCE_BYTES = 20 * 4  # per logit of a teacher: the ops of mpu/distillation
 SCORE_MOVES, DROPOUT_MOVES = 4, 2  # per stored attention score, and of its dropout, in either direction: estimated
 UPDATE_BYTES = 10  # per parameter: main weight read and written, bf16 weight written: counted
 ROUNDED_BYTES = 50  # per bf16 moment: widened, random words, rounded; for torch's ops one by one: counted
+EXCHANGED = "ep", "ep_inner", "ep_outer"  # axes over which experts' tokens are sent
 OFFLOAD_BYTES, OFFLOAD_MOMENT_BYTES = 12, 4  # per parameter and per moment in an offloaded update: estimated
 
 
@@ -414,7 +415,8 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
     if LAYER in modules:  # a sum of two halves counts as one
         messages = sums
     others = [op for op in ops if isinstance(op, Collective) and op.axis != "tp"]
-    stride = dict(etp=1, ep=share.etp, cp_outer=share.tp * share.cp_heads)  # of other axes: tp
+    stride = dict.fromkeys(("ep", "ep_counts", "ep_inner"), share.etp)  # of other axes: tp
+    stride |= dict(etp=1, ep_outer=share.etp * share.ep_inner, cp_outer=share.tp * share.cp_heads)
     sent = lambda op, calls: sum(
         cluster.seconds(call, op.size, 1, op.ranks, stride.get(op.axis, share.tp)) for call in calls
     )
@@ -426,7 +428,7 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
     back = exposed(sum(sent(op, op.back) for op in rings), d.attention_backward * core)
     back += ahead * any(op.runs_again(modules) for op in rings)
     others_again = [op for op in ops_again(ops, modules) if isinstance(op, Collective) and op.axis != "tp"]
-    exchanges, repeated_exchanges = ([op for op in one if op.axis == "ep" and op.back] for one in (others, others_again))
+    exchanges, repeated_exchanges = ([op for op in one if op.axis in EXCHANGED and op.back] for one in (others, others_again))
     moved = sum(sent(op, op.ahead) for op in exchanges)  # by exchanges whose gradients are exchanged, too
     moved_back = sum(sent(op, op.back) for op in exchanges) + sum(sent(op, op.ahead) for op in repeated_exchanges)
     # A backward pass has turns for those that run again, too, and the forward pass beside it has not as many.

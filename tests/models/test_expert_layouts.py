@@ -150,6 +150,21 @@ LAYOUTS = {
     "pp2 ep2 in a V, global loss, recomputed": (4, "global loss", f"{PP2} {EP2} {V} {FULL}"),
     "pp2 ep2 in a V, one expert": (4, "one expert", f"{PP2} {EP2} {V}"),
 }
+HOPS = "--moe-token-dispatcher-type flex --moe-ranks-per-node"
+LAYOUTS |= {
+    "ep4 in two hops": (4, "plain", f"{EP4} {HOPS} 2"),
+    "ep2, nodes of one rank": (2, "gated", f"{EP2} {HOPS} 1"),
+    "ep2 on one node, capacity, recomputed": (2, "capacity", f"{EP2} {HOPS} 8 {FULL}"),
+    "tp2 dp2, ep4 in two hops": (4, "gated", f"{TP} --expert-model-parallel-size 4 {ETP1} {HOPS} 2"),
+    "cp2 tp2, ep4 in two hops, recomputed": (
+        4,
+        "plain",
+        f"{CP2} {SP} --expert-model-parallel-size 4 {ETP1} {FULL} {HOPS} 2",
+    ),
+    "tp2 dp2, ep2 etp2, nodes of two ranks": (4, "latent", f"{SP} {EP2} {ETP2} {HOPS} 2"),
+    "pp2 ep2, zb-h1, nodes of one rank": (4, "plain", f"{PP2} {EP2} {ZB} {HOPS} 1"),
+    "pp2 ep2 in a V, zero3, nodes of one rank": (4, "gated", f"{PP2} {EP2} {V} --sharding-stage 3 {HOPS} 1"),
+}
 LONG = {  # with --full: of four ranks, or like others
     "latent, tp2 dp2, ep2 etp2",
     "latent, ep2, zero2",
@@ -160,6 +175,7 @@ LONG = {  # with --full: of four ranks, or like others
     "cp2 ep2, aux loss, recomputed",
     "pp2 ep2, aux loss, interleaved",
     "pp2 ep2 in a V, global loss, recomputed",
+    *(name for name, (world, *_) in LAYOUTS.items() if "hops" in name or "nodes of" in name if world == 4),
 }
 
 
