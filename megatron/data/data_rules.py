@@ -39,6 +39,13 @@ RULES = (
         lambda s: s.data_path and not s.paths and _split(s.split) and not _split(s.split)[0],
         lambda s: f"--split {s.split} leaves nothing to train on; raise its first number",
     ),
+    Rule(
+        lambda s: s.verify_data and s.object_storage_cache_path and s.settings.data.in_a_store,
+        lambda s: (
+            "--verify-data reads every token, and --object-storage-cache-path only those of samples; "
+            "leave one of the two out"
+        ),
+    ),
     Rule(lambda s: _blend_problems(s), lambda s: "; ".join(_blend_problems(s))),
 )
 

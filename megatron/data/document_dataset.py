@@ -72,9 +72,9 @@ class DocumentDataset:
         """
         ids = np.full(self.seq_length + 1, self.pad, np.int64)
         at = 0
-        for sequence, length in self._sequences(index):
-            ids[at : at + length] = self.tokens.get(sequence, 0, length)
-            at += length
+        for part in self.tokens.get_parts((sequence, 0, length) for sequence, length in self._sequences(index)):
+            ids[at : at + len(part)] = part
+            at += len(part)
         refuse_unknown_tokens(ids, index, self)
         return ids, (np.arange(len(ids)) < at).astype(np.float32)
 

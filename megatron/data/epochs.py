@@ -14,10 +14,9 @@ import numpy as np
 
 from megatron.data.blend import parse_blend, share_sizes
 from megatron.data.document_dataset import document_lengths
-from megatron.data.formats import open_tokens
 from megatron.data.gpt_dataset import sources_of
 from megatron.data.index_maps import make_epoch_plan, sequences_of
-from megatron.data.remote import nearby
+from megatron.data.remote import open_files
 from megatron.errors import SettingsError
 from megatron.settings import schema
 from megatron.settings.schema import Data
@@ -69,7 +68,7 @@ def samples_of_epochs(data: schema.Data, seq_length: int, epochs: int, log=print
 
 
 def _samples_of(prefix: str, share, data: schema.Data, seq_length: int, epochs: int, log) -> int:
-    tokens = open_tokens(nearby(prefix, data.data_cache_path, log))
+    tokens = open_files(prefix, data, log)
     if data.dataset_type == "webtext":
         lengths = document_lengths(tokens)
         documents = sequences_of(share, len(lengths))

@@ -75,8 +75,8 @@ class PaddleDataset(TokenFiles):
     loaded.
     """
 
-    def __init__(self, prefix: str | os.PathLike):
-        self.prefix = bare_prefix(prefix)
+    def __init__(self, prefix: str | os.PathLike, read_bin: Callable | None = None):
+        self.prefix, self.read_bin = bare_prefix(prefix), read_bin
         self.tokens_path, self.index_path = f"{self.prefix}{IDS}", f"{self.prefix}{INDEX}"
         old = f"{self.prefix}{OLD}"
         if os.path.exists(old) and not os.path.exists(self.index_path):
@@ -85,9 +85,11 @@ class PaddleDataset(TokenFiles):
             ids = arrays["ids"]
         else:
             arrays = _read_npz(self.index_path, ("lens", "docs"))
-            data = map_file(self.tokens_path, self.prefix)
+            data = map_file(self.tokens_path)
             ids = _array(data, 0, len(data), self.tokens_path)
         self.dtype, self.tokens, self._at = ids.array.dtype, ids.array, ids.at
+        if read_bin and ids.at is not None:
+            self.tokens = read_bin(self.tokens_path, self.dtype, ids.at, len(ids.array))
         if self.dtype not in TOKEN_TYPES:
             raise DataError(
                 f"{self.tokens_path} holds numbers of type {self.dtype}, not token ids",
@@ -126,7 +128,7 @@ def _signed(array: np.ndarray, dtype: np.dtype, what: str) -> np.ndarray:
 
 def _read_npz(path: str, needed: tuple[str, ...]) -> dict[str, Mapped]:
     """The arrays of an .npz by name."""
-    data = map_file(path, bare_prefix(path))
+    data = map_file(path)
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
@@ -228,7 +230,7 @@ class Format:
 
     name: str
     endings: tuple[str, str]
-    open: Callable[[str], TokenFiles]
+    open: Callable[..., TokenFiles]
     dtype: Callable[[int | None], np.dtype]
     head: int
     make_head: Callable[[np.dtype, int], bytes]
@@ -253,10 +255,13 @@ FORMATS = {form.name: form for form in (MEGATRON, PADDLE)}
 LAYOUTS = (MEGATRON.endings, PADDLE.endings, (OLD,))  # endings of the files of one dataset
 
 
-def open_tokens(prefix: str | os.PathLike) -> TokenFiles:
-    """Open the token files of a prefix, in any format. Raises DataError for missing or damaged files, or two formats."""
+def open_tokens(prefix: str | os.PathLike, read_bin: Callable | None = None) -> TokenFiles:
+    """Open the token files of a prefix, in any format. Raises DataError for missing or damaged files, or two formats.
+
+    read_bin: how the tokens are read (bin_readers.py; default: memory-mapped)
+    """
     kind = MEGATRON if endings_of(prefix) == MEGATRON.endings else PADDLE
-    return kind.open(prefix)
+    return kind.open(prefix, read_bin)
 
 
 def endings_of(prefix: str | os.PathLike) -> tuple[str, ...]:

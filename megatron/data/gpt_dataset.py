@@ -11,6 +11,7 @@ split, too little data), an error says what would work.
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Optional
 
@@ -32,7 +33,7 @@ from megatron.data.index_maps import (
 )
 from megatron.data.indexed import Origin, SamplePart, TokenFiles, refuse_unknown_tokens
 from megatron.data.mock import MockDataset
-from megatron.data.remote import nearby
+from megatron.data.remote import open_files
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Data
 
@@ -94,7 +95,18 @@ def build_splits(data: Data, seq_length: int, sizes: Sequence[int], seed: int, v
     whole, needed = data.full_validation, wanted[VALID]
     if needed:
         wanted[VALID] = getattr(sizes, "valid_order", None) or needed
-    config = GPTDatasetConfig(seq_length, seed, vocab_size, data.data_cache_path, shares, wanted, log, whole, **kind)
+    config = GPTDatasetConfig(
+        seq_length,
+        seed,
+        vocab_size,
+        data.data_cache_path or (data.object_storage_cache_path if data.in_a_store else None),
+        shares,
+        wanted,
+        log,
+        whole,
+        open_files=partial(open_files, data=data, log=log),
+        **kind,
+    )
     built = [_build_split(blends[split], split, config) if wanted[split] else None for split in (TRAIN, VALID, TEST)]
     if built[VALID] is not None and not whole and len(built[VALID]) < needed:
         built[VALID] = Repeated(built[VALID], needed)
@@ -118,11 +130,12 @@ class GPTDatasetConfig:
     # Samples of another kind (masked_dataset.py): `samples(token file, range of documents, number or None for one epoch,
     # name of the split, this)` -> dataset, and `samples.lengths(token file)`, 0 for documents without samples.
     samples: Optional[Callable] = None
+    open_files: Callable[[str], TokenFiles] = open_tokens
     files: dict[str, TokenFiles] = field(default_factory=dict)  # opened so far
 
     def open(self, prefix: str) -> TokenFiles:
         if prefix not in self.files:
-            self.files[prefix] = open_tokens(nearby(prefix, self.cache, self.log))
+            self.files[prefix] = self.open_files(prefix)
         return self.files[prefix]
 
     def lengths(self, tokens: TokenFiles) -> np.ndarray:
@@ -174,9 +187,9 @@ class GPTDataset:
         """Token ids [seq_length + 1], int64. Raises DataError for a token outside of the vocabulary."""
         sample = np.empty(self.plan.seq_length + 1, np.int64)
         at = 0
-        for document, offset, length in self._parts(int(self.shuffle_index[index])):
-            sample[at : at + length] = self.tokens.get(document, offset, length)
-            at += length
+        for part in self.tokens.get_parts(self._parts(int(self.shuffle_index[index]))):
+            sample[at : at + len(part)] = part
+            at += len(part)
         refuse_unknown_tokens(sample, index, self)
         return sample
 

@@ -53,7 +53,7 @@ def token_dtype(vocab_size: int | None) -> np.dtype:
 
 
 class TokenFiles:
-    """Memory-mapped token files in any format. Opening them reads no tokens.
+    """Token files in any format, memory-mapped or read by one of `bin_readers`. Opening them reads no tokens.
 
     `prefix`, `tokens_path`, `index_path`, all `tokens` and their `dtype`, `sequence_lengths` int32[S] in tokens,
     `sequence_pointers` int64[S], the tokens before each sequence x `pointer_unit`, `document_indices`
@@ -71,6 +71,7 @@ class TokenFiles:
     document_indices: np.ndarray
     sequence_modes: np.ndarray | None = None
     tokens: np.ndarray
+    read_bin: Callable | None
 
     def place(self) -> tuple[str, int, int] | None:
         """(file, first byte, last byte + 1) of the tokens on disk; None if they are compressed."""
@@ -81,7 +82,7 @@ class TokenFiles:
         return len(self.sequence_lengths)
 
     def __reduce__(self):
-        return type(self), (self.prefix,)
+        return type(self), (self.prefix, self.read_bin)
 
     @property
     def num_tokens(self) -> int:
@@ -92,10 +93,21 @@ class TokenFiles:
         return len(self.document_indices) - 1
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens [offset, offset + length) of one sequence: a read-only view of the memory map, not a copy.
+        """Tokens [offset, offset + length) of one sequence: read-only, and a view where the file is memory-mapped.
 
         Raises IndexError for a range outside of the sequence, DataError if the index points outside of the tokens.
         """
+        start, stop = self._range(sequence, offset, length)
+        return self.tokens[start:stop]
+
+    def get_parts(self, parts: Iterable[tuple[int, int, int]]) -> list[np.ndarray]:
+        """The tokens of several (sequence, offset, length). From an object store they come together, not one by one."""
+        ranges = [self._range(*part) for part in parts]
+        if isinstance(self.tokens, np.ndarray):
+            return [self.tokens[start:stop] for start, stop in ranges]
+        return self.tokens.read_all(ranges)
+
+    def _range(self, sequence: int, offset: int, length: int | None) -> tuple[int, int]:
         total = int(self.sequence_lengths[sequence])
         length = total - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > total:
@@ -107,7 +119,7 @@ class TokenFiles:
                 f"tokens {start}..{start + length} of {len(self.tokens)}",
                 "the index is damaged: run preprocess_data.py again",
             )
-        return self.tokens[start : start + length]
+        return start, start + length
 
     def _check(self) -> None:
         """Checks that need not read the whole index; `get` checks each range."""
@@ -128,17 +140,18 @@ class TokenFiles:
 class IndexedDataset(TokenFiles):
     """Token files in Megatron-LM's format, `<prefix>.bin` and `<prefix>.idx`; `sequence_pointers` are in bytes.
 
+    read_bin: how the `.bin` is read (bin_readers.py; default: memory-mapped).
     Raises DataError for a missing, truncated or inconsistent file, and names it.
     """
 
-    def __init__(self, prefix: str | os.PathLike):
-        self.prefix = bare_prefix(prefix)
+    def __init__(self, prefix: str | os.PathLike, read_bin: Callable | None = None):
+        self.prefix, self.read_bin = bare_prefix(prefix), read_bin
         if "://" in self.prefix:
             raise DataError(
                 f"{self.prefix} is not on this machine", do="copy .bin and .idx here, and give their prefix"
             )
         self.tokens_path, self.index_path = f"{self.prefix}.bin", f"{self.prefix}.idx"
-        index = map_file(self.index_path, self.prefix)
+        index = map_file(self.index_path)
         self.dtype, sequences, documents = _read_header(self.index_path, index)
         self.pointer_unit = self.dtype.itemsize
         at = HEADER.size
@@ -149,20 +162,11 @@ class IndexedDataset(TokenFiles):
         self.document_indices = np.frombuffer(index, OFFSET_TYPE, documents, at)
         at += self.document_indices.nbytes
         self.sequence_modes = np.frombuffer(index, MODE_TYPE, sequences, at) if at < len(index) else None
-        self.tokens = self._map_tokens()
+        self.tokens = (read_bin or map_bin)(self.tokens_path, self.dtype)
         self._check()
 
     def place(self) -> tuple[str, int, int]:
         return self.tokens_path, 0, self.tokens.nbytes
-
-    def _map_tokens(self) -> np.ndarray:
-        data = map_file(self.tokens_path, self.prefix)
-        if len(data) % self.dtype.itemsize:
-            raise DataError(
-                f"{self.tokens_path}: {len(data)} bytes are no whole number of {self.dtype.name} tokens",
-                do="the file is cut short or belongs to another .idx: copy or preprocess it again",
-            )
-        return np.frombuffer(data, self.dtype)
 
 
 def bare_prefix(prefix: str | os.PathLike) -> str:
@@ -224,14 +228,35 @@ def dtype_code(dtype) -> int:
     return next(code for code, known in DTYPES.items() if known == np.dtype(dtype))
 
 
-def map_file(path: str, prefix: str) -> mmap.mmap | bytes:
+def map_bin(path: str, dtype: np.dtype, at: int = 0, count: int | None = None) -> np.ndarray:
+    """The tokens of a memory-mapped file: `count` of them from byte `at` on, by default all."""
+    data = map_file(path)
+    return np.frombuffer(data, dtype, whole_tokens(path, len(data) - at, dtype) if count is None else count, at)
+
+
+def whole_tokens(path: str, size: int, dtype: np.dtype) -> int:
+    """The number of tokens in so many bytes. Raises DataError unless it is whole."""
+    if size % dtype.itemsize:
+        raise DataError(
+            f"{path}: {size} bytes are no whole number of {dtype.name} tokens",
+            do="the file is cut short or belongs to another .idx: copy or preprocess it again",
+        )
+    return size // dtype.itemsize
+
+
+def map_file(path: str) -> mmap.mmap | bytes:
     """Map a file into read-only memory. An empty file cannot be mapped and gives b''."""
+    with opened_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+
+
+def opened_file(path: str, mode: str = "rb"):
+    """A token file, opened without a buffer. Raises DataError if there is none."""
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        return open(path, mode, buffering=0)
     except FileNotFoundError:
-        raise DataError(f"{path}: {no_such_file(path)}", *why_missing(prefix)) from None
+        raise DataError(f"{path}: {no_such_file(path)}", *why_missing(bare_prefix(path))) from None
     except IsADirectoryError:
         raise DataError(f"{path}: is a directory, not a token file") from None
 

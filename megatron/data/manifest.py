@@ -7,6 +7,7 @@ A flipped bit in a .bin is another token, which training would not notice. The m
 
 import mmap
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,17 @@ def write_manifest(prefix: str, path: str | None = None) -> None:
     write_synced(Path(path or manifest_path(prefix)), content)
 
 
-def verify(prefix: str, part: int = 0, parts: int = 1) -> list[str]:
+def verify(prefix: str, part: int = 0, parts: int = 1, endings: Collection[str] | None = None) -> list[str]:
     """Compare token files with their manifest. Returns a sentence for each difference.
 
-    part, parts: read only this rank's share of the blocks. Raises DataError if there is no manifest, StorageError if this
-    process lacks file handles or memory.
+    part, parts: read only this rank's share of the blocks; endings: of the files that are here (default: all)
+    Raises DataError if there is no manifest, StorageError if this process lacks file handles or memory.
     """
     manifest, problems = read_manifest(prefix), []
     block = manifest["block"]
     for suffix, entry in manifest["files"].items():
+        if endings is not None and suffix not in endings:
+            continue
         path = prefix + suffix
         try:
             size = os.path.getsize(path)

@@ -90,7 +90,7 @@ class MaskedDataset:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """The sample as arrays by name. Raises DataError for a token outside of the vocabulary."""
         first, last, target = self.sample_index[index].tolist()
-        sentences = [self.tokens.get(sentence) for sentence in range(first, last)]
+        sentences = self.tokens.get_parts((sentence, 0, None) for sentence in range(first, last))
         refuse_unknown_tokens(np.concatenate(sentences), index, self)
         return self.samples.make(sentences, target, np.random.RandomState((self.seed + index) % 2**32))
 

@@ -205,6 +205,8 @@ def narrowed(
             verify_data=False,
             split=Data.split,
             data_cache_path=None,
+            object_storage_cache_path=None,
+            mmap_bin_files=True,
             **dict.fromkeys(PATHS),
         ),
         precision=replace(gentle(config.precision), fp8_format=None),  # its layers are larger

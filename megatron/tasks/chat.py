@@ -144,6 +144,7 @@ ALL_TALKS = Needs("batches to count: all conversations of a file are evaluated",
 DPO = Needs("--task dpo", is_dpo)
 CHAT_IDLE = {
     **dict.fromkeys(("split", "dataset_type", "verify_data"), TOKEN_FILES),
+    **dict.fromkeys(("object_storage_cache_path", "mmap_bin_files"), TOKEN_FILES),
     "data_cache_path": Needs("--train-data", lambda s: own(s).train_data),
     **dict.fromkeys(("eval_iters", "test_iters", "eval_same_samples"), ALL_TALKS),
     **dict.fromkeys(("dpo_beta", "dpo_label_smoothing", "reference_load"), DPO),

@@ -237,6 +237,7 @@ TASK_IDLE = {
     "cross_entropy_chunk": WORDS_LOSS,
     "cross_entropy_loss_fusion": both(CUDA, WORDS_LOSS),
     **dict.fromkeys(("split", "dataset_type", "data_cache_path", "verify_data"), TOKEN_FILES),
+    **dict.fromkeys(("object_storage_cache_path", "mmap_bin_files"), TOKEN_FILES),
     **dict.fromkeys(("eval_iters", "test_iters", "eval_same_samples"), ALL_EXAMPLES),
     "pooling": Needs("a head on one state of a text; answers have scores at each token", lambda s: not finds_spans(s)),
     "patience": JUDGED,

@@ -117,7 +117,8 @@ def read_command(argv: list[str]):
 
 def with_data(launch, changed: dict[str, Any]):
     """Replace the paths of a launch whose token files have moved. Settings that would change the order are refused."""
-    allowed = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "data_cache_path"}
+    paths = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_cache_path")
+    allowed = {*paths, "object_storage_cache_path", "mmap_bin_files"}
     if set(changed) - allowed:
         names = ", ".join(dashed(name) for name in sorted(set(changed) - allowed))
         raise UsageError(f"{names}: set by the run itself", do="with --load, only paths of moved files can be given")

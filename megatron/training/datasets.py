@@ -10,7 +10,7 @@ from megatron.data import gpt_dataset, manifest
 from megatron.data.blend import parse_blend
 from megatron.data.indexed import bare_prefix
 from megatron.data.loader import MicroBatchLoader
-from megatron.data.remote import nearby
+from megatron.data.remote import local_prefix
 from megatron.data.requests import open_requests
 from megatron.data.teacher_logits import LogitsStore
 from megatron.errors import DataError, SettingsError
@@ -53,9 +53,7 @@ def verify_data(data: schema.Data, context: RankContext, log) -> None:
     started, problems = time.perf_counter(), []
     try:
         for prefix in prefixes:
-            problems += manifest.verify(
-                nearby(prefix, data.data_cache_path, log), context.mesh.rank, context.mesh.world_size
-            )
+            problems += manifest.verify(local_prefix(prefix, data, log), context.mesh.rank, context.mesh.world_size)
     except DataError as missing:
         problems.append(str(missing))
     problems = sorted({problem for part in context.all_gather_object(problems) for problem in part})

@@ -16,6 +16,7 @@ from megatron.errors import DataError, SettingsError
 from megatron.settings.parse import parse_pretrain
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.byte_level import BYTE_TO_CHARACTER
+from megatron.training.rules import resolve
 
 NUMBERS = "--mock-data false --tokenizer-type NullTokenizer --num-layers 1 --hidden-size 8 --num-attention-heads 1"
 
@@ -87,6 +88,9 @@ def test_verify_data_reads_every_byte_first(corpus, build, tmp_path):
     build(flags)
     with pytest.raises(DataError, match="differ from what was written"):
         build(f"{flags} --verify-data")
+    with pytest.raises(SettingsError, match="--verify-data reads every token, and --object-storage-cache-path only"):
+        flags = f"{NUMBERS} {LONG} --data-path s3://b/a --object-storage-cache-path c --verify-data"
+        resolve(parse_pretrain(flags.split()), 1)
 
 
 def test_mock_data_needs_no_files_and_is_the_same_each_time(build):

@@ -381,8 +381,6 @@ def test_what_is_not_supported_says_what_to_do(line, words):
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("--object-storage-cache-path c", "are in --data-cache-path"),
-        ("--s3-cache-path c", "are in --data-cache-path"),
         ("--result-rejected-tracker-filename f", "repeated steps are not compared"),
         ("--logging-level 20", "the log has one level"),
         ("--config-logger-dir d", "--print-config"),

@@ -55,6 +55,8 @@ NAMED = {  # name -> (flags that set it, flags that give it an effect; None: the
     "dataset_type": ("--dataset-type webtext", None),
     "data_cache_path": ("--data-cache-path d", None),
     "verify_data": ("--verify-data", None),
+    "object_storage_cache_path": ("--object-storage-cache-path d", None),
+    "mmap_bin_files": ("--no-mmap-bin-files", None),
     "eval_iters": ("--eval-iters 3", None),
     "test_iters": ("--test-iters 3", None),
     "eval_same_samples": ("--eval-same-samples", None),

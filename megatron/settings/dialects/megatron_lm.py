@@ -189,8 +189,8 @@ a tokenizer that flags give wins over the one that --use-checkpoint-args takes f
     --no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args
 
 # Data.
-.bin/.idx files are always memory-mapped
-    --data-impl --no-mmap-bin-files --mmap-warmup --dataset-impl --lazy-loader
+.bin/.idx files are memory-mapped, or read by pread with --no-mmap-bin-files
+    --data-impl --mmap-warmup --dataset-impl --lazy-loader
 index maps are built once, in seconds, and kept in --data-cache-path
     --num-dataset-builder-threads --dataloader-fast-cache-load --dataloader-defer-npy-index-mmap
     --mid-level-dataset-surplus
@@ -198,8 +198,8 @@ causal masks are never stored
     --no-create-attention-mask-in-dataloader
 the fastest tokenizer whose ids agree is chosen
     --use-gigatoken --legacy-tokenizer
-s3:// and other URLs are read wherever a path is; downloaded data are in --data-cache-path
-    --enable-msc --disable-msc --object-storage-cache-path --s3-cache-path
+s3:// and other URLs are read wherever a path is; --object-storage-cache-path reads token files by ranges
+    --enable-msc --disable-msc
 
 # Logs.
 every figure that the run logs goes to TensorBoard as well, at --log-interval

@@ -48,6 +48,20 @@ class Data:
         needs=FILES,
         on_resume="irrelevant",
     )
+    object_storage_cache_path: Optional[str] = shown_by("test_samples_by_ranges_are_those_of_the_local_files")(
+        "folder in which each machine keeps the index of token files in an object store and those ranges of their tokens "
+        "that its samples need; nothing else is downloaded",
+        None,
+        "--s3-cache-path",
+        needs=Needs("a data path that is a URL", lambda s: s.settings.data.in_a_store),
+        on_resume="irrelevant",
+    )
+    mmap_bin_files: bool = shown_by("test_reading_by_pread_gives_the_same_tokens")(
+        "read token files by pread, not through a memory map: for file systems on which page faults are slow",
+        True,
+        needs=FILES,
+        on_resume="irrelevant",
+    )
     verify_data: bool = shown_by("test_verify_data_reads_every_byte_first")(
         "verify the checksums of the token files before training", False, needs=FILES
     )
@@ -104,6 +118,12 @@ class Data:
     def files(self) -> bool:
         """Whether any token files are given."""
         return any((self.data_path, self.train_data_path, self.valid_data_path, self.test_data_path))
+
+    @property
+    def in_a_store(self) -> bool:
+        """Whether any token files lie in an object store."""
+        paths = (self.data_path, self.train_data_path, self.valid_data_path, self.test_data_path)
+        return any("://" in word for words in paths for word in words or ())
 
     def has(self, part: str) -> bool:
         """Whether there are data for "train", "valid" or "test", as far as --split is readable."""
