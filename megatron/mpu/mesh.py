@@ -284,10 +284,7 @@ class Mesh:
         for name in ("tp", "cp", "dp", *halves, *joined, "pp"):
             lines.append(_groups_line(name, self.sizes, JOINED.get(name, (name,))))
             if name == "cp" and self.cp_inner.size > 1:
-                inner, sizes = self.cp_inner.size, {}
-                for axis, size in self.sizes.items():
-                    sizes |= dict(cp_outer=size // inner, cp_inner=inner) if axis == "cp" else {axis: size}
-                lines += [_groups_line(level, sizes, (level,)) for level in CP_LEVELS]
+                lines += _level_lines(self.sizes, "cp", self.cp_inner.size)
         if self.sizes["pp"] > 1:
             pairs = (f"[{ranks[0]},{ranks[-1]}]" for ranks in ranks_along(self.sizes, ["pp"]))
             lines.append("first and last stages (a tied embedding): " + " ".join(pairs))
@@ -297,6 +294,8 @@ class Mesh:
             lines.append(f"experts: {_product(sizes)}")
             for name in ("etp", "ep", "expert_dp", *halves):
                 lines.append(_groups_line(name, sizes, EXPERT_DP if name == "expert_dp" else (name,)))
+                if name == "ep" and self.in_hops:
+                    lines += _level_lines(sizes, "ep", self.ep_inner.size)
         return "\n".join(lines)
 
 
@@ -307,6 +306,14 @@ def _product(sizes: dict[str, int]) -> str:
 def _groups_line(name: str, sizes: dict[str, int], axes: Sequence[str]) -> str:
     groups = ("[" + ",".join(map(str, ranks)) + "]" for ranks in ranks_along(sizes, axes))
     return f"{name:>3}: {' '.join(groups)}"
+
+
+def _level_lines(sizes: dict[str, int], axis: str, inner: int) -> list[str]:
+    """The lines of the two levels of an axis."""
+    divided = {}
+    for name, size in sizes.items():
+        divided |= {f"{axis}_outer": size // inner, f"{axis}_inner": inner} if name == axis else {name: size}
+    return [_groups_line(level, divided, (level,)) for level in (f"{axis}_inner", f"{axis}_outer")]
 
 
 def mesh_of(parallel, rank: int, world_size: int, local_size: int = 8, **keywords) -> Mesh:

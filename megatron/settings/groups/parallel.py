@@ -64,7 +64,9 @@ class Parallel:
         "node with some of its experts, and from there once to each rank, and adds up what comes back on the way",
         "alltoall",
         also=dict(allgather="alltoall"),
-        needs=DIFFERENT_EXPERTS,
+        needs=DIFFERENT_EXPERTS._replace(
+            met=lambda s: s.expert_model_parallel_size > 1 or s.moe_token_dispatcher_type != "flex"
+        ),
     )
     moe_ranks_per_node: Optional[Count] = shown_by("test_two_hops_train_as_one")(
         "ranks with fast links between them, with --moe-token-dispatcher-type flex (default: those of a node)",
