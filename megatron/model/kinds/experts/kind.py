@@ -112,7 +112,7 @@ def _mlp_ops(x: Residual, activation: Kernel, rows: int, each: float) -> tuple[L
             "experts",
             kept=rows * (activation.given + 4),
             given=rows * (activation.given + 4),
-            moved=rows * (2 * activation.moved + 5 * f),
+            moved=rows * (activation.moved + 3 * f),
             workspace=rows * (activation.workspace + 8 * f),
             again=(ACTIVATION, MLP),
         ),
