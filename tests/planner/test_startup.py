@@ -74,7 +74,7 @@ def test_a_job_of_16384_ranks_with_experts():
     assert found.in_job == dense.in_job + 2 * 256 + 1024 and found.most == dense.most + 3 == 10
     assert sorted(found.communicators(7)) == sorted([*dense.communicators(7), 16, 64, 64])
     start, with_experts = start_up(dense, "cuda").total, start_up(found, "cuda").total
-    assert start < with_experts < 1.15 * start
+    assert start < with_experts < 1.2 * start
 
 
 @pytest.mark.sampled(10)
@@ -91,7 +91,7 @@ def test_experts_over_64_ranks_are_planned(capsys):
         "ep: 256 groups of 64, the first: 0, 1, 2, ..., 63 expert_dp: 1024 groups of 16, the first: 0, 64, 128" in told
     )
     assert "groups: 12 per rank in addition to that of all ranks, 50,784 in the job" in told
-    assert "groups are ready after about 73 s" in told
+    assert "groups are ready after about 76 s" in told
 
 
 def test_channels_of_a_rank():
