@@ -17,6 +17,7 @@ import importlib.util
 import json
 import os
 import re
+import socket
 import sys
 import sysconfig
 import time
@@ -145,8 +146,23 @@ class Locked(Failure):
     code = 10
 
 
+class DeviceLost(Failure):
+    """A GPU is missing or failing: the node's fault, not that of the settings."""
+
+    code = 11
+
+
+# Errors that a driver gives for a broken or missing device (CUDA's error strings 46, 100, 214, 220, 714, 721, 802, 999,
+# NVML's 15, torch's own). An illegal access or a failed launch is most often a kernel's bug, and is not among them.
+DEVICE_ERROR = re.compile(
+    r"uncorrectable ECC error|uncorrectable NVLink error|hardware stack error|or a hardware error|GPU is lost|"
+    r"fallen off the bus|no CUDA-capable device|No CUDA GPUs are available|busy or unavailable|"
+    r"CUDA error: (?:unknown error|system not yet initialized)|CUDA driver initialization failed"
+)
+
+
 def explain(error: BaseException) -> Failure | None:
-    """Convert an error of memory, disk or installation to a Failure with a clear message; None for any other error.
+    """Convert an error of memory, disk, device or installation to a Failure with a clear message; None for any other error.
 
     >>> explain(PermissionError(13, "Permission denied", "/runs")).code
     6
@@ -165,6 +181,12 @@ def explain(error: BaseException) -> Failure | None:
             "out of memory",
             _requested_memory(str(error)),
             "lower --micro-batch-size, --seq-length or --workers, add --recompute-granularity full, or use more ranks",
+        )
+    if isinstance(error, RuntimeError) and DEVICE_ERROR.search(str(error)):
+        who = f"the GPU of rank {os.environ.get('RANK', '0')} on {node_name()}"
+        return DeviceLost(
+            f"{who} failed: {next(line for line in str(error).splitlines() if DEVICE_ERROR.search(line)).strip()}",
+            do="on that node: python -m megatron.tools.doctor --node, and dmesg | grep Xid",
         )
     if isinstance(error, ModuleNotFoundError) and (error.name or "megatron").partition(".")[0] != "megatron":
         return Failure(
@@ -208,12 +230,32 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
+def node_name() -> str:
+    """This node's name, as SLURM or else the system has it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def exit_code(error: BaseException) -> int:
     """The documented exit code of an exception."""
     if isinstance(error, KeyboardInterrupt):
         return Interrupted.code
     failure = explain(error)
     return failure.code if failure else 1
+
+
+def _print_uncaught(kind, error, trace) -> None:
+    """`sys.excepthook`: one message where a file of this suite imports a package that is not installed."""
+    calls = traceback.extract_tb(trace)
+    own = [call for call in calls if not call.filename.startswith("<")][-1:]
+    failure = explain(error) if isinstance(error, ModuleNotFoundError) else None
+    if failure and own and Path(own[0].filename).is_relative_to(Path(__file__).parent):
+        sys.stderr.write(f"error: {failure}\n")
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+if sys.excepthook is sys.__excepthook__:  # a command's file imports packages before `run_main` sees its errors
+    sys.excepthook = _print_uncaught
 
 
 def run_main(main, argv: list[str] | None = None) -> None:

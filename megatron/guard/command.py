@@ -23,7 +23,8 @@ from megatron.settings.spelling import spellings_of
 
 RANKS, NODES = ("--nproc-per-node", "--nproc_per_node"), ("--nnodes",)  # of torchrun
 LAUNCHERS = ("torch.distributed.run", "megatron.tools.launch")
-SLURM_NODES, SLURM_TASKS = ("--nodes", "-N"), ("--ntasks", "-n")  # of srun
+SLURM_NODES, SLURM_TASKS, EXCLUDE = ("--nodes", "-N"), ("--ntasks", "-n"), ("--exclude", "-x")  # of srun
+MEETING = ("--rdzv-endpoint", "--rdzv_endpoint", "--master-addr", "--master_addr")  # of launchers: where ranks meet
 _SETTING = {flag.replace("_", "-"): spelling.setting.name for flag, spelling in spellings_of(GROUPS).items()}
 
 
@@ -141,7 +142,29 @@ def with_ranks(words: list[str], ranks: int) -> list[str]:
     return words
 
 
-def _put(words: list[str], flags: tuple[str, ...], value: int) -> list[str]:
+def on_nodes(words: list[str], excluded: list[str], left: list[str]) -> list[str]:
+    """A command of srun without some nodes of its allocation. left: the others; one is where ranks meet from now on
+
+    >>> words = "srun -N 2 torchrun --nnodes 2 --rdzv-endpoint=n1:29500 pretrain_gpt.py".split()
+    >>> " ".join(on_nodes(words, ["n1"], ["n2", "n3"]))
+    'srun --exclude=n1 -N 2 torchrun --nnodes 2 --rdzv-endpoint=n2:29500 pretrain_gpt.py'
+    """
+    own = words[: script_at(words)]
+    given = [name for name in (value_of(own, *EXCLUDE) or "").split(",") if name]
+    names = ",".join(dict.fromkeys([*given, *excluded]))
+    words = _put(words, EXCLUDE, names) if given else [words[0], f"{EXCLUDE[0]}={names}", *words[1:]]
+    if value_of(own, *SLURM_NODES) is None:  # else it would be all nodes of the allocation
+        words = [words[0], f"{SLURM_NODES[0]}={shape_of(words)[0]}", *words[1:]]
+    meeting = value_of(words[: script_at(words)], *MEETING)
+    host = (meeting or "").partition(":")[0]
+    if left and host.partition(".")[0] in excluded:
+        at = script_at(words)
+        moved = meeting.replace(host, left[0], 1)
+        words = [word.replace(meeting, moved) if n < at else word for n, word in enumerate(words)]
+    return words
+
+
+def _put(words: list[str], flags: tuple[str, ...], value: int | str) -> list[str]:
     """The command with a new value for a launcher's flag, if it has that flag. Flags of the training do not change."""
     at, result, skip = script_at(words), [], False
     for number, word in enumerate(words):

@@ -9,7 +9,7 @@ import enum
 import re
 import signal
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from megatron.errors import in_a_line
 
@@ -21,6 +21,7 @@ class Action(enum.Enum):
     STOP = "stop"
     RETRY = "retry"
     PREEMPTED = "preempted"
+    REPLACE = "replace"  # the node, and then retry
 
 
 class JobVerdict(NamedTuple):
@@ -43,10 +44,11 @@ MEANINGS = {
     8: (Action.STOP, "loss or gradient not finite, or a spike (exit 8)"),
     9: (Action.PREEMPTED, "preempted, checkpoint saved (exit 9)"),
     10: (Action.STOP, "output locked by another job (exit 10)"),
+    11: (Action.REPLACE, "device lost (exit 11)"),
     130: (Action.PREEMPTED, "interrupted by Ctrl-C (exit 130)"),
 }
 # The rank that fails first brings down others: the most specific code is the cause.
-PRIORITY = (2, 3, 4, 5, 10, 8, 6, "killed", 130, 9, 1, 7, "ended", 0)
+PRIORITY = (11, 2, 3, 4, 5, 10, 8, 6, "killed", 130, 9, 1, 7, "ended", 0)
 FOR_ANOTHER = "for another rank"  # in the message of the rank that gave up first; others only see broken connections
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # that a program causes itself
 ENDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # the signals by which launchers end the other ranks
@@ -61,6 +63,36 @@ def judge(codes: Iterable[int], retry_numerics: bool = False) -> JobVerdict:
     if code == 8 and retry_numerics:
         action = Action.RETRY
     return JobVerdict(action, cause, code)
+
+
+class End(NamedTuple):
+    """The end of a rank. at: Unix seconds, by the clock of its node"""
+
+    at: float
+    rank: int
+    host: str
+    code: int
+    why: str = ""
+
+
+def first_failure(ends: Iterable[End]) -> Optional[End]:
+    """The rank that failed first. Those that only lost another rank, or were ended with it, count if there is no other.
+
+    >>> first_failure([End(3.0, 0, "a", 7), End(2.0, 1, "b", 3), End(1.0, 2, "b", 1), End(0.0, 3, "a", 0)]).rank
+    2
+    """
+
+    def order(end: End) -> tuple:
+        effect = end.code == 7 or _kind(end.code) == "ended"
+        return (
+            effect,
+            FOR_ANOTHER not in end.why if effect else False,
+            end.at,
+            PRIORITY.index(_kind(end.code)),
+            end.rank,
+        )
+
+    return min((end for end in ends if end.code), key=order, default=None)
 
 
 def _kind(code: int):

@@ -21,7 +21,10 @@ class Attempt:
     ended: float = 0.0
     cause: str = ""
     code: int = 0
-    why: str = ""  # the message of the rank that caused its end
+    why: str = ""  # the message of the rank that failed first
+    rank: Optional[int] = None  # that rank
+    host: str = ""  # and its machine
+    excluded: int = 0  # nodes that were left out
     first_step: int = 0  # the step that it began with; 0: it did not reach one
     last_step: int = 0  # the last step that it completed
     phases: dict = field(default_factory=dict)  # phase -> seconds, on rank 0
@@ -35,8 +38,12 @@ class Attempt:
         return self.ended - self.launched
 
     @property
+    def made_a_step(self) -> bool:
+        return self.last_step >= self.first_step > 0
+
+    @property
     def ending_in_words(self) -> str:
-        return in_words(self.cause, self.why)
+        return in_words(self.cause, self.why, self.rank, self.host)
 
     @property
     def setup(self) -> float:
@@ -95,7 +102,7 @@ class GoodputReport:
             span = f"steps {first} to {last}" if 0 < first <= last else "no step"
             lines.append(
                 f"  attempt {attempt['number']} on {attempt['ranks']} ranks: {_time(attempt['wall'])}, {span}, "
-                f"{in_words(attempt['cause'], attempt['why'])}"
+                f"{in_words(*(attempt[name] for name in ('cause', 'why', 'rank', 'host')))}"
             )
         return "\n".join(lines)
 
@@ -158,8 +165,13 @@ def account(attempts: list[Attempt], outcome: str, code: int, wall: float, check
     )
 
 
-def in_words(cause: str, why: str) -> str:
-    return f"{cause}: {why}" if why else cause
+def in_words(cause: str, why: str, rank: Optional[int] = None, host: str = "") -> str:
+    """
+    >>> in_words("failed (exit 1)", "ValueError: 3", 5, "n2")
+    'failed (exit 1), first on rank 5 of n2: ValueError: 3'
+    """
+    first = "" if rank is None else f", first on rank {rank} of {host}"
+    return f"{cause}{first}: {why}" if why else f"{cause}{first}"
 
 
 def _again(attempt: Attempt, later: Optional[Attempt], made: int) -> int:

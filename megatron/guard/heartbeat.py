@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import in_a_line
+from megatron.errors import in_a_line, node_name
 from megatron.storage.processes import process_start_ticks
 
 SIZE = 2048  # bytes of a heartbeat file
@@ -58,6 +58,7 @@ class Beat:
     machine: str = ""  # for `pid`: hosts can share a name, and containers a host
     slurm_step: str = ""  # JOB.STEP of the process
     group: str = ""  # of the last collective or message: "dp group 1"
+    at: float = 0.0  # Unix seconds, by the clock of its node
     ended: Optional[int] = None  # exit code
     why: str = ""  # the first line of the error that ended it
 
@@ -88,11 +89,7 @@ class Heartbeat:
                 signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # one that comes after `close` does not end the rank
             faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
         who = dict(
-            rank=rank,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            born=process_start_ticks(os.getpid()),
-            machine=machine(),
+            rank=rank, host=node_name(), pid=os.getpid(), born=process_start_ticks(os.getpid()), machine=machine()
         )
         words = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
         if all(words):
@@ -184,7 +181,7 @@ class Heartbeat:
         text = (
             f'{self.head}, "count": {self.count}, "phase": "{self.phase}", "step": {self.step}, "since": {self.since}, '
             f'"op": "{op}", "usual": {self.usual.get(self.phase, 0.0):.4g}, "first_step": {self.first_step:.4g}, '
-            f'"seconds": {self.tail}{more}, "same": {self.count}}}'
+            f'"at": {time.time():.3f}, "seconds": {self.tail}{more}, "same": {self.count}}}'
         )
         room = SIZE - GROUP - 1
         self._put(text.encode().ljust(room)[:room] + b"\n", 0)

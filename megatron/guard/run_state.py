@@ -133,7 +133,7 @@ def look(folder: Place, now: Optional[float] = None) -> Line:
     total = config and _total(config, launch.get("mesh") or {}, steps[int(timed[-1])] if len(timed) else {})
     state, why, age = alive(metrics, history, statistics.median(seconds or [0.0]), now)
     newest, lost = _end_or_restart(events, launch), _lost_supervisor(launch)
-    failed = newest is not None and newest["event"] == "end" and newest["level"] == "error"
+    failed = newest is not None and newest["event"] == "end" and _failed(newest.get("code"))
     if newest and newest["event"] == "restart" and state in ("ended", "failed") and not lost:
         state, why = "starting", str(newest["message"])
     elif failed or state == "ended":
@@ -143,7 +143,7 @@ def look(folder: Place, now: Optional[float] = None) -> Line:
         if code == Interrupted.code:
             state = "interrupted"
         else:
-            state = "failed" if code not in (0, Preempted.code) else "done" if finished else "stopped"
+            state = "failed" if _failed(code) else "done" if finished else "stopped"
     if state != "done" and lost:
         why = ", ".join(filter(None, [why, f"its supervisor ({lost}) was killed: nobody restarts it"]))
     if history.interleaved:
@@ -170,6 +170,10 @@ def look(folder: Place, now: Optional[float] = None) -> Line:
         last_event=urgent[-1] if urgent else None,
         slow=tuple(slow_now(_newest(events))) if state in ("running", "stalled") else (),
     )
+
+
+def _failed(code: Optional[int]) -> bool:
+    return code not in (None, 0, Preempted.code, Interrupted.code)
 
 
 def _urgent(events: list[dict]) -> list[dict]:

@@ -73,3 +73,10 @@ def lost_supervisor(path: Optional[Path]) -> Optional[Mark]:
     """The supervisor whose mark is at a path, if it was killed."""
     mark = read_mark(path)
     return mark if mark and mark.is_lost(path) else None
+
+
+def is_supervised() -> bool:
+    """Whether this process belongs to a job whose supervisor works."""
+    path = Path(os.environ[SUPERVISOR]) if SUPERVISOR in os.environ else None
+    mark = read_mark(path)
+    return mark is not None and mark.ended is None and not mark.is_lost(path)

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.errors import Failure, PeerLost, SettingsError
+from megatron.errors import DeviceLost, Failure, PeerLost, SettingsError, node_name
 from megatron.fused_kernels import cpu_ops
-from megatron.mpu import collectives, parallel_state
+from megatron.mpu import collectives, device_variables, parallel_state
 from megatron.mpu.cpu_threads import choose_threads, waiting
 from megatron.mpu.mesh import Mesh, mesh_of
 from megatron.settings import rank_env, schema
@@ -35,7 +35,7 @@ class RankContext:
     mesh: Mesh
     device: torch.device
     joined: bool = False  # the process group was initialized here, so it is destroyed here
-    threads: str = ""  # description of the threads of a rank on a CPU
+    described: str = ""  # for the log: the threads of a rank on a CPU, the variables that a GPU follows
 
     @property
     def is_rank_zero(self) -> bool:
@@ -76,10 +76,11 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
             "both are in the environment",
             "let torchrun set them, or unset them for a single process",
         )
+    prepare_device(parallel, kernels, rank, world)
     device = pick_device(kernels.device, here.local_rank)
     if kernels.deterministic_mode and device.type == "cuda":
         repeat_bit_by_bit()
-    threads = use_threads(here.local_world_size or 1) if device.type == "cpu" else ""
+    described = use_threads(here.local_world_size or 1) if device.type == "cpu" else device_variables.described()
     if world > 1 and parallel.distributed_backend == "nccl" and device.type == "cpu":  # before the ranks meet
         raise SettingsError(
             "--distributed-backend nccl needs CUDA devices, and this run is on the CPU", do="leave the flag out (gloo)"
@@ -87,8 +88,6 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     if world > 1 and joined:
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-        if backend == "nccl":
-            prefer_messages()
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         others = "rank 0" if rank else "rank 1" if world == 2 else f"some of ranks 1 to {world - 1}"
         still = f"rank {rank} is still waiting for {others} at {where}"
@@ -115,7 +114,7 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
             late.cancel()
     mesh = mesh_of(parallel, rank, world, here.local_world_size or 8, timeout=timeout)
     parallel_state.use_mesh(mesh)
-    return RankContext(mesh, device, joined, threads)
+    return RankContext(mesh, device, joined, described)
 
 
 def leave_job(context: RankContext) -> None:
@@ -127,34 +126,40 @@ def leave_job(context: RankContext) -> None:
     parallel_state.use_mesh(None)
 
 
-def prefer_messages() -> None:
-    """Give NCCL's streams a high priority, unless the user has set the variable. Call it before groups are created.
-
-    A matrix product fills the device. A message that is ready at the same time would start only after the product's last
-    blocks were scheduled; with priority it takes the first free place, and overlaps with the product. Megatron-LM orders
-    the two by CUDA_DEVICE_MAX_CONNECTIONS=1, which prevents the overlap of ZeRO's messages (docs/gpus.md).
-    """
-    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+def prepare_device(parallel: schema.Parallel, kernels: schema.Kernels, rank: int, world_size: int) -> None:
+    """Set the variables that CUDA reads once, unless this run is on CPUs. Call it before CUDA is initialized."""
+    if kernels.device != "cpu" and torch.version.cuda:
+        device_variables.set_variables(parallel, rank, world_size)
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
-    """The device of this rank. `auto` is CUDA if available; each rank of a node uses the device of its local rank."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise SettingsError(
-            "--device cuda: torch finds no CUDA device",
-            f"torch {torch.__version__}",
+    """The device of this rank. `auto` is CUDA if available; each rank of a node uses the device of its local rank.
+
+    Raises DeviceLost if there is none: a supervisor then looks at the node, because a job that has trained there lost it.
+    """
+    there = torch.cuda.is_available()
+    if not there and (wanted == "cuda" or wanted == "auto" and has_silent_gpus()):
+        raise DeviceLost(
+            f"--device {wanted}: torch finds no CUDA device",
+            f"torch {torch.__version__} on {node_name()}",
             "use --device cpu (of a PaddleFleetX file: -o Global.device=cpu), or check the driver and CUDA_VISIBLE_DEVICES",
         )
-    if wanted == "cpu" or not torch.cuda.is_available():
+    if wanted == "cpu" or not there:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
-        raise SettingsError(
-            f"local rank {local_rank} has no CUDA device of its own: there are {count}",
+        raise DeviceLost(
+            f"local rank {local_rank} has no CUDA device of its own: there are {count} on {node_name()}",
             do=f"start at most {count} processes on this node (--nproc-per-node {count})",
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def has_silent_gpus(driver: str = "/dev/nvidiactl") -> bool:
+    """Whether torch is made for CUDA and the node has a driver: then `auto` must not fall back to the CPU."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
+    return torch.version.cuda is not None and not hidden and os.path.exists(driver)
 
 
 def repeat_bit_by_bit() -> None:

@@ -197,16 +197,25 @@ class DistributedOptimizer:
         return state.main.dtype if isinstance(state, FrozenState) else self.dtype
 
     def draw(self) -> None:
-        """Give the weights their initial values. Each rank draws what it owns, and parameters are gathered from it."""
+        """Give the weights their initial values. Ranks that own the same draw a part of it each, and gather the others;
+        parameters are gathered from what ranks own."""
         for state in self.everything:
             for own in state.owned:
-                values = torch.zeros(own.high - own.low, dtype=torch.float32, device=self.device)
-                initialise(own, values, self.mesh.coordinates, self.seed)
-                state.main[state.slice_of(own)] = values.to(state.main.device)
+                state.main[state.slice_of(own)] = self._drawn(own).to(state.main.device)
         self._fill(self.everything)
         if self.weights.keep:
             self.weights.need(*self.weights.memory.values())
         self.drawn = True
+
+    def _drawn(self, own: OwnedRange) -> torch.Tensor:
+        """The initial values of what this rank owns, fp32 on the device."""
+        axis = getattr(self.mesh, own.unit.replicate)
+        each = -(-(own.high - own.low) // axis.size)
+        low = min(own.low + axis.rank * each, own.high)
+        part = own._replace(low=low, high=min(low + each, own.high))
+        values = torch.zeros(each, dtype=torch.float32, device=self.device)
+        initialise(part, values[: part.high - part.low], self.mesh.coordinates, self.seed)
+        return collectives.all_gather(values, axis)[: own.high - own.low]
 
     def _targets(self, state: OwnedState) -> Targets:
         """Parameters or their shards that copy main weights: (range of the state, memory)."""

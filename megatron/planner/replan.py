@@ -8,6 +8,7 @@ layout. A checkpoint loads into any layout.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Optional
 
 from megatron.errors import Failure, SettingsError
 from megatron.guard.command import RANKS, config_of, is_srun, shape_of, value_of, with_flag, with_ranks, without
@@ -28,9 +29,10 @@ SPLITS = (
 )
 
 
-def fewer_ranks(words: list[str], now: int, least: int) -> tuple[int, list[str]]:
+def fewer_ranks(words: list[str], now: int, least: int, most: Optional[int] = None) -> tuple[int, list[str]]:
     """The largest number of ranks below `now` for the job with the same global batch, and the command for it.
 
+    most: ranks for which there are devices
     Raises SettingsError if no number down to `least` works, with the reasons for the largest.
     """
     config = config_of(words)
@@ -49,7 +51,8 @@ def fewer_ranks(words: list[str], now: int, least: int) -> tuple[int, list[str]]
     asserted = ("--data-parallel-size", "--local-batch-size", "--gradient-accumulation-steps")
     words = with_flag(without(words, *asserted), "--global-batch-size", str(size))
     divisible = value_of(words, *RANKS) is not None  # the ranks are on one machine
-    numbers = [ranks for ranks in range(now - 1, least - 1, -1) if ranks % each == 0 or ranks < each and divisible]
+    most = now - 1 if most is None else min(now - 1, most)
+    numbers = [ranks for ranks in range(most, least - 1, -1) if ranks % each == 0 or ranks < each and divisible]
     why: list[str] = []
     for ranks in numbers:
         problems = check(config_of(words), ranks)
@@ -70,7 +73,7 @@ def fewer_ranks(words: list[str], now: int, least: int) -> tuple[int, list[str]]
                 f"{needed(then, ranks) / 1e9:.0f} GB of each"
             )
     raise SettingsError(
-        f"no layout on {least} to {now - 1} ranks keeps the global batch of {size}",
+        f"no layout on {least} to {most} ranks keeps the global batch of {size}",
         "; ".join(why[:4]),
         "see --min-world-size, --global-batch-size and --micro-batch-size",
     )

@@ -63,10 +63,12 @@ KINDS = {
     ),
     "end": EventKind(
         "info",
-        "a launch or a supervised job ended; level error if its exit code is neither 0 nor 9",
+        "a launch or a supervised job ended; level error if its exit code is neither 0 nor 9, but info for a launch that a "
+        "supervisor watches",
         {
             "code": "exit code",
             "why": "the reason, if it did not reach its last step",
+            "rank_host": "machine of the rank that failed first",
             "account": "of a supervised job: seconds by cause, steps, restarts, checkpoints",
         },
         logged=False,
@@ -81,10 +83,22 @@ KINDS = {
         "the supervisor starts the job again",
         {
             "cause": "how the last attempt ended",
-            "why": "the message of the rank that caused it",
+            "why": "the message of the rank that failed first",
             "code": "its exit code",
+            "rank_host": "its machine",
             "restarts": "number of restarts, with this one",
             "after": "seconds until it starts",
+        },
+        logged=False,
+    ),
+    "node_excluded": EventKind(
+        "info",
+        "the supervisor leaves out nodes that failed; the restart, or the end, reports it",
+        {
+            "nodes": "names of the nodes",
+            "why": "what the check of the node, or the rank, said",
+            "action": "spare, fewer, queue or none",
+            "ranks": "number of ranks from now on",
         },
         logged=False,
     ),
@@ -94,8 +108,8 @@ KINDS = {
         {"restarts": "number within the hour", "limit": "of the rule"},
     ),
     "hang": EventKind(
-        "error",
-        "the supervisor ends the job because ranks give no sign of life",
+        "info",
+        "the supervisor ends the job because ranks give no sign of life; the restart, or the end, reports it",
         {"ranks": "the silent ranks", "seconds": "their silence"},
         logged=False,
     ),
@@ -233,6 +247,8 @@ KINDS = {
     ),
 }
 
+REPORTED_BY_SUPERVISOR = ("end", "no_step")  # of a run: its supervisor restarts it, or reports that it gave up
+
 
 class EventLog:
     """Records the events of a run. Does nothing on ranks without `active`.
@@ -242,6 +258,7 @@ class EventLog:
     listeners: called with each event, such as the sender of --webhook; they must return immediately
     rules:     kind -> `event_rules.EventRule`: its level, and whether it is switched off
     outboxes:  listeners to close with the log
+    supervised: whether a supervisor reports the failures of the run (`REPORTED_BY_SUPERVISOR`)
     """
 
     def __init__(
@@ -256,6 +273,7 @@ class EventLog:
         self.path, self.log, self.listeners, self.source, self.active = path, log, [*listeners], source, active
         self.host, self.rules, self.outboxes = socket.gethostname(), {}, []
         self.ended = False  # whether the event "end" was recorded
+        self.supervised: Callable[[], bool] = lambda: False
 
     def record(
         self,
@@ -280,6 +298,10 @@ class EventLog:
             return
         level = (rule and rule.level) or level or known.level
         assert level in LEVELS, level
+        loud = (known.logged if logged is None else logged) and level != "info"
+        words = f"{'warning' if level == 'warning' else 'ERROR'}: {message}"
+        quiet = kind in REPORTED_BY_SUPERVISOR and self.supervised()
+        level = "info" if quiet else level
         self.ended = self.ended or kind == "end"
         common = (
             round(time.time(), 3),
@@ -292,11 +314,12 @@ class EventLog:
             " ".join(message.split()),
         )
         event = as_json(dict(zip(COMMON, common, strict=True)) | fields)
-        if (known.logged if logged is None else logged) and level != "info":
-            self.log(f"{'warning' if level == 'warning' else 'ERROR'}: {message}")
+        if loud:
+            self.log(words)
         self._append(event)
         for listener in self.listeners:
-            listener(event)
+            if not (quiet and listener in self.outboxes):
+                listener(event)
 
     def processes(self) -> set[int]:
         """The processes that send events at the moment."""

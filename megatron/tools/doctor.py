@@ -14,11 +14,13 @@ import re
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Optional
 
-from megatron.errors import run_main
+from megatron.errors import DeviceLost, node_name, run_main
 from megatron.mpu.cpu_threads import cores
 from megatron.telemetry.figures import WIDE, WIDTH, labelled, sentence, several, shortened, size
 
@@ -41,13 +43,26 @@ def main(argv: list[str]) -> None:
         "--wide", action="store_true", help="lines as long as they are, and messages of libraries whole"
     )
     parser.add_argument("--all", action="store_true", help="every kernel: its use, and why it is missing")
+    parser.add_argument(
+        "--node",
+        nargs="?",
+        type=int,
+        const=-1,
+        metavar="GPUS",
+        help="only whether a rank can start here: so many GPUs (default: what SLURM or CUDA_VISIBLE_DEVICES gave), each of "
+        "which computes, without a fatal Xid in the kernel's log; else exit code 11",
+    )
     parser.add_argument("--path", default=".", help="folder whose disk is looked at")
     arguments = parser.parse_args(argv)
+    if arguments.node is not None:
+        check_node(gpus_given() if arguments.node < 0 else arguments.node)
+        return
     facts = dict(
         software=_software(),
         processor=_processor(),
         memory=_memory(),
         gpus=_gpus(),
+        **({"errors of GPUs": found} if (found := fatal_xids(kernel_log())) else {}),
         disk=_disk(arguments.path),
         network=_network(),
         kernels=_kernels(),
@@ -60,6 +75,64 @@ def main(argv: list[str]) -> None:
     )
 
 
+def gpus_given() -> int:
+    """The number of GPUs that SLURM or CUDA_VISIBLE_DEVICES gave to this process; 0: unknown."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip() not in ("", "-1")]
+    return int(os.environ.get("SLURM_GPUS_ON_NODE") or 0) or len(visible)
+
+
+def check_node(expected: int) -> None:
+    """Print what this node has. Raises DeviceLost with the first thing for which no rank can start here."""
+    gpus, shared = _gpus(), Path("/dev/shm")
+    problems = [f"GPU {number}: {words}" for number, words in enumerate(gpus) if any(bad in words for bad in BAD)]
+    if len(gpus) < expected:
+        problems.insert(0, f"{len(gpus)} of {expected} GPUs are there")
+    problems += fatal_xids(kernel_log()) if gpus or expected else []
+    if not os.access(shared, os.W_OK):
+        problems.append(f"{shared} cannot be written")
+    if problems:
+        raise DeviceLost(f"{node_name()}: {'; '.join(problems)}")
+    print(f"{node_name()}: {several(len(gpus), 'GPU')}, no problems")
+
+
+# Errors of the driver after which a GPU needs a reset or a repair (NVIDIA's list of Xids).
+FATAL_XIDS = {
+    48: "ECC",
+    64: "ECC",
+    74: "NVLink",
+    79: "fallen off the bus",
+    95: "ECC",
+    119: "GSP",
+    120: "GSP",
+    140: "ECC",
+}
+RECENT = 3600.0  # seconds: an older Xid may have been repaired by a reset
+
+
+def kernel_log() -> str:
+    """The kernel's messages, with seconds since the boot; "" if they may not be read."""
+    try:
+        return subprocess.run(["dmesg"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def fatal_xids(log: str, now: Optional[float] = None) -> list[str]:
+    """The recent fatal Xids of a kernel log.
+
+    >>> fatal_xids("[ 90.5] NVRM: Xid (PCI:0000:3b:00): 79, pid=7, GPU has fallen off the bus.\\n"
+    ...            "[ 91.0] NVRM: Xid (PCI:0000:3b:00): 31, pid=7, name=python, MMU Fault", now=100.0)
+    ['Xid 79 of GPU 0000:3b:00 (fallen off the bus) 10 s ago']
+    """
+    now = time.clock_gettime(time.CLOCK_BOOTTIME) if now is None else now
+    found = []
+    for seconds, place, xid in re.findall(r"\[\s*(\d+\.\d+)\].*NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)", log):
+        age = now - float(seconds)
+        if int(xid) in FATAL_XIDS and age < RECENT:
+            found.append(f"Xid {xid} of GPU {place} ({FATAL_XIDS[int(xid)]}) {age:.0f} s ago")
+    return found
+
+
 BAD = ("FAILS", "COMPUTES WRONG", "UNKNOWN")  # words of facts that prevent training
 
 
@@ -67,6 +140,7 @@ def wrong(facts: dict) -> list[str]:
     """The problems that prevent training."""
     checked = {f"GPU {number}": words for number, words in enumerate(facts["gpus"])} | facts["network"]
     problems = [f"{name}: {words}" for name, words in checked.items() if any(bad in words for bad in BAD)]
+    problems += facts.get("errors of GPUs", [])
     if facts["gpus"] and facts["network"]["shared memory"].startswith("none"):
         problems.append(f"shared memory: {facts['network']['shared memory']}")
     return problems

@@ -4,9 +4,10 @@
     python -m megatron.tools.supervise --max-restarts 20 -- torchrun --nproc-per-node 8 pretrain_gpt.py --save ckpt ...
 
 The job's exit code decides what follows: errors in settings, data or checkpoints stop it (they would repeat), lost
-processes and storage are retried, a preempted job is left to be resumed. The job resumes from its --save: --load is set
-to it as soon as it holds a checkpoint. With --min-world-size a job that repeatedly loses a rank continues with fewer, at
-the same global batch. At the end an account of the time is logged.
+processes and storage are retried, a preempted job is left to be resumed. A lost GPU, or a job that no longer starts, is a
+node's fault: nodes are checked, and the job goes on without those that fail, on spare ones, on fewer, or in the queue. It
+resumes from its --save: --load is set to that as soon as it holds a checkpoint. With --min-world-size a job that
+repeatedly loses a rank continues with fewer, at the same global batch. At the end an account of the time is logged.
 Exit code 0: the job has finished; else that of the job.
 
 Under SLURM it replaces the batch script, and srun is part of the command (docs/survival.md):
@@ -25,17 +26,39 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.errors import Failure, Interrupted, PeerLost, Preempted, SettingsError, StorageError, UsageError, run_main
+from megatron.errors import (
+    DeviceLost,
+    Failure,
+    Interrupted,
+    PeerLost,
+    Preempted,
+    SettingsError,
+    StorageError,
+    UsageError,
+    run_main,
+)
 from megatron.guard import command as commands
 from megatron.guard import processes, slurm
 from megatron.guard.evidence import standstills
-from megatron.guard.exits import Action, JobVerdict, codes_in_log, from_shell, judge, reason_in_log, to_shell
+from megatron.guard.exits import (
+    Action,
+    End,
+    JobVerdict,
+    codes_in_log,
+    first_failure,
+    from_shell,
+    judge,
+    reason_in_log,
+    to_shell,
+)
 from megatron.guard.goodput import Attempt, account
 from megatron.guard.heartbeat import STOP, Beat, ask, clear, machine, read_beats
+from megatron.guard.nodes import Nodes
 from megatron.guard.resume_command import COMMAND, module_command, resumed
 from megatron.guard.stacks import explain
 from megatron.guard.supervisor_mark import NAME, REFRESH, SUPERVISOR, Mark, lost_supervisor
@@ -55,6 +78,8 @@ from megatron.telemetry.run_folder import newest_checkpoint
 
 FRESH_START = 600.0  # seconds of an attempt after which the back-off is reset
 LINGER = 10.0  # seconds that a launcher has to notice that a rank is gone, and to report how
+COMMAND_ERRORS = (UsageError.code, SettingsError.code)  # that cannot be, where the same command has trained
+QUEUED = "back in the queue"  # of SLURM: the outcome of a job that it starts again
 LATE = 0.5  # seconds beyond --poll between two checks that still count as silence
 
 
@@ -69,6 +94,21 @@ class SuperviseOptions:
     start_timeout: float = setting("the same until a rank has made its first step", 1800.0)
     min_world_size: Optional[int] = setting(
         "continue with fewer ranks, at least this many, after a rank is lost twice in a row", None
+    )
+    min_nodes: Optional[int] = setting(
+        "continue on fewer nodes, at least this many, after one has failed and no spare is left (srun)", None
+    )
+    spare_nodes: int = setting(
+        "nodes of the SLURM allocation that the job leaves idle; one takes the place of a node that fails (srun)", 0
+    )
+    node_check: Optional[str] = setting(
+        "shell command that fails on a node which cannot train; it runs on each node, before the first attempt too "
+        "(default: megatron.tools.doctor --node, after a device was lost)",
+        None,
+    )
+    bad_nodes: Optional[str] = setting(
+        "file with the names of nodes that failed, which a requeued job does not get (default: bad_nodes under --save)",
+        None,
     )
     same_step_limit: int = setting("crashes at one step after which the job is stopped: it would crash again", 3)
     backoff: float = setting("seconds before the first restart; twice as long before each next one, at most 60", 1.0)
@@ -137,8 +177,14 @@ class Supervisor:
         self.mark, self.mark_path, self.refreshed = Mark.own(), self.logs / NAME, time.monotonic()
         self.old_events = size_of(self.events.path)
         self.ending_since: Optional[float] = None  # the first sign of the end of this attempt
+        kept = settings.bad_nodes or (local_folder(self.save) / "bad_nodes" if self.save else None)
+        self.nodes = Nodes(settings.node_check, kept and Path(kept))
+        self.change = ""  # what the next attempt does otherwise
+        self.hang = ""  # why this attempt was ended
         if settings.min_world_size and settings.min_world_size > self.ranks:
             raise SettingsError(f"--min-world-size {settings.min_world_size} is more than the job's {self.ranks} ranks")
+        if settings.spare_nodes:
+            self.leave_spares(settings.spare_nodes)
 
     # ---- the whole job ---------------------------------------------------------------------------------------------
 
@@ -152,6 +198,9 @@ class Supervisor:
         if self.save is None:
             log("the command has no --save, as far as can be seen from here: each attempt begins as the first one does")
         try:
+            if self.settings.node_check and (bad := self.nodes.failing(self.command)):
+                if outcome := self.go_on_without(bad):
+                    return self.report(outcome, JobVerdict(Action.STOP, outcome, DeviceLost.code))
             while True:
                 verdict = self.attempt()
                 if self.asked_to_stop and verdict.action is Action.RETRY:  # for example, it had nothing to save yet
@@ -192,34 +241,93 @@ class Supervisor:
             if verdict.code == Interrupted.code:
                 return "interrupted by Ctrl-C"
             requeued = settings.on_preempt == "requeue" and self.requeue()
-            return "preempted" + (", back in the queue" if requeued else "")
-        if verdict.action is Action.STOP:
+            return "preempted" + (f", {QUEUED}" if requeued else "")
+        no_longer_starts = not attempt.made_a_step and self.has_trained()
+        if verdict.action is Action.STOP and not (no_longer_starts and verdict.code in COMMAND_ERRORS):
             return f"stopped: {verdict.cause}"
         if len(self.attempts) > settings.max_restarts:
             return f"given up after {settings.max_restarts} restarts (--max-restarts)"
+        if verdict.action is Action.REPLACE or no_longer_starts:
+            if bad := self.failed_nodes(attempt, verdict):
+                return self.go_on_without(bad)
         crashes = 0
         for earlier in reversed(self.attempts):
-            if (
-                earlier.code != attempt.code or abs(earlier.last_step - attempt.last_step) > 1
-            ):  # ranks may be a step apart
+            same = (earlier.code, earlier.excluded, earlier.ranks) == (attempt.code, attempt.excluded, attempt.ranks)
+            if not same or abs(earlier.last_step - attempt.last_step) > 1:  # ranks may be a step apart
                 break
             crashes += 1
-        if crashes >= 2 and settings.min_world_size and self.shrink():
+        if crashes >= 2 and settings.min_world_size and self.shrink(settings.min_world_size):
             return None
         if crashes >= settings.same_step_limit:
             return f"stopped: {crashes} times the same end after step {attempt.last_step} (--same-step-limit)"
         return None
 
-    def requeue(self) -> bool:
+    def has_trained(self) -> bool:
+        """Whether the job has made steps: then its command works, and what no longer starts has broken since."""
+        return any(attempt.made_a_step for attempt in self.attempts) or newest_checkpoint(self.save) is not None
+
+    def failed_nodes(self, attempt: Attempt, verdict: JobVerdict) -> dict[str, str]:
+        """Node -> reason, for each that fails the check, or whose ranks have lost their device again."""
+        log("checking the nodes")
+        gpus = commands.shape_of(self.command)[1] if verdict.code == DeviceLost.code else None
+        bad = self.nodes.failing(self.command, gpus)
+        if not bad and verdict.action is Action.REPLACE:
+            at_start = not attempt.made_a_step and self.has_trained()
+            bad = self.nodes.suspected([attempt.host] if attempt.host else [], at_start)
+        return bad
+
+    def go_on_without(self, bad: dict[str, str]) -> Optional[str]:
+        """Exclude nodes, and choose what the job runs on now. Returns the reason if there is nothing left."""
+        names, why = " ".join(bad), next(iter(bad.values()))
+        log(f"nodes that fail the check: {names} ({why})")
+        self.nodes.exclude(bad)
+        settings, left = self.settings, self.nodes.left(self.command)
+        each = commands.shape_of(self.command)[1]
+        least = settings.min_world_size or (settings.min_nodes or 0) * each
+        on_srun, action, outcome = commands.is_srun(self.command), "none", None
+        if on_srun and self.nodes.suffice(self.command):
+            action, self.change = "spare", f"without {names}, on a spare node"
+        elif least and self.shrink(least, len(left) * each if on_srun else None):
+            action, self.change = "fewer", f"without {names}, on {self.ranks} ranks"
+        elif settings.on_preempt == "requeue" and self.requeue(self.nodes.all_excluded()):
+            action, outcome = "queue", f"{QUEUED}, without {names} ({why})"
+        else:
+            do = "--spare-nodes, --min-nodes, --on-preempt requeue" if on_srun else "--min-world-size"
+            outcome = f"given up: {names} failed ({why}), and nothing is left to run on ({do})"
+        self.events.record(
+            "node_excluded",
+            f"{names} failed ({why}): {outcome or self.change}",
+            nodes=list(bad),
+            why=why,
+            action=action,
+            ranks=self.ranks,
+        )
+        return outcome
+
+    def leave_spares(self, spares: int) -> None:
+        """Use fewer nodes than the allocation has. Raises SettingsError without srun, or where none would be left."""
+        allocated, (nodes, each) = len(slurm.nodes()), commands.shape_of(self.command)
+        if not commands.is_srun(self.command) or not slurm.job():
+            raise SettingsError(
+                "--spare-nodes leaves nodes of a SLURM allocation idle, and this is no command of srun in a job",
+                do="without SLURM: megatron.tools.launch --spare-nodes, and a supervisor on each node (docs/survival.md)",
+            )
+        if not 0 < spares < allocated:
+            raise SettingsError(f"--spare-nodes {spares}: the allocation has {allocated} nodes")
+        if nodes > allocated - spares:
+            self.ranks = (allocated - spares) * each
+            self.command = commands.with_ranks(self.command, self.ranks)
+
+    def requeue(self, excluded: Sequence[str] = ()) -> bool:
         number = slurm.job()
         if number is None:
             log("--on-preempt requeue: this is no SLURM job")
-        return number is not None and slurm.requeue(number)
+        return number is not None and slurm.requeue(number, excluded)
 
-    def shrink(self) -> bool:
+    def shrink(self, least: int, most: Optional[int] = None) -> bool:
         """Change the layout to fewer ranks; False if that is impossible."""
         try:
-            fewer, command = fewer_ranks(self.command, self.ranks, self.settings.min_world_size)
+            fewer, command = fewer_ranks(self.command, self.ranks, least, most)
         except Failure as failure:
             log(f"no fewer ranks: {failure}")
             return False
@@ -247,11 +355,15 @@ class Supervisor:
 
     def record_restart(self, attempt: Attempt) -> None:
         """Record a restart, and whether there were too many of them within an hour."""
-        number, code = len(self.attempts), attempt.code
+        number, code, change = len(self.attempts), attempt.code, f" {self.change}" * bool(self.change)
+        self.change = ""
         self.events.record(
             "restart",
-            f"restart {number} of {self.settings.max_restarts} after step {attempt.last_step}: {attempt.ending_in_words}",
+            f"restart {number} of {self.settings.max_restarts}{change} after step {attempt.last_step}: "
+            f"{attempt.ending_in_words}",
             iteration=attempt.last_step or None,
+            rank=attempt.rank,
+            rank_host=attempt.host,
             cause=attempt.cause,
             why=attempt.why,
             code=code,
@@ -283,6 +395,8 @@ class Supervisor:
 
     def report(self, outcome: str, verdict: JobVerdict) -> int:
         """Log the account and write it to goodput.json; returns the exit code."""
+        if outcome.startswith(QUEUED):
+            verdict = JobVerdict(Action.PREEMPTED, verdict.cause, Preempted.code)
         code = to_shell(verdict.code)
         saved = self.saved()
         summary = account(self.attempts, outcome, code, time.monotonic() - self.began, saved)
@@ -294,16 +408,19 @@ class Supervisor:
             where = f"the account could not be written: {error}"
         log(f"{summary.text()}\n  {where}")
         self.leave_mark(outcome)
-        why = outcome
-        if verdict.action in (Action.STOP, Action.RETRY) and self.attempts:
-            last = self.attempts[-1]
-            why += f": {last.why}" * bool(last.why) if last.cause in outcome else f": {last.ending_in_words}"
+        why, last = outcome, self.attempts[-1] if self.attempts else Attempt(0, self.ranks)
+        if verdict.action in (Action.STOP, Action.RETRY, Action.REPLACE) and self.attempts:
+            said = last.ending_in_words
+            said = said.removeprefix(last.cause).lstrip(":, ") if last.cause in outcome else said
+            why += f": {said}" * bool(said)
         self.events.record(
             "end",
             f"the supervised job {why}, after {duration(summary.wall)}: {summary.steps} steps, {summary.restarts} "
             f"restarts, goodput {summary.goodput:.0%}",
             level="info" if code in (0, Preempted.code, Interrupted.code) else "error",
             iteration=max((attempt.last_step for attempt in self.attempts), default=0) or None,
+            rank=last.rank if code else None,
+            rank_host=last.host if code else None,
             code=code,
             why=why,
             account=summary.brief(),
@@ -316,11 +433,12 @@ class Supervisor:
         """Start the job, watch it to its end, and end all its processes."""
         clear(self.beats)
         self.killed, self.ending_since, launches = {}, None, self.launches()
-        words = resumed(self.command, self.save, self.others)
+        self.hang = ""
+        words = self.nodes.placed(resumed(self.command, self.save, self.others))
         words = commands.with_flag(words, "--heartbeat-dir", str(self.beats))
         words = commands.with_flag(words, "--exit-signal-handler")
         number = len(self.attempts)
-        attempt = Attempt(number, self.ranks, launched=time.monotonic() - self.began)
+        attempt = Attempt(number, self.ranks, launched=time.monotonic() - self.began, excluded=len(self.nodes.excluded))
         self.attempts.append(attempt)
         self.log, self.log_at = unused(self.logs, number), 0
         at = newest_checkpoint(self.save)
@@ -419,7 +537,8 @@ class Supervisor:
     def log_hang(self, beats: list[Beat], silent: dict[int, float], over: list[Beat]) -> None:
         """Log what each rank does, culprits first."""
         if not beats:
-            log("no rank has come to life (--start-timeout)")
+            self.hang = "no rank has come to life (--start-timeout)"
+            log(self.hang)
             self.events.record("hang", "no rank has come to life (--start-timeout)", ranks=[], seconds=None)
             return
         ranks, seconds = [beat.rank for beat in over], max(silent[beat.rank] for beat in over)
@@ -430,6 +549,7 @@ class Supervisor:
             log(f"  {line}")
         step = min(beat.step for beat in beats)
         message = "; ".join([what, *lines[:1]])
+        self.hang = message.removeprefix("the job hangs: ")
         self.events.record("hang", message, iteration=max(0, step - 1), ranks=ranks, seconds=round(seconds, 1))
 
     def log_lost(self, beats: list[Beat], silent: dict[int, float]) -> None:
@@ -492,10 +612,18 @@ class Supervisor:
             codes = [0]
         elif returned and returned > 1:  # our launcher returns the code of a rank, torchrun always 1
             codes.append(from_shell(returned))
+        ends = [End(beat.at, beat.rank, beat.host, beat.ended, beat.why) for beat in beats if beat.ended is not None]
+        ends += [End(beat.at, beat.rank, beat.host, self.signal_of(beat)) for beat in beats if beat.rank in self.killed]
+        first = first_failure(ends)
         if hung:
             verdict = JobVerdict(Action.RETRY, "hung", 7)
         else:
-            verdict = judge(codes or [returned or 1], self.settings.on_numerics == "retry")
+            retry = self.settings.on_numerics == "retry"
+            verdict = judge(codes or [returned or 1], retry)
+            if (
+                first and verdict.code and verdict.code in {end.code for end in ends}
+            ):  # else it is of a rank without a heartbeat
+                verdict = judge([first.code], retry)
         attempt.ended = time.monotonic() - self.began
         attempt.ending = time.monotonic() - (self.ending_since or time.monotonic())
         attempt.cause, attempt.code = verdict.cause, verdict.code
@@ -504,10 +632,26 @@ class Supervisor:
             attempt.first_step, attempt.last_step = beats[0].since, max(0, min(beat.step for beat in beats) - done)
             attempt.phases, attempt.first_step_seconds = dict(beats[0].seconds), beats[0].first_step
         self.count_steps(attempt, launches)
-        why = next((beat.why for beat in beats if beat.ended == verdict.code and beat.why), "")
-        attempt.why = why or ("" if hung or verdict.code == 0 else reason_in_log(output, verdict.code))
+        if hung:
+            attempt.why = self.hang
+        elif verdict.code:
+            unheard = [beat for beat in beats if beat.ended is None and processes.is_gone(beat)]
+            if verdict.code < 0 and not self.killed and len(unheard) == 1:  # only its launcher knows the signal
+                first = End(unheard[0].at, unheard[0].rank, unheard[0].host, verdict.code)
+            self.note_reason(attempt, first, output)
         log(f"attempt {attempt.number} ended: {attempt.ending_in_words}")
         return verdict
+
+    def signal_of(self, beat: Beat) -> int:
+        """The exit code of a rank that was killed."""
+        return -(self.killed[beat.rank] or signal.SIGKILL)
+
+    def note_reason(self, attempt: Attempt, first: Optional[End], output: str) -> None:
+        """Take the reason of an attempt's end: what the rank said that failed first, or else the job's output."""
+        if first and first.code == attempt.code and first.code not in (Preempted.code, Interrupted.code):
+            attempt.rank, attempt.host = first.rank, first.host
+        attempt.why = first.why if first and first.code == attempt.code else ""
+        attempt.why = attempt.why or reason_in_log(output, attempt.code)
 
     def count_steps(self, attempt: Attempt, launches: int) -> None:
         """Take the steps of an attempt from its metrics, where they are here: status and report count the same."""
@@ -540,10 +684,13 @@ def logging_of(command: list[str]) -> Logging:
 LOGGING = ("on_event", "webhook", "event_level", "event_rules", "metrics_file")
 
 
+LEAST = dict(max_restarts=0, backoff=0, grace=0, spare_nodes=0, same_step_limit=1, min_world_size=1, min_nodes=1)
+
+
 def check(settings: SuperviseOptions, command: list[str]) -> None:
     """Raise SettingsError for timeouts and limits out of range, UsageError for a command that cannot be started."""
     for name, value in vars(settings).items():
-        least = {"max_restarts": 0, "backoff": 0, "grace": 0, "same_step_limit": 1, "min_world_size": 1}.get(name)
+        least = LEAST.get(name)
         flag = f"{dashed(name)} {value}"
         if least is not None and value is not None and value < least:
             raise SettingsError(f"{flag} must be at least {least}")

@@ -22,7 +22,7 @@ from megatron.errors import (
     in_a_line,
 )
 from megatron.guard.disk import shortage
-from megatron.guard.supervisor_mark import SUPERVISOR
+from megatron.guard.supervisor_mark import SUPERVISOR, is_supervised
 from megatron.settings import rank_env, schema
 from megatron.settings.parse import said
 from megatron.storage.durable import WriterLock
@@ -126,6 +126,7 @@ def recorded_end(events: EventLog, resumes: bool) -> Iterator[None]:
     The file of a run that has started and is not resumed stays as it is, and that of a finished run if the command was
     refused (exit codes 2 and 3).
     """
+    events.supervised = is_supervised
     past = _past_of(events.path) if events.path else []
     resumed = resumes or SUPERVISOR in os.environ
     finished = bool(past) and past[-1]["event"] == "end" and past[-1].get("code") == 0 and not past[-1].get("why")

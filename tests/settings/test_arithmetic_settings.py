@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.errors import SettingsError
+from megatron.errors import DeviceLost, SettingsError
 from megatron.fused_kernels import cpu_ops
 from megatron.model import recompute
 from megatron.model.gpt.module import GPT
@@ -235,9 +235,11 @@ def test_torch_compile_compiles_each_layer(build, monkeypatch):
 
 def test_device(build, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SettingsError, match="--device cuda: torch finds no CUDA device") as refused:
+    with pytest.raises(DeviceLost, match="--device cuda: torch finds no CUDA device") as refused:
         build("--device cuda")
-    assert "--device cpu" in refused.value.do and "-o Global.device=cpu" in refused.value.do
+    assert (
+        refused.value.code == 11 and "--device cpu" in refused.value.do and "-o Global.device=cpu" in refused.value.do
+    )
     assert build("--device auto").context.device.type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert {parameter.device.type for parameter in build("--device cpu").stages[0].parameters()} == {"cpu"}

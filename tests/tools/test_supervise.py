@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -48,9 +49,12 @@ steps = int(value_of(flags, "--train-iters"))
 def micro_batch():
     time.sleep(600)
 
-def fault(heart, rank, step, stop):
+def fault(heart, rank, step, start):
     for number, text in enumerate(filter(None, os.environ["FAULTS"].split())):
         what, at_rank, at_step = text.split(":")
+        if what.startswith("resumed-") and not start:
+            continue
+        what = what.removeprefix("resumed-")
         marker = save / f"fault-{number}"
         if (rank, step) != (int(at_rank), int(at_step)) or (marker.exists() and not what.endswith("!")):
             continue
@@ -79,7 +83,7 @@ def work(rank):
     start = max([int(p.name[5:]) for p in save.glob("iter_*")], default=0) if value_of(flags, "--load") else 0
     for step in range(start + 1, steps + 1):
         heart.beat("data", step=step)
-        fault(heart, rank, step, stop)
+        fault(heart, rank, step, start)
         heart.beat("F", op="F0")
         time.sleep(0.01)
         heart.beat("reduce")
@@ -205,11 +209,16 @@ def test_killed_stopped_and_stuck_ranks_are_told_and_the_job_goes_on(root, memor
     ), said
     assert [event["cause"] for event in events if event["event"] == "restart"] == causes[:-1]
     hang, storm, end = events[1], events[-2], events[-1]
-    assert hang["level"] == "error" and hang["ranks"] and hang["seconds"] >= 4 and "(SIGSTOP)" in hang["message"]
+    assert hang["level"] == "info" and hang["ranks"] and hang["seconds"] >= 4 and "(SIGSTOP)" in hang["message"]
     assert (storm["restarts"], storm["limit"], storm["level"]) == (4, 3, "error")
     assert (end["level"], end["code"], end["why"]) == ("info", 0, "finished") and end["account"]["restarts"] == 4
     assert {event["source"] for event in events} == {"supervisor"} and count_restarts(events) == 4
-    assert heard(job) == [event["event"] for event in events], said
+    assert heard(job) == ["restart"] * 4 + ["restart_storm", "end"], said  # once for each failure
+    whys = [event["message"] for event in events if event["event"] == "restart"]
+    here = socket.gethostname()
+    assert f"first on rank 1 of {here}" in whys[0] and f"first on rank 0 of {here}" in whys[3]
+    assert "hung: no word from rank 0" in whys[1] and "is stopped by a signal (SIGSTOP)" in whys[1]
+    assert [event["rank"] for event in events if event["event"] == "restart"] == [1, None, None, 0]
     assert read_mark(job.save / "supervise" / "supervisor.json").ended == "finished"
 
 
@@ -289,6 +298,49 @@ def test_checkpoints_are_counted_though_the_clock_goes_back(supervisor, monkeypa
 def test_the_same_crash_three_times_stops(root, tmp_path):
     returned, said, account = Supervised(root, tmp_path, "SIGKILL!:1:8").end()
     assert returned == 128 + 9 and account["restarts"] == 2 and "3 times the same end after step" in said
+
+
+@pytest.mark.parametrize(
+    "faults, flags, code, said",
+    [
+        (
+            "SIGKILL:1:8 resumed-3:0:6",
+            "--node-check true",
+            0,
+            "restart 2 of 10 after step 5: settings cannot work (exit 3)",
+        ),
+        (
+            "11:1:8 11:1:8",
+            "--node-check true",
+            11,
+            "given up: HOST failed (its ranks lost their device), and nothing is",
+        ),
+        (
+            "11:1:8",
+            "--node-check 'test ! -e lost || (echo GPU 1: gone; exit 1)'",
+            11,
+            "given up: HOST failed (GPU 1: gone)",
+        ),
+        ("11!:1:8", "--node-check true --min-world-size 1", 0, "restart 2 of 10 without HOST, on 1 ranks after step"),
+    ],
+    ids=["cannot start", "no spare", "check", "fewer"],
+)
+def test_a_lost_device_is_the_nodes_fault(faults, flags, code, said, root, tmp_path):
+    flags = shlex.split(flags.replace("lost", str(tmp_path / "save" / "lost")))
+    returned, text, account = Supervised(root, tmp_path, faults, *flags, steps=14).end()
+    assert returned == code, text
+    *_, end = events = read_events(tmp_path / "save")
+    words = " ".join(event["message"] for event in events) + text
+    assert said.replace("HOST", socket.gethostname()) in words, text
+    assert (end["rank"], end["rank_host"]) == ((1, socket.gethostname()) if code else (None, None))
+    excluded = [event["nodes"] for event in events if event["event"] == "node_excluded"]
+    assert excluded == [[socket.gethostname()]] * ("HOST" in said)
+    assert heard_levels(events) == ["restart"] * account["restarts"] + ["end"], events
+
+
+def heard_levels(events):
+    """The events that are sent, by default: warnings, errors and the end."""
+    return [event["event"] for event in events if event["level"] != "info" or event["event"] == "end"]
 
 
 def test_the_budget_of_restarts_ends(root, tmp_path):
@@ -687,12 +739,13 @@ def test_restarts_that_other_hosts_record_do_not_count():
     events = SimpleNamespace(rules={}, record=lambda kind, *words, **fields: recorded.append(kind))
     of = SimpleNamespace(
         attempts=[None],
+        change="",
         settings=SimpleNamespace(max_restarts=10),
         events=events,
         delay=1.0,
         past_events=lambda since: past,
     )
-    attempt = SimpleNamespace(code=7, last_step=3, ending_in_words="gone", cause="gone", why=None)
+    attempt = SimpleNamespace(code=7, last_step=3, ending_in_words="gone", cause="gone", why=None, rank=None, host="")
     for more in ([], [own], [dict(event="restart_storm")]):
         past += more
         supervise.Supervisor.record_restart(of, attempt)
