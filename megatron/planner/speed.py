@@ -428,11 +428,11 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
     back = exposed(sum(sent(op, op.back) for op in rings), d.attention_backward * core)
     back += ahead * any(op.runs_again(modules) for op in rings)
     others_again = [op for op in ops_again(ops, modules) if isinstance(op, Collective) and op.axis != "tp"]
-    exchanges, repeated_exchanges = ([op for op in one if op.axis in EXCHANGED and op.back] for one in (others, others_again))
+    exchanges, repeats = ([op for op in one if op.axis in EXCHANGED and op.back] for one in (others, others_again))
     moved = sum(sent(op, op.ahead) for op in exchanges)  # by exchanges whose gradients are exchanged, too
-    moved_back = sum(sent(op, op.back) for op in exchanges) + sum(sent(op, op.ahead) for op in repeated_exchanges)
+    moved_back = sum(sent(op, op.back) for op in exchanges) + sum(sent(op, op.ahead) for op in repeats)
     # A backward pass has turns for those that run again, too, and the forward pass beside it has not as many.
-    moved_back *= len(exchanges) / max(1, len(exchanges) + len(repeated_exchanges))
+    moved_back *= len(exchanges) / max(1, len(exchanges) + len(repeats))
     ahead += sum(sent(op, op.ahead) for op in others if not op.in_ring)
     back += sum(sent(op, op.back) for op in others if not op.in_ring)
     back += sum(sent(op, op.ahead) for op in others_again if not op.in_ring)

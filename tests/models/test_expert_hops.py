@@ -79,7 +79,9 @@ def exchanged(choose, *, world, local, number, n, h, hops, monkeypatch, ep=0, et
         # The same, token by token.
         scale = torch.cat((factor(torch.arange(number)), torch.zeros(1)))[experts].double()
         want = x.sin() * (scale * weights).sum(1, keepdim=True)
-        for found, wanted in zip((y, *gradients), (want, *torch.autograd.grad(want, (x, weights), upstream)), strict=True):
+        for found, wanted in zip(
+            (y, *gradients), (want, *torch.autograd.grad(want, (x, weights), upstream)), strict=True
+        ):
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
         return dispatcher.counts, dispatcher.rows.counts, (x, weights, upstream)
 

@@ -152,7 +152,7 @@ FULL = "--recompute-granularity full --recompute-method uniform"
 @pytest.mark.parametrize("ep, local", [(8, 8), (8, 4), (32, 8)])
 def test_a_step_has_all_exchanges_of_its_layers(ep, local, more, exchanges):
     """Tokens to experts and back, their gradients; and again the way there if a layer is recomputed, and the way back if a
-    mask of dropout is computed after it. Weights go with the rows to experts. The numbers of rows are exchanged first, once.
+    mask of dropout is computed after it. Weights go with the rows to experts. Numbers of rows are exchanged first, once.
     """
     cluster = Cluster(replace(H100, latency=0.0), 32, local)
     took, _ = a_step(f"--ep {ep} {more}", cluster)

@@ -124,8 +124,8 @@ class Dispatcher:
             self.whole = False
 
     def dispatch(self, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [n, h] and the weights of its pairs, [n, k] -> the rows of this rank's experts, [m, h], and their weights, [m, 1];
-        0 for a row without a pair.
+        """x [n, h] and the weights of its pairs, [n, k] -> the rows of this rank's experts, [m, h], and their weights,
+        [m, 1]; 0 for a row without a pair.
         """
         self._arrange()
         leaving = self._leaving(x, weights)
@@ -146,7 +146,6 @@ class Dispatcher:
             y = permuted(y, self.by_rank, self.by_expert, whole=self.filled)
             y = mappings.all_to_all(y, self.ep, self.received, self.sent)
         return summed(y, self.order, self.place, self.k, self.whole)
-
 
 
 class PaddedDispatcher(Dispatcher):
@@ -182,9 +181,7 @@ class PaddedDispatcher(Dispatcher):
         return rows.view(first, second, self.capacity, rows.shape[-1]).transpose(0, 1).flatten(0, 2)
 
 
-def permuted(
-    x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int = 1, whole: bool = True
-) -> torch.Tensor:
+def permuted(x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int = 1, whole: bool = True) -> torch.Tensor:
     """See `fused_kernels.reference.permute`."""
     return choose_kernel("permute", Case(x.device.type, x.dtype)).run(x, order, place, k, whole)
 

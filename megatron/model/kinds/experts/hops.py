@@ -80,9 +80,7 @@ class HopDispatcher:
         alike = arriving[here :: inner.size]  # from the ranks with this place on each node
         first = [rows[-1] for rows in leaving[:: inner.size]], [rows[-1] for rows in alike]
         sent = [sum(rows[own + place] for rows in alike) for place in range(inner.size)]
-        received = [
-            sum(rows[own + here] for rows in arriving[place :: inner.size]) for place in range(inner.size)
-        ]
+        received = [sum(rows[own + here] for rows in arriving[place :: inner.size]) for place in range(inner.size)]
         lengths = [sum(of_expert) for of_expert in zip(*(rows[:own] for rows in arriving))]
         numbers = self._counting.arriving[:, :own].sum(0)
         pairs = Counts(sum(lengths), [], [], numbers, Rows(numbers, sum(lengths), lengths))
@@ -104,10 +102,8 @@ class Hop:
         pairs = torch.arange(n * axis.size, device=experts.device)
         self.order = torch.full((m + 1,), len(pairs), device=experts.device).scatter_(0, self.place, pairs)[:-1]
 
-    def send(
-        self, x: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens [n, h] and weights [n, k] -> those that arrive, and their experts, numbered from the first of this rank."""
+    def send(self, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens [n, h] and weights [n, k] -> those that arrive, and their experts, counted from this rank's first."""
         ranks = self.axis.size
         rows, factors = (permuted(one, self.order, self.place, ranks, False) for one in (x, weights))
         experts = self.experts[self.order // ranks] - (self.order % ranks * self.own).unsqueeze(1)

@@ -89,7 +89,10 @@ def _exchanges(x: Residual, tokens: int, rows: int) -> tuple[list[LayerOp], list
         for axis, ranks, parts in (("ep_outer", outer, outer), ("ep_inner", inner, share.ep)):
             if ranks > 1:
                 reached = int(tokens * expected_parts(m, parts))  # as many arrive, on average
-                there += [over(axis, ranks, reached * (width + 4 * k), both), over(axis, ranks, reached * 2 * k, both[:1])]
+                there += [
+                    over(axis, ranks, reached * (width + 4 * k), both),
+                    over(axis, ranks, reached * 2 * k, both[:1]),
+                ]
                 back.insert(0, over(axis, ranks, reached * width, both))
                 orders, arrived = orders + arrived * ranks + reached, reached
         orders += arrived * k
