@@ -44,6 +44,7 @@ from megatron.errors import (
 )
 from megatron.guard import command as commands
 from megatron.guard import processes, slurm
+from megatron.guard.beat_files import STOP, Beat, BeatReader, ask, clear, machine, read_beats
 from megatron.guard.evidence import standstills
 from megatron.guard.exits import (
     Action,
@@ -57,7 +58,6 @@ from megatron.guard.exits import (
     to_shell,
 )
 from megatron.guard.goodput import Attempt, account
-from megatron.guard.heartbeat import STOP, Beat, ask, clear, machine, read_beats
 from megatron.guard.nodes import Nodes
 from megatron.guard.resume_command import COMMAND, module_command, resumed
 from megatron.guard.stacks import explain
@@ -80,6 +80,7 @@ FRESH_START = 600.0  # seconds of an attempt after which the back-off is reset
 LINGER = 10.0  # seconds that a launcher has to notice that a rank is gone, and to report how
 COMMAND_ERRORS = (UsageError.code, SettingsError.code)  # that cannot be, where the same command has trained
 QUEUED = "back in the queue"  # of SLURM: the outcome of a job that it starts again
+SHARE = 0.005  # of a core that looking at the ranks may cost
 LATE = 0.5  # seconds beyond --poll between two checks that still count as silence
 
 
@@ -467,15 +468,16 @@ class Supervisor:
         seen: dict[int, tuple[int, float]] = {}  # rank -> (count of its last beat, time of its arrival)
         asked: Optional[float] = None
         gone: Optional[float] = None
-        clock = Clock(self.settings.poll + LATE)
+        clock, reader, watching = Clock(self.settings.poll + LATE), BeatReader(self.beats), Effort(SHARE)
         while job.poll() is None:
             time.sleep(self.settings.poll)
             self.copy_log()
             self.refresh_mark()
-            now, beats = clock.look(), read_beats(self.beats)
-            for beat in beats:
-                if seen.get(beat.rank, (None,))[0] != beat.count:
-                    seen[beat.rank] = beat.count, now
+            now = clock.look()
+            if not watching.may_begin() and not (self.asked_to_stop and asked is None) and not self.stop_now:
+                continue
+            beats = reader.read()
+            note(beats, now, seen)
             if self.asked_to_stop and asked is None:
                 asked = now
                 self.pass_on(job, beats)
@@ -722,6 +724,30 @@ class Clock:
         now = time.monotonic()
         self.seconds, self.last = self.seconds + min(now - self.last, self.most), now
         return self.seconds
+
+
+def note(beats: list[Beat], now: float, seen: dict[int, tuple[int, float]]) -> None:
+    """Note when each rank gave its last sign of life. seen: rank -> (count of its last beat, time of its arrival)"""
+    for beat in beats:
+        if seen.get(beat.rank, (None,))[0] != beat.count:
+            seen[beat.rank] = beat.count, now
+
+
+class Effort:
+    """Keeps work that is done again and again at a share of one core: it begins later if it took longer before."""
+
+    def __init__(self, share: float):
+        self.share, self.began, self.next = share, None, 0.0
+
+    def may_begin(self) -> bool:
+        """Whether the work may begin now; what the thread did since it last began is taken as its cost."""
+        spent, now = time.thread_time(), time.monotonic()
+        if self.began is not None:
+            self.next, self.began = now + (spent - self.began) / self.share, None
+        if now < self.next:
+            return False
+        self.began = spent
+        return True
 
 
 def log_folder(asked: Optional[str], save: Optional[str]) -> Path:
