@@ -75,8 +75,10 @@ def train(config: Config, recipe: Recipe) -> None:
         config = resolve(config, world_size=world_size(config))
     if config.parallel.print_topology:
         return print_topology(config)
+    from megatron.mpu.initialize import prepare_device
     from megatron.planner.memory_check import check_room
 
+    prepare_device(config.parallel, config.kernels, rank_env.ranks().rank, world_size(config))
     refusal = check_room(config, recipe) or refused_port(config.logging)
     from megatron.training.loop import pretrain
 

@@ -243,6 +243,21 @@ def exit_code(error: BaseException) -> int:
     return failure.code if failure else 1
 
 
+def _print_uncaught(kind, error, trace) -> None:
+    """`sys.excepthook`: one message where a file of this suite imports a package that is not installed."""
+    calls = traceback.extract_tb(trace)
+    own = [call for call in calls if not call.filename.startswith("<")][-1:]
+    failure = explain(error) if isinstance(error, ModuleNotFoundError) else None
+    if failure and own and Path(own[0].filename).is_relative_to(Path(__file__).parent):
+        sys.stderr.write(f"error: {failure}\n")
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+if sys.excepthook is sys.__excepthook__:  # a command's file imports packages before `run_main` sees its errors
+    sys.excepthook = _print_uncaught
+
+
 def run_main(main, argv: list[str] | None = None) -> None:
     """Run `main(argv)` as a command: failures become one message on stderr and their exit code.
 

@@ -497,10 +497,15 @@ def test_a_process_ends_with_the_code_and_says_nothing_else(flags, code, root, m
     assert is_one_message(done.stderr)
 
 
-def test_a_python_without_the_packages(root, messy):
-    done = shell(root, messy, "-S", root / "pretrain_gpt.py", *MOCK.split())
+@pytest.mark.parametrize("command", [f"pretrain_gpt.py {MOCK}", "finetune.py", "-m megatron.tools.generate"])
+def test_a_python_without_the_packages(command, root, messy):
+    """Also where the file of the command imports them."""
+    first, *words = command.split()
+    done = shell(root, messy, "-S", root / first if first.endswith(".py") else first, *words)
     assert done.returncode == 1
-    assert re.search("the package (torch|xxhash) is missing in", done.stderr) and ".venv/bin/activate" in done.stderr
+    assert (
+        re.search("the package (torch|xxhash|numpy) is missing in", done.stderr) and ".venv/bin/activate" in done.stderr
+    )
     assert is_one_message(done.stderr)
 
 

@@ -23,6 +23,7 @@ from megatron.model.gpt import hf_settings as gpt_settings
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_hybrid import ANY_STEP, letters_ahead
 from megatron.model.hf_match import MIXERS, Match
+from megatron.model.hybrid_names import is_transformer
 from megatron.model.recipe import computes_its_own, facts_of, recipe_of
 from megatron.model.t5 import hf_names as t5_names
 from megatron.model.t5.facts import T5Facts
@@ -150,6 +151,23 @@ def adapted(config: Config, vocab_size: int) -> Family:
 def names_layers(config: Config) -> bool:
     """Whether there is a family of models whose layers a pattern lists, as this one's."""
     return any(not family.reasons(config.model) for family in gpt_settings.FAMILIES.values() if config.model.letters)
+
+
+def knows_layers(config: Config) -> bool:
+    """`names_layers`. Raises SettingsError for a pattern of neither, with what the nearest families lack."""
+    if names_layers(config):
+        return True
+    if config.model.letters and not is_transformer(config):
+        try:
+            gpt_settings.kind_of(config.model)
+        except SettingsError as error:
+            raise SettingsError(
+                f"--hybrid-layer-pattern {config.model.letters}: Hugging Face knows layers of attention and MLP, in turn, "
+                "and families with others",
+                error.why,
+                "it trains, evaluates and generates in this suite",
+            ) from None
+    return False
 
 
 def imported(settings: dict[str, Any], tied: Optional[bool] = None, depths: int = 0) -> Family:

@@ -25,7 +25,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import OPTIMIZER
 from megatron.checkpoint.store import Piece
 from megatron.convert import compressed_tensors, hf_files
-from megatron.convert.families import Family, exported, names_layers, prompts_for
+from megatron.convert.families import Family, exported, knows_layers, prompts_for
 from megatron.convert.fitted import fit
 from megatron.convert.hf_tokenizer import ExportedTokenizer, own_template, write_tokenizer
 from megatron.convert.imported import imported_state
@@ -79,7 +79,7 @@ def to_hf(
     Raises SettingsError for an unsupported model, CheckpointError if the exported model gives other results.
     """
     trained = path
-    with for_export(path, out, "Hugging Face", names_layers) as path, Reader(path) as reader, new_folder(out) as folder:
+    with for_export(path, out, "Hugging Face", knows_layers) as path, Reader(path) as reader, new_folder(out) as folder:
         family, files, tokenizer = write_hf(reader, folder, dtype, given, trained, file_bytes)
         notices = list(tokenizer.notices)
         if check and tokenizer.by_transformers:

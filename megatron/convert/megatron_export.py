@@ -146,7 +146,11 @@ def check_expressible(export: Export) -> None:
     if any(len(branch.mixers) > 1 for kind in export.facts.layer_kinds for branch in kind.branches):
         other.append("mixers beside each other")
     if other:
-        raise SettingsError(f"a model with {', '.join(other)} is not exported to Megatron-LM")
+        raise SettingsError(
+            f"a model with {', '.join(other)} is not exported to Megatron-LM",
+            do="it trains, evaluates and generates here; python -m megatron.tools.checkpoint to-hf writes it for "
+            "transformers, if that has such a model",
+        )
     if export.ep > 1 and not model.mixture:
         raise SettingsError(
             f"--target-expert-model-parallel-size {export.ep}: the model has no experts", do="leave it out"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read conversations, and pairs of a chosen and a rejected answer, from JSON lines (or a JSON array). Needs no torch.
+"""Read conversations, and pairs of a chosen and a rejected answer, from JSON lines, a JSON array, or the rows of Parquet
+and Arrow files. Needs no torch.
 
 {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]}          OpenAI's shape
 {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi."}]}              ShareGPT's
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
+from megatron.data.file_formats import TABLE_SUFFIXES
 from megatron.data.tables import read_table, refuse_half_letters
 from megatron.errors import DataError, did_you_mean
 from megatron.tokenizer.chat_template import ASSISTANT
@@ -22,6 +24,7 @@ from megatron.tokenizer.chat_template import ASSISTANT
 Message = Mapping[str, Any]
 SHAREGPT = dict(system="system", human="user", user="user", gpt="assistant", assistant="assistant")
 SHAREGPT |= dict(chatgpt="assistant", bing="assistant", bard="assistant", tool="tool", observation="tool")
+ENDINGS = (".jsonl", ".json", *TABLE_SUFFIXES)
 NAMED = 3  # lines that a note names
 _AS_TURNS = 'give {{"messages": [{{"role": "user", "content": {}}}, {{"role": "assistant", "content": {}}}]}}'
 # Keys of lines for other purposes -> what to do with them.
@@ -54,7 +57,7 @@ class Pair(NamedTuple):
 
 def read_conversations(paths: Sequence[str]) -> tuple[list[Conversation], list[str]]:
     """(conversations of these files, notes on keys that are not used). Raises DataError, and names file and line."""
-    return _read(paths, _conversation, ("messages", "conversations", "system", "tools", "prompt", "completion"))
+    return _read(paths, conversation_in, ("messages", "conversations", "system", "tools", "prompt", "completion"))
 
 
 def read_pairs(paths: Sequence[str]) -> tuple[list[Pair], list[str]]:
@@ -98,8 +101,10 @@ def has_empty_answer(one: Union[Conversation, Pair]) -> bool:
 
 def _rows(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     place = Path(path)
-    if place.suffix.lower() not in (".jsonl", ".json"):
-        raise DataError(f"{path} is no file of conversations", do="give .jsonl with an object a line, or .json")
+    if place.suffix.lower() not in ENDINGS:
+        raise DataError(
+            f"{path} is no file of conversations", do="give .jsonl with an object a line, .json, .parquet or .arrow"
+        )
     for row in read_table(place)[0]:
         yield f"{path}, {row.where}", row.columns
 
@@ -107,7 +112,8 @@ def _rows(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 # ---- conversations ---------------------------------------------------------------------------------------------------
 
 
-def _conversation(where: str, row: Mapping[str, Any]) -> Conversation:
+def conversation_in(where: str, row: Mapping[str, Any]) -> Conversation:
+    """The conversation of an object. Raises DataError, which begins with `where`."""
     if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):
         prompt, answer = (messages_in(row[name], f"{where}, {name}") for name in ("prompt", "completion"))
         unlearned = (dict(one, weight=0) if one["role"] == ASSISTANT else one for one in prompt)

@@ -257,6 +257,7 @@ TABLE_SUFFIXES = (".parquet", ".arrow")
 STATE, SPLITS = "state.json", "dataset_dict.json"  # of `Dataset.save_to_disk`, and of `DatasetDict.save_to_disk`
 DESCRIPTIONS = (STATE, SPLITS, "dataset_info.json", "dataset_infos.json")  # JSON beside the rows that is no document
 BATCH = 1024  # rows
+CACHE = "index_cache"  # the folder beside data files that holds what was computed from them
 SPLIT_OF_NAME = re.compile(r"(train|test|validation|valid|dev)(?:[-_.]|$)")
 
 

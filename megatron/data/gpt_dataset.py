@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron.data.blend import Blend, BlendedDataset, Repeated, interleave, normalized, parse_blend, share_sizes
 from megatron.data.document_dataset import DocumentDataset, describe_documents, document_lengths
+from megatron.data.file_formats import CACHE
 from megatron.data.formats import open_tokens
 from megatron.data.index_cache import cached_arrays
 from megatron.data.index_maps import (
@@ -151,7 +152,7 @@ class GPTDatasetConfig:
 
     def cached(self, prefix: str, name: str, key: dict, build, names: tuple[str, ...]) -> dict[str, np.ndarray]:
         """Index maps of these names from the cache: `--data-cache-path`, or a folder next to the data."""
-        folder = Path(self.cache) if self.cache else Path(prefix).parent / "index_cache"
+        folder = Path(self.cache) if self.cache else Path(prefix).parent / CACHE
         key = dict(key, version=VERSION)
         return cached_arrays(folder, name, key, build, log=self.log, required=bool(self.cache), names=names)
 

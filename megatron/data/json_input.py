@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatron.data.file_formats import (
+    CACHE,
     COMPRESSIONS,
     DESCRIPTIONS,
     HEAD,
@@ -103,42 +104,43 @@ def with_separator(sources: list[Source], separator: str | None) -> list[Source]
     return [replace(source, separator=separator or None) for source in sources]
 
 
-def expand(given: str) -> list[str]:
-    """The paths of one input, sorted. Raises DataError if there are none."""
+def expand(given: str, flag: str = "--input") -> list[str]:
+    """The paths of one input, sorted. flag: the one that names it. Raises DataError if there are none."""
     if hub.is_hub(given):
-        return _of_hub(given)
+        return _of_hub(given, flag)
     if given == STDIN or os.path.isfile(given):
         return [given]
     if os.path.isdir(given):
-        return _in_folder(given)
+        return _in_folder(given, flag)
     if os.path.exists(given):
         return [given]  # a named pipe, for example
     paths = sorted(path for path in glob.glob(given, recursive=True) if os.path.isfile(path))
     if not paths:
         why = None if glob.has_magic(given) else f"the working directory is {os.getcwd()}"
         raise DataError(
-            f"--input {given}: {no_such_file(given)}",
+            f"{flag} {given}: {no_such_file(given)}",
             why,
             "give JSON lines or .txt: a file, a quoted glob, a folder, or -",
         )
     return paths
 
 
-def _of_hub(name: str) -> list[str]:
+def _of_hub(name: str, flag: str) -> list[str]:
     """The files that an `hf://` name has; of several splits, only train."""
     place = hub.fetched(name, hub.DATA_FILES)
-    paths = expand(str(place))
+    paths = expand(str(place), flag)
     if not place.is_dir():
         return paths
     taken, left_out = without_other_splits(place, [Path(path) for path in paths])
     if left_out:
-        note(f"--input {name}: {left_out}")
+        note(f"{flag} {name}: {left_out}")
     return taken
 
 
-def _in_folder(folder: str) -> list[str]:
+def _in_folder(folder: str, flag: str) -> list[str]:
     """The input files of a folder, by name. Plain text next to JSON lines is left out, with a note."""
-    paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+    root = Path(folder)
+    paths = [path for path in root.rglob("*") if path.is_file() and CACHE not in path.relative_to(root).parts]
     lines = sorted(
         str(path) for path in paths if _is_lines(path.name) or not _is_ours(path.name) and _is_tar(path.name)
     )
@@ -149,17 +151,17 @@ def _in_folder(folder: str) -> list[str]:
         texts = []
         if not lines:
             if left_out:
-                note(f"--input {folder}: {left_out}")
+                note(f"{flag} {folder}: {left_out}")
             return tables
         note(
-            f"--input {folder}: {len(tables)} Parquet or Arrow files next to the JSON lines are left out: {tables[0]} ..."
+            f"{flag} {folder}: {len(tables)} Parquet or Arrow files next to the JSON lines are left out: {tables[0]} ..."
         )
     if lines and texts:
         words = f"{len(texts)} files of plain text next to the JSON lines are left out: {texts[0]} ..."
-        note(f"--input {folder}: {words} (a glob takes them: '{folder}/**/*.txt')")
+        note(f"{flag} {folder}: {words} (a glob takes them: '{folder}/**/*.txt')")
     if not lines and not texts:
         do = f"files of a folder are taken by their names: {NAMES}, or *.tar"
-        raise DataError(f"--input {folder}: the folder holds no JSON lines", do=do)
+        raise DataError(f"{flag} {folder}: the folder holds no JSON lines", do=do)
     return lines or texts
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read tables of texts and labels: .tsv as in GLUE (no quotes), .csv (quoted), .jsonl or .json (an object per line, or an
-array of objects), or a folder of .txt files with an object per line, as in RACE.
+array of objects), .parquet and .arrow, or a folder of .txt files with an object per line, as in RACE.
 """
 
 import csv
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
+from megatron.data.file_formats import HEAD, TABLE_KINDS, TABLE_SUFFIXES, TableRows, detected
 from megatron.errors import DataError
 
 ENDINGS = (".jsonl", ".json", ".tsv", ".csv")  # in any case
@@ -36,6 +37,8 @@ def read_table(path: Path, columns: Sequence[str] = (), wanted: Sequence[str] = 
     Raises DataError for an invalid file, and names the line.
     """
     ending = path.suffix.lower()
+    if ending in TABLE_SUFFIXES and not path.is_dir():
+        return [Row(place, *row) for place, row in enumerate(_of_columns(path))], []
     if path.is_dir() or ending in (".json", ".jsonl"):
         rows = _in_folder(path) if path.is_dir() else _objects(path, _text(path))
         return [Row(place, *row) for place, row in enumerate(rows)], []
@@ -140,6 +143,19 @@ def _in_array(path: Path, text: str) -> Iterator[tuple[str, dict[Any, Any]]]:
         if not isinstance(item, (dict, list)):
             raise DataError(f"{path}, item {number}: {type(item).__name__}, no object", do="give an array of objects")
         yield f"item {number}", item if isinstance(item, dict) else dict(enumerate(item))
+
+
+def _of_columns(path: Path) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """(where, columns) of each row of a Parquet or Arrow file, without those that are null."""
+    with open(path, "rb") as file:
+        head = file.read(HEAD)
+    kind = detected(head)
+    if kind not in TABLE_KINDS:
+        raise DataError(f"{path} holds neither Parquet nor Arrow", do="rename it, or copy or download it again")
+    rows = TableRows(str(path), kind)
+    lines = (line for part in iter(lambda: rows.read(0), b"") for line in part.splitlines())
+    for number, line in enumerate(lines, 1):
+        yield f"row {number}", {name: value for name, value in json.loads(line).items() if value is not None}
 
 
 def _objects(path: Path, text: str) -> Iterator[tuple[str, dict[Any, Any]]]:

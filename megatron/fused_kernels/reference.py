@@ -19,6 +19,7 @@ from megatron.fused_kernels.explicit_attention import Explicit, visible_keys
 from megatron.fused_kernels.fp8 import fp8_blockwise as fp8_blockwise
 from megatron.fused_kernels.fp8 import fp8_blockwise_square as fp8_blockwise_square
 from megatron.fused_kernels.fp8 import fp8_cast as fp8_cast
+from megatron.fused_kernels.fp8 import fp8_grouped as fp8_grouped
 from megatron.fused_kernels.fp8 import fp8_mxfp8 as fp8_mxfp8
 from megatron.fused_kernels.fp8 import fp8_tensorwise as fp8_tensorwise
 from megatron.fused_kernels.fp8 import fp8_turn as fp8_turn

@@ -13,7 +13,7 @@ from megatron.inference.engine import Engine
 from megatron.inference.generation import BATCH, check_prompts, generate, generate_targets
 from megatron.inference.prompts import boundaries, no_sentinels, source_of
 from megatron.inference.requests import FinishReason, Request, TokenScore
-from megatron.inference.sampling import Sampling, Search
+from megatron.inference.sampling import Ends, Sampling, Search
 from megatron.inference.scoring import ALONE
 from megatron.inference.text_stream import RunningText, TextStream
 from megatron.mpu.mesh import Axis
@@ -49,6 +49,8 @@ class Asked:
     samples   answers to each prompt; of beam search the best ones
     seeds     a seed for each prompt; None: that of `sampling`, and the number of the answer among all
     logprobs, prompt_logprobs: as in `Request`
+    ids       the tokens of the prompts, if they are those of conversations; None: of texts
+    end       the tokens that end an answer, in the place of the model's
     """
 
     prompts: Sequence[str]
@@ -59,6 +61,8 @@ class Asked:
     use_cache: bool = True
     logprobs: Optional[int] = None
     prompt_logprobs: bool = False
+    ids: Optional[Sequence[Sequence[int]]] = None
+    end: Ends = None
 
     @property
     def draws(self) -> list[tuple[Sampling, int]]:
@@ -116,8 +120,9 @@ def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText 
             rooms,
             no_sentinels(tokenizer, sources),
         )
-    end = tokenizer.eod if loaded.ends is None else loaded.ends
-    prompts = [tokenizer.encode_prompt(prompt) for prompt in asked.prompts]
+    own = tokenizer.eod if loaded.ends is None else loaded.ends
+    end = own if asked.end is None else asked.end
+    prompts = asked.ids or [tokenizer.encode_prompt(prompt) for prompt in asked.prompts]
     check_prompts(prompts, loaded.longest)
     rooms = [loaded.longest - len(prompt) for prompt in prompts for _ in range(asked.samples)]
     if search.num_beams > 1 or not asked.use_cache:

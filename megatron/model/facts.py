@@ -72,13 +72,15 @@ class Facts:
     """The facts of a language model: embedding, layers, final norm, output layer and loss.
 
     settings: its shape. vocab_size: rows of the embedding before padding. in_fp8: the linear layers of each layer whose
-    products are in fp8 (--fp8-format), if there are any.
+    products are in fp8 (--fp8-format), if there are any. gathered_in_fp8: the recipe in which ranks keep and gather the
+    weights of these layers, if they do (--fp8-param-gather).
     A subclass defines `layer_weights` and `layer_ops`, and may override the other methods.
     """
 
     settings: Model
     vocab_size: int
     in_fp8: tuple[tuple[str, ...], ...] = field(default=(), kw_only=True)
+    gathered_in_fp8: str = field(default="", kw_only=True)
 
     name = "language model"
     sequences = 1  # per sample
@@ -398,10 +400,12 @@ class Facts:
         share, layers = RankSetup(fp8=recipe, fp8_wgrad=wgrad), range(self.num_layers)
         designs = Counter(self.design_of(layer) for layer in layers if self.in_fp8)
         flops = lambda design: sum(
-            op.flops for op in self.layer_ops(design.share(share), design.kind) if isinstance(op, Product) and op.fp8
+            (2 + op.wgrad) * op.flops
+            for op in self.layer_ops(design.share(share), design.kind)
+            if isinstance(op, Product) and op.fp8
         )
-        forward = sum(count * flops(design) for design, count in designs.items())
-        return (3 if wgrad else 2) * forward / (self.flops() * self.seq_length)
+        every = sum(count * flops(design) for design, count in designs.items())
+        return every / (self.flops() * self.seq_length)
 
     def learned(self, selection: Selection) -> tuple[frozenset[str], tuple[tuple[str, int], ...]]:
         """(linear layers of blocks whose weight is frozen in all of them, and "output"; (linear layer, rows of A) of LoRA
@@ -482,10 +486,10 @@ class Facts:
         products = [op for op in self.layer_ops(share, kind) if isinstance(op, Product)]
         products = [op for op in products if op.pair or not op.frozen]
         gradient = lambda op: round(op.rows * op.outputs * op.times)
-        return sum(
-            op.kept + (cast_bytes(op.fp8, op.outputs, gradient(op)) if op.fp8 else gradient(op) * share.element)
-            for op in products
+        waits = lambda op: (
+            cast_bytes(op.fp8, op.outputs, gradient(op)) if op.fp8 and op.wgrad else gradient(op) * share.element
         )
+        return sum(op.kept + waits(op) for op in products)
 
     def message_bytes(self, share: RankSetup) -> int:
         """Bytes of a message between pipeline stages."""

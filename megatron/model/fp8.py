@@ -80,6 +80,14 @@ def layers_in_fp8(config: Config, facts: Facts) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(found.get(layer, ())) for layer in range(facts.num_layers)) if found else ()
 
 
+def gathered_in_fp8(precision: Precision) -> bool:
+    """Whether ranks keep and gather the weights of these layers as fp8 numbers, except those of experts and frozen ones.
+
+    The rows and the columns of a weight have to be the same numbers: those of mxfp8, and of experts, are not.
+    """
+    return bool(precision.fp8_format and precision.fp8_param_gather and precision.fp8_recipe != "mxfp8")
+
+
 def _left_out(
     precision: Precision, name: str, layer: int, count: int, weight: Placement, kind: Optional[str]
 ) -> Optional[str]:
@@ -195,6 +203,12 @@ def remarks(config: Config, tables: Mapping[int, Table]) -> list[str]:
         "fp8 products have kernels for H100 and later GPUs (mxfp8: B200), which were never run; elsewhere plain torch "
         "computes them, slower than those of bf16",
     ]
+    if gathered_in_fp8(precision):
+        dense = sum(not weight.stacked for weight in layers.fp8.values())
+        said.append(
+            f"weights of {dense} of them are kept and gathered as fp8 numbers (--fp8-param-gather)"
+            + "; those of experts in bf16: their rows and columns are cast apart" * (dense < len(layers.fp8))
+        )
     given = config.given("fp8_recipe")
     if given and given.value == "delayed":
         said.append("--fp8-recipe delayed is tensorwise here: scales of the numbers themselves, and no history of them")

@@ -147,6 +147,12 @@ def fresh_layers(config: Config) -> frozenset[int]:
     return frozenset(range(len(letters)) if pairs else ()) - {n for both in pairs for n in both}
 
 
+def is_transformer(config: Config) -> bool:
+    """Whether a pattern lists layers of attention and MLP in turn."""
+    kinds = kinds_of(config)
+    return in_turn(config.model.letters, pairs_of(config.model.letters, kinds))
+
+
 def as_transformer(state: Mapping[str, Any], what: str) -> Optional[tuple[Rename, dict[str, Any]]]:
     """`seen_as`, for a program that knows transformer layers alone; None: the checkpoint has no pattern.
 

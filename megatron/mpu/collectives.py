@@ -54,6 +54,15 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     return x
 
 
+def all_reduce_amax(amax: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The largest absolute values over the axis, fp32, in place. They are compared as bits, in whose order NaN is above all
+    others: a maximum of numbers may lose it.
+    """
+    if not amax.is_meta:  # --preflight
+        all_reduce(amax.view(torch.int32), axis, "max")
+    return amax
+
+
 def all_gather(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     """Concatenate the pieces of all ranks along `dim`, in rank order: [n, ...] -> [n * size, ...]."""
     if axis.size == 1:

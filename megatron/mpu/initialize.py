@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron.errors import DeviceLost, Failure, PeerLost, SettingsError, node_name
 from megatron.fused_kernels import cpu_ops
-from megatron.mpu import collectives, parallel_state
+from megatron.mpu import collectives, device_variables, parallel_state
 from megatron.mpu.cpu_threads import choose_threads, waiting
 from megatron.mpu.mesh import Mesh, mesh_of
 from megatron.settings import rank_env, schema
@@ -35,7 +35,7 @@ class RankContext:
     mesh: Mesh
     device: torch.device
     joined: bool = False  # the process group was initialized here, so it is destroyed here
-    threads: str = ""  # description of the threads of a rank on a CPU
+    described: str = ""  # for the log: the threads of a rank on a CPU, the variables that a GPU follows
 
     @property
     def is_rank_zero(self) -> bool:
@@ -76,10 +76,11 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
             "both are in the environment",
             "let torchrun set them, or unset them for a single process",
         )
+    prepare_device(parallel, kernels, rank, world)
     device = pick_device(kernels.device, here.local_rank)
     if kernels.deterministic_mode and device.type == "cuda":
         repeat_bit_by_bit()
-    threads = use_threads(here.local_world_size or 1) if device.type == "cpu" else ""
+    described = use_threads(here.local_world_size or 1) if device.type == "cpu" else device_variables.described()
     if world > 1 and parallel.distributed_backend == "nccl" and device.type == "cpu":  # before the ranks meet
         raise SettingsError(
             "--distributed-backend nccl needs CUDA devices, and this run is on the CPU", do="leave the flag out (gloo)"
@@ -87,8 +88,6 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     if world > 1 and joined:
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-        if backend == "nccl":
-            prefer_messages()
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         others = "rank 0" if rank else "rank 1" if world == 2 else f"some of ranks 1 to {world - 1}"
         still = f"rank {rank} is still waiting for {others} at {where}"
@@ -115,7 +114,7 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
             late.cancel()
     mesh = mesh_of(parallel, rank, world, timeout=timeout)
     parallel_state.use_mesh(mesh)
-    return RankContext(mesh, device, joined, threads)
+    return RankContext(mesh, device, joined, described)
 
 
 def leave_job(context: RankContext) -> None:
@@ -127,14 +126,10 @@ def leave_job(context: RankContext) -> None:
     parallel_state.use_mesh(None)
 
 
-def prefer_messages() -> None:
-    """Give NCCL's streams a high priority, unless the user has set the variable. Call it before groups are created.
-
-    A matrix product fills the device. A message that is ready at the same time would start only after the product's last
-    blocks were scheduled; with priority it takes the first free place, and overlaps with the product. Megatron-LM orders
-    the two by CUDA_DEVICE_MAX_CONNECTIONS=1, which prevents the overlap of ZeRO's messages (docs/gpus.md).
-    """
-    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+def prepare_device(parallel: schema.Parallel, kernels: schema.Kernels, rank: int, world_size: int) -> None:
+    """Set the variables that CUDA reads once, unless this run is on CPUs. Call it before CUDA is initialized."""
+    if kernels.device != "cpu" and torch.version.cuda:
+        device_variables.set_variables(parallel, rank, world_size)
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:

@@ -10,16 +10,20 @@ generators depend on the seed, the micro-batch's samples and the stage, and so o
 
 import hashlib
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from megatron.fused_kernels import TABLE, Case, choose_kernel
 from megatron.fused_kernels.dropout import DropoutMask, drop
 from megatron.mpu.context_parallel import own_rows
+from megatron.mpu.cpu_threads import affinity, quota, share
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Constant, Init, InverseSoftplus, LogOf, LogUniform, Normal, Placement, Uniform
+from megatron.settings import rank_env
 
 BLOCK = 1 << 20  # number of elements of a logical tensor to draw at a time
+DRAWN_AT_ONCE = 1 << 28  # elements of the blocks that threads draw at one time: 1 GiB
 
 
 def seed_of(*position) -> int:
@@ -61,6 +65,7 @@ def init_rows(
     """Fill rows of the local piece of a logical tensor: those from `first_row` on. shape: of the whole local piece
 
     The tensor is drawn in blocks of whole rows on the CPU in fp32, which bounds memory and gives the same values on GPUs.
+    Each block has its own generator, so threads draw several at a time.
     """
     rows.zero_()
     offset, extent = placement.box(shape, place)
@@ -78,13 +83,32 @@ def init_rows(
     first = offset[0] // rows_at_a_time
     last = -(-(offset[0] + extent[0]) // rows_at_a_time)
     inner = tuple(slice(at, at + n) for at, n in zip(offset[1:], extent[1:]))
-    for block in range(first, last):
+
+    @torch.no_grad()  # which each thread has for itself
+    def draw(block: int) -> None:
         start = block * rows_at_a_time
         number = min(rows_at_a_time, placement.shape[0] - start)
         generator = torch.Generator().manual_seed(seed_of(seed, name, block))
         values = _drawn(placement.init, (number, *row_shape), generator)
         low, high = max(start, offset[0]), min(start + number, offset[0] + extent[0])
         own[low - offset[0] : high - offset[0]] = values[(slice(low - start, high - start), *inner)]
+
+    threads = min(last - first, drawing_threads(rows_at_a_time * math.prod(row_shape)))
+    if threads < 2:
+        for block in range(first, last):
+            draw(block)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(draw, range(first, last)))
+
+
+def drawing_threads(block: int) -> int:
+    """The threads that draw blocks of so many elements: the rank's share of the cores, as far as memory allows.
+
+    OMP_NUM_THREADS does not count, which torchrun sets to 1: values do not depend on the number of threads.
+    """
+    here = rank_env.ranks().local_world_size or 1
+    return min(share(len(affinity()), quota(), here).count, max(1, DRAWN_AT_ONCE // block))
 
 
 def _drawn(init: Init, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

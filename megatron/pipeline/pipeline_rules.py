@@ -53,6 +53,21 @@ REMARKS = (
             "with the loss"
         ),
     ),
+    Rule(
+        lambda s: s.pp > 1 and s.settings.model.depths and _layout(s).counts and not _layout(s).depths,
+        lambda s: (
+            f"{LAYOUT} has no m: {several(s.settings.model.depths, 'depth')} of multi-token prediction (--mtp-num-layers) "
+            f"{'is' if s.settings.model.depths == 1 else 'are'} on the last stage, with the loss"
+        ),
+    ),
+    Rule(
+        lambda s: s.recompute_granularity == "full" and (s.recompute_num_layers or 0) > s.num_layers,
+        lambda s: (
+            f"--recompute-num-layers {s.recompute_num_layers}: the model has {several(s.num_layers, 'layer')}, and all "
+            "layers of a stage are recomputed"
+            + (" together, from one saved input" if s.recompute_method != "block" else "")
+        ),
+    ),
 )
 
 SEVERAL_STAGES = ("gpipe", "zb-h1", "zb-v", "v-half")  # `interleaved` is refused on one stage

@@ -16,7 +16,7 @@ from typing import NamedTuple, Optional
 
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts, RankSetup
-from megatron.model.fp8 import layers_in_fp8
+from megatron.model.fp8 import gathered_in_fp8, layers_in_fp8
 from megatron.model.frozen_settings import frozen_record, frozen_settings, layer_pairs
 from megatron.model.layer_ops import LAYER, MLP
 from megatron.model.recipe import recipe_of
@@ -91,7 +91,9 @@ class Job:
         if selection:
             selection.check(facts.weights)
         precision, in_fp8 = config.precision.precision, () if alone else layers_in_fp8(config, facts)
-        facts = replace(facts, in_fp8=in_fp8) if in_fp8 else facts
+        if in_fp8:
+            gathered = config.precision.fp8_recipe if gathered_in_fp8(config.precision) else ""
+            facts = replace(facts, in_fp8=in_fp8, gathered_in_fp8=gathered)
         return cls(
             facts,
             config.batch.full_size(dp),
@@ -118,7 +120,7 @@ class Job:
     @property
     def without_fp8(self) -> "Job":
         """The same job with all products in its precision."""
-        return replace(self, facts=replace(self.facts, in_fp8=()), fp8="")
+        return replace(self, facts=replace(self.facts, in_fp8=(), gathered_in_fp8=""), fp8="")
 
     def shard_gradients(self, zero: int) -> int:
         """Bytes of a gradient in a rank's shard."""
@@ -145,6 +147,7 @@ class Job:
         sequences = micro_batch_size * self.facts.sequences
         own = dict(frozen=self.frozen, pairs=self.pairs, pairs_drop=self.facts.settings.lora_dropout > 0)
         own |= dict(largest_scores=self.largest_scores, fp8=self.fp8, fp8_wgrad=self.fp8_wgrad)
+        own |= dict(fp8_held=bool(self.facts.gathered_in_fp8))
         return RankSetup(tp, sp, sequences, self.device, self.precision, self.element, *kernels, *shared, **own)
 
 

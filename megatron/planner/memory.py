@@ -114,6 +114,8 @@ def _state(units: Units, job: Job, layout: Layout, place: Sizes, cuda: bool):
         low = ((0 if same else here) + away + filed) * element + pieces  # the shards to gather
         (host if layout.param_offload and cuda else device)["weights"] += low
     device["optimizer moments"] = moments * here - _spared(units, job, layout, place)
+    if scales := units.total(lambda unit: unit.scales):
+        device["scales of fp8 weights"] = 4 * scales
     if units.buffers:
         device["buffers that training changes"] = units.buffers
     if away:  # main weights, arriving gradients, moments
@@ -176,7 +178,9 @@ def static_memory(job: Job, layout: Layout, rank: int) -> tuple[dict[str, int], 
 
 
 def _weights_in_fp8(job: Job, layout: Layout, rank: int) -> int:
-    """Bytes of cast weights, rows and columns: of all layers of a rank until the update, or with ZeRO 3 of the largest."""
+    """Bytes of weights that are cast beside those in the format of --precision, rows and columns: of all layers of a rank
+    until the update, or with ZeRO 3 of the largest.
+    """
     if not job.fp8:
         return 0
     share, facts = layout.rank_setup(job), job.facts

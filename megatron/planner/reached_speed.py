@@ -20,7 +20,7 @@ HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200", "B200", "MI300X")
 LINEAR = {AMPERE: 0.885, HOPPER: 0.737}  # share of the peak, for large matrix products
 # Share of fp8's peak, relative to that of bf16's: assumed, until `benchmarks/gpu_fp8.py` has run on a GPU. Others measured
 # 680 TFLOP/s in bf16 on an H100, and 1050 to 1200 in fp8.
-FP8 = dict(tensorwise=0.88, blockwise=0.77, mxfp8=0.8)
+FP8 = dict(tensorwise=0.88, blockwise=0.77, mxfp8=0.8, rows=0.8)
 ROWS = 64.0  # rows, columns or terms of a sum with which half of that is reached: assumed; 20 to 100 fit equally well
 ATTENTION = {AMPERE: 0.522, HOPPER: 0.287}  # share of the peak, for a long sequence in a flash kernel's forward pass
 ATTENTION_TOKENS = 770.0  # length of a sequence with which half of that is reached

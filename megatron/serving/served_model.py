@@ -85,7 +85,7 @@ class ServedModel:
         """The tokens that end an answer in a conversation: those of generation_config.json, or the template's eos_token."""
         if self.ends is not None:
             return self.ends
-        eos = self.template and self.template.special.get(self.template.tokens.get("eos_token"))
+        eos = self.template and self.template.end_of_turn
         return self.end if eos is None else eos
 
     async def encode(self, prompt: Union[str, list[int]], param: str) -> tuple[int, ...]:

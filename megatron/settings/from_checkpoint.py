@@ -74,7 +74,7 @@ def megatron_format_problem(folder: Path | UrlPath) -> Optional[str]:
 
 
 def foreign_format(path: Path | UrlPath) -> Optional[str]:
-    """How to convert a checkpoint in one of Megatron-LM's two formats or Hugging Face's; None for any other."""
+    """How to convert a checkpoint in one of Megatron-LM's two formats, Hugging Face's or PEFT's; None for any other."""
     if (path / "index.json").exists():
         return None
     if any(path.glob("mp_rank_*")):
@@ -84,6 +84,11 @@ def foreign_format(path: Path | UrlPath) -> Optional[str]:
         )
     if (path / "config.json").exists() and any(path.glob("*.safetensors")):
         return f"{path} is in Hugging Face's format; convert it with python -m megatron.tools.checkpoint from-hf {path} OUT"
+    if (path / "adapter_config.json").exists():
+        return (
+            f"{path} holds adapters of PEFT; put them on the model they belong to with python -m megatron.tools.checkpoint "
+            f"from-peft {path} OUT --base CHECKPOINTS"
+        )
     if any(path.glob("*.distcp")):
         return (
             f"{path} is in torch's distributed format; if it is Megatron-LM's, convert it with python -m "

@@ -353,6 +353,8 @@ class SettingsReader:
         mine, theirs = (record.get("model_type", "GPT") for record in (values, record["config"]["model"]))
         if theirs not in (mine, *(starts_from if values.get("finetune") else ())):
             begin = "; --finetune begins a new run with its weights" if theirs in starts_from else ""
+            if not asked and not starts_from and mine not in ("GPT", "T5", "BERT"):
+                begin = f'; a recipe of your own begins with its weights if it has starts_from=("{theirs}",)'
             self.problems.append(
                 f"{origin}: {where} holds a model of type {theirs}, and this command trains {mine}{begin}"
             )

@@ -7,13 +7,16 @@
 docs/chat.md has more. The model is a GPT: all that reads GPTs reads its checkpoints.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Optional
 
 from megatron.checkpoint.backends import backend_of
+from megatron.data.file_formats import dataset_files
 from megatron.data.gpt_dataset import note_repeats
+from megatron.data.json_input import expand
 from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.inference import generation_config
 from megatron.model.recipe import LM_LOSS, Recipe, named_recipe
@@ -23,6 +26,7 @@ from megatron.settings.from_checkpoint import saved_record, settings_of_shape, s
 from megatron.settings.rules import Rule
 from megatron.settings.schema import GROUPS, Config
 from megatron.settings.statements import Statement
+from megatron.storage.hub import is_hub
 from megatron.storage.urls import location
 from megatron.tasks import finetune
 from megatron.tasks.chat_samples import EncodedTexts, TextEncoder, conversation_samples, end_of_turn, pair_samples
@@ -213,7 +217,10 @@ def _files_of(paths: list[str], settings: ChatSettings) -> dict[str, list[str]]:
     there = {f"{split}_data": Path(paths[0]) / f"{split}.jsonl" for split in SPLITS}
     found = {name: [str(file)] for name, file in there.items() if file.exists() and not getattr(settings, name)}
     if "train_data" not in found and not settings.train_data:
-        raise DataError(f"--data-path {paths[0]} has no train.jsonl", do="give the file, or a folder with train.jsonl")
+        if not dataset_files(paths[0])[0]:
+            do = "give the file, or a folder with train.jsonl or Parquet files"
+            raise DataError(f"--data-path {paths[0]} has no train.jsonl", do=do)
+        found["train_data"] = list(paths)
     return found
 
 
@@ -297,8 +304,7 @@ def ends_note(texts: EncodedTexts, template: ChatTemplate) -> Optional[str]:
 
 def samples_of(config: Config, tokenizer, split: str, log):
     """(samples of a split, notes); None without files."""
-    settings = chat_settings(config)
-    files = getattr(settings, f"{split}_data")
+    settings, files = chat_settings(config), files_of(config, split)
     if not files:
         return None, []
     texts = encoded_texts(config, tokenizer, split, log)
@@ -313,7 +319,18 @@ def encoded_texts(config: Config, tokenizer, split: str, log):
     settings = chat_settings(config)
     dpo = settings.task == "dpo"
     encoder = TextEncoder(tokenizer, template_of(config, tokenizer), dpo, settings.train_on_prompt)
-    return encoder.read(getattr(settings, f"{split}_data"), config.data.data_cache_path, log)
+    return encoder.read(files_of(config, split), config.data.data_cache_path, log)
+
+
+def files_of(config: Config, split: str) -> list[str]:
+    """The files of a split: those that are named, or lie in a named folder or dataset of the Hugging Face hub."""
+    names = getattr(chat_settings(config), f"{split}_data") or ()
+    return [file for name in names for file in _inside(name, f"--{split}-data")]
+
+
+@cache
+def _inside(name: str, flag: str) -> Sequence[str]:
+    return expand(name, flag) if is_hub(name) or Path(name).is_dir() else [name]
 
 
 def template_of(config: Config, tokenizer) -> Optional[ChatTemplate]:

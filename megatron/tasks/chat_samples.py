@@ -18,6 +18,7 @@ from typing import Optional
 import numpy as np
 
 from megatron.data.conversations import NAMED, Conversation, Message, Pair, read_conversations, read_pairs
+from megatron.data.file_formats import CACHE
 from megatron.data.index_cache import cached_arrays
 from megatron.data.indexed import Origin, SamplePart
 from megatron.data.labelled import pair_lengths
@@ -94,7 +95,7 @@ class TextEncoder:
             said = np.frombuffer(json.dumps([*notes, *self._named_in(texts)]).encode(), np.uint8)
             return dict(self._arrays(texts, files), notes=said)
 
-        folder = Path(cache) if cache else Path(files[0]).parent / "index_cache"
+        folder = Path(cache) if cache else Path(files[0]).parent / CACHE
         key = dict(
             kind="pairs" if self.pairs else "conversations",
             files=[_digest(file) for file in files],

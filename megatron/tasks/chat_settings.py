@@ -23,7 +23,9 @@ class ChatSettings:
         on_resume="refused",
     )
     train_data: Optional[list[str]] = setting(
-        "files of conversations, or of pairs: JSON lines", None, on_resume="refused in training"
+        "files of conversations, or of pairs: JSON lines, Parquet; folders of them; hf://datasets/ORG/NAME",
+        None,
+        on_resume="refused in training",
     )
     valid_data: Optional[list[str]] = setting("files that are evaluated", None, on_resume="logged")
     test_data: Optional[list[str]] = setting("files that are evaluated at the end", None, on_resume="logged")

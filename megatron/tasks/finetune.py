@@ -11,7 +11,7 @@ from megatron.model.kinds.table import sums_of_kinds
 from megatron.model.recipe import SCRIPTS, Recipe
 from megatron.model.t5.t5_rules import refused
 from megatron.settings.declare import Needs, dashed
-from megatron.settings.from_checkpoint import found_record, shape_of
+from megatron.settings.from_checkpoint import foreign_format, found_record, shape_of
 from megatron.settings.groups.kernels import CUDA
 from megatron.settings.rules import NEVER, Rule
 from megatron.settings.schema import GROUPS
@@ -595,6 +595,8 @@ def _record(folder: Optional[str], step: Optional[int]) -> Optional[dict[str, An
             f"{folder} is a model of Hugging Face transformers, not a folder of checkpoints",
             do=f"python -m megatron.tools.checkpoint from-hf {folder} OUT",
         )
+    if place and (problem := foreign_format(place)):
+        raise CheckpointError(problem)
     return record
 
 

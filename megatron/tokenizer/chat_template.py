@@ -186,6 +186,11 @@ class ChatTemplate:
         return sorted(set(re.findall(r"<\|\w+\|>", self.source)) - self.special.keys())
 
     @property
+    def end_of_turn(self) -> Optional[int]:
+        """The token that ends an answer: eos_token, if it is a special token."""
+        return self.special.get(self.tokens.get("eos_token", ""))
+
+    @property
     def has_tools(self) -> bool:
         """Whether the template writes the tools that an answer may call."""
         return "tools" in self._compiled[1]

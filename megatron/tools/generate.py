@@ -2,12 +2,14 @@
 """Generate text with a trained model.
 
     python -m megatron.tools.generate --load runs/quickstart/checkpoints --prompt "The module" --top-p 0.9
+    python -m megatron.tools.generate --load runs/chat --chat
     python -m megatron.tools.launch --nproc-per-node 4 -m megatron.tools.generate --load runs/t5 --prompt "..." \\
         --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2
 
 Everything about the model and its vocabulary is read from the checkpoint, whatever layout wrote it. Prompts come from
---prompt (one or several) or from a file, one a line. Ranks share the model, and the first one prints. docs/generation.md
-explains the settings.
+--prompt (one or several) or from a file, one a line. With --chat they are messages or conversations that the model answers
+in its chat template; without any, what is typed is one conversation, line by line. Ranks share the model, and the first
+one prints. docs/generation.md explains the settings.
 """
 
 import json
@@ -48,6 +50,18 @@ class GenerateOptions:
     load_exported: Optional[str] = setting(EXPORTED, None)
     prompt: Optional[list[str]] = setting("texts to continue", None, "--prompts")
     prompt_file: Optional[str] = setting("file with one text a line; - is standard input", None, "--sample-input-file")
+    chat: bool = setting(
+        "prompts are messages of a user, or conversations as JSON, which the model answers in its chat template; without "
+        "prompts the lines of standard input are one conversation",
+        False,
+    )
+    chat_template: Optional[str] = setting(
+        "--chat: Jinja file, or a name: chatml, plain, qwen3 (default: the template in the model's folder or the "
+        "tokenizer's)",
+        None,
+        needs="chat",
+    )
+    system_prompt: Optional[str] = setting("--chat: the system's message before each conversation", None, needs="chat")
     output: Optional[str] = setting(
         "file for the texts, instead of standard output", None, "--sample-output-file", "--genfile", "--output-path"
     )
@@ -98,6 +112,11 @@ class GenerateOptions:
         return self.encoder_pipeline_stages, self.decoder_pipeline_stages
 
     @property
+    def talks(self) -> bool:
+        """Whether the prompts are typed, as messages of one conversation."""
+        return self.chat and not self.prompt and self.prompt_file is None
+
+    @property
     def pp(self) -> int:
         """Pipeline ranks; by default as many of this job's ranks as `halves` allow, which may overlap."""
         if self.pipeline_model_parallel_size is not None:
@@ -109,7 +128,7 @@ class GenerateOptions:
 
 COMMON = tuple(
     """
-    load load_exported prompt prompt_file output stream num_samples tokens_to_generate greedy temperature top_k
+    load load_exported prompt prompt_file chat output stream num_samples tokens_to_generate greedy temperature top_k
     top_p repetition_penalty stop sampling_seed num_beams logprobs device json tensor_model_parallel_size
     pipeline_model_parallel_size
     """.split()
@@ -159,13 +178,14 @@ def main(argv: list[str]) -> None:
             notes.append("--length-penalty is 1: scores are means over tokens. PaddleNLP's default is 0, sums")
         notes += idle_flags(sampling, given, beams=search.num_beams)
         notes += idle_flags(groups["quantize"], given)
+        notes += idle_flags(settings, given)
         notes += idle_flags(
             settings, given, DRAWN, **vars(sampling), is_greedy=sampling.is_greedy, beams=search.num_beams
         )
         here = rank_env.ranks()
         rank_env.print_notes(notes)
         piped = settings.prompt_file == "-" and here.rank > 0  # standard input is the first rank's
-        prompts = None if piped else read_prompts(settings)
+        prompts = None if piped or settings.talks else read_prompts(settings)
 
         parallel = Parallel(
             tensor_model_parallel_size=settings.tensor_model_parallel_size,
@@ -275,6 +295,13 @@ def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
         raise SettingsError(
             f"--stream is for the terminal, and --output {settings.output} for a file", do="leave one out"
         )
+    others = dict(output=settings.output, num_samples=settings.num_samples > 1, prompt_seeds=settings.prompt_seeds)
+    if settings.talks and (wrong := [name for name, asked in others.items() if asked]):
+        raise SettingsError(
+            f"{words_of(given, wrong[0], getattr(settings, wrong[0]))}: messages that are typed have one answer each, on "
+            "the terminal",
+            do="leave it out, or give messages with --prompt or --prompt-file",
+        )
     if settings.output:
         check_output("--output", settings.output)
     if settings.logprobs is not None and settings.logprobs < 0:
@@ -320,7 +347,7 @@ def write(
     )
     loaded.check_words()
     pairs = hasattr(loaded.model, "decode")  # an encoder-decoder: prompts are sources
-    _refuse_other_models(loaded, search, pairs)
+    _refuse_other_models(loaded, search, pairs, settings.chat)
     tokenizer = open_tokenizer(loaded, given_values(TokenizerSettings, given))
     notes = list(loaded.notices)
     if (rows := tokenless(tokenizer, loaded.vocab_size)) and context.is_rank_zero:
@@ -328,6 +355,13 @@ def write(
     if sampling.top_k > tokenizer.vocab_size:
         notes.append(
             f"--top-k {sampling.top_k} is more than the {tokenizer.vocab_size} tokens that there are: all count"
+        )
+    forced = given.get("forced_bos_token_id")
+    if not pairs and forced and not forced.is_given:  # it is generation_config.json's
+        sampling = replace(sampling, forced_bos_token_id=None)
+        notes.append(
+            "forced_bos_token_id of generation_config.json is left out: in transformers it acts after prompts of one token "
+            "alone (--forced-bos-token-id forces it)"
         )
     asked = Asked(
         texts,
@@ -339,7 +373,24 @@ def write(
         settings.logprobs,
         settings.prompt_logprobs,
     )
-    printed = Printed(asked, tokenizer, as_json=settings.json, apart=" -> " if pairs else "")
+    apart = " -> " if pairs else ""
+    if settings.chat:
+        from megatron.inference import chats
+
+        words = replace(loaded.config.tokenizer, **given_values(TokenizerSettings, given))
+        folder = settings.load or settings.load_exported
+        template = chats.template_of(loaded, tokenizer, words, folder, settings.chat_template)
+        asked, apart = replace(asked, end=chats.ends_of(loaded, template)), "\n"
+        if settings.talks:
+            return talk(settings, loaded, template, asked, notes, context)
+        talks = [chats.chat_in(text, settings.system_prompt, f"prompt {n}") for n, text in enumerate(texts, 1)]
+        ids = [one.encoded(template, f"prompt {n}") for n, one in enumerate(talks, 1)]
+        asked = replace(asked, prompts=[one.shown for one in talks], ids=ids)
+        if left := sum(one.without > 0 for one in talks):
+            notes.append(
+                f"the last answer of {left} of {len(talks)} conversations is left out: the model gives its own"
+            )
+    printed = Printed(asked, tokenizer, as_json=settings.json, apart=apart)
     streams, start = settings.stream and context.is_rank_zero, time.perf_counter()
     found = answered(loaded, tokenizer, asked, context.mesh.pp, *[printed.stream] * streams)
     if not context.is_rank_zero:
@@ -356,8 +407,40 @@ def write(
     print(f"{loaded.path}: {count} tokens in {seconds:.2f} s = {count / seconds:.0f} tokens/s", file=sys.stderr)
 
 
-def _refuse_other_models(loaded, search: Search, pairs: bool) -> None:
-    """Raise SettingsError if the model generates nothing, or flags are for encoder-decoders. pairs: whether it is one"""
+def talk(settings: GenerateOptions, loaded, template, asked, notes: list[str], context) -> None:
+    """Answer the messages that the first rank reads from standard input, each after those before it."""
+    from megatron.inference.answers import answered
+    from megatron.inference.chats import ChatPrompt, typed
+    from megatron.mpu.collectives import broadcast_object
+
+    first, tokenizer = context.is_rank_zero, template.tokenizer
+    for note in notes if first else ():
+        print(f"note: {note}", file=sys.stderr)
+    turns = typed(settings.system_prompt) if first else None
+    while True:
+        messages = next(turns, None) if first else None
+        ids = broadcast_object(messages and ChatPrompt(tuple(messages)).encoded(template), context.mesh.world)
+        if ids is None:
+            return
+        asked = replace(asked, prompts=[messages[-1]["content"] if first else ""], ids=[ids])
+        printed = Printed(asked, tokenizer, as_json=settings.json)
+        printed.prompts = asked.prompts if settings.json else [""]  # which are on the screen
+        found = answered(loaded, tokenizer, asked, context.mesh.pp, *[printed.stream] * first)
+        if first:
+            [answer] = found.answers
+            messages.append({"role": "assistant", "content": answer.text})
+            if answer.finish == "length":
+                print("note: the answer was cut; --tokens-to-generate N allows longer ones", file=sys.stderr)
+
+
+def _refuse_other_models(loaded, search: Search, pairs: bool, chat: bool) -> None:
+    """Raise SettingsError if the model generates nothing, or flags are for encoder-decoders, or not for them. pairs:
+    whether it is one; chat: whether it has to answer conversations
+    """
+    if pairs and chat:
+        raise SettingsError(
+            f"--chat: {loaded.path} holds an encoder-decoder, whose prompts are sources", do="leave it out"
+        )
     if not (pairs or loaded.continues_texts):
         raise SettingsError(
             f"{loaded.path} holds a model of type {loaded.config.model.model_type}, which generates nothing",
@@ -386,7 +469,9 @@ def read_prompts(settings: GenerateOptions) -> list[str]:
             raise DataError(f"--prompt-file {settings.prompt_file}: not a UTF-8 text file", str(error)) from None
     prompts = [prompt for prompt in prompts if prompt]
     if not prompts:
-        raise UsageError("there is no text to continue", do='--prompt "Once upon a time", or --prompt-file FILE')
+        raise UsageError(
+            "there is no text to continue", do='--prompt "Once upon a time", or --prompt-file FILE; or --chat'
+        )
     return prompts
 
 

@@ -69,7 +69,7 @@ def summary(
             *model_parallel_sizes(context, stages),
             f" > {config.precision.precision} on {context.device.type}, torch {torch.__version__}, "
             f"Python {sys.version.split()[0]}",
-            *([f" > {context.threads}"] if context.threads else []),
+            *([f" > {context.described}"] if context.described else []),
             *kernel_instead(config, context, facts),
             f" > global batch {size} = micro batch {batch.micro_batch_size} x data parallel {mesh.dp.size} x "
             f"{num_microbatches} micro-batches; iterations {state.iteration} to {state.train_iters(batch, mesh.dp.size)}",

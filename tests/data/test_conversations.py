@@ -36,6 +36,22 @@ def test_shapes_of_conversations(tmp_path, row):
     assert list(found.messages) == TALK and found.where.endswith("rows.jsonl, line 1") and not notes
 
 
+def test_rows_of_parquet_are_lines(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    call = dict(id="1", type="function")
+    rows = [dict(messages=TALK, more=1), dict(messages=[USER, dict(ANSWER, tool_calls=[call])], more=None)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=1)
+    found, notes = read_conversations([str(tmp_path / "rows.parquet")])
+    lines, _ = read_conversations(written(tmp_path, *(dict(messages=one["messages"]) for one in rows)))
+    assert [one.messages for one in found] == [one.messages for one in lines]
+    assert notes == [f"{tmp_path}/rows.parquet: more of its lines are not used"]
+    assert found[1].where.endswith("rows.parquet, row 2")
+    (tmp_path / "rows.parquet").write_text("{}")
+    with pytest.raises(DataError, match="rows.parquet holds neither Parquet nor Arrow"):
+        read_conversations([str(tmp_path / "rows.parquet")])
+
+
 def test_prompt_and_completion_of_trl(tmp_path):
     """The loss is on the completion alone."""
     [found], notes = read_conversations(written(tmp_path, dict(prompt=[*TALK, USER], completion=[ANSWER])))

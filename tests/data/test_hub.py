@@ -7,6 +7,7 @@ import threading
 from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -16,6 +17,8 @@ from megatron.data.json_input import find_sources, read_blocks
 from megatron.errors import CheckpointError, DataError, StorageError, UsageError
 from megatron.settings.schema import TokenizerSettings
 from megatron.storage import hub
+from megatron.tasks.chat import files_of
+from megatron.tasks.chat_settings import GROUP, ChatSettings
 from megatron.tokenizer.vocabulary_folders import here
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
@@ -125,6 +128,14 @@ def test_lines_of_a_dataset_are_read(server, capsys):
     assert texts("hf://datasets/org/words/data/train-*") == ["one", "two"]
     assert texts("hf://datasets/org/words/data/test-00000-of-00001.jsonl") == ["three"]
     assert texts(f"hf://datasets/org/words@{SHA}/data") == ["one", "two"]
+
+
+def test_conversations_of_a_dataset_are_read(server, capsys):
+    settings = ChatSettings("chat", ["hf://datasets/org/words"], ["a.jsonl"])
+    chat = SimpleNamespace(extra={GROUP: settings})
+    assert [Path(file).name for file in files_of(chat, "train")] == ["train-00000-of-00001.jsonl"]
+    assert "note: --train-data hf://datasets/org/words: of several splits only train" in capsys.readouterr().err
+    assert files_of(chat, "valid") == ["a.jsonl"] and files_of(chat, "test") == []
 
 
 @pytest.mark.sampled(2)

@@ -136,12 +136,17 @@ IN_FP8 = {  # name: flags, rank, ranks, products in two steps
     # 2 layers x 4 linear ones x 2 steps x 3 products.
     "fp8 of tensors, tp2 sp": (f"{FP8} {TP}", 1, 2, 48),
     "fp8 of tensors, recomputed, 33 tokens": (
-        f"{FP8} --seq-length 33 --micro-batch-size 1 --recompute-granularity full",
+        f"{FP8} --seq-length 33 --micro-batch-size 1 --recompute-granularity full --precision bf16 --fp8-param-gather",
         0,
         1,
         64,
     ),
-    "fp8 of blocks, zero3": (f"{FP8} {LLAMA} --fp8-recipe blockwise --sharding-stage 3", 1, 2, 48),
+    "fp8 of blocks, zero3": (
+        f"{FP8} {LLAMA} --fp8-recipe blockwise --sharding-stage 3 --precision bf16 --fp8-param-gather",
+        1,
+        2,
+        48,
+    ),
     "fp8 of blocks, biases, accumulation": (
         f"{FP8} --fp8-recipe blockwise --global-batch-size 4 --gradient-accumulation-fusion",
         0,
@@ -149,6 +154,13 @@ IN_FP8 = {  # name: flags, rank, ranks, products in two steps
         96,
     ),
     "mxfp8, 33 tokens": (f"{FP8} --fp8-recipe mxfp8 --seq-length 33 --micro-batch-size 1", 0, 1, 48),
+    # Two products of each linear layer of experts: gradients of weights are in bf16.
+    "fp8 of experts": (
+        f"{FP8} {LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128 --precision bf16",
+        0,
+        1,
+        2 * 2 * (2 * 3 + 2 * 2),
+    ),
     "fp8, weights' gradients in bf16, pp2 zb-h1": (
         f"{FP8} {PP} --no-fp8-wgrad --pipeline-schedule zb-h1 --global-batch-size 8",
         0,

@@ -257,15 +257,15 @@ def casts(n: int, k: int, dtype: torch.dtype, tile: fp8.ScaleTile, kind: torch.d
     """
     x = drawn(n, k) * torch.logspace(-6, 3, n)[:, None]
     x[0, :128] = 0
-    if n > 64 and tile.columns:
+    if n > 64 and tile != fp8.WHOLE:
         x[5, 3], x[n - 9, k - 1], x[9, 9], x[10] = math.inf, math.nan, 1e30, 1e-38
     x = x.to(dtype)
-    amax = None if tile.columns else 2 * fp8.amax_of(x)
+    amax = None if tile != fp8.WHOLE else 2 * fp8.amax_of(x)
     pairs = [
         (of(x, tile, kind, amax, rows, columns) for of in (probe.kernel("fp8_cast"), fp8.fp8_cast))
-        for rows, columns in ((True, False), (False, True), (True, True))
+        for rows, columns in ((True, False), (False, True), (True, True))[: 1 if tile == fp8.ROWS else 3]
     ]
-    if tile.rows <= 1:  # weights are not turned
+    if tile.rows <= 1 and tile != fp8.ROWS:  # weights are not turned
         rows = fp8.fp8_cast(x, tile, kind, amax)
         pairs.append(of(rows, tile) for of in (probe.kernel("fp8_turn"), fp8.fp8_turn))
     return [unequal(*both) for pair in pairs for both in zip(*pair, strict=True)]
@@ -355,6 +355,7 @@ CASES = {
             ("gradients in blocks", fp8.BLOCKS, fp8.E5M2),
             ("mx", fp8.MX, fp8.E4M3),
             ("tensors", fp8.WHOLE, fp8.E5M2),
+            ("rows", fp8.ROWS, fp8.E4M3),
         )
         for n, k, of in ((150, 256, torch.bfloat16), (1, 128, torch.float32), (257, 128, torch.float32))
     },

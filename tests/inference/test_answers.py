@@ -254,6 +254,10 @@ def test_the_models_folder_may_recommend_settings(checkpoint, run):
         assert records(run("--json --max-new-tokens 7")[0]) == wanted[7]
         assert records(run("--json --top-k 9")[0]) == drawn
         assert len(records(run("--json --num-beams 2")[0])) == 2
+        path.write_text(json.dumps(content | dict(forced_bos_token_id=5)))
+        out, err = run("--json")
+        assert records(out) == wanted[5] and "forced_bos_token_id of generation_config.json is left out" in err
+        assert all(one["tokens"][0] == 4 for one in records(run("--json --forced-bos-token-id 4")[0]))
         path.write_text("[]")
         with pytest.raises(DataError, match="generation_config.json: not a generation config"):
             run("--json")

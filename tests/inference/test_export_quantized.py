@@ -236,6 +236,7 @@ def test_a_quantized_checkpoint_is_exported_with_its_numbers(models, tmp_path): 
     checkpoint.main(["quantize", str(models["llama"]), str(tmp_path / "int4"), *INT4.split()])
     out = export_to(tmp_path / "out", tmp_path / "int4", "--no-check")
     close(load_exported(str(out)).model.logits(IDS.t()).transpose(0, 1).detach(), ours(tmp_path / "int4"), 1e-6)
+    assert "| quantized | int4 |" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.full) for kind in KINDS])

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+import threading
+
 import pytest
 import torch
 
+from megatron.mpu import random
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Constant, InverseSoftplus, LogOf, LogUniform, Normal, Placement, Uniform
 from megatron.mpu.random import BLOCK, Dropout, init_parameter, seed_of
@@ -22,6 +25,31 @@ def test_pieces_of_any_layout_are_cut_from_the_same_weights():
         pieces = [_filled(cut, placement, {"tp": rank}) for rank in range(4)]
         assert torch.equal(torch.cat(pieces, dim), whole)
     assert abs(whole.std().item() - 0.02) < 1e-4 and abs(whole.mean().item()) < 1e-4
+
+
+def test_threads_draw_blocks_at_one_time_and_the_same_values(monkeypatch):
+    shape, calls = (64, 10), []
+    together = threading.Barrier(3, timeout=20)
+    monkeypatch.setattr(random, "BLOCK", 20)
+    for threads, cores in ((1, 1), (3, 3)):
+        monkeypatch.setattr(random, "affinity", lambda cores=cores: set(range(cores)))
+        drawn = random._drawn
+
+        def draw(*what, drawn=drawn, threads=threads):
+            if threads > 1 and len(calls) < 3:
+                calls.append(threading.get_ident())
+                together.wait()  # breaks unless three threads come here
+            return drawn(*what)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(random, "_drawn", draw)
+            values = _filled(shape, Placement(shape, Normal(0.02)))
+        if threads == 1:
+            alone = values
+    assert torch.equal(values, alone) and len(set(calls)) == 3
+    generator = torch.Generator().manual_seed(seed_of(1, "w", 3))  # rows 6 and 7, as everyone may draw them
+    assert torch.equal(values[6:8], torch.empty(2, 10).normal_(0.0, 0.02, generator=generator))
+    assert random.drawing_threads(random.DRAWN_AT_ONCE) == 1  # blocks so large come one by one
 
 
 def test_padding_is_zero_and_changes_nothing():

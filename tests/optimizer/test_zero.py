@@ -109,6 +109,29 @@ def test_ranges_of_initial_values_are_those_of_whole_parameters(ranks, tp, at, m
     assert torch.equal(torch.cat(found), wanted)
 
 
+def _drawn(rank, sizes, stage):
+    """The weights of a fresh model, and how many numbers this rank drew for them."""
+    counts, draw = [], random._drawn
+    random.BLOCK = 5  # numbers: less than a row
+    random._drawn = lambda init, shape, generator: counts.append(shape[0] * shape[1]) or draw(init, shape, generator)
+    model, parallel = Model(), schema.Parallel(sharding_stage=stage)
+    optimizer = DistributedOptimizer(
+        model, Mesh(rank, **sizes), SETTINGS, parallel, dtype=torch.float32, device="cpu", seed=1
+    )
+    optimizer.weights.need(*optimizer.weights.memory.values())
+    return [parameter.detach().clone() for parameter in model.parameters()], sum(counts)
+
+
+@pytest.mark.parametrize("sizes, stage", [(dict(replicate=4), 0), (dict(shard=4), 1), (dict(replicate=2, shard=2), 3)])
+def test_ranks_with_copies_draw_a_part_each(sizes, stage, run_ranks):
+    [(whole, alone)] = run_ranks(1, _drawn, {}, 0)
+    assert alone == 5 * 7 + 7 * 7 + 7 * 3  # each number once; biases are not drawn
+    found = run_ranks(4, _drawn, sizes, stage)
+    assert all(torch.equal(a, b) for weights, _ in found for a, b in zip(weights, whole, strict=True))
+    rows_in_two_parts = 3 * 3 * 7  # three cuts in each of three matrices
+    assert alone <= sum(count for _, count in found) <= alone + rows_in_two_parts
+
+
 def _torch_reference(steps):
     model = Model()
     DistributedOptimizer(model, Mesh(), SETTINGS, dtype=torch.float32, device="cpu", seed=1)

@@ -10,6 +10,7 @@ import pytest
 
 import finetune
 from megatron.tools import checkpoint as tool
+from megatron.tools import generate
 from tests.serving.test_tool import ask, serving
 from tests.tokenizer.matrix.layouts import files_of, write
 
@@ -80,7 +81,7 @@ def ends_of(folder) -> list[int]:
 
 
 @pytest.mark.sampled(10)
-def test_answers_are_those_of_transformers(models):
+def test_answers_are_those_of_transformers(models, capsys):
     imports = {f"{kind}-{which}": folder / which for kind, folder in models.items() for which in ("our", "tuned")}
     exports = {f"{kind}-back": folder / "back" for kind, folder in models.items()}
     names = [*imports, *exports]
@@ -100,3 +101,9 @@ def test_answers_are_those_of_transformers(models):
                     assert (name, choice["message"]["content"]) == (name, text)
                     assert found["usage"]["completion_tokens"] == len(new)
     assert set(finished) == {"stop", "length"}
+    for name, folder in imports.items():
+        line = f"--load {folder} --device cpu --chat --json --greedy --tokens-to-generate 24 --prompt"
+        generate.main([*line.split(), *(json.dumps(talk) for talk in TALKS)])
+        theirs = models[name.split("-")[0]] / ("hf" if name.endswith("-our") else "back")
+        found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [(one["tokens"], one["text"]) for one in found] == [answer_of(theirs, talk, 24, 0.0) for talk in TALKS]

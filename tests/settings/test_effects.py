@@ -145,6 +145,10 @@ CASES = {
         "--bf16 --amp-level O1 | --fp16 --amp-level O1",
     ),
     "--fp8-format": ("", "--fp8-format e4m3"),
+    "--fp8-format, and --fp8-recipe tensorwise or blockwise": (
+        "--fp8-format e4m3 --fp8-recipe mxfp8 | --bf16",
+        "--fp8-format e4m3 --bf16",
+    ),
     "heads of one size: those of --multi-latent-attention have others": ("--multi-latent-attention", ""),
     "--fp8-format, and --first-last-layers-bf16": (
         "--fp8-format e4m3 | --first-last-layers-bf16",

@@ -118,6 +118,8 @@ def test_settings_of_a_recipe_that_make_its_model(saved, tmp_path):
     assert found.extra["mlp"].mlp_window == 3 and found.model.hidden_size == 8
     with pytest.raises(UsageError, match=f"holds a model of type {mlp}, and this command trains GPT"):
         parse_any(f"{REST} --load {tmp_path} --finetune".split())
+    with pytest.raises(UsageError, match=r'of type GPT, .* if it has starts_from=\("GPT",\)'):
+        parse_any(f"{REST} --model-type {mlp} --mlp-window 3 --load {saved} --finetune".split())
 
 
 def test_a_folder_in_place_of_a_shapes_name(tmp_path, saved):

@@ -464,4 +464,17 @@ def test_remarks():
     for plain in (f"--pipeline-schedule 1f1b {layers} 2", f"{layers} 1", f"--pipeline-schedule interleaved {layers} 1"):
         assert schedule(plain, 2) == []
     assert schedule("--pipeline-schedule 1f1b", 1) == [] == schedule("--pipeline-schedule own.txt", 1)
+    full = "--num-layers 4 --recompute-granularity full --recompute-num-layers"
+    of_layers = lambda flags: [words for words in remarks(config(f"{full} {flags}"), 1) if "--recompute-num" in words]
+    assert of_layers("4") == [] == of_layers("4 --recompute-method block")
+    assert of_layers("5") == [
+        "--recompute-num-layers 5: the model has 4 layers, and all layers of a stage are recomputed together, from one "
+        "saved input"
+    ]
+    assert of_layers("5 --recompute-method block")[0].endswith("all layers of a stage are recomputed")
+    cut = "--num-layers 2 --pipeline-model-parallel-size 2 --position-embedding-type rope --pipeline-model-parallel-layout"
+    ahead = lambda flags: [words for words in remarks(config(f"{cut} {flags}"), 2) if "-layout" in words]
+    assert ahead("Et|tL") == [] == ahead("Et|tmL --mtp-num-layers 1")
+    [said] = ahead("Et|tL --mtp-num-layers 1")
+    assert "has no m: 1 depth of multi-token prediction (--mtp-num-layers) is on the last stage" in said
     assert "nothing of this training will be kept" in "\n".join(remarks(config("--device cpu"), 1))

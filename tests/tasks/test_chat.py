@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Instruction tuning against plain torch, where each conversation is a text by itself: packed or not, in each layout."""
 
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,13 @@ import pretrain_gpt
 from megatron.convert.huggingface import to_hf
 from megatron.convert.merged import merge
 from megatron.convert.upcycled import upcycle
-from megatron.errors import UsageError
+from megatron.errors import Failure, UsageError
+from megatron.inference.answers import Asked, answered
 from megatron.inference.load import load_model, open_tokenizer
+from megatron.inference.sampling import Sampling
 from megatron.model.recipe import facts_of, kind_of
 from megatron.tokenizer.chat_template import find_template, template_folders
+from megatron.tools import generate
 from tests.tasks.chats import (
     EOD,
     RUN,
@@ -92,6 +97,62 @@ def test_the_server_finds_the_template(tuned):
     template = find_template(template_folders([tuned], loaded.config.tokenizer), open_tokenizer(loaded))
     assert template.encode(talks()[1][:1]) == [*plain_tokens(talks()[1][:1])[0], *HEAD]
     assert template.special[template.tokens["eos_token"]] == EOD and loaded.continues_texts
+
+
+def test_the_command_line_answers_conversations(tuned, capsys, monkeypatch):
+    """Prompts, whole conversations and what is typed: the model continues the text that the template `plain` writes."""
+    loaded = load_model(str(tuned))
+    how = dict(tokens_to_generate=6, greedy=True)
+
+    def answer_to(*turns: str) -> str:
+        ids = ids_of(
+            "".join(f"### {role}\n{text}" for role, text in zip(turns[::2], turns[1::2], strict=True))
+            + "### Assistant\n"
+        )
+        asked = Asked([""], Sampling(**how), ids=[ids], end=EOD)
+        return answered(loaded, open_tokenizer(loaded), asked).answers[0].text
+
+    def said(*words: str) -> list[dict]:
+        line = f"--load {tuned} --device cpu --chat --json --tokens-to-generate 6 --greedy"
+        generate.main([*line.split(), *words])
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    turns = [dict(role="user", content="Why?"), dict(role="assistant", content="No."), dict(role="user", content="[1]")]
+    whole = json.dumps(dict(messages=[*turns, dict(role="assistant", content="left out")]))
+    found = said("--prompt", "Hello!", "[1]", whole, json.dumps(turns), "--system-prompt", "Be it.")
+    alone = [answer_to("System", "Be it.\n", "User", f"{text}\n") for text in ("Hello!", "[1]")]
+    assert [one["text"] for one in found[:2]] == alone
+    assert [one["prompt"] for one in found] == ["Hello!", "[1]", "[1]", "[1]"] and found[2] == found[3]
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n\nWhy?\n"))
+    first, second = said()
+    assert first["text"] == answer_to("User", "Hello!\n") and second["prompt"] == "Why?"
+    template = find_template(template_folders([tuned], loaded.config.tokenizer), open_tokenizer(loaded))
+    ids = template.encode(
+        [*(dict(role="user", content="Hello!"), dict(role="assistant", content=first["text"])), turns[0]]
+    )
+    asked = Asked([""], Sampling(**how), ids=[ids], end=EOD)
+    assert second["text"] == answered(loaded, open_tokenizer(loaded), asked).answers[0].text
+    ids = template.encode([dict(role="system", content="Be it."), *turns])
+    assert found[2]["text"] == answered(loaded, open_tokenizer(loaded), replace(asked, ids=[ids])).answers[0].text
+
+
+def test_what_the_command_line_cannot_answer_is_named(tuned, base, capsys, monkeypatch):
+    def said(words: str, *prompts: str) -> str:
+        with pytest.raises(Failure) as refused:
+            generate.main([*words.split(), "--device", "cpu", *(["--prompt", *prompts] if prompts else [])])
+        return str(refused.value)
+
+    chat = f"--load {tuned} --chat"
+    assert f"--chat: {base} has no chat template\n  -> --chat-template FILE" in said(f"--load {base} --chat", "Hi")
+    assert "prompt 2: only answers of the assistant" in said(chat, "Hi", '[{"role": "assistant", "content": "x"}]')
+    assert "prompt 1[0]: no content" in said(chat, '[{"role": "user"}]')
+    assert "prompt 1: messages[0].name: the chat template has no" in said(
+        chat, '[{"role": "user", "content": "x", "name": "y"}]'
+    )
+    assert "--num-samples 2: messages that are typed have one answer each" in said(f"{chat} --num-samples 2 --top-k 3")
+    assert "--output x: messages that are typed" in said(f"{chat} --output x")
+    generate.main(f"--load {tuned} --device cpu --prompt a --system-prompt b --tokens-to-generate 1".split())
+    assert "note: --system-prompt b has no effect without --chat" in capsys.readouterr().err
 
 
 def test_a_run_that_goes_on_finds_the_template(tuned, tmp_path):

@@ -30,6 +30,7 @@ from megatron.model.quantization import QuantizeOptions
 from megatron.model.recipe import config_of, facts_of
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.mesh import Mesh
+from megatron.settings.from_checkpoint import foreign_format
 from megatron.settings.schema import TokenizerSettings
 from megatron.storage import hub
 
@@ -61,6 +62,8 @@ def load_exported(
             f"--load-exported {folder}: a GGUF file is run by llama.cpp, not here",
             do=f"llama-cli -m {folder}/model.gguf, or --load-exported of another format",
         )
+    if form is None and (problem := foreign_format(place)):
+        raise CheckpointError(f"--load-exported {folder} holds no export", problem)
     if form is None:
         there = "there is no such folder" if not place.is_dir() else f"it has neither {RECORD} nor config.json"
         do = hub.hint(folder) or "python -m megatron.tools.export"

@@ -659,10 +659,12 @@ def _card(
 ) -> str:
     task = "translation" if isinstance(source.facts, T5Facts) else "text-generation"
     task = "fill-mask" if isinstance(source.facts, BertFacts) else task
+    quantized = (source.record.get(QUANTIZED) or {}).get("quantize") or wanted.quantize.quantize
     how = [
         ("format", wanted.form + (f", {wanted.kind}" if wanted.form in ("onnx", "torch-export") else "")),
         ("files", ", ".join(f"`{name}`" for name in files)),
         ("weights", str(wanted.dtype)),
+        *([("quantized", quantized)] if quantized else []),
         *([("ranks", str(wanted.tp))] if wanted.tp > 1 else []),
         ("checked", agreed.sentence if agreed else "no (--no-check)"),
         ("Python, torch", f"{sys.version.split()[0]}, {torch.__version__}"),

@@ -46,6 +46,8 @@ def against_nemotron_h(m: Model) -> dict[str, bool]:
     return {
         f"--hybrid-layer-pattern {m.letters}": bool(m.all_letters.strip("M*-E")),
         "--disable-bias-linear is missing": m.qkv_bias,
+        # Its class has no ties.
+        "--untie-embeddings-and-output-weights is missing": not m.untie_embeddings_and_output_weights,
     } | against_experts("nemotron_h")(m)
 
 

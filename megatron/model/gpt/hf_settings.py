@@ -19,6 +19,7 @@ from megatron.model.kinds.mla.hf import ALIASES, DEFAULTS, against_latents, our_
 from megatron.model.kinds.mlp.settings import QUICK
 from megatron.settings.declare import dashed
 from megatron.settings.groups.model import Model
+from megatron.settings.hybrid_pattern import FLAG
 
 # The settings that change what a model computes -> their values in a Llama; other settings only change training.
 LLAMA: dict[str, Any] = dict(
@@ -350,6 +351,9 @@ def kind_of(model: Model) -> str:
     for kind, why in reasons.items():
         if not why:
             return kind
+    if model.letters:  # the families that have patterns, unless they cannot express this one
+        known = {kind: why for kind, why in reasons.items() if not any(one.startswith(FLAG) for one in why)}
+        reasons = known or reasons
     least = min(map(len, reasons.values()))
     nearest = [kind for kind, why in sorted(reasons.items(), key=lambda item: len(item[1])) if len(why) <= least + 1]
     raise SettingsError(

@@ -92,7 +92,7 @@ HERE = {
     "eval_strategy save_strategy": "say --eval-interval, --save-interval, or --save-epoch",
     "report_to": "say --wandb-project, or --tensorboard-dir",
     "do_sample": "tokens are drawn (--temperature, --top-k, --top-p) unless --greedy is given",
-    "chat apply_chat_template": "--prompt is continued as it is; megatron.tools.serve answers conversations",
+    "apply_chat_template": "generate --chat writes prompts in the chat template, as megatron.tools.serve does",
     "model model_path model_name_or_path": "say --load, or --load-exported for a folder of Hugging Face",
     "gpu gpus n_gpu": "--device cuda; megatron.tools.launch --nproc-per-node N starts a process for each GPU",
 }

@@ -143,9 +143,9 @@ metrics.jsonl has the load of each expert in each layer
     --moe-per-layer-logging
 scales of fp8 numbers are those of the numbers themselves, as with Megatron-LM's --fp8-recipe tensorwise
     --fp8-margin --fp8-interval --fp8-amax-history-len --fp8-amax-compute-algo --tp-only-amax-red
-parameters are gathered in the format of --precision: fp8 products have the same numbers
-    --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag
-transposed fp8 weights are views of the others
+weights of --fp8-recipe mxfp8 are gathered in the format of --precision
+    --reuse-grad-buf-for-mxfp8-param-ag
+transposes of fp8 weights are kept until the update, or with --fp8-param-gather made in each backward pass
     --keep-fp8-transpose-cache
 padding of experts' tokens is for fp8 products of experts
     --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
