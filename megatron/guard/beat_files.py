@@ -32,7 +32,7 @@ SIZE = 2048  # bytes of a heartbeat file: the beat, when the thread of the rank 
 WELL, GROUP = 16, 64  # bytes of these two
 BEAT = SIZE - WELL - GROUP
 LOOK = 2.0  # seconds between two messages of a node, and between two checks for requests
-STACKS, STOP = "stacks.wanted", "stop.wanted"  # files that a supervisor creates
+STACKS, STOP, TRACE = REQUESTS = "stacks.wanted", "stop.wanted", "trace.wanted"  # files that a supervisor creates
 END = "end"  # last line of a node's file
 MEMORY = ("tmpfs", "ramfs", "devtmpfs")  # file systems
 
@@ -61,6 +61,7 @@ class Beat:
     at: float = 0.0  # Unix seconds, by the clock of its node
     ended: Optional[int] = None  # exit code
     why: str = ""  # the first line of the error that ended it
+    records: bool = False  # its collectives, and can dump them
     gone: bool = False  # another rank of its node saw that the process no longer exists
 
 
@@ -242,13 +243,13 @@ def _write_node(memory: Path, to: Path) -> None:
 
 
 def ask(folder: Path, request: str) -> None:
-    """Request STACKS or STOP from all ranks with a heartbeat in this folder; they check every `LOOK` seconds."""
+    """Request STACKS, STOP or TRACE from all ranks with a heartbeat in this folder; they check every `LOOK` seconds."""
     (Path(folder) / request).touch()
 
 
 def clear(folder: Path) -> None:
     """Remove a job's heartbeats, stacks and requests from its folder, and from this node's memory."""
-    for pattern in ("rank_*.beat", "node_*.beats", "rank_*.stacks", STACKS, STOP):
+    for pattern in ("rank_*.beat", "node_*.beats", "rank_*.stacks", *REQUESTS):
         remove(Path(folder).glob(pattern))
     for place in memories_of(Path(folder)):
         shutil.rmtree(place, ignore_errors=True)

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 from megatron.guard import processes
-from megatron.guard.beat_files import LOOK, STACKS, Beat, ask, beat_path, stacks_path
+from megatron.guard.beat_files import LOOK, STACKS, TRACE, Beat, ask, beat_path, stacks_path
+from megatron.guard.flight_recorder import PREFIX, Dump, read_dumps
 from megatron.guard.heartbeat import STACKS_SIGNAL
 from megatron.guard.stacks import Frame, Standstill, parse, parse_spied
 from megatron.storage.processes import state
@@ -64,6 +65,20 @@ def spy(beats: list[Beat]) -> dict[int, Stacks]:
             process.kill()
             process.wait()
     return {rank: own for rank, own in stacks.items() if own}
+
+
+def request_traces(beats: list[Beat], folder: Path, traces: Path) -> dict[int, Dump]:
+    """Rank -> its last collectives, which the ranks write on request to the folder `traces`."""
+    asked = {beat.rank for beat in beats if beat.records and state_of(beat) not in ("T", "t", "Z", "")}
+    if not asked:
+        return {}
+    for path in traces.glob(f"{PREFIX}*"):  # of a hang before
+        path.unlink(missing_ok=True)
+    ask(folder, TRACE)
+    deadline = time.monotonic() + 4 * LOOK
+    while time.monotonic() < deadline and not asked <= (found := read_dumps(traces)).keys():
+        time.sleep(0.1)
+    return found
 
 
 def request_stacks(beats: list[Beat], folder: Path) -> dict[int, Stacks]:

@@ -22,13 +22,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Optional
 
 from megatron.errors import in_a_line, node_name
 from megatron.guard import beat_files
-from megatron.guard.beat_files import BEAT, GROUP, SIZE, STACKS, STOP, WELL, beat_path, memory_of, stacks_path
+from megatron.guard.beat_files import BEAT, GROUP, REQUESTS, SIZE, STOP, TRACE, WELL, beat_path, memory_of, stacks_path
 from megatron.storage.processes import process_start_ticks
 
 STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)
@@ -47,6 +47,7 @@ class Heartbeat:
         self.totals: dict[str, float] = {}
         self.first_step, self._began = 0.0, 0.0
         self._over = threading.Event()
+        self.dump_trace: Optional[Callable[[], object]] = None
         self._thread: Optional[threading.Thread] = None
         if folder is None:
             return
@@ -96,6 +97,13 @@ class Heartbeat:
         if self.file is not None:
             self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
             self._thread.start()
+
+    def record_trace(self, dump: Callable[[], object]) -> None:
+        """Note that this rank can dump its last collectives, on request."""
+        self.dump_trace = dump
+        if self.file is not None:
+            self.head += ', "records": true'
+            self.beat(self.phase)
 
     def note_place(self, place: dict[str, int]) -> None:
         """Add the rank's coordinates to its heartbeat."""
@@ -192,7 +200,7 @@ class Heartbeat:
         while not self._over.wait(beat_files.LOOK):
             self._mark_well()
             self._tell()
-            for request in (STACKS, STOP):
+            for request in REQUESTS:
                 if request not in done and (self.memory / request).exists():
                     done.add(request)
                     self._serve(request)
@@ -206,7 +214,7 @@ class Heartbeat:
         with contextlib.suppress(OSError):  # the shared folder does not answer: the next message says more
             if self.memory == self.folder or not (last or beat_files.is_node_writer(self.memory, self.rank)):
                 return
-            for request in (STACKS, STOP):
+            for request in REQUESTS:
                 if (self.folder / request).exists():
                     (self.memory / request).touch()
             beat_files.write_node(self.memory, self.folder, f"{node_name()}.{os.getppid()}")
@@ -214,6 +222,10 @@ class Heartbeat:
     def _serve(self, request: str) -> None:
         if request == STOP:
             os.kill(os.getpid(), signal.SIGTERM)
+        elif request == TRACE:
+            if self.dump_trace is not None:
+                with contextlib.suppress(OSError, RuntimeError):
+                    self.dump_trace()
         elif self.stacks is not None:
             faulthandler.dump_traceback(self.stacks, all_threads=True)
             if self.memory != self.folder:

@@ -45,7 +45,7 @@ from megatron.errors import (
 from megatron.guard import command as commands
 from megatron.guard import processes, slurm
 from megatron.guard.beat_files import STOP, Beat, BeatReader, ask, clear, machine, read_beats
-from megatron.guard.evidence import standstills
+from megatron.guard.evidence import request_traces, standstills
 from megatron.guard.exits import (
     Action,
     End,
@@ -57,6 +57,7 @@ from megatron.guard.exits import (
     reason_in_log,
     to_shell,
 )
+from megatron.guard.flight_recorder import explain_dumps
 from megatron.guard.goodput import Attempt, account
 from megatron.guard.nodes import Nodes
 from megatron.guard.resume_command import COMMAND, module_command, resumed
@@ -169,6 +170,8 @@ class Supervisor:
         self.logs = log_folder(settings.log_dir, self.save)
         for folder in (self.beats, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
+        given = config.guard.flight_recorder_dump_path if config else None
+        self.traces = Path(given or self.logs.absolute() / "flight_recorder")
         self.ranks = commands.ranks_of(command)
         self.attempts: list[Attempt] = []
         self.asked_to_stop: Optional[int] = None
@@ -243,7 +246,7 @@ class Supervisor:
                 return "interrupted by Ctrl-C"
             requeued = settings.on_preempt == "requeue" and self.requeue()
             return "preempted" + (f", {QUEUED}" if requeued else "")
-        no_longer_starts = not attempt.made_a_step and self.has_trained()
+        no_longer_starts = self.no_longer_starts(attempt)
         if verdict.action is Action.STOP and not (no_longer_starts and verdict.code in COMMAND_ERRORS):
             return f"stopped: {verdict.cause}"
         if len(self.attempts) > settings.max_restarts:
@@ -266,6 +269,11 @@ class Supervisor:
     def has_trained(self) -> bool:
         """Whether the job has made steps: then its command works, and what no longer starts has broken since."""
         return any(attempt.made_a_step for attempt in self.attempts) or newest_checkpoint(self.save) is not None
+
+    def no_longer_starts(self, attempt: Attempt) -> bool:
+        """Whether an attempt of a job that has trained made no step, and not for a node with a supervisor of its own."""
+        elsewhere = attempt.code == PeerLost.code and not commands.is_srun(self.command)
+        return not attempt.made_a_step and self.has_trained() and not elsewhere
 
     def failed_nodes(self, attempt: Attempt, verdict: JobVerdict) -> dict[str, str]:
         """Node -> reason, for each that fails the check, or whose ranks have lost their device again."""
@@ -438,6 +446,7 @@ class Supervisor:
         words = self.nodes.placed(resumed(self.command, self.save, self.others))
         words = commands.with_flag(words, "--heartbeat-dir", str(self.beats))
         words = commands.with_flag(words, "--exit-signal-handler")
+        words = commands.with_flag(words, "--flight-recorder-dump-path", str(self.traces))
         number = len(self.attempts)
         attempt = Attempt(number, self.ranks, launched=time.monotonic() - self.began, excluded=len(self.nodes.excluded))
         self.attempts.append(attempt)
@@ -547,10 +556,11 @@ class Supervisor:
         what = f"the job hangs: no word from rank {', '.join(map(str, ranks))} for {seconds:.0f} s"
         log(what)
         lines = explain(standstills(beats, self.beats, silent))
-        for line in lines:
+        traced = explain_dumps(request_traces(beats, self.beats, self.traces))
+        for line in [*lines, *traced]:
             log(f"  {line}")
         step = min(beat.step for beat in beats)
-        message = "; ".join([what, *lines[:1]])
+        message = "; ".join([what, *lines[:1], *traced[:1]])
         self.hang = message.removeprefix("the job hangs: ")
         self.events.record("hang", message, iteration=max(0, step - 1), ranks=ranks, seconds=round(seconds, 1))
 
