@@ -63,13 +63,21 @@ def fit(folder: Path, settings: dict[str, Any], depths: int = 0) -> Fitted:
             f"{folder} holds {len(files.shapes)} tensors, config.json says {family.facts.num_layers:,} layers", do=WHOLE
         )
     files = MXFP4Files(files) if is_mxfp4(settings) else FP8Files(files, settings) if is_fp8(settings) else files
-    family, notices = _with_head_of(files, folder, partial(imported, settings, depths=depths), family)
+    return fit_files(folder, files, family, partial(imported, settings, depths=depths))
+
+
+def fit_files(folder: Path, files, family: Family, again: Callable[..., Family], do: str = WHOLE) -> Fitted:
+    """Match tensors to a family; as `fit`.
+
+    files: `shapes` by name, and `get`. again: makes the family, tied or not. do: what to do about other tensors
+    """
+    family, notices = _with_head_of(files, folder, again, family)
     wanted = [name for match in family.matches for name in match.theirs]
     names = {name: _name_in(files, family, name) for name in wanted}
     rounded = frozenset(name for name, own in names.items() if compressed_tensors.is_quantized(own, files.shapes))
     _check_copies(folder, files, family, names)
-    notices += _check_complete(folder, files, family, names, rounded)
-    _check_shapes(folder, files, family, names, rounded)
+    notices += _check_complete(folder, files, family, names, rounded, do)
+    _check_shapes(folder, files, family, names, rounded, do)
     return Fitted(family, files, names, rounded, [*family.unread_notices(folder / "config.json"), *notices])
 
 
@@ -124,7 +132,9 @@ def _in_one_format(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torc
     return x.to(wide), y.to(wide)
 
 
-def _check_complete(folder: Path, files, family: Family, names: Mapping[str, str], rounded: frozenset) -> list[str]:
+def _check_complete(
+    folder: Path, files, family: Family, names: Mapping[str, str], rounded: frozenset, do: str
+) -> list[str]:
     """Raise CheckpointError for missing or unknown tensors. Returns a notice on those that transformers leaves out, too."""
     missing = [name for name, own in names.items() if own not in files.shapes and name not in rounded]
     parts = {part for name in rounded for part in compressed_tensors.names_of(names[name])}
@@ -137,7 +147,7 @@ def _check_complete(folder: Path, files, family: Family, names: Mapping[str, str
             f"{folder} does not hold the {family.kind} of its config.json: {len(missing)} tensors are missing, "
             f"{len(unknown)} are unknown",
             "\n  ".join(lines),
-            "a config.json of another model, or an incomplete download: " + WHOLE,
+            "a config.json of another model, or an incomplete download: " + do,
         )
     more = f" and {len(left) - 12} more" if len(left) > 12 else ""
     notice = f"no part of this model, and left out as in transformers: {', '.join(left[:12])}{more}"
@@ -146,7 +156,7 @@ def _check_complete(folder: Path, files, family: Family, names: Mapping[str, str
     return [notice] if left else []
 
 
-def _check_shapes(folder: Path, files, family: Family, names: Mapping[str, str], rounded: frozenset) -> None:
+def _check_shapes(folder: Path, files, family: Family, names: Mapping[str, str], rounded: frozenset, do: str) -> None:
     """Raise CheckpointError for a tensor whose shape is not that of config.json."""
     placements = family.facts.weights
     ours = {match.ours for match in family.matches}
@@ -157,5 +167,5 @@ def _check_shapes(folder: Path, files, family: Family, names: Mapping[str, str],
             if name not in rounded and files.shapes[names[name]] != tuple(expected.shape):
                 raise CheckpointError(
                     f"{names[name]} in {folder} is {files.shapes[names[name]]}, config.json says {tuple(expected.shape)}",
-                    do="a config.json of another model? " + WHOLE,
+                    do="a config.json of another model? " + do,
                 )

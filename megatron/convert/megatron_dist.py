@@ -20,7 +20,7 @@ flattened ranges, or lies in buffers, which depend on their layout (`optimizer.d
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -37,6 +37,7 @@ from megatron.convert.megatron_metadata import (
     METADATA,
     Chunk,
     Metadata,
+    by_file,
     copy_object,
     read_chunks,
     read_metadata,
@@ -144,17 +145,9 @@ class Reading(NamedTuple):
 
 def _shards(folder: Path, chunks: list[Chunk], reading: Reading, log: Callable[[str], None]) -> Iterator[list[Piece]]:
     """The pieces in each file of a checkpoint."""
-    for file, own in _by_file(chunks).items():
+    for file, own in by_file(chunks).items():
         log(f"reading {folder / file}")
         yield [piece for chunk, x in read_chunks(folder, own) for piece in pieces_of(chunk, x, reading)]
-
-
-def _by_file(chunks: Iterable[Chunk]) -> dict[str, list[Chunk]]:
-    """The chunks of each file, in the order in which it holds them."""
-    files: dict[str, list[Chunk]] = {}
-    for chunk in sorted(chunks, key=lambda chunk: (chunk.file, chunk.offset)):
-        files.setdefault(chunk.file, []).append(chunk)
-    return files
 
 
 def _without_main(content: Metadata, reading: Reading) -> list[Chunk]:
@@ -324,7 +317,7 @@ def _read_boxes(folder: Path, chunks: list[Chunk], boxes: dict[str, Box], readin
     ]
     found: dict[str, torch.Tensor] = {}
     filled = dict.fromkeys(boxes, 0)
-    for own_chunks in _by_file(needed).values():
+    for own_chunks in by_file(needed).values():
         for chunk, x in read_chunks(folder, own_chunks):
             for piece in filter(there, pieces_of(chunk, x, reading)):
                 box = boxes[piece.name]
@@ -344,7 +337,7 @@ def _read_buffers(folder: Path, chunks: list[Chunk]) -> dict[str, torch.Tensor]:
     sizes = {number(chunk): chunk.shape[0] for chunk in chunks}
     starts = dict(zip(sorted(sizes), accumulate((sizes[bucket] for bucket in sorted(sizes)), initial=0)))
     buffers = {kind: torch.zeros(sum(sizes.values())) for kind in {chunk.kind for chunk in chunks}}
-    for own in _by_file(chunks).values():
+    for own in by_file(chunks).values():
         for chunk, x in read_chunks(folder, own):
             start = starts[number(chunk)] + chunk.box.offset[0]
             buffers[chunk.kind][start : start + chunk.box.size] = x

@@ -10,7 +10,7 @@ import json
 import pickle
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -114,6 +114,28 @@ class Metadata(NamedTuple):
 
 def read_metadata(folder: Path, work: Path) -> Metadata:
     """List the chunks of all tensors. Raises CheckpointError if `.metadata` is refused, or a file is missing or short."""
+    chunks, places, unknown = list_content(folder, work, _named, dict(objects=_OBJECT, common=_COMMON), _unknown)
+    buffers = [chunk for chunk in chunks if chunk.name[0].isdigit()]
+    weights = [chunk for chunk in chunks if not chunk.kind]
+    state = [chunk for chunk in chunks if chunk.kind and not chunk.name[0].isdigit()]
+    if not weights:
+        raise CheckpointError(f"{folder / METADATA} names no weights")
+    return Metadata(weights, state, buffers, places["objects"], unknown, next(iter(places["common"]), ()))
+
+
+def list_content(
+    folder: Path,
+    work: Path,
+    named: Callable[[str], Optional[tuple[str, str]]],
+    objects: Mapping[str, re.Pattern],
+    unknown: Callable[[Content], str] = lambda content: "",
+) -> tuple[list[Chunk], dict[str, list[tuple]], str]:
+    """(chunks of tensors, places of pickled objects, `unknown` of the content) of a folder of torch.distributed.checkpoint.
+
+    named: name of a tensor -> (name, kind) of its chunks, or None to leave it out
+    objects: names of objects, each with a key for the list of their (name, file, offset, length)
+    Raises CheckpointError if `.metadata` is refused, or a file is missing or short.
+    """
     source, result = folder / METADATA, work / "chunks.json"
     if not source.is_file():
         raise CheckpointError(f"{folder} has no {METADATA}", "the save did not end, or a part of it was not copied")
@@ -122,16 +144,9 @@ def read_metadata(folder: Path, work: Path) -> Metadata:
         with source.open("rb") as file:
             content = MetadataUnpickler(file).load()
         try:
-            result.write_text(
-                json.dumps(
-                    dict(
-                        chunks=_chunks(content),
-                        objects=_objects(content, _OBJECT),
-                        common=_objects(content, _COMMON),
-                        names=_unknown(content),
-                    )
-                )
-            )
+            places = {key: _objects(content, names) for key, names in objects.items()}
+            listed = dict(chunks=_chunks(content, named), places=places, unknown=unknown(content))
+            result.write_text(json.dumps(listed))
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"it does not describe tensors ({error!r})") from None
 
@@ -143,13 +158,7 @@ def read_metadata(folder: Path, work: Path) -> Metadata:
     ]
     for chunk in chunks:
         _check(source, chunk)
-    buffers = [chunk for chunk in chunks if chunk.name[0].isdigit()]
-    weights = [chunk for chunk in chunks if not chunk.kind]
-    state = [chunk for chunk in chunks if chunk.kind and not chunk.name[0].isdigit()]
-    if not weights:
-        raise CheckpointError(f"{source} names no weights")
-    objects, common = ([tuple(where) for where in listed[name]] for name in ("objects", "common"))
-    return Metadata(weights, state, buffers, objects, listed["names"], next(iter(common), ()))
+    return chunks, {key: list(map(tuple, own)) for key, own in listed["places"].items()}, listed["unknown"]
 
 
 def _check(source: Path, chunk: Chunk) -> None:
@@ -175,13 +184,13 @@ def _check_place(source: Path, name: str, file: str, offset: int, length: int) -
         raise CheckpointError(f"{path} is damaged: it ends before {name} does")
 
 
-def _chunks(metadata: Content) -> list[tuple]:
+def _chunks(metadata: Content, named: Callable[[str], Optional[tuple[str, str]]]) -> list[tuple]:
     """The fields of each `Chunk`, from the pickle's content."""
     tensors, places = metadata.content["state_dict_metadata"], _places(metadata)
     whole = metadata.content.get("mcore_data") or {}
     found = {}
     for name, tensor in tensors.items():
-        own = _named(name)
+        own = named(name)
         if "chunks" not in tensor.content or own is None:
             continue
         for chunk in tensor.content["chunks"]:
@@ -265,10 +274,43 @@ def copy_object(folder: Path, place: tuple, work: Path) -> Path:
     name, file, offset, length = place
     _check_place(folder / METADATA, name, file, offset, length)
     copy = work / "object.pt"
-    with (folder / file).open("rb") as stream:
-        stream.seek(offset)
-        copy.write_bytes(stream.read(length))
+    copy.write_bytes(_bytes(folder / file, offset, length))
     return copy
+
+
+def read_values(folder: Path, places: Iterable[tuple], work: Path) -> dict[str, Any]:
+    """The numbers, strings and lists of them in pickled objects, by name. An object of another kind is left out."""
+    files: dict[str, list[tuple]] = {}
+    for place in places:
+        _check_place(folder / METADATA, *place)
+        files.setdefault(place[1], []).append(place)
+    found, result = {}, work / "values.json"
+    for file, own in files.items():
+
+        def in_child(path=folder / file, own=own) -> None:
+            values = {name: _value(path, at, length) for name, _, at, length in own}
+            result.write_text(json.dumps({name: value for name, value in values.items() if _is_plain(value)}))
+
+        refused_in_child(folder / file, work, in_child)
+        found |= json.loads(result.read_text())
+    return found
+
+
+def _value(path: Path, offset: int, length: int) -> Any:
+    """A pickled object in a file, as a number if it is a tensor of one element."""
+    value = torch.load(io.BytesIO(_bytes(path, offset, length)), map_location="cpu", weights_only=True)
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _bytes(path: Path, offset: int, length: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(length)
+
+
+def _is_plain(value: Any) -> bool:
+    inner = value if isinstance(value, (list, tuple)) else [value]
+    return all(isinstance(one, (int, float, str, bool, type(None))) for one in inner)
 
 
 # ---- chunks ----------------------------------------------------------------------------------------------------------
@@ -293,6 +335,14 @@ def read_chunks(folder: Path, chunks: list[Chunk]) -> Iterator[tuple[Chunk, torc
                     yield chunk, file.get_tensor(str(number))
 
 
+def by_file(chunks: Iterable[Chunk]) -> dict[str, list[Chunk]]:
+    """The chunks of each file, in the order in which it holds them."""
+    files: dict[str, list[Chunk]] = {}
+    for chunk in sorted(chunks, key=lambda chunk: (chunk.file, chunk.offset)):
+        files.setdefault(chunk.file, []).append(chunk)
+    return files
+
+
 def _groups(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
     """Consecutive chunks in groups of about 1 GiB."""
     group: list[Chunk] = []
@@ -306,10 +356,8 @@ def _groups(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
 
 def _chunk(path: Path, chunk: Chunk) -> torch.Tensor:
     """Read one chunk of a file. Raises ValueError if it does not match `.metadata`."""
-    with path.open("rb") as file:
-        file.seek(chunk.offset)
-        content = file.read(chunk.length)
-    tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    content = io.BytesIO(_bytes(path, chunk.offset, chunk.length))
+    tensor = torch.load(content, map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.box.extent:
         raise ValueError(f"{chunk.name} at {chunk.box.offset} is not there with shape {chunk.box.extent}")
     return tensor.detach().clone().contiguous()  # drops other data of its storage

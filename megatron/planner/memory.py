@@ -226,7 +226,7 @@ def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[di
     entries["workspace"] += max(0, of_update(units, job, layout) - sum(entries.values()))
     entries["fragmentation"] = int(FRAGMENTATION[job.device] * sum(entries.values()))
     groups = [layout.tp, layout.cp, layout.weight_ranks, layout.pp]
-    groups += layout.cp_levels or ()
+    groups += (*(layout.cp_levels or ()), *(layout.ep_levels or (layout.ep,)))  # and the counts of experts' rows
     groups += [*layout.expert_sizes.values()][1:] if layout.folded else []
     entries["communication buffers"] = device.communication_bytes * sum(n > 1 for n in groups)
     entries["device context"] = device.context_bytes

@@ -26,7 +26,9 @@ class Transfer:
 
     what: str
     op: str  # all_reduce, all_gather, reduce_scatter, all_to_all, shift or send
-    axis: str  # tp, cp (cp_inner, cp_outer), pp, shard, replicate, tied; of experts ep, etp, expert_shard, expert_replicate
+    # tp, cp (cp_inner, cp_outer), pp, shard, replicate, tied; of experts ep (ep_inner, ep_outer, ep_counts), etp,
+    # expert_shard, expert_replicate
+    axis: str
     bytes: int
     calls: int
     beside: bool = False

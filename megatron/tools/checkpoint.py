@@ -10,6 +10,8 @@
     python -m megatron.tools.checkpoint from-hf PATH OUT       a decoder (Llama, Qwen ...), T5 or BERT from there
     python -m megatron.tools.checkpoint to-megatron PATH OUT   Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt
     python -m megatron.tools.checkpoint from-megatron PATH OUT the same, and Megatron-LM's distributed ones (torch_dist)
+    python -m megatron.tools.checkpoint to-dcp PATH OUT        torch.distributed.checkpoint for torchtitan, NeMo Automodel
+    python -m megatron.tools.checkpoint from-dcp PATH OUT      the same from there, with Adam's state: --hf-config FOLDER
     python -m megatron.tools.checkpoint upcycle PATH OUT       experts (--num-experts N) from the MLPs of a dense GPT
     python -m megatron.tools.checkpoint quantize PATH OUT      weights of 8 or 4 bits: --quantize int8, int8-dynamic, int4
     python -m megatron.tools.checkpoint merge-lora PATH OUT    LoRA adapters, merged into the weights of their base
@@ -40,21 +42,25 @@ from megatron.storage import hub
 from megatron.storage.urls import UrlPath, location
 from megatron.training.conversion_commands import (
     ExpertOptions,
+    FromDCPOptions,
     FromHFOptions,
     FromMegatronOptions,
     FromPeftOptions,
     MergeOptions,
+    ToDCPOptions,
     ToHFOptions,
     ToMegatronOptions,
     ToPeftOptions,
     UpcycleOptions,
     apply_masks,
     check_writers,
+    from_dcp,
     from_hf,
     from_megatron,
     from_peft,
     merge_lora,
     quantize,
+    to_dcp,
     to_hf,
     to_megatron,
     to_peft,
@@ -401,6 +407,8 @@ COMMANDS = dict(
         "from-hf": (FromHFOptions, ("PATH", "OUT"), from_hf),
         "to-megatron": (ToMegatronOptions, ("PATH", "OUT"), to_megatron),
         "from-megatron": (FromMegatronOptions, ("PATH", "OUT"), from_megatron),
+        "to-dcp": (ToDCPOptions, ("PATH", "OUT"), to_dcp, TokenizerSettings),
+        "from-dcp": (FromDCPOptions, ("PATH", "OUT"), from_dcp),
         "quantize": (QuantizeOptions, ("PATH", "OUT"), quantize),
         "upcycle": (UpcycleOptions, ("PATH", "OUT"), upcycle, ExpertOptions),
         "merge-lora": (MergeOptions, ("PATH", "OUT"), merge_lora),
@@ -412,6 +420,7 @@ COMMANDS = dict(
 
 SAID_FOR = dict(  # words that are no commands -> the command that is meant
     **dict.fromkeys(("compare", "cmp"), "diff"),
+    **{f"to-{form}": f"python -m megatron.tools.export --format {form}" for form in ("gguf", "onnx")},
     **dict.fromkeys(("show", "info", "list", "ls", "print"), "inspect"),
     **dict.fromkeys(("check", "validate"), "verify"),
     **dict.fromkeys(("convert", "import", "export", "hf"), "from-hf or to-hf"),

@@ -65,6 +65,28 @@ class ToMegatronOptions:
 
 
 @dataclass(frozen=True)
+class FromDCPOptions:
+    """What the files of torch.distributed.checkpoint do not say."""
+
+    hf_config: Optional[str] = setting("config.json of the model in Hugging Face's format, or its folder", None)
+    global_batch_size: Optional[int] = setting("samples of a step, of a checkpoint with optimizer state", None)
+    no_load_optim: bool = setting("import the weights alone, without the optimizer state", False)
+
+
+@dataclass(frozen=True)
+class ToDCPOptions:
+    """Options of the export to torch.distributed.checkpoint."""
+
+    names: Literal["torchtitan", "torchtitan-0.2", "automodel"] = setting(
+        "whose names and folders: torchtitan's of today or until April 2026, or NeMo Automodel's (Hugging Face's names)",
+        "torchtitan",
+    )
+    dtype: Literal["fp32", "bf16", "fp16"] = setting("format of the weights", "fp32")
+    weights_only: bool = setting("leave optimizer state out", False)
+    unchecked: bool = setting("do not read and compare what was written", False)
+
+
+@dataclass(frozen=True)
 class UpcycleOptions:
     """Options of `upcycle`."""
 
@@ -167,6 +189,29 @@ def from_megatron(path: Path, out: Path, which, how: FromMegatronOptions) -> Non
     asked = (which.ckpt_step, how.vocab_size, how.num_attention_heads, not how.no_load_optim)
     notes = write_import(partial(open_model, path, *asked, log), out, fresh_state())
     print("\n  ".join(notes))
+
+
+def from_dcp(path: Path, out: Path, which, how: FromDCPOptions) -> None:
+    """Import a decoder of torch.distributed.checkpoint (torchtitan, NeMo Automodel), with Adam's state."""
+    from megatron.convert.dcp import open_dcp
+    from megatron.convert.imported import write_import
+
+    config = None if how.hf_config is None else Path(how.hf_config)
+    asked = (which.ckpt_step, config, how.global_batch_size, not how.no_load_optim)
+    log = lambda text: print(text, file=sys.stderr)
+    print("\n  ".join(write_import(partial(open_dcp, path, *asked, log), out, fresh_state())))
+
+
+def to_dcp(path: Path, out: Path, which, how: ToDCPOptions, given: Mapping[str, Any]) -> None:
+    """Export a decoder with Adam's state for torchtitan or NeMo Automodel; nothing is written if it reads back changed."""
+    from megatron.checkpoint.folder import choose
+    from megatron.convert import dcp
+    from megatron.mpu.initialize import DTYPES
+
+    choice = choose(path, step=which.ckpt_step)
+    more = dict(optimizer=not how.weights_only, check=not how.unchecked)
+    notes = dcp.to_dcp(choice.paths[0], out, how.names, DTYPES[how.dtype], given, **more)
+    print("\n  ".join([*notes, *choice.notices]))
 
 
 def merge_lora(path: Path, out: Path, which, how: MergeOptions) -> None:
