@@ -27,7 +27,7 @@ PREFIX = "nccl_trace_rank_"  # of torch's dumps
 FEW = 12  # lines of an explanation
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """A collective, or a message, that a rank has started. number: of its kind, in its group; purpose: of the group"""
 
     group: str
@@ -42,7 +42,7 @@ class Call(NamedTuple):
 class Dump(NamedTuple):
     """What a rank's recorder remembers. groups: name -> (description, global ranks)"""
 
-    calls: list[Call]
+    calls: list[RecordedCall]
     groups: dict[str, tuple[str, tuple[int, ...]]]
 
 
@@ -117,12 +117,14 @@ def _group(config: Mapping) -> tuple[str, tuple[int, ...]]:
     return str(config.get("desc") or ""), tuple(map(int, numbers))
 
 
-def _call(entry: Mapping) -> Call:
+def _call(entry: Mapping) -> RecordedCall:
     group, message = entry["process_group"], bool(entry.get("is_p2p"))
     number = entry.get("p2p_seq_id" if message else "collective_seq_id", entry.get("seq_id", 0))
     ended = bool(entry.get("retired")) or entry.get("state") == "completed"
     name = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
-    return Call(str(group[0]), str(group[1]), int(number), name, message, not ended, str(entry.get("input_sizes", "")))
+    return RecordedCall(
+        str(group[0]), str(group[1]), int(number), name, message, not ended, str(entry.get("input_sizes", ""))
+    )
 
 
 # ---- the explanation -------------------------------------------------------------------------------------------------
@@ -130,7 +132,9 @@ def _call(entry: Mapping) -> Call:
 
 def explain_dumps(dumps: Mapping[int, Dump]) -> list[str]:
     """A line for each call that ranks wait in: who waits, who has not come, whose calls differ."""
-    waiting: dict[tuple[str, int], dict[int, Call]] = defaultdict(dict)  # of each group the first call with each number
+    waiting: dict[tuple[str, int], dict[int, RecordedCall]] = defaultdict(
+        dict
+    )  # of each group the first call with each number
     messages: dict[tuple[str, str], set[int]] = defaultdict(set)
     for rank, one in dumps.items():
         for call in one.calls:
@@ -152,7 +156,7 @@ def explain_dumps(dumps: Mapping[int, Dump]) -> list[str]:
     return [*lines[:FEW], *[f"... and {len(lines) - FEW} more"] * (len(lines) > FEW)]
 
 
-def _collective(group: str, number: int, waiting: Mapping[int, Call], dumps: Mapping[int, Dump]) -> str:
+def _collective(group: str, number: int, waiting: Mapping[int, RecordedCall], dumps: Mapping[int, Dump]) -> str:
     members = _members(group, dumps) or tuple(waiting)
     absent = [rank for rank in members if rank not in waiting and not _has_called(dumps.get(rank), group, number)]
     calls = sorted({(call.name, call.sizes) for call in waiting.values()})
