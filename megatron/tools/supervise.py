@@ -319,7 +319,7 @@ class Supervisor:
         if not commands.is_srun(self.command) or not slurm.job():
             raise SettingsError(
                 "--spare-nodes leaves nodes of a SLURM allocation idle, and this is no command of srun in a job",
-                do="without SLURM: megatron.tools.launch --spare-nodes, and a supervisor on each node (docs/survival.md)",
+                do="supervise ... --spare-nodes N -- srun ... in a batch script (docs/survival.md)",
             )
         if not 0 < spares < allocated:
             raise SettingsError(f"--spare-nodes {spares}: the allocation has {allocated} nodes")
