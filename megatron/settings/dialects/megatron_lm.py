@@ -406,8 +406,7 @@ restarting inside the process and injecting faults are not part of this suite
     --inprocess-* --enable-ft-package --calc-ft-timeouts --ft-* --fault-injector-* --error-injection-*
     --gpu-sniff-test-interval
 see --flight-recorder-dump-path: dumps are written at every hang and timeout, with all entries
-    --flight-recorder-dump-on-* --flight-recorder-include-* --flight-recorder-extra-* --no-flight-recorder-*
-    --disable-flight-recorder-*
+    --flight-recorder-include-* --no-flight-recorder-* --disable-flight-recorder-*
 a job that is taken away goes back into the queue by python -m megatron.tools.supervise --on-preempt requeue
     --adlr-autoresume*
 see --distributed-timeout-minutes
