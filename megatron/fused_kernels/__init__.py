@@ -482,8 +482,8 @@ TABLE: dict[str, list[Implementation]] = {
         Implementation("torch", reference.permute, "indexing, whose backward pass adds row by row"),
     ],
     "unpermute": [
-        _in_triton("unpermute", "no rows in fp32; one backward pass for gradients of rows and weights"),
-        Implementation("bags", cpu_ops.unpermute, "one op; gradients in parts that stay in the cache", _on("cpu")),
+        _in_triton("unpermute", "a row is read once, and no rows in fp32"),
+        Implementation("bags", cpu_ops.unpermute, "one op", _on("cpu")),
         Implementation("gathers", expert_rows.unpermute, "a gather and an addition for each expert of a token"),
         Implementation("torch", reference.unpermute, "all rows of a token at once, then their sum"),
     ],

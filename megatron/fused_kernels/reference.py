@@ -224,15 +224,10 @@ def permute(x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int, w
     return _with_zeros(x, whole)[order // k]
 
 
-def unpermute(
-    y: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, place: torch.Tensor, whole: bool
-) -> torch.Tensor:
-    """The sums of each token's rows, [n, h], from rows of experts y [m, h], times weights [n, k] of any format; in fp32
-    inside. See `permute`.
-    """
+def unpermute(y: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int, whole: bool) -> torch.Tensor:
+    """The sums of each token's rows, [n, h], from rows of experts y [m, h]; in fp32 inside. See `permute`."""
     wide = torch.promote_types(y.dtype, torch.float32)
-    rows = _with_zeros(y, whole)[place.view(weights.shape)].to(wide)  # [n, k, h]
-    return (rows * weights.to(wide).unsqueeze(2)).sum(1).to(y.dtype)
+    return _with_zeros(y, whole)[place.view(-1, k)].to(wide).sum(1).to(y.dtype)
 
 
 def _with_zeros(x: torch.Tensor, whole: bool) -> torch.Tensor:

@@ -38,7 +38,8 @@ class RankSetup:
     --no-bias-swiglu-fusion. cp: ranks that share each sequence; cp_heads: those of them that exchange rows for heads
     (--cp-comm-type a2a: all of them); gathers: the others gather keys and values (allgather) instead of sending them round
     a ring. documents: they are packed into samples (--reset-attention-mask). ep, etp: ranks that hold different experts of
-    a layer, and parts of each. frozen: linear layers of blocks ("attention.qkv") whose weight has no gradient in any block,
+    a layer, and parts of each; ep_inner: those of ep on a node, if tokens go to experts in hops.
+    frozen: linear layers of blocks ("attention.qkv") whose weight has no gradient in any block,
     and "output" for the output layer's. pairs: (linear layer, rows of A) of LoRA's; pairs_drop: with --lora-dropout.
     kinds: (linear layer, kind) of the present layer (`Facts.products`). in_fp8: its linear layers with products in fp8;
     fp8: --fp8-recipe of a run with such layers; fp8_wgrad: whether those for gradients of weights are; fp8_held: the
@@ -63,6 +64,7 @@ class RankSetup:
     documents: bool = False
     ep: int = 1
     etp: int = 1
+    ep_inner: int = 0
     frozen: frozenset[str] = frozenset()
     pairs: tuple[tuple[str, int], ...] = ()
     pairs_drop: bool = False

@@ -179,7 +179,7 @@ IN_RING = {  # name: flags, rank, ranks, calls of its forward pass in two steps
         None,
     ),
 }
-COUNTS = "tolist in megatron/model/kinds/experts/dispatch.py: _counted"  # how many rows go to each rank
+COUNTS = "wait for an event of this step in megatron/mpu/transfer.py: read"  # how many rows go to each rank
 EXPERTS = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 EP, CAPACITY = "--expert-model-parallel-size 2", "--moe-expert-capacity-factor 1.0"
 FULL, TURNS = "--recompute-granularity full", "--overlap-moe-expert-parallel-comm"
@@ -203,6 +203,13 @@ WITH_EXPERTS = {  # name: flags, rank, ranks, reads of counts: layers of the sta
         3,
         4,
         2 * 4,
+    ),
+    "ep4 in two hops of 8, tp2, recomputed, shared": (
+        f"{EXPERTS} {TP} {FULL} --expert-tensor-parallel-size 1 --expert-model-parallel-size 4 --moe-ranks-per-node 2 "
+        "--moe-token-dispatcher-type flex --moe-shared-expert-intermediate-size 32 --sharding-stage 1",
+        5,
+        8,
+        2,
     ),
     "ep2, passes in turns, zero3": (f"{EXPERTS} {EP} {TURNS} --global-batch-size 8 --sharding-stage 3", 1, 2, 2 * 2),
     "pp2 ep2 zb-v, passes in turns": (

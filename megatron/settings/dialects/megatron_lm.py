@@ -134,9 +134,10 @@ when and how ranks exchange data changes the speed, not the result; this suite a
     --align-grad-reduce --align-param-gather
     --disable-clone-scatter-output-in-embedding
     --use-layer-wise-* --no-use-layer-wise-*
-tokens go to experts by all-to-all, in parts of any size; every dispatcher gives the same result
-    --moe-token-dispatcher-type --moe-enable-deepep --moe-deepep-num-sms --moe-flex-dispatcher-*
-    --moe-shared-expert-overlap --moe-permute-fusion --moe-router-fusion
+--moe-token-dispatcher-type flex sends tokens once to each node by all-to-all; DeepEP and HybridEP are not called
+    --moe-enable-deepep --moe-deepep-num-sms --moe-flex-dispatcher-* --moe-hybridep-*
+how rows of experts are ordered and sent changes the speed, not the result; this suite arranges it by itself
+    --moe-shared-expert-overlap --moe-permute-fusion --moe-permute-fusion-into-hybridep --moe-router-fusion
 experts are grouped products where these are faster than one product for each
     --moe-grouped-gemm --moe-use-legacy-grouped-gemm --moe-use-grouped-tensor --use-grouped-gemm-*
 metrics.jsonl has the load of each expert in each layer
