@@ -32,10 +32,10 @@ def test_the_numbers_of_1024_ranks():
 
 
 def test_the_numbers_of_16384_ranks():
-    """tp 8, pp 16, dp 128, experts over 64 ranks: 16 ranks shard the state of an expert."""
+    """tp 8, pp 16, dp 128, experts over 64 ranks: 16 ranks shard the state of an expert; counts have a group."""
     job = Job.of(Layout(tp=8, pp=16, dp=128, zero=1, shard=128, ep=64, etp=1), 96)
-    assert [job.opened_groups(stage) for stage in (0, 1, 15)] == [7, 6, 7]
-    assert job.store_keys == 1 + 16384 * 6 + 2 * 1024
+    assert [job.opened_groups(stage) for stage in (0, 1, 15)] == [8, 7, 8]
+    assert job.store_keys == 1 + 16384 * 7 + 2 * 1024
     assert (job.leaders, job.parts_read_by_first_rank) == (512, 544)
 
 
