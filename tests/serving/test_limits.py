@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from megatron.inference.sampling import Sampling
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.errors import ApiError
 from megatron.serving.metrics import ServeMetrics
+from megatron.serving.openai_api import _usage
 from megatron.serving.server import serve
 from megatron.serving.settings import ServeLimits
 from megatron.telemetry.web import listen
@@ -92,6 +94,24 @@ def test_tokens_of_prompts_and_those_that_were_found_are_counted_apart():
     said = metrics.text().decode().splitlines()
     assert 'megatron_serve_prompt_tokens_total{model="toy"} 10.0' in said
     assert 'megatron_serve_cached_prompt_tokens_total{model="toy"} 3.0' in said
+
+
+def test_times_of_first_tokens_and_between_tokens_are_apart():
+    metrics = ServeMetrics()
+    for seconds, first in ((2.0, True), (0.25, False), (0.25, False)):
+        metrics.of("toy").token(seconds, first)
+    said = metrics.text().decode().splitlines()
+    assert 'megatron_serve_time_to_first_token_seconds_sum{model="toy"} 2.0' in said
+    assert 'megatron_serve_time_between_tokens_seconds_sum{model="toy"} 0.5' in said
+
+
+def test_what_was_found_of_a_prompt_counts_once_for_all_its_answers():
+    counted = []
+    model = SimpleNamespace(thread=SimpleNamespace(meter=SimpleNamespace(prompts=lambda *own: counted.append(own))))
+    work = SimpleNamespace(model=model, prompts=[(1, 2, 3), (4, 5)], each=2)
+    texts = [SimpleNamespace(cached=cached, tokens=[0] * 4) for cached in (2, 2, 1, 1)]
+    usage = dict(prompt_tokens=5, completion_tokens=16, total_tokens=21, prompt_tokens_details=dict(cached_tokens=3))
+    assert _usage(work, texts) == usage and counted == [(5, 3)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
