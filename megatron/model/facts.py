@@ -16,7 +16,7 @@ parallelism, activations between layers are divided by tp.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -71,9 +71,9 @@ class LayerDesign(NamedTuple):
 class Facts:
     """The facts of a language model: embedding, layers, final norm, output layer and loss.
 
-    settings: its shape. vocab_size: rows of the embedding before padding. in_fp8: the linear layers of each layer whose
-    products are in fp8 (--fp8-format), if there are any. gathered_in_fp8: the recipe in which ranks keep and gather the
-    weights of these layers, if they do (--fp8-param-gather).
+    settings: its shape. vocab_size: rows of the embedding before padding. in_fp8: the linear layers of each layer, and of
+    each layer of a depth after them, whose products are in fp8 (--fp8-format), if there are any. gathered_in_fp8: the
+    recipe in which ranks keep and gather the weights of these layers, if they do (--fp8-param-gather).
     A subclass defines `layer_weights` and `layer_ops`, and may override the other methods.
     """
 
@@ -246,6 +246,11 @@ class Facts:
         """The weights of each layer, without those that kinds of linear layers add."""
         return {n: self.layer_weights(self.layer_kind(n), False) for n in range(self.num_layers)}
 
+    @property
+    def tables_ahead(self) -> dict[int, Table]:
+        """The same of each layer of a depth of multi-token prediction."""
+        return {n: self.layer_weights(self.layer_kind(n), False) for n in self.settings.layers_ahead}
+
     def mixers_of(self, layers: Sequence[int]) -> Iterator[tuple[Model, Mixer]]:
         """The mixers of layers, in order, each with the settings of its layer."""
         for kind in map(self.layer_kind, layers):
@@ -399,6 +404,7 @@ class Facts:
         """The share of the FLOPs of training that products in fp8 have (`in_fp8`). wgrad: those for weights have, too"""
         share, layers = RankSetup(fp8=recipe, fp8_wgrad=wgrad), range(self.num_layers)
         designs = Counter(self.design_of(layer) for layer in layers if self.in_fp8)
+        designs.update(self.designs_ahead * self.settings.depths)
         flops = lambda design: sum(
             (2 + op.wgrad) * op.flops
             for op in self.layer_ops(design.share(share), design.kind)
@@ -466,8 +472,9 @@ class Facts:
 
     @property
     def designs_ahead(self) -> list[LayerDesign]:
-        """The designs of the layers of a depth of multi-token prediction, which have plain products."""
-        return [LayerDesign(self.layer_kind(layer)) for layer in self.settings.layers_ahead]
+        """The designs of the layers of a depth of multi-token prediction, which --linear leaves as they are."""
+        in_fp8 = self.in_fp8 or defaultdict(tuple)
+        return [LayerDesign(self.layer_kind(layer), (), in_fp8[layer]) for layer in self.settings.layers_ahead]
 
     def layer_workspace(self, share: RankSetup, kind: LayerKind, modules: Sequence[str] = (), together: int = 1) -> int:
         """Peak bytes of a layer's backward pass in addition to saved ones; `together` layers are recomputed at a time."""

@@ -205,6 +205,7 @@ PRODUCTS = dict(tensorwise=TensorwiseProduct, blockwise=BlockwiseProduct, mxfp8=
 
 def attach_fp8(stages: Iterable[nn.Module], config: Config, tables: dict[int, Table]) -> None:
     """Attach the products of --fp8-format to the linear layers of a rank's stages. tables: as in `fp8_layers`."""
+    blocks = config.model.num_layers
     chosen = {
         layer: [(name, EXPERTS if weight.stacked else KIND) for name, weight in own.items()]
         for layer, own in fp8_layers(config, tables).by_layer.items()
@@ -217,10 +218,13 @@ def attach_fp8(stages: Iterable[nn.Module], config: Config, tables: dict[int, Ta
         own[KIND] = {"gathered_as": product.weights}
     kinds |= {name: type(kinds[name].__name__, (kinds[name],), attributes) for name, attributes in own.items()}
     for stage in stages if chosen else ():
-        attach_products(
-            stage.blocks,
-            config.precision,
-            kinds,
-            lambda layer: chosen.get(layer, ()),
-            compiled=bool(config.kernels.torch_compile),
-        )
+        depths = [(f"mtp.{n}.layers", blocks, depth.layers) for n, depth in enumerate(getattr(stage, "mtp", ()))]
+        for name, first, layers in (("blocks", 0, stage.blocks), *depths):
+            attach_products(
+                dict(layers.named_children()),
+                config.precision,
+                kinds,
+                lambda layer, first=first: chosen.get(first + layer, ()),
+                compiled=bool(config.kernels.torch_compile),
+                prefix=name,
+            )

@@ -305,17 +305,19 @@ def attach_products(
     picked_of: Callable[[int], Iterable[tuple[str, str]]],
     draws: Callable[[], Draws] = Draws,
     compiled: bool = False,
+    prefix: str = "blocks",
 ) -> None:
     """Attach a `LinearProduct` to linear layers of a stage's blocks (number -> module).
 
     settings: those that products get. kinds: name -> class. picked_of: number of a block -> (linear layer, kind) pairs, as
     --linear selects them; a kind may be several names with + between them. draws: makes the `Draws` of a block. compiled:
-    the blocks are compiled; these layers are then excluded, because torch cannot trace the code of a kind.
+    the blocks are compiled; these layers are then excluded, because torch cannot trace the code of a kind. prefix: of their
+    names.
     """
     for number, block in blocks.items():
         products = []
         for name, kind in picked_of(int(number)):
-            layer, full = block.get_submodule(name), f"blocks.{number}.{name}"
+            layer, full = block.get_submodule(name), f"{prefix}.{number}.{name}"
             if not hasattr(layer, "product"):
                 raise SettingsError(
                     f"--linear: {full} is a {type(layer).__name__}, whose product is its own",

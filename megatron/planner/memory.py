@@ -183,14 +183,19 @@ def _weights_in_fp8(job: Job, layout: Layout, rank: int) -> int:
     """
     if not job.fp8:
         return 0
-    share, facts = layout.rank_setup(job), job.facts
-    layers = [layer for held in layout.pipeline(facts.num_layers).layers_of(rank) for layer in held]
+    share, facts, pipeline = layout.rank_setup(job), job.facts, layout.pipeline(job.facts.num_layers)
+    layers = [layer for held in pipeline.layers_of(rank) for layer in held]
+    designs = Counter()
+    for (design, _), count in activations.repeated(facts, Recompute(), tuple(layers)).items():
+        designs[design] += count
+    if pipeline.stages[-1][0] == rank:
+        designs.update(facts.designs_ahead * facts.settings.own_depths)
     each = [
         (
             count,
             [op.weight_in_fp8 for op in facts.layer_ops(design.share(share), design.kind) if isinstance(op, Product)],
         )
-        for (design, _), count in activations.repeated(facts, Recompute(), tuple(layers)).items()
+        for design, count in designs.items()
     ]
     if layout.zero == 3:
         return max((size for _, sizes in each for size in sizes), default=0)

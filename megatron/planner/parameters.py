@@ -12,7 +12,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megatron.model.facts import Facts, LayerDesign
+from megatron.model.facts import AHEAD, Facts, LayerDesign
 from megatron.model.linear_kinds import WEIGHT
 from megatron.model.weights import Table
 from megatron.mpu.placement import BUFFER_BYTES, DATA_PARALLEL, EXPERT_DATA_PARALLEL
@@ -244,10 +244,18 @@ def _layer_of(facts: Facts, selection: Selection, layer: int) -> LayerOf:
 def layer_sizes(facts: Facts, layer: LayerOf, cuts: Cuts, sp: bool) -> tuple[UnitSizes, ...]:
     """The parameters of a layer on one rank, and its experts."""
     design, frozen = layer
-    table, tiles = facts.design_weights(design, sp), SCALE_TILES.get(facts.gathered_in_fp8)
-    names = (name + WEIGHT for name in design.in_fp8 if tiles is not None)
-    cast = {name: tiles for name in names if name not in frozen and not table[name].stacked}
-    return _sizes(design.kind, table, frozen, cuts, layer=True, cast=cast)
+    table = facts.design_weights(design, sp)
+    return _sizes(design.kind, table, frozen, cuts, layer=True, cast=_cast(facts, [design], table, frozen, ""))
+
+
+def _cast(
+    facts: Facts, designs: Sequence[LayerDesign], table: Table, frozen: frozenset[str], prefix: str
+) -> dict[str, int]:
+    """The weights of a unit with layers of these designs that are kept in fp8, as `_sizes` has them. prefix: of a layer."""
+    if (tiles := SCALE_TILES.get(facts.gathered_in_fp8)) is None:
+        return {}
+    names = (prefix.format(n) + name + WEIGHT for n, design in enumerate(designs) for name in design.in_fp8)
+    return {name: tiles for name in names if name not in frozen and not table[name].stacked}
 
 
 @lru_cache(maxsize=4096)
@@ -267,8 +275,10 @@ def _units(
     for unit in held:
         shared = len(unit.ends) > 1 and not (first and last)  # the other end holds a copy
         frozen = selection.frozen(unit.weights, f"{unit.name}.")
+        ahead = facts.designs_ahead if unit.name.startswith(AHEAD) else []
+        cast = _cast(facts, ahead, unit.weights, frozen, "layers.{}.")
         (front if "first" in unit.ends else back).extend(
-            _sizes(unit.name, unit.weights, frozen, cuts, ends=unit.ends, shared=("tied",) * shared)
+            _sizes(unit.name, unit.weights, frozen, cuts, ends=unit.ends, shared=("tied",) * shared, cast=cast)
         )
     return Units(sorted(front + layers + back, key=lambda unit: (unit.axes != DATA_PARALLEL, unit.exact, unit.cast)))
 

@@ -361,7 +361,7 @@ def _depth(job: Job, share: RankSetup, modules: tuple[str, ...], cluster: Cluste
     """A micro-batch through a depth of multi-token prediction, without its loss."""
     total = Pass()
     for design in job.facts.designs_ahead:
-        total += _layer(job, share, design.kind, modules, cluster)
+        total += _layer(job, design.share(share), design.kind, modules, cluster)
     ops, d = job.facts.depth_ops(share), cluster.device
     seconds = sum(arithmetic_seconds(job, op, d) for op in ops)
     moved = d.unfused * sum(op.moved for op in ops if isinstance(op, Kernel)) * job.element / d.bandwidth

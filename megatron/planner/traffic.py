@@ -77,7 +77,7 @@ def _in_layers(job: Job, layout: Layout, rank: int) -> list[Transfer]:
             copied = replace(stream(facts.loss_tokens(share)).copied, overlapped=())
             calls += calls_of([copied] * (1 + facts.settings.depths), ())
             modules = last_modules(pipeline.layers[stage], layout.recompute)
-            ops = [op for design in facts.designs_ahead for op in facts.layer_ops(share, design.kind)]
+            ops = [op for one in facts.designs_ahead for op in facts.layer_ops(one.share(share), one.kind)]
             calls += [*calls_of(ops, modules), *calls_of(facts.depth_ops(share), ())] * facts.settings.depths
         for op, call in calls:
             key = op.axis, call, op.name, op.in_ring

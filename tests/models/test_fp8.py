@@ -15,7 +15,7 @@ from megatron.fused_kernels.fp8 import ScaleTile, dequantize
 from megatron.inference.load import load_model
 from megatron.model import weights
 from megatron.model.command_line import parse_any
-from megatron.model.fp8 import Fp8Layers, fp8_layers
+from megatron.model.fp8 import Fp8Layers, fp8_layers, tables_of
 from megatron.model.fp8_product import PRODUCTS, ExpertsProduct, attach_fp8
 from megatron.model.kinds.experts.grouped import GroupedLinear, Rows
 from megatron.model.recipe import recipe_of
@@ -212,7 +212,8 @@ def halved(recipe: str, kind: str, mesh: Mesh):
     cut = lambda one, dim: one.chunk(mesh.tp.size, dim)[mesh.tp.rank].contiguous()
     with torch.no_grad():
         layer.weight.copy_(cut(weight, int(row)).view(layer.weight.shape))
-        layer.bias.zero_()
+        bias = 50 * drawn(512, seed=2, dtype=torch.float32)
+        layer.bias.copy_((bias if row else cut(bias, 0)).view(layer.bias.shape))
     x = (cut(x, 1) if row else cut(x, 0) if sequence else x).requires_grad_()
     y = layer(x)
     y.backward(dy if row else cut(dy, 1))
@@ -436,7 +437,7 @@ def settings(flags: str, world: int = 1):
 
 def layers_of(flags: str) -> Fp8Layers:
     config, _ = settings(flags)
-    return fp8_layers(config, recipe_of(config).facts(config, 1).tables)
+    return fp8_layers(config, tables_of(recipe_of(config).facts(config, 1)))
 
 
 EACH = ["attention.qkv", "attention.output", "mlp.up", "mlp.down"]
@@ -456,6 +457,7 @@ OF_EXPERTS = [*EACH[:2], "mlp.experts.up", "mlp.experts.down"]
         ("--linear mlp.*=fake_quantize", range(4), EACH[:2]),
         ("--num-experts 4", range(4), OF_EXPERTS),
         ("--num-experts 4 --fp8-skip *.experts.*", range(4), EACH[:2]),
+        ("--mtp-num-layers 2 --fp8-skip mtp.*.up --first-last-layers-bf16", range(1, 3), EACH),
         ("--num-experts 4 --fp8-recipe mxfp8 --ffn-hidden-size 208", range(4), OF_EXPERTS),
     ],
 )
@@ -464,13 +466,15 @@ def test_which_layers_have_fp8_products(flags, blocks, inside):
     found = layers_of(flags)
     wanted = {f"blocks.{n}.{name}" for n in blocks for name in inside}
     more = {"blocks.0.mlp.up", "blocks.1.mlp.up"} if "skip attention" in flags else set()
-    assert set(found.fp8) == wanted | more
+    ahead = [name for name in EACH if name != "mlp.up"] if "mtp" in flags else []
+    assert set(found.fp8) == wanted | more | {f"mtp.layers.0.{name}" for name in ahead}
     config = rules.resolve(*settings(flags))
     model = pretrain_gpt.recipe().build_model(config, Mesh(), 101, dtype=torch.bfloat16, device="meta")
     before = {id(product) for product in linear_products([model])}
-    attach_fp8([model], config, recipe_of(config).facts(config, 1).tables)
+    attach_fp8([model], config, tables_of(recipe_of(config).facts(config, 1)))
     attached = {one.name for one in linear_products([model]) if id(one) not in before}
-    assert attached == set(found.fp8)
+    depths = {f"mtp.{depth}.layers.0.{name}" for depth in range(2) for name in ahead}
+    assert attached == wanted | more | depths
 
 
 REFUSED = {

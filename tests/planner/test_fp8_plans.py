@@ -11,6 +11,7 @@ from megatron.data.loader import MicroBatch
 from megatron.errors import SettingsError
 from megatron.model.command_line import parse_any
 from megatron.model.facts import Facts
+from megatron.model.fp8 import tables_of
 from megatron.model.fp8_product import attach_fp8
 from megatron.model.gpt.module import GPT
 from megatron.model.recipe import facts_of
@@ -48,7 +49,7 @@ def network(flags: str, modules=()) -> tuple[GPT, Job]:
     with torch.no_grad():
         for parameter in stage.parameters():
             parameter.normal_(0, 0.02)
-    attach_fp8([stage], config, job.facts.tables)
+    attach_fp8([stage], config, tables_of(job.facts))
     return stage, job
 
 

@@ -146,6 +146,7 @@ CASES = [
     ("tp2-dp2-zero2", f"{IN_FP8} {LLAMA} --group-query-attention --num-query-groups 2"),
     ("pp2-dp2-zero3", f"{IN_FP8} --fp8-recipe blockwise --freeze blocks.1.mlp.* *.bias"),
     ("dp2-zero1", f"{IN_FP8} --optimizer muon"),
+    ("pp2-dp2-zero3", f"{IN_FP8} {LLAMA} {AHEAD}"),
     ("dp2-zero2", f"{IN_FP8} --fp8-recipe blockwise --optimizer-cpu-offload --optimizer-offload-fraction 0.5"),
 ]
 

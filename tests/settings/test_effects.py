@@ -39,6 +39,10 @@ CASES = {
         "--experimental-attention-variant gdn --linear-attention-freq 2 | --hybrid-layer-pattern G-",
     ),
     "a data path that is a URL": ("--mock-data false --data-path d", "1:--mock-data false --data-path s3://b/d"),
+    "--keep-last or --save-retain-interval": (
+        "--save d --save-interval 1",
+        "--save d --save-interval 1 --keep-last 2 | --save d --save-interval 1 --save-retain-interval 5",
+    ),
     "--qk-layernorm": ("--normalization RMSNorm", "--normalization RMSNorm --qk-layernorm"),
     "a --seq-length that is longer than the window": ("", "--seq-length 9"),
     "--window-size": ("", "--window-size 3,0"),
