@@ -454,9 +454,7 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, resul
             choices = _number_of_choices(base.dp, base.cp, space)
             result.evaluated, result.too_large = result.evaluated + choices, result.too_large + choices
             return
-    for (zero, shard, offload), held, host, communication in _options(
-        base, job, cluster, space, tuple(ranks)
-    ):
+    for (zero, shard, offload), held, host, communication in _options(base, job, cluster, space, tuple(ranks)):
         result.evaluated += 1
         over, rank = max((own - free, rank) for own, free, rank in zip(held, room, ranks))
         away = host - space.host_bytes if space.host_bytes else 0
