@@ -245,7 +245,8 @@ def _index_of(path: UrlPath) -> tuple[Optional[Collection[str]], Optional[str]]:
         return (), None
     try:
         _, content = read_sealed(index)
-        return {INDEX, content.get("state_file", "state.json"), *content["files"]}, content.get("token")
+        known = {INDEX, content.get("state_file", "state.json"), *content["files"], *content.get("tables", ())}
+        return known, content.get("token")
     except (Damaged, KeyError, TypeError):
         return None, None
 

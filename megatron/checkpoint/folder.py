@@ -21,8 +21,9 @@ from typing import Any, Optional, Union
 
 from megatron.checkpoint.backends import TRACKER, CheckpointPath, backend_of
 from megatron.checkpoint.base_checkpoint import open_checkpoint
+from megatron.checkpoint.index import ShardFile, differing_blocks
 from megatron.checkpoint.reader import Reader, Strictness
-from megatron.checkpoint.store import Parts, Piece, commit, single_part, write_shard
+from megatron.checkpoint.store import FAN, Parts, Piece, ShardRecord, commit, merge_group, single_part, write_shard
 from megatron.errors import CheckpointError, Failure, StorageError
 from megatron.settings.from_checkpoint import foreign_format, megatron_format_problem
 from megatron.storage import hub
@@ -288,8 +289,10 @@ class Saver:
         all_gather_object: AllGatherObject = alone,
         in_use: Callable[[], Optional[CheckpointPath]] = lambda: None,
         log: Callable[[str], None] = lambda text: None,
+        verified: float = 1.0,
     ):
-        """in_use: returns a checkpoint that is being read, which stays until the next save.
+        """verified: the share of its file that each rank reads back before older checkpoints are deleted.
+        in_use: returns a checkpoint that is being read, which stays until the next save.
         log: gets a message while this waits for another job to end.
 
         Raises StorageError when the folder cannot be written, Locked when another job writes into it.
@@ -297,6 +300,7 @@ class Saver:
         self.folder, self.rank, self.all_gather_object = location(folder), rank, all_gather_object
         self.keep_last, self.retain_interval, self.in_use, self.log = keep_last, retain_interval, in_use, log
         self._storage, self._lock = backend_of(self.folder), None
+        self.verified, self._saves = verified, 0
         self.last_write = (0, 0.0)  # bytes of all ranks, and seconds until the checkpoint was durable, of the last save
         _on_all_ranks(self._claim, all_gather_object)
 
@@ -327,13 +331,16 @@ class Saver:
         try:
             temporary = _on_all_ranks(lambda: self._begin(final), self.all_gather_object)[0]
             started = time.perf_counter()
-            sizes = _on_all_ranks(lambda: write_shard(temporary, self.rank, pieces), self.all_gather_object)
+            sizes = _on_all_ranks(lambda: self._write(temporary, pieces), self.all_gather_object)
+            writers, in_groups = len(sizes), len(sizes) > FAN
+            if in_groups:
+                _on_all_ranks(lambda: merge_group(temporary, self.rank, writers), self.all_gather_object)
             doomed = _on_all_ranks(
-                lambda: self._finish(temporary, final, len(sizes), iteration, state), self.all_gather_object
+                lambda: self._finish(temporary, final, writers, iteration, state, in_groups), self.all_gather_object
             )[0]
             self.last_write = sum(sizes), time.perf_counter() - started
             if doomed:
-                _on_all_ranks(lambda: read_back(final, self.rank), self.all_gather_object)
+                _on_all_ranks(lambda: self._read_back(final), self.all_gather_object)
                 _on_all_ranks(lambda: self._forget(doomed), self.all_gather_object)
         except Failure:
             if self.rank == 0:
@@ -370,15 +377,32 @@ class Saver:
             self._storage.clean(self.folder, final)
             return self._storage.begin(final)
 
+    def _write(self, temporary: CheckpointPath, pieces: Iterable[Piece]) -> int:
+        self._written = write_shard(temporary, self.rank, pieces)
+        return self._written.size
+
+    def _read_back(self, final: CheckpointPath) -> None:
+        """Compare `verified` of this rank's file with what it wrote, the next blocks at each save."""
+        if self.verified:
+            every = max(1, round(1 / self.verified))
+            read_back(final, self._written, every, self._saves % every)
+        self._saves += 1
+
     def _finish(
-        self, temporary: CheckpointPath, final: CheckpointPath, writers: int, iteration: int, state: dict
+        self,
+        temporary: CheckpointPath,
+        final: CheckpointPath,
+        writers: int,
+        iteration: int,
+        state: dict,
+        in_groups: bool = False,
     ) -> list[CheckpointPath]:
         """Publish the checkpoint, on rank 0. Returns the checkpoints to delete."""
         if self.rank != 0:
             return []
         with storage_errors(final):
             self._lock.check()
-            commit(temporary, final, writers, {**state, "iteration": iteration})
+            commit(temporary, final, writers, {**state, "iteration": iteration}, in_groups)
             self._storage.replace(self.folder / TRACKER, str(iteration).encode())
             self._storage.clean(self.folder, final)
         used = self.in_use()
@@ -389,18 +413,18 @@ class Saver:
             remove(doomed)
 
 
-def read_back(path: CheckpointPath, writer: int) -> None:
+def read_back(path: CheckpointPath, written: ShardRecord, every: int = 1, turn: int = 0) -> None:
     """Read back a file that this process has just written, from the disk and not from the page cache if possible.
 
+    every, turn: only every so many blocks, from block `turn` on
     Raises StorageError when a byte differs from what was written.
     """
     try:
-        with Reader(path) as reader:
-            own = f"shard_{writer:05d}"
-            names = [name for name in reader.index.files if name.partition(".")[0].partition("-")[0] == own]
-            for name in names:
-                _forget_cached(path / name)
-            problems = reader.verify(names)
+        ((name, entry),) = written.files.items()
+        _forget_cached(path / name)
+        file = ShardFile(path / name, entry["bytes"], entry["header"])
+        boxes = [box for tensor in written.tensors.values() for box in tensor["boxes"]]
+        problems = list(differing_blocks(file, written.block, {key: sums for *_, key, sums in boxes}, every, turn))
     except (OSError, Damaged) as problem:
         problems = [str(problem)]
     if problems:

@@ -1,26 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index of a checkpoint directory, validated before use.
 
+The index of a large job is in parts: a rank reads those of its layers, and validates the entries that it loads.
 An index is untrusted input. Names, shapes, sizes and offsets are compared with each other and with the files on the disk
 before any memory is allocated for them, so a forged index is refused.
 """
 
+import contextlib
 import json
 import os
 import re
 import stat
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron.checkpoint.boxes import Box, find_flaw
-from megatron.checkpoint.store import DTYPES, FORMAT, VERSION
+from megatron.checkpoint.boxes import Box, describe, find_flaw
+from megatron.checkpoint.store import DTYPES, FORMAT, VERSIONS
 from megatron.storage.durable import Damaged, checksum, read_sealed, unreadable
 from megatron.storage.urls import UrlPath
 
 _FILE_NAME = re.compile(r"shard_\d{5,9}(-[0-9a-f]{1,32})?\.safetensors")
+_TABLE_NAME = re.compile(r"index_\d{5,9}(-[0-9a-f]{1,32})?\.json")
 _STATE_NAME = re.compile(r"state(-[0-9a-f]{1,32})?\.json")
 _HEADER_LIMIT = 1 << 28
 _BLOCK_LIMIT = 1 << 28
@@ -44,40 +50,122 @@ class Tensor(NamedTuple):
     stored: list[Stored]
 
 
+class IndexTable(NamedTuple):
+    """A file with the entries of some tensors."""
+
+    bytes: int
+    checksum: str
+    names: list[str]
+
+
 class Index(NamedTuple):
     """The content of index.json.
 
     block:           bytes under one checksum
     files:           file name -> (bytes, checksum of its header)
     tensors:         name -> Tensor
+    tables:          file name -> IndexTable, of an index in parts
     """
 
     block: int
     files: dict[str, tuple[int, str]]
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     state_checksum: str
     state_file: str = "state.json"
+    tables: Mapping[str, IndexTable] = MappingProxyType({})
+
+
+class TensorsInParts(Mapping):
+    """name -> Tensor of an index in parts. The first use of a name reads its file and validates its entry, not others'.
+
+    bytes_read: of the files read so far. Looking up a name raises Damaged if its file or entry is.
+    """
+
+    def __init__(self, folder: Path, block: int, files: dict, tables: Mapping[str, IndexTable]):
+        self.folder, self.block, self.files, self.tables = folder, block, files, tables
+        self.file_of = {name: file for file, table in tables.items() for name in table.names}
+        self.bytes_read = 0
+        self._entries: dict[str, dict] = {}
+        self._valid: dict[str, Tensor] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._valid:
+            file = self.file_of[name]
+            with self._lock:
+                if file not in self._entries:
+                    self._entries[file] = self._read(file)
+            with _as_damage(self.folder / file):
+                tensor = _tensor(name, self._entries[file][name], self.block, self.files)
+                for stored in tensor.stored:  # so no other tensor has the same bytes
+                    _demand(stored.key in (name, name + describe(stored.box)), f"{name}: key {stored.key!r}")
+                _refuse_shared([tensor])
+                self._valid[name] = tensor
+        return self._valid[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.file_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.file_of)
+
+    def __len__(self) -> int:
+        return len(self.file_of)
+
+    def _read(self, file: str) -> dict:
+        path, table = self.folder / file, self.tables[file]
+        mark, content = read_sealed(path)
+        if mark != table.checksum:
+            raise Damaged(f"{path} does not belong to index.json")
+        self.bytes_read += table.bytes
+        with _as_damage(path):
+            _demand(sorted(content["tensors"]) == sorted(table.names), "other tensors than index.json lists")
+            return content["tensors"]
 
 
 def read_index(folder: Path) -> Index:
     """Read the index of a checkpoint directory. Raises Damaged when it is missing, altered or invalid."""
     path = folder / "index.json"
     _, content = read_sealed(path)
-    if content.get("format") == FORMAT and content.get("version") != VERSION:
-        raise Damaged(f"{path} has version {content.get('version')!r} of its format, this program reads {VERSION}")
-    try:
+    if content.get("format") == FORMAT and content.get("version") not in VERSIONS:
+        known = " and ".join(map(str, VERSIONS))
+        raise Damaged(f"{path} has version {content.get('version')!r} of its format, this program reads {known}")
+    with _as_damage(path):
         _demand(content["format"] == FORMAT, f"format {content['format']!r}")
         block = _count(content["block"])
         _demand(0 < block <= _BLOCK_LIMIT and block % 16 == 0, f"block of {block} bytes")
         files = {name: _file_entry(name, entry) for name, entry in content["files"].items()}
         tensors = {name: _tensor(name, entry, block, files) for name, entry in content["tensors"].items()}
-        pairs = [(stored.file, stored.key) for tensor in tensors.values() for stored in tensor.stored]
-        _demand(len(set(pairs)) == len(pairs), "two boxes share the same bytes")
+        _refuse_shared(tensors.values())
+        if tables := {name: _table(name, entry) for name, entry in content.get("tables", {}).items()}:
+            _demand(not tensors, "tensors in two places")
+            names = [name for table in tables.values() for name in table.names]
+            _demand(len(set(names)) == len(names), "a tensor in two files")
+            tensors = TensorsInParts(folder, block, files, tables)
         state_file = content.get("state_file", "state.json")
         _demand(type(state_file) is str and _STATE_NAME.fullmatch(state_file) is not None, f"state {state_file!r}")
-        return Index(block, files, tensors, str(content["state"]), state_file)
+        return Index(block, files, tensors, str(content["state"]), state_file, tables)
+
+
+@contextlib.contextmanager
+def _as_damage(path: Path):
+    """A context in which errors of a forged or altered index become Damaged."""
+    try:
+        yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Damaged(f"{path} is not a valid index: {error}") from None
+
+
+def _refuse_shared(tensors: Iterable[Tensor]) -> None:
+    pairs = [(stored.file, stored.key) for tensor in tensors for stored in tensor.stored]
+    _demand(len(set(pairs)) == len(pairs), "two boxes share the same bytes")
+
+
+def _table(name: str, entry: dict) -> IndexTable:
+    _demand(_TABLE_NAME.fullmatch(name) is not None, f"file name {name!r}")
+    names = entry["names"]
+    _demand(type(names) is list and all(type(one) is str for one in names), f"names in {name}")
+    return IndexTable(_count(entry["bytes"]), str(entry["checksum"]), names)
 
 
 def _demand(condition: bool, message: str) -> None:
@@ -171,6 +259,14 @@ class ShardFile:
                 raise Damaged(f"{self.path} ends in {what}, at byte {at + done:,}")
             done += count
 
+    def holds(self, at: int, data: memoryview, what: str, wanted: str) -> bool:
+        """Whether the bytes from `at` on, which are read into `data`, have a checksum. A transfer is tried twice."""
+        for _ in range(2 if isinstance(self.path, UrlPath) else 1):
+            self.read_into(at, data, what)
+            if checksum(data) == wanted:
+                return True
+        return False
+
     def _read(self, at: int, data: memoryview) -> int:
         """Read bytes from `at` on into the start of `data`. Returns their number."""
         if not isinstance(self.path, UrlPath):
@@ -178,6 +274,23 @@ class ShardFile:
         content = self.path.read_range(at, len(data))
         data[: len(content)] = content
         return len(content)
+
+
+def differing_blocks(
+    file: ShardFile, block: int, sums: Mapping[str, list[str]], every: int, turn: int
+) -> Iterator[str]:
+    """A sentence for each block of a file that does not have its checksum; reads every so many, from `turn` on.
+
+    sums: key -> the checksums of its blocks
+    """
+    number, buffer = 0, memoryview(bytearray(block))
+    for key, (at, code, shape) in file.entries.items():
+        stop = at + prod(shape) * DTYPES[code].itemsize
+        for wanted in sums[key]:
+            data = buffer[: min(block, stop - at)]
+            if number % every == turn and not file.holds(at, data, key, wanted):
+                yield f"{file.path}: the bytes from {at:,} to {at + len(data):,} differ"
+            at, number = at + len(data), number + 1
 
 
 def check_size(path: Path, size: int) -> None:

@@ -29,6 +29,7 @@ from megatron.checkpoint.folder import AllGatherObject, Saver, alone, prune
 from megatron.checkpoint.interval import best_interval, goodput
 from megatron.checkpoint.store import Piece, StablePiece
 from megatron.errors import Failure, Locked, PeerLost, StorageError
+from megatron.mpu.transfer import page_locked
 from megatron.settings import schema
 from megatron.storage.durable import Damaged, storage_errors
 from megatron.storage.urls import location
@@ -192,6 +193,7 @@ class CheckpointManager:
             all_gather_object=self.all_gather_object,
             in_use=lambda: self._copies.present if self._copies else None,
             log=self.log,
+            verified=self.settings.verify_saves,
         )
 
     def _schedule_next(self, iteration: int, stall: float) -> None:
@@ -313,7 +315,7 @@ class Snapshot:
         on_gpu = any(piece.tensor.is_cuda for piece in pieces)
         if self._memory is None or self._memory.numel() != starts[-1]:
             self._memory = None  # free the old memory first
-            self._memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
+            self._memory = page_locked(starts[-1]) if on_gpu else torch.empty(starts[-1], dtype=torch.uint8)
         copies = []
         for piece, start in zip(pieces, starts):
             if isinstance(piece, StablePiece):

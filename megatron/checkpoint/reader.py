@@ -22,7 +22,7 @@ from megatron.checkpoint.boxes import Box, describe, flat_to_boxes
 from megatron.checkpoint.index import ShardFile, Stored, Tensor, check_size, read_index
 from megatron.checkpoint.store import CODES, Piece, as_bytes
 from megatron.errors import CheckpointError
-from megatron.storage.durable import Damaged, checksum, read_sealed
+from megatron.storage.durable import Damaged, read_sealed
 from megatron.storage.urls import UrlPath, location
 
 PART = 1 << 26  # bytes of a part of `Reader.parts`: 16 blocks, so that few blocks are read twice
@@ -55,8 +55,8 @@ class Reader:
     tensors:  logical name -> index.Tensor(dtype, shape, stored boxes)
     state:    the content of state.json
 
-    Opening reads only index and state. `check_files` checks the files' sizes, reading verifies the blocks that it needs,
-    and `verify` reads everything. Raises Damaged, which names file and tensor.
+    Opening reads only index.json and state. `check_files` checks the files' sizes, reading verifies the blocks that it
+    needs, and `verify` reads everything. Raises Damaged, which names file and tensor.
     """
 
     def __init__(self, folder: Path | UrlPath, num_threads: Optional[int] = None):
@@ -150,10 +150,17 @@ class Reader:
         """Bytes of all files."""
         return sum(size for size, _ in self.index.files.values())
 
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the parts of the index that were read, without index.json."""
+        return getattr(self.index.tensors, "bytes_read", 0)
+
     def check_files(self) -> None:
         """Raise Damaged unless every file exists with its size. Reads no data."""
         for name, (size, _) in self.index.files.items():
             check_size(self.folder / name, size)
+        for name, table in self.index.tables.items():
+            check_size(self.folder / name, table.bytes)
 
     def verify(
         self, files: Optional[Collection[str]] = None, done: Callable[[int], None] = lambda size: None
@@ -281,12 +288,11 @@ class Reader:
     def _fetch(self, stored: Stored, number: int, at: int, block: torch.Tensor) -> None:
         """Read a block of a stored box into `block` [bytes] uint8 and compare its checksum."""
         file, data = self._file(stored.file), memoryview(block.numpy())
-        for _ in range(2 if self.remote else 1):  # retry a transfer over the network once
-            file.read_into(at, data, stored.key)
-            with self._lock:
-                self.bytes_read += len(data)
-            if checksum(data) == stored.checksums[number]:
-                return
+        whole = file.holds(at, data, stored.key, stored.checksums[number])
+        with self._lock:
+            self.bytes_read += len(data)
+        if whole:
+            return
         raise Damaged(
             f"{file.path} is damaged in {stored.key}: the bytes from {at:,} to {at + len(data):,} do not "
             "match their checksum"

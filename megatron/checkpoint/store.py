@@ -3,6 +3,7 @@
 
     iter_0000100/
         index.json                   every logical tensor: dtype, shape, and for each box offset, file and checksums
+        index_00000.json ...         of a large job: these entries, a few layers in each file; index.json lists the files
         state.json                   the caller's state: iteration, consumed samples, settings, versions
         shard_00000.safetensors      pieces of writer 0, readable by any safetensors library
         shard_00001.safetensors      pieces of writer 1
@@ -18,7 +19,7 @@ temporary name (`durable.write_synced`), which is renamed when the checkpoint is
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -30,7 +31,10 @@ from megatron.errors import CheckpointError
 from megatron.storage.durable import checksum, read_sealed, seal, storage_errors
 from megatron.storage.urls import Draft
 
-FORMAT, VERSION = "boxes in safetensors", 1
+FORMAT = "boxes in safetensors"
+WHOLE, IN_PARTS = VERSIONS = 1, 2  # entries of tensors in index.json, or in files beside it
+PART = 1 << 22  # bytes of entries in one file of an index in parts
+FAN = 32  # writers whose entries one of them merges
 _REQUESTS = 16  # concurrent requests to an object store
 BLOCK = 1 << 22  # bytes under one checksum; a multiple of every element size
 
@@ -64,6 +68,15 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     box: Box
     tensor: torch.Tensor
+
+
+class ShardRecord(NamedTuple):
+    """A file that a writer has written: its bytes, and its part of the index."""
+
+    size: int
+    block: int
+    files: dict[str, dict]
+    tensors: dict[str, dict]
 
 
 class StablePiece(Piece):
@@ -121,8 +134,8 @@ def single_part(piece: Piece) -> Iterable[torch.Tensor]:
 
 def write_shard(
     folder: CheckpointPath, writer: int, pieces: Iterable[Piece], block: int = BLOCK, parts: Parts = single_part
-) -> int:
-    """Write this writer's file and its part of the index into `folder`, durably. Returns the bytes of the file.
+) -> ShardRecord:
+    """Write this writer's file and its part of the index into `folder`, durably.
 
     An empty piece only declares that its tensor exists. `parts` generates the content of a piece while it is written, for
     pieces that do not fit into memory: consecutive parts of the flattened piece, all but the last a multiple of `block`
@@ -144,10 +157,17 @@ def write_shard(
             assert len(sums) == -(-piece.tensor.nbytes // block), f"{_key(piece)}: its parts are not the whole"
             tensors[piece.name]["boxes"].append([*map(list, piece.box), path.name, _key(piece), sums])
     files = {path.name: {"bytes": size, "header": checksum(header)}}
-    partial = folder / f"part_{writer:05d}.json"
-    with storage_errors(partial):
-        backend_of(folder).write(partial, seal({"block": block, "files": files, "tensors": tensors})[1])
-    return size
+    _write_entries(_entries_file(folder, writer), {"block": block, "files": files, "tensors": tensors})
+    return ShardRecord(size, block, files, tensors)
+
+
+def _entries_file(folder: CheckpointPath, writer: int) -> CheckpointPath:
+    return folder / f"part_{writer:05d}.json"
+
+
+def _write_entries(path: CheckpointPath, entries: dict) -> None:
+    with storage_errors(path):
+        backend_of(path).write(path, seal(entries)[1])
 
 
 def _entry(piece: Piece) -> dict:
@@ -196,29 +216,83 @@ def _write_all(file, data: memoryview) -> None:
 # ---------------------------------------------------------------------------------------------------- one of them
 
 
-def commit(folder: CheckpointPath, final: CheckpointPath, num_writers: int, state: dict[str, Any]) -> None:
+def merge_group(folder: CheckpointPath, writer: int, num_writers: int) -> None:
+    """Every FAN-th writer merges the entries of the writers up to the next one. Call it after `write_shard` of all."""
+    if writer % FAN == 0:
+        group = range(writer, min(writer + FAN, num_writers))
+        _write_entries(_entries_file(folder, writer), merge(_read_entries(folder, group), whole=False))
+
+
+def _read_entries(folder: CheckpointPath, writers: Iterable[int]) -> Iterator[dict]:
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        for _, content in pool.map(lambda writer: read_sealed(_entries_file(folder, writer)), writers):
+            yield content
+
+
+def commit(
+    folder: CheckpointPath, final: CheckpointPath, num_writers: int, state: dict[str, Any], in_groups: bool = False
+) -> None:
     """Merge the parts of the index, check that they form whole tensors, and publish `folder` as `final`.
+
+    in_groups: `merge_group` has merged those of each group, so this process reads one file of each.
 
     Call it once, after `write_shard` of all writers 0 .. num_writers - 1 has returned. An existing checkpoint is set aside
     or replaced (see `backends`), and the caller cleans up after it. Raises CheckpointError when the pieces do not tile the
     tensors exactly once, StorageError when the disk fails.
     """
-    parts = [folder / f"part_{writer:05d}.json" for writer in range(num_writers)]
-    with ThreadPoolExecutor(_REQUESTS if isinstance(folder, Draft) else 1) as pool:
-        index = merge([content for _, content in pool.map(read_sealed, parts)])
+    index = merge(_read_entries(folder, range(0, num_writers, FAN if in_groups else 1)))
     backend, state_path = backend_of(folder), folder / "state.json"
     with storage_errors(folder):
         state_sum, content = seal(state)
         backend.write(state_path, content)
-        head = {"format": FORMAT, "version": VERSION, "state": state_sum}
+        tables = _write_tables(folder, index)
+        head = {"format": FORMAT, "version": IN_PARTS if tables else WHOLE, "state": state_sum}
         if isinstance(folder, Draft):
             head.update(state_file=state_path.name, token=folder.token)
         sizes = {state_path.name: len(content), **{name: entry["bytes"] for name, entry in index["files"].items()}}
+        sizes |= {name: table["bytes"] for name, table in tables.items()}
+        parts = [_entries_file(folder, writer) for writer in range(num_writers)]
         backend.publish(folder, final, seal({**head, **index})[1], sizes, parts)
 
 
-def merge(parts: Iterable[dict]) -> dict:
-    """Merge the writers' parts into one index: {"block": ..., "files": ..., "tensors": ...}, names sorted."""
+def _write_tables(folder: CheckpointPath, index: dict) -> dict[str, dict]:
+    """Move the entries of a large index into files of about PART bytes, and list these in it. Returns the list.
+
+    A file has the names of a few layers, in the order of their numbers: a rank of a stage reads those of its layers.
+    """
+    sizes = {name: len(json.dumps(entry)) for name, entry in index["tensors"].items()}
+    if sum(sizes.values()) <= PART:
+        return {}
+    groups, held = [[]], 0
+    for name in sorted(sizes, key=_by_layer):
+        if held and held + sizes[name] > PART:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += sizes[name]
+    tables = {}
+    for number, names in enumerate(groups):
+        path = folder / f"index_{number:05d}.json"
+        mark, content = seal({"tensors": {name: index["tensors"].pop(name) for name in names}})
+        backend_of(folder).write(path, content)
+        tables[path.name] = {"bytes": len(content), "checksum": mark, "names": names}
+    index["tables"] = tables
+    return tables
+
+
+def _by_layer(name: str) -> list:
+    """
+    >>> sorted(["blocks.10.norm", "blocks.9.norm", "embedding"], key=_by_layer)
+    ['blocks.9.norm', 'blocks.10.norm', 'embedding']
+    """
+    return [word.zfill(9) if word.isdecimal() else word for word in name.split(".")]
+
+
+def merge(parts: Iterable[dict], whole: bool = True) -> dict:
+    """Merge the writers' parts into one index: {"block": ..., "files": ..., "tensors": ...}, names sorted.
+
+    whole: they are those of all writers, so boxes have to form whole tensors
+    """
     blocks, files, tensors = set(), {}, {}
     for part in parts:
         blocks.add(part["block"])
@@ -230,7 +304,7 @@ def merge(parts: Iterable[dict]) -> dict:
                     f"{name}: writers disagree: {known['dtype']} {known['shape']} and {entry['dtype']} {entry['shape']}"
                 )
             known["boxes"] += entry["boxes"]
-    for name, entry in tensors.items():
+    for name, entry in tensors.items() if whole else ():
         flaw = find_flaw(entry["shape"], [Box(tuple(offset), tuple(extent)) for offset, extent, *_ in entry["boxes"]])
         if flaw:
             raise CheckpointError(f"{name}: the writers' pieces do not form the tensor: {flaw}")

@@ -108,7 +108,8 @@ def overview(folder: Path) -> list[str]:
 
 def foreign_files(folder: Path, reader: Optional[Reader]) -> list[str]:
     """Files in a checkpoint's directory that do not belong to it, one sentence each."""
-    known = {"index.json", *((reader.index.state_file, *reader.index.files) if reader else ("state.json",))}
+    index = reader and reader.index
+    known = {"index.json", *((index.state_file, *index.files, *index.tables) if index else ("state.json",))}
     return [f"{path} does not belong to the checkpoint" for path in sorted(folder.iterdir()) if path.name not in known]
 
 

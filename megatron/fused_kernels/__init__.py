@@ -163,7 +163,7 @@ def describe_kernels(device: str, dtype: torch.dtype, fp8_recipe: Optional[str] 
         return []
     case, used, others = Case(device, dtype), {}, {}
     for op, entries in TABLE.items():
-        if op.startswith("fp8_") and (not fp8_recipe or op not in FP8_CASTS and fp8_recipe not in op):
+        if op.startswith("fp8_") and (not fp8_recipe or op not in OF_ANY_RECIPE and fp8_recipe not in op):
             continue
         for entry in entries:
             if entry.name in (TRITON, SCALED_MM):
@@ -202,7 +202,7 @@ def _eager(case: Case, device: str = "cuda") -> bool:
 
 TRITON = "Triton"
 SCALED_MM = "scaled_mm"
-FP8_CASTS = ("fp8_cast", "fp8_turn")
+OF_ANY_RECIPE = ("fp8_cast", "fp8_turn", "fp8_grouped")
 VARLEN, FLASH_VARLEN = "varlen (CUDA)", "flash-attn varlen"  # specialized for documents
 
 
@@ -482,8 +482,8 @@ TABLE: dict[str, list[Implementation]] = {
         Implementation("torch", reference.permute, "indexing, whose backward pass adds row by row"),
     ],
     "unpermute": [
-        _in_triton("unpermute", "no rows in fp32; one backward pass for gradients of rows and weights"),
-        Implementation("bags", cpu_ops.unpermute, "one op; gradients in parts that stay in the cache", _on("cpu")),
+        _in_triton("unpermute", "a row is read once, and no rows in fp32"),
+        Implementation("bags", cpu_ops.unpermute, "one op", _on("cpu")),
         Implementation("gathers", expert_rows.unpermute, "a gather and an addition for each expert of a token"),
         Implementation("torch", reference.unpermute, "all rows of a token at once, then their sum"),
     ],
@@ -514,4 +514,7 @@ TABLE: dict[str, list[Implementation]] = {
     "fp8_blockwise": _scaled_mm("fp8_blockwise", "tensor cores of sm_90, with cuBLASLt 12.9"),
     "fp8_blockwise_square": _scaled_mm("fp8_blockwise_square", "the same, times a weight"),
     "fp8_mxfp8": _scaled_mm("fp8_mxfp8", "tensor cores of sm_100"),
+    "fp8_grouped": _scaled_mm(
+        "fp8_grouped", "tensor cores of sm_90 and sm_100: of rows, times the matrices of experts"
+    ),
 }

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 PART = 1 << 18  # elements of a GELU that are computed at a time
-BLOCK = 512  # rows of experts whose gradients are computed at a time
 ROWS = 16  # of products that the order of packed weights suits best: a few texts with one new token each
 WIDENED = 1 << 20  # elements of a weight that are in fp32 at a time
 FEW = 4  # rows that torch multiplies by itself as fast in any format
@@ -161,11 +160,9 @@ def permute(x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int, w
     return _Permute.apply(x, order, place, k)
 
 
-def unpermute(
-    y: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, place: torch.Tensor, whole: bool
-) -> torch.Tensor:
-    """`reference.unpermute`, as one weighted sum of bags of k rows."""
-    return _Unpermute.apply(y, weights, order, place)
+def unpermute(y: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int, whole: bool) -> torch.Tensor:
+    """`reference.unpermute`, as one sum of bags of k rows."""
+    return _Unpermute.apply(y, order, place, k)
 
 
 class _Permute(torch.autograd.Function):
@@ -177,43 +174,18 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        (place,) = ctx.saved_tensors
-        if ctx.k == 1:
-            return _rows_of(gradient, place), None, None, None
-        return _sums_of(gradient, place.view(-1, ctx.k)), None, None, None
+        return _sums_of(gradient, *ctx.saved_tensors, ctx.k), None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, weights, order, place):
-        ctx.save_for_backward(y, weights, order, place)
-        ctx.wide = torch.promote_types(y.dtype, torch.float32)
-        places, weights = place.view(weights.shape), weights.to(ctx.wide)
-        if y.dtype == ctx.wide:
-            return _sums_of(y, places, weights)
-        y, (n, k) = _with_zeros(y, place), weights.shape
-        result, step = y.new_empty(n, y.shape[1]), -(-BLOCK // k)
-        bags = torch.arange(step * k).view(step, k)
-        for first in range(0, n, step):
-            part = slice(first, first + step)
-            rows = y.index_select(0, places[part].flatten()).to(ctx.wide)
-            own = weights[part]
-            result[part] = F.embedding_bag(bags[: len(own)], rows, mode="sum", per_sample_weights=own)
-        return result
+    def forward(ctx, y, order, place, k):
+        ctx.order, ctx.k = order, k  # see `expert_rows`
+        return _sums_of(y, place, k)
 
     @staticmethod
     def backward(ctx, gradient):
-        y, weights, order, place = ctx.saved_tensors
-        n, k = weights.shape
-        factors = _rows_of(weights.to(ctx.wide).reshape(-1, 1), order)  # [m, 1]; 0 for a row without a pair
-        tokens = (order // k).clamp_max(n - 1)
-        d_y, d_factors = torch.empty_like(y), torch.empty_like(factors)
-        for first in range(0, len(y), BLOCK):
-            part = slice(first, first + BLOCK)
-            rows = gradient.index_select(0, tokens[part]).to(ctx.wide)
-            torch.sum(rows * y[part], 1, keepdim=True, out=d_factors[part])
-            d_y[part] = rows.mul_(factors[part])
-        return d_y, _rows_of(d_factors, place).view(n, k).to(weights.dtype), None, None
+        return _rows_of(gradient, ctx.order // ctx.k), None, None, None
 
 
 def _rows_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -226,9 +198,11 @@ def _rows_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.index_select(0, index.clamp_max(len(x) - 1)).index_fill_(0, lacking, 0)
 
 
-def _sums_of(y: torch.Tensor, index: torch.Tensor, weights: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """The sums of the rows y[index] over dim 1 of index [n, k], times weights [n, k]; rows of index len(y) are 0."""
-    return F.embedding_bag(index, _with_zeros(y, index), mode="sum", per_sample_weights=weights)
+def _sums_of(y: torch.Tensor, place: torch.Tensor, k: int) -> torch.Tensor:
+    """The sums of each k rows of y by their places, rounded once; rows of index len(y) are 0."""
+    if k == 1:
+        return _rows_of(y, place)
+    return F.embedding_bag(place.view(-1, k), _with_zeros(y, place), mode="sum")
 
 
 def _with_zeros(y: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

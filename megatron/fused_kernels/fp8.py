@@ -13,6 +13,7 @@ those of DeepSeek-V3 (arXiv:2412.19437, section 3.3), 1 x 32 those of the OCP MX
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Optional
 
@@ -36,6 +37,7 @@ class ScaleTile(NamedTuple):
 
 
 WHOLE, BLOCKS, SQUARES, MX = ScaleTile(0, 0), ScaleTile(1, 128), ScaleTile(128, 128), ScaleTile(1, 32)
+ROWS = ScaleTile(1, 0)
 
 
 # ---- casts --------------------------------------------------------------------------------------------------------------
@@ -81,6 +83,38 @@ def dequantize(scaled: Scaled, tile: ScaleTile) -> torch.Tensor:
     return values.float() * scales.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
 
 
+def _tiles_of_part(part: torch.Tensor, first: int, width: int, tile: ScaleTile) -> tuple[torch.Tensor, int, int]:
+    """Elements [first, first + n) of a matrix with rows of this width, in whole tiles [a, rows, b, columns] with zeros
+    around them; the first row of tiles; and the first element in it.
+    """
+    block = tile.rows * width
+    top, before = divmod(first, block)
+    padded = F.pad(part, (before, -(before + len(part)) % block))
+    return padded.view(-1, tile.rows, width // tile.columns, tile.columns), top, before
+
+
+def amax_of_part(part: torch.Tensor, first: int, width: int, tile: ScaleTile, into: torch.Tensor) -> None:
+    """Write the largest absolute values in a part of a matrix (see `cast_part`) to those of the matrix's tiles."""
+    if not tile.columns:
+        into.copy_(amax_of(part))
+        return
+    tiles, top, _ = _tiles_of_part(part, first, width, tile)
+    into[top : top + len(tiles)] = tiles.abs().amax((1, 3))
+
+
+def cast_part(part: torch.Tensor, first: int, width: int, tile: ScaleTile, scales: torch.Tensor) -> torch.Tensor:
+    """The values in e4m3 of elements [first, first + n) of a matrix whose tiles are whole: those of `quantize` of it all.
+
+    width: of its rows; scales: of all its tiles. Scales are powers of two, so a quotient in bf16 is exact, or rounds to 0.
+    """
+    top = torch.finfo(E4M3).max
+    if not tile.columns:
+        return (part / scales.to(part.dtype).view(1)).clamp_(-top, top).to(E4M3)
+    tiles, row, before = _tiles_of_part(part, first, width, tile)
+    own = scales[row : row + len(tiles), None, :, None].to(part.dtype)
+    return (tiles / own).clamp_(-top, top).to(E4M3).flatten()[before : before + len(part)]
+
+
 def padded_to(n: int, tile: ScaleTile) -> int:
     """The length of the rows of a transpose that had n rows: whole tiles, or what tensor cores multiply."""
     unit = tile.columns or UNIT
@@ -98,7 +132,7 @@ def fp8_cast(
     """Cast x [n, k] to what products read: (q, s) of its rows, and then (q, s) of its columns, which are transposed.
 
     Columns [k, `padded_to` n] have zeros after n. amax: the largest absolute value of a tensor that x is a part of, [1, 1],
-    for a tile that is all of x.
+    for a tile that is all of x; of rows [n, 1]. A tile of whole rows has no columns.
     """
     found = quantize(x, tile, dtype, amax) if rows else ()
     if not columns:
@@ -158,6 +192,22 @@ fp8_tensorwise = partial(_product, tile=WHOLE)
 fp8_blockwise = partial(_product, tile=BLOCKS, sums_of=128)  # b has tiles of 1 x 128
 fp8_blockwise_square = partial(_product, tile=BLOCKS, of_b=SQUARES, sums_of=128)  # b is a weight
 fp8_mxfp8 = partial(_product, tile=MX)
+
+
+def fp8_grouped(
+    a: Scaled,
+    b: Scaled,
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+    multiply: Callable[..., torch.Tensor],
+    fast: bool = False,
+) -> torch.Tensor:
+    """Rows a [m, k] times the matrix of their group, b [E, n, k] -> [m, n], in `dtype`. Rows have a scale each, both.
+
+    ends: the row after each group's last, [E] int32. multiply: (rows, matrices, None) -> the same product of numbers in
+    `dtype`, where q s is exact
+    """
+    return multiply(dequantize(a, ROWS).to(dtype), (b[0].float() * b[1]).to(dtype), None)
 
 
 def _sizes(x: torch.Tensor, tile: ScaleTile) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from megatron.fused_kernels.explicit_attention import Explicit, visible_keys
 from megatron.fused_kernels.fp8 import fp8_blockwise as fp8_blockwise
 from megatron.fused_kernels.fp8 import fp8_blockwise_square as fp8_blockwise_square
 from megatron.fused_kernels.fp8 import fp8_cast as fp8_cast
+from megatron.fused_kernels.fp8 import fp8_grouped as fp8_grouped
 from megatron.fused_kernels.fp8 import fp8_mxfp8 as fp8_mxfp8
 from megatron.fused_kernels.fp8 import fp8_tensorwise as fp8_tensorwise
 from megatron.fused_kernels.fp8 import fp8_turn as fp8_turn
@@ -223,15 +224,10 @@ def permute(x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int, w
     return _with_zeros(x, whole)[order // k]
 
 
-def unpermute(
-    y: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, place: torch.Tensor, whole: bool
-) -> torch.Tensor:
-    """The sums of each token's rows, [n, h], from rows of experts y [m, h], times weights [n, k] of any format; in fp32
-    inside. See `permute`.
-    """
+def unpermute(y: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int, whole: bool) -> torch.Tensor:
+    """The sums of each token's rows, [n, h], from rows of experts y [m, h]; in fp32 inside. See `permute`."""
     wide = torch.promote_types(y.dtype, torch.float32)
-    rows = _with_zeros(y, whole)[place.view(weights.shape)].to(wide)  # [n, k, h]
-    return (rows * weights.to(wide).unsqueeze(2)).sum(1).to(y.dtype)
+    return _with_zeros(y, whole)[place.view(-1, k)].to(wide).sum(1).to(y.dtype)
 
 
 def _with_zeros(x: torch.Tensor, whole: bool) -> torch.Tensor:

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of fp8 numbers by torch's `scaled_mm`, on GPUs whose tensor cores have them: scales in the layout that each
-recipe asks for.
+recipe asks for; and of rows with the matrices of their group by `scaled_grouped_mm`.
 
-tensorwise: cuBLAS, from sm_89 on. blockwise: cuBLASLt 12.9 on sm_90. mxfp8: sm_100. A probe finds what is there.
+tensorwise: cuBLAS, from sm_89 on. blockwise: cuBLASLt 12.9 on sm_90. mxfp8: sm_100. Groups: sm_90 and sm_100. A probe finds
+what is there.
 
 Legend: a [m, k], b [n, k], rows both.
 """
 
+from collections.abc import Callable
 from typing import Optional
 
 import torch
 import torch.nn.functional as F
 
-from megatron.fused_kernels.fp8 import Scaled
+from megatron.fused_kernels import fp8
+from megatron.fused_kernels.fp8 import UNIT, Scaled
 
 LACKING = "" if hasattr(F, "scaled_mm") else "this torch has no scaled_mm (from 2.10 on)"
 
@@ -52,6 +55,22 @@ def fp8_mxfp8(
     one, order = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
     scales = mx_scales(a[1]), one, mx_scales(b[1]), one
     return _multiply(a[0], b[0], *scales, dtype, bias, swizzle_a=order, swizzle_b=order)
+
+
+def fp8_grouped(
+    a: Scaled,
+    b: Scaled,
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+    multiply: Callable[..., torch.Tensor],
+    fast: bool = False,
+) -> torch.Tensor:
+    """See `fp8.fp8_grouped`. torch has the product of e4m3 with outputs in bf16, of widths that are multiples of 16."""
+    (n, k), rows = b[0].shape[1:], F.ScalingType.RowWise
+    if dtype != torch.bfloat16 or n % UNIT or k % UNIT or not len(a[0]):
+        return fp8.fp8_grouped(a, b, ends, dtype, multiply)
+    scales = a[1].flatten(), rows, b[1].flatten(1), rows
+    return F.scaled_grouped_mm(a[0], b[0].mT, *scales, offs=ends, output_dtype=dtype, use_fast_accum=fast)
 
 
 def mx_scales(scales: torch.Tensor) -> torch.Tensor:

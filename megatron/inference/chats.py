@@ -44,8 +44,8 @@ class ChatPrompt:
 def chat_in(prompt: str, system: Optional[str] = None, where: str = "the prompt") -> ChatPrompt:
     """The conversation that a prompt stands for. system: the system's message, of conversations that have none
 
-    >>> chat_in('[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]', "Be brief.")
-    ChatPrompt(messages=({'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Hi'}), tools=None, without=1)
+    >>> chat_in('[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]')
+    ChatPrompt(messages=({'role': 'user', 'content': 'Hi'},), tools=None, without=1)
     """
     given = _as_json(prompt)
     if given is None:

@@ -16,7 +16,7 @@ parallelism, activations between layers are divided by tp.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -71,14 +71,16 @@ class LayerDesign(NamedTuple):
 class Facts:
     """The facts of a language model: embedding, layers, final norm, output layer and loss.
 
-    settings: its shape. vocab_size: rows of the embedding before padding. in_fp8: the linear layers of each layer whose
-    products are in fp8 (--fp8-format), if there are any.
+    settings: its shape. vocab_size: rows of the embedding before padding. in_fp8: the linear layers of each layer, and of
+    each layer of a depth after them, whose products are in fp8 (--fp8-format), if there are any. gathered_in_fp8: the
+    recipe in which ranks keep and gather the weights of these layers, if they do (--fp8-param-gather).
     A subclass defines `layer_weights` and `layer_ops`, and may override the other methods.
     """
 
     settings: Model
     vocab_size: int
     in_fp8: tuple[tuple[str, ...], ...] = field(default=(), kw_only=True)
+    gathered_in_fp8: str = field(default="", kw_only=True)
 
     name = "language model"
     sequences = 1  # per sample
@@ -244,6 +246,11 @@ class Facts:
         """The weights of each layer, without those that kinds of linear layers add."""
         return {n: self.layer_weights(self.layer_kind(n), False) for n in range(self.num_layers)}
 
+    @property
+    def tables_ahead(self) -> dict[int, Table]:
+        """The same of each layer of a depth of multi-token prediction."""
+        return {n: self.layer_weights(self.layer_kind(n), False) for n in self.settings.layers_ahead}
+
     def mixers_of(self, layers: Sequence[int]) -> Iterator[tuple[Model, Mixer]]:
         """The mixers of layers, in order, each with the settings of its layer."""
         for kind in map(self.layer_kind, layers):
@@ -397,11 +404,14 @@ class Facts:
         """The share of the FLOPs of training that products in fp8 have (`in_fp8`). wgrad: those for weights have, too"""
         share, layers = RankSetup(fp8=recipe, fp8_wgrad=wgrad), range(self.num_layers)
         designs = Counter(self.design_of(layer) for layer in layers if self.in_fp8)
+        designs.update(self.designs_ahead * self.settings.depths)
         flops = lambda design: sum(
-            op.flops for op in self.layer_ops(design.share(share), design.kind) if isinstance(op, Product) and op.fp8
+            (2 + op.wgrad) * op.flops
+            for op in self.layer_ops(design.share(share), design.kind)
+            if isinstance(op, Product) and op.fp8
         )
-        forward = sum(count * flops(design) for design, count in designs.items())
-        return (3 if wgrad else 2) * forward / (self.flops() * self.seq_length)
+        every = sum(count * flops(design) for design, count in designs.items())
+        return every / (self.flops() * self.seq_length)
 
     def learned(self, selection: Selection) -> tuple[frozenset[str], tuple[tuple[str, int], ...]]:
         """(linear layers of blocks whose weight is frozen in all of them, and "output"; (linear layer, rows of A) of LoRA
@@ -462,8 +472,9 @@ class Facts:
 
     @property
     def designs_ahead(self) -> list[LayerDesign]:
-        """The designs of the layers of a depth of multi-token prediction, which have plain products."""
-        return [LayerDesign(self.layer_kind(layer)) for layer in self.settings.layers_ahead]
+        """The designs of the layers of a depth of multi-token prediction, which --linear leaves as they are."""
+        in_fp8 = self.in_fp8 or defaultdict(tuple)
+        return [LayerDesign(self.layer_kind(layer), (), in_fp8[layer]) for layer in self.settings.layers_ahead]
 
     def layer_workspace(self, share: RankSetup, kind: LayerKind, modules: Sequence[str] = (), together: int = 1) -> int:
         """Peak bytes of a layer's backward pass in addition to saved ones; `together` layers are recomputed at a time."""
@@ -482,10 +493,10 @@ class Facts:
         products = [op for op in self.layer_ops(share, kind) if isinstance(op, Product)]
         products = [op for op in products if op.pair or not op.frozen]
         gradient = lambda op: round(op.rows * op.outputs * op.times)
-        return sum(
-            op.kept + (cast_bytes(op.fp8, op.outputs, gradient(op)) if op.fp8 else gradient(op) * share.element)
-            for op in products
+        waits = lambda op: (
+            cast_bytes(op.fp8, op.outputs, gradient(op)) if op.fp8 and op.wgrad else gradient(op) * share.element
         )
+        return sum(op.kept + waits(op) for op in products)
 
     def message_bytes(self, share: RankSetup) -> int:
         """Bytes of a message between pipeline stages."""

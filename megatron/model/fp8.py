@@ -32,23 +32,28 @@ def with_recipe(config: Config) -> Config:
     return config.derive("--fp8-recipe delayed", fp8_recipe="tensorwise")
 
 
+AHEAD = "mtp.layers"  # of all depths of multi-token prediction, which are alike
+
+
+def full_name(layer: int, name: str, blocks: int) -> str:
+    """The name of a linear layer of a model with so many blocks.
+
+    >>> full_name(3, "mlp.up", 4), full_name(4, "mlp.up", 4)
+    ('blocks.3.mlp.up', 'mtp.layers.0.mlp.up')
+    """
+    return f"blocks.{layer}.{name}" if layer < blocks else f"{AHEAD}.{layer - blocks}.{name}"
+
+
 class Fp8Layers(NamedTuple):
-    """The linear layers of all blocks, by their full names.
+    """The linear layers of all blocks and of depths, by their full names.
 
     fp8: with products in fp8, and their weights; others: why they have none -> their names
+    by_layer: layer, from those of `tables_of` -> name within it -> weight, of those with products in fp8
     """
 
     fp8: dict[str, Placement]
     others: dict[str, list[str]]
-
-    @property
-    def by_layer(self) -> dict[int, dict[str, Placement]]:
-        """Layer -> name within it -> weight, of those with products in fp8."""
-        found: dict[int, dict[str, Placement]] = {}
-        for full, weight in self.fp8.items():
-            _, layer, name = full.split(".", 2)
-            found.setdefault(int(layer), {})[name] = weight
-        return found
+    by_layer: dict[int, dict[str, Placement]]
 
 
 def patterns(text: Optional[str]) -> list[LinearChoice]:
@@ -56,19 +61,25 @@ def patterns(text: Optional[str]) -> list[LinearChoice]:
     return [LinearChoice(one, "") for one in (text or "").replace(",", " ").split()]
 
 
+def tables_of(facts: Facts) -> dict[int, Table]:
+    """The weights of each block, and after these of each layer of a depth of multi-token prediction."""
+    return facts.tables | facts.tables_ahead
+
+
 def fp8_layers(config: Config, tables: Mapping[int, Table]) -> Fp8Layers:
-    """Choose the layers. tables: the weights of each block of the model, by its index."""
-    precision, found = config.precision, Fp8Layers({}, {})
+    """Choose the layers. tables: `tables_of` the model."""
+    precision, found, blocks = config.precision, Fp8Layers({}, {}, {}), config.model.num_layers
     if precision.fp8_format is None:
         return found
     for layer, table in tables.items():
-        kinds = dict(chosen_of(config.model, layer, table))
+        kinds = dict(chosen_of(config.model, layer, table)) if layer < blocks else {}
         for name in linear_layers(table):
-            full, weight = f"blocks.{layer}.{name}", table[name + WEIGHT]
-            if reason := _left_out(precision, full, layer, len(tables), weight, kinds.get(name)):
+            full, weight = full_name(layer, name, blocks), table[name + WEIGHT]
+            if reason := _left_out(precision, full, layer, blocks, weight, kinds.get(name)):
                 found.others.setdefault(reason, []).append(full)
             else:
                 found.fp8[full] = weight
+                found.by_layer.setdefault(layer, {})[name] = weight
     return found
 
 
@@ -76,8 +87,17 @@ def layers_in_fp8(config: Config, facts: Facts) -> tuple[tuple[str, ...], ...]:
     """The linear layers of each layer with products in fp8, as `Facts.in_fp8`; () without any."""
     if config.precision.fp8_format is None:
         return ()
-    found = fp8_layers(config, facts.tables).by_layer
-    return tuple(tuple(found.get(layer, ())) for layer in range(facts.num_layers)) if found else ()
+    tables = tables_of(facts)
+    found = fp8_layers(config, tables).by_layer
+    return tuple(tuple(found.get(layer, ())) for layer in tables) if found else ()
+
+
+def gathered_in_fp8(precision: Precision) -> bool:
+    """Whether ranks keep and gather the weights of these layers as fp8 numbers, except those of experts and frozen ones.
+
+    The rows and the columns of a weight have to be the same numbers: those of mxfp8, and of experts, are not.
+    """
+    return bool(precision.fp8_format and precision.fp8_param_gather and precision.fp8_recipe != "mxfp8")
 
 
 def _left_out(
@@ -90,7 +110,7 @@ def _left_out(
         return "--fp8-layers"
     if any(one.matches(name) for one in skip):
         return "--fp8-skip"
-    if precision.first_last_layers_bf16 and not start <= layer < count - end:
+    if precision.first_last_layers_bf16 and layer < count and not start <= layer < count - end:
         return "--first-last-layers-bf16"
     if kind is not None:
         return f"--linear {kind}"
@@ -113,7 +133,8 @@ def problems(config: Config, tables: Mapping[int, Table], tp: int) -> list[str]:
     """The problems of --fp8-format with these layers on `tp` ranks, as messages."""
     if config.precision.fp8_format is None:
         return []
-    names = {f"blocks.{layer}.{name}": name for layer, table in tables.items() for name in linear_layers(table)}
+    blocks = config.model.num_layers
+    names = {full_name(layer, name, blocks): name for layer, table in tables.items() for name in linear_layers(table)}
     each = f"each block has {', '.join(dict.fromkeys(names.values()))}"
     unknown = [
         f"--{flag.replace('_', '-')}: '{one.pattern}' is no linear layer of this model{here_it_is(one.pattern)}; {each}"
@@ -174,8 +195,8 @@ def piece(weight: Placement, tp: int) -> int:
 
 
 def _short(names: list[str]) -> list[str]:
-    """The names within blocks."""
-    return list(dict.fromkeys(name.split(".", 2)[2] for name in names))
+    """The names within blocks and layers of depths."""
+    return list(dict.fromkeys(name.removeprefix("mtp.").split(".", 2)[2] for name in names))
 
 
 def _with_skip(precision: Precision, names: list[str]) -> str:
@@ -195,6 +216,12 @@ def remarks(config: Config, tables: Mapping[int, Table]) -> list[str]:
         "fp8 products have kernels for H100 and later GPUs (mxfp8: B200), which were never run; elsewhere plain torch "
         "computes them, slower than those of bf16",
     ]
+    if gathered_in_fp8(precision):
+        dense = sum(not weight.stacked for weight in layers.fp8.values())
+        said.append(
+            f"weights of {dense} of them are kept and gathered as fp8 numbers (--fp8-param-gather)"
+            + "; those of experts in bf16: their rows and columns are cast apart" * (dense < len(layers.fp8))
+        )
     given = config.given("fp8_recipe")
     if given and given.value == "delayed":
         said.append("--fp8-recipe delayed is tensorwise here: scales of the numbers themselves, and no history of them")

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from megatron.fused_kernels import Case, choose_kernel
-from megatron.fused_kernels.fp8 import BLOCKS, E4M3, E5M2, MX, SQUARES, WHOLE, ScaleTile, amax_of, dequantize, quantize
-from megatron.model.fp8 import fp8_layers
+from megatron.fused_kernels.fp8 import BLOCKS, E4M3, E5M2, MX, ROWS, SQUARES, WHOLE, amax_of
+from megatron.model.fp8 import fp8_layers, gathered_in_fp8
 from megatron.model.weights import Table
 from megatron.mpu import collectives
 from megatron.mpu.linear_product import LinearProduct, Operand, attach_products
@@ -48,6 +48,7 @@ class BlockwiseProduct(LinearProduct):
     times_weight, times_rows = "fp8_blockwise_square", "fp8_blockwise"  # ops of the table of kernels
     fast: ClassVar[bool] = False  # the forward pass may add up in less than fp32
     once_a_step = True
+    held: Optional[Operand] = None  # values and scales of the weight, if the optimizer keeps it so
 
     def __init__(self, layer, name, settings):
         super().__init__(layer, name, settings)
@@ -57,6 +58,12 @@ class BlockwiseProduct(LinearProduct):
 
     def prepare_weight(self, weight: torch.Tensor) -> Operand:
         return kernel("fp8_cast", weight)(weight, self.weights, E4M3, columns=True)
+
+    def hold(self, values: torch.Tensor, scales: torch.Tensor) -> None:
+        self.held = values, scales
+
+    def weight_operand(self, weight: Optional[torch.Tensor], *own: torch.Tensor) -> Operand:
+        return self.held or super().weight_operand(weight, *own)
 
     def prepare_input(self, x: torch.Tensor) -> Operand:
         return self.cast_input(x) if self.settings.fp8_wgrad else (x,)
@@ -88,7 +95,9 @@ class BlockwiseProduct(LinearProduct):
         return kernel(self.times_weight, x[0])(x, weight[:2], self.layer.weight.dtype, bias, self.fast)
 
     def grad_input(self, multiply, gradient: Operand, weight: Operand) -> torch.Tensor:
-        return kernel(self.times_weight, gradient[0])(gradient[:2], weight[2:], self.layer.weight.dtype)
+        return kernel(self.times_weight, gradient[0])(
+            gradient[:2], weight[2:] or turned(weight), self.layer.weight.dtype
+        )
 
     def grad_weight(self, multiply, gradient: Operand, x: Operand) -> torch.Tensor:
         if not self.settings.fp8_wgrad:
@@ -122,9 +131,7 @@ class TensorwiseProduct(BlockwiseProduct):
 
     def over_tp(self, amax: torch.Tensor, parts: object) -> torch.Tensor:
         """The largest of the ranks of tp, if these have parts of a tensor."""
-        if parts and self.layer.tp.size > 1 and not amax.is_meta:
-            collectives.all_reduce(amax, self.layer.tp, "max")
-        return amax
+        return collectives.all_reduce_amax(amax, self.layer.tp) if parts else amax
 
     def amax(self, x: torch.Tensor) -> torch.Tensor:
         return amax_of(x)
@@ -145,20 +152,24 @@ def kernel(op: str, x: torch.Tensor) -> Callable:
     return choose_kernel(op, Case(x.device.type, torch.bfloat16)).run
 
 
+def turned(weight: Operand) -> Operand:
+    """The columns of a weight, whose tiles are squares: the same numbers."""
+    values, scales = weight
+    return kernel("fp8_turn", values)((values, scales), WHOLE)[0], scales.t().contiguous()
+
+
 def product_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a b of operands in the format of --precision."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 class ExpertsProduct(LinearProduct):
-    """Experts, with every recipe: rows of x and dy, and rows and columns of each matrix, have one scale each; dw is that of
-    --precision. No expert has columns of its own tokens to cast, and none needs padding (torchao's and nanochat's choice).
-
-    Numbers of fp8 and their scales are exact in bf16: the grouped kernel multiplies these.
+    """Experts, with every recipe and format: rows of x and dy, and rows and columns of each matrix, are e4m3 with a scale
+    each; dw is that of --precision. No expert has columns of its own tokens to cast, and none needs padding (torchao's and
+    nanochat's choice).
     """
 
     once_a_step = True
-    rows = ScaleTile(1, 0)
 
     def prepare_weight(self, weight: torch.Tensor) -> Operand:
         cut = weight_cut(self.layer)
@@ -168,23 +179,20 @@ class ExpertsProduct(LinearProduct):
     def cast_rows(self, weight: torch.Tensor, parts: bool) -> Operand:
         """Values [E, o, i] and scales [E, o, 1] of rows. parts: ranks of etp have parts of them."""
         amax = weight.abs().amax(-1, keepdim=True).float()
-        if parts and self.layer.tp.size > 1 and not amax.is_meta:
-            collectives.all_reduce(amax, self.layer.tp, "max")
-        values, scales = quantize(weight.flatten(0, 1), self.rows, E4M3, amax.flatten(0, 1))
+        amax = collectives.all_reduce_amax(amax, self.layer.tp) if parts else amax
+        values, scales = kernel("fp8_cast", weight)(weight.flatten(0, 1), ROWS, E4M3, amax.flatten(0, 1))
         return values.view(weight.shape), scales.view(amax.shape)
 
-    def cast(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The numbers that rows of x [n, i] are cast to, in the format of the layer."""
-        return dequantize(quantize(x, self.rows, dtype), self.rows).to(x.dtype)
+    def times(self, multiply, x: torch.Tensor, matrices: Operand, fast: bool = False) -> torch.Tensor:
+        """Rows x [n, k] times the matrix of their expert, [E, m, k]."""
+        rows = kernel("fp8_cast", x)(x, ROWS, E4M3)
+        return kernel("fp8_grouped", x)(rows, matrices, multiply.rows.ends, x.dtype, multiply, fast)
 
     def forward(self, multiply, x: Operand, weight: Operand, bias: Optional[torch.Tensor]) -> torch.Tensor:
-        return multiply(self.cast(x[0], E4M3), (weight[0].float() * weight[1]).to(x[0].dtype), bias)
+        return self.times(multiply, x[0], weight[:2], fast=True)
 
     def grad_input(self, multiply, gradient: Operand, weight: Operand) -> torch.Tensor:
-        of_gradients = E5M2 if self.settings.fp8_format == "hybrid" else E4M3
-        return multiply(
-            self.cast(gradient[0], of_gradients), (weight[2].float() * weight[3]).to(gradient[0].dtype), None
-        )
+        return self.times(multiply, gradient[0], weight[2:])
 
 
 def weight_cut(layer: nn.Module) -> Optional[int]:
@@ -197,18 +205,26 @@ PRODUCTS = dict(tensorwise=TensorwiseProduct, blockwise=BlockwiseProduct, mxfp8=
 
 def attach_fp8(stages: Iterable[nn.Module], config: Config, tables: dict[int, Table]) -> None:
     """Attach the products of --fp8-format to the linear layers of a rank's stages. tables: as in `fp8_layers`."""
+    blocks = config.model.num_layers
     chosen = {
         layer: [(name, EXPERTS if weight.stacked else KIND) for name, weight in own.items()]
         for layer, own in fp8_layers(config, tables).by_layer.items()
     }
-    kinds = {KIND: PRODUCTS[config.precision.fp8_recipe], EXPERTS: ExpertsProduct}
+    product = PRODUCTS[config.precision.fp8_recipe]
+    kinds, own = {KIND: product, EXPERTS: ExpertsProduct}, {}
     if config.parallel.sharding_stage == 3:  # cast after each gather: a cache would hold whole weights
-        kinds = {name: type(kind.__name__, (kind,), {"once_a_step": False}) for name, kind in kinds.items()}
+        own = dict.fromkeys(kinds, {"once_a_step": False})
+    if gathered_in_fp8(config.precision):
+        own[KIND] = {"gathered_as": product.weights}
+    kinds |= {name: type(kinds[name].__name__, (kinds[name],), attributes) for name, attributes in own.items()}
     for stage in stages if chosen else ():
-        attach_products(
-            stage.blocks,
-            config.precision,
-            kinds,
-            lambda layer: chosen.get(layer, ()),
-            compiled=bool(config.kernels.torch_compile),
-        )
+        depths = [(f"mtp.{n}.layers", blocks, depth.layers) for n, depth in enumerate(getattr(stage, "mtp", ()))]
+        for name, first, layers in (("blocks", 0, stage.blocks), *depths):
+            attach_products(
+                dict(layers.named_children()),
+                config.precision,
+                kinds,
+                lambda layer, first=first: chosen.get(first + layer, ()),
+                compiled=bool(config.kernels.torch_compile),
+                prefix=name,
+            )

@@ -38,11 +38,13 @@ class RankSetup:
     --no-bias-swiglu-fusion. cp: ranks that share each sequence; cp_heads: those of them that exchange rows for heads
     (--cp-comm-type a2a: all of them); gathers: the others gather keys and values (allgather) instead of sending them round
     a ring. documents: they are packed into samples (--reset-attention-mask). ep, etp: ranks that hold different experts of
-    a layer, and parts of each. frozen: linear layers of blocks ("attention.qkv") whose weight has no gradient in any block,
+    a layer, and parts of each; ep_inner: those of ep on a node, if tokens go to experts in hops.
+    frozen: linear layers of blocks ("attention.qkv") whose weight has no gradient in any block,
     and "output" for the output layer's. pairs: (linear layer, rows of A) of LoRA's; pairs_drop: with --lora-dropout.
     kinds: (linear layer, kind) of the present layer (`Facts.products`). in_fp8: its linear layers with products in fp8;
-    fp8: --fp8-recipe of a run with such layers; fp8_wgrad: whether those for gradients of weights are. largest_scores: of
-    each head are kept (--qk-clip, --log-max-attention-logit).
+    fp8: --fp8-recipe of a run with such layers; fp8_wgrad: whether those for gradients of weights are; fp8_held: the
+    weights are fp8 numbers (--fp8-param-gather). largest_scores: of each head are kept (--qk-clip,
+    --log-max-attention-logit).
     """
 
     tp: int = 1
@@ -62,6 +64,7 @@ class RankSetup:
     documents: bool = False
     ep: int = 1
     etp: int = 1
+    ep_inner: int = 0
     frozen: frozenset[str] = frozenset()
     pairs: tuple[tuple[str, int], ...] = ()
     pairs_drop: bool = False
@@ -70,6 +73,7 @@ class RankSetup:
     in_fp8: tuple[str, ...] = ()
     fp8: str = ""
     fp8_wgrad: bool = True
+    fp8_held: bool = False
 
     def recipe_of(self, layer: str) -> str:
         """The fp8 recipe of a linear layer of the present layer, or none."""
@@ -106,6 +110,9 @@ class RankSetup:
         if model.normalization == "LayerNorm":
             return 2 * rows * (4 if self.device == "cuda" else self.element) + own
         return 4 * rows + own
+
+
+IN_ROWS = "rows"  # fp8 of experts, in every recipe
 
 
 def cast_bytes(recipe: str, width: int, elements: int) -> int:
@@ -167,8 +174,8 @@ class Product(LayerOp):
     mean number of rows may be a fraction. moved, starts: of its casts, as of a kernel.
 
     frozen: the backward pass computes no gradient of its weight; pair: rows of A of a LoRA pair beside it; stacks: experts,
-    which have a pair each; fp8: the recipe of its numbers; wgrad: whether those for the weight's gradient have it, too;
-    in_rows: fp8 of experts, whose numbers are turned into those of --precision before the product
+    which have a pair each; fp8: the recipe of its numbers, of experts IN_ROWS; wgrad: whether those for the weight's
+    gradient have it, too; held: the weight is kept in fp8, by rows, and turned in the backward pass
     """
 
     rows: float
@@ -181,7 +188,7 @@ class Product(LayerOp):
     stacks: int = 1
     fp8: str = ""
     wgrad: bool = True
-    in_rows: bool = False
+    held: bool = False
     moved: float = 0
     starts: int = 0
 
@@ -191,10 +198,12 @@ class Product(LayerOp):
 
     @property
     def weight_in_fp8(self) -> int:
-        """Bytes of the weight's rows and columns in fp8, with their scales."""
+        """Bytes of the weight's rows and columns in fp8, with their scales, beside the weight."""
         number = self.inputs * self.outputs * self.times
-        if self.in_rows:  # of each row and column of an expert
+        if self.fp8 == IN_ROWS:  # a scale for each row and column of an expert
             return 2 * number + 4 * (self.times * self.outputs + self.stacks * self.inputs)
+        if self.held:
+            return 0
         tile = {"": 0, "tensorwise": number, "blockwise": 128 * 128, "mxfp8": 32}[self.fp8]
         return 2 * (number + 4 * (number // tile)) if tile else 0
 
@@ -405,30 +414,43 @@ class Residual:
             workspace=self._weight_workspace(layer, inputs * outputs * times),
             again=again,
             stacks=self.model.num_experts // self.share.ep,
-            in_rows=bool(self.share.recipe_of(layer)),
             **self._learned(layer),
         )
+        if self.share.recipe_of(layer):
+            product = self._rows_in_fp8(product, rows * inputs)
         return *self._rounding("experts", rows * inputs, given, again, layer), product
+
+    def _rows_in_fp8(self, p: Product, inputs: int) -> Product:
+        """A product of experts in fp8, except that for the weight's gradient: casts read these elements of the input, and
+        those of the gradient, twice.
+        """
+        outputs, e = int(p.rows * p.outputs * p.times), self.share.element
+        moved = (inputs + outputs) * (2 * e + 1) / e / 3
+        return replace(p, workspace=p.workspace + outputs, fp8=IN_ROWS, wgrad=False, moved=moved, starts=2)
 
     def _in_fp8(self, product: Product, layer: str, elements: int) -> Product:
         """The product as it is, or in fp8: then a byte for each of these elements of the input is saved, and the backward
-        pass has columns of the input beside rows and columns of the gradient.
+        pass has columns of the input beside rows and columns of the gradient, and columns of a weight that is kept in fp8.
         """
         if not (recipe := self.share.recipe_of(layer)):
             return product
         p, wgrad, e = product, self.share.fp8_wgrad and not product.frozen, self.share.element
         inputs, outputs = int(p.rows) * p.inputs, int(p.rows) * p.outputs * p.times
+        weight = p.inputs * p.outputs * (self.share.fp8_held and not p.frozen)  # that is turned
         largest = recipe == "tensorwise"  # of a tensor: it is read once more
         # Bytes that casts read and write in both directions; a third of them, as kernels count.
-        moved = inputs * (e + 1 + e * largest) + outputs * (e + 1 + wgrad + e * largest) + 2 * inputs * wgrad
+        moved = (
+            inputs * (e + 1 + e * largest) + outputs * (e + 1 + wgrad + e * largest) + 2 * inputs * wgrad + 2 * weight
+        )
         kept = cast_bytes(recipe, p.inputs, elements) if wgrad else p.kept
         return replace(
             p,
             kept=kept,
             reads=0 if wgrad else p.reads,
-            workspace=p.workspace + outputs * (1 + wgrad) + inputs * wgrad,
+            workspace=p.workspace + outputs * (1 + wgrad) + inputs * wgrad + weight,
             fp8=recipe,
             wgrad=wgrad,
+            held=weight > 0,
             moved=moved / e / 3,
             starts=3,
         )

@@ -54,6 +54,29 @@ def expert_sizes(
     return dict(pp=sizes["pp"], expert_replicate=stage // one_copy // shard, expert_shard=shard, ep=ep, etp=etp)
 
 
+def ranks_together(ep: int, etp: int, local: int) -> int:
+    """Of the ranks along ep, each of which has `etp` ranks, so many neighbours always share a node of `local` ranks.
+
+    >>> ranks_together(64, 1, 8), ranks_together(4, 1, 8), ranks_together(16, 2, 8), ranks_together(6, 1, 4)
+    (8, 4, 4, 2)
+    """
+    together = math.gcd(ep * etp, local)
+    return together // etp if together % etp == 0 else 1
+
+
+def ep_levels(parallel, local_size: int) -> Optional[tuple[int, int]]:
+    """Ranks of ep on a node, and nodes, for the settings --moe-token-dispatcher-type flex; None: a row goes to each expert.
+
+    local_size: ranks of a node, unless --moe-ranks-per-node says it
+    """
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    if parallel.moe_token_dispatcher_type != "flex" or ep == 1:
+        return None
+    local = parallel.moe_ranks_per_node or local_size
+    inner = ranks_together(ep, etp or parallel.tensor_model_parallel_size, local)
+    return inner, ep // inner
+
+
 def lacking_ranks(stage: int, ep: int, etp: int) -> int:
     """The least factor by which a pipeline stage of `stage` ranks has to grow so that ep x etp divides it."""
     return ep * etp // math.gcd(ep * etp, stage)

@@ -54,6 +54,15 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     return x
 
 
+def all_reduce_amax(amax: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The largest absolute values over the axis, fp32, in place. They are compared as bits, in whose order NaN is above all
+    others: a maximum of numbers may lose it.
+    """
+    if not amax.is_meta:  # --preflight
+        all_reduce(amax.view(torch.int32), axis, "max")
+    return amax
+
+
 def all_gather(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     """Concatenate the pieces of all ranks along `dim`, in rank order: [n, ...] -> [n * size, ...]."""
     if axis.size == 1:
@@ -130,12 +139,28 @@ def count_rows(numbers: torch.Tensor, count: int, axis: Axis) -> tuple[torch.Ten
     numbers: the kind of each row; rows of kind `count` go nowhere. On the meta device (--preflight) they have no values,
     and each kind is as frequent.
     """
-    if not numbers.is_meta:
-        sent = numbers.new_zeros(count + 1).scatter_add_(0, numbers, torch.ones_like(numbers))[:-1]  # no host read
-        return sent.view(axis.size, -1), all_to_all(sent, axis).view(axis.size, -1)
-    borders = torch.arange(count + 1) * len(numbers) // count  # on the host, where sizes can be read
-    sent = borders.diff().view(axis.size, -1)
-    return sent, sent[axis.rank].expand_as(sent)
+    sent = count_kinds(numbers, count).view(axis.size, -1)
+    received, message = start_counts(sent, axis, numbers.is_meta)
+    message.wait()
+    return sent, received
+
+
+def count_kinds(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """How often each of `count` kinds occurs, [count], without reading it on the host; see `count_rows`."""
+    if numbers.is_meta:
+        return (torch.arange(count + 1) * len(numbers) // count).diff()  # on the host, where sizes can be read
+    return numbers.new_zeros(count + 1).scatter_add_(0, numbers, torch.ones_like(numbers))[:-1]
+
+
+def start_counts(sent: torch.Tensor, axis: Axis, alike: bool) -> tuple[torch.Tensor, Any]:
+    """Start to exchange counts [ranks, ...] of rows for each rank; returns (those from each rank, a handle with `wait()`).
+
+    alike: nothing is sent, because all ranks count the same
+    """
+    if alike:
+        return sent[axis.rank].expand_as(sent), Done()
+    received = torch.empty_like(sent)
+    return received, start_all_to_all(received, sent, axis)
 
 
 def empty_rows(x: torch.Tensor, rows: Optional[Sequence[int]]) -> torch.Tensor:

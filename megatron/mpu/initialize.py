@@ -112,7 +112,7 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
             ) from error
         finally:
             late.cancel()
-    mesh = mesh_of(parallel, rank, world, timeout=timeout)
+    mesh = mesh_of(parallel, rank, world, here.local_world_size or 8, timeout=timeout)
     parallel_state.use_mesh(mesh)
     return RankContext(mesh, device, joined, described)
 

@@ -32,6 +32,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from megatron.errors import SettingsError
+from megatron.fused_kernels.fp8 import ScaleTile
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Placement
 from megatron.mpu.random import Draws
@@ -60,6 +61,7 @@ class LinearProduct:
     input_in_grad = False  # `grad_input` gets all tensors of `prepare_input` but the first, after those of the gradient
     draws: Optional[Draws] = None  # of its block, if `draws_samples`
     stacked = 0  # dims of the weight before those of a matrix: 1 for experts
+    gathered_as: ClassVar[Optional[ScaleTile]] = None  # tiles of a weight that the optimizer keeps in fp8 (`hold`)
     _kept: Optional[Operand] = None
 
     def __init__(self, layer: nn.Module, name: str, settings: Model | Precision):
@@ -138,6 +140,11 @@ class LinearProduct:
     def after_update(self) -> None:
         """Called when the layer's weights have changed: once a step, and after loading a checkpoint. Weights cannot be read
         here, because ZeRO may still be gathering them; `transform` and `prepare_weight` can.
+        """
+
+    def hold(self, values: torch.Tensor, scales: torch.Tensor) -> None:
+        """Called once with the memory of the weight's fp8 numbers, if it is `gathered_as` such: it holds them whenever the
+        weight is read, and the weight itself has no memory.
         """
 
     def after_load(self) -> None:
@@ -298,17 +305,19 @@ def attach_products(
     picked_of: Callable[[int], Iterable[tuple[str, str]]],
     draws: Callable[[], Draws] = Draws,
     compiled: bool = False,
+    prefix: str = "blocks",
 ) -> None:
     """Attach a `LinearProduct` to linear layers of a stage's blocks (number -> module).
 
     settings: those that products get. kinds: name -> class. picked_of: number of a block -> (linear layer, kind) pairs, as
     --linear selects them; a kind may be several names with + between them. draws: makes the `Draws` of a block. compiled:
-    the blocks are compiled; these layers are then excluded, because torch cannot trace the code of a kind.
+    the blocks are compiled; these layers are then excluded, because torch cannot trace the code of a kind. prefix: of their
+    names.
     """
     for number, block in blocks.items():
         products = []
         for name, kind in picked_of(int(number)):
-            layer, full = block.get_submodule(name), f"blocks.{number}.{name}"
+            layer, full = block.get_submodule(name), f"{prefix}.{number}.{name}"
             if not hasattr(layer, "product"):
                 raise SettingsError(
                     f"--linear: {full} is a {type(layer).__name__}, whose product is its own",

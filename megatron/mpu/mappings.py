@@ -17,6 +17,7 @@ Papers are on arXiv.
 A layer picks its mapping once, in its constructor; over an axis of size 1 each is the identity.
 """
 
+from collections.abc import Sequence
 from typing import Optional
 
 import torch
@@ -82,11 +83,24 @@ def all_to_all(
     All ranks have to run the backward pass, even those that have received no rows. While rows are under way, the other one
     of two passes that take turns computes (`mpu/two_passes.py`).
     """
+    return all_to_all_of((x,), axis, sent, received)[0]
+
+
+def all_to_all_of(
+    tensors: Sequence[torch.Tensor],
+    axis: Axis,
+    sent: Optional[collectives.Rows] = None,
+    received: Optional[collectives.Rows] = None,
+) -> tuple[torch.Tensor, ...]:
+    """`all_to_all` of several tensors with equally many rows, whose messages are under way together. Whole numbers have no
+    gradients.
+    """
     if axis.size == 1:
-        return x
-    pending = start_all_to_all(x, axis, sent, received)
+        return tuple(tensors)
+    exchange = _RowExchange(axis, *collectives.row_counts(tensors[0], axis, sent, received))
+    started = _Start.apply(exchange, *tensors)
     pass_turn()
-    return pending.wait()
+    return _Wait.apply(exchange, *started)
 
 
 def start_all_to_all(
@@ -99,7 +113,7 @@ def start_all_to_all(
     if axis.size == 1:
         return PendingRows(x)
     exchange = _RowExchange(axis, *collectives.row_counts(x, axis, sent, received))
-    return PendingRows(_Start.apply(x, exchange), exchange)
+    return PendingRows(*_Start.apply(exchange, x), exchange)
 
 
 class PendingRows:
@@ -110,52 +124,59 @@ class PendingRows:
 
     def wait(self) -> torch.Tensor:
         """The rows, in the order of the ranks that sent them."""
-        return _Wait.apply(self._rows, self._exchange) if self._exchange else self._rows
+        return _Wait.apply(self._exchange, self._rows)[0] if self._exchange else self._rows
 
 
 class _RowExchange:
-    """The shared state of the two halves of an exchange: its sizes, and the message in flight."""
+    """The shared state of the two halves of an exchange: its sizes, and the messages in flight."""
 
     def __init__(self, axis: Axis, sent: Optional[list[int]], received: Optional[list[int]]):
         self.axis, self.sent, self.received = axis, sent, received
-        self.rows = self.message = None
+        self.flying = ()
 
-    def start(self, x: torch.Tensor, sent: Optional[list[int]], received: Optional[list[int]]) -> torch.Tensor:
-        self.rows = collectives.empty_rows(x, received)
-        self.message = collectives.start_all_to_all(self.rows, x, self.axis, sent, received)
-        return self.rows
+    def start(self, tensors: Sequence[torch.Tensor], sent, received) -> tuple[torch.Tensor, ...]:
+        arriving = tuple(collectives.empty_rows(x, received) for x in tensors)
+        self.flying = tuple(
+            (rows, collectives.start_all_to_all(rows, x, self.axis, sent, received))
+            for rows, x in zip(arriving, tensors, strict=True)
+        )
+        return arriving
 
-    def wait(self) -> torch.Tensor:
-        rows, message, self.rows, self.message = self.rows, self.message, None, None  # free them with the message
-        message.wait()
-        return rows
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        flying, self.flying = self.flying, ()  # free them with the messages
+        for _, message in flying:
+            message.wait()
+        return tuple(rows for rows, _ in flying)
 
 
 class _Start(torch.autograd.Function):
-    """Launches the message; its backward pass waits for the message of gradients, which `_Wait` has launched."""
+    """Launches the messages; its backward pass waits for those of gradients, which `_Wait` has launched."""
 
     @staticmethod
-    def forward(ctx, x, exchange):
-        ctx.exchange = exchange
-        return exchange.start(x, exchange.sent, exchange.received)
+    def forward(ctx, exchange, *tensors):
+        ctx.exchange, ctx.real = exchange, [x.is_floating_point() for x in tensors]
+        return exchange.start(tensors, exchange.sent, exchange.received)
 
     @staticmethod
-    def backward(ctx, _):
-        return ctx.exchange.wait(), None
+    def backward(ctx, *_):
+        gradients = iter(ctx.exchange.wait())
+        return None, *(next(gradients) if real else None for real in ctx.real)
 
 
 class _Wait(torch.autograd.Function):
-    """Waits for the message; its backward pass launches the message of gradients."""
+    """Waits for the messages; its backward pass launches those of gradients."""
 
     @staticmethod
-    def forward(ctx, rows, exchange):
-        ctx.exchange = exchange
+    def forward(ctx, exchange, *rows):
+        ctx.exchange, ctx.real = exchange, [x.is_floating_point() for x in rows]
         exchange.wait()
-        ctx.mark_dirty(rows)
+        ctx.mark_dirty(*rows)
         return rows
 
     @staticmethod
-    def backward(ctx, gradient):
-        ctx.exchange.start(gradient, ctx.exchange.received, ctx.exchange.sent)
+    def backward(ctx, *gradients):
+        real = [gradient for gradient, real in zip(gradients, ctx.real, strict=True) if real]
+        ctx.exchange.start(real, ctx.exchange.received, ctx.exchange.sent)
         pass_turn()
-        return gradient, None  # only for its shape; `_Start` returns the rows of this rank
+        # Only for their shapes: `_Start` returns the rows of this rank.
+        return None, *(gradient if real else None for gradient, real in zip(gradients, ctx.real, strict=True))

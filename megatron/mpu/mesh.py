@@ -28,14 +28,15 @@ from typing import Any, Optional
 
 import numpy as np
 
-from megatron.mpu.axis_sizes import expert_sizes, sizes_of
+from megatron.mpu.axis_sizes import ep_levels, expert_sizes, sizes_of
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")  # slowest to fastest; replicate x shard = dp
 JOINED = {"dp": ("replicate", "shard"), "dp_cp": ("replicate", "shard", "cp"), "world": AXES}
 EXPERT_AXES = ("pp", "expert_replicate", "expert_shard", "ep", "etp")  # the same ranks, for experts
 EXPERT_DP = EXPERT_AXES[1:3]
 CP_LEVELS = ("cp_inner", "cp_outer")  # cp as a grid, inner fastest
-NAMES = (*AXES, *JOINED, "tied", *EXPERT_AXES[1:], "expert_dp", *CP_LEVELS)
+EP_LEVELS = ("ep_inner", "ep_outer")  # the same of ep: ranks of a node, and nodes
+NAMES = (*AXES, *JOINED, "tied", *EXPERT_AXES[1:], "expert_dp", "ep_counts", *CP_LEVELS, *EP_LEVELS)
 # Axes of one purpose share a group if their ranks are the same. The optimizer's axes carry gradients and weights, which
 # one thread sends in the same order on all ranks. tp and etp carry the activations of products, one after the other.
 # Every other axis has its own group, even if another has the same ranks (cp is dp_cp if dp is 1, tied is pp if pp is 2, ep
@@ -106,7 +107,8 @@ class Mesh:
     and `shard` (`expert_sizes`). With ep 1 and etp = tp these are the same ranks. `mesh.alone` has only this rank.
     If `torch.distributed` is not initialized, the mesh describes a rank without creating groups (planning, tests).
     cp_levels: sizes of `mesh.cp_inner` (consecutive ranks of cp) and `mesh.cp_outer`, for a2a+p2p; None: they have only
-    this rank.
+    this rank. ep_levels: the same of ep, for tokens that are sent once to a node. `mesh.ep_counts` are the ranks of ep
+    again: the numbers of rows need not wait for rows under way.
     timeout: of collectives of a group (default: torch's, which is not that of the group of all ranks)
     """
 
@@ -123,6 +125,7 @@ class Mesh:
         etp: Optional[int] = None,
         shard_over_cp: bool = False,
         cp_levels: Optional[Sequence[int]] = None,
+        ep_levels: Optional[Sequence[int]] = None,
         create_groups: Optional[bool] = None,
         timeout: Optional[timedelta] = None,
     ):
@@ -144,7 +147,9 @@ class Mesh:
             self._set(name, *ranks_of(self.expert_sizes, (name,), rank))
         self._set("expert_dp", *ranks_of(self.expert_sizes, EXPERT_DP, rank))
         self.alone = Axis("alone", (rank,))
-        self._set_levels(*(cp_levels or (1, 1)))
+        self._set("ep_counts", *ranks_of(self.expert_sizes, ("ep",), rank))
+        self._set_levels("cp", self.sizes, *(cp_levels or (1, 1)))
+        self._set_levels("ep", self.expert_sizes, *(ep_levels or (1, 1)))
         self._stage: Optional[Axis] = None
         self.creates_groups = self.world_size > 1 if create_groups is None else create_groups
         if self.creates_groups:
@@ -153,15 +158,15 @@ class Mesh:
     def _set(self, name: str, number: int, ranks: tuple[int, ...]) -> None:
         setattr(self, name, Axis(name, ranks, ranks.index(self.rank), None, self._label(name, number)))
 
-    def _set_levels(self, inner: int, outer: int) -> None:
-        """The groups of the two levels of cp, for example (0, 1), (2, 3) and (0, 2), (1, 3) of four ranks."""
-        number, ranks = ranks_of(self.sizes, ("cp",), self.rank)
+    def _set_levels(self, axis: str, sizes: dict[str, int], inner: int, outer: int) -> None:
+        """The groups of the two levels of an axis, for example (0, 1), (2, 3) and (0, 2), (1, 3) of four ranks."""
+        number, ranks = ranks_of(sizes, (axis,), self.rank)
         if inner * outer == 1:
             ranks = (self.rank,)
         own = ranks.index(self.rank)
         at, place = divmod(own, inner)
-        self._set("cp_inner", number * outer + at, ranks[at * inner : at * inner + inner])
-        self._set("cp_outer", number * inner + place, ranks[place::inner])
+        self._set(f"{axis}_inner", number * outer + at, ranks[at * inner : at * inner + inner])
+        self._set(f"{axis}_outer", number * inner + place, ranks[place::inner])
 
     def own_groups(self) -> list[tuple[tuple[int, ...], list[str]]]:
         """(ranks, axes that use it) of each group that this rank creates, in order; that of all ranks exists already.
@@ -178,6 +183,8 @@ class Mesh:
         groups: dict[tuple, list[str]] = {}
         for name in NAMES:
             ranks, use = getattr(self, name).ranks, SHARING.get(name, name)
+            if name == "ep_counts" and self.in_hops:
+                use = "ep"  # over which no rows are sent then
             if len(ranks) > 1 and name != "world":
                 groups.setdefault((ranks, use), []).append(name)
         return [(ranks, names) for (ranks, _), names in groups.items()]
@@ -241,6 +248,11 @@ class Mesh:
         return coordinates | {"ep_etp": self.ep.rank * self.etp.size + self.etp.rank}
 
     @property
+    def in_hops(self) -> bool:
+        """Whether tokens go to experts in hops, over the levels of ep."""
+        return self.ep_inner.size * self.ep_outer.size > 1
+
+    @property
     def folded(self) -> bool:
         """Whether experts are split differently from dense weights."""
         return self.ep.size > 1 or self.etp.size != self.tp.size
@@ -272,10 +284,7 @@ class Mesh:
         for name in ("tp", "cp", "dp", *halves, *joined, "pp"):
             lines.append(_groups_line(name, self.sizes, JOINED.get(name, (name,))))
             if name == "cp" and self.cp_inner.size > 1:
-                inner, sizes = self.cp_inner.size, {}
-                for axis, size in self.sizes.items():
-                    sizes |= dict(cp_outer=size // inner, cp_inner=inner) if axis == "cp" else {axis: size}
-                lines += [_groups_line(level, sizes, (level,)) for level in CP_LEVELS]
+                lines += _level_lines(self.sizes, "cp", self.cp_inner.size)
         if self.sizes["pp"] > 1:
             pairs = (f"[{ranks[0]},{ranks[-1]}]" for ranks in ranks_along(self.sizes, ["pp"]))
             lines.append("first and last stages (a tied embedding): " + " ".join(pairs))
@@ -285,6 +294,8 @@ class Mesh:
             lines.append(f"experts: {_product(sizes)}")
             for name in ("etp", "ep", "expert_dp", *halves):
                 lines.append(_groups_line(name, sizes, EXPERT_DP if name == "expert_dp" else (name,)))
+                if name == "ep" and self.in_hops:
+                    lines += _level_lines(sizes, "ep", self.ep_inner.size)
         return "\n".join(lines)
 
 
@@ -297,9 +308,20 @@ def _groups_line(name: str, sizes: dict[str, int], axes: Sequence[str]) -> str:
     return f"{name:>3}: {' '.join(groups)}"
 
 
-def mesh_of(parallel, rank: int, world_size: int, **keywords) -> Mesh:
-    """The mesh of a rank in a job with these settings (`schema.Parallel`). keywords: other arguments of `Mesh`."""
+def _level_lines(sizes: dict[str, int], axis: str, inner: int) -> list[str]:
+    """The lines of the two levels of an axis."""
+    divided = {}
+    for name, size in sizes.items():
+        divided |= {f"{axis}_outer": size // inner, f"{axis}_inner": inner} if name == axis else {name: size}
+    return [_groups_line(level, divided, (level,)) for level in (f"{axis}_inner", f"{axis}_outer")]
+
+
+def mesh_of(parallel, rank: int, world_size: int, local_size: int = 8, **keywords) -> Mesh:
+    """The mesh of a rank in a job with these settings (`schema.Parallel`). local_size: ranks of a node; keywords: other
+    arguments of `Mesh`.
+    """
     experts = dict(ep=parallel.expert_model_parallel_size, etp=parallel.expert_tensor_parallel_size)
-    sharded, levels = parallel.sharding_stage > 0, parallel.cp_levels
+    sharded, levels = parallel.sharding_stage > 0, dict(cp_levels=parallel.cp_levels)
+    levels["ep_levels"] = ep_levels(parallel, local_size)
     sizes = sizes_of(parallel, world_size)
-    return Mesh(rank, shard_over_cp=sharded, cp_levels=levels, **sizes, **experts, **keywords)
+    return Mesh(rank, shard_over_cp=sharded, **levels, **sizes, **experts, **keywords)

@@ -1,9 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Non-blocking copies of small lists of numbers between host and device."""
+"""Non-blocking copies between host and device: small lists of numbers, and memory of the host for large ones."""
 
+import weakref
 from collections.abc import Sequence
 
 import torch
+
+
+def page_locked(size: int) -> torch.Tensor:
+    """Page-locked memory of so many bytes on the host, uint8 [size]. Raises RuntimeError if it cannot be locked.
+
+    torch's `pin_memory` rounds up to a power of two: 33 GiB of a rank's state would take 64 GiB.
+    """
+    memory = torch.empty(size, dtype=torch.uint8)
+    if size:
+        address, cuda = memory.data_ptr(), torch.cuda.cudart()
+        torch.cuda.check_error(int(cuda.cudaHostRegister(address, size, 0)))
+        weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False  # before the memory is freed
+    return memory
 
 
 def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -21,6 +21,13 @@ RULES = (
         ),
     ),
     Rule(
+        lambda s: s.nvme_offload_fraction and s.fp8_format and s.fp8_param_gather and s.sharding_stage != 3,
+        lambda s: (
+            f"--fp8-param-gather with --nvme-offload-fraction {s.nvme_offload_fraction:g}: an update reads its file once, "
+            "and scales have to be known before weights are cast; use --optimizer-cpu-offload, or --sharding-stage 3"
+        ),
+    ),
+    Rule(
         lambda s: s.host_share + s.nvme_offload_fraction > 1 + 1e-9,
         lambda s: (
             f"--optimizer-offload-fraction {s.host_share:g} and --nvme-offload-fraction "

@@ -19,6 +19,8 @@ from typing import NamedTuple, Optional, Union
 import torch
 
 from megatron.checkpoint.store import Piece, flat_pieces
+from megatron.fused_kernels.fp8 import E4M3
+from megatron.mpu.linear_product import LinearProduct
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import DATA_PARALLEL, Own, Placement, placed_buffers, placements
 from megatron.mpu.random import init_rows
@@ -43,13 +45,20 @@ class Slot:
     chunks: list[int] = field(default_factory=list)  # the model chunks that use it; each computes a gradient
     values: Optional[torch.Tensor] = None  # initial values of a parameter that brings its own, until they are copied
 
+    @property
+    def reader(self) -> Optional[LinearProduct]:
+        """The product that reads this weight as fp8 numbers (`LinearProduct.gathered_as`)."""
+        module, attribute = self.owners[0]
+        product = getattr(module, "product", None) if attribute == "weight" else None
+        return product if product is not None and product.gathered_as and not self.placement.frozen else None
+
 
 @dataclass
 class FlatUnit:
     """A unit's range [start, start + size) in the rank's buffers. The first `decay` elements have weight decay.
 
     part: the prefix of its parameters' names; a part becomes a unit for each of its kinds of parameters: dense ones and
-          experts, exact and others, trained and frozen
+          experts, exact, cast and others, trained and frozen
     """
 
     name: str
@@ -62,10 +71,11 @@ class FlatUnit:
     axes: tuple[str, str] = DATA_PARALLEL  # mesh axes: the first replicates the unit, the second shards it
     frozen: bool = False  # it has weights but neither gradients nor state
     exact: bool = False  # its weights are fp32 in any run
+    cast: bool = False  # its weights are kept and gathered in fp8 (`cast_weights.py`)
 
     def dtype(self, others: torch.dtype) -> torch.dtype:
-        """The number format of its weights, in a model with this format."""
-        return torch.float32 if self.exact else others
+        """The number format in which its weights are kept, in a model with this format."""
+        return torch.float32 if self.exact else E4M3 if self.cast else others
 
     @property
     def buffer_slice(self) -> slice:
@@ -142,17 +152,17 @@ def flat_units_of(model: Chunks, axis_of: AxisOf) -> list[FlatUnit]:
     """The units of a rank's model chunks, each padded to a multiple of the ranks that shard it. Allocates nothing.
 
     Units are in registration order. Units of experts follow, and frozen units are last; of each of these, exact ones are
-    the last. A parameter that several chunks share is one slot.
+    the last, after cast ones. A parameter that several chunks share is one slot.
     """
-    members: dict[tuple[UnitName, tuple[str, str], bool, bool], list[Slot]] = {}
+    members: dict[tuple[UnitName, tuple[str, str], bool, bool, bool], list[Slot]] = {}
     unit_of = {name: unit for chunk in as_chunks(model) for name, unit in units_of(chunk).items()}
     for slot in _slots(as_chunks(model)):
         placed = slot.placement
-        key = unit_of[slot.name], placed.data_axes, placed.frozen, placed.exact
+        key = unit_of[slot.name], placed.data_axes, placed.frozen, placed.exact, slot.reader is not None
         members.setdefault(key, []).append(slot)
     units, start = [], 0
-    for key in sorted(members, key=lambda key: (key[2], key[1] != DATA_PARALLEL, key[3])):
-        (part, layer), axes, frozen, exact = key
+    for key in sorted(members, key=lambda key: (key[2], key[1] != DATA_PARALLEL, *key[3:])):
+        (part, layer), axes, frozen, exact, cast = key
         slots = members[key]
         slots.sort(key=lambda slot: not slot.placement.decay)  # stable: decayed first
         at, decay = 0, 0
@@ -161,9 +171,9 @@ def flat_units_of(model: Chunks, axis_of: AxisOf) -> list[FlatUnit]:
             at += aligned(slot.parameter.numel())
             decay = at if slot.placement.decay else decay
         size = unit_size((slot.parameter.numel() for slot in slots), axis_of(axes[1]).size)
-        kinds = ["experts"] * (axes != DATA_PARALLEL) + ["frozen"] * frozen + ["exact"] * exact
+        kinds = ["experts"] * (axes != DATA_PARALLEL) + ["frozen"] * frozen + ["exact"] * exact + ["fp8"] * cast
         name = f"{part} ({', '.join(kinds)})" if kinds else part
-        units.append(FlatUnit(name, part, slots, start, size, decay, layer, axes, frozen, exact))
+        units.append(FlatUnit(name, part, slots, start, size, decay, layer, axes, frozen, exact, cast))
         start += size
     return units
 

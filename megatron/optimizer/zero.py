@@ -37,6 +37,7 @@ from megatron.mpu import collectives
 from megatron.mpu.layers import attach_wgrad_accumulator, linear_products, place_buffers
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.buffers import BufferStore
+from megatron.optimizer.cast_weights import CastWeights
 from megatron.optimizer.gradients import GradientBuffers
 from megatron.optimizer.messages import Messages
 from megatron.optimizer.offload import build_states
@@ -110,8 +111,10 @@ class DistributedOptimizer:
         axis_of = partial(getattr, mesh)
         self.units = flat_units_of(model, axis_of)
         self.owned = owned_ranges([unit for unit in self.units if not unit.frozen], axis_of)
+        cast = [own for own in self.owned if own.unit.cast]
+        self.casts = CastWeights(cast, mesh, self.device) if cast else None
         self.weights = ParameterBuffers(
-            self.units, axis_of, self._piece, dtype=dtype, device=device, keep=keep.parameters
+            self.units, axis_of, self._piece, dtype=dtype, device=device, keep=keep.parameters, casts=self.casts
         )
         self.gradients = GradientBuffers(
             self.owned,
@@ -231,10 +234,15 @@ class DistributedOptimizer:
             main = state.main
             for where, target in self._targets(state):
                 target.copy_(main[where])
+        if self.casts:
+            self.casts.update(self._piece)
 
     def _piece(self, unit: FlatUnit) -> torch.Tensor:
         """This rank's shard of a unit's parameters, for gathering."""
         own, state = self.sources[unit.name]
+        if unit.cast:
+            flat = state.main if self.weights.keep else self.shards[self.everything.index(state)]
+            return flat[state.slice_of(own)].to(self.device, self.dtype)
         if self.weights.keep and state.direct:
             piece = self.weights.memory[unit.name].flat[own.low : own.high]
             return piece if own.whole else piece.clone()  # the gather writes to its memory

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import DataError, UsageError, did_you_mean
+from megatron.model.layer_ops import IN_ROWS
 from megatron.planner.reached_speed import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -118,10 +119,12 @@ class Device:
         return best * smallest / (smallest + self.rows)
 
     def reached_in_fp8(self, recipe: str, precision: str, smallest: float) -> float:
-        """The same of a product in fp8. A device without this recipe's products computes them in fp32."""
+        """The same of a product in fp8. A device without this recipe's products computes them in fp32, and those of experts
+        in the format of --precision.
+        """
         peak = fp8_peak(self.name, recipe)
         if not peak:
-            return self.reached("fp32", smallest)
+            return self.reached(precision if recipe == IN_ROWS else "fp32", smallest)
         return self.reached(precision, smallest) * FP8[recipe] * peak / self.peak(precision)
 
 

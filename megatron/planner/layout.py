@@ -16,17 +16,18 @@ from typing import NamedTuple, Optional
 
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts, RankSetup
-from megatron.model.fp8 import layers_in_fp8
+from megatron.model.fp8 import gathered_in_fp8, layers_in_fp8
 from megatron.model.frozen_settings import frozen_record, frozen_settings, layer_pairs
 from megatron.model.layer_ops import LAYER, MLP
 from megatron.model.recipe import recipe_of
-from megatron.mpu.axis_sizes import expert_sizes
+from megatron.mpu.axis_sizes import ep_levels, expert_sizes
 from megatron.mpu.selection import ALL, Selection
 from megatron.optimizer.kinds import gradient_bytes, knows_matrices, state_bytes
 from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import default_chunks, in_turns
 from megatron.pipeline.stages import Pipeline, takes_turns
 from megatron.planner.reached_speed import EXPERTS
+from megatron.settings.rank_env import ranks
 from megatron.settings.schema import GROUPS, Config, Parallel, Recompute
 from megatron.settings.spelling import settings_of
 
@@ -91,7 +92,9 @@ class Job:
         if selection:
             selection.check(facts.weights)
         precision, in_fp8 = config.precision.precision, () if alone else layers_in_fp8(config, facts)
-        facts = replace(facts, in_fp8=in_fp8) if in_fp8 else facts
+        if in_fp8:
+            gathered = config.precision.fp8_recipe if gathered_in_fp8(config.precision) else ""
+            facts = replace(facts, in_fp8=in_fp8, gathered_in_fp8=gathered)
         return cls(
             facts,
             config.batch.full_size(dp),
@@ -118,7 +121,7 @@ class Job:
     @property
     def without_fp8(self) -> "Job":
         """The same job with all products in its precision."""
-        return replace(self, facts=replace(self.facts, in_fp8=()), fp8="")
+        return replace(self, facts=replace(self.facts, in_fp8=(), gathered_in_fp8=""), fp8="")
 
     def shard_gradients(self, zero: int) -> int:
         """Bytes of a gradient in a rank's shard."""
@@ -139,12 +142,13 @@ class Job:
         gathers: bool = False,
         *experts: int,
     ) -> RankSetup:
-        """The sizes and formats of a rank's work in a layout. experts: ep and etp."""
+        """The sizes and formats of a rank's work in a layout. experts: ep, etp and ep_inner."""
         kernels = (self.backend, self.chunk, self.plain_softmax, self.plain_loss, self.plain_activation)
         shared = (cp, cp_heads, gathers, self.documents, *experts)
         sequences = micro_batch_size * self.facts.sequences
         own = dict(frozen=self.frozen, pairs=self.pairs, pairs_drop=self.facts.settings.lora_dropout > 0)
         own |= dict(largest_scores=self.largest_scores, fp8=self.fp8, fp8_wgrad=self.fp8_wgrad)
+        own |= dict(fp8_held=bool(self.facts.gathered_in_fp8))
         return RankSetup(tp, sp, sequences, self.device, self.precision, self.element, *kernels, *shared, **own)
 
 
@@ -180,6 +184,7 @@ class Layout:
     gathers:       the others gather keys and values (allgather); False: these travel round a ring (p2p). If layers differ,
                    the planner assumes that all gather, or if none does, that all are rings
     ep, etp:       ranks that hold different experts, and parts of each; None: as many as tp
+    ep_inner:      ranks of ep on a node, if tokens go to experts in hops (flex); 0: a row goes to each expert
     """
 
     tp: int = 1
@@ -202,6 +207,7 @@ class Layout:
     gathers: bool = False
     ep: int = 1
     etp: Optional[int] = None
+    ep_inner: int = 0
     parallel: Optional[Parallel] = None  # the settings that this layout was read from; they may be more detailed
 
     @classmethod
@@ -233,6 +239,7 @@ class Layout:
             *_context_sharing(p),
             p.expert_model_parallel_size,
             p.expert_tensor_parallel_size,
+            (ep_levels(p, config.planner.local_world_size or ranks().local_world_size or 8) or (0,))[0],
             replace(
                 p, **{name: value and tuple(value) for name, value in _context_words(p).items()}
             ),  # a list has no hash
@@ -319,7 +326,7 @@ class Layout:
         last_job, setup = self.__dict__.get("_setup", (None, None))  # each figure of a layout asks for it
         if last_job is not job:
             own = self.tp, self.sp, self.micro_batch_size, self.cp, self.cp_heads, self.gathers
-            self.__dict__["_setup"] = job, (setup := job.rank_setup(*own, *self.cuts[1:]))
+            self.__dict__["_setup"] = job, (setup := job.rank_setup(*own, *self.cuts[1:], self.ep_inner))
         return setup
 
     def num_microbatches(self, job: Job) -> int:
@@ -352,6 +359,7 @@ class Layout:
             hierarchical_context_parallel_sizes=self.cp_levels and list(self.cp_levels),
             expert_model_parallel_size=self.ep,
             expert_tensor_parallel_size=self.etp,
+            moe_token_dispatcher_type="flex" if self.ep_inner else "alltoall",
             pipeline_model_parallel_size=self.pp,
             sequence_parallel=self.sp,
             pipeline_schedule=self.schedule,
@@ -362,6 +370,11 @@ class Layout:
             overlap_grad_reduce=self.overlap,
             overlap_param_gather=self.overlap and self.zero > 0,
         )
+
+    @property
+    def ep_levels(self) -> Optional[tuple[int, int]]:
+        """Ranks of ep on a node, and nodes, if tokens go to experts in hops; None: they do not."""
+        return (self.ep_inner, self.ep // self.ep_inner) if self.ep_inner else None
 
     @property
     def cp_levels(self) -> Optional[tuple[int, int]]:

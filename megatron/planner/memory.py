@@ -114,6 +114,8 @@ def _state(units: Units, job: Job, layout: Layout, place: Sizes, cuda: bool):
         low = ((0 if same else here) + away + filed) * element + pieces  # the shards to gather
         (host if layout.param_offload and cuda else device)["weights"] += low
     device["optimizer moments"] = moments * here - _spared(units, job, layout, place)
+    if scales := units.total(lambda unit: unit.scales):
+        device["scales of fp8 weights"] = 4 * scales
     if units.buffers:
         device["buffers that training changes"] = units.buffers
     if away:  # main weights, arriving gradients, moments
@@ -176,17 +178,24 @@ def static_memory(job: Job, layout: Layout, rank: int) -> tuple[dict[str, int], 
 
 
 def _weights_in_fp8(job: Job, layout: Layout, rank: int) -> int:
-    """Bytes of cast weights, rows and columns: of all layers of a rank until the update, or with ZeRO 3 of the largest."""
+    """Bytes of weights that are cast beside those in the format of --precision, rows and columns: of all layers of a rank
+    until the update, or with ZeRO 3 of the largest.
+    """
     if not job.fp8:
         return 0
-    share, facts = layout.rank_setup(job), job.facts
-    layers = [layer for held in layout.pipeline(facts.num_layers).layers_of(rank) for layer in held]
+    share, facts, pipeline = layout.rank_setup(job), job.facts, layout.pipeline(job.facts.num_layers)
+    layers = [layer for held in pipeline.layers_of(rank) for layer in held]
+    designs = Counter()
+    for (design, _), count in activations.repeated(facts, Recompute(), tuple(layers)).items():
+        designs[design] += count
+    if pipeline.stages[-1][0] == rank:
+        designs.update(facts.designs_ahead * facts.settings.own_depths)
     each = [
         (
             count,
             [op.weight_in_fp8 for op in facts.layer_ops(design.share(share), design.kind) if isinstance(op, Product)],
         )
-        for (design, _), count in activations.repeated(facts, Recompute(), tuple(layers)).items()
+        for design, count in designs.items()
     ]
     if layout.zero == 3:
         return max((size for _, sizes in each for size in sizes), default=0)
@@ -222,7 +231,7 @@ def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[di
     entries["workspace"] += max(0, of_update(units, job, layout) - sum(entries.values()))
     entries["fragmentation"] = int(FRAGMENTATION[job.device] * sum(entries.values()))
     groups = [layout.tp, layout.cp, layout.weight_ranks, layout.pp]
-    groups += layout.cp_levels or ()
+    groups += (*(layout.cp_levels or ()), *(layout.ep_levels or (layout.ep,)))  # and the counts of experts' rows
     groups += [*layout.expert_sizes.values()][1:] if layout.folded else []
     entries["communication buffers"] = device.communication_bytes * sum(n > 1 for n in groups)
     entries["device context"] = device.context_bytes

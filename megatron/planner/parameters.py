@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import product
+from types import MappingProxyType
 from typing import NamedTuple
 
-from megatron.model.facts import Facts, LayerDesign
+from megatron.model.facts import AHEAD, Facts, LayerDesign
+from megatron.model.linear_kinds import WEIGHT
 from megatron.model.weights import Table
 from megatron.mpu.placement import BUFFER_BYTES, DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.mpu.selection import Selection
@@ -19,24 +21,26 @@ from megatron.optimizer.flat import aligned, unit_size
 from megatron.pipeline.stages import Pipeline
 from megatron.planner.layout import Cuts, Job, Layout
 
+SCALE_TILES = dict(tensorwise=0, blockwise=128 * 128)  # fp8 recipe -> elements of a weight that share a scale; 0: all
 Sizes = Mapping[str, int]  # axis -> ranks (`Layout.data_sizes`), or a rank's index on it (`Mesh.coordinates`)
 
 
 class ParameterSize(NamedTuple):
     """A parameter: its elements on one rank, whether it has weight decay, the axes over which its gradient is partial,
-    and (rows, columns) of its whole matrices, if it belongs to a linear layer.
+    (rows, columns) of its whole matrices, if it belongs to a linear layer, and scales of its fp8 numbers, if it is kept so.
     """
 
     size: int
     decay: bool = True
     partial: tuple[str, ...] = ()
     matrices: tuple[tuple[int, int], ...] = ()
+    scales: int = 0
 
 
 class UnitSizes(NamedTuple):
     """A unit's parameters in memory order; a layer's experts are a unit of their own, and so are exact parameters, which
-    are fp32 in any run. name: its name, or the kind of a layer; ends: see `model.weights.Unit`; axes: see
-    `Placement.data_axes`.
+    are fp32 in any run, and cast ones, which are kept in fp8. name: its name, or the kind of a layer; ends: see
+    `model.weights.Unit`; axes: see `Placement.data_axes`.
 
     slots:   trained parameters, which have gradients and optimizer state
     frozen:  frozen parameters, a separate unit in memory
@@ -51,10 +55,16 @@ class UnitSizes(NamedTuple):
     buffers: int = 0
     axes: tuple[str, str] = DATA_PARALLEL
     exact: bool = False
+    cast: bool = False
 
     def bytes_of(self, elements: int, element: int) -> int:
         """Bytes of this many weights; element: bytes of a number in the model's format."""
-        return elements * (4 if self.exact else element)
+        return elements * (4 if self.exact else 1 if self.cast else element)
+
+    @property
+    def scales(self) -> int:
+        """Scales of its fp8 numbers."""
+        return sum(slot.scales for slot in self.slots)
 
     @property
     def sharded(self) -> str:
@@ -129,7 +139,7 @@ class Units(tuple):
         """The size of the largest layer, with its experts."""
         most: dict[tuple[str, ...], int] = {}
         for unit in self.layers.counts:
-            key = unit.name, unit.sharded, unit.exact
+            key = unit.name, unit.sharded, unit.exact, unit.cast
             most[key] = max(most.get(key, 0), size_of(unit))
         kinds = {name for name, *_ in most}
         return max((sum(size for (name, *_), size in most.items() if name == kind) for kind in kinds), default=0)
@@ -234,7 +244,18 @@ def _layer_of(facts: Facts, selection: Selection, layer: int) -> LayerOf:
 def layer_sizes(facts: Facts, layer: LayerOf, cuts: Cuts, sp: bool) -> tuple[UnitSizes, ...]:
     """The parameters of a layer on one rank, and its experts."""
     design, frozen = layer
-    return _sizes(design.kind, facts.design_weights(design, sp), frozen, cuts, layer=True)
+    table = facts.design_weights(design, sp)
+    return _sizes(design.kind, table, frozen, cuts, layer=True, cast=_cast(facts, [design], table, frozen, ""))
+
+
+def _cast(
+    facts: Facts, designs: Sequence[LayerDesign], table: Table, frozen: frozenset[str], prefix: str
+) -> dict[str, int]:
+    """The weights of a unit with layers of these designs that are kept in fp8, as `_sizes` has them. prefix: of a layer."""
+    if (tiles := SCALE_TILES.get(facts.gathered_in_fp8)) is None:
+        return {}
+    names = (prefix.format(n) + name + WEIGHT for n, design in enumerate(designs) for name in design.in_fp8)
+    return {name: tiles for name in names if name not in frozen and not table[name].stacked}
 
 
 @lru_cache(maxsize=4096)
@@ -254,10 +275,12 @@ def _units(
     for unit in held:
         shared = len(unit.ends) > 1 and not (first and last)  # the other end holds a copy
         frozen = selection.frozen(unit.weights, f"{unit.name}.")
+        ahead = facts.designs_ahead if unit.name.startswith(AHEAD) else []
+        cast = _cast(facts, ahead, unit.weights, frozen, "layers.{}.")
         (front if "first" in unit.ends else back).extend(
-            _sizes(unit.name, unit.weights, frozen, cuts, ends=unit.ends, shared=("tied",) * shared)
+            _sizes(unit.name, unit.weights, frozen, cuts, ends=unit.ends, shared=("tied",) * shared, cast=cast)
         )
-    return Units(sorted(front + layers + back, key=lambda unit: (unit.axes != DATA_PARALLEL, unit.exact)))
+    return Units(sorted(front + layers + back, key=lambda unit: (unit.axes != DATA_PARALLEL, unit.exact, unit.cast)))
 
 
 def _sizes(
@@ -269,14 +292,16 @@ def _sizes(
     layer: bool = False,
     ends: tuple[str, ...] = (),
     shared: tuple[str, ...] = (),
+    cast: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[UnitSizes, ...]:
-    """The sizes of dense weights, and of experts and exact ones if there are any. frozen: their names; shared: axes of
-    other copies.
+    """The sizes of dense weights, and of experts, exact and cast ones if there are any. frozen: their names; shared: axes
+    of other copies; cast: name -> elements that share a scale, 0: all.
     """
     units = []
-    for axes, exact in product((DATA_PARALLEL, EXPERT_DATA_PARALLEL), (False, True)):
-        own = {key: placed for key, placed in table.items() if (placed.data_axes, placed.exact) == (axes, exact)}
-        if not own and (axes, exact) != (DATA_PARALLEL, False):
+    for kind in product((DATA_PARALLEL, EXPERT_DATA_PARALLEL), (False, True), (False, True)):
+        of = lambda key: (table[key].data_axes, table[key].exact, key in cast)
+        own = {key: placed for key, placed in table.items() if of(key) == kind}
+        if not own and kind != (DATA_PARALLEL, False, False):
             continue
         parameters = {key: placed for key, placed in own.items() if not placed.buffer}
         trained = {key: placed for key, placed in parameters.items() if key not in frozen}
@@ -284,22 +309,25 @@ def _sizes(
         buffers = (placed for placed in own.values() if placed.buffer)
         size = sum(math.prod(one.local_shape(cuts._asdict())) * BUFFER_BYTES[one.buffer.dtype] for one in buffers)
         # A buffer has a copy, from before the step.
-        slots = _slots(trained, cuts, shared), layer, ends, _slots(kept, cuts)
-        units.append(UnitSizes(name, *slots, 2 * size, axes, exact))
+        slots = _slots(trained, cuts, shared, cast), layer, ends, _slots(kept, cuts)
+        units.append(UnitSizes(name, *slots, 2 * size, *kind))
     return tuple(units)
 
 
-def _slots(table: Table, cuts: Cuts, shared: tuple[str, ...] = ()) -> tuple[ParameterSize, ...]:
+def _slots(
+    table: Table, cuts: Cuts, shared: tuple[str, ...] = (), cast: Mapping[str, int] = MappingProxyType({})
+) -> tuple[ParameterSize, ...]:
     """Decayed weights first, as in `optimizer.units.flat_units_of`."""
     sizes = cuts._asdict()
     slots = [
         ParameterSize(
-            math.prod(placed.local_shape(sizes)),
+            size := math.prod(placed.local_shape(sizes)),
             placed.decay,
             tuple(axis for axis in placed.partial if sizes.get(axis, 1) > 1) + shared,
             tuple(placed.matrix_shapes()),
+            size // (cast[name] or size) if name in cast else 0,
         )
-        for placed in table.values()
+        for name, placed in table.items()
     ]
     return tuple(sorted(slots, key=lambda slot: not slot.decay))
 

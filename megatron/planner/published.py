@@ -294,15 +294,8 @@ class PublishedRun:
         """
         reports = [memory_report(self.job, self.layout, self.device, rank) for rank in {0, self.pp - 1}]
         if self.kind == "transformer-engine" and self.experts and self.pp == 1:
-            return reports[0].total - sum(reports[0].device[name] for name in NOT_ALLOCATED) - self._expert_outputs
+            return reports[0].total - sum(reports[0].device[name] for name in NOT_ALLOCATED)
         return max(one.total - _kept_here(one.device) * (self.zero == 3) for one in reports)
-
-    @property
-    def _expert_outputs(self) -> int:
-        """Bytes of the outputs of experts, which this suite keeps for the gradients of their weights. Megatron-Core weights
-        them before the second product, and does not.
-        """
-        return self.layers * self.micro * self.seq * self.topk * self.hidden * 2
 
 
 NOT_ALLOCATED = ("fragmentation", "communication buffers", "device context")  # by torch's allocator

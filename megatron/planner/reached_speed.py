@@ -20,7 +20,7 @@ HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200", "B200", "MI300X")
 LINEAR = {AMPERE: 0.885, HOPPER: 0.737}  # share of the peak, for large matrix products
 # Share of fp8's peak, relative to that of bf16's: assumed, until `benchmarks/gpu_fp8.py` has run on a GPU. Others measured
 # 680 TFLOP/s in bf16 on an H100, and 1050 to 1200 in fp8.
-FP8 = dict(tensorwise=0.88, blockwise=0.77, mxfp8=0.8)
+FP8 = dict(tensorwise=0.88, blockwise=0.77, mxfp8=0.8, rows=0.8)
 ROWS = 64.0  # rows, columns or terms of a sum with which half of that is reached: assumed; 20 to 100 fit equally well
 ATTENTION = {AMPERE: 0.522, HOPPER: 0.287}  # share of the peak, for a long sequence in a flash kernel's forward pass
 ATTENTION_TOKENS = 770.0  # length of a sequence with which half of that is reached
@@ -58,18 +58,18 @@ ACCURACY = {
     ("A100", "tp, dp over nodes"): Accuracy(0.14, 0.14, 3),
     ("A100", "tp, pp"): Accuracy(0.05, 0.11, 6),
     ("A100", "tp, pp, dp over nodes"): Accuracy(0.02, 0.08, 12),
-    ("B200", "experts, ep, dp over nodes"): Accuracy(0.23, 0.41, 4),
+    ("B200", "experts, ep, dp over nodes"): Accuracy(0.18, 0.37, 4),
     ("H100", "dp over nodes"): Accuracy(0.01, 0.11, 20),
-    ("H100", "experts, ep"): Accuracy(0.38, 0.42, 4),
-    ("H100", "experts, ep, dp over nodes"): Accuracy(0.19, 0.45, 7),
-    ("H100", "experts, pp, ep, dp over nodes"): Accuracy(0.32, 0.35, 3),
+    ("H100", "experts, ep"): Accuracy(0.39, 0.42, 4),
+    ("H100", "experts, ep, dp over nodes"): Accuracy(0.22, 0.44, 7),
+    ("H100", "experts, pp, ep, dp over nodes"): Accuracy(0.26, 0.29, 3),
     ("H100", "experts, tp, ep, dp over nodes"): Accuracy(0.55, 0.55, 1),
-    ("H100", "experts, tp, pp, ep"): Accuracy(0.15, 0.15, 1),
-    ("H100", "experts, tp, pp, ep, dp over nodes"): Accuracy(0.19, 0.41, 3),
+    ("H100", "experts, tp, pp, ep"): Accuracy(0.14, 0.14, 1),
+    ("H100", "experts, tp, pp, ep, dp over nodes"): Accuracy(0.21, 0.39, 3),
     ("H100", "one node"): Accuracy(0.02, 0.08, 20),
     ("H100", "tp, dp over nodes"): Accuracy(0.01, 0.01, 2),
-    ("H800", "experts, pp, ep"): Accuracy(0.21, 0.27, 2),
-    ("H800", "experts, tp, pp, ep"): Accuracy(0.15, 0.27, 2),
+    ("H800", "experts, pp, ep"): Accuracy(0.21, 0.25, 2),
+    ("H800", "experts, tp, pp, ep"): Accuracy(0.15, 0.25, 2),
 }
 MIXTURES = Accuracy(0.22, 0.55, 27)  # all runs with experts, of every GPU
 OTHERS = ("PCIe", "NVL", "GH200")  # variants of a GPU with other speeds

@@ -15,6 +15,7 @@ from functools import cache, lru_cache, partial
 from typing import Optional
 
 from megatron.model.layer_ops import ACTIVATION, ATTENTION, CORE, LAYER, NORM, CoreAttention, RankSetup
+from megatron.mpu.axis_sizes import ranks_together
 from megatron.mpu.placement import Table
 from megatron.pipeline.schedule import SCHEDULES, TRAINING
 from megatron.planner import memory, speed
@@ -38,6 +39,7 @@ class Space:
     replicas: copies of each shard, as in --dp-degree; chunk_layers: layers of a model chunk
     offload: (fraction of optimizer state in host memory, fraction on disk, whether parameter shards are in host memory)
     overlap: whether data parallel communication overlaps with computation
+    ranks_per_node: between which links are fast, if experts' tokens are sent in hops; 0: they are not
     tolerance: plans are equally fast if their times differ by less than this share
     """
 
@@ -63,6 +65,7 @@ class Space:
     overlap: Optional[bool] = None
     ep: Optional[int] = None
     etp: Optional[int] = None
+    ranks_per_node: int = 0
     only: tuple[Layout, ...] = ()  # these layouts, instead of the grid
     host_bytes: Optional[int] = None  # host memory per rank
     tolerance: float = 0.0
@@ -302,7 +305,9 @@ def _expert_sizes(experts: Table, layout: Layout, space: Space) -> list[dict[str
     several = [space.ep] if space.ep else divisors(math.gcd(number, ranks))
     whole = 1 if layout.tp > 1 else None  # None: as many parts as of dense weights
     parts = lambda ep: [space.etp] if space.etp else list(dict.fromkeys([None, whole] if ep == 1 else [whole]))
-    grids = [dict(ep=ep, etp=etp) for ep in several for etp in parts(ep)]
+    inner = lambda ep, etp: ranks_together(ep, etp or layout.tp, space.ranks_per_node) if ep > 1 else 0
+    hops = inner if space.ranks_per_node else lambda *sizes: 0
+    grids = [dict(ep=ep, etp=etp, ep_inner=hops(ep, etp)) for ep in several for etp in parts(ep)]
     return [grid for grid in grids if _divides(experts, replace(layout, **grid))]
 
 

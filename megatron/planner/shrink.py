@@ -104,6 +104,7 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
         pipeline_model_parallel_size=sizes.pp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
+        moe_ranks_per_node=1 if p.moe_token_dispatcher_type == "flex" and ep > 1 else None,
         data_parallel_size=None,
         dp_degree=None,
         pipeline_schedule=schedule,

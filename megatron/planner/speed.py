@@ -24,6 +24,7 @@ from megatron.model.layer_ops import (
     Product,
     RankSetup,
     Scan,
+    ops_again,
 )
 from megatron.model.recompute_plan import last_modules
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
@@ -46,6 +47,7 @@ DIVERGENCE_BYTES = 20 * 4  # per logit of a teacher: the ops of mpu/distillation
 SCORE_MOVES, DROPOUT_MOVES = 4, 2  # per stored attention score, and of its dropout, in either direction: estimated
 UPDATE_BYTES = 10  # per parameter: main weight read and written, bf16 weight written: counted
 ROUNDED_BYTES = 50  # per bf16 moment: widened, random words, rounded; for torch's ops one by one: counted
+EXCHANGED = "ep", "ep_inner", "ep_outer"  # axes over which experts' tokens are sent
 OFFLOAD_BYTES, OFFLOAD_MOMENT_BYTES = 12, 4  # per parameter and per moment in an offloaded update: estimated
 
 
@@ -359,7 +361,7 @@ def _depth(job: Job, share: RankSetup, modules: tuple[str, ...], cluster: Cluste
     """A micro-batch through a depth of multi-token prediction, without its loss."""
     total = Pass()
     for design in job.facts.designs_ahead:
-        total += _layer(job, share, design.kind, modules, cluster)
+        total += _layer(job, design.share(share), design.kind, modules, cluster)
     ops, d = job.facts.depth_ops(share), cluster.device
     seconds = sum(arithmetic_seconds(job, op, d) for op in ops)
     moved = d.unfused * sum(op.moved for op in ops if isinstance(op, Kernel)) * job.element / d.bandwidth
@@ -413,7 +415,8 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
     if LAYER in modules:  # a sum of two halves counts as one
         messages = sums
     others = [op for op in ops if isinstance(op, Collective) and op.axis != "tp"]
-    stride = dict(etp=1, ep=share.etp, cp_outer=share.tp * share.cp_heads)  # of other axes: tp
+    stride = dict.fromkeys(("ep", "ep_counts", "ep_inner"), share.etp)  # of other axes: tp
+    stride |= dict(etp=1, ep_outer=share.etp * share.ep_inner, cp_outer=share.tp * share.cp_heads)
     sent = lambda op, calls: sum(
         cluster.seconds(call, op.size, 1, op.ranks, stride.get(op.axis, share.tp)) for call in calls
     )
@@ -424,16 +427,15 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
     ahead = exposed(sum(sent(op, op.ahead) for op in rings), core)
     back = exposed(sum(sent(op, op.back) for op in rings), d.attention_backward * core)
     back += ahead * any(op.runs_again(modules) for op in rings)
-    moved, moved_back = 0.0, 0.0  # by exchanges whose gradients are exchanged, too
-    for op in others:
-        if op.axis == "ep" and op.back:
-            # If it runs again, half of a backward pass comes after the last turn of the forward pass beside it.
-            again = op.runs_again(modules)
-            moved += sent(op, op.ahead)
-            moved_back += (sent(op, op.back) + sent(op, op.ahead) * again) / (1 + again)
-        if not op.in_ring:
-            ahead += sent(op, op.ahead)
-            back += sent(op, op.back) + sent(op, op.ahead) * op.runs_again(modules)
+    others_again = [op for op in ops_again(ops, modules) if isinstance(op, Collective) and op.axis != "tp"]
+    exchanges, repeats = ([op for op in one if op.axis in EXCHANGED and op.back] for one in (others, others_again))
+    moved = sum(sent(op, op.ahead) for op in exchanges)  # by exchanges whose gradients are exchanged, too
+    moved_back = sum(sent(op, op.back) for op in exchanges) + sum(sent(op, op.ahead) for op in repeats)
+    # A backward pass has turns for those that run again, too, and the forward pass beside it has not as many.
+    moved_back *= len(exchanges) / max(1, len(exchanges) + len(repeats))
+    ahead += sum(sent(op, op.ahead) for op in others if not op.in_ring)
+    back += sum(sent(op, op.back) for op in others if not op.in_ring)
+    back += sum(sent(op, op.ahead) for op in others_again if not op.in_ring)
     pairs = [sum(of_pass) for of_pass in zip(*(_pair(job, op, d) for op in ops if isinstance(op, Product)), (0.0, 0.0))]
     still = sum(arithmetic_seconds(job, op, d) for op in ops if isinstance(op, Product) and op.frozen)
     ahead_alone = [op for op in ops if isinstance(op, LargestScores)]

@@ -84,7 +84,9 @@ def count(mesh: Mesh, stages: StageMap = (), nccl: bool = True) -> Groups:
 def groups_of(layout: Layout, num_layers: int, nccl: bool) -> Groups:
     """The groups of a layout."""
     experts = dict(ep=layout.ep, etp=layout.etp)
-    more = dict(shard_over_cp=layout.zero > 0, cp_levels=layout.cp_levels, create_groups=False)
+    more = dict(
+        shard_over_cp=layout.zero > 0, cp_levels=layout.cp_levels, ep_levels=layout.ep_levels, create_groups=False
+    )
     mesh = Mesh(**layout.dense_sizes, **experts, **more)
     return count(mesh, layout.pipeline(num_layers).stages, nccl)
 

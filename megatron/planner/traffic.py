@@ -26,7 +26,9 @@ class Transfer:
 
     what: str
     op: str  # all_reduce, all_gather, reduce_scatter, all_to_all, shift or send
-    axis: str  # tp, cp (cp_inner, cp_outer), pp, shard, replicate, tied; of experts ep, etp, expert_shard, expert_replicate
+    # tp, cp (cp_inner, cp_outer), pp, shard, replicate, tied; of experts ep (ep_inner, ep_outer, ep_counts), etp,
+    # expert_shard, expert_replicate
+    axis: str
     bytes: int
     calls: int
     beside: bool = False
@@ -75,7 +77,7 @@ def _in_layers(job: Job, layout: Layout, rank: int) -> list[Transfer]:
             copied = replace(stream(facts.loss_tokens(share)).copied, overlapped=())
             calls += calls_of([copied] * (1 + facts.settings.depths), ())
             modules = last_modules(pipeline.layers[stage], layout.recompute)
-            ops = [op for design in facts.designs_ahead for op in facts.layer_ops(share, design.kind)]
+            ops = [op for one in facts.designs_ahead for op in facts.layer_ops(one.share(share), one.kind)]
             calls += [*calls_of(ops, modules), *calls_of(facts.depth_ops(share), ())] * facts.settings.depths
         for op, call in calls:
             key = op.axis, call, op.name, op.in_ring
@@ -139,6 +141,9 @@ def _data_parallel(job: Job, layout: Layout, rank: int) -> Iterator[Transfer]:
             size, calls = units.bytes_of(lambda unit: unit.padded(sizes), job.element), count
             size, calls = _gathered(units, job, layout, rank) if layout.zero == 3 else (size, calls)
             yield Transfer("weights", "all_gather", shard, size, calls, beside)
+        for axis, ranks in ((shard, sizes[shard]), ("tp", layout.tp if job.fp8 == "tensorwise" else 1)):
+            scales = units.total(lambda unit: unit.scales) if ranks > 1 else 0
+            yield Transfer("largest values of fp8 weights", "all_reduce", axis, 4 * scales, 1)
         if sizes[replicate] > 1:
             size = job.shard_gradients(layout.zero) * units.owned(sizes)
             yield Transfer("gradients", "all_reduce", replicate, size, 1, beside)

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megatron.errors import UsageError
 from megatron.settings import messages, schema
 from megatron.settings.declare import dashed, declared
 from megatron.settings.plan_file import refuse_another_model
@@ -85,7 +86,13 @@ def parse_with_record(
         own = tuple(set(groups) - set(schema.GROUPS)) if set(schema.GROUPS) <= set(groups) else ()
         _help(reader, settings, prog, description, common, own)
         sys.exit(0)
-    reader.say_defaults(defaults(reader.chosen()) if callable(defaults) else defaults, "the recipe")
+    try:
+        own = defaults(reader.chosen()) if callable(defaults) else defaults
+    except UsageError:
+        if reader.problems:  # such as an unknown flag that was to say what is missing
+            raise messages.usage_error(reader.problems, prog) from None
+        raise
+    reader.say_defaults(own, "the recipe")
     if not callable(defaults):  # a function reads the checkpoint itself
         reader.read_checkpoint(groups, starts_from)
     plan = reader.read_plan()

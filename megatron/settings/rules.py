@@ -256,6 +256,13 @@ RULES = (
         ),
     ),
     Rule(
+        lambda s: s.fp8_format and s.fp8_param_gather and s.precision == "fp32",
+        lambda s: (
+            "--fp8-param-gather with --precision fp32: weights in fp32 are the optimizer's own, and fp8 numbers would take "
+            "more memory; say --bf16, or leave it out"
+        ),
+    ),
+    Rule(
         lambda s: s.fp8_format and not s.fuse_attn_qkv,
         lambda s: (
             f"--fp8-format {s.fp8_format} is for a layer's one product, and --no-fuse-attn-qkv makes three of queries, "

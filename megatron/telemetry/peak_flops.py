@@ -53,7 +53,8 @@ def peak_flops(device_name: str, precision: str) -> Optional[float]:
 
 # --fp8-recipe -> devices whose tensor cores have its products (`fused_kernels/scaled_mm.py`). All that have fp8 have those
 # of tensorwise.
-FP8_DEVICES = dict(blockwise=("H100", "H200", "H800", "H20", "GH200"), mxfp8=("B200", "GB200"))
+HOPPER, BLACKWELL = ("H100", "H200", "H800", "H20", "GH200"), ("B200", "GB200")
+FP8_DEVICES = dict(blockwise=HOPPER, mxfp8=BLACKWELL, rows=HOPPER + BLACKWELL)  # rows: of experts
 
 
 def fp8_peak(device_name: str, recipe: str) -> Optional[float]:

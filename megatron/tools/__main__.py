@@ -29,6 +29,13 @@ OTHERS = {  # commands of other suites with their names and flags -> whose
     "text_generation_cli": "Megatron-LM",
     **{f"openwebtext.{name}": "Megatron-LM" for name in OPENWEBTEXT.split()},
 }
+MEANT = {  # words that are no commands -> what is meant
+    "chat": "conversations: generate --chat in a terminal, serve on a page",
+    "convert": "checkpoint from-hf, to-hf, from-megatron, to-megatron",
+    "finetune": "it is a script: finetune.py, or python -m finetune",
+    "train": "they are scripts: pretrain_gpt.py, or python -m pretrain_gpt",
+    "quantize": "checkpoint quantize",
+}
 HIDDEN = ("__init__", "__main__", "flag_docs", "script_heads")  # for developers
 
 
@@ -77,9 +84,8 @@ def main(argv: list[str]) -> None:
     name = argv[0].removesuffix(".py").replace("-", "_")
     known = [*commands(), *HIDDEN[2:]]
     if name not in known:
-        raise UsageError(
-            f"there is no command {argv[0]}{did_you_mean(name, known)}", do="python -m megatron lists them"
-        )
+        near = f"; {MEANT[name]}" if name in MEANT else did_you_mean(name, known)
+        raise UsageError(f"there is no command {argv[0]}{near}", do="python -m megatron lists them")
     sys.argv = [f"python -m megatron.tools.{name}", *argv[1:]]
     runpy.run_module(f"megatron.tools.{name}", run_name="__main__", alter_sys=True)
 

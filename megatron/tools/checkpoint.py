@@ -420,6 +420,7 @@ COMMANDS = dict(
 
 SAID_FOR = dict(  # words that are no commands -> the command that is meant
     **dict.fromkeys(("compare", "cmp"), "diff"),
+    **{f"to-{form}": f"python -m megatron.tools.export --format {form}" for form in ("gguf", "onnx")},
     **dict.fromkeys(("show", "info", "list", "ls", "print"), "inspect"),
     **dict.fromkeys(("check", "validate"), "verify"),
     **dict.fromkeys(("convert", "import", "export", "hf"), "from-hf or to-hf"),

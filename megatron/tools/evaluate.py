@@ -105,8 +105,8 @@ def evaluate(settings: EvaluateOptions, quantize: QuantizeOptions, given: Mappin
         if context.is_rank_zero:
             print(text, file=file, flush=True)
 
-    if context.threads:
-        say(f" > {context.threads}")
+    if context.described:
+        say(f" > {context.described}")
     how = dict(device=context.device, precision=settings.precision, step=settings.ckpt_step, mesh=context.mesh)
     loaded = load_one_model(settings.load, settings.load_exported, quantize=quantize, **how)
     progress = ProgressLine if context.mesh.dp.rank == 0 else lambda unit: lambda done, total: None

@@ -27,7 +27,7 @@ from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.supervisor_mark import SUPERVISOR
 from megatron.guard.watch import Watch
 from megatron.model.facts import Facts
-from megatron.model.fp8 import layers_in_fp8
+from megatron.model.fp8 import layers_in_fp8, tables_of
 from megatron.model.fp8_product import attach_fp8
 from megatron.model.kinds.attention.module import describe_kernel
 from megatron.model.max_logits import watch_heads
@@ -258,7 +258,7 @@ def build_model(
     build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
     stages = build_stages(build, pipeline, context.mesh, selection)
     if config.precision.fp8_format:
-        attach_fp8(stages, config, facts.tables)
+        attach_fp8(stages, config, tables_of(facts))
     refuse_idle(config.optimizer, facts)
     check_model_complete(stages, context.mesh, context.all_gather_object, facts.weights)
     optimizer = build_optimizer(config, context, stages, dtype, draws)

@@ -75,7 +75,7 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
     violations += rules.of_given_values(others, s)
     violations = violations or [
         *linear_kinds.problems(settings.model, lambda: _tables(settings), s.tp),
-        *(fp8.problems(settings, _tables(settings), s.tp) if settings.precision.fp8_format else ()),
+        *(fp8.problems(settings, _tables_in_fp8(settings), s.tp) if settings.precision.fp8_format else ()),
         *expert_problems(s),
         *own_layer_problems(settings, world_size),
         *logit_problems(settings),
@@ -162,10 +162,14 @@ def _tables(settings: schema.Config) -> dict[int, Table]:
     return recipe_of(settings).facts(settings, 1).tables
 
 
+def _tables_in_fp8(settings: schema.Config) -> dict[int, Table]:
+    return fp8.tables_of(recipe_of(settings).facts(settings, 1))
+
+
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
     """Remarks for the log on settings that work but are probably not intended, one sentence each."""
     found = rules.remarks(settings, world_size, pipeline_rules.REMARKS) + rotation_remarks(settings)
-    return found + (fp8.remarks(settings, _tables(settings)) if settings.precision.fp8_format else [])
+    return found + (fp8.remarks(settings, _tables_in_fp8(settings)) if settings.precision.fp8_format else [])
 
 
 def rotation_remarks(settings: schema.Config) -> list[str]:

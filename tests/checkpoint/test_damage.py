@@ -166,7 +166,7 @@ LIES = {
     "no tensors": lambda index: index.pop("tensors"),
     "tensors a list": lambda index: index.update(tensors=[]),
     "another format": lambda index: index.update(format="pickle"),
-    "newer version": lambda index: index.update(version=2),
+    "newer version": lambda index: index.update(version=3),
     "path upwards": lambda index: rename_file(index, "../../shard_00000.safetensors"),
     "absolute path": lambda index: rename_file(index, "/etc/passwd"),
     "zero byte in name": lambda index: rename_file(index, "shard_00000.safetensors\0"),

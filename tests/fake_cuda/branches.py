@@ -33,6 +33,7 @@ REACHED = {
             "fused_kernels/documents.py: _sent",
             "fused_kernels/dropout.py: _masked",
             "model/fp8_product.py: product_in_fp32",
+            "model/kinds/experts/dispatch.py: __init__",
             "model/kinds/experts/grouped.py: row_unit",
             "model/t5/module.py: attended",
             "mpu/collectives.py: _begin_gather",
@@ -65,6 +66,7 @@ REACHED = {
     "model/kinds/experts/grouped.py: lacking_grouped": "tests/gpu/test_gpu_experts.py",  # a trial run
     "model/kinds/experts/grouped.py: _refusing_waits": "tests/gpu/test_gpu_experts.py",
     "mpu/initialize.py: join_job": "tests/gpu/test_gpu_training.py",
+    "mpu/initialize.py: prepare_device": "tests/mpu/test_device_variables.py",
     "mpu/random.py: random_words": "tests/gpu/test_gpu_triton.py",  # Triton's
     "mpu/two_passes.py: _random_states": "tests/gpu/test_gpu_training.py",
     "telemetry/log_lines.py: console_line": "tests/telemetry/test_console.py",

@@ -143,6 +143,7 @@ def a_device():
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", pinned))
         stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", lambda self: getattr(self, "pinned", False)))
         stack.enter_context(mock.patch.object(F, "scaled_mm", scaled_mm))
+        stack.enter_context(mock.patch.object(F, "scaled_grouped_mm", scaled_grouped_mm))
         for module in (random, router):
             stack.enter_context(mock.patch.object(module, "random_words", words_of_no_generator))
         stack.enter_context(mock.patch.object(grouped, "lacking_grouped", lambda device, dtype: ""))  # no trial run
@@ -191,6 +192,14 @@ def scaled_mm(a, b, scale_a, kind_a, scale_b, kind_b, *, bias=None, output_dtype
     assert {scale_a.device.type, scale_b.device.type} == {"cuda"}, "scales lie on the device"
     assert bias is None or bias.dtype == output_dtype == torch.bfloat16, f"a {bias.dtype} bias, {output_dtype} outputs"
     return SCALED_MM(a, b, scale_a, kind_a, scale_b, kind_b, bias=bias, output_dtype=output_dtype, **more)
+
+
+def scaled_grouped_mm(a, b, scale_a, kind_a, scale_b, kind_b, *, offs, output_dtype, use_fast_accum):
+    """torch's has no fake kernel; the op of before has, with the layouts that CUTLASS asks for."""
+    assert a.dtype == b.dtype == torch.float8_e4m3fn and kind_a == kind_b == F.ScalingType.RowWise
+    assert {scale_a.device.type, scale_b.device.type, offs.device.type} == {"cuda"}, "scales and ends lie on the device"
+    assert all(size % 16 == 0 for size in (a.shape[-1], b.shape[-1])), "widths are multiples of 16"
+    return torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype=output_dtype, use_fast_accum=use_fast_accum)
 
 
 def run(

@@ -136,12 +136,17 @@ IN_FP8 = {  # name: flags, rank, ranks, products in two steps
     # 2 layers x 4 linear ones x 2 steps x 3 products.
     "fp8 of tensors, tp2 sp": (f"{FP8} {TP}", 1, 2, 48),
     "fp8 of tensors, recomputed, 33 tokens": (
-        f"{FP8} --seq-length 33 --micro-batch-size 1 --recompute-granularity full",
+        f"{FP8} --seq-length 33 --micro-batch-size 1 --recompute-granularity full --precision bf16 --fp8-param-gather",
         0,
         1,
         64,
     ),
-    "fp8 of blocks, zero3": (f"{FP8} {LLAMA} --fp8-recipe blockwise --sharding-stage 3", 1, 2, 48),
+    "fp8 of blocks, zero3": (
+        f"{FP8} {LLAMA} --fp8-recipe blockwise --sharding-stage 3 --precision bf16 --fp8-param-gather",
+        1,
+        2,
+        48,
+    ),
     "fp8 of blocks, biases, accumulation": (
         f"{FP8} --fp8-recipe blockwise --global-batch-size 4 --gradient-accumulation-fusion",
         0,
@@ -149,6 +154,13 @@ IN_FP8 = {  # name: flags, rank, ranks, products in two steps
         96,
     ),
     "mxfp8, 33 tokens": (f"{FP8} --fp8-recipe mxfp8 --seq-length 33 --micro-batch-size 1", 0, 1, 48),
+    # Two products of each linear layer of experts: gradients of weights are in bf16.
+    "fp8 of experts": (
+        f"{FP8} {LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128 --precision bf16",
+        0,
+        1,
+        2 * 2 * (2 * 3 + 2 * 2),
+    ),
     "fp8, weights' gradients in bf16, pp2 zb-h1": (
         f"{FP8} {PP} --no-fp8-wgrad --pipeline-schedule zb-h1 --global-batch-size 8",
         0,
@@ -167,7 +179,7 @@ IN_RING = {  # name: flags, rank, ranks, calls of its forward pass in two steps
         None,
     ),
 }
-COUNTS = "tolist in megatron/model/kinds/experts/dispatch.py: _counted"  # how many rows go to each rank
+COUNTS = "wait for an event of this step in megatron/mpu/transfer.py: read"  # how many rows go to each rank
 EXPERTS = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 EP, CAPACITY = "--expert-model-parallel-size 2", "--moe-expert-capacity-factor 1.0"
 FULL, TURNS = "--recompute-granularity full", "--overlap-moe-expert-parallel-comm"
@@ -191,6 +203,13 @@ WITH_EXPERTS = {  # name: flags, rank, ranks, reads of counts: layers of the sta
         3,
         4,
         2 * 4,
+    ),
+    "ep4 in two hops of 8, tp2, recomputed, shared": (
+        f"{EXPERTS} {TP} {FULL} --expert-tensor-parallel-size 1 --expert-model-parallel-size 4 --moe-ranks-per-node 2 "
+        "--moe-token-dispatcher-type flex --moe-shared-expert-intermediate-size 32 --sharding-stage 1",
+        5,
+        8,
+        2,
     ),
     "ep2, passes in turns, zero3": (f"{EXPERTS} {EP} {TURNS} --global-batch-size 8 --sharding-stage 3", 1, 2, 2 * 2),
     "pp2 ep2 zb-v, passes in turns": (

@@ -119,14 +119,11 @@ def launch(op: str, dtype: torch.dtype, shapes: list[list[int]], part: dict | No
         x = torch.empty((s, b, g, q + 2, d), dtype=dtype, device="meta")[..., :q, :].detach().requires_grad_()
         angles = torch.empty((s, 1, 1, 1, shapes[1][0]), dtype=dtype, device="meta")
         found = run(x, angles, angles)
-    elif op in ("permute", "unpermute"):  # rows [m, h], and weights [n, k]; without a row for some pairs
+    elif op in ("permute", "unpermute"):  # rows [m, h], and pairs [n, k]; without a row for some pairs
         (m, h), (n, k) = shapes
         order, place = (torch.empty(size, dtype=torch.int64, device="meta") for size in (m, n * k))
-        if op == "permute":
-            found = run(inputs[0].new_empty((n, h)).requires_grad_(), order, place, k, False)
-        else:
-            weights = torch.empty((n, k), dtype=torch.float32, device="meta", requires_grad=True)
-            found = run(inputs[0], weights, order, place, False)
+        x = inputs[0].new_empty((n, h)).requires_grad_() if op == "permute" else inputs[0]
+        found = run(x, order, place, k, False)
     elif op == "dropout_add":
         s, b, h = shapes[0]
         words = torch.empty((b, s, h), dtype=torch.int16, device="meta").movedim(0, 1)

@@ -127,14 +127,12 @@ def test_norms_numerically():
 def test_rows_of_experts(device, dtype, n, k, rows, dropped):
     """In more and less rows than are computed at a time."""
     (order, place), whole = experts_order(n, k, rows, dropped, device), rows == n * k and not dropped
-    for op, shapes in (("permute", [(n, 24)]), ("unpermute", [(rows, 24), (n, k)])):
-        values = [drawn(*shape, device=device, seed=number) for number, shape in enumerate(shapes)]
-        inputs = [values[0].to(dtype), *values[1:]]  # weights are fp32
-        on_cpu = [*inputs, order.cpu(), place.cpu()]
-        arguments = ((k,) if op == "permute" else ()) + (whole,)
-        formula = lambda *x, op=op, last=on_cpu[-2:], more=arguments: getattr(reference, op)(*x, *last, *more)
+    for op, count in (("permute", n), ("unpermute", rows)):
+        inputs = [drawn(count, 24, device=device).to(dtype)]
+        on_cpu = order.cpu(), place.cpu()
+        formula = lambda x, op=op, on_cpu=on_cpu: getattr(reference, op)(x, *on_cpu, k, whole)
         for entry in (entry for entry in TABLE[op] if entry.fits(Case(device, dtype))):
-            run = lambda *x, run=entry.run, more=arguments: run(*x, order, place, *more)
+            run = lambda x, run=entry.run: run(x, order, place, k, whole)
             if rows:
                 assert_equal_results(run, formula, inputs, TOLERANCE[device, dtype] / 3, f"{op}, {entry.name}")
             else:
@@ -150,10 +148,10 @@ def test_sums_of_rows_are_rounded_once(op):
     """In bf16, those of many rows, which bf16 additions would round again and again."""
     (n, k), kernel = (4, 64), next(entry.run for entry in TABLE[op] if entry.fits(Case("cpu", torch.bfloat16)))
     order, place = experts_order(n, k, n * k, 0, "cpu")
-    rows, weights = drawn(n * k, 24, device="cpu", dtype=torch.bfloat16).abs(), torch.ones(n, k)
+    rows = drawn(n * k, 24, device="cpu", dtype=torch.bfloat16).abs()
     exact = rows[place].double().view(n, k, -1).sum(1).bfloat16()
     if op == "unpermute":
-        assert torch.equal(kernel(rows, weights, order, place, True), exact)
+        assert torch.equal(kernel(rows, order, place, k, True), exact)
         return
     x = torch.zeros(n, 24, dtype=torch.bfloat16, requires_grad=True)
     kernel(x, order, place, k, True).backward(rows)

@@ -73,7 +73,7 @@ def test_what_passes_is_taken_on_cuda_alone(monkeypatch):
         assert choose_kernel(op, Case("cpu", BF16)).name != TRITON
     [line] = describe_kernels("cuda", BF16, "blockwise")
     line, products = line.split("; fp8_blockwise")
-    assert products.startswith(", fp8_blockwise_square by torch, because ")
+    assert products.startswith(", fp8_blockwise_square, fp8_grouped by torch, because ")
     assert "fp8" not in describe_kernels("cuda", BF16)[0]
     assert set(line.removeprefix("kernels: ").removesuffix(" in Triton").split(", ")) == set(probe.MODULES)
     assert describe_kernels("cpu", BF16) == []

@@ -65,6 +65,7 @@ OF_FP8 = [  # in bf16, for GPUs that have fp8
     casts("BLOCKS", columns=True),
     casts("SQUARES", columns=True),
     casts("WHOLE"),
+    casts("ROWS"),
     turned("BLOCKS"),
 ]
 MORE_OF_FP8 = [casts("WHOLE", columns=True), casts("MX"), casts("MX", columns=True), turned("MX"), turned("WHOLE")]

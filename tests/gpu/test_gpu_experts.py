@@ -50,15 +50,15 @@ def test_kernels(n, k, h, rows, dropped, dtype, device):
         pytest.skip(lacking)
     order, place = probe.experts_order(n, k, rows or n * k, dropped, "cpu")
     whole = not (rows or dropped)
-    inputs = [drawn(n, h).to(dtype), drawn(len(order), h, seed=1).to(dtype), drawn(n, k, seed=2)]
+    inputs = [drawn(n, h).to(dtype), drawn(len(order), h, seed=1).to(dtype)]
     upstream = [drawn(len(order), h, seed=3).to(dtype), drawn(n, h, seed=4).to(dtype)]
 
     def run(of, on: str, exactly: bool) -> list[torch.Tensor]:
         there = lambda value: value.to(on, torch.float64 if exactly and value.is_floating_point() else value.dtype)
-        x, y, weights = (there(value).requires_grad_() for value in inputs)
+        x, y = (there(value).requires_grad_() for value in inputs)
         where = there(order), there(place)
-        results = of("permute")(x, *where, k, whole), of("unpermute")(y, weights, *where, whole)
-        return [*results, *torch.autograd.grad(results, (x, y, weights), [there(value) for value in upstream])]
+        results = of("permute")(x, *where, k, whole), of("unpermute")(y, *where, k, whole)
+        return [*results, *torch.autograd.grad(results, (x, y), [there(value) for value in upstream])]
 
     found, again = (run(probe.kernel, device, False) for _ in range(2))
     assert all(x.equal(y) for x, y in zip(found, again, strict=True))

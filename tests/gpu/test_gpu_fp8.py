@@ -65,6 +65,23 @@ def test_products_are_those_of_the_cast_numbers(op, of_a, of_b, n, k):
     assert ((found - exact - bias).norm() / exact.norm()).item() < 6e-3
 
 
+@pytest.mark.parametrize("lengths", [[5, 0, 200], [0, 0, 64], [1000, 24, 3000]])
+def test_grouped_products_are_those_of_the_cast_numbers(lengths):
+    """And no expert's rows are another's. The host waits for nothing."""
+    run, m, k, n = of("fp8_grouped", SCALED_MM), sum(lengths), 1024, 256
+    a = fp8.quantize(drawn(m, k).bfloat16().cuda(), fp8.ROWS, fp8.E4M3)
+    values, scales = fp8.quantize(drawn(3 * n, k, seed=1).bfloat16().cuda(), fp8.ROWS, fp8.E4M3)
+    matrices = fp8.dequantize((values, scales), fp8.ROWS).double().view(3, n, k)
+    rows = fp8.dequantize(a, fp8.ROWS).double().split(lengths)
+    exact = torch.cat([one @ matrix.t() for one, matrix in zip(rows, matrices, strict=True)])
+    ends = torch.tensor(lengths).cumsum(0).int().cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    found = [run(a, (values.view(3, n, k), scales.view(3, n, 1)), ends, torch.bfloat16, None, fast) for fast in (0, 1)]
+    torch.cuda.set_sync_debug_mode("default")
+    for one, bound in zip(found, (3e-3, 1e-2), strict=True):
+        assert ((one.double() - exact).norm() / exact.norm()).item() < bound
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_a_training_goes_as_on_a_cpu(recipe, tmp_path):
     """Losses of ten steps, in the kernels and in the reference."""

@@ -150,16 +150,18 @@ EXPERTS = (
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("flags", ["", "--sharding-stage 3 --overlap-param-gather"], ids=["", "zero3"])
 def test_turns_hide_the_exchanges_of_experts(flags, run_ranks):
-    """All, but for those of the first forward pass and of the last backward pass, which run alone."""
-    m, exchanges = 4, 4 * L  # of a micro-batch: two of a layer in each pass
+    """All, but for those of the first forward pass and of the last backward pass, which run alone. Rows and weights, which
+    are sent together, take as long as a product.
+    """
+    m, exchanges = 4, 6 * L  # of a micro-batch: in each pass of a layer rows and their weights, and rows back
     hidden = exchanges * (m - 1)
     wanted = {
         "": {("all_to_all", True): exchanges * m},
         "--overlap-moe-expert-parallel-comm": {("all_to_all", True): exchanges, ("all_to_all", False): hidden},
     }
     for turns, counts in wanted.items():
-        for messages in run_ranks(2, _played, f"{EXPERTS} {flags} {turns}"):
-            assert _counted(messages, "ep") == counts
+        for messages in run_ranks(2, lambda rank, turns=turns: _played(rank, f"{EXPERTS} {flags} {turns}", cost=0.45)):
+            assert _counted(messages, "ep group") == counts
 
 
 # ---- pipelines -----------------------------------------------------------------------------------------------------------

@@ -56,16 +56,13 @@ class Gathering(Dispatcher):
         loads = torch.bincount(flat, minlength=number)[first : first + own]
         self.rows = Rows(loads, len(self.order))
 
-    def dispatch(self, x):  # [n, h] -> [m, h]
-        return mappings.gather_from_sequence_parallel_region(x, self.ep)[self.order // self.k]
+    def dispatch(self, x, weights):  # [n, h] and [n, k] -> [m, h] and [m, 1]
+        tokens, factors = (mappings.gather_from_sequence_parallel_region(one, self.ep) for one in (x, weights))
+        self.tokens = len(tokens)
+        return tokens[self.order // self.k], factors.view(-1, 1)[self.order]
 
-    def back(self, y):
-        return y
-
-    def combine(self, y, weights):  # [m, h] and [n, k] -> [n, h]
-        factors = mappings.gather_from_sequence_parallel_region(weights, self.ep).flatten()
-        rows = y * factors[self.order].unsqueeze(1).to(y.dtype)
-        sums = y.new_zeros(len(factors) // self.k, y.shape[1]).index_add(0, self.order // self.k, rows)
+    def combine(self, y):  # [m, h] -> [n, h]
+        sums = y.new_zeros(self.tokens, y.shape[1]).index_add(0, self.order // self.k, y)
         return mappings.reduce_scatter_to_sequence_parallel_region(sums, self.ep)
 
 

@@ -150,6 +150,21 @@ LAYOUTS = {
     "pp2 ep2 in a V, global loss, recomputed": (4, "global loss", f"{PP2} {EP2} {V} {FULL}"),
     "pp2 ep2 in a V, one expert": (4, "one expert", f"{PP2} {EP2} {V}"),
 }
+HOPS = "--moe-token-dispatcher-type flex --moe-ranks-per-node"
+LAYOUTS |= {
+    "ep4 in two hops": (4, "plain", f"{EP4} {HOPS} 2"),
+    "ep2, nodes of one rank": (2, "gated", f"{EP2} {HOPS} 1"),
+    "ep2 on one node, capacity, recomputed": (2, "capacity", f"{EP2} {HOPS} 8 {FULL}"),
+    "tp2 dp2, ep4 in two hops": (4, "gated", f"{TP} --expert-model-parallel-size 4 {ETP1} {HOPS} 2"),
+    "cp2 tp2, ep4 in two hops, recomputed": (
+        4,
+        "plain",
+        f"{CP2} {SP} --expert-model-parallel-size 4 {ETP1} {FULL} {HOPS} 2",
+    ),
+    "tp2 dp2, ep2 etp2, nodes of two ranks": (4, "latent", f"{SP} {EP2} {ETP2} {HOPS} 2"),
+    "pp2 ep2, zb-h1, nodes of one rank": (4, "plain", f"{PP2} {EP2} {ZB} {HOPS} 1"),
+    "pp2 ep2 in a V, zero3, nodes of one rank": (4, "gated", f"{PP2} {EP2} {V} --sharding-stage 3 {HOPS} 1"),
+}
 LONG = {  # with --full: of four ranks, or like others
     "latent, tp2 dp2, ep2 etp2",
     "latent, ep2, zero2",
@@ -160,6 +175,7 @@ LONG = {  # with --full: of four ranks, or like others
     "cp2 ep2, aux loss, recomputed",
     "pp2 ep2, aux loss, interleaved",
     "pp2 ep2 in a V, global loss, recomputed",
+    *(name for name, (world, *_) in LAYOUTS.items() if "hops" in name or "nodes of" in name if world == 4),
 }
 
 
@@ -324,7 +340,8 @@ def test_rows_of_experts_are_those_of_their_tokens(unit, drops, monkeypatch):
         experts[2, 0] = experts[7, 1] = number
     x = torch.arange(1.0, n + 1).unsqueeze(1)
     dispatcher = dispatch.Dispatcher(experts, number, Mesh().ep, drops)
-    rows, lengths = dispatcher.dispatch(x), dispatcher.rows.lengths
+    (rows, weights), lengths = dispatcher.dispatch(x, 0.5 * x.expand(n, 2)), dispatcher.rows.lengths
+    assert torch.equal(weights, 0.5 * rows)
     assert len(rows) == dispatcher.rows.total == sum(lengths)
     for expert, own in enumerate(rows.split(lengths)):
         tokens = [token + 1.0 for token in range(n) if expert in experts[token]]
@@ -354,8 +371,8 @@ def test_dispatch_is_a_sum_over_the_experts_of_each_token(padded):
         dispatcher = dispatch.PaddedDispatcher(experts, number, Mesh().ep, n)
     else:
         dispatcher = dispatch.Dispatcher(experts, number, Mesh().ep, True)
-    y = dispatcher.dispatch(x)
-    result = dispatcher.combine(dispatcher.back(y * dispatcher.rows.each(scale.unsqueeze(1))), weights)
+    y, own = dispatcher.dispatch(x, weights)
+    result = dispatcher.combine(y * own * dispatcher.rows.each(scale.unsqueeze(1)))
     factors = torch.cat((scale, scale.new_zeros(1)))[experts] * weights
     expected = factors.sum(1, keepdim=True) * x
     torch.testing.assert_close(result, expected)

@@ -341,7 +341,7 @@ def ranks_without_tokens_leave(patch):
     """No gradient flows back, so such a rank never sends gradients."""
     real = grouped.GroupedLinear.forward
     empty = lambda self, x: x.new_zeros(0, math.prod(self.weight.shape[1:-1]))
-    forward = lambda self, x, rows: real(self, x, rows) if len(x) else empty(self, x)
+    forward = lambda self, x, rows, *more: real(self, x, rows, *more) if len(x) else empty(self, x)
     patch.setattr(grouped.GroupedLinear, "forward", forward)
 
 

@@ -15,7 +15,7 @@ from megatron.fused_kernels.fp8 import ScaleTile, dequantize
 from megatron.inference.load import load_model
 from megatron.model import weights
 from megatron.model.command_line import parse_any
-from megatron.model.fp8 import Fp8Layers, fp8_layers
+from megatron.model.fp8 import Fp8Layers, fp8_layers, tables_of
 from megatron.model.fp8_product import PRODUCTS, ExpertsProduct, attach_fp8
 from megatron.model.kinds.experts.grouped import GroupedLinear, Rows
 from megatron.model.recipe import recipe_of
@@ -212,7 +212,8 @@ def halved(recipe: str, kind: str, mesh: Mesh):
     cut = lambda one, dim: one.chunk(mesh.tp.size, dim)[mesh.tp.rank].contiguous()
     with torch.no_grad():
         layer.weight.copy_(cut(weight, int(row)).view(layer.weight.shape))
-        layer.bias.zero_()
+        bias = 50 * drawn(512, seed=2, dtype=torch.float32)
+        layer.bias.copy_((bias if row else cut(bias, 0)).view(layer.bias.shape))
     x = (cut(x, 1) if row else cut(x, 0) if sequence else x).requires_grad_()
     y = layer(x)
     y.backward(dy if row else cut(dy, 1))
@@ -380,14 +381,13 @@ COUNTS = [5, 0, 3]
 
 @pytest.mark.parametrize("form", ["hybrid", "e4m3"])
 def test_an_expert_is_a_layer_by_itself(form):
-    """Rows of 16, in plain torch; one expert has no token, and one layer has none."""
+    """Rows of 16, in plain torch; one expert has no token, and one layer has none. Gradients are e4m3 in either format."""
     table = weights.column(16, (2, 24), 1.0, cut=1, bias=False, experts=3)
     layer = GroupedLinear(table, (Mesh().ep, Mesh().etp), dtype=torch.float32, device=None)
     layer.product = ExpertsProduct(layer, "blocks.0.mlp.experts.up", Precision(fp8_format=form))
     with torch.no_grad():
         layer.weight.copy_(drawn(*layer.weight.shape, seed=1))
-    of_gradients = torch.float8_e5m2 if form == "hybrid" else torch.float8_e4m3fn
-    cast = lambda one, dtype=torch.float8_e4m3fn: rounded(one.double(), 1, ALL, dtype)
+    cast = lambda one: rounded(one.double(), 1, ALL, torch.float8_e4m3fn)
     for counts in (COUNTS, [0, 0, 0]):
         x = drawn(sum(counts), 16, seed=3, dtype=torch.float32).requires_grad_()
         dy = drawn(sum(counts), 48, seed=4, dtype=torch.float32)
@@ -397,7 +397,7 @@ def test_an_expert_is_a_layer_by_itself(form):
         matrices = [one.flatten(0, 1) for one in layer.weight.detach()]
         parts = list(zip(x.detach().split(counts), dy.split(counts), matrices, strict=True))
         wanted = [cast(rows) @ cast(matrix).T for rows, _, matrix in parts]
-        dx = [cast(gradient, of_gradients) @ cast(matrix.T).T for _, gradient, matrix in parts]
+        dx = [cast(gradient) @ cast(matrix.T).T for _, gradient, matrix in parts]
         dw = [gradient.double().T @ rows.double() for rows, gradient, _ in parts]
         for found, exact in ((y, torch.cat(wanted)), (x.grad, torch.cat(dx)), (layer.weight.grad, torch.stack(dw))):
             torch.testing.assert_close(found.double().view(exact.shape), exact, rtol=1e-5, atol=1e-4)
@@ -437,7 +437,7 @@ def settings(flags: str, world: int = 1):
 
 def layers_of(flags: str) -> Fp8Layers:
     config, _ = settings(flags)
-    return fp8_layers(config, recipe_of(config).facts(config, 1).tables)
+    return fp8_layers(config, tables_of(recipe_of(config).facts(config, 1)))
 
 
 EACH = ["attention.qkv", "attention.output", "mlp.up", "mlp.down"]
@@ -457,6 +457,7 @@ OF_EXPERTS = [*EACH[:2], "mlp.experts.up", "mlp.experts.down"]
         ("--linear mlp.*=fake_quantize", range(4), EACH[:2]),
         ("--num-experts 4", range(4), OF_EXPERTS),
         ("--num-experts 4 --fp8-skip *.experts.*", range(4), EACH[:2]),
+        ("--mtp-num-layers 2 --fp8-skip mtp.*.up --first-last-layers-bf16", range(1, 3), EACH),
         ("--num-experts 4 --fp8-recipe mxfp8 --ffn-hidden-size 208", range(4), OF_EXPERTS),
     ],
 )
@@ -465,13 +466,15 @@ def test_which_layers_have_fp8_products(flags, blocks, inside):
     found = layers_of(flags)
     wanted = {f"blocks.{n}.{name}" for n in blocks for name in inside}
     more = {"blocks.0.mlp.up", "blocks.1.mlp.up"} if "skip attention" in flags else set()
-    assert set(found.fp8) == wanted | more
+    ahead = [name for name in EACH if name != "mlp.up"] if "mtp" in flags else []
+    assert set(found.fp8) == wanted | more | {f"mtp.layers.0.{name}" for name in ahead}
     config = rules.resolve(*settings(flags))
     model = pretrain_gpt.recipe().build_model(config, Mesh(), 101, dtype=torch.bfloat16, device="meta")
     before = {id(product) for product in linear_products([model])}
-    attach_fp8([model], config, recipe_of(config).facts(config, 1).tables)
+    attach_fp8([model], config, tables_of(recipe_of(config).facts(config, 1)))
     attached = {one.name for one in linear_products([model]) if id(one) not in before}
-    assert attached == set(found.fp8)
+    depths = {f"mtp.{depth}.layers.0.{name}" for depth in range(2) for name in ahead}
+    assert attached == wanted | more | depths
 
 
 REFUSED = {
@@ -502,6 +505,12 @@ REFUSED = {
         4,
         "112 of mlp.up and mlp.down; --fp8-recipe mxfp8 casts 32 at a time: give --tensor-model-parallel-size 1 or 2, or",
     ),
+    "--fp8-param-gather --bf16 false": (1, "with --precision fp32: weights in fp32 are the optimizer's own"),
+    "--fp8-param-gather --sharding-stage 1 --nvme-offload-fraction 0.5 --nvme-offload-dir .": (
+        2,
+        "--fp8-param-gather with --nvme-offload-fraction 0.5: an update reads its file once, and scales have to be known "
+        "before weights are cast; use --optimizer-cpu-offload, or --sharding-stage 3",
+    ),
     "--lora-rank 4": (1, "has no layer left (--linear lora: attention.qkv, attention.output, mlp.up, mlp.down)"),
 }
 
@@ -514,15 +523,24 @@ def test_what_cannot_be_is_refused(flags):
 
 
 def test_other_recipes_and_idle_flags_are_named(capsys):
-    config, _ = settings("--fp8-recipe delayed --fp8-margin 1 --fp8-param-gather --first-last-layers-bf16")
+    config, _ = settings("--fp8-recipe delayed --fp8-margin 1 --keep-fp8-transpose-cache --first-last-layers-bf16")
     assert config.precision.fp8_recipe == "tensorwise"
     told = capsys.readouterr().err
-    assert "--fp8-margin has no effect: scales" in told and "--fp8-param-gather has no effect: parameters are" in told
+    assert (
+        "--fp8-margin has no effect: scales" in told and "--keep-fp8-transpose-cache has no effect: transposes" in told
+    )
     remarks = " ".join(rules.remarks(config, 1))
     assert "8 of 16 linear layers multiply in fp8 (tensorwise); 8 without, attention.qkv" in remarks
     assert "--fp8-recipe delayed is tensorwise here" in remarks and "kernels for H100 and later GPUs" in remarks
     config = parse_any(SHAPE.replace("--fp8-format hybrid", "--fp8-recipe blockwise --fp8-skip mlp.*").split())
     assert [name for name in rules.idle(config, 1) if "fp8" in name] == ["fp8_recipe", "fp8_skip"]
+    [idle] = rules.idle(settings("--fp8-recipe mxfp8 --fp8-param-gather")[0], 1)
+    assert idle == "fp8_param_gather"
+    config = rules.resolve(*settings("--fp8-param-gather --num-experts 4"))
+    assert (
+        "weights of 8 of them are kept and gathered as fp8 numbers (--fp8-param-gather); those of experts in bf16"
+        in (" ".join(rules.remarks(config, 1)))
+    )
     with pytest.raises(SettingsError, match="--fp8-format e4m3: this model is a plain torch.nn.Module"):
         line = f"{LINE} --fp8-format e4m3 --model-type tests.models.plain_module"
         rules.resolve(parse_any(line.split()), 1)

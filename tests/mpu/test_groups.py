@@ -21,7 +21,8 @@ from megatron.planner.startup import count
 from megatron.settings.schema import Kernels, Parallel
 
 EXPERT_AXES = ("ep", "etp", "expert_dp", "expert_replicate", "expert_shard")
-AXES = ("pp", "replicate", "shard", "cp", "tp", "dp", "dp_cp", "tied", *EXPERT_AXES, "cp_inner", "cp_outer")
+LEVELS = ("ep_counts", "cp_inner", "cp_outer", "ep_inner", "ep_outer")
+AXES = ("pp", "replicate", "shard", "cp", "tp", "dp", "dp_cp", "tied", *EXPERT_AXES, *LEVELS)
 
 
 def layouts(world: int):
@@ -38,7 +39,9 @@ def layouts(world: int):
                 continue
             lay = dict(tp=tp, cp=cp, pp=pp, replicate=replicate, shard=shard, ep=ep, etp=etp, shard_over_cp=over)
             for inner in [None, *(n for n in divisors if 1 < n < cp and cp % n == 0)]:
-                yield lay | (dict(cp_levels=(inner, cp // inner)) if inner else {})
+                for node in [None, *(n for n in divisors if ep > 1 and ep % n == 0)]:
+                    levels = dict(cp_levels=(inner, cp // inner)) if inner else {}
+                    yield lay | levels | (dict(ep_levels=(node, ep // node)) if node else {})
 
 
 def sample(world: int, number: int) -> list[dict]:
@@ -83,6 +86,10 @@ def members(rank: int, lay: dict) -> dict[str, frozenset]:
     own, others = expert_place(rank), {other: expert_place(other) for other in others}
     for name in ("ep", "etp", "expert_dp"):
         found[name] = frozenset(r for r, at in others.items() if all(at[n] == own[n] for n in at if n != name))
+    found["ep_counts"], (inner, outer) = found["ep"], lay.get("ep_levels") or (1, 1)
+    for name, level in (("ep_inner", lambda e: e // inner), ("ep_outer", lambda e: e % inner)):
+        alike = [r for r in found["ep"] if level(others[r]["ep"]) == level(own["ep"])]
+        found[name] = frozenset(alike if inner * outer > 1 else {rank})
 
     def shards(r: int) -> list[int]:  # ranks that divide an expert's state: those in the block of dense weights' shards
         inside = [other for other in sorted(found["expert_dp"]) if other // block == r // block]
@@ -269,16 +276,17 @@ def test_what_shares_a_group_and_what_must_not():
         (dict(tp=8), []),
         (dict(pp=2), []),  # nothing goes over pp itself
         (dict(cp=8), [["cp"]]),
-        (dict(shard=8, ep=8), [["ep"]]),
-        (dict(tp=8, ep=8, etp=1), [["ep"]]),
+        (dict(shard=8, ep=8), [["ep"], ["ep_counts"]]),
+        (dict(shard=8, ep=8, ep_levels=(2, 4)), [["ep", "ep_counts"]]),
+        (dict(tp=8, ep=8, etp=1), [["ep"], ["ep_counts"]]),
         (dict(replicate=8, etp=8), [["etp"]]),
     ],
 )
 def test_all_ranks_are_a_group_for_one_purpose(lay, own):
     """A message that a pass waits for does not stand in line behind a reduction among all ranks."""
     mesh = Mesh(create_groups=False, **lay)
-    assert [names for _, names in mesh.own_groups()] == own
-    assert all(ranks == mesh.world.ranks for ranks, _ in mesh.own_groups())
+    assert [names for _, names in mesh.own_groups() if not {*names} <= {"ep_inner", "ep_outer"}] == own
+    assert all(ranks == mesh.world.ranks for ranks, names in mesh.own_groups() if names in own)
 
 
 @pytest.mark.parametrize(
@@ -295,8 +303,8 @@ def test_all_ranks_are_a_group_for_one_purpose(lay, own):
 )
 def test_groups_that_experts_add(lay, more):
     mesh = Mesh(9999, create_groups=False, **lay)
-    dense = [names for _, names in mesh.own_groups() if not {*names} <= {*EXPERT_AXES}]
-    assert [names for _, names in mesh.own_groups()] == dense + more
+    dense = [names for _, names in mesh.own_groups() if not {*names} <= {*EXPERT_AXES, "ep_counts"}]
+    assert [names for _, names in mesh.own_groups()] == dense + more + [["ep_counts"]] * ("ep" in lay)
     assert [names for names in more if not mesh.carries(names)] == [["expert_dp"]] * (["expert_dp"] in more)
 
 

@@ -46,6 +46,7 @@ def test_a_large_job_is_laid_out_in_one_process():
     assert mesh.world_size == 16384
     dense = dict(pp=15, replicate=15, shard=7, cp=0, tp=7, dp=127, dp_cp=127, world=16383, tied=1)
     experts = dict(ep=0, etp=7, ep_etp=7, expert_dp=127, expert_replicate=15, expert_shard=7, cp_inner=0, cp_outer=0)
+    experts |= dict(ep_counts=0, ep_inner=0, ep_outer=0)
     assert mesh.coordinates == dense | experts
     assert mesh.pp.ranks[0] == 16383 - 15 * 1024
 

@@ -8,8 +8,10 @@ import torch
 
 import pretrain_gpt
 from megatron.data.loader import MicroBatch
+from megatron.errors import SettingsError
 from megatron.model.command_line import parse_any
 from megatron.model.facts import Facts
+from megatron.model.fp8 import tables_of
 from megatron.model.fp8_product import attach_fp8
 from megatron.model.gpt.module import GPT
 from megatron.model.recipe import facts_of
@@ -47,7 +49,7 @@ def network(flags: str, modules=()) -> tuple[GPT, Job]:
     with torch.no_grad():
         for parameter in stage.parameters():
             parameter.normal_(0, 0.02)
-    attach_fp8([stage], config, job.facts.tables)
+    attach_fp8([stage], config, tables_of(job.facts))
     return stage, job
 
 
@@ -138,6 +140,20 @@ def test_large_products_gain_and_small_ones_lose():
         )  # plain torch, in fp32
 
 
+def test_experts_gain_where_products_of_groups_are():
+    """Two of three products, on H100 and B200; elsewhere they are those of bf16, and casts are additional."""
+    mixture = f"{LARGE} --num-experts 8 --moe-router-topk 2 --fp8-layers mlp.experts.*"
+    for name in ("H100-80GB", "B200-180GB"):
+        assert 1.05 < seconds(mixture, name, plain=True) / seconds(mixture, name) < 1.35
+    for name in ("L40S-48GB", "A100-80GB"):
+        assert 1 < seconds(mixture, name) / seconds(mixture, name, plain=True) < 1.1
+    job, _ = job_of(f"{mixture} --precision bf16 --moe-ffn-hidden-size 14336", "cuda")
+    h, f, s, layers = 4096, 14336, 8192, 3
+    experts, others = layers * 2 * 2 * 3 * h * f, layers * 2 * (3 * h * h + h * h + 8 * h)
+    forward = experts + others + layers * 4 * s * h + 2 * h * 100
+    assert job.facts.fp8_share("tensorwise", True) == pytest.approx(2 / 3 * experts / forward)
+
+
 def test_mfu_is_of_the_peaks_of_both_formats():
     """By hand: a third of layers' products in fp8 is left to bf16 without those for weights."""
     job, _ = job_of(f"{LARGE} --precision bf16", "cuda")
@@ -182,12 +198,18 @@ LLAMA_3_8B = """--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidd
     --no-mmap-bin-files --num-workers 1 --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000
     --log-throughput --profile --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist
     --distributed-timeout-minutes 60 --save x --load x --tensorboard-dir t --dry-run --world-size 8
-    --device-name H200-141GB"""
+    --device-name H100-80GB"""
 
 
 def test_megatron_lms_script_of_llama_3_8b_in_fp8_is_planned(capsys):
-    """The arguments of its examples/llama/train_llama3_8b_h100_fp8.sh, unchanged."""
+    """The arguments of its examples/llama/train_llama3_8b_h100_fp8.sh, unchanged. It fits because weights are fp8 alone."""
     pretrain_gpt.main(LLAMA_3_8B.split())
     out = " ".join(capsys.readouterr().out.split())
     assert "dry run: no problems found" in out and "GPT of 8.0 B parameters" in out
     assert "128 of 128 linear layers multiply in fp8 (tensorwise)" in out
+    in_layers = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)  # a byte each; two of others
+    others = 2 * 128_257 * 4096 + 65 * 4096  # and some rows of padding
+    weights = float(out.partition("memory of pipeline rank 0 weights ")[2].split()[0])
+    assert weights == pytest.approx((in_layers + 2 * others) / 1e9, rel=2e-3)
+    with pytest.raises(SettingsError, match="out of memory by 1"):
+        pretrain_gpt.main(f"{LLAMA_3_8B} --no-fp8-param-gather".split())

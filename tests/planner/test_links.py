@@ -145,18 +145,22 @@ def a_step(more: str, cluster: Cluster):
     return step(Job.of(config, facts_of(config, 50304), dp=layout.dp, device="cuda"), layout, cluster), layout
 
 
-@pytest.mark.parametrize("more, exchanges", [("", 4), ("--recompute-granularity full --recompute-method uniform", 6)])
+FULL = "--recompute-granularity full --recompute-method uniform"
+
+
+@pytest.mark.parametrize("more, exchanges", [("", 4), (FULL, 6), (f"{FULL} --hidden-dropout 0", 5)])
 @pytest.mark.parametrize("ep, local", [(8, 8), (8, 4), (32, 8)])
 def test_a_step_has_all_exchanges_of_its_layers(ep, local, more, exchanges):
-    """Tokens to experts and back, their gradients; and again the way there and back if a layer is recomputed. The numbers
-    of rows are exchanged first, once.
+    """Tokens to experts and back, their gradients; and again the way there if a layer is recomputed, and the way back if a
+    mask of dropout is computed after it. Weights go with the rows to experts. Numbers of rows are exchanged first, once.
     """
     cluster = Cluster(replace(H100, latency=0.0), 32, local)
     took, _ = a_step(f"--ep {ep} {more}", cluster)
     each = cluster.seconds("all_to_all", EXCHANGED, 1, ep, 1)
     counts = cluster.seconds("all_to_all", 8 * 64, 1, ep, 1)
+    weights = cluster.seconds("all_to_all", 4 * 4096 * 8, 1, ep, 1) * (3 if more else 2)
     microbatches = 64 // 32
-    assert took.parts["expert parallel"] == pytest.approx(microbatches * 4 * (exchanges * each + counts))
+    assert took.parts["expert parallel"] == pytest.approx(microbatches * 4 * (exchanges * each + weights + counts))
 
 
 def test_experts_inside_a_node_are_faster_than_over_several():

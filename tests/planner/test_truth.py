@@ -33,6 +33,7 @@ LATENT = f"""{PLAIN} --multi-latent-attention --position-embedding-type rope --n
 # Of groups and key heads that ranks of cp cannot divide: they pass states on
 STATES = f"""{PLAIN} --hybrid-layer-pattern M*GM --linear-num-key-heads 2 --linear-num-value-heads 4
     --linear-key-head-dim 8 --linear-value-head-dim 6 --mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 8"""
+IN_FP8 = "--hidden-size 128 --bf16 --fp8-format e4m3 --fp8-param-gather"
 MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
 ADAPTERS = "--lora-rank 4 --train-only *.lora_* embedding.word.*"
@@ -138,6 +139,15 @@ CASES = [
     ("tp2sp-cp2", f"{STATES} --recompute-granularity core_attn"),
     ("cp4gather", f"{STATES} --linear-conv-kernel-dim 1 --micro-batch-size 2"),
     ("cp4a2a2-zero1", f"{STATES} --linear-num-key-heads 6 --linear-num-value-heads 6 --bf16"),
+    # Weights that are kept and gathered in fp8.
+    ("", f"{IN_FP8} --swiglu"),
+    ("dp2-zero1", f"{IN_FP8} --overlap-grad-reduce --overlap-param-gather --first-last-layers-bf16"),
+    ("dp2-zero3", f"{IN_FP8} --recompute-granularity full"),
+    ("tp2-dp2-zero2", f"{IN_FP8} {LLAMA} --group-query-attention --num-query-groups 2"),
+    ("pp2-dp2-zero3", f"{IN_FP8} --fp8-recipe blockwise --freeze blocks.1.mlp.* *.bias"),
+    ("dp2-zero1", f"{IN_FP8} --optimizer muon"),
+    ("pp2-dp2-zero3", f"{IN_FP8} {LLAMA} {AHEAD}"),
+    ("dp2-zero2", f"{IN_FP8} --fp8-recipe blockwise --optimizer-cpu-offload --optimizer-offload-fraction 0.5"),
 ]
 
 

@@ -39,6 +39,10 @@ CASES = {
         "--experimental-attention-variant gdn --linear-attention-freq 2 | --hybrid-layer-pattern G-",
     ),
     "a data path that is a URL": ("--mock-data false --data-path d", "1:--mock-data false --data-path s3://b/d"),
+    "--keep-last or --save-retain-interval": (
+        "--save d --save-interval 1",
+        "--save d --save-interval 1 --keep-last 2 | --save d --save-interval 1 --save-retain-interval 5",
+    ),
     "--qk-layernorm": ("--normalization RMSNorm", "--normalization RMSNorm --qk-layernorm"),
     "a --seq-length that is longer than the window": ("", "--seq-length 9"),
     "--window-size": ("", "--window-size 3,0"),
@@ -145,6 +149,10 @@ CASES = {
         "--bf16 --amp-level O1 | --fp16 --amp-level O1",
     ),
     "--fp8-format": ("", "--fp8-format e4m3"),
+    "--fp8-format, and --fp8-recipe tensorwise or blockwise": (
+        "--fp8-format e4m3 --fp8-recipe mxfp8 | --bf16",
+        "--fp8-format e4m3 --bf16",
+    ),
     "heads of one size: those of --multi-latent-attention have others": ("--multi-latent-attention", ""),
     "--fp8-format, and --first-last-layers-bf16": (
         "--fp8-format e4m3 | --first-last-layers-bf16",

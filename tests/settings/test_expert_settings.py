@@ -163,7 +163,7 @@ def test_flags_without_effect_are_named(flags, name):
 
 def test_flags_without_an_effect_of_their_own_are_taken(capsys):
     """Those of Megatron-LM that choose another way to the same result."""
-    flags = "--moe-grouped-gemm --moe-token-dispatcher-type flex --moe-permute-fusion --moe-per-layer-logging"
+    flags = "--moe-grouped-gemm --moe-token-dispatcher-type allgather --moe-permute-fusion --moe-per-layer-logging"
     config = resolve(parse_any(f"{LINE} {MIXED} {flags}".split(), recipe=pretrain_gpt.recipe()), 1)
     assert config.model.expert_layers == (0, 1, 2, 3) and not idle(config, 1)
     for number in (0, 1):

@@ -163,6 +163,22 @@ def test_hierarchical_context_parallel_sizes_are_those_of_two_levels(command):
     assert plain.cp_inner.size == plain.cp_outer.size == 1 and "inner" not in plain.topology()
 
 
+def test_ranks_of_a_node_are_those_of_the_inner_hop(command):
+    """Consecutive ranks of ep; with two parts of each expert on a node of four, two. Numbers of rows go over ep."""
+    flags = "--tp 2 --expert-model-parallel-size 4 --num-experts 8 --moe-token-dispatcher-type flex"
+    parallel = parse_pretrain(command(f"{flags} --moe-ranks-per-node 4")).parallel
+    found = [mesh_of(parallel, rank, 8, create_groups=False) for rank in range(8)]
+    assert [mesh.ep_inner.ranks for mesh in found] == [(0, 2), (1, 3)] * 2 + [(4, 6), (5, 7)] * 2
+    assert [mesh.ep_outer.ranks for mesh in found] == [(rank % 4, rank % 4 + 4) for rank in range(8)]
+    assert "ep_inner: [0,2] [1,3] [4,6] [5,7]" in found[0].topology()
+    assert [names for ranks, names in found[0].own_groups() if "ep_counts" in names] == [["ep", "ep_counts"]]
+    whole = mesh_of(parse_pretrain(command(f"{flags} --etp 1")).parallel, 0, 8, local_size=2, create_groups=False)
+    assert (whole.ep_inner.ranks, whole.ep_outer.ranks) == ((0, 1), (0, 2))
+    plain = mesh_of(parse_pretrain(command("--ep 4 --num-experts 8")).parallel, 0, 8, create_groups=False)
+    assert plain.ep_inner.size == plain.ep_outer.size == 1 and "inner" not in plain.topology()
+    assert [names for _, names in plain.own_groups() if "ep_counts" in names] == [["ep_counts"]]
+
+
 @pytest.mark.parametrize(
     "name, ops",
     [

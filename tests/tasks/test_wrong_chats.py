@@ -50,6 +50,7 @@ TRAIN = "--task chat --train-data {file} --load {base} --global-batch-size 2 --t
         (TRAIN.replace("chat --", "dpo --") + " --dpo-beta 0", [TALK], 3, "--dpo-beta 0 must be above 0"),
         (TRAIN.replace("chat --", "dpo --") + " --dpo-label-smoothing 0.5", [TALK], 3, "at least 0 and below 0.5"),
         (TRAIN + " --chat-templat plain", [TALK], 2, "--chat-templat"),
+        ("--model {base} --dataset {file}", [TALK], 2, "(?s)1. there is no --model: say --load.*2. --dataset is"),
         (TRAIN + " --save {base}", [TALK], 3, "holds the model that the run begins with"),
         (TRAIN.replace("--load {base}", "--load {file}.d"), [TALK], 5, "holds no checkpoint"),
     ],

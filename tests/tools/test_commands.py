@@ -29,6 +29,10 @@ def test_every_command_is_listed_with_what_it_does(capsys):
 def test_a_mistyped_command_gets_the_nearest():
     with pytest.raises(UsageError, match="there is no command evalute; did you mean evaluate"):
         main(["evalute"])
+    with pytest.raises(
+        UsageError, match="there is no command chat; conversations: generate --chat in a terminal, serve"
+    ):
+        main(["chat"])
     command = [sys.executable, "-m", "megatron.tools.generat", "--load", "x"]
     found = subprocess.run(
         command, env=os.environ | dict(PYTHONPATH=str(ROOT)), capture_output=True, text=True, cwd=ROOT

@@ -27,35 +27,13 @@ def permute_kernel(x, place, rows, m, H: tl.constexpr, K: tl.constexpr, BLOCK: t
 
 
 @triton.jit(do_not_specialize=["m"])
-def unpermute_kernel(
-    rows, weights, place, y, m, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr
-):
+def unpermute_kernel(rows, place, y, m, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(K):
         row = tl.load(place + token * K + j)
-        v = tl.load(rows + row * H + column, (column < H) & (row < m), 0.0).to(tl.float32)
-        if WEIGHTED:
-            v *= tl.load(weights + token * K + j).to(tl.float32)
-        total += v
+        total += tl.load(rows + row * H + column, (column < H) & (row < m), 0.0).to(tl.float32)
     tl.store(y + token * H + column, total.to(y.dtype.element_ty), column < H)
-
-
-@triton.jit(do_not_specialize=["m"])
-def unpermute_backward_kernel(
-    gradient, rows, weights, place, d_rows, d_weights, m, H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Programs of a token's pairs follow each other, so all but the first find its gradient in the cache."""
-    pair = tl.program_id(0).to(tl.int64)
-    row, weight = tl.load(place + pair), tl.load(weights + pair).to(tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, H, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        inside = (column < H) & (row < m)
-        g = tl.load(gradient + (pair // K) * H + column, inside, 0.0).to(tl.float32)
-        total += g * tl.load(rows + row * H + column, inside, 0.0).to(tl.float32)
-        tl.store(d_rows + row * H + column, (g * weight).to(d_rows.dtype.element_ty), inside)
-    tl.store(d_weights + pair, tl.sum(total, 0).to(d_weights.dtype.element_ty))
 
 
 def _rows_of(x: torch.Tensor, place: torch.Tensor, m: int, k: int, whole: bool) -> torch.Tensor:
@@ -66,11 +44,11 @@ def _rows_of(x: torch.Tensor, place: torch.Tensor, m: int, k: int, whole: bool) 
     return rows
 
 
-def _sums(rows: torch.Tensor, place: torch.Tensor, k: int, weights: torch.Tensor | None = None) -> torch.Tensor:
+def _sums_of(rows: torch.Tensor, place: torch.Tensor, k: int) -> torch.Tensor:
     """Rows [m, h] -> the sum of those of each token, [n, h]."""
     rows, (m, h) = rows.contiguous(), rows.shape
-    y, weighted = rows.new_empty((len(place) // k, h)), weights is not None
-    unpermute_kernel[_grid(len(y), h)](rows, weights, place, y, m, H=h, K=k, WEIGHTED=weighted, **_sizes(h))
+    y = rows.new_empty((len(place) // k, h))
+    unpermute_kernel[_grid(len(y), h)](rows, place, y, m, H=h, K=k, **_sizes(h))
     return y
 
 
@@ -92,24 +70,19 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return _sums(gradient, *ctx.saved_tensors, ctx.k), *(None,) * 4
+        return _sums_of(gradient, *ctx.saved_tensors, ctx.k), *(None,) * 4
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, weights, place, whole):
-        y, weights = y.contiguous(), weights.contiguous()
-        ctx.save_for_backward(y, weights, place)
-        ctx.whole = whole
-        return _sums(y, place, weights.shape[1], weights)
+    def forward(ctx, y, place, k, whole):
+        # Not `save_for_backward`: recomputation would send rows again only to have this.
+        ctx.place, ctx.rows, ctx.k, ctx.whole = place, len(y), k, whole
+        return _sums_of(y, place, k)
 
     @staticmethod
     def backward(ctx, gradient):
-        y, weights, place = ctx.saved_tensors
-        d_y, d_weights = (torch.empty_like if ctx.whole else torch.zeros_like)(y), torch.empty_like(weights)
-        (m, h), k, gradient = y.shape, weights.shape[1], gradient.contiguous()
-        unpermute_backward_kernel[len(place),](gradient, y, weights, place, d_y, d_weights, m, H=h, K=k, **_sizes(h))
-        return d_y, d_weights, None, None
+        return _rows_of(gradient, ctx.place, ctx.rows, ctx.k, ctx.whole), None, None, None
 
 
 def permute(x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int, whole: bool) -> torch.Tensor:
@@ -117,8 +90,6 @@ def permute(x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int, w
     return _Permute.apply(x, place, len(order), k, whole)
 
 
-def unpermute(
-    y: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, place: torch.Tensor, whole: bool
-) -> torch.Tensor:
+def unpermute(y: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int, whole: bool) -> torch.Tensor:
     """See `reference.unpermute`."""
-    return _Unpermute.apply(y, weights, place, whole)
+    return _Unpermute.apply(y, place, k, whole)

@@ -9,13 +9,14 @@ Triton's interpreter rounds to fp8 in its own way. There numbers are written in 
 Legend: n rows, K columns of x, P rows of x with those of zeros after them, W columns (or rows) of a tile.
 """
 
+import math
 from typing import Optional
 
 import torch
 import triton
 import triton.language as tl
 
-from megatron.fused_kernels.fp8 import TOP_EXPONENT, Scaled, ScaleTile, padded_to
+from megatron.fused_kernels.fp8 import ROWS, TOP_EXPONENT, Scaled, ScaleTile, padded_to
 
 BLOCK = 128
 INTERPRETED = triton.knobs.runtime.interpret
@@ -41,10 +42,12 @@ def _fp8(v, LARGEST: tl.constexpr):
 @triton.jit
 def cast_kernel(
     x, x_scales, amax, rows, row_scales, columns, column_scales, n, P, K: tl.constexpr,
-    W: tl.constexpr, SQUARE: tl.constexpr, FROM_CAST: tl.constexpr, TOP: tl.constexpr, LARGEST: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, B: tl.constexpr,
+    W: tl.constexpr, EACH_ROW: tl.constexpr, SQUARE: tl.constexpr, FROM_CAST: tl.constexpr, TOP: tl.constexpr,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """W: 0 for a tile that is all of x, whose largest value is `amax`. FROM_CAST: x is fp8, with `x_scales` of 1 x W."""
+    """W: 0 for a tile that is all of x, or EACH_ROW of it, whose largest values are in `amax`. FROM_CAST: x is fp8, with
+    `x_scales` of 1 x W.
+    """
     r = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     c = tl.program_id(1).to(tl.int64) * B + tl.arange(0, B)
     inside = (r < n)[:, None] & (c < K)[None, :]
@@ -59,10 +62,11 @@ def cast_kernel(
         v = (v.reshape(B, T, W) * s[:, :, None]).reshape(B, B)
     bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if W == 0:
-        scale, inverse = _scale(tl.load(amax).to(tl.float32).to(tl.int32, bitcast=True), TOP)
-        v = _fp8(v * inverse, LARGEST)
-        if tl.program_id(0) + tl.program_id(1) == 0:
-            tl.store(row_scales, scale)
+        largest = tl.load(amax + r * EACH_ROW, r < n, 0.0).to(tl.float32).to(tl.int32, bitcast=True)
+        scale, inverse = _scale(largest & 0x7FFFFFFF, TOP)
+        v = _fp8(v * inverse[:, None], LARGEST)
+        if tl.program_id(1) == 0:
+            tl.store(row_scales + r, scale, r < (n if EACH_ROW else 1))
     elif SQUARE:
         scale, inverse = _scale(tl.max(tl.max(bits, 1), 0), TOP)
         v = _fp8(v * inverse, LARGEST)
@@ -103,18 +107,21 @@ def _cast(
     columns: bool,
 ) -> tuple[torch.Tensor, ...]:
     x, (n, k), w = (x.float() if INTERPRETED else x).contiguous(), x.shape, tile.columns
-    square, padded = tile.rows > 1, padded_to(n, tile)
+    square, each_row, padded = tile.rows > 1, tile == ROWS, padded_to(n, tile)
+    if each_row and amax is None:
+        amax = torch.linalg.vector_norm(x, math.inf, 1)
     of = lambda size: (-(-size // w)) if w else 1
     made = []
     for wanted, (length, width) in ((rows, (n, k)), (columns, (k, padded))):
-        shape = (of(length), of(width)) if square or not w else (length, of(width))
+        shape = (length, of(width)) if each_row or w and not square else (of(length), of(width))
         scale = torch.empty(shape, dtype=torch.float32, device=x.device)
         made.append((_out((length, width), x, dtype), scale) if wanted else (None, scale if not w else None))
     if not w:  # one scale for both
         made[1] = (made[1][0], made[0][1])
     cast_kernel[triton.cdiv(padded if columns else n, BLOCK), triton.cdiv(k, BLOCK)](
-        x, scales, amax, *made[0], *made[1], n, padded, K=k, W=w, SQUARE=square, FROM_CAST=scales is not None,
-        TOP=TOP_EXPONENT[dtype], LARGEST=torch.finfo(dtype).max, ROWS=rows, COLUMNS=columns, B=BLOCK, num_warps=8,
+        x, scales, amax, *made[0], *made[1], n, padded, K=k, W=w, EACH_ROW=each_row, SQUARE=square,
+        FROM_CAST=scales is not None, TOP=TOP_EXPONENT[dtype], LARGEST=torch.finfo(dtype).max, ROWS=rows, COLUMNS=columns,
+        B=BLOCK, num_warps=8,
     )  # fmt: skip
     kept = [pair for pair, wanted in zip(made, (rows, columns), strict=True) if wanted]
     return tuple(one for values, scale in kept for one in (values.to(dtype), scale))

@@ -20,7 +20,7 @@ from megatron.fused_kernels import attention, fla, fp8, reference, scaled_mm
 from megatron.fused_kernels.decode_attention import Places
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
-from megatron.fused_kernels.fp8 import BLOCKS, E4M3, E5M2, MX, SQUARES, WHOLE
+from megatron.fused_kernels.fp8 import BLOCKS, E4M3, E5M2, MX, ROWS, SQUARES, WHOLE
 
 MODULES = dict(
     layer_norm="norms",
@@ -38,10 +38,11 @@ MODULES = dict(
     fp8_cast="fp8_casts",
     fp8_turn="fp8_casts",
 )
+SCALED = "fp8_tensorwise fp8_blockwise fp8_blockwise_square fp8_mxfp8 fp8_grouped".split()
 OF_PACKAGES = {  # ops whose probe tries a kernel of torch or fla, which differs between releases and devices
     "delta_rule": fla.delta_rule,
     "attention": attention.varlen,
-    **{op: getattr(scaled_mm, op) for op in ("fp8_tensorwise", "fp8_blockwise", "fp8_blockwise_square", "fp8_mxfp8")},
+    **{op: getattr(scaled_mm, op) for op in SCALED},
 }
 TOLERANCE = 2e-2  # relative to the norm of a tensor: both sides round to bf16
 NO_VALUES = "tensors have no values here"
@@ -165,8 +166,7 @@ def _permute_case(device, dtype):
 
 def _unpermute_case(device, dtype):
     order, place = experts_order(9, 3, 30, 4, device)
-    inputs = [_drawn((30, 100), device, dtype, 0), _drawn((9, 3), device, dtype, 1)]
-    return inputs, _tuple(lambda run, y, weights: run(y, weights, order, place, False))
+    return [_drawn((30, 100), device, dtype, 0)], _tuple(lambda run, y: run(y, order, place, 3, False))
 
 
 def _cross_entropy_case(device, dtype):
@@ -205,7 +205,7 @@ def _cast_case(device, dtype):
         x[3, :128] = 0
         tiles = (BLOCKS, E4M3), (MX, E5M2), (SQUARES, E4M3), (WHOLE, E4M3)
         found = [run(x, tile, kind, fp8.amax_of(x), columns=True) for tile, kind in tiles[3:]]
-        found += [run(x, tile, kind, columns=True) for tile, kind in tiles[:3]]
+        found += [run(x, tile, kind, columns=True) for tile, kind in tiles[:3]] + [run(x, ROWS, E4M3)]
         return tuple(one.float() for cast in found for one in cast)
 
     return [_drawn((150, 256), device, dtype, 0)], call
@@ -227,6 +227,20 @@ def _product_case(tile: fp8.ScaleTile, of_b: fp8.ScaleTile) -> Callable:
     return lambda device, dtype: ([_drawn((144, 640), device, dtype, 0), _drawn((256, 640), device, dtype, 1)], call)
 
 
+def _grouped_case(device, dtype):
+    """Three groups, of which one is empty."""
+
+    def call(run, x, w):
+        matrices = w.detach().view(3, -1, w.shape[1])
+        rows, (values, scales) = fp8.quantize(x.detach(), ROWS, E4M3), fp8.quantize(matrices.flatten(0, 1), ROWS, E4M3)
+        ends = torch.tensor([40, 40, len(x)], dtype=torch.int32, device=x.device)
+        each = lambda x, w, _: torch.cat([a @ b.t() for a, b in zip(x.split([40, 0, len(x) - 40]), w, strict=True)])
+        matrices = values.view(matrices.shape), scales.view(3, -1, 1)
+        return (run(rows, matrices, ends, torch.bfloat16, each).float(),)
+
+    return [_drawn((144, 256), device, dtype, 0), _drawn((3 * 128, 256), device, dtype, 1)], call
+
+
 CASES = dict(
     delta_rule=_delta_case,
     fp8_cast=_cast_case,
@@ -235,6 +249,7 @@ CASES = dict(
     fp8_blockwise=_product_case(BLOCKS, BLOCKS),
     fp8_blockwise_square=_product_case(BLOCKS, SQUARES),
     fp8_mxfp8=_product_case(MX, MX),
+    fp8_grouped=_grouped_case,
     layer_norm=_norm_case(0, 2),
     rms_norm=_norm_case(0, 1),
     add_layer_norm=_norm_case(1, 2),

@@ -134,18 +134,19 @@ when and how ranks exchange data changes the speed, not the result; this suite a
     --align-grad-reduce --align-param-gather
     --disable-clone-scatter-output-in-embedding
     --use-layer-wise-* --no-use-layer-wise-*
-tokens go to experts by all-to-all, in parts of any size; every dispatcher gives the same result
-    --moe-token-dispatcher-type --moe-enable-deepep --moe-deepep-num-sms --moe-flex-dispatcher-*
-    --moe-shared-expert-overlap --moe-permute-fusion --moe-router-fusion
+--moe-token-dispatcher-type flex sends tokens once to each node by all-to-all; DeepEP and HybridEP are not called
+    --moe-enable-deepep --moe-deepep-num-sms --moe-flex-dispatcher-* --moe-hybridep-*
+how rows of experts are ordered and sent changes the speed, not the result; this suite arranges it by itself
+    --moe-shared-expert-overlap --moe-permute-fusion --moe-permute-fusion-into-hybridep --moe-router-fusion
 experts are grouped products where these are faster than one product for each
     --moe-grouped-gemm --moe-use-legacy-grouped-gemm --moe-use-grouped-tensor --use-grouped-gemm-*
 metrics.jsonl has the load of each expert in each layer
     --moe-per-layer-logging
 scales of fp8 numbers are those of the numbers themselves, as with Megatron-LM's --fp8-recipe tensorwise
     --fp8-margin --fp8-interval --fp8-amax-history-len --fp8-amax-compute-algo --tp-only-amax-red
-parameters are gathered in the format of --precision: fp8 products have the same numbers
-    --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag
-transposed fp8 weights are views of the others
+weights of --fp8-recipe mxfp8 are gathered in the format of --precision
+    --reuse-grad-buf-for-mxfp8-param-ag
+transposes of fp8 weights are kept until the update, or with --fp8-param-gather made in each backward pass
     --keep-fp8-transpose-cache
 padding of experts' tokens is for fp8 products of experts
     --moe-router-padding-for-fp8 --moe-router-padding-for-quantization

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from megatron.settings.declare import Count, Natural, Needs, Positive, shown_by
+from megatron.settings.declare import Count, Natural, Needs, Positive, Share, shown_by
 from megatron.settings.groups.batch import AUTO
 
 RESUMING = Needs("--load, and not --finetune", lambda s: s.load and not s.finetune)
@@ -46,6 +46,12 @@ class Checkpoint:
         "also keep the checkpoints at multiples of this step, next to the --keep-last (default: 1) newest",
         None,
         requires=("save", "there is no folder to keep checkpoints in"),
+    )
+    verify_saves: Share = shown_by("test_blocks_take_turns_to_be_read_back")(
+        "share of a new checkpoint that its writers read back before --keep-last deletes older ones; other blocks have "
+        "their turn at the next saves",
+        1.0,
+        needs=Needs("--keep-last or --save-retain-interval", lambda s: s.keep_last or s.save_retain_interval),
     )
     async_save: bool = shown_by("test_async_save_goes_on_before_it_is_written")(
         "copy the state to CPU memory and write it in the background",

@@ -17,6 +17,11 @@ EXPERTS = "test_ranks_hold_their_part_of_the_experts"
 stage_cut = shown_by(CUT, needs=STAGES)
 
 
+DIFFERENT_EXPERTS = Needs(
+    "--expert-model-parallel-size above 1: nothing is exchanged", lambda s: s.expert_model_parallel_size > 1
+)
+
+
 @dataclass(frozen=True)
 class Parallel:
     """Parallelism. The order of the grid of ranks is tp (fastest), cp, dp, pp."""
@@ -54,13 +59,25 @@ class Parallel:
     expert_tensor_parallel_size: Optional[Count] = shown_by(EXPERTS)(
         "degree of tensor parallelism of experts (default: --tensor-model-parallel-size)", None, "--etp"
     )
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] = shown_by("test_two_hops_train_as_one")(
+        "how tokens reach the ranks of their experts: alltoall sends a row to each expert; flex sends a token once to each "
+        "node with some of its experts, and from there once to each rank, and adds up what comes back on the way",
+        "alltoall",
+        also=dict(allgather="alltoall"),
+        needs=DIFFERENT_EXPERTS._replace(
+            met=lambda s: s.expert_model_parallel_size > 1 or s.moe_token_dispatcher_type != "flex"
+        ),
+    )
+    moe_ranks_per_node: Optional[Count] = shown_by("test_two_hops_train_as_one")(
+        "ranks with fast links between them, with --moe-token-dispatcher-type flex (default: those of a node)",
+        None,
+        needs=Needs("--moe-token-dispatcher-type flex", lambda s: s.moe_token_dispatcher_type == "flex"),
+    )
     overlap_moe_expert_parallel_comm: bool = shown_by("test_turns_hide_the_exchanges_of_experts")(
         "the forward pass of a micro-batch and the backward pass of another one take turns: while experts' tokens of one "
         "are exchanged, the other computes",
         False,
-        needs=Needs(
-            "--expert-model-parallel-size above 1: nothing is exchanged", lambda s: s.expert_model_parallel_size > 1
-        ),
+        needs=DIFFERENT_EXPERTS,
     )
     data_parallel_size: Optional[Count] = shown_by("test_data_parallel_size_is_asserted")(
         "only checked: must be world size / (tp x pp x cp)", None

@@ -12,6 +12,9 @@ HALF = Needs("--bf16 or --fp16", lambda s: s.precision != "fp32")
 O1 = Needs("--amp-level O1, and --bf16 or --fp16", lambda s: s.amp_level == "O1" and s.precision != "fp32")
 
 IN_FP8 = Needs("--fp8-format", lambda s: s.fp8_format)
+SAME_TURNED = Needs(
+    "--fp8-format, and --fp8-recipe tensorwise or blockwise", lambda s: s.fp8_format and s.fp8_recipe != "mxfp8"
+)
 FIRST_LAST = Needs("--fp8-format, and --first-last-layers-bf16", lambda s: s.fp8_format and s.first_last_layers_bf16)
 
 # Tests that show effects
@@ -70,6 +73,11 @@ class Precision:
         "patterns of the layers with fp8 products, as mlp.*,attention.qkv (default: all linear layers of blocks)", None
     )
     fp8_skip: Optional[str] = fp8("patterns of the layers without, as blocks.0.*,mlp.down", None)
+    fp8_param_gather: bool = shown_by("test_weights_are_kept_and_gathered_in_fp8", needs=SAME_TURNED)(
+        "keep and gather the weights of these layers as fp8 numbers, a byte each, instead of in bf16 beside them; the "
+        "numbers are the same",
+        False,
+    )
     first_last_layers_bf16: bool = fp8("leave the first and the last layers of the model without fp8 products", False)
     num_layers_at_start_in_bf16: Natural = fp8("--first-last-layers-bf16: first layers; 0: none", 1, needs=FIRST_LAST)
     num_layers_at_end_in_bf16: Natural = fp8("--first-last-layers-bf16: last layers; 0: none", 1, needs=FIRST_LAST)

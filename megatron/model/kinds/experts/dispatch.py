@@ -6,6 +6,9 @@ order of their experts, and within an expert in the order of tokens, so equal ro
 
     x [n, h] -> rows of all experts -> all-to-all over ep -> rows of this rank's experts -> experts -> back -> [n, h]
 
+The weight of a pair goes with its row, and the expert multiplies it in before its second product, as in Megatron-Core: what
+comes back is only added, so no output of an expert is kept for the backward pass.
+
 Without padding, sizes depend on the data (`Dispatcher`): ranks exchange how many rows they send, which the host reads
 once for each layer; with ep 1 and no drops it reads nothing. With padding to a capacity (`PaddedDispatcher`) all sizes
 are fixed, and the host reads nothing.
@@ -22,6 +25,7 @@ from megatron.fused_kernels import Case, choose_kernel
 from megatron.model.kinds.experts.grouped import Rows, row_unit
 from megatron.mpu import collectives, mappings
 from megatron.mpu.mesh import Axis
+from megatron.mpu.transfer import Arriving
 
 
 class Counts(NamedTuple):
@@ -38,57 +42,110 @@ class Counts(NamedTuple):
     rows: Rows
 
 
+class Counting:
+    """Counts [ranks, c] of rows for each rank of an axis, on their way to these ranks and to the host. Whatever is launched
+    after it runs while the host waits.
+    """
+
+    def __init__(self, leaving: torch.Tensor, axis: Axis, alike: bool = False):
+        self.leaving = leaving
+        self.arriving, self._message = collectives.start_counts(leaving, axis, alike)
+        self._read = None
+        if leaving.device.type == "cuda":
+            self.read()
+
+    def read(self) -> Arriving:
+        if self._read is None:
+            self._message.wait()
+            self._read = Arriving(torch.cat((self.leaving, self.arriving)).flatten())
+        return self._read
+
+    def lists(self) -> tuple[list[list[int]], list[list[int]]]:
+        """The counts on the host: (for each rank, from each rank)."""
+        numbers, (ranks, width) = self.read().read(), self.leaving.shape
+        rows = [numbers[start : start + width] for start in range(0, len(numbers), width)]
+        return rows[:ranks], rows[ranks:]
+
+
 class Dispatcher:
-    """Sends each expert as many rows as it has pairs. A recipe may bring a subclass (`parts.ExpertParts`), with `rows`, the
-    numbers of rows of this rank's experts, `dispatch`, `back` and `combine`; `counts` is what recomputation passes on.
+    """Sends each expert as many rows as it has pairs. A recipe may bring a subclass (`parts.ExpertParts`), with `dispatch`,
+    `combine`, and after `dispatch` `rows`, the numbers of rows of this rank's experts, and `counts`, which recomputation
+    passes on.
 
     experts: [n, k], the expert of each pair; E marks pairs without one. number: E. drops: whether there may be such pairs.
-    counts: those of the first pass, in recomputation
+    counts: those of the first pass, in recomputation. over: an axis with the ranks of ep, for the counts; None: ep
     """
 
     counts: Optional[Counts] = None
     filled = True  # each row of this rank's experts is one that arrived
 
-    def __init__(self, experts: torch.Tensor, number: int, ep: Axis, drops: bool, counts: Optional[Counts] = None):
-        flat = experts.flatten()
-        self.ep, self.k = ep, experts.shape[1]
-        order = flat.argsort(stable=True)  # pairs without an expert are last
-        self.counts = counts or _counted(flat, number, ep, drops)
+    def __init__(
+        self,
+        experts: torch.Tensor,
+        number: int,
+        ep: Axis,
+        drops: bool,
+        counts: Optional[Counts] = None,
+        over: Optional[Axis] = None,
+    ):
+        self.ep, self.k, self.counts, self._flat, self._counting = ep, experts.shape[1], counts, experts.flatten(), None
+        if counts is None:
+            leaving = collectives.count_kinds(self._flat, number).view(ep.size, -1)
+            if self._flat.is_meta or drops or ep.size > 1:
+                self._counting = Counting(leaving, over or ep, self._flat.is_meta)
+            else:
+                self.counts = Counts(len(self._flat), [], [], leaving, Rows(leaving.sum(0), len(self._flat)))
+
+    def _count(self) -> Counts:
+        leaving, arriving = self._counting.lists()  # the host waits for the device, once
+        sent, received = ([sum(row) for row in rows] for rows in (leaving, arriving))
+        lengths = [sum(of_expert) for of_expert in zip(*arriving)]
+        numbers = self._counting.arriving
+        return Counts(sum(sent), sent, received, numbers, Rows(numbers.sum(0), sum(received), lengths))
+
+    def _arrange(self) -> None:
+        """Find the order of rows."""
+        self.counts, flat = self.counts or self._count(), self._flat
         kept, self.sent, self.received, arriving, self.rows = self.counts
+        order = flat.argsort(stable=True)  # pairs without an expert are last
         self.whole = kept == len(flat)
         self.order, self.place = order[:kept], _inverse(order).clamp_max(kept)
-        if ep.size > 1:
-            kinds = torch.arange(arriving.shape[1], device=arriving.device).repeat(ep.size)
+        if self.ep.size > 1:
+            kinds = torch.arange(arriving.shape[1], device=arriving.device).repeat(self.ep.size)
             kinds = kinds.repeat_interleave(arriving.flatten(), output_size=self.rows.total)
             self.by_expert = kinds.argsort(stable=True)  # of arrived rows
             self.by_rank = _inverse(self.by_expert)
         unit = row_unit(self.rows, flat.device.type)
-        if unit > 1 and ep.size > 1:
+        if unit > 1 and self.ep.size > 1:
             self.by_expert, self.by_rank, self.rows = _aligned(self.by_rank, kinds, self.rows, unit)
             self.filled = False
         elif unit > 1:
             self.order, self.place, self.rows = _aligned(self.place, flat, self.rows, unit)
             self.whole = False
 
-    def dispatch(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n, h] -> the rows of this rank's experts, [m, h]."""
-        rows = _permuted(x, self.order, self.place, self.k, self.whole)
+    def dispatch(self, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [n, h] and the weights of its pairs, [n, k] -> the rows of this rank's experts, [m, h], and their weights,
+        [m, 1]; 0 for a row without a pair.
+        """
+        self._arrange()
+        leaving = self._leaving(x, weights)
         if self.ep.size == 1:
-            return rows
-        arrived = mappings.all_to_all(rows, self.ep, self.sent, self.received)
-        return _permuted(arrived, self.by_expert, self.by_rank, whole=self.filled)
+            return leaving
+        arrived = mappings.all_to_all_of(leaving, self.ep, self.sent, self.received)
+        rows, own = (permuted(one, self.by_expert, self.by_rank, whole=self.filled) for one in arrived)
+        return rows, own
 
-    def back(self, y: torch.Tensor) -> torch.Tensor:
-        """The outputs of this rank's experts, [m, h] -> those for this rank's pairs, in the order of `combine`."""
-        if self.ep.size == 1:
-            return y
-        y = _permuted(y, self.by_rank, self.by_expert, whole=self.filled)
-        return mappings.all_to_all(y, self.ep, self.received, self.sent)
+    def _leaving(self, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of all experts from this rank, and their weights."""
+        rows = permuted(x, self.order, self.place, self.k, self.whole)
+        return rows, permuted(weights.reshape(-1, 1), self.order, self.place, whole=self.whole)
 
-    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sums of the outputs for each token, [n, h]. weights: [n, k], of each pair."""
-        unpermute = choose_kernel("unpermute", Case(y.device.type, y.dtype)).run
-        return unpermute(y, weights, self.order, self.place, self.whole)
+    def combine(self, y: torch.Tensor) -> torch.Tensor:
+        """The outputs of this rank's experts, [m, h] -> their sums for each token, [n, h]."""
+        if self.ep.size > 1:
+            y = permuted(y, self.by_rank, self.by_expert, whole=self.filled)
+            y = mappings.all_to_all(y, self.ep, self.received, self.sent)
+        return summed(y, self.order, self.place, self.k, self.whole)
 
 
 class PaddedDispatcher(Dispatcher):
@@ -110,34 +167,28 @@ class PaddedDispatcher(Dispatcher):
         self.order = torch.full((slots + 1,), len(flat), device=flat.device).scatter_(0, slot, order)[:-1]
         self.rows = Rows(torch.full((own,), even, device=flat.device), own * even, [even] * own, even)
 
-    def dispatch(self, x: torch.Tensor) -> torch.Tensor:
-        rows = _permuted(x, self.order, self.place, self.k, self.whole)
-        return self._turned(mappings.all_to_all(rows, self.ep), self.ep.size, -1)
+    def dispatch(self, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        arrived = mappings.all_to_all_of(self._leaving(x, weights), self.ep)
+        rows, own = (self._turned(one, self.ep.size, -1) for one in arrived)
+        return rows, own
 
-    def back(self, y: torch.Tensor) -> torch.Tensor:
-        return mappings.all_to_all(self._turned(y, -1, self.ep.size), self.ep)
+    def combine(self, y: torch.Tensor) -> torch.Tensor:
+        y = mappings.all_to_all(self._turned(y, -1, self.ep.size), self.ep)
+        return summed(y, self.order, self.place, self.k, self.whole)
 
     def _turned(self, rows: torch.Tensor, first: int, second: int) -> torch.Tensor:
         """Rows [first, second, C] -> [second, first, C]."""
         return rows.view(first, second, self.capacity, rows.shape[-1]).transpose(0, 1).flatten(0, 2)
 
 
-def _counted(flat: torch.Tensor, number: int, ep: Axis, drops: bool) -> Counts:
-    leaving, arriving = collectives.count_rows(flat, number, ep)
-    leaving_, arriving_ = None, None  # the same on the host
-    if flat.is_meta or drops or ep.size > 1:
-        leaving_, arriving_ = torch.stack((leaving, arriving)).tolist()  # it waits for the device, once
-    kept = len(flat) if leaving_ is None else sum(map(sum, leaving_))
-    sent, received = ([sum(row) for row in rows or [[kept]]] for rows in (leaving_, arriving_))
-    lengths = arriving_ and [sum(of_expert) for of_expert in zip(*arriving_)]
-    return Counts(kept, sent, received, arriving, Rows(arriving.sum(0), sum(received), lengths))
-
-
-def _permuted(
-    x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int = 1, whole: bool = True
-) -> torch.Tensor:
+def permuted(x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int = 1, whole: bool = True) -> torch.Tensor:
     """See `fused_kernels.reference.permute`."""
     return choose_kernel("permute", Case(x.device.type, x.dtype)).run(x, order, place, k, whole)
+
+
+def summed(y: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int, whole: bool) -> torch.Tensor:
+    """See `fused_kernels.reference.unpermute`."""
+    return choose_kernel("unpermute", Case(y.device.type, y.dtype)).run(y, order, place, k, whole)
 
 
 def _aligned(

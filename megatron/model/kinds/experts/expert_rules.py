@@ -3,7 +3,7 @@
 
 from types import SimpleNamespace
 
-from megatron.model.kinds.experts.parts import known_ways
+from megatron.model.kinds.experts.parts import known_ways, parts_of
 from megatron.model.kinds.experts.settings import SYMBOL
 from megatron.settings.rules import Rule, divisors, either, said
 
@@ -184,6 +184,17 @@ RULES = (
     Rule(
         lambda s: s.moe_pad_expert_input_to_capacity and s.moe_expert_capacity_factor is None,
         lambda s: "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor, such as 1.25",
+    ),
+    Rule(
+        lambda s: _mixture(s) and s.moe_token_dispatcher_type == "flex" and s.moe_pad_expert_input_to_capacity,
+        lambda s: (
+            "--moe-token-dispatcher-type flex sends tokens, and --moe-pad-expert-input-to-capacity as many rows to each "
+            "expert; leave one of the two out"
+        ),
+    ),
+    Rule(
+        lambda s: s.moe_token_dispatcher_type == "flex" and parts_of(s.settings.model).dispatcher,
+        lambda s: "--moe-token-dispatcher-type flex: this model brings a dispatcher of its own; leave the flag out",
     ),
     Rule(
         lambda s: s.moe_shared_expert_gate and s.moe_shared_expert_intermediate_size is None,

@@ -20,6 +20,7 @@ from torch import nn
 
 from megatron.fused_kernels import Case, choose_kernel, reference
 from megatron.fused_kernels.cpu_ops import bmm
+from megatron.model.recompute import recompute
 from megatron.model.weights import Table
 from megatron.mpu.layers import LinearOptions, create_parameters, linear
 from megatron.mpu.linear_product import LinearProduct
@@ -81,7 +82,8 @@ class GroupedLinear(nn.Module):
         self.axes, self.tp, self.with_bias = axes, axes[1], with_bias
         create_parameters(self, weights, axes, **factory_kwargs)
 
-    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rows: Rows, weights: Optional[torch.Tensor] = None) -> torch.Tensor:
+        """weights: [m, 1], of which x is a multiple, and the bias, too; None: 1."""
         x = x if self.product is None else self.product.transform_input(x)
         options = LinearOptions(
             deferred=self.weight_grad_store,
@@ -92,7 +94,10 @@ class GroupedLinear(nn.Module):
         y = linear(x, self.weight, None, options)
         if self.bias is None:
             return y
-        return y + rows.each(self.bias.flatten(1)) * self.with_bias
+        if weights is None:
+            return y + rows.each(self.bias.flatten(1)) * self.with_bias
+        added = lambda bias, weights: (rows.each(bias) * weights * self.with_bias).to(y.dtype)
+        return y + recompute(added, self.bias.flatten(1), weights, draws=False)  # the bias of each row is not kept
 
 
 class MultiplyByExpert(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.model.kinds.experts.expert_rules import RULES
-from megatron.model.kinds.experts.parts import capacity, expert_sums, ways_of
+from megatron.model.kinds.experts.parts import capacity, expected_parts, expert_sums, ways_of
 from megatron.model.kinds.experts.settings import SYMBOL, ExpertSettings
 from megatron.model.kinds.experts.weights import experts
 from megatron.model.kinds.mixer import Mixer
@@ -40,7 +40,7 @@ def expert_ops(x: Residual) -> tuple[LayerOp, ...]:
     over = lambda axis, size, *calls, again=again: Collective(
         "experts", axis, getattr(share, axis), size, *calls, again=again
     )
-    exchange = over("ep", rows * w * e, ("all_to_all",), ("all_to_all",))
+    there, back, order_bytes = _exchanges(x, gathered, rows)
     cuts = share.tp > 1 and not share.sp  # each rank of tp takes its part of the rows
     ours = x.tokens * h * e * cuts
     cut, join = (
@@ -48,7 +48,6 @@ def expert_ops(x: Residual) -> tuple[LayerOp, ...]:
     )
     loads = [over(axis, 8 * experts * share.micro_batch_size, ("all_reduce",), again=(ONCE,)) for axis in ("cp", "tp")]
     sums = over("tp", 4 * len(expert_sums(m)), ("all_reduce",))
-    orders = 8 * (rows + pairs) + (16 * rows if share.ep > 1 else 0)
     of_tokens = 4 * n * h if e < 4 else n * h * e  # the router's input in fp32
     return (
         cut,
@@ -56,21 +55,51 @@ def expert_ops(x: Residual) -> tuple[LayerOp, ...]:
         Kernel("routing", kept=4 * n * experts * 2 + 16 * n * k, moved=4 * n * experts, again=again),
         *loads * any(way.label for way in ways_of(m).values()),
         sums,
+        *shared,
         *down,
         over("etp", gathered * w * e, *halves),
         over("etp", 8 * pairs, ("all_gather",)),  # the experts of each token
         over("etp", 4 * pairs, *halves),  # and their weights
-        over("ep", 8 * experts, *[("all_to_all",)] * (not m.moe_pad_expert_input_to_capacity), again=(ONCE,)),  # counts
-        Kernel("routing", kept=orders, moved=2 * rows * w, again=again),
-        exchange,
+        Kernel("routing", kept=order_bytes, moved=2 * rows * w, again=again),
+        *there,
         *_mlp_ops(x, activation, rows, pairs * share.ep / experts),
-        exchange,
-        Kernel("experts", kept=rows * w * e + 4 * pairs, moved=2 * rows * w, again=again),
+        *back,
+        Kernel("experts", moved=2 * rows * w, again=again),
         over("etp", gathered * w * e, *reversed(halves)),
         *up,
         join,
-        *shared,
     )
+
+
+def _exchanges(x: Residual, tokens: int, rows: int) -> tuple[list[LayerOp], list[LayerOp], int]:
+    """(exchanges of so many tokens to their experts, and back, bytes that say which row is whose).
+
+    rows: of this rank's experts
+    """
+    m, share, again = x.model, x.share, (MLP,)
+    width, k, both = m.expert_hidden_size * share.element, m.moe_router_topk, (("all_to_all",), ("all_to_all",))
+    over = lambda axis, ranks, size, calls, again=again: Collective("experts", axis, ranks, size, *calls, again=again)
+    counted = m.num_experts
+    if not share.ep_inner:
+        there = [over("ep", share.ep, rows * (width + 4), both)]  # with the weights of rows
+        back, orders = [over("ep", share.ep, rows * width, both)], rows + tokens * k + 2 * rows * (share.ep > 1)
+    else:
+        there, back, orders, arrived = [], [], rows, tokens
+        outer, inner = share.ep // share.ep_inner, share.ep_inner
+        for axis, ranks, parts in (("ep_outer", outer, outer), ("ep_inner", inner, share.ep)):
+            if ranks > 1:
+                reached = int(tokens * expected_parts(m, parts))  # as many arrive, on average
+                there += [
+                    over(axis, ranks, reached * (width + 4 * k), both),
+                    over(axis, ranks, reached * 2 * k, both[:1]),
+                ]
+                back.insert(0, over(axis, ranks, reached * width, both))
+                orders, arrived = orders + arrived * ranks + reached, reached
+        orders += arrived * k
+        counted += share.ep * (inner + 1)
+    if not m.moe_pad_expert_input_to_capacity:
+        there.insert(0, over("ep_counts", share.ep, 8 * counted, both[:1], again=(ONCE,)))
+    return there, back, 8 * orders
 
 
 def _mlp_ops(x: Residual, activation: Kernel, rows: int, each: float) -> tuple[LayerOp, ...]:
@@ -82,12 +111,12 @@ def _mlp_ops(x: Residual, activation: Kernel, rows: int, each: float) -> tuple[L
     )
     return (
         *product("up", w, f, own * matrices),
-        Kernel(
+        Kernel(  # times the weights of rows: its input and these are kept, and it is computed again for their gradient
             "experts",
-            kept=rows * activation.kept,
-            given=rows * activation.given,
-            moved=rows * activation.moved,
-            workspace=rows * activation.workspace,
+            kept=rows * (activation.given + 4),
+            given=rows * (activation.given + 4),
+            moved=rows * (activation.moved + 3 * f),
+            workspace=rows * (activation.workspace + 8 * f),
             again=(ACTIVATION, MLP),
         ),
         *product("down", f, w, own),

@@ -18,9 +18,10 @@ from torch import nn
 
 from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.kinds.experts.dispatch import Dispatcher, PaddedDispatcher
-from megatron.model.kinds.experts.grouped import GroupedLinear
+from megatron.model.kinds.experts.grouped import GroupedLinear, Rows
+from megatron.model.kinds.experts.hops import HopDispatcher
 from megatron.model.kinds.experts.parts import capacity, parts_of
-from megatron.model.kinds.experts.router import Memo, Router, Routing
+from megatron.model.kinds.experts.router import Router, Routing
 from megatron.model.kinds.mlp.module import MLP, Activation
 from megatron.model.recompute import recompute_output
 from megatron.model.weights import Table, take_prefix
@@ -57,14 +58,14 @@ class MoELayer(nn.Module):
         rows, memo = self._own_rows(x), context.routings.get(self.layer)
         routing = self.router(rows, self._own_mask(x, context.loss_mask), context.samples, memo=memo)
         context.routings[self.layer] = routing.memo
+        dispatcher, shared = self.experts.start(routing), None
+        if self.shared is not None:
+            shared = self.shared(x) if self.shared_gate is None else self.shared_gate(x) * self.shared(x)
         y = self.latent_down(rows)
-        y = self.latent_up(self.experts(y.flatten(0, 1), routing).view_as(y))
+        y = self.latent_up(self.experts(y.flatten(0, 1), routing, dispatcher).view_as(y))
         if self.cut:
             y = mappings.join_rows(y, self.tp)[: len(x)]
-        if self.shared is not None:
-            also = self.shared(x)
-            y = y + (also if self.shared_gate is None else self.shared_gate(x) * also)
-        return y, routing.sums
+        return y if shared is None else y + shared, routing.sums
 
     def _own_rows(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of this rank along tp, [s', b, h]; the last ones may be added rows of zeros."""
@@ -92,36 +93,60 @@ class Experts(Activation):
         model, mesh = setup.model, setup.mesh
         self.ep, self.etp, self.number = mesh.ep, mesh.etp, model.num_experts
         self.capacity_factor, self.padded = model.moe_expert_capacity_factor, model.moe_pad_expert_input_to_capacity
-        self.dispatcher = parts_of(model).dispatcher or Dispatcher
+        hops = dict(over=mesh.ep_counts, levels=(mesh.ep_outer, mesh.ep_inner))
+        usual = partial(HopDispatcher, **hops) if mesh.in_hops else partial(Dispatcher, over=mesh.ep_counts)
+        self.dispatcher = parts_of(model).dispatcher or usual
         axes = self.ep, self.etp
         self.up = GroupedLinear(take_prefix(weights, "up"), axes, **setup.factory)
         self.down = GroupedLinear(take_prefix(weights, "down"), axes, with_bias=mesh.etp.rank == 0, **setup.factory)
 
-    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        dispatcher = self._dispatcher(routing.experts, routing.memo)
-        routing.memo.counts = dispatcher.counts
-        rows = dispatcher.dispatch(mappings.gather_from_sequence_parallel_region(x, self.etp))  # [m, h]
-        y = dispatcher.back(self._mlp(rows, dispatcher.rows))
-        # Each rank of etp has a part of each expert's output, of all their tokens.
-        weights = mappings.gather_from_sequence_parallel_region(routing.weights, self.etp)
-        return mappings.reduce_scatter_to_sequence_parallel_region(dispatcher.combine(y, weights), self.etp)
-
-    def _dispatcher(self, experts: torch.Tensor, memo: Memo) -> Dispatcher:
-        """The dispatcher of this rank's tokens, and those of other etp ranks."""
-        n, k = experts.shape
-        experts = collectives.all_gather(experts, self.etp)
+    def start(self, routing: Routing) -> Dispatcher:
+        """The dispatcher of this rank's tokens, and those of other etp ranks. The numbers of rows are under way."""
+        (n, k), memo = routing.experts.shape, routing.memo
+        experts = collectives.all_gather(routing.experts, self.etp)
         if self.padded:
             most = self.etp.size * capacity(n, k, self.number, self.capacity_factor)
             return PaddedDispatcher(experts, self.number, self.ep, most)
         return self.dispatcher(experts, self.number, self.ep, self.capacity_factor is not None, memo.counts)
 
-    def _mlp(self, x: torch.Tensor, rows) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, routing: Routing, dispatcher: Dispatcher) -> torch.Tensor:
+        # Each rank of etp has a part of each expert, and all their tokens.
+        gathered = (mappings.gather_from_sequence_parallel_region(one, self.etp) for one in (x, routing.weights))
+        rows, weights = dispatcher.dispatch(*gathered)  # [m, h], [m, 1]
+        routing.memo.counts = dispatcher.counts
+        y = dispatcher.combine(self._mlp(rows, weights, dispatcher.rows))
+        return mappings.reduce_scatter_to_sequence_parallel_region(y, self.etp)
+
+    def _mlp(self, x: torch.Tensor, weights: torch.Tensor, rows: Rows) -> torch.Tensor:
         x = self.up(x, rows)  # [m, f/etp], twice as wide with a gate
         if not self.recompute_activation:
-            return self.down(self._activation(x), rows)
-        x, reading = recompute_output(self._activation, x, inside=self.region, of=(self,))
+            return self.down(_Weighted.apply(x, weights, self._activation), rows, weights)
+        weighted = lambda x, weights: (self._activation(x) * weights).to(x.dtype)
+        x, reading = recompute_output(weighted, x, weights, inside=self.region, of=(self,))
         with reading:
-            return self.down(x, rows)
+            return self.down(x, rows, weights)
+
+
+class _Weighted(torch.autograd.Function):
+    """The activation of x [m, ...], times weights [m, 1]. It keeps x alone, and computes the activation again for the
+    gradient of the weights.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weights, activation):
+        ctx.save_for_backward(x, weights)
+        ctx.activation = activation
+        return (activation(x) * weights).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weights = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.activation(x)
+        wide = gradient.to(weights.dtype)
+        [d_x] = torch.autograd.grad(y, x, (wide * weights).to(y.dtype))
+        return d_x, (wide * y.detach()).sum(-1, keepdim=True), None
 
 
 class SharedGate(nn.Module):

@@ -167,6 +167,27 @@ def expert_sums(model: Model) -> dict[str, float]:
     return {**weights, ENTROPY: 0.0}
 
 
+def expected_parts(model: Model, parts: int) -> float:
+    """How many of `parts` equal parts of the experts have some of a token's, on average over random scores.
+
+    With groups a token goes to each of the --moe-router-group-topk groups that it chooses, as it nearly always does: groups
+    are chosen by their best scores.
+
+    >>> from types import SimpleNamespace as Settings
+    >>> plain = dict(num_experts=256, moe_router_topk=8, moe_router_num_groups=None, moe_router_group_topk=None)
+    >>> groups = plain | dict(moe_router_num_groups=8, moe_router_group_topk=4)
+    >>> [round(expected_parts(Settings(**own), parts), 2) for own in (plain, groups) for parts in (4, 8, 64)]
+    [3.61, 5.29, 7.68, 3.14, 4.0, 7.61]
+    """
+    number, groups, chosen = model.num_experts, model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
+    size, each, k = number // parts, number // groups, max(1, model.moe_router_topk // chosen)
+    if size >= each:  # whole groups: is one of them chosen?
+        missed = math.comb(groups - size // each, chosen) / math.comb(groups, chosen)
+    else:  # a part of a group: is it chosen, and is one of its experts?
+        missed = 1 - chosen / groups * (1 - math.comb(each - size, k) / math.comb(each, k))
+    return parts * (1 - missed)
+
+
 def capacity(n: int, k: int, experts: int, factor: float) -> int:
     """The most tokens that an expert takes from a rank with n tokens: its equal share, times a factor.
 
