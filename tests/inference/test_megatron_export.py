@@ -277,7 +277,7 @@ def test_a_run_is_what_megatron_core_saved(tmp_path):
     for name, x in theirs.items():
         cut = 15 if "word_embeddings" in name else None  # the last row is padding
         same = torch.equal(mine[name][:cut], x[:cut]) if isinstance(x, torch.Tensor) else mine[name] == x
-        assert same and type(mine[name]) is type(x), name
+        assert same and getattr(mine[name], "dtype", None) == getattr(x, "dtype", None), name
     for name in ("opt_param_scheduler", "iteration", "checkpoint_version", "content_metadata"):
         assert common[name] == their_common[name], name
     assert common["optimizer"]["param_state_sharding_type"] == their_common["optimizer"]["param_state_sharding_type"]
