@@ -21,7 +21,7 @@ from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of
 
 ROOT = Path(__file__).resolve().parent.parent
-WIDTH, LENGTH, BATCH = 128, 256, 16
+WIDTH, LENGTH, BATCH = 128, 256, 8
 COMMON = f"""--hidden-size {WIDTH} --num-attention-heads 4 --seq-length {LENGTH} --position-embedding-type rope --swiglu
     --normalization RMSNorm --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --micro-batch-size {BATCH}
     --global-batch-size {BATCH} --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --weight-decay 0.1
@@ -43,10 +43,10 @@ def flags_of(shape: str, data: list[str]) -> list[str]:
     return [*f"{COMMON} {SHAPES[shape]}".split(), *data]
 
 
-def size_of(flags: list[str]) -> tuple[float, int, int]:
+def size_of(flags: list[str], vocabulary: int) -> tuple[float, int, int]:
     """(FLOPs of a step, weights, weights that a token uses)."""
     config = parse_any([*flags, "--train-iters", "1"])
-    facts = facts_of(config, 8192)
+    facts = facts_of(config, vocabulary)
     return facts.flops(seen=True) * LENGTH * BATCH, facts.parameters, facts.active_parameters
 
 
@@ -92,12 +92,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     asked = parser.parse_args(argv)
     data = ["--data-path", asked.data_path, "--vocab-file", asked.vocab_file, "--merge-file", asked.merge_file]
+    vocabulary = len(json.loads(Path(asked.vocab_file).read_text()))
     output, rows = Path(asked.output), []
     print("| layers | weights, used | steps | tokens | validation loss, mean | of seeds | seconds a step |")
     print("|---|---|---|---|---|---|---|")
     for number, shape in enumerate(SHAPES):
         flags = flags_of(shape, data)
-        of_step, weights, used = size_of(flags)
+        of_step, weights, used = size_of(flags, vocabulary)
         steps = round(asked.flops / of_step)
         found = [trained(flags, steps, 1234 + seed, output / f"{number}-{seed}") for seed in range(asked.seeds)]
         losses = [one["loss"] for one in found]

@@ -18,7 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from megatron.guard import processes
+from megatron.guard.beat_files import BeatReader
 from megatron.guard.heartbeat import Heartbeat
+from megatron.tools.supervise import SHARE, Effort, note
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --mock-data --vocab-size 1000 --lr 1e-3
@@ -60,6 +63,44 @@ def launch(supervised: bool, steps: int, folder: Path) -> tuple[float, float]:
     return statistics.median(seconds), used / wall
 
 
+def watch_many(ranks: int, each: int, seconds: float, poll: float = 0.5) -> tuple[float, float, int]:
+    """(CPU seconds a second, seconds of a look, looks) of a supervisor whose ranks' nodes write every two seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        nodes = [Path(folder) / f"node_n{number}.1.beats" for number in range(ranks // each)]
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(each), *map(str, nodes)])
+        while len(list(Path(folder).iterdir())) < len(nodes):
+            time.sleep(0.1)
+        reader, watching, seen, looks = BeatReader(Path(folder)), Effort(SHARE), {}, 0
+        began, used = time.monotonic(), time.thread_time()
+        while time.monotonic() - began < seconds:
+            time.sleep(poll)
+            if watching.may_begin():
+                beats, now, looks = reader.read(), time.monotonic(), looks + 1
+                note(beats, now, seen)
+                any(map(processes.is_gone, beats))
+                [beat for beat in beats if now - seen[beat.rank][1] > 300]
+        share = (time.thread_time() - used) / (time.monotonic() - began)
+        writer.kill()
+        writer.wait()
+        assert len(seen) == ranks
+        return share, share * seconds / looks, looks
+
+
+WRITER = """
+import json, sys, time
+each, nodes, count = int(sys.argv[1]), sys.argv[2:], 0
+seconds = dict.fromkeys(("data", "F", "B", "reduce", "update", "load", "index", "start"), 1.234)
+same = dict(born=1, phase="F", op="F3", usual=.1, machine="m", memory="/dev/shm/x", slurm_step="7.0", seconds=seconds)
+while True:
+    count += 1
+    for number, path in enumerate(nodes):
+        beats = [dict(same, rank=number * each + n, host=f"n{number}", pid=n, count=count, step=count) for n in range(each)]
+        lines = [json.dumps(beat) + "\\tdp group 1" for beat in beats]
+        open(path, "w").write("\\n".join([*lines, "end", ""]))
+    time.sleep(2)
+"""
+
+
 def cost(call, times: int = 20_000) -> float:
     """Seconds of a call, the best of three tries."""
     best = float("inf")
@@ -75,7 +116,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="launches of each kind (default 5)")
     parser.add_argument("--steps", type=int, default=100, help="steps of a launch (default 100)")
+    parser.add_argument(
+        "--ranks", type=int, help="instead: what it costs to watch so many ranks, of simulated nodes of 8"
+    )
     arguments = parser.parse_args()
+    if arguments.ranks:
+        share, look, looks = watch_many(arguments.ranks, 8, 30.0)
+        print(f"{arguments.ranks} ranks: {share:.2%} of a core; a look takes {look * 1e3:.1f} ms, {looks} in 30 s")
+        return
     bare, supervised, shares = [], [], []
     for number in range(2 * arguments.repeats):
         kind = number % 2 ^ (number // 2) % 2  # bare, supervised, supervised, bare, ...: a drift harms both alike

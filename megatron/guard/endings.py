@@ -6,9 +6,11 @@ import os
 import re
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from typing import Optional
 
 from megatron.errors import PeerLost, exit_code
+from megatron.guard import flight_recorder
 from megatron.guard.exits import FOR_ANOTHER
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.resume_command import job_command, last_checkpoint
@@ -34,6 +36,8 @@ def guarded(settings: Guard, config: Optional[Config] = None) -> Iterator[Heartb
     config: the training run's; its timeout and last checkpoint go into the message.
     """
     heartbeat = Heartbeat(settings.heartbeat_dir, rank_env.ranks().rank)
+    if flight_recorder.switch_on(settings):
+        heartbeat.record_trace(partial(flight_recorder.dump, settings.flight_recorder_dump_path, rank_env.ranks().rank))
     heartbeat.listen()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # no rank outlives a launcher that was killed
         die_with_parent()

@@ -12,7 +12,9 @@ import time
 from pathlib import Path
 
 from megatron.guard import processes
-from megatron.guard.heartbeat import LOOK, STACKS, STACKS_SIGNAL, Beat, ask, beat_path, stacks_path
+from megatron.guard.beat_files import LOOK, STACKS, TRACE, Beat, ask, beat_path, stacks_path
+from megatron.guard.flight_recorder import PREFIX, Dump, read_dumps
+from megatron.guard.heartbeat import STACKS_SIGNAL
 from megatron.guard.stacks import Frame, Standstill, parse, parse_spied
 from megatron.storage.processes import state
 
@@ -65,37 +67,54 @@ def spy(beats: list[Beat]) -> dict[int, Stacks]:
     return {rank: own for rank, own in stacks.items() if own}
 
 
+def request_traces(beats: list[Beat], folder: Path, traces: Path) -> dict[int, Dump]:
+    """Rank -> its last collectives, which the ranks write on request to the folder `traces`."""
+    asked = {beat.rank for beat in beats if beat.records and state_of(beat) not in ("T", "t", "Z", "")}
+    if not asked:
+        return {}
+    for path in traces.glob(f"{PREFIX}*"):  # of a hang before
+        path.unlink(missing_ok=True)
+    ask(folder, TRACE)
+    deadline = time.monotonic() + 4 * LOOK
+    while time.monotonic() < deadline and not asked <= (found := read_dumps(traces)).keys():
+        time.sleep(0.1)
+    return found
+
+
 def request_stacks(beats: list[Beat], folder: Path) -> dict[int, Stacks]:
     """Rank -> stacks that it wrote on request: by a signal, or by a file for ranks of another machine."""
-    sizes = {beat.rank: _size(folder, beat.rank) for beat in beats}
+    paths = {beat.rank: _path(beat, folder) for beat in beats}
+    sizes = {rank: _size(path) for rank, path in paths.items()}
     near = [beat for beat in beats if processes.alive_here(beat)]
     for beat in near if STACKS_SIGNAL else ():
         processes.send(beat.pid, STACKS_SIGNAL)
     if len(near) < len(beats):
         ask(folder, STACKS)
 
-    deadline = time.monotonic() + WRITING + (0 if len(near) == len(beats) else 2 * LOOK)
+    deadline = time.monotonic() + WRITING + (0 if len(near) == len(beats) else 3 * LOOK)
     before: dict[int, int] = {}
     while beats and time.monotonic() < deadline:
-        now = {rank: _size(folder, rank) for rank in sizes}
+        now = {rank: _size(path) for rank, path in paths.items()}
         gone = {beat.rank for beat in near if processes.is_gone(beat)}  # killed a moment ago: it will not write
         if now == before and all(now[rank] > size or rank in gone for rank, size in sizes.items()):
             break  # all have written, and no file grows any more
         before = now
         time.sleep(0.1)
     return {
-        rank: parse(_path(folder, rank).read_bytes()[size:].decode("utf-8", "replace"))
+        rank: parse(paths[rank].read_bytes()[size:].decode("utf-8", "replace"))
         for rank, size in sizes.items()
-        if _size(folder, rank) > size
+        if _size(paths[rank]) > size
     }
 
 
-def _path(folder: Path, rank: int) -> Path:
-    return stacks_path(beat_path(folder, rank))
+def _path(beat: Beat, folder: Path) -> Path:
+    """Where a rank's stacks are: in memory, if it is of this machine."""
+    here = beat.memory and processes.alive_here(beat)
+    return stacks_path(beat_path(Path(beat.memory) if here else folder, beat.rank))
 
 
-def _size(folder: Path, rank: int) -> int:
+def _size(path: Path) -> int:
     try:
-        return _path(folder, rank).stat().st_size
+        return path.stat().st_size
     except OSError:
         return 0

@@ -1,85 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats: a small file per rank with its present step and phase, readable at any time, also when the rank hangs.
+"""Heartbeats: a rank's present step and phase in its node's memory, readable at any time, also when the rank hangs.
 
-    heartbeat = Heartbeat("/dev/shm/job", rank=3)
-    heartbeat.beat("data", step=17)      # about 3 microseconds: one pwrite
+    heartbeat = Heartbeat("/shared/job/beats", rank=3)
+    heartbeat.beat("data", step=17)      # about 3 microseconds, and no system call
     ...
-    for beat in read_beats("/dev/shm/job"): print(beat.rank, beat.step, beat.phase, beat.op, beat.group)
+    for beat in read_beats("/shared/job/beats"): print(beat.rank, beat.step, beat.phase, beat.op, beat.group)
 
 The file is one JSON object of a fixed length, rewritten in place, followed by the name of the process group of the last
-collective. Without a folder nothing is written, but the time of each phase is still counted. SIGUSR2 makes a rank write
-the stacks of its threads to a file next to the heartbeat, even when it hangs. A supervisor on another machine cannot send
-signals: it creates a file in the folder (`ask`), and a thread of the rank checks for this file. Needs no torch.
+collective; `beat_files` says where it lies. Without a folder nothing is written, but the time of each phase is still
+counted. SIGUSR2 makes a rank write the stacks of its threads to a file next to the heartbeat, even when it hangs. A thread
+tells the supervisor on another machine how the ranks of this node are, and serves its requests. Needs no torch.
 """
 
 import contextlib
 import faulthandler
 import json
+import mmap
 import os
+import shutil
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Optional
 
 from megatron.errors import in_a_line, node_name
+from megatron.guard import beat_files
+from megatron.guard.beat_files import BEAT, GROUP, REQUESTS, SIZE, STOP, TRACE, WELL, beat_path, memory_of, stacks_path
 from megatron.storage.processes import process_start_ticks
 
-SIZE = 2048  # bytes of a heartbeat file
-GROUP = 64  # bytes at its end, for the name of a group
-LOOK = 2.0  # seconds between two checks for requests of a supervisor on another machine
 STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)
-STACKS, STOP = "stacks.wanted", "stop.wanted"  # files that such a supervisor creates
 STARTUP = dict(start="imports", join="rendezvous", model="model", load="checkpoint", index="data")  # phases -> words
-
-
-@dataclass(frozen=True)
-class Beat:
-    """The content of a heartbeat file."""
-
-    rank: int
-    host: str
-    pid: int
-    born: int  # start of the process in kernel ticks: distinguishes it from a later one with the same pid
-    count: int  # beats so far: a rank is silent while this does not change
-    phase: str
-    step: int  # the present one, from 1; 0 before the first
-    since: int = 0  # the step that this process began with
-    op: str = ""  # of the pipeline's schedule: F3 is the forward pass of micro-batch 3
-    usual: float = 0.0  # median seconds between beats of this phase so far
-    seconds: dict = field(default_factory=dict)  # phase -> total, up to the last change of step
-    first_step: float = 0.0  # seconds of the first step
-    place: str = ""  # on the axes of the grid: "dp 1 pp 0 tp 2"
-    machine: str = ""  # for `pid`: hosts can share a name, and containers a host
-    slurm_step: str = ""  # JOB.STEP of the process
-    group: str = ""  # of the last collective or message: "dp group 1"
-    at: float = 0.0  # Unix seconds, by the clock of its node
-    ended: Optional[int] = None  # exit code
-    why: str = ""  # the first line of the error that ended it
 
 
 class Heartbeat:
     """A rank's heartbeat. All methods are cheap."""
 
     def __init__(self, folder: Optional[str] = None, rank: int = 0):
-        self.file, self.stacks = None, None
+        self.file: Optional[mmap.mmap] = None
+        self.stacks = None
         self.count, self.step, self.since, self.phase, self.group = 0, 0, 0, "start", ""
         self.at = time.monotonic() - age()  # counts the imports
         self.usual: dict[str, float] = {}
         self.totals: dict[str, float] = {}
         self.first_step, self._began = 0.0, 0.0
         self._over = threading.Event()
+        self.dump_trace: Optional[Callable[[], object]] = None
+        self._thread: Optional[threading.Thread] = None
         if folder is None:
             return
-        self.folder = Path(folder)
+        self.folder, self.rank, who = Path(folder), rank, beat_files.machine()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.path = beat_path(self.folder, rank)
-        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self.memory = memory_of(self.folder, who)
+        if self.memory != self.folder:
+            beat_files.remove_left_memories(who)
+            self.memory.mkdir(exist_ok=True)
+        self.path = beat_path(self.memory, rank)
+        if not self._map():
+            return
         if STACKS_SIGNAL is not None:
             self.stacks = stacks_path(self.path).open("wb", buffering=0)
             if (
@@ -88,9 +68,8 @@ class Heartbeat:
             ):
                 signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # one that comes after `close` does not end the rank
             faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
-        who = dict(
-            rank=rank, host=node_name(), pid=os.getpid(), born=process_start_ticks(os.getpid()), machine=machine()
-        )
+        who = dict(rank=rank, host=node_name(), machine=who, memory=str(self.memory))
+        who |= dict(pid=os.getpid(), born=process_start_ticks(os.getpid()))
         words = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
         if all(words):
             who["slurm_step"] = ".".join(words)
@@ -98,10 +77,33 @@ class Heartbeat:
         self.tail = "{}"
         self.beat("start")
 
+    def _map(self) -> bool:
+        """Map the file; a note instead if there is no room for it."""
+        try:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            try:
+                os.posix_fallocate(
+                    file, 0, SIZE
+                )  # or a write to the mapped file would end the process in a full memory
+                self.file = mmap.mmap(file, SIZE)
+            finally:
+                os.close(file)
+        except (OSError, ValueError) as error:
+            print(f"warning: no heartbeat of rank {self.rank}: {self.path}: {error}", file=sys.stderr, flush=True)
+        return self.file is not None
+
     def listen(self) -> None:
-        """Start a thread that serves requests of a supervisor on another machine; `close` ends it."""
+        """Start the thread that speaks with a supervisor on another machine; `close` ends it."""
         if self.file is not None:
-            threading.Thread(target=self._serve_requests, name="heartbeat", daemon=True).start()
+            self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
+            self._thread.start()
+
+    def record_trace(self, dump: Callable[[], object]) -> None:
+        """Note that this rank can dump its last collectives, on request."""
+        self.dump_trace = dump
+        if self.file is not None:
+            self.head += ', "records": true'
+            self.beat(self.phase)
 
     def note_place(self, place: dict[str, int]) -> None:
         """Add the rank's coordinates to its heartbeat."""
@@ -160,8 +162,10 @@ class Heartbeat:
         why = "" if error is None else in_a_line(str(error)) or type(error).__name__
         why = why.encode("ascii", "replace").decode()
         self._write("", f', "ended": {code}, "why": {json.dumps(why)}')
-        os.close(self.file)
-        self.file = None
+        if self._thread is not None:
+            self._thread.join(beat_files.LOOK)
+            self._tell(last=True)
+        self.file = None  # unmapped with its last reader: the thread may still look at it
         if self.stacks is not None:
             faulthandler.unregister(STACKS_SIGNAL)
             self.stacks.close()
@@ -183,79 +187,50 @@ class Heartbeat:
             f'"op": "{op}", "usual": {self.usual.get(self.phase, 0.0):.4g}, "first_step": {self.first_step:.4g}, '
             f'"at": {time.time():.3f}, "seconds": {self.tail}{more}, "same": {self.count}}}'
         )
-        room = SIZE - GROUP - 1
-        self._put(text.encode().ljust(room)[:room] + b"\n", 0)
+        self._put(text.encode().ljust(BEAT - 1)[: BEAT - 1] + b"\n", 0)
 
     def _put(self, text: bytes, at: int) -> None:
-        try:
-            os.pwrite(self.file, text, at)
-        except OSError as error:  # training continues without a heartbeat when the disk is full
-            print(f"warning: {self.path} is no longer written: {error}", file=sys.stderr, flush=True)
-            os.close(self.file)
-            self.file = None
+        self.file[at : at + len(text)] = text
 
-    def _serve_requests(self) -> None:
-        """The thread: sync the heartbeat for other machines, and serve each of their requests once."""
-        done = set()
-        while not self._over.wait(LOOK):
-            with contextlib.suppress(OSError, ValueError, TypeError):  # closed at this moment
-                os.fsync(self.file)
-                for request in (STACKS, STOP):
-                    if request not in done and (self.folder / request).exists():
-                        done.add(request)
-                        self._serve(request)
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Mark that this rank is well, tell the supervisor how the node is, and serve each of its requests once."""
+        done: set[str] = set()
+        while not self._over.wait(beat_files.LOOK):
+            self._mark_well()
+            self._tell()
+            for request in REQUESTS:
+                if request not in done and (self.memory / request).exists():
+                    done.add(request)
+                    self._serve(request)
+
+    def _mark_well(self) -> None:
+        if (file := self.file) is not None:
+            file[BEAT : BEAT + WELL] = f"{time.monotonic():{WELL}.3f}".encode()
+
+    def _tell(self, last: bool = False) -> None:
+        """Write the node's file and fetch requests, if this rank is the one that does so for its node. last: at its end"""
+        with contextlib.suppress(OSError):  # the shared folder does not answer: the next message says more
+            if self.memory == self.folder or not (last or beat_files.is_node_writer(self.memory, self.rank)):
+                return
+            for request in REQUESTS:
+                if (self.folder / request).exists():
+                    (self.memory / request).touch()
+            beat_files.write_node(self.memory, self.folder, f"{node_name()}.{os.getppid()}")
 
     def _serve(self, request: str) -> None:
         if request == STOP:
             os.kill(os.getpid(), signal.SIGTERM)
+        elif request == TRACE:
+            if self.dump_trace is not None:
+                with contextlib.suppress(OSError, RuntimeError):
+                    self.dump_trace()
         elif self.stacks is not None:
             faulthandler.dump_traceback(self.stacks, all_threads=True)
-            os.fsync(self.stacks.fileno())
-
-
-def beat_path(folder: Path, rank: int) -> Path:
-    """Path of the heartbeat of a rank."""
-    return folder / f"rank_{rank:05d}.beat"
-
-
-def stacks_path(beat: Path) -> Path:
-    """Path of the file to which the rank of a heartbeat file writes its stacks."""
-    return beat.with_suffix(".stacks")
-
-
-def read_beats(folder: Path) -> list[Beat]:
-    """The heartbeats of all ranks, in rank order. A file in the middle of a change is read again."""
-    beats = [read_beat(path) for path in sorted(Path(folder).glob("rank_*.beat"))]
-    return [beat for beat in beats if beat is not None]
-
-
-def ask(folder: Path, request: str) -> None:
-    """Request STACKS or STOP from all ranks with a heartbeat in this folder; they check every `LOOK` seconds."""
-    (Path(folder) / request).touch()
-
-
-def clear(folder: Path) -> None:
-    """Remove a job's heartbeats, stacks and requests from its folder."""
-    for pattern in ("rank_*.beat", "rank_*.stacks", STACKS, STOP):
-        for path in Path(folder).glob(pattern):
-            path.unlink(missing_ok=True)
-
-
-def read_beat(path: Path, tries: int = 50) -> Optional[Beat]:
-    """One rank's heartbeat; None when it cannot be read."""
-    for _ in range(tries):
-        try:
-            raw = path.read_bytes()
-            group = raw[SIZE - GROUP :].decode("ascii", "replace").strip(" \n\0")
-            record = json.loads(raw[: SIZE - GROUP])
-            if record.pop("same", record["count"]) == record["count"]:  # else it was read during a change
-                return Beat(**record, group=group)
-        except OSError:
-            return None
-        except (ValueError, TypeError, KeyError, AttributeError):
-            pass
-        time.sleep(0.002)
-    return None
+            if self.memory != self.folder:
+                with contextlib.suppress(OSError):
+                    shutil.copyfile(stacks_path(self.path), stacks_path(beat_path(self.folder, self.rank)))
 
 
 def age() -> float:
@@ -265,13 +240,3 @@ def age() -> float:
     if clock is None or not ticks:
         return 0.0
     return max(0.0, time.clock_gettime(clock) - ticks / os.sysconf("SC_CLK_TCK"))
-
-
-@cache
-def machine() -> str:
-    """An id shared by the processes that see each other under the same pids: kernel boot id and pid namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot[:13]}/{os.readlink('/proc/self/ns/pid').strip('pid:[]')}"
-    except OSError:
-        return socket.gethostname()

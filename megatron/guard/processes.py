@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron.guard.heartbeat import Beat, machine
+from megatron.guard.beat_files import Beat, machine
 from megatron.storage.processes import die_with_parent, process_start_ticks, stat_of, state
 
 
@@ -80,8 +80,12 @@ def signal_groups(pids: Iterable[int], number: int) -> None:
 
 
 def is_gone(beat: Beat) -> bool:
-    """Whether a rank's process ran on this machine and no longer exists."""
-    return beat.machine == machine() and (process_start_ticks(beat.pid) != beat.born or state(beat.pid) == "Z")
+    """Whether a rank's process no longer exists: it ran on this machine, or another rank of its node says so."""
+    return (
+        beat.gone
+        or beat.machine == machine()
+        and (process_start_ticks(beat.pid) != beat.born or state(beat.pid) == "Z")
+    )
 
 
 def signal_of_zombie(pid: int) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron.errors import DataError, Failure, Interrupted, Preempted
 from megatron.guard import processes
-from megatron.guard.heartbeat import beat_path, read_beats
+from megatron.guard.beat_files import Beat, read_beats
 from megatron.guard.supervisor_mark import Mark, lost_supervisor
 from megatron.settings.batch import total_iterations
 from megatron.settings.schema import Config, from_record
@@ -237,11 +237,11 @@ def alive(metrics: Path, history: History, usual: float, now: float) -> tuple[st
         return "ended", "", age
     beats, doing = _beats(launch), ""
     if beats:
-        age = now - max(_written(path) for _, path in beats)
-        lost = [beat for beat, _ in beats if beat.ended or beat.ended is None and processes.is_gone(beat)]
+        age = now - max(beat.at for beat in beats)
+        lost = [beat for beat in beats if beat.ended or beat.ended is None and processes.is_gone(beat)]
         if lost:
             return "failed", f"rank {lost[0].rank}: {lost[0].why or 'killed'}", age
-        doing = f"{beats[0][0].phase} of step {beats[0][0].step}"
+        doing = f"{beats[0].phase} of step {beats[0].step}"
     elif launch.get("host") == socket.gethostname() and launch.get("pid") and not exists(launch["pid"]):
         return "failed", "killed: it ended without a word", age
     started = bool(history.steps.rows) or history.last.get("kind") == "rewind"
@@ -250,11 +250,10 @@ def alive(metrics: Path, history: History, usual: float, now: float) -> tuple[st
     return ("running" if started else "starting"), doing, age
 
 
-def _beats(launch: dict) -> list[tuple]:
-    """(heartbeat, its file) of each rank of this launch, if any."""
+def _beats(launch: dict) -> list[Beat]:
+    """The heartbeat of each rank of this launch, if any."""
     folder = ((launch.get("config") or {}).get("guard") or {}).get("heartbeat_dir")
-    beats = read_beats(Path(folder)) if folder and Path(folder).is_dir() else []
-    return [(beat, beat_path(Path(folder), beat.rank)) for beat in beats]
+    return read_beats(Path(folder)) if folder and Path(folder).is_dir() else []
 
 
 def _total(config, mesh: dict, at: dict) -> Optional[int]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from megatron.guard.heartbeat import Beat
+from megatron.guard.beat_files import Beat
 
 PHASES = dict(
     start="starting",

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Optional
 
-from megatron.guard.heartbeat import machine
+from megatron.guard.beat_files import machine
 from megatron.storage.processes import process_start_ticks
 
 SUPERVISOR = "MEGATRON_SUPERVISOR"  # in the environment of ranks: path of the mark

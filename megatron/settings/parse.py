@@ -60,6 +60,16 @@ def parse(argv: list[str], groups: dict[str, type] = schema.GROUPS, **more) -> d
     return parse_with_record(argv, groups, **more)[0]
 
 
+def _of_recipe(defaults: Defaults, reader: SettingsReader, prog: str) -> Mapping[str, Any]:
+    """The recipe's defaults. Raises UsageError for what they lack, or for unknown words, which may have meant to say it."""
+    try:
+        return defaults(reader.chosen()) if callable(defaults) else defaults
+    except UsageError:
+        if reader.problems:
+            raise messages.usage_error(reader.problems, prog) from None
+        raise
+
+
 def parse_with_record(
     argv: list[str],
     groups: dict[str, type] = schema.GROUPS,
@@ -86,13 +96,7 @@ def parse_with_record(
         own = tuple(set(groups) - set(schema.GROUPS)) if set(schema.GROUPS) <= set(groups) else ()
         _help(reader, settings, prog, description, common, own)
         sys.exit(0)
-    try:
-        own = defaults(reader.chosen()) if callable(defaults) else defaults
-    except UsageError:
-        if reader.problems:  # such as an unknown flag that was to say what is missing
-            raise messages.usage_error(reader.problems, prog) from None
-        raise
-    reader.say_defaults(own, "the recipe")
+    reader.say_defaults(_of_recipe(defaults, reader, prog), "the recipe")
     if not callable(defaults):  # a function reads the checkpoint itself
         reader.read_checkpoint(groups, starts_from)
     plan = reader.read_plan()

@@ -279,7 +279,9 @@ class ChatTemplate:
             first = "; the first message is an answer" if messages[0]["role"] == ASSISTANT else ""
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == TEMPLATE]
             where = f"{self.place}, line {lines[-1]}" if lines else self.place
-            raise RefusedMessages(f"the chat template cannot write these messages ({where}): {error}{first}") from None
+            missing = "it reads what they do not have: " * (type(error).__name__ == "UndefinedError")
+            why = f"{missing}{error}{first}"
+            raise RefusedMessages(f"the chat template cannot write these messages ({where}): {why}") from None
         written: Counter[str] = Counter()  # how often the text must have a content
         for number, message in enumerate(messages):
             where = f"messages[{number}]"

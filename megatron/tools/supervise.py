@@ -44,7 +44,8 @@ from megatron.errors import (
 )
 from megatron.guard import command as commands
 from megatron.guard import processes, slurm
-from megatron.guard.evidence import standstills
+from megatron.guard.beat_files import STOP, Beat, BeatReader, ask, clear, machine, read_beats
+from megatron.guard.evidence import request_traces, standstills
 from megatron.guard.exits import (
     Action,
     End,
@@ -56,8 +57,8 @@ from megatron.guard.exits import (
     reason_in_log,
     to_shell,
 )
+from megatron.guard.flight_recorder import explain_dumps
 from megatron.guard.goodput import Attempt, account
-from megatron.guard.heartbeat import STOP, Beat, ask, clear, machine, read_beats
 from megatron.guard.nodes import Nodes
 from megatron.guard.resume_command import COMMAND, module_command, resumed
 from megatron.guard.stacks import explain
@@ -80,6 +81,7 @@ FRESH_START = 600.0  # seconds of an attempt after which the back-off is reset
 LINGER = 10.0  # seconds that a launcher has to notice that a rank is gone, and to report how
 COMMAND_ERRORS = (UsageError.code, SettingsError.code)  # that cannot be, where the same command has trained
 QUEUED = "back in the queue"  # of SLURM: the outcome of a job that it starts again
+SHARE = 0.005  # of a core that looking at the ranks may cost
 LATE = 0.5  # seconds beyond --poll between two checks that still count as silence
 
 
@@ -168,6 +170,8 @@ class Supervisor:
         self.logs = log_folder(settings.log_dir, self.save)
         for folder in (self.beats, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
+        given = config.guard.flight_recorder_dump_path if config else None
+        self.traces = Path(given or self.logs.absolute() / "flight_recorder")
         self.ranks = commands.ranks_of(command)
         self.attempts: list[Attempt] = []
         self.asked_to_stop: Optional[int] = None
@@ -242,7 +246,7 @@ class Supervisor:
                 return "interrupted by Ctrl-C"
             requeued = settings.on_preempt == "requeue" and self.requeue()
             return "preempted" + (f", {QUEUED}" if requeued else "")
-        no_longer_starts = not attempt.made_a_step and self.has_trained()
+        no_longer_starts = self.no_longer_starts(attempt)
         if verdict.action is Action.STOP and not (no_longer_starts and verdict.code in COMMAND_ERRORS):
             return f"stopped: {verdict.cause}"
         if len(self.attempts) > settings.max_restarts:
@@ -265,6 +269,11 @@ class Supervisor:
     def has_trained(self) -> bool:
         """Whether the job has made steps: then its command works, and what no longer starts has broken since."""
         return any(attempt.made_a_step for attempt in self.attempts) or newest_checkpoint(self.save) is not None
+
+    def no_longer_starts(self, attempt: Attempt) -> bool:
+        """Whether an attempt of a job that has trained made no step, and not for a node with a supervisor of its own."""
+        elsewhere = attempt.code == PeerLost.code and not commands.is_srun(self.command)
+        return not attempt.made_a_step and self.has_trained() and not elsewhere
 
     def failed_nodes(self, attempt: Attempt, verdict: JobVerdict) -> dict[str, str]:
         """Node -> reason, for each that fails the check, or whose ranks have lost their device again."""
@@ -310,7 +319,7 @@ class Supervisor:
         if not commands.is_srun(self.command) or not slurm.job():
             raise SettingsError(
                 "--spare-nodes leaves nodes of a SLURM allocation idle, and this is no command of srun in a job",
-                do="without SLURM: megatron.tools.launch --spare-nodes, and a supervisor on each node (docs/survival.md)",
+                do="supervise ... --spare-nodes N -- srun ... in a batch script (docs/survival.md)",
             )
         if not 0 < spares < allocated:
             raise SettingsError(f"--spare-nodes {spares}: the allocation has {allocated} nodes")
@@ -437,6 +446,7 @@ class Supervisor:
         words = self.nodes.placed(resumed(self.command, self.save, self.others))
         words = commands.with_flag(words, "--heartbeat-dir", str(self.beats))
         words = commands.with_flag(words, "--exit-signal-handler")
+        words = commands.with_flag(words, "--flight-recorder-dump-path", str(self.traces))
         number = len(self.attempts)
         attempt = Attempt(number, self.ranks, launched=time.monotonic() - self.began, excluded=len(self.nodes.excluded))
         self.attempts.append(attempt)
@@ -467,15 +477,16 @@ class Supervisor:
         seen: dict[int, tuple[int, float]] = {}  # rank -> (count of its last beat, time of its arrival)
         asked: Optional[float] = None
         gone: Optional[float] = None
-        clock = Clock(self.settings.poll + LATE)
+        clock, reader, watching = Clock(self.settings.poll + LATE), BeatReader(self.beats), Effort(SHARE)
         while job.poll() is None:
             time.sleep(self.settings.poll)
             self.copy_log()
             self.refresh_mark()
-            now, beats = clock.look(), read_beats(self.beats)
-            for beat in beats:
-                if seen.get(beat.rank, (None,))[0] != beat.count:
-                    seen[beat.rank] = beat.count, now
+            now = clock.look()
+            if not watching.may_begin() and not (self.asked_to_stop and asked is None) and not self.stop_now:
+                continue
+            beats = reader.read()
+            note(beats, now, seen)
             if self.asked_to_stop and asked is None:
                 asked = now
                 self.pass_on(job, beats)
@@ -545,10 +556,11 @@ class Supervisor:
         what = f"the job hangs: no word from rank {', '.join(map(str, ranks))} for {seconds:.0f} s"
         log(what)
         lines = explain(standstills(beats, self.beats, silent))
-        for line in lines:
+        traced = explain_dumps(request_traces(beats, self.beats, self.traces))
+        for line in [*lines, *traced]:
             log(f"  {line}")
         step = min(beat.step for beat in beats)
-        message = "; ".join([what, *lines[:1]])
+        message = "; ".join([what, *lines[:1], *traced[:1]])
         self.hang = message.removeprefix("the job hangs: ")
         self.events.record("hang", message, iteration=max(0, step - 1), ranks=ranks, seconds=round(seconds, 1))
 
@@ -722,6 +734,30 @@ class Clock:
         now = time.monotonic()
         self.seconds, self.last = self.seconds + min(now - self.last, self.most), now
         return self.seconds
+
+
+def note(beats: list[Beat], now: float, seen: dict[int, tuple[int, float]]) -> None:
+    """Note when each rank gave its last sign of life. seen: rank -> (count of its last beat, time of its arrival)"""
+    for beat in beats:
+        if seen.get(beat.rank, (None,))[0] != beat.count:
+            seen[beat.rank] = beat.count, now
+
+
+class Effort:
+    """Keeps work that is done again and again at a share of one core: it begins later if it took longer before."""
+
+    def __init__(self, share: float):
+        self.share, self.began, self.next = share, None, 0.0
+
+    def may_begin(self) -> bool:
+        """Whether the work may begin now; what the thread did since it last began is taken as its cost."""
+        spent, now = time.thread_time(), time.monotonic()
+        if self.began is not None:
+            self.next, self.began = now + (spent - self.began) / self.share, None
+        if now < self.next:
+            return False
+        self.began = spent
+        return True
 
 
 def log_folder(asked: Optional[str], save: Optional[str]) -> Path:

@@ -21,7 +21,7 @@ from typing import Any, Optional
 from megatron.checkpoint.folder import checkpoints, read_tracker
 from megatron.errors import Preempted
 from megatron.guard import processes
-from megatron.guard.heartbeat import Beat, read_beats
+from megatron.guard.beat_files import Beat, read_beats
 from megatron.storage.processes import adopt_orphans
 from tests.chaos.runs import RECOVERED, Job, attempts_in, compare, going_back, launch, record
 from tests.chaos.supervised import command, environment

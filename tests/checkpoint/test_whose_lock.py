@@ -18,8 +18,8 @@ import pytest
 from megatron.corpus import commit
 from megatron.data import index_cache
 from megatron.errors import Locked
-from megatron.guard import heartbeat, processes, run_state
-from megatron.guard.heartbeat import Beat
+from megatron.guard import beat_files, processes, run_state
+from megatron.guard.beat_files import Beat
 from megatron.storage import durable, lease
 from megatron.storage.durable import WriterLock, whole_file
 from megatron.storage.lease import Lease
@@ -242,7 +242,7 @@ def test_an_attempt_is_dead_with_its_process_here_alone(pids, tmp_path):
 
 
 def test_a_rank_is_gone_with_its_process_here_alone(pids):
-    machine = heartbeat.machine()
+    machine = beat_files.machine()
     beat = lambda pid, born=None, at=machine, ended=None: Beat(
         0, "n", pid, process_start_ticks(pid) if born is None else born, 1, "F", 1, machine=at, ended=ended
     )
@@ -262,7 +262,7 @@ def test_a_rank_is_gone_with_its_process_here_alone(pids):
 def test_heartbeats_of_killed_supervisors_of_this_machine_are_removed(pids, tmp_path, monkeypatch):
     monkeypatch.setattr(supervise.os, "access", lambda path, how: False)
     monkeypatch.setattr(supervise.tempfile, "gettempdir", lambda: str(tmp_path))
-    here = heartbeat.machine().replace("/", "-")
+    here = beat_files.machine().replace("/", "-")
     born = process_start_ticks(pids.waits)
     stays = {  # name -> whether it stays
         f"heartbeats-{here}.{pids.waits}.{born}.aaaa": True,

@@ -556,6 +556,13 @@ def test_accelerates_file_is_read(capsys, tmp_path):
     assert pairs(flags_printed(text))["--sharding-stage"] == "3" and "--bf16" in text
 
 
+def test_words_of_trl_beside_trainers_are_answered(capsys, tmp_path):
+    (tmp_path / "args.json").write_text(json.dumps(dict(seed=1, max_seq_length=64, packing=True, packin=True)))
+    text = printed(capsys, "--from", "hf-trainer", str(tmp_path / "args.json"))
+    assert "max_seq_length: 64: say --seq-length\n" in text and "packing: true: say --packing, with finetune.py" in text
+    assert "packin: true: no key that is known of Hugging Face Trainer" in text
+
+
 def test_fleetxs_auto_and_tools_keep_their_words(capsys):
     config = HERE / "E_config.yaml"
     launch = "python -m paddle.distributed.launch --log_dir log --devices 0,1 ./tools/"

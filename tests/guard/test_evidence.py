@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from megatron.guard import evidence, heartbeat
-from megatron.guard.heartbeat import STOP, Beat, Heartbeat, ask, clear, read_beats
+from megatron.guard import beat_files, evidence
+from megatron.guard.beat_files import STOP, Beat, ask, clear, read_beats
+from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.stacks import explain
 from megatron.storage.processes import state
 
@@ -23,7 +24,7 @@ def micro_batch():
 @pytest.fixture
 def rank(tmp_path, monkeypatch):
     """Start a process with a heartbeat that hangs where the data come from: `rank(0, elsewhere=True)`."""
-    monkeypatch.setattr(heartbeat, "LOOK", 0.05)
+    monkeypatch.setattr(beat_files, "LOOK", 0.05)
     monkeypatch.setattr(evidence, "LOOK", 0.2)
     started = []
 
@@ -31,7 +32,7 @@ def rank(tmp_path, monkeypatch):
         pid = os.fork()
         if pid == 0:
             if elsewhere:
-                heartbeat.machine = lambda: "another machine"
+                beat_files.machine = lambda: "another machine"
             signal.signal(signal.SIGTERM, lambda *_: os._exit(9))
             own = Heartbeat(str(tmp_path), number)
             own.listen()

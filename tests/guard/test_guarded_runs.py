@@ -20,7 +20,8 @@ from megatron.data.gpt_dataset import build_datasets
 from megatron.data.indexed import write_index
 from megatron.errors import CheckpointError, Interrupted, NumericsError, Preempted, SettingsError
 from megatron.guard import run_state
-from megatron.guard.heartbeat import Heartbeat, machine, read_beats
+from megatron.guard.beat_files import machine, read_beats
+from megatron.guard.heartbeat import Heartbeat
 from megatron.mpu.forked import RankFailed
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Data

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from megatron.data import sampler
 from megatron.errors import SettingsError, UsageError
 from megatron.guard import changes, command
+from megatron.guard.beat_files import Beat
 from megatron.guard.exits import Action, codes_in_log, judge
 from megatron.guard.goodput import Attempt, account
-from megatron.guard.heartbeat import Beat
 from megatron.guard.resume_command import newest_checkpoint, resumed
 from megatron.guard.spikes import ENOUGH, Recent, robust_score
 from megatron.guard.stacks import Frame, Standstill, explain, parse, parse_spied, spans

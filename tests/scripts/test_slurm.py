@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.guard.heartbeat import read_beats
+from megatron.guard.beat_files import read_beats
 
 SLURM = Path(__file__).resolve().parents[2] / "scripts" / "slurm"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")

@@ -253,3 +253,11 @@ def test_content_in_parts(client):
     one = client.chat.completions.create(messages=[dict(role="user", content=parts)], **asked)
     other = client.chat.completions.create(messages=[dict(role="user", content="What now?")], **asked)
     assert one.choices[0].message == other.choices[0].message
+
+
+def test_a_template_that_reads_what_messages_do_not_have(tmp_path):
+    folder = save_tokenizer(tmp_path)
+    configured(folder, "{{ messages[0].content }}\n{{ messages[1].content }}")
+    said = r"cannot write these messages \(.*, line 2\): it reads what they do not have: list object has no element 1"
+    with pytest.raises(RefusedMessages, match=said):
+        template_of(folder).encode([dict(role="user", content="Hello")])

@@ -67,6 +67,20 @@ def by_expression(text: str) -> tuple[str, list[tuple[str, dict]]]:
     return "".join(words.split()), calls
 
 
+@pytest.mark.parametrize("cut", range(4))
+def test_white_space_around_calls_is_in_neither(cut):
+    """However it arrives; white space inside of the text stays, and so does that after what is no call."""
+    text = f"Let me  see.\n\n{ONE} \n\n{OTHER}\n So.\n<tool_call>no</tool_call> \nWell. "
+    parts = {0: [text], 1: list(text), 2: [f"{word} " for word in text.split(" ")], 3: text.splitlines(keepends=True)}[
+        cut
+    ]
+    reader = CallReader()
+    found = [reader.feed(part, last=number == len(parts)) for number, part in enumerate(parts, 1)]
+    assert "".join(part.text for part in found).rstrip() == "Let me  see.So.\n<tool_call>no</tool_call> \nWell."
+    assert [call["function"]["name"] for part in found for call in part.calls] == ["f", "g"]
+    assert [call["function"]["arguments"] for part in found for call in part.calls] == ['{"a": 1}', '{"x": "\u00e9"}']
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_calls_are_found_however_the_text_arrives(seed):
     draw = random.Random(seed)

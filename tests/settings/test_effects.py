@@ -164,6 +164,7 @@ CASES = {
     "--save": ("", "--save s"),
     "--load": ("--save s | ", "--load s"),
     "--load, and not --finetune": ("--load s --finetune", "--load s"),
+    "--flight-recorder-dump-path": ("", "--flight-recorder-dump-path traces"),
     "--on-spike rollback": ("--on-spike skip | ", "--on-spike rollback"),
     "--timing-log-level above 0": ("", "--timing-log-level 1"),
     "--timing-log-level above 0 and more than one rank": ("--timing-log-level 1", "2: --timing-log-level 1"),

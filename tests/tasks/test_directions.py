@@ -13,7 +13,7 @@ from megatron.data.requests import RequestSamples, ScoringRequest, request_figur
 from megatron.errors import SettingsError
 from megatron.tasks.description import CLUE, GLUE
 from megatron.tasks.metrics import METRICS, figures
-from megatron.telemetry.directions import LARGER, SMALLER, direction_of, is_better
+from megatron.telemetry.directions import DIRECTIONS, LARGER, SMALLER, best_of, direction_of, is_better
 from megatron.telemetry.history import History
 from megatron.telemetry.report_facts import judged
 from megatron.training import measures
@@ -39,6 +39,15 @@ def test_every_metric_has_the_sign_of_its_definition():
     for name, wanted in SIGNED.items():
         found = [figures((name,), predicted, GOLD, 2)[name] for predicted in (GOLD, WORSE, WORST)]
         assert found == pytest.approx(wanted), name
+
+
+def test_every_figure_has_its_direction():
+    """Also those that no metric of fine-tuning computes, such as exact match; of equal values the first is the best."""
+    smaller = {name for name in DIRECTIONS if direction_of(name) == SMALLER}
+    assert smaller == {"loss", "ppl", "perplexity", "mse"} and set(DIRECTIONS.values()) == {SMALLER, LARGER}
+    assert {"em", "acc", "accuracy", "f1", "mcc"} <= DIRECTIONS.keys() - smaller
+    for way, best in ((SMALLER, (3, 1.0)), (LARGER, (2, 4.0))):
+        assert best_of([(1, 2.0), (2, 4.0), (3, 1.0), (4, 1.0), (5, 4.0)], way) == best
 
 
 def test_correlations_of_numbers_have_the_sign_of_their_slope():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures exactly at a threshold, the first of equal ones, and the last of too many."""
 
+import json
 import math
 import urllib.error
 from types import SimpleNamespace
@@ -45,6 +46,22 @@ def test_a_gradient_norm_of_exactly_the_threshold_is_no_event(norm, told):
 def test_the_first_norm_that_is_judged():
     assert events([dict(grad_norm=1.0)] * (ENOUGH - 1) + [dict(grad_norm=99.0)]) == []
     assert events([dict(grad_norm=1.0)] * ENOUGH + [dict(grad_norm=99.0)]) == [("high_grad_norm", ENOUGH + 1)]
+
+
+@pytest.mark.parametrize("warmup", [0, 3, 4])
+def test_the_step_that_ends_the_warm_up_does_not_count(warmup):
+    found, limit = [], int(DEFAULTS["loss_above_guess"].threshold)
+    judge = RecordRules({}, lambda kind, message, **facts: found.append(facts["iteration"]), guess=4.0, warmup=warmup)
+    for at in range(1, 30):
+        judge(dict(kind="step", iteration=at, consumed_samples=at, **{"lm loss": 5.0}))
+    assert found == [warmup + limit]
+
+
+def test_steps_of_two_runs_in_one_file_are_counted():
+    history = History()
+    lines = [json.dumps(dict(kind="step", iteration=at, time=0.0, consumed_samples=at)) for at in (1, 1, 2, 2, 3, 3, 4)]
+    history.add(line.encode() for line in lines)
+    assert history.interleaved == 3
 
 
 def speed(rate: float) -> dict:

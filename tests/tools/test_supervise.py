@@ -18,9 +18,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.errors import SettingsError, UsageError
+from megatron.guard.beat_files import Beat, machine, read_beats
 from megatron.guard.exits import Action, JobVerdict
 from megatron.guard.goodput import Attempt
-from megatron.guard.heartbeat import Beat, machine, read_beats
 from megatron.guard.processes import descendants, end_descendants, is_gone, signal_of_zombie
 from megatron.guard.resume_command import COMMAND, newest_checkpoint
 from megatron.guard.run_state import look
@@ -39,7 +39,8 @@ import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, os.environ["ROOT"])
 from megatron.guard.command import value_of
-from megatron.guard.heartbeat import Heartbeat, read_beats
+from megatron.guard.beat_files import read_beats
+from megatron.guard.heartbeat import Heartbeat
 from megatron.storage.processes import die_with_parent
 
 flags = sys.argv[1:]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron.errors import UsageError
-from megatron.guard.heartbeat import Heartbeat, read_beats
+from megatron.guard.beat_files import read_beats
+from megatron.guard.heartbeat import Heartbeat
 from megatron.model.command_line import parse_any
 from megatron.settings.rules import can_compile
 from megatron.training import compile_trial

@@ -81,6 +81,7 @@ HERE = {
     "dataset_text_field": "preprocess_data.py --json-keys names the text",
     "assistant_only_loss completion_only_loss": "the loss is on answers alone, unless --train-on-prompt is given",
     "chat_template_path": "say --chat-template",
+    "packing": "say --packing, with finetune.py --task chat",
     "beta": "say --dpo-beta",
     "use_peft": "say --lora-rank R",
     "r lora_r": "say --lora-rank",
@@ -237,4 +238,5 @@ HF_TRAINER = Dialect(
     DEFAULTS,
     programs=PROGRAMS,
     configs=CONFIGS,
+    nearby=HERE,
 )

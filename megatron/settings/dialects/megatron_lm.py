@@ -405,11 +405,12 @@ there is one kind of checkpoint: --save, --save-interval
 restarting inside the process and injecting faults are not part of this suite
     --inprocess-* --enable-ft-package --calc-ft-timeouts --ft-* --fault-injector-* --error-injection-*
     --gpu-sniff-test-interval
+see --flight-recorder-dump-path: dumps are written at every hang and timeout, with all entries
+    --flight-recorder-include-* --no-flight-recorder-* --disable-flight-recorder-*
 a job that is taken away goes back into the queue by python -m megatron.tools.supervise --on-preempt requeue
     --adlr-autoresume*
 see --distributed-timeout-minutes
-    --distributed-timeout-seconds-after-init --flight-recorder-* --no-flight-recorder-* --disable-flight-recorder-*
-    --fake-process-group --throughput-check-only
+    --distributed-timeout-seconds-after-init --fake-process-group --throughput-check-only
 """
 
 # The values of flags that have no effect, whatever they say.

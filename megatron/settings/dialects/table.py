@@ -140,6 +140,7 @@ class Dialect:
     apart:    whether a file may follow the value of a flag: `--batch_size=8 config/small.py`
     hydra:    whether config_path and config_name name a file
     plans:    flags with which it only plans a run
+    nearby:   keys of programs beside it, which are no keys of this suite's table -> what is meant here
     own:      a module with `of_file` and `of_command`, if its files and commands are unlike those of the others
     """
 
@@ -161,6 +162,7 @@ class Dialect:
     apart: bool = False
     hydra: bool = False
     plans: tuple[str, ...] = ()
+    nearby: Mapping[str, str] = field(default_factory=dict)
     own: Any = None
     table: dict[str, str] = field(init=False)
 

@@ -133,6 +133,8 @@ def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spe
         _flag_of_megatron(source, dialect, known, out)
     elif source.key.startswith("$"):
         out.lost.append((source, HELD_BY_SHELL))
+    elif here := next((text for keys, text in dialect.nearby.items() if source.key.lstrip("-") in keys.split()), ""):
+        out.lost.append((source, here))
     else:
         near = did_you_mean(source.key, dialect.keys(), 0.8)
         out.lost.append((source, f"no key that is known of {dialect.title}{near}"))

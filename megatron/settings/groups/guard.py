@@ -31,6 +31,20 @@ class Guard:
         None,
         on_resume="irrelevant",
     )
+    flight_recorder_dump_path: Optional[str] = shown_by(
+        "test_ranks_that_hang_name_the_collective_and_who_has_not_come"
+    )(
+        "folder where each rank writes its last collectives (torch's flight recorder) when it hangs; tools.supervise "
+        "sets and reads it",
+        None,
+        on_resume="irrelevant",
+    )
+    flight_recorder_trace_buffer_size: Count = shown_by("test_the_recorder_remembers_as_many_calls_as_asked")(
+        "number of collectives and messages that it remembers",
+        2000,
+        needs=Needs("--flight-recorder-dump-path", lambda s: s.flight_recorder_dump_path is not None),
+        on_resume="irrelevant",
+    )
     on_nan: Literal["stop", "skip"] = shown_by("test_steps_that_are_not_finite_can_be_skipped_and_are_counted")(
         "action on a loss or gradient that is not finite: stop before the update, or skip the step and count it",
         "stop",
