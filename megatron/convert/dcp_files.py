@@ -177,7 +177,9 @@ class _LazyPlanner(dcp.DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        items = (_item(name, one, box) for name, one in self.later.items() for box in one.boxes or [Box.whole(one.shape)])
+        items = (
+            _item(name, one, box) for name, one in self.later.items() for box in one.boxes or [Box.whole(one.shape)]
+        )
         return replace(plan, items=[*plan.items, *items])
 
     def lookup_object(self, index: MetadataIndex) -> Any:

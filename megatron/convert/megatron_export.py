@@ -208,7 +208,9 @@ def rank_tensors(
                 flat[their] = local
             if copy and export.facts.tied:
                 flat[COPY_OF_TABLE[export.implementation == "legacy"]] = local
-    return _nested(flat) if export.implementation == "legacy" else flat | dict.fromkeys(extra_states(flat))  # None: no fp8
+    return (
+        _nested(flat) if export.implementation == "legacy" else flat | dict.fromkeys(extra_states(flat))
+    )  # None: no fp8
 
 
 def local_part(

@@ -201,7 +201,11 @@ def test_nothing_is_written_when_it_reads_back_otherwise(tmp_path, monkeypatch):
     for name, planted, told in (
         ("arguments", lambda *a: argparse.Namespace(**vars(right(*a)) | dict(norm_epsilon=0.1)), "norm_epsilon 0.1"),
         ("arguments", lambda *a: argparse.Namespace(**vars(right(*a)) | dict(vocab_size=49)), "vocabulary 49"),
-        ("local_part", lambda *a: local(*a).flip(0) if a[3] == "blocks.2.mlp.up.weight" else local(*a), "blocks.2.mlp.up"),
+        (
+            "local_part",
+            lambda *a: local(*a).flip(0) if a[3] == "blocks.2.mlp.up.weight" else local(*a),
+            "blocks.2.mlp.up",
+        ),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(megatron_export, name, planted)
@@ -262,7 +266,9 @@ def test_a_run_is_what_megatron_core_saved(tmp_path):
     tool.main(["from-megatron", str(source), str(tmp_path / "ours")])
     [path] = checkpoints(tmp_path / "ours").values()
     lengths = dict(warmup=0, decay=400, anneal=None, total=400)
-    change = lambda state: state["config"]["optimizer"].update(lr_decay_style="constant") or state.update(lengths=lengths)
+    change = lambda state: (
+        state["config"]["optimizer"].update(lr_decay_style="constant") or state.update(lengths=lengths)
+    )
     with Reader(path) as reader:
         pieces = [Piece(name, x.shape, Box.whole(x.shape), reader.read(name)) for name, x in reader.tensors.items()]
         state = reader.state
@@ -272,7 +278,9 @@ def test_a_run_is_what_megatron_core_saved(tmp_path):
         saver.write(3, [pieces], state)
     words = ["to-megatron", str(tmp_path / "changed"), str(tmp_path / "out"), "--with-optimizer", "--dtype", "bf16"]
     tool.main(words)
-    (theirs, their_common), (mine, common) = map(content_of, (source / "iter_0000003", tmp_path / "out" / "iter_0000003"))
+    (theirs, their_common), (mine, common) = map(
+        content_of, (source / "iter_0000003", tmp_path / "out" / "iter_0000003")
+    )
     assert set(mine) == set(theirs)
     for name, x in theirs.items():
         cut = 15 if "word_embeddings" in name else None  # the last row is padding
@@ -286,7 +294,9 @@ def test_a_run_is_what_megatron_core_saved(tmp_path):
         assert {name: mine[name] for name in theirs if name in mine} == {n: x for n, x in theirs.items() if n in mine}
         assert set(mine) - set(theirs) == {"bias_correction"}
     ours, theirs = vars(common["args"]), vars(their_common["args"])
-    for name in "consumed_train_samples num_layers padded_vocab_size use_distributed_optimizer adam_beta2 lr seed".split():
+    for (
+        name
+    ) in "consumed_train_samples num_layers padded_vocab_size use_distributed_optimizer adam_beta2 lr seed".split():
         assert ours[name] == theirs[name], name
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "3"
 
