@@ -93,7 +93,8 @@ def init_rows(
         low, high = max(start, offset[0]), min(start + number, offset[0] + extent[0])
         own[low - offset[0] : high - offset[0]] = values[(slice(low - start, high - start), *inner)]
 
-    threads = min(last - first, drawing_threads(rows_at_a_time * math.prod(row_shape)))
+    blocks = last - first
+    threads = min(blocks, drawing_threads(rows_at_a_time * math.prod(row_shape))) if blocks > 1 else 1
     if threads < 2:
         for block in range(first, last):
             draw(block)

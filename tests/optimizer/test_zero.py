@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flat, sharded AdamW against torch's own, and one layout against another."""
 
+import math
 from functools import partial
 from types import SimpleNamespace
 
@@ -122,11 +123,14 @@ def _drawn(rank, sizes, stage):
     return [parameter.detach().clone() for parameter in model.parameters()], sum(counts)
 
 
-@pytest.mark.parametrize("sizes, stage", [(dict(replicate=4), 0), (dict(shard=4), 1), (dict(replicate=2, shard=2), 3)])
+@pytest.mark.parametrize(
+    "sizes, stage",
+    [(dict(replicate=4), 0), (dict(replicate=3), 0), (dict(shard=4), 1), (dict(replicate=2, shard=2), 3)],
+)
 def test_ranks_with_copies_draw_a_part_each(sizes, stage, run_ranks):
     [(whole, alone)] = run_ranks(1, _drawn, {}, 0)
     assert alone == 5 * 7 + 7 * 7 + 7 * 3  # each number once; biases are not drawn
-    found = run_ranks(4, _drawn, sizes, stage)
+    found = run_ranks(math.prod(sizes.values()), _drawn, sizes, stage)
     assert all(torch.equal(a, b) for weights, _ in found for a, b in zip(weights, whole, strict=True))
     rows_in_two_parts = 3 * 3 * 7  # three cuts in each of three matrices
     assert alone <= sum(count for _, count in found) <= alone + rows_in_two_parts

@@ -16,7 +16,9 @@ from megatron.planner import speed
 from megatron.planner.activations import stage_saved_bytes
 from megatron.planner.device import find
 from megatron.planner.layout import Job, Layout
+from megatron.planner.problems import inspect
 from megatron.planner.speed import Cluster
+from megatron.planner.target import cluster_of
 from megatron.settings.schema import Recompute
 from tests.planner.test_activations import bytes_kept
 
@@ -130,3 +132,11 @@ def test_a_selection_counts_without_pairs():
     facts = planned("")[1].facts
     frozen = facts.trained_flops(Selection(freeze=("blocks.*.mlp.*",)))
     assert facts.flops() - frozen == 2 * 3 * 8 * 48 * 48
+
+
+def test_a_wrong_target_is_one_problem():
+    """What --lora-rank trains follows from it; what the user asks to train does not."""
+    for words, count in (("", 1), ("--train-only nothing.*", 2)):
+        config = parse_any(f"{SHAPE} --lora-rank 4 --lora-target gate {words}".split())
+        found = inspect(config, cluster_of(config)[0]).problems
+        assert len(found) == count and "--lora-target gate: 'gate' is no linear layer" in found[0], found

@@ -4,9 +4,12 @@
 import json
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from megatron.inference.text_stream import TextPart
+from megatron.serving.openai_api import Chats
 from megatron.serving.openai_requests import Chat, parse
 from megatron.serving.tool_calls import CallPart, CallReader
 from megatron.tokenizer.chat_template import RefusedMessages, find_template
@@ -65,6 +68,16 @@ def by_expression(text: str) -> tuple[str, list[tuple[str, dict]]]:
         except ValueError:
             words += f"<tool_call>{part}</tool_call>"
     return "".join(words.split()), calls
+
+
+@pytest.mark.parametrize(
+    "text, finish, said", [(ONE, "stop", "tool_calls"), (ONE, "length", "length"), ("a", "stop", "stop")]
+)
+def test_only_an_answer_that_has_ended_calls_tools(text, finish, said):
+    """One that is cut after a call may have had more of them, or other words."""
+    body = SimpleNamespace(logprobs=False, callable=TOOLS)
+    form = Chats(SimpleNamespace(model=SimpleNamespace(name="m", token_texts=None), body=body, requests=[None]))
+    assert form.choice(0, TextPart(text, finish=finish), 0, whole=True)["finish_reason"] == said
 
 
 @pytest.mark.parametrize("cut", range(4))

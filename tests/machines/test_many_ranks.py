@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""64 ranks on a few cores: what a start, a save and a resume ask of the machine, against the model of a larger job."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron.checkpoint import folder as saving
+from megatron.checkpoint import store
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.folder import Saver
+from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.store import Piece, commit, merge_group, write_shard
+from megatron.planner.layout import Layout
+from tests.machines import job_model
+from tests.machines.job_model import Job
+
+# ---- jobs that nobody starts here
+
+
+def test_the_numbers_of_1024_ranks():
+    """tp 8, pp 4, dp 32: groups of tp, pp, the ends of pipelines, and data parallelism, beside that of all ranks."""
+    job = Job.of(Layout(tp=8, pp=4, dp=32, zero=1, shard=32), 32)
+    assert [job.opened_groups(stage) for stage in range(4)] == [5, 4, 4, 5]
+    assert job.store_keys == 1 + 256 * (5 + 4 + 4 + 5)
+    assert (job.leaders, job.gathers_of_save, job.parts_read_by_first_rank) == (32, 4, 64)
+    assert job.files_of_save(16) == 1042
+
+
+def test_the_numbers_of_16384_ranks():
+    """tp 8, pp 16, dp 128, experts over 64 ranks: 16 ranks shard the state of an expert; counts have a group."""
+    job = Job.of(Layout(tp=8, pp=16, dp=128, zero=1, shard=128, ep=64, etp=1), 96)
+    assert [job.opened_groups(stage) for stage in (0, 1, 15)] == [8, 7, 8]
+    assert job.store_keys == 1 + 16384 * 7 + 2 * 1024
+    assert (job.leaders, job.parts_read_by_first_rank) == (512, 544)
+
+
+def test_small_jobs_have_no_leaders():
+    job = Job.of(Layout(dp=8), 2)
+    assert (job.leaders, job.gathers_of_save, job.parts_read_by_first_rank, job.files_of_save(0)) == (0, 3, 8, 10)
+
+
+# ---- saves of many writers
+
+
+def saved_by(writers, layers, folder, monkeypatch):
+    """A checkpoint of `layers` tensors of one row of each writer, and the parts of the index that the first one read."""
+    draft, final = folder / ".tmp-0", folder / "iter_0000001"
+    draft.mkdir()
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    for writer in range(writers):
+        row = torch.full((1, 4), float(writer))
+        shape, box = (writers, 4), Box((writer, 0), (1, 4))
+        write_shard(draft, writer, [Piece(f"blocks.{layer}.weight", shape, box, row) for layer in range(layers)])
+    read, real = [], store.read_sealed
+    monkeypatch.setattr(store, "read_sealed", lambda path: read.append(path.name) or real(path))
+    in_groups = writers > store.FAN
+    for writer in range(writers) if in_groups else ():
+        merge_group(draft, writer, writers)
+        if writer == 0:
+            by_first = len(read)
+    if in_groups:
+        del read[by_first:]
+    commit(draft, final, writers, {"iteration": 1}, in_groups)
+    return final, len(read)
+
+
+@pytest.mark.parametrize("writers, layers", [(8, 2), (100, 12), pytest.param(1024, 40, marks=pytest.mark.full)])
+def test_files_and_index_of_a_save(writers, layers, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "PART", 1 << 16)
+    path, parts_read = saved_by(writers, layers, tmp_path, monkeypatch)
+    job = Job.of(Layout(dp=writers), 2)
+    assert parts_read == job.parts_read_by_first_rank
+    with Reader(path) as reader:
+        tables = reader.index.tables
+        assert len(list(path.iterdir())) == job.files_of_save(len(tables)) and bool(tables) == (writers > 8)
+        piece = Piece("blocks.1.weight", (writers, 4), Box((writers - 3, 0), (2, 4)), torch.zeros(2, 4))
+        reader.load([piece])
+        assert piece.tensor[:, 0].tolist() == [writers - 3, writers - 2]
+        largest = max((table.bytes for table in tables.values()), default=0)
+        assert reader.index_bytes <= largest and len(reader._files) == 2  # of the index and of the data, what it needs
+        assert (
+            sum(table.bytes for table in tables.values()) == 0 or len(tables) >= layers * writers * 90 / (1 << 16) / 2
+        )
+
+
+@pytest.mark.parametrize("fan", [32, 0])
+def test_rounds_in_which_ranks_answer_each_other(fan, tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "FAN", fan)
+    monkeypatch.setattr(store, "FAN", max(1, fan))
+    monkeypatch.setattr(job_model, "FAN", fan or 1)
+    rounds = []
+    with Saver(tmp_path, all_gather_object=lambda value: rounds.append(value) or [value]) as saver:
+        rounds.clear()
+        saver.save(1, [Piece("x", (1, 4), Box.whole((1, 4)), torch.zeros(1, 4))], {})
+    assert len(rounds) == Job.of(Layout(dp=1 if fan else 2), 2).gathers_of_save
+
+
+# ---- a real job
+
+FLAGS = """--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --vocab-size 60 --mock-data
+    --num-experts 4 --moe-router-load-balancing-type none --lr 1e-2 --global-batch-size 168 --eval-iters 0 --num-workers 0
+    --log-interval 1 --device cpu --hidden-dropout 0 --attention-dropout 0 --save-interval 2 --train-iters 10
+    --distributed-timeout-minutes 10"""
+LAUNCHES = (  # ranks, node and step of a kill, layout, the last step
+    (
+        64,
+        "3 4",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --expert-model-parallel-size 4",
+        21,
+        "",
+    ),
+    (
+        56,
+        "none",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --expert-model-parallel-size 2",
+        24,
+        7,
+    ),
+    (
+        48,
+        "none",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --expert-model-parallel-size 4",
+        28,
+        "",
+    ),
+)
+
+
+def launch(folder, ranks, kill, layout, micro_batch):
+    """(exit code, counts of each rank that left some) of a job."""
+    for path in folder.glob("counts_*.json"):
+        path.unlink()
+    words = f"{FLAGS} {layout} --micro-batch-size {micro_batch} --save {folder}/run --load {folder}/run".split()
+    command = [sys.executable, "-m", "tests.machines.many_ranks", str(folder), str(ranks), kill, *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=3000, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    counts = {int(path.stem.split("_")[1]): json.loads(path.read_text()) for path in folder.glob("counts_*.json")}
+    return done.returncode, counts
+
+
+def losses_of(folder):
+    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines if '"lm loss"' in line]
+    return {record["iteration"]: record["lm loss"] for record in records}
+
+
+@pytest.mark.full
+def test_64_ranks_lose_a_node_and_go_on_as_56_and_48(tmp_path):
+    alone, many = tmp_path / "alone", tmp_path / "many"
+    alone.mkdir()
+    many.mkdir()
+    assert launch(alone, 1, "none", "", 21)[0] == 0
+    for ranks, kill, layout, micro_batch, last in LAUNCHES:
+        more = f"{layout} --expert-tensor-parallel-size 1" + f" --exit-interval {last}" * bool(last)
+        code, counts = launch(many, ranks, kill, more, micro_batch)
+        experts = 2 if ranks == 56 else 4
+        job = Job.of(Layout(tp=2, pp=4, dp=ranks // 8, ep=experts, etp=1), 4)
+        if kill != "none":
+            assert code != 0
+            continue
+        assert code == 0 and len(counts) == ranks
+        assert counts[0]["keys"] == job.store_keys
+        for rank, own in counts.items():
+            assert own["groups"] == job.opened_groups(rank // (ranks // 4))
+    assert losses_of(many) == pytest.approx(losses_of(alone), abs=2e-4)
