@@ -4,9 +4,9 @@
 # gpt-oss-20b (arXiv:2508.10925).
 #
 # needs      16 x H100-80GB: 2 nodes of 8
-# predicted  57.6 of 85.9 GB on the fullest rank
-# predicted  21.08 s a step of 4,194,304 tokens, 198,979 tokens/s, 300 TFLOP/s a GPU (speeds assumed)
-# assumed    speeds of eager FSDP: error 45% in 7 runs (docs/planning.md); not measured: not yet run on GPUs
+# predicted  58.0 of 85.9 GB on the fullest rank
+# predicted  22.07 s a step of 4,194,304 tokens, 190,075 tokens/s, 287 TFLOP/s a GPU (speeds assumed)
+# assumed    speeds of eager FSDP: error 44% in 7 runs (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 16 H100-80GB \
     --model-name-or-path gpt-oss-20b --seq-length 4096 --vocab-size 201088 \

@@ -107,6 +107,9 @@ def _state_features(zero: int, shard: int, weight_ranks: int, offload: float) ->
     return min(zero, 2) + (zero > 0 and shard != weight_ranks) + 2 * (offload > 0)
 
 
+MOST_STATE_FEATURES = _state_features(3, 2, 4, 1.0)
+
+
 def simplest(plans: Sequence[Plan], tolerance: float) -> tuple[Plan, int]:
     """The simplest plan that is as fast as the fastest within the tolerance, at the same batch: without offload, then with
     the fewest features and the most free memory. Also returns the number of plans that are as fast.
@@ -439,14 +442,18 @@ def _with_stages(layers: str, pp: int, space: Space) -> Iterator[tuple[str, int,
 
 
 def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, result: SearchedPlans, good, close) -> None:
-    """Evaluate the base with each way to shard or offload its state."""
-    device, ranks = cluster.device, _fullest(base, job)
-    room = [device.usable_bytes - sum(memory.step_memory(job, base, device, rank)[0].values()) for rank in ranks]
-    if -min(room) >= close.limit:  # too large by the passes alone
-        choices = _number_of_choices(base.dp, base.cp, space)
-        result.evaluated, result.too_large = result.evaluated + choices, result.too_large + choices
-        return
+    """Evaluate the base with each way to shard or offload its state, unless its passes alone are too slow."""
     work, num_microbatches, count = speed.passes(job, base, cluster), base.num_microbatches(job), features(base)
+    if work.length / job.global_batch >= max(good.limit(count + more) for more in range(MOST_STATE_FEATURES + 1)):
+        return
+    device, ranks = cluster.device, _fullest(base, job)
+    room: list[int] = []
+    for rank in ranks:
+        room.append(device.usable_bytes - sum(memory.step_memory(job, base, device, rank)[0].values()))
+        if -room[-1] >= close.limit:  # too large by the passes alone
+            choices = _number_of_choices(base.dp, base.cp, space)
+            result.evaluated, result.too_large = result.evaluated + choices, result.too_large + choices
+            return
     for (zero, shard, offload), held, host, communication in _options(base, job, cluster, space, tuple(ranks)):
         result.evaluated += 1
         over, rank = max((own - free, rank) for own, free, rank in zip(held, room, ranks))

@@ -144,6 +144,14 @@ def test_the_order_counts():
     assert left(temperature=1e-30) == [True, False, False, False]
 
 
+@pytest.mark.parametrize("limit, kept", [(0.5, 1), (0.500001, 2), (0.75, 2), (0.875, 3), (1.0, 4)])
+def test_a_nucleus_of_exactly_its_share_has_no_further_token(limit, kept):
+    shares = torch.tensor([[0.125, 0.5, 0.125, 0.25]], dtype=torch.float64)
+    found = in_nucleus(shares, torch.tensor([limit], dtype=torch.float64))[0]
+    order = [1, 3, 0, 2]  # of equal ones the first
+    assert found.nonzero().flatten().tolist() == sorted(order[:kept])
+
+
 @pytest.mark.parametrize("how", [dict(top_k=1), dict(temperature=0.0), dict(greedy=True)])
 def test_the_first_of_equal_scores_is_greedy(how):
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 2.0]])

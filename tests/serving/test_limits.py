@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A full queue, clients that leave, answers that take too long, an engine that fails, and a server that is told to stop."""
 
+import asyncio
 import concurrent.futures
 import http.client
 import json
@@ -8,12 +9,17 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.errors import PeerLost
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
+from megatron.serving.engine_thread import EngineThread
+from megatron.serving.errors import ApiError
+from megatron.serving.metrics import ServeMetrics
+from megatron.serving.openai_api import _usage
 from megatron.serving.server import serve
 from megatron.serving.settings import ServeLimits
 from megatron.telemetry.web import listen
@@ -71,6 +77,41 @@ def test_a_full_queue():
                 body = LONG | dict(seed=seed, max_tokens=40, min_tokens=40)
                 assert answer.result()["choices"][0]["text"] == text_of(body)
         assert thread.in_flight == 0 and post(toy.url, **body)["usage"]["completion_tokens"] == 40
+
+
+@pytest.mark.parametrize("seconds, wait", [(0.2, 1), (7.3, 8), (60.0, 60), (900.0, 60)])
+def test_a_client_of_a_busy_server_waits_for_a_text_but_not_for_long(seconds, wait):
+    thread = EngineThread(ToyEngine(), room=1, version="", meter=ServeMetrics().of("toy"))
+    thread.in_flight, thread._seconds = 1, seconds
+    with pytest.raises(ApiError) as refused:
+        asyncio.run(thread.add([Request((1,), Sampling(1))]))
+    assert refused.value.headers == {"retry-after": str(wait)}
+
+
+def test_tokens_of_prompts_and_those_that_were_found_are_counted_apart():
+    metrics = ServeMetrics()
+    metrics.of("toy").prompts(10, 3)
+    said = metrics.text().decode().splitlines()
+    assert 'megatron_serve_prompt_tokens_total{model="toy"} 10.0' in said
+    assert 'megatron_serve_cached_prompt_tokens_total{model="toy"} 3.0' in said
+
+
+def test_times_of_first_tokens_and_between_tokens_are_apart():
+    metrics = ServeMetrics()
+    for seconds, first in ((2.0, True), (0.25, False), (0.25, False)):
+        metrics.of("toy").token(seconds, first)
+    said = metrics.text().decode().splitlines()
+    assert 'megatron_serve_time_to_first_token_seconds_sum{model="toy"} 2.0' in said
+    assert 'megatron_serve_time_between_tokens_seconds_sum{model="toy"} 0.5' in said
+
+
+def test_what_was_found_of_a_prompt_counts_once_for_all_its_answers():
+    counted = []
+    model = SimpleNamespace(thread=SimpleNamespace(meter=SimpleNamespace(prompts=lambda *own: counted.append(own))))
+    work = SimpleNamespace(model=model, prompts=[(1, 2, 3), (4, 5)], each=2)
+    texts = [SimpleNamespace(cached=cached, tokens=[0] * 4) for cached in (2, 2, 1, 1)]
+    usage = dict(prompt_tokens=5, completion_tokens=16, total_tokens=21, prompt_tokens_details=dict(cached_tokens=3))
+    assert _usage(work, texts) == usage and counted == [(5, 3)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
