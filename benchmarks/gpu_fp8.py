@@ -23,6 +23,7 @@ import torch
 from megatron.fused_kernels import Case, choose_kernel, describe_kernels, fp8
 from megatron.model import weights
 from megatron.model.fp8_product import PRODUCTS
+from megatron.model.kinds.experts.grouped import MultiplyByExpert, Rows
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Precision
@@ -79,12 +80,14 @@ def measured(n: int, i: int, o: int, asked):
             took = seconds(run)
             rate = dict(seconds=took, tflops=flops / took / 1e12, error=error, ratio=plain / took)
             yield dict(what=f"product, {op}{', fast' * fast}", **rate)
+    yield from products_of_experts(x, w, flops, seconds)
     cast, turn = (choose_kernel(op, Case(asked.device, torch.bfloat16)).run for op in ("fp8_cast", "fp8_turn"))
     for words, tile, columns in (
         ("rows of 1 x 128", fp8.BLOCKS, False),
         ("rows and columns of 1 x 128", fp8.BLOCKS, True),
         ("squares", fp8.SQUARES, True),
         ("a tensor", fp8.WHOLE, False),
+        ("each row", fp8.ROWS, False),
     ):
         source = w if tile == fp8.SQUARES else x
         amax = fp8.amax_of(source) if tile == fp8.WHOLE else None
@@ -95,6 +98,21 @@ def measured(n: int, i: int, o: int, asked):
     took = seconds(lambda: turn(rows_of_x, fp8.BLOCKS))
     yield dict(what="turn, 1 x 128", seconds=took, terabytes=2 * x.numel() / took / 1e12)
     yield from layers(x, w, dy, seconds)
+
+
+def products_of_experts(x, w, flops, seconds, experts: int = 8):
+    """Rows times the matrix of their expert, of which each has as many rows."""
+    each = len(x) // experts
+    rows = Rows(torch.full((experts,), each, device=x.device), each * experts, [each] * experts)
+    x, multiply, matrices = x[: rows.total], MultiplyByExpert(rows), w.expand(experts, *w.shape).contiguous()
+    a, (values, scales) = (fp8.quantize(one, fp8.ROWS, fp8.E4M3) for one in (x, matrices.flatten(0, 1)))
+    b = values.view(matrices.shape), scales.view(experts, -1, 1)
+    plain = seconds(lambda: multiply(x, matrices, None))
+    yield dict(what=f"product of {experts} experts, bf16", seconds=plain, tflops=flops / plain / 1e12)
+    run = choose_kernel("fp8_grouped", Case(x.device.type, torch.bfloat16)).run
+    took = seconds(lambda: run(a, b, rows.ends, torch.bfloat16, multiply, True))
+    rate = dict(seconds=took, tflops=flops / took / 1e12, ratio=plain / took)
+    yield dict(what=f"product of {experts} experts, fp8_grouped", **rate)
 
 
 def layers(x, w, dy, seconds):

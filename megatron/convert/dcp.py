@@ -331,7 +331,7 @@ def _later(reader: Reader, match: Match, prefix: str, dtype: torch.dtype) -> Ite
     shapes = match.to_theirs(torch.empty(reader.tensors[match.ours].shape, device="meta"))
     own = torch.float32 if match.exact else dtype
     for number, (name, shape) in enumerate(zip(match.theirs, shapes)):
-        make = lambda number=number: match.to_theirs(reader.read(prefix + match.ours))[number]
+        make = lambda box, number=number: match.to_theirs(reader.read(prefix + match.ours))[number]
         yield name, LaterTensor(tuple(shape.shape), make, own)
 
 
@@ -360,8 +360,9 @@ def _optimizer(reader: Reader, family: Family, matches: list[Match], config, nam
     """The content of `optimizer`: a flattened state of AdamW, with all values of a group that torch has."""
     settings, lengths = config.optimizer, lengths_of(reader.state)
     samples = reader.state["state"]["scheduled_samples"]
-    rate = learning_rate(settings, lengths, samples) if lengths else settings.lr
-    decay = weight_decay(settings, lengths, samples) if lengths else settings.weight_decay
+    known = lengths is not None and bool(lengths.decay)  # not of an import that was not trained on
+    rate = learning_rate(settings, lengths, samples) if known else settings.lr
+    decay = weight_decay(settings, lengths, samples) if known else settings.weight_decay
     group = {name: one.default for name, one in inspect.signature(torch.optim.AdamW).parameters.items()}
     group |= dict(decoupled_weight_decay=True, lr=rate, initial_lr=settings.lr, eps=settings.adam_eps)
     del group["params"]

@@ -14,11 +14,14 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megatron.checkpoint.boxes import Box, find_flaw
 from megatron.convert.megatron_metadata import Chunk, by_file, list_content, read_chunks, read_values
@@ -157,40 +160,60 @@ class ShardedFiles:
 
 
 class LaterTensor(NamedTuple):
-    """A tensor to write, made when it is written."""
+    """A tensor to write in boxes, each made when it is written. boxes: none: it is one"""
 
     shape: tuple[int, ...]
-    make: Callable[[], torch.Tensor]
+    make: Callable[[Box], torch.Tensor]
     dtype: torch.dtype = torch.float32
+    boxes: tuple[Box, ...] = ()
 
 
 class _LazyPlanner(dcp.DefaultSavePlanner):
-    """Asks for the content of a tensor when it is written. later: by name in the flattened dictionary"""
+    """Plans tensors that do not exist yet. later: by name in the flattened dictionary"""
 
     def __init__(self, later: Mapping[str, LaterTensor]):
         super().__init__()
         self.later = later
 
-    def lookup_object(self, index):
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = (
+            _item(name, one, box) for name, one in self.later.items() for box in one.boxes or [Box.whole(one.shape)]
+        )
+        return replace(plan, items=[*plan.items, *items])
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
         later = self.later.get(index.fqn)
-        return super().lookup_object(index) if later is None else later.make().to(later.dtype).contiguous()
+        if later is None:
+            return super().lookup_object(index)
+        boxes = later.boxes or (Box.whole(later.shape),)
+        box = next(box for box in boxes if box.offset == tuple(index.offset))
+        return later.make(box).to(later.dtype).contiguous()
+
+
+def _item(name: str, later: LaterTensor, box: Box) -> WriteItem:
+    """What torch's plan says of a box."""
+    offset, extent = torch.Size(box.offset), torch.Size(box.extent)
+    kind = TensorProperties(dtype=later.dtype)
+    data = TensorWriteData(ChunkStorageMetadata(offset, extent), kind, torch.Size(later.shape))
+    return WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=data)
 
 
 def write_dcp(folder: Path, content: Mapping[str, Any]) -> None:
     """Write nested dictionaries of `LaterTensor`, tensors and picklable values as a folder of DCP."""
     later: dict[str, LaterTensor] = {}
 
-    def on_meta(inner: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    def without_later(inner: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         found = {}
         for name, value in inner.items():
             if isinstance(value, LaterTensor):
                 later[prefix + name] = value
-                value = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            found[name] = on_meta(value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
+            else:
+                found[name] = without_later(value, f"{prefix}{name}.") if isinstance(value, Mapping) else value
         return found
 
-    state = on_meta(content, "")
+    state, planner = without_later(content, ""), _LazyPlanner(later)
     with storage_errors(folder), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         folder.mkdir(parents=True, exist_ok=True)
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=_LazyPlanner(later), no_dist=True)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)

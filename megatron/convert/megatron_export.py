@@ -13,12 +13,12 @@ add at most log(1 + p/v) to any loss, and are never the likeliest.
 import argparse
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
@@ -27,8 +27,10 @@ from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.reader import Reader
 from megatron.convert.families import prompts_for
 from megatron.convert.megatron_arguments import flags_to_give, their_arguments, unknown_settings
+from megatron.convert.megatron_dist import open_distributed
 from megatron.convert.megatron_lm import open_classic
 from megatron.convert.megatron_names import WORDS, Dictionary
+from megatron.convert.megatron_optimizer import with_moments
 from megatron.convert.megatron_pieces import their_rows
 from megatron.convert.merged import for_export
 from megatron.errors import CheckpointError, DataError, SettingsError
@@ -94,11 +96,13 @@ def to_megatron(
     ep: int = 1,
     implementation: Implementation = "transformer_engine",
     dtype: torch.dtype = torch.float32,
+    whole_run: Optional[Callable] = None,
     check: bool = True,
     log: Callable[[str], None] = print,
 ) -> list[str]:
     """Export a checkpoint directory to a folder that Megatron-LM can load; returns notices for the user.
 
+    whole_run: writes a distributed checkpoint with Adam's state instead (`megatron_dist_export.write_distributed`)
     check: read the output back, as `from-megatron` does, and compare all settings and tensors before `out` appears.
     Raises SettingsError for an unsupported model or layout, CheckpointError if the comparison fails.
     """
@@ -113,22 +117,30 @@ def to_megatron(
         with new_folder(out) as folder:
             vocabulary, lost = _vocabulary(without_model(config, reader.state, path))
             args = arguments(export, vocabulary, reader.state.get("iteration", 0))
-            for pipeline, tensor, expert in product(range(pp), range(tp), range(ep)):
-                name = f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if pp > 1 else "")
-                name += f"_{expert:03d}" if ep > 1 else ""
-                log(f"writing {out / 'release' / name}")
-                model = rank_tensors(export, reader, padding, tensor, pipeline, expert)
-                content = dict(args=args, checkpoint_version=3.0, iteration=args.iteration)
-                _write(folder / "release" / name / "model_optim_rng.pt", content | dict(model=model))
-            (folder / TRACKER).write_text("release")
-            read = [compare(export, reader, folder) + rounding(export, trained, path)] if check else []
+            (whole_run or write_ranks)(export, reader, padding, args, folder, log)
+            read = [compare(export, reader, folder, bool(whole_run)) + rounding(export, trained, path)] if check else []
             notices = [*lost, *read]
     if added := export.padded_vocab - export.vocab_size:
         notices.append(f"{added} rows of padding hold the mean of all rows: Megatron-LM's softmax counts them")
     layout = f"tensor parallel {tp} x pipeline parallel {pp}" + (f", expert parallel {ep}" if ep > 1 else "")
     flags = f"--load {out} --ckpt-format torch" + (" --use-legacy-models" if implementation == "legacy" else "")
+    if whole_run:
+        layout = f"the run at iteration {args.iteration} with Adam's state, for any layout"
+        flags = f"--load {out} --ckpt-format torch_dist --use-distributed-optimizer --no-load-rng"
     flags += f" --use-checkpoint-args{flags_to_give(export.model)}"
     return [f"{out}: {layout}, names of {implementation}", *notices, f"in Megatron-LM: {flags}"]
+
+
+def write_ranks(export: Export, reader: Reader, padding, args: argparse.Namespace, folder: Path, log) -> None:
+    """Write a file for each of their ranks."""
+    for pipeline, tensor, expert in product(range(export.pp), range(export.tp), range(export.ep)):
+        name = f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if export.pp > 1 else "")
+        name += f"_{expert:03d}" if export.ep > 1 else ""
+        log(f"writing release/{name}")
+        model = rank_tensors(export, reader, padding, tensor, pipeline, expert)
+        content = dict(args=args, checkpoint_version=3.0, iteration=args.iteration)
+        _write(folder / "release" / name / "model_optim_rng.pt", content | dict(model=model))
+    (folder / TRACKER).write_text("release")
 
 
 def _is_hybrid(config: schema.Config) -> bool:
@@ -190,22 +202,31 @@ def rank_tensors(
                 if placed.buffer.combine == "same":  # fp32: rounded it would choose other experts
                     flat[their] = reader.read(name)
                 continue  # counts are 0
-            local = _local(export, reader, padding, name, placed, tensor)
+            local = local_part(export, reader, padding, name, placed, tensor)
             copy = name == WORDS and not first  # of the last stage
             if not copy or export.model.depths:
                 flat[their] = local
             if copy and export.facts.tied:
                 flat[COPY_OF_TABLE[export.implementation == "legacy"]] = local
-    return _nested(flat) if export.implementation == "legacy" else _with_extra_state(flat)
+    return (
+        _nested(flat) if export.implementation == "legacy" else flat | dict.fromkeys(extra_states(flat))
+    )  # None: no fp8
 
 
-def _local(export: Export, reader: Reader, padding, name: str, placed: Placement, tensor: int) -> torch.Tensor:
-    """One rank's part of a tensor, as a matrix [rows, inputs] or a vector, with padding rows."""
+def local_part(
+    export: Export, reader: Reader, padding, name: str, placed: Placement, tensor: int, prefix: Optional[str] = None
+) -> torch.Tensor:
+    """One rank's part of a tensor, as a matrix [rows, inputs] or a vector, with padding rows.
+
+    prefix: of its main weights or moments, which are fp32
+    """
     shape = placed.local_shape({"tp": export.tp})
     box = Box(*placed.box(shape, {"tp": tensor}))
-    x = reader.read(name, box, torch.float32 if placed.exact else export.dtype)
+    dtype = torch.float32 if placed.exact or prefix is not None else export.dtype
+    name_there = (prefix or "") + name
+    x = reader.read(name_there, box, dtype)
     if box.extent[0] < shape[0]:
-        x = torch.cat([x, padding(name).to(export.dtype).expand(shape[0] - box.extent[0], -1)])
+        x = torch.cat([x, padding(name_there).to(dtype).expand(shape[0] - box.extent[0], -1)])
     x = their_rows(name, export.names.rows(name), x)
     return x.chunk(export.tp)[tensor] if export.names.divided(name, export.implementation) else x
 
@@ -232,11 +253,10 @@ def _padding_rows(reader: Reader, rows: int = 4096) -> Callable[[str], torch.Ten
     return mean
 
 
-def _with_extra_state(flat: dict[str, Any]) -> dict[str, Any]:
-    """Add the fp8 state that Megatron-Core's linear layers save with their weights; it is None without fp8."""
+def extra_states(names: Iterable[str]) -> list[str]:
+    """The names of the fp8 state that Megatron-Core's linear layers save with their weights."""
     linear = re.compile(r".*\.(linear_\w+|in_proj|out_proj|eh_proj)\.weight|output_layer\.weight")
-    states = {name.removesuffix("weight") + "_extra_state": None for name in flat if linear.fullmatch(name)}
-    return flat | states
+    return [name.removesuffix("weight") + "_extra_state" for name in names if linear.fullmatch(name)]
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
@@ -313,21 +333,23 @@ def _of_experts(export: Export) -> dict[str, Any]:
 # ---- verification ----------------------------------------------------------------------------------------------------
 
 
-def compare(export: Export, reader: Reader, folder: Path) -> str:
+def compare(export: Export, reader: Reader, folder: Path, optimizer: bool = False) -> str:
     """Read the export as `from-megatron` does; returns a notice. Raises CheckpointError if it is another model."""
-    found = open_classic(folder, None, None, None, optimizer=False, log=lambda text: None)
+    open_model = open_distributed if optimizer else open_classic
+    found = open_model(folder, None, None, None, optimizer=optimizer, log=lambda text: None)
     ours, theirs = (their_arguments(model, legacy=False) for model in (export.model, found.model))
     differ = [f"{name} {theirs.get(name)}" for name in ours if ours[name] != theirs.get(name)]
     if found.vocab_size != export.vocab_size:
         differ.append(f"vocabulary {found.vocab_size}")
-    boxes: dict[str, list[Box]] = {name: [] for name in export.facts.weights}
+    names = with_moments(export.facts.weights) if optimizer else export.facts.weights
+    boxes: dict[str, list[Box]] = {name: [] for name in names}
     for piece in _pieces(found.shards()):
         boxes[piece.name].append(piece.box)
-        placed = export.facts.weights[piece.name]
-        dtype = torch.float32 if placed.buffer or placed.exact else export.dtype
+        placed = export.facts.weights.get(piece.name)
+        dtype = torch.float32 if optimizer or placed.buffer or placed.exact else export.dtype
         if not torch.equal(reader.read(piece.name, piece.box, dtype).float(), piece.tensor.float()):
             differ.append(piece.name)
-    shapes = {name: placed.shape for name, placed in export.facts.weights.items()}
+    shapes = {name: reader.tensors[name].shape for name in names}
     differ += [f"{name}: {flaw}" for name, found in boxes.items() if (flaw := find_flaw(shapes[name], found))]
     if differ:
         raise CheckpointError(

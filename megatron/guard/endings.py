@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Optional
 
-from megatron.errors import PeerLost, exit_code
+from megatron.errors import DEVICE_ERROR, PeerLost, exit_code
 from megatron.guard import flight_recorder
 from megatron.guard.exits import FOR_ANOTHER
 from megatron.guard.heartbeat import Heartbeat
@@ -60,7 +60,7 @@ def peer_lost(
     if type(error) is not RuntimeError and "Dist" not in type(error).__name__:
         return None
     text = str(error)
-    if not NETWORK.search(text):
+    if not NETWORK.search(text) or DEVICE_ERROR.search(text):  # a broken device breaks connections, too
         return None
     where, line = waited_in(error, heartbeat), re.sub(r"^\[\S*\] ", "", text.splitlines()[0])[:200]
     timeout = TIMEOUT.search(text)

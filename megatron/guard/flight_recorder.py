@@ -65,10 +65,9 @@ def switch_on(settings: Guard) -> bool:
 
 def dump(folder: str, rank: int) -> Optional[Path]:
     """Write what this rank's recorder remembers; None if torch was not loaded yet, or has none."""
-    if "torch.distributed" not in sys.modules:
+    c10d = sys.modules.get("torch._C._distributed_c10d")  # not imported: supervisors read dumps without torch
+    if c10d is None:
         return None
-    from torch._C import _distributed_c10d as c10d
-
     path = Path(folder) / f"{PREFIX}{rank}"
     of_torch = c10d._dump_nccl_trace if hasattr(c10d, "_dump_nccl_trace") else c10d._dump_fr_trace
     recorded = of_torch(

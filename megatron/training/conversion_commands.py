@@ -61,6 +61,7 @@ class ToMegatronOptions:
         "--use-legacy-models=legacy",
     )
     dtype: Literal["fp32", "bf16", "fp16"] = setting("format of the weights", "fp32")
+    with_optimizer: bool = setting("the run with Adam's state, as a distributed checkpoint (torch_dist)", False)
     unchecked: bool = setting("do not read and compare what was written", False)
 
 
@@ -140,7 +141,7 @@ def to_hf(path: Path, out: Path, which, how: ToHFOptions, given: Mapping[str, An
 
 
 def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
-    """Export a GPT as Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt; nothing is written if it reads back changed."""
+    """Export a GPT to Megatron-LM: files of ranks, or torch_dist with Adam's state; nothing if it reads back changed."""
     tp, pp = how.target_tensor_parallel_size, how.target_pipeline_parallel_size
     ep = how.target_expert_model_parallel_size
     if min(tp, pp, ep) < 1 or tp > 100 or max(pp, ep) > 1000:
@@ -150,7 +151,7 @@ def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
         )
 
     from megatron.checkpoint.folder import choose
-    from megatron.convert import megatron_export
+    from megatron.convert import megatron_dist_export, megatron_export
     from megatron.mpu.initialize import DTYPES
 
     choice = choose(path, step=which.ckpt_step)
@@ -162,6 +163,7 @@ def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
         ep=ep,
         implementation=how.transformer_impl,
         dtype=DTYPES[how.dtype],
+        whole_run=megatron_dist_export.write_distributed if how.with_optimizer else None,
         check=not how.unchecked,
         log=lambda text: print(text, file=sys.stderr),
     )

@@ -82,7 +82,12 @@ def test_grouped_products_are_those_of_the_cast_numbers(lengths):
         assert ((one.double() - exact).norm() / exact.norm()).item() < bound
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 256"
+
+
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "blockwise", "blockwise --fp8-param-gather", f"tensorwise --fp8-param-gather {EXPERTS}"]
+)
 def test_a_training_goes_as_on_a_cpu(recipe, tmp_path):
     """Losses of ten steps, in the kernels and in the reference."""
     import pretrain_gpt

@@ -6,13 +6,14 @@ import sys
 
 import pytest
 
-from megatron.errors import SettingsError
+from megatron.errors import DeviceLost, SettingsError, exit_code, explain, node_name
 from megatron.guard import slurm
+from megatron.guard.endings import peer_lost
 from megatron.guard.exits import Action, End, JobVerdict, first_failure
 from megatron.guard.goodput import Attempt
 from megatron.guard.nodes import Nodes, failure_here
 from megatron.guard.supervisor_mark import SUPERVISOR
-from megatron.telemetry.events import read_events
+from megatron.telemetry.events import EventLog, read_events
 from megatron.tools import supervise
 
 FLAGS = """--num-layers 2 --hidden-size 8 --num-attention-heads 2 --mock-data --vocab-size 9 --micro-batch-size 1 --lr 1
@@ -189,3 +190,62 @@ def test_the_check_of_this_node():
 def test_the_rank_that_failed_first(ends, first):
     found = first_failure(End(at, rank, "n", code, why) for rank, (at, code, why) in enumerate(ends))
     assert (found and found.rank) == first
+
+
+@pytest.mark.parametrize(
+    "text, code",
+    [
+        ("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be ...", 11),
+        ("CUDA error: unknown error", 11),
+        ("No CUDA GPUs are available", 11),
+        ("NCCL error: unhandled cuda error\nLast error: Cuda failure 'GPU is lost'", 11),
+        ("CUDA error: an illegal memory access was encountered", 1),  # a kernel's bug, most often
+        ("CUDA error: device-side assert triggered", 1),
+        ("NCCL communicator was aborted: connection closed by peer", 7),
+    ],
+)
+def test_errors_that_only_hardware_causes_lose_the_device(text, code):
+    error = RuntimeError(text)
+    reported = peer_lost(error) or error
+    assert exit_code(reported) == code
+    if code == 11:
+        said = next(line for line in text.splitlines() if "CUDA" in line or "Cuda" in line)
+        assert f"the GPU of rank 0 on {node_name()} failed: {said}" in str(explain(error)) + str(reported)
+
+
+def test_a_driver_that_does_not_answer_is_no_reason_for_the_cpu(tmp_path, monkeypatch):
+    import torch
+
+    from megatron.mpu.initialize import has_silent_gpus, pick_device
+
+    (tmp_path / "driver").touch()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert has_silent_gpus(str(tmp_path / "driver")) and not has_silent_gpus(str(tmp_path / "none"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not has_silent_gpus(str(tmp_path / "driver"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(DeviceLost, match=f"local rank 3 has no CUDA device of its own: there are 3 on {node_name()}"):
+        pick_device("auto", 3)
+
+
+def test_a_supervised_run_leaves_its_end_to_the_supervisor(tmp_path):
+    sent, log = [], []
+    events = EventLog(tmp_path / "events.jsonl", log=log.append)
+    events.outboxes = [lambda event: sent.append(event["event"])]
+    events.listeners += events.outboxes
+    for supervised in (False, True):
+        events.supervised = lambda supervised=supervised: supervised
+        events.record("no_step", "no step has ended for 99 s", iteration=3)
+        events.record("end", "ended with exit code 1", level="error", iteration=3, code=1, why="x")
+        events.record("spike", "loss 5", iteration=3)
+    assert sent == ["no_step", "end", "spike", "spike"] and log.count("ERROR: no step has ended for 99 s") == 2
+    assert [event["level"] for event in read_events(tmp_path)] == [
+        "error",
+        "error",
+        "warning",
+        "info",
+        "info",
+        "warning",
+    ]

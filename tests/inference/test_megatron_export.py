@@ -3,11 +3,20 @@
 
 import argparse
 import math
+import tarfile
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.folder import Saver, checkpoints
 from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.store import Piece
 from megatron.convert import megatron_arguments, megatron_export
 from megatron.errors import CheckpointError, SettingsError, UsageError
 from megatron.settings import schema
@@ -188,18 +197,22 @@ def test_padding_rows_hardly_change_the_loss(tmp_path, monkeypatch):
 def test_nothing_is_written_when_it_reads_back_otherwise(tmp_path, monkeypatch):
     save(tmp_path / "ours", LLAMA)
     words = ["to-megatron", str(tmp_path / "ours"), str(tmp_path / "out"), "--tp", "2"]
-    right, local = megatron_export.arguments, megatron_export._local
+    right, local = megatron_export.arguments, megatron_export.local_part
     for name, planted, told in (
         ("arguments", lambda *a: argparse.Namespace(**vars(right(*a)) | dict(norm_epsilon=0.1)), "norm_epsilon 0.1"),
         ("arguments", lambda *a: argparse.Namespace(**vars(right(*a)) | dict(vocab_size=49)), "vocabulary 49"),
-        ("_local", lambda *a: local(*a).flip(0) if a[3] == "blocks.2.mlp.up.weight" else local(*a), "blocks.2.mlp.up"),
+        (
+            "local_part",
+            lambda *a: local(*a).flip(0) if a[3] == "blocks.2.mlp.up.weight" else local(*a),
+            "blocks.2.mlp.up",
+        ),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(megatron_export, name, planted)
             with pytest.raises(CheckpointError, match=f"another model(.|\n)*{told}"):
                 tool.main(words)
             assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-            if name == "_local":
+            if name == "local_part":
                 tool.main([*words, "--unchecked"])
     assert (tmp_path / "out" / "release" / "mp_rank_01" / "model_optim_rng.pt").exists()
 
@@ -230,3 +243,78 @@ def test_what_cannot_be_expressed_is_named(tmp_path, monkeypatch):
     ):  # a setting that this export is new to
         tool.main(words)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["capped", "ours"]
+
+
+# ---------------------------------------------------------------------------------------------------- whole runs
+
+
+def content_of(folder):
+    """(name -> tensor, common.pt) of a distributed checkpoint, by torch's own reader."""
+    tensors: dict = {}
+    reader, planner = dcp.FileSystemReader(folder), _EmptyStateDictLoadPlanner()
+    _load_state_dict(tensors, storage_reader=reader, planner=planner, no_dist=True)
+    flat, _ = flatten_state_dict(tensors)
+    return flat, torch.load(folder / "common.pt", weights_only=False)
+
+
+@pytest.mark.sampled(5)
+def test_a_run_is_what_megatron_core_saved(tmp_path):
+    """`megatron_core.tar.xz` has what megatron-core 0.16.1 wrote of a run, with its distributed optimizer."""
+    with tarfile.open(Path(__file__).with_name("megatron_core.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    source = tmp_path / "dp2" / "fully_reshardable"
+    tool.main(["from-megatron", str(source), str(tmp_path / "ours")])
+    [path] = checkpoints(tmp_path / "ours").values()
+    lengths = dict(warmup=0, decay=400, anneal=None, total=400)
+    change = lambda state: (
+        state["config"]["optimizer"].update(lr_decay_style="constant") or state.update(lengths=lengths)
+    )
+    with Reader(path) as reader:
+        pieces = [Piece(name, x.shape, Box.whole(x.shape), reader.read(name)) for name, x in reader.tensors.items()]
+        state = reader.state
+    state["config"]["model"]["make_vocab_size_divisible_by"] = 16
+    change(state)
+    with Saver(tmp_path / "changed") as saver:
+        saver.write(3, [pieces], state)
+    words = ["to-megatron", str(tmp_path / "changed"), str(tmp_path / "out"), "--with-optimizer", "--dtype", "bf16"]
+    tool.main(words)
+    (theirs, their_common), (mine, common) = map(
+        content_of, (source / "iter_0000003", tmp_path / "out" / "iter_0000003")
+    )
+    assert set(mine) == set(theirs)
+    for name, x in theirs.items():
+        cut = 15 if "word_embeddings" in name else None  # the last row is padding
+        same = torch.equal(mine[name][:cut], x[:cut]) if isinstance(x, torch.Tensor) else mine[name] == x
+        assert same and getattr(mine[name], "dtype", None) == getattr(x, "dtype", None), name
+    for name in ("opt_param_scheduler", "iteration", "checkpoint_version", "content_metadata"):
+        assert common[name] == their_common[name], name
+    assert common["optimizer"]["param_state_sharding_type"] == their_common["optimizer"]["param_state_sharding_type"]
+    both = [one["optimizer"]["optimizer"]["param_groups"] for one in (common, their_common)]
+    for mine, theirs in zip(*both, strict=True):
+        assert {name: mine[name] for name in theirs if name in mine} == {n: x for n, x in theirs.items() if n in mine}
+        assert set(mine) - set(theirs) == {"bias_correction"}
+    ours, theirs = vars(common["args"]), vars(their_common["args"])
+    for (
+        name
+    ) in "consumed_train_samples num_layers padded_vocab_size use_distributed_optimizer adam_beta2 lr seed".split():
+        assert ours[name] == theirs[name], name
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_runs_that_are_not_exported_are_named(tmp_path):
+    save(tmp_path / "ours", LLAMA)
+    words = ["to-megatron", str(tmp_path / "ours"), str(tmp_path / "out"), "--with-optimizer"]
+    for more, told in (
+        ([], "the state of no optimizer, not of Adam"),
+        (["--tp", "2"], "a distributed checkpoint, which has no layout"),
+        (["--use-legacy-models"], "a distributed checkpoint, which has no layout"),
+    ):
+        with pytest.raises(SettingsError, match=told):
+            tool.main([*words, *more])
+    save(tmp_path / "lion", LLAMA, {"optimizer.momentum.final_norm.weight": torch.ones(H)})
+    save(tmp_path / "experts", dict(LLAMA, num_experts=2))
+    with pytest.raises(SettingsError, match="the state of another optimizer .optimizer.exp_avg."):
+        tool.main(["to-megatron", str(tmp_path / "lion"), *words[2:]])
+    with pytest.raises(SettingsError, match="GPTs whose layers are alike: no experts"):
+        tool.main(["to-megatron", str(tmp_path / "experts"), *words[2:]])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["experts", "lion", "ours"]
