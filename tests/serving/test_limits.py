@@ -20,6 +20,7 @@ from megatron.serving.engine_thread import EngineThread
 from megatron.serving.errors import ApiError
 from megatron.serving.metrics import ServeMetrics
 from megatron.serving.openai_api import _usage
+from megatron.serving.served_model import ServedModel
 from megatron.serving.server import serve
 from megatron.serving.settings import ServeLimits
 from megatron.telemetry.web import listen
@@ -103,6 +104,14 @@ def test_times_of_first_tokens_and_between_tokens_are_apart():
     said = metrics.text().decode().splitlines()
     assert 'megatron_serve_time_to_first_token_seconds_sum{model="toy"} 2.0' in said
     assert 'megatron_serve_time_between_tokens_seconds_sum{model="toy"} 0.5' in said
+
+
+def test_the_ends_of_answers_are_those_of_the_nearest_source():
+    """generation_config.json, the template's eos_token, the end of document."""
+    template = SimpleNamespace(end_of_turn=5)
+    ends = lambda **own: ServedModel("toy", SimpleNamespace(eod=1), 8, None, **own).end_of_turn
+    assert ends(template=template, ends=(7, 5)) == (7, 5) and ends(template=template) == 5
+    assert ends(template=SimpleNamespace(end_of_turn=None)) == 1 and ends(template=SimpleNamespace(end_of_turn=0)) == 0
 
 
 def test_what_was_found_of_a_prompt_counts_once_for_all_its_answers():
