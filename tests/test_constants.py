@@ -63,7 +63,7 @@ FORMATS = {
     "storage.array_file:MAGIC": B("4d45474152524159"),
     "storage.array_file:ALIGN": 64,
     "checkpoint.store:FORMAT": "boxes in safetensors",
-    "checkpoint.store:VERSION": 1,
+    "checkpoint.store:VERSIONS": (1, 2),
     "checkpoint.store:BLOCK": 4_194_304,
     "checkpoint.backends:INDEX": "index.json",
     "checkpoint.backends:TRACKER": "latest_checkpointed_iteration.txt",  # Megatron-LM's name
@@ -385,4 +385,4 @@ def test_exit_codes_are_those_of_the_documents():
     """docs/proof/reliability.md; and which of them a supervisor tries again."""
     actions = {code: action.value for code, (action, _) in value_of("guard.exits:MEANINGS").items()}
     stop = dict.fromkeys((2, 3, 4, 5, 8, 10), "stop")
-    assert actions == {0: "done", 1: "retry", 6: "retry", 7: "retry", 9: "preempted", 130: "preempted"} | stop
+    assert actions == {0: "done", 1: "retry", 6: "retry", 7: "retry", 9: "preempted", 11: "replace", 130: "preempted"} | stop

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens that go to their experts in hops, between nodes and inside them, against a loop over tokens, and against rows that
-are sent to each expert; all ranks are threads of this process, whose exchanges are counted.
+"""Tokens that go to their experts in hops, between nodes and inside them, against a loop over tokens and against rows that
+are sent to each expert (--moe-token-dispatcher-type flex); all ranks are threads of this process, whose exchanges are counted.
 """
 
 import threading

@@ -27,6 +27,7 @@ from megatron.serving.openai_requests import (
     target_length_of,
 )
 from megatron.serving.served_model import ServedModel
+from megatron.tokenizer.chat_template import ChatTemplate
 from tests.serving.toy import ByteTokenizer
 
 TALK = [dict(role="user", content="a")]
@@ -369,6 +370,8 @@ def test_texts_may_be_as_long_as_the_context(asked, found):
 @pytest.mark.parametrize("targets", [None, 8])
 def test_what_ends_an_answer_is_that_of_the_nearest_source(ends, tokens, targets):
     template = tokens if tokens is None else SimpleNamespace(special={"<end>": 0}, tokens=tokens)
+    if template:
+        template.end_of_turn = ChatTemplate.end_of_turn.fget(template)
     more = dict(tokenizer=SimpleNamespace(eod=9), targets=targets and SimpleNamespace(end=targets))
     model = SimpleNamespace(ends=ends, template=template, **more)
     end = ServedModel.end.fget(model)

@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 from megatron import errors
 from megatron.guard import run_state
 from megatron.guard.processes import descendants
+from megatron.storage.processes import state
 from megatron.tools import launch
 
 # What a rank does, by its first argument, when it has come to life; rank 0 stays until it is ended.
@@ -132,10 +133,13 @@ class Launched:
         os.killpg(self.pid, signal.SIGINT)
 
     def end(self):
-        """(exit code, lines of stderr); nothing of the job may be left."""
+        """(exit code, lines of stderr); nothing of the job may be left, but for what the kernel still ends."""
         left = descendants(self.pid)
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        assert not [pid for pid in left if os.path.exists(f"/proc/{pid}") and pid in descendants(os.getpid())]
+        deadline = time.monotonic() + 5
+        while alive := [pid for pid in left if pid in descendants(os.getpid()) and state(pid) != "Z"]:
+            assert time.monotonic() < deadline, alive
+            time.sleep(0.01)
         return code, self.said.splitlines()
 
     @property

@@ -48,8 +48,8 @@ class Checkpoint:
         requires=("save", "there is no folder to keep checkpoints in"),
     )
     verify_saves: Share = shown_by("test_blocks_take_turns_to_be_read_back")(
-        "share of a new checkpoint that its writers read back before --keep-last deletes older ones; other blocks have "
-        "their turn at the next saves",
+        "share of a new checkpoint that its writers read back before --keep-last deletes older ones (0: nothing); other "
+        "blocks have their turn at the next saves",
         1.0,
         needs=Needs("--keep-last or --save-retain-interval", lambda s: s.keep_last or s.save_retain_interval),
     )
