@@ -248,7 +248,7 @@ def _orders(folder: Path, chunks: list[Chunk], stage: RankStage, reading: Readin
 
 def _in_our_order(reading: Reading, name: str, x: torch.Tensor) -> torch.Tensor:
     """Values of one of their tensors, in the shape of ours, with their rows in our order."""
-    of_experts = "ep" in reading.weights[name].cut
+    of_experts = "ep" in reading.weights[_tied(name, reading.model)].cut
     return x if of_experts else our_rows(name, reading.names.rows(name), x, tuple(x.shape))
 
 
