@@ -206,13 +206,16 @@ def test_columns_are_padded_with_zeros_that_no_scale_sees():
     assert amax_of(torch.tensor([[1.0, math.nan]])).isnan() and amax_of(-x).item() == x.abs().max()
 
 
-@pytest.mark.parametrize("n, k, m, dtype, taken", [
-    (32, 48, 5, torch.bfloat16, True),
-    (24, 48, 5, torch.bfloat16, False),
-    (32, 40, 5, torch.bfloat16, False),
-    (32, 48, 0, torch.bfloat16, False),
-    (32, 48, 5, torch.float32, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "n, k, m, dtype, taken",
+    [
+        (32, 48, 5, torch.bfloat16, True),
+        (24, 48, 5, torch.bfloat16, False),
+        (32, 40, 5, torch.bfloat16, False),
+        (32, 48, 0, torch.bfloat16, False),
+        (32, 48, 5, torch.float32, False),
+    ],
+)
 def test_torchs_grouped_product_gets_widths_of_16_rows_and_bf16_alone(n, k, m, dtype, taken, monkeypatch):
     """Other products are those of the numbers that fp8 stands for."""
     calls = []
