@@ -632,9 +632,8 @@ class Supervisor:
         else:
             retry = self.settings.on_numerics == "retry"
             verdict = judge(codes or [returned or 1], retry)
-            if (
-                first and verdict.code and verdict.code in {end.code for end in ends}
-            ):  # else it is of a rank without a heartbeat
+            # Another code is that of a rank without a heartbeat.
+            if first and verdict.code and verdict.code in {end.code for end in ends}:
                 verdict = judge([first.code], retry)
         attempt.ended = time.monotonic() - self.began
         attempt.ending = time.monotonic() - (self.ending_since or time.monotonic())
