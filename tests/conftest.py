@@ -117,6 +117,8 @@ def most_allocated(tmp_path_factory):
 
 LONG = ROOT / "tests" / "long_files.txt"  # "seconds file" a line: what starts first, and what --unit leaves out
 LEAST = 4.0  # seconds of a long file
+# They import much of transformers, which makes a worker's forks slower: a gigabyte takes 50 ms.
+LATER = ("tests/inference/", "tests/tokenizer/")
 PART = "TEST_PART"  # environment: the number that chooses the cases of `sampled` tests
 
 
@@ -157,14 +159,14 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """The longest files come first, so that no worker is alone with one at the end.
+    """The longest files come first, so that no worker is alone with one at the end; those of `LATER` come last.
 
     Tests marked `full` are skipped without --full, and of those marked `sampled(n)` all but one of n cases, unless tests
     are chosen by name (`-k`, `FILE::TEST`); those marked `gpu` where torch sees no GPU. A run of all tests deselects
     instead: to skip ten thousand tests takes half a minute of a core.
     """
     long = long_files()
-    items.sort(key=lambda item: -long.get(item.nodeid.partition("::")[0], 0.0))
+    items.sort(key=lambda item: (item.nodeid.startswith(LATER), -long.get(item.nodeid.partition("::")[0], 0.0)))
     if not config.getoption("--full"):
         named = config.option.keyword or any("::" in argument for argument in config.args)
         left = [item for item in items if item.get_closest_marker("full")]

@@ -167,6 +167,11 @@ class LaterTensor(NamedTuple):
     dtype: torch.dtype = torch.float32
     boxes: tuple[Box, ...] = ()
 
+    @property
+    def parts(self) -> tuple[Box, ...]:
+        """The boxes that are written."""
+        return self.boxes or (Box.whole(self.shape),)
+
 
 class _LazyPlanner(dcp.DefaultSavePlanner):
     """Plans tensors that do not exist yet. later: by name in the flattened dictionary"""
@@ -177,17 +182,14 @@ class _LazyPlanner(dcp.DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        items = (
-            _item(name, one, box) for name, one in self.later.items() for box in one.boxes or [Box.whole(one.shape)]
-        )
+        items = (_item(name, one, box) for name, one in self.later.items() for box in one.parts)
         return replace(plan, items=[*plan.items, *items])
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         later = self.later.get(index.fqn)
         if later is None:
             return super().lookup_object(index)
-        boxes = later.boxes or (Box.whole(later.shape),)
-        box = next(box for box in boxes if box.offset == tuple(index.offset))
+        box = next(box for box in later.parts if box.offset == tuple(index.offset))
         return later.make(box).to(later.dtype).contiguous()
 
 

@@ -104,23 +104,28 @@ def memory_of(folder: Path, who: Optional[str] = None) -> Path:
     if in_memory(folder):
         return folder
     parent = os.getppid()
-    return _shared_memory() / f"{_prefix(folder, who or machine())}.{parent}.{process_start_ticks(parent)}"
+    return shared_memory() / f"{_prefix(folder, who or machine())}.{parent}.{process_start_ticks(parent)}"
 
 
 def memories_of(folder: Path) -> list[Path]:
     """All folders in this node's memory with heartbeats for a folder that does not lie there."""
-    return sorted(_shared_memory().glob(f"{_prefix(folder, machine())}.*"))
+    return sorted(shared_memory().glob(f"{_prefix(folder, machine())}.*"))
 
 
 def remove_left_memories(who: str) -> None:
     """Remove the folders in this node's memory whose launcher has ended."""
-    for path in _shared_memory().glob(f"{_prefix(None, who)}*"):
-        words = path.name.split(".")[-2:]
-        if all(map(str.isdecimal, words)) and process_start_ticks(int(words[0])) != int(words[1]):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in shared_memory().glob(f"{_prefix(None, who)}*"):
+        remove_if_left(path, path.name.split(".")[-2:])
 
 
-def _shared_memory() -> Path:
+def remove_if_left(path: Path, owner: list[str]) -> None:
+    """Remove a folder whose name has the pid of its owner and when that started, unless this process still runs."""
+    if len(owner) == 2 and all(map(str.isdecimal, owner)) and process_start_ticks(int(owner[0])) != int(owner[1]):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def shared_memory() -> Path:
+    """A folder in this node's memory; of temporary files, if there is none that can be written to."""
     return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 

@@ -70,9 +70,7 @@ def dump(folder: str, rank: int) -> Optional[Path]:
         return None
     path = Path(folder) / f"{PREFIX}{rank}"
     of_torch = c10d._dump_nccl_trace if hasattr(c10d, "_dump_nccl_trace") else c10d._dump_fr_trace
-    recorded = of_torch(
-        True, False, False
-    )  # without stacks, whose symbols take seconds to load: the ranks write them apart
+    recorded = of_torch(True, False, False)  # without stacks: their symbols take seconds, and ranks write them apart
     aside = path.with_name(f".{path.name}")
     aside.write_bytes(recorded)
     os.replace(aside, path)
@@ -131,9 +129,8 @@ def _call(entry: Mapping) -> RecordedCall:
 
 def explain_dumps(dumps: Mapping[int, Dump]) -> list[str]:
     """A line for each call that ranks wait in: who waits, who has not come, whose calls differ."""
-    waiting: dict[tuple[str, int], dict[int, RecordedCall]] = defaultdict(
-        dict
-    )  # of each group the first call with each number
+    # The first call of each group with each number.
+    waiting: dict[tuple[str, int], dict[int, RecordedCall]] = defaultdict(dict)
     messages: dict[tuple[str, str], set[int]] = defaultdict(set)
     for rank, one in dumps.items():
         for call in one.calls:

@@ -82,9 +82,7 @@ class Heartbeat:
         try:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
             try:
-                os.posix_fallocate(
-                    file, 0, SIZE
-                )  # or a write to the mapped file would end the process in a full memory
+                os.posix_fallocate(file, 0, SIZE)  # else a write to the mapped file ends the process if memory is full
                 self.file = mmap.mmap(file, SIZE)
             finally:
                 os.close(file)

@@ -44,7 +44,17 @@ from megatron.errors import (
 )
 from megatron.guard import command as commands
 from megatron.guard import processes, slurm
-from megatron.guard.beat_files import STOP, Beat, BeatReader, ask, clear, machine, read_beats
+from megatron.guard.beat_files import (
+    STOP,
+    Beat,
+    BeatReader,
+    ask,
+    clear,
+    machine,
+    read_beats,
+    remove_if_left,
+    shared_memory,
+)
 from megatron.guard.evidence import request_traces, standstills
 from megatron.guard.exits import (
     Action,
@@ -632,9 +642,8 @@ class Supervisor:
         else:
             retry = self.settings.on_numerics == "retry"
             verdict = judge(codes or [returned or 1], retry)
-            if (
-                first and verdict.code and verdict.code in {end.code for end in ends}
-            ):  # else it is of a rank without a heartbeat
+            # Another code is that of a rank without a heartbeat.
+            if first and verdict.code and verdict.code in {end.code for end in ends}:
                 verdict = judge([first.code], retry)
         attempt.ended = time.monotonic() - self.began
         attempt.ending = time.monotonic() - (self.ending_since or time.monotonic())
@@ -776,12 +785,10 @@ def unused(folder: Path, number: int) -> Path:
 
 def heartbeat_folder() -> Path:
     """Create a folder in memory, if possible; folders of killed supervisors are removed."""
-    where, own = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir(), os.getpid()
+    where, own = shared_memory(), os.getpid()
     prefix = f"heartbeats-{machine().replace('/', '-')}"
-    for path in Path(where).glob(f"{prefix}.*"):
-        words = path.name.removeprefix(prefix).split(".")[1:3]
-        if len(words) == 2 and all(map(str.isdecimal, words)) and process_start_ticks(int(words[0])) != int(words[1]):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in where.glob(f"{prefix}.*"):
+        remove_if_left(path, path.name.removeprefix(prefix).split(".")[1:3])
     return Path(tempfile.mkdtemp(prefix=f"{prefix}.{own}.{process_start_ticks(own)}.", dir=where))
 
 

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+import pretrain_gpt
 from megatron.checkpoint import folder as saving
 from megatron.checkpoint import store, survey
 from megatron.checkpoint.boxes import Box
@@ -228,3 +229,16 @@ def test_blocks_take_turns_to_be_read_back(tmp_path, monkeypatch):
         read.clear()
         saver.save(7, pieces, {})
         assert not read
+
+
+def test_a_run_reads_back_the_share_that_was_asked_for(tmp_path, monkeypatch):
+    """From the second save on: the first one deletes nothing."""
+    turns, real = [], saving.read_back
+    monkeypatch.setattr(saving, "read_back", lambda *args: turns.append(args[2:]) or real(*args))
+    pretrain_gpt.main(
+        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --mock-data --vocab-size 50 --lr 1e-2 "
+        "--micro-batch-size 1 --eval-iters 0 --device cpu --num-workers 0 --train-iters 5 --save-interval 1 --keep-last 1 "
+        f"--save {tmp_path} --verify-saves 0.25".split()
+    )
+    assert turns == [(4, 0), (4, 1), (4, 2), (4, 3)]
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000005"]

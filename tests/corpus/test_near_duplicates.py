@@ -61,6 +61,7 @@ def planted_corpus(per_bin: int) -> tuple[list[dict], np.ndarray]:
     return documents, shared / (2 * WORDS - shared)
 
 
+@pytest.mark.sampled(5)
 @needs_rensa
 def test_protocol(tmp_path):
     """Recall of pairs by similarity, and precision and recall of what is accepted, at the threshold of a preset."""
@@ -141,7 +142,7 @@ def test_kept_are_those_of_brute_force(tmp_path):
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("verify", ["signatures", "doubtful"])
 def test_kept_do_not_depend_on_how_the_work_is_divided(tmp_path, verify):
     documents = families(seed=4, families=20) * 2  # groups of more than `links`

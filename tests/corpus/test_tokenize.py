@@ -38,6 +38,7 @@ def test_token_files_are_those_of_preprocessing_the_shards(numbers, tmp_path, fo
         assert made.read_bytes() == by_hand.with_name(by_hand.name + ending).read_bytes()
 
 
+@pytest.mark.sampled(5)
 def test_several_datasets(numbers, tmp_path):
     options = "tokenizer-type: NullTokenizer, vocab-size: 9999, datasets: 3"
     numbers.run(tmp_path / "one", stages=f"stages: [{{tokenize: {{{options[:-1]}1}}}}]\n")

@@ -204,3 +204,25 @@ def test_columns_are_padded_with_zeros_that_no_scale_sees():
         assert torch.equal(values[:, :150].float(), quantize(x.t().contiguous(), tile, E4M3)[0].float())
         assert fp8_turn(quantize(x, tile, E4M3), tile)[0].shape == (256, length)
     assert amax_of(torch.tensor([[1.0, math.nan]])).isnan() and amax_of(-x).item() == x.abs().max()
+
+
+@pytest.mark.parametrize(
+    "n, k, m, dtype, taken",
+    [
+        (32, 48, 5, torch.bfloat16, True),
+        (24, 48, 5, torch.bfloat16, False),
+        (32, 40, 5, torch.bfloat16, False),
+        (32, 48, 0, torch.bfloat16, False),
+        (32, 48, 5, torch.float32, False),
+    ],
+)
+def test_torchs_grouped_product_gets_widths_of_16_rows_and_bf16_alone(n, k, m, dtype, taken, monkeypatch):
+    """Other products are those of the numbers that fp8 stands for."""
+    calls = []
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", lambda *_, **__: calls.append(1), raising=False)
+    a = torch.ones(m, k, dtype=torch.float8_e4m3fn), torch.full((m, 1), 2.0)
+    b = torch.ones(2, n, k, dtype=torch.float8_e4m3fn), torch.full((2, n, 1), 3.0)
+    ends = torch.tensor([m // 2, m], dtype=torch.int32)
+    product = scaled_mm.fp8_grouped(a, b, ends, dtype, lambda rows, matrices, _: rows @ matrices[0].T)
+    assert calls == [1] * taken
+    assert taken or torch.equal(product, torch.full((m, n), 6.0 * k, dtype=dtype))

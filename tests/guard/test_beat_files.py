@@ -111,7 +111,7 @@ def node(tmp_path, monkeypatch):
         for number in (signal.SIGCONT, signal.SIGKILL):
             os.kill(pid, number)
         os.waitpid(pid, 0)
-    for place in beat_files._shared_memory().glob(f"{beat_files._prefix(tmp_path, 'another machine')}.*"):
+    for place in beat_files.shared_memory().glob(f"{beat_files._prefix(tmp_path, 'another machine')}.*"):
         shutil.rmtree(place)
 
 

@@ -86,7 +86,7 @@ def automodel(rank):
     return plain.AutomodelTrainer(rank, transformers.LlamaForCausalLM(config))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "names, trainer", [("torchtitan-0.2", titan(False)), ("torchtitan", titan(True)), ("automodel", automodel)]
 )
@@ -187,7 +187,7 @@ def change(folder, edit):
     dcp.save(flat, checkpoint_id=folder, no_dist=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 def test_what_is_missing_or_other_is_named(tmp_path, capsys):
     checkpoint(tmp_path / "ours", dict(LLAMA, num_layers=2))
     tool.main(["to-dcp", str(tmp_path / "ours"), str(tmp_path / "out"), "--names", "torchtitan-0.2"])

@@ -146,6 +146,7 @@ def test_logits_over_ranks(kind, tp, pp, family, run_ranks):
     assert_near(found, want)
 
 
+@pytest.mark.sampled(5)
 @KINDS
 def test_gradients(kind, family, tmp_path):
     """A weight that has a multiplier is that many times theirs, and its gradient so many times smaller."""

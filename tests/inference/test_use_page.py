@@ -70,6 +70,7 @@ def test_a_server_and_its_client(commands, newcomer, root):
         process.communicate()
 
 
+@pytest.mark.sampled(5)
 def test_llama_cpp(commands, newcomer, monkeypatch, capsys):
     for package in ("gguf", "xllamacpp"):
         pytest.importorskip(package, reason="needs the extra [export]")

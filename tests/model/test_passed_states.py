@@ -87,7 +87,7 @@ def computed(rank: int, letter: str, cp: int, heads: int, packed: bool) -> list[
     return [y.detach(), *found]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("cp, heads, chunk, packed", CASES)
 def test_passed_states_are_those_of_the_whole_sequence(cp, heads, chunk, packed, run_ranks, monkeypatch):
     monkeypatch.setattr("megatron.model.kinds.mamba.module.ssd", partial(ssd, chunk=chunk))
@@ -108,7 +108,7 @@ def test_passed_states_are_those_of_the_whole_sequence(cp, heads, chunk, packed,
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "documents"])
 @pytest.mark.parametrize("letter", "GM")
 @pytest.mark.parametrize("cp, heads", [(2, 1), (6, 3)])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens that go to their experts in hops, between nodes and inside them, against a loop over tokens and against rows that
-are sent to each expert (--moe-token-dispatcher-type flex); all ranks are threads of this process, whose exchanges are counted.
+are sent to each expert (--moe-token-dispatcher-type flex); all ranks are threads of this process, exchanges are counted.
 """
 
 import threading
@@ -159,7 +159,7 @@ def test_expected_parts_are_those_of_draws(groups, chosen, parts):
 @pytest.mark.full
 @pytest.mark.parametrize("turns", ["", "--overlap-moe-expert-parallel-comm --micro-batch-size 1"])
 def test_two_hops_train_as_one(turns, tmp_path, run_ranks):
-    """The run of one process, and with passes in turns."""
+    """The run of one process, with two ranks a node (--moe-ranks-per-node 2), also with passes in turns."""
     words = f"{EP4} {HOPS} 2 {turns}"
     run_ranks(4, pretrain, f"{FAMILIES['plain'].flags} {words} --save {tmp_path}")
     check(tmp_path, "plain")

@@ -222,6 +222,7 @@ def halved(recipe: str, kind: str, mesh: Mesh):
     return y.detach(), x.grad, layer.weight.grad.flatten(0, -2)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["column", "column, sp", "row"])
 @pytest.mark.parametrize("recipe", TILES)
 def test_two_ranks_multiply_as_one_process(recipe, kind, run_ranks):

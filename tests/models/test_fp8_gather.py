@@ -131,7 +131,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_weights_are_kept_and_gathered_in_fp8(recipe, layout, run_ranks):
@@ -180,7 +180,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", PAIRS)
 def test_training_has_the_bits_of_a_gather_in_bf16(layout):
     """Without clipping: a norm is a sum, and shards of two formats have other borders."""
@@ -189,6 +189,7 @@ def test_training_has_the_bits_of_a_gather_in_bf16(layout):
     assert same.loss == same.weight == 0.0 and same.norm < 1e-8, same
 
 
+@pytest.mark.sampled(5)
 def test_checkpoints_and_evaluations_do_not_depend_on_it(tmp_path):
     """A run goes on with the flag, and then without it, to the bits of one without it; ranks' copies are compared."""
     line = f"{SHAPE.replace('--train-iters 2', '--train-iters 6')} --num-layers 2 --eval-interval 2 --eval-iters 1"

@@ -71,7 +71,7 @@ def parse_and_lay_out(flags: str):
     return laid_out(settings(flags)[0], parse_layout(""))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", ["tp2sp-dp2-zero1", "pp2-zbh1", "dp2-zero3"])
 def test_depths_of_multi_token_prediction_train_alike(layout):
     """The layers of depths multiply in fp8, too: their losses are not those of a run that skips them."""

@@ -170,6 +170,7 @@ def test_it_is_planned(words, of):
     assert predicted(model, layout) == pytest.approx(measured(model, layout, Mesh()), rel=0.05)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("words", [None, "core_attn"])
 @pytest.mark.parametrize("layout", [dict(tp=2), dict(tp=2, sp=True), dict(cp=2)], ids=str)
 def test_it_is_planned_over_ranks(words, layout, run_ranks):

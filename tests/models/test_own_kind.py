@@ -121,6 +121,7 @@ def test_it_is_decoded(trained, capsys):
     assert last(cached) == last(capsys.readouterr().out) != []
 
 
+@pytest.mark.sampled(5)
 def test_its_program_is_exported_and_other_libraries_have_no_such_model(trained, tmp_path):
     export.main(["--load", str(trained), "--output", str(tmp_path / "out"), "--format", "torch-export"])
     ids = torch.randint(0, 100, (2, 7), generator=torch.Generator().manual_seed(1))

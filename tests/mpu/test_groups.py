@@ -172,7 +172,7 @@ def check_layout(lay: dict) -> None:
         assert stuck(again) == [], lay  # a second mesh in the same processes
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("world, number", [(4, 40), (6, 12), (8, 30), (12, 12), (24, 6), (64, 3)])
 def test_all_ranks_agree_and_none_waits_for_ever(world, number):
     for lay in sample(world, number):

@@ -123,6 +123,7 @@ def _drawn(rank, sizes, stage):
     return [parameter.detach().clone() for parameter in model.parameters()], sum(counts)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "sizes, stage",
     [(dict(replicate=4), 0), (dict(replicate=3), 0), (dict(shard=4), 1), (dict(replicate=2, shard=2), 3)],

@@ -263,6 +263,7 @@ def test_the_tool_trains_with_everything_on(capfd):
         assert words in told
 
 
+@pytest.mark.sampled(5)
 def test_the_command_of_the_guide_runs(capfd, root):
     commands = re.findall(r"```bash\n(.*?)```", (root / "docs" / "planning.md").read_text(encoding="utf-8"), re.S)
     [words] = [text.replace("\\\n", " ").split() for text in commands if "megatron.tools.shrink" in text]

@@ -199,6 +199,7 @@ def test_a_trace_gets_the_lanes_at_its_own_time():
     assert with_lanes('{"other": []}', RankLanes(0, (3, 3), 0, BARS)) == '{"other": []}'
 
 
+@pytest.mark.sampled(5)
 def test_a_profiled_run_has_all_of_it(tmp_path, run_ranks):
     flags = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-2 "

@@ -256,6 +256,7 @@ def test_sigterm_before_the_first_step(flags, hint, start):
     assert code == 143 and re.fullmatch("error: rank [01] was ended by SIGTERM", said[0]) and said[-1] == hint
 
 
+@pytest.mark.sampled(5)
 def test_a_dry_run_of_several_ranks_reports_once(root):
     words = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --mock-data --vocab-size 90 --lr 1e-3"

@@ -21,6 +21,7 @@ def corpus(tmp_path_factory):
     return folder
 
 
+@pytest.mark.sampled(5)
 def test_size_and_kinds(corpus):
     documents = read(corpus / "a" / "train.jsonl")
     assert 2e6 < sum(len(d["text"]) for d in documents) < 20e6

@@ -358,7 +358,8 @@ def kind_of(model: Model) -> str:
     nearest = [kind for kind, why in sorted(reasons.items(), key=lambda item: len(item[1])) if len(why) <= least + 1]
     pattern = f", {FLAG} {model.hybrid_layer_pattern}," * bool(model.letters)
     raise SettingsError(
-        f"Hugging Face has no model of this shape{pattern} among " + ", ".join(family.name for family in FAMILIES.values()),
+        f"Hugging Face has no model of this shape{pattern} among "
+        + ", ".join(family.name for family in FAMILIES.values()),
         "\n  ".join(f"not {FAMILIES[kind].name}: {', '.join(reasons[kind])}" for kind in nearest),
     )
 

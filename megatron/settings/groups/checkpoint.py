@@ -47,7 +47,7 @@ class Checkpoint:
         None,
         requires=("save", "there is no folder to keep checkpoints in"),
     )
-    verify_saves: Share = shown_by("test_blocks_take_turns_to_be_read_back")(
+    verify_saves: Share = shown_by("test_a_run_reads_back_the_share_that_was_asked_for")(
         "share of a new checkpoint that its writers read back before --keep-last deletes older ones (0: nothing); other "
         "blocks have their turn at the next saves",
         1.0,
