@@ -68,6 +68,7 @@ KINDS = {
         {
             "code": "exit code",
             "why": "the reason, if it did not reach its last step",
+            "failure": "its kind, of a supervised job",
             "rank_host": "machine of the rank that failed first",
             "account": "of a supervised job: seconds by cause, steps, restarts, checkpoints",
         },
@@ -83,6 +84,7 @@ KINDS = {
         "the supervisor starts the job again",
         {
             "cause": "how the last attempt ended",
+            "failure": "its kind: command, data, memory, device, network, disk, code, numerics, silent error, host",
             "why": "the message of the rank that failed first",
             "code": "its exit code",
             "rank_host": "its machine",
