@@ -48,7 +48,7 @@ SIGNS = tuple(
             r"OOM Killed|OUT_OF_MEMORY|_STATUS_ALLOC_FAILED|insufficient shared memory|creating shared memory segment",
         ),
         (FailureKind.DEVICE, rf"{DEVICE_ERROR.pattern}|\bXid\b|GPU of rank \d+ .* failed|no CUDA device of its own"),
-        (FailureKind.SILENT_ERROR, r"hold different bits|the same step, repeated, is finite"),
+        (FailureKind.SILENT_ERROR, r"hold different bits|is not what training held|the same step, repeated, is finite"),
         (FailureKind.HOST, r"[Nn]ode failure|NODE FAILURE|NODE_FAIL|does not answer: stopped, frozen"),
         (
             FailureKind.DISK,

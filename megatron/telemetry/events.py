@@ -61,6 +61,11 @@ KINDS = {
         {"why": "the reason", "in_a_row": "number of failed saves in a row, with this one"},
         logged=False,
     ),
+    "unchanged_state": EventKind(
+        "warning",
+        "a checkpoint holds the weights, or moments, of the one before to the bit, although steps were made",
+        {"kinds": "weights, or names of moments"},
+    ),
     "end": EventKind(
         "info",
         "a launch or a supervised job ended; level error if its exit code is neither 0 nor 9, but info for a launch that a "
