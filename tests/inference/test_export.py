@@ -456,6 +456,9 @@ def test_outputs_of_another_shape_or_without_values_do_not_agree():
     for other in (torch.ones(4), torch.full((3,), float("nan")), x + 1e-3):
         with pytest.raises(CheckpointError, match="computes something else"):
             agreement("onnx", "fp32", "it", x, other)
+    for ours in (float("nan"), float("inf")):  # the weights overflow, and a share of infinity would allow anything
+        with pytest.raises(CheckpointError, match="computes something else"):
+            agreement("onnx", "fp32", "it", torch.tensor([1.0, ours, 1.0]), x)
 
 
 @pytest.mark.parametrize("form, package", [("gguf", "xllamacpp"), ("gguf", "gguf"), ("onnx", "onnxruntime")])
