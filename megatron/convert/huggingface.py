@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
-from megatron.checkpoint.backends import TRACKER
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.lineage import source_config
@@ -43,7 +42,7 @@ from megatron.model.hf_match import Match
 from megatron.model.recipe import config_of
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.placement import Placement
-from megatron.settings.from_checkpoint import FILES, located
+from megatron.settings.from_checkpoint import FILES, located, own_format
 from megatron.settings.schema import TokenizerSettings
 from megatron.storage import hub
 from megatron.storage.new_folder import new_folder
@@ -257,10 +256,8 @@ def _refuse_other_paths(source: Path) -> None:
     if source.is_file():
         raise CheckpointError(f"{source}: not a model's folder, but a file", do=FOLDER)
     if source.is_dir() and not (source / "config.json").exists():
-        own = any((source / name).exists() for name in (TRACKER, "index.json"))
         adapters = (source / "adapter_config.json").exists()
-        do = "from-peft imports adapters" if adapters else FOLDER
-        do = f"it holds a checkpoint of this suite, which commands read: --load {source}" if own else do
+        do = "from-peft imports adapters" if adapters else own_format(source) or FOLDER
         raise CheckpointError(f"{source}: not a model's folder: no config.json", do=do)
 
 

@@ -225,11 +225,13 @@ def test_other_paths_are_named(source, tmp_path):
     imported(source, tmp_path / "ours")
     for path, said in (
         (source / "model.safetensors", "not a model's folder, but a file\n  -> give the folder with config.json"),
-        (tmp_path / "ours", f"it holds a checkpoint of this suite, which commands read: --load {tmp_path / 'ours'}"),
+        (tmp_path / "ours", f"it holds a checkpoint of this suite: --load {tmp_path / 'ours'}"),
         (tmp_path / "ours" / "iter_0000000", "it holds a checkpoint of this suite"),
     ):
         error = refused("from-hf", path, tmp_path / "out")
         assert said in str(error) and error.code == 5
+    exported = failure_of(lambda: generate.main(["--load-exported", str(tmp_path / "ours"), "--prompt", "a"]))
+    assert f"it holds a checkpoint of this suite: --load {tmp_path / 'ours'}" in str(exported)
 
 
 def weights_with(folder, change) -> str:
