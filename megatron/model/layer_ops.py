@@ -23,10 +23,12 @@ from megatron.model.lora import KIND as LORA
 from megatron.model.quantization import KIND as QUANTIZED
 from megatron.model.quantization import OF_TOKENS
 from megatron.model.sparsity import KIND as SPARSE
+from megatron.settings.hashed_once import hashed_once
 from megatron.settings.kernel_sizes import SCORE_BYTES
 from megatron.settings.schema import Model
 
 
+@hashed_once
 @dataclass(frozen=True)
 class RankSetup:
     """The sizes and formats of one rank's work: its part of layers and sequences, micro-batch, precision, kernels.

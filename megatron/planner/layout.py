@@ -27,6 +27,7 @@ from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import default_chunks, in_turns
 from megatron.pipeline.stages import Pipeline, takes_turns
 from megatron.planner.reached_speed import EXPERTS
+from megatron.settings.hashed_once import hashed_once
 from megatron.settings.rank_env import ranks
 from megatron.settings.schema import GROUPS, Config, Parallel, Recompute
 from megatron.settings.spelling import settings_of
@@ -41,6 +42,7 @@ class Cuts(NamedTuple):
 ELEMENT = dict(fp32=4, bf16=2, fp16=2)  # bytes of a weight or an activation
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Job:
     """A training without its layout.
@@ -326,7 +328,7 @@ class Layout:
         last_job, setup = self.__dict__.get("_setup", (None, None))  # each figure of a layout asks for it
         if last_job is not job:
             own = self.tp, self.sp, self.micro_batch_size, self.cp, self.cp_heads, self.gathers
-            self.__dict__["_setup"] = job, (setup := job.rank_setup(*own, *self.cuts[1:], self.ep_inner))
+            self.__dict__["_setup"] = job, (setup := _rank_setup(job, *own, *self.cuts[1:], self.ep_inner))
         return setup
 
     def num_microbatches(self, job: Job) -> int:
@@ -348,7 +350,11 @@ class Layout:
         """The pipeline: the layers of each stage and rank."""
         if self.parallel:
             return Pipeline.of(self.parallel, num_layers)
-        return _pipeline(self.pp, self.chunks, self.schedule, self.stage_layers, num_layers)
+        last, pipeline = self.__dict__.get("_cut", (None, None))  # many figures ask for it
+        if last != num_layers:
+            pipeline = _pipeline(self.pp, self.chunks, self.schedule, self.stage_layers, num_layers)
+            self.__dict__["_cut"] = num_layers, pipeline
+        return pipeline
 
     def _parallel(self) -> Parallel:
         explicit = self.chunks > 1 and self.chunks != default_chunks(self.schedule)
@@ -458,6 +464,11 @@ def _context_sharing(p: Parallel) -> tuple[int, bool]:
     if kinds == {"a2a"}:
         return cp, False
     return (p.cp_levels[0] if kinds == {"a2a+p2p"} and p.cp_levels else 1), "allgather" in kinds
+
+
+@lru_cache(maxsize=65536)
+def _rank_setup(job: Job, *sizes: int) -> RankSetup:
+    return job.rank_setup(*sizes)
 
 
 @lru_cache(maxsize=4096)
