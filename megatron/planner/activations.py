@@ -16,14 +16,14 @@ from megatron.planner.layout import Job, Layout
 from megatron.settings.schema import Recompute
 
 
-class Saved(NamedTuple):
+class SavedBytes(NamedTuple):
     """Bytes that a pass saves: by kind, and their sum."""
 
     kinds: Mapping[str, int]
     total: int
 
-    def plus(self, kind: str, size: int) -> "Saved":
-        return Saved(Bytes({**self.kinds, kind: size}), self.total + size)
+    def plus(self, kind: str, size: int) -> "SavedBytes":
+        return SavedBytes(Bytes({**self.kinds, kind: size}), self.total + size)
 
 
 def stage_saved_bytes(job: Job, layout: Layout, layers: Sequence[int], first: bool, last: bool) -> Bytes:
@@ -31,7 +31,7 @@ def stage_saved_bytes(job: Job, layout: Layout, layers: Sequence[int], first: bo
     return Bytes(stage_saved(job, layout, layers, first, last).kinds)
 
 
-def stage_saved(job: Job, layout: Layout, layers: Sequence[int], first: bool, last: bool) -> Saved:
+def stage_saved(job: Job, layout: Layout, layers: Sequence[int], first: bool, last: bool) -> SavedBytes:
     """`stage_saved_bytes`, with their sum."""
     return _stage_saved(job.facts, layout.rank_setup(job), layout.recompute, layers, first, last)
 
@@ -39,7 +39,7 @@ def stage_saved(job: Job, layout: Layout, layers: Sequence[int], first: bool, la
 @lru_cache(maxsize=65536)
 def _stage_saved(
     facts: Facts, share: RankSetup, settings: Recompute, layers: Sequence[int], first: bool, last: bool
-) -> Saved:
+) -> SavedBytes:
     kept = Bytes()
     for (design, modules), count in repeated(facts, settings, layers, together=True).items():
         for name, size in _layer_saved_bytes(facts, share, design, modules).items():
@@ -48,7 +48,7 @@ def _stage_saved(
     if last and facts.settings.depths:
         for name, size in _depth_saved_bytes(facts, share, last_modules(layers, settings)).items():
             kept[name] += facts.settings.depths * size
-    return Saved(kept, sum(kept.values()))
+    return SavedBytes(kept, sum(kept.values()))
 
 
 def _depth_saved_bytes(facts: Facts, share: RankSetup, modules: tuple[str, ...]) -> Bytes:

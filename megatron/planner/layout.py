@@ -60,6 +60,7 @@ class Job:
     ns_steps: Newton-Schulz steps that orthogonalize matrices
     selection: the trained weights
     fp8, fp8_wgrad: as in `RankSetup`
+    busiest: --moe-load-imbalance, for times; fullest: --moe-memory-imbalance, for memory
     """
 
     facts: Facts
@@ -86,6 +87,8 @@ class Job:
     compared: tuple[tuple[int, int], ...] = ()  # (layer, layer of the teacher) of --kd-hidden-layers
     fp8: str = ""  # --fp8-recipe, if the facts have layers with products in fp8
     fp8_wgrad: bool = True
+    busiest: float = 1.0
+    fullest: float = 1.0
 
     @classmethod
     def of(cls, config: Config, facts: Facts, *, dp: int, device: str, alone: bool = False) -> "Job":
@@ -115,6 +118,8 @@ class Job:
             selection=selection,
             largest_scores=config.optimizer.qk_clip or config.logging.log_max_attention_logit,
             ns_steps=config.optimizer.muon_num_ns_steps if knows_matrices(config.optimizer) else 0,
+            busiest=config.planner.moe_load_imbalance,
+            fullest=config.planner.moe_memory_imbalance or config.planner.moe_load_imbalance,
             **dict(zip(("frozen", "pairs"), facts.learned(selection))),
             **(dict(fp8=config.precision.fp8_recipe, fp8_wgrad=config.precision.fp8_wgrad) if in_fp8 else {}),
             **({} if alone else teaching(config, facts, dp, device)),
@@ -124,6 +129,11 @@ class Job:
     def without_fp8(self) -> "Job":
         """The same job with all products in its precision."""
         return replace(self, facts=replace(self.facts, in_fp8=(), gathered_in_fp8=""), fp8="")
+
+    @property
+    def at_fullest(self) -> "Job":
+        """The same job while the busiest rank of experts has most rows."""
+        return self if self.fullest == self.busiest else replace(self, busiest=self.fullest)
 
     def shard_gradients(self, zero: int) -> int:
         """Bytes of a gradient in a rank's shard."""
@@ -150,7 +160,7 @@ class Job:
         sequences = micro_batch_size * self.facts.sequences
         own = dict(frozen=self.frozen, pairs=self.pairs, pairs_drop=self.facts.settings.lora_dropout > 0)
         own |= dict(largest_scores=self.largest_scores, fp8=self.fp8, fp8_wgrad=self.fp8_wgrad)
-        own |= dict(fp8_held=bool(self.facts.gathered_in_fp8))
+        own |= dict(fp8_held=bool(self.facts.gathered_in_fp8), busiest=self.busiest)
         return RankSetup(tp, sp, sequences, self.device, self.precision, self.element, *kernels, *shared, **own)
 
 

@@ -267,6 +267,7 @@ def whole_matrices(units: Units, job: Job, layout: Layout) -> int:
 
 def memory_report(job: Job, layout: Layout, device: Device, rank: int = 0) -> MemoryReport:
     """The memory of a pipeline rank at the peak of a step."""
+    job = job.at_fullest
     held, host = static_memory(job, layout, rank)
     entries, kept = step_memory(job, layout, device, rank)
     device_entries = {name: size for name, size in (held | entries).items() if size}
@@ -303,7 +304,7 @@ class Fullest(NamedTuple):
     late:    bytes of a pass's deferred products (zero-bubble W)
     """
 
-    each: Sequence[activations.Saved]
+    each: Sequence[activations.SavedBytes]
     alive: tuple[int, ...]
     waiting: tuple[int, ...]
     late: Sequence[int]

@@ -455,7 +455,7 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, resul
     device, ranks = cluster.device, _fullest(base, job)
     room: list[int] = []
     for rank in ranks:
-        room.append(device.usable_bytes - sum(memory.step_entries(job, base, device, rank).values()))
+        room.append(device.usable_bytes - sum(memory.step_entries(job.at_fullest, base, device, rank).values()))
         if -room[-1] >= close.limit:  # too large by the passes alone
             choices = _number_of_choices(base.dp, base.cp, space)
             result.evaluated, result.too_large = result.evaluated + choices, result.too_large + choices
