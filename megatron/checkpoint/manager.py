@@ -15,7 +15,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -27,7 +27,7 @@ from megatron.checkpoint.copies import Copies, copy_checkpoint
 from megatron.checkpoint.first_launch import FIRST_AUTO
 from megatron.checkpoint.folder import AllGatherObject, Saver, alone, prune
 from megatron.checkpoint.interval import best_interval, goodput
-from megatron.checkpoint.store import Piece, StablePiece
+from megatron.checkpoint.store import LiveSum, Piece, StablePiece, live_sums
 from megatron.errors import Failure, Locked, PeerLost, StorageError
 from megatron.mpu.transfer import page_locked
 from megatron.settings import schema
@@ -106,6 +106,7 @@ class CheckpointManager:
         self.wait()
         waited = time.perf_counter() - started  # not part of a save's cost: a longer interval avoids it
         pieces, background = list(pieces), self.settings.async_save
+        live = live_sums(pieces, on_cpu=background)  # before any copy
         if background:
             try:
                 pieces = self._snapshot.take(pieces)
@@ -118,14 +119,14 @@ class CheckpointManager:
             stall = time.perf_counter() - started
             # before the thread starts, which uses the same all_gather_object
             self._schedule_next(iteration, stall - waited + (0.0 if background else self._writing))
-            self._thread = threading.Thread(target=self._work, args=(iteration, pieces, state, True), daemon=True)
+            self._thread = threading.Thread(target=self._work, args=(iteration, pieces, state, live, True), daemon=True)
             self._thread.start()
             if not background:
                 self.wait()
                 return time.perf_counter() - started
             self.log(f"  requested checkpoint at iteration {iteration:7d} (training stalled for {stall * 1e3:.0f} ms)")
             return stall
-        self._work(iteration, pieces, state, False)
+        self._work(iteration, pieces, state, live, False)
         self._count_outcome()
         stall = time.perf_counter() - started
         self._schedule_next(iteration, stall - waited)
@@ -213,7 +214,9 @@ class CheckpointManager:
             f"is expected every {hours:g} h, both together cost {cost:.2%}"
         )
 
-    def _work(self, iteration: int, pieces: list[Piece], state: dict[str, Any], background: bool) -> None:
+    def _work(
+        self, iteration: int, pieces: list[Piece], state: dict[str, Any], live: Mapping[str, LiveSum], background: bool
+    ) -> None:
         """Run one save with all its retries, and store the outcome for `_count_outcome`."""
         if background and hasattr(os, "setpriority"):
             try:
@@ -222,7 +225,7 @@ class CheckpointManager:
                 pass
         started = time.perf_counter()
         try:
-            path, failure = self._try(iteration, pieces, state)
+            path, failure = self._try(iteration, pieces, state, live)
         except BaseException as error:  # a thread's exception would be lost
             self._fatal = error
             return
@@ -233,7 +236,8 @@ class CheckpointManager:
             when = f"durable after {seconds:.2f} s" if background else f"{seconds:.2f} s"
             if not self._quiet:
                 self.log(f"  successfully saved checkpoint at iteration {iteration:7d} to {path} ({when})")
-            size, writing = (self._saver if path.parent == self._saver.folder else self._mirror).last_write
+            saver = self._saver if path.parent == self._saver.folder else self._mirror
+            size, writing = saver.last_write
             self._events.record(
                 "save",
                 f"the checkpoint of iteration {iteration} was written to {path}",
@@ -243,18 +247,25 @@ class CheckpointManager:
                 folder=str(path.parent),
                 bytes=size,
             )
+            if saver.unchanged:
+                self._events.record(
+                    "unchanged_state",
+                    f"iteration {iteration}: {', '.join(saver.unchanged)} are, to the bit, those of the save before",
+                    iteration=iteration,
+                    kinds=saver.unchanged,
+                )
             self._disk_speed.judge(str(path.parent), iteration, size, writing)
             if self._copies:
                 self._copies.add(path)
 
     def _try(
-        self, iteration: int, pieces: list[Piece], state: dict[str, Any]
+        self, iteration: int, pieces: list[Piece], state: dict[str, Any], live: Mapping[str, LiveSum]
     ) -> tuple[Optional[Path], Optional[Failure]]:
         """(path, None), or (None, failure) if all tries failed. The same on every rank."""
         tries, failure = 1 + self.settings.save_retries, None
         for number in range(1, tries + 1):
             try:
-                return self._saver.save(iteration, pieces, state), None
+                return self._saver.save(iteration, pieces, state, live), None
             except (StorageError, Damaged) as problem:
                 failure = problem
                 self.log(
@@ -265,7 +276,7 @@ class CheckpointManager:
         if self.settings.save_mirror:
             try:
                 self._mirror = self._mirror or self._open(self.settings.save_mirror)
-                return self._mirror.save(iteration, pieces, state), None
+                return self._mirror.save(iteration, pieces, state, live), None
             except (StorageError, Damaged, Locked) as problem:
                 failure = problem
                 self.log(f"WARNING: it was not saved to --save-mirror either: {problem}")

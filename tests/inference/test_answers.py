@@ -90,6 +90,20 @@ def test_a_text_that_has_ended_is_not_continued(loaded):
     [short] = continued(engine, [stop], words, ignored)
     assert short.finish == "stop" and len(short.tokens) <= 3
     assert engine.stats().generated_tokens - before <= len(short.tokens) + 1 and not engine.busy
+    engine.close()  # copies of weights would stay
+
+
+def test_an_engine_is_closed_also_where_the_reader_of_a_stream_fails(loaded, monkeypatch):
+    """Other ranks would wait for ever, and copies of weights stay."""
+    closed, close = [], Engine.close
+    monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine) or close(engine))
+
+    def fails(*answer) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        answered(loaded, loaded.tokenizer, Asked(PROMPTS, Sampling(4, greedy=True)), on_text=fails)
+    assert len(closed) == 1 and not closed[0].stats().running
 
 
 def test_tokens_that_end_texts(loaded):
