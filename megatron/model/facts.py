@@ -84,6 +84,7 @@ class Facts:
 
     name = "language model"
     sequences = 1  # per sample
+    encoder_layers = None  # of an encoder-decoder: so many of `num_layers` are the encoder's
 
     @property
     def recomputes(self) -> frozenset[str]:

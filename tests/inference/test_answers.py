@@ -97,6 +97,7 @@ def test_a_text_that_has_ended_is_not_continued(loaded):
     [short] = continued(engine, [stop], words, ignored)
     assert short.finish == "stop" and len(short.tokens) <= 3
     assert engine.stats().generated_tokens - before <= len(short.tokens) + 1 and not engine.busy
+    engine.close()  # copies of weights would stay
 
 
 def test_an_engine_is_closed_also_where_the_reader_of_a_stream_fails(loaded, monkeypatch):
