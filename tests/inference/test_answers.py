@@ -39,6 +39,13 @@ def records(out: str) -> list[dict]:
     return [json.loads(line) for line in out.splitlines()]
 
 
+@pytest.mark.parametrize("asked, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float32)])
+def test_weights_of_half_precision_are_widened_on_a_cpu(checkpoint, asked, dtype):
+    """Torch has no fast products of fp16 there, and none of some ops."""
+    model = load_model(str(checkpoint), precision=asked).model
+    assert {weight.dtype for weight in model.parameters()} == {dtype}
+
+
 WAYS = {
     "greedy": dict(greedy=True),
     "drawn": dict(top_k=20, temperature=1.5, sampling_seed=3),
@@ -118,6 +125,27 @@ def test_tokens_that_end_texts(loaded):
     likely = dict(**how, logit_bias=[f"{eod}:1000"])
     assert [one.tokens for one in answers_to(loaded, PROMPTS[:1], **likely)] == [[]]
     assert answers_to(loaded, PROMPTS[:1], **likely, ignore_eos=True)[0].tokens == [eod] * 14
+
+
+def test_the_end_that_is_asked_for_counts_before_the_models(loaded):
+    """As of conversations, whose turns end with another token."""
+    ask = lambda **more: answered(loaded, loaded.tokenizer, Asked(PROMPTS[:1], **more)).answers[0]
+    whole = ask(sampling=Sampling(9, greedy=True))
+    turn, eod = whole.tokens[4], loaded.tokenizer.eod
+    found = ask(sampling=Sampling(9, greedy=True), end=turn)
+    assert (found.tokens, found.finish) == (whole.tokens[: whole.tokens.index(turn)], "stop")
+    likely = ask(sampling=Sampling(9, greedy=True, logit_bias=[f"{eod}:1000"]), end=turn)
+    assert (likely.tokens, likely.finish) == ([eod] * 9, "length")
+
+
+def test_ends_that_the_model_does_not_have_are_left_out(checkpoint):
+    """A file of a model whose embedding has more rows."""
+    path, rows = checkpoint / "generation_config.json", load_model(str(checkpoint)).vocab_size
+    try:
+        path.write_text(json.dumps(dict(eos_token_id=[rows - 1, rows, rows + 1])))
+        assert load_model(str(checkpoint)).ends == (rows - 1,)
+    finally:
+        path.unlink()
 
 
 def test_log_probabilities_are_those_of_the_model(loaded, run):
