@@ -8,6 +8,7 @@
 | gradient of the output layer's input, softmax       | tp, over vocabulary | the same (`mpu/cross_entropy.py`)           |
 | gradients of norms, and of row-parallel biases      | sp, over tokens     | `BLOCKS` parts of a sample, and the tree    |
 | gradients of column-parallel biases, over tokens    | nothing             | the tree: kernels treat columns differently |
+| (activations of the MLP: no sum)                    | tp, over width      | a block at a time                           |
 
 A rank has neighbouring blocks, as many as any other: a subtree. Sums over ranks are the tree of axes that are `ordered`.
 All other sums of a pass are of one sample, and inside of a head, a row or a column.
@@ -15,11 +16,13 @@ All other sums of a pass are of one sample, and inside of a head, a row or a col
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Optional
 
 import torch
 from torch import nn
 
+from megatron.model.kinds.mlp.module import MLP
 from megatron.model.norms import NORMS
 from megatron.mpu import collectives
 from megatron.mpu.layers import LINEAR, RowParallelLinear
@@ -41,6 +44,8 @@ def attach_ordered(chunks: Iterable[nn.Module], settings: Model) -> None:
                 module.product = OrderedProduct(module, name, settings, tokens)
             elif isinstance(module, tuple(NORMS.values())):
                 module.in_blocks = tokens.each
+            elif isinstance(module, MLP):
+                module.in_blocks = partial(_by_width, Blocks(BLOCKS // chunk.tp.size, 1 + module.gated))
 
 
 class OrderedProduct(LinearProduct):
@@ -113,6 +118,19 @@ class TokenBlocks:
     def total_of_blocks(self, blocks: Iterable[torch.Tensor]) -> torch.Tensor:
         """The sum of what blocks have, added in fp32."""
         return self._of_ranks(tree_sum([block.to(torch.float32, copy=True) for block in blocks]))
+
+
+def _by_width(blocks: Blocks, activation: Callable) -> Callable:
+    """An activation of x [s, b, f/tp] block by block: functions of the last elements of a row, after those that fill vector
+    registers, may be rounded otherwise.
+    """
+
+    def in_blocks(x: torch.Tensor) -> torch.Tensor:
+        if not blocks.divide(x.shape[-1]):
+            return activation(x)
+        return torch.cat([activation(block) for block in blocks.of(x, x.dim() - 1)], -1)
+
+    return in_blocks
 
 
 WHOLE, ALL_TOKENS = Blocks(1), TokenBlocks(Axis("alone", (0,)))

@@ -295,7 +295,7 @@ def _join_blocks(tp: Axis) -> Callable:
     """As `_join`, of the statistics of each block of a part: log sum exp [c, blocks]."""
 
     def joined(log_sum, target):
-        blocks = collectives.all_gather(log_sum.unsqueeze(0), tp).movedim(0, 1).flatten(1)  # [c, BLOCKS]
+        blocks = collectives.all_gather(log_sum, tp, dim=1).contiguous()  # [c, BLOCKS]
         return torch.logsumexp(blocks, 1, keepdim=True), collectives.all_reduce(target, tp)
 
     return joined

@@ -11,7 +11,7 @@ from megatron.settings.declare import dashed
 from megatron.settings.rules import Rule, said
 
 # Of what a padded vocabulary is a multiple: ranks and blocks divide it alike.
-VOCABULARY = 128
+VOCABULARY = 512
 # Weights of layers whose sums are those of blocks when tensor parallel ranks divide them.
 LAYERS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
 DIVIDED = {f"{layer}.{name}" for layer in LAYERS for name in ("weight", "bias")}
@@ -80,6 +80,7 @@ def not_divided(s: SimpleNamespace) -> list[str]:
     """What of a model has sums that tensor parallel ranks cannot divide in one order."""
     found = [f"{s.tp} ranks: blocks are divided by 2, 4 or 8"] if s.tp not in (2, 4, 8) else []
     found += [said(s, "label_smoothing")] if s.label_smoothing else []
+    found += ["--attention-output-gate"] if s.attention_output_gate else []
     found += [f"--seq-length {s.seq_length}, no multiple of {BLOCKS}"] if s.seq_length % BLOCKS else []
     tables = recipe_of(s.settings).facts(s.settings, 1).tables.values()
     for name, placed in {name: placed for table in tables for name, placed in table.items()}.items():

@@ -157,4 +157,4 @@ def test_layouts_pad_a_vocabulary_alike():
         config = resolve(parse_pretrain([*flags, "--tp", str(tp)]), tp)
         word = pretrain_gpt.recipe().facts(config, 300).units(range(1), True, True, False)[0].weights["weight"]
         rows[tp] = word.local_shape({"tp": tp})[0] * tp
-    assert rows == {1: 384, 2: 384, 8: 384}
+    assert rows == {1: 512, 2: 512, 8: 512}
