@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Optional
+from typing import ClassVar, Literal, Optional
 
 from megatron.data.file_formats import SEPARATOR_HELP
 from megatron.errors import CheckpointError, SettingsError, run_main
@@ -61,6 +61,8 @@ class PreprocessOptions:
     dataset_impl: Literal["mmap", "lazy", "cached"] = setting("accepted; the one format is mmap", "mmap")
     chunk_size: Optional[int] = setting("accepted, no effect: blocks are cut by bytes", None)
     debug: bool = setting("tracebacks with error messages", False)
+
+    lines_only: ClassVar[bool] = False  # plain text is read, too
 
 
 COMMON = (

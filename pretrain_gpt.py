@@ -40,6 +40,7 @@ def recipe() -> Recipe:
         idle=IDLE,
         sums=lambda config: {"lm loss": 1.0, **sums_of_kinds(config.model)},
         shares_sequences=True,
+        batch_invariant=True,
         starts_from=("megatron.tasks.chat",),  # a GPT after instruction tuning
         normalize_config=with_pattern,
     )
@@ -59,7 +60,7 @@ def variant(model_type: str, module: Optional[type] = None, *, facts: type[GPTFa
 
     plain = module is None and facts is GPTFacts  # only its data or its training differ
     own = {} if plain else dict(facts=facts.of, build_model=build_model)
-    return replace(recipe(), **dict(model_type=model_type, starts_from=()) | own | more)
+    return replace(recipe(), **dict(model_type=model_type, starts_from=(), batch_invariant=False) | own | more)
 
 
 def facts(config, vocab_size) -> GPTFacts:

@@ -3,7 +3,7 @@
 
 import contextlib
 
-from megatron.errors import UsageError, debugging
+from megatron.errors import Failure, UsageError, debugging, explain
 from megatron.model.command_line import parse_any
 from megatron.model.recipe import Recipe, module_of
 from megatron.mpu.cpu_threads import choose_waiting
@@ -75,14 +75,26 @@ def train(config: Config, recipe: Recipe) -> None:
         config = resolve(config, world_size=world_size(config))
     if config.parallel.print_topology:
         return print_topology(config)
-    from megatron.mpu.initialize import prepare_device
-    from megatron.planner.memory_check import check_room
+    from megatron.planner.memory_check import check_room, has_driver
 
-    prepare_device(config.parallel, config.kernels, rank_env.ranks().rank, world_size(config))
+    if has_driver(config.kernels.device):  # else no memory of a device is looked at, and nothing before needs torch
+        from megatron.mpu.initialize import prepare_device
+
+        prepare_device(config.parallel, config.kernels, rank_env.ranks().rank, world_size(config))
     refusal = check_room(config, recipe) or refused_port(config.logging)
     from megatron.training.loop import pretrain
 
-    pretrain(config, recipe, planned_memory(config) if config.logging.log_memory_interval else (), refusal)
+    planned = planned_memory(config) if config.logging.log_memory_interval else ()
+    pretrain(config, recipe, planned, refusal, _explain_memory)
+
+
+def _explain_memory(error: BaseException, config: Config, use) -> Failure:
+    """What was planned and what was in use when a rank ran out of memory."""
+    from megatron.planner.out_of_memory import explained
+
+    with contextlib.suppress(Failure, ValueError):  # the planner has no estimate for such settings
+        return explained(error, config, use)
+    return explain(error)
 
 
 def planned_memory(config: Config) -> list[int]:

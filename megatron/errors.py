@@ -176,7 +176,7 @@ def explain(error: BaseException) -> Failure | None:
         if error.errno == errno.ENOENT and isinstance(error.filename, (str, os.PathLike)):
             said = f"{said}{no_such_file(error.filename).removeprefix('no such file')}"
         return StorageError(f"{where}{said}", do=do)
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return Failure(
             "out of memory",
             _requested_memory(str(error)),
@@ -223,7 +223,7 @@ _REMEDIES = {
 }
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """True for the errors of Python, CUDA, and torch on CPUs, which raises a plain RuntimeError."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True

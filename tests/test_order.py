@@ -13,11 +13,11 @@ from megatron.corpus.filtering import KEPT, Step, Tally
 from megatron.corpus.report import _bars
 from megatron.corpus.stage import Verdict
 from megatron.errors import PeerLost, StorageError
+from megatron.guard import attempt_watch
 from megatron.guard.changes import changes
 from megatron.settings.parse import parse_pretrain
 from megatron.storage.durable import Damaged
 from megatron.telemetry.run_folder import last_state
-from megatron.tools import supervise
 
 
 def test_the_state_of_a_run_is_that_of_its_newest_checkpoint(tmp_path):
@@ -77,10 +77,10 @@ def test_bars_of_the_report_begin_with_the_largest(monkeypatch):
 
 def test_the_rank_that_was_silent_longest_is_told(monkeypatch):
     said = []
-    monkeypatch.setattr(supervise, "log", said.append)
-    monkeypatch.setattr(supervise, "explain", lambda stills: [])
-    monkeypatch.setattr(supervise, "standstills", lambda *_: [])
-    monkeypatch.setattr(supervise.processes, "alive_here", lambda beat: beat.ended is None)
+    monkeypatch.setattr(attempt_watch, "log", said.append)
+    monkeypatch.setattr(attempt_watch, "explain", lambda stills: [])
+    monkeypatch.setattr(attempt_watch, "standstills", lambda *_: [])
+    monkeypatch.setattr(attempt_watch.processes, "alive_here", lambda beat: beat.ended is None)
     ranks = [SimpleNamespace(rank=rank, ended=PeerLost.code if rank == 0 else None) for rank in range(4)]
-    supervise.Supervisor.log_lost(SimpleNamespace(beats=None), ranks, {0: 99.0, 1: 3.0, 2: 40.0, 3: 7.0})
+    attempt_watch.AttemptWatch.log_lost(SimpleNamespace(folder=None), ranks, {0: 99.0, 1: 3.0, 2: 40.0, 3: 7.0})
     assert said == ["rank 0 gave up waiting; the oldest word is that of rank 2, 40 s ago"]

@@ -15,15 +15,26 @@ The ranks of a job coordinate through one function, `all_gather_object(value) ->
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Optional, Union
 
 from megatron.checkpoint.backends import TRACKER, CheckpointPath, backend_of
 from megatron.checkpoint.base_checkpoint import open_checkpoint
 from megatron.checkpoint.index import ShardFile, differing_blocks
 from megatron.checkpoint.reader import Reader, Strictness
-from megatron.checkpoint.store import FAN, Parts, Piece, ShardRecord, commit, merge_group, single_part, write_shard
+from megatron.checkpoint.store import (
+    FAN,
+    LiveSum,
+    Parts,
+    Piece,
+    ShardRecord,
+    commit,
+    merge_group,
+    single_part,
+    write_shard,
+)
 from megatron.errors import CheckpointError, Failure, StorageError
 from megatron.settings.from_checkpoint import foreign_format, megatron_format_problem
 from megatron.storage import hub
@@ -287,12 +298,12 @@ class Saver:
         retain_interval: Optional[int] = None,
         rank: int = 0,
         all_gather_object: AllGatherObject = alone,
-        in_use: Callable[[], Optional[CheckpointPath]] = lambda: None,
+        in_use: Callable[[], Collection[Optional[CheckpointPath]]] = list,
         log: Callable[[str], None] = lambda text: None,
         verified: float = 1.0,
     ):
         """verified: the share of its file that each rank reads back before older checkpoints are deleted.
-        in_use: returns a checkpoint that is being read, which stays until the next save.
+        in_use: returns checkpoints that are being read, which stay until the next save.
         log: gets a message while this waits for another job to end.
 
         Raises StorageError when the folder cannot be written, Locked when another job writes into it.
@@ -301,6 +312,8 @@ class Saver:
         self.keep_last, self.retain_interval, self.in_use, self.log = keep_last, retain_interval, in_use, log
         self._storage, self._lock = backend_of(self.folder), None
         self.verified, self._saves = verified, 0
+        self._written: Optional[tuple[int, ShardRecord]] = None  # by the last save: iteration, this rank's file
+        self.unchanged: list[str] = []  # kinds of state that are those of the save before, on all ranks
         self.last_write = (0, 0.0)  # bytes of all ranks, and seconds until the checkpoint was durable, of the last save
         _on_all_ranks(self._claim, all_gather_object)
 
@@ -320,10 +333,17 @@ class Saver:
             with storage_errors(self.folder):
                 self._lock = self._storage.claim(self.folder, self.log)
 
-    def save(self, iteration: int, pieces: Iterable[Piece], state: dict[str, Any]) -> CheckpointPath:
+    def save(
+        self,
+        iteration: int,
+        pieces: Iterable[Piece],
+        state: dict[str, Any],
+        live: Mapping[str, LiveSum] = MappingProxyType({}),
+    ) -> CheckpointPath:
         """Write a checkpoint of all ranks' pieces. Returns its directory when it is durable.
 
         state: rank 0's state, a dict for JSON; `iteration` is added. A checkpoint of the same iteration is replaced.
+        live:  `live_sums` of this rank's pieces from before they were copied, if they were
         Raises, on all ranks, StorageError when the disk is full or fails (earlier checkpoints stay), and CheckpointError
         when the pieces do not form whole tensors.
         """
@@ -331,7 +351,9 @@ class Saver:
         try:
             temporary = _on_all_ranks(lambda: self._begin(final), self.all_gather_object)[0]
             started = time.perf_counter()
-            sizes = _on_all_ranks(lambda: self._write(temporary, pieces), self.all_gather_object)
+            answers = _on_all_ranks(lambda: self._write(temporary, iteration, pieces, live), self.all_gather_object)
+            sizes, changes = zip(*answers)
+            self.unchanged = sorted(kind for kind in set().union(*changes) if not any(c.get(kind) for c in changes))
             writers, in_groups = len(sizes), len(sizes) > FAN
             if in_groups:
                 _on_all_ranks(lambda: merge_group(temporary, self.rank, writers), self.all_gather_object)
@@ -377,15 +399,21 @@ class Saver:
             self._storage.clean(self.folder, final)
             return self._storage.begin(final)
 
-    def _write(self, temporary: CheckpointPath, pieces: Iterable[Piece]) -> int:
-        self._written = write_shard(temporary, self.rank, pieces)
-        return self._written.size
+    def _write(
+        self, temporary: CheckpointPath, iteration: int, pieces: Iterable[Piece], live: Mapping[str, LiveSum]
+    ) -> tuple[int, dict[str, bool]]:
+        """(bytes, kind of state -> whether it differs from the last save of an earlier iteration) of this rank."""
+        written = write_shard(temporary, self.rank, pieces, live=live)
+        then, before = self._written or (iteration, None)
+        changes = changed_kinds(before, written) if before and then < iteration else {}
+        self._written = iteration, written
+        return written.size, changes
 
     def _read_back(self, final: CheckpointPath) -> None:
         """Compare `verified` of this rank's file with what it wrote, the next blocks at each save."""
         if self.verified:
             every = max(1, round(1 / self.verified))
-            read_back(final, self._written, every, self._saves % every)
+            read_back(final, self._written[1], every, self._saves % every)
         self._saves += 1
 
     def _finish(
@@ -406,11 +434,22 @@ class Saver:
             self._storage.replace(self.folder / TRACKER, str(iteration).encode())
             self._storage.clean(self.folder, final)
         used = self.in_use()
-        return [path for path in surplus(self.folder, self.keep_last, self.retain_interval) if path != used]
+        return [path for path in surplus(self.folder, self.keep_last, self.retain_interval) if path not in used]
 
     def _forget(self, doomed: list[CheckpointPath]) -> None:
         if self.rank == 0:
             remove(doomed)
+
+
+def changed_kinds(before: ShardRecord, now: ShardRecord) -> dict[str, bool]:
+    """Kind of state (weights, or a moment such as optimizer.exp_avg) -> whether a tensor of it has changed."""
+    old = {key: sums for entry in before.tensors.values() for *_, key, sums in entry["boxes"]}
+    changed: dict[str, bool] = {}
+    for name, entry in now.tensors.items():
+        kind = ".".join(name.split(".")[:2]) if name.startswith("optimizer.") else "weights"
+        for *_, key, sums in entry["boxes"]:
+            changed[kind] = changed.get(kind, False) or old.get(key) != sums
+    return changed
 
 
 def read_back(path: CheckpointPath, written: ShardRecord, every: int = 1, turn: int = 0) -> None:

@@ -15,7 +15,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -23,11 +23,11 @@ import torch
 
 from megatron.checkpoint.backends import CheckpointPath
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.copies import Copies, copy_checkpoint
+from megatron.checkpoint.copies import Copies, copy_checkpoint, export_to_hf
 from megatron.checkpoint.first_launch import FIRST_AUTO
 from megatron.checkpoint.folder import AllGatherObject, Saver, alone, prune
 from megatron.checkpoint.interval import best_interval, goodput
-from megatron.checkpoint.store import Piece, StablePiece
+from megatron.checkpoint.store import LiveSum, Piece, StablePiece, live_sums
 from megatron.errors import Failure, Locked, PeerLost, StorageError
 from megatron.mpu.transfer import page_locked
 from megatron.settings import schema
@@ -72,12 +72,14 @@ class CheckpointManager:
         self._quiet, self._events = quiet, events or EventLog(active=False)
         self._disk_speed = DiskSpeed(self._events)
         self._mirror: Optional[Saver] = None
-        self._copies: Optional[Copies] = None
+        self._copies: list[Copies] = []
         self._saver = self._open(settings.save)
         if settings.save_copy and rank == 0:
-            self._copies = Copies(
-                settings.save_copy, keep_last=settings.keep_last, retain_interval=settings.save_retain_interval, log=log
-            )
+            keep = dict(keep_last=settings.keep_last, retain_interval=settings.save_retain_interval)
+            self._copies.append(Copies(settings.save_copy, **keep, log=log))
+        if settings.save_hf and rank == 0:
+            every = settings.save_hf_interval or 1
+            self._copies.append(Copies(settings.save_hf, copy=export_to_hf, flag="--save-hf", every=every, log=log))
         self._snapshot = Snapshot()
         self._thread: Optional[threading.Thread] = None
         self._outcome: Optional[SaveOutcome] = None
@@ -106,6 +108,7 @@ class CheckpointManager:
         self.wait()
         waited = time.perf_counter() - started  # not part of a save's cost: a longer interval avoids it
         pieces, background = list(pieces), self.settings.async_save
+        live = live_sums(pieces, on_cpu=background)  # before any copy
         if background:
             try:
                 pieces = self._snapshot.take(pieces)
@@ -118,14 +121,14 @@ class CheckpointManager:
             stall = time.perf_counter() - started
             # before the thread starts, which uses the same all_gather_object
             self._schedule_next(iteration, stall - waited + (0.0 if background else self._writing))
-            self._thread = threading.Thread(target=self._work, args=(iteration, pieces, state, True), daemon=True)
+            self._thread = threading.Thread(target=self._work, args=(iteration, pieces, state, live, True), daemon=True)
             self._thread.start()
             if not background:
                 self.wait()
                 return time.perf_counter() - started
             self.log(f"  requested checkpoint at iteration {iteration:7d} (training stalled for {stall * 1e3:.0f} ms)")
             return stall
-        self._work(iteration, pieces, state, False)
+        self._work(iteration, pieces, state, live, False)
         self._count_outcome()
         stall = time.perf_counter() - started
         self._schedule_next(iteration, stall - waited)
@@ -174,13 +177,13 @@ class CheckpointManager:
             for saver in (self._saver, self._mirror):
                 if saver:
                     saver.close()
-            if self._copies and copies:
-                self._copies.close(timeout)
+            for one in self._copies if copies else ():
+                one.close(timeout)
 
     def close_copies(self, beat: Callable[[], None]) -> None:
         """Wait for the last copies, which rank 0 makes. Other ranks need not wait. beat: called as a heartbeat."""
-        if self._copies:
-            self._copies.close(beat=beat)
+        for one in self._copies:
+            one.close(beat=beat)
 
     # ------------------------------------------------------------------------------------------------ inside
 
@@ -191,7 +194,7 @@ class CheckpointManager:
             retain_interval=self.settings.save_retain_interval,
             rank=self.rank,
             all_gather_object=self.all_gather_object,
-            in_use=lambda: self._copies.present if self._copies else None,
+            in_use=lambda: [one.present for one in self._copies],
             log=self.log,
             verified=self.settings.verify_saves,
         )
@@ -213,7 +216,9 @@ class CheckpointManager:
             f"is expected every {hours:g} h, both together cost {cost:.2%}"
         )
 
-    def _work(self, iteration: int, pieces: list[Piece], state: dict[str, Any], background: bool) -> None:
+    def _work(
+        self, iteration: int, pieces: list[Piece], state: dict[str, Any], live: Mapping[str, LiveSum], background: bool
+    ) -> None:
         """Run one save with all its retries, and store the outcome for `_count_outcome`."""
         if background and hasattr(os, "setpriority"):
             try:
@@ -222,7 +227,7 @@ class CheckpointManager:
                 pass
         started = time.perf_counter()
         try:
-            path, failure = self._try(iteration, pieces, state)
+            path, failure = self._try(iteration, pieces, state, live)
         except BaseException as error:  # a thread's exception would be lost
             self._fatal = error
             return
@@ -233,7 +238,8 @@ class CheckpointManager:
             when = f"durable after {seconds:.2f} s" if background else f"{seconds:.2f} s"
             if not self._quiet:
                 self.log(f"  successfully saved checkpoint at iteration {iteration:7d} to {path} ({when})")
-            size, writing = (self._saver if path.parent == self._saver.folder else self._mirror).last_write
+            saver = self._saver if path.parent == self._saver.folder else self._mirror
+            size, writing = saver.last_write
             self._events.record(
                 "save",
                 f"the checkpoint of iteration {iteration} was written to {path}",
@@ -243,18 +249,25 @@ class CheckpointManager:
                 folder=str(path.parent),
                 bytes=size,
             )
+            if saver.unchanged:
+                self._events.record(
+                    "unchanged_state",
+                    f"iteration {iteration}: {', '.join(saver.unchanged)} are, to the bit, those of the save before",
+                    iteration=iteration,
+                    kinds=saver.unchanged,
+                )
             self._disk_speed.judge(str(path.parent), iteration, size, writing)
-            if self._copies:
-                self._copies.add(path)
+            for one in self._copies:
+                one.add(path)
 
     def _try(
-        self, iteration: int, pieces: list[Piece], state: dict[str, Any]
+        self, iteration: int, pieces: list[Piece], state: dict[str, Any], live: Mapping[str, LiveSum]
     ) -> tuple[Optional[Path], Optional[Failure]]:
         """(path, None), or (None, failure) if all tries failed. The same on every rank."""
         tries, failure = 1 + self.settings.save_retries, None
         for number in range(1, tries + 1):
             try:
-                return self._saver.save(iteration, pieces, state), None
+                return self._saver.save(iteration, pieces, state, live), None
             except (StorageError, Damaged) as problem:
                 failure = problem
                 self.log(
@@ -265,7 +278,7 @@ class CheckpointManager:
         if self.settings.save_mirror:
             try:
                 self._mirror = self._mirror or self._open(self.settings.save_mirror)
-                return self._mirror.save(iteration, pieces, state), None
+                return self._mirror.save(iteration, pieces, state, live), None
             except (StorageError, Damaged, Locked) as problem:
                 failure = problem
                 self.log(f"WARNING: it was not saved to --save-mirror either: {problem}")

@@ -19,15 +19,17 @@ temporary name (`durable.write_synced`), which is renamed when the checkpoint is
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Optional
 
 import torch
 
 from megatron.checkpoint.backends import CheckpointPath, backend_of
 from megatron.checkpoint.boxes import Box, cut_evenly, describe, find_flaw, flat_to_boxes
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, StorageError
+from megatron.mpu.bits_sum import bits_sum
 from megatron.storage.durable import checksum, read_sealed, seal, storage_errors
 from megatron.storage.urls import Draft
 
@@ -116,6 +118,36 @@ def share(pieces: Sequence[Piece], part: int, parts: int) -> list[Piece]:
     return chosen
 
 
+class LiveSum(NamedTuple):
+    """The checksum of a piece where it lives, taken before it is copied: of each block on a CPU, or of all its bits on a
+    device, which computes it."""
+
+    blocks: tuple[str, ...] = ()
+    on_device: Optional[torch.Tensor] = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, block: int = BLOCK) -> "LiveSum":
+        if tensor.device.type != "cpu":
+            return cls(on_device=bits_sum(tensor))
+        data = memoryview(as_bytes(tensor.detach().contiguous()).numpy())
+        return cls(tuple(checksum(data[at : at + block]) for at in range(0, len(data), block)))
+
+    def is_of(self, written: torch.Tensor, sums: Sequence[str]) -> bool:
+        """Whether a tensor on the CPU, written with these checksums of blocks, has the bits that lived."""
+        if self.on_device is None:
+            return self.blocks == tuple(sums)
+        return bits_sum(written).item() == self.on_device.item()
+
+
+def live_sums(pieces: Iterable[Piece], on_cpu: bool) -> dict[str, LiveSum]:
+    """Name in the file -> checksum of each piece now. on_cpu: also of those that are not on a device"""
+    return {
+        key_in_file(piece): LiveSum.of(piece.tensor)
+        for piece in pieces
+        if piece.box.size and (on_cpu or piece.tensor.device.type != "cpu")
+    }
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View the memory of a contiguous CPU tensor as uint8 [bytes]."""
     return tensor.reshape(-1).view(torch.uint8)
@@ -133,13 +165,21 @@ def single_part(piece: Piece) -> Iterable[torch.Tensor]:
 
 
 def write_shard(
-    folder: CheckpointPath, writer: int, pieces: Iterable[Piece], block: int = BLOCK, parts: Parts = single_part
+    folder: CheckpointPath,
+    writer: int,
+    pieces: Iterable[Piece],
+    block: int = BLOCK,
+    parts: Parts = single_part,
+    live: Mapping[str, LiveSum] = MappingProxyType({}),
 ) -> ShardRecord:
     """Write this writer's file and its part of the index into `folder`, durably.
 
     An empty piece only declares that its tensor exists. `parts` generates the content of a piece while it is written, for
     pieces that do not fit into memory: consecutive parts of the flattened piece, all but the last a multiple of `block`
-    bytes. The pieces' own tensors may then be on the meta device. Raises StorageError when the disk is full or read-only.
+    bytes. The pieces' own tensors may then be on the meta device.
+
+    live: `live_sums` of the pieces from before they were copied, if they were
+    Raises StorageError when the disk is full or read-only, or when a piece is not what lived.
     """
     pieces = list(pieces)
     tensors: dict[str, dict] = {}
@@ -153,12 +193,27 @@ def write_shard(
     with backend_of(folder).create(path, size) as file:
         _write_all(file, memoryview(header))
         for piece in pieces:
-            sums = _write_blocks(file, parts(piece), block)
-            assert len(sums) == -(-piece.tensor.nbytes // block), f"{_key(piece)}: its parts are not the whole"
-            tensors[piece.name]["boxes"].append([*map(list, piece.box), path.name, _key(piece), sums])
+            copied = piece.tensor.detach().cpu() if parts is single_part else piece.tensor
+            sums = _write_blocks(file, parts(piece._replace(tensor=copied)), block)
+            _check_live(piece, copied, sums, live, path)
+            assert len(sums) == -(-piece.tensor.nbytes // block), f"{key_in_file(piece)}: its parts are not the whole"
+            tensors[piece.name]["boxes"].append([*map(list, piece.box), path.name, key_in_file(piece), sums])
     files = {path.name: {"bytes": size, "header": checksum(header)}}
     _write_entries(_entries_file(folder, writer), {"block": block, "files": files, "tensors": tensors})
     return ShardRecord(size, block, files, tensors)
+
+
+def _check_live(
+    piece: Piece, copied: torch.Tensor, sums: list[str], live: Mapping[str, LiveSum], path: CheckpointPath
+) -> None:
+    """Raise StorageError if a piece was written with other bits than it had when the save began."""
+    lived = live.get(key_in_file(piece))
+    if lived and not lived.is_of(copied, sums):
+        raise StorageError(
+            f"{key_in_file(piece)}: what was written to {path.name} is not what training held when the save began",
+            "its copy in memory was changed, or not renewed",
+            "the checkpoint is not kept, earlier ones are; if it comes again, report it, and save without --async-save",
+        )
 
 
 def _entries_file(folder: CheckpointPath, writer: int) -> CheckpointPath:
@@ -174,7 +229,7 @@ def _entry(piece: Piece) -> dict:
     return {"dtype": CODES[piece.tensor.dtype], "shape": list(piece.shape), "boxes": []}
 
 
-def _key(piece: Piece) -> str:
+def key_in_file(piece: Piece) -> str:
     """The name inside the file. A whole tensor has its plain name, which other tools expect."""
     return piece.name if piece.box.extent == tuple(piece.shape) else piece.name + describe(piece.box)
 
@@ -184,9 +239,9 @@ def _header(pieces: list[Piece]) -> tuple[bytes, int]:
     entries, at = {}, 0
     for piece in pieces:
         assert tuple(piece.tensor.shape) == piece.box.extent and piece.box.fits(piece.shape), (piece.name, piece.box)
-        assert _key(piece) not in entries, f"{_key(piece)} is written twice by one writer"
+        assert key_in_file(piece) not in entries, f"{key_in_file(piece)} is written twice by one writer"
         end = at + piece.tensor.numel() * piece.tensor.element_size()
-        entries[_key(piece)] = {
+        entries[key_in_file(piece)] = {
             "dtype": CODES[piece.tensor.dtype],
             "shape": piece.tensor.shape,
             "data_offsets": [at, end],

@@ -95,6 +95,7 @@ def preprocess_settings(wanted: TokenizeOptions, shard: Path, prefix: Path) -> S
         contamination=None,
         on_contamination="count",
         document_separator=None,
+        lines_only=False,
         log_interval=1000,
         make_vocab_size_divisible_by=128,
         tensor_model_parallel_size=1,

@@ -61,8 +61,7 @@ def preprocess(
     if settings.append_eod and tokenizer.eod is None:
         raise DataError("--append-eod: this vocabulary has no token for the end of a document", do="drop --append-eod")
     started = time.perf_counter()
-    separator, lines_only = getattr(settings, "document_separator", None), hasattr(settings, "data_format")
-    sources = find_sources(settings.input, separator, settings.json_keys, lines_only)
+    sources = find_sources(settings.input, settings.document_separator, settings.json_keys, settings.lines_only)
     form = FORMATS[settings.output_format]
     if settings.split_sentences and split is None:
         split = make_splitter(settings.sentence_splitter, settings.lang, settings.keep_newlines, log)
@@ -80,7 +79,7 @@ def preprocess(
         partitions,
         form.keeps_empty,
         cache_memory(workers),
-        origins=getattr(settings, "origin", False),
+        origins=settings.origin,
         screen=screen_of(settings),
     )
     with Workspace(settings.output_prefix) as workspace:
@@ -127,7 +126,7 @@ def divide(sources: list[Source], workers: int | None, block_size: int = BLOCK) 
 
 def screen_of(settings) -> Screen | None:
     """The search for evaluation sets (`--contamination`); None without it."""
-    if not getattr(settings, "contamination", None):
+    if not settings.contamination:
         return None
     return Screen(NgramIndex.open(settings.contamination), settings.on_contamination)
 

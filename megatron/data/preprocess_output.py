@@ -70,11 +70,8 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
             why += f", {int(shared.screened[:, 0].sum())} texts with n-grams of evaluation sets"
         do = "check --input and --json-keys" + (f"; all of them: {rejected_path}" if rejected else "")
         if "not JSON" in reason:
-            text, lines_only = (
-                "plain text is read from a file whose name ends in .txt",
-                hasattr(settings, "data_format"),
-            )
-            do = f"a document is a line of JSON; {to_lines(settings.input[0]) if lines_only else text}"
+            text = "plain text is read from a file whose name ends in .txt"
+            do = f"a document is a line of JSON; {to_lines(settings.input[0]) if settings.lines_only else text}"
         raise DataError(f"no text in {', '.join(settings.input)}", why, do)
     outputs = {}
     for index, (key, prefix) in enumerate(

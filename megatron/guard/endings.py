@@ -12,6 +12,7 @@ from typing import Optional
 from megatron.errors import DEVICE_ERROR, PeerLost, exit_code
 from megatron.guard import flight_recorder
 from megatron.guard.exits import FOR_ANOTHER
+from megatron.guard.failure_kinds import NETWORK_ERROR
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.resume_command import job_command, last_checkpoint
 from megatron.guard.stacks import COLLECTIVES, PHASES
@@ -20,9 +21,7 @@ from megatron.settings import rank_env
 from megatron.settings.schema import Config, Guard
 from megatron.storage.processes import die_with_parent
 
-NETWORK = re.compile(
-    r"gloo|NCCL|nccl|Connection (closed|reset|refused)|Broken pipe|TCPStore|ProcessGroup|[Tt]imed out|caused pair closure"
-)
+NETWORK = re.compile(NETWORK_ERROR)
 # gloo: "Timed out waiting 18000ms for recv operation"; "Application timeout caused pair closure" in the rank that notices
 # first. NCCL: "Watchdog caught collective operation timeout: WorkNCCL(..., Timeout(ms)=600000)".
 TIMEOUT = re.compile(r"[Tt]imed out waiting (\d+) ?ms|Timeout\(ms\)=(\d+)|timed out in|Application timeout")

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide from the exit codes of a job's ranks what to do next: finish, stop, or retry. Pure; needs no torch.
+"""Decide from the ends of a job's ranks what to do next: finish, stop, or start again. Pure; needs no torch.
 
 >>> judge([7, 4, -15]).action, judge([7, -9]).cause
 (<Action.STOP: 'stop'>, 'rank killed by SIGKILL')
+>>> judge([1], Evidence("torch.OutOfMemoryError: CUDA out of memory", has_trained=False)).action
+<Action.STOP: 'stop'>
 """
 
 import enum
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Optional
 
-from megatron.errors import in_a_line
+from megatron.errors import CheckpointError, PeerLost, in_a_line
+from megatron.guard.failure_kinds import FailureKind, kind_of_end, kind_of_text
 
 
 class Action(enum.Enum):
@@ -19,7 +22,7 @@ class Action(enum.Enum):
 
     DONE = "done"
     STOP = "stop"
-    RETRY = "retry"
+    RESTART = "restart"
     PREEMPTED = "preempted"
     REPLACE = "replace"  # the node, and then retry
 
@@ -30,23 +33,52 @@ class JobVerdict(NamedTuple):
     action: Action
     cause: str
     code: int  # the exit code of the cause
+    kind: Optional[FailureKind] = None  # None: it has not failed
+
+
+class Evidence(NamedTuple):
+    """What is known about the end of an attempt besides exit codes."""
+
+    why: str = ""  # the message of the rank that failed first
+    output: str = ""  # of the job
+    oom_kills: int = 0  # processes that the kernel of this machine has killed meanwhile to free memory
+    has_trained: bool = True  # the job, in this attempt or before it
+    hang: Optional[FailureKind] = None  # the job was ended because it did not go on
+
+
+# What to do about each kind: --on-failure changes it.
+DECISIONS = {
+    FailureKind.COMMAND: Action.STOP,
+    FailureKind.DATA: Action.STOP,
+    FailureKind.MEMORY: Action.RESTART,
+    FailureKind.DEVICE: Action.REPLACE,
+    FailureKind.NETWORK: Action.RESTART,
+    FailureKind.DISK: Action.RESTART,
+    FailureKind.CODE: Action.RESTART,
+    FailureKind.NUMERICS: Action.STOP,
+    FailureKind.SILENT_ERROR: Action.STOP,  # the last checkpoint may hold it
+    FailureKind.HOST: Action.RESTART,
+}
+UNKNOWN = Evidence()
+AT_ONCE = (FailureKind.MEMORY, FailureKind.CODE)  # in a job that never made a step, they come again
 
 
 MEANINGS = {
-    0: (Action.DONE, "finished"),
-    1: (Action.RETRY, "failed (exit 1)"),
-    2: (Action.STOP, "command line not understood (exit 2)"),
-    3: (Action.STOP, "settings cannot work (exit 3)"),
-    4: (Action.STOP, "data missing or damaged (exit 4)"),
-    5: (Action.STOP, "checkpoint missing or damaged (exit 5)"),
-    6: (Action.RETRY, "storage full or failing (exit 6)"),
-    7: (Action.RETRY, "peer lost (exit 7)"),
-    8: (Action.STOP, "loss or gradient not finite, or a spike (exit 8)"),
-    9: (Action.PREEMPTED, "preempted, checkpoint saved (exit 9)"),
-    10: (Action.STOP, "output locked by another job (exit 10)"),
-    11: (Action.REPLACE, "device lost (exit 11)"),
-    130: (Action.PREEMPTED, "interrupted by Ctrl-C (exit 130)"),
+    0: "finished",
+    1: "failed (exit 1)",
+    2: "command line not understood (exit 2)",
+    3: "settings cannot work (exit 3)",
+    4: "data missing or damaged (exit 4)",
+    5: "checkpoint missing or damaged (exit 5)",
+    6: "storage full or failing (exit 6)",
+    7: "peer lost (exit 7)",
+    8: "loss or gradient not finite, or a spike (exit 8)",
+    9: "preempted, checkpoint saved (exit 9)",
+    10: "output locked by another job (exit 10)",
+    11: "device lost (exit 11)",
+    130: "interrupted by Ctrl-C (exit 130)",
 }
+ENDS = {0: Action.DONE, 9: Action.PREEMPTED, 130: Action.PREEMPTED}  # that are no failures
 # The rank that fails first brings down others: the most specific code is the cause.
 PRIORITY = (11, 2, 3, 4, 5, 10, 8, 6, "killed", 130, 9, 1, 7, "ended", 0)
 FOR_ANOTHER = "for another rank"  # in the message of the rank that gave up first; others only see broken connections
@@ -54,15 +86,25 @@ CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.
 ENDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # the signals by which launchers end the other ranks
 
 
-def judge(codes: Iterable[int], retry_numerics: bool = False) -> JobVerdict:
-    """The verdict on a job whose ranks ended with these codes (negative: by a signal; 0: done)."""
+def judge(codes: Iterable[int], evidence: Evidence = UNKNOWN, rules: Mapping[FailureKind, Action] = {}) -> JobVerdict:
+    """The verdict on a job whose ranks ended with these codes (negative: by a signal; 0: done).
+
+    rules: what to do about a kind of failure, where that is not the one of `DECISIONS`
+    """
     code = min(codes, key=lambda code: PRIORITY.index(_kind(code)), default=1)
-    if code < 0:
-        return JobVerdict(Action.RETRY, f"rank killed by {_name(-code)}", code)
-    action, cause = MEANINGS.get(code, (Action.RETRY, f"failed (exit {code})"))
-    if code == 8 and retry_numerics:
-        action = Action.RETRY
-    return JobVerdict(action, cause, code)
+    cause = MEANINGS.get(code, f"failed (exit {code})") if code >= 0 else f"rank killed by {_name(-code)}"
+    if evidence.hang:
+        code, cause, kind = PeerLost.code, "hung", evidence.hang
+    elif code in ENDS:
+        return JobVerdict(ENDS[code], cause, code)
+    else:
+        kind = kind_of_end(code, evidence.why, evidence.output, evidence.oom_kills, evidence.has_trained)
+    action = DECISIONS[kind]
+    if kind in AT_ONCE and not evidence.has_trained and kind_of_text(evidence.why) is kind:
+        action = Action.STOP
+    if code == CheckpointError.code:  # what cannot be read now cannot be read later
+        action = Action.STOP
+    return JobVerdict(rules.get(kind, action), cause, code, kind)
 
 
 class End(NamedTuple):
@@ -83,7 +125,7 @@ def first_failure(ends: Iterable[End]) -> Optional[End]:
     """
 
     def order(end: End) -> tuple:
-        effect = end.code == 7 or _kind(end.code) == "ended"
+        effect = end.code == 7 or _kind(end.code) == "ended" or kind_of_text(end.why) is FailureKind.NETWORK
         return (
             effect,
             FOR_ANOTHER not in end.why if effect else False,
@@ -155,10 +197,20 @@ def reason_in_log(text: str, code: int) -> str:
     return ""
 
 
-def codes_in_log(text: str) -> list[int]:
-    """Exit codes of ranks in torchrun's report of a failed job.
+def codes_in_log(text: str) -> dict[int, int]:
+    """Process number -> exit code of the ranks in torchrun's report of a failed job.
 
-    >>> codes_in_log("  rank      : 1 (local_rank: 1)\\\\n  exitcode  : -9 (pid: 4242)")
-    [-9]
+    >>> codes_in_log("  rank      : 1 (local_rank: 1)\\n  exitcode  : -9 (pid: 4242)")
+    {4242: -9}
     """
-    return [int(number) for number in re.findall(r"exitcode\s*:\s*(-?\d+)", text)]
+    return {int(pid): int(code) for code, pid in re.findall(r"exitcode\s*:\s*(-?\d+) \(pid: (\d+)\)", text)}
+
+
+def signals_in_log(text: str) -> dict[int, int]:
+    """Rank -> exit code of the ranks that our launcher says were ended by a signal.
+
+    >>> signals_in_log("error: rank 3 was ended by SIGSEGV")
+    {3: -11}
+    """
+    found = re.findall(r"^error: rank (\d+) was ended by (SIG[A-Z0-9]+)", text, re.MULTILINE)
+    return {int(rank): -signal.Signals[name] for rank, name in found if name in signal.Signals.__members__}

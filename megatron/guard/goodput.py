@@ -20,6 +20,7 @@ class Attempt:
     launched: float = 0.0  # since the supervisor began
     ended: float = 0.0
     cause: str = ""
+    failure: str = ""  # its kind
     code: int = 0
     why: str = ""  # the message of the rank that failed first
     rank: Optional[int] = None  # that rank
@@ -43,7 +44,7 @@ class Attempt:
 
     @property
     def ending_in_words(self) -> str:
-        return in_words(self.cause, self.why, self.rank, self.host)
+        return in_words(self.failure, self.cause, self.why, self.rank, self.host)
 
     @property
     def setup(self) -> float:
@@ -102,7 +103,7 @@ class GoodputReport:
             span = f"steps {first} to {last}" if 0 < first <= last else "no step"
             lines.append(
                 f"  attempt {attempt['number']} on {attempt['ranks']} ranks: {_time(attempt['wall'])}, {span}, "
-                f"{in_words(*(attempt[name] for name in ('cause', 'why', 'rank', 'host')))}"
+                f"{in_words(*(attempt[name] for name in ('failure', 'cause', 'why', 'rank', 'host')))}"
             )
         return "\n".join(lines)
 
@@ -165,13 +166,13 @@ def account(attempts: list[Attempt], outcome: str, code: int, wall: float, check
     )
 
 
-def in_words(cause: str, why: str, rank: Optional[int] = None, host: str = "") -> str:
+def in_words(failure: str, cause: str, why: str, rank: Optional[int] = None, host: str = "") -> str:
     """
-    >>> in_words("failed (exit 1)", "ValueError: 3", 5, "n2")
-    'failed (exit 1), first on rank 5 of n2: ValueError: 3'
+    >>> in_words("code", "failed (exit 1)", "ValueError: 3", 5, "n2")
+    'code: failed (exit 1), first on rank 5 of n2: ValueError: 3'
     """
     first = "" if rank is None else f", first on rank {rank} of {host}"
-    return f"{cause}{first}: {why}" if why else f"{cause}{first}"
+    return ": ".join(filter(None, (failure, f"{cause}{first}", why)))
 
 
 def _again(attempt: Attempt, later: Optional[Attempt], made: int) -> int:

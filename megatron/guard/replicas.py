@@ -14,12 +14,12 @@ import torch
 
 from megatron.errors import NumericsError
 from megatron.mpu import collectives
+from megatron.mpu.bits_sum import bits_sum
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Placement
 from megatron.optimizer.zero import DistributedOptimizer
 
 AXES = ("replicate", "shard", "dp_cp", "tp", "expert_replicate", "expert_shard", "expert_dp", "ep", "etp", "tied")
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Copy(NamedTuple):
@@ -78,7 +78,7 @@ def checksums(optimizer: DistributedOptimizer) -> list[tuple[str, tuple[str, ...
 
 
 def _summed(optimizer: DistributedOptimizer, copy: Copy) -> tuple[str, tuple[str, ...], torch.Tensor]:
-    return copy.name, copy.axes, checksum(copy.values).to(optimizer.device)
+    return copy.name, copy.axes, bits_sum(copy.values).to(optimizer.device)
 
 
 def buffer_copies(optimizer: DistributedOptimizer) -> Iterable[Copy]:
@@ -105,18 +105,6 @@ def _shared(placement: Placement) -> tuple[str, ...]:
     """The axes over which ranks hold equal pieces, without the data parallel axes."""
     shared = {*placement.model_axes, *placement.partial} - set(placement.cut)
     return tuple(axis for axis in AXES if axis in shared)
-
-
-def checksum(values: torch.Tensor) -> torch.Tensor:
-    """A 64-bit checksum of a tensor's bits: each word times a different odd number, so that the order matters."""
-    words = values.reshape(-1).view(WORDS[values.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for at, part in enumerate(words.split(1 << 22)):  # a few int64 copies of a part, not of the whole
-        factors = (
-            torch.arange(part.numel(), device=part.device).mul_(0x5851F42D4C957F2D).add_(2 * at + 1).bitwise_or_(1)
-        )
-        total += (part.long() * factors).sum()
-    return total
 
 
 def _compare(mesh: Mesh, name: str, own: list[tuple[str, torch.Tensor]]) -> list[str]:

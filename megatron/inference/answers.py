@@ -65,6 +65,11 @@ class Asked:
     end: Ends = None
 
     @property
+    def alone(self) -> bool:
+        """Whether an answer is a text of its own, as in a conversation, and not the rest of its prompt's text."""
+        return self.ids is not None
+
+    @property
     def draws(self) -> list[tuple[Sampling, int]]:
         """(settings with the seed, number among the texts of this seed) of each answer."""
         if self.seeds is None:
@@ -128,7 +133,7 @@ def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText 
     if search.num_beams > 1 or not asked.use_cache:
         more |= dict(longest=loaded.longest, end=end, use_cache=asked.use_cache, pp=pp)
         found = generate(loaded.model, prompts, sampling, search, **more)
-        befores = [prompt for prompt in prompts for _ in range(asked.samples)]
+        befores = [() if asked.alone else prompt for prompt in prompts for _ in range(asked.samples)]
         return GeneratedTexts(_whole(found, rooms, tokenizer, sampling, on_text, befores), rooms, [])
     scores = dict(end=end, logprobs=asked.logprobs, prompt_logprobs=asked.prompt_logprobs)
     repeated = (tuple(prompt) for prompt in prompts for _ in range(asked.samples))
@@ -138,7 +143,7 @@ def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText 
         engine.follow()
         return GeneratedTexts([], [], [])
     try:
-        return GeneratedTexts(continued(engine, requests, tokenizer, on_text), rooms, [])
+        return GeneratedTexts(continued(engine, requests, tokenizer, on_text, asked.alone), rooms, [])
     finally:
         engine.close()
 

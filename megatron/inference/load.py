@@ -194,7 +194,7 @@ def build_model(
     refuse_experts(facts.experts, mesh)
     if mesh.pp.size > 1 or halves != (None, None):
         pipeline = stages_of(facts, mesh.pp.size, halves)
-        kind = T5Stages if hasattr(facts, "encoder_layers") else DecoderStages
+        kind = DecoderStages if facts.encoder_layers is None else T5Stages
         model = kind(build, facts, pipeline, mesh)
         chunks = list(model.chunks)
     else:

@@ -122,7 +122,7 @@ class Network:
                 "their own weights and scales belong to the matrices of today",
                 "prune first; LoRA adapters can be merged (tools.checkpoint merge-lora)",
             )
-        if hasattr(self.facts, "encoder_layers") and (sizes.layers != before.layers or kinds != [FFN]):
+        if self.facts.encoder_layers is not None and (sizes.layers != before.layers or kinds != [FFN]):
             raise SettingsError(
                 "of an encoder-decoder only MLP channels can be pruned",
                 "its layers share one bias of positions for each head, and are of two kinds",

@@ -48,7 +48,7 @@ def chunks_of(model: nn.Module) -> list[nn.Module]:
 
 def stages_of(facts: Facts, pp: int, halves: Halves = (None, None)) -> Pipeline:
     """Assign layers to the ranks of `pp`. Raises SettingsError for fewer layers than ranks."""
-    encoder, given = getattr(facts, "encoder_layers", None), any(half is not None for half in halves)
+    encoder, given = facts.encoder_layers, any(half is not None for half in halves)
     if encoder is None:
         if given:
             raise SettingsError(f"{ENCODER} and {DECODER} are for encoder-decoders", do="leave them out")

@@ -8,12 +8,13 @@ there is only the one after the sum.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Optional
 
 from megatron.model.kinds.mixer import Mixer
 from megatron.model.layer_ops import ATTENTION, NORM, CoreAttention, Kernel, LargestScores, LayerOp, RankSetup, Residual
 from megatron.model.weights import Table, add_prefix, norm
+from megatron.settings.hashed_once import hashed_once
 from megatron.settings.schema import Model
 
 
@@ -52,19 +53,13 @@ class Branch:
         return any(mixer.mixes_tokens for mixer in self.mixers)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class LayerKind:
     """Layers of one kind have equal weights and ops. overrides: `Model.overrides`, their settings besides the model's."""
 
     branches: tuple[Branch, ...]
     overrides: tuple[tuple[str, Any], ...] = ()
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.branches, self.overrides))
-
-    def __hash__(self) -> int:
-        return self._hash  # a search looks up kinds millions of times
 
     def settings(self, model: Model) -> Model:
         return replace(model, **dict(self.overrides)) if self.overrides else model

@@ -42,6 +42,7 @@ from megatron.model.lora import PAIR
 from megatron.model.weights import Table, Unit, add_prefix, logical, norm, positions, replicated, vocab_embedding
 from megatron.mpu.placement import EXPERT_AXES, Normal, Placement, elements
 from megatron.mpu.selection import Selection
+from megatron.settings.hashed_once import hashed_once
 from megatron.settings.kernel_sizes import LossChunks
 from megatron.settings.schema import Model, Parallel
 
@@ -67,6 +68,7 @@ class LayerDesign(NamedTuple):
         return replace(share, kinds=self.products, in_fp8=self.in_fp8)
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Facts:
     """The facts of a language model: embedding, layers, final norm, output layer and loss.
@@ -84,6 +86,7 @@ class Facts:
 
     name = "language model"
     sequences = 1  # per sample
+    encoder_layers = None  # of an encoder-decoder: so many of `num_layers` are the encoder's
 
     @property
     def recomputes(self) -> frozenset[str]:

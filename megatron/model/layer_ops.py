@@ -23,10 +23,12 @@ from megatron.model.lora import KIND as LORA
 from megatron.model.quantization import KIND as QUANTIZED
 from megatron.model.quantization import OF_TOKENS
 from megatron.model.sparsity import KIND as SPARSE
+from megatron.settings.hashed_once import hashed_once
 from megatron.settings.kernel_sizes import SCORE_BYTES
 from megatron.settings.schema import Model
 
 
+@hashed_once
 @dataclass(frozen=True)
 class RankSetup:
     """The sizes and formats of one rank's work: its part of layers and sequences, micro-batch, precision, kernels.
@@ -44,7 +46,8 @@ class RankSetup:
     kinds: (linear layer, kind) of the present layer (`Facts.products`). in_fp8: its linear layers with products in fp8;
     fp8: --fp8-recipe of a run with such layers; fp8_wgrad: whether those for gradients of weights are; fp8_held: the
     weights are fp8 numbers (--fp8-param-gather). largest_scores: of each head are kept (--qk-clip,
-    --log-max-attention-logit).
+    --log-max-attention-logit). busiest: rows of this rank's experts, as a multiple of the mean over ep
+    (--moe-load-imbalance).
     """
 
     tp: int = 1
@@ -74,6 +77,7 @@ class RankSetup:
     fp8: str = ""
     fp8_wgrad: bool = True
     fp8_held: bool = False
+    busiest: float = 1.0
 
     def recipe_of(self, layer: str) -> str:
         """The fp8 recipe of a linear layer of the present layer, or none."""

@@ -48,6 +48,7 @@ class Recipe:
     rules:          invalid combinations of its settings (`settings.rules.Rule`)
     idle:           name of a setting -> its condition for having an effect in this model (`settings.declare.Needs`)
     shares_sequences: its modules support `mesh.cp`: each of these ranks has some rows of every sequence
+    batch_invariant: --batch-invariant-mode covers all sums of its modules
     schedules:      its own learning-rate schedules: name for --lr-decay-style -> function from the fraction of the decay
                     that is done (0 to 1) to the remaining learning rate (1: all, 0: --min-lr)
     optimizers:     its own optimizers: name for --optimizer -> `optimizer.kinds.Kind` with `update`
@@ -92,6 +93,7 @@ class Recipe:
     rules: tuple[Rule, ...] = ()
     idle: Mapping[str, Needs] = field(default_factory=dict)
     shares_sequences: bool = False
+    batch_invariant: bool = False
     schedules: Mapping[str, Callable[[float], float]] = field(default_factory=dict)
     optimizers: Mapping[str, Any] = field(default_factory=dict)
     linears: Mapping[str, Any] = field(default_factory=dict)

@@ -60,6 +60,13 @@ class UnitGradients:
         self.reductions, self.summed = 0, False
 
 
+class PassKey(NamedTuple):
+    """A pass: the numbers of its micro-batch and of the rank's model chunk."""
+
+    micro: int = 0
+    chunk: int = 0
+
+
 class Reduction(NamedTuple):
     """A running reduction of a unit. `buffer` is read, and `piece`, if any, is filled until `work` is done."""
 
@@ -76,6 +83,7 @@ class GradientBuffers:
     dtype:      number format of the buffers, and so of reductions
     main_dtype: number format of the shard, unless `keep`
     arrived:    called with a unit when one of its parameters has got a gradient
+    passing:    returns which pass it is that runs
     """
 
     def __init__(
@@ -91,6 +99,7 @@ class GradientBuffers:
     ):
         self.mesh, self.device, self.keep, self.dtype = mesh, device, keep, dtype
         self.arrived: Callable[[UnitGradients], None] = lambda tally: None
+        self.passing: Callable[[], PassKey] = PassKey
         self.tallies = {
             own.unit.name: UnitGradients(own, dict.fromkeys((slot.name for slot in own.unit.slots), 0)) for own in owned
         }
@@ -174,8 +183,8 @@ class GradientBuffers:
         """Whether all gradients for the next reduction of a unit have arrived."""
         return min(tally.arrived.values()) >= (self.num_microbatches if self.keep else tally.reductions + 1)
 
-    def start(self, tally: UnitGradients) -> None:
-        """Start a unit's reduction."""
+    def start(self, tally: UnitGradients, passing: Optional[PassKey] = None) -> None:
+        """Start a unit's reduction, after this pass or, with `keep`, all passes."""
         if tally.buffer is None:  # it got no gradient
             tally.take(self._zeros(tally.own.unit.size))
         tally.zero_rest()

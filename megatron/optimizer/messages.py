@@ -22,7 +22,7 @@ from typing import Optional
 import torch
 
 from megatron.mpu.two_passes import swap_attribute
-from megatron.optimizer.gradients import GradientBuffers, UnitGradients
+from megatron.optimizer.gradients import GradientBuffers, PassKey, UnitGradients
 from megatron.optimizer.units import FlatUnit
 from megatron.optimizer.weights import ParameterBuffers, UnitParameters, User
 from megatron.pipeline.data_parallel_messages import (
@@ -67,7 +67,7 @@ class Messages:
         self.listed = self.unlisted  # the list of the present step
         self.now: Optional[_Passing] = None  # the present pass
         self.alone = None  # in a custom training loop: the messages after the pass, and its context
-        gradients.arrived = self._arrived
+        gradients.arrived, gradients.passing = self._arrived, lambda: _pass_of(self.now.op) if self.now else PassKey()
         self.gathers = how.zero == 3 or how.gather_ahead  # inside passes
         for number, chunk in enumerate(chunks) if self.gathers or how.zero == 2 else ():
             self._register_hooks(number, chunk)
@@ -136,7 +136,7 @@ class Messages:
             self.gradients.sum_all()
         elif op.kind in "Rr":
             tallies = [self.gradients.tallies[unit.name] for unit in self.units[group_of(op)] if not unit.frozen]
-            self._reduce(tallies) if op.kind == "R" else self.gradients.wait_for(tallies)
+            self._reduce(tallies, _pass_of(op)) if op.kind == "R" else self.gradients.wait_for(tallies)
         else:
             act = {"G": self._gather, "g": self._finish, "D": self._release}[FORWARD.get(op.kind, op.kind)]
             user = None if op.piece in (IN, OUT, TIED) else (op.micro, op.chunk, op.kind in FORWARD)
@@ -157,12 +157,12 @@ class Messages:
         if not memory.users:
             self.weights.free(memory)
 
-    def _reduce(self, tallies: Sequence[UnitGradients]) -> None:
+    def _reduce(self, tallies: Sequence[UnitGradients], passing: PassKey) -> None:
         for tally in tallies:
             if self.now and not self.gradients.complete(tally):
                 self.now.late.append(tally)
             else:
-                self.gradients.start(tally)
+                self.gradients.start(tally, passing)
 
     @property
     def running(self) -> str:
@@ -179,7 +179,7 @@ class Messages:
         for name in now.on_the_spot:  # a layer that was not run to its end: the list frees it
             self.weights.memory[name].users.discard(now.user)
         for tally in now.late:
-            self.gradients.start(tally)
+            self.gradients.start(tally, _pass_of(op))
             self.gradients.wait_for([tally])
 
     def _run_until(self, end: int) -> None:
@@ -302,6 +302,10 @@ class _Passing:
         self.late: list[UnitGradients] = []  # gradients that were not complete when the list reduced them
         self.user = op.micro, op.chunk, op.kind != "F"
         self.on_the_spot: set[str] = set()  # units that a layer has gathered out of order
+
+
+def _pass_of(op: Op) -> PassKey:
+    return PassKey(op.micro, op.chunk)
 
 
 def _backward_roots(output) -> list[torch.Tensor]:

@@ -22,9 +22,10 @@ from megatron.checkpoint.store import Piece, flat_pieces
 from megatron.fused_kernels.fp8 import E4M3
 from megatron.mpu.linear_product import LinearProduct
 from megatron.mpu.mesh import Axis
+from megatron.mpu.ordered_sums import LARGEST_CUT
 from megatron.mpu.placement import DATA_PARALLEL, Own, Placement, placed_buffers, placements
 from megatron.mpu.random import init_rows
-from megatron.optimizer.flat import aligned, unit_size
+from megatron.optimizer.flat import ALIGN, aligned, unit_size
 
 LAYERS = "blocks"  # the attribute with the layers of a module that does not list its units
 
@@ -44,6 +45,15 @@ class Slot:
     owners: list[tuple[torch.nn.Module, str]] = field(default_factory=list)
     chunks: list[int] = field(default_factory=list)  # the model chunks that use it; each computes a gradient
     values: Optional[torch.Tensor] = None  # initial values of a parameter that brings its own, until they are copied
+
+    @property
+    def block(self) -> int:
+        """A number of neighbouring elements, at most `ALIGN`, that no layout divides among ranks."""
+        shape, cut = self.placement.shape, {dim for dim, _ in self.placement.cut_dims}
+        width = shape[-1] if shape else 1
+        if len(shape) - 1 in cut:
+            width = width // LARGEST_CUT if width % LARGEST_CUT == 0 else 1
+        return math.gcd(width, ALIGN)
 
     @property
     def reader(self) -> Optional[LinearProduct]:

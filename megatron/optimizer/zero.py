@@ -36,11 +36,13 @@ from megatron.model.max_logits import WatchedHeads
 from megatron.mpu import collectives
 from megatron.mpu.layers import attach_wgrad_accumulator, linear_products, place_buffers
 from megatron.mpu.mesh import Mesh
+from megatron.mpu.ordered_sums import exact_parts
 from megatron.optimizer.buffers import BufferStore
 from megatron.optimizer.cast_weights import CastWeights
 from megatron.optimizer.gradients import GradientBuffers
 from megatron.optimizer.messages import Messages
 from megatron.optimizer.offload import build_states
+from megatron.optimizer.ordered_gradients import OrderedGradients, separate_output_gradients
 from megatron.optimizer.qk_clip import QKClip, largest_logit
 from megatron.optimizer.rounding import Noise, norms
 from megatron.optimizer.state import FrozenState, OwnedState, Targets
@@ -104,6 +106,7 @@ class DistributedOptimizer:
         parallel = parallel or schema.Parallel()
         keep = STAGES[parallel.sharding_stage]
         self.mesh, self.dtype, self.device = mesh, dtype, torch.device(device)
+        self.ordered = parallel.batch_invariant_mode
         self.settings, self.rule, self.step_count, self.seed = settings, rule_of(settings), 0, seed
         self.buffers = BufferStore(as_chunks(model), mesh, self.device)
         for chunk in as_chunks(model):
@@ -116,15 +119,11 @@ class DistributedOptimizer:
         self.weights = ParameterBuffers(
             self.units, axis_of, self._piece, dtype=dtype, device=device, keep=keep.parameters, casts=self.casts
         )
-        self.gradients = GradientBuffers(
-            self.owned,
-            mesh,
-            device=device,
-            keep=keep.gradients,
-            overlap=parallel.overlap_grad_reduce,
-            dtype=DTYPES[settings.reduced_format],
-            main_dtype=DTYPES[settings.main_grads_dtype],
-        )
+        formats = dict(dtype=DTYPES[settings.reduced_format], main_dtype=DTYPES[settings.main_grads_dtype])
+        build = OrderedGradients if self.ordered else partial(GradientBuffers, keep=keep.gradients)
+        self.gradients = build(self.owned, mesh, device=device, overlap=parallel.overlap_grad_reduce, **formats)
+        if self.ordered:
+            separate_output_gradients(as_chunks(model))
         if settings.gradient_accumulation_fusion:
             attach_wgrad_accumulator(as_chunks(model), self.gradients.accumulator)
         self.states = build_states(
@@ -147,7 +146,7 @@ class DistributedOptimizer:
             self.draw()
         self.buffers.commit()
         how = Sharding(
-            parallel.sharding_stage,
+            max(parallel.sharding_stage, 2) if self.ordered else parallel.sharding_stage,
             not self.gradients.in_place,
             parallel.overlap_param_gather,
             parallel.overlap_grad_reduce,
@@ -298,11 +297,11 @@ class DistributedOptimizer:
         for axis in PARTIAL:
             self._sum_partial(axis)
         with phase("norm"):
-            square = self._squared_norm()
-            vector = torch.cat([square.reshape(1), sums.to(square)])
+            squares = self._exact_squares() if self.ordered else self._squared_norm().reshape(1)
+            vector = torch.cat([squares, sums.to(squares)])
             vector = collectives.all_reduce(vector, self.mesh.world)
-            vector[0].sqrt_()
-        return vector
+            squares, totals = vector.split([len(squares), len(sums)])
+        return torch.cat([squares.sum(0, keepdim=True).sqrt_(), totals])
 
     def _sum_partial(self, name: str) -> None:
         """Sum gradients that are partial sums over an axis, in one message.
@@ -331,6 +330,21 @@ class DistributedOptimizer:
                 square = torch.stack(norms(views)).double().square().sum()
                 total = total + square / getattr(self.mesh, name).size  # ranks of this axis hold the same elements
         return total
+
+    def _exact_squares(self) -> torch.Tensor:
+        """Parts of the squared norm of all gradients whose sum over ranks has the same bits in every layout.
+
+        Squares are added up in blocks that no layout cuts (`Slot.block`), and these exactly.
+        """
+        views = [
+            self.reduced[where].view(-1, slot.block)
+            for state in self.states
+            for _, slot, where in self._primary_slots(state)
+        ]
+        blocks = [torch.linalg.vector_norm(view, dim=1, dtype=torch.float32) for view in views]
+        blocks = torch.cat([torch.zeros(1, device=self.device), *blocks])
+        largest = collectives.all_reduce_amax(blocks.max(), self.mesh.world)
+        return exact_parts(blocks.double().square(), largest)
 
     # ---- figures for the log ---------------------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ the stages go round the ranks, chunk by chunk. `v_shaped` goes there and back. `
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
+from itertools import islice
 from typing import NamedTuple, Optional
 
 from megatron.errors import did_you_mean
@@ -108,16 +109,16 @@ def dependencies(op: Op, rank: int, stages: StageMap) -> list[tuple[int, Op]]:
     [(1, Op(kind='F', micro=5, chunk=0, piece='')), (2, Op(kind='B', micro=5, chunk=0, piece=''))]
     """
 
-    def at(kind: str, stage: int) -> tuple[int, Op]:
-        where, chunk = stages[stage]
-        return where, Op(kind, op.micro, chunk)
-
-    stage = stages.index((rank, op.chunk))
-    if op.kind == "F":
-        return [at("F", stage - 1)] if stage > 0 else []
-    if op.kind == "W":
-        return [at("I", stage)]
-    return [at("F", stage)] + ([at(op.kind, stage + 1)] if stage < len(stages) - 1 else [])
+    kind, micro, chunk, _ = op
+    stage = stages.index((rank, chunk))
+    if kind == "W":
+        return [(rank, Op("I", micro, chunk))]
+    needs = [] if kind == "F" else [(rank, Op("F", micro, chunk))]
+    beside = stage - 1 if kind == "F" else stage + 1
+    if 0 <= beside < len(stages):
+        where, its = stages[beside]
+        needs.append((where, Op(kind, micro, its)))
+    return needs
 
 
 def make_schedule(name: str, rank: int, pp: int, num_microbatches: int, chunks: Optional[int] = None) -> list[Op]:
@@ -295,41 +296,53 @@ def _packed(pp: int, num_microbatches: int, limit: int, beside: bool = False) ->
     also room for its way back, so that no rank can get stuck. beside: if F and I are both available, they take turns for
     two ticks; if one of them is, W comes first, and then the other one may be available, too.
     """
-    stages = v_shaped(pp)
+    last = 2 * pp - 1
+    ends = {kind: [[] for _ in range(last + 1)] for kind in "FIW"}  # of each stage's passes, in order of micro-batches
+    needs = [
+        dict(F=[("F", at - 1)][: at > 0], I=[("F", at), ("I", at + 1)][: 1 + (at < last)], W=[("I", at)])
+        for at in range(last + 1)
+    ]
+    waits = {(kind, at): [ends[one][stage] for one, stage in own[kind]] for at, own in enumerate(needs) for kind in own}
+    # Of each rank, passes in the order in which it prefers them: kind, chunk, their ends, those of what they wait for.
+    eager = [
+        [(kind, chunk, ends[kind][at := last - rank if chunk else rank], waits[kind, at]) for kind, chunk in _EAGER]
+        for rank in range(pp)
+    ]
     plan: list[list[Op]] = [[] for _ in range(pp)]
-    done = [{(kind, chunk): 0 for kind in "FIW" for chunk in (0, 1)} for _ in range(pp)]  # ops come in order of micro
-    finished: dict[tuple[int, Op], int] = {}
-    tick, free = 0, [0] * pp
+    tick, free, left = 0, [0] * pp, 2 * pp * num_microbatches  # passes W
 
-    def can(rank: int, op: Op) -> bool:
-        if op.micro == num_microbatches:
-            return False
-        if op.kind == "F" and op.chunk == 0:
-            count = done[rank]
-            room = limit - (count["F", 0] - count["W", 0]) - (count["F", 0] - count["W", 1])
-            if room < 2:
-                return False
-        return all(finished.get(need, tick + 1) <= tick for need in dependencies(op, rank, stages))
+    def ready(rank: int) -> Iterator[tuple[str, int, list[int]]]:
+        out, back = ends["W"][rank], ends["W"][last - rank]
+        held = 2 * len(ends["F"][rank]) - len(out) - len(back)
+        for kind, chunk, own, waited in eager[rank]:
+            micro = len(own)
+            if micro == num_microbatches or (kind == "F" and chunk == 0 and limit - held < 2):
+                continue
+            if all(len(times) > micro and times[micro] <= tick for times in waited):
+                yield kind, chunk, own
 
-    def chosen(rank: int) -> list[Op]:
-        count = done[rank]
-        ready = [op for kind, chunk in _EAGER if can(rank, op := Op(kind, count[kind, chunk], chunk))]
+    def chosen(rank: int) -> list[tuple[str, int, list[int]]]:
         if not beside:
-            return ready[:1]
-        first = {op.kind: op for op in reversed(ready)}
+            return list(islice(ready(rank), 1))
+        every = list(ready(rank))
+        first = {one[0]: one for one in reversed(every)}
         if {"F", "I"} <= first.keys():
             return [first["F"], first["I"]]
-        mixed = count["I", 1] > 0 and count["F", 1] < num_microbatches  # both kinds are to come
-        return [first["W"]] if mixed and "W" in first else ready[:1]
+        back = last - rank
+        mixed = len(ends["I"][back]) > 0 and len(ends["F"][back]) < num_microbatches  # both kinds are to come
+        return [first["W"]] if mixed and "W" in first else every[:1]
 
-    while any(count["W", chunk] < num_microbatches for count in done for chunk in (0, 1)):
-        begun = {rank: chosen(rank) for rank in range(pp) if free[rank] <= tick}
-        for rank, ops in begun.items():
-            free[rank] = tick + max(1, len(ops))
+    while left:
+        for rank in range(pp):
+            if free[rank] > tick:
+                continue
+            begun = chosen(rank)
+            free[rank] = tick + max(1, len(begun))
+            ops = [Op(kind, len(own), chunk) for kind, chunk, own in begun]
             plan[rank] += [ops[0], BESIDE, ops[1]] if len(ops) == 2 else ops
-            for op in ops:
-                done[rank][op.kind, op.chunk] += 1
-                finished[rank, op] = free[rank]
+            for kind, _, own in begun:
+                own.append(free[rank])
+                left -= kind == "W"
         tick += 1
     return tuple(map(tuple, plan))
 

@@ -159,7 +159,7 @@ class _OrderedRank:
 
     def __init__(self, rank: int, ops: list[Op], stages: StageMap):
         self.rank, self.ops, self.at = rank, apart(ops), 0
-        pairs = pairs_of(ops)
+        pairs = pairs_of(ops) if BESIDE in ops else {}
         self.one_of = {back: one for one, back in pairs.items()}
         last = {op.whole: place for place, op in enumerate(self.ops)}
         self.lasts = {place for op, place in last.items() if op.kind not in MESSAGES}
@@ -171,15 +171,22 @@ class _OrderedRank:
     def run(self, order: Order, done: dict[tuple[int, Op], int]) -> bool:
         """Add as many ops as possible. Returns whether there was one. done: the last step of each pass or message"""
         before = self.at
-        while self.at < len(self.ops) and all(need in done for need in self.waits[self.at]):
+        while self.at < len(self.ops):
+            for need in self.waits[self.at]:
+                if need not in done:
+                    return self.at > before
             self._add(order, done)
             self.at += 1
         return self.at > before
 
     def _add(self, order: Order, done: dict[tuple[int, Op], int]) -> None:
         op, place, first = self.ops[self.at], len(order.steps), None
-        if op.kind not in MESSAGES:
-            whole, needs = op.whole, tuple(done[need] for need in self.waits[self.at] if need[0] != self.rank)
+        if op.kind not in MESSAGES and not (op.piece or self.one_of):  # most are so
+            waits = self.waits[self.at]
+            step = ClockStep(self.rank, PASS, tuple([done[need] for need in waits if need[0] != self.rank]))
+            done[self.rank, op] = first = place
+        elif op.kind not in MESSAGES:
+            whole, needs = op.whole, tuple([done[need] for need in self.waits[self.at] if need[0] != self.rank])
             one = self.one_of.get(whole)
             self.begun.setdefault(whole, place if one is None else self.begun[one])
             ends = self.at in self.lasts

@@ -12,7 +12,7 @@ embedding, the last one the final norm, the output layer and the loss; either ma
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from operator import itemgetter
 from typing import Optional
 
@@ -22,11 +22,13 @@ from megatron.pipeline.custom_schedule import CustomSchedule, is_file, read_sche
 from megatron.pipeline.data_parallel_messages import pairs_of, passes_of, without_messages
 from megatron.pipeline.schedule import Op, StageMap
 from megatron.pipeline.simulate import report
+from megatron.settings.hashed_once import hashed_once
 from megatron.settings.schema import Parallel
 
 LAYERS_EACH = "--pipeline-stage-layers"
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Pipeline:
     """The stages of a run, their ranks, and the order of their passes."""
@@ -117,6 +119,14 @@ class Pipeline:
     def layers_of(self, rank: int) -> list[range]:
         """Layers of each chunk of a rank."""
         return [self.layers[stage] for stage in self.stages_of(rank)]
+
+    def all_layers_of(self, rank: int) -> tuple[int, ...]:
+        """The numbers of a rank's layers, chunk after chunk."""
+        return self._layers_of_ranks[rank]
+
+    @cached_property
+    def _layers_of_ranks(self) -> dict[int, tuple[int, ...]]:
+        return {rank: tuple(chain.from_iterable(self.layers_of(rank))) for rank in self._of_ranks}
 
 
 def takes_turns(parallel: Parallel) -> bool:

@@ -5,8 +5,9 @@ Tests compare with `torch.autograd.graph.saved_tensors_hooks`.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatron.model.facts import Bytes, Facts, LayerDesign
 from megatron.model.layer_ops import LAYER, RankSetup, Residual
@@ -15,15 +16,30 @@ from megatron.planner.layout import Job, Layout
 from megatron.settings.schema import Recompute
 
 
+class SavedBytes(NamedTuple):
+    """Bytes that a pass saves: by kind, and their sum."""
+
+    kinds: Mapping[str, int]
+    total: int
+
+    def plus(self, kind: str, size: int) -> "SavedBytes":
+        return SavedBytes(Bytes({**self.kinds, kind: size}), self.total + size)
+
+
 def stage_saved_bytes(job: Job, layout: Layout, layers: Sequence[int], first: bool, last: bool) -> Bytes:
     """Bytes saved in one pass of a micro-batch through the layers of a stage (by their index in the whole network)."""
-    return Bytes(_stage_saved_bytes(job.facts, layout.rank_setup(job), layout.recompute, layers, first, last))
+    return Bytes(stage_saved(job, layout, layers, first, last).kinds)
+
+
+def stage_saved(job: Job, layout: Layout, layers: Sequence[int], first: bool, last: bool) -> SavedBytes:
+    """`stage_saved_bytes`, with their sum."""
+    return _stage_saved(job.facts, layout.rank_setup(job), layout.recompute, layers, first, last)
 
 
 @lru_cache(maxsize=65536)
-def _stage_saved_bytes(
+def _stage_saved(
     facts: Facts, share: RankSetup, settings: Recompute, layers: Sequence[int], first: bool, last: bool
-) -> Bytes:
+) -> SavedBytes:
     kept = Bytes()
     for (design, modules), count in repeated(facts, settings, layers, together=True).items():
         for name, size in _layer_saved_bytes(facts, share, design, modules).items():
@@ -32,7 +48,7 @@ def _stage_saved_bytes(
     if last and facts.settings.depths:
         for name, size in _depth_saved_bytes(facts, share, last_modules(layers, settings)).items():
             kept[name] += facts.settings.depths * size
-    return kept
+    return SavedBytes(kept, sum(kept.values()))
 
 
 def _depth_saved_bytes(facts: Facts, share: RankSetup, modules: tuple[str, ...]) -> Bytes:

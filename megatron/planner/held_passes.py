@@ -5,8 +5,9 @@ Warm schedules are periodic: the maximum of held activations is reached within a
 extrapolated from shorter ones.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from operator import ge
 
 from megatron.pipeline.custom_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import BESIDE, SCHEDULES, Op, make_schedule, v_shaped
@@ -51,11 +52,21 @@ def _most_held(
             waiting[op.chunk] += op.kind == "I"
         seen.add((tuple(alive), tuple(waiting)))
     flat = {(*held, *late): (held, late) for held, late in seen}
-    return tuple(
-        value
-        for key, value in flat.items()
-        if not any(other != key and all(a >= b for a, b in zip(other, key)) for other in flat)
-    )
+    most = _not_below(flat)
+    return tuple(value for key, value in flat.items() if key in most)
+
+
+def _not_below(counts: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Those that are not smaller than another one in every place.
+
+    >>> sorted(_not_below([(1, 2), (2, 1), (1, 1)]))
+    [(1, 2), (2, 1)]
+    """
+    most: list[tuple[int, ...]] = []
+    for key in sorted(counts, key=sum, reverse=True):  # one above another has a larger sum
+        if not any(all(map(ge, other, key)) for other in most):
+            most.append(key)
+    return set(most)
 
 
 def _as_held(ops: Sequence[Op], together: bool) -> Iterator[Op]:

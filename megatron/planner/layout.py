@@ -27,6 +27,7 @@ from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import default_chunks, in_turns
 from megatron.pipeline.stages import Pipeline, takes_turns
 from megatron.planner.reached_speed import EXPERTS
+from megatron.settings.hashed_once import hashed_once
 from megatron.settings.rank_env import ranks
 from megatron.settings.schema import GROUPS, Config, Parallel, Recompute
 from megatron.settings.spelling import settings_of
@@ -41,6 +42,7 @@ class Cuts(NamedTuple):
 ELEMENT = dict(fp32=4, bf16=2, fp16=2)  # bytes of a weight or an activation
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Job:
     """A training without its layout.
@@ -58,6 +60,7 @@ class Job:
     ns_steps: Newton-Schulz steps that orthogonalize matrices
     selection: the trained weights
     fp8, fp8_wgrad: as in `RankSetup`
+    busiest: --moe-load-imbalance, for times; fullest: --moe-memory-imbalance, for memory
     """
 
     facts: Facts
@@ -84,6 +87,8 @@ class Job:
     compared: tuple[tuple[int, int], ...] = ()  # (layer, layer of the teacher) of --kd-hidden-layers
     fp8: str = ""  # --fp8-recipe, if the facts have layers with products in fp8
     fp8_wgrad: bool = True
+    busiest: float = 1.0
+    fullest: float = 1.0
 
     @classmethod
     def of(cls, config: Config, facts: Facts, *, dp: int, device: str, alone: bool = False) -> "Job":
@@ -113,6 +118,8 @@ class Job:
             selection=selection,
             largest_scores=config.optimizer.qk_clip or config.logging.log_max_attention_logit,
             ns_steps=config.optimizer.muon_num_ns_steps if knows_matrices(config.optimizer) else 0,
+            busiest=config.planner.moe_load_imbalance,
+            fullest=config.planner.moe_memory_imbalance or config.planner.moe_load_imbalance,
             **dict(zip(("frozen", "pairs"), facts.learned(selection))),
             **(dict(fp8=config.precision.fp8_recipe, fp8_wgrad=config.precision.fp8_wgrad) if in_fp8 else {}),
             **({} if alone else teaching(config, facts, dp, device)),
@@ -122,6 +129,11 @@ class Job:
     def without_fp8(self) -> "Job":
         """The same job with all products in its precision."""
         return replace(self, facts=replace(self.facts, in_fp8=(), gathered_in_fp8=""), fp8="")
+
+    @property
+    def at_fullest(self) -> "Job":
+        """The same job while the busiest rank of experts has most rows."""
+        return self if self.fullest == self.busiest else replace(self, busiest=self.fullest)
 
     def shard_gradients(self, zero: int) -> int:
         """Bytes of a gradient in a rank's shard."""
@@ -148,7 +160,7 @@ class Job:
         sequences = micro_batch_size * self.facts.sequences
         own = dict(frozen=self.frozen, pairs=self.pairs, pairs_drop=self.facts.settings.lora_dropout > 0)
         own |= dict(largest_scores=self.largest_scores, fp8=self.fp8, fp8_wgrad=self.fp8_wgrad)
-        own |= dict(fp8_held=bool(self.facts.gathered_in_fp8))
+        own |= dict(fp8_held=bool(self.facts.gathered_in_fp8), busiest=self.busiest)
         return RankSetup(tp, sp, sequences, self.device, self.precision, self.element, *kernels, *shared, **own)
 
 
@@ -326,7 +338,7 @@ class Layout:
         last_job, setup = self.__dict__.get("_setup", (None, None))  # each figure of a layout asks for it
         if last_job is not job:
             own = self.tp, self.sp, self.micro_batch_size, self.cp, self.cp_heads, self.gathers
-            self.__dict__["_setup"] = job, (setup := job.rank_setup(*own, *self.cuts[1:], self.ep_inner))
+            self.__dict__["_setup"] = job, (setup := _rank_setup(job, *own, *self.cuts[1:], self.ep_inner))
         return setup
 
     def num_microbatches(self, job: Job) -> int:
@@ -348,7 +360,11 @@ class Layout:
         """The pipeline: the layers of each stage and rank."""
         if self.parallel:
             return Pipeline.of(self.parallel, num_layers)
-        return _pipeline(self.pp, self.chunks, self.schedule, self.stage_layers, num_layers)
+        last, pipeline = self.__dict__.get("_cut", (None, None))  # many figures ask for it
+        if last != num_layers:
+            pipeline = _pipeline(self.pp, self.chunks, self.schedule, self.stage_layers, num_layers)
+            self.__dict__["_cut"] = num_layers, pipeline
+        return pipeline
 
     def _parallel(self) -> Parallel:
         explicit = self.chunks > 1 and self.chunks != default_chunks(self.schedule)
@@ -458,6 +474,11 @@ def _context_sharing(p: Parallel) -> tuple[int, bool]:
     if kinds == {"a2a"}:
         return cp, False
     return (p.cp_levels[0] if kinds == {"a2a+p2p"} and p.cp_levels else 1), "allgather" in kinds
+
+
+@lru_cache(maxsize=65536)
+def _rank_setup(job: Job, *sizes: int) -> RankSetup:
+    return job.rank_setup(*sizes)
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,8 @@ Workspaces, buffers and the allowance for fragmentation are conservative estimat
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Optional
+from operator import mul
+from typing import NamedTuple, Optional
 
 from megatron.model.layer_ops import Product
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
@@ -24,6 +25,7 @@ from megatron.planner.schedule_time import is_split
 from megatron.settings.kernel_sizes import LossChunks
 from megatron.settings.schema import Recompute
 
+LOSS = "output layer and loss"  # a kind of activations, which counts beside the logits
 OF_DIVERGENCE = 9  # fp32 tensors of a chunk's logits in the loss on a teacher's: counted
 NO_DEVICE = Device("none", context_gb=0.0, communication_gb=0.0)
 FRAGMENTATION = dict(cuda=0.05, cpu=0.0)  # of activations, workspaces and buffers
@@ -72,7 +74,7 @@ def teacher_weights(job: Job, layout: Layout, rank: int) -> int:
 
 def teacher_units(job: Job, layout: Layout, rank: int) -> Units:
     """The units of the teacher on a pipeline rank: all, or of the layers up to those that it compares."""
-    own = {layer for held in layout.pipeline(job.facts.num_layers).layers_of(rank) for layer in held}
+    own = set(layout.pipeline(job.facts.num_layers).all_layers_of(rank))
     whole, teacher = has_teacher(job, layout, rank), layout.of_teacher
     part = job.teacher.facts.num_layers if whole else 1 + max((of for n, of in job.compared if n in own), default=-1)
     return first_units(job.teacher, teacher, part, whole) if part else Units()
@@ -184,9 +186,8 @@ def _weights_in_fp8(job: Job, layout: Layout, rank: int) -> int:
     if not job.fp8:
         return 0
     share, facts, pipeline = layout.rank_setup(job), job.facts, layout.pipeline(job.facts.num_layers)
-    layers = [layer for held in pipeline.layers_of(rank) for layer in held]
     designs = Counter()
-    for (design, _), count in activations.repeated(facts, Recompute(), tuple(layers)).items():
+    for (design, _), count in activations.repeated(facts, Recompute(), pipeline.all_layers_of(rank)).items():
         designs[design] += count
     if pipeline.stages[-1][0] == rank:
         designs.update(facts.designs_ahead * facts.settings.own_depths)
@@ -205,13 +206,18 @@ def _weights_in_fp8(job: Job, layout: Layout, rank: int) -> int:
 def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[dict[str, int], Counter]:
     """The peak memory of a step in addition to state, for any ZeRO stage; and its activations by kind."""
     kept = _kept(job, layout, rank)
-    loss = kept.pop("output layer and loss", 0)
-    last = rank == layout.pipeline(job.facts.num_layers).stages[-1][0]
-    share = layout.rank_setup(job)
+    kept.pop(LOSS, None)
+    return step_entries(job, layout, device, rank), kept
+
+
+def step_entries(job: Job, layout: Layout, device: Device, rank: int) -> dict[str, int]:
+    """The first part of `step_memory`, which a search asks for."""
+    full, pipeline = _fullest(job, layout, rank), layout.pipeline(job.facts.num_layers)
+    loss, last, share = full.of(LOSS), rank == pipeline.stages[-1][0], layout.rank_setup(job)
     most = job.facts.loss_workspace(share) if last else 0
     freed = job.facts.loss_freed_bytes(share) if last and not is_split(layout.schedule) else 0
     units = rank_units(job, layout, rank)
-    layers = [layer for held in layout.pipeline(job.facts.num_layers).layers_of(rank) for layer in held]
+    layers = pipeline.all_layers_of(rank)
     layer = activations.workspace(job, layout, layers) + units.largest * job.element
     if layout.turns:  # a forward pass has added a layer before the backward pass beside it has freed one
         layer += activations.largest_layer(job, layout, layers)
@@ -221,7 +227,7 @@ def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[di
         whole = lambda unit: unit.bytes_of(unit.shared(pieces) * pieces, job.teacher.element)
         passing += teacher_units(job, layout, rank).largest_layer(whole)
     entries = {
-        "activations": sum(kept.values()),
+        "activations": full.total - loss,
         "logits": loss + most,
         "teacher's passes": max(comparing, passing - loss - most),  # before the student's loss
         "workspace": max(0, layer - most - freed),  # no layer computes during the loss
@@ -235,7 +241,7 @@ def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[di
     groups += [*layout.expert_sizes.values()][1:] if layout.folded else []
     entries["communication buffers"] = device.communication_bytes * sum(n > 1 for n in groups)
     entries["device context"] = device.context_bytes
-    return entries, kept
+    return entries
 
 
 def of_update(units: Units, job: Job, layout: Layout) -> int:
@@ -261,6 +267,7 @@ def whole_matrices(units: Units, job: Job, layout: Layout) -> int:
 
 def memory_report(job: Job, layout: Layout, device: Device, rank: int = 0) -> MemoryReport:
     """The memory of a pipeline rank at the peak of a step."""
+    job = job.at_fullest
     held, host = static_memory(job, layout, rank)
     entries, kept = step_memory(job, layout, device, rank)
     device_entries = {name: size for name, size in (held | entries).items() if size}
@@ -283,36 +290,59 @@ def certain(job: Job, layout: Layout, rank: int, state_alone: bool = False) -> t
     if job.documents:
         kept -= kinds["attention core"]
     else:
-        layers = [layer for chunk in layout.pipeline(job.facts.num_layers).layers_of(rank) for layer in chunk]
+        layers = layout.pipeline(job.facts.num_layers).all_layers_of(rank)
         plain = replace(layout, recompute=Recompute())
         again = activations.workspace(job, layout, layers) - activations.workspace(job, plain, layers)
     return least + kept + max(entries["logits"], again), on_host
 
 
+class Fullest(NamedTuple):
+    """The passes that a rank holds at its fullest moment. Of each of its chunks:
+
+    each:    bytes that a pass saves, by kind, and their sum
+    alive:   passes between F and B (or I); waiting: between I and W
+    late:    bytes of a pass's deferred products (zero-bubble W)
+    """
+
+    each: Sequence[activations.SavedBytes]
+    alive: tuple[int, ...]
+    waiting: tuple[int, ...]
+    late: Sequence[int]
+
+    @property
+    def total(self) -> int:
+        return sum(map(mul, self.alive, (one.total for one in self.each))) + sum(map(mul, self.waiting, self.late))
+
+    def of(self, kind: str) -> int:
+        return sum(count * one.kinds.get(kind, 0) for count, one in zip(self.alive, self.each))
+
+
 def _kept(job: Job, layout: Layout, rank: int) -> Counter:
     """Activations by kind at the peak."""
+    full, total = _fullest(job, layout, rank), Counter()
+    for count, one in zip(full.alive, full.each):
+        for kind, size in one.kinds.items():
+            total[kind] += count * size
+    if is_split(layout.schedule):
+        total["products that wait"] = sum(map(mul, full.waiting, full.late))
+    return total
+
+
+def _fullest(job: Job, layout: Layout, rank: int) -> Fullest:
     pipeline = layout.pipeline(job.facts.num_layers)
     last = len(pipeline.stages) - 1
     stages = pipeline.stages_of(rank)
-    each = [
-        activations.stage_saved_bytes(job, layout, pipeline.layers[stage], stage == 0, stage == last)
-        for stage in stages
-    ]
-    for stage, kinds in zip(stages, each) if job.compared else ():
-        kinds["teacher's states"] += _compared_bytes(job, layout, pipeline.layers[stage])
+    each = [activations.stage_saved(job, layout, pipeline.layers[stage], stage == 0, stage == last) for stage in stages]
+    if job.compared:
+        compared = [_compared_bytes(job, layout, pipeline.layers[stage]) for stage in stages]
+        each = [one.plus("teacher's states", size) for one, size in zip(each, compared)]
     late = [activations.deferred(job, layout, pipeline.layers[stage]) for stage in stages]
     if last in stages:
         late[stages.index(last)] += job.facts.loss_deferred(layout.rank_setup(job))
-    sums = [sum(kinds.values()) for kinds in each]
+    sums = [one.total for one in each]
     moments = most_held(layout.order, layout.pp, layout.num_microbatches(job), len(each), rank, layout.lags)
-    alive, waiting = max(moments, key=lambda m: sum(map(_product, m[0], sums)) + sum(map(_product, m[1], late)))
-    total = Counter()
-    for count, kinds in zip(alive, each):
-        for kind, size in kinds.items():
-            total[kind] += count * size
-    if is_split(layout.schedule):
-        total["products that wait"] = sum(map(_product, waiting, late))
-    return total
+    alive, waiting = max(moments, key=lambda m: sum(map(mul, m[0], sums)) + sum(map(mul, m[1], late)))
+    return Fullest(each, alive, waiting, late)
 
 
 def _compared_bytes(job: Job, layout: Layout, layers: Sequence[int]) -> int:
@@ -320,10 +350,6 @@ def _compared_bytes(job: Job, layout: Layout, layers: Sequence[int]) -> int:
     tokens = job.facts.loss_tokens(layout.rank_setup(job))
     states = job.teacher.facts.settings.hidden_size * tokens * (job.element + 4)
     return states * sum(student in layers for student, _ in job.compared)
-
-
-def _product(a: int, b: int) -> int:
-    return a * b
 
 
 def _gathered(units: Units, job: Job, layout: Layout) -> int:

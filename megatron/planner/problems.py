@@ -308,9 +308,14 @@ def _unscaled(job: Job, layout: Layout, cluster: Cluster) -> tuple[str, ...]:
 
 
 def remedies(
-    job: Job, layout: Layout, needed: Callable[[Layout], int], capacity: float, others: tuple[str, ...] = ()
+    job: Job,
+    layout: Layout,
+    needed: Callable[[Layout], int],
+    capacity: float,
+    others: tuple[str, ...] = (),
+    most: int = 2,
 ) -> str:
-    """Changes of one setting after which it fits, the cheapest first. needed: bytes of a layout; others: more remedies."""
+    """Changes of one setting after which it fits, the cheapest `most`. needed: bytes of a layout; others: more remedies."""
     full = schema.Recompute(recompute_granularity="full")
     tries = {
         "--recompute-granularity core_attn": replace(layout, recompute=schema.Recompute("core_attn")),
@@ -330,10 +335,10 @@ def remedies(
         tries = {words: other for words, other in tries.items() if not other.offload}
     good, met = [], [layout]
     for words, other in tries.items():
-        if other not in met and (most := needed(other)) <= capacity:
-            good.append(f"{words} ({most / 1e9:.1f} GB)")
+        if other not in met and (size := needed(other)) <= capacity:
+            good.append(f"{words} ({size / 1e9:.1f} GB)")
         met.append(other)
     search = "python -m megatron.tools.plan with the same flags searches a layout that fits"
     less = "more ranks for --pipeline-model-parallel-size, or a smaller --hidden-size or --num-layers"
-    good = [*good[:2], *others]
+    good = [*good[:most], *others]
     return f"{' or '.join(good)} would fit" if good else f"{less}; {search}"

@@ -1,17 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay out a job that has lost ranks on the remaining ones, with the same global batch. Needs no torch.
+"""What a supervised job runs on, and how it is laid out again when it loses ranks or nodes. Needs no torch.
 
-If possible, tensor and pipeline parallel sizes are kept and only the data parallel size shrinks. Otherwise they get smaller
-too: the planner chooses the layout with the most ranks that fits in memory, and among these the one nearest to the previous
-layout. A checkpoint loads into any layout.
+The global batch stays the same. If possible, tensor and pipeline parallel sizes are kept and only the data parallel size
+shrinks. Otherwise they get smaller too: the planner chooses the layout with the most ranks that fits in memory, and among
+these the one nearest to the previous layout. A checkpoint loads into any layout.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from megatron.errors import Failure, SettingsError
-from megatron.guard.command import RANKS, config_of, is_srun, shape_of, value_of, with_flag, with_ranks, without
+from megatron.guard import slurm
+from megatron.guard.command import (
+    RANKS,
+    config_of,
+    is_srun,
+    ranks_of,
+    shape_of,
+    value_of,
+    with_flag,
+    with_ranks,
+    without,
+)
+from megatron.guard.nodes import Nodes
 from megatron.planner.layout import Layout
 from megatron.planner.memory import memory_report
 from megatron.planner.target import cluster_of, job_of
@@ -27,6 +39,105 @@ SPLITS = (
     "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers",
 )
+QUEUED = "back in the queue"  # of SLURM: the outcome of a job that it starts again
+
+
+class WhatIsLeft(NamedTuple):
+    """What a job runs on after nodes were left out: `action` is spare, fewer, queue or none."""
+
+    action: str
+    change: str = ""  # how the next attempt differs
+    outcome: Optional[str] = None  # why there is none
+
+
+class JobPlacement:
+    """The command of a job, its ranks and nodes, which shrink when nodes fail.
+
+    least_ranks, least_nodes: with how few it may continue; None: with no fewer
+    may_queue:                whether SLURM may start it again later
+    Raises SettingsError if the job has fewer ranks than `least_ranks`, or `spare_nodes` cannot be left.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        nodes: Nodes,
+        least_ranks: Optional[int] = None,
+        least_nodes: Optional[int] = None,
+        spare_nodes: int = 0,
+        may_queue: bool = False,
+        log: Callable[[str], None] = print,
+    ):
+        self.command, self.nodes, self.log = command, nodes, log
+        self.least_ranks, self.least_nodes, self.may_queue = least_ranks, least_nodes, may_queue
+        self.ranks = ranks_of(command)
+        if least_ranks and least_ranks > self.ranks:
+            raise SettingsError(f"--min-world-size {least_ranks} is more than the job's {self.ranks} ranks")
+        if spare_nodes:
+            self._leave(spare_nodes)
+
+    def _leave(self, spares: int) -> None:
+        """Use fewer nodes than the allocation has."""
+        allocated, (nodes, each) = len(slurm.nodes()), shape_of(self.command)
+        if not is_srun(self.command) or not slurm.job():
+            raise SettingsError(
+                "--spare-nodes leaves nodes of a SLURM allocation idle, and this is no command of srun in a job",
+                do="supervise ... --spare-nodes N -- srun ... in a batch script (docs/survival.md)",
+            )
+        if not 0 < spares < allocated:
+            raise SettingsError(f"--spare-nodes {spares}: the allocation has {allocated} nodes")
+        if nodes > allocated - spares:
+            self.ranks = (allocated - spares) * each
+            self.command = with_ranks(self.command, self.ranks)
+
+    def words(self, command: list[str]) -> list[str]:
+        """A command with the excluded nodes left out."""
+        return self.nodes.placed(command)
+
+    def failing(self, gpus: Optional[int] = None) -> dict[str, str]:
+        """Node -> reason, for each that fails its check. gpus: of each node, if that is known"""
+        return self.nodes.failing(self.command, gpus)
+
+    def gpus_of_a_node(self) -> int:
+        return shape_of(self.command)[1]
+
+    def without(self, bad: dict[str, str]) -> WhatIsLeft:
+        """Exclude nodes, and choose what the job runs on now. bad: node -> reason"""
+        names, why = " ".join(bad), next(iter(bad.values()))
+        self.log(f"nodes that fail the check: {names} ({why})")
+        self.nodes.exclude(bad)
+        left, on_srun, each = self.nodes.left(self.command), is_srun(self.command), self.gpus_of_a_node()
+        least = self.least_ranks or (self.least_nodes or 0) * each
+        if on_srun and self.nodes.suffice(self.command):
+            return WhatIsLeft("spare", f"without {names}, on a spare node")
+        if least and self.shrink(least, len(left) * each if on_srun else None):
+            return WhatIsLeft("fewer", f"without {names}, on {self.ranks} ranks")
+        if self.may_queue and self.requeue(self.nodes.all_excluded()):
+            return WhatIsLeft("queue", outcome=f"{QUEUED}, without {names} ({why})")
+        do = "--spare-nodes, --min-nodes, --on-preempt requeue" if on_srun else "--min-world-size"
+        return WhatIsLeft("none", outcome=f"given up: {names} failed ({why}), and nothing is left to run on ({do})")
+
+    def requeue(self, excluded: Sequence[str] = ()) -> bool:
+        """Put the job back into SLURM's queue; False if that is impossible."""
+        number = slurm.job()
+        if number is None:
+            self.log("--on-preempt requeue: this is no SLURM job")
+        return number is not None and slurm.requeue(number, excluded)
+
+    def shrink(self, least: int, most: Optional[int] = None) -> bool:
+        """Change the layout to fewer ranks; False if that is impossible. most: ranks for which there are devices"""
+        try:
+            fewer, command = fewer_ranks(self.command, self.ranks, least, most)
+        except Failure as failure:
+            self.log(f"no fewer ranks: {failure}")
+            return False
+        then = config_of(command).parallel
+        self.log(
+            f"continuing with {fewer} ranks instead of {self.ranks}, at the same global batch: tp "
+            f"{then.tensor_model_parallel_size} pp {then.pipeline_model_parallel_size}"
+        )
+        self.command, self.ranks = command, fewer
+        return True
 
 
 def fewer_ranks(words: list[str], now: int, least: int, most: Optional[int] = None) -> tuple[int, list[str]]:

@@ -11,17 +11,20 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Optional
 
+from megatron.model.facts import Facts
 from megatron.model.layer_ops import ACTIVATION, ATTENTION, CORE, LAYER, NORM, CoreAttention, RankSetup
 from megatron.mpu.axis_sizes import ranks_together
 from megatron.mpu.placement import Table
-from megatron.pipeline.schedule import SCHEDULES, TRAINING
+from megatron.pipeline.schedule import SCHEDULES, TRAINING, v_shaped
 from megatron.planner import memory, speed
+from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster, StepTime, split_even
 from megatron.planner.stage_cut import fastest, in_stages
+from megatron.settings.hashed_once import hashed_once
 from megatron.settings.schema import Recompute
 from megatron.telemetry.figures import size
 from megatron.telemetry.progress import followed
@@ -31,6 +34,7 @@ REFINED = 40  # number of best plans to refine
 SIMPLE = 20  # number of fastest plans to keep for each number of features
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Space:
     """The search space. A value fixes an axis; None leaves it free.
@@ -290,11 +294,12 @@ def _bases(job: Job, cluster: Cluster, space: Space, result: SearchedPlans) -> I
                         for sp in (False, True) if tp > 1 and job.facts.seq_length // cp % tp == 0 else (False,):
                             if tp > 1 and space.sp not in (None, sp):
                                 continue
-                            base = Layout(tp, pp, dp, micro, chunks, schedule, sp=sp, stage_layers=layers)
+                            base = dict(sp=sp, stage_layers=layers, cp=cp, cp_heads=cp_heads, gathers=gathers)
+                            one = partial(Layout, tp, pp, dp, micro, chunks, schedule, **base)
                             for own in grids:
-                                base = replace(base, cp=cp, cp_heads=cp_heads, gathers=gathers, **own)
-                                for recompute in _recomputations(base.rank_setup(job), job, space):
-                                    yield replace(base, recompute=recompute), sized
+                                share = one(**own).rank_setup(job)
+                                for recompute in _recomputations(share, job.facts, space.recompute):
+                                    yield one(recompute=recompute, **own), sized
 
 
 def _expert_sizes(experts: Table, layout: Layout, space: Space) -> list[dict[str, Optional[int]]]:
@@ -352,15 +357,16 @@ def _sharing_ways(job: Job, tp: int, cp: int, space: Space) -> list[tuple[int, b
     return ways["p2p"] + (ways["a2a"] or ways["a2a+p2p"])
 
 
-def _recomputations(share: RankSetup, job: Job, space: Space) -> list[Recompute]:
+@lru_cache(maxsize=65536)
+def _recomputations(share: RankSetup, facts: Facts, given: Optional[Recompute]) -> list[Recompute]:
     """The choices of recomputation: attention if the model has some, softmax(q k) v if its kernel stores scores, and norms
     and activations, which cost hardly any time.
     """
-    if space.recompute is not None:
-        return [space.recompute]
-    ops = (op for kind in job.facts.layer_kinds for op in job.facts.layer_ops(share, kind))
+    if given is not None:
+        return [given]
+    ops = (op for kind in facts.layer_kinds for op in facts.layer_ops(share, kind))
     cores = [op for op in ops if isinstance(op, CoreAttention)]
-    useful = set(job.facts.recomputes) | {LAYER}
+    useful = set(facts.recomputes) | {LAYER}
     useful -= {CORE} if all(core.kernel == "flash" for core in cores) else set()
     useful -= set() if cores else {ATTENTION}
     cheap = [module for module in (CORE, NORM, ACTIVATION) if module in useful]
@@ -449,7 +455,7 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, resul
     device, ranks = cluster.device, _fullest(base, job)
     room: list[int] = []
     for rank in ranks:
-        room.append(device.usable_bytes - sum(memory.step_memory(job, base, device, rank)[0].values()))
+        room.append(device.usable_bytes - sum(memory.step_entries(job.at_fullest, base, device, rank).values()))
         if -room[-1] >= close.limit:  # too large by the passes alone
             choices = _number_of_choices(base.dp, base.cp, space)
             result.evaluated, result.too_large = result.evaluated + choices, result.too_large + choices
@@ -487,30 +493,46 @@ def _options(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tupl
     """For each sharding of the state: (choice, bytes of each rank, most bytes on the host, function for the communication
     once per step).
     """
-    # Only with the inputs of these figures, for the cache.
-    key = replace(base, micro_batch_size=base.num_microbatches(job), recompute=Recompute())
-    return _options_of(
-        key, replace(job, global_batch=key.micro_batch_size * key.micro_batch_size * base.dp), cluster, space, ranks
-    )
+    number, one = base.num_microbatches(job), replace(base, micro_batch_size=1, recompute=Recompute())
+    return _options_of(one, replace(job, global_batch=number * base.dp), cluster, space, ranks)
 
 
 @lru_cache(maxsize=4096)
 def _options_of(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tuple[int, ...]) -> list[tuple]:
+    state, single, options = _only_state(base), replace(job, global_batch=base.dp), []
+    for (zero, shard, offload), *held in _held(state, single, cluster.device, space, ranks):
+        # The number of micro-batches counts from ZeRO 2 on, and the order of the passes with ZeRO 3.
+        layout = _shared(base if zero == 3 else state, zero, shard, offload, space, cluster.device)
+        communication = partial(_communication, layout, job if zero >= 2 else single, cluster)
+        options.append(((zero, shard, offload), *held, communication))
+    return options
+
+
+def _only_state(base: Layout) -> Layout:
+    """The layout with the same state on each rank, for caches: without what the passes alone depend on."""
+    if SCHEDULES[base.schedule].stages is v_shaped:
+        schedule = "zb-v"
+    else:
+        schedule = "interleaved" if base.chunks > 1 else "1f1b"
+    return replace(base, schedule=schedule, cp_heads=1, gathers=False, ep_inner=0)
+
+
+@lru_cache(maxsize=4096)
+def _held(base: Layout, job: Job, device: Device, space: Space, ranks: tuple[int, ...]) -> list[tuple]:
+    """For each sharding of the state that is possible: (choice, bytes of each rank, most bytes on the host)."""
     options = []
     for choice in _state_choices(base, space):
-        layout = _shared(base, *choice, space, cluster.device)
-        if not layout.possible:
-            continue
-        held = [memory.static_memory(job, layout, rank) for rank in ranks]
-        options.append(
-            (
-                choice,
-                [sum(own.values()) for own, _ in held],
-                max(sum(away.values()) for _, away in held),
-                cache(partial(speed.step_communication, job, layout, cluster)),
-            )
-        )
+        layout = _shared(base, *choice, space, device)
+        if layout.possible:
+            held = [memory.static_memory(job, layout, rank) for rank in ranks]
+            most = max(sum(away.values()) for _, away in held)
+            options.append((choice, [sum(own.values()) for own, _ in held], most))
     return options
+
+
+@lru_cache(maxsize=65536)
+def _communication(layout: Layout, job: Job, cluster: Cluster) -> speed.StepCommunication:
+    return speed.step_communication(job, layout, cluster)
 
 
 def _shared(base: Layout, zero: int, shard: int, offload: float, space: Space, device) -> Layout:

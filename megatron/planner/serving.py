@@ -146,7 +146,7 @@ def requests_for(m: Model, prompt: int | None, output: int | None, texts: int | 
 
 def check(facts: Facts, requests: Requests) -> None:
     """Raise SettingsError if the model continues no texts, or none as long."""
-    if hasattr(facts, "encoder_layers") or not any(
+    if facts.encoder_layers is not None or not any(
         isinstance(op, CoreAttention) and op.causal
         for kind in facts.layer_kinds
         for op in facts.layer_ops(RankSetup(), kind)

@@ -8,9 +8,10 @@ The schedule is simulated with the data parallel all-gathers and reductions as o
 
 import math
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
+from operator import add
 from typing import NamedTuple, Optional
 
 from megatron.model.facts import OUTPUT, Facts, LayerDesign
@@ -35,6 +36,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import Units, rank_units
 from megatron.planner.schedule_time import ShardingTimes, sharded_span, unequal_span
 from megatron.planner.traffic import Transfer, once_a_step
+from megatron.settings.hashed_once import hashed_once
 from megatron.settings.schema import Recompute
 
 # Constants, each with its source. Device speeds: `device.py`. Measured step times: docs/proof/planner.md.
@@ -51,6 +53,7 @@ EXCHANGED = "ep", "ep_inner", "ep_outer"  # axes over which experts' tokens are 
 OFFLOAD_BYTES, OFFLOAD_MOMENT_BYTES = 12, 4  # per parameter and per moment in an offloaded update: estimated
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Cluster:
     """Devices, and how many of them share a node: neighbouring ranks use the links inside a node.
@@ -142,8 +145,7 @@ class StepTime:
         return (self.seen_flops if seen else self.flops) / self.seconds / world_size / 1e12
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """Seconds of one micro-batch: forward, backward, and communication over tp (`waiting`) and other axes (`sharing`).
 
     ahead, back: the parts of forward and backward that are exchanges of experts' tokens, and that turns can hide
@@ -157,18 +159,11 @@ class Pass:
     back: float = 0.0
 
     def __add__(self, other: "Pass") -> "Pass":
-        return Pass(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.waiting + other.waiting,
-            self.sharing + other.sharing,
-            self.ahead + other.ahead,
-            self.back + other.back,
-        )
+        return Pass(*map(add, self, other))
 
     def times(self, count: float) -> "Pass":
         """The sum of `count` equal passes."""
-        return Pass(*(count * getattr(self, one.name) for one in fields(self)))
+        return Pass(*[count * seconds for seconds in self])
 
     @property
     def both(self) -> float:
@@ -277,8 +272,7 @@ def least_seconds(job: Job, layout: Layout, cluster: Cluster) -> float:
     """A time that no sharding of this layout goes below: `passes` with the work of all stages divided evenly, without
     bubbles and messages. A search leaves out what is too slow by this alone.
     """
-    facts = job.facts
-    whole = _layers(facts, layout.recompute, range(facts.num_layers))
+    whole = _layers(job.facts, layout.recompute, range(job.facts.num_layers))
     work = _stage(job, layout.rank_setup(job), whole, True, True, cluster).both
     return layout.num_microbatches(job) * work / layout.pp
 
@@ -301,6 +295,7 @@ def _slowest(job: Job, layout: Layout, cluster: Cluster) -> Pass:
     return slow.times(1 / layout.chunks)
 
 
+@lru_cache(maxsize=4096)
 def _stages(facts: Facts, pipeline: Pipeline, settings: Recompute) -> frozenset[tuple]:
     """The stages of each different pipeline rank: (layers by kind and recomputation, whether it is the first, the last)."""
     last = len(pipeline.stages) - 1
@@ -308,7 +303,9 @@ def _stages(facts: Facts, pipeline: Pipeline, settings: Recompute) -> frozenset[
     return frozenset(tuple(sorted(map(kinds.__getitem__, pipeline.stages_of(rank)))) for rank in range(pipeline.pp))
 
 
-class StageLayers(NamedTuple):
+@hashed_once
+@dataclass(frozen=True, order=True)
+class StageLayers:
     """The layers of a stage: ((design, recomputed modules), count), ...
 
     after: the modules that depths of multi-token prediction recompute after them
@@ -557,9 +554,7 @@ def _sent(sharding: ShardingTimes, num_microbatches: int) -> float:
 
 
 def _once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> StepCommunication:
-    sums = dict.fromkeys(("gather", "reduce", "later"), 0.0)
-    for transfer in once_a_step(job, layout, rank):
-        sums[_place(transfer, layout)] += _seconds(transfer, layout, cluster)
+    sums = _sums_once(job, replace(layout, offload=0.0, disk=0.0, param_offload=False), cluster, rank)
     gathers = layout.chunks * (2 * layout.num_microbatches(job) if layout.zero == 3 else 1)
     reductions = layout.chunks * (layout.num_microbatches(job) if layout.zero >= 2 else 1)
     gather_ahead = layout.parallel.overlap_param_gather if layout.parallel else layout.overlap
@@ -573,6 +568,15 @@ def _once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> StepCommunic
         update,
     )
     return StepCommunication(sharding, sums["later"] + update)
+
+
+@lru_cache(maxsize=4096)
+def _sums_once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> dict[str, float]:
+    """Seconds of all messages once a step, by `_place`; the same wherever the state is."""
+    sums = dict.fromkeys(("gather", "reduce", "later"), 0.0)
+    for transfer in once_a_step(job, layout, rank):
+        sums[_place(transfer, layout)] += _seconds(transfer, layout, cluster)
+    return sums
 
 
 def _place(transfer: Transfer, layout: Layout) -> str:

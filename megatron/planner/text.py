@@ -254,4 +254,6 @@ def described(job: Job) -> str:
     """The model in a line, with its trained and frozen parameters if some are frozen."""
     trained, frozen = job.selection.sizes(job.facts.weights)
     part = f"; {count(trained)} parameters are trained, {count(frozen)} are frozen" if frozen else ""
-    return f"{job.facts.describe(count(job.facts.parameters))}, {job.precision}{part}"
+    rows = f"; the busiest rank of experts has {job.busiest:g} times the mean of rows" * (job.busiest > 1)
+    rows += f", and memory for {job.fullest:g} times" * (job.fullest > job.busiest)
+    return f"{job.facts.describe(count(job.facts.parameters))}, {job.precision}{part}{rows}"

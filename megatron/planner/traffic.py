@@ -8,13 +8,17 @@ content of a message. Tests compare with the traffic of runs. Legend as in `mode
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from megatron.model.facts import Facts
 from megatron.model.layer_ops import Collective, LayerOp, Residual, ops_again
 from megatron.model.recompute_plan import last_modules, recompute_groups
 from megatron.mpu.placement import DATA_PARALLEL
+from megatron.mpu.selection import Selection
 from megatron.planner.held_passes import starts
 from megatron.planner.layout import Job, Layout
-from megatron.planner.parameters import Sizes, Units, layer_sizes, layers_of, rank_units
+from megatron.planner.parameters import LayerOf, Sizes, Units, layer_sizes, layers_of, rank_units
+from megatron.settings.schema import Recompute
 
 FIRST = dict(shard=0, expert_shard=0)  # the place of a rank with the first shards
 PARTIAL = dict(tp="norms and biases", ep="experts", etp="experts' biases", tied="the tied table")
@@ -165,11 +169,7 @@ def _gathered(units: Units, job: Job, layout: Layout, rank: int) -> tuple[int, i
     whole = lambda unit: unit.bytes_of(unit.padded(sizes) + unit.padded_frozen(sizes), job.element)
     layers = size = calls = 0  # of the layers of one micro-batch; then of the other units
     for stage in stages:
-        held = [layer for layer in pipeline.layers[stage] for _ in range(2)]  # before the forward and the backward pass
-        for group in recompute_groups(pipeline.layers[stage], layout.recompute):
-            if "full" in group.modules:  # recomputation gathers all layers of a group except its last
-                held += group.layers[:-1]
-        for layer, count in Counter(layers_of(job.facts, job.selection, tuple(held))).items():
+        for layer, count in _gathered_layers(job.facts, job.selection, pipeline.layers[stage], layout.recompute):
             for unit in layer_sizes(job.facts, layer, layout.cuts, layout.sp):
                 if unit.axes in axes:
                     layers += count * whole(unit)
@@ -180,6 +180,18 @@ def _gathered(units: Units, job: Job, layout: Layout, rank: int) -> tuple[int, i
         size += begun * whole(unit)
         calls += begun * (bool(unit.slots) + bool(unit.frozen))
     return size + num_microbatches * layers, calls
+
+
+@lru_cache(maxsize=4096)
+def _gathered_layers(
+    facts: Facts, selection: Selection, layers: Sequence[int], settings: Recompute
+) -> tuple[tuple[LayerOf, int], ...]:
+    """How many times each kind of these layers is gathered for a micro-batch."""
+    held = [layer for layer in layers for _ in range(2)]  # before the forward and the backward pass
+    for group in recompute_groups(layers, settings):
+        if "full" in group.modules:  # recomputation gathers all layers of a group except its last
+            held += group.layers[:-1]
+    return tuple(Counter(layers_of(facts, selection, tuple(held))).items())
 
 
 def _used(ends: tuple[str, ...], stage: int, stages: int) -> bool:

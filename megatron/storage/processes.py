@@ -39,6 +39,21 @@ def exists(pid: int) -> bool:
     return True
 
 
+def oom_kills(root: Path = Path("/")) -> int:
+    """How many processes the kernel has killed to free memory: in this control group, or else on this machine."""
+    group = ""
+    try:
+        group = next(line[3:] for line in (root / "proc/self/cgroup").read_text().split("\n") if line.startswith("0::"))
+    except (OSError, StopIteration):
+        pass
+    for path in (root / f"sys/fs/cgroup{group}/memory.events", root / "proc/vmstat"):
+        try:
+            return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith("oom_kill "))
+        except (OSError, StopIteration, ValueError, IndexError):
+            continue
+    return 0
+
+
 def adopt_orphans() -> bool:
     """Make this process the parent of descendants whose own parent ends. False if the system cannot."""
     return _prctl(_SUBREAPER, 1)

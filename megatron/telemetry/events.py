@@ -61,6 +61,11 @@ KINDS = {
         {"why": "the reason", "in_a_row": "number of failed saves in a row, with this one"},
         logged=False,
     ),
+    "unchanged_state": EventKind(
+        "warning",
+        "a checkpoint holds the weights, or moments, of the one before to the bit, although steps were made",
+        {"kinds": "weights, or names of moments"},
+    ),
     "end": EventKind(
         "info",
         "a launch or a supervised job ended; level error if its exit code is neither 0 nor 9, but info for a launch that a "
@@ -68,6 +73,7 @@ KINDS = {
         {
             "code": "exit code",
             "why": "the reason, if it did not reach its last step",
+            "failure": "its kind, of a supervised job",
             "rank_host": "machine of the rank that failed first",
             "account": "of a supervised job: seconds by cause, steps, restarts, checkpoints",
         },
@@ -83,6 +89,7 @@ KINDS = {
         "the supervisor starts the job again",
         {
             "cause": "how the last attempt ended",
+            "failure": "its kind: command, data, memory, device, network, disk, code, numerics, silent error, host",
             "why": "the message of the rank that failed first",
             "code": "its exit code",
             "rank_host": "its machine",

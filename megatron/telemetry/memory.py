@@ -18,6 +18,28 @@ class MemoryUse(NamedTuple):
     most_reserved: Optional[int] = None
 
 
+class MemoryInUse(NamedTuple):
+    """Bytes in use when a rank ran out of memory. state: between two steps; outside: of the device, not by torch"""
+
+    rank: int
+    pipeline_rank: int
+    state: int
+    most: int
+    most_reserved: Optional[int] = None
+    outside: int = 0
+
+
+def memory_in_use(device: str, rank: int, pipeline_rank: int, state: int) -> MemoryInUse:
+    """The memory of this rank now. state: bytes between two steps"""
+    use, outside = memory_use(device), 0
+    if device == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        outside = max(0, total - free - use.reserved)
+    return MemoryInUse(rank, pipeline_rank, state, use.most, use.most_reserved, outside)
+
+
 def memory_use(device: str) -> MemoryUse:
     """The present memory use of this rank, and its peak so far."""
     if device == "cuda":

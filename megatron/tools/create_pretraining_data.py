@@ -56,6 +56,10 @@ class CreateOptions:
     log_interval: int = setting("documents between progress lines", 100)
     debug: bool = setting("tracebacks with error messages", False)
 
+    lines_only: ClassVar[bool] = True
+    document_separator: ClassVar[Optional[str]] = None
+    contamination: ClassVar[Optional[str]] = None
+    on_contamination: ClassVar[str] = "count"
     output_format: ClassVar[str] = "paddle"
     partitions: ClassVar[int] = 1
     keep_sequential_samples: ClassVar[bool] = True

@@ -143,6 +143,11 @@ DRAWN = {
 }
 
 
+OF_PROGRAM = frozenset(  # settings that count with --save-inference-model-then-exist
+    "load load_exported ckpt_step precision output tensor_model_parallel_size save_inference_model_then_exist".split()
+)
+
+
 def main(argv: list[str]) -> None:
     rank_env.adopt_launcher()
     bound_kernel_caches()
@@ -244,6 +249,10 @@ def export_program(settings: GenerateOptions, given: Mapping[str, Statement]) ->
     check_one_model(settings, given)
     if rank_env.ranks().rank > 0:
         return
+    idle = [one.words for name, one in given.items() if name not in OF_PROGRAM and one.is_request]
+    if idle:
+        why = "have no effect with --save-inference-model-then-exist, which writes a program and no text"
+        rank_env.print_notes([f"{', '.join(idle)}: {why}"])
     from megatron.tools import export
 
     tp, step = settings.tensor_model_parallel_size, settings.ckpt_step

@@ -3,9 +3,10 @@
 
     python -m megatron.tools.supervise --max-restarts 20 -- torchrun --nproc-per-node 8 pretrain_gpt.py --save ckpt ...
 
-The job's exit code decides what follows: errors in settings, data or checkpoints stop it (they would repeat), lost
-processes and storage are retried, a preempted job is left to be resumed. A lost GPU, or a job that no longer starts, is a
-node's fault: nodes are checked, and the job goes on without those that fail, on spare ones, on fewer, or in the queue. It
+The kind of a failure decides what follows (`guard.failure_kinds`, --on-failure): errors in settings, data or checkpoints
+stop it (they would repeat), lost processes and storage are retried, a preempted job is left to be resumed. A lost GPU, or
+a job that no longer starts, is a node's fault: nodes are checked, and the job goes on without those that fail, on spare
+ones, on fewer, or in the queue. It
 resumes from its --save: --load is set to that as soon as it holds a checkpoint. With --min-world-size a job that
 repeatedly loses a rank continues with fewer, at the same global batch. At the end an account of the time is logged.
 Exit code 0: the job has finished; else that of the job.
@@ -33,47 +34,25 @@ from typing import Literal, Optional
 
 from megatron.errors import (
     DeviceLost,
-    Failure,
     Interrupted,
     PeerLost,
     Preempted,
     SettingsError,
     StorageError,
     UsageError,
+    did_you_mean,
     run_main,
 )
 from megatron.guard import command as commands
-from megatron.guard import processes, slurm
-from megatron.guard.beat_files import (
-    STOP,
-    Beat,
-    BeatReader,
-    ask,
-    clear,
-    machine,
-    read_beats,
-    remove_if_left,
-    shared_memory,
-)
-from megatron.guard.evidence import request_traces, standstills
-from megatron.guard.exits import (
-    Action,
-    End,
-    JobVerdict,
-    codes_in_log,
-    first_failure,
-    from_shell,
-    judge,
-    reason_in_log,
-    to_shell,
-)
-from megatron.guard.flight_recorder import explain_dumps
-from megatron.guard.goodput import Attempt, account
+from megatron.guard.attempt_watch import AttemptWatch, WatchLimits, log
+from megatron.guard.beat_files import machine, remove_if_left, shared_memory
+from megatron.guard.exits import Action, JobVerdict, to_shell
+from megatron.guard.failure_kinds import FailureKind
+from megatron.guard.goodput import Attempt, account, in_words
 from megatron.guard.nodes import Nodes
 from megatron.guard.resume_command import COMMAND, module_command, resumed
-from megatron.guard.stacks import explain
 from megatron.guard.supervisor_mark import NAME, REFRESH, SUPERVISOR, Mark, lost_supervisor
-from megatron.planner.replan import fewer_ranks
+from megatron.planner.replan import QUEUED, JobPlacement
 from megatron.settings.declare import dashed
 from megatron.settings.parse import parse
 from megatron.settings.schema import Logging, setting
@@ -88,11 +67,8 @@ from megatron.telemetry.notify import open_events
 from megatron.telemetry.run_folder import newest_checkpoint
 
 FRESH_START = 600.0  # seconds of an attempt after which the back-off is reset
-LINGER = 10.0  # seconds that a launcher has to notice that a rank is gone, and to report how
 COMMAND_ERRORS = (UsageError.code, SettingsError.code)  # that cannot be, where the same command has trained
-QUEUED = "back in the queue"  # of SLURM: the outcome of a job that it starts again
-SHARE = 0.005  # of a core that looking at the ranks may cost
-LATE = 0.5  # seconds beyond --poll between two checks that still count as silence
+EXCLUDING = 60.0  # seconds for --exclude-command
 
 
 @dataclass(frozen=True)
@@ -128,7 +104,14 @@ class SuperviseOptions:
     on_preempt: Literal["stop", "requeue"] = setting(
         "when the job was preempted: stop, or put it back in SLURM's queue", "stop"
     )
-    on_numerics: Literal["stop", "retry"] = setting("when loss or gradient were not finite: stop, or try again", "stop")
+    on_failure: Optional[list[str]] = setting(
+        "what follows a kind of failure, as KIND=ACTION: kinds are command, data, memory, device, network, disk, code, "
+        "numerics, silent-error, host, actions are restart, replace (check the nodes, and restart) and stop",
+        None,
+    )
+    exclude_command: Optional[str] = setting(
+        "shell command that runs when nodes are excluded, with NODES and WHY in its environment", None
+    )
     heartbeat_dir: Optional[str] = setting(
         "folder of the ranks' heartbeats; with ranks on other machines one that all "
         "of them see (default: a temporary one in memory)",
@@ -168,7 +151,7 @@ class Supervisor:
 
     def __init__(self, settings: SuperviseOptions, command: list[str]):
         check(settings, command)
-        self.settings, self.command = settings, command
+        self.settings, self.rules = settings, failure_rules(settings.on_failure or [])
         self.began = time.monotonic()
         config = commands.config_of(command)
         self.save = config.checkpoint.save if config else commands.value_of(command, "--save")
@@ -182,23 +165,23 @@ class Supervisor:
             folder.mkdir(parents=True, exist_ok=True)
         given = config.guard.flight_recorder_dump_path if config else None
         self.traces = Path(given or self.logs.absolute() / "flight_recorder")
-        self.ranks = commands.ranks_of(command)
+        self.limits = WatchLimits(settings.hang_timeout, settings.start_timeout, settings.grace, settings.poll)
+        kept = settings.bad_nodes or (local_folder(self.save) / "bad_nodes" if self.save else None)
+        self.place = JobPlacement(
+            command,
+            Nodes(settings.node_check, kept and Path(kept)),
+            settings.min_world_size,
+            settings.min_nodes,
+            settings.spare_nodes,
+            settings.on_preempt == "requeue",
+            log,
+        )
         self.attempts: list[Attempt] = []
+        self.watch: Optional[AttemptWatch] = None  # of the present attempt
         self.asked_to_stop: Optional[int] = None
-        self.stop_now = False  # after a second Ctrl-C
-        self.delay, self.log_at = settings.backoff, 0
-        self.killed: dict[int, int] = {}  # ranks of this attempt that were killed -> the signal; 0: unknown
+        self.delay, self.change = settings.backoff, ""  # what the next attempt does otherwise
         self.mark, self.mark_path, self.refreshed = Mark.own(), self.logs / NAME, time.monotonic()
         self.old_events = size_of(self.events.path)
-        self.ending_since: Optional[float] = None  # the first sign of the end of this attempt
-        kept = settings.bad_nodes or (local_folder(self.save) / "bad_nodes" if self.save else None)
-        self.nodes = Nodes(settings.node_check, kept and Path(kept))
-        self.change = ""  # what the next attempt does otherwise
-        self.hang = ""  # why this attempt was ended
-        if settings.min_world_size and settings.min_world_size > self.ranks:
-            raise SettingsError(f"--min-world-size {settings.min_world_size} is more than the job's {self.ranks} ranks")
-        if settings.spare_nodes:
-            self.leave_spares(settings.spare_nodes)
 
     # ---- the whole job ---------------------------------------------------------------------------------------------
 
@@ -212,12 +195,12 @@ class Supervisor:
         if self.save is None:
             log("the command has no --save, as far as can be seen from here: each attempt begins as the first one does")
         try:
-            if self.settings.node_check and (bad := self.nodes.failing(self.command)):
+            if self.settings.node_check and (bad := self.place.failing()):
                 if outcome := self.go_on_without(bad):
                     return self.report(outcome, JobVerdict(Action.STOP, outcome, DeviceLost.code))
             while True:
                 verdict = self.attempt()
-                if self.asked_to_stop and verdict.action is Action.RETRY:  # for example, it had nothing to save yet
+                if self.asked_to_stop and verdict.action is Action.RESTART:  # for example, it had nothing to save yet
                     code = Interrupted.code if self.asked_to_stop == signal.SIGINT else Preempted.code
                     verdict = JobVerdict(Action.PREEMPTED, verdict.cause, code)
                 outcome = self.end_of_job(verdict)
@@ -254,11 +237,11 @@ class Supervisor:
         if verdict.action is Action.PREEMPTED:
             if verdict.code == Interrupted.code:
                 return "interrupted by Ctrl-C"
-            requeued = settings.on_preempt == "requeue" and self.requeue()
+            requeued = settings.on_preempt == "requeue" and self.place.requeue()
             return "preempted" + (f", {QUEUED}" if requeued else "")
         no_longer_starts = self.no_longer_starts(attempt)
         if verdict.action is Action.STOP and not (no_longer_starts and verdict.code in COMMAND_ERRORS):
-            return f"stopped: {verdict.cause}"
+            return f"stopped: {in_words(attempt.failure, verdict.cause, '')}"
         if len(self.attempts) > settings.max_restarts:
             return f"given up after {settings.max_restarts} restarts (--max-restarts)"
         if verdict.action is Action.REPLACE or no_longer_starts:
@@ -270,7 +253,7 @@ class Supervisor:
             if not same or abs(earlier.last_step - attempt.last_step) > 1:  # ranks may be a step apart
                 break
             crashes += 1
-        if crashes >= 2 and settings.min_world_size and self.shrink(settings.min_world_size):
+        if crashes >= 2 and settings.min_world_size and self.place.shrink(settings.min_world_size):
             return None
         if crashes >= settings.same_step_limit:
             return f"stopped: {crashes} times the same end after step {attempt.last_step} (--same-step-limit)"
@@ -282,82 +265,48 @@ class Supervisor:
 
     def no_longer_starts(self, attempt: Attempt) -> bool:
         """Whether an attempt of a job that has trained made no step, and not for a node with a supervisor of its own."""
-        elsewhere = attempt.code == PeerLost.code and not commands.is_srun(self.command)
+        elsewhere = attempt.code == PeerLost.code and not commands.is_srun(self.place.command)
         return not attempt.made_a_step and self.has_trained() and not elsewhere
 
     def failed_nodes(self, attempt: Attempt, verdict: JobVerdict) -> dict[str, str]:
         """Node -> reason, for each that fails the check, or whose ranks have lost their device again."""
         log("checking the nodes")
-        gpus = commands.shape_of(self.command)[1] if verdict.code == DeviceLost.code else None
-        bad = self.nodes.failing(self.command, gpus)
+        bad = self.place.failing(self.place.gpus_of_a_node() if verdict.code == DeviceLost.code else None)
         if not bad and verdict.action is Action.REPLACE:
             at_start = not attempt.made_a_step and self.has_trained()
-            bad = self.nodes.suspected([attempt.host] if attempt.host else [], at_start)
+            bad = self.place.nodes.suspected([attempt.host] if attempt.host else [], at_start)
         return bad
 
     def go_on_without(self, bad: dict[str, str]) -> Optional[str]:
         """Exclude nodes, and choose what the job runs on now. Returns the reason if there is nothing left."""
         names, why = " ".join(bad), next(iter(bad.values()))
-        log(f"nodes that fail the check: {names} ({why})")
-        self.nodes.exclude(bad)
-        settings, left = self.settings, self.nodes.left(self.command)
-        each = commands.shape_of(self.command)[1]
-        least = settings.min_world_size or (settings.min_nodes or 0) * each
-        on_srun, action, outcome = commands.is_srun(self.command), "none", None
-        if on_srun and self.nodes.suffice(self.command):
-            action, self.change = "spare", f"without {names}, on a spare node"
-        elif least and self.shrink(least, len(left) * each if on_srun else None):
-            action, self.change = "fewer", f"without {names}, on {self.ranks} ranks"
-        elif settings.on_preempt == "requeue" and self.requeue(self.nodes.all_excluded()):
-            action, outcome = "queue", f"{QUEUED}, without {names} ({why})"
-        else:
-            do = "--spare-nodes, --min-nodes, --on-preempt requeue" if on_srun else "--min-world-size"
-            outcome = f"given up: {names} failed ({why}), and nothing is left to run on ({do})"
+        left = self.place.without(bad)
+        self.change = left.change
         self.events.record(
             "node_excluded",
-            f"{names} failed ({why}): {outcome or self.change}",
+            f"{names} failed ({why}): {left.outcome or left.change}",
             nodes=list(bad),
             why=why,
-            action=action,
-            ranks=self.ranks,
+            action=left.action,
+            ranks=self.place.ranks,
         )
-        return outcome
+        if self.settings.exclude_command:
+            self.run_exclude_command(names, why)
+        return left.outcome
 
-    def leave_spares(self, spares: int) -> None:
-        """Use fewer nodes than the allocation has. Raises SettingsError without srun, or where none would be left."""
-        allocated, (nodes, each) = len(slurm.nodes()), commands.shape_of(self.command)
-        if not commands.is_srun(self.command) or not slurm.job():
-            raise SettingsError(
-                "--spare-nodes leaves nodes of a SLURM allocation idle, and this is no command of srun in a job",
-                do="supervise ... --spare-nodes N -- srun ... in a batch script (docs/survival.md)",
-            )
-        if not 0 < spares < allocated:
-            raise SettingsError(f"--spare-nodes {spares}: the allocation has {allocated} nodes")
-        if nodes > allocated - spares:
-            self.ranks = (allocated - spares) * each
-            self.command = commands.with_ranks(self.command, self.ranks)
-
-    def requeue(self, excluded: Sequence[str] = ()) -> bool:
-        number = slurm.job()
-        if number is None:
-            log("--on-preempt requeue: this is no SLURM job")
-        return number is not None and slurm.requeue(number, excluded)
-
-    def shrink(self, least: int, most: Optional[int] = None) -> bool:
-        """Change the layout to fewer ranks; False if that is impossible."""
+    def run_exclude_command(self, names: str, why: str) -> None:
+        """Run `--exclude-command`, so that the cluster leaves out the nodes, too."""
         try:
-            fewer, command = fewer_ranks(self.command, self.ranks, least, most)
-        except Failure as failure:
-            log(f"no fewer ranks: {failure}")
-            return False
-        then = commands.config_of(command).parallel
-        log(
-            f"continuing with {fewer} ranks instead of {self.ranks}, at the same global batch: tp "
-            f"{then.tensor_model_parallel_size} pp {then.pipeline_model_parallel_size}"
-        )
-        self.command = command
-        self.ranks = fewer
-        return True
+            done = subprocess.run(
+                ["bash", "-c", self.settings.exclude_command],
+                env={**os.environ, "NODES": names, "WHY": why},
+                stdin=subprocess.DEVNULL,
+                timeout=EXCLUDING,
+            )
+            if done.returncode:
+                log(f"--exclude-command ended with exit code {done.returncode}")
+        except (OSError, subprocess.TimeoutExpired) as error:
+            log(f"--exclude-command failed: {error}")
 
     def wait_before_restart(self) -> None:
         """Wait before the next attempt, twice as long each time, to spare a broken machine or file system."""
@@ -384,6 +333,7 @@ class Supervisor:
             rank=attempt.rank,
             rank_host=attempt.host,
             cause=attempt.cause,
+            failure=attempt.failure or None,
             why=attempt.why,
             code=code,
             restarts=number,
@@ -427,10 +377,10 @@ class Supervisor:
             where = f"the account could not be written: {error}"
         log(f"{summary.text()}\n  {where}")
         self.leave_mark(outcome)
-        why, last = outcome, self.attempts[-1] if self.attempts else Attempt(0, self.ranks)
-        if verdict.action in (Action.STOP, Action.RETRY, Action.REPLACE) and self.attempts:
+        why, last = outcome, self.attempts[-1] if self.attempts else Attempt(0, self.place.ranks)
+        if verdict.action in (Action.STOP, Action.RESTART, Action.REPLACE) and self.attempts:
             said = last.ending_in_words
-            said = said.removeprefix(last.cause).lstrip(":, ") if last.cause in outcome else said
+            said = said.partition(last.cause)[2].lstrip(":, ") if last.cause in outcome else said
             why += f": {said}" * bool(said)
         self.events.record(
             "end",
@@ -441,6 +391,7 @@ class Supervisor:
             rank=last.rank if code else None,
             rank_host=last.host if code else None,
             code=code,
+            failure=verdict.kind and verdict.kind.value,
             why=why,
             account=summary.brief(),
         )
@@ -449,95 +400,23 @@ class Supervisor:
     # ---- one attempt -----------------------------------------------------------------------------------------------
 
     def attempt(self) -> JobVerdict:
-        """Start the job, watch it to its end, and end all its processes."""
-        clear(self.beats)
-        self.killed, self.ending_since, launches = {}, None, self.launches()
-        self.hang = ""
-        words = self.nodes.placed(resumed(self.command, self.save, self.others))
+        """Start the job, watch it to its end, end all its processes, and judge and log the end."""
+        number, place, launches = len(self.attempts), self.place, self.launches()
+        words = place.words(resumed(place.command, self.save, self.others))
         words = commands.with_flag(words, "--heartbeat-dir", str(self.beats))
         words = commands.with_flag(words, "--exit-signal-handler")
         words = commands.with_flag(words, "--flight-recorder-dump-path", str(self.traces))
-        number = len(self.attempts)
-        attempt = Attempt(number, self.ranks, launched=time.monotonic() - self.began, excluded=len(self.nodes.excluded))
-        self.attempts.append(attempt)
-        self.log, self.log_at = unused(self.logs, number), 0
+        launched = time.monotonic() - self.began
+        self.attempts.append(Attempt(number, place.ranks, launched=launched, excluded=len(place.nodes.excluded)))
         at = newest_checkpoint(self.save)
-        log(f"attempt {number} on {self.ranks} ranks" + (f", from iteration {at}" if at is not None else ""))
-        with self.log.open("wb") as output:
-            job = processes.start_job(words, output)
-        hung = self.watch(job, attempt)
-        self.ending_since = self.ending_since or time.monotonic()
-        beats, spared = read_beats(self.beats), self.events.processes
-        if (
-            hung
-            or job.poll() is None
-            or processes.descendants(os.getpid(), spared)
-            or any(map(processes.alive_here, beats))
-        ):
-            self.end(job, beats)
-        self.copy_log()
-        return self.close(attempt, job.returncode, beats, hung, launches)
+        log(f"attempt {number} on {place.ranks} ranks" + (f", from iteration {at}" if at is not None else ""))
+        self.watch = AttemptWatch(self.limits, self.beats, self.traces, self.events, self.refresh_mark)
+        self.watch.run(words, unused(self.logs, number), lambda: self.asked_to_stop)
+        return self.close(self.attempts[-1], self.watch, launches)
 
     def launches(self) -> int:
         """The number of launches that the job's metrics have recorded."""
         return read_end(self.metrics).launches if self.metrics else 0
-
-    def watch(self, job: subprocess.Popen, attempt: Attempt) -> bool:
-        """Watch until the job ends, hangs (True), or has not ended in time after it was asked to."""
-        seen: dict[int, tuple[int, float]] = {}  # rank -> (count of its last beat, time of its arrival)
-        asked: Optional[float] = None
-        gone: Optional[float] = None
-        clock, reader, watching = Clock(self.settings.poll + LATE), BeatReader(self.beats), Effort(SHARE)
-        while job.poll() is None:
-            time.sleep(self.settings.poll)
-            self.copy_log()
-            self.refresh_mark()
-            now = clock.look()
-            if not watching.may_begin() and not (self.asked_to_stop and asked is None) and not self.stop_now:
-                continue
-            beats = reader.read()
-            note(beats, now, seen)
-            if self.asked_to_stop and asked is None:
-                asked = now
-                self.pass_on(job, beats)
-            if asked is not None:
-                if self.stop_now:
-                    log("SIGINT again: the job is ended immediately")
-                    return False
-                if now - asked > self.settings.grace:
-                    log(f"the job has not ended {self.settings.grace:.0f} s after it was asked to (--grace)")
-                    return False
-                continue
-            if any(beat.ended or (beat.ended is None and processes.is_gone(beat)) for beat in beats):
-                if gone is None:
-                    gone, self.ending_since = now, time.monotonic()
-                    self.note_killed(beats)
-                    self.log_lost(beats, {beat.rank: now - seen[beat.rank][1] for beat in beats})
-                if now - gone > LINGER:
-                    return False
-                continue
-            silent = {beat.rank: now - seen[beat.rank][1] for beat in beats if beat.ended is None}
-            over = [beat for beat in beats if beat.ended is None and silent[beat.rank] > self.limit(beat)]
-            if over or (len(beats) < 1 and now > self.settings.start_timeout):
-                attempt.silent = max(silent.values(), default=now)
-                self.log_hang(beats, silent, over)
-                return True
-        return False
-
-    def note_killed(self, beats: list[Beat]) -> None:
-        """Remember which ranks were killed, before the launcher ends the others, or is ended before it can report.
-
-        Where a rank has failed by itself, the launcher may have ended the others already: then only a signal counts that
-        the kernel still knows.
-        """
-        failed = any(beat.ended not in (None, 0, PeerLost.code) for beat in beats)
-        for beat in beats:
-            if beat.ended is None and processes.is_gone(beat):
-                number = processes.signal_of_zombie(beat.pid)
-                if number or not failed:
-                    self.killed[beat.rank] = number
-                    by = f" by {signal.Signals(number).name}" if number else ""
-                    log(f"rank {beat.rank} on {beat.host}, pid {beat.pid}, was killed{by} in step {beat.step}")
 
     def refresh_mark(self) -> None:
         """Show others that this supervisor lives."""
@@ -546,133 +425,23 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 os.utime(self.mark_path)
 
-    def limit(self, beat: Beat) -> float:
-        """Seconds that a rank may be silent in its current phase."""
-        settings = self.settings
-        if beat.step <= beat.since:  # up to the end of its first step: loading, compiling
-            return max(settings.hang_timeout, settings.start_timeout)
-        if beat.phase == "save":  # the time of a first save, or of a save that it waits for, is unknown
-            return 5 * max(settings.hang_timeout, beat.usual)
-        return max(settings.hang_timeout, 5 * beat.usual)
-
-    def log_hang(self, beats: list[Beat], silent: dict[int, float], over: list[Beat]) -> None:
-        """Log what each rank does, culprits first."""
-        if not beats:
-            self.hang = "no rank has come to life (--start-timeout)"
-            log(self.hang)
-            self.events.record("hang", "no rank has come to life (--start-timeout)", ranks=[], seconds=None)
-            return
-        ranks, seconds = [beat.rank for beat in over], max(silent[beat.rank] for beat in over)
-        what = f"the job hangs: no word from rank {', '.join(map(str, ranks))} for {seconds:.0f} s"
-        log(what)
-        lines = explain(standstills(beats, self.beats, silent))
-        traced = explain_dumps(request_traces(beats, self.beats, self.traces))
-        for line in [*lines, *traced]:
-            log(f"  {line}")
-        step = min(beat.step for beat in beats)
-        message = "; ".join([what, *lines[:1], *traced[:1]])
-        self.hang = message.removeprefix("the job hangs: ")
-        self.events.record("hang", message, iteration=max(0, step - 1), ranks=ranks, seconds=round(seconds, 1))
-
-    def log_lost(self, beats: list[Beat], silent: dict[int, float]) -> None:
-        """Log the longest silent rank after another has given up waiting for it, earlier than --hang-timeout."""
-        left = [beat for beat in beats if processes.alive_here(beat)]
-        if not (left and any(beat.ended == PeerLost.code for beat in beats)):
-            return
-        oldest = max(left, key=lambda beat: silent[beat.rank])
-        gave_up = ", ".join(str(beat.rank) for beat in beats if beat.ended == PeerLost.code)
-        log(
-            f"rank {gave_up} gave up waiting; "
-            f"the oldest word is that of rank {oldest.rank}, {silent[oldest.rank]:.0f} s ago"
-        )
-        for line in explain(standstills(left, self.beats, silent)):
-            log(f"  {line}")
-
-    def pass_on(self, job: subprocess.Popen, beats: list[Beat]) -> None:
-        """Forward the signal to the ranks, which save and stop: a launcher would give them little time."""
-        name = signal.Signals(self.asked_to_stop).name
-        near = [beat for beat in beats if processes.alive_here(beat)]
-        if any(beat.step and beat.ended is None for beat in beats):
-            log(f"{name}: the job is asked to save and stop")
-            number = signal.SIGINT if self.asked_to_stop == signal.SIGINT else signal.SIGTERM
-            for beat in near:  # one is enough: ranks agree
-                processes.send(beat.pid, number)
-            if not near:
-                ask(self.beats, STOP)
-        else:
-            log(f"{name}: the job had not begun to train")
-            processes.send(job.pid, signal.SIGTERM)
-
-    def end(self, job: subprocess.Popen, beats: list[Beat]) -> None:
-        """End every process of the job, including stopped ones and those on other machines."""
-        start = time.monotonic()
-        for step in sorted({beat.slurm_step for beat in beats if beat.slurm_step and beat.ended is None}):
-            if not slurm.kill_step(step):
-                log(f"SLURM does not end the step {step}")
-        if job.poll() is None:
-            processes.send(job.pid, signal.SIGTERM)
-        left = processes.end_descendants(os.getpid(), job.pid, self.events.processes)
-        job.poll()
-        for beat in beats:  # ranks that a daemon started are no descendants
-            if processes.alive_here(beat) and processes.send(beat.pid, signal.SIGKILL):
-                time.sleep(0.05)
-                left += [beat.pid] * processes.alive_here(beat)
-        log(
-            f"the job's processes were ended in {time.monotonic() - start:.1f} s"
-            + (f"; these would not go: {left}" if left else "")
-        )
-
-    def close(
-        self, attempt: Attempt, returned: Optional[int], beats: list[Beat], hung: bool, launches: int = 0
-    ) -> JobVerdict:
+    def close(self, attempt: Attempt, watch: AttemptWatch, launches: int = 0) -> JobVerdict:
         """Judge and log the end of an attempt. launches: number of launches in the metrics before it"""
-        output = self.log.read_text(encoding="utf-8", errors="replace")[-100_000:] if self.log.exists() else ""
-        codes = [beat.ended for beat in beats if beat.ended is not None] + codes_in_log(output)
-        if not any(code < 0 for code in codes):  # the launcher did not report them
-            codes += [-(number or signal.SIGKILL) for number in self.killed.values()]
-        if returned == 0 and not (codes and all(codes)):  # a script may hide a failure: torchrun ... | tee log
-            codes = [0]
-        elif returned and returned > 1:  # our launcher returns the code of a rank, torchrun always 1
-            codes.append(from_shell(returned))
-        ends = [End(beat.at, beat.rank, beat.host, beat.ended, beat.why) for beat in beats if beat.ended is not None]
-        ends += [End(beat.at, beat.rank, beat.host, self.signal_of(beat)) for beat in beats if beat.rank in self.killed]
-        first = first_failure(ends)
-        if hung:
-            verdict = JobVerdict(Action.RETRY, "hung", 7)
-        else:
-            retry = self.settings.on_numerics == "retry"
-            verdict = judge(codes or [returned or 1], retry)
-            # Another code is that of a rank without a heartbeat.
-            if first and verdict.code and verdict.code in {end.code for end in ends}:
-                verdict = judge([first.code], retry)
+        verdict, first, why = watch.verdict(self.has_trained(), self.rules)
         attempt.ended = time.monotonic() - self.began
-        attempt.ending = time.monotonic() - (self.ending_since or time.monotonic())
-        attempt.cause, attempt.code = verdict.cause, verdict.code
-        if beats:
-            done = 0 if verdict.code in (0, 9) else 1
+        attempt.ending = time.monotonic() - (watch.ending_since or time.monotonic())
+        attempt.silent = watch.silent
+        attempt.cause, attempt.code, attempt.why = verdict.cause, verdict.code, why
+        attempt.failure = verdict.kind.value if verdict.kind else ""
+        if beats := watch.beats:
+            done = 0 if verdict.code in (0, Preempted.code) else 1
             attempt.first_step, attempt.last_step = beats[0].since, max(0, min(beat.step for beat in beats) - done)
             attempt.phases, attempt.first_step_seconds = dict(beats[0].seconds), beats[0].first_step
         self.count_steps(attempt, launches)
-        if hung:
-            attempt.why = self.hang
-        elif verdict.code:
-            unheard = [beat for beat in beats if beat.ended is None and processes.is_gone(beat)]
-            if verdict.code < 0 and not self.killed and len(unheard) == 1:  # only its launcher knows the signal
-                first = End(unheard[0].at, unheard[0].rank, unheard[0].host, verdict.code)
-            self.note_reason(attempt, first, output)
+        if verdict.kind and not watch.hang and first and first.code == verdict.code:
+            attempt.rank, attempt.host = first.rank, first.host
         log(f"attempt {attempt.number} ended: {attempt.ending_in_words}")
         return verdict
-
-    def signal_of(self, beat: Beat) -> int:
-        """The exit code of a rank that was killed."""
-        return -(self.killed[beat.rank] or signal.SIGKILL)
-
-    def note_reason(self, attempt: Attempt, first: Optional[End], output: str) -> None:
-        """Take the reason of an attempt's end: what the rank said that failed first, or else the job's output."""
-        if first and first.code == attempt.code and first.code not in (Preempted.code, Interrupted.code):
-            attempt.rank, attempt.host = first.rank, first.host
-        attempt.why = first.why if first and first.code == attempt.code else ""
-        attempt.why = attempt.why or reason_in_log(output, attempt.code)
 
     def count_steps(self, attempt: Attempt, launches: int) -> None:
         """Take the steps of an attempt from its metrics, where they are here: status and report count the same."""
@@ -682,17 +451,9 @@ class Supervisor:
             last = found.iteration if found.steps.rows else first - 1
             attempt.first_step, attempt.last_step = first if found.steps.rows else attempt.first_step, last
 
-    def copy_log(self) -> None:
-        """Copy new output of the job to our own output."""
-        with self.log.open("rb") as output:
-            output.seek(self.log_at)
-            new = output.read()
-        self.log_at += len(new)
-        if new:
-            put_out(new)
-
     def _stop(self, number: int, frame) -> None:
-        self.stop_now = number == self.asked_to_stop == signal.SIGINT
+        if self.watch and number == self.asked_to_stop == signal.SIGINT:
+            self.watch.stop_now = True
         self.asked_to_stop = number
 
 
@@ -730,43 +491,25 @@ def size_of(path: Optional[Path]) -> int:
     return path.stat().st_size if path and path.exists() else 0
 
 
-class Clock:
-    """A clock for silence that counts at most `most` seconds between two readings.
+def failure_rules(words: Sequence[str]) -> dict[FailureKind, Action]:
+    """The actions of `--on-failure`. Raises UsageError for unknown words.
 
-    A machine that is suspended, or too busy for the supervisor, is so for the ranks too: that time is not their silence.
+    >>> failure_rules(["network=stop"])
+    {<FailureKind.NETWORK: 'network'>: <Action.STOP: 'stop'>}
     """
-
-    def __init__(self, most: float):
-        self.most, self.seconds, self.last = most, 0.0, time.monotonic()
-
-    def look(self) -> float:
-        now = time.monotonic()
-        self.seconds, self.last = self.seconds + min(now - self.last, self.most), now
-        return self.seconds
-
-
-def note(beats: list[Beat], now: float, seen: dict[int, tuple[int, float]]) -> None:
-    """Note when each rank gave its last sign of life. seen: rank -> (count of its last beat, time of its arrival)"""
-    for beat in beats:
-        if seen.get(beat.rank, (None,))[0] != beat.count:
-            seen[beat.rank] = beat.count, now
-
-
-class Effort:
-    """Keeps work that is done again and again at a share of one core: it begins later if it took longer before."""
-
-    def __init__(self, share: float):
-        self.share, self.began, self.next = share, None, 0.0
-
-    def may_begin(self) -> bool:
-        """Whether the work may begin now; what the thread did since it last began is taken as its cost."""
-        spent, now = time.thread_time(), time.monotonic()
-        if self.began is not None:
-            self.next, self.began = now + (spent - self.began) / self.share, None
-        if now < self.next:
-            return False
-        self.began = spent
-        return True
+    kinds = {kind.value.replace(" ", "-"): kind for kind in FailureKind}
+    actions = {action.value: action for action in (Action.RESTART, Action.REPLACE, Action.STOP)}
+    rules = {}
+    for word in words:
+        kind, equals, action = word.partition("=")
+        for name, known, where in ((kind, kinds, "kind of failure"), (action, actions, "action")):
+            if name not in known or not equals:
+                raise UsageError(
+                    f"--on-failure {word}: {name or 'nothing'} is no {where}{did_you_mean(name, known)}",
+                    do=f"KIND=ACTION: {', '.join(kinds)}; {', '.join(actions)}",
+                )
+        rules[kinds[kind]] = actions[action]
+    return rules
 
 
 def log_folder(asked: Optional[str], save: Optional[str]) -> Path:
@@ -790,22 +533,6 @@ def heartbeat_folder() -> Path:
     for path in where.glob(f"{prefix}.*"):
         remove_if_left(path, path.name.removeprefix(prefix).split(".")[1:3])
     return Path(tempfile.mkdtemp(prefix=f"{prefix}.{own}.{process_start_ticks(own)}.", dir=where))
-
-
-def log(text: str) -> None:
-    """Log a line among those of the job."""
-    put_out(f"[supervise {time.strftime('%H:%M:%S')}] {text}\n".encode(errors="replace"))
-
-
-def put_out(text: bytes) -> None:
-    """Write to our own output, if it exists: a closed terminal or pipe does not end the job."""
-    if sys.stdout is None:
-        return
-    try:
-        sys.stdout.buffer.write(text)
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

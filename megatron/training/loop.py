@@ -6,17 +6,17 @@ order, batch size, learning rate and dropout are computed from the number of con
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Optional
 
 from megatron.checkpoint.first_launch import same_place
-from megatron.errors import SettingsError
+from megatron.errors import Failure, SettingsError, is_out_of_memory
 from megatron.guard.endings import guarded
 from megatron.guard.replicas import check_replicas
 from megatron.guard.stopping import Stop
 from megatron.model.recipe import Recipe
 from megatron.settings import rank_env, schema
-from megatron.telemetry.memory import memory_line, memory_use
+from megatron.telemetry.memory import MemoryInUse, memory_line, memory_use
 from megatron.telemetry.notify import open_events
 from megatron.telemetry.phases import ActiveTimers
 from megatron.training.build import build_run
@@ -37,12 +37,17 @@ from megatron.training.step import record_step, train_step
 
 
 def pretrain(
-    config: schema.Config, recipe: Recipe, planned_memory: Sequence[int] = (), refusal: Optional[SettingsError] = None
+    config: schema.Config,
+    recipe: Recipe,
+    planned_memory: Sequence[int] = (),
+    refusal: Optional[SettingsError] = None,
+    explain_memory: Optional[Callable[[BaseException, schema.Config, MemoryInUse], Failure]] = None,
 ) -> None:
     """Train `recipe` with the settings `config` on all ranks of this job, from a checkpoint if there is one to load.
 
     planned_memory: predicted bytes on the device of each pipeline rank, to log next to the memory in use
     refusal: the reason why this rank cannot train, which all ranks then raise
+    explain_memory: makes the failure for an error of memory during training
     """
     events = open_events(config.logging, config.checkpoint.save, active=rank_env.ranks().rank == 0)
     # The heartbeat reports the end before the last events are sent, so a supervisor does not wait for them.
@@ -56,12 +61,17 @@ def pretrain(
             with ActiveTimers.with_timers(run.metrics.timers), run.ranks.measuring(), run.compiling.running(run):
                 train(run, planned_memory)
             run.hooks.end(run)
-        except BaseException as error:
+        except BaseException as raised:
+            error = raised
+            if explain_memory and is_out_of_memory(raised):
+                error = explain_memory(raised, run.config, run.memory_in_use())
             run.hooks.end(run, error)
             run.close(error)
             if isinstance(error, KeyboardInterrupt):
                 raise interrupted(run) from None
-            raise
+            if error is raised:
+                raise
+            raise error from raised
         run.close()
 
 
@@ -82,6 +92,7 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
         run.alarm.start()
     run.metrics.start(run.watch.heartbeat.startup)
     copy_best(run)
+    run.note_memory()
     with interruptible(run), GarbageCollection(run.config.kernels.manual_gc_interval) as garbage:
         missed = evaluate_if_missed(run, garbage)
         while run.state.iteration < run.train_iters and not run.config.batch.skip_train and not early_end_reason(run):
@@ -91,6 +102,7 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
             with run.notes.timed(run), run.compiling.timed(run):
                 step = train_step(run)
             garbage.after_step()
+            run.note_memory()
             if run.profiler.ends(run.state.iteration):
                 with run.metrics.paused():
                     run.profiler.end(run.state.iteration)

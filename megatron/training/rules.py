@@ -19,7 +19,7 @@ from megatron.model.recipe import recipe_of
 from megatron.model.weights import Table
 from megatron.mpu.axis_sizes import expert_sizes, lacking_ranks, sizes_of
 from megatron.mpu.placement import Placement
-from megatron.optimizer import lr_schedule, optimizer_rules
+from megatron.optimizer import lr_schedule, optimizer_rules, ordered_rules
 from megatron.pipeline import pipeline_rules, stages
 from megatron.settings import batch, rules, schema
 from megatron.settings.declare import dashed, declared, without_effect
@@ -38,7 +38,7 @@ WHOLE_SEQUENCES = (
         ),
     ),
 )
-OWNERS = (data_rules, optimizer_rules, pipeline_rules)  # of packages with settings of their own
+OWNERS = (data_rules, optimizer_rules, ordered_rules, pipeline_rules)  # of packages with settings of their own
 
 
 def rules_of(settings: schema.Config) -> tuple[Rule, ...]:
@@ -259,6 +259,11 @@ DEFAULTS = (
         f"micro_batch_size local_batch_size gradient_accumulation_steps {SIZES}",
         "global_batch_size",
         lambda c, world, dp: c.batch.full_size(dp),
+    ),
+    default(
+        "batch_invariant_mode global_batch_size",
+        "micro_batch_size",
+        lambda c, world, dp: 1 if c.parallel.batch_invariant_mode else c.batch.micro_batch_size,
     ),
     default(
         "optimizer",

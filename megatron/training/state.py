@@ -32,6 +32,7 @@ from megatron.pipeline.timeline_recorder import Recorder
 from megatron.settings import schema
 from megatron.settings.batch import ended_epoch, total_iterations
 from megatron.telemetry.events import EventLog
+from megatron.telemetry.memory import MemoryInUse, memory_in_use, memory_use
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.phases import phase
 from megatron.telemetry.profiler import Profiler
@@ -214,6 +215,7 @@ class Run:
     evaluated: Evaluated = field(default_factory=Evaluated)
     notes: StepNotes = field(default_factory=StepNotes)
     hooks: Hooks = field(default_factory=Hooks)
+    state_bytes: list[int] = field(default_factory=list)  # memory before and after the first step of this launch
     saved_hooks: Optional[Mapping[str, Any]] = None  # state of hooks from the loaded checkpoint
 
     @property
@@ -254,6 +256,16 @@ class Run:
         logging = self.config.logging
         wanted = logging.log_params_norm and due(logging.log_interval, iteration)
         return self.optimizer.params_norm() if wanted else None
+
+    def note_memory(self) -> None:
+        """Remember the memory that this rank needs between two steps, at the first two calls."""
+        if len(self.state_bytes) < 2:
+            self.state_bytes.append(memory_use(self.context.device.type).now)
+
+    def memory_in_use(self) -> MemoryInUse:
+        """This rank's memory when it ran out."""
+        mesh = self.context.mesh
+        return memory_in_use(self.context.device.type, mesh.rank, mesh.pp.rank, max(self.state_bytes, default=0))
 
     def phase(self, name: str, step: Optional[int] = None) -> AbstractContextManager:
         """Mark a phase of the run for the heartbeat, timers and profiler: `with run.phase("update"):`."""

@@ -34,7 +34,16 @@ PACE = 0.03  # seconds that a step takes longer than it must, so that ten minute
 STOP = "SIGSTOP of a rank"
 DAMAGE = "damage of the newest checkpoint"
 GOING_ON = 120.0  # seconds that a job has, after the last fault, to come to its next checkpoint
-SETTINGS = ("--max-restarts", "100000", "--same-step-limit", "100000", "--on-numerics", "retry", "--hang-timeout", "10")
+SETTINGS = (
+    "--max-restarts",
+    "100000",
+    "--same-step-limit",
+    "100000",
+    "--on-failure",
+    "numerics=restart",
+    "--hang-timeout",
+    "10",
+)
 
 
 @dataclass

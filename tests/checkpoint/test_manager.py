@@ -74,7 +74,7 @@ def test_training_may_change_its_weights_while_they_are_written(tmp_path, monkey
     """The save has not begun to write when training goes on, and still holds what was asked for."""
     go, said = threading.Event(), []
     write = store.write_shard
-    monkeypatch.setattr(state, "write_shard", lambda *args: (go.wait(200), write(*args))[1])
+    monkeypatch.setattr(state, "write_shard", lambda *args, **live: (go.wait(200), write(*args, **live))[1])
     manager = CheckpointManager(settings(tmp_path, async_save=True), log=said.append)
     pieces = pieces_of(1)
     stall = manager.save(1, pieces, {})
@@ -92,10 +92,10 @@ def test_training_may_change_its_weights_while_they_are_written(tmp_path, monkey
 def test_the_next_save_waits_for_the_last(tmp_path, monkeypatch):
     order, write = [], store.write_shard
 
-    def slow(*args):
+    def slow(*args, **live):
         order.append("begin")
         time.sleep(0.05)
-        size = write(*args)
+        size = write(*args, **live)
         order.append("end")
         return size
 
@@ -228,7 +228,7 @@ def test_a_failing_run_is_not_stopped_again(tmp_path, monkeypatch):
 
 def test_a_writer_that_waits_for_a_lost_rank_is_given_up(tmp_path, monkeypatch):
     hold, said = threading.Event(), []
-    monkeypatch.setattr(state, "write_shard", lambda *args: hold.wait(200))
+    monkeypatch.setattr(state, "write_shard", lambda *args, **live: hold.wait(200))
     manager = CheckpointManager(settings(tmp_path, async_save=True, save_retries=0), log=said.append)
     manager.save(1, pieces_of(1), {})
     manager.close(timeout=0.05)
@@ -270,8 +270,8 @@ def test_old_ones_go_only_after_the_new_one_was_read_back(tmp_path, monkeypatch)
     manager.save(1, pieces_of(1), {})
     write = store.write_shard
 
-    def rotten(folder, writer, pieces):
-        size = write(folder, writer, pieces)
+    def rotten(folder, writer, pieces, **live):
+        size = write(folder, writer, pieces, **live)
         with open(folder / "shard_00000.safetensors", "r+b") as file:
             file.seek(-1, os.SEEK_END)
             file.write(b"\xff")
@@ -345,11 +345,11 @@ def test_ranks_save_in_the_background_and_agree_on_failures(run_ranks, tmp_path)
     def body(rank):
         module.RETRY_AFTER, write, calls = 0.001, store.write_shard, []
 
-        def full(*args):
+        def full(*args, **live):
             calls.append(args)
             if rank == 1 and 1 < len(calls) <= 3:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return write(*args)
+            return write(*args, **live)
 
         state.write_shard = full
         said = []

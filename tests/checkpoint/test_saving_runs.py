@@ -48,10 +48,10 @@ def test_a_run_outlives_failed_saves_and_goes_on_from_the_mirror(tmp_path, monke
     monkeypatch.setattr(manager, "RETRY_AFTER", 0.001)
     write = store.write_shard
 
-    def full(folder, *args):
+    def full(folder, *args, **live):
         if home in folder.parents and "0000002" not in folder.name:
             raise StorageError("No space left on device")
-        return write(folder, *args)
+        return write(folder, *args, **live)
 
     monkeypatch.setattr(state, "write_shard", full)
     flags = f"--save-interval 2 --save {home} --save-mirror {mirror} --load {home} --auto-resume"

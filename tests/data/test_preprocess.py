@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """preprocess_data.py: its bytes against a slow definition, bad lines, and every way in which a run can end early."""
 
+import ast
 import gzip
 import json
 import os
@@ -10,12 +11,15 @@ import struct
 import subprocess
 import sys
 import time
+from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
 import zstandard
 
 import preprocess_data
+from megatron.corpus.tokenize import TokenizeOptions, preprocess_settings
 from megatron.data import preprocess_encode, preprocess_worker
 from megatron.data.indexed import IndexedDataset
 from megatron.data.preprocess import preprocess
@@ -26,6 +30,7 @@ from megatron.settings.schema import TokenizerSettings
 from megatron.storage.processes import state
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import Tokenizer
+from megatron.tools.create_pretraining_data import CreateOptions
 from tests.tokenizer.turns import save_tokenizer
 
 pytestmark = pytest.mark.sampled(5)
@@ -473,3 +478,25 @@ def test_windows_line_ends_and_documents_without_an_end_are_noted(tmp_path, caps
     )
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert len(said) == len(notes) and all(map(str.__contains__, said, notes))
+
+
+def test_every_command_declares_all_settings_that_are_read():
+    """None is probed for: what a command does not declare would count as its absence."""
+    names, probes = set(), []
+    for path in sorted(Path(preprocess_encode.__file__).parent.glob("preprocess*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            of = getattr(node, "value", None) if isinstance(node, ast.Attribute) else None
+            if isinstance(of, (ast.Name, ast.Attribute)) and "settings" in (
+                getattr(of, "id", ""),
+                getattr(of, "attr", ""),
+            ):
+                names.add(node.attr)
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+                probes += [ast.unparse(node)] * ("settings" in ast.unparse(node.args[0]))
+    assert not probes and {"input", "lines_only", "document_separator", "contamination", "origin"} <= names
+    of_commands = [
+        {one.name for one in fields(kind)} | set(vars(kind))
+        for kind in (preprocess_data.PreprocessOptions, CreateOptions)
+    ]
+    for declared in (*of_commands, set(vars(preprocess_settings(TokenizeOptions(), Path("in"), Path("out"))))):
+        assert names <= declared, names - declared

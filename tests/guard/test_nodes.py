@@ -57,7 +57,7 @@ def cluster(tmp_path, monkeypatch):
         given = dict(log_dir=str(tmp_path / "logs"), heartbeat_dir=str(tmp_path / "beats"), node_check=check) | settings
         command = [*words.split(), *FLAGS.split(), "--save", str(tmp_path / "save")]
         made = supervise.Supervisor(supervise.SuperviseOptions(**given), command)
-        made.attempts = [Attempt(0, made.ranks, first_step=1, last_step=9)]
+        made.attempts = [Attempt(0, made.place.ranks, first_step=1, last_step=9)]
         return made
 
     return start
@@ -65,10 +65,10 @@ def cluster(tmp_path, monkeypatch):
 
 def lose(supervisor, code=11, host="", last_step=9):
     """The reason for no further attempt after one that ended so."""
-    action = {11: Action.REPLACE, 3: Action.STOP, 1: Action.RETRY}[code]
+    action = {11: Action.REPLACE, 3: Action.STOP, 1: Action.RESTART}[code]
     supervisor.attempts.append(
-        Attempt(1, supervisor.ranks, code=code, cause="lost", host=host, first_step=10, last_step=last_step,
-                excluded=len(supervisor.nodes.excluded))
+        Attempt(1, supervisor.place.ranks, code=code, cause="lost", host=host, first_step=10, last_step=last_step,
+                excluded=len(supervisor.place.nodes.excluded))
     )  # fmt: skip
     return supervisor.end_of_job(JobVerdict(action, "lost", code))
 
@@ -78,14 +78,14 @@ TORCHRUN = "srun torchrun --nnodes 4 --nproc-per-node 2 --rdzv-endpoint n2:29500
 
 def launched(supervisor):
     """The launcher's part of the next attempt's command."""
-    words = supervisor.nodes.placed(supervisor.command)
+    words = supervisor.place.words(supervisor.place.command)
     return " ".join(words[: words.index("pretrain_gpt.py")])
 
 
 def test_a_spare_node_takes_the_place_of_a_broken_one(cluster, tmp_path):
     """Also that at which the ranks meet; then there is none left, and the job says so."""
     supervisor = cluster(TORCHRUN, spare_nodes=1)
-    assert supervisor.ranks == 8
+    assert supervisor.place.ranks == 8
     (tmp_path / "broken").write_text("n2\n")
     assert lose(supervisor) is None
     assert launched(supervisor) == (
@@ -100,10 +100,10 @@ def test_a_spare_node_takes_the_place_of_a_broken_one(cluster, tmp_path):
 def test_the_check_asks_every_node_that_is_left_once(cluster, tmp_path):
     supervisor = cluster(TORCHRUN, spare_nodes=1)
     (tmp_path / "broken").write_text("n2\nn3\n")
-    assert supervisor.nodes.failing(supervisor.command) == dict(n2="GPU 3: gone", n3="GPU 3: gone")
-    supervisor.nodes.exclude(dict(n2="x"))
+    assert supervisor.place.failing() == dict(n2="GPU 3: gone", n3="GPU 3: gone")
+    supervisor.place.nodes.exclude(dict(n2="x"))
     (tmp_path / "calls").write_text("")
-    assert supervisor.nodes.failing(supervisor.command) == dict(n3="GPU 3: gone")
+    assert supervisor.place.failing() == dict(n3="GPU 3: gone")
     [call] = [line for line in (tmp_path / "calls").read_text().splitlines() if "--nodelist" in line]
     assert call.startswith("--nodes=4 --ntasks=4 --ntasks-per-node=1 --nodelist=n1,n3,n4,n5 --kill-on-bad-exit=0 bash")
 
@@ -112,12 +112,12 @@ def test_fewer_nodes_make_the_same_batch(cluster, tmp_path):
     """5 nodes of 2 ranks; 24 samples are shared by 8 or 6 ranks, not by 10: `--min-nodes 3` allows both."""
     supervisor = cluster(TORCHRUN.replace("--nnodes 4", "--nnodes 4"), min_nodes=3)
     (tmp_path / "broken").write_text("n1\nn2\n")
-    assert lose(supervisor) is None and supervisor.ranks == 6
+    assert lose(supervisor) is None and supervisor.place.ranks == 6
     assert launched(supervisor) == (
         "srun --nodes=3 --exclude=n1,n2 torchrun --nnodes=3 --nproc-per-node=2 --rdzv-endpoint n3:29500"
     ).replace("srun --nodes=3 --exclude=n1,n2", launched(supervisor).partition(" torchrun")[0])
     assert "--exclude=n1,n2" in launched(supervisor) and "--nodes=3" in launched(supervisor)
-    assert supervise.commands.value_of(supervisor.command, "--global-batch-size") == "24"
+    assert supervise.commands.value_of(supervisor.place.command, "--global-batch-size") == "24"
     (tmp_path / "broken").write_text("n3\n")
     assert "nothing is left to run on" in lose(supervisor)
 
@@ -145,20 +145,20 @@ def test_nodes_are_checked_if_a_device_is_lost_or_a_job_no_longer_starts(code, l
     supervisor = cluster(TORCHRUN, spare_nodes=1)
     (tmp_path / "broken").write_text("n2\n")
     assert lose(supervisor, code, last_step=last_step) is None
-    assert list(supervisor.nodes.excluded) == ["n2"] * checked
+    assert list(supervisor.place.nodes.excluded) == ["n2"] * checked
 
 
 def test_a_command_that_never_worked_is_not_the_nodes_fault(cluster, tmp_path):
     supervisor = cluster(TORCHRUN, spare_nodes=1)
     supervisor.attempts = []
-    assert lose(supervisor, 3) == "stopped: lost" and not supervisor.nodes.excluded
+    assert lose(supervisor, 3) == "stopped: lost" and not supervisor.place.nodes.excluded
 
 
 def test_a_node_that_passes_its_check_is_left_out_when_its_ranks_lose_a_device_again(cluster):
     supervisor = cluster(TORCHRUN, spare_nodes=1)
-    assert lose(supervisor, host="n3", last_step=12) is None and not supervisor.nodes.excluded
-    assert lose(supervisor, host="n1", last_step=15) is None and not supervisor.nodes.excluded
-    assert lose(supervisor, host="n3", last_step=20) is None and list(supervisor.nodes.excluded) == ["n3"]
+    assert lose(supervisor, host="n3", last_step=12) is None and not supervisor.place.nodes.excluded
+    assert lose(supervisor, host="n1", last_step=15) is None and not supervisor.place.nodes.excluded
+    assert lose(supervisor, host="n3", last_step=20) is None and list(supervisor.place.nodes.excluded) == ["n3"]
 
 
 def test_spares_need_an_allocation(cluster, monkeypatch):

@@ -39,6 +39,13 @@ def records(out: str) -> list[dict]:
     return [json.loads(line) for line in out.splitlines()]
 
 
+@pytest.mark.parametrize("asked, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float32)])
+def test_weights_of_half_precision_are_widened_on_a_cpu(checkpoint, asked, dtype):
+    """Torch has no fast products of fp16 there, and none of some ops."""
+    model = load_model(str(checkpoint), precision=asked).model
+    assert {weight.dtype for weight in model.parameters()} == {dtype}
+
+
 WAYS = {
     "greedy": dict(greedy=True),
     "drawn": dict(top_k=20, temperature=1.5, sampling_seed=3),
@@ -90,6 +97,20 @@ def test_a_text_that_has_ended_is_not_continued(loaded):
     [short] = continued(engine, [stop], words, ignored)
     assert short.finish == "stop" and len(short.tokens) <= 3
     assert engine.stats().generated_tokens - before <= len(short.tokens) + 1 and not engine.busy
+    engine.close()  # copies of weights would stay
+
+
+def test_an_engine_is_closed_also_where_the_reader_of_a_stream_fails(loaded, monkeypatch):
+    """Other ranks would wait for ever, and copies of weights stay."""
+    closed, close = [], Engine.close
+    monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine) or close(engine))
+
+    def fails(*answer) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        answered(loaded, loaded.tokenizer, Asked(PROMPTS, Sampling(4, greedy=True)), on_text=fails)
+    assert len(closed) == 1 and not closed[0].stats().running
 
 
 def test_tokens_that_end_texts(loaded):

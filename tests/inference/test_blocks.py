@@ -113,3 +113,36 @@ def test_a_block_that_was_begun_with_other_weights_is_not_found():
     assert pool.grow(begun, 4, 8)  # computed again
     pool.remember(begun, [1, 2, 3, 4])
     assert pool.share(later, [1, 2, 3, 4, 5], 1) == 4
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_only_a_block_that_a_text_goes_on_within_is_copied(shared):
+    """At a block's end the next token gets a new one."""
+    for tokens in range(1, 3 * SIZE + 1):
+        pool, table = BlockPool(BLOCKS, SIZE), Table()
+        assert pool.grow(table, tokens, LONGEST)
+        other = pool.fork(table) if shared else None
+        before = list(table.blocks)
+        copies = pool.own(table, tokens, LONGEST)
+        assert len(copies) == (shared and tokens % SIZE > 0)
+        for old, new in copies:
+            assert (old, new) == (before[-1], table.blocks[-1]) and new not in before
+            assert other.blocks == before
+        assert pool.grow(table, tokens + 1, LONGEST) and table.blocks[:-1] == before[: (tokens // SIZE)]
+        assert pool.free == BLOCKS - len({*table.blocks, *before})
+
+
+def test_blocks_that_hold_nothing_are_taken_before_those_that_do():
+    """A block that is not full, or whose content another one has, too, is as good as empty, though it was used last."""
+    pool, one, again, part = BlockPool(6, 2), Table(), Table(), Table()
+    for table, tokens in ((one, [1, 2, 3, 4]), (again, [1, 2]), (part, [5, 6, 7])):
+        assert pool.grow(table, len(tokens), len(tokens))
+        pool.remember(table, tokens)
+    known, nothing = {*one.blocks, part.blocks[0]}, {again.blocks[0], part.blocks[1]}
+    for table in (one, again, part):
+        pool.release(table)
+    taken = [Table() for _ in range(6)]
+    for table in taken:
+        assert pool.grow(table, 1, 1)
+    first, rest = [table.blocks[0] for table in taken[:3]], [table.blocks[0] for table in taken[3:]]
+    assert nothing <= set(first) and set(rest) <= known

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A text ends before its stop string, and says so, whichever token completes the string: also the last one that it may
-have. Asked of all that make texts of tokens.
+have. Asked of all that make texts of tokens. And tokens that end texts are those of the folder that is nearest to a model.
 """
+
+import json
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.inference.answers import _whole, continued, ignored
+from megatron.inference.generation_config import ends_beside
 from megatron.inference.requests import Output, Request, TokenScore
 from megatron.inference.sampling import Sampling
 from megatron.inference.text_stream import BYTES, RunningText, TextStream
@@ -60,6 +63,16 @@ def served(tokens, stop: str) -> tuple[str, str]:
     while not running.ended:
         parts += [running.take(output) for output in engine.step()]
     return "".join(part.text for part in parts), parts[-1].finish
+
+
+def test_the_folder_of_a_checkpoint_counts_before_the_one_around_it(tmp_path):
+    inner = tmp_path / "iter_0000009"
+    inner.mkdir()
+    assert ends_beside(inner) is None
+    for folder, ends in ((tmp_path, [3, 4]), (inner, 7)):
+        (folder / "generation_config.json").write_text(json.dumps(dict(eos_token_id=ends)))
+        assert ends_beside(inner) == ((3, 4) if ends == [3, 4] else (7,))
+    assert ends_beside(tmp_path) == (3, 4)
 
 
 LETTERS = [*"a\n\u00e9\u4e2d", "stop"]

@@ -12,7 +12,7 @@ from megatron.inference.blocks import BlockPool, Table
 from megatron.inference.engine import Engine
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
-from megatron.inference.scheduler import Scheduler
+from megatron.inference.scheduler import NONE, Scheduler, Snapshots
 from tests.inference.engine_mixes import alone, check_mix, requests_of
 
 LLAMA = dict(
@@ -119,6 +119,20 @@ def test_new_weights_are_used(small_gpt, dtype):
     assert all(layer.packed is None for layer in model.modules() if hasattr(layer, "packed"))
 
 
+@pytest.mark.plain_cpu
+@pytest.mark.parametrize("more, packs", [(0, False), (2, True)])
+def test_weights_are_packed_if_that_takes_less_than_half_of_the_memory_that_is_left(
+    small_gpt, more, packs, monkeypatch
+):
+    model = small_gpt()
+    size = sum(weight.nbytes for weight in model.parameters())
+    monkeypatch.setattr("megatron.inference.engine.available_memory", lambda: 2 * size + more)
+    engine = Engine(model, longest=32)
+    packed = [layer.packed is not None for layer in model.modules() if hasattr(layer, "packed")]
+    assert any(packed) == (packs and torch.float32 in cpu_ops.FORMATS)
+    engine.close()
+
+
 def test_cancelled_texts_end(small_gpt):
     """Waiting, running or unknown; each is reported once, and its blocks are free."""
     engine = Engine(small_gpt(), longest=32, max_batch=1)
@@ -135,6 +149,20 @@ def test_cancelled_texts_end(small_gpt):
     assert not engine.busy and engine.step() == []
     engine.cancel(running)
     assert not engine.busy
+
+
+def test_a_stage_forgets_texts_that_have_ended(small_gpt):
+    """With the next pass: those that ended, were cancelled while they ran, and were cancelled while they waited."""
+    engine = Engine(small_gpt(), longest=32, max_batch=2)
+    for count in range(6):
+        numbers = [engine.add(Request((1, 2, 3 + index), Sampling(20))) for index in range(2)]
+        engine.add(Request((5,), Sampling(1)))
+        engine.step()
+        assert set(engine.stage.states) == set(numbers)
+        for number in (numbers[0], numbers[1], numbers[1] + 1)[: 1 + count % 3]:
+            engine.cancel(number)
+        while engine.busy:
+            engine.step()
 
 
 def test_requests_that_cannot_be_answered(small_gpt):
@@ -203,6 +231,7 @@ def test_every_text_ends_and_prompts_do_not_overtake():
             rows = scheduler.plan() if len(under_way) < stages else []
             assert sum(row.stop - row.start for row in rows if row.stop - row.start > 1) <= scheduler.chunk
             assert len({row.text.number for row in rows}) == len(rows)
+            assert all(row.stop % scheduler.chunk == 0 or row.stop == len(row.text.tokens) for row in rows)
             begun += [row.text.number for row in rows if row.text.number not in begun]
             under_way += [rows] if rows else []
             if under_way and (len(under_way) == stages or not rows):
@@ -213,3 +242,67 @@ def test_every_text_ends_and_prompts_do_not_overtake():
             assert passes < 20_000
         assert [text.finish for text in texts] == ["length"] * 20 and begun == sorted(begun)
         assert pool.free == pool.blocks
+
+
+class CopiesInAList:
+    """What `Snapshots` says of its copies, by a list in the order of their last use."""
+
+    def __init__(self, most: int):
+        self.most, self.order, self.new, self.dropped, self.numbers = most, [], set(), [], {}
+
+    def leave(self, name: bytes) -> None:
+        self.order.remove(name)
+        self.new.discard(name)
+        self.dropped.append(self.numbers.pop(name))
+
+    def use(self, name: bytes) -> None:
+        self.order.append(self.order.pop(self.order.index(name)))
+
+    def keep(self, name: bytes, replaced: bytes, number: int) -> None:
+        if replaced in self.order:
+            self.leave(replaced)
+        if name in self.order:
+            assert number == NONE
+            self.use(name)
+            return
+        assert number not in [NONE, *self.numbers.values(), *self.dropped]
+        self.order.append(name)
+        self.new.add(name)
+        self.numbers[name] = number
+        for oldest in self.order[: -self.most]:
+            self.leave(oldest)
+
+
+def test_copies_of_states_are_those_of_a_plain_list():
+    """Random uses of at most so many copies: which are there, which can be used, and which are dropped."""
+    names, dropped = [bytes([n]) for n in range(6)], 0
+    for seed in range(60):
+        draw = random.Random(seed)
+        most = draw.randint(1, 4)
+        copies, plain = Snapshots(most), CopiesInAList(most)
+        for count in range(80):
+            kind, name = (
+                draw.choice(["keep", "keep", "keep", "number", "longest", "pass", "forget"]),
+                draw.choice(names),
+            )
+            if kind == "pass":
+                assert sorted(copies.dropped()) == sorted(plain.dropped)
+                dropped += len(plain.dropped)
+                plain.dropped.clear()
+                plain.new.clear()
+                copies.begin_pass()
+            elif kind == "forget" and count % 4 == 0:
+                copies.forget()
+                for one in list(plain.order):
+                    plain.leave(one)
+            elif kind == "number" and name in plain.order:
+                assert copies.number(name) == plain.numbers[name]
+                plain.use(name)
+            elif kind == "longest":
+                some = draw.sample(names, 3)
+                usable = [n for n, one in enumerate(some, 1) if one in plain.order and one not in plain.new]
+                assert copies.longest(some) == max(usable, default=0)
+            elif kind == "keep":
+                replaced = draw.choice([b"", *(one for one in names if one != name)])
+                plain.keep(name, replaced, copies.keep(name, replaced))
+    assert dropped > 100

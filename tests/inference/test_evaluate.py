@@ -4,6 +4,7 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 import finetune
 from megatron.data.indexed import write_index
 from megatron.errors import DataError, SettingsError, UsageError
-from megatron.inference.scoring import Score, score, windows
+from megatron.inference.scoring import ALONE, Score, score, windows
+from megatron.tasks import zeroshot
 from megatron.tasks.lambada import Example, find_correct
 from megatron.tools import evaluate as tool
 from megatron.tools import generate, tasks
@@ -162,7 +164,8 @@ def test_a_model_without_opinions_has_the_vocabulary_as_perplexity(small_gpt):
     result = score(model, np.arange(100), length=32, stride=32, batch_size=3)
     assert result.tokens == 99 and result.perplexity() == pytest.approx(500, rel=1e-5)
     assert Score(99 * math.log(500), 99).perplexity(0.5) == pytest.approx(math.sqrt(500))
-    assert Score(1e9, 1).perplexity() == math.exp(20)
+    assert Score(1e9, 1).perplexity() == Score(1e9, 1).perplexity(0.5) == math.exp(20)
+    assert Score(30.0, 1).perplexity(0.5) == math.exp(15)  # only the result is bounded
 
 
 def write_tokens(prefix, documents) -> str:
@@ -207,6 +210,20 @@ def test_wikitext(checkpoint, tmp_path, capsys):
     words = len(text.strip().split(" "))
     assert record["token_ratio"] == pytest.approx(record["tokens"] / (words - 1))
     assert record["adjusted_perplexity"] == pytest.approx(math.exp(min(20, record["loss"] * record["token_ratio"])))
+
+
+@pytest.mark.parametrize("given, length, stride", [(None, 1024, 32), (None, 16, 16), (7, 1024, 7), (64, 16, 16)])
+def test_windows_of_wikitext_advance_by_32_tokens(given, length, stride, tmp_path, monkeypatch):
+    """The default of Megatron-LM's --overlapping-eval."""
+    (tmp_path / "wiki.valid.tokens").write_text("the cat sat on the mat\n")
+    options = dict(valid_data=str(tmp_path / "wiki.valid.tokens"), task="WIKITEXT103", micro_batch_size=1)
+    words = SimpleNamespace(encode=lambda text: [1, 2, 3], prefix=())
+    work = SimpleNamespace(options=SimpleNamespace(**options, overlapping_eval=given), tokenizer=words)
+    vars(work).update(length=length, contained=None, loaded=SimpleNamespace(model=None), axis=ALONE, progress=str)
+    asked = []
+    monkeypatch.setattr(zeroshot, "score", lambda *_, **how: asked.append(how["stride"]) or Score(1.0, 2))
+    zeroshot.wikitext(work)
+    assert asked == [stride]
 
 
 def test_lambada(checkpoint, tmp_path, capsys):

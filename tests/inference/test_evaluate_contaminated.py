@@ -4,6 +4,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from megatron.data.contamination import Contained, NgramIndex
 from megatron.inference.load import load_model
 from megatron.inference.scoring import score, windows
 from megatron.settings.schema import Data
+from megatron.tasks import zeroshot
 from megatron.tasks.contaminated import judge, judge_lines, lines_of_tokens, training_contents
 from megatron.tasks.lambada import Example, find_correct
 from megatron.tasks.zeroshot import detokenize
@@ -68,7 +70,25 @@ def test_a_part_of_a_text_is_the_sum_of_its_tokens(small_gpt):
     found, plain = score(model, tokens, part=part, **options), score(model, tokens, **options)
     assert found.part.loss_sum == pytest.approx(expected, rel=1e-5) and found.part.tokens == part[1:].sum()
     assert (found.loss_sum, found.tokens, plain.part) == (plain.loss_sum, plain.tokens, None)
-    assert score(model, tokens, part=np.zeros(75, bool), **options).part is None
+    for nobody_predicts in (np.zeros(75, bool), np.arange(75) == 0):
+        assert score(model, tokens, part=nobody_predicts, **options).part is None
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_documents_are_judged_as_far_as_their_tokens_are_scored(count, monkeypatch):
+    """Five documents of 3, 0, 4, 1 and 3 tokens, every other one clean: also if the last token ends one of them."""
+    lengths = np.array([3, 0, 4, 1, 3])
+    fields = dict(sequence_lengths=lengths, document_indices=np.arange(6), tokens=np.arange(11))
+    documents = type("Documents", (), {**fields, "__len__": lambda self: 5})()
+    texts = []
+    clean = lambda _, found: texts.extend(found) or SimpleNamespace(clean=np.arange(len(texts)) % 2 == 0)
+    monkeypatch.setattr(zeroshot, "judge", clean)
+    work = SimpleNamespace(contained=None, tokenizer=SimpleNamespace(decode=list, eod=99))
+    _, found = zeroshot.judged_documents(work, documents, count)
+    starts = np.cumsum(lengths) - lengths
+    inside = [n for n in range(5) if starts[n] < count]
+    assert texts == [[list(range(starts[n], starts[n] + lengths[n]))] for n in inside]
+    assert found.tolist() == [n % 2 == 0 for n in range(5) for _ in range(lengths[n])][:count]
 
 
 def test_which_passages_are_answered_right(small_gpt):

@@ -456,6 +456,9 @@ def test_outputs_of_another_shape_or_without_values_do_not_agree():
     for other in (torch.ones(4), torch.full((3,), float("nan")), x + 1e-3):
         with pytest.raises(CheckpointError, match="computes something else"):
             agreement("onnx", "fp32", "it", x, other)
+    for ours in (float("nan"), float("inf")):  # the weights overflow, and a share of infinity would allow anything
+        with pytest.raises(CheckpointError, match="computes something else"):
+            agreement("onnx", "fp32", "it", torch.tensor([1.0, ours, 1.0]), x)
 
 
 @pytest.mark.parametrize("form, package", [("gguf", "xllamacpp"), ("gguf", "gguf"), ("onnx", "onnxruntime")])
@@ -670,6 +673,21 @@ def test_paddlenlps_export_and_end(tmp_path, models, monkeypatch, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("inference_model_pp1mp1", "inference_model_pp1mp1.old", "named")
     ]
+
+
+def test_what_a_program_does_not_have_is_named(tmp_path, monkeypatch, capsys):
+    """--chat, prompts and sampling are of texts; what is exported is the same without them."""
+    wanted = []
+    monkeypatch.setattr(export, "main", wanted.append)
+    line = f"--load x --save_inference_model_then_exist true --ckpt-step 3 --output {tmp_path / 'out'}"
+    tool.main(line.split())
+    assert not capsys.readouterr().err
+    tool.main([*line.split(), "--chat", "--prompt", "Who is it?", "--top-p", "0.9", "--quantize", "int8"])
+    [note] = capsys.readouterr().err.splitlines()
+    for words in ("--chat", "--prompt", "--top-p 0.9", "--quantize int8"):
+        assert words in note, words
+    assert "--ckpt-step" not in note and "have no effect with --save-inference-model-then-exist" in note
+    assert wanted[0] == wanted[1]
 
 
 def test_an_earlier_export_comes_back_after_an_error(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.errors import CheckpointError, DataError, SettingsError, StorageError, UsageError
-from megatron.inference.beams import beam_search
+from megatron.inference.beams import BeamSearch, beam_search
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling, Search, cut_off
@@ -111,6 +111,16 @@ def test_beams_end_when_as_many_texts_have_ended_that_are_better_so_far(beams, w
     assert beam_search(next_logits, first, Search(beams), Sampling(20), 20, **more)[0] == wanted
 
 
+def test_beams_end_where_an_unfinished_text_is_as_good_as_the_finished_ones():
+    """As Hugging Face's `is_done`: the worst finished one has to be at least as good. The numbers are exact."""
+    search = BeamSearch(Search(2), 9, frozenset({0}), 9)
+    assert search.advance([[(0, -1.0), (5, -1.0), (6, -4.0)]]) == [(0, 5), (0, 6)]
+    assert (
+        search.advance([[(0, -1.0), (7, -1.0)], [(8, -1.0)]]) == []
+    )  # (5, 7) would become better with a further token
+    assert search.found == [(-1.0, ()), (-1.0, (5,))]
+
+
 def test_beams_end_with_the_model_and_draw_nothing(small_gpt):
     model = small_gpt()
     found = generate(model, PROMPTS, Sampling(12), Search(3), longest=10)
@@ -120,6 +130,17 @@ def test_beams_end_with_the_model_and_draw_nothing(small_gpt):
         generate(model, PROMPTS, Sampling(12, top_k=4), Search(3), longest=10)
     with pytest.raises(SettingsError, match="--length-penalty 2 is of beam search"):
         generate(model, PROMPTS, Sampling(12), Search(length_penalty=2.0), longest=10)
+
+
+@pytest.mark.parametrize("length", [15, 16, 31])
+def test_beams_go_on_where_a_block_of_the_cache_ends(small_gpt, length):
+    """Prompts of one and of two blocks, and texts that fill the next one."""
+    model, prompt = small_gpt(scale=4.0, seq_length=64), [(7 * number) % 500 for number in range(length)]
+    once, again = (
+        generate(model, [prompt], Sampling(19), Search(3), longest=64, use_cache=use_cache, best=3)
+        for use_cache in (True, False)
+    )
+    assert once == again and len(set(map(tuple, once))) == 3
 
 
 @pytest.mark.parametrize("beams", [1, 3])

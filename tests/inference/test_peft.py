@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.convert.peft import refuse_others
-from megatron.errors import CheckpointError, SettingsError, UsageError
+from megatron.errors import CheckpointError, Failure, SettingsError, UsageError
 from megatron.inference.load import load_model
 from megatron.tools import checkpoint as tool
+from megatron.tools import generate, serve
 from tests.training.test_plain_loop import records
 
 pytestmark = pytest.mark.sampled(10)
@@ -244,3 +245,16 @@ def test_other_trained_weights_are_not_lost(tmp_path):
     pretrain_gpt.main(f"{SIZES} --train-iters 1 {words}".split())
     with pytest.raises(SettingsError, match="has trained other weights beside its adapters: final_norm.bias"):
         tool.main(["to-peft", str(tmp_path / "run"), str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize("command, words", [(generate, "--load"), (generate, "--load-exported"), (serve, "--load")])
+def test_adapters_in_the_place_of_a_whole_model_are_named(tmp_path, command, words, capsys):
+    """With the command that puts them on their base. `from-hf` says so, too: tests/inference/test_hf_folders.py."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    more = ["--prompt", "a"] if command is generate else []
+    with pytest.raises(Failure) as refused:
+        command.main([words, str(tmp_path), "--device", "cpu", *more])
+    said = f"{tmp_path} holds adapters of PEFT; put them on the model they belong to"
+    assert said in str(refused.value) and f"from-peft {tmp_path} OUT --base" in str(refused.value)
+    assert refused.value.code == 5

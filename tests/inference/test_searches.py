@@ -101,6 +101,25 @@ def test_later_texts_do_not_overtake_a_search(small_gpt):
     assert ended.index(first) < 12, ended
 
 
+def test_the_prompt_of_a_search_is_found_as_that_of_a_text(small_gpt):
+    """Whole blocks of the prompt that others have computed; what its own steps find is not part of it."""
+    engine, prompt = SearchingEngine(small_gpt(), longest=LONGEST, block_size=4), tuple(range(7, 18))
+    cached = []
+    for request in (
+        Request(prompt, Sampling(9), search=Search(3)),
+        Request(prompt, Sampling(9), search=Search(2)),
+        Request(prompt, Sampling(1)),
+        Request((*prompt[:6], 1, 2, 3), Sampling(9), search=Search(3)),
+        Request((1, *prompt), Sampling(9), search=Search(3)),
+    ):
+        engine.add(request)
+        outputs = []
+        while engine.busy:
+            outputs += engine.step()
+        cached.append(outputs[0].cached)
+    assert cached == [0, 8, 8, 4, 0]
+
+
 def test_refusals(small_gpt):
     engine = SearchingEngine(small_gpt(), longest=LONGEST)
     with pytest.raises(DataError, match="the model can look at 32"):

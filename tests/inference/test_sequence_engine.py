@@ -12,6 +12,7 @@ from megatron.inference.generation import generate_targets
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling, Search
 from megatron.inference.sequence_engine import SequenceEngine, bytes_of_a_target
+from megatron.mpu.mesh import Axis
 from tests.models.test_t5_oracle import CASES, SOURCE, TARGET, V, ours_of
 
 LONGEST, START, END = (SOURCE, TARGET), 0, 1
@@ -163,6 +164,16 @@ def test_refusals_and_memory(model):
     assert SequenceEngine(model, memory=3 * one).max_batch == 3
     with pytest.raises(SettingsError, match="MiB of cache"):
         SequenceEngine(model, memory=one - 1)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_the_memory_of_a_target_is_that_of_the_stage_with_the_most_layers(model, stages, monkeypatch):
+    """Stages need not divide the layers of the decoder."""
+    each = 2 * model.facts.settings.num_attention_heads * model.facts.settings.head_dim * 4  # keys and values in fp32
+    monkeypatch.setattr(model, "pp", Axis("pp", tuple(range(stages))), raising=False)
+    layers = model.facts.num_layers - model.facts.encoder_layers
+    most = max(len(range(rank, layers, stages)) for rank in range(stages))
+    assert bytes_of_a_target(model) == most * (SOURCE + TARGET) * each
 
 
 def test_a_cancelled_target_is_silent(model):

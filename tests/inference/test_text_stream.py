@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron.inference.text_stream import TextPiece, TextStream
+from megatron.inference.text_stream import TextPiece, TextStream, overlap
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import build_tokenizer
 
@@ -174,6 +174,58 @@ def test_the_stop_string_that_is_complete_first_counts(pieces):
     for stop, wanted in ((["abcd", "bc"], "a"), (["bcd", "cd"], "a"), (["d", "abcde"], "abc")):
         found, stopped = streamed(Words, range(len(pieces)), stop)
         assert "".join(found) == wanted and stopped
+
+
+class SingleBytes:
+    """A tokenizer whose tokens are single bytes. each: bytes that are no character become a U+FFFD each, not one in all."""
+
+    def __init__(self, each: bool):
+        self.each = each
+
+    def decode(self, ids):
+        if not self.each:
+            return bytes(ids).decode("utf-8", "replace")
+        text, rest = "", bytes(ids)
+        while rest:
+            try:
+                return text + rest.decode()
+            except UnicodeDecodeError as error:
+                text += rest[: error.start].decode() + "\ufffd" * (error.end - error.start)
+                rest = rest[error.end :]
+        return text
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_characters_of_one_to_four_bytes_come_whole_and_at_once(each):
+    """And `position` counts those that are whole."""
+    text = "a\xe9\u4e2d\U0001f40d!\U0001f600\xe9\u4e2d" * 9
+    stream, found = TextStream(SingleBytes(each)), []
+    for character in text:
+        *before, last = character.encode()
+        for token in before:
+            assert stream.feed(token).text == "" and stream.position == len(found)
+        found.append(stream.feed(last).text)
+        assert found[-1] == character and stream.position == len(found)
+    assert stream.finish().text == ""
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("others", [0, 30])
+def test_bytes_that_become_no_character_wait_for_three_others(each, others):
+    """So many may be the beginning of one that has four bytes."""
+    stream, wanted = TextStream(SingleBytes(each)), "a" * others + "\ufffd" * 100
+    found = ""
+    for count, token in enumerate([97] * others + [0xFF] * 100, 1):
+        found += stream.feed(token).text
+        assert found == wanted[: max(min(count, others), count - 3)]
+    assert found + stream.finish().text == wanted
+
+
+def test_the_overlap_of_a_text_with_a_word_is_a_part_of_the_word():
+    words = ["".join(word) for size in range(1, 5) for word in itertools.product("ab", repeat=size)]
+    for text, word in itertools.product(["", *words], words):
+        ends = [size for size in range(len(word)) if text.endswith(word[:size])]
+        assert overlap(text, word) == max(ends)
 
 
 def test_no_stop_string_counts_among_the_least_tokens(tmp_path):

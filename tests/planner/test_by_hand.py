@@ -246,3 +246,19 @@ def test_plans_that_need_more_of_the_host_than_it_has_are_left_out():
     for host, fits in ((int(1.02 * state), True), (int(0.98 * state), False), (None, True)):
         found = search.search(job, cluster, search.Space(**own, host_bytes=host))
         assert bool(found.plans) is fits and bool(found.rejected) is not fits, host
+
+
+def test_what_fills_a_memory_exactly_fits():
+    """The device's, and the host's; a byte less is too little."""
+    model = Model(4, 512, 8, 512, attention_dropout=0.0, hidden_dropout=0.0)
+    job = Job(GPTFacts(model, 32000), 8)
+    own = dict(global_batch=8, tp=1, pp=1, micro_batch_size=1, recompute=Recompute("full"), zero=0)
+    cluster = lambda size: Cluster(replace(DEVICE, memory_gb=(size + 0.5) / 1e9, margin=0.0), 1)
+    for offload in ((0.0, 0.0, False), (1.0, 0.0, False)):
+        space = search.Space(**own, offload=offload)
+        [plan] = search.search(job, cluster(50e9), space).plans
+        host = sum(memory.memory_report(job, plan.layout, DEVICE).host.values())
+        less = [(-1, 0), *[(0, -1)] * bool(host)]
+        for device, away in ((0, 0), *less):
+            found = search.search(job, cluster(plan.bytes + device), replace(space, host_bytes=host + away))
+            assert bool(found.plans) is not bool(found.rejected) is bool(device or away), (offload, device, away)

@@ -14,6 +14,7 @@ import torch
 
 from megatron.errors import SettingsError
 from megatron.planner import choose, dry_run, memory, picture, problems, search, speed, target, text, tuning
+from megatron.planner.activations import SavedBytes
 from megatron.planner.layout import Layout
 from megatron.planner.memory import MemoryReport
 from megatron.planner.parity import Trace, compare
@@ -52,7 +53,7 @@ def test_memory_is_that_of_the_fullest_moment(monkeypatch):
     """Of three moments the second keeps most; with products that wait, the third."""
     pipeline = SimpleNamespace(stages=[0], stages_of=lambda rank: [0], layers={0: ()})
     job = SimpleNamespace(facts=SimpleNamespace(num_layers=1, loss_deferred=lambda share: 0), compared=())
-    monkeypatch.setattr(memory.activations, "stage_saved_bytes", lambda *_: Counter(norms=10, mlp=30))
+    monkeypatch.setattr(memory.activations, "stage_saved", lambda *_: SavedBytes(Counter(norms=10, mlp=30), 40))
     monkeypatch.setattr(memory.activations, "deferred", lambda *_: 50)
     moments = lambda waiting: lambda *_: [((1,), (0,)), ((3,), (0,)), ((2,), (waiting,))]
     layout = anything(schedule="zb-h1", order="zb-h1", pipeline=lambda layers: pipeline)

@@ -4,16 +4,19 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 import pretrain_gpt
 from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of
+from megatron.mpu.mesh import Mesh, ranks_along
 from megatron.planner.device import find
 from megatron.planner.layout import Job, Layout
-from megatron.planner.speed import Cluster, placements, step
+from megatron.planner.speed import Cluster, _seconds, placements, step
 from megatron.planner.text import far
+from megatron.planner.traffic import Transfer
 from megatron.training.rules import resolve
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "send")
@@ -62,6 +65,37 @@ def shapes(number: int) -> list[tuple[int, int, int, int]]:
         )
         found.append((ranks, stride, local, ranks * stride * draw.randint(1, 3)))
     return found
+
+
+SIZES = [
+    (tp, pp, dp, cp, zero, shard, ep, etp)
+    for tp, pp, dp, cp in ((2, 2, 8, 1), (1, 3, 12, 1), (2, 1, 4, 2), (4, 2, 6, 1))
+    for zero, shard in ((0, 1), (1, 1), (1, 2), (3, dp))
+    for ep, etp in ((1, None), (2, 1), (4, 1), (2, 2), (4, 2))
+    if dp % shard == 0
+]
+
+
+def test_groups_of_once_a_step_are_those_of_the_mesh():
+    """Ranks and distance of each axis, as the mesh numbers them: experts are divided in another way than dense weights."""
+    asked = SimpleNamespace(seconds=lambda op, size, calls, ranks, stride: (ranks, stride))
+    differ = 0
+    for tp, pp, dp, cp, zero, shard, ep, etp in SIZES:
+        layout = Layout(tp, pp, dp, zero=zero, shard=shard * cp if zero else 1, cp=cp, ep=ep, etp=etp)
+        if not layout.possible:
+            continue
+        parts = dict(pp=pp, replicate=dp // shard, shard=shard, cp=cp, tp=tp)
+        mesh = Mesh(0, **parts, ep=ep, etp=etp, shard_over_cp=zero > 0, create_groups=False)
+        copies, shards = (("replicate",), ("shard", "cp")) if zero else (("replicate", "cp"), ("shard",))
+        groups = dict(replicate=ranks_along(parts, copies)[0], shard=ranks_along(parts, shards)[0])
+        groups |= {axis: getattr(mesh, axis).ranks for axis in ("tp", "tied", "expert_replicate", "expert_shard")}
+        groups |= dict(ep=mesh.ep.ranks, etp=mesh.etp.ranks)
+        differ += groups["replicate"] != list(groups["expert_replicate"])
+        for axis, ranks in groups.items():
+            if len(ranks) > 1:
+                found = _seconds(Transfer("", "all_reduce", axis, 8, 1), layout, asked)
+                assert found == (len(ranks), ranks[1] - ranks[0]), (axis, layout)
+    assert differ > 10
 
 
 @pytest.mark.parametrize("op", OPS)

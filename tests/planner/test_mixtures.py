@@ -2,6 +2,7 @@
 """The planner's figures of GPTs with experts against runs: activations, state, messages, parameters, FLOPs."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,14 +17,16 @@ from megatron.model.kinds.experts.hops import HopDispatcher
 from megatron.model.kinds.experts.kind import expert_ops
 from megatron.model.kinds.experts.layer import MoELayer
 from megatron.model.kinds.experts.weights import experts
-from megatron.model.layer_ops import Kernel, RankSetup, Residual
+from megatron.model.layer_ops import Collective, Kernel, Product, RankSetup, Residual
 from megatron.model.recipe import facts_of
 from megatron.mpu import collectives
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
 from megatron.planner.activations import stage_saved_bytes
+from megatron.planner.device import find
 from megatron.planner.layout import Job, Layout
-from megatron.planner.memory import state
+from megatron.planner.memory import memory_report, state
+from megatron.planner.speed import Cluster, step
 from megatron.planner.traffic import totals, transfers
 from megatron.settings.schema import Model, Recompute
 from megatron.training.rules import resolve
@@ -169,3 +172,40 @@ def test_parameters_and_flops_of_published_models():
         tables = vocabulary * model.hidden_size
         attention = 12 * model.num_layers * model.seq_length * model.num_attention_heads * model.head_dim
         assert facts.flops() == pytest.approx(6 * (facts.active_parameters - tables) + attention, rel=1e-3)
+
+
+@pytest.mark.parametrize("more", [{}, dict(moe_shared_expert_intermediate_size=64), dict(moe_router_topk=3)])
+def test_a_rank_with_all_rows_of_two_has_those_of_one_process(more):
+    """Twice the mean of two ranks are all rows, as one process with both micro-batches has them: bytes, FLOPs and times."""
+    facts = GPTFacts(Model(**SHAPE | more), VOCABULARY)
+    job = Job(facts, 2, "bf16")
+    rows = lambda job, **layout: [
+        op for op in facts.layer_ops(Layout(**layout).rank_setup(job), facts.layer_kind(0)) if op.name == "experts"
+    ]
+    uneven = replace(job, busiest=2.0)
+    two, even, one = rows(uneven, ep=2, dp=2), rows(job, ep=2, dp=2), rows(job, micro_batch_size=2)
+    kept = lambda ops: sum(op.kept for op in ops if isinstance(op, (Product, Kernel)) and op.name == "experts")
+    work = lambda ops: sum(op.flops for op in ops if isinstance(op, Product))
+    sent = lambda ops: sum(op.size for op in ops if isinstance(op, Collective) and op.axis == "ep")
+    alone = work(rows(job, micro_batch_size=1))
+    assert (kept(two), work(two)) == (kept(one), pytest.approx(work(one)))
+    assert kept(even) < kept(two) and work(even) == pytest.approx(alone)
+    assert sent(two) == 2 * sent(even) > 0
+    assert rows(uneven, micro_batch_size=2) == one  # without ep nothing is uneven
+
+
+def test_the_busiest_rank_of_experts_is_planned_for():
+    """--moe-load-imbalance counts in times and memory, --moe-memory-imbalance in memory alone."""
+    line = f"{LINE} --num-experts 8 --moe-ffn-hidden-size 96 --expert-model-parallel-size 2 --micro-batch-size 2 "
+    cluster = Cluster(find("H100"), 2, 2)
+
+    def planned(flags: str) -> tuple[float, int]:
+        config = resolve(parse_any(f"{line} {flags}".split(), recipe=pretrain_gpt.recipe()), 2)
+        layout = Layout.of(config, 2)
+        job = Job.of(config, facts_of(config, 101), dp=layout.dp, device="cuda")
+        return step(job, layout, cluster).seconds, memory_report(job, layout, cluster.device).total
+
+    plain, uneven, fuller = planned(""), planned("--moe-load-imbalance 1.5"), planned("--moe-memory-imbalance 1.5")
+    assert planned("--moe-load-imbalance 1") == plain
+    assert plain[0] < uneven[0] < 1.5 * plain[0] and plain[1] < uneven[1]
+    assert fuller == (plain[0], uneven[1])

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported instruct models answer in the server token for token as in transformers' `generate`.
+"""Imported instruct models answer token for token as in transformers' `generate`, wherever they come from and go.
 
-As they come, after they were tuned on conversations, two of them with LoRA, and after the export of that.
+A model of transformers is imported, tuned on conversations, exported, imported again, tuned with LoRA, exported and
+imported once more. Each of these folders answers in the server like the nearest folder of transformers.
 """
 
 import json
+from functools import cached_property, lru_cache
 
 import pytest
 
@@ -17,11 +19,16 @@ from tests.tokenizer.matrix.layouts import files_of, write
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 
-pytestmark = pytest.mark.sampled(5)
-
 SIZES = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 SIZES |= dict(max_position_embeddings=192, head_dim=12, initializer_range=0.2)
-KINDS = dict(llama3="Llama", qwen3="Qwen3", gemma2="Gemma2")
+# Kind of tokenizer, template and generation_config.json -> the model's class, and what its generation_config.json adds
+KINDS = dict(
+    llama3=("Llama", {}),
+    qwen3=("Qwen3", dict(repetition_penalty=1.2)),
+    gemma2=("Gemma2", {}),
+    mistral3=("Mistral", dict(repetition_penalty=1.1, top_k=20)),
+)
+IN_BF16 = "mistral3"
 TALKS = (
     [dict(role="user", content="Hello there")],
     [
@@ -30,80 +37,129 @@ TALKS = (
         dict(role="user", content="And <b>now</b>?\n"),
     ],
 )
+LEARNED = dict(chat="Good day, I think.", lora="Hello to you, too.")  # answers to the first of TALKS
+LENGTH = 24
+CLEAR = 1e-4  # logits of both differ by less; a smaller lead of the best token is a tie
+
+
+class Journey:
+    """A model that comes and goes: folders of this suite, and those of transformers (their names end with -hf)."""
+
+    def __init__(self, kind: str, folder):
+        self.kind, self.folder = kind, folder
+        name, more = KINDS[kind]
+        files = {name: content for name, content in files_of(kind).items() if name != "config.json"}
+        files["generation_config.json"] |= more
+        write(files, folder / "tokenizer")
+        vocab = len(transformers.AutoTokenizer.from_pretrained(folder / "tokenizer"))
+        torch.manual_seed(1 + list(KINDS).index(kind))
+        settings = getattr(transformers, f"{name}Config")(vocab_size=vocab, **SIZES, pad_token_id=None)
+        model = getattr(transformers, f"{name}ForCausalLM")(settings)
+        model.to(torch.bfloat16 if kind == IN_BF16 else torch.float32).save_pretrained(folder / "hf")
+        write(files, folder / "hf")
+        self.convert("from-hf", "hf", "our")
+
+    @cached_property
+    def ends(self) -> list[int]:
+        ends = json.loads((self.folder / "hf" / "generation_config.json").read_text())["eos_token_id"]
+        return ends if isinstance(ends, list) else [ends]
+
+    @cached_property
+    def served(self) -> dict[str, str]:
+        """A folder of this suite, or of transformers -> the folder of transformers with the answers that it has to give."""
+        self.tune("our", "chat")
+        self.convert("to-hf", "chat", "chat-hf", "--dtype", "fp32")
+        self.convert("from-hf", "chat-hf", "chat-again")
+        self.tune("chat-again", "lora", "--lora-rank", "4")
+        self.convert("to-hf", "lora", "lora-hf", "--dtype", "fp32")
+        self.convert("from-hf", "lora-hf", "lora-again")
+        chat, lora = (dict.fromkeys((way, f"{way}-hf", f"{way}-again"), f"{way}-hf") for way in ("chat", "lora"))
+        return dict(our="hf", hf="hf") | chat | lora
+
+    def convert(self, command: str, source: str, out: str, *more: str) -> None:
+        tool.main([command, str(self.folder / source), str(self.folder / out), *more])
+
+    def tune(self, base: str, way: str, *more: str) -> None:
+        talk = [*TALKS[0], dict(role="assistant", content=LEARNED[way])]
+        path = self.folder / f"{way}.jsonl"
+        path.write_text("".join(json.dumps(dict(messages=talk)) + "\n" for _ in range(4)))
+        words = "--task chat --train-iters 40 --micro-batch-size 1 --global-batch-size 1 --lr 0.02 --seq-length 48"
+        paths = ["--train-data", path, "--load", self.folder / base, "--save", self.folder / way]
+        finetune.main([*words.split(), "--device", "cpu", *map(str, paths), *more])
+
+    def answer(self, name: str, talk, bias: float = 0.0) -> tuple[list[int], str, float]:
+        """(the new tokens of transformers' `generate` without the one that ends them, their text, the least lead of one).
+
+        name: of a folder of transformers. bias: is added to the logits of tokens that end an answer
+        """
+        tokenizer, model = _opened(self.folder / name)
+        prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        more = dict(max_new_tokens=LENGTH, do_sample=False, pad_token_id=0)
+        more |= dict(output_scores=True, return_dict_in_generate=True)
+        more |= dict(sequence_bias={(end,): bias for end in self.ends}) if bias else {}
+        made = model.generate(prompt["input_ids"], attention_mask=torch.ones_like(prompt["input_ids"]), **more)
+        new = made.sequences[0, prompt["input_ids"].shape[1] :].tolist()
+        best = torch.stack(made.scores).topk(2).values[:, 0]
+        new = new[:-1] if new[-1] in self.ends else new
+        return new, tokenizer.decode(new, skip_special_tokens=False), float((best[:, 0] - best[:, 1]).min())
+
+
+@lru_cache(4)
+def _opened(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return transformers.AutoTokenizer.from_pretrained(folder), model
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Folder of each kind: `hf`, its import `our`, `tuned` on conversations, and the export `back` of that."""
-    made = {}
-    for kind, name in KINDS.items():
-        folder = made[kind] = tmp_path_factory.mktemp(kind)
-        hf = folder / "hf"
-        files = {name: content for name, content in files_of(kind).items() if name != "config.json"}
-        write(files, folder / "tokenizer")
-        vocab = len(transformers.AutoTokenizer.from_pretrained(folder / "tokenizer"))
-        torch.manual_seed(len(made))
-        settings = getattr(transformers, f"{name}Config")(vocab_size=vocab, **SIZES, pad_token_id=None)
-        getattr(transformers, f"{name}ForCausalLM")(settings).save_pretrained(hf)
-        write(files, hf)
-        tool.main(["from-hf", str(hf), str(folder / "our")])
-        talk = [*TALKS[0], dict(role="assistant", content="Good day, I think.")]
-        (folder / "talks.jsonl").write_text("".join(json.dumps(dict(messages=talk)) + "\n" for _ in range(8)))
-        words = "--task chat --train-iters 6 --micro-batch-size 2 --global-batch-size 2 --lr 0.01"
-        words += " --lora-rank 4" * (kind != "qwen3")
-        paths = ["--train-data", folder / "talks.jsonl", "--load", folder / "our", "--save", folder / "tuned"]
-        finetune.main([*words.split(), "--device", "cpu", *map(str, paths)])
-        tool.main(["to-hf", str(folder / "tuned"), str(folder / "back"), "--dtype", "fp32"])
-    return made
+def journey(tmp_path_factory):
+    return lru_cache(None)(lambda kind: Journey(kind, tmp_path_factory.mktemp(kind)))
 
 
-def answer_of(folder, talk, count: int, bias: float) -> tuple[list[int], str]:
-    """(the new tokens of transformers' `generate` without the one that ends them, their text).
-
-    bias: is added to the logits of tokens that end an answer
-    """
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
-        "input_ids"
-    ]
-    ends = ends_of(folder)
-    more = dict(max_new_tokens=count, do_sample=False, pad_token_id=0)
-    more |= dict(sequence_bias={(end,): bias for end in ends}) if bias else {}
-    new = model.generate(ids, attention_mask=torch.ones_like(ids), **more)[0, ids.shape[1] :].tolist()
-    new = new[:-1] if new[-1] in ends else new
-    return new, tokenizer.decode(new, skip_special_tokens=False)
-
-
-def ends_of(folder) -> list[int]:
-    ends = transformers.GenerationConfig.from_pretrained(folder).eos_token_id
-    return ends if isinstance(ends, list) else [ends]
+def in_the_terminal(folder, capsys) -> list[tuple[list[int], str]]:
+    """The tokens and the texts of `generate --chat`."""
+    line = (
+        f"--load {folder} --device cpu --precision fp32 --chat --json --greedy --tokens-to-generate {LENGTH} --prompt"
+    )
+    capsys.readouterr()
+    generate.main([*line.split(), *(json.dumps(talk) for talk in TALKS)])
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return [(one["tokens"], one["text"]) for one in found]
 
 
 @pytest.mark.sampled(10)
-def test_answers_are_those_of_transformers(models, capsys):
-    imports = {f"{kind}-{which}": folder / which for kind, folder in models.items() for which in ("our", "tuned")}
-    exports = {f"{kind}-back": folder / "back" for kind, folder in models.items()}
-    names = [*imports, *exports]
-    words = ["--load", *map(str, imports.values()), "--load-exported", *map(str, exports.values())]
-    finished = []
-    with serving(*words, "--served-model-name", *names) as (url, _):
-        for name in names:
-            kind, which = name.split("-")
-            theirs = models[kind] / ("hf" if which == "our" else "back")
-            for talk in TALKS:
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_import_answers_in_the_terminal_as_in_transformers(journey, kind, capsys):
+    model = journey(kind)
+    *wanted, lead = zip(*(model.answer("hf", talk) for talk in TALKS), strict=True)
+    assert min(lead) > CLEAR, "a tie: choose another seed"
+    assert in_the_terminal(model.folder / "our", capsys) == list(zip(*wanted, strict=True))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_that_come_and_go_answer_as_in_transformers(journey, kind, capsys):
+    model, finished = journey(kind), {}
+    ours = [name for name in model.served if not name.endswith("hf")]
+    theirs = [name for name in model.served if name.endswith("hf")]
+    words = ["--load", *(str(model.folder / name) for name in ours)]
+    words += ["--load-exported", *(str(model.folder / name) for name in theirs), "--precision", "fp32"]
+    with serving(*words, "--served-model-name", *ours, *theirs) as (url, _):
+        for name in (*ours, *theirs):
+            for number, talk in enumerate(TALKS):
                 for bias in (0.0, 4.0):
-                    new, text = answer_of(theirs, talk, 24, bias)
-                    biases = {str(end): bias for end in ends_of(theirs)}
-                    asked = dict(model=name, messages=talk, max_tokens=24, temperature=0, logit_bias=biases)
+                    new, text, lead = model.answer(model.served[name], talk, bias)
+                    biases = {str(end): bias for end in model.ends}
+                    asked = dict(model=name, messages=talk, max_tokens=LENGTH, temperature=0, logit_bias=biases)
                     [choice] = (found := ask(url, "/v1/chat/completions", **asked))["choices"]
-                    finished.append(choice["finish_reason"])
-                    assert (name, choice["message"]["content"]) == (name, text)
-                    assert found["usage"]["completion_tokens"] == len(new)
-    assert set(finished) == {"stop", "length"}
-    for name, folder in imports.items():
-        line = f"--load {folder} --device cpu --chat --json --greedy --tokens-to-generate 24 --prompt"
-        generate.main([*line.split(), *(json.dumps(talk) for talk in TALKS)])
-        theirs = models[name.split("-")[0]] / ("hf" if name.endswith("-our") else "back")
-        found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        assert [(one["tokens"], one["text"]) for one in found] == [answer_of(theirs, talk, 24, 0.0) for talk in TALKS]
+                    said = f"{kind}, {name}, conversation {number}, bias {bias}; the least lead is {lead:.1e}"
+                    assert (choice["message"]["content"], said) == (text, said)
+                    assert found["usage"]["completion_tokens"] == len(new), said
+                    assert choice["finish_reason"] == ("length" if len(new) == LENGTH else "stop"), said
+                    finished[name, number, bias] = choice["finish_reason"], text
+    for name in ours:
+        wanted = [model.answer(model.served[name], talk)[:2] for talk in TALKS]
+        assert in_the_terminal(model.folder / name, capsys) == wanted
+    answers = {model.served[name]: finished[name, 0, 0.0] for name in model.served}
+    assert len({text for _, text in answers.values()}) == len(answers) == 3  # training counts
+    assert answers["chat-hf"][0] == "stop"  # it has learned where an answer ends
+    assert {reason for reason, _ in finished.values()} == {"stop", "length"}

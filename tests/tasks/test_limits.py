@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations and tasks exactly at a limit, against plain loops over small numbers, so that borders are frequent."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -10,19 +11,23 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron.data.loader import DOCUMENTS, IDS, MASK
+from megatron.data.loader import DOCUMENTS, IDS, MASK, named_batch
 from megatron.errors import DataError
+from megatron.model.sample_arrays import LABELS, LOSS_MASK
 from megatron.mpu.mesh import Mesh
 from megatron.tasks import classifier, metrics
 from megatron.tasks.chat_samples import EncodedTexts, TextEncoder, conversation_samples, end_of_turn, pack, pair_samples
 from megatron.tasks.chat_settings import DPO_LOSS
 from megatron.tasks.classifier import LENGTHS, OPTIONS
-from megatron.tasks.cloze import T5Cloze
+from megatron.tasks.cloze import BertCloze, T5Cloze
 from megatron.tasks.dpo import PairComparison
 from megatron.tasks.evaluation import TaskMeasures
 from megatron.tasks.examples import Examples, TaskExample
-from megatron.tasks.pet import Pattern, refuse_unequal
+from megatron.tasks.pet import MockPatterns, Pattern, refuse_unequal
+from megatron.tasks.readers import BertReader
+from megatron.tasks.samples import MockTaskSamples, TaskSamples, longest_cut
 from megatron.tasks.soft_labels import with_soft_labels
+from megatron.tasks.spans import MockSpanSamples
 from tests.data.test_stale_caches import Bytes, template_of
 
 TEXT = st.lists(st.booleans(), min_size=1, max_size=7)  # which of its tokens are answers
@@ -288,7 +293,54 @@ def test_a_set_is_judged_if_all_its_labels_are_known(labels, counts):
     assert found == ({"accuracy": 1.0} if counts else {})
 
 
+@pytest.mark.parametrize("kind", ["task", "spans", "pattern"])
+def test_made_up_samples_of_each_seed_split_and_number_are_their_own(kind):
+    task, reader = (
+        SimpleNamespace(options=None, outputs=3, regression=False, labels="abc"),
+        BertReader(40, cls=1, sep=2),
+    )
+
+    def text(seed: int, split: int, index: int) -> tuple:
+        if kind == "pattern":
+            made = MockPatterns(9, BertCloze(40, cls=1, sep=2, mask=3), 1000, seed, split, task)
+        elif kind == "spans":
+            made = MockSpanSamples(9, reader, 1000, seed, split)
+        else:
+            made = MockTaskSamples(9, task, reader, 1000, seed, split)
+        return tuple(made[index]["text"].tolist())
+
+    places = list(itertools.product((1, 2), (0, 1, 2), (0, 1)))
+    assert len({text(*place) for place in places}) == len(places) and text(*places[3]) == text(*places[3])
+
+
+@pytest.mark.parametrize("pair", [None, "xy"])
+def test_texts_are_cut_that_are_longer_than_a_sample_with_their_longest_option(pair):
+    letters, reader = SimpleNamespace(encode=lambda text: [*map(ord, text)]), BertReader(9, cls=1, sep=2)
+    lengths = [[1, 2], [2, 9], [9, 2], [4, 4], [5, 1], [1, 5], [1, 6], [3, 1]]
+    examples = [TaskExample("_", pair, 0, "", options=("a" * one, "b" * other)) for one, other in lengths]
+    room = 9 - 2 if pair is None else 9 - 3 - 2
+    wanted = [max(each) > room for each in lengths]
+    for most in (3, 8):
+        samples = TaskSamples(Examples(tuple(examples), {"": range(8)}), None, letters, reader)
+        assert longest_cut(samples, most) == sum(wanted[:most])
+
+
 # ---- scores of samples ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [1, 2, 3])
+def test_each_option_becomes_a_sample_with_a_dropout_of_its_own(options):
+    """Its number is that of no other option of any sample. Texts and lengths are those of the options one by one."""
+    s, samples = 5, [0, 1, 2, 7]
+    texts = torch.arange(s * options * 4).view(options * s, 4)
+    lengths = torch.arange(options * 4).view(options, 4) if options > 1 else torch.arange(4)
+    arrays = {"tokens": texts, LENGTHS: lengths, LABELS: torch.arange(4), LOSS_MASK: torch.ones(4)}
+    found = classifier.with_options_apart(named_batch(arrays, torch.tensor(samples)), options)
+    assert len(set(found.samples.tolist())) == 4 * options and torch.equal(found.labels, torch.arange(4))
+    for column, (sample, option) in enumerate(itertools.product(range(4), range(options))):
+        assert torch.equal(found.arrays["tokens"][:, column], texts[option * s : (option + 1) * s, sample])
+        assert found.arrays[LENGTHS][column] == lengths.view(options, 4)[option, sample]
+        assert found.samples[column] == samples[sample] * options + option
 
 
 @settings(max_examples=20)

@@ -186,6 +186,22 @@ def test_figures_of_one_answer(answer, golds, f1, em):
     assert both == pytest.approx({"f1": (f1 + 1) / 2, "em": (em + 1) / 2, "f1 and em": (f1 + em + 2) / 4})
 
 
+def test_words_of_figures_are_those_of_clues_loop():
+    """Letter by letter: its Chinese characters are those from U+4E00 to U+9FA5, and others form words."""
+    draw, letters = random.Random(5), "\u3fff\u4e00\u5317\u9fa5\u9fa6\u9fffab1 "
+    for _ in range(200):
+        text = "".join(draw.choices(letters, k=draw.randrange(9)))
+        words, word = [], ""
+        for letter in [*text, " "]:
+            alone = "\u4e00" <= letter <= "\u9fa5"
+            if (alone or letter == " ") and word:
+                words, word = [*words, word], ""
+            words += [letter] * alone
+            word += letter if not alone and letter != " " else ""
+        assert overlap_f1(text, [text]) == bool(words)
+        assert overlap_f1(text, ["".join(words[-1:])]) == pytest.approx(2 / (len(words) + 1) if words else 0)
+
+
 def test_the_best_piece_is_that_of_all(monkeypatch):
     draw = np.random.default_rng(2)
     for size in (1, 2, 7, LONGEST_ANSWER + 20):
@@ -296,6 +312,38 @@ def test_a_sample_has_the_answer_or_the_first_row(tmp_path):
     scores[1, 0, 5 + 3], scores[1, 1, 5 + 4], scores[-1, :, 5 + 2] = 3.0, 2.0, 1.0
     scores[0, :, 0] = 50.0  # not in a text
     assert whole.answers(scores.reshape(len(whole), -1)) == ["i j", "c"]
+
+
+ALPHABET = " ".join("abcdefghijklmnopqrstuvwxyz")
+
+
+def questions_on(folder, *answers: str) -> tuple[SpanSamples, SpanSamples]:
+    """(samples of all windows, those of training) of one text with these answers, in windows of ten letters."""
+    written(folder, *((ALPHABET, "why", [(answer, ALPHABET.index(answer))]) for answer in answers))
+    examples = examples_of(TaskSettings(task="CMRC2018", train_data=[str(folder / "train.json")]), "train")
+    reader = BertReader(length=16, cls=1, sep=2)
+    return tuple(SpanSamples(examples, Letters(), reader, whole=whole) for whole in (True, False))
+
+
+def test_each_window_that_has_all_of_an_answer_has_its_place(tmp_path):
+    """Of one to three letters, anywhere in the text: also at the first and at the last place of a window."""
+    answers = [ALPHABET[2 * at : 2 * (at + size) - 1] for size in (1, 2, 3) for at in range(27 - size)]
+    whole, _ = questions_on(tmp_path, *answers)
+    windows_of_each = len(whole) // len(answers)
+    for index in range(len(whole)):
+        sample, answer = whole[index], answers[index // windows_of_each].replace(" ", "")
+        letters = "".join(chr(id) if id > 2 else "|" for id in sample["text"])
+        first = letters.find(answer, letters.index("|", 1))
+        wanted = (first, first + len(answer) - 1) if first > 0 else (0, 0)
+        assert (sample["labels"], sample["ends"]) == wanted, (letters, answer)
+
+
+@pytest.mark.parametrize("answer", ["a", "f", "j", "z", "m n"])
+def test_half_of_the_samples_in_training_have_the_answer_and_the_others_any_window(answer, tmp_path):
+    whole, drawn = questions_on(tmp_path, *[answer] * 300)
+    each = [bool(whole[index]["labels"]) for index in range(len(whole) // 300)]
+    has = [bool(drawn[index]["labels"]) for index in range(300)]
+    assert sum(has) / 300 == pytest.approx(0.5 + 0.5 * sum(each) / len(each), abs=0.08)
 
 
 @pytest.mark.parametrize(

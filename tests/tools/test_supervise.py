@@ -18,6 +18,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.errors import SettingsError, UsageError
+from megatron.guard import attempt_watch
+from megatron.guard.attempt_watch import AttemptWatch
 from megatron.guard.beat_files import Beat, machine, read_beats
 from megatron.guard.exits import Action, JobVerdict
 from megatron.guard.goodput import Attempt
@@ -268,9 +270,8 @@ def test_what_a_rank_said_before_its_heartbeat_is_the_reason_everywhere(code, ou
     (supervisor.logs / "metrics.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in (dict(kind="run"), record))
     )
-    supervisor.log.write_text(output)
     supervisor.attempts = [Attempt(0, 2)]
-    verdict = supervisor.close(supervisor.attempts[0], 128 - code if code < 0 else code, [], hung=False)
+    verdict = end_of(supervisor, 128 - code if code < 0 else code, [], output, supervisor.attempts[0])
     said = supervisor.attempts[0].why
     assert verdict.code == code and said.startswith(why) and bool(said) == bool(why)
     assert (CUDA in said) == (code in (1, -6) and bool(why))
@@ -308,7 +309,7 @@ def test_the_same_crash_three_times_stops(root, tmp_path):
             "SIGKILL:1:8 resumed-3:0:6",
             "--node-check true",
             0,
-            "restart 2 of 10 after step 5: settings cannot work (exit 3)",
+            "restart 2 of 10 after step 5: command: settings cannot work (exit 3)",
         ),
         (
             "11:1:8 11:1:8",
@@ -461,22 +462,31 @@ def supervisor(tmp_path, monkeypatch):
     monkeypatch.delenv(SUPERVISOR)
     settings = supervise.SuperviseOptions(log_dir=str(tmp_path), heartbeat_dir=str(tmp_path / "beats"))
     made = supervise.Supervisor(settings, [sys.executable, "pretrain_job.py"])
-    made.log = tmp_path / "none.log"
     return made
+
+
+def end_of(supervisor, returned, beats=(), output="", attempt=None, killed=None):
+    """The verdict on an attempt that ended so."""
+    watch = AttemptWatch(supervisor.limits, supervisor.beats, supervisor.traces, supervisor.events)
+    watch.output, watch.returned, watch.beats = supervisor.logs / "none.log", returned, list(beats)
+    watch.output.write_text(output)
+    if killed:
+        watch.note_killed(killed)
+    return supervisor.close(attempt or Attempt(0, 2), watch)
 
 
 def test_a_script_that_ends_with_0_does_not_hide_how_its_ranks_ended(supervisor):
     """As `torchrun ... | tee log` does."""
 
-    def verdict(returned, *ended):
+    def verdict(returned, *ended, output=""):
         beats = [Beat(rank, "host", 1, 1, 1, "F", 3, ended=code) for rank, code in enumerate(ended)]
-        return supervisor.close(Attempt(0, 2), returned, beats, hung=False)
+        return end_of(supervisor, returned, beats, output)
 
     assert [verdict(0, *ended).action for ended in ((), (0, 0), (0, 1), (None, 0), (None, None))] == [Action.DONE] * 5
     assert verdict(0, 7, 5).code == 5 and verdict(0, 9, 9).action is Action.PREEMPTED
-    assert verdict(0, None, 1).action is Action.RETRY and verdict(None).action is Action.RETRY
-    supervisor.log.write_text("  exitcode  : 3 (pid: 4242)")  # before it came to a heartbeat
-    assert verdict(0).code == 3 and verdict(0, 0).code == 0
+    assert verdict(0, None, 1).action is Action.RESTART and verdict(None).action is Action.RESTART
+    early = "  exitcode  : 3 (pid: 4242)"  # before it came to a heartbeat
+    assert verdict(0, output=early).code == 3 and verdict(0, 0, output=early).code == 0
 
 
 @pytest.mark.parametrize(
@@ -485,7 +495,7 @@ def test_a_script_that_ends_with_0_does_not_hide_how_its_ranks_ended(supervisor)
 )
 def test_our_launcher_says_how_a_rank_ended_that_could_not(returned, ended, code, supervisor):
     beats = [Beat(rank, "host", 1, 1, 1, "F", 3, ended=own) for rank, own in enumerate(ended)]
-    assert supervisor.close(Attempt(0, 2), returned, beats, hung=False).code == code
+    assert end_of(supervisor, returned, beats).code == code
 
 
 @pytest.mark.parametrize(
@@ -502,8 +512,7 @@ def test_a_kill_is_the_cause_though_the_launcher_was_ended_before_it_could_repor
     beats = [
         Beat(rank, "host", 2**22 + rank, 1, 1, "F", 3, ended=own, machine=machine()) for rank, own in enumerate(ended)
     ]
-    supervisor.note_killed(beats)
-    assert supervisor.close(Attempt(0, 2), 1, beats, hung=False).cause == cause
+    assert end_of(supervisor, 1, beats, killed=beats).cause == cause
 
 
 def test_the_signal_that_killed_a_process_is_known_until_it_is_read():
@@ -530,7 +539,7 @@ def test_a_rank_may_be_silent_for_longer_where_nobody_knows_how_long_it_takes(su
     """A first save, or the wait for the one before; and all that comes before the first step ends."""
 
     def limit(**changed):
-        return supervisor.limit(
+        return supervisor.limits.of(
             Beat(**(dict(rank=0, host="h", pid=1, born=1, count=1, phase="F", step=3, since=1) | changed))
         )
 
@@ -663,8 +672,8 @@ def test_folders_of_killed_supervisors_are_removed_and_those_of_living_ones_stay
 def test_a_supervisor_that_could_not_look_counts_no_silence(monkeypatch):
     """A machine that stood still for an hour is no reason to end a job whose ranks stood still with it."""
     moments = iter([100.0, 100.4, 3700.0, 3700.5])
-    monkeypatch.setattr(supervise, "time", SimpleNamespace(monotonic=moments.__next__))
-    clock = supervise.Clock(most=1.0)
+    monkeypatch.setattr(attempt_watch, "time", SimpleNamespace(monotonic=moments.__next__))
+    clock = attempt_watch.Clock(most=1.0)
     assert [round(clock.look(), 3) for _ in range(3)] == [0.4, 1.4, 1.9]
 
 
@@ -746,7 +755,9 @@ def test_restarts_that_other_hosts_record_do_not_count():
         delay=1.0,
         past_events=lambda since: past,
     )
-    attempt = SimpleNamespace(code=7, last_step=3, ending_in_words="gone", cause="gone", why=None, rank=None, host="")
+    attempt = SimpleNamespace(
+        code=7, last_step=3, ending_in_words="gone", cause="gone", failure="network", why=None, rank=None, host=""
+    )
     for more in ([], [own], [dict(event="restart_storm")]):
         past += more
         supervise.Supervisor.record_restart(of, attempt)

@@ -383,7 +383,7 @@ def test_a_save_that_failed_the_last_time_is_not_waited_for(monkeypatch):
         _saver=SimpleNamespace(save=save),
         log=lambda line: None,
     )
-    path, failure = manager.CheckpointManager._try(own, 7, [], {})
+    path, failure = manager.CheckpointManager._try(own, 7, [], {}, {})
     assert path is None and isinstance(failure, StorageError) and waited == [2.0, 4.0]
 
 

@@ -377,7 +377,7 @@ this belongs to text generation: python -m megatron.tools.generate --help
     --output-every-n-results --termination-id --max-tokens-to-oom --flash-decode --enable-chunked-prefill
     --disable-chunked-prefill --use-legacy-static-engine --use-coordinator --num-speculative-tokens
     --decode-only-cuda-graphs --symmetric-ar-type --nccl-all-reduce-for-prefill --mlp-chunks-for-*
-    --batch-invariant-* --cache-dir
+    --batch-invariant-backend --cache-dir
 
 # Data and tokenizers.
 every step has a full batch, across epochs; --full-validation evaluates the last part too

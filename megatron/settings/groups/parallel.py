@@ -149,6 +149,11 @@ class Parallel:
             lambda s: s.sharding_stage and (s.dp * s.cp > 1 or s.sharding_stage == 3),
         ),
     )
+    batch_invariant_mode: bool = shown_by("test_weights_have_the_same_bits_in_every_layout")(
+        "train with the same bits in every layout and with every micro-batch size: each pass has one sample, whatever "
+        "--micro-batch-size is, and sums have one order",
+        False,
+    )
     print_topology: bool = shown_by("test_print_topology_prints_the_groups_and_stops")(
         "print the ranks of every group and exit", False
     )

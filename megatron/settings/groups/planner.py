@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Optional
 
-from megatron.settings.declare import Count, Fraction, Natural, Needs, Positive, shown_by
+from megatron.settings.declare import Count, Fraction, FromOne, Natural, Needs, Positive, shown_by
 from megatron.settings.groups.batch import AUTO
 
 
@@ -27,6 +27,7 @@ PLANNED = Needs("--dry-run, --preflight or --auto-parallel", planned)
 CLUSTER = "test_what_is_planned_for"
 
 cluster = shown_by(CLUSTER, needs=PLANNED)
+uneven = shown_by("test_the_busiest_rank_of_experts_is_planned_for", needs="num_experts")
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,14 @@ class Planner:
         "share of a device's memory to leave free (default: 0.08 in a search, 0.03 beside a given layout)",
         None,
         needs=PLANNED,
+    )
+    moe_load_imbalance: FromOne = uneven(
+        "predicted times: rows of the busiest rank of experts, as a multiple of the mean over "
+        "--expert-model-parallel-size; 1: loads are even",
+        1.0,
+    )
+    moe_memory_imbalance: Optional[FromOne] = uneven(
+        "predicted memory: the same where it is largest (default: --moe-load-imbalance)", None
     )
     mtbf: Optional[Positive] = shown_by("test_mtbf_is_that_of_a_node")(
         "mean hours between failures of a node: plan and --dry-run then show the best save interval and the goodput",

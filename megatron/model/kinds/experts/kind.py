@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of a layer's experts, for memory, FLOPs and messages (`model.layer_ops`). Needs no torch.
 
-All experts are assumed to get equally many tokens.
+All experts of a rank are assumed to get equally many tokens, and all ranks but for `RankSetup.busiest`.
 """
 
 from dataclasses import replace
@@ -33,14 +33,15 @@ def expert_ops(x: Residual) -> tuple[LayerOp, ...]:
     n, k, experts = x.tokens // share.tp, m.moe_router_topk, m.num_experts
     gathered = n * share.etp
     pairs = gathered * k  # sent by a rank, and on average as many arrive
-    rows = pairs
+    more = share.busiest if share.ep > 1 else 1.0  # without ep a rank has all rows
+    rows = int(pairs * more)
     if m.moe_pad_expert_input_to_capacity:
-        rows = experts * share.etp * capacity(n, k, experts, m.moe_expert_capacity_factor)
+        rows, more = experts * share.etp * capacity(n, k, experts, m.moe_expert_capacity_factor), 1.0
     halves = ("all_gather",), ("reduce_scatter",)
     over = lambda axis, size, *calls, again=again: Collective(
         "experts", axis, getattr(share, axis), size, *calls, again=again
     )
-    there, back, order_bytes = _exchanges(x, gathered, rows)
+    there, back, order_bytes = _exchanges(x, gathered, rows, more)
     cuts = share.tp > 1 and not share.sp  # each rank of tp takes its part of the rows
     ours = x.tokens * h * e * cuts
     cut, join = (
@@ -62,7 +63,7 @@ def expert_ops(x: Residual) -> tuple[LayerOp, ...]:
         over("etp", 4 * pairs, *halves),  # and their weights
         Kernel("routing", kept=order_bytes, moved=2 * rows * w, again=again),
         *there,
-        *_mlp_ops(x, activation, rows, pairs * share.ep / experts),
+        *_mlp_ops(x, activation, rows, more * pairs * share.ep / experts),
         *back,
         Kernel("experts", moved=2 * rows * w, again=again),
         over("etp", gathered * w * e, *reversed(halves)),
@@ -71,10 +72,10 @@ def expert_ops(x: Residual) -> tuple[LayerOp, ...]:
     )
 
 
-def _exchanges(x: Residual, tokens: int, rows: int) -> tuple[list[LayerOp], list[LayerOp], int]:
+def _exchanges(x: Residual, tokens: int, rows: int, more: float) -> tuple[list[LayerOp], list[LayerOp], int]:
     """(exchanges of so many tokens to their experts, and back, bytes that say which row is whose).
 
-    rows: of this rank's experts
+    rows: of this rank's experts; more: as a multiple of the mean
     """
     m, share, again = x.model, x.share, (MLP,)
     width, k, both = m.expert_hidden_size * share.element, m.moe_router_topk, (("all_to_all",), ("all_to_all",))
@@ -88,7 +89,7 @@ def _exchanges(x: Residual, tokens: int, rows: int) -> tuple[list[LayerOp], list
         outer, inner = share.ep // share.ep_inner, share.ep_inner
         for axis, ranks, parts in (("ep_outer", outer, outer), ("ep_inner", inner, share.ep)):
             if ranks > 1:
-                reached = int(tokens * expected_parts(m, parts))  # as many arrive, on average
+                reached = int(tokens * more * expected_parts(m, parts))  # as many arrive, on average
                 there += [
                     over(axis, ranks, reached * (width + 4 * k), both),
                     over(axis, ranks, reached * 2 * k, both[:1]),

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of a rank with --batch-invariant-mode: the sum over samples has one order, in every layout.
+
+A pass has one sample. Its gradients are reduced for themselves, in every ZeRO stage: the samples of all data parallel ranks
+first, then the passes of the step, by one tree over the global batch (`mpu/ordered_sums.py`). A rank keeps the sums of its
+shard that wait for a partner, at most log2(passes) + 1 of them.
+
+A weight that is used twice in a pass (a tied embedding) has two gradients, whose sums over samples are separate: where
+first and last stage are on different ranks they are, too. They are added at the end.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from megatron.mpu.deferred_wgrad import WeightGradStore
+from megatron.mpu.mesh import Mesh
+from megatron.mpu.ordered_sums import SumOverRanks, Tree
+from megatron.optimizer.gradients import GradientBuffers, PassKey, Reduction, UnitGradients
+from megatron.optimizer.units import OwnedRange
+
+Use = tuple[int, int]  # of a weight: the model chunk, and the number of the use in a pass of it
+
+
+def separate_output_gradients(chunks: Iterable[torch.nn.Module]) -> None:
+    """Let the output layers of chunks add their weight's gradient by themselves: autograd would add that of a tied
+    embedding's other use before it arrives.
+    """
+    for chunk in chunks:
+        if hasattr(chunk, "weight_grad_store"):
+            chunk.weight_grad_store = WeightGradStore()
+
+
+class OrderedGradients(GradientBuffers):
+    """As `GradientBuffers`, for passes that `passing` tells apart, in any order and also when they overlap."""
+
+    def __init__(self, owned: Sequence[OwnedRange], mesh: Mesh, **more):
+        super().__init__(owned, mesh, keep=False, **more)
+        self.seen = Counter[tuple[PassKey, str]]()  # gradients of a parameter that have arrived in a pass
+        self.open: dict[
+            tuple[str, PassKey], list[UnitGradients]
+        ] = {}  # those of a unit, by use, until they are reduced
+        self.trees: dict[str, dict[Use, Tree]] = {}  # the sums of a unit
+
+    @property
+    def nbytes(self) -> int:
+        held = [use.buffer for uses in self.open.values() for use in uses]
+        waiting = [tree.nbytes for trees in self.trees.values() for tree in trees.values()]
+        return super().nbytes + sum(buffer.nbytes for buffer in held) + sum(waiting)
+
+    def _view(self, tally: UnitGradients, name: str) -> tuple[torch.Tensor, bool]:
+        """A place for one gradient of one pass: nothing is added there."""
+        now = self.passing()
+        number = self.seen[now, name]
+        self.seen[now, name] += 1
+        uses = self.open.setdefault((tally.own.unit.name, now), [])
+        if number == len(uses):
+            uses.append(self._use(tally))
+        uses[number].written.add(name)
+        return uses[number].views[name], True
+
+    def _use(self, tally: UnitGradients) -> UnitGradients:
+        use = UnitGradients(tally.own, {})
+        use.take(self._zeros(tally.own.unit.size))
+        return use
+
+    def complete(self, tally: UnitGradients) -> bool:
+        """Whether each parameter has got a gradient in the present pass."""
+        now = self.passing()
+        return all(self.seen[now, slot.name] for slot in tally.own.unit.slots)
+
+    def start(self, tally: UnitGradients, passing: PassKey) -> None:
+        """Start the reduction of a unit's gradients of one pass."""
+        unit, (micro, chunk) = tally.own.unit, passing
+        uses = self.open.pop((unit.name, passing), None) or [self._use(tally)]  # without gradients: zeros
+        started = {}
+        for number, use in enumerate(uses):
+            use.zero_rest()
+            started[chunk, number] = SumOverRanks(use.buffer, self.axis(unit.sharded), self.axis(unit.replicate))
+        leaves = _Leaves(self.trees.setdefault(unit.name, {}), micro, started)
+        self.under_way.append(Reduction(tally, leaves, tally.buffer, None))
+
+    def sum_all(self) -> None:
+        self.reduce_rest()
+
+    def reduce_rest(self) -> None:
+        tallies = {tally.own.unit.name: tally for tally in self.tallies.values()}
+        for name, passing in list(self.open):
+            self.start(tallies[name], passing)
+        self._wait()
+        for name, tally in tallies.items():
+            place, trees = self.reduced[tally.own.shard_slice], self.trees.pop(name, {})
+            place.zero_()
+            for use in sorted(trees):
+                place.add_(trees[use].total())
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self.seen.clear()
+        self.open.clear()
+        self.trees.clear()
+
+
+class _Leaves(NamedTuple):
+    """Running sums over ranks of a unit's gradients of one micro-batch: a leaf of the tree of each use."""
+
+    trees: dict[Use, Tree]
+    micro: int
+    started: dict[Use, SumOverRanks]
+
+    def wait(self) -> None:
+        for use, leaf in self.started.items():
+            self.trees.setdefault(use, Tree()).add(self.micro, leaf.wait())

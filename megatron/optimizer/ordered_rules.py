@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What --batch-invariant-mode does not cover: sums whose order is still that of the layout. Refused, with one message."""
+
+from types import SimpleNamespace
+
+from megatron.model.recipe import recipe_of
+from megatron.optimizer.kinds import knows_matrices
+from megatron.settings.declare import dashed
+from megatron.settings.rules import Rule, said
+
+# Setting -> whether it is covered. `s` is `rules.record`.
+COVERED = {
+    "device": lambda s: s.device == "cpu",
+    "model_type": lambda s: recipe_of(s.settings).batch_invariant,
+    "tensor_model_parallel_size": lambda s: s.tp == 1,
+    "context_parallel_size": lambda s: s.cp == 1,
+    "expert_model_parallel_size": lambda s: s.expert_model_parallel_size == 1,
+    "precision": lambda s: s.precision in ("fp32", "bf16"),
+    "amp_level": lambda s: s.amp_level != "O1" or s.precision == "fp32",
+    "fp8_format": lambda s: not s.fp8_format,
+    "optimizer": lambda s: not knows_matrices(s.settings.optimizer),
+    "qk_clip": lambda s: not s.qk_clip,
+    "loss_averaging": lambda s: s.loss_averaging == "token",
+    "torch_compile": lambda s: s.torch_compile in (False, "auto"),
+    "linear": lambda s: not s.linear,
+    "mtp_num_layers": lambda s: not s.mtp_num_layers,
+    "hybrid_layer_pattern": lambda s: not s.hybrid_layer_pattern,
+    "experimental_attention_variant": lambda s: not s.experimental_attention_variant,
+    "teacher_load": lambda s: not s.teacher_load,
+    "teacher_logits": lambda s: not s.teacher_logits,
+    "moe_router_load_balancing_type": lambda s: "global_aux_loss" not in words_of(s.moe_router_load_balancing_type),
+}
+# What to do about a setting; otherwise: leave it out
+INSTEAD = {"device": "say --device cpu", "precision": "say --bf16 or --precision fp32"}
+
+
+def words_of(value: object) -> tuple[str, ...]:
+    """The words of a setting that may have several."""
+    return tuple(value) if isinstance(value, (list, tuple)) else (str(value),)
+
+
+def uncovered(s: SimpleNamespace) -> list[str]:
+    """The names of the settings that the mode does not cover."""
+    if not s.batch_invariant_mode:
+        return []
+    return [name for name, covered in COVERED.items() if not covered(s)]
+
+
+def _sentence(s: SimpleNamespace) -> str:
+    names = uncovered(s)
+    words = " and ".join(said(s, name) for name in names)
+    instead = [INSTEAD[name] for name in names if name in INSTEAD]
+    others = [dashed(name) for name in names if name not in INSTEAD]
+    do = [*instead, f"leave out {', '.join(others)}"] if others else instead
+    return (
+        f"--batch-invariant-mode does not cover {words}: weights would depend on the layout; {', and '.join(do)}, or leave "
+        "out --batch-invariant-mode (docs/parallelism.md#the-same-bits-in-every-layout)"
+    )
+
+
+RULES = (
+    Rule(uncovered, _sentence),
+    Rule(
+        lambda s: s.batch_invariant_mode and s.dp & (s.dp - 1),
+        lambda s: (
+            f"--batch-invariant-mode adds up the ranks' samples in pairs, and {s.dp} data parallel ranks are no power of "
+            f"two; nearest: {1 << s.dp.bit_length() - 1}, {1 << s.dp.bit_length()}"
+        ),
+    ),
+)

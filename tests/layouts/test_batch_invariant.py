@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--batch-invariant-mode: all weights have the same bits in every layout and with every micro-batch size. Each case is
+compared with one process and micro-batches of one sample.
+"""
+
+import hashlib
+from functools import cache
+
+import pytest
+
+import pretrain_gpt
+from megatron.checkpoint.reader import Reader
+from megatron.errors import SettingsError
+from megatron.planner.parity import compare, laid_out, parse_layout, trace
+from megatron.settings.parse import parse_pretrain
+
+PLAIN = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 96 --lr 1e-3
+    --global-batch-size 8 --train-iters 30 --eval-iters 1"""
+FLAGS = f"{PLAIN} --batch-invariant-mode"
+MODELS = {
+    "gpt": "",
+    "llama": """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+        --num-query-groups 2 --untie-embeddings-and-output-weights""",
+    "experts": "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2",
+}
+FORMATS = {"fp32": "--precision fp32", "bf16": "--bf16"}
+
+# model, format, layout, then the micro-batch size
+CASES = """
+    gpt fp32 dp2 2
+    gpt fp32 dp4 1
+    gpt fp32 dp2-zero1 4
+    gpt fp32 pp2-zbv 1
+    gpt bf16 dp4-zero2 1
+    gpt bf16 pp2-dp2-zero3-zbv 2
+    gpt bf16 pp2vp2 1
+    llama fp32 pp2-dp2-zero1-zbh1 1
+    llama bf16 dp4-zero3 2
+    experts bf16 pp2-dp2 1
+""".strip().splitlines()
+LAYOUTS = """one:8 dp2:4 dp4:2 dp8:1 dp2-zero1:2 dp4-zero2:1 dp4-zero3:1 pp2:2 pp4:1 pp2vp2:1 pp2-gpipe:4 pp2-zbh1:1
+    pp2-zbv:2 pp2-vhalf:1 pp2-dp2-zero1-zbh1:1 pp2-dp2-zero3-zbv:2 pp4-dp2-zero2:1""".split()
+
+
+def run(model, form, layout="", micro=1, steps=3, more=""):
+    layout = parse_layout("" if layout == "one" else layout)
+    flags = f"{FLAGS} {MODELS[model]} {FORMATS[form]} --micro-batch-size {micro} {more}".split()
+    return trace(laid_out(parse_pretrain(flags), layout), pretrain_gpt.recipe(), layout.world_size, steps)
+
+
+@cache
+def one_process(model, form, steps=3, more=""):
+    return run(model, form, steps=steps, more=more)
+
+
+def hash_of(weights):
+    hashed = hashlib.sha256()
+    for name in sorted(weights):
+        hashed.update(name.encode() + weights[name].contiguous().numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def check(found, expected):
+    different = [name for name, weight in found.weights.items() if not weight.equal(expected.weights[name])]
+    assert not different, different
+    assert hash_of(found.weights) == hash_of(expected.weights)
+    assert found.norms == expected.norms
+    names = len(found.losses) // len(found.norms)
+    assert found.losses[::names] == expected.losses[::names]  # "lm loss"; others are only logged
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("case", [" ".join(case.split()) for case in CASES])
+def test_weights_have_the_same_bits_in_every_layout(case):
+    model, form, layout, micro = case.split()
+    check(run(model, form, layout, int(micro)), one_process(model, form))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_of_twenty_steps_have_one_hash(model, form):
+    expected = one_process(model, form, steps=20)
+    for place in LAYOUTS:
+        layout, _, micro = place.partition(":")
+        check(run(model, form, layout, int(micro), steps=20), expected)
+
+
+@pytest.mark.full
+def test_runs_go_on_with_the_same_bits_in_other_layouts(run_ranks, tmp_path):
+    """Six steps in three layouts, two of each, against six steps of one process; the process has micro-batches of eight."""
+
+    def go_on(folder, layout, last, micro):
+        layout, flags = parse_layout(layout), f"{FLAGS} --bf16 --device cpu --num-workers 0 --micro-batch-size {micro}"
+        flags += f" --pipeline-model-parallel-size {layout.pp} --sharding-stage {layout.zero} --exit-interval {last}"
+        flags += (
+            f" --pipeline-schedule {layout.schedule or '1f1b'} --save {folder} --load {folder} --save-interval {last}"
+        )
+        run_ranks(layout.world_size, lambda rank: pretrain_gpt.main(flags.split()))
+
+    go_on(tmp_path / "one", "", 6, 8)
+    for layout, last in (("pp2-zbv", 2), ("dp4-zero3", 4), ("dp2-zero1", 6)):
+        go_on(tmp_path / "three", layout, last, 1)
+    tensors = {}
+    for name in ("one", "three"):
+        with Reader(tmp_path / name / "iter_0000006") as reader:
+            tensors[name] = {tensor: reader.read(tensor) for tensor in reader.tensors}
+    assert tensors["one"].keys() == tensors["three"].keys()
+    assert not [name for name, value in tensors["one"].items() if not value.equal(tensors["three"][name])]
+
+
+def test_the_mode_trains_the_same_model_as_without_it():
+    plain = f"{PLAIN} --precision fp32 --micro-batch-size 4".split()
+    expected = trace(laid_out(parse_pretrain(plain), parse_layout("")), pretrain_gpt.recipe(), 1, 3)
+    difference = compare(expected, one_process("gpt", "fp32"))
+    assert difference.passes("fp32"), difference
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--device auto", "--device auto"),
+        ("--fp16 --optimizer muon", "--fp16 and --optimizer muon"),
+        ("--context-parallel-size 2", "--context-parallel-size 2"),
+        ("--loss-averaging micro-batch", "--loss-averaging micro-batch"),
+        ("--global-batch-size 12", "3 data parallel ranks are no power of two; nearest: 2, 4"),
+    ],
+)
+def test_what_the_mode_does_not_cover_is_refused(flags, words):
+    from megatron.training.rules import resolve
+
+    ranks = 3 if "power" in words else 2
+    with pytest.raises(SettingsError) as error:
+        resolve(parse_pretrain(f"{FLAGS} --device cpu {flags}".split()), ranks)
+    assert words in error.value.what
