@@ -39,7 +39,6 @@ from megatron.mpu.placement import placements
 from megatron.mpu.random import init_parameter
 from megatron.settings.schema import Model, Precision
 
-
 FAR = 2**30  # elements between rows
 
 

@@ -155,7 +155,7 @@ def test_whole_numbers_are_padded_as_cublas_needs_it(rows, inputs, outputs, monk
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 5])
 def test_blocks_of_onnx_are_the_numbers_of_groups(groups):
-    """As onnxruntime's MatMulNBits reads them: each byte of zeros has two, and each row of outputs begins with a new one."""
+    """As onnxruntime's MatMulNBits reads them: each byte of zeros has two, and each output begins with a new one."""
     made = quantized(layer(16 * groups), quantize="int4", quantize_group_size=16)
     operand, wanted = made.product.weight_operand(made.weight), made.product.codes().weight()
     numbers, scales, zeros = _blocks(*operand, 16)

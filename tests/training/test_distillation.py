@@ -243,7 +243,7 @@ def test_even_pairs(wide_teacher):
         found = [pairs.pop(n) for n in range(student)]
         assert not pairs and found == sorted(found) and found[-1] == layers - 1, (student, layers, found)
         if student < layers:  # as far apart as whole numbers allow
-            assert {b - a for a, b in zip([-1, *found], found)} <= {layers // student, -(-layers // student)}
+            assert {b - a for a, b in itertools.pairwise([-1, *found])} <= {layers // student, -(-layers // student)}
         else:  # each layer teaches as many as any other, or one more
             assert {found.count(n) for n in range(layers)} <= {student // layers, -(-student // layers)}
     narrow = f"{LINE} --hidden-size 12 --teacher-load {wide_teacher} --kd-hidden-layers 1:3 --lora-rank 2".split()
