@@ -178,7 +178,7 @@ def test_noise_of_layers_sites_samples_and_seeds_is_not_each_others(site):
 
 
 def test_random_choices_are_not_those_of_the_jitter():
-    """Of as many numbers: with the identity as weight, logits are 1 + eps times those of the one, and those of the other."""
+    """Of as many numbers: with the identity as weight, logits are 1 + eps times the one, or the other."""
     samples, one = torch.tensor([3]), torch.ones(S, 1, E)
     found = []
     for settings in (dict(moe_input_jitter_eps=0.5), dict(moe_router_force_load_balancing=True)):
