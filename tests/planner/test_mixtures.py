@@ -37,7 +37,7 @@ from tests.planner.test_truth import counted_step
 
 pytestmark = pytest.mark.sampled(10)
 
-MOVED = dict(num_experts=8, moe_ffn_hidden_size=16)
+MOVED = dict(num_experts=8, moe_ffn_hidden_size=16, disable_bias_linear=True)
 SHAPE = dict(GPT_SHAPE, **LLAMA) | dict(num_experts=8, moe_ffn_hidden_size=96)
 
 
