@@ -22,7 +22,6 @@ from typing import Optional
 import torch
 from torch import nn
 
-from megatron.model.kinds.mlp.module import MLP
 from megatron.model.norms import NORMS
 from megatron.mpu import collectives
 from megatron.mpu.layers import LINEAR, RowParallelLinear
@@ -44,8 +43,8 @@ def attach_ordered(chunks: Iterable[nn.Module], settings: Model) -> None:
                 module.product = OrderedProduct(module, name, settings, tokens)
             elif isinstance(module, tuple(NORMS.values())):
                 module.in_blocks = tokens.each
-            elif isinstance(module, MLP):
-                module.in_blocks = partial(_by_width, Blocks(BLOCKS // chunk.tp.size, 1 + module.gated))
+            elif hasattr(module, "by_width"):  # an activation
+                module.by_width = partial(_by_width, Blocks(BLOCKS // chunk.tp.size, 1 + module.gated))
 
 
 class OrderedProduct(LinearProduct):

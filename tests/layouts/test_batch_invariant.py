@@ -77,7 +77,7 @@ def check(found, expected):
     assert found.losses[::names] == expected.losses[::names]  # "lm loss"; others are only logged
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", [" ".join(case.split()) for case in CASES])
 def test_weights_have_the_same_bits_in_every_layout(case):
     model, form, layout, micro = case.split()
