@@ -75,10 +75,12 @@ def train(config: Config, recipe: Recipe) -> None:
         config = resolve(config, world_size=world_size(config))
     if config.parallel.print_topology:
         return print_topology(config)
-    from megatron.mpu.initialize import prepare_device
-    from megatron.planner.memory_check import check_room
+    from megatron.planner.memory_check import check_room, has_driver
 
-    prepare_device(config.parallel, config.kernels, rank_env.ranks().rank, world_size(config))
+    if has_driver(config.kernels.device):  # else no memory of a device is looked at, and nothing before needs torch
+        from megatron.mpu.initialize import prepare_device
+
+        prepare_device(config.parallel, config.kernels, rank_env.ranks().rank, world_size(config))
     refusal = check_room(config, recipe) or refused_port(config.logging)
     from megatron.training.loop import pretrain
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of finished checkpoints (`--save-copy`) on another disk or site, or made by a command.
+"""Copies of finished checkpoints: on another disk or site, or made by a command (`--save-copy`), and in Hugging Face's
+format (`--save-hf`).
 
 A thread of rank 0 copies while training continues. A copy that fails is only logged.
 """
@@ -12,9 +13,11 @@ import secrets
 import shlex
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -24,10 +27,12 @@ from megatron.checkpoint import survey
 from megatron.checkpoint.backends import INDEX, CheckpointPath, appear, backend_of
 from megatron.checkpoint.folder import TRACKER, clean, prune
 from megatron.errors import Failure, StorageError
+from megatron.settings import rank_env
 from megatron.storage.durable import storage_errors, sync_folder
 from megatron.storage.urls import UrlPath, location
 
 BEAT = 1.0  # seconds between two heartbeats while waiting for the last copy
+_NICE = 10  # training has priority over an export
 _PART = 1 << 26  # bytes that are copied at a time
 PATH = "{}"  # in a command: the placeholder of the checkpoint's directory
 
@@ -36,6 +41,8 @@ class Copies:
     """Copies checkpoints into a folder from which they can be loaded, or passes them to a command.
 
     where: a folder, or a command that contains `{}`. keep_last and retain_interval as in `Saver`, for a folder.
+    copy:  another way to copy a checkpoint to `where`; flag: the one that asked for it
+    every: only checkpoints at multiples of this iteration
     """
 
     def __init__(
@@ -45,8 +52,12 @@ class Copies:
         keep_last: Optional[int] = None,
         retain_interval: Optional[int] = None,
         log: Callable[[str], None] = print,
+        copy: Optional[Callable[[CheckpointPath, str], None]] = None,
+        flag: str = "--save-copy",
+        every: int = 1,
     ):
-        self.where, self.keep = where, (keep_last, retain_interval)
+        self.where, self.keep, self.flag, self.every = where, (keep_last, retain_interval), flag, every
+        self._make = partial(copy, where=where) if copy else self._run_command if PATH in where else self._copy
         self.log = log
         # The checkpoint being copied: retention spares it, or a slow copy would never finish.
         self.present: Optional[CheckpointPath] = None
@@ -56,8 +67,9 @@ class Copies:
         self._thread.start()
 
     def add(self, checkpoint: CheckpointPath) -> None:
-        """Queue a checkpoint for copying. Returns immediately."""
-        self._waiting.put(checkpoint)
+        """Queue a checkpoint for copying, if it is its turn. Returns immediately."""
+        if _iteration(checkpoint) % self.every == 0:
+            self._waiting.put(checkpoint)
 
     def close(self, timeout: Optional[float] = None, beat: Callable[[], None] = lambda: None) -> None:
         """Wait until all copies are done, or for `timeout` seconds. beat: called as a heartbeat if there is no timeout."""
@@ -75,9 +87,9 @@ class Copies:
             try:
                 if not checkpoint.is_dir():
                     continue  # deleted by retention
-                (self._run_command if PATH in self.where else self._copy)(checkpoint)
+                self._make(checkpoint)
             except (Failure, OSError) as problem:
-                self.log(f"WARNING: {checkpoint} was not copied (--save-copy {self.where}): {problem}")
+                self.log(f"WARNING: {checkpoint} was not copied ({self.flag} {self.where}): {problem}")
             else:
                 self.log(f"  copied {checkpoint.name} to {self.where} ({time.perf_counter() - started:.2f} s)")
             finally:
@@ -86,13 +98,7 @@ class Copies:
             self._lock.release()
 
     def _run_command(self, checkpoint: CheckpointPath) -> None:
-        command = self.where.replace(PATH, shlex.quote(str(checkpoint)))
-        done = subprocess.run(  # in a new session, which Ctrl-C does not reach
-            command, shell=True, capture_output=True, text=True, errors="replace", start_new_session=True
-        )
-        if done.returncode:
-            last = (done.stderr or done.stdout).strip().splitlines()[-1:]
-            raise StorageError(f"exit code {done.returncode}" + "".join(f": {line}" for line in last))
+        _run(["sh", "-c", self.where.replace(PATH, shlex.quote(str(checkpoint)))])
 
     def _copy(self, checkpoint: CheckpointPath) -> None:
         folder = location(self.where)
@@ -102,6 +108,36 @@ class Copies:
             clean(folder)
         copy_checkpoint(checkpoint, folder)
         prune(folder, *self.keep)
+
+
+def _run(words: list[str], env: Optional[dict[str, str]] = None) -> None:
+    """Run a command in a session of its own, which Ctrl-C does not reach. Raises StorageError with its last line."""
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace", start_new_session=True, env=env)
+    if done.returncode:
+        last = [line for line in (done.stderr or done.stdout).strip().splitlines() if not line.startswith("  ")][-1:]
+        raise StorageError(f"exit code {done.returncode}" + "".join(f": {line}" for line in last))
+
+
+def export_to_hf(checkpoint: CheckpointPath, where: str) -> None:
+    """Write a checkpoint's model and tokenizer to a folder `iter_...` of `where` in Hugging Face's format (`to-hf`).
+
+    It appears when it is complete. It is not compared with the checkpoint by running both, which would take the memory of
+    two models beside the training. Raises StorageError if the export fails.
+    """
+    final = Path(where) / f"iter_{_iteration(checkpoint):07d}"
+    temporary = final.with_name(f".tmp-{final.name}-{secrets.token_hex(4)}")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    for left in final.parent.glob(f".tmp-{final.name}-*"):  # of a killed run
+        shutil.rmtree(left, ignore_errors=True)
+    alone = {name: value for name, value in os.environ.items() if name not in rank_env.TORCHRUN}
+    words = ["nice", "-n", str(_NICE), sys.executable, "-m", "megatron.tools.checkpoint", "to-hf"]
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+        _run([*words, str(checkpoint), str(temporary), "--unchecked"], alone | {"CUDA_VISIBLE_DEVICES": ""})
+        with storage_errors(final):
+            appear(temporary, final)
+            for old in final.parent.glob(f".old-{final.name}-*"):
+                shutil.rmtree(old)
 
 
 def copy_checkpoint(checkpoint: CheckpointPath, folder: CheckpointPath) -> None:

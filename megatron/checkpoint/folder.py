@@ -298,12 +298,12 @@ class Saver:
         retain_interval: Optional[int] = None,
         rank: int = 0,
         all_gather_object: AllGatherObject = alone,
-        in_use: Callable[[], Optional[CheckpointPath]] = lambda: None,
+        in_use: Callable[[], Collection[Optional[CheckpointPath]]] = list,
         log: Callable[[str], None] = lambda text: None,
         verified: float = 1.0,
     ):
         """verified: the share of its file that each rank reads back before older checkpoints are deleted.
-        in_use: returns a checkpoint that is being read, which stays until the next save.
+        in_use: returns checkpoints that are being read, which stay until the next save.
         log: gets a message while this waits for another job to end.
 
         Raises StorageError when the folder cannot be written, Locked when another job writes into it.
@@ -434,7 +434,7 @@ class Saver:
             self._storage.replace(self.folder / TRACKER, str(iteration).encode())
             self._storage.clean(self.folder, final)
         used = self.in_use()
-        return [path for path in surplus(self.folder, self.keep_last, self.retain_interval) if path != used]
+        return [path for path in surplus(self.folder, self.keep_last, self.retain_interval) if path not in used]
 
     def _forget(self, doomed: list[CheckpointPath]) -> None:
         if self.rank == 0:

@@ -23,7 +23,7 @@ import torch
 
 from megatron.checkpoint.backends import CheckpointPath
 from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.copies import Copies, copy_checkpoint
+from megatron.checkpoint.copies import Copies, copy_checkpoint, export_to_hf
 from megatron.checkpoint.first_launch import FIRST_AUTO
 from megatron.checkpoint.folder import AllGatherObject, Saver, alone, prune
 from megatron.checkpoint.interval import best_interval, goodput
@@ -72,12 +72,14 @@ class CheckpointManager:
         self._quiet, self._events = quiet, events or EventLog(active=False)
         self._disk_speed = DiskSpeed(self._events)
         self._mirror: Optional[Saver] = None
-        self._copies: Optional[Copies] = None
+        self._copies: list[Copies] = []
         self._saver = self._open(settings.save)
         if settings.save_copy and rank == 0:
-            self._copies = Copies(
-                settings.save_copy, keep_last=settings.keep_last, retain_interval=settings.save_retain_interval, log=log
-            )
+            keep = dict(keep_last=settings.keep_last, retain_interval=settings.save_retain_interval)
+            self._copies.append(Copies(settings.save_copy, **keep, log=log))
+        if settings.save_hf and rank == 0:
+            every = settings.save_hf_interval or 1
+            self._copies.append(Copies(settings.save_hf, copy=export_to_hf, flag="--save-hf", every=every, log=log))
         self._snapshot = Snapshot()
         self._thread: Optional[threading.Thread] = None
         self._outcome: Optional[SaveOutcome] = None
@@ -175,13 +177,13 @@ class CheckpointManager:
             for saver in (self._saver, self._mirror):
                 if saver:
                     saver.close()
-            if self._copies and copies:
-                self._copies.close(timeout)
+            for one in self._copies if copies else ():
+                one.close(timeout)
 
     def close_copies(self, beat: Callable[[], None]) -> None:
         """Wait for the last copies, which rank 0 makes. Other ranks need not wait. beat: called as a heartbeat."""
-        if self._copies:
-            self._copies.close(beat=beat)
+        for one in self._copies:
+            one.close(beat=beat)
 
     # ------------------------------------------------------------------------------------------------ inside
 
@@ -192,7 +194,7 @@ class CheckpointManager:
             retain_interval=self.settings.save_retain_interval,
             rank=self.rank,
             all_gather_object=self.all_gather_object,
-            in_use=lambda: self._copies.present if self._copies else None,
+            in_use=lambda: [one.present for one in self._copies],
             log=self.log,
             verified=self.settings.verify_saves,
         )
@@ -255,8 +257,8 @@ class CheckpointManager:
                     kinds=saver.unchanged,
                 )
             self._disk_speed.judge(str(path.parent), iteration, size, writing)
-            if self._copies:
-                self._copies.add(path)
+            for one in self._copies:
+                one.add(path)
 
     def _try(
         self, iteration: int, pieces: list[Piece], state: dict[str, Any], live: Mapping[str, LiveSum]

@@ -161,9 +161,14 @@ def _what_fits(demand: Demand, lack: Lack, job: Job, layout: Layout) -> str:
     return remedies(job, layout, lack.by, lack.free)
 
 
+def has_driver(wanted: str) -> bool:
+    """Whether training may run on a GPU. Needs no torch. wanted: --device"""
+    return wanted != "cpu" and any(Path(driver).exists() for driver in DRIVERS)
+
+
 def _has_gpu(wanted: str) -> bool:
     """Whether training will run on a GPU; imports torch only if there is a driver."""
-    if wanted == "cpu" or not any(Path(driver).exists() for driver in DRIVERS):
+    if not has_driver(wanted):
         return False
     import torch
 

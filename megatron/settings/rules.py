@@ -483,6 +483,10 @@ RULES = (
         for a, b in (("save_mirror", "save"), ("save_copy", "save"), ("save_copy", "save_mirror"))
     ),
     Rule(
+        lambda s: s.save_hf and ("://" in s.save_hf or "://" in (s.save or "")),
+        lambda s: f"--save-hf {s.save_hf}: it and --save {s.save} must be local folders; copy the export afterwards",
+    ),
+    Rule(
         lambda s: s.save_mirror and "{}" in s.save_mirror,
         lambda s: "--save-mirror is a folder for saves that failed; a command for each checkpoint is --save-copy",
     ),

@@ -162,6 +162,10 @@ def build_run(
     for note in refuse_other_vocabulary(all_paths(config.data, log), tokenizer):
         log(f"note: {note}")
     draws = record is None or keeps_initial_values(config.checkpoint)
+    if config.checkpoint.save_hf:
+        from megatron.convert.families import exported
+
+        exported(config, vocab_size)  # raises for a model that transformers does not have
     model = build_model(config, recipe, context, tokenizer, vocab_size, draws)
     heartbeat.beat("load")
     start = load_start(config, recipe, context, model, events)

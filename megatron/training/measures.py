@@ -129,7 +129,8 @@ def best_manager(config: schema.Config, measures: Optional[Measures], context: R
         return None
     if config.batch.skip_train:
         return None
-    own = dict(save=best_folder(config), keep_last=1, save_retain_interval=None, save_mirror=None, save_copy=None)
+    nowhere_else = dict(save_mirror=None, save_copy=None, save_hf=None)
+    own = dict(save=best_folder(config), keep_last=1, save_retain_interval=None, **nowhere_else)
     return CheckpointManager(
         replace(settings, async_save=False, save_interval=None, **own),
         rank=context.mesh.rank,
@@ -212,7 +213,7 @@ def restore_best(run) -> None:
         )
         return
     checkpoint = replace(run.config.checkpoint, load=folder, ckpt_step=step, finetune=False, no_load_optim=True)
-    config = replace(run.config, checkpoint=replace(checkpoint, save_mirror=None, save_copy=None))
+    config = replace(run.config, checkpoint=replace(checkpoint, save_mirror=None, save_copy=None, save_hf=None))
     try:
         load(config, run.context, run.optimizer, state, events=run.events)
     except Failure as problem:

@@ -9,6 +9,7 @@ import torch
 from fake_run import Event, a_device
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron.checkpoint.store import LiveSum
 from megatron.fused_kernels import attention, explicit_attention
 from megatron.inference import choices, quantize
 from megatron.model.cache import stored_dtype
@@ -72,6 +73,21 @@ def peak():
         return list(memory.memory_use("cuda"))
 
 
+def in_use():
+    stats = {f"{kind}_bytes.all.{end}": n + m for n, kind in enumerate(("allocated", "reserved"), 1) for m, end in ENDS}
+    with (
+        mock.patch.object(torch.cuda, "memory_stats", lambda: stats),
+        mock.patch.object(torch.cuda, "mem_get_info", lambda: (100, 150)),
+    ):
+        return list(memory.memory_in_use("cuda", 3, 1, state=8))
+
+
+def live_sum():
+    """Of a tensor on a device; the host does not wait for it."""
+    total = LiveSum.of(on_device(5, 9)).on_device
+    return [str(total.device.type), str(total.dtype), *total.shape]
+
+
 ENDS = ((10, "current"), (20, "peak"))
 
 
@@ -127,6 +143,8 @@ CALLS = {
     "gradient of a block": weight_gradient,
     "seed": seeded,
     "memory": peak,
+    "memory in use": in_use,
+    "sum of bits": live_sum,
     "synchronized": synchronized,
     "timers": timed,
     "memory in reports": told_memory,

@@ -262,6 +262,8 @@ CALLED = {  # in fake_calls.py: what comes of it, or device, format and shape
     "gradient of a block": ["cuda", "torch.float32", 4, 3],
     "seed": True,
     "memory": [11, 21, 12, 22],
+    "memory in use": [3, 1, 8, 21, 22, 38],
+    "sum of bits": ["cuda", "torch.int64"],
     "synchronized": 1,
     "timers": True,
     "memory in reports": "tensors on cuda",

@@ -39,6 +39,13 @@ def records(out: str) -> list[dict]:
     return [json.loads(line) for line in out.splitlines()]
 
 
+@pytest.mark.parametrize("asked, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float32)])
+def test_weights_of_half_precision_are_widened_on_a_cpu(checkpoint, asked, dtype):
+    """Torch has no fast products of fp16 there, and none of some ops."""
+    model = load_model(str(checkpoint), precision=asked).model
+    assert {weight.dtype for weight in model.parameters()} == {dtype}
+
+
 WAYS = {
     "greedy": dict(greedy=True),
     "drawn": dict(top_k=20, temperature=1.5, sampling_seed=3),

@@ -119,6 +119,20 @@ def test_new_weights_are_used(small_gpt, dtype):
     assert all(layer.packed is None for layer in model.modules() if hasattr(layer, "packed"))
 
 
+@pytest.mark.plain_cpu
+@pytest.mark.parametrize("more, packs", [(0, False), (2, True)])
+def test_weights_are_packed_if_that_takes_less_than_half_of_the_memory_that_is_left(
+    small_gpt, more, packs, monkeypatch
+):
+    model = small_gpt()
+    size = sum(weight.nbytes for weight in model.parameters())
+    monkeypatch.setattr("megatron.inference.engine.available_memory", lambda: 2 * size + more)
+    engine = Engine(model, longest=32)
+    packed = [layer.packed is not None for layer in model.modules() if hasattr(layer, "packed")]
+    assert any(packed) == (packs and torch.float32 in cpu_ops.FORMATS)
+    engine.close()
+
+
 def test_cancelled_texts_end(small_gpt):
     """Waiting, running or unknown; each is reported once, and its blocks are free."""
     engine = Engine(small_gpt(), longest=32, max_batch=1)

@@ -164,7 +164,8 @@ def test_a_model_without_opinions_has_the_vocabulary_as_perplexity(small_gpt):
     result = score(model, np.arange(100), length=32, stride=32, batch_size=3)
     assert result.tokens == 99 and result.perplexity() == pytest.approx(500, rel=1e-5)
     assert Score(99 * math.log(500), 99).perplexity(0.5) == pytest.approx(math.sqrt(500))
-    assert Score(1e9, 1).perplexity() == math.exp(20)
+    assert Score(1e9, 1).perplexity() == Score(1e9, 1).perplexity(0.5) == math.exp(20)
+    assert Score(30.0, 1).perplexity(0.5) == math.exp(15)  # only the result is bounded
 
 
 def write_tokens(prefix, documents) -> str:

@@ -158,13 +158,14 @@ def test_ranks_serve_mixes_as_each_text_is_alone(tp, pp, decoder, run_ranks):
 
 @pytest.mark.parametrize("tp, pp", [(2, 2), *(pytest.param(*one, marks=pytest.mark.full) for one in ((2, 1), (1, 4)))])
 def test_ranks_serve_mixes_of_layers_with_states(tp, pp, hybrid, run_ranks):
-    sums = check_mixes(hybrid, tp, pp, run_ranks)
+    """These magnify rounding: log-probabilities of two tp ranks and of one differ by 2e-4 without an engine, too."""
+    sums = check_mixes(hybrid, tp, pp, run_ranks, within=1e-3)
     assert min(sums[name] for name in ("preempted", "cancelled", "texts")) > 0, (
         sums
     )  # few begin where a state was copied
 
 
-def check_mixes(decoder, tp, pp, run_ranks) -> dict[str, int]:
+def check_mixes(decoder, tp, pp, run_ranks, within: float = 1e-4) -> dict[str, int]:
     """Counts of events, over all mixes."""
     requests = requests_of(3, 30, 64)
     model = load_model(str(decoder)).model
@@ -178,7 +179,7 @@ def check_mixes(decoder, tp, pp, run_ranks) -> dict[str, int]:
             if rank:
                 Engine(model, longest=LONGEST, **sizes_of(seed)).follow()
             else:
-                found = check_mix(model, requests, wanted, seed)
+                found = check_mix(model, requests, wanted, seed, within)
                 sums = {name: sums.get(name, 0) + number for name, number in found.items()}
         return sums
 

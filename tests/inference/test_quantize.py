@@ -11,7 +11,7 @@ import torch
 import pretrain_gpt
 from megatron.errors import SettingsError, StorageError, UsageError
 from megatron.inference.load import load_model
-from megatron.inference.quantize import linear_layers
+from megatron.inference.quantize import free_weights, linear_layers
 from megatron.model.quantization import QuantizeOptions
 from megatron.mpu.mesh import Mesh
 from megatron.tools import benchmark_inference, sensitivity
@@ -156,6 +156,16 @@ def test_memory_is_that_of_the_format(folder):
     assert scale.numel() == zero.numel() == 96 * 24 // GROUP
     for parameter in model.parameters():
         assert parameter.untyped_storage().nbytes() <= parameter.nbytes
+
+
+def test_weights_that_two_parts_share_stay_shared():
+    """Two stages of one rank with the same table: its memory alone is left of that of all weights."""
+    memory, first, second = torch.arange(10.0), torch.nn.Module(), torch.nn.Module()
+    first.table, second.table = (torch.nn.Parameter(memory[:4].view(2, 2)) for _ in range(2))
+    second.weight = torch.nn.Parameter(memory[4:].view(3, 2))
+    free_weights([first, second], {"weight": second})
+    assert first.table.data_ptr() == second.table.data_ptr() and first.table.tolist() == [[0, 1], [2, 3]]
+    assert first.table.untyped_storage().nbytes() == 16 and second.weight.shape == (0, 2)
 
 
 def test_its_speed_and_memory_are_measured(capsys):

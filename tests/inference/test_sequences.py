@@ -4,6 +4,7 @@ the best of all, a source's target does not depend on its neighbours.
 """
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,6 +154,18 @@ def test_beams_with_a_cache_are_beams_without():
     searched = generate_targets(ours, SOURCES[:1], Sampling(tokens_to_generate=steps), Search(k), longest=LONGEST)
     greedy = generate_targets(ours, SOURCES[:1], Sampling(tokens_to_generate=steps, greedy=True), longest=LONGEST)
     assert searched == [found[0][1]] and searched != greedy
+
+
+@pytest.mark.parametrize("name", ["decoder_start_id", "decoder_end_id"])
+def test_tokens_at_the_ends_of_targets_are_those_that_the_model_knows(name):
+    plain, facts = SimpleNamespace(eod=2), SimpleNamespace(vocab_size=9)
+    place = ("decoder_start_id", "decoder_end_id").index(name)
+    for token in (0, 8):
+        assert prompts.boundaries(plain, facts, Search(**{name: token}))[place] == token
+    for token in (-1, 9):
+        with pytest.raises(SettingsError, match=f"--{name.replace('_', '-')} {token}: the model knows ids from 0 to 8"):
+            prompts.boundaries(plain, facts, Search(**{name: token}))
+    assert prompts.boundaries(plain, facts) == (0, 2)
 
 
 def test_sentinels_in_a_prompt(vocabulary):

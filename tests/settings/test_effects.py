@@ -162,6 +162,7 @@ CASES = {
     "--fp16, and no --loss-scale": (" | --fp16 --loss-scale 8 | --precision auto | --bf16", "--fp16"),
     "--save-interval auto": ("--save-interval 4", "--save-interval auto"),
     "--save": ("", "--save s"),
+    "--save-hf": ("--save s", "--save s --save-hf h"),
     "--load": ("--save s | ", "--load s"),
     "--load, and not --finetune": ("--load s --finetune", "--load s"),
     "--flight-recorder-dump-path": ("", "--flight-recorder-dump-path traces"),

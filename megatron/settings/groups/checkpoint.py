@@ -71,6 +71,14 @@ class Checkpoint:
         None,
         requires=("save", "there is nothing to copy"),
     )
+    save_hf: Optional[str] = shown_by("test_a_run_leaves_models_for_transformers")(
+        "folder for each checkpoint's model and tokenizer in Hugging Face's format too, written in the background",
+        None,
+        requires=("save", "it is written from checkpoints"),
+    )
+    save_hf_interval: Optional[Count] = shown_by("test_a_run_leaves_models_for_transformers")(
+        "write --save-hf for checkpoints at multiples of this step (default: for each)", None, needs="save_hf"
+    )
     max_failed_saves: Count = shown_by("test_training_ends_at_max_failed_saves_in_a_row")(
         "stop training after this many failed saves in a row", 3, needs="save"
     )
