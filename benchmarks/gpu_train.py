@@ -4,6 +4,7 @@
     python benchmarks/gpu_train.py                                   # 124M, 1.3B, 6.7B and experts, about fifteen minutes
     python benchmarks/gpu_train.py --models 345M:16 --contenders suite-compiled torch-compiled --output runs/gpu-345M
     python benchmarks/gpu_train.py --models 1.3B:8 llama-3-8b:1 --contenders suite suite-fp8-tensorwise suite-fp8-blockwise
+    python benchmarks/gpu_train.py --models 6.7B:4 --micro-batches 8 --contenders suite     # of one step
     python benchmarks/gpu_train.py --device cpu --models 124M:1 --layers 1 --steps 2    # to see that it runs
 
 MODEL:N is a shape of `megatron/settings/presets.py` and its micro-batch. A model too large for the device is trained with
@@ -81,7 +82,7 @@ def main() -> None:
     for model in asked.models:
         name, _, micro = model.partition(":")
         layers = asked.layers or layers_that_fit(name, int(micro or 8), asked.device, calibration)
-        for contender in contenders_of(name, asked.contenders):
+        for contender in contenders_of(name, asked.contenders, asked.micro_batches):
             row = in_a_process(asked, name, int(micro or 8), layers, contender, folder)
             if row is None:
                 failed.append(f"{name} {contender}")
@@ -101,6 +102,7 @@ def read_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="MODEL:MICRO_BATCH")
     parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS, *IN_FP8], default=CONTENDERS)
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a step; torch's contenders have one alone")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--layers", type=int, help="of every model (default: as many as fit)")
@@ -113,17 +115,28 @@ def read_flags() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def contenders_of(name: str, asked: list[str]) -> list[str]:
-    """Those of `asked` that can train a model: `gpu_peer.py` has no experts."""
-    mixture = settings(name, 1, None, "cpu").model.mixture
-    return [contender for contender in asked if contender.startswith("suite") or not mixture]
+def contenders_of(name: str, asked: list[str], micro_batches: int = 1) -> list[str]:
+    """Those of `asked` that can train a model: `gpu_peer.py` has no experts, and one micro-batch a step."""
+    no_peer = micro_batches > 1 or settings(name, 1, None, "cpu").model.mixture
+    return [contender for contender in asked if contender.startswith("suite") or not no_peer]
 
 
 def in_a_process(asked, name: str, micro: int, layers: int, contender: str, folder: Path) -> Measured | None:
     """Measure a contender where nobody else's memory and caches are."""
     result, log = (folder / f"{name}-{contender}.{kind}" for kind in ("json", "log"))
     command = [sys.executable, __file__, "--one", result, "--models", f"{name}:{micro}", "--contenders", contender]
-    command += ["--layers", layers, "--steps", asked.steps, "--warmup", asked.warmup, "--device", asked.device]
+    command += [
+        "--micro-batches",
+        asked.micro_batches,
+        "--layers",
+        layers,
+        "--steps",
+        asked.steps,
+        "--warmup",
+        asked.warmup,
+        "--device",
+        asked.device,
+    ]
     with open(log, "w") as said:
         done = subprocess.run([*map(str, command), "--output", folder], stdout=said, stderr=subprocess.STDOUT)
     if done.returncode:
@@ -143,7 +156,8 @@ def measure(asked) -> Measured:
 
     (contender,), ((name, _, micro),) = asked.contenders, (model.partition(":") for model in asked.models)
     micro, compiled, ours = int(micro), contender.endswith("compiled"), contender.startswith("suite")
-    config = settings(name, micro, asked.layers, asked.device, compiled, IN_FP8.get(contender, ""))
+    more = f"{IN_FP8.get(contender, '')} --global-batch-size {micro * asked.micro_batches}"
+    config = settings(name, micro, asked.layers, asked.device, compiled, more)
     job, layout, cluster = planned(config, asked.device, Path(asked.output) / "calibration.json")
     if ours:
         step, close = suite_step(config)
@@ -156,7 +170,7 @@ def measure(asked) -> Measured:
     profile(step, Path(asked.output) / f"{name}-{contender}-trace.json.gz")
     close()
     seconds = statistics.median(times)
-    tokens = micro * config.model.seq_length / seconds
+    tokens = asked.micro_batches * micro * config.model.seq_length / seconds
     rate = tokens * job.facts.flops()
     from megatron.planner.speed import step as step_time
 

@@ -96,6 +96,7 @@ def test_promises(benchmark):
 def test_a_mixture_has_no_peer(benchmark):
     contenders, of = benchmark("gpu_train").CONTENDERS, benchmark("gpu_train").contenders_of
     assert of("124M", contenders) == contenders and of("olmoe-1b-7b", contenders) == ["suite", "suite-compiled"]
+    assert of("124M", contenders, micro_batches=8) == ["suite", "suite-compiled"]
 
 
 def test_as_many_layers_as_fit(benchmark, tmp_path):
