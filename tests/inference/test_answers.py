@@ -127,6 +127,27 @@ def test_tokens_that_end_texts(loaded):
     assert answers_to(loaded, PROMPTS[:1], **likely, ignore_eos=True)[0].tokens == [eod] * 14
 
 
+def test_the_end_that_is_asked_for_counts_before_the_models(loaded):
+    """As of conversations, whose turns end with another token."""
+    ask = lambda **more: answered(loaded, loaded.tokenizer, Asked(PROMPTS[:1], **more)).answers[0]
+    whole = ask(sampling=Sampling(9, greedy=True))
+    turn, eod = whole.tokens[4], loaded.tokenizer.eod
+    found = ask(sampling=Sampling(9, greedy=True), end=turn)
+    assert (found.tokens, found.finish) == (whole.tokens[: whole.tokens.index(turn)], "stop")
+    likely = ask(sampling=Sampling(9, greedy=True, logit_bias=[f"{eod}:1000"]), end=turn)
+    assert (likely.tokens, likely.finish) == ([eod] * 9, "length")
+
+
+def test_ends_that_the_model_does_not_have_are_left_out(checkpoint):
+    """A file of a model whose embedding has more rows."""
+    path, rows = checkpoint / "generation_config.json", load_model(str(checkpoint)).vocab_size
+    try:
+        path.write_text(json.dumps(dict(eos_token_id=[rows - 1, rows, rows + 1])))
+        assert load_model(str(checkpoint)).ends == (rows - 1,)
+    finally:
+        path.unlink()
+
+
 def test_log_probabilities_are_those_of_the_model(loaded, run):
     """Its own, before temperature and filters: log_softmax of a plain forward pass over the whole text."""
     out, _ = run("--tokens-to-generate 5 --temperature 2 --top-k 9 --logprobs 3 --prompt-logprobs --json")

@@ -2,6 +2,7 @@
 """The generation engine: a text is what it is alone, whatever its neighbours are, and all memory comes back."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from megatron.errors import DataError, SettingsError
 from megatron.fused_kernels import cpu_ops
 from megatron.inference.blocks import BlockPool, Table
-from megatron.inference.engine import Engine
+from megatron.inference.engine import COMPUTE, WAIT, Engine, SharedEngine, bytes_of_a_token
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
 from megatron.inference.scheduler import NONE, Scheduler, Snapshots
@@ -163,6 +164,50 @@ def test_a_stage_forgets_texts_that_have_ended(small_gpt):
             engine.cancel(number)
         while engine.busy:
             engine.step()
+
+
+@pytest.mark.parametrize("longest, blocks", [(15, 1), (16, 1), (17, 2), (30, 2)])
+def test_the_cache_has_room_for_as_many_texts_of_the_greatest_length_as_run(small_gpt, longest, blocks):
+    """Whether or not blocks divide it; one text has to fit."""
+    model = small_gpt()
+    assert Engine(model, longest=longest, max_batch=3).pool.blocks == 3 * blocks
+    assert Engine(model, longest=longest, blocks=blocks).pool.blocks == blocks
+    with pytest.raises(SettingsError, match=f"the cache has room for {16 * (blocks - 1)} tokens"):
+        Engine(model, longest=longest, blocks=blocks - 1)
+
+
+@pytest.mark.parametrize("layers", [[range(0, 1), range(1, 2)], [range(0, 2), range(2, 2)], [range(0), range(0, 2)]])
+def test_memory_of_a_token_is_that_of_the_stage_with_most_layers(small_gpt, layers):
+    model = small_gpt()
+    stages = SimpleNamespace(
+        pipeline=SimpleNamespace(layers=layers), chunks=[model], facts=model.facts, parameters=model.parameters
+    )
+    each = 2 * model.facts.settings.hidden_size * 4  # a key and a value of all heads, in fp32
+    assert bytes_of_a_token(model) == 2 * each
+    assert bytes_of_a_token(stages) == max(map(len, layers)) * each
+
+
+def test_other_ranks_are_told_to_wait_once_in_a_while(monkeypatch):
+    """After a minute without a message, and not again before another one."""
+    clock, told = [0.0], []
+
+    class Idle(SharedEngine):
+        link = SimpleNamespace(alone=False, tell=lambda kind, *message: told.append((clock[0], kind)))
+        _cancelled, _told = [], 0.0
+
+        def __init__(self):
+            pass
+
+        def _computed(self):
+            return []
+
+    idle = Idle()
+    monkeypatch.setattr("megatron.inference.engine.time.monotonic", lambda: clock[0])
+    for clock[0] in range(0, 200, 10):
+        idle.step()
+        if clock[0] == 100:
+            idle._tell(COMPUTE)
+    assert told == [(70, WAIT), (100, COMPUTE), (170, WAIT)]
 
 
 def test_requests_that_cannot_be_answered(small_gpt):

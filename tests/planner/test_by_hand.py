@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times and sizes of parts of a plan, with numbers that are worked out here: each input has its own value."""
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,11 +9,12 @@ import pytest
 
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.layer_ops import Collective, CoreAttention
-from megatron.mpu.placement import DATA_PARALLEL
-from megatron.planner import choose, memory, search, speed
+from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
+from megatron.planner import calibrate, choose, memory, search, speed, traffic
 from megatron.planner.arithmetic import CHECKPOINT, SHARDED, STATES, TRAINING
 from megatron.planner.device import GIB, Device, find
 from megatron.planner.layout import Job, Layout
+from megatron.planner.parameters import ParameterSize, Units, UnitSizes
 from megatron.planner.speed import Cluster
 from megatron.planner.traffic import once_a_step, transfers
 from megatron.settings.schema import Model, Recompute
@@ -83,6 +85,16 @@ def test_the_busiest_rank_orthogonalizes_the_largest_matrix():
     assert one == pytest.approx(5 * seconds(512, 256))
     two = speed._orthogonalizing(played(0, counts={unit(many): 3}), job, layout, DEVICE)
     assert two == pytest.approx(3 * 5 * 12 / 4 * seconds(64, 128))
+
+
+@pytest.mark.parametrize("kind, waits", [("cpu", 0), ("cuda", 2)])
+def test_work_is_measured_by_its_fastest_run(kind, waits, monkeypatch):
+    """Seconds of one call; a GPU is waited for before and after ten of them."""
+    clock, took, waited = [0.0], itertools.cycle((4.0, 2.0, 3.0) if kind == "cpu" else (2.0,)), []
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock[-1])
+    monkeypatch.setattr(calibrate.torch.cuda, "synchronize", lambda: waited.append(len(clock)))
+    assert calibrate.seconds_of(lambda: clock.append(clock[-1] + next(took)), kind, 0.0) == 2.0
+    assert len(waited) == 5 * waits and (len(clock) - 2) % 5 == 0
 
 
 def test_the_ends_of_a_model():
@@ -157,6 +169,31 @@ def test_the_loss_sums_two_numbers_a_token_over_tensor_parallel_ranks():
     found = {(one.op, one.what): one.bytes for one in transfers(JOB, layout) if one.what == "loss"}
     tokens = 24 // 2 * 256
     assert found == {("all_gather", "loss"): 4 * tokens * 2, ("all_reduce", "loss"): 4 * tokens}
+
+
+@pytest.mark.parametrize("axis", ["tp", "ep", "etp", "tied"])
+def test_partial_gradients_are_summed_over_any_axis(axis, monkeypatch):
+    """Those of PACT's bounds of experts, which no other test has, over ranks with other experts."""
+    axes = EXPERT_DATA_PARALLEL if axis in ("ep", "etp") else DATA_PARALLEL
+    unit = UnitSizes("u", (ParameterSize(100, partial=(axis,)), ParameterSize(30)), axes=axes)
+    monkeypatch.setattr(traffic, "rank_units", lambda *_: Units([unit, unit]))
+    found = {one.axis: (one.op, one.bytes) for one in once_a_step(JOB, Layout(tp=2, pp=2, dp=2, ep=2, etp=2))}
+    assert found[axis] == ("all_reduce", 4 * 2 * 100)
+
+
+def test_sizes_of_units_are_those_of_the_axes_that_shard_them():
+    """The same units in several layouts, whose shards of dense weights or of experts are as many."""
+    dense, expert = (
+        UnitSizes("u", (ParameterSize(size),), axes=axes, frozen=(ParameterSize(50 * size),))
+        for size, axes in ((5000, DATA_PARALLEL), (700_000, EXPERT_DATA_PARALLEL))
+    )
+    units = Units([dense, expert, expert])
+    for shard, experts in ((1, 1), (1, 2), (4, 2), (4, 8), (2, 8)):
+        sizes = dict(shard=shard, expert_shard=experts, replicate=1, expert_replicate=1)
+        for of in ("padded", "owned", "padded_frozen"):
+            each = [getattr(unit, of)(sizes) for unit in (dense, expert, expert)]
+            assert getattr(units, of)(sizes) == sum(each)
+        assert units.owned(sizes) == pytest.approx(5000 / shard + 2 * 700_000 / experts, rel=0.01)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

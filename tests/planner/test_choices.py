@@ -4,13 +4,14 @@
 import json
 import shlex
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 import pretrain_gpt
 from megatron.errors import SettingsError, UsageError
 from megatron.guard.command import config_of
-from megatron.planner import target
+from megatron.planner import target, tuning
 from megatron.planner.choose import automatic, with_margin
 from megatron.planner.layout import Layout
 from megatron.planner.memory import memory_report
@@ -37,6 +38,31 @@ def test_ranks_of_an_environment():
     )
     cluster, _ = target.cluster_of(parse_pretrain(TINY), dict(WORLD_SIZE="16", LOCAL_WORLD_SIZE="4"))
     assert (cluster.world_size, cluster.local_size) == (16, 4)
+
+
+@pytest.mark.parametrize(
+    "flags, world, local", [("", 16, 4), ("--local-world-size 2", 16, 2), ("--world-size 32", 32, 4)]
+)
+def test_flags_count_before_the_environment(flags, world, local):
+    here = dict(WORLD_SIZE="16", LOCAL_WORLD_SIZE="4", DEVICE_MEMORY_GB="7")
+    cluster, _ = target.cluster_of(parse_pretrain([*TINY, *flags.split()]), here)
+    assert (cluster.world_size, cluster.local_size, cluster.device.memory_gb) == (world, local, 7)
+    asked = parse_pretrain([*TINY, "--device-memory-gb", "5"])
+    assert target.cluster_of(asked, here)[0].device.memory_gb == 5
+
+
+def test_a_layout_is_measured_by_its_fastest_step_after_the_first_and_leaves_nothing(monkeypatch):
+    """Its run and its process groups end before the next one begins."""
+    ends, clock, took = [], [0.0], iter((9.0, 3.0, 2.0, 4.0))
+    mesh = SimpleNamespace(release=lambda: ends.append("groups"))
+    run = SimpleNamespace(
+        stages=[], pending=SimpleNamespace(), close=lambda: ends.append("run"), context=SimpleNamespace(mesh=mesh)
+    )
+    monkeypatch.setattr(tuning, "build_run", lambda config, recipe: run)
+    monkeypatch.setattr(tuning, "train_step", lambda run: clock.append(clock[-1] + next(took)))
+    monkeypatch.setattr(tuning, "_broadcast", lambda seconds, context: seconds)
+    monkeypatch.setattr(tuning.time, "perf_counter", lambda: clock[-1])
+    assert tuning._seconds_of_a_step(None, None, 3) == 2.0 and ends == ["run", "groups"]
 
 
 @pytest.mark.parametrize(

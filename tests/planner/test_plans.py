@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.errors import UsageError
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.layer_ops import CoreAttention
-from megatron.planner import speed
+from megatron.planner import held_passes, speed
 from megatron.planner.arithmetic import divisions, least_devices
 from megatron.planner.device import Device, cpu, find
 from megatron.planner.held_passes import most_held
@@ -341,6 +341,17 @@ def test_what_is_held_does_not_grow_with_the_micro_batches(schedule, chunks):
     for rank in range(4):
         few, many = (most_held(schedule, 4, num_microbatches, chunks, rank) for num_microbatches in (16, 64))
         assert set(few) == set(many)
+
+
+@pytest.mark.parametrize("schedule, pp", [("zb-v", 17), ("v-half", 20)])
+def test_many_ranks_hold_no_more_than_what_is_read_off_few(schedule, pp, monkeypatch):
+    """And not many less. Longer pipelines are extrapolated from sixteen ranks."""
+    most = lambda rank: max(sum(alive) for alive, _ in most_held(schedule, pp, 3 * pp, 2, rank))
+    ranks = range(0, pp, 4)
+    found = list(map(most, ranks))
+    monkeypatch.setattr(held_passes, "LARGE", 99)
+    for rank, exact in zip(ranks, map(most, ranks), strict=True):
+        assert exact <= found[rank // 4] <= 1.15 * exact
 
 
 def test_devices():

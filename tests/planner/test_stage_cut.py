@@ -17,7 +17,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.schedule_time import ShardingTimes, unequal_span
 from megatron.planner.search import NOT_OFFLOADED, Space, search
 from megatron.planner.speed import Cluster, step
-from megatron.planner.stage_cut import fastest
+from megatron.planner.stage_cut import _moved, fastest
 from tests.planner.test_unequal_stages import COMMON, looked_at, simulated
 
 A100 = find("A100-80GB")
@@ -65,6 +65,20 @@ def test_what_a_search_finds_is_as_fast_as_the_training():
     [plan] = search(job, cluster, space).plans
     assert plan.step.seconds == pytest.approx(step(job, layout, cluster).seconds)
     assert plan.step.bubble == pytest.approx(step(job, layout, cluster).bubble)
+
+
+@pytest.mark.parametrize("stages, far", [(2, 32), (5, 12), (32, 2), (40, 1), (64, 1), (100, 1)])
+def test_a_layer_moves_to_any_near_stage_in_either_direction(stages, far):
+    """To the next ones at least; a stage keeps a layer."""
+    cut = tuple(1 + n % 2 for n in range(stages))
+    wanted = {
+        tuple(n - (at == giver) + (at == taker) for at, n in enumerate(cut))
+        for giver in range(1, stages, 2)
+        for taker in range(stages)
+        if 0 < abs(giver - taker) <= far
+    }
+    moves = list(_moved(cut))
+    assert set(moves) == wanted and len(moves) == len(wanted)
 
 
 def test_what_cannot_be_timed_is_cut_by_work():

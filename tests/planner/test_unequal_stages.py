@@ -48,6 +48,18 @@ def test_spans_of_unequal_stages_are_the_simulators(schedule, chunks, pp, num_mi
         assert found == pytest.approx(exact, rel=1e-9 if num_microbatches <= 5 * pp else 0.01)
 
 
+@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("v-half", 2)])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_long_steps_of_any_number_of_micro_batches_are_the_simulators(schedule, chunks, pp):
+    """Whether or not the ranks divide it."""
+    draw = random.Random(pp)
+    for num_microbatches in range(5 * pp + 1, 6 * pp + 2):
+        passes = [(1 + draw.random(), 2 + draw.random()) for _ in range(pp * chunks)]
+        exact = ends(simulated(schedule, pp, num_microbatches, chunks, passes))
+        found = unequal_span(schedule, pp, num_microbatches, chunks, passes, ShardingTimes(0))
+        assert found == pytest.approx(exact, rel=0.005)
+
+
 @pytest.mark.parametrize("schedule, chunks", [("1f1b &", 1), ("interleaved &", 2), ("zb-h1 &", 1), ("zb-v &", 2)])
 @pytest.mark.parametrize("pp, num_microbatches", [(1, 40), (2, 3), (4, 16), (3, 32)])
 def test_spans_of_passes_in_turns_are_the_simulators(schedule, chunks, pp, num_microbatches):
