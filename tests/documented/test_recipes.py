@@ -96,6 +96,7 @@ def test_values_of_recipes_by_hand():
         "--moe-aux-loss-coeff": "1e-3", "--adam-eps": "1e-8", "--split": "9999,8,2", "--eval-iters": "32", "--seed": "1234",
     }  # fmt: skip
     assert {flag: qwen.get(flag) for flag in wanted} == wanted
+    assert flags(found_in(BRIDGE, "gpt_oss_20b_pretrain_config"))["--moe-router-load-balancing-type"] == "none"
     assert "--recompute-granularity" not in qwen and "--num-virtual-stages-per-pipeline-rank" not in qwen
 
 
@@ -143,6 +144,7 @@ def test_what_a_command_says_wins(capsys):
             cfg = pretrain_config()
             cfg.train.train_iters = 20
             cfg.model.sequence_parallel = False
+            cfg.scheduler.lr_warmup_iters = None
             cfg.dataset.blend = paths
             """,
             {"--train-iters": "20", "--sequence-parallel": "false", "--model-name-or-path": "llama-3.2-1b"},
@@ -156,6 +158,7 @@ def test_scripts_are_read(suite, lines, wanted, lost, tmp_path, capsys):
     text = printed(capsys, "--from", suite, str(script))
     found = pairs(flags_printed(text))
     assert {flag: found.get(flag) for flag in wanted} == wanted and found["--micro-batch-size"] == "1"
+    assert ("--lr-warmup-iters" in found) is (suite == "nemo")
     assert f"{lost}: it would have to be run" in text
 
 

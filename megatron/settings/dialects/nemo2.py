@@ -27,6 +27,7 @@ data=mockdatamodule                                   --mock-data
 =  model.config.moe_token_dispatcher_type model.config.moe_expert_capacity_factor model.config.make_vocab_size_divisible_by
 =  model.config.recompute_method model.config.recompute_num_layers model.config.recompute_modules
 =  model.config.cp_comm_type model.config.attention_backend
+model.config.moe_router_load_balancing_type=none      --moe-router-load-balancing-type none
 model.config.num_moe_experts                          --num-experts
 model.config.layernorm_epsilon                        --norm-epsilon
 model.config.recompute_granularity=full               --recompute-granularity full

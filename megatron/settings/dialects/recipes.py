@@ -23,7 +23,7 @@ from megatron.settings.dialects.table import Dialect, TheirSetting
 from megatron.settings.dialects.translate import Translation, overruled, translate
 from megatron.settings.files import read_text
 
-NULL = ("null", "none")
+NULL = ("null", "None")  # `none` is a value: of moe_router_load_balancing_type
 CALL = re.compile(r"([\w.]+)(?:\((.*)\))?", re.DOTALL)  # llama3_8b, or llama3_8b(num_nodes=2)
 RUN = "it would have to be run, which nothing here does: write what it sets as name = value"
 
@@ -156,7 +156,7 @@ class RecipeRuns:
             raise self.table.refusal(name, self.keys.title)
         sources = [one._replace(key=self.spelled(one.key)) for one in (*self._of_recipe(recipe), *said)]
         last = {one.key: one for one in sources}
-        without = {key: one for key, one in last.items() if one.value.lower() in NULL}
+        without = {key: one for key, one in last.items() if one.value in NULL}
         found.idle += [(one, "it has no value") for one in without.values()]
         found.idle += [
             (one, overruled(False, last[one.key])) for one in sources if one.key in without and one is not last[one.key]
@@ -251,4 +251,4 @@ def _literal(node: ast.expr) -> list[str] | None:
         return None
     if isinstance(value, (list, tuple)):
         return [str(one) for one in value]
-    return [str(value).lower() if isinstance(value, bool) or value is None else str(value)]
+    return [str(value).lower() if isinstance(value, bool) else str(value)]
