@@ -240,6 +240,8 @@ def from_peft(source: Path, out: Path, base: Path, state: dict[str, Any], check:
     state: a run's position, as saved. check: compare the base with the model that adapter_config.json names. Raises
     CheckpointError for what cannot be expressed, by name, and for another base.
     """
+    if (source / "config.json").exists() and not (source / CONFIG).exists():
+        raise CheckpointError(f"{source} holds a whole model, and no adapters: no {CONFIG}", do="from-hf imports it")
     theirs = hf_files.read_json(source / CONFIG)
     refuse_others(theirs)
     pairs = _read_pairs(source, int(theirs["r"]), bool(theirs.get("use_dora")))
@@ -360,7 +362,13 @@ def _read_pairs(source: Path, rank: int, dora: bool) -> dict[str, PeftPair]:
         norms = kind == VECTOR and x.dim() == 1
         if not norms and (kind not in ("lora_A", "lora_B") or x.dim() != 2 or x.shape[kind == "lora_B"] != rank):
             raise CheckpointError(
-                f"{source / TENSORS}: {name} {list(x.shape)} is no half of a pair of rank {rank}", do=MERGE_THERE
+                f"{source / TENSORS}: {name} {list(x.shape)} is no half of a pair of rank {rank}, the r of {CONFIG}",
+                do=MERGE_THERE,
+            )
+        if not (x.is_floating_point() and x.isfinite().all()):
+            raise CheckpointError(
+                f"{source / TENSORS}: {name} has numbers that no adapter has: NaN, infinity or whole numbers",
+                do=f"damaged? {hf_files.WHOLE}",
             )
         halves.setdefault(module, {})[kind] = x.float()
     if alone := sorted(name for name, pair in halves.items() if len(pair) < 2 + dora):

@@ -223,11 +223,17 @@ def test_wrong_files_are_refused(tmp_path):
         ({name.replace("h.0", "h.7"): x for name, x in pair.items()}, r"that this model does not have: .*h\.7\.attn"),
         ({name.replace("attn.c_attn", "wte"): x for name, x in pair.items()}, "not have: transformer.h.0.wte"),
         ({name: x[:, :1] if "B" in name else x for name, x in pair.items()}, "is no half of a pair of rank 2"),
+        ({name: x / 0 * 0 for name, x in pair.items()}, "lora_A.weight has numbers that no adapter has: NaN"),
+        ({name: x.int() for name, x in pair.items()}, "lora_A.weight has numbers that no adapter has"),
         ({name: x[:90] for name, x in pair.items()}, r"is of a weight \[90, 32\], the base has \[96, 32\]"),
     ):
         with pytest.raises(CheckpointError, match=said):
             read(tensors)
         assert not (tmp_path / "out").exists()
+    (source / "adapter_config.json").rename(source / "config.json")
+    with pytest.raises(CheckpointError, match="holds a whole model, and no adapters.*\n  -> from-hf imports it"):
+        read(pair)
+    (source / "config.json").rename(source / "adapter_config.json")
     read(pair)
     with pytest.raises(SettingsError, match="is there already"):
         read(pair)
