@@ -10,6 +10,7 @@ import pytest
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.layer_ops import Collective, CoreAttention
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
+from megatron.optimizer.flat import WIDENED
 from megatron.planner import calibrate, choose, memory, search, speed, traffic
 from megatron.planner.arithmetic import CHECKPOINT, SHARDED, STATES, TRAINING
 from megatron.planner.device import GIB, Device, find
@@ -249,6 +250,18 @@ def test_gathered_layers_of_zero_3(overlap, turns, layers):
     units = SimpleNamespace(others=size, largest_layer=lambda of: 70)
     layout = SimpleNamespace(zero=3, overlap=overlap, turns=turns, data_sizes={})
     assert memory._gathered(units, JOB, layout) == 1000 + layers * 70
+
+
+@pytest.mark.parametrize(
+    "moments, gradients, numbers",
+    [((4, 4), 4, 0), ((4, 4), 2, 1), ((2, 4), 4, 1 + 2), ((2, 2), 4, 2 + 2), ((2, 2), 2, 1 + 2 + 2)],
+)
+def test_an_update_widens_what_is_narrow(moments, gradients, numbers):
+    """Gradients and moments in fp32, four bytes each, and two random numbers for moments, of a part of a shard at most."""
+    job = replace(JOB, moments=moments, gradients=gradients, main_gradients=gradients)
+    for owned in (1000, WIDENED["cuda"] - 1, WIDENED["cuda"] + 1):
+        took = memory.of_update(played(owned), job, Layout(dp=2, zero=1, shard=2))
+        assert took == 4 * numbers * min(owned, WIDENED["cuda"])
 
 
 def test_shards_of_a_mesh_with_context_parallelism():
