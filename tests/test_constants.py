@@ -155,6 +155,13 @@ ARITHMETIC = {
     "mpu.cross_entropy:FP16_SCALE": 4096.0,
     "guard.spikes:ENOUGH": 32,
     "guard.spikes:FLOOR": 0.01,
+    "model.quantization:ALPHA": 20.0,  # PaddleSlim's: the first bound of PACT, and the moving average
+    "model.fake_quantize:DECAY": 0.9,
+    "inference.gptq:DAMPING": 0.01,  # the authors' code: percdamp, blocksize
+    "inference.gptq:COLUMNS": 128,
+    "inference.quantize:LARGEST": 127,
+    "inference.quantize:NIBBLE": 15,
+    "model.kinds.experts.routing:TINY": 1e-20,  # Megatron-Core's, beside the sum of sigmoids
     "planner.arithmetic:CHECKPOINT": 4 + 8,
     "planner.arithmetic:TRAINING": 2 + 4 + 4 + 8,
     "planner.arithmetic:SHARDED": {0: 0, 1: 4 + 8, 2: 4 + 4 + 8, 3: 2 + 4 + 4 + 8},

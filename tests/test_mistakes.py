@@ -309,7 +309,11 @@ DATA = [  # exit code 4: data or vocabulary missing or damaged
 CHECKPOINTS = [  # exit code 5
     ("pretrain_gpt", f"{MOCK} --load nope", "nope holds no checkpoint|there is no such folder|--auto-resume"),
     ("pretrain_gpt", f"{MOCK} --load folder", "folder holds no checkpoint|check --load"),
-    ("pretrain_gpt", f"{MOCK} --load ck --ckpt-step 3", "ck has no checkpoint of iteration 3|it has: 2, 4"),
+    (
+        "pretrain_gpt",
+        f"{MOCK} --load ck --ckpt-step 3",
+        "ck has no checkpoint of iteration 3|it has: 2, 4|give one of these",
+    ),
     ("pretrain_gpt", f"{MOCK} --load ck-damaged", "holds no valid checkpoint|has 1,000 bytes instead of"),
     ("pretrain_gpt", f"{MOCK} --load ck-no-index", "holds no valid checkpoint|index.json cannot be read"),
     ("pretrain_gpt", f"{MOCK} --load ck-megatron", "is in Megatron-LM's own format|checkpoint from-megatron"),

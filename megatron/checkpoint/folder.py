@@ -101,7 +101,9 @@ def choose(
         if step not in paths:
             listed = ", ".join(map(str, paths)) or "none"
             raise CheckpointError(
-                f"{folder} has no checkpoint of iteration {step}", f"it has: {listed}", "see --ckpt-step"
+                f"{folder} has no checkpoint of iteration {step}",
+                f"it has: {listed}",
+                "give one of these to --ckpt-step; without it the newest is taken",
             )
         return Choice((paths[step],))
     if not paths:

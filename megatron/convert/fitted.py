@@ -15,7 +15,7 @@ import torch
 from megatron.convert import compressed_tensors
 from megatron.convert.families import Family, imported
 from megatron.convert.fp8_blocks import FP8Files, is_fp8
-from megatron.convert.hf_files import WHOLE, TensorFiles
+from megatron.convert.hf_files import WHOLE, TensorFiles, refuse_other_formats
 from megatron.convert.mxfp4 import MXFP4Files, is_mxfp4
 from megatron.errors import CheckpointError
 from megatron.model.gpt import hf_ahead
@@ -40,8 +40,15 @@ class Fitted(NamedTuple):
     notices: list[str]
 
     def read(self, match: Match) -> torch.Tensor:
-        """A tensor of ours, in fp32."""
-        return match.to_ours([self.files.get(self.names[name]).float() for name in match.theirs])
+        """A tensor of ours, in fp32. Raises CheckpointError for whole numbers, which are no weights without scales."""
+        parts = [self.files.get(self.names[name]) for name in match.theirs]
+        for name, part in zip(match.theirs, parts):
+            if not part.is_floating_point():
+                form = str(part.dtype).removeprefix("torch.")
+                raise CheckpointError(
+                    f"{self.names[name]} is in {form}: whole numbers, whose scales config.json does not name", do=WHOLE
+                )
+        return match.to_ours([part.float() for part in parts])
 
     def is_exact(self, match: Match, ours: torch.Tensor) -> bool:
         """Whether `ours`, which was read, has their numbers to the bit."""
@@ -57,6 +64,7 @@ def fit(folder: Path, settings: dict[str, Any], depths: int = 0) -> Fitted:
     Raises CheckpointError, with names, for tensors that are missing or unknown, or have another shape.
     """
     family = imported(settings, depths=depths)  # whose errors say more than those of files
+    refuse_other_formats(folder, settings)
     files = TensorFiles(folder)
     if family.facts.num_layers > len(files.shapes):
         raise CheckpointError(

@@ -161,7 +161,7 @@ def _file_names(folder: Path) -> list[str]:
         raise CheckpointError(
             f"{folder} has no model.safetensors",
             "it holds pickled weights, which are not opened" if pickled else None,
-            "save the model with safe_serialization=True" if pickled else None,
+            "save the model with safe_serialization=True" if pickled else WHOLE,
         )
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict):
@@ -271,7 +271,28 @@ def _says_no_more(folder: Path) -> bool:
     return added <= {END_OF_TEXT, None} and not changes and not (folder / "added_tokens.json").is_file()
 
 
-def import_generation_config(source: Path, folder: Path, config: dict[str, Any]) -> list[str]:
+READ = ("fp8", "mxfp4", "compressed-tensors")  # formats of quantized weights, by their words in config.json
+
+
+def refuse_other_formats(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for weights in a format that is not read, by config.json."""
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method not in (None, *READ):
+        raise CheckpointError(
+            f"{folder} holds weights quantized with {method} (quantization_config in config.json), which are not read",
+            do="import the model that they were made from",
+        )
+
+
+def without_tokenizer(folder: Path) -> str:
+    """A notice on a folder without a tokenizer, or with a part of one."""
+    if not (folder / _CONFIG).is_file():
+        return f"{folder} holds no tokenizer"
+    names = "tokenizer.json, tokenizer.model or vocab.json"
+    return f"{folder} holds no tokenizer: {_CONFIG} is there without {names}; an incomplete download? {WHOLE}"
+
+
+def import_generation_config(source: Path, folder: Path, config: dict[str, Any], vocab_size: int) -> list[str]:
     """Write a model's generation_config.json beside its checkpoint; returns notices for the user.
 
     Without one, transformers reads config.json. Raises CheckpointError for a damaged one.
@@ -284,7 +305,10 @@ def import_generation_config(source: Path, folder: Path, config: dict[str, Any])
     except DataError as error:
         raise CheckpointError(error.what, error.why, error.do) from None
     shutil.copyfile(source / GENERATION, folder / GENERATION)
-    return generation_config.unknown_notices(source / GENERATION, found.unknown)
+    beyond = [end for end in found.ends or () if not 0 <= end < vocab_size]
+    why = f"the model has {vocab_size:,}: it ends no text"
+    notices = [f"{source / GENERATION}: eos_token_id {end} is no token, {why}" for end in beyond]
+    return notices + generation_config.unknown_notices(source / GENERATION, found.unknown)
 
 
 def _copy_others(source: Path, folder: Path) -> None:

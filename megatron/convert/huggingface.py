@@ -32,7 +32,7 @@ from megatron.convert.imported import imported_state
 from megatron.convert.merged import for_export
 from megatron.convert.same_ids import same_ids
 from megatron.data.vocabulary import learned_vocabulary
-from megatron.errors import CheckpointError, DataError, SettingsError
+from megatron.errors import CheckpointError, DataError, Failure, SettingsError
 from megatron.inference.agreement import agreement
 from megatron.inference.load import Loaded, load_model, refuse_head, without_model
 from megatron.inference.quantize import Rounded
@@ -42,7 +42,7 @@ from megatron.model.hf_match import Match
 from megatron.model.recipe import config_of
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.placement import Placement
-from megatron.settings.from_checkpoint import FILES, located
+from megatron.settings.from_checkpoint import FILES, located, own_format
 from megatron.settings.schema import TokenizerSettings
 from megatron.storage import hub
 from megatron.storage.new_folder import new_folder
@@ -190,10 +190,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True, 
     state: a run's position as saved (`run.State.record`). depths: of multi-token prediction to import
     Raises CheckpointError for an unsupported model, missing or unknown tensors, or if our model gives other results.
     """
-    if source.is_dir() and not (source / "config.json").exists():
-        adapters = (source / "adapter_config.json").exists()
-        do = "from-peft imports adapters" if adapters else "give the folder with config.json and model.safetensors"
-        raise CheckpointError(f"{source}: not a model's folder: no config.json", do=do)
+    _refuse_other_paths(source)
     settings = hf_files.read_json(source / "config.json")
     fitted = fit(source, settings, depths)
     family = fitted.family
@@ -209,13 +206,18 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True, 
 
     def parts(piece: Piece) -> Iterator[torch.Tensor]:
         whole = fitted.read(wanted[piece.name])
+        if check and not whole.isfinite().all():
+            names = ", ".join(wanted[piece.name].theirs)
+            raise CheckpointError(
+                f"{names} in {source} has NaN or infinity: the model cannot compute", do=f"damaged? {hf_files.WHOLE}"
+            )
         if not fitted.is_exact(wanted[piece.name], whole):
             inexact.append(piece.name)
         yield whole
 
     with new_folder(out) as folder:
         tokenizer = hf_files.import_tokenizer(source, folder / "tokenizer", kind == "gpt2")
-        of_generation = hf_files.import_generation_config(source, folder, settings)
+        of_generation = hf_files.import_generation_config(source, folder, settings, vocab_size)
         words, of_words = _imported_vocabulary(source, tokenizer, vocab_size, check)
         if tokenizer:
             paths = {name: getattr(tokenizer, name) for name in FILES}
@@ -233,7 +235,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True, 
             saver.write(0, [pieces], content, parts=parts)
         (folder / ".lock").unlink(missing_ok=True)
         notices = [f"{out}: {kind} of {sum(math.prod(placed.shape) for placed in placements.values()):,} parameters"]
-        notices.append(f"its tokenizer is in {out / 'tokenizer'}" if tokenizer else f"{source} holds no tokenizer")
+        notices.append(f"its tokenizer is in {out / 'tokenizer'}" if tokenizer else hf_files.without_tokenizer(source))
         notices.append(_said_of_numbers(len(wanted), inexact))
         notices += [*family.notices, *fitted.notices, *of_generation, *of_words]
         if check and family.run is None:
@@ -244,6 +246,19 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True, 
             agreed = agreement(family.form, "fp32", CLIENT, ours, _outputs_of_transformers(family, source))
             notices.append(f"both models agree: {agreed.sentence}")
         return notices
+
+
+FOLDER = "give the folder with config.json and model.safetensors"
+
+
+def _refuse_other_paths(source: Path) -> None:
+    """Raise CheckpointError for a path that is no folder of a model."""
+    if source.is_file():
+        raise CheckpointError(f"{source}: not a model's folder, but a file", do=FOLDER)
+    if source.is_dir() and not (source / "config.json").exists():
+        adapters = (source / "adapter_config.json").exists()
+        do = "from-peft imports adapters" if adapters else own_format(source) or FOLDER
+        raise CheckpointError(f"{source}: not a model's folder: no config.json", do=do)
 
 
 def _imported_vocabulary(
@@ -311,7 +326,15 @@ def _outputs(family: Family, loaded: Loaded) -> torch.Tensor:
 @torch.no_grad()
 def _outputs_of_transformers(family: Family, folder: Path) -> torch.Tensor:
     """In fp32, with the weights of the files."""
-    return family.run(_transformers(), folder, prompts_for(family.facts)).float()
+    transformers = _transformers()
+    try:
+        return family.run(transformers, folder, prompts_for(family.facts)).float()
+    except Failure:
+        raise
+    except Exception as error:  # of any of its parts
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        do = "repair the folder; --unchecked converts without a comparison"
+        raise CheckpointError(f"{folder}: transformers cannot run this model", why, do) from error
 
 
 def _transformers():

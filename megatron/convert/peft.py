@@ -13,7 +13,7 @@ Rows are in another order there, as those of the weights are (`model/gpt/hf_name
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
@@ -84,8 +84,10 @@ def to_peft(
         _refuse_other_weights(path, reader)
         family, weights = adapted(config, vocab_size), facts_of(config, vocab_size).weights
         pairs: dict[str, PeftPair] = {}
+        linear, modules = set(linear_layers(weights)), []  # of theirs
         for match in family.matches:
             layer = match.ours.removesuffix(WEIGHT)
+            modules += [name.removesuffix(WEIGHT) for name in match.theirs if layer in linear]
             if f"{layer}.{PAIR[0]}" in reader.tensors:
                 a, b = (reader.read(f"{layer}.{one}", dtype=torch.float32) for one in PAIR)
                 own = _to_theirs(match, weights[match.ours], config.model, a, b, family.kind == "gpt2")
@@ -100,7 +102,7 @@ def to_peft(
                 NAMELESS if base_model is None else f"{CONFIG} names {base_model}, which the base was imported from"
             ]
         _write_tensors(folder, moved)
-        theirs = _their_config(config.model, moved, family.kind, base_model)
+        theirs = _their_config(config.model, moved, modules, family.kind, base_model)
         (folder / CONFIG).write_text(json.dumps(theirs, indent=2, sort_keys=True))
         run = without_model(config, reader.state, path)
         tokenizer = write_tokenizer(folder, run, given, path, partial(family.theirs, dtype="float32"))
@@ -188,7 +190,10 @@ def _write_tensors(folder: Path, pairs: Mapping[str, PeftPair]) -> None:
     save_file({name: x.clone().contiguous() for name, x in tensors.items()}, folder / TENSORS, {"format": "pt"})
 
 
-def _their_config(model: Model, names: Mapping[str, PeftPair], kind: str, base_model: Optional[str]) -> dict[str, Any]:
+def _their_config(
+    model: Model, names: Mapping[str, PeftPair], modules: Sequence[str], kind: str, base_model: Optional[str]
+) -> dict[str, Any]:
+    """modules: all linear layers of their model"""
     return dict(
         peft_type="LORA",
         task_type={"t5": "SEQ_2_SEQ_LM", "bert": None}.get(kind, "CAUSAL_LM"),
@@ -201,25 +206,29 @@ def _their_config(model: Model, names: Mapping[str, PeftPair], kind: str, base_m
         use_dora=model.use_dora,
         fan_in_fan_out=kind == "gpt2",
         bias="none",
-        target_modules=_shortened(list(names)),
+        target_modules=_shortened(list(names), modules),
     )
 
 
-def _shortened(names: list[str]) -> list[str]:
-    """Names of modules without their layers, if each layer has the same ones; PEFT compares the ends of names."""
-    ends: dict[str, set[str]] = {}
-    for name in names:
-        front, number, end = _around_number(name)
-        ends.setdefault(f"{front}{number}", set()).add(end)
-    same = len({frozenset(one) for one in ends.values()}) == 1
-    return sorted(next(iter(ends.values()))) if same and len(ends) > 1 else names
+def _shortened(names: list[str], modules: Sequence[str]) -> list[str]:
+    """Names of modules without their layers, if no others of `modules`, which are all of the model, end in the same way:
+    PEFT compares the ends of names, and so does --lora-target.
+
+    >>> _shortened(["h.0.attn", "h.1.attn"], ["h.0.attn", "h.0.mlp", "h.1.attn", "h.1.mlp"])
+    ['attn']
+    >>> _shortened(["h.0.attn", "h.1.attn"], ["h.0.attn", "h.1.attn", "h.2.attn"])
+    ['h.0.attn', 'h.1.attn']
+    """
+    ends = sorted({_after_number(name) for name in names})
+    meant = {name for name in modules if any(f".{name}".endswith(f".{end}") for end in ends)}
+    return ends if meant == set(names) else names
 
 
-def _around_number(name: str) -> tuple[str, str, str]:
-    """(front, number, end) of the name of a module in a layer: transformer.h. / 3 / attn.c_attn."""
+def _after_number(name: str) -> str:
+    """The name of a module inside its layer: attn.c_attn of transformer.h.3.attn.c_attn."""
     words = name.split(".")
     at = next(n for n, word in enumerate(words) if word.isdecimal())
-    return ".".join(words[:at]) + ".", words[at], ".".join(words[at + 1 :])
+    return ".".join(words[at + 1 :])
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -231,6 +240,8 @@ def from_peft(source: Path, out: Path, base: Path, state: dict[str, Any], check:
     state: a run's position, as saved. check: compare the base with the model that adapter_config.json names. Raises
     CheckpointError for what cannot be expressed, by name, and for another base.
     """
+    if (source / "config.json").exists() and not (source / CONFIG).exists():
+        raise CheckpointError(f"{source} holds a whole model, and no adapters: no {CONFIG}", do="from-hf imports it")
     theirs = hf_files.read_json(source / CONFIG)
     refuse_others(theirs)
     pairs = _read_pairs(source, int(theirs["r"]), bool(theirs.get("use_dora")))
@@ -252,7 +263,7 @@ def from_peft(source: Path, out: Path, base: Path, state: dict[str, Any], check:
         use_rslora=bool(theirs.get("use_rslora")),
         use_dora=bool(theirs.get("use_dora")),
         lora_split_fused=split,
-        lora_target=_targets(list(found)),
+        lora_target=",".join(_shortened(list(found), linear_layers(weights))),
     )
     model["linear"] = ",".join(f"{target}={KIND}" for target in model["lora_target"].split(","))
     shaped = replace(config.model, **model)
@@ -351,7 +362,13 @@ def _read_pairs(source: Path, rank: int, dora: bool) -> dict[str, PeftPair]:
         norms = kind == VECTOR and x.dim() == 1
         if not norms and (kind not in ("lora_A", "lora_B") or x.dim() != 2 or x.shape[kind == "lora_B"] != rank):
             raise CheckpointError(
-                f"{source / TENSORS}: {name} {list(x.shape)} is no half of a pair of rank {rank}", do=MERGE_THERE
+                f"{source / TENSORS}: {name} {list(x.shape)} is no half of a pair of rank {rank}, the r of {CONFIG}",
+                do=MERGE_THERE,
+            )
+        if not (x.is_floating_point() and x.isfinite().all()):
+            raise CheckpointError(
+                f"{source / TENSORS}: {name} has numbers that no adapter has: NaN, infinity or whole numbers",
+                do=f"damaged? {hf_files.WHOLE}",
             )
         halves.setdefault(module, {})[kind] = x.float()
     if alone := sorted(name for name, pair in halves.items() if len(pair) < 2 + dora):
@@ -429,11 +446,6 @@ def _magnitudes(reader: Reader, match: Match, own: list[Optional[PeftPair]], tra
 def _filled(wide: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
     """The matrix with these numbers as its first column."""
     return torch.cat([norms.unsqueeze(1), torch.zeros_like(wide[:, 1:])], 1)
-
-
-def _targets(layers: list[str]) -> str:
-    """--lora-target for these layers of ours."""
-    return ",".join(_shortened(layers))
 
 
 def _adapted(config: Mapping[str, Any], model: Mapping[str, Any], patterns: list[str]) -> dict[str, Any]:

@@ -159,7 +159,9 @@ def _message(given: Any, where: str) -> Message:
             f"{where}: no role", f"it has {', '.join(map(str, given))}", "say user, assistant, system or tool"
         )
     if "content" not in message and "tool_calls" not in message:
-        raise DataError(f"{where}: no content", f"it has {', '.join(map(str, given))}", "give it a text")
+        null = "content" in given
+        has = "its content is null" if null else f"it has {', '.join(map(str, given))}"
+        raise DataError(f"{where}: no content", has, 'give it a text; "" is an empty one' if null else "give it a text")
     message["content"] = _text(message.get("content", ""), f"{where}, content")
     weight = message.get("weight", 1)
     if isinstance(weight, bool) or weight not in (0, 1) or "weight" in message and message["role"] != ASSISTANT:

@@ -8,10 +8,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
-from megatron.errors import DataError
+from megatron.errors import DataError, SettingsError
+from megatron.inference.sampling import Sampling
 from megatron.storage.urls import UrlPath, location
 
 NAME = "generation_config.json"
@@ -24,6 +26,7 @@ RENAMED = dict(
     stop_strings="stop",
 )
 DRAWN = ("temperature", "top_k", "top_p", "min_p")
+SAMPLED = {field.name for field in fields(Sampling)}
 # Keys that say nothing about the choice of tokens, or what the tokenizer says here.
 ELSEWHERE = """bos_token_id pad_token_id decoder_start_token_id transformers_version use_cache cache_implementation
     output_attentions output_hidden_states output_scores output_logits return_dict_in_generate early_stopping""".split()
@@ -48,6 +51,8 @@ def defaults_of(content: Mapping[str, Any], given: frozenset[str] = frozenset())
         settings["stop"] = [settings["stop"]]
     ends = content.get("eos_token_id")
     ends = ends if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+    if wrong := [end for end in ends or () if not isinstance(end, int)]:
+        raise ValueError(f"eos_token_id {wrong[0]!r} is no number of a token")
     if content.get("bad_words_ids"):
         settings["bad_words_ids"] = [",".join(map(str, word)) for word in content["bad_words_ids"]]
     if content.get("suppress_tokens"):
@@ -83,9 +88,13 @@ def read(folder: Union[str, Path, UrlPath], given: frozenset[str] = frozenset())
     if not isinstance(content, dict):
         raise DataError(f"{path}: not a generation config", "it is no object", "repair or remove it")
     try:
-        return defaults_of(content, given)
+        found = defaults_of(content, given)
+        Sampling(**{name: value for name, value in found.settings.items() if name in SAMPLED}).check()
+        return found
     except (TypeError, ValueError) as error:
         raise DataError(f"{path}: not a generation config", str(error), "repair or remove it") from None
+    except SettingsError as error:
+        raise DataError(f"{path}: {error.what.removeprefix('--')}", do="repair or remove it") from None
 
 
 def unknown_notices(path: Union[str, Path, UrlPath], unknown: Sequence[str]) -> list[str]:

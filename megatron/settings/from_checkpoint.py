@@ -97,6 +97,13 @@ def foreign_format(path: Path | UrlPath) -> Optional[str]:
     return None
 
 
+def own_format(path: Path | UrlPath) -> Optional[str]:
+    """How to read a folder of checkpoints of this suite, or one of them; None for any other."""
+    if _tracked(path) is None and not (path / "index.json").exists():
+        return None
+    return f"it holds a checkpoint of this suite: --load {path}"
+
+
 def _tracked(place) -> Optional[int]:
     try:
         text = (place / "latest_checkpointed_iteration.txt").read_bytes()[:32].decode("ascii", "replace").strip()

@@ -509,6 +509,8 @@ def _source(place: Path, needed: bool) -> Optional[str]:
             found = next((one["template"] for one in found if one.get("name") == "default"), None)
         if needed and not found:
             raise DataError(f"--chat-template {place}: no JSON file with a chat_template")
+        if found is not None and not isinstance(found, str):
+            raise DataError(f"{place}: chat_template is no text", do="repair or remove it")
         return found
     try:
         return place.read_bytes().decode()

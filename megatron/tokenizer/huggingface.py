@@ -21,7 +21,7 @@ from megatron.settings.schema import TokenizerSettings
 from megatron.storage import hub
 from megatron.tokenizer import engines
 from megatron.tokenizer.base import SPECIAL, Encode, Part, PartIds, Tokenizer, fingerprint
-from megatron.tokenizer.transformers_files import NAMED, SPLIT, TokenizerFiles, read_files
+from megatron.tokenizer.transformers_files import NAMED, SPLIT, TokenizerFiles, decodes_bytes, read_files
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|endofdoc|>", "[SEP]")
 PROBED = 20  # special tokens whose names are in probes
@@ -252,11 +252,19 @@ def _fingerprints(files: TokenizerFiles, description: dict, special: set[str]) -
         earlier[hashed(texts[1])] = what
     place = 0 if other else -1
     form = _in_one_form(contents[place])
-    if form == contents[place]:
-        return hashed(texts[place], version), earlier
-    return hashed(written(form), version), {hashed(text, version): "" for text in texts} | earlier
+    whole = texts[place] if form == contents[place] else written(form)
+    if whole != texts[place]:
+        earlier = {hashed(text, version): "" for text in texts} | earlier
+    decoder = description.get("decoder")
+    if (
+        decodes_bytes(decoder) and decoder != AS_IMPORTED
+    ):  # imports had the decoder of transformers' class, with these ids
+        own, other = (written(dict(decoder=one))[1:-1] for one in (decoder, AS_IMPORTED))
+        earlier.setdefault(hashed(whole.replace(own, other, 1), version), "")
+    return hashed(whole, version), earlier
 
 
+AS_IMPORTED = dict(type="ByteLevel", add_prefix_space=True, trim_offsets=True, use_regex=True)
 BPE = dict(dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None, fuse_unk=False)
 BPE |= dict(byte_fallback=False, ignore_merges=False)  # what a file says that leaves them out
 

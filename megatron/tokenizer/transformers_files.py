@@ -163,9 +163,15 @@ def _asked(folder: Path, config: dict, own: Optional[str]) -> TokenizerFiles:
     as_file, changed = json.loads(_canonical(own)), []
     for part, value in json.loads(text).items():
         same = part in ("truncation", "padding") or value == as_file.get(part)
+        same = same or part == "decoder" and decodes_bytes(value) and decodes_bytes(as_file.get(part))
         if not same and not (part == "model" and _differ_in_unknown(value, as_file[part])):
             changed.append(part)
     return TokenizerFiles(text if changed else own, config, own if changed else None, tuple(changed))
+
+
+def decodes_bytes(decoder: Optional[dict]) -> bool:
+    """Whether a decoder of tokenizer.json makes bytes of letters: it has settings, which are of encoding alone."""
+    return bool(decoder) and decoder.get("type") == "ByteLevel"
 
 
 def _differ_in_unknown(model: dict, other: dict) -> bool:

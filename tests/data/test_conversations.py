@@ -114,6 +114,10 @@ def test_an_array_of_conversations(tmp_path):
         (dict(messages=["Hello"]), r"messages\[0\]: str, no message"),
         (dict(messages=[dict(content="Hello")]), r"messages\[0\]: no role"),
         (dict(messages=[USER, dict(role="assistant")]), r"messages\[1\]: no content"),
+        (
+            dict(messages=[USER, dict(role="assistant", content=None)]),
+            r"messages\[1\]: no content\n  its content is null",
+        ),
         (dict(messages=[dict(role="user", content=3)]), r"messages\[0\], content: int, no text"),
         (dict(messages=[dict(role="user", content=[dict(type="image_url")])]), r"content: a part that is no text"),
         (dict(messages=[dict(role="user", content="\ud83d")]), "half of a surrogate pair"),

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -37,6 +38,8 @@ from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placements
 from megatron.mpu.random import init_parameter
 from megatron.settings.schema import Model, Precision
+
+FAR = 2**30  # elements between rows
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -194,13 +197,9 @@ def _exactly(logits, labels, part: VocabularyPart, scale, out) -> tuple[torch.Te
 
 
 def far_rows() -> list[float]:
-    """Rows that begin 2^31 elements behind the first one. Memory that nobody touches costs nothing; [] where there are
-    not even addresses.
-    """
-    step, v = 2**30, 50
-    try:
-        logits = torch.empty(2 * step + 64, dtype=torch.float16).as_strided((3, v), (step, 1))
-    except RuntimeError:
+    """Rows that begin 2^31 elements behind the first one; [] where there are not even addresses."""
+    v = 50
+    if (logits := _far(v)) is None:
         return []
     values = drawn(3, v).half()
     logits.copy_(values)
@@ -209,6 +208,28 @@ def far_rows() -> list[float]:
     gradient = torch.empty(3, v, dtype=torch.float64)
     want = _exactly(values, labels, part, torch.ones(3), gradient)
     return errors([*found, out], [*want, gradient])
+
+
+def _far(width: int) -> Optional[torch.Tensor]:
+    """[3, width] fp16, uninitialized, whose rows are 2^30 elements apart: memory that nobody touches costs nothing."""
+    try:
+        return torch.empty(2 * FAR + 64, dtype=torch.float16).as_strided((3, width), (FAR, 1))
+    except RuntimeError:
+        return None
+
+
+def far_tokens() -> list[float]:
+    """Tokens of which the third begins 2^31 elements behind the first one: it is read into a row, and written from one."""
+    from megatron.fused_kernels.gpu import expert_rows
+
+    h, place, rows = 16, torch.tensor([1, 1, 0]), torch.zeros(1, 16)
+    if (tokens := _far(h)) is None:
+        return []
+    tokens.copy_(values := drawn(3, h).half())
+    expert_rows.permute_kernel[3, 1](tokens, place, rows, 1, H=FAR, K=1, BLOCK=h)
+    found = [rows[0].clone()]
+    expert_rows.unpermute_kernel[3, 1](rows, place, tokens, 1, H=FAR, K=1, BLOCK=h)
+    return errors([*found, tokens], [values[2].double(), torch.stack([0 * values[2], 0 * values[2], values[2]])])
 
 
 def decode(n: int, g: int, q: int, d: int, size: int, longest: int, **more) -> list[float]:
@@ -346,6 +367,7 @@ CASES = {
         5, 64, 4, 45, label=0.9, everywhere=0.1 / 45, softcap=4.0, z_loss=0.1
     ),
     "cross_entropy of far rows": far_rows,
+    "permute and unpermute of far tokens": far_tokens,
     **{
         f"fp8 {name}, {n} x {k}": lambda tile=tile, n=n, k=k, of=of, kind=kind: casts(n, k, of, tile, kind)
         for name, tile, kind in (

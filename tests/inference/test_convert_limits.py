@@ -4,26 +4,44 @@ PEFT, orders of rows.
 """
 
 import itertools
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import example, given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
-from megatron.convert import families, fitted, megatron_arguments, megatron_lm, peft, upcycled
+from megatron.convert import (
+    dcp,
+    families,
+    fitted,
+    hf_files,
+    megatron_arguments,
+    megatron_dist_export,
+    megatron_export,
+    megatron_lm,
+    peft,
+    upcycled,
+)
 from megatron.convert.compressed_tensors import pack, unpack
+from megatron.convert.export import card, gguf_file
+from megatron.convert.export.load_exported import load_exported
 from megatron.convert.megatron_names import Dictionary
 from megatron.convert.megatron_pieces import local_parts
 from megatron.convert.mxfp4 import dequantized
 from megatron.errors import CheckpointError, SettingsError
+from megatron.model.command_line import parse_any
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_rope import our_rope
 from megatron.model.gpt.hf_settings import kind_of, our_settings, their_settings
 from megatron.model.hf_match import Match
-from megatron.model.kinds.experts.hf import our_experts, pattern_of
+from megatron.model.kinds.experts.hf import _groups, our_experts, pattern_of
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.settings.schema import Model
 from tests.inference.test_hf_settings import BASES, GEMMA_2_2B, V
@@ -74,6 +92,21 @@ def test_a_choice_of_all_groups_is_none(groups, chosen):
     assert (back.moe_router_num_groups, back.moe_router_group_topk) == (
         (groups, chosen) if groups > chosen else (None, None)
     )
+
+
+@pytest.mark.parametrize("best, members, chosen", list(itertools.product((1, 2), (1, 2, 3), (1, 2))))
+def test_groups_have_as_many_experts_as_are_looked_at(best, members, chosen):
+    """And the chosen ones as many as a token goes to; just as many are enough."""
+    c, number = dict(n_group=4, topk_group=chosen), 4 * members
+    for k in range(1, number + 1):
+        if members >= best and k <= chosen * members:
+            found = _groups(c, number, k, best)
+            usual = k // chosen if k % chosen == 0 else None
+            assert found.pop("moe_router_group_score_topk", usual) == best
+            assert found == dict(moe_router_num_groups=4, moe_router_group_topk=chosen)
+        else:
+            with pytest.raises(CheckpointError, match=f"4 groups of {number} experts"):
+                _groups(c, number, k, best)
 
 
 def test_entries_of_yarn_and_which_of_two_counts():
@@ -144,6 +177,12 @@ def test_a_mixture_has_two_experts_at_least_and_its_first_layer_has_some(experts
     assert made.mixture == ((experts or 0) >= 2)
     if made.mixture:
         assert made.moe_layer_freq == "[1]*1+[0]*1+[1]*1+[0]*1+[1]*1"
+        listed = megatron_arguments._model_of(
+            args | dict(hybrid_layer_pattern="*-*E"), num_layers=4, hidden=8, heads=2, positions=None
+        )
+        assert (
+            listed.expert_layers == (3,) and listed.moe_layer_freq == "1"
+        )  # the pattern counts, and no rule is broken
 
 
 # ---- tensors ------------------------------------------------------------------------------------------------------------
@@ -175,6 +214,151 @@ def test_each_byte_of_mxfp4_is_two_numbers(byte):
 
     found = dequantized(torch.full((1, 1, 16), byte, dtype=torch.uint8), torch.full((1, 1), 129, dtype=torch.uint8))
     assert found.tolist() == [[4 * plain(byte & 15), 4 * plain(byte >> 4)] * 16]
+
+
+@pytest.mark.parametrize("limit", [32, 33, 47, 48, 49, 64, 80, 127, 128, 129])
+def test_files_are_filled_as_those_of_hugging_face(limit, tmp_path):
+    """Up to just as many bytes, in order."""
+    sizes = [4, 4, 8, 4, 8, 4]
+    state = {f"t{n}": torch.full((size,), float(n)) for n, size in enumerate(sizes)}
+    split = split_torch_state_dict_into_shards(state, max_shard_size=limit)
+    groups = [hf_files.TensorGroup((name,), (tuple(x.shape),), lambda x=x: [x]) for name, x in state.items()]
+    assert hf_files.write_tensors(tmp_path, groups, torch.float32, limit) == list(split.filename_to_tensors)
+    for name, own in split.filename_to_tensors.items():
+        found = load_file(tmp_path / name)
+        assert list(found) == own and all(torch.equal(x, state[one]) for one, x in found.items())
+
+
+@pytest.mark.parametrize("cached", [None, "org--first"])
+@pytest.mark.parametrize("named", [None, "other/second", "./second", "/models/second"])
+def test_the_name_of_a_model_is_that_of_its_repository(cached, named, tmp_path):
+    """The cache of a hub says it; else config.json, if it is such a name; else the folder."""
+    folder = tmp_path / (f"models--{cached}/snapshots/abc" if cached else "folder")
+    folder.mkdir(parents=True)
+    wanted = "org/first" if cached else named if named == "other/second" else "folder"
+    assert hf_files.about(folder, dict(_name_or_path=named))["name"] == wanted
+
+
+@pytest.mark.parametrize("names", [["step-9", "step-10", "step-100"], ["epoch_0_step_9", "epoch_1_step_10"]])
+def test_the_newest_step_is_the_one_with_the_largest_number(names, tmp_path):
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").touch()
+    assert dcp.find_place(tmp_path, None).model.name == names[-1]
+    assert dcp.find_place(tmp_path, 9).model.name == names[0]
+
+
+class StoredTables(dict):
+    """In the place of a `Reader`: tables by their names."""
+
+    tensors = property(lambda self: self)
+
+    def read(self, name, box=None, dtype=torch.float32):
+        x = self[name]
+        return (x if box is None else x[box.slices()]).to(dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 100])
+@pytest.mark.parametrize("prefix", [None, "", "optimizer.exp_avg."])
+def test_rows_of_padding_are_the_mean_of_their_own_table(prefix, rows):
+    """Read in blocks of any number of rows; moments have means of their own."""
+    model = Model(1, 4, 1, make_vocab_size_divisible_by=4)
+    export = megatron_export.Export(model, 5, 2, 1, "transformer_engine", torch.float32)
+    name = "embedding.word.weight"
+    placed, tables = export.facts.weights[name], StoredTables({name: torch.arange(20.0).view(5, 4).square()})
+    tables["optimizer.exp_avg." + name] = 7 - tables[name]
+    padding = megatron_export._padding_rows(tables, rows)
+    parts = [megatron_export.local_part(export, tables, padding, name, placed, rank, prefix) for rank in range(2)]
+    own = tables[(prefix or "") + name]
+    torch.testing.assert_close(torch.cat(parts), torch.cat([own, own.mean(0).expand(3, 4)]))
+
+
+@pytest.mark.parametrize("samples", [0, 100, 400])
+def test_the_ends_of_weight_decay_and_its_present_value(samples):
+    """In Megatron-LM's scheduler it goes from start_wd to end_wd, here along a line."""
+    own = dict(start_weight_decay=0.1, end_weight_decay=0.3, weight_decay_incr_style="linear", lr=1e-3)
+    config = parse_any("--num-layers 1 --hidden-size 4 --num-attention-heads 1 --seq-length 4".split())
+    config = replace(config, optimizer=replace(config.optimizer, **own))
+    position = dict(scheduled_samples=samples, scaler=dict(scale=1.0, good_steps=0))
+    lengths = dict(warmup=0, decay=400, anneal=None, total=400)
+    reader = SimpleNamespace(state=dict(state=position, lengths=lengths), needed=lambda name: 7)
+    common = megatron_dist_export._common(config, reader, SimpleNamespace(fp16=False, iteration=7))
+    schedule, groups = common["opt_param_scheduler"], common["optimizer"]["optimizer"]["param_groups"]
+    assert (schedule["start_wd"], schedule["end_wd"], schedule["wd_incr_steps"]) == (0.1, 0.3, 400)
+    assert (schedule["num_steps"], schedule["wd_incr_style"]) == (samples, "linear")
+    assert [group["weight_decay"] for group in groups] == pytest.approx([0.1 + 0.2 * samples / 400, 0.0])
+
+
+class Written(dict):
+    """In the place of a `GGUFWriter`: what is added, by name."""
+
+    def __getattr__(self, name):
+        return lambda *values: self.__setitem__(name.removeprefix("add_"), values)
+
+
+@pytest.mark.parametrize("factor, attention", [(4.0, 1.0), (4.0, 0.1 * math.log(4.0) + 1), (32.0, 1.3)])
+def test_yarn_stretches_as_much_in_llama_cpp(factor, attention):
+    """It multiplies the factor of the file by 1 + 0.1 log(1 / freq_scale) (`rope_yarn` of ggml)."""
+    pytest.importorskip("gguf")
+    rope = dict(rope_type="yarn", factor=factor, attention_factor=attention, original_max_position_embeddings=16)
+    gguf_file._describe_rope(
+        writer := Written(), dict(rope_theta=1e4, rope_parameters=rope | dict(beta_fast=32.0, beta_slow=1.0))
+    )
+    [of_file], [scale] = writer["rope_scaling_attn_factors"], writer["rope_scaling_factor"]
+    assert of_file * (1 + 0.1 * math.log(scale)) == pytest.approx(attention)
+
+
+@pytest.mark.parametrize("d", [2, 4, 6, 8])
+def test_rows_of_heads_that_llama_cpp_rotates_together(d):
+    """i and i + d/2 become neighbours, in each head of queries and keys; values stay."""
+    config = dict(num_attention_heads=4, num_key_value_heads=2)
+    for name, heads in (("q_proj", 4), ("k_proj", 2), ("v_proj", 0)):
+        x = torch.arange(float((heads or 2) * d)).unsqueeze(1)
+        wanted = [h * d + i + half * d // 2 for h in range(heads) for i in range(d // 2) for half in (0, 1)]
+        found = gguf_file._llama(f"model.layers.0.self_attn.{name}.weight", x, config)
+        assert found.flatten().tolist() == (wanted if heads else x.flatten().tolist())
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_routers_of_a_mixture_are_not_each_others(layers):
+    """Their initial values are a seed's and a name's, as in a run: other tokens go to other experts in each layer."""
+    model = Model(layers, 8, 2, num_experts=4, moe_ffn_hidden_size=16)
+    dense = GPTFacts(replace(model, num_experts=None), 8).weights
+    stored = {name: SimpleNamespace(dtype=torch.float32, shape=one.shape) for name, one in dense.items()}
+    state = dict(vocab_size=8, config=dict(model={}))
+    config = replace(parse_any("--num-layers 1 --hidden-size 8 --num-attention-heads 2".split()), model=model)
+    made = {
+        seed: upcycled.upcycled(SimpleNamespace(state=state, tensors=stored), config, seed).compute for seed in (1, 2)
+    }
+    found = [compute(f"blocks.{n}.mlp.router.weight") for compute in made.values() for n in range(layers)]
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(found, 2))
+
+
+@pytest.mark.parametrize("device, wanted", [("cpu", torch.float32), ("meta", torch.float16)])
+def test_half_precision_is_left_to_devices_that_have_it(device, wanted, tmp_path):
+    """A folder in fp16 is loaded in fp32 on a CPU alone."""
+    model = Model(**BASES["llama"])
+    config = their_settings(model, V, None, "float16")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    family = families.imported(config)
+    tensors = {}
+    for match in family.matches:
+        parts = match.to_theirs(torch.zeros(family.facts.weights[match.ours].shape))
+        tensors |= {name: x.half().contiguous() for name, x in zip(match.theirs, parts, strict=True)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    for precision in (None, "fp16"):
+        loaded = load_exported(str(tmp_path), device=device, precision=precision)
+        assert {parameter.dtype for parameter in loaded.model.parameters()} == {wanted}
+
+
+def test_the_last_loss_of_a_card_is_that_of_the_checkpoints_step():
+    """A run that went on has later ones, and its file may lack some."""
+    steps = [dict(iteration=n, loss=10.0 - n) for n in (1, 2, 3, 4)]
+    history = SimpleNamespace(steps=steps, loss="loss")
+    facts = GPTFacts(Model(1, 8, 2), 8)
+    for step, line in ((3, "7.0000 at step 3"), (4, "6.0000 at step 4"), (9, "6.0000 at step 4"), (0, None)):
+        rows = dict(card._training(dict(config={}, iteration=step), history, facts))
+        assert rows.get("last training loss") == line
 
 
 class Tensors(dict):
@@ -229,12 +413,24 @@ def test_a_pair_that_has_anything_is_written(a, b, norms, moved):
 def test_alpha_is_the_rank_where_none_was_given(alpha, rank):
     model = Model(1, 8, 1, lora_rank=rank, lora_alpha=alpha)
     pairs = {f"layers.{n}.up": peft.PeftPair(torch.ones(rank, 4), torch.ones(6, rank)) for n in range(2)}
-    theirs = peft._their_config(model, pairs, "llama", None)
+    theirs = peft._their_config(model, pairs, list(pairs), "llama", None)
     assert (theirs["lora_alpha"], theirs["r"]) == (rank if alpha is None else alpha, rank)
     peft.refuse_others(theirs)
     for wrong in (0, -1):
         with pytest.raises(CheckpointError, match="no valid r"):
             peft.refuse_others(theirs | dict(r=wrong))
+
+
+@pytest.mark.parametrize("layers", [(0,), (1,), (0, 1), (0, 1, 2)])
+def test_adapters_of_some_layers_name_them(layers):
+    """PEFT adapts each module whose name is a target, or ends in a dot and one."""
+    model = Model(3, 8, 1, lora_rank=1)
+    names = [f"layers.{n}.{name}" for n in range(3) for name in ("attn.q", "mlp.up", "mlp.down")]
+    wanted = {name for name in names if int(name.split(".")[1]) in layers and not name.endswith("down")}
+    pairs = {name: peft.PeftPair(torch.ones(1, 4), torch.ones(6, 1)) for name in names if name in wanted}
+    targets = peft._their_config(model, pairs, names, "llama", None)["target_modules"]
+    found = {name for name in names if any(name == one or name.endswith(f".{one}") for one in targets)}
+    assert found == wanted and (targets == ["attn.q", "mlp.up"]) == (layers == (0, 1, 2))
 
 
 @pytest.mark.parametrize("length, cut", [(3, 2), (48, 32), (7, 4)])

@@ -18,7 +18,7 @@ from megatron.convert.export.write import ExportSource
 from megatron.convert.huggingface import from_hf
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import build_model, load_model
-from megatron.inference.quantize import linear_layers
+from megatron.inference.quantize import Int4, linear_layers
 from megatron.inference.quantized import quantized_pieces
 from megatron.model.quantization import QuantizeOptions
 from megatron.mpu import collectives
@@ -291,6 +291,21 @@ def test_recorded_collectives_change_their_argument():
         sources.add(node)
         todo += node.all_input_nodes
     assert reduced and set(reduced) <= sources
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_scales_and_zeros_of_groups_are_those_of_compressed_tensors(symmetric):
+    """Its zeros are of signed numbers."""
+    theirs = pytest.importorskip("compressed_tensors.quantization")
+    rows = torch.randn(7, 8, generator=torch.Generator().manual_seed(1))
+    rows[0] = rows[0].abs() + 1
+    grid = Int4.__new__(Int4)
+    grid.symmetric = symmetric
+    scale, zero = grid.grid(rows)
+    own = theirs.QuantizationArgs(num_bits=4, type="int", symmetric=symmetric, strategy="group", group_size=8)
+    wanted = theirs.utils.calculate_qparams(rows.amin(1, keepdim=True), rows.amax(1, keepdim=True), own)
+    torch.testing.assert_close(scale, wanted[0])
+    assert (zero - 8).tolist() == wanted[1].tolist()
 
 
 def test_numbers_are_packed_as_compressed_tensors_does():

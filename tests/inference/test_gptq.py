@@ -3,6 +3,7 @@
 Checkpoints of quantized models, in any layout.
 """
 
+import json
 import re
 
 import numpy as np
@@ -157,6 +158,18 @@ def test_a_quantized_checkpoint_is_loaded_by_any_layout(how, trained, stored, ru
     for sizes in (dict(tp=3), dict(pp=2)):
         of_ranks = run_ranks(max(sizes.values()), stored_on, str(stored[how]), sizes)
         assert of_ranks[0] == pytest.approx(of_one, rel=1e-5)
+
+
+def test_a_quantized_checkpoint_says_itself_which_layers_are_not(trained, tmp_path):
+    """Also where a file has named them, which is gone."""
+    skip, file = ["blocks.0.mlp.up", "blocks.1.attention.*"], tmp_path / "found.json"
+    file.write_text(json.dumps(dict(skip=skip)))
+    flags = f"--quantize int8 --quantize-skip {file}"
+    checkpoint.main(["quantize", str(trained[0]), str(tmp_path / "out"), *flags.split()])
+    file.unlink()
+    layers = linear_layers([load_model(str(tmp_path / "out")).model])
+    whole = {"blocks.0.mlp.up", "blocks.1.attention.qkv", "blocks.1.attention.output"}
+    assert {name for name, layer in layers if layer.weight.numel()} == whole
 
 
 def test_commands_that_need_plain_weights_name_what_a_quantized_checkpoint_is(stored, trained, tmp_path):

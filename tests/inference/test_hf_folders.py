@@ -3,6 +3,7 @@
 
 import ast
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,6 +219,108 @@ def test_a_folder_without_a_model_is_named(tmp_path):
     assert error.code == 5 and "empty: not a model's folder: no config.json" in str(error)
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
     assert "from-peft imports adapters" in str(refused("from-hf", tmp_path / "empty", tmp_path / "out"))
+
+
+def test_other_paths_are_named(source, tmp_path):
+    imported(source, tmp_path / "ours")
+    for path, said in (
+        (source / "model.safetensors", "not a model's folder, but a file\n  -> give the folder with config.json"),
+        (tmp_path / "ours", f"it holds a checkpoint of this suite: --load {tmp_path / 'ours'}"),
+        (tmp_path / "ours" / "iter_0000000", "it holds a checkpoint of this suite"),
+    ):
+        error = refused("from-hf", path, tmp_path / "out")
+        assert said in str(error) and error.code == 5
+    exported = failure_of(lambda: generate.main(["--load-exported", str(tmp_path / "ours"), "--prompt", "a"]))
+    assert f"it holds a checkpoint of this suite: --load {tmp_path / 'ours'}" in str(exported)
+
+
+def weights_with(folder, change) -> str:
+    """Change the first matrix of attention in the files; returns its name."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if "q_proj" in name)
+    weights[name] = change(weights[name])
+    save_file(weights, file, dict(format="pt"))
+    return name
+
+
+def with_hole(weight):
+    weight[1, 2] = float("nan")
+    return weight
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [(with_hole, "has NaN or infinity: the model cannot compute"), (torch.Tensor.char, "is in int8: whole numbers")],
+)
+def test_numbers_that_are_no_weights_are_named(copy, tmp_path, change, said):
+    name = weights_with(copy, change)
+    error = str(refused("from-hf", copy, tmp_path / "out"))
+    assert name in error and said in error and "get its files again" in error and not (tmp_path / "out").exists()
+
+
+def config_with(folder, name="config.json", **more):
+    file = folder / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (
+            dict(quantization_config=dict(quant_method="gptq", bits=4)),
+            "weights quantized with gptq .*, which are not read",
+        ),
+        (dict(hidden_size="16"), "transformers cannot run this model\n  .*'hidden_size' expected int"),
+    ],
+)
+def test_a_config_that_cannot_be_is_named(copy, tmp_path, more, said):
+    config_with(copy, **more)
+    assert re.search(said, str(refused("from-hf", copy, tmp_path / "out")))
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (dict(eos_token_id="</s>"), "eos_token_id '</s>' is no number of a token"),
+        (dict(temperature=-1.0), "temperature -1.0: has to be 0"),
+        (dict(top_p="much"), "not supported between"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_is_named(copy, tmp_path, more, said):
+    """By the import, and by what reads an import."""
+    imported(copy, tmp_path / "ours")
+    for folder in (copy, tmp_path / "ours"):
+        config_with(folder, "generation_config.json", **more)
+    other = tmp_path / "ours" / "generation_config.json"
+    reads = lambda: generate.main(["--load", str(tmp_path / "ours"), "--prompt", "a", "--device", "cpu"])
+    for file, error in ((copy / other.name, refused("from-hf", copy, tmp_path / "out")), (other, failure_of(reads))):
+        assert str(error).startswith(str(file)) and said in str(error) and "-> repair or remove it" in str(error)
+
+
+def failure_of(call):
+    with pytest.raises(Failure) as raised:
+        call()
+    return raised.value
+
+
+def test_what_an_import_lacks_is_said(copy, tmp_path):
+    """An end that the model does not have; a tokenizer of which a part is there."""
+    config_with(copy, "generation_config.json", eos_token_id=[END, 4800])
+    (copy / "tokenizer.json").unlink()
+    said = "\n".join(imported(copy, tmp_path / "out"))
+    assert "generation_config.json: eos_token_id 4800 is no token, the model has 48: it ends no text" in said
+    assert "holds no tokenizer: tokenizer_config.json is there without tokenizer.json" in said
+    (copy / "tokenizer_config.json").unlink()
+    assert f"{copy} holds no tokenizer" in imported(copy, tmp_path / "two")
+
+
+def test_a_chat_template_that_is_no_text_is_named(copy, tmp_path):
+    config_with(copy, "tokenizer_config.json", chat_template=5)
+    said = str(refused("from-hf", copy, tmp_path / "out"))
+    assert said.startswith(f"{copy / 'tokenizer_config.json'}: chat_template is no text") and "repair" in said
 
 
 def test_a_cut_tokenizer_is_named_with_the_place(copy, tmp_path):

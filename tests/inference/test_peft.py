@@ -78,6 +78,10 @@ THEIRS = {
     "gpt2, all": ("gpt2", dict(target_modules="all-linear", r=3, lora_alpha=9, use_rslora=True)),
     "llama, q and v": ("llama", dict(target_modules=["q_proj", "v_proj"], r=4, lora_alpha=9, lora_dropout=0.1)),
     "llama, a layer": ("llama", dict(target_modules=["up_proj", "o_proj"], r=2, lora_alpha=9, layers_to_transform=[1])),
+    "llama, two of three layers": (
+        "three llamas",
+        dict(target_modules=["up_proj", "o_proj"], r=2, lora_alpha=9, layers_to_transform=[0, 2]),
+    ),
     "gpt2, dora": ("gpt2", dict(target_modules="all-linear", r=3, lora_alpha=9, use_dora=True)),
     "llama, dora": ("llama", dict(target_modules=["q_proj", "v_proj", "up_proj"], r=4, lora_alpha=9, use_dora=True)),
     "llama, all": ("llama", dict(target_modules="all-linear", r=4, lora_alpha=9, init_lora_weights="gaussian")),
@@ -90,8 +94,9 @@ def their_model(kind: str):
     torch.manual_seed(1)
     if kind == "gpt2":
         return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=24, n_embd=32, n_layer=2, n_head=4))
+    layers = 3 if kind == "three llamas" else 2
     sizes = dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2
     )
     return LlamaForCausalLM(LlamaConfig(vocab_size=50, max_position_embeddings=24, **sizes))
 
@@ -218,11 +223,17 @@ def test_wrong_files_are_refused(tmp_path):
         ({name.replace("h.0", "h.7"): x for name, x in pair.items()}, r"that this model does not have: .*h\.7\.attn"),
         ({name.replace("attn.c_attn", "wte"): x for name, x in pair.items()}, "not have: transformer.h.0.wte"),
         ({name: x[:, :1] if "B" in name else x for name, x in pair.items()}, "is no half of a pair of rank 2"),
+        ({name: x / 0 * 0 for name, x in pair.items()}, "lora_A.weight has numbers that no adapter has: NaN"),
+        ({name: x.int() for name, x in pair.items()}, "lora_A.weight has numbers that no adapter has"),
         ({name: x[:90] for name, x in pair.items()}, r"is of a weight \[90, 32\], the base has \[96, 32\]"),
     ):
         with pytest.raises(CheckpointError, match=said):
             read(tensors)
         assert not (tmp_path / "out").exists()
+    (source / "adapter_config.json").rename(source / "config.json")
+    with pytest.raises(CheckpointError, match="holds a whole model, and no adapters.*\n  -> from-hf imports it"):
+        read(pair)
+    (source / "config.json").rename(source / "adapter_config.json")
     read(pair)
     with pytest.raises(SettingsError, match="is there already"):
         read(pair)

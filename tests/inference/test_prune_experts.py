@@ -37,13 +37,15 @@ MIXTURE = Model(
 
 
 def weights_of(model: Model) -> dict[str, torch.Tensor]:
-    """Values that depend on the name. The expert bias is one that chooses nothing else."""
+    """Values that depend on the name. The expert bias is one that chooses nothing else; loads are no weights."""
     values = {}
     for name, placed in GPTFacts(model, VOCABULARY).weights.items():
         draw = torch.Generator().manual_seed(sum(map(ord, name)))
         values[name] = torch.randn(placed.shape, generator=draw) * 0.3 + (len(placed.shape) == 1 and "norm.w" in name)
         if placed.buffer is not None:
             values[name] = torch.zeros(placed.shape, dtype=getattr(torch, placed.buffer.dtype or "float32"))
+        if name.endswith("router.load"):
+            values[name] = torch.randint(1000, placed.shape, generator=draw)
     return values
 
 

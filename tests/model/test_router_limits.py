@@ -4,12 +4,15 @@ mask with weights, layers with the same inputs, several steps one after another.
 """
 
 import itertools
+import math
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import pretrain_gpt
+from megatron.checkpoint.boxes import Box
 from megatron.model.command_line import parse_any
 from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.gpt.facts import GPTFacts
@@ -18,7 +21,7 @@ from megatron.model.kinds.experts.expert_rules import RULES
 from megatron.model.kinds.experts.layer import MoELayer
 from megatron.model.kinds.experts.parts import balance_loss, capacity
 from megatron.model.kinds.experts.replay import RoutingRecord
-from megatron.model.kinds.experts.routing import ExpertChoice, best, places_of
+from megatron.model.kinds.experts.routing import ExpertChoice, best, choose, places_of, weights_of
 from megatron.model.kinds.experts.weights import experts
 from megatron.mpu.mesh import Mesh
 from megatron.settings.rules import record
@@ -63,31 +66,55 @@ def test_sinkhorn_goes_on_until_columns_stay_as_they_are():
     torch.testing.assert_close(found.double(), columns * cost * rows[:, None], rtol=1e-4, atol=1e-8)
 
 
+def layer(mesh: Mesh, rows: int, **settings) -> tuple[torch.Tensor, dict[str, float], torch.Tensor]:
+    """Output, sums and loads of a layer with `rows` rows on each rank of tp, which take parts of them."""
+    m = model(moe_ffn_hidden_size=8, num_layers=1, **settings)
+    made = MoELayer(experts(m, False), LayerSetup(GPTFacts(m, 1), 0, mesh, seed=5))
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            placed = made.get_submodule(name.rpartition(".")[0]).placements[name.rpartition(".")[2]]
+            whole = torch.randn(placed.shape, generator=torch.Generator().manual_seed(len(name)))
+            parameter.copy_(whole[Box(*placed.box(tuple(parameter.shape), mesh.coordinates)).slices()])
+        made.router.load.zero_()
+    x = torch.randn(rows, B, H, generator=torch.Generator().manual_seed(1))
+    y, sums = made(x, ForwardContext(samples=torch.arange(B)))
+    return y.detach(), {name: value.item() for name, value in sums.items()}, made.router.load
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_ranks_that_share_rows_unevenly_give_all_of_them_back(rows, run_ranks):
-    """Without sequence parallelism each rank of tp takes its part of the rows, and the last one of fewer."""
+    """Without sequence parallelism each rank of tp takes its part of the rows, and the last one of fewer. Rows that are
+    added count nowhere.
+    """
+    y, sums, load = layer(Mesh(0), rows)
+    ranks = run_ranks(2, lambda rank: layer(Mesh(rank, tp=2, etp=1), rows))
+    for found, of_rank, _ in ranks:
+        torch.testing.assert_close(found, y)
+        assert of_rank == pytest.approx(sums)
+    assert torch.equal(ranks[0][2] + ranks[1][2], load)
 
-    def layer(mesh: Mesh) -> torch.Tensor:
-        m = model(moe_ffn_hidden_size=8, num_layers=1)
-        made = MoELayer(experts(m, False), LayerSetup(GPTFacts(m, 1), 0, mesh, seed=5))
-        with torch.no_grad():
-            for name, parameter in made.named_parameters():
-                whole = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-                parameter.copy_(whole)
-        x = torch.randn(rows, B, H, generator=torch.Generator().manual_seed(1))
-        context = ForwardContext(samples=torch.arange(B))
-        return made(x, context)[0].detach()
 
-    alone = layer(Mesh(0))
-    for found in run_ranks(2, lambda rank: layer(Mesh(rank, tp=2, etp=1))):
-        torch.testing.assert_close(found, alone)
+@pytest.mark.parametrize("sizes", [dict(), dict(tp=2), dict(tp=2, etp=1)], ids=["1", "etp2", "tp2"])
+def test_padding_to_a_capacity_changes_nothing(sizes, run_ranks):
+    """Where experts do not divide the pairs of a rank: 9 or 3 tokens to 2 of 4, half of their share or the whole."""
+    both = lambda rank: [
+        [layer(Mesh(rank, **sizes), rows, moe_expert_capacity_factor=factor, moe_pad_expert_input_to_capacity=padded)[0]
+         for rows in (1, 3, 5) for factor in (0.5, 1.0)]
+        for padded in (False, True)
+    ]  # fmt: skip
+    for plain, padded in run_ranks(2, both) if sizes else [both(0)]:
+        for one, other in zip(plain, padded, strict=True):
+            torch.testing.assert_close(other, one)
 
 
 def test_no_expert_takes_more_than_all_tokens_nor_less_than_its_share():
+    """The share need not be whole: it is multiplied before it is rounded, as in Megatron-Core."""
     for n, k, number in itertools.product((1, 5, 8), (1, 2), (2, 3)):
         assert capacity(n, k, number, 100.0) == n
         assert n * k <= number * capacity(n, k, number, 1.0) < n * k + number
+        for times in (0.5, 0.75, 1.25, 1.5):
+            assert capacity(n, k, number, times) == min(n, math.ceil(Fraction(n * k, number) * Fraction(times)))
 
 
 @pytest.mark.parametrize("weight", [1e-3, 0.25, 1.0])
@@ -111,6 +138,16 @@ def test_loads_of_the_global_loss_begin_anew_after_a_step():
     assert not made.scored_load.any() and not made.load.any()
     torch.testing.assert_close(made(inputs(1)).sums[name], first)
     assert not torch.allclose(made(inputs(2)).sums[name], first) and both is not None
+
+
+def test_an_evaluation_within_a_step_counts_its_own_tokens_alone():
+    """And leaves the loads of the step as they are."""
+    made, name = router(**LOSSES), BALANCE[2]
+    first = made(inputs(1)).sums[name]
+    loads = made.scored_load.clone()
+    found = made.eval()(inputs(2)).sums[name]
+    torch.testing.assert_close(found, router(**LOSSES)(inputs(2)).sums[BALANCE[0]])
+    assert torch.equal(made.scored_load, loads) and torch.equal(made.load, loads) and not torch.equal(found, first)
 
 
 @pytest.mark.parametrize(
@@ -140,13 +177,49 @@ def test_noise_of_layers_sites_samples_and_seeds_is_not_each_others(site):
     assert not torch.equal(made.uniform("another", like, torch.tensor([1])), seen[1, 6, 1])
 
 
-def test_of_equal_weights_the_first_tokens_have_the_first_places():
-    """Of many, for which a sort that is not stable takes another order."""
-    experts = torch.zeros(3000, 1, dtype=torch.int64)
-    weights = torch.full((3000, 1), 0.5)
-    weights[7] = 0.6
-    places = places_of(experts, 2, weights).flatten().tolist()
-    assert places == [*range(1, 8), 0, *range(8, 3000)]
+def test_random_choices_are_not_those_of_the_jitter():
+    """Of as many numbers: with the identity as weight, logits are 1 + eps times the one, or the other."""
+    samples, one = torch.tensor([3]), torch.ones(S, 1, E)
+    found = []
+    for settings in (dict(moe_input_jitter_eps=0.5), dict(moe_router_force_load_balancing=True)):
+        made = router(hidden_size=E, **settings)
+        made.weight.data.copy_(torch.eye(E))
+        found.append(made.logits(one, samples).detach())
+    jitter, choices = (found[0] - 1) / 0.5, found[1]
+    assert jitter.abs().max() > 0.5 and choices.abs().max() > 0.5
+    assert (jitter - choices).abs().mean() > 0.1
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_places_of_many_are_those_of_a_plain_sort(weighted, padded):
+    """Of equal weights the first tokens have the first places, and padding the last: of many, for which a sort that is not
+    stable takes another order.
+    """
+    draw = torch.Generator().manual_seed(3)
+    experts = torch.rand(3000, 3, generator=draw).topk(2).indices
+    weights = torch.randint(1, 4, (3000, 2), generator=draw) / 4
+    counted = torch.rand(3000, generator=draw) < 0.7
+    found = places_of(experts, 3, weights if weighted else None, counted if padded else None).flatten().tolist()
+    last = [bool(padded and not one) for one in counted.tolist()]
+    kept, chosen = weights.flatten().tolist(), experts.flatten().tolist()
+    order = sorted(range(6000), key=lambda n: (last[n // 2], -kept[n] if weighted else 0, n))
+    for expert in range(3):
+        assert [found[n] for n in order if chosen[n] == expert] == list(range(chosen.count(expert)))
+
+
+@pytest.mark.parametrize("logit", [-200.0, -46.0, -40.0, 0.0])
+@pytest.mark.parametrize("topk, scaling", [(2, None), (3, 2.5)])
+def test_weights_of_sigmoids_however_small(logit, topk, scaling):
+    """Megatron-Core adds 1e-20 to their sum: here in fp64, where none becomes 0 before it does in fp32."""
+    logits = tensor([[logit, logit + 1, logit + 2, logit - 1]])
+    rule = ExpertChoice(4, topk, "sigmoid", topk_scaling_factor=scaling)
+    chosen = choose(logits, rule)
+    scores = logits.double().sigmoid()
+    wanted = scores.gather(1, chosen) / (scores.gather(1, chosen).sum() + 1e-20) * (scaling or 1.0)
+    torch.testing.assert_close(weights_of(logits, chosen, rule), wanted.float(), rtol=1e-5, atol=1e-30)
+    found = routing.normalized_scores(logits, "sigmoid")
+    torch.testing.assert_close(found, (scores / (scores.sum() + 1e-20)).float(), rtol=1e-5, atol=1e-30)
 
 
 def test_a_group_is_as_good_as_its_best_k_over_groups():
@@ -160,6 +233,8 @@ RULED = [  # at the limit, and just above it
     ("--moe-router-topk {}", 8, 9),
     ("--moe-router-num-groups 4 --moe-router-group-topk {} --moe-router-topk 4", 4, 5),
     ("--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk {}", 4, 6),
+    ("--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-group-score-topk {}", 2, 3),
+    ("--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-group-score-topk 1 --moe-router-topk {}", 4, 5),
 ]
 
 

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized, pruned and masked weights in rare states and exactly at a limit, against plain loops."""
 
+import contextlib
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
+from megatron.convert.export.onnx_quantized import _blocks
 from megatron.errors import SettingsError
 from megatron.inference import gptq as gptq_module
 from megatron.inference.gptq import gptq
 from megatron.inference.prune import most_important
-from megatron.inference.quantize import in_format, product_of
+from megatron.inference.quantize import in_format, multiply_int8, product_of, quantized_alone
+from megatron.model.fake_quantize import _RoundInput, levels
 from megatron.model.pruning import PruningOptions, TargetSizes, target_sizes
 from megatron.model.quantization import QuantizeOptions
 from megatron.model.sparsity import is_due, last_step, problems, share
@@ -90,6 +94,19 @@ def test_the_scale_of_inputs_is_that_of_training_after_any_number_of_steps():
         torch.testing.assert_close(made(X), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_gradients_of_inputs_around_the_largest_value(bits):
+    """Values that round to it have a gradient, as in torch's own rounding, and those that are clipped have none."""
+    largest, step = levels(bits), 0.25
+    x = torch.cat([torch.tensor([-0.6, -0.4, 0.4, 0.6]) + place for place in (-largest, 0, largest)]) * step
+    own, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = _RoundInput.apply(own, torch.tensor(largest * step), torch.tensor(True), largest)
+    wanted = torch.fake_quantize_per_tensor_affine(other, step, 0, -largest, largest)
+    y.sum().backward(), wanted.sum().backward()
+    torch.testing.assert_close(y, wanted)
+    assert own.grad.tolist() == other.grad.tolist() and set(own.grad.tolist()) == {0.0, 1.0}
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["sparse", "both"])
 def test_weights_that_a_mask_leaves_out_stay_out(kind):
@@ -98,6 +115,55 @@ def test_weights_that_a_mask_leaves_out_stay_out(kind):
     made = quantized(made, quantize="int8")
     assert not mask.all() and not made.weight[~mask].any()
     torch.testing.assert_close(made(X), wanted, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_a_layer_that_is_quantized_alone_is_itself_again(error):
+    """Also after an error in its evaluation."""
+    made = layer()
+    wanted, before = made(X), made.product
+    with contextlib.suppress(ValueError), quantized_alone(made, "blocks.0.mlp.up", MODEL, QuantizeOptions("int8")):
+        assert not torch.equal(made(X), wanted)
+        if error:
+            raise error
+    assert made.product is before and torch.equal(made(X), wanted)
+    with quantized_alone(None, "blocks.0.mlp.up", MODEL, QuantizeOptions("int8")):  # on another rank
+        pass
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 25])
+@pytest.mark.parametrize("inputs, outputs", [(8, 8), (5, 8), (8, 6), (13, 3), (16, 9)])
+def test_whole_numbers_are_padded_as_cublas_needs_it(rows, inputs, outputs, monkeypatch):
+    """More than 16 rows, and multiples of 8 of the other sizes (torch's `_int_mm` on CUDA)."""
+
+    def product(a, b):
+        assert len(a) > 16 and not any(size % 8 for size in b.shape) and a.dtype == b.dtype == torch.int8
+        return (a.as_subclass(torch.Tensor).long() @ b.as_subclass(torch.Tensor).long()).int()
+
+    monkeypatch.setattr(torch, "_int_mm", product)
+    draw = torch.Generator().manual_seed(7)
+    x, weight = (torch.randint(-127, 128, (n, inputs), dtype=torch.int8, generator=draw) for n in (rows, outputs))
+    found = multiply_int8(x.as_subclass(OnGpu), weight.as_subclass(OnGpu))
+    assert found.tolist() == (x.long() @ weight.long().t()).tolist()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 5])
+def test_blocks_of_onnx_are_the_numbers_of_groups(groups):
+    """As onnxruntime's MatMulNBits reads them: each byte of zeros has two, and each output begins with a new one."""
+    made = quantized(layer(16 * groups), quantize="int4", quantize_group_size=16)
+    operand, wanted = made.product.weight_operand(made.weight), made.product.codes().weight()
+    numbers, scales, zeros = _blocks(*operand, 16)
+    assert numbers.shape == (6, groups, 8) and len(scales) == 6 * groups and len(zeros) == 6 * -(-groups // 2)
+    for o, g, n in itertools.product(range(6), range(groups), range(16)):
+        value = int(numbers[o, g, n // 2]) >> 4 * (n % 2) & 15
+        zero = int(zeros[o * -(-groups // 2) + g // 2]) >> 4 * (g % 2) & 15
+        assert (value - zero) * scales[o * groups + g].item() == pytest.approx(wanted[o, 16 * g + n].item())
 
 
 # ---- GPTQ ---------------------------------------------------------------------------------------------------------------
@@ -203,6 +269,10 @@ def test_experts_that_stay_are_at_least_those_of_a_token():
     assert target_sizes(mixture, PruningOptions(), TargetSizes(target_num_experts=3)).experts == 3
     with pytest.raises(SettingsError, match="leave at least 3"):
         target_sizes(mixture, PruningOptions(), TargetSizes(target_num_experts=2))
+    one_each = replace(mixture, moe_router_topk=1)  # a mixture has two
+    assert target_sizes(one_each, PruningOptions(), TargetSizes(target_num_experts=2)).experts == 2
+    with pytest.raises(SettingsError, match="leave at least 2"):
+        target_sizes(one_each, PruningOptions(), TargetSizes(target_num_experts=1))
 
 
 def test_of_equally_important_units_the_first_stay():

@@ -5,6 +5,7 @@ division of experts what one process does.
 Legend: m rows, E experts, i inputs, f width.
 """
 
+import contextlib
 import math
 
 import pytest
@@ -17,6 +18,7 @@ from megatron.entry import start
 from megatron.inference.load import load_model
 from megatron.model import fake_quantize, lora, quantization, sparsity, weights
 from megatron.model.command_line import parse_any
+from megatron.model.kinds.experts import grouped
 from megatron.model.kinds.experts.grouped import GroupedLinear, Rows
 from megatron.model.linear_products import products_of
 from megatron.mpu.deferred_wgrad import WeightGradStore, run_deferred_wgrads
@@ -158,6 +160,20 @@ def test_a_rank_without_tokens_has_no_scale():
     layer.product = fake_quantize.FakeQuantizeProduct(layer, "blocks.0.mlp.experts.up", settings)
     layer(torch.empty(0, INPUTS), Rows(torch.tensor([0, 0]), 0))
     assert layer.input_absmax == 0
+
+
+@pytest.mark.parametrize("device, modes", [("cuda", ["error", "warn"]), ("cpu", [])])
+@pytest.mark.parametrize("fails", [False, True])
+def test_waits_are_refused_on_a_gpu_and_only_in_the_trial_run(device, modes, fails, monkeypatch):
+    """What was set before is set again, also after an error, which a trial run expects."""
+    seen = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: "warn")
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", seen.append)
+    with contextlib.suppress(RuntimeError), grouped._refusing_waits(device):
+        assert seen == modes[:1]
+        if fails:
+            raise RuntimeError
+    assert seen == modes
 
 
 @pytest.mark.parametrize("command, way", [("merge-lora", "lora"), ("apply-masks", "masks")])

@@ -3,15 +3,23 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 import pretrain_gpt
 from megatron.model.command_line import parse_any
+from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.layer_ops import Collective, Kernel, Product
+from megatron.model.kinds.experts import dispatch
+from megatron.model.kinds.experts.hops import HopDispatcher
+from megatron.model.kinds.experts.kind import expert_ops
+from megatron.model.kinds.experts.layer import MoELayer
+from megatron.model.kinds.experts.weights import experts
+from megatron.model.layer_ops import Collective, Kernel, Product, RankSetup, Residual
 from megatron.model.recipe import facts_of
+from megatron.mpu import collectives
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
 from megatron.planner.activations import stage_saved_bytes
@@ -29,6 +37,7 @@ from tests.planner.test_truth import counted_step
 
 pytestmark = pytest.mark.sampled(10)
 
+MOVED = dict(num_experts=8, moe_ffn_hidden_size=16, disable_bias_linear=True)
 SHAPE = dict(GPT_SHAPE, **LLAMA) | dict(num_experts=8, moe_ffn_hidden_size=96)
 
 
@@ -91,6 +100,44 @@ def test_state_and_messages_are_those_of_a_run(name):
         planned["ep"] += messages.pop(("all_to_all", "ep"), 0)
         assert messages == sent, place
     assert exchanged == planned
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("latent", [None, 24])
+def test_elements_that_are_moved_are_those_of_a_layer(latent, monkeypatch):
+    """To the rows of experts and back: each is read and written, in the width in which experts compute."""
+    model, moved = Model(1, 64, 4, 16, **MOVED, moe_latent_size=latent), []
+
+    def counted(real):
+        def run(x, *rest, **more):
+            y = real(x, *rest, **more)
+            rows = max(x, y, key=len)  # a token's are read together, and are rows on the other side
+            moved.append(2 * rows.numel() if rows.shape[1] > 1 else 0)  # not the weights of rows
+            return y
+
+        return run
+
+    monkeypatch.setattr(dispatch, "permuted", counted(dispatch.permuted))
+    monkeypatch.setattr(dispatch, "summed", counted(dispatch.summed))
+    layer = MoELayer(experts(model, False), LayerSetup(GPTFacts(model, 40), 0, Mesh(), seed=1))
+    for one in (*layer.parameters(), *layer.buffers()):
+        one.data.zero_()
+    layer(torch.zeros(16, 2, 64), ForwardContext(samples=torch.arange(2)))
+    own = [op.moved for op in expert_ops(Residual(model, RankSetup(micro_batch_size=2), 32)) if type(op) is Kernel]
+    assert [own[1], own[-1]] == [one for one in moved if one]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("ep, inner", [(4, 0), (4, 2), (8, 2), (8, 4), (4, 1)])
+def test_counts_are_those_that_a_rank_sends(ep, inner, monkeypatch):
+    """Of rows for each expert; in hops also of tokens for each rank of its node, and for its node."""
+    sent = []
+    monkeypatch.setattr(collectives, "start_all_to_all", lambda arrived, x, axis, *rows: sent.append(x.nbytes))
+    mesh = Mesh(1, replicate=ep, ep=ep, create_groups=False, **(dict(ep_levels=(inner, ep // inner)) if inner else {}))
+    kind = partial(HopDispatcher, levels=(mesh.ep_outer, mesh.ep_inner)) if inner else dispatch.Dispatcher
+    kind(torch.arange(64).view(32, 2) % 8, 8, mesh.ep, False, over=mesh.ep_counts)
+    stream = Residual(Model(1, 64, 4, 16, **MOVED), RankSetup(ep=ep, ep_inner=inner), 32)
+    assert [op.size for op in expert_ops(stream) if getattr(op, "axis", "") == "ep_counts"] == sent
 
 
 def test_parameters_and_flops_of_published_models():

@@ -171,6 +171,14 @@ def test_flags_without_an_effect_of_their_own_are_taken(capsys):
         assert config.model.expert_layers == () and not config.model.mixture
 
 
+@pytest.mark.parametrize("frequency", ["1", "2", "3", "[0]*1+[1]*3", "[1]*3+[0]*1", "[1,0]*2"])
+def test_depths_of_multi_token_prediction_are_like_the_last_layer(frequency):
+    """As in Megatron-Core, whichever the first ones are."""
+    pattern = layer_pattern(frequency, 4)
+    model = parse_any(f"{LINE} {MIXED} --moe-layer-freq {frequency} --mtp-num-layers 2".split()).model
+    assert [model.has_experts(n) for n in range(6)] == [*map(bool, pattern), *[bool(pattern[-1])] * 2]
+
+
 def test_patterns_of_layers():
     """Megatron-LM's: a number, whose first layer has experts, or an expression of lists."""
     for text, layers in {

@@ -187,6 +187,21 @@ def swap(vocab: dict) -> None:
     vocab[one], vocab[other] = vocab[other], vocab[one]
 
 
+def test_token_files_of_imports_with_the_decoder_of_transformers_are_of_the_same_vocabulary(folder):
+    """Of Qwen and GPT-2 imports had the decoder of their class, whose settings change no id and no text."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["decoder"] = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    path.write_text(json.dumps(content))
+    own = opened(folder)
+    content["decoder"] |= dict(add_prefix_space=True, use_regex=True)
+    path.write_text(json.dumps(content))
+    imported = opened(folder)
+    assert imported.fingerprint != own.fingerprint and own.superseded[imported.fingerprint] == ""
+    ids = own.encode("naive caf\u00e9 <think> 12")
+    assert ids == imported.encode("naive caf\u00e9 <think> 12") and own.decode(ids) == imported.decode(ids)
+
+
 @pytest.mark.parametrize("name", [*FORMS, *OTHERS])
 def test_fingerprints_are_of_the_content_not_of_the_form(name, folder):
     """Files with the same ids are one vocabulary, however they were written; checkpoints of before are recognised."""

@@ -4,6 +4,9 @@
 import importlib
 import json
 import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,6 +86,38 @@ def test_stages_follow_each_other_and_a_second_call_goes_on(tmp_path, ran, capsy
     ran.clear()
     compress.main(words)
     assert [name for name, *_ in ran] == ["quantized"] and "--finetune" not in ran[0]
+
+
+def test_figures_are_of_all_tokens_and_measured_again_for_others(tmp_path, monkeypatch):
+    """Files have different numbers of tokens; a report with other data, or with more of them, is not that of before."""
+    lines = [dict(loss=2.0, tokens=30), dict(loss=4.0, tokens=10)]
+    asked = []
+
+    def output_of(command):
+        asked.append(" ".join(map(str, command)))
+        if "--output" in command:
+            file = Path(command[command.index("--output") + 1])
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return json.dumps(dict(weights=1.5, tokens_per_second=7.0))
+
+    state = dict(config=None, vocab_size=None)
+    monkeypatch.setattr(compress, "output_of", output_of)
+    monkeypatch.setattr(compress, "saved_record", lambda folder: (folder, state))
+    monkeypatch.setattr(compress, "config_of", lambda record: None)
+    monkeypatch.setattr(compress, "facts_of", lambda config, vocab_size: SimpleNamespace(parameters=12))
+    made, stage = compress.Record(tmp_path / "report.json"), compress.CompressionStage("trained", "base")
+    options = compress.CompressOptions(load="base", save=str(tmp_path), data_path=["a", "b"])
+
+    def measured(**more) -> int:
+        before = len(asked)
+        made.measure(stage, replace(options, **more))
+        return len(asked) - before
+
+    assert measured() == 2 and made.measured["trained"]["loss"] == pytest.approx((2 * 30 + 4 * 10) / 40)
+    assert measured() == 0 and measured(max_tokens=5) == 2 and measured(max_tokens=5) == 0
+    assert measured(max_tokens=5, data_path=["a"]) == 2 and "--data-path a --max-tokens 5" in asked[-2]
+    again = compress.Record(tmp_path / "report.json")
+    assert again.measured == made.measured and again.measured["trained"]["parameters"] == 12
 
 
 def test_what_cannot_be_is_said(tmp_path):

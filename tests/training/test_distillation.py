@@ -3,8 +3,10 @@
 loaded and saved; mistakes.
 """
 
+import itertools
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from megatron.model.command_line import parse_any
 from megatron.model.frozen_settings import frozen_record, frozen_settings, layer_pairs
 from megatron.model.recipe import facts_of, recipe_of, sums_of
 from megatron.mpu import forked
+from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import seed_of
 from megatron.planner import layout as plans
 from megatron.planner.device import cpu
@@ -29,6 +32,7 @@ from megatron.planner.parity import laid_out, parse_layout
 from megatron.planner.speed import Cluster, end_costs
 from megatron.tools import checkpoint
 from megatron.training import build
+from megatron.training.distillation import Teacher
 from megatron.training.rules import resolve
 from megatron.training.step import train_step
 from tests.model.test_distillation_loss import divergence
@@ -225,14 +229,53 @@ def test_projections_are_resumed_in_another_layout_and_left_out_later(teacher, r
         assert not [name for name in file.keys() if "projection" in name]
 
 
+def with_layers(config, layers: int):
+    return replace(config, model=replace(config.model, num_layers=layers))
+
+
 def test_even_pairs(wide_teacher):
     config = parse_any(f"{LINE} --teacher-load {wide_teacher} --kd-hidden-layers even --kd-hidden-coeff 0.5".split())
     teacher = frozen_settings("--teacher-load", wide_teacher, frozen_record("--teacher-load", wide_teacher), config)
     assert layer_pairs(config, teacher) == {0: 1, 1: 3}
     assert sums_of(recipe_of(config), config) == {"lm loss": 0.5, "kd loss": 0.5, "kd hidden loss": 0.5}
+    for student, layers in itertools.product(range(1, 8), repeat=2):
+        pairs = layer_pairs(with_layers(config, student), with_layers(teacher, layers))
+        found = [pairs.pop(n) for n in range(student)]
+        assert not pairs and found == sorted(found) and found[-1] == layers - 1, (student, layers, found)
+        if student < layers:  # as far apart as whole numbers allow
+            assert {b - a for a, b in itertools.pairwise([-1, *found])} <= {layers // student, -(-layers // student)}
+        else:  # each layer teaches as many as any other, or one more
+            assert {found.count(n) for n in range(layers)} <= {student // layers, -(-student // layers)}
     narrow = f"{LINE} --hidden-size 12 --teacher-load {wide_teacher} --kd-hidden-layers 1:3 --lora-rank 2".split()
     assert parse_any(narrow).model.kd_hidden_projections == "1:24"
     assert parse_any(narrow).optimizer.train_only == ["*.lora_a", "*.lora_b", "hidden_projections.*"]
+
+
+@pytest.mark.parametrize("multiple", [1, 4, 128])
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_both_vocabularies_have_equal_parts(multiple, tp, wide_teacher):
+    """Whatever the teacher's was padded to in its own run."""
+    config = parse_any(f"{LINE} --teacher-load {wide_teacher} --make-vocab-size-divisible-by {multiple}".split())
+    teacher = frozen_settings("--teacher-load", wide_teacher, frozen_record("--teacher-load", wide_teacher), config)
+    own, other = (facts_of(one, 101).weights["embedding.word.weight"] for one in (config, teacher))
+    assert own.local_shape({"tp": tp}) == other.local_shape({"tp": tp}) == (multiple * -(-101 // (multiple * tp)), 24)
+
+
+def test_logits_are_those_of_the_micro_batch():
+    """Where other micro-batches pass through the first layers before one reaches the loss, and after a loss."""
+    logits = lambda batch: lambda rows: torch.full((1, 3), float(batch))
+    frozen = SimpleNamespace(states=lambda batch, layers: ({0: torch.zeros(1)}, logits(batch)), logits=logits)
+    settings = parse_any(LINE.split()).distillation
+    teacher = Teacher(frozen, settings, SimpleNamespace(mesh=Mesh()), {0: 0})
+    batches = [SimpleBatch(n) for n in range(3)]
+    for batch in batches[:2]:
+        teacher.hidden_losses(batch)
+    for batch in (*batches, batches[1], batches[1]):
+        assert teacher.loss(batch).logits(slice(0, 1)).tolist() == [[float(batch)] * 3]
+
+
+class SimpleBatch(int):
+    """A micro-batch of which only the number matters."""
 
 
 @pytest.mark.sampled(10)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.data.teacher_logits import LogitsStore, Predictions, StoredSettings
+from megatron.data.teacher_logits import LogitsStore, Predictions, StoredSettings, id_type
 from megatron.errors import DataError, SettingsError
 from megatron.mpu.cross_entropy import linear_cross_entropy
 from megatron.mpu.distillation_loss import TopKLoss
@@ -143,6 +143,31 @@ def test_other_tokens_are_refused(tmp_path):
         made.read(1, tokens[2])
     with pytest.raises(DataError, match="holds 3 samples, and the run needs sample 3"):
         made.read(3, tokens[2])
+
+
+@pytest.mark.parametrize("words", [1, 65_535, 65_536, 65_537, 1 << 20])
+def test_ids_have_the_narrowest_format_that_has_them_all(words):
+    wanted = next(one for one in (np.uint16, np.uint32) if words - 1 <= np.iinfo(one).max)
+    assert id_type(words) == wanted and id_type(words).type(words - 1) == words - 1
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "js"])
+def test_a_teacher_that_is_certain(kind):
+    """Its largest logits have all of the probability, or by rounding a little more: loss and gradients are numbers, and
+    those of a student that agrees are 0.
+    """
+    ids, log_sums = torch.tensor([[0, 1], [2, 0]]), torch.tensor([50.0 - 1e-5, 50.0])
+    logits = torch.tensor([[50.0, -50.0], [50.0, 0.0]])
+    hidden = torch.eye(2).requires_grad_()
+    for agrees in (True, False):
+        weight = torch.tensor([[60.0, 0.0], [0.0, 0.0], [0.0, 60.0]] if agrees else [[0.0, 0.0]] * 3).requires_grad_()
+        loss = TopKLoss(ids, logits, log_sums, False, Mesh().tp, kind=kind, temperature=1.0, alpha=1.0)
+        found = linear_cross_entropy(
+            hidden, weight, torch.tensor([0, 2]), vocab_size=3, tp=Mesh().tp, mask=torch.ones(2), teacher=loss
+        )[-1]
+        gradients = torch.autograd.grad(found, (hidden, weight))
+        assert found.isfinite() and all(one.isfinite().all() for one in gradients)
+        assert (found.abs() < 1e-3 and all(one.abs().max() < 1e-2 for one in gradients)) == agrees
 
 
 @pytest.mark.sampled(10)

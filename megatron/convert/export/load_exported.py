@@ -30,7 +30,7 @@ from megatron.model.quantization import QuantizeOptions
 from megatron.model.recipe import config_of, facts_of
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.mesh import Mesh
-from megatron.settings.from_checkpoint import foreign_format
+from megatron.settings.from_checkpoint import foreign_format, own_format
 from megatron.settings.schema import TokenizerSettings
 from megatron.storage import hub
 
@@ -66,7 +66,7 @@ def load_exported(
         raise CheckpointError(f"--load-exported {folder} holds no export", problem)
     if form is None:
         there = "there is no such folder" if not place.is_dir() else f"it has neither {RECORD} nor config.json"
-        do = hub.hint(folder) or "python -m megatron.tools.export"
+        do = hub.hint(folder) or own_format(place) or "python -m megatron.tools.export"
         raise CheckpointError(f"--load-exported {folder} holds no export", there, do)
     if form == "hf":
         return _load_hf(place, record, device, precision, mesh, halves)
