@@ -61,8 +61,8 @@ class Journey:
         name, more = KINDS[kind]
         files = {name: content for name, content in files_of(kind).items() if name != "config.json"}
         files["generation_config.json"] |= more
-        write(files, folder / "tokenizer")
-        vocab = len(transformers.AutoTokenizer.from_pretrained(folder / "tokenizer"))
+        write(files, folder / "words")
+        vocab = len(transformers.AutoTokenizer.from_pretrained(folder / "words"))
         torch.manual_seed(1 + list(KINDS).index(kind))
         settings = getattr(transformers, f"{name}Config")(vocab_size=vocab, **SIZES, pad_token_id=None)
         model = getattr(transformers, f"{name}ForCausalLM")(settings)
