@@ -6,7 +6,7 @@ torch 2.13 renamed two of the functions used here and warns at each call of the 
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
 import torch
@@ -45,10 +45,23 @@ def _both(first: contextlib.AbstractContextManager, second: contextlib.AbstractC
         yield
 
 
+class Sums:
+    """Calls a listener with each tensor that ranks are about to add up, and their axis. One per process."""
+
+    listener: Optional[Callable[[torch.Tensor, Axis], None]] = None
+
+    @classmethod
+    def notify(cls, x: torch.Tensor, axis: Axis) -> None:
+        if cls.listener is not None:
+            cls.listener(x, axis)
+
+
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     """Reduce `x` over the axis, in place; returns `x`. `op`: sum, max or min."""
     if axis.size > 1:
         GroupListener.notify(axis.label)
+        if op == "sum":
+            Sums.notify(x, axis)
         with _blocking("all-reduce", axis):
             dist.all_reduce(x, _OPS[op], group=axis.group)
     return x
@@ -188,6 +201,7 @@ def start_all_reduce(x: torch.Tensor, axis: Axis):
     if axis.size == 1:
         return Done()
     GroupListener.notify(axis.label)
+    Sums.notify(x, axis)
     return _traced("all-reduce", axis, dist.all_reduce(x, group=axis.group, async_op=True))
 
 
@@ -250,6 +264,7 @@ def _begin_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
 
 def _begin_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
     GroupListener.notify(axis.label)
+    Sums.notify(whole, axis)
     if whole.device.type == "cpu":
         return _traced("reduce-scatter", axis, _Sum(piece, whole, axis))
     return _traced("reduce-scatter", axis, _scatter(piece, whole, group=axis.group, async_op=True))

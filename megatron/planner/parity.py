@@ -24,6 +24,7 @@ from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.kinds import knows_matrices
 from megatron.pipeline.stages import chunks_of
+from megatron.planner.collective_check import SumRecord, problems_of
 from megatron.planner.shrink import gentle, without_traces
 from megatron.settings import schema
 from megatron.settings.schema import Precision, Profiling
@@ -244,6 +245,7 @@ class Trace:
     weights: logical parameters after the last step, fp32
     choices: the experts of all tokens, for other layouts to replay; empty without experts, or over ranks
     changed: the share of tokens that would have chosen other experts than those they replayed
+    problems: of sums over ranks, where they were checked (`collective_check`); sums: what one process recorded for that
     """
 
     losses: list[float]
@@ -252,6 +254,8 @@ class Trace:
     seconds: float
     choices: Choices = field(default_factory=dict)
     changed: float = 0.0
+    problems: tuple[str, ...] = ()
+    sums: Optional[SumRecord] = None
 
 
 def trace(
@@ -261,14 +265,19 @@ def trace(
     steps: int,
     timeout: float = 600,
     replayed: Optional[Choices] = None,
+    check_sums: bool = False,
+    alone: Optional["Trace"] = None,
 ) -> Trace:
     """Train `steps` steps of resolved settings on forked ranks of this machine, over gloo.
 
     replayed: the experts that tokens go to, from a trace of one process. A token that prefers two experts almost equally
     would choose by rounding, which is another one in another layout.
+    check_sums: also check the sums over ranks, against `alone`, the trace of one process, if it is given
     """
     preload(config)
-    answers = run_ranks(world_size, _train_on_rank, config, recipe, steps, replayed or None, timeout=timeout)
+    answers = run_ranks(
+        world_size, _train_on_rank, config, recipe, steps, replayed or None, check_sums, timeout=timeout
+    )
     weights: dict[str, torch.Tensor] = {}
     for _, pieces, *_ in answers:
         for name, shape, box, tensor in pieces:
@@ -277,7 +286,11 @@ def trace(
     changed, seen = (sum(answer[3][n] for answer in answers) for n in (0, 1))
     choices = answers[0][2] if world_size == 1 else {}
     every = [value for step in losses for value in step]
-    return Trace(every, list(norms), weights, sum(seconds), choices, changed / seen if seen else 0.0)
+    sums = [answer[4] for answer in answers]
+    problems = problems_of(sums, alone and alone.sums, rounding_of(config.precision)) if check_sums else ()
+    own = sums[0] if world_size == 1 else None
+    again = changed / seen if seen else 0.0
+    return Trace(every, list(norms), weights, sum(seconds), choices, again, tuple(problems), own)
 
 
 def preload(config: schema.Config) -> None:
@@ -297,9 +310,11 @@ def preload(config: schema.Config) -> None:
         importlib.import_module(name)
 
 
-def _train_on_rank(rank: int, config: schema.Config, recipe: Recipe, steps: int, replayed: Optional[Choices]):
+def _train_on_rank(
+    rank: int, config: schema.Config, recipe: Recipe, steps: int, replayed: Optional[Choices], check_sums
+):
     """([(loss, norm, seconds) of each step], this rank's pieces of the weights, choices of experts, (tokens whose own
-    choice is not that of `replayed`, tokens)).
+    choice is not that of `replayed`, tokens), what was recorded of sums).
     """
     import time
 
@@ -314,13 +329,19 @@ def _train_on_rank(rank: int, config: schema.Config, recipe: Recipe, steps: int,
         attach(run.stages, record)
         for stage in run.stages:
             stage.train()
-        for _ in range(steps):
+        sums, watching = SumRecord(), contextlib.nullcontext()
+        if check_sums:
+            watching = sums.watching(run.stages, run.context.mesh, config.parallel.sequence_parallel)
+        for number in range(steps):
             start = time.perf_counter()
-            step = train_step(run)
+            with watching if number == 0 else contextlib.nullcontext():
+                step = train_step(run)
+            if check_sums:
+                sums.after_step(run.optimizer, number + 1)
             results.append((tuple(step.losses.values()), step.grad_norm, time.perf_counter() - start))
         pieces = [piece._replace(tensor=piece.tensor.clone()) for piece in run.optimizer.pieces(moments=False)]
         run.close()
-    return results, pieces, record.choices, (record.changed, record.seen)
+    return results, pieces, record.choices, (record.changed, record.seen), sums
 
 
 def rounding_of(precision: Precision) -> str:

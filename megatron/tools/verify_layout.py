@@ -5,11 +5,13 @@
 
 Each layout trains a few steps on CPU processes of this machine, from the same weights and data as one process, and
 the loss, gradient norm and every parameter are compared. Exit code 0: all agree; 1: one differs, or the model's own
-code raises, which is reported with its file and line (--debug: with its traceback).
+code raises, which is reported with its file and line (--debug: with its traceback). With --collectives a wrong sum over
+ranks is named: the line that adds up what ranks hold alike, or the layer before which a sum is missing.
 """
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -30,6 +32,7 @@ class VerifyLayoutOptions:
         "layouts to check, such as tp2,pp2vp2,cp2a2a,tp2sp-dp2-zero1 (default: that of the flags)", None
     )
     steps: int = setting("optimizer steps to train", 10)
+    collectives: bool = setting("check each sum over ranks in the first step, and name the wrong ones", False)
     shrink: bool = setting("compare in a shrunk job of the training that has all its features", False)
 
 
@@ -68,7 +71,7 @@ def verify(argv: list[str]) -> None:
         "largest relative difference in"
     )
     print(row("layout", "ranks", "result (worst parameter)", "loss", "grad norm", "weights"))
-    reference = trained(one, 1, steps)
+    reference = trained(one, 1, steps, check_sums=asked.collectives)
     if isinstance(reference, str):
         print(row("one process", 1, f"FAIL ({reference})"))
         sys.exit(1)
@@ -80,18 +83,21 @@ def verify(argv: list[str]) -> None:
         )
     verdicts = []
     for layout, resolved in settings:
-        other, sizes = trained(resolved, layout.world_size, steps, reference.choices), ()
+        more = dict(check_sums=asked.collectives, alone=reference)
+        other, sizes = trained(resolved, layout.world_size, steps, reference.choices, **more), ()
+        below = ""
         if raised := isinstance(other, str):
             worst = other
         else:
             differences = compare(reference, other)
             values = (differences.loss, differences.norm, differences.weight)
             worst, sizes = differences.worst, (f"{size:.1e}" for size in values)
-        verdicts.append(not raised and differences.passes(precision))
+        verdicts.append(not raised and differences.passes(precision) and not other.problems)
         result = f"{'PASS' if verdicts[-1] else 'FAIL'} ({worst})"
-        if reference.choices and not raised:
-            result += f"; {other.changed:.2%} of tokens would choose other experts"
-        print(row(layout.text, layout.world_size, result, *sizes), flush=True)
+        if not raised:
+            result += said_of_choices(reference, other)
+            below = about_sums(other.problems, verdicts[-1]) * asked.collectives
+        print(row(layout.text, layout.world_size, result, *sizes) + below, flush=True)
     limits = TOLERANCE[precision]
     print(
         f"limits for {precision}: loss {limits['loss']:g}, gradient norm {limits['norm']:g}, weights "
@@ -101,6 +107,17 @@ def verify(argv: list[str]) -> None:
         print("each token went to the experts that it chose in one process")
     if not all(verdicts):
         sys.exit(1)
+
+
+def about_sums(problems: Sequence[str], passed: bool) -> str:
+    """Lines below the row of a layout, on its sums over ranks."""
+    nothing = [] if passed else ["no sum over ranks was seen to be wrong"]
+    return "".join(f"\n  {problem}" for problem in problems or nothing)
+
+
+def said_of_choices(reference, other) -> str:
+    """How many tokens would have gone to other experts; "" without experts."""
+    return f"; {other.changed:.2%} of tokens would choose other experts" * bool(reference.choices)
 
 
 def row(layout: str, ranks, result: str, loss: str = "-", norm: str = "-", weights: str = "-") -> str:
@@ -129,17 +146,17 @@ def possible(config: Config, layouts: list) -> list[tuple]:
     return resolved
 
 
-def trained(config: Config, world_size: int, steps: int, replayed=None):
+def trained(config: Config, world_size: int, steps: int, replayed=None, **checks):
     """The trace of a few steps, or a rank's error as text. A failure of settings, data or disk is raised.
 
-    replayed: see `parity.trace`
+    replayed, checks: see `parity.trace`
     """
     from megatron.model.recipe import recipe_of
     from megatron.mpu.forked import RankFailed
     from megatron.planner.parity import trace
 
     try:
-        return trace(config, recipe_of(config), world_size, steps, replayed=replayed)
+        return trace(config, recipe_of(config), world_size, steps, replayed=replayed, **checks)
     except RankFailed as failed:
         if config.logging.debug:
             raise
