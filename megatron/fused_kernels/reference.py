@@ -242,6 +242,7 @@ class VocabularyPart(NamedTuple):
     label:      share of the target at the label; everywhere: share at each real row of the vocabulary
     softcap:    logits become softcap x tanh(logit / softcap)
     z_loss:     weight of the square of log sum exp in the gradients
+    blocks:     join gets log sum exp of so many parts of the part, [c, blocks]; 0: of all of it
     """
 
     first: int
@@ -250,6 +251,7 @@ class VocabularyPart(NamedTuple):
     everywhere: float = 0.0
     softcap: Optional[float] = None
     z_loss: float = 0.0
+    blocks: int = 0
 
 
 def cross_entropy(
@@ -281,7 +283,10 @@ def cross_entropy(
     if part.everywhere:
         target += logits[:, : part.real].sum(1, keepdim=True) * part.everywhere
     if out is None or join:
-        log_sum = torch.logsumexp(logits, 1, keepdim=True)
+        if part.blocks:
+            log_sum = torch.logsumexp(logits.unflatten(1, (part.blocks, -1)), 2)
+        else:
+            log_sum = torch.logsumexp(logits, 1, keepdim=True)
         log_sum, target = join(log_sum, target) if join else (log_sum, target)
     if out is None:
         return (log_sum - target).squeeze(1), log_sum.squeeze(1)

@@ -83,6 +83,7 @@ class LanguageModel(nn.Module):
     layer_class: type[Layer] = Layer
     # Of the output layer; set by `deferred_wgrad.attach_weight_grad_store`.
     weight_grad_store: Optional[WeightGradStore] = None
+    ordered = False  # sums over the vocabulary have one order; set by `ordered.attach_ordered`
     # For evaluations that need each sample (`training.measures`): called on the last stage with the micro-batch and
     # the cross-entropy of each token, [s, b] fp32, unmasked.
     collect: Optional[Callable[[Any, torch.Tensor], None]] = None
@@ -286,6 +287,7 @@ class LanguageModel(nn.Module):
             gather=tp if self.sequence_parallel else None,
             reduce=None if self.sequence_parallel else tp,
             teacher=teacher,
+            ordered=self.ordered,
         )
 
     def counted(self, x: torch.Tensor, batch) -> tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor]]:

@@ -23,6 +23,7 @@ class LayerNorm(nn.Module):
     """(x - mean) / sqrt(variance + epsilon) * weight + bias. weights: `model.weights.norm(...)`."""
 
     fusion, unfused = "persist_layer_norm", False
+    in_blocks = staticmethod(lambda norm: norm)  # set by `ordered.attach_ordered`
 
     def __init__(self, weights: Table, epsilon: float, *, dtype=None, device=None):
         super().__init__()
@@ -30,7 +31,7 @@ class LayerNorm(nn.Module):
         create_parameters(self, weights, None, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor, branch: Optional[torch.Tensor] = None):
-        norm = partial(layer_norm, unfused=self.unfused)
+        norm = self.in_blocks(partial(layer_norm, unfused=self.unfused))
         if branch is None:
             return norm(x, self.weight, self.bias, self.epsilon)
         added = choose_kernel("add_layer_norm", Case(x.device.type, x.dtype, unfused=self.unfused)).run
@@ -41,6 +42,7 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + epsilon) * weight (arXiv:1910.07467). weights: `model.weights.norm(...)`."""
 
     fusion, unfused = "persist_layer_norm", False
+    in_blocks = staticmethod(lambda norm: norm)
 
     def __init__(self, weights: Table, epsilon: float, *, dtype=None, device=None):
         super().__init__()
@@ -48,7 +50,7 @@ class RMSNorm(nn.Module):
         create_parameters(self, weights, None, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor, branch: Optional[torch.Tensor] = None):
-        norm = partial(rms_norm, unfused=self.unfused)
+        norm = self.in_blocks(partial(rms_norm, unfused=self.unfused))
         if branch is None:
             return norm(x, self.weight, self.epsilon)
         added = choose_kernel("add_rms_norm", Case(x.device.type, x.dtype, unfused=self.unfused)).run

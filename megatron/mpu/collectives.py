@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.mpu.groups import GroupListener
 from megatron.mpu.mesh import Axis
+from megatron.mpu.ordered_sums import tree_sum
 from megatron.telemetry import lanes, rank_times
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -58,7 +59,9 @@ class Sums:
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
     """Reduce `x` over the axis, in place; returns `x`. `op`: sum, max or min."""
-    if axis.size > 1:
+    if axis.size > 1 and axis.ordered and op == "sum":
+        start_all_reduce(x, axis).wait()
+    elif axis.size > 1:
         GroupListener.notify(axis.label)
         if op == "sum":
             Sums.notify(x, axis)
@@ -202,6 +205,8 @@ def start_all_reduce(x: torch.Tensor, axis: Axis):
         return Done()
     GroupListener.notify(axis.label)
     Sums.notify(x, axis)
+    if axis.ordered:
+        return _traced("all-reduce", axis, _OrderedAllReduce(x, axis))
     return _traced("all-reduce", axis, dist.all_reduce(x, group=axis.group, async_op=True))
 
 
@@ -265,6 +270,8 @@ def _begin_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
 def _begin_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
     GroupListener.notify(axis.label)
     Sums.notify(whole, axis)
+    if axis.ordered:
+        return _traced("reduce-scatter", axis, _OrderedSum(piece, whole, axis))
     if whole.device.type == "cpu":
         return _traced("reduce-scatter", axis, _Sum(piece, whole, axis))
     return _traced("reduce-scatter", axis, _scatter(piece, whole, group=axis.group, async_op=True))
@@ -325,6 +332,39 @@ class _Sum:
             self.piece.copy_(first)
         for part in others:  # in rank order, so that every rank has the same result
             self.piece.add_(part)
+
+
+class _OrderedSum:
+    """A reduce-scatter whose sum over ranks is `tree_sum`: ranks exchange parts, and each sums its own."""
+
+    def __init__(self, piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
+        self.piece, whole = piece.view(-1), whole.view(-1)
+        self.arrived = torch.empty_like(whole)
+        if _is_large(whole):
+            parts, arriving = whole.chunk(axis.size), self.arrived.chunk(axis.size)
+            arriving[axis.rank].copy_(parts[axis.rank])
+            self.work = _Exchange(parts, arriving, axis)
+        else:
+            self.work = dist.all_to_all_single(self.arrived, whole, group=axis.group, async_op=True)
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.piece.copy_(tree_sum(self.arrived.view(-1, len(self.piece))))
+
+
+class _OrderedAllReduce:
+    """An all-reduce, in place, whose sum over ranks is `tree_sum`: `_OrderedSum`, then the parts are gathered."""
+
+    def __init__(self, x: torch.Tensor, axis: Axis):
+        self.x, self.axis, flat = x, axis, x.view(-1)
+        self.whole = torch.cat([flat, flat.new_zeros(-len(flat) % axis.size)])
+        self.piece = self.whole.new_empty(len(self.whole) // axis.size)
+        self.work = _OrderedSum(self.piece, self.whole, axis)
+
+    def wait(self) -> None:
+        self.work.wait()
+        _begin_gather(self.whole, self.piece, self.axis).wait()
+        self.x.view(-1).copy_(self.whole[: self.x.numel()])
 
 
 def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:

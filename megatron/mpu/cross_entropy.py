@@ -39,6 +39,8 @@ from megatron.mpu.deferred_wgrad import WeightGradStore, wgrad_defer_function
 from megatron.mpu.distillation_loss import DistillationLoss
 from megatron.mpu.layers import WgradGemm, matmul, start_input_reduction
 from megatron.mpu.mesh import Axis
+from megatron.mpu.ordered_blocks import BLOCKS
+from megatron.mpu.ordered_sums import Blocks
 from megatron.settings.kernel_sizes import LossChunks
 
 FP16_SCALE = 2.0**12  # of softmax - onehot: keeps probabilities from 1e-11, and leaves room for weights up to 8
@@ -64,6 +66,7 @@ def linear_cross_entropy(
     reduce: Optional[Axis] = None,
     bias: Optional[torch.Tensor] = None,
     teacher: Optional[DistillationLoss] = None,
+    ordered: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Masked sums over tokens of cross-entropy (`hidden @ weight.T` against `labels`) and of z-loss, as fp32 scalars.
 
@@ -80,11 +83,14 @@ def linear_cross_entropy(
     deferred: defers the weight's gradient while it collects, as in `layers.linear`;
     unfused: softmax and gradients by torch's ops; bias: [v/tp], added to logits before a cap;
     teacher: adds a third sum, of the loss on a teacher's logits. It alone has a gradient then: that of the loss to minimize
-    divided by `teacher.alpha`, its weight there.
+    divided by `teacher.alpha`, its weight there;
+    ordered: sums over the vocabulary are those of blocks, whatever its parts are (`mpu/ordered_sums.py`).
     Raises SettingsError if hidden states and labels differ in number.
     """
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     part = _part(weight, vocab_size, tp, label_smoothing, softcap, z_loss)
+    if ordered:
+        part = part._replace(blocks=BLOCKS // tp.size)
     whole = hidden.detach() if gather is None else collectives.all_gather(hidden.detach(), gather)
     own_bias = None if bias is None else bias.detach()
     losses, log_sums, gradients = _chunks(
@@ -93,7 +99,7 @@ def linear_cross_entropy(
         labels,
         mask,
         part,
-        _join(tp),
+        _join_blocks(tp) if ordered else _join(tp),
         chunk,
         wanted,
         unfused,
@@ -198,7 +204,7 @@ def _chunks(
     format of the weights. Most micro-batches are one block: one large product of each kind, no sum over blocks, and the
     weight's gradient is computed on request. Within a block, `chunk` rows at a time are in fp32, to stay in the cache.
     """
-    n, product = hidden.shape[0], matmul(hidden)
+    n, (product, of_hidden, of_weight) = hidden.shape[0], _products(matmul(hidden), part.blocks)
     if n != labels.shape[0]:
         raise SettingsError(
             f"the output layer has {n} tokens, and there are {labels.shape[0]} labels",
@@ -207,6 +213,7 @@ def _chunks(
         )
     device = "cpu" if hidden.device.type == "cpu" else "cuda"
     chunk, block = LossChunks.of(weight.shape[0], weight.element_size(), device, chunk)
+    block = n if part.blocks else block
     losses, log_sums = torch.empty((2, n), dtype=torch.float32, device=hidden.device)
     compare, up = _comparison(hidden, labels, part, join, unfused, teacher, block)
     half = hidden.dtype == torch.float16
@@ -227,10 +234,10 @@ def _chunks(
         if bias is not None:
             own = logits.sum(0, dtype=torch.float32)
             of_bias = own if of_bias is None else of_bias.add_(own)
-        hidden_gradient[whole] = product(logits, weight.t())
+        hidden_gradient[whole] = of_hidden(logits, weight.t())
         if not learns:
             continue
-        give = WgradGemm(logits, partial(_columns, inputs, down), product)
+        give = WgradGemm(logits, partial(_columns, inputs, down), of_weight)
         if n > block:  # blocks are summed in fp32, to avoid rounding to bf16 after each
             total = _add_block(total, give, weight)
     if not wanted:
@@ -270,6 +277,28 @@ def _add_block(total: Optional[torch.Tensor], block: WgradGemm, weight: torch.Te
 
 def _slices(start: int, stop: int, step: int) -> list[slice]:
     return [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
+
+
+def _products(multiply: Callable, blocks: int) -> tuple[Callable, Callable, Callable]:
+    """The products for logits, and for gradients of hidden states and weight. blocks: of the vocabulary's part; 0: none."""
+    if not blocks:
+        return multiply, multiply, multiply
+    rows = Blocks(blocks)
+    return partial(rows.product, multiply), partial(rows.sum, multiply), partial(_of_rows, rows, multiply)
+
+
+def _of_rows(rows: Blocks, multiply: Callable, a: torch.Tensor, b: torch.Tensor, bias: None) -> torch.Tensor:
+    return rows.product(multiply, a, b, dim=0)
+
+
+def _join_blocks(tp: Axis) -> Callable:
+    """As `_join`, of the statistics of each block of a part: log sum exp [c, blocks]."""
+
+    def joined(log_sum, target):
+        blocks = collectives.all_gather(log_sum, tp, dim=1).contiguous()  # [c, BLOCKS]
+        return torch.logsumexp(blocks, 1, keepdim=True), collectives.all_reduce(target, tp)
+
+    return joined
 
 
 def _join(tp: Axis) -> Optional[Callable]:

@@ -224,7 +224,7 @@ class _Linear(torch.autograd.Function):
             d_weights = [next(gradients).to(one.dtype) if wanted else None for one, wanted in zip(weights, ctx.trained)]
         elif handler:
             handler(wgrad)
-        d_bias = rows.sum(0) if ctx.has_bias else None
+        d_bias = product.grad_bias(rows) if ctx.has_bias else None
         return d_x and d_x(), d_bias, None, None, None, None, *d_weights
 
 
@@ -483,7 +483,7 @@ class RowParallelLinear(nn.Module):
         if self.tp.size == 1 and not self.unfused:
             return linear(x, self.weight, self.bias, options)
         x = self.reduce_output(linear(x, self.weight, None, options), self.tp)  # all-reduce over tp
-        return x if self.bias is None else x + self.bias  # once, after the sum
+        return x if self.bias is None else (self.product or PLAIN).add_bias(x, self.bias)  # once, after the sum
 
 
 class ReplicatedLinear(nn.Module):

@@ -137,6 +137,14 @@ class LinearProduct:
         """
         raise NotImplementedError
 
+    def grad_bias(self, rows: torch.Tensor) -> torch.Tensor:
+        """The gradient of a bias [o] that `forward` adds, from that of the output [n, o]."""
+        return rows.sum(0)
+
+    def add_bias(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """x + bias, for a bias that is added after a sum over ranks. Differentiable."""
+        return x + bias
+
     def after_update(self) -> None:
         """Called when the layer's weights have changed: once a step, and after loading a checkpoint. Weights cannot be read
         here, because ZeRO may still be gathering them; `transform` and `prepare_weight` can.

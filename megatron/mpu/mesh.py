@@ -76,6 +76,7 @@ class Axis:
     """One named axis of the grid for this rank: the ranks along it, this rank's index among them, and their group.
 
     label: name of the group in messages: "dp group 1" is the second list of ranks that `ranks_along` returns for dp
+    ordered: sums over the ranks are those of `ordered_sums.tree_sum`
     """
 
     name: str
@@ -83,6 +84,7 @@ class Axis:
     rank: int = 0
     group: Any = None
     label: str = ""
+    ordered: bool = False
 
     @property
     def size(self) -> int:
@@ -109,6 +111,7 @@ class Mesh:
     cp_levels: sizes of `mesh.cp_inner` (consecutive ranks of cp) and `mesh.cp_outer`, for a2a+p2p; None: they have only
     this rank. ep_levels: the same of ep, for tokens that are sent once to a node. `mesh.ep_counts` are the ranks of ep
     again: the numbers of rows need not wait for rows under way.
+    ordered: sums over ranks have one order (--batch-invariant-mode)
     timeout: of collectives of a group (default: torch's, which is not that of the group of all ranks)
     """
 
@@ -128,8 +131,9 @@ class Mesh:
         ep_levels: Optional[Sequence[int]] = None,
         create_groups: Optional[bool] = None,
         timeout: Optional[timedelta] = None,
+        ordered: bool = False,
     ):
-        self.timeout = timeout
+        self.timeout, self.ordered = timeout, ordered
         self.sizes = dict(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp)
         self.rank, self.world_size = rank, math.prod(self.sizes.values())
         assert shard == 1 or cp == 1 or shard_over_cp, "with cp, ranks that shard over dp alone are not consecutive"
@@ -156,7 +160,7 @@ class Mesh:
             self._create_groups()
 
     def _set(self, name: str, number: int, ranks: tuple[int, ...]) -> None:
-        setattr(self, name, Axis(name, ranks, ranks.index(self.rank), None, self._label(name, number)))
+        setattr(self, name, Axis(name, ranks, ranks.index(self.rank), None, self._label(name, number), self.ordered))
 
     def _set_levels(self, axis: str, sizes: dict[str, int], inner: int, outer: int) -> None:
         """The groups of the two levels of an axis, for example (0, 1), (2, 3) and (0, 2), (1, 3) of four ranks."""
@@ -324,4 +328,5 @@ def mesh_of(parallel, rank: int, world_size: int, local_size: int = 8, **keyword
     sharded, levels = parallel.sharding_stage > 0, dict(cp_levels=parallel.cp_levels)
     levels["ep_levels"] = ep_levels(parallel, local_size)
     sizes = sizes_of(parallel, world_size)
+    keywords = dict(ordered=parallel.batch_invariant_mode, **keywords)
     return Mesh(rank, shard_over_cp=sharded, **levels, **sizes, **experts, **keywords)

@@ -4,12 +4,12 @@
 A layout decides where a sum is cut: into micro-batches, and over ranks. Floating-point numbers then are added in another
 order, and rounded otherwise. Here the order is part of the definition:
 
-    a sum over samples   a binary tree over the samples of the global batch, in their order       `Tree`, `SumOverRanks`
+    a sum over samples   a binary tree over the samples of the global batch, in their order       `Tree`, `tree_sum`
     a sum of scalars     of parts rounded to a common unit, so that no addition rounds            `exact_parts`
 
 A step's samples 0..7 on two data parallel ranks: rank r has samples 2j + r, one a pass. Ranks are the lowest level.
 
-    0 1  2 3  4 5  6 7     pass j of both ranks: `SumOverRanks`
+    0 1  2 3  4 5  6 7     pass j of both ranks: `collectives`, over an axis that is `ordered`
     +++  +++  +++  +++
       +++++    +++++       passes of a rank, as they come: `Tree`
         +++++++++
@@ -17,12 +17,12 @@ A step's samples 0..7 on two data parallel ranks: rank r has samples 2j + r, one
 One rank alone has the same tree, all of it in `Tree`. So the number of data parallel ranks is a power of two.
 """
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import torch
 
-from megatron.mpu import collectives
-from megatron.mpu.mesh import Axis
-
-LARGEST_CUT = 8  # parts of a dim of a weight that no layout cuts further
+NARROW = 64  # rows or columns of a block
 
 
 class Tree:
@@ -61,56 +61,71 @@ class Tree:
         return sum(node.nbytes for node in self.nodes.values())
 
 
-def tree_sum(parts: torch.Tensor) -> torch.Tensor:
-    """The sum over the first dim, by the tree of `Tree`; overwrites `parts`."""
+def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of several tensors, or over the first dim of one, by the tree of `Tree`. Overwrites them."""
     while len(parts) > 1:
-        odd = parts[len(parts) & ~1 :]
-        pairs = parts[: len(parts) & ~1]
-        parts = pairs[0::2].add_(pairs[1::2])
-        parts = torch.cat([parts, odd]) if len(odd) else parts
+        pairs = len(parts) // 2 * 2
+        if isinstance(parts, torch.Tensor):
+            added = parts[0:pairs:2].add_(parts[1:pairs:2])
+            parts = torch.cat([added, parts[pairs:]]) if len(parts) > pairs else added
+        else:
+            parts = [*(parts[at].add_(parts[at + 1]) for at in range(0, pairs, 2)), *parts[pairs:]]
     return parts[0]
 
 
-class SumOverRanks:
-    """A running sum of flat x [n] over the ranks of two axes, by the tree over ranks, `inner` the lower levels.
+class Blocks(NamedTuple):
+    """How a dim is divided that tensor parallel ranks cut: [parts, number, ...], of which a block is one index of `number`.
 
-    `wait()` returns this rank's piece along `inner`, [n / inner.size]. x must not change before.
+    number: of blocks of this rank; parts: of the dim, each of which ranks cut, as gates and values
+
+    >>> [block.tolist() for block in Blocks(2, parts=2).of(torch.arange(8), 0)]
+    [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
 
-    def __init__(self, x: torch.Tensor, inner: Axis, outer: Axis):
-        self.inner, self.outer, self.exchange = inner, outer, _Exchange(x, inner if inner.size > 1 else outer)
+    number: int
+    parts: int = 1
 
-    def wait(self) -> torch.Tensor:
-        piece = self.exchange.wait()
-        if self.inner.size == 1:
-            return self.exchange.whole(piece)
-        exchange = _Exchange(piece, self.outer)
-        return exchange.whole(exchange.wait())
+    def divide(self, size: int) -> bool:
+        """Whether a dim of this size consists of equal blocks."""
+        return size % (self.number * self.parts) == 0
 
+    def narrow(self, size: int) -> bool:
+        """Whether blocks of a dim are so narrow that kernels may choose their order of sums by the size of the dim."""
+        return self.divide(size) and size // (self.number * self.parts) < NARROW
 
-class _Exchange:
-    """Ranks exchange parts of x [n], and each sums its own; over an axis of size 1 nothing happens."""
+    def of(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:
+        """The blocks of x along dim 0 or 1, contiguous, or transposed if x is."""
+        if x.dim() == 2 and x.stride(0) == 1 < x.stride(1):
+            return [block.t() for block in self.of(x.t(), 1 - dim)]
+        pieces = x.unflatten(dim, (self.parts, self.number, -1)).unbind(dim + 1)
+        return [piece.flatten(dim, dim + 1).contiguous() for piece in pieces]
 
-    def __init__(self, x: torch.Tensor, axis: Axis):
-        self.axis, self.size = axis, len(x)
-        if axis.size == 1:
-            self.sent = self.arrived = x
-            self.work = collectives.Done()
-            return
-        each = -(-len(x) // axis.size)
-        self.sent = torch.cat([x, x.new_zeros(each * axis.size - len(x))]) if len(x) % axis.size else x
-        self.arrived = torch.empty_like(self.sent)
-        self.work = collectives.start_all_to_all(self.arrived, self.sent, axis)
+    def joined(self, blocks: list[torch.Tensor], dim: int) -> torch.Tensor:
+        """The tensor of which these are the blocks."""
+        pieces = [block.unflatten(dim, (self.parts, -1)) for block in blocks]
+        return torch.stack(pieces, dim + 1).flatten(dim, dim + 2)
 
-    def wait(self) -> torch.Tensor:
-        """This rank's part of the sum."""
-        self.work.wait()
-        self.sent = None
-        return tree_sum(self.arrived.view(self.axis.size, -1)) if self.axis.size > 1 else self.arrived
+    def sum(self, multiply: Callable, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """a [m, k] times b [n, k]^T, as `tree_sum` of the products of blocks of k. multiply: as `LinearProduct` has it
 
-    def whole(self, piece: torch.Tensor) -> torch.Tensor:
-        """The whole sum, from each rank's part."""
-        return collectives.all_gather(piece, self.axis)[: self.size]
+        Where k cannot be divided, which ranks do not do either, it is one product.
+        """
+        if self.number == 1 or not self.divide(a.shape[1]):
+            return multiply(a.contiguous(), b, None)
+        return tree_sum([multiply(*pair, None) for pair in zip(self.of(a, 1), self.of(b, 1))])
+
+    def product(self, multiply: Callable, a: torch.Tensor, b: torch.Tensor, bias=None, dim: int = 1) -> torch.Tensor:
+        """a [m, k] times b [n, k]^T, of which ranks cut n (dim 1 of the result) or m: sums of each element are whole.
+
+        Kernels compute an element alike wherever the result is cut, but for narrow ones: these are one for each block.
+        """
+        if not self.narrow((len(a), len(b))[dim]):
+            return multiply(a.contiguous(), b, bias)
+        if dim == 0:
+            return self.joined([multiply(block, b, None) for block in self.of(a.contiguous(), 0)], 0)
+        biases = [None] * self.number if bias is None else self.of(bias, 0)
+        a = a.contiguous()
+        return self.joined([multiply(a, block, own) for block, own in zip(self.of(b, 0), biases)], 1)
 
 
 # ---- sums of scalars ---------------------------------------------------------------------------------------------------

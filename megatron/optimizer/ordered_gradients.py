@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import torch
 
+from megatron.mpu import collectives
 from megatron.mpu.deferred_wgrad import WeightGradStore
-from megatron.mpu.mesh import Mesh
-from megatron.mpu.ordered_sums import SumOverRanks, Tree
+from megatron.mpu.mesh import Axis, Mesh
+from megatron.mpu.ordered_sums import Tree
 from megatron.optimizer.gradients import GradientBuffers, PassKey, Reduction, UnitGradients
 from megatron.optimizer.units import OwnedRange
 
@@ -78,7 +79,7 @@ class OrderedGradients(GradientBuffers):
         started = {}
         for number, use in enumerate(uses):
             use.zero_rest()
-            started[chunk, number] = SumOverRanks(use.buffer, self.axis(unit.sharded), self.axis(unit.replicate))
+            started[chunk, number] = _SumOverRanks(use.buffer, self.axis(unit.sharded), self.axis(unit.replicate))
         leaves = _Leaves(self.trees.setdefault(unit.name, {}), micro, started)
         self.under_way.append(Reduction(tally, leaves, tally.buffer, None))
 
@@ -103,12 +104,31 @@ class OrderedGradients(GradientBuffers):
         self.trees.clear()
 
 
+class _SumOverRanks:
+    """A running sum of flat x [n] over the ranks of two axes, `inner` the lower levels of the tree. `wait()` returns this
+    rank's piece along `inner`, [n / inner.size]; x must not change before.
+    """
+
+    def __init__(self, x: torch.Tensor, inner: Axis, outer: Axis):
+        self.x, self.outer, self.piece = x, None if inner.size == 1 else outer, x
+        if inner.size == 1:
+            self.work = collectives.start_all_reduce(x, outer)
+        else:
+            self.piece = x.new_empty(len(x) // inner.size)
+            self.work = collectives.start_reduce_scatter(self.piece, x, inner)
+
+    def wait(self) -> torch.Tensor:
+        self.work.wait()
+        self.x = None
+        return collectives.all_reduce(self.piece, self.outer) if self.outer else self.piece
+
+
 class _Leaves(NamedTuple):
     """Running sums over ranks of a unit's gradients of one micro-batch: a leaf of the tree of each use."""
 
     trees: dict[Use, Tree]
     micro: int
-    started: dict[Use, SumOverRanks]
+    started: dict[Use, "_SumOverRanks"]
 
     def wait(self) -> None:
         for use, leaf in self.started.items():

@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """What --batch-invariant-mode does not cover: sums whose order is still that of the layout. Refused, with one message."""
 
+import math
 from types import SimpleNamespace
 
 from megatron.model.recipe import recipe_of
+from megatron.mpu.ordered_blocks import BLOCKS
 from megatron.optimizer.kinds import knows_matrices
 from megatron.settings.declare import dashed
 from megatron.settings.rules import Rule, said
+
+# Of what a padded vocabulary is a multiple: ranks and blocks divide it alike.
+VOCABULARY = 512
+# Weights of layers whose sums are those of blocks when tensor parallel ranks divide them.
+LAYERS = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
+DIVIDED = {f"{layer}.{name}" for layer in LAYERS for name in ("weight", "bias")}
 
 # Setting -> whether it is covered. `s` is `rules.record`.
 COVERED = {
     "device": lambda s: s.device == "cpu",
     "model_type": lambda s: recipe_of(s.settings).batch_invariant,
-    "tensor_model_parallel_size": lambda s: s.tp == 1,
+    "make_vocab_size_divisible_by": lambda s: VOCABULARY % s.make_vocab_size_divisible_by == 0,
+    "fuse_attn_qkv": lambda s: s.fuse_attn_qkv,
     "context_parallel_size": lambda s: s.cp == 1,
     "expert_model_parallel_size": lambda s: s.expert_model_parallel_size == 1,
     "precision": lambda s: s.precision in ("fp32", "bf16"),
@@ -56,6 +65,32 @@ def _sentence(s: SimpleNamespace) -> str:
         f"--batch-invariant-mode does not cover {words}: weights would depend on the layout; {', and '.join(do)}, or leave "
         "out --batch-invariant-mode (docs/parallelism.md#the-same-bits-in-every-layout)"
     )
+
+
+def problems(s: SimpleNamespace) -> list[str]:
+    """The problem of a model whose sums tensor parallel ranks cannot divide in one order. s: of settings that work"""
+    found = not_divided(s) if s.batch_invariant_mode and s.tp > 1 else []
+    return found and [
+        f"--batch-invariant-mode with {said(s, 'tensor_model_parallel_size')} does not cover {'; '.join(found)}; leave one "
+        "of the two out (docs/parallelism.md#the-same-bits-in-every-layout)"
+    ]
+
+
+def not_divided(s: SimpleNamespace) -> list[str]:
+    """What of a model has sums that tensor parallel ranks cannot divide in one order."""
+    found = [f"{s.tp} ranks: blocks are divided by 2, 4 or 8"] if s.tp not in (2, 4, 8) else []
+    found += [said(s, "label_smoothing")] if s.label_smoothing else []
+    found += ["--attention-output-gate"] if s.attention_output_gate else []
+    found += [f"--seq-length {s.seq_length}, no multiple of {BLOCKS}"] if s.seq_length % BLOCKS else []
+    tables = recipe_of(s.settings).facts(s.settings, 1).tables.values()
+    for name, placed in {name: placed for table in tables for name, placed in table.items()}.items():
+        layer, _, own = name.partition(".")
+        if name not in DIVIDED and not (layer.endswith("_norm") and own in ("weight", "bias")):
+            found.append(f"the weight {name}")
+        elif name.endswith("weight") and (dim := placed.cut.get("tp")) is not None:
+            width = math.prod(placed.shape[dim : max(dim + 1, len(placed.shape) - 1)])
+            found += [f"{name}, whose {width} rows or columns are no multiple of {BLOCKS}"] if width % BLOCKS else []
+    return found
 
 
 RULES = (

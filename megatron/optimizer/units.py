@@ -22,7 +22,7 @@ from megatron.checkpoint.store import Piece, flat_pieces
 from megatron.fused_kernels.fp8 import E4M3
 from megatron.mpu.linear_product import LinearProduct
 from megatron.mpu.mesh import Axis
-from megatron.mpu.ordered_sums import LARGEST_CUT
+from megatron.mpu.ordered_blocks import BLOCKS
 from megatron.mpu.placement import DATA_PARALLEL, Own, Placement, placed_buffers, placements
 from megatron.mpu.random import init_rows
 from megatron.optimizer.flat import ALIGN, aligned, unit_size
@@ -52,7 +52,7 @@ class Slot:
         shape, cut = self.placement.shape, {dim for dim, _ in self.placement.cut_dims}
         width = shape[-1] if shape else 1
         if len(shape) - 1 in cut:
-            width = width // LARGEST_CUT if width % LARGEST_CUT == 0 else 1
+            width = width // BLOCKS if width % BLOCKS == 0 else 1
         return math.gcd(width, ALIGN)
 
     @property

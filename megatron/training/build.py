@@ -31,6 +31,7 @@ from megatron.model.fp8 import layers_in_fp8, tables_of
 from megatron.model.fp8_product import attach_fp8
 from megatron.model.kinds.attention.module import describe_kernel
 from megatron.model.max_logits import watch_heads
+from megatron.model.ordered import attach_ordered
 from megatron.model.recipe import Recipe, module_of, sums_of
 from megatron.mpu import collectives, initialize
 from megatron.mpu.initialize import RankContext, weight_format
@@ -261,6 +262,8 @@ def build_model(
     pipeline = build_pipeline(config, context)
     build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
     stages = build_stages(build, pipeline, context.mesh, selection)
+    if config.parallel.batch_invariant_mode:
+        attach_ordered(stages, config.model)
     if config.precision.fp8_format:
         attach_fp8(stages, config, tables_of(facts))
     refuse_idle(config.optimizer, facts)

@@ -20,6 +20,7 @@ from megatron.model.weights import Table
 from megatron.mpu.axis_sizes import expert_sizes, lacking_ranks, sizes_of
 from megatron.mpu.placement import Placement
 from megatron.optimizer import lr_schedule, optimizer_rules, ordered_rules
+from megatron.optimizer.ordered_rules import VOCABULARY
 from megatron.pipeline import pipeline_rules, stages
 from megatron.settings import batch, rules, schema
 from megatron.settings.declare import dashed, declared, without_effect
@@ -77,6 +78,7 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
         *linear_kinds.problems(settings.model, lambda: _tables(settings), s.tp),
         *(fp8.problems(settings, _tables_in_fp8(settings), s.tp) if settings.precision.fp8_format else ()),
         *expert_problems(s),
+        *ordered_rules.problems(s),
         *own_layer_problems(settings, world_size),
         *logit_problems(settings),
         *recompute_problems(settings),
@@ -151,6 +153,12 @@ def recompute_problems(settings: schema.Config) -> list[str]:
         for part in again.modules
         if part not in there
     ]
+
+
+def _vocabulary_multiple(c: schema.Config, world: int, dp: int) -> int:
+    """Of the rows of a rank: in --batch-invariant-mode, the padded vocabulary does not depend on tp."""
+    given = c.model.make_vocab_size_divisible_by
+    return VOCABULARY // c.parallel.tensor_model_parallel_size if c.parallel.batch_invariant_mode else given
 
 
 def _experts(settings: schema.Config) -> dict[str, Placement]:
@@ -265,6 +273,7 @@ DEFAULTS = (
         "micro_batch_size",
         lambda c, world, dp: 1 if c.parallel.batch_invariant_mode else c.batch.micro_batch_size,
     ),
+    default("batch_invariant_mode tensor_model_parallel_size", "make_vocab_size_divisible_by", _vocabulary_multiple),
     default(
         "optimizer",
         "optimizer_cpu_offload",

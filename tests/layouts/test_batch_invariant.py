@@ -14,14 +14,14 @@ from megatron.errors import SettingsError
 from megatron.planner.parity import compare, laid_out, parse_layout, trace
 from megatron.settings.parse import parse_pretrain
 
-PLAIN = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 96 --lr 1e-3
+PLAIN = """--num-layers 4 --hidden-size 32 --seq-length 16 --mock-data --vocab-size 96 --lr 1e-3
     --global-batch-size 8 --train-iters 30 --eval-iters 1"""
 FLAGS = f"{PLAIN} --batch-invariant-mode"
 MODELS = {
-    "gpt": "",
+    "gpt": "--num-attention-heads 4",
     "llama": """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
-        --num-query-groups 2 --untie-embeddings-and-output-weights""",
-    "experts": "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2",
+        --num-attention-heads 8 --num-query-groups 8 --untie-embeddings-and-output-weights""",
+    "experts": "--num-attention-heads 4 --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2",
 }
 FORMATS = {"fp32": "--precision fp32", "bf16": "--bf16"}
 
@@ -37,9 +37,17 @@ CASES = """
     llama fp32 pp2-dp2-zero1-zbh1 1
     llama bf16 dp4-zero3 2
     experts bf16 pp2-dp2 1
+    gpt fp32 tp4 1
+    gpt bf16 tp4sp 2
+    gpt bf16 tp2sp-pp2-dp2-zero1-zbh1 1
+    gpt bf16 tp2-pp2-zbv 2
+    llama fp32 tp4sp-dp2-zero3 1
+    llama bf16 tp8 1
+    llama bf16 tp2sp-dp4-zero2 1
 """.strip().splitlines()
 LAYOUTS = """one:8 dp2:4 dp4:2 dp8:1 dp2-zero1:2 dp4-zero2:1 dp4-zero3:1 pp2:2 pp4:1 pp2vp2:1 pp2-gpipe:4 pp2-zbh1:1
     pp2-zbv:2 pp2-vhalf:1 pp2-dp2-zero1-zbh1:1 pp2-dp2-zero3-zbv:2 pp4-dp2-zero2:1""".split()
+DIVIDED = "tp2:4 tp4:1 tp2sp:2 tp4sp:1 tp2-dp2-zero1:2 tp2sp-pp2-zbv:1 tp4sp-dp2-zero3:1 tp2-pp2-dp2-zero2:1".split()
 
 
 def run(model, form, layout="", micro=1, steps=3, more=""):
@@ -69,7 +77,7 @@ def check(found, expected):
     assert found.losses[::names] == expected.losses[::names]  # "lm loss"; others are only logged
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", [" ".join(case.split()) for case in CASES])
 def test_weights_have_the_same_bits_in_every_layout(case):
     model, form, layout, micro = case.split()
@@ -81,7 +89,7 @@ def test_weights_have_the_same_bits_in_every_layout(case):
 @pytest.mark.parametrize("model", MODELS)
 def test_weights_of_twenty_steps_have_one_hash(model, form):
     expected = one_process(model, form, steps=20)
-    for place in LAYOUTS:
+    for place in LAYOUTS + (DIVIDED if model != "experts" else []):
         layout, _, micro = place.partition(":")
         check(run(model, form, layout, int(micro), steps=20), expected)
 
@@ -91,7 +99,8 @@ def test_runs_go_on_with_the_same_bits_in_other_layouts(run_ranks, tmp_path):
     """Six steps in three layouts, two of each, against six steps of one process; the process has micro-batches of eight."""
 
     def go_on(folder, layout, last, micro):
-        layout, flags = parse_layout(layout), f"{FLAGS} --bf16 --device cpu --num-workers 0 --micro-batch-size {micro}"
+        layout, flags = parse_layout(layout), f"{FLAGS} {MODELS['gpt']} --bf16 --device cpu --num-workers 0"
+        flags += f" --tensor-model-parallel-size {layout.tp} --micro-batch-size {micro}"
         flags += f" --pipeline-model-parallel-size {layout.pp} --sharding-stage {layout.zero} --exit-interval {last}"
         flags += (
             f" --pipeline-schedule {layout.schedule or '1f1b'} --save {folder} --load {folder} --save-interval {last}"
@@ -99,7 +108,7 @@ def test_runs_go_on_with_the_same_bits_in_other_layouts(run_ranks, tmp_path):
         run_ranks(layout.world_size, lambda rank: pretrain_gpt.main(flags.split()))
 
     go_on(tmp_path / "one", "", 6, 8)
-    for layout, last in (("pp2-zbv", 2), ("dp4-zero3", 4), ("dp2-zero1", 6)):
+    for layout, last in (("pp2-zbv", 2), ("dp4-zero3", 4), ("tp2-dp2-zero1", 6)):
         go_on(tmp_path / "three", layout, last, 1)
     tensors = {}
     for name in ("one", "three"):
@@ -110,7 +119,7 @@ def test_runs_go_on_with_the_same_bits_in_other_layouts(run_ranks, tmp_path):
 
 
 def test_the_mode_trains_the_same_model_as_without_it():
-    plain = f"{PLAIN} --precision fp32 --micro-batch-size 4".split()
+    plain = f"{PLAIN} {MODELS['gpt']} --precision fp32 --micro-batch-size 4".split()
     expected = trace(laid_out(parse_pretrain(plain), parse_layout("")), pretrain_gpt.recipe(), 1, 3)
     difference = compare(expected, one_process("gpt", "fp32"))
     assert difference.passes("fp32"), difference
@@ -123,6 +132,10 @@ def test_the_mode_trains_the_same_model_as_without_it():
         ("--fp16 --optimizer muon", "--fp16 and --optimizer muon"),
         ("--context-parallel-size 2", "--context-parallel-size 2"),
         ("--loss-averaging micro-batch", "--loss-averaging micro-batch"),
+        ("--tp 2 --qk-layernorm", "the weight attention.q_norm.weight"),
+        ("--tp 2 --seq-length 12 --label-smoothing 0.1", "--label-smoothing 0.1; --seq-length 12, no multiple of 8"),
+        ("--tp 2 --ffn-hidden-size 100", "mlp.up.weight, whose 100 rows or columns are no multiple of 8"),
+        ("--tp 2 --num-experts 4", "the weight mlp.router.weight"),
         ("--global-batch-size 12", "3 data parallel ranks are no power of two; nearest: 2, 4"),
     ],
 )
@@ -131,5 +144,17 @@ def test_what_the_mode_does_not_cover_is_refused(flags, words):
 
     ranks = 3 if "power" in words else 2
     with pytest.raises(SettingsError) as error:
-        resolve(parse_pretrain(f"{FLAGS} --device cpu {flags}".split()), ranks)
+        resolve(parse_pretrain(f"{FLAGS} --num-attention-heads 4 --device cpu {flags}".split()), ranks)
     assert words in error.value.what
+
+
+def test_layouts_pad_a_vocabulary_alike():
+    from megatron.training.rules import resolve
+
+    flags = f"{FLAGS} --num-attention-heads 8 --device cpu --vocab-size 300".split()
+    rows = {}
+    for tp in (1, 2, 8):
+        config = resolve(parse_pretrain([*flags, "--tp", str(tp)]), tp)
+        word = pretrain_gpt.recipe().facts(config, 300).units(range(1), True, True, False)[0].weights["weight"]
+        rows[tp] = word.local_shape({"tp": tp})[0] * tp
+    assert rows == {1: 512, 2: 512, 8: 512}

@@ -7,8 +7,10 @@ from fractions import Fraction
 import pytest
 import torch
 
+from megatron.model.ordered import TokenBlocks
+from megatron.mpu.collectives import all_reduce, reduce_scatter
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.ordered_sums import SumOverRanks, Tree, exact_parts, tree_sum
+from megatron.mpu.ordered_sums import Blocks, Tree, exact_parts, tree_sum
 
 
 def plain_tree(leaves):
@@ -30,6 +32,7 @@ def test_a_tree_of_leaves_in_any_order(count):
         assert torch.equal(tree.total(), expected)
     assert not tree.nbytes
     assert torch.equal(tree_sum(torch.stack(leaves)), expected)
+    assert torch.equal(tree_sum([leaf.clone() for leaf in leaves]), expected)
 
 
 @pytest.mark.parametrize("count", [4, 12])
@@ -43,18 +46,18 @@ def test_leaves_that_ranks_have_added_make_the_same_tree(count):
         assert torch.equal(tree.total(), expected)
 
 
-@pytest.mark.parametrize("sizes", [dict(shard=4), dict(replicate=4), dict(replicate=2, shard=2)], ids=str)
-def test_ranks_are_the_lowest_levels_of_a_tree(run_ranks, sizes):
-    values = torch.randn(4, 128, generator=torch.Generator().manual_seed(2))
-    inner = sizes.get("shard", 1)
+@pytest.mark.parametrize("size", [6, 1 << 20])
+def test_sums_over_ranks_are_a_tree(run_ranks, size):
+    values = torch.randn(4, 2, size, generator=torch.Generator().manual_seed(2))
 
     def body(rank):
-        mesh = Mesh(rank, **sizes)
-        return SumOverRanks(values[rank].clone(), mesh.shard, mesh.replicate).wait()
+        axis = Mesh(rank, tp=4, ordered=True).tp
+        return all_reduce(values[rank, :, 1:].clone(), axis), reduce_scatter(values[rank].flatten(), axis)
 
-    pieces = plain_tree(list(values)).chunk(inner)
-    for rank, got in enumerate(run_ranks(4, body)):
-        assert torch.equal(got, pieces[rank % inner])
+    expected = plain_tree(list(values))
+    for rank, (whole, piece) in enumerate(run_ranks(4, body)):
+        assert torch.equal(whole, expected[:, 1:])
+        assert torch.equal(piece, expected.flatten().chunk(4)[rank])
 
 
 def test_parts_add_up_exactly_wherever_they_are_cut():
@@ -67,6 +70,37 @@ def test_parts_add_up_exactly_wherever_they_are_cut():
         assert torch.equal(sum(exact_parts(piece, largest) for piece in pieces), whole)
     exact = float(sum(map(Fraction, values.tolist())))
     assert abs(whole.sum().item() / exact - 1) < 1e-13
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_products_in_blocks_are_those_of_ranks(parts):
+    """Numbers of few bits, whose products and sums are exact: any order gives the plain product."""
+    draw = torch.Generator().manual_seed(4)
+    a, b = (torch.randint(-4, 5, (rows, 16 * parts), generator=draw).float() for rows in (3, 16))
+    asked = []
+
+    def multiply(x, y, bias):
+        assert x.is_contiguous() and (y.is_contiguous() or y.t().is_contiguous())
+        asked.append((tuple(x.shape), tuple(y.shape)))
+        return x @ y.t() if bias is None else x @ y.t() + bias
+
+    for number in (1, 2, 8):
+        blocks, bias = Blocks(number, parts), torch.arange(16.0)
+        for second in (b, b.t().contiguous().t()):
+            assert torch.equal(blocks.sum(multiply, a, second), a @ b.t())
+            assert torch.equal(blocks.product(multiply, a, second, bias), a @ b.t() + bias)
+            assert torch.equal(blocks.product(multiply, b, a, dim=0), b @ a.t())
+        assert asked[-1] == ((16 // number, 16 * parts), (3, 16 * parts))
+    assert Blocks(8).narrow(8 * 63) and not Blocks(8).narrow(8 * 64)
+    odd = a[:, :15].contiguous(), b[:, :15].contiguous()
+    assert torch.equal(Blocks(4).sum(multiply, *odd), odd[0] @ odd[1].t())  # 15 is not divided
+
+
+def test_sums_over_tokens_are_exact_sums_rounded_once():
+    rows = torch.randn(64, 24, generator=torch.Generator().manual_seed(5)).bfloat16()
+    total = TokenBlocks(Mesh().tp).total(rows)
+    assert total.dtype == torch.bfloat16
+    assert (total.double() - rows.double().sum(0)).abs().max() <= rows.double().sum(0).abs().max() * 2**-8
 
 
 @pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])

@@ -31,6 +31,7 @@ class Activation(nn.Module):
 
     fusion, unfused = "bias_swiglu_fusion", False
     recompute_activation, region = False, nullcontext
+    by_width = staticmethod(lambda activation: activation)  # set by `ordered.attach_ordered`
 
     def __init__(self, setup: LayerSetup):
         super().__init__()
@@ -80,7 +81,7 @@ class MLP(Activation):
         if self.up.reads_packed(x) and self.is_gelu:
             return self.down(cpu_ops.onednn_gelu(x, self.up.packed, self.up.bias, self.approximate))
         adds_bias = self._bias_gelu(x)
-        activation = partial(adds_bias, bias=self.up.bias) if adds_bias else self._activation
+        activation = partial(adds_bias, bias=self.up.bias) if adds_bias else self.by_width(self._activation)
         x = self.up(x, add_bias=not adds_bias)  # [s, b, ffn/tp], twice as wide with a gate
         if not self.recompute_activation:
             return self.down(activation(x))
