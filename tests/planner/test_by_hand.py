@@ -10,11 +10,13 @@ import pytest
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.layer_ops import Collective, CoreAttention
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
+from megatron.optimizer.flat import WIDENED
 from megatron.planner import calibrate, choose, memory, search, speed, traffic
 from megatron.planner.arithmetic import CHECKPOINT, SHARDED, STATES, TRAINING
 from megatron.planner.device import GIB, Device, find
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import ParameterSize, Units, UnitSizes
+from megatron.planner.reached_speed import Accuracy
 from megatron.planner.speed import Cluster
 from megatron.planner.traffic import once_a_step, transfers
 from megatron.settings.schema import Model, Recompute
@@ -199,6 +201,34 @@ def test_sizes_of_units_are_those_of_the_axes_that_shard_them():
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_layout_is_of_the_job_that_it_is_asked_about():
+    """One after another, as a search asks: nothing of the job before is kept."""
+    layout, whole = Layout(tp=2, micro_batch_size=3), replace(JOB, precision="fp32", backend="sdpa")
+    for job, element in ((JOB, 2), (whole, 4), (JOB, 2), (replace(JOB, precision="fp32"), 4)):
+        setup = layout.rank_setup(job)
+        assert (setup.element, setup.precision, setup.backend) == (element, job.precision, job.backend)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_shards_of_weights_are_in_the_memory_of_the_host_only_beside_a_gpu(kind, offload):
+    """ZeRO 3 with --param-cpu-offload: two bytes of each weight of half of the model."""
+    layout = Layout(dp=2, zero=3, shard=2, param_offload=offload)
+    device, host = memory.state(replace(JOB, device=kind), layout, 0)
+    where, other = (host, device) if offload and kind == "cuda" else (device, host)
+    assert where["weights"] == pytest.approx(2 * FACTS.parameters / 2, rel=0.01) and not other.get("weights")
+
+
+@pytest.mark.parametrize(
+    "fraction, elements", [(0, 0), (0.05, 10), (0.1, 10), (0.101, 30), (0.3, 30), (0.6, 60), (0.61, 100), (1.0, 100)]
+)
+def test_the_first_units_that_are_a_fraction_of_a_shard(fraction, elements):
+    """Whole ones, and no more than it takes."""
+    units = [SimpleNamespace(owned=lambda sizes, own=own: own) for own in (10, 20, 30, 40)]
+    whole = type("Whole", (list,), dict(owned=lambda self, sizes: 100))(units)
+    assert memory._first_units(whole, {}, fraction) == elements
+
+
 def test_buffers_of_a_rank():
     """0.4 GiB for each axis of more than one rank; 5 % of what a step allocates; three messages and one for each chunk."""
     layout = Layout(tp=2, pp=3, dp=2, micro_batch_size=2, chunks=2, schedule="interleaved")
@@ -220,6 +250,18 @@ def test_gathered_layers_of_zero_3(overlap, turns, layers):
     units = SimpleNamespace(others=size, largest_layer=lambda of: 70)
     layout = SimpleNamespace(zero=3, overlap=overlap, turns=turns, data_sizes={})
     assert memory._gathered(units, JOB, layout) == 1000 + layers * 70
+
+
+@pytest.mark.parametrize(
+    "moments, gradients, numbers",
+    [((4, 4), 4, 0), ((4, 4), 2, 1), ((2, 4), 4, 1 + 2), ((2, 2), 4, 2 + 2), ((2, 2), 2, 1 + 2 + 2)],
+)
+def test_an_update_widens_what_is_narrow(moments, gradients, numbers):
+    """Gradients and moments in fp32, four bytes each, and two random numbers for moments, of a part of a shard at most."""
+    job = replace(JOB, moments=moments, gradients=gradients, main_gradients=gradients)
+    for owned in (1000, WIDENED["cuda"] - 1, WIDENED["cuda"] + 1):
+        took = memory.of_update(played(owned), job, Layout(dp=2, zero=1, shard=2))
+        assert took == 4 * numbers * min(owned, WIDENED["cuda"])
 
 
 def test_shards_of_a_mesh_with_context_parallelism():
@@ -265,6 +307,14 @@ def test_devices_that_would_hold_a_model(element, each):
     needed = -(-each * 1.1 * 10e9 // (0.85 * 50e9))
     told = str(choose.nothing_fits(outcome))
     assert f"state alone, {each} bytes a parameter, needs about {needed:.0f} such devices (8 as" in told
+
+
+@pytest.mark.parametrize("runs, share", [(9, 0.1), (10, 0.2), (11, 0.2)])
+def test_errors_of_ten_runs_are_a_tolerance(runs, share):
+    """The largest of the medians; of fewer runs none, and a tenth is assumed."""
+    errors = {"one": Accuracy(0.2, 0.5, runs), "other": Accuracy(0.3, 0.5, 3)}
+    device = SimpleNamespace(assumed=True, accuracies=errors)
+    assert choose.tolerance(SimpleNamespace(device=device)) == share
 
 
 def test_sequences_are_shared_while_each_rank_has_4096_tokens():

@@ -2,6 +2,7 @@
 """What a launch finds out by itself, or is told by files: ranks, data, micro-batch, layout."""
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from types import SimpleNamespace
@@ -63,6 +64,14 @@ def test_a_layout_is_measured_by_its_fastest_step_after_the_first_and_leaves_not
     monkeypatch.setattr(tuning, "_broadcast", lambda seconds, context: seconds)
     monkeypatch.setattr(tuning.time, "perf_counter", lambda: clock[-1])
     assert tuning._seconds_of_a_step(None, None, 3) == 2.0 and ends == ["run", "groups"]
+
+
+@pytest.mark.parametrize("most, ranks", [(None, 6), (7, 6), (6, 6), (5, 4), (3, 3), (9, 6)])
+def test_a_job_goes_on_with_as_many_ranks_as_there_are_devices_for(most, ranks):
+    """The most that divide its batch, below those that it had."""
+    job = ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *TINY]
+    found, words = fewer_ranks([*job, *"--global-batch-size 24 --micro-batch-size 1".split()], 8, 1, most)
+    assert found == ranks and any(re.fullmatch(rf"(--nproc-per-node[= ])?{ranks}", word) for word in words)
 
 
 @pytest.mark.parametrize(

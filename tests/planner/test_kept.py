@@ -12,6 +12,7 @@ from megatron.planner import choose
 from megatron.planner.choose import automatic, search_layouts
 from megatron.planner.command import command_line
 from megatron.planner.layout import Layout
+from megatron.planner.target import cluster_of
 from megatron.settings.plan_file import LAYOUT
 from megatron.tools import plan as plan_tool
 from megatron.tools import pretrain as searched_pretrain
@@ -105,6 +106,28 @@ def test_a_search_keeps_what_is_given(words, searched_once):
     text = " ".join(" ".join(logged).split())
     flags = [word for word in words.split() if word.startswith("--")]
     assert "kept as given: " in text and all(flag.replace("_", "-") in text for flag in flags[-1:])
+
+
+AT_DEFAULTS = {
+    "--tensor-model-parallel-size 1": dict(tp=1),
+    "--context-parallel-size 1": dict(cp=1),
+    "--pipeline-model-parallel-size 1": dict(pp=1),
+    "--sharding-stage 0": dict(zero=0),
+    "--micro-batch-size 1": dict(micro_batch_size=1),
+    "--pipeline-schedule 1f1b": dict(schedule="1f1b"),
+    "--no-sequence-parallel": dict(sp=False),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("words", ["", *AT_DEFAULTS])
+def test_an_axis_is_fixed_if_its_flag_is_given_also_at_its_default(words):
+    config = parse_any([*MODEL, *EIGHT, "--auto-parallel", *words.split()])
+    space = choose.space_of(config, cluster_of(config, {})[0])
+    axes = ("tp", "cp", "pp", "zero", "micro_batch_size", "schedule", "sp", "ep", "etp", "dp", "shard", "chunks")
+    axes += ("replicas", "chunk_layers", "stage_layers", "recompute", "cp_comm", "cp_levels", "overlap")
+    found = {name: value for name in axes if (value := getattr(space, name)) is not None}
+    assert found == AT_DEFAULTS.get(words, {})
 
 
 def test_nothing_given_is_free():

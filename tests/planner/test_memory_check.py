@@ -122,6 +122,11 @@ def test_ranks_of_a_node_share_its_memory(free):
     assert certain(f"{SMALL} --pipeline-model-parallel-size 2", 2) == sum(stages) and stages[0] != stages[1]
     free(3 * one)
     check_room(settings(SMALL), GPT)
+    free(one)  # exactly enough
+    check_room(settings(SMALL), GPT)
+    free(one - 1)
+    with pytest.raises(SettingsError, match="training needs at least"):
+        check_room(settings(SMALL), GPT)
 
 
 def test_overcommitted_it_trains(free, capsys):

@@ -256,6 +256,23 @@ def test_a_wrong_shape_is_found(monkeypatch):
     assert checks()["shapes"].fault.startswith("rank 0: ")
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError, TypeError, SettingsError])
+def test_whatever_a_stage_raises_is_a_fault(error, monkeypatch):
+    """A model of a user's own may take other arguments. The other kinds of ranks are checked, too."""
+    asked = []
+
+    def fails(design, mesh, stage):
+        asked.append(mesh.rank)
+        raise error("it  fails\nhere")
+
+    monkeypatch.setattr(ranks, "_check_stage_shapes", fails)
+    monkeypatch.setattr(Design, "stages", lambda design, mesh, pipeline: [None])
+    config = resolve(parse_pretrain(SMALL.split()), 8)
+    found = ranks.check_shapes(Design(config, 8, facts_of(config, 102), pretrain_gpt.build_model))
+    assert found.fault.startswith("rank 0: it") and "fails" in found.fault and len(asked) == len(set(asked)) > 1
+
+
 def test_a_broken_shrunk_job_is_found(monkeypatch):
     monkeypatch.setattr(
         DistributedOptimizer, "_sum_partial", lambda self, axis: None

@@ -112,16 +112,17 @@ FAST = replace(
 )
 
 
-def test_a_token_reads_all_weights_and_the_keys_and_values():
-    """With arithmetic and messages for nothing: bytes over bandwidth."""
-    job, n, length = job_of(LLAMA), 6, 50
+@pytest.mark.parametrize("n", [1, 3, 6])
+def test_a_token_reads_all_weights_and_the_keys_and_values(n):
+    """With arithmetic and messages for nothing: bytes over bandwidth. Also of fewer texts than stages."""
+    job, length = job_of(LLAMA), 50
     h, e, d = 64, 2, 24
     layer = h * (8 + 2 * 4) * d + 8 * d * h + 3 * h * job.facts.settings.ffn_size
     for tp, pp in ((1, 1), (2, 1), (1, 5), (4, 5)):
         share = ServingShare(job, Cluster(FAST, tp * pp), tp, pp)
         token, parts = share.token_seconds(n, length)
         output = h * job.facts.vocabulary_rows(tp)
-        each = n // min(n, pp) if n % pp == 0 else -(-n // pp)
+        each = -(-n // min(n, pp))
         stages = [(layer / tp + output * (rank == pp - 1)) * e for rank in range(pp)]
         if pp == 1:
             stages = [(5 * layer / tp + output) * e]
@@ -159,6 +160,22 @@ def test_the_best_of_all_layouts_is_the_first():
             fits = plan.bytes <= cluster.device.usable_bytes
             assert fits == plan.fits and plan.texts * plan.replicas == 64
             assert plan.cache % (BLOCK * 2) == 0
+
+
+def test_of_layouts_that_do_not_fit_the_smallest_comes_first():
+    cluster = Cluster(replace(devices.find("A100-80GB"), memory_gb=0.5), 8)
+    found = plans(job_of(LLAMA), cluster, Requests(32, 16, 64))
+    sizes = [plan.weights + plan.cache for plan in found]
+    assert not any(plan.fits for plan in found) and sizes == sorted(sizes) and len(set(sizes)) > 5
+
+
+@pytest.mark.parametrize("texts", [1, 7, 8, 9, 17])
+def test_all_texts_that_are_asked_for_have_a_place(texts):
+    """Replicas need not divide them."""
+    cluster = Cluster(devices.find("A100-80GB"), 8)
+    for tp, replicas in ((1, 8), (2, 4), (4, 2)):
+        plan = plan_of(job_of(LLAMA), cluster, Requests(32, 16, texts), tp, 1)
+        assert (plan.replicas, plan.texts) == (replicas, -(-texts // replicas))
 
 
 def test_as_many_texts_as_fit():

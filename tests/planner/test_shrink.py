@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from megatron.errors import SettingsError, run_main
 from megatron.model.command_line import parse_any
 from megatron.pipeline.stages import Pipeline
-from megatron.planner.shrink import RANKS, original, reduced, shrunk_job_of, shrunk_jobs_of
+from megatron.planner.shrink import RANKS, _like, _recompute, original, reduced, shrunk_job_of, shrunk_jobs_of
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.schema import GROUPS
+from megatron.settings.schema import GROUPS, Recompute
 from megatron.tools import shrink as tool
 from megatron.training.rules import check, resolve
 
@@ -157,6 +157,23 @@ def test_features_stay_and_sizes_go(flags, world, ranks, kept):
         if group != "planner" and getattr(getattr(config, group), f.name) != getattr(getattr(small, group), f.name)
     ]
     assert all(f"{name} " in told for name in changed) and "hidden_size 12288 -> 32" in told
+
+
+@pytest.mark.parametrize("method", ["block", "uniform", None])
+@pytest.mark.parametrize("number", [None, 1, 3, 5, 6, 7])
+def test_some_or_all_layers_of_a_stage_are_recomputed_as_before(method, number):
+    """Of stages of six layers, that become two."""
+    found = _recompute(Recompute("full", method, number), 6, 8, 2).recompute_num_layers
+    some, whole = (1, 2) if method == "block" else (min(2, number or 0), 2)
+    assert found == (None if number is None else whole if number >= 6 else some)
+
+
+@pytest.mark.parametrize(
+    "counts, small", [([4, 0, 3, 4], [2, 1]), ([4, 0, 4, 4], [2, 0]), ([4, 3, 5, 4], [2, 1]), ([4, 5, 5, 4], [1, 2])]
+)
+def test_uneven_stages_stay_uneven(counts, small):
+    """Of stages with layers, while there are other than those at the ends."""
+    assert _like(counts, 2) == small
 
 
 def test_what_a_shrunk_job_cannot_keep_is_said():

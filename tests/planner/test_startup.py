@@ -4,6 +4,7 @@
 import re
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 
@@ -127,6 +128,15 @@ def test_a_timeout_that_is_too_short_is_told():
     assert "--distributed-timeout-minutes" in said[0] and said[1:] == ["", ""]
     least = float(said[0].split()[-1])
     assert 60 * least >= waited > 60 * (least - 0.5)
+
+
+@pytest.mark.parametrize("waited, raised", [(599.9, None), (600.0, None), (600.1, 10.5), (630.0, 10.5), (630.1, 11)])
+def test_a_timeout_has_to_be_as_long_as_the_wait(waited, raised, monkeypatch):
+    """And is rounded up to half minutes."""
+    config = parse_pretrain(f"{LARGE} --distributed-timeout-minutes 10".split())
+    monkeypatch.setattr(startup, "start_up", lambda groups, kind: SimpleNamespace(waited=waited))
+    said = startup.slow_start(config, Layout(tp=8, pp=16, dp=8), "cuda")
+    assert said.endswith(f"raise it to {raised}") if raised else said == ""
 
 
 @pytest.mark.sampled(10)

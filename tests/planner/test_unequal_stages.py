@@ -10,7 +10,7 @@ from megatron.model.command_line import parse_any
 from megatron.pipeline.schedule import stage_map
 from megatron.pipeline.simulate import hidden_by_turns, make_rank_schedules, simulate
 from megatron.planner.problems import inspect
-from megatron.planner.schedule_time import ShardingTimes, is_split, unequal_span
+from megatron.planner.schedule_time import ShardingTimes, _sample, is_split, unequal_span
 from megatron.planner.speed import end_costs, layer_costs, step
 from megatron.planner.target import cluster_of
 from tests.pipeline.coarse_messages import coarse
@@ -46,6 +46,14 @@ def test_spans_of_unequal_stages_are_the_simulators(schedule, chunks, pp, num_mi
         exact = ends(simulated(schedule, pp, num_microbatches, chunks, passes))
         found = unequal_span(schedule, pp, num_microbatches, chunks, passes, ShardingTimes(0))
         assert found == pytest.approx(exact, rel=1e-9 if num_microbatches <= 5 * pp else 0.01)
+
+
+@pytest.mark.parametrize("stages", [17, 20, 31, 32, 64])
+def test_a_sample_of_stages_is_even(stages):
+    """The first, the last, and those nearest to equal distances."""
+    found = _sample(tuple(range(stages)), 16)
+    assert (found[0], found[-1]) == (0, stages - 1)
+    assert all(abs(one - n * (stages - 1) / 15) <= 0.5 for n, one in enumerate(found))
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("v-half", 2)])

@@ -7,15 +7,16 @@ import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megatron.data.mixture import tasks_of
 from megatron.errors import DataError, Failure, SettingsError, StorageError, UsageError
-from megatron.tasks.description import CLUE, GLUE, find_task
+from megatron.tasks.description import CLUE, GLUE, Task, find_task
 from megatron.tasks.evaluation import TaskMeasures, draw_confusion, write_predictions
-from megatron.tasks.examples import read_examples
+from megatron.tasks.examples import file_of, labels_in, read_examples
 from megatron.tasks.settings import TaskSettings, examples_of, open_task
 
 MNLI = (
@@ -278,6 +279,27 @@ def test_a_task_of_ones_own(tmp_path):
     assert triples(examples_of(own, "valid")) == [("r", "t", 1), ("s", "u", 0)]
     few = settings(str(tmp_path / "own.yaml"), tmp_path, examples_per_class=1)
     assert [row.text for row in examples_of(few, "train").rows] == ["good, really", 'a "b"\nc']
+
+
+def test_files_of_a_task_are_looked_for_here_and_then_beside_it(tmp_path, monkeypatch):
+    here, home = tmp_path / "here", tmp_path / "home"
+    for folder in (here, home):
+        folder.mkdir()
+        (folder / "a.tsv").write_text("text\tlabel\na\tx\nb\ty\n")
+    monkeypatch.chdir(here)
+    task = SimpleNamespace(folder="", home=home)
+    assert file_of(task, None, ["b.tsv", "a.tsv"]) == Path("a.tsv")
+    (home / "b.tsv").touch()
+    assert file_of(task, None, ["b.tsv", "a.tsv"]) == Path("a.tsv")
+    (here / "a.tsv").unlink()
+    assert file_of(task, None, ["b.tsv", "a.tsv"]) == home / "b.tsv"
+    assert file_of(task, None, ["c.tsv", "a.tsv"]) == home / "a.tsv"
+
+
+def test_an_empty_label_is_no_class(tmp_path):
+    (tmp_path / "a.tsv").write_text("text\tlabel\na\ty\nb\t\nc\tx\n")
+    task = Task("own", text="text", label="label")
+    assert labels_in(task, [tmp_path / "a.tsv"]) == ("x", "y")
 
 
 ROWS = ["text\tlabel", "a\tx", "b\ty"]

@@ -13,19 +13,20 @@ from hypothesis import strategies as st
 
 from megatron.data.loader import DOCUMENTS, IDS, MASK, named_batch
 from megatron.errors import DataError
+from megatron.model.language_model import TOKENS
 from megatron.model.sample_arrays import LABELS, LOSS_MASK
 from megatron.mpu.mesh import Mesh
-from megatron.tasks import classifier, metrics
+from megatron.tasks import chat, classifier, metrics
 from megatron.tasks.chat_samples import EncodedTexts, TextEncoder, conversation_samples, end_of_turn, pack, pair_samples
 from megatron.tasks.chat_settings import DPO_LOSS
 from megatron.tasks.classifier import LENGTHS, OPTIONS
 from megatron.tasks.cloze import BertCloze, T5Cloze
 from megatron.tasks.dpo import PairComparison
-from megatron.tasks.evaluation import TaskMeasures
-from megatron.tasks.examples import Examples, TaskExample
+from megatron.tasks.evaluation import SpanMeasures, TaskMeasures
+from megatron.tasks.examples import Examples, TaskExample, place_of
 from megatron.tasks.pet import MockPatterns, Pattern, refuse_unequal
 from megatron.tasks.readers import BertReader
-from megatron.tasks.samples import MockTaskSamples, TaskSamples, longest_cut
+from megatron.tasks.samples import MockTaskSamples, TaskSamples, longest_cut, with_options
 from megatron.tasks.soft_labels import with_soft_labels
 from megatron.tasks.spans import MockSpanSamples
 from tests.data.test_stale_caches import Bytes, template_of
@@ -188,6 +189,34 @@ def test_a_preference_counts_as_learned_if_the_chosen_answer_has_more(margin, sm
     assert slopes[0].tolist() == pytest.approx([slope, -slope])
 
 
+SIDES = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, -1.0], [-1.0, -1.0]])  # [s, b]
+GAPS = torch.tensor([[0.5, 9.0], [-1.5, 0.25], [9.0, -0.5], [0.75, 2.0]])  # log r - log p of each token
+
+
+def compared(rank: int, ranks: int) -> dict[str, float]:
+    """The sums of two pairs of which a rank has some rows."""
+    model = SimpleNamespace(overlap=False, tp=None, cp=Mesh(rank, cp=ranks).cp, beta=0.5, smoothing=0.1)
+    own = lambda x: x.chunk(ranks)[rank]
+    model._summed = lambda values: PairComparison._summed(model, values)
+    model._sides = lambda batch: (own(SIDES), torch.ones(2))
+    model._token_losses = lambda x, batch: own(GAPS)
+    model._reference = lambda batch, sides: torch.zeros_like(sides)
+    model.counted = lambda x, batch: (None, None, None)
+    model.cross_entropy = lambda rows, labels, weights: ((own(GAPS).flatten() * weights).sum(),)
+    return {name: value.item() for name, value in PairComparison.losses(model, None, None).items()}
+
+
+def test_ranks_with_rows_of_the_same_pairs_add_up_to_one(run_ranks):
+    """Each pair is counted once, and its loss and rewards are those of all its rows, by hand."""
+    both, alone = run_ranks(2, compared, 2), compared(0, 1)
+    rewards = [[-0.5 * (GAPS * (SIDES == side))[:, pair].sum().item() for side in (1, -1)] for pair in range(2)]
+    margins = [chosen - rejected for chosen, rejected in rewards]
+    loss = sum(0.9 * math.log1p(math.exp(-one)) + 0.1 * math.log1p(math.exp(one)) for one in margins)
+    assert alone == pytest.approx({name: sum(one[name] for one in both) for name in alone})
+    assert (alone[DPO_LOSS], alone[TOKENS]) == (pytest.approx(loss), 2)
+    assert alone["rewards/margins"] == pytest.approx(sum(margins))
+
+
 # ---- metrics, labels, patterns ------------------------------------------------------------------------------------------
 
 
@@ -323,6 +352,49 @@ def test_texts_are_cut_that_are_longer_than_a_sample_with_their_longest_option(p
     for most in (3, 8):
         samples = TaskSamples(Examples(tuple(examples), {"": range(8)}), None, letters, reader)
         assert longest_cut(samples, most) == sum(wanted[:most])
+
+
+@pytest.mark.parametrize("golds, counts", [(("a", "b"), True), (("a", None), False), ((None, "b"), False)])
+def test_answers_are_judged_if_all_of_a_set_are_known(golds, counts):
+    rows = tuple(TaskExample("q", "t", None, "", gold=(gold,) if gold else ()) for gold in golds)
+    dataset = SimpleNamespace(examples=Examples(rows, {"": range(2)}), answers=lambda values: ["a", "x"])
+    found = SpanMeasures.figures(SimpleNamespace(folder=None), None, dataset, "test", False, 0)
+    assert found == ({"f1": 0.5, "em": 0.5, "f1 and em": 0.5} if counts else {})
+
+
+@pytest.mark.parametrize(
+    "task, anew, wanted", [("dpo", False, "first"), ("dpo", True, "here"), ("chat", False, "here")]
+)
+def test_the_reference_of_a_run_is_what_it_begins_or_has_begun_with(task, anew, wanted, monkeypatch):
+    """--finetune begins another run with the weights of one that has ended."""
+    extra = {chat.GROUP: dict(task=task, reference_load="first")}
+    record = dict(config=dict(model=dict(model_type=chat.MODEL_TYPE), extra=extra))
+    monkeypatch.setattr(chat, "saved_record", lambda load, step: (load, record))
+    assert chat._reference(record, dict(finetune=anew), "here") == wanted
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_the_right_option_is_named_by_its_place_or_in_a_file_of_ones_own_by_itself(published):
+    task = SimpleNamespace(labels=("A", "B", "C"), split=published or None)
+    place = lambda label, *options, strict=True: place_of(task, label, options, "here", strict)
+    assert place("B", "x", "y") == "B" and place("y", "x", "y", strict=False) == ("" if published else "B")
+    for wrong in ("C", "z", *["y"] * published):  # the third place is not there
+        with pytest.raises(DataError, match="none of 2 options"):
+            place(wrong, "x", "y")
+        assert place(wrong, "x", "y", strict=False) == ""
+    if not published:  # an option that is the name of another place
+        with pytest.raises(DataError, match="the option in another place"):
+            place("A", "x", "A")
+    assert place("A", "A", "x") == "A"
+
+
+@pytest.mark.parametrize(
+    "text, filled", [("", "{}"), ("who?", "who? {}"), ("a _ b", "a {} b"), ("a ___", "a {}"), ("_ and _", "{} and {}")]
+)
+def test_an_option_stands_in_the_gaps_or_after_the_text(text, filled):
+    found = with_options(TaskExample(text, "pair", 0, "", options=("x", "y z")))
+    assert [one.text for one in found] == [filled.replace("{}", "x"), filled.replace("{}", "y z")]
+    assert with_options(TaskExample(text, None, 0, ""))[0].text == text
 
 
 # ---- scores of samples ---------------------------------------------------------------------------------------------------

@@ -367,6 +367,15 @@ def test_what_such_a_task_does_not_have(words, told):
         assert check(config, 1) == []
 
 
+@pytest.mark.parametrize("length, fits", [(7, False), (8, True)])
+def test_the_shortest_samples_of_questions(length, fits):
+    line = (
+        f"--task CMRC2018 --mock-data --backbone BERT --num-layers 2 --hidden-size 16 --num-attention-heads 2 {WORDS}"
+    )
+    config = parse_any(f"{line} --lr 1 --train-iters 1 --seq-length {length}".split(), recipe=recipe())
+    assert bool([words for words in check(config, 1) if "must be at least 8" in words]) is not fits
+
+
 @pytest.mark.parametrize("kind", ["BERT", "GPT"])
 def test_mock_questions_are_learned(kind, tmp_path):
     """The answer is where the text repeats the question's token."""
