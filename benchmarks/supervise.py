@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 
 from megatron.guard import processes
+from megatron.guard.attempt_watch import SHARE, Effort, note
 from megatron.guard.beat_files import BeatReader
 from megatron.guard.heartbeat import Heartbeat
-from megatron.tools.supervise import SHARE, Effort, note
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --mock-data --vocab-size 1000 --lr 1e-3

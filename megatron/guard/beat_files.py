@@ -32,6 +32,7 @@ SIZE = 2048  # bytes of a heartbeat file: the beat, when the thread of the rank 
 WELL, GROUP = 16, 64  # bytes of these two
 BEAT = SIZE - WELL - GROUP
 LOOK = 2.0  # seconds between two messages of a node, and between two checks for requests
+UNWELL = 3  # times LOOK without a mark: the rank is not well
 STACKS, STOP, TRACE = REQUESTS = "stacks.wanted", "stop.wanted", "trace.wanted"  # files that a supervisor creates
 END = "end"  # last line of a node's file
 MEMORY = ("tmpfs", "ramfs", "devtmpfs")  # file systems
@@ -217,16 +218,29 @@ def is_node_writer(memory: Path, rank: int) -> bool:
             well = float(path.read_bytes()[BEAT : BEAT + WELL])
         except (OSError, ValueError):
             continue
-        if 0 <= time.monotonic() - well < 3 * LOOK:
+        if 0 <= time.monotonic() - well < UNWELL * LOOK:
             return False
     return True
 
 
 def write_node(memory: Path, folder: Path, name: str) -> None:
-    """Write the heartbeats of this node's ranks to its file in the shared folder, in one piece, one rank at a time."""
+    """Write the heartbeats of this node's ranks to its file in the shared folder, in one piece, one rank at a time.
+
+    A rank that is stopped while it writes does not keep the others from it: they wait as long as for one that is not well.
+    """
     with (memory / "writing").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        deadline = time.monotonic() + UNWELL * LOOK
+        while not _locked(lock) and time.monotonic() < deadline:
+            time.sleep(LOOK / 20)
         _write_node(memory, folder / f"node_{name}.beats")
+
+
+def _locked(file) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
 
 
 def _write_node(memory: Path, to: Path) -> None:

@@ -15,9 +15,8 @@ the stages go round the ranks, chunk by chunk. `v_shaped` goes there and back. `
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache, partial
-from itertools import islice
 from typing import NamedTuple, Optional
 
 from megatron.errors import did_you_mean
@@ -308,23 +307,18 @@ def _packed(pp: int, num_microbatches: int, limit: int, beside: bool = False) ->
         [(kind, chunk, ends[kind][at := last - rank if chunk else rank], waits[kind, at]) for kind, chunk in _EAGER]
         for rank in range(pp)
     ]
+    full = [[one for one in own if one[:2] != ("F", 0)] for own in eager]  # there is no room for another micro-batch
     plan: list[list[Op]] = [[] for _ in range(pp)]
     tick, free, left = 0, [0] * pp, 2 * pp * num_microbatches  # passes W
 
-    def ready(rank: int) -> Iterator[tuple[str, int, list[int]]]:
-        out, back = ends["W"][rank], ends["W"][last - rank]
-        held = 2 * len(ends["F"][rank]) - len(out) - len(back)
-        for kind, chunk, own, waited in eager[rank]:
-            micro = len(own)
-            if micro == num_microbatches or (kind == "F" and chunk == 0 and limit - held < 2):
-                continue
-            if all(len(times) > micro and times[micro] <= tick for times in waited):
-                yield kind, chunk, own
+    def ready(rank: int, most: int) -> list[VisitEnds]:
+        held = 2 * len(ends["F"][rank]) - len(ends["W"][rank]) - len(ends["W"][last - rank])
+        return _available(eager[rank] if limit - held >= 2 else full[rank], num_microbatches, tick, most)
 
-    def chosen(rank: int) -> list[tuple[str, int, list[int]]]:
+    def chosen(rank: int) -> list[VisitEnds]:
         if not beside:
-            return list(islice(ready(rank), 1))
-        every = list(ready(rank))
+            return ready(rank, 1)
+        every = ready(rank, len(_EAGER))
         first = {one[0]: one for one in reversed(every)}
         if {"F", "I"} <= first.keys():
             return [first["F"], first["I"]]
@@ -338,13 +332,34 @@ def _packed(pp: int, num_microbatches: int, limit: int, beside: bool = False) ->
                 continue
             begun = chosen(rank)
             free[rank] = tick + max(1, len(begun))
-            ops = [Op(kind, len(own), chunk) for kind, chunk, own in begun]
+            ops = [Op(kind, len(own), chunk) for kind, chunk, own, _ in begun]
             plan[rank] += [ops[0], BESIDE, ops[1]] if len(ops) == 2 else ops
-            for kind, _, own in begun:
+            for kind, _, own, _ in begun:
                 own.append(free[rank])
                 left -= kind == "W"
         tick += 1
     return tuple(map(tuple, plan))
+
+
+# Passes of a rank of one kind: kind, chunk, when those that are over ended, when those ended that they wait for.
+VisitEnds = tuple[str, int, list[int], list[list[int]]]
+
+
+def _available(passes: list[VisitEnds], num_microbatches: int, tick: int, most: int) -> list[VisitEnds]:
+    """The first of these whose next pass has its inputs."""
+    found = []
+    for one in passes:
+        _, _, own, waited = one
+        micro = len(own)
+        for times in waited:
+            if micro == num_microbatches or len(times) <= micro or times[micro] > tick:
+                break
+        else:
+            if micro < num_microbatches:
+                found.append(one)
+                if len(found) == most:
+                    break
+    return found
 
 
 _EAGER = (("F", 1), ("I", 0), ("F", 0), ("I", 1), ("W", 1), ("W", 0))

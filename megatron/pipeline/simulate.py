@@ -131,9 +131,8 @@ class Order:
         A rank has two lanes: one computes its passes, the other sends its messages of data parallelism.
         """
         free, sent = [0.0] * self.ranks, [0.0] * self.ranks
-        starts: list[float] = []
-        ends: list[float] = []
-        for (rank, kind, needs, turns), time in zip(self.steps, took):
+        starts, ends = [0.0] * len(self.steps), [0.0] * len(self.steps)
+        for at, ((rank, kind, needs, turns), time) in enumerate(zip(self.steps, took)):
             start = free[rank]
             if kind == PASS:
                 for need in needs:
@@ -142,15 +141,14 @@ class Order:
                         start = arrival
                 end = start + time
                 if turns >= 0:  # both end together
-                    ends[turns] = end = end - saved[len(ends)] if saved else end
+                    ends[turns] = end = end - saved[at] if saved else end
                 free[rank] = end
             elif kind == SEND:  # when the lane is free
                 start = max(start, sent[rank])
                 sent[rank] = end = start + time
             else:
                 free[rank] = end = max(start, ends[needs[0]])
-            starts.append(start)
-            ends.append(end)
+            starts[at], ends[at] = start, end
         return starts, ends
 
 
@@ -161,9 +159,16 @@ class _OrderedRank:
         self.rank, self.ops, self.at = rank, apart(ops), 0
         pairs = pairs_of(ops) if BESIDE in ops else {}
         self.one_of = {back: one for one, back in pairs.items()}
+        self.begun: dict[Op, int] = {}  # pass -> its first step
+        self.plain = not pairs and all(
+            op.kind in "FBIW" and not op.piece for op in self.ops
+        )  # passes alone, in one piece
+        if self.plain:
+            self.lasts = set()
+            self.waits = [dependencies(op, rank, stages) for op in self.ops]
+            return
         last = {op.whole: place for place, op in enumerate(self.ops)}
         self.lasts = {place for op, place in last.items() if op.kind not in MESSAGES}
-        self.begun: dict[Op, int] = {}  # pass -> its first step
         # What a pass waits for, and what the pass waits for that takes turns with it.
         waits = lambda op: [need for one in (op, pairs.get(op)) if one for need in dependencies(one, rank, stages)]
         self.waits = [[] if op.kind in MESSAGES else waits(op.whole) for op in self.ops]
@@ -181,7 +186,7 @@ class _OrderedRank:
 
     def _add(self, order: Order, done: dict[tuple[int, Op], int]) -> None:
         op, place, first = self.ops[self.at], len(order.steps), None
-        if op.kind not in MESSAGES and not (op.piece or self.one_of):  # most are so
+        if self.plain:
             waits = self.waits[self.at]
             step = ClockStep(self.rank, PASS, tuple([done[need] for need in waits if need[0] != self.rank]))
             done[self.rank, op] = first = place

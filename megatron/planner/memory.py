@@ -97,7 +97,7 @@ def _state(units: Units, job: Job, layout: Layout, place: Sizes, cuda: bool):
     element, moments, sizes = job.element, sum(job.moments), layout.data_sizes
     gradient = job.shard_gradients(layout.zero)
     whole, own = units.padded(sizes), units.owned(sizes)
-    weights = units.bytes_of(lambda unit: unit.padded(sizes) + unit.padded_frozen(sizes), element)
+    weights = units.weights(sizes, element)
     away, filed = _shares(units, layout)
     here = own - away - filed
     keeps_all = layout.zero < 3
@@ -116,8 +116,8 @@ def _state(units: Units, job: Job, layout: Layout, place: Sizes, cuda: bool):
         low = ((0 if same else here) + away + filed) * element + pieces  # the shards to gather
         (host if layout.param_offload and cuda else device)["weights"] += low
     device["optimizer moments"] = moments * here - _spared(units, job, layout, place)
-    if scales := units.total(lambda unit: unit.scales):
-        device["scales of fp8 weights"] = 4 * scales
+    if units.scales:
+        device["scales of fp8 weights"] = 4 * units.scales
     if units.buffers:
         device["buffers that training changes"] = units.buffers
     if away:  # main weights, arriving gradients, moments

@@ -187,6 +187,11 @@ class Units(tuple):
         """Bytes of weights of all units; size_of: how many of a unit; element: bytes of a number in the model's format."""
         return self.total(lambda unit: unit.bytes_of(size_of(unit), element))
 
+    def weights(self, sizes: Sizes, element: int) -> int:
+        """Bytes of the buffers of all parameters. element: bytes of a number in the model's format"""
+        size_of = lambda unit: unit.bytes_of(unit.padded(sizes) + unit.padded_frozen(sizes), element)
+        return self._cached(f"weights of {element} bytes", sizes, size_of)
+
     def padded_frozen(self, sizes: Sizes) -> int:
         """Elements of all buffers of frozen parameters."""
         return self._cached("frozen", sizes, lambda unit: unit.padded_frozen(sizes) if unit.frozen else 0)
@@ -194,6 +199,11 @@ class Units(tuple):
     def owned(self, sizes: Sizes) -> int:
         """Trained elements in a rank's shard."""
         return self._cached("owned", sizes, lambda unit: unit.owned(sizes))
+
+    @cached_property
+    def scales(self) -> int:
+        """Scales of fp8 numbers."""
+        return self.total(lambda unit: unit.scales)
 
     def whole(self, sizes: Sizes) -> bool:
         """Whether the shard of a rank is all that it holds."""
@@ -210,7 +220,13 @@ LayerOf = tuple[LayerDesign, frozenset[str]]  # the design of a layer, and the n
 
 def rank_units(job: Job, layout: Layout, rank: int) -> Units:
     """The units of a pipeline rank's chunks."""
-    return _rank_units(job.facts, job.selection, layout.cuts, layout.sp, layout.pipeline(job.facts.num_layers), rank)
+    last_job, known = layout.__dict__.get("_units", (None, {}))  # many figures of a layout ask for them
+    if last_job is not job:
+        layout.__dict__["_units"] = job, (known := {})
+    if rank not in known:
+        pipeline = layout.pipeline(job.facts.num_layers)
+        known[rank] = _rank_units(job.facts, job.selection, layout.cuts, layout.sp, pipeline, rank)
+    return known[rank]
 
 
 @lru_cache(maxsize=65536)

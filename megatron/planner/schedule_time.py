@@ -220,10 +220,8 @@ def _order(schedule: str, pp: int, num_microbatches: int, chunks: int) -> tuple[
     else:
         plan, stages = make_rank_schedules(schedule, pp, num_microbatches, chunks), stage_map(schedule, pp, chunks)
     order, stage_of = Order.of(plan, stages), {place: stage for stage, place in enumerate(stages)}
-    which = [
-        3 * stage_of[step.rank, op.chunk] + "FBW".index(op.kind.replace("I", "B"))
-        for step, op in zip(order.steps, order.ops)
-    ]
+    kinds = dict(F=0, B=1, I=1, W=2)
+    which = [3 * stage_of[step.rank, op.chunk] + kinds[op.kind] for step, op in zip(order.steps, order.ops)]
     return order, which, [(at, (which[one] // 3, which[at] // 3)) for at, one in order.pairs]
 
 

@@ -255,9 +255,12 @@ class _Fastest:
         """The cost above which no plan is kept."""
         return max(self.all.limit, self.best * (1 + self.tolerance))
 
-    def limit(self, count: int) -> float:
-        """The cost above which a plan with this number of features is dropped."""
-        return max(self.all.limit, min(self._simple(count).limit, self.best * (1 + self.tolerance)))
+    def limit(self, *counts: int) -> float:
+        """The cost above which a plan with one of these numbers of features is dropped."""
+        most = self.best * (1 + self.tolerance)
+        if self.all.limit >= most:
+            return self.all.limit
+        return max(self.all.limit, min(most, max(self._simple(count).limit for count in counts)))
 
     def offer(self, count: int, cost: float, *entry) -> None:
         self.best = min(self.best, cost)
@@ -436,7 +439,12 @@ def _arrangements(job: Job, pp: int, num_microbatches: int, space: Space) -> Ite
                 if chunks == 1 or name != "interleaved" or num_microbatches >= pp:
                     yield name, chunks, None
             elif chunks == 1 and name in ("1f1b", "zb-h1"):
-                yield name, 1, ",".join(map(str, split_even([0.0] * pp, layers)))
+                yield name, 1, _even_stages(pp, layers)
+
+
+@lru_cache(maxsize=4096)
+def _even_stages(pp: int, layers: int) -> str:
+    return ",".join(map(str, split_even([0.0] * pp, layers)))
 
 
 def _with_stages(layers: str, pp: int, space: Space) -> Iterator[tuple[str, int, str]]:
@@ -450,7 +458,7 @@ def _with_stages(layers: str, pp: int, space: Space) -> Iterator[tuple[str, int,
 def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, result: SearchedPlans, good, close) -> None:
     """Evaluate the base with each way to shard or offload its state, unless its passes alone are too slow."""
     work, num_microbatches, count = speed.passes(job, base, cluster), base.num_microbatches(job), features(base)
-    if work.length / job.global_batch >= max(good.limit(count + more) for more in range(MOST_STATE_FEATURES + 1)):
+    if work.length / job.global_batch >= good.limit(*range(count, count + MOST_STATE_FEATURES + 1)):
         return
     device, ranks = cluster.device, _fullest(base, job)
     room: list[int] = []

@@ -223,6 +223,7 @@ def seconds(work: Work, layout: Layout, num_microbatches: int, own: "StepCommuni
     return max(work.length, span) + own.after_reductions
 
 
+@lru_cache(maxsize=1024)
 def useful_flops(job: Job, seen: bool = False) -> float:
     """Model FLOPs of an iteration, of all ranks. seen: as in `Facts.flops`."""
     return job.facts.trained_flops(job.selection, seen) * job.global_batch * job.facts.sample_tokens
@@ -554,7 +555,9 @@ def _sent(sharding: ShardingTimes, num_microbatches: int) -> float:
 
 
 def _once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> StepCommunication:
-    sums = _sums_once(job, replace(layout, offload=0.0, disk=0.0, param_offload=False), cluster, rank)
+    away = layout.offload or layout.disk or layout.param_offload
+    here = replace(layout, offload=0.0, disk=0.0, param_offload=False) if away else layout
+    sums = _sums_once(job, here, cluster, rank)
     gathers = layout.chunks * (2 * layout.num_microbatches(job) if layout.zero == 3 else 1)
     reductions = layout.chunks * (layout.num_microbatches(job) if layout.zero >= 2 else 1)
     gather_ahead = layout.parallel.overlap_param_gather if layout.parallel else layout.overlap

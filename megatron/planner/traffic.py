@@ -146,7 +146,7 @@ def _data_parallel(job: Job, layout: Layout, rank: int) -> Iterator[Transfer]:
             size, calls = _gathered(units, job, layout, rank) if layout.zero == 3 else (size, calls)
             yield Transfer("weights", "all_gather", shard, size, calls, beside)
         for axis, ranks in ((shard, sizes[shard]), ("tp", layout.tp if job.fp8 == "tensorwise" else 1)):
-            scales = units.total(lambda unit: unit.scales) if ranks > 1 else 0
+            scales = units.scales if ranks > 1 else 0
             yield Transfer("largest values of fp8 weights", "all_reduce", axis, 4 * scales, 1)
         if sizes[replicate] > 1:
             size = job.shard_gradients(layout.zero) * units.owned(sizes)

@@ -5,6 +5,8 @@
     python -m megatron.tools.translate --from paddlenlp run.sh
     python -m megatron.tools.translate --from llmacc torchrun --nproc_per_node 8 -m llmacc.pretrain --num-layers 48
     python -m megatron.tools.translate --from nemo --format yaml megatron_gpt_config.yaml
+    python -m megatron.tools.translate --from nemo --recipe llama3_8b trainer.max_steps=100
+    python -m megatron.tools.translate --from megatron-bridge --recipe llama32_1b_pretrain_config -tp 2
     python -m megatron.tools.translate --to deepspeed pretrain_gpt.py --bf16 --sharding-stage 2
 
 A comment after a line says how the meaning of a setting changes. Settings without an effect or an equivalent are listed
@@ -17,6 +19,9 @@ from dataclasses import dataclass
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, did_you_mean, run_main
+from megatron.settings.dialects.nemo import NEMO
+from megatron.settings.dialects.nemo2 import NEMO2
+from megatron.settings.dialects.recipes import RecipeRuns
 from megatron.settings.dialects.runs import DIALECTS, is_source, translations
 from megatron.settings.dialects.shell import LITERAL, quoted, read_words
 from megatron.settings.dialects.start import TranslatedRun, Untranslated, WithoutFile, as_is, place_of
@@ -33,6 +38,9 @@ class TranslateOptions:
 
     from_dialect: Optional[str] = setting(f"the other suite: {', '.join(DIALECTS)}", None, "--from")
     to_dialect: Optional[str] = setting("instead: a command of this suite in the words of that one", None, "--to")
+    recipe: Optional[str] = setting(
+        "a recipe of NeMo 2 or Megatron-Bridge by its name; key=value overrides may follow", None
+    )
     format: Literal["command", "yaml"] = setting(
         "what is printed: a command for bash, or a file for --config", "command"
     )
@@ -52,7 +60,7 @@ def main(argv: list[str]) -> None:
         description="--from NAME FILE_OR_COMMAND: a run of another suite in the flags of this one.",
         common=tuple(TranslateOptions.__dataclass_fields__),
     )["translate"]
-    dialect = chosen_dialect(options, words)
+    dialect, words = chosen_recipe(options, words) if options.recipe else (chosen_dialect(options, words), words)
     if options.to_dialect:
         print_back(dialect, words)
     else:
@@ -79,6 +87,16 @@ def divided(argv: list[str]) -> tuple[list[str], list[str]]:
     return own, words
 
 
+def chosen_recipe(options: TranslateOptions, words: list[str]) -> tuple[Dialect, list[str]]:
+    """The suite of --recipe, and the command that starts the recipe. NeMo's recipes are those of NeMo 2."""
+    suites = {name: one for name, one in DIALECTS.items() if isinstance(one.own, RecipeRuns)}
+    name = NEMO2.name if options.from_dialect == NEMO.name else options.from_dialect
+    if name not in suites or options.to_dialect:
+        raise UsageError(f"--recipe {options.recipe}: whose recipe it is", do=f"--from {' or --from '.join(suites)}")
+    own = suites[name].own
+    return suites[name], [*own.command, own.flag, options.recipe, *words]
+
+
 def chosen_dialect(options: TranslateOptions, words: list[str]) -> Dialect:
     """The suite of --from or --to. Raises UsageError if it is unknown, or if there is nothing to translate."""
     given = [name for name in (options.from_dialect, options.to_dialect) if name]
@@ -90,7 +108,8 @@ def chosen_dialect(options: TranslateOptions, words: list[str]) -> Dialect:
     [name] = given
     if name not in DIALECTS:
         raise UsageError(f"'{name}' is no suite that is known: {', '.join(DIALECTS)}{did_you_mean(name, DIALECTS)}")
-    return DIALECTS[name]
+    recipes = name == NEMO.name and (words[0].split()[0] in NEMO2.programs or words[0].endswith(".py"))
+    return NEMO2 if recipes and not options.to_dialect else DIALECTS[name]
 
 
 # From another suite ---------------------------------------------------------------------------------------------------

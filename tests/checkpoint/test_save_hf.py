@@ -33,6 +33,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.sampled(2)
 def test_a_run_leaves_models_for_transformers(trained, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -44,6 +45,7 @@ def test_a_run_leaves_models_for_transformers(trained, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(written).config.n_layer == 2
 
 
+@pytest.mark.sampled(5)
 def test_the_model_of_a_step_that_is_saved_again_is_replaced_in_one_piece(trained, tmp_path):
     old = tmp_path / "iter_0000004"
     old.mkdir()
@@ -54,6 +56,7 @@ def test_the_model_of_a_step_that_is_saved_again_is_replaced_in_one_piece(traine
     assert (old / "model.safetensors").stat().st_size > 1000
 
 
+@pytest.mark.sampled(5)
 def test_an_export_that_fails_leaves_nothing_and_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")  # of the job, not of the export
     monkeypatch.setenv("WORLD_SIZE", "8")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heartbeats of several nodes: what touches the shared folder, who writes it, and what a supervisor sees elsewhere."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.guard import beat_files
+from megatron.guard.attempt_watch import Effort
 from megatron.guard.beat_files import (
     BeatReader,
     beat_path,
@@ -25,7 +27,6 @@ from megatron.guard.beat_files import (
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.processes import is_gone
 from megatron.storage.processes import state
-from megatron.tools.supervise import Effort
 
 PROGRAM = """
 import os, sys
@@ -138,6 +139,18 @@ def test_one_rank_of_a_node_writes_for_all_and_another_goes_on_when_it_stops(nod
     assert reader.read()[0].count <= stopped[0].count + 1 and not is_gone(reader.read()[0])
     os.kill(pids[1], signal.SIGKILL)
     wait_until(lambda: [is_gone(beat) for beat in reader.read()] == [False, True, False])
+
+
+def test_a_rank_that_is_stopped_while_it_writes_does_not_keep_the_others_from_it(node, tmp_path):
+    """It holds the lock of the node's file, and keeps it for as long as it is stopped."""
+    node(0)
+    reader = BeatReader(tmp_path)
+    wait_until(lambda: [beat.rank for beat in reader.read() if beat.step > 3] == [0])
+    [memory] = beat_files.shared_memory().glob(f"{beat_files._prefix(tmp_path, 'another machine')}.*")
+    with (memory / "writing").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        [before] = reader.read()
+        wait_until(lambda: reader.read()[0].count > before.count + 20)
 
 
 def test_how_a_rank_elsewhere_ended_arrives_with_its_end(tmp_path, monkeypatch):

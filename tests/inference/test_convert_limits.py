@@ -248,6 +248,45 @@ def test_the_newest_step_is_the_one_with_the_largest_number(names, tmp_path):
     assert dcp.find_place(tmp_path, 9).model.name == names[0]
 
 
+@pytest.mark.parametrize(
+    "groups, wanted",
+    [
+        ([dict(lr=1.0, initial_lr=2.0, weight_decay=0.1), dict(lr=1.0, initial_lr=2.0, weight_decay=0.0)], (2.0, 0.1)),
+        ([dict(lr=1.0, weight_decay=0.0), dict(lr=1.0, weight_decay=0.2)], (1.0, 0.2)),
+        ([dict(lr=1.0, initial_lr=2.0), dict(lr=1.0, initial_lr=3.0)], (1.0, 0.0)),  # of several, none
+        ([dict(lr=1.0), dict(lr=2.0)], (None, 0.0)),
+        ([], (None, None)),
+    ],
+)
+def test_settings_of_an_optimizer_of_another_trainer(groups, wanted):
+    """The rate of the schedule, not that of the last step, if it is there; the decay of matrices, not that of norms."""
+    betas = dict(betas=[0.8, 0.9], eps=1e-7)
+    state = SimpleNamespace(folder="x", groups={f"p{n}": group | betas for n, group in enumerate(groups)})
+    args = dcp._facts(state, 30, 4)["args"]
+    assert (args.get("lr"), args.get("weight_decay")) == wanted and args["consumed_train_samples"] == 120
+    assert [args.get(name) for name in ("adam_beta1", "adam_beta2", "adam_eps")] == (
+        [0.8, 0.9, 1e-7] if groups else [None] * 3
+    )
+    for batch in (None, 0):
+        with pytest.raises(CheckpointError, match="does not say how many samples a step has"):
+            dcp._facts(state, 30, batch)
+
+
+def test_which_config_describes_the_model(tmp_path):
+    """One that is given, or its folder; else the nearest to the weights."""
+    place, given = dcp.DCPPlace(tmp_path / "step-3" / "model", None), tmp_path / "given"
+    nearest_last = [given, tmp_path, tmp_path / "step-3", place.model / "consolidated", place.model / ".hf_metadata"]
+    with pytest.raises(CheckpointError, match="does not say how many heads"):
+        dcp.find_config(None, place, tmp_path)
+    for folder in (*nearest_last, place.model):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").touch()
+        if folder != given:
+            assert dcp.find_config(None, place, tmp_path) == folder / "config.json"
+        for one in (given, given / "config.json"):
+            assert dcp.find_config(one, place, tmp_path) == given / "config.json"
+
+
 class StoredTables(dict):
     """In the place of a `Reader`: tables by their names."""
 

@@ -3,6 +3,7 @@
 for what was pruned, and the gradients of the gates for its importance.
 """
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -351,6 +352,28 @@ def test_sensitivity_is_the_loss_of_gates_closed_in_one_place(flags, kinds, tmp_
         assert found["increase"][name] == pytest.approx(wanted[name] - loss(plain), abs=2e-5), name
     if "--prune-ratio" in flags:
         assert set(found["increase"]) == {*names} and set(found["skip"]) <= {"heads", "ffn"}
+
+
+@pytest.mark.parametrize("length", [0, 1, LENGTH + 1])
+def test_samples_are_as_long_as_the_model_can_look(length, tmp_path):
+    folder, text = write(tmp_path / "large", LLAMA, weights_of(LLAMA)), token_file(tmp_path, TEXT)
+    words = f"--load {folder} --save {tmp_path / 'small'} --prune-ratio 0.3 --prune-criterion taylor"
+    words += f" --calibration-data {text} --seq-length {length}"
+    if length:
+        with pytest.raises(SettingsError, match=f"--seq-length {length}: the model can look at {LENGTH} tokens"):
+            prune.main(words.split())
+    else:
+        prune.main(words.split())  # as if it were not given
+
+
+def test_as_few_layers_as_possible_are_skipped():
+    """Of all subsets; what makes a layer better does not pay for others."""
+    for budget, *growths in itertools.product((0.0, 0.125, 0.25, 0.5, 4.0), *[(-0.5, 0.0, 0.125, 0.25)] * 3):
+        layers = dict(zip("abc", growths, strict=True))
+        left = lambda skip, layers=layers: sum(max(0.0, one) for name, one in layers.items() if name not in skip)
+        subsets = [subset for size in range(4) for subset in itertools.combinations(layers, size)]
+        found = sensitivity.Sensitivity("int4", 3.0, layers).skip(budget)
+        assert left(found) <= budget and len(found) == min(len(one) for one in subsets if left(one) <= budget)
 
 
 def test_what_is_too_little_for_the_ratio_is_named(tmp_path, capsys):

@@ -229,6 +229,21 @@ def test_a_group_is_as_good_as_its_best_k_over_groups():
     assert best(scores, rule).sort(-1).values.tolist() == [[0, 1], [3, 5]]
 
 
+@pytest.mark.parametrize("k, groups, chosen, of_score", list(itertools.product((2, 4), (2, 4), (1, 2), (None, 1, 2))))
+def test_groups_are_chosen_by_as_many_scores_as_was_said(k, groups, chosen, of_score):
+    """Else by the best k / chosen of each group; token by token, with scores that differ, some below 0."""
+    members = 8 // groups
+    if k > chosen * members:
+        return
+    scores = torch.randn(20, 8, generator=torch.Generator().manual_seed(4))
+    rule = ExpertChoice(8, k, "sigmoid", num_groups=groups, group_topk=chosen, group_score_topk=of_score)
+    for row, found in zip(scores.tolist(), best(scores, rule).tolist(), strict=True):
+        of_group = [row[n * members : (n + 1) * members] for n in range(groups)]
+        sums = [sum(sorted(own, reverse=True)[: of_score or k // chosen]) for own in of_group]
+        left = sorted(range(groups), key=lambda n: -sums[n])[:chosen]
+        assert found == sorted((e for e in range(8) if e // members in left), key=lambda e: -row[e])[:k]
+
+
 RULED = [  # at the limit, and just above it
     ("--moe-router-topk {}", 8, 9),
     ("--moe-router-num-groups 4 --moe-router-group-topk {} --moe-router-topk 4", 4, 5),

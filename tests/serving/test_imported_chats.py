@@ -7,6 +7,7 @@ imported once more. Each of these folders answers in the server like the nearest
 
 import json
 from functools import cached_property, lru_cache
+from typing import NamedTuple, Optional
 
 import pytest
 
@@ -39,7 +40,17 @@ TALKS = (
 )
 LEARNED = dict(chat="Good day, I think.", lora="Hello to you, too.")  # answers to the first of TALKS
 LENGTH = 24
+BIAS = 8.0  # of a token that ends answers
 CLEAR = 1e-4  # logits of both differ by less; a smaller lead of the best token is a tie
+
+
+class Answer(NamedTuple):
+    """New tokens without the one that ends them, their text, that token, and the least lead of a token's logit."""
+
+    tokens: list[int]
+    text: str
+    end: Optional[int]
+    lead: float
 
 
 class Journey:
@@ -50,8 +61,8 @@ class Journey:
         name, more = KINDS[kind]
         files = {name: content for name, content in files_of(kind).items() if name != "config.json"}
         files["generation_config.json"] |= more
-        write(files, folder / "tokenizer")
-        vocab = len(transformers.AutoTokenizer.from_pretrained(folder / "tokenizer"))
+        write(files, folder / "words")
+        vocab = len(transformers.AutoTokenizer.from_pretrained(folder / "words"))
         torch.manual_seed(1 + list(KINDS).index(kind))
         settings = getattr(transformers, f"{name}Config")(vocab_size=vocab, **SIZES, pad_token_id=None)
         model = getattr(transformers, f"{name}ForCausalLM")(settings)
@@ -87,21 +98,18 @@ class Journey:
         paths = ["--train-data", path, "--load", self.folder / base, "--save", self.folder / way]
         finetune.main([*words.split(), "--device", "cpu", *map(str, paths), *more])
 
-    def answer(self, name: str, talk, bias: float = 0.0) -> tuple[list[int], str, float]:
-        """(the new tokens of transformers' `generate` without the one that ends them, their text, the least lead of one).
-
-        name: of a folder of transformers. bias: is added to the logits of tokens that end an answer
-        """
+    def answer(self, name: str, talk, likely: Optional[int] = None) -> Answer:
+        """The answer of transformers' `generate`. name: of a folder of transformers. likely: a token with a bias"""
         tokenizer, model = _opened(self.folder / name)
         prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         more = dict(max_new_tokens=LENGTH, do_sample=False, pad_token_id=0)
         more |= dict(output_scores=True, return_dict_in_generate=True)
-        more |= dict(sequence_bias={(end,): bias for end in self.ends}) if bias else {}
+        more |= dict(sequence_bias={(likely,): BIAS}) if likely is not None else {}
         made = model.generate(prompt["input_ids"], attention_mask=torch.ones_like(prompt["input_ids"]), **more)
         new = made.sequences[0, prompt["input_ids"].shape[1] :].tolist()
         best = torch.stack(made.scores).topk(2).values[:, 0]
-        new = new[:-1] if new[-1] in self.ends else new
-        return new, tokenizer.decode(new, skip_special_tokens=False), float((best[:, 0] - best[:, 1]).min())
+        end = new.pop() if new[-1] in self.ends else None
+        return Answer(new, tokenizer.decode(new), end, float((best[:, 0] - best[:, 1]).min()))
 
 
 @lru_cache(4)
@@ -115,13 +123,12 @@ def journey(tmp_path_factory):
     return lru_cache(None)(lambda kind: Journey(kind, tmp_path_factory.mktemp(kind)))
 
 
-def in_the_terminal(folder, capsys) -> list[tuple[list[int], str]]:
-    """The tokens and the texts of `generate --chat`."""
-    line = (
-        f"--load {folder} --device cpu --precision fp32 --chat --json --greedy --tokens-to-generate {LENGTH} --prompt"
-    )
+def in_the_terminal(folder, capsys, likely: Optional[int] = None) -> list[tuple[list[int], str]]:
+    """The tokens and the texts of `generate --chat`. likely: a token with a bias"""
+    line = f"--load {folder} --device cpu --precision fp32 --chat --json --greedy --tokens-to-generate {LENGTH}"
+    line += f" --logit-bias {likely}:{BIAS}" if likely is not None else ""
     capsys.readouterr()
-    generate.main([*line.split(), *(json.dumps(talk) for talk in TALKS)])
+    generate.main([*line.split(), "--prompt", *(json.dumps(talk) for talk in TALKS)])
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     return [(one["tokens"], one["text"]) for one in found]
 
@@ -129,10 +136,13 @@ def in_the_terminal(folder, capsys) -> list[tuple[list[int], str]]:
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_import_answers_in_the_terminal_as_in_transformers(journey, kind, capsys):
+    """Also with each of the tokens that end an answer."""
     model = journey(kind)
-    *wanted, lead = zip(*(model.answer("hf", talk) for talk in TALKS), strict=True)
-    assert min(lead) > CLEAR, "a tie: choose another seed"
-    assert in_the_terminal(model.folder / "our", capsys) == list(zip(*wanted, strict=True))
+    for likely in (None, *model.ends):
+        answers = [model.answer("hf", talk, likely) for talk in TALKS]
+        assert min(one.lead for one in answers) > CLEAR, "a tie: choose another seed"
+        assert in_the_terminal(model.folder / "our", capsys, likely) == [one[:2] for one in answers]
+        assert likely is None or likely in [one.end for one in answers]
 
 
 @pytest.mark.full
@@ -146,20 +156,22 @@ def test_models_that_come_and_go_answer_as_in_transformers(journey, kind, capsys
     with serving(*words, "--served-model-name", *ours, *theirs) as (url, _):
         for name in (*ours, *theirs):
             for number, talk in enumerate(TALKS):
-                for bias in (0.0, 4.0):
-                    new, text, lead = model.answer(model.served[name], talk, bias)
-                    biases = {str(end): bias for end in model.ends}
+                for likely in (None, *model.ends):
+                    wanted = model.answer(model.served[name], talk, likely)
+                    biases = {} if likely is None else {str(likely): BIAS}
                     asked = dict(model=name, messages=talk, max_tokens=LENGTH, temperature=0, logit_bias=biases)
                     [choice] = (found := ask(url, "/v1/chat/completions", **asked))["choices"]
-                    said = f"{kind}, {name}, conversation {number}, bias {bias}; the least lead is {lead:.1e}"
-                    assert (choice["message"]["content"], said) == (text, said)
-                    assert found["usage"]["completion_tokens"] == len(new), said
-                    assert choice["finish_reason"] == ("length" if len(new) == LENGTH else "stop"), said
-                    finished[name, number, bias] = choice["finish_reason"], text
+                    said = (
+                        f"{kind}, {name}, conversation {number}, likely {likely}; the least lead is {wanted.lead:.1e}"
+                    )
+                    assert (choice["message"]["content"], said) == (wanted.text, said)
+                    assert found["usage"]["completion_tokens"] == len(wanted.tokens), said
+                    assert choice["finish_reason"] == ("length" if wanted.end is None else "stop"), said
+                    finished[name, number, likely] = wanted
     for name in ours:
         wanted = [model.answer(model.served[name], talk)[:2] for talk in TALKS]
         assert in_the_terminal(model.folder / name, capsys) == wanted
-    answers = {model.served[name]: finished[name, 0, 0.0] for name in model.served}
-    assert len({text for _, text in answers.values()}) == len(answers) == 3  # training counts
-    assert answers["chat-hf"][0] == "stop"  # it has learned where an answer ends
-    assert {reason for reason, _ in finished.values()} == {"stop", "length"}
+    answers = {model.served[name]: finished[name, 0, None] for name in model.served}
+    assert len({one.text for one in answers.values()}) == len(answers) == 3  # training counts
+    assert answers["chat-hf"].end is not None  # it has learned where an answer ends
+    assert {one.end for one in finished.values()} == {None, *model.ends}

@@ -88,6 +88,86 @@ def test_stages_follow_each_other_and_a_second_call_goes_on(tmp_path, ran, capsy
     assert [name for name, *_ in ran] == ["quantized"] and "--finetune" not in ran[0]
 
 
+TRAINING = ["python", "pretrain_gpt.py", *f"{DATA} --num-layers 2 --lr 6e-4 --train-iters 200".split()]
+
+
+def test_commands_of_stages_begin_where_the_one_before_ended(tmp_path):
+    """Each trains with the words of the user, and where the tool has others, with these."""
+    options = compress.CompressOptions(
+        load="base", save="out", data_path=["held"], kd_alpha=0.3, kd_temperature=2.0, qat_iters=5, qat_lr=1e-5
+    )
+    calibrated = replace(options, calibration_data=["text"], calibration_samples=7)
+    trained, pruned, distilled, quantized = compress.stages(calibrated, TRAINING, ["--prune-ratio", "0.4"])
+    assert trained.folder == "base" and not trained.command and not trained.quantize
+    assert pruned.command[3:] == (
+        "--load base --save out/pruned --prune-ratio 0.4 --calibration-data text --calibration-samples 7".split()
+    )
+    assert not pruned.resume and quantized.quantize == ["--quantize", "int8"] and not distilled.quantize
+    for stage, source, iterations, rate, rounds in (
+        (distilled, "out/pruned", 200, 6e-4, False),
+        (quantized, "out/distilled", 5, 1e-5, True),
+    ):
+        assert stage.command[: len(TRAINING)] == stage.resume[: len(TRAINING)] == TRAINING
+        found, again = (words_of(command) for command in (stage.command, stage.resume))
+        assert found.pop("finetune") and found.pop("load") == source and again.pop("load") == stage.folder
+        assert found == again and found["save"] == stage.folder == f"out/{stage.name}"
+        assert (int(found["train-iters"]), float(found["lr"])) == (iterations, rate)
+        assert (found["teacher-load"], found["kd-alpha"], found["kd-temperature"]) == ("base", "0.3", "2.0")
+        assert ("quantization" in found) == rounds
+    few = compress.stages(replace(options, qat_iters=None), TRAINING, [])
+    assert [stage.name for stage in few] == ["trained", "pruned", "distilled"] and "calibration" not in str(few)
+
+
+def words_of(command) -> dict[str, object]:
+    """Flag -> its value, of which the last one counts; True without one."""
+    found, name = {}, None
+    for word in command:
+        if word.startswith("--"):
+            name = word[2:]
+            found[name] = True
+        elif name:
+            found[name] = word
+    return found
+
+
+def test_a_stage_is_made_once_and_goes_on_after_an_error(tmp_path, monkeypatch):
+    ran = []
+
+    def run(name, command):
+        ran.append(command)
+        if "fails" in command:
+            raise Failure("no")
+
+    monkeypatch.setattr(compress, "run", run)
+    record = lambda: compress.Record(tmp_path / "report.json")
+    training = compress.CompressionStage("distilled", str(tmp_path / "distilled"), ["new"], ["goes on"])
+    pruning = compress.CompressionStage("pruned", str(tmp_path / "pruned"), ["prune"])
+    with pytest.raises(Failure):
+        record().make(replace(training, command=["fails"]))
+    record().make(compress.CompressionStage("trained", "base"))
+    assert ran == [["fails"]] and not record().done
+    for stage in (training, pruning):
+        (tmp_path / stage.name).mkdir()
+        (tmp_path / stage.name / "latest_checkpointed_iteration.txt").write_text("3")
+        record().make(stage)  # a training that was interrupted goes on, and a model that was pruned is complete
+    assert ran[1:] == [["goes on"]] and set(record().done) == {"distilled", "pruned"}
+    record().make(training)
+    assert ran[2:] == []
+    with pytest.raises(SettingsError, match="was made by another command"):
+        record().make(replace(training, command=["other"]))
+    record().make(compress.CompressionStage("quantized", str(tmp_path / "quantized"), ["first"], ["goes on"]))
+    assert ran[2:] == [["first"]]
+
+
+def test_the_table_has_each_stage():
+    one = dict(parameters=12345, megabytes=1.25, loss=2.0, tokens_per_second=99.6)
+    rows = compress.table(dict(trained=one, pruned=dict(one, loss=25.0, lambada=0.5))).splitlines()
+    assert rows[0] == "|  | parameters | weights, MB | loss | perplexity | LAMBADA | tokens/s |"
+    assert rows[2] == "| trained | 12,345 | 1.2 | 2.0000 | 7.39 |  | 100 |"
+    assert rows[3] == "| pruned | 12,345 | 1.2 | 25.0000 | 485165195.41 | 0.5000 | 100 |"  # e^20 at most
+    assert "LAMBADA" not in compress.table(dict(trained=one))
+
+
 def test_figures_are_of_all_tokens_and_measured_again_for_others(tmp_path, monkeypatch):
     """Files have different numbers of tokens; a report with other data, or with more of them, is not that of before."""
     lines = [dict(loss=2.0, tokens=30), dict(loss=4.0, tokens=10)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.errors import UsageError, no_such_file
 from megatron.settings.dialects import fleetx_runs
+from megatron.settings.dialects.bridge import BRIDGE
 from megatron.settings.dialects.colossalai import COLOSSALAI
 from megatron.settings.dialects.commands import ALONE, INSTEAD, LLMACC, MEGATRON_DEEPSPEED, OURS, PADDLENLP
 from megatron.settings.dialects.deepspeed import DEEPSPEED
@@ -16,6 +17,7 @@ from megatron.settings.dialects.hf_trainer import HF_TRAINER
 from megatron.settings.dialects.launchers import LAUNCHERS
 from megatron.settings.dialects.nanogpt import NANOGPT
 from megatron.settings.dialects.nemo import NEMO
+from megatron.settings.dialects.nemo2 import NEMO2
 from megatron.settings.dialects.shell import CLOSES, OPENS, Command, name_among, read_commands, read_words
 from megatron.settings.dialects.start import (
     PYTHON,
@@ -38,7 +40,19 @@ FLEETX = replace(TABLES["train"], own=fleetx_runs)
 SUFFIXES = (".yaml", ".yml", ".json", ".sh")  # of files that are the whole source
 DIALECTS = {
     one.name: one
-    for one in (PADDLENLP, FLEETX, COLOSSALAI, DEEPSPEED, MEGATRON_DEEPSPEED, NEMO, LLMACC, HF_TRAINER, NANOGPT)
+    for one in (
+        PADDLENLP,
+        FLEETX,
+        COLOSSALAI,
+        DEEPSPEED,
+        MEGATRON_DEEPSPEED,
+        NEMO,
+        NEMO2,
+        BRIDGE,
+        LLMACC,
+        HF_TRAINER,
+        NANOGPT,
+    )
 }
 
 
