@@ -4,6 +4,7 @@ text finds of others is of its own tokens and of the present weights, and no blo
 """
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -146,3 +147,16 @@ def test_blocks_that_hold_nothing_are_taken_before_those_that_do():
         assert pool.grow(table, 1, 1)
     first, rest = [table.blocks[0] for table in taken[:3]], [table.blocks[0] for table in taken[3:]]
     assert nothing <= set(first) and set(rest) <= known
+
+
+@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("block", [2, 5, 6, 8, 20])
+def test_a_block_is_put_at_any_place_of_a_table(place, block):
+    """The others stay, and runs are those of consecutive ones, as long as possible."""
+    table, wanted = Table(), [3, 4, 7, 9, 10]
+    for one in wanted:
+        table.append(one)
+    wanted[place] = block
+    table.replace(place, block)
+    assert table.blocks == wanted == [one for first, count in table.runs for one in range(first, first + count)]
+    assert len(table.runs) == 1 + sum(after != before + 1 for before, after in pairwise(wanted))

@@ -33,7 +33,8 @@ from megatron.convert.compressed_tensors import pack, unpack
 from megatron.convert.export import card, gguf_file
 from megatron.convert.export.load_exported import load_exported
 from megatron.convert.megatron_names import Dictionary
-from megatron.convert.megatron_pieces import local_parts
+from megatron.convert.megatron_optimizer import PREFIX
+from megatron.convert.megatron_pieces import local_parts, with_ones
 from megatron.convert.mxfp4 import dequantized
 from megatron.errors import CheckpointError, SettingsError
 from megatron.model.command_line import parse_any
@@ -170,6 +171,15 @@ def test_arguments_that_were_not_saved_have_megatrons_defaults():
     assert (made.seq_length, made.max_position_embeddings, made.position_embedding_type) == (16, 16, "learned_absolute")
 
 
+@pytest.mark.parametrize("kind, added", [(None, 1), ("param", 1), ("fp32_param", 1), ("exp_avg", 0), ("exp_avg_sq", 0)])
+def test_norms_less_one_are_weights_and_no_moments(kind, added):
+    """Of --apply-layernorm-1p: weights and main weights of norms are stored less 1, and their moments are the same."""
+    prefix, x = PREFIX[kind] if kind else "", torch.tensor([0.25, -0.5])
+    norm, bias = Placement((2,), Constant(1.0)), Placement((2,), Constant(0.0))
+    assert with_ones(True, norm, prefix, x).tolist() == (x + added).tolist()
+    assert with_ones(False, norm, prefix, x).tolist() == with_ones(True, bias, prefix, x).tolist() == x.tolist()
+
+
 @pytest.mark.parametrize("experts", [None, 0, 1, 2, 4])
 def test_a_mixture_has_two_experts_at_least_and_its_first_layer_has_some(experts):
     args = dict(num_experts=experts, moe_layer_freq=2)
@@ -227,6 +237,13 @@ def test_files_are_filled_as_those_of_hugging_face(limit, tmp_path):
     for name, own in split.filename_to_tensors.items():
         found = load_file(tmp_path / name)
         assert list(found) == own and all(torch.equal(x, state[one]) for one, x in found.items())
+
+
+@pytest.mark.parametrize("limit", [1, 15])
+def test_tensors_larger_than_a_file_have_one_each(limit, tmp_path):
+    groups = [hf_files.TensorGroup((name,), ((4,),), lambda: [torch.ones(4)]) for name in "ab"]
+    names = hf_files.write_tensors(tmp_path, groups, torch.float32, limit)
+    assert [list(load_file(tmp_path / name)) for name in names] == [["a"], ["b"]]
 
 
 @pytest.mark.parametrize("cached", [None, "org--first"])

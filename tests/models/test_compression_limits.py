@@ -14,7 +14,7 @@ from megatron.inference import gptq as gptq_module
 from megatron.inference.gptq import gptq
 from megatron.inference.prune import most_important
 from megatron.inference.quantize import in_format, multiply_int8, product_of, quantized_alone
-from megatron.model.fake_quantize import _RoundInput, levels
+from megatron.model.fake_quantize import FakeQuantizeProduct, _RoundInput, levels
 from megatron.model.pruning import PruningOptions, TargetSizes, target_sizes
 from megatron.model.quantization import QuantizeOptions
 from megatron.model.sparsity import is_due, last_step, problems, share
@@ -22,7 +22,7 @@ from megatron.model.weights import column, take_prefix
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Model
-from tests.models.test_rare_states import X, layer_of, trained
+from tests.models.test_rare_states import KINDS, X, layer_of, trained
 
 MODEL = Model(num_layers=2, hidden_size=8, num_attention_heads=4)
 
@@ -92,6 +92,18 @@ def test_the_scale_of_inputs_is_that_of_training_after_any_number_of_steps():
         product = quantized(made, quantize="int8").product
         torch.testing.assert_close(product.input_scale, total / count / 7)
         torch.testing.assert_close(made(X), wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_whole_numbers_of_tokens_are_those_of_training(bits, monkeypatch):
+    """Also with 8 bits, of which both ends are codes: the largest value of each token is one of them."""
+    flags = f"--quantization --activation-quantize-type token_wise_min_max --activation-bits {bits}"
+    monkeypatch.setitem(KINDS, "tokens", (flags, FakeQuantizeProduct))
+    made = layer_of("tokens", 1).eval()
+    x = torch.cat([X, X.abs(), -X.abs(), 0 * X])
+    wanted = made(x)
+    torch.testing.assert_close(quantized(made, quantize="int8")(x), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
