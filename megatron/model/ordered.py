@@ -28,7 +28,7 @@ from megatron.mpu.layers import LINEAR, RowParallelLinear
 from megatron.mpu.linear_product import LinearProduct, Multiply, Operand
 from megatron.mpu.mesh import Axis
 from megatron.mpu.ordered_blocks import BLOCKS
-from megatron.mpu.ordered_sums import Blocks, tree_sum
+from megatron.mpu.ordered_sums import NARROW, Blocks, tree_sum
 from megatron.settings.schema import Model
 
 
@@ -121,11 +121,12 @@ class TokenBlocks:
 
 def _by_width(blocks: Blocks, activation: Callable) -> Callable:
     """An activation of x [s, b, f/tp] block by block: functions of the last elements of a row, after those that fill vector
-    registers, may be rounded otherwise.
+    registers, may be rounded otherwise. Blocks that fill them (of `NARROW` elements) need not be apart.
     """
 
     def in_blocks(x: torch.Tensor) -> torch.Tensor:
-        if not blocks.divide(x.shape[-1]):
+        width = x.shape[-1]
+        if not blocks.divide(width) or width // (blocks.number * blocks.parts) % NARROW == 0:
             return activation(x)
         return torch.cat([activation(block) for block in blocks.of(x, x.dim() - 1)], -1)
 

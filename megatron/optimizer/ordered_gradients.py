@@ -64,7 +64,10 @@ class OrderedGradients(GradientBuffers):
 
     def _use(self, tally: UnitGradients) -> UnitGradients:
         use = UnitGradients(tally.own, {})
-        use.take(self._zeros(tally.own.unit.size))
+        buffer, unit = torch.empty(tally.own.unit.size, dtype=self.dtype, device=self.device), tally.own.unit
+        for slot, following in zip(unit.slots, [*unit.slots[1:], None]):  # the rest is written, or zeroed
+            buffer[slot.stop : following.start if following else unit.size].zero_()
+        use.take(buffer)
         return use
 
     def complete(self, tally: UnitGradients) -> bool:
