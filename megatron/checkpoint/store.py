@@ -140,11 +140,14 @@ class LiveSum(NamedTuple):
 
 
 def live_sums(pieces: Iterable[Piece], on_cpu: bool) -> dict[str, LiveSum]:
-    """Name in the file -> checksum of each piece now. on_cpu: also of those that are not on a device"""
+    """Name in the file -> checksum of each piece now, but for `StablePiece`s, which nobody copies.
+
+    on_cpu: also of those that are not on a device
+    """
     return {
         key_in_file(piece): LiveSum.of(piece.tensor)
         for piece in pieces
-        if piece.box.size and (on_cpu or piece.tensor.device.type != "cpu")
+        if piece.box.size and not isinstance(piece, StablePiece) and (on_cpu or piece.tensor.device.type != "cpu")
     }
 
 

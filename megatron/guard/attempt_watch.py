@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One attempt of a supervised job: start it, watch its ranks, say why it hangs, end it, and judge how it ended.
 
-    watch = AttemptWatch(WatchLimits(), beats=Path("/dev/shm/beats"), traces=Path("runs/a/traces"), events=events)
+    limits = WatchLimits(hang_timeout=300, start_timeout=1800, grace=120, poll=0.5)
+    watch = AttemptWatch(limits, beats=Path("/dev/shm/beats"), traces=Path("runs/a/traces"), events=events)
     watch.run(words, Path("attempt_000.log"), stop_signal=lambda: asked)
     verdict = watch.verdict(has_trained=True, rules={})
 
@@ -50,10 +51,10 @@ OUTPUT = 100_000  # characters of a job's output, its last ones, that are search
 class WatchLimits:
     """Seconds of silence, and between looks: `SuperviseOptions` says what they are."""
 
-    hang_timeout: float = 300.0
-    start_timeout: float = 1800.0
-    grace: float = 120.0
-    poll: float = 0.5
+    hang_timeout: float
+    start_timeout: float
+    grace: float
+    poll: float
 
     def of(self, beat: Beat) -> float:
         """Seconds that a rank may be silent in its current phase."""
@@ -260,7 +261,8 @@ class AttemptWatch:
         elif self.returned and self.returned > 1:  # our launcher returns the code of a rank, torchrun always 1
             codes.append(from_shell(self.returned))
         codes = codes or [self.returned or 1]
-        first = first_failure(self.ends(output, reported))
+        ends = self.ends(output, reported)
+        first = first_failure(ends)
         evidence = Evidence(
             output=output,
             oom_kills=self.oom_kills,
@@ -268,7 +270,7 @@ class AttemptWatch:
             hang=self.hang,
         )
         code = judge(codes, evidence).code
-        if first and code and code in {end.code for end in self.ends(output, reported)}:
+        if first and code and code in {end.code for end in ends}:
             code = first.code  # else the code is that of a rank without a heartbeat
         why = self.why_hung or (first.why if first and first.code == code else "")
         if code and not self.hang:

@@ -22,9 +22,9 @@ STATE, STEP, RESERVE, OUTSIDE = PARTS = (
     "reserve",  # of torch's allocator: free pieces between those in use
     "outside of torch",  # the driver's context, NCCL, other processes
 )
-OF_STEP = """activations|logits|teacher's passes|workspace|pipeline buffers|gathered weights|weights in fp8|
-    gradient buffers""".replace("\n", "").split("|")
-PART_OF = {name.strip(): STEP for name in OF_STEP} | {
+PART_OF = {  # an entry of `MemoryReport.device` -> its part, other than STATE
+    **dict.fromkeys(("activations", "logits", "teacher's passes", "workspace", "pipeline buffers"), STEP),
+    **dict.fromkeys(("gathered weights", "weights in fp8", "gradient buffers"), STEP),
     "fragmentation": RESERVE,
     "communication buffers": OUTSIDE,
     "device context": OUTSIDE,

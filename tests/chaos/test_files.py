@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint import backends, index, reader, store
+from megatron.checkpoint import backends, index, store
 from megatron.checkpoint import folder as state
 from megatron.checkpoint.folder import TRACKER, Saver
 from megatron.convert import megatron_pickle
@@ -84,9 +84,9 @@ def test_token_files_without_fsync_turn_it_red(monkeypatch, tmp_path):
 def test_a_tracker_that_is_written_first_turns_it_red(monkeypatch, tmp_path):
     finish = Saver._finish
 
-    def tracker_first(self, temporary, final, writers, iteration, content):
+    def tracker_first(self, temporary, final, writers, iteration, *more):
         backends.replace_file(self.folder / TRACKER, str(iteration).encode())
-        return finish(self, temporary, final, writers, iteration, content)
+        return finish(self, temporary, final, writers, iteration, *more)
 
     monkeypatch.setattr(Saver, "_finish", tracker_first)
     assert "the tracker names iteration 3, there are [1, 2]" in got("crash/save/new", tmp_path)
@@ -107,7 +107,7 @@ class Anything(str):
 @pytest.mark.parametrize(
     "module, case, words",
     [
-        (reader, "damage/checkpoint/shard_00001.safetensors/0", "flipped bit: iteration 2 has the values"),
+        (index, "damage/checkpoint/shard_00001.safetensors/0", "flipped bit: iteration 2 has the values"),
         (index_cache, "damage/index-cache/sample.npy/0", ": other samples"),
     ],
 )

@@ -197,7 +197,7 @@ def test_blocks_take_turns_to_be_read_back(tmp_path, monkeypatch):
     monkeypatch.setattr(
         ShardFile, "read_into", lambda self, at, data, what: read.append((at, len(data))) or real(self, at, data, what)
     )
-    monkeypatch.setattr(saving, "write_shard", lambda *args: write(*args, 32))
+    monkeypatch.setattr(saving, "write_shard", lambda *args, **live: write(*args, 32, **live))
     pieces = [Piece("x", (10, 4), Box.whole((10, 4)), TENSORS["blocks.3.weight"])]  # 160 bytes: 5 blocks
     with Saver(tmp_path, keep_last=1, verified=0.25) as saver:
         saver.save(0, pieces, {})
@@ -209,8 +209,8 @@ def test_blocks_take_turns_to_be_read_back(tmp_path, monkeypatch):
         first = min(turns[0])
         assert turns == [[first, first + 128], [first + 32], [first + 64], [first + 96]]
 
-        def rotten(*args):
-            written = write(*args, 32)
+        def rotten(*args, **live):
+            written = write(*args, 32, **live)
             with open(args[0] / "shard_00000.safetensors", "r+b") as file:
                 file.seek(first + 5)
                 file.write(b"\xff")

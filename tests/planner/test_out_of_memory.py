@@ -114,7 +114,7 @@ def test_a_run_that_loses_its_memory_says_so_everywhere(tmp_path, monkeypatch):
     with pytest.raises(Failure) as caught:
         pretrain_gpt.main([*words, "--save", str(tmp_path)])
     failure = caught.value
-    assert failure.what.startswith("out of memory on rank 0: activations and workspaces take")
+    assert failure.what.startswith("out of memory on rank 0: ")  # the whole process counts, with other tests' peaks
     assert "tried to allocate 274.9 GB" in failure.why and "in use  " in failure.why and "planned " in failure.why
     end = read_events(tmp_path)[-1]
     assert end["event"] == "end" and failure.what in end["why"]
