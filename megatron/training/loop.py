@@ -120,6 +120,7 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
                     garbage.collect()
                 saved = True
             saved_at = run.state.iteration if saved else saved_at
+            save_snapshot_if_due(run, saved)
             if stop:
                 run.watch.stop = stop
                 return stop_early(run, stop)
@@ -135,6 +136,14 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
     evaluate_requests(run, final=True)
     if run.losses.measures and run.losses.measures.folder and not run.config.data.mock_data:
         run.metrics.log(f" > predictions: {run.losses.measures.folder}")
+
+
+def save_snapshot_if_due(run: Run, saved: bool) -> None:
+    """Keep the state in memory if that is due after a step. saved: whether a checkpoint of it has been written"""
+    snapshots = run.checkpoints.snapshots
+    if snapshots and not saved and snapshots.due(run.state.iteration):
+        with run.metrics.paused("saving"):
+            run.save_snapshot()
 
 
 def run_periodic_checks(run: Run, epoch: int, planned_memory: Sequence[int]) -> None:
