@@ -140,7 +140,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def assemble(memory: Path, save: SaveId, records: Iterable[Mapping[str, Any]], here: Iterable[MemoryPart]) -> Path:
-    """Make a folder that `Reader` reads as a checkpoint, of the records of all writers and the verified parts that are here.
+    """Make a folder that `Reader` reads as a checkpoint, of the records of all writers and the whole parts that are here.
 
     Files of other nodes are missing in it. Raises Damaged if the parts do not form whole tensors.
     """

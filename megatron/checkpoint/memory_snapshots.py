@@ -157,7 +157,9 @@ class MemorySnapshots:
         """
         own = MemoryPart(self.memory, save, self.rank, self.rank)
         sizes = self.all_gather_object([path.stat().st_size for path in (own.file, own.record_file)])
-        held = [MemoryPart(self.memory, save, w, self.rank) for w, ranks in enumerate(self.holders) if self.rank in ranks]
+        held = [
+            MemoryPart(self.memory, save, w, self.rank) for w, ranks in enumerate(self.holders) if self.rank in ranks
+        ]
         files = lambda part: zip((part.file, part.record_file), sizes[part.writer])
         outgoing = [(to, path, size) for to in self.holders[self.rank] for path, size in files(own)]
         incoming = [(part.writer, path, size) for part in held for path, size in files(part)]
@@ -201,7 +203,9 @@ class MemorySnapshots:
 
         Every byte of its parts was read. What is not whole is deleted, and a sentence of `notices`.
         """
-        listed = [(part.save, part.writer, part.holder) for part in parts_in(self.memory)] if self._is_first_of_node else []
+        listed = (
+            [(part.save, part.writer, part.holder) for part in parts_in(self.memory)] if self._is_first_of_node else []
+        )
         lists = self.all_gather_object(listed)
         here = lists[self._first_of_node]
         for save in sorted({save for parts in lists for save, *_ in parts}, reverse=True):
@@ -228,7 +232,9 @@ class MemorySnapshots:
         world = next((record["world"] for record in records.values()), 1)
         if set(records) != set(range(world)):
             missing = sorted(set(range(world)) - set(records))
-            self.notices.append(f"{save} in memory is passed over: parts {missing[:8]} of {world} are missing or damaged")
+            self.notices.append(
+                f"{save} in memory is passed over: parts {missing[:8]} of {world} are missing or damaged"
+            )
             return None
         here = [part for rank, (whole, _) in enumerate(answers) for part, _ in whole if self._is_near(rank)]
         problems = self._together(lambda: assemble(self.memory, save, records.values(), here), self._is_first_of_node)

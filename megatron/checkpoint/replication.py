@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of files in the memory of other ranks (--replication): which ranks hold them, and how they are sent.
 
-    replica_ranks(["n0", "n0", "n1", "n1"], factor=2)     # [[2], [3], [0], [1]]: of another node
-    exchange_files([(2, path, size)], [(2, other, size)], mesh.world, device)
+replica_ranks(["n0", "n0", "n1", "n1"], factor=2)     # [[2], [3], [0], [1]]: of another node
+exchange_files([(2, path, size)], [(2, other, size)], mesh.world, device)
 """
 
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -64,12 +64,7 @@ def _unique(rank: int, others: list[int]) -> list[int]:
     return [other for other in dict.fromkeys(others) if other != rank]
 
 
-def exchange_files(
-    outgoing: Sequence[Sent],
-    incoming: Sequence[Sent],
-    axis: Axis,
-    device: torch.device,
-) -> list[str]:
+def exchange_files(outgoing: Sequence[Sent], incoming: Sequence[Sent], axis: Axis, device: torch.device) -> list[str]:
     """Send and receive files in chunks, all at once. All ranks of the axis whose files are in the lists call it.
 
     outgoing: (rank to send to, file, its bytes); incoming: (rank that sends it, file to write, its bytes). Between two
@@ -97,7 +92,7 @@ class _File:
     """A file under way, and what went wrong with it."""
 
     def __init__(self, peer: int, path: Path, size: int, mode: int):
-        self.peer, self.size, self.problem, self.handle = peer, size, "", None
+        self.peer, self.path, self.size, self.problem, self.handle = peer, path, size, "", None
         self.chunks = -(-size // CHUNK)
         try:
             self.handle = os.open(path, mode, 0o600)
@@ -116,12 +111,12 @@ class _File:
         data = memoryview(chunk.numpy())
         self._try(lambda: os.pwrite(self.handle, data, number * CHUNK))
 
-    def _try(self, action) -> None:
+    def _try(self, action: Callable[[], object]) -> None:
         try:
             if not self.problem:
                 action()
         except OSError as error:
-            self.problem = str(error)
+            self.problem = f"{self.path}: {error.strerror}"
 
     def close(self) -> list[str]:
         if self.handle is not None:

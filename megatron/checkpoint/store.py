@@ -180,7 +180,7 @@ def write_shard(
     parts: Parts = single_part,
     live: Mapping[str, LiveSum] = MappingProxyType({}),
 ) -> ShardRecord:
-    """Write this writer's file and its part of the index into `folder`, durably. Arguments and errors: as in `write_file`."""
+    """Write this writer's file and its part of the index into `folder`, durably. Arguments, errors: as in `write_file`."""
     record = write_file(folder / f"shard_{writer:05d}.safetensors", pieces, block, parts, live)
     _write_entries(_entries_file(folder, writer), record.entries)
     return record

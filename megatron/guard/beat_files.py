@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field

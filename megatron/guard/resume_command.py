@@ -38,8 +38,9 @@ def resumed(words: list[str], save: Optional[str], others: Iterable[Optional[str
 
 
 def _begins_from_memory(words: list[str], save: str) -> bool:
-    """Whether a job without a checkpoint may have snapshots in memory (--non-persistent-save-interval), and would start from
-    nothing otherwise; from another folder it starts again as the first time.
+    """Whether a job without a checkpoint may have snapshots in memory (--non-persistent-save-interval).
+
+    One that starts from another folder starts from there again.
     """
     config = config_of(words)
     return config is not None and config.checkpoint.load is None and (location(save) / SNAPSHOTS).exists()

@@ -491,8 +491,8 @@ RULES = (
     Rule(
         lambda s: "://" in (s.non_persistent_local_ckpt_dir or ""),
         lambda s: (
-            f"--non-persistent-local-ckpt-dir {s.non_persistent_local_ckpt_dir} must be a folder of each node; --save may be "
-            "a URL"
+            f"--non-persistent-local-ckpt-dir {s.non_persistent_local_ckpt_dir} must be a folder of each node; only --save "
+            "may be a URL"
         ),
     ),
     Rule(

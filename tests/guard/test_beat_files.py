@@ -26,7 +26,7 @@ from megatron.guard.beat_files import (
 )
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.processes import is_gone
-from megatron.storage.processes import state
+from megatron.storage.processes import shared_memory, state
 
 PROGRAM = """
 import os, sys

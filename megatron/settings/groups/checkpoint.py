@@ -74,7 +74,7 @@ class Checkpoint:
         False,
         needs="non_persistent_save_interval",
     )
-    replication_jump: Optional[Count] = shown_by("test_where_copies_are")(
+    replication_jump: Optional[Count] = shown_by("test_a_jump_is_megatrons_and_reaches_another_node")(
         "copies of rank n's part are with ranks n+J, n+2J, ... (default: ranks of the next nodes)",
         None,
         needs="replication",
