@@ -16,7 +16,7 @@ from megatron.errors import DataError
 from megatron.model.language_model import TOKENS
 from megatron.model.sample_arrays import LABELS, LOSS_MASK
 from megatron.mpu.mesh import Mesh
-from megatron.tasks import chat, classifier, metrics
+from megatron.tasks import backbones, chat, classifier, finetune, metrics
 from megatron.tasks.chat_samples import EncodedTexts, TextEncoder, conversation_samples, end_of_turn, pack, pair_samples
 from megatron.tasks.chat_settings import DPO_LOSS
 from megatron.tasks.classifier import LENGTHS, OPTIONS
@@ -27,6 +27,7 @@ from megatron.tasks.examples import Examples, TaskExample, place_of
 from megatron.tasks.pet import MockPatterns, Pattern, refuse_unequal
 from megatron.tasks.readers import BertReader
 from megatron.tasks.samples import MockTaskSamples, TaskSamples, longest_cut, with_options
+from megatron.tasks.settings import predictions_folder
 from megatron.tasks.soft_labels import with_soft_labels
 from megatron.tasks.spans import MockSpanSamples
 from tests.data.test_stale_caches import Bytes, template_of
@@ -272,6 +273,23 @@ def test_soft_labels_are_the_mean_of_files_in_the_order_of_the_tasks_labels(tmp_
             with_soft_labels(Examples(rows[:1], {"": range(1)}), [soft(tmp_path, "wrong.tsv", "abc", wrong)], task)
 
 
+@pytest.mark.parametrize(
+    "row, good", [("0.34 0.34 0.34 0 0", True), ("0.35 0.34 0.34 0 0", False), ("0.4 0.4 0.3 0 0", True)]
+)
+def test_probabilities_may_miss_1_by_what_their_decimals_round(row, good, tmp_path):
+    """Five numbers, each off by half of its last decimal at most: 0.025 together, and 0.25 with one decimal."""
+    task = SimpleNamespace(regression=False, name="t", labels=tuple("abcde"))
+    examples = Examples((TaskExample("x", None, 0, "0"),), {"": range(1)})
+    path = soft(tmp_path, "one.tsv", "abcde", row.split())
+    if good:
+        [found] = with_soft_labels(examples, [path], task).rows
+        whole = sum(map(float, row.split()))
+        assert found.shares == pytest.approx([float(word) / whole for word in row.split()])
+    else:
+        with pytest.raises(DataError, match="line 2: the probabilities add up to 1.03"):
+            with_soft_labels(examples, [path], task)
+
+
 @pytest.mark.parametrize("words, good", [(3, True), (4, True), (5, False)])
 def test_words_of_a_label_that_just_fit_a_decoder(words, good):
     cloze = T5Cloze(9, bos=0, sentinel=1, target=5)
@@ -352,6 +370,21 @@ def test_texts_are_cut_that_are_longer_than_a_sample_with_their_longest_option(p
     for most in (3, 8):
         samples = TaskSamples(Examples(tuple(examples), {"": range(8)}), None, letters, reader)
         assert longest_cut(samples, most) == sum(wanted[:most])
+
+
+@pytest.mark.parametrize("kind", ["classes", "spans"])
+@pytest.mark.parametrize("final, rank, folder", list(itertools.product((True, False), (0, 1), (True, False))))
+def test_the_first_rank_writes_predictions_at_the_end(kind, final, rank, folder, tmp_path):
+    rows = tuple(TaskExample("q", "t", 0, str(number), gold=("a",)) for number in range(2))
+    task = SimpleNamespace(
+        name="t", metrics=("accuracy",), regression=False, labels=("a", "b"), options=None, outputs=2, one_answer=False
+    )
+    of = SpanMeasures if kind == "spans" else TaskMeasures
+    measures = of.__new__(of)
+    task.answers, measures.task, measures.folder = {}, task, str(tmp_path / "out") if folder else None
+    dataset = SimpleNamespace(examples=Examples(rows, {"": range(2)}), answers=lambda values: ["a", "x"])
+    measures.figures(np.eye(2), dataset, "test", final, rank)
+    assert (tmp_path / "out" / "t.tsv").exists() == (final and rank == 0 and folder)
 
 
 @pytest.mark.parametrize("golds, counts", [(("a", "b"), True), (("a", None), False), ((None, "b"), False)])
@@ -435,3 +468,34 @@ def test_states_and_weights_of_texts_are_those_of_a_plain_loop(samples):
         options = len(samples[n // most])
         wanted = 1 / length / options if n % most < options else 0.0
         assert weights[:, n].tolist() == pytest.approx([wanted] * length + [0.0] * (s - length))
+
+
+# ---- lengths and folders of runs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number, size", list(itertools.product(range(1, 10), range(1, 5))))
+def test_lengths_become_the_next_multiple(number, size):
+    assert backbones.multiple_above(number, size) == next(n for n in range(number, 99) if n % size == 0)
+
+
+@pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
+@pytest.mark.parametrize("asked", [None, 63, 64, 65])
+def test_samples_are_no_longer_than_a_table_of_positions(asked, positions):
+    model = dict(max_position_embeddings=64, position_embedding_type=positions)
+    found = finetune._from_checkpoint(dict(config=dict(model=model), vocab_size=9), {}.get, asked)
+    longest = asked and (min(asked, 64) if positions == "learned_absolute" else asked)
+    assert found.get("seq_length") == longest and found["backbone"] == "GPT"
+
+
+@pytest.mark.parametrize(
+    "given, save, folder",
+    [
+        ("p", "s", "p"),
+        (None, "s", "s/predictions"),
+        (None, "s3://b/s", None),
+        ("p", "s3://b/s", "p"),
+        (None, None, None),
+    ],
+)
+def test_predictions_are_where_the_user_says_or_below_a_folder_of_this_machine(given, save, folder):
+    assert predictions_folder(given, save) == folder
