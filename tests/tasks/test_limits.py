@@ -17,16 +17,24 @@ from megatron.model.language_model import TOKENS
 from megatron.model.sample_arrays import LABELS, LOSS_MASK
 from megatron.mpu.mesh import Mesh
 from megatron.tasks import backbones, chat, classifier, finetune, metrics
-from megatron.tasks.chat_samples import EncodedTexts, TextEncoder, conversation_samples, end_of_turn, pack, pair_samples
+from megatron.tasks.chat_samples import (
+    ChatSamples,
+    EncodedTexts,
+    TextEncoder,
+    conversation_samples,
+    end_of_turn,
+    pack,
+    pair_samples,
+)
 from megatron.tasks.chat_settings import DPO_LOSS
 from megatron.tasks.classifier import LENGTHS, OPTIONS
-from megatron.tasks.cloze import BertCloze, T5Cloze
+from megatron.tasks.cloze import BertCloze, CausalCloze, T5Cloze
 from megatron.tasks.dpo import PairComparison
 from megatron.tasks.evaluation import SpanMeasures, TaskMeasures
 from megatron.tasks.examples import Examples, TaskExample, place_of
 from megatron.tasks.pet import MockPatterns, Pattern, refuse_unequal
-from megatron.tasks.readers import BertReader
-from megatron.tasks.samples import MockTaskSamples, TaskSamples, longest_cut, with_options
+from megatron.tasks.readers import BertReader, CausalReader
+from megatron.tasks.samples import MockTaskSamples, TaskSamples, longest_cut, wanted, with_options
 from megatron.tasks.settings import predictions_folder
 from megatron.tasks.soft_labels import with_soft_labels
 from megatron.tasks.spans import MockSpanSamples
@@ -360,6 +368,70 @@ def test_made_up_samples_of_each_seed_split_and_number_are_their_own(kind):
     assert len({text(*place) for place in places}) == len(places) and text(*places[3]) == text(*places[3])
 
 
+@pytest.mark.parametrize("soft", [False, True])
+def test_made_up_patterns_have_the_arrays_of_a_choice(soft):
+    """With as many numbers, below their limits; without a task those of a loss over words."""
+    config = SimpleNamespace(model=SimpleNamespace(seq_length=12))
+    task = SimpleNamespace(options=None, outputs=3, regression=False, labels="abc")
+    for own, arrays in (
+        (task, CausalCloze.choice_arrays(config, 50, task, soft)),
+        (None, CausalCloze.arrays(config, 50)),
+    ):
+        for sample in (MockPatterns(20, CausalCloze(12), 50, 1, 0, own, soft)[n] for n in range(20)):
+            assert set(sample) == set(arrays)
+            for name, array in arrays.items():
+                values = np.asarray(sample[name])
+                assert values.shape == ((array.length,) if array.length else ())
+                assert array.below is None or 0 <= values.min() <= values.max() < array.below
+            assert own is None or not soft or sample["shares"].tolist() == np.eye(3)[sample[LABELS]].tolist()
+
+
+def test_the_limit_of_lengths_is_that_of_a_full_sample():
+    config = SimpleNamespace(model=SimpleNamespace(seq_length=7))
+    assert CausalReader.arrays(config, 9)[LENGTHS].below == 1 + CausalReader(7).read([1] * 7, None)[LENGTHS]
+
+
+@pytest.mark.parametrize("label", [None, 0, 2])
+@pytest.mark.parametrize("shares", [None, (0.25, 0.5, 0.25)])
+@pytest.mark.parametrize("kind", ["classes", "soft", "number"])
+def test_the_target_of_a_sample_is_its_label_if_it_has_one(kind, shares, label):
+    """A number has a positive and a negative part. Without a label a sample does not count."""
+    task = SimpleNamespace(regression=kind == "number", outputs=1 if kind == "number" else 3)
+    label = label if label is None or kind != "number" else label - 1.5
+    found = wanted(task, label, shares, kind == "soft")
+    assert found[LOSS_MASK] == float(label is not None or shares is not None)
+    if kind == "number":
+        assert (found[LABELS], found["above"] - found["below"]) == (0, label or 0)
+        assert min(found["above"], found["below"]) == 0 <= max(found["above"], found["below"])
+    else:
+        assert found[LABELS] == (label or 0)
+    if kind == "soft":
+        assert found["shares"].tolist() == list(shares or np.eye(3)[label or 0])
+
+
+@pytest.mark.parametrize("task", ["chat", "dpo"])
+def test_the_log_counts_what_is_learned(task, monkeypatch):
+    """Conversations and the samples they fill, or pairs. What ends answers is said of the training texts alone."""
+    own = lambda split, config, *_: encoded([[1]] * 4, dict(train=[7] * 4, valid=[8] * 4)[split])
+    rows = dict(train=[[0, 1], [2, 3]], valid=[[0, 1]])
+
+    def samples(config, tokenizer, split, log):
+        if split == "test":
+            return None, []
+        return ChatSamples(own(split, config), ["a.jsonl"], rows[split], None, 4, 0, True), [f"of {split}"]
+
+    template = SimpleNamespace(missing=["<a>", "<b>"], special={"<end>": 7}, tokenizer=None)
+    monkeypatch.setattr(chat, "samples_of", samples)
+    monkeypatch.setattr(chat, "template_of", lambda config, tokenizer: template)
+    config, told = SimpleNamespace(extra={chat.GROUP: SimpleNamespace(task=task)}), []
+    made = chat.build_datasets(config, object(), 9, (2, 1, 0), told.append)
+    what = dict(chat=("4 conversations in 2 samples", "2 conversations in 1 samples"), dpo=("2 pairs", "1 pairs"))[task]
+    lines = [f" > {split}: {words} (a.jsonl)" for split, words in zip(rows, what, strict=True)]
+    missing = "note: the chat template writes <a>, <b>, no special tokens of the vocabulary: they are ordinary text"
+    assert told == [missing, lines[0], "note: of train", lines[1], "note: of valid"]
+    assert made[2] is None and [one.rows for one in made[:2]] == list(rows.values())
+
+
 @pytest.mark.parametrize("pair", [None, "xy"])
 def test_texts_are_cut_that_are_longer_than_a_sample_with_their_longest_option(pair):
     letters, reader = SimpleNamespace(encode=lambda text: [*map(ord, text)]), BertReader(9, cls=1, sep=2)
@@ -470,7 +542,7 @@ def test_states_and_weights_of_texts_are_those_of_a_plain_loop(samples):
         assert weights[:, n].tolist() == pytest.approx([wanted] * length + [0.0] * (s - length))
 
 
-# ---- lengths and folders of runs ------------------------------------------------------------------------------------------
+# ---- lengths and folders of runs --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number, size", list(itertools.product(range(1, 10), range(1, 5))))
