@@ -32,12 +32,12 @@ from megatron.tasks.cloze import BertCloze, CausalCloze, T5Cloze
 from megatron.tasks.dpo import PairComparison
 from megatron.tasks.evaluation import SpanMeasures, TaskMeasures
 from megatron.tasks.examples import Examples, TaskExample, place_of
-from megatron.tasks.pet import MockPatterns, Pattern, refuse_unequal
+from megatron.tasks.pet import MockPatterns, Pattern, choices_of, refuse_unequal
 from megatron.tasks.readers import BertReader, CausalReader
 from megatron.tasks.samples import MockTaskSamples, TaskSamples, longest_cut, wanted, with_options
 from megatron.tasks.settings import predictions_folder
 from megatron.tasks.soft_labels import with_soft_labels
-from megatron.tasks.spans import MockSpanSamples
+from megatron.tasks.spans import ENDS, MockSpanSamples
 from tests.data.test_stale_caches import Bytes, template_of
 
 TEXT = st.lists(st.booleans(), min_size=1, max_size=7)  # which of its tokens are answers
@@ -571,3 +571,53 @@ def test_samples_are_no_longer_than_a_table_of_positions(asked, positions):
 )
 def test_predictions_are_where_the_user_says_or_below_a_folder_of_this_machine(given, save, folder):
     assert predictions_folder(given, save) == folder
+
+
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_score_of_a_label_is_the_sum_over_its_tokens(cap, bias):
+    """Each token at its own place from the gap on, also up to the last row; a label of one token has one logit."""
+    draw = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(6, 3, 4, generator=draw), torch.randn(9, 4, generator=draw)
+    labels, gaps = [[3, 8], [0], [5, 5]], [0, 2, 4]
+    choices = torch.from_numpy(choices_of(labels, 2)).unsqueeze(1).expand(-1, 3)
+    label_chooser = classifier.label_chooser_of(torch.nn.Module, 2)
+    model = SimpleNamespace(tp=Mesh().tp, cut=False, word_states=lambda x: x, output_weight=weight, softcap=cap)
+    model.output_bias = torch.arange(9.0) if bias else None
+    model._logits = lambda *given: label_chooser._logits(model, *given)
+    arrays = {classifier.CHOICES: choices, classifier.GAP: torch.tensor(gaps)}
+    found = label_chooser.scores(model, x, SimpleNamespace(arrays=arrays))
+    for sample, gap in enumerate(gaps):
+        for label, ids in enumerate(labels):
+            logits = [x[gap + place, sample] @ weight[id] + id * bias for place, id in enumerate(ids)]
+            wanted = sum(one if cap is None else cap * torch.tanh(one / cap) for one in logits)
+            torch.testing.assert_close(found[sample, label], wanted)
+
+
+def test_the_loss_of_a_sample_is_that_of_its_kind_of_target():
+    """Cross-entropy with a class, or with probabilities; of a number the square; of a piece the mean over both ends."""
+    scores = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0]])
+    log_p = (scores.exp() / scores.exp().sum(1, keepdim=True)).log()
+    batch = SimpleNamespace(arrays={}, labels=torch.tensor([1, 0]))
+    assert classifier.losses_of(scores, batch).tolist() == pytest.approx([-log_p[0, 1].item(), -log_p[1, 0].item()])
+    shares = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.125, 0.875]])
+    batch.arrays = {"shares": shares.T}
+    assert classifier.losses_of(scores, batch).tolist() == pytest.approx((-(shares * log_p).sum(1)).tolist())
+    numbers = SimpleNamespace(arrays=dict(above=torch.tensor([2.5, 0.0]), below=torch.tensor([0.0, 1.5])))
+    assert classifier.losses_of(torch.tensor([[1.0], [1.0]]), numbers).tolist() == [2.25, 6.25]
+    ends = SimpleNamespace(arrays={ENDS: torch.tensor([2, 2])}, labels=torch.tensor([1, 0]))
+    both = torch.cat((scores, scores.flip(0)), 1)
+    wanted = [-(log_p[0, 1] + log_p[1, 2]).item() / 2, -(log_p[1, 0] + log_p[0, 2]).item() / 2]
+    found = classifier.span_finder_of(torch.nn.Module).losses(None, both, ends)
+    assert found.tolist() == pytest.approx(wanted)
+
+
+def test_scores_of_the_ends_of_a_piece_are_never_padding():
+    x = torch.arange(4 * 2 * 2.0).view(4, 2, 2)
+    lengths = [3, 4]
+    batch = SimpleNamespace(arrays={LENGTHS: torch.tensor(lengths)}, tokens=torch.zeros(4, 2))
+    found = classifier.span_finder_of(torch.nn.Module).scores(SimpleNamespace(head=lambda x: x, cut=False), x, batch)
+    for text, length in enumerate(lengths):
+        for end in range(2):
+            wanted = [x[place, text, end].item() if place < length else classifier.NEVER for place in range(4)]
+            assert found[text, 4 * end : 4 * end + 4].tolist() == wanted
