@@ -2,7 +2,9 @@
 """Conversations and tasks exactly at a limit, against plain loops over small numbers, so that borders are frequent."""
 
 import itertools
+import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,10 +34,10 @@ from megatron.tasks.cloze import BertCloze, CausalCloze, T5Cloze
 from megatron.tasks.dpo import PairComparison
 from megatron.tasks.evaluation import SpanMeasures, TaskMeasures
 from megatron.tasks.examples import Examples, TaskExample, place_of
-from megatron.tasks.pet import MockPatterns, Pattern, choices_of, refuse_unequal
+from megatron.tasks.pet import MockPatterns, Pattern, PetMeasures, PetRequests, choices_of, pet_datasets, refuse_unequal
 from megatron.tasks.readers import BertReader, CausalReader
 from megatron.tasks.samples import MockTaskSamples, TaskSamples, longest_cut, wanted, with_options
-from megatron.tasks.settings import predictions_folder
+from megatron.tasks.settings import LM_LOSS, TaskSettings, predictions_folder
 from megatron.tasks.soft_labels import with_soft_labels
 from megatron.tasks.spans import ENDS, MockSpanSamples
 from tests.data.test_stale_caches import Bytes, template_of
@@ -368,6 +370,50 @@ def test_made_up_samples_of_each_seed_split_and_number_are_their_own(kind):
     assert len({text(*place) for place in places}) == len(places) and text(*places[3]) == text(*places[3])
 
 
+@pytest.mark.parametrize("loss, soft", [("labels", False), ("labels", True), ("words", False)])
+def test_samples_of_patterns_are_those_of_their_loss(loss, soft, tmp_path):
+    """By letters: a gap and the words of all labels, or in training the words of the right one, else of each label."""
+    (tmp_path / "task.yaml").write_text("train: t.tsv\ntext: a\nlabel: b\nlabels: [x, y]\n")
+    (tmp_path / "words.json").write_text(json.dumps(dict(x="p", y="q")))
+    own = TaskSettings(task=str(tmp_path / "task.yaml"), pet_pattern="{text}{label}", pet_loss=loss)
+    own = replace(own, pet_verbalizer=str(tmp_path / "words.json"), soft_labels=["a.tsv"] if soft else None)
+    letters = SimpleNamespace(encode=lambda text: [*map(ord, text)], decode=lambda ids: "".join(map(chr, ids)))
+    rows = tuple(TaskExample(text, None, label, "", shares=(0.25, 0.75)) for text, label in (("ab", 1), ("c", 0)))
+    examples, told = Examples(rows, {"": range(2)}), []
+    given = dict(train=examples, valid=examples, test=None)
+    train, valid, test = pet_datasets(own, given, letters, CausalCloze(6, 0), told.append)
+    assert test is None and told == [" > the first example as text: 'abp'"]
+    assert (getattr(train, "whole", False), valid.whole) == (False, True)
+    read = lambda sample: (ends := np.flatnonzero(sample[LOSS_MASK]), letters.decode(sample[LABELS][ends]))[1]
+    if loss == "words":
+        assert [read(one) for one in (train[0], train[1])] == ["q", "p"] and len(train) == 2
+        assert [read(valid[n]) for n in range(len(valid))] == ["p", "q", "p", "q"]
+        return
+    for samples in (train, valid):
+        assert [(one[classifier.GAP], one[LABELS]) for one in (samples[0], samples[1])] == [(2, 1), (1, 0)]
+        assert samples[0][classifier.CHOICES].tolist() == [ord("p") + 1, ord("q") + 1]
+        assert ("shares" in samples[0]) == soft and (not soft or samples[0]["shares"].tolist() == [0.25, 0.75])
+
+
+def test_words_of_labels_are_judged_by_their_sums():
+    """The loss is over the tokens of the right labels' words, of examples with a label."""
+    rows = tuple(TaskExample("x", None, label, "") for label in (1, None, 0))
+    samples = PetRequests(Examples(rows, {"": range(3)}), None, ["a", "b"], None, None)
+    measures = PetMeasures.__new__(PetMeasures)
+    measures.task = SimpleNamespace(metrics=("accuracy",), regression=False, labels=("a", "b"), options=None)
+    measures.folder = None
+    log_p = [[-3.0, -1.0], [-1.0, -2.0], [-5.0, -4.0]]  # of each example with each label
+    values = np.array([[[one, 2 + label] for label, one in enumerate(row)] for row in log_p]).reshape(6, 2)
+    found = measures.figures(values, samples, "validation", False, 0)
+    assert found == {LM_LOSS: (1.0 + 5.0) / (3 + 2)}  # not all labels are known, so accuracy is not
+    known = replace(samples, examples=Examples(rows[::2], {"": range(2)}))
+    found = measures.figures(values[[0, 1, 4, 5]], known, "validation", False, 0)
+    assert found == {LM_LOSS: (1.0 + 5.0) / (3 + 2), "accuracy": 0.5}
+    batch = SimpleNamespace(loss_mask=torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+    of_words = measures.values(batch, torch.tensor([[0.5, 9.0], [0.25, 2.0]]))
+    assert of_words.tolist() == [[-0.75, 2.0], [-2.0, 1.0]]
+
+
 @pytest.mark.parametrize("soft", [False, True])
 def test_made_up_patterns_have_the_arrays_of_a_choice(soft):
     """With as many numbers, below their limits; without a task those of a loss over words."""
@@ -430,6 +476,8 @@ def test_the_log_counts_what_is_learned(task, monkeypatch):
     missing = "note: the chat template writes <a>, <b>, no special tokens of the vocabulary: they are ordinary text"
     assert told == [missing, lines[0], "note: of train", lines[1], "note: of valid"]
     assert made[2] is None and [one.rows for one in made[:2]] == list(rows.values())
+    monkeypatch.setattr(chat, "build_tokenizer", lambda settings, log: settings)
+    assert chat.epoch_samples(SimpleNamespace(tokenizer=9, extra=config.extra)) == 2  # of training
 
 
 @pytest.mark.parametrize("pair", [None, "xy"])
