@@ -29,7 +29,7 @@ from megatron.convert import (
     peft,
     upcycled,
 )
-from megatron.convert.compressed_tensors import pack, unpack
+from megatron.convert.compressed_tensors import options_of, pack, unpack
 from megatron.convert.export import card, gguf_file
 from megatron.convert.export.load_exported import load_exported
 from megatron.convert.megatron_names import Dictionary
@@ -43,6 +43,7 @@ from megatron.model.gpt.hf_rope import our_rope
 from megatron.model.gpt.hf_settings import kind_of, our_settings, their_settings
 from megatron.model.hf_match import Match
 from megatron.model.kinds.experts.hf import _groups, our_experts, pattern_of
+from megatron.model.quantization import QuantizeOptions
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.settings.schema import Model
 from tests.inference.test_hf_settings import BASES, GEMMA_2_2B, V
@@ -211,6 +212,43 @@ def test_whole_numbers_in_words_are_those_of_plain_arithmetic(rows, bits, data):
             wanted[place // each] |= (value - low) << bits * (place % each)
         assert [word % (1 << 32) for word in words] == wanted
     assert packed.dtype == torch.int32 and unpack(packed, bits, length).tolist() == values
+
+
+INPUTS = [None] + [
+    dict(num_bits=bits, dynamic=dynamic, strategy=strategy, symmetric=symmetric)
+    for bits, dynamic, strategy, symmetric in itertools.product(
+        (4, 8), (True, False), ("token", "tensor"), (True, False)
+    )
+]
+
+
+@pytest.mark.parametrize("strategy", ["channel", "group", "tensor"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [None, True, False])
+def test_formats_of_compressed_tensors_that_are_read(bits, strategy, symmetric):
+    """int8 by channels, with inputs as they are or in 8 bits of each token, without zeros; int4 in groups."""
+    weights = dict(num_bits=bits, strategy=strategy, type="int", group_size=32)
+    weights |= {} if symmetric is None else dict(symmetric=symmetric)
+    for inputs in INPUTS:
+        wanted = None
+        if (bits, strategy) == (4, "group") and inputs is None:
+            wanted = QuantizeOptions("int4", 32, quantize_symmetric=symmetric is not False)
+        if (bits, strategy) == (8, "channel") and symmetric is not False:
+            wanted = QuantizeOptions("int8") if inputs is None else wanted
+            of_tokens = dict(num_bits=8, dynamic=True, strategy="token", symmetric=True)
+            wanted = QuantizeOptions("int8-dynamic") if inputs == of_tokens else wanted
+        group = dict(weights=weights, input_activations=inputs)
+        forms = ["int-quantized", "pack-quantized"]
+        own = forms.pop(0 if inputs else 1)  # inputs in whole numbers, and weights alone
+        config = dict(quant_method="compressed-tensors", format=own, config_groups=dict(a=group))
+        others = [dict(quant_method="gptq"), dict(format=forms[0]), dict(config_groups=dict(a=group, b=group))]
+        others += [dict(config_groups=dict(a=dict(group, weights=weights | dict(type="float"))))]
+        for change in [{}, *others] if wanted else [{}]:
+            if wanted and not change:
+                assert options_of(config, "here") == wanted
+            else:
+                with pytest.raises(SettingsError, match="here has weights of another format"):
+                    options_of(config | change, "here")
 
 
 @pytest.mark.parametrize("byte", range(256))
