@@ -6,6 +6,7 @@ PEFT, orders of rows.
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,13 +27,14 @@ from megatron.convert import (
     megatron_dist_export,
     megatron_export,
     megatron_lm,
+    megatron_pickle,
     peft,
     upcycled,
 )
 from megatron.convert.compressed_tensors import options_of, pack, unpack
 from megatron.convert.export import card, gguf_file
 from megatron.convert.export.load_exported import load_exported
-from megatron.convert.megatron_names import Dictionary
+from megatron.convert.megatron_names import Dictionary, OurTensor
 from megatron.convert.megatron_optimizer import PREFIX
 from megatron.convert.megatron_pieces import local_parts, with_ones
 from megatron.convert.mxfp4 import dequantized
@@ -43,6 +45,7 @@ from megatron.model.gpt.hf_rope import our_rope
 from megatron.model.gpt.hf_settings import kind_of, our_settings, their_settings
 from megatron.model.hf_match import Match
 from megatron.model.kinds.experts.hf import _groups, our_experts, pattern_of
+from megatron.model.megatron_form import RowOrder, in_parts
 from megatron.model.quantization import QuantizeOptions
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.settings.schema import Model
@@ -155,6 +158,50 @@ def test_rows_of_queries_keys_and_values_of_each_version(version):
     [(_, found)] = local_parts(target, placed, x, 0, 1, "model.pt")
     found = found.reshape(heads, 3, d)
     assert found.tolist() == [[[row(kind, head, at) for at in range(d)] for kind in range(3)] for head in range(heads)]
+
+
+ORDERS = {
+    "ours": RowOrder(),
+    "in parts": in_parts("xB", (2, 1)),
+    "turned": RowOrder(lambda lead: torch.arange(math.prod(lead)).flip(0)),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name, shape", [("a.weight", (4, 3, 2)), ("a.bias", (4, 3)), ("a.scale", (4, 3))])
+def test_rows_that_their_ranks_divide_and_ours_do_not(name, shape, order, ranks):
+    """Each rank has as many of their rows, one after the other: all of them together are the tensor."""
+    ours = torch.arange(float(math.prod(shape))).view(shape)
+    rows = ours.flatten(0, 1)
+    theirs = rows[[0, 1, 3, 4, 6, 7, 9, 10, 2, 5, 8, 11]] if order == "in parts" else rows
+    theirs = rows.flip(0) if order == "turned" else theirs
+    placed, found = Placement(shape, Normal(1.0)), torch.full(shape, -1.0)
+    for rank, x in enumerate(theirs.chunk(ranks)):
+        for box, part in local_parts(OurTensor(name, ORDERS[order]), placed, x, rank, ranks, "file"):
+            assert (found[box.slices()] == -1).all()
+            found[box.slices()] = part
+    assert torch.equal(found, ours)
+
+
+@pytest.mark.parametrize("formats, good", [(0, False), (1, True), (2, False)])
+@pytest.mark.parametrize("optimizers", [1, 2, 3])
+def test_buffers_of_one_number_format_and_of_two_optimizers_at_most(formats, good, optimizers, tmp_path):
+    """The second one is that of experts; buckets of older files are joined."""
+    state = dict(param=[torch.ones(2), torch.zeros(1)], exp_avg=torch.arange(3.0))
+    own = {0: {f"format {n}": state for n in range(formats)}, "buckets_coalesced": True}
+    content = own if optimizers == 1 else [own] * optimizers
+    if not good or optimizers > 2:
+        with pytest.raises(ValueError, match="several number formats" if optimizers < 3 else "state of 3 optimizers"):
+            megatron_pickle._write_buffers(content, tmp_path)
+        return
+    megatron_pickle._write_buffers(content, tmp_path)
+    found = {name: x.tolist() for name, x in load_file(tmp_path / "tensors.safetensors").items()}
+    prefixes = ["", megatron_pickle.EXPERTS][:optimizers]
+    wanted = dict(param=[1.0, 1.0, 0.0], exp_avg=[0.0, 1.0, 2.0])
+    assert found == {f"{prefix}0/{kind}": values for prefix in prefixes for kind, values in wanted.items()}
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts == dict(coalesced=True, apart=optimizers == 2)
 
 
 @pytest.mark.parametrize("size, good", [(None, 1), (0, 0), (1, 1), (64, 1), (65, 0)])
@@ -277,6 +324,79 @@ def test_files_are_filled_as_those_of_hugging_face(limit, tmp_path):
         assert list(found) == own and all(torch.equal(x, state[one]) for one, x in found.items())
 
 
+@pytest.mark.parametrize("letters", range(1, 10))
+def test_the_data_of_a_file_begins_at_a_multiple_of_8_bytes(letters, tmp_path):
+    """As the format of safetensors wants it, for headers of any length."""
+    group = hf_files.TensorGroup(("x" * letters,), ((2,),), lambda: [torch.ones(2)])
+    [name] = hf_files.write_tensors(tmp_path, [group], torch.float32)
+    content = (tmp_path / name).read_bytes()
+    header = int.from_bytes(content[:8], "little")
+    assert header % 8 == 0 and len(content) == 8 + header + 8
+    assert json.loads(content[8 : 8 + header])["x" * letters]["data_offsets"] == [0, 8]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 6, 7, 12, 13, 30])
+@pytest.mark.parametrize("what", ["left out", "unknown", "missing"])
+def test_names_of_tensors_that_are_too_many_to_list(what, count):
+    """A dozen that are left out, half a dozen that are wrong; the others are counted."""
+    names = [f"{'b' if what == 'left out' else 'c'}{n:02d}" for n in range(count)]
+    family = SimpleNamespace(
+        copies={}, optional={}, kind="llama", constants=re.compile("a.*"), unused=re.compile("b.*")
+    )
+    family.facts = SimpleNamespace(settings=Model(**BASES["llama"]))
+    files = SimpleNamespace(shapes=dict.fromkeys([] if what == "missing" else [*names, "a"], ()))
+    wanted = dict.fromkeys(names) if what == "missing" else {}
+    check = lambda: fitted._check_complete(Path("x"), files, family, {name: name for name in wanted}, frozenset(), "do")
+    if what == "left out" or not count:
+        notice = "".join(check())
+        assert [name in notice for name in names] == [n < 12 for n in range(count)]
+        assert (f"and {count - 12} more" in notice) == (count > 12) == ("more" in notice)
+        return
+    with pytest.raises(CheckpointError) as told:
+        check()
+    assert f"{count if what == 'missing' else 0} tensors are missing, {count if what == 'unknown' else 0} are" in str(
+        told.value
+    )
+    assert [f"{name}: {what}" in str(told.value) for name in names] == [n < 6 for n in range(count)]
+
+
+END = dict(content="<|endoftext|>")
+GPT2_FOLDERS = {  # files beside vocab.json and merges.txt -> whether these are the whole tokenizer
+    "nothing": ({}, True),
+    "its end of text": ({"tokenizer.json": dict(added_tokens=[END])}, True),
+    "an added token": ({"tokenizer.json": dict(added_tokens=[END, dict(content="<x>")])}, False),
+    "names": ({"tokenizer_config.json": dict(eos_token=END, unk_token="<|endoftext|>", pad_token=None)}, True),
+    "another name": ({"tokenizer_config.json": dict(pad_token="<pad>")}, False),
+    "a token of the configuration": (
+        {"tokenizer_config.json": dict(added_tokens_decoder={"7": dict(content="<x>")})},
+        False,
+    ),
+    "a begin": ({"tokenizer_config.json": dict(add_bos_token=True)}, False),
+    "an end": ({"tokenizer_config.json": dict(add_eos_token=True)}, False),
+    "a space": ({"tokenizer_config.json": dict(add_prefix_space=True)}, False),
+    "no space": ({"tokenizer_config.json": dict(add_prefix_space=False, add_bos_token=False)}, True),
+    "a file of tokens": ({"added_tokens.json": {}}, False),
+}
+
+
+@pytest.mark.parametrize("what", GPT2_FOLDERS)
+def test_a_vocabulary_of_gpt2_is_its_tokenizer_if_nothing_adds_to_it(what, tmp_path):
+    more, whole = GPT2_FOLDERS[what]
+    for name, content in {"vocab.json": {}, "merges.txt": "", "tokenizer.json": {}, **more}.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    kinds = {of_gpt2: hf_files.tokenizer_of(tmp_path, of_gpt2).tokenizer_type for of_gpt2 in (True, False)}
+    assert kinds == {True: "GPT2BPETokenizer" if whole else "HuggingFaceTokenizer", False: "HuggingFaceTokenizer"}
+
+
+@pytest.mark.parametrize("end, known", [(0, True), (8, True), (9, False), (-1, False)])
+def test_an_end_of_texts_is_a_token_of_the_model(end, known, tmp_path):
+    (source := tmp_path / "theirs").mkdir()
+    (source / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[3, end])))
+    notices = hf_files.import_generation_config(source, tmp_path, {}, 9)
+    assert [f"eos_token_id {end} is no token" in notice for notice in notices] == [True] * (not known)
+    assert (tmp_path / "generation_config.json").read_text() == (source / "generation_config.json").read_text()
+
+
 @pytest.mark.parametrize("limit", [1, 15])
 def test_tensors_larger_than_a_file_have_one_each(limit, tmp_path):
     groups = [hf_files.TensorGroup((name,), ((4,),), lambda: [torch.ones(4)]) for name in "ab"]
@@ -365,6 +485,41 @@ def test_rows_of_padding_are_the_mean_of_their_own_table(prefix, rows):
     parts = [megatron_export.local_part(export, tables, padding, name, placed, rank, prefix) for rank in range(2)]
     own = tables[(prefix or "") + name]
     torch.testing.assert_close(torch.cat(parts), torch.cat([own, own.mean(0).expand(3, 4)]))
+
+
+def exported(ep=1, pp=1, **more):
+    """An export of a model, and tables of its weights in the place of a `Reader`, each number another one."""
+    model = Model(2, 8, 2, seq_length=4, make_vocab_size_divisible_by=4, **more)
+    export = megatron_export.Export(model, 8, 1, pp, "transformer_engine", torch.float32, ep)
+    draw = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(one.shape, generator=draw) for name, one in export.facts.weights.items()}
+    return export, StoredTables(weights)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_experts_are_divided_in_their_order(ep):
+    export, tables = exported(ep, num_experts=4, moe_ffn_hidden_size=4)
+    found = [megatron_export.rank_tensors(export, tables, None, 0, 0, rank) for rank in range(ep)]
+    for layer, number in itertools.product(range(2), range(4)):
+        rank, own = divmod(number, 4 // ep)
+        for theirs, ours in ("linear_fc1", "up"), ("linear_fc2", "down"):
+            x = found[rank][f"decoder.layers.{layer}.mlp.experts.{theirs}.weight{own}"]
+            assert torch.equal(x, tables[f"blocks.{layer}.mlp.experts.{ours}.weight"][number].flatten(0, -2))
+
+
+@pytest.mark.parametrize("depths", [0, 1])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_the_last_stage_has_the_embedding_for_what_reads_it(pp, tied, depths):
+    """Multi-token prediction looks tokens up again, and a tied output layer multiplies by the table."""
+    export, tables = exported(pp=pp, untie_embeddings_and_output_weights=not tied, mtp_num_layers=depths or None)
+    first, last = (megatron_export.rank_tensors(export, tables, None, 0, stage) for stage in (0, pp - 1))
+    table = tables["embedding.word.weight"]
+    assert torch.equal(first["embedding.word_embeddings.weight"], table)
+    assert ("embedding.word_embeddings.weight" in last) == (pp == 1 or depths > 0)
+    assert ("output_layer.weight" in last) == (not tied or pp > 1)
+    if not tied or pp > 1:
+        assert torch.equal(last["output_layer.weight"], table if tied else tables["output.weight"])
 
 
 @pytest.mark.parametrize("samples", [0, 100, 400])
