@@ -6,7 +6,9 @@ PEFT, orders of rows.
 import itertools
 import json
 import math
+import os
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,25 +20,30 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from megatron.checkpoint.boxes import Box
 from megatron.convert import (
     dcp,
     families,
     fitted,
     hf_files,
     megatron_arguments,
+    megatron_dist,
     megatron_dist_export,
     megatron_export,
     megatron_lm,
+    megatron_metadata,
     megatron_pickle,
     peft,
+    same_ids,
     upcycled,
 )
 from megatron.convert.compressed_tensors import options_of, pack, unpack
 from megatron.convert.export import card, gguf_file
 from megatron.convert.export.load_exported import load_exported
+from megatron.convert.megatron_metadata import Chunk
 from megatron.convert.megatron_names import Dictionary, OurTensor
 from megatron.convert.megatron_optimizer import PREFIX
-from megatron.convert.megatron_pieces import local_parts, with_ones
+from megatron.convert.megatron_pieces import boxes_of_rows, local_parts, with_ones
 from megatron.convert.mxfp4 import dequantized
 from megatron.errors import CheckpointError, SettingsError
 from megatron.model.command_line import parse_any
@@ -182,6 +189,104 @@ def test_rows_that_their_ranks_divide_and_ours_do_not(name, shape, order, ranks)
             assert (found[box.slices()] == -1).all()
             found[box.slices()] = part
     assert torch.equal(found, ours)
+
+
+@given(st.tuples(*[st.integers(1, 3)] * 3), st.data())
+def test_rows_in_any_order_are_boxes_of_ours(lead, data):
+    """Each row once, at its own place; some or none of them may be there."""
+    numbers = data.draw(st.lists(st.sampled_from(range(math.prod(lead))), unique=True))
+    x, found = torch.tensor([[float(n), -float(n)] for n in numbers]).view(-1, 2), torch.full((*lead, 2), math.nan)
+    for box, part in boxes_of_rows(lead, torch.tensor(numbers, dtype=torch.long), x):
+        assert found[box.slices()].isnan().all()
+        found[box.slices()] = part
+    wanted = torch.full((math.prod(lead), 2), math.nan)
+    for n in numbers:
+        wanted[n] = torch.tensor([n, -n])
+    assert torch.equal(found.view(-1, 2).nan_to_num(99.0), wanted.nan_to_num(99.0))
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_orders_of_experts_in_their_modules(kind):
+    """One expert after the other; or one matrix after the other, with the bias of each, or all biases after it."""
+    weights = dict.fromkeys(f"m.{matrix}.{one}" for matrix in ("up", "down") for one in ("weight", "bias"))
+    of = lambda words: [f"m.{word[:-1]}@{word[-1]}" for word in words.split()]
+    wanted = [
+        "up.weight0 up.bias0 down.weight0 down.bias0 up.weight1 up.bias1 down.weight1 down.bias1",
+        "up.weight0 up.bias0 up.weight1 up.bias1 down.weight0 down.bias0 down.weight1 down.bias1",
+        "up.weight0 up.weight1 up.bias0 up.bias1 down.weight0 down.weight1 down.bias0 down.bias1",
+    ]
+    assert megatron_dist._expert_order("m", kind, 2, weights) == of(wanted[kind])
+    plain = {name: None for name in weights if "bias" not in name}
+    found = megatron_dist._expert_order("m", kind, 2, plain)
+    assert found == [name for name in of(wanted[kind]) if "bias" not in name]
+
+
+@pytest.mark.parametrize("ends", ["well", "signal", "error"])
+def test_what_a_process_that_reads_ends_with(ends, tmp_path):
+    def read():
+        if ends == "signal":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ends == "error":
+            raise ValueError("a  strange\nfile")
+
+    if ends == "well":
+        megatron_pickle.refused_in_child(Path("a.pt"), tmp_path, read)
+        return
+    words = dict(signal="a.pt was refused: reading it ended with SIGKILL", error="a.pt was refused: a strange file")
+    with pytest.raises(CheckpointError) as told:
+        megatron_pickle.refused_in_child(Path("a.pt"), tmp_path, read)
+    assert str(told.value) == words[ends]
+
+
+@pytest.mark.parametrize(
+    "value, number",
+    [(3, 3), (0, 0), (2.5, 2.5), (True, None), ("3", None), (None, None), (torch.tensor([7]), 7)]
+    + [(torch.tensor(0.5), 0.5), (torch.tensor([1, 2]), None), (torch.tensor(True), None)],
+)
+def test_numbers_of_a_run_are_plain_ones_or_tensors_of_one(value, number):
+    assert megatron_pickle._number(value) == number and (number is None) == (megatron_pickle._number(value) is None)
+    assert megatron_pickle._numbers(dict(a=value)) == ({} if number is None else dict(a=number))
+
+
+@pytest.mark.parametrize("content, good", [(torch.ones(2, 3), True), (torch.ones(3, 2), False), ([1], False)])
+def test_a_chunk_has_the_shape_that_is_said(content, good, tmp_path):
+    torch.save(content, tmp_path / "a.distcp")
+    length = (tmp_path / "a.distcp").stat().st_size
+    chunk = Chunk("w", "", (4, 3), Box((0, 0), (2, 3)), None, "a.distcp", 0, length)
+    if good:
+        assert torch.equal(megatron_metadata._chunk(tmp_path / "a.distcp", chunk), content)
+    else:
+        with pytest.raises(ValueError, match=r"w at \(0, 0\) is not there with shape \(2, 3\)"):
+            megatron_metadata._chunk(tmp_path / "a.distcp", chunk)
+
+
+@pytest.mark.parametrize("taps, shape", [(True, (6, 1, 4)), (True, (6, 4)), (False, (6, 4))])
+def test_parts_of_a_convolution_or_a_matrix_come_to_their_rows(taps, shape):
+    """Chunks may end anywhere, in rows and in columns."""
+    ours, whole = torch.arange(24.0).view(2, 3, 4), torch.full((2, 3, 4), -1.0)
+    target = OurTensor("a.weight", RowOrder(taps=taps))
+    weights = {"a.weight": Placement((2, 3, 4), Normal(1.0))}
+    names = SimpleNamespace(ours=lambda theirs: target, model=SimpleNamespace(untie_embeddings_and_output_weights=True))
+    reading = megatron_dist.Reading(names, weights, False)
+    for rows, columns in itertools.product(((0, 1), (1, 5), (5, 6)), ((0, 1), (1, 4))):
+        place = [rows, *[(0, 1)] * (len(shape) - 2), columns]
+        box = Box(tuple(start for start, _ in place), tuple(end - start for start, end in place))
+        x = ours.view(6, 4).view(shape)[box.slices()]
+        for piece in megatron_dist._in_tensor("theirs", shape, box, x, reading):
+            assert (whole[piece.box.slices()] == -1).all()
+            whole[piece.box.slices()] = piece.tensor
+    assert torch.equal(whole, ours)
+
+
+@pytest.mark.parametrize(
+    "expected, found, place", [("abc", "abd", 2), ("xbc", "abc", 0), ("ab", "abc", 2), ("abc", "ab", 2), ("", "a", 0)]
+)
+def test_the_first_token_that_differs(expected, found, place):
+    """Also where one text goes on after the other has ended."""
+    theirs = SimpleNamespace(convert_ids_to_tokens=list)
+    said = same_ids._first_difference(theirs, list(expected), list(found))
+    there, here = list(expected)[place:], list(found)[place:]
+    assert said == f"token {place}: transformers has {there}, here are {here}"
 
 
 @pytest.mark.parametrize("formats, good", [(0, False), (1, True), (2, False)])
