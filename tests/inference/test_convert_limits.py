@@ -35,6 +35,7 @@ from megatron.convert import (
     megatron_pickle,
     peft,
     same_ids,
+    torchtitan_names,
     upcycled,
 )
 from megatron.convert.compressed_tensors import options_of, pack, unpack
@@ -276,6 +277,26 @@ def test_parts_of_a_convolution_or_a_matrix_come_to_their_rows(taps, shape):
             assert (whole[piece.box.slices()] == -1).all()
             whole[piece.box.slices()] = piece.tensor
     assert torch.equal(whole, ours)
+
+
+@pytest.mark.parametrize("groups, queries, d", list(itertools.product((1, 2), (1, 2), (2, 6))))
+def test_rows_of_torchtitan_are_pairs_that_rotate_together_and_may_be_one_tensor(groups, queries, d):
+    """Row (head, i, half) there is row (head, half, i) of ours; wqkv has queries, key and value of each group."""
+    heads, h = groups * queries, groups * queries * d
+    theirs = torch.arange(float(h)).unsqueeze(1)
+    ours = [theirs[head * d + 2 * i + half] for head in range(heads) for half in range(2) for i in range(d // 2)]
+    assert torch.equal(torchtitan_names._halves(theirs, heads), torch.stack(ours))
+    assert torch.equal(torchtitan_names._pairs(torch.stack(ours), heads), theirs)
+    q, k, v = (torch.randn(size * d, h) for size in (heads, groups, groups))
+    model, form = SimpleNamespace(query_groups=groups, hidden_size=h), SimpleNamespace(attention="attention.")
+    model.num_attention_heads, model.head_dim = heads, d
+    match = Match("ours", ("layers.0.attention.wq.weight", "k", "v"), lambda own: own, lambda ours: ours)
+    fused = torchtitan_names._fused(match, model, form)
+    row = lambda x, at: x[at * d : (at + 1) * d]
+    each = [[*(row(q, g * queries + n) for n in range(queries)), row(k, g), row(v, g)] for g in range(groups)]
+    [whole] = fused.to_theirs([q, k, v])
+    assert torch.equal(whole, torch.cat([part for group in each for part in group]))
+    assert all(map(torch.equal, fused.to_ours([whole]), (q, k, v)))
 
 
 @pytest.mark.parametrize(
