@@ -12,7 +12,7 @@ from megatron.model.gpt.facts import GPTFacts
 from megatron.model.layer_ops import LAYER, Collective, CoreAttention
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.optimizer.flat import WIDENED
-from megatron.planner import activations, calibrate, choose, dry_run, held_passes, memory, search, speed, traffic
+from megatron.planner import activations, calibrate, choose, dry_run, held_passes, memory, plan_json, search, speed, traffic
 from megatron.planner.arithmetic import CHECKPOINT, SHARDED, STATES, TRAINING, days, divisions, least_devices
 from megatron.planner.device import GIB, Device, find
 from megatron.planner.held_passes import most_held
@@ -243,6 +243,17 @@ def test_buffers_of_a_rank():
     assert memory.step_memory(JOB, Layout(), DEVICE, 0)[0]["communication buffers"] == 0
 
 
+@pytest.mark.parametrize("beside, teachers", [((300, 0), 300), ((300, 290), 300), ((0, 700), 700), ((300, 700), 700)])
+def test_a_teachers_passes_count_as_far_as_they_exceed_the_students_loss(beside, teachers, monkeypatch):
+    """Its layers compute before that loss, whose memory is free then; its logits are there beside the student's."""
+    alone, taught = JOB, replace(JOB, teacher=JOB)
+    loss, device = memory.step_entries(alone, Layout(), DEVICE, 0)["logits"], replace(DEVICE, context_gb=0.0)
+    comparing, more = beside
+    monkeypatch.setattr(memory, "teacher_pass", lambda teacher, layout: (loss + more, comparing))
+    entries = memory.step_entries(taught, Layout(), device, 0)
+    assert loss > 10_000 and (entries["logits"], entries["teacher's passes"]) == (loss, teachers)
+
+
 @pytest.mark.parametrize(
     "overlap, turns, layers", [(False, False, 1), (True, False, 2), (False, True, 2), (True, True, 4)]
 )
@@ -463,3 +474,29 @@ def test_large_pipelines_hold_what_their_schedules_say(schedule, pp, number):
         for at, near in ((0, dict(rel=0.1, abs=2)), (1, dict(rel=0.4, abs=3))):
             found, wanted = (max(sum(held[at]) for held in of) for of in (most_held(schedule, pp, number, 2, rank), whole))
             assert found == pytest.approx(wanted, **near), rank
+
+
+# ---- a plan as JSON --------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_as_json_has_each_figure_under_its_name(monkeypatch):
+    """6e12 FLOPs, half of them with causal attention's seen pairs, in 2 s on 8 ranks of a device with 989 TFLOP/s."""
+    layout = Layout(tp=2, pp=2, dp=2, micro_batch_size=3)
+    took = speed.StepTime(2.0, dict(compute=1.5, bubble=0.5), 0.25, 6e12, 3e12)
+    cluster = Cluster(replace(find("H100"), memory_gb=50.0), 8)
+    monkeypatch.setattr(Layout, "applied", lambda *_: None)
+    monkeypatch.setattr(plan_json, "layout_settings", lambda config: dict(sharding_stage=0))
+    found = plan_json._plan(None, search.Plan(layout, JOB, took, 7, 1), SimpleNamespace(cluster=cluster))
+    assert (found["layout"], found["global_batch"], found["bytes"]) == ("tp2-pp2-dp2", 24, 7)
+    assert found["settings"] == dict(sharding_stage=0, data_parallel_size=2) and found["flags"] == layout.flags()
+    assert (found["seconds"], found["parts"], found["bubble"]) == (2.0, dict(compute=1.5, bubble=0.5), 0.25)
+    assert found["tokens_per_second"] == 24 * 256 / 2 and found["speeds"] == "assumed"
+    for name, flops in (("", 6e12), ("_causal", 3e12)):
+        assert found[f"tflops_per_rank{name}"] == pytest.approx(flops / 2 / 8 / 1e12)
+        assert found[f"mfu{name}"] == pytest.approx(flops / 2 / 8 / 989e12, rel=1e-3)
+    for rank, one in enumerate(found["memory"]):
+        assert one["rank"] == rank and one["total"] == sum(one["device"].values()) > 0
+    sent = {one["what"] for one in found["traffic"] if one["axis"] == "pp"}
+    assert len(found["memory"]) == 2 and sent == {"activations"}  # of the first rank, which sends nothing back
+    assert found["groups"]["axes"]["tp"] == dict(groups=4, ranks=2) and found["groups"]["most_of_a_rank"] > 2
+    assert found["error"] is None  # no published run has these features on this GPU
