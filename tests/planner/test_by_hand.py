@@ -76,6 +76,9 @@ def test_an_update_moves_weights_gradients_and_moments(moments, offload, disk, n
     layout = Layout(dp=16, offload=offload, disk=disk)
     took = speed._update(replace(JOB, moments=moments), layout, Cluster(DEVICE, 16), 0)
     assert took / 1e6 == pytest.approx(nanoseconds * 1e-12)
+    beside = replace(DEVICE, kind="cpu")  # whose memory is the host's: nothing passes it twice
+    less = speed._update(replace(JOB, moments=moments), layout, Cluster(beside, 16), 0)
+    assert took - less == pytest.approx(1e6 * 20 * offload / 20e9, abs=1e-12)
 
 
 def test_the_busiest_rank_orthogonalizes_the_largest_matrix():
@@ -140,6 +143,8 @@ def test_a_ring_hides_its_messages_beside_attention(bandwidth):
     )
     exposed = max(sent - 0.75 * core, 0.25 * sent) + max(returned - 0.75 * 2 * core, 0.25 * returned)
     assert alone.sharing == 0 and shared.sharing == pytest.approx(exposed)
+    again = speed._layer(JOB, layout.rank_setup(JOB), FACTS.layer_kind(0), (LAYER,), cluster)
+    assert again.sharing - shared.sharing == pytest.approx(max(sent - 0.75 * core, 0.25 * sent))  # once more
 
 
 def test_messages_of_a_pipeline_take_as_long_as_those_between_nodes():
@@ -362,6 +367,9 @@ def test_what_fills_a_memory_exactly_fits():
         for device, away in ((0, 0), *less):
             found = search.search(job, cluster(plan.bytes + device), replace(space, host_bytes=host + away))
             assert bool(found.plans) is not bool(found.rejected) is bool(device or away), (offload, device, away)
+    for device, away in ((-500, -20), (-20, -500)):  # of two memories that are too small the one that lacks more is told
+        found = search.search(job, cluster(plan.bytes + device), replace(space, host_bytes=host + away))
+        assert [(one.over, one.host) for one in found.rejected] == [(500, away < device)]
 
 
 # ---- arithmetic of a number of parameters ----------------------------------------------------------------------------
