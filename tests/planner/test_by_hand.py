@@ -12,7 +12,18 @@ from megatron.model.gpt.facts import GPTFacts
 from megatron.model.layer_ops import LAYER, Collective, CoreAttention
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.optimizer.flat import WIDENED
-from megatron.planner import activations, calibrate, choose, dry_run, held_passes, memory, plan_json, search, speed, traffic
+from megatron.planner import (
+    activations,
+    calibrate,
+    choose,
+    dry_run,
+    held_passes,
+    memory,
+    plan_json,
+    search,
+    speed,
+    traffic,
+)
 from megatron.planner.arithmetic import CHECKPOINT, SHARDED, STATES, TRAINING, days, divisions, least_devices
 from megatron.planner.device import GIB, Device, find
 from megatron.planner.held_passes import most_held
