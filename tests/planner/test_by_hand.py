@@ -378,7 +378,10 @@ def test_what_fills_a_memory_exactly_fits():
         for device, away in ((0, 0), *less):
             found = search.search(job, cluster(plan.bytes + device), replace(space, host_bytes=host + away))
             assert bool(found.plans) is not bool(found.rejected) is bool(device or away), (offload, device, away)
-    for device, away in ((-500, -20), (-20, -500)):  # of two memories that are too small the one that lacks more is told
+    for device, away in (
+        (-500, -20),
+        (-20, -500),
+    ):  # of two memories that are too small the one that lacks more is told
         found = search.search(job, cluster(plan.bytes + device), replace(space, host_bytes=host + away))
         assert [(one.over, one.host) for one in found.rejected] == [(500, away < device)]
 
@@ -394,7 +397,8 @@ def test_divisions_of_a_state_are_those_that_fit(parameters, world):
     sizes = sorted({each(model, stage) for model in models for stage in range(4)})
     for memory_size in [size + more for size in sizes for more in (0, -1)]:  # exactly enough, and a byte less
         lowest = {model: next((n for n in range(4) if each(model, n) <= memory_size), None) for model in models}
-        wanted = [(model, world // model, stage, each(model, stage)) for model, stage in lowest.items() if stage is not None]
+        fitting = [(model, stage) for model, stage in lowest.items() if stage is not None]
+        wanted = [(model, world // model, stage, each(model, stage)) for model, stage in fitting]
         assert divisions(parameters, memory_size, world) == sorted(wanted, key=lambda one: (one[2], one[0]))
 
 
@@ -491,7 +495,9 @@ def test_large_pipelines_hold_what_their_schedules_say(schedule, pp, number):
     for rank in (0, pp // 2, pp - 1):
         whole = held_passes._most_held(schedule, pp, min(number, 3 * pp + 3), 2, rank, False)
         for at, near in ((0, dict(rel=0.1, abs=2)), (1, dict(rel=0.4, abs=3))):
-            found, wanted = (max(sum(held[at]) for held in of) for of in (most_held(schedule, pp, number, 2, rank), whole))
+            found, wanted = (
+                max(sum(held[at]) for held in of) for of in (most_held(schedule, pp, number, 2, rank), whole)
+            )
             assert found == pytest.approx(wanted, **near), rank
 
 

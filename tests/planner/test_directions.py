@@ -182,7 +182,9 @@ def test_kinds_of_less_than_a_fiftieth_of_the_longest_bar_are_one(unit):
     picture._bars(MagicMock(), axes, [{kind: unit * value for kind, value in row.items()} for row in rows], ["x", "y"])
     widths = {label: [round(value / unit, 9) for value in widths] for label, (_, widths) in drawn.items()}
     assert widths == {first: [97.9, 40.0], third: [0.2, 2.1], "other": [1.9, 1.0]}
-    assert [start + width for start, width in zip(*drawn["other"], strict=True)] == pytest.approx([100 * unit, 43.1 * unit])
+    assert [start + width for start, width in zip(*drawn["other"], strict=True)] == pytest.approx(
+        [100 * unit, 43.1 * unit]
+    )
 
 
 def test_the_weight_with_the_largest_error_is_named():

@@ -212,7 +212,9 @@ def test_pairs_that_differ_in_one_thing_are_predicted_in_their_order():
     assert turns.predicted / once.predicted == pytest.approx(once.measured / turns.measured, rel=0.1)
 
 
-@pytest.mark.parametrize("layers, pp, chunks, each", [(126, 8, 1, "15,16,16,16,16,16,16,15"), (94, 4, 2, "11,12,12,12,12,12,12,11")])
+@pytest.mark.parametrize(
+    "layers, pp, chunks, each", [(126, 8, 1, "15,16,16,16,16,16,16,15"), (94, 4, 2, "11,12,12,12,12,12,12,11")]
+)
 def test_embedding_and_loss_are_layers_where_layers_alone_do_not_fill_the_stages(layers, pp, chunks, each):
     """As of Llama 3 405B. Of layers that do, each stage has as many."""
     run = replace(RUNS[0], layers=layers, pp=pp, chunks=chunks, gpus=pp)
