@@ -128,7 +128,7 @@ def test_a_text_has_its_whole_context_and_ends_with_the_model(trained, names, ca
         while len(ids) < LENGTH and ids[-1] != EOD:
             ids.append(model.model.logits(torch.tensor(ids)[:, None])[-1, 0].argmax().item())
         assert [int(word) for word in text.split()] == [id for id in ids[len(context) :] if id != EOD]
-    model.generate_until(asked((words([5, 6]), dict(max_gen_toks=4))))
+    model.generate_until(asked(*((words([5, 6]), dict(max_gen_toks=most)) for most in (4, LENGTH - 2))))  # it just fits
     assert capsys.readouterr().err == ""
     with pytest.raises(DataError, match=f"a text after {LENGTH} tokens, and the model can look at {LENGTH}"):
         model.generate_until(asked((words([1] * LENGTH), {})))

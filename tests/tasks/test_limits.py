@@ -2,7 +2,9 @@
 """Conversations and tasks exactly at a limit, against plain loops over small numbers, so that borders are frequent."""
 
 import itertools
+import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,19 +18,28 @@ from megatron.errors import DataError
 from megatron.model.language_model import TOKENS
 from megatron.model.sample_arrays import LABELS, LOSS_MASK
 from megatron.mpu.mesh import Mesh
-from megatron.tasks import chat, classifier, metrics
-from megatron.tasks.chat_samples import EncodedTexts, TextEncoder, conversation_samples, end_of_turn, pack, pair_samples
+from megatron.tasks import backbones, chat, classifier, finetune, metrics
+from megatron.tasks.chat_samples import (
+    ChatSamples,
+    EncodedTexts,
+    TextEncoder,
+    conversation_samples,
+    end_of_turn,
+    pack,
+    pair_samples,
+)
 from megatron.tasks.chat_settings import DPO_LOSS
 from megatron.tasks.classifier import LENGTHS, OPTIONS
-from megatron.tasks.cloze import BertCloze, T5Cloze
+from megatron.tasks.cloze import BertCloze, CausalCloze, T5Cloze
 from megatron.tasks.dpo import PairComparison
 from megatron.tasks.evaluation import SpanMeasures, TaskMeasures
 from megatron.tasks.examples import Examples, TaskExample, place_of
-from megatron.tasks.pet import MockPatterns, Pattern, refuse_unequal
-from megatron.tasks.readers import BertReader
-from megatron.tasks.samples import MockTaskSamples, TaskSamples, longest_cut, with_options
+from megatron.tasks.pet import MockPatterns, Pattern, PetMeasures, PetRequests, choices_of, pet_datasets, refuse_unequal
+from megatron.tasks.readers import BertReader, CausalReader
+from megatron.tasks.samples import MockTaskSamples, TaskSamples, longest_cut, wanted, with_options
+from megatron.tasks.settings import LM_LOSS, TaskSettings, predictions_folder
 from megatron.tasks.soft_labels import with_soft_labels
-from megatron.tasks.spans import MockSpanSamples
+from megatron.tasks.spans import ENDS, MockSpanSamples
 from tests.data.test_stale_caches import Bytes, template_of
 
 TEXT = st.lists(st.booleans(), min_size=1, max_size=7)  # which of its tokens are answers
@@ -272,6 +283,23 @@ def test_soft_labels_are_the_mean_of_files_in_the_order_of_the_tasks_labels(tmp_
             with_soft_labels(Examples(rows[:1], {"": range(1)}), [soft(tmp_path, "wrong.tsv", "abc", wrong)], task)
 
 
+@pytest.mark.parametrize(
+    "row, good", [("0.34 0.34 0.34 0 0", True), ("0.35 0.34 0.34 0 0", False), ("0.4 0.4 0.3 0 0", True)]
+)
+def test_probabilities_may_miss_1_by_what_their_decimals_round(row, good, tmp_path):
+    """Five numbers, each off by half of its last decimal at most: 0.025 together, and 0.25 with one decimal."""
+    task = SimpleNamespace(regression=False, name="t", labels=tuple("abcde"))
+    examples = Examples((TaskExample("x", None, 0, "0"),), {"": range(1)})
+    path = soft(tmp_path, "one.tsv", "abcde", row.split())
+    if good:
+        [found] = with_soft_labels(examples, [path], task).rows
+        whole = sum(map(float, row.split()))
+        assert found.shares == pytest.approx([float(word) / whole for word in row.split()])
+    else:
+        with pytest.raises(DataError, match="line 2: the probabilities add up to 1.03"):
+            with_soft_labels(examples, [path], task)
+
+
 @pytest.mark.parametrize("words, good", [(3, True), (4, True), (5, False)])
 def test_words_of_a_label_that_just_fit_a_decoder(words, good):
     cloze = T5Cloze(9, bos=0, sentinel=1, target=5)
@@ -342,6 +370,116 @@ def test_made_up_samples_of_each_seed_split_and_number_are_their_own(kind):
     assert len({text(*place) for place in places}) == len(places) and text(*places[3]) == text(*places[3])
 
 
+@pytest.mark.parametrize("loss, soft", [("labels", False), ("labels", True), ("words", False)])
+def test_samples_of_patterns_are_those_of_their_loss(loss, soft, tmp_path):
+    """By letters: a gap and the words of all labels, or in training the words of the right one, else of each label."""
+    (tmp_path / "task.yaml").write_text("train: t.tsv\ntext: a\nlabel: b\nlabels: [x, y]\n")
+    (tmp_path / "words.json").write_text(json.dumps(dict(x="p", y="q")))
+    own = TaskSettings(task=str(tmp_path / "task.yaml"), pet_pattern="{text}{label}", pet_loss=loss)
+    own = replace(own, pet_verbalizer=str(tmp_path / "words.json"), soft_labels=["a.tsv"] if soft else None)
+    letters = SimpleNamespace(encode=lambda text: [*map(ord, text)], decode=lambda ids: "".join(map(chr, ids)))
+    rows = tuple(TaskExample(text, None, label, "", shares=(0.25, 0.75)) for text, label in (("ab", 1), ("c", 0)))
+    examples, told = Examples(rows, {"": range(2)}), []
+    given = dict(train=examples, valid=examples, test=None)
+    train, valid, test = pet_datasets(own, given, letters, CausalCloze(6, 0), told.append)
+    assert test is None and told == [" > the first example as text: 'abp'"]
+    assert (getattr(train, "whole", False), valid.whole) == (False, True)
+    read = lambda sample: (ends := np.flatnonzero(sample[LOSS_MASK]), letters.decode(sample[LABELS][ends]))[1]
+    if loss == "words":
+        assert [read(one) for one in (train[0], train[1])] == ["q", "p"] and len(train) == 2
+        assert [read(valid[n]) for n in range(len(valid))] == ["p", "q", "p", "q"]
+        return
+    for samples in (train, valid):
+        assert [(one[classifier.GAP], one[LABELS]) for one in (samples[0], samples[1])] == [(2, 1), (1, 0)]
+        assert samples[0][classifier.CHOICES].tolist() == [ord("p") + 1, ord("q") + 1]
+        assert ("shares" in samples[0]) == soft and (not soft or samples[0]["shares"].tolist() == [0.25, 0.75])
+
+
+def test_words_of_labels_are_judged_by_their_sums():
+    """The loss is over the tokens of the right labels' words, of examples with a label."""
+    rows = tuple(TaskExample("x", None, label, "") for label in (1, None, 0))
+    samples = PetRequests(Examples(rows, {"": range(3)}), None, ["a", "b"], None, None)
+    measures = PetMeasures.__new__(PetMeasures)
+    measures.task = SimpleNamespace(metrics=("accuracy",), regression=False, labels=("a", "b"), options=None)
+    measures.folder = None
+    log_p = [[-3.0, -1.0], [-1.0, -2.0], [-5.0, -4.0]]  # of each example with each label
+    values = np.array([[[one, 2 + label] for label, one in enumerate(row)] for row in log_p]).reshape(6, 2)
+    found = measures.figures(values, samples, "validation", False, 0)
+    assert found == {LM_LOSS: (1.0 + 5.0) / (3 + 2)}  # not all labels are known, so accuracy is not
+    known = replace(samples, examples=Examples(rows[::2], {"": range(2)}))
+    found = measures.figures(values[[0, 1, 4, 5]], known, "validation", False, 0)
+    assert found == {LM_LOSS: (1.0 + 5.0) / (3 + 2), "accuracy": 0.5}
+    batch = SimpleNamespace(loss_mask=torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+    of_words = measures.values(batch, torch.tensor([[0.5, 9.0], [0.25, 2.0]]))
+    assert of_words.tolist() == [[-0.75, 2.0], [-2.0, 1.0]]
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_made_up_patterns_have_the_arrays_of_a_choice(soft):
+    """With as many numbers, below their limits; without a task those of a loss over words."""
+    config = SimpleNamespace(model=SimpleNamespace(seq_length=12))
+    task = SimpleNamespace(options=None, outputs=3, regression=False, labels="abc")
+    for own, arrays in (
+        (task, CausalCloze.choice_arrays(config, 50, task, soft)),
+        (None, CausalCloze.arrays(config, 50)),
+    ):
+        for sample in (MockPatterns(20, CausalCloze(12), 50, 1, 0, own, soft)[n] for n in range(20)):
+            assert set(sample) == set(arrays)
+            for name, array in arrays.items():
+                values = np.asarray(sample[name])
+                assert values.shape == ((array.length,) if array.length else ())
+                assert array.below is None or 0 <= values.min() <= values.max() < array.below
+            assert own is None or not soft or sample["shares"].tolist() == np.eye(3)[sample[LABELS]].tolist()
+
+
+def test_the_limit_of_lengths_is_that_of_a_full_sample():
+    config = SimpleNamespace(model=SimpleNamespace(seq_length=7))
+    assert CausalReader.arrays(config, 9)[LENGTHS].below == 1 + CausalReader(7).read([1] * 7, None)[LENGTHS]
+
+
+@pytest.mark.parametrize("label", [None, 0, 2])
+@pytest.mark.parametrize("shares", [None, (0.25, 0.5, 0.25)])
+@pytest.mark.parametrize("kind", ["classes", "soft", "number"])
+def test_the_target_of_a_sample_is_its_label_if_it_has_one(kind, shares, label):
+    """A number has a positive and a negative part. Without a label a sample does not count."""
+    task = SimpleNamespace(regression=kind == "number", outputs=1 if kind == "number" else 3)
+    label = label if label is None or kind != "number" else label - 1.5
+    found = wanted(task, label, shares, kind == "soft")
+    assert found[LOSS_MASK] == float(label is not None or shares is not None)
+    if kind == "number":
+        assert (found[LABELS], found["above"] - found["below"]) == (0, label or 0)
+        assert min(found["above"], found["below"]) == 0 <= max(found["above"], found["below"])
+    else:
+        assert found[LABELS] == (label or 0)
+    if kind == "soft":
+        assert found["shares"].tolist() == list(shares or np.eye(3)[label or 0])
+
+
+@pytest.mark.parametrize("task", ["chat", "dpo"])
+def test_the_log_counts_what_is_learned(task, monkeypatch):
+    """Conversations and the samples they fill, or pairs. What ends answers is said of the training texts alone."""
+    own = lambda split, config, *_: encoded([[1]] * 4, dict(train=[7] * 4, valid=[8] * 4)[split])
+    rows = dict(train=[[0, 1], [2, 3]], valid=[[0, 1]])
+
+    def samples(config, tokenizer, split, log):
+        if split == "test":
+            return None, []
+        return ChatSamples(own(split, config), ["a.jsonl"], rows[split], None, 4, 0, True), [f"of {split}"]
+
+    template = SimpleNamespace(missing=["<a>", "<b>"], special={"<end>": 7}, tokenizer=None)
+    monkeypatch.setattr(chat, "samples_of", samples)
+    monkeypatch.setattr(chat, "template_of", lambda config, tokenizer: template)
+    config, told = SimpleNamespace(extra={chat.GROUP: SimpleNamespace(task=task)}), []
+    made = chat.build_datasets(config, object(), 9, (2, 1, 0), told.append)
+    what = dict(chat=("4 conversations in 2 samples", "2 conversations in 1 samples"), dpo=("2 pairs", "1 pairs"))[task]
+    lines = [f" > {split}: {words} (a.jsonl)" for split, words in zip(rows, what, strict=True)]
+    missing = "note: the chat template writes <a>, <b>, no special tokens of the vocabulary: they are ordinary text"
+    assert told == [missing, lines[0], "note: of train", lines[1], "note: of valid"]
+    assert made[2] is None and [one.rows for one in made[:2]] == list(rows.values())
+    monkeypatch.setattr(chat, "build_tokenizer", lambda settings, log: settings)
+    assert chat.epoch_samples(SimpleNamespace(tokenizer=9, extra=config.extra)) == 2  # of training
+
+
 @pytest.mark.parametrize("pair", [None, "xy"])
 def test_texts_are_cut_that_are_longer_than_a_sample_with_their_longest_option(pair):
     letters, reader = SimpleNamespace(encode=lambda text: [*map(ord, text)]), BertReader(9, cls=1, sep=2)
@@ -352,6 +490,21 @@ def test_texts_are_cut_that_are_longer_than_a_sample_with_their_longest_option(p
     for most in (3, 8):
         samples = TaskSamples(Examples(tuple(examples), {"": range(8)}), None, letters, reader)
         assert longest_cut(samples, most) == sum(wanted[:most])
+
+
+@pytest.mark.parametrize("kind", ["classes", "spans"])
+@pytest.mark.parametrize("final, rank, folder", list(itertools.product((True, False), (0, 1), (True, False))))
+def test_the_first_rank_writes_predictions_at_the_end(kind, final, rank, folder, tmp_path):
+    rows = tuple(TaskExample("q", "t", 0, str(number), gold=("a",)) for number in range(2))
+    task = SimpleNamespace(
+        name="t", metrics=("accuracy",), regression=False, labels=("a", "b"), options=None, outputs=2, one_answer=False
+    )
+    of = SpanMeasures if kind == "spans" else TaskMeasures
+    measures = of.__new__(of)
+    task.answers, measures.task, measures.folder = {}, task, str(tmp_path / "out") if folder else None
+    dataset = SimpleNamespace(examples=Examples(rows, {"": range(2)}), answers=lambda values: ["a", "x"])
+    measures.figures(np.eye(2), dataset, "test", final, rank)
+    assert (tmp_path / "out" / "t.tsv").exists() == (final and rank == 0 and folder)
 
 
 @pytest.mark.parametrize("golds, counts", [(("a", "b"), True), (("a", None), False), ((None, "b"), False)])
@@ -435,3 +588,84 @@ def test_states_and_weights_of_texts_are_those_of_a_plain_loop(samples):
         options = len(samples[n // most])
         wanted = 1 / length / options if n % most < options else 0.0
         assert weights[:, n].tolist() == pytest.approx([wanted] * length + [0.0] * (s - length))
+
+
+# ---- lengths and folders of runs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number, size", list(itertools.product(range(1, 10), range(1, 5))))
+def test_lengths_become_the_next_multiple(number, size):
+    assert backbones.multiple_above(number, size) == next(n for n in range(number, 99) if n % size == 0)
+
+
+@pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
+@pytest.mark.parametrize("asked", [None, 63, 64, 65])
+def test_samples_are_no_longer_than_a_table_of_positions(asked, positions):
+    model = dict(max_position_embeddings=64, position_embedding_type=positions)
+    found = finetune._from_checkpoint(dict(config=dict(model=model), vocab_size=9), {}.get, asked)
+    longest = asked and (min(asked, 64) if positions == "learned_absolute" else asked)
+    assert found.get("seq_length") == longest and found["backbone"] == "GPT"
+
+
+@pytest.mark.parametrize(
+    "given, save, folder",
+    [
+        ("p", "s", "p"),
+        (None, "s", "s/predictions"),
+        (None, "s3://b/s", None),
+        ("p", "s3://b/s", "p"),
+        (None, None, None),
+    ],
+)
+def test_predictions_are_where_the_user_says_or_below_a_folder_of_this_machine(given, save, folder):
+    assert predictions_folder(given, save) == folder
+
+
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_score_of_a_label_is_the_sum_over_its_tokens(cap, bias):
+    """Each token at its own place from the gap on, also up to the last row; a label of one token has one logit."""
+    draw = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(6, 3, 4, generator=draw), torch.randn(9, 4, generator=draw)
+    labels, gaps = [[3, 8], [0], [5, 5]], [0, 2, 4]
+    choices = torch.from_numpy(choices_of(labels, 2)).unsqueeze(1).expand(-1, 3)
+    label_chooser = classifier.label_chooser_of(torch.nn.Module, 2)
+    model = SimpleNamespace(tp=Mesh().tp, cut=False, word_states=lambda x: x, output_weight=weight, softcap=cap)
+    model.output_bias = torch.arange(9.0) if bias else None
+    model._logits = lambda *given: label_chooser._logits(model, *given)
+    arrays = {classifier.CHOICES: choices, classifier.GAP: torch.tensor(gaps)}
+    found = label_chooser.scores(model, x, SimpleNamespace(arrays=arrays))
+    for sample, gap in enumerate(gaps):
+        for label, ids in enumerate(labels):
+            logits = [x[gap + place, sample] @ weight[id] + id * bias for place, id in enumerate(ids)]
+            wanted = sum(one if cap is None else cap * torch.tanh(one / cap) for one in logits)
+            torch.testing.assert_close(found[sample, label], wanted)
+
+
+def test_the_loss_of_a_sample_is_that_of_its_kind_of_target():
+    """Cross-entropy with a class, or with probabilities; of a number the square; of a piece the mean over both ends."""
+    scores = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0]])
+    log_p = (scores.exp() / scores.exp().sum(1, keepdim=True)).log()
+    batch = SimpleNamespace(arrays={}, labels=torch.tensor([1, 0]))
+    assert classifier.losses_of(scores, batch).tolist() == pytest.approx([-log_p[0, 1].item(), -log_p[1, 0].item()])
+    shares = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.125, 0.875]])
+    batch.arrays = {"shares": shares.T}
+    assert classifier.losses_of(scores, batch).tolist() == pytest.approx((-(shares * log_p).sum(1)).tolist())
+    numbers = SimpleNamespace(arrays=dict(above=torch.tensor([2.5, 0.0]), below=torch.tensor([0.0, 1.5])))
+    assert classifier.losses_of(torch.tensor([[1.0], [1.0]]), numbers).tolist() == [2.25, 6.25]
+    ends = SimpleNamespace(arrays={ENDS: torch.tensor([2, 2])}, labels=torch.tensor([1, 0]))
+    both = torch.cat((scores, scores.flip(0)), 1)
+    wanted = [-(log_p[0, 1] + log_p[1, 2]).item() / 2, -(log_p[1, 0] + log_p[0, 2]).item() / 2]
+    found = classifier.span_finder_of(torch.nn.Module).losses(None, both, ends)
+    assert found.tolist() == pytest.approx(wanted)
+
+
+def test_scores_of_the_ends_of_a_piece_are_never_padding():
+    x = torch.arange(4 * 2 * 2.0).view(4, 2, 2)
+    lengths = [3, 4]
+    batch = SimpleNamespace(arrays={LENGTHS: torch.tensor(lengths)}, tokens=torch.zeros(4, 2))
+    found = classifier.span_finder_of(torch.nn.Module).scores(SimpleNamespace(head=lambda x: x, cut=False), x, batch)
+    for text, length in enumerate(lengths):
+        for end in range(2):
+            wanted = [x[place, text, end].item() if place < length else classifier.NEVER for place in range(4)]
+            assert found[text, 4 * end : 4 * end + 4].tolist() == wanted
