@@ -4,6 +4,7 @@
 import contextlib
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +121,18 @@ def test_gradients_of_inputs_around_the_largest_value(bits):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("copies", [1, 2, 4])
+def test_ranks_with_the_same_input_share_the_gradient_of_a_bound(copies):
+    """Those of all ranks add up to that of one: what is clipped above less what is clipped below."""
+    product, x = FakeQuantizeProduct.__new__(FakeQuantizeProduct), torch.tensor([2.0, 3.0, 0.5, -2.0])
+    alpha = torch.nn.Parameter(torch.tensor([1.0]))
+    product.copies, product.layer = copies, SimpleNamespace(pact_alpha=alpha)
+    found = product.clip(x)
+    assert found.tolist() == [1.0, 1.0, 0.5, -1.0]
+    (found * torch.tensor([1.0, 2.0, 3.0, 8.0])).sum().backward()
+    assert alpha.grad.item() * copies == 1.0 + 2.0 - 8.0
+
+
 @pytest.mark.parametrize("kind", ["sparse", "both"])
 def test_weights_that_a_mask_leaves_out_stay_out(kind):
     made = trained(layer_of(kind, 1), 5).eval()
