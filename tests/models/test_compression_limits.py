@@ -120,7 +120,6 @@ def test_gradients_of_inputs_around_the_largest_value(bits):
     assert own.grad.tolist() == other.grad.tolist() and set(own.grad.tolist()) == {0.0, 1.0}
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("copies", [1, 2, 4])
 def test_ranks_with_the_same_input_share_the_gradient_of_a_bound(copies):
     """Those of all ranks add up to that of one: what is clipped above less what is clipped below."""
@@ -133,6 +132,7 @@ def test_ranks_with_the_same_input_share_the_gradient_of_a_bound(copies):
     assert alpha.grad.item() * copies == 1.0 + 2.0 - 8.0
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("kind", ["sparse", "both"])
 def test_weights_that_a_mask_leaves_out_stay_out(kind):
     made = trained(layer_of(kind, 1), 5).eval()
