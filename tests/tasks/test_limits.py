@@ -20,7 +20,7 @@ from megatron.model.facts import Facts
 from megatron.model.language_model import TOKENS
 from megatron.model.sample_arrays import LABELS, LOSS_MASK
 from megatron.mpu.mesh import Mesh
-from megatron.tasks import backbones, chat, classifier, finetune, metrics
+from megatron.tasks import backbones, chat, classifier, finetune, metrics, spans
 from megatron.tasks import settings as kept_settings
 from megatron.tasks.chat_samples import (
     ChatSamples,
@@ -788,3 +788,41 @@ def test_scores_of_the_ends_of_a_piece_are_never_padding():
         for end in range(2):
             wanted = [x[place, text, end].item() if place < length else classifier.NEVER for place in range(4)]
             assert found[text, 4 * end : 4 * end + 4].tolist() == wanted
+
+
+@pytest.mark.parametrize("named", [None, "own"])
+@pytest.mark.parametrize("moved", [False, True])
+def test_pictures_of_a_run_are_where_it_wrote_them_or_where_it_is_now(named, moved, tmp_path):
+    """In the order of their names; a run that was moved has them below its folder."""
+    place, first = tmp_path / "now", tmp_path / "before" / (named or "save/predictions")
+    folder = place / "predictions" if moved else first
+    for path in (folder, place / "predictions"):
+        path.mkdir(parents=True, exist_ok=True)
+    for name in ("b", "c", "a"):
+        (folder / f"confusion-{name}.png").touch()
+    (place / "predictions" / "confusion-z.png").touch()
+    config = dict(extra={kept_settings.GROUP: dict(predictions=named)}, checkpoint=dict(save="save"))
+    found = kept_settings.confusion_pictures(dict(config=config, folder=str(tmp_path / "before")), place)
+    assert [path.parent for path in found] == [folder] * len(found)
+    assert [path.stem[-1] for path in found] == (["a", "b", "c", "z"] if moved else ["a", "b", "c"])
+    assert kept_settings.confusion_pictures(dict(config={}), place) == []
+
+
+@pytest.mark.parametrize("windows, cut", [(2, 0), (3, 0), (3, 1)])
+def test_the_log_says_what_questions_lose_and_that_a_text_has_several_windows(windows, cut, monkeypatch):
+    class Samples(list):
+        def __init__(self, examples, tokenizer, reader, whole):
+            super().__init__(range(windows if whole else 2))
+            self.examples, self.longest_question, self.whole = examples, 7, whole
+            self.questions_cut = lambda most: cut
+
+    monkeypatch.setattr(spans, "SpanSamples", Samples)
+    examples, told = SimpleNamespace(rows=[0, 0]), []
+    reader = SimpleNamespace(length=9)
+    made = finetune.span_datasets(dict(train=examples, valid=examples, test=None), None, reader, told.append)
+    assert [one and one.whole for one in made] == [False, True, None]
+    lines = [
+        f" > {split}: {cut} of 2 questions are longer than 7 tokens and lose their end" for split in ("train", "valid")
+    ]
+    wanted = lines * bool(cut)
+    assert told == wanted + [f" > 2 questions of validation have {windows} windows of 9 tokens"] * (windows > 2)
