@@ -19,8 +19,8 @@ from megatron.model.fake_quantize import FakeQuantizeProduct, _RoundInput, level
 from megatron.model.pruning import PruningOptions, TargetSizes, target_sizes
 from megatron.model.quantization import QuantizeOptions
 from megatron.model.sparsity import is_due, last_step, problems, share
-from megatron.model.weights import column, take_prefix
-from megatron.mpu.layers import ColumnParallelLinear
+from megatron.model.weights import column, row, take_prefix
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Model
 from tests.models.test_rare_states import KINDS, X, layer_of, trained
@@ -93,6 +93,76 @@ def test_the_scale_of_inputs_is_that_of_training_after_any_number_of_steps():
         product = quantized(made, quantize="int8").product
         torch.testing.assert_close(product.input_scale, total / count / 7)
         torch.testing.assert_close(made(X), wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_scale_of_inputs_is_a_moving_average_of_their_largest_values():
+    """Of all passes of a step; a step without tokens changes nothing (PaddleSlim's average)."""
+    made, a, n = layer_of("fake_quantize", 1), 0.0, 0.0
+    for passes in ([1.0], [4.0, 2.0], [], [0.5, 3.0], [7.0]):
+        for largest in passes:
+            made(torch.tensor([[[-largest] + [0.1 * largest] * 7]]))
+        made.product.update_buffers()
+        if passes:
+            a, n = 0.9 * a + max(passes), 0.9 * n + 1
+        torch.testing.assert_close(made.input_average, torch.tensor([a, n]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_numbers_of_4_bits_and_their_scales(symmetric):
+    """Symmetric: 15 steps around 8, by the largest; else from the least to the largest value, with a 0 among them."""
+    made = layer()
+    made.weight[0], made.weight[1] = made.weight[0].abs() + 1, -made.weight[1].abs() - 1
+    groups = made.weight.view(6, 2, 4)
+    product = quantized(made, quantize="int4", quantize_group_size=4, quantize_symmetric=symmetric).product
+    codes = product.codes()
+    low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
+    scale = 2 * groups.abs().amax(-1) / 15 if symmetric else (high - low) / 15
+    zero = torch.full_like(scale, 8.0) if symmetric else (-low / scale).round()
+    torch.testing.assert_close(codes.scale, scale)
+    assert torch.equal(codes.zero.float(), zero)
+    wanted = (groups / scale.unsqueeze(-1) + zero.unsqueeze(-1)).round().clamp(0, 15)
+    assert torch.equal(codes.values.float(), wanted.view(6, 8))
+
+
+def row_layer(tp, inputs: int = 8) -> RowParallelLinear:
+    """A part of one layer: each rank has some of its inputs."""
+    table = take_prefix({f"down.{name}": one for name, one in row(inputs, 6, 1.0).items()}, "down")
+    made, draw = RowParallelLinear(table, tp), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        made.weight.copy_(torch.randn((6, inputs), generator=draw).chunk(tp.size, 1)[tp.rank])
+        made.bias.copy_(torch.randn(6, generator=draw))
+    return made
+
+
+@torch.no_grad()
+def divided(rank: int, ranks: int):
+    """(outputs of int8 and int8-dynamic, the numbers of GPTQ) of this rank's part of a layer."""
+    tp, x = Mesh(rank, tp=ranks).tp, X.clone()
+    x[..., 1] *= 9.0  # the largest of each token is the first rank's
+    own, found = x.chunk(ranks, -1)[rank], []
+    for how in ("int8", "int8-dynamic"):
+        found.append(quantized(row_layer(tp), quantize=how)(own))
+    made = quantized(row_layer(tp), quantize="int4", quantize_group_size=4)
+    with gptq_module._observed({"a": made}) as sums:
+        made(own)
+        made(2 * own)
+    return found, sums["a"], gptq_module._quantized(made, made.product, sums["a"])
+
+
+def test_ranks_with_parts_of_inputs_round_as_one_does(run_ranks):
+    """By the largest value of whole channels and tokens; GPTQ sums over all inputs, also of several passes."""
+    outputs, hessian, codes = divided(0, 1)
+    x = X.clone().view(-1, 8)
+    x[:, 1] *= 9.0
+    torch.testing.assert_close(hessian, 5 * x.t() @ x)
+    both = run_ranks(2, divided, 2)
+    for found, sums, _ in both:
+        torch.testing.assert_close(found, outputs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(sums, hessian)
+    for whole, *parts in zip(codes, both[0][2], both[1][2], strict=True):
+        torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
 @torch.no_grad()
