@@ -4,6 +4,7 @@
 import errno
 import json
 import math
+import random
 import re
 import urllib.error
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from megatron.telemetry import (
     report_compare,
     report_facts,
     stragglers,
+    tail,
     timers,
 )
 from megatron.telemetry.curves import extremes
@@ -605,3 +607,39 @@ def test_values_are_followed_by_their_difference_from_the_first(missing):
     if missing:
         values[0], wanted = None, ["-", "2.5000", "2.7500"]
     assert report_compare._against_first(values) == wanted
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_line_of_a_file_that_grows_is_read_once(seed, tmp_path, monkeypatch):
+    """Read in pieces of any size, while lines are half written; from the start again where the file became another one."""
+    draw, path, written, found = random.Random(seed), tmp_path / "a.jsonl", b"", []
+    monkeypatch.setattr(tail, "PART", 80)  # more than two lines
+    reader = tail.Tail(path)
+    assert reader.read() == ([], False)
+    for turn in range(60):
+        more = b"".join(b"%d" % draw.randrange(10 ** draw.randint(1, 9)) + b"\n" * draw.randint(0, 1) for _ in range(4))
+        if turn in (20, 40):
+            written = b"anew %d\n" % turn
+            path.write_bytes(written)
+        written += more if len(written) - written.rfind(b"\n") < 12 else b"\n"
+        path.write_bytes(written)
+        for _ in range(draw.randint(1, 30)):
+            lines, again = reader.read()
+            found = lines if again else found + lines
+        while lines or again:
+            lines, again = reader.read()
+            found = lines if again else found + lines
+        whole = written[: written.rfind(b"\n") + 1].splitlines(keepends=True)
+        assert found == [line for line in whole if line.strip()]
+
+
+def test_a_file_that_did_not_change_is_not_read_again(tmp_path, monkeypatch):
+    path, reads = tmp_path / "a", []
+    path.write_bytes(b"one\ntwo\nhal")
+    reader = tail.Tail(path)
+    read = reader._text_from
+    reader._text_from = lambda start: reads.append(start) or read(start)
+    assert reader.read() == ([b"one\n", b"two\n"], False) and len(reads) == 1
+    assert reader.read() == ([], False) and len(reads) == 1
+    path.write_bytes(b"one\ntwo\nhalf\n")
+    assert reader.read() == ([b"half\n"], False) and reader.read() == ([], False)
