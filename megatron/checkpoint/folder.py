@@ -14,11 +14,14 @@ The ranks of a job coordinate through one function, `all_gather_object(value) ->
 """
 
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Optional, Union
+from typing import Any, Optional, Protocol, Union
 
 from megatron.checkpoint.backends import TRACKER, CheckpointPath, backend_of
 from megatron.checkpoint.base_checkpoint import open_checkpoint
@@ -140,6 +143,31 @@ def choose(
     raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), OTHER)
 
 
+class MemorySnapshot(Protocol):
+    """A snapshot in memory, from which a run can start as from a checkpoint (`memory_snapshots`)."""
+
+    iteration: int
+    path: Path  # on this rank
+
+    def begin(self, pieces: Iterable[Piece]) -> None:
+        """Called on all ranks before it is loaded. Raises Damaged, on all ranks."""
+
+
+def _with_snapshot(folder: CheckpointPath, iteration: int, path: Path) -> Choice:
+    """The choice among the checkpoints of a folder, and a snapshot before those that are not newer."""
+    try:
+        choice = choose(folder, allow_empty=True)
+    except CheckpointError as problem:  # all are damaged
+        choice = Choice((), (str(problem),))
+    newer = [one for one in choice.paths if _iteration_of(one) > iteration]
+    older = [one for one in choice.paths if one not in newer]
+    return replace(choice, paths=(*newer, path, *older))
+
+
+def _iteration_of(path: CheckpointPath) -> int:
+    return int(re.search(r"iter_(\d+)", path.name)[1])
+
+
 def _only(path: CheckpointPath, step: Optional[int]) -> Choice:
     """The choice of one checkpoint. Raises CheckpointError if it is of another iteration than `step`."""
     if step is not None:
@@ -204,6 +232,7 @@ def restore(
     reinitialize: Callable[[str, bool], bool] = lambda name, stored: False,
     check: Callable[[dict[str, Any]], None] = lambda state: None,
     view: Callable[[Reader], None] = lambda reader: None,
+    snapshot: Optional[MemorySnapshot] = None,
     rank: int = 0,
     all_gather_object: AllGatherObject = alone,
 ) -> Optional[Restored]:
@@ -216,19 +245,30 @@ def restore(
     reinitialize:             (name of a piece, whether the checkpoint has it) -> whether it keeps its initial values
     view:                     may give the reader's tensors other names, and it another state, before anything else
     check:                    gets the state before any tensor is read, and may raise
+    snapshot:                 is tried like a checkpoint of its iteration
     """
     folder, pieces = location(folder), list(pieces)
-    choice = _on_all_ranks(
-        lambda: choose(folder, step=step, allow_empty=allow_empty) if rank == 0 else None, all_gather_object
+    if snapshot is not None:
+        choosing = partial(_with_snapshot, folder, snapshot.iteration, snapshot.path)
+    else:
+        choosing = partial(choose, folder, step=step, allow_empty=allow_empty)
+    choice, in_memory = _on_all_ranks(
+        lambda: (choosing(), snapshot and snapshot.path) if rank == 0 else None, all_gather_object
     )[0]
     notices, damaged = list(choice.notices), list(choice.damaged)
     for path in choice.paths:
+        is_snapshot = path == in_memory
+        path = snapshot.path if is_snapshot else path
         try:
+            if is_snapshot:
+                snapshot.begin(pieces)
             loaded = _on_all_ranks(
                 lambda path=path: _load(path, pieces, names, cast, strictness, reinitialize, check, view, rank),
                 all_gather_object,
             )
         except Damaged as problem:
+            if is_snapshot and len(choice.paths) == 1:  # a kind of failure after which the job is started again
+                raise StorageError(f"{path} was damaged while it was read: {problem}") from None
             if step is not None or len(choice.paths) == 1:
                 raise
             notices.append(str(problem))
