@@ -169,9 +169,23 @@ def test_weights_of_the_chosen_are_those_of_their_formula(scores, k, pre, scalin
         assert weights_of(logits, chosen, rule)[row].tolist() == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize(
-    "number, k, groups, chosen", [(4, 2, 1, 1), (6, 3, 1, 1), (6, 2, 3, 2), (8, 4, 2, 2), (8, 2, 4, 1)]
-)
+def test_recomputation_takes_the_counts_of_the_first_run():
+    """It waits for no message again."""
+    made = layer_of(Mesh(0))
+    routed = made.router(ROWS, None, torch.arange(B))
+    counts = routed.memo.counts = made.experts.start(routed).counts
+    assert made.experts.start(routed).counts is counts
+    context = ForwardContext(samples=torch.arange(B))
+    made(ROWS, context)
+    first = context.routings[0].counts
+    made(ROWS, context)
+    assert context.routings[0].counts is first is not None
+
+
+CHOICES = [(4, 2, 1, 1), (6, 3, 1, 1), (6, 2, 3, 2), (8, 4, 2, 2), (8, 2, 4, 1)]
+
+
+@pytest.mark.parametrize("number, k, groups, chosen", CHOICES)
 def test_parts_that_a_token_reaches_are_those_of_all_choices(number, k, groups, chosen):
     """The mean over all sets of groups, and of k / groups of each group's experts."""
     each, settings = number // groups, SimpleNamespace(num_experts=number, moe_router_topk=k)
