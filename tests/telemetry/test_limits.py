@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 
 from megatron.errors import SettingsError
+from megatron.settings.schema import Logging
 from megatron.telemetry import (
+    curves,
     figures,
     heat_map,
     host_memory,
     lanes_drawing,
     memory,
+    metrics,
     notify,
+    peak_flops,
     prometheus,
     rank_times,
     report_compare,
@@ -29,6 +33,7 @@ from megatron.telemetry import (
     timers,
 )
 from megatron.telemetry.curves import extremes
+from megatron.telemetry.directions import LARGER, SMALLER, direction_of
 from megatron.telemetry.event_rules import (
     ABOVE,
     DEFAULTS,
@@ -43,7 +48,7 @@ from megatron.telemetry.history import History
 from megatron.telemetry.log_lines import _fitted
 from megatron.telemetry.memory import MemoryUse, memory_line
 from megatron.telemetry.run_folder import last_saved
-from megatron.telemetry.step_metrics import Interval, StepMetrics
+from megatron.telemetry.step_metrics import Interval, RunSizes, StepMetrics
 from megatron.telemetry.stragglers import LEAST, Peers, StragglerDetector, WindowRule, _large, slow_ranks
 
 
@@ -643,3 +648,130 @@ def test_a_file_that_did_not_change_is_not_read_again(tmp_path, monkeypatch):
     assert reader.read() == ([], False) and len(reads) == 1
     path.write_bytes(b"one\ntwo\nhalf\n")
     assert reader.read() == ([b"half\n"], False) and reader.read() == ([], False)
+
+
+# ---- sequences of steps --------------------------------------------------------------------------------------------------
+
+
+def test_losses_above_a_guess_count_from_the_last_one_below():
+    limit = int(DEFAULTS["loss_above_guess"].threshold)
+    losses = ([5.0] * (limit - 1) + [3.0]) * 5 + [4.0] * limit + [5.0] * limit  # as large as a guess is none above
+    assert events([{"lm loss": loss} for loss in losses]) == [("loss_above_guess", len(losses))]
+
+
+def test_a_rank_is_calm_again_after_windows_in_a_row():
+    calm = iter([True, True, False, True, True, True])
+    slow = stragglers._Slow("r", lambda window: next(calm), 3)
+    assert [slow.recovered(None) for _ in range(6)] == [False] * 5 + [True]
+
+
+@pytest.mark.parametrize("queue, told", [(0.0, 1.9), (1.9, None)])
+def test_a_pulse_that_comes_late_is_a_stop_unless_it_waited_for_a_core(queue, told, monkeypatch):
+    times, stops = SimpleNamespace(was_stopped=lambda since, seconds: stops.append((since, seconds))), []
+    pulse = rank_times._Pulse(times)
+    now = iter([10.0, 12.0])
+    usage = iter([(0.0, 5.0), (0.0, 5.0 + queue)])
+    monkeypatch.setattr(
+        rank_times, "ThreadUsage", lambda: SimpleNamespace(read=lambda: next(usage), close=lambda: None)
+    )
+    monkeypatch.setattr(rank_times.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(rank_times.time, "sleep", lambda seconds: setattr(pulse, "over", True))
+    pulse._look()
+    assert stops == ([] if told is None else [(10.0 + rank_times.PULSE, pytest.approx(told))])
+
+
+def test_figures_of_a_task_begin_with_the_one_that_selects_which_says_its_direction():
+    evals = [dict(kind="eval", split="validation", iteration=1, accuracy=0.5, f1=0.4, odd=2.0, seconds=1.0)]
+    for smaller in (True, False, None):
+        history = history_of(*evals, criterion=dict(figure="odd", smaller_is_better=smaller))
+        assert history.figures == ["odd", "accuracy", "f1"]
+        assert history.direction("odd") == {True: SMALLER, False: LARGER, None: direction_of("odd")}[smaller]
+        assert history.direction("accuracy") == LARGER
+
+
+def test_the_last_of_several_final_evaluations_is_compared():
+    final = lambda n, loss, split: {"kind": "eval", "split": split, "iteration": n, "final": True, "lm loss": loss}
+    step = {"kind": "step", "iteration": 1, "consumed_samples": 1, "lm loss": 9.0}
+    one = history_of(step, final(5, 3.0, "validation"), final(9, 2.0, "validation"), final(9, 4.0, "test"))
+    other = history_of(step, final(7, 2.5, "validation"))
+    found = report_compare.final_losses(dict(one=one, other=other))
+    assert found["lm loss, final validation"] == [2.0, 2.5] and found["lm loss, final test"] == [4.0, None]
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, 3, 4, 5, 9, 100])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8, 20])
+def test_a_running_mean_is_that_of_a_plain_loop(count, window):
+    """Over so many steps around each; fewer at the start, and at the end the line through the last of them."""
+    values = np.random.default_rng(count).normal(size=count)
+    found, half = curves.smoothed(values, window), min(window // 2, (count - 1) // 2)
+    if window < 2 or count < 3:
+        assert found is None
+        return
+    for place in range(count - half):
+        reach = min(half, place)
+        assert found[place] == pytest.approx(values[place - reach : place + reach + 1].mean())
+    last = values[-(2 * half + 1) :]
+    slope, start = np.polyfit(range(len(last)), last, 1)
+    assert found[count - half :].tolist() == pytest.approx([start + slope * at for at in range(half + 1, len(last))])
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_progress_and_epochs_are_in_tokens_samples_and_seconds(save, tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "now", lambda: "now")
+    now = SimpleNamespace(at=0.0)
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now.at)
+    logging = Logging(log_progress=True, log_interval=100)
+    sizes = RunSizes(100, 16, flops_per_token=3.0, ranks=2)
+    with metrics.Metrics(logging, sizes, save=str(tmp_path) if save else None) as made:
+        written = []
+        monkeypatch.setattr(made, "_write", written.append)
+        made.start()
+        for n, seconds in ((1, 2.0), (2, 6.0)):
+            now.at += seconds
+            made.record(StepMetrics(n, 8 * n, 8, {"lm loss": 4.0 - n}, 1e-3))
+        made.record_epoch(1, 2)
+        epoch = next(record for record in written if record["kind"] == "epoch")
+        assert (epoch["samples_per_second"], epoch["lm loss"], epoch["steps"]) == (2.0, 2.5, 2)
+        saved = []
+        if save:
+            monkeypatch.setattr(made.progress, "saved", lambda *given: saved.append(given))
+        made.record_save(2, 16, False)
+        assert saved == [(2, 16 * 16 * 3.0, 16 * 16, False)] * save
+
+
+PUBLISHED = {  # dense TFLOP/s of the vendors' data sheets: name in the driver's words -> (fp8, bf16, fp32)
+    "NVIDIA H100 80GB HBM3": (1978.9, 989.4, 66.9),
+    "NVIDIA H200": (1978.9, 989.4, 66.9),
+    "NVIDIA GH200 480GB": (1978.9, 989.4, 66.9),
+    "NVIDIA H800": (1978.9, 989.4, 66.9),
+    "NVIDIA H100 PCIe": (1513, 756.5, 51.2),
+    "NVIDIA H100 NVL": (1671, 835.5, 60),
+    "NVIDIA H20": (296, 148, 44),
+    "NVIDIA B200": (4500, 2250, 75),
+    "NVIDIA GB200": (5000, 2500, 80),
+    "NVIDIA A100-SXM4-80GB": (None, 312, 19.5),
+    "NVIDIA A800-SXM4-80GB": (None, 312, 19.5),
+    "NVIDIA A40": (None, 149.7, 37.4),
+    "NVIDIA A30": (None, 165, 10.3),
+    "NVIDIA A10": (None, 125, 31.2),
+    "NVIDIA RTX A6000": (None, 154.8, 38.7),
+    "NVIDIA L40S": (733, 362, 91.6),
+    "NVIDIA L40": (None, 181, 90.5),
+    "NVIDIA L4": (242, 121, 30.3),
+    "Tesla V100-SXM2-32GB": (None, None, 15.7),
+    "Tesla T4": (None, None, 8.1),
+    "NVIDIA GeForce RTX 5090": (None, 209.5, 104.8),
+    "NVIDIA GeForce RTX 4090": (330.3, 165.2, 82.6),
+    "NVIDIA GeForce RTX 3090": (None, 71, 35.6),
+    "AMD Instinct MI300X": (2614.9, 1307.4, 163.4),
+}
+
+
+@pytest.mark.parametrize("device", PUBLISHED)
+def test_peaks_are_those_that_vendors_publish(device):
+    for precision, peak in zip(("fp8", "bf16", "fp32"), PUBLISHED[device], strict=True):
+        assert peak_flops.peak_flops(device, precision) == (peak and pytest.approx(peak * 1e12))
+    half = dict(V100=125, T4=65)
+    wanted = next((peak for name, peak in half.items() if name in device), PUBLISHED[device][1])
+    assert peak_flops.peak_flops(device, "fp16") == pytest.approx(wanted * 1e12)
+    assert peak_flops.peak_flops(device, "int3") is None
