@@ -394,7 +394,7 @@ def test_a_network_is_slow_if_ranks_compute_as_fast_as_before(slower, told):
 
 
 def test_thresholds_are_those_that_are_documented():
-    """docs/goodput.md and others give them in words."""
+    """The user's page has them in percent."""
     assert (stragglers.SHARE, stragglers.COST, stragglers.DATA_SHARE) == (0.25, 0.10, 0.25)
     assert (DEFAULTS["slow_data"].threshold, DEFAULTS["slow_rank"].threshold) == (0.25, 1.25)
 
