@@ -38,12 +38,14 @@ def resumed(words: list[str], save: Optional[str], others: Iterable[Optional[str
 
 
 def _begins_from_memory(words: list[str], save: str) -> bool:
-    """Whether a job without a checkpoint may have snapshots in memory (--non-persistent-save-interval).
-
-    One that starts from another folder starts from there again.
-    """
+    """Whether a job without a checkpoint may go on from memory. One that starts from another folder does so again."""
     config = config_of(words)
-    return config is not None and config.checkpoint.load is None and (location(save) / SNAPSHOTS).exists()
+    return config is not None and config.checkpoint.load is None and has_snapshots(save)
+
+
+def has_snapshots(save: Optional[str]) -> bool:
+    """Whether a job may have snapshots in memory (--non-persistent-save-interval)."""
+    return save is not None and (location(save) / SNAPSHOTS).exists()
 
 
 def module_command(argv: list[str], module: str) -> str:
