@@ -351,3 +351,23 @@ def test_copies_of_states_are_those_of_a_plain_list():
                 replaced = draw.choice([b"", *(one for one in names if one != name)])
                 plain.keep(name, replaced, copies.keep(name, replaced))
     assert dropped > 100
+
+
+@pytest.mark.parametrize("length", range(1, 10))
+def test_of_new_tokens_the_last_copy_of_states_is_kept(length):
+    """And each one of the prompt, where its chunks end with a block: other texts may begin there."""
+    copies, size = Snapshots(99), 4
+    scheduler = Scheduler(BlockPool(12, size), longest=40, max_batch=1, chunk=8, snapshots=copies)
+    text = scheduler.add(Request(tuple(range(length)), Sampling(20)))
+    kept = {}  # number of a copy -> its tokens
+    while scheduler.busy:
+        for row in scheduler.plan():
+            if row.keep != NONE:
+                kept[row.keep] = row.stop
+            for number in copies.dropped():
+                del kept[number]
+            ends = {stop for stop in (8, length) if stop <= min(length, row.stop) and stop % size == 0}
+            last = row.stop // size * size
+            assert set(kept.values()) == ends | ({last} if last > length else set()), row.stop
+            if row.chooses:
+                scheduler.chosen(text, 3)

@@ -6,14 +6,27 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.layer_ops import Collective, CoreAttention
+from megatron.model.layer_ops import LAYER, Collective, CoreAttention
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.optimizer.flat import WIDENED
-from megatron.planner import calibrate, choose, memory, search, speed, traffic
-from megatron.planner.arithmetic import CHECKPOINT, SHARDED, STATES, TRAINING
+from megatron.planner import (
+    activations,
+    calibrate,
+    choose,
+    dry_run,
+    held_passes,
+    memory,
+    plan_json,
+    search,
+    speed,
+    traffic,
+)
+from megatron.planner.arithmetic import CHECKPOINT, SHARDED, STATES, TRAINING, days, divisions, least_devices
 from megatron.planner.device import GIB, Device, find
+from megatron.planner.held_passes import most_held
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import ParameterSize, Units, UnitSizes
 from megatron.planner.reached_speed import Accuracy
@@ -74,6 +87,9 @@ def test_an_update_moves_weights_gradients_and_moments(moments, offload, disk, n
     layout = Layout(dp=16, offload=offload, disk=disk)
     took = speed._update(replace(JOB, moments=moments), layout, Cluster(DEVICE, 16), 0)
     assert took / 1e6 == pytest.approx(nanoseconds * 1e-12)
+    beside = replace(DEVICE, kind="cpu")  # whose memory is the host's: nothing passes it twice
+    less = speed._update(replace(JOB, moments=moments), layout, Cluster(beside, 16), 0)
+    assert took - less == pytest.approx(1e6 * 20 * offload / 20e9, abs=1e-12)
 
 
 def test_the_busiest_rank_orthogonalizes_the_largest_matrix():
@@ -138,6 +154,8 @@ def test_a_ring_hides_its_messages_beside_attention(bandwidth):
     )
     exposed = max(sent - 0.75 * core, 0.25 * sent) + max(returned - 0.75 * 2 * core, 0.25 * returned)
     assert alone.sharing == 0 and shared.sharing == pytest.approx(exposed)
+    again = speed._layer(JOB, layout.rank_setup(JOB), FACTS.layer_kind(0), (LAYER,), cluster)
+    assert again.sharing - shared.sharing == pytest.approx(max(sent - 0.75 * core, 0.25 * sent))  # once more
 
 
 def test_messages_of_a_pipeline_take_as_long_as_those_between_nodes():
@@ -239,6 +257,17 @@ def test_buffers_of_a_rank():
     assert entries["fragmentation"] == int(0.05 * sum(entries[name] for name in allocated))
     assert entries["activations"] == sum(kept.values())
     assert memory.step_memory(JOB, Layout(), DEVICE, 0)[0]["communication buffers"] == 0
+
+
+@pytest.mark.parametrize("beside, teachers", [((300, 0), 300), ((300, 290), 300), ((0, 700), 700), ((300, 700), 700)])
+def test_a_teachers_passes_count_as_far_as_they_exceed_the_students_loss(beside, teachers, monkeypatch):
+    """Its layers compute before that loss, whose memory is free then; its logits are there beside the student's."""
+    alone, taught = JOB, replace(JOB, teacher=JOB)
+    loss, device = memory.step_entries(alone, Layout(), DEVICE, 0)["logits"], replace(DEVICE, context_gb=0.0)
+    comparing, more = beside
+    monkeypatch.setattr(memory, "teacher_pass", lambda teacher, layout: (loss + more, comparing))
+    entries = memory.step_entries(taught, Layout(), device, 0)
+    assert loss > 10_000 and (entries["logits"], entries["teacher's passes"]) == (loss, teachers)
 
 
 @pytest.mark.parametrize(
@@ -349,3 +378,150 @@ def test_what_fills_a_memory_exactly_fits():
         for device, away in ((0, 0), *less):
             found = search.search(job, cluster(plan.bytes + device), replace(space, host_bytes=host + away))
             assert bool(found.plans) is not bool(found.rejected) is bool(device or away), (offload, device, away)
+    for device, away in (
+        (-500, -20),
+        (-20, -500),
+    ):  # of two memories that are too small the one that lacks more is told
+        found = search.search(job, cluster(plan.bytes + device), replace(space, host_bytes=host + away))
+        assert [(one.over, one.host) for one in found.rejected] == [(500, away < device)]
+
+
+# ---- arithmetic of a number of parameters ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parameters, world", [(1e9, 8), (7e9, 12), (100e9, 64)])
+def test_divisions_of_a_state_are_those_that_fit(parameters, world):
+    """18 bytes a parameter in bf16; of them 0, 12, 16 or 18 are divided among all ranks, the others over the model's."""
+    each = lambda model, stage: parameters * ((18 - (0, 12, 16, 18)[stage]) / model + (0, 12, 16, 18)[stage] / world)
+    models = [model for model in (1, 2, 4, 8, 16, 32, 64) if world % model == 0]
+    sizes = sorted({each(model, stage) for model in models for stage in range(4)})
+    for memory_size in [size + more for size in sizes for more in (0, -1)]:  # exactly enough, and a byte less
+        lowest = {model: next((n for n in range(4) if each(model, n) <= memory_size), None) for model in models}
+        fitting = [(model, stage) for model, stage in lowest.items() if stage is not None]
+        wanted = [(model, world // model, stage, each(model, stage)) for model, stage in fitting]
+        assert divisions(parameters, memory_size, world) == sorted(wanted, key=lambda one: (one[2], one[0]))
+
+
+@pytest.mark.parametrize("devices", [1, 16])
+def test_days_of_a_training(devices):
+    """1e9 parameters and 20e9 tokens are 1.2e20 FLOPs: 100 devices at 40 % of 100e12 take half a minute for 1 %."""
+    assert days(1e9, 20e9, 100e12, 0.4, devices) * 86400 == pytest.approx(1.2e20 / 40e12 / devices)
+
+
+@pytest.mark.parametrize("size, least, power", [(10.0, 1, 1), (10.1, 2, 2), (0.0, 1, 1), (40.0, 4, 4), (41.0, 5, 8)])
+def test_devices_that_hold_a_size(size, least, power):
+    assert least_devices(size, 10.0) == (least, power)
+
+
+# ---- measured speeds -------------------------------------------------------------------------------------------------
+
+
+def test_measured_speeds_are_work_over_seconds(monkeypatch):
+    """A device of 100 GFLOP/s, half of it at 40 rows, and of half a second for anything else."""
+
+    def took(work, kind, *least):
+        a, b = (work.__defaults__ or (None, None, None))[:2]
+        return 0.5 if a is None else 2 * a.shape[0] * a.shape[1] * b.shape[0] * (1 + 40 / a.shape[0]) / 100e9
+
+    monkeypatch.setattr(calibrate, "seconds_of", took)
+    monkeypatch.setattr(calibrate, "SIZES", dict(cpu=(16, 32, 2048)))
+    monkeypatch.setattr(calibrate, "SHAPE", dict(cpu=(32, 64, 2)))
+    assert calibrate._products("cpu", torch.float32) == (pytest.approx(100e9, rel=0.01), pytest.approx(40, rel=0.05))
+    # A causal kernel computes half of 2 x 2 x s^2 h, and on a CPU a fifth more, of its blocks.
+    assert calibrate._attention("cpu", torch.float32) == pytest.approx(4 * 32 * 32 * 64 / 2 * 1.2 / 0.5)
+    assert calibrate._bandwidth("cpu") == 2 * 4 * (1 << 24) / 0.5  # read and written
+    assert calibrate._update_bandwidth("cpu", 1000) == 7 * 4 * 1000 / 0.5  # 4 numbers read, 3 written
+
+
+# ---- checkpoints and files -------------------------------------------------------------------------------------------
+
+
+def saving(**own):
+    """A training of 100 steps that saves. own: settings of checkpoints"""
+    chosen = dict(no_save_optim=False, save="out", save_interval=10, keep_last=None, async_save=False) | own
+    length = SimpleNamespace(has_length=True)
+    return SimpleNamespace(
+        checkpoint=SimpleNamespace(**chosen), batch=length, optimizer=SimpleNamespace(nvme_offload_dir="disk")
+    )
+
+
+@pytest.mark.parametrize(
+    "own, each, said",
+    [
+        (dict(), 12, "10 checkpoints are written, 10 stay: 160.00 GB on the disk of out"),
+        (dict(keep_last=3), 12, "10 checkpoints are written, 3 stay: 48.00 GB"),
+        (dict(keep_last=30), 12, "10 checkpoints are written, 10 stay: 160.00 GB"),
+        (dict(save_interval=30), 12, "3 checkpoints are written, 3 stay: 48.00 GB"),
+        (dict(no_save_optim=True), 4, "10 checkpoints are written, 10 stay: 80.00 GB"),
+        (dict(save=None), 12, None),
+        (dict(save_interval=0), 12, None),
+    ],
+)
+def test_sizes_of_checkpoints_are_told(own, each, said, monkeypatch):
+    """1e9 trained parameters of 12 bytes, or 4 without optimizer state, and 2e9 frozen ones of 2 bytes; 8 ranks."""
+    monkeypatch.setattr(dry_run.batch, "total_iterations", lambda batch, dp: 100)
+    selection = SimpleNamespace(sizes=lambda weights: (1e9, 2e9))
+    job = SimpleNamespace(selection=selection, facts=SimpleNamespace(weights=None), element=2)
+    first, *more = dry_run._checkpoints(saving(**own), job, Cluster(DEVICE, 8), Layout(dp=8))
+    assert first == f"a checkpoint: {each + 4}.00 GB, {(each + 4) / 8:.2f} GB from each rank"
+    assert len(more) == (said is not None) and (said or "") in "".join(more)
+
+
+@pytest.mark.parametrize("own, copies", [(dict(), 1), (dict(async_save=True), 2)])
+@pytest.mark.parametrize("world, ranks", [(4, 4), (16, 8)])
+def test_sizes_of_files_of_optimizer_state_are_told(own, copies, world, ranks, monkeypatch):
+    """Those of the rank with most, on each rank of a node of 8."""
+    monkeypatch.setattr(dry_run, "on_disk", lambda job, layout, rank, copies: (3 - rank) * copies * 1e9)
+    told = dry_run._files(saving(**own), JOB, Layout(pp=2), Cluster(DEVICE, world))
+    assert f"at most {3 * copies}.00 GB of a rank, {3 * copies * ranks}.00 GB of a node, in disk" in told
+    assert ("twice because of --async-save" in told) == (copies == 2)
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+def test_a_depth_that_is_recomputed_whole_keeps_its_two_inputs():
+    """Of 2 x 256 tokens and 128 channels, in bf16."""
+    share = Layout(micro_batch_size=2).rank_setup(JOB)
+    kept = activations._depth_saved_bytes(GPTFacts(replace(MODEL, mtp_num_layers=1), 1000), share, (LAYER,))
+    assert kept["inputs of recomputed layers"] == 2 * (2 * 256 * 128 * 2)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "v-half"])
+@pytest.mark.parametrize("pp", [20, 32])
+@pytest.mark.parametrize("number", [4, 20, 200])
+def test_large_pipelines_hold_what_their_schedules_say(schedule, pp, number):
+    """Of more than 16 ranks it is extrapolated from those of 16; passes that wait for W are few."""
+    for rank in (0, pp // 2, pp - 1):
+        whole = held_passes._most_held(schedule, pp, min(number, 3 * pp + 3), 2, rank, False)
+        for at, near in ((0, dict(rel=0.1, abs=2)), (1, dict(rel=0.4, abs=3))):
+            found, wanted = (
+                max(sum(held[at]) for held in of) for of in (most_held(schedule, pp, number, 2, rank), whole)
+            )
+            assert found == pytest.approx(wanted, **near), rank
+
+
+# ---- a plan as JSON --------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_as_json_has_each_figure_under_its_name(monkeypatch):
+    """6e12 FLOPs, half of them with causal attention's seen pairs, in 2 s on 8 ranks of a device with 989 TFLOP/s."""
+    layout = Layout(tp=2, pp=2, dp=2, micro_batch_size=3)
+    took = speed.StepTime(2.0, dict(compute=1.5, bubble=0.5), 0.25, 6e12, 3e12)
+    cluster = Cluster(replace(find("H100"), memory_gb=50.0), 8)
+    monkeypatch.setattr(Layout, "applied", lambda *_: None)
+    monkeypatch.setattr(plan_json, "layout_settings", lambda config: dict(sharding_stage=0))
+    found = plan_json._plan(None, search.Plan(layout, JOB, took, 7, 1), SimpleNamespace(cluster=cluster))
+    assert (found["layout"], found["global_batch"], found["bytes"]) == ("tp2-pp2-dp2", 24, 7)
+    assert found["settings"] == dict(sharding_stage=0, data_parallel_size=2) and found["flags"] == layout.flags()
+    assert (found["seconds"], found["parts"], found["bubble"]) == (2.0, dict(compute=1.5, bubble=0.5), 0.25)
+    assert found["tokens_per_second"] == 24 * 256 / 2 and found["speeds"] == "assumed"
+    for name, flops in (("", 6e12), ("_causal", 3e12)):
+        assert found[f"tflops_per_rank{name}"] == pytest.approx(flops / 2 / 8 / 1e12)
+        assert found[f"mfu{name}"] == pytest.approx(flops / 2 / 8 / 989e12, rel=1e-3)
+    for rank, one in enumerate(found["memory"]):
+        assert one["rank"] == rank and one["total"] == sum(one["device"].values()) > 0
+    sent = {one["what"] for one in found["traffic"] if one["axis"] == "pp"}
+    assert len(found["memory"]) == 2 and sent == {"activations"}  # of the first rank, which sends nothing back
+    assert found["groups"]["axes"]["tp"] == dict(groups=4, ranks=2) and found["groups"]["most_of_a_rank"] > 2
+    assert found["error"] is None  # no published run has these features on this GPU

@@ -5,6 +5,7 @@ import asyncio
 import itertools
 from types import SimpleNamespace
 
+import h11
 import orjson
 import pytest
 
@@ -13,6 +14,7 @@ from megatron.inference.requests import Output, Request, TokenScore
 from megatron.inference.sampling import Sampling, Search
 from megatron.inference.text_stream import RunningText, TextStream
 from megatron.serving import answers, engine_thread, front, replicas, settings
+from megatron.serving.connection import Connection
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.errors import ApiError
 from megatron.serving.openai_api import _whole
@@ -139,6 +141,56 @@ def test_times_are_from_the_request_to_its_first_token_and_from_token_to_token(m
         return thread.meter.tokens
 
     assert asyncio.run(body()) == [(1.0, True), (3.5, True), (4.0, False), (2.0, False)]
+
+
+@pytest.mark.parametrize("took", [0.25, 7.0, 40.0])
+def test_the_time_that_a_text_takes_follows_the_last_ones(took, monkeypatch):
+    """It is what they take after many, a second at first, and between both meanwhile."""
+    clock, found = SimpleNamespace(now=10.0), []
+    monkeypatch.setattr(engine_thread.time, "monotonic", lambda: clock.now)
+
+    async def body():
+        thread = EngineThread(Recorded(), room=8, version="one", meter=Heard())
+        thread.loop = asyncio.get_running_loop()
+        for _ in range(200):
+            job = engine_thread.TextJob(thread, [request()])
+            clock.now += took
+            thread._deliver([(job, 0, Output(0, finish="stop"))], None)
+            found.append(thread._seconds)
+
+    asyncio.run(body())
+    assert found == sorted(found, reverse=took < 1) and found[-1] == pytest.approx(took, rel=0.001)
+    assert abs(found[0] - 1.0) < abs(took - 1.0) / 5
+
+
+class Wire:
+    """A client's end of a connection."""
+
+    def __init__(self):
+        self.written, self.closed = b"", False
+
+    def write(self, data):
+        self.written += data
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("state", ["before a request", "before its answer", "within its answer"])
+def test_what_is_no_http_is_answered_unless_an_answer_has_begun(state):
+    """Within one it would be taken for a part of it."""
+    conn, wire = h11.Connection(h11.SERVER), Wire()
+    if state != "before a request":
+        conn.receive_data(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert type(conn.next_event()) is h11.Request
+    if state == "within its answer":
+        conn.send(h11.Response(status_code=200, headers=[(b"content-length", b"9")]))
+    Connection.send_400_response(SimpleNamespace(conn=conn, transport=wire), "broken")
+    head, _, body = wire.written.partition(b"\r\n\r\n")
+    assert wire.closed and bool(head) == (state != "within its answer")
+    if head:
+        assert head.startswith(b"HTTP/1.1 400 ") and f"content-length: {len(body)}".encode() in head.lower()
+        assert b"connection: close" in head.lower() and orjson.loads(body)["error"]["code"] == "invalid_http"
 
 
 # ---- bodies -------------------------------------------------------------------------------------------------------------
