@@ -366,6 +366,7 @@ TABLE = [
 def test_a_mistake_is_one_message_and_an_exit_code(command, flags, code, words, messy, monkeypatch, capfd):
     monkeypatch.chdir(messy)
     monkeypatch.setenv("MEGATRON_CACHE", "no-cache")
+    monkeypatch.setenv("HOME", "no-home")  # which may have a vocabulary of PaddleFleetX
     before = contents(messy)
     with pytest.raises(SystemExit) as left:
         run_main(COMMANDS[command], shlex.split(flags))

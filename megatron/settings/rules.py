@@ -686,9 +686,8 @@ def last_step(s: SimpleNamespace) -> str:
 
 def of_the_checkpoint(s: SimpleNamespace) -> str:
     """The end of a message that no vocabulary is given, where a checkpoint may have one."""
-    folder = s.load or s.pretrained_checkpoint
     taken = "its shape and vocabulary are taken where no size of the model is given"
-    return f", or that of {folder}: {taken}" if folder else ""
+    return f", or that of {s.load}: {taken}" if s.load else ""
 
 
 def alone(s: SimpleNamespace) -> bool:
