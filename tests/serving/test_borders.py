@@ -476,6 +476,29 @@ def test_settings_at_their_least_are_taken(world, least, monkeypatch):
             of(least - 0.001 if "timeout" in name else least - 1)
 
 
+@pytest.mark.parametrize(
+    "world, words, error",
+    [
+        (1, ["0"], "at least 1"),
+        (1, ["1"], None),
+        (1, ["3"], None),
+        (2, ["1"], None),  # as without it
+        (2, ["2"], "in a job of 2 ranks"),
+        (2, ["http://a:1"], "in a job of 2 ranks"),
+        (2, None, None),
+    ],
+)
+def test_replicas_of_one_process_each(world, words, error, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("RANK", "0")
+    load = None if words and words[0].startswith("http") else ["a"]
+    if error is None:
+        settings.check_replicas(settings.ServeOptions(load=load, replicas=words))
+    else:
+        with pytest.raises(SettingsError, match=error):
+            settings.check_replicas(settings.ServeOptions(load=load, replicas=words))
+
+
 def test_only_what_has_the_models_vocabulary_and_context_is_taken():
     from megatron.serving.weights import refuse_another_model
 
