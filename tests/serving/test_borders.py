@@ -229,7 +229,11 @@ def test_bodies_at_a_limit_are_taken_and_beyond_it_are_not(number):
         if value is not None:
             parse(kind, words(value))
     for beyond in (least - 1, most and most + 1):
-        if beyond is not None and beyond >= (0 if kind is Chat else least - 1) and not (beyond < 0 and "stop" in words(1)):
+        if (
+            beyond is not None
+            and beyond >= (0 if kind is Chat else least - 1)
+            and not (beyond < 0 and "stop" in words(1))
+        ):
             with pytest.raises(ApiError):
                 parse(kind, words(beyond))
 

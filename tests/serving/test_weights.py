@@ -84,7 +84,9 @@ def test_an_engine_has_the_memory_and_the_texts_that_are_given(gigabytes, memory
     if pairs:
         model.decode = None
     whole = loaded("a", 5, model=model, continues_texts=not pairs, check_words=lambda: None, longest=32)
-    monkeypatch.setattr(models, "load_one_model", lambda *folders, **how: asked.append((*folders, how["step"])) or whole)
+    monkeypatch.setattr(
+        models, "load_one_model", lambda *folders, **how: asked.append((*folders, how["step"])) or whole
+    )
     for kind in ("searches.SearchingEngine", "sequence_engine.SequenceEngine"):
         monkeypatch.setattr(f"megatron.inference.{kind}", lambda model, kind=kind, **how: (kind, model, how))
     context = SimpleNamespace(device="cpu", mesh=SimpleNamespace(world_size=1, world=None))
