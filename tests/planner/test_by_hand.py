@@ -11,7 +11,7 @@ import torch
 
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.layer_ops import LAYER, Collective, CoreAttention
-from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
+from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL, Buffer, Constant, Placement
 from megatron.optimizer.flat import WIDENED
 from megatron.planner import (
     activations,
@@ -21,6 +21,7 @@ from megatron.planner import (
     dry_run,
     held_passes,
     memory,
+    parameters,
     plan_json,
     search,
     speed,
@@ -33,6 +34,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import ParameterSize, Units, UnitSizes
 from megatron.planner.reached_speed import Accuracy
 from megatron.planner.speed import Cluster
+from megatron.planner.startup import StartUp
 from megatron.planner.traffic import once_a_step, transfers
 from megatron.settings.schema import Model, Recompute
 from megatron.telemetry.figures import WIDTH
@@ -260,6 +262,35 @@ def test_buffers_of_a_rank():
     assert entries["fragmentation"] == int(0.05 * sum(entries[name] for name in allocated))
     assert entries["activations"] == sum(kept.values())
     assert memory.step_memory(JOB, Layout(), DEVICE, 0)[0]["communication buffers"] == 0
+
+
+@pytest.mark.parametrize(
+    "precision, zero, shard, main",
+    [
+        ("fp32", 0, 1, False),
+        ("fp32", 1, 2, True),
+        ("fp32", 2, 2, True),
+        ("fp32", 3, 2, False),
+        ("bf16", 3, 2, True),
+        ("bf16", 0, 1, True),
+    ],
+)
+def test_files_have_main_weights_that_are_not_in_memory(precision, zero, shard, main):
+    """In fp32 they are the weights, or with ZeRO 3 the shards of them."""
+    job, layout = replace(JOB, precision=precision, moments=(4, 2)), Layout(dp=2, zero=zero, shard=shard)
+    planes = memory._planes(memory.rank_units(job, layout, 0), job, layout)
+    assert planes == ((4, 4, 2) if main else (4, 2))
+
+
+def test_buffers_that_training_changes_are_there_twice():
+    """As they are, and from before the step; of a rank's part."""
+    table = dict(
+        whole=Placement((10,), Constant(0.0), decay=False, buffer=Buffer("same")),
+        cut=Placement((8, 3), Constant(0.0), cut=dict(tp=0), decay=False, buffer=Buffer("same")),
+        weight=Placement((100,), Constant(0.0)),
+    )
+    [sizes] = parameters._sizes("u", table, frozenset(), Layout(tp=2).cuts)
+    assert sizes.buffers == 2 * 4 * (10 + 4 * 3) and [slot.size for slot in sizes.slots] == [100]
 
 
 @pytest.mark.parametrize("beside, teachers", [((300, 0), 300), ((300, 290), 300), ((0, 700), 700), ((300, 700), 700)])
@@ -645,3 +676,25 @@ def test_layers_that_are_recomputed_together_are_in_memory_together(method, numb
     monkeypatch.setattr(activations, "_layer_workspace", lambda *own: asked.append(own[-1]) or 5)
     settings = Recompute("full", recompute_method=method, recompute_num_layers=number)
     assert activations._workspace.__wrapped__(None, None, settings, (0, 1)) == 5 and asked == [together]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("fitting", range(9))
+def test_as_many_layers_as_fit_are_spared_from_recomputation(layers, fitting, monkeypatch):
+    """Of each stage the first ones, but not all: that is another plan."""
+    job = replace(JOB, facts=GPTFacts(replace(MODEL, num_layers=2 * layers), 1000))
+
+    def evaluate(job, layout, cluster):
+        own = layout.recompute.exempt_layers
+        assert sorted(own) == [*range(len(own) // 2), *range(layers, layers + len(own) // 2)]
+        return (len(own) // 2 if len(own) // 2 <= fitting else None), None
+
+    monkeypatch.setattr(search, "evaluate", evaluate)
+    plan = SimpleNamespace(job=job, layout=Layout(pp=2, recompute=Recompute("full")))
+    assert search._spared(plan, None) == (min(fitting, layers - 1) or None)
+
+
+def test_ranks_wait_for_each_other_until_groups_are_there():
+    """Channels are opened later, between two ranks."""
+    parts = dict(processes=20.0, rendezvous=7.0, groups=3.0, channels=100.0)
+    assert StartUp(parts).waited == 30.0 and StartUp(parts).total == 130.0

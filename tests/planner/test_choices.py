@@ -74,6 +74,14 @@ def test_a_job_goes_on_with_as_many_ranks_as_there_are_devices_for(most, ranks):
     assert found == ranks and any(re.fullmatch(rf"(--nproc-per-node[= ])?{ranks}", word) for word in words)
 
 
+def test_the_reasons_of_the_largest_number_of_ranks_are_told():
+    job = ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *TINY, "--global-batch-size", "32"]
+    with pytest.raises(SettingsError) as refused:
+        fewer_ranks([*job, "--micro-batch-size", "1"], 8, 5)
+    assert "on 5 to 7 ranks" in refused.value.what and "x data parallel size 7 = 7" in refused.value.why
+    assert "data parallel size 5" not in refused.value.why
+
+
 def test_smaller_layouts_are_tried_from_the_largest_on():
     """More ranks that share the model first, and of as many those of a node; what divides stages goes with their number."""
     words = ["torchrun", "--nproc-per-node", "16", "pretrain_gpt.py", *TINY]
