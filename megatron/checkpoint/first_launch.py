@@ -66,7 +66,8 @@ def save_on_record(metrics: Path, save: str) -> Optional[str]:
             launch = (record.get("config") or {}).get("checkpoint") or {}
             start, last = iteration, iteration
             own = _in_folder(metrics, save) or same_place(launch.get("save"), save)
-            if own and iteration:
+            in_memory = launch.get("non_persistent_save_interval")  # it may have resumed from there
+            if own and iteration and not in_memory:
                 return f"a run resumed from iteration {iteration}"
         elif own and kind == "step" and iteration > _first_save(launch, start):
             return f"it was trained to iteration {iteration}, and a checkpoint was due before"

@@ -38,6 +38,7 @@ WHOLE, IN_PARTS = VERSIONS = 1, 2  # entries of tensors in index.json, or in fil
 PART = 1 << 22  # bytes of entries in one file of an index in parts
 FAN = 32  # writers whose entries one of them merges
 _REQUESTS = 16  # concurrent requests to an object store
+COPY = "copy_of_"  # before the name of a small file, of which there is a copy beside parity files
 BLOCK = 1 << 22  # bytes under one checksum; a multiple of every element size
 
 DTYPES = {
@@ -79,6 +80,11 @@ class ShardRecord(NamedTuple):
     block: int
     files: dict[str, dict]
     tensors: dict[str, dict]
+
+    @property
+    def entries(self) -> dict:
+        """Its part of the index."""
+        return {"block": self.block, "files": self.files, "tensors": self.tensors}
 
 
 class StablePiece(Piece):
@@ -175,7 +181,20 @@ def write_shard(
     parts: Parts = single_part,
     live: Mapping[str, LiveSum] = MappingProxyType({}),
 ) -> ShardRecord:
-    """Write this writer's file and its part of the index into `folder`, durably.
+    """Write this writer's file and its part of the index into `folder`, durably. Arguments, errors: as in `write_file`."""
+    record = write_file(folder / file_name(writer), pieces, block, parts, live)
+    _write_entries(_entries_file(folder, writer), record.entries)
+    return record
+
+
+def write_file(
+    path: CheckpointPath,
+    pieces: Iterable[Piece],
+    block: int = BLOCK,
+    parts: Parts = single_part,
+    live: Mapping[str, LiveSum] = MappingProxyType({}),
+) -> ShardRecord:
+    """Write pieces to a file, durably, and return its part of the index.
 
     An empty piece only declares that its tensor exists. `parts` generates the content of a piece while it is written, for
     pieces that do not fit into memory: consecutive parts of the flattened piece, all but the last a multiple of `block`
@@ -191,9 +210,8 @@ def write_shard(
         assert entry == _entry(piece), f"{piece.name}: {entry} and {_entry(piece)}"
     pieces = [piece for piece in pieces if piece.box.size]
     pieces.sort(key=lambda piece: -piece.tensor.element_size())  # keeps every piece aligned to its elements
-    path = folder / f"shard_{writer:05d}.safetensors"
     header, size = _header(pieces)
-    with backend_of(folder).create(path, size) as file:
+    with backend_of(path).create(path, size) as file:
         _write_all(file, memoryview(header))
         for piece in pieces:
             copied = piece.tensor.detach().cpu() if parts is single_part else piece.tensor
@@ -202,7 +220,6 @@ def write_shard(
             assert len(sums) == -(-piece.tensor.nbytes // block), f"{key_in_file(piece)}: its parts are not the whole"
             tensors[piece.name]["boxes"].append([*map(list, piece.box), path.name, key_in_file(piece), sums])
     files = {path.name: {"bytes": size, "header": checksum(header)}}
-    _write_entries(_entries_file(folder, writer), {"block": block, "files": files, "tensors": tensors})
     return ShardRecord(size, block, files, tensors)
 
 
@@ -230,6 +247,11 @@ def _write_entries(path: CheckpointPath, entries: dict) -> None:
 
 def _entry(piece: Piece) -> dict:
     return {"dtype": CODES[piece.tensor.dtype], "shape": list(piece.shape), "boxes": []}
+
+
+def file_name(writer: int) -> str:
+    """The name of a writer's file."""
+    return f"shard_{writer:05d}.safetensors"
 
 
 def key_in_file(piece: Piece) -> str:
@@ -288,29 +310,51 @@ def _read_entries(folder: CheckpointPath, writers: Iterable[int]) -> Iterator[di
 
 
 def commit(
-    folder: CheckpointPath, final: CheckpointPath, num_writers: int, state: dict[str, Any], in_groups: bool = False
+    folder: CheckpointPath,
+    final: CheckpointPath,
+    num_writers: int,
+    state: dict[str, Any],
+    in_groups: bool = False,
+    parity: Mapping[str, dict] = MappingProxyType({}),
 ) -> None:
     """Merge the parts of the index, check that they form whole tensors, and publish `folder` as `final`.
 
     in_groups: `merge_group` has merged those of each group, so this process reads one file of each.
+    parity: entries of the parity files, if there are any
 
     Call it once, after `write_shard` of all writers 0 .. num_writers - 1 has returned. An existing checkpoint is set aside
     or replaced (see `backends`), and the caller cleans up after it. Raises CheckpointError when the pieces do not tile the
     tensors exactly once, StorageError when the disk fails.
     """
     index = merge(_read_entries(folder, range(0, num_writers, FAN if in_groups else 1)))
-    backend, state_path = backend_of(folder), folder / "state.json"
     with storage_errors(folder):
-        state_sum, content = seal(state)
-        backend.write(state_path, content)
-        tables = _write_tables(folder, index)
-        head = {"format": FORMAT, "version": IN_PARTS if tables else WHOLE, "state": state_sum}
-        if isinstance(folder, Draft):
-            head.update(state_file=state_path.name, token=folder.token)
-        sizes = {state_path.name: len(content), **{name: entry["bytes"] for name, entry in index["files"].items()}}
-        sizes |= {name: table["bytes"] for name, table in tables.items()}
+        content, sizes = index_of(folder, index, state, parity)
         parts = [_entries_file(folder, writer) for writer in range(num_writers)]
-        backend.publish(folder, final, seal({**head, **index})[1], sizes, parts)
+        backend_of(folder).publish(folder, final, content, sizes, parts)
+
+
+def index_of(
+    folder: CheckpointPath, index: dict, state: dict[str, Any], parity: Mapping[str, dict] = MappingProxyType({})
+) -> tuple[bytes, dict[str, int]]:
+    """Write state.json and the parts of a large index into `folder`. Returns the content of index.json, which comes last,
+    and the bytes of all other files. index: by `merge`; parity: entries of parity files: then with copies of small files
+    """
+    state_path = folder / "state.json"
+    state_sum, content = seal(state)
+    backend_of(folder).write(state_path, content)
+    tables = _write_tables(folder, index)
+    head = {"format": FORMAT, "version": IN_PARTS if tables else WHOLE, "state": state_sum}
+    if isinstance(folder, Draft):
+        head.update(state_file=state_path.name, token=folder.token)
+    sizes = {state_path.name: len(content), **{name: entry["bytes"] for name, entry in index["files"].items()}}
+    sizes |= {name: table["bytes"] for name, table in tables.items()}
+    if not parity:
+        return seal({**head, **index})[1], sizes
+    whole = seal({**head, **index, "parity": dict(parity)})[1]
+    for name in (state_path.name, *tables):
+        backend_of(folder).write(folder / (COPY + name), (folder / name).read_bytes())
+    backend_of(folder).write(folder / f"{COPY}index.json", whole)
+    return whole, sizes
 
 
 def _write_tables(folder: CheckpointPath, index: dict) -> dict[str, dict]:

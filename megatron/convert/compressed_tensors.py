@@ -141,7 +141,7 @@ def options_of(config: Mapping[str, Any], place) -> QuantizeOptions:
     bits, strategy, symmetric = weights.get("num_bits"), weights.get("strategy"), bool(weights.get("symmetric", True))
     known = (
         config.get("quant_method") == METHOD
-        and config.get("format") in (PACKED, WHOLE)
+        and config.get("format") == (WHOLE if inputs else PACKED)
         and weights.get("type") == "int"
     )
     if known and bits == 8 and strategy == "channel" and symmetric:
@@ -209,7 +209,7 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     unsigned = values.long() + (1 << (bits - 1))
     unsigned = torch.nn.functional.pad(unsigned, (0, -values.shape[1] % each)).unflatten(1, (-1, each))
     words = (unsigned << (torch.arange(each, device=values.device) * bits)).sum(2)  # below 2^32
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    return words.to(torch.int32)  # which takes the lower 32 bits
 
 
 def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:

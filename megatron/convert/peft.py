@@ -328,7 +328,7 @@ def refuse_others(theirs: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{CONFIG} is of {theirs.get('peft_type')}; LORA is what can be read", do=MERGE_THERE)
     odd = {name: value for name, value in theirs.items() if name not in READ and name not in IRRELEVANT and value}
     odd = {name: value for name, value in odd.items() if (name, value) != ("bias", "none")}
-    if theirs.get("init_lora_weights", True) not in PLAIN_START:
+    if theirs.get("init_lora_weights") not in PLAIN_START:
         odd["init_lora_weights"] = theirs["init_lora_weights"]
     if odd:
         raise CheckpointError(

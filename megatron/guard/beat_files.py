@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Optional
 
-from megatron.storage.processes import process_start_ticks, state
+from megatron.storage.processes import process_start_ticks, shared_memory, state
 
 SIZE = 2048  # bytes of a heartbeat file: the beat, when the thread of the rank was well, and the name of a group
 WELL, GROUP = 16, 64  # bytes of these two
@@ -123,11 +122,6 @@ def remove_if_left(path: Path, owner: list[str]) -> None:
     """Remove a folder whose name has the pid of its owner and when that started, unless this process still runs."""
     if len(owner) == 2 and all(map(str.isdecimal, owner)) and process_start_ticks(int(owner[0])) != int(owner[1]):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def shared_memory() -> Path:
-    """A folder in this node's memory; of temporary files, if there is none that can be written to."""
-    return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 
 def _prefix(folder: Optional[Path], who: str) -> str:

@@ -13,7 +13,7 @@ from megatron.errors import SettingsError
 from megatron.guard.command import config_of, has_flag, with_flag, without
 from megatron.settings.schema import Checkpoint
 from megatron.storage.urls import location
-from megatron.telemetry.run_folder import newest_checkpoint
+from megatron.telemetry.run_folder import SNAPSHOTS, newest_checkpoint
 
 COMMAND = "MEGATRON_COMMAND"  # in the environment of ranks: the command line that started the job
 
@@ -25,7 +25,7 @@ def resumed(words: list[str], save: Optional[str], others: Iterable[Optional[str
     """
     load = next((folder for folder in (save, *others) if newest_checkpoint(folder) is not None), None)
     if load is None:
-        return words
+        return with_flag(words, "--load", save) if save and _begins_from_memory(words, save) else words
     words = with_flag(words, "--load", load)
     finetunes = has_flag(words, "--finetune")
     for flag in ("--finetune", "--no-load-optim", "--auto-resume"):
@@ -35,6 +35,15 @@ def resumed(words: list[str], save: Optional[str], others: Iterable[Optional[str
     if finetunes and config_of(words) is None:  # its sizes came from the checkpoint that it started from
         words = with_flag(words, "--use-checkpoint-args")
     return words
+
+
+def _begins_from_memory(words: list[str], save: str) -> bool:
+    """Whether a job without a checkpoint may have snapshots in memory (--non-persistent-save-interval).
+
+    One that starts from another folder starts from there again.
+    """
+    config = config_of(words)
+    return config is not None and config.checkpoint.load is None and (location(save) / SNAPSHOTS).exists()
 
 
 def module_command(argv: list[str], module: str) -> str:

@@ -220,7 +220,7 @@ class PublishedRun:
     def _stage_layers(self) -> Optional[str]:
         """Stages in which embedding and loss count as layers, if the layers alone do not fill them evenly."""
         stages = self.pp * self.chunks
-        if self.layers % stages == 0 or self.experts is None:
+        if self.layers % stages == 0:
             return None
         each = (self.layers + 2) // stages
         return ",".join(map(str, [each - 1, *[each] * (stages - 2), each - 1]))

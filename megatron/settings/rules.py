@@ -490,6 +490,23 @@ RULES = (
         for a, b in (("save_mirror", "save"), ("save_copy", "save"), ("save_copy", "save_mirror"))
     ),
     Rule(
+        lambda s: s.save_parity and "://" in (s.save or ""),
+        lambda s: f"--save-parity {s.save_parity}: --save {s.save} is an object store, which keeps copies itself",
+    ),
+    Rule(
+        lambda s: s.replication and s.replication_factor < 2,
+        lambda s: (
+            f"--replication-factor {s.replication_factor} leaves each part in one memory: give 2, or drop --replication"
+        ),
+    ),
+    Rule(
+        lambda s: "://" in (s.non_persistent_local_ckpt_dir or ""),
+        lambda s: (
+            f"--non-persistent-local-ckpt-dir {s.non_persistent_local_ckpt_dir} must be a folder of each node; only --save "
+            "may be a URL"
+        ),
+    ),
+    Rule(
         lambda s: s.save_hf and ("://" in s.save_hf or "://" in (s.save or "")),
         lambda s: f"--save-hf {s.save_hf}: it and --save {s.save} must be local folders; copy the export afterwards",
     ),

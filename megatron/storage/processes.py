@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of this machine: whether they live, when they began, and that they end with their parent. Needs no torch."""
+"""Processes of this machine: whether they live, when they began, that they end with their parent, and the memory that they
+share. Needs no torch.
+"""
 
 import ctypes
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 _DEATH_SIGNAL, _SUBREAPER = 1, 36  # prctl(PR_SET_PDEATHSIG, ...), prctl(PR_SET_CHILD_SUBREAPER, ...)
@@ -52,6 +55,11 @@ def oom_kills(root: Path = Path("/")) -> int:
         except (OSError, StopIteration, ValueError, IndexError):
             continue
     return 0
+
+
+def shared_memory() -> Path:
+    """A folder in this node's memory; of temporary files, if there is none that can be written to."""
+    return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 
 def adopt_orphans() -> bool:

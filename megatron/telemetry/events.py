@@ -66,6 +66,17 @@ KINDS = {
         "a checkpoint holds the weights, or moments, of the one before to the bit, although steps were made",
         {"kinds": "weights, or names of moments"},
     ),
+    "snapshot_failed": EventKind(
+        "warning",
+        "no snapshot in memory, or no copy of it on other ranks; the one before is kept",
+        {"why": "the reason"},
+        logged=False,
+    ),
+    "snapshot_loaded": EventKind(
+        "info",
+        "a launch goes on from a snapshot in memory, which is not older than the newest checkpoint",
+        {"parts": "number of ranks that wrote it", "fetched": "parts that the first rank's node had lost"},
+    ),
     "end": EventKind(
         "info",
         "a launch or a supervised job ended; level error if its exit code is neither 0 nor 9, but info for a launch that a "
@@ -81,8 +92,13 @@ KINDS = {
     ),
     "damaged_checkpoint": EventKind(
         "warning",
-        "a damaged checkpoint was passed over, and an earlier one loaded",
+        "a damaged checkpoint, snapshot in memory or copy of a part of one was passed over",
         {"checkpoint": "its folder", "why": "what is damaged", "loaded": "iteration of the checkpoint that was loaded"},
+    ),
+    "repaired_checkpoint": EventKind(
+        "warning",
+        "lost or damaged files of a checkpoint were rebuilt from its parity files, before it was loaded",
+        {"checkpoint": "its folder", "files": "their names"},
     ),
     "restart": EventKind(
         "warning",

@@ -35,6 +35,7 @@ from megatron.telemetry.drawing import BLUE, INK, ORANGE, new_figure, plain, svg
 
 PROG = "python -m megatron.tools.compress"
 SET_HERE = "load save finetune use-checkpoint-args teacher-load kd-alpha kd-temperature quantization".split()
+MEASURED_ON = "load data_path valid_data max_tokens prompt_length output_length".split()  # what figures depend on
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -177,7 +178,7 @@ class Record:
 
     def measure(self, stage: CompressionStage, options: CompressOptions) -> None:
         """Evaluate and time a stage, unless that is done."""
-        on = dict(data=list(options.data_path), max_tokens=options.max_tokens, lambada=options.valid_data)
+        on = {name: getattr(options, name) for name in MEASURED_ON}
         if self.measured.get(stage.name, {}).get("on") != on:
             print(f"{stage.name}: measuring", flush=True)
             self.measured[stage.name] = figures(stage, options) | dict(on=on)

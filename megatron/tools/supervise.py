@@ -45,7 +45,7 @@ from megatron.errors import (
 )
 from megatron.guard import command as commands
 from megatron.guard.attempt_watch import AttemptWatch, WatchLimits, log
-from megatron.guard.beat_files import machine, remove_if_left, shared_memory
+from megatron.guard.beat_files import machine, remove_if_left
 from megatron.guard.exits import Action, JobVerdict, to_shell
 from megatron.guard.failure_kinds import FailureKind
 from megatron.guard.goodput import Attempt, account, in_words
@@ -56,7 +56,7 @@ from megatron.planner.replan import QUEUED, JobPlacement
 from megatron.settings.declare import dashed
 from megatron.settings.parse import parse
 from megatron.settings.schema import Logging, setting
-from megatron.storage.processes import adopt_orphans, process_start_ticks
+from megatron.storage.processes import adopt_orphans, process_start_ticks, shared_memory
 from megatron.storage.urls import local_folder, location
 from megatron.telemetry.event_rules import rule_of
 from megatron.telemetry.events import read_events

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron import __version__, fused_kernels
 from megatron.checkpoint.base_checkpoint import BASE
 from megatron.checkpoint.lineage import lineage
+from megatron.checkpoint.memory_snapshots import MemorySnapshots
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.remote import all_paths
 from megatron.data.vocabulary import learned_vocabulary, other_ids, refuse_other_vocabulary
@@ -72,6 +73,7 @@ from megatron.training.checkpointing import (
     load,
     load_folder,
     open_checkpoint_manager,
+    open_memory_snapshots,
 )
 from megatron.training.compile_trial import CompileTrial
 from megatron.training.datasets import (
@@ -160,6 +162,7 @@ def build_run(
         config = config.derive("--load", vocab_size=vocab_size)  # written, so that later runs have the same rows
     # Open it first: a locked or read-only folder is reported before the slow work.
     checkpoint_manager = open_checkpoint_manager(config.checkpoint, context, log, events)
+    snapshots = open_memory_snapshots(config, context, log, events)
     for note in refuse_other_vocabulary(all_paths(config.data, log), tokenizer):
         log(f"note: {note}")
     draws = record is None or keeps_initial_values(config.checkpoint)
@@ -169,7 +172,7 @@ def build_run(
         exported(config, vocab_size)  # raises for a model that transformers does not have
     model = build_model(config, recipe, context, tokenizer, vocab_size, draws)
     heartbeat.beat("load")
-    start = load_start(config, recipe, context, model, events)
+    start = load_start(config, recipe, context, model, events, snapshots)
     heartbeat.beat("index")
     datasets, batches = build_data(config, recipe, context, model, start.state, log)
     heartbeat.beat("load")
@@ -192,7 +195,7 @@ def build_run(
         optimizer=model.optimizer,
         lengths=start.lengths,
         loaders=Loaders(*batches, requests),
-        checkpoints=Checkpoints(checkpoint_manager, best_manager(config, losses.measures, context, log)),
+        checkpoints=Checkpoints(checkpoint_manager, best_manager(config, losses.measures, context, log), snapshots),
         metrics=metrics,
         events=events,
         alarm=alarm,
@@ -273,11 +276,18 @@ def build_model(
 
 
 def load_start(
-    config: schema.Config, recipe: Recipe, context: RankContext, model: BuiltModel, events: EventLog
+    config: schema.Config,
+    recipe: Recipe,
+    context: RankContext,
+    model: BuiltModel,
+    events: EventLog,
+    snapshots: Optional[MemorySnapshots] = None,
 ) -> Start:
     """Load the checkpoint of `--load`, if there is one, into the optimizer. All ranks call it."""
     fresh = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
-    state, record, notices = load(config, context, model.optimizer, fresh, model.fingerprints, model.vocab_size, events)
+    state, record, notices = load(
+        config, context, model.optimizer, fresh, model.fingerprints, model.vocab_size, events, snapshots
+    )
     if record and model.tokenizer:
         notices += other_ids(model.tokenizer, str(config.checkpoint.load), record.get("vocabulary"))
     if not state.valid_order:

@@ -13,6 +13,7 @@ from megatron.checkpoint.base_checkpoint import BASE, base_names, base_record, o
 from megatron.checkpoint.first_launch import may_begin, same_place
 from megatron.checkpoint.folder import Restored, checkpoints, restore
 from megatron.checkpoint.manager import CheckpointManager, store_all_gather_object
+from megatron.checkpoint.memory_snapshots import MemorySnapshots, forget_snapshots
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import copy_companions
 from megatron.checkpoint.store import Piece
@@ -61,6 +62,32 @@ def open_checkpoint_manager(
     return CheckpointManager(settings, rank=mesh.rank, all_gather_object=all_gather_object, log=log, events=events)
 
 
+def open_memory_snapshots(
+    config: schema.Config, context: RankContext, log, events: EventLog
+) -> Optional[MemorySnapshots]:
+    """Open the snapshots in memory; None without --non-persistent-save-interval. All ranks call it."""
+    settings = config.checkpoint
+    if settings.non_persistent_save_interval is None or config.batch.skip_train:
+        if settings.save and context.is_rank_zero and not config.batch.skip_train:
+            forget_snapshots(location(settings.save))
+        return None
+    return MemorySnapshots(
+        settings,
+        world=context.mesh.world,
+        device=context.device,
+        all_gather_object=context.all_gather_object,
+        resumes=_resumes_from_memory(settings),
+        log=log,
+        events=events,
+    )
+
+
+def _resumes_from_memory(settings: schema.Checkpoint) -> bool:
+    """Whether a run goes on from the newest state in --save, as after a failure, and not from one that its user chose."""
+    chosen = settings.finetune or settings.no_load_optim or settings.ckpt_step is not None
+    return same_place(settings.load, settings.save) and not chosen
+
+
 def load_folder(settings: schema.Checkpoint, all_gather_object) -> Path | UrlPath:
     """The folder with the newest checkpoint: `--load`, --save-mirror or --save-copy. Rank 0 decides."""
     folders = [location(folder) for folder in (settings.load, settings.save_mirror, settings.save_copy) if folder]
@@ -82,11 +109,13 @@ def load(
     vocabulary: Sequence[str] = (),
     vocab_size: Optional[int] = None,
     events: Optional[EventLog] = None,
+    snapshots: Optional[MemorySnapshots] = None,
 ) -> tuple[State, Optional[dict[str, Any]], list[str]]:
     """Fill the optimizer's state from `--load`. Records an event for each damaged checkpoint that is passed over.
 
     vocabulary: fingerprints of this run's vocabulary, in this version and in earlier ones; none: tokens are plain numbers
     vocab_size: tokens of this run, without padding; None: not checked, for a checkpoint that this run wrote
+    snapshots: in memory, which may be newer
     Returns the state from which to resume, the checkpoint's record (None without a checkpoint), and notices for the user.
     """
     settings = config.checkpoint
@@ -100,6 +129,7 @@ def load(
         if weights_only
         else {name for names in all_gather_object({piece.name for piece in pieces}) for name in names}
     )
+    found = snapshots.find() if snapshots and _resumes_from_memory(settings) else None
     restored = restore(
         load_folder(settings, all_gather_object),
         pieces,
@@ -113,7 +143,10 @@ def load(
         all_gather_object=all_gather_object,
         strictness=settings.load_strictness,
         reinitialize=_reinitialize(config) if settings.finetune else lambda name, stored: False,
+        snapshot=found,
     )
+    if snapshots:
+        snapshots.record_start(found, restored)
     if restored is None:
         if not optimizer.drawn:  # a checkpoint that was there when the model was built is gone
             optimizer.draw()
@@ -198,7 +231,15 @@ def new_weights(names: tuple[str, ...]) -> list[str]:
 
 
 def record_damage(events: EventLog, restored: Restored, iteration: int) -> None:
-    """Record the damaged checkpoints that were passed over. iteration: of the one that was loaded instead."""
+    """Record the damaged checkpoints that were passed over or repaired. iteration: of the one that was loaded instead."""
+    for path, files in restored.repaired:
+        events.record(
+            "repaired_checkpoint",
+            f"{files} of {path} were lost or damaged, and are rebuilt from parity",
+            iteration=iteration,
+            checkpoint=str(path),
+            files=files,
+        )
     for path, notice in restored.damaged:
         events.record(
             "damaged_checkpoint",

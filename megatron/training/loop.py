@@ -114,11 +114,7 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
             run_periodic_checks(run, epoch, planned_memory)
             saved = evaluate_if_due(run, garbage, epoch)
             stop = reason_to_stop(run)
-            if run.checkpoints.manager and not saved and (stop or run.save_is_due(run.state.iteration, epoch)):
-                with run.metrics.paused("saving"):
-                    run.save()
-                    garbage.collect()
-                saved = True
+            saved = saved or save_if_due(run, garbage, epoch, stop)
             saved_at = run.state.iteration if saved else saved_at
             if stop:
                 run.watch.stop = stop
@@ -135,6 +131,20 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
     evaluate_requests(run, final=True)
     if run.losses.measures and run.losses.measures.folder and not run.config.data.mock_data:
         run.metrics.log(f" > predictions: {run.losses.measures.folder}")
+
+
+def save_if_due(run: Run, garbage: GarbageCollection, epoch: int, stop: Optional[Stop]) -> bool:
+    """Save a checkpoint if one is due after a step, else keep a snapshot in memory if that is due. Whether it saved one"""
+    snapshots = run.checkpoints.snapshots
+    if run.checkpoints.manager and (stop or run.save_is_due(run.state.iteration, epoch)):
+        with run.metrics.paused("saving"):
+            run.save()
+            garbage.collect()
+        return True
+    if snapshots and snapshots.due(run.state.iteration):
+        with run.metrics.paused("saving"):
+            run.save_snapshot()
+    return False
 
 
 def run_periodic_checks(run: Run, epoch: int, planned_memory: Sequence[int]) -> None:

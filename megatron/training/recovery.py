@@ -52,6 +52,8 @@ def rollback(run: Run, spike: int) -> None:
     )
     left_out = tuple(sorted({*state.left_out, *range(max(first, target + 1), spike + 1)}))
     run.state = replace(back, left_out=left_out, rollbacks=state.rollbacks + 1)
+    if run.checkpoints.snapshots:  # they are of the steps that are left out from now on
+        run.checkpoints.snapshots.drop()
     run.hooks.load(record.get("hooks") or {})
     run.metrics.note("spike", spike, why=str(run.watch.spike))
     run.metrics.rollback(back.iteration)

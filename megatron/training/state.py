@@ -11,6 +11,7 @@ from typing import Any, Optional
 import torch
 
 from megatron.checkpoint.manager import CheckpointManager
+from megatron.checkpoint.memory_snapshots import MemorySnapshots
 from megatron.checkpoint.store import Piece
 from megatron.data.loader import MicroBatchLoader
 from megatron.errors import CheckpointError, PeerLost, Preempted, exit_code
@@ -165,10 +166,11 @@ class Passes:
 
 @dataclass
 class Checkpoints:
-    """The managers of the folder of --save, and of the best checkpoint."""
+    """The managers of the folder of --save, and of the best checkpoint, and the snapshots in memory."""
 
     manager: Optional[CheckpointManager]
     best: Optional[CheckpointManager] = None
+    snapshots: Optional[MemorySnapshots] = None
 
 
 @dataclass
@@ -286,6 +288,13 @@ class Run:
         self.metrics.record_event("save-checkpoint", self.state.iteration, self.state.consumed_samples)
         self.hooks.call("after_save", self, lambda: SaveFacts(self.state.iteration, settings.save, settings.async_save))
 
+    def save_snapshot(self) -> None:
+        """Keep the present state in memory, from which the run goes on if ranks are lost. All ranks call it."""
+        with self.phase("save"):
+            check_buffers(self.optimizer, self.state.iteration)
+            moments = not self.config.checkpoint.no_save_optim
+            self.checkpoints.snapshots.save(self.state.iteration, self._pieces(moments), self._record(moments))
+
     def save_best(self) -> None:
         """Write the present weights to the folder of the best checkpoint. All ranks call it."""
         with self.phase("save"):
@@ -346,6 +355,8 @@ class Run:
         self.metrics.close()
         self.watch.close()
         if orderly:
+            if self.checkpoints.snapshots:
+                self.checkpoints.snapshots.close(self.state.iteration)
             self.ranks.finish()
             leave_job(self.context)
         if self.checkpoints.manager and error is None:  # without process group: other ranks must not wait for copies

@@ -26,7 +26,7 @@ from megatron.guard.beat_files import (
 )
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.processes import is_gone
-from megatron.storage.processes import state
+from megatron.storage.processes import shared_memory, state
 
 PROGRAM = """
 import os, sys
@@ -112,7 +112,7 @@ def node(tmp_path, monkeypatch):
         for number in (signal.SIGCONT, signal.SIGKILL):
             os.kill(pid, number)
         os.waitpid(pid, 0)
-    for place in beat_files.shared_memory().glob(f"{beat_files._prefix(tmp_path, 'another machine')}.*"):
+    for place in shared_memory().glob(f"{beat_files._prefix(tmp_path, 'another machine')}.*"):
         shutil.rmtree(place)
 
 
@@ -146,7 +146,7 @@ def test_a_rank_that_is_stopped_while_it_writes_does_not_keep_the_others_from_it
     node(0)
     reader = BeatReader(tmp_path)
     wait_until(lambda: [beat.rank for beat in reader.read() if beat.step > 3] == [0])
-    [memory] = beat_files.shared_memory().glob(f"{beat_files._prefix(tmp_path, 'another machine')}.*")
+    [memory] = shared_memory().glob(f"{beat_files._prefix(tmp_path, 'another machine')}.*")
     with (memory / "writing").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         [before] = reader.read()

@@ -160,3 +160,69 @@ def test_a_block_is_put_at_any_place_of_a_table(place, block):
     table.replace(place, block)
     assert table.blocks == wanted == [one for first, count in table.runs for one in range(first, first + count)]
     assert len(table.runs) == 1 + sum(after != before + 1 for before, after in pairwise(wanted))
+
+
+def used_pool(draw: random.Random) -> BlockPool:
+    """A pool after some texts that have all ended, and new weights."""
+    pool, tables = BlockPool(BLOCKS, SIZE), []
+    for _ in range(12):
+        tokens, table = draw.choices(range(2), k=draw.randrange(1, LONGEST)), Table()
+        pool.share(table, tokens, draw.randrange(LONGEST))
+        tables.append(table)
+        if pool.grow(table, len(tokens), LONGEST):
+            pool.remember(table, tokens)
+        for _ in range(draw.randrange(len(tables))):
+            pool.release(tables.pop(draw.randrange(len(tables))))
+    for table in tables:
+        pool.release(table)
+    pool.forget()
+    return pool
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_after_new_weights_a_pool_without_texts_is_as_new(seed):
+    """What was used lately, or set aside, has no part in which blocks later texts get."""
+    draw = random.Random(seed)
+    pools, tables = (used_pool(draw), BlockPool(BLOCKS, SIZE)), []
+    for _ in range(30):
+        tokens, both = draw.choices(range(2), k=draw.randrange(1, LONGEST)), (Table(), Table())
+        shared = [pool.share(table, tokens, 2) for pool, table in zip(pools, both, strict=True)]
+        grown = [pool.grow(table, len(tokens), LONGEST) for pool, table in zip(pools, both, strict=True)]
+        for pool, table in zip(pools, both, strict=True):
+            pool.remember(table, tokens[: len(table.blocks) * SIZE])
+        tables.append(both)
+        assert shared[0] == shared[1] and grown[0] == grown[1] and pools[0].free == pools[1].free
+        assert both[0].blocks == both[1].blocks
+        for _ in range(draw.randrange(2) if grown[0] else len(tables)):
+            for pool, table in zip(pools, tables.pop(draw.randrange(len(tables))), strict=True):
+                pool.release(table)
+
+
+def plain_run(uses, cost, aside, wanted: int, last) -> range | None:
+    """The run of free blocks that costs least: half as many as long as there is none of that length."""
+    length = min(wanted, BLOCKS)
+    while length:
+        free = [start for start in range(BLOCKS - length + 1) if not any(uses[start : start + length])]
+        costs = {start: max((aside[at] > 0, cost[at]) for at in range(start, start + length)) for start in free}
+        best = [start for start in free if costs[start] == min(costs.values())]
+        if best:
+            start = last + 1 if last is not None and last + 1 in best else best[0]
+            return range(start, start + length)
+        length //= 2
+    return None
+
+
+def test_a_run_of_blocks_is_that_of_a_plain_loop():
+    """Those of other texts are taken last, and empty ones first; the next one of a text if that costs no more."""
+    lengths = []
+    for seed in range(400):
+        draw, pool = random.Random(seed), BlockPool(BLOCKS, SIZE)
+        busy = draw.random()
+        uses, aside = ([int(draw.random() < share) for _ in range(BLOCKS)] for share in (busy, 0.3))
+        cost = [draw.choice([0, 0, 1, 2, 5]) for _ in range(BLOCKS)]
+        pool._uses[:], pool._cost[:], pool._aside[:] = uses, cost, aside
+        wanted, last = draw.randrange(1, BLOCKS + 3), draw.choice([None, *range(BLOCKS)])
+        found = pool._run(wanted, [] if last is None else [last])
+        assert found == plain_run(uses, cost, aside, wanted, last), seed
+        lengths.append(found and len(found))
+    assert len(set(lengths)) > 8 and None in lengths

@@ -6,6 +6,9 @@ PEFT, orders of rows.
 import itertools
 import json
 import math
+import os
+import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,24 +20,31 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from megatron.checkpoint.boxes import Box
 from megatron.convert import (
     dcp,
     families,
     fitted,
     hf_files,
     megatron_arguments,
+    megatron_dist,
     megatron_dist_export,
     megatron_export,
     megatron_lm,
+    megatron_metadata,
+    megatron_pickle,
     peft,
+    same_ids,
+    torchtitan_names,
     upcycled,
 )
-from megatron.convert.compressed_tensors import pack, unpack
+from megatron.convert.compressed_tensors import options_of, pack, unpack
 from megatron.convert.export import card, gguf_file
 from megatron.convert.export.load_exported import load_exported
-from megatron.convert.megatron_names import Dictionary
+from megatron.convert.megatron_metadata import Chunk
+from megatron.convert.megatron_names import Dictionary, OurTensor
 from megatron.convert.megatron_optimizer import PREFIX
-from megatron.convert.megatron_pieces import local_parts, with_ones
+from megatron.convert.megatron_pieces import boxes_of_rows, local_parts, with_ones
 from megatron.convert.mxfp4 import dequantized
 from megatron.errors import CheckpointError, SettingsError
 from megatron.model.command_line import parse_any
@@ -43,6 +53,8 @@ from megatron.model.gpt.hf_rope import our_rope
 from megatron.model.gpt.hf_settings import kind_of, our_settings, their_settings
 from megatron.model.hf_match import Match
 from megatron.model.kinds.experts.hf import _groups, our_experts, pattern_of
+from megatron.model.megatron_form import RowOrder, in_parts
+from megatron.model.quantization import QuantizeOptions
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.settings.schema import Model
 from tests.inference.test_hf_settings import BASES, GEMMA_2_2B, V
@@ -156,6 +168,168 @@ def test_rows_of_queries_keys_and_values_of_each_version(version):
     assert found.tolist() == [[[row(kind, head, at) for at in range(d)] for kind in range(3)] for head in range(heads)]
 
 
+ORDERS = {
+    "ours": RowOrder(),
+    "in parts": in_parts("xB", (2, 1)),
+    "turned": RowOrder(lambda lead: torch.arange(math.prod(lead)).flip(0)),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name, shape", [("a.weight", (4, 3, 2)), ("a.bias", (4, 3)), ("a.scale", (4, 3))])
+def test_rows_that_their_ranks_divide_and_ours_do_not(name, shape, order, ranks):
+    """Each rank has as many of their rows, one after the other: all of them together are the tensor."""
+    ours = torch.arange(float(math.prod(shape))).view(shape)
+    rows = ours.flatten(0, 1)
+    theirs = rows[[0, 1, 3, 4, 6, 7, 9, 10, 2, 5, 8, 11]] if order == "in parts" else rows
+    theirs = rows.flip(0) if order == "turned" else theirs
+    placed, found = Placement(shape, Normal(1.0)), torch.full(shape, -1.0)
+    for rank, x in enumerate(theirs.chunk(ranks)):
+        for box, part in local_parts(OurTensor(name, ORDERS[order]), placed, x, rank, ranks, "file"):
+            assert (found[box.slices()] == -1).all()
+            found[box.slices()] = part
+    assert torch.equal(found, ours)
+
+
+@given(st.tuples(*[st.integers(1, 3)] * 3), st.data())
+def test_rows_in_any_order_are_boxes_of_ours(lead, data):
+    """Each row once, at its own place; some or none of them may be there."""
+    numbers = data.draw(st.lists(st.sampled_from(range(math.prod(lead))), unique=True))
+    x, found = torch.tensor([[float(n), -float(n)] for n in numbers]).view(-1, 2), torch.full((*lead, 2), math.nan)
+    for box, part in boxes_of_rows(lead, torch.tensor(numbers, dtype=torch.long), x):
+        assert found[box.slices()].isnan().all()
+        found[box.slices()] = part
+    wanted = torch.full((math.prod(lead), 2), math.nan)
+    for n in numbers:
+        wanted[n] = torch.tensor([n, -n])
+    assert torch.equal(found.view(-1, 2).nan_to_num(99.0), wanted.nan_to_num(99.0))
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_orders_of_experts_in_their_modules(kind):
+    """One expert after the other; or one matrix after the other, with the bias of each, or all biases after it."""
+    weights = dict.fromkeys(f"m.{matrix}.{one}" for matrix in ("up", "down") for one in ("weight", "bias"))
+    of = lambda words: [f"m.{word[:-1]}@{word[-1]}" for word in words.split()]
+    wanted = [
+        "up.weight0 up.bias0 down.weight0 down.bias0 up.weight1 up.bias1 down.weight1 down.bias1",
+        "up.weight0 up.bias0 up.weight1 up.bias1 down.weight0 down.bias0 down.weight1 down.bias1",
+        "up.weight0 up.weight1 up.bias0 up.bias1 down.weight0 down.weight1 down.bias0 down.bias1",
+    ]
+    assert megatron_dist._expert_order("m", kind, 2, weights) == of(wanted[kind])
+    plain = {name: None for name in weights if "bias" not in name}
+    found = megatron_dist._expert_order("m", kind, 2, plain)
+    assert found == [name for name in of(wanted[kind]) if "bias" not in name]
+
+
+@pytest.mark.parametrize("ends", ["well", "signal", "error"])
+def test_what_a_process_that_reads_ends_with(ends, tmp_path):
+    def read():
+        if ends == "signal":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ends == "error":
+            raise ValueError("a  strange\nfile")
+
+    if ends == "well":
+        megatron_pickle.refused_in_child(Path("a.pt"), tmp_path, read)
+        return
+    words = dict(signal="a.pt was refused: reading it ended with SIGKILL", error="a.pt was refused: a strange file")
+    with pytest.raises(CheckpointError) as told:
+        megatron_pickle.refused_in_child(Path("a.pt"), tmp_path, read)
+    assert str(told.value) == words[ends]
+
+
+@pytest.mark.parametrize(
+    "value, number",
+    [(3, 3), (0, 0), (2.5, 2.5), (True, None), ("3", None), (None, None), (torch.tensor([7]), 7)]
+    + [(torch.tensor(0.5), 0.5), (torch.tensor([1, 2]), None), (torch.tensor(True), None)],
+)
+def test_numbers_of_a_run_are_plain_ones_or_tensors_of_one(value, number):
+    assert megatron_pickle._number(value) == number and (number is None) == (megatron_pickle._number(value) is None)
+    assert megatron_pickle._numbers(dict(a=value)) == ({} if number is None else dict(a=number))
+
+
+@pytest.mark.parametrize("content, good", [(torch.ones(2, 3), True), (torch.ones(3, 2), False), ([1], False)])
+def test_a_chunk_has_the_shape_that_is_said(content, good, tmp_path):
+    torch.save(content, tmp_path / "a.distcp")
+    length = (tmp_path / "a.distcp").stat().st_size
+    chunk = Chunk("w", "", (4, 3), Box((0, 0), (2, 3)), None, "a.distcp", 0, length)
+    if good:
+        assert torch.equal(megatron_metadata._chunk(tmp_path / "a.distcp", chunk), content)
+    else:
+        with pytest.raises(ValueError, match=r"w at \(0, 0\) is not there with shape \(2, 3\)"):
+            megatron_metadata._chunk(tmp_path / "a.distcp", chunk)
+
+
+@pytest.mark.parametrize("taps, shape", [(True, (6, 1, 4)), (True, (6, 4)), (False, (6, 4))])
+def test_parts_of_a_convolution_or_a_matrix_come_to_their_rows(taps, shape):
+    """Chunks may end anywhere, in rows and in columns."""
+    ours, whole = torch.arange(24.0).view(2, 3, 4), torch.full((2, 3, 4), -1.0)
+    target = OurTensor("a.weight", RowOrder(taps=taps))
+    weights = {"a.weight": Placement((2, 3, 4), Normal(1.0))}
+    names = SimpleNamespace(ours=lambda theirs: target, model=SimpleNamespace(untie_embeddings_and_output_weights=True))
+    reading = megatron_dist.Reading(names, weights, False)
+    for rows, columns in itertools.product(((0, 1), (1, 5), (5, 6)), ((0, 1), (1, 4))):
+        place = [rows, *[(0, 1)] * (len(shape) - 2), columns]
+        box = Box(tuple(start for start, _ in place), tuple(end - start for start, end in place))
+        x = ours.view(6, 4).view(shape)[box.slices()]
+        for piece in megatron_dist._in_tensor("theirs", shape, box, x, reading):
+            assert (whole[piece.box.slices()] == -1).all()
+            whole[piece.box.slices()] = piece.tensor
+    assert torch.equal(whole, ours)
+
+
+@pytest.mark.parametrize("groups, queries, d", list(itertools.product((1, 2), (1, 2), (2, 6))))
+def test_rows_of_torchtitan_are_pairs_that_rotate_together_and_may_be_one_tensor(groups, queries, d):
+    """Row (head, i, half) there is row (head, half, i) of ours; wqkv has queries, key and value of each group."""
+    heads, h = groups * queries, groups * queries * d
+    theirs = torch.arange(float(h)).unsqueeze(1)
+    ours = [theirs[head * d + 2 * i + half] for head in range(heads) for half in range(2) for i in range(d // 2)]
+    assert torch.equal(torchtitan_names._halves(theirs, heads), torch.stack(ours))
+    assert torch.equal(torchtitan_names._pairs(torch.stack(ours), heads), theirs)
+    q, k, v = (torch.randn(size * d, h) for size in (heads, groups, groups))
+    model, form = SimpleNamespace(query_groups=groups, hidden_size=h), SimpleNamespace(attention="attention.")
+    model.num_attention_heads, model.head_dim = heads, d
+    match = Match("ours", ("layers.0.attention.wq.weight", "k", "v"), lambda own: own, lambda ours: ours)
+    fused = torchtitan_names._fused(match, model, form)
+    row = lambda x, at: x[at * d : (at + 1) * d]
+    each = [[*(row(q, g * queries + n) for n in range(queries)), row(k, g), row(v, g)] for g in range(groups)]
+    [whole] = fused.to_theirs([q, k, v])
+    assert torch.equal(whole, torch.cat([part for group in each for part in group]))
+    assert all(map(torch.equal, fused.to_ours([whole]), (q, k, v)))
+
+
+@pytest.mark.parametrize(
+    "expected, found, place", [("abc", "abd", 2), ("xbc", "abc", 0), ("ab", "abc", 2), ("abc", "ab", 2), ("", "a", 0)]
+)
+def test_the_first_token_that_differs(expected, found, place):
+    """Also where one text goes on after the other has ended."""
+    theirs = SimpleNamespace(convert_ids_to_tokens=list)
+    said = same_ids._first_difference(theirs, list(expected), list(found))
+    there, here = list(expected)[place:], list(found)[place:]
+    assert said == f"token {place}: transformers has {there}, here are {here}"
+
+
+@pytest.mark.parametrize("formats, good", [(0, False), (1, True), (2, False)])
+@pytest.mark.parametrize("optimizers", [1, 2, 3])
+def test_buffers_of_one_number_format_and_of_two_optimizers_at_most(formats, good, optimizers, tmp_path):
+    """The second one is that of experts; buckets of older files are joined."""
+    state = dict(param=[torch.ones(2), torch.zeros(1)], exp_avg=torch.arange(3.0))
+    own = {0: {f"format {n}": state for n in range(formats)}, "buckets_coalesced": True}
+    content = own if optimizers == 1 else [own] * optimizers
+    if not good or optimizers > 2:
+        with pytest.raises(ValueError, match="several number formats" if optimizers < 3 else "state of 3 optimizers"):
+            megatron_pickle._write_buffers(content, tmp_path)
+        return
+    megatron_pickle._write_buffers(content, tmp_path)
+    found = {name: x.tolist() for name, x in load_file(tmp_path / "tensors.safetensors").items()}
+    prefixes = ["", megatron_pickle.EXPERTS][:optimizers]
+    wanted = dict(param=[1.0, 1.0, 0.0], exp_avg=[0.0, 1.0, 2.0])
+    assert found == {f"{prefix}0/{kind}": values for prefix in prefixes for kind, values in wanted.items()}
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts == dict(coalesced=True, apart=optimizers == 2)
+
+
 @pytest.mark.parametrize("size, good", [(None, 1), (0, 0), (1, 1), (64, 1), (65, 0)])
 def test_a_vocabulary_of_at_most_all_rows(size, good):
     if good:
@@ -213,6 +387,43 @@ def test_whole_numbers_in_words_are_those_of_plain_arithmetic(rows, bits, data):
     assert packed.dtype == torch.int32 and unpack(packed, bits, length).tolist() == values
 
 
+INPUTS = [None] + [
+    dict(num_bits=bits, dynamic=dynamic, strategy=strategy, symmetric=symmetric)
+    for bits, dynamic, strategy, symmetric in itertools.product(
+        (4, 8), (True, False), ("token", "tensor"), (True, False)
+    )
+]
+
+
+@pytest.mark.parametrize("strategy", ["channel", "group", "tensor"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [None, True, False])
+def test_formats_of_compressed_tensors_that_are_read(bits, strategy, symmetric):
+    """int8 by channels, with inputs as they are or in 8 bits of each token, without zeros; int4 in groups."""
+    weights = dict(num_bits=bits, strategy=strategy, type="int", group_size=32)
+    weights |= {} if symmetric is None else dict(symmetric=symmetric)
+    for inputs in INPUTS:
+        wanted = None
+        if (bits, strategy) == (4, "group") and inputs is None:
+            wanted = QuantizeOptions("int4", 32, quantize_symmetric=symmetric is not False)
+        if (bits, strategy) == (8, "channel") and symmetric is not False:
+            wanted = QuantizeOptions("int8") if inputs is None else wanted
+            of_tokens = dict(num_bits=8, dynamic=True, strategy="token", symmetric=True)
+            wanted = QuantizeOptions("int8-dynamic") if inputs == of_tokens else wanted
+        group = dict(weights=weights, input_activations=inputs)
+        forms = ["int-quantized", "pack-quantized"]
+        own = forms.pop(0 if inputs else 1)  # inputs in whole numbers, and weights alone
+        config = dict(quant_method="compressed-tensors", format=own, config_groups=dict(a=group))
+        others = [dict(quant_method="gptq"), dict(format=forms[0]), dict(config_groups=dict(a=group, b=group))]
+        others += [dict(config_groups=dict(a=dict(group, weights=weights | dict(type="float"))))]
+        for change in [{}, *others] if wanted else [{}]:
+            if wanted and not change:
+                assert options_of(config, "here") == wanted
+            else:
+                with pytest.raises(SettingsError, match="here has weights of another format"):
+                    options_of(config | change, "here")
+
+
 @pytest.mark.parametrize("byte", range(256))
 def test_each_byte_of_mxfp4_is_two_numbers(byte):
     """A sign, two bits of exponent with a bias of 1, one of mantissa; the first number is in the low bits."""
@@ -237,6 +448,79 @@ def test_files_are_filled_as_those_of_hugging_face(limit, tmp_path):
     for name, own in split.filename_to_tensors.items():
         found = load_file(tmp_path / name)
         assert list(found) == own and all(torch.equal(x, state[one]) for one, x in found.items())
+
+
+@pytest.mark.parametrize("letters", range(1, 10))
+def test_the_data_of_a_file_begins_at_a_multiple_of_8_bytes(letters, tmp_path):
+    """As the format of safetensors wants it, for headers of any length."""
+    group = hf_files.TensorGroup(("x" * letters,), ((2,),), lambda: [torch.ones(2)])
+    [name] = hf_files.write_tensors(tmp_path, [group], torch.float32)
+    content = (tmp_path / name).read_bytes()
+    header = int.from_bytes(content[:8], "little")
+    assert header % 8 == 0 and len(content) == 8 + header + 8
+    assert json.loads(content[8 : 8 + header])["x" * letters]["data_offsets"] == [0, 8]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 6, 7, 12, 13, 30])
+@pytest.mark.parametrize("what", ["left out", "unknown", "missing"])
+def test_names_of_tensors_that_are_too_many_to_list(what, count):
+    """A dozen that are left out, half a dozen that are wrong; the others are counted."""
+    names = [f"{'b' if what == 'left out' else 'c'}{n:02d}" for n in range(count)]
+    family = SimpleNamespace(
+        copies={}, optional={}, kind="llama", constants=re.compile("a.*"), unused=re.compile("b.*")
+    )
+    family.facts = SimpleNamespace(settings=Model(**BASES["llama"]))
+    files = SimpleNamespace(shapes=dict.fromkeys([] if what == "missing" else [*names, "a"], ()))
+    wanted = dict.fromkeys(names) if what == "missing" else {}
+    check = lambda: fitted._check_complete(Path("x"), files, family, {name: name for name in wanted}, frozenset(), "do")
+    if what == "left out" or not count:
+        notice = "".join(check())
+        assert [name in notice for name in names] == [n < 12 for n in range(count)]
+        assert (f"and {count - 12} more" in notice) == (count > 12) == ("more" in notice)
+        return
+    with pytest.raises(CheckpointError) as told:
+        check()
+    assert f"{count if what == 'missing' else 0} tensors are missing, {count if what == 'unknown' else 0} are" in str(
+        told.value
+    )
+    assert [f"{name}: {what}" in str(told.value) for name in names] == [n < 6 for n in range(count)]
+
+
+END = dict(content="<|endoftext|>")
+GPT2_FOLDERS = {  # files beside vocab.json and merges.txt -> whether these are the whole tokenizer
+    "nothing": ({}, True),
+    "its end of text": ({"tokenizer.json": dict(added_tokens=[END])}, True),
+    "an added token": ({"tokenizer.json": dict(added_tokens=[END, dict(content="<x>")])}, False),
+    "names": ({"tokenizer_config.json": dict(eos_token=END, unk_token="<|endoftext|>", pad_token=None)}, True),
+    "another name": ({"tokenizer_config.json": dict(pad_token="<pad>")}, False),
+    "a token of the configuration": (
+        {"tokenizer_config.json": dict(added_tokens_decoder={"7": dict(content="<x>")})},
+        False,
+    ),
+    "a begin": ({"tokenizer_config.json": dict(add_bos_token=True)}, False),
+    "an end": ({"tokenizer_config.json": dict(add_eos_token=True)}, False),
+    "a space": ({"tokenizer_config.json": dict(add_prefix_space=True)}, False),
+    "no space": ({"tokenizer_config.json": dict(add_prefix_space=False, add_bos_token=False)}, True),
+    "a file of tokens": ({"added_tokens.json": {}}, False),
+}
+
+
+@pytest.mark.parametrize("what", GPT2_FOLDERS)
+def test_a_vocabulary_of_gpt2_is_its_tokenizer_if_nothing_adds_to_it(what, tmp_path):
+    more, whole = GPT2_FOLDERS[what]
+    for name, content in {"vocab.json": {}, "merges.txt": "", "tokenizer.json": {}, **more}.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    kinds = {of_gpt2: hf_files.tokenizer_of(tmp_path, of_gpt2).tokenizer_type for of_gpt2 in (True, False)}
+    assert kinds == {True: "GPT2BPETokenizer" if whole else "HuggingFaceTokenizer", False: "HuggingFaceTokenizer"}
+
+
+@pytest.mark.parametrize("end, known", [(0, True), (8, True), (9, False), (-1, False)])
+def test_an_end_of_texts_is_a_token_of_the_model(end, known, tmp_path):
+    (source := tmp_path / "theirs").mkdir()
+    (source / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[3, end])))
+    notices = hf_files.import_generation_config(source, tmp_path, {}, 9)
+    assert [f"eos_token_id {end} is no token" in notice for notice in notices] == [True] * (not known)
+    assert (tmp_path / "generation_config.json").read_text() == (source / "generation_config.json").read_text()
 
 
 @pytest.mark.parametrize("limit", [1, 15])
@@ -327,6 +611,41 @@ def test_rows_of_padding_are_the_mean_of_their_own_table(prefix, rows):
     parts = [megatron_export.local_part(export, tables, padding, name, placed, rank, prefix) for rank in range(2)]
     own = tables[(prefix or "") + name]
     torch.testing.assert_close(torch.cat(parts), torch.cat([own, own.mean(0).expand(3, 4)]))
+
+
+def exported(ep=1, pp=1, **more):
+    """An export of a model, and tables of its weights in the place of a `Reader`, each number another one."""
+    model = Model(2, 8, 2, seq_length=4, make_vocab_size_divisible_by=4, **more)
+    export = megatron_export.Export(model, 8, 1, pp, "transformer_engine", torch.float32, ep)
+    draw = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(one.shape, generator=draw) for name, one in export.facts.weights.items()}
+    return export, StoredTables(weights)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_experts_are_divided_in_their_order(ep):
+    export, tables = exported(ep, num_experts=4, moe_ffn_hidden_size=4)
+    found = [megatron_export.rank_tensors(export, tables, None, 0, 0, rank) for rank in range(ep)]
+    for layer, number in itertools.product(range(2), range(4)):
+        rank, own = divmod(number, 4 // ep)
+        for theirs, ours in ("linear_fc1", "up"), ("linear_fc2", "down"):
+            x = found[rank][f"decoder.layers.{layer}.mlp.experts.{theirs}.weight{own}"]
+            assert torch.equal(x, tables[f"blocks.{layer}.mlp.experts.{ours}.weight"][number].flatten(0, -2))
+
+
+@pytest.mark.parametrize("depths", [0, 1])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_the_last_stage_has_the_embedding_for_what_reads_it(pp, tied, depths):
+    """Multi-token prediction looks tokens up again, and a tied output layer multiplies by the table."""
+    export, tables = exported(pp=pp, untie_embeddings_and_output_weights=not tied, mtp_num_layers=depths or None)
+    first, last = (megatron_export.rank_tensors(export, tables, None, 0, stage) for stage in (0, pp - 1))
+    table = tables["embedding.word.weight"]
+    assert torch.equal(first["embedding.word_embeddings.weight"], table)
+    assert ("embedding.word_embeddings.weight" in last) == (pp == 1 or depths > 0)
+    assert ("output_layer.weight" in last) == (not tied or pp > 1)
+    if not tied or pp > 1:
+        assert torch.equal(last["output_layer.weight"], table if tied else tables["output.weight"])
 
 
 @pytest.mark.parametrize("samples", [0, 100, 400])

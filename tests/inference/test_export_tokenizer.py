@@ -84,6 +84,24 @@ def test_sentencepiece_as_tokenizer_json(kind, rule, extra, prefix):
             assert ours.decode(expected, skip_special_tokens=False) == theirs.decode(expected), text
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_of_symbols_the_longest_and_of_pieces_the_best_count(shuffled):
+    """Whatever the order of pieces in the file."""
+    proto = read_model(trained_model(user_defined_symbols=["<sep>", "at", "<sep><sep>", "a"]))
+    if shuffled:
+        pieces = list(proto.pieces)
+        normal = [place for place, piece in enumerate(pieces) if piece.type == 1]
+        drawn = random.Random(1).sample(normal, len(normal))
+        order = dict(zip(normal, drawn, strict=True))
+        del proto.pieces[:]
+        proto.pieces.extend(pieces[order.get(place, place)] for place in range(len(pieces)))
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
+    ours = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(proto, special_of(proto))))
+    for text in (*TEXTS, *random_texts(20)):
+        assert ours.encode(text).ids == theirs.encode(text), text
+
+
 @pytest.mark.parametrize(
     "settings, why",
     [

@@ -14,8 +14,8 @@ from megatron.tools import checkpoint as tool
 from tests.inference.test_convert import assert_same, loaded, save
 from tests.inference.test_hf_settings import BASES
 
-BLOCK = 16  # of both dims; a matrix ends within a block
-QUANTIZED = dict(quantization_config=dict(quant_method="fp8", weight_block_size=[BLOCK, BLOCK]))
+BLOCK = (16, 12)  # a matrix ends within a block
+QUANTIZED = dict(quantization_config=dict(quant_method="fp8", weight_block_size=list(BLOCK)))
 
 
 @pytest.fixture
@@ -34,11 +34,11 @@ def change(folder, config: dict, files: dict) -> None:
 
 def rounded(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(values in fp8, scales of blocks, the numbers that they stand for), block by block."""
-    rows, columns = (-(-size // BLOCK) for size in matrix.shape)
+    rows, columns = (-(-size // block) for size, block in zip(matrix.shape, BLOCK, strict=True))
     values, scales, numbers = torch.zeros_like(matrix), torch.zeros(rows, columns), torch.zeros_like(matrix)
     for r in range(rows):
         for c in range(columns):
-            at = slice(r * BLOCK, r * BLOCK + BLOCK), slice(c * BLOCK, c * BLOCK + BLOCK)
+            at = tuple(slice(n * block, (n + 1) * block) for n, block in zip((r, c), BLOCK, strict=True))
             scales[r, c] = matrix[at].abs().max() / 448
             values[at] = (matrix[at] / scales[r, c]).to(torch.float8_e4m3fn).float()
             numbers[at] = values[at] * scales[r, c]
@@ -48,7 +48,9 @@ def rounded(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 def test_matrices_in_fp8(theirs, tmp_path):
     files = load_file(theirs / "model.safetensors")
     names = [name for name in files if name.endswith("proj.weight") or name.endswith("with_mqa.weight")]
-    assert len(names) > 20 and any(size % BLOCK for name in names for size in files[name].shape)
+    assert len(names) > 20 and any(
+        n % block for name in names for n, block in zip(files[name].shape, BLOCK, strict=True)
+    )
     plain = dict(files)
     for name in names:
         files[name], files[f"{name}_scale_inv"], plain[name] = rounded(files[name])

@@ -18,8 +18,8 @@ from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.kinds.experts import routing
 from megatron.model.kinds.experts.expert_rules import RULES
-from megatron.model.kinds.experts.layer import MoELayer
-from megatron.model.kinds.experts.parts import balance_loss, capacity
+from megatron.model.kinds.experts.layer import MoELayer, _Weighted
+from megatron.model.kinds.experts.parts import balance_loss, capacity, expected_parts
 from megatron.model.kinds.experts.replay import RoutingRecord
 from megatron.model.kinds.experts.routing import ExpertChoice, best, choose, places_of, weights_of
 from megatron.model.kinds.experts.weights import experts
@@ -66,16 +66,30 @@ def test_sinkhorn_goes_on_until_columns_stay_as_they_are():
     torch.testing.assert_close(found.double(), columns * cost * rows[:, None], rtol=1e-4, atol=1e-8)
 
 
-def layer(mesh: Mesh, rows: int, **settings) -> tuple[torch.Tensor, dict[str, float], torch.Tensor]:
-    """Output, sums and loads of a layer with `rows` rows on each rank of tp, which take parts of them."""
+def layer_of(mesh: Mesh, sequence_parallel: bool = False, **settings) -> MoELayer:
+    """A rank's part of a layer, whose weights depend on their names."""
     m = model(moe_ffn_hidden_size=8, num_layers=1, **settings)
-    made = MoELayer(experts(m, False), LayerSetup(GPTFacts(m, 1), 0, mesh, seed=5))
+    setup = LayerSetup(GPTFacts(m, 1), 0, mesh, seed=5, sequence_parallel=sequence_parallel)
+    made = MoELayer(experts(m, sequence_parallel), setup)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
-            placed = made.get_submodule(name.rpartition(".")[0]).placements[name.rpartition(".")[2]]
-            whole = torch.randn(placed.shape, generator=torch.Generator().manual_seed(len(name)))
-            parameter.copy_(whole[Box(*placed.box(tuple(parameter.shape), mesh.coordinates)).slices()])
+            whole = torch.randn(placed_of(made, name).shape, generator=torch.Generator().manual_seed(len(name)))
+            parameter.copy_(whole[box_of(made, name, parameter, mesh).slices()])
         made.router.load.zero_()
+    return made
+
+
+def placed_of(made: MoELayer, name: str):
+    return made.get_submodule(name.rpartition(".")[0]).placements[name.rpartition(".")[2]]
+
+
+def box_of(made: MoELayer, name: str, parameter: torch.Tensor, mesh: Mesh) -> Box:
+    return Box(*placed_of(made, name).box(tuple(parameter.shape), mesh.coordinates))
+
+
+def layer(mesh: Mesh, rows: int, **settings) -> tuple[torch.Tensor, dict[str, float], torch.Tensor]:
+    """Output, sums and loads of a layer with `rows` rows on each rank of tp, which take parts of them."""
+    made = layer_of(mesh, **settings)
     x = torch.randn(rows, B, H, generator=torch.Generator().manual_seed(1))
     y, sums = made(x, ForwardContext(samples=torch.arange(B)))
     return y.detach(), {name: value.item() for name, value in sums.items()}, made.router.load
@@ -93,6 +107,96 @@ def test_ranks_that_share_rows_unevenly_give_all_of_them_back(rows, run_ranks):
         torch.testing.assert_close(found, y)
         assert of_rank == pytest.approx(sums)
     assert torch.equal(ranks[0][2] + ranks[1][2], load)
+
+
+ROWS = torch.randn(4, B, H, generator=torch.Generator().manual_seed(1))
+TIMES = torch.randn(4, B, H, generator=torch.Generator().manual_seed(2))
+SHARED = dict(moe_shared_expert_intermediate_size=8, moe_shared_expert_gate=True, moe_z_loss_coeff=1.0)
+
+
+def gradients(mesh: Mesh, sequence_parallel: bool, **settings):
+    """(outputs, gradient of the inputs, name -> (box of a rank's part, its gradient, whether ranks add theirs))."""
+    made = layer_of(mesh, sequence_parallel, **settings)
+    own = lambda x: x.chunk(mesh.tp.size)[mesh.tp.rank] if sequence_parallel else x
+    x = own(ROWS).clone().requires_grad_()
+    y, sums = made(x, ForwardContext(samples=torch.arange(B)))
+    ((y * own(TIMES)).sum() + sums["router z loss"]).backward()
+    found = {}
+    for name, one in made.named_parameters():
+        found[name] = box_of(made, name, one, mesh), one.grad, bool(placed_of(made, name).partial)
+    return y.detach(), x.grad, found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sizes", [dict(tp=2), dict(tp=2, etp=1, ep=2)], ids=["etp2", "ep2"])
+def test_gradients_of_two_ranks_are_those_of_one(sizes, sequence_parallel, run_ranks):
+    """Of parts, of copies that are equal, and of copies whose ranks see other tokens, which add up."""
+    y, d_x, wanted = gradients(Mesh(0), False, **SHARED)
+    ranks = run_ranks(2, lambda rank: gradients(Mesh(rank, **sizes), sequence_parallel, **SHARED))
+    join = (lambda parts: torch.cat(parts)) if sequence_parallel else lambda parts: parts[0]
+    torch.testing.assert_close(join([one[0] for one in ranks]), y)
+    torch.testing.assert_close(join([one[1] for one in ranks]), d_x, rtol=1e-4, atol=1e-5)
+    for name, (_, whole, _) in wanted.items():
+        total = torch.zeros_like(whole)
+        (first, one, added), (second, other, _) = (found[name] for *_, found in ranks)
+        total[first.slices()] += one
+        if added or first != second:
+            total[second.slices()] += other
+        else:
+            torch.testing.assert_close(one, other, msg=name)
+        torch.testing.assert_close(total, whole, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_activation_times_weights_has_the_gradients_of_both():
+    draw = torch.Generator().manual_seed(3)
+    x, weights = (torch.randn(5, n, dtype=torch.float64, generator=draw).requires_grad_() for n in (6, 1))
+    assert torch.autograd.gradcheck(lambda *given: _Weighted.apply(*given, torch.tanh), (x, weights))
+
+
+@pytest.mark.parametrize("scaling", [None, 2.5])
+@pytest.mark.parametrize("pre", [False, True])
+@pytest.mark.parametrize("scores, k", [("softmax", 1), ("softmax", 3), ("sigmoid", 1), ("sigmoid", 3)])
+def test_weights_of_the_chosen_are_those_of_their_formula(scores, k, pre, scaling):
+    """A single sigmoid is its own weight; one of several is divided by their sum."""
+    logits = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    chosen = logits.topk(k, -1).indices
+    rule = ExpertChoice(6, k, scores, pre, topk_scaling_factor=scaling)
+    for row, (own, experts_of) in enumerate(zip(logits.tolist(), chosen.tolist(), strict=True)):
+        of = [math.exp(own[e]) if scores == "softmax" else 1 / (1 + math.exp(-own[e])) for e in experts_of]
+        whole = sum(map(math.exp, own)) if pre else sum(of)
+        whole = whole if scores == "softmax" else sum(of) if k > 1 else 1.0
+        wanted = [one / whole * (scaling or 1.0) for one in of]
+        assert weights_of(logits, chosen, rule)[row].tolist() == pytest.approx(wanted)
+
+
+def test_recomputation_takes_the_counts_of_the_first_run():
+    """It waits for no message again."""
+    made = layer_of(Mesh(0))
+    routed = made.router(ROWS, None, torch.arange(B))
+    counts = routed.memo.counts = made.experts.start(routed).counts
+    assert made.experts.start(routed).counts is counts
+    context = ForwardContext(samples=torch.arange(B))
+    made(ROWS, context)
+    first = context.routings[0].counts
+    made(ROWS, context)
+    assert context.routings[0].counts is first is not None
+
+
+CHOICES = [(4, 2, 1, 1), (6, 3, 1, 1), (6, 2, 3, 2), (8, 4, 2, 2), (8, 2, 4, 1)]
+
+
+@pytest.mark.parametrize("number, k, groups, chosen", CHOICES)
+def test_parts_that_a_token_reaches_are_those_of_all_choices(number, k, groups, chosen):
+    """The mean over all sets of groups, and of k / groups of each group's experts."""
+    each, settings = number // groups, SimpleNamespace(num_experts=number, moe_router_topk=k)
+    settings.moe_router_num_groups, settings.moe_router_group_topk = (groups, chosen) if groups > 1 else (None, None)
+    sets = []
+    for own in itertools.combinations(range(groups), chosen):
+        of_group = [itertools.combinations(range(g * each, (g + 1) * each), k // chosen) for g in own]
+        sets += [sum(parts, ()) for parts in itertools.product(*of_group)]
+    for parts in (n for n in range(1, number + 1) if number % n == 0 and (groups % n == 0 or n % groups == 0)):
+        wanted = sum(len({expert // (number // parts) for expert in one}) for one in sets) / len(sets)
+        assert expected_parts(settings, parts) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("sizes", [dict(), dict(tp=2), dict(tp=2, etp=1)], ids=["1", "etp2", "tp2"])

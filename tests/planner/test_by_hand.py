@@ -2,24 +2,42 @@
 """Times and sizes of parts of a plan, with numbers that are worked out here: each input has its own value."""
 
 import itertools
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.layer_ops import Collective, CoreAttention
-from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
+from megatron.model.layer_ops import LAYER, Collective, CoreAttention
+from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL, Buffer, Constant, Placement
 from megatron.optimizer.flat import WIDENED
-from megatron.planner import calibrate, choose, memory, search, speed, traffic
-from megatron.planner.arithmetic import CHECKPOINT, SHARDED, STATES, TRAINING
+from megatron.planner import (
+    activations,
+    calibrate,
+    choose,
+    command,
+    dry_run,
+    held_passes,
+    memory,
+    parameters,
+    plan_json,
+    search,
+    speed,
+    traffic,
+)
+from megatron.planner.arithmetic import CHECKPOINT, SHARDED, STATES, TRAINING, days, divisions, least_devices
 from megatron.planner.device import GIB, Device, find
+from megatron.planner.held_passes import most_held
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import ParameterSize, Units, UnitSizes
 from megatron.planner.reached_speed import Accuracy
 from megatron.planner.speed import Cluster
+from megatron.planner.startup import StartUp
 from megatron.planner.traffic import once_a_step, transfers
 from megatron.settings.schema import Model, Recompute
+from megatron.telemetry.figures import WIDTH
 
 DEVICE = Device(
     "made up",
@@ -74,6 +92,9 @@ def test_an_update_moves_weights_gradients_and_moments(moments, offload, disk, n
     layout = Layout(dp=16, offload=offload, disk=disk)
     took = speed._update(replace(JOB, moments=moments), layout, Cluster(DEVICE, 16), 0)
     assert took / 1e6 == pytest.approx(nanoseconds * 1e-12)
+    beside = replace(DEVICE, kind="cpu")  # whose memory is the host's: nothing passes it twice
+    less = speed._update(replace(JOB, moments=moments), layout, Cluster(beside, 16), 0)
+    assert took - less == pytest.approx(1e6 * 20 * offload / 20e9, abs=1e-12)
 
 
 def test_the_busiest_rank_orthogonalizes_the_largest_matrix():
@@ -138,6 +159,8 @@ def test_a_ring_hides_its_messages_beside_attention(bandwidth):
     )
     exposed = max(sent - 0.75 * core, 0.25 * sent) + max(returned - 0.75 * 2 * core, 0.25 * returned)
     assert alone.sharing == 0 and shared.sharing == pytest.approx(exposed)
+    again = speed._layer(JOB, layout.rank_setup(JOB), FACTS.layer_kind(0), (LAYER,), cluster)
+    assert again.sharing - shared.sharing == pytest.approx(max(sent - 0.75 * core, 0.25 * sent))  # once more
 
 
 def test_messages_of_a_pipeline_take_as_long_as_those_between_nodes():
@@ -242,6 +265,46 @@ def test_buffers_of_a_rank():
 
 
 @pytest.mark.parametrize(
+    "precision, zero, shard, main",
+    [
+        ("fp32", 0, 1, False),
+        ("fp32", 1, 2, True),
+        ("fp32", 2, 2, True),
+        ("fp32", 3, 2, False),
+        ("bf16", 3, 2, True),
+        ("bf16", 0, 1, True),
+    ],
+)
+def test_files_have_main_weights_that_are_not_in_memory(precision, zero, shard, main):
+    """In fp32 they are the weights, or with ZeRO 3 the shards of them."""
+    job, layout = replace(JOB, precision=precision, moments=(4, 2)), Layout(dp=2, zero=zero, shard=shard)
+    planes = memory._planes(memory.rank_units(job, layout, 0), job, layout)
+    assert planes == ((4, 4, 2) if main else (4, 2))
+
+
+def test_buffers_that_training_changes_are_there_twice():
+    """As they are, and from before the step; of a rank's part."""
+    table = dict(
+        whole=Placement((10,), Constant(0.0), decay=False, buffer=Buffer("same")),
+        cut=Placement((8, 3), Constant(0.0), cut=dict(tp=0), decay=False, buffer=Buffer("same")),
+        weight=Placement((100,), Constant(0.0)),
+    )
+    [sizes] = parameters._sizes("u", table, frozenset(), Layout(tp=2).cuts)
+    assert sizes.buffers == 2 * 4 * (10 + 4 * 3) and [slot.size for slot in sizes.slots] == [100]
+
+
+@pytest.mark.parametrize("beside, teachers", [((300, 0), 300), ((300, 290), 300), ((0, 700), 700), ((300, 700), 700)])
+def test_a_teachers_passes_count_as_far_as_they_exceed_the_students_loss(beside, teachers, monkeypatch):
+    """Its layers compute before that loss, whose memory is free then; its logits are there beside the student's."""
+    alone, taught = JOB, replace(JOB, teacher=JOB)
+    loss, device = memory.step_entries(alone, Layout(), DEVICE, 0)["logits"], replace(DEVICE, context_gb=0.0)
+    comparing, more = beside
+    monkeypatch.setattr(memory, "teacher_pass", lambda teacher, layout: (loss + more, comparing))
+    entries = memory.step_entries(taught, Layout(), device, 0)
+    assert loss > 10_000 and (entries["logits"], entries["teacher's passes"]) == (loss, teachers)
+
+
+@pytest.mark.parametrize(
     "overlap, turns, layers", [(False, False, 1), (True, False, 2), (False, True, 2), (True, True, 4)]
 )
 def test_gathered_layers_of_zero_3(overlap, turns, layers):
@@ -293,20 +356,21 @@ def test_memory_that_a_search_leaves_free():
 
 
 @pytest.mark.parametrize("element, each", [(2, 18), (4, 16)])
-def test_devices_that_would_hold_a_model(element, each):
-    """19.8 bytes (17.6 in fp32) for each of 10e9 parameters, in 85 % of 50 GB."""
+@pytest.mark.parametrize("world", [1, 3, 5, 100])
+def test_devices_that_would_hold_a_model(element, each, world):
+    """19.8 bytes (17.6 in fp32) for each of 10e9 parameters, in 85 % of 50 GB; more than those that do not."""
     outcome = SimpleNamespace(
         searched=SimpleNamespace(
             num_layouts=7, rejected=[SimpleNamespace(layout=Layout(), why=lambda: "out of memory")], impossible=[]
         ),
-        cluster=Cluster(DEVICE, 3),
+        cluster=Cluster(DEVICE, world),
         kept=[],
         job=SimpleNamespace(element=element),
         parameters=10e9,
     )
-    needed = -(-each * 1.1 * 10e9 // (0.85 * 50e9))
-    told = str(choose.nothing_fits(outcome))
-    assert f"state alone, {each} bytes a parameter, needs about {needed:.0f} such devices (8 as" in told
+    needed = int(-(-each * 1.1 * 10e9 // (0.85 * 50e9)))
+    told, least, power = str(choose.nothing_fits(outcome)), max(needed, world + 1), max(8, 2 * world)
+    assert f"state alone, {each} bytes a parameter, needs about {least} such devices ({power} as" in told
 
 
 @pytest.mark.parametrize("runs, share", [(9, 0.1), (10, 0.2), (11, 0.2)])
@@ -349,3 +413,288 @@ def test_what_fills_a_memory_exactly_fits():
         for device, away in ((0, 0), *less):
             found = search.search(job, cluster(plan.bytes + device), replace(space, host_bytes=host + away))
             assert bool(found.plans) is not bool(found.rejected) is bool(device or away), (offload, device, away)
+    for device, away in (
+        (-500, -20),
+        (-20, -500),
+    ):  # of two memories that are too small the one that lacks more is told
+        found = search.search(job, cluster(plan.bytes + device), replace(space, host_bytes=host + away))
+        assert [(one.over, one.host) for one in found.rejected] == [(500, away < device)]
+
+
+# ---- arithmetic of a number of parameters ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parameters, world", [(1e9, 8), (7e9, 12), (100e9, 64)])
+def test_divisions_of_a_state_are_those_that_fit(parameters, world):
+    """18 bytes a parameter in bf16; of them 0, 12, 16 or 18 are divided among all ranks, the others over the model's."""
+    each = lambda model, stage: parameters * ((18 - (0, 12, 16, 18)[stage]) / model + (0, 12, 16, 18)[stage] / world)
+    models = [model for model in (1, 2, 4, 8, 16, 32, 64) if world % model == 0]
+    sizes = sorted({each(model, stage) for model in models for stage in range(4)})
+    for memory_size in [size + more for size in sizes for more in (0, -1)]:  # exactly enough, and a byte less
+        lowest = {model: next((n for n in range(4) if each(model, n) <= memory_size), None) for model in models}
+        fitting = [(model, stage) for model, stage in lowest.items() if stage is not None]
+        wanted = [(model, world // model, stage, each(model, stage)) for model, stage in fitting]
+        assert divisions(parameters, memory_size, world) == sorted(wanted, key=lambda one: (one[2], one[0]))
+
+
+@pytest.mark.parametrize("devices", [1, 16])
+def test_days_of_a_training(devices):
+    """1e9 parameters and 20e9 tokens are 1.2e20 FLOPs: 100 devices at 40 % of 100e12 take half a minute for 1 %."""
+    assert days(1e9, 20e9, 100e12, 0.4, devices) * 86400 == pytest.approx(1.2e20 / 40e12 / devices)
+
+
+@pytest.mark.parametrize("size, least, power", [(10.0, 1, 1), (10.1, 2, 2), (0.0, 1, 1), (40.0, 4, 4), (41.0, 5, 8)])
+def test_devices_that_hold_a_size(size, least, power):
+    assert least_devices(size, 10.0) == (least, power)
+
+
+# ---- measured speeds -------------------------------------------------------------------------------------------------
+
+
+def test_measured_speeds_are_work_over_seconds(monkeypatch):
+    """A device of 100 GFLOP/s, half of it at 40 rows, and of half a second for anything else."""
+
+    def took(work, kind, *least):
+        a, b = (work.__defaults__ or (None, None, None))[:2]
+        return 0.5 if a is None else 2 * a.shape[0] * a.shape[1] * b.shape[0] * (1 + 40 / a.shape[0]) / 100e9
+
+    monkeypatch.setattr(calibrate, "seconds_of", took)
+    monkeypatch.setattr(calibrate, "SIZES", dict(cpu=(16, 32, 2048)))
+    monkeypatch.setattr(calibrate, "SHAPE", dict(cpu=(32, 64, 2)))
+    assert calibrate._products("cpu", torch.float32) == (pytest.approx(100e9, rel=0.01), pytest.approx(40, rel=0.05))
+    # A causal kernel computes half of 2 x 2 x s^2 h, and on a CPU a fifth more, of its blocks.
+    assert calibrate._attention("cpu", torch.float32) == pytest.approx(4 * 32 * 32 * 64 / 2 * 1.2 / 0.5)
+    assert calibrate._bandwidth("cpu") == 2 * 4 * (1 << 24) / 0.5  # read and written
+    assert calibrate._update_bandwidth("cpu", 1000) == 7 * 4 * 1000 / 0.5  # 4 numbers read, 3 written
+
+
+# ---- checkpoints and files -------------------------------------------------------------------------------------------
+
+
+def saving(**own):
+    """A training of 100 steps that saves. own: settings of checkpoints"""
+    chosen = dict(no_save_optim=False, save="out", save_interval=10, keep_last=None, async_save=False) | own
+    length = SimpleNamespace(has_length=True)
+    return SimpleNamespace(
+        checkpoint=SimpleNamespace(**chosen), batch=length, optimizer=SimpleNamespace(nvme_offload_dir="disk")
+    )
+
+
+@pytest.mark.parametrize(
+    "own, each, said",
+    [
+        (dict(), 12, "10 checkpoints are written, 10 stay: 160.00 GB on the disk of out"),
+        (dict(keep_last=3), 12, "10 checkpoints are written, 3 stay: 48.00 GB"),
+        (dict(keep_last=30), 12, "10 checkpoints are written, 10 stay: 160.00 GB"),
+        (dict(save_interval=30), 12, "3 checkpoints are written, 3 stay: 48.00 GB"),
+        (dict(no_save_optim=True), 4, "10 checkpoints are written, 10 stay: 80.00 GB"),
+        (dict(save=None), 12, None),
+        (dict(save_interval=0), 12, None),
+    ],
+)
+def test_sizes_of_checkpoints_are_told(own, each, said, monkeypatch):
+    """1e9 trained parameters of 12 bytes, or 4 without optimizer state, and 2e9 frozen ones of 2 bytes; 8 ranks."""
+    monkeypatch.setattr(dry_run.batch, "total_iterations", lambda batch, dp: 100)
+    selection = SimpleNamespace(sizes=lambda weights: (1e9, 2e9))
+    job = SimpleNamespace(selection=selection, facts=SimpleNamespace(weights=None), element=2)
+    first, *more = dry_run._checkpoints(saving(**own), job, Cluster(DEVICE, 8), Layout(dp=8))
+    assert first == f"a checkpoint: {each + 4}.00 GB, {(each + 4) / 8:.2f} GB from each rank"
+    assert len(more) == (said is not None) and (said or "") in "".join(more)
+
+
+@pytest.mark.parametrize("own, copies", [(dict(), 1), (dict(async_save=True), 2)])
+@pytest.mark.parametrize("world, ranks", [(4, 4), (16, 8)])
+def test_sizes_of_files_of_optimizer_state_are_told(own, copies, world, ranks, monkeypatch):
+    """Those of the rank with most, on each rank of a node of 8."""
+    monkeypatch.setattr(dry_run, "on_disk", lambda job, layout, rank, copies: (3 - rank) * copies * 1e9)
+    told = dry_run._files(saving(**own), JOB, Layout(pp=2), Cluster(DEVICE, world))
+    assert f"at most {3 * copies}.00 GB of a rank, {3 * copies * ranks}.00 GB of a node, in disk" in told
+    assert ("twice because of --async-save" in told) == (copies == 2)
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+def test_a_depth_that_is_recomputed_whole_keeps_its_two_inputs():
+    """Of 2 x 256 tokens and 128 channels, in bf16."""
+    share = Layout(micro_batch_size=2).rank_setup(JOB)
+    kept = activations._depth_saved_bytes(GPTFacts(replace(MODEL, mtp_num_layers=1), 1000), share, (LAYER,))
+    assert kept["inputs of recomputed layers"] == 2 * (2 * 256 * 128 * 2)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "v-half"])
+@pytest.mark.parametrize("pp", [20, 32])
+@pytest.mark.parametrize("number", [4, 20, 200])
+def test_large_pipelines_hold_what_their_schedules_say(schedule, pp, number):
+    """Of more than 16 ranks it is extrapolated from those of 16; passes that wait for W are few."""
+    for rank in (0, pp // 2, pp - 1):
+        whole = held_passes._most_held(schedule, pp, min(number, 3 * pp + 3), 2, rank, False)
+        for at, near in ((0, dict(rel=0.1, abs=2)), (1, dict(rel=0.4, abs=3))):
+            found, wanted = (
+                max(sum(held[at]) for held in of) for of in (most_held(schedule, pp, number, 2, rank), whole)
+            )
+            assert found == pytest.approx(wanted, **near), rank
+
+
+# ---- a plan as JSON --------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_as_json_has_each_figure_under_its_name(monkeypatch):
+    """6e12 FLOPs, half of them with causal attention's seen pairs, in 2 s on 8 ranks of a device with 989 TFLOP/s."""
+    layout = Layout(tp=2, pp=2, dp=2, micro_batch_size=3)
+    took = speed.StepTime(2.0, dict(compute=1.5, bubble=0.5), 0.25, 6e12, 3e12)
+    cluster = Cluster(replace(find("H100"), memory_gb=50.0), 8)
+    monkeypatch.setattr(Layout, "applied", lambda *_: None)
+    monkeypatch.setattr(plan_json, "layout_settings", lambda config: dict(sharding_stage=0))
+    found = plan_json._plan(None, search.Plan(layout, JOB, took, 7, 1), SimpleNamespace(cluster=cluster))
+    assert (found["layout"], found["global_batch"], found["bytes"]) == ("tp2-pp2-dp2", 24, 7)
+    assert found["settings"] == dict(sharding_stage=0, data_parallel_size=2) and found["flags"] == layout.flags()
+    assert (found["seconds"], found["parts"], found["bubble"]) == (2.0, dict(compute=1.5, bubble=0.5), 0.25)
+    assert found["tokens_per_second"] == 24 * 256 / 2 and found["speeds"] == "assumed"
+    for name, flops in (("", 6e12), ("_causal", 3e12)):
+        assert found[f"tflops_per_rank{name}"] == pytest.approx(flops / 2 / 8 / 1e12)
+        assert found[f"mfu{name}"] == pytest.approx(flops / 2 / 8 / 989e12, rel=1e-3)
+    for rank, one in enumerate(found["memory"]):
+        assert one["rank"] == rank and one["total"] == sum(one["device"].values()) > 0
+    sent = {one["what"] for one in found["traffic"] if one["axis"] == "pp"}
+    assert len(found["memory"]) == 2 and sent == {"activations"}  # of the first rank, which sends nothing back
+    assert found["groups"]["axes"]["tp"] == dict(groups=4, ranks=2) and found["groups"]["most_of_a_rank"] > 2
+    assert found["error"] is None  # no published run has these features on this GPU
+
+
+# ---- commands and reports --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "world, local, start",
+    [
+        (1, 8, "python"),
+        (1, 1, "python"),
+        (4, 4, "torchrun --nproc-per-node 4"),
+        (8, 8, "torchrun --nproc-per-node 8"),
+        (8, 4, "torchrun --nnodes 2 --nproc-per-node 4 --node-rank"),
+        (16, 1, "torchrun --nnodes 16 --nproc-per-node 1 --node-rank"),
+    ],
+)
+def test_a_command_starts_the_ranks_of_each_node(world, local, start):
+    assert " ".join(command.launcher(Cluster(DEVICE, world, local))).startswith(start)
+    assert ("$MASTER_ADDR" in command.launcher(Cluster(DEVICE, world, local))) == ("--nnodes" in start)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lines_of_a_command_are_as_full_as_they_may_be(seed, monkeypatch):
+    """A flag stays with its values, unless these alone are longer than a line; no line is longer than the terminal."""
+    draw, flags = random.Random(seed), []
+    for n in range(25):
+        flags.append(
+            [f"--{n}{'f' * draw.randrange(18)}", *("v" * draw.randrange(1, 20) for _ in range(draw.randrange(3)))]
+        )
+    flags.append(["--long", *["v" * 30] * 4])
+    monkeypatch.setattr(command, "planned_flags", lambda *_: [word for flag in flags for word in flag])
+    config = SimpleNamespace(model=SimpleNamespace(model_type="GPT"))
+    text = command.command_line(config, None, Cluster(DEVICE, 1))
+    lines = [line.strip() for line in text.split(" \\\n    ")]
+    assert " ".join(lines).split()[2:] == [word for flag in flags for word in flag]
+    assert max(map(len, text.split("\n"))) <= WIDTH
+    whole = [" ".join(flag) for flag in flags if flag[0] != "--long"]
+    for line, following in itertools.pairwise(lines):
+        first = next((one for one in whole if (following + " ").startswith(one + " ")), following.split()[0])
+        assert len(line) + 1 + len(first) > command.ROOM, "it would have fit"
+    assert all(any(one in line for line in lines) for one in whole)
+
+
+@pytest.mark.parametrize("pp, shown", [(1, [0]), (4, [0, 1, 2, 3]), (5, [0, 2, 4]), (8, [0, 2, 7])])
+def test_ranks_whose_memory_is_reported(pp, shown, monkeypatch):
+    """All of up to four stages; of more the first, the fullest and the last."""
+    tables = []
+    monkeypatch.setattr(
+        dry_run.text, "memory_tables", lambda reports, *_: tables.append([one.rank for one in reports]) or ""
+    )
+    for name in ("_changed", "_data", "_checkpoints", "_time"):
+        monkeypatch.setattr(dry_run, name, lambda *_: [])
+    for name in ("_topology", "_stages", "_schedule"):
+        monkeypatch.setattr(dry_run, name, lambda *_: "")
+    job = replace(JOB, facts=GPTFacts(replace(MODEL, num_layers=40), 1000))
+    layout, config = Layout(pp=pp), SimpleNamespace(planner=SimpleNamespace(mtbf=None))
+    reports = [memory.MemoryReport(rank, dict(weights=9 if rank == min(2, pp - 1) else 1)) for rank in range(pp)]
+    plan = SimpleNamespace(job=job, layout=layout, rank=min(2, pp - 1))
+    list(dry_run._sections(config, plan, reports, Cluster(DEVICE, pp), "", 80))
+    assert tables == [shown]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_weights_are_gathered_beside_passes_where_they_are_sharded(zero, overlap):
+    flags = Layout(dp=4, zero=zero, shard=4 if zero else 1, overlap=overlap).flags()
+    assert ("--overlap-grad-reduce" in flags) == overlap
+    assert ("--overlap-param-gather" in flags) == (overlap and zero > 0)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("widens", [False, True])
+def test_a_measured_device_has_each_speed_in_its_place(kind, widens, monkeypatch):
+    """fp16 is as fast as bf16 on a GPU, and as fp32 on a CPU; bf16 that a CPU widens is as fast as fp32."""
+    own = dict(fp32=1e9, bf16=2e9)
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+    monkeypatch.setattr(calibrate.torch.cuda, "is_available", lambda: kind == "cuda")
+    monkeypatch.setattr(calibrate.target, "installed_gpu", lambda: replace(DEVICE, host=7e9))
+    monkeypatch.setattr(
+        calibrate.target, "this_cpu", lambda memory, ranks: replace(DEVICE, kind="cpu", memory_gb=9.0 / ranks)
+    )
+    monkeypatch.setattr(calibrate, "run_ranks", lambda ranks, work: [dict(bandwidth=5e9, latency=6e-6)] * ranks)
+    monkeypatch.setattr(calibrate, "choose_threads", lambda ranks: SimpleNamespace(count=torch.get_num_threads()))
+    monkeypatch.setattr(calibrate, "keep_memory", lambda: None)
+    monkeypatch.setattr(
+        calibrate.cpu_ops, "widens", lambda kind, dtype: widens and kind == "cpu" and names[dtype] == "bf16"
+    )
+    monkeypatch.setattr(calibrate, "_bandwidth", lambda kind: 3e9)
+    monkeypatch.setattr(calibrate, "_update_bandwidth", lambda kind, size: 4e9)
+    monkeypatch.setattr(calibrate, "_products", lambda kind, dtype: (own[names[dtype]], 11.0))
+    monkeypatch.setattr(calibrate, "_attention", lambda kind, dtype: own[names[dtype]] / 10)
+    monkeypatch.setattr(calibrate, "_ops", lambda kind, figures: dict(launch=8e-6, unfused=1.5))
+    found = calibrate.measure(lambda line: None, 3)
+    half = "bf16" if kind == "cuda" else "fp32"
+    speeds = dict(fp32=1e9, bf16=1e9 if widens and kind == "cpu" else 2e9, fp16=own[half])
+    assert found.flops == speeds and found.attention == {name: speed / 10 for name, speed in speeds.items()}
+    assert (found.kind, found.assumed, found.bandwidth, found.rows) == (kind, False, 3e9, 11.0)
+    assert (found.launch, found.unfused) == (8e-6, 1.5)
+    if kind == "cuda":
+        assert (found.update_bandwidth, found.attention_tokens, found.attention_backward) == (4e9, 0.0, 2.5)
+        assert (found.inner, found.outer, found.host) == (DEVICE.inner, DEVICE.outer, 7e9)
+    else:
+        assert (found.inner, found.outer, found.latency, found.memory_gb) == (5e9, 5e9, 6e-6, 3.0)
+        assert found.update_bandwidth == 0.0
+
+
+@pytest.mark.parametrize(
+    "method, number, together", [("block", 3, 1), ("uniform", 3, 3), (None, None, 1), ("uniform", 1, 1)]
+)
+def test_layers_that_are_recomputed_together_are_in_memory_together(method, number, together, monkeypatch):
+    """Groups of them, with "uniform"; of "block" each is one by itself."""
+    asked = []
+    monkeypatch.setattr(activations, "repeated", lambda *_: {("design", ()): 4})
+    monkeypatch.setattr(activations, "_layer_workspace", lambda *own: asked.append(own[-1]) or 5)
+    settings = Recompute("full", recompute_method=method, recompute_num_layers=number)
+    assert activations._workspace.__wrapped__(None, None, settings, (0, 1)) == 5 and asked == [together]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("fitting", range(9))
+def test_as_many_layers_as_fit_are_spared_from_recomputation(layers, fitting, monkeypatch):
+    """Of each stage the first ones, but not all: that is another plan."""
+    job = replace(JOB, facts=GPTFacts(replace(MODEL, num_layers=2 * layers), 1000))
+
+    def evaluate(job, layout, cluster):
+        own = layout.recompute.exempt_layers
+        assert sorted(own) == [*range(len(own) // 2), *range(layers, layers + len(own) // 2)]
+        return (len(own) // 2 if len(own) // 2 <= fitting else None), None
+
+    monkeypatch.setattr(search, "evaluate", evaluate)
+    plan = SimpleNamespace(job=job, layout=Layout(pp=2, recompute=Recompute("full")))
+    assert search._spared(plan, None) == (min(fitting, layers - 1) or None)
+
+
+def test_ranks_wait_for_each_other_until_groups_are_there():
+    """Channels are opened later, between two ranks."""
+    parts = dict(processes=20.0, rendezvous=7.0, groups=3.0, channels=100.0)
+    assert StartUp(parts).waited == 30.0 and StartUp(parts).total == 130.0

@@ -11,12 +11,12 @@ import pytest
 
 import pretrain_gpt
 from megatron.errors import SettingsError, UsageError
-from megatron.guard.command import config_of
+from megatron.guard.command import config_of, value_of
 from megatron.planner import target, tuning
 from megatron.planner.choose import automatic, with_margin
 from megatron.planner.layout import Layout
 from megatron.planner.memory import memory_report
-from megatron.planner.replan import fewer_ranks
+from megatron.planner.replan import PP, TP, _layouts, fewer_ranks
 from megatron.planner.speed import step
 from megatron.settings import rank_env
 from megatron.settings.parse import parse_pretrain
@@ -54,7 +54,7 @@ def test_flags_count_before_the_environment(flags, world, local):
 
 def test_a_layout_is_measured_by_its_fastest_step_after_the_first_and_leaves_nothing(monkeypatch):
     """Its run and its process groups end before the next one begins."""
-    ends, clock, took = [], [0.0], iter((9.0, 3.0, 2.0, 4.0))
+    ends, clock, took = [], [0.0], iter((1.0, 3.0, 2.0, 4.0))  # the first one may be short, too
     mesh = SimpleNamespace(release=lambda: ends.append("groups"))
     run = SimpleNamespace(
         stages=[], pending=SimpleNamespace(), close=lambda: ends.append("run"), context=SimpleNamespace(mesh=mesh)
@@ -72,6 +72,30 @@ def test_a_job_goes_on_with_as_many_ranks_as_there_are_devices_for(most, ranks):
     job = ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *TINY]
     found, words = fewer_ranks([*job, *"--global-batch-size 24 --micro-batch-size 1".split()], 8, 1, most)
     assert found == ranks and any(re.fullmatch(rf"(--nproc-per-node[= ])?{ranks}", word) for word in words)
+
+
+def test_the_reasons_of_the_largest_number_of_ranks_are_told():
+    job = ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *TINY, "--global-batch-size", "32"]
+    with pytest.raises(SettingsError) as refused:
+        fewer_ranks([*job, "--micro-batch-size", "1"], 8, 5)
+    assert "on 5 to 7 ranks" in refused.value.what and "x data parallel size 7 = 7" in refused.value.why
+    assert "data parallel size 5" not in refused.value.why
+
+
+def test_smaller_layouts_are_tried_from_the_largest_on():
+    """More ranks that share the model first, and of as many those of a node; what divides stages goes with their number."""
+    words = ["torchrun", "--nproc-per-node", "16", "pretrain_gpt.py", *TINY]
+    words += [*"--tp 4 --pp 4 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 24".split()]
+    config, kept = parse_pretrain(words[4:]), "--num-virtual-stages-per-pipeline-rank"
+    tried = [(int(value_of(one, TP)), int(value_of(one, PP)), kept in one) for one in _layouts(words, config, 12)]
+    assert tried == [
+        *((4, 3, False), (3, 4, True)),
+        *((3, 2, False), (2, 3, False)),
+        *((4, 1, False), (2, 2, False), (1, 4, True)),
+        *((3, 1, False), (1, 3, False)),
+        *((2, 1, False), (1, 2, False)),
+        (1, 1, False),
+    ]
 
 
 @pytest.mark.parametrize(

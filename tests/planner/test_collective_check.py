@@ -169,6 +169,8 @@ def test_sums_are_compared_call_by_call_in_each_group():
     ]
     zeros = record(call(0, zero=True))
     assert problems_of([zeros, zeros]) == []
+    often = record(call(1), call(2), call(3, place="b.py:2 in g"))
+    assert [line.rpartition(" (")[2] for line in problems_of([often, often]) if "a.py" in line] == ["2 times)"]
 
 
 def test_squares_are_compared_with_those_of_one_process():
@@ -179,6 +181,15 @@ def test_squares_are_compared_with_those_of_one_process():
     [output, gradient] = problems_of([half(8.0, 4.0), half(8.001, 5.0)], alone)
     assert output.startswith("the output of blocks.2 has a mean square of 1") and "blocks.10" in gradient
     assert problems_of([half(8.0, 4.0), half(8.001, 4.0)], alone, "bf16") == []
+    several = lambda size: record(
+        boundaries=[
+            Boundary((), what, f"blocks.{n}", 1, 8.0 if n in (3, 12) else size, 8)
+            for what in (OUTPUT, GRADIENT)
+            for n in (3, 9, 10, 12)
+        ]
+    )
+    [output, gradient] = problems_of([several(2.0), several(2.0)], several(4.0))  # where a mistake is seen first
+    assert output.startswith("the output of blocks.9 ") and "blocks.10 " in gradient
     nan = half(float("nan"), 4.0)
     assert "the output of blocks.2" in problems_of([nan, nan], alone, "bf16")[0]
 

@@ -172,6 +172,21 @@ def test_bars_are_stacked_from_the_largest_kind_on():
     assert drawn == [first, second, third, "other", third, second, first, "other"]
 
 
+@pytest.mark.parametrize("unit", [1e-3, 1.0, 1e3])
+def test_kinds_of_less_than_a_fiftieth_of_the_longest_bar_are_one(unit):
+    """In any unit: what is small in each bar is "other", and bars are as long as before."""
+    drawn, axes = {}, MagicMock()
+    axes.barh.side_effect = lambda names, widths, left, label, **_: drawn.update({label: (left, widths)})
+    first, second, third = list(picture.COLOURS)[:3]
+    rows = [{first: 97.9, second: 1.9, third: 0.2}, {first: 40.0, second: 1.0, third: 2.1}]
+    picture._bars(MagicMock(), axes, [{kind: unit * value for kind, value in row.items()} for row in rows], ["x", "y"])
+    widths = {label: [round(value / unit, 9) for value in widths] for label, (_, widths) in drawn.items()}
+    assert widths == {first: [97.9, 40.0], third: [0.2, 2.1], "other": [1.9, 1.0]}
+    assert [start + width for start, width in zip(*drawn["other"], strict=True)] == pytest.approx(
+        [100 * unit, 43.1 * unit]
+    )
+
+
 def test_the_weight_with_the_largest_error_is_named():
     weights = {name: torch.ones(4) for name in "abc"}
     trace = lambda errors: Trace(

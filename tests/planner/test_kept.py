@@ -108,7 +108,7 @@ def test_a_search_keeps_what_is_given(words, searched_once):
     assert "kept as given: " in text and all(flag.replace("_", "-") in text for flag in flags[-1:])
 
 
-AT_DEFAULTS = {
+GIVEN = {
     "--tensor-model-parallel-size 1": dict(tp=1),
     "--context-parallel-size 1": dict(cp=1),
     "--pipeline-model-parallel-size 1": dict(pp=1),
@@ -116,18 +116,29 @@ AT_DEFAULTS = {
     "--micro-batch-size 1": dict(micro_batch_size=1),
     "--pipeline-schedule 1f1b": dict(schedule="1f1b"),
     "--no-sequence-parallel": dict(sp=False),
+    "--expert-model-parallel-size 2": dict(ep=2),
+    "--expert-tensor-parallel-size 4": dict(etp=4),
+    "--data-parallel-size 8": dict(dp=8),
+    "--dp-degree 2": dict(replicas=2),
+    "--sharding-degree 4": dict(shard=4),
+    "--num-virtual-stages-per-pipeline-rank 3": dict(chunks=3),
+    "--num-layers-per-virtual-pipeline-stage 5": dict(chunk_layers=5),
+    "--overlap-grad-reduce": dict(overlap=True),
+    "--overlap-param-gather": dict(overlap=True),
+    "--no-overlap-grad-reduce": dict(overlap=False),
+    "--no-overlap-param-gather --overlap-grad-reduce": dict(overlap=True),
 }
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("words", ["", *AT_DEFAULTS])
+@pytest.mark.parametrize("words", ["", *GIVEN])
 def test_an_axis_is_fixed_if_its_flag_is_given_also_at_its_default(words):
     config = parse_any([*MODEL, *EIGHT, "--auto-parallel", *words.split()])
     space = choose.space_of(config, cluster_of(config, {})[0])
     axes = ("tp", "cp", "pp", "zero", "micro_batch_size", "schedule", "sp", "ep", "etp", "dp", "shard", "chunks")
     axes += ("replicas", "chunk_layers", "stage_layers", "recompute", "cp_comm", "cp_levels", "overlap")
     found = {name: value for name in axes if (value := getattr(space, name)) is not None}
-    assert found == AT_DEFAULTS.get(words, {})
+    assert found == GIVEN.get(words, {})
 
 
 def test_nothing_given_is_free():

@@ -13,6 +13,7 @@ import pytest
 from megatron.planner.choose import tolerance
 from megatron.planner.device import GIB, find
 from megatron.planner.layout import Layout
+from megatron.planner.memory import memory_report
 from megatron.planner.published import SOURCES, accuracy_of, judges, report, runs
 from megatron.planner.reached_speed import (
     ACCURACY,
@@ -22,6 +23,7 @@ from megatron.planner.reached_speed import (
     EXPOSED,
     LINEAR,
     UNFUSED,
+    accuracies,
     accuracy,
 )
 from megatron.planner.speed import Cluster, step
@@ -208,3 +210,27 @@ def test_pairs_that_differ_in_one_thing_are_predicted_in_their_order():
     assert plain.predicted < once.predicted < turns.predicted
     assert once.predicted / plain.predicted == pytest.approx(plain.measured / once.measured, rel=0.2)
     assert turns.predicted / once.predicted == pytest.approx(once.measured / turns.measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "layers, pp, chunks, each", [(126, 8, 1, "15,16,16,16,16,16,16,15"), (94, 4, 2, "11,12,12,12,12,12,12,11")]
+)
+def test_embedding_and_loss_are_layers_where_layers_alone_do_not_fill_the_stages(layers, pp, chunks, each):
+    """As of Llama 3 405B. Of layers that do, each stage has as many."""
+    run = replace(RUNS[0], layers=layers, pp=pp, chunks=chunks, gpus=pp)
+    assert run.layout.stage_layers == each
+    assert replace(run, layers=layers + 2).layout.stage_layers is None
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_fsdps_memory_is_without_what_it_does_not_keep(zero):
+    """With ZeRO 3 no copy of the weights in bf16, and gradients that arrive in half the bytes."""
+    run = replace(next(run for run in RUNS if run.kind == "eager" and run.gpus == 8 and not run.experts), zero=zero)
+    held = memory_report(run.job, run.layout, run.device, 0).device
+    less = held["weights"] + held["gradient buffers"] / 2 if zero == 3 else 0
+    assert run.memory() == sum(held.values()) - less and (zero < 3 or less > 0)
+
+
+@pytest.mark.parametrize("name", ["H100 PCIe", "NVIDIA H100 NVL", "GH200-96GB", "T4-16GB"])
+def test_variants_of_a_gpu_have_no_errors_of_its_runs(name):
+    assert accuracies(name) == {} and accuracies("NVIDIA H100 80GB HBM3")

@@ -25,6 +25,7 @@ from megatron.pipeline.build import build_stages
 from megatron.planner import device as devices
 from megatron.planner.layout import Job
 from megatron.planner.serving import BLOCK, Requests, ServingShare, plan_of, plans
+from megatron.planner.serving_text import rejected
 from megatron.planner.speed import Cluster
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model, Parallel, Precision
@@ -97,6 +98,24 @@ def test_a_texts_keys_and_values_are_those_of_an_engine(flags, precision):
     found = sum(tensor.nbytes for layer in engine.stage.cache._layers.values() for tensor in layer)
     share = ServingShare(job_of(flags, precision, "cpu"), Cluster(devices.cpu(), 1), 1, 1)
     assert found == 9 * BLOCK * share.cache_bytes(0) and BLOCK == BLOCK_SIZE
+
+
+def test_a_text_of_a_model_with_states_has_copies_of_them():
+    """Its own and two snapshots, beside keys and values in whole blocks of 16 tokens."""
+    flags = f"{GPT} --hybrid-layer-pattern MM*MM --mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 8"
+    job, cluster = job_of(flags), Cluster(devices.find("A100-80GB"), 1)
+    share = ServingShare(job, cluster, 1, 1)
+    states, each = share.state_bytes(0), share.cache_bytes(0)
+    assert states > 0 and each == 2 * 64 * 2  # a layer of attention
+    for length, blocks in ((32, 2), (33, 3)):
+        assert plan_of(job, cluster, Requests(length - 8, 8, 1), 1, 1).cache == 16 * blocks * each + 3 * states
+
+
+def test_layouts_that_do_not_fit_say_by_how_much():
+    plan = plan_of(job_of(GPT), Cluster(devices.find("A100-80GB"), 1), Requests(32, 8, 5), 1, 1)
+    plan = replace(plan, weights=70 * 10**9, workspace=2 * 10**9, cache=3 * 10**9, texts=5)
+    device = replace(devices.find("A100-80GB"), memory_gb=80.0, margin=0.0)
+    assert rejected([plan], Cluster(device, 1)) == f"{plan.short()}: out of memory by 7.00 GB with 5 texts a replica"
 
 
 FAST = replace(

@@ -208,6 +208,14 @@ def test_layers_that_are_not_quantized_stay_in_the_blocks_that_are_left():
     assert model.linear == "*=fake_quantize,blocks.0.mlp.up=plain,blocks.1.mlp.down=plain"
 
 
+@pytest.mark.parametrize("rate, shrunk", [("6e-5", 1e-3), ("1e-3", 1e-3), ("0.01", 0.01), (None, None)])
+def test_rates_are_large_enough_to_move_weights_in_a_few_steps(rate, shrunk):
+    """A thousandth at least; one that is not given is not made up."""
+    line = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 60 --mock-data"
+    config = parse_pretrain([*line.split(), *(["--lr", rate] if rate else []), "--micro-batch-size", "1"])
+    assert shrunk_job_of(config, 1).config.optimizer.lr == shrunk
+
+
 def test_what_counts_ranks_or_their_batch_goes():
     _, shrunk = made("--tp 2 --local-batch-size 24 --gradient-accumulation-steps 24 --profile --profile-ranks 63", 128)
     assert check(shrunk.config, shrunk.world_size) == []

@@ -14,6 +14,7 @@ import pytest
 
 from megatron.data.mixture import tasks_of
 from megatron.errors import DataError, Failure, SettingsError, StorageError, UsageError
+from megatron.tasks import settings as kept_settings
 from megatron.tasks.description import CLUE, GLUE, Task, find_task
 from megatron.tasks.evaluation import TaskMeasures, draw_confusion, write_predictions
 from megatron.tasks.examples import file_of, labels_in, read_examples
@@ -641,3 +642,44 @@ def test_labels_are_no_formulas(tmp_path):
     """Matplotlib takes what is between dollars for one, and fails where it is none."""
     drawn = draw_confusion(np.eye(2, dtype=int), ["$a_$", "$b^{$"], tmp_path / "confusion.png")
     assert drawn == (tmp_path / "confusion.png" if find_spec("matplotlib") else None)
+
+
+@pytest.mark.skipif(not find_spec("matplotlib"), reason="a picture needs matplotlib")
+def test_a_confusion_matrix_is_drawn_by_the_shares_of_each_gold_class(tmp_path, monkeypatch):
+    """In its rows, with the counts, which are white on dark squares; a class without examples has none."""
+    from matplotlib.axes import Axes
+
+    shown, texts = [], {}
+    imshow = lambda axes, values, **how: shown.append(values)
+    write = lambda axes, x, y, text, **how: texts.update({(y, x): (text, how["color"])})
+    monkeypatch.setattr(Axes, "imshow", imshow), monkeypatch.setattr(Axes, "text", write)
+    counts = [[1, 3, 0], [0, 0, 0], [2, 1, 1]]
+    assert draw_confusion(np.array(counts), ["a", "b", "c"], tmp_path / "confusion.png").stat().st_size
+    shares = [[0.25, 0.75, 0], [0, 0, 0], [0.5, 0.25, 0.25]]
+    assert shown[0].tolist() == shares
+    told = {(y, x): (str(counts[y][x]), "white" if shares[y][x] > 0.5 else "black") for y in range(3) for x in range(3)}
+    assert texts == told
+
+
+def test_each_setting_that_decides_examples_is_part_of_what_is_kept(tmp_path):
+    """Each changed alone, after others were read, gives what it gives when nothing was read before."""
+    lines = {name: ["text\tlabel\tmore", *(f"{word}\t{name}{word}\tz" for word in "xyxy")] for name in ("", "w")}
+    for folder, rows in ("one", lines[""]), ("other", [*lines[""], "n\tx\tz"]):
+        write(tmp_path / folder, dict.fromkeys(("train.tsv", "dev.tsv", "test.tsv", "two.tsv"), rows))
+    write(tmp_path / "one", {"two.tsv": lines[""][:3]})
+    (tmp_path / "own.yaml").write_text(f"{YAML}test: test.tsv\n")
+    (tmp_path / "other.yaml").write_text(f"{YAML}test: test.tsv\n".replace("text: text", "text: more"))
+    soft = tmp_path / "soft.tsv"
+    soft.write_text("index\tx\ty\n" + "".join(f"{n}\t0.25\t0.75\n" for n in range(4)))
+    base = TaskSettings(task=str(tmp_path / "own.yaml"), task_data=str(tmp_path / "one"))
+    changes = dict(task=str(tmp_path / "other.yaml"), task_data=str(tmp_path / "other"), labels=["y", "x"])
+    changes |= dict.fromkeys(("train_data", "valid_data", "test_data"), [str(tmp_path / "one" / "two.tsv")])
+    changes |= dict(examples_per_class=1, soft_labels=[str(soft)])
+    forget = lambda: (kept_settings._open.cache_clear(), kept_settings._examples.cache_clear())
+    read = lambda own: [examples_of(own, split) for split in ("train", "valid", "test")]
+    before = read(base)
+    for name, value in changes.items():
+        found = read(replace(base, **{name: value}))
+        forget()
+        assert found == read(replace(base, **{name: value})) and found != before, name
+        assert read(base) == before

@@ -128,7 +128,7 @@ def test_a_text_has_its_whole_context_and_ends_with_the_model(trained, names, ca
         while len(ids) < LENGTH and ids[-1] != EOD:
             ids.append(model.model.logits(torch.tensor(ids)[:, None])[-1, 0].argmax().item())
         assert [int(word) for word in text.split()] == [id for id in ids[len(context) :] if id != EOD]
-    model.generate_until(asked((words([5, 6]), dict(max_gen_toks=4))))
+    model.generate_until(asked(*((words([5, 6]), dict(max_gen_toks=most)) for most in (4, LENGTH - 2))))  # it just fits
     assert capsys.readouterr().err == ""
     with pytest.raises(DataError, match=f"a text after {LENGTH} tokens, and the model can look at {LENGTH}"):
         model.generate_until(asked((words([1] * LENGTH), {})))
@@ -155,6 +155,36 @@ def test_texts_end_before_what_ends_them(trained, names, monkeypatch):
     [text] = model.generate_until(asked((words(context), dict(until=["no word", end]))))
     assert text == whole[: whole.find(end)] and 3 <= len(made[0].tokens) <= 4 < len(ids)
     assert harness.cut("a b\nc", ["\n", "b"]) == "a " and harness.cut("a b", []) == "a b"
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 7])
+def test_the_longest_texts_come_first_and_answers_in_the_order_of_requests(batch, names):
+    """So a batch has texts of like lengths, and what does not fit into memory is met at once."""
+    from megatron.tasks.harness import HarnessModel
+
+    sizes, seen = [3, 9, 1, 9, 4, 2], []
+    context = SimpleNamespace(
+        mesh=SimpleNamespace(dp=SimpleNamespace(rank=0, size=1)), all_gather_object=lambda one: [one]
+    )
+    model = SimpleNamespace(batch=batch, context=context)
+    work = lambda items: seen.append(items) or [10 * item for item in items]
+    assert HarnessModel.shared(model, sizes, lambda item: item, work) == [10 * size for size in sizes]
+    assert sum(seen, []) == sorted(sizes, reverse=True) and all(len(one) == batch for one in seen[:-1])
+
+
+def test_scores_of_continuations_are_the_plain_networks(trained, names):
+    """Of texts of any length side by side, the longest of which are cut at the beginning."""
+    draw, model = random.Random(4), adapter(trained)
+    weights = double(dict(model.model.named_parameters()))
+    numbers = lambda count: [draw.randrange(EOD) for _ in range(count)]
+    pairs = [(numbers(before), numbers(after)) for before, after in [(1, 1), (LENGTH + 3, 2), (LENGTH - 1, 1), (4, 5)]]
+    pairs += [(pairs[0][0], [one]) for one in range(3)]
+    found = model._loglikelihood_tokens([(None, *pair) for pair in pairs])
+    for (before, after), (score, greedy) in zip(pairs, found, strict=True):
+        text = (before + after)[-LENGTH - 1 :]
+        assert score == pytest.approx(token_scores(weights, text)[-len(after) :].sum().item(), abs=1e-4)
+        scores = hidden(weights, text[:-1]) @ weights["embedding.word.weight"][:VOCABULARY].T
+        assert greedy == (scores.argmax(-1)[-len(after) :].tolist() == after)
 
 
 YAML = """task: {name}

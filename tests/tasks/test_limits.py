@@ -2,7 +2,10 @@
 """Conversations and tasks exactly at a limit, against plain loops over small numbers, so that borders are frequent."""
 
 import itertools
+import json
 import math
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,22 +16,33 @@ from hypothesis import strategies as st
 
 from megatron.data.loader import DOCUMENTS, IDS, MASK, named_batch
 from megatron.errors import DataError
+from megatron.model.facts import Facts
 from megatron.model.language_model import TOKENS
 from megatron.model.sample_arrays import LABELS, LOSS_MASK
 from megatron.mpu.mesh import Mesh
-from megatron.tasks import chat, classifier, metrics
-from megatron.tasks.chat_samples import EncodedTexts, TextEncoder, conversation_samples, end_of_turn, pack, pair_samples
+from megatron.tasks import backbones, chat, classifier, finetune, metrics, spans
+from megatron.tasks import settings as kept_settings
+from megatron.tasks.chat_samples import (
+    ChatSamples,
+    EncodedTexts,
+    TextEncoder,
+    conversation_samples,
+    end_of_turn,
+    pack,
+    pair_samples,
+)
 from megatron.tasks.chat_settings import DPO_LOSS
 from megatron.tasks.classifier import LENGTHS, OPTIONS
-from megatron.tasks.cloze import BertCloze, T5Cloze
+from megatron.tasks.cloze import BertCloze, CausalCloze, T5Cloze
 from megatron.tasks.dpo import PairComparison
 from megatron.tasks.evaluation import SpanMeasures, TaskMeasures
 from megatron.tasks.examples import Examples, TaskExample, place_of
-from megatron.tasks.pet import MockPatterns, Pattern, refuse_unequal
-from megatron.tasks.readers import BertReader
-from megatron.tasks.samples import MockTaskSamples, TaskSamples, longest_cut, with_options
+from megatron.tasks.pet import MockPatterns, Pattern, PetMeasures, PetRequests, choices_of, pet_datasets, refuse_unequal
+from megatron.tasks.readers import BertReader, CausalReader, T5Reader
+from megatron.tasks.samples import MockTaskSamples, TaskSamples, longest_cut, wanted, with_options
+from megatron.tasks.settings import LM_LOSS, TaskSettings, predictions_folder
 from megatron.tasks.soft_labels import with_soft_labels
-from megatron.tasks.spans import MockSpanSamples
+from megatron.tasks.spans import ENDS, MockSpanSamples
 from tests.data.test_stale_caches import Bytes, template_of
 
 TEXT = st.lists(st.booleans(), min_size=1, max_size=7)  # which of its tokens are answers
@@ -272,6 +286,23 @@ def test_soft_labels_are_the_mean_of_files_in_the_order_of_the_tasks_labels(tmp_
             with_soft_labels(Examples(rows[:1], {"": range(1)}), [soft(tmp_path, "wrong.tsv", "abc", wrong)], task)
 
 
+@pytest.mark.parametrize(
+    "row, good", [("0.34 0.34 0.34 0 0", True), ("0.35 0.34 0.34 0 0", False), ("0.4 0.4 0.3 0 0", True)]
+)
+def test_probabilities_may_miss_1_by_what_their_decimals_round(row, good, tmp_path):
+    """Five numbers, each off by half of its last decimal at most: 0.025 together, and 0.25 with one decimal."""
+    task = SimpleNamespace(regression=False, name="t", labels=tuple("abcde"))
+    examples = Examples((TaskExample("x", None, 0, "0"),), {"": range(1)})
+    path = soft(tmp_path, "one.tsv", "abcde", row.split())
+    if good:
+        [found] = with_soft_labels(examples, [path], task).rows
+        whole = sum(map(float, row.split()))
+        assert found.shares == pytest.approx([float(word) / whole for word in row.split()])
+    else:
+        with pytest.raises(DataError, match="line 2: the probabilities add up to 1.03"):
+            with_soft_labels(examples, [path], task)
+
+
 @pytest.mark.parametrize("words, good", [(3, True), (4, True), (5, False)])
 def test_words_of_a_label_that_just_fit_a_decoder(words, good):
     cloze = T5Cloze(9, bos=0, sentinel=1, target=5)
@@ -342,6 +373,165 @@ def test_made_up_samples_of_each_seed_split_and_number_are_their_own(kind):
     assert len({text(*place) for place in places}) == len(places) and text(*places[3]) == text(*places[3])
 
 
+@pytest.mark.parametrize("loss, soft", [("labels", False), ("labels", True), ("words", False)])
+def test_samples_of_patterns_are_those_of_their_loss(loss, soft, tmp_path):
+    """By letters: a gap and the words of all labels, or in training the words of the right one, else of each label."""
+    (tmp_path / "task.yaml").write_text("train: t.tsv\ntext: a\nlabel: b\nlabels: [x, y]\n")
+    (tmp_path / "words.json").write_text(json.dumps(dict(x="p", y="q")))
+    own = TaskSettings(task=str(tmp_path / "task.yaml"), pet_pattern="{text}{label}", pet_loss=loss)
+    own = replace(own, pet_verbalizer=str(tmp_path / "words.json"), soft_labels=["a.tsv"] if soft else None)
+    letters = SimpleNamespace(encode=lambda text: [*map(ord, text)], decode=lambda ids: "".join(map(chr, ids)))
+    rows = tuple(TaskExample(text, None, label, "", shares=(0.25, 0.75)) for text, label in (("ab", 1), ("c", 0)))
+    examples, told = Examples(rows, {"": range(2)}), []
+    given = dict(train=examples, valid=examples, test=None)
+    train, valid, test = pet_datasets(own, given, letters, CausalCloze(6, 0), told.append)
+    assert test is None and told == [" > the first example as text: 'abp'"]
+    assert (getattr(train, "whole", False), valid.whole) == (False, True)
+    read = lambda sample: (ends := np.flatnonzero(sample[LOSS_MASK]), letters.decode(sample[LABELS][ends]))[1]
+    if loss == "words":
+        assert [read(one) for one in (train[0], train[1])] == ["q", "p"] and len(train) == 2
+        assert [read(valid[n]) for n in range(len(valid))] == ["p", "q", "p", "q"]
+        return
+    for samples in (train, valid):
+        assert [(one[classifier.GAP], one[LABELS]) for one in (samples[0], samples[1])] == [(2, 1), (1, 0)]
+        assert samples[0][classifier.CHOICES].tolist() == [ord("p") + 1, ord("q") + 1]
+        assert ("shares" in samples[0]) == soft and (not soft or samples[0]["shares"].tolist() == [0.25, 0.75])
+
+
+def test_words_of_labels_are_judged_by_their_sums():
+    """The loss is over the tokens of the right labels' words, of examples with a label."""
+    rows = tuple(TaskExample("x", None, label, "") for label in (1, None, 0))
+    samples = PetRequests(Examples(rows, {"": range(3)}), None, ["a", "b"], None, None)
+    measures = PetMeasures.__new__(PetMeasures)
+    measures.task = SimpleNamespace(metrics=("accuracy",), regression=False, labels=("a", "b"), options=None)
+    measures.folder = None
+    log_p = [[-3.0, -1.0], [-1.0, -2.0], [-5.0, -4.0]]  # of each example with each label
+    values = np.array([[[one, 2 + label] for label, one in enumerate(row)] for row in log_p]).reshape(6, 2)
+    found = measures.figures(values, samples, "validation", False, 0)
+    assert found == {LM_LOSS: (1.0 + 5.0) / (3 + 2)}  # not all labels are known, so accuracy is not
+    known = replace(samples, examples=Examples(rows[::2], {"": range(2)}))
+    found = measures.figures(values[[0, 1, 4, 5]], known, "validation", False, 0)
+    assert found == {LM_LOSS: (1.0 + 5.0) / (3 + 2), "accuracy": 0.5}
+    batch = SimpleNamespace(loss_mask=torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+    of_words = measures.values(batch, torch.tensor([[0.5, 9.0], [0.25, 2.0]]))
+    assert of_words.tolist() == [[-0.75, 2.0], [-2.0, 1.0]]
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_made_up_patterns_have_the_arrays_of_a_choice(soft):
+    """With as many numbers, below their limits; without a task those of a loss over words."""
+    config = SimpleNamespace(model=SimpleNamespace(seq_length=12))
+    task = SimpleNamespace(options=None, outputs=3, regression=False, labels="abc")
+    for own, arrays in (
+        (task, CausalCloze.choice_arrays(config, 50, task, soft)),
+        (None, CausalCloze.arrays(config, 50)),
+    ):
+        for sample in (MockPatterns(20, CausalCloze(12), 50, 1, 0, own, soft)[n] for n in range(20)):
+            assert set(sample) == set(arrays)
+            for name, array in arrays.items():
+                values = np.asarray(sample[name])
+                assert values.shape == ((array.length,) if array.length else ())
+                assert array.below is None or 0 <= values.min() <= values.max() < array.below
+            assert own is None or not soft or sample["shares"].tolist() == np.eye(3)[sample[LABELS]].tolist()
+
+
+READERS = {
+    "GPT": CausalReader(9, end=0),
+    "GPT with a begin": CausalReader(9, end=0, prefix=(7, 8)),
+    "BERT": BertReader(9, cls=1, sep=2),
+    "T5": T5Reader(9, bos=1, eos=2),
+}
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("kind", READERS)
+def test_texts_that_have_just_room_fill_a_sample(kind, pair):
+    """With what is around them. A second text begins where it is said."""
+    reader, first = READERS[kind], [3, 4]
+    second = [5] * (reader.room(pair) - 2) if pair else None
+    text = first if pair else [3, 4, *[5] * (reader.room(False) - 2)]
+    arrays = reader.read(text, second)
+    ids = next(iter(arrays.values())).tolist()
+    ends = {"GPT": [0], "BERT": [2], "T5": [2]}[kind.split()[0]]
+    begin = {"GPT": [], "GPT with a begin": [7, 8], "BERT": [1], "T5": []}[kind]
+    assert ids == [*begin, *first, *ends * pair, *[5] * (reader.room(pair) - 2), *ends * (kind in ("BERT", "T5"))]
+    assert len(ids) == 9 and (
+        kind == "T5" or not pair or ids[reader.pair_place(2)] == 5 != ids[reader.pair_place(2) - 1]
+    )
+
+
+@pytest.mark.parametrize("words", [[6], [6, 7]])
+def test_words_in_a_gap_are_read_and_written_as_each_model_does(words):
+    parts = [("text", [3, 4]), ("label", words), ("", [5])]
+    padded = lambda *ids, size=8: [*ids, *[0] * (size - len(ids))]
+    n = len(words)
+    of_bert = BertCloze(8, cls=1, sep=2, mask=9)._named(parts)
+    assert {name: array.tolist() for name, array in of_bert.items()} == {
+        "text": padded(1, 3, 4, *[9] * n, 5, 2),
+        "types": padded(),
+        "labels": padded(0, 0, 0, *words),
+        "loss_mask": padded(0, 0, 0, *[1] * n),
+        "padding_mask": padded(*[1] * (5 + n)),
+    }
+    of_t5 = T5Cloze(8, bos=1, sentinel=9, target=4)._named(parts)
+    assert {name: array.tolist() for name, array in of_t5.items()} == {
+        "text_enc": padded(3, 4, 9, 5),
+        "text_dec": padded(*[1, 9, *words[:-1]], size=4),  # each predicts the next one
+        "labels": padded(9, *words, size=4),
+        "loss_mask": padded(0, *[1] * n, size=4),  # the sentinel is known
+        "enc_mask": padded(1, 1, 1, 1),
+        "dec_mask": padded(*[1] * (1 + n), size=4),
+    }
+
+
+def test_the_limit_of_lengths_is_that_of_a_full_sample():
+    config = SimpleNamespace(model=SimpleNamespace(seq_length=7))
+    assert CausalReader.arrays(config, 9)[LENGTHS].below == 1 + CausalReader(7).read([1] * 7, None)[LENGTHS]
+
+
+@pytest.mark.parametrize("label", [None, 0, 2])
+@pytest.mark.parametrize("shares", [None, (0.25, 0.5, 0.25)])
+@pytest.mark.parametrize("kind", ["classes", "soft", "number"])
+def test_the_target_of_a_sample_is_its_label_if_it_has_one(kind, shares, label):
+    """A number has a positive and a negative part. Without a label a sample does not count."""
+    task = SimpleNamespace(regression=kind == "number", outputs=1 if kind == "number" else 3)
+    label = label if label is None or kind != "number" else label - 1.5
+    found = wanted(task, label, shares, kind == "soft")
+    assert found[LOSS_MASK] == float(label is not None or shares is not None)
+    if kind == "number":
+        assert (found[LABELS], found["above"] - found["below"]) == (0, label or 0)
+        assert min(found["above"], found["below"]) == 0 <= max(found["above"], found["below"])
+    else:
+        assert found[LABELS] == (label or 0)
+    if kind == "soft":
+        assert found["shares"].tolist() == list(shares or np.eye(3)[label or 0])
+
+
+@pytest.mark.parametrize("task", ["chat", "dpo"])
+def test_the_log_counts_what_is_learned(task, monkeypatch):
+    """Conversations and the samples they fill, or pairs. What ends answers is said of the training texts alone."""
+    own = lambda split, config, *_: encoded([[1]] * 4, dict(train=[7] * 4, valid=[8] * 4)[split])
+    rows = dict(train=[[0, 1], [2, 3]], valid=[[0, 1]])
+
+    def samples(config, tokenizer, split, log):
+        if split == "test":
+            return None, []
+        return ChatSamples(own(split, config), ["a.jsonl"], rows[split], None, 4, 0, True), [f"of {split}"]
+
+    template = SimpleNamespace(missing=["<a>", "<b>"], special={"<end>": 7}, tokenizer=None)
+    monkeypatch.setattr(chat, "samples_of", samples)
+    monkeypatch.setattr(chat, "template_of", lambda config, tokenizer: template)
+    config, told = SimpleNamespace(extra={chat.GROUP: SimpleNamespace(task=task)}), []
+    made = chat.build_datasets(config, object(), 9, (2, 1, 0), told.append)
+    what = dict(chat=("4 conversations in 2 samples", "2 conversations in 1 samples"), dpo=("2 pairs", "1 pairs"))[task]
+    lines = [f" > {split}: {words} (a.jsonl)" for split, words in zip(rows, what, strict=True)]
+    missing = "note: the chat template writes <a>, <b>, no special tokens of the vocabulary: they are ordinary text"
+    assert told == [missing, lines[0], "note: of train", lines[1], "note: of valid"]
+    assert made[2] is None and [one.rows for one in made[:2]] == list(rows.values())
+    monkeypatch.setattr(chat, "build_tokenizer", lambda settings, log: settings)
+    assert chat.epoch_samples(SimpleNamespace(tokenizer=9, extra=config.extra)) == 2  # of training
+
+
 @pytest.mark.parametrize("pair", [None, "xy"])
 def test_texts_are_cut_that_are_longer_than_a_sample_with_their_longest_option(pair):
     letters, reader = SimpleNamespace(encode=lambda text: [*map(ord, text)]), BertReader(9, cls=1, sep=2)
@@ -352,6 +542,21 @@ def test_texts_are_cut_that_are_longer_than_a_sample_with_their_longest_option(p
     for most in (3, 8):
         samples = TaskSamples(Examples(tuple(examples), {"": range(8)}), None, letters, reader)
         assert longest_cut(samples, most) == sum(wanted[:most])
+
+
+@pytest.mark.parametrize("kind", ["classes", "spans"])
+@pytest.mark.parametrize("final, rank, folder", list(itertools.product((True, False), (0, 1), (True, False))))
+def test_the_first_rank_writes_predictions_at_the_end(kind, final, rank, folder, tmp_path):
+    rows = tuple(TaskExample("q", "t", 0, str(number), gold=("a",)) for number in range(2))
+    task = SimpleNamespace(
+        name="t", metrics=("accuracy",), regression=False, labels=("a", "b"), options=None, outputs=2, one_answer=False
+    )
+    of = SpanMeasures if kind == "spans" else TaskMeasures
+    measures = of.__new__(of)
+    task.answers, measures.task, measures.folder = {}, task, str(tmp_path / "out") if folder else None
+    dataset = SimpleNamespace(examples=Examples(rows, {"": range(2)}), answers=lambda values: ["a", "x"])
+    measures.figures(np.eye(2), dataset, "test", final, rank)
+    assert (tmp_path / "out" / "t.tsv").exists() == (final and rank == 0 and folder)
 
 
 @pytest.mark.parametrize("golds, counts", [(("a", "b"), True), (("a", None), False), ((None, "b"), False)])
@@ -435,3 +640,189 @@ def test_states_and_weights_of_texts_are_those_of_a_plain_loop(samples):
         options = len(samples[n // most])
         wanted = 1 / length / options if n % most < options else 0.0
         assert weights[:, n].tolist() == pytest.approx([wanted] * length + [0.0] * (s - length))
+
+
+# ---- lengths and folders of runs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number, size", list(itertools.product(range(1, 10), range(1, 5))))
+def test_lengths_become_the_next_multiple(number, size):
+    assert backbones.multiple_above(number, size) == next(n for n in range(number, 99) if n % size == 0)
+
+
+@pytest.mark.parametrize("b, h, c, element", [(1, 8, 2, 4), (3, 5, 7, 2)])
+def test_bytes_of_the_loss_of_scores(b, h, c, element):
+    """States and scores are fp32 in the loss; a stage sends states in the format of the run."""
+    facts = backbones._scoring(Facts)
+    own = SimpleNamespace(settings=SimpleNamespace(hidden_size=h), num_outputs=c, label_tokens=3)
+    own.state_bytes = lambda share: facts.state_bytes(own, share)
+    states, scores = torch.zeros(b, h), torch.zeros(b, c)
+    share = SimpleNamespace(micro_batch_size=b, element=element, sp=False)
+    assert facts.loss_saved_bytes(own, share) == states.nbytes + scores.nbytes
+    assert facts.loss_workspace(own, share) == 2 * scores.nbytes
+    assert own.state_bytes(share) == b * h * element
+    sums = backbones._choosing(Facts).score_sums
+    sizes = 3 * b * h * element, 3 * scores.nbytes  # of each token of a label
+    assert sums(own, share) == sizes
+    assert sums(own, SimpleNamespace(**vars(share) | dict(sp=True))) == (*sizes, sizes[0])
+
+
+@pytest.mark.parametrize("given", [None, 2])
+def test_a_task_may_say_how_often_it_is_evaluated(given, tmp_path):
+    words = "" if given is None else f"settings: {{eval_epoch: {given}}}\n"
+    (tmp_path / "own.yaml").write_text(f"train: t.tsv\ntext: a\nlabel: b\n{words}")
+    said = dict(task=str(tmp_path / "own.yaml"), num_layers=1)
+    found = finetune.defaults({name: SimpleNamespace(value=value, words="") for name, value in said.items()})
+    assert found["eval_epoch"] == given or (given is None and found["eval_epoch"] == 1)
+
+
+@pytest.mark.parametrize("count, names", [(1, [""]), (2, ["matched", "mismatched"]), (3, ["a", "b", "c"])])
+def test_as_many_files_as_a_task_has_sets_are_these_sets(count, names, tmp_path):
+    """Other ones have the names of their files, and a single one has none."""
+    files = [str(tmp_path / f"{name}.tsv") for name in "abc"[:count]]
+    for file in files:
+        Path(file).touch()
+    task = SimpleNamespace(valid=dict(matched=("m",), mismatched=("n",)), train={}, test={}, home=None)
+    found = kept_settings._files(task, TaskSettings(task="t", valid_data=files), "valid")
+    assert found == tuple(zip(names, map(Path, files), strict=True))
+
+
+def test_labels_that_are_numbers_are_in_the_order_of_their_values(tmp_path):
+    """Ahead of words, which are in theirs."""
+    words = ["10", "b", "9", "-1.5", "a", "2", "10", ""]
+    (tmp_path / "t.tsv").write_text("\n".join(["text\tlabel", *(f"x\t{word}" for word in words)]))
+    (tmp_path / "own.yaml").write_text("train: t.tsv\ntext: text\nlabel: label\n")
+    own = TaskSettings(task=str(tmp_path / "own.yaml"), task_data=str(tmp_path))
+    assert kept_settings.open_task(own).task.labels == ("-1.5", "2", "9", "10", "a", "b")
+
+
+@pytest.mark.parametrize("there", list(itertools.product((True, False), repeat=2)))
+@pytest.mark.parametrize("given", [None, ["own.jsonl"]])
+def test_conversations_in_a_folder(given, there, tmp_path):
+    """Its files, if none are given for a split; without a training file its other files, or an error."""
+    train, valid = there
+    for name, so in (("train", train), ("valid", valid)):
+        if so:
+            (tmp_path / f"{name}.jsonl").touch()
+    settings = SimpleNamespace(train_data=given, valid_data=None, test_data=None)
+    wanted = dict(valid_data=[str(tmp_path / "valid.jsonl")]) if valid else {}
+    if train or given:
+        wanted |= {} if given else dict(train_data=[str(tmp_path / "train.jsonl")])
+        assert chat._files_of([str(tmp_path)], settings) == wanted
+    else:
+        with pytest.raises(DataError, match="has no train.jsonl"):
+            chat._files_of([str(tmp_path)], settings)
+    (tmp_path / "a.parquet").touch()
+    found = chat._files_of([str(tmp_path)], settings)
+    assert found == wanted | ({} if train or given else dict(train_data=[str(tmp_path)]))
+
+
+@pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
+@pytest.mark.parametrize("asked", [None, 63, 64, 65])
+def test_samples_are_no_longer_than_a_table_of_positions(asked, positions):
+    model = dict(max_position_embeddings=64, position_embedding_type=positions)
+    found = finetune._from_checkpoint(dict(config=dict(model=model), vocab_size=9), {}.get, asked)
+    longest = asked and (min(asked, 64) if positions == "learned_absolute" else asked)
+    assert found.get("seq_length") == longest and found["backbone"] == "GPT"
+
+
+@pytest.mark.parametrize(
+    "given, save, folder",
+    [
+        ("p", "s", "p"),
+        (None, "s", "s/predictions"),
+        (None, "s3://b/s", None),
+        ("p", "s3://b/s", "p"),
+        (None, None, None),
+    ],
+)
+def test_predictions_are_where_the_user_says_or_below_a_folder_of_this_machine(given, save, folder):
+    assert predictions_folder(given, save) == folder
+
+
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_score_of_a_label_is_the_sum_over_its_tokens(cap, bias):
+    """Each token at its own place from the gap on, also up to the last row; a label of one token has one logit."""
+    draw = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(6, 3, 4, generator=draw), torch.randn(9, 4, generator=draw)
+    labels, gaps = [[3, 8], [0], [5, 5]], [0, 2, 4]
+    choices = torch.from_numpy(choices_of(labels, 2)).unsqueeze(1).expand(-1, 3)
+    label_chooser = classifier.label_chooser_of(torch.nn.Module, 2)
+    model = SimpleNamespace(tp=Mesh().tp, cut=False, word_states=lambda x: x, output_weight=weight, softcap=cap)
+    model.output_bias = torch.arange(9.0) if bias else None
+    model._logits = lambda *given: label_chooser._logits(model, *given)
+    arrays = {classifier.CHOICES: choices, classifier.GAP: torch.tensor(gaps)}
+    found = label_chooser.scores(model, x, SimpleNamespace(arrays=arrays))
+    for sample, gap in enumerate(gaps):
+        for label, ids in enumerate(labels):
+            logits = [x[gap + place, sample] @ weight[id] + id * bias for place, id in enumerate(ids)]
+            wanted = sum(one if cap is None else cap * torch.tanh(one / cap) for one in logits)
+            torch.testing.assert_close(found[sample, label], wanted)
+
+
+def test_the_loss_of_a_sample_is_that_of_its_kind_of_target():
+    """Cross-entropy with a class, or with probabilities; of a number the square; of a piece the mean over both ends."""
+    scores = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0]])
+    log_p = (scores.exp() / scores.exp().sum(1, keepdim=True)).log()
+    batch = SimpleNamespace(arrays={}, labels=torch.tensor([1, 0]))
+    assert classifier.losses_of(scores, batch).tolist() == pytest.approx([-log_p[0, 1].item(), -log_p[1, 0].item()])
+    shares = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.125, 0.875]])
+    batch.arrays = {"shares": shares.T}
+    assert classifier.losses_of(scores, batch).tolist() == pytest.approx((-(shares * log_p).sum(1)).tolist())
+    numbers = SimpleNamespace(arrays=dict(above=torch.tensor([2.5, 0.0]), below=torch.tensor([0.0, 1.5])))
+    assert classifier.losses_of(torch.tensor([[1.0], [1.0]]), numbers).tolist() == [2.25, 6.25]
+    ends = SimpleNamespace(arrays={ENDS: torch.tensor([2, 2])}, labels=torch.tensor([1, 0]))
+    both = torch.cat((scores, scores.flip(0)), 1)
+    wanted = [-(log_p[0, 1] + log_p[1, 2]).item() / 2, -(log_p[1, 0] + log_p[0, 2]).item() / 2]
+    found = classifier.span_finder_of(torch.nn.Module).losses(None, both, ends)
+    assert found.tolist() == pytest.approx(wanted)
+
+
+def test_scores_of_the_ends_of_a_piece_are_never_padding():
+    x = torch.arange(4 * 2 * 2.0).view(4, 2, 2)
+    lengths = [3, 4]
+    batch = SimpleNamespace(arrays={LENGTHS: torch.tensor(lengths)}, tokens=torch.zeros(4, 2))
+    found = classifier.span_finder_of(torch.nn.Module).scores(SimpleNamespace(head=lambda x: x, cut=False), x, batch)
+    for text, length in enumerate(lengths):
+        for end in range(2):
+            wanted = [x[place, text, end].item() if place < length else classifier.NEVER for place in range(4)]
+            assert found[text, 4 * end : 4 * end + 4].tolist() == wanted
+
+
+@pytest.mark.parametrize("named", [None, "own"])
+@pytest.mark.parametrize("moved", [False, True])
+def test_pictures_of_a_run_are_where_it_wrote_them_or_where_it_is_now(named, moved, tmp_path):
+    """In the order of their names; a run that was moved has them below its folder."""
+    place, first = tmp_path / "now", tmp_path / "before" / (named or "save/predictions")
+    folder = place / "predictions" if moved else first
+    for path in (folder, place / "predictions"):
+        path.mkdir(parents=True, exist_ok=True)
+    for name in ("b", "c", "a"):
+        (folder / f"confusion-{name}.png").touch()
+    (place / "predictions" / "confusion-z.png").touch()
+    config = dict(extra={kept_settings.GROUP: dict(predictions=named)}, checkpoint=dict(save="save"))
+    found = kept_settings.confusion_pictures(dict(config=config, folder=str(tmp_path / "before")), place)
+    assert [path.parent for path in found] == [folder] * len(found)
+    assert [path.stem[-1] for path in found] == (["a", "b", "c", "z"] if moved else ["a", "b", "c"])
+    assert kept_settings.confusion_pictures(dict(config={}), place) == []
+
+
+@pytest.mark.parametrize("windows, cut", [(2, 0), (3, 0), (3, 1)])
+def test_the_log_says_what_questions_lose_and_that_a_text_has_several_windows(windows, cut, monkeypatch):
+    class Samples(list):
+        def __init__(self, examples, tokenizer, reader, whole):
+            super().__init__(range(windows if whole else 2))
+            self.examples, self.longest_question, self.whole = examples, 7, whole
+            self.questions_cut = lambda most: cut
+
+    monkeypatch.setattr(spans, "SpanSamples", Samples)
+    examples, told = SimpleNamespace(rows=[0, 0]), []
+    reader = SimpleNamespace(length=9)
+    made = finetune.span_datasets(dict(train=examples, valid=examples, test=None), None, reader, told.append)
+    assert [one and one.whole for one in made] == [False, True, None]
+    lines = [
+        f" > {split}: {cut} of 2 questions are longer than 7 tokens and lose their end" for split in ("train", "valid")
+    ]
+    wanted = lines * bool(cut)
+    assert told == wanted + [f" > 2 questions of validation have {windows} windows of 9 tokens"] * (windows > 2)

@@ -202,10 +202,15 @@ def test_words_of_figures_are_those_of_clues_loop():
         assert overlap_f1(text, ["".join(words[-1:])]) == pytest.approx(2 / (len(words) + 1) if words else 0)
 
 
-def test_the_best_piece_is_that_of_all(monkeypatch):
+@pytest.mark.parametrize("wanted", [0, 1, LONGEST_ANSWER - 1, LONGEST_ANSWER])
+@pytest.mark.parametrize("size", [1, 2, 7, LONGEST_ANSWER, LONGEST_ANSWER + 20])
+def test_the_best_piece_is_that_of_all(size, wanted):
+    """Also where a piece stands out that begins with the text or later, and is as long as an answer may be, or longer."""
     draw = np.random.default_rng(2)
-    for size in (1, 2, 7, LONGEST_ANSWER + 20):
+    for first in range(0, max(1, size - wanted), 7):
         begin, last = draw.normal(size=(2, size))
+        begin[first] += 9
+        last[min(size - 1, first + wanted)] += 9
         sums = {(i, j): begin[i] + last[j] for i in range(size) for j in range(i, min(size, i + LONGEST_ANSWER))}
         place = max(sums, key=sums.get)
         assert best_span(begin, last) == (pytest.approx(sums[place]), place)
@@ -217,7 +222,8 @@ def test_windows_cover_a_text(tokens, room):
     assert {n for start, end in found for n in range(start, end)} == set(range(tokens))
     assert all(end - start == min(tokens, room) for start, end in found)
     overlaps = [before[1] - after[0] for before, after in pairwise(found)]
-    assert all(overlap >= min(128, room // 2) for overlap in overlaps)
+    assert all(overlap == min(128, room // 2) for overlap in overlaps[:-1])
+    assert all(overlap >= min(128, room // 2) for overlap in overlaps)  # the last window ends with the text
 
 
 def test_units_are_all_of_a_text_but_blanks():

@@ -170,7 +170,7 @@ def test_the_table_has_each_stage():
 
 def test_figures_are_of_all_tokens_and_measured_again_for_others(tmp_path, monkeypatch):
     """Files have different numbers of tokens; a report with other data, or with more of them, is not that of before."""
-    lines = [dict(loss=2.0, tokens=30), dict(loss=4.0, tokens=10)]
+    lines = [dict(loss=2.0, tokens=30, accuracy=0.5), dict(loss=4.0, tokens=10)]
     asked = []
 
     def output_of(command):
@@ -194,7 +194,10 @@ def test_figures_are_of_all_tokens_and_measured_again_for_others(tmp_path, monke
         return len(asked) - before
 
     assert measured() == 2 and made.measured["trained"]["loss"] == pytest.approx((2 * 30 + 4 * 10) / 40)
-    assert measured() == 0 and measured(max_tokens=5) == 2 and measured(max_tokens=5) == 0
+    more = dict(max_tokens=5, data_path=["a"], valid_data="l", prompt_length=8, output_length=9, load="other")
+    for name, value in more.items():  # each changed alone; with LAMBADA there is one more command
+        measured()
+        assert (measured(), measured(**{name: value})) == (0, 3 if name == "valid_data" else 2)
     assert measured(max_tokens=5, data_path=["a"]) == 2 and "--data-path a --max-tokens 5" in asked[-2]
     again = compress.Record(tmp_path / "report.json")
     assert again.measured == made.measured and again.measured["trained"]["parameters"] == 12

@@ -400,8 +400,11 @@ use --config FILE.yaml
 use --load, with --ckpt-step for a certain step
     --override-ckpt-iteration --pretrained-checkpoint
 there is one kind of checkpoint: --save, --save-interval
-    --non-persistent-* --replication* --ckpt-convert-* --save-activations-interval --save-dgrads-interval
-    --save-params-interval --save-wgrads-interval
+    --ckpt-convert-* --save-activations-interval --save-dgrads-interval --save-params-interval --save-wgrads-interval
+snapshots lie in the memory of the nodes; on a shared disk, --save-interval with --keep-last keeps the newest checkpoints
+    --non-persistent-ckpt-type --non-persistent-global-ckpt-dir
+each rank writes its share of what several ranks hold, as Megatron-LM's fully_parallel does
+    --non-persistent-local-ckpt-algo
 restarting inside the process and injecting faults are not part of this suite
     --inprocess-* --enable-ft-package --calc-ft-timeouts --ft-* --fault-injector-* --error-injection-*
     --gpu-sniff-test-interval
@@ -420,6 +423,7 @@ VALUES = {"--shard-strategy": ("tensor", "bucket")}
 NEUTRAL = """
 --main-params-dtype=fp32
 --num-distributed-optimizer-instances=1
+--non-persistent-ckpt-type=local --non-persistent-ckpt-type=in_memory --non-persistent-local-ckpt-algo=fully_parallel
 --pp-recompute-interval=1 --error-injection-rate=0 --nnodes=1 --inference-max-requests=8
 """
 

@@ -11,6 +11,7 @@ RESUMING = Needs("--load, and not --finetune", lambda s: s.load and not s.finetu
 
 # Tests that show effects
 INTERVAL = "test_checkpoints_come_at_their_interval_and_at_the_end"
+MEMORY = "test_a_run_goes_on_from_memory"
 NEWEST = "test_load_goes_on_from_the_newest_or_from_the_step_that_is_asked_for"
 LOADED = "test_what_of_a_checkpoint_is_loaded"
 
@@ -58,6 +59,29 @@ class Checkpoint:
         False,
         requires=("save", "there is no folder to save into"),
     )
+    non_persistent_save_interval: Optional[Count] = shown_by(MEMORY)(
+        "number of steps between snapshots in the memory of the nodes, from which a run goes on after a failure",
+        None,
+        requires=("save", "the checkpoints there are the way back when memory is lost"),
+    )
+    non_persistent_local_ckpt_dir: Optional[str] = shown_by(MEMORY)(
+        "folder for these snapshots, in the memory or on a disk of each node (default: /dev/shm)",
+        None,
+        needs="non_persistent_save_interval",
+    )
+    replication: bool = shown_by("test_a_lost_node_is_replaced_from_copies")(
+        "keep a copy of each rank's part of a snapshot in another rank's memory, of another node where there is one",
+        False,
+        needs="non_persistent_save_interval",
+    )
+    replication_jump: Optional[Count] = shown_by("test_a_jump_is_megatrons_and_reaches_another_node")(
+        "copies of rank n's part are with ranks n+J, n+2J, ... (default: ranks of the next nodes)",
+        None,
+        needs="replication",
+    )
+    replication_factor: Count = shown_by("test_where_copies_are")(
+        "number of memories that hold each part, the rank's own included", 2, needs="replication"
+    )
     save_retries: Natural = shown_by("test_a_failed_save_is_tried_again")(
         "number of retries of a failed save; 0: none", 2, needs="save"
     )
@@ -70,6 +94,11 @@ class Checkpoint:
         "folder or URL to copy each checkpoint to, or a command that copies it, with {} for its path",
         None,
         requires=("save", "there is nothing to copy"),
+    )
+    save_parity: Optional[Count] = shown_by("test_a_run_rebuilds_a_lost_file")(
+        "one parity file for each so many files of a checkpoint: one of them that is lost or damaged is rebuilt",
+        None,
+        requires=("save", "there are no files to lose"),
     )
     save_hf: Optional[str] = shown_by("test_a_run_leaves_models_for_transformers")(
         "folder for each checkpoint's model and tokenizer in Hugging Face's format too, written in the background",
