@@ -959,9 +959,8 @@ def test_the_position_of_a_run_that_is_imported(growth, hysteresis):
         if scale
         else dict(scale=1.0, good_steps=0, overflows=0)
     )
-    assert updates == 9 and position == dict(
-        fresh=1, scaler=state, iteration=10, consumed_samples=80, scheduled_samples=72 if scale else 80, consumed_valid_samples=8
-    )  # fmt: skip
+    samples = dict(consumed_samples=80, scheduled_samples=72 if scale else 80, consumed_valid_samples=8)
+    assert (position, updates) == (dict(fresh=1, scaler=state, iteration=10, **samples), 9)
     for wrong in ([], [8, 9]):
         with pytest.raises(CheckpointError, match="does not say how many updates"):
             megatron_optimizer.position_of(facts | dict(updates=wrong), {})
