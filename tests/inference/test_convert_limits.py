@@ -954,11 +954,8 @@ def test_the_position_of_a_run_that_is_imported(growth, hysteresis):
         args=args, schedule={} if growth is None else dict(num_steps=72), scale=scale, updates=[9], iteration=10
     )
     position, updates = megatron_optimizer.position_of(facts, dict(fresh=1))
-    state = (
-        dict(scale=64.0, good_steps=growth, overflows=2 - hysteresis)
-        if scale
-        else dict(scale=1.0, good_steps=0, overflows=0)
-    )
+    state = dict(scale=1.0, good_steps=0, overflows=0)
+    state = dict(scale=64.0, good_steps=growth, overflows=2 - hysteresis) if scale else state
     samples = dict(consumed_samples=80, scheduled_samples=72 if scale else 80, consumed_valid_samples=8)
     assert (position, updates) == (dict(fresh=1, scaler=state, iteration=10, **samples), 9)
     for wrong in ([], [8, 9]):
