@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations and tasks exactly at a limit, against plain loops over small numbers, so that borders are frequent."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from megatron.data.loader import DOCUMENTS, IDS, MASK, named_batch
 from megatron.errors import DataError
+from megatron.model.bert.settings import GROUP as BERT
 from megatron.model.facts import Facts
 from megatron.model.language_model import TOKENS
 from megatron.model.sample_arrays import LABELS, LOSS_MASK
@@ -44,6 +46,7 @@ from megatron.tasks.settings import LM_LOSS, TaskSettings, predictions_folder
 from megatron.tasks.soft_labels import with_soft_labels
 from megatron.tasks.spans import ENDS, MockSpanSamples
 from tests.data.test_stale_caches import Bytes, template_of
+from tests.serving.toy import EOD
 
 TEXT = st.lists(st.booleans(), min_size=1, max_size=7)  # which of its tokens are answers
 
@@ -826,3 +829,43 @@ def test_the_log_says_what_questions_lose_and_that_a_text_has_several_windows(wi
     ]
     wanted = lines * bool(cut)
     assert told == wanted + [f" > 2 questions of validation have {windows} windows of 9 tokens"] * (windows > 2)
+
+
+@pytest.mark.parametrize("kinds", [0, 1, 2, 3])
+def test_types_of_tokens_are_those_that_a_bert_has(kinds):
+    """The second text's tokens have type 1, if there are two types."""
+    found = BertReader(9, cls=1, sep=2, kinds=kinds).read([3, 4], [5])
+    assert found["types"].tolist() == [0, 0, 0, 0, *[int(kinds > 1)] * 2, 0, 0, 0]
+    config = SimpleNamespace(model=SimpleNamespace(seq_length=9), extra={BERT: SimpleNamespace(num_tokentypes=kinds)})
+    assert BertReader.arrays(config, 50)["types"].below == BertCloze.arrays(config, 50)["types"].below == max(2, kinds)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_sample_without_a_label_has_no_loss_and_scores_are_collected_in_evaluations(training):
+    collected, scores = [], torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.0, 0.5]])
+    mask = torch.tensor([1.0, 0.0, 1.0])
+    batch = SimpleNamespace(loss_mask=mask, num_tokens=mask.sum(), labels=torch.tensor([0, 1, 1]), arrays={})
+    model = SimpleNamespace(last=True, training=training, collect=lambda batch, scores: collected.append(scores))
+    model.read, model.region = lambda batch: batch, contextlib.nullcontext
+    model.trunk, model.scores = lambda x, batch: (x, {"aux": 7.0}), lambda x, batch: scores
+    model.losses = lambda scores, batch: classifier.losses_of(scores, batch)
+    x, sums = classifier.scoring(torch.nn.Module).forward(model, None, batch)
+    log_p = scores.log_softmax(1)
+    assert x is None and sums["aux"] == 7.0 and sums["tokens"] == 2.0
+    assert sums["loss"].item() == pytest.approx(-(log_p[0, 0] + log_p[2, 1]).item())
+    assert [torch.equal(one, scores) for one in collected] == [True] * (not training)
+    model.last = False
+    assert classifier.scoring(torch.nn.Module).forward(model, "x", batch) == ("x", {"aux": 7.0})
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (1, 3), (2, 2)])
+def test_what_ends_answers_and_where_they_are_is_kept(sizes):
+    """Of each text of each file: its last token, its file and its line."""
+    answer = lambda n: [dict(role="user", content="q"), dict(role="assistant", content="a" * n)]
+    files = ["x.jsonl", "y.jsonl"]
+    texts = [SimpleNamespace(where=f"{file}, line {n + 1}", messages=answer(n), tools=None)
+             for file, count in zip(files, sizes, strict=True) for n in range(count)]  # fmt: skip
+    made = TextEncoder(Bytes(), template_of(Bytes()))._arrays(texts, files)
+    assert made["places"].tolist() == [0] * sizes[0] + [1] * sizes[1]
+    assert made["lines"].tolist() == [*range(1, sizes[0] + 1), *range(1, sizes[1] + 1)]
+    assert made["stops"].tolist() == [EOD] * len(texts) and len(made["tokens"]) == made["ends"][-1]
