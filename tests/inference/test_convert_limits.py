@@ -1042,3 +1042,14 @@ def test_a_vocabulary_is_padded_to_the_next_multiple(vocabulary, multiple, tp, r
 ])  # fmt: skip
 def test_what_stands_before_the_names_of_all_weights(names, prefix):
     assert dcp_files._prefix(set(names)) == prefix
+
+
+@pytest.mark.parametrize(
+    "entry, value", [("norm_topk_prob", False), ("topk_method", "greedy"), ("scoring_func", "softmax")]
+)
+@pytest.mark.parametrize("kind", ["dots1", "deepseek_v3"])
+def test_routers_that_choose_otherwise_are_refused(kind, entry, value):
+    theirs = their_settings(Model(**BASES[kind]), V, None, "float32")
+    assert our_settings(theirs)[1].moe_router_enable_expert_bias
+    with pytest.raises(CheckpointError, match=entry):
+        our_settings(theirs | {entry: value})

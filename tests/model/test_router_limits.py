@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 import pretrain_gpt
 from megatron.checkpoint.boxes import Box
+from megatron.errors import SettingsError
+from megatron.inference.expert_ranks import expert_parallel
 from megatron.model.command_line import parse_any
 from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.gpt.facts import GPTFacts
@@ -468,3 +470,12 @@ def test_rows_of_experts_are_counted_alike_on_the_device_and_the_host(run_ranks)
         )
         wanted = [sum(e + 1 for e in row if e < 6) for row in experts_of.tolist()]
         assert y.tolist() == [[float(one)] * 3 for one in wanted]
+
+
+@pytest.mark.parametrize("tp, ep", list(itertools.product(range(1, 7), range(8))))
+def test_experts_are_shared_by_a_part_of_the_ranks_of_tp(tp, ep):
+    if ep and tp % ep == 0:
+        assert expert_parallel(tp, ep) == dict(expert_model_parallel_size=ep, expert_tensor_parallel_size=tp // ep)
+    else:
+        with pytest.raises(SettingsError, match=f"size {ep} does not divide the {tp} ranks"):
+            expert_parallel(tp, ep)

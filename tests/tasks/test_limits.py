@@ -869,3 +869,19 @@ def test_what_ends_answers_and_where_they_are_is_kept(sizes):
     assert made["places"].tolist() == [0] * sizes[0] + [1] * sizes[1]
     assert made["lines"].tolist() == [*range(1, sizes[0] + 1), *range(1, sizes[1] + 1)]
     assert made["stops"].tolist() == [EOD] * len(texts) and len(made["tokens"]) == made["ends"][-1]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("abc")), min_size=1, max_size=4))
+@example([("a", "b"), ("b", "c")])  # the rejected answer of one is the chosen one of the next
+def test_pairs_of_equal_answers_are_left_out(pairs):
+    texts = [text for pair in pairs for text in pair]
+    data = encoded([[0, 1]] * len(texts))
+    tokens = np.array([[9, ord(text)] for text in texts], np.int32).flatten()
+    data, used = replace(data, tokens=tokens), [n for n, (one, other) in enumerate(pairs) if one != other]
+    if not used:
+        with pytest.raises(DataError, match="no pair of answers"):
+            pair_samples(data, ["a.jsonl"], 8, 0)
+        return
+    samples, notes = pair_samples(data, ["a.jsonl"], 8, 0)
+    assert samples.rows == [[2 * n, 2 * n + 1] for n in used]
+    assert said(notes, "have two equal answers") == len(pairs) - len(used)
