@@ -433,7 +433,9 @@ def test_layers_that_are_named_twice_go_once():
         target_sizes(MODEL, PruningOptions(), TargetSizes(prune_layers=[1], target_num_layers=2))
 
 
-@pytest.mark.parametrize("own", [dict(), dict(target_num_attention_heads=3), dict(target_ffn_hidden_size=31)])
+@pytest.mark.parametrize(
+    "own", [{}, *({"target_num_attention_heads": n} for n in (3, 4)), {"target_ffn_hidden_size": 31}]
+)
 def test_what_a_small_ratio_leaves_whole_is_said_unless_it_has_a_size_of_its_own(own):
     """A tenth of 4 heads is none, and of 32 channels it is three."""
     said = untouched(MODEL, PruningOptions(prune_ratio=0.1), TargetSizes(**own))
