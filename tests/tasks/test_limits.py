@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from megatron.data.loader import DOCUMENTS, IDS, MASK, named_batch
 from megatron.errors import DataError
 from megatron.model.bert.settings import GROUP as BERT
+from megatron.model.context import ForwardContext
 from megatron.model.facts import Facts
 from megatron.model.language_model import TOKENS
 from megatron.model.sample_arrays import LABELS, LOSS_MASK
 from megatron.mpu.mesh import Mesh
-from megatron.tasks import backbones, chat, classifier, finetune, metrics, spans
+from megatron.tasks import backbones, chat, classifier, dpo, finetune, metrics, spans
 from megatron.tasks import settings as kept_settings
 from megatron.tasks.chat_samples import (
     ChatSamples,
@@ -885,3 +886,28 @@ def test_pairs_of_equal_answers_are_left_out(pairs):
     samples, notes = pair_samples(data, ["a.jsonl"], 8, 0)
     assert samples.rows == [[2 * n, 2 * n + 1] for n in used]
     assert said(notes, "have two equal answers") == len(pairs) - len(used)
+
+
+@pytest.mark.parametrize("target, words", [(1, 1), (2, 1), (3, 2), (9, 2)])
+def test_made_up_labels_have_room_in_a_decoder(target, words):
+    for seed in range(20):
+        arrays = T5Cloze(9, bos=1, sentinel=2, target=max(2, target)).made_up(np.random.default_rng(seed), 50)
+        assert arrays[LOSS_MASK].sum() == words and arrays["enc_mask"].sum() >= 2
+
+
+def test_tokens_of_a_pair_count_together_as_much_as_the_pair(monkeypatch):
+    """In losses that balance experts: of both answers, not of the prompt; a pair that does not count has 0."""
+    monkeypatch.setattr(dpo.GPT, "context", lambda model, batch: ForwardContext())
+    documents = torch.tensor([[0, 0, 0], [0, 1, 0], [1, 1, 1], [1, 2, 2]])
+    mask = torch.tensor([[0.0, 1, 0], [1, 1, 0], [1, 0, 0], [1, 0, 0]])
+    batch = SimpleNamespace(document_ids=documents, labels=documents, loss_mask=mask)
+    model = PairComparison.__new__(PairComparison)
+    torch.nn.Module.__init__(model)
+    model.cp = Mesh().cp
+    for mixture in (True, False):
+        model.facts = SimpleNamespace(settings=SimpleNamespace(mixture=mixture))
+        found = PairComparison.context(model, batch).weights
+        assert found.tolist() == (mask / mask.sum(0).clamp_min(1)).tolist() if mixture else found is None
+    assert model._sides(batch)[0].T.tolist() == [[0, 1, -1, -1], [1, -1, 0, 0], [0, 0, 0, 0]]
+    batch = SimpleNamespace(document_ids=None, labels=torch.zeros(5, 1), loss_mask=None)  # the halves of a text
+    assert model._sides(batch)[0].flatten().tolist() == [1, 1, 1, -1, -1]
