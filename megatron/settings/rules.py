@@ -483,6 +483,10 @@ RULES = (
         for a, b in (("save_mirror", "save"), ("save_copy", "save"), ("save_copy", "save_mirror"))
     ),
     Rule(
+        lambda s: s.save_parity and "://" in (s.save or ""),
+        lambda s: f"--save-parity {s.save_parity}: --save {s.save} is an object store, which keeps copies itself",
+    ),
+    Rule(
         lambda s: s.replication and s.replication_factor < 2,
         lambda s: (
             f"--replication-factor {s.replication_factor} leaves each part in one memory: give 2, or drop --replication"
