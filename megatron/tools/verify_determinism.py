@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
         raise SettingsError(f"--steps {options.steps} is not a multiple of --every {options.every}")
     adopt_orphans()
     with folder_of(options.folder) as folder:
-        if not repeats(Runs(argv[at + 1 :], options, folder)):
+        if not repeats(RepeatedRuns(argv[at + 1 :], options, folder)):
             sys.exit(1)
 
 
@@ -92,7 +92,7 @@ def folder_of(given: Optional[str]) -> Iterator[Path]:
     print(f"the checkpoints of the runs are in {folder}")
 
 
-class Runs:
+class RepeatedRuns:
     """The runs of a command.
 
     start: the step from which it starts, if it loads a checkpoint; else 0
@@ -158,7 +158,7 @@ class Runs:
                 yield stop, [*places, *map(str, differences(one, two))]
 
 
-def repeats(runs: Runs) -> bool:
+def repeats(runs: RepeatedRuns) -> bool:
     """Make all runs and print how each compares with the first one. Returns whether all are equal."""
     runs.make(FIRST)
     count, good = len(runs.stops), []

@@ -22,7 +22,7 @@ FLAGS = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 
 @pytest.fixture
 def check(monkeypatch, capsys):
     """check("--steps 3", "flags") -> (whether all are equal, output). The runs are made in this process, to save time."""
-    monkeypatch.setattr(verify_determinism.Runs, "_run", lambda self, words, name: pretrain_gpt.main(words[2:]))
+    monkeypatch.setattr(verify_determinism.RepeatedRuns, "_run", lambda self, words, name: pretrain_gpt.main(words[2:]))
 
     def run(options: str, more: str = "") -> tuple[bool, str]:
         words = [*options.split(), "--", sys.executable, "pretrain_gpt.py", *FLAGS.split(), *more.split()]
@@ -90,7 +90,7 @@ def test_a_restart_that_loses_something_is_named(lost, check, monkeypatch):
 
 
 def test_where_the_data_is_is_compared(check, monkeypatch):
-    real = verify_determinism.Runs.differences
+    real = verify_determinism.RepeatedRuns.differences
 
     def differences(self, name):
         path = self.folder / name / "iter_0000001"
@@ -105,7 +105,7 @@ def test_where_the_data_is_is_compared(check, monkeypatch):
             patch.setattr(reader.Reader, "__init__", init)
             yield from list(real(self, name))
 
-    monkeypatch.setattr(verify_determinism.Runs, "differences", differences)
+    monkeypatch.setattr(verify_determinism.RepeatedRuns, "differences", differences)
     good, text = check("--steps 1")
     assert not good and all("FAIL  first after step 1: consumed_samples" in line for line in rows(text))
 
