@@ -213,6 +213,13 @@ UNCOMPILED = (
             "norms and activations; drop one of them"
         ),
     ),
+    Rule(
+        lambda s: s.deterministic_mode and s.torch_compile == "auto",
+        lambda s: (
+            "--torch-compile auto is off with --deterministic-mode: a measurement would choose, and compiled layers round "
+            "in another way"
+        ),
+    ),
 )
 
 
