@@ -3,6 +3,7 @@
 PEFT, orders of rows.
 """
 
+import argparse
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint.boxes import Box
 from megatron.convert import (
     dcp,
+    dcp_files,
     families,
     fitted,
     hf_files,
@@ -32,7 +34,9 @@ from megatron.convert import (
     megatron_export,
     megatron_lm,
     megatron_metadata,
+    megatron_optimizer,
     megatron_pickle,
+    mxfp4,
     peft,
     same_ids,
     torchtitan_names,
@@ -480,9 +484,8 @@ def test_names_of_tensors_that_are_too_many_to_list(what, count):
         return
     with pytest.raises(CheckpointError) as told:
         check()
-    assert f"{count if what == 'missing' else 0} tensors are missing, {count if what == 'unknown' else 0} are" in str(
-        told.value
-    )
+    assert f": {count} tensor{'s are' if count > 1 else ' is'} {what}\n" in str(told.value)
+    assert (f"{count - 6} more: {what}" in str(told.value)) == (count > 6) == ("more: " in str(told.value))
     assert [f"{name}: {what}" in str(told.value) for name in names] == [n < 6 for n in range(count)]
 
 
@@ -854,3 +857,198 @@ def test_a_mixture_computes_what_its_dense_model_does(largest, millionths, same,
     else:
         with pytest.raises(CheckpointError, match="something else"):
             upcycled._compared("dense", "mixture", None, 1)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", [None, "blocks", "scales", "dims"])
+def test_files_of_mxfp4_are_tensors_with_inputs_before_rows(damage):
+    """32 numbers of a row share a scale. What has blocks alone stays as it is."""
+    experts, rows, blocks = 2, 3, 2
+    shapes = {"x_blocks": (experts, rows, blocks, 16), "x_scales": (experts, rows, blocks), "y": (4,), "z_blocks": (1,)}
+    shapes["x_blocks"] = dict(blocks=(2, 3, 2, 8), dims=(2, 3, 32)).get(damage, shapes["x_blocks"])
+    shapes["x_scales"] = (2, 3, 3) if damage == "scales" else shapes["x_scales"]
+    draw = torch.Generator().manual_seed(0)
+    stored = {name: torch.randint(0, 256, shape, generator=draw).to(torch.uint8) for name, shape in shapes.items()}
+    stored["x_scales"] = stored["x_scales"] % 4 + 126
+    files = SimpleNamespace(shapes=shapes, get=stored.__getitem__)
+    if damage:
+        with pytest.raises(CheckpointError, match="x_blocks is .*: no MXFP4"):
+            mxfp4.MXFP4Files(files)
+        return
+    made = mxfp4.MXFP4Files(files)
+    assert made.shapes == {"x": (experts, 32 * blocks, rows), "y": (4,), "z_blocks": (1,)}
+    assert made.get("y") is stored["y"]
+    found, values = made.get("x"), (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    for e, r, i in itertools.product(range(experts), range(rows), range(32 * blocks)):
+        byte = int(stored["x_blocks"][e, r, i // 32, i % 32 // 2])
+        bits = byte >> 4 if i % 2 else byte & 15
+        value = values[bits & 7] * (-1 if bits & 8 else 1) * 2.0 ** (int(stored["x_scales"][e, r, i // 32]) - 127)
+        assert found[e, i, r] == value
+
+
+def test_other_files_of_a_tokenizer_are_copied_once(tmp_path):
+    """Those that are there stay; folders of templates are joined."""
+    (source := tmp_path / "a").mkdir()
+    (folder := tmp_path / "b").mkdir()
+    for name in ("special_tokens_map.json", "added_tokens.json", "other.txt"):
+        (source / name).write_text("new")
+    (folder / "added_tokens.json").write_text("old")
+    for place, name in ((source, "x.jinja"), (folder, "y.jinja")):
+        (place / "additional_chat_templates").mkdir()
+        (place / "additional_chat_templates" / name).write_text(name)
+    hf_files._copy_others(source, folder)
+    assert (folder / "special_tokens_map.json").read_text() == "new"
+    assert (folder / "added_tokens.json").read_text() == "old" and not (folder / "other.txt").exists()
+    assert sorted(path.name for path in (folder / "additional_chat_templates").iterdir()) == ["x.jinja", "y.jinja"]
+
+
+@pytest.mark.parametrize("levels", [1, 2, 7, 8, 9])
+def test_weights_are_found_in_dictionaries_of_eight_levels(levels):
+    content = torch.ones(1)
+    for level in range(levels):
+        content = {f"l{level}": content, "number": 3}
+    found = list(megatron_pickle._flat(content, "", megatron_pickle._DEPTH))
+    name = ".".join(f"l{level}" for level in reversed(range(levels)))
+    assert [one for one, _ in found] == [name] * (levels <= 8)
+
+
+def test_what_a_checkpoint_says_of_its_run():
+    """Numbers and words, also out of tensors; updates in their order, each once, from any depth."""
+    optimizer = dict(state={3: dict(step=torch.tensor(7.0)), 1: dict(step=5)}, param_groups=[dict(step=7, lr=0.1)])
+    optimizer["grad_scaler"] = dict(scale=torch.tensor([8.0]), on=True)
+    args = SimpleNamespace(lr=0.5, names=["a", 1], odd=object(), nested=[[1]])
+    content = dict(args=argparse.Namespace(**vars(args)), iteration=9, checkpoint_version=3.0, optimizer=optimizer)
+    content["opt_param_scheduler"] = dict(num_steps=11, style="linear")
+    facts = megatron_pickle.facts_of(content)
+    assert facts == dict(
+        iteration=9, version=3.0, args=dict(lr=0.5, names=["a", 1]), schedule=dict(num_steps=11), scale=dict(scale=8.0),
+        updates=[5, 7.0],
+    )  # fmt: skip
+    assert megatron_pickle.facts_of(dict(lr_scheduler=dict(num_steps=2)))["schedule"] == dict(num_steps=2)
+
+
+def test_the_state_of_numbered_parameters():
+    """Of one optimizer, or of two, of which experts have the second; with main weights of half precision."""
+    x = lambda value: torch.full((2,), float(value))
+    own = dict(
+        state={0: dict(exp_avg=x(1), step=3), 1: dict(exp_avg=x(2))}, param_groups=[dict(params=[1]), dict(params=[0])]
+    )
+    whole, facts = dict(optimizer=own, fp32_from_fp16_params=[[x(3)], [x(4)]]), {}
+    found = megatron_pickle._numbered_state([whole, own], facts)
+    wanted = {"exp_avg/0": x(1), "exp_avg/1": x(2), "param/1": x(3), "param/0": x(4)}
+    wanted |= {f"{megatron_pickle.EXPERTS}exp_avg/{n}": x(n + 1) for n in range(2)}
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], one) for name, one in wanted.items())
+    assert facts == dict(groups=[[1], [0]], groups_of_experts=[[1], [0]])
+    assert megatron_pickle._numbered_state(None, facts) == {} and facts["groups"] == []
+
+
+@pytest.mark.parametrize("growth, hysteresis", [(None, None), (5, 1), (0, 2)])
+def test_the_position_of_a_run_that_is_imported(growth, hysteresis):
+    """The loss scale's state, and samples of the schedule, which may differ from those of the data."""
+    scale = {} if growth is None else dict(scale=64.0, growth_tracker=growth, hysteresis_tracker=hysteresis)
+    args = dict(consumed_train_samples=80, consumed_valid_samples=8, hysteresis=2)
+    facts = dict(
+        args=args, schedule={} if growth is None else dict(num_steps=72), scale=scale, updates=[9], iteration=10
+    )
+    position, updates = megatron_optimizer.position_of(facts, dict(fresh=1))
+    state = dict(scale=1.0, good_steps=0, overflows=0)
+    state = dict(scale=64.0, good_steps=growth, overflows=2 - hysteresis) if scale else state
+    samples = dict(consumed_samples=80, scheduled_samples=72 if scale else 80, consumed_valid_samples=8)
+    assert (position, updates) == (dict(fresh=1, scaler=state, iteration=10, **samples), 9)
+    for wrong in ([], [8, 9]):
+        with pytest.raises(CheckpointError, match="does not say how many updates"):
+            megatron_optimizer.position_of(facts | dict(updates=wrong), {})
+
+
+def like(*values) -> megatron_optimizer.LocalParameter:
+    return megatron_optimizer.LocalParameter(str(values), (len(values),), torch.tensor(values).equal, None)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 70), st.booleans()), min_size=1, max_size=5),
+    st.integers(0, 70),
+    st.integers(1, 65),
+)
+def test_parameters_are_found_in_a_buffer_of_any_buckets(sizes, padding, slack):
+    """Each at the next multiple of 64 from its bucket's start, or as the first of a new bucket."""
+    parameters, parts, starts, at, bucket = [], [], [], 0, 0
+    for number, (size, begins) in enumerate(sizes):
+        if begins:
+            bucket = at
+        gap = -(at - bucket) % 64
+        values = [float(100 * number + n + 1) for n in range(size)]
+        parts += [torch.zeros(gap), torch.tensor(values)]
+        at += gap
+        starts.append([at])
+        at += size
+        parameters.append(like(*values))
+    main = torch.cat([*parts, torch.zeros(padding)])
+    assert megatron_optimizer.locate(parameters, main, slack) == (starts if padding < slack else [])
+
+
+def test_numbered_parameters_go_to_the_first_that_fits():
+    """Two of one shape and of equal main weights are taken in the order of the module, each once."""
+    made = []
+    pieces = lambda key: lambda prefix, x: made.append((key, prefix, x.tolist())) or []
+    one = lambda key: megatron_optimizer.LocalParameter(key, (2,), lambda x: True, pieces(key))
+    state = {f"{kind}/{n}": torch.tensor([n, n + 0.5]) for n in (4, 7) for kind in ("exp_avg", "exp_avg_sq")}
+    list(megatron_optimizer.from_groups("s", [one("a"), one("b")], [[7], [4]], state))
+    assert made == [
+        (key, f"optimizer.{kind}.", [n, n + 0.5])
+        for key, n in (("a", 7), ("b", 4))
+        for kind in ("exp_avg", "exp_avg_sq")
+    ]
+    with pytest.raises(CheckpointError, match="lacks the state of b"):
+        list(megatron_optimizer.from_groups("s", [one("a"), one("b")], [[7]], state))
+    with pytest.raises(CheckpointError, match="parameter 4 in s is none"):
+        list(megatron_optimizer.from_groups("s", [one("a")], [[7, 4]], state))
+    with pytest.raises(CheckpointError, match="does not hold the state of Adam for parameter 9"):
+        list(megatron_optimizer.from_groups("s", [one("a")], [[9]], state))
+
+
+@pytest.mark.parametrize(
+    "args, layers, stages, wanted",
+    [
+        ({}, 6, 3, [0, 2, 4]),
+        ({}, 6, 1, [0]),
+        (dict(hybrid_layer_pattern="**|*|***"), 6, 3, [0, 2, 3]),
+        ({}, 6, 4, None),
+        (dict(hybrid_layer_pattern="**|****"), 6, 3, None),
+    ],
+)
+def test_the_first_layers_of_stages(args, layers, stages, wanted):
+    if wanted is None:
+        with pytest.raises(CheckpointError, match=f"{layers} layers on {stages} pipeline stages of unknown sizes"):
+            megatron_arguments.first_layers(args, layers, stages)
+    else:
+        assert megatron_arguments.first_layers(args, layers, stages) == wanted
+
+
+@pytest.mark.parametrize(
+    "vocabulary, multiple, tp, rows", [(8, 4, 2, 8), (9, 4, 2, 16), (7, 4, 1, 8), (1, 128, 8, 1024)]
+)
+def test_a_vocabulary_is_padded_to_the_next_multiple(vocabulary, multiple, tp, rows):
+    model = Model(1, 8, 2, make_vocab_size_divisible_by=multiple)
+    assert megatron_export.Export(model, vocabulary, tp, 1, "local", torch.float32).padded_vocab == rows
+
+
+@pytest.mark.parametrize("names, prefix", [
+    (["model.wte.weight"], ""), (["model.embed_tokens.weight", "lm_head.weight"], ""),
+    (["model.model.embed_tokens.weight", "model.lm_head.weight"], "model."), (["m.tok_embeddings.weight", "m.x"], "m."),
+    (["m.tok_embeddings.weight", "x"], ""), (["tok_embeddings.weight", "x"], ""),
+])  # fmt: skip
+def test_what_stands_before_the_names_of_all_weights(names, prefix):
+    assert dcp_files._prefix(set(names)) == prefix
+
+
+@pytest.mark.parametrize(
+    "entry, value", [("norm_topk_prob", False), ("topk_method", "greedy"), ("scoring_func", "softmax")]
+)
+@pytest.mark.parametrize("kind", ["dots1", "deepseek_v3"])
+def test_routers_that_choose_otherwise_are_refused(kind, entry, value):
+    theirs = their_settings(Model(**BASES[kind]), V, None, "float32")
+    assert our_settings(theirs)[1].moe_router_enable_expert_bias
+    with pytest.raises(CheckpointError, match=entry):
+        our_settings(theirs | {entry: value})

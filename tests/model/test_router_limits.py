@@ -5,21 +5,27 @@ mask with weights, layers with the same inputs, several steps one after another.
 
 import itertools
 import math
+from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import pretrain_gpt
 from megatron.checkpoint.boxes import Box
+from megatron.errors import SettingsError
+from megatron.inference.expert_ranks import expert_parallel
 from megatron.model.command_line import parse_any
 from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.kinds.experts import routing
+from megatron.model.kinds.experts import routing, upcycling
+from megatron.model.kinds.experts.dispatch import Dispatcher
 from megatron.model.kinds.experts.expert_rules import RULES
 from megatron.model.kinds.experts.layer import MoELayer, _Weighted
-from megatron.model.kinds.experts.parts import balance_loss, capacity, expected_parts
+from megatron.model.kinds.experts.parts import balance_loss, capacity, expected_parts, expert_sums
 from megatron.model.kinds.experts.replay import RoutingRecord
 from megatron.model.kinds.experts.routing import ExpertChoice, best, choose, places_of, weights_of
 from megatron.model.kinds.experts.weights import experts
@@ -381,3 +387,95 @@ def test_the_same_experts_in_another_order_are_no_other_choice():
     own = torch.tensor([[1, 0], [2, 3], [1, 3], [2, 1]])
     assert torch.equal(replay.take(router, samples, own), given) and (replay.changed, replay.seen) == (2, 4)
     assert torch.equal(replay.choices[0, 0].long(), own)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5))
+def test_a_bias_moves_by_the_exact_mean_of_loads(loads):
+    """Which need not be whole."""
+    mean = Fraction(sum(loads), len(loads))
+    wanted = [1.0 + 0.5 * ((mean > load) - (mean < load)) for load in loads]
+    assert routing.moved_bias(torch.ones(len(loads)), torch.tensor(loads), 0.5).tolist() == wanted
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", range(1, 8))
+def test_rows_of_zeros_are_added_up_to_the_next_multiple(rows, ranks):
+    x = torch.randn(rows, 2, 3)
+    found = MoELayer._even(SimpleNamespace(tp=SimpleNamespace(size=ranks)), x)
+    assert len(found) == next(n for n in range(rows, 99) if n % ranks == 0)
+    assert torch.equal(found[:rows], x) and not found[rows:].any()
+    made = SimpleNamespace(tp=SimpleNamespace(size=ranks, rank=ranks - 1), cut=True)
+    made._even = lambda x: MoELayer._even(made, x)
+    mask = MoELayer._own_mask(made, x, None)  # of the last rank, which has the added rows
+    each = len(found) // ranks
+    wanted = [float(row < rows) for row in range((ranks - 1) * each, ranks * each)]
+    assert mask is None or mask[:, 0].tolist() == wanted
+    assert (mask is None) == (rows % ranks == 0 or ranks == 1)
+
+
+def test_sums_of_a_mixture_and_their_weights_in_the_loss():
+    """Each is a mean over the layers with experts, so its weight is the coefficient times their number."""
+    m = model(num_layers=4, moe_layer_freq="[0,1,1,1]", moe_z_loss_coeff=0.5, moe_expert_capacity_factor=1.0)
+    m = replace(m, moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=[0.25, 0.125])
+    assert expert_sums(m) == {
+        "load balancing loss": 0.75,
+        "seq load balancing loss": 0.375,
+        "router z loss": 1.5,
+        "dropped tokens": 0.0,
+        "routing entropy": 0.0,
+    }
+
+
+@pytest.mark.parametrize("scaling", [None, 2.5])
+@pytest.mark.parametrize("g", [1, 2, 4])
+def test_segments_of_an_mlp_are_the_mlp(g, scaling):
+    """k / g groups of all segments, whose weights add up to 1: by a plain sum over the chosen experts."""
+    draw, f, h, k = torch.Generator().manual_seed(1), 8, 3, 2 * g
+    up, down, bias, offset = (torch.randn(*shape, generator=draw) for shape in ((f, h), (h, f), (h,), (f,)))
+    m = model(ffn_hidden_size=f, moe_ffn_hidden_size=f // g, num_experts=4 * g, moe_router_topk=k)
+    m = replace(m, moe_router_topk_scaling_factor=scaling)
+    of = lambda name, x: upcycling.experts_of(f"blocks.0.mlp.experts.{name}", x, m, 0, 4 * g)
+    made = [
+        of(name, x) for name, x in (("up.weight", up), ("up.bias", offset), ("down.weight", down), ("down.bias", bias))
+    ]
+    x, wanted = torch.randn(h, generator=draw), torch.zeros(h)
+    for expert in range(k):
+        own_up, own_offset, own_down, own_bias = (one[expert] for one in made)
+        wanted += (scaling or 1.0) / k * (own_down @ torch.tanh(own_up @ x + own_offset) + own_bias)
+    torch.testing.assert_close(wanted, down @ torch.tanh(up @ x + offset) + bias)
+    part = upcycling.experts_of("blocks.0.mlp.experts.up.weight", up, m, 1, 2)
+    assert torch.equal(part, made[0][1:3])
+
+
+def dispatched(rank: int):
+    """(rows of each expert of this rank, by the device and by the host; outputs if experts multiply by their numbers)."""
+    draw = torch.Generator().manual_seed(7 + rank)
+    experts_of, ep = torch.randint(0, 7, (6 + rank, 2), generator=draw), Mesh(rank, tp=2, etp=1, ep=2).ep
+    x, weights = torch.ones(6 + rank, 3), (experts_of < 6).float()
+    made = Dispatcher(experts_of, 6, ep, True)
+    rows, own = made.dispatch(x, weights)
+    first, filled = 3 * rank, made.rows.lengths
+    numbers = torch.repeat_interleave(torch.arange(first, first + 3), torch.tensor(filled))[:, None]
+    y = made.combine(rows * own * (numbers + 1))
+    return experts_of, made.rows.counts.tolist(), filled, y
+
+
+def test_rows_of_experts_are_counted_alike_on_the_device_and_the_host(run_ranks):
+    """Of both ranks' tokens; pairs without an expert go nowhere."""
+    both = run_ranks(2, dispatched)
+    chosen = torch.cat([one[0].flatten() for one in both]).tolist()
+    for rank, (experts_of, counts, lengths, y) in enumerate(both):
+        assert counts == lengths and all(
+            n >= chosen.count(e) for n, e in zip(counts, range(3 * rank, 3 * rank + 3), strict=True)
+        )
+        wanted = [sum(e + 1 for e in row if e < 6) for row in experts_of.tolist()]
+        assert y.tolist() == [[float(one)] * 3 for one in wanted]
+
+
+@pytest.mark.parametrize("tp, ep", list(itertools.product(range(1, 7), range(8))))
+def test_experts_are_shared_by_a_part_of_the_ranks_of_tp(tp, ep):
+    if ep and tp % ep == 0:
+        assert expert_parallel(tp, ep) == dict(expert_model_parallel_size=ep, expert_tensor_parallel_size=tp // ep)
+    else:
+        with pytest.raises(SettingsError, match=f"size {ep} does not divide the {tp} ranks"):
+            expert_parallel(tp, ep)

@@ -17,6 +17,7 @@ from megatron.inference.gptq import gptq
 from megatron.inference.prune import most_important
 from megatron.inference.quantize import in_format, multiply_int8, product_of, quantized_alone
 from megatron.inference.quantized import cut_from
+from megatron.model import fake_quantize
 from megatron.model.fake_quantize import FakeQuantizeProduct, _RoundInput, levels, token_codes, token_grid
 from megatron.model.pruning import PruningOptions, TargetSizes, target_sizes, untouched
 from megatron.model.quantization import QuantizeOptions
@@ -199,6 +200,14 @@ def test_gradients_of_inputs_around_the_largest_value(bits):
     y.sum().backward(), wanted.sum().backward()
     torch.testing.assert_close(y, wanted)
     assert own.grad.tolist() == other.grad.tolist() and set(own.grad.tolist()) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("part, cut, copies", [(True, False, 1), (False, True, 1), (False, False, 3)])
+def test_ranks_without_parts_of_tokens_or_channels_have_the_same_input(part, cut, copies, monkeypatch):
+    monkeypatch.setattr(fake_quantize, "has_part", lambda layer: part)
+    made = layer_of("fake_quantize", 1)
+    made.tp, made.row_axis = SimpleNamespace(size=3, name="tp"), "tp" if cut else None
+    assert FakeQuantizeProduct(made, "up", made.product.settings).copies == copies
 
 
 @pytest.mark.parametrize("copies", [1, 2, 4])
@@ -389,7 +398,8 @@ def test_masks_are_computed_until_their_last_step(begin, end, last):
 @pytest.mark.parametrize("kept", range(9))
 def test_the_largest_weights_are_those_of_a_sort(kept):
     """Equal ones stay together; of experts each has its own share."""
-    weight = torch.tensor([[0.0, -3.0, 1e-40, 3.0], [2.0, -0.0, 3.4e38, -2.0]])
+    below = torch.nextafter(torch.tensor(2.0), torch.tensor(0.0)).item()  # the next smaller number
+    weight = torch.tensor([[0.0, -3.0, 1e-40, 3.0], [2.0, -0.0, 3.4e38, -below]])
     sizes = weight.abs().flatten()
     least = sizes.sort(descending=True).values[kept - 1] if kept else math.inf
     assert torch.equal(largest_of_all(weight, kept, Mesh().tp), weight.abs() >= least)
@@ -397,7 +407,9 @@ def test_the_largest_weights_are_those_of_a_sort(kept):
     assert torch.equal(both[0], weight.abs() >= least) and torch.equal(both[1], weight.flip(0).abs() >= least)
 
 
-@pytest.mark.parametrize("low, high, levels", [(-1.0, 2.0, 15), (0.5, 3.0, 7), (-3.0, -1.0, 7), (-1.0, 1.0, 255)])
+@pytest.mark.parametrize(
+    "low, high, levels", [(-1.0, 2.0, 15), (-1.0, 2.2, 15), (0.5, 3.0, 7), (-3.0, -1.0, 7), (-1.0, 1.0, 255)]
+)
 def test_the_grid_of_a_token_reaches_from_its_least_to_its_largest_value(low, high, levels):
     """Or to 0, which has the whole number that is nearest to it."""
     x, made = torch.tensor([[low, (low + high) / 2, high] + [high] * 5]), layer()
@@ -433,7 +445,9 @@ def test_layers_that_are_named_twice_go_once():
         target_sizes(MODEL, PruningOptions(), TargetSizes(prune_layers=[1], target_num_layers=2))
 
 
-@pytest.mark.parametrize("own", [dict(), dict(target_num_attention_heads=3), dict(target_ffn_hidden_size=31)])
+@pytest.mark.parametrize(
+    "own", [{}, *({"target_num_attention_heads": n} for n in (3, 4)), {"target_ffn_hidden_size": 31}]
+)
 def test_what_a_small_ratio_leaves_whole_is_said_unless_it_has_a_size_of_its_own(own):
     """A tenth of 4 heads is none, and of 32 channels it is three."""
     said = untouched(MODEL, PruningOptions(prune_ratio=0.1), TargetSizes(**own))

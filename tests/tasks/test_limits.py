@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations and tasks exactly at a limit, against plain loops over small numbers, so that borders are frequent."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -16,11 +17,13 @@ from hypothesis import strategies as st
 
 from megatron.data.loader import DOCUMENTS, IDS, MASK, named_batch
 from megatron.errors import DataError
+from megatron.model.bert.settings import GROUP as BERT
+from megatron.model.context import ForwardContext
 from megatron.model.facts import Facts
 from megatron.model.language_model import TOKENS
 from megatron.model.sample_arrays import LABELS, LOSS_MASK
 from megatron.mpu.mesh import Mesh
-from megatron.tasks import backbones, chat, classifier, finetune, metrics, spans
+from megatron.tasks import backbones, chat, classifier, dpo, finetune, metrics, spans
 from megatron.tasks import settings as kept_settings
 from megatron.tasks.chat_samples import (
     ChatSamples,
@@ -44,6 +47,7 @@ from megatron.tasks.settings import LM_LOSS, TaskSettings, predictions_folder
 from megatron.tasks.soft_labels import with_soft_labels
 from megatron.tasks.spans import ENDS, MockSpanSamples
 from tests.data.test_stale_caches import Bytes, template_of
+from tests.serving.toy import EOD
 
 TEXT = st.lists(st.booleans(), min_size=1, max_size=7)  # which of its tokens are answers
 
@@ -826,3 +830,84 @@ def test_the_log_says_what_questions_lose_and_that_a_text_has_several_windows(wi
     ]
     wanted = lines * bool(cut)
     assert told == wanted + [f" > 2 questions of validation have {windows} windows of 9 tokens"] * (windows > 2)
+
+
+@pytest.mark.parametrize("kinds", [0, 1, 2, 3])
+def test_types_of_tokens_are_those_that_a_bert_has(kinds):
+    """The second text's tokens have type 1, if there are two types."""
+    found = BertReader(9, cls=1, sep=2, kinds=kinds).read([3, 4], [5])
+    assert found["types"].tolist() == [0, 0, 0, 0, *[int(kinds > 1)] * 2, 0, 0, 0]
+    config = SimpleNamespace(model=SimpleNamespace(seq_length=9), extra={BERT: SimpleNamespace(num_tokentypes=kinds)})
+    assert BertReader.arrays(config, 50)["types"].below == BertCloze.arrays(config, 50)["types"].below == max(2, kinds)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_sample_without_a_label_has_no_loss_and_scores_are_collected_in_evaluations(training):
+    collected, scores = [], torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.0, 0.5]])
+    mask = torch.tensor([1.0, 0.0, 1.0])
+    batch = SimpleNamespace(loss_mask=mask, num_tokens=mask.sum(), labels=torch.tensor([0, 1, 1]), arrays={})
+    model = SimpleNamespace(last=True, training=training, collect=lambda batch, scores: collected.append(scores))
+    model.read, model.region = lambda batch: batch, contextlib.nullcontext
+    model.trunk, model.scores = lambda x, batch: (x, {"aux": 7.0}), lambda x, batch: scores
+    model.losses = lambda scores, batch: classifier.losses_of(scores, batch)
+    x, sums = classifier.scoring(torch.nn.Module).forward(model, None, batch)
+    log_p = scores.log_softmax(1)
+    assert x is None and sums["aux"] == 7.0 and sums["tokens"] == 2.0
+    assert sums["loss"].item() == pytest.approx(-(log_p[0, 0] + log_p[2, 1]).item())
+    assert [torch.equal(one, scores) for one in collected] == [True] * (not training)
+    model.last = False
+    assert classifier.scoring(torch.nn.Module).forward(model, "x", batch) == ("x", {"aux": 7.0})
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (1, 3), (2, 2)])
+def test_what_ends_answers_and_where_they_are_is_kept(sizes):
+    """Of each text of each file: its last token, its file and its line."""
+    answer = lambda n: [dict(role="user", content="q"), dict(role="assistant", content="a" * n)]
+    files = ["x.jsonl", "y.jsonl"]
+    texts = [SimpleNamespace(where=f"{file}, line {n + 1}", messages=answer(n), tools=None)
+             for file, count in zip(files, sizes, strict=True) for n in range(count)]  # fmt: skip
+    made = TextEncoder(Bytes(), template_of(Bytes()))._arrays(texts, files)
+    assert made["places"].tolist() == [0] * sizes[0] + [1] * sizes[1]
+    assert made["lines"].tolist() == [*range(1, sizes[0] + 1), *range(1, sizes[1] + 1)]
+    assert made["stops"].tolist() == [EOD] * len(texts) and len(made["tokens"]) == made["ends"][-1]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("abc")), min_size=1, max_size=4))
+@example([("a", "b"), ("b", "c")])  # the rejected answer of one is the chosen one of the next
+def test_pairs_of_equal_answers_are_left_out(pairs):
+    texts = [text for pair in pairs for text in pair]
+    data = encoded([[0, 1]] * len(texts))
+    tokens = np.array([[9, ord(text)] for text in texts], np.int32).flatten()
+    data, used = replace(data, tokens=tokens), [n for n, (one, other) in enumerate(pairs) if one != other]
+    if not used:
+        with pytest.raises(DataError, match="no pair of answers"):
+            pair_samples(data, ["a.jsonl"], 8, 0)
+        return
+    samples, notes = pair_samples(data, ["a.jsonl"], 8, 0)
+    assert samples.rows == [[2 * n, 2 * n + 1] for n in used]
+    assert said(notes, "have two equal answers") == len(pairs) - len(used)
+
+
+@pytest.mark.parametrize("target, words", [(1, 1), (2, 1), (3, 2), (9, 2)])
+def test_made_up_labels_have_room_in_a_decoder(target, words):
+    for seed in range(20):
+        arrays = T5Cloze(9, bos=1, sentinel=2, target=max(2, target)).made_up(np.random.default_rng(seed), 50)
+        assert arrays[LOSS_MASK].sum() == words and arrays["enc_mask"].sum() >= 2
+
+
+def test_tokens_of_a_pair_count_together_as_much_as_the_pair(monkeypatch):
+    """In losses that balance experts: of both answers, not of the prompt; a pair that does not count has 0."""
+    monkeypatch.setattr(dpo.GPT, "context", lambda model, batch: ForwardContext())
+    documents = torch.tensor([[0, 0, 0], [0, 1, 0], [1, 1, 1], [1, 2, 2]])
+    mask = torch.tensor([[0.0, 1, 0], [1, 1, 0], [1, 0, 0], [1, 0, 0]])
+    batch = SimpleNamespace(document_ids=documents, labels=documents, loss_mask=mask)
+    model = PairComparison.__new__(PairComparison)
+    torch.nn.Module.__init__(model)
+    model.cp = Mesh().cp
+    for mixture in (True, False):
+        model.facts = SimpleNamespace(settings=SimpleNamespace(mixture=mixture))
+        found = PairComparison.context(model, batch).weights
+        assert found.tolist() == (mask / mask.sum(0).clamp_min(1)).tolist() if mixture else found is None
+    assert model._sides(batch)[0].T.tolist() == [[0, 1, -1, -1], [1, -1, 0, 0], [0, 0, 0, 0]]
+    batch = SimpleNamespace(document_ids=None, labels=torch.zeros(5, 1), loss_mask=None)  # the halves of a text
+    assert model._sides(batch)[0].flatten().tolist() == [1, 1, 1, -1, -1]
