@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import SettingsError
+from megatron.errors import SettingsError, StorageError
 from megatron.guard.command import config_of, has_flag, with_flag, without
 from megatron.settings.schema import Checkpoint
 from megatron.storage.urls import location
@@ -45,7 +45,10 @@ def _begins_from_memory(words: list[str], save: str) -> bool:
 
 def has_snapshots(save: Optional[str]) -> bool:
     """Whether a job may have snapshots in memory (--non-persistent-save-interval)."""
-    return save is not None and (location(save) / SNAPSHOTS).exists()
+    try:
+        return save is not None and (location(save) / SNAPSHOTS).exists()
+    except StorageError:  # an object store that does not answer
+        return False
 
 
 def module_command(argv: list[str], module: str) -> str:

@@ -376,7 +376,7 @@ class Supervisor:
         except OSError as error:  # report the job's own end
             where = f"the account could not be written: {error}"
         if code not in (0, Preempted.code, Interrupted.code) and has_snapshots(self.save):
-            where += f"\n  snapshots in memory stay for the next launch, in {shared_memory()} or --non-persistent-local-ckpt-dir"
+            where += f"\n  snapshots in memory stay for the next launch ({shared_memory()}/megatron-snapshots-*)"
         log(f"{summary.text()}\n  {where}")
         self.leave_mark(outcome)
         why, last = outcome, self.attempts[-1] if self.attempts else Attempt(0, self.place.ranks)
