@@ -911,3 +911,25 @@ def test_tokens_of_a_pair_count_together_as_much_as_the_pair(monkeypatch):
     assert model._sides(batch)[0].T.tolist() == [[0, 1, -1, -1], [1, -1, 0, 0], [0, 0, 0, 0]]
     batch = SimpleNamespace(document_ids=None, labels=torch.zeros(5, 1), loss_mask=None)  # the halves of a text
     assert model._sides(batch)[0].flatten().tolist() == [1, 1, 1, -1, -1]
+
+
+@pytest.mark.parametrize("pair", [None, [5, 6]])
+@pytest.mark.parametrize("kind", READERS)
+def test_hidden_words_are_replaced_and_what_is_around_them_is_not(kind, pair):
+    reader, words = READERS[kind], {3, 4, 5, 6}
+    arrays = reader.read_hidden([3, 4], pair, 77)
+    ids = next(iter(reader.read([3, 4], pair).values())).tolist()
+    assert arrays["hidden"].tolist() == [77 if id in words else id for id in ids]
+    assert "hidden" not in reader.read_hidden([3, 4], pair, None)
+
+
+HIDING = [(8, [9], 1, (8, 9, 1)), (None, [], 1, (1, 1, 1)), (None, [], None, (0, 0, 0))]
+
+
+@pytest.mark.parametrize("mask, sentinels, eod, words", HIDING)
+def test_the_token_that_hides_words(mask, sentinels, eod, words):
+    """That of pretraining, else the end of document, else 0, as for made-up samples."""
+    tokenizer = SimpleNamespace(special=dict(mask=mask).get, sentinels=sentinels, eod=eod)
+    kinds = BertReader, T5Reader, CausalReader
+    assert tuple(kind.hidden_word(tokenizer) for kind in kinds) == words
+    assert [kind.hidden_word(None) for kind in kinds] == [0, 0, 0]
