@@ -917,7 +917,7 @@ def test_weights_are_found_in_dictionaries_of_eight_levels(levels):
 
 def test_what_a_checkpoint_says_of_its_run():
     """Numbers and words, also out of tensors; updates in their order, each once, from any depth."""
-    optimizer = dict(state={3: dict(step=torch.tensor(7.0)), 1: dict(step=5)}, param_groups=[dict(step=7, lr=0.1)])
+    optimizer = dict(state={3: dict(step=torch.tensor(9.0)), 1: dict(step=2)}, param_groups=[dict(step=9, lr=0.1)])
     optimizer["grad_scaler"] = dict(scale=torch.tensor([8.0]), on=True)
     args = SimpleNamespace(lr=0.5, names=["a", 1], odd=object(), nested=[[1]])
     content = dict(args=argparse.Namespace(**vars(args)), iteration=9, checkpoint_version=3.0, optimizer=optimizer)
@@ -925,7 +925,7 @@ def test_what_a_checkpoint_says_of_its_run():
     facts = megatron_pickle.facts_of(content)
     assert facts == dict(
         iteration=9, version=3.0, args=dict(lr=0.5, names=["a", 1]), schedule=dict(num_steps=11), scale=dict(scale=8.0),
-        updates=[5, 7.0],
+        updates=[2, 9.0],
     )  # fmt: skip
     assert megatron_pickle.facts_of(dict(lr_scheduler=dict(num_steps=2)))["schedule"] == dict(num_steps=2)
 
@@ -1053,3 +1053,86 @@ def test_routers_that_choose_otherwise_are_refused(kind, entry, value):
     assert our_settings(theirs)[1].moe_router_enable_expert_bias
     with pytest.raises(CheckpointError, match=entry):
         our_settings(theirs | {entry: value})
+
+
+def rank_files(folder, names, file="model_optim_rng.pt") -> None:
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        (folder / name / file).touch()
+
+
+@pytest.mark.parametrize("named", ["step", "tracker", "release", "itself"])
+def test_files_of_ranks_are_those_of_a_step_in_the_order_of_stages(named, tmp_path):
+    folder = tmp_path / dict(release="release", itself=".").get(named, "iter_0000012")
+    names = [f"mp_rank_{tp:02d}_{pp:03d}" for tp in range(2) for pp in range(3)]
+    rank_files(folder, names, "model_rng.pt")
+    tracker = dict(tracker="12\n", release="release").get(named)
+    if tracker:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracker)
+    if named == "tracker":
+        rank_files(tmp_path / "iter_0000003", ["mp_rank_00"])
+    parts = megatron_lm.find_parts(tmp_path, 12 if named == "step" else None)
+    assert [(part.pp, part.tp, part.ep) for part in parts] == list(itertools.product(range(3), range(2), [0]))
+    assert all(part.path == folder / f"mp_rank_{part.tp:02d}_{part.pp:03d}" / "model_rng.pt" for part in parts)
+
+
+@pytest.mark.parametrize(
+    "names, told",
+    [
+        (["mp_rank_00", "mp_rank_02"], r"missing \(tensor, pipeline rank\): \[\(1, 0\)\]"),
+        (["mp_rank_00_000_000", "mp_rank_00_001_001"], r"expert rank\): \[\(0, 0, 1\), \(0, 1, 0\)\]"),
+        (["mp_rank_00", "mp_rank_1"], "mp_rank_1 is not understood"),
+    ],
+)
+def test_files_of_ranks_that_are_missing_are_named(names, told, tmp_path):
+    rank_files(tmp_path, names)
+    with pytest.raises(CheckpointError) as error:
+        megatron_lm.find_parts(tmp_path, None)
+    assert re.search(told, str(error.value))
+    with pytest.raises(CheckpointError, match="holds no mp_rank_"):
+        megatron_lm.find_parts(tmp_path / "other", None)
+
+
+@pytest.mark.parametrize("pp, ep", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_the_second_number_of_a_rank_is_that_of_experts_without_stages(pp, ep):
+    args = dict(expert_model_parallel_size=ep, pipeline_model_parallel_size=pp)
+    made = lambda *places: [megatron_lm.RankFile(0, first, Path("a"), second) for first, second in places]
+    given = made(*((0, n) for n in range(1))) if pp == ep == 1 else None
+    given = given or (made((0, 0), (1, 0)) if 1 in (pp, ep) else made((0, 0), (0, 1), (1, 0), (1, 1)))
+    found = megatron_lm._ranks_of_experts(given, args)
+    assert {(part.pp, part.ep) for part in found} == set(itertools.product(range(pp), range(ep)))
+
+
+@pytest.mark.parametrize("window", [None, 7, 8, 9])
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "llama"])
+def test_windows_that_llama_cpp_has(kind, window):
+    """It looks at all tokens, except of Gemmas: a window that a text can be longer than is another model."""
+    pytest.importorskip("gguf")
+    config = dict(max_position_embeddings=8, sliding_window=window)
+    family = SimpleNamespace(
+        kind=kind, facts=SimpleNamespace(settings=SimpleNamespace()), theirs=lambda end, dtype: config
+    )
+    if kind != "gemma2" and window == 7:
+        with pytest.raises(SettingsError, match="without --window-size 7"):
+            gguf_file.refuse_other(family)
+    else:
+        assert gguf_file.refuse_other(family) is gguf_file.ARCHITECTURES[kind]
+    for more in (dict(activation_function="relu"), dict(query_pre_attn_scalar=3, head_dim=4)):
+        family.theirs = lambda end, dtype, more=more: dict(max_position_embeddings=8) | more
+        with pytest.raises(SettingsError, match="activation relu|--query-pre-attn-scalar 3"):
+            gguf_file.refuse_other(family)
+
+
+def test_evaluations_of_this_step_are_on_the_card(tmp_path):
+    """Of the folder and of the one around it, line by line; a damaged line or one of another step is left out."""
+    (run := tmp_path / "run").mkdir()
+    lines = [
+        "{broken",
+        '{"iteration": 3, "loss": 9.0}',
+        '{"iteration": 5, "data": "a/held", "loss": 2.5, "whole": true}',
+        "[5]",
+    ]
+    (run / "evaluation.jsonl").write_text("\n".join(lines))
+    (tmp_path / "evaluation.json").write_text('{"iteration": 5, "perplexity": 1234567.0, "name": "x"}')
+    assert card._evaluations_of_tools(run, 5) == [("held, loss", "2.5"), ("held-out text, perplexity", "1.23457e+06")]
+    assert card._evaluations_of_tools(run, 4) == []
