@@ -933,3 +933,33 @@ def test_the_token_that_hides_words(mask, sentinels, eod, words):
     kinds = BertReader, T5Reader, CausalReader
     assert tuple(kind.hidden_word(tokenizer) for kind in kinds) == words
     assert [kind.hidden_word(None) for kind in kinds] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["classes", "options", "numbers"])
+def test_files_beside_predictions(kind, tmp_path):
+    """Probabilities of classes and options, a picture of classes whose labels are all known."""
+    task = SimpleNamespace(name="t", metrics=(), labels=("a", "b"), outputs=2, one_answer=False, answers={})
+    task.regression, task.options = kind == "numbers", "o" if kind == "options" else None
+    measures = TaskMeasures.__new__(TaskMeasures)
+    measures.task, measures.folder = task, str(tmp_path)
+    scores = np.array([[0.5], [1.5]]) if kind == "numbers" else np.log([[0.25, 0.75], [0.5, 0.5]])
+    rows = [TaskExample("q", None, label, str(n)) for n, label in enumerate((1, 0))]
+    predicted = scores[:, 0] if kind == "numbers" else scores.argmax(1)
+    measures._write(rows, scores, predicted, "test", "")
+    words = ["0.5", "1.5"] if kind == "numbers" else ["b", "a"]
+    assert (tmp_path / "t.tsv").read_text() == "index\tprediction\n" + "".join(
+        f"{n}\t{w}\n" for n, w in enumerate(words)
+    )
+    shares = tmp_path / "t.probabilities.tsv"
+    assert shares.exists() == (kind != "numbers")
+    if kind != "numbers":
+        assert shares.read_text().splitlines()[1] == "0\t0.250000\t0.750000"
+    assert (tmp_path / "confusion-test.png").exists() <= (kind == "classes")
+
+
+def test_rows_without_a_class_are_counted_in_a_note(tmp_path):
+    (tmp_path / "t.tsv").write_text("text\tlabel\na\tx\nb\t-\nc\ty\nd\t-\n")
+    (tmp_path / "own.yaml").write_text('train: t.tsv\ntext: text\nlabel: label\nlabels: [x, y]\nskip: ["-"]\n')
+    examples = kept_settings.examples_of(TaskSettings(str(tmp_path / "own.yaml"), str(tmp_path)), "train")
+    assert [row.text for row in examples.rows] == ["a", "c"] and [row.id for row in examples.rows] == ["0", "2"]
+    assert any("2 of 4" in note for note in examples.notes), examples.notes
