@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.boxes import Box
 from megatron.convert import (
+    compressed_tensors,
     dcp,
     dcp_files,
     families,
@@ -51,6 +52,7 @@ from megatron.convert.megatron_optimizer import PREFIX
 from megatron.convert.megatron_pieces import boxes_of_rows, local_parts, with_ones
 from megatron.convert.mxfp4 import dequantized
 from megatron.errors import CheckpointError, SettingsError
+from megatron.inference import quantize
 from megatron.model.command_line import parse_any
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_rope import our_rope
@@ -1136,3 +1138,96 @@ def test_evaluations_of_this_step_are_on_the_card(tmp_path):
     (tmp_path / "evaluation.json").write_text('{"iteration": 5, "perplexity": 1234567.0, "name": "x"}')
     assert card._evaluations_of_tools(run, 5) == [("held, loss", "2.5"), ("held-out text, perplexity", "1.23457e+06")]
     assert card._evaluations_of_tools(run, 4) == []
+
+
+def product_like(kind: type, **more):
+    """A product of a kind without a layer."""
+    made = kind.__new__(kind)
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+OF_TRAINING = SimpleNamespace(rounds_inputs=True, observes=True)
+CONFIGS = {  # product -> (format, weights, inputs)
+    "int8": (lambda: product_like(quantize.Int8), "pack-quantized", dict(num_bits=8, strategy="channel"), None),
+    "int8-dynamic": (
+        lambda: product_like(quantize.Int8Dynamic),
+        "int-quantized",
+        dict(num_bits=8, strategy="channel"),
+        dict(strategy="token", dynamic=True, symmetric=True),
+    ),
+    "int4": (
+        lambda: product_like(quantize.Int4, group_size=32),
+        "pack-quantized",
+        dict(num_bits=4, strategy="group", group_size=32, symmetric=False),
+        None,
+    ),
+    "int4 symmetric": (
+        lambda: product_like(quantize.Int4, group_size=64, symmetric=True),
+        "pack-quantized",
+        dict(num_bits=4, strategy="group", group_size=64),
+        None,
+    ),
+    "trained": (
+        lambda: product_like(quantize.Int8Static, trained=OF_TRAINING),
+        "int-quantized",
+        dict(num_bits=8, strategy="channel"),
+        dict(strategy="tensor", dynamic=False, symmetric=True),
+    ),
+    "trained by tokens": (
+        lambda: product_like(quantize.Int8OfTokens, trained=SimpleNamespace(rounds_inputs=True, observes=False)),
+        "int-quantized",
+        dict(num_bits=8, strategy="channel"),
+        dict(strategy="token", dynamic=True, symmetric=False),
+    ),
+    "trained weights": (
+        lambda: product_like(quantize.Int8Static, trained=SimpleNamespace(rounds_inputs=False, observes=False)),
+        "pack-quantized",
+        dict(num_bits=8, strategy="channel"),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_entry_of_quantized_weights_in_a_config(kind):
+    """As compressed-tensors has it; matrices that stay as they are, and the output layer, are listed."""
+    make, form, weights, inputs = CONFIGS[kind]
+    names = dict(a=("x.a.weight", "x.b.weight"), b=("y.weight",), c=("z.weight",))
+    matches = [Match(f"{name}.weight", theirs) for name, theirs in names.items()]
+    shapes = {"a.weight": (4, 2), "b.weight": (4, 2), "c.weight": (4,)}
+    family = SimpleNamespace(matches=matches, facts=SimpleNamespace())
+    family.facts.weights = {name: Placement(shape, Normal(1.0)) for name, shape in shapes.items()}
+    found = compressed_tensors.quantization_config(family, dict(b=make()))
+    group = found["config_groups"]["group_0"]
+    assert (found["format"], found["quant_method"], found["ignore"]) == (
+        form,
+        "compressed-tensors",
+        ["lm_head", "x.a", "x.b"],
+    )
+    assert group["weights"] == dict(type="int", symmetric=True, dynamic=False) | weights and group["targets"] == [
+        "Linear"
+    ]
+    assert group["input_activations"] == (inputs and dict(num_bits=8, type="int") | inputs)
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_pairs_of_a_model_or_of_what_is_below_its_output_layer(prefix):
+    """PEFT names modules as those of the model that it was given."""
+    matches = [
+        Match(f"blocks.{n}.attention.qkv.weight", tuple(f"model.layers.{n}.{one}.weight" for one in "qkv"))
+        for n in (0, 1)
+    ]
+    matches.append(Match("embedding.word.weight", ("model.embed.weight",)))
+    pair = peft.PeftPair(torch.ones(1, 2), torch.ones(2, 1))
+    pairs = {f"{prefix}layers.0.q": pair, f"{prefix}layers.0.v": pair}
+    linear = {f"blocks.{n}.attention.qkv" for n in (0, 1)}
+    found = peft._by_layer(Path("x"), pairs, matches, linear)
+    assert list(found) == ["blocks.0.attention.qkv"] and found["blocks.0.attention.qkv"][1] == [pair, None, pair]
+    for more, told in (
+        ({"other": pair}, "pairs of modules that this model does not have: other"),
+        (None, "has no pairs"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            peft._by_layer(Path("x"), {} if more is None else pairs | more, matches, linear)
