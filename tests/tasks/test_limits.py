@@ -16,14 +16,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.data.loader import DOCUMENTS, IDS, MASK, named_batch
-from megatron.errors import DataError
+from megatron.errors import DataError, SettingsError
 from megatron.model.bert.settings import GROUP as BERT
 from megatron.model.context import ForwardContext
 from megatron.model.facts import Facts
 from megatron.model.language_model import TOKENS
 from megatron.model.sample_arrays import LABELS, LOSS_MASK
 from megatron.mpu.mesh import Mesh
-from megatron.tasks import backbones, chat, classifier, dpo, finetune, metrics, spans
+from megatron.tasks import backbones, chat, classifier, contaminated, dpo, finetune, metrics, spans
 from megatron.tasks import settings as kept_settings
 from megatron.tasks.chat_samples import (
     ChatSamples,
@@ -963,3 +963,31 @@ def test_rows_without_a_class_are_counted_in_a_note(tmp_path):
     examples = kept_settings.examples_of(TaskSettings(str(tmp_path / "own.yaml"), str(tmp_path)), "train")
     assert [row.text for row in examples.rows] == ["a", "c"] and [row.id for row in examples.rows] == ["0", "2"]
     assert any("2 of 4" in note for note in examples.notes), examples.notes
+
+
+def test_files_of_conversations_that_are_named_twice_are_refused(tmp_path):
+    """--data-path with files is --train-data; with several, too."""
+    settings = SimpleNamespace(train_data=None, valid_data=None, test_data=None)
+    for files in (["a.jsonl"], ["a.jsonl", str(tmp_path)]):
+        assert chat._files_of(files, settings) == dict(train_data=files)
+        with pytest.raises(SettingsError, match="--data-path a.jsonl and --train-data b both name what is learned"):
+            chat._files_of(files, SimpleNamespace(**vars(settings) | dict(train_data=["b"])))
+
+
+@pytest.mark.parametrize("pooling", [None, "first", "mean"])
+@pytest.mark.parametrize("kind", ["GPT", "BERT", "T5"])
+def test_settings_of_a_decoder_have_an_effect_where_there_is_one(kind, pooling):
+    """In a T5 whose head does not see the mean of its encoder."""
+    idle = backbones.trunk_idle(lambda s: s.kind, lambda s: s.pooling)
+    for name in ("decoder_num_layers", "decoder_seq_length"):
+        assert idle[name].met(SimpleNamespace(kind=kind, pooling=pooling)) == (kind == "T5" and pooling != "mean")
+    assert "--backbone T5" in idle["decoder_seq_length"].words and "--pooling" in idle["decoder_seq_length"].words
+
+
+@pytest.mark.parametrize("given", [None, ["0.5", "a", "b"]])
+def test_training_data_that_cannot_be_asked_is_said_where_it_was_named(given):
+    data = SimpleNamespace(data_path=["0.5", "a", "b"], train_data_path=None)
+    found, notices = contaminated.training_contents(data, given)
+    assert found is None and len(notices) == (given is not None)
+    assert all("of evaluation sets is not known" in notice and "--train-data" in notice for notice in notices)
+    assert contaminated.training_contents(SimpleNamespace(data_path=None, train_data_path=None), None) == (None, [])
