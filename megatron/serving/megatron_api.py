@@ -70,7 +70,7 @@ class MegatronBody(Strict):
             raise ApiError(400, "top_k and top_p: give one of them", param="top_p")
         if self.top_p_decay and not self.top_p:
             raise ApiError(400, "top_p_decay: only with top_p", param="top_p_decay")
-        if self.top_p_bound and not 0 < self.top_p_bound <= self.top_p:
+        if self.top_p_bound > self.top_p:
             raise ApiError(400, "top_p_bound: has to be at most top_p", param="top_p_bound")
         if not all(self.prompts) and not self.add_BOS:
             raise ApiError(400, "prompts: one of them is empty; that needs add_BOS", param="prompts")

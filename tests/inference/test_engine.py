@@ -176,6 +176,16 @@ def test_the_cache_has_room_for_as_many_texts_of_the_greatest_length_as_run(smal
         Engine(model, longest=longest, blocks=blocks - 1)
 
 
+@pytest.mark.parametrize("state", [0, 1000])
+@pytest.mark.parametrize("more", [0, 16 * 512 - 1, 16 * 512])
+def test_memory_that_is_given_has_room_for_states_and_blocks(small_gpt, state, more, monkeypatch):
+    """Of each of 3 texts a state and two snapshots; then blocks of 16 tokens, of two layers with 32 numbers of 4 bytes."""
+    monkeypatch.setattr("megatron.inference.engine.bytes_of_a_state", lambda model: state)
+    engine = Engine(small_gpt(), longest=32, max_batch=3, memory=3 * 3 * state + 5 * 16 * 512 + more)
+    assert engine.pool.blocks == 5 + (more == 16 * 512)
+    assert (engine._scheduler.snapshots.most if state else engine._scheduler.snapshots) == (6 if state else None)
+
+
 @pytest.mark.parametrize("layers", [[range(0, 1), range(1, 2)], [range(0, 2), range(2, 2)], [range(0), range(0, 2)]])
 def test_memory_of_a_token_is_that_of_the_stage_with_most_layers(small_gpt, layers):
     model = small_gpt()
@@ -225,6 +235,10 @@ def test_requests_that_cannot_be_answered(small_gpt):
     with pytest.raises(SettingsError, match="log-probabilities of 521 tokens: has to be 0 to 520"):
         engine.add(Request((1,), Sampling(), logprobs=521))
     assert not engine.busy
+    engine.add(
+        Request((519,) * 31, Sampling(), logprobs=520)
+    )  # the last token, the longest prompt, all log-probabilities
+    assert engine.busy
     with pytest.raises(SettingsError, match="the cache has room for 16 tokens, and a text may have 32"):
         Engine(small_gpt(), longest=32, memory=16 * 2 * 2 * 32 * 4 + 100)
 
@@ -371,3 +385,23 @@ def test_of_new_tokens_the_last_copy_of_states_is_kept(length):
             assert set(kept.values()) == ends | ({last} if last > length else set()), row.stop
             if row.chooses:
                 scheduler.chosen(text, 3)
+
+
+@pytest.mark.parametrize("length", [8, 9, 11, 12])
+def test_a_scored_prompt_that_is_begun_again_is_not_scored_again(length):
+    """What the cache has of it up to the last scored token is taken; the rest is computed, so that it is scored once."""
+    pool, size = BlockPool(8, 4), 4
+    scheduler = Scheduler(pool, longest=32, max_batch=1, chunk=8)
+    text, scored, starts = scheduler.add(Request(tuple(range(length)), Sampling(9), prompt_logprobs=True)), [], []
+    while scheduler.busy:
+        for row in scheduler.plan():
+            starts.append(row.start)
+            scored += row.scores
+            if row.chooses:
+                scheduler.chosen(text, 3)
+        if len(starts) in (1, 3) and scheduler.running:  # as if an older text took its blocks
+            pool.release(text.table)
+            text.computed = 0
+            scheduler.waiting.append(scheduler.running.pop())
+    assert scored == list(range(length - 1))
+    assert starts[:2] == [0, min(8, length - 1) // size * size] and starts[3] == (length - 1) // size * size

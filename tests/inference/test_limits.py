@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.errors import SettingsError
 from megatron.inference.choices import RowState, adjusted, probabilities
-from megatron.inference.sampling import Sampling, cut_off
+from megatron.inference.sampling import Sampling, Search, cut_off
 
 V = 5
 TOKENS, NUMBERS = st.integers(0, V - 1), st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 2.0])
@@ -141,6 +141,17 @@ def test_settings_at_their_limits_are_taken_and_beyond_them_are_not(name):
             Sampling(**{name: limit - beyond}).check()
             with pytest.raises(SettingsError, match=f"--{name.replace('_', '-')}"):
                 Sampling(**{name: limit + beyond}).check()
+
+
+@pytest.mark.parametrize(
+    "name, neutral, draws", [("temperature", (0.0, 1.0), 0.5), ("top_k", (0,), 1), ("min_p", (0.0,), 0.1)]
+)
+def test_a_beam_search_takes_neutral_settings_alone(name, neutral, draws):
+    for value in neutral:
+        Search(2).check(Sampling(**{name: value}))
+    Search(1).check(Sampling(**{name: draws}))
+    with pytest.raises(SettingsError, match=f"--{name.replace('_', '-')} {draws} has no place"):
+        Search(2).check(Sampling(**{name: draws}))
 
 
 @pytest.mark.parametrize("room", [9, 10, 11])

@@ -72,3 +72,28 @@ def test_as_many_heads_are_closed_as_pruning_takes_away(heads, ratio, rank):
     small = Model(2, 8 * heads, heads, ffn_hidden_size=64)
     if 0 < taken < heads:
         assert target_sizes(small, PruningOptions(prune_ratio=ratio), TargetSizes()).heads == heads - taken
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_ranks_close_their_own_part_of_what_all_close(rank, dim):
+    """Of 6 heads of 2 columns on 3 ranks, which are cut along the columns, or along the rows."""
+    whole, values = torch.rand(9, 12) + 1.0, torch.tensor([5.0, 0.0, 4.0, 1.0, 2.0, 3.0], dtype=torch.float64)
+    shape = (3, 12) if dim == 0 else (9, 4)
+    offset = [0, 0]
+    offset[dim] = rank * shape[dim]
+    mine = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
+    model = nn.Linear(*shape[::-1], bias=False)
+    model.weight.data.copy_(whole[mine])
+    box = SimpleNamespace(box=lambda local, place: (tuple(offset), local) if place == dict(tp=rank) else None)
+    network = SimpleNamespace(
+        readers=lambda kind: dict(own=("weight", SimpleNamespace(dim=1, block=2))) if kind == "heads" else {},
+        table=dict(weight=box),
+        place_of=lambda own: "blocks.0",
+    )
+    importance = Importance({("heads", "own"): values}, torch.zeros(1))
+    [(_, harm)] = probes.pruned(SimpleNamespace(model=model), network, importance, 0.5, dict(tp=rank))
+    open_heads = (values >= 3).repeat_interleave(2)
+    with harm:
+        assert torch.equal(model.weight, (whole * open_heads)[mine])
+    assert torch.equal(model.weight, whole[mine])

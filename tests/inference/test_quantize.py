@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron.checkpoint.reader import QUANTIZED
 from megatron.errors import SettingsError, StorageError, UsageError
+from megatron.inference import quantized
 from megatron.inference.load import load_model
 from megatron.inference.quantize import free_weights, linear_layers
 from megatron.model.quantization import QuantizeOptions
@@ -138,6 +140,35 @@ def weights_on(rank: int, path: str) -> list[int]:
 def test_a_stage_may_have_none_of_the_skipped_layers(folder, run_ranks):
     first, second = run_ranks(2, weights_on, str(folder / "plain"))
     assert first == [0] * 4 and all(second)
+
+
+@pytest.mark.parametrize("how", FORMATS)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_quantized_checkpoint_is_read_as_it_was_written(how, symmetric, folder):
+    """Its record has each word of how it was made, and the names and shapes are those that a reader looks for."""
+    asked = options(how, quantize_symmetric=symmetric, quantize_skip="blocks.0.mlp.*, blocks.1.attention.qkv")
+    loaded = load_model(str(folder / "plain"), quantize=asked)
+    made = quantized.quantized(loaded, asked)
+    again = quantized.stored_options(made.state[QUANTIZED])
+    words = "quantize quantize_group_size quantize_symmetric".split()
+    assert [getattr(again, name) for name in words] == [how, GROUP, symmetric] and made.state[QUANTIZED][
+        "scale"
+    ] == "float32"
+    assert set(again.quantize_skip.split(",")) == {"blocks.0.mlp.*", "blocks.1.attention.qkv"}
+    plain = {f"{name}.weight": layer for name, layer in linear_layers([load_model(str(folder / "plain")).model])}
+    parts = {"values": 2 if how == "int4" else 1, "scale": GROUP, "zero": GROUP}
+    for name, layer in plain.items():
+        if name.startswith("blocks.0.mlp.") or name == "blocks.1.attention.qkv.weight":
+            assert tuple(made.tensors[name].shape) == tuple(layer.weight.shape) and f"{name}.scale" not in made.tensors
+            continue
+        *rows, inputs = layer.weight.shape
+        for part, each in parts.items():
+            if part == "zero" and how != "int4":
+                assert f"{name}.zero" not in made.tensors
+                continue
+            last = inputs // each if part == "values" or how == "int4" else 1
+            assert tuple(made.tensors[f"{name}.{part}"].shape) == (*rows, last)
+            assert tuple(made.compute(f"{name}.{part}").shape) == (*rows, last)
 
 
 def test_groups_have_to_divide_the_inputs(folder):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.errors import DataError
+from megatron.inference.beams import BeamGroup
 from megatron.inference.generation import generate
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling, Search
@@ -87,6 +88,33 @@ def test_scores_are_those_of_the_definition(small_gpt):
     assert [one.score for one in output.found[:5]] == pytest.approx([score for _, score in best], abs=1e-5)
     assert {one.finish for one in output.found} == {"stop", "length"}
     assert not engine.busy
+
+
+def test_tokens_that_end_a_search_may_be_the_likeliest(small_gpt):
+    """At any of its steps: of the model, or of the request."""
+    model, prompt = small_gpt(), (3, 1, 4)
+    [plain] = generate(model, [prompt], Sampling(4, greedy=True), longest=LONGEST)
+    for token in plain:
+        for end, own in ((token, None), (None, [token]), (7, [token])):
+            sampling, search = Sampling(4, stop_token_ids=own), Search(2)
+            wanted = generate(model, [prompt], sampling, search, longest=LONGEST, end=end, best=2)
+            engine = SearchingEngine(model, longest=LONGEST)
+            engine.add(Request(prompt, sampling, end=end, search=search))
+            [output] = [output for _ in range(9) for output in engine.step()]
+            assert [list(one.tokens) for one in output.found] == wanted[: len(output.found)] and not engine.busy
+
+
+@pytest.mark.parametrize(
+    "best, done", [(-0.9, False), (-1.0, True), (-1.1, True), (None, True)]
+)  # of those that go on, beside one of -1 that has ended
+def test_a_search_ends_when_nothing_that_goes_on_is_better(best, done):
+    group, end = BeamGroup(1, 0, 0.0), 7
+    found = [(-1.0, 0, end), *([] if best is None else [(best, 0, 5)])]
+    group.advance(sorted(found, reverse=True), 1, frozenset([end]), [(3,)])
+    if best == -0.9:  # the first of one beam is all that counts: nothing has ended
+        assert not group.finished and not group.done
+    else:
+        assert group.finished == [(-1.0, (3,))] and group.done is done
 
 
 def test_later_texts_do_not_overtake_a_search(small_gpt):

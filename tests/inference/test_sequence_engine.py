@@ -148,6 +148,25 @@ def test_sources_that_come_together_are_one_pass(model, monkeypatch):
     assert calls == [8] * 4 + [3] * 4
 
 
+@pytest.mark.parametrize("running, begun", [(5, 8), (6, 8), (7, 7)])
+def test_sources_begin_when_a_quarter_of_the_places_is_free(model, running, begun):
+    """Of 8 exactly two, or more; of three that wait as many as fit."""
+    engine, request = SequenceEngine(model, max_batch=8), Request((5, 6, 7), Sampling(4, greedy=True))
+    for count in (running, 3):
+        for _ in range(count):
+            engine.add(request)
+        engine.step()
+    assert engine.stats().running == begun and engine.stats().waiting == running + 3 - begun
+
+
+@pytest.mark.parametrize("longest", [1, 3])
+def test_targets_are_no_longer_than_asked_for(model, longest):
+    how = dict(longest=(SOURCE, longest), start=START)
+    for search in (Search(), Search(2)):
+        [found] = generate_targets(model, [[5, 6, 7]], Sampling(9), search, **how)
+        assert len(found) == longest
+
+
 def test_refusals_and_memory(model):
     engine = SequenceEngine(model)
     for request, error, why in (
@@ -156,10 +175,14 @@ def test_refusals_and_memory(model):
         (Request((V,), Sampling(2)), DataError, f"no token {V}"),
         (Request((1,), Sampling(2), prompt_logprobs=True), SettingsError, "a source has no log-probabilities"),
         (Request((1,), Sampling(2, top_k=4), search=Search(2)), SettingsError, "--top-k 4 has no place"),
+        (Request((1,), Sampling(2), logprobs=V + 1), SettingsError, f"log-probabilities of {V + 1} tokens"),
+        (Request((1,), Sampling(2), logprobs=-1), SettingsError, "log-probabilities of -1 tokens"),
+        (Request((1,), Sampling(2), start=V), DataError, f"no token {V}"),
     ):
         with pytest.raises(error, match=why):
             engine.add(request)
     assert not engine.busy
+    engine.add(Request((V - 1,) * SOURCE, Sampling(2), logprobs=V))  # as many as there are
     one = bytes_of_a_target(model)
     assert SequenceEngine(model, memory=3 * one).max_batch == 3
     with pytest.raises(SettingsError, match="MiB of cache"):
@@ -185,7 +208,9 @@ def test_a_cancelled_target_is_silent(model):
     engine.cancel(first)  # once more has no effect
     outputs = [output for _ in range(3) for output in engine.step()]
     assert [output.request for output in outputs] == [first, *[second] * 3] and outputs[0].finish == "cancelled"
+    assert engine.stats().running == 2
     engine.cancel(second)
+    assert engine.stats().running == 0  # its places are free at once
     assert [output.finish for output in engine.step()] == ["cancelled"] and not engine.busy
     engine.cancel(99)
     assert not engine.busy

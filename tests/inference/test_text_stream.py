@@ -4,6 +4,7 @@
 import io
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer as HuggingFace
@@ -228,13 +229,17 @@ def test_the_overlap_of_a_text_with_a_word_is_a_part_of_the_word():
         assert overlap(text, word) == max(ends)
 
 
-def test_no_stop_string_counts_among_the_least_tokens(tmp_path):
-    words = build_tokenizer(byte_level(tmp_path))
-    tokens = words.encode("a.b.c")
-    assert len(tokens) == 5
-    stream = TextStream(words, ["."], least=3)
-    pieces = [stream.feed(token) for token in tokens[:4]]
-    assert "".join(piece.text for piece in pieces) == "a.b" and pieces[-1].stopped and not pieces[1].stopped
+@pytest.mark.parametrize("least", range(5))
+def test_the_first_token_after_the_least_may_end_a_text(least):
+    """Of "xbbbb" with the stop string "b": at the second token, unless more are wanted."""
+    letters = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+    stream, said = TextStream(letters, ["b"], least), []
+    for letter in "xbbbb":
+        said.append(stream.feed(ord(letter)))
+        if stream.stopped:
+            break
+    fed = max(least + 1, 2)
+    assert stream.fed == fed and "".join(piece.text for piece in said) == "xbbbb"[: fed - 1]
 
 
 def test_long_texts_are_not_decoded_again_and_again():

@@ -237,7 +237,7 @@ def test_plain_greedy_rows_are_one_argmax(monkeypatch):
 def test_draws_depend_on_seed_text_and_place_alone():
     numbers = [
         uniform_draw(seed, index, step)
-        for seed, index, step in itertools.product((0, 1, -3, 2**63 - 1), range(50), range(50))
+        for seed, index, step in itertools.product((0, 1, -3, 2**63 - 1, 2**32, 2**32 + 1, 2**62), range(50), range(50))
     ]
     assert len(set(numbers)) == len(numbers) and 0 <= min(numbers) and max(numbers) < 1
     assert torch.tensor(numbers).mean().item() == pytest.approx(0.5, abs=0.01)

@@ -2,6 +2,7 @@
 """Times and sizes of parts of a plan, with numbers that are worked out here: each input has its own value."""
 
 import itertools
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,15 +11,17 @@ import torch
 
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.layer_ops import LAYER, Collective, CoreAttention
-from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
+from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL, Buffer, Constant, Placement
 from megatron.optimizer.flat import WIDENED
 from megatron.planner import (
     activations,
     calibrate,
     choose,
+    command,
     dry_run,
     held_passes,
     memory,
+    parameters,
     plan_json,
     search,
     speed,
@@ -31,8 +34,10 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import ParameterSize, Units, UnitSizes
 from megatron.planner.reached_speed import Accuracy
 from megatron.planner.speed import Cluster
+from megatron.planner.startup import StartUp
 from megatron.planner.traffic import once_a_step, transfers
 from megatron.settings.schema import Model, Recompute
+from megatron.telemetry.figures import WIDTH
 
 DEVICE = Device(
     "made up",
@@ -259,6 +264,35 @@ def test_buffers_of_a_rank():
     assert memory.step_memory(JOB, Layout(), DEVICE, 0)[0]["communication buffers"] == 0
 
 
+@pytest.mark.parametrize(
+    "precision, zero, shard, main",
+    [
+        ("fp32", 0, 1, False),
+        ("fp32", 1, 2, True),
+        ("fp32", 2, 2, True),
+        ("fp32", 3, 2, False),
+        ("bf16", 3, 2, True),
+        ("bf16", 0, 1, True),
+    ],
+)
+def test_files_have_main_weights_that_are_not_in_memory(precision, zero, shard, main):
+    """In fp32 they are the weights, or with ZeRO 3 the shards of them."""
+    job, layout = replace(JOB, precision=precision, moments=(4, 2)), Layout(dp=2, zero=zero, shard=shard)
+    planes = memory._planes(memory.rank_units(job, layout, 0), job, layout)
+    assert planes == ((4, 4, 2) if main else (4, 2))
+
+
+def test_buffers_that_training_changes_are_there_twice():
+    """As they are, and from before the step; of a rank's part."""
+    table = dict(
+        whole=Placement((10,), Constant(0.0), decay=False, buffer=Buffer("same")),
+        cut=Placement((8, 3), Constant(0.0), cut=dict(tp=0), decay=False, buffer=Buffer("same")),
+        weight=Placement((100,), Constant(0.0)),
+    )
+    [sizes] = parameters._sizes("u", table, frozenset(), Layout(tp=2).cuts)
+    assert sizes.buffers == 2 * 4 * (10 + 4 * 3) and [slot.size for slot in sizes.slots] == [100]
+
+
 @pytest.mark.parametrize("beside, teachers", [((300, 0), 300), ((300, 290), 300), ((0, 700), 700), ((300, 700), 700)])
 def test_a_teachers_passes_count_as_far_as_they_exceed_the_students_loss(beside, teachers, monkeypatch):
     """Its layers compute before that loss, whose memory is free then; its logits are there beside the student's."""
@@ -322,20 +356,21 @@ def test_memory_that_a_search_leaves_free():
 
 
 @pytest.mark.parametrize("element, each", [(2, 18), (4, 16)])
-def test_devices_that_would_hold_a_model(element, each):
-    """19.8 bytes (17.6 in fp32) for each of 10e9 parameters, in 85 % of 50 GB."""
+@pytest.mark.parametrize("world", [1, 3, 5, 100])
+def test_devices_that_would_hold_a_model(element, each, world):
+    """19.8 bytes (17.6 in fp32) for each of 10e9 parameters, in 85 % of 50 GB; more than those that do not."""
     outcome = SimpleNamespace(
         searched=SimpleNamespace(
             num_layouts=7, rejected=[SimpleNamespace(layout=Layout(), why=lambda: "out of memory")], impossible=[]
         ),
-        cluster=Cluster(DEVICE, 3),
+        cluster=Cluster(DEVICE, world),
         kept=[],
         job=SimpleNamespace(element=element),
         parameters=10e9,
     )
-    needed = -(-each * 1.1 * 10e9 // (0.85 * 50e9))
-    told = str(choose.nothing_fits(outcome))
-    assert f"state alone, {each} bytes a parameter, needs about {needed:.0f} such devices (8 as" in told
+    needed = int(-(-each * 1.1 * 10e9 // (0.85 * 50e9)))
+    told, least, power = str(choose.nothing_fits(outcome)), max(needed, world + 1), max(8, 2 * world)
+    assert f"state alone, {each} bytes a parameter, needs about {least} such devices ({power} as" in told
 
 
 @pytest.mark.parametrize("runs, share", [(9, 0.1), (10, 0.2), (11, 0.2)])
@@ -525,3 +560,141 @@ def test_a_plan_as_json_has_each_figure_under_its_name(monkeypatch):
     assert len(found["memory"]) == 2 and sent == {"activations"}  # of the first rank, which sends nothing back
     assert found["groups"]["axes"]["tp"] == dict(groups=4, ranks=2) and found["groups"]["most_of_a_rank"] > 2
     assert found["error"] is None  # no published run has these features on this GPU
+
+
+# ---- commands and reports --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "world, local, start",
+    [
+        (1, 8, "python"),
+        (1, 1, "python"),
+        (4, 4, "torchrun --nproc-per-node 4"),
+        (8, 8, "torchrun --nproc-per-node 8"),
+        (8, 4, "torchrun --nnodes 2 --nproc-per-node 4 --node-rank"),
+        (16, 1, "torchrun --nnodes 16 --nproc-per-node 1 --node-rank"),
+    ],
+)
+def test_a_command_starts_the_ranks_of_each_node(world, local, start):
+    assert " ".join(command.launcher(Cluster(DEVICE, world, local))).startswith(start)
+    assert ("$MASTER_ADDR" in command.launcher(Cluster(DEVICE, world, local))) == ("--nnodes" in start)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lines_of_a_command_are_as_full_as_they_may_be(seed, monkeypatch):
+    """A flag stays with its values, unless these alone are longer than a line; no line is longer than the terminal."""
+    draw, flags = random.Random(seed), []
+    for n in range(25):
+        flags.append(
+            [f"--{n}{'f' * draw.randrange(18)}", *("v" * draw.randrange(1, 20) for _ in range(draw.randrange(3)))]
+        )
+    flags.append(["--long", *["v" * 30] * 4])
+    monkeypatch.setattr(command, "planned_flags", lambda *_: [word for flag in flags for word in flag])
+    config = SimpleNamespace(model=SimpleNamespace(model_type="GPT"))
+    text = command.command_line(config, None, Cluster(DEVICE, 1))
+    lines = [line.strip() for line in text.split(" \\\n    ")]
+    assert " ".join(lines).split()[2:] == [word for flag in flags for word in flag]
+    assert max(map(len, text.split("\n"))) <= WIDTH
+    whole = [" ".join(flag) for flag in flags if flag[0] != "--long"]
+    for line, following in itertools.pairwise(lines):
+        first = next((one for one in whole if (following + " ").startswith(one + " ")), following.split()[0])
+        assert len(line) + 1 + len(first) > command.ROOM, "it would have fit"
+    assert all(any(one in line for line in lines) for one in whole)
+
+
+@pytest.mark.parametrize("pp, shown", [(1, [0]), (4, [0, 1, 2, 3]), (5, [0, 2, 4]), (8, [0, 2, 7])])
+def test_ranks_whose_memory_is_reported(pp, shown, monkeypatch):
+    """All of up to four stages; of more the first, the fullest and the last."""
+    tables = []
+    monkeypatch.setattr(
+        dry_run.text, "memory_tables", lambda reports, *_: tables.append([one.rank for one in reports]) or ""
+    )
+    for name in ("_changed", "_data", "_checkpoints", "_time"):
+        monkeypatch.setattr(dry_run, name, lambda *_: [])
+    for name in ("_topology", "_stages", "_schedule"):
+        monkeypatch.setattr(dry_run, name, lambda *_: "")
+    job = replace(JOB, facts=GPTFacts(replace(MODEL, num_layers=40), 1000))
+    layout, config = Layout(pp=pp), SimpleNamespace(planner=SimpleNamespace(mtbf=None))
+    reports = [memory.MemoryReport(rank, dict(weights=9 if rank == min(2, pp - 1) else 1)) for rank in range(pp)]
+    plan = SimpleNamespace(job=job, layout=layout, rank=min(2, pp - 1))
+    list(dry_run._sections(config, plan, reports, Cluster(DEVICE, pp), "", 80))
+    assert tables == [shown]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_weights_are_gathered_beside_passes_where_they_are_sharded(zero, overlap):
+    flags = Layout(dp=4, zero=zero, shard=4 if zero else 1, overlap=overlap).flags()
+    assert ("--overlap-grad-reduce" in flags) == overlap
+    assert ("--overlap-param-gather" in flags) == (overlap and zero > 0)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("widens", [False, True])
+def test_a_measured_device_has_each_speed_in_its_place(kind, widens, monkeypatch):
+    """fp16 is as fast as bf16 on a GPU, and as fp32 on a CPU; bf16 that a CPU widens is as fast as fp32."""
+    own = dict(fp32=1e9, bf16=2e9)
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+    monkeypatch.setattr(calibrate.torch.cuda, "is_available", lambda: kind == "cuda")
+    monkeypatch.setattr(calibrate.target, "installed_gpu", lambda: replace(DEVICE, host=7e9))
+    monkeypatch.setattr(
+        calibrate.target, "this_cpu", lambda memory, ranks: replace(DEVICE, kind="cpu", memory_gb=9.0 / ranks)
+    )
+    monkeypatch.setattr(calibrate, "run_ranks", lambda ranks, work: [dict(bandwidth=5e9, latency=6e-6)] * ranks)
+    monkeypatch.setattr(calibrate, "choose_threads", lambda ranks: SimpleNamespace(count=torch.get_num_threads()))
+    monkeypatch.setattr(calibrate, "keep_memory", lambda: None)
+    monkeypatch.setattr(
+        calibrate.cpu_ops, "widens", lambda kind, dtype: widens and kind == "cpu" and names[dtype] == "bf16"
+    )
+    monkeypatch.setattr(calibrate, "_bandwidth", lambda kind: 3e9)
+    monkeypatch.setattr(calibrate, "_update_bandwidth", lambda kind, size: 4e9)
+    monkeypatch.setattr(calibrate, "_products", lambda kind, dtype: (own[names[dtype]], 11.0))
+    monkeypatch.setattr(calibrate, "_attention", lambda kind, dtype: own[names[dtype]] / 10)
+    monkeypatch.setattr(calibrate, "_ops", lambda kind, figures: dict(launch=8e-6, unfused=1.5))
+    found = calibrate.measure(lambda line: None, 3)
+    half = "bf16" if kind == "cuda" else "fp32"
+    speeds = dict(fp32=1e9, bf16=1e9 if widens and kind == "cpu" else 2e9, fp16=own[half])
+    assert found.flops == speeds and found.attention == {name: speed / 10 for name, speed in speeds.items()}
+    assert (found.kind, found.assumed, found.bandwidth, found.rows) == (kind, False, 3e9, 11.0)
+    assert (found.launch, found.unfused) == (8e-6, 1.5)
+    if kind == "cuda":
+        assert (found.update_bandwidth, found.attention_tokens, found.attention_backward) == (4e9, 0.0, 2.5)
+        assert (found.inner, found.outer, found.host) == (DEVICE.inner, DEVICE.outer, 7e9)
+    else:
+        assert (found.inner, found.outer, found.latency, found.memory_gb) == (5e9, 5e9, 6e-6, 3.0)
+        assert found.update_bandwidth == 0.0
+
+
+@pytest.mark.parametrize(
+    "method, number, together", [("block", 3, 1), ("uniform", 3, 3), (None, None, 1), ("uniform", 1, 1)]
+)
+def test_layers_that_are_recomputed_together_are_in_memory_together(method, number, together, monkeypatch):
+    """Groups of them, with "uniform"; of "block" each is one by itself."""
+    asked = []
+    monkeypatch.setattr(activations, "repeated", lambda *_: {("design", ()): 4})
+    monkeypatch.setattr(activations, "_layer_workspace", lambda *own: asked.append(own[-1]) or 5)
+    settings = Recompute("full", recompute_method=method, recompute_num_layers=number)
+    assert activations._workspace.__wrapped__(None, None, settings, (0, 1)) == 5 and asked == [together]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("fitting", range(9))
+def test_as_many_layers_as_fit_are_spared_from_recomputation(layers, fitting, monkeypatch):
+    """Of each stage the first ones, but not all: that is another plan."""
+    job = replace(JOB, facts=GPTFacts(replace(MODEL, num_layers=2 * layers), 1000))
+
+    def evaluate(job, layout, cluster):
+        own = layout.recompute.exempt_layers
+        assert sorted(own) == [*range(len(own) // 2), *range(layers, layers + len(own) // 2)]
+        return (len(own) // 2 if len(own) // 2 <= fitting else None), None
+
+    monkeypatch.setattr(search, "evaluate", evaluate)
+    plan = SimpleNamespace(job=job, layout=Layout(pp=2, recompute=Recompute("full")))
+    assert search._spared(plan, None) == (min(fitting, layers - 1) or None)
+
+
+def test_ranks_wait_for_each_other_until_groups_are_there():
+    """Channels are opened later, between two ranks."""
+    parts = dict(processes=20.0, rendezvous=7.0, groups=3.0, channels=100.0)
+    assert StartUp(parts).waited == 30.0 and StartUp(parts).total == 130.0

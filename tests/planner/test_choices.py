@@ -54,7 +54,7 @@ def test_flags_count_before_the_environment(flags, world, local):
 
 def test_a_layout_is_measured_by_its_fastest_step_after_the_first_and_leaves_nothing(monkeypatch):
     """Its run and its process groups end before the next one begins."""
-    ends, clock, took = [], [0.0], iter((9.0, 3.0, 2.0, 4.0))
+    ends, clock, took = [], [0.0], iter((1.0, 3.0, 2.0, 4.0))  # the first one may be short, too
     mesh = SimpleNamespace(release=lambda: ends.append("groups"))
     run = SimpleNamespace(
         stages=[], pending=SimpleNamespace(), close=lambda: ends.append("run"), context=SimpleNamespace(mesh=mesh)
@@ -72,6 +72,14 @@ def test_a_job_goes_on_with_as_many_ranks_as_there_are_devices_for(most, ranks):
     job = ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *TINY]
     found, words = fewer_ranks([*job, *"--global-batch-size 24 --micro-batch-size 1".split()], 8, 1, most)
     assert found == ranks and any(re.fullmatch(rf"(--nproc-per-node[= ])?{ranks}", word) for word in words)
+
+
+def test_the_reasons_of_the_largest_number_of_ranks_are_told():
+    job = ["torchrun", "--nproc-per-node", "8", "pretrain_gpt.py", *TINY, "--global-batch-size", "32"]
+    with pytest.raises(SettingsError) as refused:
+        fewer_ranks([*job, "--micro-batch-size", "1"], 8, 5)
+    assert "on 5 to 7 ranks" in refused.value.what and "x data parallel size 7 = 7" in refused.value.why
+    assert "data parallel size 5" not in refused.value.why
 
 
 def test_smaller_layouts_are_tried_from_the_largest_on():
@@ -322,6 +330,17 @@ def test_a_plan_of_a_file_is_the_layout_that_its_flags_ask_for(plan_file, capsys
     job = ["torchrun", "--nproc-per-node", "4", "pretrain_gpt.py", *TINY, "--parallel-plan", str(plan_file)]
     ranks, words = fewer_ranks(job, 4, 1)  # the plan is for all of them: its flags say what is left of it
     assert ranks == 2 and "--parallel-plan" not in words and resolve(config_of(words), ranks)
+
+
+def test_a_command_line_that_is_read_for_a_launcher_prints_no_notes(capsys):
+    """The job prints them: a launcher that says them again would say everything twice."""
+    words = [*TINY, "--lr-decay-style", "cosine", "--lr-decay-style", "linear"]
+    parse_pretrain(words)
+    assert "note: " in capsys.readouterr().err
+    assert (
+        config_of(["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", *words]).optimizer.lr_decay_style == "linear"
+    )
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -104,11 +104,11 @@ def test_sums_are_exact_where_layouts_have_to_agree_to_the_digit(precision, exac
 
 def test_one_batch_suits_all_layouts():
     """Two samples of each rank; one that is given stays."""
-    layouts = [parse_layout(text) for text in ("dp2", "dp3", "tp2")]
-    assert one_batch(parse_pretrain(TINY), layouts).batch.global_batch_size == 2 * 6
+    layouts = [parse_layout(text) for text in ("dp4", "dp6", "tp2")]
+    assert one_batch(parse_pretrain(TINY), layouts).batch.global_batch_size == 2 * 12
     given = one_batch(parse_pretrain([*TINY, "--gradient-accumulation-steps", "5"]), layouts[:1]).batch
-    assert (given.global_batch_size, given.gradient_accumulation_steps) == (2 * 2 * 5, None)
-    assert one_batch(parse_pretrain([*TINY, "--global-batch-size", "18"]), layouts).batch.global_batch_size == 18
+    assert (given.global_batch_size, given.gradient_accumulation_steps) == (2 * 4 * 5, None)
+    assert one_batch(parse_pretrain([*TINY, "--global-batch-size", "48"]), layouts).batch.global_batch_size == 48
 
 
 # ---- differences -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 import asyncio
 import itertools
+import threading
 from types import SimpleNamespace
 
 import h11
@@ -13,11 +14,12 @@ from megatron.errors import DataError, SettingsError
 from megatron.inference.requests import Output, Request, TokenScore
 from megatron.inference.sampling import Sampling, Search
 from megatron.inference.text_stream import RunningText, TextStream
-from megatron.serving import answers, engine_thread, front, replicas, settings
+from megatron.serving import answers, engine_thread, front, replicas, served_model, settings
 from megatron.serving.connection import Connection
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.errors import ApiError
-from megatron.serving.openai_api import _whole
+from megatron.serving.megatron_api import MegatronBody, _encoded
+from megatron.serving.openai_api import OpenAI, _whole
 from megatron.serving.openai_requests import (
     MOST_STOPS,
     MOST_TEXTS,
@@ -208,6 +210,15 @@ TAKEN = [  # kind, words with a number in them, the least and the most that is t
     (Chat, lambda n: dict(messages=TALK, logprobs=True, top_logprobs=n), 0, MOST_TOP),
     (Chat, lambda n: dict(messages=[dict(role="r" * n, content="a")]), 1, 64),
     (Chat, lambda n: dict(messages=TALK * n), 1, None),
+    (MegatronBody, lambda n: dict(prompts=["a"] * n), 1, 128),
+    (MegatronBody, lambda n: dict(prompts=["a"], top_p=0.5, top_p_decay=0.9, top_p_bound=n / 10), 0, 5),
+    (MegatronBody, lambda n: dict(prompts=["a"], top_k=n), 0, 1000),
+    (MegatronBody, lambda n: dict(prompts=["a"], beam_width=n), 1, MOST_TEXTS),
+    (MegatronBody, lambda n: dict(prompts=["a"] * n, beam_width=2), 1, 1),
+    (MegatronBody, lambda n: dict(prompts=["a"], tokens_to_generate=n), 1, (1 << 31) - 1),
+    (MegatronBody, lambda n: dict(prompts=["a"], tokens_to_generate=n, logprobs=True), 0, (1 << 31) - 1),
+    (MegatronBody, lambda n: dict(prompts=["a"], random_seed=n), -1, (1 << 63) - 1),
+    (MegatronBody, lambda n: dict(prompts=["a"], temperature=n / 10), 1, 1000),
 ]
 
 
@@ -218,7 +229,11 @@ def test_bodies_at_a_limit_are_taken_and_beyond_it_are_not(number):
         if value is not None:
             parse(kind, words(value))
     for beyond in (least - 1, most and most + 1):
-        if beyond is not None and beyond >= (0 if kind is Chat else -1) and not (beyond < 0 and "stop" in words(1)):
+        if (
+            beyond is not None
+            and beyond >= (0 if kind is Chat else least - 1)
+            and not (beyond < 0 and "stop" in words(1))
+        ):
             with pytest.raises(ApiError):
                 parse(kind, words(beyond))
 
@@ -229,10 +244,37 @@ def test_lengths_that_just_fit():
         with pytest.raises(ApiError):
             length_of(*wrong)
     assert length_of(1, 9, 9, 10, 99) == 1
+    assert [length_of(None, default, 7, 20, most) for default, most in ((4, 99), (16, 99), (16, 5))] == [4, 13, 5]
     assert target_length_of(4, 9, 10, 10, 4, 4) == 4 and target_length_of(None, 9, 10, 10, 4, 99) == 4
     for wrong in ((5, 9, 1, 10, 4, 99), (4, 9, 11, 10, 4, 99), (4, 9, 1, 10, 9, 3)):
         with pytest.raises(ApiError):
             target_length_of(*wrong)
+
+
+SAID = [  # words of a body, and what of them the engine gets
+    (dict(), dict(temperature=1.0, top_k=0, top_p=0.0, min_p=0.0, repetition_penalty=1.0, stop_token_ids=None)),
+    (dict(temperature=0.5, top_k=7, top_p=0.8, min_p=0.1), dict(temperature=0.5, top_k=7, top_p=0.8, min_p=0.1)),
+    (dict(top_k=-1, top_p=1.0), dict(top_k=0, top_p=0.0)),  # all tokens
+    (dict(temperature=0, top_k=7, top_p=0.8, min_p=0.1), dict(is_greedy=True, top_k=0, top_p=0.0, min_p=0.0)),
+    (dict(presence_penalty=0.5, frequency_penalty=-1.5), dict(presence_penalty=0.5, frequency_penalty=-1.5)),
+    (dict(repetition_penalty=1.3, min_tokens=4), dict(repetition_penalty=1.3, min_tokens_to_generate=4)),
+    (dict(logit_bias={"7": -100, "8": 2.5}, stop_token_ids=[3]), dict(biases={7: -100, 8: 2.5}, stop_token_ids=[3])),
+    (dict(ignore_eos=True, seed=5), dict(ignore_eos=True, sampling_seed=5, tokens_to_generate=9)),
+]
+RECOMMENDED = dict(temperature=0.7, top_k=40, top_p=0.95, min_p=0.05, repetition_penalty=1.1)
+
+
+@pytest.mark.parametrize("words, settings", SAID)
+@pytest.mark.parametrize("kind, needed", [(Completion, dict(prompt="a")), (Chat, dict(messages=TALK))])
+def test_words_of_a_body_are_settings_of_the_engine(words, settings, kind, needed):
+    """Those of the body count before those that the model recommends, which count for what it leaves out."""
+    found = parse(kind, needed | words).sampling(9)
+    assert {name: getattr(found, name) for name in settings} == settings
+    defaults = {name: value for name, value in RECOMMENDED.items() if name not in words}
+    found = parse(kind, needed | words).sampling(9, RECOMMENDED)
+    if not found.is_greedy:
+        assert {name: getattr(found, name) for name in settings | defaults} == settings | defaults
+    found.check()
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -318,6 +360,51 @@ def test_scores_are_of_the_tokens_whose_text_is_sent(stop, text, tokens):
     assert len(running.tokens) == 4
 
 
+@pytest.mark.parametrize(
+    "text, special, eod, ids",
+    [
+        ("ab", 9, 0, (9, 1, 2)),
+        ("xab", 9, 0, (9, 1, 2)),  # the tokenizer puts it before prompts itself
+        ("axb", 9, 0, (9, 1, 9, 2)),
+        ("", 9, 0, (9,)),
+        ("ab", None, 7, (7, 1, 2)),
+        ("ab", None, 0, (0, 1, 2)),
+        ("ab", None, None, None),
+    ],
+)
+def test_a_beginning_is_put_before_a_prompt_once(text, special, eod, ids):
+    """The bos, or else the end of document, whatever its number."""
+
+    async def encode(text, param):
+        return tuple({"a": 1, "b": 2, "x": 9}[letter] for letter in text)
+
+    tokenizer = SimpleNamespace(special=lambda name: special, eod=eod)
+    found = _encoded(SimpleNamespace(tokenizer=tokenizer, encode=encode), text, True)
+    if ids is None:
+        with pytest.raises(ApiError, match="neither a bos nor an end of document"):
+            asyncio.run(found)
+    else:
+        assert asyncio.run(found) == ids
+
+
+@pytest.mark.parametrize("answer, limit, told", [(50, 40, 40), (50, 60, 50), (50, 50, 50)])
+def test_the_longest_answer_is_that_of_the_model_or_of_the_server(answer, limit, told):
+    model = SimpleNamespace(name="a", longest=100, longest_answer=answer, template=None, targets=None, created=7)
+    model.thread = SimpleNamespace(version="iteration 3")
+    about = OpenAI({}, settings.ServeLimits(max_answer_tokens=limit))._about(model)
+    assert (about["max_model_len"], about["max_answer_len"], about["root"]) == (100, told, "iteration 3")
+    assert (about["id"], about["created"], about["chat"], about["encoder_decoder"]) == ("a", 7, False, False)
+
+
+@pytest.mark.parametrize("size, beside", [(served_model.SHORT - 1, False), (served_model.SHORT, True)])
+def test_long_texts_are_encoded_beside_the_loop(size, beside):
+    async def body():
+        model = ServedModel("a", None, 9, None)
+        return await model.in_turn(threading.get_ident, size=size) != threading.get_ident()
+
+    assert asyncio.run(body()) is beside
+
+
 # ---- replicas and settings ----------------------------------------------------------------------------------------------
 
 
@@ -391,6 +478,29 @@ def test_settings_at_their_least_are_taken(world, least, monkeypatch):
         of(least)
         with pytest.raises(SettingsError, match=name.replace("_", "-")):
             of(least - 0.001 if "timeout" in name else least - 1)
+
+
+@pytest.mark.parametrize(
+    "world, words, error",
+    [
+        (1, ["0"], "at least 1"),
+        (1, ["1"], None),
+        (1, ["3"], None),
+        (2, ["1"], None),  # as without it
+        (2, ["2"], "in a job of 2 ranks"),
+        (2, ["http://a:1"], "in a job of 2 ranks"),
+        (2, None, None),
+    ],
+)
+def test_replicas_of_one_process_each(world, words, error, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("RANK", "0")
+    load = None if words and words[0].startswith("http") else ["a"]
+    if error is None:
+        settings.check_replicas(settings.ServeOptions(load=load, replicas=words))
+    else:
+        with pytest.raises(SettingsError, match=error):
+            settings.check_replicas(settings.ServeOptions(load=load, replicas=words))
 
 
 def test_only_what_has_the_models_vocabulary_and_context_is_taken():
@@ -473,6 +583,50 @@ def test_another_replica_is_asked_after_an_answer_that_it_may_not_give(status):
     elsewhere = status in (429, 500, 503)  # a full queue, a failure, not ready
     found = asyncio.run(asyncio.wait_for(it._first(front.Forwarded(None, b""), take), 30))
     assert found == (200 if elsewhere else status) and len(asked) == 1 + elsewhere
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_replica_that_stands_for_several_is_asked_again_but_not_for_ever(status, several, monkeypatch):
+    """A full queue is a full queue; of others an answer is the last one's."""
+    monkeypatch.setattr(front, "PAUSE", 0.0)
+    it, asked = in_front([Stream(status)] * (front.AGAIN + 5))
+    [replica] = it.replicas.replicas = it.replicas.replicas[:1]
+    replica.several = several
+
+    async def take(found):
+        return found.answer.status
+
+    found = asyncio.run(asyncio.wait_for(it._first(front.Forwarded(None, b""), take), 30))
+    assert found == status and len(asked) == 1 + front.AGAIN * (several and status != 429)
+    assert replica.requests == 0
+
+
+def test_a_child_that_ends_again_and_again_is_started_later_each_time(monkeypatch):
+    """Twice as late, at most half a minute; at once after it has lived for longer than that."""
+    clock, pauses, lives = SimpleNamespace(now=0.0), [], iter([1.0] * 9 + [29.0, 31.0, 1.0])
+
+    class Enough(Exception):
+        pass
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+        clock.now += seconds
+        if len(pauses) == 12:
+            raise Enough
+
+    async def wait():
+        clock.now += next(lives)
+
+    async def start(child):
+        child.process = SimpleNamespace(wait=wait, returncode=1)
+
+    monkeypatch.setattr(replicas.Child, "_start", start)
+    monkeypatch.setattr(replicas.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(replicas.asyncio, "sleep", sleep)
+    with pytest.raises(Enough):
+        asyncio.run(replicas.Child([], "a", {}).watch(None))
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 5, 0.5, 1.0]
 
 
 @pytest.mark.parametrize("breaks", [[0], [1], [2], [3], [5], [3, 1], [2, 4]])
