@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.boxes import Box
 from megatron.convert import (
+    compressed_tensors,
     dcp,
     dcp_files,
     families,
@@ -51,6 +52,7 @@ from megatron.convert.megatron_optimizer import PREFIX
 from megatron.convert.megatron_pieces import boxes_of_rows, local_parts, with_ones
 from megatron.convert.mxfp4 import dequantized
 from megatron.errors import CheckpointError, SettingsError
+from megatron.inference import quantize
 from megatron.model.command_line import parse_any
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_rope import our_rope
@@ -916,7 +918,7 @@ def test_weights_are_found_in_dictionaries_of_eight_levels(levels):
 
 def test_what_a_checkpoint_says_of_its_run():
     """Numbers and words, also out of tensors; updates in their order, each once, from any depth."""
-    optimizer = dict(state={3: dict(step=torch.tensor(7.0)), 1: dict(step=5)}, param_groups=[dict(step=7, lr=0.1)])
+    optimizer = dict(state={3: dict(step=torch.tensor(9.0)), 1: dict(step=2)}, param_groups=[dict(step=9, lr=0.1)])
     optimizer["grad_scaler"] = dict(scale=torch.tensor([8.0]), on=True)
     args = SimpleNamespace(lr=0.5, names=["a", 1], odd=object(), nested=[[1]])
     content = dict(args=argparse.Namespace(**vars(args)), iteration=9, checkpoint_version=3.0, optimizer=optimizer)
@@ -924,7 +926,7 @@ def test_what_a_checkpoint_says_of_its_run():
     facts = megatron_pickle.facts_of(content)
     assert facts == dict(
         iteration=9, version=3.0, args=dict(lr=0.5, names=["a", 1]), schedule=dict(num_steps=11), scale=dict(scale=8.0),
-        updates=[5, 7.0],
+        updates=[2, 9.0],
     )  # fmt: skip
     assert megatron_pickle.facts_of(dict(lr_scheduler=dict(num_steps=2)))["schedule"] == dict(num_steps=2)
 
@@ -1052,3 +1054,179 @@ def test_routers_that_choose_otherwise_are_refused(kind, entry, value):
     assert our_settings(theirs)[1].moe_router_enable_expert_bias
     with pytest.raises(CheckpointError, match=entry):
         our_settings(theirs | {entry: value})
+
+
+def rank_files(folder, names, file="model_optim_rng.pt") -> None:
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        (folder / name / file).touch()
+
+
+@pytest.mark.parametrize("named", ["step", "tracker", "release", "itself"])
+def test_files_of_ranks_are_those_of_a_step_in_the_order_of_stages(named, tmp_path):
+    folder = tmp_path / dict(release="release", itself=".").get(named, "iter_0000012")
+    names = [f"mp_rank_{tp:02d}_{pp:03d}" for tp in range(2) for pp in range(3)]
+    rank_files(folder, names, "model_rng.pt")
+    tracker = dict(tracker="12\n", release="release").get(named)
+    if tracker:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracker)
+    if named == "tracker":
+        rank_files(tmp_path / "iter_0000003", ["mp_rank_00"])
+    parts = megatron_lm.find_parts(tmp_path, 12 if named == "step" else None)
+    assert [(part.pp, part.tp, part.ep) for part in parts] == list(itertools.product(range(3), range(2), [0]))
+    assert all(part.path == folder / f"mp_rank_{part.tp:02d}_{part.pp:03d}" / "model_rng.pt" for part in parts)
+
+
+@pytest.mark.parametrize(
+    "names, told",
+    [
+        (["mp_rank_00", "mp_rank_02"], r"missing \(tensor, pipeline rank\): \[\(1, 0\)\]"),
+        (["mp_rank_00_000_000", "mp_rank_00_001_001"], r"expert rank\): \[\(0, 0, 1\), \(0, 1, 0\)\]"),
+        (["mp_rank_00", "mp_rank_1"], "mp_rank_1 is not understood"),
+    ],
+)
+def test_files_of_ranks_that_are_missing_are_named(names, told, tmp_path):
+    rank_files(tmp_path, names)
+    with pytest.raises(CheckpointError) as error:
+        megatron_lm.find_parts(tmp_path, None)
+    assert re.search(told, str(error.value))
+    with pytest.raises(CheckpointError, match="holds no mp_rank_"):
+        megatron_lm.find_parts(tmp_path / "other", None)
+
+
+@pytest.mark.parametrize("pp, ep", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_the_second_number_of_a_rank_is_that_of_experts_without_stages(pp, ep):
+    args = dict(expert_model_parallel_size=ep, pipeline_model_parallel_size=pp)
+    made = lambda *places: [megatron_lm.RankFile(0, first, Path("a"), second) for first, second in places]
+    given = made(*((0, n) for n in range(1))) if pp == ep == 1 else None
+    given = given or (made((0, 0), (1, 0)) if 1 in (pp, ep) else made((0, 0), (0, 1), (1, 0), (1, 1)))
+    found = megatron_lm._ranks_of_experts(given, args)
+    assert {(part.pp, part.ep) for part in found} == set(itertools.product(range(pp), range(ep)))
+
+
+@pytest.mark.parametrize("window", [None, 7, 8, 9])
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "llama"])
+def test_windows_that_llama_cpp_has(kind, window):
+    """It looks at all tokens, except of Gemmas: a window that a text can be longer than is another model."""
+    pytest.importorskip("gguf")
+    config = dict(max_position_embeddings=8, sliding_window=window)
+    family = SimpleNamespace(
+        kind=kind, facts=SimpleNamespace(settings=SimpleNamespace()), theirs=lambda end, dtype: config
+    )
+    if kind != "gemma2" and window == 7:
+        with pytest.raises(SettingsError, match="without --window-size 7"):
+            gguf_file.refuse_other(family)
+    else:
+        assert gguf_file.refuse_other(family) is gguf_file.ARCHITECTURES[kind]
+    for more in (dict(activation_function="relu"), dict(query_pre_attn_scalar=3, head_dim=4)):
+        family.theirs = lambda end, dtype, more=more: dict(max_position_embeddings=8) | more
+        with pytest.raises(SettingsError, match="activation relu|--query-pre-attn-scalar 3"):
+            gguf_file.refuse_other(family)
+
+
+def test_evaluations_of_this_step_are_on_the_card(tmp_path):
+    """Of the folder and of the one around it, line by line; a damaged line or one of another step is left out."""
+    (run := tmp_path / "run").mkdir()
+    lines = [
+        "{broken",
+        '{"iteration": 3, "loss": 9.0}',
+        '{"iteration": 5, "data": "a/held", "loss": 2.5, "whole": true}',
+        "[5]",
+    ]
+    (run / "evaluation.jsonl").write_text("\n".join(lines))
+    (tmp_path / "evaluation.json").write_text('{"iteration": 5, "perplexity": 1234567.0, "name": "x"}')
+    assert card._evaluations_of_tools(run, 5) == [("held, loss", "2.5"), ("held-out text, perplexity", "1.23457e+06")]
+    assert card._evaluations_of_tools(run, 4) == []
+
+
+def product_like(kind: type, **more):
+    """A product of a kind without a layer."""
+    made = kind.__new__(kind)
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+OF_TRAINING = SimpleNamespace(rounds_inputs=True, observes=True)
+CONFIGS = {  # product -> (format, weights, inputs)
+    "int8": (lambda: product_like(quantize.Int8), "pack-quantized", dict(num_bits=8, strategy="channel"), None),
+    "int8-dynamic": (
+        lambda: product_like(quantize.Int8Dynamic),
+        "int-quantized",
+        dict(num_bits=8, strategy="channel"),
+        dict(strategy="token", dynamic=True, symmetric=True),
+    ),
+    "int4": (
+        lambda: product_like(quantize.Int4, group_size=32),
+        "pack-quantized",
+        dict(num_bits=4, strategy="group", group_size=32, symmetric=False),
+        None,
+    ),
+    "int4 symmetric": (
+        lambda: product_like(quantize.Int4, group_size=64, symmetric=True),
+        "pack-quantized",
+        dict(num_bits=4, strategy="group", group_size=64),
+        None,
+    ),
+    "trained": (
+        lambda: product_like(quantize.Int8Static, trained=OF_TRAINING),
+        "int-quantized",
+        dict(num_bits=8, strategy="channel"),
+        dict(strategy="tensor", dynamic=False, symmetric=True),
+    ),
+    "trained by tokens": (
+        lambda: product_like(quantize.Int8OfTokens, trained=SimpleNamespace(rounds_inputs=True, observes=False)),
+        "int-quantized",
+        dict(num_bits=8, strategy="channel"),
+        dict(strategy="token", dynamic=True, symmetric=False),
+    ),
+    "trained weights": (
+        lambda: product_like(quantize.Int8Static, trained=SimpleNamespace(rounds_inputs=False, observes=False)),
+        "pack-quantized",
+        dict(num_bits=8, strategy="channel"),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_entry_of_quantized_weights_in_a_config(kind):
+    """As compressed-tensors has it; matrices that stay as they are, and the output layer, are listed."""
+    make, form, weights, inputs = CONFIGS[kind]
+    names = dict(a=("x.a.weight", "x.b.weight"), b=("y.weight",), c=("z.weight",))
+    matches = [Match(f"{name}.weight", theirs) for name, theirs in names.items()]
+    shapes = {"a.weight": (4, 2), "b.weight": (4, 2), "c.weight": (4,)}
+    family = SimpleNamespace(matches=matches, facts=SimpleNamespace())
+    family.facts.weights = {name: Placement(shape, Normal(1.0)) for name, shape in shapes.items()}
+    found = compressed_tensors.quantization_config(family, dict(b=make()))
+    group = found["config_groups"]["group_0"]
+    assert (found["format"], found["quant_method"], found["ignore"]) == (
+        form,
+        "compressed-tensors",
+        ["lm_head", "x.a", "x.b"],
+    )
+    assert group["weights"] == dict(type="int", symmetric=True, dynamic=False) | weights and group["targets"] == [
+        "Linear"
+    ]
+    assert group["input_activations"] == (inputs and dict(num_bits=8, type="int") | inputs)
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_pairs_of_a_model_or_of_what_is_below_its_output_layer(prefix):
+    """PEFT names modules as those of the model that it was given."""
+    matches = [
+        Match(f"blocks.{n}.attention.qkv.weight", tuple(f"model.layers.{n}.{one}.weight" for one in "qkv"))
+        for n in (0, 1)
+    ]
+    matches.append(Match("embedding.word.weight", ("model.embed.weight",)))
+    pair = peft.PeftPair(torch.ones(1, 2), torch.ones(2, 1))
+    pairs = {f"{prefix}layers.0.q": pair, f"{prefix}layers.0.v": pair}
+    linear = {f"blocks.{n}.attention.qkv" for n in (0, 1)}
+    found = peft._by_layer(Path("x"), pairs, matches, linear)
+    assert list(found) == ["blocks.0.attention.qkv"] and found["blocks.0.attention.qkv"][1] == [pair, None, pair]
+    for more, told in (
+        ({"other": pair}, "pairs of modules that this model does not have: other"),
+        (None, "has no pairs"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            peft._by_layer(Path("x"), {} if more is None else pairs | more, matches, linear)

@@ -16,14 +16,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.data.loader import DOCUMENTS, IDS, MASK, named_batch
-from megatron.errors import DataError
+from megatron.errors import DataError, SettingsError
 from megatron.model.bert.settings import GROUP as BERT
 from megatron.model.context import ForwardContext
 from megatron.model.facts import Facts
 from megatron.model.language_model import TOKENS
 from megatron.model.sample_arrays import LABELS, LOSS_MASK
 from megatron.mpu.mesh import Mesh
-from megatron.tasks import backbones, chat, classifier, dpo, finetune, metrics, spans
+from megatron.tasks import backbones, chat, classifier, contaminated, dpo, finetune, metrics, spans
 from megatron.tasks import settings as kept_settings
 from megatron.tasks.chat_samples import (
     ChatSamples,
@@ -911,3 +911,83 @@ def test_tokens_of_a_pair_count_together_as_much_as_the_pair(monkeypatch):
     assert model._sides(batch)[0].T.tolist() == [[0, 1, -1, -1], [1, -1, 0, 0], [0, 0, 0, 0]]
     batch = SimpleNamespace(document_ids=None, labels=torch.zeros(5, 1), loss_mask=None)  # the halves of a text
     assert model._sides(batch)[0].flatten().tolist() == [1, 1, 1, -1, -1]
+
+
+@pytest.mark.parametrize("pair", [None, [5, 6]])
+@pytest.mark.parametrize("kind", READERS)
+def test_hidden_words_are_replaced_and_what_is_around_them_is_not(kind, pair):
+    reader, words = READERS[kind], {3, 4, 5, 6}
+    arrays = reader.read_hidden([3, 4], pair, 77)
+    ids = next(iter(reader.read([3, 4], pair).values())).tolist()
+    assert arrays["hidden"].tolist() == [77 if id in words else id for id in ids]
+    assert "hidden" not in reader.read_hidden([3, 4], pair, None)
+
+
+HIDING = [(8, [9], 1, (8, 9, 1)), (None, [], 1, (1, 1, 1)), (None, [], None, (0, 0, 0))]
+
+
+@pytest.mark.parametrize("mask, sentinels, eod, words", HIDING)
+def test_the_token_that_hides_words(mask, sentinels, eod, words):
+    """That of pretraining, else the end of document, else 0, as for made-up samples."""
+    tokenizer = SimpleNamespace(special=dict(mask=mask).get, sentinels=sentinels, eod=eod)
+    kinds = BertReader, T5Reader, CausalReader
+    assert tuple(kind.hidden_word(tokenizer) for kind in kinds) == words
+    assert [kind.hidden_word(None) for kind in kinds] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["classes", "options", "numbers"])
+def test_files_beside_predictions(kind, tmp_path):
+    """Probabilities of classes and options, a picture of classes whose labels are all known."""
+    task = SimpleNamespace(name="t", metrics=(), labels=("a", "b"), outputs=2, one_answer=False, answers={})
+    task.regression, task.options = kind == "numbers", "o" if kind == "options" else None
+    measures = TaskMeasures.__new__(TaskMeasures)
+    measures.task, measures.folder = task, str(tmp_path)
+    scores = np.array([[0.5], [1.5]]) if kind == "numbers" else np.log([[0.25, 0.75], [0.5, 0.5]])
+    rows = [TaskExample("q", None, label, str(n)) for n, label in enumerate((1, 0))]
+    predicted = scores[:, 0] if kind == "numbers" else scores.argmax(1)
+    measures._write(rows, scores, predicted, "test", "")
+    words = ["0.5", "1.5"] if kind == "numbers" else ["b", "a"]
+    assert (tmp_path / "t.tsv").read_text() == "index\tprediction\n" + "".join(
+        f"{n}\t{w}\n" for n, w in enumerate(words)
+    )
+    shares = tmp_path / "t.probabilities.tsv"
+    assert shares.exists() == (kind != "numbers")
+    if kind != "numbers":
+        assert shares.read_text().splitlines()[1] == "0\t0.250000\t0.750000"
+    assert (tmp_path / "confusion-test.png").exists() <= (kind == "classes")
+
+
+def test_rows_without_a_class_are_counted_in_a_note(tmp_path):
+    (tmp_path / "t.tsv").write_text("text\tlabel\na\tx\nb\t-\nc\ty\nd\t-\n")
+    (tmp_path / "own.yaml").write_text('train: t.tsv\ntext: text\nlabel: label\nlabels: [x, y]\nskip: ["-"]\n')
+    examples = kept_settings.examples_of(TaskSettings(str(tmp_path / "own.yaml"), str(tmp_path)), "train")
+    assert [row.text for row in examples.rows] == ["a", "c"] and [row.id for row in examples.rows] == ["0", "2"]
+    assert any("2 of 4" in note for note in examples.notes), examples.notes
+
+
+def test_files_of_conversations_that_are_named_twice_are_refused(tmp_path):
+    """--data-path with files is --train-data; with several, too."""
+    settings = SimpleNamespace(train_data=None, valid_data=None, test_data=None)
+    for files in (["a.jsonl"], ["a.jsonl", str(tmp_path)]):
+        assert chat._files_of(files, settings) == dict(train_data=files)
+        with pytest.raises(SettingsError, match="--data-path a.jsonl and --train-data b both name what is learned"):
+            chat._files_of(files, SimpleNamespace(**vars(settings) | dict(train_data=["b"])))
+
+
+@pytest.mark.parametrize("pooling", [None, "first", "mean"])
+@pytest.mark.parametrize("kind", ["GPT", "BERT", "T5"])
+def test_settings_of_a_decoder_have_an_effect_where_there_is_one(kind, pooling):
+    """In a T5 whose head does not see the mean of its encoder."""
+    idle = backbones.trunk_idle(lambda s: s.kind, lambda s: s.pooling)
+    for name in ("decoder_num_layers", "decoder_seq_length"):
+        assert idle[name].met(SimpleNamespace(kind=kind, pooling=pooling)) == (kind == "T5" and pooling != "mean")
+    assert "--backbone T5" in idle["decoder_seq_length"].words and "--pooling" in idle["decoder_seq_length"].words
+
+
+@pytest.mark.parametrize("given", [None, ["0.5", "a", "b"]])
+def test_training_data_that_cannot_be_asked_is_said_where_it_was_named(given):
+    data = SimpleNamespace(data_path=["0.5", "a", "b"], train_data_path=None)
+    found, notices = contaminated.training_contents(data, given)
+    assert found is None and len(notices) == (given is not None)
+    assert all("of evaluation sets is not known" in notice and "--train-data" in notice for notice in notices)
+    assert contaminated.training_contents(SimpleNamespace(data_path=None, train_data_path=None), None) == (None, [])
