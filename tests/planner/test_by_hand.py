@@ -25,6 +25,7 @@ from megatron.planner import (
     plan_json,
     search,
     speed,
+    text,
     traffic,
 )
 from megatron.planner.arithmetic import CHECKPOINT, SHARDED, STATES, TRAINING, days, divisions, least_devices
@@ -35,7 +36,9 @@ from megatron.planner.parameters import ParameterSize, Units, UnitSizes
 from megatron.planner.reached_speed import Accuracy
 from megatron.planner.speed import Cluster
 from megatron.planner.startup import StartUp
+from megatron.planner.target import cluster_of
 from megatron.planner.traffic import once_a_step, transfers
+from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model, Recompute
 from megatron.telemetry.figures import WIDTH
 
@@ -698,3 +701,34 @@ def test_ranks_wait_for_each_other_until_groups_are_there():
     """Channels are opened later, between two ranks."""
     parts = dict(processes=20.0, rendezvous=7.0, groups=3.0, channels=100.0)
     assert StartUp(parts).waited == 30.0 and StartUp(parts).total == 130.0
+
+
+@pytest.mark.parametrize("seen, told", [(0.0, False), (2e12, True), (4e12, False)])
+def test_half_of_causal_attention_is_told_where_it_is_less(seen, told):
+    plan = search.Plan(Layout(), JOB, speed.StepTime(2.0, {}, 0.0, 4e12, seen), 10**9, 0)
+    lines = text.verdict(plan, Cluster(DEVICE, 1)).splitlines()
+    assert len(lines) == 2 + told and ("1 TFLOP/s" in lines[-1]) == told
+
+
+@pytest.mark.parametrize(
+    "flags, local", [("--world-size 4 --local-world-size 8", 4), ("--world-size 16", 8), ("--world-size 3", 3)]
+)
+def test_a_node_has_no_more_ranks_than_the_job(flags, local):
+    config = parse_pretrain(
+        [*"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64".split(), *flags.split()]
+    )
+    assert cluster_of(config, {})[0].local_size == local
+
+
+@pytest.mark.parametrize(
+    "schedule, pp, chunks, ranks",
+    [("zb-v", 2, 2, {0}), ("v-half", 4, 2, {0}), ("1f1b", 2, 1, set()), ("interleaved", 2, 2, set())],
+)
+def test_two_chunks_of_a_rank_share_a_table(schedule, pp, chunks, ranks):
+    """Where the first and the last stage are on one rank; on one stage there is nothing to share."""
+    tied = replace(JOB, facts=GPTFacts(replace(MODEL, num_layers=16, untie_embeddings_and_output_weights=False), 1000))
+    layout = Layout(pp=pp, chunks=chunks, schedule=schedule)
+    assert {rank for rank in range(pp) if traffic._shares_table(tied, layout, rank)} == ranks
+    whole = replace(JOB, facts=GPTFacts(replace(MODEL, num_layers=16), 1000))
+    assert not any(traffic._shares_table(whole, layout, rank) for rank in range(pp))
+    assert not traffic._shares_table(tied, Layout(), 0)

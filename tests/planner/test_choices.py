@@ -66,6 +66,18 @@ def test_a_layout_is_measured_by_its_fastest_step_after_the_first_and_leaves_not
     assert tuning._seconds_of_a_step(None, None, 3) == 2.0 and ends == ["run", "groups"]
 
 
+@pytest.mark.parametrize("steps", [2, 5])
+@pytest.mark.parametrize("own", [1, 3, 9])
+def test_a_training_that_is_measured_lasts_as_long(steps, own):
+    """A first step, and those that are timed; a longer one stays as it is."""
+    words = [word for word in TINY if word not in ("--train-iters", "3")]
+    more = f"--global-batch-size 4 --tune-steps {steps}".split()
+    counted = tuning._lasting(parse_pretrain([*words, "--train-iters", str(own), *more])).batch
+    assert counted.train_iters == max(own, steps + 1)
+    samples = tuning._lasting(parse_pretrain([*words, "--train-samples", str(4 * own), *more])).batch
+    assert samples.train_samples == 4 * max(own, steps + 1) and samples.train_iters is None
+
+
 @pytest.mark.parametrize("most, ranks", [(None, 6), (7, 6), (6, 6), (5, 4), (3, 3), (9, 6)])
 def test_a_job_goes_on_with_as_many_ranks_as_there_are_devices_for(most, ranks):
     """The most that divide its batch, below those that it had."""

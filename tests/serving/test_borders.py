@@ -165,6 +165,22 @@ def test_the_time_that_a_text_takes_follows_the_last_ones(took, monkeypatch):
     assert abs(found[0] - 1.0) < abs(took - 1.0) / 5
 
 
+def test_an_abandoned_request_does_not_wait_for_other_weights():
+    """Its places are free at once; one that is waited for is held until the weights are there."""
+
+    async def body():
+        thread = EngineThread(Recorded(), room=8, version="one", meter=Heard())
+        thread.loop, thread._replacement = asyncio.get_running_loop(), (None, None)
+        left, waits = (engine_thread.TextJob(thread, [request()]) for _ in range(2))
+        thread._jobs, thread.in_flight, left.abandoned = {left, waits}, 2, True
+        for job in (left, waits):
+            thread._add(job)
+        await asyncio.sleep(0)
+        assert list(thread._held) == [waits] and thread.in_flight == 1 and thread._jobs == {waits}
+
+    asyncio.run(body())
+
+
 class Wire:
     """A client's end of a connection."""
 
@@ -176,6 +192,17 @@ class Wire:
 
     def close(self):
         self.closed = True
+
+
+def test_a_connection_that_is_lost_is_not_waited_for(monkeypatch):
+    """The timer of its slow head ends with it."""
+    cancelled = []
+    monkeypatch.setattr("megatron.serving.connection.H11Protocol.connection_lost", lambda self, error: None)
+    for slow in (None, SimpleNamespace(cancel=lambda: cancelled.append("slow"))):
+        connection = object.__new__(Connection)
+        connection._slow = slow
+        connection.connection_lost(None)
+    assert cancelled == ["slow"]
 
 
 @pytest.mark.parametrize("state", ["before a request", "before its answer", "within its answer"])
@@ -296,6 +323,37 @@ def test_a_body_as_long_as_it_may_be(more, told):
             asyncio.run(answers.read_body(Sent(), limits))
     else:
         assert asyncio.run(answers.read_body(Sent(), limits)) == body
+
+
+@pytest.mark.parametrize(
+    "kind, taken",
+    [
+        ("application/json", True),
+        ("Application/JSON; charset=utf-8", True),
+        (" application/json ;x", True),
+        ("application/problem+json", True),
+        ("text/json", False),
+        ("application/jsonl", False),
+        ("text/plain", False),
+        ("application/x-www-form-urlencoded", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_a_body_says_that_it_is_json(kind, taken):
+    class Sent:
+        headers = {} if kind is None else {"content-type": kind}
+
+        async def stream(self):
+            yield b"[1]"
+
+    found = answers.read_json(Sent(), settings.ServeLimits())
+    if taken:
+        assert asyncio.run(found) == [1]
+    else:
+        with pytest.raises(ApiError) as refused:
+            asyncio.run(found)
+        assert refused.value.status == 415
 
 
 # ---- answers ------------------------------------------------------------------------------------------------------------
@@ -583,6 +641,35 @@ def test_another_replica_is_asked_after_an_answer_that_it_may_not_give(status):
     elsewhere = status in (429, 500, 503)  # a full queue, a failure, not ready
     found = asyncio.run(asyncio.wait_for(it._first(front.Forwarded(None, b""), take), 30))
     assert found == (200 if elsewhere else status) and len(asked) == 1 + elsewhere
+
+
+@pytest.mark.parametrize("statuses", [(429, 503), (503, 429), (500, 503, 429)])
+def test_where_no_replica_answers_the_last_refusal_counts(statuses):
+    it, asked = in_front([Stream(status) for status in statuses])
+
+    async def take(found):
+        return found.answer.status
+
+    assert asyncio.run(asyncio.wait_for(it._first(front.Forwarded(None, b""), take), 30)) == statuses[-1]
+    assert sorted(asked) == [str(number) for number in range(len(statuses))]
+
+
+@pytest.mark.parametrize("query", ["", "a=1&b=%2F"])
+def test_a_request_is_passed_on_with_its_path_and_query(query):
+    """As it came: nothing is decoded on the way."""
+    asked = []
+
+    async def ask(method, url, **more):
+        asked.append((method, str(url), more["data"], more["headers"], more["allow_redirects"]))
+
+    sent = SimpleNamespace(method="PUT", scope=dict(raw_path=b"/v1/models/a%2Fb"), url=SimpleNamespace(query=query))
+    sent.headers = {"authorization": "Bearer k", "content-type": "application/json", "cookie": "c", "host": "h"}
+    it = front.Front(replicas.Replicas([]), None)
+    it.session = SimpleNamespace(request=ask)
+    asyncio.run(it._send(sent, b"body", replicas.Replica("a", "http://there:1")))
+    url = "http://there:1/v1/models/a%2Fb" + ("?a=1&b=%2F" if query else "")
+    kept = {"authorization": "Bearer k", "content-type": "application/json"}
+    assert asked == [("PUT", url, b"body", kept, False)]
 
 
 @pytest.mark.parametrize("several", [False, True])
