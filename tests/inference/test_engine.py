@@ -2,6 +2,7 @@
 """The generation engine: a text is what it is alone, whatever its neighbours are, and all memory comes back."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +101,29 @@ def test_texts_share_the_blocks_of_their_beginning(small_gpt):
     [new] = run(engine, [requests[0]]).values()
     assert new[0].cached == 0 and [one.new.token for one in new] == [one.new.token for one in again]
     assert engine.pool.free == engine.pool.blocks
+
+
+def test_new_weights_leave_no_copies_of_states(small_gpt, monkeypatch):
+    monkeypatch.setattr("megatron.inference.engine.bytes_of_a_state", lambda model: 8)
+    engine = Engine(small_gpt(), longest=32, max_batch=2)
+    numbers = [engine._scheduler.snapshots.keep(name) for name in (b"one", b"other")]
+    engine.weights_changed()
+    copies = engine._scheduler.snapshots
+    assert sorted(copies.dropped()) == sorted(numbers) and copies.longest([b"one", b"other"]) == 0
+    engine.close()
+
+
+def test_new_tokens_are_counted_without_the_one_that_ends_a_text(small_gpt):
+    model, request = small_gpt(), Request((3, 1, 4), Sampling(8, greedy=True))
+    plain = alone(model, request).tokens
+    engine, counted = Engine(model, longest=32), 0
+    for end in (None, plain[0], plain[5]):
+        [outputs] = run(engine, [replace(request, end=end)]).values()
+        tokens = plain if end is None else plain[: plain.index(end)]
+        assert [one.new.token for one in outputs if one.new] == tokens
+        counted += len(tokens)
+        assert engine.stats().generated_tokens == counted
+    assert engine.stats().prompt_tokens == 9
 
 
 @pytest.mark.plain_cpu

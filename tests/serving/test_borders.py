@@ -10,7 +10,7 @@ import h11
 import orjson
 import pytest
 
-from megatron.errors import DataError, SettingsError
+from megatron.errors import DataError, SettingsError, UsageError
 from megatron.inference.requests import Output, Request, TokenScore
 from megatron.inference.sampling import Sampling, Search
 from megatron.inference.text_stream import RunningText, TextStream
@@ -19,7 +19,7 @@ from megatron.serving.connection import Connection
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.errors import ApiError
 from megatron.serving.megatron_api import MegatronBody, _encoded
-from megatron.serving.openai_api import OpenAI, _whole
+from megatron.serving.openai_api import Completions, OpenAI, _events, _whole
 from megatron.serving.openai_requests import (
     MOST_STOPS,
     MOST_TEXTS,
@@ -408,6 +408,67 @@ def test_the_best_have_the_greatest_mean_log_probability_best_first():
     assert [text[0] for text, _ in choices] == list("abcdef")
 
 
+def test_parts_of_a_stream_are_of_their_own_prompt():
+    """Of two prompts with three texts each; usage is there with each event, and known at the end."""
+    seen, counted = [], []
+    outputs = [(place, Output(place, TokenScore(ord("a") + place), "length")) for place in (4, 0, 5, 2, 1, 3)]
+    choice = lambda place, part, prompt: seen.append((place, part.text, prompt)) or place
+    form = SimpleNamespace(frame=lambda kind: {}, chunk="", start=lambda place: [f"start {place}"], choice=choice)
+    body = SimpleNamespace(n=3, stream_options=SimpleNamespace(include_usage=True))
+    model = SimpleNamespace(thread=SimpleNamespace(meter=SimpleNamespace(prompts=lambda *own: counted.append(own))))
+    work = SimpleNamespace(body=body, each=3, prompts=[(1,) * 10, (1,) * 20], model=model)
+
+    class Held(Job):
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *error):
+            pass
+
+    async def events():
+        texts = [RunningText(TextStream(ByteTokenizer())) for _ in range(6)]
+        return [event async for event in _events(Held(outputs), work, texts, form)]
+
+    *found, usage, done = asyncio.run(events())
+    assert sorted(seen) == [(place, "abcdef"[place], place // 3) for place in range(6)]
+    assert [event["choices"][0] for event in found[:6]] == [f"start {place}" for place in range(6)]
+    assert all(event["usage"] is None for event in found) and done == b"[DONE]"
+    assert usage["choices"] == [] and usage["usage"]["total_tokens"] == 36 and counted == [(30, 0)]
+
+
+@pytest.mark.parametrize("text, decoded, first", [("a b", "a b", 3), ("a b", " a b", 3), ("a  b", "a b", 4)])
+def test_offsets_of_new_tokens_are_in_the_text_that_is_sent(text, decoded, first):
+    """Though the tokenizer writes the prompt otherwise: with a space before it, or without one within it."""
+    words = {1: decoded[:-2], 2: decoded[-2:], 3: "xy", 4: "z"}
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(words[id] for id in ids), prefix=(), pieces={})
+    model = SimpleNamespace(tokenizer=tokenizer, name="a", token_texts=SimpleNamespace(of=str))
+    body = SimpleNamespace(echo=True, logprobs=0)
+    form = Completions(SimpleNamespace(model=model, body=body, prompts=[(1, 2)]), [text])
+    part = SimpleNamespace(
+        text="xy", scores=[TokenScore(3, -1.0)], prompt=[TokenScore(1), TokenScore(2, -1.0)], finish=None
+    )
+    assert form.choice(0, part, 0)["logprobs"]["text_offset"][2:] == [first]
+    more = SimpleNamespace(text="z", scores=[TokenScore(4, -1.0)], prompt=[], finish="stop")
+    assert form.choice(0, more, 0)["logprobs"]["text_offset"] == [first + 2]
+    frame = form.frame("x")
+    assert type(frame["created"]) is int and frame["id"].startswith("cmpl-") and frame["model"] == "a"
+
+
+@pytest.mark.parametrize(
+    "words, param",
+    [
+        (dict(prompt="a", top_p=2, temperature=-1), ("top_p", "temperature")),
+        (dict(prompt="a", n="x", stop=["", "b"]), ("n", "stop")),
+        (dict(prompt=["a", 3], temperature=-1), ("prompt", "temperature")),
+        (dict(temperature=-1), ("temperature", "prompt")),
+    ],
+)
+def test_one_wrong_parameter_is_named(words, param):
+    with pytest.raises(ApiError) as refused:
+        parse(Completion, words)
+    assert refused.value.param.partition("[")[0] in param and refused.value.message.startswith(refused.value.param)
+
+
 @pytest.mark.parametrize("stop, text, tokens", [("bc", "xa", 2), ("xabc", "", 0), ("c", "xab", 3)])
 def test_scores_are_of_the_tokens_whose_text_is_sent(stop, text, tokens):
     running, parts = RunningText(TextStream(ByteTokenizer(), [stop])), []
@@ -536,6 +597,17 @@ def test_settings_at_their_least_are_taken(world, least, monkeypatch):
         of(least)
         with pytest.raises(SettingsError, match=name.replace("_", "-")):
             of(least - 0.001 if "timeout" in name else least - 1)
+
+
+def test_a_folder_that_is_followed_is_one_model():
+    """Also beside --load of the same; the same model twice is a mistake."""
+    assert settings.ServeOptions(load=["a", "b"], load_exported=["c"], follow="b").folders == ["a", "b", "c"]
+    assert settings.ServeOptions(load=["a"], follow="d").folders == ["a", "d"]
+    for options in (dict(load=["a", "b", "a"]), dict(load=["a"], load_exported=["a"])):
+        with pytest.raises(UsageError, match="two models have the same name or folder: a"):
+            settings.check(settings.ServeOptions(**options), settings.ServeLimits(), {})
+    with pytest.raises(UsageError, match="same name or folder: x"):
+        settings.check(settings.ServeOptions(load=["a", "b"], served_model_name=["x", "x"]), settings.ServeLimits(), {})
 
 
 @pytest.mark.parametrize(
