@@ -31,6 +31,8 @@ from megatron.serving.openai_requests import (
     target_length_of,
 )
 from megatron.serving.served_model import ServedModel
+from megatron.serving.texts import parts_of
+from megatron.serving.tokens_api import TokensApi
 from megatron.tokenizer.chat_template import ChatTemplate
 from tests.serving.toy import ByteTokenizer
 
@@ -515,6 +517,59 @@ def test_the_longest_answer_is_that_of_the_model_or_of_the_server(answer, limit,
     assert (about["id"], about["created"], about["chat"], about["encoder_decoder"]) == ("a", 7, False, False)
 
 
+@pytest.mark.parametrize(
+    "said, tools, beside", [(9, 9, False), (served_model.SHORT, 0, True), (9, served_model.SHORT, True)]
+)
+def test_long_conversations_are_written_beside_the_loop(said, tools, beside):
+    """Also those whose tools are long."""
+
+    async def body():
+        template = SimpleNamespace(has_tools=True, calls_as_json=True, encode=lambda *_: [threading.get_ident()])
+        model = ServedModel("a", None, 9, None, template)
+        [where] = await model.conversation([dict(role="user", content="x" * said)], tools=["x" * tools])
+        return where != threading.get_ident()
+
+    assert asyncio.run(body()) is beside
+
+
+def test_an_answer_ends_with_its_last_stop_string():
+    """Whatever the engine still does: what comes after it is not waited for."""
+
+    class Endless(Job):
+        async def __anext__(self):
+            found = next(self.outputs, None)
+            if found is None:
+                await asyncio.sleep(60)
+            return found
+
+    async def body():
+        texts = [RunningText(TextStream(ByteTokenizer(), ["b"])) for _ in range(2)]
+        outputs = [
+            (0, Output(0, TokenScore(ord("b")))),
+            (1, Output(1, TokenScore(ord("a")))),
+            (1, Output(1, TokenScore(ord("b")))),
+        ]
+        return [(place, part.text, part.finish) async for place, part in parts_of(Endless(outputs), texts)]
+
+    found = asyncio.run(asyncio.wait_for(body(), 10))
+    assert found == [(0, "", "stop"), (1, "a", None), (1, "", "stop")]
+
+
+@pytest.mark.parametrize("words, count", [(dict(prompt="abc"), 3), (dict(prompt=""), 0)])
+def test_tokens_are_counted_beside_the_length_of_a_prompt(words, count):
+    """Which an encoder-decoder has beside that of its answers."""
+    model = ServedModel("a", ByteTokenizer(), 50, None, targets=served_model.Targets(7, 0, 1))
+
+    class Sent:
+        headers = {"content-type": "application/json"}
+
+        async def stream(self):
+            yield orjson.dumps(words)
+
+    found = asyncio.run(TokensApi(dict(a=model), settings.ServeLimits()).tokenize(Sent()))
+    assert orjson.loads(found.body) == dict(count=count, max_model_len=50, tokens=list(words["prompt"].encode()))
+
+
 @pytest.mark.parametrize("size, beside", [(served_model.SHORT - 1, False), (served_model.SHORT, True)])
 def test_long_texts_are_encoded_beside_the_loop(size, beside):
     async def body():
@@ -778,7 +833,8 @@ def test_a_child_that_ends_again_and_again_is_started_later_each_time(monkeypatc
         clock.now += next(lives)
 
     async def start(child):
-        child.process = SimpleNamespace(wait=wait, returncode=1)
+        assert (child.ready, child.url, child._failed) == (False, "", 0)  # nothing is left of the one before
+        child.process, child.ready, child._failed = SimpleNamespace(wait=wait, returncode=1), True, 9
 
     monkeypatch.setattr(replicas.Child, "_start", start)
     monkeypatch.setattr(replicas.time, "monotonic", lambda: clock.now)
