@@ -38,10 +38,10 @@ def test_answers_at_the_end_are_left_out_and_counted(talk, kept, form, system):
 
 @pytest.mark.parametrize("before", ["", " ", "\n\t "])
 def test_white_space_before_a_conversation_and_weights_in_it_mean_nothing(before):
-    """A weight is of training; other words of a message stay."""
-    talk = [USER | dict(weight=0, name="me"), ANSWER | dict(weight=1), OTHER]
+    """A weight is of training."""
+    talk = [USER, ANSWER | dict(weight=0), OTHER, ANSWER | dict(weight=1), USER]
     found = chat_in(before + json.dumps(talk))
-    assert list(found.messages) == [USER | dict(name="me"), ANSWER, OTHER] and found.without == 0
+    assert list(found.messages) == [USER, ANSWER, OTHER, ANSWER, USER] and found.without == 0
 
 
 @pytest.mark.parametrize(
