@@ -66,6 +66,23 @@ def test_a_layout_is_measured_by_its_fastest_step_after_the_first_and_leaves_not
     assert tuning._seconds_of_a_step(None, None, 3) == 2.0 and ends == ["run", "groups"]
 
 
+def test_the_fastest_for_a_sample_is_first_whatever_its_batch(monkeypatch):
+    """4 s for 8 samples are less than 3 s for 4; of equal ones the one that was predicted to be faster."""
+    layouts = [(Layout(dp=1, micro_batch_size=size), batch) for size, batch in ((1, 4), (2, 8), (4, 16))]
+    took = iter((3.0, 4.0, 8.0))
+    monkeypatch.setattr(tuning, "in_layout", lambda config, *_: config)
+    for name in ("_quiet", "_lasting"):
+        monkeypatch.setattr(tuning, name, lambda config: config)
+    monkeypatch.setattr(tuning, "resolve", lambda config, world: config)
+    monkeypatch.setattr(tuning, "chosen_flags", lambda *_: "")
+    monkeypatch.setattr(tuning, "_seconds_of_a_step", lambda *_: next(took))
+    config, context = (
+        SimpleNamespace(planner=SimpleNamespace(tune_steps=3)),
+        SimpleNamespace(mesh=SimpleNamespace(world_size=1)),
+    )
+    assert tuning._timed(config, None, layouts, context, lambda line: None) == [layouts[1], layouts[2], layouts[0]]
+
+
 @pytest.mark.parametrize("steps", [2, 5])
 @pytest.mark.parametrize("own", [1, 3, 9])
 def test_a_training_that_is_measured_lasts_as_long(steps, own):
