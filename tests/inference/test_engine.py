@@ -11,7 +11,7 @@ import torch
 from megatron.errors import DataError, SettingsError
 from megatron.fused_kernels import cpu_ops
 from megatron.inference.blocks import BlockPool, Table
-from megatron.inference.engine import COMPUTE, WAIT, Engine, SharedEngine, bytes_of_a_token
+from megatron.inference.engine import COMPUTE, WAIT, Engine, SharedEngine, bytes_of_a_state, bytes_of_a_token
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
 from megatron.inference.scheduler import NONE, Scheduler, Snapshots
@@ -429,3 +429,40 @@ def test_a_scored_prompt_that_is_begun_again_is_not_scored_again(length):
             scheduler.waiting.append(scheduler.running.pop())
     assert scored == list(range(length - 1))
     assert starts[:2] == [0, min(8, length - 1) // size * size] and starts[3] == (length - 1) // size * size
+
+
+@pytest.mark.parametrize("prompt, new", [(5, 3), (5, 4), (5, 5), (1, 1), (8, 1), (4, 5)])
+def test_blocks_are_set_aside_for_all_tokens_but_the_last_new_one(prompt, new):
+    """Whose keys and values nobody reads."""
+    pool = BlockPool(12, 4)
+    scheduler = Scheduler(pool, longest=32, max_batch=1, chunk=8)
+    text = scheduler.add(Request(tuple(range(prompt)), Sampling(new)))
+    scheduler.plan()
+    assert len(text.table.aside) == -(-(prompt + new - 1) // 4)
+
+
+def test_a_scored_prompt_that_is_cancelled_leaves_nothing(small_gpt):
+    engine = Engine(small_gpt(), longest=32, chunk=4)
+    number = engine.add(Request(tuple(range(20)), Sampling(4), prompt_logprobs=True))
+    engine.step()
+    assert list(engine._scores) == [number]
+    engine.cancel(number)
+    assert not engine._scores and not engine._texts
+    engine.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_memory_of_a_state_is_that_of_a_rank(small_gpt, ranks):
+    """In the model's format, of the stage that has most."""
+    model, asked = small_gpt(), []
+    facts = SimpleNamespace(
+        state_bytes=lambda layers, tp, element: asked.append((tp, element)) or 100 * len(layers) // tp
+    )
+    chunk = SimpleNamespace(tp=SimpleNamespace(size=ranks))
+    stages = SimpleNamespace(
+        pipeline=SimpleNamespace(layers=[range(1), range(1, 4)]),
+        chunks=[chunk],
+        facts=facts,
+        parameters=model.parameters,
+    )
+    assert bytes_of_a_state(stages) == 300 // ranks and set(asked) == {(ranks, 4)}

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said, and refused, when a checkpoint is loaded: without a model."""
+"""What is said, and refused, when a checkpoint is loaded, and what follows from it: with a small model, or without."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from megatron.checkpoint.reader import QUANTIZED
 from megatron.errors import SettingsError
 from megatron.inference import load
+from megatron.inference.generation import generate
+from megatron.inference.gptq import gptq
 from megatron.inference.load import Loaded, check_vocabulary, quantized, without_model
 from megatron.inference.passes import PassRow
+from megatron.inference.prompts import boundaries
+from megatron.inference.quantize import Int4, Int8
+from megatron.inference.quantized import refuse_twice
 from megatron.inference.requests import Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.sampling import Sampling, Search
 from megatron.model.quantization import QuantizeOptions
 from tests.tokenizer.plain import PlainTokenizer
 
@@ -73,3 +80,87 @@ def test_a_rows_answer_has_as_many_numbers(logprobs, each, chooses, scores):
     row, request = PassRow(0, 0, chooses, scores, (), (1, 2)), Request((1, 2), Sampling(), logprobs=logprobs)
     new = 1 + (0 if logprobs is None else each)
     assert row.answer_size(request) == len(scores) * each + chooses * new
+
+
+@pytest.mark.parametrize("step", [None, 3, 7])
+def test_the_record_is_that_of_the_checkpoint_whose_weights_are_loaded(step, new_checkpoint):
+    """Of an older step, too."""
+    folder = new_checkpoint(iteration=3, record=dict(mark="older"))
+    new_checkpoint(folder=folder, iteration=7, record=dict(mark="newer"))
+    found = load.load_model(str(folder), step=step, precision="fp32")
+    assert (found.iteration, found.record["mark"]) == ((3, "older") if step == 3 else (7, "newer"))
+
+
+@pytest.mark.parametrize(
+    "special, eod, wanted",
+    [
+        (dict(bos=5, cls=6, eos=7, sep=8), 9, (5, 7)),
+        (dict(cls=6, sep=8), 9, (6, 8)),
+        (dict(bos=0, cls=6), 9, (0, 9)),
+        ({}, 9, (0, 9)),
+        ({}, None, (0, None)),
+    ],
+)
+def test_tokens_around_a_target_are_those_of_the_tokenizer(special, eod, wanted):
+    """<s> before [CLS], </s> before [SEP]; the user's count before both."""
+    words, facts = SimpleNamespace(special=special.get, eod=eod), SimpleNamespace(vocab_size=20)
+    assert boundaries(words, facts) == wanted
+    assert boundaries(words, facts, Search(decoder_start_id=0, decoder_end_id=19)) == (0, 19)
+    for flag, search in (("start", Search(decoder_start_id=20)), ("end", Search(decoder_end_id=-1))):
+        with pytest.raises(SettingsError, match=f"--decoder-{flag}-id .*: the model knows ids from 0 to 19"):
+            boundaries(words, facts, search)
+
+
+@pytest.mark.parametrize("kind", [Int8, Int4])
+def test_weights_of_zeros_stay_zeros(kind):
+    """Rows of a closed unit: their scale is not 0, which nothing can be divided by."""
+    product = object.__new__(kind)
+    product.symmetric = False
+    rows = torch.tensor([[0.0, 0.0], [1.0, -1.0]])
+    scale, zero = product.grid(rows)
+    codes = (rows / scale + zero).round()
+    assert (scale > 0).all() and codes.isfinite().all() and ((codes - zero) * scale)[0].tolist() == [0.0, 0.0]
+
+
+def test_inputs_that_a_text_never_has_are_rounded_to_the_nearest():
+    """Nothing is known of them: no error of theirs can be corrected."""
+    weight = torch.tensor([[0.3, -0.74, 1.0], [0.2, 0.5, -1.0]])
+    grid = lambda rows: (rows.abs().amax(1, keepdim=True) / 10, torch.zeros(len(rows), 1))
+    found = gptq(weight, torch.zeros(3, 3), grid, -10, 10, None)
+    assert found.values.tolist() == (weight * 10).round().tolist()
+
+
+def test_each_new_token_is_reported_for_its_own_prompt(small_gpt):
+    """Without a cache one prompt comes after the other."""
+    reported = []
+    prompts, sampling = [[3, 1], [4, 1, 5], [9]], Sampling(2, greedy=True)
+    texts = generate(small_gpt(), prompts, sampling, longest=32, use_cache=False, on_token=reported.append)
+    wanted = [[token if at == place else -1 for at in range(3)] for place, text in enumerate(texts) for token in text]
+    assert reported == wanted and len(reported) == 6
+
+
+def test_no_prompts_have_no_texts(small_gpt):
+    for use_cache in (True, False):
+        assert generate(small_gpt(), [], Sampling(2), longest=32, use_cache=use_cache) == []
+
+
+@pytest.mark.parametrize(
+    "imported, longest", [([], 16), ([False], 16), ([False, True], 64), ([True, False], 64), ([True], 64)]
+)
+def test_a_model_looks_as_far_as_the_one_that_was_imported(imported, longest, monkeypatch):
+    """However it was tuned since."""
+    monkeypatch.setattr(load, "ancestors", lambda record: [SimpleNamespace(imported=one) for one in imported])
+    config = SimpleNamespace(model=SimpleNamespace(position_table=64, context_length=16))
+    assert Loaded(None, config, {}, 5, 7, Path("x"), ()).longest == longest
+
+
+@pytest.mark.parametrize(
+    "stored, asked, fits", [(None, "int8", True), ("int4", None, True), (None, None, True), ("int4", "int8", False)]
+)
+def test_a_quantized_checkpoint_is_not_quantized_again(stored, asked, fits):
+    record = {QUANTIZED: dict(quantize=stored)} if stored else {}
+    if fits:
+        refuse_twice("x", record, QuantizeOptions(quantize=asked))
+    else:
+        with pytest.raises(SettingsError, match="--quantize int8: x is quantized already, as int4"):
+            refuse_twice("x", record, QuantizeOptions(quantize=asked))

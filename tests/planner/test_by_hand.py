@@ -24,6 +24,7 @@ from megatron.planner import (
     memory,
     parameters,
     plan_json,
+    problems,
     schedule_time,
     search,
     serving,
@@ -41,6 +42,7 @@ from megatron.planner.speed import Cluster
 from megatron.planner.startup import StartUp
 from megatron.planner.target import cluster_of
 from megatron.planner.traffic import once_a_step, transfers
+from megatron.settings.kernel_sizes import LossChunks
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model, Recompute
 from megatron.telemetry.figures import WIDTH
@@ -867,3 +869,44 @@ def test_links_are_measured_by_what_a_large_message_takes_more(monkeypatch):
     monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock[0])
     found = calibrate._links(0)
     assert found["latency"] == pytest.approx(0.002) and found["bandwidth"] == pytest.approx(4 * (1 << 21) / 0.008)
+
+
+@pytest.mark.parametrize("offload, asked", [(0.0, 1.0), (0.25, 0.25), (1.0, 1.0)])
+def test_a_layout_without_offload_asks_for_no_share_of_it(offload, asked):
+    """A share of 0 would be one that somebody gave."""
+    layout = Layout(dp=2, offload=offload)
+    found = layout.settings()
+    assert (found["optimizer_cpu_offload"], found["optimizer_offload_fraction"]) == (offload > 0, asked)
+    assert ("--optimizer-offload-fraction" in layout.flags()) == (asked < 1)
+
+
+@pytest.mark.parametrize("chunk", [64, 10_000])
+def test_a_teachers_loss_has_fp32_logits_of_a_chunk(chunk):
+    """Nine tensors of them, beside hidden states of all tokens and a block of logits in bf16."""
+    teacher, layout = replace(JOB, chunk=chunk), Layout(micro_batch_size=3)
+    tokens, rows = 3 * 256, FACTS.vocabulary_rows(1)
+    block = LossChunks.of(rows, 2, "cuda", chunk).block
+    _, comparing = memory.teacher_pass(teacher, layout)
+    logits = 2 * min(tokens, block) * rows
+    assert comparing == 2 * tokens * 128 + logits + 9 * 4 * min(tokens, chunk) * rows
+
+
+def test_weights_of_experts_stay_as_they_are_where_others_are_kept_in_fp8():
+    """Stacked ones, and those that are not trained; a scale is of a whole weight, or of a tile."""
+    table = {f"{name}.weight": SimpleNamespace(stacked=name == "experts") for name in ("up", "down", "experts")}
+    design = SimpleNamespace(in_fp8=("up", "down", "experts"))
+    kept = lambda recipe: parameters._cast(
+        SimpleNamespace(gathered_in_fp8=recipe), [design], table, frozenset({"down.weight"}), ""
+    )
+    assert (kept("tensorwise"), kept("blockwise"), kept("")) == ({"up.weight": 0}, {"up.weight": 128 * 128}, {})
+
+
+@pytest.mark.parametrize(
+    "length, cp, shapeless", [(64, 2, False), (66, 2, True), (66, 1, False), (64, 4, False), (60, 4, True)]
+)
+def test_ranks_of_cp_have_two_pieces_of_a_sequence_each(length, cp, shapeless):
+    words = (
+        f"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length {length} --cp {cp} --micro-batch-size 1"
+    )
+    assert problems._shapeless(parse_pretrain(words.split()), cp) is shapeless
+    assert problems._shapeless(parse_pretrain(words.split()), cp + 1) is (cp > 1 or shapeless)

@@ -12,6 +12,7 @@ import pytest
 import pretrain_gpt
 from megatron.errors import SettingsError, UsageError
 from megatron.guard.command import config_of, value_of
+from megatron.planner import device as devices
 from megatron.planner import target, tuning
 from megatron.planner.choose import automatic, with_margin
 from megatron.planner.layout import Layout
@@ -50,6 +51,15 @@ def test_flags_count_before_the_environment(flags, world, local):
     assert (cluster.world_size, cluster.local_size, cluster.device.memory_gb) == (world, local, 7)
     asked = parse_pretrain([*TINY, "--device-memory-gb", "5"])
     assert target.cluster_of(asked, here)[0].device.memory_gb == 5
+
+
+@pytest.mark.parametrize("flags, gigabytes", [("", 33.0), ("--device-memory-gb 5", 5.0)])
+def test_the_memory_of_the_gpu_that_is_here_is_its_own_unless_it_is_given(flags, gigabytes, monkeypatch):
+    here = replace(devices.find("H100"), name="this one", memory_gb=33.0)
+    monkeypatch.setattr(target, "installed_gpu", lambda: here)
+    words = [word for word in TINY if word not in ("--device", "cpu")]
+    cluster, source = target.cluster_of(parse_pretrain([*words, *flags.split()]), {})
+    assert (cluster.device.name, cluster.device.memory_gb, source) == ("this one", gigabytes, "the GPU of this machine")
 
 
 def test_a_layout_is_measured_by_its_fastest_step_after_the_first_and_leaves_nothing(monkeypatch):
