@@ -910,3 +910,13 @@ def test_ranks_of_cp_have_two_pieces_of_a_sequence_each(length, cp, shapeless):
     )
     assert problems._shapeless(parse_pretrain(words.split()), cp) is shapeless
     assert problems._shapeless(parse_pretrain(words.split()), cp + 1) is (cp > 1 or shapeless)
+
+
+def test_scores_of_a_head_are_summed_for_each_micro_batch(monkeypatch):
+    """Of a head of a task, which has no vocabulary: two sums, of 10 and 20 bytes; on the last stage alone."""
+    monkeypatch.setattr(Layout, "rank_setup", lambda *_: None)
+    facts = SimpleNamespace(num_layers=2, score_sums=lambda share: [10, 20])
+    job, layout = SimpleNamespace(global_batch=12, facts=facts), Layout(tp=2, pp=2, dp=2, micro_batch_size=2)
+    [found] = traffic._of_loss(job, layout, 1)
+    assert (found.op, found.axis, found.bytes, found.calls) == ("all_reduce", "tp", 3 * 30, 3 * 2)
+    assert traffic._of_loss(job, layout, 0) == []
