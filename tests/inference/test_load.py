@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from megatron.checkpoint.reader import QUANTIZED
-from megatron.errors import SettingsError
-from megatron.inference import load
+from megatron.errors import DataError, SettingsError
+from megatron.inference import generation_config, load
 from megatron.inference.generation import generate
 from megatron.inference.gptq import gptq
 from megatron.inference.load import Loaded, check_vocabulary, quantized, without_model
 from megatron.inference.passes import PassRow
-from megatron.inference.prompts import boundaries
+from megatron.inference.prompts import boundaries, source_of
 from megatron.inference.quantize import Int4, Int8
 from megatron.inference.quantized import refuse_twice
 from megatron.inference.requests import Request
@@ -164,3 +164,21 @@ def test_a_quantized_checkpoint_is_not_quantized_again(stored, asked, fits):
     else:
         with pytest.raises(SettingsError, match="--quantize int8: x is quantized already, as int4"):
             refuse_twice("x", record, QuantizeOptions(quantize=asked))
+
+
+@pytest.mark.parametrize("written, stop", [("x", ["x"]), (["x", "yz"], ["x", "yz"]), (None, None)])
+def test_one_stop_string_of_a_model_is_a_list_of_one(written, stop):
+    found = generation_config.defaults_of(dict(stop_strings=written, max_new_tokens=3))
+    assert found.settings.get("stop") == stop and found.settings["tokens_to_generate"] == 3 and not found.unknown
+
+
+@pytest.mark.parametrize("suffix", [(), (1,)])
+def test_sentinels_that_the_vocabulary_does_not_have_are_named(suffix):
+    """Of two, 0 and 1; with a token after prompts, too."""
+    encode = lambda text: [5] * len(text)
+    words = SimpleNamespace(suffix=suffix, sentinels=[100, 101], encode=encode, encode_prompt=lambda text: [7])
+    assert source_of(words, "ab <extra_id_1> c") == ([7] if suffix else [5, 5, 101, 5, 5])
+    with pytest.raises(
+        DataError, match="prompt 3 has <extra_id_2>; of sentinels the vocabulary has <extra_id_0> to <extra_id_1>"
+    ):
+        source_of(words, "ab <extra_id_0> c<extra_id_2>", 3)

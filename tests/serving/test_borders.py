@@ -18,7 +18,7 @@ from megatron.serving import answers, engine_thread, front, replicas, served_mod
 from megatron.serving.connection import Connection
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.errors import ApiError
-from megatron.serving.megatron_api import MegatronBody, _encoded
+from megatron.serving.megatron_api import MegatronBody, _answer, _encoded
 from megatron.serving.openai_api import Completions, OpenAI, _events, _whole
 from megatron.serving.openai_requests import (
     MOST_STOPS,
@@ -109,6 +109,22 @@ def test_a_refused_request_leaves_no_text_in_the_engine_and_no_place_taken(beams
             with pytest.raises(ApiError, match="too long"):
                 await thread.add([request(beams=beams), request(), request(4, beams)])
             assert (engine.texts, thread.in_flight, thread._jobs) == (set(), 0, set())
+
+    with_thread(body)
+
+
+def test_texts_that_end_with_the_server_leave_the_engine():
+    """Their clients get the reason."""
+
+    async def body(thread, engine):
+        jobs = [await thread.add([request(), request()]), await thread.add([request()])]
+        thread.cancel_all(ApiError(503, "it stops"))
+        for job in jobs:
+            with pytest.raises(ApiError, match="it stops"):
+                await anext(job)
+        while thread.in_flight:
+            await asyncio.sleep(0.001)
+        assert engine.texts == set() and thread._jobs == set()
 
     with_thread(body)
 
@@ -797,6 +813,82 @@ def test_a_request_is_passed_on_with_its_path_and_query(query):
     url = "http://there:1/v1/models/a%2Fb" + ("?a=1&b=%2F" if query else "")
     kept = {"authorization": "Bearer k", "content-type": "application/json"}
     assert asked == [("PUT", url, b"body", kept, False)]
+
+
+def test_headers_of_an_answer_that_pass_through_a_front():
+    """What says how to read it, when to come again, what is allowed; nothing of the connection to the replica."""
+    kept = {
+        "content-type": "a/b",
+        "retry-after": "7",
+        "allow": "GET",
+        "www-authenticate": "Bearer",
+        "cache-control": "no",
+    }
+    kept |= {"content-security-policy": "default-src", "x-content-type-options": "nosniff"}
+    others = {"connection": "close", "transfer-encoding": "chunked", "server": "x", "set-cookie": "c"}
+    found = front._response(SimpleNamespace(status=429, headers=kept | others), b"body")
+    own = dict(found.headers)
+    assert own.pop("content-length") == "4" and own == kept and (found.status_code, found.body) == (429, b"body")
+
+
+def test_a_replica_that_breaks_a_request_is_not_asked_before_its_next_check():
+    it, asked = in_front([Stream(200), Stream(200)])
+    send, broken = it._send, []
+
+    async def breaks(request, raw, replica):
+        if not broken:
+            broken.append(replica)
+            raise ConnectionResetError
+        return await send(request, raw, replica)
+
+    async def take(found):
+        return found.answer.status
+
+    it._send = breaks
+    assert asyncio.run(asyncio.wait_for(it._first(front.Forwarded(None, b""), take), 30)) == 200
+    [replica] = broken
+    assert not replica.ready and replica.requests == 0 and asked != [replica.name]
+    assert [one.ready for one in it.replicas.replicas if one is not replica] == [True]
+
+
+@pytest.mark.parametrize("targets", [None, served_model.Targets(7, 0, 1)])
+def test_megatrons_answers_begin_with_the_prompt_unless_they_answer_a_source(targets):
+    thread = SimpleNamespace(meter=SimpleNamespace(prompts=lambda *_: None))
+    model = ServedModel("a", ByteTokenizer(), 50, thread, targets=targets)
+    body, prompt = parse(MegatronBody, dict(prompts=["ab"], logprobs=True)), tuple(b"ab")
+    scores = () if targets else (TokenScore(prompt[0]), TokenScore(prompt[1], -2.0))
+    outputs = [
+        (0, Output(0, TokenScore(ord("x"), -1.0), prompt=scores)),
+        (0, Output(0, TokenScore(ord("y"), -3.0), "length")),
+    ]
+    found = asyncio.run(_answer(model, Job(outputs), body, [prompt]))
+    text = "xy" if targets else "abxy"
+    assert (found["text"], found["segments"]) == ([text], [list(text)])
+    assert found["logprobs"] == [[-1.0, -3.0] if targets else [-2.0, -1.0, -3.0]]
+
+
+@pytest.mark.parametrize("asked, fits", [(None, True), (16, True), (15, False), (17, False)])
+def test_a_source_is_as_long_as_the_encoder_can_look(asked, fits):
+    from megatron.serving.models import longest_of
+
+    model = SimpleNamespace(decode=None, facts=SimpleNamespace(source=16))
+    loaded, options = SimpleNamespace(longest=99, path="p", model=model), SimpleNamespace(max_model_len=asked)
+    if fits:
+        assert longest_of(loaded, options) == 16
+    else:
+        with pytest.raises(SettingsError, match=f"--max-model-len {asked}: an encoder-decoder has 16 tokens"):
+            longest_of(loaded, options)
+
+
+@pytest.mark.parametrize("ready, status", [((True, True), 200), ((True, False), 200), ((False, False), 503)])
+def test_a_front_is_healthy_while_one_replica_is(ready, status):
+    it, _ = in_front([None, None])
+    for replica, own in zip(it.replicas.replicas, ready, strict=True):
+        replica.ready = own
+    found = asyncio.run(it.health(None))
+    states = {str(number): "ok" if own else "not ready" for number, own in enumerate(ready)}
+    assert found.status_code == status
+    assert orjson.loads(found.body) == dict(status="ok" if status == 200 else "starting", replicas=states)
 
 
 @pytest.mark.parametrize("several", [False, True])
