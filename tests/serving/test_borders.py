@@ -199,6 +199,54 @@ def test_an_abandoned_request_does_not_wait_for_other_weights():
     asyncio.run(body())
 
 
+ASKED = [  # path, words of a body, (log-probabilities of new tokens, of the prompt's), texts
+    ("chat", dict(), (None, False), 1),
+    ("chat", dict(logprobs=True), (0, False), 1),
+    ("chat", dict(logprobs=True, top_logprobs=3, n=2), (3, False), 2),
+    ("completions", dict(), (None, False), 1),
+    ("completions", dict(logprobs=0), (0, False), 1),
+    ("completions", dict(logprobs=2, echo=True), (2, True), 1),
+    ("completions", dict(echo=True), (None, False), 1),
+    ("completions", dict(n=2, best_of=3), (0, False), 3),  # they say which are the best
+    ("completions", dict(n=2, best_of=2), (None, False), 2),
+    ("completions", dict(stop_token_ids=[256], logit_bias={"256": 1}), (None, False), 1),
+    ("completions", dict(stop_token_ids=[257]), None, 0),
+    ("completions", dict(logit_bias={"257": 1}), None, 0),
+    ("completions", dict(min_tokens=17), None, 0),  # 16 tokens without a word about it
+    ("completions", dict(min_tokens=17, max_tokens=17), (None, False), 1),
+]
+
+
+@pytest.mark.parametrize("path, words, scores, texts", ASKED)
+def test_requests_to_the_engine_ask_for_what_a_body_does(path, words, scores, texts, monkeypatch):
+    model = ServedModel("a", ByteTokenizer(), 50, None)
+
+    async def conversation(*_):
+        return (1, 2, 3)
+
+    async def answered(self, request, work, form):
+        return work.requests
+
+    class Sent:
+        headers = {"content-type": "application/json"}
+
+        async def stream(self):
+            yield orjson.dumps(dict(messages=TALK) | words if path == "chat" else dict(prompt="abc") | words)
+
+    model.conversation = conversation
+    monkeypatch.setattr(OpenAI, "_answer", answered)
+    asked = getattr(OpenAI(dict(a=model), settings.ServeLimits()), path)(Sent())
+    if scores is None:
+        with pytest.raises(ApiError):
+            asyncio.run(asked)
+        return
+    found = asyncio.run(asked)
+    assert [request.index for request in found] == list(range(texts)) and {
+        len(request.prompt) for request in found
+    } == {3}
+    assert {(request.logprobs, request.prompt_logprobs) for request in found} == {scores}
+
+
 class Wire:
     """A client's end of a connection."""
 
