@@ -213,6 +213,13 @@ UNCOMPILED = (
             "norms and activations; drop one of them"
         ),
     ),
+    Rule(
+        lambda s: s.deterministic_mode and s.torch_compile == "auto",
+        lambda s: (
+            "--torch-compile auto is off with --deterministic-mode: a measurement would choose, and compiled layers round "
+            "in another way"
+        ),
+    ),
 )
 
 
@@ -307,9 +314,10 @@ RULES = (
     Rule(
         lambda s: s.world % s.model_ranks and not s.parallel_plan and not alone(s),
         lambda s: (
-            f"{s.world} ranks cannot be divided by tensor x pipeline x context parallel size {s.tp} x {s.pp} x "
-            f"{s.cp} = {s.model_ranks}; run on {either(multiples(s.world, s.model_ranks))} ranks, or choose sizes "
-            f"whose product divides {s.world} ({either(divisors(s.world, s.model_ranks))}) by "
+            f"{s.world} rank{'s' * (s.world > 1)} cannot be divided by tensor x pipeline x context parallel size "
+            f"{s.tp} x {s.pp} x {s.cp} = {s.model_ranks}; run on {either(multiples(s.world, s.model_ranks))} ranks"
+            f"{' (--world-size of a plan)' * bool(s.dry_run or s.preflight)}, or choose sizes whose product divides "
+            f"{s.world}{f' ({either(divisors(s.world, s.model_ranks))})' * (s.world > 1)} by "
             "--tensor-model-parallel-size and --pipeline-model-parallel-size"
         ),
     ),
@@ -407,6 +415,7 @@ RULES = (
                 f"without text) --tokenizer-type NullTokenizer --vocab-size {s.vocab_size or 'N'}"
             )
             + where_to_put(s.model_name_or_path)
+            + of_the_checkpoint(s)
         ),
     ),
     Rule(
@@ -481,6 +490,10 @@ RULES = (
             lambda s, a=a, b=b: f"{dashed(a)} {getattr(s, a)} is {dashed(b)} itself; give a folder on another disk",
         )
         for a, b in (("save_mirror", "save"), ("save_copy", "save"), ("save_copy", "save_mirror"))
+    ),
+    Rule(
+        lambda s: s.save_parity and "://" in (s.save or ""),
+        lambda s: f"--save-parity {s.save_parity}: --save {s.save} is an object store, which keeps copies itself",
     ),
     Rule(
         lambda s: s.replication and s.replication_factor < 2,
@@ -680,6 +693,12 @@ LONG = 1000  # steps: repeating as many is costly
 def last_step(s: SimpleNamespace) -> str:
     """The length of the run, in the words of its flag."""
     return f"--train-iters {s.train_iters}" if s.train_iters else f"the {s.steps} steps of this run"
+
+
+def of_the_checkpoint(s: SimpleNamespace) -> str:
+    """The end of a message that no vocabulary is given, where a checkpoint may have one."""
+    taken = "its shape and vocabulary are taken where no size of the model is given"
+    return f", or that of {s.load}: {taken}" if s.load else ""
 
 
 def alone(s: SimpleNamespace) -> bool:

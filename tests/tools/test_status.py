@@ -116,8 +116,11 @@ def test_long_torn_and_missing_files(run, tmp_path):
     (folder / "metrics.jsonl").write_text("")
     line = look(folder)
     assert (line.iteration, line.iterations, line.checkpoint) == (20, None, 20)
-    with pytest.raises(DataError, match="no metrics.jsonl"):
+    with pytest.raises(DataError, match="nowhere: no such folder\n  -> name the --save folders"):
         folders([str(tmp_path / "nowhere")])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty: no metrics.jsonl"):
+        folders([str(tmp_path / "empty")])
 
 
 def test_the_command_prints_a_line_a_run(run, tmp_path, capsys, monkeypatch):
@@ -148,12 +151,12 @@ def test_a_bad_folder_hides_no_other(run, tmp_path, capsys, monkeypatch):
     launch["config"]["model"] = 3
     (damaged / "metrics.jsonl").write_text(json.dumps(launch) + "\n")
     names = [str(tmp_path / name) for name in ("nowhere", "damaged", "good")]
-    with pytest.raises(DataError, match="nowhere: no metrics.jsonl in it.*damaged: ") as caught:
+    with pytest.raises(DataError, match="nowhere: no such folder; .*damaged: .*\n.*\n.*-> name the --save") as caught:
         main(names)
     assert "good" not in str(caught.value)
     told = capsys.readouterr().out
     assert told.startswith("3 runs: 2 unreadable, 1 running\n") and "30/100" in told
-    assert "no metrics.jsonl in it, nor in a folder below it" in told
+    assert "no such folder" in told
     with pytest.raises(DataError):
         main(["--json", *names])
     assert [line["state"] for line in json.loads(capsys.readouterr().out)] == ["unreadable", "unreadable", "running"]
