@@ -23,7 +23,7 @@ from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.compare import differences
 from megatron.checkpoint.folder import Saver, checkpoints, restore
 from megatron.checkpoint.memory_parts import MemoryPart, parts_in, saves_in
-from megatron.checkpoint.memory_snapshots import PREFIX, STARTS, MemorySnapshots, read_record
+from megatron.checkpoint.memory_snapshots import PREFIX, STARTS, MemorySnapshots, read_record, verified
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.replication import replica_ranks
 from megatron.checkpoint.store import Piece
@@ -310,6 +310,10 @@ def one_case(rank, threads, nodes, folder, number):
     while found := launch().find():
         starts.append((found.iteration, *loaded(found, rank, world)))
         assert len(starts) <= 2 * STARTS, "a circle"
+    threads.barrier.wait()
+    if rank == 0:  # nothing that is damaged is left to be tried again
+        again = [part for node in set(nodes) for part in parts_in(folder / f"node{node}" / snapshots.memory.name)]
+        assert [part for part in again if verified([part])[1]] == []
     return starts, expected
 
 
@@ -411,6 +415,29 @@ def test_a_new_run_in_the_folder_finds_no_snapshot_of_an_old_one(tmp_path):
     third = alone()
     assert third.find() is None and [path.name for path in (tmp_path / "node0").iterdir()] == [third.memory.name]
     assert third.memory.name == PREFIX + read_record(tmp_path / "save")[0]
+
+
+def test_parts_of_two_saves_of_one_step_are_not_one_snapshot(run_ranks, tmp_path):
+    """Two launches that came to one step and were killed while they wrote: each has left one rank's part."""
+
+    def body(rank):
+        kept = tmp_path / f"kept{rank}"
+        for launch in (0, 1):
+            snapshots = opened(tmp_path, rank, 2)
+            snapshots.holders = [[], []]
+            snapshots.save(7, pieces_of(rank, 2, launch), {})
+            [save] = saves_in(snapshots.memory)
+            if rank == launch:
+                shutil.copytree(save.folder(snapshots.memory), save.folder(kept))
+            dist.barrier()
+        shutil.rmtree(save.folder(snapshots.memory))
+        shutil.copytree(kept, snapshots.memory, dirs_exist_ok=True)
+        dist.barrier()
+        [part] = parts_in(snapshots.memory)
+        return part.save.number, opened(tmp_path, rank, 2).find()
+
+    (one, found), (other, too) = run_ranks(2, body)
+    assert one != other and found is None and too is None
 
 
 @pytest.mark.parametrize("what", [b"", b"{}", b"[1", b'{"checksum": "0"}'])
