@@ -920,3 +920,28 @@ def test_scores_of_a_head_are_summed_for_each_micro_batch(monkeypatch):
     [found] = traffic._of_loss(job, layout, 1)
     assert (found.op, found.axis, found.bytes, found.calls) == ("all_reduce", "tp", 3 * 30, 3 * 2)
     assert traffic._of_loss(job, layout, 0) == []
+
+
+@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
+@pytest.mark.parametrize("pp", [1, 2, 3, 5])
+@pytest.mark.parametrize("exact", [False, True])
+def test_stages_before_the_first_backward_pass_wait(schedule, chunks, pp, exact):
+    """Each chunk's passes take 3.5, and the gap is one for each other stage."""
+    number = 4 * pp
+    assert (
+        schedule_time.span(schedule, pp, number, chunks, backward=2.5, exact=exact) == (number * chunks + pp - 1) * 3.5
+    )
+
+
+@pytest.mark.parametrize("layout, batch, told", [(2, 8, False), (4, 8, True), (2, 16, True)])
+def test_a_choice_of_a_slower_plan_is_explained(layout, batch, told):
+    """One that differs from the fastest in its layout, or in its batch."""
+    plan = lambda size, batch, took: search.Plan(
+        Layout(dp=2, micro_batch_size=size), replace(JOB, global_batch=batch), speed.StepTime(took, {}, 0.0, 1.0), 1, 0
+    )
+    best, fastest = plan(layout, batch, 1.1 * batch / 8 * (1 if told else 1 / 1.1)), plan(2, 8, 1.0)
+    found = search.SearchedPlans(plans=[best], fastest=fastest, alike=7)
+    words = text.choice(found, 0.2)
+    assert bool(words) is told
+    if told:
+        assert "of 7 plans within 20% of the fastest" in words and "predicted to be 10.0% faster" in words
