@@ -54,6 +54,7 @@ from megatron.convert.mxfp4 import dequantized
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference import quantize
 from megatron.model.command_line import parse_any
+from megatron.model.facts import AHEAD
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_rope import our_rope
 from megatron.model.gpt.hf_settings import kind_of, our_settings, their_settings
@@ -265,6 +266,35 @@ def test_a_chunk_has_the_shape_that_is_said(content, good, tmp_path):
     else:
         with pytest.raises(ValueError, match=r"w at \(0, 0\) is not there with shape \(2, 3\)"):
             megatron_metadata._chunk(tmp_path / "a.distcp", chunk)
+
+
+@pytest.mark.parametrize("cuts", [(1, 1), (2, 1), (1, 3), (2, 3)])
+def test_flattened_chunks_come_to_their_place_in_the_tensor(cuts):
+    """Of each part of a tensor, chunks may begin and end anywhere."""
+    whole = torch.arange(24.0).view(4, 6)
+    size = (4 // cuts[0], 6 // cuts[1])
+    found, elements = torch.full_like(whole, -1.0), math.prod(size)
+    for part in itertools.product(*map(range, cuts)):
+        inside = tuple(slice(at * n, at * n + n) for at, n in zip(part, size, strict=True))
+        for start, stop in itertools.pairwise(sorted({0, 1, elements - 1, elements})):
+            box = Box((*part, start), (1, 1, stop - start))
+            chunk = Chunk("w", "", (*cuts, elements), box, (4, 6), "a.distcp", 0, 0)
+            for one, x in chunk.parts(whole[inside].reshape(1, 1, -1)[..., start:stop]):
+                assert one.shape == (4, 6) and one.whole is None and (found[one.box.slices()] == -1).all()
+                found[one.box.slices()] = x
+    assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_layers_that_predict_further_tokens_follow_the_others(layers):
+    names = Dictionary(GPTFacts(Model(layers, 4, 1, mtp_num_layers=2), 8))
+    for ours, place in {
+        f"blocks.{layers - 1}.mlp.up.weight": (layers - 1, "mlp.up.weight"),
+        f"{AHEAD}.0.layers.0.mlp.up.weight": (layers, "mlp.up.weight"),
+        f"{AHEAD}.1.layers.1.mlp.up.weight": (layers + 1, "mlp.up.weight"),
+        f"{AHEAD}.1.projection.weight": (None, f"{AHEAD}.1.projection.weight"),
+    }.items():
+        assert names._place(ours) == place
 
 
 @pytest.mark.parametrize("taps, shape", [(True, (6, 1, 4)), (True, (6, 4)), (False, (6, 4))])
