@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.store import Piece
 from megatron.convert import (
     compressed_tensors,
     dcp,
@@ -46,6 +47,7 @@ from megatron.convert import (
 from megatron.convert.compressed_tensors import options_of, pack, unpack
 from megatron.convert.export import card, gguf_file
 from megatron.convert.export.load_exported import load_exported
+from megatron.convert.imported import check_complete
 from megatron.convert.megatron_metadata import Chunk
 from megatron.convert.megatron_names import Dictionary, OurTensor
 from megatron.convert.megatron_optimizer import PREFIX
@@ -64,6 +66,7 @@ from megatron.model.megatron_form import RowOrder, in_parts
 from megatron.model.quantization import QuantizeOptions
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.settings.schema import Model
+from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from tests.inference.test_hf_settings import BASES, GEMMA_2_2B, V
 
 # ---- config.json --------------------------------------------------------------------------------------------------------
@@ -1260,3 +1263,48 @@ def test_pairs_of_a_model_or_of_what_is_below_its_output_layer(prefix):
     ):
         with pytest.raises(CheckpointError, match=told):
             peft._by_layer(Path("x"), {} if more is None else pairs | more, matches, linear)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 5, 6])
+@pytest.mark.parametrize(
+    "name, lacking", [("blocks.0.mlp.up.weight", "{} of 6 elements"), ("a.experts.up", "expert {}")]
+)
+def test_what_an_import_lacks_is_told(kept, name, lacking):
+    """Of a tensor, to the element; of experts, their numbers."""
+    whole = torch.arange(6.0).view(6, 1)
+    pieces = [Piece("other", (2,), Box((0,), (2,)), torch.zeros(2))]
+    pieces += [Piece(name, (6, 1), Box((at, 0), (1, 1)), whole[at : at + 1]) for at in range(kept)]
+    shards = [[one] for one in pieces]
+    found = check_complete(Path("x"), {name, "other"}, iter(shards))
+    if kept == 6:
+        assert list(found) == shards
+        return
+    left = ", ".join(map(str, range(kept, 6))) if "experts" in name else 6 - kept
+    words = f"{name}: {lacking.format(left)}" if kept else name
+    with pytest.raises(CheckpointError, match=f"x lacks 1 tensors, or parts of them(?s:.*){re.escape(words)}"):
+        list(found)
+
+
+@pytest.mark.parametrize(
+    "there, found",
+    [
+        (("transformer.a.b", "a.b", "copy"), "transformer.a.b"),
+        (("a.b", "copy"), "a.b"),
+        (("copy", "b"), "copy"),
+        (("b", "other"), "transformer.a.b"),  # which the message then names
+    ],
+)
+def test_a_tensor_may_lack_a_prefix_or_be_under_the_name_of_a_copy(there, found):
+    family = SimpleNamespace(copies=dict(copy="transformer.a.b", other="transformer.a.c"))
+    assert fitted._name_in(SimpleNamespace(shapes=dict.fromkeys(there)), family, "transformer.a.b") == found
+
+
+@pytest.mark.parametrize("special, strips", [*itertools.product((True, False), repeat=2)])
+@pytest.mark.parametrize("after", [None, lambda text: [7] * len(text), lambda text: []])
+def test_white_space_after_special_tokens_that_only_theirs_drop(special, strips, after):
+    ours = SentencePieceTokenizer.__new__(SentencePieceTokenizer)
+    object.__setattr__(ours, "encode_after", after)
+    tokens = {0: SimpleNamespace(special=True, rstrip=False), 1: SimpleNamespace(special=special, rstrip=strips)}
+    wanted = special and strips and after is not None and after("?") == [7]
+    assert same_ids._drops_white_space(SimpleNamespace(added_tokens_decoder=tokens), ours) == wanted
+    assert not same_ids._drops_white_space(SimpleNamespace(added_tokens_decoder=tokens), object())
