@@ -129,6 +129,8 @@ def look(folder: Place, now: Optional[float] = None) -> Line:
     if metrics is None or not history.last and newest_checkpoint(str(folder)) is not None:
         return look_at_checkpoint(folder, now)
     launch, steps, last = history.run, history.steps, history.last
+    if not steps.rows and last.get("kind") == "end":  # nothing was left to train
+        steps = read_end(metrics, before=1).steps
     config = from_record(launch["config"]) if "config" in launch else None
     timed = np.flatnonzero(np.nan_to_num(steps["seconds"]))[-50:]
     seconds, losses = steps["seconds"][timed].tolist(), steps.known("lm loss")

@@ -314,17 +314,21 @@ RULES = (
     Rule(
         lambda s: s.world % s.model_ranks and not s.parallel_plan and not alone(s),
         lambda s: (
-            f"{s.world} rank{'s' * (s.world > 1)} cannot be divided by tensor x pipeline x context parallel size "
-            f"{s.tp} x {s.pp} x {s.cp} = {s.model_ranks}; run on {either(multiples(s.world, s.model_ranks))} ranks"
-            f"{' (--world-size of a plan)' * bool(s.dry_run or s.preflight)}, or choose sizes whose product divides "
-            f"{s.world}{f' ({either(divisors(s.world, s.model_ranks))})' * (s.world > 1)} by "
-            "--tensor-model-parallel-size and --pipeline-model-parallel-size"
+            f"{ranks_in_words(s.world)} cannot be divided by tensor x pipeline x context parallel size {s.tp} x {s.pp} x "
+            f"{s.cp} = {s.model_ranks}; "
+            + (
+                f"run on {either(multiples(s.world, s.model_ranks))} ranks, or choose sizes whose product divides "
+                f"{s.world} ({either(divisors(s.world, s.model_ranks))}) by --tensor-model-parallel-size and "
+                "--pipeline-model-parallel-size"
+                if s.world > 1
+                else f"give the ranks of the job that is planned: --world-size {ranks_needed(s)}"
+            )
         ),
     ),
     Rule(
         lambda s: not s.parallel_plan and s.data_parallel_size not in (None, s.dp) and s.world % s.model_ranks == 0,
         lambda s: (
-            f"--data-parallel-size {s.data_parallel_size} is not what there is: {s.world} ranks / ({s.tp} x "
+            f"--data-parallel-size {s.data_parallel_size} is not what there is: {ranks_in_words(s.world)} / ({s.tp} x "
             f"{s.pp} x {s.cp}) = {s.dp}; leave the flag out or run on {s.data_parallel_size * s.model_ranks} "
             f"ranks{start_them(s, s.data_parallel_size * s.model_ranks)}"
         ),
@@ -332,9 +336,10 @@ RULES = (
     Rule(
         lambda s: s.dp_degree and s.world % s.model_ranks == 0 and s.dp_degree * s.sharding_ranks != s.dp,
         lambda s: (
-            f"--dp-degree {s.dp_degree} is not what there is: it counts replicas outside sharding, and {s.world} ranks / "
-            f"(mp {s.tp} x pp {s.pp}{f' x cp {s.cp}' if s.cp > 1 else ''} x sharding {s.sharding_ranks}) = "
-            f"{s.dp / s.sharding_ranks:g}; leave it out or run on {s.dp_degree * s.sharding_ranks * s.model_ranks} "
+            f"--dp-degree {s.dp_degree} is not what there is: it counts replicas outside sharding, and "
+            f"{ranks_in_words(s.world)} / (mp {s.tp} x pp {s.pp}{f' x cp {s.cp}' if s.cp > 1 else ''} x "
+            f"sharding {s.sharding_ranks}) = {s.dp / s.sharding_ranks:g}; leave it out or run on "
+            f"{s.dp_degree * s.sharding_ranks * s.model_ranks} "
             "ranks (the total, shards included, is --data-parallel-size)"
             f"{start_them(s, s.dp_degree * s.sharding_ranks * s.model_ranks)}"
         ),
@@ -719,6 +724,10 @@ def too_few(s: SimpleNamespace, sizes: str, ranks: int) -> str:
 def start_them(s: SimpleNamespace, ranks: int) -> str:
     """The end of a message about missing ranks: how to start them."""
     return f"; start them: {launch_command(ranks)}" if alone(s) and ranks > 1 else ""
+
+
+def ranks_in_words(number: int) -> str:
+    return f"{number} rank{'s' * (number != 1)}"
 
 
 def multiples(value: int, of: int) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.errors import SettingsError, UsageError, run_main
 from megatron.guard.changes import refuse_another_model
+from megatron.planner.choose import _global_batch
 from megatron.settings.parse import parse_pretrain
 from megatron.tools import evaluate, export, generate
 from megatron.tools import translate as tool
@@ -299,6 +300,14 @@ def test_the_checkpoint_that_is_missing_has_their_name(translated, capsys):
     for command, words in ((evaluate, []), (generate, ["--prompt", "x"]), (export, ["--output", "x"])):
         with pytest.raises(UsageError, match="missing: --load(.|\\n)*-o Engine.save_load.ckpt_dir=FOLDER"):
             command.main(["-c", "tiny.yaml", *words])
+
+
+def test_the_batch_that_a_search_needs_has_their_name(translated):
+    own = "--num-layers=2 --hidden-size=8 --num-attention-heads=2 --seq-length=8 --train-iters=2".split()
+    for words, named in ((["-c", "tiny.yaml"], True), (own, False)):
+        with pytest.raises(SettingsError, match="needs to know the batch") as told:
+            _global_batch(parse_pretrain([*words, "--mock-data", "--vocab-size", "100", "--lr", "1e-3"]))
+        assert ("-o Global.global_batch_size=N" in str(told.value)) is named
 
 
 def test_another_shape_in_the_checkpoint_is_told_in_their_words(translated):

@@ -112,8 +112,8 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         (
             "--tp 2 --pp 2 --dry-run",
             1,
-            "1 rank cannot be divided by tensor x pipeline x context parallel size 2 x 2 x 1 = 4; run on 4 ranks "
-            "(--world-size of a plan), or choose sizes whose product divides 1 by --tensor-model-parallel-size",
+            "1 rank cannot be divided by tensor x pipeline x context parallel size 2 x 2 x 1 = 4; give the "
+            "ranks of the job that is planned: --world-size 4",
         ),
         (
             "--data-parallel-size 3",

@@ -70,6 +70,17 @@ def test_a_run_that_goes_on(run):
     assert (line.tokens_per_second, line.seconds_left, line.loss) == (8 * 16 / 0.5, 35.0, 9.7)
 
 
+def test_a_start_with_nothing_left_to_train_hides_no_figures(run):
+    folder = run(*STEPS, step(100), end(0))
+    first = look(folder, now=NOW)
+    text = (folder / "metrics.jsonl").read_text()
+    again = text.splitlines()[0] + "\n" + json.dumps(end(0) | dict(iteration=100)) + "\n"
+    (folder / "metrics.jsonl").write_text(text + again)
+    second = look(folder, now=NOW)
+    assert (second.loss, second.tokens_per_second) == (first.loss, first.tokens_per_second) == (9.0, 8 * 16 / 0.5)
+    assert (second.state, second.iteration, second.restarts) == ("done", 100, 1)
+
+
 @pytest.mark.parametrize(
     "records, more, state, why",
     [
