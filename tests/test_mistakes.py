@@ -134,7 +134,11 @@ USAGE = [  # exit code 2: the command line cannot be understood
         "--load ck --prompts-file nope",
         "unknown flag --prompts-file; did you mean --prompt-file or --prompts?",
     ),
-    ("checkpoint", "inspekt ck", "'inspekt' is not a command; there are: inspect, verify, repair, diff, reshard, prune"),
+    (
+        "checkpoint",
+        "inspekt ck",
+        "'inspekt' is not a command; there are: inspect, verify, repair, diff, reshard, prune",
+    ),
     ("checkpoint", "inspect", "inspect takes PATH; got nothing"),
     ("checkpoint", "reshard ck new", "say what the new files are"),
     ("supervise", "", "the command to supervise is missing"),

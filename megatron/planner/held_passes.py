@@ -34,7 +34,9 @@ def most_held(
         fewer = min(max(1, num_microbatches * LARGE // pp), 3 * LARGE + 3)
         few = _most_held(schedule, LARGE, fewer, chunks, place, together)
         return tuple(tuple(tuple(-(-n * pp // LARGE) for n in side) for side in held) for held in few)
-    return _most_held(schedule, pp, min(num_microbatches, 3 * pp + 3), chunks, rank, together)
+    # Whole rounds of pp micro-batches less: an interleaved schedule of another number holds more.
+    few = num_microbatches if num_microbatches < 4 * pp else 3 * pp + num_microbatches % pp
+    return _most_held(schedule, pp, few, chunks, rank, together)
 
 
 @lru_cache(maxsize=8192)
@@ -99,13 +101,19 @@ def starts(schedule: str, pp: int, num_microbatches: int, chunks: int, rank: int
     if schedule == "gpipe" or pp == 1:
         return 1 if schedule == "gpipe" else num_microbatches
     if pp > LARGE and not is_file(schedule) and SCHEDULES[schedule].stages is v_shaped:
-        few = max(1, num_microbatches * LARGE // pp)
-        count = starts(schedule, LARGE, few, chunks, min(LARGE - 1, rank * LARGE // pp), among)
-        return count if count == 1 else count + num_microbatches - few
-    short = min(num_microbatches, 3 * pp + 3)
+        pp, rank = LARGE, min(LARGE - 1, rank * LARGE // pp)
+    if is_file(schedule) or num_microbatches <= 5 * pp:
+        return _starts(schedule, pp, num_microbatches, chunks, rank, among)
+    # A round is pp micro-batches; in the middle of a step each has as many.
+    near = 3 * pp + num_microbatches % pp
+    few, more = (_starts(schedule, pp, number, chunks, rank, among) for number in (near, near + pp))
+    return few + (more - few) * (num_microbatches - near) // pp
+
+
+def _starts(schedule: str, pp: int, num_microbatches: int, chunks: int, rank: int, among: tuple[int, ...]) -> int:
     held = count = 0
-    for op in ops_of(schedule, pp, short, chunks, rank):
+    for op in ops_of(schedule, pp, num_microbatches, chunks, rank):
         if op.chunk in among and op.kind != "W" and op != BESIDE:
             count += op.kind == "F" and held == 0
             held += 1 if op.kind == "F" else -1
-    return count if count == 1 or is_file(schedule) else count + num_microbatches - short
+    return count

@@ -121,7 +121,7 @@ class EngineThread:
         if texts > self.room:
             raise ApiError(400, f"{texts} texts in one request; the server takes {self.room} at a time")
         if self.in_flight + texts > self.room:
-            seconds = math.ceil(min(LONGEST_RETRY, max(1.0, self._seconds)))
+            seconds = math.ceil(min(LONGEST_RETRY, self._seconds))
             raise ApiError(
                 429,
                 f"the server is busy: {self.in_flight} texts run or wait, of at most {self.room}",

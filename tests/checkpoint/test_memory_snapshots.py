@@ -8,9 +8,14 @@ import os
 import pickle
 import random
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,6 +33,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.replication import replica_ranks
 from megatron.checkpoint.store import Piece
 from megatron.errors import SettingsError, StorageError
+from megatron.guard.beat_files import read_beats
 from megatron.guard.resume_command import resumed
 from megatron.mpu import collectives
 from megatron.mpu.forked import RankFailed
@@ -146,6 +152,35 @@ def test_a_lost_node_is_replaced_from_copies(run_ranks, tmp_path, undisturbed):
     [loaded] = [event for event in read_events(home) if event["event"] == "snapshot_loaded"]
     assert loaded["iteration"] == 4 and ledger(home) == ledger(undisturbed)[:5] + ledger(undisturbed)[4:]
     assert_same(home, undisturbed)
+
+
+@pytest.mark.full
+def test_a_killed_rank_of_four_under_the_supervisor(root, run_ranks, tmp_path):
+    """It starts again from memory by itself: no step is lost beyond the snapshot's, no sample lost or seen twice."""
+    home, flags = tmp_path / "home", f"{TINY} --train-iters 40 --save-interval 30".replace("--train-iters 8", "")
+    run_ranks(4, lambda rank: pretrain_gpt.main(f"{flags} --save {tmp_path / 'clean'}".split()))
+    job = f"-m megatron.tools.launch --nproc-per-node 4 {root / 'pretrain_gpt.py'} {flags} --save {home}"
+    job += " --non-persistent-save-interval 4 --replication"
+    words = f"-m megatron.tools.supervise --heartbeat-dir {tmp_path / 'beats'} --backoff 0 -- {sys.executable} {job}"
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, *words.split()],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": str(root)},
+            cwd=tmp_path,
+        )
+    while process.poll() is None and not any(beat.step == 11 for beat in read_beats(tmp_path / "beats")):
+        time.sleep(0.005)
+    os.kill(read_beats(tmp_path / "beats")[2].pid, signal.SIGKILL)
+    assert process.wait(timeout=120) == 0, (tmp_path / "log").read_text()
+    assert "attempt 1 on 4 ranks, from a snapshot in memory, if one is whole" in (tmp_path / "log").read_text()
+    [loaded] = [event for event in read_events(home) if event["event"] == "snapshot_loaded"]
+    found, clean = ledger(home), ledger(tmp_path / "clean")
+    [at] = [place for place, ((one, _), (two, _)) in enumerate(pairwise(found)) if two <= one]
+    assert loaded["iteration"] == found[at + 1][0] - 1 and found[at][0] - loaded["iteration"] <= 4 + 1
+    assert found[: at + 1] == clean[: found[at][0]] and found[at + 1 :] == clean[loaded["iteration"] :]
+    assert_same(home, tmp_path / "clean", 40)
 
 
 @pytest.mark.sampled(5)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron.checkpoint import folder as folder_module
 from megatron.checkpoint import index as index_module
 from megatron.checkpoint import parity as module
 from megatron.checkpoint.boxes import Box
@@ -149,6 +150,17 @@ def test_two_lost_files_of_a_group_are_not_guessed(tmp_path):
     assert content(path) == before
 
 
+def test_a_lost_file_and_its_parity_file(tmp_path):
+    path = saved(tmp_path, 1, 5)
+    (path / file_name(1)).unlink()
+    _flip(path / "parity_00000.bin", random.Random(2))
+    with pytest.raises(Damaged, match="shard_00001.safetensors cannot be rebuilt: .*parity_00000.bin: block . differs"):
+        repair(path)
+    (path / "parity_00000.bin").unlink()
+    with pytest.raises(Damaged, match="shard_00001.safetensors cannot be rebuilt: .*parity_00000.bin: No such file"):
+        repair(path)
+
+
 def test_a_wrong_parity_file_rebuilds_nothing(tmp_path):
     """One whose own checksums are right, as if a file had changed before it was written."""
     path = saved(tmp_path, 1, 5)
@@ -182,6 +194,16 @@ def test_a_forged_entry_is_refused(change, tmp_path):
     (path / "index.json").write_bytes(seal(index)[1])
     with pytest.raises(Damaged, match="not a valid index"):
         read_index(path)
+
+
+def test_a_disk_that_damages_what_is_rebuilt_is_not_repaired_again_and_again(tmp_path, monkeypatch):
+    for step in (1, 2):
+        path = saved(tmp_path, step, 5)
+    _flip(path / file_name(2), random.Random(4))
+    tries = []
+    monkeypatch.setattr(folder_module, "repair", lambda path: [tries.append(path) or "shard"][:1])
+    step, equal, restored = loaded(tmp_path)
+    assert step == 1 and equal and tries == [path] and [one for one, _ in restored.damaged] == [path]
 
 
 def test_the_command_repairs_a_folder(tmp_path, capsys):

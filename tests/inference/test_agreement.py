@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import pretrain_gpt
 from megatron.convert.families import prompts_for
+from megatron.inference.agreement import Agreement
 from megatron.inference.load import load_model
 from megatron.tools import checkpoint as tool
 from tests.inference.test_convert import LLAMA, save
@@ -112,3 +113,11 @@ def test_from_hf_says_which_numbers_are_those_of_the_files(tmp_path, capsys):
     save_file(files, tmp_path / "hf" / "model.safetensors", dict(format="pt"))
     tool.main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "rounded")])
     assert "in fp32; final_norm.weight were rounded to it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rounding, told", [(0.0, False), (2e-5 * 50, False), (2.1e-5 * 50, True), (1.0, True)])
+def test_rounded_weights_show_from_the_order_of_sums_on(rounding, told):
+    """More than two parts in 10^5 of the largest value, whatever the difference may be."""
+    found = Agreement("it", 0.001, 50.0, 0.01, rounding=rounding, total=0.002, to="bf16")
+    assert found.rounded is told and ("rounding to bf16 explains" in found.sentence) is told
+    assert found.allowed == 0.5 and "allowed: 5.00e-01" in found.sentence

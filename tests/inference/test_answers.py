@@ -171,6 +171,14 @@ def test_log_probabilities_are_those_of_the_model(loaded, run):
     assert lines[0].startswith("the cat") and [line.count('"') for line in lines[1:3]] == [6, 6]
 
 
+@pytest.mark.parametrize("asked, count", [(None, None), (0, 0), (2, 2)])
+def test_each_new_token_has_its_score_if_scores_are_asked_for(asked, count, loaded):
+    """With no likelier ones beside it, too."""
+    for answer in answers_to(loaded, PROMPTS, tokens_to_generate=3, greedy=True, logprobs=asked):
+        assert [score.token for score in answer.scores] == ([] if count is None else answer.tokens)
+        assert all(score.logprob < 0 and len(score.top) == count for score in answer.scores)
+
+
 def test_texts_that_a_stop_string_ended_were_not_cut(run, loaded):
     [stop, _] = loaded.generate(PROMPTS, tokens_to_generate=8, greedy=True)
     for way in ("--greedy", "--greedy --no-use-cache", "--num-beams 2"):

@@ -116,6 +116,16 @@ def test_a_block_that_was_begun_with_other_weights_is_not_found():
     assert pool.share(later, [1, 2, 3, 4, 5], 1) == 4
 
 
+def test_a_copy_of_a_text_is_found_as_the_text_is():
+    """Also where its first block was not full, and after new weights."""
+    pool, text, later = BlockPool(8, 4), Table(), Table()
+    pool.forget()
+    assert pool.grow(text, 3, 8)
+    copy = pool.fork(text)
+    pool.remember(copy, [1, 2, 3, 4])
+    assert pool.share(later, [1, 2, 3, 4, 5], 1) == 4 and later.blocks == copy.blocks == text.blocks
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_only_a_block_that_a_text_goes_on_within_is_copied(shared):
     """At a block's end the next token gets a new one."""

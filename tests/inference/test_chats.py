@@ -36,6 +36,14 @@ def test_answers_at_the_end_are_left_out_and_counted(talk, kept, form, system):
     assert found.shown == talk[kept - 1]["content"]
 
 
+@pytest.mark.parametrize("before", ["", " ", "\n\t "])
+def test_white_space_before_a_conversation_and_weights_in_it_mean_nothing(before):
+    """A weight is of training."""
+    talk = [USER, ANSWER | dict(weight=0), OTHER, ANSWER | dict(weight=1), USER]
+    found = chat_in(before + json.dumps(talk))
+    assert list(found.messages) == [USER, ANSWER, OTHER, ANSWER, USER] and found.without == 0
+
+
 @pytest.mark.parametrize(
     "text", ["Hi", "[1]", "[]", "{}", '[{"role": "user"}, 1]', '[1, {"role": "user"}]', '{"a": 1}', "[", "{x"]
 )

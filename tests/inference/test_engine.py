@@ -2,6 +2,7 @@
 """The generation engine: a text is what it is alone, whatever its neighbours are, and all memory comes back."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from megatron.errors import DataError, SettingsError
 from megatron.fused_kernels import cpu_ops
 from megatron.inference.blocks import BlockPool, Table
-from megatron.inference.engine import COMPUTE, WAIT, Engine, SharedEngine, bytes_of_a_token
+from megatron.inference.engine import COMPUTE, WAIT, Engine, SharedEngine, bytes_of_a_state, bytes_of_a_token
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
 from megatron.inference.scheduler import NONE, Scheduler, Snapshots
@@ -100,6 +101,29 @@ def test_texts_share_the_blocks_of_their_beginning(small_gpt):
     [new] = run(engine, [requests[0]]).values()
     assert new[0].cached == 0 and [one.new.token for one in new] == [one.new.token for one in again]
     assert engine.pool.free == engine.pool.blocks
+
+
+def test_new_weights_leave_no_copies_of_states(small_gpt, monkeypatch):
+    monkeypatch.setattr("megatron.inference.engine.bytes_of_a_state", lambda model: 8)
+    engine = Engine(small_gpt(), longest=32, max_batch=2)
+    numbers = [engine._scheduler.snapshots.keep(name) for name in (b"one", b"other")]
+    engine.weights_changed()
+    copies = engine._scheduler.snapshots
+    assert sorted(copies.dropped()) == sorted(numbers) and copies.longest([b"one", b"other"]) == 0
+    engine.close()
+
+
+def test_new_tokens_are_counted_without_the_one_that_ends_a_text(small_gpt):
+    model, request = small_gpt(), Request((3, 1, 4), Sampling(8, greedy=True))
+    plain = alone(model, request).tokens
+    engine, counted = Engine(model, longest=32), 0
+    for end in (None, plain[0], plain[5]):
+        [outputs] = run(engine, [replace(request, end=end)]).values()
+        tokens = plain if end is None else plain[: plain.index(end)]
+        assert [one.new.token for one in outputs if one.new] == tokens
+        counted += len(tokens)
+        assert engine.stats().generated_tokens == counted
+    assert engine.stats().prompt_tokens == 9
 
 
 @pytest.mark.plain_cpu
@@ -405,3 +429,40 @@ def test_a_scored_prompt_that_is_begun_again_is_not_scored_again(length):
             scheduler.waiting.append(scheduler.running.pop())
     assert scored == list(range(length - 1))
     assert starts[:2] == [0, min(8, length - 1) // size * size] and starts[3] == (length - 1) // size * size
+
+
+@pytest.mark.parametrize("prompt, new", [(5, 3), (5, 4), (5, 5), (1, 1), (8, 1), (4, 5)])
+def test_blocks_are_set_aside_for_all_tokens_but_the_last_new_one(prompt, new):
+    """Whose keys and values nobody reads."""
+    pool = BlockPool(12, 4)
+    scheduler = Scheduler(pool, longest=32, max_batch=1, chunk=8)
+    text = scheduler.add(Request(tuple(range(prompt)), Sampling(new)))
+    scheduler.plan()
+    assert len(text.table.aside) == -(-(prompt + new - 1) // 4)
+
+
+def test_a_scored_prompt_that_is_cancelled_leaves_nothing(small_gpt):
+    engine = Engine(small_gpt(), longest=32, chunk=4)
+    number = engine.add(Request(tuple(range(20)), Sampling(4), prompt_logprobs=True))
+    engine.step()
+    assert list(engine._scores) == [number]
+    engine.cancel(number)
+    assert not engine._scores and not engine._texts
+    engine.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_memory_of_a_state_is_that_of_a_rank(small_gpt, ranks):
+    """In the model's format, of the stage that has most."""
+    model, asked = small_gpt(), []
+    facts = SimpleNamespace(
+        state_bytes=lambda layers, tp, element: asked.append((tp, element)) or 100 * len(layers) // tp
+    )
+    chunk = SimpleNamespace(tp=SimpleNamespace(size=ranks))
+    stages = SimpleNamespace(
+        pipeline=SimpleNamespace(layers=[range(1), range(1, 4)]),
+        chunks=[chunk],
+        facts=facts,
+        parameters=model.parameters,
+    )
+    assert bytes_of_a_state(stages) == 300 // ranks and set(asked) == {(ranks, 4)}

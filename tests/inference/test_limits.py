@@ -5,6 +5,7 @@ the token at which a minimum ends, equal scores. And settings and lengths exactl
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron.errors import SettingsError
 from megatron.inference.choices import RowState, adjusted, probabilities
-from megatron.inference.sampling import Sampling, Search, cut_off
+from megatron.inference.sampling import Sampling, Search, _draws, cut_off
 
 V = 5
 TOKENS, NUMBERS = st.integers(0, V - 1), st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 2.0])
@@ -161,3 +162,14 @@ def test_a_text_was_cut_where_it_is_as_long_as_it_may_be(room, length):
     found, length = cut_off([room, 5], [[0] * min(length, room), [0]], Sampling(10)), min(length, room)
     where = "--tokens-to-generate 10" if length == 10 else "the model's last position" if length == room else None
     assert found == ([f"1 of 2 texts was cut at {where}"] if where else [])
+
+
+@pytest.mark.parametrize(
+    "name, value, neutral", [("temperature", 0.5, 1), ("top_k", 5, 0), ("top_p", 0.5, 1), ("min_p", 0.5, 0)]
+)
+@pytest.mark.parametrize("how", [dict(greedy=True), dict(temperature=0), dict(top_k=1), dict(beams=2), {}])
+def test_settings_of_draws_have_an_effect_if_tokens_are_drawn(name, value, neutral, how):
+    plain = dict(greedy=False, temperature=1.0, top_k=0, top_p=0.0, min_p=0.0, beams=1)
+    met = lambda **own: _draws(name, 0, neutral).met(SimpleNamespace(**plain | own | how))
+    if name not in how:
+        assert met(**{name: value}) is (not how) and met(**{name: neutral}) is True

@@ -97,3 +97,17 @@ def test_ranks_close_their_own_part_of_what_all_close(rank, dim):
     with harm:
         assert torch.equal(model.weight, (whole * open_heads)[mine])
     assert torch.equal(model.weight, whole[mine])
+
+
+def test_as_many_weights_are_masked_on_all_ranks_together_as_in_one_process(monkeypatch):
+    """Without groups the smallest of a whole weight go: its size is that of all ranks' parts."""
+    asked, layer = [], nn.Linear(6, 4, bias=False)
+    layer.placements = dict(weight=SimpleNamespace(shape=(12, 6)))  # this rank has a third
+    monkeypatch.setattr(probes, "_linear_layers", lambda loaded: {"blocks.0.up": layer})
+    monkeypatch.setattr(probes, "chosen_layers", lambda facts, how: ["blocks.0.up", "blocks.1.up"])
+    monkeypatch.setattr(probes, "divided_over", lambda layer: "ranks")
+    monkeypatch.setattr(
+        probes, "mask_of", lambda weight, how, total, axis: asked.append((how, total, axis)) or weight > 0
+    )
+    names = [name for name, _ in probes.masked(SimpleNamespace(facts=None), Model(1, 8, 1, sparsity="0.25"))]
+    assert names == ["blocks.0.up", "blocks.1.up"] and asked == [(0.25, 72, "ranks")]

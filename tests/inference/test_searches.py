@@ -117,6 +117,21 @@ def test_a_search_ends_when_nothing_that_goes_on_is_better(best, done):
         assert group.finished == [(-1.0, (3,))] and group.done is done
 
 
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_search_that_is_cancelled_is_reported_once(small_gpt, steps):
+    """Not each of its beams; texts beside it go on."""
+    engine = SearchingEngine(small_gpt(), longest=LONGEST)
+    text = engine.add(Request((2, 7), Sampling(9, greedy=True)))
+    number = engine.add(Request((3, 1, 4), Sampling(9), search=Search(3)))
+    before = [output for _ in range(steps) for output in engine.step()]
+    engine.cancel(number)
+    engine.cancel(number)
+    after = [output for _ in range(12) for output in engine.step()]
+    assert {output.request for output in before} <= {text} and not engine.busy
+    assert [output.finish for output in after if output.request == number] == ["cancelled"]
+    assert sum(output.new is not None for output in (*before, *after)) == 9 and engine.pool.free == engine.pool.blocks
+
+
 def test_later_texts_do_not_overtake_a_search(small_gpt):
     """A search of six steps, and a queue of which each text takes two passes: it does not wait for the queue each time."""
     engine = SearchingEngine(small_gpt(), longest=LONGEST, max_batch=3)

@@ -103,13 +103,13 @@ def test_scores_are_those_of_the_whole_target(model):
     engine, sampling, source = SequenceEngine(model), Sampling(5, temperature=2.0, sampling_seed=2), tuple(range(9, 30))
     numbers = [
         engine.add(Request(source, sampling, start=START, logprobs=count, index=index))
-        for index, count in enumerate((3, None, 0))
+        for index, count in enumerate((0, None, 3))
     ]
     found = {number: [] for number in numbers}
     while engine.busy:
         for output in engine.step():
             found[output.request].append(output.new)
-    for number, count in zip(numbers, (3, None, 0), strict=True):
+    for number, count in zip(numbers, (0, None, 3), strict=True):
         tokens = [score.token for score in found[number]]
         target = torch.tensor([START, *tokens[:-1]]).unsqueeze(1)
         with torch.no_grad():
@@ -157,6 +157,18 @@ def test_sources_begin_when_a_quarter_of_the_places_is_free(model, running, begu
             engine.add(request)
         engine.step()
     assert engine.stats().running == begun and engine.stats().waiting == running + 3 - begun
+
+
+def test_a_search_with_more_beams_than_places_is_alone(model):
+    """It would never begin otherwise; a second one, and a text, wait for its end."""
+    engine, search = SequenceEngine(model, max_batch=2), Request((5, 6), Sampling(3), start=START, search=Search(4))
+    for request in (search, search, Request((5, 6), Sampling(3, greedy=True), start=START)):
+        engine.add(request)
+    states = []
+    while engine.busy:
+        engine.step()
+        states.append((engine.stats().running, engine.stats().waiting))
+    assert states[0] == (4, 2) and (4, 1) in states and (1, 0) in states and max(one for one, _ in states) == 4
 
 
 @pytest.mark.parametrize("longest", [1, 3])

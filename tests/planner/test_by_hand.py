@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.errors import SettingsError
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.layer_ops import LAYER, Collective, CoreAttention
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL, Buffer, Constant, Placement
@@ -23,8 +24,12 @@ from megatron.planner import (
     memory,
     parameters,
     plan_json,
+    problems,
+    schedule_time,
     search,
+    serving,
     speed,
+    text,
     traffic,
 )
 from megatron.planner.arithmetic import CHECKPOINT, SHARDED, STATES, TRAINING, days, divisions, least_devices
@@ -35,7 +40,10 @@ from megatron.planner.parameters import ParameterSize, Units, UnitSizes
 from megatron.planner.reached_speed import Accuracy
 from megatron.planner.speed import Cluster
 from megatron.planner.startup import StartUp
+from megatron.planner.target import cluster_of
 from megatron.planner.traffic import once_a_step, transfers
+from megatron.settings.kernel_sizes import LossChunks
+from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model, Recompute
 from megatron.telemetry.figures import WIDTH
 
@@ -528,7 +536,7 @@ def test_a_depth_that_is_recomputed_whole_keeps_its_two_inputs():
 def test_large_pipelines_hold_what_their_schedules_say(schedule, pp, number):
     """Of more than 16 ranks it is extrapolated from those of 16; passes that wait for W are few."""
     for rank in (0, pp // 2, pp - 1):
-        whole = held_passes._most_held(schedule, pp, min(number, 3 * pp + 3), 2, rank, False)
+        whole = held_passes._most_held(schedule, pp, min(number, 4 * pp), 2, rank, False)
         for at, near in ((0, dict(rel=0.1, abs=2)), (1, dict(rel=0.4, abs=3))):
             found, wanted = (
                 max(sum(held[at]) for held in of) for of in (most_held(schedule, pp, number, 2, rank), whole)
@@ -698,3 +706,217 @@ def test_ranks_wait_for_each_other_until_groups_are_there():
     """Channels are opened later, between two ranks."""
     parts = dict(processes=20.0, rendezvous=7.0, groups=3.0, channels=100.0)
     assert StartUp(parts).waited == 30.0 and StartUp(parts).total == 130.0
+
+
+@pytest.mark.parametrize("seen, told", [(0.0, False), (2e12, True), (4e12, False)])
+def test_half_of_causal_attention_is_told_where_it_is_less(seen, told):
+    plan = search.Plan(Layout(), JOB, speed.StepTime(2.0, {}, 0.0, 4e12, seen), 10**9, 0)
+    lines = text.verdict(plan, Cluster(DEVICE, 1)).splitlines()
+    assert len(lines) == 2 + told and ("1 TFLOP/s" in lines[-1]) == told
+
+
+@pytest.mark.parametrize(
+    "flags, local", [("--world-size 4 --local-world-size 8", 4), ("--world-size 16", 8), ("--world-size 3", 3)]
+)
+def test_a_node_has_no_more_ranks_than_the_job(flags, local):
+    config = parse_pretrain(
+        [*"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64".split(), *flags.split()]
+    )
+    assert cluster_of(config, {})[0].local_size == local
+
+
+@pytest.mark.parametrize(
+    "schedule, pp, chunks, ranks",
+    [("zb-v", 2, 2, {0}), ("v-half", 4, 2, {0}), ("1f1b", 2, 1, set()), ("interleaved", 2, 2, set())],
+)
+def test_two_chunks_of_a_rank_share_a_table(schedule, pp, chunks, ranks):
+    """Where the first and the last stage are on one rank; on one stage there is nothing to share."""
+    tied = replace(JOB, facts=GPTFacts(replace(MODEL, num_layers=16, untie_embeddings_and_output_weights=False), 1000))
+    layout = Layout(pp=pp, chunks=chunks, schedule=schedule)
+    assert {rank for rank in range(pp) if traffic._shares_table(tied, layout, rank)} == ranks
+    whole = replace(JOB, facts=GPTFacts(replace(MODEL, num_layers=16), 1000))
+    assert not any(traffic._shares_table(whole, layout, rank) for rank in range(pp))
+    assert not traffic._shares_table(tied, Layout(), 0)
+
+
+# ---- borders of a search ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dp, space, found",
+    [
+        (8, dict(global_batch=8), [(1, 8)]),
+        (4, dict(global_batch=8), [(1, 8), (2, 8)]),
+        (3, dict(global_batch=8), []),
+        (9, dict(global_batch=8), []),
+        (1, dict(global_batch=96), [(2**k, 96) for k in range(6)]),
+        (1, dict(global_batch=64), [(2**k, 64) for k in range(7)]),
+        (1, dict(global_batch=256), [(2**k, 256) for k in range(7)]),
+        (3, dict(max_global_batch=8), [(1, 6), (2, 6)]),
+        (8, dict(max_global_batch=8), [(1, 8)]),
+        (2, dict(max_global_batch=9, micro_batch_size=3), [(3, 6)]),
+        (2, dict(global_batch=8, micro_batch_size=3), []),
+    ],
+)
+def test_batches_of_a_search(dp, space, found):
+    """Micro-batches are powers of two up to 64; the largest batch that is not more than the greatest one."""
+    result = search.SearchedPlans()
+    assert list(search._batches(JOB, dp, search.Space(**space), result)) == found
+    most = space.get("global_batch") or space["max_global_batch"]
+    assert bool(result.impossible) == (dp > most or "global_batch" in space and most % dp > 0)
+
+
+@pytest.mark.parametrize(
+    "layout, number",
+    [
+        (dict(dp=8), 0),
+        (dict(tp=2), 1),
+        (dict(cp=4), 1),
+        (dict(cp=4, cp_heads=2), 2),  # of two levels
+        (dict(pp=2), 1),
+        (dict(pp=2, schedule="zb-h1"), 2),
+        (dict(pp=2, stage_layers="3,3"), 1),
+        (dict(pp=2, stage_layers="4,2"), 2),
+        (dict(dp=4, zero=1, shard=4), 1),
+        (dict(dp=4, zero=3, shard=4), 2),
+        (dict(dp=4, zero=3, shard=2), 3),
+        (dict(dp=4, offload=0.5), 2),
+        (dict(recompute=Recompute("core_attn")), 1),
+        (dict(recompute=Recompute("full", no_recompute_layers="0,1")), 2),
+    ],
+)
+def test_features_that_plain_data_parallelism_does_not_need(layout, number):
+    assert search.features(Layout(**layout)) == number
+
+
+@pytest.mark.parametrize(
+    "kinds, kind", [(["a2a"], "a2a"), (["p2p", "allgather"], "allgather"), (["p2p", "a2a"], "p2p")]
+)
+def test_layers_that_share_attention_in_different_ways(kinds, kind):
+    """All gather if one does; else all are rings."""
+    assert choose._comm_type(SimpleNamespace(cp_comm_types=kinds)) == kind
+
+
+@pytest.mark.parametrize("length, fits", [(63, True), (64, True), (65, False)])
+def test_texts_fill_a_table_of_positions_exactly(length, fits):
+    facts = GPTFacts(replace(MODEL, seq_length=64), 1000)
+    if fits:
+        serving.check(facts, serving.Requests(40, length - 40))
+    else:
+        with pytest.raises(SettingsError, match="are more than the 64 positions"):
+            serving.check(facts, serving.Requests(40, length - 40))
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "v-half"])
+@pytest.mark.parametrize("number", [40, 64, 200])
+def test_large_pipelines_begin_as_often_as_their_schedules_say(schedule, number):
+    """Of more than 16 ranks they are extrapolated from those of 16."""
+    pp = 20
+    for rank in (0, pp // 2, pp - 1):
+        held = count = 0
+        for op in held_passes.ops_of(schedule, pp, number, 2, rank):
+            if op.kind != "W":
+                count += op.kind == "F" and held == 0
+                held += 1 if op.kind == "F" else -1
+        assert held_passes.starts(schedule, pp, number, 2, rank, (0, 1)) == count
+
+
+def test_distances_of_axes_between_ranks(monkeypatch):
+    """tp is the nearest, then etp and ep of experts, shards, replicas; the ends of a pipeline are furthest apart."""
+    layout = Layout(tp=2, pp=3, dp=12, zero=1, shard=4, ep=2, etp=1)
+    asked = []
+    monkeypatch.setattr(
+        Cluster, "seconds", lambda self, op, size, calls, ranks, stride: asked.append((ranks, stride)) or 0.0
+    )
+    axes = ["tp", "shard", "replicate", "etp", "ep", "expert_shard", "expert_replicate", "tied"]
+    for axis in axes:
+        speed._seconds(traffic.Transfer("x", "all_reduce", axis, 9, 1), layout, Cluster(DEVICE, 72))
+    sizes = layout.data_sizes
+    assert dict(zip(axes, asked, strict=True)) == {
+        "tp": (2, 1),
+        "shard": (4, 2),
+        "replicate": (3, 8),
+        "etp": (1, 1),
+        "ep": (2, 1),
+        "expert_shard": (sizes["expert_shard"], 2),
+        "expert_replicate": (sizes["expert_replicate"], 2 * sizes["expert_shard"]),
+        "tied": (2, 24 * 2),
+    }
+    assert sizes["expert_shard"] * sizes["expert_replicate"] * 2 == 24 and sizes["expert_shard"] > 1
+
+
+@pytest.mark.parametrize("number, stages", [(32, 16), (17, 16), (40, 4), (16, 16)])
+def test_a_sample_of_stages_has_both_ends_and_is_even(number, stages):
+    found = schedule_time._sample(tuple(range(number)), stages)
+    gaps = [after - before for before, after in itertools.pairwise(found)]
+    assert (found[0], found[-1], len(found)) == (0, number - 1, stages) and max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("ranks, shown", [(8, "0, 1, 2, 3, 4, 5, 6, 7"), (16, "0, 1, 2, ..., 15")])
+def test_ranks_of_a_group_are_told_if_they_are_few(ranks, shown):
+    told = dry_run._topology(Layout(tp=ranks), Cluster(DEVICE, ranks, 8), 80)
+    assert f"tp: 1 groups of {ranks}, the first: {shown}" in told.replace("\n", " ")
+
+
+def test_links_are_measured_by_what_a_large_message_takes_more(monkeypatch):
+    """A small one takes 2 ms and a large one of 8 MiB 10 ms: the difference is the transfer."""
+    clock = [0.0]
+
+    def all_reduce(x, axis):
+        clock[0] += 0.002 if x.numel() < 100 else 0.010
+
+    monkeypatch.setattr(calibrate.collectives, "all_reduce", all_reduce)
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock[0])
+    found = calibrate._links(0)
+    assert found["latency"] == pytest.approx(0.002) and found["bandwidth"] == pytest.approx(4 * (1 << 21) / 0.008)
+
+
+@pytest.mark.parametrize("offload, asked", [(0.0, 1.0), (0.25, 0.25), (1.0, 1.0)])
+def test_a_layout_without_offload_asks_for_no_share_of_it(offload, asked):
+    """A share of 0 would be one that somebody gave."""
+    layout = Layout(dp=2, offload=offload)
+    found = layout.settings()
+    assert (found["optimizer_cpu_offload"], found["optimizer_offload_fraction"]) == (offload > 0, asked)
+    assert ("--optimizer-offload-fraction" in layout.flags()) == (asked < 1)
+
+
+@pytest.mark.parametrize("chunk", [64, 10_000])
+def test_a_teachers_loss_has_fp32_logits_of_a_chunk(chunk):
+    """Nine tensors of them, beside hidden states of all tokens and a block of logits in bf16."""
+    teacher, layout = replace(JOB, chunk=chunk), Layout(micro_batch_size=3)
+    tokens, rows = 3 * 256, FACTS.vocabulary_rows(1)
+    block = LossChunks.of(rows, 2, "cuda", chunk).block
+    _, comparing = memory.teacher_pass(teacher, layout)
+    logits = 2 * min(tokens, block) * rows
+    assert comparing == 2 * tokens * 128 + logits + 9 * 4 * min(tokens, chunk) * rows
+
+
+def test_weights_of_experts_stay_as_they_are_where_others_are_kept_in_fp8():
+    """Stacked ones, and those that are not trained; a scale is of a whole weight, or of a tile."""
+    table = {f"{name}.weight": SimpleNamespace(stacked=name == "experts") for name in ("up", "down", "experts")}
+    design = SimpleNamespace(in_fp8=("up", "down", "experts"))
+    kept = lambda recipe: parameters._cast(
+        SimpleNamespace(gathered_in_fp8=recipe), [design], table, frozenset({"down.weight"}), ""
+    )
+    assert (kept("tensorwise"), kept("blockwise"), kept("")) == ({"up.weight": 0}, {"up.weight": 128 * 128}, {})
+
+
+@pytest.mark.parametrize(
+    "length, cp, shapeless", [(64, 2, False), (66, 2, True), (66, 1, False), (64, 4, False), (60, 4, True)]
+)
+def test_ranks_of_cp_have_two_pieces_of_a_sequence_each(length, cp, shapeless):
+    words = (
+        f"--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length {length} --cp {cp} --micro-batch-size 1"
+    )
+    assert problems._shapeless(parse_pretrain(words.split()), cp) is shapeless
+    assert problems._shapeless(parse_pretrain(words.split()), cp + 1) is (cp > 1 or shapeless)
+
+
+def test_scores_of_a_head_are_summed_for_each_micro_batch(monkeypatch):
+    """Of a head of a task, which has no vocabulary: two sums, of 10 and 20 bytes; on the last stage alone."""
+    monkeypatch.setattr(Layout, "rank_setup", lambda *_: None)
+    facts = SimpleNamespace(num_layers=2, score_sums=lambda share: [10, 20])
+    job, layout = SimpleNamespace(global_batch=12, facts=facts), Layout(tp=2, pp=2, dp=2, micro_batch_size=2)
+    [found] = traffic._of_loss(job, layout, 1)
+    assert (found.op, found.axis, found.bytes, found.calls) == ("all_reduce", "tp", 3 * 30, 3 * 2)
+    assert traffic._of_loss(job, layout, 0) == []

@@ -12,6 +12,7 @@ import pytest
 import pretrain_gpt
 from megatron.errors import SettingsError, UsageError
 from megatron.guard.command import config_of, value_of
+from megatron.planner import device as devices
 from megatron.planner import target, tuning
 from megatron.planner.choose import automatic, with_margin
 from megatron.planner.layout import Layout
@@ -52,6 +53,15 @@ def test_flags_count_before_the_environment(flags, world, local):
     assert target.cluster_of(asked, here)[0].device.memory_gb == 5
 
 
+@pytest.mark.parametrize("flags, gigabytes", [("", 33.0), ("--device-memory-gb 5", 5.0)])
+def test_the_memory_of_the_gpu_that_is_here_is_its_own_unless_it_is_given(flags, gigabytes, monkeypatch):
+    here = replace(devices.find("H100"), name="this one", memory_gb=33.0)
+    monkeypatch.setattr(target, "installed_gpu", lambda: here)
+    words = [word for word in TINY if word not in ("--device", "cpu")]
+    cluster, source = target.cluster_of(parse_pretrain([*words, *flags.split()]), {})
+    assert (cluster.device.name, cluster.device.memory_gb, source) == ("this one", gigabytes, "the GPU of this machine")
+
+
 def test_a_layout_is_measured_by_its_fastest_step_after_the_first_and_leaves_nothing(monkeypatch):
     """Its run and its process groups end before the next one begins."""
     ends, clock, took = [], [0.0], iter((1.0, 3.0, 2.0, 4.0))  # the first one may be short, too
@@ -64,6 +74,35 @@ def test_a_layout_is_measured_by_its_fastest_step_after_the_first_and_leaves_not
     monkeypatch.setattr(tuning, "_broadcast", lambda seconds, context: seconds)
     monkeypatch.setattr(tuning.time, "perf_counter", lambda: clock[-1])
     assert tuning._seconds_of_a_step(None, None, 3) == 2.0 and ends == ["run", "groups"]
+
+
+def test_the_fastest_for_a_sample_is_first_whatever_its_batch(monkeypatch):
+    """4 s for 8 samples are less than 3 s for 4; of equal ones the one that was predicted to be faster."""
+    layouts = [(Layout(dp=1, micro_batch_size=size), batch) for size, batch in ((1, 4), (2, 8), (4, 16))]
+    took = iter((3.0, 4.0, 8.0))
+    monkeypatch.setattr(tuning, "in_layout", lambda config, *_: config)
+    for name in ("_quiet", "_lasting"):
+        monkeypatch.setattr(tuning, name, lambda config: config)
+    monkeypatch.setattr(tuning, "resolve", lambda config, world: config)
+    monkeypatch.setattr(tuning, "chosen_flags", lambda *_: "")
+    monkeypatch.setattr(tuning, "_seconds_of_a_step", lambda *_: next(took))
+    config, context = (
+        SimpleNamespace(planner=SimpleNamespace(tune_steps=3)),
+        SimpleNamespace(mesh=SimpleNamespace(world_size=1)),
+    )
+    assert tuning._timed(config, None, layouts, context, lambda line: None) == [layouts[1], layouts[2], layouts[0]]
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+@pytest.mark.parametrize("own", [1, 3, 9])
+def test_a_training_that_is_measured_lasts_as_long(steps, own):
+    """A first step, and those that are timed; a longer one stays as it is."""
+    words = [word for word in TINY if word not in ("--train-iters", "3")]
+    more = f"--global-batch-size 4 --tune-steps {steps}".split()
+    counted = tuning._lasting(parse_pretrain([*words, "--train-iters", str(own), *more])).batch
+    assert counted.train_iters == max(own, steps + 1)
+    samples = tuning._lasting(parse_pretrain([*words, "--train-samples", str(4 * own), *more])).batch
+    assert samples.train_samples == 4 * max(own, steps + 1) and samples.train_iters is None
 
 
 @pytest.mark.parametrize("most, ranks", [(None, 6), (7, 6), (6, 6), (5, 4), (3, 3), (9, 6)])

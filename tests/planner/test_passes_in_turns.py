@@ -7,6 +7,7 @@ import pretrain_gpt
 from megatron.model.command_line import parse_any
 from megatron.model.recipe import facts_of
 from megatron.pipeline.schedule import BESIDE, make_schedule
+from megatron.planner import held_passes
 from megatron.planner.device import find
 from megatron.planner.held_passes import most_held, starts
 from megatron.planner.layout import Job, Layout
@@ -93,3 +94,24 @@ def test_passes_that_find_nothing_held(schedule, chunks):
                     count += op.kind == "F" and alive == 0
                     alive += 1 if op.kind == "F" else -1
             assert starts(schedule, pp, 9, chunks, rank, (0,)) == count, (pp, rank)
+
+
+LONG = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2)]
+
+
+@pytest.mark.parametrize("schedule, chunks", LONG)
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_long_steps_are_those_of_their_whole_schedules(schedule, chunks, pp):
+    """They are extrapolated from a few rounds: what a rank holds at most, and passes that find nothing held."""
+    for number in (4 * pp, 8 * pp, *(() if schedule == "interleaved" else (5 * pp + 1, 7 * pp - 1))):
+        for rank in range(pp):
+            assert set(most_held(schedule, pp, number, chunks, rank)) == set(
+                held_passes._most_held(schedule, pp, number, chunks, rank, False)
+            )
+            for among in {(0,), (chunks - 1,), tuple(range(chunks))}:
+                alive = count = 0
+                for op in make_schedule(schedule, rank, pp, number, chunks):
+                    if op.kind in "FBI" and op.chunk in among:
+                        count += op.kind == "F" and alive == 0
+                        alive += 1 if op.kind == "F" else -1
+                assert starts(schedule, pp, number, chunks, rank, among) == count, (number, rank, among)

@@ -10,7 +10,7 @@ import h11
 import orjson
 import pytest
 
-from megatron.errors import DataError, SettingsError
+from megatron.errors import DataError, SettingsError, UsageError
 from megatron.inference.requests import Output, Request, TokenScore
 from megatron.inference.sampling import Sampling, Search
 from megatron.inference.text_stream import RunningText, TextStream
@@ -18,8 +18,8 @@ from megatron.serving import answers, engine_thread, front, replicas, served_mod
 from megatron.serving.connection import Connection
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.errors import ApiError
-from megatron.serving.megatron_api import MegatronBody, _encoded
-from megatron.serving.openai_api import OpenAI, _whole
+from megatron.serving.megatron_api import MegatronBody, _answer, _encoded
+from megatron.serving.openai_api import Completions, OpenAI, _events, _whole
 from megatron.serving.openai_requests import (
     MOST_STOPS,
     MOST_TEXTS,
@@ -31,6 +31,8 @@ from megatron.serving.openai_requests import (
     target_length_of,
 )
 from megatron.serving.served_model import ServedModel
+from megatron.serving.texts import parts_of
+from megatron.serving.tokens_api import TokensApi
 from megatron.tokenizer.chat_template import ChatTemplate
 from tests.serving.toy import ByteTokenizer
 
@@ -111,6 +113,22 @@ def test_a_refused_request_leaves_no_text_in_the_engine_and_no_place_taken(beams
     with_thread(body)
 
 
+def test_texts_that_end_with_the_server_leave_the_engine():
+    """Their clients get the reason."""
+
+    async def body(thread, engine):
+        jobs = [await thread.add([request(), request()]), await thread.add([request()])]
+        thread.cancel_all(ApiError(503, "it stops"))
+        for job in jobs:
+            with pytest.raises(ApiError, match="it stops"):
+                await anext(job)
+        while thread.in_flight:
+            await asyncio.sleep(0.001)
+        assert engine.texts == set() and thread._jobs == set()
+
+    with_thread(body)
+
+
 def test_as_many_texts_as_there_is_room_for_and_no_more():
     async def body(thread, engine):
         with pytest.raises(ApiError, match="7 texts in one request; the server takes 6"):
@@ -165,6 +183,70 @@ def test_the_time_that_a_text_takes_follows_the_last_ones(took, monkeypatch):
     assert abs(found[0] - 1.0) < abs(took - 1.0) / 5
 
 
+def test_an_abandoned_request_does_not_wait_for_other_weights():
+    """Its places are free at once; one that is waited for is held until the weights are there."""
+
+    async def body():
+        thread = EngineThread(Recorded(), room=8, version="one", meter=Heard())
+        thread.loop, thread._replacement = asyncio.get_running_loop(), (None, None)
+        left, waits = (engine_thread.TextJob(thread, [request()]) for _ in range(2))
+        thread._jobs, thread.in_flight, left.abandoned = {left, waits}, 2, True
+        for job in (left, waits):
+            thread._add(job)
+        await asyncio.sleep(0)
+        assert list(thread._held) == [waits] and thread.in_flight == 1 and thread._jobs == {waits}
+
+    asyncio.run(body())
+
+
+ASKED = [  # path, words of a body, (log-probabilities of new tokens, of the prompt's), texts
+    ("chat", dict(), (None, False), 1),
+    ("chat", dict(logprobs=True), (0, False), 1),
+    ("chat", dict(logprobs=True, top_logprobs=3, n=2), (3, False), 2),
+    ("completions", dict(), (None, False), 1),
+    ("completions", dict(logprobs=0), (0, False), 1),
+    ("completions", dict(logprobs=2, echo=True), (2, True), 1),
+    ("completions", dict(echo=True), (None, False), 1),
+    ("completions", dict(n=2, best_of=3), (0, False), 3),  # they say which are the best
+    ("completions", dict(n=2, best_of=2), (None, False), 2),
+    ("completions", dict(stop_token_ids=[256], logit_bias={"256": 1}), (None, False), 1),
+    ("completions", dict(stop_token_ids=[257]), None, 0),
+    ("completions", dict(logit_bias={"257": 1}), None, 0),
+    ("completions", dict(min_tokens=17), None, 0),  # 16 tokens without a word about it
+    ("completions", dict(min_tokens=17, max_tokens=17), (None, False), 1),
+]
+
+
+@pytest.mark.parametrize("path, words, scores, texts", ASKED)
+def test_requests_to_the_engine_ask_for_what_a_body_does(path, words, scores, texts, monkeypatch):
+    model = ServedModel("a", ByteTokenizer(), 50, None)
+
+    async def conversation(*_):
+        return (1, 2, 3)
+
+    async def answered(self, request, work, form):
+        return work.requests
+
+    class Sent:
+        headers = {"content-type": "application/json"}
+
+        async def stream(self):
+            yield orjson.dumps(dict(messages=TALK) | words if path == "chat" else dict(prompt="abc") | words)
+
+    model.conversation = conversation
+    monkeypatch.setattr(OpenAI, "_answer", answered)
+    asked = getattr(OpenAI(dict(a=model), settings.ServeLimits()), path)(Sent())
+    if scores is None:
+        with pytest.raises(ApiError):
+            asyncio.run(asked)
+        return
+    found = asyncio.run(asked)
+    assert [request.index for request in found] == list(range(texts)) and {
+        len(request.prompt) for request in found
+    } == {3}
+    assert {(request.logprobs, request.prompt_logprobs) for request in found} == {scores}
+
+
 class Wire:
     """A client's end of a connection."""
 
@@ -176,6 +258,17 @@ class Wire:
 
     def close(self):
         self.closed = True
+
+
+def test_a_connection_that_is_lost_is_not_waited_for(monkeypatch):
+    """The timer of its slow head ends with it."""
+    cancelled = []
+    monkeypatch.setattr("megatron.serving.connection.H11Protocol.connection_lost", lambda self, error: None)
+    for slow in (None, SimpleNamespace(cancel=lambda: cancelled.append("slow"))):
+        connection = object.__new__(Connection)
+        connection._slow = slow
+        connection.connection_lost(None)
+    assert cancelled == ["slow"]
 
 
 @pytest.mark.parametrize("state", ["before a request", "before its answer", "within its answer"])
@@ -298,6 +391,37 @@ def test_a_body_as_long_as_it_may_be(more, told):
         assert asyncio.run(answers.read_body(Sent(), limits)) == body
 
 
+@pytest.mark.parametrize(
+    "kind, taken",
+    [
+        ("application/json", True),
+        ("Application/JSON; charset=utf-8", True),
+        (" application/json ;x", True),
+        ("application/problem+json", True),
+        ("text/json", False),
+        ("application/jsonl", False),
+        ("text/plain", False),
+        ("application/x-www-form-urlencoded", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_a_body_says_that_it_is_json(kind, taken):
+    class Sent:
+        headers = {} if kind is None else {"content-type": kind}
+
+        async def stream(self):
+            yield b"[1]"
+
+    found = answers.read_json(Sent(), settings.ServeLimits())
+    if taken:
+        assert asyncio.run(found) == [1]
+    else:
+        with pytest.raises(ApiError) as refused:
+            asyncio.run(found)
+        assert refused.value.status == 415
+
+
 # ---- answers ------------------------------------------------------------------------------------------------------------
 
 
@@ -350,6 +474,67 @@ def test_the_best_have_the_greatest_mean_log_probability_best_first():
     assert [text[0] for text, _ in choices] == list("abcdef")
 
 
+def test_parts_of_a_stream_are_of_their_own_prompt():
+    """Of two prompts with three texts each; usage is there with each event, and known at the end."""
+    seen, counted = [], []
+    outputs = [(place, Output(place, TokenScore(ord("a") + place), "length")) for place in (4, 0, 5, 2, 1, 3)]
+    choice = lambda place, part, prompt: seen.append((place, part.text, prompt)) or place
+    form = SimpleNamespace(frame=lambda kind: {}, chunk="", start=lambda place: [f"start {place}"], choice=choice)
+    body = SimpleNamespace(n=3, stream_options=SimpleNamespace(include_usage=True))
+    model = SimpleNamespace(thread=SimpleNamespace(meter=SimpleNamespace(prompts=lambda *own: counted.append(own))))
+    work = SimpleNamespace(body=body, each=3, prompts=[(1,) * 10, (1,) * 20], model=model)
+
+    class Held(Job):
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *error):
+            pass
+
+    async def events():
+        texts = [RunningText(TextStream(ByteTokenizer())) for _ in range(6)]
+        return [event async for event in _events(Held(outputs), work, texts, form)]
+
+    *found, usage, done = asyncio.run(events())
+    assert sorted(seen) == [(place, "abcdef"[place], place // 3) for place in range(6)]
+    assert [event["choices"][0] for event in found[:6]] == [f"start {place}" for place in range(6)]
+    assert all(event["usage"] is None for event in found) and done == b"[DONE]"
+    assert usage["choices"] == [] and usage["usage"]["total_tokens"] == 36 and counted == [(30, 0)]
+
+
+@pytest.mark.parametrize("text, decoded, first", [("a b", "a b", 3), ("a b", " a b", 3), ("a  b", "a b", 4)])
+def test_offsets_of_new_tokens_are_in_the_text_that_is_sent(text, decoded, first):
+    """Though the tokenizer writes the prompt otherwise: with a space before it, or without one within it."""
+    words = {1: decoded[:-2], 2: decoded[-2:], 3: "xy", 4: "z"}
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(words[id] for id in ids), prefix=(), pieces={})
+    model = SimpleNamespace(tokenizer=tokenizer, name="a", token_texts=SimpleNamespace(of=str))
+    body = SimpleNamespace(echo=True, logprobs=0)
+    form = Completions(SimpleNamespace(model=model, body=body, prompts=[(1, 2)]), [text])
+    part = SimpleNamespace(
+        text="xy", scores=[TokenScore(3, -1.0)], prompt=[TokenScore(1), TokenScore(2, -1.0)], finish=None
+    )
+    assert form.choice(0, part, 0)["logprobs"]["text_offset"][2:] == [first]
+    more = SimpleNamespace(text="z", scores=[TokenScore(4, -1.0)], prompt=[], finish="stop")
+    assert form.choice(0, more, 0)["logprobs"]["text_offset"] == [first + 2]
+    frame = form.frame("x")
+    assert type(frame["created"]) is int and frame["id"].startswith("cmpl-") and frame["model"] == "a"
+
+
+@pytest.mark.parametrize(
+    "words, param",
+    [
+        (dict(prompt="a", top_p=2, temperature=-1), ("top_p", "temperature")),
+        (dict(prompt="a", n="x", stop=["", "b"]), ("n", "stop")),
+        (dict(prompt=["a", 3], temperature=-1), ("prompt", "temperature")),
+        (dict(temperature=-1), ("temperature", "prompt")),
+    ],
+)
+def test_one_wrong_parameter_is_named(words, param):
+    with pytest.raises(ApiError) as refused:
+        parse(Completion, words)
+    assert refused.value.param.partition("[")[0] in param and refused.value.message.startswith(refused.value.param)
+
+
 @pytest.mark.parametrize("stop, text, tokens", [("bc", "xa", 2), ("xabc", "", 0), ("c", "xab", 3)])
 def test_scores_are_of_the_tokens_whose_text_is_sent(stop, text, tokens):
     running, parts = RunningText(TextStream(ByteTokenizer(), [stop])), []
@@ -394,6 +579,59 @@ def test_the_longest_answer_is_that_of_the_model_or_of_the_server(answer, limit,
     about = OpenAI({}, settings.ServeLimits(max_answer_tokens=limit))._about(model)
     assert (about["max_model_len"], about["max_answer_len"], about["root"]) == (100, told, "iteration 3")
     assert (about["id"], about["created"], about["chat"], about["encoder_decoder"]) == ("a", 7, False, False)
+
+
+@pytest.mark.parametrize(
+    "said, tools, beside", [(9, 9, False), (served_model.SHORT, 0, True), (9, served_model.SHORT, True)]
+)
+def test_long_conversations_are_written_beside_the_loop(said, tools, beside):
+    """Also those whose tools are long."""
+
+    async def body():
+        template = SimpleNamespace(has_tools=True, calls_as_json=True, encode=lambda *_: [threading.get_ident()])
+        model = ServedModel("a", None, 9, None, template)
+        [where] = await model.conversation([dict(role="user", content="x" * said)], tools=["x" * tools])
+        return where != threading.get_ident()
+
+    assert asyncio.run(body()) is beside
+
+
+def test_an_answer_ends_with_its_last_stop_string():
+    """Whatever the engine still does: what comes after it is not waited for."""
+
+    class Endless(Job):
+        async def __anext__(self):
+            found = next(self.outputs, None)
+            if found is None:
+                await asyncio.sleep(60)
+            return found
+
+    async def body():
+        texts = [RunningText(TextStream(ByteTokenizer(), ["b"])) for _ in range(2)]
+        outputs = [
+            (0, Output(0, TokenScore(ord("b")))),
+            (1, Output(1, TokenScore(ord("a")))),
+            (1, Output(1, TokenScore(ord("b")))),
+        ]
+        return [(place, part.text, part.finish) async for place, part in parts_of(Endless(outputs), texts)]
+
+    found = asyncio.run(asyncio.wait_for(body(), 10))
+    assert found == [(0, "", "stop"), (1, "a", None), (1, "", "stop")]
+
+
+@pytest.mark.parametrize("words, count", [(dict(prompt="abc"), 3), (dict(prompt=""), 0)])
+def test_tokens_are_counted_beside_the_length_of_a_prompt(words, count):
+    """Which an encoder-decoder has beside that of its answers."""
+    model = ServedModel("a", ByteTokenizer(), 50, None, targets=served_model.Targets(7, 0, 1))
+
+    class Sent:
+        headers = {"content-type": "application/json"}
+
+        async def stream(self):
+            yield orjson.dumps(words)
+
+    found = asyncio.run(TokensApi(dict(a=model), settings.ServeLimits()).tokenize(Sent()))
+    assert orjson.loads(found.body) == dict(count=count, max_model_len=50, tokens=list(words["prompt"].encode()))
 
 
 @pytest.mark.parametrize("size, beside", [(served_model.SHORT - 1, False), (served_model.SHORT, True)])
@@ -478,6 +716,17 @@ def test_settings_at_their_least_are_taken(world, least, monkeypatch):
         of(least)
         with pytest.raises(SettingsError, match=name.replace("_", "-")):
             of(least - 0.001 if "timeout" in name else least - 1)
+
+
+def test_a_folder_that_is_followed_is_one_model():
+    """Also beside --load of the same; the same model twice is a mistake."""
+    assert settings.ServeOptions(load=["a", "b"], load_exported=["c"], follow="b").folders == ["a", "b", "c"]
+    assert settings.ServeOptions(load=["a"], follow="d").folders == ["a", "d"]
+    for options in (dict(load=["a", "b", "a"]), dict(load=["a"], load_exported=["a"])):
+        with pytest.raises(UsageError, match="two models have the same name or folder: a"):
+            settings.check(settings.ServeOptions(**options), settings.ServeLimits(), {})
+    with pytest.raises(UsageError, match="same name or folder: x"):
+        settings.check(settings.ServeOptions(load=["a", "b"], served_model_name=["x", "x"]), settings.ServeLimits(), {})
 
 
 @pytest.mark.parametrize(
@@ -585,6 +834,111 @@ def test_another_replica_is_asked_after_an_answer_that_it_may_not_give(status):
     assert found == (200 if elsewhere else status) and len(asked) == 1 + elsewhere
 
 
+@pytest.mark.parametrize("statuses", [(429, 503), (503, 429), (500, 503, 429)])
+def test_where_no_replica_answers_the_last_refusal_counts(statuses):
+    it, asked = in_front([Stream(status) for status in statuses])
+
+    async def take(found):
+        return found.answer.status
+
+    assert asyncio.run(asyncio.wait_for(it._first(front.Forwarded(None, b""), take), 30)) == statuses[-1]
+    assert sorted(asked) == [str(number) for number in range(len(statuses))]
+
+
+@pytest.mark.parametrize("query", ["", "a=1&b=%2F"])
+def test_a_request_is_passed_on_with_its_path_and_query(query):
+    """As it came: nothing is decoded on the way."""
+    asked = []
+
+    async def ask(method, url, **more):
+        asked.append((method, str(url), more["data"], more["headers"], more["allow_redirects"]))
+
+    sent = SimpleNamespace(method="PUT", scope=dict(raw_path=b"/v1/models/a%2Fb"), url=SimpleNamespace(query=query))
+    sent.headers = {"authorization": "Bearer k", "content-type": "application/json", "cookie": "c", "host": "h"}
+    it = front.Front(replicas.Replicas([]), None)
+    it.session = SimpleNamespace(request=ask)
+    asyncio.run(it._send(sent, b"body", replicas.Replica("a", "http://there:1")))
+    url = "http://there:1/v1/models/a%2Fb" + ("?a=1&b=%2F" if query else "")
+    kept = {"authorization": "Bearer k", "content-type": "application/json"}
+    assert asked == [("PUT", url, b"body", kept, False)]
+
+
+def test_headers_of_an_answer_that_pass_through_a_front():
+    """What says how to read it, when to come again, what is allowed; nothing of the connection to the replica."""
+    kept = {
+        "content-type": "a/b",
+        "retry-after": "7",
+        "allow": "GET",
+        "www-authenticate": "Bearer",
+        "cache-control": "no",
+    }
+    kept |= {"content-security-policy": "default-src", "x-content-type-options": "nosniff"}
+    others = {"connection": "close", "transfer-encoding": "chunked", "server": "x", "set-cookie": "c"}
+    found = front._response(SimpleNamespace(status=429, headers=kept | others), b"body")
+    own = dict(found.headers)
+    assert own.pop("content-length") == "4" and own == kept and (found.status_code, found.body) == (429, b"body")
+
+
+def test_a_replica_that_breaks_a_request_is_not_asked_before_its_next_check():
+    it, asked = in_front([Stream(200), Stream(200)])
+    send, broken = it._send, []
+
+    async def breaks(request, raw, replica):
+        if not broken:
+            broken.append(replica)
+            raise ConnectionResetError
+        return await send(request, raw, replica)
+
+    async def take(found):
+        return found.answer.status
+
+    it._send = breaks
+    assert asyncio.run(asyncio.wait_for(it._first(front.Forwarded(None, b""), take), 30)) == 200
+    [replica] = broken
+    assert not replica.ready and replica.requests == 0 and asked != [replica.name]
+    assert [one.ready for one in it.replicas.replicas if one is not replica] == [True]
+
+
+@pytest.mark.parametrize("targets", [None, served_model.Targets(7, 0, 1)])
+def test_megatrons_answers_begin_with_the_prompt_unless_they_answer_a_source(targets):
+    thread = SimpleNamespace(meter=SimpleNamespace(prompts=lambda *_: None))
+    model = ServedModel("a", ByteTokenizer(), 50, thread, targets=targets)
+    body, prompt = parse(MegatronBody, dict(prompts=["ab"], logprobs=True)), tuple(b"ab")
+    scores = () if targets else (TokenScore(prompt[0]), TokenScore(prompt[1], -2.0))
+    outputs = [
+        (0, Output(0, TokenScore(ord("x"), -1.0), prompt=scores)),
+        (0, Output(0, TokenScore(ord("y"), -3.0), "length")),
+    ]
+    found = asyncio.run(_answer(model, Job(outputs), body, [prompt]))
+    text = "xy" if targets else "abxy"
+    assert (found["text"], found["segments"]) == ([text], [list(text)])
+    assert found["logprobs"] == [[-1.0, -3.0] if targets else [-2.0, -1.0, -3.0]]
+
+
+@pytest.mark.parametrize("asked, fits", [(None, True), (16, True), (15, False), (17, False)])
+def test_a_source_is_as_long_as_the_encoder_can_look(asked, fits):
+    from megatron.serving.models import longest_of
+
+    model = SimpleNamespace(decode=None, facts=SimpleNamespace(source=16))
+    loaded, options = SimpleNamespace(longest=99, path="p", model=model), SimpleNamespace(max_model_len=asked)
+    if fits:
+        assert longest_of(loaded, options) == 16
+    else:
+        with pytest.raises(SettingsError, match=f"--max-model-len {asked}: an encoder-decoder has 16 tokens"):
+            longest_of(loaded, options)
+
+
+@pytest.mark.parametrize("ready, status", [((True, True), 200), ((True, False), 200), ((False, False), 503)])
+def test_a_front_is_healthy_while_one_replica_is(ready, status):
+    it, _ = in_front([None, None])
+    for replica, own in zip(it.replicas.replicas, ready, strict=True):
+        replica.ready = own
+    found = asyncio.run(it.health(None))
+    states = {str(number): "ok" if own else "not ready" for number, own in enumerate(ready)}
+    assert found.status_code == status
+    assert orjson.loads(found.body) == dict(status="ok" if status == 200 else "starting", replicas=states)
+
+
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_replica_that_stands_for_several_is_asked_again_but_not_for_ever(status, several, monkeypatch):
@@ -619,7 +973,8 @@ def test_a_child_that_ends_again_and_again_is_started_later_each_time(monkeypatc
         clock.now += next(lives)
 
     async def start(child):
-        child.process = SimpleNamespace(wait=wait, returncode=1)
+        assert (child.ready, child.url, child._failed) == (False, "", 0)  # nothing is left of the one before
+        child.process, child.ready, child._failed = SimpleNamespace(wait=wait, returncode=1), True, 9
 
     monkeypatch.setattr(replicas.Child, "_start", start)
     monkeypatch.setattr(replicas.time, "monotonic", lambda: clock.now)

@@ -4,12 +4,13 @@
 import asyncio
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.serving import server
 from megatron.serving.metrics import ServeMetrics
-from megatron.serving.server import CLIENT_LEFT, Hosts, Keys, Log, web_server
+from megatron.serving.server import CLIENT_LEFT, Hosts, Keys, Log, Service, web_server
 from megatron.serving.settings import ServeLimits
 from megatron.telemetry.web import local_names
 
@@ -130,3 +131,14 @@ def test_the_second_signal_ends_the_server_at_once():
     assert one.should_exit and not one.force_exit
     one.handle_exit(15, None)
     assert one.force_exit
+
+
+@pytest.mark.parametrize(
+    "stopping, failure, state", [(False, None, "ok"), (True, None, "stopping"), (True, OSError(), "failed")]
+)
+def test_whoever_divides_requests_sends_none_to_a_server_that_ends(stopping, failure, state):
+    models = dict(a=SimpleNamespace(thread=SimpleNamespace(in_flight=3)))
+    service = Service(models, None, ServeLimits(), stopping=stopping, failure=failure)
+    found = server._health(service)
+    assert found.status_code == (200 if state == "ok" else 503)
+    assert json.loads(found.body) == dict(status=state, texts=dict(a=3))

@@ -188,3 +188,28 @@ def test_calls_of_another_form_are_refused(tmp_path):
         client = openai.OpenAI(base_url=f"{other.url}/v1", api_key="none", max_retries=0)
         with pytest.raises(openai.BadRequestError, match="in the form of Hermes and Qwen alone"):
             client.chat.completions.create(model="toy", messages=TALK[:1], tools=SMALL)
+
+
+@pytest.mark.parametrize(
+    "text, name, arguments",
+    [
+        ('{"name": "f", "arguments": {"city": "Z\u00fcrich"}}', "f", '{"city": "Z\u00fcrich"}'),
+        ('{"name": "f", "arguments": "{}"}', "f", "{}"),
+        ('{"name": "f"}', "f", "{}"),
+        ('\n {"name": "f", "arguments": []} ', "f", "[]"),
+        ('{"name": 5, "arguments": {}}', None, None),
+        ('{"name": null}', None, None),
+        ('{"arguments": {}}', None, None),
+        ('["name"]', None, None),
+        ('"name"', None, None),
+        ("{", None, None),
+    ],
+)
+def test_what_is_a_call(text, name, arguments):
+    """JSON with a name; its arguments are JSON as it is, with the letters of any language."""
+    part = CallReader().feed(f"<tool_call>{text}</tool_call>", last=True)
+    if name is None:
+        assert part.calls == () and part.text == f"<tool_call>{text}</tool_call>"
+    else:
+        [call] = part.calls
+        assert call["function"] == dict(name=name, arguments=arguments) and call["type"] == "function" and not part.text
