@@ -59,7 +59,7 @@ told() { # seconds (as of `takes`, or behind a = of this machine), a command; wh
     local code=0 start=$SECONDS
     case $1 in =*) expect "${1#=}" ;; *) takes "$1" ;; esac
     "${@:2}" >"$RUN/said.txt" 2>"$RUN/said.errors" &
-    wait_for $! 'printf "%s s of about %s" $((SECONDS - start)) "$EXPECTED"' || code=$?
+    wait_for $! 'printf "%s s, expected about %s" $((SECONDS - start)) "$EXPECTED"' || code=$?
     [ "$code" -eq 0 ] || { cat "$RUN/said.txt"; cat "$RUN/said.errors" >&2; exit "$code"; }
     sed 's/^/  /' "$RUN/said.txt"
     rm -f "$RUN/said.txt" "$RUN/said.errors"

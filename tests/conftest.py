@@ -35,6 +35,7 @@ import pytest
 from megatron.guard import processes
 from megatron.storage.processes import adopt_orphans
 from tests import tree
+from tests.huge_pages import HugePages
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before the first import of torch, for this process and its children
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -249,8 +250,15 @@ def pytest_collection_finish():
         run_record.library_versions()
     gc.collect()
     gc.freeze()
+    if "torch" in sys.modules:
+        huge_pages.move()
 
 
+def pytest_runtest_setup():
+    huge_pages.move_again()
+
+
+huge_pages = HugePages()
 TREE = pytest.StashKey[Optional[set[str]]]()
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.mpu.forked import RankFailed
-from tests import tree
+from tests import huge_pages, tree
 
 ROOT = Path(__file__).resolve().parents[1]
 WRITTEN = {"", ".py", ".sh", ".md", ".txt", ".sbatch", ".css", ".js", ".html", ".yaml", ".toml", ".cpp"}
@@ -144,3 +144,16 @@ def test_no_built_output_is_tracked():
     others = {name for name in files if Path(name).suffix not in own.get(name.partition("/")[0], WRITTEN)}
     assert others - OTHERS == set()
     assert tree.tracked(ROOT, "--cached", "--ignored", "--exclude-standard") == []
+
+
+def test_memory_in_huge_pages_keeps_its_content_and_is_moved_when_it_has_grown(monkeypatch):
+    pages, kept, grown = huge_pages.HugePages(), torch.arange(3 << 20), huge_pages.GROWN
+    for moves, bytes_now, moved_at in (("move_again", 1, 0), ("move", 1, 1)):  # not before it was asked for
+        monkeypatch.setattr(huge_pages, "memory", lambda bytes_now=bytes_now: bytes_now)
+        getattr(pages, moves)()
+        assert pages.held == moved_at
+    for bytes_now, moved_at in ((1 + grown, 1), (2 + grown, 2 + grown), (3 + grown, 2 + grown)):
+        monkeypatch.setattr(huge_pages, "memory", lambda bytes_now=bytes_now: bytes_now)
+        pages.move_again()
+        assert pages.held == moved_at
+    assert torch.equal(kept, torch.arange(3 << 20))

@@ -71,6 +71,7 @@ COMMANDS = {
 
 USAGE = [  # exit code 2: the command line cannot be understood
     ("pretrain_gpt", "", "missing: --num-layers, --hidden-size, --num-attention-heads (or a whole shape:"),
+    ("pretrain_gpt", "--load ck --lr 1 --train-iters 1", "missing: --num-layers|--finetune for a new run with its"),
     (
         "pretrain_gpt",
         f"{MOCK} --num-layer 2",
@@ -133,7 +134,11 @@ USAGE = [  # exit code 2: the command line cannot be understood
         "--load ck --prompts-file nope",
         "unknown flag --prompts-file; did you mean --prompt-file or --prompts?",
     ),
-    ("checkpoint", "inspekt ck", "'inspekt' is not a command; there are: inspect, verify, diff, reshard, prune"),
+    (
+        "checkpoint",
+        "inspekt ck",
+        "'inspekt' is not a command; there are: inspect, verify, repair, diff, reshard, prune",
+    ),
     ("checkpoint", "inspect", "inspect takes PATH; got nothing"),
     ("checkpoint", "reshard ck new", "say what the new files are"),
     ("supervise", "", "the command to supervise is missing"),
@@ -185,6 +190,12 @@ SETTINGS = [  # exit code 3: understood, and cannot work
         f"{STEPS} --data-path tokens",
         "no vocabulary is given; --vocab-file vocab.json --merge-file merg",
     ),
+    (
+        "pretrain_gpt",
+        f"{STEPS} --data-path tokens --load ck --finetune",
+        "no vocabulary is given|or that of ck: its shape and vocabulary are taken where no size of the model is given",
+    ),
+    ("evaluate", "--load ck --data-path numbers --seq-length 99", "the model can look at 16 tokens|-> give 16 or less"),
     ("pretrain_gpt", f"{REAL} --data-path 0.5 tokens 0.5", "these are neither pairs of weight and prefix nor pref"),
     ("pretrain_gpt", f"{REAL} --data-path -1 tokens", "weight -1 of tokens; weights are above zero"),
     (
@@ -303,7 +314,9 @@ DATA = [  # exit code 4: data or vocabulary missing or damaged
     ),
     ("generate", "--load ck --prompt hello", "NullTokenizer: the text is not numbers"),
     ("generate", "--load ck --prompt-file nope", "--prompt-file nope: no such file"),
-    ("report", "--run nope --output out/r.html", "nope: no such file"),
+    ("report", "--run nope --output out/r.html", "nope: no such file or folder|-> name the --save folders of runs"),
+    ("report", "--run folder --output out/r.html", "folder: no metrics.jsonl in it|-> name the --save folders of runs"),
+    ("create_pretraining_data", "--input corpus.jsonl --output-prefix out/x --model-name gpt2", "~/.cache/ppfleetx"),
     ("report", "--run empty.jsonl --output out/r.html", "empty.jsonl: holds no training step yet"),
 ]
 CHECKPOINTS = [  # exit code 5
@@ -357,6 +370,7 @@ TABLE = [
 def test_a_mistake_is_one_message_and_an_exit_code(command, flags, code, words, messy, monkeypatch, capfd):
     monkeypatch.chdir(messy)
     monkeypatch.setenv("MEGATRON_CACHE", "no-cache")
+    monkeypatch.setenv("HOME", "no-home")  # which may have a vocabulary of PaddleFleetX
     before = contents(messy)
     with pytest.raises(SystemExit) as left:
         run_main(COMMANDS[command], shlex.split(flags))

@@ -42,7 +42,7 @@ def run(root, tmp_path):
     (tmp_path / "tests").mkdir()
     for name, text in FILES.items():
         (tmp_path / "tests" / name).write_text(text)
-    for name in ("conftest.py", "tree.py"):
+    for name in ("conftest.py", "huge_pages.py", "tree.py"):
         shutil.copy(root / "tests" / name, tmp_path / "tests")
     (tmp_path / "tests" / "long_files.txt").write_text("9 tests/test_long.py\n5 tests/test_b.py\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  sampled(n)\n  full\n  gpu\n")

@@ -16,7 +16,7 @@ The ranks of a job coordinate through one function, `all_gather_object(value) ->
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any, Optional, Protocol, Union
 from megatron.checkpoint.backends import TRACKER, CheckpointPath, backend_of
 from megatron.checkpoint.base_checkpoint import open_checkpoint
 from megatron.checkpoint.index import ShardFile, differing_blocks
+from megatron.checkpoint.parity import entries_of, repair, write_range
 from megatron.checkpoint.reader import Reader, Strictness
 from megatron.checkpoint.store import (
     FAN,
@@ -34,6 +35,7 @@ from megatron.checkpoint.store import (
     Piece,
     ShardRecord,
     commit,
+    file_name,
     merge_group,
     single_part,
     write_shard,
@@ -78,21 +80,28 @@ class Choice:
     """Checkpoints to try, best first, and notices for the user about the choice.
 
     damaged: of the notices, those about a checkpoint that was passed over: (path, notice)
+    repaired: (path, what was rebuilt) of checkpoints
     """
 
     paths: tuple[CheckpointPath, ...]
     notices: tuple[str, ...] = ()
     damaged: tuple[tuple[CheckpointPath, str], ...] = ()
+    repaired: tuple[tuple[CheckpointPath, str], ...] = ()
 
 
 def choose(
-    folder: CheckpointPath, *, step: Optional[int] = None, allow_empty: Union[bool, None, Callable[[], bool]] = None
+    folder: CheckpointPath,
+    *,
+    step: Optional[int] = None,
+    allow_empty: Union[bool, None, Callable[[], bool]] = None,
+    repairs: bool = False,
 ) -> Choice:
     """The checkpoints of a folder to try, in order: the tracker's, then older ones from new to old, then newer ones.
 
     step:         only this iteration (`--ckpt-step`)
     allow_empty:  an empty folder is not an error (`--auto-resume`; None for commands without this flag); or a function
                   that decides this for an empty folder, and may raise
+    repairs:      rebuild lost files in front of the first good checkpoint, where there are parity files (`parity`)
     A directory that is itself a checkpoint is the only choice. Checkpoints with visible damage in front of the first good
     one are left out, with a notice; only index and file sizes are read, and later checkpoints are not checked.
     Raises CheckpointError when no checkpoint remains.
@@ -124,7 +133,7 @@ def choose(
         raise CheckpointError(
             f"{folder} holds no checkpoint", why, do or ("check the path" if allow_empty is None else NEW_RUN)
         )
-    named, notices, damaged = read_tracker(folder), [], []
+    named, notices = read_tracker(folder), []
     order = sorted(paths, reverse=True)
     if named in paths:
         newer = [iteration for iteration in order if iteration > named]
@@ -134,12 +143,21 @@ def choose(
     else:
         torn = f"names iteration {named}, which does not exist" if named is not None else "is missing or torn"
         notices.append(f"{folder / TRACKER} {torn}; taking the newest checkpoint, iteration {order[0]}")
-    for place, iteration in enumerate(order):
-        problem = _visible_damage(paths[iteration])
+    return _first_good(folder, [paths[iteration] for iteration in order], notices, repairs)
+
+
+def _first_good(folder: CheckpointPath, paths: list[CheckpointPath], notices: list[str], repairs: bool) -> Choice:
+    """The choice from the first checkpoint without visible damage on."""
+    damaged, repaired = [], []
+    for place, path in enumerate(paths):
+        problem = _visible_damage(path)
+        if problem and repairs and (files := _repaired(path)):
+            repaired.append((path, files))
+            problem = _visible_damage(path)
         if not problem:
-            return Choice(tuple(paths[number] for number in order[place:]), tuple(notices), tuple(damaged))
+            return Choice(tuple(paths[place:]), tuple(notices), tuple(damaged), tuple(repaired))
         notices.append(problem)
-        damaged.append((paths[iteration], problem))
+        damaged.append((path, problem))
     raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), OTHER)
 
 
@@ -156,7 +174,7 @@ class MemorySnapshot(Protocol):
 def _with_snapshot(folder: CheckpointPath, iteration: int, path: Path) -> Choice:
     """The choice among the checkpoints of a folder, and a snapshot before those that are not newer."""
     try:
-        choice = choose(folder, allow_empty=True)
+        choice = choose(folder, allow_empty=True, repairs=True)
     except CheckpointError as problem:  # all are damaged
         choice = Choice((), (str(problem),))
     newer = [one for one in choice.paths if _iteration_of(one) > iteration]
@@ -181,6 +199,16 @@ def _only(path: CheckpointPath, step: Optional[int]) -> Choice:
     return Choice((path,))
 
 
+def _repaired(path: CheckpointPath) -> str:
+    """Rebuild what is lost of a checkpoint, if it has parity files: the names of these files; "": nothing was rebuilt."""
+    if isinstance(path, UrlPath):
+        return ""
+    try:
+        return ", ".join(repair(path))
+    except (Failure, OSError):
+        return ""
+
+
 def _visible_damage(path: CheckpointPath) -> Optional[str]:
     if problem := foreign_format(path):
         return problem
@@ -201,6 +229,7 @@ class Restored:
 
     notices:        messages for the user
     damaged:        of them, those about a checkpoint that was passed over: (path, notice)
+    repaired:       (path, names of files) of checkpoints whose files were rebuilt
     reinitialized:  names of the tensors, over all ranks, that keep their initial values
     bytes_read:     by each rank
     size:           bytes of all files
@@ -213,6 +242,7 @@ class Restored:
     bytes_read: tuple[int, ...]
     size: int
     damaged: tuple[tuple[CheckpointPath, str], ...] = ()
+    repaired: tuple[tuple[CheckpointPath, str], ...] = ()
 
     def __str__(self) -> str:
         least, most = sized(min(self.bytes_read)), sized(max(self.bytes_read))
@@ -251,12 +281,14 @@ def restore(
     if snapshot is not None:
         choosing = partial(_with_snapshot, folder, snapshot.iteration, snapshot.path)
     else:
-        choosing = partial(choose, folder, step=step, allow_empty=allow_empty)
+        choosing = partial(choose, folder, step=step, allow_empty=allow_empty, repairs=True)
     choice, in_memory = _on_all_ranks(
         lambda: (choosing(), snapshot and snapshot.path) if rank == 0 else None, all_gather_object
     )[0]
-    notices, damaged = list(choice.notices), list(choice.damaged)
-    for path in choice.paths:
+    notices, damaged, repaired = list(choice.notices), list(choice.damaged), list(choice.repaired)
+    waiting = list(choice.paths)
+    while waiting:
+        path = waiting.pop(0)
         is_snapshot = path == in_memory
         path = snapshot.path if is_snapshot else path
         try:
@@ -269,6 +301,15 @@ def restore(
         except Damaged as problem:
             if is_snapshot and len(choice.paths) == 1:  # a kind of failure after which the job is started again
                 raise StorageError(f"{path} was damaged while it was read: {problem}") from None
+            known = {one for one, _ in repaired}
+            rebuilt = _on_all_ranks(
+                lambda path=path, known=known: _repaired(path) if rank == 0 and path not in known else "",
+                all_gather_object,
+            )[0]
+            if rebuilt and not is_snapshot:  # once
+                repaired.append((path, rebuilt))
+                waiting.insert(0, path)
+                continue
             if step is not None or len(choice.paths) == 1:
                 raise
             notices.append(str(problem))
@@ -278,7 +319,7 @@ def restore(
             new = sorted(set().union(*(some for _, _, some, *_ in loaded)))
             read = tuple(count for *_, count, _ in loaded)
             notices, size = tuple(dict.fromkeys(notices)), loaded[0][-1]
-            return Restored(path, loaded[0][0], notices, tuple(new), read, size, tuple(damaged))
+            return Restored(path, loaded[0][0], notices, tuple(new), read, size, tuple(damaged), tuple(repaired))
     if not choice.paths:
         return None
     raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), OTHER)
@@ -343,8 +384,10 @@ class Saver:
         in_use: Callable[[], Collection[Optional[CheckpointPath]]] = list,
         log: Callable[[str], None] = lambda text: None,
         verified: float = 1.0,
+        parity: Optional[int] = None,
     ):
         """verified: the share of its file that each rank reads back before older checkpoints are deleted.
+        parity: the number of files for each parity file, on a file system.
         in_use: returns checkpoints that are being read, which stay until the next save.
         log: gets a message while this waits for another job to end.
 
@@ -354,6 +397,7 @@ class Saver:
         self.keep_last, self.retain_interval, self.in_use, self.log = keep_last, retain_interval, in_use, log
         self._storage, self._lock = backend_of(self.folder), None
         self.verified, self._saves = verified, 0
+        self.parity = None if isinstance(self.folder, UrlPath) else parity
         self._written: Optional[tuple[int, ShardRecord]] = None  # by the last save: iteration, this rank's file
         self.unchanged: list[str] = []  # kinds of state that are those of the save before, on all ranks
         self.last_write = (0, 0.0)  # bytes of all ranks, and seconds until the checkpoint was durable, of the last save
@@ -399,8 +443,10 @@ class Saver:
             writers, in_groups = len(sizes), len(sizes) > FAN
             if in_groups:
                 _on_all_ranks(lambda: merge_group(temporary, self.rank, writers), self.all_gather_object)
+            parity = self._write_parity(temporary, sizes) if self.parity else {}
             doomed = _on_all_ranks(
-                lambda: self._finish(temporary, final, writers, iteration, state, in_groups), self.all_gather_object
+                lambda: self._finish(temporary, final, writers, iteration, state, in_groups, parity),
+                self.all_gather_object,
             )[0]
             self.last_write = sum(sizes), time.perf_counter() - started
             if doomed:
@@ -451,6 +497,12 @@ class Saver:
         self._written = iteration, written
         return written.size, changes
 
+    def _write_parity(self, temporary: CheckpointPath, sizes: Sequence[int]) -> dict[str, dict]:
+        """Write the parity files, each rank a part of one; the entries of all."""
+        files = [(file_name(writer), size) for writer, size in enumerate(sizes)]
+        ranges = _on_all_ranks(lambda: write_range(temporary, files, self.rank, self.parity), self.all_gather_object)
+        return entries_of(ranges, files, self.parity)
+
     def _read_back(self, final: CheckpointPath) -> None:
         """Compare `verified` of this rank's file with what it wrote, the next blocks at each save."""
         if self.verified:
@@ -466,13 +518,14 @@ class Saver:
         iteration: int,
         state: dict,
         in_groups: bool = False,
+        parity: Mapping[str, dict] = MappingProxyType({}),
     ) -> list[CheckpointPath]:
         """Publish the checkpoint, on rank 0. Returns the checkpoints to delete."""
         if self.rank != 0:
             return []
         with storage_errors(final):
             self._lock.check()
-            commit(temporary, final, writers, {**state, "iteration": iteration}, in_groups)
+            commit(temporary, final, writers, {**state, "iteration": iteration}, in_groups, parity)
             self._storage.replace(self.folder / TRACKER, str(iteration).encode())
             self._storage.clean(self.folder, final)
         used = self.in_use()

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.checkpoint.boxes import Box, describe, find_flaw
-from megatron.checkpoint.store import DTYPES, FORMAT, VERSIONS
+from megatron.checkpoint.store import BLOCK, COPY, DTYPES, FORMAT, VERSIONS
 from megatron.storage.durable import Damaged, checksum, read_sealed, unreadable
 from megatron.storage.urls import UrlPath
 
 _FILE_NAME = re.compile(r"shard_\d{5,9}(-[0-9a-f]{1,32})?\.safetensors")
 _TABLE_NAME = re.compile(r"index_\d{5,9}(-[0-9a-f]{1,32})?\.json")
+_PARITY_NAME = re.compile(r"parity_\d{5,9}\.bin")
 _STATE_NAME = re.compile(r"state(-[0-9a-f]{1,32})?\.json")
 _HEADER_LIMIT = 1 << 28
 _BLOCK_LIMIT = 1 << 28
@@ -58,6 +59,14 @@ class IndexTable(NamedTuple):
     names: list[str]
 
 
+class ParityFile(NamedTuple):
+    """A parity file: its bytes, the checksums of its blocks, and the files that are XORed in it."""
+
+    bytes: int
+    checksums: list[str]
+    of: list[str]
+
+
 class Index(NamedTuple):
     """The content of index.json.
 
@@ -65,6 +74,7 @@ class Index(NamedTuple):
     files:           file name -> (bytes, checksum of its header)
     tensors:         name -> Tensor
     tables:          file name -> IndexTable, of an index in parts
+    parity:          file name -> ParityFile (--save-parity)
     """
 
     block: int
@@ -73,6 +83,13 @@ class Index(NamedTuple):
     state_checksum: str
     state_file: str = "state.json"
     tables: Mapping[str, IndexTable] = MappingProxyType({})
+    parity: Mapping[str, ParityFile] = MappingProxyType({})
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all files of the checkpoint."""
+        small = {"index.json", self.state_file, *self.tables}
+        return {*small, *self.files, *self.parity, *(COPY + name for name in (small if self.parity else ()))}
 
 
 class TensorsInParts(Mapping):
@@ -144,7 +161,8 @@ def read_index(folder: Path) -> Index:
             tensors = TensorsInParts(folder, block, files, tables)
         state_file = content.get("state_file", "state.json")
         _demand(type(state_file) is str and _STATE_NAME.fullmatch(state_file) is not None, f"state {state_file!r}")
-        return Index(block, files, tensors, str(content["state"]), state_file, tables)
+        parity = {name: _parity_file(name, entry, files) for name, entry in content.get("parity", {}).items()}
+        return Index(block, files, tensors, str(content["state"]), state_file, tables, parity)
 
 
 @contextlib.contextmanager
@@ -166,6 +184,15 @@ def _table(name: str, entry: dict) -> IndexTable:
     names = entry["names"]
     _demand(type(names) is list and all(type(one) is str for one in names), f"names in {name}")
     return IndexTable(_count(entry["bytes"]), str(entry["checksum"]), names)
+
+
+def _parity_file(name: str, entry: dict, files: dict) -> ParityFile:
+    _demand(_PARITY_NAME.fullmatch(name) is not None, f"file name {name!r}")
+    size, sums, of = _count(entry["bytes"]), entry["checksums"], entry["of"]
+    _demand(type(of) is list and len(of) > 0 and all(one in files for one in of), f"files in {name}: {of!r}")
+    _demand(size == max(files[one][0] for one in of), f"{size} bytes in {name}")
+    _demand(type(sums) is list and len(sums) == -(-size // BLOCK), f"checksums of {name}")
+    return ParityFile(size, [str(one) for one in sums], of)
 
 
 def _demand(condition: bool, message: str) -> None:

@@ -197,6 +197,7 @@ class CheckpointManager:
             in_use=lambda: [one.present for one in self._copies],
             log=self.log,
             verified=self.settings.verify_saves,
+            parity=self.settings.save_parity,
         )
 
     def _schedule_next(self, iteration: int, stall: float) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from megatron.checkpoint.backends import INDEX
 from megatron.checkpoint.index import ShardFile, differing_blocks
-from megatron.checkpoint.store import LiveSum, Piece, index_of, merge, write_file
+from megatron.checkpoint.store import LiveSum, Piece, file_name, index_of, merge, write_file
 from megatron.errors import Failure
 from megatron.storage.durable import Damaged, read_sealed, seal, write_synced
 
@@ -102,11 +102,6 @@ class MemoryPart:
         """Remove it, the record first: a part without one is not looked at again."""
         for path in (self.record_file, self.file):
             path.unlink(missing_ok=True)
-
-
-def file_name(writer: int) -> str:
-    """The name of the file of a writer's part."""
-    return f"shard_{writer:05d}.safetensors"
 
 
 def parts_in(memory: Path) -> Iterator[MemoryPart]:

@@ -32,19 +32,10 @@ import torch
 
 from megatron.checkpoint.backends import CheckpointPath, backend_of
 from megatron.checkpoint.folder import AllGatherObject, Restored, checkpoints
-from megatron.checkpoint.memory_parts import (
-    LOADED,
-    MemoryPart,
-    SaveId,
-    assemble,
-    file_name,
-    parts_in,
-    remove_save,
-    saves_in,
-)
+from megatron.checkpoint.memory_parts import LOADED, MemoryPart, SaveId, assemble, parts_in, remove_save, saves_in
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.replication import exchange_files, replica_ranks
-from megatron.checkpoint.store import Piece, live_sums
+from megatron.checkpoint.store import Piece, file_name, live_sums
 from megatron.errors import Failure, StorageError
 from megatron.mpu.mesh import Axis
 from megatron.settings import schema

@@ -18,7 +18,7 @@ from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.index import Tensor
 from megatron.checkpoint.reader import PART, Reader
 from megatron.checkpoint.store import Parts, Piece, share
-from megatron.storage.new_folder import check_free
+from megatron.storage.new_folder import removed_after_error
 from megatron.storage.urls import UrlPath
 from megatron.tokenizer.chat_template import CONFIG, FILE
 
@@ -66,8 +66,7 @@ def rewrite(path: CheckpointPath, out: Path, method: Callable[[Reader], Rewritte
         flat = made.compute(piece.name)[piece.box.slices()].reshape(-1)
         yield from flat.split(max(1, PART // flat.element_size()))
 
-    check_free(out)
-    with open_checkpoint(path) as reader:
+    with removed_after_error(out), open_checkpoint(path) as reader:
         made = method(reader)
         shards = evenly(whole_pieces(made), writers)
         return _written(reader, out, shards, weights_alone(made.state), parts)

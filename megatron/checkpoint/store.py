@@ -38,6 +38,7 @@ WHOLE, IN_PARTS = VERSIONS = 1, 2  # entries of tensors in index.json, or in fil
 PART = 1 << 22  # bytes of entries in one file of an index in parts
 FAN = 32  # writers whose entries one of them merges
 _REQUESTS = 16  # concurrent requests to an object store
+COPY = "copy_of_"  # before the name of a small file, of which there is a copy beside parity files
 BLOCK = 1 << 22  # bytes under one checksum; a multiple of every element size
 
 DTYPES = {
@@ -181,7 +182,7 @@ def write_shard(
     live: Mapping[str, LiveSum] = MappingProxyType({}),
 ) -> ShardRecord:
     """Write this writer's file and its part of the index into `folder`, durably. Arguments, errors: as in `write_file`."""
-    record = write_file(folder / f"shard_{writer:05d}.safetensors", pieces, block, parts, live)
+    record = write_file(folder / file_name(writer), pieces, block, parts, live)
     _write_entries(_entries_file(folder, writer), record.entries)
     return record
 
@@ -248,6 +249,11 @@ def _entry(piece: Piece) -> dict:
     return {"dtype": CODES[piece.tensor.dtype], "shape": list(piece.shape), "boxes": []}
 
 
+def file_name(writer: int) -> str:
+    """The name of a writer's file."""
+    return f"shard_{writer:05d}.safetensors"
+
+
 def key_in_file(piece: Piece) -> str:
     """The name inside the file. A whole tensor has its plain name, which other tools expect."""
     return piece.name if piece.box.extent == tuple(piece.shape) else piece.name + describe(piece.box)
@@ -304,11 +310,17 @@ def _read_entries(folder: CheckpointPath, writers: Iterable[int]) -> Iterator[di
 
 
 def commit(
-    folder: CheckpointPath, final: CheckpointPath, num_writers: int, state: dict[str, Any], in_groups: bool = False
+    folder: CheckpointPath,
+    final: CheckpointPath,
+    num_writers: int,
+    state: dict[str, Any],
+    in_groups: bool = False,
+    parity: Mapping[str, dict] = MappingProxyType({}),
 ) -> None:
     """Merge the parts of the index, check that they form whole tensors, and publish `folder` as `final`.
 
     in_groups: `merge_group` has merged those of each group, so this process reads one file of each.
+    parity: entries of the parity files, if there are any
 
     Call it once, after `write_shard` of all writers 0 .. num_writers - 1 has returned. An existing checkpoint is set aside
     or replaced (see `backends`), and the caller cleans up after it. Raises CheckpointError when the pieces do not tile the
@@ -316,14 +328,16 @@ def commit(
     """
     index = merge(_read_entries(folder, range(0, num_writers, FAN if in_groups else 1)))
     with storage_errors(folder):
-        content, sizes = index_of(folder, index, state)
+        content, sizes = index_of(folder, index, state, parity)
         parts = [_entries_file(folder, writer) for writer in range(num_writers)]
         backend_of(folder).publish(folder, final, content, sizes, parts)
 
 
-def index_of(folder: CheckpointPath, index: dict, state: dict[str, Any]) -> tuple[bytes, dict[str, int]]:
+def index_of(
+    folder: CheckpointPath, index: dict, state: dict[str, Any], parity: Mapping[str, dict] = MappingProxyType({})
+) -> tuple[bytes, dict[str, int]]:
     """Write state.json and the parts of a large index into `folder`. Returns the content of index.json, which comes last,
-    and the bytes of all other files. index: by `merge`
+    and the bytes of all other files. index: by `merge`; parity: entries of parity files: then with copies of small files
     """
     state_path = folder / "state.json"
     state_sum, content = seal(state)
@@ -334,7 +348,13 @@ def index_of(folder: CheckpointPath, index: dict, state: dict[str, Any]) -> tupl
         head.update(state_file=state_path.name, token=folder.token)
     sizes = {state_path.name: len(content), **{name: entry["bytes"] for name, entry in index["files"].items()}}
     sizes |= {name: table["bytes"] for name, table in tables.items()}
-    return seal({**head, **index})[1], sizes
+    if not parity:
+        return seal({**head, **index})[1], sizes
+    whole = seal({**head, **index, "parity": dict(parity)})[1]
+    for name in (state_path.name, *tables):
+        backend_of(folder).write(folder / (COPY + name), (folder / name).read_bytes())
+    backend_of(folder).write(folder / f"{COPY}index.json", whole)
+    return whole, sizes
 
 
 def _write_tables(folder: CheckpointPath, index: dict) -> dict[str, dict]:

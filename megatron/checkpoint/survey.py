@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 from megatron.checkpoint.base_checkpoint import BASE
 from megatron.checkpoint.folder import TRACKER, checkpoints, read_tracker
+from megatron.checkpoint.parity import parity_problem
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import OPTIMIZER
 from megatron.storage.durable import Damaged
@@ -108,8 +109,7 @@ def overview(folder: Path) -> list[str]:
 
 def foreign_files(folder: Path, reader: Optional[Reader]) -> list[str]:
     """Files in a checkpoint's directory that do not belong to it, one sentence each."""
-    index = reader and reader.index
-    known = {"index.json", *((index.state_file, *index.files, *index.tables) if index else ("state.json",))}
+    known = reader.index.names if reader else {"index.json", "state.json"}
     return [f"{path} does not belong to the checkpoint" for path in sorted(folder.iterdir()) if path.name not in known]
 
 
@@ -119,6 +119,7 @@ def verify(folder: Path) -> tuple[int, list[str]]:
         with Reader(folder) as reader:
             size = sum(size for size, _ in reader.index.files.values())
             with ProgressBar("reading", size) as done:
-                return size, reader.verify(done=done) + foreign_files(folder, reader)
+                parity = [parity_problem(folder, *item) for item in reader.index.parity.items()]
+                return size, reader.verify(done=done) + [*filter(None, parity)] + foreign_files(folder, reader)
     except Damaged as problem:
         return 0, [str(problem)]

@@ -20,6 +20,7 @@ from megatron.convert.mxfp4 import MXFP4Files, is_mxfp4
 from megatron.errors import CheckpointError
 from megatron.model.gpt import hf_ahead
 from megatron.model.hf_match import Match
+from megatron.telemetry.figures import several
 
 TIED = "tie_word_embeddings"
 ROWS = 4096  # of two tensors that are compared at a time
@@ -150,10 +151,12 @@ def _check_complete(
     left = [name for name in left if not family.constants.fullmatch(name)]
     unknown = [name for name in left if not family.unused.fullmatch(name)]
     if missing or unknown:
-        lines = [*(f"{name}: missing" for name in missing[:6]), *(f"{name}: unknown" for name in unknown[:6])]
+        lines, counts = [], []
+        for what, names in (("missing", missing), ("unknown", unknown)):
+            lines += [f"{name}: {what}" for name in names[:6]] + [f"{len(names) - 6} more: {what}"] * (len(names) > 6)
+            counts += [f"{several(len(names), 'tensor')} {'is' if len(names) == 1 else 'are'} {what}"] * bool(names)
         raise CheckpointError(
-            f"{folder} does not hold the {family.kind} of its config.json: {len(missing)} tensors are missing, "
-            f"{len(unknown)} are unknown",
+            f"{folder} does not hold the {family.kind} of its config.json: {', '.join(counts)}",
             "\n  ".join(lines),
             "a config.json of another model, or an incomplete download: " + do,
         )

@@ -287,7 +287,7 @@ def refuse_other_formats(folder: Path, config: Mapping[str, Any]) -> None:
 def without_tokenizer(folder: Path) -> str:
     """A notice on a folder without a tokenizer, or with a part of one."""
     if not (folder / _CONFIG).is_file():
-        return f"{folder} holds no tokenizer"
+        return f"{folder} holds no tokenizer: commands that read text need --tokenizer-model, or --vocab-file"
     names = "tokenizer.json, tokenizer.model or vocab.json"
     return f"{folder} holds no tokenizer: {_CONFIG} is there without {names}; an incomplete download? {WHOLE}"
 

@@ -207,9 +207,11 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True, 
     def parts(piece: Piece) -> Iterator[torch.Tensor]:
         whole = fitted.read(wanted[piece.name])
         if check and not whole.isfinite().all():
-            names = ", ".join(wanted[piece.name].theirs)
+            match = wanted[piece.name]
+            pairs = zip(match.theirs, match.to_theirs(whole))
+            names = ", ".join(name for name, tensor in pairs if not tensor.isfinite().all())
             raise CheckpointError(
-                f"{names} in {source} has NaN or infinity: the model cannot compute", do=f"damaged? {hf_files.WHOLE}"
+                f"{source}: NaN or infinity in {names}: the model cannot compute", do=f"damaged? {hf_files.WHOLE}"
             )
         if not fitted.is_exact(wanted[piece.name], whole):
             inexact.append(piece.name)

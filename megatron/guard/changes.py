@@ -16,6 +16,7 @@ from megatron.errors import SettingsError, UsageError, did_you_mean
 from megatron.model.recipe import facts_of, recipe_of
 from megatron.optimizer.resumed_schedule import FOLLOWING, SCHEDULE
 from megatron.settings.declare import ON_RESUME, dashed
+from megatron.settings.dialects.fleetx_command_line import as_overrides
 from megatron.settings.schema import GROUPS, Config, Optimizer
 
 # The meaning of a changed setting if its field has no `on_resume`. Settings of other groups are irrelevant.
@@ -260,7 +261,8 @@ def _refuse(config: Config, refused: list[Change], what: str, do: str) -> None:
         lines = [
             f"{dashed(one.name)}: {one.was} in the checkpoint, {one.now} now{_whence(config, one)}" for one in refused
         ]
-        raise SettingsError(what, "\n  ".join(lines), do)
+        own = as_overrides((config.given(one.name), one.was) for one in refused)
+        raise SettingsError(what, "\n  ".join(lines), f"say {own}; or {do}" if own else do)
 
 
 def _whence(config: Config, change: Change) -> str:

@@ -8,6 +8,8 @@
 (2, 'torchrun --nproc-per-node=1 pretrain_gpt.py --save ckpt')
 """
 
+import contextlib
+import io
 import os
 import re
 import shlex
@@ -184,11 +186,12 @@ def _number(text: Optional[str]) -> Optional[int]:
 
 
 def config_of(words: list[str]) -> Optional[Config]:
-    """The job's settings, as given; None if they cannot be read: then the job itself reports the reason."""
+    """The job's settings, as given; None if they cannot be read. The job itself prints notes, and the reason."""
     at = script_at(words)
     recipe = ["--model-type", words[at]] if words[at - 1] == "-m" else []  # a module is its recipe's name
     try:
-        return parse_any([*recipe, *flags_of(words)])
+        with contextlib.redirect_stderr(io.StringIO()):
+            return parse_any([*recipe, *flags_of(words)])
     except (Failure, SystemExit):
         return None
 

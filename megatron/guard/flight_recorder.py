@@ -55,10 +55,12 @@ def switch_on(settings: Guard) -> bool:
         return False
     size, prefix = settings.flight_recorder_trace_buffer_size, Path(settings.flight_recorder_dump_path) / PREFIX
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # of torch 2.9 and later, and of those before
-        os.environ.setdefault(name, str(size))
-    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-        os.environ.setdefault(name, str(prefix))
+    for name, earlier, value in (  # torch warns of earlier names
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", size),
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", prefix),
+    ):
+        if earlier not in os.environ:
+            os.environ.setdefault(name, str(value))
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     return True
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import SettingsError
+from megatron.errors import SettingsError, StorageError
 from megatron.guard.command import config_of, has_flag, with_flag, without
 from megatron.settings.schema import Checkpoint
 from megatron.storage.urls import location
@@ -38,12 +38,17 @@ def resumed(words: list[str], save: Optional[str], others: Iterable[Optional[str
 
 
 def _begins_from_memory(words: list[str], save: str) -> bool:
-    """Whether a job without a checkpoint may have snapshots in memory (--non-persistent-save-interval).
-
-    One that starts from another folder starts from there again.
-    """
+    """Whether a job without a checkpoint may go on from memory. One that starts from another folder does so again."""
     config = config_of(words)
-    return config is not None and config.checkpoint.load is None and (location(save) / SNAPSHOTS).exists()
+    return config is not None and config.checkpoint.load is None and has_snapshots(save)
+
+
+def has_snapshots(save: Optional[str]) -> bool:
+    """Whether a job may have snapshots in memory (--non-persistent-save-interval)."""
+    try:
+        return save is not None and (location(save) / SNAPSHOTS).exists()
+    except StorageError:  # an object store that does not answer
+        return False
 
 
 def module_command(argv: list[str], module: str) -> str:

@@ -19,7 +19,7 @@ from typing import Optional
 
 import numpy as np
 
-from megatron.errors import DataError, Failure, Interrupted, Preempted
+from megatron.errors import DataError, Failure, Interrupted, Preempted, no_such_file
 from megatron.guard import processes
 from megatron.guard.beat_files import Beat, read_beats
 from megatron.guard.supervisor_mark import Mark, lost_supervisor
@@ -32,6 +32,7 @@ from megatron.telemetry.figures import WIDE, shortened
 from megatron.telemetry.history import History, read_end
 from megatron.telemetry.run_folder import (
     METRICS,
+    NAMED,
     POINTER,
     Place,
     find_metrics,
@@ -103,6 +104,8 @@ def folders(names: list[str]) -> list[Place]:
             inside = sorted(path for path in place.glob("*") if _is_run(path))
         else:
             inside = [*found_below(place, lambda path: path if path.is_dir() and _is_run(path) else None)]
+        if not inside and not (place.exists() or place.is_dir()):
+            raise DataError(f"{name}: {no_such_file(name, 'folder')}", do=NAMED)
         if not inside:
             raise DataError(
                 f"{name}: no metrics.jsonl in it, nor in a folder below it",
@@ -126,6 +129,8 @@ def look(folder: Place, now: Optional[float] = None) -> Line:
     if metrics is None or not history.last and newest_checkpoint(str(folder)) is not None:
         return look_at_checkpoint(folder, now)
     launch, steps, last = history.run, history.steps, history.last
+    if not steps.rows and last.get("kind") == "end":  # nothing was left to train
+        steps = read_end(metrics, before=1).steps
     config = from_record(launch["config"]) if "config" in launch else None
     timed = np.flatnonzero(np.nan_to_num(steps["seconds"]))[-50:]
     seconds, losses = steps["seconds"][timed].tolist(), steps.known("lm loss")

@@ -24,7 +24,7 @@ from megatron.settings import schema
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 QUEUES = 8, 32  # of a device: CUDA's default and its most
-LOGGED = (*ALLOCATOR, "CUDA_DEVICE_MAX_CONNECTIONS", "TRITON_CACHE_DIR")
+LOGGED = (*ALLOCATOR, "CUDA_DEVICE_MAX_CONNECTIONS", "TRITON_CACHE_DIR", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
 
 
 def set_variables(parallel: schema.Parallel, rank: int, world_size: int, env: MutableMapping[str, str] = os.environ):

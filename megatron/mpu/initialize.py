@@ -165,10 +165,18 @@ def has_silent_gpus(driver: str = "/dev/nvidiactl") -> bool:
 def repeat_bit_by_bit() -> None:
     """Use deterministic kernels on CUDA, also in attention's backward pass; torch raises an error if it has none.
 
-    Call it before the first matrix product on the device, when cuBLAS reads its variable. `fused_kernels` skips packages
-    that torch does not control.
+    Call it before the first matrix product on the device, when cuBLAS reads its variable, and before NCCL's first group.
+    `fused_kernels` skips packages that torch does not control. Raises SettingsError if NCCL_ALGO asks for sums inside the
+    network's switches, which Megatron-LM's mode of this name excludes, too.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    algorithm = os.environ.setdefault("NCCL_ALGO", "^NVLS")
+    if "NVLS" in algorithm.upper() and not algorithm.startswith("^"):
+        raise SettingsError(
+            f"NCCL_ALGO={algorithm} with --deterministic-mode",
+            "NVLink switches add up in any order",
+            "unset it (then it is ^NVLS), or name Ring or Tree",
+        )
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
 

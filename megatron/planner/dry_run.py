@@ -123,8 +123,8 @@ def _changed(config: schema.Config) -> list[str]:
 def _topology(layout: Layout, cluster: Cluster, width: int) -> str:
     context = f"context {layout.cp} x " * (layout.cp > 1)
     lines = [
-        f"{cluster.world_size} ranks on {max(1, cluster.world_size // cluster.local_size)} node(s) = pipeline "
-        f"{layout.pp} x data {layout.dp} (shared by {layout.shard}) x {context}tensor {layout.tp}"
+        f"{several(cluster.world_size, 'rank')} on {several(max(1, cluster.world_size // cluster.local_size), 'node')} "
+        f"= pipeline {layout.pp} x data {layout.dp} (shared by {layout.shard}) x {context}tensor {layout.tp}"
     ]
     named = {name: (layout.dense_sizes, JOINED.get(name, (name,))) for name in ("tp", "cp", "dp", "pp")}
     if layout.folded:
@@ -216,7 +216,8 @@ def _data(config: schema.Config, job: Job, layout: Layout) -> Iterator[str]:
         held += tokens or 0
         yield f"  {prefix}: {'not here' if tokens is None else f'{count(tokens)} tokens'}"
     if held and samples:
-        yield f"  {wanted / held:.2f} epochs of all of it, before --split"
+        split = "" if config.data.train_data_path else ", before --split"
+        yield f"  {wanted / held:,.2f} epochs of all of it{split}"
 
 
 def _tokens(prefix: str) -> int | None:

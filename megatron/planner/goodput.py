@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from megatron.checkpoint.interval import best_interval, goodput
 from megatron.planner.search import Plan
-from megatron.planner.speed import DISK, Cluster
+from megatron.planner.speed import DISK, HOST_MEMORY, Cluster
 from megatron.planner.startup import groups_of, start_up
 from megatron.settings.schema import Config
 from megatron.telemetry.figures import seconds
 
 NOTICED = 60.0  # seconds until a failure is noticed and processes start again: assumed
+LONGEST = 86400.0  # seconds between two saves on disk beside snapshots in memory
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,69 @@ def saving_of(config: Config, plan: Plan, cluster: Cluster, hours: float) -> Sav
     assumed; all nodes write together.
     """
     job, layout = plan.job, plan.layout
-    trained, frozen = job.selection.sizes(job.facts.weights)
     nodes = max(1, cluster.world_size // cluster.local_size)
-    size = 12 * trained + frozen * job.element  # with optimizer state
+    size = _state_bytes(plan)
     filed = size / nodes / DISK
     stall = size / cluster.world_size / cluster.device.host if config.checkpoint.async_save else filed
     groups = groups_of(layout, job.facts.num_layers, cluster.device.kind == "cuda")
     restart = NOTICED + start_up(groups, cluster.device.kind).total + filed
     return Saving(stall, restart, 3600 * hours / nodes)
+
+
+@dataclass(frozen=True)
+class SavingInMemory:
+    """Snapshots in the memory of nodes, each part also on other nodes (`--replication`), beside saves on the disk.
+
+    A failure of one node goes back to the last snapshot. If the nodes that hold a part's copies fail, too, before the job
+    goes on, it goes back to the last save on the disk.
+
+    snapshots: stall, restart and failures with them
+    disk:      the same with saves on the disk alone
+    lost:      mean seconds between failures that lose a part with its copies
+    held:      bytes in the memory of a node, for a moment: two snapshots, with copies
+    """
+
+    snapshots: Saving
+    disk: Saving
+    lost: float
+    held: float
+
+    @property
+    def disk_interval(self) -> float:
+        """Seconds of training between saves on the disk."""
+        return min(LONGEST, best_interval(self.disk.stall, self.lost))
+
+    def goodput(self, interval: float) -> float:
+        """The share of time for snapshots after each `interval` seconds of training."""
+        one = self.snapshots
+        saves = self.disk.stall / self.disk_interval
+        set_back = (self.disk_interval / 2 + self.disk.restart) / self.lost
+        return goodput(interval, one.stall + saves * interval, one.between, one.restart) * max(0.0, 1 - set_back)
+
+
+def saving_in_memory(config: Config, plan: Plan, cluster: Cluster, hours: float) -> SavingInMemory:
+    """The cost of snapshots of a plan, with copies in `--replication-factor` memories, at assumed speeds of memory.
+
+    Training waits while a rank copies its part to its host, its node writes the parts of all its ranks and the copies that
+    it holds, and copies travel. A restart reads a node's parts.
+    """
+    disk, nodes = saving_of(config, plan, cluster, hours), max(1, cluster.world_size // cluster.local_size)
+    factor = min(config.checkpoint.replication_factor, nodes)
+    of_node = _state_bytes(plan) / nodes
+    of_rank = of_node / min(cluster.local_size, cluster.world_size)
+    stall = (
+        of_rank / cluster.device.host + factor * of_node / HOST_MEMORY + (factor - 1) * of_rank / cluster.device.outer
+    )
+    restart = disk.restart - of_node / DISK + of_node / HOST_MEMORY
+    fails = 3600 * hours
+    lost = disk.between * (fails / restart) ** (factor - 1)  # the others fail before the job goes on
+    return SavingInMemory(Saving(stall, restart, disk.between), disk, lost, 2 * factor * of_node)
+
+
+def _state_bytes(plan: Plan) -> float:
+    """Bytes of weights and optimizer state."""
+    trained, frozen = plan.job.selection.sizes(plan.job.facts.weights)
+    return 12 * trained + frozen * plan.job.element
 
 
 def describe(config: Config, plan: Plan, cluster: Cluster) -> Iterator[str]:
@@ -70,3 +126,17 @@ def describe(config: Config, plan: Plan, cluster: Cluster) -> Iterator[str]:
     )
     yield f"expected goodput: {share:.1%} of the time, {share / step * 86400:,.0f} steps a day (assumed)"
     yield f"--save-interval auto measures the stalls itself: --mean-time-to-interruption {saving.between / 3600:.3g}"
+    if nodes > 1:
+        yield _in_memory(saving_in_memory(config, plan, cluster, hours), step, share)
+
+
+def _in_memory(saving: SavingInMemory, step: float, without: float) -> str:
+    """A sentence on snapshots. step: seconds; without: the goodput without them"""
+    steps = max(1, round(saving.snapshots.interval / step))
+    share, disk = saving.goodput(steps * step), max(1, round(saving.disk_interval / step))
+    return (
+        f"with snapshots in the memory of nodes: {share:.1%} ({100 * (share - without):+.1f} points), "
+        f"--non-persistent-save-interval {steps} --replication, every {seconds(steps * step)}, and "
+        f"--save-interval {disk}; a snapshot stalls {seconds(saving.snapshots.stall)}, a restart takes "
+        f"{seconds(saving.snapshots.restart)}, a node holds {saving.held / 1e9:,.0f} GB (assumed)"
+    )

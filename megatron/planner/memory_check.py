@@ -45,6 +45,8 @@ def _refusal_of(config: Config, recipe: Recipe, log: Callable[[str], None]) -> O
         return None
     here = rank_env.ranks()
     device = "cuda" if _has_gpu(config.kernels.device) else "cpu"
+    if device != config.kernels.device == "cuda":  # joining says that there is none
+        return None
     if not _lacking(Demand.of(config, recipe, device, here, MANY_TOKENS)):
         return None
     demand, waited = Demand.of(config, recipe, device, here), 0

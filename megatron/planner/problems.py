@@ -287,7 +287,7 @@ def memory_problems(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
     others = f" (and on {len(over) - 1} more)" if len(over) > 1 else ""
     return [
         f"out of memory by {size(needed[rank] - capacity)} on pipeline rank {rank}{others}: "
-        f"{_of(needed[rank], capacity)}; "
+        f"{_of(needed[rank], capacity)} that a layout may use; "
         + remedies(
             job, layout, lambda other: max(fullest(job, other, cluster)), capacity, _unscaled(job, layout, cluster)
         )

@@ -14,6 +14,7 @@ from typing import Any, Optional
 
 from megatron.errors import DataError, SettingsError, no_such_file
 from megatron.settings.declare import ON_RESUME, dashed
+from megatron.settings.dialects.fleetx_command_line import as_overrides
 from megatron.settings.dialects.table import Compressed
 from megatron.settings.presets import published_rows
 from megatron.settings.schema import GROUPS, from_record
@@ -180,13 +181,10 @@ def refuse_another_shape(shape: Mapping[str, Statement], chosen: Mapping[str, St
     ):  # of an encoder-decoder, --num-layers gives those of the encoder
         saved["num_layers"] = own.get("encoder_num_layers") or saved.get("num_layers")
     plain = lambda value: re.sub(r"[\s()\[\]]", "", value) if isinstance(value, str) else value  # (127, 0) is 127,0
-    other = {one.words: saved[name] for name, one in shape.items() if plain(one.value) != plain(saved[name])}
-    if wrong := [f"{words}: {value} in the checkpoint" for words, value in other.items()]:
-        keys = {
-            one.words: one.where.rpartition(" ")[2] for one in shape.values()
-        }  # those of PaddleFleetX have a section
-        own = [f"-o {keys[words]}={value}" for words, value in other.items() if "Model." in keys[words]]
-        hint = f"say {' '.join(own)}, or " * bool(own)
+    other = {one.words: (one, saved[name]) for name, one in shape.items() if plain(one.value) != plain(saved[name])}
+    if wrong := [f"{words}: {value} in the checkpoint" for words, (_, value) in other.items()]:
+        own = as_overrides(other.values())
+        hint = f"say {own}, or " * bool(own)
         hint += "leave settings of the model out: they come from the checkpoint"
         raise SettingsError(f"{place} holds another model", "\n  ".join(wrong), hint)
 

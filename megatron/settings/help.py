@@ -88,6 +88,8 @@ def setting_help(setting: Setting, aliases: bool = False, default: bool = True) 
     text = setting.help
     if default and setting.required:
         text += " [required, if no shape or checkpoint has it]" if setting.name in OF_SHAPE else " [required]"
+    elif default and setting.kind is bool and setting.default is True:
+        text += " [on without it]"
     elif default and setting.kind is not bool and setting.default not in (None, ()) and "default" not in text:
         text += f" [{str(setting.default) if isinstance(setting.default, str) else value_text(setting.default)}]"
     if _long_choice(setting):

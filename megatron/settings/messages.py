@@ -89,7 +89,9 @@ def missing(settings: list[Setting], loading: bool, givers: Sequence[str] = ()) 
     """
     shape = ""
     if settings[0].name in (preset("gpt2") or ()):
-        there = ", or the checkpoint's: --use-checkpoint-args" if loading else ""
+        there = (
+            ", or the checkpoint's: --finetune for a new run with its weights, --use-checkpoint-args for any" * loading
+        )
         shape = (
             f" (or a whole shape: --model-name-or-path gpt2-medium{there}{''.join(f'; or {one}' for one in givers)})"
         )

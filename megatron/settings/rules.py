@@ -213,6 +213,13 @@ UNCOMPILED = (
             "norms and activations; drop one of them"
         ),
     ),
+    Rule(
+        lambda s: s.deterministic_mode and s.torch_compile == "auto",
+        lambda s: (
+            "--torch-compile auto is off with --deterministic-mode: a measurement would choose, and compiled layers round "
+            "in another way"
+        ),
+    ),
 )
 
 
@@ -307,16 +314,21 @@ RULES = (
     Rule(
         lambda s: s.world % s.model_ranks and not s.parallel_plan and not alone(s),
         lambda s: (
-            f"{s.world} ranks cannot be divided by tensor x pipeline x context parallel size {s.tp} x {s.pp} x "
-            f"{s.cp} = {s.model_ranks}; run on {either(multiples(s.world, s.model_ranks))} ranks, or choose sizes "
-            f"whose product divides {s.world} ({either(divisors(s.world, s.model_ranks))}) by "
-            "--tensor-model-parallel-size and --pipeline-model-parallel-size"
+            f"{ranks_in_words(s.world)} cannot be divided by tensor x pipeline x context parallel size {s.tp} x {s.pp} x "
+            f"{s.cp} = {s.model_ranks}; "
+            + (
+                f"run on {either(multiples(s.world, s.model_ranks))} ranks, or choose sizes whose product divides "
+                f"{s.world} ({either(divisors(s.world, s.model_ranks))}) by --tensor-model-parallel-size and "
+                "--pipeline-model-parallel-size"
+                if s.world > 1
+                else f"give the ranks of the job that is planned: --world-size {ranks_needed(s)}"
+            )
         ),
     ),
     Rule(
         lambda s: not s.parallel_plan and s.data_parallel_size not in (None, s.dp) and s.world % s.model_ranks == 0,
         lambda s: (
-            f"--data-parallel-size {s.data_parallel_size} is not what there is: {s.world} ranks / ({s.tp} x "
+            f"--data-parallel-size {s.data_parallel_size} is not what there is: {ranks_in_words(s.world)} / ({s.tp} x "
             f"{s.pp} x {s.cp}) = {s.dp}; leave the flag out or run on {s.data_parallel_size * s.model_ranks} "
             f"ranks{start_them(s, s.data_parallel_size * s.model_ranks)}"
         ),
@@ -324,9 +336,10 @@ RULES = (
     Rule(
         lambda s: s.dp_degree and s.world % s.model_ranks == 0 and s.dp_degree * s.sharding_ranks != s.dp,
         lambda s: (
-            f"--dp-degree {s.dp_degree} is not what there is: it counts replicas outside sharding, and {s.world} ranks / "
-            f"(mp {s.tp} x pp {s.pp}{f' x cp {s.cp}' if s.cp > 1 else ''} x sharding {s.sharding_ranks}) = "
-            f"{s.dp / s.sharding_ranks:g}; leave it out or run on {s.dp_degree * s.sharding_ranks * s.model_ranks} "
+            f"--dp-degree {s.dp_degree} is not what there is: it counts replicas outside sharding, and "
+            f"{ranks_in_words(s.world)} / (mp {s.tp} x pp {s.pp}{f' x cp {s.cp}' if s.cp > 1 else ''} x "
+            f"sharding {s.sharding_ranks}) = {s.dp / s.sharding_ranks:g}; leave it out or run on "
+            f"{s.dp_degree * s.sharding_ranks * s.model_ranks} "
             "ranks (the total, shards included, is --data-parallel-size)"
             f"{start_them(s, s.dp_degree * s.sharding_ranks * s.model_ranks)}"
         ),
@@ -407,6 +420,7 @@ RULES = (
                 f"without text) --tokenizer-type NullTokenizer --vocab-size {s.vocab_size or 'N'}"
             )
             + where_to_put(s.model_name_or_path)
+            + of_the_checkpoint(s)
         ),
     ),
     Rule(
@@ -481,6 +495,10 @@ RULES = (
             lambda s, a=a, b=b: f"{dashed(a)} {getattr(s, a)} is {dashed(b)} itself; give a folder on another disk",
         )
         for a, b in (("save_mirror", "save"), ("save_copy", "save"), ("save_copy", "save_mirror"))
+    ),
+    Rule(
+        lambda s: s.save_parity and "://" in (s.save or ""),
+        lambda s: f"--save-parity {s.save_parity}: --save {s.save} is an object store, which keeps copies itself",
     ),
     Rule(
         lambda s: s.replication and s.replication_factor < 2,
@@ -682,6 +700,12 @@ def last_step(s: SimpleNamespace) -> str:
     return f"--train-iters {s.train_iters}" if s.train_iters else f"the {s.steps} steps of this run"
 
 
+def of_the_checkpoint(s: SimpleNamespace) -> str:
+    """The end of a message that no vocabulary is given, where a checkpoint may have one."""
+    taken = "its shape and vocabulary are taken where no size of the model is given"
+    return f", or that of {s.load}: {taken}" if s.load else ""
+
+
 def alone(s: SimpleNamespace) -> bool:
     """Whether this is a single process that no launcher started."""
     return s.world == 1 and not (s.dry_run or s.preflight or s.world_size)
@@ -700,6 +724,10 @@ def too_few(s: SimpleNamespace, sizes: str, ranks: int) -> str:
 def start_them(s: SimpleNamespace, ranks: int) -> str:
     """The end of a message about missing ranks: how to start them."""
     return f"; start them: {launch_command(ranks)}" if alone(s) and ranks > 1 else ""
+
+
+def ranks_in_words(number: int) -> str:
+    return f"{number} rank{'s' * (number != 1)}"
 
 
 def multiples(value: int, of: int) -> list[int]:

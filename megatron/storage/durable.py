@@ -152,7 +152,7 @@ def storage_errors(path: Path, needed: Optional[int] = None):
             ) from error
         why = f"{needed:,} bytes needed, {free}" if needed is not None else free if space else None
         do = (
-            "free some space, or lower --keep-last"
+            "free some space, or write elsewhere (a training with --keep-last N keeps fewer checkpoints)"
             if space
             else "check that the folder may be written, and that all nodes share it"
         )

@@ -11,10 +11,11 @@ from megatron.errors import SettingsError
 from megatron.storage.durable import storage_errors, sync_folder
 
 
-def check_free(out: Path) -> None:
-    """Raise SettingsError if `out` exists and is not an empty folder."""
+def check_free(out: Path, said: str = "") -> None:
+    """Raise SettingsError if `out` exists and is not an empty folder. said: the flag with its value, if it has one"""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise SettingsError(f"{out} is there already", do="give a new folder")
+        flag = f": {said.split()[0]} FOLDER" if said else ""
+        raise SettingsError(f"{said or out} is there already", do=f"give a new folder{flag}")
 
 
 @contextlib.contextmanager

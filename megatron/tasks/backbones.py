@@ -21,6 +21,7 @@ from megatron.mpu.placement import Normal, Placement
 from megatron.settings.declare import Needs
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config
+from megatron.telemetry.figures import several
 
 HEAD = "head"
 WORDS = 16  # default number of tokens of a target with the words of a label
@@ -350,7 +351,7 @@ def _with_head(trunk: type[Facts], replaced: tuple[str, ...]) -> type[Facts]:
 
         @property
         def name(self) -> str:
-            head = f"{super().name} with a head of {self.num_outputs}"
+            head = f"{super().name} (a head of {several(self.num_outputs, 'output')})"
             return f"{head} for each of {self.sequences} options" if self.sequences > 1 else head
 
         @property

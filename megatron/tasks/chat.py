@@ -23,7 +23,7 @@ from megatron.model.recipe import LM_LOSS, Recipe, named_recipe
 from megatron.model.t5.t5_rules import refused
 from megatron.settings.declare import Needs, dashed
 from megatron.settings.from_checkpoint import saved_record, settings_of_shape, shape_of
-from megatron.settings.rules import Rule
+from megatron.settings.rules import Rule, of_the_checkpoint
 from megatron.settings.schema import GROUPS, Config
 from megatron.settings.statements import Statement
 from megatron.storage.hub import is_hub
@@ -100,7 +100,7 @@ CHAT_RULES = (
         lambda s: s.tokenizer == "NullTokenizer" and not s.tokenizer_type and not s.mock_data,
         lambda s: (
             "conversations are text, and no vocabulary is given; --vocab-file vocab.json --merge-file merges.txt, or "
-            "--tokenizer-model FILE"
+            f"--tokenizer-model FILE{of_the_checkpoint(s)}"
         ),
     ),
     *(

@@ -248,7 +248,9 @@ def conversation_samples(
             f"--seq-length {longest} trains the same in less time and memory; --packing fills samples"
         )
     if not len(used):
-        raise DataError(f"{', '.join(map(str, files))}: no conversation with an answer", "; ".join(notes))
+        longer = "give a longer --seq-length, or " * bool(lost.any())
+        do = f"{longer}conversations with an answer of the assistant"
+        raise DataError(f"{', '.join(map(str, files))}: no conversation with an answer", "; ".join(notes), do)
     rows = pack(kept[used], room, used) if packing else [[int(number)] for number in used]
     return ChatSamples(texts, files, rows, kept, seq_length, pad, apart=packing), notes
 

@@ -13,7 +13,7 @@ from megatron.model.t5.t5_rules import refused
 from megatron.settings.declare import Needs, dashed
 from megatron.settings.from_checkpoint import foreign_format, found_record, shape_of
 from megatron.settings.groups.kernels import CUDA
-from megatron.settings.rules import NEVER, Rule
+from megatron.settings.rules import NEVER, Rule, of_the_checkpoint
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import BadValue, settings_of
 from megatron.settings.statements import Statement
@@ -126,7 +126,7 @@ TASK_RULES = (
         lambda s: s.tokenizer == "NullTokenizer" and not s.tokenizer_type,
         lambda s: (
             "the task is text, and no vocabulary is given; --vocab-file vocab.json --merge-file merges.txt, or "
-            "--tokenizer-model FILE"
+            f"--tokenizer-model FILE{of_the_checkpoint(s)}"
         ),
     ),
     Rule(

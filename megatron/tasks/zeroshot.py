@@ -66,7 +66,10 @@ def prepare(options, loaded: Loaded, given: Mapping[str, Any], axis: Axis, progr
         )
     length = options.seq_length or loaded.longest
     if length > loaded.longest:
-        raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
+        raise SettingsError(
+            f"--seq-length {length}: the model can look at {loaded.longest} tokens",
+            do=f"give {loaded.longest} or less, or leave it out",
+        )
     overlapping = options.overlapping_eval or 0
     clamped = [f"--overlapping-eval {overlapping} is longer than a window: {length} is taken"] * (overlapping > length)
     tokenizer, lost, notes = tokenizer_for(loaded, given, prefixes_of(options))

@@ -95,6 +95,11 @@ KINDS = {
         "a damaged checkpoint, snapshot in memory or copy of a part of one was passed over",
         {"checkpoint": "its folder", "why": "what is damaged", "loaded": "iteration of the checkpoint that was loaded"},
     ),
+    "repaired_checkpoint": EventKind(
+        "warning",
+        "lost or damaged files of a checkpoint were rebuilt from its parity files, before it was loaded",
+        {"checkpoint": "its folder", "files": "their names"},
+    ),
     "restart": EventKind(
         "warning",
         "the supervisor starts the job again",

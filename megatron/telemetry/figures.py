@@ -30,8 +30,8 @@ def count(number: float) -> str:
 def size(number: float) -> str:
     """Format a number of bytes.
 
-    >>> size(38.5e9), size(618e6), size(1536), size(40), size(0), size(2.664e12)
-    ('38.50 GB', '618.0 MB', '1.5 kB', '40 B', '0', '2.66 TB')
+    >>> size(38.5e9), size(618e6), size(1536), size(40), size(0), size(2.664e12), size(1.0476e15)
+    ('38.50 GB', '618.0 MB', '1.5 kB', '40 B', '0', '2.66 TB', '1.05 PB')
     """
     if number < 1e3:
         return f"{number:.0f} B" if number else "0"
@@ -55,7 +55,9 @@ def _unit(number: float) -> tuple[float, str, int]:
         return 1e3, "kB", 1
     if number < 0.99995e9:
         return 1e6, "MB", 1
-    return (1e9, "GB", 2) if number < 0.999995e12 else (1e12, "TB", 2)
+    if number < 0.999995e12:
+        return 1e9, "GB", 2
+    return (1e12, "TB", 2) if number < 0.999995e15 else (1e15, "PB", 2)
 
 
 def seconds(number: float) -> str:

@@ -368,18 +368,20 @@ def read_history(path: Path) -> History:
     return history
 
 
-def read_end(path: Path) -> History:
+def read_end(path: Path, before: int = 0) -> History:
     """The newest launch of a metrics file of any length: its record, and the records near the end of the file.
 
-    An empty history if the file is missing or empty.
+    before: 1 for the launch before the newest one. An empty history if there is none, or the file is missing or empty.
     """
     history = History()
     try:
         with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            launch = text.rfind(LAUNCH)
-            start = max(launch, len(text) - TAIL, 0)
+            launch, end = text.rfind(LAUNCH), len(text)
+            for _ in range(before if launch >= 0 else 0):
+                launch, end = text.rfind(LAUNCH, 0, launch), launch
+            start = max(launch, end - TAIL, 0)
             head = text[launch : text.find(b"\n", launch) + 1] if 0 <= launch < start else b""
-            launches, tail = count_launches(text), text[start:]
+            launches, tail = count_launches(text), text[start:end]
     except (OSError, ValueError):
         return history
     history.add([head, *tail.splitlines()])

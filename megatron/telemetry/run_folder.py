@@ -17,6 +17,7 @@ from megatron.telemetry.run_record import is_metrics
 
 Place = Union[Path, UrlPath]
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+NAMED = "name the --save folders of runs, or the folder they are in"
 POINTER = "metrics_file.txt"
 SNAPSHOTS = "memory_snapshots.json"  # where its snapshots lie in memory (`checkpoint/memory_snapshots.py`)
 Found = TypeVar("Found")

@@ -116,8 +116,9 @@ def _cached(name: str, wanted: Wanted) -> Path:
         return folder
     cache = cache_folder()
     files = " and ".join(names[0] for names in wanted.values())
+    fleetx = ", and no gpt2-vocab.json and gpt2-merges.txt in ~/.cache/ppfleetx" * (shared(name) == "gpt2")
     raise DataError(
-        f"there is no vocabulary {name!r}: neither a folder here nor one of {cache} (MEGATRON_CACHE)",
+        f"there is no vocabulary {name!r}: neither a folder here nor one of {cache} (MEGATRON_CACHE){fleetx}",
         "nothing is downloaded",
         f"put {files} into {cache / name}, or give the folder that has them",
     )

@@ -3,6 +3,7 @@
 
     python -m megatron.tools.checkpoint inspect PATH           tensors, layout, iteration, settings; reads no tensor
     python -m megatron.tools.checkpoint verify PATH            compares every byte with its checksum (exit 5: damaged)
+    python -m megatron.tools.checkpoint repair PATH            rebuilds lost and damaged files (--save-parity)
     python -m megatron.tools.checkpoint diff A B               tensor by tensor, across layouts (exit 1: they differ)
     python -m megatron.tools.checkpoint reshard PATH OUT       other files: --writers N, or one for each rank
     python -m megatron.tools.checkpoint prune PATH             --keep-last N, --save-retain-interval N
@@ -88,6 +89,11 @@ class VerifyOptions:
     """Options of `verify`."""
 
     all: bool = setting("every checkpoint of the folder; off: the one that --load would choose", True)
+
+
+@dataclass(frozen=True)
+class RepairOptions:
+    """Options of `repair`."""
 
 
 @dataclass(frozen=True)
@@ -282,6 +288,33 @@ def reshard(path: Path, out: Path, which: WhichCheckpoint, how: ReshardOptions) 
     print(f"{written}: {len(pieces)} tensors in {count} files, to be loaded with --load {out}")
 
 
+def repair(path: Path, which: WhichCheckpoint, how: RepairOptions) -> None:
+    """Rebuild lost and damaged files of a checkpoint, or of all of a folder, from its parity files (--save-parity).
+
+    Exit code 5: something could not be rebuilt.
+    """
+    from megatron.checkpoint.folder import checkpoints
+    from megatron.checkpoint.parity import repair as rebuild
+
+    if isinstance(path, UrlPath):
+        raise UsageError(f"{path} is in an object store, where checkpoints have no parity files")
+    if (path / "index.json").exists() or (path / "copy_of_index.json").exists():
+        folders = [path]
+    else:
+        folders = [one for step, one in checkpoints(path).items() if which.ckpt_step in (None, step)]
+    if not folders:
+        raise CheckpointError(f"{path} holds no checkpoint", None if path.is_dir() else "there is no such folder")
+    problems = []
+    for folder in folders:
+        try:
+            print(f"{folder}: {', '.join(rebuild(folder)) or 'nothing'} rebuilt", flush=True)
+        except CheckpointError as problem:
+            print(f"{folder}: {problem}", flush=True)
+            problems.append(str(problem))
+    if problems:
+        raise CheckpointError(f"{len(problems)} of {len(folders)} checkpoints of {path} were not repaired", problems[0])
+
+
 def prune(path: Path, which: WhichCheckpoint, how: PruneOptions) -> None:
     """Delete checkpoints that need not be kept, after the newest was verified. Exit code 10: a job writes there."""
     from megatron.checkpoint import folder, survey
@@ -399,6 +432,7 @@ def boxes_of_ranks(state: dict, tp: int, pp: int) -> list[dict]:
 COMMANDS = dict(
     inspect=(InspectOptions, ("PATH",), inspect),
     verify=(VerifyOptions, ("PATH",), verify),
+    repair=(RepairOptions, ("PATH",), repair),
     diff=(DiffOptions, ("A", "B"), diff),
     reshard=(ReshardOptions, ("PATH", "OUT"), reshard),
     prune=(PruneOptions, ("PATH",), prune),
@@ -423,6 +457,7 @@ SAID_FOR = dict(  # words that are no commands -> the command that is meant
     **{f"to-{form}": f"python -m megatron.tools.export --format {form}" for form in ("gguf", "onnx")},
     **dict.fromkeys(("show", "info", "list", "ls", "print"), "inspect"),
     **dict.fromkeys(("check", "validate"), "verify"),
+    **dict.fromkeys(("rebuild", "recover", "fix"), "repair"),
     **dict.fromkeys(("convert", "import", "export", "hf"), "from-hf or to-hf"),
     **dict.fromkeys(("merge", "lora"), "merge-lora"),
     **dict.fromkeys(("delete", "remove", "rm", "clean"), "prune"),

@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
         from megatron.storage.new_folder import check_free
 
         out = Path(settings.output)
-        check_free(out)
+        check_free(out, words_of(given, "output", out))
         wanted = Wanted(
             settings.format,
             settings.dtype,

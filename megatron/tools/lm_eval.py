@@ -120,7 +120,10 @@ def evaluate(
         )
     length = options.seq_length or loaded.longest
     if length > loaded.longest:
-        raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
+        raise SettingsError(
+            f"--seq-length {length}: the model can look at {loaded.longest} tokens",
+            do=f"give {loaded.longest} or less, or leave it out",
+        )
     from megatron.tasks.harness import HarnessModel
 
     model = HarnessModel(

@@ -29,7 +29,7 @@ from megatron.telemetry.dashboard.runs import Runs, WatchedRun, whole_run
 from megatron.telemetry.figures import count
 from megatron.telemetry.history import History
 from megatron.telemetry.report_page import Section
-from megatron.telemetry.run_folder import METRICS, find_metrics, unique_names
+from megatron.telemetry.run_folder import METRICS, NAMED, find_metrics, unique_names
 
 PROG = "python -m megatron.tools.report"
 
@@ -95,9 +95,9 @@ def read(place: Path) -> WatchedRun:
     """Read the run of a folder or metrics file. Raises DataError if there is nothing to report on."""
     path = find_metrics(place) or (place / METRICS if place.is_dir() else place)
     if not path.is_file():
-        raise DataError(
-            f"{path}: {no_such_file(path)}", why="a run writes it next to its checkpoints (--save) or to --metrics-file"
-        )
+        there = place.exists() or place.is_dir()
+        what = f"{place}: {f'no {METRICS} in it' if there else no_such_file(place, 'file or folder')}"
+        raise DataError(what, f"a run writes {METRICS} next to its checkpoints (--save), or to --metrics-file", NAMED)
     run = whole_run(place if place.is_dir() else place.parent, path)
     if not run.history.steps.rows:
         raise DataError(f"{path}: holds no training step yet", do="let the run reach its first iteration")

@@ -116,12 +116,8 @@ class Sensitivity:
         ['a', 'd']
         """
         order = sorted(self.layers, key=lambda name: self.layers[name], reverse=True)
-        left = sum(max(0.0, growth) for growth in self.layers.values())
-        count = 0
-        while left > budget and count < len(order):
-            left -= max(0.0, self.layers[order[count]])
-            count += 1
-        return order[:count]
+        left = lambda count: sum(max(0.0, self.layers[name]) for name in order[count:])
+        return order[: next(count for count in range(len(order) + 1) if left(count) <= budget)]
 
 
 def kind_of(name: str) -> str:

@@ -24,6 +24,7 @@ from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import setting
 from megatron.telemetry import figures
 from megatron.telemetry.figures import WIDE, WIDTH, count, duration, sentence, several, shortened, since
+from megatron.telemetry.run_folder import NAMED
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> None:
         time.sleep(asked.watch)
     if lost := [f"{line.run}: {line.why}" for line in lines if line.state == UNREADABLE]:
         raise DataError(
-            "; ".join(lost), "a run writes metrics.jsonl next to its checkpoints (--save), or to --metrics-file"
+            "; ".join(lost), "a run writes metrics.jsonl next to its checkpoints (--save), or to --metrics-file", NAMED
         )
 
 

@@ -50,7 +50,7 @@ from megatron.guard.exits import Action, JobVerdict, to_shell
 from megatron.guard.failure_kinds import FailureKind
 from megatron.guard.goodput import Attempt, account, in_words
 from megatron.guard.nodes import Nodes
-from megatron.guard.resume_command import COMMAND, module_command, resumed
+from megatron.guard.resume_command import COMMAND, has_snapshots, module_command, resumed
 from megatron.guard.supervisor_mark import NAME, REFRESH, SUPERVISOR, Mark, lost_supervisor
 from megatron.planner.replan import QUEUED, JobPlacement
 from megatron.settings.declare import dashed
@@ -375,6 +375,8 @@ class Supervisor:
             where = f"account: {path}"
         except OSError as error:  # report the job's own end
             where = f"the account could not be written: {error}"
+        if code not in (0, Preempted.code, Interrupted.code) and has_snapshots(self.save):
+            where += f"\n  snapshots in memory stay for the next launch ({shared_memory()}/megatron-snapshots-*)"
         log(f"{summary.text()}\n  {where}")
         self.leave_mark(outcome)
         why, last = outcome, self.attempts[-1] if self.attempts else Attempt(0, self.place.ranks)
@@ -409,7 +411,10 @@ class Supervisor:
         launched = time.monotonic() - self.began
         self.attempts.append(Attempt(number, place.ranks, launched=launched, excluded=len(place.nodes.excluded)))
         at = newest_checkpoint(self.save)
-        log(f"attempt {number} on {place.ranks} ranks" + (f", from iteration {at}" if at is not None else ""))
+        said = f", from iteration {at}" if at is not None else ""
+        if has_snapshots(self.save):
+            said += " or a newer snapshot in memory" if said else ", from a snapshot in memory, if one is whole"
+        log(f"attempt {number} on {place.ranks} ranks{said}")
         self.watch = AttemptWatch(self.limits, self.beats, self.traces, self.events, self.refresh_mark)
         self.watch.run(words, unused(self.logs, number), lambda: self.asked_to_stop)
         return self.close(self.attempts[-1], self.watch, launches)

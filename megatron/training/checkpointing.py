@@ -231,7 +231,15 @@ def new_weights(names: tuple[str, ...]) -> list[str]:
 
 
 def record_damage(events: EventLog, restored: Restored, iteration: int) -> None:
-    """Record the damaged checkpoints that were passed over. iteration: of the one that was loaded instead."""
+    """Record the damaged checkpoints that were passed over or repaired. iteration: of the one that was loaded instead."""
+    for path, files in restored.repaired:
+        events.record(
+            "repaired_checkpoint",
+            f"{files} of {path} were lost or damaged, and are rebuilt from parity",
+            iteration=iteration,
+            checkpoint=str(path),
+            files=files,
+        )
     for path, notice in restored.damaged:
         events.record(
             "damaged_checkpoint",

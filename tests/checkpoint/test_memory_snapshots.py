@@ -8,9 +8,14 @@ import os
 import pickle
 import random
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,11 +28,12 @@ from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.compare import differences
 from megatron.checkpoint.folder import Saver, checkpoints, restore
 from megatron.checkpoint.memory_parts import MemoryPart, parts_in, saves_in
-from megatron.checkpoint.memory_snapshots import PREFIX, STARTS, MemorySnapshots, read_record
+from megatron.checkpoint.memory_snapshots import PREFIX, STARTS, MemorySnapshots, read_record, verified
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.replication import replica_ranks
 from megatron.checkpoint.store import Piece
 from megatron.errors import SettingsError, StorageError
+from megatron.guard.beat_files import read_beats
 from megatron.guard.resume_command import resumed
 from megatron.mpu import collectives
 from megatron.mpu.forked import RankFailed
@@ -146,6 +152,35 @@ def test_a_lost_node_is_replaced_from_copies(run_ranks, tmp_path, undisturbed):
     [loaded] = [event for event in read_events(home) if event["event"] == "snapshot_loaded"]
     assert loaded["iteration"] == 4 and ledger(home) == ledger(undisturbed)[:5] + ledger(undisturbed)[4:]
     assert_same(home, undisturbed)
+
+
+@pytest.mark.full
+def test_a_killed_rank_of_four_under_the_supervisor(root, run_ranks, tmp_path):
+    """It starts again from memory by itself: no step is lost beyond the snapshot's, no sample lost or seen twice."""
+    home, flags = tmp_path / "home", f"{TINY} --train-iters 40 --save-interval 30".replace("--train-iters 8", "")
+    run_ranks(4, lambda rank: pretrain_gpt.main(f"{flags} --save {tmp_path / 'clean'}".split()))
+    job = f"-m megatron.tools.launch --nproc-per-node 4 {root / 'pretrain_gpt.py'} {flags} --save {home}"
+    job += " --non-persistent-save-interval 4 --replication"
+    words = f"-m megatron.tools.supervise --heartbeat-dir {tmp_path / 'beats'} --backoff 0 -- {sys.executable} {job}"
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, *words.split()],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": str(root)},
+            cwd=tmp_path,
+        )
+    while process.poll() is None and not any(beat.step == 11 for beat in read_beats(tmp_path / "beats")):
+        time.sleep(0.005)
+    os.kill(read_beats(tmp_path / "beats")[2].pid, signal.SIGKILL)
+    assert process.wait(timeout=120) == 0, (tmp_path / "log").read_text()
+    assert "attempt 1 on 4 ranks, from a snapshot in memory, if one is whole" in (tmp_path / "log").read_text()
+    [loaded] = [event for event in read_events(home) if event["event"] == "snapshot_loaded"]
+    found, clean = ledger(home), ledger(tmp_path / "clean")
+    [at] = [place for place, ((one, _), (two, _)) in enumerate(pairwise(found)) if two <= one]
+    assert loaded["iteration"] == found[at + 1][0] - 1 and found[at][0] - loaded["iteration"] <= 4 + 1
+    assert found[: at + 1] == clean[: found[at][0]] and found[at + 1 :] == clean[loaded["iteration"] :]
+    assert_same(home, tmp_path / "clean", 40)
 
 
 @pytest.mark.sampled(5)
@@ -310,6 +345,10 @@ def one_case(rank, threads, nodes, folder, number):
     while found := launch().find():
         starts.append((found.iteration, *loaded(found, rank, world)))
         assert len(starts) <= 2 * STARTS, "a circle"
+    threads.barrier.wait()
+    if rank == 0:  # nothing that is damaged is left to be tried again
+        again = [part for node in set(nodes) for part in parts_in(folder / f"node{node}" / snapshots.memory.name)]
+        assert [part for part in again if verified([part])[1]] == []
     return starts, expected
 
 
@@ -411,6 +450,29 @@ def test_a_new_run_in_the_folder_finds_no_snapshot_of_an_old_one(tmp_path):
     third = alone()
     assert third.find() is None and [path.name for path in (tmp_path / "node0").iterdir()] == [third.memory.name]
     assert third.memory.name == PREFIX + read_record(tmp_path / "save")[0]
+
+
+def test_parts_of_two_saves_of_one_step_are_not_one_snapshot(run_ranks, tmp_path):
+    """Two launches that came to one step and were killed while they wrote: each has left one rank's part."""
+
+    def body(rank):
+        kept = tmp_path / f"kept{rank}"
+        for launch in (0, 1):
+            snapshots = opened(tmp_path, rank, 2)
+            snapshots.holders = [[], []]
+            snapshots.save(7, pieces_of(rank, 2, launch), {})
+            [save] = saves_in(snapshots.memory)
+            if rank == launch:
+                shutil.copytree(save.folder(snapshots.memory), save.folder(kept))
+            dist.barrier()
+        shutil.rmtree(save.folder(snapshots.memory))
+        shutil.copytree(kept, snapshots.memory, dirs_exist_ok=True)
+        dist.barrier()
+        [part] = parts_in(snapshots.memory)
+        return part.save.number, opened(tmp_path, rank, 2).find()
+
+    (one, found), (other, too) = run_ranks(2, body)
+    assert one != other and found is None and too is None
 
 
 @pytest.mark.parametrize("what", [b"", b"{}", b"[1", b'{"checksum": "0"}'])

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.errors import run_main
+from megatron.errors import SettingsError, UsageError, run_main
+from megatron.guard.changes import refuse_another_model
+from megatron.planner.choose import _global_batch
 from megatron.settings.parse import parse_pretrain
+from megatron.tools import evaluate, export, generate
 from megatron.tools import translate as tool
+from megatron.training.rules import resolve
 
 TINY = """Global: {local_batch_size: 2, micro_batch_size: 2}
 Engine: {max_steps: 3, mix_precision: {enable: true}}
@@ -271,6 +275,48 @@ def test_an_empty_section_is_named(translated, capsys):
         ["-c", "child.yaml", "-o", "Model.num_layers=2", "-o", "Model.hidden_size=8", "--num-attention-heads=2"]
     )
     assert told in capsys.readouterr().err
+
+
+def test_a_section_without_a_value_is_named_once(translated, capsys):
+    parse_pretrain(["-c", "tiny.yaml", "-o", "Engine.mix_precision="])
+    told = capsys.readouterr().err
+    assert (
+        "-o Engine.mix_precision is empty, and leaves out what its base says: " in told and told.count("is empty") == 1
+    )
+
+
+def test_words_of_which_a_flag_is_made_are_parts_of_it(translated):
+    """Two blocks of skip_tensor_map are one flag: neither is a word that asks for nothing."""
+    blocks = "{block_0: ['linear1'], block_1: ['linear2']}"
+    Path("q.yaml").write_text(
+        f"_base_: tiny.yaml\nCompress: {{Quantization: {{enable: True, skip_tensor_map: {blocks}}}}}\n"
+    )
+    text = translated("fleetx q.yaml")[1]
+    assert value(started(text), "--quantization-skip") == "blocks.0.mlp.up,blocks.1.mlp.down"
+    assert "block_1: linear2: a part of --quantization-skip" in text
+
+
+def test_the_checkpoint_that_is_missing_has_their_name(translated, capsys):
+    for command, words in ((evaluate, []), (generate, ["--prompt", "x"]), (export, ["--output", "x"])):
+        with pytest.raises(UsageError, match="missing: --load(.|\\n)*-o Engine.save_load.ckpt_dir=FOLDER"):
+            command.main(["-c", "tiny.yaml", *words])
+
+
+def test_the_batch_that_a_search_needs_has_their_name(translated):
+    own = "--num-layers=2 --hidden-size=8 --num-attention-heads=2 --seq-length=8 --train-iters=2".split()
+    for words, named in ((["-c", "tiny.yaml"], True), (own, False)):
+        with pytest.raises(SettingsError, match="needs to know the batch") as told:
+            _global_batch(parse_pretrain([*words, "--mock-data", "--vocab-size", "100", "--lr", "1e-3"]))
+        assert ("-o Global.global_batch_size=N" in str(told.value)) is named
+
+
+def test_another_shape_in_the_checkpoint_is_told_in_their_words(translated):
+    config = resolve(parse_pretrain(["-c", "tiny.yaml", "--mock-data", "--vocab-size", "100", "--lr", "1e-3"]), 1)
+    saved = config.to_record()
+    saved["model"]["ffn_hidden_size"] = 56
+    saved["model"]["num_layers"] = 4
+    with pytest.raises(SettingsError, match="-> say -o Model.num_layers=4; or give the checkpoint's settings"):
+        refuse_another_model(config, saved)
 
 
 def test_the_command_for_automatic_layouts_runs(translated):

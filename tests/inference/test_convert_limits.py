@@ -3,6 +3,7 @@
 PEFT, orders of rows.
 """
 
+import argparse
 import itertools
 import json
 import math
@@ -22,7 +23,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.boxes import Box
 from megatron.convert import (
+    compressed_tensors,
     dcp,
+    dcp_files,
     families,
     fitted,
     hf_files,
@@ -32,7 +35,9 @@ from megatron.convert import (
     megatron_export,
     megatron_lm,
     megatron_metadata,
+    megatron_optimizer,
     megatron_pickle,
+    mxfp4,
     peft,
     same_ids,
     torchtitan_names,
@@ -47,6 +52,7 @@ from megatron.convert.megatron_optimizer import PREFIX
 from megatron.convert.megatron_pieces import boxes_of_rows, local_parts, with_ones
 from megatron.convert.mxfp4 import dequantized
 from megatron.errors import CheckpointError, SettingsError
+from megatron.inference import quantize
 from megatron.model.command_line import parse_any
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_rope import our_rope
@@ -480,9 +486,8 @@ def test_names_of_tensors_that_are_too_many_to_list(what, count):
         return
     with pytest.raises(CheckpointError) as told:
         check()
-    assert f"{count if what == 'missing' else 0} tensors are missing, {count if what == 'unknown' else 0} are" in str(
-        told.value
-    )
+    assert f": {count} tensor{'s are' if count > 1 else ' is'} {what}\n" in str(told.value)
+    assert (f"{count - 6} more: {what}" in str(told.value)) == (count > 6) == ("more: " in str(told.value))
     assert [f"{name}: {what}" in str(told.value) for name in names] == [n < 6 for n in range(count)]
 
 
@@ -854,3 +859,374 @@ def test_a_mixture_computes_what_its_dense_model_does(largest, millionths, same,
     else:
         with pytest.raises(CheckpointError, match="something else"):
             upcycled._compared("dense", "mixture", None, 1)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", [None, "blocks", "scales", "dims"])
+def test_files_of_mxfp4_are_tensors_with_inputs_before_rows(damage):
+    """32 numbers of a row share a scale. What has blocks alone stays as it is."""
+    experts, rows, blocks = 2, 3, 2
+    shapes = {"x_blocks": (experts, rows, blocks, 16), "x_scales": (experts, rows, blocks), "y": (4,), "z_blocks": (1,)}
+    shapes["x_blocks"] = dict(blocks=(2, 3, 2, 8), dims=(2, 3, 32)).get(damage, shapes["x_blocks"])
+    shapes["x_scales"] = (2, 3, 3) if damage == "scales" else shapes["x_scales"]
+    draw = torch.Generator().manual_seed(0)
+    stored = {name: torch.randint(0, 256, shape, generator=draw).to(torch.uint8) for name, shape in shapes.items()}
+    stored["x_scales"] = stored["x_scales"] % 4 + 126
+    files = SimpleNamespace(shapes=shapes, get=stored.__getitem__)
+    if damage:
+        with pytest.raises(CheckpointError, match="x_blocks is .*: no MXFP4"):
+            mxfp4.MXFP4Files(files)
+        return
+    made = mxfp4.MXFP4Files(files)
+    assert made.shapes == {"x": (experts, 32 * blocks, rows), "y": (4,), "z_blocks": (1,)}
+    assert made.get("y") is stored["y"]
+    found, values = made.get("x"), (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    for e, r, i in itertools.product(range(experts), range(rows), range(32 * blocks)):
+        byte = int(stored["x_blocks"][e, r, i // 32, i % 32 // 2])
+        bits = byte >> 4 if i % 2 else byte & 15
+        value = values[bits & 7] * (-1 if bits & 8 else 1) * 2.0 ** (int(stored["x_scales"][e, r, i // 32]) - 127)
+        assert found[e, i, r] == value
+
+
+def test_other_files_of_a_tokenizer_are_copied_once(tmp_path):
+    """Those that are there stay; folders of templates are joined."""
+    (source := tmp_path / "a").mkdir()
+    (folder := tmp_path / "b").mkdir()
+    for name in ("special_tokens_map.json", "added_tokens.json", "other.txt"):
+        (source / name).write_text("new")
+    (folder / "added_tokens.json").write_text("old")
+    for place, name in ((source, "x.jinja"), (folder, "y.jinja")):
+        (place / "additional_chat_templates").mkdir()
+        (place / "additional_chat_templates" / name).write_text(name)
+    hf_files._copy_others(source, folder)
+    assert (folder / "special_tokens_map.json").read_text() == "new"
+    assert (folder / "added_tokens.json").read_text() == "old" and not (folder / "other.txt").exists()
+    assert sorted(path.name for path in (folder / "additional_chat_templates").iterdir()) == ["x.jinja", "y.jinja"]
+
+
+@pytest.mark.parametrize("levels", [1, 2, 7, 8, 9])
+def test_weights_are_found_in_dictionaries_of_eight_levels(levels):
+    content = torch.ones(1)
+    for level in range(levels):
+        content = {f"l{level}": content, "number": 3}
+    found = list(megatron_pickle._flat(content, "", megatron_pickle._DEPTH))
+    name = ".".join(f"l{level}" for level in reversed(range(levels)))
+    assert [one for one, _ in found] == [name] * (levels <= 8)
+
+
+def test_what_a_checkpoint_says_of_its_run():
+    """Numbers and words, also out of tensors; updates in their order, each once, from any depth."""
+    optimizer = dict(state={3: dict(step=torch.tensor(9.0)), 1: dict(step=2)}, param_groups=[dict(step=9, lr=0.1)])
+    optimizer["grad_scaler"] = dict(scale=torch.tensor([8.0]), on=True)
+    args = SimpleNamespace(lr=0.5, names=["a", 1], odd=object(), nested=[[1]])
+    content = dict(args=argparse.Namespace(**vars(args)), iteration=9, checkpoint_version=3.0, optimizer=optimizer)
+    content["opt_param_scheduler"] = dict(num_steps=11, style="linear")
+    facts = megatron_pickle.facts_of(content)
+    assert facts == dict(
+        iteration=9, version=3.0, args=dict(lr=0.5, names=["a", 1]), schedule=dict(num_steps=11), scale=dict(scale=8.0),
+        updates=[2, 9.0],
+    )  # fmt: skip
+    assert megatron_pickle.facts_of(dict(lr_scheduler=dict(num_steps=2)))["schedule"] == dict(num_steps=2)
+
+
+def test_the_state_of_numbered_parameters():
+    """Of one optimizer, or of two, of which experts have the second; with main weights of half precision."""
+    x = lambda value: torch.full((2,), float(value))
+    own = dict(
+        state={0: dict(exp_avg=x(1), step=3), 1: dict(exp_avg=x(2))}, param_groups=[dict(params=[1]), dict(params=[0])]
+    )
+    whole, facts = dict(optimizer=own, fp32_from_fp16_params=[[x(3)], [x(4)]]), {}
+    found = megatron_pickle._numbered_state([whole, own], facts)
+    wanted = {"exp_avg/0": x(1), "exp_avg/1": x(2), "param/1": x(3), "param/0": x(4)}
+    wanted |= {f"{megatron_pickle.EXPERTS}exp_avg/{n}": x(n + 1) for n in range(2)}
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], one) for name, one in wanted.items())
+    assert facts == dict(groups=[[1], [0]], groups_of_experts=[[1], [0]])
+    assert megatron_pickle._numbered_state(None, facts) == {} and facts["groups"] == []
+
+
+@pytest.mark.parametrize("growth, hysteresis", [(None, None), (5, 1), (0, 2)])
+def test_the_position_of_a_run_that_is_imported(growth, hysteresis):
+    """The loss scale's state, and samples of the schedule, which may differ from those of the data."""
+    scale = {} if growth is None else dict(scale=64.0, growth_tracker=growth, hysteresis_tracker=hysteresis)
+    args = dict(consumed_train_samples=80, consumed_valid_samples=8, hysteresis=2)
+    facts = dict(
+        args=args, schedule={} if growth is None else dict(num_steps=72), scale=scale, updates=[9], iteration=10
+    )
+    position, updates = megatron_optimizer.position_of(facts, dict(fresh=1))
+    state = dict(scale=1.0, good_steps=0, overflows=0)
+    state = dict(scale=64.0, good_steps=growth, overflows=2 - hysteresis) if scale else state
+    samples = dict(consumed_samples=80, scheduled_samples=72 if scale else 80, consumed_valid_samples=8)
+    assert (position, updates) == (dict(fresh=1, scaler=state, iteration=10, **samples), 9)
+    for wrong in ([], [8, 9]):
+        with pytest.raises(CheckpointError, match="does not say how many updates"):
+            megatron_optimizer.position_of(facts | dict(updates=wrong), {})
+
+
+def like(*values) -> megatron_optimizer.LocalParameter:
+    return megatron_optimizer.LocalParameter(str(values), (len(values),), torch.tensor(values).equal, None)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 70), st.booleans()), min_size=1, max_size=5),
+    st.integers(0, 70),
+    st.integers(1, 65),
+)
+def test_parameters_are_found_in_a_buffer_of_any_buckets(sizes, padding, slack):
+    """Each at the next multiple of 64 from its bucket's start, or as the first of a new bucket."""
+    parameters, parts, starts, at, bucket = [], [], [], 0, 0
+    for number, (size, begins) in enumerate(sizes):
+        if begins:
+            bucket = at
+        gap = -(at - bucket) % 64
+        values = [float(100 * number + n + 1) for n in range(size)]
+        parts += [torch.zeros(gap), torch.tensor(values)]
+        at += gap
+        starts.append([at])
+        at += size
+        parameters.append(like(*values))
+    main = torch.cat([*parts, torch.zeros(padding)])
+    assert megatron_optimizer.locate(parameters, main, slack) == (starts if padding < slack else [])
+
+
+def test_numbered_parameters_go_to_the_first_that_fits():
+    """Two of one shape and of equal main weights are taken in the order of the module, each once."""
+    made = []
+    pieces = lambda key: lambda prefix, x: made.append((key, prefix, x.tolist())) or []
+    one = lambda key: megatron_optimizer.LocalParameter(key, (2,), lambda x: True, pieces(key))
+    state = {f"{kind}/{n}": torch.tensor([n, n + 0.5]) for n in (4, 7) for kind in ("exp_avg", "exp_avg_sq")}
+    list(megatron_optimizer.from_groups("s", [one("a"), one("b")], [[7], [4]], state))
+    assert made == [
+        (key, f"optimizer.{kind}.", [n, n + 0.5])
+        for key, n in (("a", 7), ("b", 4))
+        for kind in ("exp_avg", "exp_avg_sq")
+    ]
+    with pytest.raises(CheckpointError, match="lacks the state of b"):
+        list(megatron_optimizer.from_groups("s", [one("a"), one("b")], [[7]], state))
+    with pytest.raises(CheckpointError, match="parameter 4 in s is none"):
+        list(megatron_optimizer.from_groups("s", [one("a")], [[7, 4]], state))
+    with pytest.raises(CheckpointError, match="does not hold the state of Adam for parameter 9"):
+        list(megatron_optimizer.from_groups("s", [one("a")], [[9]], state))
+
+
+@pytest.mark.parametrize(
+    "args, layers, stages, wanted",
+    [
+        ({}, 6, 3, [0, 2, 4]),
+        ({}, 6, 1, [0]),
+        (dict(hybrid_layer_pattern="**|*|***"), 6, 3, [0, 2, 3]),
+        ({}, 6, 4, None),
+        (dict(hybrid_layer_pattern="**|****"), 6, 3, None),
+    ],
+)
+def test_the_first_layers_of_stages(args, layers, stages, wanted):
+    if wanted is None:
+        with pytest.raises(CheckpointError, match=f"{layers} layers on {stages} pipeline stages of unknown sizes"):
+            megatron_arguments.first_layers(args, layers, stages)
+    else:
+        assert megatron_arguments.first_layers(args, layers, stages) == wanted
+
+
+@pytest.mark.parametrize(
+    "vocabulary, multiple, tp, rows", [(8, 4, 2, 8), (9, 4, 2, 16), (7, 4, 1, 8), (1, 128, 8, 1024)]
+)
+def test_a_vocabulary_is_padded_to_the_next_multiple(vocabulary, multiple, tp, rows):
+    model = Model(1, 8, 2, make_vocab_size_divisible_by=multiple)
+    assert megatron_export.Export(model, vocabulary, tp, 1, "local", torch.float32).padded_vocab == rows
+
+
+@pytest.mark.parametrize("names, prefix", [
+    (["model.wte.weight"], ""), (["model.embed_tokens.weight", "lm_head.weight"], ""),
+    (["model.model.embed_tokens.weight", "model.lm_head.weight"], "model."), (["m.tok_embeddings.weight", "m.x"], "m."),
+    (["m.tok_embeddings.weight", "x"], ""), (["tok_embeddings.weight", "x"], ""),
+])  # fmt: skip
+def test_what_stands_before_the_names_of_all_weights(names, prefix):
+    assert dcp_files._prefix(set(names)) == prefix
+
+
+@pytest.mark.parametrize(
+    "entry, value", [("norm_topk_prob", False), ("topk_method", "greedy"), ("scoring_func", "softmax")]
+)
+@pytest.mark.parametrize("kind", ["dots1", "deepseek_v3"])
+def test_routers_that_choose_otherwise_are_refused(kind, entry, value):
+    theirs = their_settings(Model(**BASES[kind]), V, None, "float32")
+    assert our_settings(theirs)[1].moe_router_enable_expert_bias
+    with pytest.raises(CheckpointError, match=entry):
+        our_settings(theirs | {entry: value})
+
+
+def rank_files(folder, names, file="model_optim_rng.pt") -> None:
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        (folder / name / file).touch()
+
+
+@pytest.mark.parametrize("named", ["step", "tracker", "release", "itself"])
+def test_files_of_ranks_are_those_of_a_step_in_the_order_of_stages(named, tmp_path):
+    folder = tmp_path / dict(release="release", itself=".").get(named, "iter_0000012")
+    names = [f"mp_rank_{tp:02d}_{pp:03d}" for tp in range(2) for pp in range(3)]
+    rank_files(folder, names, "model_rng.pt")
+    tracker = dict(tracker="12\n", release="release").get(named)
+    if tracker:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracker)
+    if named == "tracker":
+        rank_files(tmp_path / "iter_0000003", ["mp_rank_00"])
+    parts = megatron_lm.find_parts(tmp_path, 12 if named == "step" else None)
+    assert [(part.pp, part.tp, part.ep) for part in parts] == list(itertools.product(range(3), range(2), [0]))
+    assert all(part.path == folder / f"mp_rank_{part.tp:02d}_{part.pp:03d}" / "model_rng.pt" for part in parts)
+
+
+@pytest.mark.parametrize(
+    "names, told",
+    [
+        (["mp_rank_00", "mp_rank_02"], r"missing \(tensor, pipeline rank\): \[\(1, 0\)\]"),
+        (["mp_rank_00_000_000", "mp_rank_00_001_001"], r"expert rank\): \[\(0, 0, 1\), \(0, 1, 0\)\]"),
+        (["mp_rank_00", "mp_rank_1"], "mp_rank_1 is not understood"),
+    ],
+)
+def test_files_of_ranks_that_are_missing_are_named(names, told, tmp_path):
+    rank_files(tmp_path, names)
+    with pytest.raises(CheckpointError) as error:
+        megatron_lm.find_parts(tmp_path, None)
+    assert re.search(told, str(error.value))
+    with pytest.raises(CheckpointError, match="holds no mp_rank_"):
+        megatron_lm.find_parts(tmp_path / "other", None)
+
+
+@pytest.mark.parametrize("pp, ep", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_the_second_number_of_a_rank_is_that_of_experts_without_stages(pp, ep):
+    args = dict(expert_model_parallel_size=ep, pipeline_model_parallel_size=pp)
+    made = lambda *places: [megatron_lm.RankFile(0, first, Path("a"), second) for first, second in places]
+    given = made(*((0, n) for n in range(1))) if pp == ep == 1 else None
+    given = given or (made((0, 0), (1, 0)) if 1 in (pp, ep) else made((0, 0), (0, 1), (1, 0), (1, 1)))
+    found = megatron_lm._ranks_of_experts(given, args)
+    assert {(part.pp, part.ep) for part in found} == set(itertools.product(range(pp), range(ep)))
+
+
+@pytest.mark.parametrize("window", [None, 7, 8, 9])
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "llama"])
+def test_windows_that_llama_cpp_has(kind, window):
+    """It looks at all tokens, except of Gemmas: a window that a text can be longer than is another model."""
+    pytest.importorskip("gguf")
+    config = dict(max_position_embeddings=8, sliding_window=window)
+    family = SimpleNamespace(
+        kind=kind, facts=SimpleNamespace(settings=SimpleNamespace()), theirs=lambda end, dtype: config
+    )
+    if kind != "gemma2" and window == 7:
+        with pytest.raises(SettingsError, match="without --window-size 7"):
+            gguf_file.refuse_other(family)
+    else:
+        assert gguf_file.refuse_other(family) is gguf_file.ARCHITECTURES[kind]
+    for more in (dict(activation_function="relu"), dict(query_pre_attn_scalar=3, head_dim=4)):
+        family.theirs = lambda end, dtype, more=more: dict(max_position_embeddings=8) | more
+        with pytest.raises(SettingsError, match="activation relu|--query-pre-attn-scalar 3"):
+            gguf_file.refuse_other(family)
+
+
+def test_evaluations_of_this_step_are_on_the_card(tmp_path):
+    """Of the folder and of the one around it, line by line; a damaged line or one of another step is left out."""
+    (run := tmp_path / "run").mkdir()
+    lines = [
+        "{broken",
+        '{"iteration": 3, "loss": 9.0}',
+        '{"iteration": 5, "data": "a/held", "loss": 2.5, "whole": true}',
+        "[5]",
+    ]
+    (run / "evaluation.jsonl").write_text("\n".join(lines))
+    (tmp_path / "evaluation.json").write_text('{"iteration": 5, "perplexity": 1234567.0, "name": "x"}')
+    assert card._evaluations_of_tools(run, 5) == [("held, loss", "2.5"), ("held-out text, perplexity", "1.23457e+06")]
+    assert card._evaluations_of_tools(run, 4) == []
+
+
+def product_like(kind: type, **more):
+    """A product of a kind without a layer."""
+    made = kind.__new__(kind)
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+OF_TRAINING = SimpleNamespace(rounds_inputs=True, observes=True)
+CONFIGS = {  # product -> (format, weights, inputs)
+    "int8": (lambda: product_like(quantize.Int8), "pack-quantized", dict(num_bits=8, strategy="channel"), None),
+    "int8-dynamic": (
+        lambda: product_like(quantize.Int8Dynamic),
+        "int-quantized",
+        dict(num_bits=8, strategy="channel"),
+        dict(strategy="token", dynamic=True, symmetric=True),
+    ),
+    "int4": (
+        lambda: product_like(quantize.Int4, group_size=32),
+        "pack-quantized",
+        dict(num_bits=4, strategy="group", group_size=32, symmetric=False),
+        None,
+    ),
+    "int4 symmetric": (
+        lambda: product_like(quantize.Int4, group_size=64, symmetric=True),
+        "pack-quantized",
+        dict(num_bits=4, strategy="group", group_size=64),
+        None,
+    ),
+    "trained": (
+        lambda: product_like(quantize.Int8Static, trained=OF_TRAINING),
+        "int-quantized",
+        dict(num_bits=8, strategy="channel"),
+        dict(strategy="tensor", dynamic=False, symmetric=True),
+    ),
+    "trained by tokens": (
+        lambda: product_like(quantize.Int8OfTokens, trained=SimpleNamespace(rounds_inputs=True, observes=False)),
+        "int-quantized",
+        dict(num_bits=8, strategy="channel"),
+        dict(strategy="token", dynamic=True, symmetric=False),
+    ),
+    "trained weights": (
+        lambda: product_like(quantize.Int8Static, trained=SimpleNamespace(rounds_inputs=False, observes=False)),
+        "pack-quantized",
+        dict(num_bits=8, strategy="channel"),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_entry_of_quantized_weights_in_a_config(kind):
+    """As compressed-tensors has it; matrices that stay as they are, and the output layer, are listed."""
+    make, form, weights, inputs = CONFIGS[kind]
+    names = dict(a=("x.a.weight", "x.b.weight"), b=("y.weight",), c=("z.weight",))
+    matches = [Match(f"{name}.weight", theirs) for name, theirs in names.items()]
+    shapes = {"a.weight": (4, 2), "b.weight": (4, 2), "c.weight": (4,)}
+    family = SimpleNamespace(matches=matches, facts=SimpleNamespace())
+    family.facts.weights = {name: Placement(shape, Normal(1.0)) for name, shape in shapes.items()}
+    found = compressed_tensors.quantization_config(family, dict(b=make()))
+    group = found["config_groups"]["group_0"]
+    assert (found["format"], found["quant_method"], found["ignore"]) == (
+        form,
+        "compressed-tensors",
+        ["lm_head", "x.a", "x.b"],
+    )
+    assert group["weights"] == dict(type="int", symmetric=True, dynamic=False) | weights and group["targets"] == [
+        "Linear"
+    ]
+    assert group["input_activations"] == (inputs and dict(num_bits=8, type="int") | inputs)
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_pairs_of_a_model_or_of_what_is_below_its_output_layer(prefix):
+    """PEFT names modules as those of the model that it was given."""
+    matches = [
+        Match(f"blocks.{n}.attention.qkv.weight", tuple(f"model.layers.{n}.{one}.weight" for one in "qkv"))
+        for n in (0, 1)
+    ]
+    matches.append(Match("embedding.word.weight", ("model.embed.weight",)))
+    pair = peft.PeftPair(torch.ones(1, 2), torch.ones(2, 1))
+    pairs = {f"{prefix}layers.0.q": pair, f"{prefix}layers.0.v": pair}
+    linear = {f"blocks.{n}.attention.qkv" for n in (0, 1)}
+    found = peft._by_layer(Path("x"), pairs, matches, linear)
+    assert list(found) == ["blocks.0.attention.qkv"] and found["blocks.0.attention.qkv"][1] == [pair, None, pair]
+    for more, told in (
+        ({"other": pair}, "pairs of modules that this model does not have: other"),
+        (None, "has no pairs"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            peft._by_layer(Path("x"), {} if more is None else pairs | more, matches, linear)

@@ -12,7 +12,7 @@ from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece
 from megatron.convert.merged import apply_masks, merge, merged_first
-from megatron.errors import SettingsError
+from megatron.errors import SettingsError, StorageError
 from megatron.model.recipe import facts_of
 from megatron.settings import schema
 
@@ -124,6 +124,18 @@ def test_an_export_merges_what_there_is(tmp_path):
 
 
 BOTH = LORA | dict(linear="*=lora,mlp.up=sparse", sparsity="2:4")
+
+
+def test_a_merge_that_fails_leaves_no_folder(tmp_path, monkeypatch):
+    path, _ = written(tmp_path / "own", LORA)
+
+    def full(*_, **__):
+        raise StorageError("No space left on device")
+
+    monkeypatch.setattr(Saver, "write", full)
+    with pytest.raises(StorageError):
+        merge(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("own, lacks", [({}, "no LoRA"), (BOTH, "than LoRA's: --linear")])

@@ -20,11 +20,14 @@ from megatron.checkpoint.store import Piece
 from megatron.convert.imported import imported_state
 from megatron.data.indexed import write_index
 from megatron.errors import DataError, SettingsError, UsageError
+from megatron.inference import prune as networks
 from megatron.inference.load import load_model
+from megatron.model.command_line import parse_any
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.quantization import skipped_layers
 from megatron.settings.schema import Model
 from megatron.tools import prune, sensitivity
+from tests.training.test_plain_loop import FLAGS, SIX
 
 HIDDEN, HEAD, FFN_SIZE, VOCABULARY, LENGTH = 24, 6, 20, 50, 10
 GPT2 = Model(
@@ -225,6 +228,47 @@ def test_the_smaller_model_is_the_larger_one_with_closed_gates(kind, criterion, 
     assert f"-> {count:,} parameters" in said
 
 
+@pytest.mark.parametrize("criterion", ["l1_norm", "l2_norm", "taylor"])
+def test_importance_is_that_of_loops_over_units_and_layers(criterion, tmp_path):
+    """Their numbers, not only their order; a layer's is that of all its heads and channels together."""
+    weights, power = weights_of(LLAMA), dict(l1_norm=1, l2_norm=2).get(criterion)
+    network = networks.Network(replace(parse_any(f"{FLAGS} {SIX}".split()), model=LLAMA), VOCABULARY)
+    if power:
+        found, (heads, channels) = networks.norms(network, weights.get, criterion), importance(LLAMA, weights, power)
+        both = zip(heads.values(), channels.values(), strict=True)
+        layers = [torch.cat(one).pow(power).sum() ** (1 / power) for one in both]
+    else:
+        loaded = load_model(write(tmp_path / "large", LLAMA, weights))
+        found = networks.taylor(network, loaded, SAMPLES.numpy())
+        mean = lambda one: {n: values / len(SAMPLES) for n, values in one.items()}
+        heads, channels, layers = taylor_by_hand(Plain(LLAMA, weights), SAMPLES)
+        heads, channels, layers = mean(heads), mean(channels), layers / len(SAMPLES)
+    for n in range(4):
+        torch.testing.assert_close(found.units["heads", f"blocks.{n}.attention"], heads[n], rtol=1e-4, atol=1e-9)
+        torch.testing.assert_close(found.units["ffn", f"blocks.{n}.mlp"], channels[n], rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(found.layers, torch.as_tensor(layers), rtol=1e-4, atol=1e-9, check_dtype=False)
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_channels_of_experts_count_once_in_their_layer(power):
+    """A layer's importance is that of heads and experts; MLP channels of experts are parts of these."""
+    model = replace(GPT2, num_layers=2, num_experts=4, moe_ffn_hidden_size=8)
+    network = networks.Network(replace(parse_any(f"{FLAGS} {SIX}".split()), model=model), VOCABULARY)
+    draw = torch.Generator().manual_seed(1)
+    weights = {name: torch.randn(one.shape, generator=draw) for name, one in network.table.items()}
+    found = networks.norms(network, weights.get, f"l{power}_norm")
+    for n in range(2):
+        parts = [
+            values for (kind, own), values in found.units.items() if own.startswith(f"blocks.{n}") and kind != "ffn"
+        ]
+        assert sorted(map(len, parts)) == [4, 6]
+        assert found.layers[n].item() == pytest.approx(torch.cat(parts).pow(power).sum().item() ** (1 / power))
+        experts = [x.flatten(1) for name, x in weights.items() if name.startswith(f"blocks.{n}.mlp.experts.")]
+        router = [weights[f"blocks.{n}.mlp.router.{one}"].view(4, -1) for one in ("weight", "bias")]
+        of_each = torch.cat([*experts, *router], 1).double().abs().pow(power).sum(1) ** (1 / power)
+        torch.testing.assert_close(found.units["experts", f"blocks.{n}"], of_each)
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("criterion", ["l2_norm", "taylor"])
 def test_layers_go_by_importance_or_as_listed(criterion, tmp_path, capsys):
@@ -367,8 +411,10 @@ def test_samples_are_as_long_as_the_model_can_look(length, tmp_path):
 
 
 def test_as_few_layers_as_possible_are_skipped():
-    """Of all subsets; what makes a layer better does not pay for others."""
-    for budget, *growths in itertools.product((0.0, 0.125, 0.25, 0.5, 4.0), *[(-0.5, 0.0, 0.125, 0.25)] * 3):
+    """Of all subsets; what makes a layer better does not pay for others. Sums of 0.1, 0.2 and 0.7 are not exact."""
+    dyadic = itertools.product((0.0, 0.125, 0.25, 0.5, 4.0), *[(-0.5, 0.0, 0.125, 0.25)] * 3)
+    decimal = itertools.product((0.0, 0.15, 0.35), *[(-0.5, 0.0, 0.1, 0.2, 0.7)] * 3)
+    for budget, *growths in itertools.chain(dyadic, decimal):
         layers = dict(zip("abc", growths, strict=True))
         left = lambda skip, layers=layers: sum(max(0.0, one) for name, one in layers.items() if name not in skip)
         subsets = [subset for size in range(4) for subset in itertools.combinations(layers, size)]

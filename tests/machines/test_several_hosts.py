@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.reader import Reader
+from megatron.telemetry.events import read_events
 from tests.inference.test_evaluate import write_tokens
 from tests.machines.hosts import Host, Hosts, ended, has_qdisc, lacking
 
@@ -83,11 +84,11 @@ def start(hosts, **given) -> list:
     return [host.start(command(host, **given), **ENVIRONMENT) for host in hosts]
 
 
-def supervised(host: Host):
+def supervised(host: Host, *more: str):
     supervise = (
         "-m megatron.tools.supervise --heartbeat-dir ../shared/beats --hang-timeout 20 --log-dir logs --".split()
     )
-    return host.start([sys.executable, *supervise, *command(host)], **ENVIRONMENT)
+    return host.start([sys.executable, *supervise, *command(host), *more], **ENVIRONMENT)
 
 
 def wait_for_step(host: Host, step: int, seconds: float = 90.0) -> None:
@@ -159,6 +160,26 @@ def test_a_host_dies_and_comes_back(number, address, hosts, one_host):
     left = hosts[1].log()
     assert f"on host{number}" in left and "was killed by SIGKILL in step" in left and "restart 1 of 10" in left
     assert "restart 2" not in left and "restarts within an hour" not in logs(hosts)
+
+
+def test_a_host_dies_with_its_memory(hosts, one_host):
+    """Each host has a memory of its own (a folder), and nothing is on the disk yet: the parts of the host that is lost come
+    from the memory of the next one.
+    """
+    more = "--save-interval 100 --non-persistent-save-interval 2 --replication --non-persistent-local-ckpt-dir memory"
+    processes = [supervised(host, *more.split()) for host in hosts]
+    wait_for_step(hosts[0], 9)
+    assert all(len(list((host.folder / "memory").glob("*/iter_*/held_by_*/*.safetensors"))) >= 4 for host in hosts)
+    hosts[2].power_off()
+    shutil.rmtree(hosts[2].folder / "memory")
+    time.sleep(5)
+    hosts[2].power_on()
+    processes[2] = supervised(hosts[2], *more.split())
+    ends(processes, hosts, one_host)
+    events = read_events(hosts.folder / "shared" / "run")
+    [loaded] = [event for event in events if event["event"] == "snapshot_loaded"]
+    assert loaded["iteration"] >= 8 and loaded["parts"] == 8
+    assert not any(list((host.folder / "memory").iterdir()) for host in hosts)
 
 
 def test_a_host_is_cut_off_for_a_while(hosts, one_host):

@@ -5,21 +5,27 @@ mask with weights, layers with the same inputs, several steps one after another.
 
 import itertools
 import math
+from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import pretrain_gpt
 from megatron.checkpoint.boxes import Box
+from megatron.errors import SettingsError
+from megatron.inference.expert_ranks import expert_parallel
 from megatron.model.command_line import parse_any
 from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.kinds.experts import routing
+from megatron.model.kinds.experts import routing, upcycling
+from megatron.model.kinds.experts.dispatch import Dispatcher
 from megatron.model.kinds.experts.expert_rules import RULES
-from megatron.model.kinds.experts.layer import MoELayer
-from megatron.model.kinds.experts.parts import balance_loss, capacity
+from megatron.model.kinds.experts.layer import MoELayer, _Weighted
+from megatron.model.kinds.experts.parts import balance_loss, capacity, expected_parts, expert_sums
 from megatron.model.kinds.experts.replay import RoutingRecord
 from megatron.model.kinds.experts.routing import ExpertChoice, best, choose, places_of, weights_of
 from megatron.model.kinds.experts.weights import experts
@@ -66,16 +72,30 @@ def test_sinkhorn_goes_on_until_columns_stay_as_they_are():
     torch.testing.assert_close(found.double(), columns * cost * rows[:, None], rtol=1e-4, atol=1e-8)
 
 
-def layer(mesh: Mesh, rows: int, **settings) -> tuple[torch.Tensor, dict[str, float], torch.Tensor]:
-    """Output, sums and loads of a layer with `rows` rows on each rank of tp, which take parts of them."""
+def layer_of(mesh: Mesh, sequence_parallel: bool = False, **settings) -> MoELayer:
+    """A rank's part of a layer, whose weights depend on their names."""
     m = model(moe_ffn_hidden_size=8, num_layers=1, **settings)
-    made = MoELayer(experts(m, False), LayerSetup(GPTFacts(m, 1), 0, mesh, seed=5))
+    setup = LayerSetup(GPTFacts(m, 1), 0, mesh, seed=5, sequence_parallel=sequence_parallel)
+    made = MoELayer(experts(m, sequence_parallel), setup)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
-            placed = made.get_submodule(name.rpartition(".")[0]).placements[name.rpartition(".")[2]]
-            whole = torch.randn(placed.shape, generator=torch.Generator().manual_seed(len(name)))
-            parameter.copy_(whole[Box(*placed.box(tuple(parameter.shape), mesh.coordinates)).slices()])
+            whole = torch.randn(placed_of(made, name).shape, generator=torch.Generator().manual_seed(len(name)))
+            parameter.copy_(whole[box_of(made, name, parameter, mesh).slices()])
         made.router.load.zero_()
+    return made
+
+
+def placed_of(made: MoELayer, name: str):
+    return made.get_submodule(name.rpartition(".")[0]).placements[name.rpartition(".")[2]]
+
+
+def box_of(made: MoELayer, name: str, parameter: torch.Tensor, mesh: Mesh) -> Box:
+    return Box(*placed_of(made, name).box(tuple(parameter.shape), mesh.coordinates))
+
+
+def layer(mesh: Mesh, rows: int, **settings) -> tuple[torch.Tensor, dict[str, float], torch.Tensor]:
+    """Output, sums and loads of a layer with `rows` rows on each rank of tp, which take parts of them."""
+    made = layer_of(mesh, **settings)
     x = torch.randn(rows, B, H, generator=torch.Generator().manual_seed(1))
     y, sums = made(x, ForwardContext(samples=torch.arange(B)))
     return y.detach(), {name: value.item() for name, value in sums.items()}, made.router.load
@@ -93,6 +113,96 @@ def test_ranks_that_share_rows_unevenly_give_all_of_them_back(rows, run_ranks):
         torch.testing.assert_close(found, y)
         assert of_rank == pytest.approx(sums)
     assert torch.equal(ranks[0][2] + ranks[1][2], load)
+
+
+ROWS = torch.randn(4, B, H, generator=torch.Generator().manual_seed(1))
+TIMES = torch.randn(4, B, H, generator=torch.Generator().manual_seed(2))
+SHARED = dict(moe_shared_expert_intermediate_size=8, moe_shared_expert_gate=True, moe_z_loss_coeff=1.0)
+
+
+def gradients(mesh: Mesh, sequence_parallel: bool, **settings):
+    """(outputs, gradient of the inputs, name -> (box of a rank's part, its gradient, whether ranks add theirs))."""
+    made = layer_of(mesh, sequence_parallel, **settings)
+    own = lambda x: x.chunk(mesh.tp.size)[mesh.tp.rank] if sequence_parallel else x
+    x = own(ROWS).clone().requires_grad_()
+    y, sums = made(x, ForwardContext(samples=torch.arange(B)))
+    ((y * own(TIMES)).sum() + sums["router z loss"]).backward()
+    found = {}
+    for name, one in made.named_parameters():
+        found[name] = box_of(made, name, one, mesh), one.grad, bool(placed_of(made, name).partial)
+    return y.detach(), x.grad, found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sizes", [dict(tp=2), dict(tp=2, etp=1, ep=2)], ids=["etp2", "ep2"])
+def test_gradients_of_two_ranks_are_those_of_one(sizes, sequence_parallel, run_ranks):
+    """Of parts, of copies that are equal, and of copies whose ranks see other tokens, which add up."""
+    y, d_x, wanted = gradients(Mesh(0), False, **SHARED)
+    ranks = run_ranks(2, lambda rank: gradients(Mesh(rank, **sizes), sequence_parallel, **SHARED))
+    join = (lambda parts: torch.cat(parts)) if sequence_parallel else lambda parts: parts[0]
+    torch.testing.assert_close(join([one[0] for one in ranks]), y)
+    torch.testing.assert_close(join([one[1] for one in ranks]), d_x, rtol=1e-4, atol=1e-5)
+    for name, (_, whole, _) in wanted.items():
+        total = torch.zeros_like(whole)
+        (first, one, added), (second, other, _) = (found[name] for *_, found in ranks)
+        total[first.slices()] += one
+        if added or first != second:
+            total[second.slices()] += other
+        else:
+            torch.testing.assert_close(one, other, msg=name)
+        torch.testing.assert_close(total, whole, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_activation_times_weights_has_the_gradients_of_both():
+    draw = torch.Generator().manual_seed(3)
+    x, weights = (torch.randn(5, n, dtype=torch.float64, generator=draw).requires_grad_() for n in (6, 1))
+    assert torch.autograd.gradcheck(lambda *given: _Weighted.apply(*given, torch.tanh), (x, weights))
+
+
+@pytest.mark.parametrize("scaling", [None, 2.5])
+@pytest.mark.parametrize("pre", [False, True])
+@pytest.mark.parametrize("scores, k", [("softmax", 1), ("softmax", 3), ("sigmoid", 1), ("sigmoid", 3)])
+def test_weights_of_the_chosen_are_those_of_their_formula(scores, k, pre, scaling):
+    """A single sigmoid is its own weight; one of several is divided by their sum."""
+    logits = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    chosen = logits.topk(k, -1).indices
+    rule = ExpertChoice(6, k, scores, pre, topk_scaling_factor=scaling)
+    for row, (own, experts_of) in enumerate(zip(logits.tolist(), chosen.tolist(), strict=True)):
+        of = [math.exp(own[e]) if scores == "softmax" else 1 / (1 + math.exp(-own[e])) for e in experts_of]
+        whole = sum(map(math.exp, own)) if pre else sum(of)
+        whole = whole if scores == "softmax" else sum(of) if k > 1 else 1.0
+        wanted = [one / whole * (scaling or 1.0) for one in of]
+        assert weights_of(logits, chosen, rule)[row].tolist() == pytest.approx(wanted)
+
+
+def test_recomputation_takes_the_counts_of_the_first_run():
+    """It waits for no message again."""
+    made = layer_of(Mesh(0))
+    routed = made.router(ROWS, None, torch.arange(B))
+    counts = routed.memo.counts = made.experts.start(routed).counts
+    assert made.experts.start(routed).counts is counts
+    context = ForwardContext(samples=torch.arange(B))
+    made(ROWS, context)
+    first = context.routings[0].counts
+    made(ROWS, context)
+    assert context.routings[0].counts is first is not None
+
+
+CHOICES = [(4, 2, 1, 1), (6, 3, 1, 1), (6, 2, 3, 2), (8, 4, 2, 2), (8, 2, 4, 1)]
+
+
+@pytest.mark.parametrize("number, k, groups, chosen", CHOICES)
+def test_parts_that_a_token_reaches_are_those_of_all_choices(number, k, groups, chosen):
+    """The mean over all sets of groups, and of k / groups of each group's experts."""
+    each, settings = number // groups, SimpleNamespace(num_experts=number, moe_router_topk=k)
+    settings.moe_router_num_groups, settings.moe_router_group_topk = (groups, chosen) if groups > 1 else (None, None)
+    sets = []
+    for own in itertools.combinations(range(groups), chosen):
+        of_group = [itertools.combinations(range(g * each, (g + 1) * each), k // chosen) for g in own]
+        sets += [sum(parts, ()) for parts in itertools.product(*of_group)]
+    for parts in (n for n in range(1, number + 1) if number % n == 0 and (groups % n == 0 or n % groups == 0)):
+        wanted = sum(len({expert // (number // parts) for expert in one}) for one in sets) / len(sets)
+        assert expected_parts(settings, parts) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("sizes", [dict(), dict(tp=2), dict(tp=2, etp=1)], ids=["1", "etp2", "tp2"])
@@ -277,3 +387,95 @@ def test_the_same_experts_in_another_order_are_no_other_choice():
     own = torch.tensor([[1, 0], [2, 3], [1, 3], [2, 1]])
     assert torch.equal(replay.take(router, samples, own), given) and (replay.changed, replay.seen) == (2, 4)
     assert torch.equal(replay.choices[0, 0].long(), own)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5))
+def test_a_bias_moves_by_the_exact_mean_of_loads(loads):
+    """Which need not be whole."""
+    mean = Fraction(sum(loads), len(loads))
+    wanted = [1.0 + 0.5 * ((mean > load) - (mean < load)) for load in loads]
+    assert routing.moved_bias(torch.ones(len(loads)), torch.tensor(loads), 0.5).tolist() == wanted
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", range(1, 8))
+def test_rows_of_zeros_are_added_up_to_the_next_multiple(rows, ranks):
+    x = torch.randn(rows, 2, 3)
+    found = MoELayer._even(SimpleNamespace(tp=SimpleNamespace(size=ranks)), x)
+    assert len(found) == next(n for n in range(rows, 99) if n % ranks == 0)
+    assert torch.equal(found[:rows], x) and not found[rows:].any()
+    made = SimpleNamespace(tp=SimpleNamespace(size=ranks, rank=ranks - 1), cut=True)
+    made._even = lambda x: MoELayer._even(made, x)
+    mask = MoELayer._own_mask(made, x, None)  # of the last rank, which has the added rows
+    each = len(found) // ranks
+    wanted = [float(row < rows) for row in range((ranks - 1) * each, ranks * each)]
+    assert mask is None or mask[:, 0].tolist() == wanted
+    assert (mask is None) == (rows % ranks == 0 or ranks == 1)
+
+
+def test_sums_of_a_mixture_and_their_weights_in_the_loss():
+    """Each is a mean over the layers with experts, so its weight is the coefficient times their number."""
+    m = model(num_layers=4, moe_layer_freq="[0,1,1,1]", moe_z_loss_coeff=0.5, moe_expert_capacity_factor=1.0)
+    m = replace(m, moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=[0.25, 0.125])
+    assert expert_sums(m) == {
+        "load balancing loss": 0.75,
+        "seq load balancing loss": 0.375,
+        "router z loss": 1.5,
+        "dropped tokens": 0.0,
+        "routing entropy": 0.0,
+    }
+
+
+@pytest.mark.parametrize("scaling", [None, 2.5])
+@pytest.mark.parametrize("g", [1, 2, 4])
+def test_segments_of_an_mlp_are_the_mlp(g, scaling):
+    """k / g groups of all segments, whose weights add up to 1: by a plain sum over the chosen experts."""
+    draw, f, h, k = torch.Generator().manual_seed(1), 8, 3, 2 * g
+    up, down, bias, offset = (torch.randn(*shape, generator=draw) for shape in ((f, h), (h, f), (h,), (f,)))
+    m = model(ffn_hidden_size=f, moe_ffn_hidden_size=f // g, num_experts=4 * g, moe_router_topk=k)
+    m = replace(m, moe_router_topk_scaling_factor=scaling)
+    of = lambda name, x: upcycling.experts_of(f"blocks.0.mlp.experts.{name}", x, m, 0, 4 * g)
+    made = [
+        of(name, x) for name, x in (("up.weight", up), ("up.bias", offset), ("down.weight", down), ("down.bias", bias))
+    ]
+    x, wanted = torch.randn(h, generator=draw), torch.zeros(h)
+    for expert in range(k):
+        own_up, own_offset, own_down, own_bias = (one[expert] for one in made)
+        wanted += (scaling or 1.0) / k * (own_down @ torch.tanh(own_up @ x + own_offset) + own_bias)
+    torch.testing.assert_close(wanted, down @ torch.tanh(up @ x + offset) + bias)
+    part = upcycling.experts_of("blocks.0.mlp.experts.up.weight", up, m, 1, 2)
+    assert torch.equal(part, made[0][1:3])
+
+
+def dispatched(rank: int):
+    """(rows of each expert of this rank, by the device and by the host; outputs if experts multiply by their numbers)."""
+    draw = torch.Generator().manual_seed(7 + rank)
+    experts_of, ep = torch.randint(0, 7, (6 + rank, 2), generator=draw), Mesh(rank, tp=2, etp=1, ep=2).ep
+    x, weights = torch.ones(6 + rank, 3), (experts_of < 6).float()
+    made = Dispatcher(experts_of, 6, ep, True)
+    rows, own = made.dispatch(x, weights)
+    first, filled = 3 * rank, made.rows.lengths
+    numbers = torch.repeat_interleave(torch.arange(first, first + 3), torch.tensor(filled))[:, None]
+    y = made.combine(rows * own * (numbers + 1))
+    return experts_of, made.rows.counts.tolist(), filled, y
+
+
+def test_rows_of_experts_are_counted_alike_on_the_device_and_the_host(run_ranks):
+    """Of both ranks' tokens; pairs without an expert go nowhere."""
+    both = run_ranks(2, dispatched)
+    chosen = torch.cat([one[0].flatten() for one in both]).tolist()
+    for rank, (experts_of, counts, lengths, y) in enumerate(both):
+        assert counts == lengths and all(
+            n >= chosen.count(e) for n, e in zip(counts, range(3 * rank, 3 * rank + 3), strict=True)
+        )
+        wanted = [sum(e + 1 for e in row if e < 6) for row in experts_of.tolist()]
+        assert y.tolist() == [[float(one)] * 3 for one in wanted]
+
+
+@pytest.mark.parametrize("tp, ep", list(itertools.product(range(1, 7), range(8))))
+def test_experts_are_shared_by_a_part_of_the_ranks_of_tp(tp, ep):
+    if ep and tp % ep == 0:
+        assert expert_parallel(tp, ep) == dict(expert_model_parallel_size=ep, expert_tensor_parallel_size=tp // ep)
+    else:
+        with pytest.raises(SettingsError, match=f"size {ep} does not divide the {tp} ranks"):
+            expert_parallel(tp, ep)

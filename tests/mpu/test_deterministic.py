@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """--deterministic-mode on CUDA, as far as it can be seen without one: what torch is asked for, and what is not chosen."""
 
+import contextlib
 import os
 
 import pytest
 import torch
 
 from megatron import fused_kernels
+from megatron.errors import SettingsError
 from megatron.fused_kernels import TABLE, Case
 from megatron.mpu import initialize
+from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Kernels, Parallel
+from megatron.training.rules import remarks, resolve
+
+CUBLAS, NCCL = "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"
 
 
 @pytest.mark.parametrize(
@@ -18,18 +24,48 @@ from megatron.settings.schema import Kernels, Parallel
 def test_cuda_is_asked_for_kernels_that_repeat(device, asked, expected, monkeypatch):
     monkeypatch.setattr(initialize, "pick_device", lambda wanted, local_rank: torch.device(device))
     monkeypatch.setattr(initialize, "use_threads", lambda ranks: "")
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for name in (CUBLAS, NCCL):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(os.environ, "RANK", "0")
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "1")
     try:
         initialize.join_job(Parallel(), Kernels(deterministic_mode=asked))
         assert torch.are_deterministic_algorithms_enabled() is expected
-        assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None) == (":4096:8" if expected else None)
+        assert [os.environ.pop(name, None) for name in (CUBLAS, NCCL)] == (
+            [":4096:8", "^NVLS"] if expected else [None] * 2
+        )
         flash = next(entry for entry in TABLE["attention"] if entry.name == "flash-attn")
         case = Case("cuda", torch.bfloat16, 0, 0)
         assert flash.suits(case) is not expected
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "given, kept", [("Ring", True), ("allreduce:tree", True), ("^NVLS,NVLSTree", True), ("NVLS", False)]
+)
+def test_a_sum_inside_switches_is_refused(given, kept, monkeypatch):
+    monkeypatch.setenv(CUBLAS, "")
+    monkeypatch.setenv(NCCL, given)
+    try:
+        with contextlib.nullcontext() if kept else pytest.raises(SettingsError, match="NCCL_ALGO=NVLS with --deter"):
+            initialize.repeat_bit_by_bit()
+        assert os.environ[NCCL] == given
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_measurement_does_not_choose_what_is_compiled(capsys):
+    """What compiles otherwise, compiles nothing, and says why."""
+    flags = (
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --mock-data --lr 1e-3 --train-iters 1"
+    )
+    asked = f"{flags} --micro-batch-size 1 --vocab-size 50 --torch-compile auto"
+    for more, compiles in {"": "auto", "--deterministic-mode": False}.items():
+        config = parse_pretrain(f"{asked} {more}".split())
+        assert resolve(config, 1).kernels.torch_compile == compiles
+        said = [text for text in remarks(config, 1) if "a measurement would choose" in text]
+        assert len(said) == (compiles is False)
 
 
 def test_a_cpu_says_which_kernel_takes_the_place_of_flash_attention(capsys):

@@ -371,6 +371,17 @@ def test_a_plan_of_a_file_is_the_layout_that_its_flags_ask_for(plan_file, capsys
     assert ranks == 2 and "--parallel-plan" not in words and resolve(config_of(words), ranks)
 
 
+def test_a_command_line_that_is_read_for_a_launcher_prints_no_notes(capsys):
+    """The job prints them: a launcher that says them again would say everything twice."""
+    words = [*TINY, "--lr-decay-style", "cosine", "--lr-decay-style", "linear"]
+    parse_pretrain(words)
+    assert "note: " in capsys.readouterr().err
+    assert (
+        config_of(["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", *words]).optimizer.lr_decay_style == "linear"
+    )
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     "words, said",
     [

@@ -77,7 +77,9 @@ def test_the_rank_that_lacks_most_is_named(monkeypatch):
     monkeypatch.setattr(problems, "_unscaled", lambda *_: ())
     cluster = SimpleNamespace(device=SimpleNamespace(usable_bytes=4e9))
     [told] = problems.memory_problems(None, None, cluster)
-    assert told == "out of memory by 5.00 GB on pipeline rank 1 (and on 2 more): 9.0 of 4.0 GB; help"
+    assert (
+        told == "out of memory by 5.00 GB on pipeline rank 1 (and on 2 more): 9.0 of 4.0 GB that a layout may use; help"
+    )
     cluster.device.usable_bytes = 9e9  # what is exactly full fits
     assert problems.memory_problems(None, None, cluster) == []
 

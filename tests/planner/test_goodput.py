@@ -2,6 +2,7 @@
 """Save intervals and goodput: against a simulation of failures, and in the output of plan and --dry-run."""
 
 import random
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -76,6 +77,49 @@ def test_costs_of_saves_and_restarts(monkeypatch):
     assert (alone.stall, alone.between) == (pytest.approx(16e9 / 3e9), 360_000.0)
 
 
+def test_costs_of_snapshots(monkeypatch):
+    """4 nodes of 8 hold 16 GB of state: a node 4 GB, a rank half a GB, each in two memories."""
+    facts, selection = SimpleNamespace(weights="w", num_layers=5), SimpleNamespace(sizes=lambda weights: (1e9, 2e9))
+    plan = SimpleNamespace(job=SimpleNamespace(selection=selection, facts=facts, element=2), layout="layout")
+    monkeypatch.setattr(planner, "groups_of", lambda *words: None)
+    monkeypatch.setattr(planner, "start_up", lambda *words: SimpleNamespace(total=7.0))
+    cluster = Cluster(replace(find("A100"), host=10e9, outer=25e9), 32, 8)
+    config = lambda copies: SimpleNamespace(checkpoint=SimpleNamespace(async_save=False, replication_factor=copies))
+    two = planner.saving_in_memory(config(2), plan, cluster, hours=100.0)
+    assert two.snapshots.stall == pytest.approx(0.5 / 10 + 2 * 4 / 20 + 0.5 / 25)
+    assert two.snapshots.restart == pytest.approx(60 + 7 + 4 / 20) and two.snapshots.between == 3600 * 25.0
+    assert two.disk == planner.saving_of(config(2), plan, cluster, hours=100.0) and two.held == 2 * 2 * 4e9
+    assert two.lost == pytest.approx(3600 * 25.0 * 3600 * 100.0 / 67.2)
+    one, nine = (planner.saving_in_memory(config(copies), plan, cluster, hours=100.0) for copies in (1, 9))
+    assert one.lost == 3600 * 25.0 and one.snapshots.stall == pytest.approx(0.5 / 10 + 4 / 20)
+    assert nine.held == 2 * 4 * 4e9  # no more copies than nodes
+
+
+def with_snapshots(saving, interval: float, failures: int) -> float:
+    """As `simulated`, of a job that goes back to the last save on the disk when a failure takes copies, too."""
+    draw, clock, kept, on_disk, since = random.Random(2), 0.0, 0.0, 0.0, 0.0
+    one, stays = saving.snapshots, 1 - saving.snapshots.between / saving.lost
+    for _ in range(failures):
+        left = draw.expovariate(1 / one.between)
+        clock += left
+        left -= one.restart
+        while left >= interval + one.stall:
+            left, kept, since = left - interval - one.stall, kept + interval, since + interval
+            if since >= saving.disk_interval:
+                left, on_disk, since = left - saving.disk.stall, kept, 0.0
+        if draw.random() > stays:
+            kept, since, clock = on_disk, 0.0, clock + saving.disk.restart
+    return kept / clock
+
+
+@pytest.mark.parametrize("lost, best", [(6e5, 40.0), (1e9, 40.0), (9e4, 100.0)])
+def test_goodput_with_snapshots_is_that_of_a_simulation(lost, best):
+    """Copies are lost at each 60th failure, almost never, and at each ninth."""
+    saving = planner.SavingInMemory(Saving(2.0, 70.0, 10_000.0), Saving(60.0, 150.0, 10_000.0), lost, 0.0)
+    assert saving.disk_interval == min(86400.0, best_interval(60.0, lost))
+    assert saving.goodput(best) == pytest.approx(with_snapshots(saving, best, 60_000), rel=0.01)
+
+
 def test_a_hopeless_job_has_no_goodput():
     assert goodput(1e6, 1e6, 1.0) == 0.0 and Saving(10.0, 1e9, 1.0).goodput == 0.0
 
@@ -87,6 +131,7 @@ def test_mtbf_is_that_of_a_node(capsys):
     told = " ".join(capsys.readouterr().out.split())
     assert "2 nodes, of which each fails every 100 h: a failure every 50.0 h" in told
     assert "--mean-time-to-interruption 50" in told and "expected goodput: 9" in told
+    assert re.search(r"snapshots in the memory of nodes: 9[\d.]+% \(\+[\d.]+ points\), --non-persistent-save-int", told)
     plan.main([*JOB, "--tp", "1", "--pp", "1"])
     assert "goodput" not in capsys.readouterr().out
     pretrain_gpt.main([*JOB, "--mtbf", "100", "--micro-batch-size", "1", "--dry-run"])

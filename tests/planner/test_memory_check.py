@@ -239,3 +239,13 @@ def test_the_limit_of_a_container_counts(version, tmp_path, monkeypatch):
     (tmp_path / "mine").write_text("5:cpu:/x\n4:memory:/jobs/mine\n" if version == 1 else "0::/jobs/mine\n")
     monkeypatch.setattr(host_memory._groups, "__defaults__", (tmp_path / "mine", tmp_path / "cgroup"))
     assert host_memory.available_memory() == 200_000_000 and host_memory.total_memory() == 300_000_000
+
+
+def test_a_missing_device_is_reported_before_the_memory(monkeypatch):
+    """The memory of this machine says nothing about a run that is to be on a GPU: `pick_device` refuses it."""
+    monkeypatch.setattr(memory_check, "_has_gpu", lambda wanted: False)
+    monkeypatch.setattr(memory_check, "available_memory", lambda what: 1e6)
+    assert check_room(settings(f"{SMALL} --device cuda"), GPT) is None
+    for device in ("auto", "cpu"):
+        with pytest.raises(SettingsError, match="training needs at least"):
+            check_room(settings(f"{SMALL} --device {device}"), GPT)

@@ -7,13 +7,14 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 import pretrain_gpt
 from megatron.errors import DataError, SettingsError, StorageError, UsageError
 from megatron.model.gpt.facts import GPTFacts
-from megatron.planner import calibrate, device
+from megatron.planner import calibrate, device, dry_run
 from megatron.planner.device import cpu, find
 from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster, step
@@ -297,7 +298,7 @@ def test_dry_run_tells_everything(capsys, tmp_path):
     )
     told = capsys.readouterr().out
     for words in (
-        "8 ranks on 1 node(s) = pipeline 2 x data 2",
+        "8 ranks on 1 node = pipeline 2 x data 2",
         "tp: 4 groups of 2",
         "embedding",
         "optimizer moments",
@@ -311,6 +312,15 @@ def test_dry_run_tells_everything(capsys, tmp_path):
     ):
         assert words in told
     assert list(tmp_path.iterdir()) == []
+
+
+def test_epochs_of_the_data_are_before_a_split_only_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(dry_run, "_tokens", lambda prefix: 10)
+    job = SimpleNamespace(facts=SimpleNamespace(sample_tokens=1000))
+    line = [*(word for word in TINY if word != "--mock-data"), "--global-batch-size", "4", "--train-iters", "5"]
+    for flag, split in (("--data-path", ", before --split"), ("--train-data-path", "")):
+        told = list(dry_run._data(parse_pretrain([*line, flag, "d"]), job, SimpleNamespace(dp=1)))
+        assert told[-1].strip() == f"2,000.00 epochs of all of it{split}"
 
 
 def test_dry_run_tells_of_tensor_parallelism_over_machines(capsys):

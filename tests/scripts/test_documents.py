@@ -27,6 +27,8 @@ OF_THE_READER = {
     "my_variant.py",
     "variant_b.py",
     "run_clm.py",
+    "pretrain_llama.py",
+    "run_recipe.py",
     "train.py",
 }
 FOLDERS = "megatron|tests|benchmarks|scripts|docs"

@@ -5,15 +5,11 @@ lead somewhere, flags exist."""
 import contextlib
 import importlib
 import io
-import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -35,90 +31,9 @@ def test_the_two_commands(bash):
     assert "passed" in bash("scripts/test.sh", *one).stdout
 
 
-SAID = [  # by each further block, in their order
-    ["iteration       20/      20", "validation results", "Return the"],
-    ["dry run: no problems found", "checks passed", "iteration        3/       3"],
-    re.findall(r"^```\n(the best of .*?)\.\.\.\n```", README, re.S | re.M)[0].splitlines(),
-    ["iteration       20/      20", "3 of 3 pass", "ended: finished", "iter_0000020", ": good", "done"],
-]
-
-SERVER = "python -m megatron.tools.dashboard"  # the only command of the blocks that does not end by itself
-
-
-@pytest.mark.sampled(10)
-@pytest.mark.parametrize(
-    "block, said", list(zip(BLOCKS[2:], SAID, strict=True)), ids=["own text", "look", "plan", "layouts"]
-)
-def test_commands_run_as_written(bash, quickstart, block, said):
-    commands = "".join(line for line in block.splitlines(keepends=True) if not line.startswith(SERVER))
-    out = bash("-euc", commands).stdout
-    assert [words for words in said if words not in out] == []
-
-
-@pytest.mark.sampled(5)
-def test_the_server_runs_as_written(copy, quickstart):
-    """It shows the run of the quickstart until Ctrl-C. Its port is a free one: another server may have the usual one."""
-    [line] = [line for block in BLOCKS for line in block.splitlines() if line.startswith(SERVER)]
-    words = [sys.executable, *shlex.split(line, comments=True)[1:], "--port", "0"]
-    server = subprocess.Popen(words, cwd=copy, stdout=subprocess.PIPE, text=True)
-    try:
-        address, shown, started = re.search(r"http://\S+", server.stdout.readline())[0], [], time.monotonic()
-        while "quickstart" not in shown and time.monotonic() - started < 60:  # it reads the files in the background
-            with urllib.request.urlopen(f"{address}api/runs", timeout=30) as answer:
-                shown = [run["name"] for run in json.load(answer)["runs"]]
-            time.sleep(0.05)
-        server.send_signal(signal.SIGINT)
-        assert "quickstart" in shown and server.wait(60) == 0
-    finally:
-        server.kill()
-        server.communicate()
-
-
 def test_a_command_that_does_not_end_is_shown(bash):
     with pytest.raises(pytest.fail.Exception, match="still ran after 0.5 s:\na server that waits for Ctrl-C"):
         bash("-c", "echo a server that waits for Ctrl-C; sleep 60", limit=0.5)
-
-
-def line_of_own_text(command: str) -> str:
-    """The README's first command with one's own text that starts a script or a tool."""
-    lines = BLOCKS[2].replace("\\\n", " ").splitlines()
-    return next(line for line in lines if command in line and not line.startswith("#"))
-
-
-@pytest.mark.full
-def test_the_training_command_goes_on_as_if_it_had_never_stopped(bash, quickstart):
-    """What the README says of the command that it shows: with more --train-iters the bits are those of a longer run."""
-    commands = "train_tokenizer", "preprocess_data.py", "pretrain_gpt.py"
-    vocabulary, tokens, train = (line_of_own_text(name).replace("runs/own", "runs/longer") for name in commands)
-    longer = train.replace("--train-iters 20", "--train-iters 40")
-    once = longer.replace("runs/longer/checkpoints", "runs/longer/at_once")
-    assert longer != train and once != longer and "--train-iters 40" in README
-    diff = "python -m megatron.tools.checkpoint diff runs/longer/checkpoints runs/longer/at_once"
-    out = bash("-euc", "\n".join(["source .venv/bin/activate", vocabulary, tokens, train, longer, once, diff])).stdout
-    assert "resuming at iteration 20" in out and "tensors are equal to the bit" in out
-
-
-@pytest.mark.sampled(5)
-def test_commands_for_gpus_are_possible_runs(bash, quickstart):
-    """The README's commands that need GPUs: their settings can work on the ranks that they start."""
-    [block] = [one for one in re.findall(r"```sh\n(.*?)```", README, re.S) if "--nproc-per-node 8" in one]
-    block = block.replace("\\\n", " ")
-    looked = ["source .venv/bin/activate", line_of_own_text("train_tokenizer"), line_of_own_text("preprocess_data.py")]
-    for line in block.splitlines():
-        words = line.split()
-        if "--nproc-per-node" in words:
-            ranks = words[words.index("--nproc-per-node") + 1]
-            look = f"--dry-run --world-size {ranks} --local-world-size {ranks} --device-name A100-80GB"
-            looked.append(f"python {' '.join(words[words.index('pretrain_gpt.py') :])} {look}")
-        elif "bash" in words:
-            looked.append(f"{line} --dry-run")
-        elif "sbatch" in words:
-            assert words[words.index("sbatch") + 1 : -1] == ["--nodes", "4", "scripts/slurm/pretrain.sbatch"]
-            looked.append(f"bash {words[-1]} --dry-run")
-        elif words and words[0] != "#":
-            looked.append(line)
-    out = bash("-euc", "\n".join(looked)).stdout
-    assert out.count("dry run: no problems found") == 3
 
 
 GUIDES = [ROOT / "docs" / "parallelism.md", ROOT / "docs" / "survival.md"]

@@ -110,6 +110,12 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
             "6 ranks cannot be divided by tensor x pipeline x context parallel size 2 x 2 x 1 = 4; run on 4 or 8",
         ),
         (
+            "--tp 2 --pp 2 --dry-run",
+            1,
+            "1 rank cannot be divided by tensor x pipeline x context parallel size 2 x 2 x 1 = 4; give the "
+            "ranks of the job that is planned: --world-size 4",
+        ),
+        (
             "--data-parallel-size 3",
             4,
             "--data-parallel-size 3 is not what there is: 4 ranks / (1 x 1 x 1) = 4; leave the flag out or run on 3",

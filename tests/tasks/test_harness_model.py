@@ -157,6 +157,36 @@ def test_texts_end_before_what_ends_them(trained, names, monkeypatch):
     assert harness.cut("a b\nc", ["\n", "b"]) == "a " and harness.cut("a b", []) == "a b"
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3, 7])
+def test_the_longest_texts_come_first_and_answers_in_the_order_of_requests(batch, names):
+    """So a batch has texts of like lengths, and what does not fit into memory is met at once."""
+    from megatron.tasks.harness import HarnessModel
+
+    sizes, seen = [3, 9, 1, 9, 4, 2], []
+    context = SimpleNamespace(
+        mesh=SimpleNamespace(dp=SimpleNamespace(rank=0, size=1)), all_gather_object=lambda one: [one]
+    )
+    model = SimpleNamespace(batch=batch, context=context)
+    work = lambda items: seen.append(items) or [10 * item for item in items]
+    assert HarnessModel.shared(model, sizes, lambda item: item, work) == [10 * size for size in sizes]
+    assert sum(seen, []) == sorted(sizes, reverse=True) and all(len(one) == batch for one in seen[:-1])
+
+
+def test_scores_of_continuations_are_the_plain_networks(trained, names):
+    """Of texts of any length side by side, the longest of which are cut at the beginning."""
+    draw, model = random.Random(4), adapter(trained)
+    weights = double(dict(model.model.named_parameters()))
+    numbers = lambda count: [draw.randrange(EOD) for _ in range(count)]
+    pairs = [(numbers(before), numbers(after)) for before, after in [(1, 1), (LENGTH + 3, 2), (LENGTH - 1, 1), (4, 5)]]
+    pairs += [(pairs[0][0], [one]) for one in range(3)]
+    found = model._loglikelihood_tokens([(None, *pair) for pair in pairs])
+    for (before, after), (score, greedy) in zip(pairs, found, strict=True):
+        text = (before + after)[-LENGTH - 1 :]
+        assert score == pytest.approx(token_scores(weights, text)[-len(after) :].sum().item(), abs=1e-4)
+        scores = hidden(weights, text[:-1]) @ weights["embedding.word.weight"][:VOCABULARY].T
+        assert greedy == (scores.argmax(-1)[-len(after) :].tolist() == after)
+
+
 YAML = """task: {name}
 dataset_path: json
 dataset_kwargs:

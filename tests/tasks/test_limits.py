@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations and tasks exactly at a limit, against plain loops over small numbers, so that borders are frequent."""
 
+import contextlib
 import itertools
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,11 +16,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.data.loader import DOCUMENTS, IDS, MASK, named_batch
-from megatron.errors import DataError
+from megatron.errors import DataError, SettingsError
+from megatron.model.bert.settings import GROUP as BERT
+from megatron.model.context import ForwardContext
+from megatron.model.facts import Facts
 from megatron.model.language_model import TOKENS
 from megatron.model.sample_arrays import LABELS, LOSS_MASK
 from megatron.mpu.mesh import Mesh
-from megatron.tasks import backbones, chat, classifier, finetune, metrics
+from megatron.tasks import backbones, chat, classifier, contaminated, dpo, finetune, metrics, spans
+from megatron.tasks import settings as kept_settings
 from megatron.tasks.chat_samples import (
     ChatSamples,
     EncodedTexts,
@@ -35,12 +41,13 @@ from megatron.tasks.dpo import PairComparison
 from megatron.tasks.evaluation import SpanMeasures, TaskMeasures
 from megatron.tasks.examples import Examples, TaskExample, place_of
 from megatron.tasks.pet import MockPatterns, Pattern, PetMeasures, PetRequests, choices_of, pet_datasets, refuse_unequal
-from megatron.tasks.readers import BertReader, CausalReader
+from megatron.tasks.readers import BertReader, CausalReader, T5Reader
 from megatron.tasks.samples import MockTaskSamples, TaskSamples, longest_cut, wanted, with_options
 from megatron.tasks.settings import LM_LOSS, TaskSettings, predictions_folder
 from megatron.tasks.soft_labels import with_soft_labels
 from megatron.tasks.spans import ENDS, MockSpanSamples
 from tests.data.test_stale_caches import Bytes, template_of
+from tests.serving.toy import EOD
 
 TEXT = st.lists(st.booleans(), min_size=1, max_size=7)  # which of its tokens are answers
 
@@ -432,6 +439,55 @@ def test_made_up_patterns_have_the_arrays_of_a_choice(soft):
             assert own is None or not soft or sample["shares"].tolist() == np.eye(3)[sample[LABELS]].tolist()
 
 
+READERS = {
+    "GPT": CausalReader(9, end=0),
+    "GPT with a begin": CausalReader(9, end=0, prefix=(7, 8)),
+    "BERT": BertReader(9, cls=1, sep=2),
+    "T5": T5Reader(9, bos=1, eos=2),
+}
+
+
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("kind", READERS)
+def test_texts_that_have_just_room_fill_a_sample(kind, pair):
+    """With what is around them. A second text begins where it is said."""
+    reader, first = READERS[kind], [3, 4]
+    second = [5] * (reader.room(pair) - 2) if pair else None
+    text = first if pair else [3, 4, *[5] * (reader.room(False) - 2)]
+    arrays = reader.read(text, second)
+    ids = next(iter(arrays.values())).tolist()
+    ends = {"GPT": [0], "BERT": [2], "T5": [2]}[kind.split()[0]]
+    begin = {"GPT": [], "GPT with a begin": [7, 8], "BERT": [1], "T5": []}[kind]
+    assert ids == [*begin, *first, *ends * pair, *[5] * (reader.room(pair) - 2), *ends * (kind in ("BERT", "T5"))]
+    assert len(ids) == 9 and (
+        kind == "T5" or not pair or ids[reader.pair_place(2)] == 5 != ids[reader.pair_place(2) - 1]
+    )
+
+
+@pytest.mark.parametrize("words", [[6], [6, 7]])
+def test_words_in_a_gap_are_read_and_written_as_each_model_does(words):
+    parts = [("text", [3, 4]), ("label", words), ("", [5])]
+    padded = lambda *ids, size=8: [*ids, *[0] * (size - len(ids))]
+    n = len(words)
+    of_bert = BertCloze(8, cls=1, sep=2, mask=9)._named(parts)
+    assert {name: array.tolist() for name, array in of_bert.items()} == {
+        "text": padded(1, 3, 4, *[9] * n, 5, 2),
+        "types": padded(),
+        "labels": padded(0, 0, 0, *words),
+        "loss_mask": padded(0, 0, 0, *[1] * n),
+        "padding_mask": padded(*[1] * (5 + n)),
+    }
+    of_t5 = T5Cloze(8, bos=1, sentinel=9, target=4)._named(parts)
+    assert {name: array.tolist() for name, array in of_t5.items()} == {
+        "text_enc": padded(3, 4, 9, 5),
+        "text_dec": padded(*[1, 9, *words[:-1]], size=4),  # each predicts the next one
+        "labels": padded(9, *words, size=4),
+        "loss_mask": padded(0, *[1] * n, size=4),  # the sentinel is known
+        "enc_mask": padded(1, 1, 1, 1),
+        "dec_mask": padded(*[1] * (1 + n), size=4),
+    }
+
+
 def test_the_limit_of_lengths_is_that_of_a_full_sample():
     config = SimpleNamespace(model=SimpleNamespace(seq_length=7))
     assert CausalReader.arrays(config, 9)[LENGTHS].below == 1 + CausalReader(7).read([1] * 7, None)[LENGTHS]
@@ -598,6 +654,73 @@ def test_lengths_become_the_next_multiple(number, size):
     assert backbones.multiple_above(number, size) == next(n for n in range(number, 99) if n % size == 0)
 
 
+@pytest.mark.parametrize("b, h, c, element", [(1, 8, 2, 4), (3, 5, 7, 2)])
+def test_bytes_of_the_loss_of_scores(b, h, c, element):
+    """States and scores are fp32 in the loss; a stage sends states in the format of the run."""
+    facts = backbones._scoring(Facts)
+    own = SimpleNamespace(settings=SimpleNamespace(hidden_size=h), num_outputs=c, label_tokens=3)
+    own.state_bytes = lambda share: facts.state_bytes(own, share)
+    states, scores = torch.zeros(b, h), torch.zeros(b, c)
+    share = SimpleNamespace(micro_batch_size=b, element=element, sp=False)
+    assert facts.loss_saved_bytes(own, share) == states.nbytes + scores.nbytes
+    assert facts.loss_workspace(own, share) == 2 * scores.nbytes
+    assert own.state_bytes(share) == b * h * element
+    sums = backbones._choosing(Facts).score_sums
+    sizes = 3 * b * h * element, 3 * scores.nbytes  # of each token of a label
+    assert sums(own, share) == sizes
+    assert sums(own, SimpleNamespace(**vars(share) | dict(sp=True))) == (*sizes, sizes[0])
+
+
+@pytest.mark.parametrize("given", [None, 2])
+def test_a_task_may_say_how_often_it_is_evaluated(given, tmp_path):
+    words = "" if given is None else f"settings: {{eval_epoch: {given}}}\n"
+    (tmp_path / "own.yaml").write_text(f"train: t.tsv\ntext: a\nlabel: b\n{words}")
+    said = dict(task=str(tmp_path / "own.yaml"), num_layers=1)
+    found = finetune.defaults({name: SimpleNamespace(value=value, words="") for name, value in said.items()})
+    assert found["eval_epoch"] == given or (given is None and found["eval_epoch"] == 1)
+
+
+@pytest.mark.parametrize("count, names", [(1, [""]), (2, ["matched", "mismatched"]), (3, ["a", "b", "c"])])
+def test_as_many_files_as_a_task_has_sets_are_these_sets(count, names, tmp_path):
+    """Other ones have the names of their files, and a single one has none."""
+    files = [str(tmp_path / f"{name}.tsv") for name in "abc"[:count]]
+    for file in files:
+        Path(file).touch()
+    task = SimpleNamespace(valid=dict(matched=("m",), mismatched=("n",)), train={}, test={}, home=None)
+    found = kept_settings._files(task, TaskSettings(task="t", valid_data=files), "valid")
+    assert found == tuple(zip(names, map(Path, files), strict=True))
+
+
+def test_labels_that_are_numbers_are_in_the_order_of_their_values(tmp_path):
+    """Ahead of words, which are in theirs."""
+    words = ["10", "b", "9", "-1.5", "a", "2", "10", ""]
+    (tmp_path / "t.tsv").write_text("\n".join(["text\tlabel", *(f"x\t{word}" for word in words)]))
+    (tmp_path / "own.yaml").write_text("train: t.tsv\ntext: text\nlabel: label\n")
+    own = TaskSettings(task=str(tmp_path / "own.yaml"), task_data=str(tmp_path))
+    assert kept_settings.open_task(own).task.labels == ("-1.5", "2", "9", "10", "a", "b")
+
+
+@pytest.mark.parametrize("there", list(itertools.product((True, False), repeat=2)))
+@pytest.mark.parametrize("given", [None, ["own.jsonl"]])
+def test_conversations_in_a_folder(given, there, tmp_path):
+    """Its files, if none are given for a split; without a training file its other files, or an error."""
+    train, valid = there
+    for name, so in (("train", train), ("valid", valid)):
+        if so:
+            (tmp_path / f"{name}.jsonl").touch()
+    settings = SimpleNamespace(train_data=given, valid_data=None, test_data=None)
+    wanted = dict(valid_data=[str(tmp_path / "valid.jsonl")]) if valid else {}
+    if train or given:
+        wanted |= {} if given else dict(train_data=[str(tmp_path / "train.jsonl")])
+        assert chat._files_of([str(tmp_path)], settings) == wanted
+    else:
+        with pytest.raises(DataError, match="has no train.jsonl"):
+            chat._files_of([str(tmp_path)], settings)
+    (tmp_path / "a.parquet").touch()
+    found = chat._files_of([str(tmp_path)], settings)
+    assert found == wanted | ({} if train or given else dict(train_data=[str(tmp_path)]))
+
+
 @pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
 @pytest.mark.parametrize("asked", [None, 63, 64, 65])
 def test_samples_are_no_longer_than_a_table_of_positions(asked, positions):
@@ -669,3 +792,202 @@ def test_scores_of_the_ends_of_a_piece_are_never_padding():
         for end in range(2):
             wanted = [x[place, text, end].item() if place < length else classifier.NEVER for place in range(4)]
             assert found[text, 4 * end : 4 * end + 4].tolist() == wanted
+
+
+@pytest.mark.parametrize("named", [None, "own"])
+@pytest.mark.parametrize("moved", [False, True])
+def test_pictures_of_a_run_are_where_it_wrote_them_or_where_it_is_now(named, moved, tmp_path):
+    """In the order of their names; a run that was moved has them below its folder."""
+    place, first = tmp_path / "now", tmp_path / "before" / (named or "save/predictions")
+    folder = place / "predictions" if moved else first
+    for path in (folder, place / "predictions"):
+        path.mkdir(parents=True, exist_ok=True)
+    for name in ("b", "c", "a"):
+        (folder / f"confusion-{name}.png").touch()
+    (place / "predictions" / "confusion-z.png").touch()
+    config = dict(extra={kept_settings.GROUP: dict(predictions=named)}, checkpoint=dict(save="save"))
+    found = kept_settings.confusion_pictures(dict(config=config, folder=str(tmp_path / "before")), place)
+    assert [path.parent for path in found] == [folder] * len(found)
+    assert [path.stem[-1] for path in found] == (["a", "b", "c", "z"] if moved else ["a", "b", "c"])
+    assert kept_settings.confusion_pictures(dict(config={}), place) == []
+
+
+@pytest.mark.parametrize("windows, cut", [(2, 0), (3, 0), (3, 1)])
+def test_the_log_says_what_questions_lose_and_that_a_text_has_several_windows(windows, cut, monkeypatch):
+    class Samples(list):
+        def __init__(self, examples, tokenizer, reader, whole):
+            super().__init__(range(windows if whole else 2))
+            self.examples, self.longest_question, self.whole = examples, 7, whole
+            self.questions_cut = lambda most: cut
+
+    monkeypatch.setattr(spans, "SpanSamples", Samples)
+    examples, told = SimpleNamespace(rows=[0, 0]), []
+    reader = SimpleNamespace(length=9)
+    made = finetune.span_datasets(dict(train=examples, valid=examples, test=None), None, reader, told.append)
+    assert [one and one.whole for one in made] == [False, True, None]
+    lines = [
+        f" > {split}: {cut} of 2 questions are longer than 7 tokens and lose their end" for split in ("train", "valid")
+    ]
+    wanted = lines * bool(cut)
+    assert told == wanted + [f" > 2 questions of validation have {windows} windows of 9 tokens"] * (windows > 2)
+
+
+@pytest.mark.parametrize("kinds", [0, 1, 2, 3])
+def test_types_of_tokens_are_those_that_a_bert_has(kinds):
+    """The second text's tokens have type 1, if there are two types."""
+    found = BertReader(9, cls=1, sep=2, kinds=kinds).read([3, 4], [5])
+    assert found["types"].tolist() == [0, 0, 0, 0, *[int(kinds > 1)] * 2, 0, 0, 0]
+    config = SimpleNamespace(model=SimpleNamespace(seq_length=9), extra={BERT: SimpleNamespace(num_tokentypes=kinds)})
+    assert BertReader.arrays(config, 50)["types"].below == BertCloze.arrays(config, 50)["types"].below == max(2, kinds)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_sample_without_a_label_has_no_loss_and_scores_are_collected_in_evaluations(training):
+    collected, scores = [], torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.0, 0.5]])
+    mask = torch.tensor([1.0, 0.0, 1.0])
+    batch = SimpleNamespace(loss_mask=mask, num_tokens=mask.sum(), labels=torch.tensor([0, 1, 1]), arrays={})
+    model = SimpleNamespace(last=True, training=training, collect=lambda batch, scores: collected.append(scores))
+    model.read, model.region = lambda batch: batch, contextlib.nullcontext
+    model.trunk, model.scores = lambda x, batch: (x, {"aux": 7.0}), lambda x, batch: scores
+    model.losses = lambda scores, batch: classifier.losses_of(scores, batch)
+    x, sums = classifier.scoring(torch.nn.Module).forward(model, None, batch)
+    log_p = scores.log_softmax(1)
+    assert x is None and sums["aux"] == 7.0 and sums["tokens"] == 2.0
+    assert sums["loss"].item() == pytest.approx(-(log_p[0, 0] + log_p[2, 1]).item())
+    assert [torch.equal(one, scores) for one in collected] == [True] * (not training)
+    model.last = False
+    assert classifier.scoring(torch.nn.Module).forward(model, "x", batch) == ("x", {"aux": 7.0})
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (1, 3), (2, 2)])
+def test_what_ends_answers_and_where_they_are_is_kept(sizes):
+    """Of each text of each file: its last token, its file and its line."""
+    answer = lambda n: [dict(role="user", content="q"), dict(role="assistant", content="a" * n)]
+    files = ["x.jsonl", "y.jsonl"]
+    texts = [SimpleNamespace(where=f"{file}, line {n + 1}", messages=answer(n), tools=None)
+             for file, count in zip(files, sizes, strict=True) for n in range(count)]  # fmt: skip
+    made = TextEncoder(Bytes(), template_of(Bytes()))._arrays(texts, files)
+    assert made["places"].tolist() == [0] * sizes[0] + [1] * sizes[1]
+    assert made["lines"].tolist() == [*range(1, sizes[0] + 1), *range(1, sizes[1] + 1)]
+    assert made["stops"].tolist() == [EOD] * len(texts) and len(made["tokens"]) == made["ends"][-1]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("abc")), min_size=1, max_size=4))
+@example([("a", "b"), ("b", "c")])  # the rejected answer of one is the chosen one of the next
+def test_pairs_of_equal_answers_are_left_out(pairs):
+    texts = [text for pair in pairs for text in pair]
+    data = encoded([[0, 1]] * len(texts))
+    tokens = np.array([[9, ord(text)] for text in texts], np.int32).flatten()
+    data, used = replace(data, tokens=tokens), [n for n, (one, other) in enumerate(pairs) if one != other]
+    if not used:
+        with pytest.raises(DataError, match="no pair of answers"):
+            pair_samples(data, ["a.jsonl"], 8, 0)
+        return
+    samples, notes = pair_samples(data, ["a.jsonl"], 8, 0)
+    assert samples.rows == [[2 * n, 2 * n + 1] for n in used]
+    assert said(notes, "have two equal answers") == len(pairs) - len(used)
+
+
+@pytest.mark.parametrize("target, words", [(1, 1), (2, 1), (3, 2), (9, 2)])
+def test_made_up_labels_have_room_in_a_decoder(target, words):
+    for seed in range(20):
+        arrays = T5Cloze(9, bos=1, sentinel=2, target=max(2, target)).made_up(np.random.default_rng(seed), 50)
+        assert arrays[LOSS_MASK].sum() == words and arrays["enc_mask"].sum() >= 2
+
+
+def test_tokens_of_a_pair_count_together_as_much_as_the_pair(monkeypatch):
+    """In losses that balance experts: of both answers, not of the prompt; a pair that does not count has 0."""
+    monkeypatch.setattr(dpo.GPT, "context", lambda model, batch: ForwardContext())
+    documents = torch.tensor([[0, 0, 0], [0, 1, 0], [1, 1, 1], [1, 2, 2]])
+    mask = torch.tensor([[0.0, 1, 0], [1, 1, 0], [1, 0, 0], [1, 0, 0]])
+    batch = SimpleNamespace(document_ids=documents, labels=documents, loss_mask=mask)
+    model = PairComparison.__new__(PairComparison)
+    torch.nn.Module.__init__(model)
+    model.cp = Mesh().cp
+    for mixture in (True, False):
+        model.facts = SimpleNamespace(settings=SimpleNamespace(mixture=mixture))
+        found = PairComparison.context(model, batch).weights
+        assert found.tolist() == (mask / mask.sum(0).clamp_min(1)).tolist() if mixture else found is None
+    assert model._sides(batch)[0].T.tolist() == [[0, 1, -1, -1], [1, -1, 0, 0], [0, 0, 0, 0]]
+    batch = SimpleNamespace(document_ids=None, labels=torch.zeros(5, 1), loss_mask=None)  # the halves of a text
+    assert model._sides(batch)[0].flatten().tolist() == [1, 1, 1, -1, -1]
+
+
+@pytest.mark.parametrize("pair", [None, [5, 6]])
+@pytest.mark.parametrize("kind", READERS)
+def test_hidden_words_are_replaced_and_what_is_around_them_is_not(kind, pair):
+    reader, words = READERS[kind], {3, 4, 5, 6}
+    arrays = reader.read_hidden([3, 4], pair, 77)
+    ids = next(iter(reader.read([3, 4], pair).values())).tolist()
+    assert arrays["hidden"].tolist() == [77 if id in words else id for id in ids]
+    assert "hidden" not in reader.read_hidden([3, 4], pair, None)
+
+
+HIDING = [(8, [9], 1, (8, 9, 1)), (None, [], 1, (1, 1, 1)), (None, [], None, (0, 0, 0))]
+
+
+@pytest.mark.parametrize("mask, sentinels, eod, words", HIDING)
+def test_the_token_that_hides_words(mask, sentinels, eod, words):
+    """That of pretraining, else the end of document, else 0, as for made-up samples."""
+    tokenizer = SimpleNamespace(special=dict(mask=mask).get, sentinels=sentinels, eod=eod)
+    kinds = BertReader, T5Reader, CausalReader
+    assert tuple(kind.hidden_word(tokenizer) for kind in kinds) == words
+    assert [kind.hidden_word(None) for kind in kinds] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["classes", "options", "numbers"])
+def test_files_beside_predictions(kind, tmp_path):
+    """Probabilities of classes and options, a picture of classes whose labels are all known."""
+    task = SimpleNamespace(name="t", metrics=(), labels=("a", "b"), outputs=2, one_answer=False, answers={})
+    task.regression, task.options = kind == "numbers", "o" if kind == "options" else None
+    measures = TaskMeasures.__new__(TaskMeasures)
+    measures.task, measures.folder = task, str(tmp_path)
+    scores = np.array([[0.5], [1.5]]) if kind == "numbers" else np.log([[0.25, 0.75], [0.5, 0.5]])
+    rows = [TaskExample("q", None, label, str(n)) for n, label in enumerate((1, 0))]
+    predicted = scores[:, 0] if kind == "numbers" else scores.argmax(1)
+    measures._write(rows, scores, predicted, "test", "")
+    words = ["0.5", "1.5"] if kind == "numbers" else ["b", "a"]
+    assert (tmp_path / "t.tsv").read_text() == "index\tprediction\n" + "".join(
+        f"{n}\t{w}\n" for n, w in enumerate(words)
+    )
+    shares = tmp_path / "t.probabilities.tsv"
+    assert shares.exists() == (kind != "numbers")
+    if kind != "numbers":
+        assert shares.read_text().splitlines()[1] == "0\t0.250000\t0.750000"
+    assert (tmp_path / "confusion-test.png").exists() <= (kind == "classes")
+
+
+def test_rows_without_a_class_are_counted_in_a_note(tmp_path):
+    (tmp_path / "t.tsv").write_text("text\tlabel\na\tx\nb\t-\nc\ty\nd\t-\n")
+    (tmp_path / "own.yaml").write_text('train: t.tsv\ntext: text\nlabel: label\nlabels: [x, y]\nskip: ["-"]\n')
+    examples = kept_settings.examples_of(TaskSettings(str(tmp_path / "own.yaml"), str(tmp_path)), "train")
+    assert [row.text for row in examples.rows] == ["a", "c"] and [row.id for row in examples.rows] == ["0", "2"]
+    assert any("2 of 4" in note for note in examples.notes), examples.notes
+
+
+def test_files_of_conversations_that_are_named_twice_are_refused(tmp_path):
+    """--data-path with files is --train-data; with several, too."""
+    settings = SimpleNamespace(train_data=None, valid_data=None, test_data=None)
+    for files in (["a.jsonl"], ["a.jsonl", str(tmp_path)]):
+        assert chat._files_of(files, settings) == dict(train_data=files)
+        with pytest.raises(SettingsError, match="--data-path a.jsonl and --train-data b both name what is learned"):
+            chat._files_of(files, SimpleNamespace(**vars(settings) | dict(train_data=["b"])))
+
+
+@pytest.mark.parametrize("pooling", [None, "first", "mean"])
+@pytest.mark.parametrize("kind", ["GPT", "BERT", "T5"])
+def test_settings_of_a_decoder_have_an_effect_where_there_is_one(kind, pooling):
+    """In a T5 whose head does not see the mean of its encoder."""
+    idle = backbones.trunk_idle(lambda s: s.kind, lambda s: s.pooling)
+    for name in ("decoder_num_layers", "decoder_seq_length"):
+        assert idle[name].met(SimpleNamespace(kind=kind, pooling=pooling)) == (kind == "T5" and pooling != "mean")
+    assert "--backbone T5" in idle["decoder_seq_length"].words and "--pooling" in idle["decoder_seq_length"].words
+
+
+@pytest.mark.parametrize("given", [None, ["0.5", "a", "b"]])
+def test_training_data_that_cannot_be_asked_is_said_where_it_was_named(given):
+    data = SimpleNamespace(data_path=["0.5", "a", "b"], train_data_path=None)
+    found, notices = contaminated.training_contents(data, given)
+    assert found is None and len(notices) == (given is not None)
+    assert all("of evaluation sets is not known" in notice and "--train-data" in notice for notice in notices)
+    assert contaminated.training_contents(SimpleNamespace(data_path=None, train_data_path=None), None) == (None, [])

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures exactly at a threshold, the first of equal ones, and the last of too many."""
 
+import errno
 import json
 import math
+import random
+import re
 import urllib.error
 from types import SimpleNamespace
 
@@ -10,8 +13,27 @@ import numpy as np
 import pytest
 
 from megatron.errors import SettingsError
-from megatron.telemetry import notify, rank_times, timers
+from megatron.settings.schema import Logging
+from megatron.telemetry import (
+    curves,
+    figures,
+    heat_map,
+    host_memory,
+    lanes_drawing,
+    memory,
+    metrics,
+    notify,
+    peak_flops,
+    prometheus,
+    rank_times,
+    report_compare,
+    report_facts,
+    stragglers,
+    tail,
+    timers,
+)
 from megatron.telemetry.curves import extremes
+from megatron.telemetry.directions import LARGER, SMALLER, direction_of
 from megatron.telemetry.event_rules import (
     ABOVE,
     DEFAULTS,
@@ -23,9 +45,11 @@ from megatron.telemetry.event_rules import (
     read_rules,
 )
 from megatron.telemetry.history import History
+from megatron.telemetry.log_lines import _fitted
 from megatron.telemetry.memory import MemoryUse, memory_line
 from megatron.telemetry.run_folder import last_saved
-from megatron.telemetry.stragglers import LEAST, Peers, WindowRule, _large, slow_ranks
+from megatron.telemetry.step_metrics import Interval, RunSizes, StepMetrics
+from megatron.telemetry.stragglers import LEAST, Peers, StragglerDetector, WindowRule, _large, slow_ranks
 
 
 def events(records, **rules) -> list[tuple[str, int]]:
@@ -226,3 +250,528 @@ def test_the_newest_checkpoint_is_the_one_of_the_highest_number(tmp_path):
         if whole:
             (folder / "index.json").touch()
     assert last_saved(str(tmp_path)).iteration == 10
+
+
+# ---- what is measured ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(rank_times.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_a_stop_counts_in_the_wait_in_which_it_began(clock):
+    """Not one that began before, or in another part."""
+    times = rank_times.HostTimes(waits=False)
+    times.usage.close()
+    for part, since, counted in (("waiting", 2.0, True), ("waiting", 0.5, False), ("forward", 2.0, False)):
+        clock.now = 1.0
+        times.enter(part)
+        times.stopped = 0.0
+        times.was_stopped(since, 3.0)
+        times.leave()
+        assert times.stopped == 3.0 * counted, (part, since)
+
+
+def test_time_of_another_thread_counts_and_that_of_what_does_not_count_does_not(monkeypatch):
+    """Seconds (on a core, in the queue): of the thread itself, of a helper, without those of a save inside of another."""
+    times = rank_times.HostTimes(waits=False)
+    times.usage.close()
+    now = SimpleNamespace(at=(10.0, 4.0))
+    monkeypatch.setattr(times.usage, "read", lambda: now.at)
+    times.host_times()
+    now.at = (13.0, 5.0)
+    times.add_host_times((2.0, 0.5))
+    times.exclude_host_time(True)
+    now.at = (14.0, 5.0)
+    times.exclude_host_time(True)
+    now.at = (20.0, 7.0)
+    times.exclude_host_time(False)
+    now.at = (21.0, 7.5)
+    times.exclude_host_time(False)
+    now.at = (22.0, 8.0)
+    assert times.host_times() == {"cpu": 2.0 + 3.0 + 1.0, "queue": 0.5 + 1.0 + 0.5}
+    assert times.host_times() == {"cpu": 0.0, "queue": 0.0}
+
+
+@pytest.mark.parametrize("text, queue", [(b"7 2500000000 3", 2.5), (b"7", 0.0), (b"7 x 3", 0.0)])
+def test_the_queue_of_a_thread_is_in_seconds(text, queue, monkeypatch):
+    """Linux says nanoseconds."""
+    usage = rank_times.ThreadUsage()
+    usage.close()
+    monkeypatch.setattr(rank_times.os, "pread", lambda file, size, at: text)
+    usage.file = 99
+    assert usage.read()[1] == queue
+
+
+@pytest.mark.parametrize(
+    "now, most, use", [(3, 5, (3, 5)), (0, 5, (5, 5)), (3, 0, (3, 7 * 1024)), (0, 0, (7168, 7168))]
+)
+def test_memory_where_the_system_does_not_report_it(now, most, use, monkeypatch):
+    """The peak for the present use, and that of getrusage, in KiB on Linux, for the peak."""
+    monkeypatch.setattr(memory, "resident_memory", lambda: now)
+    monkeypatch.setattr(memory, "most_resident_memory", lambda: most)
+    monkeypatch.setattr(memory.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=7))
+    assert memory.memory_use("cpu") == MemoryUse(*use)
+
+
+@pytest.mark.parametrize("whole", [None, 900.0])
+@pytest.mark.parametrize("limits", [(), (1000.0,), (500.0, 700.0)])
+def test_memory_of_a_machine_is_that_of_its_smallest_group(whole, limits, monkeypatch):
+    monkeypatch.setattr(host_memory, "_meminfo", lambda name: whole)
+    monkeypatch.setattr(host_memory, "_groups", lambda: [(None, limit, None) for limit in limits])
+    monkeypatch.setattr(host_memory, "_left_in_groups", lambda: list(limits))
+    wanted = None if whole is None else min([whole, *limits])
+    assert host_memory.total_memory() == host_memory.available_memory(None) == wanted
+    assert host_memory.available_memory() == (8e9 if whole is None else wanted)
+
+
+@pytest.mark.parametrize("after_end", [False, True])
+@pytest.mark.parametrize("fails", [0, 1, 2, 3])
+def test_an_event_is_tried_as_often_as_there_are_pauses_and_once_at_the_end(fails, after_end):
+    tries = []
+
+    def send(event):
+        tries.append(event)
+        if len(tries) <= fails:
+            raise notify.Undeliverable("busy")
+
+    box = notify.Outbox("b", send, run="r", pauses=(0.0, 0.0))
+    if after_end:
+        box.hurry.set()
+    most = 1 if after_end else 3
+    assert (box._deliver({}), len(tries)) == ("" if fails < most else "busy", min(fails + 1, most))
+
+
+@pytest.mark.parametrize(
+    "number, told",
+    [
+        (errno.EADDRINUSE, "another process listens on this port"),
+        (errno.EACCES, "ports below 1024"),
+        (99, "0.0.0.0 for"),
+    ],
+)
+def test_why_a_port_cannot_be_listened_on(number, told):
+    logging = SimpleNamespace(metrics_port=80, metrics_host="h")
+    error = prometheus._cannot_listen(logging, OSError(number, "no"))
+    said = f"{error}"
+    words = ["another process listens on this port", "ports below 1024", "0.0.0.0 for"]
+    assert [word in said for word in words] == [word == told for word in words]
+
+
+# ---- stages --------------------------------------------------------------------------------------------------------------
+
+
+def stage_rows(first: float, second: float, more: float = 0.0, ranks: int = 4, waiting: float = 0.0) -> np.ndarray:
+    """Seconds of a step of each rank of two stages, in the columns of `COLUMNS`."""
+    rows = np.zeros((ranks, len(rank_times.COLUMNS)))
+    own = np.repeat([first, second], ranks // 2)
+    for column, values in ((rank_times.FORWARD, own), (rank_times.CPU, own), (rank_times.WAITING, waiting)):
+        rows[:, rank_times.COLUMNS.index(column)] = values
+    rows[:, rank_times.COLUMNS.index(rank_times.BACKWARD)] = more
+    rows[:, rank_times.COLUMNS.index(rank_times.CPU)] += more
+    return rows
+
+
+@pytest.mark.parametrize("waiting, told", [(0.0, True), (1.5, False)])
+def test_a_stage_is_slow_if_it_costs_a_tenth_of_a_step(waiting, told):
+    """By a third more than before; in a step that waits for long it does not matter."""
+    detector = StragglerDetector([0, 0, 1, 1])
+    usual, slow = stage_rows(0.3, 0.3, waiting=waiting), stage_rows(0.3, 0.4, waiting=waiting)
+    found = [finding for rows in [usual] * 12 + [slow] * 6 for finding in detector.observe(rows, 1)]
+    assert [finding.kind for finding in found] == ["slow_stage"] * told
+    assert all(finding.fields["stage"] == 1 and finding.rank is None for finding in found)
+
+
+@pytest.mark.parametrize("slower, told", [(1.05, True), (1.15, False)])
+def test_a_network_is_slow_if_ranks_compute_as_fast_as_before(slower, told):
+    detector = StragglerDetector([0, 0, 1, 1])
+    usual, waits = stage_rows(0.3, 0.3, waiting=0.1), stage_rows(0.3 * slower, 0.3 * slower, waiting=0.4)
+    found = [finding for rows in [usual] * 12 + [waits] * 6 for finding in detector.observe(rows, 1)]
+    assert [finding.kind for finding in found] == ["slow_network"] * told
+
+
+def test_thresholds_are_those_that_are_documented():
+    """The user's page has them in percent."""
+    assert (stragglers.SHARE, stragglers.COST, stragglers.DATA_SHARE) == (0.25, 0.10, 0.25)
+    assert (DEFAULTS["slow_data"].threshold, DEFAULTS["slow_rank"].threshold) == (0.25, 1.25)
+
+
+# ---- numbers and lines ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [figures.count, figures.size, figures.seconds])
+def test_no_number_is_shown_that_is_one_of_a_larger_unit(form):
+    """Around each power of ten, and where a number is rounded up to it: at most 4 digits before the unit, none lost."""
+    limits = [
+        0.999995,
+        999.995,
+        7200,
+        9_999.5,
+        999.95e3,
+        0.99995e6,
+        999.95e6,
+        0.99995e9,
+        0.999995e12,
+        999.95e9,
+        360_000,
+    ]
+    limits += [10.0**power for power in range(-3, 14)]
+    units = dict(ms=1e-3, s=1, min=60, h=3600, days=86400, B=1, kB=1e3, MB=1e6, GB=1e9, TB=1e12, k=1e3, M=1e6, T=1e12)
+    for x in sorted({limit * factor for limit in limits for factor in (1 - 1e-6, 1, 1 + 1e-6, 2.5)}):
+        x = round(x) if form is figures.size and x < 1e4 else x  # bytes are whole
+        text, _, unit = form(x).partition(" ")
+        value = float(text.replace(",", ""))
+        scale = {"B": 1e9, "": 1}.get(unit, units.get(unit)) if form is figures.count else units[unit or "B"]
+        assert value * scale == pytest.approx(x, rel=6e-2, abs=0.6)
+        if form is not figures.seconds and unit not in ("T", "TB", "") or unit == "ms":
+            assert value < 1000, (x, text, unit)
+
+
+@pytest.mark.parametrize("records, last", [(1, 1), (9, 1), (10, 1), (19, 1), (20, 2)])
+def test_loads_of_experts_at_the_end_are_those_of_the_last_tenth(records, last):
+    loads = np.ones((3, records))
+    loads[:, -last:] = [[0.0], [2.0], [4.0]]
+    found = heat_map.imbalance("a", loads)
+    assert (found.largest, found.smallest, found.idle) == (2.0, 0.0, [0])
+
+
+@pytest.mark.parametrize("span", [0.0004, 0.001, 0.0099, 0.01, 0.25, 0.999, 3.0])
+def test_marks_of_a_time_axis(span):
+    """One to ten, at round numbers of milliseconds, each at its place."""
+    scale = 500 / span
+    parts = "".join(lanes_drawing._axis(span, scale, 90.0))
+    lines = [float(x) for x in re.findall(r'<line x1="([\d.]+)"', parts)]
+    labels = [float(x) for x in re.findall(r">([\d.e+]+) ms<", parts)]
+    assert 1 <= len(labels) <= 10 and labels[0] == 0
+    step = 10.0 ** math.floor(math.log10(max(1, 1000 * span)))
+    assert labels == [step * n for n in range(len(labels))] and labels[-1] + step > 1000 * span
+    assert lines == pytest.approx([lanes_drawing.LEFT + label / 1000 * scale for label in labels], abs=0.006)
+
+
+@pytest.mark.parametrize("losses, nan", [([1.0, 2.0], 0), ([math.nan, 1.0], 1), ([math.inf], 1), ([], 0)])
+def test_a_skipped_step_is_one_of_nan_if_any_loss_is_no_number(losses, nan):
+    interval = Interval()
+    step = StepMetrics(1, 8, 8, {}, 1e-3, skipped=True)
+    interval.add(step, {str(n): loss for n, loss in enumerate(losses)}, 2.0)
+    assert (interval.skipped, interval.nan, interval.advanced, interval.means, interval.seconds) == (1, nan, 0, {}, 2.0)
+    interval.add(StepMetrics(2, 16, 8, {}, 1e-3), {"a": 3.0, "b": 1.0}, 1.0)
+    interval.add(StepMetrics(3, 24, 8, {}, 1e-3), {"a": 4.0}, 1.0)
+    assert interval.means == {"a": 3.5, "b": 1.0} and (interval.steps, interval.samples) == (3, 24)
+
+
+def test_a_line_leaves_out_its_least_important_parts_one_rank_after_another():
+    parts = [(rank, f"part{rank}") for rank in range(10)]
+    shown = set()
+    for width in range(5, 80):
+        line = _fitted(parts, width)
+        assert len(line) <= width
+        ranks = [int(word[-1]) for word in line.split() if word[-1].isdigit() and len(word) == 5]
+        assert ranks == list(range(len(ranks))) or len(ranks) > 6
+        shown.add(len(ranks))
+    assert {1, 2, 3, 4, 5, 6, 10} <= shown
+
+
+# ---- reports -------------------------------------------------------------------------------------------------------------
+
+
+def history_of(*records: dict, **run) -> History:
+    history = History()
+    history.add(json.dumps(record).encode() for record in (dict(kind="run", iteration=0, time="2026") | run, *records))
+    return history
+
+
+def test_the_peak_of_memory_is_reached_when_all_but_a_hundredth_is_used():
+    used = [(1, 50), (2, 98), (3, 99), (4, 100), (5, 60)]
+    history = history_of(*(dict(kind="memory", iteration=at, bytes=own * 10**9) for at, own in used), device="cuda")
+    rows = dict(report_facts.memory(history))
+    assert rows["peak on rank 0"] == "100.00 GB: tensors on cuda" and rows["reached"].endswith("by iteration 3")
+    assert report_facts.memory(history_of()) == []
+
+
+def test_sums_of_a_run_are_those_of_its_steps_and_evaluations():
+    steps = [
+        {"kind": "step", "iteration": n, "consumed_samples": 8 * n, "seconds": 10.0 * n, "skipped": n == 2}
+        for n in (1, 2, 3)
+    ]
+    evals = [
+        {"kind": "eval", "iteration": n, "split": "validation", "lm loss": 3.0 - n, "seconds": 70.0} for n in (1, 2)
+    ]
+    history = history_of(*(step | {"lm loss": 2.0} for step in steps), *evals, config=dict(model=dict(seq_length=16)))
+    saves = [dict(event="save", seconds=2.0), dict(event="save", seconds=4.0), dict(event="save"), dict(event="spike")]
+    assert report_facts.totals(history, saves) == {
+        "iterations": "3",
+        "samples": "24",
+        "tokens": "384",
+        "time in training steps": "0:01:00",
+        "time in evaluation": "0:02:20",
+        "median time of a step": "20.00 s",
+        "checkpoints saved": "3, 3.00 s each",
+        "skipped steps (fp16 overflow)": "1",
+        "steps without a finite loss": "0",
+        "last validation loss": "1.0000",
+    }
+
+
+def test_accounts_of_supervisors_are_added_and_small_losses_left_out():
+    account = dict(wall=100.0, productive=60.0, steps=5, repeated_steps=1, restarts=1, checkpoints=2)
+    events = [
+        dict(event="end", source="supervisor", account=account | dict(lost=dict(startup=30.0, hang=0.03, save=0.02))),
+        dict(event="end", source="supervisor", account=account | dict(lost=dict(hang=0.02, save=0.02, startup=1.0))),
+        dict(event="end", source="run", account=account | dict(lost={})),
+        dict(event="supervisor_lost", source="supervisor"),
+    ]
+    assert report_facts.supervision(events) == [
+        ("supervised time", "200.00 s, in 2 parts"),
+        ("steps that count", "120.00 s, 60.0%"),
+        ("startup", "31.00 s, 15.5%"),
+        ("hang", "50.00 ms, 0.0%"),
+        ("steps", "10"),
+        ("repeated steps", "2"),
+        ("restarts", "2"),
+        ("checkpoints", "4"),
+        ("no account", "of 1 supervisor that was killed"),
+    ]
+    assert report_facts.supervision(events[2:3]) == []
+
+
+def test_the_line_below_the_title():
+    config = dict(model=dict(num_layers=2, hidden_size=8, seq_length=16))
+    mesh = dict(tp=2, replicate=2, shard=3, pp=1, ep=2)
+    run = dict(parameters=12345, config=config, mesh=mesh, time="2026-01-02T03:04:05")
+    line = report_facts.subtitle(history_of(**run))
+    words = "12.3 k parameters", "2 layers of width 8, 16 tokens", "tp 2 x dp 6", "ep 2", "2026-01-02 03:04"
+    assert line == " \u00b7 ".join(words)
+    assert "one process" in report_facts.subtitle(history_of(mesh=dict(tp=1)))
+
+
+def test_losses_of_runs_are_compared_at_the_last_step_that_all_have():
+    step = lambda n, loss: {"kind": "step", "iteration": n, "consumed_samples": 8 * n, "seconds": 1.0, "lm loss": loss}
+    short = history_of(*(step(n, float(n)) for n in range(1, 31)))
+    long = history_of(*(step(n, 2.0 * n) for n in range(1, 51)))
+    found = report_compare.final_losses(dict(a=short, b=long))
+    mean = sum(range(11, 31)) / 20
+    assert found == {"lm loss, step 1": [1.0, 2.0], "lm loss, mean of 20 steps to 30": [mean, 2 * mean]}
+    assert report_compare.figures_of(long)["seconds"] == 50.0 and report_compare.figures_of(long)["samples"] == 400
+
+
+def test_settings_that_differ_come_ahead_of_places():
+    runs = {
+        name: history_of(
+            commit="c", config=dict(a=dict(seed=1, lr=lr, save=name), given={}, extra=dict(own=dict(x=name)))
+        )
+        for name, lr in (("one", 0.1), ("other", 0.2))
+    }
+    assert list(report_compare.differences(runs).items()) == [
+        ("code commit", ["c", "c"]),
+        ("--seed", ["1", "1"]),
+        ("--lr", ["0.1", "0.2"]),
+        ("--x", ["one", "other"]),
+        ("--save", ["one", "other"]),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["training", "validation"])
+def test_runs_that_saw_the_same_samples(kind):
+    def run(ledgers=(), places=(), seed=1):
+        steps = [
+            dict(kind="step", iteration=n, consumed_samples=n) | (dict(ledger=one) if one else {})
+            for n, one in enumerate(ledgers, 1)
+        ]
+        evals = [
+            dict(kind="eval", split="validation", iteration=n)
+            | ({} if first is None else dict(first_sample=first, samples=4))
+            for n, first in enumerate(places, 1)
+        ]
+        return history_of(*steps, *evals, config=dict(logging=dict(seed=seed)))
+
+    said = lambda *both: report_compare.same_samples(*both)[kind].partition(":")[0]
+    if kind == "training":
+        cases = [("abc", "ab", "yes"), ("abc", "abd", "no"), ("abc", [None, "b"], "yes"), ("a", [], "unknown")]
+        for one, other, wanted in cases:
+            assert said(run(one), run(other)) == wanted
+        words = report_compare.same_samples(run("abcd"), run("axyd"))["training"]
+        assert words == "no: other samples in 2 of 4 steps, first in step 2"
+        return
+    for one, other, wanted in [
+        ([0, 4], [0, 4], "yes"),
+        ([0, 4], [0, 8], "no"),
+        ([0], [None], "unknown"),
+        ([], [0], "unknown"),
+    ]:
+        assert said(run(places=one), run(places=other)) == wanted
+    assert said(run(places=[0]), run(places=[0], seed=2)) == "no"
+
+
+@pytest.mark.parametrize("missing", [None, 1])
+def test_values_are_followed_by_their_difference_from_the_first(missing):
+    values = [2.5, 2.5, 2.75]
+    wanted = ["2.5000", "2.5000 (the same)", "2.7500 (+0.25)"]
+    if missing:
+        values[0], wanted = None, ["-", "2.5000", "2.7500"]
+    assert report_compare._against_first(values) == wanted
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_line_of_a_file_that_grows_is_read_once(seed, tmp_path, monkeypatch):
+    """Read in pieces of any size, while lines are half written; from the start again where the file became another one."""
+    draw, path, written, found = random.Random(seed), tmp_path / "a.jsonl", b"", []
+    monkeypatch.setattr(tail, "PART", 80)  # more than two lines
+    reader = tail.Tail(path)
+    assert reader.read() == ([], False)
+    for turn in range(60):
+        more = b"".join(b"%d" % draw.randrange(10 ** draw.randint(1, 9)) + b"\n" * draw.randint(0, 1) for _ in range(4))
+        if turn in (20, 40):
+            written = b"anew %d\n" % turn
+            path.write_bytes(written)
+        written += more if len(written) - written.rfind(b"\n") < 12 else b"\n"
+        path.write_bytes(written)
+        for _ in range(draw.randint(1, 30)):
+            lines, again = reader.read()
+            found = lines if again else found + lines
+        while lines or again:
+            lines, again = reader.read()
+            found = lines if again else found + lines
+        whole = written[: written.rfind(b"\n") + 1].splitlines(keepends=True)
+        assert found == [line for line in whole if line.strip()]
+
+
+def test_a_file_that_did_not_change_is_not_read_again(tmp_path, monkeypatch):
+    path, reads = tmp_path / "a", []
+    path.write_bytes(b"one\ntwo\nhal")
+    reader = tail.Tail(path)
+    read = reader._text_from
+    reader._text_from = lambda start: reads.append(start) or read(start)
+    assert reader.read() == ([b"one\n", b"two\n"], False) and len(reads) == 1
+    assert reader.read() == ([], False) and len(reads) == 1
+    path.write_bytes(b"one\ntwo\nhalf\n")
+    assert reader.read() == ([b"half\n"], False) and reader.read() == ([], False)
+
+
+# ---- sequences of steps --------------------------------------------------------------------------------------------------
+
+
+def test_losses_above_a_guess_count_from_the_last_one_below():
+    limit = int(DEFAULTS["loss_above_guess"].threshold)
+    losses = ([5.0] * (limit - 1) + [3.0]) * 5 + [4.0] * limit + [5.0] * limit  # as large as a guess is none above
+    assert events([{"lm loss": loss} for loss in losses]) == [("loss_above_guess", len(losses))]
+
+
+def test_a_rank_is_calm_again_after_windows_in_a_row():
+    calm = iter([True, True, False, True, True, True])
+    slow = stragglers._Slow("r", lambda window: next(calm), 3)
+    assert [slow.recovered(None) for _ in range(6)] == [False] * 5 + [True]
+
+
+@pytest.mark.parametrize("queue, told", [(0.0, 1.9), (1.9, None)])
+def test_a_pulse_that_comes_late_is_a_stop_unless_it_waited_for_a_core(queue, told, monkeypatch):
+    times, stops = SimpleNamespace(was_stopped=lambda since, seconds: stops.append((since, seconds))), []
+    pulse = rank_times._Pulse(times)
+    now = iter([10.0, 12.0])
+    usage = iter([(0.0, 5.0), (0.0, 5.0 + queue)])
+    monkeypatch.setattr(
+        rank_times, "ThreadUsage", lambda: SimpleNamespace(read=lambda: next(usage), close=lambda: None)
+    )
+    monkeypatch.setattr(rank_times.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(rank_times.time, "sleep", lambda seconds: setattr(pulse, "over", True))
+    pulse._look()
+    assert stops == ([] if told is None else [(10.0 + rank_times.PULSE, pytest.approx(told))])
+
+
+def test_figures_of_a_task_begin_with_the_one_that_selects_which_says_its_direction():
+    evals = [dict(kind="eval", split="validation", iteration=1, accuracy=0.5, f1=0.4, odd=2.0, seconds=1.0)]
+    for smaller in (True, False, None):
+        history = history_of(*evals, criterion=dict(figure="odd", smaller_is_better=smaller))
+        assert history.figures == ["odd", "accuracy", "f1"]
+        assert history.direction("odd") == {True: SMALLER, False: LARGER, None: direction_of("odd")}[smaller]
+        assert history.direction("accuracy") == LARGER
+
+
+def test_the_last_of_several_final_evaluations_is_compared():
+    final = lambda n, loss, split: {"kind": "eval", "split": split, "iteration": n, "final": True, "lm loss": loss}
+    step = {"kind": "step", "iteration": 1, "consumed_samples": 1, "lm loss": 9.0}
+    one = history_of(step, final(5, 3.0, "validation"), final(9, 2.0, "validation"), final(9, 4.0, "test"))
+    other = history_of(step, final(7, 2.5, "validation"))
+    found = report_compare.final_losses(dict(one=one, other=other))
+    assert found["lm loss, final validation"] == [2.0, 2.5] and found["lm loss, final test"] == [4.0, None]
+
+
+@pytest.mark.parametrize("window", [0, 1, 2, 3, 4, 5, 9, 100])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8, 20])
+def test_a_running_mean_is_that_of_a_plain_loop(count, window):
+    """Over so many steps around each; fewer at the start, and at the end the line through the last of them."""
+    values = np.random.default_rng(count).normal(size=count)
+    found, half = curves.smoothed(values, window), min(window // 2, (count - 1) // 2)
+    if window < 2 or count < 3:
+        assert found is None
+        return
+    for place in range(count - half):
+        reach = min(half, place)
+        assert found[place] == pytest.approx(values[place - reach : place + reach + 1].mean())
+    last = values[-(2 * half + 1) :]
+    slope, start = np.polyfit(range(len(last)), last, 1)
+    assert found[count - half :].tolist() == pytest.approx([start + slope * at for at in range(half + 1, len(last))])
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_progress_and_epochs_are_in_tokens_samples_and_seconds(save, tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "now", lambda: "now")
+    now = SimpleNamespace(at=0.0)
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now.at)
+    logging = Logging(log_progress=True, log_interval=100)
+    sizes = RunSizes(100, 16, flops_per_token=3.0, ranks=2)
+    with metrics.Metrics(logging, sizes, save=str(tmp_path) if save else None) as made:
+        written = []
+        monkeypatch.setattr(made, "_write", written.append)
+        made.start()
+        for n, seconds in ((1, 2.0), (2, 6.0)):
+            now.at += seconds
+            made.record(StepMetrics(n, 8 * n, 8, {"lm loss": 4.0 - n}, 1e-3))
+        made.record_epoch(1, 2)
+        epoch = next(record for record in written if record["kind"] == "epoch")
+        assert (epoch["samples_per_second"], epoch["lm loss"], epoch["steps"]) == (2.0, 2.5, 2)
+        saved = []
+        if save:
+            monkeypatch.setattr(made.progress, "saved", lambda *given: saved.append(given))
+        made.record_save(2, 16, False)
+        assert saved == [(2, 16 * 16 * 3.0, 16 * 16, False)] * save
+
+
+PUBLISHED = {  # dense TFLOP/s of the vendors' data sheets: name in the driver's words -> (fp8, bf16, fp32)
+    "NVIDIA H100 80GB HBM3": (1978.9, 989.4, 66.9),
+    "NVIDIA H200": (1978.9, 989.4, 66.9),
+    "NVIDIA GH200 480GB": (1978.9, 989.4, 66.9),
+    "NVIDIA H800": (1978.9, 989.4, 66.9),
+    "NVIDIA H100 PCIe": (1513, 756.5, 51.2),
+    "NVIDIA H100 NVL": (1671, 835.5, 60),
+    "NVIDIA H20": (296, 148, 44),
+    "NVIDIA B200": (4500, 2250, 75),
+    "NVIDIA GB200": (5000, 2500, 80),
+    "NVIDIA A100-SXM4-80GB": (None, 312, 19.5),
+    "NVIDIA A800-SXM4-80GB": (None, 312, 19.5),
+    "NVIDIA A40": (None, 149.7, 37.4),
+    "NVIDIA A30": (None, 165, 10.3),
+    "NVIDIA A10": (None, 125, 31.2),
+    "NVIDIA RTX A6000": (None, 154.8, 38.7),
+    "NVIDIA L40S": (733, 362, 91.6),
+    "NVIDIA L40": (None, 181, 90.5),
+    "NVIDIA L4": (242, 121, 30.3),
+    "Tesla V100-SXM2-32GB": (None, None, 15.7),
+    "Tesla T4": (None, None, 8.1),
+    "NVIDIA GeForce RTX 5090": (None, 209.5, 104.8),
+    "NVIDIA GeForce RTX 4090": (330.3, 165.2, 82.6),
+    "NVIDIA GeForce RTX 3090": (None, 71, 35.6),
+    "AMD Instinct MI300X": (2614.9, 1307.4, 163.4),
+}
+
+
+@pytest.mark.parametrize("device", PUBLISHED)
+def test_peaks_are_those_that_vendors_publish(device):
+    for precision, peak in zip(("fp8", "bf16", "fp32"), PUBLISHED[device], strict=True):
+        assert peak_flops.peak_flops(device, precision) == (peak and pytest.approx(peak * 1e12))
+    half = dict(V100=125, T4=65)
+    wanted = next((peak for name, peak in half.items() if name in device), PUBLISHED[device][1])
+    assert peak_flops.peak_flops(device, "fp16") == pytest.approx(wanted * 1e12)
+    assert peak_flops.peak_flops(device, "int3") is None

@@ -159,6 +159,19 @@ def test_a_stage_is_made_once_and_goes_on_after_an_error(tmp_path, monkeypatch):
     assert ran[2:] == [["first"]]
 
 
+def test_each_stage_is_made_and_then_measured(tmp_path, monkeypatch):
+    """One after another; the report is of all of them."""
+    called, words = [], "--load base --data-path held --prune-ratio 0.4 --qat-iters 2"
+    monkeypatch.setattr(compress.Record, "make", lambda record, stage: called.append(("make", stage.name)))
+    monkeypatch.setattr(
+        compress.Record, "measure", lambda record, stage, options: called.append(("measure", stage.name))
+    )
+    monkeypatch.setattr(compress, "write_report", lambda folder, measured: called.append((folder, measured)))
+    compress.main([*words.split(), "--save", str(tmp_path / "out"), "--", *TRAINING])
+    stages = ["trained", "pruned", "distilled", "quantized"]
+    assert called == [(what, name) for name in stages for what in ("make", "measure")] + [(tmp_path / "out", {})]
+
+
 def test_the_table_has_each_stage():
     one = dict(parameters=12345, megabytes=1.25, loss=2.0, tokens_per_second=99.6)
     rows = compress.table(dict(trained=one, pruned=dict(one, loss=25.0, lambada=0.5))).splitlines()

@@ -30,7 +30,7 @@ def test_size_and_kinds(corpus):
     assert len({d["source"] for d in documents}) == len(documents)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_the_same_bytes_every_time(corpus, tmp_path):
     get_sample_data.main(["--output", str(tmp_path / "train.jsonl"), "--held-out", str(tmp_path / "held_out.jsonl")])
     assert (tmp_path / "train.jsonl").read_bytes() == (corpus / "a" / "train.jsonl").read_bytes()

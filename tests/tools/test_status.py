@@ -70,6 +70,17 @@ def test_a_run_that_goes_on(run):
     assert (line.tokens_per_second, line.seconds_left, line.loss) == (8 * 16 / 0.5, 35.0, 9.7)
 
 
+def test_a_start_with_nothing_left_to_train_hides_no_figures(run):
+    folder = run(*STEPS, step(100), end(0))
+    first = look(folder, now=NOW)
+    text = (folder / "metrics.jsonl").read_text()
+    again = text.splitlines()[0] + "\n" + json.dumps(end(0) | dict(iteration=100)) + "\n"
+    (folder / "metrics.jsonl").write_text(text + again)
+    second = look(folder, now=NOW)
+    assert (second.loss, second.tokens_per_second) == (first.loss, first.tokens_per_second) == (9.0, 8 * 16 / 0.5)
+    assert (second.state, second.iteration, second.restarts) == ("done", 100, 1)
+
+
 @pytest.mark.parametrize(
     "records, more, state, why",
     [
@@ -116,8 +127,11 @@ def test_long_torn_and_missing_files(run, tmp_path):
     (folder / "metrics.jsonl").write_text("")
     line = look(folder)
     assert (line.iteration, line.iterations, line.checkpoint) == (20, None, 20)
-    with pytest.raises(DataError, match="no metrics.jsonl"):
+    with pytest.raises(DataError, match="nowhere: no such folder\n  -> name the --save folders"):
         folders([str(tmp_path / "nowhere")])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty: no metrics.jsonl"):
+        folders([str(tmp_path / "empty")])
 
 
 def test_the_command_prints_a_line_a_run(run, tmp_path, capsys, monkeypatch):
@@ -148,12 +162,12 @@ def test_a_bad_folder_hides_no_other(run, tmp_path, capsys, monkeypatch):
     launch["config"]["model"] = 3
     (damaged / "metrics.jsonl").write_text(json.dumps(launch) + "\n")
     names = [str(tmp_path / name) for name in ("nowhere", "damaged", "good")]
-    with pytest.raises(DataError, match="nowhere: no metrics.jsonl in it.*damaged: ") as caught:
+    with pytest.raises(DataError, match="nowhere: no such folder; .*damaged: .*\n.*\n.*-> name the --save") as caught:
         main(names)
     assert "good" not in str(caught.value)
     told = capsys.readouterr().out
     assert told.startswith("3 runs: 2 unreadable, 1 running\n") and "30/100" in told
-    assert "no metrics.jsonl in it, nor in a folder below it" in told
+    assert "no such folder" in told
     with pytest.raises(DataError):
         main(["--json", *names])
     assert [line["state"] for line in json.loads(capsys.readouterr().out)] == ["unreadable", "unreadable", "running"]

@@ -12,6 +12,8 @@ from megatron.settings.dialects.table import OtherSuite, Word
 from megatron.settings.presets import VOCABULARY, cache_folder, cached
 from megatron.settings.statements import SaidBy, Statement
 
+CHECKPOINTS = "-o Engine.save_load.ckpt_dir=FOLDER"
+
 
 class FleetX(OtherSuite):
     """PaddleFleetX's files and overrides on a command line of ours."""
@@ -86,7 +88,8 @@ class FleetX(OtherSuite):
 
     def why_missing(self, name: str) -> list[str]:
         for_training = name == "task" and self.given
-        return ["a file for pretraining: pretrain_gpt.py -c FILE"] * bool(for_training) + self.emptied
+        why = ["a file for pretraining: pretrain_gpt.py -c FILE"] * bool(for_training)
+        return why + [f"of a PaddleFleetX file: {CHECKPOINTS}"] * bool(name == "load" and self.given) + self.emptied
 
 
 def chinese(entries: Entries) -> str:
@@ -102,8 +105,19 @@ def chinese(entries: Entries) -> str:
 
 def lacks_vocabulary(statements: Iterable[Statement]) -> str:
     """What to do if a key of PaddleFleetX is among the statements, and GPT-2's vocabulary is not found; else ""."""
+    return vocabulary() if in_its_file(statements) else ""
+
+
+def in_its_file(statements: Iterable[Statement]) -> bool:
+    """Whether a key of PaddleFleetX is among the statements."""
     sections = [one.where.rpartition(" ")[2].partition(".") for one in statements]
-    return vocabulary() if any(dot and section in SECTIONS for section, dot, _ in sections) else ""
+    return any(dot and section in SECTIONS for section, dot, _ in sections)
+
+
+def as_overrides(values: Iterable[tuple[Statement, object]]) -> str:
+    """The `-o` that give settings of PaddleFleetX's `Model` other values; "" for other settings."""
+    keys = [(one.where.rpartition(" ")[2], value) for one, value in values if one]
+    return " ".join(f"-o {key}={value}" for key, value in keys if key.startswith("Model."))
 
 
 def vocabulary() -> str:

@@ -78,9 +78,11 @@ class Layers:
     def override(self, word: str, turn: int = 0) -> None:
         """Put `-o key=value` over all files. A mapping replaces the section, as in PaddleFleetX."""
         key, _, value = word.partition("=")
-        if not value.strip():
-            self.notes.append(f"-o {word} is empty: {key} is left out, as by {key}=null")
         below, own = self._said.get(turn, {}), _override(key, value)
+        if not value.strip() and not any(
+            one.startswith(f"{key}.") for one in self.entries
+        ):  # `dropped` says it of those
+            self.notes.append(f"-o {word} is empty: {key} is left out, as by {key}=null")
         self._put(own, below)
         self._said[turn] = over(below, own)
 

@@ -51,6 +51,7 @@ class Translated:
     notes: list[tuple[str, TheirSetting]] = field(default_factory=list)
     problems: list[tuple[TheirSetting, str]] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
+    parts: dict[str, str] = field(default_factory=dict)  # key -> the flag to whose value it contributes with others
     emptied: Entries = field(default_factory=dict)  # keys and sections that are null
     remarks: list[str] = field(default_factory=list)  # on keys that have another meaning here
     compressed: list[Compressed] = field(default_factory=list)  # what the checkpoint to load has to be
@@ -82,6 +83,7 @@ class Translated:
         overrides = [one for one in self.given.values() if one in said and one.where.startswith(COMMAND)]
         own = words is None and said[0] in overrides or not overrides
         self.flags.append((flag, said[0].words if words is None else words, said[0] if own else overrides[-1]))
+        self.parts |= dict.fromkeys(keys, flag)
         self.take(keys[0])
 
     def note(self, why: str, *keys: str) -> None:

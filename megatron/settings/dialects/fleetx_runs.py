@@ -65,7 +65,9 @@ def translate_file(entries: Entries, known: Mapping[str, Spelling]) -> Translati
         add(one, [(flag, [",".join(words)] if text else words)], TABLES["train"], known, out)
     out.idle, out.lost = out.idle + [(one, why) for why, one in translated.notes], out.lost + translated.problems
     reported = {one.key for one, _ in out.idle + out.lost} | {line.source.key for line in out.lines}
-    out.idle += [(one, ANYWAY) for key, one in translated.given.items() if key not in reported]
+    for key, one in translated.given.items():
+        part = translated.parts.get(key)
+        out.idle += [(one, f"a part of {part}" if part else ANYWAY)] * (key not in reported)
     out.idle += dropped(entries)
     keep_last(out, known)
     if translated.purpose == "train":

@@ -95,6 +95,11 @@ class Checkpoint:
         None,
         requires=("save", "there is nothing to copy"),
     )
+    save_parity: Optional[Count] = shown_by("test_a_run_rebuilds_a_lost_file")(
+        "one parity file for each so many files of a checkpoint: one of them that is lost or damaged is rebuilt",
+        None,
+        requires=("save", "there are no files to lose"),
+    )
     save_hf: Optional[str] = shown_by("test_a_run_leaves_models_for_transformers")(
         "folder for each checkpoint's model and tokenizer in Hugging Face's format too, written in the background",
         None,
