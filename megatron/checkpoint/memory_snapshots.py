@@ -397,15 +397,16 @@ def read_record(save: CheckpointPath) -> Optional[tuple[str, dict[str, int]]]:
 
 
 def verified(parts: Iterable[MemoryPart]) -> tuple[list[tuple[MemoryPart, dict]], list[str]]:
-    """The parts that are whole, with their records, and what is wrong with the others, which are deleted."""
+    """The parts that are whole, with their records, and what is wrong with the others. Damaged ones are deleted."""
     whole, problems = [], []
     for part in parts:
         try:
             whole.append((part, part.verify()))
         except (Failure, OSError) as problem:
             problems.append(str(problem))
-            with contextlib.suppress(OSError):
-                part.remove()
+            if isinstance(problem, Damaged):  # and not a lack of handles or memory
+                with contextlib.suppress(OSError):
+                    part.remove()
     return whole, problems
 
 

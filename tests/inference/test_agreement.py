@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 import pretrain_gpt
 from megatron.convert.families import prompts_for
-from megatron.inference.agreement import Agreement
+from megatron.errors import CheckpointError
+from megatron.inference.agreement import LIMITS, Agreement, agreement
 from megatron.inference.load import load_model
 from megatron.tools import checkpoint as tool
 from tests.inference.test_convert import LLAMA, save
@@ -121,3 +122,29 @@ def test_rounded_weights_show_from_the_order_of_sums_on(rounding, told):
     found = Agreement("it", 0.001, 50.0, 0.01, rounding=rounding, total=0.002, to="bf16")
     assert found.rounded is told and ("rounding to bf16 explains" in found.sentence) is told
     assert found.allowed == 0.5 and "allowed: 5.00e-01" in found.sentence
+
+
+@pytest.mark.parametrize("form, dtype", [(form, "bf16" if dtype == "any" else dtype) for form, dtype in LIMITS])
+def test_a_client_may_differ_by_its_own_share_of_the_largest_value(form, dtype):
+    """The nearest entry counts: of the form and the format of weights, of the form, of its first word."""
+    share = LIMITS[(form, dtype) if (form, dtype) in LIMITS else (form, "any")][0]
+    ours = torch.tensor([[8.0, -2.0]], dtype=torch.float64)
+    for part, fits in ((0.99, True), (1.01, False)):
+        theirs = ours + torch.tensor([[0.0, 8.0 * share * part]])
+        if fits:
+            found = agreement(form, dtype, "it", ours, theirs)
+            assert found.share == share and found.difference == pytest.approx(8.0 * share * part)
+        else:
+            with pytest.raises(CheckpointError):
+                agreement(form, dtype, "it", ours, theirs)
+
+
+@pytest.mark.parametrize("dtype, ties", [("fp32", 0.25), ("bf16", 1.5), ("fp16", 1.5)])
+def test_rounding_of_inputs_may_fall_to_either_side(dtype, ties):
+    """In fp32 for a quarter of its effect, which here is 0.4; in half precision for half as much again."""
+    ours = torch.tensor([[8.0, -2.0]], dtype=torch.float64)
+    plain, share = ours + 0.4, LIMITS[("torch-export", dtype)][0]
+    most = share * 8.0 + ties * 0.4
+    agreement("torch-export", dtype, "it", ours, ours + 0.99 * most, plain=plain)
+    with pytest.raises(CheckpointError):
+        agreement("torch-export", dtype, "it", ours, ours + 1.01 * most, plain=plain)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.store import Piece
 from megatron.convert import (
     compressed_tensors,
     dcp,
@@ -46,6 +47,7 @@ from megatron.convert import (
 from megatron.convert.compressed_tensors import options_of, pack, unpack
 from megatron.convert.export import card, gguf_file
 from megatron.convert.export.load_exported import load_exported
+from megatron.convert.imported import check_complete
 from megatron.convert.megatron_metadata import Chunk
 from megatron.convert.megatron_names import Dictionary, OurTensor
 from megatron.convert.megatron_optimizer import PREFIX
@@ -54,6 +56,7 @@ from megatron.convert.mxfp4 import dequantized
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference import quantize
 from megatron.model.command_line import parse_any
+from megatron.model.facts import AHEAD
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_rope import our_rope
 from megatron.model.gpt.hf_settings import kind_of, our_settings, their_settings
@@ -63,6 +66,7 @@ from megatron.model.megatron_form import RowOrder, in_parts
 from megatron.model.quantization import QuantizeOptions
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.settings.schema import Model
+from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from tests.inference.test_hf_settings import BASES, GEMMA_2_2B, V
 
 # ---- config.json --------------------------------------------------------------------------------------------------------
@@ -265,6 +269,35 @@ def test_a_chunk_has_the_shape_that_is_said(content, good, tmp_path):
     else:
         with pytest.raises(ValueError, match=r"w at \(0, 0\) is not there with shape \(2, 3\)"):
             megatron_metadata._chunk(tmp_path / "a.distcp", chunk)
+
+
+@pytest.mark.parametrize("cuts", [(1, 1), (2, 1), (1, 3), (2, 3)])
+def test_flattened_chunks_come_to_their_place_in_the_tensor(cuts):
+    """Of each part of a tensor, chunks may begin and end anywhere."""
+    whole = torch.arange(24.0).view(4, 6)
+    size = (4 // cuts[0], 6 // cuts[1])
+    found, elements = torch.full_like(whole, -1.0), math.prod(size)
+    for part in itertools.product(*map(range, cuts)):
+        inside = tuple(slice(at * n, at * n + n) for at, n in zip(part, size, strict=True))
+        for start, stop in itertools.pairwise(sorted({0, 1, elements - 1, elements})):
+            box = Box((*part, start), (1, 1, stop - start))
+            chunk = Chunk("w", "", (*cuts, elements), box, (4, 6), "a.distcp", 0, 0)
+            for one, x in chunk.parts(whole[inside].reshape(1, 1, -1)[..., start:stop]):
+                assert one.shape == (4, 6) and one.whole is None and (found[one.box.slices()] == -1).all()
+                found[one.box.slices()] = x
+    assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_layers_that_predict_further_tokens_follow_the_others(layers):
+    names = Dictionary(GPTFacts(Model(layers, 4, 1, mtp_num_layers=2), 8))
+    for ours, place in {
+        f"blocks.{layers - 1}.mlp.up.weight": (layers - 1, "mlp.up.weight"),
+        f"{AHEAD}.0.layers.0.mlp.up.weight": (layers, "mlp.up.weight"),
+        f"{AHEAD}.1.layers.1.mlp.up.weight": (layers + 1, "mlp.up.weight"),
+        f"{AHEAD}.1.projection.weight": (None, f"{AHEAD}.1.projection.weight"),
+    }.items():
+        assert names._place(ours) == place
 
 
 @pytest.mark.parametrize("taps, shape", [(True, (6, 1, 4)), (True, (6, 4)), (False, (6, 4))])
@@ -1230,3 +1263,48 @@ def test_pairs_of_a_model_or_of_what_is_below_its_output_layer(prefix):
     ):
         with pytest.raises(CheckpointError, match=told):
             peft._by_layer(Path("x"), {} if more is None else pairs | more, matches, linear)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 5, 6])
+@pytest.mark.parametrize(
+    "name, lacking", [("blocks.0.mlp.up.weight", "{} of 6 elements"), ("a.experts.up", "expert {}")]
+)
+def test_what_an_import_lacks_is_told(kept, name, lacking):
+    """Of a tensor, to the element; of experts, their numbers."""
+    whole = torch.arange(6.0).view(6, 1)
+    pieces = [Piece("other", (2,), Box((0,), (2,)), torch.zeros(2))]
+    pieces += [Piece(name, (6, 1), Box((at, 0), (1, 1)), whole[at : at + 1]) for at in range(kept)]
+    shards = [[one] for one in pieces]
+    found = check_complete(Path("x"), {name, "other"}, iter(shards))
+    if kept == 6:
+        assert list(found) == shards
+        return
+    left = ", ".join(map(str, range(kept, 6))) if "experts" in name else 6 - kept
+    words = f"{name}: {lacking.format(left)}" if kept else name
+    with pytest.raises(CheckpointError, match=f"x lacks 1 tensors, or parts of them(?s:.*){re.escape(words)}"):
+        list(found)
+
+
+@pytest.mark.parametrize(
+    "there, found",
+    [
+        (("transformer.a.b", "a.b", "copy"), "transformer.a.b"),
+        (("a.b", "copy"), "a.b"),
+        (("copy", "b"), "copy"),
+        (("b", "other"), "transformer.a.b"),  # which the message then names
+    ],
+)
+def test_a_tensor_may_lack_a_prefix_or_be_under_the_name_of_a_copy(there, found):
+    family = SimpleNamespace(copies=dict(copy="transformer.a.b", other="transformer.a.c"))
+    assert fitted._name_in(SimpleNamespace(shapes=dict.fromkeys(there)), family, "transformer.a.b") == found
+
+
+@pytest.mark.parametrize("special, strips", [*itertools.product((True, False), repeat=2)])
+@pytest.mark.parametrize("after", [None, lambda text: [7] * len(text), lambda text: []])
+def test_white_space_after_special_tokens_that_only_theirs_drop(special, strips, after):
+    ours = SentencePieceTokenizer.__new__(SentencePieceTokenizer)
+    object.__setattr__(ours, "encode_after", after)
+    tokens = {0: SimpleNamespace(special=True, rstrip=False), 1: SimpleNamespace(special=special, rstrip=strips)}
+    wanted = special and strips and after is not None and after("?") == [7]
+    assert same_ids._drops_white_space(SimpleNamespace(added_tokens_decoder=tokens), ours) == wanted
+    assert not same_ids._drops_white_space(SimpleNamespace(added_tokens_decoder=tokens), object())

@@ -466,3 +466,18 @@ def test_memory_of_a_state_is_that_of_a_rank(small_gpt, ranks):
         parameters=model.parameters,
     )
     assert bytes_of_a_state(stages) == 300 // ranks and set(asked) == {(ranks, 4)}
+
+
+def test_texts_that_give_their_blocks_back_are_counted():
+    """Of two that grow in a cache for one and a half, the newer one does, once for each time."""
+    pool, given = BlockPool(6, 4), 0
+    scheduler = Scheduler(pool, longest=20, max_batch=2, chunk=8)
+    texts = [scheduler.add(Request(tuple(range(10 * n, 10 * n + 4)), Sampling(16))) for n in range(2)]
+    while scheduler.busy:
+        before = set(scheduler.running)
+        rows = scheduler.plan()
+        given += len(before - set(scheduler.running))
+        for row in rows:
+            if row.chooses:
+                scheduler.chosen(row.text, 3)
+    assert scheduler.preemptions == given >= 1 and [text.finish for text in texts] == ["length"] * 2

@@ -15,11 +15,13 @@ from megatron.inference.gptq import gptq
 from megatron.inference.load import Loaded, check_vocabulary, quantized, without_model
 from megatron.inference.passes import PassRow
 from megatron.inference.prompts import boundaries, source_of
-from megatron.inference.quantize import Int4, Int8
+from megatron.inference.quantize import KINDS, Int4, Int8, product_of
 from megatron.inference.quantized import refuse_twice
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling, Search
 from megatron.model.quantization import QuantizeOptions
+from megatron.model.sparse_product import SparseProduct
+from megatron.model.sparsity import MASK
 from tests.tokenizer.plain import PlainTokenizer
 
 
@@ -182,3 +184,14 @@ def test_sentinels_that_the_vocabulary_does_not_have_are_named(suffix):
         DataError, match="prompt 3 has <extra_id_2>; of sentinels the vocabulary has <extra_id_0> to <extra_id_1>"
     ):
         source_of(words, "ab <extra_id_0> c<extra_id_2>", 3)
+
+
+def test_weights_that_a_mask_has_closed_are_rounded_as_zeros(monkeypatch):
+    """A layer of sparse training holds them, though its products do not: their scale would be wrong."""
+    layer = torch.nn.Linear(4, 2, bias=False)
+    layer.weight.data.copy_(torch.tensor([[9.0, 1.0, 2.0, 8.0], [1.0, 1.0, 1.0, 7.0]]))
+    setattr(layer, MASK, torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0]]))
+    layer.product = object.__new__(SparseProduct)
+    monkeypatch.setitem(KINDS, "int8", lambda layer, name, settings: layer.weight.detach().clone())
+    found = product_of(layer, "blocks.0.up", SimpleNamespace(linear="*=sparse"), QuantizeOptions(quantize="int8"))
+    assert found.tolist() == [[0.0, 1.0, 2.0, 0.0], [1.0, 1.0, 1.0, 0.0]]

@@ -3,6 +3,7 @@
 mask with weights, layers with the same inputs, several steps one after another.
 """
 
+import contextlib
 import itertools
 import math
 from dataclasses import replace
@@ -16,15 +17,16 @@ from hypothesis import strategies as st
 
 import pretrain_gpt
 from megatron.checkpoint.boxes import Box
-from megatron.errors import SettingsError
+from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.expert_ranks import expert_parallel
 from megatron.model.command_line import parse_any
 from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.kinds.experts import routing, upcycling
-from megatron.model.kinds.experts.dispatch import Dispatcher
+from megatron.model.kinds.experts.dispatch import Dispatcher, PaddedDispatcher
 from megatron.model.kinds.experts.expert_rules import RULES
 from megatron.model.kinds.experts.layer import MoELayer, _Weighted
+from megatron.model.kinds.experts.megatron import _ours as their_run
 from megatron.model.kinds.experts.parts import balance_loss, capacity, expected_parts, expert_sums
 from megatron.model.kinds.experts.replay import RoutingRecord
 from megatron.model.kinds.experts.routing import ExpertChoice, best, choose, places_of, weights_of
@@ -479,3 +481,31 @@ def test_experts_are_shared_by_a_part_of_the_ranks_of_tp(tp, ep):
     else:
         with pytest.raises(SettingsError, match=f"size {ep} does not divide the {tp} ranks"):
             expert_parallel(tp, ep)
+
+
+@pytest.mark.parametrize("ep, number, capacity", [*itertools.product((1, 2, 4), (4, 8), (1, 3))])
+def test_padded_experts_have_rows_from_each_rank(ep, number, capacity):
+    """An expert of this rank gets as many from each one; slots without a pair are those of the row that is 0."""
+    pairs = torch.tensor([[0, number - 1], [number, 1], [0, number]])  # number: dropped
+    pairs = pairs if capacity > 1 else pairs[:2]
+    sent = PaddedDispatcher(pairs, number, SimpleNamespace(size=ep), capacity)
+    assert sent.rows.lengths == sent.rows.counts.tolist() == [ep * capacity] * (number // ep)
+    assert sent.rows.total == number * capacity and sent.rows.even == ep * capacity
+    slots = {}
+    for at, expert in enumerate(pairs.flatten().tolist()):
+        slots.setdefault(expert, []).append(at)
+    free = [pairs.numel()] * capacity
+    assert sent.order.tolist() == [at for n in range(number) for at in (slots.get(n, []) + free)[:capacity]]
+
+
+@pytest.mark.parametrize("theirs, ours", [("fp64", "fp64"), ("fp32", None), ("bf16", None), (None, None)])
+def test_routers_in_double_precision_stay_so(theirs, ours):
+    args = dict(num_experts=4, moe_router_dtype=theirs, moe_router_load_balancing_type="none")
+    assert their_run(args, 2).get("moe_router_dtype") == ours
+
+
+@pytest.mark.parametrize("etp, good", [(None, True), (2, True), (1, False), (4, False)])
+def test_experts_of_a_run_are_divided_like_other_layers(etp, good):
+    args = dict(num_experts=4, tensor_model_parallel_size=2, expert_tensor_parallel_size=etp, moe_layer_freq=2)
+    with contextlib.nullcontext() if good else pytest.raises(CheckpointError, match=f"over {etp} ranks .* over 2"):
+        assert their_run(args | dict(moe_aux_loss_coeff=[0.5, 0.25]), 4)["moe_aux_loss_coeff"] == [0.5, 0.25]

@@ -479,6 +479,13 @@ def test_experts_that_stay_are_at_least_those_of_a_token():
         target_sizes(one_each, PruningOptions(), TargetSizes(target_num_experts=1))
 
 
+def test_groups_of_experts_stay_whole():
+    grouped = Model(2, 8, 4, num_experts=8, moe_router_topk=2, moe_router_num_groups=2, moe_router_group_topk=1)
+    assert target_sizes(grouped, PruningOptions(), TargetSizes(target_num_experts=8, prune_layers=[1])).experts == 8
+    with pytest.raises(SettingsError, match="the router has 2 groups of experts"):
+        target_sizes(grouped, PruningOptions(), TargetSizes(target_num_experts=7))
+
+
 def test_of_equally_important_units_the_first_stay():
     values = torch.tensor([1.0] * 40 + [2.0] + [1.0] * 40)
     for count in (1, 2, 30, 81):

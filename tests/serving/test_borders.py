@@ -3,6 +3,7 @@
 
 import asyncio
 import itertools
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -634,6 +635,42 @@ def test_tokens_are_counted_beside_the_length_of_a_prompt(words, count):
     assert orjson.loads(found.body) == dict(count=count, max_model_len=50, tokens=list(words["prompt"].encode()))
 
 
+@pytest.mark.parametrize("targets, end, start, answer", [(None, 256, 0, 50), (served_model.Targets(7, 3, 1), 1, 3, 7)])
+def test_limits_and_ends_of_a_model_are_those_of_its_kind(targets, end, start, answer):
+    """An encoder-decoder has targets of their own length, which begin and end with their own tokens."""
+    model = ServedModel("a", ByteTokenizer(), 50, None, targets=targets)
+    assert (model.end, model.start, model.longest_answer, model.longest) == (end, start, answer, 50)
+    assert model.answer_length(None, 99, 10, 99) == (40 if targets is None else 7)
+    assert ServedModel("a", ByteTokenizer(), 50, None, ends=(5, 6)).end == (5, 6)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_child_that_does_not_end_when_it_is_asked_is_killed(hangs, monkeypatch):
+    told, ended = [], asyncio.Event()
+    monkeypatch.setattr(replicas, "ANSWER", 0.01)
+
+    async def wait():
+        await ended.wait()
+        told.append("ended")
+
+    def signalled(number):
+        told.append(number)
+        if not hangs:
+            ended.set()
+
+    def kill():
+        told.append("killed")
+        ended.set()
+
+    child = replicas.Child([], "a", {})
+    child.process = SimpleNamespace(returncode=None, send_signal=signalled, wait=wait, kill=kill)
+    asyncio.run(child.close())
+    assert told == [signal.SIGTERM, *(["killed"] if hangs else []), "ended"]
+    child.process.returncode = 0
+    asyncio.run(child.close())
+    assert told[-1] == "ended" and len(told) == 2 + hangs
+
+
 @pytest.mark.parametrize("size, beside", [(served_model.SHORT - 1, False), (served_model.SHORT, True)])
 def test_long_texts_are_encoded_beside_the_loop(size, beside):
     async def body():
@@ -716,6 +753,20 @@ def test_settings_at_their_least_are_taken(world, least, monkeypatch):
         of(least)
         with pytest.raises(SettingsError, match=name.replace("_", "-")):
             of(least - 0.001 if "timeout" in name else least - 1)
+
+
+@pytest.mark.parametrize(
+    "words, addresses",
+    [
+        (None, []),
+        (["3"], []),
+        (["http://a:1"], ["http://a:1"]),
+        (["http://a:1/", "https://b//"], ["http://a:1", "https://b"]),
+        (["3", "4"], ["3", "4"]),  # refused: neither is an address
+    ],
+)
+def test_replicas_are_a_number_or_addresses(words, addresses):
+    assert settings.addresses_of(settings.ServeOptions(replicas=words)) == addresses
 
 
 def test_a_folder_that_is_followed_is_one_model():

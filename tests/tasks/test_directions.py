@@ -48,6 +48,7 @@ def test_every_figure_has_its_direction():
     assert {"em", "acc", "accuracy", "f1", "mcc"} <= DIRECTIONS.keys() - smaller
     for way, best in ((SMALLER, (3, 1.0)), (LARGER, (2, 4.0))):
         assert best_of([(1, 2.0), (2, 4.0), (3, 1.0), (4, 1.0), (5, 4.0)], way) == best
+        assert not is_better(2.0, 2.0, way) and not is_better(float("nan"), None, way) and is_better(2.0, None, way)
 
 
 def test_correlations_of_numbers_have_the_sign_of_their_slope():

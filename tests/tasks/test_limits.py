@@ -42,7 +42,7 @@ from megatron.tasks.evaluation import SpanMeasures, TaskMeasures
 from megatron.tasks.examples import Examples, TaskExample, place_of
 from megatron.tasks.pet import MockPatterns, Pattern, PetMeasures, PetRequests, choices_of, pet_datasets, refuse_unequal
 from megatron.tasks.readers import BertReader, CausalReader, T5Reader
-from megatron.tasks.samples import MockTaskSamples, TaskSamples, longest_cut, wanted, with_options
+from megatron.tasks.samples import MockTaskSamples, TaskSamples, longest_cut, together, wanted, with_options
 from megatron.tasks.settings import LM_LOSS, TaskSettings, predictions_folder
 from megatron.tasks.soft_labels import with_soft_labels
 from megatron.tasks.spans import ENDS, MockSpanSamples
@@ -895,6 +895,15 @@ def test_made_up_labels_have_room_in_a_decoder(target, words):
         assert arrays[LOSS_MASK].sum() == words and arrays["enc_mask"].sum() >= 2
 
 
+@pytest.mark.parametrize("given", [1, 2, 3, 4])
+def test_missing_options_are_copies_of_the_first_one(given):
+    parts = [{"ids": np.array([10 * n, 10 * n + 1]), "end": np.int64(n)} for n in range(given)]
+    found = together(parts, SimpleNamespace(options=True, outputs=4))
+    order = [*range(given), *[0] * (4 - given)]
+    assert found["ids"].tolist() == [10 * n + at for n in order for at in (0, 1)]
+    assert (found["end"].tolist(), found[OPTIONS]) == (order, given)
+
+
 def test_tokens_of_a_pair_count_together_as_much_as_the_pair(monkeypatch):
     """In losses that balance experts: of both answers, not of the prompt; a pair that does not count has 0."""
     monkeypatch.setattr(dpo.GPT, "context", lambda model, batch: ForwardContext())
@@ -908,7 +917,8 @@ def test_tokens_of_a_pair_count_together_as_much_as_the_pair(monkeypatch):
         model.facts = SimpleNamespace(settings=SimpleNamespace(mixture=mixture))
         found = PairComparison.context(model, batch).weights
         assert found.tolist() == (mask / mask.sum(0).clamp_min(1)).tolist() if mixture else found is None
-    assert model._sides(batch)[0].T.tolist() == [[0, 1, -1, -1], [1, -1, 0, 0], [0, 0, 0, 0]]
+    sides, counts = model._sides(batch)
+    assert sides.T.tolist() == [[0, 1, -1, -1], [1, -1, 0, 0], [0, 0, 0, 0]] and counts.tolist() == [1, 1, 0]
     batch = SimpleNamespace(document_ids=None, labels=torch.zeros(5, 1), loss_mask=None)  # the halves of a text
     assert model._sides(batch)[0].flatten().tolist() == [1, 1, 1, -1, -1]
 

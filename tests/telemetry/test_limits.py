@@ -33,6 +33,7 @@ from megatron.telemetry import (
     timers,
 )
 from megatron.telemetry.curves import extremes
+from megatron.telemetry.dashboard.runs import Runs
 from megatron.telemetry.directions import LARGER, SMALLER, direction_of
 from megatron.telemetry.event_rules import (
     ABOVE,
@@ -100,6 +101,23 @@ def test_the_first_interval_that_is_judged_and_its_threshold(rate, told):
     assert events(usual[INTERVAL:] + [speed(rate)] * INTERVAL) == []
     many = usual + [speed(rate)] * 40 * INTERVAL  # slow ones do not become the usual ones
     assert len(events(many + [speed(100.0)] * INTERVAL + [speed(rate)] * INTERVAL)) == 2 * told
+
+
+@pytest.mark.parametrize("rate, told", [(141.0, False), (139.0, True)])
+def test_the_usual_rate_is_the_median_of_unequal_ones(rate, told):
+    rates = [100.0, 900.0, 200.0, 300.0, 150.0]  # the median is 200, the mean 330
+    assert len(rates) == EARLIER and DEFAULTS["slow_steps"].threshold == 0.7
+    steps = [speed(one) for one in rates for _ in range(INTERVAL)]
+    assert events(steps + [speed(rate)] * INTERVAL) == [("slow_steps", len(steps) + INTERVAL)] * told
+
+
+@pytest.mark.parametrize("name, pause", [("runs", 5.0), ("s3://a/b", 10.0)])
+def test_new_runs_are_searched_after_a_pause(name, pause):
+    watched, searched = Runs([]), []
+    watched.names, watched._search = [name], lambda: bool(searched.append(now))
+    for now in (100.0, 99.0 + pause, 100.0 + pause, 100.5 + pause, 100.0 + 2 * pause):
+        assert not watched.refresh(now)
+    assert searched == [100.0, 100.0 + pause, 100.0 + 2 * pause]
 
 
 @pytest.mark.parametrize("kind", [kind for kind, rule in DEFAULTS.items() if rule.threshold is not None])
