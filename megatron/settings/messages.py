@@ -98,17 +98,21 @@ def missing(settings: list[Setting], loading: bool, givers: Sequence[str] = ()) 
     return "missing: " + ", ".join(s.flag for s in settings) + shape
 
 
-def without_effect(notices: Mapping[str, list[str]], everything: bool = False) -> list[str]:
+def without_effect(
+    notices: Mapping[str, list[str]], everything: bool = False, usual: Collection[str] = ()
+) -> list[str]:
     """Notes on flags and keys without effect: one for the keys of each file, with their lines, and one for each reason.
 
     notices: why -> words: `--x`, `-o x`, `run.yaml:3: x`. Keys that are of training alone are counted where they are many
-    and stand in files; everything: list them.
+    and stand in files; several keys of files that have no effect for `usual` reasons are one line. everything: list them.
 
     >>> print(*without_effect({"why": ["d/run.yaml:1: a", "d/run.yaml:2: b", "--c"], "as": ["d/run.yaml:3: d"]}), sep="\\n")
     --c has no effect: why
     3 keys of run.yaml have no effect:
         a (line 1), b (line 2): why
         d (line 3): as
+    >>> without_effect({"off": ["run.yaml:1: a", "run.yaml:2: b"]}, usual=["off"])
+    ['without effect here: a, b (--print-config says where and why)']
     """
     notes: list[str] = []
     files: dict[str, dict[str, list[tuple[str, str]]]] = {}  # file -> why -> (key, line)
@@ -124,10 +128,19 @@ def without_effect(notices: Mapping[str, list[str]], everything: bool = False) -
     short = _short(files)
     of_training = {short[file]: keys for file, rows in files.items() if (keys := rows.get(OF_TRAINING))}
     if not everything and (count := sum(map(len, of_training.values()))) > FEW:
-        files = {file: {why: keys for why, keys in rows.items() if why != OF_TRAINING} for file, rows in files.items()}
+        files = _but(files, [OF_TRAINING])
         names = ", ".join(of_training)
         notes.append(f"{count} keys of {names} are of training and have no effect here (--print-config lists them)")
+    folded = [key for rows in files.values() for why in rows if why in usual for key, _ in rows[why]]
+    if not everything and len(folded) > 1:
+        files = _but(files, usual)
+        notes.append(f"without effect here: {', '.join(folded)} (--print-config says where and why)")
     return [*notes, *(_in_file(short[file], rows) for file, rows in files.items() if rows)]
+
+
+def _but(files: Mapping[str, Mapping[str, list]], reasons: Collection[str]) -> dict[str, dict[str, list]]:
+    """The keys of files, without those that have no effect for these reasons."""
+    return {file: {why: keys for why, keys in rows.items() if why not in reasons} for file, rows in files.items()}
 
 
 def _short(files: Collection[str]) -> dict[str, str]:

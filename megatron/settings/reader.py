@@ -53,6 +53,7 @@ class SettingsReader:
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.notices: dict[str, list[str]] = {}  # sentence -> words without effect
+        self.usual: set[str] = set()  # those sentences that are of no consequence: no result changes
         self.replaced: list[tuple[str, str]] = []  # (overridden words, the later ones that count)
 
     def read_command(self, argv: list[str]) -> None:
@@ -370,5 +371,5 @@ class SettingsReader:
         """Print the notes, once per job."""
         if os.environ.get("RANK", "0") == "0":
             everything = any(flag == "--print-config" for flag, _ in self.line.words)
-            for note in [*self.notes, *messages.without_effect(self.notices, everything)]:
+            for note in [*self.notes, *messages.without_effect(self.notices, everything, self.usual)]:
                 print(note if note.startswith("WARNING") else f"note: {note}", file=sys.stderr, flush=True)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Optional
 
+from megatron.errors import Interrupted, Preempted
 from megatron.telemetry.run_folder import find_events
 from megatron.telemetry.run_record import as_json
 
@@ -428,18 +429,23 @@ def slow_now(events: Iterable[dict]) -> list[str]:
 
 
 def count_restarts(events: Iterable[dict]) -> int:
-    """The number of restarts of a run: by a supervisor, or by hand.
+    """The number of restarts of a run after a failure: by a supervisor, or by hand.
 
-    A supervisor's restart counts also if that attempt never came to train.
+    A supervisor's restart counts also if that attempt never came to train. A launch after one that ended in order, or that
+    was asked to stop, continues the run and is no restart.
 
-    >>> count_restarts([{"event": kind} for kind in ("start", "restart", "start", "end", "start")])
+    >>> count_restarts([{"event": kind} for kind in ("start", "restart", "start", "start")])
     2
+    >>> count_restarts([{"event": "start"}, {"event": "end", "code": 0}, {"event": "start"}])
+    0
     """
-    restarts, started, announced = 0, False, False
+    restarts, failed, announced = 0, False, False
     for event in events:
         if event["event"] == "restart":
             restarts, announced = restarts + 1, True
         elif event["event"] == "start":
-            restarts += started and not announced
-            started, announced = True, False
+            restarts += failed and not announced
+            failed, announced = True, False  # until its end says otherwise
+        elif event["event"] == "end":
+            failed = event.get("code") not in (0, Preempted.code, Interrupted.code)
     return restarts

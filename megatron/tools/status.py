@@ -81,7 +81,7 @@ def table(lines: list[Line], wide: bool = False) -> str:
         notes.append(", ".join([*again, *filter(None, [line.why]), *quiet, *line.slow, *_alerts(line)]))
         rows.append(
             [
-                line.run if wide or len(line.run) <= LONGEST else f"...{line.run[3 - LONGEST :]}",
+                line.run if wide else _short(line.run),
                 line.state,
                 f"{line.iteration}/{line.iterations}" if line.iterations else str(line.iteration),
                 done,
@@ -95,9 +95,20 @@ def table(lines: list[Line], wide: bool = False) -> str:
     if wide:
         rows = [[*row, note] for row, note in zip(rows, notes)]
         return f"{verdict(lines)}\n{figures.table(rows, [*head, ''], LEFT, WIDE)}"
-    titles, *texts = figures.table(rows, head, LEFT, WIDTH, spare=("done", "loss", "tokens/s")).splitlines()
+    width = WIDTH + max([0, *(len(row[0]) - LONGEST for row in rows)])  # a long name costs no column
+    titles, *texts = figures.table(rows, head, LEFT, width, spare=("done", "loss", "tokens/s")).splitlines()
     under = [[row, *([sentence(f"  {shortened(note, NOTE)}")] if note else [])] for row, note in zip(texts, notes)]
     return "\n".join([verdict(lines), titles, *(text for pair in under for text in pair)])
+
+
+def _short(run: str) -> str:
+    """The last two parts of a run's long path, which tell it from others.
+
+    >>> _short("runs/345M"), _short("/data/experiments/345M/checkpoints")
+    ('runs/345M', '.../345M/checkpoints')
+    """
+    parts = run.split("/")
+    return run if len(run) <= LONGEST or len(parts) <= 2 else "/".join(["...", *parts[-2:]])
 
 
 def _alerts(line: Line) -> list[str]:
@@ -111,7 +122,7 @@ def _alerts(line: Line) -> list[str]:
 
 QUIET = ("stalled", "failed", "stopped", "interrupted")
 LEFT = (0, 1, 2, 8)  # columns of words
-LONGEST, NOTE = 16, 2 * WIDTH  # characters of a run's name, and of the note below it
+LONGEST, NOTE = 16, 2 * WIDTH  # characters of a path that is shown whole, and of the note below it
 
 
 def _or(value: Optional[float], words, none: str = "-") -> str:

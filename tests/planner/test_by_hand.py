@@ -32,6 +32,7 @@ from megatron.planner import (
     text,
     traffic,
 )
+from megatron.planner import device as devices
 from megatron.planner.arithmetic import CHECKPOINT, SHARDED, STATES, TRAINING, days, divisions, least_devices
 from megatron.planner.device import GIB, Device, find
 from megatron.planner.held_passes import most_held
@@ -298,7 +299,7 @@ def test_buffers_that_training_changes_are_there_twice():
         weight=Placement((100,), Constant(0.0)),
     )
     [sizes] = parameters._sizes("u", table, frozenset(), Layout(tp=2).cuts)
-    assert sizes.buffers == 2 * 4 * (10 + 4 * 3) and [slot.size for slot in sizes.slots] == [100]
+    assert not sizes.layer and sizes.buffers == 2 * 4 * (10 + 4 * 3) and [slot.size for slot in sizes.slots] == [100]
 
 
 @pytest.mark.parametrize("beside, teachers", [((300, 0), 300), ((300, 290), 300), ((0, 700), 700), ((300, 700), 700)])
@@ -945,3 +946,40 @@ def test_a_choice_of_a_slower_plan_is_explained(layout, batch, told):
     assert bool(words) is told
     if told:
         assert "of 7 plans within 20% of the fastest" in words and "predicted to be 10.0% faster" in words
+
+
+def test_the_layer_that_saves_most_counts(monkeypatch):
+    """Of kinds of layers, however many there are of each; without layers nothing."""
+    sizes = dict(small=dict(a=3, b=4), large=dict(a=9))
+    monkeypatch.setattr(activations, "_layer_saved_bytes", lambda facts, share, design, modules: sizes[design])
+    for designs, most in ((["small"], 7), (["small", "large"], 9), (["large", "small"], 9), ([], 0)):
+        monkeypatch.setattr(activations, "repeated", lambda *_, own=designs, **__: {(one, ()): 5 for one in own})
+        assert activations.largest_layer(JOB, Layout(), (0, 1)) == most
+
+
+POSITIVE = ("memory_gb", "bandwidth", "unfused", "inner", "outer", "host", "attention_backward")
+NOT_NEGATIVE = "attention_tokens exposed rows latency launch context_gb communication_gb update_bandwidth".split()
+
+
+@pytest.mark.parametrize("name", [*POSITIVE, *NOT_NEGATIVE, "flops", "attention"])
+def test_figures_of_a_device_are_numbers_that_can_be_measured(name):
+    """Nothing is divided by 0; a time may be too short to be seen."""
+    of = lambda value: replace(DEVICE, **{name: dict(bf16=value) if name in ("flops", "attention") else value})
+    wrong = [-1.0, float("inf"), float("nan"), "1", None, *([] if name in NOT_NEGATIVE else [0, 0.0])]
+    for value in wrong:
+        with pytest.raises(ValueError, match=name.split()[0]):
+            devices._check(of(value))
+    for value in (1e-9, 1, *([0] if name in NOT_NEGATIVE else [])):
+        devices._check(of(value))
+
+
+def test_flops_of_a_step_are_of_whole_sequences_unless_half_is_asked_for():
+    whole, half = FACTS.trained_flops(JOB.selection, False), FACTS.trained_flops(JOB.selection, True)
+    assert half < whole and speed.useful_flops(JOB) == whole * 24 * 256
+    assert speed.useful_flops(JOB, seen=True) == half * 24 * 256
+    took = speed.step(JOB, Layout(), Cluster(DEVICE, 1))
+    assert (took.flops, took.seen_flops) == (whole * 24 * 256, half * 24 * 256)
+
+
+def test_experts_tokens_go_in_hops_where_it_is_asked_for():
+    assert Layout(ep=4).ep_levels is None and Layout(ep=8, ep_inner=4).ep_levels == (4, 2)

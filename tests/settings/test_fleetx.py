@@ -108,8 +108,8 @@ def test_a_file_and_the_one_that_it_builds_on(read):
     assert (config.checkpoint.save, config.checkpoint.load, config.checkpoint.save_interval) == ("./output", None, 1000)
     assert config.data.split == "949,50,1" and config.kernels.device == "cuda" and not config.profiling.profile
     assert config.data.data_path == ["./data/"]
-    assert re.search(r"Engine\.mix_precision\.custom_black_list \(line 16\).*: at level O2", told)
-    assert "Model.type_vocab_size" in told and "sampler" not in told and "Data.Eval" not in told
+    assert "Engine.mix_precision.custom_black_list" in told and "Model.type_vocab_size" in told
+    assert "sampler" not in told and "Data.Eval" not in told
 
 
 def test_overrides(read):
@@ -623,12 +623,24 @@ def test_keys_of_training_are_one_line_and_listed_on_demand(tmp_path, capsys):
     assert max(map(len, told.splitlines())) <= 120
 
 
-def test_keys_without_effect_are_one_note_for_each_file(read):
-    """With short names of files, and each key with its line and its reason."""
+def test_usual_keys_without_effect_are_one_line_and_listed_on_demand(read, tmp_path, capsys):
+    """A key that changes a result keeps its reason; --print-config gives each key its file, line and reason."""
+    (tmp_path / "base.yaml").write_text(BASE.replace("drop_last: True", "drop_last: False"))
     _, told = read()
-    [head] = [line for line in told.splitlines() if "base.yaml" in line]
-    assert re.fullmatch(r"note: \d+ keys of base\.yaml have no effect:", head)
+    [line] = [line for line in told.splitlines() if line.startswith("note: without effect here: ")]
+    assert line.endswith(" (--print-config says where and why)") and "at level O2" not in told
+    folded = line.removeprefix("note: without effect here: ").partition(" (")[0].split(", ")
+    assert "drop_last" not in line and re.search(r"Data\.Train\.sampler\.drop_last .*: every batch is full", told)
+    with pytest.raises(SystemExit):
+        read("--print-config")
+    told = " ".join(capsys.readouterr().err.split())
+    [count] = re.findall(r"note: (\d+) keys of base\.yaml have no effect:", told)
     assert re.search(r"Engine\.mix_precision\.custom_black_list \(line 16\).*: at level O2", told)
+    listed = re.findall(r"(\S+) \(line \d+\)", told)
+    assert len(listed) == int(count) > 3 and {*listed} - {*folded} == {
+        f"Data.{part}.sampler.drop_last" for part in ("Train", "Eval")
+    }
+    assert {*folded} - {*listed} == {"Model.type_vocab_size"}  # of own.yaml, in a note of its own
 
 
 def test_generation_by_beams(tmp_path):

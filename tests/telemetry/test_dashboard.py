@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -508,3 +509,19 @@ def test_the_server(tmp_path):
             process.send_signal(signal.SIGINT)  # while a page is open
             _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_labels_of_an_axis_have_one_format():
+    """By node, with the page's own functions."""
+    script = (ROOT / "megatron/telemetry/dashboard/page/dashboard.js").read_text(encoding="utf-8")
+    named = [re.search(rf"^function {name}\(.*?^}}", script, re.M | re.S)[0] for name in ("count", "ticks", "tick")]
+    axes = [[0, 5e-4, 1e-3, 1.5e-3], [0.002, 0.004], [1e-4, 1e-2, 10], [0, None, 7.5]]
+    asked = f"console.log(JSON.stringify({json.dumps(axes)}.map((axis) => ticks(axis, ''))))"
+    done = subprocess.run(["node", "-e", "\n".join([*named, asked])], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [
+        ["0", "5e-4", "1e-3", "1.5e-3"],
+        ["0.002", "0.004"],
+        ["1e-4", "1e-2", "1e1"],
+        ["0", "", "7.5"],
+    ]

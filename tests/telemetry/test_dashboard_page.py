@@ -101,7 +101,8 @@ def test_curves_of_two_runs_that_go_on(visit, folder):
     assert page.locator("#runs b").all_inner_texts() == ["slow", "wide"]
     assert page.evaluate(PIXELS, ["lm loss", BLUE]) > 100 and page.evaluate(PIXELS, ["lm loss", ORANGE]) > 100
     text = page.locator('[data-chart="lm loss"] .values').inner_text()
-    assert "slow" in text and "wide" in text
+    assert "slow" in text and "wide" in text and text.count("last step") == 2  # and no running mean
+    assert "loss of the last step" in page.locator("#runs").inner_text()
     assert "<b>loss</b> far above its median" in page.locator("#events").inner_text()
     assert page.locator("#ranks canvas").is_visible() and "forward-backward" in page.locator("#ranks").inner_text()
     assert page.locator("#experts canvas").is_visible() and "blocks.0" in page.locator("#experts-note").inner_text()

@@ -143,7 +143,7 @@ def test_the_command_prints_a_line_a_run(run, tmp_path, capsys, monkeypatch):
     assert verdict == "2 runs: 1 failed, 1 running" and why == "  the file is gone, 1 s ago"
     assert titles.split() == ["run", "state", "iteration", "tokens/s", "loss", "left", "checkpoint"]
     assert one.split()[1:] == "running 30/100 256 9.7000 0:00:35 20,".split() + one.split()[-3:]
-    assert one.startswith("...") and one.split()[0].endswith("/one") and two.split()[1] == "failed"
+    assert one.split()[0] == f".../{tmp_path.name}/one" and two.split()[1] == "failed"
     main(["--wide", str(tmp_path)])
     _, _, one, two = capsys.readouterr().out.splitlines()
     assert one.startswith(f"{tmp_path / 'one'}  running") and two.endswith("the file is gone, 1 s ago")
@@ -281,3 +281,18 @@ def test_a_run_in_an_object_store(tmp_path, monkeypatch, capsys):
     [line] = [look(folder) for folder in folders(["memory://status/runs/a"])]
     assert (line.loss, line.checkpoint, line.state) == (9.0, 100, "done")
     store.rm("/status", recursive=True)
+
+
+@pytest.mark.parametrize(
+    "codes, restarts", [([0], 0), ([9], 0), ([130], 0), ([None], 1), ([1], 1), ([0, 1, 9], 1), ([3, None], 2)]
+)
+def test_a_launch_after_one_that_ended_in_order_is_no_restart(run, codes, restarts):
+    """codes: of the launches before the last one; None: killed without a word, 9: asked to stop, 130: Ctrl-C."""
+    folder = run(*STEPS, launches=len(codes) + 1)
+    log = EventLog(folder / "events.jsonl")
+    for code in codes:
+        log.record("start", "one", iteration=0)
+        if code is not None:
+            log.record("end", "ended", code=code)
+    log.record("start", "the last one", iteration=10)
+    assert look(folder).restarts == restarts

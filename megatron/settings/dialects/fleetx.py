@@ -104,29 +104,32 @@ DONE = """Engine.mix_precision.use_fp16_guard=false Model.name=gpt Model.use_mem
     Optimizer.grad_clip.name=clipgradbyglobalnorm FusedPasses.enable=false Fused.tensor_fusion=false
     Generation.early_stopping=false Generation.early_finish=true"""
 # sentence: keys, or those of their values that the tables above lack, that have no effect
-IDLE = {
-    "every batch is full: samples are counted, and the last ones that fill none are left out": """
-        Data.Train.sampler.drop_last""",
+# Most files have these, and no result changes.
+USUAL = {
     "--micro-batch-size and --global-batch-size say how many samples a batch has": "Data.Train.sampler.batch_size",
     "weights and ops have the format of the level": "Engine.mix_precision.use_fp16_guard",
     "the tables are always those of operators, communication and memory": """Profiler.record_shapes
         Profiler.profile_memory Profiler.summary.*""",
-    "batches are tensors, made by the ranks that need them": "Data.Train.loader.return_list Data.Train.sample_split",
-    "the optimizer's own weights and moments are fp32": "Optimizer.multi_precision",
-    "schedules always count samples: steps x the batch of each": "Optimizer.lr.use_increments",
     "sums over tensor parallel ranks are joined where that is faster": "Distributed.fuse_sequence_parallel_allreduce",
-    "the search for a layout is --auto-parallel, with --tune-steps": "Tuning.*",
     "a GPT has no token types": "Model.type_vocab_size",
     "kernels are chosen by what is installed; fused or not, the result is the same": """Fused.tensor_fusion
         FusedPasses.enable FusedPasses.fused_passes_list Optimizer.tensor_fusion Model.use_memory_attn""",
+    "it is the same choice by other kernels": "Generation.use_topp_sampling Generation.inference",
+    "the log has what each step does": "Engine.verbose",
+    "a terminal shows how far an evaluation is, and results are over all": "Offline_Eval.logging_freq",
+}
+IDLE = USUAL | {
+    "every batch is full: samples are counted, and the last ones that fill none are left out": """
+        Data.Train.sampler.drop_last""",
+    "batches are tensors, made by the ranks that need them": "Data.Train.loader.return_list Data.Train.sample_split",
+    "the optimizer's own weights and moments are fp32": "Optimizer.multi_precision",
+    "schedules always count samples: steps x the batch of each": "Optimizer.lr.use_increments",
+    "the search for a layout is --auto-parallel, with --tune-steps": "Tuning.*",
     "the task says its classes, its loss and its metrics": "Model.num_classes Model.loss.* Model.metric.*",
     "a beam search ends when no open beam can beat the finished texts": "Generation.early_stopping",
     "a text ends with its end of document": "Generation.early_finish",
     "the tokenizer says which tokens begin, end and fill up": """Generation.bos_token_id Generation.eos_token_id
         Generation.pad_token_id Generation.decoder_start_token_id""",
-    "it is the same choice by other kernels": "Generation.use_topp_sampling Generation.inference",
-    "the log has what each step does": "Engine.verbose",
-    "a terminal shows how far an evaluation is, and results are over all": "Offline_Eval.logging_freq",
 }
 # The kinds of values of keys that become no flag of training.
 KINDS = {

@@ -62,6 +62,7 @@ class FleetX(OtherSuite):
             placed[by[-1]].append(word) if on_command else reader.read(word)
         for sentence, one in translated.notes:
             reader.notices.setdefault(sentence, []).append(one.where)
+        reader.usual |= translated.usual
         reader.problems += [problem_text(one, why) for one, why in translated.problems]
 
     def fill(self) -> None:

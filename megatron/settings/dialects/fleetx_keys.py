@@ -29,6 +29,7 @@ from megatron.settings.dialects.fleetx import (
     TABLES,
     TEACHER,
     TEST_FILES,
+    USUAL,
     owners_of,
 )
 from megatron.settings.dialects.fleetx_files import COMMAND, Entries
@@ -49,6 +50,7 @@ class Translated:
     compared: bool = False
     flags: list[tuple[str, list[str], TheirSetting]] = field(default_factory=list)
     notes: list[tuple[str, TheirSetting]] = field(default_factory=list)
+    usual: set[str] = field(default_factory=set)  # sentences of notes that are of no consequence: no result changes
     problems: list[tuple[TheirSetting, str]] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
     parts: dict[str, str] = field(default_factory=dict)  # key -> the flag to whose value it contributes with others
@@ -86,8 +88,12 @@ class Translated:
         self.parts |= dict.fromkeys(keys, flag)
         self.take(keys[0])
 
-    def note(self, why: str, *keys: str) -> None:
-        """Note keys that have no effect; a value that is none of the key's kind is refused all the same."""
+    def note(self, why: str, *keys: str, usual: bool = False) -> None:
+        """Note keys that have no effect; a value that is none of the key's kind is refused all the same.
+
+        usual: most files have such keys, and no result changes
+        """
+        self.usual |= {why} if usual else set()
         for key in keys:
             if key in self.given and key not in self.taken:
                 try:
@@ -166,7 +172,7 @@ def _single(out: Translated, key: str) -> None:
         for flag, said in flags:
             out.say(flag, said, key)
     elif idle := sentence(IDLE, key):
-        out.note(idle, key)
+        out.note(idle, key, usual=idle in USUAL)
     else:
         refused = sentence(REFUSED, key) or f"there is: {', '.join(values)}"
         out.refuse(key, f"'{one.value.lower()}' is not supported; {refused}")
@@ -345,7 +351,8 @@ def _compression(out: Translated) -> None:
             out.take(key)
         else:
             switch = ".".join(key.split(".")[: 2 if key.startswith("Compress.") else 1]) + ".enable"
-            out.note(f"{switch} {'is refused' if out.word(switch) in YES else 'is not true'}", key)
+            refused = out.word(switch) in YES
+            out.note(f"{switch} {'is refused' if refused else 'is not true'}", key, usual=not refused)
 
 
 def _lengths(out: Translated) -> None:
@@ -384,7 +391,8 @@ def _lengths(out: Translated) -> None:
     elif out.word(epochs) != "1":
         out.note(f"training is as long as {steps} says", epochs)
     if not counted:
-        out.note("training is counted in steps, not in epochs", *[save_epoch] * (save_epoch not in unlimited))
+        epochs_alone = [save_epoch] * (save_epoch not in unlimited)
+        out.note("training is counted in steps, not in epochs", *epochs_alone, usual=True)
         out.note(f"{epochs} says how long training is, where it is given", *[steps] * (steps in unlimited))
     out.take(mode, epochs, *unlimited)
 
@@ -423,7 +431,7 @@ def _precision(out: Translated) -> None:
         if switches:
             out.say("--precision", ["fp32"], *switches)
         off = (switches or [at + "enable"])[0]
-        return out.note(f"mixed precision is off: {off} is not true", half, level, scale, *lists)
+        return out.note(f"mixed precision is off: {off} is not true", half, level, scale, *lists, usual=True)
     known, word = out.word(half, "float16"), out.word(level, "o2")
     if known not in formats:
         out.take(level, scale, *lists)
@@ -436,9 +444,9 @@ def _precision(out: Translated) -> None:
         out.refuse(level, f"'{word}' is not supported; there is: o1, o2{why if word == 'o3' else ''}")
     if scale in out.given and known == "float16":
         out.say("--initial-loss-scale", None, scale, half, *switches)
-    out.note("bf16 needs no loss scale", scale)
+    out.note("bf16 needs no loss scale", scale, usual=True)
     if word != "o1":
-        out.note("at level O2 formats are not chosen op by op; the lists belong to O1", *lists)
+        out.note("at level O2 formats are not chosen op by op; the lists belong to O1", *lists, usual=True)
 
 
 def _switch(out: Translated, *names: str) -> tuple[bool, list[str]]:
@@ -466,7 +474,7 @@ def _recompute(out: Translated) -> None:
         return out.say("--recompute-granularity", None if what in out.given else ["full"], what, *switches)
     if switches:
         out.say("--use-recompute", ["false"], *switches)
-    out.note("Model.use_recompute is not true", what, kept)
+    out.note("Model.use_recompute is not true", what, kept, usual=True)
 
 
 def _sharding(out: Translated) -> None:
@@ -478,7 +486,7 @@ def _sharding(out: Translated) -> None:
     else:
         if degree in out.given:
             out.say("--sharding-stage", ["0"], degree)
-        out.note(f"a {degree} of 1 shards nothing", stage)
+        out.note(f"a {degree} of 1 shards nothing", stage, usual=True)
     if dp in out.given and out.word("Model.module").endswith("auto"):
         out.say("--data-parallel-size", None, dp)
 
@@ -486,9 +494,8 @@ def _sharding(out: Translated) -> None:
 def _profiler(out: Translated) -> None:
     steps = "Profiler.scheduler"
     if not out.is_on("Profiler.enable"):
-        return out.note(
-            "Profiler.enable is not true", *(key for key in out.left("Profiler.") if key != "Profiler.enable")
-        )
+        unused = [key for key in out.left("Profiler.") if key != "Profiler.enable"]
+        return out.note("Profiler.enable is not true", *unused, usual=True)
     numbers = out.word(steps).replace(",", " ").split()
     if len(numbers) == 2:
         out.say("--profile-step-start", numbers[:1], steps)

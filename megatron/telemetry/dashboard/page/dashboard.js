@@ -123,13 +123,19 @@ function xAxis() {
   return view.axis === "time" ? { ...axis, incrs: TIMES, values: (u, splits) => splits.map(timeTick) } : axis;
 }
 
-function tick(value, unit) {
+function ticks(values, unit) {
+  // The labels of an axis: all with a power of ten if one is as small as 1e-3.
+  const sizes = values.map(Math.abs).filter((size) => size > 0), small = Math.min(...sizes) <= 1e-3;
+  return values.map((value) => tick(value, unit, small));
+}
+
+function tick(value, unit, power) {
   if (value == null) return "";
   if (unit === "%") return `${+(100 * value).toFixed(1)} %`;
   if (unit === "bytes") return `${+(value / 1e9).toPrecision(4)} GB`;
   const size = Math.abs(value);
   if (unit === "s") return `${+value.toPrecision(4)} s`;
-  if (size && size <= 1e-3) return value.toExponential().replace(/(\.\d\d?)\d*/, "$1");
+  if (size && power) return (+value.toPrecision(5)).toExponential().replace("+", "");
   return size >= 1e4 ? count(value) : `${+value.toPrecision(6)}`;
 }
 
@@ -205,7 +211,7 @@ class Card {
       axes: [xAxis(), { stroke: themed(THEME.soft), font: "12px system-ui, sans-serif", size: 62, space: 34, gap: 6,
         grid: { stroke: themed(THEME.line), width: 1 }, ticks: { show: false }, filter: (u, splits) => splits,
         ...(isLog(this.chart) ? { splits: logSplits } : {}),
-        values: (u, splits) => splits.map((value) => (isLog(this.chart) && !fits(u, value) ? "" : tick(value, unit))) }],
+        values: (u, splits) => ticks(splits, unit).map((text, at) => (isLog(this.chart) && !fits(u, splits[at]) ? "" : text)) }],
       cursor: { y: false, sync: { key: "runs", setSeries: false, scales: ["x", null] }, drag: { x: true, y: false, setScale: false },
         points: { size: 7 }, dataIdx: (u, number, index) => nearest(u.data[number], index), bind: { dblclick: () => () => (zoom(null), null) } },
       hooks: { setCursor: [(u) => this.values_(u.cursor.idx)], drawAxes: [(u) => drawEvents(u)],
@@ -244,11 +250,12 @@ class Card {
     };
     for (const run of new Set(this.lines.map((line) => line.run))) {
       const own = this.lines.filter((line) => line.run === run), validation = found(own.find((line) => line.kind === "validation"));
-      const value = found(own.find((line) => line.kind === "mean") ?? own.find((line) => line.kind === "step"));
+      const mean = found(own.find((line) => line.kind === "mean")), value = mean ?? found(own.find((line) => line.kind === "step"));
+      const which = mean != null ? `running mean of ${windowSteps().toLocaleString("en")}` : index == null ? "last step" : "";
       const key = element("i", { className: "key" });
       key.style.setProperty("--key", colour(run));
       const part = element("span", { title: nameOf(run) }, key, element("em", { textContent: nameOf(run) }));
-      if (value != null) part.append(element("b", { textContent: written(value, this.chart.unit) }));
+      if (value != null) part.append(element("b", { textContent: written(value, this.chart.unit) }), element("em", { textContent: which }));
       if (validation != null) part.append(element("em", { textContent: `validation ${written(validation, this.chart.unit)}` }));
       parts.push(part);
     }
@@ -587,7 +594,7 @@ function listRuns() {
     parts.holder.hidden = !share;
     parts.bar.style.width = `${100 * share}%`;
     const told = [`${run.iteration.toLocaleString("en")}${run.iterations ? ` of ${run.iterations.toLocaleString("en")}` : ""}`];
-    if (run.loss != null) told.push(`loss ${written(run.loss, "")}`);
+    if (run.loss != null) told.push(`loss of the last step ${written(run.loss, "")}`);
     if (run.tokens_per_second) told.push(`${count(run.tokens_per_second)} tokens/s`);
     if (run.seconds_left) told.push(`${duration(run.seconds_left)} left`);
     for (const [number, what] of [[run.errors, "error"], [run.warnings, "warning"], [run.restarts, "restart"], [run.damaged_lines, "damaged line"]])
