@@ -85,13 +85,14 @@ def test_weights_have_the_same_bits_in_every_layout(case):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("place", LAYOUTS + DIVIDED)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("model", MODELS)
-def test_weights_of_twenty_steps_have_one_hash(model, form):
-    expected = one_process(model, form, steps=20)
-    for place in LAYOUTS + (DIVIDED if model != "experts" else []):
-        layout, _, micro = place.partition(":")
-        check(run(model, form, layout, int(micro), steps=20), expected)
+def test_weights_of_twenty_steps_have_one_hash(model, form, place):
+    if model == "experts" and place in DIVIDED:
+        pytest.skip("ranks of tensor parallelism cannot divide experts in one order (`ordered_rules`)")
+    layout, _, micro = place.partition(":")
+    check(run(model, form, layout, int(micro), steps=20), one_process(model, form, steps=20))
 
 
 @pytest.mark.full

@@ -60,6 +60,8 @@ CASES = {
     ),
     "--use-rope-scaling": ("--position-embedding-type rope", "--position-embedding-type rope --use-rope-scaling"),
     "--rope-type yarn": ("--position-embedding-type rope", "--position-embedding-type rope --rope-type yarn"),
+    "--num-experts": ("", "--num-experts 4"),
+    "--non-persistent-save-interval": ("", "--non-persistent-save-interval 5"),
     "--num-experts above 1": ("", "--num-experts 4"),
     "--moe-router-group-topk": ("", "--num-experts 4 --moe-router-num-groups 2 --moe-router-group-topk 1"),
     "--num-experts above 1, and with --moe-router-load-balancing-type sinkhorn": ("", "--num-experts 4"),
@@ -223,7 +225,6 @@ def test_conditions_of_the_network_are_those_of_the_recipe():
     assert gpt_rules.IDLE.keys().isdisjoint(["weight_bits", "sparsity_layers", "save_retries"])
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_a_setting_is_said_where_it_has_no_effect_and_only_there(name):
     flags, without, with_effect = case(name)
