@@ -122,13 +122,13 @@ class RunHistory:
         same = batch.eval_same_samples or full
         consumed = 0 if same else max((one.first + one.size for one in passes), default=0)
         later = max([self.done, *(one.iteration for one in passes)])
-        if not size or not batch.eval_interval:
+        if not size:
             return passes
-        start = (later // batch.eval_interval + 1) * batch.eval_interval
-        for iteration in range(start, self.last + 1, batch.eval_interval):
+        interval = batch.eval_interval or self.last + 1  # 0: at the end alone
+        for iteration in range((later // interval + 1) * interval, self.last + 1, interval):
             passes.append(EvaluationPass(iteration, consumed, size, False))
             consumed += 0 if same else size
-        ends = same and self.last % batch.eval_interval == 0
+        ends = same and self.last % interval == 0
         if not ends and not any(one.iteration == self.last and one.done for one in passes):
             passes.append(EvaluationPass(self.last, consumed, size, False))
         return passes

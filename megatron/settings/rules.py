@@ -659,7 +659,7 @@ REMARKS = (
     Rule(
         lambda s: (
             s.settings.validates
-            and 0 < s.steps < s.eval_interval != NEVER
+            and 0 < s.steps < s.eval_interval
             and (s.settings.given("eval_interval") if s.eval_epoch else s.train_iters)
         ),
         lambda s: (
@@ -676,7 +676,7 @@ REMARKS = (
         lambda s: s.settings.validates and s.eval_epoch and s.train_epochs and s.eval_epoch > s.train_epochs,
         lambda s: (
             f"--eval-epoch {s.eval_epoch} is beyond --train-epochs {s.train_epochs}: "
-            f"evaluation happens {'by --eval-interval and ' * (s.eval_interval < s.steps)}at the end alone"
+            f"evaluation happens {'by --eval-interval and ' * (0 < s.eval_interval < s.steps)}at the end alone"
         ),
     ),
 )
@@ -691,7 +691,6 @@ def _asks_for_epochs(s: SimpleNamespace) -> list[str]:
     return [flag for flag, given in (asked | {"--lr-step-unit epoch": s.lr_step_unit == "epoch"}).items() if given]
 
 
-NEVER = 1_000_000_000  # --eval-interval of runs that validate by epochs, or at the end alone
 LONG = 1000  # steps: repeating as many is costly
 
 

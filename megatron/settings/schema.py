@@ -99,7 +99,7 @@ class Config:
         """Whether the run validates before its end, as far as its length is known."""
         b = self.batch
         by_epochs = b.eval_epoch and b.eval_epoch < (b.train_epochs or math.inf)
-        return self.validates and bool(by_epochs or b.eval_interval < (b.steps(dp) or math.inf))
+        return self.validates and bool(by_epochs or 0 < b.eval_interval < (b.steps(dp) or math.inf))
 
     def value(self, name: str) -> Any:
         """The value of a setting, of whichever group."""

@@ -13,7 +13,7 @@ from megatron.model.t5.t5_rules import refused
 from megatron.settings.declare import Needs, dashed
 from megatron.settings.from_checkpoint import foreign_format, found_record, shape_of
 from megatron.settings.groups.kernels import CUDA
-from megatron.settings.rules import NEVER, Rule, of_the_checkpoint
+from megatron.settings.rules import Rule, of_the_checkpoint
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import BadValue, settings_of
 from megatron.settings.statements import Statement
@@ -48,7 +48,7 @@ from megatron.tasks.settings import (
 )
 
 MODEL_TYPE = "finetune"
-DEFAULTS = dict(dataloader_type="cyclic", full_validation=True, eval_interval=NEVER, num_workers=1)
+DEFAULTS = dict(dataloader_type="cyclic", full_validation=True, eval_interval=0, num_workers=1)
 # default -> settings that specify the same in another way
 SAID_OTHERWISE = dict(
     global_batch_size=("local_batch_size", "gradient_accumulation_steps"),

@@ -261,7 +261,7 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--train-samples 100", 1, "--train-iters 10 and --train-samples 100"),
         ("--rampup-batch-size 1 1 10 --global-batch-size 4", 1, "needs --train-samples"),
         ("--train-iters -1", 1, "--train-iters -1 must be at least 0"),
-        ("--eval-interval 0", 1, "--eval-interval 0 must be at least 1"),
+        ("--eval-interval -1", 1, "--eval-interval -1 must be at least 0"),
         ("--micro-batch-size 0", 1, "--micro-batch-size 0 must be at least 1"),
         ("--exit-duration-in-mins 0", 1, "--exit-duration-in-mins 0.0 must be above 0"),
         # learning rate

@@ -63,11 +63,14 @@ def test_length_of_training(flags, steps, train):
     assert len(train(f"{SMALL} {flags}").steps) == steps  # of 4 samples each: what is left of 14 is no batch
 
 
-def test_evaluations(train):
-    run = train(f"{SMALL} --train-iters 5 --eval-interval 2 --eval-iters 3")
+@pytest.mark.parametrize("interval, at", [(2, [2, 4, 5]), (0, [5])])  # 0: at the end alone
+def test_evaluations(interval, at, train):
+    run = train(f"{SMALL} --train-iters 5 --eval-interval {interval} --eval-iters 3")
     found = [(record["iteration"], record["split"]) for record in run.evals]
-    assert found == [(2, "validation"), (4, "validation"), (5, "validation"), (5, "test")]
-    assert run.state(5)["state"]["consumed_valid_samples"] == 2 * 3 * 4  # when it was saved, before the last one
+    assert found == [*((one, "validation") for one in at), (5, "test")]
+    assert (
+        run.state(5)["state"]["consumed_valid_samples"] == len(at[:-1]) * 3 * 4
+    )  # when it was saved, before the last one
 
 
 def test_test_data_have_a_number_of_batches_of_their_own(train):

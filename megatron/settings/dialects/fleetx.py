@@ -152,7 +152,7 @@ DEFAULTS = (
     Default("--train-iters", "500000", ("Engine.max_steps", "Engine.num_train_epochs", "Engine.run_mode=epoch")),
     Default("--log-interval", "1", ("Engine.logging_freq",)),
     Default("--eval-iters", "0", ("Engine.eval_iters", "Engine.run_mode=epoch")),
-    Default("--eval-interval", "1000000000", ("Engine.eval_freq",), where="Engine.eval_iters"),  # never
+    Default("--eval-interval", "0", ("Engine.eval_freq",), where="Engine.eval_iters"),  # never
     *(
         Default("--initial-loss-scale", "32768", (f"{MIXED}.scale_loss", f"{MIXED}.dtype=bfloat16"), f"{MIXED}.{on}")
         for on in ("enable=[ty1]*", "use_pure_fp16=[ty1]*")

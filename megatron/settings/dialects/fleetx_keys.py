@@ -376,7 +376,7 @@ def _lengths(out: Translated) -> None:
         out.note(f"{often} asks for no validation", batches)
     elif often in out.given and (by_epochs or auto and counted):
         out.say("--eval-epoch", None, often, mode)
-        out.say("--eval-interval", ["1000000000"], often, mode)
+        out.say("--eval-interval", ["0"], often, mode)
     elif often in out.given and auto:
         out.say("--eval-interval", [_times(out.word(often), out.word(steps))], often, steps)
     _tests(out, by_epochs)

@@ -178,7 +178,7 @@ def trackers(words, given):
 
 
 NEVER = [("--eval-iters", ["0"])]
-AT_EPOCHS = [("--eval-epoch", ["1"]), ("--eval-interval", ["1000000000"])]  # never in between
+AT_EPOCHS = [("--eval-epoch", ["1"]), ("--eval-interval", ["0"])]  # never in between
 
 
 GPT2_CONFIG = dict(

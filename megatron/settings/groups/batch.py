@@ -51,8 +51,8 @@ class Batch:
         "--num-epochs",
         "--epochs",
     )
-    eval_interval: Count = shown_by("test_evaluations")(
-        "number of steps between evaluations", 1000, "--eval-freq", needs=VALIDATION
+    eval_interval: Natural = shown_by("test_evaluations")(
+        "number of steps between evaluations; 0: at the end alone", 1000, "--eval-freq", needs=VALIDATION
     )
     eval_epoch: Optional[Count] = shown_by("test_validation_behind_every_second_epoch")(
         "also evaluate every so many epochs (--train-epochs)", None
