@@ -4,6 +4,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ import pytest
 import preprocess_data
 import pretrain_gpt
 from megatron.data import loader
-from megatron.data.launches import consumed_bounds
+from megatron.data.launches import RunHistory, consumed_bounds
 from megatron.errors import DataError, Failure
-from megatron.settings.schema import Batch
+from megatron.settings.schema import Batch, Data
 from megatron.telemetry.history import read_history
 from megatron.tools import trace
 
@@ -357,3 +358,12 @@ def test_bounds_are_those_of_one_step_after_another(sizes):
             bounds.append(bounds[-1] + batch_size(batch, 2, bounds[-1])[0])
         for steps in (0, 1, 3, 20):
             assert consumed_bounds(batch, 2, start, steps).tolist() == bounds[: steps + 1]
+
+
+@pytest.mark.parametrize("interval, at", [(0, [5]), (2, [2, 4, 5]), (7, [5])])
+def test_validations_to_come_are_those_of_training(interval, at):
+    """At each interval and at the end; 0: at the end alone."""
+    batch = Batch(micro_batch_size=1, global_batch_size=2, train_iters=5, eval_interval=interval, eval_iters=3)
+    launch = SimpleNamespace(config=SimpleNamespace(batch=batch, data=Data()), last=5)
+    found = [(one.iteration, one.first, one.size) for one in RunHistory([launch]).passes("valid")]
+    assert found == [(iteration, 6 * place, 6) for place, iteration in enumerate(at)]
