@@ -210,9 +210,7 @@ def test_a_search_that_ends_early_finds_the_plans_of_one_that_does_not(world, fa
     least = speed.least_seconds
     bound_of = lambda plan: least(plan.job, plan.layout, cluster)
     monkeypatch.setattr(speed, "least_seconds", lambda *args: 0.0)
-    monkeypatch.setattr(
-        _Fastest, "limit", lambda plans, count: float("inf")
-    )  # nothing is left out by its passes, either
+    monkeypatch.setattr(_Fastest, "limit", lambda *words: float("inf"))  # nothing is left out by its passes, either
     whole = search(job, cluster, space, keep=20)
     assert found.evaluated < whole.evaluated and found.num_layouts == whole.num_layouts
     assert (found.plans[0], found.fastest, found.alike) == (whole.plans[0], whole.fastest, whole.alike)
