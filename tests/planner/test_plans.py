@@ -374,7 +374,10 @@ def test_devices():
             "345M --micro-batch-size 8",
             "--recompute-granularity core_attn (15.9 GB) or --micro-batch-size 1 (9.6 GB) would fit",
         ),
-        ("1.3B --micro-batch-size 8 --use-recompute", ": 27.5 of 16.7 GB; --optimizer-cpu-offload (11.8 GB) would fit"),
+        (
+            "1.3B --micro-batch-size 8 --use-recompute",
+            ": 27.5 of 16.7 GB that a layout may use; --optimizer-cpu-offload (11.8 GB) would fit",
+        ),
         ("1.3B --micro-batch-size 8", "--recompute-granularity full --optimizer-cpu-offload (11.8 GB) would fit"),
         ("6.7B --micro-batch-size 1", "or a smaller --hidden-size or --num-layers"),
     ],
