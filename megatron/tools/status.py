@@ -103,7 +103,7 @@ def table(lines: list[Line], wide: bool = False) -> str:
 def _short(run: str) -> str:
     """A run's path, or the end of a long one: its last two parts, if they are short.
 
-    >>> _short("runs/345M"), _short("/data/experiments/345M/checkpoints"), _short("/data/a-...-name/checkpoints")
+    >>> _short("runs/345M"), _short("/data/experiments/345M/checkpoints"), _short("/data/a-long-name/checkpoints")
     ('runs/345M', '.../345M/checkpoints', '...-name/checkpoints')
     """
     last = "/".join(["...", *run.split("/")[-2:]])
