@@ -301,15 +301,12 @@ def restore(
         except Damaged as problem:
             if is_snapshot and len(choice.paths) == 1:  # a kind of failure after which the job is started again
                 raise StorageError(f"{path} was damaged while it was read: {problem}") from None
-            known = {one for one, _ in repaired}
-            rebuilt = _on_all_ranks(
-                lambda path=path, known=known: _repaired(path) if rank == 0 and path not in known else "",
-                all_gather_object,
-            )[0]
-            if rebuilt and not is_snapshot:  # once
-                repaired.append((path, rebuilt))
-                waiting.insert(0, path)
-                continue
+            if not is_snapshot and path not in dict(repaired):  # once
+                mend = lambda path=path: _repaired(path) if rank == 0 else ""
+                if rebuilt := _on_all_ranks(mend, all_gather_object)[0]:
+                    repaired.append((path, rebuilt))
+                    waiting.insert(0, path)
+                    continue
             if step is not None or len(choice.paths) == 1:
                 raise
             notices.append(str(problem))

@@ -303,8 +303,7 @@ class MemorySnapshots:
         if self.all_gather_object(newest)[0] >= iteration:
             shutil.rmtree(self.memory, ignore_errors=True)
             if self.rank == 0:
-                with contextlib.suppress(Failure, OSError):
-                    (location(self.settings.save) / SNAPSHOTS).unlink()
+                forget_snapshots(location(self.settings.save))
 
     def drop(self) -> None:
         """Remove all snapshots: the run goes on from an earlier checkpoint, by its user's choice or after a spike."""

@@ -22,7 +22,7 @@ from megatron.checkpoint.backends import INDEX
 from megatron.checkpoint.index import Index, ParityFile, ShardFile, differing_blocks, read_index
 from megatron.checkpoint.store import BLOCK, COPY
 from megatron.errors import Failure
-from megatron.storage.durable import Damaged, checksum, read_sealed, require_space, storage_errors, sync_folder
+from megatron.storage.durable import Damaged, checksum, read_sealed, require_space, storage_errors, whole_file
 
 
 class ParityRange(NamedTuple):
@@ -131,8 +131,8 @@ def _restore(folder: Path, name: str, mark: str | None) -> list[str]:
     good = [_has_seal(path, mark) for path in places]
     if any(good) and not all(good) and (good[1] or read_index(folder).parity):
         source, target = places if good[0] else places[::-1]
-        with storage_errors(target):
-            _replace(target, source.read_bytes())
+        with whole_file(target) as file:
+            file.write(source.read_bytes())
         return [target.name]
     return []
 
@@ -182,38 +182,16 @@ def _rebuild(
         raise Damaged(f"{name} cannot be rebuilt: {problem}")
     size = index.files[name][0]
     sources = [(parity_name, parity.bytes), *((one, index.files[one][0]) for one in parity.of if one != name)]
-    aside = folder / f".rebuilt-{name}"
-    try:
-        require_space(folder, size)
-        with storage_errors(aside):
-            with open(aside, "wb") as file:
-                for block in range(-(-size // BLOCK)):
-                    file.write(_xor_of_block(folder, sources, block)[: size - block * BLOCK])
-                file.flush()
-                os.fsync(file.fileno())
-        if problem := _problem(aside, index, name, sums):
+    require_space(folder, size)
+    with whole_file(folder / name) as file:
+        for block in range(-(-size // BLOCK)):
+            file.write(_xor_of_block(folder, sources, block)[: size - block * BLOCK])
+        file.flush()
+        if problem := _problem(Path(file.name), index, name, sums):
             raise Damaged(f"{name} cannot be rebuilt: {problem}")
-        with storage_errors(folder):
-            os.replace(aside, folder / name)
-            sync_folder(folder)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _rebuild_parity(folder: Path, name: str, parity: ParityFile, files: list[tuple[str, int]]) -> None:
-    with storage_errors(folder / name):
-        parts = [bytes(_xor_of_block(folder, files, block)) for block in range(len(parity.checksums))]
-        _replace(folder / name, b"".join(parts))
-
-
-def _replace(path: Path, content: bytes) -> None:
-    aside = path.with_name(f".rebuilt-{path.name}")
-    try:
-        with open(aside, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-        sync_folder(path.parent)
-    finally:
-        aside.unlink(missing_ok=True)
+    with whole_file(folder / name) as file:
+        for block in range(len(parity.checksums)):
+            file.write(_xor_of_block(folder, files, block))

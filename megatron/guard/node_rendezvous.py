@@ -86,7 +86,9 @@ class NodeRendezvous:
 
     def _register(self, store) -> bool:
         """Whether this node has its number; False if another process has it for now. Raises SettingsError."""
-        count = int(store.compare_set(f"{KEY}/count", "", str(self.count)))
+        if not self.rank:
+            store.set(f"{KEY}/count", str(self.count))
+        count = int(store.get(f"{KEY}/count"))  # node 0's, which another one that is faster waits for
         if count != self.count:
             first = _name(store.get(f"{KEY}/0").decode()) if store.check([f"{KEY}/0"]) else "another node"
             raise SettingsError(

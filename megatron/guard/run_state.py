@@ -19,7 +19,7 @@ from typing import Optional
 
 import numpy as np
 
-from megatron.errors import DataError, Failure, Interrupted, Preempted, no_such_file
+from megatron.errors import Failure, Interrupted, Preempted
 from megatron.guard import processes
 from megatron.guard.beat_files import Beat, read_beats
 from megatron.guard.supervisor_mark import Mark, lost_supervisor
@@ -32,7 +32,6 @@ from megatron.telemetry.figures import WIDE, shortened
 from megatron.telemetry.history import History, read_end
 from megatron.telemetry.run_folder import (
     METRICS,
-    NAMED,
     POINTER,
     Place,
     find_metrics,
@@ -40,6 +39,7 @@ from megatron.telemetry.run_folder import (
     last_saved,
     last_state,
     newest_checkpoint,
+    nothing_at,
 )
 
 PATIENCE = 60.0  # seconds without a sign of life that are normal, even for short steps
@@ -104,13 +104,8 @@ def folders(names: list[str]) -> list[Place]:
             inside = sorted(path for path in place.glob("*") if _is_run(path))
         else:
             inside = [*found_below(place, lambda path: path if path.is_dir() and _is_run(path) else None)]
-        if not inside and not (place.exists() or place.is_dir()):
-            raise DataError(f"{name}: {no_such_file(name, 'folder')}", do=NAMED)
         if not inside:
-            raise DataError(
-                f"{name}: no metrics.jsonl in it, nor in a folder below it",
-                "a run writes it next to its checkpoints (--save), or to --metrics-file",
-            )
+            raise nothing_at(name, place)
         runs += inside
     return runs
 

@@ -39,7 +39,7 @@ def planned_flags(config: schema.Config, plan: Plan) -> list[str]:
 
 def launcher(cluster: Cluster) -> list[str]:
     """The command that starts the ranks."""
-    nodes = max(1, cluster.world_size // cluster.local_size)
+    nodes = cluster.nodes
     if cluster.world_size == 1:
         return ["python"]
     if nodes == 1:
@@ -83,7 +83,7 @@ ROOM = WIDTH - len("     \\")  # characters of a line between its indentation an
 
 def script(config: schema.Config, plan: Plan, cluster: Cluster) -> str:
     """A bash script that trains in a plan's layout and passes additional flags on."""
-    nodes = max(1, cluster.world_size // cluster.local_size)
+    nodes = cluster.nodes
     tokens = plan.step.tokens_per_second(plan.job)
     head = [
         "#!/usr/bin/env bash",

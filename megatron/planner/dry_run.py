@@ -123,7 +123,7 @@ def _changed(config: schema.Config) -> list[str]:
 def _topology(layout: Layout, cluster: Cluster, width: int) -> str:
     context = f"context {layout.cp} x " * (layout.cp > 1)
     lines = [
-        f"{several(cluster.world_size, 'rank')} on {several(max(1, cluster.world_size // cluster.local_size), 'node')} "
+        f"{several(cluster.world_size, 'rank')} on {several(cluster.nodes, 'node')} "
         f"= pipeline {layout.pp} x data {layout.dp} (shared by {layout.shard}) x {context}tensor {layout.tp}"
     ]
     named = {name: (layout.dense_sizes, JOINED.get(name, (name,))) for name in ("tp", "cp", "dp", "pp")}

@@ -43,8 +43,7 @@ def saving_of(config: Config, plan: Plan, cluster: Cluster, hours: float) -> Sav
     assumed; all nodes write together.
     """
     job, layout = plan.job, plan.layout
-    nodes = max(1, cluster.world_size // cluster.local_size)
-    size = _state_bytes(plan)
+    nodes, size = cluster.nodes, _state_bytes(plan)
     filed = size / nodes / DISK
     stall = size / cluster.world_size / cluster.device.host if config.checkpoint.async_save else filed
     groups = groups_of(layout, job.facts.num_layers, cluster.device.kind == "cuda")
@@ -89,7 +88,7 @@ def saving_in_memory(config: Config, plan: Plan, cluster: Cluster, hours: float)
     Training waits while a rank copies its part to its host, its node writes the parts of all its ranks and the copies that
     it holds, and copies travel. A restart reads a node's parts.
     """
-    disk, nodes = saving_of(config, plan, cluster, hours), max(1, cluster.world_size // cluster.local_size)
+    disk, nodes = saving_of(config, plan, cluster, hours), cluster.nodes
     factor = min(config.checkpoint.replication_factor, nodes)
     of_node = _state_bytes(plan) / nodes
     of_rank = of_node / min(cluster.local_size, cluster.world_size)
@@ -113,11 +112,12 @@ def describe(config: Config, plan: Plan, cluster: Cluster) -> Iterator[str]:
     hours = config.planner.mtbf
     if not hours:
         return
-    saving, step = saving_of(config, plan, cluster, hours), plan.step.seconds
+    in_memory, step = saving_in_memory(config, plan, cluster, hours), plan.step.seconds
+    saving = in_memory.disk
     steps = max(1, round(saving.interval / step))
     interval = steps * step
     share = goodput(interval, saving.stall, saving.between, saving.restart)
-    nodes = max(1, cluster.world_size // cluster.local_size)
+    nodes = cluster.nodes
     each = f"{nodes} node{'s' * (nodes > 1)}, of which each fails every {hours:g} h: a failure every"
     yield f"{each} {seconds(saving.between)} (--mtbf)"
     yield (
@@ -127,7 +127,7 @@ def describe(config: Config, plan: Plan, cluster: Cluster) -> Iterator[str]:
     yield f"expected goodput: {share:.1%} of the time, {share / step * 86400:,.0f} steps a day (assumed)"
     yield f"--save-interval auto measures the stalls itself: --mean-time-to-interruption {saving.between / 3600:.3g}"
     if nodes > 1:
-        yield _in_memory(saving_in_memory(config, plan, cluster, hours), step, share)
+        yield _in_memory(in_memory, step, share)
 
 
 def _in_memory(saving: SavingInMemory, step: float, without: float) -> str:

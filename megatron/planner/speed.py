@@ -67,6 +67,11 @@ class Cluster:
     local_size: int = 8
     once: Optional[int] = None
 
+    @property
+    def nodes(self) -> int:
+        """Number of nodes; 1 if the devices do not fill one."""
+        return max(1, self.world_size // self.local_size)
+
     def seconds(self, op: str, size: int, calls: int, ranks: int, stride: int) -> float:
         """Seconds of collectives with `size` bytes in `calls` calls over `ranks` ranks with distance `stride`, in the group
         of the job that takes longest.

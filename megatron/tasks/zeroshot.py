@@ -64,12 +64,7 @@ def prepare(options, loaded: Loaded, given: Mapping[str, Any], axis: Axis, progr
             "here texts are scored by the token that comes next",
             "its own training script evaluates it: --skip-train --load with --eval-iters or --full-validation",
         )
-    length = options.seq_length or loaded.longest
-    if length > loaded.longest:
-        raise SettingsError(
-            f"--seq-length {length}: the model can look at {loaded.longest} tokens",
-            do=f"give {loaded.longest} or less, or leave it out",
-        )
+    length = loaded.window(options.seq_length)
     overlapping = options.overlapping_eval or 0
     clamped = [f"--overlapping-eval {overlapping} is longer than a window: {length} is taken"] * (overlapping > length)
     tokenizer, lost, notes = tokenizer_for(loaded, given, prefixes_of(options))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Optional, TypeVar, Union
 
+from megatron.errors import DataError, no_such_file
 from megatron.storage.urls import UrlPath, local_folder, location
 from megatron.telemetry.run_record import is_metrics
 
@@ -21,6 +22,16 @@ NAMED = "name the --save folders of runs, or the folder they are in"
 POINTER = "metrics_file.txt"
 SNAPSHOTS = "memory_snapshots.json"  # where its snapshots lie in memory (`checkpoint/memory_snapshots.py`)
 Found = TypeVar("Found")
+
+
+def nothing_at(name: str, place: Place) -> DataError:
+    """The error of a name without runs: nothing is there, or a folder without metrics."""
+    if not (place.exists() or place.is_dir()):
+        return DataError(f"{name}: {no_such_file(name, 'folder')}", do=NAMED)
+    return DataError(
+        f"{name}: no {METRICS} in it, nor in a folder below it",
+        "a run writes it next to its checkpoints (--save), or to --metrics-file",
+    )
 
 
 def point_to(metrics: Path, folder: Path) -> None:

@@ -118,12 +118,7 @@ def evaluate(
             f"{loaded.path} is a model of type {loaded.config.model.model_type}, which does not continue texts",
             do="the harness asks for the tokens that follow a text: load a GPT",
         )
-    length = options.seq_length or loaded.longest
-    if length > loaded.longest:
-        raise SettingsError(
-            f"--seq-length {length}: the model can look at {loaded.longest} tokens",
-            do=f"give {loaded.longest} or less, or leave it out",
-        )
+    length = loaded.window(options.seq_length)
     from megatron.tasks.harness import HarnessModel
 
     model = HarnessModel(

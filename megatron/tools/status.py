@@ -95,20 +95,21 @@ def table(lines: list[Line], wide: bool = False) -> str:
     if wide:
         rows = [[*row, note] for row, note in zip(rows, notes)]
         return f"{verdict(lines)}\n{figures.table(rows, [*head, ''], LEFT, WIDE)}"
-    width = WIDTH + max([0, *(len(row[0]) - LONGEST for row in rows)])  # a long name costs no column
-    titles, *texts = figures.table(rows, head, LEFT, width, spare=("done", "loss", "tokens/s")).splitlines()
+    titles, *texts = figures.table(rows, head, LEFT, WIDTH, spare=("done", "loss", "tokens/s")).splitlines()
     under = [[row, *([sentence(f"  {shortened(note, NOTE)}")] if note else [])] for row, note in zip(texts, notes)]
     return "\n".join([verdict(lines), titles, *(text for pair in under for text in pair)])
 
 
 def _short(run: str) -> str:
-    """The last two parts of a run's long path, which tell it from others.
+    """A run's path, or the end of a long one: its last two parts, if they are short.
 
-    >>> _short("runs/345M"), _short("/data/experiments/345M/checkpoints")
-    ('runs/345M', '.../345M/checkpoints')
+    >>> _short("runs/345M"), _short("/data/experiments/345M/checkpoints"), _short("/data/a-long-name/checkpoints")
+    ('runs/345M', '.../345M/checkpoints', '...-name/checkpoints')
     """
-    parts = run.split("/")
-    return run if len(run) <= LONGEST or len(parts) <= 2 else "/".join(["...", *parts[-2:]])
+    last = "/".join(["...", *run.split("/")[-2:]])
+    if len(run) <= LONGEST:
+        return run
+    return last if len(last) <= LONGEST else f"...{run[3 - LONGEST :]}"
 
 
 def _alerts(line: Line) -> list[str]:
@@ -122,7 +123,7 @@ def _alerts(line: Line) -> list[str]:
 
 QUIET = ("stalled", "failed", "stopped", "interrupted")
 LEFT = (0, 1, 2, 8)  # columns of words
-LONGEST, NOTE = 16, 2 * WIDTH  # characters of a path that is shown whole, and of the note below it
+LONGEST, NOTE = 20, 2 * WIDTH  # characters of a run's path, and of the note below it
 
 
 def _or(value: Optional[float], words, none: str = "-") -> str:

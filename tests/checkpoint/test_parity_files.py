@@ -174,7 +174,7 @@ def test_a_wrong_parity_file_rebuilds_nothing(tmp_path):
     (path / "index.json").write_bytes(seal(index)[1])
     with pytest.raises(Damaged, match="cannot be rebuilt"):
         repair(path)
-    assert not (path / file_name(1)).exists() and not list(path.glob(".rebuilt-*"))
+    assert not (path / file_name(1)).exists() and not list(path.glob(".*"))
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,23 @@ def test_numbers_of_nodes_that_differ(port):
         assert isinstance(waiting.result()[0], PeerLost)
 
 
+def test_the_first_node_says_how_many_there_are(port, monkeypatch):
+    """Even if another one is faster than it between the start of its store and its own number."""
+    first, other, register = NodeRendezvous("localhost", port, 0, 3, 1.0, print), [], NodeRendezvous._register
+
+    def late(self, store):
+        if not self.rank:
+            other.append(pool.submit(joined, NodeRendezvous("localhost", port, 1, 2, 20.0, print)))
+            time.sleep(0.5)
+        return register(self, store)
+
+    monkeypatch.setattr(NodeRendezvous, "_register", late)
+    with ThreadPoolExecutor(1) as pool:
+        assert isinstance(joined(first)[0], PeerLost)
+        [error] = other[0].result()
+    assert isinstance(error, SettingsError) and error.what.startswith("--nnodes 2 on ")
+
+
 def test_an_address_that_nobody_knows(port, monkeypatch):
     monkeypatch.setattr(node_rendezvous, "NAME_PATIENCE", 1.0)
     notes = []

@@ -210,9 +210,7 @@ def test_a_search_that_ends_early_finds_the_plans_of_one_that_does_not(world, fa
     least = speed.least_seconds
     bound_of = lambda plan: least(plan.job, plan.layout, cluster)
     monkeypatch.setattr(speed, "least_seconds", lambda *args: 0.0)
-    monkeypatch.setattr(
-        _Fastest, "limit", lambda plans, count: float("inf")
-    )  # nothing is left out by its passes, either
+    monkeypatch.setattr(_Fastest, "limit", lambda *words: float("inf"))  # nothing is left out by its passes, either
     whole = search(job, cluster, space, keep=20)
     assert found.evaluated < whole.evaluated and found.num_layouts == whole.num_layouts
     assert (found.plans[0], found.fastest, found.alike) == (whole.plans[0], whole.fastest, whole.alike)
@@ -376,7 +374,10 @@ def test_devices():
             "345M --micro-batch-size 8",
             "--recompute-granularity core_attn (15.9 GB) or --micro-batch-size 1 (9.6 GB) would fit",
         ),
-        ("1.3B --micro-batch-size 8 --use-recompute", ": 27.5 of 16.7 GB; --optimizer-cpu-offload (11.8 GB) would fit"),
+        (
+            "1.3B --micro-batch-size 8 --use-recompute",
+            ": 27.5 of 16.7 GB that a layout may use; --optimizer-cpu-offload (11.8 GB) would fit",
+        ),
         ("1.3B --micro-batch-size 8", "--recompute-granularity full --optimizer-cpu-offload (11.8 GB) would fit"),
         ("6.7B --micro-batch-size 1", "or a smaller --hidden-size or --num-layers"),
     ],

@@ -143,7 +143,7 @@ def test_the_command_prints_a_line_a_run(run, tmp_path, capsys, monkeypatch):
     assert verdict == "2 runs: 1 failed, 1 running" and why == "  the file is gone, 1 s ago"
     assert titles.split() == ["run", "state", "iteration", "tokens/s", "loss", "left", "checkpoint"]
     assert one.split()[1:] == "running 30/100 256 9.7000 0:00:35 20,".split() + one.split()[-3:]
-    assert one.split()[0] == f".../{tmp_path.name}/one" and two.split()[1] == "failed"
+    assert one.startswith("...") and one.split()[0].endswith("/one") and two.split()[1] == "failed"
     main(["--wide", str(tmp_path)])
     _, _, one, two = capsys.readouterr().out.splitlines()
     assert one.startswith(f"{tmp_path / 'one'}  running") and two.endswith("the file is gone, 1 s ago")
@@ -181,7 +181,7 @@ def test_what_a_supervisor_restarted_says_so_under_its_run(run, capsys, monkeypa
 
 def test_a_run_is_counted_once_and_is_never_more_than_done(run, capsys):
     folder = run(*(step(n) for n in range(1, 134)), dict(kind="end", iteration=133, code=0, why=""))
-    main([str(folder.parent), str(folder)])
+    main(["--wide", str(folder.parent), str(folder)])
     said = capsys.readouterr().out
     assert said.startswith("1 run: ") and " 100% " in said and "133%" not in said
 

@@ -115,6 +115,11 @@ def in_its_file(statements: Iterable[Statement]) -> bool:
     return any(dot and section in SECTIONS for section, dot, _ in sections)
 
 
+def hint(overrides: str, statements: Iterable[Statement]) -> str:
+    """What a hint adds if a key of PaddleFleetX is among the statements: the `-o` that do the same; else ""."""
+    return f" (of a PaddleFleetX file: {overrides})" if in_its_file(statements) else ""
+
+
 def as_overrides(values: Iterable[tuple[Statement, object]]) -> str:
     """The `-o` that give settings of PaddleFleetX's `Model` other values; "" for other settings."""
     keys = [(one.where.rpartition(" ")[2], value) for one, value in values if one]

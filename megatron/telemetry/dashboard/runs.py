@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from megatron.errors import DataError, Failure, no_such_file
+from megatron.errors import Failure
 from megatron.storage.urls import UrlPath, location
 from megatron.telemetry import heat_map
 from megatron.telemetry.curves import Curve
@@ -27,7 +27,7 @@ from megatron.telemetry.events import count_restarts, parse_events, read_events
 from megatron.telemetry.figures import count
 from megatron.telemetry.history import AXES, OWN_TIME, HeatTable, History, read_history
 from megatron.telemetry.run_events import run_events
-from megatron.telemetry.run_folder import NAMED, Place, events_path, runs_at, unique_names
+from megatron.telemetry.run_folder import Place, events_path, nothing_at, runs_at, unique_names
 from megatron.telemetry.run_record import LOSS, OF_EVERY_STEP, ranks_of
 from megatron.telemetry.tail import Tail
 
@@ -218,13 +218,8 @@ class Runs:
         """Find the runs. Raises DataError for a name without runs."""
         for name in self.names:
             place = location(name)
-            if not (place.exists() or place.is_dir()):
-                raise DataError(f"{name}: {no_such_file(name, 'folder')}", do=NAMED)
             if not runs_at(place):
-                raise DataError(
-                    f"{name}: no metrics.jsonl in it, nor in a folder below it",
-                    "a run writes it next to its checkpoints (--save), or to --metrics-file",
-                )
+                raise nothing_at(name, place)
         self._search()
 
     @classmethod
