@@ -98,9 +98,13 @@ class RankDifference(NamedTuple):
 
 
 def blamed(found: Iterable[RankDifference]) -> list[RankDifference]:
-    """Those of ranks that computed something else; if there are none, those to whom a message came otherwise."""
+    """Those of ranks that computed something else; if there are none, the first to whom a message came otherwise.
+
+    Ranks hand on what came to them: the others have heard it later, as their records have it.
+    """
     found = list(found)
-    return [one for one in found if one.difference.blames] or found
+    first = min((one.difference.at for one in found), default=0)
+    return [one for one in found if one.difference.blames] or [one for one in found if one.difference.at == first]
 
 
 def suspects(found: Sequence[RankDifference]) -> list[tuple[int, str]]:

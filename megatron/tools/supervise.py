@@ -280,7 +280,7 @@ class Supervisor:
         if not bad and verdict.action is Action.REPLACE:
             at_start = not attempt.made_a_step and self.has_trained()
             hosts = list(wrong) or ([attempt.host] if attempt.host else [])
-            bad = self.place.nodes.suspected(hosts, at_start)
+            bad = self.place.nodes.suspected(hosts, at_start and not wrong)
         return {node: wrong.get(node, why) for node, why in bad.items()}
 
     def go_on_without(self, bad: dict[str, str]) -> Optional[str]:

@@ -111,7 +111,7 @@ class Rerun:
         self.differences: dict[str, list[float]] = {}  # figure -> relative differences, for report_stats
         self.differing = Counter[int]()  # this rank -> its steps that had other bits, for report_stats
         self.drill: Optional[Drill] = None  # of the present step
-        self.resting: Optional[tuple[list[str], torch.Tensor]] = None  # names and checksums of the state before a step
+        self.resting: Optional[RestingState] = None  # what lies in memory until the next update
         self.said = ""  # the verdict on the present step, if it is neither the device's nor transient
 
     @property
@@ -127,9 +127,16 @@ class Rerun:
         self.said = ""
         guard, world = self.settings, run.context.mesh.world_size
         self.drill = drill_at(iteration, guard.error_injection_rate, guard.error_injection_type, self.seed, world)
-        self.resting = state_sums(run.optimizer) if self._is_due(iteration) and not self.reports else None
+        if not self._is_due(iteration):
+            self.resting = None
+        elif self.resting is None or self.resting.before != iteration:  # not known since the last update
+            self.resting = state_sums(run.optimizer, iteration)
         with self._recording(run, first=True):
             yield
+
+    def after_update(self, run, iteration: int) -> None:
+        """Note what lies in memory from now on, if the next step is to be computed again. All ranks call it."""
+        self.resting = state_sums(run.optimizer, iteration + 1) if self._is_due(iteration + 1) else None
 
     @contextlib.contextmanager
     def _recording(self, run, first: bool = False) -> Iterator[None]:
@@ -175,16 +182,19 @@ class Rerun:
             if self._differences(run, first.record, second.record):
                 second = self._settle(run, iteration, first, second, again)
             if moved:
-                self._compare_moved(run, iteration, moved, second, again, of_rank)
-        self._tell(run, iteration, why)
+                second = self._compare_moved(run, iteration, moved, second, again, of_rank)
+        if still := self._suspicion(run, *numbers(second.totals)):
+            self._tell(run, iteration, still)
         return second.totals
+
+    def _suspicion(self, run, loss: float, norm: float) -> str:
+        return run.watch.suspicion(run.state.recent, loss, norm, scaling=run.state.scaler.dynamic)
 
     def _reason(self, run, iteration: int, loss: float, norm: float) -> str:
         """Why a step is computed again; "": it is not."""
         if self.reports:
             return "--rerun-mode"
-        suspicion = run.watch.suspicion(run.state.recent, loss, norm, scaling=run.state.scaler.dynamic)
-        if suspicion:
+        if suspicion := self._suspicion(run, loss, norm):
             return suspicion
         if self.drill:
             return "--error-injection-rate"
@@ -221,14 +231,14 @@ class Rerun:
     # ---- what a verdict needs --------------------------------------------------------------------------------------
 
     def _is_due(self, iteration: int) -> bool:
-        return bool(self.settings.rerun_interval) and iteration % self.settings.rerun_interval == 0
+        return not self.reports and bool(self.settings.rerun_interval) and iteration % self.settings.rerun_interval == 0
 
     def _check_resting(self, run, iteration: int) -> None:
-        """Compare the weights and the optimizer's state with those before the passes, which do not change them."""
+        """Compare the weights and the optimizer's state with what the last update left: passes do not change them."""
         if self.resting is None:
             return
-        names, before = self.resting
-        changed = (before != state_sums(run.optimizer)[1]).nonzero().flatten().tolist()
+        names, changed = self.resting.names, self.resting.sums != state_sums(run.optimizer, iteration).sums
+        changed, self.resting = changed.nonzero().flatten().tolist(), None
         entry = changed and TrafficEntry(AT_REST, names[changed[0]], "")
         mine = entry and RankDifference(run.context.mesh.rank, node_name(), StepDifference(entry, changed[0]))
         found = list(filter(None, run.context.all_gather_object(mine)))
@@ -296,11 +306,14 @@ class Rerun:
 
     def _compare_moved(
         self, run, iteration: int, moved: ComputedStep, own: ComputedStep, again: Again, of_rank: Callable
-    ) -> None:
-        """Compare what this rank made of another one's samples with what that one made of them."""
+    ) -> ComputedStep:
+        """Compare what this rank made of another one's samples with what that one made of them; returns its own step."""
         found = self._moved_differences(run, moved, own, 1)
         if not found:
-            return
+            return own
+        if not self._moved_differences(run, self._on_another(run, again, of_rank, 1), own, 1):
+            self._record_transient(run, iteration, blamed(found))
+            return self._repeat(run, again)  # its gradients are those of its own samples again
         axis, guilty = run.context.mesh.dp, blamed(found)
         names = suspects(guilty)
         if len(names) > 1 and axis.size // self.places > 2:  # a third rank's opinion
@@ -352,8 +365,6 @@ class Rerun:
 
     def _tell(self, run, iteration: int, why: str) -> None:
         """Say that a suspicious step was computed as it should be."""
-        if why.startswith("--"):
-            return
         if self.places:
             self.said = "computed again, here and on other ranks, it has the same bits: it is not the hardware"
             verdict = "software or data"
@@ -403,9 +414,17 @@ def distribution(values: Sequence[float]) -> str:
     return f"{said}; " + ", ".join(f"{name} {value:.1E}" for name, value in numbers.items())
 
 
-def state_sums(optimizer: DistributedOptimizer) -> tuple[list[str], torch.Tensor]:
-    """Names and checksums [n] of what this rank holds between two updates: main weights and moments, and the model's
-    weights if it keeps all of them. All ranks call it, because weights may be under way."""
+class RestingState(NamedTuple):
+    """What lies in memory between two updates. before: the step whose update is the next one; sums [n]: checksums"""
+
+    before: int
+    names: list[str]
+    sums: torch.Tensor
+
+
+def state_sums(optimizer: DistributedOptimizer, before: int) -> RestingState:
+    """The state of the optimizer that only updates change: main weights and moments, and the model's weights if a rank
+    keeps all of them. All ranks call it, because weights may be under way."""
     kept = optimizer.gathered_parameters() if optimizer.weights.keep else contextlib.nullcontext()
     named: list[tuple[str, torch.Tensor]] = []
     for state in optimizer.everything:
@@ -418,4 +437,4 @@ def state_sums(optimizer: DistributedOptimizer) -> tuple[list[str], torch.Tensor
         for unit in optimizer.units if optimizer.weights.keep else ():
             named += [(slot.name, slot.parameter) for slot in unit.slots]
         sums = [words_sum(values).to(optimizer.device) for _, values in named]
-    return [name for name, _ in named], torch.stack(sums)
+    return RestingState(before, [name for name, _ in named], torch.stack(sums))

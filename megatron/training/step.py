@@ -93,6 +93,8 @@ def train_step(run: Run) -> Optional[StepMetrics]:
             run.optimizer.step(outcome.rate, decay, outcome.factor, outcome.decoupled, outcome.skip)
         largest = run.optimizer.max_attention_logit()
         outcome.max_logit = None if largest is None else Arriving(largest)
+    if run.rerun:
+        run.rerun.after_update(run, iteration)
     run.state = state.advanced(size)
     if late:
         run.pending.outcome = outcome

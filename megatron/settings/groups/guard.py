@@ -78,8 +78,8 @@ class Guard:
         on_resume="irrelevant",
     )
     rerun_interval: Optional[Count] = shown_by("test_every_nth_step_finds_a_device_that_computes_otherwise")(
-        "also compute each step at a multiple of N again, and compare the weights and the optimizer's state with those "
-        "before its passes",
+        "also compute each step at a multiple of N again, and compare the weights and the optimizer's state with what the "
+        "last update left",
         None,
         needs=VALIDATES,
         on_resume="irrelevant",
