@@ -64,9 +64,9 @@ class Loaded:
         Raises SettingsError beyond, and below `least`.
         """
         if asked and not least <= asked <= self.longest:
+            most = f"{self.longest} or less" if asked > self.longest else f"{least} or more"
             raise SettingsError(
-                f"--seq-length {asked}: the model can look at {self.longest} tokens",
-                do=f"give {least} to {self.longest}, or leave it out",
+                f"--seq-length {asked}: the model can look at {self.longest} tokens", do=f"give {most}, or leave it out"
             )
         return asked or self.longest
 
