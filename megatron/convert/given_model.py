@@ -11,7 +11,9 @@ from megatron.settings.dialects.hints import hint
 from megatron.settings.statements import Statement, words_of
 
 BATCH_INVARIANT = "--batch-invariant-mode"
-SAME_BITS = "log-probabilities with the bits that training in --batch-invariant-mode computes, in every batch and layout"
+SAME_BITS = (
+    "log-probabilities with the bits that training in --batch-invariant-mode computes, in every batch and layout"
+)
 EXPORTED = "folder that tools.export wrote, or a model's folder of Hugging Face, in the place of --load"
 
 

@@ -285,9 +285,9 @@ def of_sample(
     window: Optional[int] = None,
     sinks: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
-    """Causal attention of n queries [n, 1, g, q, d], those from number `first` on of a sample of s tokens, over the keys and
-    values of the tokens so far, [first + n, 1, g, d or v] -> [n, 1, g q v]: the bits that `in_blocks` computes for them from
-    all s tokens (--batch-invariant-mode).
+    """Causal attention of n queries [n, 1, g, q, d], those from number `first` on of a sample of s tokens, over the keys
+    and values of the tokens so far, [first + n, 1, g, d or v] -> [n, 1, g q v]: the bits that `in_blocks` computes for them
+    from all s tokens (--batch-invariant-mode).
 
     Its products have the same keys as those of the sample: tokens that are not there yet are zeros, which no query sees.
     They have fewer rows, and at least `SAME_ROWS` and `SAME_SIZE`: the smallest products are sums in another order.
@@ -303,7 +303,7 @@ def of_sample(
         own, theirs = (_filled(x[:, block.keys], m) for x in (keys, values))
         count = -(-max(mine.shape[1], SAME_SIZE // (m * query.shape[-1])) // SAME_ROWS) * SAME_ROWS
         scores = _capped(_uncapped(_filled(mine, count), own, how, rows.dtype), how)
-        of_mine = lambda x: x[:, : mine.shape[1]].unflatten(1, (-1, q))  # [g, n, q, m]
+        of_mine = lambda x, own=mine: x[:, : own.shape[1]].unflatten(1, (-1, q))  # [g, n, q, m]
         seen = visible_pairs(whole, slice(start, stop), block.keys, query.device, None)
         of_mine(scores).masked_fill_(~seen.unsqueeze(2), float("-inf"))
         weights = torch.softmax(scores, -1)
@@ -316,7 +316,6 @@ def of_sample(
 def _filled(x: torch.Tensor, length: int) -> torch.Tensor:
     """[g, any, d] with zeros after its rows, up to `length` of them."""
     return F.pad(x, (0, 0, 0, length - x.shape[1])) if x.shape[1] < length else x
-
 
 
 # ---- attention over a part of the keys -------------------------------------------------------------------------------

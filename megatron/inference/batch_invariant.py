@@ -2,13 +2,14 @@
 """Generation and scoring with --batch-invariant-mode: log-probabilities have the bits that training computes, in batches of
 any texts, token by token or all at once, and over other tensor and pipeline parallel ranks.
 
-| what                                | in training            | here                                                          |
-|-------------------------------------|------------------------|---------------------------------------------------------------|
-| products, norms, activations        | s rows, of one sample  | a multiple of 16 rows, of any texts: a row does not depend on |
-|                                     |                        | their number (`refuse_other_bits` tries it)                   |
-| sums that tensor parallelism cuts   | blocks, and their tree | the same (`model/ordered.py`)                                 |
-| attention                           | a block of queries     | its products, with fewer rows (`explicit_attention.of_sample`)|
-| log sum exp over the vocabulary     | blocks                 | the same (`cross_entropy.ordered_log_sum`)                    |
+| what                              | in training            | here                                                      |
+|-----------------------------------|------------------------|-----------------------------------------------------------|
+| products, norms, activations      | s rows, of one sample  | a multiple of 16 rows, of any texts: a row does not       |
+|                                   |                        | depend on their number (`refuse_other_bits` tries it)     |
+| sums that tensor parallelism cuts | blocks, and their tree | the same (`model/ordered.py`)                             |
+| attention                         | a block of queries     | its products, with fewer rows (`of_sample` of             |
+|                                   |                        | fused_kernels/explicit_attention.py)                      |
+| log sum exp over the vocabulary   | blocks                 | the same (`cross_entropy.ordered_log_sum`)                |
 
 s is --seq-length of the training run: texts that are longer have no counterpart there.
 """
@@ -23,7 +24,6 @@ from torch import nn
 from megatron.errors import SettingsError
 from megatron.fused_kernels import EXPLICIT_KEYS, choose_kernel, cpu_ops, explicit_attention
 from megatron.fused_kernels.explicit_attention import SAME_ROWS
-from megatron.model.kinds.attention.module import Attention
 from megatron.model.ordered import OrderedProduct, attach_ordered
 from megatron.model.quantization import QuantizeOptions
 from megatron.mpu.cross_entropy import ordered_logits
@@ -60,8 +60,8 @@ def make_invariant(chunks: Iterable[nn.Module], config: schema.Config) -> None:
 
 @torch.inference_mode()
 def refuse_other_bits(chunk: nn.Module) -> None:
-    """Raise SettingsError if a product or attention of random numbers has other bits with the rows of a pass than with those
-    of a sample: kernels choose the order of sums by sizes, and may do so by the number of rows.
+    """Raise SettingsError if a product or attention of random numbers has other bits with the rows of a pass than with
+    those of a sample: kernels choose the order of sums by sizes, and may do so by the number of rows.
     """
     s, tried, draws = sample_length(chunk), set(), torch.Generator().manual_seed(1)
     random = lambda *shape: torch.randn(shape, generator=draws).to(chunk.dtype)
@@ -83,7 +83,7 @@ def _attempts(chunk: nn.Module, s: int, random: Callable) -> Iterator[tuple[str,
             run = lambda x, weight, product=product: product.forward(matmul(x), (x,), (weight,), None)
             key = shape, product.inputs, product.outputs
             yield f"the product of {name}", key, partial(_rows, run, partial(_packed, product), shape, s, random)
-        elif isinstance(module, Attention):
+        elif hasattr(module, "decode_kernel"):
             yield f"{name}", ("attention", module.window), partial(_attention, module, s, random)
     if chunk.last:
         run = lambda x, weight: ordered_logits(x, weight, chunk.tp)
@@ -112,16 +112,16 @@ def _packed(product: OrderedProduct, x: torch.Tensor, weight: torch.Tensor) -> t
         product.packed = None
 
 
-def _attention(layer: Attention, s: int, random: Callable) -> bool:
+def _attention(layer: nn.Module, s: int, random: Callable) -> bool:
     """Whether queries of a text that grows get the same result as all of a sample."""
     g, q, d, v = layer.groups, layer.queries, layer.head_dim, layer.value_dim
     query, key, value = random(s, 1, g, q, d), random(s, 1, g, d), random(s, 1, g, v)
     kernel = choose_kernel("attention", layer.case(query, s, s), layer.backend)
     if kernel.run is not explicit_attention.in_blocks:
         raise SettingsError(
-            f"{FLAG}: training computes attention over {s} tokens by the kernel {kernel.name!r}, which has no counterpart for "
-            "texts that grow",
-            f"block-causal has one: up to {EXPLICIT_KEYS} tokens, without --attention-backend and --no-masked-softmax-fusion",
+            f"{FLAG}: training computes attention over {s} tokens by the kernel {kernel.name!r}, which has no counterpart "
+            "for texts that grow",
+            f"block-causal has one: up to {EXPLICIT_KEYS} tokens, without --attention-backend, --no-masked-softmax-fusion",
             INSTEAD,
         )
     more = dict(scale=layer.scale, softcap=layer.softcap, window=layer.window)

@@ -145,7 +145,9 @@ class PagedCache:
                 attended[rows] = layer.core(query[rows].to(dtype), own, theirs, layer, context.without_cache)
         return attended.to(dtype)
 
-    def _attend_as_in_training(self, layer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def _attend_as_in_training(
+        self, layer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
         g, q = query.shape[2:4]
         attended = query.new_zeros((len(query), 1, g * q * layer.value_dim))
         more = dict(s=self.sample, scale=layer.scale, softcap=layer.softcap, window=layer.window)

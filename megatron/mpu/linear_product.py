@@ -90,9 +90,7 @@ class LinearProduct:
         return weight
 
     def pack(self, weight: torch.Tensor) -> bool:
-        """Keep a weight [o, i] in the order in which oneDNN reads it, as `packed`, for `torch.inference_mode`. Returns whether the
-        kind can.
-        """
+        """Keep a weight [o, i] as `packed`, in oneDNN's order, for `torch.inference_mode`. Returns whether the kind can."""
         return False
 
     def forward_packed(self, x: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:

@@ -152,7 +152,8 @@ def check(settings: EvaluateOptions, given: Mapping[str, Statement]) -> None:
     if settings.valid_data and not Path(settings.valid_data).is_file():
         raise DataError(f"{words_of(given, 'valid_data', settings.valid_data)}: {no_such_file(settings.valid_data)}")
     if settings.batch_invariant_mode and settings.task == "LAMBADA":
-        raise SettingsError(f"{BATCH_INVARIANT} covers log-probabilities, and --task LAMBADA counts right words", do="leave it out")
+        what = f"{BATCH_INVARIANT} covers log-probabilities, and --task LAMBADA counts right words"
+        raise SettingsError(what, do="leave it out")
     if settings.output:
         check_output("--output", settings.output)
     for name in ("micro_batch_size", "seq_length", "overlapping_eval"):

@@ -7,7 +7,7 @@ import contextlib
 import io
 import math
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -142,7 +142,13 @@ def test_log_probabilities_are_those_of_training(folder_of, case):
     expected = run_ranks(1, lambda rank: losses_of_training(folder, model, form, texts))[0]
     assert [scores for _, scores in found] == expected
     assert len({score for scores in expected for score in scores}) > 40
-    for more in (dict(at_once=1), dict(at_once=3, chunk=5, blocks=15), dict(tp=2), dict(tp=4, pp=2), dict(pp=3, at_once=2)):
+    for more in (
+        dict(at_once=1),
+        dict(at_once=3, chunk=5, blocks=15),
+        dict(tp=2),
+        dict(tp=4, pp=2),
+        dict(pp=3, at_once=2),
+    ):
         assert in_layout(folder, form, requests, **more) == found, more
 
 
@@ -153,10 +159,11 @@ def test_scores_are_those_of_training(folder_of):
     places = [(window.start, window.length, window.counted) for window in windows(100, 48, 20)]
     texts = [[int(token) for token in tokens[start : start + length + 1]] for start, length, _ in places]
     losses = run_ranks(1, lambda rank: losses_of_training(folder, "gpt", "bf16", texts))[0]
-    expected = -math.fsum(loss for row, (_, _, counted) in zip(losses, places) for loss in row[-counted:])
+    expected = -math.fsum(loss for row, (_, _, counted) in zip(losses, places, strict=True) for loss in row[-counted:])
     for ranks, tp, pp, size in ((1, 1, 1, 8), (1, 1, 1, 2), (4, 2, 1, 1), (2, 1, 2, 3)):
         parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, batch_invariant_mode=True)
-        found = run_ranks(ranks, lambda rank: scored(folder, parallel, "bf16", tokens, stride=20, batch_size=size))
+        work = partial(scored, folder, parallel, "bf16", tokens, stride=20, batch_size=size)
+        found = run_ranks(ranks, lambda rank, work=work: work())
         assert found == [expected] * ranks, (ranks, size)
 
 
@@ -193,9 +200,13 @@ def test_a_kernel_that_depends_on_rows_is_found(folder_of, monkeypatch):
 
     def by_rows(x):
         multiply = plain(x)
-        few = lambda a, b, bias: multiply(a[:, :16], b[:, :16].contiguous(), None) + multiply(a[:, 16:], b[:, 16:], bias)
+        few = lambda a, b, bias: (
+            multiply(a[:, :16], b[:, :16].contiguous(), None) + multiply(a[:, 16:], b[:, 16:], bias)
+        )
         return lambda a, b, bias=None: (few if len(a) < 40 else multiply)(a, b, bias)
 
     monkeypatch.setattr(batch_invariant, "matmul", by_rows)
-    with pytest.raises(SettingsError, match="the product of .* has other bits for a few tokens than for a sample of 48"):
+    with pytest.raises(
+        SettingsError, match="the product of .* has other bits for a few tokens than for a sample of 48"
+    ):
         load_model(folder_of("gpt", "fp32"), batch_invariant=True)
