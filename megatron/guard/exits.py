@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Optional
 
 from megatron.errors import CheckpointError, PeerLost, in_a_line
-from megatron.guard.failure_kinds import FailureKind, kind_of_end, kind_of_text
+from megatron.guard.failure_kinds import NO_WORD, FailureKind, kind_of_end, kind_of_text
 
 
 class Action(enum.Enum):
@@ -126,6 +126,7 @@ def first_failure(ends: Iterable[End]) -> Optional[End]:
 
     def order(end: End) -> tuple:
         effect = end.code == 7 or _kind(end.code) == "ended" or kind_of_text(end.why) is FailureKind.NETWORK
+        effect = effect and not end.why.startswith(NO_WORD)
         return (
             effect,
             FOR_ANOTHER not in end.why if effect else False,

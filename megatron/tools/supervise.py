@@ -415,7 +415,8 @@ class Supervisor:
         if has_snapshots(self.save):
             said += " or a newer snapshot in memory" if said else ", from a snapshot in memory, if one is whole"
         log(f"attempt {number} on {place.ranks} ranks{said}")
-        self.watch = AttemptWatch(self.limits, self.beats, self.traces, self.events, self.refresh_mark)
+        known = {beat.process for beat in self.watch.beats} | self.watch.earlier if self.watch else ()
+        self.watch = AttemptWatch(self.limits, self.beats, self.traces, self.events, self.refresh_mark, known)
         self.watch.run(words, unused(self.logs, number), lambda: self.asked_to_stop)
         return self.close(self.attempts[-1], self.watch, launches)
 
