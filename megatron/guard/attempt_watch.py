@@ -92,10 +92,12 @@ class AttemptWatch:
         self.silent = 0.0  # seconds without progress before the job was ended
         self.hang: Optional[FailureKind] = None
         self.why_hung = ""
+        self.lost_node = False
         self.earlier, self.reader = set(earlier), BeatReader(beats)
         self.beats: list[Beat] = []  # the last ones
         self.silent_nodes: list[tuple[list[Beat], float]] = []  # ranks of a node without a word, and for how long
         self.returned: Optional[int] = None  # by the job's first process
+        self.lost: Callable[[], str] = lambda: ""  # why the attempt cannot go on, by what other supervisors say
         self.stop_now = False  # after a second Ctrl-C
         self.oom_kills = 0
 
@@ -156,6 +158,11 @@ class AttemptWatch:
                     return
                 continue
             silent = {beat.rank: now - seen[beat.rank][1] for beat in beats if beat.ended is None}
+            if why := self.lost():
+                log(f"the attempt is ended: {why}")
+                self.lost_node, self.hang, self.why_hung = True, FailureKind.HOST, why
+                self.silent = max(silent.values(), default=now)
+                return
             over = [beat for beat in beats if beat.ended is None and silent[beat.rank] > self.limits.of(beat)]
             if over or (not beats and now > self.limits.start_timeout):
                 self.silent = max(silent.values(), default=now)
@@ -297,6 +304,7 @@ class AttemptWatch:
             oom_kills=self.oom_kills,
             has_trained=has_trained or any(beat.step > beat.since > 0 for beat in self.beats),
             hang=self.hang,
+            lost_node=self.lost_node,
         )
         code = judge(codes, evidence).code
         if first and code and code in {end.code for end in ends}:

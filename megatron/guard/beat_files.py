@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Optional
 
+from megatron.errors import node_name
 from megatron.storage.processes import process_start_ticks, shared_memory, state
 
 SIZE = 2048  # bytes of a heartbeat file: the beat, when the thread of the rank was well, and the name of a group
@@ -299,15 +301,15 @@ def clear(folder: Path) -> None:
         remove(folder.glob(pattern))
     for path in _matching(folder, "node_", ".beats"):
         beats = BeatReader(folder)._of_node(path)
-        if not beats or beats[0].machine == machine() or _age(path) > LEFT:
+        if not beats or beats[0].machine == machine() or seconds_since_written(path) > LEFT:
             remove([path])
     for place in memories_of(folder):
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _age(path: Path) -> float:
+def seconds_since_written(path: Path) -> float:
     """Seconds since a file was written, by the clock of the machine that keeps it."""
-    now = path.with_name(f"now.{os.getpid()}")
+    now = path.with_name(f".now.{os.getpid()}.{node_name()}.{threading.get_ident()}")
     try:
         now.touch()
         return now.stat().st_mtime - path.stat().st_mtime
