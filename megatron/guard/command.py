@@ -13,12 +13,13 @@ import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import Failure, SettingsError
+from megatron.errors import Failure, SettingsError, UsageError
 from megatron.model.command_line import parse_any
 from megatron.settings.schema import GROUPS, Config
 from megatron.settings.spelling import spellings_of
@@ -50,6 +51,13 @@ def script_at(words: list[str]) -> int:
         do="supervise ... -- torchrun ... pretrain_gpt.py ...; in a wrapper of your own, put supervise into it, before "
         'torchrun, or call it pretrain_NAME.sh and let it pass "$@" on to the training script',
     )
+
+
+def refuse_unknown(words: list[str], tool: str) -> None:
+    """Raise an error if a command, which `tool` is to run, has no training script, or its program does not exist."""
+    script_at(words)
+    if shutil.which(words[0]) is None:
+        raise UsageError(f"{words[0]}: there is no such command", do=f"{tool} ... -- torchrun ... pretrain_gpt.py ...")
 
 
 def value_of(words: list[str], *flags: str) -> Optional[str]:

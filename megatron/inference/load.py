@@ -58,12 +58,15 @@ class Loaded:
         imported = any(one.imported for one in ancestors(self.record))
         return self.config.model.position_table if imported else self.config.model.context_length
 
-    def window(self, asked: Optional[int]) -> int:
-        """Tokens of a window: `asked` (--seq-length), or all that the model can look at. Raises SettingsError beyond."""
-        if asked and asked > self.longest:
+    def window(self, asked: Optional[int], least: int = 1) -> int:
+        """Tokens of a window: `asked` (--seq-length), or all that the model can look at.
+
+        Raises SettingsError beyond, and below `least`.
+        """
+        if asked and not least <= asked <= self.longest:
+            most = f"{self.longest} or less" if asked > self.longest else f"{least} or more"
             raise SettingsError(
-                f"--seq-length {asked}: the model can look at {self.longest} tokens",
-                do=f"give {self.longest} or less, or leave it out",
+                f"--seq-length {asked}: the model can look at {self.longest} tokens", do=f"give {most}, or leave it out"
             )
         return asked or self.longest
 

@@ -31,8 +31,8 @@ from megatron.guard.command import (
 )
 from megatron.guard.nodes import Nodes
 from megatron.planner.layout import Layout
-from megatron.planner.memory import memory_report
-from megatron.planner.target import cluster_of, job_of
+from megatron.planner.memory import peaks
+from megatron.planner.target import cluster_of, planned_job
 from megatron.settings.schema import Config
 from megatron.training.rules import check, resolve
 
@@ -278,9 +278,8 @@ def needed(config: Config, ranks: int) -> float:
     try:
         config = _resolved(config, ranks)
         cluster, _ = cluster_of(_on(config, ranks))
-        layout = Layout.of(config, ranks)
-        job, _ = job_of(config, cluster, layout.dp)
-        return max(memory_report(job, layout, cluster.device, rank).total for rank in range(layout.pp))
+        job, layout = planned_job(config, cluster)
+        return max(peaks(job, layout, cluster.device))
     except (Failure, ValueError):
         return 0.0
 

@@ -547,12 +547,8 @@ def check(settings: SuperviseOptions, command: list[str]) -> None:
             raise SettingsError(f"{flag} must be at least {least}")
         if name in ("hang_timeout", "start_timeout", "poll", "node_timeout") and not value > 0:
             raise SettingsError(f"{flag} must be above 0")
-    commands.script_at(command)
+    commands.refuse_unknown(command, "supervise")
     commands.is_foreign(command)
-    if shutil.which(command[0]) is None:
-        raise UsageError(
-            f"{command[0]}: there is no such command", do="supervise ... -- torchrun ... pretrain_gpt.py ..."
-        )
 
 
 def size_of(path: Optional[Path]) -> int:
