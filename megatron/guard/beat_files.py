@@ -155,7 +155,7 @@ class BeatReader:
         self.heard: dict[Path, tuple[int, float]] = {}  # file of a node -> when it was written; when that was seen
 
     def read(self) -> list[Beat]:
-        """The heartbeats of all ranks, in rank order: those of this machine as they are now. Of two of a rank the later one."""
+        """The heartbeats of all ranks, in rank order, the later of two of a rank: those of this machine as they are now."""
         found: dict[int, Beat] = {}
         for path in _matching(self.folder, "node_", ".beats"):
             for beat in self._of_node(path):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervisors of several nodes agree on which of them takes part in the next attempt of a job. Needs no torch.
 
-    agreement = NodeAgreement(folder, number=3, wanted=4, least=None, usable=..., timeout=60, patience=1800, log=print)
-    place = agreement.meet()       # Place(rank=3, nodes=4, address="10.0.0.5", ...), when the nodes of the attempt are there
+    agreement = NodeAgreement(folder, number=3, wanted=4, usable=lambda count: 0, timeout=60, patience=1800)
+    place = agreement.meet()       # NodePlace(rank=3, nodes=4, address="10.0.0.5", ...), when the nodes are there
     agreement.lost()               # during the attempt: "" or why it cannot go on
     agreement.leave("finished", 0)
 
@@ -55,7 +55,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class AttemptNodes:
     """Who takes part in an attempt: (id, name, address, number) of its nodes, by node rank."""
 
     number: int = 0
@@ -69,7 +69,7 @@ class Agreement:
         return ids.index(member.id) if member.id in ids else names.index(member.name) if member.name in names else None
 
 
-class Place(NamedTuple):
+class NodePlace(NamedTuple):
     """A node's place in an attempt."""
 
     rank: int
@@ -82,7 +82,7 @@ class Place(NamedTuple):
 
 def decide(
     ready: Sequence[Member],
-    before: Agreement,
+    before: AttemptNodes,
     wanted: int,
     usable: Callable[[int], int] = lambda count: 0,
     may_shrink: bool = False,
@@ -96,7 +96,7 @@ def decide(
     Who was there keeps its place, and others fill the gaps, the lowest numbers first.
 
     >>> a, b, c, d = (Member(name, name, number, name, 0.0) for number, name in enumerate("abcd"))
-    >>> before = Agreement(1, (("a", "a", "a", 0), ("b", "b", "b", 1), ("c", "c", "c", 2)))
+    >>> before = AttemptNodes(1, (("a", "a", "a", 0), ("b", "b", "b", 1), ("c", "c", "c", 2)))
     >>> [node.name for node in decide([d, c, a], before, 3)]
     ['a', 'd', 'c']
     >>> [node.name for node in decide([c, a], before, 3, lambda count: count, may_shrink=True)]
@@ -145,7 +145,7 @@ class NodeAgreement:
     log: Callable[[str], None] = print
     name: str = field(default_factory=node_name)
     address: Callable[[], str] = socket.gethostname
-    agreed: Agreement = field(default_factory=Agreement)  # the last one known here
+    agreed: AttemptNodes = field(default_factory=AttemptNodes)  # the last one known here
     excluded: tuple[str, ...] = ()
     outcome: tuple[str, int] = ("", 0)  # of the job, if others have ended it
 
@@ -165,7 +165,7 @@ class NodeAgreement:
 
     # ---- the whole job ---------------------------------------------------------------------------------------------
 
-    def meet(self, stopped: Callable[[], object] = lambda: None) -> Optional[Place]:
+    def meet(self, stopped: Callable[[], object] = lambda: None) -> Optional[NodePlace]:
         """Wait until the nodes of an attempt are there, this one among them.
 
         Returns None if the job has ended meanwhile (`outcome`), or `stopped` says so. Raises PeerLost if too few come.
@@ -288,7 +288,7 @@ class NodeAgreement:
         all_first = {member.number for member in ready}.issuperset(range(self.wanted))
         if not goes_on and not all_first and waited < self.timeout:  # spares may be faster
             return None
-        before = self.agreed if goes_on else Agreement()  # what lies there may be of another job
+        before = self.agreed if goes_on else AttemptNodes()  # what lies there may be of another job
         return decide(ready, before, self.wanted, self.usable, goes_on or waited > self.patience)
 
     def _write(self, chosen: list[Member]) -> None:
@@ -315,15 +315,17 @@ class NodeAgreement:
         ids = {node[0] for node in self.agreed.nodes}
         return any(member.id in ids for member in chosen)
 
-    def _newest(self) -> Agreement:
+    def _newest(self) -> AttemptNodes:
         """The last agreement in the folder."""
         for path in sorted(self.folder.glob("agreement_*.json"), reverse=True):
             with suppress(OSError, ValueError, TypeError):
                 record = json.loads(path.read_bytes())
-                return Agreement(**record | dict(nodes=tuple(map(tuple, record["nodes"])), gone=tuple(record["gone"])))
-        return Agreement()
+                return AttemptNodes(
+                    **record | dict(nodes=tuple(map(tuple, record["nodes"])), gone=tuple(record["gone"]))
+                )
+        return AttemptNodes()
 
-    def _place_in(self, newest: Agreement) -> Optional[Place]:
+    def _place_in(self, newest: AttemptNodes) -> Optional[NodePlace]:
         """This node's place in a new agreement; waits for the next one without one."""
         if newest.number <= self.agreed.number:
             return None
@@ -334,7 +336,7 @@ class NodeAgreement:
             return None
         self._show(waits=None)
         _, _, address, number = newest.nodes[0]
-        return Place(ids.index(self.own.id), len(ids), address, number == 0, newest.why, newest.gone)
+        return NodePlace(ids.index(self.own.id), len(ids), address, number == 0, newest.why, newest.gone)
 
     # ---- this node's file ------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ these the one nearest to the previous layout. A checkpoint loads into any layout
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import NamedTuple, Optional
 
 from megatron.errors import Failure, SettingsError, node_name
@@ -83,6 +82,7 @@ class JobPlacement:
         if least_ranks and least_ranks > self.ranks:
             raise SettingsError(f"--min-world-size {least_ranks} is more than the job's {self.ranks} ranks")
         self.whole, self.is_one_of_several = command, False
+        self.usable: dict[int, int] = {}  # nodes that are there -> those that the job can use
         if (spare_nodes or least_nodes) and not is_srun(command):
             self._check_place(spare_nodes)
         elif spare_nodes:
@@ -126,9 +126,13 @@ class JobPlacement:
             raise SettingsError(f"--min-nodes {self.least_nodes} is more than --nnodes {nodes}")
         self.is_one_of_several = True
 
-    @cache  # noqa: B019: as long as its supervisor
     def usable_nodes(self, available: int) -> int:
         """On how many of so many nodes the whole job, where it has more, can go on; 0: on none."""
+        if available not in self.usable:
+            self.usable[available] = self._usable_nodes(available)
+        return self.usable[available]
+
+    def _usable_nodes(self, available: int) -> int:
         nodes, each = shape_of(self.whole)
         if not self.least_nodes or available < self.least_nodes:
             return 0

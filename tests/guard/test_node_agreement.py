@@ -13,10 +13,10 @@ import pytest
 from megatron.errors import PeerLost, SettingsError
 from megatron.guard import node_agreement
 from megatron.guard.command import value_of
-from megatron.guard.node_agreement import Agreement, Member, NodeAgreement, decide, own_address
-from megatron.planner.replan import JobPlacement
+from megatron.guard.node_agreement import AttemptNodes, Member, NodeAgreement, decide, own_address
 from megatron.guard.nodes import Nodes
 from megatron.guard.supervisor_mark import SUPERVISOR
+from megatron.planner.replan import JobPlacement
 from megatron.tools import supervise
 
 # ---- who takes part
@@ -28,7 +28,7 @@ def members(names):
 
 def test_every_loss_of_nodes_of_a_job_with_spares():
     """4 nodes and 2 spares: whoever is lost, those that stay keep their places, and as many as possible are used."""
-    before = Agreement(1, tuple((name, name, name, int(name)) for name in "0123"))
+    before = AttemptNodes(1, tuple((name, name, name, int(name)) for name in "0123"))
     for count in range(7):
         for there in itertools.combinations("012345", count):
             chosen = decide(members(there), before, 4, lambda n: n - n % 2, may_shrink=True)
@@ -48,7 +48,7 @@ def test_every_loss_of_nodes_of_a_job_with_spares():
 
 
 def test_fewer_nodes_only_if_they_may_be():
-    three, before = members("013"), Agreement(1, tuple((name, name, name, int(name)) for name in "0123"))
+    three, before = members("013"), AttemptNodes(1, tuple((name, name, name, int(name)) for name in "0123"))
     assert decide(three, before, 4) is None
     assert decide(three, before, 4, lambda n: n, may_shrink=False) is None
     assert decide(three, before, 4, lambda n: 0, may_shrink=True) is None
@@ -56,15 +56,14 @@ def test_fewer_nodes_only_if_they_may_be():
 
 
 def test_a_node_that_comes_back_takes_its_old_place_and_two_of_a_name_are_two_nodes():
-    before = Agreement(3, (("x", "b", "-", 1), ("y", "a", "-", 0)))
+    before = AttemptNodes(3, (("x", "b", "-", 1), ("y", "a", "-", 0)))
     back = [Member("new", "a", 7, "-", 5.0), Member("x", "b", 1, "-", 1.0)]
     assert [member.id for member in decide(back, before, 2)] == ["x", "new"]
     twins = [Member("one", "a", 0, "-", 1.0), Member("two", "a", 1, "-", 2.0)]  # containers of one host
-    assert sorted(member.id for member in decide(twins, Agreement(), 2)) == ["one", "two"]
-    assert [member.id for member in decide(twins, Agreement(1, (("one", "a", "-", 0), ("two", "a", "-", 1))), 2)] == [
-        "one",
-        "two",
-    ]
+    assert sorted(member.id for member in decide(twins, AttemptNodes(), 2)) == ["one", "two"]
+    assert [
+        member.id for member in decide(twins, AttemptNodes(1, (("one", "a", "-", 0), ("two", "a", "-", 1))), 2)
+    ] == ["one", "two"]
 
 
 # ---- nodes that share a folder
@@ -314,7 +313,7 @@ def test_nodes_that_cannot_share_the_batch_are_left_out():
 @pytest.mark.parametrize(
     "words, given, text",
     [
-        ("torchrun --nnodes 4 --nproc-per-node 2 pretrain_gpt.py", {}, "the command has no --node-rank and no --master-addr"),
+        ("torchrun --nnodes 4 --nproc-per-node 2 pretrain_gpt.py", {}, "has no --node-rank and no --master-addr"),
         ("torchrun --nproc-per-node 2 pretrain_gpt.py", {}, "the command has no --nnodes and no --node-rank and no"),
         (LAUNCH.replace("{}", "5"), {}, "--node-rank 5: the job has 4 nodes and 1 spare ones"),
         (LAUNCH.replace("nnodes 4", "nnodes 2:4"), {}, "--nnodes 2:4: --spare-nodes and --min-nodes need a number"),

@@ -160,7 +160,9 @@ def test_a_host_dies_and_comes_back(number, address, hosts, one_host):
     for other in {0, 1, 2, 3} - {number}:
         left = hosts[other].log()
         assert re.search(rf"no word from host{number} for \d+ s: rank {2 * number}-{2 * number + 1}\n", left), left
-        assert re.search(rf"attempt 0 ended: host: .*first on rank {2 * number} of host{number}: no word from host", left)
+        assert re.search(
+            rf"attempt 0 ended: host: .*first on rank {2 * number} of host{number}: no word from host", left
+        )
         assert "restart 1 of 10" in left and "restart 2" not in left
     assert "restarts within an hour" not in logs(hosts)
 
