@@ -99,14 +99,11 @@ def _explain_memory(error: BaseException, config: Config, use) -> Failure:
 
 def planned_memory(config: Config) -> list[int]:
     """The planner's prediction of bytes on the device, for each pipeline rank."""
-    from megatron.planner import target
-    from megatron.planner.layout import Layout
-    from megatron.planner.memory import memory_report
+    from megatron.planner.memory import peaks
+    from megatron.planner.target import cluster_of, planned_job
 
-    cluster, _ = target.cluster_of(config)
-    layout = Layout.of(config, cluster.world_size)
-    job, _ = target.job_of(config, cluster, layout.dp)
-    return [memory_report(job, layout, cluster.device, rank).total for rank in range(layout.pp)]
+    cluster, _ = cluster_of(config)
+    return peaks(*planned_job(config, cluster), cluster.device)
 
 
 def print_topology(config: Config) -> None:

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 import xxhash
 
-from megatron.checkpoint.folder import _on_all_ranks
+from megatron.checkpoint.all_ranks import on_all_ranks
 from megatron.corpus.filtering import KEPT, Step, Tally
 from megatron.corpus.report import _bars
 from megatron.corpus.stage import Verdict
@@ -40,9 +40,9 @@ def test_a_failure_that_an_older_checkpoint_does_not_cure_comes_first():
     damaged = (None, (Damaged, "a byte is wrong", None, None))
     for before, after in (([damaged], []), ([], [damaged]), ([damaged], [damaged])):
         with pytest.raises(StorageError, match="the disk is full"):
-            _on_all_ranks(fail, lambda own, before=before, after=after: [*before, own, *after])
+            on_all_ranks(fail, lambda own, before=before, after=after: [*before, own, *after])
     with pytest.raises(Damaged):
-        _on_all_ranks(lambda: 1, lambda own: [own, damaged])
+        on_all_ranks(lambda: 1, lambda own: [own, damaged])
 
 
 def test_dangerous_changes_are_told_first():

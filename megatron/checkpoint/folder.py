@@ -9,8 +9,7 @@ The layout on a file system (`backends.py` compares it with an object store):
         .tmp-iter_0000300-5f0c/               being written; a killed run leaves it until the next save
         .old-iter_0000200-91aa/               set aside for a moment while iteration 200 is saved again
 
-The ranks of a job coordinate through one function, `all_gather_object(value) -> [value of rank 0, value of rank 1, ...]`
-(for example `torch.distributed.all_gather_object`). It sends every failure to every rank, so no rank waits forever.
+What the ranks of a job do together goes through `all_ranks`.
 """
 
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Optional, Protocol, Union
 
+from megatron.checkpoint.all_ranks import AllGatherObject, alone, on_all_ranks
 from megatron.checkpoint.backends import TRACKER, CheckpointPath, backend_of
 from megatron.checkpoint.base_checkpoint import open_checkpoint
 from megatron.checkpoint.index import ShardFile, differing_blocks
@@ -48,14 +48,8 @@ from megatron.storage.urls import UrlPath, location
 from megatron.telemetry.figures import size as sized
 from megatron.telemetry.progress import ProgressBar
 
-AllGatherObject = Callable[[Any], list]
 OTHER = "give another folder of checkpoints, or copy this one again"
 NEW_RUN = "check --load; for a new run, give the same new folder as --save and --load, or --auto-resume"
-
-
-def alone(value: Any) -> list:
-    """The all_gather_object of a job with one rank."""
-    return [value]
 
 
 # ---------------------------------------------------------------------------------------------------- choosing
@@ -282,7 +276,7 @@ def restore(
         choosing = partial(_with_snapshot, folder, snapshot.iteration, snapshot.path)
     else:
         choosing = partial(choose, folder, step=step, allow_empty=allow_empty, repairs=True)
-    choice, in_memory = _on_all_ranks(
+    choice, in_memory = on_all_ranks(
         lambda: (choosing(), snapshot and snapshot.path) if rank == 0 else None, all_gather_object
     )[0]
     notices, damaged, repaired = list(choice.notices), list(choice.damaged), list(choice.repaired)
@@ -294,7 +288,7 @@ def restore(
         try:
             if is_snapshot:
                 snapshot.begin(pieces)
-            loaded = _on_all_ranks(
+            loaded = on_all_ranks(
                 lambda path=path: _load(path, pieces, names, cast, strictness, reinitialize, check, view, rank),
                 all_gather_object,
             )
@@ -303,7 +297,7 @@ def restore(
                 raise StorageError(f"{path} was damaged while it was read: {problem}") from None
             if not is_snapshot and path not in dict(repaired):  # once
                 mend = lambda path=path: _repaired(path) if rank == 0 else ""
-                if rebuilt := _on_all_ranks(mend, all_gather_object)[0]:
+                if rebuilt := on_all_ranks(mend, all_gather_object)[0]:
                     repaired.append((path, rebuilt))
                     waiting.insert(0, path)
                     continue
@@ -333,24 +327,6 @@ def _load(
         wanted = [piece for piece in pieces if piece.name not in new]
         notices = reader.load(wanted, names=names, cast=cast, strictness=strictness)
         return reader.state if rank == 0 else None, notices, new, reader.bytes_read, reader.num_bytes
-
-
-def _on_all_ranks(action: Callable[[], Any], all_gather_object: AllGatherObject) -> list:
-    """Run `action` on all ranks and gather the results. If it fails on any rank, raise on all.
-
-    Other failures take precedence over Damaged, after which an older checkpoint can be tried.
-    """
-    try:
-        result, failure = action(), None
-    except (Failure, OSError) as error:
-        result, failure = None, error
-    sent = failure if isinstance(failure, (Failure, type(None))) else StorageError(str(failure))
-    answers = all_gather_object((result, sent and (type(sent), sent.what, sent.why, sent.do)))
-    failures = [(rank, *problem) for rank, (_, problem) in enumerate(answers) if problem]
-    if not failures:
-        return [value for value, _ in answers]
-    rank, kind, what, why, do = min(failures, key=lambda item: issubclass(item[1], Damaged))
-    raise kind(what if len(answers) == 1 else f"{what} (rank {rank})", why, do) from failure
 
 
 # ---------------------------------------------------------------------------------------------------- saving
@@ -398,7 +374,7 @@ class Saver:
         self._written: Optional[tuple[int, ShardRecord]] = None  # by the last save: iteration, this rank's file
         self.unchanged: list[str] = []  # kinds of state that are those of the save before, on all ranks
         self.last_write = (0, 0.0)  # bytes of all ranks, and seconds until the checkpoint was durable, of the last save
-        _on_all_ranks(self._claim, all_gather_object)
+        on_all_ranks(self._claim, all_gather_object)
 
     def __enter__(self) -> "Saver":
         return self
@@ -432,23 +408,23 @@ class Saver:
         """
         final, temporary = self.folder / f"iter_{iteration:07d}", None
         try:
-            temporary = _on_all_ranks(lambda: self._begin(final), self.all_gather_object)[0]
+            temporary = on_all_ranks(lambda: self._begin(final), self.all_gather_object)[0]
             started = time.perf_counter()
-            answers = _on_all_ranks(lambda: self._write(temporary, iteration, pieces, live), self.all_gather_object)
+            answers = on_all_ranks(lambda: self._write(temporary, iteration, pieces, live), self.all_gather_object)
             sizes, changes = zip(*answers)
             self.unchanged = sorted(kind for kind in set().union(*changes) if not any(c.get(kind) for c in changes))
             writers, in_groups = len(sizes), len(sizes) > FAN
             if in_groups:
-                _on_all_ranks(lambda: merge_group(temporary, self.rank, writers), self.all_gather_object)
+                on_all_ranks(lambda: merge_group(temporary, self.rank, writers), self.all_gather_object)
             parity = self._write_parity(temporary, sizes) if self.parity else {}
-            doomed = _on_all_ranks(
+            doomed = on_all_ranks(
                 lambda: self._finish(temporary, final, writers, iteration, state, in_groups, parity),
                 self.all_gather_object,
             )[0]
             self.last_write = sum(sizes), time.perf_counter() - started
             if doomed:
-                _on_all_ranks(lambda: self._read_back(final), self.all_gather_object)
-                _on_all_ranks(lambda: self._forget(doomed), self.all_gather_object)
+                on_all_ranks(lambda: self._read_back(final), self.all_gather_object)
+                on_all_ranks(lambda: self._forget(doomed), self.all_gather_object)
         except Failure:
             if self.rank == 0:
                 self._storage.discard(self.folder, temporary)
@@ -497,7 +473,7 @@ class Saver:
     def _write_parity(self, temporary: CheckpointPath, sizes: Sequence[int]) -> dict[str, dict]:
         """Write the parity files, each rank a part of one; the entries of all."""
         files = [(file_name(writer), size) for writer, size in enumerate(sizes)]
-        ranges = _on_all_ranks(lambda: write_range(temporary, files, self.rank, self.parity), self.all_gather_object)
+        ranges = on_all_ranks(lambda: write_range(temporary, files, self.rank, self.parity), self.all_gather_object)
         return entries_of(ranges, files, self.parity)
 
     def _read_back(self, final: CheckpointPath) -> None:

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
+from megatron.checkpoint.all_ranks import AllGatherObject, alone
 from megatron.checkpoint.backends import CheckpointPath
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.copies import Copies, copy_checkpoint, export_to_hf
 from megatron.checkpoint.first_launch import FIRST_AUTO
-from megatron.checkpoint.folder import AllGatherObject, Saver, alone, prune
+from megatron.checkpoint.folder import Saver, prune
 from megatron.checkpoint.interval import best_interval, goodput
 from megatron.checkpoint.store import LiveSum, Piece, StablePiece, live_sums
 from megatron.errors import Failure, Locked, PeerLost, StorageError

@@ -30,8 +30,9 @@ from typing import Any, Optional
 
 import torch
 
+from megatron.checkpoint.all_ranks import AllGatherObject, attempt_on_all_ranks
 from megatron.checkpoint.backends import CheckpointPath, backend_of
-from megatron.checkpoint.folder import AllGatherObject, Restored, checkpoints
+from megatron.checkpoint.folder import Restored, checkpoints
 from megatron.checkpoint.memory_parts import LOADED, MemoryPart, SaveId, assemble, parts_in, remove_save, saves_in
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.replication import exchange_files, replica_ranks
@@ -326,30 +327,20 @@ class MemorySnapshots:
 
     def _together(self, action: Callable[[], Any], takes_part: bool = True) -> list[str]:
         """Do something on all ranks, or those that take part; the problems of all, each with its rank."""
-        problem = None
-        try:
-            if takes_part:
-                action()
-        except (Failure, OSError, MemoryError) as error:
-            problem = str(error).splitlines()[0] if str(error) else type(error).__name__
-        answers = self.all_gather_object(problem)
-        return [f"{problem} (rank {rank})" for rank, problem in enumerate(answers) if problem]
+        own_part = action if takes_part else lambda: None
+        errors = Failure, OSError, MemoryError
+        _, failures, _ = attempt_on_all_ranks(own_part, self.all_gather_object, errors)
+        return [f"{str(failure).splitlines()[0]} (rank {rank})" for rank, failure in failures]
 
     def _agree(self, action: Callable[[], Any]) -> list:
         """Do something on all ranks and gather the results. Raises StorageError if it fails on any."""
-        result, problem = None, None
-        try:
-            result = action()
-        except (Failure, OSError) as error:
-            problem = str(error)
-        answers = self.all_gather_object((result, problem))
-        for rank, (_, problem) in enumerate(answers):
-            if problem:
-                raise StorageError(
-                    f"snapshots in memory cannot be kept: {problem} (rank {rank})",
-                    do="give another --non-persistent-local-ckpt-dir, or leave out --non-persistent-save-interval",
-                )
-        return [result for result, _ in answers]
+        results, failures, _ = attempt_on_all_ranks(action, self.all_gather_object)
+        for rank, failure in failures:
+            raise StorageError(
+                f"snapshots in memory cannot be kept: {failure} (rank {rank})",
+                do="give another --non-persistent-local-ckpt-dir, or leave out --non-persistent-save-interval",
+            )
+        return results
 
     def _open_record(self, resumes: bool) -> tuple[str, dict[str, int]]:
         """The name of the folder in memory, and how often each snapshot has started the run."""

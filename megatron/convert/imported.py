@@ -54,6 +54,16 @@ def check_complete(source: Path, wanted: Collection[str], shards: Iterable[list[
         raise CheckpointError(f"{source} lacks {len(lines)} tensors, or parts of them", "\n  ".join(lines[:8]))
 
 
+def refuse_differences(differ: Sequence[str]) -> None:
+    """Raise CheckpointError if a file that was just written is read back with these differences."""
+    if differ:
+        raise CheckpointError(
+            f"what was written is read back as another model: {len(differ)} differences",
+            ", ".join(differ[:8]),
+            "nothing was written",
+        )
+
+
 def write_import(open_model: Callable[[], ModelImport], out: Path, state: dict[str, Any]) -> list[str]:
     """Write a model as a checkpoint; returns notices for the user. Without optimizer state its iteration is 0.
 

@@ -26,6 +26,7 @@ from megatron.checkpoint.boxes import Box, find_flaw
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.reader import Reader
 from megatron.convert.families import prompts_for
+from megatron.convert.imported import refuse_differences
 from megatron.convert.megatron_arguments import flags_to_give, their_arguments, unknown_settings
 from megatron.convert.megatron_dist import open_distributed
 from megatron.convert.megatron_lm import open_classic
@@ -33,7 +34,7 @@ from megatron.convert.megatron_names import WORDS, Dictionary
 from megatron.convert.megatron_optimizer import with_moments
 from megatron.convert.megatron_pieces import their_rows
 from megatron.convert.merged import for_export
-from megatron.errors import CheckpointError, DataError, SettingsError
+from megatron.errors import DataError, SettingsError
 from megatron.inference.agreement import agreement
 from megatron.inference.load import Loaded, load_model, tokenizer_settings, without_model
 from megatron.inference.quantized import refuse_quantized
@@ -351,12 +352,7 @@ def compare(export: Export, reader: Reader, folder: Path, optimizer: bool = Fals
             differ.append(piece.name)
     shapes = {name: reader.tensors[name].shape for name in names}
     differ += [f"{name}: {flaw}" for name, found in boxes.items() if (flaw := find_flaw(shapes[name], found))]
-    if differ:
-        raise CheckpointError(
-            f"what was written is read back as another model: {len(differ)} differences",
-            ", ".join(differ[:8]),
-            "nothing was written",
-        )
+    refuse_differences(differ)
     return f"read back: the same settings, and {len(boxes)} tensors equal to the bit"
 
 

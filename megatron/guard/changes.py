@@ -16,7 +16,7 @@ from megatron.errors import SettingsError, UsageError, did_you_mean
 from megatron.model.recipe import facts_of, recipe_of
 from megatron.optimizer.resumed_schedule import FOLLOWING, SCHEDULE
 from megatron.settings.declare import ON_RESUME, dashed
-from megatron.settings.dialects.fleetx_command_line import as_overrides
+from megatron.settings.dialects.hints import as_overrides
 from megatron.settings.schema import GROUPS, Config, Optimizer
 
 # The meaning of a changed setting if its field has no `on_resume`. Settings of other groups are irrelevant.

@@ -214,11 +214,13 @@ def loads(network: Network, loaded: Loaded, samples: np.ndarray) -> Importance:
         counts[key] = counts.get(key, 0) + own
 
     hooks = [module.register_forward_hook(count) for module in model.modules() if isinstance(module, Router)]
-    with torch.no_grad():
-        for sample in torch.from_numpy(samples):
-            model.logits(sample[:-1].unsqueeze(1).to(device), last_only=True)
-    for hook in hooks:
-        hook.remove()
+    try:
+        with torch.no_grad():
+            for sample in torch.from_numpy(samples):
+                model.logits(sample[:-1].unsqueeze(1).to(device), last_only=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
     return Importance(counts, torch.zeros(network.facts.num_layers, dtype=torch.float64))
 
 

@@ -22,7 +22,7 @@ from megatron.planner.search import NOT_OFFLOADED, Plan, SearchedPlans, Space, d
 from megatron.planner.speed import Cluster
 from megatron.planner.text import choice, far, parts, plans, sizes, speeds_note, trust
 from megatron.settings import batch, schema
-from megatron.settings.dialects.fleetx_command_line import hint
+from megatron.settings.dialects.hints import hint
 from megatron.settings.plan_file import LAYOUT
 from megatron.settings.rules import out_of_range
 from megatron.telemetry.figures import WIDE, WIDTH, seconds, sentence
@@ -215,9 +215,9 @@ def _global_batch(config: schema.Config) -> dict[str, Optional[int]]:
     """The part of a `Space` with the samples per step."""
     given = dict(global_batch=config.batch.global_batch_size, max_global_batch=config.planner.max_global_batch_size)
     if not any(given.values()):
-        fleetx = hint("-o Global.global_batch_size=N", config.statements.values())
+        others = hint("global_batch_size", config.statements.values())
         raise SettingsError(
-            "a search needs to know the batch", do=f"--global-batch-size N{fleetx}, or --max-global-batch-size N"
+            "a search needs to know the batch", do=f"--global-batch-size N{others}, or --max-global-batch-size N"
         )
     if all(given.values()):
         raise SettingsError("--global-batch-size and --max-global-batch-size: give one of them")

@@ -274,6 +274,11 @@ def memory_report(job: Job, layout: Layout, device: Device, rank: int = 0) -> Me
     return MemoryReport(rank, device_entries, host, dict(kept), on_disk(job, layout, rank))
 
 
+def peaks(job: Job, layout: Layout, device: Device) -> list[int]:
+    """Bytes that each pipeline rank needs on its device at its peak."""
+    return [memory_report(job, layout, device, rank).total for rank in range(layout.pp)]
+
+
 def certain(job: Job, layout: Layout, rank: int, state_alone: bool = False) -> tuple[int, int]:
     """A lower bound of a pipeline rank's memory (on its device, on the host).
 

@@ -10,9 +10,8 @@ error: out of memory on rank 3: activations and workspaces take 16.3 GB more tha
 
 from megatron.errors import Failure, explain
 from megatron.planner import problems
-from megatron.planner.layout import Layout
-from megatron.planner.memory import MemoryReport, memory_report
-from megatron.planner.target import cluster_of, job_of
+from megatron.planner.memory import MemoryReport, memory_report, peaks
+from megatron.planner.target import cluster_of, planned_job
 from megatron.settings.schema import Config
 from megatron.telemetry.memory import MemoryInUse
 
@@ -35,8 +34,7 @@ def explained(error: BaseException, config: Config, use: MemoryInUse) -> Failure
     """The failure to report for an error of memory. use: of the rank that raised it"""
     said = explain(error)
     cluster, _ = cluster_of(config)
-    layout = Layout.of(config, cluster.world_size)
-    job, _ = job_of(config, cluster, layout.dp)
+    job, layout = planned_job(config, cluster)
     planned = planned_parts(memory_report(job, layout, cluster.device, use.pipeline_rank))
     used = used_parts(use)
     part = max(used, key=lambda name: used[name] - planned[name])
@@ -45,7 +43,7 @@ def explained(error: BaseException, config: Config, use: MemoryInUse) -> Failure
     if excess > 0:
         what += f": {part} take{'s' * (part == RESERVE)} {excess / 1e9:.1f} GB more than planned"
     more = max(0, sum(used.values()) - sum(planned[name] for name in used))
-    need = lambda other: max(problems.fullest(job, other, cluster)) + more
+    need = lambda other: max(peaks(job, other, cluster.device)) + more
     do = problems.remedies(job, layout, need, cluster.device.usable_bytes, most=3)
     lines = [said.why, _line("planned", {name: planned[name] for name in used}), _line("in use ", used)]
     return Failure(what, "\n  ".join(filter(None, lines)), do)

@@ -267,11 +267,6 @@ def _one_line(error: Exception) -> str:
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-def fullest(job: Job, layout: Layout, cluster: Cluster) -> list[int]:
-    """Bytes that each pipeline rank needs at its peak."""
-    return [memory.memory_report(job, layout, cluster.device, rank).total for rank in range(layout.pp)]
-
-
 def _of(needed: float, capacity: float) -> str:
     """Both in one unit, unless they are far apart."""
     return part_of(needed, capacity) if needed < 1000 * capacity else f"{size(needed)} of {size(capacity)}"
@@ -279,7 +274,7 @@ def _of(needed: float, capacity: float) -> str:
 
 def memory_problems(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
     """One sentence if a pipeline rank needs more memory than the device has, with remedies; else none."""
-    needed, capacity = fullest(job, layout, cluster), cluster.device.usable_bytes
+    needed, capacity = memory.peaks(job, layout, cluster.device), cluster.device.usable_bytes
     over = [rank for rank, bytes in enumerate(needed) if bytes > capacity]
     if not over:
         return []
@@ -289,7 +284,11 @@ def memory_problems(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
         f"out of memory by {size(needed[rank] - capacity)} on pipeline rank {rank}{others}: "
         f"{_of(needed[rank], capacity)} that a layout may use; "
         + remedies(
-            job, layout, lambda other: max(fullest(job, other, cluster)), capacity, _unscaled(job, layout, cluster)
+            job,
+            layout,
+            lambda other: max(memory.peaks(job, other, cluster.device)),
+            capacity,
+            _unscaled(job, layout, cluster),
         )
     ]
 
@@ -302,7 +301,7 @@ def _unscaled(job: Job, layout: Layout, cluster: Cluster) -> tuple[str, ...]:
     if job.precision != "fp16" or not model.apply_query_key_layer_scaling:
         return ()
     plain = replace(model, apply_query_key_layer_scaling=False)
-    most = max(fullest(replace(job, facts=replace(job.facts, settings=plain)), layout, cluster))
+    most = max(memory.peaks(replace(job, facts=replace(job.facts, settings=plain)), layout, cluster.device))
     fits = most <= cluster.device.usable_bytes
     return (f"--no-apply-query-key-layer-scaling ({most / 1e9:.1f} GB)",) * fits
 

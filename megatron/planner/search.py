@@ -587,7 +587,7 @@ def _fullest(layout: Layout, job: Job) -> list[int]:
 
 def evaluate(job: Job, layout: Layout, cluster: Cluster) -> tuple[Optional[Plan], Optional[Rejected]]:
     """Evaluate one layout: its plan, or why it does not fit."""
-    totals = [memory.memory_report(job, layout, cluster.device, rank).total for rank in range(layout.pp)]
+    totals = memory.peaks(job, layout, cluster.device)
     worst = max(range(layout.pp), key=totals.__getitem__)
     over = totals[worst] - cluster.device.usable_bytes
     plan = Plan(layout, job, speed.step(job, layout, cluster), totals[worst], worst)

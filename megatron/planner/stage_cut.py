@@ -77,8 +77,7 @@ def normalize_config(config: Config) -> Config:
         return normalized
     ranks_of_node = min(local or target.ranks_of_node(world), world)
     cluster = Cluster(target.device_by_flags(normalized), world, ranks_of_node)
-    job, _ = target.job_of(normalized, cluster, dp)
-    layout = Layout.of(normalized, world)
+    job, layout = target.planned_job(normalized, cluster)
     odd = any(size % layout.tp for size in job.facts.divisible_by_tp().values())
     if odd or job.facts.loss_tokens(layout.rank_setup(job)) < 1:
         return normalized

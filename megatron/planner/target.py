@@ -15,7 +15,7 @@ from megatron.model.recipe import facts_of
 from megatron.mpu.cpu_threads import cores
 from megatron.planner import device as devices
 from megatron.planner.device import Device
-from megatron.planner.layout import Job
+from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster
 from megatron.settings import rank_env
 from megatron.settings.presets import GPT2_ROWS, cached, published_rows
@@ -174,3 +174,9 @@ def job_of(config: Config, cluster: Cluster, dp: int = 1) -> tuple[Job, str]:
     """The job of the settings, and a remark on its vocabulary."""
     size, remark = vocabulary_of(config)
     return Job.of(config, facts_of(config, size), dp=dp, device=cluster.device.kind), remark
+
+
+def planned_job(config: Config, cluster: Cluster) -> tuple[Job, Layout]:
+    """The job of settings with derived values, and their layout on all ranks of a cluster."""
+    layout = Layout.of(config, cluster.world_size)
+    return job_of(config, cluster, layout.dp)[0], layout

@@ -14,7 +14,7 @@ from typing import Any, Optional
 
 from megatron.errors import DataError, SettingsError, no_such_file
 from megatron.settings.declare import ON_RESUME, dashed
-from megatron.settings.dialects.fleetx_command_line import as_overrides
+from megatron.settings.dialects.hints import as_overrides
 from megatron.settings.dialects.table import Compressed
 from megatron.settings.presets import published_rows
 from megatron.settings.schema import GROUPS, from_record

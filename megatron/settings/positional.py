@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command lines with positional files and one dataclass of settings, as in Megatron-LM's tools: `shuf IN -o OUT --seed 1`
 
-files, flags = divide(argv, Options, {"-o": "--output"})
+files, flags = divide(argv, Options, letters={"-o": "--output"})
 options = parse_one(flags, Options, f"{PROG} IN", "What it does.")
 [source] = expect(files, "IN", PROG)
 """
@@ -32,15 +32,15 @@ def parse_one(
 
 
 def divide(
-    argv: list[str], kind: type, letters: Mapping[str, str] = MappingProxyType({})
+    argv: list[str], *kinds: type, letters: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[str], list[str]]:
     """Split a command line into (positional words, flags with their values). A lone `-` is a word: stdin.
 
-    kind: the command's dataclass of settings. letters: short flag -> long flag. A switch takes the next word only if
+    kinds: the command's dataclasses of settings. letters: short flag -> long flag. A switch takes the next word only if
     that is true or false; a flag with several values takes all words up to the next flag; any other takes one word.
     `--` ends the flags.
     """
-    known = spellings_of(dict(one=kind))
+    known = spellings_of({kind.__name__: kind for kind in kinds})
     files, flags, at = [], [], 0
     while at < len(argv):
         word, at = argv[at], at + 1

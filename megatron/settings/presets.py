@@ -80,6 +80,11 @@ def cached(name: str) -> Path | None:
     return next((path for path in own if path.is_dir()), of_fleetx if there else None)
 
 
+def not_elsewhere(name: str) -> str:
+    """Where else `cached` looks for a named vocabulary, to follow a message that it is not there."""
+    return ", and no gpt2-vocab.json and gpt2-merges.txt in ~/.cache/ppfleetx" * (shared(name) == "gpt2")
+
+
 def where_to_put(name: str | None) -> str:
     """The remedy for a vocabulary that is not in the cache, for a message; "" for a name without one."""
     files = FILES.get(shared(name)) if name else None

@@ -18,7 +18,7 @@ from types import MappingProxyType, SimpleNamespace
 
 from megatron.settings import schema
 from megatron.settings.declare import Range, dashed, declared
-from megatron.settings.dialects.fleetx_command_line import lacks_vocabulary
+from megatron.settings.dialects.hints import lacks_vocabulary
 from megatron.settings.groups.tokenizer import WORD_PIECE
 from megatron.settings.hybrid_pattern import CUT
 from megatron.settings.presets import where_to_put

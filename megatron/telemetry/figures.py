@@ -30,10 +30,10 @@ def count(number: float) -> str:
 def size(number: float) -> str:
     """Format a number of bytes.
 
-    >>> size(38.5e9), size(618e6), size(1536), size(40), size(0), size(2.664e12), size(1.0476e15)
-    ('38.50 GB', '618.0 MB', '1.5 kB', '40 B', '0', '2.66 TB', '1.05 PB')
+    >>> size(38.5e9), size(618e6), size(1536), size(40), size(999.7), size(0), size(2.664e12), size(1.0476e15)
+    ('38.50 GB', '618.0 MB', '1.5 kB', '40 B', '1.0 kB', '0', '2.66 TB', '1.05 PB')
     """
-    if number < 1e3:
+    if number < 999.5:
         return f"{number:.0f} B" if number else "0"
     factor, unit, digits = _unit(number)
     return f"{number / factor:,.{digits}f} {unit}"

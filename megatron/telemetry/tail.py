@@ -21,10 +21,7 @@ class Tail:
     def __init__(self, path: Union[Path, UrlPath]):
         self.path = path
         self.offset = 0  # bytes returned so far; the file's next line begins here
-        self.size, self.written = (
-            0,
-            0.0,
-        )  # of the file, when it was last looked at: bytes, and Unix time of its last change
+        self.size, self.written = 0, 0.0  # of the file, when last looked at: bytes, and Unix time of its last change
         self._last = b""  # the last line before the offset: if the file has another one there, it was replaced
         self._mark: object = None  # changes with the file
 
@@ -39,22 +36,18 @@ class Tail:
             stat = self.path.stat()
         except FileNotFoundError:
             return [], False
-        self.size, self.written, mark = (
-            stat.st_size,
-            stat.st_mtime,
-            (stat.st_size, getattr(stat, "mark", None) or stat.st_mtime_ns),
-        )
+        self.size, self.written = stat.st_size, stat.st_mtime
+        mark = stat.st_size, getattr(stat, "mark", None) or stat.st_mtime_ns
         if mark == self._mark:
             return [], False
-        text = self._text_from(self.offset - len(self._last))
+        text = self._text_from(self.offset - len(self._last), PART + len(self._last))
         again = text is None or not text.startswith(self._last)
         if again:
             self.offset, self._last = 0, b""
-            text = self._text_from(0) or b""
-        whole = len(text) == PART
+            text = self._text_from(0, PART) or b""
         text = text[len(self._last) :]
         end = text.rfind(b"\n") + 1
-        if not end and whole:
+        if not end and len(text) == PART:
             end = len(text)  # no record is so long: the reader skips the pieces of such a line
         lines = text[:end].splitlines(keepends=True)
         if lines:
@@ -63,11 +56,11 @@ class Tail:
             self._mark = mark
         return [line for line in lines if line.strip()], again
 
-    def _text_from(self, start: int) -> Optional[bytes]:
-        """A part of the file; None if the file is shorter."""
+    def _text_from(self, start: int, most: int) -> Optional[bytes]:
+        """Up to `most` bytes of the file; None if the file is shorter."""
         if start > self.size:
             return None
-        size = min(self.size - start, PART)
+        size = min(self.size - start, most)
         if isinstance(self.path, UrlPath):
             return self.path.read_range(start, size) if size else b""
         with open(self.path, "rb") as file:

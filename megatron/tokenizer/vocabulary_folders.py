@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from megatron.errors import DataError
-from megatron.settings.presets import cache_folder, cached, shared
+from megatron.settings.presets import cache_folder, cached, not_elsewhere, shared
 from megatron.settings.schema import TokenizerSettings
 from megatron.storage import hub
 from megatron.tokenizer.transformers_files import CONFIG, MODEL_CONFIG, TOKENIZER, VOCABULARIES, tokenizer_config
@@ -116,9 +116,8 @@ def _cached(name: str, wanted: Wanted) -> Path:
         return folder
     cache = cache_folder()
     files = " and ".join(names[0] for names in wanted.values())
-    fleetx = ", and no gpt2-vocab.json and gpt2-merges.txt in ~/.cache/ppfleetx" * (shared(name) == "gpt2")
     raise DataError(
-        f"there is no vocabulary {name!r}: neither a folder here nor one of {cache} (MEGATRON_CACHE){fleetx}",
+        f"there is no vocabulary {name!r}: neither a folder here nor one of {cache} (MEGATRON_CACHE){not_elsewhere(name)}",
         "nothing is downloaded",
         f"put {files} into {cache / name}, or give the folder that has them",
     )

@@ -37,6 +37,7 @@ from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
 from megatron.settings.declare import dashed
 from megatron.settings.parse import parse_with_record
+from megatron.settings.positional import divide
 from megatron.settings.schema import TokenizerSettings, setting
 from megatron.settings.statements import given_values
 from megatron.storage import hub
@@ -127,13 +128,11 @@ class PruneOptions:
 
 
 def main(argv: list[str]) -> None:
-    """Run one command. The words before the first flag are the command and its paths."""
-    count = next((n for n, word in enumerate(argv) if word.startswith("-")), len(argv))
-    words, flags = argv[:count], argv[count:]
-    if not words and set(flags) & {"-h", "--help", "--help-all"}:
+    """Run one command. The first word is the command; its paths are before or after flags."""
+    name = argv[0] if argv and not argv[0].startswith("-") else ""
+    if not name and set(argv) & {"-h", "--help", "--help-all"}:
         print(__doc__.strip())
         return
-    name = words[0] if words else ""
     if name not in COMMANDS:
         what = f"'{name}' is not a command" if name else "no command is given"
         near = f"; did you mean {SAID_FOR[name]}?" if name in SAID_FOR else did_you_mean(name, COMMANDS)
@@ -142,6 +141,7 @@ def main(argv: list[str]) -> None:
         )
     group, operands, run, *more = COMMANDS[name]
     groups = dict(which=WhichCheckpoint, command=group, **{kind.__name__: kind for kind in more})
+    words, flags = divide(argv[1:], *groups.values())
     prog = f"python -m megatron.tools.checkpoint {name} {' '.join(operands)}"
     settings, said = parse_with_record(
         flags,
@@ -150,13 +150,11 @@ def main(argv: list[str]) -> None:
         description=run.__doc__.splitlines()[0],
         common=tuple(f for g in (WhichCheckpoint, group) for f in g.__dataclass_fields__),
     )
-    if len(words) - 1 != len(operands):
+    if len(words) != len(operands):
         raise UsageError(
-            f"{name} takes {' and '.join(operands)}; got {' '.join(words[1:]) or 'nothing'}",
-            "paths come before flags",
-            f"{prog} --flags ...",
+            f"{name} takes {' and '.join(operands)}; got {' '.join(words) or 'nothing'}", do=f"{prog} --flags ..."
         )
-    places = [_place(name, word) for word in words[1:]]
+    places = [_place(name, word) for word in words]
     for operand, place in zip(operands, places):
         if isinstance(place, UrlPath) and (name.startswith("from-") or (name.startswith("to-") and operand == "OUT")):
             raise UsageError(f"{name}: {operand} must be a folder, and {place} is a URL", do="reshard copies to a URL")

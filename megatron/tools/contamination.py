@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
-from megatron.settings.positional import parse_one
+from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import setting
 from megatron.telemetry.figures import size as in_units
 
@@ -44,9 +44,8 @@ class ContaminationOptions:
 
 
 def main(argv: list[str]) -> None:
-    """Run one of the commands; its arguments come before the flags."""
-    count = next((number for number, word in enumerate(argv) if word.startswith("-")), len(argv))
-    words, flags = argv[:count], argv[count:]
+    """Run one of the commands."""
+    words, flags = divide(argv, ContaminationOptions)
     prog = "python -m megatron.tools.contamination register NAME FILES ... | show | scan FILES ... | ignore PREFIX"
     options = parse_one(flags, ContaminationOptions, prog, __doc__)
     command = words[0] if words else ""

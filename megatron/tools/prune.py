@@ -130,9 +130,7 @@ def by_text(network, options: ToolOptions, criterion: str, sizes: ModelSizes) ->
             do="choose l1_norm or l2_norm",
         )
     loaded = load_model(options.load, device=device, precision=options.precision, step=options.ckpt_step)
-    length = options.seq_length or loaded.longest
-    if not 1 < length <= loaded.longest:
-        raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
+    length = loaded.window(options.seq_length, least=2)
     text, count = options.calibration_data or [], options.calibration_samples
     refuse_other_tokens(loaded, text, "--calibration-data")
     measure = taylor if criterion == "taylor" else loads

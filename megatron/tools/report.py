@@ -49,7 +49,7 @@ class ReportOptions:
 
 def main(argv: list[str]) -> None:
     """Write a page about one run, or one that compares several with the first; --json: only the figures."""
-    names, flags = divide(argv, ReportOptions, {"-o": "--output"})
+    names, flags = divide(argv, ReportOptions, letters={"-o": "--output"})
     about = "Write an HTML page about a run, or one that compares several."
     asked = parse_one(flags, ReportOptions, f"{PROG} RUN ...", about)
     places = [Path(name) for name in [*([asked.run] if asked.run else []), *names] or ["."]]

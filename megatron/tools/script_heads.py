@@ -104,8 +104,7 @@ def head(path: Path) -> list[str]:
         planned, plans, outcome = automatic(config, lambda text: None)
         return _lines(cluster, outcome.job, plans[0].layout, planned.batch.global_batch_size, searched=True)
     config = resolve(config, cluster.world_size)
-    layout = Layout.of(config, cluster.world_size)
-    job, _ = target.job_of(config, cluster, layout.dp)
+    job, layout = target.planned_job(config, cluster)
     return _lines(cluster, job, layout, job.global_batch)
 
 

@@ -32,7 +32,7 @@ class ShufOptions:
 
 def main(argv: list[str]) -> None:
     """IN ... -o OUT: shuffle."""
-    files, flags = divide(argv, ShufOptions, {"-o": "--output", "-n": "--head-count"})
+    files, flags = divide(argv, ShufOptions, letters={"-o": "--output", "-n": "--head-count"})
     options = parse_one(flags, ShufOptions, f"{PROG} IN ...", __doc__)
     if options.memory_gb < 0.01 or (options.head_count or 0) < 0:
         raise SettingsError("--memory-gb starts at 0.01, --head-count at 0")

@@ -14,7 +14,6 @@ docs/survival.md#determinism lists the rest.
 
 import contextlib
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -100,9 +99,7 @@ class RepeatedRuns:
 
     def __init__(self, words: list[str], options: VerifyDeterminismOptions, folder: Path):
         self.words, self.options, self.folder = words, options, folder
-        commands.script_at(words)
-        if shutil.which(words[0]) is None:
-            raise UsageError(f"{words[0]}: there is no such command", do="verify_determinism ... -- torchrun ...")
+        commands.refuse_unknown(words, "verify_determinism")
         config = commands.config_of(words)
         loaded = config.checkpoint if config else None
         self.start = 0

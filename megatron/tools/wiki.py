@@ -64,7 +64,7 @@ LETTERS = {"-o": "--output", "-b": "--bytes", "-c": "--compress", "-ns": "--name
 
 def main(argv: list[str]) -> None:
     """DUMP: extract."""
-    files, flags = divide([word for word in argv if word != "--no-templates"], WikiOptions, LETTERS)
+    files, flags = divide([word for word in argv if word != "--no-templates"], WikiOptions, letters=LETTERS)
     options = parse_one(flags, WikiOptions, f"{PROG} DUMP", __doc__)
     [dump] = expect(files, "DUMP", PROG)
     file_bytes(options.bytes)

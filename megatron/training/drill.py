@@ -5,9 +5,9 @@
     with faulty(drill, stages, rank, first=True):
         ...                               # the passes of a step, on each rank
 
-The step and the rank are drawn from the seed, so that all ranks know both. `correct_result` changes nothing: a step is called
-suspicious, and computed again. A `transient_error` is in the first computation of a step alone, a `persistent_error` in all
-of that rank, whosever samples it has. No update sees either.
+The step and the rank are drawn from the seed, so that all ranks know both. `correct_result` changes nothing: a step is
+called suspicious, and computed again. A `transient_error` is in the first computation of a step alone, a
+`persistent_error` in all of that rank, whosever samples it has. No update sees either.
 """
 
 import contextlib

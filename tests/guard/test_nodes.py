@@ -170,11 +170,22 @@ def test_a_node_whose_rank_computes_wrongly_is_left_out_at_once(cluster):
     assert [event["nodes"] for event in events if event["event"] == "node_excluded"] == [["n2"]]
 
 
+def test_a_supervisor_of_another_node_goes_on_without_the_one_that_computes_wrongly(cluster, monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    alone = "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2 --rdzv-endpoint n1:29500 pretrain_gpt.py"
+    for host, outcome in (("n2", None), ("n1", "given up: n1 failed (its rank 3 computes wrongly)")):
+        supervisor = cluster(alone)
+        why = f"iteration 12: rank 3 on {host} computes other bits than other ranks do of the same samples"
+        said = lose(supervisor, 17, host=host, last_step=12, why=why)
+        assert list(supervisor.place.nodes.excluded) == [host]
+        assert said is outcome or said.startswith(outcome)
+
+
 def test_a_node_that_may_compute_wrongly_or_forget_is_left_out_the_second_time(cluster):
     supervisor = cluster(TORCHRUN, spare_nodes=1)
     pair = "iteration 9: rank 0 on n1 and rank 4 on n3 compute different bits of the same samples: one of them is wrong"
     memory = "iteration 14: the memory of rank 5 on n3 changed while nothing wrote to it"
-    assert lose(supervisor, 17, host="n1", last_step=9, why=pair) is None and not supervisor.place.nodes.excluded
+    assert lose(supervisor, 17, host="n1", last_step=12, why=pair) is None and not supervisor.place.nodes.excluded
     assert lose(supervisor, 17, host="n3", last_step=14, why=memory) is None
     assert supervisor.place.nodes.excluded == {"n3": "its rank 5 computes wrongly"}
 
@@ -182,7 +193,7 @@ def test_a_node_that_may_compute_wrongly_or_forget_is_left_out_the_second_time(c
 def test_spares_need_an_allocation(cluster, monkeypatch):
     for words, spares, said in (
         (TORCHRUN, 5, "--spare-nodes 5: the allocation has 5 nodes"),
-        (TORCHRUN.removeprefix("srun "), 1, "this is no command of srun"),
+        (TORCHRUN.removeprefix("srun "), 1, "the command has no --node-rank"),
     ):
         with pytest.raises(SettingsError, match=said):
             cluster(f"{sys.executable} {words}" if "srun" not in words else words, spare_nodes=spares)

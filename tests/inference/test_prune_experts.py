@@ -14,6 +14,7 @@ from megatron.checkpoint.reshard import weights_alone
 from megatron.errors import SettingsError, UsageError
 from megatron.inference import prune as pruning
 from megatron.inference.load import load_model
+from megatron.inference.prune import Network, loads
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.recipe import config_of
 from megatron.settings.schema import Model
@@ -195,3 +196,13 @@ def test_what_cannot_be_is_said(tmp_path):
     with pytest.raises(SettingsError, match="--target-num-experts 4: the model has no experts"):
         prune.main(f"--load {dense_folder} --save {tmp_path / 'small'} --target-num-experts 4".split())
     assert not (tmp_path / "small").exists()
+
+
+def test_a_failed_pass_leaves_the_model_as_it_was(tmp_path, monkeypatch):
+    loaded = load_model(write(tmp_path / "large", MIXTURE, weights_of(MIXTURE)))
+    hooks = lambda: [module for module in loaded.model.modules() if module._forward_hooks]
+    before, found = hooks(), []
+    monkeypatch.setattr(loaded.model, "logits", lambda *_, **__: found.extend(hooks()) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loads(Network(loaded.config, loaded.vocab_size), loaded, SAMPLES.numpy())
+    assert hooks() == before and len(found) == len(before) + LAYERS

@@ -9,9 +9,9 @@ import torch
 
 import pretrain_gpt
 from megatron.errors import Failure
-from megatron.planner import out_of_memory, problems, target
+from megatron.planner import out_of_memory, target
 from megatron.planner.layout import Layout
-from megatron.planner.memory import memory_report
+from megatron.planner.memory import memory_report, peaks
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Recompute
 from megatron.telemetry.events import read_events
@@ -83,10 +83,7 @@ def test_three_settings_that_fit_are_named_and_do_fit(large):
     both = "--micro-batch-size 1 --recompute-granularity full"
     changes[both] = changes["--micro-batch-size 1"] | changes["--recompute-granularity full"]
     for words, size in found:
-        need = (
-            max(problems.fullest(job, replace(layout, **changes[words.strip().removeprefix("or ")]), cluster)) / GB
-            + 3.0
-        )
+        need = max(peaks(job, replace(layout, **changes[words.strip().removeprefix("or ")]), cluster.device)) / GB + 3.0
         assert float(size) == pytest.approx(need, abs=0.06) and need <= cluster.device.usable_bytes / GB
 
 

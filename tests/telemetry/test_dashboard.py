@@ -88,6 +88,17 @@ def test_parts_of_a_long_file(tmp_path, monkeypatch):
     assert [line for line in found if b"z" not in line and line != b"\n"] == text
 
 
+def test_long_lines_that_follow_each_other_come_whole(tmp_path, monkeypatch):
+    """Up to a part's size; what is read again of the last line takes no room of the next one."""
+    monkeypatch.setattr("megatron.telemetry.tail.PART", 1000)
+    lines = [letter * size + b"\n" for letter, size in ((b"a", 999), (b"b", 600), (b"c", 999), (b"d", 3), (b"e", 999))]
+    (tmp_path / "file").write_bytes(b"".join(lines))
+    tail, found = Tail(tmp_path / "file"), []
+    while not found or tail.share < 1:
+        found += tail.read()[0]
+    assert found == lines
+
+
 @pytest.mark.parametrize("other", [b"1\n2\n", b"1\n2\nother\n", b"other lines\n" * 9, b""])
 def test_a_replaced_file_is_read_again(other, tmp_path):
     (tmp_path / "file").write_bytes(b"1\n2\n3\n4\n")

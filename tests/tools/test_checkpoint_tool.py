@@ -359,3 +359,11 @@ def test_a_foreign_folder_is_not_a_checkpoint(tmp_path):
     shutil.copytree(Path(tool.__file__).parent, tmp_path / "iter_0000004")
     with pytest.raises(CheckpointError, match="holds no valid checkpoint"):
         tool.main(["inspect", str(tmp_path)])
+
+
+@pytest.mark.parametrize("flags", ["--json", "--json --ckpt-step 3", "--json true", "--ckpt-step=3 --json"])
+def test_paths_may_follow_flags(flags, tmp_path):
+    """A switch takes the next word only if that is true or false."""
+    words = ["inspect", *flags.split(), str(tmp_path / "none")]
+    with pytest.raises(CheckpointError, match=f"{tmp_path / 'none'} (holds|has) no checkpoint"):
+        tool.main(words)

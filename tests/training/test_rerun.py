@@ -2,7 +2,6 @@
 """--rerun-mode in whole runs on forked ranks: verdicts, ranks that are named, and weights as without it."""
 
 import dataclasses
-import json
 
 import pytest
 import torch

@@ -12,8 +12,9 @@ from dataclasses import replace
 from megatron.model.recipe import Recipe
 from megatron.planner import target, text
 from megatron.planner.choose import resolve_open_settings
+from megatron.planner.memory import peaks
 from megatron.planner.preflight.verdict import Check, PreflightReport, refusal
-from megatron.planner.problems import Inspection, fullest, inspect
+from megatron.planner.problems import Inspection, inspect
 from megatron.planner.speed import Cluster
 from megatron.planner.startup import groups_of, slow_start, start_up
 from megatron.settings import rank_env, schema
@@ -80,7 +81,7 @@ def check_settings(config, inspection: Inspection, cluster: Cluster, source: str
         checks.append(Check("files", "all files in the settings are here"))
     checks += [Check("memory", "", problem) for problem in inspection.memory]
     if layout and not inspection.memory:
-        most = max(fullest(job, layout, cluster))
+        most = max(peaks(job, layout, cluster.device))
         checks.append(
             Check(
                 "memory",

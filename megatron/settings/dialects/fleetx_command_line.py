@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable
 from functools import cached_property
+from types import MappingProxyType
 
 from megatron.settings.dialects.commands import PROMPT
 from megatron.settings.dialects.fleetx import DEFAULTS, TABLES
@@ -18,7 +19,9 @@ CHECKPOINTS = "-o Engine.save_load.ckpt_dir=FOLDER"
 class FleetX(OtherSuite):
     """PaddleFleetX's files and overrides on a command line of ours."""
 
+    title = "PaddleFleetX"
     sections = tuple(SECTIONS)
+    hints = MappingProxyType(dict(load=CHECKPOINTS, global_batch_size="-o Global.global_batch_size=N"))
 
     def __init__(self, reader):
         super().__init__(reader)
@@ -92,6 +95,19 @@ class FleetX(OtherSuite):
         why = ["a file for pretraining: pretrain_gpt.py -c FILE"] * bool(for_training)
         return why + [f"of a PaddleFleetX file: {CHECKPOINTS}"] * bool(name == "load" and self.given) + self.emptied
 
+    @classmethod
+    def as_overrides(cls, values: Iterable[tuple[Statement, object]]) -> str:
+        keys = [(one.where.rpartition(" ")[2], value) for one, value in values if one]
+        return " ".join(f"-o {key}={value}" for key, value in keys if key.startswith("Model."))
+
+    @classmethod
+    def lacks_vocabulary(cls) -> str:
+        cache = f"{cache_folder() / 'gpt2'} ($MEGATRON_CACHE/gpt2: vocab.json, merges.txt)"
+        return (
+            f"PaddleFleetX's GPT-2 vocabulary is neither in {cache} nor in ~/.cache/ppfleetx (gpt2-vocab.json, gpt2-merges"
+            ".txt); put it there, or --vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE"
+        )
+
 
 def chinese(entries: Entries) -> str:
     """The problem of a file for training with a Chinese vocabulary, where none is given; else ""."""
@@ -101,35 +117,4 @@ def chinese(entries: Entries) -> str:
     return (
         f"{name.where}: PaddleFleetX's GPT-cn has GPTChineseTokenizer, and no vocabulary is given: say --tokenizer-model "
         "FILE (its sentencepiece.model) and --tokenizer-type GPTChineseTokenizer"
-    )
-
-
-def lacks_vocabulary(statements: Iterable[Statement]) -> str:
-    """What to do if a key of PaddleFleetX is among the statements, and GPT-2's vocabulary is not found; else ""."""
-    return vocabulary() if in_its_file(statements) else ""
-
-
-def in_its_file(statements: Iterable[Statement]) -> bool:
-    """Whether a key of PaddleFleetX is among the statements."""
-    sections = [one.where.rpartition(" ")[2].partition(".") for one in statements]
-    return any(dot and section in SECTIONS for section, dot, _ in sections)
-
-
-def hint(overrides: str, statements: Iterable[Statement]) -> str:
-    """What a hint adds if a key of PaddleFleetX is among the statements: the `-o` that do the same; else ""."""
-    return f" (of a PaddleFleetX file: {overrides})" if in_its_file(statements) else ""
-
-
-def as_overrides(values: Iterable[tuple[Statement, object]]) -> str:
-    """The `-o` that give settings of PaddleFleetX's `Model` other values; "" for other settings."""
-    keys = [(one.where.rpartition(" ")[2], value) for one, value in values if one]
-    return " ".join(f"-o {key}={value}" for key, value in keys if key.startswith("Model."))
-
-
-def vocabulary() -> str:
-    """What to do where GPT-2's vocabulary, which PaddleFleetX trains with, is not found."""
-    cache = f"{cache_folder() / 'gpt2'} ($MEGATRON_CACHE/gpt2: vocab.json, merges.txt)"
-    return (
-        f"PaddleFleetX's GPT-2 vocabulary is neither in {cache} nor in ~/.cache/ppfleetx (gpt2-vocab.json, "
-        "gpt2-merges.txt); put it there, or --vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE"
     )

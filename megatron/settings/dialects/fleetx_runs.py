@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron.errors import UsageError
 from megatron.settings.dialects.fleetx import TABLES
-from megatron.settings.dialects.fleetx_command_line import chinese, vocabulary
+from megatron.settings.dialects.fleetx_command_line import FleetX, chinese
 from megatron.settings.dialects.fleetx_files import Entries, Layers, dropped
 from megatron.settings.dialects.fleetx_keys import purpose_of, translate_entries
 from megatron.settings.dialects.shell import Command
@@ -53,7 +53,7 @@ def add_vocabulary(found: Translation, entries: Entries, where: str) -> None:
     elif folder := cached("gpt2"):
         found.lines.append(FlagLine("--tokenizer-model", ["gpt2"], source, f"GPT-2's of {folder}"))
     else:
-        found.lost.append((source, vocabulary()))
+        found.lost.append((source, FleetX.lacks_vocabulary()))
 
 
 def translate_file(entries: Entries, known: Mapping[str, Spelling]) -> Translation:

@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron.settings.declare import dashed
@@ -294,10 +295,16 @@ class Compressed:
 class OtherSuite:
     """What our commands read of another suite: its flags, its files, and what its programs do where nothing is said.
 
-    There is one for each command line. reader: the `reader.SettingsReader` that asks it. sections: those of its files
+    There is one for each command line. reader: the `reader.SettingsReader` that asks it.
+
+    title:    its name in messages
+    sections: those of its files
+    hints:    setting -> how a file of it says that, for the hint of an error
     """
 
+    title = ""
     sections: tuple[str, ...] = ()
+    hints: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, reader):
         self.reader = reader
@@ -323,6 +330,22 @@ class OtherSuite:
 
     def fill(self) -> None:
         """Say what programs of the suite have of their own, such as a vocabulary, where nothing else is given."""
+
+    @classmethod
+    def said_any(cls, statements: Iterable[Statement]) -> bool:
+        """Whether a key of its files is among the statements."""
+        keys = [one.where.rpartition(" ")[2].partition(".") for one in statements]
+        return any(dot and section in cls.sections for section, dot, _ in keys)
+
+    @classmethod
+    def as_overrides(cls, values: Iterable[tuple[Statement, object]]) -> str:
+        """Its words that give settings of the model, said by its files, other values; "" for other settings."""
+        return ""
+
+    @classmethod
+    def lacks_vocabulary(cls) -> str:
+        """What to do where the vocabulary that it trains with is not found."""
+        return ""
 
     def note_defaults(self) -> None:
         """Note defaults of the suite that differ."""

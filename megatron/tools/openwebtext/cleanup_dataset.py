@@ -19,7 +19,7 @@ from typing import Literal, Optional
 from megatron.errors import SettingsError, UsageError, run_main
 from megatron.settings.declare import dashed
 from megatron.settings.parse import parse
-from megatron.settings.positional import refuse_below
+from megatron.settings.positional import divide, refuse_below
 from megatron.settings.schema import TokenizerSettings, setting
 
 PROG = "python -m megatron.tools.openwebtext.cleanup_dataset"
@@ -55,8 +55,7 @@ COMMON = ("min_tokens", "lang", "detector", "workers", "shard", "dropped_output"
 
 
 def main(argv: list[str]) -> None:
-    count = next((n for n, word in enumerate(argv) if word.startswith("-") and word != "-"), len(argv))
-    files, flags = argv[:count], argv[count:]
+    files, flags = divide(argv, CleanupOptions, TokenizerSettings)
     groups = dict(cleanup=CleanupOptions, tokenizer=TokenizerSettings)
     description = __doc__.split("\n")[0]
     parsed = parse(flags, groups, prog=f"{PROG} IN ... OUT", description=description, common=COMMON)
