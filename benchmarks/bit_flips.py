@@ -4,10 +4,11 @@
     OMP_NUM_THREADS=1 python benchmarks/bit_flips.py --flips 500 --output runs/flips.jsonl
     python benchmarks/bit_flips.py --table runs/flips.jsonl
 
-Each flip is one bit of one fp32 number in one of KINDS, on one rank, at a random moment of a random step: before an op of the
-schedule, or after the update (a fifth of those of weights and state). All bits are as likely. The runs have two ranks,
---rerun-mode validate_results --rerun-interval N (default 1), --check-replicas-interval 1, and one of LAYOUTS in turn. A clean run of each layout says what the weights should be. A flip that no check finds is `no effect` (the weights
-are those of the clean run, to the bit), `harmless` (the last loss is within 0.1 % of its) or `missed`.
+Each flip is one bit of one fp32 number in one of KINDS, on one rank, at a random moment of a random step: before an op of
+the schedule, or after the update (a fifth of those of weights and state). All bits are as likely. The runs have two ranks,
+--rerun-mode validate_results --rerun-interval N (default 1), --check-replicas-interval 1, and one of LAYOUTS in turn. A
+clean run of each layout says what the weights should be. A flip that no check finds is `no effect` (the weights are those
+of the clean run, to the bit), `harmless` (the last loss is within 0.1 % of its) or `missed`.
 """
 
 import argparse

@@ -170,7 +170,8 @@ def test_a_node_whose_rank_computes_wrongly_is_left_out_at_once(cluster):
     assert [event["nodes"] for event in events if event["event"] == "node_excluded"] == [["n2"]]
 
 
-def test_a_supervisor_of_another_node_goes_on_without_the_one_that_computes_wrongly(cluster, monkeypatch):
+def test_a_supervisor_of_another_node_goes_on_without_the_one_that_computes_wrongly(cluster, tmp_path, monkeypatch):
+    (tmp_path / "bin" / "torchrun").symlink_to("/bin/true")
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     alone = "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2 --rdzv-endpoint n1:29500 pretrain_gpt.py"
     for host, outcome in (("n2", None), ("n1", "given up: n1 failed (its rank 3 computes wrongly)")):
