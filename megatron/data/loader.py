@@ -184,7 +184,7 @@ class MicroBatchLoader:
         return [self.micro_batch(consumed, micro, dp_rank) for micro in range(num_microbatches)]
 
     def micro_batch(self, consumed: int, micro: int, dp_rank: Optional[int] = None) -> MicroBatch:
-        """The micro-batch at micro-step `micro` of the step after `consumed` samples. dp_rank: another data parallel rank."""
+        """The micro-batch at micro-step `micro` of the step after `consumed` samples. dp_rank: another one."""
         rank = self.dp_rank if dp_rank is None else dp_rank
         positions = micro_batch_samples(consumed, self.micro_batch_size, rank, self.dp_size, micro)
         samples = self.samples(positions)
