@@ -3,8 +3,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/rerun_cost.py --repeats 3
 
-Two ranks train a small GPT in each of LAYOUTS. The ways take turns; of each: seconds of CPU of a rank for a step, the median
-of its steps, as a ratio to the steps of `disabled` in the same turn (median and range over turns).
+Two ranks train a small GPT in each of LAYOUTS. The ways take turns; of each: seconds of CPU of a rank for a step (median of
+its steps), as a ratio to the steps of `disabled` in the same turn (median and range over turns).
 """
 
 import argparse
@@ -35,8 +35,8 @@ WAYS = {
     "report_stats": "--rerun-mode report_stats",
 }
 MODEL = (
-    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --mock-data --vocab-size 8000 --lr 1e-3 "
-    "--micro-batch-size 2 --global-batch-size 16 --eval-iters 0 --device cpu --num-workers 0 --log-interval 1000 "
+    "--num-layers 4 --hidden-size 192 --num-attention-heads 4 --seq-length 128 --mock-data --vocab-size 4000 --lr 1e-3 "
+    "--micro-batch-size 2 --global-batch-size 8 --eval-iters 0 --device cpu --num-workers 0 --log-interval 1000 "
     "--no-progress-bar "
 )
 SKIPPED = 2  # the first steps, which are slower
