@@ -25,6 +25,7 @@ KNOW_GPT = {  # file pattern -> why it may name GPT
     "megatron/settings/statements.py": "names of published shapes in docstrings",
     "megatron/model/command_line.py": "the default of --model-type",
     "megatron/settings/rules.py": "names of tokenizers",
+    "megatron/settings/general_rules.py": "names of tokenizers",
     "megatron/tokenizer/*": "names of tokenizers",
     "megatron/tasks/chat.py": "what answers in conversations",
     "megatron/tasks/dpo.py": "what answers in conversations",

@@ -20,7 +20,7 @@ from megatron.data.json_input import expand
 from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.inference import generation_config
 from megatron.model.recipe import LM_LOSS, Recipe, named_recipe
-from megatron.model.t5.t5_rules import refused
+from megatron.model.t5.settings import refused
 from megatron.settings.declare import Needs, dashed
 from megatron.settings.from_checkpoint import saved_record, settings_of_shape, shape_of
 from megatron.settings.rules import Rule, of_the_checkpoint

@@ -9,7 +9,7 @@ from typing import Any, Optional
 from megatron.errors import CheckpointError, DataError, SettingsError, StorageError, UsageError, did_you_mean
 from megatron.model.kinds.table import sums_of_kinds
 from megatron.model.recipe import SCRIPTS, Recipe
-from megatron.model.t5.t5_rules import refused
+from megatron.model.t5.settings import refused
 from megatron.settings.declare import Needs, dashed
 from megatron.settings.from_checkpoint import foreign_format, found_record, shape_of
 from megatron.settings.groups.kernels import CUDA

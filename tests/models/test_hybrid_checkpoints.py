@@ -13,7 +13,8 @@ import pretrain_gpt
 import pretrain_hybrid
 from megatron.checkpoint.folder import choose
 from megatron.checkpoint.reader import Reader
-from megatron.convert.export.write import Wanted, export
+from megatron.convert.export.source import Wanted
+from megatron.convert.export.write import export
 from megatron.convert.huggingface import to_hf
 from megatron.errors import Failure
 from megatron.inference.generation import generate

@@ -12,8 +12,8 @@ from megatron.model.command_line import parse_any
 from megatron.model.pruning import PruningOptions
 from megatron.optimizer.lr_schedule import Lengths, learning_rate
 from megatron.optimizer.lr_schedule import problems as lr_problems
+from megatron.settings.general_rules import violations
 from megatron.settings.parse import parse, parse_pretrain, parse_with_record
-from megatron.settings.rules import violations
 from megatron.settings.schema import GROUPS
 from megatron.tasks import finetune
 from megatron.tokenizer import resolved

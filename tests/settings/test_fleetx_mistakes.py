@@ -11,8 +11,8 @@ from megatron.errors import CheckpointError, DataError, SettingsError, UsageErro
 from megatron.model import linear_kinds
 from megatron.model.quantization import with_quantization
 from megatron.settings import from_checkpoint
+from megatron.settings.general_rules import violations
 from megatron.settings.parse import parse, parse_pretrain, parse_with_record
-from megatron.settings.rules import violations
 from megatron.settings.schema import GROUPS
 from megatron.settings.statements import failing_in_users_words
 from megatron.tasks import finetune
