@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mapping between config.json of Hugging Face's decoders and our settings. `hf_names` has their tensors, `hf_families` what differs between them."""
+"""Mapping between config.json of Hugging Face's decoders (`hf_families`) and our settings. `hf_names` has their tensors."""
 
 from collections.abc import Callable
 from dataclasses import replace
