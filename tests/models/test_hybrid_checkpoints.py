@@ -20,9 +20,9 @@ from megatron.errors import Failure
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
-from megatron.mpu.forked import run_ranks
 from megatron.storage.urls import location
 from megatron.tools import prune
+from tests.ranks import on_ranks
 from tests.training.test_plain_loop import records
 
 LINE = (
@@ -66,7 +66,7 @@ def pretrain(rank: int, flags: str) -> None:
 
 
 def train(world: int, flags: str, folder) -> list[tuple]:
-    run_ranks(world, pretrain, f"{flags} --save {folder}") if world > 1 else pretrain(0, f"{flags} --save {folder}")
+    on_ranks(world, pretrain, f"{flags} --save {folder}")
     return [(step["lm loss"], pytest.approx(step["grad_norm"], rel=1e-6)) for step in records(folder, "step")]
 
 
