@@ -14,14 +14,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
 from megatron.errors import PeerLost
 from megatron.guard import processes, slurm
-from megatron.guard.beat_files import STOP, Beat, BeatReader, ask, clear, read_beats
+from megatron.guard.beat_files import LOOK, STOP, UNWELL, Beat, BeatReader, ask, clear, read_beats
 from megatron.guard.evidence import request_traces, standstills
 from megatron.guard.exits import (
     Action,
@@ -35,15 +35,16 @@ from megatron.guard.exits import (
     reason_in_log,
     signals_in_log,
 )
-from megatron.guard.failure_kinds import FailureKind, kind_of_hang
+from megatron.guard.failure_kinds import NO_WORD, FailureKind, kind_of_hang
 from megatron.guard.flight_recorder import explain_dumps
-from megatron.guard.stacks import explain
+from megatron.guard.stacks import explain, spans
 from megatron.storage.processes import oom_kills
 from megatron.telemetry.events import EventLog
 
 LINGER = 10.0  # seconds that a launcher has to notice that a rank is gone, and to report how
 SHARE = 0.005  # of a core that looking at the ranks may cost
 LATE = 0.5  # seconds beyond `poll` between two checks that still count as silence
+ENDED = (0, signal.SIGTERM)  # how a launcher ends the ranks that are left; 0: unknown
 OUTPUT = 100_000  # characters of a job's output, its last ones, that are searched for reasons
 
 
@@ -71,6 +72,7 @@ class AttemptWatch:
     beats:     folder of the ranks' heartbeats
     traces:    folder for the dumps of the flight recorder
     refreshed: called at each look, for work of the supervisor that does not wait
+    earlier:   processes (`Beat.process`) that are known from attempts before: other nodes may still have their messages
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class AttemptWatch:
         traces: Path,
         events: EventLog,
         refreshed: Callable[[], None] = lambda: None,
+        earlier: Collection[tuple] = (),
     ):
         self.limits, self.folder, self.traces, self.events, self.refreshed = limits, beats, traces, events, refreshed
         self.output: Optional[Path] = None  # file with all that the job prints
@@ -89,8 +92,12 @@ class AttemptWatch:
         self.silent = 0.0  # seconds without progress before the job was ended
         self.hang: Optional[FailureKind] = None
         self.why_hung = ""
+        self.lost_node = False
+        self.earlier, self.reader = set(earlier), BeatReader(beats)
         self.beats: list[Beat] = []  # the last ones
+        self.silent_nodes: list[tuple[list[Beat], float]] = []  # ranks of a node without a word, and for how long
         self.returned: Optional[int] = None  # by the job's first process
+        self.lost: Callable[[], str] = lambda: ""  # why the attempt cannot go on, by what other supervisors say
         self.stop_now = False  # after a second Ctrl-C
         self.oom_kills = 0
 
@@ -99,12 +106,17 @@ class AttemptWatch:
     def run(self, words: list[str], output: Path, stop_signal: Callable[[], Optional[int]] = lambda: None) -> None:
         """Start the job, watch it to its end, and end all its processes. stop_signal: the signal that asked us to stop"""
         clear(self.folder)
+        # Ranks of this attempt make no step before those of this node have come.
+        self.earlier |= {beat.process for beat in read_beats(self.folder) if beat.step or beat.ended is not None}
+        self.reader = BeatReader(self.folder, self.earlier)
         self.output, before = output, oom_kills()
         with output.open("wb") as file:
             job = processes.start_job(words, file)
         self._watch(job, stop_signal)
         self.ending_since = self.ending_since or time.monotonic()
-        self.beats, spared = read_beats(self.folder), self.events.processes
+        self.beats, spared = self.reader.read(), self.events.processes
+        if not self.hang and job.poll() != 0 and stop_signal() is None:
+            self._listen_for_nodes()
         left = job.poll() is None or processes.descendants(os.getpid(), spared)
         if self.hang or left or any(map(processes.alive_here, self.beats)):
             self._end(job)
@@ -116,7 +128,7 @@ class AttemptWatch:
         seen: dict[int, tuple[int, float]] = {}  # rank -> (count of its last beat, time of its arrival)
         asked: Optional[float] = None
         gone: Optional[float] = None
-        clock, reader, watching = Clock(self.limits.poll + LATE), BeatReader(self.folder), Effort(SHARE)
+        clock, watching = Clock(self.limits.poll + LATE), Effort(SHARE)
         while job.poll() is None:
             time.sleep(self.limits.poll)
             self.copy_output()
@@ -124,7 +136,7 @@ class AttemptWatch:
             now, number = clock.look(), stop_signal()
             if not watching.may_begin() and not (number and asked is None) and not self.stop_now:
                 continue
-            beats = reader.read()
+            beats = self.reader.read()
             note(beats, now, seen)
             if number and asked is None:
                 asked = now
@@ -146,11 +158,35 @@ class AttemptWatch:
                     return
                 continue
             silent = {beat.rank: now - seen[beat.rank][1] for beat in beats if beat.ended is None}
+            if why := self.lost():
+                log(f"the attempt is ended: {why}")
+                self.lost_node, self.hang, self.why_hung = True, FailureKind.HOST, why
+                self.silent = max(silent.values(), default=now)
+                return
             over = [beat for beat in beats if beat.ended is None and silent[beat.rank] > self.limits.of(beat)]
             if over or (not beats and now > self.limits.start_timeout):
                 self.silent = max(silent.values(), default=now)
                 self._explain_hang(beats, silent, over)
                 return
+
+    def _listen_for_nodes(self) -> None:
+        """Note the nodes that are gone or cut off: their ranks lived, and they sent no messages before others noticed.
+
+        Listens for a moment to a node that is late, where ranks have lost another one and none has failed by itself: what
+        ended without a word was then ended by its launcher.
+        """
+        by_itself = any(number not in ENDED for number in self.killed.values())
+        if by_itself or any(beat.ended not in (None, 0, PeerLost.code) for beat in self.beats):
+            return
+        while late := self.reader.silent_nodes(self.ending_since - 1.5 * LOOK):
+            if min(seconds for _, seconds in late) > UNWELL * LOOK:
+                break
+            time.sleep(0.1)
+            self.reader.read()
+        if late:
+            self.silent_nodes, self.killed = late, {}
+        for beats, seconds in late:
+            log(f"{NO_WORD} {beats[0].host} for {seconds:.0f} s: rank {spans([beat.rank for beat in beats])}")
 
     def note_killed(self, beats: list[Beat]) -> None:
         """Remember which ranks were killed, before the launcher ends the others, or is ended before it can report.
@@ -268,6 +304,7 @@ class AttemptWatch:
             oom_kills=self.oom_kills,
             has_trained=has_trained or any(beat.step > beat.since > 0 for beat in self.beats),
             hang=self.hang,
+            lost_node=self.lost_node,
         )
         code = judge(codes, evidence).code
         if first and code and code in {end.code for end in ends}:
@@ -290,6 +327,10 @@ class AttemptWatch:
                 code = -signal.SIGKILL
             if code is not None:
                 ends.append(End(beat.at, beat.rank, beat.host, code, beat.why))
+        for beats, seconds in self.silent_nodes:
+            first = min(beats, key=lambda beat: beat.rank)
+            why = f"{NO_WORD} {first.host} for {seconds:.0f} s: it is gone, or cut off"
+            ends.append(End(first.at, first.rank, first.host, PeerLost.code, why))
         return ends
 
 

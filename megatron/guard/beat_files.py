@@ -18,13 +18,15 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Optional
 
+from megatron.errors import node_name
 from megatron.storage.processes import process_start_ticks, shared_memory, state
 
 SIZE = 2048  # bytes of a heartbeat file: the beat, when the thread of the rank was well, and the name of a group
@@ -32,6 +34,7 @@ WELL, GROUP = 16, 64  # bytes of these two
 BEAT = SIZE - WELL - GROUP
 LOOK = 2.0  # seconds between two messages of a node, and between two checks for requests
 UNWELL = 3  # times LOOK without a mark: the rank is not well
+LEFT = 60.0  # seconds without a message of a node: what lies there is of an earlier attempt
 STACKS, STOP, TRACE = REQUESTS = "stacks.wanted", "stop.wanted", "trace.wanted"  # files that a supervisor creates
 END = "end"  # last line of a node's file
 MEMORY = ("tmpfs", "ramfs", "devtmpfs")  # file systems
@@ -63,6 +66,11 @@ class Beat:
     why: str = ""  # the first line of the error that ended it
     records: bool = False  # its collectives, and can dump them
     gone: bool = False  # another rank of its node saw that the process no longer exists
+
+    @property
+    def process(self) -> tuple[str, int, int]:
+        """Its process, which no other one has: machine, pid, start."""
+        return self.machine, self.pid, self.born
 
 
 # ---- places ----------------------------------------------------------------------------------------------------------
@@ -136,28 +144,51 @@ def _short(text: str) -> str:
 
 
 class BeatReader:
-    """Reads the heartbeats of a job again and again. A node's file is parsed only if it has changed."""
+    """Reads the heartbeats of a job again and again. A node's file is parsed only if it has changed.
 
-    def __init__(self, folder: Path):
-        self.folder = Path(folder)
+    earlier: processes (`Beat.process`) whose heartbeats are of an earlier attempt, and are left out
+    """
+
+    def __init__(self, folder: Path, earlier: Collection[tuple] = ()):
+        self.folder, self.earlier = Path(folder), earlier
         self.known: dict[Path, tuple[bytes, list[Beat]]] = {}  # file of a node -> its content
+        self.heard: dict[Path, tuple[int, float]] = {}  # file of a node -> when it was written; when that was seen
 
     def read(self) -> list[Beat]:
-        """The heartbeats of all ranks, in rank order: those of this machine as they are now."""
+        """The heartbeats of all ranks, in rank order, the later of two of a rank: those of this machine as they are now."""
         found: dict[int, Beat] = {}
         for path in _matching(self.folder, "node_", ".beats"):
-            found |= {beat.rank: beat for beat in self._of_node(path)}
+            for beat in self._of_node(path):
+                if beat.process not in self.earlier and (beat.rank not in found or beat.at > found[beat.rank].at):
+                    found[beat.rank] = beat
         for place in (self.folder, *memories_of(self.folder)):
-            beats = map(read_beat, _matching(place, "rank_", ".beat"))
-            found |= {beat.rank: beat for beat in beats if beat is not None}
+            for beat in filter(None, map(read_beat, _matching(place, "rank_", ".beat"))):
+                if beat.process not in self.earlier:
+                    found[beat.rank] = beat
         return [found[rank] for rank in sorted(found)]
+
+    def silent_nodes(self, since: float) -> list[tuple[list[Beat], float]]:
+        """(ranks, seconds without a message) of each node that was there and has written none since a time (monotonic).
+
+        A node whose last message says that one of its ranks has ended is none of these: its launcher ends the others.
+        """
+        now, silent = time.monotonic(), []
+        for path, (_, at) in self.heard.items():
+            beats = [beat for beat in self.known.get(path, (b"", []))[1] if beat.process not in self.earlier]
+            alive = beats and all(beat.ended is None and not beat.gone for beat in beats)
+            if alive and at < since and beats[0].machine != machine():
+                silent.append((beats, now - at))
+        return silent
 
     def _of_node(self, path: Path) -> list[Beat]:
         raw, beats = self.known.get(path, (b"", []))
         try:
-            now = path.read_bytes()
+            with path.open("rb") as file:
+                written, now = os.fstat(file.fileno()).st_mtime_ns, file.read()
         except OSError:
             return beats
+        if self.heard.get(path, (None,))[0] != written:
+            self.heard[path] = written, time.monotonic()
         text, end, _ = now.partition(f"\n{END}\n".encode())
         if end and text != raw:
             parsed = [_parsed(*line.rsplit(b"\t", 1)) for line in text.splitlines() if b"\t" in line]
@@ -261,11 +292,31 @@ def ask(folder: Path, request: str) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove a job's heartbeats, stacks and requests from its folder, and from this node's memory."""
-    for pattern in ("rank_*.beat", "node_*.beats", "rank_*.stacks", *REQUESTS):
-        remove(Path(folder).glob(pattern))
-    for place in memories_of(Path(folder)):
+    """Remove heartbeats, stacks and requests of earlier attempts from a job's folder, and from this node's memory.
+
+    Messages of other nodes stay, unless they are old: those may have a supervisor of their own, which has not ended.
+    """
+    folder = Path(folder)
+    for pattern in ("rank_*.beat", "rank_*.stacks", *REQUESTS):
+        remove(folder.glob(pattern))
+    for path in _matching(folder, "node_", ".beats"):
+        beats = BeatReader(folder)._of_node(path)
+        if not beats or beats[0].machine == machine() or seconds_since_written(path) > LEFT:
+            remove([path])
+    for place in memories_of(folder):
         shutil.rmtree(place, ignore_errors=True)
+
+
+def seconds_since_written(path: Path) -> float:
+    """Seconds since a file was written, by the clock of the machine that keeps it."""
+    now = path.with_name(f".now.{os.getpid()}.{node_name()}.{threading.get_ident()}")
+    try:
+        now.touch()
+        return now.stat().st_mtime - path.stat().st_mtime
+    except OSError:
+        return 0.0
+    finally:
+        now.unlink(missing_ok=True)
 
 
 def remove(paths: Iterable[Path]) -> None:

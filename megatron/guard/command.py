@@ -27,6 +27,7 @@ from megatron.settings.spelling import spellings_of
 RANKS, NODES = ("--nproc-per-node", "--nproc_per_node"), ("--nnodes",)  # of torchrun
 LAUNCHERS = ("torch.distributed.run", "megatron.tools.launch")
 SLURM_NODES, SLURM_TASKS, EXCLUDE = ("--nodes", "-N"), ("--ntasks", "-n"), ("--exclude", "-x")  # of srun
+NODE_RANK, MASTER = ("--node-rank", "--node_rank"), ("--master-addr", "--master_addr")  # of torchrun
 MEETING = ("--rdzv-endpoint", "--rdzv_endpoint", "--master-addr", "--master_addr")  # of launchers: where ranks meet
 _SETTING = {flag.replace("_", "-"): spelling.setting.name for flag, spelling in spellings_of(GROUPS).items()}
 
@@ -172,6 +173,17 @@ def on_nodes(words: list[str], excluded: list[str], left: list[str]) -> list[str
         moved = meeting.replace(host, left[0], 1)
         words = [word.replace(meeting, moved) if n < at else word for n, word in enumerate(words)]
     return words
+
+
+def in_place(words: list[str], nodes: int, rank: int, address: Optional[str]) -> list[str]:
+    """A launcher's command of one node for another place in the job. address: of the first node; None: as it is
+
+    >>> words = "torchrun --nnodes 4 --node-rank 3 --master-addr=n0 --nproc-per-node 8 pretrain_gpt.py".split()
+    >>> " ".join(in_place(words, 2, 1, "n5"))
+    'torchrun --nnodes=2 --node-rank=1 --master-addr=n5 --nproc-per-node 8 pretrain_gpt.py'
+    """
+    words = _put(_put(words, NODES, nodes), NODE_RANK, rank)
+    return words if address is None else _put(words, MASTER, address)
 
 
 def _put(words: list[str], flags: tuple[str, ...], value: int | str) -> list[str]:

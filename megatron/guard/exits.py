@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Optional
 
 from megatron.errors import CheckpointError, PeerLost, in_a_line
-from megatron.guard.failure_kinds import FailureKind, kind_of_end, kind_of_text
+from megatron.guard.failure_kinds import NO_WORD, FailureKind, kind_of_end, kind_of_text
 
 
 class Action(enum.Enum):
@@ -44,6 +44,7 @@ class Evidence(NamedTuple):
     oom_kills: int = 0  # processes that the kernel of this machine has killed meanwhile to free memory
     has_trained: bool = True  # the job, in this attempt or before it
     hang: Optional[FailureKind] = None  # the job was ended because it did not go on
+    lost_node: bool = False  # it was ended because a node of it is gone
 
 
 # What to do about each kind: --on-failure changes it.
@@ -94,7 +95,8 @@ def judge(codes: Iterable[int], evidence: Evidence = UNKNOWN, rules: Mapping[Fai
     code = min(codes, key=lambda code: PRIORITY.index(_kind(code)), default=1)
     cause = MEANINGS.get(code, f"failed (exit {code})") if code >= 0 else f"rank killed by {_name(-code)}"
     if evidence.hang:
-        code, cause, kind = PeerLost.code, "hung", evidence.hang
+        code, kind = PeerLost.code, evidence.hang
+        cause = MEANINGS[code] if evidence.lost_node else "hung"
     elif code in ENDS:
         return JobVerdict(ENDS[code], cause, code)
     else:
@@ -126,6 +128,7 @@ def first_failure(ends: Iterable[End]) -> Optional[End]:
 
     def order(end: End) -> tuple:
         effect = end.code == 7 or _kind(end.code) == "ended" or kind_of_text(end.why) is FailureKind.NETWORK
+        effect = effect and not end.why.startswith(NO_WORD)
         return (
             effect,
             FOR_ANOTHER not in end.why if effect else False,

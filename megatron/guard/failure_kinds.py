@@ -21,6 +21,7 @@ NETWORK_ERROR = (
     r"caused pair closure|No route to host|Network is (?:unreachable|down)|vendor err|\bibv_\w+|NET/(?:IB|OFI|Socket)|"
     r"Name or service not known|name resolution|another rank is gone"
 )
+NO_WORD = "no word from"  # a node whose ranks lived when it sent its last message
 
 
 class FailureKind(enum.Enum):
@@ -104,6 +105,8 @@ def kind_of_end(code: int, why: str, output: str = "", oom_kills: int = 0, has_t
     oom_kills:   how many processes the kernel has killed meanwhile to free memory
     has_trained: whether the job has made steps: then its paths were good, and what fails is the disk
     """
+    if why.startswith(NO_WORD):
+        return FailureKind.HOST
     if code == 6 and not has_trained and PATHS.search(why):
         return FailureKind.COMMAND
     spoken = kind_of_text(why) if code in SPOKEN or code not in OF_CODE else None

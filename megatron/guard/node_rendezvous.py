@@ -82,7 +82,9 @@ class NodeRendezvous:
                 why = f"node 0 does not answer at {self.place} ({(error.strerror or str(error)).lower()})"
                 do = "is it running, with --node-rank 0 on that host? is the port open there (--master-port)?"
                 self._wait(why, why, do)
-        return TCPStore(self.address, self.port, None, not self.rank, timedelta(seconds=30), False, True)
+        # One that was there and is not any more is not waited for: torch tries several times for as long as this.
+        seconds = LINGER if self.is_there_already else 30.0
+        return TCPStore(self.address, self.port, None, not self.rank, timedelta(seconds=seconds), False, True)
 
     def _register(self, store) -> bool:
         """Whether this node has its number; False if another process has it for now. Raises SettingsError."""

@@ -10,13 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Optional
 
-from megatron.errors import Failure, SettingsError
+from megatron.errors import Failure, SettingsError, node_name
 from megatron.guard import slurm
 from megatron.guard.command import (
+    MASTER,
+    NODE_RANK,
+    NODES,
     RANKS,
     config_of,
+    in_place,
     is_srun,
     ranks_of,
+    script_at,
     shape_of,
     value_of,
     with_flag,
@@ -55,6 +60,9 @@ class JobPlacement:
 
     least_ranks, least_nodes: with how few it may continue; None: with no fewer
     may_queue:                whether SLURM may start it again later
+
+    With `least_nodes` or `spare_nodes` outside of SLURM, each node has its own supervisor, and they agree on places
+    (`guard.node_agreement`): `is_one_of_several`.
     Raises SettingsError if the job has fewer ranks than `least_ranks`, or `spare_nodes` cannot be left.
     """
 
@@ -73,15 +81,19 @@ class JobPlacement:
         self.ranks = ranks_of(command)
         if least_ranks and least_ranks > self.ranks:
             raise SettingsError(f"--min-world-size {least_ranks} is more than the job's {self.ranks} ranks")
-        if spare_nodes:
+        self.whole, self.is_one_of_several = command, False
+        self.usable: dict[int, int] = {}  # nodes that are there -> those that the job can use
+        if (spare_nodes or least_nodes) and not is_srun(command):
+            self._check_place(spare_nodes)
+        elif spare_nodes:
             self._leave(spare_nodes)
 
     def _leave(self, spares: int) -> None:
         """Use fewer nodes than the allocation has."""
         allocated, (nodes, each) = len(slurm.nodes()), shape_of(self.command)
-        if not is_srun(self.command) or not slurm.job():
+        if not slurm.job():
             raise SettingsError(
-                "--spare-nodes leaves nodes of a SLURM allocation idle, and this is no command of srun in a job",
+                "--spare-nodes with srun leaves nodes of a SLURM allocation idle, and this is no SLURM job",
                 do="supervise ... --spare-nodes N -- srun ... in a batch script (docs/survival.md)",
             )
         if not 0 < spares < allocated:
@@ -89,6 +101,55 @@ class JobPlacement:
         if nodes > allocated - spares:
             self.ranks = (allocated - spares) * each
             self.command = with_ranks(self.command, self.ranks)
+
+    def _check_place(self, spares: int) -> None:
+        """Raise SettingsError if the command does not say which of several nodes this is."""
+        words = self.command[: script_at(self.command)]
+        given = {flags[0]: value_of(words, *flags) for flags in (NODES, NODE_RANK, MASTER)}
+        if missing := [flag for flag, value in given.items() if value is None]:
+            raise SettingsError(
+                f"--spare-nodes and --min-nodes: the command has no {' and no '.join(missing)}",
+                "without srun each node has a supervisor of its own, with the same command but for --node-rank",
+                "supervise ... -- python -m megatron.tools.launch --nnodes N --node-rank R --master-addr HOST "
+                "--nproc-per-node G ... (docs/survival.md)",
+            )
+        nodes, rank = given[NODES[0]], given[NODE_RANK[0]]
+        for flag, value in ((NODES[0], nodes), (NODE_RANK[0], rank)):
+            if not value.isdecimal():
+                raise SettingsError(f"{flag} {value}: --spare-nodes and --min-nodes need a number")
+        if int(rank) >= int(nodes) + spares:
+            raise SettingsError(
+                f"--node-rank {rank}: the job has {nodes} nodes and {spares} spare ones",
+                do=f"--node-rank 0 to {int(nodes) + spares - 1}, a number for each node; --spare-nodes for more",
+            )
+        if self.least_nodes and self.least_nodes > int(nodes):
+            raise SettingsError(f"--min-nodes {self.least_nodes} is more than --nnodes {nodes}")
+        self.is_one_of_several = True
+
+    def usable_nodes(self, available: int) -> int:
+        """On how many of so many nodes the whole job, where it has more, can go on; 0: on none."""
+        if available not in self.usable:
+            self.usable[available] = self._usable_nodes(available)
+        return self.usable[available]
+
+    def _usable_nodes(self, available: int) -> int:
+        nodes, each = shape_of(self.whole)
+        if not self.least_nodes or available < self.least_nodes:
+            return 0
+        try:
+            ranks, _ = fewer_ranks(self.whole, nodes * each, self.least_nodes * each, available * each, several=True)
+        except Failure as failure:
+            self.log(f"no fewer nodes: {failure}")
+            return 0
+        return ranks // each
+
+    def take(self, rank: int, nodes: int, address: Optional[str]) -> None:
+        """Take a place in the job: the command for it. nodes: in all; address: of the first one, None: as given"""
+        wanted, each = shape_of(self.whole)
+        self.ranks, words = nodes * each, self.whole
+        if nodes < wanted:
+            _, words = fewer_ranks(self.whole, wanted * each, nodes * each, nodes * each, several=True)
+        self.command = in_place(words, nodes, rank, address)
 
     def words(self, command: list[str]) -> list[str]:
         """A command with the excluded nodes left out."""
@@ -106,6 +167,10 @@ class JobPlacement:
         names, why = " ".join(bad), next(iter(bad.values()))
         self.log(f"nodes that fail the check: {names} ({why})")
         self.nodes.exclude(bad)
+        if self.is_one_of_several:
+            if node_name() in bad:
+                return WhatIsLeft("none", outcome=f"given up on this node: {names} failed ({why})")
+            return WhatIsLeft("spare", f"without {names}")
         left, on_srun, each = self.nodes.left(self.command), is_srun(self.command), self.gpus_of_a_node()
         least = self.least_ranks or (self.least_nodes or 0) * each
         if on_srun and self.nodes.suffice(self.command):
@@ -140,20 +205,22 @@ class JobPlacement:
         return True
 
 
-def fewer_ranks(words: list[str], now: int, least: int, most: Optional[int] = None) -> tuple[int, list[str]]:
+def fewer_ranks(
+    words: list[str], now: int, least: int, most: Optional[int] = None, several: bool = False
+) -> tuple[int, list[str]]:
     """The largest number of ranks below `now` for the job with the same global batch, and the command for it.
 
-    most: ranks for which there are devices
+    most: ranks for which there are devices. several: the supervisors of several nodes have agreed on whole nodes
     Raises SettingsError if no number down to `least` works, with the reasons for the largest.
     """
     config = config_of(words)
     if config is None:
         raise SettingsError("the settings of the job cannot be read, so it cannot be laid out again")
     nodes, each = shape_of(words)
-    if nodes > 1 and not is_srun(words):
+    if nodes > 1 and not is_srun(words) and not several:
         raise SettingsError(
             f"this is one of {nodes} machines, and a supervisor on each cannot agree on fewer",
-            do="supervise the job from one place: supervise ... -- srun ... torchrun ...",
+            do="--min-nodes, with which they do; or one supervisor: supervise ... -- srun ... torchrun ...",
         )
     size = _resolved(config, now).batch.global_batch_size
     if config.planner.parallel_plan:  # it is for the previous number of ranks

@@ -41,14 +41,16 @@ from megatron.errors import (
     StorageError,
     UsageError,
     did_you_mean,
+    node_name,
     run_main,
 )
 from megatron.guard import command as commands
 from megatron.guard.attempt_watch import AttemptWatch, WatchLimits, log
-from megatron.guard.beat_files import machine, remove_if_left
+from megatron.guard.beat_files import in_memory, machine, remove_if_left
 from megatron.guard.exits import Action, JobVerdict, to_shell
 from megatron.guard.failure_kinds import FailureKind
 from megatron.guard.goodput import Attempt, account, in_words
+from megatron.guard.node_agreement import NodeAgreement, own_address
 from megatron.guard.nodes import Nodes
 from megatron.guard.resume_command import COMMAND, has_snapshots, module_command, resumed
 from megatron.guard.supervisor_mark import NAME, REFRESH, SUPERVISOR, Mark, lost_supervisor
@@ -84,10 +86,17 @@ class SuperviseOptions:
         "continue with fewer ranks, at least this many, after a rank is lost twice in a row", None
     )
     min_nodes: Optional[int] = setting(
-        "continue on fewer nodes, at least this many, after one has failed and no spare is left (srun)", None
+        "continue on fewer nodes, at least this many, after one has failed and no spare is left", None
     )
     spare_nodes: int = setting(
-        "nodes of the SLURM allocation that the job leaves idle; one takes the place of a node that fails (srun)", 0
+        "nodes that the job leaves idle; one takes the place of a node that fails. With srun: of the SLURM allocation; "
+        "without it, their supervisors wait, with --node-rank from --nnodes on",
+        0,
+    )
+    node_timeout: float = setting(
+        "seconds without a sign of a node's supervisor after which its node is lost (--spare-nodes, --min-nodes, without "
+        "srun)",
+        60.0,
     )
     node_check: Optional[str] = setting(
         "shell command that fails on a node which cannot train; it runs on each node, before the first attempt too "
@@ -176,6 +185,7 @@ class Supervisor:
             settings.on_preempt == "requeue",
             log,
         )
+        self.agreement = self.agreement_of(command) if self.place.is_one_of_several else None
         self.attempts: list[Attempt] = []
         self.watch: Optional[AttemptWatch] = None  # of the present attempt
         self.asked_to_stop: Optional[int] = None
@@ -199,6 +209,8 @@ class Supervisor:
                 if outcome := self.go_on_without(bad):
                     return self.report(outcome, JobVerdict(Action.STOP, outcome, DeviceLost.code))
             while True:
+                if self.agreement and (ended := self.meet()):
+                    return self.report(*ended)
                 verdict = self.attempt()
                 if self.asked_to_stop and verdict.action is Action.RESTART:  # for example, it had nothing to save yet
                     code = Interrupted.code if self.asked_to_stop == signal.SIGINT else Preempted.code
@@ -213,6 +225,54 @@ class Supervisor:
             self.events.close()
             if self.settings.heartbeat_dir is None:
                 shutil.rmtree(self.beats, ignore_errors=True)
+
+    def agreement_of(self, command: list[str]) -> NodeAgreement:
+        """This supervisor among those of the other nodes. Raises SettingsError if they cannot see each other's files."""
+        settings = self.settings
+        if settings.heartbeat_dir is None or in_memory(self.beats):
+            raise SettingsError(
+                "--spare-nodes and --min-nodes without srun need a folder that all nodes see"
+                + f": {self.beats} lies in this node's memory" * (settings.heartbeat_dir is not None),
+                do="--heartbeat-dir FOLDER, the same on all nodes, of a file system that they share",
+            )
+        master = commands.value_of(command, *commands.MASTER)
+        return NodeAgreement(
+            self.beats / "agreement",
+            int(commands.value_of(command, *commands.NODE_RANK)),
+            commands.shape_of(command)[0],
+            self.place.usable_nodes,
+            settings.node_timeout,
+            settings.start_timeout,
+            log,
+            address=lambda: own_address(master),
+        )
+
+    def meet(self) -> Optional[tuple[str, JobVerdict]]:
+        """Agree with the other supervisors on the next attempt, and take a place in it. Returns how the job has ended."""
+        agreement, began = self.agreement, time.monotonic()
+        agreement.excluded = tuple(self.place.nodes.excluded)
+        try:
+            place = agreement.meet(lambda: self.asked_to_stop)
+        except PeerLost as lost:
+            why = str(lost).splitlines()[0]
+            return f"given up: {why}", JobVerdict(Action.STOP, why, PeerLost.code, FailureKind.HOST)
+        if self.attempts:
+            self.attempts[-1].waited += time.monotonic() - began
+        if place is None:
+            outcome, code = agreement.outcome
+            if not outcome:
+                code = Interrupted.code if self.asked_to_stop == signal.SIGINT else Preempted.code
+                return "stopped while it waited for other nodes", JobVerdict(Action.PREEMPTED, "", code)
+            return f"ended with {outcome}", JobVerdict(Action.STOP if code else Action.DONE, outcome, code)
+        self.place.take(place.rank, place.nodes, None if place.is_first else place.address)
+        names = " ".join(name for _, name, _, _ in agreement.agreed.nodes)
+        log(f"node {place.rank} of {place.nodes}: {names}")
+        if place.change and place.rank == 0:
+            fewer = place.nodes < agreement.wanted
+            action = "fewer" if fewer else "spare"
+            message, gone, ranks = f"the job goes on {place.change}", list(place.gone), self.place.ranks
+            self.events.record("node_excluded", message, nodes=gone, why=place.change, action=action, ranks=ranks)
+        return None
 
     def leave_mark(self, ended: Optional[str] = None) -> None:
         """Write the mark of this supervisor, by which others see that it lives, or how it ended."""
@@ -379,6 +439,8 @@ class Supervisor:
             where += f"\n  snapshots in memory stay for the next launch ({shared_memory()}/megatron-snapshots-*)"
         log(f"{summary.text()}\n  {where}")
         self.leave_mark(outcome)
+        if self.agreement:
+            self.agreement.leave(outcome, code, alone=node_name() in self.place.nodes.excluded)
         why, last = outcome, self.attempts[-1] if self.attempts else Attempt(0, self.place.ranks)
         if verdict.action in (Action.STOP, Action.RESTART, Action.REPLACE) and self.attempts:
             said = last.ending_in_words
@@ -415,7 +477,9 @@ class Supervisor:
         if has_snapshots(self.save):
             said += " or a newer snapshot in memory" if said else ", from a snapshot in memory, if one is whole"
         log(f"attempt {number} on {place.ranks} ranks{said}")
-        self.watch = AttemptWatch(self.limits, self.beats, self.traces, self.events, self.refresh_mark)
+        known = {beat.process for beat in self.watch.beats} | self.watch.earlier if self.watch else ()
+        self.watch = AttemptWatch(self.limits, self.beats, self.traces, self.events, self.refresh_mark, known)
+        self.watch.lost = self.agreement.lost if self.agreement else self.watch.lost
         self.watch.run(words, unused(self.logs, number), lambda: self.asked_to_stop)
         return self.close(self.attempts[-1], self.watch, launches)
 
@@ -481,7 +545,7 @@ def check(settings: SuperviseOptions, command: list[str]) -> None:
         flag = f"{dashed(name)} {value}"
         if least is not None and value is not None and value < least:
             raise SettingsError(f"{flag} must be at least {least}")
-        if name in ("hang_timeout", "start_timeout", "poll") and not value > 0:
+        if name in ("hang_timeout", "start_timeout", "poll", "node_timeout") and not value > 0:
             raise SettingsError(f"{flag} must be above 0")
     commands.refuse_unknown(command, "supervise")
     commands.is_foreign(command)

@@ -2,6 +2,7 @@
 """Heartbeats of several nodes: what touches the shared folder, who writes it, and what a supervisor sees elsewhere."""
 
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -224,3 +225,56 @@ def test_work_that_takes_longer_begins_later(monkeypatch):
             begun.append(clock["monotonic"])
             clock["thread_time"] += 0.02
     assert begun == pytest.approx([0.0, 4.1, 8.2, 12.3, 16.4], abs=0.11)
+
+
+def message(folder, host, *ranks, machine="elsewhere", pid=1, age=0.0, name=None, **more):
+    """A message of a node with the beats of some ranks, written `age` seconds ago."""
+    path = folder / f"node_{name or host}.{pid}.beats"
+    record = dict(host=host, machine=machine, born=1, count=1, phase="F", step=5, at=time.time() - age) | more
+    lines = [json.dumps(dict(record, rank=rank, pid=pid + rank)).encode() + b"\tdp group 0" for rank in ranks]
+    path.write_bytes(b"\n".join([*lines, b"end", b""]))
+    os.utime(path, (time.time() - age,) * 2)
+    return path
+
+
+def test_a_supervisor_removes_the_messages_of_its_own_machine_and_old_ones(tmp_path):
+    """Supervisors of several hosts share the folder: what the others need to see who is gone stays."""
+    own = message(tmp_path, "n1", 0, machine=beat_files.machine())
+    other, old = message(tmp_path, "n2", 1, age=40), message(tmp_path, "n3", 2, age=80)
+    asked, stacks = tmp_path / "stop.wanted", tmp_path / "rank_00001.stacks"
+    for path in (asked, stacks):
+        path.touch()
+    beat_files.clear(tmp_path)
+    assert list(tmp_path.iterdir()) == [other] and not own.exists() and not old.exists()
+
+
+def test_of_two_messages_of_a_rank_the_later_one_counts(tmp_path):
+    """Whatever the names of the files: a spare host has taken the place of another."""
+    message(tmp_path, "n9", 0, 1, age=30, step=7)
+    message(tmp_path, "n2", 0, 1, step=8)
+    assert [(beat.host, beat.step) for beat in read_beats(tmp_path)] == [("n2", 8)] * 2
+    message(tmp_path, "n9", 0, 1, step=9, pid=1)
+    assert [beat.host for beat in read_beats(tmp_path)] == ["n9"] * 2
+
+
+def test_ranks_of_earlier_attempts_are_left_out(tmp_path):
+    message(tmp_path, "n2", 0, 1, ended=7)
+    earlier = {beat.process for beat in read_beats(tmp_path)}
+    reader = BeatReader(tmp_path, earlier)
+    assert len(earlier) == 2 and reader.read() == []
+    message(tmp_path, "n2", 0, 1, pid=50, step=0, age=5)  # older by its clock
+    assert [(beat.pid, beat.ended) for beat in reader.read()] == [(50, None), (51, None)]
+
+
+def test_nodes_that_send_nothing_are_found(tmp_path):
+    """One whose rank has ended is none: the others of it are ended by its launcher. This machine is seen otherwise."""
+    for host, more in (("n1", dict(machine=beat_files.machine())), ("n2", {}), ("n3", {}), ("n4", dict(ended=7))):
+        message(tmp_path, host, 2 * int(host[1]), name=host, **more)
+    reader = BeatReader(tmp_path)
+    reader.read()
+    since = time.monotonic()
+    message(tmp_path, "n3", 6, age=1)  # the same words, written again
+    reader.read()
+    [(beats, seconds)] = reader.silent_nodes(since)
+    assert [(beat.rank, beat.host) for beat in beats] == [(4, "n2")] and 0 < seconds < 30
+    assert reader.silent_nodes(since - 60) == []

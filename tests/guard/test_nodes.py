@@ -164,7 +164,7 @@ def test_a_node_that_passes_its_check_is_left_out_when_its_ranks_lose_a_device_a
 def test_spares_need_an_allocation(cluster, monkeypatch):
     for words, spares, said in (
         (TORCHRUN, 5, "--spare-nodes 5: the allocation has 5 nodes"),
-        (TORCHRUN.removeprefix("srun "), 1, "this is no command of srun"),
+        (TORCHRUN.removeprefix("srun "), 1, "the command has no --node-rank"),
     ):
         with pytest.raises(SettingsError, match=said):
             cluster(f"{sys.executable} {words}" if "srun" not in words else words, spare_nodes=spares)

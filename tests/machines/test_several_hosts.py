@@ -5,6 +5,7 @@ dies, is cut off, or comes back under another address costs the steps since the 
 Hosts are network namespaces (`hosts.py`). Messages go by gloo; NCCL has not been tried over several machines.
 """
 
+import json
 import re
 import shutil
 import sys
@@ -84,11 +85,10 @@ def start(hosts, **given) -> list:
     return [host.start(command(host, **given), **ENVIRONMENT) for host in hosts]
 
 
-def supervised(host: Host, *more: str):
-    supervise = (
-        "-m megatron.tools.supervise --heartbeat-dir ../shared/beats --hang-timeout 20 --log-dir logs --".split()
-    )
-    return host.start([sys.executable, *supervise, *command(host), *more], **ENVIRONMENT)
+def supervised(host: Host, *more: str, flags: str = "", **given):
+    supervise = "-m megatron.tools.supervise --heartbeat-dir ../shared/beats --hang-timeout 20 --log-dir logs"
+    words = [sys.executable, *supervise.split(), *flags.split(), "--", *command(host, **given), *more]
+    return host.start(words, **ENVIRONMENT)
 
 
 def wait_for_step(host: Host, step: int, seconds: float = 90.0) -> None:
@@ -157,9 +157,14 @@ def test_a_host_dies_and_comes_back(number, address, hosts, one_host):
     hosts[number].power_on(address)
     processes[number] = supervised(hosts[number])
     ends(processes, hosts, one_host)
-    left = hosts[1].log()
-    assert f"on host{number}" in left and "was killed by SIGKILL in step" in left and "restart 1 of 10" in left
-    assert "restart 2" not in left and "restarts within an hour" not in logs(hosts)
+    for other in {0, 1, 2, 3} - {number}:
+        left = hosts[other].log()
+        assert re.search(rf"no word from host{number} for \d+ s: rank {2 * number}-{2 * number + 1}\n", left), left
+        assert re.search(
+            rf"attempt 0 ended: host: .*first on rank {2 * number} of host{number}: no word from host", left
+        )
+        assert "restart 1 of 10" in left and "restart 2" not in left
+    assert "restarts within an hour" not in logs(hosts)
 
 
 def test_a_host_dies_with_its_memory(hosts, one_host):
@@ -180,6 +185,56 @@ def test_a_host_dies_with_its_memory(hosts, one_host):
     [loaded] = [event for event in events if event["event"] == "snapshot_loaded"]
     assert loaded["iteration"] >= 8 and loaded["parts"] == 8
     assert not any(list((host.folder / "memory").iterdir()) for host in hosts)
+
+
+@pytest.fixture(scope="module")
+def half(shared):
+    """The weights, and the losses, that four ranks of one host train."""
+    with Hosts(1, shared.parent) as [host]:
+        words = ["--standalone", "--nproc-per-node", "4", str(ROOT / "pretrain_gpt.py"), *LINE.split()]
+        done = host.start([sys.executable, *LAUNCH, *words, "--save", "../shared/half"], **ENVIRONMENT)
+        assert ended([done], 120) == [0], host.log()
+        shutil.rmtree(host.folder)
+    return weights(shared / "half")
+
+
+@pytest.mark.parametrize("number", [1, 0])
+def test_a_spare_host_takes_the_place_of_one_that_dies(number, hosts, half):
+    """Of the first one, too, at whose address the others meet. The third host waits, and the fourth is not started."""
+    processes = [supervised(host, flags="--spare-nodes 1 --node-timeout 6", nodes=2) for host in hosts.hosts[:3]]
+    wait_for_step(hosts[0], 6)
+    assert "waiting as a spare: host0, host1 are at work" in hosts[2].log()
+    hosts[number].power_off()
+    left = [processes[other] for other in (1 - number, 2)]
+    assert ended(left, 120) == [0, 0], logs(hosts.hosts[:3])
+    assert_same(hosts, half)
+    said = hosts[1 - number].log()
+    order = ["host0 host2", "host2 host1"][number == 0]
+    assert f"node {1 - number} of 2: {order}" in said and "restart 2" not in said
+    excluded = [one for one in read_events(hosts.folder / "shared" / "run") if one["event"] == "node_excluded"]
+    assert [(one["message"], one["action"]) for one in excluded] == [
+        (f"the job goes on without host{number}, with host2", "spare")
+    ]
+
+
+def test_fewer_hosts_go_on_where_none_is_left(hosts, one_host):
+    """Four hosts, tp 2 and pp 2: three make one whole pipeline of two hosts. The batch stays, and so do the losses."""
+    flags = "--min-nodes 2 --node-timeout 6"
+    processes = [supervised(host, flags=flags) for host in hosts]
+    wait_for_step(hosts[0], 6)
+    hosts[3].power_off()
+    assert ended(processes[:3], 150) == [0] * 3, logs(hosts)
+    assert "node 0 of 2: host0 host1" in hosts[0].log() and "waiting as a spare" in hosts[2].log()
+    assert "ended with host" in hosts[2].log()
+    found = weights(hosts.folder / "shared" / "run")
+    for name, values in one_host.items():
+        assert torch.allclose(found[name], values, atol=2e-4), name
+    assert losses(hosts.folder / "shared" / "run") == pytest.approx(losses(hosts.folder / "shared" / "one"), abs=1e-4)
+
+
+def losses(run: Path) -> dict[int, float]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {record["iteration"]: record["lm loss"] for record in records if "lm loss" in record}
 
 
 def test_a_host_is_cut_off_for_a_while(hosts, one_host):

@@ -22,6 +22,7 @@ from megatron.guard import attempt_watch
 from megatron.guard.attempt_watch import AttemptWatch
 from megatron.guard.beat_files import Beat, machine, read_beats
 from megatron.guard.exits import Action, JobVerdict
+from megatron.guard.failure_kinds import FailureKind
 from megatron.guard.goodput import Attempt
 from megatron.guard.processes import descendants, end_descendants, is_gone, signal_of_zombie
 from megatron.guard.resume_command import COMMAND, newest_checkpoint
@@ -31,6 +32,7 @@ from megatron.storage.processes import die_with_parent, state
 from megatron.telemetry.events import count_restarts, read_events
 from megatron.tools import supervise
 from megatron.tools.supervise import heartbeat_folder
+from tests.guard.test_beat_files import message
 
 pytestmark = pytest.mark.sampled(5)
 
@@ -513,6 +515,32 @@ def test_a_kill_is_the_cause_though_the_launcher_was_ended_before_it_could_repor
         Beat(rank, "host", 2**22 + rank, 1, 1, "F", 3, ended=own, machine=machine()) for rank, own in enumerate(ended)
     ]
     assert end_of(supervisor, 1, beats, killed=beats).cause == cause
+
+
+@pytest.mark.parametrize("silent_for, by_itself, host", [(4.0, 7, "n3"), (4.0, 5, None), (1.0, 7, None)])
+def test_a_host_without_a_word_is_the_cause(silent_for, by_itself, host, supervisor, monkeypatch):
+    """If it was silent before others noticed, and none of them failed by itself: rank 1 was ended by its launcher."""
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    watch = AttemptWatch(supervisor.limits, supervisor.beats, supervisor.traces, supervisor.events)
+    message(supervisor.beats, "n3", 4, 5)
+    watch.reader.read()
+    clock[0] += silent_for
+    ended = [Beat(0, "n2", 9, 1, 1, "F", 3, ended=by_itself), Beat(1, "n2", 8, 1, 1, "F", 3, gone=True)]
+    watch.beats, watch.killed, watch.ending_since = ended, {1: 0}, clock[0]
+    watch._listen_for_nodes()
+    watch.output, watch.returned = supervisor.logs / "none.log", 1
+    watch.output.write_text("")
+    verdict, first, why = watch.verdict()
+    assert [beats[0].host for beats, _ in watch.silent_nodes] == [host] * bool(host)
+    assert (verdict.kind, verdict.action, first.rank) == (
+        (FailureKind.HOST, Action.RESTART, 4) if host
+        else (FailureKind.DISK, Action.STOP, 0) if by_itself == 5
+        else (FailureKind.HOST, Action.RESTART, 1)
+    )  # fmt: skip
+    assert bool(host) == why.startswith("no word from n3 for 6 s: it is gone, or cut off"), why
+    assert clock[0] < 1000 + 7.0
 
 
 def test_the_signal_that_killed_a_process_is_known_until_it_is_read():
