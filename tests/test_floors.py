@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packages stand on floors and import only from themselves and from lower floors; what needs no torch imports none.
 
-docs/design.md says what each package is for.
+README.md says what each package is for.
 """
 
 import ast
