@@ -77,6 +77,7 @@ from megatron.training.frozen_model import attach_frozen
 from megatron.training.instruments import build_console, build_metrics, build_profiler, build_watch, recorder_of
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.rank_watch import RankWatch
+from megatron.training.rerun import build_rerun
 from megatron.training.resume import resume
 from megatron.training.rules import idle, remarks
 from megatron.training.start_log import (
@@ -165,6 +166,7 @@ def build_run(
         ),
         in_base=frozenset((start.record or {}).get(IN_BASE, ())),
         pending=Pending(defers_host_sync(config, context, model.optimizer)),
+        rerun=build_rerun(config, context.mesh, context.device),
         compiling=CompileTrial(active=config.kernels.torch_compile == "auto"),
         saved_hooks=(start.record.get("hooks") or {}) if start.changed else None,
     )
@@ -376,7 +378,8 @@ def build_optimizer(
 
 def defers_host_sync(config: schema.Config, context: RankContext, optimizer: DistributedOptimizer) -> bool:
     """Whether the host can read the numbers of a step during the next one: on a GPU, if nothing else makes it wait."""
-    return context.device.type == "cuda" and optimizer.skips_on_device and config.logging.timing_log_level == 0
+    wanted = config.logging.timing_log_level == 0 and config.guard.rerun_mode == "disabled"
+    return context.device.type == "cuda" and optimizer.skips_on_device and wanted
 
 
 def refuse_idle(settings: schema.Optimizer, facts: Facts) -> None:
