@@ -5,11 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.errors import UsageError
+from megatron.errors import SettingsError, UsageError
 from megatron.model.quantization import PLAIN, QuantizeOptions
 from megatron.settings.dialects.hints import hint
 from megatron.settings.statements import Statement, words_of
 
+BATCH_INVARIANT = "--batch-invariant-mode"
+SAME_BITS = (
+    "log-probabilities with the bits that training in --batch-invariant-mode computes, in every batch and layout"
+)
 EXPORTED = "folder that tools.export wrote, or a model's folder of Hugging Face, in the place of --load"
 
 
@@ -34,6 +38,7 @@ def load_one_model(
     *,
     step: Optional[int] = None,
     quantize: QuantizeOptions = PLAIN,
+    batch_invariant: bool = False,
     **how,
 ):
     """The model that is given, as `inference.load.Loaded`. An export that is given as --load is one, too."""
@@ -41,5 +46,10 @@ def load_one_model(
     from megatron.inference.load import load_model, quantized
 
     if exported is None and load is not None and not is_export(Path(load)):
-        return load_model(load, step=step, quantize=quantize, **how)
+        return load_model(load, step=step, quantize=quantize, batch_invariant=batch_invariant, **how)
+    if batch_invariant:
+        raise SettingsError(
+            f"{BATCH_INVARIANT}: {exported or load} is an export, and says nothing of the training whose bits these are",
+            do="give a checkpoint with --load, or leave it out",
+        )
     return quantized(load_exported(exported or load, **how), quantize)

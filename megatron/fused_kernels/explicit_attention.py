@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, Optional
 
 import torch
+import torch.nn.functional as F
 
 from megatron.fused_kernels.cpu_ops import baddbmm, bmm
 from megatron.fused_kernels.documents import Documents
@@ -26,6 +27,9 @@ from megatron.settings.kernel_sizes import NONCAUSAL_ROWS, RING_ROWS, SCORE_BYTE
 
 ALIGNED = 64  # a block's first key is a multiple of this, in tokens: fewer shapes of products to prepare
 FEW_SAMPLES = 16  # a bias gradient of up to so many may be summed in bf16: over 64 the error is that of four roundings
+
+SAME_ROWS = 16  # rows from which on a product's row does not depend on their number
+SAME_SIZE = 1 << 13  # rows x columns x terms: torch multiplies up to 2^12 in bf16 by other kernels
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of query, key and value
 
@@ -266,6 +270,52 @@ class _InBlocks(torch.autograd.Function):
         d_bias = None if d_bias is None else d_bias.to(gradient.dtype)
         d_sinks = None if d_sinks is None else d_sinks.to(ctx.sinks_dtype)
         return d_query, d_key, d_value, d_bias, d_sinks, *[None] * 6
+
+
+@torch.no_grad()
+def of_sample(
+    query,
+    key,
+    value,
+    *,
+    first: int,
+    s: int,
+    scale: float,
+    softcap: Optional[float] = None,
+    window: Optional[int] = None,
+    sinks: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
+    """Causal attention of n queries [n, 1, g, q, d], those from number `first` on of a sample of s tokens, over the keys
+    and values of the tokens so far, [first + n, 1, g, d or v] -> [n, 1, g q v]: the bits that `in_blocks` computes for them
+    from all s tokens (--batch-invariant-mode).
+
+    Its products have the same keys as those of the sample: tokens that are not there yet are zeros, which no query sees.
+    They have fewer rows, and at least `SAME_ROWS` and `SAME_SIZE`: the smallest products are sums in another order.
+    """
+    (n, _, g, q, _), whole = query.shape, Rectangle(slice(0, s), slice(0, s), True, window)
+    rows, keys, values = map(_heads_first, (query, key, value))
+    attended, how = query.new_empty((n, 1, g, q, value.shape[-1])), Scores(scale, softcap=softcap)
+    for block in blocks_of(whole, causal_blocks(s, q)):
+        start, stop = max(block.queries.start, first), min(block.queries.stop, first + n)
+        if start >= stop:
+            continue
+        mine, m = rows[:, (start - first) * q : (stop - first) * q], block.keys.stop - block.keys.start
+        own, theirs = (_filled(x[:, block.keys], m) for x in (keys, values))
+        count = -(-max(mine.shape[1], SAME_SIZE // (m * query.shape[-1])) // SAME_ROWS) * SAME_ROWS
+        scores = _capped(_uncapped(_filled(mine, count), own, how, rows.dtype), how)
+        of_mine = lambda x, own=mine: x[:, : own.shape[1]].unflatten(1, (-1, q))  # [g, n, q, m]
+        seen = visible_pairs(whole, slice(start, stop), block.keys, query.device, None)
+        of_mine(scores).masked_fill_(~seen.unsqueeze(2), float("-inf"))
+        weights = torch.softmax(scores, -1)
+        if sinks is not None:
+            scale_weights(of_mine(weights), of_mine(scores), sinks.unsqueeze(1))
+        _put(attended[start - first : stop - first], bmm(weights, theirs)[:, : mine.shape[1]])
+    return attended.flatten(2)
+
+
+def _filled(x: torch.Tensor, length: int) -> torch.Tensor:
+    """[g, any, d] with zeros after its rows, up to `length` of them."""
+    return F.pad(x, (0, 0, 0, length - x.shape[1])) if x.shape[1] < length else x
 
 
 # ---- attention over a part of the keys -------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple, Optional
 
 from megatron.errors import SettingsError, did_you_mean
+from megatron.inference.batch_invariant import FLAG
 from megatron.inference.engine import Engine
 from megatron.inference.generation import BATCH, check_prompts, generate, generate_targets
 from megatron.inference.prompts import boundaries, no_sentinels, source_of
@@ -77,8 +78,10 @@ class Asked:
         own = [replace(self.sampling, sampling_seed=seed) for seed in self.seeds]
         return [(sampling, index) for sampling in own for index in range(self.samples)]
 
-    def check(self, pairs: bool) -> None:
-        """Raise SettingsError for what cannot be done together. pairs: for an encoder-decoder."""
+    def check(self, pairs: bool, batch_invariant: bool = False) -> None:
+        """Raise SettingsError for what cannot be done together. pairs: for an encoder-decoder; batch_invariant: for a model
+        that computes the bits of training
+        """
         beams = self.search.num_beams
         if self.seeds is not None and len(self.seeds) != len(self.prompts):
             raise SettingsError(f"{len(self.seeds)} seeds for {len(self.prompts)} prompts", do="give each prompt one")
@@ -86,6 +89,11 @@ class Asked:
             raise SettingsError(
                 f"--num-samples {self.samples}: a search with --num-beams {beams} finds {beams} texts",
                 do=f"--num-beams {self.samples}, or fewer samples",
+            )
+        if batch_invariant and (beams > 1 or not self.use_cache):
+            other = f"--num-beams {beams}" if beams > 1 else "--no-use-cache"
+            raise SettingsError(
+                f"{FLAG} covers texts that are generated one by one with a cache, and not {other}", do="leave one out"
             )
         why = "beam search" if beams > 1 else "--no-use-cache" if not self.use_cache else "an encoder-decoder" * pairs
         if why and (self.logprobs is not None or self.prompt_logprobs):
@@ -111,7 +119,7 @@ def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText 
     """
     if getattr(loaded.model, "is_program", False):  # of an export: its cache is its own
         asked = replace(asked, use_cache=False)
-    asked.check(pairs := hasattr(loaded.model, "decode"))
+    asked.check(pairs := hasattr(loaded.model, "decode"), loaded.batch_invariant)
     asked.sampling.check_tokens(tokenizer.vocab_size)
     sampling, search, more = asked.sampling, asked.search, dict(best=asked.samples, draws=asked.draws)
     if pairs:

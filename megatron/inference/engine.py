@@ -26,6 +26,8 @@ from typing import NamedTuple, Optional
 import torch
 
 from megatron.errors import DataError, SettingsError
+from megatron.fused_kernels.explicit_attention import SAME_ROWS
+from megatron.inference.batch_invariant import sample_length
 from megatron.inference.blocks import BlockPool
 from megatron.inference.choices import RowState, adjusted, choose
 from megatron.inference.links import Link
@@ -35,6 +37,7 @@ from megatron.inference.scheduler import NONE, SNAPSHOTS, PlannedRow, Scheduler,
 from megatron.inference.scoring import ALONE
 from megatron.inference.stages import chunks_of
 from megatron.model.cache import PagedCache, stored_dtype
+from megatron.mpu.cross_entropy import ordered_log_sum
 from megatron.mpu.layers import pack_weights
 from megatron.telemetry.host_memory import available_memory
 
@@ -169,7 +172,8 @@ class Engine(SharedEngine):
                 f"the cache has room for {blocks * block_size} tokens, and a text may have {longest}",
                 do="give it more memory",
             )
-        self.stage = Stage(model, PagedCache(blocks, block_size), self.link, self.device, packed)
+        cache = PagedCache(blocks, block_size, sample_length(chunks_of(model)[0]))
+        self.stage = Stage(model, cache, self.link, self.device, packed)
         self.pool = BlockPool(blocks, block_size)
         sizes = dict(longest=longest, max_batch=max_batch, chunk=chunk, stages=self.link.under_way)
         if bytes_of_a_state(model):
@@ -344,9 +348,12 @@ class Stage:
         self.cache.forget(planned.ended)
         texts, starts = [(row.stop, row.runs) for row in rows], [row.start for row in rows]
         self.cache.begin(texts, starts, [row.number for row in rows], [row.source for row in rows])
-        tokens = torch.tensor(planned.tokens, device=self.device).unsqueeze(1)  # [n, 1]
-        wanted = torch.tensor(planned.wanted, dtype=torch.int64, device=self.device)
-        logits = self.model.logits(tokens, cache=self.cache, wanted=wanted)  # of the last stage
+        wanted, padding = planned.wanted, self.cache.padding
+        more = 0 if self.cache.sample is None else -len(wanted) % SAME_ROWS
+        tokens = torch.tensor(planned.tokens + [0] * padding, device=self.device).unsqueeze(1)  # [n, 1]
+        places = torch.tensor(wanted + [0] * more, dtype=torch.int64, device=self.device)
+        logits = self.model.logits(tokens, cache=self.cache, wanted=places)  # of the last stage
+        logits = None if logits is None else logits[: len(wanted)]
         self.cache.keep({row.keep: row.number for row in rows if row.keep != NONE}, planned.dropped)
         if link.answers:
             answer = self._answered(logits, planned)
@@ -375,9 +382,15 @@ class Stage:
                 scores = logits[first : first + len(scored)]
                 if request.adjusted:
                     scores = adjusted(scores.double(), [RowState(request.sampling, request.prompt)])
-                answer += logprobs_of(scores, scored, request.logprobs or 0)
+                answer += logprobs_of(scores, scored, request.logprobs or 0, self._log_sum(scores))
             first = stop
         return answer
+
+    def _log_sum(self, logits: torch.Tensor) -> Optional[torch.Tensor]:
+        """That of training with --batch-invariant-mode; None: any."""
+        if self.cache.sample is None or logits.dtype != torch.float32:  # others are adjusted
+            return None
+        return ordered_log_sum(logits, len(self.chunk.output_weight) * self.chunk.tp.size)
 
     def _chosen(self, logits: torch.Tensor, rows: Sequence[PassRow]) -> list[int]:
         """The new tokens of the rows that choose one."""
@@ -395,9 +408,14 @@ class Stage:
         return chosen
 
 
-def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[float]:
-    """For each row of [w, v] and its token: the log-probability, then the `count` likeliest tokens with theirs."""
-    total = logits.logsumexp(-1, keepdim=True)
+def logprobs_of(
+    logits: torch.Tensor, tokens: Sequence[int], count: int, total: Optional[torch.Tensor] = None
+) -> list[float]:
+    """For each row of [w, v] and its token: the log-probability, then the `count` likeliest tokens with theirs.
+
+    total: [w, 1], the log sum exp (default: computed here)
+    """
+    total = logits.logsumexp(-1, keepdim=True) if total is None else total
     own = logits.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1)) - total
     best = logits.topk(count, -1)
     pairs = torch.stack((best.indices.double(), (best.values - total).double()), -1).flatten(1)

@@ -16,6 +16,7 @@ from megatron.data.blend import parse_blend
 from megatron.data.formats import datasets_of
 from megatron.data.vocabulary import identity_learned, other_ids, refuse_another_identity
 from megatron.errors import CheckpointError, SettingsError, numbered
+from megatron.inference.batch_invariant import make_invariant, refuse_uncovered
 from megatron.inference.expert_ranks import refuse_experts
 from megatron.inference.generation_config import ends_beside
 from megatron.inference.gptq import quantize_model
@@ -31,6 +32,7 @@ from megatron.mpu.layers import place_buffers
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placed_buffers
 from megatron.optimizer.buffers import buffer_pieces, fill_buffers
+from megatron.optimizer.ordered_rules import VOCABULARY
 from megatron.optimizer.units import flat_memory, flat_units_of, materialise, owned_ranges, pieces_of
 from megatron.settings import schema
 from megatron.settings.from_checkpoint import FILES, located, refuse_lost
@@ -51,10 +53,15 @@ class Loaded:
     iteration: int
     path: Path
     notices: tuple[str, ...]
+    batch_invariant: bool = False  # it computes the bits of training
 
     @property
     def longest(self) -> int:
-        """Tokens of a text that the model can look at: of an import, and of one tuned on shorter texts, the source's."""
+        """Tokens of a text that the model can look at: of an import, and of one tuned on shorter texts, the source's; in
+        --batch-invariant-mode those of a sample.
+        """
+        if self.batch_invariant:
+            return self.config.model.seq_length
         imported = any(one.imported for one in ancestors(self.record))
         return self.config.model.position_table if imported else self.config.model.context_length
 
@@ -133,6 +140,7 @@ def load_model(
     mesh: Optional[Mesh] = None,
     halves: Halves = (None, None),
     quantize: QuantizeOptions = PLAIN,
+    batch_invariant: bool = False,
 ) -> Loaded:
     """Load the weights of a checkpoint folder (or of one checkpoint in it), on one device or on those of a mesh.
 
@@ -142,6 +150,7 @@ def load_model(
         With several ranks of `pp` the model is an `inference.stages.Stages`, which can only generate and score.
     halves: numbers of `pp` ranks with encoder layers and with decoder layers (default: all have some of both).
     quantize: round the weights of linear layers after loading.
+    batch_invariant: compute the bits of training in --batch-invariant-mode (`batch_invariant.py`).
     Raises CheckpointError if there is no valid checkpoint, SettingsError for ranks that cannot share the model, and for a
     format of `quantize` that does not suit it.
     """
@@ -149,10 +158,15 @@ def load_model(
     record = _record(location(folder), step)
     refuse_twice(folder, record, quantize)
     config = config_of(located(record))
-    precision = precision or config.precision.precision
+    asked = precision = precision or config.precision.precision
     if precision == "fp16" and torch.device(device).type == "cpu":
         precision = "fp32"
-    plan = build_model(config, record["vocab_size"], device=device, precision=precision, mesh=mesh, halves=halves)
+    how = dict(device=device, precision=precision, mesh=mesh, halves=halves)
+    if batch_invariant:
+        config = in_the_mode(config, mesh)
+        laid_out = replace(config, precision=replace(config.precision, precision=asked))
+        refuse_uncovered(replace(laid_out, parallel=parallel_of(mesh, True)), quantize, device, mesh.world_size)
+    plan = build_model(config, record["vocab_size"], batch_invariant=batch_invariant, **how)
     everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all load the same one
     pieces, chunks, stored = plan.pieces, chunks_of(plan.model), record.get(QUANTIZED)
     if stored:
@@ -162,7 +176,27 @@ def load_model(
     if stored:
         free_weights(chunks, layers)
     found = restored.state["iteration"], restored.path, restored.notices
-    return quantized(Loaded(plan.model.eval(), config, record, record["vocab_size"], *found), quantize)
+    if batch_invariant:
+        make_invariant(chunks, config)
+    whole = Loaded(plan.model.eval(), config, record, record["vocab_size"], *found, batch_invariant)
+    return quantized(whole, quantize)
+
+
+def in_the_mode(config: schema.Config, mesh: Mesh) -> schema.Config:
+    """Settings of a model whose vocabulary is padded as in --batch-invariant-mode."""
+    multiple = VOCABULARY // mesh.tp.size
+    return replace(config, model=replace(config.model, make_vocab_size_divisible_by=multiple))
+
+
+def parallel_of(mesh: Mesh, batch_invariant: bool) -> schema.Parallel:
+    """The layout of ranks that share a model."""
+    return schema.Parallel(
+        tensor_model_parallel_size=mesh.tp.size,
+        pipeline_model_parallel_size=mesh.pp.size,
+        expert_model_parallel_size=mesh.ep.size,
+        expert_tensor_parallel_size=mesh.etp.size,
+        batch_invariant_mode=batch_invariant,
+    )
 
 
 def quantized(loaded: Loaded, how: QuantizeOptions) -> Loaded:
@@ -188,16 +222,17 @@ class Built(NamedTuple):
 
 
 def build_model(
-    config: schema.Config, vocab_size: int, *, device, precision: str, mesh: Mesh, halves: Halves = (None, None)
+    config: schema.Config,
+    vocab_size: int,
+    *,
+    device,
+    precision: str,
+    mesh: Mesh,
+    halves: Halves = (None, None),
+    batch_invariant: bool = False,
 ) -> Built:
     """The model of some settings, for generation: see `load_model`."""
-    dtype = DTYPES[precision]
-    parallel = schema.Parallel(
-        tensor_model_parallel_size=mesh.tp.size,
-        pipeline_model_parallel_size=mesh.pp.size,
-        expert_model_parallel_size=mesh.ep.size,
-        expert_tensor_parallel_size=mesh.etp.size,
-    )
+    dtype, parallel = DTYPES[precision], parallel_of(mesh, batch_invariant)
     plain = replace(config, parallel=parallel, recompute=schema.Recompute(), precision=schema.Precision(precision))
     recipe = recipe_of(config)
     refuse_sizes(plain, mesh, recipe.rules)

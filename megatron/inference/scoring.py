@@ -16,9 +16,11 @@ from typing import NamedTuple, Optional
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from megatron.data.loader import MicroBatch
-from megatron.inference.stages import summed
+from megatron.inference.batch_invariant import sample_length
+from megatron.inference.stages import chunks_of, summed
 from megatron.mpu.mesh import Axis
 
 ALONE = Axis("alone", (0,))  # one process
@@ -95,7 +97,7 @@ def score(
         some = todo[at : at + batch_size]
         inputs, labels, counted = window_batch(tokens, some, prefix)
         batch = MicroBatch(inputs.to(device), labels.to(device), torch.arange(len(some)))
-        losses = model.token_losses(None, batch)  # [s, b]; None except on the last pipeline stage
+        losses = token_losses(model, batch)  # [s, b]; None except on the last pipeline stage
         if losses is not None:
             sums[0, at // batch_size] = (losses.double() * counted.to(device)).sum().item()
         if losses is not None and part is not None:
@@ -110,6 +112,20 @@ def score(
     return Score(
         all_of_it, predicted[-1], Score(of_part, int(part[1:].sum())) if part is not None and part[1:].any() else None
     )
+
+
+def token_losses(model, batch: MicroBatch) -> Optional[torch.Tensor]:
+    """The cross-entropy of each token, [s, b] fp32, on the last pipeline stage; None on others. With --batch-invariant-mode
+    each text is a pass of its own, as long as a sample in training.
+    """
+    whole = sample_length(chunks_of(model)[0])
+    if whole is None:
+        return model.token_losses(None, batch)
+    s, found = len(batch.tokens), []
+    for one in range(batch.tokens.shape[1]):
+        tokens, labels = (F.pad(x[:, one : one + 1], (0, 0, 0, whole - s)) for x in (batch.tokens, batch.labels))
+        found.append(model.token_losses(None, MicroBatch(tokens, labels, batch.samples[:1])))
+    return None if found[0] is None else torch.cat(found, 1)[:s]
 
 
 def of_windows(values: np.ndarray, part: Sequence[Window], s: int, before: int = 0) -> np.ndarray:

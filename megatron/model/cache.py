@@ -11,6 +11,7 @@ from typing import NamedTuple, Optional, Protocol
 import torch
 
 from megatron.fused_kernels.decode_attention import Places, last_places
+from megatron.fused_kernels.explicit_attention import SAME_ROWS, of_sample
 
 
 class Cache(Protocol):
@@ -65,10 +66,13 @@ class PagedCache:
 
     A state is one for each text and layer, and replaced by each pass that computes tokens of the text. A text whose first
     token is computed begins without one.
+
+    sample: tokens of a sample in training; given, layers compute the bits of a training pass (--batch-invariant-mode,
+            `explicit_attention.of_sample`). A pass then has `padding` rows after those of texts, which belong to none
     """
 
-    def __init__(self, blocks: int, block_size: int):
-        self.blocks, self.block_size = blocks, block_size
+    def __init__(self, blocks: int, block_size: int, sample: Optional[int] = None):
+        self.blocks, self.block_size, self.sample, self.padding = blocks, block_size, sample, 0
         self._layers: dict[int, tuple[torch.Tensor, ...]] = {}  # keys and values, [blocks block_size, g/tp, d]; or one
         self._states: dict[int, dict[int, State]] = {}  # text -> layer -> [1, ...]
         self._snapshots: dict[int, dict[int, State]] = {}  # of states, by number
@@ -106,9 +110,11 @@ class PagedCache:
                 self._states[name] = dict(self._snapshots[source])
         self._single = [part.rows.start for part in self.parts if part.rows.stop - part.rows.start == 1]
         self._single_places = None
+        self.padding = 0 if self.sample is None else -row % SAME_ROWS
+        self._positions.extend([0] * self.padding)
 
     def position_ids(self, device) -> torch.Tensor:
-        """[n, 1] int64, of the new tokens in their texts."""
+        """[n, 1] int64, of the new tokens in their texts; 0 of padding."""
         return self._tensor("positions", self._positions, device).unsqueeze(1)
 
     def attend(
@@ -120,6 +126,8 @@ class PagedCache:
         [n, 1, ...], and its values follow from them. Returns [n, 1, g/tp q v], with the channels of its values.
         """
         keys, values = self._write(layer.layer, key, value)
+        if self.sample is not None:
+            return self._attend_as_in_training(layer, query, keys, values)
         dtype, query = query.dtype, query.to(keys.dtype)
         decode = layer.decode_kernel(query) if self._single else None
         if decode and len(self._single) == len(query):
@@ -136,6 +144,19 @@ class PagedCache:
                 own, theirs = (_taken(stored, places).to(dtype) for stored in (keys, values))
                 attended[rows] = layer.core(query[rows].to(dtype), own, theirs, layer, context.without_cache)
         return attended.to(dtype)
+
+    def _attend_as_in_training(
+        self, layer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        g, q = query.shape[2:4]
+        attended = query.new_zeros((len(query), 1, g * q * layer.value_dim))
+        more = dict(s=self.sample, scale=layer.scale, softcap=layer.softcap, window=layer.window)
+        more |= dict(sinks=layer.sinks(g)) if layer.has_sinks else {}
+        for rows, _, _, places in self.parts:
+            own, theirs = (_taken(stored, places).to(query.dtype) for stored in (keys, values))
+            first = len(own) - (rows.stop - rows.start)
+            attended[rows] = of_sample(query[rows], own, theirs, first=first, **more)
+        return attended
 
     def scan(self, layer: int, y: torch.Tensor, core: Scan) -> torch.Tensor:
         """y: [n, 1, ...] of all new tokens. Texts that go on by one token are computed together, the others one by one."""
@@ -190,7 +211,7 @@ class PagedCache:
             self._layers[layer] = tuple(one.new_empty((places, *one.shape[2:]), dtype=dtype) for one in new)
         stored = self._layers[layer]
         for tensor, one in zip(stored, new, strict=True):
-            tensor.index_copy_(0, slots, one.squeeze(1).to(tensor.dtype))
+            tensor.index_copy_(0, slots, one[: len(slots)].squeeze(1).to(tensor.dtype))
         return stored[0], stored[-1]
 
     def _places(self, device) -> Places:

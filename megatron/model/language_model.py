@@ -313,6 +313,7 @@ class LanguageModel(nn.Module):
             softcap=self.softcap,
             chunk=self.kernels.cross_entropy_chunk,
             unfused=not self.kernels.cross_entropy_loss_fusion,
+            ordered=self.ordered,
         )
         return losses.view(batch.labels.shape)
 

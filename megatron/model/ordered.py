@@ -22,6 +22,7 @@ from typing import Optional
 import torch
 from torch import nn
 
+from megatron.fused_kernels import cpu_ops
 from megatron.model.norms import NORMS
 from megatron.mpu import collectives
 from megatron.mpu.layers import LINEAR, RowParallelLinear
@@ -63,6 +64,26 @@ class OrderedProduct(LinearProduct):
             return self.outputs.product(multiply, x[0], weight[0], bias)
         y = self.inputs.sum(multiply, x[0], weight[0]) if self.inputs else multiply(x[0], weight[0], None)
         return y if bias is None else y + bias
+
+    def pack(self, weight: torch.Tensor) -> bool:
+        blocks = None
+        if self.outputs and self.outputs.narrow(len(weight)):
+            blocks = self.outputs.of(weight, 0)
+        elif self.inputs and self.inputs.number > 1 and self.inputs.divide(weight.shape[1]):
+            blocks = self.inputs.of(weight, 1)
+        self.packed = tuple(map(cpu_ops.packed, blocks or [weight]))
+        return True
+
+    def forward_packed(self, x: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
+        x, weights, inside = x.contiguous(), self.packed, bias if self.outputs else None
+        if len(weights) == 1:
+            y = cpu_ops.onednn(x, weights[0], inside)
+        elif self.outputs:
+            biases = [None] * len(weights) if bias is None else self.outputs.of(bias, 0)
+            y = self.outputs.joined([cpu_ops.onednn(x, *own) for own in zip(weights, biases)], 1)
+        else:
+            y = tree_sum([cpu_ops.onednn(*pair) for pair in zip(self.inputs.of(x, 1), weights)])
+        return y if self.outputs or bias is None else y + bias
 
     def grad_input(self, multiply: Multiply, gradient: Operand, weight: Operand) -> torch.Tensor:
         if self.outputs:

@@ -29,9 +29,10 @@ from functools import partial
 from typing import Optional
 
 import torch
+import torch.nn.functional as F
 
 from megatron.errors import SettingsError
-from megatron.fused_kernels import Case, choose_kernel
+from megatron.fused_kernels import Case, choose_kernel, cpu_ops
 from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.reference import VocabularyPart
 from megatron.mpu import collectives
@@ -135,10 +136,30 @@ def token_losses(
     chunk: Optional[int] = None,
     unfused: bool = False,
     bias: Optional[torch.Tensor] = None,
+    ordered: bool = False,
 ) -> torch.Tensor:
     """Cross-entropy of each token, [n] fp32, without gradients. Arguments as in `linear_cross_entropy`."""
     part = _part(weight, vocab_size, tp, softcap=softcap)
-    return _chunks(hidden, weight, labels, None, part, _join(tp), chunk, False, unfused, bias)[0]
+    if ordered:
+        part = part._replace(blocks=BLOCKS // tp.size)
+    join = _join_blocks(tp) if ordered else _join(tp)
+    return _chunks(hidden, weight, labels, None, part, join, chunk, False, unfused, bias)[0]
+
+
+def ordered_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, tp: Axis, packed: Optional[torch.Tensor] = None
+) -> torch.Tensor:
+    """[n, h] -> [n, v/tp]: the logits of a loss that is `ordered`, before a cap. packed: as of `LinearOptions`"""
+    blocks = Blocks(BLOCKS // tp.size)
+    if packed is not None and torch.is_inference_mode_enabled() and not blocks.narrow(len(weight)):
+        return cpu_ops.onednn(hidden.contiguous(), packed)
+    return blocks.product(matmul(hidden), hidden, weight)
+
+
+def ordered_log_sum(logits: torch.Tensor, rows: int) -> torch.Tensor:
+    """The log sum exp of whole logits, [n, 1] of [n, vocabulary] fp32, as a loss that is `ordered` has it. rows: v"""
+    whole = F.pad(logits, (0, rows - logits.shape[1]), value=float("-inf"))
+    return torch.logsumexp(torch.logsumexp(whole.unflatten(1, (BLOCKS, -1)), 2), 1, keepdim=True)
 
 
 class _Precomputed(torch.autograd.Function):

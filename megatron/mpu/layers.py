@@ -132,6 +132,9 @@ def linear(
     """Multiply x [..., i] by weight [rows..., i] -> [..., product of rows]; fused weights may have several dims of rows."""
     bias, own = None if bias is None else bias.flatten(), options.product is not None
     multiply = options.multiply or matmul(x)
+    if own and options.product.packed and torch.is_inference_mode_enabled():
+        y = options.product.forward_packed(x.reshape(-1, x.shape[-1]), bias)
+        return y.view(*x.shape[:-1], y.shape[-1])
     if not (own or torch.is_grad_enabled() or options.gather):
         return _linear_without_gradients(x, weight, bias, options, multiply)
     weights = [weight]
@@ -160,14 +163,19 @@ def pack_weights(model: nn.Module, output: nn.Module | None = None) -> list[nn.M
     `torch.inference_mode`. Products of few rows then take half the time in bf16 and three quarters in fp32, and a row of a
     result does not depend on the number of rows.
 
-    output: the output layer. Returns the layers; set their `packed` to None when their weights change.
+    output: the output layer. Returns the layers, or their products; set their `packed` to None when their weights change.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
     layers = [layer for layer in [*layers, *([output] if output else [])] if layer.packed is None]
-    layers = [layer for layer in layers if getattr(layer, "product", None) is None and cpu_ops.packs(layer.weight)]
+    layers, found = [layer for layer in layers if cpu_ops.packs(layer.weight)], []
     for layer in layers:
-        layer.packed = cpu_ops.packed(layer.weight.detach().flatten(0, -2))
-    return layers
+        product, weight = getattr(layer, "product", None), layer.weight.detach().flatten(0, -2)
+        if product is None:
+            layer.packed = cpu_ops.packed(weight)
+            found.append(layer)
+        elif product.pack(weight):
+            found.append(product)
+    return found
 
 
 class _Linear(torch.autograd.Function):

@@ -62,6 +62,7 @@ class LinearProduct:
     draws: Optional[Draws] = None  # of its block, if `draws_samples`
     stacked = 0  # dims of the weight before those of a matrix: 1 for experts
     gathered_as: ClassVar[Optional[ScaleTile]] = None  # tiles of a weight that the optimizer keeps in fp8 (`hold`)
+    packed: Optional[Operand] = None  # of a kind that `pack`s: what `forward_packed` reads
     _kept: Optional[Operand] = None
 
     def __init__(self, layer: nn.Module, name: str, settings: Model | Precision):
@@ -87,6 +88,14 @@ class LinearProduct:
         own: this rank's pieces of `own_weights`, in their order.
         """
         return weight
+
+    def pack(self, weight: torch.Tensor) -> bool:
+        """Keep a weight [o, i] as `packed`, in oneDNN's order, for `torch.inference_mode`. Returns whether the kind can."""
+        return False
+
+    def forward_packed(self, x: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:
+        """`forward` of x [n, i] by `packed`."""
+        raise NotImplementedError
 
     def transform_input(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the effective input, of the shape of x, with differentiable ops.

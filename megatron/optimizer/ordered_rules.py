@@ -8,7 +8,8 @@ from megatron.model.recipe import recipe_of
 from megatron.mpu.ordered_blocks import BLOCKS
 from megatron.optimizer.kinds import knows_matrices
 from megatron.settings.declare import dashed
-from megatron.settings.rules import Rule, said
+from megatron.settings.rules import Rule, record, said
+from megatron.settings.schema import Config
 
 # Of what a padded vocabulary is a multiple: ranks and blocks divide it alike.
 VOCABULARY = 512
@@ -65,6 +66,22 @@ def _sentence(s: SimpleNamespace) -> str:
         f"--batch-invariant-mode does not cover {words}: weights would depend on the layout; {', and '.join(do)}, or leave "
         "out --batch-invariant-mode (docs/parallelism.md#the-same-bits-in-every-layout)"
     )
+
+
+# Of these, settings that a forward pass depends on: with others, training in the mode has the same log-probabilities.
+FORWARD = (
+    "model_type fuse_attn_qkv amp_level torch_compile linear hybrid_layer_pattern experimental_attention_variant"
+).split()
+
+
+def forward_problems(config: Config, world: int) -> list[str]:
+    """What generation in the mode does not cover of a model. config: its settings, with the layout of generation"""
+    s = record(config, world)
+    found = [said(s, name) for name in FORWARD if not COVERED[name](s)]
+    found += ["--multi-latent-attention"] if s.multi_latent_attention else []
+    found += [f"--seq-length {s.seq_length}, no multiple of {2 * BLOCKS}"] if s.seq_length % (2 * BLOCKS) else []
+    found += ["--num-experts"] if s.num_experts else []
+    return found + (not_divided(s) if s.tp > 1 and not found else [])
 
 
 def problems(s: SimpleNamespace) -> list[str]:

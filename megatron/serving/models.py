@@ -48,6 +48,7 @@ def weights_of(settings: ServeSettings, folder: str, context) -> Weights:
     options, limits, quantize, _ = settings
     mesh, memory, step = context.mesh, options.cache_gigabytes, options.ckpt_step
     how = dict(device=context.device, precision=options.precision, mesh=mesh, quantize=quantize)
+    how |= dict(batch_invariant=options.batch_invariant_mode)
     exported = folder in (options.load_exported or ())
     if folder == options.follow and is_export(Path(folder)):
         raise SettingsError(f"--follow {folder}: it is an export, which has no newer checkpoints", do="--load-exported")

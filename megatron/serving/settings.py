@@ -9,6 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple, Optional
 
+from megatron.convert.given_model import SAME_BITS
 from megatron.errors import DataError, SettingsError, UsageError
 from megatron.inference.expert_ranks import expert_parallel
 from megatron.model.quantization import QuantizeOptions
@@ -66,6 +67,7 @@ class ServeOptions:
         "--dtype",
         also=dict(bfloat16="bf16", float16="fp16", half="fp16", float32="fp32", float="fp32"),
     )
+    batch_invariant_mode: bool = setting(SAME_BITS, False)
     tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp", "--tensor-parallel-size")
     expert_model_parallel_size: int = setting(
         "of these, ranks that hold different experts; the others divide each expert", 1, "--ep"

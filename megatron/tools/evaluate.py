@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.convert.given_model import EXPORTED, check_one_model, load_one_model
+from megatron.convert.given_model import BATCH_INVARIANT, EXPORTED, SAME_BITS, check_one_model, load_one_model
 from megatron.errors import DataError, SettingsError, UsageError, no_such_file, run_main
 from megatron.guard.job import check_shares, on_ranks
 from megatron.model.quantization import QuantizeOptions
@@ -66,6 +66,7 @@ class EvaluateOptions:
     precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting(
         "default: as trained", None, "--bf16=bf16", "--fp16=fp16"
     )
+    batch_invariant_mode: bool = setting(SAME_BITS, False)
     output: Optional[str] = setting("file for the results, JSON lines", None)
     train_data: Optional[list[str]] = setting(
         "prefixes of the token files of training, where they have moved: their .contamination says which items they hold",
@@ -90,7 +91,8 @@ def main(argv: list[str], serves_training: bool = False) -> None:
         idle = [*idle_flags(settings, given), *idle_flags(quantize, given)]
         rank_env.print_notes(idle)
         tp, pp = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
-        parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+        sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+        parallel = Parallel(**sizes, batch_invariant_mode=settings.batch_invariant_mode)
         on_ranks(parallel, settings.device, lambda context: evaluate(settings, quantize, given, context))
 
 
@@ -108,6 +110,7 @@ def evaluate(settings: EvaluateOptions, quantize: QuantizeOptions, given: Mappin
     if context.described:
         say(f" > {context.described}")
     how = dict(device=context.device, precision=settings.precision, step=settings.ckpt_step, mesh=context.mesh)
+    how |= dict(batch_invariant=settings.batch_invariant_mode)
     loaded = load_one_model(settings.load, settings.load_exported, quantize=quantize, **how)
     progress = ProgressLine if context.mesh.dp.rank == 0 else lambda unit: lambda done, total: None
     tokenizer = given_values(TokenizerSettings, given)
@@ -148,6 +151,9 @@ def check(settings: EvaluateOptions, given: Mapping[str, Statement]) -> None:
         raise UsageError(f"--task {settings.task} needs --valid-data")
     if settings.valid_data and not Path(settings.valid_data).is_file():
         raise DataError(f"{words_of(given, 'valid_data', settings.valid_data)}: {no_such_file(settings.valid_data)}")
+    if settings.batch_invariant_mode and settings.task == "LAMBADA":
+        what = f"{BATCH_INVARIANT} covers log-probabilities, and --task LAMBADA counts right words"
+        raise SettingsError(what, do="leave it out")
     if settings.output:
         check_output("--output", settings.output)
     for name in ("micro_batch_size", "seq_length", "overlapping_eval"):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, Optional
 
-from megatron.convert.given_model import EXPORTED, check_one_model, load_one_model
+from megatron.convert.given_model import EXPORTED, SAME_BITS, check_one_model, load_one_model
 from megatron.errors import DataError, SettingsError, UsageError, missing_file, run_main
 from megatron.guard.job import on_ranks
 from megatron.inference import generation_config
@@ -79,6 +79,7 @@ class GenerateOptions:
     use_cache: bool = setting(
         "keep keys and values of earlier tokens; off: compute them again (slow, same text)", True, "--recompute=false"
     )
+    batch_invariant_mode: bool = setting(SAME_BITS, False)
     stream: bool = setting("print texts while they are generated", False)
     logprobs: Optional[int] = setting(
         "also print the log-probability of each new token, and this many likelier ones in its place",
@@ -197,6 +198,7 @@ def main(argv: list[str]) -> None:
             pipeline_model_parallel_size=settings.pp,
             **expert_parallel(settings.tensor_model_parallel_size, settings.expert_model_parallel_size),
             distributed_timeout_minutes=settings.distributed_timeout_minutes,
+            batch_invariant_mode=settings.batch_invariant_mode,
         )
 
         def work(context) -> None:
@@ -353,6 +355,7 @@ def write(
         mesh=context.mesh,
         halves=settings.halves,
         quantize=quantize,
+        batch_invariant=settings.batch_invariant_mode,
     )
     loaded.check_words()
     pairs = hasattr(loaded.model, "decode")  # an encoder-decoder: prompts are sources

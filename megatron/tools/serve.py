@@ -69,6 +69,7 @@ def main(argv: list[str]) -> None:
                 pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
                 **expert_parallel(settings.tensor_model_parallel_size, settings.expert_model_parallel_size),
                 distributed_timeout_minutes=settings.distributed_timeout_minutes,
+                batch_invariant_mode=settings.batch_invariant_mode,
             )
             bound_kernel_caches()
             on_ranks(parallel, settings.device, partial(serve_models, whole, listener))

@@ -15,6 +15,7 @@ from megatron.model.passed_states import documents_of_halves
 from megatron.model.positions import Rotary
 from megatron.model.ring_attention import ring_steps_of_documents
 from megatron.mpu import mappings
+from megatron.mpu.cross_entropy import ordered_logits
 from megatron.mpu.layers import LinearOptions, linear
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Model
@@ -91,7 +92,11 @@ class GPT(LanguageModel):
             x = x[-1 if last_only else 0 :] if wanted is None else x.flatten(0, 1)[wanted.flatten()]
             if x.shape[0] == 0:
                 return x.new_empty((0, self.vocab_size), dtype=torch.float32)
-            scores = linear(x, self.output_weight, None, LinearOptions(packed=self.output_layer.packed))
+            if self.ordered:
+                scores = ordered_logits(x.flatten(0, -2), self.output_weight, self.tp, self.output_layer.packed)
+                scores = scores.unflatten(0, x.shape[:-1])
+            else:
+                scores = linear(x, self.output_weight, None, LinearOptions(packed=self.output_layer.packed))
             scores = mappings.gather_from_tensor_model_parallel_region(scores, self.tp)
             scores = scores[..., : self.vocab_size].float()
             return scores if self.softcap is None else (scores / self.softcap).tanh() * self.softcap
