@@ -88,6 +88,7 @@ from megatron.training.distillation import attach_teacher
 from megatron.training.frozen_model import attach_frozen
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.rank_watch import RankWatch
+from megatron.training.rerun import build_rerun
 from megatron.training.resume import ResumeChanges, resume
 from megatron.training.rules import idle, remarks
 from megatron.training.shared_maps import build_once
@@ -213,6 +214,7 @@ def build_run(
         ),
         in_base=frozenset((start.record or {}).get(IN_BASE, ())),
         pending=Pending(defers_host_sync(config, context, model.optimizer)),
+        rerun=build_rerun(config, context.mesh, context.device),
         compiling=CompileTrial(active=config.kernels.torch_compile == "auto"),
         saved_hooks=(start.record.get("hooks") or {}) if start.changed else None,
     )
@@ -442,7 +444,8 @@ def build_optimizer(
 
 def defers_host_sync(config: schema.Config, context: RankContext, optimizer: DistributedOptimizer) -> bool:
     """Whether the host can read the numbers of a step during the next one: on a GPU, if nothing else makes it wait."""
-    return context.device.type == "cuda" and optimizer.skips_on_device and config.logging.timing_log_level == 0
+    wanted = config.logging.timing_log_level == 0 and config.guard.rerun_mode == "disabled"
+    return context.device.type == "cuda" and optimizer.skips_on_device and wanted
 
 
 def build_watch(config: schema.Config, context: RankContext, heartbeat: Heartbeat, events: EventLog) -> Watch:

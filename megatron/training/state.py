@@ -42,6 +42,7 @@ from megatron.training.events import first_line, record_end, record_shortage
 from megatron.training.hooks import Hooks, SaveFacts
 from megatron.training.outcome import Outcome
 from megatron.training.rank_watch import RankWatch
+from megatron.training.rerun import Rerun
 from megatron.training.step_notes import StepNotes
 
 LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint to be written
@@ -214,6 +215,7 @@ class Run:
     in_base: frozenset[str]  # tensors that the base of adapters has: frozen ones of them are not saved
     pending: Pending
     compiling: CompileTrial
+    rerun: Optional[Rerun] = None  # --rerun-mode
     evaluated: Evaluated = field(default_factory=Evaluated)
     notes: StepNotes = field(default_factory=StepNotes)
     hooks: Hooks = field(default_factory=Hooks)
