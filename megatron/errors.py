@@ -128,6 +128,12 @@ class NumericsError(Failure):
     code = 8
 
 
+class SilentError(NumericsError):
+    """A device computed something wrong without an error, or its memory changed."""
+
+    code = 17  # as Megatron-LM ends when a result fails its validation
+
+
 class Preempted(Failure):
     """The job was asked to stop and saved a checkpoint first."""
 

@@ -179,9 +179,14 @@ class MicroBatchLoader:
         self._prepare(end, num_microbatches)
         return [future.result() for future in futures]
 
-    def micro_batch(self, consumed: int, micro: int) -> MicroBatch:
-        """This rank's micro-batch at micro-step `micro` of the step after `consumed` samples."""
-        positions = micro_batch_samples(consumed, self.micro_batch_size, self.dp_rank, self.dp_size, micro)
+    def of_rank(self, dp_rank: int, consumed: int, num_microbatches: int) -> list[MicroBatch]:
+        """The micro-batches that another data parallel rank has in the step after `consumed` samples."""
+        return [self.micro_batch(consumed, micro, dp_rank) for micro in range(num_microbatches)]
+
+    def micro_batch(self, consumed: int, micro: int, dp_rank: Optional[int] = None) -> MicroBatch:
+        """The micro-batch at micro-step `micro` of the step after `consumed` samples. dp_rank: another one."""
+        rank = self.dp_rank if dp_rank is None else dp_rank
+        positions = micro_batch_samples(consumed, self.micro_batch_size, rank, self.dp_size, micro)
         samples = self.samples(positions)
         if self.arrays is not None:
             return self._of_arrays(positions, samples)

@@ -128,6 +128,12 @@ class Watch:
             )
         return StepVerdict.ROLLBACK
 
+    def suspicion(self, recent: Recent, loss: float, norm: float, *, scaling: bool) -> str:
+        """Why the numbers of a step are not what a computation usually gives; "": they are."""
+        if not math.isfinite(loss) or not (scaling or math.isfinite(norm)):
+            return f"loss {loss}, gradient norm {norm}: not finite"
+        return str(recent.spike(loss, norm, self.settings.spike_threshold) or "")
+
     def refuses(self, recent: Recent, figures: torch.Tensor) -> torch.Tensor:
         """A flag on the device: True where `judge` will return anything but UPDATE. figures: fp64 [loss, norm]"""
         refused = ~torch.isfinite(figures).all()

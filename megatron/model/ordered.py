@@ -28,8 +28,8 @@ from megatron.mpu import collectives
 from megatron.mpu.layers import LINEAR, RowParallelLinear
 from megatron.mpu.linear_product import LinearProduct, Multiply, Operand
 from megatron.mpu.mesh import Axis
-from megatron.mpu.ordered_blocks import BLOCKS
 from megatron.mpu.ordered_sums import NARROW, Blocks, tree_sum
+from megatron.settings.groups.kernels import BLOCKS
 from megatron.settings.schema import Model
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A 64-bit checksum of a tensor's bits, computed where the tensor is: equal on every device."""
+"""64-bit checksums of a tensor's bits, computed where the tensor is: equal on every device."""
 
 import torch
 
@@ -19,6 +19,22 @@ def bits_sum(values: torch.Tensor) -> torch.Tensor:
     for number, part in enumerate(raw.split(_STEP)):
         total += _part_sum(part) * (2 * number + 1)
     return total
+
+
+def words_sum(values: torch.Tensor) -> torch.Tensor:
+    """An int64 scalar on the tensor's device: the sum of its words of 8 bytes, modulo 2**64, and of the bytes behind them.
+
+    Any change of one word changes it, but not its place. It takes a third of the time of a copy (`bits_sum`: as long as
+    one): for two computations that should be the same, not for bytes that may have been moved.
+
+    >>> one = torch.ones(5)
+    >>> words_sum(one).item() == words_sum(one.clone()).item() != words_sum(torch.nextafter(one, 2 * one)).item()
+    True
+    """
+    raw = values.detach().reshape(-1).view(torch.uint8)
+    whole = raw.numel() // 8 * 8
+    total = _as_words(raw[:whole]).sum()
+    return total if whole == raw.numel() else total + raw[whole:].sum(dtype=torch.int64)
 
 
 def _part_sum(raw: torch.Tensor) -> torch.Tensor:

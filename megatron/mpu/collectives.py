@@ -46,15 +46,54 @@ def _both(first: contextlib.AbstractContextManager, second: contextlib.AbstractC
         yield
 
 
-class Sums:
-    """Calls a listener with each tensor that ranks are about to add up, and their axis. One per process."""
+COMPUTED, SENT, RECEIVED = "computed", "sent", "received"
+Hears = Callable[[str, str, torch.Tensor, Axis], None]
 
-    listener: Optional[Callable[[torch.Tensor, Axis], None]] = None
+
+class Traffic:
+    """Shows a listener what this rank computes for others, sends to them and receives from them. One per process.
+
+    listener(way, what, x, axis): way is COMPUTED, SENT or RECEIVED; what is the kind of collective, F or B of a message
+    between stages, or the name of what was computed; a received x is complete. Compiled code calls no listener.
+    """
+
+    listener: Optional[Hears] = None
 
     @classmethod
-    def notify(cls, x: torch.Tensor, axis: Axis) -> None:
-        if cls.listener is not None:
-            cls.listener(x, axis)
+    @contextlib.contextmanager
+    def heard_by(cls, listener: Optional[Hears]):
+        """A context in which this one listens."""
+        before, cls.listener = cls.listener, listener
+        try:
+            yield
+        finally:
+            cls.listener = before
+
+    @classmethod
+    def report(cls, way: str, what: str, x: torch.Tensor, axis: Axis) -> None:
+        """Show a tensor that is complete."""
+        if cls.listener is not None and not torch.compiler.is_compiling():
+            cls.listener(way, what, x, axis)
+
+    @classmethod
+    def arriving(cls, what: str, x: torch.Tensor, axis: Axis, work):
+        """The handle of a message that fills x. If somebody listens, it shows x after the wait."""
+        if cls.listener is None or torch.compiler.is_compiling():
+            return work
+        return _Shown(what, x, axis, work)
+
+
+class _Shown:
+    """A handle that reports what has arrived, once."""
+
+    def __init__(self, what: str, x: torch.Tensor, axis: Axis, work):
+        self.message, self.work = (RECEIVED, what, x, axis), work
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.message:
+            Traffic.report(*self.message)
+            self.message = None
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
@@ -63,10 +102,11 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
         start_all_reduce(x, axis).wait()
     elif axis.size > 1:
         GroupListener.notify(axis.label)
-        if op == "sum":
-            Sums.notify(x, axis)
+        what = "all-reduce" if op == "sum" else f"all-reduce of {op}"
+        Traffic.report(SENT, what, x, axis)
         with _blocking("all-reduce", axis):
             dist.all_reduce(x, _OPS[op], group=axis.group)
+        Traffic.report(RECEIVED, what, x, axis)
     return x
 
 
@@ -114,6 +154,7 @@ def all_to_all(x: torch.Tensor, axis: Axis, sent: Optional[Rows] = None, receive
     arrived = empty_rows(x, received)
     with _blocking("all-to-all", axis):
         _send_rows(arrived, x, axis, sent, received)
+    Traffic.report(RECEIVED, "all-to-all", arrived, axis)
     return arrived
 
 
@@ -128,7 +169,8 @@ def start_all_to_all(
     if axis.size == 1:
         arrived.copy_(x)
         return Done()
-    return _traced("all-to-all", axis, _send_rows(arrived, x, axis, sent, received, async_op=True))
+    work = _traced("all-to-all", axis, _send_rows(arrived, x, axis, sent, received, async_op=True))
+    return Traffic.arriving("all-to-all", arrived, axis, work)
 
 
 def row_counts(x: torch.Tensor, axis: Axis, sent: Optional[Rows], received: Optional[Rows] = None):
@@ -186,6 +228,7 @@ def empty_rows(x: torch.Tensor, rows: Optional[Sequence[int]]) -> torch.Tensor:
 
 def _send_rows(arrived: torch.Tensor, x: torch.Tensor, axis: Axis, sent, received, async_op: bool = False):
     GroupListener.notify(axis.label)
+    Traffic.report(SENT, "all-to-all", x, axis)
     # Rows are sent as bytes: gloo does not support int16 and fp8, nor NCCL int16.
     as_bytes = lambda rows: rows.view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
     arrived, x = as_bytes(arrived), as_bytes(x.detach().contiguous())
@@ -204,10 +247,9 @@ def start_all_reduce(x: torch.Tensor, axis: Axis):
     if axis.size == 1:
         return Done()
     GroupListener.notify(axis.label)
-    Sums.notify(x, axis)
-    if axis.ordered:
-        return _traced("all-reduce", axis, _OrderedAllReduce(x, axis))
-    return _traced("all-reduce", axis, dist.all_reduce(x, group=axis.group, async_op=True))
+    Traffic.report(SENT, "all-reduce", x, axis)
+    work = _OrderedAllReduce(x, axis) if axis.ordered else dist.all_reduce(x, group=axis.group, async_op=True)
+    return Traffic.arriving("all-reduce", x, axis, _traced("all-reduce", axis, work))
 
 
 def start_all_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
@@ -239,9 +281,11 @@ def start_shift(x: torch.Tensor, axis: Axis, places: int = 1) -> tuple[torch.Ten
     arrived = torch.empty_like(x)
     if x.is_meta:  # --preflight
         return arrived, Done()
+    Traffic.report(SENT, "shift", x, axis)
     ahead, behind = (axis.ranks[(axis.rank + way) % axis.size] for way in (places, -places))
     messages = [dist.P2POp(dist.isend, x, ahead, axis.group), dist.P2POp(dist.irecv, arrived, behind, axis.group)]
-    return arrived, _traced("shift", axis, _All(dist.batch_isend_irecv(messages), x))
+    work = _traced("shift", axis, _All(dist.batch_isend_irecv(messages), x))
+    return arrived, Traffic.arriving("shift", arrived, axis, work)
 
 
 class _All:
@@ -258,23 +302,33 @@ class _All:
 
 def _begin_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
     GroupListener.notify(axis.label)
+    Traffic.report(SENT, "all-gather", piece, axis)
+    return Traffic.arriving("all-gather", whole, axis, _traced("all-gather", axis, _start_gather(whole, piece, axis)))
+
+
+def _start_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
     if piece.element_size() == 1 and piece.is_floating_point():  # fp8 is sent as bytes: gloo does not support it
         whole, piece = whole.view(torch.uint8), piece.view(torch.uint8)
     if whole.device.type == "cpu" and _is_large(whole):
         places = whole.view(-1).chunk(axis.size)
         places[axis.rank].copy_(piece.view(-1))
-        return _traced("all-gather", axis, _Exchange([places[axis.rank]] * axis.size, places, axis))
-    return _traced("all-gather", axis, _gather(whole, piece, group=axis.group, async_op=True))
+        return _Exchange([places[axis.rank]] * axis.size, places, axis)
+    return _gather(whole, piece, group=axis.group, async_op=True)
 
 
 def _begin_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
     GroupListener.notify(axis.label)
-    Sums.notify(whole, axis)
+    Traffic.report(SENT, "reduce-scatter", whole, axis)
+    work = _traced("reduce-scatter", axis, _start_scatter(piece, whole, axis))
+    return Traffic.arriving("reduce-scatter", piece, axis, work)
+
+
+def _start_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
     if axis.ordered:
-        return _traced("reduce-scatter", axis, _OrderedSum(piece, whole, axis))
+        return _OrderedSum(piece, whole, axis)
     if whole.device.type == "cpu":
-        return _traced("reduce-scatter", axis, _Sum(piece, whole, axis))
-    return _traced("reduce-scatter", axis, _scatter(piece, whole, group=axis.group, async_op=True))
+        return _Sum(piece, whole, axis)
+    return _scatter(piece, whole, group=axis.group, async_op=True)
 
 
 # Size in bytes from which point-to-point messages are faster than gloo's collectives; for small ones latency is higher.
@@ -371,8 +425,11 @@ def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Broadcast `x` from the rank at index `source` of the axis, in place; returns `x`."""
     if axis.size > 1:
         GroupListener.notify(axis.label)
+        if axis.rank == source:
+            Traffic.report(SENT, "broadcast", x, axis)
         with rank_times.waiting():
             dist.broadcast(x, axis.ranks[source], group=axis.group)
+        Traffic.report(RECEIVED, "broadcast", x, axis)
     return x
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.mpu import collectives
+from megatron.mpu.collectives import COMPUTED, Traffic
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.optimizer.units import OwnedRange, Slot
 
@@ -189,6 +190,7 @@ class GradientBuffers:
             tally.take(self._zeros(tally.own.unit.size))
         tally.zero_rest()
         place, buffer, piece = self.reduced[tally.own.shard_slice], tally.buffer, None
+        Traffic.report(COMPUTED, tally.own.unit.name, buffer, self.mesh.alone)
         if self.in_place:
             work = collectives.start_all_reduce(buffer, self.axis(tally.own.unit.replicate))
         elif self.keep:
@@ -221,6 +223,8 @@ class GradientBuffers:
     def sum_all(self) -> None:
         """Sum gradients over the ranks that hold the same shards. With `together` it is the only reduction of the step."""
         self.reduce_rest()
+        if self.together:
+            Traffic.report(COMPUTED, "gradients", self.reduced, self.mesh.alone)
         if self.together or not self.in_place:
             for name, where in self._spans():
                 collectives.all_reduce(self.reduced[where], self.axis(name))

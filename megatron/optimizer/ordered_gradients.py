@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.mpu import collectives
+from megatron.mpu.collectives import COMPUTED, Traffic
 from megatron.mpu.deferred_wgrad import WeightGradStore
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.ordered_sums import Tree
@@ -82,6 +83,7 @@ class OrderedGradients(GradientBuffers):
         started = {}
         for number, use in enumerate(uses):
             use.zero_rest()
+            Traffic.report(COMPUTED, unit.name, use.buffer, self.mesh.alone)
             started[chunk, number] = _SumOverRanks(use.buffer, self.axis(unit.sharded), self.axis(unit.replicate))
         leaves = _Leaves(self.trees.setdefault(unit.name, {}), micro, started)
         self.under_way.append(Reduction(tally, leaves, tally.buffer, None))

@@ -5,9 +5,9 @@ import math
 from types import SimpleNamespace
 
 from megatron.model.recipe import recipe_of
-from megatron.mpu.ordered_blocks import BLOCKS
 from megatron.optimizer.kinds import knows_matrices
 from megatron.settings.declare import dashed
+from megatron.settings.groups.kernels import BLOCKS
 from megatron.settings.rules import Rule, record, said
 from megatron.settings.schema import Config
 

@@ -219,7 +219,8 @@ class DistributedOptimizer:
         low = min(own.low + axis.rank * each, own.high)
         part = own._replace(low=low, high=min(low + each, own.high))
         values = torch.zeros(each, dtype=torch.float32, device=self.device)
-        initialise(part, values[: part.high - part.low], self.mesh.coordinates, self.seed)
+        axis_of = partial(getattr, self.mesh)
+        initialise(part, values[: part.high - part.low], self.mesh.coordinates, self.seed, axis_of)
         return collectives.all_gather(values, axis)[: own.high - own.low]
 
     def _targets(self, state: OwnedState) -> Targets:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import SettingsError
+from megatron.mpu.collectives import RECEIVED, SENT, Traffic
 from megatron.mpu.groups import GroupListener, new_group
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.pipeline.channels import opening_rounds
@@ -61,6 +62,7 @@ class P2PCommunicator:
             )
         self._forget_sent()
         x = x.contiguous()
+        Traffic.report(SENT, kind, x, self.axis)
         group = self._groups.get((kind, self.axis.rank, to), self.axis.group)
         work = dist.isend(x, self.axis.ranks[to], group=group, tag=KINDS.index(kind))
         self._sent[kind, micro, stage] = lanes.note(lanes.SEND, f"{kind}{micro} to rank {self.axis.ranks[to]}", work), x
@@ -74,7 +76,7 @@ class P2PCommunicator:
         work = dist.irecv(x, self.axis.ranks[source], group=group, tag=KINDS.index(kind))
         whence = f"from rank {self.axis.ranks[source]}"
         work = lanes.note(lanes.RECEIVE, f"{kind}{micro} {whence}", work)
-        return PendingReceive(work, x, label=f"{self.axis.label} {whence}")
+        return PendingReceive(work, x, label=f"{self.axis.label} {whence}", message=(kind, x, self.axis))
 
     def arrived(self, kind: str, micro: int, stage: int) -> None:
         """Release a message that the other side is known to have received (gloo does not report completed sends)."""
@@ -99,8 +101,8 @@ class P2PCommunicator:
 class PendingReceive:
     """An upcoming message."""
 
-    def __init__(self, work, x, key=None, label: str = ""):
-        self._work, self._x, self._key, self._label = work, x, key, label
+    def __init__(self, work, x, key=None, label: str = "", message=None):
+        self._work, self._x, self._key, self._label, self._message = work, x, key, label, message
 
     @property
     def remote(self) -> bool:
@@ -112,6 +114,7 @@ class PendingReceive:
             return self._x.pop(self._key)
         GroupListener.notify(self._label)
         self._work.wait()
+        Traffic.report(RECEIVED, *self._message)
         return self._x
 
 

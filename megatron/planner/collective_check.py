@@ -30,6 +30,7 @@ from megatron.mpu.mesh import Axis, Mesh
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUMBING = ("mpu/collectives.py", "mpu/mappings.py", "planner/collective_check.py")  # files that are no place of a sum
+SUMS = ("all-reduce", "reduce-scatter")
 LEAST = 8  # elements of a tensor whose bits are equal on several ranks only if it is the same tensor
 OUTPUT, GRADIENT = "the output", "the gradient of the output"
 NEAR = dict(fp32=1e-5)  # relative difference of mean squares that is rounding; in other formats:
@@ -67,16 +68,15 @@ class SumRecord:
         self.boundaries: list[Boundary] = []
         self.replicas = ""  # the first difference between weights that ranks should hold alike
 
-    def heard(self, x: torch.Tensor, axis: Axis) -> None:
+    def heard(self, way: str, what: str, x: torch.Tensor, axis: Axis) -> None:
         """Record what this rank adds to a sum."""
-        if x.is_floating_point() and x.numel() >= LEAST:
+        if way == collectives.SENT and what in SUMS and x.is_floating_point() and x.numel() >= LEAST:
             zero = not bool(x.any())
             self.sums.append(SumCall(axis.name, tuple(axis.ranks), _place(), x.numel(), bits_sum(x).item(), zero))
 
     @contextlib.contextmanager
     def watching(self, stages: Sequence[torch.nn.Module], mesh: Mesh, sequence_parallel: bool) -> Iterator[None]:
         """A context in which sums, and ends of layers, are recorded."""
-        before, collectives.Sums.listener = collectives.Sums.listener, self.heard
         handles = []
         alike = () if sequence_parallel else tuple(mesh.tp.ranks)  # with sequence_parallel each rank has some tokens
         for stage in stages:
@@ -84,9 +84,9 @@ class SumRecord:
                 self._watch(name, module, alike) for name, module in stage.named_modules() if LAYER.search(name)
             ]
         try:
-            yield
+            with collectives.Traffic.heard_by(self.heard):
+                yield
         finally:
-            collectives.Sums.listener = before
             for handle in handles:
                 handle.remove()
 

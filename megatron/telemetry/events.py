@@ -248,6 +248,17 @@ KINDS = {
     "replica_drift": EventKind(
         "error", "ranks that should hold equal values do not", {"why": "which ones"}, logged=False
     ),
+    "rerun": EventKind(
+        "warning",
+        "a step that was computed again (--rerun-mode) had other bits; level error if the run ends for it, info if a "
+        "suspicious step had the same bits again",
+        {
+            "verdict": "transient, this device, memory, not repeatable, software or data, not transient",
+            "rank_host": "machine of the rank",
+            "where": "what differs first",
+            "others": "other ranks of which it may be, or which it also concerns",
+        },
+    ),
     "disk_nearly_full": EventKind(
         "warning",
         "the disk of the checkpoints will not hold the next ones",

@@ -49,6 +49,7 @@ PART_OF = {  # phase -> part; the other phases are inside one of these
     "update": UPDATE,
     "evaluate": APART,
     "save": APART,
+    "rerun": APART,
     "receive F": WAITING,
     "receive B": WAITING,
     "receive I": WAITING,

@@ -38,6 +38,7 @@ from megatron.errors import (
     PeerLost,
     Preempted,
     SettingsError,
+    SilentError,
     StorageError,
     UsageError,
     did_you_mean,
@@ -52,6 +53,7 @@ from megatron.guard.failure_kinds import FailureKind
 from megatron.guard.goodput import Attempt, account, in_words
 from megatron.guard.node_agreement import NodeAgreement, own_address
 from megatron.guard.nodes import Nodes
+from megatron.guard.rerun import MEMORY, named_ranks
 from megatron.guard.resume_command import COMMAND, has_snapshots, module_command, resumed
 from megatron.guard.supervisor_mark import NAME, REFRESH, SUPERVISOR, Mark, lost_supervisor
 from megatron.planner.replan import QUEUED, JobPlacement
@@ -329,13 +331,24 @@ class Supervisor:
         return not attempt.made_a_step and self.has_trained() and not elsewhere
 
     def failed_nodes(self, attempt: Attempt, verdict: JobVerdict) -> dict[str, str]:
-        """Node -> reason, for each that fails the check, or whose ranks have lost their device again."""
+        """Node -> reason, for each whose rank computes wrongly, that fails the check, or whose ranks fail there again."""
+        wrong = wrong_nodes(verdict.code, attempt.why)
+        if len(wrong) == 1 and MEMORY not in attempt.why:
+            return self.of_this_supervisor(wrong)
         log("checking the nodes")
         bad = self.place.failing(self.place.gpus_of_a_node() if verdict.code == DeviceLost.code else None)
         if not bad and verdict.action is Action.REPLACE:
             at_start = not attempt.made_a_step and self.has_trained()
-            bad = self.place.nodes.suspected([attempt.host] if attempt.host else [], at_start)
-        return bad
+            hosts = list(wrong) or ([attempt.host] if attempt.host else [])
+            bad = self.place.nodes.suspected(hosts, at_start and not wrong)
+        return self.of_this_supervisor({node: wrong.get(node, why) for node, why in bad.items()})
+
+    def of_this_supervisor(self, bad: dict[str, str]) -> dict[str, str]:
+        """Those of these nodes that this supervisor looks after. Others have one of their own; it remembers their names."""
+        own = bad if commands.is_srun(self.place.command) else {name: bad[name] for name in bad if name == node_name()}
+        if others := {name: why for name, why in bad.items() if name not in own}:
+            self.place.nodes.exclude(others)
+        return own
 
     def go_on_without(self, bad: dict[str, str]) -> Optional[str]:
         """Exclude nodes, and choose what the job runs on now. Returns the reason if there is nothing left."""
@@ -509,6 +522,8 @@ class Supervisor:
         self.count_steps(attempt, launches)
         if verdict.kind and not watch.hang and first and first.code == verdict.code:
             attempt.rank, attempt.host = first.rank, first.host
+        if verdict.code == SilentError.code and (named := named_ranks(why)):  # all ranks end for the one that is named
+            attempt.rank, attempt.host = named[0]
         log(f"attempt {attempt.number} ended: {attempt.ending_in_words}")
         return verdict
 
@@ -524,6 +539,18 @@ class Supervisor:
         if self.watch and number == self.asked_to_stop == signal.SIGINT:
             self.watch.stop_now = True
         self.asked_to_stop = number
+
+
+def wrong_nodes(code: int, why: str) -> dict[str, str]:
+    """Node -> reason, of the ranks that --rerun-mode blames: one, or those of which one computes wrongly.
+
+    >>> wrong_nodes(17, "iteration 8: rank 3 on n7 computes other bits than other ranks do of the same samples")
+    {'n7': 'its rank 3 computes wrongly'}
+    >>> wrong_nodes(8, "iteration 8: loss nan")
+    {}
+    """
+    named = named_ranks(why) if code == SilentError.code else []
+    return {host: f"its rank {rank} computes wrongly" for rank, host in named}
 
 
 def logging_of(command: list[str]) -> Logging:

@@ -2,14 +2,17 @@
 """`train_step`: forward and backward passes of one global batch, their outcome, and the update."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Optional
 
 import torch
 
 from megatron.data.loader import MicroBatch, MicroBatchLoader
+from megatron.guard.rerun import LOSSES
 from megatron.guard.watch import StepVerdict
 from megatron.model.recipe import logged_means
+from megatron.mpu.collectives import COMPUTED, Traffic
 from megatron.mpu.transfer import Arriving
 from megatron.optimizer.lr_schedule import decoupled_learning_rate, learning_rate, weight_decay
 from megatron.optimizer.update import choose
@@ -43,18 +46,26 @@ def train_step(run: Run) -> Optional[StepMetrics]:
     loss_func, unscale = make_loss_func(config, run.losses.sums, loss_scale(run), size, num_microbatches * run.dp)
     with run.phase("data", step=iteration):
         batches = micro_batches(run, run.loaders.train, consumed, num_microbatches)
-    with phase("passes"):
-        on_op = watch.heartbeat.watch
-        if run.passes.returned is not None:  # the first step of this launch
-            on_op = with_progress(run, iteration, num_microbatches, on_op)
-        sums = forward_backward(run, batches, loss_func, on_op, run.passes.returned)
-    with run.phase("reduce"):
-        totals = run.optimizer.reduce_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
+    on_op = watch.heartbeat.watch
+    if run.passes.returned is not None:  # the first step of this launch
+        on_op = with_progress(run, iteration, num_microbatches, on_op)
+    computed = PassesOfStep(run, batches, loss_func)
+    with run.rerun.first(run, iteration) if run.rerun else nullcontext():
+        totals = computed(on_op=on_op, returned=run.passes.returned)
     if run.passes.returned is not None:
         run.passes.returned.check(watch.all_gather_object)
         run.passes.returned = None
     if not record_unread_outcome(run):
         return None
+    if run.rerun:
+        totals = run.rerun.validated(
+            run,
+            iteration,
+            totals,
+            computed,
+            lambda totals: Figures(totals, len(run.losses.names), unscale, 0.0).judged.tolist(),
+            partial(run.loaders.train.of_rank, consumed=consumed, num_microbatches=num_microbatches),
+        )
     state, late = run.state, not needs_host_sync(run, iteration)
     figures = Figures(totals, len(run.losses.names), unscale, config.optimizer.clip_grad)
     outcome = Outcome(
@@ -82,11 +93,44 @@ def train_step(run: Run) -> Optional[StepMetrics]:
             run.optimizer.step(outcome.rate, decay, outcome.factor, outcome.decoupled, outcome.skip)
         largest = run.optimizer.max_attention_logit()
         outcome.max_logit = None if largest is None else Arriving(largest)
+    if run.rerun:
+        run.rerun.after_update(run, iteration)
     run.state = state.advanced(size)
     if late:
         run.pending.outcome = outcome
         return None
     return record_outcome(run, outcome, verdict)
+
+
+class PassesOfStep:
+    """The passes of a step and the reduction of its gradients, which may be computed several times.
+
+    A call returns the totals of `reduce_grads`, those of the guards included. These are the same in each: another answer
+    to whether to stop would be a difference.
+    """
+
+    def __init__(self, run: Run, batches: Sequence[MicroBatch], loss_func: Callable):
+        self.run, self.batches, self.loss_func = run, batches, loss_func
+        self.votes: Optional[torch.Tensor] = None
+
+    def __call__(
+        self,
+        batches: Optional[Sequence[MicroBatch]] = None,
+        on_op: Optional[Callable[[Op], None]] = None,
+        returned: Optional[StageOutputs] = None,
+    ) -> torch.Tensor:
+        """batches: those of another rank, on the host (default: the step's own)"""
+        run, alone = self.run, self.run.context.mesh.alone
+        batches = self.batches if batches is None else [batch.to(run.context.device) for batch in batches]
+        for batch in batches:
+            Traffic.report(COMPUTED, "samples", batch.tokens, alone)
+        with phase("passes"):
+            sums = forward_backward(run, batches, self.loss_func, on_op or run.watch.heartbeat.watch, returned)
+        Traffic.report(COMPUTED, LOSSES, sums, alone)
+        with run.phase("reduce"):
+            if self.votes is None:
+                self.votes = run.watch.with_votes(sums[:0], self.batches)
+            return run.optimizer.reduce_grads(torch.cat([zero_unless_first_tp_rank(run, sums), self.votes]))
 
 
 def needs_host_sync(run: Run, iteration: int) -> bool:
@@ -182,6 +226,8 @@ def record_step(run: Run, step: Optional[StepMetrics]) -> None:
     if due(run.config.logging.log_interval, step.iteration):
         run.metrics.note("memory", step.iteration, bytes=peak_bytes(run.context.device.type))
         run.ranks.log(run)
+        if run.rerun:
+            run.rerun.log(run, step.iteration)
     run.hooks.call("after_step", run, lambda: step_facts(step))
 
 
@@ -235,7 +281,8 @@ def find_cause(run: Run, outcome: Outcome) -> str:
 
     outcome.repeated = True
     with run.optimizer.gathered_parameters():
-        return run.watch.find_culprit(run.stages, outcome.batches, replay, run.loaders.train.describe)
+        found = run.watch.find_culprit(run.stages, outcome.batches, replay, run.loaders.train.describe)
+    return f"{found}\n    {run.rerun.said}" if run.rerun and run.rerun.said else found
 
 
 def micro_batches(run: Run, batches: MicroBatchLoader, consumed: int, num_microbatches: int) -> list[MicroBatch]:

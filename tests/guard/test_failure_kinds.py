@@ -45,6 +45,14 @@ ENDS = {
         "memory",
         "restart",
     ),
+    "a device that computes wrongly": (
+        17,
+        "iteration 9: rank 3 on n7 computes other bits than other ranks do of the same samples",
+        "[rank0]: RuntimeError: NCCL error: unhandled system error",
+        True,
+        "silent error",
+        "replace",
+    ),
     "ECC": (11, "the GPU of rank 3 on n1 failed: CUDA error: uncorrectable ECC error", "", True, "device", "replace"),
     "off the bus": (1, "RuntimeError: CUDA error: GPU is lost, it has fallen off the bus", "", True, "device", "replace"),
     "NCCL's device": (

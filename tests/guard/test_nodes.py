@@ -63,11 +63,11 @@ def cluster(tmp_path, monkeypatch):
     return start
 
 
-def lose(supervisor, code=11, host="", last_step=9):
+def lose(supervisor, code=11, host="", last_step=9, why=""):
     """The reason for no further attempt after one that ended so."""
-    action = {11: Action.REPLACE, 3: Action.STOP, 1: Action.RESTART}[code]
+    action = {11: Action.REPLACE, 17: Action.REPLACE, 3: Action.STOP, 1: Action.RESTART}[code]
     supervisor.attempts.append(
-        Attempt(1, supervisor.place.ranks, code=code, cause="lost", host=host, first_step=10, last_step=last_step,
+        Attempt(1, supervisor.place.ranks, code=code, cause="lost", host=host, first_step=10, last_step=last_step, why=why,
                 excluded=len(supervisor.place.nodes.excluded))
     )  # fmt: skip
     return supervisor.end_of_job(JobVerdict(action, "lost", code))
@@ -159,6 +159,36 @@ def test_a_node_that_passes_its_check_is_left_out_when_its_ranks_lose_a_device_a
     assert lose(supervisor, host="n3", last_step=12) is None and not supervisor.place.nodes.excluded
     assert lose(supervisor, host="n1", last_step=15) is None and not supervisor.place.nodes.excluded
     assert lose(supervisor, host="n3", last_step=20) is None and list(supervisor.place.nodes.excluded) == ["n3"]
+
+
+def test_a_node_whose_rank_computes_wrongly_is_left_out_at_once(cluster):
+    supervisor = cluster(TORCHRUN, spare_nodes=1)
+    why = "iteration 12: rank 3 on n2 computes other bits than other ranks do of the same samples"
+    assert lose(supervisor, 17, host="n2", last_step=12, why=why) is None
+    assert supervisor.place.nodes.excluded == {"n2": "its rank 3 computes wrongly"}
+    events = read_events(supervisor.events.path)
+    assert [event["nodes"] for event in events if event["event"] == "node_excluded"] == [["n2"]]
+
+
+def test_a_supervisor_of_another_node_goes_on_without_the_one_that_computes_wrongly(cluster, tmp_path, monkeypatch):
+    (tmp_path / "bin" / "torchrun").symlink_to("/bin/true")
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    alone = "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2 --rdzv-endpoint n1:29500 pretrain_gpt.py"
+    for host, outcome in (("n2", None), ("n1", "given up: n1 failed (its rank 3 computes wrongly)")):
+        supervisor = cluster(alone)
+        why = f"iteration 12: rank 3 on {host} computes other bits than other ranks do of the same samples"
+        said = lose(supervisor, 17, host=host, last_step=12, why=why)
+        assert list(supervisor.place.nodes.excluded) == [host]
+        assert said is outcome or said.startswith(outcome)
+
+
+def test_a_node_that_may_compute_wrongly_or_forget_is_left_out_the_second_time(cluster):
+    supervisor = cluster(TORCHRUN, spare_nodes=1)
+    pair = "iteration 9: rank 0 on n1 and rank 4 on n3 compute different bits of the same samples: one of them is wrong"
+    memory = "iteration 14: the memory of rank 5 on n3 changed while nothing wrote to it"
+    assert lose(supervisor, 17, host="n1", last_step=12, why=pair) is None and not supervisor.place.nodes.excluded
+    assert lose(supervisor, 17, host="n3", last_step=14, why=memory) is None
+    assert supervisor.place.nodes.excluded == {"n3": "its rank 5 computes wrongly"}
 
 
 def test_spares_need_an_allocation(cluster, monkeypatch):

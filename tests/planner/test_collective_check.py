@@ -197,5 +197,5 @@ def test_squares_are_compared_with_those_of_one_process():
 def test_small_and_whole_numbers_are_not_recorded():
     made, axis = SumRecord(), type("A", (), dict(name="tp", ranks=(0, 1)))()
     for x in (torch.ones(7), torch.ones(99, dtype=torch.int64), torch.ones(8), torch.zeros(8)):
-        made.heard(x, axis)
+        made.heard("sent", "all-reduce", x, axis)
     assert [(one.elements, one.zero) for one in made.sums] == [(8, False), (8, True)]

@@ -17,6 +17,10 @@ from megatron.training.rules import idle, resolve
 # condition, or setting -> (flags that do not meet it, flags that do); between |: alternatives, "2:": on so many ranks
 # A condition that is not here is itself what meets it, and no flags do not.
 CASES = {
+    "--error-injection-rate N": (
+        "--rerun-mode validate_results",
+        "--rerun-mode validate_results --error-injection-rate 5",
+    ),
     "a Mamba-2 layer (M or P in --hybrid-layer-pattern)": (
         " | --hybrid-layer-pattern *-",
         "--hybrid-layer-pattern M- | --hybrid-layer-pattern P-",

@@ -381,7 +381,7 @@ def test_what_is_not_supported_says_what_to_do(line, words):
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("--result-rejected-tracker-filename f", "repeated steps are not compared"),
+        ("--result-rejected-tracker-filename f", "results that --rerun-mode rejects"),
         ("--logging-level 20", "the log has one level"),
         ("--config-logger-dir d", "--print-config"),
         ("--train-sync-interval 5", "how far the host may run ahead"),

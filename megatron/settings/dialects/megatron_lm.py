@@ -223,9 +223,10 @@ wandb reads WANDB_ENTITY and WANDB_DIR from the environment
     --wandb-entity --wandb-save-dir
 
 # Checks.
-repeated steps are not compared; replicas are, see --check-replicas-interval
-    --rerun-mode --test-mode --enable-exactly-numeric-match --result-rejected-tracker-filename
-    --enable-optimizer-post-validation
+runs are not compared with each other; see --rerun-mode, --check-replicas-interval and tools.verify_determinism
+    --test-mode --enable-exactly-numeric-match --enable-optimizer-post-validation
+results that --rerun-mode rejects are events (events.jsonl), with rank and machine
+    --result-rejected-tracker-filename
 """
 
 REFUSED = """
@@ -405,8 +406,8 @@ snapshots lie in the memory of the nodes; on a shared disk, --save-interval with
     --non-persistent-ckpt-type --non-persistent-global-ckpt-dir
 each rank writes its share of what several ranks hold, as Megatron-LM's fully_parallel does
     --non-persistent-local-ckpt-algo
-restarting inside the process and injecting faults are not part of this suite
-    --inprocess-* --enable-ft-package --calc-ft-timeouts --ft-* --fault-injector-* --error-injection-*
+restarting inside the process and injecting lost ranks are not part of this suite
+    --inprocess-* --enable-ft-package --calc-ft-timeouts --ft-* --fault-injector-*
     --gpu-sniff-test-interval
 see --flight-recorder-dump-path: dumps are written at every hang and timeout, with all entries
     --flight-recorder-include-* --no-flight-recorder-* --disable-flight-recorder-*
@@ -424,7 +425,7 @@ NEUTRAL = """
 --main-params-dtype=fp32
 --num-distributed-optimizer-instances=1
 --non-persistent-ckpt-type=local --non-persistent-ckpt-type=in_memory --non-persistent-local-ckpt-algo=fully_parallel
---pp-recompute-interval=1 --error-injection-rate=0 --nnodes=1 --inference-max-requests=8
+--pp-recompute-interval=1 --nnodes=1 --inference-max-requests=8
 """
 
 

@@ -8,6 +8,7 @@ from megatron.settings.declare import Count, Natural, Needs, Positive, Range, sh
 from megatron.settings.groups.parallel import RANKS
 
 ROLLBACK = Needs("--on-spike rollback", lambda s: s.on_spike == "rollback")
+VALIDATES = Needs("--rerun-mode validate_results", lambda s: s.rerun_mode == "validate_results")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,35 @@ class Guard:
     )
     max_rollbacks: Natural = shown_by("test_rollbacks_are_limited")(
         "maximum number of rollbacks; the next spike stops the run (0: the first one)", 3, needs=ROLLBACK
+    )
+    rerun_mode: Literal["disabled", "validate_results", "report_stats", "report_determinism_stats"] = shown_by(
+        "test_a_transient_error_is_named_and_leaves_no_trace"
+    )(
+        "compute a step again before its update: where it is suspicious (not finite, a spike), here and on another rank, "
+        "to find devices that compute wrongly; or each step, to count differences",
+        "disabled",
+        on_resume="irrelevant",
+    )
+    rerun_interval: Optional[Count] = shown_by("test_every_nth_step_finds_a_device_that_computes_otherwise")(
+        "also compute each step at a multiple of N again, and compare the weights and the optimizer's state with what the "
+        "last update left",
+        None,
+        needs=VALIDATES,
+        on_resume="irrelevant",
+    )
+    error_injection_rate: Natural = shown_by("test_a_transient_error_is_named_and_leaves_no_trace")(
+        "flip a bit on purpose in one of so many steps, before its update; 0: never",
+        0,
+        needs=VALIDATES,
+        on_resume="irrelevant",
+    )
+    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = shown_by(
+        "test_a_persistent_error_ends_the_run_with_its_rank"
+    )(
+        "of what kind it is: none, in the first computation of a step, or in each of one rank",
+        "transient_error",
+        needs=Needs("--error-injection-rate N", lambda s: s.error_injection_rate > 0),
+        on_resume="irrelevant",
     )
     iterations_to_skip: Optional[list[int]] = shown_by("test_iterations_to_skip_are_passed_over")(
         "steps to skip: their samples are not trained on", None
