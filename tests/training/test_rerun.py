@@ -33,6 +33,7 @@ LAYOUTS = {
     "zb": (2, "--pp 2 --pipeline-schedule zb-h1"),
     "ep2": (2, "--num-experts 4 --expert-model-parallel-size 2"),
     "dp2_ep2": (4, "--num-experts 4 --expert-model-parallel-size 2 --micro-batch-size 1"),
+    "buffers": (2, "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid"),
     "cp2": (2, "--context-parallel-size 2"),
     "tp2_pp2_dp2": (8, "--tp 2 --pp 2 --micro-batch-size 1"),
     "fp16": (2, "--fp16 --initial-loss-scale 256"),
