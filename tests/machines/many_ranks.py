@@ -8,7 +8,8 @@ metrics.jsonl in FOLDER/run has the iteration. Exits with the highest code of th
 FOLDER/counts_RANK.json, what it has asked of the machine:
 
     read, written     bytes of its system calls, with those of its messages
-    opened            files that it opened, by place: "run" (FOLDER/run), "beats" (FOLDER/beats), "elsewhere"
+    opened            files that it opened, by place: "run" (FOLDER/run), "beats" (FOLDER/beats), "memory" (of the node:
+                      /proc, /sys, heartbeats), "elsewhere" (modules)
     seconds           from the first to the last count
     groups            process groups that it created
     keys              rank 0: keys of the store, which ranks wrote to meet
@@ -49,6 +50,7 @@ def rank_of_job(rank: int, world: int, port: int, folder: Path, flags: list[str]
         MASTER_PORT=str(port),
     )
     counts, places = Counter(), {str(folder / name): name for name in ("run", "beats")}
+    places |= {"/proc/": "memory", "/sys/": "memory", "/heartbeats-of-": "memory"}
 
     def opened(event: str, what: tuple) -> None:
         if event == "open":

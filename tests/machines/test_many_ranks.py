@@ -165,8 +165,8 @@ def test_what_ranks_ask_of_their_machines(ranks, tmp_path):
             most = job.opened(rank, saves, resumed)
             assert own["opened run"] <= most and (resumed or own["opened run"] >= most - 8 * (rank == 0)), rank
         others = [own for rank, own in counts.items() if rank]
-        for what in ("read", "written", "opened elsewhere"):  # the same for each rank
-            assert max(own[what] for own in others) <= 1.5 * min(own[what] for own in others), what
+        for what, more in (("read", 1.5), ("written", 1.5), ("opened elsewhere", 1.01)):  # the same for each rank
+            assert max(own[what] for own in others) <= more * min(own[what] for own in others), what
         files = list((tmp_path / "beats").glob("node_*.beats"))
         assert len(files) == job.nodes * (1 + resumed)  # each launcher has its own
         assert max(path.stat().st_size for path in files) <= NODE * MESSAGE
