@@ -13,7 +13,7 @@ docs/finetuning.md and docs/chat.md have more.
 from megatron.entry import start
 from megatron.errors import run_main
 from megatron.tasks import finetune
-from megatron.tasks.recipes import recipe_of_command
+from megatron.tools.tasks import recipe_of_command
 
 recipe = finetune.recipe
 

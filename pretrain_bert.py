@@ -13,9 +13,8 @@ from megatron.data.masked_settings import GROUP as MASKED
 from megatron.data.masked_settings import MASKED_IDLE, MASKED_RULES, MaskedSettings
 from megatron.entry import start
 from megatron.errors import SettingsError, run_main
-from megatron.model.bert.bert_rules import IDLE, RULES
 from megatron.model.bert.facts import TAKEN, TASKS, BertFacts, TaskFacts, TaskHead
-from megatron.model.bert.settings import GROUP, BertSettings, own_settings
+from megatron.model.bert.settings import GROUP, IDLE, RULES, BertSettings, own_settings
 from megatron.model.recipe import Recipe
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.settings.rules import word_piece

@@ -16,8 +16,7 @@ from megatron.errors import run_main
 from megatron.model.recipe import Recipe
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.model.t5.facts import T5Facts
-from megatron.model.t5.settings import GROUP, T5Settings
-from megatron.model.t5.t5_rules import IDLE, RULES
+from megatron.model.t5.settings import GROUP, IDLE, RULES, T5Settings
 from megatron.planner.stage_cut import normalize_config
 from megatron.settings.declare import Needs
 from megatron.settings.rules import word_piece

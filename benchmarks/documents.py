@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from megatron.fused_kernels import attention, explicit_attention
-from megatron.fused_kernels.cpu import keep_memory
 from megatron.fused_kernels.documents import Documents
 from megatron.model.kinds.attention.module import allowed_pairs
+from megatron.mpu.cpu_memory import keep_memory
 
 HEADS, WIDTH = 12, 64
 CONTENDERS = {  # name: kernel, how it is told; the first two of each kernel make a ratio

@@ -29,9 +29,9 @@ import torch
 from peer_steps import Times, adamw_step, cpu_seconds
 
 from megatron.data.loader import named_batch
-from megatron.fused_kernels.cpu import keep_memory
 from megatron.model.command_line import parse_any
 from megatron.model.recipe import recipe_of
+from megatron.mpu.cpu_memory import keep_memory
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings.schema import Optimizer

@@ -41,8 +41,8 @@ import torch
 from peer_steps import Times, adamw_step, cpu_seconds
 
 import pretrain_gpt
-from megatron.fused_kernels.cpu import keep_memory
 from megatron.model.command_line import parse_any
+from megatron.mpu.cpu_memory import keep_memory
 from megatron.training.build import build_run
 from megatron.training.rules import resolve
 from megatron.training.step import train_step

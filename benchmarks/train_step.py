@@ -18,8 +18,8 @@ import time
 import torch
 
 from megatron.data.loader import MicroBatch
-from megatron.fused_kernels.cpu import keep_memory
 from megatron.model.gpt.module import GPT
+from megatron.mpu.cpu_memory import keep_memory
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings.schema import Kernels, Model, Optimizer

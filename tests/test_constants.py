@@ -170,8 +170,8 @@ ARITHMETIC = {
         **dict(float64=8, float32=4, bfloat16=2, float16=2, int64=8, int32=4, int16=2, int8=1, uint8=1, bool=1)
     },
     "pipeline.simulate:COST": dict(F=1.0, B=2.0, I=1.0, W=1.0),  # a backward pass is twice a forward pass
-    "fused_kernels.cpu:_M_TRIM_THRESHOLD": -1,  # glibc's malloc.h
-    "fused_kernels.cpu:_M_MMAP_MAX": -4,
+    "mpu.cpu_memory:_M_TRIM_THRESHOLD": -1,  # glibc's malloc.h
+    "mpu.cpu_memory:_M_MMAP_MAX": -4,
     "storage.processes:_DEATH_SIGNAL": 1,  # Linux's sys/prctl.h
     "storage.processes:_SUBREAPER": 36,
     "optimizer.scratch:PAGE": 4096,

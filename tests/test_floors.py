@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packages stand on floors and import only from themselves and from lower floors; what needs no torch imports none.
 
-docs/design.md says what each package is for.
+README.md says what each package is for.
 """
 
 import ast
@@ -36,9 +36,9 @@ FLOORS = (  # lowest first: a package imports from itself and from lower floors
 )
 PURE = (  # what settings are checked and launches are planned with; others say "Needs no torch" in their docstring
     "errors settings.* storage.* telemetry.run_record telemetry.metrics telemetry.events telemetry.rank_logger "
-    "telemetry.own_code mpu.placement fused_kernels.cpu model.recompute_plan model.gpt.facts model.gpt.gpt_rules "
-    "model.t5.facts model.t5.settings model.t5.t5_rules model.bert.facts model.bert.settings "
-    "model.bert.bert_rules model.kinds.experts.expert_rules model.t5.stages data.mock pipeline.pipeline_rules "
+    "telemetry.own_code mpu.placement model.recompute_plan model.gpt.facts model.gpt.gpt_rules "
+    "model.t5.facts model.t5.settings model.bert.facts model.bert.settings "
+    "model.kinds.experts.expert_rules model.t5.stages data.mock pipeline.pipeline_rules "
     "data.data_rules optimizer.optimizer_rules checkpoint.boxes pipeline.schedule pipeline.stages pipeline.simulate "
     "pipeline.custom_schedule pipeline.draw pipeline.timeline pipeline.check optimizer.lr_schedule optimizer.scaler "
     "inference.sampling inference.requests data.sampler data.batch_arrays data.index_maps data.json_input "

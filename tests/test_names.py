@@ -25,6 +25,7 @@ KNOW_GPT = {  # file pattern -> why it may name GPT
     "megatron/settings/statements.py": "names of published shapes in docstrings",
     "megatron/model/command_line.py": "the default of --model-type",
     "megatron/settings/rules.py": "names of tokenizers",
+    "megatron/settings/general_rules.py": "names of tokenizers",
     "megatron/tokenizer/*": "names of tokenizers",
     "megatron/tasks/chat.py": "what answers in conversations",
     "megatron/tasks/dpo.py": "what answers in conversations",
@@ -47,7 +48,7 @@ KNOW_GPT = {  # file pattern -> why it may name GPT
     "megatron/planner/parity.py": "the module of Megatron-LM's order of samples is imported ahead",
     "megatron/guard/command.py": "command lines that users type, in examples",
     "megatron/guard/stacks.py": "a place in the data loader, in an example",
-    "megatron/tasks/finetune.py": "the command that makes checkpoints, in a message",
+    "megatron/tasks/finetune_start.py": "the command that makes checkpoints, in a message",
     "megatron/tasks/backbones.py": "the table of models that fine-tuning knows",
     "megatron/tools/*": "commands name it for users",
 }

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.convert.fp8_blocks import is_fp8
+from megatron.convert.hf_blocks import is_fp8
 from megatron.convert.watched_config import WatchedConfig
 from megatron.errors import CheckpointError, SettingsError
 from megatron.model.bert import hf_names as bert_names
@@ -18,6 +18,7 @@ from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.settings import GROUP as BERT
 from megatron.model.facts import AHEAD, Facts
 from megatron.model.gpt import hf_ahead, hf_falcon
+from megatron.model.gpt import hf_families as gpt_families
 from megatron.model.gpt import hf_names as gpt_names
 from megatron.model.gpt import hf_settings as gpt_settings
 from megatron.model.gpt.facts import GPTFacts
@@ -150,7 +151,7 @@ def adapted(config: Config, vocab_size: int) -> Family:
 
 def names_layers(config: Config) -> bool:
     """Whether there is a family of models whose layers a pattern lists, as this one's."""
-    return any(not family.reasons(config.model) for family in gpt_settings.FAMILIES.values() if config.model.letters)
+    return any(not family.reasons(config.model) for family in gpt_families.FAMILIES.values() if config.model.letters)
 
 
 def knows_layers(config: Config) -> bool:
@@ -159,7 +160,7 @@ def knows_layers(config: Config) -> bool:
         return True
     if config.model.letters and not is_transformer(config):
         try:
-            gpt_settings.kind_of(config.model)
+            gpt_families.kind_of(config.model)
         except SettingsError as error:
             raise SettingsError(
                 f"--hybrid-layer-pattern {config.model.letters}: Hugging Face knows layers of attention and MLP, in turn, "
@@ -213,7 +214,7 @@ def prompts_for(facts: Facts) -> torch.Tensor:
 
 def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
     model = facts.settings
-    kind = kind or gpt_settings.kind_of(model)
+    kind = kind or gpt_families.kind_of(model)
     table = {"gpt2": "transformer.wte.weight"} | dict.fromkeys(MIXERS, "backbone.embeddings.weight")
     table = table.get(kind, "model.embed_tokens.weight")
     tied = not model.untie_embeddings_and_output_weights

@@ -14,9 +14,8 @@ import torch
 
 from megatron.convert import compressed_tensors
 from megatron.convert.families import Family, imported
-from megatron.convert.fp8_blocks import FP8Files, is_fp8
+from megatron.convert.hf_blocks import FP8Files, MXFP4Files, is_fp8, is_mxfp4
 from megatron.convert.hf_files import WHOLE, TensorFiles, refuse_other_formats
-from megatron.convert.mxfp4 import MXFP4Files, is_mxfp4
 from megatron.errors import CheckpointError
 from megatron.model.gpt import hf_ahead
 from megatron.model.hf_match import Match

@@ -36,8 +36,8 @@ from megatron.optimizer.ordered_rules import VOCABULARY
 from megatron.optimizer.units import flat_memory, flat_units_of, materialise, owned_ranges, pieces_of
 from megatron.settings import schema
 from megatron.settings.from_checkpoint import FILES, located, refuse_lost
+from megatron.settings.general_rules import violations
 from megatron.settings.rank_env import print_notes
-from megatron.settings.rules import violations
 from megatron.settings.statements import NONE
 from megatron.storage.urls import UrlPath, location
 

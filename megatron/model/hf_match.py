@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Match`: a tensor of ours and its values in the files of Hugging Face."""
+"""`Match`: a tensor of ours and its values in the files of Hugging Face; `refuse_shape`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
+from megatron.errors import SettingsError
 from megatron.settings.schema import Model
 
 Tensors = list[torch.Tensor]
@@ -38,3 +39,13 @@ def linear_matches(model: Model, ours: str, theirs: str) -> list[Match]:
     """The matches of a linear layer that both have: its weight, and its bias if it has one."""
     whats = ("weight",) if model.disable_bias_linear else ("weight", "bias")
     return [Match(f"{ours}.{what}", (f"{theirs}.{what}",)) for what in whats]
+
+
+def refuse_shape(kind: str, against: Mapping[str, bool]) -> None:
+    """Raise SettingsError if a model is not Hugging Face's `kind`. against: reason -> whether it holds"""
+    if why := ", ".join(reason for reason, holds in against.items() if holds):
+        raise SettingsError(
+            f"Hugging Face's {kind} is no model of this shape",
+            f"not {kind}: {why}",
+            "python -m megatron.tools.export --format onnx or torch-export writes a program of it",
+        )

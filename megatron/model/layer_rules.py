@@ -10,9 +10,10 @@ from typing import Any, Optional
 
 from megatron.errors import SettingsError, did_you_mean
 from megatron.model.facts import Facts
+from megatron.settings.general_rules import violations
 from megatron.settings.hybrid_pattern import FLAG as PATTERN
 from megatron.settings.layer_settings import FLAG, NO_OP, PARTS, numbers, read_layer_settings, written
-from megatron.settings.rules import Rule, violations
+from megatron.settings.rules import Rule
 from megatron.settings.schema import Config, Model
 from megatron.storage.urls import location
 

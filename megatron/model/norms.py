@@ -19,8 +19,8 @@ from megatron.mpu.layers import create_parameters
 from megatron.mpu.mesh import Axis
 
 
-class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias. weights: `model.weights.norm(...)`."""
+class Norm(nn.Module):
+    """A norm over the last dim. weights: `model.weights.norm(...)`."""
 
     fusion, unfused = "persist_layer_norm", False
     in_blocks = staticmethod(lambda norm: norm)  # set by `ordered.attach_ordered`
@@ -30,6 +30,10 @@ class LayerNorm(nn.Module):
         self.epsilon = epsilon
         create_parameters(self, weights, None, dtype=dtype, device=device)
 
+
+class LayerNorm(Norm):
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias."""
+
     def forward(self, x: torch.Tensor, branch: Optional[torch.Tensor] = None):
         norm = self.in_blocks(partial(layer_norm, unfused=self.unfused))
         if branch is None:
@@ -38,16 +42,8 @@ class LayerNorm(nn.Module):
         return added(x, branch, self.weight, self.bias, self.epsilon, norm)
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv:1910.07467). weights: `model.weights.norm(...)`."""
-
-    fusion, unfused = "persist_layer_norm", False
-    in_blocks = staticmethod(lambda norm: norm)
-
-    def __init__(self, weights: Table, epsilon: float, *, dtype=None, device=None):
-        super().__init__()
-        self.epsilon = epsilon
-        create_parameters(self, weights, None, dtype=dtype, device=device)
+class RMSNorm(Norm):
+    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv:1910.07467)."""
 
     def forward(self, x: torch.Tensor, branch: Optional[torch.Tensor] = None):
         norm = self.in_blocks(partial(rms_norm, unfused=self.unfused))

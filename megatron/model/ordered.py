@@ -28,8 +28,8 @@ from megatron.mpu import collectives
 from megatron.mpu.layers import LINEAR, RowParallelLinear
 from megatron.mpu.linear_product import LinearProduct, Multiply, Operand
 from megatron.mpu.mesh import Axis
-from megatron.mpu.ordered_blocks import BLOCKS
 from megatron.mpu.ordered_sums import NARROW, Blocks, tree_sum
+from megatron.settings.groups.kernels import BLOCKS
 from megatron.settings.schema import Model
 
 
@@ -44,6 +44,8 @@ def attach_ordered(chunks: Iterable[nn.Module], settings: Model) -> None:
                 module.product = OrderedProduct(module, name, settings, tokens)
             elif isinstance(module, tuple(NORMS.values())):
                 module.in_blocks = tokens.each
+            if hasattr(module, "attach_ordered"):
+                module.attach_ordered()
             elif hasattr(module, "by_width"):  # an activation
                 module.by_width = partial(_by_width, Blocks(BLOCKS // chunk.tp.size, 1 + module.gated))
 

@@ -40,8 +40,8 @@ from megatron.mpu.deferred_wgrad import WeightGradStore, wgrad_defer_function
 from megatron.mpu.distillation_loss import DistillationLoss
 from megatron.mpu.layers import WgradGemm, matmul, start_input_reduction
 from megatron.mpu.mesh import Axis
-from megatron.mpu.ordered_blocks import BLOCKS
 from megatron.mpu.ordered_sums import Blocks
+from megatron.settings.groups.kernels import BLOCKS
 from megatron.settings.kernel_sizes import LossChunks
 
 FP16_SCALE = 2.0**12  # of softmax - onehot: keeps probabilities from 1e-11, and leaves room for weights up to 8

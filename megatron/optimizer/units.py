@@ -22,10 +22,10 @@ from megatron.checkpoint.store import Piece, flat_pieces
 from megatron.fused_kernels.fp8 import E4M3
 from megatron.mpu.linear_product import LinearProduct
 from megatron.mpu.mesh import Axis
-from megatron.mpu.ordered_blocks import BLOCKS
 from megatron.mpu.placement import DATA_PARALLEL, Own, Placement, placed_buffers, placements
 from megatron.mpu.random import init_rows
 from megatron.optimizer.flat import ALIGN, aligned, unit_size
+from megatron.settings.groups.kernels import BLOCKS
 
 LAYERS = "blocks"  # the attribute with the layers of a module that does not list its units
 

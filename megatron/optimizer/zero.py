@@ -124,6 +124,9 @@ class DistributedOptimizer:
         self.gradients = build(self.owned, mesh, device=device, overlap=parallel.overlap_grad_reduce, **formats)
         if self.ordered:
             separate_output_gradients(as_chunks(model))
+            layers = [layer for chunk in as_chunks(model) for layer in chunk.modules()]
+            summed = [layer for layer in layers if getattr(layer, "sums_over_ranks", False)]
+            attach_wgrad_accumulator(summed, self.gradients.accumulator)
         if settings.gradient_accumulation_fusion:
             attach_wgrad_accumulator(as_chunks(model), self.gradients.accumulator)
         self.states = build_states(

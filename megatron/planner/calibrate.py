@@ -10,11 +10,11 @@ from statistics import median
 import torch
 
 from megatron.fused_kernels import Case, choose_kernel, cpu_ops
-from megatron.fused_kernels.cpu import keep_memory
 from megatron.model.context import ForwardContext, LayerSetup
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.layer import Layer
 from megatron.mpu import collectives
+from megatron.mpu.cpu_memory import keep_memory
 from megatron.mpu.cpu_threads import choose_threads
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.initialize import DTYPES

@@ -4,7 +4,7 @@
 import shlex
 
 from megatron.model.recipe import command_of, recipe_of
-from megatron.planner.search import Plan
+from megatron.planner.plans import Plan
 from megatron.planner.speed import Cluster
 from megatron.planner.text import speeds_note
 from megatron.settings import schema

@@ -13,8 +13,8 @@ from megatron.planner import goodput, target, text
 from megatron.planner.choose import resolve_open_settings
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import MemoryReport, memory_report, on_disk
+from megatron.planner.plans import Plan
 from megatron.planner.problems import inspect, prefixes, refusal
-from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster, slower_in_fp8, step
 from megatron.planner.startup import describe_groups, groups_of, slow_start
 from megatron.planner.traffic import transfers

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.checkpoint.interval import best_interval, goodput
-from megatron.planner.search import Plan
+from megatron.planner.plans import Plan
 from megatron.planner.speed import DISK, HOST_MEMORY, Cluster
 from megatron.planner.startup import groups_of, start_up
 from megatron.settings.schema import Config

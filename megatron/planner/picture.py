@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megatron.errors import SettingsError, StorageError
 from megatron.planner.memory import memory_report
-from megatron.planner.search import Plan
+from megatron.planner.plans import Plan
 from megatron.planner.speed import Cluster
 from megatron.planner.text import recomputed, speeds_note
 from megatron.telemetry.drawing import INK, SOFT, new_figure, plain, svg_of

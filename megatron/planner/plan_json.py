@@ -6,7 +6,7 @@ from dataclasses import asdict
 from megatron.planner.choose import SearchResult
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import memory_report
-from megatron.planner.search import Plan
+from megatron.planner.plans import Plan
 from megatron.planner.startup import groups_of, start_up
 from megatron.planner.text import accuracy_of, basis, share_of_peak
 from megatron.planner.traffic import transfers

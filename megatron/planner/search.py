@@ -7,10 +7,9 @@ than the best plans: of 2.5 million layouts of a mixture an eighth is evaluated.
 choices are computed outside their loops. The best plans are then refined: layers without recomputation, uneven stages.
 """
 
-import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Optional
 
@@ -22,16 +21,27 @@ from megatron.pipeline.schedule import SCHEDULES, TRAINING, v_shaped
 from megatron.planner import memory, speed
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
-from megatron.planner.speed import Cluster, StepTime, split_even
+from megatron.planner.plans import (
+    MOST_STATE_FEATURES,
+    Fastest,
+    Plan,
+    Rejected,
+    SearchedPlans,
+    Shortlist,
+    best_first,
+    different_plans,
+    features,
+    simplest,
+    state_features,
+)
+from megatron.planner.speed import Cluster, split_even
 from megatron.planner.stage_cut import fastest, in_stages
 from megatron.settings.hashed_once import hashed_once
 from megatron.settings.schema import Recompute
-from megatron.telemetry.figures import size
 from megatron.telemetry.progress import followed
 
 NOT_OFFLOADED = (0.0, 0.0, False)
 REFINED = 40  # number of best plans to refine
-SIMPLE = 20  # number of fastest plans to keep for each number of features
 
 
 @hashed_once
@@ -75,93 +85,12 @@ class Space:
     tolerance: float = 0.0
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A layout with its memory and time."""
-
-    layout: Layout
-    job: Job
-    step: StepTime
-    bytes: int  # of the fullest pipeline rank
-    rank: int  # the fullest pipeline rank
-
-    @property
-    def per_sample(self) -> float:
-        return self.step.seconds / self.job.global_batch
-
-    @property
-    def order(self) -> tuple:
-        """The sort key: least time per sample first, then fewest features, then least memory."""
-        lay = self.layout
-        return (round(self.per_sample, 12), lay.offload, lay.zero, lay.tp * lay.cp * lay.pp, lay.chunks, self.bytes)
-
-
-def features(layout: Layout) -> int:
-    """The number of features of a layout that plain data parallelism does not need."""
-    axes = (layout.tp > 1) + (layout.cp > 1) + (layout.pp > 1) + (layout.schedule != "1f1b")
-    axes += layout.cp_levels is not None
-    axes += layout.stage_layers is not None and len(set(layout.stage_layers.split(","))) > 1
-    again = layout.recompute
-    given = (again.recompute_granularity, again.recompute_modules, again.no_recompute_layers)
-    recomputing = sum(setting is not None for setting in given)
-    return axes + recomputing + _state_features(layout.zero, layout.shard, layout.weight_ranks, layout.offload)
-
-
-def _state_features(zero: int, shard: int, weight_ranks: int, offload: float) -> int:
-    return min(zero, 2) + (zero > 0 and shard != weight_ranks) + 2 * (offload > 0)
-
-
-MOST_STATE_FEATURES = _state_features(3, 2, 4, 1.0)
-
-
-def simplest(plans: Sequence[Plan], tolerance: float) -> tuple[Plan, int]:
-    """The simplest plan that is as fast as the fastest within the tolerance, at the same batch: without offload, then with
-    the fewest features and the most free memory. Also returns the number of plans that are as fast.
-    """
-    fastest = min(plans, key=lambda plan: plan.order)
-    most, batch = fastest.per_sample * (1 + tolerance), fastest.job.global_batch
-    alike = [plan for plan in plans if plan.per_sample <= most and plan.job.global_batch == batch]
-    best = min(alike, key=lambda plan: (plan.layout.offload > 0, features(plan.layout), plan.bytes, plan.order))
-    return best, len(alike)
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A layout that does not fit, by how many bytes, and where."""
-
-    layout: Layout
-    over: int
-    rank: int
-    host: bool = False
-
-    def why(self) -> str:
-        where = "in the host's memory" if self.host else f"on pipeline rank {self.rank}"
-        return f"out of memory by {size(self.over)} {where}"
-
-
-@dataclass
-class SearchedPlans:
-    """The result of a search: the chosen plan and others from fast to slow, the closest rejected layouts, and impossible
-    sizes. alike: plans that are as fast as the fastest, within the tolerance. evaluated: of `num_layouts`; the others are
-    slower by their work alone. too_large: of these, how many do not fit
-    """
-
-    plans: list[Plan] = field(default_factory=list)
-    fastest: Optional[Plan] = None
-    alike: int = 1
-    rejected: list[Rejected] = field(default_factory=list)
-    impossible: list[str] = field(default_factory=list)
-    num_layouts: int = 0
-    evaluated: int = 0
-    too_large: int = 0
-
-
 def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> SearchedPlans:
     """All plans of `job` (with the global batch of `space`) on `cluster`; returns the `keep` best and closest ones."""
     if space.only:
         return _of(job, cluster, space)
     result = SearchedPlans()
-    good, close = _Fastest(keep, space.tolerance), _Shortlist(keep)
+    good, close = Fastest(keep, space.tolerance), Shortlist(keep)
     bases = list(_bases(job, cluster, space, result))
     least = [speed.least_seconds(sized, base, cluster) / sized.global_batch for base, sized in bases]
     result.num_layouts = sum(_number_of_choices(base.dp, base.cp, space) for base, _ in bases)
@@ -170,12 +99,12 @@ def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> Searche
         if least[index] > good.worst:
             break
         _try_shardings(*bases[index], cluster, space, result, good, close)
-    best = _in_order(_plan(*entry, cluster) for entry in good.entries())
+    best = best_first(_plan(*entry, cluster) for entry in good.entries())
     refined = [better for plan in best[:REFINED] for better in _refined(plan, cluster, space)]
-    plans = _in_order(best + refined)
+    plans = best_first(best + refined)
     if plans:
         chosen, result.alike = simplest(plans, space.tolerance) if space.tolerance else (plans[0], 1)
-        result.fastest, result.plans = plans[0], _different([chosen, *plans])
+        result.fastest, result.plans = plans[0], different_plans([chosen, *plans])
     result.rejected = [Rejected(*entry) for entry in close.entries()]
     return result
 
@@ -192,87 +121,10 @@ def _of(job: Job, cluster: Cluster, space: Space) -> SearchedPlans:
         result.plans += [plan] if plan else []
         result.rejected += [lacking] if lacking else []
     result.too_large = len(result.rejected)
-    result.plans = _in_order(result.plans)
+    result.plans = best_first(result.plans)
     result.fastest = result.plans[0] if result.plans else None
     result.rejected.sort(key=lambda one: one.over)
     return result
-
-
-def _in_order(plans: Iterable[Plan]) -> list[Plan]:
-    """Sort plans from best to worst."""
-    return sorted(plans, key=lambda plan: plan.order)
-
-
-def _different(plans: list[Plan]) -> list[Plan]:
-    """The best plan of each set that differs only in sharding degree or recomputation."""
-    seen: dict[tuple, Plan] = {}
-    for plan in plans:
-        lay = plan.layout
-        seen.setdefault(
-            (
-                lay.tp,
-                lay.cp,
-                lay.cp_heads,
-                lay.gathers,
-                lay.pp,
-                lay.sp,
-                lay.micro_batch_size,
-                lay.chunks,
-                lay.schedule,
-                lay.zero,
-                lay.offload,
-            ),
-            plan,
-        )
-    return list(seen.values())
-
-
-class _Shortlist:
-    """The `size` entries with the lowest costs. Entries are the inputs of a plan, because building plans is slow."""
-
-    def __init__(self, size: int):
-        self.size, self.heap, self.limit, self.count = size, [], float("inf"), 0
-
-    def offer(self, cost: float, *entry) -> None:
-        self.count += 1
-        heapq.heappush(self.heap, (-cost, self.count, entry))
-        if len(self.heap) > self.size:
-            heapq.heappop(self.heap)
-            self.limit = -self.heap[0][0]
-
-    def entries(self) -> list[tuple]:
-        return [entry for _, _, entry in sorted(self.heap, reverse=True)]
-
-
-class _Fastest:
-    """The fastest plans, and the fastest for each number of features: simpler plans may be as fast within the tolerance."""
-
-    def __init__(self, size: int, tolerance: float):
-        self.all, self.by_features, self.tolerance, self.best = _Shortlist(size), {}, tolerance, float("inf")
-
-    @property
-    def worst(self) -> float:
-        """The cost above which no plan is kept."""
-        return max(self.all.limit, self.best * (1 + self.tolerance))
-
-    def limit(self, *counts: int) -> float:
-        """The cost above which a plan with one of these numbers of features is dropped."""
-        most = self.best * (1 + self.tolerance)
-        if self.all.limit >= most:
-            return self.all.limit
-        return max(self.all.limit, min(most, max(self._simple(count).limit for count in counts)))
-
-    def offer(self, count: int, cost: float, *entry) -> None:
-        self.best = min(self.best, cost)
-        self.all.offer(cost, *entry)
-        self._simple(count).offer(cost, *entry)
-
-    def _simple(self, count: int) -> _Shortlist:
-        return self.by_features.setdefault(count, _Shortlist(SIMPLE))
-
-    def entries(self) -> list[tuple]:
-        entries = self.all.entries() + [one for few in self.by_features.values() for one in few.entries()]
-        return list({(entry[0], entry[1].global_batch): entry for entry in entries}.values())
 
 
 # The grid -------------------------------------------------------------------------------------------------------------
@@ -483,7 +335,7 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, resul
                     away > over,
                 )
             continue
-        own = count + _state_features(zero, shard, base.weight_ranks, offload)
+        own = count + state_features(zero, shard, base.weight_ranks, offload)
         limit = good.limit(own)
         if work.length / job.global_batch >= limit:
             continue

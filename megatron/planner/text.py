@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import MemoryReport
+from megatron.planner.plans import Plan, SearchedPlans
 from megatron.planner.reached_speed import KIND, Accuracy, accuracies
-from megatron.planner.search import Plan, SearchedPlans
 from megatron.planner.speed import Cluster, StepTime
 from megatron.planner.traffic import Transfer
 from megatron.telemetry.figures import WIDTH, count, part_of, seconds, sentence, size, table

@@ -12,7 +12,7 @@ from typing import Any
 from megatron.convert.given_model import load_one_model
 from megatron.errors import SettingsError
 from megatron.inference import generation_config
-from megatron.inference.kernel_caches import bound_kernel_caches
+from megatron.mpu.cpu_memory import bound_kernel_caches
 from megatron.serving.openai_requests import DEFAULTS
 from megatron.serving.settings import ServeOptions, ServeSettings, log_to_stderr, parsed, read_keys
 from megatron.serving.weights import Weights, follow, names_of

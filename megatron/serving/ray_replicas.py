@@ -7,16 +7,14 @@ All nodes need this package and the files of the models under the same paths.
 """
 
 import contextlib
-import os
 import socket
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from megatron.errors import Failure, SettingsError
 from megatron.serving.replicas import Replica
 from megatron.serving.settings import ServeLimits
+from megatron.storage.ray_cluster import connect, import_ray
 
 NAME = "megatron"  # of the application
 
@@ -29,7 +27,7 @@ def on_ray(build: Callable[[], Any], count: int, limits: ServeLimits) -> Iterato
         return build()
 
     ray, serve = _import()
-    _connect(ray)
+    connect(ray)
     try:
         if serve.status().applications:
             raise SettingsError("Ray Serve on this cluster has other applications", do="take another cluster")
@@ -55,30 +53,7 @@ def on_ray(build: Callable[[], Any], count: int, limits: ServeLimits) -> Iterato
 
 
 def _import():
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    try:
-        import ray
-        from ray import serve
-    except ImportError as error:
-        raise SettingsError("--ray needs the package ray", str(error), "pip install '.[scale]'") from None
-    return ray, serve
-
-
-def _connect(ray) -> None:
-    """Connect to the cluster of RAY_ADDRESS, or start one here. Replicas get this process's import path."""
-    root = str(Path(__file__).resolve().parents[2])
-    paths = os.pathsep.join(dict.fromkeys([root, *(path for path in sys.path if path)]))
-    common = dict(log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": {"PYTHONPATH": paths}})
-    address = os.environ.get("RAY_ADDRESS")
-    if not address:
-        ray.init(include_dashboard=False, object_store_memory=100 << 20, **common)
-        return
-    try:
-        ray.init(address=address, **common)
-    except ConnectionError as error:
-        do = "check RAY_ADDRESS, and that RAY_AUTH_MODE is the same here and where `ray start` ran"
-        raise SettingsError(f"no Ray cluster at {address}", str(error).splitlines()[0], do) from None
+    return import_ray("--ray"), import_ray("--ray", "ray.serve")
 
 
 def _free_port() -> int:

@@ -135,12 +135,7 @@ def check(settings: ServeOptions, limits: ServeLimits, given: Mapping[str, State
             raise SettingsError(f"{words_of(given, name, value)}: has to be at least {least:g}")
     tp, pp = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
     expert_parallel(tp, settings.expert_model_parallel_size)
-    if tp * pp != world:
-        raise SettingsError(
-            f"the model is shared by tensor {tp} x pipeline {pp} = {tp * pp} ranks, and this job has {world}",
-            do=f"{rank_env.launch_command(tp * pp)}, or give --tensor-model-parallel-size and "
-            "--pipeline-model-parallel-size whose product is the number of ranks",
-        )
+    rank_env.refuse_other_ranks(tp, pp)
     if world > 1 and len(folders) > 1:
         raise SettingsError(
             f"{world} ranks serve one model, and {len(folders)} are given", do="start a server for each"

@@ -213,6 +213,16 @@ def ranks(env: Mapping[str, str] = os.environ) -> Ranks:
     return Ranks(**given)
 
 
+def refuse_other_ranks(tp: int, pp: int) -> None:
+    """Raise SettingsError unless this job has as many ranks as share a model."""
+    if tp * pp != (world := ranks().world_size):
+        raise SettingsError(
+            f"the model is shared by tensor {tp} x pipeline {pp} = {tp * pp} ranks, and this job has {world}",
+            do=f"{launch_command(max(1, tp * pp))}, or give --tensor-model-parallel-size and "
+            "--pipeline-model-parallel-size whose product is the number of ranks",
+        )
+
+
 def launch_command(ranks: int) -> str:
     """The command line that starts the command of this process on `ranks` ranks."""
     spec, (script, *flags) = getattr(sys.modules["__main__"], "__spec__", None), sys.argv

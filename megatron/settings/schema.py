@@ -24,13 +24,12 @@ from megatron.settings.groups.data import Data
 from megatron.settings.groups.distillation import Distillation
 from megatron.settings.groups.guard import Guard
 from megatron.settings.groups.kernels import Kernels
-from megatron.settings.groups.logging import Logging
+from megatron.settings.groups.logging import Logging, Profiling
 from megatron.settings.groups.model import Model
 from megatron.settings.groups.optimizer import Optimizer
 from megatron.settings.groups.parallel import Parallel
 from megatron.settings.groups.planner import Planner
 from megatron.settings.groups.precision import Precision
-from megatron.settings.groups.profiling import Profiling
 from megatron.settings.groups.recompute import Recompute
 from megatron.settings.groups.tokenizer import TokenizerSettings
 from megatron.settings.statements import SaidBy, Statement

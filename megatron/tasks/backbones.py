@@ -12,10 +12,10 @@ from megatron.data.masked_settings import MASKED_RULES
 from megatron.errors import SettingsError, did_you_mean
 from megatron.model.facts import Facts, RankSetup
 from megatron.model.recipe import Recipe, named_recipe
+from megatron.model.t5.settings import DIVISIBLE_TARGET
 from megatron.model.t5.settings import GROUP as T5_GROUP
 from megatron.model.t5.settings import own_settings as t5_settings
 from megatron.model.t5.stages import normalize_encoder_config
-from megatron.model.t5.t5_rules import DIVISIBLE_TARGET
 from megatron.model.weights import Unit
 from megatron.mpu.placement import Normal, Placement
 from megatron.settings.declare import Needs

@@ -20,7 +20,7 @@ from megatron.data.json_input import expand
 from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.inference import generation_config
 from megatron.model.recipe import LM_LOSS, Recipe, named_recipe
-from megatron.model.t5.t5_rules import refused
+from megatron.model.t5.settings import refused
 from megatron.settings.declare import Needs, dashed
 from megatron.settings.from_checkpoint import saved_record, settings_of_shape, shape_of
 from megatron.settings.rules import Rule, of_the_checkpoint
@@ -28,10 +28,11 @@ from megatron.settings.schema import GROUPS, Config
 from megatron.settings.statements import Statement
 from megatron.storage.hub import is_hub
 from megatron.storage.urls import location
-from megatron.tasks import finetune
+from megatron.tasks import finetune_start
 from megatron.tasks.chat_samples import EncodedTexts, TextEncoder, conversation_samples, end_of_turn, pair_samples
 from megatron.tasks.chat_settings import DPO_LOSS, GROUP, REWARDS, ChatSettings, chat_settings
-from megatron.tasks.finetune import LENGTHS, beginning, drop_said_otherwise, from_pretrained, no_token_files
+from megatron.tasks.finetune_rules import LENGTHS, no_token_files
+from megatron.tasks.finetune_start import beginning, drop_said_otherwise, from_pretrained
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.chat_template import ChatTemplate, find_template, template_folders
 from megatron.training.hooks import Hook
@@ -39,7 +40,7 @@ from megatron.training.hooks import Hook
 MODEL_TYPE = "megatron.tasks.chat"
 SPLITS = ("train", "valid", "test")
 DEFAULTS = dict(
-    finetune.DEFAULTS,
+    finetune_start.DEFAULTS,
     lr=2e-5,
     min_lr=0.0,
     lr_decay_style="cosine",

@@ -23,10 +23,10 @@ from typing import Literal, Optional
 from megatron.convert.given_model import load_one_model
 from megatron.errors import SettingsError, UsageError, run_main
 from megatron.guard.job import on_ranks
-from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
 from megatron.model.recipe import facts_of
+from megatron.mpu.cpu_memory import bound_kernel_caches
 from megatron.settings import rank_env
 from megatron.settings.declare import Count, idle_flags
 from megatron.settings.parse import parse_with_record
@@ -136,12 +136,7 @@ def check(settings: BenchmarkOptions, given: Mapping[str, Statement]) -> None:
             raise SettingsError(f"{words_of(given, name, ' '.join(map(str, values)))}: has to be {least} or more")
     if settings.markdown and settings.json:
         raise UsageError("--markdown and --json were both given", do="give one of them")
-    tp, pp, world = *_ranks(settings), rank_env.ranks().world_size
-    if tp * pp != world:
-        raise SettingsError(
-            f"the model is shared by tensor {tp} x pipeline {pp} = {tp * pp} ranks, and this job has {world}",
-            do=f"{rank_env.launch_command(max(1, tp * pp))}, or other sizes",
-        )
+    rank_env.refuse_other_ranks(*_ranks(settings))
 
 
 def _ranks(settings: BenchmarkOptions) -> tuple[int, int]:

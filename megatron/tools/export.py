@@ -69,7 +69,8 @@ def main(argv: list[str]) -> None:
         if isinstance(location(settings.output), UrlPath):
             raise UsageError(f"--output {settings.output} is a URL", do="export to a folder, and copy that")
 
-        from megatron.convert.export.write import Wanted, export
+        from megatron.convert.export.source import Wanted
+        from megatron.convert.export.write import export
         from megatron.storage.new_folder import check_free
 
         out = Path(settings.output)

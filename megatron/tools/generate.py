@@ -28,9 +28,9 @@ from megatron.errors import DataError, SettingsError, UsageError, missing_file, 
 from megatron.guard.job import on_ranks
 from megatron.inference import generation_config
 from megatron.inference.expert_ranks import expert_parallel
-from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.inference.sampling import Sampling, Search, asks_for_beams, cut_off
 from megatron.model.quantization import QuantizeOptions
+from megatron.mpu.cpu_memory import bound_kernel_caches
 from megatron.settings import rank_env
 from megatron.settings.declare import Needs, declared, idle_flags
 from megatron.settings.parse import parse_with_record, said
@@ -297,7 +297,7 @@ def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
     given: setting -> its source
     """
     check_one_model(settings, given)
-    tp, pp, world = settings.tensor_model_parallel_size, settings.pp, rank_env.ranks().world_size
+    tp, pp = settings.tensor_model_parallel_size, settings.pp
     sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, num_samples=settings.num_samples)
     for name, size in sizes.items():
         if size < 1:
@@ -321,12 +321,7 @@ def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
         minutes = words_of(given, "distributed_timeout_minutes", settings.distributed_timeout_minutes)
         raise SettingsError(f"{minutes}: has to be above 0")
     expert_parallel(tp, settings.expert_model_parallel_size)
-    if tp * pp != world:
-        raise SettingsError(
-            f"the model is shared by tensor {tp} x pipeline {pp} = {tp * pp} ranks, and this job has {world}",
-            do=f"{rank_env.launch_command(tp * pp)}, or give --tensor-model-parallel-size and "
-            "--pipeline-model-parallel-size whose product is the number of ranks",
-        )
+    rank_env.refuse_other_ranks(tp, pp)
 
 
 def write(

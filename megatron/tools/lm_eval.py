@@ -19,9 +19,9 @@ from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, Failure, SettingsError, did_you_mean, missing_file, run_main
 from megatron.guard.job import check_shares, on_ranks
-from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
+from megatron.mpu.cpu_memory import bound_kernel_caches
 from megatron.settings import rank_env
 from megatron.settings.declare import dashed, idle_flags
 from megatron.settings.parse import parse_with_record

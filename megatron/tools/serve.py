@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron.errors import Failure, run_main
 from megatron.guard.job import on_ranks
 from megatron.inference.expert_ranks import expert_parallel
-from megatron.inference.kernel_caches import bound_kernel_caches
+from megatron.mpu.cpu_memory import bound_kernel_caches
 from megatron.mpu.cpu_threads import cores
 from megatron.serving.settings import (
     ServeLimits,

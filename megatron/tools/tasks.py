@@ -8,10 +8,24 @@
 """
 
 from megatron.errors import run_main
+from megatron.model.recipe import Recipe
 from megatron.settings.parse import said
 from megatron.settings.schema import GROUPS
+from megatron.tasks import chat_settings
 from megatron.tasks.description import WITHOUT_TRAINING
 from megatron.tasks.settings import GROUP, TaskSettings
+
+
+def recipe_of_command(argv: list[str]) -> Recipe:
+    """The recipe of a command line, whose files may name the task, too."""
+    task = said(argv, {**GROUPS, GROUP: TaskSettings}).get("task")
+    if task is not None and str(task.value).lower() in chat_settings.TASKS:
+        from megatron.tasks import chat
+
+        return chat.recipe()
+    from megatron.tasks import finetune
+
+    return finetune.recipe()
 
 
 def main(argv: list[str]) -> None:
@@ -22,7 +36,6 @@ def main(argv: list[str]) -> None:
 
         return evaluate.main(argv, serves_training=True)
     from megatron.entry import start
-    from megatron.tasks.recipes import recipe_of_command
 
     argv = _without_keep_last(argv)
     start(argv, recipe_of_command(argv))

@@ -146,12 +146,12 @@ def print_runs(dialect: Dialect, words: list[str], options: TranslateOptions) ->
 def command_for(purpose: str) -> tuple[str, dict[str, type]]:
     """(program, groups of settings) of the command here for a file of PaddleFleetX with this purpose."""
     from megatron.inference.sampling import Sampling, Search
-    from megatron.tasks import finetune
+    from megatron.tasks import finetune_start
     from megatron.tools import evaluate, export, generate
 
     return dict(
         train=("pretrain_gpt.py", GROUPS),
-        task=("finetune.py", {**GROUPS, **finetune.groups()}),
+        task=("finetune.py", {**GROUPS, **finetune_start.groups()}),
         generate=("-m megatron.tools.generate", dict(one=generate.GenerateOptions, two=Sampling, three=Search)),
         evaluate=("-m megatron.tools.evaluate", dict(one=evaluate.EvaluateOptions)),
         export=("-m megatron.tools.export", dict(one=export.ExportOptions)),

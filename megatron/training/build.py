@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds a `Run` from resolved settings, ready for its first step or for the step after a checkpoint."""
 
-import math
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -21,20 +19,19 @@ from megatron.checkpoint.memory_snapshots import MemorySnapshots
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.remote import all_paths
 from megatron.data.vocabulary import learned_vocabulary, other_ids, refuse_other_vocabulary
-from megatron.errors import SettingsError, StorageError
-from megatron.fused_kernels.cpu import keep_memory
+from megatron.errors import SettingsError
 from megatron.guard.alarm import Alarm
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.supervisor_mark import SUPERVISOR
-from megatron.guard.watch import Watch
 from megatron.model.facts import Facts
-from megatron.model.fp8 import layers_in_fp8, tables_of
+from megatron.model.fp8 import tables_of
 from megatron.model.fp8_product import attach_fp8
 from megatron.model.kinds.attention.module import describe_kernel
 from megatron.model.max_logits import watch_heads
 from megatron.model.ordered import attach_ordered
 from megatron.model.recipe import Recipe, module_of, sums_of
-from megatron.mpu import collectives, initialize
+from megatron.mpu import initialize
+from megatron.mpu.cpu_memory import keep_memory
 from megatron.mpu.initialize import RankContext, weight_format
 from megatron.mpu.placement import placed_buffers
 from megatron.mpu.selection import Selection
@@ -47,28 +44,19 @@ from megatron.pipeline.custom_schedule import DO
 from megatron.pipeline.schedule import BrokenSchedule
 from megatron.pipeline.stage_outputs import StageOutputs
 from megatron.pipeline.stages import Pipeline
-from megatron.pipeline.timeline_recorder import STEP, Recorder
 from megatron.pipeline.wire import P2PCommunicator, open_channels
 from megatron.settings import schema
 from megatron.settings.from_checkpoint import found_record
 from megatron.telemetry.console import Console
-from megatron.telemetry.event_rules import RecordRules
 from megatron.telemetry.events import EventLog
-from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.own_code import code_notes, code_record
-from megatron.telemetry.peak_flops import fp8_peak, joint_peak, peak_flops
-from megatron.telemetry.phases import PHASES
-from megatron.telemetry.profiler import Profiler
-from megatron.telemetry.run_record import library_versions, now, run_record, source_commit
-from megatron.telemetry.step_metrics import RunSizes
-from megatron.telemetry.timers import Timers
+from megatron.telemetry.run_record import library_versions, now, source_commit
 from megatron.telemetry.trackers import WANDB_RUN
 from megatron.tokenizer import resolved
 from megatron.training.checkpointing import (
     IN_BASE,
     check_later_checkpoints,
     check_samples,
-    earlier_wandb_run,
     keeps_initial_values,
     load,
     load_folder,
@@ -86,10 +74,11 @@ from megatron.training.datasets import (
 )
 from megatron.training.distillation import attach_teacher
 from megatron.training.frozen_model import attach_frozen
+from megatron.training.instruments import build_console, build_metrics, build_profiler, build_watch, recorder_of
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.rank_watch import RankWatch
 from megatron.training.rerun import build_rerun
-from megatron.training.resume import ResumeChanges, resume
+from megatron.training.resume import resume
 from megatron.training.rules import idle, remarks
 from megatron.training.shared_maps import build_once
 from megatron.training.start_log import (
@@ -102,43 +91,7 @@ from megatron.training.start_log import (
     resumed,
     summary,
 )
-from megatron.training.state import Checkpoints, Loaders, Losses, Passes, Pending, Run, State
-
-
-@dataclass(frozen=True)
-class BuiltModel:
-    """The model chunks of a rank, with their vocabulary and optimizer."""
-
-    tokenizer: Any  # None for a vocabulary without text
-    vocab_size: int
-    dtype: torch.dtype  # number format of the weights
-    facts: Facts
-    selection: Selection  # the trained parameters
-    pipeline: Pipeline
-    stages: list[torch.nn.Module]
-    optimizer: DistributedOptimizer
-
-    @property
-    def vocabulary(self) -> Optional[str]:
-        return self.tokenizer and self.tokenizer.fingerprint
-
-    @property
-    def fingerprints(self) -> Sequence[str]:
-        """The fingerprint of the vocabulary, and those that earlier versions of the suite gave it."""
-        return (self.tokenizer.fingerprint, *self.tokenizer.superseded) if self.tokenizer else ()
-
-
-@dataclass(frozen=True)
-class Start:
-    """The state in which a run starts, fresh or from a checkpoint, and the messages about it."""
-
-    state: State
-    record: Optional[dict[str, Any]]  # the checkpoint's record; None without a checkpoint
-    code: dict[str, Any]  # the record of this run's code, on rank 0
-    lengths: Lengths
-    notices: list[str]
-    warnings: list[str]
-    changed: Optional[ResumeChanges] = None  # from the checkpoint's settings, if this run resumes (not with --finetune)
+from megatron.training.state import BuiltModel, Checkpoints, Loaders, Losses, Passes, Pending, Run, Start, State
 
 
 def build_run(
@@ -408,19 +361,6 @@ def untrained(selection: Selection, facts: Facts, stages: list[torch.nn.Module])
     return dict(frozen=sorted(selection.frozen(facts.weights)), buffers=buffers)
 
 
-def build_console(logging: schema.Logging, context: RankContext) -> Console:
-    """The console of this rank. Rank 0 prints, or the ranks of --log-ranks with their rank in each line."""
-    rank, asked = context.mesh.rank, logging.log_ranks
-    prints = context.is_rank_zero if asked is None else rank in asked
-    return Console(
-        logging.console,
-        bar=logging.progress_bar and not asked,
-        active=context.is_rank_zero or prints,
-        prints=prints,
-        prefix=f"[rank {rank}] " if asked else "",
-    )
-
-
 def build_optimizer(
     config: schema.Config, context: RankContext, stages: list[torch.nn.Module], dtype: torch.dtype, draws: bool = True
 ) -> DistributedOptimizer:
@@ -446,21 +386,6 @@ def defers_host_sync(config: schema.Config, context: RankContext, optimizer: Dis
     """Whether the host can read the numbers of a step during the next one: on a GPU, if nothing else makes it wait."""
     wanted = config.logging.timing_log_level == 0 and config.guard.rerun_mode == "disabled"
     return context.device.type == "cuda" and optimizer.skips_on_device and wanted
-
-
-def build_watch(config: schema.Config, context: RankContext, heartbeat: Heartbeat, events: EventLog) -> Watch:
-    """Build this rank's guards."""
-    mesh = context.mesh
-    heartbeat.note_place(mesh.coordinates)
-    return Watch(
-        config.guard,
-        minutes=config.batch.exit_duration_in_mins,
-        heartbeat=heartbeat,
-        rank=mesh.rank,
-        events=events,
-        all_gather_object=context.all_gather_object,
-        counts=mesh.tp.rank == mesh.pp.rank == mesh.cp.rank == 0,
-    )
 
 
 def refuse_idle(settings: schema.Optimizer, facts: Facts) -> None:
@@ -504,140 +429,3 @@ def build_p2p_communicator(
     if mesh.pp.size > 1 and dist.get_backend() == "nccl":
         groups = open_channels(mesh, pipeline.stages)
     return P2PCommunicator(mesh.pp, shape, dtype, context.device, stages=pipeline.stages, groups=groups)
-
-
-def recorder_of(
-    config: schema.Config, context: RankContext, pipeline: Pipeline, state: State, log
-) -> Optional[Recorder]:
-    """The recorder of a step for `--pipeline-timeline`; None without it. state: at the start of this launch."""
-    path = config.parallel.pipeline_timeline
-    if path is None:
-        return None
-    if context.is_rank_zero and not Path(path).absolute().parent.is_dir():
-        raise StorageError(f"cannot write --pipeline-timeline {path}", "there is no such folder")
-    if state.train_iters(config.batch, context.mesh.dp.size) - state.iteration < STEP:
-        log(f"note: --pipeline-timeline records step {STEP} of a launch, and fewer remain: {path} will not be written")
-    return Recorder(path, pipeline, context.mesh)
-
-
-def build_metrics(
-    config: schema.Config,
-    recipe: Recipe,
-    context: RankContext,
-    model: BuiltModel,
-    start: Start,
-    console: Console,
-    events: EventLog,
-    losses: Losses,
-    alarm: Optional[Alarm],
-) -> Metrics:
-    """Open the log of a run, on rank 0. It counts the events."""
-    state, facts, mesh = start.state, model.facts, context.mesh
-    name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
-    rates = RunSizes(
-        state.train_iters(config.batch, mesh.dp.size),
-        facts.sample_tokens,
-        ranks=mesh.world_size,
-        data_ranks=mesh.dp.size,
-        flops_per_token=facts.trained_flops(model.selection),
-        seen_flops_per_token=facts.trained_flops(model.selection, seen=True),
-        peak_flops=joint_peak_of(config, facts, context, name),
-        plain_peak_flops=peak_of(config, context, name),
-        device=context.device.type,
-        perplexities=recipe.perplexities,
-        epoch_samples=config.batch.train_samples / config.batch.train_epochs if config.batch.train_epochs else None,
-    )
-    header = run_record(
-        config,
-        mesh.logged_sizes,
-        state.iteration,
-        device=name,
-        parameters=facts.parameters,
-        peak=dict(flops=rates.peak_flops, of=peak_source(config, context, name)),
-        code=start.code,
-        **(dict(resumed=start.changed.to_record()) if start.changed else {}),
-        criterion=losses.measures and losses.measures.criterion,
-        valid_order=state.valid_order,
-        **({"supervisor": os.environ[SUPERVISOR]} if SUPERVISOR in os.environ else {}),
-    )
-    metrics = Metrics(
-        config.logging,
-        rates,
-        header=header,
-        iteration=state.iteration,
-        consumed_samples=state.consumed_samples,
-        save=config.checkpoint.save,
-        wandb_run=earlier_wandb_run(config.checkpoint, start.record or {}),
-        active=console.active,
-        files=context.is_rank_zero,
-        timers=build_timers(config.logging, context),
-        console=console,
-        listeners=[alarm, record_rules(config, recipe, events, losses, start, model.vocab_size)] if alarm else (),
-    )
-    events.listeners.append(metrics.count_event)
-    return metrics
-
-
-def record_rules(
-    config: schema.Config, recipe: Recipe, events: EventLog, losses: Losses, start: Start, vocab_size: int
-) -> RecordRules:
-    """The rules that judge the records of a run."""
-    loss, measures = next(iter(losses.sums)), losses.measures
-    return RecordRules(
-        events.rules,
-        events.record,
-        loss=loss,
-        guess=math.log(vocab_size) if loss in recipe.perplexities else math.inf,
-        warmup=start.lengths.warmup,
-        figure=(measures.best_by, measures.direction) if measures and measures.best_by else None,
-    )
-
-
-def build_profiler(config: schema.Config, context: RankContext, pipeline: Pipeline, log) -> Profiler:
-    """Build the profiler of `--profile`."""
-    barrier = partial(collectives.barrier, context.mesh.world)
-    return Profiler(config, context.mesh.rank, context.device, log, barrier, all_threads=pipeline.turns)
-
-
-def build_timers(settings: schema.Logging, context: RankContext) -> Optional[Timers]:
-    """Build the timers of `--timing-log-level`; None at level 0."""
-    if settings.timing_log_level == 0:
-        return None
-    world, device, more = context.mesh.world, context.device, {}
-    if device.type == "cuda":
-        more["synchronize"] = partial(torch.cuda.synchronize, device)
-    if settings.barrier_with_level_1_timing and world.size > 1:
-        more["barrier"] = partial(collectives.barrier, world)
-
-    def gather(seconds: list[float]) -> list[list[float]]:
-        mine = torch.tensor(seconds, dtype=torch.float64, device=device)
-        return collectives.all_gather(mine, world).view(-1, len(seconds)).tolist()
-
-    parts = {name: phase.timed for name, phase in PHASES.items()}
-    return Timers(settings.timing_log_level, parts, gather=gather, **more)
-
-
-def peak_of(config: schema.Config, context: RankContext, name: str) -> Optional[float]:
-    """The peak FLOP/s for MFU: from --peak-tflops or the vendor's data sheet; None for a CPU.
-
-    A measurement of a CPU would depend on other programs, so shares of it would not be comparable between runs.
-    """
-    if config.logging.peak_tflops:
-        return config.logging.peak_tflops * 1e12
-    return None if context.device.type == "cpu" else peak_flops(name, config.precision.precision)
-
-
-def joint_peak_of(config: schema.Config, facts: Facts, context: RankContext, name: str) -> Optional[float]:
-    """`peak_of`, of a run with products in fp8 that of both formats together."""
-    plain, layers = peak_of(config, context, name), layers_in_fp8(config, facts)
-    if not layers or config.logging.peak_tflops:
-        return plain
-    recipe, wgrad = config.precision.fp8_recipe, config.precision.fp8_wgrad
-    return joint_peak(plain, fp8_peak(name, recipe), replace(facts, in_fp8=layers).fp8_share(recipe, wgrad))
-
-
-def peak_source(config: schema.Config, context: RankContext, name: str) -> str:
-    """The source of `peak_of`, in words."""
-    if config.logging.peak_tflops:
-        return "as --peak-tflops says"
-    return "unknown" if context.device.type == "cpu" else f"the data sheet of {name} in {config.precision.precision}"

@@ -22,7 +22,7 @@ from megatron.mpu.placement import Placement
 from megatron.optimizer import lr_schedule, optimizer_rules, ordered_rules
 from megatron.optimizer.ordered_rules import VOCABULARY
 from megatron.pipeline import pipeline_rules, stages
-from megatron.settings import batch, rules, schema
+from megatron.settings import batch, general_rules, rules, schema
 from megatron.settings.declare import dashed, declared, without_effect
 from megatron.settings.layer_settings import FLAG
 from megatron.settings.rules import Rule, divisors, either, said, tokenizer_type
@@ -68,12 +68,12 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
 
     If the micro-batch size is open, only violations that hold for every size.
     """
-    violations, s = rules.violations(settings, world_size, rules_of(settings))
+    violations, s = general_rules.violations(settings, world_size, rules_of(settings))
     others = stages.problems(s.settings.parallel, s.num_layers)
     if s.world % s.model_ranks == 0:  # otherwise there is no data parallel size to divide batches by
         others += batch.problems(s.settings.batch, s.dp)
     others += lr_schedule.problems(s.settings.optimizer, s.settings.batch, s.dp)
-    violations += rules.of_given_values(others, s)
+    violations += general_rules.of_given_values(others, s)
     violations = violations or [
         *linear_kinds.problems(settings.model, lambda: _tables(settings), s.tp),
         *(fp8.problems(settings, _tables_in_fp8(settings), s.tp) if settings.precision.fp8_format else ()),
@@ -176,7 +176,7 @@ def _tables_in_fp8(settings: schema.Config) -> dict[int, Table]:
 
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
     """Remarks for the log on settings that work but are probably not intended, one sentence each."""
-    found = rules.remarks(settings, world_size, pipeline_rules.REMARKS) + rotation_remarks(settings)
+    found = general_rules.remarks(settings, world_size, pipeline_rules.REMARKS) + rotation_remarks(settings)
     return found + (fp8.remarks(settings, _tables_in_fp8(settings)) if settings.precision.fp8_format else [])
 
 
@@ -230,7 +230,7 @@ def filled(config: schema.Config, world: int) -> schema.Config:
 
 
 def _compiles(c: schema.Config, world: int, dp: int) -> bool | str:
-    return c.kernels.torch_compile and rules.can_compile(c, world) and c.kernels.torch_compile
+    return c.kernels.torch_compile and general_rules.can_compile(c, world) and c.kernels.torch_compile
 
 
 def _expert_ranks(c: schema.Config, world: int, dp: int) -> int | None:

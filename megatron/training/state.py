@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objects of a pretraining job (`Run`), and its counters, which checkpoints save (`State`)."""
+"""The objects of a pretraining job (`Run`), what it is built from, and its counters, which checkpoints save (`State`)."""
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Optional
@@ -21,8 +21,10 @@ from megatron.guard.endings import peer_lost
 from megatron.guard.replicas import check_buffers
 from megatron.guard.spikes import Recent
 from megatron.guard.watch import StepVerdict, Watch
+from megatron.model.facts import Facts
 from megatron.model.recipe import KD_HIDDEN_LOSS, KD_LOSS
 from megatron.mpu.initialize import RankContext, leave_job
+from megatron.mpu.selection import Selection
 from megatron.optimizer.lr_schedule import Lengths
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import DistributedOptimizer
@@ -43,6 +45,7 @@ from megatron.training.hooks import Hooks, SaveFacts
 from megatron.training.outcome import Outcome
 from megatron.training.rank_watch import RankWatch
 from megatron.training.rerun import Rerun
+from megatron.training.resume import ResumeChanges
 from megatron.training.step_notes import StepNotes
 
 LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint to be written
@@ -363,3 +366,39 @@ class Run:
             leave_job(self.context)
         if self.checkpoints.manager and error is None:  # without process group: other ranks must not wait for copies
             self.checkpoints.manager.close_copies(lambda: self.watch.heartbeat.beat("save"))
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """The model chunks of a rank, with their vocabulary and optimizer."""
+
+    tokenizer: Any  # None for a vocabulary without text
+    vocab_size: int
+    dtype: torch.dtype  # number format of the weights
+    facts: Facts
+    selection: Selection  # the trained parameters
+    pipeline: Pipeline
+    stages: list[torch.nn.Module]
+    optimizer: DistributedOptimizer
+
+    @property
+    def vocabulary(self) -> Optional[str]:
+        return self.tokenizer and self.tokenizer.fingerprint
+
+    @property
+    def fingerprints(self) -> Sequence[str]:
+        """The fingerprint of the vocabulary, and those that earlier versions of the suite gave it."""
+        return (self.tokenizer.fingerprint, *self.tokenizer.superseded) if self.tokenizer else ()
+
+
+@dataclass(frozen=True)
+class Start:
+    """The state in which a run starts, fresh or from a checkpoint, and the messages about it."""
+
+    state: State
+    record: Optional[dict[str, Any]]  # the checkpoint's record; None without a checkpoint
+    code: dict[str, Any]  # the record of this run's code, on rank 0
+    lengths: Lengths
+    notices: list[str]
+    warnings: list[str]
+    changed: Optional[ResumeChanges] = None  # from the checkpoint's settings, if this run resumes (not with --finetune)

@@ -17,8 +17,8 @@ from megatron.data.masked_settings import MASKED_RULES, MaskedSettings
 from megatron.data.masking import Masking, Replacement
 from megatron.data.sentence_samples import build_sentence_samples, kept_documents, mt19937, mt19937_64
 from megatron.errors import DataError, SettingsError
+from megatron.settings.general_rules import violations
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import violations
 from megatron.tokenizer import build_tokenizer
 from tests.data import masked_corpus as corpus
 

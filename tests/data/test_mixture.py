@@ -18,8 +18,8 @@ from megatron.data.mixture import LabelledDataset, MixtureOrder, MixtureTask, sp
 from megatron.data.sampler import micro_batch_samples
 from megatron.errors import DataError, SettingsError
 from megatron.model.bert.settings import BertSettings
+from megatron.settings.general_rules import violations
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import violations
 from megatron.tokenizer import build_tokenizer
 from tests.data import masked_corpus as corpus
 

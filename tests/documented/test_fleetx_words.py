@@ -14,14 +14,14 @@ from megatron.settings.dialects import fleetx
 from megatron.settings.dialects.table import sentence
 from megatron.settings.reader import SettingsReader
 from megatron.settings.schema import GROUPS, TokenizerSettings
-from megatron.tasks import finetune
+from megatron.tasks import finetune_start
 from megatron.tools.evaluate import EvaluateOptions
 from megatron.tools.export import ExportOptions
 from megatron.tools.generate import GenerateOptions
 
 COMMANDS = dict(
     train=GROUPS,
-    task={**GROUPS, **finetune.groups()},
+    task={**GROUPS, **finetune_start.groups()},
     generate=dict(generate=GenerateOptions, sampling=Sampling, search=Search, tokenizer=TokenizerSettings),
     evaluate=dict(evaluate=EvaluateOptions, tokenizer=TokenizerSettings),
     export=dict(export=ExportOptions, tokenizer=TokenizerSettings),

@@ -19,7 +19,7 @@ from megatron.mpu import cross_entropy, initialize, layers, random
 from megatron.pipeline.execute import _OpRunner
 from megatron.telemetry import lanes, memory, report_facts
 from megatron.telemetry.history import Columns
-from megatron.training import build
+from megatron.training import instruments
 from megatron.training.pace import Pace
 
 HALF = torch.bfloat16
@@ -118,7 +118,7 @@ def timed():
     context = SimpleNamespace(mesh=SimpleNamespace(world=None), device=torch.device("cuda"))
     with mock.patch.object(torch.cuda, "synchronize", waited.append):
         settings = SimpleNamespace(timing_log_level=1, barrier_with_level_1_timing=False)
-        with build.build_timers(settings, context)("update"):
+        with instruments.build_timers(settings, context)("update"):
             pass
     return waited == [context.device] * 2
 

@@ -143,6 +143,6 @@ def test_memory_is_kept_where_the_c_library_can():
     import ctypes
     import sys
 
-    from megatron.fused_kernels.cpu import keep_memory
+    from megatron.mpu.cpu_memory import keep_memory
 
     assert keep_memory() == (sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "mallopt"))

@@ -47,19 +47,20 @@ from megatron.convert import (
 from megatron.convert.compressed_tensors import options_of, pack, unpack
 from megatron.convert.export import card, gguf_file
 from megatron.convert.export.load_exported import load_exported
+from megatron.convert.hf_blocks import dequantized
 from megatron.convert.imported import check_complete
 from megatron.convert.megatron_metadata import Chunk
 from megatron.convert.megatron_names import Dictionary, OurTensor
 from megatron.convert.megatron_optimizer import PREFIX
 from megatron.convert.megatron_pieces import boxes_of_rows, local_parts, with_ones
-from megatron.convert.mxfp4 import dequantized
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference import quantize
 from megatron.model.command_line import parse_any
 from megatron.model.facts import AHEAD
 from megatron.model.gpt.facts import GPTFacts
+from megatron.model.gpt.hf_families import kind_of
 from megatron.model.gpt.hf_rope import our_rope
-from megatron.model.gpt.hf_settings import kind_of, our_settings, their_settings
+from megatron.model.gpt.hf_settings import our_settings, their_settings
 from megatron.model.hf_match import Match
 from megatron.model.kinds.experts.hf import _groups, our_experts, pattern_of
 from megatron.model.megatron_form import RowOrder, in_parts

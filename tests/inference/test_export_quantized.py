@@ -14,7 +14,7 @@ from megatron.convert.compressed_tensors import pack, unpack
 from megatron.convert.export import tracing
 from megatron.convert.export.load_exported import load_exported
 from megatron.convert.export.onnx_quantized import OnnxProduct
-from megatron.convert.export.write import ExportSource
+from megatron.convert.export.source import ExportSource
 from megatron.convert.huggingface import from_hf
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import build_model, load_model

@@ -15,7 +15,7 @@ import torch
 import preprocess_data
 import pretrain_gpt
 from megatron.checkpoint.lineage import imported_config, lineage, source_config
-from megatron.convert import fitted, hf_files, huggingface, mxfp4, peft
+from megatron.convert import fitted, hf_blocks, hf_files, huggingface, peft
 from megatron.errors import Failure, StorageError, UsageError
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
@@ -86,7 +86,7 @@ def test_a_damaged_file_is_named_with_what_to_do(copy, tmp_path, name):
 
 
 def test_every_message_about_files_of_hugging_face_says_what_to_do():
-    for module in (fitted, hf_files, mxfp4, peft, hf_settings):
+    for module in (fitted, hf_blocks, hf_files, peft, hf_settings):
         tree = ast.parse(Path(module.__file__).read_text())
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         raised = [call for call in calls if getattr(call.func, "id", "") in ("CheckpointError", "DataError")]

@@ -15,7 +15,8 @@ from megatron.convert import huggingface
 from megatron.convert.families import imported
 from megatron.errors import CheckpointError, SettingsError
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.gpt.hf_settings import FAMILIES, LLAMA, effective, kind_of, our_settings, their_settings
+from megatron.model.gpt.hf_families import FAMILIES, LLAMA, effective, kind_of
+from megatron.model.gpt.hf_settings import our_settings, their_settings
 from megatron.settings import schema
 from megatron.settings.decoder_shapes import DECODERS
 from megatron.settings.presets import preset

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron.inference.kernel_caches import KERNELS, bound_kernel_caches
+from megatron.mpu.cpu_memory import KERNELS, bound_kernel_caches
 
 NAMES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
 

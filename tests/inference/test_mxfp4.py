@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.convert.export.load_exported import load_exported
-from megatron.convert.mxfp4 import dequantized
+from megatron.convert.hf_blocks import dequantized
 from megatron.errors import CheckpointError
 from megatron.tools import checkpoint as tool
 from tests.inference.test_convert import loaded

@@ -33,7 +33,7 @@ from megatron.model.kinds.experts.routing import ExpertChoice, best, choose, pla
 from megatron.model.kinds.experts.weights import experts
 from megatron.mpu.mesh import Mesh
 from megatron.settings.rules import record
-from megatron.training.expert_loads import ENOUGH, idle_experts
+from megatron.training.step_notes import ENOUGH, idle_experts
 from tests.model.test_router import B, E, H, S, inputs, model, router, tensor
 from tests.settings.test_expert_settings import LINE, MIXED
 

@@ -22,6 +22,7 @@ from megatron.mpu.random import seed_of
 from megatron.settings.parse import parse_pretrain
 from megatron.training.rules import resolve
 from tests.models import gpt_variant, plain_gpt
+from tests.ranks import on_ranks
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, initial_weights
 from tests.training.test_plain_loop import ADAM, FLAGS, records
 
@@ -84,10 +85,10 @@ def pretrain(rank: int, flags: str) -> None:
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_is_the_plain_loop(layout, run_ranks, tmp_path):
+def test_any_layout_is_the_plain_loop(layout, tmp_path):
     world, words = LAYOUTS[layout]
     line = f"{LINE} {words} --save {tmp_path}"
-    pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
+    on_ranks(world, pretrain, line)
     steps, weights = plain()
     found = [{name: step[name] for name in ("lm loss", "added", "grad_norm")} for step in records(tmp_path, "step")]
     assert found == [pytest.approx(step, rel=2e-5) for step in steps]

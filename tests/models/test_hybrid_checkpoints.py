@@ -13,15 +13,16 @@ import pretrain_gpt
 import pretrain_hybrid
 from megatron.checkpoint.folder import choose
 from megatron.checkpoint.reader import Reader
-from megatron.convert.export.write import Wanted, export
+from megatron.convert.export.source import Wanted
+from megatron.convert.export.write import export
 from megatron.convert.huggingface import to_hf
 from megatron.errors import Failure
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
-from megatron.mpu.forked import run_ranks
 from megatron.storage.urls import location
 from megatron.tools import prune
+from tests.ranks import on_ranks
 from tests.training.test_plain_loop import records
 
 LINE = (
@@ -65,7 +66,7 @@ def pretrain(rank: int, flags: str) -> None:
 
 
 def train(world: int, flags: str, folder) -> list[tuple]:
-    run_ranks(world, pretrain, f"{flags} --save {folder}") if world > 1 else pretrain(0, f"{flags} --save {folder}")
+    on_ranks(world, pretrain, f"{flags} --save {folder}")
     return [(step["lm loss"], pytest.approx(step["grad_norm"], rel=1e-6)) for step in records(folder, "step")]
 
 

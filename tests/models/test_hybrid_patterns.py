@@ -21,6 +21,7 @@ from megatron.training.rules import check, remarks
 from tests.models import plain_layers
 from tests.models.plain_gpt import linear
 from tests.models.plain_layers import ATTENTION, MLP, Plain, letters
+from tests.ranks import on_ranks
 from tests.training.plain_loop import HIDDEN
 from tests.training.test_plain_loop import ADAM, FLAGS
 
@@ -97,10 +98,10 @@ def pretrain(rank: int, flags: str) -> None:
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.full] * (name in LONG)) for name in LAYOUTS])
-def test_any_layout_is_the_plain_loop(layout, run_ranks, tmp_path):
+def test_any_layout_is_the_plain_loop(layout, tmp_path):
     world, pattern, words = LAYOUTS[layout]
     line = f"{LINE} --hybrid-layer-pattern {pattern} {words} --save {tmp_path}"
-    pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
+    on_ranks(world, pretrain, line)
     plain_layers.compare(tmp_path, *plain())
 
 

@@ -35,6 +35,7 @@ from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import TokenizerSettings
 from megatron.training.rules import check, idle, resolve
 from tests.models import alibi, own_fp8, own_mask, own_pair
+from tests.ranks import on_ranks
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, Job, logits, plain_linear, train
 from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, records
 
@@ -167,10 +168,10 @@ def pretrain(rank: int, kind: str, flags: str) -> None:
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_layout_is_the_plain_loop(kind, layout, run_ranks, tmp_path):
+def test_any_layout_is_the_plain_loop(kind, layout, tmp_path):
     world, words = LAYOUTS[layout]
     line = f"{words} --save {tmp_path}"
-    pretrain(0, kind, line) if world == 1 else run_ranks(world, pretrain, kind, line)
+    on_ranks(world, pretrain, kind, line)
     compare(tmp_path, plain(kind), **KINDS[kind].near)
 
 

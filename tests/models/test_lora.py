@@ -33,6 +33,7 @@ from megatron.settings.schema import Model
 from megatron.tools import checkpoint as tool
 from megatron.training.rules import check, idle
 from tests.models.in_layouts import check_layout
+from tests.ranks import on_ranks
 from tests.tasks.classification import SIZE, Toy
 from tests.training.plain_loop import HEADS, HIDDEN, LAYERS, Job, plain_linear, train
 from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, records
@@ -130,27 +131,27 @@ def pretrain(rank: int, flags: str) -> None:
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_is_the_plain_loop(layout, run_ranks, tmp_path):
+def test_any_layout_is_the_plain_loop(layout, tmp_path):
     world, words = LAYOUTS[layout]
     line = f"{PAIRS} {words} --save {tmp_path}"
-    pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
+    on_ranks(world, pretrain, line)
     compare(tmp_path, plain())
 
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_directions_and_norms_are_those_of_the_plain_loop(layout, run_ranks, tmp_path):
+def test_directions_and_norms_are_those_of_the_plain_loop(layout, tmp_path):
     world, words = LAYOUTS[layout]
     line = f"{PAIRS} --use-dora {words} --save {tmp_path}"
-    pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
+    on_ranks(world, pretrain, line)
     compare(tmp_path, plain_directions())
 
 
 @pytest.mark.parametrize("layout", ["one process", pytest.param("tp3", marks=pytest.mark.full)])
-def test_pairs_of_queries_keys_and_values_apart(layout, run_ranks, tmp_path):
+def test_pairs_of_queries_keys_and_values_apart(layout, tmp_path):
     world, words = LAYOUTS[layout]
     line = f"{PAIRS} --lora-split-fused {words} --save {tmp_path}"
-    pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
+    on_ranks(world, pretrain, line)
     compare(tmp_path, plain(3))
 
 
@@ -430,7 +431,7 @@ def test_merged_weights_give_the_same_logits(more, run_ranks, tmp_path):
         tool.main(["merge-lora", str(tmp_path / "merged"), str(tmp_path / "again")])
 
 
-def test_a_task_trains_pairs_and_its_new_head(tmp_path, run_ranks):
+def test_a_task_trains_pairs_and_its_new_head(tmp_path):
     pretrain_gpt.main(
         f"{SIZE} --mock-data --train-iters 2 --lr 1e-2 --eval-iters 0 --save {tmp_path / 'trunk'}".split()
     )

@@ -15,7 +15,7 @@ from megatron.entry import start
 from megatron.model.command_line import parse_any
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
-from megatron.model.kinds.mla.weights import latent_attention
+from megatron.model.kinds.mla.kind import latent_attention
 from megatron.model.layer_ops import RankSetup
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh

@@ -41,6 +41,7 @@ from megatron.training.rules import resolve
 from tests.models import mlp_language_model as mlp
 from tests.planner.test_activations import bytes_kept
 from tests.planner.test_truth import counted_step
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.sampled(10)
 
@@ -141,7 +142,7 @@ def main(rank: int, flags: str, weight: float = 0.0) -> None:
 def train(folder, flags: str = "", world: int = 1, weight: float = 0.0, load=None):
     """Train FLAGS and `flags` on so many ranks, saving into `folder`."""
     words = f"{FLAGS} {flags} --save {folder}" + (f" --load {load}" if load else "")
-    main(0, words, weight) if world == 1 else run_ranks(world, main, words, weight)
+    on_ranks(world, main, words, weight)
     return folder
 
 

@@ -22,6 +22,7 @@ from megatron.mpu.random import seed_of
 from megatron.settings.schema import Model
 from tests.models import own_head, plain_gpt
 from tests.models.in_layouts import check_layout
+from tests.ranks import on_ranks
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, Job, documents, initial_weights
 from tests.training.test_plain_loop import ADAM, FLAGS, records
 
@@ -175,11 +176,11 @@ def pretrain(rank: int, flags: str) -> None:
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", [*LAYOUTS, *STAGED])
-def test_any_layout_is_the_plain_loop(layout, run_ranks, tmp_path):
+def test_any_layout_is_the_plain_loop(layout, tmp_path):
     world, words = (LAYOUTS | STAGED)[layout]
     rope = layout in STAGED
     flags = f"{words} --save {tmp_path} {ROPE * rope}"
-    pretrain(0, flags) if world == 1 else run_ranks(world, pretrain, flags)
+    on_ranks(world, pretrain, flags)
     layers = 4 if "--num-layers 4" in words else LAYERS
     steps, weights = plain(APART in words, "--untie" in words, rope, layers, AGAIN in words, DETACHED in words)
     found = [{name: step[name] for name in steps[0]} for step in records(tmp_path, "step")]

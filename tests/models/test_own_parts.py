@@ -15,6 +15,7 @@ from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
 from megatron.mpu.random import seed_of
 from tests.models import alibi, own_head, plain_gpt
+from tests.ranks import on_ranks
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, initial_weights
 from tests.training.test_plain_loop import ADAM, FLAGS, records
 
@@ -89,10 +90,10 @@ def pretrain(rank: int, part: str, flags: str) -> None:
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("part", PARTS)
-def test_any_layout_is_the_plain_loop(part, layout, run_ranks, tmp_path):
+def test_any_layout_is_the_plain_loop(part, layout, tmp_path):
     world, words = LAYOUTS[layout]
     flags = f"{words} --save {tmp_path}"
-    pretrain(0, part, flags) if world == 1 else run_ranks(world, pretrain, part, flags)
+    on_ranks(world, pretrain, part, flags)
     steps, weights = plain(part)
     found = [{name: step[name] for name in steps[0]} for step in records(tmp_path, "step")]
     assert found == [pytest.approx(step, rel=2e-5) for step in steps]

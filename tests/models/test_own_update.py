@@ -20,6 +20,7 @@ from megatron.settings.own_choices import optimizer_group
 from megatron.settings.parse import parse_pretrain
 from megatron.training.rules import check, idle
 from tests.models import own_update
+from tests.ranks import on_ranks
 from tests.training.plain_loop import Job, train
 from tests.training.test_plain_loop import FLAGS, PLAIN, SIX, compare, records
 
@@ -48,9 +49,9 @@ def plain_adagrad():
 @pytest.mark.parametrize(
     "world, layout", [(1, ""), (2, "--sharding-stage 1"), (2, "--sharding-stage 3 --overlap-param-gather")]
 )
-def test_a_rule_of_ones_own_is_torchs(world, layout, run_ranks, tmp_path):
+def test_a_rule_of_ones_own_is_torchs(world, layout, tmp_path):
     line = f"{OWN} {layout} --save {tmp_path}"
-    pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
+    on_ranks(world, pretrain, line)
     compare(tmp_path, plain_adagrad())
 
 

@@ -23,6 +23,7 @@ from megatron.mpu.random import seed_of
 from megatron.optimizer.sharded import sharded_init
 from megatron.settings.schema import Parallel
 from tests.models import plain_module
+from tests.ranks import on_ranks
 
 FLAGS = (
     "--seq-length 16 --hidden-size 24 --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --lr 1e-2 --adam-eps 1e-4 "
@@ -82,7 +83,7 @@ def main(rank: int, words: str, init: str = "module") -> None:
 )
 def test_trains_as_a_plain_loop_does(tmp_path, world, flags, init):
     words = f"{FLAGS} {flags} --save {tmp_path}"
-    main(0, words, init) if world == 1 else run_ranks(world, main, words, init)
+    on_ranks(world, main, words, init)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     found = [(record["lm loss"], record["grad_norm"]) for record in records if record["kind"] == "step"]
     wanted, weights = plain_loop(init)

@@ -22,6 +22,7 @@ from megatron.mpu.layers import ColumnParallelLinear
 from megatron.mpu.mesh import Mesh
 from megatron.planner.preflight.ranks import Design, check_ranks
 from megatron.training.rules import check, resolve
+from tests.ranks import on_ranks
 from tests.training.plain_loop import EOD, LAYERS, LENGTH, Job, logits, plain_linear, train
 from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, records
 
@@ -156,12 +157,12 @@ def pretrain(rank: int, way: str, flags: str) -> None:
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("way, layout", CASES)
-def test_any_layout_is_the_plain_loop(way, layout, run_ranks, tmp_path, monkeypatch):
+def test_any_layout_is_the_plain_loop(way, layout, tmp_path, monkeypatch):
     """Losses, norms, weights, scales of inputs, bounds."""
     monkeypatch.setattr(quantization, "ALPHA", ALPHA)
     world, words = LAYOUTS[layout]
     line = f"{words} --save {tmp_path}"
-    pretrain(0, way, line) if world == 1 else run_ranks(world, pretrain, way, line)
+    on_ranks(world, pretrain, way, line)
     compare(tmp_path, plain(way), rel=1e-6)
 
 

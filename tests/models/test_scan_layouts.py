@@ -18,6 +18,7 @@ import pretrain_gpt
 import pretrain_hybrid
 from tests.models import plain_layers
 from tests.models.plain_layers import ATTENTION, MLP, Plain, letters, uniform
+from tests.ranks import on_ranks
 from tests.training.plain_loop import HIDDEN
 from tests.training.test_plain_loop import ADAM, FLAGS
 
@@ -212,10 +213,10 @@ def pretrain(rank: int, program, flags: str) -> None:
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.full] * (name in LONG)) for name in LAYOUTS])
-def test_any_layout_is_the_plain_loop(layout, run_ranks, tmp_path):
+def test_any_layout_is_the_plain_loop(layout, tmp_path):
     world, pattern, words = LAYOUTS[layout]
     own = f"{LINE} --hybrid-layer-pattern {pattern}" if pattern else f"{FLAGS} {COMMON}"
     run = pretrain_hybrid if pattern else pretrain_gpt, f"{own} {GDN} {words} --save {tmp_path}"
-    pretrain(0, *run) if world == 1 else run_ranks(world, pretrain, *run)
+    on_ranks(world, pretrain, *run)
     wanted = plain(pattern.replace("|", ""), PACKED in words, NONE not in words, FIRST in words)
     plain_layers.compare(tmp_path, *wanted)

@@ -31,6 +31,7 @@ from megatron.planner.preflight.ranks import Design, check_ranks
 from megatron.tools import checkpoint
 from megatron.training.rules import check, resolve
 from tests.models.test_quantization import LAYOUTS, LINEAR, MICRO_BATCHES, PP2, TP3, Quantized, Round, scales_of
+from tests.ranks import on_ranks
 from tests.training.plain_loop import EOD, LAYERS, LENGTH, Job, plain_linear, rate_of, train
 from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, records
 
@@ -106,11 +107,11 @@ def pretrain(rank: int, way: str, flags: str) -> None:
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("way, layout", CASES)
-def test_any_layout_is_the_plain_loop(way, layout, run_ranks, tmp_path):
+def test_any_layout_is_the_plain_loop(way, layout, tmp_path):
     """Losses, norms, weights, masks."""
     world, words = LAYOUTS[layout]
     line = f"{words} --save {tmp_path}"
-    pretrain(0, way, line) if world == 1 else run_ranks(world, pretrain, way, line)
+    on_ranks(world, pretrain, way, line)
     compare(tmp_path, plain(way), rel=1e-6)
 
 

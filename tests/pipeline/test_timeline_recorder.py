@@ -12,7 +12,7 @@ from megatron.pipeline.timeline import read_timeline
 from megatron.pipeline.timeline_recorder import STEP, Recorder
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Parallel
-from megatron.training.build import recorder_of
+from megatron.training.instruments import recorder_of
 from megatron.training.state import State
 
 

@@ -18,6 +18,7 @@ from megatron.planner.activations import SavedBytes
 from megatron.planner.layout import Layout
 from megatron.planner.memory import MemoryReport
 from megatron.planner.parity import Trace, compare
+from megatron.planner.plans import Shortlist
 from megatron.planner.preflight.machines import check_clocks
 from megatron.planner.schedule_time import ShardingTimes
 from megatron.planner.speed import Pass, StepCommunication, StepTime
@@ -72,7 +73,7 @@ def test_a_plan_needs_what_its_fullest_rank_needs(monkeypatch):
 
 
 def test_the_rank_that_lacks_most_is_named(monkeypatch):
-    monkeypatch.setattr(problems, "fullest", lambda *_: [5e9, 9e9, 3e9, 7e9])
+    monkeypatch.setattr(memory, "peaks", lambda *_: [5e9, 9e9, 3e9, 7e9])
     monkeypatch.setattr(problems, "remedies", lambda *_: "help")
     monkeypatch.setattr(problems, "_unscaled", lambda *_: ())
     cluster = SimpleNamespace(device=SimpleNamespace(usable_bytes=4e9))
@@ -124,7 +125,7 @@ def test_plans_come_best_first_and_rejected_ones_closest_first(monkeypatch):
 
 
 def test_a_shortlist_keeps_the_cheapest():
-    short = search._Shortlist(3)
+    short = Shortlist(3)
     for cost in (5.0, 1.0, 4.0, 2.0, 3.0):
         short.offer(cost, f"cost {cost:g}")
     assert short.entries() == [("cost 1",), ("cost 2",), ("cost 3",)] and short.limit == 3.0

@@ -19,9 +19,10 @@ from megatron.planner.device import Device, cpu, find
 from megatron.planner.held_passes import most_held
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import memory_report
+from megatron.planner.plans import Fastest, features, simplest
 from megatron.planner.problems import inspect, memory_problems
 from megatron.planner.schedule_time import span
-from megatron.planner.search import NOT_OFFLOADED, Space, _Fastest, features, search, simplest
+from megatron.planner.search import NOT_OFFLOADED, Space, search
 from megatron.planner.speed import Cluster, _core, split_even, step
 from megatron.planner.target import cluster_of
 from megatron.planner.traffic import once_a_step
@@ -210,7 +211,7 @@ def test_a_search_that_ends_early_finds_the_plans_of_one_that_does_not(world, fa
     least = speed.least_seconds
     bound_of = lambda plan: least(plan.job, plan.layout, cluster)
     monkeypatch.setattr(speed, "least_seconds", lambda *args: 0.0)
-    monkeypatch.setattr(_Fastest, "limit", lambda *words: float("inf"))  # nothing is left out by its passes, either
+    monkeypatch.setattr(Fastest, "limit", lambda *words: float("inf"))  # nothing is left out by its passes, either
     whole = search(job, cluster, space, keep=20)
     assert found.evaluated < whole.evaluated and found.num_layouts == whole.num_layouts
     assert (found.plans[0], found.fastest, found.alike) == (whole.plans[0], whole.fastest, whole.alike)

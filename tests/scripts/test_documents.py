@@ -145,14 +145,6 @@ def test_the_tour_names_every_package_once_in_the_order_of_floors():
             assert (ROOT / "megatron" / package.strip("`") / name).exists(), f"{package}: {name}"
 
 
-def test_floors_of_the_design_are_those_of_the_tests():
-    from tests.test_floors import FLOORS
-
-    rows = table_after(DESIGN, "## 15. Floors")
-    told = {int(number): " ".join(re.findall(r"`([\w.]+)`", names)) for number, names, _ in rows}
-    assert told == dict(enumerate(FLOORS))
-
-
 # ---- ten questions ---------------------------------------------------------------------------------------------------
 
 QUESTIONS = table_after(DESIGN, "## Where to look")

@@ -121,7 +121,7 @@ def test_replicas_on_a_cluster_have_the_servers_limits(fails, gpus, each, monkey
     )
     ray = SimpleNamespace(cluster_resources=lambda: dict(GPU=gpus), shutdown=lambda: ended.append("ray"))
     monkeypatch.setattr(ray_replicas, "_import", lambda: (ray, serve))
-    monkeypatch.setattr(ray_replicas, "_connect", lambda ray: None)
+    monkeypatch.setattr(ray_replicas, "connect", lambda ray: None)
     limits = ServeLimits(max_batch=3, max_queue=4, request_timeout=70.0, stop_timeout=9.0)
     if fails:
         with pytest.raises(Failure, match="the last line"), ray_replicas.on_ray(lambda: None, 5, limits):
@@ -138,7 +138,7 @@ def test_a_cluster_with_other_applications_is_left_alone(monkeypatch):
     serve = SimpleNamespace(status=lambda: SimpleNamespace(applications={"x": 1}), shutdown=lambda: None)
     ray = SimpleNamespace(shutdown=lambda: None)
     monkeypatch.setattr(ray_replicas, "_import", lambda: (ray, serve))
-    monkeypatch.setattr(ray_replicas, "_connect", lambda ray: None)
+    monkeypatch.setattr(ray_replicas, "connect", lambda ray: None)
     with pytest.raises(SettingsError, match="other applications"), ray_replicas.on_ray(None, 1, ServeLimits()):
         pass
 

@@ -310,7 +310,7 @@ def test_a_network_uses_or_refuses_or_names_each_setting(model, more):
             changes = word.value is not ... and getattr(config.model, field.name) != start_of(field)
             if changes and field.name not in named and not any(flag in line for flag in flags for line in said):
                 used.add(field.name)
-    assert used == USED | more, "refuse what a layer of the model does not use: t5_rules.py, bert_rules.py"
+    assert used == USED | more, "refuse what a layer of the model does not use: settings.py of t5 and bert"
 
 
 def test_a_misspelt_or_impossible_default_of_a_recipe_is_an_error():

@@ -12,10 +12,10 @@ from megatron.model.command_line import parse_any
 from megatron.model.pruning import PruningOptions
 from megatron.optimizer.lr_schedule import Lengths, learning_rate
 from megatron.optimizer.lr_schedule import problems as lr_problems
+from megatron.settings.general_rules import violations
 from megatron.settings.parse import parse, parse_pretrain, parse_with_record
-from megatron.settings.rules import violations
 from megatron.settings.schema import GROUPS
-from megatron.tasks import finetune
+from megatron.tasks import finetune, finetune_rules, finetune_start
 from megatron.tokenizer import resolved
 from megatron.tools import evaluate, generate, prune
 from megatron.tools.evaluate import EvaluateOptions
@@ -484,7 +484,7 @@ def glue(tmp_path):
 
 def test_fine_tuning_reads_its_files(glue, capsys):
     names = [word for part in ("Train", "Eval") for word in ("-o", f"Data.{part}.dataset.name=CoLA")]
-    made = parse(["-c", glue, *names], {**GROUPS, **finetune.groups()})
+    made = parse(["-c", glue, *names], {**GROUPS, **finetune_start.groups()})
     task, batch = made["task"], made["batch"]
     assert (task.task, task.pretrained_checkpoint, made["data"].data_path) == ("CoLA", "./ckpt", ["./dataset/SST-2/"])
     assert (made["model"].seq_length, made["optimizer"].lr, made["optimizer"].lr_warmup_fraction) == (64, 3e-5, 0.1)
@@ -552,7 +552,7 @@ def test_curves_of_vision_models_are_refused(name, tmp_path):
 def test_fine_tuning_says_which_command_a_file_of_pretraining_is_for(tmp_path):
     (tmp_path / "gpt.yaml").write_text("Model: {num_layers: 2, hidden_size: 8, num_attention_heads: 2}\n")
     with pytest.raises(UsageError, match="missing: --task; a file for pretraining: pretrain_gpt.py -c FILE"):
-        parse(["-c", str(tmp_path / "gpt.yaml")], {**GROUPS, **finetune.groups()})
+        parse(["-c", str(tmp_path / "gpt.yaml")], {**GROUPS, **finetune_start.groups()})
 
 
 def test_fine_tuning_names_the_vocabulary_that_it_lacks(glue, tmp_path):
@@ -560,8 +560,8 @@ def test_fine_tuning_names_the_vocabulary_that_it_lacks(glue, tmp_path):
         (tmp_path / name).write_text("sentence\tlabel\na b\t1\n")
     words = ["-c", glue, "-o", "Model.vocab_size=50304"]
     words += [word for part in ("Train", "Eval") for word in ("-o", f"Data.{part}.dataset.root={tmp_path}")]
-    config = finetune.normalize_task_config(parse_pretrain(words, extra_groups=finetune.groups()))
-    said, _ = violations(config, 1, finetune.TASK_RULES)
+    config = finetune.normalize_task_config(parse_pretrain(words, extra_groups=finetune_start.groups()))
+    said, _ = violations(config, 1, finetune_rules.TASK_RULES)
     assert any(one.startswith("the task is text, and no vocabulary is given; --vocab-file") for one in said)
 
 

@@ -11,11 +11,11 @@ from megatron.errors import CheckpointError, DataError, SettingsError, UsageErro
 from megatron.model import linear_kinds
 from megatron.model.quantization import with_quantization
 from megatron.settings import from_checkpoint
+from megatron.settings.general_rules import violations
 from megatron.settings.parse import parse, parse_pretrain, parse_with_record
-from megatron.settings.rules import violations
 from megatron.settings.schema import GROUPS
 from megatron.settings.statements import failing_in_users_words
-from megatron.tasks import finetune
+from megatron.tasks import finetune_start
 from megatron.tokenizer import embedding_rows
 from megatron.tools import evaluate, generate, translate
 from megatron.tools.export import ExportOptions
@@ -183,9 +183,9 @@ def test_a_task_is_validated_on_its_own_data(words, refused, write, capsys):
     argv = ["-c", write(GLUE), *(part for word in words.split() for part in ("-o", word))]
     if refused:
         with pytest.raises(UsageError, match=refused):
-            parse(argv, {**GROUPS, **finetune.groups()})
+            parse(argv, {**GROUPS, **finetune_start.groups()})
     else:
-        parse(argv, {**GROUPS, **finetune.groups()})
+        parse(argv, {**GROUPS, **finetune_start.groups()})
         assert "Data.Eval.dataset.split" not in capsys.readouterr().err
 
 
@@ -211,7 +211,7 @@ def test_layers_that_a_model_lacks_are_one_problem(write):
 def test_a_pretrained_folder_that_is_not_there(tmp_path):
     said = dict(pretrained_checkpoint=str(tmp_path / "gone"))
     with pytest.raises(CheckpointError) as refused:
-        finetune.beginning(said.get, lambda record: False)
+        finetune_start.beginning(said.get, lambda record: False)
     assert "there is no such folder" in str(refused.value) and ".pdparams" in str(refused.value)
 
 

@@ -13,8 +13,9 @@ from megatron.errors import SettingsError
 from megatron.model.command_line import derivations, parse_any
 from megatron.model.recipe import named_recipe
 from megatron.settings.declare import Count, Share, setting
+from megatron.settings.general_rules import RULES
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.rules import RULES, record
+from megatron.settings.rules import record
 from megatron.settings.schema import GROUPS, derived
 from megatron.settings.spelling import spellings_of
 from megatron.training.rules import DEFAULTS, check, remarks, resolve, rules_of

@@ -22,6 +22,7 @@ from megatron.planner.traffic import totals, transfers
 from megatron.tasks.finetune import recipe
 from megatron.training.conversion_commands import fresh_state
 from tests.planner.test_truth import counted_step
+from tests.ranks import on_ranks
 from tests.tasks.classification import LABELS, Toy, with_hidden_words
 from tests.tasks.test_finetune import STEPS, TUNE, tune, weights_of
 from tests.training.plain_loop import EOD, LENGTH
@@ -204,7 +205,7 @@ def theirs(kind: str, folder, pairs: bool):
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind, layout", CASES)
-def test_any_layout_is_hugging_faces_model_with_a_head(kind, layout, given, tmp_path, tmp_path_factory, run_ranks):
+def test_any_layout_is_hugging_faces_model_with_a_head(kind, layout, given, tmp_path, tmp_path_factory):
     world, words = LAYOUTS[layout]
     trunk, pairs = given(kind), layout != "pp2"
     toy = Toy(trunk.parent / f"toy{pairs}", pairs=pairs)
@@ -213,7 +214,7 @@ def test_any_layout_is_hugging_faces_model_with_a_head(kind, layout, given, tmp_
     line += f" --seq-length {LENGTH} --no-best-checkpoint"
     line += f" --pooling {kind.split()[1]}" if kind.split()[1:2] in (["mean"], ["last"]) else ""
     line += f" --word-dropout {DROPPED[kind]}" if kind in DROPPED else ""
-    tune(0, line) if world == 1 else run_ranks(world, tune, line)
+    on_ranks(world, tune, line)
     heads = ("head.", "binary.", "output.", *LEFT_OUT.get(kind, ()))
     assert set(weights_of(tmp_path / "run")) == {
         "head.weight",

@@ -21,6 +21,7 @@ from megatron.inference.sampling import Sampling
 from megatron.model.recipe import facts_of, kind_of
 from megatron.tokenizer.chat_template import find_template, template_folders
 from megatron.tools import generate
+from tests.ranks import on_ranks
 from tests.tasks.chats import (
     EOD,
     RUN,
@@ -66,12 +67,12 @@ def base(tmp_path_factory):
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
 )
-def test_any_layout_is_each_conversation_by_itself(layout, base, run_ranks, tmp_path):
+def test_any_layout_is_each_conversation_by_itself(layout, base, tmp_path):
     world, words = LAYOUTS[layout]
     file = write_lines(tmp_path / "talks.jsonl", [dict(messages=talk) for talk in talks()])
     line = f"--task chat --train-data {file} --chat-template plain --load {base} --save {tmp_path / 'run'} {TUNE}"
     line += f" --train-iters 3 {words}"
-    tune(0, line) if world == 1 else run_ranks(world, tune, line)
+    on_ranks(world, tune, line)
     texts = [plain_tokens(talk) for talk in talks()]
     steps, weights = train(weights_of(base), lambda weights: answer_losses(weights, texts), 3, 1e-2)
     found = records(tmp_path / "run", "step")

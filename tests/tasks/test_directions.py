@@ -17,7 +17,7 @@ from megatron.telemetry.directions import DIRECTIONS, LARGER, SMALLER, best_of, 
 from megatron.telemetry.history import History
 from megatron.telemetry.report_facts import judged
 from megatron.training import measures
-from megatron.training.build import record_rules
+from megatron.training.instruments import record_rules
 from megatron.training.state import Losses
 
 GOLD = [0, 1, 1, 0, 1, 1]

@@ -12,6 +12,7 @@ from megatron.settings.schema import TokenizerSettings
 from megatron.tasks.chat import recipe
 from megatron.tasks.chat_samples import TextEncoder, pair_samples
 from megatron.tokenizer import build_tokenizer
+from tests.ranks import on_ranks
 from tests.tasks.chats import (
     EOD,
     TUNE,
@@ -98,10 +99,10 @@ def line_of(folder, base, more: str) -> str:
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in LAYOUTS]
 )
-def test_any_layout_is_the_plain_loop(layout, base, run_ranks, tmp_path):
+def test_any_layout_is_the_plain_loop(layout, base, tmp_path):
     world, words = LAYOUTS[layout]
     line = line_of(tmp_path, base, f"--train-iters 3 {words}")
-    tune(0, line) if world == 1 else run_ranks(world, tune, line)
+    on_ranks(world, tune, line)
     start = weights_of(base)
     reference = answer_logs(double(start))
     seen = []

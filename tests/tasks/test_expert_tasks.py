@@ -10,6 +10,7 @@ import finetune
 import pretrain_gpt
 from megatron.data.loader import named_batch
 from megatron.tasks.classifier import token_weights
+from tests.ranks import on_ranks
 from tests.tasks import chats, test_dpo
 from tests.tasks.chats import EOD, double, plain_tokens, talks, tune, weights_of, write_lines, write_vocabulary
 from tests.tasks.classification import SIZE, Toy, balance, hidden, train
@@ -46,8 +47,8 @@ def cases(layouts) -> list:
     return [pytest.param(name, marks=() if name == "one process" else pytest.mark.full) for name in layouts]
 
 
-def run(world: int, line: str, run_ranks) -> None:
-    tune(0, line) if world == 1 else run_ranks(world, tune, line)
+def run(world: int, line: str) -> None:
+    on_ranks(world, tune, line)
 
 
 def compare(folder, steps: list[dict], weights) -> None:
@@ -69,13 +70,13 @@ def trunk(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", cases(LAYOUTS))
-def test_a_task_in_any_layout_is_the_plain_loop(layout, trunk, run_ranks, tmp_path):
+def test_a_task_in_any_layout_is_the_plain_loop(layout, trunk, tmp_path):
     world, words = LAYOUTS[layout]
     toy = Toy(tmp_path / "toy", pairs=True, balance=COEFFICIENT)
     line = (
         f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE} {BALANCE} {words}"
     )
-    run(world, line, run_ranks)
+    run(world, line)
     steps, weights = train(weights_of(trunk), toy, STEPS, 8, 1e-2)
     compare(tmp_path / "run", steps, weights)
     check_evaluations(tmp_path / "run", toy)
@@ -107,12 +108,12 @@ def losses_and_balance(weights, ids: list[int], learned: list[int]) -> tuple[tor
 
 
 @pytest.mark.parametrize("layout", cases(TALKS))
-def test_conversations_in_any_layout_are_the_plain_loop(layout, base, run_ranks, tmp_path):
+def test_conversations_in_any_layout_are_the_plain_loop(layout, base, tmp_path):
     """The loss that balances experts is a mean over all tokens of answers."""
     world, words = TALKS[layout]
     file = write_lines(tmp_path / "talks.jsonl", [dict(messages=talk) for talk in talks()[1:]])
     line = f"--task chat --train-data {file} --chat-template plain --load {base} --save {tmp_path / 'run'} {chats.TUNE}"
-    run(world, f"{line} {BALANCE} --global-batch-size 6 --train-iters 3 {words}", run_ranks)
+    run(world, f"{line} {BALANCE} --global-batch-size 6 --train-iters 3 {words}")
     texts, seen = [plain_tokens(talk) for talk in talks()[1:]], []
 
     def loss(weights):
@@ -126,11 +127,11 @@ def test_conversations_in_any_layout_are_the_plain_loop(layout, base, run_ranks,
 
 
 @pytest.mark.parametrize("layout", cases(TALKS))
-def test_pairs_in_any_layout_are_the_plain_loop(layout, base, run_ranks, tmp_path):
+def test_pairs_in_any_layout_are_the_plain_loop(layout, base, tmp_path):
     """The loss that balances experts is a mean over pairs of means over the tokens of both answers."""
     world, words = TALKS[layout]
     line = test_dpo.line_of(tmp_path, base, f"--train-iters 3 {BALANCE} {words}")
-    run(world, line, run_ranks)
+    run(world, line)
     start, seen = weights_of(base), []
 
     def parts(weights):

@@ -13,6 +13,7 @@ import pretrain_gpt
 from megatron.errors import DataError, SettingsError
 from megatron.inference.load import load_model
 from megatron.tools import report
+from tests.ranks import on_ranks
 from tests.tasks.classification import LABELS, SIZE, Toy, losses, outputs, train
 from tests.tools.test_report import curves
 from tests.training.test_plain_loop import records
@@ -60,7 +61,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.full) if name in ("tp3", "zero3") e
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", SLOW)
-def test_any_layout_is_the_plain_loop(layout, trunk, run_ranks, tmp_path):
+def test_any_layout_is_the_plain_loop(layout, trunk, tmp_path):
     world, words = LAYOUTS[layout]
     pooling = "mean" if "mean" in layout else "last"
     toy = Toy(tmp_path / "toy", pairs="tp3" in layout, pooling=pooling, soft="soft" in layout)
@@ -68,7 +69,7 @@ def test_any_layout_is_the_plain_loop(layout, trunk, run_ranks, tmp_path):
     if toy.soft:
         words += f" --soft-labels {toy.folder / 'soft0.tsv'} {toy.folder / 'soft1.tsv'}"
     line = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE} {words}"
-    tune(0, line) if world == 1 else run_ranks(world, tune, line)
+    on_ranks(world, tune, line)
     steps, weights = train(weights_of(trunk), toy, STEPS, 8, 1e-2)
     found = records(tmp_path / "run", "step")
     assert [{name: step[name] for name in ("loss", "grad_norm")} for step in found] == [

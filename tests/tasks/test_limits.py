@@ -23,7 +23,7 @@ from megatron.model.facts import Facts
 from megatron.model.language_model import TOKENS
 from megatron.model.sample_arrays import LABELS, LOSS_MASK
 from megatron.mpu.mesh import Mesh
-from megatron.tasks import backbones, chat, classifier, contaminated, dpo, finetune, metrics, spans
+from megatron.tasks import backbones, chat, classifier, contaminated, dpo, finetune, finetune_start, metrics, spans
 from megatron.tasks import settings as kept_settings
 from megatron.tasks.chat_samples import (
     ChatSamples,
@@ -676,7 +676,7 @@ def test_a_task_may_say_how_often_it_is_evaluated(given, tmp_path):
     words = "" if given is None else f"settings: {{eval_epoch: {given}}}\n"
     (tmp_path / "own.yaml").write_text(f"train: t.tsv\ntext: a\nlabel: b\n{words}")
     said = dict(task=str(tmp_path / "own.yaml"), num_layers=1)
-    found = finetune.defaults({name: SimpleNamespace(value=value, words="") for name, value in said.items()})
+    found = finetune_start.defaults({name: SimpleNamespace(value=value, words="") for name, value in said.items()})
     assert found["eval_epoch"] == given or (given is None and found["eval_epoch"] == 1)
 
 
@@ -725,7 +725,7 @@ def test_conversations_in_a_folder(given, there, tmp_path):
 @pytest.mark.parametrize("asked", [None, 63, 64, 65])
 def test_samples_are_no_longer_than_a_table_of_positions(asked, positions):
     model = dict(max_position_embeddings=64, position_embedding_type=positions)
-    found = finetune._from_checkpoint(dict(config=dict(model=model), vocab_size=9), {}.get, asked)
+    found = finetune_start._from_checkpoint(dict(config=dict(model=model), vocab_size=9), {}.get, asked)
     longest = asked and (min(asked, 64) if positions == "learned_absolute" else asked)
     assert found.get("seq_length") == longest and found["backbone"] == "GPT"
 

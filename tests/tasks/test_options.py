@@ -19,6 +19,7 @@ from megatron.tasks.description import find_task, read_task
 from megatron.tasks.evaluation import write_predictions
 from megatron.tasks.examples import labels_in, read_examples
 from megatron.tasks.settings import TaskSettings, examples_of, open_task
+from tests.ranks import on_ranks
 from tests.tasks.test_backbones import LAYOUTS, WORDS, given, model_of, plain_loop, scores_of  # noqa: F401
 from tests.tasks.test_finetune import TUNE, tune
 from tests.training.plain_loop import EOD, LENGTH
@@ -114,14 +115,14 @@ def theirs(kind: str, folder):
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind, layout", CASES)
-def test_any_layout_is_hugging_faces_model_that_reads_each_option(kind, layout, given, tmp_path, run_ranks):  # noqa: F811
+def test_any_layout_is_hugging_faces_model_that_reads_each_option(kind, layout, given, tmp_path):  # noqa: F811
     world, words = LAYOUTS[layout]
     trunk = given(kind)
     toy = Questions(trunk.parent / "options")
     (trunk.parent / "trunk").exists() or (trunk.parent / "trunk").symlink_to(trunk)
     line = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE} {WORDS} {words}"
     line += f" --seq-length {LENGTH} --no-best-checkpoint {'--pooling mean' * ('mean' in kind)}"
-    tune(0, line) if world == 1 else run_ranks(world, tune, line)
+    on_ranks(world, tune, line)
     steps, right = theirs(kind, toy.folder)
     found = records(tmp_path / "run", "step")
     assert [{name: step[name] for name in ("loss", "grad_norm")} for step in found] == [

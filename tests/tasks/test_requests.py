@@ -15,6 +15,7 @@ from megatron.tasks.description import find_task
 from megatron.tasks.examples import TaskExample
 from megatron.tasks.pet import Pattern, read_verbalizer
 from megatron.tokenizer import build_tokenizer
+from tests.ranks import on_ranks
 from tests.tasks.classification import LABELS, SIZE, Toy, double, token_scores
 from tests.tasks.test_finetune import TUNE, trunk, weights_of  # noqa: F401
 from tests.tokenizer.plain import PlainTokenizer, letters
@@ -77,11 +78,11 @@ SLOW = [pytest.param(name, marks=pytest.mark.full) if name in ("tp3 sp, zero3", 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", SLOW)
-def test_requests_in_the_loop_are_those_of_the_plain_network(layout, run_ranks, tmp_path):
+def test_requests_in_the_loop_are_those_of_the_plain_network(layout, tmp_path):
     world, words = LAYOUTS[layout]
     rows = write_requests(tmp_path / "requests.jsonl")
     line = f"{TRAIN} --eval-requests {tmp_path / 'requests.jsonl'} --save {tmp_path / 'run'} --save-interval 2 {words}"
-    run(0, line) if world == 1 else run_ranks(world, run, line)
+    on_ranks(world, run, line)
     evals = records(tmp_path / "run", "eval")
     assert [(one["split"], one["iteration"], one["final"]) for one in evals] == [
         ("requests", 2, False),

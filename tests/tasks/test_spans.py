@@ -30,6 +30,7 @@ from megatron.tasks.spans import (
     windows,
 )
 from megatron.training.rules import check
+from tests.ranks import on_ranks
 from tests.tasks.test_backbones import CLS, LAYOUTS, SEP, WORDS, given, model_of, plain_loop  # noqa: F401
 from tests.tasks.test_finetune import TUNE, tune
 from tests.training.plain_loop import EOD, LENGTH
@@ -132,14 +133,14 @@ def answer(model, head, kind: str, question: list, text: list) -> list:
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("kind, layout", CASES)
-def test_any_layout_is_hugging_faces_model_for_questions(kind, layout, given, tmp_path, run_ranks):  # noqa: F811
+def test_any_layout_is_hugging_faces_model_for_questions(kind, layout, given, tmp_path):  # noqa: F811
     world, words = LAYOUTS[layout]
     trunk = given(kind)
     toy = Questions(trunk.parent / "spans")
     (trunk.parent / "trunk").exists() or (trunk.parent / "trunk").symlink_to(trunk)
     line = f"--task CMRC2018 --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE} {WORDS} {words}"
     line += f" --seq-length {LENGTH} --no-best-checkpoint"
-    tune(0, line) if world == 1 else run_ranks(world, tune, line)
+    on_ranks(world, tune, line)
     steps, answers = theirs(kind, toy.folder)
     found = records(tmp_path / "run", "step")
     assert [{name: step[name] for name in ("loss", "grad_norm")} for step in found] == [

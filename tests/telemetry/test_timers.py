@@ -18,7 +18,7 @@ from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.phases import PHASES, ActiveTimers, phase
 from megatron.telemetry.step_metrics import RunSizes, StepMetrics
 from megatron.telemetry.timers import HISTORY, Timed, Timers, table
-from megatron.training import build, step
+from megatron.training import instruments, step
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-2 "
@@ -148,8 +148,8 @@ def _tensors(path):
 
 def test_timing_changes_nothing_else(tmp_path, monkeypatch, capsys):
     plain, timed, made = tmp_path / "plain", tmp_path / "timed", []
-    build_timers = build.build_timers
-    monkeypatch.setattr(build, "build_timers", lambda *given: made.append(build_timers(*given)) or made[-1])
+    build_timers = instruments.build_timers
+    monkeypatch.setattr(instruments, "build_timers", lambda *given: made.append(build_timers(*given)) or made[-1])
     flags = f"{TINY} --bf16 --eval-iters 2 --eval-interval 4"
     pretrain_gpt.main([*flags.split(), "--save", str(plain)])
     assert made.pop() is None and "time across ranks" not in capsys.readouterr().out

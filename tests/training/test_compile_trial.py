@@ -11,7 +11,7 @@ from megatron.errors import UsageError
 from megatron.guard.beat_files import read_beats
 from megatron.guard.heartbeat import Heartbeat
 from megatron.model.command_line import parse_any
-from megatron.settings.rules import can_compile
+from megatron.settings.general_rules import can_compile
 from megatron.training import compile_trial
 from megatron.training.rules import remarks, resolve
 from tests.training.test_training import TINY, _pretrain, _steps

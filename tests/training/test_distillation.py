@@ -37,6 +37,7 @@ from megatron.training.rules import resolve
 from megatron.training.step import train_step
 from tests.model.test_distillation_loss import divergence
 from tests.models.in_layouts import check_layout
+from tests.ranks import on_ranks
 from tests.training.plain_loop import LENGTH, Job, logits, train
 from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, records
 
@@ -110,11 +111,11 @@ def plain(teacher: str, way: str):
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("way, layout", CASES)
-def test_any_layout_is_the_plain_loop(way, layout, teacher, run_ranks, tmp_path):
+def test_any_layout_is_the_plain_loop(way, layout, teacher, tmp_path):
     """Both losses, norms, the student's weights; and nothing of the teacher is saved."""
     world, words = LAYOUTS[layout]
     line = f"{LINE} --teacher-load {teacher} {WAYS[way][0]} {words} --save {tmp_path}"
-    pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
+    on_ranks(world, pretrain, line)
     expected = plain(teacher, way)
     assert expected.steps[0]["kd loss"] > 0.02
     compare(tmp_path, expected)
@@ -148,11 +149,11 @@ def plain_hidden(teacher: str, way: str):
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("way, layout", cases("mse", FEW) + [("cosine", FEW[0])])
-def test_hidden_states_are_those_of_the_plain_loop(way, layout, wide_teacher, run_ranks, tmp_path):
+def test_hidden_states_are_those_of_the_plain_loop(way, layout, wide_teacher, tmp_path):
     """Layers of every stage are compared; other stages have the teacher's first layers alone."""
     world, words = LAYOUTS[layout]
     line = f"{LINE} --teacher-load {wide_teacher} {HIDDEN_WAYS[way]} {words} --save {tmp_path}"
-    pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
+    on_ranks(world, pretrain, line)
     compare(tmp_path, plain_hidden(wide_teacher, way))
 
 
@@ -201,11 +202,11 @@ def plain_projected(teacher: str):
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_narrow_states_are_projected_to_those_of_the_teacher(layout, teacher, run_ranks, tmp_path):
+def test_narrow_states_are_projected_to_those_of_the_teacher(layout, teacher, tmp_path):
     """By matrices that are trained, reduced, sharded and saved as other weights."""
     world, words = LAYOUTS[layout]
     line = f"{LINE} --teacher-load {teacher} {PROJECTED} {words} --save {tmp_path}"
-    pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
+    on_ranks(world, pretrain, line)
     compare(tmp_path, plain_projected(teacher))
 
 

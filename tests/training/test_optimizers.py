@@ -35,9 +35,9 @@ LAYOUTS = {
 CONSTANT = "--lr-decay-style constant"
 
 
-def run_in(layout: str, flags: str, run_ranks, folder) -> None:
+def run_in(layout: str, flags: str, folder) -> None:
     world, words = LAYOUTS[layout]
-    run(run_ranks, world, f"{SIX} {flags} {words}", folder)
+    run(world, f"{SIX} {flags} {words}", folder)
 
 
 # ---- SGD -------------------------------------------------------------------------------------------------------------
@@ -51,14 +51,14 @@ def plain_sgd(momentum: float):
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sgd_is_torchs(layout, run_ranks, tmp_path):
-    run_in(layout, f"--optimizer sgd --sgd-momentum 0.8 --lr 0.3 {CONSTANT}", run_ranks, tmp_path)
+def test_sgd_is_torchs(layout, tmp_path):
+    run_in(layout, f"--optimizer sgd --sgd-momentum 0.8 --lr 0.3 {CONSTANT}", tmp_path)
     compare(tmp_path, plain_sgd(0.8))
 
 
 @pytest.mark.parametrize("layout", ["one rank", "zero3"])
-def test_sgd_without_momentum_keeps_no_state(layout, run_ranks, tmp_path):
-    run_in(layout, f"--optimizer sgd --sgd-momentum 0 --lr 0.3 {CONSTANT}", run_ranks, tmp_path)
+def test_sgd_without_momentum_keeps_no_state(layout, tmp_path):
+    run_in(layout, f"--optimizer sgd --sgd-momentum 0 --lr 0.3 {CONSTANT}", tmp_path)
     compare(tmp_path, plain_sgd(0.0))
 
 
@@ -91,12 +91,12 @@ def plain_lion():
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_lion_is_the_published_formula(layout, run_ranks, tmp_path):
+def test_lion_is_the_published_formula(layout, tmp_path):
     """A sign is a full step however small its argument is: of a hundred elements one may have gone the other way. Of
     biases of keys all may, whose gradients are rounding.
     """
     flags = f"--optimizer lion --lion-beta1 0.7 --lion-beta2 0.9 --lr 1e-3 --weight-decay 0.5 {CONSTANT}"
-    run_in(layout, flags, run_ranks, tmp_path)
+    run_in(layout, flags, tmp_path)
     expected = plain_lion()
     losses = [record["lm loss"] for record in records(tmp_path, "step")]
     assert losses == pytest.approx([step["lm loss"] for step in expected.steps], rel=1e-4)
@@ -179,8 +179,8 @@ def plain_muon():
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_muon_is_its_description(layout, run_ranks, tmp_path):
-    run_in(layout, f"{MUON} --weight-decay 0.1", run_ranks, tmp_path)
+def test_muon_is_its_description(layout, tmp_path):
+    run_in(layout, f"{MUON} --weight-decay 0.1", tmp_path)
     compare(tmp_path, plain_muon(), rel=1e-5, step=5e-5)
 
 
@@ -223,10 +223,10 @@ def test_muon_goes_on_in_another_layout(run_ranks, tmp_path):
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", ["one rank", "tp3", "pp2", "zero3"])
-def test_embeddings_have_a_learning_rate_of_their_own(layout, run_ranks, tmp_path):
+def test_embeddings_have_a_learning_rate_of_their_own(layout, tmp_path):
     """That of words, which is the output layer's too; positions have the common one."""
     flags = "--lr 1e-2 --min-lr 1e-3 --decoupled-lr 3e-2 --decoupled-min-lr 2e-2 --lr-warmup-iters 2 --adam-eps 1e-4"
-    run_in(layout, f"{flags} --lr-decay-style cosine", run_ranks, tmp_path)
+    run_in(layout, f"{flags} --lr-decay-style cosine", tmp_path)
     rates = [rate_of("cosine", *ends, warmup=16, end=48) for ends in ((1e-2, 1e-3), (3e-2, 2e-2))]
     compare(tmp_path, train(Job(**PLAIN | dict(rate=rates[0], word_rate=rates[1]))))
     logged = [record["decoupled_learning_rate"] for record in records(tmp_path, "step")]

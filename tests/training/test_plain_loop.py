@@ -20,6 +20,7 @@ import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.optimizer.lr_schedule import Lengths, learning_rate, weight_decay
 from megatron.settings.schema import Batch, Optimizer
+from tests.ranks import on_ranks
 from tests.training.plain_loop import HEADS, HIDDEN, LAYERS, LENGTH, Job, Outcome, Scale, decay_of, rate_of, train
 
 FLAGS = (
@@ -41,13 +42,13 @@ def pretrain(rank: int, flags: str) -> None:
     pretrain_gpt.main(f"{FLAGS} {flags}".split())
 
 
-def run(run_ranks, world: int, flags: str, folder: Path, stops: Sequence[int] = ()) -> None:
+def run(world: int, flags: str, folder: Path, stops: Sequence[int] = ()) -> None:
     """Train on so many data-parallel ranks (one is this process), stopping at `stops` and going on in a new job."""
     turns = [f"--exit-interval {stop}" for stop in stops] + [""]
     for number, turn in enumerate(turns):
         load = f"--load {folder}" if number else ""
         line = f"{flags} --save {folder} {load} {turn}"
-        pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
+        on_ranks(world, pretrain, line)
 
 
 def records(folder: Path, kind: str) -> list[dict]:
@@ -209,19 +210,19 @@ def expected(case: str) -> Outcome:
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("world, stops", [(1, []), (2, []), (1, [3, 4])], ids=["one rank", "two ranks", "two resumes"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_equals_the_plain_loop(case, world, stops, run_ranks, tmp_path):
+def test_a_run_equals_the_plain_loop(case, world, stops, tmp_path):
     flags = CASES[case][0]
     if "one micro-batch" in case:
         flags += f" --micro-batch-size {8 // world}"
-    run(run_ranks, world, flags, tmp_path, stops)
+    run(world, flags, tmp_path, stops)
     compare(tmp_path, expected(case), **LOOSE.get(case[:4], {}))
 
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("way, ranks", [("p2p", 3), ("allgather", 2), ("a2a", 3)])
 @pytest.mark.parametrize("case", ["everything but the defaults", "tokens that do not count", "documents apart"])
-def test_ranks_that_share_sequences_equal_the_plain_loop(case, way, ranks, run_ranks, tmp_path):
-    run(run_ranks, ranks, f"{CASES[case][0]} --context-parallel-size {ranks} --cp-comm-type {way}", tmp_path)
+def test_ranks_that_share_sequences_equal_the_plain_loop(case, way, ranks, tmp_path):
+    run(ranks, f"{CASES[case][0]} --context-parallel-size {ranks} --cp-comm-type {way}", tmp_path)
     compare(tmp_path, expected(case))
 
 
@@ -299,8 +300,8 @@ def test_curves_of_weight_decay_at_every_sample(style):
         (2, "--train-samples 48 --micro-batch-size 4"),
     ],
 )
-def test_other_words_for_the_size_of_a_batch_and_the_length_of_a_run(world, words, run_ranks, tmp_path):
-    run(run_ranks, world, f"{words} --lr 1e-2 --adam-eps 1e-4 --eval-iters 0", tmp_path)
+def test_other_words_for_the_size_of_a_batch_and_the_length_of_a_run(world, words, tmp_path):
+    run(world, f"{words} --lr 1e-2 --adam-eps 1e-4 --eval-iters 0", tmp_path)
     compare(tmp_path, train(Job(**PLAIN | dict(rate=rate_of("linear", 1e-2, end=48)))))
 
 

@@ -22,6 +22,7 @@ from megatron.settings.schema import Data
 from megatron.tools import trace
 from pretrain_gpt import recipe
 from tests.models import own_dataset
+from tests.ranks import on_ranks
 from tests.training.plain_loop import EOD, LENGTH, Job, initial_weights, token_losses
 from tests.training.test_plain_loop import FLAGS, PLAIN, pretrain, records
 
@@ -69,12 +70,12 @@ def loss_of(*files) -> float:
         (11, 3, "--tensor-model-parallel-size 3 --sequence-parallel"),
     ],
 )
-def test_a_whole_set_is_each_sample_once_in_any_layout(samples, world, layout, document, run_ranks, tmp_path):
+def test_a_whole_set_is_each_sample_once_in_any_layout(samples, world, layout, document, tmp_path):
     """11 samples fill a batch of 8 and a part of the next one, 16 two whole ones."""
     prefix, tokens = document("held", samples, seed=1)
     flags = f"{STILL} --full-validation --eval-iters 1 --train-data-path {prefix} --valid-data-path {prefix} {layout}"
     flags += f" --mock-data false --tokenizer-type NullTokenizer --eod-mask-loss --save {tmp_path / 'run'}"
-    pretrain(0, flags) if world == 1 else run_ranks(world, pretrain, flags)
+    on_ranks(world, pretrain, flags)
     evals = records(tmp_path / "run", "eval")
     assert [(one["iteration"], one["final"]) for one in evals] == [(2, False), (4, True)]
     for one in evals:

@@ -9,14 +9,13 @@ an earlier `ray.init()` on a machine may have left a token.
 """
 
 import os
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Optional
 
 from megatron.corpus.agenda import MOST_ATTEMPTS, Agenda, TaskOutcome, child_threads, execute
 from megatron.corpus.plan import CorpusTask
-from megatron.errors import SettingsError
+from megatron.storage.ray_cluster import connect, import_ray
 
 WINDOW = 4  # tasks in flight per core: enough to keep it busy, few enough for the driver's memory
 WAIT = 1.0  # seconds
@@ -24,10 +23,10 @@ WAIT = 1.0  # seconds
 
 def run_ray(agenda: Agenda, output: Path, workers: Optional[int] = None, task_memory: int = 0) -> None:
     """Run all tasks of an agenda that can run. workers: cores, where Ray is started here; task_memory: bytes per task"""
-    ray = _import()
+    ray = import_ray("--runner ray")
     ours = not ray.is_initialized()
     if ours:
-        _start(ray, workers)
+        connect(ray, workers)
     remote = ray.remote(_remote_execute).options(
         num_cpus=1, max_retries=MOST_ATTEMPTS - 1, retry_exceptions=False, memory=_asked(ray, task_memory)
     )
@@ -47,38 +46,6 @@ def run_ray(agenda: Agenda, output: Path, workers: Optional[int] = None, task_me
                 ray.cancel(one, force=True)
         if ours:
             ray.shutdown()
-
-
-def _import():
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    try:
-        import ray
-    except ImportError as error:
-        raise SettingsError("--runner ray needs the package ray", str(error), "pip install '.[scale]'") from None
-    return ray
-
-
-def _start(ray, workers: Optional[int]) -> None:
-    """Connect to the cluster of RAY_ADDRESS, or start one here. Workers get this process's import path."""
-    root = str(Path(__file__).resolve().parents[3])
-    paths = os.pathsep.join(dict.fromkeys([root, *(path for path in sys.path if path)]))
-    common = dict(
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        runtime_env={"env_vars": {"PYTHONPATH": paths}},
-    )
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
-        del common["include_dashboard"]
-        try:
-            ray.init(address=address, **common)
-        except ConnectionError as error:
-            do = "check RAY_ADDRESS, and that RAY_AUTH_MODE is the same here and where `ray start` ran"
-            raise SettingsError(f"no Ray cluster at {address}", str(error).splitlines()[0], do) from None
-    else:
-        ray.init(num_cpus=workers, object_store_memory=100 << 20, **common)
 
 
 def _asked(ray, task_memory: int) -> Optional[int]:

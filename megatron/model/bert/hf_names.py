@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from megatron.errors import CheckpointError, SettingsError
+from megatron.errors import CheckpointError
 from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.settings import BertSettings
-from megatron.model.hf_match import Match
+from megatron.model.hf_match import Match, refuse_shape
 from megatron.settings.schema import Model
 
 
@@ -82,13 +82,7 @@ def refuse_other(facts: BertFacts) -> None:
         "--final-logit-softcapping": m.final_logit_softcapping is not None,
         "--attn-logit-softcapping": m.attn_logit_softcapping is not None,
     }
-    if any(against.values()):
-        why = ", ".join(what for what, so in against.items() if so)
-        raise SettingsError(
-            "Hugging Face's BERT is no model of this shape",
-            f"not BERT: {why}",
-            "python -m megatron.tools.export --format onnx or torch-export writes a program of it",
-        )
+    refuse_shape("BERT", against)
 
 
 def their_settings(facts: BertFacts, dtype: str) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron.errors import CheckpointError, SettingsError
-from megatron.model.hf_match import Match
+from megatron.errors import CheckpointError
+from megatron.model.hf_match import Match, refuse_shape
 from megatron.model.t5.facts import T5Facts
 from megatron.model.t5.settings import T5Settings
 from megatron.settings.schema import Model
@@ -144,16 +144,7 @@ def refuse_other(facts: T5Facts) -> None:
         "--final-logit-softcapping": m.final_logit_softcapping is not None,
         "--attn-logit-softcapping": m.attn_logit_softcapping is not None,
     }
-    if any(against.values()):
-        why = ", ".join(what for what, so in against.items() if so)
-        raise SettingsError(
-            "Hugging Face's T5 is no model of this shape",
-            f"not T5: {why}",
-            "python -m megatron.tools.export --format onnx or torch-export writes a program of it",
-        )
-
-
-_FORWARD = {"relu": "relu", "gated-gelu": "gated-gelu", "gelu": "gelu"}
+    refuse_shape("T5", against)
 
 
 def their_settings(facts: T5Facts, ids: dict[str, int], dtype: str) -> dict[str, Any]:

@@ -6,6 +6,9 @@ from typing import Literal, Optional
 
 from megatron.settings.declare import Count, Natural, Needs, shown_by
 
+# Of a sum that tensor parallel ranks divide in --batch-invariant-mode: the most ranks there can be (`mpu.ordered_sums`)
+BLOCKS = 8
+
 CUDA = Needs("a CUDA device", lambda s: s.device != "cpu")
 
 # Tests that show effects

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba-2: its weights and ops. Needs no torch.
+"""Mamba-2: its rules, weights and ops. Needs no torch.
 
 Legend: n tokens of a micro-batch (s x b), G groups of r heads of P channels, N channels of the state, W taps of the
 convolution, e bytes per element.
@@ -7,14 +7,54 @@ convolution, e bytes per element.
 
 from typing import NamedTuple
 
-from megatron.model.kinds.mamba.mamba_rules import RULES
-from megatron.model.kinds.mamba.settings import BESIDE, SYMBOL, MambaSettings
+from megatron.model.kinds.mamba.settings import BESIDE, PRESENT, SYMBOL, MambaSettings
 from megatron.model.kinds.mixer import Mixer
 from megatron.model.kinds.scan_ops import SharedScan
 from megatron.model.layer_ops import ATTENTION, CORE, LayerOp, Residual, Scan
 from megatron.model.weights import add_prefix, column, output_std, row
 from megatron.mpu.placement import Constant, InverseSoftplus, LogOf, LogUniform, Placement, Uniform
+from megatron.settings.rules import Rule, divisors, either, multiples
 from megatron.settings.schema import Model
+
+
+def _heads(s) -> int:
+    return s.settings.model.mamba_heads
+
+
+def _uneven(s) -> bool:
+    """Whether no whole number of heads is the default."""
+    return s.mamba_num_heads is None and 2 * s.hidden_size % s.mamba_head_dim != 0
+
+
+def _words(s) -> str:
+    return f"{_heads(s)} heads of a Mamba-2 layer" if s.mamba_num_heads is None else f"--mamba-num-heads {_heads(s)}"
+
+
+RULES = (
+    Rule(
+        lambda s: PRESENT.met(s) and _uneven(s),
+        lambda s: (
+            f"--mamba-head-dim {s.mamba_head_dim} does not divide {2 * s.hidden_size}, twice --hidden-size; nearest: "
+            f"{either(divisors(2 * s.hidden_size, s.mamba_head_dim))}, or give --mamba-num-heads"
+        ),
+    ),
+    Rule(
+        lambda s: PRESENT.met(s) and not _uneven(s) and _heads(s) % s.mamba_num_groups,
+        lambda s: (
+            f"{_words(s)} cannot be divided by --mamba-num-groups {s.mamba_num_groups}; nearest: "
+            f"{either(divisors(_heads(s), s.mamba_num_groups))} groups"
+        ),
+    ),
+    Rule(
+        lambda s: PRESENT.met(s) and s.mamba_num_groups % s.tp,
+        lambda s: (
+            f"--mamba-num-groups {s.mamba_num_groups} cannot be divided by --tensor-model-parallel-size {s.tp}; nearest: "
+            f"{either(multiples(s.mamba_num_groups, s.tp))}, or tensor parallel size "
+            f"{either(divisors(s.mamba_num_groups, s.tp))}"
+        ),
+    ),
+)
+
 
 TAPS = 4
 CHUNK = 128  # tokens of a chunk: `fused_kernels.ssd`

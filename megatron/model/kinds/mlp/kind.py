@@ -1,16 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MLP: its weights and ops. Needs no torch."""
+"""The MLP: its rules, weights and ops. Needs no torch."""
 
 from dataclasses import replace
+from itertools import combinations
 from typing import Optional
 
 from megatron.model.kinds.mixer import Mixer
-from megatron.model.kinds.mlp.mlp_rules import RULES
 from megatron.model.kinds.mlp.settings import MLPSettings
 from megatron.model.layer_ops import ACTIVATION, MLP, Kernel, LayerOp, RankSetup, Residual
 from megatron.model.weights import add_prefix, column, output_std, row
 from megatron.mpu.placement import Placement
+from megatron.settings.declare import dashed
+from megatron.settings.rules import Rule, divisors, either, multiples
 from megatron.settings.schema import Model
+
+RULES = (
+    Rule(
+        lambda s: s.tp > 1 and s.num_attention_heads % s.tp == 0 and s.ffn % s.tp,
+        lambda s: (
+            f"--ffn-hidden-size {s.ffn} cannot be divided by --tensor-model-parallel-size {s.tp}; nearest: "
+            f"{either(multiples(s.ffn, s.tp))}, or tensor parallel size {either(divisors(s.ffn, s.tp))}"
+        ),
+    ),
+    *(
+        Rule(
+            lambda s, one=one, other=other: getattr(s, one) and getattr(s, other),
+            lambda s, one=one, other=other: (
+                f"{dashed(one)} and {dashed(other)} are two activations of the MLP; give one of them"
+            ),
+        )
+        for one, other in combinations(("squared_relu", "swiglu", "geglu", "quick_geglu"), 2)
+    ),
+)
 
 
 def mlp(model: Model, sequence_parallel: bool, width: Optional[int] = None) -> dict[str, Placement]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory settings of the C library that speed up CPU training."""
+"""Memory on a CPU: what the C library returns to the kernel, and how many kernels torch keeps. Needs no torch."""
 
 import ctypes
+import os
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from malloc.h
@@ -19,3 +20,16 @@ def keep_memory() -> bool:
     if not hasattr(library, "mallopt"):  # musl
         return False
     return bool(library.mallopt(_M_MMAP_MAX, 0)) and bool(library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+KERNELS = 128  # enough for 16 sizes of a batch with one new token each
+
+
+def bound_kernel_caches() -> None:
+    """Let torch keep fewer kernels on a CPU. Call it before torch is loaded.
+
+    oneDNN makes a kernel of each product for each number of tokens in a pass: quickly, but each takes half a megabyte. By
+    default torch and oneDNN keep 1024 each, which come to a gigabyte with prompts of all lengths.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # of oneDNN, and of torch for it
+        os.environ.setdefault(name, str(KERNELS))
