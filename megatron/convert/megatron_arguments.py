@@ -20,9 +20,8 @@ SAME = (
     "apply_query_key_layer_scaling hidden_dropout attention_dropout init_method_std make_vocab_size_divisible_by "
     "use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor window_attn_skip_freq"
 ).split()  # settings with the same name and meaning in Megatron-LM
-OF_CORE = (
-    "softmax_type quick_geglu activation_func_clamp_value glu_linear_offset".split()
-)  # so, too; not of legacy models
+# The same, but not of legacy models
+OF_CORE = "softmax_type quick_geglu activation_func_clamp_value glu_linear_offset".split()
 COMPARED = [  # what makes a model: properties of `schema.Model`
     *"num_layers hidden_size num_attention_heads seq_length ffn_size head_dim query_groups position_table".split(),
     *"position_embedding_type norm_epsilon disable_bias_linear rotary_base bias_gelu_fusion window".split(),

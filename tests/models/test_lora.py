@@ -270,9 +270,8 @@ def test_the_gradient_of_a_frozen_weight_is_never_computed(target, pairs):
 
     def flops(words: str) -> int:
         config = parse_any(f"{flags} {words}".split())
-        model = pretrain_gpt.build_model(
-            config, Mesh(), 64, dtype=torch.bfloat16, device="cpu"
-        )  # by torch's own products
+        # By torch's own products
+        model = pretrain_gpt.build_model(config, Mesh(), 64, dtype=torch.bfloat16, device="cpu")
         only = config.optimizer.train_only
         for name, parameter in model.named_parameters():
             parameter.data.normal_(0, 0.02)
