@@ -31,9 +31,8 @@ COMPARED = [  # what makes a model: properties of `schema.Model`
 _SIZES = (  # behind properties of COMPARED
     "ffn_hidden_size kv_channels num_query_groups group_query_attention max_position_embeddings window_size".split()
 )
-_OF_TRAINING = (  # not of the weights
-    "label_smoothing z_loss_coeff attention_softmax_in_fp32 model_type model_name_or_path".split()
-)
+# Not of the weights
+_OF_TRAINING = "label_smoothing z_loss_coeff attention_softmax_in_fp32 model_type model_name_or_path".split()
 _AHEAD = ("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_use_repeated_layer", "mtp_detach_heads")
 _OF_PATTERN = ("hybrid_layer_pattern", "no_rope_freq", *_AHEAD)
 # Arguments that --use-checkpoint-args does not read, beside those of kinds whose `MegatronForm.flags` says so
