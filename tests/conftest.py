@@ -192,9 +192,10 @@ def pytest_collection_modifyitems(config, items):
 def left_out(items, part: int) -> list:
     """The cases of `sampled(n)` tests that do not run in this part: each runs in one part of n that follow each other.
 
-    Ordered by a hash of their names, so that all parameters are met in each part.
+    Ordered by a hash of their names, so that all parameters are met in each part. Functions of a file take their turns
+    one after the other: its long tests do not all run in the same part.
     """
-    cases = defaultdict(list)
+    cases, functions = defaultdict(list), defaultdict(int)
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("full"):
             cases[item.nodeid.partition("[")[0]].append(item)
@@ -203,7 +204,9 @@ def left_out(items, part: int) -> list:
         [each] = found[0].get_closest_marker("sampled").args
         assert each in (1, 2, 5, 10), f"{found[0].nodeid}: each case is to run in every tenth submission, at least"
         found.sort(key=lambda item: zlib.crc32(item.name.encode()))
-        turn = part + zlib.crc32(function.encode())  # so that tests of one case do not all run in the same part
+        file = function.partition("::")[0]
+        turn = part + zlib.crc32(file.encode()) + functions[file]
+        functions[file] += 1
         left += [item for number, item in enumerate(found) if number % each != turn % each]
     return left
 

@@ -181,7 +181,8 @@ def test_pure_modules_reach_no_torch(name):
 @pytest.mark.sampled(5)
 def test_training_starts_without_torchs_compiler():
     """It takes a second and a half to import, in each rank, and some modules of torch bring it along."""
-    code = "import sys, pretrain_gpt, megatron.training.loop; sys.exit('torch._dynamo' in sys.modules)"
+    modules = "pretrain_gpt, megatron.training.loop, megatron.model.kinds.mamba.module"
+    code = f"import sys, {modules}; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

@@ -29,6 +29,15 @@ def test_each_case_runs_once_in_the_parts_that_follow_each_other(each, count):
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
+def test_functions_of_a_file_of_one_case_each_run_in_different_parts():
+    """Five long tests of a file: one of them in each part."""
+    marks = dict(sampled=SimpleNamespace(args=(5,)))
+    cases = [
+        SimpleNamespace(name=f"test_{n}", nodeid=f"file::test_{n}", get_closest_marker=marks.get) for n in range(5)
+    ]
+    assert all(len(conftest.left_out(cases, part)) == 4 for part in range(697, 702))
+
+
 FILES = {
     "test_a.py": "import pytest\n@pytest.mark.sampled(5)\n@pytest.mark.parametrize('n', range(5))\ndef test(n): pass\n",
     "test_b.py": "def test(): pass\n",
@@ -90,7 +99,7 @@ def test_a_commit_and_a_merge_count_once_and_without_git_the_day_counts(tmp_path
 
 
 def test_a_variable_chooses_the_cases(run):
-    assert run(TEST_PART="4") == ["test_long.py::test", "test_b.py::test", "test_a.py::test[1]"]
+    assert run(TEST_PART="4") == ["test_long.py::test", "test_b.py::test", "test_a.py::test[3]"]
     assert len(run("--full", TEST_PART="4")) == 7
 
 

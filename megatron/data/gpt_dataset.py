@@ -37,6 +37,7 @@ from megatron.data.mock import MockDataset
 from megatron.data.remote import open_files
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Data
+from megatron.storage.durable import checksum
 
 SPLITS = ("train", "valid", "test")
 TRAIN, VALID, TEST = range(3)
@@ -150,11 +151,38 @@ class GPTDatasetConfig:
         """Whether --split divides documents, not sequences."""
         return self.documents or self.samples is not None
 
-    def cached(self, prefix: str, name: str, key: dict, build, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-        """Index maps of these names from the cache: `--data-cache-path`, or a folder next to the data."""
-        folder = Path(self.cache) if self.cache else Path(prefix).parent / CACHE
+    def cached(
+        self,
+        prefix: str,
+        name: str,
+        key: dict,
+        build,
+        names: tuple[str, ...],
+        hashed: Optional[dict[str, Sequence[np.ndarray]]] = None,
+    ) -> dict[str, np.ndarray]:
+        """Index maps of these names from the cache: `--data-cache-path`, or a folder next to the data.
+
+        hashed: entries of the key that are the hashes of these arrays, which the first rank of a job takes for all
+        """
+        folder, hashed = Path(self.cache) if self.cache else Path(prefix).parent / CACHE, hashed or {}
         key = dict(key, version=VERSION)
-        return cached_arrays(folder, name, key, build, log=self.log, required=bool(self.cache), names=names)
+        digest = lambda array: hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
+        return cached_arrays(
+            folder,
+            name,
+            key,
+            build,
+            log=self.log,
+            required=bool(self.cache),
+            names=names,
+            hashed=lambda: {entry: "".join(map(digest, arrays)) for entry, arrays in hashed.items()},
+            sample=[prefix, *(_sampled(array) for arrays in hashed.values() for array in arrays)],
+        )
+
+
+def _sampled(array: np.ndarray, count: int = 4096) -> list:
+    """The size of an array, and the checksum of a few thousand of its values."""
+    return [len(array), checksum(np.ascontiguousarray(array[:: max(1, len(array) // count)]).view(np.uint8))]
 
 
 class GPTDataset:
@@ -163,7 +191,7 @@ class GPTDataset:
     def __init__(self, tokens: TokenFiles, plan: EpochPlan, split: str, config: GPTDatasetConfig):
         self.tokens, self.plan, self.vocab_size = tokens, plan, config.vocab_size
         lengths = tokens.sequence_lengths
-        own = np.ascontiguousarray(lengths[plan.first : plan.last])
+        own = lengths[plan.first : plan.last]
         name = f"{Path(tokens.prefix).name}-{split}"
 
         if plan.tokens < plan.seq_length:
@@ -177,8 +205,8 @@ class GPTDataset:
             config.log(f"building index maps of {name}: {len(own):,} sequences x {plan.epochs:,} epochs")
             return build_index_maps(plan, lengths)._asdict()
 
-        key = dict(kind="gpt", lengths=hashlib.sha256(own).hexdigest(), **asdict(plan))
-        maps = config.cached(tokens.prefix, name, key, build, IndexMaps._fields)
+        key = dict(kind="gpt", **asdict(plan))
+        maps = config.cached(tokens.prefix, name, key, build, IndexMaps._fields, dict(lengths=[own]))
         self.document_index, self.sample_index, self.shuffle_index = maps["document"], maps["sample"], maps["shuffle"]
 
     def __len__(self) -> int:

@@ -7,8 +7,12 @@ temporary folder and renamed, so an entry that exists is complete.
 
 The lock is `flock`: the kernel releases it when its owner dies, and a waiting process takes over. On file systems without
 locks, several processes may build the same entry; the first rename wins, and all results are equal.
+
+In a job of several ranks the first one comes first, and tells the others what it used (`JobMaps`,
+`training/shared_maps.py`): they hash nothing, and where they have folders of their own, they build nothing.
 """
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -18,9 +22,11 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
 
@@ -31,6 +37,61 @@ from megatron.storage.processes import exists
 Arrays = dict[str, np.ndarray]
 Say = Callable[[str], None]
 
+
+@dataclass
+class UsedEntry:
+    """An entry that the first rank used, and its arrays, where they are at hand.
+
+    folder: "" for the cache of the job, which may be another folder on another node
+    facts:  what the other ranks can compare without hashing: the key without hashes, and samples of what is hashed
+    """
+
+    folder: str
+    name: str
+    facts: dict
+    key: dict
+    arrays: Optional[Arrays] = None
+    used: bool = False
+
+
+@dataclass
+class JobMaps:
+    """The entries that the first rank of a job used, in order: it records them, and the others are told.
+
+    cache: --data-cache-path of this rank
+    """
+
+    records: bool
+    cache: Optional[str] = None
+    entries: list[UsedEntry] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator["JobMaps"]:
+        """A context in which `cached_arrays` records, or uses, these entries."""
+        token = _JOB.set(self)
+        try:
+            yield self
+        finally:
+            _JOB.reset(token)
+
+    def folder_of(self, entry: UsedEntry) -> Path:
+        """Where an entry lies for this rank."""
+        return Path(entry.folder or self.cache or "")
+
+    def place(self, folder: Path) -> str:
+        """The word for a folder that other ranks understand."""
+        return "" if self.cache and folder == Path(self.cache) else str(folder)
+
+    def take(self, folder: Path, name: str, facts: dict) -> Optional[UsedEntry]:
+        """The next entry of this description; None if the first rank used none."""
+        for entry in () if self.records else self.entries:
+            if not entry.used and (entry.folder, entry.name, entry.facts) == (self.place(folder), name, facts):
+                entry.used = True
+                return entry
+        return None
+
+
+_JOB: ContextVar[Optional[JobMaps]] = ContextVar("maps of the job", default=None)
 _NUMBERS = re.compile("[<|][iuf][1248]")  # dtypes of arrays
 
 
@@ -43,14 +104,38 @@ def cached_arrays(
     log: Say,
     required: bool = False,
     names: Collection[str] = (),
+    hashed: Callable[[], dict] = dict,
+    sample: Any = None,
 ) -> Arrays:
     """The arrays of `build()`, memory-mapped from the cache in `folder` if they are there and valid.
 
     `key`: everything the arrays depend on (JSON values); `name`: start of the entry's file name, for readers.
     `names`: arrays that an entry must have.
     `required`: raise StorageError if the folder cannot be written; otherwise log it and keep the arrays in memory.
+    `hashed`: the part of the key that takes time; `sample`: a value that differs if that does, most often.
     """
-    entry = folder / f"{name}-{hashlib.sha256(_canonical(key).encode()).hexdigest()[:16]}"
+    job = _JOB.get()
+    facts = json.loads(_canonical(dict(key, sample=sample))) if job else {}
+    told = job.take(folder, name, facts) if job else None
+    if told is None:
+        key = key | hashed()
+    elif told.arrays is not None and not set(names).difference(told.arrays):
+        return told.arrays
+    else:
+        key = told.key
+    arrays = _cached(folder, name, key, build, log, required, names)
+    if job and job.records:
+        job.entries.append(UsedEntry(job.place(folder), name, facts, json.loads(_canonical(key)), arrays))
+    return arrays
+
+
+def entry_path(folder: Path, name: str, key: dict) -> Path:
+    """The folder of an entry."""
+    return folder / f"{name}-{hashlib.sha256(_canonical(key).encode()).hexdigest()[:16]}"
+
+
+def _cached(folder: Path, name: str, key: dict, build, log: Say, required: bool, names: Collection[str]) -> Arrays:
+    entry = entry_path(folder, name, key)
     arrays, _ = load(entry, key, names)
     if arrays is not None:
         return arrays

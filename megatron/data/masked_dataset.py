@@ -5,7 +5,6 @@ The files have a sequence for each sentence (`preprocess_data.py --split-sentenc
 sentences of a sample, masking.py masks tokens, bert_dataset.py and t5_dataset.py build the arrays.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,10 +76,9 @@ class MaskedDataset:
             config.log(f"building the sample index of {name}: {kept:,} documents")
             return dict(samples=build_sentence_samples(bounds, tokens.sequence_lengths, num_samples, **plan))
 
-        lengths = np.ascontiguousarray(tokens.sequence_lengths[bounds[0] : bounds[-1]])
-        digest = hashlib.sha256(bounds).hexdigest() + hashlib.sha256(lengths).hexdigest()
-        key = dict(kind="sentences", sentences=digest, num_samples=num_samples, **plan)
-        self.sample_index = config.cached(tokens.prefix, name, key, build, ("samples",))["samples"]
+        hashed = dict(sentences=[bounds, tokens.sequence_lengths[bounds[0] : bounds[-1]]])
+        key = dict(kind="sentences", num_samples=num_samples, **plan)
+        self.sample_index = config.cached(tokens.prefix, name, key, build, ("samples",), hashed)["samples"]
         first = self.sample_index[:, 0]
         note_repeats(name, split, int(np.count_nonzero(first == first.min())), config.log)  # once in each pass
 

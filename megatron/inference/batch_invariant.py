@@ -83,6 +83,9 @@ def _attempts(chunk: nn.Module, s: int, random: Callable) -> Iterator[tuple[str,
             run = lambda x, weight, product=product: product.forward(matmul(x), (x,), (weight,), None)
             key = shape, product.inputs, product.outputs
             yield f"the product of {name}", key, partial(_rows, run, partial(_packed, product), shape, s, random)
+        elif hasattr(module, "sums_over_ranks"):  # of experts
+            shape, run = module.weight.flatten(1, -2).shape[1:], lambda x, weight: matmul(x)(x, weight, None)
+            yield f"the product of {name}", (shape,), partial(_rows, run, run, shape, s, random)
         elif hasattr(module, "decode_kernel"):
             yield f"{name}", ("attention", module.window), partial(_attention, module, s, random)
     if chunk.last:

@@ -44,6 +44,8 @@ def attach_ordered(chunks: Iterable[nn.Module], settings: Model) -> None:
                 module.product = OrderedProduct(module, name, settings, tokens)
             elif isinstance(module, tuple(NORMS.values())):
                 module.in_blocks = tokens.each
+            if hasattr(module, "attach_ordered"):
+                module.attach_ordered()
             elif hasattr(module, "by_width"):  # an activation
                 module.by_width = partial(_by_width, Blocks(BLOCKS // chunk.tp.size, 1 + module.gated))
 

@@ -10,12 +10,15 @@ generators depend on the seed, the micro-batch's samples and the stage, and so o
 
 import hashlib
 import math
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Optional
 
 import torch
 
 from megatron.fused_kernels import TABLE, Case, choose_kernel
 from megatron.fused_kernels.dropout import DropoutMask, drop
+from megatron.mpu.collectives import all_to_all
 from megatron.mpu.context_parallel import own_rows
 from megatron.mpu.cpu_threads import affinity, quota, share
 from megatron.mpu.mesh import Axis
@@ -61,13 +64,20 @@ def init_rows(
     placement: Placement,
     place: dict[str, int],
     seed: int,
+    axis_of: Optional[Callable[[str], Axis]] = None,
 ) -> None:
     """Fill rows of the local piece of a logical tensor: those from `first_row` on. shape: of the whole local piece
 
     The tensor is drawn in blocks of whole rows on the CPU in fp32, which bounds memory and gives the same values on GPUs.
     Each block has its own generator, so threads draw several at a time.
+    axis_of: name -> mesh axis. Ranks along one that cuts rows then call this together, and draw a part of the blocks each
     """
     rows.zero_()
+    cut = [(dim, axes) for dim, axes in placement.cut_dims if dim > 0]
+    if axis_of and len(cut) == len(cut[0][1] if cut else ()) == 1 and not isinstance(placement.init, Constant):
+        if (axis := axis_of(cut[0][1][0])).size > 1:
+            _init_shared(name, rows, first_row, shape, placement, place, seed, axis, cut[0])
+            return
     offset, extent = placement.box(shape, place)
     if shape:
         count = max(0, min(len(rows), extent[0] - first_row))
@@ -84,23 +94,83 @@ def init_rows(
     last = -(-(offset[0] + extent[0]) // rows_at_a_time)
     inner = tuple(slice(at, at + n) for at, n in zip(offset[1:], extent[1:]))
 
-    @torch.no_grad()  # which each thread has for itself
     def draw(block: int) -> None:
-        start = block * rows_at_a_time
-        number = min(rows_at_a_time, placement.shape[0] - start)
-        generator = torch.Generator().manual_seed(seed_of(seed, name, block))
-        values = _drawn(placement.init, (number, *row_shape), generator)
-        low, high = max(start, offset[0]), min(start + number, offset[0] + extent[0])
-        own[low - offset[0] : high - offset[0]] = values[(slice(low - start, high - start), *inner)]
+        low, values = _block(name, block, placement, seed, offset[0], offset[0] + extent[0])
+        own[low - offset[0] : low - offset[0] + len(values)] = values[(slice(None), *inner)]
 
-    blocks = last - first
-    threads = min(blocks, drawing_threads(rows_at_a_time * math.prod(row_shape))) if blocks > 1 else 1
+    _in_threads(draw, range(first, last), rows_at_a_time * math.prod(row_shape))
+
+
+def _block(name: str, block: int, placement: Placement, seed: int, first: int, last: int) -> tuple[int, torch.Tensor]:
+    """(first row, values) of the rows of a block that are in [first, last) of the logical tensor."""
+    row_shape = placement.shape[1:]
+    rows_at_a_time = max(1, BLOCK // math.prod(row_shape))
+    start = block * rows_at_a_time
+    number = min(rows_at_a_time, placement.shape[0] - start)
+    generator = torch.Generator().manual_seed(seed_of(seed, name, block))
+    values = _drawn(placement.init, (number, *row_shape), generator)
+    low, high = max(start, first), min(start + number, last)
+    return low, values[low - start : high - start]
+
+
+def _in_threads(draw: Callable[[int], Any], blocks: Sequence[int], size: int) -> list:
+    """What `draw` returns for each block, of so many elements."""
+    threads = min(len(blocks), drawing_threads(size)) if len(blocks) > 1 else 1
+    draw = torch.no_grad()(draw)  # which each thread has for itself
     if threads < 2:
-        for block in range(first, last):
-            draw(block)
-        return
+        return [draw(block) for block in blocks]
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(draw, range(first, last)))
+        return list(pool.map(draw, blocks))
+
+
+def _init_shared(
+    name: str,
+    rows: torch.Tensor,
+    first_row: int,
+    shape: tuple[int, ...],
+    placement: Placement,
+    place: dict[str, int],
+    seed: int,
+    axis: Axis,
+    cut: tuple[int, tuple[str, ...]],
+) -> None:
+    """`init_rows` for a tensor whose rows an axis cuts: its ranks take turns at the blocks, and send each other the parts.
+
+    Rounds bound the memory, by numbers that all ranks have alike.
+    """
+    dim, [axis_name] = cut
+    boxes = [placement.box(shape, place | {axis_name: rank}) for rank in range(axis.size)]
+    first = boxes[0][0][0] + first_row
+    last = first + max(0, min(len(rows), boxes[0][1][0] - first_row))
+    if last == first:
+        return
+    inner = [tuple(slice(at, at + n) for at, n in zip(offset[1:], extent[1:])) for offset, extent in boxes]
+    widths = [math.prod(extent[1:]) for _, extent in boxes]
+    rows_at_a_time = max(1, BLOCK // math.prod(placement.shape[1:]))
+    size = rows_at_a_time * math.prod(placement.shape[1:])
+    begin, end = first // rows_at_a_time, -(-last // rows_at_a_time)
+    owner = lambda block: (block + seed_of(name)) % axis.size  # tensors of one block are not all for the first rank
+    count = lambda block: min((block + 1) * rows_at_a_time, last) - max(block * rows_at_a_time, first)
+    round_of = axis.size * max(1, min(16, DRAWN_AT_ONCE // size))
+    own = rows[tuple(slice(n) for n in (last - first, *boxes[axis.rank][1][1:]))]
+    for start in range(begin, end, round_of):
+        blocks = range(start, min(start + round_of, end))
+        mine = [block for block in blocks if owner(block) == axis.rank]
+        drawn = [
+            values for _, values in _in_threads(lambda n: _block(name, n, placement, seed, first, last), mine, size)
+        ]
+        parts = [values[(slice(None), *inner[rank])].flatten() for rank in range(axis.size) for values in drawn]
+        rows_of = [sum(count(block) for block in blocks if owner(block) == rank) for rank in range(axis.size)]
+        sent = [rows_of[axis.rank] * width for width in widths]
+        received = [number * widths[axis.rank] for number in rows_of]
+        whole = torch.cat(parts) if parts else torch.empty(0)
+        arrived = all_to_all(whole.to(rows.device), axis, sent, received)
+        at = 0
+        for block in sorted(blocks, key=lambda block: (owner(block), block)):
+            low, number = max(block * rows_at_a_time, first) - first, count(block)
+            values = arrived[at : at + number * widths[axis.rank]]
+            own[low : low + number] = values.view(number, *own.shape[1:])
+            at += len(values)
 
 
 def drawing_threads(block: int) -> int:

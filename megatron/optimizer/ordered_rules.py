@@ -24,7 +24,7 @@ COVERED = {
     "make_vocab_size_divisible_by": lambda s: VOCABULARY % s.make_vocab_size_divisible_by == 0,
     "fuse_attn_qkv": lambda s: s.fuse_attn_qkv,
     "context_parallel_size": lambda s: s.cp == 1,
-    "expert_model_parallel_size": lambda s: s.expert_model_parallel_size == 1,
+    "expert_model_parallel_size": lambda s: s.expert_model_parallel_size == 1 or s.tp == 1,
     "precision": lambda s: s.precision in ("fp32", "bf16"),
     "amp_level": lambda s: s.amp_level != "O1" or s.precision == "fp32",
     "fp8_format": lambda s: not s.fp8_format,
@@ -39,9 +39,24 @@ COVERED = {
     "teacher_load": lambda s: not s.teacher_load,
     "teacher_logits": lambda s: not s.teacher_logits,
     "moe_router_load_balancing_type": lambda s: "global_aux_loss" not in words_of(s.moe_router_load_balancing_type),
+    # Of sums over the samples of several ranks, which are kept in fp32:
+    "moe_token_dispatcher_type": lambda s: _experts_stay(s) or s.moe_token_dispatcher_type == "alltoall",
+    "expert_tensor_parallel_size": lambda s: _experts_stay(s) or s.expert_tensor_parallel_size in (None, 1),
+    "disable_bias_linear": lambda s: _experts_stay(s) or s.disable_bias_linear,
+    "grad_reduce_in_bf16": lambda s: _experts_stay(s) or not s.grad_reduce_in_bf16,
+    "main_grads_dtype": lambda s: _experts_stay(s) or s.main_grads_dtype == "fp32",
 }
 # What to do about a setting; otherwise: leave it out
-INSTEAD = {"device": "say --device cpu", "precision": "say --bf16 or --precision fp32"}
+INSTEAD = {
+    "device": "say --device cpu",
+    "precision": "say --bf16 or --precision fp32",
+    "disable_bias_linear": "say --disable-bias-linear, or leave out --expert-model-parallel-size",
+}
+
+
+def _experts_stay(s: SimpleNamespace) -> bool:
+    """Whether each rank has all experts."""
+    return s.expert_model_parallel_size == 1 or s.tp > 1
 
 
 def words_of(value: object) -> tuple[str, ...]:
@@ -80,7 +95,10 @@ def forward_problems(config: Config, world: int) -> list[str]:
     found = [said(s, name) for name in FORWARD if not COVERED[name](s)]
     found += ["--multi-latent-attention"] if s.multi_latent_attention else []
     found += [f"--seq-length {s.seq_length}, no multiple of {2 * BLOCKS}"] if s.seq_length % (2 * BLOCKS) else []
-    found += ["--num-experts"] if s.num_experts else []
+    if s.settings.model.mixture:
+        found += [said(s, "moe_expert_capacity_factor")] if s.moe_expert_capacity_factor is not None else []
+        width = s.settings.model.expert_ffn_size
+        found += [f"experts of width {width}, no multiple of {2 * BLOCKS}"] if width % (2 * BLOCKS) else []
     return found + (not_divided(s) if s.tp > 1 and not found else [])
 
 

@@ -262,8 +262,13 @@ def materialise(unit: FlatUnit, flat: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def initialise(own: OwnedRange, flat: torch.Tensor, place: dict[str, int], seed: int) -> None:
-    """Write the initial values of a range of a unit into `flat`: its parameters' own, or drawn from (seed, name) alone."""
+def initialise(
+    own: OwnedRange, flat: torch.Tensor, place: dict[str, int], seed: int, axis_of: Optional[AxisOf] = None
+) -> None:
+    """Write the initial values of a range of a unit into `flat`: its parameters' own, or drawn from (seed, name) alone.
+
+    axis_of: name -> mesh axis, whose ranks call this together, and divide what they would all draw (`mpu.random.init_rows`)
+    """
     for slot, where in own.slots():
         start = own.low + where.start - own.at - slot.start  # in the parameter
         part = flat[where.start - own.at : where.stop - own.at]
@@ -275,10 +280,12 @@ def initialise(own: OwnedRange, flat: torch.Tensor, place: dict[str, int], seed:
         first, last = start // width, -(-(start + len(part)) // width)
         skipped = start - first * width
         if (last - first) * width == len(part):
-            init_rows(slot.name, part.view(shape and (-1, *shape[1:])), first, shape, slot.placement, place, seed)
+            init_rows(
+                slot.name, part.view(shape and (-1, *shape[1:])), first, shape, slot.placement, place, seed, axis_of
+            )
         else:  # the range begins or ends inside a row
             rows = part.new_empty((last - first, *shape[1:]))
-            init_rows(slot.name, rows, first, shape, slot.placement, place, seed)
+            init_rows(slot.name, rows, first, shape, slot.placement, place, seed, axis_of)
             part.copy_(rows.flatten()[skipped : skipped + len(part)])
     for slot in own.unit.slots:
         slot.values = None

@@ -124,6 +124,9 @@ class DistributedOptimizer:
         self.gradients = build(self.owned, mesh, device=device, overlap=parallel.overlap_grad_reduce, **formats)
         if self.ordered:
             separate_output_gradients(as_chunks(model))
+            layers = [layer for chunk in as_chunks(model) for layer in chunk.modules()]
+            summed = [layer for layer in layers if getattr(layer, "sums_over_ranks", False)]
+            attach_wgrad_accumulator(summed, self.gradients.accumulator)
         if settings.gradient_accumulation_fusion:
             attach_wgrad_accumulator(as_chunks(model), self.gradients.accumulator)
         self.states = build_states(
@@ -216,7 +219,8 @@ class DistributedOptimizer:
         low = min(own.low + axis.rank * each, own.high)
         part = own._replace(low=low, high=min(low + each, own.high))
         values = torch.zeros(each, dtype=torch.float32, device=self.device)
-        initialise(part, values[: part.high - part.low], self.mesh.coordinates, self.seed)
+        axis_of = partial(getattr, self.mesh)
+        initialise(part, values[: part.high - part.low], self.mesh.coordinates, self.seed, axis_of)
         return collectives.all_gather(values, axis)[: own.high - own.low]
 
     def _targets(self, state: OwnedState) -> Targets:

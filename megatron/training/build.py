@@ -80,6 +80,7 @@ from megatron.training.rank_watch import RankWatch
 from megatron.training.rerun import build_rerun
 from megatron.training.resume import resume
 from megatron.training.rules import idle, remarks
+from megatron.training.shared_maps import build_once
 from megatron.training.start_log import (
     crowded,
     end_of_document,
@@ -258,7 +259,12 @@ def build_data(config: schema.Config, recipe: Recipe, context: RankContext, mode
     """Build the datasets of the splits, and a loader for each: (datasets, loaders)."""
     if config.data.verify_data:
         verify_data(config.data, context, log)
-    datasets = build_datasets(config, recipe, model.tokenizer, model.vocab_size, context, log, state)
+    build = partial(build_datasets, config, recipe, model.tokenizer, model.vocab_size, context, log, state)
+    if getattr(recipe.build_datasets, "__module__", "").startswith("megatron."):
+        cache = config.data.data_cache_path or config.data.object_storage_cache_path
+        datasets = build_once(context, build, cache, log, 60 * config.parallel.distributed_timeout_minutes)
+    else:  # a user's function may wait for other ranks
+        datasets = build()
     return datasets, build_batches(config, recipe, context, datasets, model.tokenizer, model.vocab_size)
 
 

@@ -146,7 +146,8 @@ def test_every_cache_of_index_maps_is_asked_here():
         if name.startswith("data/"):
             calls[name] += len(re.findall(r"(?<!def )\bcached\((?!key, build, names\):)", path.read_text()))
     wanted = {"data/gpt_dataset.py": 4, "data/masked_dataset.py": 1, "data/document_dataset.py": 1}
-    assert +calls == wanted | {"tasks/chat_samples.py": 1}, "a new cache needs a row of BUILDERS"
+    kept = {"training/shared_maps.py": 1}  # what another rank has built, under its key
+    assert +calls == wanted | kept | {"tasks/chat_samples.py": 1}, "a new cache needs a row of BUILDERS"
 
 
 # ---- conversations ------------------------------------------------------------------------------------------------------

@@ -41,6 +41,9 @@ MODELS = {
     "windowed": """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 160
         --num-attention-heads 4 --window-size 37,0 --attn-logit-softcapping 20 --final-logit-softcapping 8""",
 }
+MODELS["experts"] = f"""{MODELS["windowed"]} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48
+    --moe-shared-expert-intermediate-size 32"""
+OVER_RANKS = (dict(tp=2), dict(tp=4, pp=2), dict(pp=3, at_once=2))
 FORMATS = {"fp32": "--precision fp32", "bf16": "--bf16"}
 START = (5, 9, 2, 60, 61, 3, 3, 3, 17, 40, 41, 42, 43, 44, 45, 46, 47, 48)  # that texts have in common
 
@@ -52,7 +55,8 @@ def folder_of(tmp_path_factory):
     @cache
     def folder_of(model, form):
         folder = tmp_path_factory.mktemp(f"{model}-{form}")
-        flags = f"{PLAIN} {MODELS[model]} {FORMATS[form]} --micro-batch-size 1 --tp 2 --save {folder}".split()
+        layout = "--expert-model-parallel-size 2" if model == "experts" else "--tp 2"
+        flags = f"{PLAIN} {MODELS[model]} {FORMATS[form]} --micro-batch-size 1 {layout} --save {folder}".split()
         run_ranks(2, lambda rank: quietly(pretrain_gpt.main, flags))
         return folder
 
@@ -125,7 +129,7 @@ def scored(folder, parallel, form, tokens, **how):
     return score(loaded.model, tokens, length=loaded.longest, axis=context.mesh.dp, **how).loss_sum
 
 
-CASES = "gpt-fp32 gpt-bf16 llama-fp32 llama-bf16 windowed-fp32 windowed-bf16".split()
+CASES = "gpt-fp32 gpt-bf16 llama-fp32 llama-bf16 windowed-fp32 windowed-bf16 experts-fp32 experts-bf16".split()
 
 
 @pytest.mark.sampled(5)
@@ -142,13 +146,8 @@ def test_log_probabilities_are_those_of_training(folder_of, case):
     expected = run_ranks(1, lambda rank: losses_of_training(folder, model, form, texts))[0]
     assert [scores for _, scores in found] == expected
     assert len({score for scores in expected for score in scores}) > 40
-    for more in (
-        dict(at_once=1),
-        dict(at_once=3, chunk=5, blocks=15),
-        dict(tp=2),
-        dict(tp=4, pp=2),
-        dict(pp=3, at_once=2),
-    ):
+    over_ranks = [one for one in OVER_RANKS if model != "experts" or "tp" not in one]
+    for more in (dict(at_once=1), dict(at_once=3, chunk=5, blocks=15), *over_ranks):
         assert in_layout(folder, form, requests, **more) == found, more
 
 
@@ -169,7 +168,8 @@ def test_scores_are_those_of_training(folder_of):
 
 REFUSED = {
     "--seq-length 24": "--seq-length 24, no multiple of 16",
-    "--seq-length 32 --num-experts 4": "--num-experts",
+    "--seq-length 32 --num-experts 4 --moe-expert-capacity-factor 1": "--moe-expert-capacity-factor 1.0",
+    "--seq-length 32 --num-experts 4 --ffn-hidden-size 40": "experts of width 40, no multiple of 16",
     "--seq-length 32 --attention-backend flash --kv-channels 8 --no-masked-softmax-fusion": "by the kernel",
 }
 

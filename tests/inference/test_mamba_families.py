@@ -133,7 +133,7 @@ def assert_near(found: torch.Tensor, want: torch.Tensor, name: str = ""):
     assert error < 2e-5, f"{name}: {error:.1e}"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @KINDS
 @pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (2, 2)])
 def test_logits_over_ranks(kind, tp, pp, family, run_ranks):
@@ -182,7 +182,7 @@ def test_packed_documents_are_each_alone(kind, family):
         torch.testing.assert_close(loss, F.cross_entropy(want.reshape(-1, V), labels.reshape(-1)), rtol=1e-5, atol=0)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @KINDS
 @pytest.mark.parametrize("tp, pp", [(1, 1), (2, 2)])
 def test_greedy_texts(kind, tp, pp, family, run_ranks):

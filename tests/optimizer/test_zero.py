@@ -10,7 +10,7 @@ import torch
 
 from megatron.mpu import random
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.placement import Constant, Normal, Own, Placement, placements
+from megatron.mpu.placement import Constant, LogUniform, Normal, Own, Placement, Uniform, placements
 from megatron.optimizer.flat import ALIGN
 from megatron.optimizer.units import OwnedRange, Slot, flat_units_of, initialise
 from megatron.optimizer.zero import DistributedOptimizer
@@ -135,6 +135,53 @@ def test_ranks_with_copies_draw_a_part_each(sizes, stage, run_ranks):
     assert all(torch.equal(a, b) for weights, _ in found for a, b in zip(weights, whole, strict=True))
     rows_in_two_parts = 3 * 3 * 7  # three cuts in each of three matrices
     assert alone <= sum(count for _, count in found) <= alone + rows_in_two_parts
+
+
+CUT = {  # of rows: the input dim of a row-parallel weight, the output dim of gate and values, the matrices of experts
+    "row": (Placement((37, 12), Normal(0.5), cut={"tp": 1}), (37, 3), dict(tp=4)),
+    "padded": (Placement((9, 10), Normal(0.5), cut={"tp": 1}), (9, 3), dict(tp=4)),
+    "nothing for the last": (Placement((5, 9), Normal(0.5), cut={"tp": 1}), (5, 3), dict(tp=4)),
+    "gate": (Placement((2, 8, 5), Uniform(0.0, 1.0), cut={"tp": 1}), (2, 2, 5), dict(tp=4)),
+    "experts": (Placement((6, 4, 5), Normal(0.1), cut={"ep": 0, "etp": 2}), (3, 4, 3), dict(tp=4, ep=2, etp=2)),
+    "one block": (Placement((4, 8), LogUniform(0.1, 0.9), cut={"tp": 1}), (4, 2), dict(tp=4)),
+}
+
+
+def _drawn_together(rank, sizes, block):
+    """(rows of a rank's part, the same drawn alone, numbers that it drew) of each tensor, for three ranges of rows."""
+    random.BLOCK, random.DRAWN_AT_ONCE = block, 4 * block  # several rounds
+    mesh, counts, draw, found = Mesh(rank, **sizes), [], random._drawn, {}
+    random._drawn = lambda init, shape, generator: counts.append(math.prod(shape)) or draw(init, shape, generator)
+    for name, (placement, shape, needed) in CUT.items():
+        for low, high in ((0, shape[0]), (1, shape[0] - 1), (2, 2)) if needed == sizes else ():
+            rows, alone = torch.full((high - low, *shape[1:]), 9.0), torch.full((high - low, *shape[1:]), 9.0)
+            counts.clear()
+            random.init_rows(name, rows, low, shape, placement, mesh.coordinates, 7, lambda axis: getattr(mesh, axis))
+            number = sum(counts)
+            random.init_rows(name, alone, low, shape, placement, mesh.coordinates, 7)
+            found[name, low, high] = rows, alone, number
+    return found
+
+
+@pytest.mark.parametrize("sizes", [dict(tp=4), dict(tp=4, ep=2, etp=2)], ids=["tp", "etp"])
+@pytest.mark.parametrize("block", [20, 1 << 20])
+def test_ranks_that_cut_rows_draw_each_number_once(sizes, block, run_ranks):
+    """To the bits of a rank that draws all of it; blocks of a row or two, or one of everything."""
+    results = run_ranks(4, _drawn_together, sizes, block)
+    for name, low, high in results[0]:
+        for found in results:
+            rows, alone, _ = found[name, low, high]
+            assert torch.equal(rows, alone), (name, low, high)
+        placement, shape, _ = CUT[name]
+        drawn = sum(found[name, low, high][2] for found in results)
+        width = math.prod(placement.shape[1:])
+        at_a_time = max(1, block // width)
+        first = [0, 3] if name == "experts" else [0]  # rows of the two groups of experts
+        blocks = {b for at in first for b in range((at + low) // at_a_time, -(-(at + high) // at_a_time)) if high > low}
+        copies = len(first) if name == "experts" and block > 20 else 1  # both groups are in the only block
+        assert drawn == copies * sum(
+            width * (min((b + 1) * at_a_time, placement.shape[0]) - b * at_a_time) for b in blocks
+        )
 
 
 def _torch_reference(steps):

@@ -117,7 +117,7 @@ def test_goodput_with_snapshots_is_that_of_a_simulation(lost, best):
     """Copies are lost at each 60th failure, almost never, and at each ninth."""
     saving = planner.SavingInMemory(Saving(2.0, 70.0, 10_000.0), Saving(60.0, 150.0, 10_000.0), lost, 0.0)
     assert saving.disk_interval == min(86400.0, best_interval(60.0, lost))
-    assert saving.goodput(best) == pytest.approx(with_snapshots(saving, best, 60_000), rel=0.01)
+    assert saving.goodput(best) == pytest.approx(with_snapshots(saving, best, 20_000), rel=0.01)
 
 
 def test_a_hopeless_job_has_no_goodput():

@@ -212,7 +212,7 @@ def test_the_shrunk_job_trains(name, first_with, capfd):
     assert "iteration        2/       2" in out and "nan" not in out.replace("number of nan iterations:   0", "")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "line",
     [  # tests/scripts/test_readme.py runs those of the README and looks for the same words

@@ -34,7 +34,7 @@ def test_a_misspelt_flag_ends_before_the_first_step(copy, bash):
     assert done.stderr.startswith("error: unknown flag --txt") and "flags of quickstart.sh: --text" in done.stderr
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_it_goes_on_where_it_stopped(copy, bash, quickstart):
     reached = int((copy / "runs/quickstart/checkpoints/latest_checkpointed_iteration.txt").read_text())
     again = bash("scripts/quickstart.sh", "--train-iters", str(reached)).stdout
@@ -135,7 +135,7 @@ def test_a_wait_is_not_silent(copy, bash, tmp_path):
     assert said[-1] == "code 7"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_from_a_text_to_samples(copy, bash):
     """A part of the one document is held out, from the vocabulary too; samples go on from what was held out."""
     book = "".join(f"The {number}th line of the book. " + "And on. " * (number % 7) + "\n" for number in range(3000))

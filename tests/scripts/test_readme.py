@@ -24,7 +24,7 @@ BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.S)
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_the_two_commands(bash):
     assert BLOCKS[:2] == ["bash scripts/quickstart.sh\n", "bash scripts/test.sh\n"]  # the first is run by `quickstart`
     one = "-n", "0", "--unit", "tests/settings/test_batch.py"  # in one process: CI runs the command as it stands
@@ -62,7 +62,7 @@ def test_commands_of_the_guides_are_possible_runs(page, tmp_path, monkeypatch):
             flags_exist(words[2], words[3:])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_the_loop_of_ones_own_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     commands_of(ROOT / "docs" / "parallelism.md", tmp_path)

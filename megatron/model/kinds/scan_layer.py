@@ -6,6 +6,7 @@ So does context parallelism while it divides the groups: ranks exchange their ro
 sequence, and pass states on (`model.passed_states`).
 """
 
+from collections.abc import Callable
 from typing import Optional
 
 import torch
@@ -38,12 +39,19 @@ class ScanLayer(nn.Module):
         create_parameters(self, own, setup.tp, **setup.factory)
         self.out_proj = RowParallelLinear(take_prefix(weights, "out_proj"), setup.tp, **setup.linear)
         self.epsilon, self.recompute_core = setup.model.norm_epsilon, CORE in setup.recompute
+        self.compiled = bool(setup.kernels.torch_compile)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         y = self.in_proj(x)
         if self.recompute_core:
             return self.out_proj(recompute(self.core, y, context, inside=context.region, of=(self,)))
         return self.out_proj(self.core(y, context))
+
+    def eager(self, run: Callable) -> Callable:
+        """The function `run` of a whole sequence, outside the graph of torch.compile: a graph would have the ops of each
+        chunk, which takes minutes to compile for each length.
+        """
+        return torch.compiler.disable(run) if self.compiled else run
 
     def core(self, y: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """What is between the two projections: [s, b, outputs of the first] -> [s, b, inputs of the second]."""

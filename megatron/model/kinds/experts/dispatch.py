@@ -78,6 +78,7 @@ class Dispatcher:
 
     counts: Optional[Counts] = None
     filled = True  # each row of this rank's experts is one that arrived
+    ordered = False  # each rank's rows of an expert are a sum of their own (--batch-invariant-mode)
 
     def __init__(
         self,
@@ -115,6 +116,8 @@ class Dispatcher:
             kinds = kinds.repeat_interleave(arriving.flatten(), output_size=self.rows.total)
             self.by_expert = kinds.argsort(stable=True)  # of arrived rows
             self.by_rank = _inverse(self.by_expert)
+        if self.ordered and not flat.is_meta:
+            return self._align_sources(kinds if self.ep.size > 1 else flat)
         unit = row_unit(self.rows, flat.device.type)
         if unit > 1 and self.ep.size > 1:
             self.by_expert, self.by_rank, self.rows = _aligned(self.by_rank, kinds, self.rows, unit)
@@ -122,6 +125,26 @@ class Dispatcher:
         elif unit > 1:
             self.order, self.place, self.rows = _aligned(self.place, flat, self.rows, unit)
             self.whole = False
+
+    def _align_sources(self, experts: torch.Tensor) -> None:
+        """Add rows of zeros after those of each rank for each expert, as many as if it were alone. experts: of each pair,
+        or row that has arrived.
+        """
+        arriving, ranks = self.counts.arriving, self.ep.size
+        mean = Rows(arriving.new_zeros(arriving.shape[1] * ranks), len(self._flat))  # of a rank alone, with all experts
+        unit, by_source = row_unit(mean, self._flat.device.type), arriving.t().flatten()
+        kinds = experts
+        if ranks > 1:
+            source = torch.arange(ranks).repeat_interleave(arriving.sum(1), output_size=len(experts))
+            kinds = experts * ranks + source
+        before = self.place if ranks == 1 else self.by_rank
+        order, place, parts = _aligned(before, kinds, Rows(by_source, self.rows.total), unit)
+        sources = parts.counts.view(-1, ranks)
+        self.rows = Rows(sources.sum(1), parts.total, sources.sum(1).tolist(), sources=sources.tolist())
+        if ranks > 1:
+            self.by_expert, self.by_rank, self.filled = order, place, False
+        else:
+            self.order, self.place, self.whole = order, place, False
 
     def dispatch(self, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [n, h] and the weights of its pairs, [n, k] -> the rows of this rank's experts, [m, h], and their weights,
@@ -165,7 +188,8 @@ class PaddedDispatcher(Dispatcher):
         slot = torch.where(ordered < number, slot, slots)
         self.place = torch.empty_like(flat).scatter_(0, order, slot)
         self.order = torch.full((slots + 1,), len(flat), device=flat.device).scatter_(0, slot, order)[:-1]
-        self.rows = Rows(torch.full((own,), even, device=flat.device), own * even, [even] * own, even)
+        counts, sources = torch.full((own,), even, device=flat.device), [[capacity] * ep.size] * own
+        self.rows = Rows(counts, own * even, [even] * own, even, sources)
 
     def dispatch(self, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         arrived = mappings.all_to_all_of(self._leaving(x, weights), self.ep)

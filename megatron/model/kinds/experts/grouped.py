@@ -8,7 +8,7 @@ Legend: m rows, E experts of this rank.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -20,11 +20,13 @@ from torch import nn
 
 from megatron.fused_kernels import Case, choose_kernel, reference
 from megatron.fused_kernels.cpu_ops import bmm
+from megatron.fused_kernels.explicit_attention import SAME_ROWS
 from megatron.model.recompute import recompute
 from megatron.model.weights import Table
 from megatron.mpu.layers import LinearOptions, create_parameters, linear
 from megatron.mpu.linear_product import LinearProduct
 from megatron.mpu.mesh import Axis
+from megatron.mpu.ordered_sums import tree_sum
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,14 @@ class Rows:
     """How many rows each expert of this rank has, as [E] on the device.
 
     host: the same on the host, if it knows them. even: the number of rows of each, if all have equally many
+    sources: those of each expert from each rank of ep, which are in this order; known in --batch-invariant-mode
     """
 
     counts: torch.Tensor
     total: int
     host: Optional[list[int]] = None
     even: Optional[int] = None
+    sources: Optional[list[list[int]]] = None
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -76,20 +80,28 @@ class GroupedLinear(nn.Module):
 
     weight_grad_store = accumulate = None  # set for pipelines with W passes, and where products add to fp32 gradients
     product: Optional[LinearProduct] = None  # set by `linear_product.attach_products`
+    ordered = False  # sums have one order; set by `ordered.attach_ordered`
 
     def __init__(self, weights: Table, axes: tuple[Axis, Axis], *, with_bias: bool = True, **factory_kwargs):
         super().__init__()
         self.axes, self.tp, self.with_bias = axes, axes[1], with_bias
         create_parameters(self, weights, axes, **factory_kwargs)
 
+    @property
+    def sums_over_ranks(self) -> bool:
+        """Whether gradients of the weight are fp32 sums over samples of several ranks (`OrderedByExpert`), which neither
+        autograd nor pass W keeps in fp32: they go to the optimizer's gradients immediately.
+        """
+        return self.ordered and self.axes[0].size > 1
+
     def forward(self, x: torch.Tensor, rows: Rows, weights: Optional[torch.Tensor] = None) -> torch.Tensor:
         """weights: [m, 1], of which x is a multiple, and the bias, too; None: 1."""
         x = x if self.product is None else self.product.transform_input(x)
         options = LinearOptions(
-            deferred=self.weight_grad_store,
+            deferred=None if self.sums_over_ranks else self.weight_grad_store,
             accumulate=self.accumulate,
             product=self.product,
-            multiply=MultiplyByExpert(rows),
+            multiply=(OrderedByExpert if self.ordered else MultiplyByExpert)(rows),
         )
         y = linear(x, self.weight, None, options)
         if self.bias is None:
@@ -114,6 +126,34 @@ class MultiplyByExpert(NamedTuple):
         if b.ndim == 3:
             return times(a.contiguous(), b.mT, self.rows)
         return outer(a.t().contiguous(), b.t(), self.rows)
+
+
+class OrderedByExpert(MultiplyByExpert):
+    """The same with --batch-invariant-mode. A row of a product does not depend on the rows of other samples, which ranks of
+    ep may add. The sum over the tokens of an expert is one product for each sample, and the tree over the ranks of ep, in
+    fp32 if there are several: the next samples of the global batch are those of the next ranks.
+    """
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, bias: None) -> torch.Tensor:
+        product = choose_kernel("matmul", Case(a.device.type, a.dtype)).run
+        if b.ndim == 3:
+            pairs = zip(a.contiguous().split(self.rows.lengths), b, strict=True)
+            return torch.cat([_many_rows(product, own, matrix) for own, matrix in pairs])
+        sources = self.rows.sources or [[length] for length in self.rows.lengths]
+        lengths = [length for of_expert in sources for length in of_expert]
+        pairs = zip(a.t().contiguous().split(lengths), b.t().split(lengths), strict=True)
+        products = (product(own.t(), other.t()) for own, other in pairs)
+        if len(sources[0]) == 1:
+            return torch.stack([*products])
+        return torch.stack([tree_sum([next(products).float() for _ in of_expert]) for of_expert in sources])
+
+
+def _many_rows(product: Callable, rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Rows [m, k] times a matrix [n, k]: with few rows kernels add up in another order."""
+    m = len(rows)
+    if not 0 < m < SAME_ROWS:
+        return product(rows, matrix)
+    return product(F.pad(rows, (0, 0, 0, SAME_ROWS - m)), matrix)[:m]
 
 
 # ---- the products ----------------------------------------------------------------------------------------------------

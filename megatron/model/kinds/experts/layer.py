@@ -9,6 +9,7 @@ Legend: s sequence (a rank's part with context parallelism), b micro-batch, n to
 k experts of a token, f width of an expert.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Optional
 
@@ -100,6 +101,11 @@ class Experts(Activation):
         self.up = GroupedLinear(take_prefix(weights, "up"), axes, **setup.factory)
         self.down = GroupedLinear(take_prefix(weights, "down"), axes, with_bias=mesh.etp.rank == 0, **setup.factory)
 
+    def attach_ordered(self) -> None:
+        """Give its sums one order (--batch-invariant-mode)."""
+        self.dispatcher = partial(_ordered, self.dispatcher)
+        self.up.ordered = self.down.ordered = True
+
     def start(self, routing: Routing) -> Dispatcher:
         """The dispatcher of this rank's tokens, and those of other etp ranks. The numbers of rows are under way."""
         (n, k), memo = routing.experts.shape, routing.memo
@@ -125,6 +131,12 @@ class Experts(Activation):
         x, reading = recompute_output(weighted, x, weights, inside=self.region, of=(self,))
         with reading:
             return self.down(x, rows, weights)
+
+
+def _ordered(make: Callable, *arguments) -> Dispatcher:
+    dispatcher = make(*arguments)
+    dispatcher.ordered = True
+    return dispatcher
 
 
 class _Weighted(torch.autograd.Function):

@@ -50,7 +50,7 @@ class Mamba(ScanLayer):
         x = x.unflatten(-1, (r, self.head_dim))  # [s, b, G/tp, r, P]
         dt = F.softplus(dt.float() + self.own("dt_bias").float())
         A, state = -self.own("A_log").float().exp(), before and before[1]
-        x, state = ssd(x, dt, A, B, C, self.own("D"), documents=documents, state=state, passing=passing)
+        x, state = self.eager(ssd)(x, dt, A, B, C, self.own("D"), documents=documents, state=state, passing=passing)
         x = x.flatten(-2)
         if self.normed:
             x = gated_rms_norm(x, gate, self.own("norm_weight"), self.epsilon, self.gate_first)
