@@ -165,7 +165,7 @@ def test_what_ranks_ask_of_their_machines(ranks, tmp_path):
             most = job.opened(rank, saves, resumed)
             assert own["opened run"] <= most and (resumed or own["opened run"] >= most - 8 * (rank == 0)), rank
         others = [own for rank, own in counts.items() if rank]
-        for what, more in (("read", 1.5), ("written", 1.5), ("opened elsewhere", 1.01)):  # the same for each rank
+        for what, more in (("read", 1.5), ("written", 1.5), ("opened elsewhere", 1.05)):  # the same for each rank
             assert max(own[what] for own in others) <= more * min(own[what] for own in others), what
         files = list((tmp_path / "beats").glob("node_*.beats"))
         assert len(files) == job.nodes * (1 + resumed)  # each launcher has its own
