@@ -148,6 +148,7 @@ FRESH = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --exper
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("ranks", [16, 64])
 def test_what_ranks_ask_of_their_machines(ranks, tmp_path):
     """Files, bytes, messages and heartbeats of a start with two saves, and of a resume with one."""
@@ -182,6 +183,7 @@ def losses_of(folder):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3000)
 def test_64_ranks_lose_a_node_and_go_on_as_56_and_48(tmp_path):
     alone, many = tmp_path / "alone", tmp_path / "many"
     alone.mkdir()
