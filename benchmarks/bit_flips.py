@@ -242,6 +242,8 @@ def tried(flips: list[Flip], clean: tuple[dict, list[float]]) -> list[dict]:
             record["right"] = flip.rank in (mine[0]["rank"], *mine[0]["others"])
         if not what:
             outcome = "not reached"
+        elif outcome == "memory" and not found:  # its step began again, because of the flip before
+            outcome = "not counted"
         elif losses[: flip.step] != clean[1][: flip.step]:
             outcome = "not counted"
         elif outcome == "no effect" and not equal and losses[flip.step :] != clean[1][flip.step :]:
