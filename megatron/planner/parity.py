@@ -393,7 +393,6 @@ def _rms(x: torch.Tensor) -> float:
 
 
 def _largest(reference: list[float], other: list[float]) -> float:
-    errors = [
-        0.0 if a == b else abs(b - a) / abs(a) if a else math.inf for a, b in zip(reference, other)
-    ]  # both may overflow, in fp16
+    # Both may overflow, in fp16
+    errors = [0.0 if a == b else abs(b - a) / abs(a) if a else math.inf for a, b in zip(reference, other)]
     return math.inf if any(map(math.isnan, errors)) else max(errors)

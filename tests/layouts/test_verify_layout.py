@@ -135,11 +135,8 @@ SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 
     "flags, layout, steps",
     [
         ("--train-iters 2 --local-batch-size 2 --data-parallel-size 2", "dp2", 2),  # the batch follows from the ranks
-        (
-            "--train-samples 8 --gradient-accumulation-steps 2 --layouts dp2",
-            "dp2",
-            2,
-        ),  # no more steps than training has
+        # No more steps than training has
+        ("--train-samples 8 --gradient-accumulation-steps 2 --layouts dp2", "dp2", 2),
         (
             "--train-iters 1 --global-batch-size 2 --layouts tp2 --on-spike rollback --save x --save-interval 1 "
             "--profile --profile-ranks 7",
