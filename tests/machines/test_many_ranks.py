@@ -148,6 +148,7 @@ FRESH = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --exper
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("ranks", [16, 64])
 def test_what_ranks_ask_of_their_machines(ranks, tmp_path):
     """Files, bytes, messages and heartbeats of a start with two saves, and of a resume with one."""
@@ -165,7 +166,7 @@ def test_what_ranks_ask_of_their_machines(ranks, tmp_path):
             most = job.opened(rank, saves, resumed)
             assert own["opened run"] <= most and (resumed or own["opened run"] >= most - 8 * (rank == 0)), rank
         others = [own for rank, own in counts.items() if rank]
-        for what, more in (("read", 1.5), ("written", 1.5), ("opened elsewhere", 1.01)):  # the same for each rank
+        for what, more in (("read", 1.5), ("written", 1.5), ("opened elsewhere", 1.05)):  # the same for each rank
             assert max(own[what] for own in others) <= more * min(own[what] for own in others), what
         files = list((tmp_path / "beats").glob("node_*.beats"))
         assert len(files) == job.nodes * (1 + resumed)  # each launcher has its own
@@ -182,6 +183,7 @@ def losses_of(folder):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3000)
 def test_64_ranks_lose_a_node_and_go_on_as_56_and_48(tmp_path):
     alone, many = tmp_path / "alone", tmp_path / "many"
     alone.mkdir()
