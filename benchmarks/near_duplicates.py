@@ -177,9 +177,8 @@ def run_datatrove(shards: list[Path], folder: Path, memory: int) -> dict:
     paths = {name: str(folder / name) for name in ("signatures", "buckets", "removed", "kept")}
     reader = JsonlReader(str(shards[0].parent), compression="zstd", glob_pattern="*.zst")
     signing = minhash.MinhashDedupSignature(paths["signatures"], config=how)
-    signing._hash_func = lambda text: xxhash.xxh64_intdigest(
-        text.encode()
-    )  # 0.10 hands text to xxhash, which 4 refuses
+    # 0.10 hands text to xxhash, which 4 refuses
+    signing._hash_func = lambda text: xxhash.xxh64_intdigest(text.encode())
     stages = {
         "sign": ([reader, signing], len(shards)),
         "buckets": ([MinhashDedupBuckets(paths["signatures"], paths["buckets"], config=how)], 14),

@@ -134,6 +134,12 @@ class SilentError(NumericsError):
     code = 17  # as Megatron-LM ends when a result fails its validation
 
 
+class ResumeToDisambiguate(SilentError):
+    """A suspicious step that only other devices can judge: to be resumed, on others if possible."""
+
+    code = 16  # as in Megatron-LM
+
+
 class Preempted(Failure):
     """The job was asked to stop and saved a checkpoint first."""
 

@@ -399,6 +399,7 @@ def test_exit_codes_are_those_of_the_documents():
         7: "restart",
         9: "preempted",
         11: "replace",
+        16: "restart",
         17: "replace",
         130: "preempted",
     }

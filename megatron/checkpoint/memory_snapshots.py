@@ -44,10 +44,9 @@ from megatron.storage.durable import Damaged, read_sealed, seal, storage_errors
 from megatron.storage.processes import shared_memory
 from megatron.storage.urls import UrlPath, location
 from megatron.telemetry.events import EventLog
-from megatron.telemetry.run_folder import SNAPSHOTS
+from megatron.telemetry.run_folder import SNAPSHOT_FOLDER, SNAPSHOTS
 
 STARTS = 2  # of a run from one snapshot: the third time an older one, or the disk, has its turn
-PREFIX = "megatron-snapshots-"
 _OWNER, _NODE = "owner.json", "node"
 
 
@@ -98,7 +97,7 @@ class MemorySnapshots:
         self.all_gather_object, self.log = all_gather_object, log
         self.events = events or EventLog(active=False)
         self.place, self.starts = self._agree(lambda: None if self.rank else self._open_record(resumes))[0]
-        self.memory = Path(settings.non_persistent_local_ckpt_dir or shared_memory()) / f"{PREFIX}{self.place}"
+        self.memory = Path(settings.non_persistent_local_ckpt_dir or shared_memory()) / f"{SNAPSHOT_FOLDER}{self.place}"
         self.nodes: list[str] = self._agree(self._open_memory)
         # The ranks that hold copies of each rank's part
         self.holders: list[list[int]] = [[] for _ in self.nodes]
@@ -409,10 +408,10 @@ def forget_snapshots(save: CheckpointPath) -> None:
 
 def remove_orphans(memory: Path) -> None:
     """Remove folders in this node's memory whose run has a folder of another name by now, or none."""
-    for folder in memory.glob(f"{PREFIX}*"):
+    for folder in memory.glob(f"{SNAPSHOT_FOLDER}*"):
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             save = Path(json.loads((folder / _OWNER).read_text())["save"])
             record = read_record(save)
             gone = save.parent.is_dir() and not (save / SNAPSHOTS).exists()
-            if gone or record and folder.name != PREFIX + record[0]:
+            if gone or record and folder.name != SNAPSHOT_FOLDER + record[0]:
                 shutil.rmtree(folder, ignore_errors=True)

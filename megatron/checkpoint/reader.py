@@ -28,9 +28,8 @@ from megatron.storage.urls import UrlPath, location
 PART = 1 << 26  # bytes of a part of `Reader.parts`: 16 blocks, so that few blocks are read twice
 _REQUESTS = 16  # concurrent requests to an object store: each takes tens of milliseconds
 _OPEN_FILES = 64  # at a time; a large job writes thousands
-_STATE = dict(
-    iteration=int, config=dict, state=dict, mesh=dict, samples=dict, libraries=dict, wandb_run=str
-)  # types, if present
+# Types, if present
+_STATE = dict(iteration=int, config=dict, state=dict, mesh=dict, samples=dict, libraries=dict, wandb_run=str)
 _LISTED = 8  # tensors that a message lists
 QUANTIZED = "quantized"  # entry of state.json: the format of the weights of a quantized model (inference/quantized.py)
 

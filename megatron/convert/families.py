@@ -31,9 +31,8 @@ from megatron.model.t5.facts import T5Facts
 from megatron.model.t5.settings import GROUP as ENCODER_DECODER
 from megatron.settings.schema import Config, Model
 
-OF_TRAINING = dict(  # keys of config.json that are not converted -> the flag of pretraining
-    router_aux_loss_coef="--moe-aux-loss-coeff"
-)
+# Keys of config.json that are not converted -> the flag of pretraining
+OF_TRAINING = dict(router_aux_loss_coef="--moe-aux-loss-coeff")
 NOTHING = re.compile(r"(?!)")  # no name
 PROMPT = 48  # most tokens of a comparison
 LEFT_OUT = f"the weights {AHEAD}.* are left out: the depths of {hf_ahead.FLAG} serve training, and "

@@ -133,7 +133,7 @@ class TensorFiles:
     """The tensors of a folder's safetensors files, memory-mapped and read one by one. `shapes`: name -> shape."""
 
     def __init__(self, folder: Path):
-        """Raises CheckpointError if there are none, or a header is damaged."""
+        """Raises CheckpointError if there are none, a header is damaged, or a tensor differs between two files."""
         from safetensors import SafetensorError, safe_open
 
         names = _file_names(folder)
@@ -143,6 +143,8 @@ class TensorFiles:
             try:
                 file = safe_open(folder / name, framework="pt")
                 for key in file.keys():
+                    if key in self._files and not torch.equal(self.get(key), file.get_tensor(key)):
+                        raise CheckpointError(f"{folder}: {key} is in two files, with other numbers", do=WHOLE)
                     self.shapes[key], self._files[key] = tuple(file.get_slice(key).get_shape()), file
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{folder / name} cannot be read: {error}", do=WHOLE) from None
@@ -162,6 +164,11 @@ def _file_names(folder: Path) -> list[str]:
             f"{folder} has no model.safetensors",
             "it holds pickled weights, which are not opened" if pickled else None,
             "save the model with safe_serialization=True" if pickled else WHOLE,
+        )
+    if (folder / "model.safetensors").exists():
+        raise CheckpointError(
+            f"{folder} holds model.safetensors and {index.name}: which of them is the model?",
+            do=f"remove model.safetensors, or {index.name} and its files; transformers reads model.safetensors",
         )
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict):

@@ -48,9 +48,8 @@ class ExportedTokenizer:
     notices: tuple[str, ...]
     end_of_turn: Optional[int] = None
     by_transformers: bool = False  # whether transformers can read the files
-    imported: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # entries of the config.json that the model was imported with
+    # Entries of the config.json that the model was imported with
+    imported: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def end(self) -> Optional[int]:
@@ -101,9 +100,8 @@ def _write_files(folder: Path, run: Loaded, given: Mapping[str, Any], trained: P
     if kind == "HuggingFaceTokenizer":
         made = _with_more_tokens(read_files(place, notices.append), tokenizer)
         write_files(made, folder)
-        more = (
-            {} if made.config else _around(tokenizer)
-        )  # a template may name tokens: a given config says which there are
+        # A template may name tokens: a given config says which there are
+        more = {} if made.config else _around(tokenizer)
         _name(folder, dict(model_max_length=longest, **more) | hf_files.read_json(folder / CONFIG))
         place = place if place.is_dir() else place.parent
         if (place / SENTENCE_PIECE_MODEL).is_file():  # for programs that read no tokenizer.json

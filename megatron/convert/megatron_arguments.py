@@ -20,9 +20,8 @@ SAME = (
     "apply_query_key_layer_scaling hidden_dropout attention_dropout init_method_std make_vocab_size_divisible_by "
     "use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor window_attn_skip_freq"
 ).split()  # settings with the same name and meaning in Megatron-LM
-OF_CORE = (
-    "softmax_type quick_geglu activation_func_clamp_value glu_linear_offset".split()
-)  # so, too; not of legacy models
+# The same, but not of legacy models
+OF_CORE = "softmax_type quick_geglu activation_func_clamp_value glu_linear_offset".split()
 COMPARED = [  # what makes a model: properties of `schema.Model`
     *"num_layers hidden_size num_attention_heads seq_length ffn_size head_dim query_groups position_table".split(),
     *"position_embedding_type norm_epsilon disable_bias_linear rotary_base bias_gelu_fusion window".split(),
@@ -32,9 +31,8 @@ COMPARED = [  # what makes a model: properties of `schema.Model`
 _SIZES = (  # behind properties of COMPARED
     "ffn_hidden_size kv_channels num_query_groups group_query_attention max_position_embeddings window_size".split()
 )
-_OF_TRAINING = (  # not of the weights
-    "label_smoothing z_loss_coeff attention_softmax_in_fp32 model_type model_name_or_path".split()
-)
+# Not of the weights
+_OF_TRAINING = "label_smoothing z_loss_coeff attention_softmax_in_fp32 model_type model_name_or_path".split()
 _AHEAD = ("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_use_repeated_layer", "mtp_detach_heads")
 _OF_PATTERN = ("hybrid_layer_pattern", "no_rope_freq", *_AHEAD)
 # Arguments that --use-checkpoint-args does not read, beside those of kinds whose `MegatronForm.flags` says so

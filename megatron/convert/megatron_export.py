@@ -51,10 +51,8 @@ from megatron.settings.from_checkpoint import located
 from megatron.storage.durable import storage_errors
 from megatron.storage.new_folder import new_folder
 
-COPY_OF_TABLE = (
-    "output_layer.weight",
-    "word_embeddings_for_head.weight",
-)  # on the last stage: without, with legacy models
+# On the last stage: without, with legacy models
+COPY_OF_TABLE = ("output_layer.weight", "word_embeddings_for_head.weight")
 
 
 @dataclass(frozen=True)
@@ -209,9 +207,8 @@ def rank_tensors(
                 flat[their] = local
             if copy and export.facts.tied:
                 flat[COPY_OF_TABLE[export.implementation == "legacy"]] = local
-    return (
-        _nested(flat) if export.implementation == "legacy" else flat | dict.fromkeys(extra_states(flat))
-    )  # None: no fp8
+    # None: no fp8
+    return _nested(flat) if export.implementation == "legacy" else flat | dict.fromkeys(extra_states(flat))
 
 
 def local_part(

@@ -128,9 +128,8 @@ def facts_of(content: dict[str, Any]) -> dict[str, Any]:
 
 def _write_buffers(content: Any, folder: Path) -> None:
     tensors = {}
-    optimizers = (
-        content if isinstance(content, list) else [content]
-    )  # of dense weights, and of experts if ep is above 1
+    # Of dense weights, and of experts if ep is above 1
+    optimizers = content if isinstance(content, list) else [content]
     if len(optimizers) > 2:
         raise ValueError(f"it holds the state of {len(optimizers)} optimizers")
     for prefix, own in zip(("", EXPERTS), optimizers):

@@ -75,9 +75,8 @@ class NearDuplicateOptions:
     threshold: float = 0.5  # the least similarity (Jaccard) of near-duplicates
     verify: Literal["signatures", "doubtful", "texts"] = "doubtful"  # see `compare.doubtful`
     links: int = 4  # documents of the same key that each is compared with, in addition to the first
-    against: list[str] = field(
-        default_factory=list
-    )  # folders of fingerprints of an earlier corpus, which does not change
+    # Folders of fingerprints of an earlier corpus, which does not change
+    against: list[str] = field(default_factory=list)
     examples: int = 3  # pairs of each of 20 similarities for the report
     text_key: str = "text"
     documents_per_shard: int = 100_000  # an estimate, for the number of partitions; memory is bounded in any case

@@ -46,9 +46,8 @@ class Filter(Protocol):
 
 
 Counts = Mapping[str, Any]  # counts of a task as JSON; numbers of the same name are added up over tasks
-Made = Mapping[
-    str, Sequence[Path]
-]  # phase -> folder of each of its tasks; "documents" -> the shards that the stage reads
+# Phase -> folder of each of its tasks; "documents" -> the shards that the stage reads
+Made = Mapping[str, Sequence[Path]]
 TaskInputs = Sequence[Path | Sequence[Path]]  # paths, and lists of them as a whole: `made["sign"]`
 
 

@@ -47,9 +47,8 @@ SUFFIXES = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
 TAR_SUFFIXES = {".tgz": ".tar.gz", ".tzst": ".tar.zst", ".tbz2": ".tar.bz2", ".txz": ".tar.xz"}
 LINE_SUFFIXES = (".json", ".jsonl", ".ndjson")
 TEXT_SUFFIX = ".txt"
-INSIDE = (
-    {".tar": TAR, ".parquet": "Parquet"} | dict.fromkeys(LINE_SUFFIXES, LINES) | {TEXT_SUFFIX: TEXT}
-)  # by the suffix after decompression
+# By the suffix after decompression
+INSIDE = {".tar": TAR, ".parquet": "Parquet"} | dict.fromkeys(LINE_SUFFIXES, LINES) | {TEXT_SUFFIX: TEXT}
 NAMES = f"*{' *'.join(LINE_SUFFIXES)} or without suffix, else *{TEXT_SUFFIX}; each also with {' '.join(SUFFIXES)}"
 WORDS = {TAR: "a tar archive", LINES: "lines of text", TEXT: "plain text"}
 

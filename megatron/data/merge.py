@@ -125,9 +125,8 @@ def find_prefixes(inputs: list[str], output_prefix: str) -> list[str]:
     for given in inputs:
         if os.path.isdir(given):
             below = Path(given).rglob("*")
-            named.update(
-                prefixes_of(path for path in below if ".partial" + os.sep not in str(path))
-            )  # an unfinished run
+            # An unfinished run
+            named.update(prefixes_of(path for path in below if ".partial" + os.sep not in str(path)))
         else:
             named.add(bare_prefix(given))  # opening it reports missing files
     output = os.path.abspath(output_prefix)

@@ -28,12 +28,8 @@ from megatron.errors import DataError
 BLOCK = 1 << 20  # bytes of text: about 10 ms of work
 WAITING = 4  # encoded blocks that a worker keeps until their turn
 FRAME = struct.Struct("<qqqqq")  # header of a block in the pipe: number, source, bytes, position in the file, start
-KINDS = (
-    ".bin",
-    ".lengths",
-    ".counts",
-    ".origins",
-)  # of a target: tokens, tokens per sequence, sequences per document, origins
+# Of a target: tokens, tokens per sequence, sequences per document, origins
+KINDS = (".bin", ".lengths", ".counts", ".origins")
 
 
 class Shared:

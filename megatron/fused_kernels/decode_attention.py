@@ -151,9 +151,8 @@ def by_pairs(
         if sinks is not None:
             scale_weights(weights, scores, sinks.flatten())
     stored = values.view(-1, values.shape[-1])
-    attended, *_ = torch.embedding_bag(
-        stored, pairs.columns, pairs.starts, False, 0, False, pairs.weights, False
-    )  # mode 0: sum
+    # Mode 0: sum
+    attended, *_ = torch.embedding_bag(stored, pairs.columns, pairs.starts, False, 0, False, pairs.weights, False)
     return attended.view(n, -1)
 
 

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Optional
 
-from megatron.errors import CheckpointError, PeerLost, SilentError, in_a_line
+from megatron.errors import CheckpointError, PeerLost, ResumeToDisambiguate, SilentError, in_a_line
 from megatron.guard.failure_kinds import NO_WORD, FailureKind, kind_of_end, kind_of_text
 
 
@@ -77,12 +77,13 @@ MEANINGS = {
     9: "preempted, checkpoint saved (exit 9)",
     10: "output locked by another job (exit 10)",
     11: "device lost (exit 11)",
+    16: "a suspicious step is to be computed elsewhere (exit 16)",
     17: "computed wrongly (exit 17)",
     130: "interrupted by Ctrl-C (exit 130)",
 }
 ENDS = {0: Action.DONE, 9: Action.PREEMPTED, 130: Action.PREEMPTED}  # that are no failures
 # The rank that fails first brings down others: the most specific code is the cause.
-PRIORITY = (11, 17, 2, 3, 4, 5, 10, 8, 6, "killed", 130, 9, 1, 7, "ended", 0)
+PRIORITY = (11, 17, 16, 2, 3, 4, 5, 10, 8, 6, "killed", 130, 9, 1, 7, "ended", 0)
 FOR_ANOTHER = "for another rank"  # in the message of the rank that gave up first; others only see broken connections
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # that a program causes itself
 ENDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # the signals by which launchers end the other ranks
@@ -105,6 +106,8 @@ def judge(codes: Iterable[int], evidence: Evidence = UNKNOWN, rules: Mapping[Fai
     action = DECISIONS[kind]
     if kind in AT_ONCE and not evidence.has_trained and kind_of_text(evidence.why) is kind:
         action = Action.STOP
+    if code == ResumeToDisambiguate.code:
+        action = Action.RESTART
     if code == SilentError.code:  # the rank is named, and its node is left out
         action = Action.REPLACE
     if code == CheckpointError.code:  # what cannot be read now cannot be read later

@@ -81,6 +81,7 @@ OF_CODE = {  # exit code -> kind, where no message says more
     8: FailureKind.NUMERICS,
     10: FailureKind.COMMAND,
     11: FailureKind.DEVICE,
+    16: FailureKind.SILENT_ERROR,
     17: FailureKind.SILENT_ERROR,
     126: FailureKind.COMMAND,
     127: FailureKind.COMMAND,

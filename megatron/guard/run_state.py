@@ -24,7 +24,7 @@ from megatron.guard import processes
 from megatron.guard.beat_files import Beat, read_beats
 from megatron.guard.supervisor_mark import Mark, lost_supervisor
 from megatron.settings.batch import total_iterations
-from megatron.settings.schema import Config, from_record
+from megatron.settings.schema import Checkpoint, Config, from_record
 from megatron.storage.processes import exists
 from megatron.storage.urls import UrlPath, location
 from megatron.telemetry.events import count_restarts, read_events, slow_now
@@ -37,6 +37,7 @@ from megatron.telemetry.run_folder import (
     find_metrics,
     found_below,
     last_saved,
+    last_snapshot,
     last_state,
     newest_checkpoint,
     nothing_at,
@@ -66,6 +67,8 @@ class Line:
     warnings: int = 0  # events of this level in the newest launch
     errors: int = 0
     last_event: Optional[dict] = None  # the last warning or error of the newest launch, as in events.jsonl
+    snapshot: Optional[int] = None  # iteration of the newest snapshot in this machine's memory
+    snapshot_age: Optional[float] = None
     slow: tuple[str, ...] = ()  # what is slow at present: ranks, data, stages, the network
 
 
@@ -152,6 +155,7 @@ def look(folder: Place, now: Optional[float] = None) -> Line:
     samples = int(np.nan_to_num(steps["batch_size"])[timed].sum())
     left = (total - iteration) * statistics.fmean(seconds) if total and seconds and state == "running" else None
     checkpoint, written = _checkpoint(folder, config)
+    snapshot, kept = _snapshot(folder, config) or (None, 0.0)
     return Line(
         str(folder),
         state,
@@ -168,6 +172,8 @@ def look(folder: Place, now: Optional[float] = None) -> Line:
         warnings=sum(event["level"] == "warning" for event in urgent),
         errors=sum(event["level"] == "error" for event in urgent),
         last_event=urgent[-1] if urgent else None,
+        snapshot=snapshot,
+        snapshot_age=round(max(0.0, now - kept), 1) if kept else None,
         slow=tuple(slow_now(_newest(events))) if state in ("running", "stalled") else (),
     )
 
@@ -228,6 +234,15 @@ def _checkpoint(folder: Place, config: Optional[Config]) -> tuple[Optional[int],
     save = config.checkpoint.save if config else None
     found = last_saved(str(folder)) or (last_saved(save) if save else None)
     return found or (None, 0.0)
+
+
+def _snapshot(folder: Place, config: Optional[Config]) -> Optional[tuple[int, float]]:
+    """(iteration, time of writing) of the newest snapshot in this machine's memory."""
+    settings = config.checkpoint if config else Checkpoint()
+    save = location(settings.save) if settings.save else folder
+    return last_snapshot(folder, settings.non_persistent_local_ckpt_dir) or last_snapshot(
+        save, settings.non_persistent_local_ckpt_dir
+    )
 
 
 def alive(metrics: Path, history: History, usual: float, now: float) -> tuple[str, str, float]:

@@ -103,9 +103,8 @@ def score(
         if losses is not None and part is not None:
             own = counted * torch.from_numpy(of_windows(part, some, len(counted), len(prefix)))
             sums[1, at // batch_size] = (losses.double() * own.to(device)).sum().item()
-        reached = min(
-            len(todo), at + (axis.size - axis.rank) * batch_size
-        )  # assuming equal progress of the other ranks
+        # Assuming equal progress of the other ranks
+        reached = min(len(todo), at + (axis.size - axis.rank) * batch_size)
         progress(predicted[reached], predicted[-1])
     sums = summed(sums.to(device), model, axis)  # batches of other ranks are 0 here
     all_of_it, of_part = (math.fsum(row) for row in sums.tolist())

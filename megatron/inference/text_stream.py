@@ -22,10 +22,8 @@ from typing import NamedTuple, Optional
 from megatron.inference.requests import Output, TokenScore
 
 UNFINISHED = 3  # bytes at most of an incomplete UTF-8 character; tokenizers decode them to as many U+FFFD, or to one
-WINDOW, CONTEXT = (
-    48,
-    8,
-)  # tokens that are decoded together at most, usually; and those before them that are decoded again
+# Tokens that are decoded together at most, usually; and those before them that are decoded again
+WINDOW, CONTEXT = 48, 8
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # tokens for single bytes, in vocabularies with byte fallback
 
 

@@ -28,9 +28,8 @@ class Cache(Protocol):
 
 
 State = tuple[torch.Tensor, ...]  # what a layer knows of a text, [b, ...] each
-Scan = Callable[
-    [torch.Tensor, Optional[State]], tuple[torch.Tensor, State]
-]  # (y, state before) -> (output, state after)
+# (y, state before) -> (output, state after)
+Scan = Callable[[torch.Tensor, Optional[State]], tuple[torch.Tensor, State]]
 
 
 class TextInPass(NamedTuple):

@@ -154,9 +154,8 @@ def problems(config: Config, tables: Mapping[int, Table], tp: int) -> list[str]:
 def _cuts(config: Config, layers: Mapping[str, Placement], tp: int) -> list[str]:
     """The problem of ranks whose pieces of weights are no whole tiles."""
     recipe, multiple, wrong = config.precision.fp8_recipe, MULTIPLE[config.precision.fp8_recipe], {}
-    layers = {
-        name: weight for name, weight in layers.items() if not weight.stacked
-    }  # rows have one scale over all ranks
+    # Rows have one scale over all ranks
+    layers = {name: weight for name, weight in layers.items() if not weight.stacked}
     for name, weight in layers.items():
         if (run := piece(weight, tp)) % multiple:
             wrong.setdefault(run, []).append(name)

@@ -32,11 +32,8 @@ from megatron.settings.schema import Model
 
 PLAIN = "plain"
 WEIGHT = ".weight"
-KINDS: Mapping[str, Any] = {
-    lora.KIND: lora,
-    quantization.KIND: quantization,
-    sparsity.KIND: sparsity,
-}  # of every model: name -> module with `own_weights`
+# Of every model: name -> module with `own_weights`
+KINDS: Mapping[str, Any] = {lora.KIND: lora, quantization.KIND: quantization, sparsity.KIND: sparsity}
 
 TOGETHER = frozenset({quantization.KIND, sparsity.KIND})
 

@@ -101,11 +101,8 @@ def row(
     """The weights of a row-parallel linear layer: [outputs, inputs], divided along its inputs. experts: their number;
     the shape is [experts, outputs, inputs], and the gradient of an expert's bias is partial over etp.
     """
-    front, cuts, partial = (
-        (),
-        {"tp": 1},
-        ("tp",) if sequence_parallel else (),
-    )  # it is added to a rank's own tokens only
+    # It is added to a rank's own tokens only
+    front, cuts, partial = (), {"tp": 1}, ("tp",) if sequence_parallel else ()
     if experts is not None:
         front, cuts, partial = (experts,), {"ep": 0, "etp": 2}, ("etp",)
     parts = (0, (1,) * experts) if experts else (0, (outputs,))

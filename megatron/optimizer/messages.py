@@ -250,9 +250,8 @@ class Messages:
         self.alone = ops[places[-1] + 1 : ends], self.passing(op, ops[places[0] : places[-1] + 1])
         self.alone[1].__enter__()
         roots = [unit for group in self.chunks[op.chunk].roots(op.chunk) for unit in self.units[group]]
-        self.weights.need(
-            *(self.weights.memory[unit.name] for unit in roots)
-        )  # another micro-batch may have freed them
+        # Another micro-batch may have freed them
+        self.weights.need(*(self.weights.memory[unit.name] for unit in roots))
 
     def _end_alone(self) -> None:
         (behind, passing), self.alone = self.alone, None

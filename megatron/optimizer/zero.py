@@ -416,10 +416,8 @@ class DistributedOptimizer:
         with phase("scale"):
             reduced = self._scaled(scale)
         direct = self.weights.keep and any(state.direct for state in self.states)
-        with (
-            phase("inner"),
-            self.gathered_parameters() if direct else nullcontext(),
-        ):  # nothing is on its way into the parameters
+        # Nothing is on its way into the parameters
+        with phase("inner"), self.gathered_parameters() if direct else nullcontext():
             self.rule.prepare(self.states, reduced, self.mesh)
             for state in reversed(self.states):  # the GPU's state first: the host continues meanwhile
                 state.step(reduced, self.step_count, rates, self._targets(state))

@@ -177,9 +177,8 @@ class _Lister:
 
     def listed(self) -> Listed:
         groups = groups_of(self.chunks)
-        use = sorted(
-            groups, key=lambda group: (group[0], group[1] not in (IN, OUT, TIED))
-        )  # a chunk waits for these first
+        # A chunk waits for these first
+        use = sorted(groups, key=lambda group: (group[0], group[1] not in (IN, OUT, TIED)))
         gathers = [Op("G", 0, *group) for group in use] if self.how.zero < 3 else []
         if not self.how.gather_ahead:
             gathers += list(map(_end, gathers))
@@ -339,9 +338,8 @@ class _Proof:
         self.in_turns = {(op.micro, op.chunk, op.kind != "F") for op in (*pairs, *pairs.values())}
         self.weights = dict.fromkeys((*groups_of(chunks), *map(_again, groups_of(chunks))), "not there")
         self.kind = "W" if any(op.kind == "W" for op in passes) else "B"  # of passes that complete gradients
-        self.owed = {
-            group: Counter() for group, trained in groups_of(chunks).items() if trained
-        }  # (micro, chunk) not reduced
+        # (micro, chunk) not reduced
+        self.owed = {group: Counter() for group, trained in groups_of(chunks).items() if trained}
         self.total = Counter(  # gradients of a step
             group
             for op in passes

@@ -9,9 +9,8 @@ from megatron.pipeline.data_parallel_messages import MESSAGES
 from megatron.pipeline.schedule import Op
 from megatron.pipeline.simulate import Times, bubble_of
 
-ANSI = dict(
-    F="44;97", B="42;30", I="46;30", W="43;30", G="45;97", H="45;97", R="41;97", U="47;30"
-)  # background;foreground
+# Background;foreground
+ANSI = dict(F="44;97", B="42;30", I="46;30", W="43;30", G="45;97", H="45;97", R="41;97", U="47;30")
 FILL = dict(F=("#4c78a8", "#85aad1"), B=("#54a24b", "#8fca88"), I=("#72b7b2", "#a9d8d4"), W=("#eeca3b", "#f5e08e"))
 FILL |= dict(G=("#b279a2", "#d6a5c9"), H=("#8c6bb1", "#bfa8d9"), R=("#e45756", "#ff9d98"), U=("#9d755d", "#d8b5a5"))
 PADDING = dict(F="-", B="=", I="-", W="~", G=">", H=">", R="<", U="+")

@@ -160,9 +160,8 @@ class _OrderedRank:
         pairs = pairs_of(ops) if BESIDE in ops else {}
         self.one_of = {back: one for one, back in pairs.items()}
         self.begun: dict[Op, int] = {}  # pass -> its first step
-        self.plain = not pairs and all(
-            op.kind in "FBIW" and not op.piece for op in self.ops
-        )  # passes alone, in one piece
+        # Passes alone, in one piece
+        self.plain = not pairs and all(op.kind in "FBIW" and not op.piece for op in self.ops)
         if self.plain:
             self.lasts = set()
             self.waits = [dependencies(op, rank, stages) for op in self.ops]

@@ -252,9 +252,8 @@ class Layout:
             p.expert_model_parallel_size,
             p.expert_tensor_parallel_size,
             (ep_levels(p, config.planner.local_world_size or ranks().local_world_size or 8) or (0,))[0],
-            replace(
-                p, **{name: value and tuple(value) for name, value in _context_words(p).items()}
-            ),  # a list has no hash
+            # A list has no hash
+            replace(p, **{name: value and tuple(value) for name, value in _context_words(p).items()}),
         )
 
     @property

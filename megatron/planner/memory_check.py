@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import SettingsError
+from megatron.guard.beat_files import in_memory
 from megatron.model.recipe import Recipe
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import certain
 from megatron.planner.target import vocabulary_of
 from megatron.settings import rank_env
-from megatron.settings.schema import Config
+from megatron.settings.schema import Checkpoint, Config
 from megatron.telemetry.figures import several
 from megatron.telemetry.host_memory import available_memory, total_memory
 
@@ -63,13 +64,14 @@ def _refusal_of(config: Config, recipe: Recipe, log: Callable[[str], None]) -> O
 @dataclass(frozen=True)
 class Demand:
     """The minimum that training needs of the memories of this rank. jobs: the possible jobs; state_alone: count only state,
-    because the memory of a step depends on texts.
+    because the memory of a step depends on texts; snapshots: copies of the state that lie in the memory of the nodes.
     """
 
     jobs: tuple[Job, ...]
     layout: Layout
     here: rank_env.Ranks
     state_alone: bool = False
+    snapshots: int = 0
 
     @classmethod
     def of(
@@ -83,7 +85,7 @@ class Demand:
             job = Job.of(config, recipe.facts(config, tokens or vocabulary_of(config)[0]), dp=layout.dp, device=device)
             open_ = config.precision.precision == "auto"  # chosen later by a measurement: bf16 if it is faster
             jobs = (job, replace(job, precision="bf16")) if open_ else (job,)
-            demand = cls(jobs, layout, here, recipe.predicts(config) == "state")
+            demand = cls(jobs, layout, here, recipe.predicts(config) == "state", snapshots_of(config.checkpoint))
             demand.on_host(layout)
         except Exception:  # in a user's facts: the error is raised when they are used
             return None
@@ -98,7 +100,13 @@ class Demand:
         first = self.here.rank - self.here.local_rank
         stages = [self._stage(first + local) for local in range(self.here.local_world_size or 1)]
         kinds = slice(1, 2) if self.jobs[0].device == "cuda" else slice(0, 2)
-        return self._least(lambda job: sum(sum(certain(job, layout, at, self.state_alone)[kinds]) for at in stages))
+        own = self._least(lambda job: sum(sum(certain(job, layout, at, self.state_alone)[kinds]) for at in stages))
+        return own + self.in_snapshots(len(stages))
+
+    def in_snapshots(self, ranks: int) -> int:
+        """Bytes of the snapshots that so many ranks keep in their node's memory: equal shares of weights and moments."""
+        each = lambda job: job.facts.parameters * (4 + sum(job.moments)) / self.here.world_size
+        return self.snapshots * int(ranks * self._least(each))
 
     def _stage(self, rank: int) -> int:
         """The pipeline rank of a rank; pp is the slowest axis."""
@@ -106,6 +114,18 @@ class Demand:
 
     def _least(self, needed: Callable[[Job], int]) -> int:
         return min(map(needed, self.jobs))
+
+
+def snapshots_of(settings: Checkpoint) -> int:
+    """How often the state lies in memory at the end of a snapshot: the last two of them, with their copies.
+
+    >>> snapshots_of(Checkpoint(non_persistent_save_interval=5, replication=True)), snapshots_of(Checkpoint())
+    (4, 0)
+    """
+    folder = settings.non_persistent_local_ckpt_dir
+    if settings.non_persistent_save_interval is None or folder and not in_memory(Path(folder)):
+        return 0
+    return 2 * (settings.replication_factor if settings.replication else 1)
 
 
 @dataclass(frozen=True)
@@ -144,6 +164,9 @@ def _refusal(demand: Demand, lack: Lack) -> SettingsError:
     job, layout, ranks = demand.jobs[0], demand.layout, demand.here.local_world_size or 1
     who = "this rank" if "GPU" in lack.of else several(ranks, "rank")
     why = f"predicted for weights, gradients, optimizer state and activations of {who}; a run needs more than that"
+    if demand.snapshots and "GPU" not in lack.of:
+        size = demand.in_snapshots(ranks) / 1e9
+        why += f"; {size:.1f} GB of it are snapshots in memory (--non-persistent-save-interval)"
     error = SettingsError(str(lack), why, f"{_what_fits(demand, lack, job, layout)}; {OVERCOMMIT} starts it anyway")
     error.about = "too little memory"  # free bytes differ between ranks
     return error

@@ -60,9 +60,8 @@ def inspect(config: schema.Config, cluster: Cluster) -> Inspection:
         job, remark = target.job_of(resolved, cluster, layout.dp)
     except SettingsError as error:  # of a schedule file, or of a vocabulary
         words = str(error) if error.why or not error.do else f"{error.what}; {error.do}"
-        follows = (
-            violations and words.startswith("--train-only") and not config.given("train_only")
-        )  # from --lora-target
+        # From --lora-target
+        follows = violations and words.startswith("--train-only") and not config.given("train_only")
         return Inspection([*violations, *[words] * (not follows)], file_problems(config), [])
     return Inspection(
         violations + checkpoint_problems(resolved),

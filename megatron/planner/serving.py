@@ -190,9 +190,8 @@ def plan_of(
     replicas, device, ranks = cluster.world_size // (tp * pp), cluster.device, range(pp)
     share = ServingShare(job, cluster, tp, pp, quantize)
     weights, length = [share.weight_bytes(rank) for rank in ranks], -(-requests.length // BLOCK) * BLOCK
-    cache = [
-        max(1, length * share.cache_bytes(rank) + (1 + SNAPSHOTS) * share.state_bytes(rank)) for rank in ranks
-    ]  # of a text
+    # Of a text
+    cache = [max(1, length * share.cache_bytes(rank) + (1 + SNAPSHOTS) * share.state_bytes(rank)) for rank in ranks]
     asked = -(-requests.texts // replicas) if requests.texts else None
     workspace = share.workspace_bytes(asked or MOST_TEXTS)
     room = min((device.usable_bytes - workspace - w) // c for w, c in zip(weights, cache))

@@ -25,11 +25,8 @@ from megatron.settings.statements import NONE
 from megatron.tokenizer.chat_template import ASSISTANT
 
 SEEDS = 1 << 43  # `choices.uniform_draws` multiplies them by a million
-MOST_TEXTS, MOST_STOPS, MOST_TOP = (
-    128,
-    16,
-    20,
-)  # of a request: continuations of a prompt, stop strings, likeliest tokens
+# Of a request: continuations of a prompt, stop strings, likeliest tokens
+MOST_TEXTS, MOST_STOPS, MOST_TOP = 128, 16, 20
 # Settings for which a model may have defaults of its own.
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Parameters of OpenAI that this server has no use for -> values that ask for nothing.

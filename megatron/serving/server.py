@@ -247,9 +247,8 @@ class Log:
             label = scope.get("label")
             who = f" user={json.dumps(label)}" if label else ""
             seconds = time.monotonic() - began
-            healthy = (
-                scope["path"] == "/health" and status == 200
-            )  # asked for every second by whoever watches the server
+            # Asked for every second by whoever watches the server
+            healthy = scope["path"] == "/health" and status == 200
             if not healthy:
                 log.info(
                     "%s %s %d %.3f s%s", scope["method"][:20], json.dumps(scope["path"][:200]), status, seconds, who

@@ -176,9 +176,8 @@ def refuse_another_shape(shape: Mapping[str, Statement], chosen: Mapping[str, St
     place, record = found
     model = from_record(record["config"]).model
     saved = {name: getattr(model, FILLED_BY.get(name, name)) for name in shape}
-    for own in (
-        record["config"].get("extra", {}).values()
-    ):  # of an encoder-decoder, --num-layers gives those of the encoder
+    # Of an encoder-decoder, --num-layers gives those of the encoder
+    for own in record["config"].get("extra", {}).values():
         saved["num_layers"] = own.get("encoder_num_layers") or saved.get("num_layers")
     plain = lambda value: re.sub(r"[\s()\[\]]", "", value) if isinstance(value, str) else value  # (127, 0) is 127,0
     other = {one.words: (one, saved[name]) for name, one in shape.items() if plain(one.value) != plain(saved[name])}

@@ -147,9 +147,8 @@ def _of_network(error: Exception, errors) -> bool:
 def stay_offline() -> None:
     """Let transformers use local files only, unless the environment says HF_HUB_OFFLINE=0."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    read = sys.modules.get(
-        "huggingface_hub.constants"
-    )  # which reads the environment once, perhaps for a download before
+    # Which reads the environment once, perhaps for a download before
+    read = sys.modules.get("huggingface_hub.constants")
     if read and os.environ["HF_HUB_OFFLINE"] == "1":
         read.HF_HUB_OFFLINE = True
 

@@ -40,15 +40,13 @@ def recipe() -> Recipe:
         arrays=arrays,
         epoch_samples=epoch_samples,
         measures=measures,
-        reinitialize=lambda name, stored: (
-            name == f"{HEAD}.weight"
-        ),  # a BERT has others in the unit of its head for words
+        # A BERT has others in the unit of its head for words
+        reinitialize=lambda name, stored: name == f"{HEAD}.weight",
         starts_from=(*BACKBONES, *SCRIPTS),
         part=part_of_trunk,
         normalize_config=normalize_task_config,
-        predicts=lambda config: (
-            "all" if task_settings(config).backbone == DEFAULT else "state"
-        ),  # encoders leave padding out
+        # Encoders leave padding out
+        predicts=lambda config: "all" if task_settings(config).backbone == DEFAULT else "state",
     )
 
 

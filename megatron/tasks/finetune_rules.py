@@ -92,9 +92,8 @@ TASK_RULES = (
         lambda s: "--no-full-validation: metrics are over all examples of a validation file; leave it out",
     ),
     *(
-        Rule(
-            lambda s, rule=rule: own(s).backbone == DEFAULT and rule.broken(s), rule.message
-        )  # encoders have their own
+        # Encoders have their own
+        Rule(lambda s, rule=rule: own(s).backbone == DEFAULT and rule.broken(s), rule.message)
         for rule in refused("reset_position_ids reset_attention_mask eod_mask_loss", "a sample is one text, or a pair")
     ),
     *(

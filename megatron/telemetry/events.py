@@ -253,7 +253,7 @@ KINDS = {
         "a step that was computed again (--rerun-mode) had other bits; level error if the run ends for it, info if a "
         "suspicious step had the same bits again",
         {
-            "verdict": "transient, this device, memory, not repeatable, software or data, not transient",
+            "verdict": "transient, this device, memory, not repeatable, software or data, not transient, earlier devices",
             "rank_host": "machine of the rank",
             "where": "what differs first",
             "others": "other ranks of which it may be, or which it also concerns",

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Optional, TypeVar, Union
 
-from megatron.errors import DataError, no_such_file
+from megatron.errors import DataError, StorageError, no_such_file
+from megatron.storage.durable import Damaged, read_sealed
+from megatron.storage.processes import shared_memory
 from megatron.storage.urls import UrlPath, local_folder, location
 from megatron.telemetry.run_record import is_metrics
 
@@ -21,6 +23,7 @@ METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 NAMED = "name the --save folders of runs, or the folder they are in"
 POINTER = "metrics_file.txt"
 SNAPSHOTS = "memory_snapshots.json"  # where its snapshots lie in memory (`checkpoint/memory_snapshots.py`)
+SNAPSHOT_FOLDER = "megatron-snapshots-"  # start of the name of a run's folder in memory
 Found = TypeVar("Found")
 
 
@@ -32,6 +35,20 @@ def nothing_at(name: str, place: Place) -> DataError:
         f"{name}: no {METRICS} in it, nor in a folder below it",
         "a run writes it next to its checkpoints (--save), or to --metrics-file",
     )
+
+
+def last_snapshot(save: Place, folder: Optional[str] = None) -> Optional[tuple[int, float]]:
+    """(iteration, time of writing) of the newest snapshot of a run in this node's memory; None if there is none here.
+
+    folder: --non-persistent-local-ckpt-dir
+    """
+    try:
+        _, record = read_sealed(save / SNAPSHOTS)
+        memory = Path(folder or shared_memory()) / f"{SNAPSHOT_FOLDER}{record['memory']}"
+        found = [(re.fullmatch(r"iter_(\d+)-[0-9a-f]+", path.name), path) for path in memory.iterdir()]
+        return max(((int(name[1]), path.stat().st_mtime) for name, path in found if name), default=None)
+    except (OSError, Damaged, StorageError, ValueError, KeyError, TypeError):
+        return None
 
 
 def point_to(metrics: Path, folder: Path) -> None:

@@ -359,9 +359,8 @@ class ChatTemplate:
         """The tokens of a text, and those of its answers. mark: is in names of special tokens that are ordinary text."""
         ids, places = self.tokenizer.encode_parts(self._parts(text, mark))
         special = [found.start() for found in re.finditer(self.names, text)]
-        anchors = (
-            [(0, 0), *zip(special, places)] if len(special) == len(places) else [(0, 0)]
-        )  # in the text, in the ids
+        # In the text, in the ids
+        anchors = [(0, 0), *zip(special, places)] if len(special) == len(places) else [(0, 0)]
         counted, ends = [False] * len(ids), []
         for span in spans:
             start, stop = (self._place(text, mark, edge, ids, anchors) for edge in (span.start, span.stop))

@@ -256,9 +256,8 @@ def _fingerprints(files: TokenizerFiles, description: dict, special: set[str]) -
     if whole != texts[place]:
         earlier = {hashed(text, version): "" for text in texts} | earlier
     decoder = description.get("decoder")
-    if (
-        decodes_bytes(decoder) and decoder != AS_IMPORTED
-    ):  # imports had the decoder of transformers' class, with these ids
+    # Imports had the decoder of transformers' class, with these ids
+    if decodes_bytes(decoder) and decoder != AS_IMPORTED:
         own, other = (written(dict(decoder=one))[1:-1] for one in (decoder, AS_IMPORTED))
         earlier.setdefault(hashed(whole.replace(own, other, 1), version), "")
     return hashed(whole, version), earlier

@@ -151,10 +151,8 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
     for note in replaced([(words, last[flag]) for flag, words in heard if words != last[flag]]):
         print(f"note: {note}", file=sys.stderr)
     if args.log_dir is not None and (args.redirects, args.tee) == ("0", "0"):
-        args.redirects, args.tee = (
-            "3",
-            "0:3",
-        )  # as in PaddlePaddle: each rank's output in a file, and the first rank's here too
+        # As in PaddlePaddle: each rank's output in a file, and the first rank's here too
+        args.redirects, args.tee = "3", "0:3"
     if place := re.fullmatch(r"([^:]+):(\d+)", args.master_addr):
         raise UsageError(
             f"--master-addr {place[0]}: an address without a port is wanted",

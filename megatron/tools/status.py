@@ -78,7 +78,9 @@ def table(lines: list[Line], wide: bool = False) -> str:
         done = f"{min(1, line.iteration / line.iterations):.0%}" if line.iterations else "-"
         quiet = [f"{since(line.age)} ago"] * (line.state in QUIET)
         again = [several(line.restarts, "restart")] * (line.restarts > 0)
-        notes.append(", ".join([*again, *filter(None, [line.why]), *quiet, *line.slow, *_alerts(line)]))
+        notes.append(
+            ", ".join([*again, *filter(None, [line.why]), *quiet, *_snapshot(line), *line.slow, *_alerts(line)])
+        )
         rows.append(
             [
                 line.run if wide else _short(line.run),
@@ -110,6 +112,13 @@ def _short(run: str) -> str:
     if len(run) <= LONGEST:
         return run
     return last if len(last) <= LONGEST else f"...{run[3 - LONGEST :]}"
+
+
+def _snapshot(line: Line) -> list[str]:
+    """The newest snapshot in this machine's memory, if the run may go on from it."""
+    if line.snapshot is None or line.snapshot <= (line.checkpoint or 0):
+        return []
+    return [f"a snapshot of iteration {line.snapshot} is in memory, {since(line.snapshot_age or 0.0)} old"]
 
 
 def _alerts(line: Line) -> list[str]:

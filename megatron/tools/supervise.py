@@ -138,9 +138,8 @@ class SuperviseOptions:
 def main(argv: list[str]) -> None:
     """Parse, run the job to its end, report."""
     if "--" not in argv:
-        parse(
-            argv, {"supervise": SuperviseOptions}, prog=PROG, description=DESCRIPTION, common=COMMON
-        )  # ends at --help
+        # Ends at --help
+        parse(argv, {"supervise": SuperviseOptions}, prog=PROG, description=DESCRIPTION, common=COMMON)
         raise UsageError("the command to supervise is missing", do="supervise ... -- torchrun ... pretrain_gpt.py ...")
     split = argv.index("--")
     settings = parse(argv[:split], {"supervise": SuperviseOptions}, prog=PROG, description=DESCRIPTION, common=COMMON)

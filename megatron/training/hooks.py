@@ -143,9 +143,8 @@ class Hooks:
     """The hooks of a run, by the points at which they are called."""
 
     called: dict[str, list[tuple[str, Callable]]] = field(default_factory=lambda: {place: [] for place in PLACES})
-    keeping: dict[str, Hook] = field(
-        default_factory=dict
-    )  # hooks with a state, by name; a second one of the same name is name#2
+    # Hooks with a state, by name; a second one of the same name is name#2
+    keeping: dict[str, Hook] = field(default_factory=dict)
 
     def call(self, place: str, run, *facts: Callable[[], object]) -> None:
         """Call all hooks of a point in order. run: `training.state.Run`; facts: build further arguments."""

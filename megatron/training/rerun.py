@@ -10,6 +10,7 @@ the same checksums, and so has the same step on a data parallel rank that gets t
 | other bits | | transient | a third computation; training goes on with what two of the three have |
 | the same | other bits | this device | `SilentError` before the update |
 | the same | the same | software or data | what --on-nan and --on-spike say |
+| the same | there is none | not transient | not finite: exit code 16, the next launch judges (`guard.disputed`) |
 | three results | | not repeatable | `SilentError` |
 
 The optimizer, the loss scale, the schedules and the position in the data change after the verdict, so only buffers are put
@@ -20,11 +21,14 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple, NoReturn, Optional
 
 import torch
 
-from megatron.errors import SettingsError, SilentError, node_name
+from megatron.errors import ResumeToDisambiguate, SettingsError, SilentError, node_name
+from megatron.guard import disputed
+from megatron.guard.disputed import DisputedStep
 from megatron.guard.rerun import (
     MEMORY,
     RankDifference,
@@ -42,9 +46,11 @@ from megatron.mpu.collectives import Traffic
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings import schema
+from megatron.storage.urls import local_folder
 from megatron.training.drill import Drill, drill_at, faulty
 
 MOST_TRANSIENT = 3  # of one rank in a launch: then its device is not to be trusted
+SAME_HERE = "computed again on the same ranks, it has the same bits"
 AT_REST = "at rest"  # of an entry: what lay in memory
 RELOAD = "no update was made; start again from the last checkpoint, which was read back when it was written"
 REPLACE = (
@@ -95,23 +101,27 @@ def build_rerun(config: schema.Config, mesh: Mesh, device: torch.device) -> Opti
     kinds = config.model.moe_router_load_balancing_type
     whole = "global_aux_loss" in (kinds if isinstance(kinds, (list, tuple)) else (kinds,))  # depends on all samples
     places = shift_of(mesh.dp.size, mesh.tp.size * mesh.cp.size, mesh.ep.size * mesh.etp.size)
-    return Rerun(config.guard, config.logging.seed, None if whole else places)
+    save = config.checkpoint.save
+    return Rerun(config.guard, config.logging.seed, None if whole else places, local_folder(save) if save else None)
 
 
 class Rerun:
     """The repetitions of steps of this rank.
 
     places: by how many places samples move along the data parallel axis (`guard.rerun.shift_of`); None: they cannot
+    folder: where a step is kept that only other devices can judge; None: nowhere
     """
 
-    def __init__(self, settings: schema.Guard, seed: int, places: Optional[int]):
-        self.settings, self.places, self.seed = settings, places, seed
+    def __init__(self, settings: schema.Guard, seed: int, places: Optional[int], folder: Optional[Path] = None):
+        self.settings, self.places, self.seed, self.folder = settings, places, seed, folder
         self.recorder = StepRecorder()
         self.transient = Counter[int]()  # rank -> errors of this launch
         self.differences: dict[str, list[float]] = {}  # figure -> relative differences, for report_stats
         self.differing = Counter[int]()  # this rank -> its steps that had other bits, for report_stats
         self.drill: Optional[Drill] = None  # of the present step
         self.resting: Optional[RestingState] = None  # what lies in memory until the next update
+        self.disputed: Optional[DisputedStep] = None  # of an earlier launch
+        self.looked = False  # for that
         self.said = ""  # the verdict on the present step, if it is neither the device's nor transient
 
     @property
@@ -125,6 +135,10 @@ class Rerun:
     def first(self, run, iteration: int) -> Iterator[None]:
         """A context around the first computation of a step."""
         self.said = ""
+        if not self.looked and self.folder is not None and not self.reports:
+            self.looked, self.disputed = True, run.context.all_gather_object(disputed.kept(self.folder))[0]
+            if self.disputed and self.disputed.iteration < iteration:  # it has been passed
+                self._forget(run)
         guard, world = self.settings, run.context.mesh.world_size
         self.drill = drill_at(iteration, guard.error_injection_rate, guard.error_injection_type, self.seed, world)
         if not self._is_due(iteration):
@@ -183,8 +197,10 @@ class Rerun:
                 second = self._settle(run, iteration, first, second, again)
             if moved:
                 second = self._compare_moved(run, iteration, moved, second, again, of_rank)
-        if still := self._suspicion(run, *numbers(second.totals)):
-            self._tell(run, iteration, still)
+        still = self._suspicion(run, *numbers(second.totals))
+        if still or self._is_disputed(iteration):
+            earlier = self.disputed.numbers if self._is_disputed(iteration) else ()
+            self._tell(run, iteration, still or f"an earlier launch had {', '.join(earlier)}", second, numbers)
         return second.totals
 
     def _suspicion(self, run, loss: float, norm: float) -> str:
@@ -196,8 +212,8 @@ class Rerun:
             return "--rerun-mode"
         if suspicion := self._suspicion(run, loss, norm):
             return suspicion
-        if self.drill:
-            return "--error-injection-rate"
+        if self.drill or self._is_disputed(iteration):
+            return "--error-injection-rate" if self.drill else disputed.NAME
         return "--rerun-interval" if self._is_due(iteration) else ""
 
     # ---- report_stats ----------------------------------------------------------------------------------------------
@@ -229,6 +245,9 @@ class Rerun:
         )
 
     # ---- what a verdict needs --------------------------------------------------------------------------------------
+
+    def _is_disputed(self, iteration: int) -> bool:
+        return self.disputed is not None and self.disputed.iteration == iteration
 
     def _is_due(self, iteration: int) -> bool:
         return not self.reports and bool(self.settings.rerun_interval) and iteration % self.settings.rerun_interval == 0
@@ -363,27 +382,66 @@ class Rerun:
         )
         raise SilentError(f"iteration {iteration}: {what}", where, do)
 
-    def _tell(self, run, iteration: int, why: str) -> None:
-        """Say that a suspicious step was computed as it should be."""
-        if self.places:
-            self.said = "computed again, here and on other ranks, it has the same bits: it is not the hardware"
-            verdict = "software or data"
-        else:
-            self.said = (
-                "computed again on the same ranks, it has the same bits, and there are no others to compute it on"
-            )
-            verdict = "not transient"
+    def _tell(self, run, iteration: int, why: str, computed: ComputedStep, numbers: Callable) -> None:
+        """Say that a suspicious step was computed as it should be, or let other devices say so."""
+        verdict, level, hosts = disputed.SOFTWARE, "info", ""
+        self.said = "computed again, here and on other ranks, it has the same bits: it is not the hardware"
+        now = self._disputed_now(run, iteration, [float(number).hex() for number in numbers(computed.totals)])
+        if self._is_disputed(iteration):
+            verdict, self.said = disputed.judged(self.disputed, now)
+            if verdict == disputed.EARLIER:
+                level, hosts = "error", ", ".join(dict.fromkeys(self.disputed.places))
+            self._forget(run)
+        elif not self.places:
+            if self.folder is not None and "not finite" in why and self.settings.on_nan == "stop":
+                self._ask_others(run, iteration, why, now)
+            verdict = disputed.OPEN
+            self.said = f"{SAME_HERE}, and there are no others to compute it on"
         run.events.record(
             "rerun",
             f"iteration {iteration}: {why}; {self.said}",
             iteration=iteration,
-            level="info",
+            level=level,
             verdict=verdict,
+            rank_host=hosts,
+            where="",
+            others=[],
+        )
+        if level == "info":  # others are logged by themselves
+            run.metrics.log(f"iteration {iteration}: {why}; {self.said}")
+
+    def _disputed_now(self, run, iteration: int, numbers: list[str]) -> DisputedStep:
+        device = run.context.device
+        place = node_name() if device.type == "cpu" else f"{node_name()} {device}"
+        places, mesh = run.context.all_gather_object(place), run.context.mesh
+        return DisputedStep(iteration, numbers, places, dict(mesh.logged_sizes), mesh.ordered)
+
+    def _forget(self, run) -> None:
+        self.disputed = None
+        if run.context.is_rank_zero:
+            disputed.forget(self.folder)
+
+    def _ask_others(self, run, iteration: int, why: str, now: DisputedStep) -> NoReturn:
+        """End the run, so that the next launch computes the step on other devices, if it gets some."""
+        if run.context.is_rank_zero:
+            disputed.keep(self.folder, now)
+        said = f"{SAME_HERE}, and no other ranks of this job can compute it"
+        run.events.record(
+            "rerun",
+            f"iteration {iteration}: {why}; {said}",
+            iteration=iteration,
+            logged=False,
+            verdict=disputed.OPEN,
             rank_host="",
             where="",
             others=[],
         )
-        run.metrics.log(f"iteration {iteration}: {why}; {self.said}")
+        raise ResumeToDisambiguate(
+            f"iteration {iteration}: {why}",
+            said,
+            "no update was made; resume from the last checkpoint with --load, on other nodes or with ranks in another "
+            "order: the step will be compared",
+        )
 
 
 def relative_difference(one: float, other: float) -> float:

@@ -24,6 +24,7 @@ from typing import NamedTuple, Optional
 
 from megatron.errors import Failure
 
+# Of this package, in the order of the report
 MODULES = (
     "processes",
     "numbers",
@@ -35,7 +36,7 @@ MODULES = (
     "pickles",
     "forgeries",
     "rivals",
-)  # of this package, in the order of the report
+)
 
 
 class Got(NamedTuple):

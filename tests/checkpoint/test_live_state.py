@@ -196,9 +196,8 @@ def test_a_device_sums_where_it_is_and_the_file_is_compared_with_that(tmp_path, 
     ):
         store.write_shard(tmp_path / "b", 0, one, live={"weight": lived})
     assert not live_sums(one, on_cpu=False) and set(live_sums(one, on_cpu=True)) == {"weight"}
-    assert not live_sums(
-        [StablePiece(*one[0])], on_cpu=True
-    )  # state in files: nothing is copied, and reading takes long
+    # State in files: nothing is copied, and reading takes long
+    assert not live_sums([StablePiece(*one[0])], on_cpu=True)
 
 
 def test_live_sums_are_the_checksums_of_blocks():

@@ -28,7 +28,7 @@ from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.compare import differences
 from megatron.checkpoint.folder import Saver, checkpoints, restore
 from megatron.checkpoint.memory_parts import MemoryPart, parts_in, saves_in
-from megatron.checkpoint.memory_snapshots import PREFIX, STARTS, MemorySnapshots, read_record, verified
+from megatron.checkpoint.memory_snapshots import STARTS, MemorySnapshots, read_record, verified
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.replication import replica_ranks
 from megatron.checkpoint.store import Piece
@@ -41,7 +41,7 @@ from megatron.mpu.mesh import Axis
 from megatron.settings.schema import Checkpoint
 from megatron.storage.durable import Damaged
 from megatron.telemetry.events import EventLog, read_events
-from megatron.telemetry.run_folder import SNAPSHOTS
+from megatron.telemetry.run_folder import SNAPSHOT_FOLDER, SNAPSHOTS
 from megatron.training import loop
 
 TINY = (
@@ -449,7 +449,7 @@ def test_a_new_run_in_the_folder_finds_no_snapshot_of_an_old_one(tmp_path):
     shutil.rmtree(tmp_path / "save")
     third = alone()
     assert third.find() is None and [path.name for path in (tmp_path / "node0").iterdir()] == [third.memory.name]
-    assert third.memory.name == PREFIX + read_record(tmp_path / "save")[0]
+    assert third.memory.name == SNAPSHOT_FOLDER + read_record(tmp_path / "save")[0]
 
 
 def test_parts_of_two_saves_of_one_step_are_not_one_snapshot(run_ranks, tmp_path):

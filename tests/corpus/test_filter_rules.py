@@ -192,9 +192,8 @@ def test_ngram_counts_by_brute_force():
         words = cut(text)
         for n in (1, 2, 3, 4, 5, 7):
             grams = [" ".join(made[at : at + n]) for at in range(count - n + 1)]
-            first, times = (
-                Counter(grams).most_common(1)[0] if grams else ("", 0)
-            )  # the earliest of equally frequent ones
+            # The earliest of equally frequent ones
+            first, times = Counter(grams).most_common(1)[0] if grams else ("", 0)
             assert top_characters(words, n) == len(first) * times
             seen, at, characters = set(), 0, 0
             while at <= count - n:

@@ -375,9 +375,8 @@ def test_room_for_spans(folder):
     for place in range(20):
         written, whole = (one[place]["labels"][one[place]["loss_mask"] > 0].tolist() for one in (short, long))
         assert len(written) <= 20 and written[:-1] == whole[: len(written) - 1]
-        assert (
-            written == whole or whole[len(written) - 1] >= corpus.WORDS + 2
-        )  # what is left out begins with a sentinel
+        # What is left out begins with a sentinel
+        assert written == whole or whole[len(written) - 1] >= corpus.WORDS + 2
 
 
 @pytest.mark.parametrize(

@@ -326,9 +326,8 @@ def test_d_wiki_by_bash(desk):
     assert np.fromfile("datasets/text/AB/wiki_01_text_document.bin", np.uint16).tolist() == ids_of(TEXTS[2:])
     assert "cannot create regular file" in done.stderr  # of the page's own `cp`
     assert done.returncode == DataError.code and "error: nothing to merge in flatten_datasets/" in done.stderr
-    merge_datasets.main(
-        ["--output-prefix", "./enwiki-latest-pages-articles", "--input", "datasets/"]
-    )  # needs no step 5
+    # Needs no step 5
+    merge_datasets.main(["--output-prefix", "./enwiki-latest-pages-articles", "--input", "datasets/"])
     assert np.fromfile("enwiki-latest-pages-articles.bin", np.uint16).tolist() == ids_of(TEXTS)
 
 

@@ -39,9 +39,8 @@ COMMANDS = {
     "nemo": "megatron_gpt_pretraining.py",
     "nanogpt": "train.py",
 }
-TABLES = [
-    name for name in DIALECTS if name not in ("fleetx", "nemo2", "megatron-bridge")
-]  # these have tests of their own
+# These have tests of their own
+TABLES = [name for name in DIALECTS if name not in ("fleetx", "nemo2", "megatron-bridge")]
 STARTS = {
     "torchrun": "torchrun",
     "paddle.distributed.launch": "python -m paddle.distributed.launch",

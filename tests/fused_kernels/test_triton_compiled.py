@@ -21,12 +21,8 @@ pytestmark = pytest.mark.skipif(
 )
 TOKENS, SHARED = 4096, 232448  # bytes of shared memory that a program of an H100 may have
 TARGETS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
-NORMS = {
-    "layer_norm": (1, 2),
-    "rms_norm": (1, 1),
-    "add_layer_norm": (2, 2),
-    "add_rms_norm": (2, 1),
-}  # of rows, of weights
+# Of rows, of weights
+NORMS = {"layer_norm": (1, 2), "rms_norm": (1, 1), "add_layer_norm": (2, 2), "add_rms_norm": (2, 1)}
 
 
 def norm(op: str, width: int) -> dict:

@@ -59,6 +59,8 @@ def test_a_node_that_comes_back_takes_its_old_place_and_two_of_a_name_are_two_no
     before = AttemptNodes(3, (("x", "b", "-", 1), ("y", "a", "-", 0)))
     back = [Member("new", "a", 7, "-", 5.0), Member("x", "b", 1, "-", 1.0)]
     assert [member.id for member in decide(back, before, 2)] == ["x", "new"]
+    twice = [Member("first", "a", 0, "-", 5.0), Member("later", "a", 0, "-", 9.0), Member("x", "b", 1, "-", 1.0)]
+    assert [member.id for member in decide(twice, before, 2)] == ["x", "later"]
     twins = [Member("one", "a", 0, "-", 1.0), Member("two", "a", 1, "-", 2.0)]  # containers of one host
     assert sorted(member.id for member in decide(twins, AttemptNodes(), 2)) == ["one", "two"]
     assert [
@@ -72,7 +74,7 @@ def test_a_node_that_comes_back_takes_its_old_place_and_two_of_a_name_are_two_no
 class Node:
     """A supervisor as a thread: it meets, works until it is told to end its attempt, and meets again."""
 
-    def __init__(self, folder, number, wanted=3, usable=lambda count: 0, name=None, timeout=0.6, patience=30.0):
+    def __init__(self, folder, number, wanted=3, usable=lambda count: 0, name=None, timeout=1.5, patience=60.0):
         self.places, self.ending, self.dead, self.said, self.error = [], threading.Event(), False, [], None
         name = name or f"n{number}"
         self.agreement = NodeAgreement(
@@ -117,7 +119,7 @@ def start(tmp_path, monkeypatch):
         node.die()
 
 
-def wait_for(condition, seconds=20.0):
+def wait_for(condition, seconds=40.0):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until
@@ -141,21 +143,21 @@ def test_a_spare_takes_the_place_of_a_node_that_dies_and_the_attempt_is_ended(st
 
 
 def test_a_spare_that_is_faster_waits_for_the_others_and_takes_the_place_of_one_that_does_not_come(start):
-    spare, zero, two = start(3), start(0), start(2)
-    time.sleep(0.3)
+    spare, zero, two = (start(number, timeout=3.0) for number in (3, 0, 2))
+    time.sleep(0.2)
     assert not zero.places
     wait_for(lambda: all(node.places for node in (zero, spare, two)))
     assert places(zero, two, spare) == [(0, 3, "at-n0"), (1, 3, "at-n0"), (2, 3, "at-n0")]
 
 
 def test_a_node_that_is_started_again_ends_the_attempt_of_the_others_at_once(start):
-    nodes = [start(number, timeout=4.0) for number in range(3)]
+    nodes = [start(number, timeout=30.0) for number in range(3)]
     wait_for(lambda: all(node.places for node in nodes))
     began = time.monotonic()
     nodes[1].die()
-    again = start(1, timeout=4.0)
+    again = start(1, timeout=30.0)
     wait_for(lambda: again.places and len(nodes[0].places) == len(nodes[2].places) == 2)
-    assert time.monotonic() - began < 3.5 and places(nodes[0], again, nodes[2])[1] == (1, 3, "at-n0")
+    assert time.monotonic() - began < 25 and places(nodes[0], again, nodes[2])[1] == (1, 3, "at-n0")
     assert "node 1 (n1): it was started again" in nodes[0].said + nodes[2].said
 
 
@@ -176,8 +178,8 @@ def test_fewer_nodes_go_on_and_more_again_when_there_are_more(start):
 
 
 def test_nobody_begins_with_fewer_before_all_had_time_to_come(start):
-    nodes = [start(number, usable=lambda count: count, patience=0.8) for number in range(2)]
-    time.sleep(0.4)
+    nodes = [start(number, usable=lambda count: count, patience=2.5) for number in range(2)]
+    time.sleep(0.2)
     assert not nodes[0].places
     wait_for(lambda: nodes[0].places and nodes[1].places)
     assert places(*nodes) == [(0, 2, "at-n0"), (1, 2, "at-n0")]
@@ -210,7 +212,7 @@ def test_a_node_that_leaves_alone_is_replaced_and_a_bad_one_is_not_taken_again(s
     nodes[1].die()
     back = start(1)  # its host has not been repaired
     nodes[2].die()
-    wait_for(lambda: any("waiting for" in text for text in nodes[0].said) or back.places, 12)
+    wait_for(lambda: any("waiting for" in text for text in nodes[0].said) or back.places)
     assert not back.places
 
 

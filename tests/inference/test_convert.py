@@ -189,7 +189,7 @@ def test_large_models_come_in_several_files(tmp_path):
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
         (dict(attention_bias=True), "attention_bias True"),
         (dict(hidden_act="relu"), "hidden_act 'relu'"),
-        (dict(num_hidden_layers=3), "9 are unknown"),
+        (dict(num_hidden_layers=3), "9 tensors are unknown"),
         (dict(num_hidden_layers=5), "9 tensors are missing"),
         (dict(hidden_size=16), "config.json says"),
         (dict(vocab_size=51), "config.json says"),
@@ -219,6 +219,7 @@ def test_hostile_folders_are_refused(tmp_path):
             tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back"), "--unchecked"])
     index = dict(weight_map={"transformer.wte.weight": "../ours/secret.safetensors"})
     (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
+    shard = shard.rename(shard.with_name("model-00001.safetensors"))
     with pytest.raises(CheckpointError, match="no file of its folder"):
         tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back"), "--unchecked"])
     (tmp_path / "theirs" / "model.safetensors.index.json").unlink()

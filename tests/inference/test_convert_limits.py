@@ -404,9 +404,8 @@ def test_a_mixture_has_two_experts_at_least_and_its_first_layer_has_some(experts
         listed = megatron_arguments._model_of(
             args | dict(hybrid_layer_pattern="*-*E"), num_layers=4, hidden=8, heads=2, positions=None
         )
-        assert (
-            listed.expert_layers == (3,) and listed.moe_layer_freq == "1"
-        )  # the pattern counts, and no rule is broken
+        # The pattern counts, and no rule is broken
+        assert listed.expert_layers == (3,) and listed.moe_layer_freq == "1"
 
 
 # ---- tensors ------------------------------------------------------------------------------------------------------------

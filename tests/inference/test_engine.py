@@ -259,9 +259,8 @@ def test_requests_that_cannot_be_answered(small_gpt):
     with pytest.raises(SettingsError, match="log-probabilities of 521 tokens: has to be 0 to 520"):
         engine.add(Request((1,), Sampling(), logprobs=521))
     assert not engine.busy
-    engine.add(
-        Request((519,) * 31, Sampling(), logprobs=520)
-    )  # the last token, the longest prompt, all log-probabilities
+    # The last token, the longest prompt, all log-probabilities
+    engine.add(Request((519,) * 31, Sampling(), logprobs=520))
     assert engine.busy
     with pytest.raises(SettingsError, match="the cache has room for 16 tokens, and a text may have 32"):
         Engine(small_gpt(), longest=32, memory=16 * 2 * 2 * 32 * 4 + 100)

@@ -22,9 +22,8 @@ from megatron.tasks.lambada import Example, find_correct
 from megatron.tools import evaluate as tool
 
 
-@pytest.mark.parametrize(
-    "ranks, tokens", [(2, 131), (3, 131), (3, 20)]
-)  # 10 batches, or 1: some ranks have less, or none
+# 10 batches, or 1: some ranks have less, or none
+@pytest.mark.parametrize("ranks, tokens", [(2, 131), (3, 131), (3, 20)])
 def test_ranks_share_the_windows_and_have_one_sum(small_gpt, run_ranks, ranks, tokens):
     model, ids = small_gpt(), np.random.RandomState(0).randint(0, 500, tokens)
     asked = dict(length=16, stride=7, batch_size=2)

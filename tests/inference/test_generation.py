@@ -115,9 +115,8 @@ def test_beams_end_where_an_unfinished_text_is_as_good_as_the_finished_ones():
     """As Hugging Face's `is_done`: the worst finished one has to be at least as good. The numbers are exact."""
     search = BeamSearch(Search(2), 9, frozenset({0}), 9)
     assert search.advance([[(0, -1.0), (5, -1.0), (6, -4.0)]]) == [(0, 5), (0, 6)]
-    assert (
-        search.advance([[(0, -1.0), (7, -1.0)], [(8, -1.0)]]) == []
-    )  # (5, 7) would become better with a further token
+    # (5, 7) would become better with a further token
+    assert search.advance([[(0, -1.0), (7, -1.0)], [(8, -1.0)]]) == []
     assert search.found == [(-1.0, ()), (-1.0, (5,))]
 
 

@@ -160,9 +160,8 @@ def test_ranks_serve_mixes_as_each_text_is_alone(tp, pp, decoder, run_ranks):
 def test_ranks_serve_mixes_of_layers_with_states(tp, pp, hybrid, run_ranks):
     """These magnify rounding: log-probabilities of two tp ranks and of one differ by 2e-4 without an engine, too."""
     sums = check_mixes(hybrid, tp, pp, run_ranks, within=1e-3)
-    assert min(sums[name] for name in ("preempted", "cancelled", "texts")) > 0, (
-        sums
-    )  # few begin where a state was copied
+    # Few begin where a state was copied
+    assert min(sums[name] for name in ("preempted", "cancelled", "texts")) > 0, sums
 
 
 def check_mixes(decoder, tp, pp, run_ranks, within: float = 1e-4) -> dict[str, int]:

@@ -208,9 +208,8 @@ def test_the_base_of_adapters_is_named_where_it_is_known(source):
     assert base("org/model") == "org/model"
     assert base("qwen", folder=source) == str(source)
     assert base("qwen") is None
-    assert (
-        base("org/model", iteration=5) is base("org/model", started_from=dict(path="runs/a")) is None
-    )  # trained since
+    # Trained since
+    assert base("org/model", iteration=5) is base("org/model", started_from=dict(path="runs/a")) is None
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):

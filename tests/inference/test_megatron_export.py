@@ -94,9 +94,8 @@ def test_each_file_is_what_megatron_saves(tmp_path, model, tp, pp, core):
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("tp, pp", [(1, 1), (1, 2), (2, 1), (2, 2)])
-@pytest.mark.parametrize(
-    "model, names", [(GPT2, "transformer_engine"), (LLAMA, "legacy")], ids=["gpt", "llama"]
-)  # the names of a layer do not depend on the shape of the model
+# The names of a layer do not depend on the shape of the model
+@pytest.mark.parametrize("model, names", [(GPT2, "transformer_engine"), (LLAMA, "legacy")], ids=["gpt", "llama"])
 def test_read_back_it_is_the_same_to_the_bit(tmp_path, model, tp, pp, names, capsys):
     weights, _ = export(tmp_path, model, tp, pp, "--transformer-impl", names)
     assert f"{len(weights)} tensors equal to the bit" in capsys.readouterr().out
@@ -238,9 +237,8 @@ def test_what_cannot_be_expressed_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(
         megatron_arguments, "COMPARED", [name for name in megatron_arguments.COMPARED if name != "swiglu"]
     )
-    with pytest.raises(
-        SettingsError, match="a model with swiglu is not exported"
-    ):  # a setting that this export is new to
+    # A setting that this export is new to
+    with pytest.raises(SettingsError, match="a model with swiglu is not exported"):
         tool.main(words)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["capped", "ours"]
 

@@ -104,9 +104,8 @@ def test_tokens_that_end_a_search_may_be_the_likeliest(small_gpt):
             assert [list(one.tokens) for one in output.found] == wanted[: len(output.found)] and not engine.busy
 
 
-@pytest.mark.parametrize(
-    "best, done", [(-0.9, False), (-1.0, True), (-1.1, True), (None, True)]
-)  # of those that go on, beside one of -1 that has ended
+# Of those that go on, beside one of -1 that has ended
+@pytest.mark.parametrize("best, done", [(-0.9, False), (-1.0, True), (-1.1, True), (None, True)])
 def test_a_search_ends_when_nothing_that_goes_on_is_better(best, done):
     group, end = BeamGroup(1, 0, 0.0), 7
     found = [(-1.0, 0, end), *([] if best is None else [(best, 0, 5)])]

@@ -195,9 +195,8 @@ def test_messages_of_a_micro_batch_beside_products_of_another(zero, tmp_path, ru
         assert events == expected and others == same
         assert losses == known and len(losses) == 2
         assert events != others and len(events) == len(others)
-        if (
-            zero == 3
-        ):  # a gather starts while the last layer of another micro-batch is computed, and is waited for later
+        # A gather starts while the last layer of another micro-batch is computed, and is waited for later
+        if zero == 3:
             started = events.index("F0.0:1") - 1
             assert events[started].startswith("all_gather")
             number = sum(event.startswith(("all_gather", "reduce")) for event in events[:started])

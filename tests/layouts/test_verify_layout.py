@@ -135,11 +135,8 @@ SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 
     "flags, layout, steps",
     [
         ("--train-iters 2 --local-batch-size 2 --data-parallel-size 2", "dp2", 2),  # the batch follows from the ranks
-        (
-            "--train-samples 8 --gradient-accumulation-steps 2 --layouts dp2",
-            "dp2",
-            2,
-        ),  # no more steps than training has
+        # No more steps than training has
+        ("--train-samples 8 --gradient-accumulation-steps 2 --layouts dp2", "dp2", 2),
         (
             "--train-iters 1 --global-batch-size 2 --layouts tp2 --on-spike rollback --save x --save-interval 1 "
             "--profile --profile-ranks 7",
@@ -224,7 +221,7 @@ def test_fp16_is_compared_in_steps_that_are_made(monkeypatch):
     assert config.precision.initial_loss_scale <= 256
     nothing = Trace([5.0], [math.inf], {"w": torch.ones(2)}, 0.0)
     assert compare(nothing, nothing).norm == 0.0
-    monkeypatch.setattr(verify_layout, "trained", lambda *args: nothing)
+    monkeypatch.setattr(verify_layout, "trained", lambda *args, **checks: nothing)
     with pytest.raises(SettingsError, match="all gradients overflow"):
         verify_layout.main(f"{line} --loss-scale 1e30 --layouts tp2".split())
 

@@ -8,7 +8,9 @@ metrics.jsonl in FOLDER/run has the iteration. Exits with the highest code of th
 FOLDER/counts_RANK.json, what it has asked of the machine:
 
     read, written     bytes of its system calls, with those of its messages
-    opened            folder -> files that it opened there: "run" (FOLDER/run), "elsewhere"
+    opened            files that it opened, by place: "run" (FOLDER/run), "beats" (FOLDER/beats), "memory" (of the node:
+                      /proc, /sys, heartbeats), "elsewhere" (modules)
+    seconds           from the first to the last count
     groups            process groups that it created
     keys              rank 0: keys of the store, which ranks wrote to meet
     gathered          calls of all_gather_object
@@ -47,12 +49,13 @@ def rank_of_job(rank: int, world: int, port: int, folder: Path, flags: list[str]
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    counts, run = Counter(), str(folder / "run")
+    counts, places = Counter(), {str(folder / name): name for name in ("run", "beats")}
+    places |= {"/proc/": "memory", "/sys/": "memory", "/heartbeats-of-": "memory"}
 
     def opened(event: str, what: tuple) -> None:
         if event == "open":
             path = os.fsdecode(what[0]) if isinstance(what[0], (str, bytes)) else str(what[0])
-            counts["opened run" if run in path else "opened elsewhere"] += 1
+            counts[f"opened {next((name for place, name in places.items() if place in path), 'elsewhere')}"] += 1
 
     def counted(name: str, module, attribute: str) -> None:
         real = getattr(module, attribute)
@@ -67,7 +70,7 @@ def rank_of_job(rank: int, world: int, port: int, folder: Path, flags: list[str]
         counts["keys"] = c10d._world.pg_map[dist.group.WORLD][1].num_keys() if rank == 0 else 0
         real(*args)
 
-    before = io_of_this_process()
+    before, began = io_of_this_process(), time.monotonic()
     sys.addaudithook(opened)
     counted("groups", c10d, "_new_process_group_helper")
     counted("gathered", dist, "all_gather_object")
@@ -81,6 +84,7 @@ def rank_of_job(rank: int, world: int, port: int, folder: Path, flags: list[str]
         code = exit_code(error) if isinstance(error, Exception) else 1
     after = io_of_this_process()
     record = dict(read=after["rchar"] - before["rchar"], written=after["wchar"] - before["wchar"], **counts)
+    record["seconds"] = time.monotonic() - began
     (folder / f"counts_{rank:05d}.json").write_text(json.dumps(record))
     return code
 
@@ -98,6 +102,10 @@ def fork_ranks(world: int, folder: Path, flags: list[str]) -> dict[int, int]:
     for rank in range(world):
         child = os.fork()
         if child == 0:
+            launcher = processes.get(rank - rank % NODE, os.getpid())
+            os.getppid = lambda launcher=launcher: (
+                launcher
+            )  # a node's ranks share a launcher: its heartbeats are one file
             log = os.open(folder / f"log_{rank:05d}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)

@@ -17,7 +17,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece, commit, merge_group, write_shard
 from megatron.planner.layout import Layout
 from tests.machines import job_model
-from tests.machines.job_model import Job
+from tests.machines.job_model import MESSAGE, NODE, Job
 
 # ---- jobs that nobody starts here
 
@@ -144,6 +144,38 @@ def launch(folder, ranks, kill, layout, micro_batch):
     return done.returncode, counts
 
 
+FRESH = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --expert-model-parallel-size 2"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("ranks", [16, 64])
+def test_what_ranks_ask_of_their_machines(ranks, tmp_path):
+    """Files, bytes, messages and heartbeats of a start with two saves, and of a resume with one."""
+    job = Job.of(Layout(tp=2, pp=4, dp=ranks // 8, ep=2, etp=1), 4)
+    for saves, resumed in ((2, False), (1, True)):
+        last = f"--train-iters 10 --exit-interval {6 if resumed else 4} --heartbeat-dir {tmp_path}/beats"
+        layout = f"{FRESH} --expert-tensor-parallel-size 1 --global-batch-size {ranks} {last}"
+        code, counts = launch(tmp_path, ranks, "none", layout, 1)
+        assert code == 0 and len(counts) == ranks
+        assert counts[0]["keys"] == job.store_keys
+        seconds = max(own["seconds"] for own in counts.values())
+        for rank, own in counts.items():
+            assert own["groups"] == job.opened_groups(rank // (ranks // 4))
+            assert own["gathered"] == job.gathers(saves, resumed), rank
+            most = job.opened(rank, saves, resumed)
+            assert own["opened run"] <= most and (resumed or own["opened run"] >= most - 8 * (rank == 0)), rank
+        others = [own for rank, own in counts.items() if rank]
+        for what, more in (("read", 1.5), ("written", 1.5), ("opened elsewhere", 1.05)):  # the same for each rank
+            assert max(own[what] for own in others) <= more * min(own[what] for own in others), what
+        files = list((tmp_path / "beats").glob("node_*.beats"))
+        assert len(files) == job.nodes * (1 + resumed)  # each launcher has its own
+        assert max(path.stat().st_size for path in files) <= NODE * MESSAGE
+        for node in range(job.nodes):
+            written = sum(counts[NODE * node + local].get("opened beats", 0) for local in range(NODE))
+            assert 1 <= written <= job.messages(seconds), node
+
+
 def losses_of(folder):
     lines = (folder / "run/metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines if '"lm loss"' in line]
@@ -151,6 +183,7 @@ def losses_of(folder):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3000)
 def test_64_ranks_lose_a_node_and_go_on_as_56_and_48(tmp_path):
     alone, many = tmp_path / "alone", tmp_path / "many"
     alone.mkdir()

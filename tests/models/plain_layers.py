@@ -23,9 +23,8 @@ from tests.training.plain_loop import EOD, HEADS, HIDDEN, LENGTH, VOCABULARY
 from tests.training.test_plain_loop import records
 
 SEED, STD = 1234, 0.02
-Branches = tuple[
-    tuple[str, str], ...
-]  # (prefix of its weights, kind) of each; or kinds, which are summed after one norm
+# (prefix of its weights, kind) of each; or kinds, which are summed after one norm
+Branches = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)

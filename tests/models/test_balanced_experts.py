@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.entry import start
 from megatron.inference.load import load_model
 from megatron.model import language_model
 from megatron.model.command_line import parse_any
@@ -20,6 +19,7 @@ from megatron.mpu.placement import Buffer
 from tests.models import balanced_experts
 from tests.models.plain_state import LAYERS, LINE, compare, read_all, train
 from tests.models.test_own_experts import CHOSEN, EP2, ETP1, EXPERTS, PP2, TP2, initial_weights, logits
+from tests.ranks import trains
 
 pytestmark = pytest.mark.sampled(10)
 
@@ -38,8 +38,7 @@ LAYOUTS = {
 }
 
 
-def pretrain(rank: int, words: str) -> None:
-    start(f"{LINE} {BALANCED} {words}".split(), balanced_experts.recipe())
+pretrain = trains(balanced_experts, f"{LINE} {BALANCED}")
 
 
 def plain_buffers() -> dict[str, torch.Tensor]:

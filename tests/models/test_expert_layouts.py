@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.entry import start
 from megatron.fused_kernels import TABLE
 from megatron.inference.load import load_model
 from megatron.model.command_line import parse_any
@@ -25,6 +24,7 @@ from tests.models.divisions import check_divisions, ranks_of
 from tests.models.plain_state import LAYERS, LINE, compare, read_all
 from tests.models.test_own_experts import EP2, EP4, ETP1, ETP2, PP2
 from tests.models.test_own_experts import TP2 as SP
+from tests.ranks import trains
 from tests.training.test_plain_loop import records
 
 pytestmark = pytest.mark.sampled(10)
@@ -179,8 +179,7 @@ LONG = {  # with --full: of four ranks, or like others
 }
 
 
-def pretrain(rank: int, words: str) -> None:
-    start(f"{LINE} --num-experts 8 {words}".split(), pretrain_gpt.recipe())
+pretrain = trains(pretrain_gpt, f"{LINE} --num-experts 8")
 
 
 @cache

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.entry import start
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
 from megatron.model.command_line import parse_any
@@ -23,6 +22,7 @@ from megatron.training.rules import resolve
 from megatron.training.step import train_step
 from tests.models import adapters
 from tests.models.plain_state import LINE, WIDTH, compare, freezing, initial_weights, read_all, scores, train
+from tests.ranks import trains
 from tests.training.test_plain_loop import records
 
 pytestmark = pytest.mark.sampled(10)
@@ -52,12 +52,10 @@ PARTS = {
 }
 
 
-def pretrain(rank: int, words: str) -> None:
-    start(f"{LINE} {words}".split(), pretrain_gpt.recipe())
+pretrain = trains(pretrain_gpt, LINE)
 
 
-def adapt(rank: int, words: str) -> None:
-    start(f"{LINE} --adapter-width {WIDTH} {words}".split(), adapters.recipe())
+adapt = trains(adapters, f"{LINE} --adapter-width {WIDTH}")
 
 
 @cache

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 import pretrain_gpt
-from megatron.entry import start
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
@@ -22,7 +21,7 @@ from megatron.mpu.random import seed_of
 from megatron.settings.parse import parse_pretrain
 from megatron.training.rules import resolve
 from tests.models import gpt_variant, plain_gpt
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, trains
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, initial_weights
 from tests.training.test_plain_loop import ADAM, FLAGS, records
 
@@ -79,8 +78,7 @@ def plain() -> tuple[list[dict], dict[str, torch.Tensor]]:
     return plain_gpt.train(drawn(), losses, STEPS, COEFF)
 
 
-def pretrain(rank: int, flags: str) -> None:
-    start(flags.split(), gpt_variant.recipe())
+pretrain = trains(gpt_variant)
 
 
 @pytest.mark.sampled(5)

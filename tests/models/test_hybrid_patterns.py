@@ -21,7 +21,7 @@ from megatron.training.rules import check, remarks
 from tests.models import plain_layers
 from tests.models.plain_gpt import linear
 from tests.models.plain_layers import ATTENTION, MLP, Plain, letters
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, trains
 from tests.training.plain_loop import HIDDEN
 from tests.training.test_plain_loop import ADAM, FLAGS
 
@@ -92,8 +92,7 @@ def plain() -> tuple[list[dict], dict[str, torch.Tensor]]:
     return plain_layers.train(letters(LETTERS), KINDS, False, STEPS)
 
 
-def pretrain(rank: int, flags: str) -> None:
-    pretrain_hybrid.main(flags.split())
+pretrain = trains(pretrain_hybrid)
 
 
 @pytest.mark.sampled(10)

@@ -262,9 +262,8 @@ def test_weights_that_kinds_bring_are_counted(layout):
     one = torch.nn.ModuleList([recipe.build_model(config, Mesh(), 101, dtype=torch.float32, device="meta")])
     pairs_of = 2 * 4 * (24 + 72) + 4 * (24 + 24)  # of two layers' q, k and v, and one output
     assert facts.parameters == 17208 + pairs_of
-    assert (
-        sum(one.get_parameter(f"0.{name}").numel() for name in facts.weights) == facts.parameters + 24 * 27
-    )  # padding
+    # Padding
+    assert sum(one.get_parameter(f"0.{name}").numel() for name in facts.weights) == facts.parameters + 24 * 27
     base = settings("pair", "--linear *=plain")[1]
     assert facts.flops() == recipe.facts(laid_out(base, layout), 101).flops()
     job = PlannedJob.of(config, facts, dp=layout.dp, device="cpu")

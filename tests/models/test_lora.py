@@ -33,7 +33,7 @@ from megatron.settings.schema import Model
 from megatron.tools import checkpoint as tool
 from megatron.training.rules import check, idle
 from tests.models.in_layouts import check_layout
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, trains
 from tests.tasks.classification import SIZE, Toy
 from tests.training.plain_loop import HEADS, HIDDEN, LAYERS, Job, plain_linear, train
 from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, records
@@ -125,8 +125,7 @@ def plain_directions():
     return train(Job(**PLAIN, linear=with_directions, more=first_magnitudes, **only))
 
 
-def pretrain(rank: int, flags: str) -> None:
-    pretrain_gpt.main(f"{LINE} {flags}".split())
+pretrain = trains(pretrain_gpt, LINE)
 
 
 @pytest.mark.sampled(10)
@@ -270,9 +269,8 @@ def test_the_gradient_of_a_frozen_weight_is_never_computed(target, pairs):
 
     def flops(words: str) -> int:
         config = parse_any(f"{flags} {words}".split())
-        model = pretrain_gpt.build_model(
-            config, Mesh(), 64, dtype=torch.bfloat16, device="cpu"
-        )  # by torch's own products
+        # By torch's own products
+        model = pretrain_gpt.build_model(config, Mesh(), 64, dtype=torch.bfloat16, device="cpu")
         only = config.optimizer.train_only
         for name, parameter in model.named_parameters():
             parameter.data.normal_(0, 0.02)

@@ -11,7 +11,6 @@ import torch
 
 import pretrain_gpt
 from megatron.data.loader import MicroBatch
-from megatron.entry import start
 from megatron.model.command_line import parse_any
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
@@ -27,6 +26,7 @@ from tests.models.in_layouts import check_layout
 from tests.models.plain_latent import FAMILIES
 from tests.models.plain_state import LINE, compare
 from tests.planner.test_activations import measured, predicted, saved_by_layer
+from tests.ranks import trains
 
 TP = "--tensor-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel"
@@ -81,8 +81,7 @@ LATENT_FLAGS = FAMILIES["both"].flags
 LONG = {"tp2 cp2, heads for rows", "tp2 pp2, zb-h1", "tp2 cp2, gathered, both again", "pp2 cp2, gathered, zb-h1"}
 
 
-def pretrain(rank: int, words: str) -> None:
-    start(f"{LINE} {words}".split(), pretrain_gpt.recipe())
+pretrain = trains(pretrain_gpt, LINE)
 
 
 @cache

@@ -22,7 +22,7 @@ from megatron.mpu.random import seed_of
 from megatron.settings.schema import Model
 from tests.models import own_head, plain_gpt
 from tests.models.in_layouts import check_layout
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, trains
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, Job, documents, initial_weights
 from tests.training.test_plain_loop import ADAM, FLAGS, records
 
@@ -170,8 +170,7 @@ def plain(
     return plain_gpt.train(first_weights(untied, rope, layers, 1 if again else DEPTHS), losses, STEPS, FACTOR / DEPTHS)
 
 
-def pretrain(rank: int, flags: str) -> None:
-    pretrain_gpt.main(f"{LINE} {flags}".split())
+pretrain = trains(pretrain_gpt, LINE)
 
 
 @pytest.mark.sampled(10)

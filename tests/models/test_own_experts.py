@@ -17,7 +17,6 @@ import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
 from megatron.checkpoint.reader import Reader
-from megatron.entry import start
 from megatron.errors import SettingsError
 from megatron.inference.load import load_model
 from megatron.model.command_line import parse_any
@@ -35,6 +34,7 @@ from megatron.training.rules import resolve
 from tests.models import mlp_language_model, own_experts
 from tests.models.divisions import check_divisions, ranks_of
 from tests.models.plain_state import HIDDEN, LAYERS, LENGTH, LINE, VOCABULARY, compare, freezing, train
+from tests.ranks import trains
 
 pytestmark = pytest.mark.sampled(10)
 
@@ -82,8 +82,7 @@ LAYOUTS = {
 }
 
 
-def pretrain(rank: int, words: str) -> None:
-    start(f"{LINE} {words}".split(), own_experts.recipe())
+pretrain = trains(own_experts, LINE)
 
 
 # ---- in plain torch --------------------------------------------------------------------------------------------------

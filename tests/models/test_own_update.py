@@ -20,7 +20,7 @@ from megatron.settings.own_choices import optimizer_group
 from megatron.settings.parse import parse_pretrain
 from megatron.training.rules import check, idle
 from tests.models import own_update
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, trains
 from tests.training.plain_loop import Job, train
 from tests.training.test_plain_loop import FLAGS, PLAIN, SIX, compare, records
 
@@ -34,8 +34,7 @@ def settings(flags: str, recipe=None):
     return parse_pretrain(f"{FLAGS} {flags}".split(), recipe.setting_groups, defaults=defaults)
 
 
-def pretrain(rank: int, flags: str) -> None:
-    own_update.main(f"{FLAGS} {flags}".split())
+pretrain = trains(own_update, FLAGS)
 
 
 @cache

@@ -10,7 +10,6 @@ import torch
 
 import pretrain_gpt
 from megatron.data.mock import MockDataset
-from megatron.entry import start
 from megatron.errors import SettingsError
 from megatron.fused_kernels import explicit_attention
 from megatron.fused_kernels.documents import Documents
@@ -35,6 +34,7 @@ from tests.model.test_ring_attention import _Largest as LargestTensor
 from tests.models.in_layouts import check_layout
 from tests.models.plain_clip import ALPHA, FAMILIES
 from tests.models.plain_state import EOD, LAYERS, LENGTH, LINE, VOCABULARY, compare, read_all
+from tests.ranks import trains
 from tests.training.test_plain_loop import records
 
 TP = "--tensor-model-parallel-size 2"
@@ -86,8 +86,7 @@ LAYOUTS = {
 LONG = {name for name, (world, *_) in LAYOUTS.items() if world > 2}
 
 
-def pretrain(rank: int, words: str) -> None:
-    start(f"{LINE} {words}".split(), pretrain_gpt.recipe())
+pretrain = trains(pretrain_gpt, LINE)
 
 
 @cache

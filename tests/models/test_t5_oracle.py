@@ -46,9 +46,8 @@ def theirs_of(kind: str, more: dict):
     """A model of theirs with random weights that all matter: biases and norms too."""
     if kind == "t5":
         config = transformers.T5Config(**THEIR_T5, **more)
-        config.tie_word_embeddings = more.get(
-            "tie_word_embeddings", True
-        )  # transformers 5 ties them whatever it is told
+        # Transformers 5 ties them whatever it is told
+        config.tie_word_embeddings = more.get("tie_word_embeddings", True)
         model = transformers.T5ForConditionalGeneration(config)
         model.encoder.embed_tokens = model.decoder.embed_tokens = model.shared
     else:

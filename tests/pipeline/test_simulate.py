@@ -99,10 +99,8 @@ def test_times_of_a_pair_by_hand():
         (["F0 F1 & B0 B1 &"], "& stands between two passes"),
         (["F0 & F1 & B0 B1"], "& stands between two passes"),
         (["F0 F1 B0 B1", "F0 F1 & B0 B1"], None),
-        (
-            ["F0 F1 & B0 B1", "F0 F1 & B0 B1"],
-            "deadlock",
-        ),  # F1 of rank 1 comes after F1 of rank 0, B0 the other way round
+        # F1 of rank 1 comes after F1 of rank 0, B0 the other way round
+        (["F0 F1 & B0 B1", "F0 F1 & B0 B1"], "deadlock"),
     ],
 )
 def test_pairs_that_cannot_run(lines, words):
@@ -144,10 +142,8 @@ def test_zb_v_wastes_next_to_nothing(micros):
         for num_microbatches in (number for number in micros if number >= 2 * pp):
             stages = stage_map("zb-v", pp, 2)
             idle = report(make_rank_schedules("zb-v", pp, num_microbatches), stages, UNIT).span - 6 * num_microbatches
-            assert pp - 1 <= idle <= pp + 5, (
-                pp,
-                num_microbatches,
-            )  # the last rank cannot begin before pp - 1; 1F1B: 6 (pp - 1)
+            # The last rank cannot begin before pp - 1; 1F1B: 6 (pp - 1)
+            assert pp - 1 <= idle <= pp + 5, (pp, num_microbatches)
             v_half = report(make_rank_schedules("v-half", pp, num_microbatches), stages, UNIT)
             assert v_half.bubble <= report(make_rank_schedules("1f1b", pp, num_microbatches)).bubble + 1e-9
 

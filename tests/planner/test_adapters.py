@@ -59,9 +59,8 @@ def test_saved_activations_are_those_of_autograd(name, again):
     layout = Layout(micro_batch_size=2, recompute=config.recompute)
     kept = stage_saved_bytes(job, layout, range(3), first=True, last=True)
     del kept["output layer and loss"]
-    positions = (
-        0 if job.selection.freezes("embedding.position.weight") else 32 * 8
-    )  # their numbers, which are not counted
+    # Their numbers, which are not counted
+    positions = 0 if job.selection.freezes("embedding.position.weight") else 32 * 8
     bounds = 12 * 4 if "PACT" in WORDS[name] and again != "full" else 0  # at most, the negative ones
     assert 0 <= bytes_kept(stage, layout) - sum(kept.values()) - positions <= bounds
 

@@ -422,10 +422,8 @@ def test_what_fills_a_memory_exactly_fits():
         for device, away in ((0, 0), *less):
             found = search.search(job, cluster(plan.bytes + device), replace(space, host_bytes=host + away))
             assert bool(found.plans) is not bool(found.rejected) is bool(device or away), (offload, device, away)
-    for device, away in (
-        (-500, -20),
-        (-20, -500),
-    ):  # of two memories that are too small the one that lacks more is told
+    # Of two memories that are too small the one that lacks more is told
+    for device, away in ((-500, -20), (-20, -500)):
         found = search.search(job, cluster(plan.bytes + device), replace(space, host_bytes=host + away))
         assert [(one.over, one.host) for one in found.rejected] == [(500, away < device)]
 

@@ -95,9 +95,8 @@ def test_messages_and_their_time():
         3 * whole * 3 / 4 / device.inner + 6 * layers * 2 * device.latency, rel=0.001
     )
     in_ring = whole / 4 * 14 / device.inner + shifts * device.latency
-    assert took["ring"] == pytest.approx(
-        device.exposed * in_ring, rel=0.001
-    )  # the attention of so many tokens hides it
+    # The attention of so many tokens hides it
+    assert took["ring"] == pytest.approx(device.exposed * in_ring, rel=0.001)
 
 
 def test_states_and_their_time():

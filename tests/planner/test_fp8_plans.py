@@ -135,9 +135,8 @@ def test_large_products_gain_and_small_ones_lose():
     small = f"{LLAMA} --hidden-size 768 --ffn-hidden-size 2048 --num-attention-heads 12 --seq-length 1024"
     assert seconds(small, "H100-80GB") > seconds(small, "H100-80GB", plain=True)
     for recipe, name in (("tensorwise", "A100-80GB"), ("mxfp8", "H100-80GB"), ("blockwise", "B200-180GB")):
-        assert seconds(f"{LARGE} --fp8-recipe {recipe}", name) > 2 * seconds(
-            LARGE, name, plain=True
-        )  # plain torch, in fp32
+        # Plain torch, in fp32
+        assert seconds(f"{LARGE} --fp8-recipe {recipe}", name) > 2 * seconds(LARGE, name, plain=True)
 
 
 def test_experts_gain_where_products_of_groups_are():

@@ -43,9 +43,8 @@ def least(op: str, size: float, group: Counter, device) -> float:
         inside = max(size * (own - 1) / ranks for own in group.values()) / device.inner
         outside = max(size * (ranks - own) / ranks for own in group.values()) / device.outer
         return max(inside, outside)
-    if (
-        op == "all_reduce"
-    ):  # partial sums of every node but one are sent once, and the sum is sent to every node but one
+    # Partial sums of every node but one are sent once, and the sum is sent to every node but one
+    if op == "all_reduce":
         if nodes == 1:
             return 2 * size * (ranks - 1) / ranks / device.inner
         return 2 * size * (nodes - 1) / (ranks * device.outer)

@@ -129,6 +129,23 @@ def test_ranks_of_a_node_share_its_memory(free):
         check_room(settings(SMALL), GPT)
 
 
+@pytest.mark.parametrize("more, copies", [("", 2), ("--replication", 4), ("--replication --replication-factor 3", 6)])
+def test_snapshots_in_memory_count(more, copies, free, tmp_path):
+    """Two of them are there at the end of each, with weights and both moments of Adam in fp32, on so many nodes."""
+    words = f"{SMALL} --global-batch-size 8 --save x --non-persistent-save-interval 5 {more}"
+    plain, weights = certain(f"{SMALL} --global-batch-size 8", 4), 2 * 12 * 32 * 33 + 32 * 20 + 32 * (1000 + 16)
+    snapshots = certain(words, 4) - plain
+    assert snapshots == pytest.approx(copies * 12 * weights, rel=0.05)
+    on_one_of_two = certain(words, 4, ranks=Ranks(2, 4, 0, 2)) - plain // 2
+    assert on_one_of_two == pytest.approx(snapshots / 2, rel=1e-6)
+    assert certain(f"{words} --non-persistent-local-ckpt-dir {tmp_path}", 4) == plain  # a disk
+    free(certain(SMALL))
+    check_room(settings(SMALL), GPT)
+    with pytest.raises(SettingsError) as refused:
+        check_room(settings(f"{SMALL} --save x --non-persistent-save-interval 5"), GPT)
+    assert "GB of it are snapshots in memory (--non-persistent-save-interval)" in str(refused.value)
+
+
 def test_overcommitted_it_trains(free, capsys):
     free(1e5)
     with pytest.raises(SettingsError, match="training needs at least"):

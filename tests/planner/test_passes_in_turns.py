@@ -34,9 +34,8 @@ def test_exchanges_beside_other_passes_are_free(again):
         memory = step_memory(job, layout, cluster.device, 0)[0]
         found.append((step(job, layout, cluster), memory["activations"], memory["workspace"]))
     (apart, held, workspace), (turns, beside, more) = found
-    rows = (
-        4096 * 8
-    )  # of 2,048 numbers in bf16; on the way to the experts, and back from there, a weight in fp32 goes along
+    # Of 2,048 numbers in bf16; on the way to the experts, and back from there, a weight in fp32 goes along
+    rows = 4096 * 8
     exchange = sum(cluster.seconds("all_to_all", rows * (2048 * 2 + weight), 1, 8, 1) for weight in (0, 0, 4, 4))
     assert apart.seconds - turns.seconds == pytest.approx((8 - 1) * 8 * exchange)
     assert apart.parts["expert parallel"] - turns.parts["expert parallel"] == pytest.approx(7 * 8 * exchange)

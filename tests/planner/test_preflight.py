@@ -250,9 +250,8 @@ def test_a_planted_bug_is_found(where, name, bug, found, monkeypatch):
 def test_a_wrong_shape_is_found(monkeypatch):
     from megatron.mpu import layers
 
-    monkeypatch.setattr(
-        layers.mappings, "reduce_scatter_to_sequence_parallel_region", lambda x, axis: x
-    )  # layers forget to cut their output
+    # Layers forget to cut their output
+    monkeypatch.setattr(layers.mappings, "reduce_scatter_to_sequence_parallel_region", lambda x, axis: x)
     assert checks()["shapes"].fault.startswith("rank 0: ")
 
 
@@ -274,9 +273,8 @@ def test_whatever_a_stage_raises_is_a_fault(error, monkeypatch):
 
 
 def test_a_broken_shrunk_job_is_found(monkeypatch):
-    monkeypatch.setattr(
-        DistributedOptimizer, "_sum_partial", lambda self, axis: None
-    )  # gradients of norms stay partial sums
+    # Gradients of norms stay partial sums
+    monkeypatch.setattr(DistributedOptimizer, "_sum_partial", lambda self, axis: None)
     config = resolve(parse_pretrain(f"{SMALL} --pp 1 --num-virtual-stages-per-pipeline-rank 1".split()), 2)
     [check] = check_shrunk_job(config, 2, pretrain_gpt.recipe(), 3)
     assert check.line.startswith("FAIL  shrunk fp32 tp2-sp-zero1 on 2 rank(s)") and "worst: " in check.fault

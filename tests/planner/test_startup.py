@@ -155,6 +155,5 @@ def test_the_planner_says_groups_and_start(capsys):
             told,
         )
         assert "start-up: groups are ready after about" in told and "(a model, assumed)" in told
-    assert (
-        "groups: 7 per rank in addition to that of all ranks, 34,944 in the job, " in told
-    )  # of the very layout that was asked for
+    # Of the very layout that was asked for
+    assert "groups: 7 per rank in addition to that of all ranks, 34,944 in the job, " in told

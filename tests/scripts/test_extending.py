@@ -16,9 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", PAGE, re.S | re.M))
-SET_UP = "".join(
-    re.findall(r"^```bash\n(.*?)^```", PAGE.partition("\n## ")[0], re.S | re.M)
-)  # the file of the commands
+# The file of the commands
+SET_UP = "".join(re.findall(r"^```bash\n(.*?)^```", PAGE.partition("\n## ")[0], re.S | re.M))
 FIRST = "Change one thing of GPT"
 SAID = {
     FIRST: [r"iteration +4/ +4", r"2 of 2 pass", r"1 2 3"],

@@ -60,9 +60,8 @@ def test_several_prompts_and_texts(client, stream):
     else:
         for choice in client.completions.create(**asked).choices:
             texts[choice.index] = choice.text
-    assert texts == [
-        expected(prompt, index, 40, 9) for prompt in ("one", "two two") for index in range(3)
-    ]  # a text depends neither on the other prompts nor on how many texts there are
+    # A text depends neither on the other prompts nor on how many texts there are
+    assert texts == [expected(prompt, index, 40, 9) for prompt in ("one", "two two") for index in range(3)]
     assert len(set(texts)) == 6
 
 

@@ -135,9 +135,8 @@ def test_stop_dark_and_help_by_keyboard(visit, two):
     page.select_option("#mode", "text")
     page.fill("#prompt", "x" * 600)
     page.keyboard.press("Control+Enter")
-    wait_for(
-        page, "document.querySelector('.trouble')?.innerText.includes('context has 512')"
-    )  # the server's own words
+    # The server's own words
+    wait_for(page, "document.querySelector('.trouble')?.innerText.includes('context has 512')")
     page.fill("#max_tokens", "400")
     page.fill("#prompt", "endless")
     for seed in range(9):  # one whose text is long

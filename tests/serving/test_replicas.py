@@ -60,9 +60,8 @@ class Cutter:
                 room -= len(part)
                 if room <= 0:
                     self.cut += 1
-                    client.setsockopt(
-                        socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0"
-                    )  # a reset, as of a killed process
+                    # A reset, as of a killed process
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
                     break
         with contextlib.suppress(OSError):
             client.shutdown(socket.SHUT_RDWR)

@@ -131,9 +131,8 @@ def attention(
     further score without a value, "learnable" or 0.
     """
     d = w[f"{name}.qkv.weight"].shape[2]
-    qkv = linear(w, f"{name}.qkv", x).view(
-        *x.shape[:2], groups, -1, d
-    )  # queries, their gates if they have some, key, value
+    # Queries, their gates if they have some, key, value
+    qkv = linear(w, f"{name}.qkv", x).view(*x.shape[:2], groups, -1, d)
     gated = qkv.shape[3] > heads // groups + 2
     if across:  # all heads of a token have one root of the mean square
         parts = []
@@ -243,6 +242,7 @@ def plain(
     return capped(x @ w["embedding.word.weight" if tied else "output.weight"][:V].t(), cap)
 
 
+# Of what is told, that changes no weight's shape
 NO_SHAPE = (
     "erf",
     "squared",
@@ -261,7 +261,7 @@ NO_SHAPE = (
     "alpha",
     "limit",
     "offset",
-)  # of what is told, that changes no weight's shape
+)
 ROPE = "--position-embedding-type rope"
 CASES = [  # flags, what the plain transformer is then told, and what would give other logits with the same weights
     ("", {}, dict(erf=True)),
@@ -469,9 +469,8 @@ def test_hidden_dropout_is_at_its_three_sites(build):
     assert list(seen) == sites
     masks = [assert_dropped(*seen[name], 0.3) for name in sites]
     assert not any(torch.equal(a, b) for n, a in enumerate(masks) for b in masks[:n])
-    torch.testing.assert_close(
-        streams[0], sum(output for _, output in seen.values())
-    )  # what reaches the end is their sum
+    # What reaches the end is their sum
+    torch.testing.assert_close(streams[0], sum(output for _, output in seen.values()))
 
 
 def test_attention_dropout_drops_attention_weights(build):
@@ -584,5 +583,6 @@ def test_a_script_trains_its_own_model_type(command):
 
 @pytest.mark.parametrize("name", ["NoSuchModel", "json"])  # of no module, and of one that is no recipe
 def test_a_model_type_that_there_is_not_is_refused(name):
-    with pytest.raises(SettingsError, match=f"--model-type {name}: there is no such model"):
+    with pytest.raises(SettingsError, match=f"--model-type {name}: there is no such model") as refused:
         named_recipe(name)
+    assert ("PYTHONPATH" in str(refused.value)) == (name == "NoSuchModel")

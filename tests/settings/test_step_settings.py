@@ -68,9 +68,8 @@ def test_evaluations(interval, at, train):
     run = train(f"{SMALL} --train-iters 5 --eval-interval {interval} --eval-iters 3")
     found = [(record["iteration"], record["split"]) for record in run.evals]
     assert found == [*((one, "validation") for one in at), (5, "test")]
-    assert (
-        run.state(5)["state"]["consumed_valid_samples"] == len(at[:-1]) * 3 * 4
-    )  # when it was saved, before the last one
+    # When it was saved, before the last one
+    assert run.state(5)["state"]["consumed_valid_samples"] == len(at[:-1]) * 3 * 4
 
 
 def test_test_data_have_a_number_of_batches_of_their_own(train):

@@ -10,6 +10,7 @@ import torch
 import finetune
 import pretrain_gpt
 from megatron.inference.load import load_model
+from tests.ranks import trains
 from tests.tasks.classification import double, hidden
 
 LAYERS, LENGTH = 3, 120
@@ -52,8 +53,7 @@ def write_base(folder: Path) -> Path:
     return folder
 
 
-def tune(rank: int, line: str) -> None:
-    finetune.main(line.split())
+tune = trains(finetune)
 
 
 def ids_of(text: str) -> list[int]:

@@ -13,7 +13,7 @@ import pretrain_gpt
 from megatron.errors import DataError, SettingsError
 from megatron.inference.load import load_model
 from megatron.tools import report
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, trains
 from tests.tasks.classification import LABELS, SIZE, Toy, losses, outputs, train
 from tests.tools.test_report import curves
 from tests.training.test_plain_loop import records
@@ -48,8 +48,7 @@ def trunk(tmp_path_factory):
     return folder
 
 
-def tune(rank: int, line: str) -> None:
-    finetune.main(line.split())
+tune = trains(finetune)
 
 
 def weights_of(folder) -> dict[str, torch.Tensor]:

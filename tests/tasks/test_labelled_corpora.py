@@ -68,9 +68,8 @@ def test_tf_idf_learns_words_and_characters(modules):
     noise = lambda: " ".join(draw.choice("uvwxyz") * 3 for _ in range(4))
     rows = [(f"{noise()} {'good' if number % 2 else 'bad'} {noise()}", str(number % 2)) for number in range(60)]
     assert corpora.tf_idf(rows[:40], rows[40:], chinese=False) == 1.0
-    han = [
-        ("\u597d\u4e66" if number % 2 else "\u4e66\u597d", str(number % 2)) for number in range(40)
-    ]  # order alone tells
+    # Order alone tells
+    han = [("\u597d\u4e66" if number % 2 else "\u4e66\u597d", str(number % 2)) for number in range(40)]
     assert corpora.tf_idf(han[:30], han[30:], chinese=True) == 1.0
 
 

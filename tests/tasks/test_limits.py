@@ -189,9 +189,8 @@ def test_a_preference_counts_as_learned_if_the_chosen_answer_has_more(margin, sm
     sides = torch.tensor([[1.0], [-1.0]])
     model = SimpleNamespace(overlap=False, tp=None, cp=SimpleNamespace(size=1), beta=1.0, smoothing=smoothing)
     model._sides = lambda batch: (sides, torch.ones(1))
-    model._token_losses = lambda x, batch: torch.tensor(
-        [[-margin], [0.0]]
-    )  # log p of the chosen answer is larger by it
+    # Log p of the chosen answer is larger by it
+    model._token_losses = lambda x, batch: torch.tensor([[-margin], [0.0]])
     model._reference = lambda batch, sides: torch.zeros(2, 1)
     model._summed = lambda values: values.sum(0)
     model.counted = lambda x, batch: (None, None, None)

@@ -74,9 +74,8 @@ def test_accuracy_counts_whole_words(tmp_path, batch_size):
     # right: "cat" after "the" (twice); "mat", "hat" are not successors; "cats" = cat + , of which only cat is right
     assert lambada.find_correct(Successor(), strict, longest=50, batch_size=batch_size).sum() == 2
     assert lambada.find_correct(Successor(), loose, longest=50, batch_size=batch_size).sum() == 2
-    assert (
-        lambada.find_correct(Successor(), strict, longest=1, batch_size=batch_size).sum() == 2
-    )  # only the last two tokens
+    # Only the last two tokens
+    assert lambada.find_correct(Successor(), strict, longest=1, batch_size=batch_size).sum() == 2
 
 
 def test_bad_files(tmp_path):

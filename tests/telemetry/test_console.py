@@ -164,9 +164,8 @@ def test_a_terminal_gets_short_lines_with_the_bar_below_and_the_file_megatrons(s
     rows = [screen.index(line) for line in (first, *events[:3], second)]
     assert rows == sorted(rows), screen
     assert any("UserWarning: of a library" in line for line in screen)
-    assert (
-        "the end" in screen[-2] and screen[-1] == "" and not any("/4 [" in line for line in screen)
-    )  # the bar is gone
+    # The bar is gone
+    assert "the end" in screen[-2] and screen[-1] == "" and not any("/4 [" in line for line in screen)
     kept = (tmp_path / "a.log").read_text().splitlines()
     assert [line for line in kept if "iteration  " in line] == LONG and EVALUATION in kept
     assert kept[0].startswith("a line from before there was a file") and kept[0].rstrip().endswith("word word word")

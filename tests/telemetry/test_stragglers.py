@@ -106,9 +106,8 @@ def test_one_pause_is_no_slow_rank_and_pauses_are():
 def test_ranks_that_are_slow_in_turns_are_not_named():
     turns = [rows({"forward": 0.08}, {}), rows({}, {"forward": 0.08})]
     assert told(StragglerDetector([0, 0]), turns * 30) == []
-    assert (
-        told(StragglerDetector([0, 0]), [turns[0], turns[0], turns[1], turns[1]] * 10) != []
-    )  # ten steps each are long
+    # Ten steps each are long
+    assert told(StragglerDetector([0, 0]), [turns[0], turns[0], turns[1], turns[1]] * 10) != []
 
 
 def test_what_is_small_is_not_named():

@@ -281,6 +281,7 @@ def test_schedule_data_memory_and_events_are_told(tmp_path):
     ):
         assert shown in text, shown
     data = kept(page)
+    # Newest first, but all are of the same second
     assert [(event["event"], event["iteration"], event["message"]) for event in data["events"]] == [
         ("start", 0, "training starts at iteration 0 on node-7"),
         ("save", 10, "checkpoint of iteration 10 was written"),
@@ -290,7 +291,7 @@ def test_schedule_data_memory_and_events_are_told(tmp_path):
         ("start", 20, "training starts at iteration 20 on node-7; the log had reached iteration 26"),
         ("spike", 31, "7.2 deviations above the median"),
         ("end", 31, "ended after iteration 31 with exit code 9: asked to stop"),
-    ]  # newest first, but all are of the same second
+    ]
     [picture] = data["pictures"]["0"]
     schedule = base64.b64decode(picture["url"].partition(",")[2]).decode()
     assert "27% waiting (simulated, not measured)" in picture["caption"]  # 3 / (8 + 3)

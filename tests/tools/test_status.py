@@ -15,6 +15,8 @@ from megatron.guard import run_state
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.run_state import folders, look
 from megatron.guard.supervisor_mark import Mark
+from megatron.storage.durable import seal
+from megatron.telemetry import run_folder
 from megatron.telemetry.events import EventLog
 from megatron.tools.status import main
 
@@ -68,6 +70,26 @@ def test_a_run_that_goes_on(run):
     line = look(run(*STEPS, launches=3), now=NOW)
     assert (line.state, line.iteration, line.iterations, line.restarts, line.checkpoint) == ("running", 30, 100, 2, 20)
     assert (line.tokens_per_second, line.seconds_left, line.loss) == (8 * 16 / 0.5, 35.0, 9.7)
+
+
+def test_the_newest_snapshot_in_memory_is_said_if_no_checkpoint_is_newer(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_folder, "shared_memory", lambda: tmp_path / "shm")
+    folder, memory = run(*STEPS, end(1, "rank 3: lost")), tmp_path / "shm" / "megatron-snapshots-5f0c91aa3b7e"
+    assert look(folder, now=NOW).snapshot is None
+    (folder / "memory_snapshots.json").write_bytes(seal(dict(memory="5f0c91aa3b7e", starts={}))[1])
+    assert look(folder, now=NOW).snapshot is None
+    for iteration in (15, 25):
+        (memory / f"iter_{iteration:07d}-91aa3b7e").mkdir(parents=True)
+        os.utime(memory / f"iter_{iteration:07d}-91aa3b7e", (NOW - 30,) * 2)
+    line = look(folder, now=NOW)
+    assert (line.snapshot, line.snapshot_age, line.checkpoint) == (25, 30.0, 20)
+    main([str(folder)])
+    assert "a snapshot of iteration 25 is in memory, " in " ".join(capsys.readouterr().out.split())
+    (memory / "iter_0000025-91aa3b7e").rmdir()
+    main([str(folder)])
+    assert "in memory" not in capsys.readouterr().out  # the checkpoint is newer
+    (folder / "memory_snapshots.json").write_text("{")
+    assert look(folder, now=NOW).snapshot is None
 
 
 def test_a_start_with_nothing_left_to_train_hides_no_figures(run):

@@ -91,9 +91,8 @@ def test_steps_are_compiled_in_turn_and_the_faster_kind_is_kept(compiled, kept, 
         assert "saves about 197.40 s; compiling took 31.80 s" in note["words"]  # 1974 steps of 0.1 s
     _pretrain(0, f"--num-layers 1 --train-iters 2000 --exit-interval 29 --save {tmp_path / 'eager'}")
     losses = [[step["lm loss"] for step in _steps(tmp_path / name)] for name in ("auto", "eager")]
-    assert (
-        losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 29
-    )  # compiled layers take torch's kernels
+    # Compiled layers take torch's kernels
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 29
     assert losses[0][:4] == losses[1][:4]
 
 
@@ -124,9 +123,8 @@ def test_a_short_run_never_starts_the_compiler(monkeypatch, capfd):
 
 def test_verdicts():
     judge = compile_trial.judge
-    assert (
-        judge([9.0, 1.0, 1.0, 5.0], 900)[0] is False
-    )  # 6 % of 900 s is less than a minute; the first step is left out
+    # 6 % of 900 s is less than a minute; the first step is left out
+    assert judge([9.0, 1.0, 1.0, 5.0], 900)[0] is False
     assert judge([9.0, 1.0, 1.0, 5.0], 1100) is None
     assert judge([99.0] * 4, 26)[0] is False  # too few steps for the trial
     noisy = record(eager=1.0, compiled=0.95)

@@ -37,7 +37,7 @@ from megatron.training.rules import resolve
 from megatron.training.step import train_step
 from tests.model.test_distillation_loss import divergence
 from tests.models.in_layouts import check_layout
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, trains
 from tests.training.plain_loop import LENGTH, Job, logits, train
 from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, records
 
@@ -82,8 +82,7 @@ def teacher(tmp_path_factory) -> str:
     return str(folder)
 
 
-def pretrain(rank: int, flags: str) -> None:
-    pretrain_gpt.main(flags.split())
+pretrain = trains(pretrain_gpt)
 
 
 def tensors(folder, step: int) -> dict[str, torch.Tensor]:

@@ -20,9 +20,8 @@ def test_only_sums_of_weight_are_minimised():
     sums = {"lm loss": torch.tensor(6.0), "extra loss": torch.tensor(2.0), "logged": torch.tensor(float("nan"))}
     nominal = 4 * 64
     assert loss_func(sums, None).item() == pytest.approx(8.0 * (6.0 + 0.5 * 2.0) / nominal)
-    assert (
-        loss_func({"logged": torch.tensor(1.0)}, None) is None
-    )  # a stage that logs alone has nothing to differentiate
+    # A stage that logs alone has nothing to differentiate
+    assert loss_func({"logged": torch.tensor(1.0)}, None) is None
     assert unscale(torch.tensor(10.0, dtype=torch.float64)).item() == nominal / 10 / 8.0
 
 

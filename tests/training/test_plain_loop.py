@@ -20,7 +20,7 @@ import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.optimizer.lr_schedule import Lengths, learning_rate, weight_decay
 from megatron.settings.schema import Batch, Optimizer
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, trains
 from tests.training.plain_loop import HEADS, HIDDEN, LAYERS, LENGTH, Job, Outcome, Scale, decay_of, rate_of, train
 
 FLAGS = (
@@ -38,8 +38,7 @@ HALF = ADAM.replace("1e-4", "1e-3")
 PLAIN_HALF = PLAIN | dict(eps=1e-3)
 
 
-def pretrain(rank: int, flags: str) -> None:
-    pretrain_gpt.main(f"{FLAGS} {flags}".split())
+pretrain = trains(pretrain_gpt, FLAGS)
 
 
 def run(world: int, flags: str, folder: Path, stops: Sequence[int] = ()) -> None:

@@ -270,9 +270,8 @@ def test_the_slowest_and_fastest_ranks_are_logged(tmp_path, run_ranks, capfd):
     flags = "--log-straggler --straggler-minmax-count 2 --log-interval 10"
     run_ranks(2, train, tmp_path, 2, 21, flags)
     log = capfd.readouterr().out
-    assert (
-        log.count("own time of a step by rank, mean of 10 steps (ms):") == 1
-    )  # at step 20: the first window is left out
+    # At step 20: the first window is left out
+    assert log.count("own time of a step by rank, mean of 10 steps (ms):") == 1
     rows = re.findall(r"    (slowest|fastest): rank (\d) ([\d.]+) \([\d.]+ TFLOP/s\): data .*forward .*; waiting", log)
     assert [which for which, *_ in rows[:4]] == ["slowest"] * 2 + ["fastest"] * 2
     first, second, third, fourth = (float(ms) for *_, ms in rows[:4])

@@ -33,6 +33,7 @@ LAYOUTS = {
     "zb": (2, "--pp 2 --pipeline-schedule zb-h1"),
     "ep2": (2, "--num-experts 4 --expert-model-parallel-size 2"),
     "dp2_ep2": (4, "--num-experts 4 --expert-model-parallel-size 2 --micro-batch-size 1"),
+    "buffers": (2, "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid"),
     "cp2": (2, "--context-parallel-size 2"),
     "tp2_pp2_dp2": (8, "--tp 2 --pp 2 --micro-batch-size 1"),
     "fp16": (2, "--fp16 --initial-loss-scale 256"),
@@ -232,14 +233,53 @@ def test_a_value_that_is_never_finite_is_not_the_hardwares_fault(run_ranks, tmp_
     recipe = lambda rank: _poisoned("blocks.1.mlp", [11], forward=NAN)
     [event], text = run_of(run_ranks, tmp_path / "stop", 2, f"{VALIDATE} {flags}", recipe)
     other = "tp" not in flags
-    assert event["verdict"] == ("software or data" if other else "not transient") and event["level"] == "info"
-    assert "NumericsError: iteration 2: loss nan" in text and "first in the forward pass of blocks.1.mlp" in text
-    assert ("here and on other ranks, it has the same bits" if other else "there are no others") in text
+    assert (event["verdict"], event["level"]) == (
+        ("software or data", "info") if other else ("not transient", "warning")
+    )
+    if other:
+        assert "NumericsError: iteration 2: loss nan" in text and "first in the forward pass of blocks.1.mlp" in text
+        assert "here and on other ranks, it has the same bits" in text
+    else:
+        assert "ResumeToDisambiguate: iteration 2: loss nan" in text
     ends = []
     for name, mode in (("with", VALIDATE), ("without", "")):
         run_ranks(2, _pretrain, f"--train-iters 4 --on-nan skip {mode} {flags} --save {tmp_path / name}", 2, recipe(0))
         ends.append(_tensors(tmp_path / name / "iter_0000004"))
     assert same(*ends)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "fault, then, now, verdict, said",
+    [
+        (NAN, "--tp 2", "--tp 2 --log-interval 1", "not transient", "NumericsError: iteration 3: loss nan"),
+        (NAN, "--tp 2", "--tp 2", "software or data", "NumericsError: iteration 3: loss nan"),
+        (None, "--tp 2", "--tp 2", "earlier devices", ""),
+        (NAN, "--tp 2", "--pp 2", "not transient", "bits are others"),
+        (None, "--tp 2 --batch-invariant-mode", "--pp 2 --batch-invariant-mode", "earlier devices", ""),
+        (
+            NAN,
+            "--tp 2 --batch-invariant-mode",
+            "--pp 2 --batch-invariant-mode",
+            "software or data",
+            "iteration 3: loss",
+        ),
+    ],
+    ids=["same nodes", "data", "device", "other layout", "device, other layout", "data, other layout"],
+)
+def test_the_next_launch_on_other_nodes_judges(run_ranks, tmp_path, monkeypatch, fault, then, now, verdict, said):
+    """Sample 18 is one of step 3. fault: that of the second launch, on other nodes, or on the same ones."""
+    flags = f"{VALIDATE} --save-interval 1 --load {tmp_path}"
+    spoiled = lambda rank: _poisoned("blocks.1.mlp", [18], forward=NAN)
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    [event], text = run_of(run_ranks, tmp_path, 2, f"{flags} {then}", spoiled)
+    assert "ResumeToDisambiguate: iteration 3" in text and event["verdict"] == "not transient"
+    if "log" not in now:
+        monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    events, text = run_of(run_ranks, tmp_path, 2, f"{flags} {now}", lambda rank: spoiled(rank) if fault else None)
+    assert (events[-1]["verdict"], events[-1]["iteration"]) == (verdict, 3), text
+    assert events[-1]["rank_host"] == ("n1" if verdict == "earlier devices" else "")
+    assert said in text and bool(text) == bool(said) and not (tmp_path / "rerun.json").exists()
 
 
 @pytest.mark.sampled(5)

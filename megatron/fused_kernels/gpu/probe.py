@@ -70,9 +70,8 @@ def probe(op: str) -> str:
 
 @cache
 def _probe(op: str) -> str:
-    apart = saved_tensors_hooks(
-        lambda x: x, lambda x: x
-    )  # hides its tensors from recomputation, which counts saved ones
+    # Hides its tensors from recomputation, which counts saved ones
+    apart = saved_tensors_hooks(lambda x: x, lambda x: x)
     uncast = torch._C.DisableTorchFunction()  # disables `Autocast`
     try:
         with torch.inference_mode(False), torch.enable_grad(), apart, uncast:

@@ -79,9 +79,8 @@ class Layers:
         """Put `-o key=value` over all files. A mapping replaces the section, as in PaddleFleetX."""
         key, _, value = word.partition("=")
         below, own = self._said.get(turn, {}), _override(key, value)
-        if not value.strip() and not any(
-            one.startswith(f"{key}.") for one in self.entries
-        ):  # `dropped` says it of those
+        # `dropped` says it of those
+        if not value.strip() and not any(one.startswith(f"{key}.") for one in self.entries):
             self.notes.append(f"-o {word} is empty: {key} is left out, as by {key}=null")
         self._put(own, below)
         self._said[turn] = over(below, own)

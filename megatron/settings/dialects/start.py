@@ -115,9 +115,8 @@ def started(command: Command, found: Translation) -> tuple[list[str], list[str]]
         start = [written for word, _, written in tokens if not sentence(launcher.idle, word)]
         return [*map(quoted, before), "torchrun", *start], notes
     start, told = started_by(translate(launcher, sources, found))
-    variables = (
-        bool(before) and "=" not in before[-1] and "=" in start[0]
-    )  # which another program would take for a command
+    # Which another program would take for a command
+    variables = bool(before) and "=" not in before[-1] and "=" in start[0]
     return [*map(quoted, before), *["env"] * variables, *start], notes + told
 
 

@@ -80,9 +80,8 @@ def test_imports(matrix, variant, tmp_path):
     same_everywhere(matrix, variant, tmp_path / "tokenizer", "imported")
     if VARIANTS[variant][0] != "bert":  # whose class has another post-processor than the file: docs/limits.md
         again = build_tokenizer(settings, lambda text: None)
-        assert again.fingerprint == matrix.ours(variant).fingerprint, (
-            variant
-        )  # token files of both are of one vocabulary
+        # Token files of both are of one vocabulary
+        assert again.fingerprint == matrix.ours(variant).fingerprint, variant
     exported(settings, build_tokenizer(settings, lambda text: None), tmp_path, tmp_path / "out")
     with_model(matrix, variant, tmp_path / "out")
     same_everywhere(matrix, variant, tmp_path / "out", "imported and exported")

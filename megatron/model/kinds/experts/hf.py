@@ -190,9 +190,8 @@ def our_experts(kind: str, c: dict[str, Any]) -> dict[str, Any]:
         return {}
     if words.first_dense and int(c.get("first_k_dense_replace") or 0) >= int(c["num_hidden_layers"]):
         return {}
-    number = int(
-        c["num_local_experts"] if "num_local_experts" in c else c[words.number]
-    )  # transformers 5 writes the first
+    # transformers 5 writes the first
+    number = int(c["num_local_experts"] if "num_local_experts" in c else c[words.number])
     width, k = int(c[words.width]), int(c["num_experts_per_tok"])
     if not 1 < number < 1 << 16 or not 0 < k <= number or width < 1:
         raise CheckpointError(f"config.json describes no experts: {number} of width {width}, {k} for each token")
