@@ -7,7 +7,7 @@ CHECKS = tests/test_floors.py tests/test_source_form.py tests/settings/test_flag
 help:            ## list these targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## */\t/' | expand -t 16
 
-check:           ## lint, format, import floors, form of sources, flag table (seconds)
+check:           ## lint, format, import floors, form of sources, flag table (20 seconds)
 	@failed=; \
 	echo "ruff check"; $(PYTHON) -m ruff check . || failed="$$failed, lint"; \
 	echo "ruff format --check"; $(PYTHON) -m ruff format --check . || failed="$$failed, format (make format)"; \
@@ -21,7 +21,7 @@ format:          ## let ruff repair format and imports
 test:            ## set-up and the tests
 	bash scripts/test.sh
 
-test-unit:       ## the tests without the files that take long, for daily work (8 minutes)
+test-unit:       ## the tests without the files that take long, for daily work (4 minutes)
 	bash scripts/test.sh --unit
 
 test-full:       ## set-up and all tests, the slow ones too

@@ -312,7 +312,11 @@ DATA = [  # exit code 4: data or vocabulary missing or damaged
         f"{STEPS} --mock-data --vocab-size 500 --tokenizer-model nope.json",
         "--tokenizer-model nope.json: no such file",
     ),
-    ("generate", "--load ck --prompt hello", "NullTokenizer: the text is not numbers"),
+    (
+        "generate",
+        "--load ck --prompt hello",
+        "NullTokenizer: the text is not numbers|--tokenizer-model, or --vocab-file",
+    ),
     ("generate", "--load ck --prompt-file nope", "--prompt-file nope: no such file"),
     ("report", "--run nope --output out/r.html", "nope: no such file or folder|-> name the --save folders of runs"),
     ("report", "--run folder --output out/r.html", "folder: no metrics.jsonl in it|-> name the --save folders of runs"),

@@ -41,9 +41,8 @@ class ExactSubstringOptions:
 
     length: int = 50  # the least length to cut, in units
     unit: Literal["tokens", "bytes"] = "tokens"
-    action: Literal["cut", "drop"] = (
-        "cut"  # drop: drop documents of which at least `drop_share` repeats, and keep the others whole
-    )
+    # drop: drop documents of which at least `drop_share` repeats, and keep the others whole
+    action: Literal["cut", "drop"] = "cut"
     drop_share: float = 0.5
     text_key: str = "text"
     shard_mb: float = 64.0  # an estimate, for the number of partitions

@@ -41,9 +41,8 @@ from megatron.storage.durable import checksum
 
 SPLITS = ("train", "valid", "test")
 TRAIN, VALID, TEST = range(3)
-MANY_EPOCHS = (
-    4  # passes up to which repeated text teaches nearly as much as new one (Muennighoff et al. 2023, figure 5)
-)
+# Passes up to which repeated text teaches nearly as much as new one (Muennighoff et al. 2023, figure 5)
+MANY_EPOCHS = 4
 VERSION = 2  # of the index maps; caches of other versions are ignored
 MORE = "take more documents (a .txt is one; preprocess_data.py --document-separator parts it into several)"
 

@@ -27,9 +27,8 @@ import torch
 
 from megatron.inference.sampling import Ends, Sampling
 
-CANDIDATES = (
-    256  # likeliest tokens among which a nucleus is looked for, before more of them: a tenth of the time of a sort
-)
+# Likeliest tokens among which a nucleus is looked for, before more of them: a tenth of the time of a sort
+CANDIDATES = 256
 
 
 class RowState:

@@ -144,7 +144,9 @@ def named_recipe(model_type: str) -> Recipe:
         raise SettingsError(
             f"--model-type {model_type}: there is no such model{did_you_mean(str(model_type), MODEL_TYPES)}",
             f"{module}: {error}",
-            f"there are {', '.join(MODEL_TYPES)}, and modules that have a function recipe()",
+            f"there are {', '.join(MODEL_TYPES)}, and modules that have a function recipe()"
+            + "; Python looks for them in the present folder and in PYTHONPATH"
+            * isinstance(error, ModuleNotFoundError),
         ) from error
 
 

@@ -22,9 +22,8 @@ class Discarded(saved_tensors_hooks):
     def __exit__(self, *error) -> None:
         super().__exit__(*error)
         self.y = None  # until here, so that no other tensor gets its storage
-        self.pack_hook = self.unpack_hook = (
-            None  # methods of this object, which would keep it until a garbage collection
-        )
+        # Methods of this object, which would keep it until a garbage collection
+        self.pack_hook = self.unpack_hook = None
 
     def _pack(self, x: torch.Tensor):
         if _storage(x) != self.storage or x._version != self.version:

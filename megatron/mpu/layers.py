@@ -412,12 +412,10 @@ class ColumnParallelLinear(nn.Module):
     weights: `model.weights.column(...)`: the weight [rows..., h], split along one dim of its rows, and optionally a bias.
     """
 
-    weight_grad_store: WeightGradStore | None = (
-        None  # set by `deferred_wgrad.attach_weight_grad_store` for pipelines with W passes
-    )
-    accumulate: Callable | None = (
-        None  # set by `attach_wgrad_accumulator` where products add to the optimizer's gradients
-    )
+    # Set by `deferred_wgrad.attach_weight_grad_store` for pipelines with W passes
+    weight_grad_store: WeightGradStore | None = None
+    # Set by `attach_wgrad_accumulator` where products add to the optimizer's gradients
+    accumulate: Callable | None = None
     # Overlap the all-reduce of the input's gradient with the product for the weight's. Not under --amp-level O1, which
     # casts x before the product: the gradient is reduced in the format of x.
     overlap = True

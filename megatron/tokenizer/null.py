@@ -13,7 +13,12 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
-            raise DataError("NullTokenizer: the text is not numbers", str(error)) from None
+            raise DataError(
+                "NullTokenizer: the text is not numbers",
+                str(error),
+                "--vocab-size N alone is for texts of numbers; give the tokenizer of this text: --tokenizer-model, or "
+                "--vocab-file and --merge-file",
+            ) from None
         if ids and not 0 <= min(ids) <= max(ids) <= size:
             raise DataError(f"NullTokenizer: ids {min(ids)}..{max(ids)} are outside of 0..{size} (--vocab-size {size})")
         return ids

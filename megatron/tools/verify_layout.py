@@ -104,7 +104,10 @@ def verify(argv: list[str]) -> None:
         f"{limits['weight']:g}: {sum(verdicts)} of {len(verdicts)} pass"
     )
     if reference.choices:
-        print("each token went to the experts that it chose in one process")
+        print(
+            "each token went to the experts that it chose in one process; at most "
+            f"{limits['choices']:.0%} may prefer others, by rounding"
+        )
     if not all(verdicts):
         sys.exit(1)
 

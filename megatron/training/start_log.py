@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.model.facts import Facts, RankSetup
-from megatron.model.recipe import MODEL_TYPES, Recipe
+from megatron.model.recipe import MODEL_TYPES, SCRIPTS, Recipe
 from megatron.mpu.cpu_threads import affinity, quota
 from megatron.mpu.initialize import RankContext
 from megatron.mpu.selection import Selection
@@ -36,7 +36,8 @@ def random_weights(config: schema.Config, recipe: Recipe) -> tuple[list[str], li
     published = f"published ones: {IMPORT.format('ORG/NAME')}"
     if named and named.flag == "--model-name-or-path" and preset(str(named.value)):
         named_shape = [f"{named.words} is a shape, and its weights are random; {published}"]
-    if recipe.model_type in MODEL_TYPES or not recipe.starts_from or config.batch.skip_train:
+    tasks = set(SCRIPTS).issuperset(recipe.starts_from)  # which begin with a model like this one: it needs no other
+    if recipe.model_type in MODEL_TYPES or tasks or config.batch.skip_train:
         return named_shape, []
     load = config.checkpoint.load
     found = f"--load {load} holds no checkpoint" if load else "there is no --load"

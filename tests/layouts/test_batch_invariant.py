@@ -29,9 +29,8 @@ MODELS = {
     "experts": "--num-attention-heads 4 --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2",
 }
 MODELS["padded"] = f"{MODELS['apart']} --swiglu --moe-expert-capacity-factor 1.1 --moe-pad-expert-input-to-capacity"
-MODELS["capped"] = (
-    f"{MODELS['apart']} --swiglu --moe-expert-capacity-factor 1.6 --num-experts 16 --seq-length 16"  # 2 rows
-)
+# 2 rows
+MODELS["capped"] = f"{MODELS['apart']} --swiglu --moe-expert-capacity-factor 1.6 --num-experts 16 --seq-length 16"
 FORMATS = {"fp32": "--precision fp32", "bf16": "--bf16"}
 
 # model, format, layout, then the micro-batch size

@@ -221,7 +221,7 @@ def test_fp16_is_compared_in_steps_that_are_made(monkeypatch):
     assert config.precision.initial_loss_scale <= 256
     nothing = Trace([5.0], [math.inf], {"w": torch.ones(2)}, 0.0)
     assert compare(nothing, nothing).norm == 0.0
-    monkeypatch.setattr(verify_layout, "trained", lambda *args: nothing)
+    monkeypatch.setattr(verify_layout, "trained", lambda *args, **checks: nothing)
     with pytest.raises(SettingsError, match="all gradients overflow"):
         verify_layout.main(f"{line} --loss-scale 1e30 --layouts tp2".split())
 

@@ -137,9 +137,16 @@ def test_what_is_no_number_never_passes(other):
 
 
 @pytest.mark.parametrize("precision", parity.TOLERANCE)
-@pytest.mark.parametrize("what", ["loss", "norm", "weight"])
+@pytest.mark.parametrize("what", ["loss", "norm", "weight", "choices"])
 def test_each_difference_has_its_own_limit(precision, what):
     limits = parity.TOLERANCE[precision]
     exactly = parity.LayoutDifference(**limits, worst="w")
     assert exactly.passes(precision) and not replace(exactly, **{what: limits[what] * 1.001}).passes(precision)
     assert replace(exactly, **{what: 0.0}).passes(precision)
+
+
+def test_a_router_that_chooses_otherwise_in_a_layout_does_not_pass():
+    """Though the layout replays the choices of one process, and so trains the same weights."""
+    one = run(w=[1.0, 1.0])
+    passes = lambda share: compare(one, replace(one, changed=share)).passes("fp32")
+    assert passes(0.001) and not passes(0.125)

@@ -583,5 +583,6 @@ def test_a_script_trains_its_own_model_type(command):
 
 @pytest.mark.parametrize("name", ["NoSuchModel", "json"])  # of no module, and of one that is no recipe
 def test_a_model_type_that_there_is_not_is_refused(name):
-    with pytest.raises(SettingsError, match=f"--model-type {name}: there is no such model"):
+    with pytest.raises(SettingsError, match=f"--model-type {name}: there is no such model") as refused:
         named_recipe(name)
+    assert ("PYTHONPATH" in str(refused.value)) == (name == "NoSuchModel")

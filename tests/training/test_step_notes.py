@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run says once and in words, against the figures of its steps."""
 
+import importlib
 import json
 import math
 from types import SimpleNamespace
@@ -88,6 +89,14 @@ def test_a_run_that_changes_no_weight(flags, said, tmp_path, capsys):
     assert (len(norms) > 1 and not found) if said is None else len(norms) < 2 and len(found) == 1 and said in found[0]
     if said:
         assert [note["what"] for note in notes] == ["unchanged weights"] and not told(lines, RATE)
+
+
+@pytest.mark.parametrize("module, warned", [("own_update", 0), ("own_mixture", 0), ("own_pair", 1)])
+def test_a_variant_warns_of_random_weights_if_it_starts_from_others(module, warned):
+    recipe = importlib.import_module(f"tests.models.{module}").recipe()
+    nothing = dict(batch=SimpleNamespace(skip_train=False), checkpoint=SimpleNamespace(load=None))
+    notes, warnings = start_log.random_weights(SimpleNamespace(given=lambda name: None, **nothing), recipe)
+    assert not notes and len(warnings) == warned
 
 
 def test_a_shape_of_a_published_name_has_random_weights(tmp_path, capsys):

@@ -45,6 +45,8 @@ def compared(shrunk: ShrunkJob, recipe: Recipe, steps: int) -> Check:
         f"difference in loss {difference.loss:.1e}, gradient norm {difference.norm:.1e}, weights {difference.weight:.1e} "
         f"(limits {limits['loss']:g}, {limits['norm']:g}, {limits['weight']:g})"
     )
+    if reference.choices:
+        summary += f", {difference.choices:.2%} of tokens would choose other experts (limit {limits['choices']:.0%})"
     fault = "" if difference.passes(precision) else f"{summary}; worst: {difference.worst}"
     lost = "".join(f"; not covered: {words}" for words in shrunk.lost)
     return Check(f"shrunk {precision}", f"{summary}, {time.perf_counter() - started:.1f} s{lost}", fault, DO)
