@@ -64,9 +64,10 @@ CASES = """
 LAYOUTS = """one:8 dp2:4 dp4:2 dp8:1 dp2-zero1:2 dp4-zero2:1 dp4-zero3:1 pp2:2 pp4:1 pp2vp2:1 pp2-gpipe:4 pp2-zbh1:1
     pp2-zbv:2 pp2-vhalf:1 pp2-dp2-zero1-zbh1:1 pp2-dp2-zero3-zbv:2 pp4-dp2-zero2:1""".split()
 DIVIDED = "tp2:4 tp4:1 tp2sp:2 tp4sp:1 tp2-dp2-zero1:2 tp2sp-pp2-zbv:1 tp4sp-dp2-zero3:1 tp2-pp2-dp2-zero2:1".split()
-APART = """dp2-ep2:4 dp4-ep2:1 dp4-ep4-zero1:2 dp4-ep2-zero3:1 dp8-ep8:1 pp2-dp2-ep2:1 pp2-dp4-ep4-zero2-zbv:1
+APART = """dp2-ep2:4 dp4-ep2:1 dp4-ep4-zero1:2 dp4-ep2-zero3:1 pp2-dp2-ep2:1 pp2-dp4-ep4-zero2-zbv:1
     pp2-dp2-ep2-zbh1:2""".split()
-TWENTY = dict(gpt=LAYOUTS + DIVIDED, llama=LAYOUTS + DIVIDED, experts=LAYOUTS, apart=APART, capped=APART, padded=APART)
+TWENTY = dict(gpt=LAYOUTS + DIVIDED, llama=LAYOUTS + DIVIDED, experts=LAYOUTS, apart=APART, padded=APART)
+TWENTY["capped"] = [*APART, "dp8-ep8:1"]
 
 
 def run(model, form, layout="", micro=1, steps=3, more=""):
