@@ -33,7 +33,10 @@ LAYOUTS = {
     "zb": (2, "--pp 2 --pipeline-schedule zb-h1"),
     "ep2": (2, "--num-experts 4 --expert-model-parallel-size 2"),
     "dp2_ep2": (4, "--num-experts 4 --expert-model-parallel-size 2 --micro-batch-size 1"),
-    "buffers": (2, "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid"),
+    "buffers": (
+        2,
+        "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid --log-interval 2",
+    ),
     "cp2": (2, "--context-parallel-size 2"),
     "tp2_pp2_dp2": (8, "--tp 2 --pp 2 --micro-batch-size 1"),
     "fp16": (2, "--fp16 --initial-loss-scale 256"),
@@ -63,6 +66,8 @@ def test_a_transient_error_is_named_and_leaves_no_trace(run_ranks, tmp_path, lay
         (step, "transient", drill_at(step, 1, "", 1234, world).rank) for step in range(1, 5)
     ], events
     assert same(plain, found)
+    loads = [[one["loads"] for one in _records(tmp_path / name, "experts")] for name in ("plain", "drill")]
+    assert loads[0] == loads[1] and bool(loads[0]) == ("experts" in flags)  # of a step, and not of its computations
 
 
 def ended(run_ranks, world, flags, recipe=None):
