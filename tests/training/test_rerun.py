@@ -67,7 +67,9 @@ def test_a_transient_error_is_named_and_leaves_no_trace(run_ranks, tmp_path, lay
     ], events
     assert same(plain, found)
     loads = [[one["loads"] for one in _records(tmp_path / name, "experts")] for name in ("plain", "drill")]
-    assert loads[0] == loads[1] and bool(loads[0]) == ("experts" in flags)  # of a step, and not of its computations
+    assert loads[0] == loads[1] and bool(loads[0]) == (
+        "--log-interval" in flags
+    )  # of a step, and not of its computations
 
 
 def ended(run_ranks, world, flags, recipe=None):
