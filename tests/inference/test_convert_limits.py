@@ -29,6 +29,7 @@ from megatron.convert import (
     dcp_files,
     families,
     fitted,
+    hf_blocks,
     hf_files,
     megatron_arguments,
     megatron_dist,
@@ -38,7 +39,6 @@ from megatron.convert import (
     megatron_metadata,
     megatron_optimizer,
     megatron_pickle,
-    mxfp4,
     peft,
     same_ids,
     torchtitan_names,
@@ -910,9 +910,9 @@ def test_files_of_mxfp4_are_tensors_with_inputs_before_rows(damage):
     files = SimpleNamespace(shapes=shapes, get=stored.__getitem__)
     if damage:
         with pytest.raises(CheckpointError, match="x_blocks is .*: no MXFP4"):
-            mxfp4.MXFP4Files(files)
+            hf_blocks.MXFP4Files(files)
         return
-    made = mxfp4.MXFP4Files(files)
+    made = hf_blocks.MXFP4Files(files)
     assert made.shapes == {"x": (experts, 32 * blocks, rows), "y": (4,), "z_blocks": (1,)}
     assert made.get("y") is stored["y"]
     found, values = made.get("x"), (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
