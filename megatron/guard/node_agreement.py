@@ -183,8 +183,11 @@ class NodeAgreement:
                 self._write(chosen)
                 continue
             self._note(members)
-            if waited > self.patience and not self._runs(members):
-                here = ", ".join(member.name for member in self._ready(members))
+            ready = self._ready(members)
+            # The one who chooses may take fewer nodes just now, so the others give up later.
+            chooses = bool(ready) and ready[0].id == self.own.id
+            if waited > self.patience + self.timeout * (not chooses) and not self._runs(members):
+                here = ", ".join(member.name for member in ready)
                 raise PeerLost(
                     f"{several(self.wanted, 'node')} wanted, and after {self.patience:.0f} s there are: {here}",
                     None,

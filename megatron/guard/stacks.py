@@ -30,6 +30,7 @@ PHASES = dict(
     update="in the optimizer's update",
     evaluate="evaluating",
     save="saving a checkpoint",
+    rerun="computing a step again",
     replay="repeating a step to find a value that is not finite",
 )
 STATES = {

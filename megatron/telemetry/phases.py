@@ -32,9 +32,10 @@ PHASES = {
     "reduce": Phase("reduce gradients", Timed("all-grads-sync", 1)),
     "update": Phase("update weights", Timed("optimizer", 1)),
     "gather": Phase("gather weights", Timed("params-all-gather", 1)),
-    # Between steps.
+    # Between steps, or apart from them.
     "evaluate": Phase("evaluate", Timed("evaluate", 1, apart=True)),
     "save": Phase("save", Timed("save-checkpoint", 1, apart=True)),
+    "rerun": Phase("compute a step again", Timed("rerun", 1, apart=True)),
     # Level 2: of the passes, then of the optimizer.
     "F": Phase("forward", Timed("forward-compute", 2)),
     "B": Phase("backward", Timed("backward-compute", 2)),

@@ -36,8 +36,8 @@ REACHED = {
             "model/kinds/experts/dispatch.py: __init__",
             "model/kinds/experts/grouped.py: row_unit",
             "model/t5/module.py: attended",
-            "mpu/collectives.py: _begin_gather",
-            "mpu/collectives.py: _begin_scatter",
+            "mpu/collectives.py: _start_gather",
+            "mpu/collectives.py: _start_scatter",
             "mpu/cross_entropy.py: _chunks",
             "mpu/cross_entropy.py: _scaled",
             "mpu/initialize.py: join_job",
@@ -61,6 +61,9 @@ REACHED = {
     "fused_kernels/partial_attention.py: forward": "tests/gpu/test_gpu_triton.py",
     "convert/export/load_exported.py: _load_hf": "tests/inference/test_export.py",  # an error on a CPU alone
     "convert/export/programs.py: _with_torch": "tests/inference/test_export.py",
+    "inference/batch_invariant.py: refuse_uncovered": "tests/inference/test_batch_invariant.py",  # an error
+    "training/rerun.py: build_rerun": "tests/training/test_rerun.py",
+    "training/rerun.py: _disputed_now": "tests/training/test_rerun.py",
     "inference/load.py: load_model": "tests/inference/test_generation.py",  # an error on a CPU alone
     "model/kinds/attention/module.py: describe_kernel": "tests/model/test_attention_choice.py",
     "model/kinds/experts/grouped.py: lacking_grouped": "tests/gpu/test_gpu_experts.py",  # a trial run

@@ -188,6 +188,8 @@ def test_quantized_weights_and_half_precision_are_refused(folder_of):
     folder = folder_of("gpt", "bf16")
     with pytest.raises(SettingsError, match="--quantize int8"):
         load_model(folder, batch_invariant=True, quantize=QuantizeOptions("int8"))
+    with pytest.raises(SettingsError, match="does not cover --device cuda:0"):
+        refuse_uncovered(load_model(folder).config, PLAIN_WEIGHTS, "cuda:0", 1)
     with pytest.raises(SettingsError, match="3 ranks: blocks are divided by 2, 4 or 8"):
         refuse_uncovered(
             replace(load_model(folder).config, parallel=Parallel(tensor_model_parallel_size=3)), PLAIN_WEIGHTS, "cpu", 3

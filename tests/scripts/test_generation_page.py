@@ -45,7 +45,7 @@ def test_its_commands_are_parsed(page):
         kinds = GENERATE if words[0].endswith("generate") else dict(benchmark=BenchmarkOptions)
         assert parse(words[1:], kinds)
         seen.add(words[0])
-    assert seen == {"megatron.tools.generate", "megatron.tools.benchmark_inference"} and len(lines) == 5
+    assert seen == {"megatron.tools.generate", "megatron.tools.benchmark_inference"} and len(lines) == 6
     known = {**spellings_of(GENERATE), **spellings_of(dict(b=BenchmarkOptions, q=QuantizeOptions)), "--mp-degree": None}
     others = re.findall(r"`(--[\w-]+)", page[page.index("## Other suites' settings") :])
     assert len(others) > 10 and {flag.replace("_", "-") for flag in others} <= set(known)

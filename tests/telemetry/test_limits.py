@@ -661,7 +661,7 @@ def test_a_file_that_did_not_change_is_not_read_again(tmp_path, monkeypatch):
     path.write_bytes(b"one\ntwo\nhal")
     reader = tail.Tail(path)
     read = reader._text_from
-    reader._text_from = lambda start: reads.append(start) or read(start)
+    reader._text_from = lambda *where: reads.append(where) or read(*where)
     assert reader.read() == ([b"one\n", b"two\n"], False) and len(reads) == 1
     assert reader.read() == ([], False) and len(reads) == 1
     path.write_bytes(b"one\ntwo\nhalf\n")

@@ -34,7 +34,7 @@ class Shape:
     ],
 )
 def test_files_and_flags(line, files, flags):
-    assert divide(line.split(), Shape, {"-o": "--output"}) == (files.split(), flags.split())
+    assert divide(line.split(), Shape, letters={"-o": "--output"}) == (files.split(), flags.split())
 
 
 def test_another_number_of_files():

@@ -2,12 +2,13 @@
 """--rerun-mode in whole runs on forked ranks: verdicts, ranks that are named, and weights as without it."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import pretrain_gpt
-from megatron.errors import SettingsError
+from megatron.errors import SettingsError, node_name
 from megatron.guard import rerun as pure
 from megatron.mpu import collectives
 from megatron.mpu.axis_sizes import expert_sizes
@@ -18,7 +19,7 @@ from megatron.settings.parse import parse_pretrain
 from megatron.telemetry.events import read_events
 from megatron.training import loop
 from megatron.training.drill import drill_at, flip_bit
-from megatron.training.rerun import build_rerun
+from megatron.training.rerun import Rerun, build_rerun
 from tests.guard.test_guarded_runs import NAN, SPIKY, TINY, _poisoned, _pretrain, _records, _spike, _tensors
 
 VALIDATE = "--rerun-mode validate_results"
@@ -332,6 +333,14 @@ def test_each_step_is_computed_twice_and_differences_are_counted(run_ranks, tmp_
 
 
 # ---- parts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device, words", [("cpu", ""), ("cuda:1", " cuda:1")])
+def test_a_disputed_step_names_machine_and_device(device, words):
+    mesh = SimpleNamespace(logged_sizes=dict(tp=1), ordered=False)
+    context = SimpleNamespace(device=torch.device(device), all_gather_object=lambda one: [one], mesh=mesh)
+    step = Rerun._disputed_now(None, SimpleNamespace(context=context), 4, ["nan"])
+    assert step.places == [node_name() + words] and (step.iteration, step.layout) == (4, dict(tp=1))
 
 
 def test_a_gpu_has_to_repeat_to_the_bit():

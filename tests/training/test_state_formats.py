@@ -64,11 +64,11 @@ def plain():
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_moments_in_bf16_are_adams_rounded(layout, run_ranks, tmp_path):
+def test_moments_in_bf16_are_adams_rounded(layout, tmp_path):
     """fp32 and fp64 sums lie on two sides of the middle between two numbers of bf16 now and then: in up to 2 % of the
     elements after six steps, and the weights have moved by another part of a step.
     """
-    run_in(layout, f"{ADAM} {MOMENTS} --no-stochastic-rounding", run_ranks, tmp_path)
+    run_in(layout, f"{ADAM} {MOMENTS} --no-stochastic-rounding", tmp_path)
     expected = plain()
     assert losses_of(tmp_path) == pytest.approx([step["lm loss"] for step in expected.steps], rel=2e-6)
     moments, weights = apart(tensors_of(tmp_path), expected.tensors)
@@ -84,9 +84,9 @@ def alone(tmp_path_factory):
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", ["tp3", "pp2", "zero3"])
-def test_layouts_round_at_random_alike(layout, alone, run_ranks, tmp_path):
+def test_layouts_round_at_random_alike(layout, alone, tmp_path):
     """With other random words nearly half of the elements would differ."""
-    run_in(layout, f"{ADAM} {MOMENTS}", run_ranks, tmp_path)
+    run_in(layout, f"{ADAM} {MOMENTS}", tmp_path)
     assert losses_of(tmp_path) == pytest.approx(losses_of(alone), rel=1e-6)
     moments, weights = apart(tensors_of(tmp_path), tensors_of(alone))
     assert moments < 0.04 and weights < 3e-4
@@ -120,7 +120,7 @@ def test_a_checkpoint_changes_its_format_with_a_note(before, after, tmp_path, ca
     name = "optimizer.exp_avg_sq.blocks.1.mlp.up.weight"
     ratio = new[name].float().norm() / old[name].float().norm()
     assert 1.0 < ratio < 1.4  # a fourth gradient has come to three
-    run_in("zero3", f"{ADAM} {after} --load {tmp_path}", run_ranks, tmp_path)
+    run_in("zero3", f"{ADAM} {after} --load {tmp_path}", tmp_path)
     reference = tmp_path / "reference"
     pretrain(0, f"{SIX} {ADAM} --save {reference}")
     assert losses_of(tmp_path)[-2:] == pytest.approx(losses_of(reference)[-2:], rel=1e-4)
